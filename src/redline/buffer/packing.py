@@ -1,0 +1,36 @@
+"""Groups → one `TrainBatch`: flat arrays and offsets."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from redline.types import TrainBatch, TrajectoryGroup, VersionSpan
+
+
+def pack(groups: Sequence[TrajectoryGroup], version: int) -> TrainBatch:
+    """Lay the attempts of all groups with signal end to end. An attempt whose own advantage is 0 is left out too: it has
+    no gradient, and only its prompt would be computed for nothing."""
+    kept = [[(t, a) for t, a in zip(g.trajectories, g.advantages, strict=True) if a != 0] for g in groups]
+    kept = [group for group in kept if group]
+    trajectories = [t for group in kept for t, _ in group]
+    return TrainBatch(
+        tokens=_flat([t.token_ids for t in trajectories], np.int32),
+        cu_seqlens=_offsets([len(t.token_ids) for t in trajectories]),
+        group_offsets=_offsets([len(group) for group in kept]),
+        loss_mask=_flat([t.loss_mask for t in trajectories], np.bool_),
+        old_logprobs=_flat([t.logprobs for t in trajectories], np.float32),
+        advantages=np.array([a for group in kept for _, a in group], dtype=np.float32),
+        num_sequences_sampled=sum(len(g.trajectories) for g in groups),
+        versions=VersionSpan(min(g.versions.oldest for g in groups), max(g.versions.newest for g in groups)),
+        version=version,
+    )
+
+
+def _flat(arrays: Sequence[np.ndarray], dtype: type[np.generic]) -> np.ndarray:
+    return np.concatenate(arrays).astype(dtype, copy=False) if arrays else np.zeros(0, dtype=dtype)
+
+
+def _offsets(lengths: Sequence[int]) -> np.ndarray:
+    return np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)]).astype(np.int64)

@@ -1,0 +1,107 @@
+"""The `redline` command. Importing this file loads no torch: what is wrong with a command line is said at once."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from redline import __version__
+from redline.errors import ConfigError, RedlineError
+
+if TYPE_CHECKING:
+    from redline.config import Config, Resolved
+    from redline.telemetry import RunFolder
+
+app = typer.Typer(
+    help="Reinforcement-learning post-training for language models.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+
+@app.callback(invoke_without_command=True)
+def _root(version: Annotated[bool, typer.Option("--version", help="Print the version.")] = False) -> None:
+    if version:
+        typer.echo(__version__)
+        raise typer.Exit
+
+
+@app.command()
+def train(
+    recipe: Annotated[Path, typer.Argument(help="A YAML recipe; with --resume, a run folder or the recipe it came from.")],
+    overrides: Annotated[
+        list[str] | None, typer.Argument(metavar="[SECTION.KEY=VALUE]...", help="Replace values of the recipe.")
+    ] = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Check everything, print the resolved run, load nothing.")] = False,
+    resume: Annotated[bool, typer.Option("--resume", help="Continue a run folder from its last checkpoint.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="End with one JSON document on stdout.")] = False,
+) -> None:
+    """Train a model as a recipe says."""
+    from redline.config import load_recipe, resolve
+    from redline.telemetry import RunFolder
+
+    if resume:
+        folder, config = _run_to_continue(recipe, overrides or [])
+    else:
+        folder, config = None, load_recipe(recipe, overrides or [])
+    resolved = resolve(config)
+    if dry_run:
+        _print_resolved(resolved)
+        return
+    if folder is None:
+        folder = RunFolder.create(config.run.folder, config.run.name)
+    from redline.launch import train as launch_train
+
+    summary = launch_train(resolved, folder, resume=resume)
+    typer.echo(json.dumps(summary) if as_json else summary["run"])
+    if not summary["finished"]:
+        raise typer.Exit(130)
+
+
+def _run_to_continue(path: Path, overrides: list[str]) -> tuple[RunFolder, Config]:
+    """The run folder that `path` is, or the newest one made from the recipe that it is, with its own config."""
+    from redline.config import load_recipe
+    from redline.telemetry import RunFolder
+
+    if path.is_file():
+        config = load_recipe(path, overrides)
+        folder = RunFolder.newest(config.run.folder, config.run.name)
+    else:
+        folder = RunFolder.open(path)
+    foreign = [override for override in overrides if not override.startswith("run.steps=")]
+    if foreign:
+        raise ConfigError(
+            f"--resume continues a run as it was configured; it cannot take {', '.join(foreign)}",
+            "leave the override out (run.steps=N may be given, to train longer), or start a new run",
+        )
+    return folder, load_recipe(folder.config, overrides)  # JSON is YAML
+
+
+def _print_resolved(resolved: Resolved) -> None:
+    """Data to stdout, reasons to stderr."""
+    for key, reason in resolved.reasons.items():
+        section, name = key.split(".")
+        typer.echo(f"{key} = {getattr(getattr(resolved.config, section), name)}  ({reason})", err=True)
+    typer.echo(json.dumps(resolved.config.model_dump(mode="json"), indent=2))
+
+
+def main() -> None:
+    """Run, and turn what we understand into a message, a hint and an exit code."""
+    try:
+        app()
+    except RedlineError as error:
+        typer.echo(f"error: {error}", err=True)
+        sys.exit(2)
+    except KeyboardInterrupt:
+        typer.echo("stopped; what was checkpointed is kept, continue with --resume", err=True)
+        sys.exit(130)
+
+
+if __name__ == "__main__":
+    main()

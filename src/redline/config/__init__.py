@@ -1,0 +1,7 @@
+"""Recipes: schema, loading, and the values we fill in. Torch-free, so that a wrong key is refused at once."""
+
+from redline.config.load import load_recipe, validate
+from redline.config.resolve import Resolved, resolve
+from redline.config.schema import Config
+
+__all__ = ["Config", "Resolved", "load_recipe", "resolve", "validate"]

@@ -1,0 +1,138 @@
+"""YAML recipe + `section.key=value` overrides → `Config`, or one `ConfigError` that names every mistake with its fix."""
+
+from __future__ import annotations
+
+import datetime
+import difflib
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, get_args
+
+import yaml
+from pydantic import ValidationError
+
+from redline.config.problems import explain, locate, sections_with_key
+from redline.config.schema import Config
+from redline.errors import ConfigError
+
+_EXPONENT = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+")
+
+
+def load_recipe(path: Path, overrides: Sequence[str] = ()) -> Config:
+    """Read a recipe, apply the overrides in order, validate the whole."""
+    if not path.is_file():
+        near = difflib.get_close_matches(path.name, [p.name for p in path.parent.glob("*.y*ml")], n=1)
+        hint = f"did you mean {path.parent / near[0]}?" if near else "give the path of a YAML recipe, such as recipes/demo.yaml"
+        raise ConfigError(f"{path}: no such recipe", hint)
+    try:
+        values = _parse_yaml(path.read_text(encoding="utf-8"), str(path))
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{path}: not a text file: {error}", "save the recipe as UTF-8") from error
+    if not isinstance(values, dict):
+        raise ConfigError(f"{path}: a recipe is a mapping of sections", "start with `model:` and `rollouts:`")
+    for override in overrides:
+        _apply_override(values, override)
+    return validate(values, str(path))
+
+
+def validate(values: Mapping[str, Any], name: str = "recipe") -> Config:
+    """Check a nested mapping; every mistake in it is reported at once. `name` says whose mistakes they are."""
+    # An absent section is an empty one, so that the error names the key that is missing (model.path), not its section.
+    required = {section: None for section, field in Config.model_fields.items() if field.is_required()}
+    try:
+        return Config.model_validate({**required, **values})
+    except ValidationError as error:
+        problems = [explain(problem) for problem in error.errors(include_url=False)]
+    if len(problems) == 1:
+        raise ConfigError(f"{name}: {problems[0].what}", problems[0].hint)
+    lines = "".join(f"\n  {problem}" for problem in problems)
+    raise ConfigError(
+        f"{name}: {len(problems)} problems{lines}", f"`redline train {name} --dry-run` checks again without loading anything"
+    )
+
+
+# ── YAML ───────────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def _parse_yaml(text: str, name: str) -> Any:
+    """Plain YAML, except that a key given twice is refused and 1e-5 is a number."""
+    loader = yaml.SafeLoader(text)
+    loader.name = name
+    try:
+        root = loader.get_single_node()
+        if root is None:
+            return None
+        _check_node(root, name, seen=set())
+        return loader.construct_document(root)
+    except yaml.MarkedYAMLError as error:
+        line = f"line {error.problem_mark.line + 1}: " if error.problem_mark else ""
+        raise ConfigError(f"{name}: {line}not valid YAML: {error.problem}", "fix it there, or quote the value") from error
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{name}: not valid YAML: {error}", "save it as plain UTF-8 text") from error
+    finally:
+        loader.dispose()
+
+
+def _check_node(node: yaml.Node, name: str, seen: set[int]) -> None:
+    if id(node) in seen:  # an alias: the node is shared, or even its own child
+        return
+    seen.add(id(node))
+    if isinstance(node, yaml.ScalarNode):
+        _read_exponents(node)
+    elif isinstance(node, yaml.SequenceNode):
+        for item in node.value:
+            _check_node(item, name, seen)
+    elif isinstance(node, yaml.MappingNode):
+        _refuse_duplicates(node, name)
+        for _, value in node.value:
+            _check_node(value, name, seen)
+
+
+def _read_exponents(node: yaml.ScalarNode) -> None:
+    """YAML 1.1 reads an unquoted 1e-5 as text (it wants 1.0e-5); people mean the number. Quoted text stays text."""
+    if node.style is None and node.tag == "tag:yaml.org,2002:str" and _EXPONENT.fullmatch(node.value):
+        node.tag = "tag:yaml.org,2002:float"
+
+
+def _refuse_duplicates(node: yaml.MappingNode, name: str) -> None:
+    """YAML parsers keep the last of two equal keys, and the run is not the one its author reads."""
+    lines: dict[str, int] = {}
+    for key in [key for key, _ in node.value if isinstance(key, yaml.ScalarNode)]:
+        line = key.start_mark.line + 1
+        if key.value in lines:
+            raise ConfigError(f"{name}: line {line}: {key.value} is already set on line {lines[key.value]}", "keep one of them")
+        lines[key.value] = line
+
+
+# ── overrides ──────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def _apply_override(values: dict[str, Any], override: str) -> None:
+    key, equals, text = override.partition("=")
+    parts = key.split(".")
+    if not equals or len(parts) < 2 or not all(parts):
+        near = [f"did you mean {section}.{override}?" for section in sections_with_key(key) if equals]
+        hint = near[0] if near else "for example run.steps=20"
+        raise ConfigError(f"override {override!r} is not of the form section.key=value", hint)
+    node = values
+    for depth, part in enumerate(parts[:-1], start=1):
+        if node.get(part) is None:
+            node[part] = {}
+        node = node[part]
+        if not isinstance(node, dict):
+            place = ".".join(parts[:depth])
+            raise ConfigError(f"override {override!r}: {place} is a value, not a section", f"set {place} itself")
+    value = _parse_yaml(text, f"override {override!r}")
+    node[parts[-1]] = text if _is_text(parts) and _only_looks_parsed(value) else value
+
+
+def _is_text(parts: Sequence[str]) -> bool:
+    """Whether the schema wants text here. Keys of a task depend on its kind, and stay as YAML reads them."""
+    field = locate(parts).field
+    return field is not None and (field.annotation is str or str in get_args(field.annotation))
+
+
+def _only_looks_parsed(value: Any) -> bool:
+    """YAML made a number, a truth value or a date of a word (`run.name=2026`) that a shell user cannot easily quote."""
+    return isinstance(value, bool | int | float | datetime.date)

@@ -1,0 +1,99 @@
+"""Fill what a recipe left to us, once, with the reason for each choice. Loads no torch."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+from redline.config.schema import Config
+from redline.errors import ConfigError
+
+BUILTIN_MODELS = ("builtin:smollm2-135m-instruct", "builtin:tiny")
+
+
+@dataclass(slots=True, frozen=True)
+class Resolved:
+    """A config with nothing left open."""
+
+    config: Config
+    reasons: dict[str, str]
+    """Key → why it has the value we chose."""
+
+
+def resolve(config: Config) -> Resolved:
+    """Replace every `auto`, and refuse what cannot run here."""
+    _check_paths(config)
+    reasons: dict[str, str] = {}
+    device, reasons["run.device"] = _device(config.run.device)
+    dtype, reasons["model.dtype"] = _dtype(config.model.dtype, device)
+    threads, reasons["run.num_threads"] = _threads(config.run.num_threads)
+    run = config.run.model_copy(update={"device": device, "num_threads": threads})
+    model = config.model.model_copy(update={"dtype": dtype})
+    return Resolved(config.model_copy(update={"run": run, "model": model}), {k: v for k, v in reasons.items() if v})
+
+
+def _check_paths(config: Config) -> None:
+    _check_model(config.model.path)
+    task = config.rollouts.task
+    if task.kind == "jsonl" and not task.path.is_file():
+        raise ConfigError(f"rollouts.task.path = {str(task.path)!r}: no such file", "give a file with one JSON object per line")
+    if task.kind == "reasoning_gym" and importlib.util.find_spec("reasoning_gym") is None:
+        raise ConfigError(
+            "rollouts.task.kind = 'reasoning_gym': the package is not installed", "pip install 'redline-rl[demo]'"
+        )
+
+
+def _check_model(path: str) -> None:
+    if path.startswith("builtin:"):
+        if path not in BUILTIN_MODELS:
+            raise ConfigError(f"model.path = {path!r}: no such built-in model", f"one of {', '.join(BUILTIN_MODELS)}")
+        return
+    local = Path(path).expanduser()
+    if local.is_dir():
+        if not (local / "config.json").is_file():
+            raise ConfigError(f"model.path = {path!r}: the folder has no config.json", "give a Hugging Face model folder")
+    elif path.endswith(".gguf"):
+        if not local.is_file():
+            raise ConfigError(f"model.path = {path!r}: no such file", "give the path of a .gguf file")
+    elif path.count("/") != 1 or path.startswith((".", "/", "~")):
+        raise ConfigError(
+            f"model.path = {path!r}: no such folder",
+            "give a Hugging Face folder, a .gguf file, a hub id such as Qwen/Qwen2.5-0.5B-Instruct, or "
+            + " or ".join(BUILTIN_MODELS),
+        )
+
+
+def _device(asked: str) -> tuple[str, str]:
+    present = Path("/dev/nvidiactl").exists()
+    if asked == "cuda" and not present:
+        raise ConfigError("run.device = 'cuda': no NVIDIA device is visible here", "set run.device=cpu, or expose the device")
+    if asked != "auto":
+        return asked, ""
+    return ("cuda", "auto: an NVIDIA device is present") if present else ("cpu", "auto: no NVIDIA device is present")
+
+
+def _dtype(asked: str, device: str) -> tuple[str, str]:
+    if asked != "auto":
+        return asked, ""
+    if device == "cuda":
+        return "bfloat16", "auto: CUDA device"
+    found = [flag for flag in ("amx_bf16", "avx512_bf16") if flag in _cpu_flags()]
+    return (
+        ("bfloat16", f"auto: this CPU has {found[0]}") if found else ("float32", "auto: this CPU has no bfloat16 instructions")
+    )
+
+
+def _cpu_flags() -> set[str]:
+    cpuinfo = Path("/proc/cpuinfo")
+    if not cpuinfo.exists():
+        return set()
+    return next(
+        (set(line.split(":", 1)[1].split()) for line in cpuinfo.read_text().splitlines() if line.startswith("flags")), set()
+    )
+
+
+def _threads(asked: int | None) -> tuple[int, str]:
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else (os.cpu_count() or 1)
+    return (asked, "") if asked else (cores, "auto: cores this process may use")

@@ -1,0 +1,72 @@
+"""Every error redline raises on purpose, as one tree.
+
+    RedlineError
+    ├── ConfigError        a recipe, an override or a command line asks for something we cannot do
+    ├── ModelError         a model folder is missing, damaged, or of a family we do not know
+    ├── TaskError          a task source, a task or a reward function is unusable
+    ├── EngineError        a request cannot be served as asked
+    ├── TrainingError      a step produced numbers nobody should train on
+    └── RunFolderError     a run folder is missing, torn, or belongs to another run
+
+A user's mistake reaches the terminal as the message, a blank line and `hint: <the fix>`; the exit code is 2. What is wrong
+with us is an assert, and keeps its traceback.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+
+class RedlineError(Exception):
+    """A failure we understand: what happened, and what to do about it."""
+
+    def __init__(self, message: str, hint: str = "") -> None:
+        super().__init__(message, hint)
+        self.message = message
+        self.hint = hint
+
+    def __str__(self) -> str:
+        return f"{self.message}\n\nhint: {self.hint}" if self.hint else self.message
+
+
+class ConfigError(RedlineError):
+    """A recipe, an override or a command line asks for something we cannot do."""
+
+
+class ModelError(RedlineError):
+    """A model folder is missing, damaged, or of a family we do not know."""
+
+
+class TaskError(RedlineError):
+    """A task source, a task or a reward function is unusable."""
+
+
+class EngineError(RedlineError):
+    """A request cannot be served as asked."""
+
+
+class TrainingError(RedlineError):
+    """A step produced numbers nobody should train on."""
+
+
+class RunFolderError(RedlineError):
+    """A run folder is missing, torn, or belongs to another run."""
+
+
+@dataclass(slots=True)
+class Caught:
+    """What a `boundary` stopped; `error` is None while all is well."""
+
+    error: Exception | None = None
+
+
+@contextmanager
+def boundary() -> Iterator[Caught]:
+    """Stop whatever a user's code raises, so that the caller can record it as a `Failure`. The only broad `except` here."""
+    caught = Caught()
+    try:
+        yield caught
+    except Exception as error:
+        caught.error = error

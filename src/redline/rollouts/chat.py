@@ -1,0 +1,44 @@
+"""Conversations ↔ tokens. The only place where text is tokenised; everything later carries these ids."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from redline.errors import TaskError
+from redline.types import Task
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+class Chat:
+    """Renders tasks with the model's own chat template."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, system_prompt: str | None, prompt_suffix: str) -> None:
+        if not tokenizer.chat_template:
+            hint = "use an instruction-tuned model, or put a chat_template.jinja into its folder"
+            raise TaskError("the model's tokenizer has no chat template", hint)
+        self._tokenizer = tokenizer
+        self._system_prompt = system_prompt
+        self._prompt_suffix = prompt_suffix
+
+    def prompt_ids(self, task: Task) -> np.ndarray:
+        """int32[tokens], ready for the assistant's turn."""
+        text = self._tokenizer.apply_chat_template(self.messages(task), tokenize=False, add_generation_prompt=True)
+        return np.array(self._tokenizer.encode(text, add_special_tokens=False), dtype=np.int32)
+
+    def messages(self, task: Task) -> list[dict[str, str]]:
+        """The conversation as the model gets it."""
+        messages = [dict(message) for message in task.messages]
+        last_question = next((message for message in reversed(messages) if message["role"] == "user"), messages[-1])
+        last_question["content"] += self._prompt_suffix
+        if self._system_prompt is not None:
+            messages.insert(0, {"role": "system", "content": self._system_prompt})
+        return messages
+
+    def texts(self, completions: Sequence[np.ndarray]) -> list[str]:
+        """What each completion says, without special tokens."""
+        return self._tokenizer.batch_decode([ids.tolist() for ids in completions], skip_special_tokens=True)

@@ -1,0 +1,46 @@
+"""From what the policy said to one number."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping
+from typing import Literal
+
+from redline.errors import TaskError
+
+Extract = Literal["last_number", "text"]
+
+# A minus that follows a digit, a letter or a bracket is an operator or a hyphen (3-5, x-5, step-2), not a sign. A comma
+# belongs to the number only where it separates thousands.
+_NUMBER = re.compile(r"(?:(?<![\w)])-)?(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?", re.ASCII)
+
+
+def extract_answer(text: str, how: Extract) -> str | None:
+    """The part of an answer that is scored; None when the text has no such part."""
+    if how == "last_number":
+        numbers = _NUMBER.findall(text.replace("\N{MINUS SIGN}", "-"))
+        return numbers[-1].replace(",", "") if numbers else None
+    if how == "text":
+        return text.strip()
+    raise TaskError(f"extract = {how!r}: no such way to read an answer", "one of last_number, text")
+
+
+def finite_parts(score: Mapping[str, float]) -> dict[str, float]:
+    """The parts as floats. A NaN would reach every advantage of its group, and through them every weight."""
+    parts = {name: float(value) for name, value in score.items()}
+    for name, value in parts.items():
+        if not math.isfinite(value):
+            raise TaskError(f"reward part {name} = {value!r}: not a finite number", "make `score` return finite numbers")
+    return parts
+
+
+def total_reward(parts: Mapping[str, float], weights: Mapping[str, float]) -> float:
+    """Σ weight · part; a part without a weight weighs 1."""
+    unknown = [name for name in weights if name not in parts]
+    if unknown:
+        raise TaskError(
+            f"rollouts.reward_weights.{unknown[0]}: the task's reward has no such part",
+            f"its parts: {', '.join(parts) or 'none'}; every score must name all of them",
+        )
+    return float(sum(weights.get(name, 1.0) * value for name, value in parts.items()))

@@ -1,0 +1,40 @@
+"""Files that survive a kill: replaced as a whole or not at all, or appended to line by line."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+
+def write_json(path: Path, document: Any) -> None:
+    """Put a JSON document in place of what is there. Refuses NaN, which no other JSON reader would take."""
+    replace_file(path, (json.dumps(document, indent=2, ensure_ascii=False, allow_nan=False) + "\n").encode())
+
+
+def replace_file(path: Path, content: bytes) -> None:
+    """A reader, or the next process after a kill, sees the old content or the new, never a mix."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        with temporary.open("wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())  # without it a power cut may keep the rename and lose the content
+        temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def drop_torn_line(path: Path) -> None:
+    """Cut a last line that a kill left without its newline, so that the next append starts on a fresh one."""
+    if not path.exists():
+        return
+    with path.open("rb+") as file:
+        end = file.seek(0, os.SEEK_END)
+        tail = b""
+        while end and b"\n" not in tail:
+            start = max(0, end - 65536)
+            file.seek(start)
+            tail, end = file.read(end - start), start
+        file.truncate(end + tail.rfind(b"\n") + 1)

@@ -1,0 +1,180 @@
+"""What a person sees while a run goes on: one live line on a terminal, one plain line per step in a log file."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from types import TracebackType
+
+from rich import box
+from rich.console import Console, ConsoleOptions, RenderResult
+from rich.live import Live
+from rich.table import Table
+from rich.text import Text
+
+_SPARKS = "▁▂▃▄▅▆▇█"
+_RECENT_STEPS = 20
+
+
+@dataclass(slots=True, frozen=True)
+class SampleAnswer:
+    """An answer to show to a person."""
+
+    prompt: str
+    answer: str
+    reward: float
+
+
+class Progress:
+    """The state of a run, on stderr."""
+
+    def __init__(self, total_steps: int, *, first_step: int = 0, console: Console | None = None) -> None:
+        """`first_step` is the number of steps a resumed run has behind it."""
+        self.console = console or Console(stderr=True, highlight=False)
+        self._line = _StatusLine(total_steps, first_step)
+        self._first_accuracy: float | None = None
+        # Twice a second is enough for the countdown to move, and too little to slow the run (a redraw takes about 1 ms).
+        # Data may be piped from stdout while the line is live, so stdout stays untouched.
+        self._live = (
+            Live(self._line, console=self.console, refresh_per_second=2, redirect_stdout=False)
+            if self.console.is_terminal and not self.console.is_dumb_terminal
+            else None
+        )
+
+    def __enter__(self) -> Progress:
+        if self._live:
+            self._live.start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
+        if self._live:
+            self._live.stop()
+
+    def step(self, step: int, reward: float, tokens_per_s: float, step_s: float) -> None:
+        """Report that `step` steps are done; the other values are the last step's."""
+        self._line.update(step, reward, tokens_per_s, step_s)
+        if self._live:
+            self._live.refresh()
+        else:
+            self._print(Text(self._line.plain()))
+
+    def note(self, text: str) -> None:
+        """A line that stays, above the live one."""
+        self._print(Text(text, style="dim"))
+
+    def evaluation(self, title: str, accuracy: float, num_answers: int, seconds: float) -> None:
+        """A line with an evaluation's outcome, and the change since the first one."""
+        line = Text.assemble(f"{title:<18} ", ("accuracy ", "dim"), (f"{accuracy:6.1%}", "bold"))
+        if self._first_accuracy is None:
+            self._first_accuracy = accuracy
+        else:
+            points = 100 * (accuracy - self._first_accuracy)
+            line.append(f"  {points:+.1f} points", style="bold green" if points > 0 else "bold red" if points < 0 else "")
+        line.append(f"  {num_answers} answers in {seconds:.1f} s", style="dim")
+        self._print(line)
+
+    def _print(self, text: Text) -> None:
+        # Without a terminal there is no width to wrap to: a log line stays one line.
+        self.console.print(text, soft_wrap=self._live is None)
+
+
+class _StatusLine:
+    """step 12/100 ━━╌╌╌╌╌╌╌╌╌╌╌╌╌╌  reward 0.412 ▂▃▅▆▇█  1,234 tok/s  2.3 s/step  eta 3:22"""
+
+    def __init__(self, total_steps: int, first_step: int) -> None:
+        self.total_steps = total_steps
+        self.steps_done = first_step
+        self._rewards: deque[float] = deque(maxlen=_RECENT_STEPS)
+        self._step_seconds: deque[float] = deque(maxlen=_RECENT_STEPS)
+        self._tokens_per_s = 0.0
+        self._started = self._updated = time.monotonic()
+
+    def update(self, step: int, reward: float, tokens_per_s: float, step_s: float) -> None:
+        self.steps_done = step
+        self._rewards.append(reward)
+        self._step_seconds.append(step_s)
+        self._tokens_per_s = tokens_per_s
+        self._updated = time.monotonic()
+
+    @property
+    def remaining_s(self) -> float:
+        """Steps to go times the mean of the recent steps' seconds, less what has passed of the step now running."""
+        mean = sum(self._step_seconds) / len(self._step_seconds)
+        return max(0.0, (self.total_steps - self.steps_done) * mean - (time.monotonic() - self._updated))
+
+    def _when(self) -> str:
+        if self.steps_done == self.total_steps:
+            return f"took {_clock(self._updated - self._started)}"
+        return f"eta {_clock(self.remaining_s)}"
+
+    def plain(self) -> str:
+        step = f"step {self.steps_done:>{len(str(self.total_steps))}}/{self.total_steps}"
+        speed = f"{self._tokens_per_s:>7,.0f} tok/s  {self._step_seconds[-1]:6.2f} s/step"
+        return f"{step}  reward {self._rewards[-1]:6.3f}  {speed}  {self._when()}"
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        head = f"step {self.steps_done:>{len(str(self.total_steps))}}/{self.total_steps} "
+        facts = self._facts(num_sparks=6 if options.max_width < 100 else _RECENT_STEPS)
+        room = options.max_width - len(head) - len(facts)
+        yield Text.assemble((head, "bold"), _bar(self.steps_done / self.total_steps, min(room, 40)), facts, no_wrap=True)
+
+    def _facts(self, num_sparks: int) -> Text:
+        if not self._rewards:
+            return Text(f"  first step running, {_clock(time.monotonic() - self._updated)}", style="dim")
+        return Text.assemble(
+            ("  reward ", "dim"),
+            (f"{self._rewards[-1]:.3f} ", "bold"),
+            (f"{sparkline(list(self._rewards)[-num_sparks:]):<{num_sparks}}", "green"),
+            f"  {self._tokens_per_s:,.0f}",
+            (" tok/s", "dim"),
+            f"  {self._step_seconds[-1]:.1f}",
+            (" s/step", "dim"),
+            (f"  {self._when()}", "dim"),
+        )
+
+
+def sparkline(values: Sequence[float]) -> str:
+    """One block per value, from the lowest of them to the highest; a gap for one that is not finite."""
+    finite = [value for value in values if math.isfinite(value)]
+    low, high = min(finite, default=0.0), max(finite, default=0.0)
+    scale = (len(_SPARKS) - 1) / (high - low) if high > low else 0.0
+    return "".join(_SPARKS[round((value - low) * scale)] if math.isfinite(value) else " " for value in values)
+
+
+def sample_table(before: Sequence[SampleAnswer], after: Sequence[SampleAnswer] = ()) -> Table:
+    """Answers to the same prompts, before and after training, side by side."""
+    table = Table(box=box.SIMPLE_HEAD, show_lines=True, expand=False)
+    table.add_column("prompt", ratio=2, style="dim")
+    table.add_column("before" if after else "answer", ratio=3)
+    if after:
+        table.add_column("after", ratio=3)
+    for row in zip(before, after, strict=True) if after else ((sample,) for sample in before):
+        table.add_row(_excerpt(row[0].prompt, 160), *(_scored(sample) for sample in row))
+    return table
+
+
+def _scored(sample: SampleAnswer) -> Text:
+    style = "green" if sample.reward > 0 else "red"
+    return Text.assemble(_excerpt(sample.answer, 240), "\n", (f"reward {sample.reward:.2f}", style))
+
+
+def _excerpt(text: str, limit: int) -> Text:
+    """One paragraph of what a model wrote, as plain characters: it may hold markup or terminal codes."""
+    line = " ".join("".join(char if char.isprintable() else " " for char in text).split())
+    return Text(line if len(line) <= limit else line[: limit - 1] + "…")
+
+
+def _bar(fraction: float, width: int) -> Text:
+    if width < 4:
+        return Text("")
+    done = round(fraction * width)
+    return Text.assemble(("━" * done, "cyan"), ("╌" * (width - done), "dim"))
+
+
+def _clock(seconds: float) -> str:
+    minutes, seconds = divmod(int(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02d}:{seconds:02d}" if hours else f"{minutes}:{seconds:02d}"

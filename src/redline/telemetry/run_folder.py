@@ -1,0 +1,129 @@
+"""The folder of one run, and who may write in it.
+
+runs/demo-001/
+  config.json         the resolved recipe            metrics.jsonl       one row per step
+  environment.json    the machine and the versions   evaluations.jsonl   one row per evaluation
+  ledger.json         where the time went            trace.json          every span
+  trajectories/       what was sampled (Arrow)       checkpoints/        to resume from       model/  the result
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from redline.errors import RunFolderError
+
+
+@dataclass(slots=True, frozen=True)
+class RunFolder:
+    """Names every file of a run. Reading needs no more; writing needs the lock."""
+
+    path: Path
+
+    @classmethod
+    def create(cls, parent: Path, name: str) -> RunFolder:
+        """Make `<parent>/<name>-001`, or the number after the last one there."""
+        parent.mkdir(parents=True, exist_ok=True)
+        number = max((number for number, _ in _numbered(parent, name)), default=0)
+        while True:
+            number += 1
+            folder = cls(parent / f"{name}-{number:03d}")
+            try:
+                folder.path.mkdir()
+            except FileExistsError:
+                continue  # another process took the number just now
+            folder.trajectories.mkdir()
+            folder.checkpoints.mkdir()
+            return folder
+
+    @classmethod
+    def open(cls, path: Path) -> RunFolder:
+        """A folder that a run has made before."""
+        if not path.is_dir():
+            raise RunFolderError(f"{path}: no such run folder", _whereabouts(path.parent))
+        folder = cls(path)
+        if not folder.config.is_file():
+            raise RunFolderError(f"{path}: not a run folder, it has no config.json", _whereabouts(path))
+        return folder
+
+    @classmethod
+    def newest(cls, parent: Path, name: str) -> RunFolder:
+        """The highest-numbered folder of this name that got as far as its config.json."""
+        for _, path in sorted(_numbered(parent, name), reverse=True):
+            if cls(path).config.is_file():
+                return cls(path)
+        raise RunFolderError(f"{parent}: no run called {name} to continue", f"start one without --resume, as {name}-001")
+
+    @property
+    def config(self) -> Path:
+        return self.path / "config.json"
+
+    @property
+    def environment(self) -> Path:
+        return self.path / "environment.json"
+
+    @property
+    def metrics(self) -> Path:
+        return self.path / "metrics.jsonl"
+
+    @property
+    def evaluations(self) -> Path:
+        return self.path / "evaluations.jsonl"
+
+    @property
+    def trace(self) -> Path:
+        return self.path / "trace.json"
+
+    @property
+    def ledger(self) -> Path:
+        return self.path / "ledger.json"
+
+    @property
+    def trajectories(self) -> Path:
+        return self.path / "trajectories"
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.path / "checkpoints"
+
+    @property
+    def model(self) -> Path:
+        return self.path / "model"
+
+    @contextmanager
+    def locked(self) -> Iterator[None]:
+        """Be the only process that writes here. The kernel lets go of the lock however the process ends."""
+        with (self.path / ".lock").open("a+") as file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                file.seek(0)
+                owner = file.read().strip() or "another"
+                raise RunFolderError(
+                    f"{self.path}: process {owner} is running in this folder",
+                    "wait for it or stop it, or start a run of its own without --resume",
+                ) from None
+            file.truncate(0)
+            file.write(str(os.getpid()))
+            file.flush()
+            yield
+
+
+def _numbered(parent: Path, name: str) -> list[tuple[int, Path]]:
+    pattern = re.compile(re.escape(name) + r"-(\d{3,})")
+    matches = ((pattern.fullmatch(path.name), path) for path in parent.iterdir()) if parent.is_dir() else ()
+    return [(int(match[1]), path) for match, path in matches if match]
+
+
+def _whereabouts(parent: Path) -> str:
+    """The newest run near where the user looked."""
+    runs = [path for path in parent.glob("*-[0-9][0-9][0-9]*") if (path / "config.json").is_file()]
+    if not runs:
+        return "give the folder of an earlier run, such as runs/demo-001"
+    return f"the newest run there is {max(runs, key=lambda path: (path / 'config.json').stat().st_mtime)}"

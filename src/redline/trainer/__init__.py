@@ -1,0 +1,5 @@
+"""Stage 3: improving the policy."""
+
+from redline.trainer.trainer import PolicyTrainer
+
+__all__ = ["PolicyTrainer"]

@@ -1,0 +1,242 @@
+"""The records that travel between the stages, one per arrow of the pipeline.
+
+    Task ──► rollouts ──TrajectoryGroup──► buffer ──TrainBatch──► trainer
+                ▲                                                    │ WeightSet
+           Completion                                                ▼
+                └────── engine ◄────────WeightUpdate──────────── weight_sync
+
+Token data is flat values plus offsets from the sampler to the device: int32 tokens laid end to end, and int64 offsets that
+serve as Arrow list offsets on disk and as `cu_seqlens` in the trainer.
+
+Letters in shapes: T packed tokens, S sequences, P prompts, G attempts per group, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+if TYPE_CHECKING:
+    import torch
+
+Message = Mapping[str, str]
+"""One chat turn: {"role": ..., "content": ...}."""
+
+
+@dataclass(slots=True, frozen=True)
+class VersionSpan:
+    """The policy versions a record was made with. Version v is the policy after v optimizer steps."""
+
+    oldest: int
+    newest: int
+
+    def lag(self, version: int) -> int:
+        """Steps the trainer is ahead of the oldest token: `version - oldest`."""
+        return version - self.oldest
+
+
+@dataclass(slots=True, frozen=True)
+class Task:
+    """One problem to attempt."""
+
+    id: str
+    """Unique within its source; names the task in files and logs."""
+    messages: Sequence[Message]
+    """The conversation so far; the chat template renders it into the prompt."""
+    answer: str = ""
+    """The reference answer, where the task has one."""
+    data: Mapping[str, Any] = field(default_factory=dict)
+    """Whatever else its reward needs."""
+
+
+# ── engine ─────────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@dataclass(slots=True, frozen=True)
+class SamplingParams:
+    """How to sample; the names are those of the OpenAI API and vLLM where they have one."""
+
+    max_tokens: int
+    """Most new tokens, the stop token included."""
+    n: int = 1
+    """Completions per prompt; the prompt is prefilled once."""
+    temperature: float = 1.0
+    """0 is greedy."""
+    stop_token_ids: tuple[int, ...] = ()
+    """Generation ends after any of these; the stop token is part of the completion."""
+    seed: int = 0
+    """Completion i of a request draws from the stream (seed, i): the same in any batch."""
+
+
+@dataclass(slots=True, frozen=True)
+class GenerateRequest:
+    """One prompt for the engine."""
+
+    prompt_ids: np.ndarray
+    """int32[prompt tokens]."""
+    sampling: SamplingParams
+
+
+class FinishReason(StrEnum):
+    STOP = "stop"
+    LENGTH = "length"
+
+
+@dataclass(slots=True, frozen=True)
+class Completion:
+    """engine → rollouts: one sampled continuation."""
+
+    token_ids: np.ndarray
+    """int32[new tokens], the stop token included."""
+    logprobs: np.ndarray
+    """float32[new tokens]: log-probability under the distribution actually sampled from (temperature applied)."""
+    finish_reason: FinishReason
+    versions: VersionSpan
+    queue_s: float
+    """Seconds from submission to the start of its prefill."""
+    prefill_s: float
+    """Seconds its prefill batch took."""
+    decode_s: float
+    """Seconds from the end of prefill to its last token."""
+
+
+# ── rollouts → buffer ──────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@dataclass(slots=True, frozen=True)
+class Failure:
+    """Why an attempt has no reward; recorded, never raised into the loop."""
+
+    stage: str
+    """Which boundary caught it: "environment" or "reward"."""
+    reason: str
+
+
+@dataclass(slots=True, frozen=True)
+class Trajectory:
+    """One attempt at a task."""
+
+    token_ids: np.ndarray
+    """int32[tokens]: the prompt and everything after it, as the engine saw it."""
+    loss_mask: np.ndarray
+    """bool[tokens]: True where the policy chose the token."""
+    logprobs: np.ndarray
+    """float32[tokens]: the engine's logprob of each chosen token, 0 elsewhere."""
+    versions: VersionSpan
+    finish_reason: FinishReason
+    text: str
+    """What the policy said, decoded without special tokens."""
+    reward: float = 0.0
+    reward_parts: Mapping[str, float] = field(default_factory=dict)
+    """Named parts, before weighting; `reward` is their weighted sum."""
+    failure: Failure | None = None
+
+    @property
+    def num_completion_tokens(self) -> int:
+        """Tokens the policy chose: the sum of `loss_mask`."""
+        return int(np.count_nonzero(self.loss_mask))
+
+
+@dataclass(slots=True, frozen=True)
+class TrajectoryGroup:
+    """rollouts → buffer: the G attempts at one task, with their advantages."""
+
+    task_id: str
+    trajectories: Sequence[Trajectory]
+    advantages: np.ndarray
+    """float32[G]; one number per attempt, 0 where the attempt failed."""
+
+    @property
+    def versions(self) -> VersionSpan:
+        """The span that covers every attempt."""
+        spans = [t.versions for t in self.trajectories]
+        return VersionSpan(min(s.oldest for s in spans), max(s.newest for s in spans))
+
+    @property
+    def has_signal(self) -> bool:
+        """False when every advantage is zero, so that training on the group would change nothing."""
+        return bool(np.any(self.advantages != 0))
+
+
+# ── buffer → trainer ───────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@dataclass(slots=True, frozen=True)
+class TrainBatch:
+    """buffer → trainer: sequences laid end to end, never padded, with the groups they came from."""
+
+    tokens: np.ndarray
+    """int32[T]."""
+    cu_seqlens: np.ndarray
+    """int64[S + 1]; sequence s is `tokens[cu_seqlens[s]:cu_seqlens[s + 1]]`."""
+    group_offsets: np.ndarray
+    """int64[groups + 1]; group g holds the sequences from `group_offsets[g]` up to `group_offsets[g + 1]`."""
+    loss_mask: np.ndarray
+    """bool[T]."""
+    old_logprobs: np.ndarray
+    """float32[T], from the engine; 0 where `loss_mask` is False."""
+    advantages: np.ndarray
+    """float32[S]."""
+    num_sequences_sampled: int
+    """Attempts the batch stands for. Groups without signal are left out of `tokens` (their gradient is exactly zero) but
+    still count in the mean over sequences."""
+    versions: VersionSpan
+    version: int
+    """The policy version the batch was assembled for."""
+
+    @property
+    def num_sequences(self) -> int:
+        return len(self.cu_seqlens) - 1
+
+    @property
+    def lag(self) -> int:
+        """Steps between the policy being trained and the oldest token in the batch."""
+        return self.versions.lag(self.version)
+
+
+@dataclass(slots=True, frozen=True)
+class StepReport:
+    """What one optimizer step did; every value is a mean over trained tokens unless its name says otherwise."""
+
+    loss: float
+    grad_norm: float
+    """Global L2 norm before clipping."""
+    learning_rate: float
+    entropy: float
+    """Nats, of the distribution sampled from."""
+    clip_fraction: float
+    mismatch_kl: float
+    """Estimate of KL(engine ‖ trainer) on the sampled tokens, k3: mean of r - 1 - log r with r = π_trainer / π_engine."""
+    max_ratio: float
+    """Largest r over the batch."""
+    num_tokens: int
+    """Tokens that went through the network (a group's prompt counts once)."""
+    num_trained_tokens: int
+    num_micro_batches: int
+
+
+# ── trainer → weight_sync → engine ─────────────────────────────────────────────────────────────────────────────────────
+
+
+@dataclass(slots=True, frozen=True)
+class WeightSet:
+    """trainer → weight_sync: the policy's parameters as the trainer holds them."""
+
+    version: int
+    tensors: Mapping[str, torch.Tensor]
+    """Name to the trainer's own storage, in the compute dtype; reading it copies nothing."""
+
+
+@dataclass(slots=True, frozen=True)
+class WeightUpdate:
+    """weight_sync → engine: what the engine must take over before it samples again."""
+
+    version: int
+    changed: tuple[str, ...]
+    """Names whose values changed."""
+    bytes_moved: int
+    """Bytes copied to get here; 0 when storage is shared."""

@@ -1,0 +1,201 @@
+"""Everything that happens around a step: metrics, progress, checkpoints, evaluations, Ctrl-C."""
+
+from __future__ import annotations
+
+import shutil
+import signal
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
+from types import FrameType
+
+from redline.config.schema import Config
+from redline.errors import RunFolderError
+from redline.ports import Trainer
+from redline.telemetry import MetricsLog, Progress, Recorder, RunFolder, TraceWriter, span, write_json
+from redline.telemetry.ledger import by_section
+from redline.telemetry.progress import SampleAnswer
+from redline.types import FinishReason, StepReport, Task, TrainBatch, Trajectory, TrajectoryGroup, WeightUpdate
+
+NUM_SAMPLES_SHOWN = 3
+
+
+class RunWatch:
+    """Writes a run's folder as the loop goes. Implements `ports.Watch`."""
+
+    def __init__(
+        self,
+        config: Config,
+        folder: RunFolder,
+        recorder: Recorder,
+        progress: Progress,
+        trainer: Trainer,
+        evaluate: Callable[[Sequence[Task]], list[list[Trajectory]]],
+        held_out: Sequence[Task],
+    ) -> None:
+        self._config = config
+        self._folder = folder
+        self._recorder = recorder
+        self._progress = progress
+        self._trainer = trainer
+        self._evaluate = evaluate
+        self._held_out = held_out
+        self._metrics = MetricsLog(folder.metrics)
+        self._evaluations = MetricsLog(folder.evaluations)
+        self._trace = TraceWriter(folder.trace) if config.telemetry.trace else None
+        self._groups: list[TrajectoryGroup] = []
+        self._interrupted = False
+        self.samples: dict[int, list[SampleAnswer]] = {}
+        """Policy version → the answers to show."""
+        self.accuracy: dict[int, float] = {}
+        """Policy version → mean reward on held-out tasks."""
+
+    # ── called by the loop ─────────────────────────────────────────────────────────────────────────────────────────────
+
+    def group_collected(self, group: TrajectoryGroup) -> None:
+        self._groups.append(group)
+
+    def step_finished(self, batch: TrainBatch, report: StepReport, update: WeightUpdate) -> None:
+        version = update.version
+        with span("telemetry.metrics", version=version):
+            metrics = step_metrics(self._groups, batch, report, update, self._recorder.step_mark())
+            self._metrics.append(version, metrics)
+            self._groups = []
+            self._progress.step(version, metrics["rollouts/reward_mean"], metrics["engine/tokens_per_s"], metrics["run/step_s"])
+            if self._trace:
+                self._trace.write(self._recorder.drain())
+        run, every = self._config.run, self._config.rollouts.evaluation.every
+        last = version == run.steps
+        if every and version % every == 0 and not last:
+            self.evaluate(version)
+        if last or (run.checkpoint_every and version % run.checkpoint_every == 0):
+            self.checkpoint()
+        # What lies between two steps is nobody's step time.
+        self._recorder.step_mark()
+
+    def should_stop(self) -> bool:
+        return self._interrupted
+
+    # ── called by the launcher ─────────────────────────────────────────────────────────────────────────────────────────
+
+    def begin(self) -> None:
+        """What came before is nobody's step time."""
+        self._recorder.step_mark()
+
+    @contextmanager
+    def stopping_on_interrupt(self) -> Iterator[None]:
+        """The first Ctrl-C (or SIGTERM) ends the run after the step in flight; the second ends it at once."""
+
+        def request_stop(number: int, frame: FrameType | None) -> None:
+            self._interrupted = True
+            signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
+            self._progress.note("stopping after this step; once more stops at once")
+
+        before = {number: signal.signal(number, request_stop) for number in (signal.SIGINT, signal.SIGTERM)}
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+    def evaluate(self, version: int) -> None:
+        """Answer the held-out tasks with the current policy."""
+        if not self._held_out:
+            return
+        started = time.perf_counter()
+        with span("run.evaluate", version=version):
+            attempts = self._evaluate(self._held_out)
+            rewards = [t.reward for trajectories in attempts for t in trajectories]
+            seconds = time.perf_counter() - started
+            self.accuracy[version] = sum(rewards) / len(rewards)
+            shown = zip(self._held_out, attempts, strict=True)
+            self.samples[version] = [
+                SampleAnswer(task.messages[-1]["content"], trajectories[0].text, trajectories[0].reward)
+                for task, trajectories in list(shown)[:NUM_SAMPLES_SHOWN]
+            ]
+            row = {
+                "evaluation/reward_mean": self.accuracy[version],
+                "evaluation/num_tasks": len(attempts),
+                "evaluation/num_answers": len(rewards),
+                "evaluation/seconds": seconds,
+                "evaluation/samples": [asdict(sample) for sample in self.samples[version]],
+            }
+            self._evaluations.append(version, row)
+        self._progress.evaluation(f"held-out, step {version}", self.accuracy[version], len(rewards), seconds)
+
+    def checkpoint(self) -> None:
+        """Save the trainer, then let go of the oldest checkpoints."""
+        version = self._trainer.version
+        with span("run.checkpoint", version=version):
+            self._trainer.save(self._folder.checkpoints / f"step-{version:06d}")
+            for old in checkpoints(self._folder)[self._config.run.keep_checkpoints :]:
+                shutil.rmtree(old)
+
+    def resume(self) -> None:
+        """Load the newest checkpoint that is whole, and forget what was logged after it."""
+        with span("run.resume"):
+            for path in checkpoints(self._folder):
+                try:
+                    self._trainer.load(path)
+                except RunFolderError as error:
+                    self._progress.note(f"skipping a damaged checkpoint: {error.message}")
+                else:
+                    break
+            self._metrics.rewind(self._trainer.version)
+            self._evaluations.rewind(self._trainer.version)
+
+    def close(self) -> None:
+        """Write the ledger and everything still in memory."""
+        if self._trace:
+            self._trace.write(self._recorder.drain())
+            self._trace.close()
+        self._metrics.close()
+        self._evaluations.close()
+        write_json(self._folder.ledger, self._recorder.ledger().to_json())
+
+
+def checkpoints(folder: RunFolder) -> list[Path]:
+    """Complete ones, newest first."""
+    return sorted(folder.checkpoints.glob("step-*"), reverse=True)
+
+
+def step_metrics(
+    groups: Sequence[TrajectoryGroup], batch: TrainBatch, report: StepReport, update: WeightUpdate, span_ns: dict[str, int]
+) -> dict[str, float]:
+    """The row of one step. `span_ns` holds the exclusive time of each span; the sum is the step's wall time."""
+    attempts = [t for group in groups for t in group.trajectories]
+    new_tokens = sum(t.num_completion_tokens for t in attempts)
+    sections = {section: ns / 1e9 for section, ns in by_section(span_ns).items()}
+    parts = sorted({name for t in attempts for name in t.reward_parts})
+    return {
+        "rollouts/reward_mean": _mean([t.reward for t in attempts]),
+        **{f"rollouts/reward_{part}_mean": _mean([t.reward_parts.get(part, 0.0) for t in attempts]) for part in parts},
+        "rollouts/groups": len(groups),
+        "rollouts/groups_with_signal": sum(group.has_signal for group in groups),
+        "rollouts/failures": sum(t.failure is not None for t in attempts),
+        "rollouts/stopped_fraction": _mean([t.finish_reason == FinishReason.STOP for t in attempts]),
+        "rollouts/completion_tokens_mean": new_tokens / max(1, len(attempts)),
+        "engine/new_tokens": new_tokens,
+        "engine/tokens_per_s": new_tokens / max(1e-9, sections.get("engine", 0.0)),
+        "buffer/policy_lag_steps": batch.lag,
+        "trainer/loss": report.loss,
+        "trainer/grad_norm": report.grad_norm,
+        "trainer/learning_rate": report.learning_rate,
+        "trainer/entropy": report.entropy,
+        "trainer/clip_fraction": report.clip_fraction,
+        "trainer/mismatch_kl": report.mismatch_kl,
+        "trainer/max_ratio": report.max_ratio,
+        "trainer/tokens": report.num_tokens,
+        "trainer/trained_tokens": report.num_trained_tokens,
+        "trainer/tokens_per_s": report.num_tokens / max(1e-9, sections.get("trainer", 0.0)),
+        "trainer/micro_batches": report.num_micro_batches,
+        "weight_sync/bytes_moved": update.bytes_moved,
+        "run/step_s": sum(sections.values()),
+        **{f"time/{section}_s": seconds for section, seconds in sections.items()},
+    }
+
+
+def _mean(values: Sequence[float]) -> float:
+    return sum(values) / max(1, len(values))

@@ -1,0 +1,345 @@
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, get_args
+
+import pytest
+from pydantic import BaseModel
+
+from redline.config import Config, load_recipe, validate
+from redline.errors import ConfigError
+
+MINIMAL = """\
+model:
+  path: builtin:tiny
+rollouts:
+  task:
+    kind: reasoning_gym
+    dataset: chain_sum
+"""
+DRY_RUN = "--dry-run` checks again without loading anything"
+
+
+def load(folder: Path, extra: str = "", *overrides: str, base: str = MINIMAL) -> Config:
+    recipe = folder / "recipe.yaml"
+    recipe.write_text(base + extra)
+    return load_recipe(recipe, overrides)
+
+
+def refusal(folder: Path, extra: str = "", *overrides: str, base: str = MINIMAL) -> tuple[str, str]:
+    """Message, without the folder, and hint."""
+    with pytest.raises(ConfigError) as caught:
+        load(folder, extra, *overrides, base=base)
+    assert str(caught.value).endswith(f"\n\nhint: {caught.value.hint}")
+    return caught.value.message.replace(f"{folder}/", ""), caught.value.hint
+
+
+# ── what is read ───────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_a_minimal_recipe_gets_every_default(tmp_path: Path) -> None:
+    config = load(tmp_path)
+    assert config.run.steps == 100
+    assert config.trainer.betas == (0.9, 0.999)
+    assert config.sequences_per_step == 64
+
+
+def test_an_unquoted_exponent_is_a_number_in_a_recipe_and_in_an_override(tmp_path: Path) -> None:
+    config = load(tmp_path, "trainer:\n  learning_rate: 1e-5\n  weight_decay: '1e-2'\n", "trainer.eps=1e-9", "run.steps=1e3")
+    assert config.trainer.learning_rate == 1e-5
+    assert config.trainer.weight_decay == 1e-2
+    assert config.trainer.eps == 1e-9
+    assert config.run.steps == 1000
+
+
+def test_an_exponent_is_a_number_also_where_the_schema_knows_no_type(tmp_path: Path) -> None:
+    params = load(tmp_path, "    params: {rate: 1e-2, name: '1e-2'}\n").rollouts.task.params
+    assert params == {"rate": 1e-2, "name": "1e-2"}
+
+
+def test_a_section_with_nothing_in_it_is_all_defaults(tmp_path: Path) -> None:
+    config = load(tmp_path, "  evaluation:\ntrainer:\nengine:\n")
+    assert config.trainer == type(config.trainer)()
+    assert config.rollouts.evaluation == type(config.rollouts.evaluation)()
+
+
+def test_overrides_are_applied_in_order(tmp_path: Path) -> None:
+    assert load(tmp_path, "", "run.steps=3", "run.steps=7").run.steps == 7
+
+
+def test_an_override_may_open_a_section_the_recipe_lacks(tmp_path: Path) -> None:
+    assert load(tmp_path, "", "trainer.eps=1e-9").trainer.eps == 1e-9
+
+
+def test_an_override_may_fill_a_section_that_is_empty_in_the_recipe(tmp_path: Path) -> None:
+    assert load(tmp_path, "trainer:\n", "trainer.eps=1e-9").trainer.eps == 1e-9
+
+
+def test_an_override_reaches_the_parameters_of_a_task(tmp_path: Path) -> None:
+    assert load(tmp_path, "", "rollouts.task.params.min_terms=3").rollouts.task.params == {"min_terms": 3}
+
+
+def test_an_override_of_a_text_key_stays_text_when_it_looks_like_a_number_or_a_date(tmp_path: Path) -> None:
+    assert load(tmp_path, "", "model.path=123").model.path == "123"
+    assert load(tmp_path, "", "run.name=2026-01-31").run.name == "2026-01-31"
+    assert load(tmp_path, "", "model.path=1e5").model.path == "1e5"
+
+
+def test_an_override_of_an_optional_text_key_may_be_null(tmp_path: Path) -> None:
+    assert load(tmp_path, "  system_prompt: hello\n", "rollouts.system_prompt=null").rollouts.system_prompt is None
+
+
+def test_an_override_may_be_a_list(tmp_path: Path) -> None:
+    assert load(tmp_path, "", "trainer.betas=[0.9, 0.95]").trainer.betas == (0.9, 0.95)
+
+
+def test_a_section_may_be_shared_by_anchor_and_merged(tmp_path: Path) -> None:
+    config = load(tmp_path, "  evaluation:\n    <<: {num_tasks: 3}\n    every: 2\n")
+    assert (config.rollouts.evaluation.num_tasks, config.rollouts.evaluation.every) == (3, 2)
+
+
+def test_reading_recipes_loads_no_torch() -> None:
+    code = "import sys, redline.config; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+# ── what is refused, and how ───────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_every_problem_is_reported_on_its_own_line_with_its_own_fix(tmp_path: Path) -> None:
+    base = "run:\n  stepz: 3\nrollouts:\n  group_size: 1\n  task: {kind: jsonl, path: a.jsonl}\n"
+    message, hint = refusal(tmp_path, base=base)
+    first, *lines = message.splitlines()
+    assert first == "recipe.yaml: 3 problems"
+    assert "  run.stepz: unknown key; did you mean run.steps?" in lines
+    assert (
+        "  rollouts.group_size = 1: must be at least 2 (attempts per task; the group is its own baseline, so it takes two)"
+        in lines
+    )
+    assert any(line.startswith("  model.path: required (a Hugging Face folder, ") for line in lines)
+    assert hint == f"`redline train {tmp_path / 'recipe.yaml'} {DRY_RUN}"
+
+
+def test_a_single_problem_is_the_message_and_its_fix_the_hint(tmp_path: Path) -> None:
+    assert refusal(tmp_path, "run: {stepz: 3}") == ("recipe.yaml: run.stepz: unknown key", "did you mean run.steps?")
+
+
+def test_a_key_in_the_wrong_section_is_pointed_to_the_right_one(tmp_path: Path) -> None:
+    _, hint = refusal(tmp_path, "", "run.learning_rate=1e-5")
+    assert hint == "did you mean trainer.learning_rate?"
+
+
+def test_a_key_like_no_other_gets_the_list_of_known_keys(tmp_path: Path) -> None:
+    _, hint = refusal(tmp_path, "", "engine.zzz=1")
+    assert hint == "known keys: max_num_batched_tokens, max_num_seqs"
+
+
+def test_a_mistyped_section_in_an_override_is_corrected(tmp_path: Path) -> None:
+    assert refusal(tmp_path, "", "trainr.eps=1e-9") == ("recipe.yaml: trainr: unknown section", "did you mean trainer?")
+
+
+def test_a_mistyped_section_below_the_first_is_corrected(tmp_path: Path) -> None:
+    assert refusal(tmp_path, "", "rollouts.evaluaton.every=2") == (
+        "recipe.yaml: rollouts.evaluaton: unknown key",
+        "did you mean rollouts.evaluation?",
+    )
+
+
+def test_a_section_like_no_other_gets_the_list_of_sections(tmp_path: Path) -> None:
+    message, hint = refusal(tmp_path, "zzz: 1\n")
+    assert message == "recipe.yaml: zzz: unknown section"
+    assert hint == "known sections: buffer, engine, model, rollouts, run, telemetry, trainer, weight_sync"
+
+
+@pytest.mark.parametrize(
+    ("kind", "keys"),
+    [
+        ("{kind: reasoning_gym, dataset: chain_sum", "dataset, extract, held_out_fraction, kind, params"),
+        ("{kind: jsonl, path: a.jsonl", "answer_field, extract, held_out_fraction, kind, path, prompt_field"),
+        ("{kind: import, path: 'a:B'", "kind, params, path"),
+    ],
+)
+def test_an_unknown_key_of_a_task_gets_the_keys_of_its_kind(tmp_path: Path, kind: str, keys: str) -> None:
+    base = f"model: {{path: builtin:tiny}}\nrollouts:\n  task: {kind}, zzz: 1}}\n"
+    assert refusal(tmp_path, base=base) == ("recipe.yaml: rollouts.task.zzz: unknown key", f"known keys: {keys}")
+
+
+def test_a_mistyped_key_of_a_task_is_corrected(tmp_path: Path) -> None:
+    _, hint = refusal(tmp_path, "", "rollouts.task.datasett=x")
+    assert hint == "did you mean rollouts.task.dataset?"
+
+
+def test_a_mistyped_kind_of_task_is_corrected(tmp_path: Path) -> None:
+    assert refusal(tmp_path, "", "rollouts.task.kind=jsnl") == (
+        "recipe.yaml: rollouts.task.kind = 'jsnl': no such kind",
+        "did you mean jsonl?",
+    )
+
+
+@pytest.mark.parametrize("task", ["", "  task:\n", "  task: {dataset: chain_sum}\n"])
+def test_a_task_without_a_kind_is_told_the_kinds(tmp_path: Path, task: str) -> None:
+    base = f"model: {{path: builtin:tiny}}\nrollouts:\n  groups_per_step: 2\n{task}"
+    assert refusal(tmp_path, base=base) == (
+        "recipe.yaml: rollouts.task.kind: required",
+        "set rollouts.task.kind: one of reasoning_gym, jsonl, import",
+    )
+
+
+def test_a_required_key_of_an_absent_section_is_named(tmp_path: Path) -> None:
+    message, hint = refusal(tmp_path, base=MINIMAL.partition("rollouts")[1] + MINIMAL.partition("rollouts")[2])
+    assert message == "recipe.yaml: model.path: required"
+    assert hint.startswith("set model.path: a Hugging Face folder, ")
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("run.steps=0", "run.steps = 0: must be more than 0"),
+        ("run.steps=many", "run.steps = 'many': must be a whole number"),
+        ("run.steps=1.5", "run.steps = 1.5: must be a whole number"),
+        ("run.seed=2147483648", "run.seed = 2147483648: must be less than 2147483648"),
+        ("buffer.max_lag=1", "buffer.max_lag = 1: must be at most 0"),
+        ("trainer.eps=null", "trainer.eps = null: must be a number"),
+        ("trainer.learning_rate=.inf", "trainer.learning_rate = inf: must be a finite number"),
+        ("trainer.betas=[0.9, 1]", "trainer.betas = [0.9, 1]: each beta must be in [0, 1)"),
+        ("trainer.betas=[0.9, 0.9, 0.9]", "trainer.betas = [0.9, 0.9, 0.9]: must have 2 values"),
+        ("trainer.betas=[0.9, x]", "trainer.betas[1] = 'x': must be a number"),
+        ("telemetry.trace=maybe", "telemetry.trace = 'maybe': must be true or false"),
+        ("run.device=gpu", "run.device = 'gpu': must be 'auto', 'cpu' or 'cuda'"),
+        ("rollouts.reward_weights.correct=high", "rollouts.reward_weights.correct = 'high': must be a number"),
+    ],
+)
+def test_a_wrong_value_is_refused_with_the_key_the_value_the_rule_and_the_meaning(
+    tmp_path: Path, override: str, message: str
+) -> None:
+    key = message.partition(" = ")[0]
+    found, hint = refusal(tmp_path, "", override)
+    assert found == f"recipe.yaml: {message}"
+    assert hint.startswith(f"change {key}: ")
+    assert len(hint) > len(f"change {key}: ")
+
+
+@pytest.mark.parametrize(
+    ("extra", "message", "hint"),
+    [
+        ("run: {device: cud}", "run.device = 'cud': must be 'auto', 'cpu' or 'cuda'", "did you mean cuda?"),
+        ("run: {name: 2026}", "run.name = 2026: must be text", "put it in quotes"),
+        ("run: 3", "run = 3: must be a section", "put its keys under it"),
+        ("    params:", "rollouts.task.params = null: must be a mapping", "write {} for an empty one"),
+        (
+            "  group_size: 512",
+            "rollouts.group_size = 512 is more than engine.max_num_seqs = 256",
+            "raise engine.max_num_seqs",
+        ),
+    ],
+)
+def test_a_wrong_value_with_one_right_fix_is_refused_with_that_fix(tmp_path: Path, extra: str, message: str, hint: str) -> None:
+    assert refusal(tmp_path, extra) == (f"recipe.yaml: {message}", hint)
+
+
+def test_a_number_for_a_text_key_is_refused_rather_than_guessed(tmp_path: Path) -> None:
+    message, hint = refusal(tmp_path, base=MINIMAL.replace("builtin:tiny", "123"))
+    assert (message, hint) == ("recipe.yaml: model.path = 123: must be text", "put it in quotes")
+
+
+def test_a_long_value_is_cut_in_the_message(tmp_path: Path) -> None:
+    message, _ = refusal(tmp_path, "", f"run.steps={'x' * 200}")
+    assert len(message) < 120
+
+
+@pytest.mark.parametrize("run", ["run:\n  steps: 1\n  seed: 2\n  steps: 3\n", "run: {steps: 1, steps: 1}\n"])
+def test_a_key_given_twice_is_refused_with_both_lines(tmp_path: Path, run: str) -> None:
+    lines = (10, 8) if run.count("\n") > 1 else (7, 7)
+    message, hint = refusal(tmp_path, run)
+    assert message == f"recipe.yaml: line {lines[0]}: steps is already set on line {lines[1]}"
+    assert hint == "keep one of them"
+
+
+def test_a_section_given_twice_is_refused(tmp_path: Path) -> None:
+    message, _ = refusal(tmp_path, "model: {path: other}\n")
+    assert message == "recipe.yaml: line 7: model is already set on line 1"
+
+
+def test_broken_yaml_is_refused_with_its_line(tmp_path: Path) -> None:
+    message, hint = refusal(tmp_path, "run: {steps: [}\n")
+    assert message.startswith("recipe.yaml: line 7: not valid YAML: ")
+    assert hint == "fix it there, or quote the value"
+
+
+@pytest.mark.parametrize("base", ["", "- a\n", "just words\n"])
+def test_a_recipe_that_is_no_mapping_is_refused(tmp_path: Path, base: str) -> None:
+    message, hint = refusal(tmp_path, base=base)
+    assert message == "recipe.yaml: a recipe is a mapping of sections"
+    assert hint == "start with `model:` and `rollouts:`"
+
+
+def test_a_file_that_is_no_text_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "recipe.yaml").write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(ConfigError, match=r"(?s)not a text file.*hint: save the recipe as UTF-8"):
+        load_recipe(tmp_path / "recipe.yaml")
+
+
+def test_a_missing_recipe_is_refused_with_the_nearest_name(tmp_path: Path) -> None:
+    (tmp_path / "demo.yaml").write_text(MINIMAL)
+    with pytest.raises(ConfigError, match=r"(?s)dmeo.yaml: no such recipe.*hint: did you mean .*/demo.yaml\?"):
+        load_recipe(tmp_path / "dmeo.yaml")
+
+
+@pytest.mark.parametrize(
+    ("override", "hint"),
+    [
+        ("steps=20", "did you mean run.steps=20?"),
+        ("run.steps", "for example run.steps=20"),
+        ("run.=20", "for example run.steps=20"),
+        ("=20", "for example run.steps=20"),
+    ],
+)
+def test_an_override_of_another_form_is_refused(tmp_path: Path, override: str, hint: str) -> None:
+    message, found = refusal(tmp_path, "", override)
+    assert message == f"override {override!r} is not of the form section.key=value"
+    assert found == hint
+
+
+def test_an_override_below_a_value_is_refused(tmp_path: Path) -> None:
+    message, hint = refusal(tmp_path, "", "model.path.x=2")
+    assert message == "override 'model.path.x=2': model.path is a value, not a section"
+    assert hint == "set model.path itself"
+
+
+def test_an_override_that_is_no_yaml_is_refused(tmp_path: Path) -> None:
+    message, hint = refusal(tmp_path, "", "trainer.betas=[0.9")
+    assert message.startswith("override 'trainer.betas=[0.9': line 1: not valid YAML: ")
+    assert hint == "fix it there, or quote the value"
+
+
+def test_a_mapping_from_code_is_validated_in_the_same_words() -> None:
+    with pytest.raises(ConfigError, match=r"(?s)^recipe: 2 problems\n  model.path: required.*\n  rollouts.task.kind: required"):
+        validate({})
+
+
+def test_a_config_cannot_be_changed() -> None:
+    config = validate({"model": {"path": "builtin:tiny"}, "rollouts": {"task": {"kind": "import", "path": "a:B"}}})
+    with pytest.raises(ValueError, match="frozen"):
+        config.run.steps = 3  # type: ignore[misc]
+
+
+# ── the schema itself ──────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def sections_in(annotation: Any) -> Iterator[type[BaseModel]]:
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        yield annotation
+        for field in annotation.model_fields.values():
+            yield from sections_in(field.annotation)
+    for part in get_args(annotation):
+        yield from sections_in(part)
+
+
+def test_every_key_of_every_section_says_what_it_means() -> None:
+    sections = set(sections_in(Config))
+    assert len(sections) >= 12
+    silent = [f"{s.__name__}.{name}" for s in sections for name, field in s.model_fields.items() if not field.description]
+    assert silent == []

@@ -1,0 +1,84 @@
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from redline.errors import TaskError
+from redline.rollouts.rewards import extract_answer, total_reward
+
+
+@pytest.mark.parametrize(
+    ("text", "number"),
+    [
+        ("5", "5"),
+        ("The answer is 5.", "5"),
+        ("3 + 4 = 7", "7"),
+        ("first 3, then 4", "4"),
+        ("-5", "-5"),
+        ("x = -5", "-5"),
+        ("x=-5", "-5"),
+        ("**-5**", "-5"),
+        ("\N{MINUS SIGN}5", "-5"),
+        ("3-5", "5"),
+        ("3 - 5", "5"),
+        ("(3)-5", "5"),
+        ("step-2", "2"),
+        ("3 - -5", "-5"),
+        ("1,234", "1234"),
+        ("-1,234,567.25 dollars", "-1234567.25"),
+        ("1,2,3", "3"),
+        ("1,2345", "2345"),
+        ("1, 2", "2"),
+        ("12, and no more", "12"),
+        ("0.5", "0.5"),
+        ("3.14.", "3.14"),
+        ("007", "007"),
+        ("", None),
+        ("no number at all", None),
+        ("-", None),
+        ("\u0663", None),  # a digit to Unicode, but not one that a reference answer is written in
+    ],
+)
+def test_the_last_number_is_what_a_reader_would_take_it_to_be(text: str, number: str | None) -> None:
+    assert extract_answer(text, "last_number") == number
+
+
+@given(st.integers())
+def test_an_integer_is_found_however_it_is_written(value: int) -> None:
+    assert extract_answer(f"so it is {value}", "last_number") == str(value)
+    assert extract_answer(f"so it is {value:,}.", "last_number") == str(value)
+
+
+def test_text_is_the_whole_answer_without_the_space_around_it() -> None:
+    assert extract_answer("  two words \n", "text") == "two words"
+
+
+def test_another_way_to_read_an_answer_is_refused() -> None:
+    with pytest.raises(TaskError, match=r"(?s)'first_number'.*hint: one of last_number, text"):
+        extract_answer("1", "first_number")  # type: ignore[arg-type]
+
+
+def test_a_part_without_a_weight_weighs_one() -> None:
+    assert total_reward({"correct": 1.0, "format": 0.5}, {}) == 1.5
+
+
+def test_parts_are_weighted_and_summed() -> None:
+    assert total_reward({"correct": 1.0, "format": 0.5}, {"format": -2.0}) == 0.0
+
+
+def test_a_reward_without_parts_is_zero() -> None:
+    assert total_reward({}, {}) == 0.0
+
+
+def test_a_weight_for_a_part_the_task_does_not_have_is_refused_with_the_parts() -> None:
+    with pytest.raises(TaskError) as caught:
+        total_reward({"correct": 1.0, "format": 0.0}, {"correct": 1.0, "fromat": 0.1})
+    assert caught.value.message == "rollouts.reward_weights.fromat: the task's reward has no such part"
+    assert caught.value.hint == "its parts: correct, format; every score must name all of them"
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_a_reward_that_is_no_finite_number_is_refused(value: float) -> None:
+    with pytest.raises(TaskError, match=r"(?s)reward part correct = .*: not a finite number.*hint: make `score` return finite"):
+        total_reward({"correct": value}, {})

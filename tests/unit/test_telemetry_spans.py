@@ -1,0 +1,272 @@
+from __future__ import annotations
+
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from redline.telemetry import Recorder, process_start_ns, recording, span
+from redline.telemetry.ledger import ledger_from_spans
+
+
+class FakeClock:
+    def __init__(self, now: int = 1000) -> None:
+        self.now = now
+
+    def __call__(self) -> int:
+        return self.now
+
+
+def in_thread(work: Callable[[], None], name: str) -> None:
+    thread = threading.Thread(target=work, name=name)
+    thread.start()
+    thread.join()
+
+
+def test_the_innermost_span_owns_the_time() -> None:
+    clock = FakeClock()
+    recorder = Recorder(clock=clock)
+    clock.now += 1
+    with recorder.span("run.evaluate"):
+        clock.now += 10
+        with recorder.span("engine.decode"):
+            clock.now += 100
+        clock.now += 20
+    clock.now += 2
+    lane = recorder.ledger().lanes["main"]
+    assert lane.rows == {"run.evaluate": 30, "engine.decode": 100}
+    assert (lane.wall_ns, lane.unaccounted_ns) == (133, 3)
+
+
+def test_a_span_that_is_still_open_has_its_time_in_the_ledger() -> None:
+    clock = FakeClock()
+    recorder = Recorder(clock=clock)
+    with recorder.span("run.startup"):
+        clock.now += 5
+        assert recorder.ledger().lanes["main"].rows == {"run.startup": 5}
+        clock.now += 5
+    assert recorder.ledger().lanes["main"].rows == {"run.startup": 10}
+
+
+def test_rows_and_unaccounted_sum_to_the_wall_clock_to_the_nanosecond() -> None:
+    before = time.perf_counter_ns()
+    recorder = Recorder()
+    after = time.perf_counter_ns()
+    for _ in range(100):
+        with recorder.span("trainer.forward"), recorder.span("trainer.backward"):
+            sum(range(100))
+    earliest = time.perf_counter_ns() - after
+    lane = recorder.ledger().lanes["main"]
+    assert sum(lane.rows.values()) + lane.unaccounted_ns == lane.wall_ns
+    assert earliest <= lane.wall_ns <= time.perf_counter_ns() - before
+
+
+NAMES = st.sampled_from(["engine.prefill", "engine.decode", "trainer.forward", "run.checkpoint"])
+TICKS = st.integers(0, 5)
+PROGRAMS = st.lists(
+    st.one_of(
+        st.tuples(st.just("open"), NAMES, TICKS),
+        st.tuples(st.just("close"), st.integers(1, 3), TICKS),
+        st.tuples(st.just("add"), NAMES, st.tuples(TICKS, TICKS, TICKS)),
+    )
+)
+
+
+@settings(deadline=None)
+@given(PROGRAMS)
+def test_the_streaming_ledger_equals_the_union_of_intervals_on_any_nesting(program: list) -> None:
+    clock = FakeClock()
+    recorder = Recorder(clock=clock)
+    open_spans = []
+    for action, what, ticks in program:
+        if action == "open":
+            clock.now += ticks
+            open_spans.append(recorder.span(what))
+            open_spans[-1].__enter__()
+        elif action == "close" and open_spans:
+            clock.now += ticks
+            closed = open_spans[-what:][0]  # leaving out up to two exits, as an interrupt would
+            closed.__exit__(None, None, None)
+            del open_spans[open_spans.index(closed) :]
+        elif action == "add":
+            before, length, after = ticks
+            clock.now += before + length + after
+            recorder.add(what, clock.now - after - length, clock.now - after)
+    if open_spans:
+        open_spans[0].__exit__(None, None, None)
+    clock.now += 3
+    streamed = recorder.ledger()
+    assert ledger_from_spans(recorder.drain(), {"main": (1000, clock.now)}) == streamed
+
+
+def test_each_thread_has_a_lane_of_its_own() -> None:
+    recorder = Recorder()
+
+    def work() -> None:
+        with recorder.span("rollouts.reward"):
+            time.sleep(0.002)
+
+    with recorder.span("engine.decode"):
+        in_thread(work, "rewards")
+        in_thread(work, "rewards")
+    lanes = recorder.ledger().lanes
+    assert list(lanes) == ["main", "rewards", "rewards-2"]
+    assert lanes["main"].rows.keys() == {"engine.decode"}
+    assert lanes["rewards"].rows.keys() == lanes["rewards-2"].rows.keys() == {"rollouts.reward"}
+
+
+def test_the_lane_of_a_finished_thread_stops_growing() -> None:
+    recorder = Recorder()
+
+    def work() -> None:
+        with recorder.span("rollouts.reward"):
+            pass
+
+    in_thread(work, "rewards")
+    wall_ns = recorder.ledger().lanes["rewards"].wall_ns
+    time.sleep(0.002)
+    assert recorder.ledger().lanes["rewards"].wall_ns == wall_ns
+
+
+def test_a_ledger_asked_for_by_another_thread_adds_up_while_spans_fly_by() -> None:
+    recorder = Recorder(keep_spans=False)
+    stop = threading.Event()
+
+    def work() -> None:
+        while not stop.is_set():
+            with recorder.span("engine.decode"), recorder.span("engine.sample"):
+                pass
+
+    thread = threading.Thread(target=work, name="engine")
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        thread.start()
+        for _ in range(300):
+            recorder.ledger()  # a lane that does not add up is refused where it is made
+    finally:
+        sys.setswitchinterval(interval)
+        stop.set()
+        thread.join()
+
+
+def test_without_a_recorder_a_span_does_nothing() -> None:
+    with span("engine.decode", version=1):
+        pass
+
+
+def test_spans_go_to_the_recorder_that_is_recording() -> None:
+    with recording(Recorder()) as outer:
+        with recording(Recorder()) as inner, span("engine.decode"):
+            pass
+        with span("engine.prefill"):
+            pass
+    with span("trainer.forward"):
+        pass
+    assert [s.name for s in inner.drain()] == ["engine.decode"]
+    assert [s.name for s in outer.drain()] == ["engine.prefill"]
+
+
+def test_draining_forgets_the_spans_but_not_their_sums() -> None:
+    clock = FakeClock()
+    recorder = Recorder(clock=clock)
+    with recorder.span("weight_sync.publish", version=3):
+        clock.now += 7
+    [only] = recorder.drain()
+    assert (only.lane, only.name, only.start_ns, only.end_ns, only.args) == (
+        "main",
+        "weight_sync.publish",
+        1000,
+        1007,
+        {"version": 3},
+    )
+    assert recorder.drain() == []
+    assert recorder.ledger().lanes["main"].rows == {"weight_sync.publish": 7}
+
+
+def test_a_recorder_may_keep_only_the_sums() -> None:
+    recorder = Recorder(keep_spans=False)
+    with recorder.span("engine.decode"):
+        pass
+    assert recorder.drain() == []
+    assert "engine.decode" in recorder.ledger().lanes["main"].rows
+
+
+def test_a_step_mark_holds_what_happened_since_the_last_one() -> None:
+    clock = FakeClock()
+    recorder = Recorder(clock=clock)
+    clock.now += 50
+    recorder.step_mark()
+    with recorder.span("engine.decode"):
+        clock.now += 5
+        assert recorder.step_mark() == {"engine.decode": 5}
+        clock.now += 2
+    clock.now += 1
+    assert recorder.step_mark() == {"engine.decode": 2, "unaccounted": 1}
+    assert recorder.step_mark() == {}
+
+
+def test_a_lane_can_begin_with_the_start_of_the_process() -> None:
+    recorder = Recorder()
+    imported_ns = time.perf_counter_ns()
+    recorder.add("run.startup", process_start_ns(), imported_ns)
+    lane = recorder.ledger().lanes["main"]
+    assert lane.rows == {"run.startup": imported_ns - process_start_ns()}
+    assert lane.wall_ns >= lane.rows["run.startup"]
+
+
+def test_an_interval_may_not_be_added_over_recorded_time() -> None:
+    clock = FakeClock()
+    recorder = Recorder(clock=clock)
+    with recorder.span("engine.decode"):
+        clock.now += 10
+    with pytest.raises(AssertionError, match="overlaps"):
+        recorder.add("run.startup", 1005, 1010)
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="only Linux says when a process began")
+def test_the_process_start_is_before_its_imports_and_after_its_launch() -> None:
+    program = "import time; from redline.telemetry.spans import process_start_ns as p; print(time.perf_counter_ns() - p())"
+    launched_ns = time.perf_counter_ns()
+    age_ns = int(subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout)
+    tick_ns = 10_000_000  # the kernel rounds the start down to a tick
+    assert 10_000_000 < age_ns < time.perf_counter_ns() - launched_ns + tick_ns
+
+
+def test_an_error_in_a_span_passes_through_and_closes_it() -> None:
+    recorder = Recorder()
+    with pytest.raises(ValueError, match="oops"), recorder.span("engine.decode"):
+        raise ValueError("oops")
+    assert [s.name for s in recorder.drain()] == ["engine.decode"]
+
+
+def test_a_span_closed_by_the_one_around_it_is_not_closed_twice() -> None:
+    recorder = Recorder()
+    outer, inner = recorder.span("run.evaluate"), recorder.span("engine.decode")
+    outer.__enter__()
+    inner.__enter__()
+    outer.__exit__(None, None, None)
+    inner.__exit__(None, None, None)
+    assert [s.name for s in recorder.drain()] == ["engine.decode", "run.evaluate"]
+
+
+def test_a_span_costs_microseconds_at_most() -> None:
+    def cost_ns(rounds: int = 1000) -> float:
+        start = time.perf_counter_ns()
+        for _ in range(rounds):
+            with span("engine.decode"):
+                pass
+        return (time.perf_counter_ns() - start) / rounds
+
+    with recording(Recorder()) as recorder:
+        samples = []
+        for _ in range(10):
+            samples.append(cost_ns())
+            recorder.drain()
+    # About 1.2 µs on a quiet core; the bound leaves room for a busy CI machine.
+    assert min(samples) < 20_000
