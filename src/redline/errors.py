@@ -7,6 +7,7 @@
     ├── EngineError        a request cannot be served as asked
     ├── TrainingError      a step produced numbers nobody should train on
     └── RunFolderError     a run folder is missing, torn, or belongs to another run
+        └── DamagedCheckpointError   one checkpoint cannot be read; another may do
 
 A user's mistake reaches the terminal as the message, a blank line and `hint: <the fix>`; the exit code is 2. What is wrong
 with us is an assert, and keeps its traceback.
@@ -53,6 +54,10 @@ class TrainingError(RedlineError):
 
 class RunFolderError(RedlineError):
     """A run folder is missing, torn, or belongs to another run."""
+
+
+class DamagedCheckpointError(RunFolderError):
+    """One checkpoint cannot be read; another may do."""
 
 
 @dataclass(slots=True)

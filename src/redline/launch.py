@@ -50,8 +50,8 @@ def train(resolved: Resolved, folder: RunFolder, *, resume: bool) -> dict[str, A
     with recording(recorder), folder.locked():
         with span("run.setup"):
             _prepare_process(config)
+            write_json(folder.config, config.model_dump(mode="json"))  # when resumed too: run.steps may be a new number
             if not resume:
-                write_json(folder.config, config.model_dump(mode="json"))
                 write_json(folder.environment, describe_environment())
             progress = Progress(config.run.steps)
             progress.note(f"run folder {folder.path}")
@@ -142,7 +142,7 @@ def _summary(
 ) -> dict[str, Any]:
     """Show a person how it went, and give the same as data."""
     console, ledger = progress.console, recorder.ledger()
-    finished = stages.trainer.version == config.run.steps
+    finished = stages.trainer.version >= config.run.steps
     if len(watch.samples) > 1:
         first, last = min(watch.samples), max(watch.samples)
         console.print(sample_table(watch.samples[first], watch.samples[last]))

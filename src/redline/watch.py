@@ -12,7 +12,7 @@ from pathlib import Path
 from types import FrameType
 
 from redline.config.schema import Config
-from redline.errors import RunFolderError
+from redline.errors import DamagedCheckpointError
 from redline.ports import Trainer
 from redline.telemetry import MetricsLog, Progress, Recorder, RunFolder, TraceWriter, span, write_json
 from redline.telemetry.ledger import by_section
@@ -122,6 +122,7 @@ class RunWatch:
                 "evaluation/seconds": seconds,
                 "evaluation/samples": [asdict(sample) for sample in self.samples[version]],
             }
+            self._evaluations.rewind(version - 1)  # a resumed run may evaluate a version once more
             self._evaluations.append(version, row)
         self._progress.evaluation(f"held-out, step {version}", self.accuracy[version], len(rewards), seconds)
 
@@ -139,8 +140,9 @@ class RunWatch:
             for path in checkpoints(self._folder):
                 try:
                     self._trainer.load(path)
-                except RunFolderError as error:
+                except DamagedCheckpointError as error:
                     self._progress.note(f"skipping a damaged checkpoint: {error.message}")
+                    path.rename(path.with_name(f"damaged-{path.name}-{time.time_ns()}"))
                 else:
                     break
             self._metrics.rewind(self._trainer.version)

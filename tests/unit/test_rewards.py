@@ -1,11 +1,12 @@
 from __future__ import annotations
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from redline.errors import TaskError
-from redline.rollouts.rewards import extract_answer, total_reward
+from redline.rollouts.rewards import extract_answer, finite_parts, total_reward
 
 
 @pytest.mark.parametrize(
@@ -81,4 +82,10 @@ def test_a_weight_for_a_part_the_task_does_not_have_is_refused_with_the_parts() 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 def test_a_reward_that_is_no_finite_number_is_refused(value: float) -> None:
     with pytest.raises(TaskError, match=r"(?s)reward part correct = .*: not a finite number.*hint: make `score` return finite"):
-        total_reward({"correct": value}, {})
+        finite_parts({"format": 1.0, "correct": value})
+
+
+def test_the_parts_of_a_reward_become_plain_floats() -> None:
+    parts = finite_parts({"correct": True, "format": np.float32(0.5)})
+    assert parts == {"correct": 1.0, "format": 0.5}
+    assert {type(value) for value in parts.values()} == {float}

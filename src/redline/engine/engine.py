@@ -58,6 +58,10 @@ class NativeEngine:
                 f"a prompt of {prompt} tokens and {sampling.max_tokens} new ones exceed the model's {longest} positions",
                 "lower rollouts.max_new_tokens or shorten the prompt",
             )
+        if not 0 <= request.prompt_ids.min() <= request.prompt_ids.max() < self._decoder.spec.vocab_size:
+            raise EngineError("a prompt holds an id outside the vocabulary", "tokenize it with the model's own tokenizer")
+        if sampling.max_tokens < 1:
+            raise EngineError(f"max_tokens = {sampling.max_tokens}: nothing to generate", "ask for at least one token")
         if not 1 <= sampling.n <= self._max_num_seqs:
             raise EngineError(
                 f"n = {sampling.n} does not fit engine.max_num_seqs = {self._max_num_seqs}", "raise engine.max_num_seqs"

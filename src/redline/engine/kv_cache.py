@@ -15,8 +15,9 @@ class KVCache:
 
     def __init__(self, spec: DecoderSpec, rows: int, capacity: int, device: torch.device, dtype: torch.dtype) -> None:
         shape = (spec.num_layers, rows, capacity, spec.num_kv_heads, spec.head_dim)
-        self.keys = torch.empty(shape, device=device, dtype=dtype)
-        self.values = torch.empty(shape, device=device, dtype=dtype)
+        # Zeros, because a masked key still meets its value: 0 times whatever uninitialised memory holds may be NaN.
+        self.keys = torch.zeros(shape, device=device, dtype=dtype)
+        self.values = torch.zeros(shape, device=device, dtype=dtype)
         self.lengths_B = torch.zeros(rows, device=device, dtype=torch.int64)
 
     @property

@@ -65,9 +65,10 @@ def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
 
 def empty_decoder(config: PretrainedConfig, device: torch.device | str = "cpu", dtype: torch.dtype = torch.float32) -> Decoder:
     """The network with uninitialised weights."""
+    spec = spec_from_config(config)
     frequencies, factor = rotary_frequencies(config)
     with torch.device("meta"):
-        decoder = Decoder(spec_from_config(config), torch.empty(0), factor)
+        decoder = Decoder(spec, torch.empty(0), factor)
     decoder = decoder.to(dtype).to_empty(device=device)
     decoder.rotary_frequencies = frequencies.to(device)
     return decoder

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -23,6 +24,8 @@ from torch import Tensor
 NO_PARENT = -1
 MAX_PADDING = 1.25
 """A block may hold at most this many times the key positions that its segments need."""
+MAX_SCORES = 2**26
+"""Scores of one block and layer that may be held in memory, which is 256 MiB."""
 
 
 @dataclass(slots=True, frozen=True)
@@ -54,37 +57,135 @@ class Segments:
         return np.arange(self.offsets[-1], dtype=np.int64) - starts
 
 
-@dataclass(slots=True, frozen=True)
+@dataclass(slots=True)
 class _Block:
     """Segments of similar size as one rectangle: B of them, Q query columns, N key columns."""
 
-    queries_BQ: Tensor
-    """Packed index of each query; short rows are filled with their first token, whose extra outputs nobody reads."""
-    keys_BN: Tensor
-    """Packed index of each key: the parent's tokens, then the segment's own."""
+    shape: tuple[int, int, int]
+    """B, Q, N."""
+    queries: slice
+    """Its rows among the gathered queries of all blocks, B · Q of them."""
+    keys: slice
+    """Its rows among the gathered keys of all blocks, B · N of them."""
     hidden_BQN: Tensor
     """True where a query must not see a key."""
+    bias: Tensor | None = None
+    """The same as a term of the scores, made for the first layer."""
+
+
+@dataclass(slots=True, frozen=True)
+class _Uses:
+    """Where each packed token went in a gather. Padding is left out: its gradient is zero."""
+
+    once_T: Tensor
+    """The row that every token has: its own."""
+    shared: list[tuple[Tensor, Tensor]]
+    """Tokens [N] of parents with C children, and their rows [N, C] there; one pair for each C."""
 
 
 class PackedAttention:
     """An `Attend` for one packed batch."""
 
     def __init__(self, segments: Segments, device: torch.device | str = "cpu") -> None:
-        self.blocks: list[_Block] = []
-        row_of_token = np.empty(segments.offsets[-1], dtype=np.int64)
-        rows = 0
+        self._blocks: list[_Block] = []
+        queries, keys = [], []
+        layout = _Layout(segments)
         for members in _blocks_of_similar_size(segments):
-            queries, keys, hidden = _rectangle(segments, members)
-            real = np.arange(queries.shape[1]) < segments.lengths[members][:, None]
-            row_of_token[queries[real]] = rows + np.flatnonzero(real)
-            rows += queries.size
-            self.blocks.append(_Block(*(torch.from_numpy(array).to(device) for array in (queries, keys, hidden))))
-        self._row_of_token = torch.from_numpy(row_of_token).to(device)
+            queries_BQ, keys_BN, hidden_BQN = _rectangle(segments, members)
+            block = layout.add(members, queries_BQ, keys_BN)
+            self._blocks.append(_Block(*block, torch.from_numpy(hidden_BQN).to(device)))
+            queries.append(queries_BQ.flatten())
+            keys.append(keys_BN.flatten())
+        self._queries_R = torch.from_numpy(np.concatenate(queries)).to(device)
+        self._keys_C = torch.from_numpy(np.concatenate(keys)).to(device)
+        self._query_uses, self._key_uses = layout.uses(device)
         self.positions_T = torch.from_numpy(segments.positions()).to(device)
 
     def __call__(self, layer: int, q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor) -> Tensor:
-        outputs = [_attend_block(block, q_THD, k_TKD, v_TKD) for block in self.blocks]
-        return torch.cat(outputs).index_select(0, self._row_of_token)
+        q = _Gather.apply(q_THD, self._queries_R, self._query_uses)
+        k = _Gather.apply(k_TKD, self._keys_C, self._key_uses)
+        v = _Gather.apply(v_TKD, self._keys_C, self._key_uses)
+        outputs = [_attend_block(block, q[block.queries], k[block.keys], v[block.keys]) for block in self._blocks]
+        return _Ungather.apply(torch.cat(outputs), self._query_uses.once_T)
+
+
+class _Gather(torch.autograd.Function):
+    """Rows of `x` by index. The backward pass gathers too, which is parallel and has a fixed order of sums; torch's own
+    would scatter, row by row (benchmarks/LOG.md)."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, index: Tensor, uses: _Uses) -> Tensor:
+        ctx.uses = uses
+        return x.index_select(0, index)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        (grad_rows,) = grads
+        grad = grad_rows.index_select(0, ctx.uses.once_T)
+        for tokens_N, rows_NC in ctx.uses.shared:
+            children = grad_rows.index_select(0, rows_NC.flatten()).view(*rows_NC.shape, *grad_rows.shape[1:])
+            grad[tokens_N] += children.sum(dim=1)
+        return grad, None, None
+
+
+class _Ungather(torch.autograd.Function):
+    """Each token's own row out of the padded ones."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, row_of_token: Tensor) -> Tensor:
+        ctx.save_for_backward(row_of_token)
+        ctx.num_rows = len(rows)
+        return rows.index_select(0, row_of_token)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        (grad,) = grads
+        (row_of_token,) = ctx.saved_tensors
+        return grad.new_zeros(ctx.num_rows, *grad.shape[1:]).index_copy_(0, row_of_token, grad), None
+
+
+class _Layout:
+    """Collects, block by block, which rows of the gathers belong to which token."""
+
+    def __init__(self, segments: Segments) -> None:
+        self._segments = segments
+        self._query_row = np.empty(segments.offsets[-1], dtype=np.int64)
+        self._key_row = np.empty(segments.offsets[-1], dtype=np.int64)
+        self._children: dict[int, list[int]] = {}
+        """Parent segment → the first key row of each child."""
+        self._num_queries = self._num_keys = 0
+
+    def add(self, members: list[int], queries_BQ: np.ndarray, keys_BN: np.ndarray) -> tuple[tuple[int, int, int], slice, slice]:
+        """Note one block; its shape and its rows."""
+        (B, Q), N = queries_BQ.shape, keys_BN.shape[1]
+        for b, member in enumerate(members):
+            start, end = self._segments.offsets[member], self._segments.offsets[member + 1]
+            parent, before = self._segments.parents[member], self._segments.parent_lengths[member]
+            self._query_row[start:end] = self._num_queries + b * Q + np.arange(end - start)
+            self._key_row[start:end] = self._num_keys + b * N + before + np.arange(end - start)
+            if parent != NO_PARENT:
+                self._children.setdefault(parent, []).append(self._num_keys + b * N)
+        queries = slice(self._num_queries, self._num_queries + B * Q)
+        keys = slice(self._num_keys, self._num_keys + B * N)
+        self._num_queries, self._num_keys = queries.stop, keys.stop
+        return (B, Q, N), queries, keys
+
+    def uses(self, device: torch.device | str) -> tuple[_Uses, _Uses]:
+        """Of the queries, and of the keys and values."""
+        by_count: dict[int, list[tuple[np.ndarray, np.ndarray]]] = {}
+        for parent, first_rows in self._children.items():
+            column = np.arange(self._segments.lengths[parent])
+            tokens = self._segments.offsets[parent] + column
+            by_count.setdefault(len(first_rows), []).append((tokens, np.array(first_rows) + column[:, None]))
+        shared = [
+            (
+                torch.from_numpy(np.concatenate([t for t, _ in pairs])).to(device),
+                torch.from_numpy(np.concatenate([r for _, r in pairs])).to(device),
+            )
+            for pairs in by_count.values()
+        ]
+        query_row, key_row = (torch.from_numpy(rows).to(device) for rows in (self._query_row, self._key_row))
+        return _Uses(query_row, []), _Uses(key_row, shared)
 
 
 def _blocks_of_similar_size(segments: Segments) -> list[list[int]]:
@@ -121,25 +222,27 @@ def _rectangle(segments: Segments, members: list[int]) -> tuple[np.ndarray, np.n
     return queries, keys, hidden
 
 
-def _attend_block(block: _Block, q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor) -> Tensor:
+def _attend_block(block: _Block, q_RHD: Tensor, k_CKD: Tensor, v_CKD: Tensor) -> Tensor:
     """One block's outputs as rows [B · Q, H, D]."""
-    (B, Q), (_, N) = block.queries_BQ.shape, block.keys_BN.shape
-    (_, H, D), K = q_THD.shape, k_TKD.shape[1]
-    q = q_THD.index_select(0, block.queries_BQ.flatten()).view(B, Q, K, H // K, D).permute(0, 2, 3, 1, 4)
-    k, v = (t.index_select(0, block.keys_BN.flatten()).view(B, N, K, D).transpose(1, 2) for t in (k_TKD, v_TKD))
+    (B, Q, N), (_, H, D), K = block.shape, q_RHD.shape, k_CKD.shape[1]
     # The H/K query heads of a key head become rows of one product, so keys are never repeated.
-    mask = block.hidden_BQN[:, None, None].expand(B, 1, H // K, Q, N).reshape(B, 1, H // K * Q, N)
-    out = _softmax_attention(q.reshape(B, K, H // K * Q, D), k, v, mask)
+    q = q_RHD.view(B, Q, K, H // K, D).permute(0, 2, 3, 1, 4).reshape(B * K, H // K * Q, D)
+    k, v = (rows.view(B, N, K, D).transpose(1, 2).reshape(B * K, N, D) for rows in (k_CKD, v_CKD))
+    if block.bias is None:
+        bias = torch.zeros(block.shape, device=q.device).masked_fill_(block.hidden_BQN, float("-inf"))
+        block.bias = bias[:, None, None].expand(B, K, H // K, Q, N).reshape(B * K, H // K * Q, N)
+    out = _softmax_attention(q, k, v, block.bias)
     return out.view(B, K, H // K, Q, D).permute(0, 3, 1, 2, 4).reshape(B * Q, H, D)
 
 
-def _softmax_attention(q: Tensor, k: Tensor, v: Tensor, hidden: Tensor) -> Tensor:
+def _softmax_attention(q_XQD: Tensor, k_XND: Tensor, v_XND: Tensor, bias_XQN: Tensor) -> Tensor:
     """Softmax attention with scores in float32.
 
     On the CPU the products are written out: the backward pass of torch's fused kernel takes five times as long at the few
     hundred keys that a CPU run has (benchmarks/LOG.md), and float32 costs little there.
     """
-    if q.device.type == "cpu":
-        scores = torch.matmul(q.float() * q.shape[-1] ** -0.5, k.float().transpose(-1, -2)).masked_fill(hidden, float("-inf"))
-        return torch.matmul(torch.softmax(scores, dim=-1), v.float()).to(q.dtype)
-    return F.scaled_dot_product_attention(q, k, v, attn_mask=~hidden)
+    if q_XQD.device.type == "cpu" and bias_XQN.numel() <= MAX_SCORES:
+        q, k, v = q_XQD.float(), k_XND.float(), v_XND.float()
+        scores = torch.baddbmm(bias_XQN, q, k.transpose(1, 2), alpha=q.shape[-1] ** -0.5)
+        return torch.bmm(torch.softmax(scores, dim=-1), v).to(q_XQD.dtype)
+    return F.scaled_dot_product_attention(q_XQD, k_XND, v_XND, attn_mask=bias_XQN.to(q_XQD.dtype))

@@ -12,6 +12,9 @@ from redline.errors import ModelError
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
+STATIC_KINDS = ("linear", "llama3", "yarn")
+"""Rope types whose frequencies do not change with the length of the sequence."""
+
 
 def rotary_frequencies(config: PretrainedConfig) -> tuple[Tensor, float]:
     """Inverse frequencies float32[D / 2] and the factor on cos and sin, for any static rope type of transformers."""
@@ -23,8 +26,8 @@ def rotary_frequencies(config: PretrainedConfig) -> tuple[Tensor, float]:
         head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
         exponents = torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim
         return rope["rope_theta"] ** -exponents, 1.0
-    if kind == "dynamic" or kind not in ROPE_INIT_FUNCTIONS:
-        raise ModelError(f"rope type {kind!r} is not supported", "linear, yarn, llama3 and longrope are")
+    if kind not in STATIC_KINDS:
+        raise ModelError(f"rope type {kind!r} is not supported", f"one of default, {', '.join(STATIC_KINDS)}")
     frequencies, factor = ROPE_INIT_FUNCTIONS[kind](config, device=torch.device("cpu"))
     return frequencies.float(), float(factor)
 

@@ -47,6 +47,8 @@ def spec_from_config(config: PretrainedConfig) -> DecoderSpec:
     family = config.model_type
     if family not in FAMILIES:
         raise ModelError(f"model family {family!r} is not supported", f"use a model of one of: {', '.join(FAMILIES)}")
+    if getattr(config, "quantization_config", None):
+        raise ModelError("the weights are quantized", "give the folder of the unquantized model; training needs its precision")
     if config.hidden_act != "silu":
         raise ModelError(f"activation {config.hidden_act!r} is not supported", "models of the supported families use silu")
     # Llama and Mistral have one switch for all four projections; Qwen 2 has biases on q, k and v only, without a switch.

@@ -12,13 +12,17 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from redline.errors import RunFolderError
+from redline.errors import DamagedCheckpointError, RunFolderError
 
 FORMAT = 1
 
 
 def write_checkpoint(folder: Path, version: int, state: Mapping[str, Tensor]) -> None:
-    """Write everything beside `folder`, flush it to the disk, then rename. A kill at any moment leaves the old state."""
+    """Write everything beside `folder`, flush it to the disk, then rename. A kill at any moment leaves the old state.
+
+    A folder that is there already is this step's, and whole: nothing is written over it."""
+    if folder.exists():
+        return
     scratch = folder.with_name(f".{folder.name}.partial")
     shutil.rmtree(scratch, ignore_errors=True)
     scratch.mkdir(parents=True)
@@ -26,7 +30,6 @@ def write_checkpoint(folder: Path, version: int, state: Mapping[str, Tensor]) ->
     (scratch / "state.json").write_text(json.dumps({"format": FORMAT, "version": version}))
     for path in scratch.iterdir():
         _flush(path)
-    shutil.rmtree(folder, ignore_errors=True)
     scratch.rename(folder)
     _flush(folder.parent)
 
@@ -35,16 +38,16 @@ def read_checkpoint(folder: Path) -> tuple[int, dict[str, Tensor]]:
     """The version and the state by name."""
     try:
         state = json.loads((folder / "state.json").read_text())
+        written, version = state["format"], state["version"]
         tensors = load_file(folder / "trainer.safetensors")
-    except (OSError, ValueError, SafetensorError) as error:
+    except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
+        hint = "delete the folder; the one before it will be used"
+        raise DamagedCheckpointError(f"{folder}: unreadable checkpoint: {error!r}", hint) from error
+    if written != FORMAT:
         raise RunFolderError(
-            f"{folder}: unreadable checkpoint: {error}", "delete the folder; the one before it will be used"
-        ) from error
-    if state["format"] != FORMAT:
-        raise RunFolderError(
-            f"{folder}: checkpoint format {state['format']}, this version reads {FORMAT}", "use the version that wrote it"
+            f"{folder}: checkpoint format {written}, this version reads {FORMAT}", "use the version that wrote it"
         )
-    return state["version"], tensors
+    return version, tensors
 
 
 def _flush(path: Path) -> None:

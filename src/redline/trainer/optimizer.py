@@ -79,6 +79,5 @@ class MasterAdamW:
         for name, master in self.masters.items():
             master.copy_(state[f"master/{name}"])
             moments = {key: state[f"{key}/{name}"] for key in ("step", "exp_avg", "exp_avg_sq") if f"{key}/{name}" in state}
-            if moments:
-                self._adamw.state[master] = {key: value.clone().to(master.device) for key, value in moments.items()}
+            self._adamw.state[master] = {key: value.clone().to(master.device) for key, value in moments.items()}
         self._write_back()

@@ -1,0 +1,38 @@
+"""What every test gets: no network, one thread per process, and a model cache of its own.
+
+Set before anything imports torch or transformers, and inherited by the processes that end-to-end tests start."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+from pathlib import Path
+
+import pytest
+from hypothesis import settings
+
+os.environ["HF_HUB_OFFLINE"] = "1"
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # the networks here are so small that a second thread only waits
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+# The first example of a property pays for imports and warm-up; time is the suite's business, not an example's.
+settings.register_profile("redline", deadline=None)
+settings.load_profile("redline")
+
+USERS_CACHE = os.environ.get("XDG_CACHE_HOME")
+_CACHE = Path(tempfile.mkdtemp(prefix="redline-test-cache-"))
+os.environ["XDG_CACHE_HOME"] = str(_CACHE)
+
+
+def pytest_unconfigure() -> None:
+    shutil.rmtree(_CACHE, ignore_errors=True)
+
+
+@pytest.fixture
+def users_cache(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The model cache of whoever runs the tests, for tests of models that take long to make."""
+    if USERS_CACHE is None:
+        monkeypatch.delenv("XDG_CACHE_HOME")
+    else:
+        monkeypatch.setenv("XDG_CACHE_HOME", USERS_CACHE)

@@ -1,0 +1,295 @@
+from __future__ import annotations
+
+import io
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from fakes import Attempt, Calls, FakeTrainer, train_batch
+from rich.console import Console
+from safetensors.torch import load_file
+from small_models import CONFIGS, write_model
+
+from redline.config import validate
+from redline.config.schema import TrainerConfig
+from redline.errors import RunFolderError
+from redline.models.hf import load_decoder
+from redline.telemetry import MetricsLog, Progress, Recorder, RunFolder
+from redline.trainer import PolicyTrainer
+from redline.trainer.checkpoint import read_checkpoint, write_checkpoint
+from redline.types import TrainBatch
+from redline.watch import RunWatch
+
+STATE = {
+    "master/embed": torch.randn(5, 3),
+    "exp_avg/embed": torch.randn(5, 3),
+    "step/embed": torch.tensor(7.0),
+    "rows": torch.randn(6, 4).T,
+}
+
+
+# ── the files ──────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def assert_state(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
+    assert found.keys() == expected.keys()
+    for name, tensor in expected.items():
+        assert found[name].dtype == tensor.dtype
+        assert torch.equal(found[name], tensor), name
+
+
+def test_a_checkpoint_gives_back_every_bit(tmp_path: Path) -> None:
+    write_checkpoint(tmp_path / "step-000012", 12, STATE)
+    version, state = read_checkpoint(tmp_path / "step-000012")
+    assert version == 12
+    assert_state(state, STATE)
+
+
+def test_nothing_but_the_checkpoint_is_left_behind(tmp_path: Path) -> None:
+    write_checkpoint(tmp_path / "step-000012", 12, STATE)
+    assert [path.name for path in tmp_path.iterdir()] == ["step-000012"]
+
+
+def test_what_a_kill_left_half_written_is_neither_found_nor_in_the_way(tmp_path: Path) -> None:
+    partial = tmp_path / ".step-000012.partial"
+    partial.mkdir()
+    (partial / "trainer.safetensors").write_bytes(b"half")
+    (partial / "stray").write_bytes(b"from an older version")
+    assert list(tmp_path.glob("step-*")) == []
+    write_checkpoint(tmp_path / "step-000012", 12, STATE)
+    assert [path.name for path in tmp_path.iterdir()] == ["step-000012"]
+    assert sorted(path.name for path in (tmp_path / "step-000012").iterdir()) == ["state.json", "trainer.safetensors"]
+    assert_state(read_checkpoint(tmp_path / "step-000012")[1], STATE)
+
+
+class Killed(BaseException):
+    """Stands for kill -9: nothing after it runs."""
+
+
+@pytest.mark.xfail(reason="write_checkpoint removes the old folder before the rename that replaces it")
+def test_a_kill_at_the_last_moment_of_writing_a_step_again_leaves_the_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An interrupt right after a scheduled checkpoint writes the same step twice."""
+    write_checkpoint(tmp_path / "step-000012", 12, STATE)
+
+    def killed(self: Path, target: Path) -> None:
+        raise Killed
+
+    monkeypatch.setattr(Path, "rename", killed)
+    monkeypatch.setattr(Path, "replace", killed)
+    with pytest.raises(Killed):
+        write_checkpoint(tmp_path / "step-000012", 12, STATE)
+    assert_state(read_checkpoint(tmp_path / "step-000012")[1], STATE)
+
+
+DAMAGES: dict[str, Callable[[Path], object]] = {
+    "no weights": lambda folder: (folder / "trainer.safetensors").unlink(),
+    "empty weights": lambda folder: (folder / "trainer.safetensors").write_bytes(b""),
+    "cut weights": lambda folder: cut(folder / "trainer.safetensors"),
+    "no state": lambda folder: (folder / "state.json").unlink(),
+    "empty state": lambda folder: (folder / "state.json").write_text(""),
+    "torn state": lambda folder: cut(folder / "state.json"),
+    "noise": lambda folder: (folder / "state.json").write_bytes(b"\xff\x00\xfe"),
+}
+ODD_STATES = {"state of another kind": "[]", "state without a version": "{}"}
+
+
+def cut(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-5])
+
+
+@pytest.mark.parametrize("damage", DAMAGES.values(), ids=DAMAGES.keys())
+def test_a_damaged_checkpoint_is_an_error_with_a_hint(damage: Callable[[Path], object], tmp_path: Path) -> None:
+    folder = tmp_path / "step-000012"
+    write_checkpoint(folder, 12, STATE)
+    damage(folder)
+    with pytest.raises(RunFolderError, match="step-000012: unreadable checkpoint") as caught:
+        read_checkpoint(folder)
+    assert "delete the folder" in caught.value.hint
+
+
+@pytest.mark.xfail(raises=(KeyError, TypeError), reason="read_checkpoint trusts the keys of state.json")
+@pytest.mark.parametrize("content", ODD_STATES.values(), ids=ODD_STATES.keys())
+def test_a_state_file_with_other_content_is_an_error_with_a_hint(content: str, tmp_path: Path) -> None:
+    write_checkpoint(tmp_path / "step-000012", 12, STATE)
+    (tmp_path / "step-000012" / "state.json").write_text(content)
+    with pytest.raises(RunFolderError):
+        read_checkpoint(tmp_path / "step-000012")
+
+
+def test_a_checkpoint_of_another_format_names_both(tmp_path: Path) -> None:
+    write_checkpoint(tmp_path / "step-000012", 12, STATE)
+    (tmp_path / "step-000012" / "state.json").write_text(json.dumps({"format": 99, "version": 12}))
+    with pytest.raises(RunFolderError, match="checkpoint format 99, this version reads 1"):
+        read_checkpoint(tmp_path / "step-000012")
+
+
+# ── the trainer ────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("model")
+    write_model(folder, CONFIGS["qwen3, biases"])
+    return folder
+
+
+def make_trainer(model: Path, dtype: torch.dtype) -> PolicyTrainer:
+    config = TrainerConfig(learning_rate=1e-3, warmup_steps=4, weight_decay=0.1, max_tokens_per_micro_batch=20)
+    return PolicyTrainer(load_decoder(model), dtype, 1.0, config)
+
+
+def batch(step: int) -> TrainBatch:
+    attempts = [Attempt([([5, 6, 7], False), ([20 + step, 30 + i, 40], True)], 1.0 - i, [-5.0] * 3) for i in range(3)]
+    return train_batch([attempts, attempts[:2]])
+
+
+def final_state(trainer: PolicyTrainer, folder: Path) -> dict[str, torch.Tensor]:
+    trainer.save(folder)
+    return load_file(folder / "trainer.safetensors")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("saved_after", [0, 1, 3])
+def test_a_trainer_that_is_saved_and_loaded_continues_bit_for_bit(
+    model: Path, dtype: torch.dtype, saved_after: int, tmp_path: Path
+) -> None:
+    straight = make_trainer(model, dtype)
+    for step in range(5):
+        if step == saved_after:
+            straight.save(tmp_path / "middle")
+        straight.step(batch(step))
+    resumed = make_trainer(model, dtype)
+    resumed.load(tmp_path / "middle")
+    assert resumed.version == saved_after
+    for step in range(saved_after, 5):
+        resumed.step(batch(step))
+    assert_state(final_state(resumed, tmp_path / "resumed"), final_state(straight, tmp_path / "straight"))
+    for name, tensor in straight.weights().tensors.items():
+        assert torch.equal(resumed.weights().tensors[name], tensor)
+
+
+def test_saving_changes_nothing(model: Path, tmp_path: Path) -> None:
+    often, never = make_trainer(model, torch.bfloat16), make_trainer(model, torch.bfloat16)
+    for step in range(3):
+        often.save(tmp_path / f"{step}")
+        often.step(batch(step))
+        never.step(batch(step))
+    assert_state(final_state(often, tmp_path / "often"), final_state(never, tmp_path / "never"))
+
+
+@pytest.mark.parametrize(
+    "saved_after",
+    [pytest.param(0, marks=pytest.mark.xfail(reason="load_state keeps Adam's moments where the checkpoint has none")), 2],
+)
+def test_loading_forgets_what_the_trainer_did_since(model: Path, saved_after: int, tmp_path: Path) -> None:
+    trainer, fresh = make_trainer(model, torch.float32), make_trainer(model, torch.float32)
+    for step in range(saved_after):
+        trainer.step(batch(step))
+    trainer.save(tmp_path / "early")
+    for step in range(5, 9):
+        trainer.step(batch(step))
+    for each in (trainer, fresh):
+        each.load(tmp_path / "early")
+        each.step(batch(1))
+    assert_state(final_state(trainer, tmp_path / "trainer"), final_state(fresh, tmp_path / "fresh"))
+
+
+# ── the run folder ─────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def make_watch(folder: RunFolder, trainer: PolicyTrainer | FakeTrainer, **run: int) -> RunWatch:
+    task = {"kind": "import", "path": "tests:Fake"}
+    config = validate(
+        {"model": {"path": "builtin:tiny"}, "rollouts": {"task": task}, "run": run, "telemetry": {"trace": False}}
+    )
+    progress = Progress(10, console=Console(file=io.StringIO()))
+    return RunWatch(config, folder, Recorder(), progress, trainer, evaluate=lambda tasks: [], held_out=[])
+
+
+class SavingTrainer(FakeTrainer):
+    def save(self, folder: Path) -> None:
+        super().save(folder)
+        write_checkpoint(folder, self.version, STATE)
+
+
+def test_only_the_newest_checkpoints_are_kept(tmp_path: Path) -> None:
+    calls: Calls = []
+    trainer = SavingTrainer(calls)
+    folder = RunFolder.create(tmp_path, "run")
+    watch = make_watch(folder, trainer, keep_checkpoints=2)
+    for trainer.version in (5, 10, 15, 20):
+        watch.checkpoint()
+    assert sorted(path.name for path in folder.checkpoints.iterdir()) == ["step-000015", "step-000020"]
+
+
+def trained_run(model: Path, parent: Path) -> tuple[RunFolder, dict[str, torch.Tensor]]:
+    """Checkpoints after steps 1 and 2, metrics up to 3; and the masters after step 1."""
+    folder = RunFolder.create(parent, "run")
+    trainer = make_trainer(model, torch.float32)
+    masters = {}
+    with MetricsLog(folder.metrics) as metrics:
+        for step in range(3):
+            trainer.step(batch(step))
+            metrics.append(step + 1, {"trainer/loss": 0.0})
+            if step < 2:
+                trainer.save(folder.checkpoints / f"step-{step + 1:06d}")
+            if step == 0:
+                masters = {name: tensor.detach().clone() for name, tensor in trainer.masters.items()}
+    return folder, masters
+
+
+def steps_logged(folder: RunFolder) -> list[int]:
+    return [row["step"] for row in MetricsLog.read(folder.metrics)]
+
+
+def test_a_run_continues_from_its_newest_checkpoint_and_forgets_what_was_logged_after(model: Path, tmp_path: Path) -> None:
+    folder, _ = trained_run(model, tmp_path)
+    trainer = make_trainer(model, torch.float32)
+    make_watch(folder, trainer).resume()
+    assert trainer.version == 2
+    assert steps_logged(folder) == [1, 2]
+
+
+@pytest.mark.parametrize("damage", DAMAGES.values(), ids=DAMAGES.keys())
+def test_a_damaged_checkpoint_is_skipped_for_the_one_before(
+    model: Path, damage: Callable[[Path], object], tmp_path: Path
+) -> None:
+    folder, masters = trained_run(model, tmp_path)
+    damage(folder.checkpoints / "step-000002")
+    trainer = make_trainer(model, torch.float32)
+    make_watch(folder, trainer).resume()
+    assert trainer.version == 1
+    assert all(torch.equal(trainer.masters[name], masters[name]) for name in masters)
+    assert steps_logged(folder) == [1]
+
+
+def test_a_partial_checkpoint_is_not_one(model: Path, tmp_path: Path) -> None:
+    folder, _ = trained_run(model, tmp_path)
+    (folder.checkpoints / "step-000002").rename(folder.checkpoints / ".step-000002.partial")
+    trainer = make_trainer(model, torch.float32)
+    make_watch(folder, trainer).resume()
+    assert trainer.version == 1
+
+
+def test_a_run_without_a_checkpoint_begins_again(model: Path, tmp_path: Path) -> None:
+    folder, _ = trained_run(model, tmp_path)
+    for checkpoint in folder.checkpoints.iterdir():
+        checkpoint.rename(tmp_path / checkpoint.name)
+    trainer = make_trainer(model, torch.float32)
+    make_watch(folder, trainer).resume()
+    assert trainer.version == 0
+    assert steps_logged(folder) == []
+
+
+@pytest.mark.xfail(reason="resume skips it as damaged, begins again from step 0 and cuts the metrics")
+def test_a_checkpoint_of_another_format_is_not_taken_for_a_damaged_one(model: Path, tmp_path: Path) -> None:
+    """Nothing is wrong with it but our age: beginning again would throw a good run away."""
+    folder, _ = trained_run(model, tmp_path)
+    for checkpoint in folder.checkpoints.iterdir():
+        (checkpoint / "state.json").write_text(json.dumps({"format": 99, "version": 2}))
+    with pytest.raises(RunFolderError, match="format 99"):
+        make_watch(folder, make_trainer(model, torch.float32)).resume()

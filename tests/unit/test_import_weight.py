@@ -1,0 +1,45 @@
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+HEAVY = ("torch", "transformers", "ray", "numpy", "pyarrow", "pydantic", "safetensors", "huggingface_hub", "reasoning_gym")
+REDLINE = Path(sys.executable).with_name("redline")
+
+
+def loaded_after(statement: str) -> set[str]:
+    """Which heavy packages a fresh interpreter has after the statement."""
+    code = f"import sys\n{statement}\nprint(*(name for name in {HEAVY!r} if name in sys.modules))"
+    return set(subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split())
+
+
+def test_the_heavy_packages_are_installed_so_that_their_absence_means_something() -> None:
+    assert loaded_after("import torch") >= {"torch"}
+
+
+def test_importing_the_command_line_loads_nothing_heavy() -> None:
+    assert loaded_after("import redline.cli") == set()
+
+
+def test_reading_a_recipe_loads_no_torch() -> None:
+    assert not loaded_after("from redline.config import load_recipe, resolve") & {"torch", "transformers", "ray"}
+
+
+def test_telemetry_loads_no_torch() -> None:
+    assert not loaded_after("import redline.telemetry") & {"torch", "transformers", "ray"}
+
+
+def test_help_takes_less_than_half_a_second() -> None:
+    """The best of five: the machine may be busy, the command may not be slow."""
+    seconds = []
+    for _ in range(5):
+        started = time.perf_counter()
+        done = subprocess.run(
+            [REDLINE, "--help"], capture_output=True, text=True, check=True, env=os.environ | {"NO_COLOR": "1"}
+        )
+        seconds.append(time.perf_counter() - started)
+        assert "train" in done.stdout
+    assert min(seconds) < 0.5

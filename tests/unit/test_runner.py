@@ -1,0 +1,271 @@
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+from fakes import FakeEngine, FakeTasks, completion
+
+from redline.config.schema import RolloutsConfig
+from redline.errors import TaskError
+from redline.models.tiny import tiny_tokenizer
+from redline.rollouts import Chat, SingleTurnRollouts
+from redline.types import Completion, Failure, FinishReason, GenerateRequest, Task
+
+TOKENIZER = tiny_tokenizer()
+START, END = (TOKENIZER.convert_tokens_to_ids(token) for token in ("<|im_start|>", "<|im_end|>"))
+
+
+def ids(text: str) -> list[int]:
+    return TOKENIZER.encode(text, add_special_tokens=False)
+
+
+def say(*answers: str) -> FakeEngine:
+    """An engine whose attempt i at any task is `answers[i]`, ended by the stop token."""
+
+    def answer(request: GenerateRequest, i: int) -> Completion:
+        return completion([*ids(answers[i % len(answers)]), END], version=4)
+
+    return FakeEngine(answer=answer)
+
+
+def make_rollouts(tasks: FakeTasks, engine: FakeEngine, *, seed: int = 0, **config: Any) -> SingleTurnRollouts:
+    settings = RolloutsConfig(
+        **{
+            "task": {"kind": "import", "path": "tests:Fake"},
+            "groups_per_step": 3,
+            "group_size": 2,
+            "max_new_tokens": 9,
+            **config,
+        }
+    )
+    chat = Chat(TOKENIZER, settings.system_prompt, settings.prompt_suffix)
+    return SingleTurnRollouts(tasks, engine, chat, settings, stop_token_ids=(END,), seed=seed)
+
+
+def by_answer(scores: dict[str, Any]) -> FakeTasks:
+    """A reward that is looked up, or raised, by the answer."""
+
+    def score(task: Task, text: str) -> Any:
+        if isinstance(scores[text], Exception):
+            raise scores[text]
+        return scores[text]
+
+    return FakeTasks(score)
+
+
+# ── groups ─────────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_a_group_is_the_attempts_at_one_task_with_their_advantages() -> None:
+    tasks = by_answer({"yes": {"correct": 1.0}, "no": {"correct": 0.0}})
+    [group] = make_rollouts(tasks, say("yes", "no")).collect(1, version=0)
+    assert group.task_id == "task/0"
+    assert [t.text for t in group.trajectories] == ["yes", "no"]
+    assert [t.reward for t in group.trajectories] == [1.0, 0.0]
+    np.testing.assert_allclose(group.advantages, [1.0, -1.0], atol=1e-5)
+    assert group.has_signal
+
+
+def test_without_normalizing_advantages_are_centred_rewards() -> None:
+    tasks = by_answer({"yes": {"correct": 1.0}, "no": {"correct": 0.0}})
+    [group] = make_rollouts(tasks, say("yes", "no"), normalize_advantages=False).collect(1, version=0)
+    np.testing.assert_allclose(group.advantages, [0.5, -0.5])
+
+
+def test_a_trajectory_is_the_prompt_and_what_the_policy_chose() -> None:
+    [group] = make_rollouts(FakeTasks(), say("four", "4")).collect(1, version=0)
+    prompt = [START, *ids("user\nquestion 0"), END, *ids("\n"), START, *ids("assistant\n")]
+    for attempt, answer in zip(group.trajectories, ("four", "4"), strict=True):
+        chosen = [*ids(answer), END]
+        assert attempt.token_ids.tolist() == prompt + chosen
+        assert attempt.token_ids.dtype == np.int32
+        assert attempt.loss_mask.tolist() == [False] * len(prompt) + [True] * len(chosen)
+        assert attempt.logprobs.tolist() == [0.0] * len(prompt) + [-0.25 * (i + 1) for i in range(len(chosen))]
+        assert attempt.logprobs.dtype == np.float32
+        assert attempt.num_completion_tokens == len(chosen)
+        assert attempt.finish_reason == FinishReason.STOP
+        assert (attempt.versions.oldest, attempt.versions.newest) == (4, 4)
+        assert attempt.failure is None
+
+
+def test_the_reward_is_the_weighted_sum_of_its_parts_and_the_parts_stay_as_they_are() -> None:
+    tasks = FakeTasks(lambda task, text: {"correct": 1.0, "format": 0.5})
+    [group] = make_rollouts(tasks, say("x"), reward_weights={"format": -2.0}).collect(1, version=0)
+    assert group.trajectories[0].reward == 0.0
+    assert group.trajectories[0].reward_parts == {"correct": 1.0, "format": 0.5}
+
+
+def test_a_weight_for_a_part_that_no_reward_has_ends_the_run_with_its_name() -> None:
+    with pytest.raises(TaskError, match=r"rollouts\.reward_weights\.fromat"):
+        make_rollouts(FakeTasks(), say("x"), reward_weights={"fromat": 1.0}).collect(1, version=0)
+
+
+# ── which tasks, which randomness ──────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_each_step_attempts_the_tasks_after_those_of_the_last() -> None:
+    tasks = FakeTasks()
+    rollouts = make_rollouts(tasks, say("x"))
+    for version in (0, 1, 5):
+        rollouts.collect(3, version)
+    assert tasks.asked == [0, 1, 2, 3, 4, 5, 15, 16, 17]
+
+
+def test_tasks_and_seeds_follow_from_the_version_alone() -> None:
+    """A run that is resumed at a step asks for exactly what it would have asked for."""
+    straight, resumed = FakeEngine(), FakeEngine()
+    long = make_rollouts(FakeTasks(), straight, seed=7)
+    for version in range(4):
+        long.collect(3, version)
+    make_rollouts(FakeTasks(), resumed, seed=7).collect(3, 3)
+    asked = [(request.prompt_ids.tolist(), request.sampling) for request in straight.requests[-3:]]
+    assert asked == [(request.prompt_ids.tolist(), request.sampling) for request in resumed.requests]
+
+
+def test_no_two_requests_of_a_run_share_their_randomness_nor_do_runs_of_other_seeds() -> None:
+    seeds = []
+    for seed in (0, 1, 2**31 - 1):
+        engine = FakeEngine()
+        rollouts = make_rollouts(FakeTasks(), engine, seed=seed)
+        for version in range(20):
+            rollouts.collect(3, version)
+        rollouts.evaluate(FakeTasks().held_out(16))
+        seeds += [request.sampling.seed for request in engine.requests]
+    assert len(set(seeds)) == len(seeds) == 3 * (60 + 16)
+    assert all(0 <= seed < 2**63 for seed in seeds)
+
+
+def test_a_request_says_all_the_recipe_says() -> None:
+    engine = FakeEngine()
+    make_rollouts(FakeTasks(), engine, group_size=5, max_new_tokens=33, temperature=0.8).collect(2, version=0)
+    for request in engine.requests:
+        sampling = request.sampling
+        assert (sampling.n, sampling.max_tokens, sampling.temperature, sampling.stop_token_ids) == (5, 33, 0.8, (END,))
+
+
+def test_all_prompts_of_a_step_reach_the_engine_together() -> None:
+    engine = FakeEngine()
+    make_rollouts(FakeTasks(), engine).collect(3, version=0)
+    assert engine.calls == [("engine.generate", 3)]
+
+
+def test_an_evaluation_asks_the_same_every_time() -> None:
+    engine = FakeEngine()
+    rollouts = make_rollouts(
+        FakeTasks(), engine, evaluation={"num_tasks": 4, "samples_per_task": 3, "temperature": 0.0}, temperature=0.9
+    )
+    held_out = FakeTasks().held_out(4)
+    first = rollouts.evaluate(held_out)
+    rollouts.collect(3, version=0)
+    rollouts.evaluate(held_out)
+    asked = [(request.prompt_ids.tolist(), request.sampling) for request in engine.requests]
+    assert asked[:4] == asked[-4:]
+    assert {(sampling.n, sampling.temperature) for _, sampling in asked[:4]} == {(3, 0.0)}
+    assert [len(attempts) for attempts in first] == [3] * 4
+
+
+# ── rewards that fail ──────────────────────────────────────────────────────────────────────────────────────────────────
+
+BAD_SCORES = {
+    "raised": (ValueError("no number"), "ValueError: no number"),
+    "nan": ({"correct": math.nan}, "correct = nan: not a finite number"),
+    "inf": ({"correct": 1.0, "bonus": math.inf}, "bonus = inf: not a finite number"),
+    "text": ({"correct": "much"}, "could not convert"),
+    "nothing": (None, "AttributeError"),
+    "number": (1.0, "AttributeError"),
+}
+
+
+@pytest.mark.parametrize(("bad", "reason"), BAD_SCORES.values(), ids=BAD_SCORES.keys())
+def test_a_reward_that_fails_is_recorded_and_the_others_of_its_group_go_on(bad: Any, reason: str) -> None:
+    tasks = by_answer({"good": {"correct": 1.0}, "poor": {"correct": 0.0}, "bad": bad})
+    [group] = make_rollouts(tasks, say("good", "bad", "poor"), group_size=3).collect(1, version=0)
+    good, failed, poor = group.trajectories
+    assert isinstance(failed.failure, Failure)
+    assert failed.failure.stage == "reward"
+    assert reason in failed.failure.reason
+    assert (failed.reward, dict(failed.reward_parts)) == (0.0, {})
+    assert failed.text == "bad"
+    assert good.failure is poor.failure is None
+    np.testing.assert_allclose(group.advantages, [1.0, 0.0, -1.0], atol=1e-5)
+
+
+def test_a_group_whose_every_reward_fails_has_no_signal() -> None:
+    [group] = make_rollouts(by_answer({"x": ValueError("broken")}), say("x")).collect(1, version=0)
+    assert not group.has_signal
+    assert group.advantages.tolist() == [0.0, 0.0]
+
+
+def test_a_keyboard_interrupt_inside_a_reward_is_not_swallowed() -> None:
+    def interrupted(task: Task, text: str) -> dict[str, float]:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        make_rollouts(FakeTasks(interrupted), say("x")).collect(1, version=0)
+
+
+# ── chat ───────────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def prompt_of(messages: list[dict[str, str]], system_prompt: str | None = None, suffix: str = "") -> str:
+    return TOKENIZER.decode(Chat(TOKENIZER, system_prompt, suffix).prompt_ids(Task("t", messages)))
+
+
+def test_a_conversation_is_rendered_with_the_models_template() -> None:
+    messages = [
+        {"role": "user", "content": "1 + 1?"},
+        {"role": "assistant", "content": "2"},
+        {"role": "user", "content": "And 2 + 2?"},
+    ]
+    assert prompt_of(messages) == TOKENIZER.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    assert prompt_of(messages).endswith("<|im_start|>assistant\n")
+
+
+def test_the_suffix_ends_the_last_question_only() -> None:
+    messages = [
+        {"role": "user", "content": "first"},
+        {"role": "assistant", "content": "reply"},
+        {"role": "user", "content": "second"},
+    ]
+    prompt = prompt_of(messages, suffix=" Be brief.")
+    assert "first<|im_end|>" in prompt
+    assert "second Be brief.<|im_end|>" in prompt
+
+
+def test_a_suffix_goes_to_the_question_even_where_the_answer_has_begun() -> None:
+    prompt = prompt_of([{"role": "user", "content": "ask"}, {"role": "assistant", "content": "So,"}], suffix="!")
+    assert "ask!<|im_end|>" in prompt
+    assert "So,<|im_end|>" in prompt
+
+
+def test_the_system_prompt_comes_first() -> None:
+    prompt = prompt_of([{"role": "user", "content": "ask"}], system_prompt="You count.")
+    assert prompt.startswith("<|im_start|>system\nYou count.<|im_end|>\n<|im_start|>user\nask")
+
+
+def test_rendering_leaves_the_task_as_it_was() -> None:
+    task = Task("t", [{"role": "user", "content": "ask"}])
+    chat = Chat(TOKENIZER, "system", " suffix")
+    assert chat.prompt_ids(task).tolist() == chat.prompt_ids(task).tolist()
+    assert task.messages == [{"role": "user", "content": "ask"}]
+
+
+def test_prompt_ids_are_tokenised_once_with_special_tokens_as_one_id_each() -> None:
+    prompt = Chat(TOKENIZER, None, "").prompt_ids(Task("t", [{"role": "user", "content": "a"}]))
+    assert prompt.dtype == np.int32
+    assert prompt.tolist() == [START, *ids("user\na"), END, *ids("\n"), START, *ids("assistant\n")]
+
+
+def test_texts_have_no_special_tokens() -> None:
+    answers = [np.array([*ids("seven"), END], dtype=np.int32), np.array([END], dtype=np.int32)]
+    assert Chat(TOKENIZER, None, "").texts(answers) == ["seven", ""]
+
+
+def test_a_tokenizer_without_a_chat_template_is_refused_with_a_hint() -> None:
+    tokenizer = tiny_tokenizer()
+    tokenizer.chat_template = None
+    with pytest.raises(TaskError, match="no chat template") as caught:
+        Chat(tokenizer, None, "")
+    assert "chat_template.jinja" in caught.value.hint

@@ -1,0 +1,130 @@
+"""What users can write. A key or an option that comes or goes shows here, in the diff of the change that does it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import get_args
+
+import pytest
+import typer
+from pydantic import BaseModel
+
+from redline import __version__
+from redline.cli import app
+from redline.config import load_recipe, resolve
+from redline.config.schema import Config
+
+CONFIG_KEYS = """
+buffer.keep_trajectories
+buffer.max_lag
+engine.max_num_batched_tokens
+engine.max_num_seqs
+model.dtype
+model.path
+rollouts.evaluation.every
+rollouts.evaluation.num_tasks
+rollouts.evaluation.samples_per_task
+rollouts.evaluation.temperature
+rollouts.group_size
+rollouts.groups_per_step
+rollouts.max_new_tokens
+rollouts.normalize_advantages
+rollouts.prompt_suffix
+rollouts.reward_weights
+rollouts.system_prompt
+rollouts.task(import).kind
+rollouts.task(import).params
+rollouts.task(import).path
+rollouts.task(jsonl).answer_field
+rollouts.task(jsonl).extract
+rollouts.task(jsonl).held_out_fraction
+rollouts.task(jsonl).kind
+rollouts.task(jsonl).path
+rollouts.task(jsonl).prompt_field
+rollouts.task(reasoning_gym).dataset
+rollouts.task(reasoning_gym).extract
+rollouts.task(reasoning_gym).held_out_fraction
+rollouts.task(reasoning_gym).kind
+rollouts.task(reasoning_gym).params
+rollouts.temperature
+run.checkpoint_every
+run.device
+run.folder
+run.keep_checkpoints
+run.name
+run.num_threads
+run.seed
+run.steps
+telemetry.trace
+trainer.betas
+trainer.clip_high
+trainer.clip_low
+trainer.eps
+trainer.learning_rate
+trainer.max_grad_norm
+trainer.max_tokens_per_micro_batch
+trainer.warmup_steps
+trainer.weight_decay
+weight_sync.method
+"""
+
+COMMAND_LINE = """
+redline --version
+redline train RECIPE OVERRIDES --dry-run --json --resume
+"""
+
+RECIPES = sorted((Path(__file__).parents[2] / "recipes").glob("*.yaml"))
+
+
+def keys(section: type[BaseModel], prefix: str = "") -> Iterator[str]:
+    for name, field in section.model_fields.items():
+        inner = [field.annotation, *get_args(field.annotation)]
+        sections = [kind for kind in inner if isinstance(kind, type) and issubclass(kind, BaseModel)]
+        if not sections:
+            yield f"{prefix}{name}"
+        for inside in sections:
+            kind = f"({get_args(inside.model_fields['kind'].annotation)[0]})" if field.discriminator else ""
+            yield from keys(inside, f"{prefix}{name}{kind}.")
+
+
+def command_lines() -> Iterator[str]:
+    root = typer.main.get_command(app)
+    yield " ".join(["redline", *options(root)])
+    for name, command in root.commands.items():
+        arguments = [p.name.upper() for p in command.params if p.param_type_name == "argument"]
+        yield " ".join(["redline", name, *arguments, *options(command)])
+
+
+def options(command) -> list[str]:
+    return sorted(max(p.opts, key=len) for p in command.params if p.param_type_name == "option")
+
+
+def test_the_keys_of_a_recipe_are_these() -> None:
+    assert sorted(keys(Config)) == CONFIG_KEYS.split()
+
+
+def test_the_verbs_and_their_options_are_these() -> None:
+    assert list(command_lines()) == COMMAND_LINE.strip().splitlines()
+
+
+def test_every_key_says_what_it_is_for() -> None:
+    def undocumented(section: type[BaseModel]) -> Iterator[str]:
+        for name, field in section.model_fields.items():
+            if not field.description:
+                yield f"{section.__name__}.{name}"
+            for kind in (field.annotation, *get_args(field.annotation)):
+                if isinstance(kind, type) and issubclass(kind, BaseModel):
+                    yield from undocumented(kind)
+
+    assert list(undocumented(Config)) == []
+
+
+@pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.name)
+def test_every_recipe_of_ours_is_valid(path: Path) -> None:
+    config = load_recipe(path, ["run.device=cpu"])
+    assert resolve(config).config.run.name == path.stem
+
+
+def test_the_version_is_one() -> None:
+    assert __version__.count(".") == 2

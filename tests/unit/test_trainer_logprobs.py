@@ -1,0 +1,95 @@
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from redline.trainer import logprobs as module
+from redline.trainer.logprobs import selected_logprobs
+
+
+def random_inputs(tokens: int, vocabulary: int, size: int, seed: int, scale: float = 1.0) -> tuple[Tensor, Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    hidden = scale * torch.randn(tokens, size, generator=generator)
+    weight = torch.randn(vocabulary, size, generator=generator)
+    return hidden, weight, torch.randint(vocabulary, (tokens,), generator=generator)
+
+
+def naive(hidden: Tensor, weight: Tensor, targets: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
+    """All logits at once, in float64, by torch's own log-softmax and autograd."""
+    everything = torch.log_softmax(hidden.double() @ weight.double().T / temperature, dim=-1)
+    return everything[torch.arange(len(targets)), targets], -(everything.exp() * everything).sum(dim=-1)
+
+
+@pytest.mark.parametrize(
+    "chunk_elements", [1, 40, 37 * 4, 37 * 22, 10**9], ids=["one each", "uneven", "fours", "all but one", "one chunk"]
+)
+@pytest.mark.parametrize("temperature", [1.0, 0.7, 2.0])
+def test_values_and_gradients_are_those_of_a_log_softmax_for_any_chunk_size(
+    chunk_elements: int, temperature: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "CHUNK_ELEMENTS", chunk_elements)
+    hidden, weight, targets = random_inputs(tokens=23, vocabulary=37, size=11, seed=0)
+    ours = hidden.clone().requires_grad_(), weight.clone().requires_grad_()
+    theirs = hidden.clone().requires_grad_(), weight.clone().requires_grad_()
+    found, entropy = selected_logprobs(*ours, targets, temperature)
+    expected, expected_entropy = naive(*theirs, targets, temperature)
+    torch.testing.assert_close(found.double(), expected, rtol=0, atol=1e-5)
+    torch.testing.assert_close(entropy.double(), expected_entropy, rtol=0, atol=1e-4)
+    direction = torch.randn(23, generator=torch.Generator().manual_seed(1))
+    found.backward(direction)
+    expected.backward(direction.double())
+    for mine, right in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(mine.grad, right.grad, rtol=1e-4, atol=1e-5)
+
+
+@given(st.integers(1, 9), st.integers(1, 60), st.integers(1, 8), st.integers(0, 2**31), st.sampled_from([0.0, 0.3, 10.0]))
+def test_logprobs_and_entropy_for_any_shape_and_sharpness(
+    tokens: int, vocabulary: int, size: int, seed: int, scale: float
+) -> None:
+    inputs = random_inputs(tokens, vocabulary, size, seed, scale)
+    found, entropy = selected_logprobs(*inputs, 1.0)
+    expected, expected_entropy = naive(*inputs, 1.0)
+    torch.testing.assert_close(found.double(), expected, rtol=1e-5, atol=1e-4)
+    torch.testing.assert_close(entropy.double(), expected_entropy, rtol=1e-3, atol=1e-3)
+    assert bool((found <= 1e-6).all())
+
+
+def test_the_entropy_of_no_preference_is_the_log_of_the_vocabulary() -> None:
+    found, entropy = selected_logprobs(torch.zeros(2, 4), torch.randn(50, 4), torch.tensor([0, 49]), 1.0)
+    torch.testing.assert_close(entropy, torch.full((2,), 50.0).log())
+    torch.testing.assert_close(found, -torch.full((2,), 50.0).log())
+
+
+def test_the_entropy_has_no_gradient() -> None:
+    hidden, weight, targets = random_inputs(5, 7, 3, seed=0)
+    found, entropy = selected_logprobs(hidden.requires_grad_(), weight.requires_grad_(), targets, 1.0)
+    assert found.requires_grad
+    assert not entropy.requires_grad
+
+
+def test_a_token_that_is_chosen_twice_gets_both_gradients() -> None:
+    hidden, weight, _ = random_inputs(2, 7, 3, seed=0)
+    weight.requires_grad_()
+    selected_logprobs(hidden, weight, torch.tensor([4, 4]), 1.0)[0].sum().backward()
+    reference = weight.detach().clone().requires_grad_()
+    naive(hidden, reference, torch.tensor([4, 4]), 1.0)[0].sum().backward()
+    torch.testing.assert_close(weight.grad, reference.grad, rtol=1e-4, atol=1e-5)
+
+
+def test_a_bfloat16_network_gets_float32_logprobs_and_bfloat16_gradients() -> None:
+    hidden, weight, targets = (t.bfloat16() if t.is_floating_point() else t for t in random_inputs(40, 300, 16, seed=0))
+    hidden.requires_grad_()
+    weight.requires_grad_()
+    found, entropy = selected_logprobs(hidden, weight, targets, 0.8)
+    assert found.dtype == entropy.dtype == torch.float32
+    expected, _ = naive(hidden.detach(), weight.detach(), targets, 0.8)
+    torch.testing.assert_close(found.double(), expected, rtol=0.02, atol=0.05)
+    found.sum().backward()
+    theirs = hidden.detach().clone().requires_grad_(), weight.detach().clone().requires_grad_()
+    naive(*theirs, targets, 0.8)[0].sum().backward()
+    for mine, right in zip((hidden, weight), theirs, strict=True):
+        assert mine.grad.dtype == torch.bfloat16
+        assert (mine.grad.double() - right.grad.double()).norm() < 0.02 * right.grad.double().norm()
