@@ -172,7 +172,7 @@ def test_logprobs_in_bfloat16_are_near_the_float32_ones(setup: Setup) -> None:
     for request, completions in zip(requests, setup.bench(dtype=torch.bfloat16).engine.generate(requests), strict=True):
         for completion in completions:
             gaps.append(completion.logprobs - setup.logprobs(request.prompt_ids, completion.token_ids, 1.0))
-    assert np.abs(np.concatenate(gaps)).mean() < 0.05
+    assert np.abs(np.concatenate(gaps)).mean() < 0.1
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.6])
@@ -296,6 +296,13 @@ def test_rows_that_end_at_very_different_times_keep_their_own_outputs(setup: Set
             np.testing.assert_allclose(completion.logprobs, expected, atol=1e-4)
 
 
+def test_a_row_that_ends_at_once_while_the_others_go_on_does_no_harm(setup: Setup) -> None:
+    """It may stay in the batch for a while, but it has used up its own room."""
+    requests = [ask(60, 1), *(ask(3, 50, seed=seed) for seed in range(1, 9))]
+    for request, completions in zip(requests, setup.generate(requests), strict=True):
+        assert_same(completions, setup.generate([request])[0])
+
+
 def test_memory_that_nobody_wrote_is_never_read(setup: Setup) -> None:
     """A key that is masked out still meets a weight of zero, and zero times whatever lies in fresh memory may be NaN."""
     expected = setup.generate(VARIED)
@@ -385,15 +392,20 @@ def test_after_an_update_the_engine_samples_from_the_new_weights(setup: Setup, t
         (ask(MAX_POSITIONS + 1, 1), "exceed the model's 256 positions", "shorten the prompt"),
         (ask(3, n=5), "n = 5 does not fit engine.max_num_seqs = 4", "raise engine.max_num_seqs"),
         (ask(3, n=0), "n = 0", ""),
-        pytest.param(ask(3, 0), "max_tokens", "", marks=pytest.mark.xfail(reason="max_tokens is not checked; one is sampled")),
-        pytest.param(
-            GenerateRequest(np.array([5, VOCAB_SIZE], dtype=np.int32), SamplingParams(4)),
-            "vocabulary",
-            "",
-            marks=pytest.mark.xfail(raises=IndexError, reason="ids outside the vocabulary reach the embedding"),
-        ),
+        (ask(3, 0), "max_tokens = 0", "at least one token"),
+        (GenerateRequest(np.array([5, VOCAB_SIZE], dtype=np.int32), SamplingParams(4)), "outside the vocabulary", "tokenizer"),
+        (GenerateRequest(np.array([5, -1], dtype=np.int32), SamplingParams(4)), "outside the vocabulary", "tokenizer"),
     ],
-    ids=["empty", "too long", "longer than the model", "too many", "none asked for", "no new tokens", "unknown token"],
+    ids=[
+        "empty",
+        "too long",
+        "longer than the model",
+        "too many",
+        "none asked for",
+        "no new tokens",
+        "unknown token",
+        "negative token",
+    ],
 )
 def test_a_request_that_cannot_be_served_is_refused_before_anything_runs(
     setup: Setup, request_: GenerateRequest, message: str, hint: str

@@ -6,6 +6,7 @@ import json
 import shutil
 import signal
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pyarrow as pa
@@ -145,11 +146,8 @@ def assert_same_run(found: RunFolder, expected: RunFolder) -> None:
 # ── killed ─────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-@pytest.fixture(scope="module")
-def killed_early(model: Path, tmp_path_factory: pytest.TempPathFactory) -> RunFolder:
-    """float32, killed before the first checkpoint, while one is written, right after one; then let run to the end."""
-    cwd = tmp_path_factory.mktemp("killed-early")
-    prepare(cwd, model, "float32")
+def killed_before_during_and_after_a_checkpoint(cwd: Path) -> RunFolder:
+    """Three kills, then let run to the end."""
     folder = kill_when(rows_logged(2), cwd)
     assert not any(folder.checkpoints.iterdir())
     kill_when(writing_a_checkpoint, cwd, resume=True)
@@ -159,11 +157,8 @@ def killed_early(model: Path, tmp_path_factory: pytest.TempPathFactory) -> RunFo
     return folder
 
 
-@pytest.fixture(scope="module")
-def killed_late(model: Path, tmp_path_factory: pytest.TempPathFactory) -> RunFolder:
-    """bfloat16, killed between two checkpoints, then between the last checkpoint and the saved model."""
-    cwd = tmp_path_factory.mktemp("killed-late")
-    prepare(cwd, model, "bfloat16")
+def killed_between_checkpoints_and_at_the_end(cwd: Path) -> RunFolder:
+    """Two kills, the second between the last checkpoint and the saved model; then let run to the end."""
     folder = kill_when(rows_logged(CHECKPOINT_EVERY + 2), cwd)
     assert checkpoint_written(CHECKPOINT_EVERY)(folder)
     kill_when(checkpoint_written(STEPS), cwd, resume=True)
@@ -172,16 +167,31 @@ def killed_late(model: Path, tmp_path_factory: pytest.TempPathFactory) -> RunFol
     return folder
 
 
+@pytest.fixture(scope="module")
+def killed(model: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, RunFolder]:
+    """Dtype → a run that was killed several times; both at once."""
+    stories = {
+        "float32": killed_before_during_and_after_a_checkpoint,
+        "bfloat16": killed_between_checkpoints_and_at_the_end,
+    }
+    folders = {dtype: tmp_path_factory.mktemp(f"killed-{dtype}") for dtype in stories}
+    for dtype, cwd in folders.items():
+        prepare(cwd, model, dtype)
+    with ThreadPoolExecutor() as pool:
+        told = {dtype: pool.submit(story, folders[dtype]) for dtype, story in stories.items()}
+    return {dtype: future.result() for dtype, future in told.items()}
+
+
 def test_killed_before_during_and_after_a_checkpoint_the_run_ends_bit_for_bit_the_same_in_float32(
-    killed_early: RunFolder, uninterrupted: dict[str, RunFolder]
+    killed: dict[str, RunFolder], uninterrupted: dict[str, RunFolder]
 ) -> None:
-    assert_same_run(killed_early, uninterrupted["float32"])
+    assert_same_run(killed["float32"], uninterrupted["float32"])
 
 
 def test_killed_between_checkpoints_and_at_the_end_the_run_ends_bit_for_bit_the_same_in_bfloat16(
-    killed_late: RunFolder, uninterrupted: dict[str, RunFolder]
+    killed: dict[str, RunFolder], uninterrupted: dict[str, RunFolder]
 ) -> None:
-    assert_same_run(killed_late, uninterrupted["bfloat16"])
+    assert_same_run(killed["bfloat16"], uninterrupted["bfloat16"])
 
 
 def test_the_two_dtypes_give_different_runs_so_that_sameness_means_something(uninterrupted: dict[str, RunFolder]) -> None:
@@ -192,19 +202,19 @@ def test_the_two_dtypes_give_different_runs_so_that_sameness_means_something(uni
 
 
 def test_no_evaluation_is_there_twice_after_a_kill_before_the_first_checkpoint(
-    killed_early: RunFolder, uninterrupted: dict[str, RunFolder]
+    killed: dict[str, RunFolder], uninterrupted: dict[str, RunFolder]
 ) -> None:
-    assert_same_evaluations(killed_early, uninterrupted["float32"])
+    assert_same_evaluations(killed["float32"], uninterrupted["float32"])
 
 
 def test_no_evaluation_is_there_twice_after_a_kill_at_the_end(
-    killed_late: RunFolder, uninterrupted: dict[str, RunFolder]
+    killed: dict[str, RunFolder], uninterrupted: dict[str, RunFolder]
 ) -> None:
-    assert_same_evaluations(killed_late, uninterrupted["bfloat16"])
+    assert_same_evaluations(killed["bfloat16"], uninterrupted["bfloat16"])
 
 
-def test_a_killed_runs_trace_still_opens_with_one_process_per_start(killed_early: RunFolder) -> None:
-    events = json.loads(killed_early.trace.read_text())
+def test_a_killed_runs_trace_still_opens_with_one_process_per_start(killed: dict[str, RunFolder]) -> None:
+    events = json.loads(killed["float32"].trace.read_text())
     assert {event["pid"] for event in events} == {1, 2, 3, 4}
 
 

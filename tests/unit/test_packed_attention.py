@@ -10,6 +10,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from redline.models import packed_attention
 from redline.models.packed_attention import NO_PARENT, PackedAttention, Segments
 
 
@@ -79,17 +80,20 @@ def naive_attention(packing: Packing, q: Tensor, k: Tensor, v: Tensor) -> Tensor
     return torch.stack([rows[token] for token in range(packing.num_tokens)])
 
 
-@settings(max_examples=60)
-@given(packings(), head_shapes, st.integers(0, 2**31), st.sampled_from([0.1, 1.0, 20.0]))
-@example(Packing([5, 3, 3, 3], [-1, 0, 0, 0]), (4, 2, 6), 0, 1.0)
-@example(Packing([3, 5, 3], [1, -1, 1]), (4, 2, 6), 0, 1.0)
-@example(Packing([1], [-1]), (1, 1, 4), 0, 1.0)
+@pytest.mark.parametrize("max_scores", [0, 10**9], ids=["fused kernel", "written out"])
+@settings(max_examples=50)
+@given(packing=packings(), heads=head_shapes, seed=st.integers(0, 2**31), scale=st.sampled_from([0.1, 1.0, 20.0]))
+@example(packing=Packing([5, 3, 3, 3], [-1, 0, 0, 0]), heads=(4, 2, 6), seed=0, scale=1.0)
+@example(packing=Packing([3, 5, 3], [1, -1, 1]), heads=(4, 2, 6), seed=0, scale=1.0)
+@example(packing=Packing([1], [-1]), heads=(1, 1, 4), seed=0, scale=1.0)
 def test_outputs_and_gradients_are_those_of_every_sequence_on_its_own(
-    packing: Packing, heads: tuple[int, int, int], seed: int, scale: float
+    max_scores: int, packing: Packing, heads: tuple[int, int, int], seed: int, scale: float
 ) -> None:
     ours = [tensor.requires_grad_() for tensor in random_heads(packing, heads, seed, scale)]
     theirs = [tensor.detach().clone().requires_grad_() for tensor in ours]
-    found = PackedAttention(packing.segments)(0, *ours)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(packed_attention, "MAX_SCORES", max_scores)
+        found = PackedAttention(packing.segments)(0, *ours)
     expected = naive_attention(packing, *theirs)
     torch.testing.assert_close(found.double(), expected, rtol=1e-4, atol=2e-5)
     direction = torch.randn(found.shape, generator=torch.Generator().manual_seed(seed + 1))

@@ -144,6 +144,16 @@ def test_a_number_at_the_edge_gives_a_token_that_can_be(size: int, number: float
             assert tokens[0] == int(torch.nonzero(~impossible)[0])
 
 
+@pytest.mark.parametrize("size", [1, 128, 129, 256, 1000])
+def test_the_last_number_below_one_stays_inside_the_vocabulary(size: int) -> None:
+    """Weights of very different sizes sum to slightly different totals in different orders; the search must not fall off."""
+    logits = 12 * torch.randn(3000, size, generator=torch.Generator().manual_seed(size))
+    numbers_B = torch.full((3000,), LAST_BELOW_ONE, dtype=torch.float64)
+    sampled = sample(logits, torch.ones(3000), numbers_B)
+    assert bool((sampled.tokens_B < size).all())
+    assert bool(sampled.logprobs_B.isfinite().all())
+
+
 @pytest.mark.parametrize("size", VOCABULARIES)
 def test_impossible_tokens_are_never_sampled(size: int) -> None:
     """Whole blocks of a padded vocabulary may be impossible."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -44,12 +45,13 @@ class Bench:
         settings = TrainerConfig(**{"clip_low": CLIP_LOW, "clip_high": CLIP_HIGH, "learning_rate": 1e-3, **config})
         return PolicyTrainer(load_decoder(self.folder), dtype, self.temperature, settings)
 
-    def gradient(self, batch: TrainBatch, tmp_path: Path, **config: Any) -> dict[str, Tensor]:
+    def gradient(self, batch: TrainBatch, dtype: torch.dtype = torch.float32, **config: Any) -> dict[str, Tensor]:
         """By Hugging Face name."""
-        trainer = self.trainer(**SHOW_GRADIENT | config)
+        trainer = self.trainer(dtype, **SHOW_GRADIENT | config)
         trainer.step(batch)
-        trainer.save(tmp_path / "gradient")
-        state = load_file(tmp_path / "gradient" / "trainer.safetensors")
+        with tempfile.TemporaryDirectory() as folder:
+            trainer.save(Path(folder) / "checkpoint")
+            state = load_file(Path(folder) / "checkpoint" / "trainer.safetensors")
         ours = {name.removeprefix("exp_avg/"): value for name, value in state.items() if name.startswith("exp_avg/")}
         return dict(hf_tensors(load_decoder(self.folder), ours))
 
@@ -150,28 +152,28 @@ def assert_same_gradient(found: dict[str, Tensor], expected: dict[str, Tensor], 
 def test_the_gradient_is_that_of_grpo_on_whole_padded_sequences(family: str, tmp_path: Path) -> None:
     bench = make_bench(tmp_path / "model", family, temperature=0.8)
     batch = random_batch(bench)
-    found = bench.gradient(batch, tmp_path)
+    found = bench.gradient(batch)
     result, expected = naive_gradient(bench, batch)
     assert result.clipped.any(), "nothing clips, so that clipping is not tested"
     assert_same_gradient(found, expected)
 
 
 @pytest.mark.parametrize("budget", [1, 40, 64, 100, 150])
-def test_the_gradient_does_not_depend_on_the_micro_batch_budget(bench: Bench, budget: int, tmp_path: Path) -> None:
+def test_the_gradient_does_not_depend_on_the_micro_batch_budget(bench: Bench, budget: int) -> None:
     batch = random_batch(bench)
-    whole = bench.gradient(batch, tmp_path, max_tokens_per_micro_batch=EVERYTHING_AT_ONCE)
-    assert_same_gradient(bench.gradient(batch, tmp_path, max_tokens_per_micro_batch=budget), whole, tolerance=2e-6)
+    whole = bench.gradient(batch, max_tokens_per_micro_batch=EVERYTHING_AT_ONCE)
+    assert_same_gradient(bench.gradient(batch, max_tokens_per_micro_batch=budget), whole, tolerance=2e-6)
 
 
-def test_attempts_with_words_of_an_environment_in_between_train_only_on_the_policys(bench: Bench, tmp_path: Path) -> None:
+def test_attempts_with_words_of_an_environment_in_between_train_only_on_the_policys(bench: Bench) -> None:
     prompt = [5, 6, 7]
     turns = [[(prompt, False), ([20 + i, 30], True), ([40, 41], False), ([50 + i], True)] for i in range(3)]
     attempts = [Attempt(turn, advantage, [-4.0, -5.0, -4.5]) for turn, advantage in zip(turns, (1.0, -0.5, 0.25), strict=True)]
     batch = train_batch([attempts])
-    assert_same_gradient(bench.gradient(batch, tmp_path), naive_gradient(bench, batch)[1])
+    assert_same_gradient(bench.gradient(batch), naive_gradient(bench, batch)[1])
 
 
-def test_leaving_out_attempts_without_advantage_changes_nothing(bench: Bench, tmp_path: Path) -> None:
+def test_leaving_out_attempts_without_advantage_changes_nothing(bench: Bench) -> None:
     generator = np.random.default_rng(3)
     prompts = [generator.integers(2, VOCAB_SIZE, 9).tolist() for _ in range(3)]
     groups = [[random_attempt(bench, prompt, generator, 0.3) for _ in range(3)] for prompt in prompts]
@@ -179,14 +181,14 @@ def test_leaving_out_attempts_without_advantage_changes_nothing(bench: Bench, tm
     mixed = [groups[0][0], dataclasses.replace(groups[0][1], advantage=0.0), groups[0][2]]
     everything = train_batch([mixed, *silent, groups[2]])
     kept = train_batch([[mixed[0], mixed[2]], groups[2]], num_sequences_sampled=9)
-    assert_same_gradient(bench.gradient(kept, tmp_path), bench.gradient(everything, tmp_path), tolerance=2e-6)
+    assert_same_gradient(bench.gradient(kept), bench.gradient(everything), tolerance=2e-6)
 
 
-def test_memory_that_nobody_wrote_is_never_read(bench: Bench, tmp_path: Path) -> None:
+def test_memory_that_nobody_wrote_is_never_read(bench: Bench) -> None:
     batch = random_batch(bench)
-    expected = bench.gradient(batch, tmp_path)
+    expected = bench.gradient(batch)
     with fresh_memory_is_nan():
-        found = bench.gradient(batch, tmp_path)
+        found = bench.gradient(batch)
     assert_same_gradient(found, expected, tolerance=1e-6)
 
 
@@ -348,14 +350,9 @@ def changed_fraction(before: dict[str, Tensor], trainer: PolicyTrainer) -> float
     return sum(int((after[name] != before[name]).sum()) for name in before) / sum(t.numel() for t in before.values())
 
 
-def test_in_bfloat16_the_gradient_still_points_where_it_should(bench: Bench, tmp_path: Path) -> None:
+def test_in_bfloat16_the_gradient_still_points_where_it_should(bench: Bench) -> None:
     batch = random_batch(bench, noise=0.02)
-    trainer = bench.trainer(torch.bfloat16, max_tokens_per_micro_batch=64, **SHOW_GRADIENT)
-    trainer.step(batch)
-    trainer.save(tmp_path / "checkpoint")
-    state = load_file(tmp_path / "checkpoint" / "trainer.safetensors")
-    ours = {name.removeprefix("exp_avg/"): value for name, value in state.items() if name.startswith("exp_avg/")}
-    found = dict(hf_tensors(load_decoder(bench.folder), ours))
+    found = bench.gradient(batch, torch.bfloat16, max_tokens_per_micro_batch=64)
     _, expected = naive_gradient(bench, batch)
     mine, right = (torch.cat([tensors[name].flatten().double() for name in sorted(expected)]) for tensors in (found, expected))
     assert float(mine @ right / mine.norm() / right.norm()) > 0.99
