@@ -74,7 +74,8 @@ def _run_to_continue(path: Path, overrides: list[str]) -> tuple[RunFolder, Confi
         folder = RunFolder.newest(config.run.folder, config.run.name)
     else:
         folder = RunFolder.open(path)
-    foreign = [override for override in overrides if not override.startswith("run.steps=")]
+    allowed = ("run.steps=", "run.name=", "run.folder=") if path.is_file() else ("run.steps=",)
+    foreign = [override for override in overrides if not override.startswith(allowed)]
     if foreign:
         raise ConfigError(
             f"--resume continues a run as it was configured; it cannot take {', '.join(foreign)}",

@@ -49,9 +49,9 @@ def train(resolved: Resolved, folder: RunFolder, *, resume: bool) -> dict[str, A
     recorder.add("run.startup", process_start_ns(), time.perf_counter_ns())
     with recording(recorder), folder.locked():
         with span("run.setup"):
-            _prepare_process(config)
+            prepare_process(config)
             write_json(folder.config, config.model_dump(mode="json"))  # when resumed too: run.steps may be a new number
-            if not resume:
+            if not folder.environment.exists():
                 write_json(folder.environment, describe_environment())
             progress = Progress(config.run.steps)
             progress.note(f"run folder {folder.path}")
@@ -122,7 +122,8 @@ def _run(config: Config, stages: Stages, watch: RunWatch, progress: Progress, fo
         save_folder(folder.model, stages.decoder, stages.source, getattr(torch, config.model.dtype), stages.trainer.masters)
 
 
-def _prepare_process(config: Config) -> None:
+def prepare_process(config: Config) -> None:
+    """Settings that belong to the process, not to a stage."""
     torch.set_num_threads(config.run.num_threads or 1)
     if config.run.device == "cpu" and sys.platform == "linux":
         _keep_freed_memory()

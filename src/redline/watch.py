@@ -145,8 +145,14 @@ class RunWatch:
                     path.rename(path.with_name(f"damaged-{path.name}-{time.time_ns()}"))
                 else:
                     break
+            for partial in self._folder.checkpoints.glob(".*.partial"):
+                shutil.rmtree(partial)
             self._metrics.rewind(self._trainer.version)
             self._evaluations.rewind(self._trainer.version)
+            for row in MetricsLog.read(self._folder.evaluations):
+                self.accuracy[row["step"]] = row["evaluation/reward_mean"]
+                self.samples[row["step"]] = [SampleAnswer(**sample) for sample in row["evaluation/samples"]]
+            self._progress.continue_from(self._trainer.version)
 
     def close(self) -> None:
         """Write the ledger and everything still in memory."""

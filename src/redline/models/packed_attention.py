@@ -24,8 +24,8 @@ from torch import Tensor
 NO_PARENT = -1
 MAX_PADDING = 1.25
 """A block may hold at most this many times the key positions that its segments need."""
-MAX_SCORES = 2**26
-"""Scores of one block and layer that may be held in memory, which is 256 MiB."""
+MAX_SCORES = 2**23
+"""Scores of one block that may be held for the backward pass, in every layer: 32 MiB each."""
 
 
 @dataclass(slots=True, frozen=True)
@@ -69,8 +69,8 @@ class _Block:
     """Its rows among the gathered keys of all blocks, B · N of them."""
     hidden_BQN: Tensor
     """True where a query must not see a key."""
-    bias: Tensor | None = None
-    """The same as a term of the scores, made for the first layer."""
+    mask: Tensor | None = None
+    """The same in the form that attention takes, made for the first layer."""
 
 
 @dataclass(slots=True, frozen=True)
@@ -226,23 +226,19 @@ def _attend_block(block: _Block, q_RHD: Tensor, k_CKD: Tensor, v_CKD: Tensor) ->
     """One block's outputs as rows [B · Q, H, D]."""
     (B, Q, N), (_, H, D), K = block.shape, q_RHD.shape, k_CKD.shape[1]
     # The H/K query heads of a key head become rows of one product, so keys are never repeated.
-    q = q_RHD.view(B, Q, K, H // K, D).permute(0, 2, 3, 1, 4).reshape(B * K, H // K * Q, D)
-    k, v = (rows.view(B, N, K, D).transpose(1, 2).reshape(B * K, N, D) for rows in (k_CKD, v_CKD))
-    if block.bias is None:
-        bias = torch.zeros(block.shape, device=q.device).masked_fill_(block.hidden_BQN, float("-inf"))
-        block.bias = bias[:, None, None].expand(B, K, H // K, Q, N).reshape(B * K, H // K * Q, N)
-    out = _softmax_attention(q, k, v, block.bias)
+    q = q_RHD.view(B, Q, K, H // K, D).permute(0, 2, 3, 1, 4).reshape(B, K, H // K * Q, D)
+    k, v = (rows.view(B, N, K, D).transpose(1, 2) for rows in (k_CKD, v_CKD))
+    written_out = q.device.type == "cpu" and H * B * Q * N <= MAX_SCORES
+    if block.mask is None:
+        hidden = block.hidden_BQN[:, None, None].expand(B, K if written_out else 1, H // K, Q, N).flatten(2, 3)
+        block.mask = torch.zeros(hidden.shape).masked_fill_(hidden, float("-inf")).flatten(0, 1) if written_out else ~hidden
+    out = _written_out(q, k, v, block.mask) if written_out else F.scaled_dot_product_attention(q, k, v, attn_mask=block.mask)
     return out.view(B, K, H // K, Q, D).permute(0, 3, 1, 2, 4).reshape(B * Q, H, D)
 
 
-def _softmax_attention(q_XQD: Tensor, k_XND: Tensor, v_XND: Tensor, bias_XQN: Tensor) -> Tensor:
-    """Softmax attention with scores in float32.
-
-    On the CPU the products are written out: the backward pass of torch's fused kernel takes five times as long at the few
-    hundred keys that a CPU run has (benchmarks/LOG.md), and float32 costs little there.
-    """
-    if q_XQD.device.type == "cpu" and bias_XQN.numel() <= MAX_SCORES:
-        q, k, v = q_XQD.float(), k_XND.float(), v_XND.float()
-        scores = torch.baddbmm(bias_XQN, q, k.transpose(1, 2), alpha=q.shape[-1] ** -0.5)
-        return torch.bmm(torch.softmax(scores, dim=-1), v).to(q_XQD.dtype)
-    return F.scaled_dot_product_attention(q_XQD, k_XND, v_XND, attn_mask=bias_XQN.to(q_XQD.dtype))
+def _written_out(q_BKQD: Tensor, k_BKND: Tensor, v_BKND: Tensor, bias_XQN: Tensor) -> Tensor:
+    """Softmax attention as its two products, in float32. On the CPU, the backward pass of torch's fused kernel takes five times
+    as long at a few hundred keys (benchmarks/LOG.md)."""
+    q, k, v = (heads.flatten(0, 1).float() for heads in (q_BKQD, k_BKND, v_BKND))
+    scores = torch.baddbmm(bias_XQN, q, k.transpose(1, 2), alpha=q.shape[-1] ** -0.5)
+    return torch.bmm(torch.softmax(scores, dim=-1), v).to(q_BKQD.dtype)

@@ -4,8 +4,10 @@ Built-in models and .gguf files are converted once into the user's cache and use
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import importlib.util
+import io
 import os
 import shutil
 import tempfile
@@ -43,7 +45,8 @@ def _cached(name: str, make: Callable[[Path], None]) -> Path:
     target.parent.mkdir(parents=True, exist_ok=True)
     scratch = Path(tempfile.mkdtemp(prefix=f".{name}-", dir=target.parent))
     try:
-        make(scratch)
+        with contextlib.redirect_stderr(io.StringIO()):  # the progress bars of others would cut through our own display
+            make(scratch)
         scratch.rename(target)
     except OSError:
         if not target.is_dir():  # another process may have finished the same model first
@@ -63,13 +66,10 @@ def _packaged_smollm2() -> Path:
 def _convert_gguf(gguf: Path, folder: Path) -> None:
     """Through transformers, which knows how to undo each family's GGUF quirks. It refuses to save what it dequantized, so
     the weights are written by hand."""
-    os.environ.setdefault("TQDM_DISABLE", "1")  # read when tqdm is imported; its bar would cut through our own display
     import torch
     from huggingface_hub import save_torch_state_dict
     from transformers import AutoModelForCausalLM, AutoTokenizer
-    from transformers.utils import logging
 
-    logging.disable_progress_bar()
     try:
         model = AutoModelForCausalLM.from_pretrained(gguf.parent, gguf_file=gguf.name, dtype=torch.float32)
         tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)

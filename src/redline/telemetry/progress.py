@@ -61,6 +61,10 @@ class Progress:
         else:
             self._print(Text(self._line.plain()))
 
+    def continue_from(self, step: int) -> None:
+        """A resumed run has `step` steps behind it; they took no time of this process."""
+        self._line.steps_done = step
+
     def note(self, text: str) -> None:
         """A line that stays, above the live one."""
         self._print(Text(text, style="dim"))

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from redline.config.schema import TrainerConfig
+from redline.errors import RunFolderError
 
 
 class MasterAdamW:
@@ -76,6 +77,12 @@ class MasterAdamW:
     @torch.no_grad()
     def load_state(self, state: Mapping[str, Tensor]) -> None:
         """Take over a saved state, in place where the network shares the storage."""
+        for name, master in self.masters.items():
+            saved = state.get(f"master/{name}")
+            if saved is None or saved.shape != master.shape:
+                raise RunFolderError(
+                    f"the checkpoint is of another model: {name} differs", "resume with the model it began with"
+                )
         for name, master in self.masters.items():
             master.copy_(state[f"master/{name}"])
             moments = {key: state[f"{key}/{name}"] for key in ("step", "exp_avg", "exp_avg_sq") if f"{key}/{name}" in state}

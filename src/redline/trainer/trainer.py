@@ -122,14 +122,14 @@ class _Totals:
         self.loss += float(loss)
         self.entropy += float(entropy_M.sum())
         self.clipped += float(clipped_M.sum())
-        self.mismatch += float((ratio_M - 1 - log_ratio_M).sum())
+        self.mismatch += float((torch.expm1(log_ratio_M.double()) - log_ratio_M).sum())
         self.max_ratio = max(self.max_ratio, float(ratio_M.max()))
         self.tokens += tokens
         self.trained += len(ratio_M)
         self.micro_batches += 1
 
     def report(self, grad_norm: float, learning_rate: float) -> StepReport:
-        trained = max(1, self.trained)
+        trained = self.trained or math.nan  # without a trained token there is no mean
         return StepReport(
             loss=self.loss,
             grad_norm=grad_norm,
@@ -137,7 +137,7 @@ class _Totals:
             entropy=self.entropy / trained,
             clip_fraction=self.clipped / trained,
             mismatch_kl=self.mismatch / trained,
-            max_ratio=self.max_ratio,
+            max_ratio=self.max_ratio if self.trained else math.nan,
             num_tokens=self.tokens,
             num_trained_tokens=self.trained,
             num_micro_batches=self.micro_batches,
