@@ -7,7 +7,7 @@ tokens) and learning rate on both sides. Each side is a process of its own that 
 told to, while the other one sleeps. Which side goes first is decided by lot in every pair, so drift of the machine hits both.
 
 TRL lives in an environment of its own: `pip install torch==2.13.0 trl==1.16.0 reasoning-gym datasets accelerate`.
-The speed-up is the ratio of TRL's seconds to redline's; its interval is Hodges-Lehmann over the pairs' log ratios. The last line
+The speed-up is the ratio of TRL's seconds to redline's; its interval is Hodges-Lehmann over the log ratios. The last line
 of stdout is one JSON document. The physical bound of the step (its products at the rate of a large bfloat16 product on this
 machine) is computed from redline's own tokens and stated beside the result.
 """

@@ -57,8 +57,10 @@ def say(document: dict) -> None:
 
 def main() -> None:
     steps, seed = sys.argv[1:]
-    sizes = ["rollouts.groups_per_step=8", "rollouts.group_size=8", "rollouts.max_new_tokens=64", "trainer.learning_rate=1e-5"]
-    config = resolve(load_recipe(ROOT / "recipes" / "demo.yaml", [*sizes, f"run.seed={seed}", f"run.steps={steps}"])).config
+    sizes = ["rollouts.group_size=8", "rollouts.max_new_tokens=64", "rollouts.temperature=1"]
+    rate = ["trainer.learning_rate=1e-5", "trainer.decay_steps=0"]
+    run_ = [f"run.seed={seed}", f"run.steps={steps}"]
+    config = resolve(load_recipe(ROOT / "recipes" / "demo.yaml", [*sizes, *rate, *run_])).config
     recorder = Recorder(keep_spans=False)
     with tempfile.TemporaryDirectory() as folder, recording(recorder):
         prepare_process(config)

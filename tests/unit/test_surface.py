@@ -60,6 +60,7 @@ telemetry.trace
 trainer.betas
 trainer.clip_high
 trainer.clip_low
+trainer.decay_steps
 trainer.eps
 trainer.learning_rate
 trainer.max_grad_norm

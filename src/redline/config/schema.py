@@ -140,7 +140,9 @@ class TrainerConfig(Section):
     learning_rate: float = Field(1e-6, gt=0)
     """Of AdamW, once warm."""
     warmup_steps: int = Field(0, ge=0)
-    """Linear warm-up, then constant."""
+    """Steps of linear warm-up."""
+    decay_steps: int = Field(0, ge=0)
+    """Steps after the warm-up over which the rate falls linearly to zero; 0 keeps it constant."""
     betas: tuple[float, float] = (0.9, 0.999)
     """Decay of AdamW's two running means, each in [0, 1)."""
     eps: float = Field(1e-8, gt=0)
@@ -207,6 +209,16 @@ class Config(Section):
             raise ValueError(
                 f"rollouts.group_size = {self.rollouts.group_size} is more than engine.max_num_seqs ="
                 f" {self.engine.max_num_seqs}; raise engine.max_num_seqs"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _rate_lasts_as_long_as_the_run(self) -> Config:
+        last = self.trainer.warmup_steps + self.trainer.decay_steps
+        if self.trainer.decay_steps and self.run.steps > last:
+            raise ValueError(
+                f"trainer.decay_steps = {self.trainer.decay_steps}: the learning rate is zero from step {last} on, but run.steps ="
+                f" {self.run.steps}; raise trainer.decay_steps, or set it to 0 for a constant rate"
             )
         return self
 

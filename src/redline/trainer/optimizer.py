@@ -31,8 +31,11 @@ class MasterAdamW:
         self._adamw = torch.optim.AdamW(groups, lr=config.learning_rate, betas=config.betas, eps=config.eps, fused=True)
 
     def learning_rate(self, step: int) -> float:
-        """Of step number `step`, counted from 0: linear warm-up, then constant."""
-        return self._config.learning_rate * min(1.0, (step + 1) / max(1, self._config.warmup_steps))
+        """Of step number `step`, counted from 0: linear warm-up, then constant or a linear fall to zero."""
+        warmup, decay = self._config.warmup_steps, self._config.decay_steps
+        rising = min(1.0, (step + 1) / max(1, warmup))
+        falling = 1 - max(0, step - warmup) / decay if decay else 1.0
+        return self._config.learning_rate * rising * falling
 
     def accumulate(self) -> None:
         """Add the network's gradients to the masters' in float32, and free them."""
