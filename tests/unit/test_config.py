@@ -343,3 +343,11 @@ def test_every_key_of_every_section_says_what_it_means() -> None:
     assert len(sections) >= 12
     silent = [f"{s.__name__}.{name}" for s in sections for name, field in s.model_fields.items() if not field.description]
     assert silent == []
+
+
+def test_a_learning_rate_that_reaches_zero_before_the_run_ends_is_refused(tmp_path: Path) -> None:
+    overrides = ["run.steps=30", "trainer.warmup_steps=5", "trainer.decay_steps=20"]
+    message, hint = refusal(tmp_path, "", *overrides)
+    assert "the learning rate is zero from step 25 on" in message
+    assert "raise trainer.decay_steps" in hint
+    assert load(tmp_path, "", *overrides[1:], "run.steps=25").run.steps == 25

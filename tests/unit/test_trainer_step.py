@@ -24,6 +24,7 @@ from redline.engine import NativeEngine
 from redline.errors import TrainingError
 from redline.models.hf import hf_tensors, load_decoder
 from redline.trainer import PolicyTrainer
+from redline.trainer.optimizer import MasterAdamW
 from redline.types import GenerateRequest, SamplingParams, TrainBatch
 
 CLIP_LOW, CLIP_HIGH = 0.2, 0.3
@@ -285,6 +286,12 @@ def test_steps_are_those_of_torchs_adamw_on_the_oracle(
         moved = float((parameter - start[name]).detach().abs().max())
         assert moved > 1e-4
         assert float((found[name] - parameter).detach().abs().max()) < 1e-3 * moved, name
+
+
+def test_the_rate_rises_to_its_height_and_falls_linearly_to_zero() -> None:
+    config = TrainerConfig(learning_rate=1.0, warmup_steps=2, decay_steps=4)
+    optimizer = MasterAdamW(torch.nn.Linear(1, 1), torch.float32, config)
+    assert [optimizer.learning_rate(step) for step in range(7)] == [0.5, 1.0, 1.0, 0.75, 0.5, 0.25, 0.0]
 
 
 def test_weight_decay_shrinks_matrices_and_nothing_else(bench: Bench) -> None:

@@ -217,8 +217,8 @@ class Config(Section):
         last = self.trainer.warmup_steps + self.trainer.decay_steps
         if self.trainer.decay_steps and self.run.steps > last:
             raise ValueError(
-                f"trainer.decay_steps = {self.trainer.decay_steps}: the learning rate is zero from step {last} on, but run.steps ="
-                f" {self.run.steps}; raise trainer.decay_steps, or set it to 0 for a constant rate"
+                f"trainer.decay_steps = {self.trainer.decay_steps}: the learning rate is zero from step {last} on, but"
+                f" run.steps = {self.run.steps}; raise trainer.decay_steps, or set it to 0 for a constant rate"
             )
         return self
 
