@@ -22,6 +22,7 @@ from redline.rollouts import Chat, SingleTurnRollouts, make_task_source
 from redline.telemetry import Progress, Recorder, RunFolder, describe_environment, process_start_ns, recording, span, write_json
 from redline.telemetry.progress import sample_table
 from redline.trainer import PolicyTrainer
+from redline.types import Task
 from redline.watch import RunWatch
 from redline.weight_sync import SharedWeightSync
 
@@ -39,7 +40,7 @@ class Stages:
     source: Path
     """The folder the model was loaded from."""
     store: TrajectoryStore | None
-    held_out: list[Any]
+    held_out: list[Task]
 
 
 def train(resolved: Resolved, folder: RunFolder, *, resume: bool) -> dict[str, Any]:

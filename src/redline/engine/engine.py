@@ -8,7 +8,7 @@ at a time; rows that finish leave the batch, so a step costs what its live seque
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 import torch
@@ -97,10 +97,9 @@ class NativeEngine:
             last_P = torch.from_numpy(segments.offsets[1:] - 1).to(batch.device)
             logits_PV = self._decoder.logits(hidden_TE[last_P])
             logits.append(logits_PV.repeat_interleave(torch.tensor(copies, device=batch.device), dim=0))
-            batch.cache.lengths_B[first_row : first_row + sum(copies)] = torch.from_numpy(np.repeat(lengths, copies)).to(
-                batch.device
-            )
-            first_row += sum(copies)
+            lengths_B = torch.from_numpy(np.repeat(lengths, copies)).to(batch.device)
+            batch.cache.lengths_B[first_row : first_row + len(lengths_B)] = lengths_B
+            first_row += len(lengths_B)
         return torch.cat(logits)
 
     def _decode_step(self, batch: _DecodeBatch) -> Tensor:
@@ -203,7 +202,10 @@ def _prefill_chunks(requests: Sequence[GenerateRequest], max_tokens: int) -> Ite
     return _chunks(requests, max_tokens, lambda r: len(r.prompt_ids))
 
 
-def _chunks(requests, budget, size) -> Iterator[list[GenerateRequest]]:  # type: ignore[no-untyped-def]
+def _chunks(
+    requests: Sequence[GenerateRequest], budget: int, size: Callable[[GenerateRequest], int]
+) -> Iterator[list[GenerateRequest]]:
+    """Consecutive requests whose sizes sum to no more than the budget; at least one in each."""
     chunk: list[GenerateRequest] = []
     for request in requests:
         if chunk and sum(map(size, chunk)) + size(request) > budget:
