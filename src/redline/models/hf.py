@@ -48,7 +48,7 @@ def load_config(folder: Path) -> PretrainedConfig:
 
     try:
         return AutoConfig.from_pretrained(folder)
-    except (OSError, ValueError, KeyError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise ModelError(f"{folder}: unreadable config.json: {error}", "give a Hugging Face model folder") from error
 
 
