@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import sys
 from pathlib import Path
@@ -98,6 +99,11 @@ def main() -> None:
         app()
     except RedlineError as error:
         typer.echo(f"error: {error}", err=True)
+        sys.exit(2)
+    except OSError as error:
+        if error.errno != errno.ENOSPC:
+            raise
+        typer.echo(f"error: the disk is full: {error}\n\nhint: free some space and continue with --resume", err=True)
         sys.exit(2)
     except KeyboardInterrupt:
         typer.echo("stopped; what was checkpointed is kept, continue with --resume", err=True)
