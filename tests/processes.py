@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import json
 import math
 import os
@@ -129,6 +130,11 @@ def wait_for_run(cwd: Path, process: subprocess.Popen[str]) -> RunFolder:
 def only_run(cwd: Path) -> RunFolder:
     [path] = (cwd / "runs").iterdir()
     return RunFolder(path)
+
+
+def digest(path: Path) -> str:
+    """To compare large files by: when an assertion on their bytes fails, pytest may spend hours on the difference."""
+    return hashlib.sha256(path.read_bytes()).hexdigest()
 
 
 def rows(path: Path) -> list[dict[str, Any]]:

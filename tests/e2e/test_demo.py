@@ -16,6 +16,7 @@ TEN_MINUTES_S = 600
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(3700)
 @pytest.mark.usefixtures("users_cache")
 def test_the_demo_learns_sums_within_ten_minutes_and_accounts_for_its_time(tmp_path: Path) -> None:
     env = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}

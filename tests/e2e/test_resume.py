@@ -12,6 +12,8 @@ from pathlib import Path
 import pyarrow as pa
 import pytest
 from processes import (
+    TIMEOUT_S,
+    digest,
     num_rows,
     only_run,
     redline,
@@ -83,7 +85,7 @@ def uninterrupted(model: Path, tmp_path_factory: pytest.TempPathFactory) -> dict
         started("train", "letters.yaml", cwd=folders["float32"]) as first,
         started("train", "letters.yaml", cwd=folders["bfloat16"]) as second,
     ):
-        assert (first.wait(), second.wait()) == (0, 0)
+        assert (first.wait(TIMEOUT_S), second.wait(TIMEOUT_S)) == (0, 0)
     return {dtype: only_run(cwd) for dtype, cwd in folders.items()}
 
 
@@ -106,7 +108,7 @@ def kill_when(moment: Moment, cwd: Path, *, resume: bool = False) -> RunFolder:
         folder = wait_for_run(cwd, process)
         assert wait_until(lambda: moment(folder), process), "the run ended before the moment came"
         process.send_signal(signal.SIGKILL)
-        assert process.wait() == -signal.SIGKILL
+        assert process.wait(TIMEOUT_S) == -signal.SIGKILL
     return folder
 
 
@@ -117,7 +119,7 @@ def assert_same_weights(found: RunFolder, expected: RunFolder) -> None:
     """Master weights and Adam's moments, and the model as saved."""
     assert max(path.name for path in found.checkpoints.glob("step-*")) == f"step-{STEPS:06d}"
     for file in (f"checkpoints/step-{STEPS:06d}/trainer.safetensors", "model/model.safetensors"):
-        assert (found.path / file).read_bytes() == (expected.path / file).read_bytes(), file
+        assert digest(found.path / file) == digest(expected.path / file), file
 
 
 def assert_same_metrics(found: RunFolder, expected: RunFolder) -> None:
@@ -227,7 +229,7 @@ def interrupt(cwd: Path, number: signal.Signals) -> None:
         assert wait_until(lambda: rows_logged(3)(folder), process)
         process.send_signal(number)
         stdout = process.stdout.read()
-        assert process.wait() == 130
+        assert process.wait(TIMEOUT_S) == 130
     document = json.loads(stdout.splitlines()[-1])
     stopped_at = document["steps"]
     assert (document["finished"], document["model"]) == (False, None)
@@ -259,8 +261,8 @@ def copied(uninterrupted: dict[str, RunFolder], tmp_path: Path) -> Path:
     return tmp_path / "copy"
 
 
-def content(folder: RunFolder) -> dict[str, bytes]:
-    return {str(path): path.read_bytes() for path in folder.path.rglob("*") if path.is_file() and path.name != ".lock"}
+def content(folder: RunFolder) -> dict[str, str]:
+    return {str(path): digest(path) for path in folder.path.rglob("*") if path.is_file() and path.name != ".lock"}
 
 
 @pytest.mark.parametrize("override", ["trainer.learning_rate=1", "rollouts.group_size=2", "run.seed=3", "model.dtype=float32"])
@@ -347,7 +349,7 @@ def test_a_run_may_be_made_longer_and_equals_one_that_was_long_from_the_start(
     prepare(straight, model, "float32")
     succeed("train", "letters.yaml", more, cwd=straight)
     found, expected = only_run(copied), only_run(straight)
-    assert (found.model / "model.safetensors").read_bytes() == (expected.model / "model.safetensors").read_bytes()
+    assert digest(found.model / "model.safetensors") == digest(expected.model / "model.safetensors")
     assert list(map(without_times, rows(found.metrics))) == list(map(without_times, rows(expected.metrics)))
 
 
@@ -356,7 +358,7 @@ def test_a_longer_run_that_is_interrupted_resumes_without_being_told_again(copie
     with started("train", "letters.yaml", f"run.steps={STEPS + 200}", "--resume", cwd=copied) as process:
         assert wait_until(lambda: rows_logged(STEPS + 2)(only_run(copied)), process)
         process.send_signal(signal.SIGINT)
-        assert process.wait() == 130
+        assert process.wait(TIMEOUT_S) == 130
     with started("train", "letters.yaml", "--resume", cwd=copied) as process:
         assert wait_until(lambda: rows_logged(STEPS + 20)(only_run(copied)), process)
 
