@@ -66,10 +66,30 @@ class SamplingParams:
     """Completions per prompt; the prompt is prefilled once."""
     temperature: float = 1.0
     """0 is greedy."""
-    stop_token_ids: tuple[int, ...] = ()
-    """Generation ends after any of these; the stop token is part of the completion."""
+    top_k: int = 0
+    """Keep only the k likeliest tokens; 0 keeps all."""
+    top_p: float = 1.0
+    """Keep the likeliest tokens until their probabilities sum to this, the one that crosses it included."""
+    min_p: float = 0.0
+    """Keep only tokens at least this fraction as likely as the likeliest."""
     seed: int = 0
     """Completion i of a request draws from the stream (seed, i): the same in any batch."""
+    stop_token_ids: tuple[int, ...] = ()
+    """Generation ends after any of these; the stop token is part of the completion."""
+    stop: tuple[str, ...] = ()
+    """Generation ends once the text holds any of these; the token that completed it is part of the completion."""
+    min_tokens: int = 0
+    """No stop token is sampled, and no stop string heeded, before this many tokens."""
+    logit_bias: Mapping[int, float] = field(default_factory=dict)
+    """Added to the logits of these tokens before temperature."""
+    allowed_token_ids: tuple[int, ...] | None = None
+    """Nothing else can be sampled."""
+    raw_logprobs: bool = False
+    """Also return each sampled token's logprob under the model itself: no temperature, bias or filter."""
+    top_logprobs: int = 0
+    """Also return this many likeliest tokens at each position, with logprobs under the distribution sampled from."""
+    prompt_logprobs: bool = False
+    """Also return the logprob of every prompt token but the first, under the model itself."""
 
 
 @dataclass(slots=True, frozen=True)
@@ -79,11 +99,25 @@ class GenerateRequest:
     prompt_ids: np.ndarray
     """int32[prompt tokens]."""
     sampling: SamplingParams
+    adapter: str | None = None
+    """The name of a resident LoRA adapter; None samples from the policy itself."""
 
 
 class FinishReason(StrEnum):
     STOP = "stop"
     LENGTH = "length"
+    ABORT = "abort"
+    """The caller no longer wanted it; what was sampled until then is there."""
+
+
+@dataclass(slots=True, frozen=True)
+class TopLogprobs:
+    """The k likeliest tokens at each position, likeliest first."""
+
+    token_ids: np.ndarray
+    """int32[tokens, k]."""
+    logprobs: np.ndarray
+    """float32[tokens, k]."""
 
 
 @dataclass(slots=True, frozen=True)
@@ -93,15 +127,45 @@ class Completion:
     token_ids: np.ndarray
     """int32[new tokens], the stop token included."""
     logprobs: np.ndarray
-    """float32[new tokens]: log-probability under the distribution actually sampled from (temperature applied)."""
+    """float32[new tokens]: log-probability under the distribution actually sampled from (temperature, filters, masks)."""
     finish_reason: FinishReason
     versions: VersionSpan
     queue_s: float
     """Seconds from submission to the start of its prefill."""
     prefill_s: float
-    """Seconds its prefill batch took."""
+    """Seconds from there to its first token."""
     decode_s: float
-    """Seconds from the end of prefill to its last token."""
+    """Seconds from its first token to its last."""
+    cached_tokens: int = 0
+    """Prompt tokens whose keys and values were found in the prefix cache."""
+    stop: str | None = None
+    """The stop string that ended it."""
+    raw_logprobs: np.ndarray | None = None
+    """float32[new tokens], where asked for."""
+    top_logprobs: TopLogprobs | None = None
+    prompt_logprobs: np.ndarray | None = None
+    """float32[prompt tokens]; NaN for the first, which nothing predicts."""
+
+    @property
+    def first_token_s(self) -> float:
+        """Seconds from submission to the first token."""
+        return self.queue_s + self.prefill_s
+
+
+@dataclass(slots=True, frozen=True)
+class Delta:
+    """A piece of a streamed completion."""
+
+    index: int
+    """Which of the request's n completions."""
+    token_ids: np.ndarray
+    """int32: the tokens since the last piece; may be none in the last."""
+    logprobs: np.ndarray
+    """float32, of those tokens."""
+    top_logprobs: TopLogprobs | None = None
+    """Of those tokens, where asked for."""
+    completion: Completion | None = None
+    """The whole, with the last piece."""
 
 
 # ── rollouts → buffer ──────────────────────────────────────────────────────────────────────────────────────────────────
