@@ -84,7 +84,7 @@ def build(config: Config, folder: RunFolder, progress: Progress) -> Stages:
         decoder = load_decoder(source, device)
     with span("trainer.setup"):
         trainer = PolicyTrainer(decoder, dtype, config.rollouts.temperature, config.trainer)
-    engine = NativeEngine(decoder, config.engine.max_num_seqs, config.engine.max_num_batched_tokens)
+    engine = NativeEngine(decoder, config.engine, tokenizer)
     chat = Chat(tokenizer, config.rollouts.system_prompt, config.rollouts.prompt_suffix)
     store = TrajectoryStore(folder.trajectories) if config.buffer.keep_trajectories else None
     return Stages(

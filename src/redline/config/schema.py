@@ -175,7 +175,17 @@ class EngineConfig(Section):
     max_num_seqs: PositiveInt = 256
     """Sequences decoded at once."""
     max_num_batched_tokens: PositiveInt = 8192
-    """Prompt tokens prefilled at once."""
+    """Tokens put through the network in one step: one for each decoding sequence, the rest for prompts."""
+    max_model_len: PositiveInt | None = None
+    """Longest sequence, prompt included; by default what the model's positions were made for."""
+    enable_prefix_caching: bool = True
+    """Reuse the keys and values of prompts that begin alike."""
+    block_size: PositiveInt | None = None
+    """Tokens per block of the KV cache; by default 16 on the CPU and 64 on a GPU."""
+    kv_cache_memory_bytes: PositiveInt | None = None
+    """Size of the KV cache; by default 4 GiB on the CPU, and what `gpu_memory_utilization` leaves on a GPU."""
+    gpu_memory_utilization: float = Field(default=0.5, gt=0, le=1)
+    """Share of the GPU's memory that may be in use once the KV cache is made."""
 
 
 class TelemetryConfig(Section):

@@ -1,216 +1,375 @@
 """The in-process engine: samples from the very weights the trainer updates.
 
-`generate` takes requests in waves of at most `max_num_seqs` sequences. In a wave every prompt is prefilled once, packed with
-the others, and its keys and values are written to the n rows that continue it. Decoding then advances all rows by one token
-at a time; rows that finish leave the batch, so a step costs what its live sequences cost.
+A step has four parts. The scheduler plans it; the runner launches it; results of earlier steps come in; whoever has finished
+leaves. On a GPU the device is always one step ahead of the host: a step's tokens are looked at while the next one runs.
+
+    submit ──► Scheduler ──Plan──► Runner ──Results──► Rows ──► Delta, Completion
+                   ▲                                     │
+                   └──────────── finished, preempted ────┘
 """
 
 from __future__ import annotations
 
+import itertools
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections import deque
+from collections.abc import Sequence as Sequence_
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
-from torch import Tensor
 
-from redline.engine.kv_cache import DecodeAttention, KVCache, PrefillAttention
-from redline.engine.sampler import sample, stream, uniform
+from redline.config.schema import EngineConfig
+from redline.engine.admission import Limits, check_request
+from redline.engine.blocks import BlockPool
+from redline.engine.device_rows import DeviceRows
+from redline.engine.kv_cache import KVCache
+from redline.engine.rows import Rows
+from redline.engine.runner import Results, Runner, Samples, wants_of
+from redline.engine.scheduler import Plan, Scheduler
+from redline.engine.sequence import Sampled, Sequence, Stage, Wants
+from redline.engine.sizing import block_size_for, num_blocks_for
+from redline.engine.stats import EngineStats, Rate
+from redline.engine.stop_strings import find_stop
 from redline.errors import EngineError
 from redline.models.decoder import Decoder
-from redline.models.packed_attention import PackedAttention, Segments
 from redline.telemetry import span
-from redline.types import Completion, FinishReason, GenerateRequest, VersionSpan, WeightUpdate
+from redline.types import (
+    Completion,
+    Delta,
+    FinishReason,
+    GenerateRequest,
+    TopLogprobs,
+    VersionSpan,
+    WeightUpdate,
+)
 
-COMPACT_BELOW = 0.75
-"""Rows are compacted when fewer than this share is alive: moving the cache costs about as much as one decode step."""
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+Event = tuple[int, Delta | EngineError]
+"""A request's number, and a piece of one of its completions or why it has none."""
+MAX_TOP_LOGPROBS = 20
 
 
 class NativeEngine:
-    """Batched generation with a KV cache. Implements `ports.Engine`."""
+    """Continuous batching over a paged KV cache. Implements `ports.Engine`."""
 
-    def __init__(self, decoder: Decoder, max_num_seqs: int, max_num_batched_tokens: int) -> None:
-        self._decoder = decoder
-        self._max_num_seqs = max_num_seqs
-        self._max_num_batched_tokens = max_num_batched_tokens
+    def __init__(self, decoder: Decoder, config: EngineConfig, tokenizer: PreTrainedTokenizerBase | None = None) -> None:
+        weight, spec = decoder.output_weight, decoder.spec
+        self.decoder = decoder
         self.version = 0
+        self._config = config
+        self._tokenizer = tokenizer
+        self._max_len = min(config.max_model_len or spec.max_positions, spec.max_positions)
+        self._block_size = block_size_for(config, weight.device)
+        num_blocks = num_blocks_for(config, spec, self._block_size, self._max_len, weight.device, weight.dtype)
+        self._pool = BlockPool(num_blocks, self._block_size)
+        self._rows = Rows(config.max_num_seqs, self._max_len)
+        self._scheduler = Scheduler(
+            self._pool,
+            self._rows,
+            config.max_num_batched_tokens,
+            self._salt_of,
+            enable_prefix_caching=config.enable_prefix_caching,
+        )
+        self._runner = self._make_runner()
+        self._limits = Limits(
+            vocab_size=spec.vocab_size,
+            max_len=self._max_len,
+            max_num_seqs=config.max_num_seqs,
+            cache_tokens=self._pool.num_blocks * self._block_size,
+            max_stops=self._runner.rows.max_stops,
+            max_top_logprobs=MAX_TOP_LOGPROBS,
+            has_tokenizer=tokenizer is not None,
+        )
+        self._ids = itertools.count()
+        self._unfinished: dict[int, list[Sequence]] = {}
+        self._at_row: list[Sequence | None] = [None] * config.max_num_seqs
+        self._in_flight: deque[Results] = deque()
+        self._events: list[Event] = []
+        self._steps = self._batch_size = self._prompt_tokens = self._generated_tokens = self._num_finished = 0
+        self._rate = Rate()
 
-    def apply(self, update: WeightUpdate) -> None:
-        """The weights are the trainer's own storage: there is nothing to move, only a version to note."""
-        self.version = update.version
+    def _make_runner(self) -> Runner:
+        weight, spec = self.decoder.output_weight, self.decoder.spec
+        cache = KVCache(spec, self._pool.num_blocks + 1, self._block_size, weight.device, weight.dtype)
+        max_blocks = -(-self._max_len // self._block_size)
+        rows = DeviceRows(self._config.max_num_seqs, max_blocks, spec.vocab_size, weight.device)
+        return Runner(self.decoder, cache, rows)
+
+    def _salt_of(self, adapter: str | None) -> bytes:
+        return f"{self.version}/{adapter or ''}".encode()
+
+    # ── requests ───────────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def submit(self, request: GenerateRequest, *, streaming: bool = False) -> int:
+        """Queue a request; its number. Raises EngineError where it cannot be served as asked."""
+        check_request(request, self._limits, ())
+        request_id, now = next(self._ids), time.perf_counter()
+        wants = Wants.of(request.sampling)
+        sequences = [
+            Sequence(request_id, index, request, now, wants, streaming, tokens=request.prompt_ids)
+            for index in range(request.sampling.n)
+        ]
+        self._unfinished[request_id] = sequences
+        self._scheduler.add(sequences)
+        return request_id
+
+    def abort(self, request_id: int) -> None:
+        """End a request; each of its completions so far comes with the next step. Unknown and finished ones are ignored."""
+        for sequence in list(self._unfinished.get(request_id, ())):
+            sequence.finish_reason = FinishReason.ABORT
+            self._retire(sequence)
 
     @torch.inference_mode()
-    def generate(self, requests: Sequence[GenerateRequest]) -> list[list[Completion]]:
-        submitted = time.perf_counter()
+    def generate(self, requests: Sequence_[GenerateRequest]) -> list[list[Completion]]:
+        """All n completions of every request, in the order asked. Where one fails, all are given up and it is said why."""
         for request in requests:
-            self._check(request)
-        completions: list[list[Completion]] = []
-        for wave in _waves(requests, self._max_num_seqs):
-            completions += self._run_wave(wave, submitted)
-        return completions
+            check_request(request, self._limits, ())
+        order = [self.submit(request) for request in requests]
+        found: dict[int, list[Completion | None]] = {
+            number: [None] * request.sampling.n for number, request in zip(order, requests, strict=True)
+        }
+        missing = sum(request.sampling.n for request in requests)
+        while missing:
+            for number, event in self.step():
+                if isinstance(event, EngineError):
+                    for other in order:
+                        self.abort(other)
+                    raise event
+                if number in found and event.completion is not None:
+                    found[number][event.index] = event.completion
+                    missing -= 1
+        return [[c for c in found[number] if c is not None] for number in order]
 
-    def _check(self, request: GenerateRequest) -> None:
-        sampling, longest, prompt = request.sampling, self._decoder.spec.max_positions, len(request.prompt_ids)
-        if prompt == 0:
-            raise EngineError("a prompt has no tokens", "give at least one token")
-        if prompt + sampling.max_tokens > longest:
-            raise EngineError(
-                f"a prompt of {prompt} tokens and {sampling.max_tokens} new ones exceed the model's {longest} positions",
-                "lower rollouts.max_new_tokens or shorten the prompt",
-            )
-        if not 0 <= request.prompt_ids.min() <= request.prompt_ids.max() < self._decoder.spec.vocab_size:
-            raise EngineError("a prompt holds an id outside the vocabulary", "tokenize it with the model's own tokenizer")
-        if sampling.max_tokens < 1:
-            raise EngineError(f"max_tokens = {sampling.max_tokens}: nothing to generate", "ask for at least one token")
-        if not 1 <= sampling.n <= self._max_num_seqs:
-            raise EngineError(
-                f"n = {sampling.n} does not fit engine.max_num_seqs = {self._max_num_seqs}", "raise engine.max_num_seqs"
-            )
-
-    def _run_wave(self, requests: Sequence[GenerateRequest], submitted: float) -> list[list[Completion]]:
-        started = time.perf_counter()
-        with span("engine.prefill", version=self.version):
-            batch = _DecodeBatch(self._decoder, requests)
-            logits_BV = self._prefill(batch, requests)
-        prefilled = time.perf_counter()
-        with span("engine.decode", version=self.version):
-            while True:
-                batch.advance(logits_BV, time.perf_counter() - prefilled)
-                if batch.num_alive == 0:
-                    break
-                batch.compact()
-                logits_BV = self._decode_step(batch)
-        return batch.completions(requests, VersionSpan(self.version, self.version), started - submitted, prefilled - started)
-
-    def _prefill(self, batch: _DecodeBatch, requests: Sequence[GenerateRequest]) -> Tensor:
-        """Logits [B, V] after each row's prompt."""
-        logits, first_row = [], 0
-        for chunk in _prefill_chunks(requests, self._max_num_batched_tokens):
-            lengths = [len(r.prompt_ids) for r in chunk]
-            copies = [r.sampling.n for r in chunk]
-            segments = Segments.independent(lengths)
-            index_PN = segments.offsets[:-1, None] + np.minimum(np.arange(max(lengths)), np.array(lengths)[:, None] - 1)
-            index_BN = torch.from_numpy(np.repeat(index_PN, copies, axis=0)).to(batch.device)
-            packed = PackedAttention(segments, batch.device)
-            tokens_T = torch.from_numpy(np.concatenate([r.prompt_ids for r in chunk]).astype(np.int64)).to(batch.device)
-            hidden_TE = self._decoder(tokens_T, packed.positions_T, PrefillAttention(batch.cache, packed, first_row, index_BN))
-            last_P = torch.from_numpy(segments.offsets[1:] - 1).to(batch.device)
-            logits_PV = self._decoder.logits(hidden_TE[last_P])
-            logits.append(logits_PV.repeat_interleave(torch.tensor(copies, device=batch.device), dim=0))
-            lengths_B = torch.from_numpy(np.repeat(lengths, copies)).to(batch.device)
-            batch.cache.lengths_B[first_row : first_row + len(lengths_B)] = lengths_B
-            first_row += len(lengths_B)
-        return torch.cat(logits)
-
-    def _decode_step(self, batch: _DecodeBatch) -> Tensor:
-        """Put each row's newest token through the network; logits [B, V] for the next."""
-        cache = batch.cache
-        hidden_BE = self._decoder(batch.newest_B, cache.lengths_B, DecodeAttention(cache))
-        # A finished row that is not compacted yet stays where it is, so that it never outgrows the cache.
-        cache.lengths_B = cache.lengths_B + batch.alive_B
-        return self._decoder.logits(hidden_BE)
-
-
-class _DecodeBatch:
-    """The rows of one wave: what each has sampled so far, and when it must stop. Finished rows keep only their output."""
-
-    def __init__(self, decoder: Decoder, requests: Sequence[GenerateRequest]) -> None:
-        params = [r.sampling for r in requests for _ in range(r.sampling.n)]
-        weight = decoder.output_weight
-        self.device = weight.device
-        capacity = max(len(r.prompt_ids) + r.sampling.max_tokens for r in requests)
-        self.cache = KVCache(decoder.spec, len(params), capacity, weight.device, weight.dtype)
-        self._output_row_B = torch.arange(len(params))
-        self._streams_B = self._tensor([stream(r.sampling.seed, i) for r in requests for i in range(r.sampling.n)], torch.int64)
-        self._temperature_B = self._tensor([p.temperature for p in params], torch.float32)
-        self._max_tokens_B = self._tensor([p.max_tokens for p in params], torch.int64)
-        widest = max(len(p.stop_token_ids) for p in params)
-        self._stops_BN = self._tensor(
-            [[*p.stop_token_ids, *[-1] * (widest - len(p.stop_token_ids))] for p in params], torch.int64
-        )
-        self.alive_B = torch.ones(len(params), dtype=torch.bool, device=self.device)
-        self._step = 0
-        self._tokens: list[list[int]] = [[] for _ in params]
-        self._logprobs: list[list[float]] = [[] for _ in params]
-        self._decode_s = [0.0] * len(params)
-        self.newest_B = torch.empty(0)
-
-    def _tensor(self, values: Sequence[object], dtype: torch.dtype) -> Tensor:
-        return torch.tensor(values, dtype=dtype, device=self.device)
+    # ── a step ─────────────────────────────────────────────────────────────────────────────────────────────────────────
 
     @property
-    def num_alive(self) -> int:
-        return int(self.alive_B.sum())
+    def has_work(self) -> bool:
+        return self._scheduler.has_work or bool(self._in_flight) or bool(self._events)
 
-    def advance(self, logits_BV: Tensor, elapsed_s: float) -> None:
-        """Sample a token for every live row, and retire the rows it finishes."""
-        counters_B = torch.full_like(self._streams_B, self._step)
-        sampled = sample(logits_BV, self._temperature_B, uniform(self._streams_B, counters_B))
-        self._step += 1
-        self._record(sampled.tokens_B.tolist(), sampled.logprobs_B.tolist(), elapsed_s)
-        stopped_B = (sampled.tokens_B[:, None] == self._stops_BN).any(dim=1) | (self._step >= self._max_tokens_B)
-        self.alive_B = self.alive_B & ~stopped_B
-        self.newest_B = sampled.tokens_B
+    @torch.inference_mode()
+    def step(self) -> list[Event]:
+        """Advance every request as far as one step goes; what came out of it, and of the steps before it."""
+        num_steps = self._num_steps()
+        if not self._scheduler.can_grow(num_steps):
+            self._collect(keep=0)  # a preemption needs everything that was sampled
+            num_steps = 1
+        before = len(self._in_flight)
+        self._launch(self._scheduler.schedule(num_steps))
+        launched = len(self._in_flight) - before
+        self._collect(keep=launched if self._runner.runs_ahead else 0)
+        self._steps += 1
+        self._rate.add(time.perf_counter(), self._generated_tokens)
+        events, self._events = self._events, []
+        return events
 
-    def _record(self, tokens: list[int], logprobs: list[float], elapsed_s: float) -> None:
-        for output, alive, token, logprob in zip(
-            self._output_row_B.tolist(), self.alive_B.tolist(), tokens, logprobs, strict=True
-        ):
-            if alive:
-                self._tokens[output].append(token)
-                self._logprobs[output].append(logprob)
-                self._decode_s[output] = elapsed_s
+    def _num_steps(self) -> int:
+        """Steps to launch at once: one where somebody looks at every token, else as many as the longest may still take."""
+        decoding = self._scheduler.decoding
+        if self._runner.max_steps == 1 or any(s.streaming or s.request.sampling.stop for s in decoding):
+            return 1
+        left = max((int(self._rows.limit_R[s.row] - self._rows.launched_R[s.row]) for s in decoding), default=1)
+        return max(1, min(self._runner.max_steps, left))
 
-    def compact(self) -> None:
-        """Drop finished rows once enough of them are dead weight."""
-        if self.num_alive > COMPACT_BELOW * len(self.alive_B):
+    def _launch(self, plan: Plan) -> None:
+        self._runner.prepare(plan)
+        for sequence in plan.admitted:
+            self._at_row[sequence.row] = sequence
+        self._batch_size = len(plan.decode)
+        if plan.decode:
+            with span("engine.decode", version=self.version):
+                rows_B = np.array([s.row for s in plan.decode])
+                positions_B = self._rows.launched_position_R[rows_B] - 1
+                wants = wants_of(plan.decode)
+                samples = self._runner.decode(rows_B, positions_B, plan.num_steps, wants)
+                self._expect(rows_B, samples, is_first=False)
+        if plan.chunks:
+            with span("engine.prefill", version=self.version):
+                samplers = [s for c in plan.chunks for s in c.samplers]
+                self._prompt_tokens += sum(c.end - c.start for c in plan.chunks)
+                first = self._runner.prefill(plan.chunks, plan.copies, wants_of(samplers))
+                if first is not None:
+                    self._expect(np.array([s.row for s in samplers]), first, is_first=True)
+
+    def _expect(self, rows_B: np.ndarray, samples: Samples, *, is_first: bool) -> None:
+        fetched, arrived = self._runner.fetch(samples)
+        self._in_flight.append(Results(rows_B, self._rows.epoch_R[rows_B], self.version, is_first, fetched, arrived))
+
+    # ── what comes back ────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def _collect(self, keep: int) -> None:
+        """Take in results, oldest first, until `keep` of them are left in flight."""
+        while len(self._in_flight) > keep:
+            with span("engine.collect", version=self.version):
+                self._take_in(self._in_flight.popleft())
+
+    def _take_in(self, results: Results) -> None:
+        samples, now = results.wait(), time.perf_counter()
+        tokens_SB, logprobs_SB = samples.tokens_SB.numpy(), samples.logprobs_SB.numpy()
+        tenants = self._rows.epoch_R[results.rows_B] == results.epochs_B
+        for step in range(len(tokens_SB)):
+            live_B = self._rows.append(results.rows_B, results.epochs_B, tokens_SB[step], logprobs_SB[step])
+            self._generated_tokens += int(live_B.sum())
+            self._take_in_extras(results, step, live_B)
+        for row in results.rows_B[tenants].tolist():
+            sequence = self._at_row[row]
+            assert sequence is not None
+            if results.is_first and not sequence.first_token:
+                sequence.first_token, sequence.oldest_version = now, results.version
+            if sequence.streaming or sequence.request.sampling.stop or not self._rows.alive_R[row]:
+                sequence.last_token, sequence.newest_version = now, results.version
+                self._look_at(sequence)
+
+    def _take_in_extras(self, results: Results, step: int, live_B: np.ndarray) -> None:
+        """Raw and top logprobs, for the few requests that want them."""
+        samples = results.samples
+        if samples.raw_SB is None and samples.top_ids_SBK is None:
             return
-        rows = torch.nonzero(self.alive_B).squeeze(1)
-        self.cache.keep(rows)
-        self._output_row_B = self._output_row_B[rows.cpu()]
-        for name in ("_streams_B", "_temperature_B", "_max_tokens_B", "_stops_BN", "alive_B", "newest_B"):
-            setattr(self, name, getattr(self, name)[rows])
+        for b in np.flatnonzero(live_B).tolist():
+            sequence = self._at_row[results.rows_B[b]]
+            assert sequence is not None
+            if samples.raw_SB is not None and sequence.wants.raw:
+                sequence.raw.append(float(samples.raw_SB[step, b]))
+            if samples.top_ids_SBK is not None and samples.top_logprobs_SBK is not None and sequence.wants.top:
+                k = sequence.wants.top
+                sequence.top.append((samples.top_ids_SBK[step, b, :k].numpy(), samples.top_logprobs_SBK[step, b, :k].numpy()))
 
-    def completions(
-        self, requests: Sequence[GenerateRequest], versions: VersionSpan, queue_s: float, prefill_s: float
-    ) -> list[list[Completion]]:
-        rows = iter(range(len(self._tokens)))
-        return [[self._completion(next(rows), r, versions, queue_s, prefill_s) for _ in range(r.sampling.n)] for r in requests]
+    def _look_at(self, sequence: Sequence) -> None:
+        """Has it ended, and is there a piece to hand out?"""
+        row, sampling = sequence.row, sequence.request.sampling
+        if np.isnan(self._rows.logprobs_RN[row, self._rows.sampled_R[row] - 1]):
+            self._fail(sequence)
+            return
+        if not self._rows.alive_R[row]:
+            stopped = self._rows.tokens_RN[row, self._rows.sampled_R[row] - 1] in sampling.stop_token_ids
+            sequence.finish_reason = FinishReason.STOP if stopped else FinishReason.LENGTH
+        if sampling.stop:
+            self._look_for_stop(sequence)
+        if sequence.finish_reason is not None:
+            self._retire(sequence)
+        elif sequence.streaming:
+            self._hand_out(sequence, None)
 
-    def _completion(
-        self, row: int, request: GenerateRequest, versions: VersionSpan, queue_s: float, prefill_s: float
-    ) -> Completion:
-        stopped = self._tokens[row][-1] in request.sampling.stop_token_ids
+    def _look_for_stop(self, sequence: Sequence) -> None:
+        assert self._tokenizer is not None
+        sampling, count = sequence.request.sampling, int(self._rows.sampled_R[sequence.row])
+        tokens = self._rows.tokens_RN[sequence.row, :count]
+        found = find_stop(self._tokenizer, tokens, max(sequence.searched, sampling.min_tokens - 1), sampling.stop)
+        sequence.searched = count
+        if found is not None:
+            self._rows.sampled_R[sequence.row], sequence.stop = found
+            sequence.finish_reason = FinishReason.STOP
+
+    def _retire(self, sequence: Sequence) -> None:
+        """Out of the engine, its completion to the caller."""
+        self._release(sequence)
+        self._hand_out(sequence, self._completion(sequence))
+        self._forget(sequence)
+
+    def _release(self, sequence: Sequence) -> None:
+        if sequence.stage is Stage.DECODE:
+            # Where it ended by a stop string or an abort, the device does not know yet.
+            self._runner.rows.kill([sequence.row])
+            self._at_row[sequence.row] = None
+            self._scheduler.finish(sequence)
+        else:
+            self._scheduler.withdraw(sequence)
+
+    def _forget(self, sequence: Sequence) -> None:
+        siblings = self._unfinished[sequence.request_id]
+        siblings.remove(sequence)
+        if not siblings:
+            del self._unfinished[sequence.request_id]
+            self._num_finished += 1
+
+    def _fail(self, sequence: Sequence) -> None:
+        """Give up its request: nobody can use a part of it."""
+        sequence.cacheable = False
+        self._runner.scrub(sequence.blocks)
+        for sibling in list(self._unfinished[sequence.request_id]):
+            sibling.cacheable = False
+            self._release(sibling)
+            self._forget(sibling)
+        message = f"the model gave NaN for request {sequence.request_id}" + (
+            f" with adapter {sequence.request.adapter!r}" if sequence.request.adapter else ""
+        )
+        self._events.append(
+            (sequence.request_id, EngineError(message, "look for NaN in the weights; lower trainer.learning_rate"))
+        )
+
+    # ── what goes out ──────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def _hand_out(self, sequence: Sequence, completion: Completion | None) -> None:
+        if sequence.streaming:
+            sampled = sequence.sampled if completion is not None and sequence.sampled else None
+            done = sampled or (self._rows.take(sequence.row) if sequence.row >= 0 else Sampled.nothing())
+            begin, sequence.streamed = sequence.streamed, len(done.token_ids)
+            token_ids, logprobs, top = done.token_ids[begin:], done.logprobs[begin:], _top(sequence.top[begin:])
+        else:
+            token_ids, logprobs, top = np.empty(0, np.int32), np.empty(0, np.float32), None
+        self._events.append((sequence.request_id, Delta(sequence.index, token_ids, logprobs, top, completion)))
+
+    def _completion(self, sequence: Sequence) -> Completion:
+        assert sequence.finish_reason is not None
+        sampled = sequence.sampled or Sampled.nothing()
+        count, sampling = len(sampled.token_ids), sequence.request.sampling
+        started = sequence.started or time.perf_counter()
+        first, last = sequence.first_token or started, sequence.last_token or sequence.first_token or started
+        oldest = sequence.oldest_version if sequence.oldest_version >= 0 else self.version
         return Completion(
-            token_ids=np.array(self._tokens[row], dtype=np.int32),
-            logprobs=np.array(self._logprobs[row], dtype=np.float32),
-            finish_reason=FinishReason.STOP if stopped else FinishReason.LENGTH,
-            versions=versions,
-            queue_s=queue_s,
-            prefill_s=prefill_s,
-            decode_s=self._decode_s[row],
+            token_ids=sampled.token_ids,
+            logprobs=sampled.logprobs,
+            finish_reason=sequence.finish_reason,
+            versions=VersionSpan(oldest, max(oldest, sequence.newest_version)),
+            queue_s=started - sequence.submitted,
+            prefill_s=first - started,
+            decode_s=last - first,
+            cached_tokens=sequence.cached_tokens,
+            stop=sequence.stop,
+            raw_logprobs=np.array(sequence.raw[:count], np.float32) if sampling.raw_logprobs else None,
+            top_logprobs=_top(sequence.top[:count]) if sampling.top_logprobs else None,
+            prompt_logprobs=self._prompt_logprobs(sequence) if sampling.prompt_logprobs else None,
+        )
+
+    def _prompt_logprobs(self, sequence: Sequence) -> np.ndarray:
+        leader_parts = sequence.prompt_logprobs
+        return np.concatenate([[np.nan], *leader_parts]).astype(np.float32)[: sequence.num_prompt]
+
+    # ── weights, statistics ────────────────────────────────────────────────────────────────────────────────────────────
+
+    def apply(self, update: WeightUpdate) -> None:
+        """The weights are the trainer's own storage: there is nothing to move, only a version to note. Blocks of the old
+        version are never found again; sequences under way go on, and their blocks are not offered to others."""
+        self._collect(keep=0)
+        self.version = update.version
+        for sequence in (*self._scheduler.decoding, *self._scheduler.prefilling):
+            sequence.cacheable = False
+
+    @property
+    def stats(self) -> EngineStats:
+        counts = self._scheduler.counts
+        return EngineStats(
+            running=self._scheduler.num_running,
+            waiting=self._scheduler.num_waiting,
+            kv_blocks_used=self._pool.num_used,
+            kv_blocks_total=self._pool.num_blocks,
+            batch_size=self._batch_size,
+            tokens_per_s=self._rate.per_s,
+            version=self.version,
+            steps=self._steps,
+            preemptions=counts.preemptions,
+            prefix_query_tokens=counts.prefix_query_tokens,
+            prefix_hit_tokens=counts.prefix_hit_tokens,
+            prompt_tokens=self._prompt_tokens,
+            generated_tokens=self._generated_tokens,
+            requests=self._num_finished,
         )
 
 
-def _waves(requests: Sequence[GenerateRequest], max_num_seqs: int) -> Iterator[list[GenerateRequest]]:
-    """Consecutive requests whose samples fit together."""
-    return _chunks(requests, max_num_seqs, lambda r: r.sampling.n)
-
-
-def _prefill_chunks(requests: Sequence[GenerateRequest], max_tokens: int) -> Iterator[list[GenerateRequest]]:
-    """Consecutive prompts within the token budget; a longer prompt goes alone."""
-    return _chunks(requests, max_tokens, lambda r: len(r.prompt_ids))
-
-
-def _chunks(
-    requests: Sequence[GenerateRequest], budget: int, size: Callable[[GenerateRequest], int]
-) -> Iterator[list[GenerateRequest]]:
-    """Consecutive requests whose sizes sum to no more than the budget; at least one in each."""
-    chunk: list[GenerateRequest] = []
-    for request in requests:
-        if chunk and sum(map(size, chunk)) + size(request) > budget:
-            yield chunk
-            chunk = []
-        chunk.append(request)
-    if chunk:
-        yield chunk
+def _top(positions: list[tuple[np.ndarray, np.ndarray]]) -> TopLogprobs | None:
+    if not positions:
+        return None
+    ids, logprobs = zip(*positions, strict=True)
+    return TopLogprobs(np.stack(ids).astype(np.int32), np.stack(logprobs).astype(np.float32))

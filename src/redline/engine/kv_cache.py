@@ -1,83 +1,75 @@
-"""Keys and values of the sequences being decoded: one contiguous row per sequence, all rows of equal capacity."""
+"""The paged KV cache: one tensor for all layers, cut into blocks that sequences refer to by number."""
 
 from __future__ import annotations
 
+import math
+from typing import Protocol
+
+import numpy as np
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from redline.models.packed_attention import PackedAttention
-from redline.models.spec import DecoderSpec
+
+class KVShape(Protocol):
+    """What a network says about its keys and values."""
+
+    @property
+    def num_layers(self) -> int: ...
+
+    @property
+    def num_kv_heads(self) -> int: ...
+
+    @property
+    def head_dim(self) -> int: ...
 
 
 class KVCache:
-    """Rows [B, capacity, K, D] per layer. Row b holds `lengths_B[b]` tokens; what lies beyond is never read."""
+    """Keys and values of `num_blocks` blocks.
 
-    def __init__(self, spec: DecoderSpec, rows: int, capacity: int, device: torch.device, dtype: torch.dtype) -> None:
-        shape = (spec.num_layers, rows, capacity, spec.num_kv_heads, spec.head_dim)
+    On CUDA a block is [K, block_size, D], so that a program that attends with one head reads consecutive memory. Elsewhere
+    it is [block_size, K, D], so that gathered blocks are a contiguous run of tokens."""
+
+    def __init__(self, shape: KVShape, num_blocks: int, block_size: int, device: torch.device, dtype: torch.dtype) -> None:
+        self.block_size = block_size
+        self.num_blocks = num_blocks
+        self.heads_first = device.type == "cuda"
+        K, D = shape.num_kv_heads, shape.head_dim
+        block = (K, block_size, D) if self.heads_first else (block_size, K, D)
         # Zeros, because a masked key still meets its value: 0 times whatever uninitialised memory holds may be NaN.
-        self.keys = torch.zeros(shape, device=device, dtype=dtype)
-        self.values = torch.zeros(shape, device=device, dtype=dtype)
-        self.lengths_B = torch.zeros(rows, device=device, dtype=torch.int64)
+        self.blocks = _zeros((shape.num_layers, 2, num_blocks, *block), device, dtype)
 
-    @property
-    def num_rows(self) -> int:
-        return len(self.lengths_B)
+    @staticmethod
+    def bytes_per_block(shape: KVShape, block_size: int, dtype: torch.dtype) -> int:
+        """2 · layers · block_size · kv_heads · head_dim · bytes per value."""
+        return 2 * shape.num_layers * block_size * shape.num_kv_heads * shape.head_dim * dtype.itemsize
 
     @property
     def bytes(self) -> int:
-        return 2 * self.keys.numel() * self.keys.element_size()
+        return self.blocks.numel() * self.blocks.element_size()
 
-    def keep(self, rows: Tensor) -> None:
-        """Compact to these rows, in ascending order. Layer by layer, so that little memory is needed beside the cache."""
-        count = len(rows)
-        for cache in (self.keys, self.values):
-            for layer in cache:
-                layer[:count] = layer.index_select(0, rows)
-        self.keys, self.values = self.keys[:, :count], self.values[:, :count]
-        self.lengths_B = self.lengths_B[rows]
+    def write(self, layer: int, slots_T: Tensor, k_TKD: Tensor, v_TKD: Tensor) -> None:
+        """Store tokens at their slots: `block · block_size + offset`."""
+        for cache, fresh in zip(self.blocks[layer], (k_TKD, v_TKD), strict=True):
+            if self.heads_first:
+                cache[slots_T // self.block_size, :, slots_T % self.block_size] = fresh
+            else:
+                cache.view(-1, *cache.shape[2:]).index_copy_(0, slots_T, fresh)
 
+    def gather(self, layer: int, blocks_BN: Tensor) -> tuple[Tensor, Tensor]:
+        """Keys and values [B, K, N · block_size, D] of each row of blocks."""
+        B, N = blocks_BN.shape
+        keys, values = (cache.index_select(0, blocks_BN.flatten()) for cache in self.blocks[layer])
+        if self.heads_first:
+            return tuple(x.view(B, N, *x.shape[1:]).transpose(1, 2).flatten(2, 3) for x in (keys, values))
+        return tuple(x.view(B, N * self.block_size, *x.shape[2:]).transpose(1, 2) for x in (keys, values))
 
-class PrefillAttention:
-    """Attention of packed prompts, which also stores each prompt into every row that continues it."""
-
-    def __init__(self, cache: KVCache, packed: PackedAttention, first_row: int, prompt_tokens_BN: Tensor) -> None:
-        self._cache = cache
-        self._packed = packed
-        self._rows = slice(first_row, first_row + len(prompt_tokens_BN))
-        self._index = prompt_tokens_BN.flatten()
-        self._width = prompt_tokens_BN.shape[1]
-
-    def __call__(self, layer: int, q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor) -> Tensor:
-        for cache, fresh in ((self._cache.keys, k_TKD), (self._cache.values, v_TKD)):
-            rows = cache[layer, self._rows, : self._width]
-            rows.copy_(fresh.index_select(0, self._index).view(rows.shape))
-        return self._packed(layer, q_THD, k_TKD, v_TKD)
+    def copy(self, sources: Tensor, targets: Tensor) -> None:
+        """Copy whole blocks, in all layers."""
+        self.blocks[:, :, targets] = self.blocks[:, :, sources]
 
 
-class DecodeAttention:
-    """Attention of one new token per row over the row's cache, the new token included."""
-
-    def __init__(self, cache: KVCache) -> None:
-        self._cache = cache
-        self._rows_B = torch.arange(cache.num_rows, device=cache.lengths_B.device)
-        self._positions_B = cache.lengths_B
-        self._width = int(cache.lengths_B.max()) + 1
-        columns = torch.arange(self._width, device=cache.lengths_B.device)
-        visible_BN = columns <= self._positions_B[:, None]
-        # Added to the scores: cheaper in the fused CPU kernel than a boolean mask, which it converts in every layer.
-        self._bias = torch.where(visible_BN, 0.0, float("-inf")).to(cache.keys.dtype)[:, None, None]
-
-    def __call__(self, layer: int, q_BHD: Tensor, k_BKD: Tensor, v_BKD: Tensor) -> Tensor:
-        keys, values = self._cache.keys[layer], self._cache.values[layer]
-        keys[self._rows_B, self._positions_B] = k_BKD
-        values[self._rows_B, self._positions_B] = v_BKD
-        (B, H, D), K = q_BHD.shape, k_BKD.shape[1]
-        # The H/K query heads of a key head are the "queries" of one product, so keys are read once and never repeated.
-        out = F.scaled_dot_product_attention(
-            q_BHD.view(B, K, H // K, D),
-            keys[:, : self._width].transpose(1, 2),
-            values[:, : self._width].transpose(1, 2),
-            attn_mask=self._bias,
-        )
-        return out.reshape(B, H, D)
+def _zeros(shape: tuple[int, ...], device: torch.device, dtype: torch.dtype) -> Tensor:
+    """On the CPU, memory that the system clears as it is first touched: a cache larger than needed costs nothing."""
+    if device.type != "cpu":
+        return torch.zeros(shape, device=device, dtype=dtype)
+    return torch.from_numpy(np.zeros(math.prod(shape) * dtype.itemsize, np.uint8)).view(dtype).view(shape)

@@ -1,0 +1,100 @@
+"""What a request must satisfy before the engine takes it. A refusal names the fix and harms nobody else."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass
+
+import numpy as np
+
+from redline.errors import EngineError
+from redline.types import GenerateRequest, SamplingParams
+
+
+@dataclass(slots=True, frozen=True)
+class Limits:
+    """What one engine can serve."""
+
+    vocab_size: int
+    max_len: int
+    max_num_seqs: int
+    cache_tokens: int
+    """Tokens the whole KV cache holds."""
+    max_stops: int
+    max_top_logprobs: int
+    has_tokenizer: bool
+
+
+def check_request(request: GenerateRequest, limits: Limits, adapters: Collection[str]) -> None:
+    """Raises EngineError."""
+    _check_prompt(request, limits)
+    _check_sampling(request.sampling, limits)
+    _check_tokens(request.sampling, limits)
+    if request.adapter is not None and request.adapter not in adapters:
+        resident = ", ".join(sorted(adapters)) or "none"
+        raise EngineError(f"unknown adapter {request.adapter!r}; resident: {resident}", "load it first, or leave `adapter` out")
+
+
+def _check_prompt(request: GenerateRequest, limits: Limits) -> None:
+    prompt, new = len(request.prompt_ids), request.sampling.max_tokens
+    if prompt == 0:
+        raise EngineError("a prompt has no tokens", "give at least one token")
+    if prompt + new > limits.max_len:
+        raise EngineError(
+            f"a prompt of {prompt} tokens and {new} new ones exceed the model's {limits.max_len} positions",
+            "lower rollouts.max_new_tokens or shorten the prompt",
+        )
+    if prompt + new > limits.cache_tokens:
+        raise EngineError(
+            f"a prompt of {prompt} tokens and {new} new ones exceed the KV cache of {limits.cache_tokens} tokens",
+            "raise engine.kv_cache_memory_bytes or engine.gpu_memory_utilization, or lower max_tokens",
+        )
+    if not 0 <= np.min(request.prompt_ids) <= np.max(request.prompt_ids) < limits.vocab_size:
+        raise EngineError("a prompt holds an id outside the vocabulary", "tokenize it with the model's own tokenizer")
+
+
+def _check_sampling(sampling: SamplingParams, limits: Limits) -> None:
+    if sampling.max_tokens < 1:
+        raise EngineError(f"max_tokens = {sampling.max_tokens}: nothing to generate", "ask for at least one token")
+    if not 1 <= sampling.n <= limits.max_num_seqs:
+        raise EngineError(
+            f"n = {sampling.n} does not fit engine.max_num_seqs = {limits.max_num_seqs}", "raise engine.max_num_seqs"
+        )
+    in_range = {
+        "temperature": (sampling.temperature, sampling.temperature >= 0, "0 or more"),
+        "top_k": (sampling.top_k, sampling.top_k >= 0, "0 (all) or more"),
+        "top_p": (sampling.top_p, 0 < sampling.top_p <= 1, "above 0 and at most 1"),
+        "min_p": (sampling.min_p, 0 <= sampling.min_p <= 1, "between 0 and 1"),
+        "min_tokens": (sampling.min_tokens, 0 <= sampling.min_tokens <= sampling.max_tokens, "between 0 and max_tokens"),
+        "top_logprobs": (
+            sampling.top_logprobs,
+            0 <= sampling.top_logprobs <= limits.max_top_logprobs,
+            f"between 0 and {limits.max_top_logprobs}",
+        ),
+    }
+    for name, (value, ok, allowed) in in_range.items():
+        if not ok:
+            raise EngineError(f"{name} = {value} makes no sense", f"{name} is {allowed}")
+
+
+def _check_tokens(sampling: SamplingParams, limits: Limits) -> None:
+    if len(sampling.stop_token_ids) > limits.max_stops:
+        raise EngineError(
+            f"{len(sampling.stop_token_ids)} stop tokens are more than the {limits.max_stops} we keep", "use stop strings"
+        )
+    if sampling.stop and not limits.has_tokenizer:
+        raise EngineError("stop strings need a tokenizer", "give the engine one, or use stop_token_ids")
+    if any(not stop for stop in sampling.stop):
+        raise EngineError("a stop string is empty", "leave it out")
+    named = [*sampling.logit_bias, *(sampling.allowed_token_ids or ())]
+    if named and not 0 <= min(named) <= max(named) < limits.vocab_size:
+        raise EngineError("logit_bias or allowed_token_ids name an id outside the vocabulary", "use the tokenizer's own ids")
+    allowed = sampling.allowed_token_ids
+    if allowed is not None and all(sampling.logit_bias.get(token, 0.0) == -np.inf for token in allowed):
+        raise EngineError("the mask allows no token", "allow at least one token in allowed_token_ids")
+    forbidden = {token for token, bias in sampling.logit_bias.items() if bias == -np.inf}
+    if len(forbidden) >= limits.vocab_size:
+        raise EngineError("the mask allows no token", "leave at least one token without a bias of -inf")
+    stuck = allowed is not None and sampling.min_tokens > 0 and set(allowed) <= set(sampling.stop_token_ids)
+    if stuck:
+        raise EngineError("only stop tokens are allowed, and min_tokens forbids them", "allow another token or drop min_tokens")

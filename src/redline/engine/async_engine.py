@@ -1,0 +1,167 @@
+"""The engine for many callers at once: one thread steps it, any event loop may submit, stream and abort.
+
+event loop ──submit, abort──► inbox ──► the thread: engine.step() ──► each caller's own queue
+"""
+
+from __future__ import annotations
+
+import asyncio
+import queue
+import threading
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import Any, Self
+
+from redline.engine.engine import NativeEngine
+from redline.engine.stats import EngineStats
+from redline.errors import EngineError, boundary
+from redline.types import Completion, Delta, GenerateRequest
+
+
+@dataclass(slots=True, eq=False)
+class _Call:
+    """One caller and where its pieces go."""
+
+    request: GenerateRequest
+    streaming: bool
+    loop: asyncio.AbstractEventLoop
+    pieces: asyncio.Queue[Delta | EngineError] = field(default_factory=asyncio.Queue)
+    request_id: int = -1
+    missing: int = 0
+    """Completions not delivered yet."""
+
+    def __post_init__(self) -> None:
+        self.missing = self.request.sampling.n
+
+    def deliver(self, piece: Delta | EngineError) -> None:
+        """From the engine's thread. A caller whose loop is gone has no use for it."""
+        if not self.loop.is_closed():
+            self.loop.call_soon_threadsafe(self.pieces.put_nowait, piece)
+
+
+class AsyncEngine:
+    """Owns the engine while it runs: nobody else may step it."""
+
+    def __init__(self, engine: NativeEngine) -> None:
+        self._engine = engine
+        self._inbox: queue.SimpleQueue[Callable[[], Any]] = queue.SimpleQueue()
+        self._calls: dict[int, _Call] = {}
+        self._thread = threading.Thread(target=self._run, name="redline-engine", daemon=True)
+        self._stopping = False
+        self._stats = engine.stats
+        self.failure: BaseException | None = None
+        """Why the thread ended, where it was not asked to."""
+
+    def __enter__(self) -> Self:
+        self._thread.start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.stop()
+
+    def stop(self) -> None:
+        """Abort what is under way and end the thread."""
+        self._stopping = True
+        self._inbox.put(lambda: None)
+        self._thread.join()
+
+    @property
+    def is_alive(self) -> bool:
+        return self._thread.is_alive()
+
+    @property
+    def stats(self) -> EngineStats:
+        """As of the last step."""
+        return self._stats
+
+    async def complete(self, request: GenerateRequest) -> list[Completion]:
+        """All n completions. Cancelling it aborts the request."""
+        found: dict[int, Completion] = {}
+        async for delta in self._pieces(request, streaming=False):
+            if delta.completion is not None:
+                found[delta.index] = delta.completion
+        return [found[index] for index in sorted(found)]
+
+    def stream(self, request: GenerateRequest) -> AsyncIterator[Delta]:
+        """Pieces of all n completions as they are sampled. Closing it aborts the request."""
+        return self._pieces(request, streaming=True)
+
+    async def run(self, action: Callable[[NativeEngine], Any]) -> Any:
+        """Do something to the engine between two of its steps: load an adapter, apply an update."""
+        loop = asyncio.get_running_loop()
+        done: asyncio.Future[Any] = loop.create_future()
+
+        def act() -> None:
+            with boundary() as caught:
+                result = action(self._engine)
+                loop.call_soon_threadsafe(done.set_result, result)
+            if caught.error is not None:
+                loop.call_soon_threadsafe(done.set_exception, caught.error)
+
+        self._check_alive()
+        self._inbox.put(act)
+        return await done
+
+    async def _pieces(self, request: GenerateRequest, *, streaming: bool) -> AsyncIterator[Delta]:
+        self._check_alive()
+        call = _Call(request, streaming, asyncio.get_running_loop())
+        self._inbox.put(lambda: self._submit(call))
+        missing = request.sampling.n
+        try:
+            while missing:
+                piece = await call.pieces.get()
+                if isinstance(piece, EngineError):
+                    missing = 0
+                    raise piece
+                missing -= piece.completion is not None
+                yield piece
+        finally:
+            if missing:
+                self._inbox.put(lambda: self._abort(call))
+
+    def _check_alive(self) -> None:
+        if not self._thread.is_alive():
+            raise EngineError(f"the engine has stopped: {self.failure or 'it was asked to'}", "start it again")
+
+    # ── on the thread ──────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def _run(self) -> None:
+        with boundary() as caught:
+            while not self._stopping:
+                self._take_orders()
+                for request_id, piece in self._engine.step() if self._engine.has_work else ():
+                    self._deliver(request_id, piece)
+                self._stats = self._engine.stats
+        self.failure = caught.error
+        reason = f"the engine has stopped: {caught.error}" if caught.error else "the engine was stopped"
+        for call in self._calls.values():
+            call.deliver(EngineError(reason, "start it again"))
+
+    def _take_orders(self) -> None:
+        """All that have come; with nothing to compute, wait for one."""
+        if not self._engine.has_work and not self._stopping:
+            self._inbox.get()()
+        while not self._inbox.empty():
+            self._inbox.get()()
+
+    def _submit(self, call: _Call) -> None:
+        try:
+            call.request_id = self._engine.submit(call.request, streaming=call.streaming)
+        except EngineError as error:
+            call.deliver(error)
+        else:
+            self._calls[call.request_id] = call
+
+    def _abort(self, call: _Call) -> None:
+        if self._calls.pop(call.request_id, None) is not None:
+            self._engine.abort(call.request_id)
+
+    def _deliver(self, request_id: int, piece: Delta | EngineError) -> None:
+        call = self._calls.get(request_id)
+        if call is None:
+            return
+        call.deliver(piece)
+        call.missing -= isinstance(piece, EngineError) or piece.completion is not None
+        if isinstance(piece, EngineError) or call.missing == 0:
+            del self._calls[request_id]

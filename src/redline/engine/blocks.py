@@ -1,0 +1,110 @@
+"""Who holds which block of the KV cache, and which blocks can be found again by what they hold.
+
+A block holds the keys and values of `block_size` consecutive tokens. Sequences share blocks by reference count. A full block
+is filed under a hash of its tokens, of everything before them, and of the policy version and adapter that computed it, so that
+a later sequence with the same beginning takes it over instead of computing it. Blocks nobody holds keep their content until
+the memory is needed, least recently used first.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections import OrderedDict
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+
+SCRATCH_BLOCK = 0
+"""Never handed out: rows without a sequence point here."""
+
+
+class BlockPool:
+    """Reference counts, the free list and the prefix index. Knows nothing of tensors."""
+
+    def __init__(self, num_blocks: int, block_size: int) -> None:
+        assert num_blocks > 1, "one block is scratch"
+        self.block_size = block_size
+        self.num_blocks = num_blocks - 1
+        """Blocks that sequences can hold."""
+        self._references = [0] * num_blocks
+        self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(1, num_blocks))
+        self._key_of: dict[int, bytes] = {}
+        self._block_of: dict[bytes, int] = {}
+
+    @property
+    def num_free(self) -> int:
+        return len(self._free)
+
+    @property
+    def num_used(self) -> int:
+        return self.num_blocks - len(self._free)
+
+    @property
+    def num_cached(self) -> int:
+        """Blocks that can be found by content, held or not."""
+        return len(self._key_of)
+
+    def is_shared(self, block: int) -> bool:
+        return self._references[block] > 1
+
+    def allocate(self) -> int:
+        """A block of one's own; what it held is forgotten. The caller has looked at `num_free`."""
+        block, _ = self._free.popitem(last=False)
+        self._forget(block)
+        self._references[block] = 1
+        return block
+
+    def share(self, block: int) -> int:
+        """One holder more."""
+        if self._references[block] == 0:
+            del self._free[block]
+        self._references[block] += 1
+        return block
+
+    def release(self, block: int) -> None:
+        """One holder less. A block that can be found again is the last to be reused, any other the first."""
+        assert self._references[block] > 0, "released more often than held"
+        self._references[block] -= 1
+        if self._references[block] == 0:
+            self._free[block] = None
+            if block not in self._key_of:
+                self._free.move_to_end(block, last=False)
+
+    def file(self, block: int, key: bytes) -> None:
+        """From now on the block is found under `key`, unless another one already is."""
+        if key not in self._block_of and block not in self._key_of:
+            self._block_of[key] = block
+            self._key_of[block] = key
+
+    def find(self, keys: Sequence[bytes]) -> list[int]:
+        """The blocks of the longest known beginning; not held yet."""
+        found = []
+        for key in keys:
+            block = self._block_of.get(key)
+            if block is None:
+                break
+            found.append(block)
+        return found
+
+    def num_idle(self, blocks: Sequence[int]) -> int:
+        """How many of these nobody holds: sharing them takes them from the free ones."""
+        return sum(self._references[block] == 0 for block in blocks)
+
+    def forget_all(self) -> None:
+        """No block can be found by content any more."""
+        for block in list(self._key_of):
+            self._forget(block)
+
+    def _forget(self, block: int) -> None:
+        key = self._key_of.pop(block, None)
+        if key is not None:
+            del self._block_of[key]
+
+
+def block_keys(tokens: np.ndarray, block_size: int, salt: bytes) -> Iterator[bytes]:
+    """The key of every full block of `tokens`, each a hash over the one before it. `salt` names version and adapter."""
+    key = salt
+    data = np.ascontiguousarray(tokens, dtype=np.int32)
+    for start in range(0, len(data) - block_size + 1, block_size):
+        key = hashlib.blake2b(key + data[start : start + block_size].tobytes(), digest_size=16).digest()
+        yield key

@@ -1,0 +1,162 @@
+"""Runs what the scheduler decided: prompts, then decode steps, then what comes back from the device."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import reduce
+from operator import or_
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from redline.engine.attention import GatherAttention, Runs
+from redline.engine.device_rows import DeviceRows
+from redline.engine.kv_cache import KVCache
+from redline.engine.sampler import Sampled
+from redline.engine.scheduler import Chunk, Plan
+from redline.engine.sequence import Sequence as Sequence_
+from redline.engine.sequence import Wants
+from redline.models.decoder import Attend, Decoder
+
+PROMPT_LOGPROBS_CHUNK = 512
+"""Prompt positions whose logits are held at once."""
+
+
+@dataclass(slots=True)
+class Samples:
+    """Sampled tokens of S steps for B rows, where they were sampled."""
+
+    tokens_SB: Tensor
+    logprobs_SB: Tensor
+    raw_SB: Tensor | None = None
+    top_ids_SBK: Tensor | None = None
+    top_logprobs_SBK: Tensor | None = None
+
+    @classmethod
+    def of(cls, sampled: Sampled) -> Samples:
+        """One step."""
+        parts = (sampled.tokens_B, sampled.logprobs_B, sampled.raw_logprobs_B, sampled.top_ids_BK, sampled.top_logprobs_BK)
+        return cls(*(None if part is None else part[None] for part in parts))  # type: ignore[arg-type]
+
+
+@dataclass(slots=True)
+class Results:
+    """Samples on their way to the host."""
+
+    rows_B: np.ndarray
+    epochs_B: np.ndarray
+    version: int
+    is_first: bool
+    """They follow prompts."""
+    samples: Samples
+    arrived: torch.cuda.Event | None = None
+
+    def wait(self) -> Samples:
+        if self.arrived is not None:
+            self.arrived.synchronize()
+        return self.samples
+
+
+class Runner:
+    """The network, its cache and its rows on one device. Every call only launches; `Results.wait` waits."""
+
+    max_steps = 1
+    """Decode steps that can be launched at once."""
+    runs_ahead = False
+    """Whether launching returns before the work is done."""
+
+    def __init__(self, decoder: Decoder, cache: KVCache, rows: DeviceRows) -> None:
+        self._decoder = decoder
+        self.cache = cache
+        self.rows = rows
+
+    @property
+    def _dtype(self) -> torch.dtype:
+        return self._decoder.output_weight.dtype
+
+    def prepare(self, plan: Plan) -> None:
+        """Tell the device who holds which row and which blocks."""
+        self.rows.kill(plan.preempted_rows)
+        self.rows.enter(plan.admitted)
+        self.rows.set_blocks(plan.new_blocks)
+
+    # ── decode ─────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def decode(self, rows_B: np.ndarray, positions_B: np.ndarray, num_steps: int, wants: Wants) -> Samples:
+        """`positions_B` are those of the rows' newest tokens."""
+        assert num_steps == 1
+        rows = self.rows.upload(rows_B, torch.int64)
+        tables = self.rows.tables_RN[rows].cpu().numpy()
+        attend = GatherAttention(self.cache, Runs(positions_B, np.ones_like(positions_B), tables), self._dtype)
+        return Samples.of(self._decode_once(rows, attend.positions_T, attend, wants))
+
+    def _decode_once(self, rows_B: Tensor, positions_B: Tensor, attend: Attend, wants: Wants) -> Sampled:
+        hidden_BE = self._decoder(self.rows.next_token_R[rows_B], positions_B, attend)
+        self.rows.position_R.index_add_(0, rows_B, self.rows.alive_R[rows_B].long())
+        return self.rows.sample(rows_B, self._decoder.logits(hidden_BE), wants)
+
+    # ── prefill ────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def prefill(self, chunks: Sequence[Chunk], copies: Sequence[tuple[int, int]], wants: Wants) -> Samples | None:
+        """Put the chunks through the network; a sample for each of their `samplers`, in order."""
+        tokens = np.concatenate([c.sequence.tokens[c.start : c.end] for c in chunks])
+        starts, ends = np.array([c.start for c in chunks]), np.array([c.end for c in chunks])
+        table_rows = self.rows.upload([c.sequence.row for c in chunks], torch.int64)
+        runs = Runs(starts, ends - starts, self.rows.tables_RN[table_rows].cpu().numpy())
+        attend, positions_T = self._prefill_attention(runs)
+        hidden_TE = self._decoder(self.rows.upload(tokens, torch.int64), positions_T, attend)
+        if copies:
+            sources, targets = self.rows.upload(np.array(copies).T.copy(), torch.int64)
+            self.cache.copy(sources, targets)
+        self._score_prompts(chunks, runs, hidden_TE)
+        return self._sample_first(chunks, runs, hidden_TE, wants)
+
+    def _prefill_attention(self, runs: Runs) -> tuple[Attend, Tensor]:
+        attend = GatherAttention(self.cache, runs, self._dtype)
+        return attend, attend.positions_T
+
+    def _sample_first(self, chunks: Sequence[Chunk], runs: Runs, hidden_TE: Tensor, wants: Wants) -> Samples | None:
+        """The samplers of a prompt share its last hidden state."""
+        ends = runs.offsets[1:] - 1
+        last = [(end, len(c.samplers)) for end, c in zip(ends, chunks, strict=True) if c.samplers]
+        if not last:
+            return None
+        index_P = self.rows.upload([end for end, _ in last], torch.int64)
+        logits_PV = self._decoder.logits(hidden_TE[index_P])
+        which_B = self.rows.upload(np.repeat(np.arange(len(last)), [n for _, n in last]), torch.int64)
+        rows_B = self.rows.upload([s.row for c in chunks for s in c.samplers], torch.int64)
+        self.rows.wake(rows_B)
+        logits_BV = logits_PV if len(which_B) == len(last) else logits_PV[which_B]
+        return Samples.of(self.rows.sample(rows_B, logits_BV, wants))
+
+    def _score_prompts(self, chunks: Sequence[Chunk], runs: Runs, hidden_TE: Tensor) -> None:
+        """Logprobs of the prompt tokens that follow each position, for requests that want them."""
+        for begin, chunk in zip(runs.offsets, chunks, strict=False):
+            sequence = chunk.sequence
+            last = min(chunk.end, sequence.num_prompt - 1)
+            if not sequence.request.sampling.prompt_logprobs or last <= chunk.start:
+                continue
+            targets = torch.from_numpy(sequence.tokens[chunk.start + 1 : last + 1].astype(np.int64))
+            hidden = hidden_TE[begin : begin + last - chunk.start]
+            for part, ids in zip(
+                hidden.split(PROMPT_LOGPROBS_CHUNK), targets.to(hidden.device).split(PROMPT_LOGPROBS_CHUNK), strict=True
+            ):
+                logprobs = torch.log_softmax(self._decoder.logits(part).float(), dim=-1).gather(1, ids[:, None]).squeeze(1)
+                sequence.prompt_logprobs.append(logprobs.cpu().numpy())
+
+    # ── results ────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def fetch(self, samples: Samples) -> tuple[Samples, torch.cuda.Event | None]:
+        """Send samples to the host; they are there once the event, if any, has happened."""
+        return samples, None
+
+    def scrub(self, blocks: Sequence[int]) -> None:
+        """Zero blocks that may hold NaN, which would reach whoever holds them next."""
+        if blocks:
+            self.cache.blocks[:, :, self.rows.upload(list(blocks), torch.int64)] = 0
+
+
+def wants_of(sequences: Sequence[Sequence_]) -> Wants:
+    return reduce(or_, {s.wants for s in sequences}, Wants())
