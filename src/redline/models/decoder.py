@@ -9,7 +9,8 @@ themselves (`hf.py` splits them on the way out), so trainer and engine see one s
 
 from __future__ import annotations
 
-from typing import Protocol
+from importlib.util import find_spec
+from typing import Protocol, runtime_checkable
 
 import torch
 import torch.nn.functional as F
@@ -18,11 +19,25 @@ from torch import Tensor, nn
 from redline.models.rope import rotary_table, rotate
 from redline.models.spec import DecoderSpec
 
+_HAS_TRITON = find_spec("triton") is not None
+Rotary = tuple[Tensor, Tensor]
+"""cos and sin of every token's position."""
+
 
 class Attend(Protocol):
     """Attention of one layer: queries [T, H, D], keys and values [T, K, D] → [T, H, D]."""
 
     def __call__(self, layer: int, q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor) -> Tensor: ...
+
+
+@runtime_checkable
+class FusedAttend(Protocol):
+    """Attention that takes a layer's raw projection [T, H + 2 · K, D] and does norm, rotation and attention in one kernel."""
+
+    def attend_fused(self, layer: DecoderLayer, heads: Tensor) -> Tensor: ...
+
+
+AnyAttend = Attend | FusedAttend
 
 
 class DecoderLayer(nn.Module):
@@ -40,19 +55,24 @@ class DecoderLayer(nn.Module):
         self.gate_up = nn.Linear(spec.hidden_size, 2 * spec.intermediate_size, bias=spec.mlp_bias)
         self.down = nn.Linear(spec.intermediate_size, spec.hidden_size, bias=spec.mlp_bias)
 
-    def forward(self, x_TE: Tensor, cos: Tensor, sin: Tensor, attend: Attend) -> Tensor:
-        x_TE = x_TE + self._attention(self._norm(x_TE, self.attn_norm), cos, sin, attend)
-        gate, up = self.gate_up(self._norm(x_TE, self.mlp_norm)).chunk(2, dim=-1)
-        return x_TE + self.down(F.silu(gate) * up)
+    def forward(self, x_TE: Tensor, delta_TE: Tensor | None, rotary: Rotary | None, attend: AnyAttend) -> tuple[Tensor, Tensor]:
+        """The residual stream so far and what to add to it: the addition is left to the next norm, which reads both anyway."""
+        x_TE, normed_TE = add_rms_norm(x_TE, delta_TE, self.attn_norm, self.spec.norm_eps)
+        x_TE, normed_TE = add_rms_norm(x_TE, self._attention(normed_TE, rotary, attend), self.mlp_norm, self.spec.norm_eps)
+        return x_TE, self.down(silu_mul(self.gate_up(normed_TE)))
 
-    def _attention(self, x_TE: Tensor, cos: Tensor, sin: Tensor, attend: Attend) -> Tensor:
+    def _attention(self, x_TE: Tensor, rotary: Rotary | None, attend: AnyAttend) -> Tensor:
         spec = self.spec
         heads = self.qkv(x_TE).view(-1, spec.num_heads + 2 * spec.num_kv_heads, spec.head_dim)
+        if rotary is None:
+            assert isinstance(attend, FusedAttend)
+            return self.o(attend.attend_fused(self, heads).flatten(1))
+        assert not isinstance(attend, FusedAttend)
         qk, v_TKD = heads.split([spec.num_heads + spec.num_kv_heads, spec.num_kv_heads], dim=1)
         if self.q_norm is not None and self.k_norm is not None:
             q_THD, k_TKD = qk.split([spec.num_heads, spec.num_kv_heads], dim=1)
             qk = torch.cat((self._norm(q_THD, self.q_norm), self._norm(k_TKD, self.k_norm)), dim=1)
-        q_THD, k_TKD = rotate(qk, cos, sin).split([spec.num_heads, spec.num_kv_heads], dim=1)
+        q_THD, k_TKD = rotate(qk, *rotary).split([spec.num_heads, spec.num_kv_heads], dim=1)
         return self.o(attend(self.index, q_THD, k_TKD, v_TKD).flatten(1))
 
     def _norm(self, x: Tensor, weight: Tensor) -> Tensor:
@@ -78,13 +98,15 @@ class Decoder(nn.Module):
         """[V, E]: the language-model head, or the embedding where they are tied."""
         return self.embed if self.lm_head is None else self.lm_head
 
-    def forward(self, tokens_T: Tensor, positions_T: Tensor, attend: Attend) -> Tensor:
+    def forward(self, tokens_T: Tensor, positions_T: Tensor, attend: AnyAttend) -> Tensor:
         """Hidden states [T, E] after the final norm."""
-        x_TE = F.embedding(tokens_T, self.embed)
-        cos, sin = rotary_table(self.rotary_frequencies, self.rotary_factor, positions_T, x_TE.dtype)
+        x_TE, delta_TE = F.embedding(tokens_T, self.embed), None
+        rotary = None
+        if not isinstance(attend, FusedAttend):
+            rotary = rotary_table(self.rotary_frequencies, self.rotary_factor, positions_T, x_TE.dtype)
         for layer in self.layers:
-            x_TE = layer(x_TE, cos, sin, attend)
-        return rms_norm(x_TE, self.norm, self.spec.norm_eps)
+            x_TE, delta_TE = layer(x_TE, delta_TE, rotary, attend)
+        return add_rms_norm(x_TE, delta_TE, self.norm, self.spec.norm_eps)[1]
 
     def logits(self, hidden_ME: Tensor) -> Tensor:
         """[M, V] in the compute dtype."""
@@ -94,3 +116,28 @@ class Decoder(nn.Module):
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """x / sqrt(mean(x²) + eps) · weight, with the statistics in float32."""
     return F.rms_norm(x, weight.shape, weight, eps)
+
+
+def add_rms_norm(x_TE: Tensor, delta_TE: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """x + delta, and the RMS norm of that."""
+    if _one_pass(x_TE):
+        from redline.models import kernels
+
+        return kernels.add_rms_norm(x_TE, delta_TE, weight, eps)
+    x_TE = x_TE if delta_TE is None else x_TE + delta_TE
+    return x_TE, rms_norm(x_TE, weight, eps)
+
+
+def silu_mul(gate_up: Tensor) -> Tensor:
+    """silu(gate) · up, of the two side by side."""
+    if _one_pass(gate_up):
+        from redline.models import kernels
+
+        return kernels.silu_mul(gate_up)
+    gate, up = gate_up.chunk(2, dim=-1)
+    return F.silu(gate) * up
+
+
+def _one_pass(x: Tensor) -> bool:
+    """Whether the Triton kernels serve: on CUDA, where no gradient is wanted."""
+    return x.is_cuda and not torch.is_grad_enabled() and _HAS_TRITON
