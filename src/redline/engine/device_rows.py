@@ -16,6 +16,9 @@ from redline.engine.sampler import Sampled, SamplingRows, sample, stream
 from redline.engine.sequence import Sequence as Sequence_
 from redline.engine.sequence import Wants
 
+MAX_STOPS = 8
+"""Stop tokens a sequence may have."""
+
 
 class DeviceRows:
     """Tensors over the rows."""
@@ -41,7 +44,7 @@ class DeviceRows:
         self.top_p_R = rows(1, torch.float32)
         self.min_p_R = rows(0, torch.float32)
         self.min_tokens_R = rows(0, torch.int64)
-        self.stops_RS = torch.full((num_rows + 1, 8), NO_TOKEN, dtype=torch.int64, device=device)
+        self.stops_RS = torch.full((num_rows + 1, MAX_STOPS), NO_TOKEN, dtype=torch.int64, device=device)
         self.tables_RN = torch.zeros((num_rows + 1, max_blocks), dtype=torch.int32, device=device)
         self.bias_RV: Tensor | None = None
         """Made when the first request asks for a bias or a mask."""
@@ -65,8 +68,7 @@ class DeviceRows:
         }
         for name, (values, dtype) in columns.items():
             getattr(self, name).index_copy_(0, rows, self.upload(values, dtype))
-        width = self.stops_RS.shape[1]
-        stops = [[*p.stop_token_ids, *[NO_TOKEN] * (width - len(p.stop_token_ids))] for p in params]
+        stops = [[*p.stop_token_ids, *[NO_TOKEN] * (MAX_STOPS - len(p.stop_token_ids))] for p in params]
         self.stops_RS.index_copy_(0, rows, self.upload(stops, torch.int64))
         for sequence in sequences:
             self._set_bias(sequence)
@@ -86,10 +88,6 @@ class DeviceRows:
         for token, value in sampling.logit_bias.items():
             bias[token] += value
         self.bias_RV[sequence.row] = torch.from_numpy(bias).to(self._device)
-
-    @property
-    def max_stops(self) -> int:
-        return self.stops_RS.shape[1]
 
     def set_blocks(self, entries: Sequence[tuple[int, int, int]]) -> None:
         """(row, place, block)."""

@@ -14,6 +14,7 @@ import itertools
 import time
 from collections import deque
 from collections.abc import Sequence as Sequence_
+from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -22,13 +23,14 @@ import torch
 from redline.config.schema import EngineConfig
 from redline.engine.admission import Limits, check_request
 from redline.engine.blocks import BlockPool
-from redline.engine.device_rows import DeviceRows
+from redline.engine.device_rows import MAX_STOPS, DeviceRows
 from redline.engine.kv_cache import KVCache
 from redline.engine.rows import Rows
 from redline.engine.runner import Results, Runner, Samples, wants_of
 from redline.engine.scheduler import Plan, Scheduler
 from redline.engine.sequence import Sampled, Sequence, Stage, Wants
 from redline.engine.sizing import block_size_for, num_blocks_for
+from redline.engine.sleep import MemoryMoved, OffloadedWeights, Stopwatch
 from redline.engine.stats import EngineStats, Rate
 from redline.engine.stop_strings import find_stop
 from redline.errors import EngineError
@@ -73,13 +75,14 @@ class NativeEngine:
             self._salt_of,
             enable_prefix_caching=config.enable_prefix_caching,
         )
-        self._runner = self._make_runner()
+        self._runner: Runner | None = self._make_runner()
+        self._offloaded: OffloadedWeights | None = None
         self._limits = Limits(
             vocab_size=spec.vocab_size,
             max_len=self._max_len,
             max_num_seqs=config.max_num_seqs,
             cache_tokens=self._pool.num_blocks * self._block_size,
-            max_stops=self._runner.rows.max_stops,
+            max_stops=MAX_STOPS,
             max_top_logprobs=MAX_TOP_LOGPROBS,
             has_tokenizer=tokenizer is not None,
         )
@@ -96,6 +99,11 @@ class NativeEngine:
         cache = KVCache(spec, self._pool.num_blocks + 1, self._block_size, weight.device, weight.dtype)
         max_blocks = -(-self._max_len // self._block_size)
         rows = DeviceRows(self._config.max_num_seqs, max_blocks, spec.vocab_size, weight.device)
+        if weight.device.type == "cuda" and find_spec("triton"):
+            from redline.engine import cuda
+
+            if cuda.serves(self.decoder, weight.dtype, self._block_size):
+                return cuda.CudaRunner(self.decoder, cache, rows)
         return Runner(self.decoder, cache, rows)
 
     def _salt_of(self, adapter: str | None) -> bytes:
@@ -159,7 +167,7 @@ class NativeEngine:
         before = len(self._in_flight)
         self._launch(self._scheduler.schedule(num_steps))
         launched = len(self._in_flight) - before
-        self._collect(keep=launched if self._runner.runs_ahead else 0)
+        self._collect(keep=launched if self._awake.runs_ahead else 0)
         self._steps += 1
         self._rate.add(time.perf_counter(), self._generated_tokens)
         events, self._events = self._events, []
@@ -168,13 +176,13 @@ class NativeEngine:
     def _num_steps(self) -> int:
         """Steps to launch at once: one where somebody looks at every token, else as many as the longest may still take."""
         decoding = self._scheduler.decoding
-        if self._runner.max_steps == 1 or any(s.streaming or s.request.sampling.stop for s in decoding):
+        if self._awake.max_steps == 1 or any(s.streaming or s.request.sampling.stop for s in decoding):
             return 1
         left = max((int(self._rows.limit_R[s.row] - self._rows.launched_R[s.row]) for s in decoding), default=1)
-        return max(1, min(self._runner.max_steps, left))
+        return max(1, min(self._awake.max_steps, left))
 
     def _launch(self, plan: Plan) -> None:
-        self._runner.prepare(plan)
+        self._awake.prepare(plan)
         for sequence in plan.admitted:
             self._at_row[sequence.row] = sequence
         self._batch_size = len(plan.decode)
@@ -183,18 +191,18 @@ class NativeEngine:
                 rows_B = np.array([s.row for s in plan.decode])
                 positions_B = self._rows.launched_position_R[rows_B] - 1
                 wants = wants_of(plan.decode)
-                samples = self._runner.decode(rows_B, positions_B, plan.num_steps, wants)
+                samples = self._awake.decode(rows_B, positions_B, plan.num_steps, wants)
                 self._expect(rows_B, samples, is_first=False)
         if plan.chunks:
             with span("engine.prefill", version=self.version):
                 samplers = [s for c in plan.chunks for s in c.samplers]
                 self._prompt_tokens += sum(c.end - c.start for c in plan.chunks)
-                first = self._runner.prefill(plan.chunks, plan.copies, wants_of(samplers))
+                first = self._awake.prefill(plan.chunks, plan.copies, wants_of(samplers))
                 if first is not None:
                     self._expect(np.array([s.row for s in samplers]), first, is_first=True)
 
     def _expect(self, rows_B: np.ndarray, samples: Samples, *, is_first: bool) -> None:
-        fetched, arrived = self._runner.fetch(samples)
+        fetched, arrived = self._awake.fetch(samples)
         self._in_flight.append(Results(rows_B, self._rows.epoch_R[rows_B], self.version, is_first, fetched, arrived))
 
     # ── what comes back ────────────────────────────────────────────────────────────────────────────────────────────────
@@ -271,7 +279,7 @@ class NativeEngine:
     def _release(self, sequence: Sequence) -> None:
         if sequence.stage is Stage.DECODE:
             # Where it ended by a stop string or an abort, the device does not know yet.
-            self._runner.rows.kill([sequence.row])
+            self._awake.rows.kill([sequence.row])
             self._at_row[sequence.row] = None
             self._scheduler.finish(sequence)
         else:
@@ -287,7 +295,7 @@ class NativeEngine:
     def _fail(self, sequence: Sequence) -> None:
         """Give up its request: nobody can use a part of it."""
         sequence.cacheable = False
-        self._runner.scrub(sequence.blocks)
+        self._awake.scrub(sequence.blocks)
         for sibling in list(self._unfinished[sequence.request_id]):
             sibling.cacheable = False
             self._release(sibling)
@@ -346,6 +354,41 @@ class NativeEngine:
         self.version = update.version
         for sequence in (*self._scheduler.decoding, *self._scheduler.prefilling):
             sequence.cacheable = False
+
+    @torch.inference_mode()
+    def sleep(self, *, weights: bool = False) -> MemoryMoved:
+        """Give up the KV cache, and the weights where asked. Requests under way are kept and computed again after `wake`."""
+        if self._runner is None:
+            raise EngineError("the engine is asleep already", "wake it first")
+        if weights and self.decoder.output_weight.device.type == "cpu":
+            raise EngineError("the weights are in host memory, where sleep would put them", "sleep without `weights`")
+        watch = Stopwatch(self.decoder.output_weight.device)
+        self._collect(keep=0)
+        self._scheduler.suspend()
+        self._at_row = [None] * len(self._at_row)
+        freed, self._runner = self._runner.cache.bytes, None
+        self._offloaded = OffloadedWeights(self.decoder) if weights else None
+        if self.decoder.output_weight.device.type == "cuda":
+            torch.cuda.empty_cache()
+        return MemoryMoved(freed, self._offloaded.bytes if self._offloaded else 0, watch.seconds)
+
+    @torch.inference_mode()
+    def wake(self) -> MemoryMoved:
+        """Take back what `sleep` gave up."""
+        if self._runner is not None:
+            raise EngineError("the engine is not asleep", "call sleep first")
+        watch = Stopwatch(self.decoder.output_weight.device)
+        offloaded, self._offloaded = self._offloaded, None
+        if offloaded is not None:
+            offloaded.restore()
+        self._runner = self._make_runner()
+        return MemoryMoved(self._runner.cache.bytes, offloaded.bytes if offloaded else 0, watch.seconds)
+
+    @property
+    def _awake(self) -> Runner:
+        if self._runner is None:
+            raise EngineError("the engine is asleep", "wake it first")
+        return self._runner
 
     @property
     def stats(self) -> EngineStats:

@@ -55,6 +55,14 @@ class KVCache:
             else:
                 cache.view(-1, *cache.shape[2:]).index_copy_(0, slots_T, fresh)
 
+    def read(self, layer: int, slots_T: Tensor) -> tuple[Tensor, Tensor]:
+        """Keys and values [T, K, D] at these slots."""
+        keys, values = self.blocks[layer]
+        if self.heads_first:
+            blocks_T, offsets_T = slots_T // self.block_size, slots_T % self.block_size
+            return keys[blocks_T, :, offsets_T], values[blocks_T, :, offsets_T]
+        return keys.flatten(0, 1)[slots_T], values.flatten(0, 1)[slots_T]
+
     def gather(self, layer: int, blocks_BN: Tensor) -> tuple[Tensor, Tensor]:
         """Keys and values [B, K, N · block_size, D] of each row of blocks."""
         B, N = blocks_BN.shape

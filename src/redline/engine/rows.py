@@ -23,7 +23,7 @@ class Rows:
         self.limit_R = np.zeros(num_rows, np.int64)
         """Most tokens the row may sample."""
         self.min_tokens_R = np.zeros(num_rows, np.int64)
-        self.stops_RS = np.full((num_rows, 4), NO_TOKEN, np.int64)
+        self.stops_RS = np.full((num_rows, 1), NO_TOKEN, np.int64)
         self.alive_R = np.zeros(num_rows, bool)
         self.epoch_R = np.zeros(num_rows, np.int64)
         """Counts the row's tenants: results for an earlier one are nobody's."""

@@ -18,7 +18,7 @@ from redline.engine.sampler import Sampled
 from redline.engine.scheduler import Chunk, Plan
 from redline.engine.sequence import Sequence as Sequence_
 from redline.engine.sequence import Wants
-from redline.models.decoder import Attend, Decoder
+from redline.models.decoder import AnyAttend, Attend, Decoder
 
 PROMPT_LOGPROBS_CHUNK = 512
 """Prompt positions whose logits are held at once."""
@@ -39,6 +39,20 @@ class Samples:
         """One step."""
         parts = (sampled.tokens_B, sampled.logprobs_B, sampled.raw_logprobs_B, sampled.top_ids_BK, sampled.top_logprobs_BK)
         return cls(*(None if part is None else part[None] for part in parts))  # type: ignore[arg-type]
+
+    @property
+    def parts(self) -> tuple[Tensor | None, ...]:
+        return self.tokens_SB, self.logprobs_SB, self.raw_SB, self.top_ids_SBK, self.top_logprobs_SBK
+
+    def part(self, num_steps: int, num_rows: int) -> Samples:
+        """The first steps of the first rows."""
+        return Samples(*(None if part is None else part[:num_steps, :num_rows] for part in self.parts))  # type: ignore[arg-type]
+
+    def put(self, step: Tensor, sampled: Sampled) -> None:
+        """Store one step's samples at the number that `step` [1] holds on the device."""
+        for part, fresh in zip(self.parts, Samples.of(sampled).parts, strict=True):
+            if part is not None and fresh is not None:
+                part.index_copy_(0, step, fresh)
 
 
 @dataclass(slots=True)
@@ -92,7 +106,7 @@ class Runner:
         attend = GatherAttention(self.cache, Runs(positions_B, np.ones_like(positions_B), tables), self._dtype)
         return Samples.of(self._decode_once(rows, attend.positions_T, attend, wants))
 
-    def _decode_once(self, rows_B: Tensor, positions_B: Tensor, attend: Attend, wants: Wants) -> Sampled:
+    def _decode_once(self, rows_B: Tensor, positions_B: Tensor, attend: AnyAttend, wants: Wants) -> Sampled:
         hidden_BE = self._decoder(self.rows.next_token_R[rows_B], positions_B, attend)
         self.rows.position_R.index_add_(0, rows_B, self.rows.alive_R[rows_B].long())
         return self.rows.sample(rows_B, self._decoder.logits(hidden_BE), wants)
@@ -103,8 +117,7 @@ class Runner:
         """Put the chunks through the network; a sample for each of their `samplers`, in order."""
         tokens = np.concatenate([c.sequence.tokens[c.start : c.end] for c in chunks])
         starts, ends = np.array([c.start for c in chunks]), np.array([c.end for c in chunks])
-        table_rows = self.rows.upload([c.sequence.row for c in chunks], torch.int64)
-        runs = Runs(starts, ends - starts, self.rows.tables_RN[table_rows].cpu().numpy())
+        runs = Runs(starts, ends - starts, _tables(chunks))
         attend, positions_T = self._prefill_attention(runs)
         hidden_TE = self._decoder(self.rows.upload(tokens, torch.int64), positions_T, attend)
         if copies:
@@ -150,12 +163,20 @@ class Runner:
 
     def fetch(self, samples: Samples) -> tuple[Samples, torch.cuda.Event | None]:
         """Send samples to the host; they are there once the event, if any, has happened."""
-        return samples, None
+        return Samples(*(None if part is None else part.cpu() for part in samples.parts)), None  # type: ignore[arg-type]
 
     def scrub(self, blocks: Sequence[int]) -> None:
         """Zero blocks that may hold NaN, which would reach whoever holds them next."""
         if blocks:
             self.cache.blocks[:, :, self.rows.upload(list(blocks), torch.int64)] = 0
+
+
+def _tables(chunks: Sequence[Chunk]) -> np.ndarray:
+    """The blocks of each chunk's sequence; the device has the same, but asking it would mean waiting."""
+    tables_SN = np.zeros((len(chunks), max(len(c.sequence.blocks) for c in chunks)), np.int64)
+    for table, chunk in zip(tables_SN, chunks, strict=True):
+        table[: len(chunk.sequence.blocks)] = chunk.sequence.blocks
+    return tables_SN
 
 
 def wants_of(sequences: Sequence[Sequence_]) -> Wants:

@@ -90,7 +90,7 @@ def sample(logits_BV: Tensor, rows: SamplingRows, *, raw: bool = False, top: int
     scaled_BV = _filtered(_biased(logits_BV, rows) / torch.where(greedy_B, 1.0, rows.temperature_B)[:, None], rows)
     chunks_BCN = _chunked(scaled_BV)
     peaks_BC = chunks_BCN.amax(dim=-1)
-    centred_BCN = chunks_BCN - peaks_BC.amax(dim=-1)[:, None, None]
+    centred_BCN = chunks_BCN.sub_(peaks_BC.amax(dim=-1)[:, None, None])  # in place: the division above made them ours
     weights_BCN = centred_BCN.exp()
     drawn_B = _search(weights_BCN, uniform(rows.streams_B, rows.counters_B))
     # The clamp is for rows of NaN, where no comparison means anything.
@@ -184,7 +184,8 @@ def _num_candidates(k_B1: Tensor, V: int) -> int:
 def _in_order(scaled_BV: Tensor, N: int) -> tuple[Tensor, Tensor]:
     """Values and ids of the N likeliest tokens, likeliest first, of equals the lower id first."""
     if scaled_BV.shape[1] == N:
-        return tuple(scaled_BV.sort(dim=-1, descending=True, stable=True))
+        values_BV, ids_BV = scaled_BV.sort(dim=-1, descending=True, stable=True)
+        return values_BV, ids_BV
     ids_BN = scaled_BV.topk(N, dim=-1, sorted=False).indices.sort(dim=-1).values
     values_BN, order_BN = scaled_BV.gather(1, ids_BN).sort(dim=-1, descending=True, stable=True)
     return values_BN, ids_BN.gather(1, order_BN)

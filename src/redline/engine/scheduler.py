@@ -161,11 +161,11 @@ class Scheduler:
     def _preempt(self, sequence: Sequence, plan: Plan) -> None:
         plan.new_blocks = [entry for entry in plan.new_blocks if entry[0] != sequence.row]
         plan.preempted_rows.append(sequence.row)
-        self.preempt(sequence)
-
-    def preempt(self, sequence: Sequence) -> None:
-        """Back to the head of the queue. What it sampled is kept, its keys and values are computed again."""
         self.counts.preemptions += 1
+        self._requeue(sequence)
+
+    def _requeue(self, sequence: Sequence) -> None:
+        """Back to the head of the queue. What it sampled is kept, its keys and values are computed again."""
         self.decoding.remove(sequence)
         sequence.sampled = self._rows.take(sequence.row)
         self._file_blocks(sequence)
@@ -292,6 +292,18 @@ class Scheduler:
                 heirs[0].followers = heirs[1:]
                 self.waiting.appendleft(heirs[0])
         sequence.stage = Stage.FINISHED
+
+    def suspend(self) -> None:
+        """Everybody gives back rows and blocks and waits again, in the old order; no block can be found by content."""
+        for leader in reversed(self.prefilling):
+            for member in (leader, *leader.followers):
+                self._give_back(member)
+                member.stage = Stage.WAITING
+            self.waiting.appendleft(leader)
+        self.prefilling = []
+        for sequence in reversed(self.decoding.copy()):
+            self._requeue(sequence)
+        self.pool.forget_all()
 
     def _file_blocks(self, sequence: Sequence) -> None:
         """File the full blocks of prompt and completion: a next turn may begin with both."""

@@ -36,6 +36,11 @@ class Wants:
     raw: bool = False
     top: int = 0
 
+    @property
+    def is_plain(self) -> bool:
+        """Temperature alone."""
+        return not (self.filters or self.bias or self.min_tokens or self.raw or self.top)
+
     @classmethod
     def of(cls, sampling: SamplingParams) -> Wants:
         return cls(

@@ -1,0 +1,1 @@
+"""Engines that sample with the machinery of others, behind the same port."""

@@ -1,0 +1,207 @@
+"""The runner for NVIDIA GPUs: a whole decode step, sampling included, is one CUDA graph.
+
+Everything a step reads and writes lives in tensors at fixed addresses (`DeviceRows`, the cache, the weights), so a graph is
+replayed as often as wanted without a word from the host: the rows advance, stop and die on the device. The host launches a
+few steps at once, and looks at their tokens while the next ones run. Weights are updated in place, so graphs outlive them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from redline.engine.attention import Runs
+from redline.engine.device_rows import DeviceRows
+from redline.engine.kernels.decode_attention import TILES, DecodeBatch, choose_splits, decode_attention
+from redline.engine.kernels.sampling import sample_plain
+from redline.engine.kernels.step import begin_step, end_step
+from redline.engine.kv_cache import KVCache
+from redline.engine.runner import Runner, Samples
+from redline.engine.sequence import Wants
+from redline.models.decoder import Decoder, DecoderLayer
+
+MAX_STEPS = 8
+"""Decode steps per launch. A sequence that ends early idles for the rest of them; the host has the time of all of them to
+look at the previous ones."""
+MAX_SPLITS = 16
+BATCH_RATIO = 1.25
+"""Batches are filled up with dead rows to the next of a ladder of sizes, each this much larger than the one before."""
+
+
+def serves(decoder: object, dtype: torch.dtype, block_size: int) -> bool:
+    """Whether the kernels take this network."""
+    return (
+        isinstance(decoder, Decoder)
+        and dtype in (torch.bfloat16, torch.float16)
+        and decoder.spec.head_dim in TILES
+        and block_size & (block_size - 1) == 0
+    )
+
+
+class PagedDecodeAttention:
+    """Norm, rotation, cache write and attention of one new token per row, in one kernel. A `FusedAttend`."""
+
+    def __init__(self, decoder: Decoder, cache: KVCache, batch: DecodeBatch) -> None:
+        self._decoder = decoder
+        self._cache = cache
+        self._batch = batch
+
+    def attend_fused(self, layer: DecoderLayer, heads: Tensor) -> Tensor:
+        keys, values = self._cache.blocks[layer.index]
+        norms = None if layer.q_norm is None or layer.k_norm is None else (layer.q_norm, layer.k_norm)
+        frequencies, factor = self._decoder.rotary_frequencies, self._decoder.rotary_factor
+        return decode_attention(heads, keys, values, self._batch, frequencies, factor, norms, layer.spec.norm_eps)
+
+
+class FlashPrefillAttention:
+    """Chunks of prompts through torch's FlashAttention for packed sequences. An `Attend`."""
+
+    def __init__(self, cache: KVCache, runs: Runs, upload: Callable[[object, torch.dtype], Tensor]) -> None:
+        self._cache = cache
+        self.positions_T = upload(runs.positions(), torch.int64)
+        self._slots_T = upload(runs.slots(cache.block_size), torch.int64)
+        self._query_offsets = upload(runs.offsets, torch.int32)
+        self._longest = int(runs.lengths_S.max()), int(runs.ends.max())
+        self._key_offsets, self._key_slots = self._query_offsets, None
+        if runs.starts_S.any():
+            # Some of their context is in the cache already: keys come from there, this step's included.
+            whole = Runs(np.zeros_like(runs.starts_S), runs.ends, runs.tables_SN)
+            self._key_offsets = upload(whole.offsets, torch.int32)
+            self._key_slots = upload(whole.slots(cache.block_size), torch.int64)
+
+    def __call__(self, layer: int, q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor) -> Tensor:
+        self._cache.write(layer, self._slots_T, k_TKD, v_TKD)
+        if self._key_slots is not None:
+            k_TKD, v_TKD = self._cache.read(layer, self._key_slots)
+        out, *_ = torch.ops.aten._flash_attention_forward(
+            q_THD,
+            k_TKD,
+            v_TKD,
+            self._query_offsets,
+            self._key_offsets,
+            *self._longest,
+            0.0,  # dropout
+            True,  # causal, aligned at the end
+            False,
+        )
+        return out
+
+
+@dataclass(slots=True)
+class _DecodeGraph:
+    """One captured step for one size of batch."""
+
+    graph: torch.cuda.CUDAGraph
+    samples: Samples
+    """Where its samples go: `MAX_STEPS` rows, the next one each time."""
+
+
+class CudaRunner(Runner):
+    max_steps = MAX_STEPS
+    runs_ahead = True
+
+    def __init__(self, decoder: Decoder, cache: KVCache, rows: DeviceRows) -> None:
+        super().__init__(decoder, cache, rows)
+        device = cache.blocks.device
+        self._rows_B = torch.full((rows.dead_row + 1,), rows.dead_row, dtype=torch.int64, device=device)
+        self._rows32_B = self._rows_B.int()
+        self._step = torch.zeros(1, dtype=torch.int64, device=device)
+        self._launched_R = torch.zeros_like(self._rows_B)
+        """Steps of each row within the current launch."""
+        self._sizes = batch_sizes(rows.dead_row)
+        self._pool = torch.cuda.graph_pool_handle()
+        self._graphs: dict[tuple[int, Wants], _DecodeGraph] = {}
+
+    # ── decode ─────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def decode(self, rows_B: np.ndarray, positions_B: np.ndarray, num_steps: int, wants: Wants) -> Samples:
+        size = next(size for size in self._sizes if size >= len(rows_B))
+        captured = self._graphs.get((size, wants)) or self._capture(size, wants)
+        filled = np.full(size, self.rows.dead_row)
+        filled[: len(rows_B)] = rows_B
+        self._rows_B[:size].copy_(self.rows.upload(filled, torch.int64), non_blocking=True)
+        self._rows32_B[:size].copy_(self._rows_B[:size])
+        self._step.zero_()
+        self._launched_R.zero_()
+        for _ in range(num_steps):
+            captured.graph.replay()
+        return captured.samples.part(num_steps, len(rows_B))
+
+    def _capture(self, size: int, wants: Wants) -> _DecodeGraph:
+        """Run the step once as it is, so that every kernel is compiled, on rows that are all dead; then record it."""
+        self._rows_B.fill_(self.rows.dead_row)
+        self._rows32_B.fill_(self.rows.dead_row)
+        self._step.zero_()
+        samples = self._room_for_samples(size, wants)
+        self._decode_step(size, wants, samples)
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=self._pool):
+            self._decode_step(size, wants, samples)
+        self._graphs[size, wants] = _DecodeGraph(graph, samples)
+        return self._graphs[size, wants]
+
+    def _decode_step(self, size: int, wants: Wants, samples: Samples) -> None:
+        rows_B = self._rows_B[:size]
+        inputs = begin_step(self.rows, rows_B)
+        hidden_BE = self._decoder(inputs.tokens_B, inputs.positions_B, self._decode_attention(size, inputs.positions_B))
+        logits_BV = self._decoder.logits(hidden_BE)
+        if wants.is_plain:
+            tokens_B, logprobs_B = torch.empty_like(inputs.tokens_B), torch.empty_like(inputs.temperature_B)
+            sample_plain(logits_BV, inputs.temperature_B, inputs.streams_B, inputs.counters_B, tokens_B, logprobs_B)
+            out = (samples.tokens_SB, samples.logprobs_SB)
+            end_step(self.rows, rows_B, tokens_B, logprobs_B, self._launched_R, out)
+        else:
+            self.rows.position_R.index_add_(0, rows_B, self.rows.alive_R[rows_B].long())
+            samples.put(self._step, self.rows.sample(rows_B, logits_BV, wants))
+            self._step += 1
+
+    def _decode_attention(self, size: int, positions_B: Tensor) -> PagedDecodeAttention:
+        spec = self._decoder.spec
+        max_tokens = self.rows.tables_RN.shape[1] * self.cache.block_size
+        splits = min(MAX_SPLITS, choose_splits(size, spec.num_kv_heads, max_tokens, spec.head_dim))
+        batch = DecodeBatch(positions_B, self._rows32_B[:size], self.rows.tables_RN, splits)
+        return PagedDecodeAttention(self._decoder, self.cache, batch)
+
+    def _room_for_samples(self, size: int, wants: Wants) -> Samples:
+        def room(dtype: torch.dtype, *more: int) -> Tensor:
+            return torch.zeros((MAX_STEPS, size, *more), dtype=dtype, device=self._step.device)
+
+        return Samples(
+            tokens_SB=room(torch.int64),
+            logprobs_SB=room(torch.float32),
+            raw_SB=room(torch.float32) if wants.raw else None,
+            top_ids_SBK=room(torch.int64, wants.top) if wants.top else None,
+            top_logprobs_SBK=room(torch.float32, wants.top) if wants.top else None,
+        )
+
+    # ── prefill ────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def _prefill_attention(self, runs: Runs) -> tuple[FlashPrefillAttention, Tensor]:
+        attend = FlashPrefillAttention(self.cache, runs, self.rows.upload)
+        return attend, attend.positions_T
+
+    # ── results ────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def fetch(self, samples: Samples) -> tuple[Samples, torch.cuda.Event | None]:
+        def to_host(part: Tensor | None) -> Tensor | None:
+            if part is None:
+                return None
+            return torch.empty(part.shape, dtype=part.dtype, pin_memory=True).copy_(part, non_blocking=True)
+
+        host = Samples(*map(to_host, samples.parts))  # type: ignore[arg-type]
+        arrived = torch.cuda.Event()
+        arrived.record()
+        return host, arrived
+
+
+def batch_sizes(largest: int) -> list[int]:
+    """1, 2, 4, 8, then multiples of 8 about `BATCH_RATIO` apart, up to `largest`."""
+    sizes = [size for size in (1, 2, 4, 8) if size < largest]
+    while sizes and sizes[-1] < largest and sizes[-1] >= 8:
+        sizes.append(min(largest, max(sizes[-1] + 8, int(sizes[-1] * BATCH_RATIO) // 8 * 8)))
+    return sizes if sizes and sizes[-1] == largest else [*sizes, largest]
