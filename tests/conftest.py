@@ -15,6 +15,8 @@ from hypothesis import settings
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # the networks here are so small that a second thread only waits
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+if not Path("/dev/nvidiactl").exists():
+    os.environ.setdefault("TRITON_INTERPRET", "1")  # without a GPU, Triton's kernels run in its interpreter
 
 # The first example of a property pays for imports and warm-up; time is the suite's business, not an example's.
 settings.register_profile("redline", deadline=None)

@@ -6,7 +6,7 @@ import errno
 import json
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
@@ -63,6 +63,68 @@ def train(
     typer.echo(json.dumps(summary) if as_json else summary["run"])
     if not summary["finished"]:
         raise typer.Exit(130)
+
+
+@app.command()
+def serve(
+    model: Annotated[str, typer.Argument(help="A Hugging Face folder, a .gguf file, a hub id, or a built-in model.")],
+    overrides: Annotated[
+        list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Set keys of a recipe's engine section, or run.KEY.")
+    ] = None,
+    host: Annotated[str, typer.Option(help="Address to listen on; one that others can reach needs an API key.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(help="Port to listen on; 0 takes a free one.", min=0, max=65535)] = 8000,
+    device: Annotated[Literal["auto", "cpu", "cuda"], typer.Option(help="Where the model runs.")] = "auto",
+    dtype: Annotated[Literal["auto", "float32", "bfloat16"], typer.Option(help="Compute dtype.")] = "auto",
+    api_key_env: Annotated[str, typer.Option(help="The environment variable that holds the API key.")] = "REDLINE_API_KEY",
+    served_model_name: Annotated[str | None, typer.Option(help="The model's name to clients; by default MODEL.")] = None,
+    lora: Annotated[list[str] | None, typer.Option(metavar="NAME=PATH", help="A LoRA adapter to serve as NAME.")] = None,
+) -> None:
+    """Serve a model over an OpenAI-compatible API."""
+    from redline.serve.listener import bind
+    from redline.serve.settings import make_settings
+
+    settings = make_settings(
+        model,
+        overrides or [],
+        host=host,
+        port=port,
+        device=device,
+        dtype=dtype,
+        api_key_env=api_key_env,
+        served_model_name=served_model_name,
+        adapters=lora or [],
+    )
+    try:
+        with bind(settings.host, settings.port) as listener:
+            from redline.serve.server import serve as serve_forever
+
+            serve_forever(settings, listener)
+    except KeyboardInterrupt:
+        typer.echo("stopped", err=True)
+        raise typer.Exit(130) from None
+
+
+@app.command()
+def bench(
+    case: Annotated[str, typer.Argument(help="What to measure: generate, n-sampling.")],
+    overrides: Annotated[
+        list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Settings of the case, such as workload=W1.")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="End with one JSON document on stdout.")] = False,
+    save: Annotated[Path | None, typer.Option(metavar="DIR", help="Also write the document to DIR/CASE.json.")] = None,
+) -> None:
+    """Measure a part of redline beside its physical bound and its peers."""
+    from redline.lab.settings import make_settings
+
+    settings = make_settings(case, overrides or [])
+    from redline.lab.bench import bench as run_bench
+
+    document = run_bench(case, settings)
+    path = document.save(save) if save else None
+    if as_json:
+        typer.echo(json.dumps(document.as_json()))
+    elif path:
+        typer.echo(path)
 
 
 def _run_to_continue(path: Path, overrides: list[str]) -> tuple[RunFolder, Config]:

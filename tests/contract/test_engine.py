@@ -1,65 +1,25 @@
-"""What every engine promises (`ports.Engine`), held against transformers.
-
-An engine joins by an entry in `ENGINES`: how to make one from a Hugging Face folder, and how to look at it from outside."""
+"""What every engine promises (`ports.Engine`), held against transformers. The engines are in `engine_benches.py`."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from engine_benches import ENGINES, FAMILIES, Bench, Kind, Size, Workshop, letters, write_tokenizer
 from fresh_memory import fresh_memory_is_nan
-from small_models import CONFIGS, VOCAB_SIZE, randomize, write_model
+from small_models import VOCAB_SIZE, randomize, write_model
 from transformers import PreTrainedModel
 
-from redline.engine import NativeEngine
 from redline.errors import EngineError
-from redline.models.hf import load_decoder
-from redline.ports import Engine
 from redline.types import Completion, FinishReason, GenerateRequest, SamplingParams, VersionSpan, WeightUpdate
 
 MAX_POSITIONS = 256
-
-
-class Bench(Protocol):
-    """One engine, and what a test needs to do around it."""
-
-    engine: Engine
-
-    def change_weights(self, folder: Path) -> None:
-        """Put the weights of this folder where the engine reads them, as weight sync does before `apply`."""
-        ...
-
-    def count_tokens(self, action: Callable[[], Any]) -> int:
-        """Tokens that went through the network during `action`."""
-        ...
-
-
-class NativeBench:
-    def __init__(self, folder: Path, max_num_seqs: int, max_num_batched_tokens: int, dtype: torch.dtype) -> None:
-        self._decoder = load_decoder(folder, dtype=dtype)
-        self.engine = NativeEngine(self._decoder, max_num_seqs, max_num_batched_tokens)
-
-    @torch.no_grad()
-    def change_weights(self, folder: Path) -> None:
-        fresh = dict(load_decoder(folder).named_parameters())
-        for name, parameter in self._decoder.named_parameters():
-            parameter.copy_(fresh[name])
-
-    def count_tokens(self, action: Callable[[], Any]) -> int:
-        counts: list[int] = []
-        hook = self._decoder.register_forward_pre_hook(lambda module, args: counts.append(len(args[0])))
-        action()
-        hook.remove()
-        return sum(counts)
-
-
-ENGINES: dict[str, Callable[[Path, int, int, torch.dtype], Bench]] = {"native": NativeBench}
 
 
 @dataclass
@@ -68,13 +28,22 @@ class Setup:
 
     oracle: PreTrainedModel
     folder: Path
-    kind: str
+    name: str
+    workshop: Workshop
 
-    def bench(self, max_num_seqs: int = 256, max_num_batched_tokens: int = 8192, dtype: torch.dtype = torch.float32) -> Bench:
-        return ENGINES[self.kind](self.folder, max_num_seqs, max_num_batched_tokens, dtype)
+    @property
+    def kind(self) -> Kind:
+        return ENGINES[self.name]
 
-    def generate(self, requests: Sequence[GenerateRequest], **limits: int) -> list[list[Completion]]:
-        return self.bench(**limits).engine.generate(requests)
+    def needs(self, ability: str) -> None:
+        if not getattr(self.kind, ability):
+            pytest.skip(f"{self.name}: {ability} is False")
+
+    def bench(self, *, fresh: bool = False, **size: Any) -> Bench:
+        return self.workshop.bench(self.name, self.folder, Size(**size), fresh=fresh)
+
+    def generate(self, requests: Sequence[GenerateRequest], **size: Any) -> list[list[Completion]]:
+        return self.bench(**size).engine.generate(requests)
 
     def greedy(self, prompt: np.ndarray, max_tokens: int, stops: tuple[int, ...] = ()) -> list[int]:
         """What transformers generates."""
@@ -90,26 +59,59 @@ class Setup:
         return out[0, len(prompt) :].tolist()
 
     @torch.no_grad()
-    def logprobs(self, prompt: np.ndarray, tokens: np.ndarray, temperature: float) -> np.ndarray:
-        """Teacher-forced, by transformers: the whole sequence in one pass, without a cache."""
-        whole = torch.from_numpy(np.concatenate([prompt, tokens]).astype(np.int64))
-        logits = self.oracle(whole[None]).logits[0, len(prompt) - 1 : -1].double() / temperature
-        return torch.log_softmax(logits, dim=-1).gather(1, whole[len(prompt) :, None]).squeeze(1).numpy()
+    def model_logprobs(self, whole: np.ndarray) -> torch.Tensor:
+        """[tokens, V]: of each next token, by transformers, in one pass without a cache."""
+        return torch.log_softmax(self.oracle(torch.from_numpy(whole.astype(np.int64))[None]).logits[0].double(), dim=-1)
+
+    def table(self, request: GenerateRequest, tokens: np.ndarray) -> torch.Tensor:
+        """[tokens, V]: logprobs under the distribution that each of the tokens is sampled from."""
+        whole = np.concatenate([request.prompt_ids, tokens])
+        return shaped(self.model_logprobs(whole)[len(request.prompt_ids) - 1 : -1], request.sampling)
+
+    def logprobs(self, request: GenerateRequest, tokens: np.ndarray) -> np.ndarray:
+        return self.table(request, tokens)[np.arange(len(tokens)), tokens].numpy()
 
 
-@pytest.fixture(scope="module", params=ENGINES)
-def kind(request: pytest.FixtureRequest) -> str:
+def shaped(logits_TV: torch.Tensor, sampling: SamplingParams) -> torch.Tensor:
+    """What a sampler does to logits, one thing after the other and in no hurry."""
+    logits_TV = logits_TV.clone()
+    for token, bias in sampling.logit_bias.items():
+        logits_TV[:, token] += bias
+    if sampling.allowed_token_ids is not None:
+        others = [token for token in range(logits_TV.shape[1]) if token not in sampling.allowed_token_ids]
+        logits_TV[:, others] = -math.inf
+    logits_TV[: sampling.min_tokens, list(sampling.stop_token_ids)] = -math.inf
+    probabilities_TV = torch.softmax(logits_TV / (sampling.temperature or 1.0), dim=-1)
+    for row in probabilities_TV:
+        likeliest = row.argsort(descending=True)
+        before = row[likeliest].cumsum(0) - row[likeliest]
+        kept = (before < sampling.top_p) & (row[likeliest] >= sampling.min_p * row.max())
+        kept[sampling.top_k or len(row) :] = False
+        row[likeliest[~kept]] = 0
+    return torch.log(probabilities_TV / probabilities_TV.sum(dim=-1, keepdim=True))
+
+
+@pytest.fixture(scope="module")
+def workshop() -> Iterator[Workshop]:
+    workshop = Workshop()
+    yield workshop
+    workshop.close()
+
+
+@pytest.fixture(scope="module", params=[pytest.param(name, marks=kind.marks) for name, kind in ENGINES.items()])
+def name(request: pytest.FixtureRequest) -> str:
     return request.param
 
 
 @pytest.fixture(scope="module")
-def setup(kind: str, tmp_path_factory: pytest.TempPathFactory) -> Setup:
-    return make_setup(kind, "llama, untied", tmp_path_factory.mktemp("model"))
+def setup(name: str, workshop: Workshop, tmp_path_factory: pytest.TempPathFactory) -> Setup:
+    return make_setup(name, workshop, "llama, untied", tmp_path_factory.mktemp("model"))
 
 
-def make_setup(kind: str, family: str, folder: Path) -> Setup:
+def make_setup(name: str, workshop: Workshop, family: str, folder: Path) -> Setup:
+    write_tokenizer(folder)
     # Weights this wide give distributions with a few likely tokens each, so that choices are choices.
-    return Setup(write_model(folder, CONFIGS[family], seed=5, std=0.3), folder, kind)
+    return Setup(write_model(folder, ENGINES[name].configs[family], seed=5, std=0.3), folder, name, workshop)
 
 
 def prompt(length: int, seed: int = 0) -> np.ndarray:
@@ -141,9 +143,11 @@ VARIED = [
 # ── what is sampled ────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-@pytest.mark.parametrize("family", ["llama, tied", "mistral, own head size", "qwen2, yarn rope", "qwen3, biases"])
-def test_greedy_generation_equals_transformers(kind: str, family: str, tmp_path: Path) -> None:
-    setup = make_setup(kind, family, tmp_path)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_greedy_generation_equals_transformers(name: str, workshop: Workshop, family: str, tmp_path: Path) -> None:
+    if family not in ENGINES[name].configs:
+        pytest.skip(f"{name} is not tested with {family}")
+    setup = make_setup(name, workshop, family, tmp_path)
     requests = [ask(length, 40, seed=length, temperature=0.0) for length in (1, 2, 9, 33, 70)]
     for request, [completion] in zip(requests, setup.generate(requests), strict=True):
         assert completion.token_ids.tolist() == setup.greedy(request.prompt_ids, 40)
@@ -154,14 +158,14 @@ def test_logprobs_equal_a_teacher_forced_recomputation(setup: Setup, temperature
     requests = [ask(length, 30, seed=length, n=3, temperature=temperature) for length in (1, 6, 25, 80)]
     for request, completions in zip(requests, setup.generate(requests), strict=True):
         for completion in completions:
-            expected = setup.logprobs(request.prompt_ids, completion.token_ids, temperature)
+            expected = setup.logprobs(request, completion.token_ids)
             np.testing.assert_allclose(completion.logprobs, expected, atol=1e-4)
 
 
 def test_greedy_logprobs_are_those_at_temperature_one(setup: Setup) -> None:
     request = ask(9, 20, temperature=0.0)
     [[completion]] = setup.generate([request])
-    expected = setup.logprobs(request.prompt_ids, completion.token_ids, 1.0)
+    expected = setup.logprobs(request, completion.token_ids)
     np.testing.assert_allclose(completion.logprobs, expected, atol=1e-4)
 
 
@@ -171,7 +175,7 @@ def test_logprobs_in_bfloat16_are_near_the_float32_ones(setup: Setup) -> None:
     gaps = []
     for request, completions in zip(requests, setup.bench(dtype=torch.bfloat16).engine.generate(requests), strict=True):
         for completion in completions:
-            gaps.append(completion.logprobs - setup.logprobs(request.prompt_ids, completion.token_ids, 1.0))
+            gaps.append(completion.logprobs - setup.logprobs(request, completion.token_ids))
     assert np.abs(np.concatenate(gaps)).mean() < 0.1
 
 
@@ -180,13 +184,12 @@ def test_tokens_are_drawn_as_often_as_the_policy_says(setup: Setup, temperature:
     """Chi-square over the first two tokens of 6,000 samples, against what transformers computes."""
     n = 6000
     request = ask(7, 2, seed=11, n=n, temperature=temperature)
-    [completions] = setup.generate([request], max_num_seqs=n)
+    [completions] = setup.generate([request], **({"max_num_seqs": n} if setup.kind.refuses_large_n else {}))
     drawn = np.stack([c.token_ids for c in completions])
-    first = np.exp([setup.logprobs(request.prompt_ids, np.array([v]), temperature)[0] for v in range(VOCAB_SIZE)])
+    first = setup.table(request, np.array([0]))[0].exp().numpy()
     assert_frequencies(drawn[:, 0], first)
     likeliest = int(first.argmax())
-    after = np.concatenate([request.prompt_ids, [likeliest]])
-    second = np.exp([setup.logprobs(after, np.array([v]), temperature)[0] for v in range(VOCAB_SIZE)])
+    second = setup.table(request, np.array([likeliest, 0]))[1].exp().numpy()
     assert_frequencies(drawn[drawn[:, 0] == likeliest, 1], second)
 
 
@@ -200,6 +203,63 @@ def assert_frequencies(drawn: np.ndarray, probabilities: np.ndarray) -> None:
     assert len(expected) > 5, "too sharp a distribution to tell anything"
     chi_square, freedom = ((counts - expected) ** 2 / np.maximum(expected, 1)).sum(), len(expected) - 1
     assert chi_square < freedom + 5 * math.sqrt(2 * freedom)
+
+
+SHAPINGS: dict[str, dict[str, Any]] = {
+    "top_k": {"top_k": 5},
+    "top_p": {"top_p": 0.6},
+    "min_p": {"min_p": 0.2},
+    "a filter and temperature": {"top_k": 8, "temperature": 0.7},
+    "logit_bias": {"logit_bias": {7: 4.0, 9: -3.0, 30: 5.0}},
+    "a forbidden token": {"logit_bias": dict.fromkeys(range(60), -math.inf), "temperature": 0.8},
+    "allowed_token_ids": {"allowed_token_ids": tuple(range(10, 40))},
+    "min_tokens": {"min_tokens": 15, "stop_token_ids": tuple(range(2, 10))},
+}
+
+
+@pytest.mark.parametrize("shaping", SHAPINGS)
+def test_logprobs_are_those_of_the_distribution_sampled_from(setup: Setup, shaping: str) -> None:
+    requests = [ask(length, 20, seed=length, n=3, **SHAPINGS[shaping]) for length in (6, 25)]
+    for request, completions in zip(requests, setup.generate(requests), strict=True):
+        for completion in completions:
+            np.testing.assert_allclose(completion.logprobs, setup.logprobs(request, completion.token_ids), atol=1e-4)
+
+
+def test_raw_logprobs_are_those_of_the_model_itself(setup: Setup) -> None:
+    request = ask(9, 20, n=3, temperature=0.6, top_k=10, raw_logprobs=True)
+    plain = replace(request, sampling=SamplingParams(max_tokens=20))
+    for completion in setup.generate([request])[0]:
+        assert completion.raw_logprobs is not None
+        np.testing.assert_allclose(completion.raw_logprobs, setup.logprobs(plain, completion.token_ids), atol=1e-4)
+        np.testing.assert_allclose(completion.logprobs, setup.logprobs(request, completion.token_ids), atol=1e-4)
+
+
+def test_prompt_logprobs_leave_out_the_first_token_alone(setup: Setup) -> None:
+    request = ask(40, 3, n=2, temperature=0.6, prompt_logprobs=True)
+    expected = setup.model_logprobs(request.prompt_ids)[np.arange(39), request.prompt_ids[1:]]
+    for completion in setup.generate([request])[0]:
+        assert completion.prompt_logprobs is not None
+        assert math.isnan(completion.prompt_logprobs[0])
+        np.testing.assert_allclose(completion.prompt_logprobs[1:], expected, atol=1e-4)
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_the_likeliest_tokens_come_in_order_with_their_logprobs(setup: Setup, temperature: float) -> None:
+    setup.needs("names_tops_by_id")
+    request = ask(9, 15, n=2, temperature=temperature, top_logprobs=5)
+    for completion in setup.generate([request])[0]:
+        expected = setup.table(request, completion.token_ids).topk(5, dim=-1)
+        assert completion.top_logprobs is not None
+        np.testing.assert_allclose(completion.top_logprobs.logprobs, expected.values, atol=1e-4)
+        assert completion.top_logprobs.token_ids.tolist() == expected.indices.tolist()
+
+
+def test_what_was_not_asked_for_is_not_there(setup: Setup) -> None:
+    for completion in setup.generate([ask(9)])[0]:
+        assert completion.raw_logprobs is None
+        assert completion.prompt_logprobs is None
+        assert completion.top_logprobs is None
+        assert completion.stop is None
 
 
 # ── where a completion ends ────────────────────────────────────────────────────────────────────────────────────────────
@@ -217,7 +277,7 @@ def test_a_stop_token_ends_a_completion_and_is_part_of_it(setup: Setup) -> None:
 
 
 def test_any_of_several_stop_tokens_ends_a_completion(setup: Setup) -> None:
-    stops = tuple(range(2, 80))
+    stops = tuple(range(2, 10))
     [completions] = setup.generate([ask(9, 60, n=32, stop_token_ids=stops)])
     ended = [c for c in completions if c.finish_reason == FinishReason.STOP]
     assert len(ended) > 10
@@ -232,6 +292,27 @@ def test_stop_tokens_belong_to_their_own_request(setup: Setup) -> None:
     together = setup.generate([ask(9, 30, seed=0, n=4, stop_token_ids=(stop,)), ask(9, 30, seed=1, n=4)])
     assert_same(together[1], alone[1])
     assert together[0][0].finish_reason == FinishReason.STOP
+
+
+def test_a_stop_string_ends_a_completion_with_the_token_that_completes_it(setup: Setup) -> None:
+    free = setup.greedy(prompt(9), 40)
+    texts = [letters(free[:end]) for end in range(41)]
+    end = next(end for end in range(7, 40) if texts[end] != texts[end - 1] and texts[end][-2:] not in texts[end - 1])
+    stops = ("not there", texts[end][-2:])
+    [[completion], [other]] = setup.generate(
+        [ask(9, 40, temperature=0.0, stop=stops), ask(9, 40, temperature=0.0, stop=("not there",))]
+    )
+    assert completion.token_ids.tolist() == free[:end]
+    assert completion.finish_reason == FinishReason.STOP
+    assert completion.stop == stops[1]
+    assert other.token_ids.tolist() == free
+    assert other.finish_reason == FinishReason.LENGTH
+
+
+def test_no_completion_is_shorter_than_its_least_number_of_tokens(setup: Setup) -> None:
+    [completions] = setup.generate([ask(9, 60, n=32, min_tokens=12, stop_token_ids=tuple(range(2, 10)))])
+    assert all(len(c.token_ids) > 12 for c in completions)
+    assert sum(c.finish_reason == FinishReason.STOP for c in completions) > 10
 
 
 @pytest.mark.parametrize("max_tokens", [1, 2, 17])
@@ -272,12 +353,14 @@ def test_a_request_gives_the_same_completions_alone_and_among_others(setup: Setu
 
 @pytest.mark.parametrize("max_num_seqs", [4, 5, 9])
 def test_more_sequences_than_fit_at_once_change_nothing(setup: Setup, max_num_seqs: int) -> None:
+    setup.needs("takes_max_num_seqs")
     for found, expected in zip(setup.generate(VARIED, max_num_seqs=max_num_seqs), setup.generate(VARIED), strict=True):
         assert_same(found, expected)
 
 
 @pytest.mark.parametrize("max_num_batched_tokens", [1, 16, 64])
 def test_prompts_longer_than_the_prefill_budget_change_nothing(setup: Setup, max_num_batched_tokens: int) -> None:
+    setup.needs("takes_chunks")
     found = setup.generate(VARIED, max_num_batched_tokens=max_num_batched_tokens)
     for one, expected in zip(found, setup.generate(VARIED), strict=True):
         assert_same(one, expected)
@@ -292,7 +375,7 @@ def test_rows_that_end_at_very_different_times_keep_their_own_outputs(setup: Set
         assert_same(completions, setup.generate([request])[0])
         for completion in completions:
             assert len(completion.token_ids) == length
-            expected = setup.logprobs(request.prompt_ids, completion.token_ids, 1.0)
+            expected = setup.logprobs(request, completion.token_ids)
             np.testing.assert_allclose(completion.logprobs, expected, atol=1e-4)
 
 
@@ -305,6 +388,7 @@ def test_a_row_that_ends_at_once_while_the_others_go_on_does_no_harm(setup: Setu
 
 def test_memory_that_nobody_wrote_is_never_read(setup: Setup) -> None:
     """A key that is masked out still meets a weight of zero, and zero times whatever lies in fresh memory may be NaN."""
+    setup.needs("shows_tokens")
     expected = setup.generate(VARIED)
     with fresh_memory_is_nan():
         found = setup.generate(VARIED)
@@ -331,6 +415,7 @@ def test_another_seed_gives_other_completions(setup: Setup) -> None:
 
 
 def test_a_prompt_goes_through_the_network_once_however_many_completions_it_has(setup: Setup) -> None:
+    setup.needs("shows_tokens")
     bench = setup.bench()
     requests = [ask(10, 1, n=8), ask(23, 1, seed=1, n=16)]
     assert bench.count_tokens(lambda: bench.engine.generate(requests)) == 33
@@ -344,7 +429,7 @@ def test_no_requests_give_no_completions(setup: Setup) -> None:
 
 
 def test_a_completion_is_flat_arrays_with_the_times_it_took(setup: Setup) -> None:
-    for completions in setup.generate(VARIED, max_num_seqs=4):
+    for completions in setup.generate(VARIED):
         for completion in completions:
             assert completion.token_ids.dtype == np.int32
             assert completion.logprobs.dtype == np.float32
@@ -356,7 +441,7 @@ def test_a_completion_is_flat_arrays_with_the_times_it_took(setup: Setup) -> Non
 
 
 def test_completions_carry_the_version_that_was_applied_last(setup: Setup) -> None:
-    engine = setup.bench().engine
+    engine = setup.bench(fresh=True).engine
     assert engine.generate([ask(3)])[0][0].versions == VersionSpan(0, 0)
     for version in (1, 2, 7):
         engine.apply(WeightUpdate(version, (), 0))
@@ -365,10 +450,11 @@ def test_completions_carry_the_version_that_was_applied_last(setup: Setup) -> No
 
 def test_after_an_update_the_engine_samples_from_the_new_weights(setup: Setup, tmp_path: Path) -> None:
     """Nothing of the old policy may linger: no packed copy of a weight, no cached key."""
-    bench = setup.bench()
+    setup.needs("takes_weights")
+    bench = setup.bench(fresh=True)
     request = ask(20, 30, temperature=0.0)
     before = bench.engine.generate([request])[0][0]
-    oracle = write_model(tmp_path, CONFIGS["llama, untied"])
+    oracle = write_model(tmp_path, setup.kind.configs["llama, untied"])
     randomize(oracle, seed=6, std=0.3)
     oracle.save_pretrained(tmp_path)
     changed = tuple(name for name, _ in oracle.named_parameters())
@@ -378,7 +464,7 @@ def test_after_an_update_the_engine_samples_from_the_new_weights(setup: Setup, t
     new = replace(setup, oracle=oracle)
     assert after.token_ids.tolist() == new.greedy(request.prompt_ids, 30)
     assert after.token_ids.tolist() != before.token_ids.tolist()
-    np.testing.assert_allclose(after.logprobs, new.logprobs(request.prompt_ids, after.token_ids, 1.0), atol=1e-4)
+    np.testing.assert_allclose(after.logprobs, new.logprobs(request, after.token_ids), atol=1e-4)
 
 
 # ── what is refused ────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -390,31 +476,48 @@ def test_after_an_update_the_engine_samples_from_the_new_weights(setup: Setup, t
         (ask(0), "no tokens", "at least one token"),
         (ask(MAX_POSITIONS - 3, 4), "exceed the model's 256 positions", "max_new_tokens"),
         (ask(MAX_POSITIONS + 1, 1), "exceed the model's 256 positions", "shorten the prompt"),
-        (ask(3, n=5), "n = 5 does not fit engine.max_num_seqs = 4", "raise engine.max_num_seqs"),
         (ask(3, n=0), "n = 0", ""),
         (ask(3, 0), "max_tokens = 0", "at least one token"),
-        (GenerateRequest(np.array([5, VOCAB_SIZE], dtype=np.int32), SamplingParams(4)), "outside the vocabulary", "tokenizer"),
+        (ask(3, top_p=0.0), "top_p = 0.0", "above 0"),
         (GenerateRequest(np.array([5, -1], dtype=np.int32), SamplingParams(4)), "outside the vocabulary", "tokenizer"),
+        (replace(ask(3), adapter="nobody"), "unknown adapter 'nobody'", "load it first"),
     ],
     ids=[
         "empty",
         "too long",
         "longer than the model",
-        "too many",
         "none asked for",
         "no new tokens",
-        "unknown token",
+        "no top_p",
         "negative token",
+        "unknown adapter",
     ],
 )
 def test_a_request_that_cannot_be_served_is_refused_before_anything_runs(
     setup: Setup, request_: GenerateRequest, message: str, hint: str
 ) -> None:
-    bench = setup.bench(max_num_seqs=4)
+    bench = setup.bench()
 
     def try_it() -> None:
         with pytest.raises(EngineError, match=message) as caught:
             bench.engine.generate([ask(5), request_])
         assert hint in caught.value.hint
 
-    assert bench.count_tokens(try_it) == 0
+    if setup.kind.shows_tokens:
+        assert bench.count_tokens(try_it) == 0
+    else:
+        try_it()
+
+
+def test_an_id_outside_the_vocabulary_is_refused_and_harms_nobody_else(setup: Setup) -> None:
+    expected = setup.generate([ask(5)])
+    with pytest.raises(EngineError, match=r"vocab|range"):
+        setup.generate([ask(5), GenerateRequest(np.array([5, VOCAB_SIZE], dtype=np.int32), SamplingParams(4))])
+    assert_same(setup.generate([ask(5)])[0], expected[0])
+
+
+def test_more_completions_than_can_start_together_are_refused(setup: Setup) -> None:
+    setup.needs("refuses_large_n")
+    with pytest.raises(EngineError, match=r"n = 5 does not fit engine\.max_num_seqs = 4") as caught:
+        setup.generate([ask(3, n=5)], max_num_seqs=4)
+    assert "raise engine.max_num_seqs" in caught.value.hint

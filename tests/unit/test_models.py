@@ -24,6 +24,7 @@ from transformers import (
 
 from redline.errors import ModelError
 from redline.models.decoder import Decoder
+from redline.models.generic import GenericDecoder
 from redline.models.hf import load_config, load_decoder, load_tokenizer, save_folder, stop_token_ids
 from redline.models.packed_attention import PackedAttention, Segments
 from redline.models.sources import cache_root, model_folder
@@ -34,7 +35,7 @@ families = pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS.keys(
 
 
 @torch.no_grad()
-def our_logits(decoder: Decoder, tokens: torch.Tensor, segments: Segments | None = None) -> torch.Tensor:
+def our_logits(decoder: Decoder | GenericDecoder, tokens: torch.Tensor, segments: Segments | None = None) -> torch.Tensor:
     attend = PackedAttention(segments or Segments.independent([len(tokens)]))
     return decoder.logits(decoder(tokens.long(), attend.positions_T, attend))
 
@@ -129,16 +130,51 @@ def test_a_folder_in_shards_loads_like_one_file(tmp_path: Path) -> None:
     assert all(torch.equal(whole[name], shards[name]) for name in whole)
 
 
-def test_another_family_is_refused_with_the_families_there_are(tmp_path: Path) -> None:
-    GPT2Config(n_layer=1, n_embd=16, n_head=2).save_pretrained(tmp_path)
+@families
+def test_our_families_run_on_our_own_network(config: PretrainedConfig, tmp_path: Path) -> None:
+    write_model(tmp_path, config)
+    assert isinstance(load_decoder(tmp_path), Decoder)
+
+
+def test_our_network_has_no_spec_for_another_family() -> None:
     with pytest.raises(ModelError, match="family 'gpt2' is not supported") as caught:
-        load_decoder(tmp_path)
+        spec_from_config(GPT2Config(n_layer=1, n_embd=16, n_head=2))
     assert all(family in caught.value.hint for family in ("llama", "mistral", "qwen2", "qwen3"))
 
 
-def test_another_activation_is_refused(tmp_path: Path) -> None:
+def test_our_network_has_no_spec_for_another_activation() -> None:
     with pytest.raises(ModelError, match="activation 'gelu' is not supported"):
         spec_from_config(llama(hidden_act="gelu"))
+
+
+@pytest.mark.parametrize(
+    "legacy",
+    [
+        {"rope_theta": 500.0, "rope_scaling": None},
+        {"rope_theta": 500.0, "rope_scaling": {"type": "linear", "factor": 2.0}},
+        {"rope_theta": 500.0, "rope_scaling": {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}},
+        {
+            "rope_theta": 500.0,
+            "rope_scaling": {
+                "rope_type": "llama3",
+                "factor": 8.0,
+                "low_freq_factor": 1.0,
+                "high_freq_factor": 4.0,
+                "original_max_position_embeddings": 64,
+            },
+        },
+    ],
+    ids=["plain", "linear", "yarn", "llama3"],
+)
+def test_positions_may_be_given_as_older_config_files_give_them(legacy: dict, tmp_path: Path) -> None:
+    write_model(tmp_path, llama())
+    config = json.loads((tmp_path / "config.json").read_text())
+    del config["rope_parameters"]
+    (tmp_path / "config.json").write_text(json.dumps(config | legacy))
+    oracle = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32, attn_implementation="eager").eval()
+    decoder, tokens = load_decoder(tmp_path), random_tokens(200, seed=1)
+    assert isinstance(decoder, Decoder)
+    assert_same_logits(our_logits(decoder, tokens), logits_of(oracle, tokens))
 
 
 LONGROPE = rope(
@@ -147,22 +183,23 @@ LONGROPE = rope(
 
 
 @pytest.mark.parametrize(
-    "parameters",
+    ("parameters", "longest"),
     [
-        rope("dynamic", factor=2.0),
-        rope("proportional", partial_rotary_factor=0.5),
+        (rope("dynamic", factor=2.0), 256),
+        (rope("proportional", partial_rotary_factor=0.5), 256),
         # transformers switches from the short to the long factors with the length of the sequence.
-        LONGROPE,
+        (LONGROPE, 32),
     ],
     ids=["dynamic", "proportional", "longrope"],
 )
-def test_unusual_positions_are_right_as_far_as_they_are_allowed_or_refused(parameters: dict, tmp_path: Path) -> None:
+def test_unusual_positions_are_left_to_transformers_as_far_as_they_do_not_change(
+    parameters: dict, longest: int, tmp_path: Path
+) -> None:
     oracle = write_model(tmp_path, llama(rope_parameters=parameters))
-    try:
-        decoder = load_decoder(tmp_path)
-    except ModelError:
-        return
-    for length in (20, min(100, decoder.spec.max_positions), decoder.spec.max_positions):
+    decoder = load_decoder(tmp_path)
+    assert isinstance(decoder, GenericDecoder)
+    assert decoder.spec.max_positions == longest
+    for length in (20, longest):
         tokens = random_tokens(length, seed=1)
         assert_same_logits(our_logits(decoder, tokens), logits_of(oracle, tokens))
 

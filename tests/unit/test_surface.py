@@ -18,6 +18,13 @@ from redline.config.schema import Config
 CONFIG_KEYS = """
 buffer.keep_trajectories
 buffer.max_lag
+engine.block_size
+engine.enable_prefix_caching
+engine.gpu_memory_utilization
+engine.kv_cache_memory_bytes
+engine.max_lora_rank
+engine.max_loras
+engine.max_model_len
 engine.max_num_batched_tokens
 engine.max_num_seqs
 model.dtype
@@ -73,6 +80,8 @@ weight_sync.method
 COMMAND_LINE = """
 redline --version
 redline train RECIPE OVERRIDES --dry-run --json --resume
+redline serve MODEL OVERRIDES --api-key-env --device --dtype --host --lora --port --served-model-name
+redline bench CASE OVERRIDES --json --save
 """
 
 RECIPES = sorted((Path(__file__).parents[2] / "recipes").glob("*.yaml"))

@@ -19,7 +19,7 @@ from small_models import CONFIGS, VOCAB_SIZE, write_model
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from redline.config.schema import TrainerConfig
+from redline.config.schema import EngineConfig, TrainerConfig
 from redline.engine import NativeEngine
 from redline.errors import TrainingError
 from redline.models.hf import hf_tensors, load_decoder
@@ -235,7 +235,7 @@ def test_the_engines_logprobs_are_the_trainers(family: str, temperature: float, 
 def sampled_batch(bench: Bench, seed: int = 0) -> TrainBatch:
     """Attempts that redline's engine sampled from the bench's weights."""
     generator = np.random.default_rng(seed)
-    engine = NativeEngine(load_decoder(bench.folder), 64, 64)
+    engine = NativeEngine(load_decoder(bench.folder), EngineConfig(max_num_seqs=64, max_num_batched_tokens=64))
     requests = [
         GenerateRequest(
             generator.integers(2, VOCAB_SIZE, length).astype(np.int32),

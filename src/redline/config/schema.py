@@ -184,8 +184,14 @@ class EngineConfig(Section):
     """Tokens per block of the KV cache; by default 16 on the CPU and 64 on a GPU."""
     kv_cache_memory_bytes: PositiveInt | None = None
     """Size of the KV cache; by default 4 GiB on the CPU, and what `gpu_memory_utilization` leaves on a GPU."""
+    tensor_parallel_size: PositiveInt = 1
+    """Processes that divide the model among them."""
     gpu_memory_utilization: float = Field(default=0.5, gt=0, le=1)
     """Share of the GPU's memory that may be in use once the KV cache is made."""
+    max_loras: int = Field(default=0, ge=0)
+    """LoRA adapters resident at once; 0 switches LoRA off."""
+    max_lora_rank: PositiveInt = 16
+    """Largest rank of an adapter. Every adapter takes the room, and the time, of this rank."""
 
 
 class TelemetryConfig(Section):

@@ -10,6 +10,11 @@ import numpy as np
 from redline.errors import EngineError
 from redline.types import GenerateRequest, SamplingParams
 
+MAX_TEMPERATURE = 1e6
+"""Beyond it, or below its inverse, logits leave the range of float32."""
+MAX_BIAS = 1e30
+"""Still a number after division by the lowest temperature."""
+
 
 @dataclass(slots=True, frozen=True)
 class Limits:
@@ -23,6 +28,8 @@ class Limits:
     max_stops: int
     max_top_logprobs: int
     has_tokenizer: bool
+    block_size: int = 1
+    """Tokens per block of that cache."""
 
 
 def check_request(request: GenerateRequest, limits: Limits, adapters: Collection[str]) -> None:
@@ -49,6 +56,13 @@ def _check_prompt(request: GenerateRequest, limits: Limits) -> None:
             f"a prompt of {prompt} tokens and {new} new ones exceed the KV cache of {limits.cache_tokens} tokens",
             "raise engine.kv_cache_memory_bytes or engine.gpu_memory_utilization, or lower max_tokens",
         )
+    # Where the prompt ends inside a block, each further completion continues it in a copy of its own.
+    copies = request.sampling.n - 1 if prompt % limits.block_size else 0
+    if (-(-prompt // limits.block_size) + copies) * limits.block_size > limits.cache_tokens:
+        raise EngineError(
+            f"n = {request.sampling.n} after a prompt of {prompt} tokens exceeds the KV cache of {limits.cache_tokens} tokens",
+            "raise engine.kv_cache_memory_bytes or engine.gpu_memory_utilization, or lower n",
+        )
     if not 0 <= np.min(request.prompt_ids) <= np.max(request.prompt_ids) < limits.vocab_size:
         raise EngineError("a prompt holds an id outside the vocabulary", "tokenize it with the model's own tokenizer")
 
@@ -61,8 +75,13 @@ def _check_sampling(sampling: SamplingParams, limits: Limits) -> None:
             f"n = {sampling.n} does not fit engine.max_num_seqs = {limits.max_num_seqs}", "raise engine.max_num_seqs"
         )
     in_range = {
-        "temperature": (sampling.temperature, sampling.temperature >= 0, "0 or more"),
-        "top_k": (sampling.top_k, sampling.top_k >= 0, "0 (all) or more"),
+        "temperature": (
+            sampling.temperature,
+            sampling.temperature == 0 or 1 / MAX_TEMPERATURE <= sampling.temperature <= MAX_TEMPERATURE,
+            f"0, or between {1 / MAX_TEMPERATURE:g} and {MAX_TEMPERATURE:g}",
+        ),
+        "seed": (sampling.seed, -(2**63) <= sampling.seed < 2**63, "a signed 64-bit integer"),
+        "top_k": (sampling.top_k, 0 <= sampling.top_k < 2**31, "0 (all) or more"),
         "top_p": (sampling.top_p, 0 < sampling.top_p <= 1, "above 0 and at most 1"),
         "min_p": (sampling.min_p, 0 <= sampling.min_p <= 1, "between 0 and 1"),
         "min_tokens": (sampling.min_tokens, 0 <= sampling.min_tokens <= sampling.max_tokens, "between 0 and max_tokens"),
@@ -86,15 +105,22 @@ def _check_tokens(sampling: SamplingParams, limits: Limits) -> None:
         raise EngineError("stop strings need a tokenizer", "give the engine one, or use stop_token_ids")
     if any(not stop for stop in sampling.stop):
         raise EngineError("a stop string is empty", "leave it out")
+    if any(not -(2**31) <= token < 2**31 for token in sampling.stop_token_ids):
+        raise EngineError("stop_token_ids hold a number that is no token", "use the tokenizer's own ids")
     named = [*sampling.logit_bias, *(sampling.allowed_token_ids or ())]
     if named and not 0 <= min(named) <= max(named) < limits.vocab_size:
         raise EngineError("logit_bias or allowed_token_ids name an id outside the vocabulary", "use the tokenizer's own ids")
-    allowed = sampling.allowed_token_ids
-    if allowed is not None and all(sampling.logit_bias.get(token, 0.0) == -np.inf for token in allowed):
-        raise EngineError("the mask allows no token", "allow at least one token in allowed_token_ids")
+    if any(not (bias == -np.inf or abs(bias) <= MAX_BIAS) for bias in sampling.logit_bias.values()):
+        raise EngineError("logit_bias holds a value that makes no sense", f"a bias is at most {MAX_BIAS:g} in size, or -inf")
+    _check_mask(sampling, limits)
+
+
+def _check_mask(sampling: SamplingParams, limits: Limits) -> None:
+    """Something must be left to sample."""
+    allowed = range(limits.vocab_size) if sampling.allowed_token_ids is None else sampling.allowed_token_ids
     forbidden = {token for token, bias in sampling.logit_bias.items() if bias == -np.inf}
-    if len(forbidden) >= limits.vocab_size:
-        raise EngineError("the mask allows no token", "leave at least one token without a bias of -inf")
-    stuck = allowed is not None and sampling.min_tokens > 0 and set(allowed) <= set(sampling.stop_token_ids)
-    if stuck:
+    if all(token in forbidden for token in allowed):
+        raise EngineError("the mask allows no token", "allow at least one token, without a bias of -inf")
+    forbidden.update(sampling.stop_token_ids if sampling.min_tokens else ())
+    if all(token in forbidden for token in allowed):
         raise EngineError("only stop tokens are allowed, and min_tokens forbids them", "allow another token or drop min_tokens")

@@ -9,6 +9,7 @@ import asyncio
 import queue
 import threading
 from collections.abc import AsyncIterator, Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any, Self
@@ -26,7 +27,7 @@ class _Call:
     request: GenerateRequest
     streaming: bool
     loop: asyncio.AbstractEventLoop
-    pieces: asyncio.Queue[Delta | EngineError] = field(default_factory=asyncio.Queue)
+    pieces: asyncio.Queue[Delta | Exception] = field(default_factory=asyncio.Queue)
     request_id: int = -1
     missing: int = 0
     """Completions not delivered yet."""
@@ -34,10 +35,9 @@ class _Call:
     def __post_init__(self) -> None:
         self.missing = self.request.sampling.n
 
-    def deliver(self, piece: Delta | EngineError) -> None:
-        """From the engine's thread. A caller whose loop is gone has no use for it."""
-        if not self.loop.is_closed():
-            self.loop.call_soon_threadsafe(self.pieces.put_nowait, piece)
+    def deliver(self, piece: Delta | Exception) -> None:
+        """From the engine's thread."""
+        _call_soon(self.loop, self.pieces.put_nowait, piece)
 
 
 class AsyncEngine:
@@ -49,11 +49,15 @@ class AsyncEngine:
         self._calls: dict[int, _Call] = {}
         self._thread = threading.Thread(target=self._run, name="redline-engine", daemon=True)
         self._stopping = False
+        self._is_open = False
+        self._door = threading.Lock()
+        """Held to put an order into the inbox and to close it, so that none is left lying there."""
         self._stats = engine.stats
         self.failure: BaseException | None = None
         """Why the thread ended, where it was not asked to."""
 
     def __enter__(self) -> Self:
+        self._is_open = True
         self._thread.start()
         return self
 
@@ -64,7 +68,8 @@ class AsyncEngine:
         """Abort what is under way and end the thread."""
         self._stopping = True
         self._inbox.put(lambda: None)
-        self._thread.join()
+        if self._thread.is_alive():
+            self._thread.join()
 
     @property
     def is_alive(self) -> bool:
@@ -93,36 +98,37 @@ class AsyncEngine:
         done: asyncio.Future[Any] = loop.create_future()
 
         def act() -> None:
+            result = None
             with boundary() as caught:
                 result = action(self._engine)
-                loop.call_soon_threadsafe(done.set_result, result)
-            if caught.error is not None:
-                loop.call_soon_threadsafe(done.set_exception, caught.error)
+            _call_soon(loop, _settle, done, result, caught.error)
 
-        self._check_alive()
-        self._inbox.put(act)
+        self._order(act)
         return await done
 
     async def _pieces(self, request: GenerateRequest, *, streaming: bool) -> AsyncIterator[Delta]:
-        self._check_alive()
         call = _Call(request, streaming, asyncio.get_running_loop())
-        self._inbox.put(lambda: self._submit(call))
+        self._order(lambda: self._submit(call))
         missing = request.sampling.n
         try:
             while missing:
                 piece = await call.pieces.get()
-                if isinstance(piece, EngineError):
+                if isinstance(piece, Exception):
                     missing = 0
                     raise piece
                 missing -= piece.completion is not None
                 yield piece
         finally:
             if missing:
-                self._inbox.put(lambda: self._abort(call))
+                with suppress(EngineError):  # it has stopped: there is nothing to abort
+                    self._order(lambda: self._abort(call))
 
-    def _check_alive(self) -> None:
-        if not self._thread.is_alive():
-            raise EngineError(f"the engine has stopped: {self.failure or 'it was asked to'}", "start it again")
+    def _order(self, order: Callable[[], Any]) -> None:
+        """Have the thread do something between two steps. It does whatever it has not refused."""
+        with self._door:
+            if not self._is_open:
+                raise EngineError(f"the engine has stopped: {self.failure or 'it was asked to'}", "start it again")
+            self._inbox.put(order)
 
     # ── on the thread ──────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -130,10 +136,14 @@ class AsyncEngine:
         with boundary() as caught:
             while not self._stopping:
                 self._take_orders()
-                for request_id, piece in self._engine.step() if self._engine.has_work else ():
-                    self._deliver(request_id, piece)
+                pieces = self._engine.step() if self._engine.has_work else []
                 self._stats = self._engine.stats
+                for request_id, piece in pieces:
+                    self._deliver(request_id, piece)
         self.failure = caught.error
+        with self._door:
+            self._is_open = False
+        self._take_last_orders()
         reason = f"the engine has stopped: {caught.error}" if caught.error else "the engine was stopped"
         for call in self._calls.values():
             call.deliver(EngineError(reason, "start it again"))
@@ -145,13 +155,21 @@ class AsyncEngine:
         while not self._inbox.empty():
             self._inbox.get()()
 
+    def _take_last_orders(self) -> None:
+        """Nobody is left waiting, even where what ended the loop left the engine in no state to be asked anything."""
+        while not self._inbox.empty():
+            with boundary():
+                self._inbox.get()()
+        for request_id in self._calls:
+            with boundary():
+                self._engine.abort(request_id)
+
     def _submit(self, call: _Call) -> None:
-        try:
+        with boundary() as caught:
             call.request_id = self._engine.submit(call.request, streaming=call.streaming)
-        except EngineError as error:
-            call.deliver(error)
-        else:
             self._calls[call.request_id] = call
+        if caught.error is not None:
+            call.deliver(caught.error)
 
     def _abort(self, call: _Call) -> None:
         if self._calls.pop(call.request_id, None) is not None:
@@ -165,3 +183,19 @@ class AsyncEngine:
         call.missing -= isinstance(piece, EngineError) or piece.completion is not None
         if isinstance(piece, EngineError) or call.missing == 0:
             del self._calls[request_id]
+
+
+def _call_soon(loop: asyncio.AbstractEventLoop, callback: Callable[..., Any], *arguments: Any) -> None:
+    """On the caller's loop, from the engine's thread. A caller whose loop is closed has no use for it."""
+    with suppress(RuntimeError):
+        loop.call_soon_threadsafe(callback, *arguments)
+
+
+def _settle(future: asyncio.Future[Any], result: Any, error: Exception | None) -> None:
+    """Unless the caller has stopped waiting."""
+    if future.cancelled():
+        return
+    if error is not None:
+        future.set_exception(error)
+    else:
+        future.set_result(result)

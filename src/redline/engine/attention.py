@@ -120,7 +120,11 @@ def _groups(runs: Runs, block_size: int) -> Iterator[np.ndarray]:
 
 def _rectangle(runs: Runs, members: np.ndarray, block_size: int, device: torch.device, dtype: torch.dtype) -> _Rectangle:
     lengths, starts, offsets = runs.lengths_S[members], runs.starts_S[members], runs.offsets[members]
-    Q, N = int(lengths.max()), int(-(-runs.ends[members].max() // block_size))
+    blocks_B = -(-runs.ends[members] // block_size)
+    Q, N = int(lengths.max()), int(blocks_B.max())
+    tables_BN = runs.tables_SN[members, :N].astype(np.int64)
+    # What fills a table up is read too, if only to be masked: its own first block cannot bring in another sequence's NaN.
+    tables_BN = np.where(np.arange(N) < blocks_B[:, None], tables_BN, tables_BN[:, :1])
     real_BQ = np.arange(Q) < lengths[:, None]
     column_BQ = np.where(real_BQ, np.arange(Q), 0)
     queries_BQ = offsets[:, None] + column_BQ
@@ -132,7 +136,7 @@ def _rectangle(runs: Runs, members: np.ndarray, block_size: int, device: torch.d
         queries_BQ=None if is_whole_batch else torch.from_numpy(queries_BQ).to(device),
         tokens=torch.from_numpy(queries_BQ[real_BQ]).to(device),
         cells=torch.from_numpy(np.flatnonzero(real_BQ)).to(device),
-        blocks_BN=torch.from_numpy(runs.tables_SN[members, :N].astype(np.int64)).to(device),
+        blocks_BN=torch.from_numpy(tables_BN).to(device),
         bias=bias[:, None].to(device),
         num_queries=Q,
     )

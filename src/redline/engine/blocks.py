@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import hashlib
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import numpy as np
 
@@ -90,10 +90,14 @@ class BlockPool:
         """How many of these nobody holds: sharing them takes them from the free ones."""
         return sum(self._references[block] == 0 for block in blocks)
 
+    def forget(self, blocks: Iterable[int]) -> None:
+        """These can no longer be found by content."""
+        for block in blocks:
+            self._forget(block)
+
     def forget_all(self) -> None:
         """No block can be found by content any more."""
-        for block in list(self._key_of):
-            self._forget(block)
+        self.forget(list(self._key_of))
 
     def _forget(self, block: int) -> None:
         key = self._key_of.pop(block, None)

@@ -113,7 +113,8 @@ class CudaRunner(Runner):
         self._launched_R = torch.zeros_like(self._rows_B)
         """Steps of each row within the current launch."""
         self._sizes = batch_sizes(rows.dead_row)
-        self._pool = torch.cuda.graph_pool_handle()
+        self._pool: tuple[int, int] | None = None
+        """Memory that the graphs share: they never run at the same time."""
         self._graphs: dict[tuple[int, Wants], _DecodeGraph] = {}
 
     # ── decode ─────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -142,17 +143,21 @@ class CudaRunner(Runner):
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=self._pool):
             self._decode_step(size, wants, samples)
+        self._pool = graph.pool()
         self._graphs[size, wants] = _DecodeGraph(graph, samples)
         return self._graphs[size, wants]
 
     def _decode_step(self, size: int, wants: Wants, samples: Samples) -> None:
         rows_B = self._rows_B[:size]
         inputs = begin_step(self.rows, rows_B)
-        hidden_BE = self._decoder(inputs.tokens_B, inputs.positions_B, self._decode_attention(size, inputs.positions_B))
+        attend, slots_B = self._decode_attention(size, inputs.positions_B), self.rows.adapter_slots(rows_B, wants)
+        hidden_BE = self._forward(inputs.tokens_B, inputs.positions_B, attend, slots_B)
         logits_BV = self._decoder.logits(hidden_BE)
         if wants.is_plain:
             tokens_B, logprobs_B = torch.empty_like(inputs.tokens_B), torch.empty_like(inputs.temperature_B)
             sample_plain(logits_BV, inputs.temperature_B, inputs.streams_B, inputs.counters_B, tokens_B, logprobs_B)
+            if self.rows.share_samples is not None:
+                self.rows.share_samples(tokens_B, logprobs_B)
             out = (samples.tokens_SB, samples.logprobs_SB)
             end_step(self.rows, rows_B, tokens_B, logprobs_B, self._launched_R, out)
         else:

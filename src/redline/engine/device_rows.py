@@ -5,7 +5,7 @@ One row more than sequences: the last is never alive and fills batches up.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
@@ -13,8 +13,8 @@ from torch import Tensor
 
 from redline.engine.rows import NO_TOKEN
 from redline.engine.sampler import Sampled, SamplingRows, sample, stream
+from redline.engine.sequence import NO_SLOT, Wants
 from redline.engine.sequence import Sequence as Sequence_
-from redline.engine.sequence import Wants
 
 MAX_STOPS = 8
 """Stop tokens a sequence may have."""
@@ -45,7 +45,12 @@ class DeviceRows:
         self.min_p_R = rows(0, torch.float32)
         self.min_tokens_R = rows(0, torch.int64)
         self.stops_RS = torch.full((num_rows + 1, MAX_STOPS), NO_TOKEN, dtype=torch.int64, device=device)
+        self.adapter_slot_R = rows(NO_SLOT, torch.int64)
+        self._has_adapters = False
+        """Whether any tenant ever had one."""
         self.tables_RN = torch.zeros((num_rows + 1, max_blocks), dtype=torch.int32, device=device)
+        self.share_samples: Callable[[Tensor, Tensor], None] | None = None
+        """Where several processes sample the same rows: makes their tokens and logprobs one."""
         self.bias_RV: Tensor | None = None
         """Made when the first request asks for a bias or a mask."""
 
@@ -66,6 +71,9 @@ class DeviceRows:
             "min_p_R": ([p.min_p for p in params], torch.float32),
             "min_tokens_R": ([p.min_tokens for p in params], torch.int64),
         }
+        self._has_adapters |= any(s.wants.lora for s in sequences)
+        if self._has_adapters:
+            columns["adapter_slot_R"] = [s.adapter_slot for s in sequences], torch.int64
         for name, (values, dtype) in columns.items():
             getattr(self, name).index_copy_(0, rows, self.upload(values, dtype))
         stops = [[*p.stop_token_ids, *[NO_TOKEN] * (MAX_STOPS - len(p.stop_token_ids))] for p in params]
@@ -89,6 +97,10 @@ class DeviceRows:
             bias[token] += value
         self.bias_RV[sequence.row] = torch.from_numpy(bias).to(self._device)
 
+    def adapter_slots(self, rows_B: Tensor, wants: Wants) -> Tensor | None:
+        """int64[B]; None where no row of the batch has an adapter."""
+        return self.adapter_slot_R[rows_B] if wants.lora else None
+
     def set_blocks(self, entries: Sequence[tuple[int, int, int]]) -> None:
         """(row, place, block)."""
         if entries:
@@ -108,6 +120,8 @@ class DeviceRows:
         """The next token of every row, and what follows from it: rows die of stop tokens, of their limit, or of NaN."""
         counters_B = self.sampled_R[rows_B]
         sampled = sample(logits_BV, self._sampling_rows(rows_B, counters_B, wants), raw=wants.raw, top=wants.top)
+        if self.share_samples is not None:
+            self.share_samples(sampled.tokens_B, sampled.logprobs_B)
         alive_B, counters_B = self.alive_R[rows_B], counters_B + 1
         stopped_B = (sampled.tokens_B[:, None] == self.stops_RS[rows_B]).any(dim=1) | (counters_B >= self.limit_R[rows_B])
         self.next_token_R.index_copy_(0, rows_B, sampled.tokens_B)

@@ -15,16 +15,18 @@ import time
 from collections import deque
 from collections.abc import Sequence as Sequence_
 from importlib.util import find_spec
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from redline.config.schema import EngineConfig
 from redline.engine.admission import Limits, check_request
 from redline.engine.blocks import BlockPool
 from redline.engine.device_rows import MAX_STOPS, DeviceRows
 from redline.engine.kv_cache import KVCache
+from redline.engine.lora import Adapters, LoraCounts, Source, make_bank
 from redline.engine.rows import Rows
 from redline.engine.runner import Results, Runner, Samples, wants_of
 from redline.engine.scheduler import Plan, Scheduler
@@ -35,6 +37,7 @@ from redline.engine.stats import EngineStats, Rate
 from redline.engine.stop_strings import find_stop
 from redline.errors import EngineError
 from redline.models.decoder import Decoder
+from redline.models.lora import PreparedAdapter
 from redline.telemetry import span
 from redline.types import (
     Completion,
@@ -54,10 +57,24 @@ Event = tuple[int, Delta | EngineError]
 MAX_TOP_LOGPROBS = 20
 
 
+class Ranks(Protocol):
+    """Other processes that run the same engine on other parts of the model."""
+
+    def smallest(self, value: int) -> int: ...
+
+    def share_samples(self, tokens_B: Tensor, logprobs_B: Tensor) -> None: ...
+
+
 class NativeEngine:
     """Continuous batching over a paged KV cache. Implements `ports.Engine`."""
 
-    def __init__(self, decoder: Decoder, config: EngineConfig, tokenizer: PreTrainedTokenizerBase | None = None) -> None:
+    def __init__(
+        self,
+        decoder: Decoder,
+        config: EngineConfig,
+        tokenizer: PreTrainedTokenizerBase | None = None,
+        ranks: Ranks | None = None,
+    ) -> None:
         weight, spec = decoder.output_weight, decoder.spec
         self.decoder = decoder
         self.version = 0
@@ -65,8 +82,10 @@ class NativeEngine:
         self._tokenizer = tokenizer
         self._max_len = min(config.max_model_len or spec.max_positions, spec.max_positions)
         self._block_size = block_size_for(config, weight.device)
+        self._adapters = Adapters(make_bank(decoder, config))  # before the KV cache takes the memory that is left
         num_blocks = num_blocks_for(config, spec, self._block_size, self._max_len, weight.device, weight.dtype)
-        self._pool = BlockPool(num_blocks, self._block_size)
+        self._ranks = ranks
+        self._pool = BlockPool(ranks.smallest(num_blocks) if ranks else num_blocks, self._block_size)
         self._rows = Rows(config.max_num_seqs, self._max_len)
         self._scheduler = Scheduler(
             self._pool,
@@ -83,8 +102,9 @@ class NativeEngine:
             max_num_seqs=config.max_num_seqs,
             cache_tokens=self._pool.num_blocks * self._block_size,
             max_stops=MAX_STOPS,
-            max_top_logprobs=MAX_TOP_LOGPROBS,
+            max_top_logprobs=min(MAX_TOP_LOGPROBS, spec.vocab_size),
             has_tokenizer=tokenizer is not None,
+            block_size=self._block_size,
         )
         self._ids = itertools.count()
         self._unfinished: dict[int, list[Sequence]] = {}
@@ -99,31 +119,36 @@ class NativeEngine:
         cache = KVCache(spec, self._pool.num_blocks + 1, self._block_size, weight.device, weight.dtype)
         max_blocks = -(-self._max_len // self._block_size)
         rows = DeviceRows(self._config.max_num_seqs, max_blocks, spec.vocab_size, weight.device)
+        rows.share_samples = self._ranks.share_samples if self._ranks else None
+        runner = Runner(self.decoder, cache, rows)
         if weight.device.type == "cuda" and find_spec("triton"):
             from redline.engine import cuda
 
             if cuda.serves(self.decoder, weight.dtype, self._block_size):
-                return cuda.CudaRunner(self.decoder, cache, rows)
-        return Runner(self.decoder, cache, rows)
+                runner = cuda.CudaRunner(self.decoder, cache, rows)
+        runner.lora = self._adapters.bank
+        return runner
 
     def _salt_of(self, adapter: str | None) -> bytes:
-        return f"{self.version}/{adapter or ''}".encode()
+        return f"{self.version}/{self._adapters.salt(adapter) if adapter is not None else ''}".encode()
 
     # ── requests ───────────────────────────────────────────────────────────────────────────────────────────────────────
 
     def submit(self, request: GenerateRequest, *, streaming: bool = False) -> int:
         """Queue a request; its number. Raises EngineError where it cannot be served as asked."""
-        check_request(request, self._limits, ())
+        check_request(request, self._limits, self._adapters.versions)
+        slot = self._adapters.take(request.adapter)
         request_id, now = next(self._ids), time.perf_counter()
-        wants = Wants.of(request.sampling)
+        wants = Wants.of(request.sampling, lora=request.adapter is not None)
         sequences = [
-            Sequence(request_id, index, request, now, wants, streaming, tokens=request.prompt_ids)
+            Sequence(request_id, index, request, now, wants, streaming, slot, tokens=request.prompt_ids)
             for index in range(request.sampling.n)
         ]
         self._unfinished[request_id] = sequences
         self._scheduler.add(sequences)
         return request_id
 
+    @torch.inference_mode()
     def abort(self, request_id: int) -> None:
         """End a request; each of its completions so far comes with the next step. Unknown and finished ones are ignored."""
         for sequence in list(self._unfinished.get(request_id, ())):
@@ -132,24 +157,32 @@ class NativeEngine:
 
     @torch.inference_mode()
     def generate(self, requests: Sequence_[GenerateRequest]) -> list[list[Completion]]:
-        """All n completions of every request, in the order asked. Where one fails, all are given up and it is said why."""
+        """All n completions of every request, in the order asked. Where one fails, all are given up and it is said why. What
+        comes out for requests that were submitted before is kept for the next `step`."""
         for request in requests:
-            check_request(request, self._limits, ())
-        order = [self.submit(request) for request in requests]
-        found: dict[int, list[Completion | None]] = {
-            number: [None] * request.sampling.n for number, request in zip(order, requests, strict=True)
-        }
+            check_request(request, self._limits, self._adapters.versions)
+        found: dict[int, dict[int, Completion]] = {}
+        others: list[Event] = []
         missing = sum(request.sampling.n for request in requests)
-        while missing:
-            for number, event in self.step():
-                if isinstance(event, EngineError):
-                    for other in order:
-                        self.abort(other)
-                    raise event
-                if number in found and event.completion is not None:
-                    found[number][event.index] = event.completion
-                    missing -= 1
-        return [[c for c in found[number] if c is not None] for number in order]
+        try:
+            for request in requests:
+                found[self.submit(request)] = {}
+            while missing:
+                events = self.step()
+                others += [event for event in events if event[0] not in found]
+                for number, piece in events:
+                    if number not in found:
+                        continue
+                    if isinstance(piece, EngineError):
+                        raise piece
+                    if piece.completion is not None:
+                        found[number][piece.index] = piece.completion
+                        missing -= 1
+        finally:
+            for number in found:
+                self.abort(number)
+            self._events = others + [event for event in self._events if event[0] not in found]
+        return [[completions[index] for index in sorted(completions)] for completions in found.values()]
 
     # ── a step ─────────────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -223,11 +256,12 @@ class NativeEngine:
             self._take_in_extras(results, step, live_B)
         for row in results.rows_B[tenants].tolist():
             sequence = self._at_row[row]
-            assert sequence is not None
+            if sequence is None:  # it went down with one of its siblings, just now
+                continue
             if results.is_first and not sequence.first_token:
                 sequence.first_token, sequence.oldest_version = now, results.version
+            sequence.last_token, sequence.newest_version = now, results.version
             if sequence.streaming or sequence.request.sampling.stop or not self._rows.alive_R[row]:
-                sequence.last_token, sequence.newest_version = now, results.version
                 self._look_at(sequence)
 
     def _take_in_extras(self, results: Results, step: int, live_B: np.ndarray) -> None:
@@ -264,7 +298,7 @@ class NativeEngine:
         assert self._tokenizer is not None
         sampling, count = sequence.request.sampling, int(self._rows.sampled_R[sequence.row])
         tokens = self._rows.tokens_RN[sequence.row, :count]
-        found = find_stop(self._tokenizer, tokens, max(sequence.searched, sampling.min_tokens - 1), sampling.stop)
+        found = find_stop(self._tokenizer, tokens, sequence.searched, sampling.stop, sampling.min_tokens - 1)
         sequence.searched = count
         if found is not None:
             self._rows.sampled_R[sequence.row], sequence.stop = found
@@ -277,6 +311,7 @@ class NativeEngine:
         self._forget(sequence)
 
     def _release(self, sequence: Sequence) -> None:
+        blocks = sequence.blocks
         if sequence.stage is Stage.DECODE:
             # Where it ended by a stop string or an abort, the device does not know yet.
             self._awake.rows.kill([sequence.row])
@@ -284,22 +319,31 @@ class NativeEngine:
             self._scheduler.finish(sequence)
         else:
             self._scheduler.withdraw(sequence)
+            self._clean(blocks)  # nobody has looked at what they hold
+
+    def _clean(self, blocks: Sequence_[int]) -> None:
+        """Blocks were given back that may hold NaN. Where others still hold them, it is theirs to notice."""
+        idle = [block for block in blocks if self._pool.num_idle([block])]
+        if idle:
+            self._pool.forget(self._awake.scrub(idle))
 
     def _forget(self, sequence: Sequence) -> None:
         siblings = self._unfinished[sequence.request_id]
         siblings.remove(sequence)
         if not siblings:
             del self._unfinished[sequence.request_id]
+            self._adapters.release(sequence.request.adapter)
             self._num_finished += 1
 
     def _fail(self, sequence: Sequence) -> None:
         """Give up its request: nobody can use a part of it."""
-        sequence.cacheable = False
-        self._awake.scrub(sequence.blocks)
-        for sibling in list(self._unfinished[sequence.request_id]):
+        siblings = list(self._unfinished[sequence.request_id])
+        blocks = {block for sibling in siblings for block in sibling.blocks}
+        for sibling in siblings:
             sibling.cacheable = False
             self._release(sibling)
             self._forget(sibling)
+        self._clean(sorted(blocks))
         message = f"the model gave NaN for request {sequence.request_id}" + (
             f" with adapter {sequence.request.adapter!r}" if sequence.request.adapter else ""
         )
@@ -338,15 +382,41 @@ class NativeEngine:
             stop=sequence.stop,
             raw_logprobs=np.array(sequence.raw[:count], np.float32) if sampling.raw_logprobs else None,
             top_logprobs=_top(sequence.top[:count]) if sampling.top_logprobs else None,
-            prompt_logprobs=self._prompt_logprobs(sequence) if sampling.prompt_logprobs else None,
+            prompt_logprobs=sequence.prompt_logprobs.copy() if sampling.prompt_logprobs else None,
         )
 
-    def _prompt_logprobs(self, sequence: Sequence) -> np.ndarray:
-        leader_parts = sequence.prompt_logprobs
-        return np.concatenate([[np.nan], *leader_parts]).astype(np.float32)[: sequence.num_prompt]
+    # ── adapters ───────────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def load_adapter(
+        self, name: str, source: Source, version: int = 0, *, alpha: float | None = None, use_rslora: bool = False
+    ) -> None:
+        """Requests may name this LoRA adapter from now on. Where it is known in this version, nothing happens. Another version
+        takes its place: requests under way go on with the new one, as they do with new weights.
+
+        `source` is a PEFT folder or tensors by PEFT's names; alpha (by default the rank: scale 1) and use_rslora go with
+        tensors, a folder has its own. Nobody waits: what `prepare_adapter` does can be done on another thread before."""
+        self._adapters.load(name, source, version, alpha=alpha, use_rslora=use_rslora)
+
+    def prepare_adapter(self, source: Source, *, alpha: float | None = None, use_rslora: bool = False) -> PreparedAdapter:
+        """Read, check and convert an adapter, so that `load_adapter` has only copies left to do. From any thread."""
+        return self._adapters.prepare(source, alpha=alpha, use_rslora=use_rslora)
+
+    def unload_adapter(self, name: str) -> None:
+        """Forget an adapter. Refused while a request uses it."""
+        self._adapters.unload(name)
+
+    @property
+    def adapters(self) -> dict[str, int]:
+        """Name → version of every adapter that requests may name."""
+        return self._adapters.versions
+
+    @property
+    def adapter_counts(self) -> LoraCounts:
+        return self._adapters.counts
 
     # ── weights, statistics ────────────────────────────────────────────────────────────────────────────────────────────
 
+    @torch.inference_mode()
     def apply(self, update: WeightUpdate) -> None:
         """The weights are the trainer's own storage: there is nothing to move, only a version to note. Blocks of the old
         version are never found again; sequences under way go on, and their blocks are not offered to others."""
@@ -408,6 +478,7 @@ class NativeEngine:
             prompt_tokens=self._prompt_tokens,
             generated_tokens=self._generated_tokens,
             requests=self._num_finished,
+            adapters=self._adapters.num_resident,
         )
 
 

@@ -29,10 +29,19 @@ class KVCache:
     On CUDA a block is [K, block_size, D], so that a program that attends with one head reads consecutive memory. Elsewhere
     it is [block_size, K, D], so that gathered blocks are a contiguous run of tokens."""
 
-    def __init__(self, shape: KVShape, num_blocks: int, block_size: int, device: torch.device, dtype: torch.dtype) -> None:
+    def __init__(
+        self,
+        shape: KVShape,
+        num_blocks: int,
+        block_size: int,
+        device: torch.device,
+        dtype: torch.dtype,
+        *,
+        heads_first: bool | None = None,
+    ) -> None:
         self.block_size = block_size
         self.num_blocks = num_blocks
-        self.heads_first = device.type == "cuda"
+        self.heads_first = device.type == "cuda" if heads_first is None else heads_first
         K, D = shape.num_kv_heads, shape.head_dim
         block = (K, block_size, D) if self.heads_first else (block_size, K, D)
         # Zeros, because a masked key still meets its value: 0 times whatever uninitialised memory holds may be NaN.

@@ -19,6 +19,7 @@ from redline.engine.scheduler import Chunk, Plan
 from redline.engine.sequence import Sequence as Sequence_
 from redline.engine.sequence import Wants
 from redline.models.decoder import AnyAttend, Attend, Decoder
+from redline.models.lora import LoraBank
 
 PROMPT_LOGPROBS_CHUNK = 512
 """Prompt positions whose logits are held at once."""
@@ -85,6 +86,8 @@ class Runner:
         self._decoder = decoder
         self.cache = cache
         self.rows = rows
+        self.lora: LoraBank | None = None
+        """The adapters; the engine brings them."""
 
     @property
     def _dtype(self) -> torch.dtype:
@@ -95,6 +98,13 @@ class Runner:
         self.rows.kill(plan.preempted_rows)
         self.rows.enter(plan.admitted)
         self.rows.set_blocks(plan.new_blocks)
+
+    def _forward(self, tokens_T: Tensor, positions_T: Tensor, attend: AnyAttend, adapter_slots_T: Tensor | None) -> Tensor:
+        """Hidden states [T, E]; a batch without adapters runs as if there were none."""
+        if adapter_slots_T is None:
+            return self._decoder(tokens_T, positions_T, attend)
+        assert self.lora is not None
+        return self._decoder(tokens_T, positions_T, attend, self.lora.active(adapter_slots_T))
 
     # ── decode ─────────────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -107,7 +117,8 @@ class Runner:
         return Samples.of(self._decode_once(rows, attend.positions_T, attend, wants))
 
     def _decode_once(self, rows_B: Tensor, positions_B: Tensor, attend: AnyAttend, wants: Wants) -> Sampled:
-        hidden_BE = self._decoder(self.rows.next_token_R[rows_B], positions_B, attend)
+        slots_B = self.rows.adapter_slots(rows_B, wants)
+        hidden_BE = self._forward(self.rows.next_token_R[rows_B], positions_B, attend, slots_B)
         self.rows.position_R.index_add_(0, rows_B, self.rows.alive_R[rows_B].long())
         return self.rows.sample(rows_B, self._decoder.logits(hidden_BE), wants)
 
@@ -119,12 +130,19 @@ class Runner:
         starts, ends = np.array([c.start for c in chunks]), np.array([c.end for c in chunks])
         runs = Runs(starts, ends - starts, _tables(chunks))
         attend, positions_T = self._prefill_attention(runs)
-        hidden_TE = self._decoder(self.rows.upload(tokens, torch.int64), positions_T, attend)
+        hidden_TE = self._forward(self.rows.upload(tokens, torch.int64), positions_T, attend, self._slots_of(chunks))
         if copies:
             sources, targets = self.rows.upload(np.array(copies).T.copy(), torch.int64)
             self.cache.copy(sources, targets)
         self._score_prompts(chunks, runs, hidden_TE)
         return self._sample_first(chunks, runs, hidden_TE, wants)
+
+    def _slots_of(self, chunks: Sequence[Chunk]) -> Tensor | None:
+        """int64[T]: the adapter slot of every token; None where no chunk has an adapter."""
+        if not any(c.sequence.wants.lora for c in chunks):
+            return None
+        slots = np.repeat([c.sequence.adapter_slot for c in chunks], [c.end - c.start for c in chunks])
+        return self.rows.upload(slots, torch.int64)
 
     def _prefill_attention(self, runs: Runs) -> tuple[Attend, Tensor]:
         attend = GatherAttention(self.cache, runs, self._dtype)
@@ -153,11 +171,13 @@ class Runner:
                 continue
             targets = torch.from_numpy(sequence.tokens[chunk.start + 1 : last + 1].astype(np.int64))
             hidden = hidden_TE[begin : begin + last - chunk.start]
-            for part, ids in zip(
-                hidden.split(PROMPT_LOGPROBS_CHUNK), targets.to(hidden.device).split(PROMPT_LOGPROBS_CHUNK), strict=True
-            ):
-                logprobs = torch.log_softmax(self._decoder.logits(part).float(), dim=-1).gather(1, ids[:, None]).squeeze(1)
-                sequence.prompt_logprobs.append(logprobs.cpu().numpy())
+            logprobs = [
+                torch.log_softmax(self._decoder.logits(part).float(), dim=-1).gather(1, ids[:, None]).squeeze(1)
+                for part, ids in zip(
+                    hidden.split(PROMPT_LOGPROBS_CHUNK), targets.to(hidden.device).split(PROMPT_LOGPROBS_CHUNK), strict=True
+                )
+            ]
+            sequence.prompt_logprobs[chunk.start + 1 : last + 1] = torch.cat(logprobs).cpu().numpy()
 
     # ── results ────────────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -165,10 +185,15 @@ class Runner:
         """Send samples to the host; they are there once the event, if any, has happened."""
         return Samples(*(None if part is None else part.cpu() for part in samples.parts)), None  # type: ignore[arg-type]
 
-    def scrub(self, blocks: Sequence[int]) -> None:
-        """Zero blocks that may hold NaN, which would reach whoever holds them next."""
-        if blocks:
-            self.cache.blocks[:, :, self.rows.upload(list(blocks), torch.int64)] = 0
+    def scrub(self, blocks: Sequence[int]) -> list[int]:
+        """Zero those of the blocks that hold NaN or infinity, which would reach whoever holds them next; returns which."""
+        if not blocks:
+            return []
+        candidates = self.rows.upload(list(blocks), torch.int64)
+        finite = self.cache.blocks[:, :, candidates].isfinite().transpose(0, 2).flatten(1).all(dim=1)
+        spoilt = candidates[~finite]
+        self.cache.blocks[:, :, spoilt] = 0
+        return spoilt.tolist()
 
 
 def _tables(chunks: Sequence[Chunk]) -> np.ndarray:

@@ -11,6 +11,7 @@ A row's distribution is made of its logits in this order:
     4. top-p        of the mass that top-k left, the likeliest tokens up to a share of p stay, the one that crosses it included
     5. min-p        what is at least min_p times as likely as the likeliest stays
 
+This is vLLM's order but for min-p, which it applies before top-k; that only changes the mass of which top-p takes a share.
 Nothing here waits for a CUDA device, so a graph can hold it. A row whose logits hold a NaN, or whose mask allows nothing, gets
 a token of the vocabulary and a NaN for its logprob; its neighbours notice nothing.
 

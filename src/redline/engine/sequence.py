@@ -11,6 +11,8 @@ import numpy as np
 from redline.types import FinishReason, GenerateRequest, SamplingParams
 
 NO_ROW = -1
+NO_SLOT = -1
+"""Of a sequence without an adapter."""
 
 
 class Stage(Enum):
@@ -28,27 +30,30 @@ class Stage(Enum):
 
 @dataclass(slots=True, frozen=True)
 class Wants:
-    """What any sequence of a batch asks of the sampler beyond a temperature; the host knows, so kernels need not look."""
+    """What any sequence of a batch asks for beyond a temperature; the host knows, so kernels need not look."""
 
     filters: bool = False
     bias: bool = False
     min_tokens: bool = False
     raw: bool = False
     top: int = 0
+    lora: bool = False
+    """An adapter."""
 
     @property
     def is_plain(self) -> bool:
-        """Temperature alone."""
+        """Of the sampler, temperature alone."""
         return not (self.filters or self.bias or self.min_tokens or self.raw or self.top)
 
     @classmethod
-    def of(cls, sampling: SamplingParams) -> Wants:
+    def of(cls, sampling: SamplingParams, *, lora: bool = False) -> Wants:
         return cls(
             filters=bool(sampling.top_k or sampling.top_p < 1 or sampling.min_p),
             bias=bool(sampling.logit_bias) or sampling.allowed_token_ids is not None,
             min_tokens=sampling.min_tokens > 0 and bool(sampling.stop_token_ids),
             raw=sampling.raw_logprobs,
             top=sampling.top_logprobs,
+            lora=lora,
         )
 
     def __or__(self, other: Wants) -> Wants:
@@ -58,6 +63,7 @@ class Wants:
             self.min_tokens or other.min_tokens,
             self.raw or other.raw,
             max(self.top, other.top),
+            self.lora or other.lora,
         )
 
 
@@ -71,6 +77,7 @@ class Sequence:
     submitted: float
     wants: Wants
     streaming: bool = False
+    adapter_slot: int = NO_SLOT
     salt: bytes = b""
     """Version and adapter of the keys and values it computes."""
     stage: Stage = Stage.WAITING
@@ -101,7 +108,11 @@ class Sequence:
     """Tokens already searched for stop strings."""
     raw: list[float] = field(default_factory=list)
     top: list[tuple[np.ndarray, np.ndarray]] = field(default_factory=list)
-    prompt_logprobs: list[np.ndarray] = field(default_factory=list)
+    prompt_logprobs: np.ndarray = field(init=False)
+    """float32[prompt tokens], NaN where not computed; the sequences of a request share it once their prompt is."""
+
+    def __post_init__(self) -> None:
+        self.prompt_logprobs = np.full(self.num_prompt if self.request.sampling.prompt_logprobs else 0, np.nan, np.float32)
 
     @property
     def num_prompt(self) -> int:

@@ -9,6 +9,7 @@ themselves (`hf.py` splits them on the way out), so trainer and engine see one s
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from importlib.util import find_spec
 from typing import Protocol, runtime_checkable
 
@@ -16,6 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from redline.models.lora import ActiveLora, project
 from redline.models.rope import rotary_table, rotate
 from redline.models.spec import DecoderSpec
 
@@ -54,26 +56,32 @@ class DecoderLayer(nn.Module):
         self.mlp_norm = nn.Parameter(torch.ones(spec.hidden_size))
         self.gate_up = nn.Linear(spec.hidden_size, 2 * spec.intermediate_size, bias=spec.mlp_bias)
         self.down = nn.Linear(spec.intermediate_size, spec.hidden_size, bias=spec.mlp_bias)
+        self.reduce: Callable[[Tensor], Tensor] = _alone
+        """Sums over the processes that share the layer (`parallel.py`)."""
 
-    def forward(self, x_TE: Tensor, delta_TE: Tensor | None, rotary: Rotary | None, attend: AnyAttend) -> tuple[Tensor, Tensor]:
+    def forward(
+        self, x_TE: Tensor, delta_TE: Tensor | None, rotary: Rotary | None, attend: AnyAttend, lora: ActiveLora | None
+    ) -> tuple[Tensor, Tensor]:
         """The residual stream so far and what to add to it: the addition is left to the next norm, which reads both anyway."""
         x_TE, normed_TE = add_rms_norm(x_TE, delta_TE, self.attn_norm, self.spec.norm_eps)
-        x_TE, normed_TE = add_rms_norm(x_TE, self._attention(normed_TE, rotary, attend), self.mlp_norm, self.spec.norm_eps)
-        return x_TE, self.down(silu_mul(self.gate_up(normed_TE)))
+        attended_TE = self.reduce(project(self.o, self._attention(normed_TE, rotary, attend, lora), lora))
+        x_TE, normed_TE = add_rms_norm(x_TE, attended_TE, self.mlp_norm, self.spec.norm_eps)
+        return x_TE, self.reduce(project(self.down, silu_mul(project(self.gate_up, normed_TE, lora)), lora))
 
-    def _attention(self, x_TE: Tensor, rotary: Rotary | None, attend: AnyAttend) -> Tensor:
+    def _attention(self, x_TE: Tensor, rotary: Rotary | None, attend: AnyAttend, lora: ActiveLora | None) -> Tensor:
+        """[T, H · D]."""
         spec = self.spec
-        heads = self.qkv(x_TE).view(-1, spec.num_heads + 2 * spec.num_kv_heads, spec.head_dim)
+        heads = project(self.qkv, x_TE, lora).view(-1, spec.num_heads + 2 * spec.num_kv_heads, spec.head_dim)
         if rotary is None:
             assert isinstance(attend, FusedAttend)
-            return self.o(attend.attend_fused(self, heads).flatten(1))
+            return attend.attend_fused(self, heads).flatten(1)
         assert not isinstance(attend, FusedAttend)
         qk, v_TKD = heads.split([spec.num_heads + spec.num_kv_heads, spec.num_kv_heads], dim=1)
         if self.q_norm is not None and self.k_norm is not None:
             q_THD, k_TKD = qk.split([spec.num_heads, spec.num_kv_heads], dim=1)
             qk = torch.cat((self._norm(q_THD, self.q_norm), self._norm(k_TKD, self.k_norm)), dim=1)
         q_THD, k_TKD = rotate(qk, *rotary).split([spec.num_heads, spec.num_kv_heads], dim=1)
-        return self.o(attend(self.index, q_THD, k_TKD, v_TKD).flatten(1))
+        return attend(self.index, q_THD, k_TKD, v_TKD).flatten(1)
 
     def _norm(self, x: Tensor, weight: Tensor) -> Tensor:
         return rms_norm(x, weight, self.spec.norm_eps)
@@ -98,19 +106,23 @@ class Decoder(nn.Module):
         """[V, E]: the language-model head, or the embedding where they are tied."""
         return self.embed if self.lm_head is None else self.lm_head
 
-    def forward(self, tokens_T: Tensor, positions_T: Tensor, attend: AnyAttend) -> Tensor:
+    def forward(self, tokens_T: Tensor, positions_T: Tensor, attend: AnyAttend, lora: ActiveLora | None = None) -> Tensor:
         """Hidden states [T, E] after the final norm."""
         x_TE, delta_TE = F.embedding(tokens_T, self.embed), None
         rotary = None
         if not isinstance(attend, FusedAttend):
             rotary = rotary_table(self.rotary_frequencies, self.rotary_factor, positions_T, x_TE.dtype)
         for layer in self.layers:
-            x_TE, delta_TE = layer(x_TE, delta_TE, rotary, attend)
+            x_TE, delta_TE = layer(x_TE, delta_TE, rotary, attend, lora)
         return add_rms_norm(x_TE, delta_TE, self.norm, self.spec.norm_eps)[1]
 
     def logits(self, hidden_ME: Tensor) -> Tensor:
         """[M, V] in the compute dtype."""
         return F.linear(hidden_ME, self.output_weight)
+
+
+def _alone(x: Tensor) -> Tensor:
+    return x
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:

@@ -1,9 +1,12 @@
 """Hugging Face folders in and out: config.json, safetensors, tokenizer files.
 
-Our fused parameters are the row-wise concatenation of theirs; `_layout` is the one place that knows which."""
+Our fused parameters are the row-wise concatenation of theirs; `_layout` is the one place that knows which. Families that we do
+not have a network for are read, and named on the way out, by transformers."""
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
 import shutil
 from collections.abc import Iterator, Mapping
@@ -17,11 +20,14 @@ from torch import Tensor
 
 from redline.errors import ModelError
 from redline.models.decoder import Decoder
+from redline.models.generic import GenericDecoder
 from redline.models.rope import rotary_frequencies
-from redline.models.spec import DecoderSpec, spec_from_config
+from redline.models.spec import DecoderSpec, is_ours, refuse_quantized, spec_from_config
 
 if TYPE_CHECKING:
-    from transformers import PretrainedConfig, PreTrainedTokenizerBase
+    from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+
+AnyDecoder = Decoder | GenericDecoder
 
 TOKENIZER_FILES = (
     "tokenizer.json",
@@ -74,9 +80,13 @@ def empty_decoder(config: PretrainedConfig, device: torch.device | str = "cpu", 
     return decoder
 
 
-def load_decoder(folder: Path, device: torch.device | str = "cpu", dtype: torch.dtype = torch.float32) -> Decoder:
-    """The network with the folder's weights, converted to `dtype`."""
-    decoder = empty_decoder(load_config(folder), device, dtype)
+def load_decoder(folder: Path, device: torch.device | str = "cpu", dtype: torch.dtype = torch.float32) -> AnyDecoder:
+    """The network with the folder's weights, converted to `dtype`: ours where we have the family, else transformers'."""
+    config = load_config(folder)
+    refuse_quantized(config)
+    if not is_ours(config):
+        return GenericDecoder(load_recompute_model(folder, device, dtype))
+    decoder = empty_decoder(config, device, dtype)
     weights = _Weights(folder)
     with torch.no_grad():
         for name, source in _layout(decoder.spec).items():
@@ -86,22 +96,66 @@ def load_decoder(folder: Path, device: torch.device | str = "cpu", dtype: torch.
     return decoder
 
 
-def hf_tensors(decoder: Decoder, tensors: Mapping[str, Tensor] | None = None) -> Iterator[tuple[str, Tensor]]:
+def load_recompute_model(
+    folder: Path, device: torch.device | str = "cpu", dtype: torch.dtype = torch.float32
+) -> PreTrainedModel:
+    """The folder as transformers has it, for `TransformersEngine`. Eager attention: other kinds leave out what some families
+    need, such as a cap on the scores, without a word."""
+    from transformers import AutoModelForCausalLM
+
+    load_config(folder)
+    _Weights(folder)
+    options = {"dtype": dtype, "attn_implementation": "eager", "use_safetensors": True, "output_loading_info": True}
+    try:
+        with contextlib.redirect_stderr(io.StringIO()):  # the progress bars of others would cut through our own display
+            model, report = AutoModelForCausalLM.from_pretrained(folder, **options)
+    except (OSError, ValueError, KeyError, RuntimeError, ImportError, SafetensorError) as error:
+        raise ModelError(
+            f"{folder}: transformers cannot load it: {error}", "give the folder of a causal language model"
+        ) from error
+    if report["missing_keys"]:
+        raise ModelError(
+            f"{folder}: the weights lack {', '.join(sorted(report['missing_keys']))}",
+            "the weights do not belong to this config.json",
+        )
+    return model.to(device).eval()
+
+
+def hf_tensors(decoder: AnyDecoder, tensors: Mapping[str, Tensor] | None = None) -> Iterator[tuple[str, Tensor]]:
     """(Hugging Face name, rows of our storage) for every weight; `tensors` replaces the decoder's own values."""
     values = dict(decoder.named_parameters()) if tensors is None else tensors
+    if isinstance(decoder, GenericDecoder):
+        yield from _checkpoint_tensors(decoder, values)
+        return
     for name, source in _layout(decoder.spec).items():
         yield from zip(source.names, values[name].detach().split(source.rows), strict=True)
 
 
+def _checkpoint_tensors(decoder: GenericDecoder, values: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+    """Parameters, and the buffers that checkpoints hold. Tied weights have one name; transformers keeps some weights of a layer
+    stacked that checkpoints hold apart, and knows how to take them apart again."""
+    from transformers.core_model_loading import revert_weight_conversion
+
+    network = decoder.network
+    kept = network.state_dict().keys() & {name for name, _ in network.named_buffers()}
+    state = {name.removeprefix("network."): value.detach() for name, value in values.items()}
+    state |= {name: network.get_buffer(name) for name in kept}
+    yield from revert_weight_conversion(network, state).items()
+
+
 def save_folder(
-    folder: Path, decoder: Decoder, template: Path, dtype: torch.dtype, tensors: Mapping[str, Tensor] | None = None
+    folder: Path, decoder: AnyDecoder, template: Path, dtype: torch.dtype, tensors: Mapping[str, Tensor] | None = None
 ) -> None:
     """Write an ordinary model folder; config and tokenizer come from `template`, the folder the model was loaded from."""
     from huggingface_hub import save_torch_state_dict
 
     folder.mkdir(parents=True, exist_ok=True)
-    # Copies: safetensors refuses views into our fused storage.
-    state = {name: tensor.to(device="cpu", dtype=dtype, copy=True) for name, tensor in hf_tensors(decoder, tensors)}
+    # Copies: safetensors refuses views into our fused storage. Buffers keep their dtype, which may be an integer one.
+    buffers = {name.removeprefix("network.") for name, _ in decoder.named_buffers()}
+    state = {
+        name: tensor.to(device="cpu", dtype=tensor.dtype if name in buffers else dtype, copy=True)
+        for name, tensor in hf_tensors(decoder, tensors)
+    }
     save_torch_state_dict(state, str(folder), metadata={"format": "pt"})
     config = json.loads((template / "config.json").read_text())
     config.pop("torch_dtype", None)

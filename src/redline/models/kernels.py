@@ -20,7 +20,8 @@ SILU_BLOCK = 1024
 def add_rms_norm(x_TE: Tensor, delta_TE: Tensor | None, weight_E: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """The residual stream after `delta`, and its RMS norm. Without a delta the stream is returned as it came."""
     assert not (torch.is_grad_enabled() and x_TE.requires_grad), "the fused norm has no gradient"
-    assert x_TE.is_contiguous() and (delta_TE is None or delta_TE.is_contiguous())
+    assert x_TE.is_contiguous()
+    assert delta_TE is None or delta_TE.is_contiguous()
     T, E = x_TE.shape
     normed_TE = torch.empty_like(x_TE)
     sum_TE = x_TE if delta_TE is None else torch.empty_like(x_TE)
@@ -52,13 +53,13 @@ def _add_rms_norm(x, delta, weight, x_sum, normed, eps, E: tl.constexpr, BLOCK: 
     inside = column < E
     at = tl.program_id(0).to(tl.int64) * E + column
     value = tl.load(x + at, mask=inside, other=0.0)
+    gain = tl.load(weight + column, mask=inside, other=0.0).to(tl.float32)
     if delta is not None:
         added = value.to(tl.float32) + tl.load(delta + at, mask=inside, other=0.0).to(tl.float32)
         value = added.to(x_sum.dtype.element_ty)
         tl.store(x_sum + at, value, mask=inside)
     wide = value.to(tl.float32)
     scale = tl.rsqrt(tl.sum(wide * wide, axis=0) / E + eps)
-    gain = tl.load(weight + column, mask=inside, other=0.0).to(tl.float32)
     tl.store(normed + at, (wide * scale * gain).to(normed.dtype.element_ty), mask=inside)
 
 

@@ -6,29 +6,40 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from redline.errors import ModelError
+from redline.models.rope import STATIC_KINDS
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
 """Values of `model_type` that `Decoder` implements."""
+NO_LIMIT = 2**31 - 1
+"""Positions of a network that has none, such as a state-space model."""
 
 
 @dataclass(slots=True, frozen=True)
-class DecoderSpec:
-    """A pre-norm decoder with grouped-query attention, rotary positions and a gated MLP."""
+class ModelShape:
+    """What whoever runs a network must know of it: enough to size a KV cache and to refuse what does not fit."""
 
     family: str
+    """`model_type` of config.json."""
     vocab_size: int
     hidden_size: int
-    intermediate_size: int
     num_layers: int
+    """Layers with attention."""
     num_heads: int
     num_kv_heads: int
     head_dim: int
-    norm_eps: float
     max_positions: int
     """Longest sequence the positions were made for, or the sliding window where that is shorter."""
+
+
+@dataclass(slots=True, frozen=True)
+class DecoderSpec(ModelShape):
+    """A pre-norm decoder with grouped-query attention, rotary positions and a gated MLP."""
+
+    intermediate_size: int
+    norm_eps: float
     tied_embeddings: bool
     qkv_bias: bool
     o_bias: bool
@@ -42,13 +53,24 @@ class DecoderSpec:
         return self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim, self.num_kv_heads * self.head_dim
 
 
+def is_ours(config: PretrainedConfig) -> bool:
+    """Whether `Decoder` computes this model."""
+    if config.model_type not in FAMILIES or config.hidden_act != "silu":
+        return False
+    return (config.rope_parameters or {}).get("rope_type", "default") in ("default", *STATIC_KINDS)
+
+
+def refuse_quantized(config: PretrainedConfig) -> None:
+    if getattr(config, "quantization_config", None):
+        raise ModelError("the weights are quantized", "give the folder of the unquantized model; training needs its precision")
+
+
 def spec_from_config(config: PretrainedConfig) -> DecoderSpec:
     """Refuses what we would silently compute wrongly."""
     family = config.model_type
     if family not in FAMILIES:
         raise ModelError(f"model family {family!r} is not supported", f"use a model of one of: {', '.join(FAMILIES)}")
-    if getattr(config, "quantization_config", None):
-        raise ModelError("the weights are quantized", "give the folder of the unquantized model; training needs its precision")
+    refuse_quantized(config)
     if config.hidden_act != "silu":
         raise ModelError(f"activation {config.hidden_act!r} is not supported", "models of the supported families use silu")
     # Llama and Mistral have one switch for all four projections; Qwen 2 has biases on q, k and v only, without a switch.
@@ -70,6 +92,21 @@ def spec_from_config(config: PretrainedConfig) -> DecoderSpec:
         mlp_bias=bool(getattr(config, "mlp_bias", False)),
         qk_norm=family == "qwen3",
     )
+
+
+def position_limit(config: PretrainedConfig) -> int:
+    """Longest sequence that a network of any family has positions for."""
+    named = (getattr(config, name, None) for name in ("max_position_embeddings", "max_seq_len"))
+    return next((limit for limit in named if limit), NO_LIMIT)
+
+
+def fixed_positions(config: PretrainedConfig) -> int:
+    """Longest sequence whose rotary frequencies do not depend on how long it is. LongRoPE has other ones beyond the length the
+    model was first trained for, so that keys already in a cache would be wrong."""
+    ropes = dict(getattr(config, "rope_parameters", None) or {})
+    each = [ropes, *(rope for rope in ropes.values() if isinstance(rope, dict))]
+    originals = [rope["original_max_position_embeddings"] for rope in each if rope.get("rope_type") == "longrope"]
+    return min([position_limit(config), *originals])
 
 
 def _max_positions(config: PretrainedConfig) -> int:

@@ -1,8 +1,10 @@
-"""Rows that are sampled together from a plain network of transformers: prompts in, logits of the next token out.
+"""Rows that are sampled together from a plain network of transformers: prompts in, logits of the next token out. Rows that
+continue one prompt share its pass through the network.
 
 `CachedBatch` lets the network keep what it keeps between tokens: keys and values, or whatever state its layers have.
-`RecomputedBatch` puts every row through it whole for each token. Padding stands on the right there, where no causal network can
-see it, so that needs no trust in anything. What to trust a network with is found out by trying (`abilities_of`).
+`RecomputedBatch` puts every row through it whole for each token. Padding stands on the right there, where a causal network does
+not see it. What a network can be trusted with is found out by trying (`abilities_of`); a row that is alone and recomputed needs
+no trust at all.
 """
 
 from __future__ import annotations
@@ -28,13 +30,13 @@ TRIED_LENGTHS = (9, 5)
 
 
 class Batch(Protocol):
-    """Some prompts and what follows them. `first`, then `next` as often as there are tokens."""
+    """P prompts, and B rows that continue them. `first`, then `next` as often as there are tokens."""
 
     prompt_logprobs: list[np.ndarray]
     """float32[prompt tokens] of each row, once `first` was asked for them."""
 
     def first(self, *, score: bool) -> Tensor:
-        """Logits [B, V] after each prompt."""
+        """Logits [B, V] after each row's prompt."""
         ...
 
     def next(self, tokens_B: Tensor) -> Tensor:
@@ -45,9 +47,10 @@ class Batch(Protocol):
 class CachedBatch:
     """transformers' own generation loop, one token at a time. Prompts are padded on the left."""
 
-    def __init__(self, model: PreTrainedModel, prompts: Sequence[np.ndarray]) -> None:
+    def __init__(self, model: PreTrainedModel, prompts: Sequence[np.ndarray], prompt_B: Sequence[int]) -> None:
         self._model = model
         self._prompts = prompts
+        self._prompt_B = torch.tensor(prompt_B, device=model.device)
         longest = max(map(len, prompts))
         padded = np.stack([np.pad(prompt.astype(np.int64), (longest - len(prompt), 0)) for prompt in prompts])
         visible = np.stack([np.arange(longest) >= longest - len(prompt) for prompt in prompts])
@@ -59,12 +62,23 @@ class CachedBatch:
         self.prompt_logprobs: list[np.ndarray] = []
 
     def first(self, *, score: bool) -> Tensor:
-        logits_BNV = self._forward(keep=0 if score else 1)
+        logits_PNV = self._forward(keep=0 if score else 1)
         if score:
-            self.prompt_logprobs = [
-                _score(logits_NV[-len(prompt) :], prompt) for logits_NV, prompt in zip(logits_BNV, self._prompts, strict=True)
-            ]
-        return logits_BNV[:, -1]
+            pairs = zip(logits_PNV, self._prompts, strict=True)
+            scores = [_score(logits_NV[-len(prompt) :], prompt) for logits_NV, prompt in pairs]
+            self.prompt_logprobs = [scores[prompt] for prompt in self._prompt_B.tolist()]
+        if self._prompt_B.tolist() != list(range(len(self._prompts))):
+            self._share()
+        return logits_PNV[self._prompt_B, -1]
+
+    def _share(self) -> None:
+        """A row for each continuation. Beam search moves rows of a cache in the same way."""
+        self._tokens_BN = self._tokens_BN[self._prompt_B]
+        for name, value in self._kept.items():
+            if isinstance(value, Tensor):
+                self._kept[name] = value[self._prompt_B]
+            elif not isinstance(value, bool):
+                value.reorder_cache(self._prompt_B)
 
     def next(self, tokens_B: Tensor) -> Tensor:
         self._tokens_BN = torch.cat((self._tokens_BN, tokens_B[:, None]), dim=1)
@@ -86,20 +100,23 @@ class CachedBatch:
 class RecomputedBatch:
     """Whole sequences every time."""
 
-    def __init__(self, model: PreTrainedModel, prompts: Sequence[np.ndarray]) -> None:
+    def __init__(self, model: PreTrainedModel, prompts: Sequence[np.ndarray], prompt_B: Sequence[int]) -> None:
         self._model = model
         self._prompts = prompts
+        self._prompt_B = prompt_B
         self._rows = [torch.from_numpy(prompt.astype(np.int64)).to(model.device) for prompt in prompts]
         self.prompt_logprobs: list[np.ndarray] = []
 
     def first(self, *, score: bool) -> Tensor:
-        if not score:
-            return self._last()
-        logits_BNV = self.whole()
-        self.prompt_logprobs = [
-            _score(logits_NV[: len(prompt)], prompt) for logits_NV, prompt in zip(logits_BNV, self._prompts, strict=True)
-        ]
-        return torch.stack([logits_NV[len(prompt) - 1] for logits_NV, prompt in zip(logits_BNV, self._prompts, strict=True)])
+        if score:
+            pairs = list(zip(self.whole(), self._prompts, strict=True))
+            scores = [_score(logits_NV[: len(prompt)], prompt) for logits_NV, prompt in pairs]
+            self.prompt_logprobs = [scores[prompt] for prompt in self._prompt_B]
+            logits_PV = torch.stack([logits_NV[len(prompt) - 1] for logits_NV, prompt in pairs])
+        else:
+            logits_PV = self._last()
+        self._rows = [self._rows[prompt] for prompt in self._prompt_B]
+        return logits_PV[torch.tensor(self._prompt_B)]
 
     def next(self, tokens_B: Tensor) -> Tensor:
         self._rows = [torch.cat((row, token)) for row, token in zip(self._rows, tokens_B.split(1), strict=True)]
@@ -136,9 +153,13 @@ def _parameters(model: PreTrainedModel) -> set[str]:
 @dataclass(slots=True, frozen=True)
 class Abilities:
     caches: bool
-    """Tokens that come one at a time have the logits they have in a whole sequence."""
+    """Rows whose tokens come one at a time have the logits of whole sequences."""
     pads: bool
     """So have prompts with padding before them."""
+    shares: bool
+    """So have several rows that continue one prompt."""
+    is_causal: bool
+    """Whole sequences have the logits they have alone, whatever follows them as padding."""
     vocab_size: int
     """Logits per token."""
 
@@ -149,22 +170,33 @@ def abilities_of(model: PreTrainedModel) -> Abilities:
     highest = min(1000, len(model.get_input_embeddings().weight))
     drawn = np.random.default_rng(0).integers(5, highest, sum(TRIED_LENGTHS))
     sequences = np.split(drawn, np.cumsum(TRIED_LENGTHS)[:-1])
-    alone = [RecomputedBatch(model, [tokens]).whole()[0] for tokens in sequences]
+    alone = [RecomputedBatch(model, [tokens], [0]).whole()[0] for tokens in sequences]
+    short = min(TRIED_LENGTHS)
+    equal, equal_alone = [tokens[:short] for tokens in sequences], [logits_NV[:short] for logits_NV in alone]
     return Abilities(
-        caches=_agrees(model, sequences[:1], alone[:1]),
-        pads=_agrees(model, sequences, alone),
+        caches=_agrees(CachedBatch, model, equal, equal_alone, [0, 1]),
+        pads=_agrees(CachedBatch, model, sequences, alone, [0, 1]),
+        shares=_agrees(CachedBatch, model, equal, equal_alone, [0, 0, 1]),
+        is_causal=_agrees(RecomputedBatch, model, sequences, alone, [0, 1]),
         vocab_size=alone[0].shape[-1],
     )
 
 
-def _agrees(model: PreTrainedModel, sequences: Sequence[np.ndarray], alone: Sequence[Tensor]) -> bool:
+def _agrees(
+    batch_type: type[CachedBatch | RecomputedBatch],
+    model: PreTrainedModel,
+    sequences: Sequence[np.ndarray],
+    alone: Sequence[Tensor],
+    prompt_B: list[int],
+) -> bool:
     """Whether all but the last three tokens as prompts, and those one at a time, give the logits of whole sequences."""
     error = math.inf
     with boundary():
-        batch = CachedBatch(model, [tokens[:-3] for tokens in sequences])
+        batch = batch_type(model, [tokens[:-3] for tokens in sequences], prompt_B)
         found = [batch.first(score=False)]
         for place in (-3, -2, -1):
-            found.append(batch.next(torch.tensor([int(tokens[place]) for tokens in sequences], device=model.device)))
-        ours_TV, theirs_TV = torch.stack(found, dim=1).flatten(0, 1), torch.cat([logits_NV[-4:] for logits_NV in alone])
+            found.append(batch.next(torch.tensor([int(sequences[prompt][place]) for prompt in prompt_B], device=model.device)))
+        ours_TV = torch.stack(found, dim=1).flatten(0, 1)
+        theirs_TV = torch.cat([alone[prompt][-4:] for prompt in prompt_B])
         error = logits_error(ours_TV, theirs_TV, model.dtype)
     return error <= TOLERANCE[model.dtype]

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from redline.config.schema import EngineConfig
-from redline.engine.adapters.transformers_batch import CachedBatch, RecomputedBatch, abilities_of
+from redline.engine.adapters.transformers_batch import Batch, CachedBatch, RecomputedBatch, abilities_of
 from redline.engine.adapters.transformers_rows import Row, Running, top_logprobs
 from redline.engine.admission import Limits, check_request
 from redline.engine.engine import MAX_TOP_LOGPROBS, Event
@@ -125,11 +125,21 @@ class TransformersEngine:
         for row in rows:
             row.started, row.oldest_version = started, self.version
         with span("engine.prefill", version=self.version):
-            prompts = [row.request.prompt_ids for row in rows]
-            batch_type = RecomputedBatch if self._is_recomputed(rows[0]) else CachedBatch
-            self._running = Running(batch_type(self._model, prompts), rows, self._limits.vocab_size, self._model.device)
-            self._prompt_tokens += sum(map(len, prompts))
+            self._running = Running(self._batch(rows), rows, self._limits.vocab_size, self._model.device)
             self._take_in(self._running, self._running.begin())
+
+    def _batch(self, rows: Sequence[Row]) -> Batch:
+        """Rows of one request stand side by side and continue one prompt, where what follows it can be shared."""
+        recomputed = self._is_recomputed(rows[0])
+        prompts: list[np.ndarray] = []
+        prompt_B: list[int] = []
+        for before, row in zip([None, *rows], rows, strict=False):
+            shared = before is not None and before.request_id == row.request_id and (recomputed or self.abilities.shares)
+            if not shared:
+                prompts.append(row.request.prompt_ids)
+            prompt_B.append(len(prompts) - 1)
+        self._prompt_tokens += sum(map(len, prompts))
+        return (RecomputedBatch if recomputed else CachedBatch)(self._model, prompts, prompt_B)
 
     def _next_rows(self) -> list[Row]:
         """The first that waits, and all that can start with it. Rows go on until the last is done, so none may outgrow the
@@ -152,11 +162,10 @@ class TransformersEngine:
 
     def _company(self, row: Row) -> object:
         """Equal for rows that may share a batch."""
-        if self._outgrows_rope(row):
-            return row.request_id, row.index
-        if self._is_recomputed(row) or self.abilities.pads:
-            return "any"
-        return len(row.request.prompt_ids)
+        if self._is_recomputed(row):
+            alone = self._outgrows_rope(row) or not self.abilities.is_causal
+            return (row.request_id, row.index) if alone else "any"
+        return "any" if self.abilities.pads else len(row.request.prompt_ids)
 
     def _is_recomputed(self, row: Row) -> bool:
         return not self.abilities.caches or self._outgrows_rope(row)

@@ -13,8 +13,8 @@ BLOCK = 2048
 def copy_blocks(caches: Tensor, source_N: Tensor, target_N: Tensor) -> None:
     """Copy block `source_N[i]` onto block `target_N[i]` in all layers, keys and values.
 
-    `caches` is [L, 2, blocks, K, block size, D]. Pairs with a negative source are skipped, so a captured copy can be replayed with
-    fewer. No block may be the target of two pairs, or the target of one and the source of another: pairs run in any order.
+    `caches` is [L, 2, blocks, K, block size, D]. Pairs with a negative source are skipped, so a captured copy can be replayed
+    with fewer. They run in any order: no block may be the target of two pairs, or the target of one and the source of another.
     """
     assert caches.is_contiguous()
     elements = caches[0, 0, 0].numel()

@@ -2,7 +2,7 @@
 
 A program serves one row of the batch, one key/value head and one split of the row's context. It norms and rotates the row's G
 query heads and its new key, writes the new key and value to their page, and attends to what the cache held before. The new
-token never makes the round trip through memory: its column opens the running softmax.
+token does not make the round trip through memory: its column closes the running softmax.
 
     one split                  _decode ─────────────────────────────────────► out
     several splits             _decode ──► parts ──────────────────► _merge ► out
@@ -36,8 +36,8 @@ MIN_ROWS = 16
 """Query rows of a tile: the fewest that tensor cores take."""
 PROGRAMS_PER_MULTIPROCESSOR = 4
 """Enough tiles in flight to keep device memory busy; more splits would only add parts to merge."""
-MIN_SPLIT = 128
-"""Tokens. A shorter split takes longer to start than to run."""
+MIN_TILES_PER_SPLIT = 4
+"""A shorter split would take longer to start than to run."""
 SHARED_ROWS = 64
 """Query rows of one program over a shared prefix."""
 
@@ -79,10 +79,11 @@ class DecodeBatch:
         return self.num_splits + (self.prefixes.num_splits if self.prefixes else 0)
 
 
-def choose_splits(batch: int, kv_heads: int, max_tokens: int, multiprocessors: int = 132) -> int:
-    """As many as fill the device: 1 for a large batch, more for a small one, but none shorter than `MIN_SPLIT`."""
+def choose_splits(batch: int, kv_heads: int, max_tokens: int, head_dim: int, multiprocessors: int = 132) -> int:
+    """As many as fill the device: 1 for a large batch, more for a small one, but none shorter than a few tiles."""
     wanted = PROGRAMS_PER_MULTIPROCESSOR * multiprocessors // (batch * kv_heads)
-    return max(1, min(wanted, max_tokens // MIN_SPLIT))
+    possible = max_tokens // (MIN_TILES_PER_SPLIT * TILES[head_dim].tokens)
+    return max(1, min(wanted, possible))
 
 
 def decode_attention(
@@ -103,8 +104,9 @@ def decode_attention(
     and `factor` are those of `redline.models.rope`, `norms` the weights [D] of the RMS norms on query and key heads.
     """
     (_, K, page, D), (B, N, _) = keys.shape, heads_BND.shape
-    assert D in TILES and page & (page - 1) == 0, f"head size {D}, block size {page}"
-    assert heads_BND.stride()[1:] == (D, 1) and keys.is_contiguous() and values.is_contiguous()
+    assert D in TILES, f"no kernel for heads of {D}"
+    assert page & (page - 1) == 0, f"a block of {page} tokens is not a power of two"
+    assert all(tensor.is_contiguous() for tensor in (heads_BND, keys, values))
     out_BHD = heads_BND.new_empty(B, N - 2 * K, D)
     if B == 0:
         return out_BHD
@@ -114,7 +116,7 @@ def decode_attention(
     queries_BHD = torch.empty_like(out_BHD) if batch.prefixes else None
     q_norm, k_norm = norms or (None, None)
     _decode[(B, K, batch.num_splits)](
-        heads_BND, heads_BND.stride(0), q_norm, k_norm, norm_eps, frequencies, factor, queries_BHD, out_BHD, **rows, **cache,
+        heads_BND, q_norm, k_norm, norm_eps, frequencies, factor, queries_BHD, out_BHD, **rows, **cache,
         SPLITS=batch.num_splits, BLOCK_Q=max(MIN_ROWS, triton.next_power_of_2(rows["H"] // K)), **_compiled(tile or TILES[D]),
     )  # fmt: skip
     if batch.prefixes and queries_BHD is not None:
@@ -152,9 +154,9 @@ def _compiled(tile: Tile) -> dict[str, int]:
     return {"BLOCK_N": tile.tokens, "num_warps": tile.warps, "num_stages": tile.stages}
 
 
-@triton.jit(do_not_specialize=["B", "heads_stride", "table_stride"])
+@triton.jit(do_not_specialize=["B", "table_stride"])
 def _decode(  # type: ignore[no-untyped-def]
-    heads, heads_stride, q_norm, k_norm, eps, frequencies, factor, queries, out,
+    heads, q_norm, k_norm, eps, frequencies, factor, queries, out,
     positions, starts, sizes, lengths, peaks, totals, sums, B,
     keys, values, scale, rows, block_table, table_stride,
     H: tl.constexpr, K: tl.constexpr, D: tl.constexpr, C: tl.constexpr, PAGE: tl.constexpr,
@@ -183,7 +185,7 @@ def _decode(  # type: ignore[no-untyped-def]
     table = block_table + tl.load(rows + row).to(tl.int64) * table_stride
     begin, end = split_bounds(split, prefix, position, SPLITS, BLOCK_N)
     page = pages(table, begin, end, PAGE, BLOCK_N)
-    own = heads + row.to(tl.int64) * heads_stride
+    own = heads + row.to(tl.int64) * (H + 2 * K) * D
     cos_D, sin_D = _angles(position, frequencies, factor, D, heads.dtype.element_ty)
     q_QD = _rotated(own, kv_head * G + query_Q, inside_Q, q_norm, eps, cos_D, sin_D, D)
     if queries is not None:
@@ -250,7 +252,8 @@ def _merge(  # type: ignore[no-untyped-def]
     out, positions, starts, sizes, lengths, peaks, totals, sums, B,
     H: tl.constexpr, K: tl.constexpr, D: tl.constexpr, C: tl.constexpr, SPLITS: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
-    """Finish the softmax of one row and one key/value head from its parts; an empty part has a peak of -inf."""
+    """Finish the softmax of one row and one key/value head. The first part holds the new token, so its peak is finite; a later
+    one that found no tokens has a peak of -inf and adds nothing."""
     G: tl.constexpr = H // K
     BLOCK_Q: tl.constexpr = triton.next_power_of_2(G)
     row, kv_head = tl.program_id(0), tl.program_id(1)
@@ -268,11 +271,11 @@ def _merge(  # type: ignore[no-untyped-def]
     for part in tl.range(num_parts, loop_unroll_factor=4):  # four parts' loads in flight
         base = tl.cast(part, tl.int64) * B * H
         part_peak_Q = tl.load(peaks + base + head_Q, mask=inside_Q, other=0.0)
-        some_Q = part_peak_Q > float("-inf")
+        part_total_Q = tl.load(totals + base + head_Q, mask=inside_Q, other=0.0)
+        part_sum_QD = tl.load(sums + base * D + at_QD, mask=inside_Q[:, None], other=0.0)
         new_peak_Q = tl.maximum(peak_Q, part_peak_Q)
-        fade_Q, weight_Q = tl.exp2(peak_Q - new_peak_Q), tl.where(some_Q, tl.exp2(part_peak_Q - new_peak_Q), 0.0)
-        part_sum_QD = tl.load(sums + base * D + at_QD, mask=(inside_Q & some_Q)[:, None], other=0.0)
-        total_Q = total_Q * fade_Q + weight_Q * tl.load(totals + base + head_Q, mask=inside_Q, other=1.0)
+        fade_Q, weight_Q = tl.exp2(peak_Q - new_peak_Q), tl.exp2(part_peak_Q - new_peak_Q)
+        total_Q = total_Q * fade_Q + part_total_Q * weight_Q
         sum_QD = sum_QD * fade_Q[:, None] + part_sum_QD * weight_Q[:, None]
         peak_Q = new_peak_Q
     total_Q = tl.where(total_Q > 0, total_Q, 1.0)  # a row that is not live has no parts, and gets zeros

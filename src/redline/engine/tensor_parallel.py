@@ -1,0 +1,196 @@
+"""The engine over several processes. Every rank runs the same scheduler on the same requests, so ranks tell each other only
+what is new: requests and aborts as they come, and the sampled tokens.
+
+    rank 0   submit, abort ──► log ──announce──► step ──sums──► sample ──tokens──► results
+    rank 1+                          follow ───► step ──sums──► take rank 0's tokens
+
+A decode step therefore sends a few bytes of log and one token and logprob per sequence, whatever the sequences' lengths; block
+tables and slots are derived on every rank. The sums over ranks inside the network are the model's own traffic.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from redline.config.schema import EngineConfig
+from redline.engine.engine import Event, NativeEngine
+from redline.errors import EngineError
+from redline.models.decoder import Decoder
+from redline.models.hf import load_decoder, load_tokenizer
+from redline.models.parallel import Shard, shard_decoder
+from redline.types import GenerateRequest, SamplingParams, WeightUpdate
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+class Ranks:
+    """The processes of one engine, and what they send each other."""
+
+    def __init__(self, shard: Shard, device: torch.device, port: int) -> None:
+        backend = "nccl" if device.type == "cuda" else "gloo"
+        dist.init_process_group(backend, init_method=f"tcp://127.0.0.1:{port}", rank=shard.rank, world_size=shard.world)
+        # Messages to people's processes go over the host: a log entry is no work for a GPU.
+        self._host = dist.new_group(backend="gloo") if backend == "nccl" else dist.group.WORLD
+        self.shard = shard
+        self.control_bytes = 0
+        """Sent to each other rank beside the sums: logs, and sampled tokens."""
+
+    def sum(self, tensor: Tensor) -> Tensor:
+        """Over all ranks, in place."""
+        dist.all_reduce(tensor)
+        return tensor
+
+    def smallest(self, value: int) -> int:
+        tensor = torch.tensor([value])
+        dist.all_reduce(tensor, op=dist.ReduceOp.MIN, group=self._host)
+        return int(tensor)
+
+    def announce(self, entries: list[dict[str, Any]] | None) -> list[dict[str, Any]]:
+        """Rank 0's entries, on every rank; the others pass None."""
+        data = bytearray(json.dumps(entries).encode() if entries else b"")
+        length = torch.tensor([len(data)])
+        dist.broadcast(length, 0, group=self._host)
+        self.control_bytes += length.nbytes
+        if not length:
+            return []
+        message = torch.frombuffer(data, dtype=torch.uint8) if entries else torch.empty(int(length), dtype=torch.uint8)
+        dist.broadcast(message, 0, group=self._host)
+        self.control_bytes += message.nbytes
+        return json.loads(message.numpy().tobytes())
+
+    def share_samples(self, tokens_B: Tensor, logprobs_B: Tensor) -> None:
+        """Rank 0's, to all: equal logits should give equal tokens, but a difference in one bit must not part the ranks."""
+        for tensor in (tokens_B, logprobs_B):
+            dist.broadcast(tensor, 0)
+            self.control_bytes += tensor.nbytes
+
+    def leave(self) -> None:
+        dist.destroy_process_group()
+
+
+class TensorParallelEngine(NativeEngine):
+    """Rank 0: what callers see. The other ranks are processes it starts, and ends in `close`."""
+
+    def __init__(self, folder: Path, config: EngineConfig, device: torch.device, dtype: torch.dtype) -> None:
+        world = config.tensor_parallel_size
+        port = _free_port()
+        self._workers = [_start_worker(folder, config, device, dtype, rank, port) for rank in range(1, world)]
+        self.ranks = Ranks(Shard(0, world), device, port)
+        self._log: list[dict[str, Any]] = []
+        decoder, tokenizer = _load(folder, self.ranks, device, dtype)
+        super().__init__(decoder, config, tokenizer, self.ranks)
+
+    def submit(self, request: GenerateRequest, *, streaming: bool = False) -> int:
+        request_id = super().submit(request, streaming=streaming)
+        self._log.append({"submit": encode_request(request), "streaming": streaming})
+        return request_id
+
+    def abort(self, request_id: int) -> None:
+        super().abort(request_id)
+        self._log.append({"abort": request_id})
+
+    def apply(self, update: WeightUpdate) -> None:
+        raise EngineError("the weights of a tensor-parallel engine cannot be replaced", "use engine.tensor_parallel_size=1")
+
+    def step(self) -> list[Event]:
+        for rank, worker in enumerate(self._workers, start=1):
+            if worker.poll() is not None:
+                raise EngineError(f"rank {rank} has ended with code {worker.returncode}", "look at what it wrote to stderr")
+        log, self._log = self._log, []
+        self.ranks.announce(log)
+        return super().step()
+
+    def close(self) -> None:
+        """End the other ranks."""
+        self.ranks.announce([{"close": True}])
+        for worker in self._workers:
+            worker.wait()
+        self.ranks.leave()
+
+
+def follow(engine: NativeEngine, ranks: Ranks) -> None:
+    """What the other ranks do: as rank 0 does, until it closes."""
+    while True:
+        for entry in ranks.announce(None):
+            if "submit" in entry:
+                engine.submit(decode_request(entry["submit"]), streaming=entry["streaming"])
+            elif "abort" in entry:
+                engine.abort(entry["abort"])
+            else:
+                return
+        engine.step()
+
+
+def encode_request(request: GenerateRequest) -> dict[str, Any]:
+    sampling = asdict(request.sampling)
+    sampling["logit_bias"] = list(request.sampling.logit_bias.items())
+    return {"prompt_ids": request.prompt_ids.tolist(), "sampling": sampling, "adapter": request.adapter}
+
+
+def decode_request(fields: dict[str, Any]) -> GenerateRequest:
+    sampling = dict(fields["sampling"])
+    for name in ("stop_token_ids", "stop", "allowed_token_ids"):
+        sampling[name] = None if sampling[name] is None else tuple(sampling[name])
+    sampling["logit_bias"] = {int(token): bias for token, bias in sampling["logit_bias"]}
+    return GenerateRequest(np.array(fields["prompt_ids"], np.int32), SamplingParams(**sampling), fields["adapter"])
+
+
+def _load(
+    folder: Path, ranks: Ranks, device: torch.device, dtype: torch.dtype
+) -> tuple[Decoder, PreTrainedTokenizerBase | None]:
+    """Each rank reads the whole model on the host and keeps its part."""
+    whole = load_decoder(folder, "cpu", dtype)
+    if not isinstance(whole, Decoder):
+        raise EngineError(f"{folder}: tensor parallelism needs a model of the Llama or Qwen families", "use one process")
+    tokenizer = load_tokenizer(folder) if any(folder.glob("tokenizer*")) else None
+    return shard_decoder(whole, ranks.shard, device, ranks.sum), tokenizer
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def _start_worker(
+    folder: Path, config: EngineConfig, device: torch.device, dtype: torch.dtype, rank: int, port: int
+) -> subprocess.Popen[bytes]:
+    settings = {
+        "folder": str(folder),
+        "config": config.model_dump(mode="json"),
+        "device": f"{device.type}:{rank}" if device.type == "cuda" else "cpu",
+        "dtype": str(dtype).removeprefix("torch."),
+        "rank": rank,
+        "port": port,
+        "num_threads": torch.get_num_threads(),
+    }
+    return subprocess.Popen([sys.executable, "-m", "redline.engine.tensor_parallel", json.dumps(settings)], env=os.environ)
+
+
+def _run_worker(settings: dict[str, Any]) -> None:
+    torch.set_num_threads(settings["num_threads"])
+    config = EngineConfig(**settings["config"])
+    device, dtype = torch.device(settings["device"]), getattr(torch, settings["dtype"])
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    ranks = Ranks(Shard(settings["rank"], config.tensor_parallel_size), device, settings["port"])
+    decoder, tokenizer = _load(Path(settings["folder"]), ranks, device, dtype)
+    follow(NativeEngine(decoder, config, tokenizer, ranks), ranks)
+    ranks.leave()
+
+
+if __name__ == "__main__":
+    _run_worker(json.loads(sys.argv[1]))

@@ -1,0 +1,89 @@
+"""`redline bench n-sampling`: n completions of a prompt as one request against n requests with that prompt.
+
+One request prefills its prompt once. The n requests are submitted at once, to an engine without prefix caching (each prefills
+the prompt for itself) and to one with it (the first to be scheduled prefills it for all). In every round the three run in an
+order drawn by lot; the speed-up is a ratio of seconds, from pairs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+from rich.console import Console
+
+from redline.engine import NativeEngine
+from redline.lab.document import Bound, Measured, PeerFigure, Result
+from redline.lab.networks import make_network
+from redline.lab.pairs import interleave
+from redline.lab.prompts import random_prompts
+from redline.lab.settings import NSamplingSettings, fit_engine
+from redline.lab.sides import Batch, EngineSide, Run
+from redline.lab.statistics import compare
+
+TOGETHER, SEPARATE, CACHED = "one request", "prefix caching off", "prefix caching on"
+REFERENCE = {2: 1.8, 4: 2.3, 8: 2.8, 16: 3.5}
+"""n → the speed-up to beat: Qwen2.5-0.5B-Instruct, 10 prompts, 128 new tokens, prefix caching off."""
+Rounds = Sequence[Mapping[str, Run]]
+
+
+class Arms:
+    """The three ways to get n completions of a prompt, over one set of weights."""
+
+    def __init__(self, settings: NSamplingSettings) -> None:
+        device, dtype = torch.device(settings.device), getattr(torch, settings.dtype)
+        decoder = make_network(settings.model, device, dtype, settings.seed).decoder
+        self._settings = settings
+        self._vocab_size = decoder.spec.vocab_size
+        longest = settings.prompt_tokens + settings.new_tokens
+        self.config = fit_engine(settings.engine, settings.prompts * max(settings.n), longest)
+        self._plain, self._caching = (
+            EngineSide(NativeEngine(decoder, self.config.model_copy(update={"enable_prefix_caching": caching})))
+            for caching in (False, True)
+        )
+
+    def of(self, n: int) -> dict[str, Callable[[int], Run]]:
+        return {
+            TOGETHER: lambda number: self._plain.run(self._batch(number, n, 1)),
+            SEPARATE: lambda number: self._plain.run(self._batch(number, 1, n)),
+            CACHED: lambda number: self._caching.run(self._batch(number, 1, n)),
+        }
+
+    def _batch(self, number: int, n: int, copies: int) -> Batch:
+        s = self._settings
+        prompts = random_prompts(s.prompts, s.prompt_tokens, self._vocab_size, (s.seed, number))
+        return Batch([prompt for prompt in prompts for _ in range(copies)], n, s.new_tokens, s.seed + number)
+
+
+def measure(settings: NSamplingSettings, console: Console) -> Measured:
+    arms = Arms(settings)
+    results: list[Result] = []
+    for n in settings.n:
+        runs = arms.of(n)
+        for run in runs.values():
+            run(0)  # to warm up
+        rounds = interleave(
+            {name: _after_warm_up(run) for name, run in runs.items()}, settings.pairs, settings.seed + n, lambda *_: None
+        )
+        results += [_speed_up(rounds, n, SEPARATE), _speed_up(rounds, n, CACHED)]
+        console.print(f"n = {n}: {results[-2].value:.2f}× without prefix caching, {results[-1].value:.2f}× with it")
+    return Measured(settings.model_copy(update={"engine": arms.config}), results)
+
+
+def _after_warm_up(run: Callable[[int], Run]) -> Callable[[int], Run]:
+    return lambda number: run(number + 1)
+
+
+def _speed_up(rounds: Rounds, n: int, against: str) -> Result:
+    comparison = compare([row[against].seconds for row in rounds], [row[TOGETHER].seconds for row in rounds])
+    reference = REFERENCE.get(n) if against == SEPARATE else None
+    interval = None if comparison.interval is None else list(comparison.interval)
+    return Result(
+        f"n = {n}: one request against {n} request{'s'[: n > 1]}, {against}",
+        comparison.ratio,
+        "×",
+        [{name: row[name].as_json() for name in (TOGETHER, against)} for row in rounds],
+        Bound(n, f"one request can save at most {n - 1} of the {n} requests' work"),
+        PeerFigure("reference", reference, comparison.ratio / reference) if reference else None,
+        details={"interval_95": interval, "p_value": comparison.p_value, "pairs": comparison.pairs},
+    )

@@ -1,0 +1,56 @@
+"""Whole settings by one word, and networks by their shape. Loads no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+RANDOM = "random:"
+"""`model=random:NAME` makes a network of that shape on the device, with weights drawn there; nothing is read from disk."""
+
+_QWEN = {"max_position_embeddings": 32768, "rope_parameters": {"rope_type": "default", "rope_theta": 1e6}, "rms_norm_eps": 1e-6}
+
+SHAPES: Mapping[str, Mapping[str, Any]] = {
+    "qwen2.5-0.5b": {
+        **_QWEN,
+        "vocab_size": 151936,
+        "hidden_size": 896,
+        "intermediate_size": 4864,
+        "num_hidden_layers": 24,
+        "num_attention_heads": 14,
+        "num_key_value_heads": 2,
+        "tie_word_embeddings": True,
+    },
+    "qwen2.5-7b": {
+        **_QWEN,
+        "vocab_size": 152064,
+        "hidden_size": 3584,
+        "intermediate_size": 18944,
+        "num_hidden_layers": 28,
+        "num_attention_heads": 28,
+        "num_key_value_heads": 4,
+        "tie_word_embeddings": False,
+    },
+}
+"""Of family qwen2, in the words of its config.json."""
+
+_ON_GPU = {"device": "cuda", "dtype": "bfloat16", "engine": {"max_num_batched_tokens": 32768}}
+
+WORKLOADS: Mapping[str, Mapping[str, Mapping[str, Any]]] = {
+    "generate": {
+        "W1": {"model": "random:qwen2.5-0.5b", "prompts": 512, "prompt_tokens": 128, "new_tokens": 512, **_ON_GPU},
+        "W2": {"model": "random:qwen2.5-0.5b", "prompts": 64, "prompt_tokens": 512, "n": 8, "new_tokens": 512, **_ON_GPU},
+        "W3": {"model": "random:qwen2.5-7b", "prompts": 512, "prompt_tokens": 128, "new_tokens": 256, **_ON_GPU},
+        "C1": {
+            "model": "builtin:smollm2-135m-instruct",
+            "prompts": 64,
+            "new_tokens": 128,
+            "device": "cpu",
+            "dtype": "bfloat16",
+        },
+    },
+    "n-sampling": {
+        "N1": {"model": "random:qwen2.5-0.5b", "prompts": 10, "prompt_tokens": 2048, "new_tokens": 128, **_ON_GPU},
+    },
+}
+"""Case → name → settings. Whatever else the command line says comes on top."""

@@ -1,0 +1,227 @@
+"""Any causal language model of transformers, behind the outside of `Decoder`: slower, but of almost every family.
+
+transformers runs its own layers on packed tokens, and their attention goes to the caller's `attend`. That is right only where
+attention is all that tokens see of each other, and where `attend` is all there is to attention. So a network is watched and
+compared with transformers' own forward when it is wrapped, and refused where the two differ.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from redline.errors import ModelError, boundary
+from redline.models.packed_attention import PackedAttention, Segments
+from redline.models.routed_attention import ROUTED, WATCHED, Mask, Route, Watch, set_attention, through
+from redline.models.spec import NO_LIMIT, ModelShape, fixed_positions
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+    from redline.models.decoder import Attend
+
+CHECKED_LENGTHS = (9, 6)
+"""Tokens of the sequences that are compared."""
+TOLERANCE = {torch.float32: 1e-3, torch.float16: 0.02, torch.bfloat16: 0.1}
+"""Difference between logits that rounding may make, in units of their standard deviation."""
+
+
+class GenericDecoder(nn.Module):
+    """Packed token ids → hidden states → logits, by a network of transformers. Its parameters are the network's own."""
+
+    spec: ModelShape
+    plain_head: bool
+    """True where the logits are `hidden @ output_weight.T` and nothing else, as the trainer computes them."""
+    _head: Callable[..., Any]
+    """The network without its layers. No submodule: it shares the network's modules, and each parameter has one name."""
+
+    def __init__(self, network: PreTrainedModel) -> None:
+        super().__init__()
+        self.network = network.eval()
+        with boundary() as caught, torch.no_grad():
+            self._body_name = _body_name(network)
+            self._check()
+        if caught.error is not None:
+            set_attention(network, "eager")
+            if isinstance(caught.error, torch.OutOfMemoryError):
+                raise caught.error
+            reason = caught.error.message if isinstance(caught.error, ModelError) else repr(caught.error)
+            raise ModelError(
+                f"model family {network.config.model_type!r} does not run on redline's attention: {reason}",
+                "TransformersEngine samples from it with transformers' own cache; it cannot be trained",
+            ) from caught.error
+
+    def forward(self, tokens_T: Tensor, positions_T: Tensor, attend: Attend) -> Tensor:
+        """Hidden states [T, E], as the head takes them."""
+        return self._run_body(tokens_T, positions_T, Route(attend, self.spec.head_dim)).last_hidden_state[0]
+
+    def logits(self, hidden_ME: Tensor) -> Tensor:
+        """[M, V]: what the network makes of them, with its scale, bias or cap."""
+        return self._head(inputs_embeds=hidden_ME[None], use_cache=False).logits[0]
+
+    @property
+    def output_weight(self) -> Tensor:
+        """[V, E]: the language-model head, or the embedding where they are tied."""
+        return self.network.get_output_embeddings().weight
+
+    def train(self, mode: bool = True) -> GenericDecoder:
+        """Dropout stays off: the trainer must compute what the engine sampled from."""
+        return self
+
+    def _run_body(self, tokens_T: Tensor, positions_T: Tensor, layers: Route | Watch) -> Any:
+        with through(layers):
+            body = self.network.get_submodule(self._body_name)
+            return body(input_ids=tokens_T[None], position_ids=positions_T[None], use_cache=False)
+
+    def _check(self) -> None:
+        """Find out what can be known only once the network has run, or why it cannot be used."""
+        network, sequences = self.network, _some_sequences(self.network)
+        set_attention(network, "eager")
+        theirs_TV = torch.cat([network(tokens[None], use_cache=False).logits[0] for tokens in sequences])
+
+        set_attention(network, WATCHED)
+        watch, positions = Watch(), torch.arange(len(sequences[0]), device=network.device)
+        output = self._run_body(sequences[0], positions, watch)
+        self.spec = _shape(network, watch, output.last_hidden_state.shape[-1], theirs_TV.shape[-1])
+        object.__setattr__(self, "_head", _replaced(network, self._body_name.split("."), _Given(type(output))))
+
+        set_attention(network, ROUTED)
+        attend = _Remembered(PackedAttention(Segments.independent(CHECKED_LENGTHS), network.device))
+        tokens_T, positions_T = torch.cat(sequences), attend.packed.positions_T
+        hidden_TE = self(tokens_T, positions_T, attend)
+        self._compare(self.logits(hidden_TE), theirs_TV, "packed sequences")
+        last = torch.tensor(CHECKED_LENGTHS).cumsum(0) - 1
+        hidden_BE = self(tokens_T[last], positions_T[last], attend.last_tokens)
+        self._compare(self.logits(hidden_BE), theirs_TV[last], "tokens that come one at a time")
+        self.plain_head = _is_plain(self, hidden_TE)
+
+    def _compare(self, ours_TV: Tensor, theirs_TV: Tensor, what: str) -> None:
+        error = logits_error(ours_TV, theirs_TV, self.network.dtype)
+        if not error <= TOLERANCE[self.network.dtype]:
+            raise ModelError(f"the logits of {what} differ from transformers' by {error:.2g} of their standard deviation")
+
+
+def _body_name(network: PreTrainedModel) -> str:
+    """Of the module with everything but the head: most networks say which, a few only by what it is called."""
+    for body in (network.get_decoder(), network.base_model, getattr(network, "model", network)):
+        if body is not network:
+            return next(name for name, module in network.named_modules() if module is body)
+    raise ModelError("its layers and its head cannot be told apart")
+
+
+class _Given(nn.Module):
+    """Stands where a network's layers were, and returns as hidden states what it gets as embeddings."""
+
+    def __init__(self, output_type: type) -> None:
+        super().__init__()
+        self._output_type = output_type
+
+    def forward(self, *args: Any, inputs_embeds: Tensor, **kwargs: Any) -> Any:
+        return self._output_type(last_hidden_state=inputs_embeds)
+
+
+def _replaced(module: nn.Module, path: Sequence[str], leaf: nn.Module) -> nn.Module:
+    """Copies of the modules along the path, with `leaf` at its end; everything else is shared."""
+    if not path:
+        return leaf
+    twin = copy.copy(module)
+    twin._modules = {**module._modules, path[0]: _replaced(module.get_submodule(path[0]), path[1:], leaf)}
+    return twin
+
+
+# ── what it needs ──────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def _some_sequences(network: PreTrainedModel) -> tuple[Tensor, ...]:
+    """Ids from the lower end of the vocabulary: images and the like have theirs at the upper."""
+    highest = min(1000, len(network.get_input_embeddings().weight))
+    drawn = torch.randint(5, highest, (sum(CHECKED_LENGTHS),), generator=torch.Generator().manual_seed(0))
+    return drawn.to(network.device).split(CHECKED_LENGTHS)
+
+
+def _shape(network: PreTrainedModel, watch: Watch, hidden_size: int, vocab_size: int) -> ModelShape:
+    config = network.config.get_text_config(decoder=True)
+    if len(watch.shapes) != config.num_hidden_layers:
+        raise ModelError(f"its {config.num_hidden_layers} layers ask for attention {len(watch.shapes)} times")
+    if watch.extras:
+        raise ModelError(f"its attention also takes {', '.join(sorted(watch.extras))}")
+    if len({(heads, kv_heads) for heads, kv_heads, _ in watch.shapes}) > 1:
+        raise ModelError("its layers have different numbers of heads")
+    longest = min([fixed_positions(config), *watch.windows])
+    if longest == NO_LIMIT:
+        raise ModelError("its config.json does not say how long a sequence may be")
+    return ModelShape(
+        family=network.config.model_type,
+        vocab_size=vocab_size,
+        hidden_size=hidden_size,
+        num_layers=len(watch.shapes),
+        num_heads=watch.shapes[0][0],
+        num_kv_heads=watch.shapes[0][1],
+        head_dim=max(head_dim for _, _, head_dim in watch.shapes),
+        max_positions=min([longest, *(_causal_up_to(mask, longest, network.device) for mask in watch.masks)]),
+    )
+
+
+def _causal_up_to(mask: Mask, longest: int, device: torch.device) -> int:
+    """How long a sequence may be for the mask to hide the future and nothing else: a window or a chunk ends it."""
+    zero, positions = torch.zeros((), dtype=torch.long, device=device), torch.arange(longest, device=device)
+    sees_first = mask(zero, zero, positions, zero).expand(longest)
+    reach = longest if bool(sees_first.all()) else int(sees_first.int().argmin())
+    few = positions[: min(reach, 64)]
+    if reach == 0 or not torch.equal(mask(zero, zero, few[:, None], few), few[:, None] >= few):
+        raise ModelError("its mask is not causal")
+    return reach
+
+
+# ── is it the same function? ───────────────────────────────────────────────────────────────────────────────────────────
+
+
+class _Remembered:
+    """Packed attention that keeps every layer's keys and values, so that last tokens can come again on their own."""
+
+    def __init__(self, packed: PackedAttention) -> None:
+        self.packed = packed
+        self._seen: dict[int, tuple[Tensor, Tensor]] = {}
+
+    def __call__(self, layer: int, q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor) -> Tensor:
+        self._seen[layer] = k_TKD, v_TKD
+        return self.packed(layer, q_THD, k_TKD, v_TKD)
+
+    def last_tokens(self, layer: int, q_BHD: Tensor, k_BKD: Tensor, v_BKD: Tensor) -> Tensor:
+        """Attention of each sequence's last token to itself and to the remembered ones before it."""
+        rows, start = [], 0
+        for b, length in enumerate(CHECKED_LENGTHS):
+            k_KND, v_KND = (
+                torch.cat((seen[start : start + length - 1], own[b : b + 1])).transpose(0, 1)
+                for seen, own in zip(self._seen[layer], (k_BKD, v_BKD), strict=True)
+            )
+            rows.append(F.scaled_dot_product_attention(q_BHD[b, :, None], k_KND, v_KND, enable_gqa=True).squeeze(1))
+            start += length
+        return torch.stack(rows)
+
+
+def logits_error(ours_TV: Tensor, theirs_TV: Tensor, dtype: torch.dtype) -> float:
+    """Root mean square difference over the standard deviation of the worst token. A network that computes in less than float32
+    may send a token or two to another expert, so there it is the median token's."""
+    error_T = (ours_TV.double() - theirs_TV.double()).square().mean(dim=-1).sqrt()
+    error_T = error_T / theirs_TV.double().std(dim=-1).clamp(min=1e-12)
+    return float(error_T.amax() if dtype == torch.float32 else error_T.median())
+
+
+def _is_plain(decoder: GenericDecoder, hidden_TE: Tensor) -> bool:
+    """A bias shows at zero, a cap far from it, a scale in between."""
+    if bool(decoder.logits(torch.zeros_like(hidden_TE)).any()):
+        return False
+    for size in (1, 1000):
+        theirs_TV, plain_TV = (
+            decoder.logits(size * hidden_TE).double(),
+            F.linear(size * hidden_TE, decoder.output_weight).double(),
+        )
+        if not (theirs_TV - plain_TV).norm() <= 0.02 * plain_TV.norm():
+            return False
+    return True

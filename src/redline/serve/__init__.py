@@ -1,0 +1,1 @@
+"""The engine behind an OpenAI-compatible HTTP API: `redline serve MODEL`."""

@@ -1,0 +1,199 @@
+"""Completions as OpenAI's JSON: whole, or in the chunks of a stream."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from redline.serve.calls import Call
+from redline.serve.detokenizer import CompletionText
+from redline.serve.protocol import ChatRequest, CompletionRequest
+from redline.serve.vocabulary import Vocabulary
+from redline.types import Completion, Delta, FinishReason, TopLogprobs
+
+LEAST_LOGPROB = -9999.0
+"""Stands for a probability of zero, which JSON's numbers cannot express."""
+
+Json = dict[str, Any]
+
+
+@dataclass(slots=True, frozen=True)
+class Piece:
+    """Tokens of a choice and the text they settled."""
+
+    text: str
+    token_ids: list[int]
+    logprobs: np.ndarray
+    """float32[tokens]."""
+    top_logprobs: TopLogprobs | None
+    offsets: list[int]
+    """Where in the choice's text each token begins."""
+    completion: Completion | None
+    """The whole, with the last piece."""
+
+
+class Choice:
+    """One of a call's choices on its way to the client."""
+
+    def __init__(self, call: Call, number: int, index: int, vocabulary: Vocabulary) -> None:
+        sampling = call.requests[number].sampling
+        self._call = call
+        self._vocabulary = vocabulary
+        self._index = number * sampling.n + index
+        self._prompt = call.prompts[number]
+        self._text = CompletionText(
+            vocabulary.decode,
+            self._prompt.ids,
+            sampling.stop,
+            sampling.stop_token_ids,
+            with_offsets=isinstance(call.body, CompletionRequest) and call.body.logprobs is not None,
+        )
+        self._has_begun = False
+
+    def whole(self, completion: Completion) -> Json:
+        piece = self._piece(Delta(0, completion.token_ids, completion.logprobs, completion.top_logprobs, completion))
+        return self._json(piece, chat_key="message")
+
+    def chunk(self, delta: Delta) -> Json | None:
+        """None while there is nothing to say."""
+        piece, body = self._piece(delta), self._call.body
+        wants_tokens = body.return_token_ids or body.num_top_logprobs is not None
+        if not piece.text and not piece.completion and not (piece.token_ids and wants_tokens):
+            return None
+        return self._json(piece, chat_key="delta")
+
+    def _piece(self, delta: Delta) -> Piece:
+        tokens = [] if self._call.body.new_tokens == 0 else delta.token_ids.tolist()
+        first = len(self._text.offsets)
+        text = self._text.push(tokens)
+        if delta.completion:
+            text += self._text.finish(delta.completion.stop)
+        return Piece(text, tokens, delta.logprobs, delta.top_logprobs, self._text.offsets[first:], delta.completion)
+
+    def _json(self, piece: Piece, chat_key: str) -> Json:
+        body, is_first, self._has_begun = self._call.body, not self._has_begun, True
+        json: Json = {"index": self._index}
+        if isinstance(body, ChatRequest):
+            json[chat_key] = {"role": "assistant", "content": piece.text} if is_first else {"content": piece.text}
+            json["logprobs"] = self._chat_logprobs(piece) if body.logprobs else None
+        else:
+            json["text"] = self._prompt.text + piece.text if is_first else piece.text
+            json["logprobs"] = self._text_logprobs(body, piece)
+            if body.return_token_ids and is_first:
+                json["prompt_token_ids"] = self._prompt.ids
+        json["finish_reason"] = str(piece.completion.finish_reason) if piece.completion else None
+        json["stop_reason"] = self._stop_reason(piece.completion)
+        if body.return_token_ids:
+            json["token_ids"] = piece.token_ids
+        return json
+
+    def _stop_reason(self, completion: Completion | None) -> str | int | None:
+        """The stop string or stop token of the request that ended it; None for the model's own end."""
+        if completion is None or completion.finish_reason is not FinishReason.STOP:
+            return None
+        last = int(completion.token_ids[-1])
+        return completion.stop or (last if last in self._call.body.stop_token_ids else None)
+
+    # ── logprobs ───────────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def _token_name(self, token: int) -> str:
+        return f"token_id:{token}" if self._call.body.return_tokens_as_token_ids else self._vocabulary.token_text(token)
+
+    def _chat_logprobs(self, piece: Piece) -> Json:
+        def entry(token: int, logprob: float) -> Json:
+            return {"token": self._token_name(token), "logprob": logprob, "bytes": list(self._vocabulary.token_bytes(token))}
+
+        tops = _likeliest(piece.top_logprobs, len(piece.token_ids))
+        content = [
+            {**entry(token, _finite(logprob)), "top_logprobs": [entry(*pair) for pair in likeliest]}
+            for token, logprob, likeliest in zip(piece.token_ids, piece.logprobs.tolist(), tops, strict=True)
+        ]
+        return {"content": content, "refusal": None}
+
+    def _text_logprobs(self, body: CompletionRequest, piece: Piece) -> Json | None:
+        if body.logprobs is None:
+            return None
+        names = [self._token_name(token) for token in piece.token_ids]
+        own = [_finite(logprob) for logprob in piece.logprobs[: len(names)].tolist()]
+        tops = [
+            {self._token_name(token): logprob for token, logprob in likeliest}
+            for likeliest in _likeliest(piece.top_logprobs, len(names))
+        ]
+        json: Json = {
+            "tokens": names,
+            "token_logprobs": own,
+            "top_logprobs": [{**top, name: logprob} for top, name, logprob in zip(tops, names, own, strict=True)],
+            "text_offset": [len(self._prompt.text) + offset for offset in piece.offsets],
+        }
+        if body.scores_prompt and piece.completion:
+            json = {key: value + json[key] for key, value in self._prompt_logprobs(piece.completion).items()}
+        return json
+
+    def _prompt_logprobs(self, completion: Completion) -> dict[str, list[Any]]:
+        """Of the echoed prompt. The engine scores the prompt's own tokens alone, so there are no likeliest ones to show."""
+        assert completion.prompt_logprobs is not None
+        text = CompletionText(self._vocabulary.decode, with_offsets=True)
+        text.push(self._prompt.ids)
+        return {
+            "tokens": [self._token_name(token) for token in self._prompt.ids],
+            "token_logprobs": [None, *(_finite(logprob) for logprob in completion.prompt_logprobs[1:].tolist())],
+            "top_logprobs": [None] * len(self._prompt.ids),
+            "text_offset": text.offsets,
+        }
+
+
+def _likeliest(top: TopLogprobs | None, num_tokens: int) -> list[list[tuple[int, float]]]:
+    """Per token: (id, logprob), likeliest first."""
+    if top is None:
+        return [[] for _ in range(num_tokens)]
+    rows = zip(top.token_ids[:num_tokens].tolist(), top.logprobs[:num_tokens].tolist(), strict=True)
+    return [[(token, _finite(logprob)) for token, logprob in zip(ids, logprobs, strict=True)] for ids, logprobs in rows]
+
+
+def _finite(logprob: float) -> float:
+    return logprob if math.isfinite(logprob) else LEAST_LOGPROB
+
+
+# ── around the choices ─────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def whole(call: Call, choices: list[Json], usage: Json) -> Json:
+    json = _envelope(call, choices, "chat.completion") | {"usage": usage}
+    if isinstance(call.body, ChatRequest) and call.body.return_token_ids:
+        json["prompt_token_ids"] = call.prompts[0].ids
+    return json
+
+
+def chunk(call: Call, choices: list[Json], *, usage: Json | None = None, is_first: bool = False) -> Json:
+    json = _envelope(call, choices, "chat.completion.chunk")
+    if call.body.stream_options.include_usage:
+        json["usage"] = usage
+    if is_first and isinstance(call.body, ChatRequest) and call.body.return_token_ids:
+        json["prompt_token_ids"] = call.prompts[0].ids
+    return json
+
+
+def usage(call: Call, completions: Sequence[Sequence[Completion]]) -> Json:
+    """Of all prompts: a prompt counts once however many completions it has."""
+    sampled = 0 if call.body.new_tokens == 0 else sum(len(c.token_ids) for group in completions for c in group)
+    return {
+        "prompt_tokens": call.num_prompt_tokens,
+        "completion_tokens": sampled,
+        "total_tokens": call.num_prompt_tokens + sampled,
+        "prompt_tokens_details": {"cached_tokens": sum(group[0].cached_tokens for group in completions)},
+    }
+
+
+def _envelope(call: Call, choices: list[Json], chat_object: str) -> Json:
+    is_chat = isinstance(call.body, ChatRequest)
+    return {
+        "id": f"chatcmpl-{call.id}" if is_chat else f"cmpl-{call.id}",
+        "object": chat_object if is_chat else "text_completion",
+        "created": call.created,
+        "model": call.model,
+        "choices": choices,
+    }

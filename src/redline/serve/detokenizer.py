@@ -1,0 +1,110 @@
+"""Tokens → text, piece by piece, for one completion.
+
+A piece never holds half a character, and never text that may turn out to be the beginning of a stop string. Put together,
+the pieces are the text that the same tokens give at once, cut before the stop string that ended them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+
+Decode = Callable[[list[int]], str]
+
+CONTEXT = 4
+"""Prompt tokens decoded along with the first new ones: some tokenizers drop the space that begins a text."""
+INCOMPLETE = "\N{REPLACEMENT CHARACTER}"
+
+
+class Detokenizer:
+    """Holds tokens back until they end with a whole character."""
+
+    def __init__(self, decode: Decode, context: Sequence[int] = ()) -> None:
+        self._decode = decode
+        self._context = list(context)
+        self._context_text = decode(self._context) if self._context else ""
+        self._pending: list[int] = []
+        self.num_chars = 0
+        """Characters given out so far."""
+
+    def push(self, tokens: Sequence[int]) -> str:
+        """The text that has become certain with these tokens."""
+        self._pending += tokens
+        text = self._decode(self._context + self._pending)
+        if len(text) <= len(self._context_text) or text.endswith(INCOMPLETE):
+            return ""
+        return self._give(text)
+
+    def flush(self) -> str:
+        """What is left at the end, half characters included."""
+        return self._give(self._decode(self._context + self._pending)) if self._pending else ""
+
+    def _give(self, text: str) -> str:
+        fresh = text[len(self._context_text) :]
+        self._context, self._pending = self._pending, []
+        self._context_text = self._decode(self._context)
+        self.num_chars += len(fresh)
+        return fresh
+
+
+class CompletionText:
+    """The text of a completion. Stop tokens have none, and stop strings cut it."""
+
+    def __init__(
+        self,
+        decode: Decode,
+        prompt_ids: Sequence[int] = (),
+        stop: Sequence[str] = (),
+        stop_token_ids: Iterable[int] = (),
+        *,
+        with_offsets: bool = False,
+    ) -> None:
+        self._detokenizer = Detokenizer(decode, prompt_ids[-CONTEXT:])
+        self._with_offsets = with_offsets
+        self._stop = stop
+        self._silent = frozenset(stop_token_ids)
+        self._held = ""
+        """Text not given out yet."""
+        self._newest = 0
+        """Where in `_held` the text of the newest token begins."""
+        self.offsets: list[int] = []
+        """Where in the text each token begins, if asked for."""
+
+    def push(self, tokens: list[int]) -> str:
+        """The text that no later token can take back."""
+        # Only the newest token's text must be known by itself; decoding the others together is much cheaper.
+        for run in [[token] for token in tokens] if self._with_offsets else [tokens[:-1], tokens[-1:]]:
+            if self._with_offsets:
+                self.offsets.append(self._detokenizer.num_chars)
+            visible = [token for token in run if token not in self._silent]
+            if visible:
+                self._newest = len(self._held)
+                self._held += self._detokenizer.push(visible)
+        return self._give(self._first_doubt())
+
+    def finish(self, stop: str | None) -> str:
+        """The rest; `stop` is the string that ended the completion, if one did."""
+        self._held += self._detokenizer.flush()
+        end = self._completed(stop) if stop else -1
+        return self._give(len(self._held) if end < 0 else end)
+
+    def _give(self, end: int) -> str:
+        given, self._held = self._held[:end], self._held[end:]
+        self._newest = max(0, self._newest - end)
+        return given
+
+    def _first_doubt(self) -> int:
+        """Where in `_held` the first text begins that is, or may become, a stop string."""
+        return min((self._doubt(stop) for stop in self._stop), default=len(self._held))
+
+    def _doubt(self, stop: str) -> int:
+        complete = self._completed(stop)
+        if complete >= 0:
+            return complete
+        longest = min(len(stop) - 1, len(self._held))
+        overlaps = (size for size in range(longest, 0, -1) if self._held.endswith(stop[:size]))
+        return len(self._held) - next(overlaps, 0)
+
+    def _completed(self, stop: str) -> int:
+        """Where a stop string begins that the newest token completed, or -1. One that an earlier token completed did not end
+        the completion, so it is ordinary text."""
+        return self._held.find(stop, max(0, self._newest - len(stop) + 1))

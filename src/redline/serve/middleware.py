@@ -1,0 +1,65 @@
+"""Around every request: the API key, and the count and time of what was answered."""
+
+from __future__ import annotations
+
+import hmac
+import time
+
+from starlette.datastructures import Headers
+from starlette.responses import JSONResponse
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from redline.serve.metrics import ServerMetrics
+from redline.serve.protocol import ApiError
+
+ENDPOINTS = {"/v1/chat/completions": "chat", "/v1/completions": "completions"}
+"""Path → the label of its metrics."""
+CLIENT_LEFT = 499
+"""The status, in metrics alone, of a request whose client did not wait for the end."""
+
+
+class NeedsKey:
+    """Lets nobody past without `Authorization: Bearer KEY`, except to /health."""
+
+    def __init__(self, app: ASGIApp, key: str) -> None:
+        self._app = app
+        self._expected = f"Bearer {key}".encode()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http" and scope["path"] != "/health":
+            given = Headers(scope=scope).get("authorization", "").encode("latin-1")
+            if not hmac.compare_digest(given, self._expected):
+                error = ApiError(401, "missing or wrong API key: send Authorization: Bearer KEY", code="invalid_api_key")
+                response = JSONResponse(error.body, status_code=401, headers={"www-authenticate": "Bearer"})
+                await response(scope, receive, send)
+                return
+        await self._app(scope, receive, send)
+
+
+class Measured:
+    """Notes status and seconds of each request that generates."""
+
+    def __init__(self, app: ASGIApp, metrics: ServerMetrics) -> None:
+        self._app = app
+        self._metrics = metrics
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        endpoint = ENDPOINTS.get(scope["path"]) if scope["type"] == "http" else None
+        if endpoint is None:
+            await self._app(scope, receive, send)
+            return
+        started, status, is_whole = time.perf_counter(), 500, False
+
+        async def noting(message: Message) -> None:
+            nonlocal status, is_whole
+            if message["type"] == "http.response.start":
+                status = message["status"]
+            elif message["type"] == "http.response.body":
+                is_whole = not message.get("more_body", False)
+            await send(message)
+
+        try:
+            await self._app(scope, receive, noting)
+        finally:
+            known = status if is_whole or status == 500 else CLIENT_LEFT
+            self._metrics.answered(endpoint, known, time.perf_counter() - started)

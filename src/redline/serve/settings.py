@@ -1,0 +1,119 @@
+"""What `redline serve` was asked for, checked before torch is loaded."""
+
+from __future__ import annotations
+
+import importlib.util
+import ipaddress
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from redline.config import Config, resolve, validate
+from redline.errors import ConfigError
+
+PACKAGES = ("starlette", "uvicorn")
+"""What the extra `serve` brings."""
+NO_ROLLOUTS = {"group_size": 2, "task": {"kind": "import", "path": "redline.serve:nothing"}}
+"""A recipe has to say where its tasks come from; nobody asks this one for any."""
+
+
+@dataclass(slots=True, frozen=True)
+class ServeSettings:
+    """A server with nothing left open."""
+
+    config: Config
+    """`run`, `model` and `engine` of a recipe; its other sections have no meaning here."""
+    name: str
+    """Of the model, to clients."""
+    host: str
+    port: int
+    """0 takes a free one."""
+    api_key: str | None
+    adapters: dict[str, Path]
+    """LoRA adapters: name → folder."""
+
+
+def make_settings(
+    model: str,
+    overrides: Sequence[str] = (),
+    *,
+    host: str,
+    port: int,
+    device: str,
+    dtype: str,
+    api_key_env: str,
+    served_model_name: str | None,
+    adapters: Sequence[str] = (),
+) -> ServeSettings:
+    """Raises `ConfigError` for whatever cannot be served."""
+    missing = [package for package in PACKAGES if importlib.util.find_spec(package) is None]
+    if missing:
+        raise ConfigError(f"redline serve needs {' and '.join(missing)}", "pip install 'redline-rl[serve]'")
+    name = served_model_name or model
+    folders = _adapters(adapters, name)
+    recipe: dict[str, dict[str, Any]] = {
+        "run": {"device": device},
+        "model": {"path": model, "dtype": dtype},
+        "rollouts": NO_ROLLOUTS,
+        "engine": {"max_loras": len(folders)},
+    }
+    return ServeSettings(_config(recipe, overrides), name, host, port, _api_key(host, api_key_env), folders)
+
+
+def _config(recipe: dict[str, dict[str, Any]], overrides: Sequence[str]) -> Config:
+    """The command line as a recipe, so that one place knows what a key may hold."""
+    config = validate(recipe, "redline serve")
+    for override in overrides:
+        section, key, value = _override(override)
+        recipe[section][key] = value
+        config = validate(recipe, "redline serve")
+    return resolve(config).config
+
+
+def _override(text: str) -> tuple[str, str, Any]:
+    """Section, key, value; a key without a section is the engine's."""
+    name, equals, value = text.partition("=")
+    section, _, key = name.rpartition(".")
+    if not equals or not key or section not in ("", "engine", "run"):
+        raise ConfigError(
+            f"override {text!r} is not of the form key=value, engine.key=value or run.key=value", "for example max_num_seqs=64"
+        )
+    try:
+        return section or "engine", key, yaml.safe_load(value)
+    except yaml.YAMLError as error:
+        raise ConfigError(f"override {text!r}: not valid YAML", "quote the value") from error
+
+
+def _api_key(host: str, variable: str) -> str | None:
+    key = os.environ.get(variable) or None
+    if key is None and not _is_loopback(host):
+        raise ConfigError(
+            f"--host {host} is reachable from other machines, and {variable} holds no API key",
+            f"export {variable}=... with a secret of your choice, or serve on 127.0.0.1",
+        )
+    return key
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def _adapters(given: Sequence[str], base: str) -> dict[str, Path]:
+    adapters: dict[str, Path] = {}
+    for text in given:
+        name, _, path = text.partition("=")
+        if not name or not path:
+            raise ConfigError(f"--lora {text!r} is not of the form NAME=PATH", "for example --lora poet=adapters/poet")
+        if name == base or name in adapters:
+            raise ConfigError(f"--lora {name}: the name is taken", "give every adapter a name of its own")
+        if not Path(path).expanduser().is_dir():
+            raise ConfigError(f"--lora {name}={path}: no such folder", "give a folder with adapter_config.json in it")
+        adapters[name] = Path(path).expanduser()
+    return adapters

@@ -1,0 +1,74 @@
+"""The tokenizer as the server needs it: prompts to ids, ids to text, and each token by itself for logprobs."""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+from jinja2 import TemplateError
+
+from redline.serve.protocol import ApiError, ChatMessage
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+_BYTE = re.compile(r"<0x([0-9A-F]{2})>")
+
+
+class Vocabulary:
+    """One tokenizer. `decode` leaves special tokens out; `token_text` shows them."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
+        self._tokenizer = tokenizer
+        self._bytes_of_chars = _byte_level_alphabet()
+        self.token_bytes = functools.cache(self._token_bytes)
+        self.token_text = functools.cache(self._token_text)
+
+    def encode(self, text: str) -> np.ndarray:
+        """int32[tokens], with whatever the tokenizer puts before a text."""
+        return np.array(self._tokenizer.encode(text), dtype=np.int32)
+
+    def render(self, messages: Sequence[ChatMessage]) -> np.ndarray:
+        """int32[tokens]: the conversation in the model's own chat template, ready for the assistant's turn."""
+        if not self._tokenizer.chat_template:
+            raise ApiError(400, "the model has no chat template; use /v1/completions", code="no_chat_template")
+        turns = [{"role": message.role, "content": message.content} for message in messages]
+        try:
+            text = self._tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)
+        except TemplateError as error:
+            raise ApiError(400, f"the chat template refuses these messages: {error}", param="messages") from error
+        return np.array(self._tokenizer.encode(text, add_special_tokens=False), dtype=np.int32)
+
+    def decode(self, ids: list[int]) -> str:
+        return self._tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+
+    def _token_bytes(self, token: int) -> bytes:
+        """UTF-8, or the part of a character that the token stands for."""
+        text = self._tokenizer.decode([token], clean_up_tokenization_spaces=False)
+        piece = self._tokenizer.convert_ids_to_tokens(token)
+        if piece is None:  # rows of the network beyond the tokenizer's last token
+            return b""
+        if byte := _BYTE.fullmatch(piece):
+            return bytes.fromhex(byte[1])
+        if "\N{REPLACEMENT CHARACTER}" in text and all(char in self._bytes_of_chars for char in piece):
+            return bytes(self._bytes_of_chars[char] for char in piece)
+        # A decoder drops the space that begins a text, and alone every token begins one.
+        return (" " + text if piece.startswith("▁") and not text.startswith(" ") else text).encode()
+
+    def _token_text(self, token: int) -> str:
+        """A part of a character is spelled as OpenAI does: `bytes:\\xe2`."""
+        raw = self.token_bytes(token)
+        try:
+            return raw.decode()
+        except UnicodeDecodeError:
+            return "bytes:" + "".join(f"\\x{byte:02x}" for byte in raw)
+
+
+def _byte_level_alphabet() -> dict[str, int]:
+    """Character → byte, as byte-level tokenizers write bytes: printable Latin-1 as itself, the others from U+0100 on."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in printable]
+    return {chr(byte): byte for byte in printable} | {chr(256 + n): byte for n, byte in enumerate(others)}

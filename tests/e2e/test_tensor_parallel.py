@@ -1,0 +1,104 @@
+"""The engine over two processes on the CPU gives what one process gives, and sends no more for longer sequences."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from small_models import CONFIGS, VOCAB_SIZE, write_model
+
+from redline.config.schema import EngineConfig
+from redline.engine import NativeEngine
+from redline.engine.tensor_parallel import TensorParallelEngine, decode_request, encode_request
+from redline.errors import EngineError, ModelError
+from redline.models.hf import load_decoder
+from redline.models.parallel import shard_spec
+from redline.types import FinishReason, GenerateRequest, SamplingParams
+
+CPU = torch.device("cpu")
+CONFIG = EngineConfig(max_num_seqs=16, max_num_batched_tokens=64, tensor_parallel_size=2)
+
+
+@pytest.fixture(scope="module", params=["qwen3, biases", pytest.param("qwen2, yarn rope", marks=pytest.mark.slow)])
+def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("model")
+    write_model(path, CONFIGS[request.param], seed=5, std=0.3)
+    return path
+
+
+@pytest.fixture(scope="module")
+def parallel(folder: Path) -> Iterator[TensorParallelEngine]:
+    engine = TensorParallelEngine(folder, CONFIG, CPU, torch.float32)
+    yield engine
+    engine.close()
+
+
+def ask(length: int, max_tokens: int, **sampling: object) -> GenerateRequest:
+    prompt = np.random.default_rng(length).integers(2, VOCAB_SIZE, length).astype(np.int32)
+    return GenerateRequest(prompt, SamplingParams(max_tokens=max_tokens, seed=length, **sampling))  # type: ignore[arg-type]
+
+
+def test_two_processes_sample_what_one_samples(folder: Path, parallel: TensorParallelEngine) -> None:
+    requests = [ask(5, 30, n=3), ask(40, 7, temperature=0.0), ask(17, 25), ask(90, 12, n=2, top_k=5), ask(1, 1)]
+    alone = NativeEngine(load_decoder(folder), CONFIG)
+    for found, expected in zip(parallel.generate(requests), alone.generate(requests), strict=True):
+        for one, other in zip(found, expected, strict=True):
+            assert one.token_ids.tolist() == other.token_ids.tolist()
+            np.testing.assert_allclose(one.logprobs, other.logprobs, atol=1e-4)
+
+
+def test_an_abort_reaches_every_process(parallel: TensorParallelEngine) -> None:
+    kept, dropped = parallel.submit(ask(5, 20)), parallel.submit(ask(6, 100))
+    for _ in range(3):
+        parallel.step()
+    parallel.abort(dropped)
+    reasons = {}
+    while parallel.has_work:
+        reasons |= {number: piece.completion.finish_reason for number, piece in parallel.step()}  # type: ignore[union-attr]
+    assert reasons == {kept: FinishReason.LENGTH, dropped: FinishReason.ABORT}
+    assert parallel.stats.kv_blocks_used == 0
+    assert len(parallel.generate([ask(9, 5)])[0][0].token_ids) == 5, "and the processes are still in step"
+
+
+def bytes_per_decode_step(engine: TensorParallelEngine, requests: list[GenerateRequest]) -> set[int]:
+    """Without the sums inside the network."""
+    for request in requests:
+        engine.submit(request)
+    engine.step()
+    while engine.stats.batch_size < len(requests):
+        engine.step()
+    found = set()
+    for _ in range(5):
+        before = engine.ranks.control_bytes
+        engine.step()
+        found.add(engine.ranks.control_bytes - before)
+    while engine.has_work:
+        engine.step()
+    return found
+
+
+def test_the_bytes_of_a_decode_step_do_not_grow_with_the_length_of_the_sequences(parallel: TensorParallelEngine) -> None:
+    short = bytes_per_decode_step(parallel, [ask(4, 60) for _ in range(8)])
+    long = bytes_per_decode_step(parallel, [ask(150, 60) for _ in range(8)])
+    assert short == long == {8 + 8 * (8 + 4)}, "the length of an empty log, and a token and a logprob for each sequence"
+    assert bytes_per_decode_step(parallel, [ask(150, 60) for _ in range(2)]) == {8 + 2 * (8 + 4)}
+
+
+def test_a_request_survives_the_way_to_another_process() -> None:
+    request = ask(7, 9, n=2, stop=("a", "b"), stop_token_ids=(3, 4), logit_bias={5: -1.5}, allowed_token_ids=(1, 2), min_p=0.1)
+    found = decode_request(encode_request(request))
+    assert found.sampling == request.sampling
+    assert found.prompt_ids.tolist() == request.prompt_ids.tolist()
+
+
+def test_heads_that_cannot_be_divided_are_refused(folder: Path) -> None:
+    with pytest.raises(ModelError, match="cannot be divided among 5 ranks"):
+        shard_spec(load_decoder(folder).spec, 5)
+
+
+def test_new_weights_are_refused(parallel: TensorParallelEngine) -> None:
+    with pytest.raises(EngineError, match="cannot be replaced"):
+        parallel.apply(None)  # type: ignore[arg-type]

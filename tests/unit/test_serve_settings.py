@@ -1,0 +1,93 @@
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from redline.errors import ConfigError
+from redline.serve.settings import ServeSettings, make_settings
+
+
+def settings(*overrides: str, **options: Any) -> ServeSettings:
+    defaults: dict[str, Any] = {
+        "host": "127.0.0.1",
+        "port": 0,
+        "device": "cpu",
+        "dtype": "float32",
+        "api_key_env": "A_KEY",
+        "served_model_name": None,
+    }
+    return make_settings("builtin:tiny", overrides, **defaults | options)
+
+
+def test_the_engine_is_configured_as_in_a_recipe() -> None:
+    config = settings("max_num_seqs=8", "engine.enable_prefix_caching=false", "run.num_threads=1").config
+    assert (config.engine.max_num_seqs, config.engine.enable_prefix_caching, config.run.num_threads) == (8, False, 1)
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("max_num_seqs", "not of the form key=value"),
+        ("trainer.eps=1", "not of the form key=value"),
+        ("max_num_seqs=0", "engine.max_num_seqs = 0: must be more than 0"),
+        ("max_num_seq=4", "engine.max_num_seq: unknown key"),
+        ("max_num_seqs=[", "not valid YAML"),
+    ],
+)
+def test_a_wrong_override_is_refused(override: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        settings(override)
+
+
+def test_a_model_that_does_not_exist_is_refused() -> None:
+    with pytest.raises(ConfigError, match="no such built-in model"):
+        make_settings(
+            "builtin:huge", host="::1", port=0, device="cpu", dtype="float32", api_key_env="A_KEY", served_model_name=None
+        )
+
+
+def test_the_model_is_called_what_it_was_asked_for_as() -> None:
+    assert settings().name == "builtin:tiny"
+    assert settings(served_model_name="small").name == "small"
+
+
+# ── who may reach it ───────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "127.8.8.8", "::1", "localhost"])
+def test_this_machine_needs_no_key(host: str) -> None:
+    assert settings(host=host).api_key is None
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "::", "192.168.1.2", "example.org"])
+def test_other_machines_need_a_key(host: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ConfigError, match=f"--host {host} is reachable") as caught:
+        settings(host=host)
+    assert "export A_KEY=" in caught.value.hint
+    monkeypatch.setenv("A_KEY", "")
+    with pytest.raises(ConfigError):
+        settings(host=host)
+    monkeypatch.setenv("A_KEY", "sesame")
+    assert settings(host=host).api_key == "sesame"
+
+
+def test_a_key_that_is_set_is_asked_for_on_this_machine_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("A_KEY", "sesame")
+    assert settings().api_key == "sesame"
+
+
+# ── adapters ───────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_adapters_are_names_and_folders(tmp_path: Path) -> None:
+    served = settings(adapters=[f"poet={tmp_path}", f"cook={tmp_path}"])
+    assert (served.adapters, served.config.engine.max_loras) == ({"poet": tmp_path, "cook": tmp_path}, 2)
+    assert settings("max_loras=1", adapters=[f"poet={tmp_path}"]).config.engine.max_loras == 1
+
+
+@pytest.mark.parametrize("given", [["poet"], ["=x"], ["poet=/no/such/folder"], ["builtin:tiny=."], ["a=.", "a=."]])
+def test_an_adapter_that_cannot_be_served_is_refused(given: list[str]) -> None:
+    with pytest.raises(ConfigError, match="--lora"):
+        settings(adapters=given)
