@@ -4,7 +4,7 @@
 
 All of them are bound by memory. The bound of attention is the bytes of the keys and values it must read, at the rate of a large
 device-to-device copy here. Norm and activation find their inputs in the L2 cache, where the product before them left them, so
-they may beat the same bound. Calls in a graph take turns among caches several times the L2, so no attention finds its data there.
+they may beat the same bound. Attention takes turns among caches that are several times the L2, and finds nothing there.
 
 Leaves out: anything but bfloat16, rows of different lengths, and the engine around the kernels. Sweeps the tiles that
 `decode_attention.TILES` chooses from; `--limit` ends the sweeps early. The last thing printed is a table.

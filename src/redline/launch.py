@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import sys
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,14 +16,14 @@ from redline import loop
 from redline.buffer import GroupBuffer, TrajectoryStore
 from redline.config import Config, Resolved
 from redline.engine import NativeEngine
-from redline.models.decoder import Decoder
-from redline.models.hf import load_decoder, load_tokenizer, save_folder, stop_token_ids
+from redline.errors import ModelError
+from redline.models.hf import AnyDecoder, load_decoder, load_tokenizer, save_folder, stop_token_ids
 from redline.models.sources import model_folder
 from redline.rollouts import Chat, SingleTurnRollouts, make_task_source
 from redline.telemetry import Progress, Recorder, RunFolder, describe_environment, process_start_ns, recording, span, write_json
 from redline.telemetry.progress import sample_table
 from redline.trainer import PolicyTrainer
-from redline.types import Task
+from redline.types import Task, Trajectory
 from redline.watch import RunWatch
 from redline.weight_sync import SharedWeightSync
 
@@ -36,11 +37,17 @@ class Stages:
     trainer: PolicyTrainer
     weight_sync: SharedWeightSync
     engine: NativeEngine
-    decoder: Decoder
+    decoder: AnyDecoder
     source: Path
     """The folder the model was loaded from."""
     store: TrajectoryStore | None
     held_out: list[Task]
+
+    def evaluate(self, tasks: Sequence[Task]) -> list[list[Trajectory]]:
+        """Afterwards the engine forgets the prompts, so that no training sample depends on whether there was an evaluation."""
+        attempts = self.rollouts.evaluate(tasks)
+        self.engine.reset_prefix_cache()
+        return attempts
 
 
 def train(resolved: Resolved, folder: RunFolder, *, resume: bool) -> dict[str, Any]:
@@ -58,7 +65,16 @@ def train(resolved: Resolved, folder: RunFolder, *, resume: bool) -> dict[str, A
             progress.note(f"run folder {folder.path}")
         stages = build(config, folder, progress)
         with span("run.setup"):
-            watch = RunWatch(config, folder, recorder, progress, stages.trainer, stages.rollouts.evaluate, stages.held_out)
+            watch = RunWatch(
+                config,
+                folder,
+                recorder,
+                progress,
+                stages.trainer,
+                lambda: stages.engine.stats,
+                stages.evaluate,
+                stages.held_out,
+            )
             if resume:
                 watch.resume()
                 if stages.store:
@@ -82,6 +98,11 @@ def build(config: Config, folder: RunFolder, progress: Progress) -> Stages:
         source = model_folder(config.model.path, config.run.seed)
         tokenizer = load_tokenizer(source)
         decoder = load_decoder(source, device)
+        if not decoder.plain_head:
+            raise ModelError(
+                f"{config.model.path}: its logits are more than a product with the output weights, which training assumes",
+                "train a model whose head has no bias, scale or cap",
+            )
     with span("trainer.setup"):
         trainer = PolicyTrainer(decoder, dtype, config.rollouts.temperature, config.trainer)
     engine = NativeEngine(decoder, config.engine, tokenizer)

@@ -12,6 +12,7 @@ from pathlib import Path
 from types import FrameType
 
 from redline.config.schema import Config
+from redline.engine.stats import EngineStats, metrics_between
 from redline.errors import DamagedCheckpointError
 from redline.ports import Trainer
 from redline.telemetry import MetricsLog, Progress, Recorder, RunFolder, TraceWriter, span, write_json
@@ -32,6 +33,7 @@ class RunWatch:
         recorder: Recorder,
         progress: Progress,
         trainer: Trainer,
+        engine_stats: Callable[[], EngineStats],
         evaluate: Callable[[Sequence[Task]], list[list[Trajectory]]],
         held_out: Sequence[Task],
     ) -> None:
@@ -40,6 +42,8 @@ class RunWatch:
         self._recorder = recorder
         self._progress = progress
         self._trainer = trainer
+        self._engine_stats = engine_stats
+        self._stats_before = engine_stats()
         self._evaluate = evaluate
         self._held_out = held_out
         self._metrics = MetricsLog(folder.metrics)
@@ -61,6 +65,7 @@ class RunWatch:
         version = update.version
         with span("telemetry.metrics", version=version):
             metrics = step_metrics(self._groups, batch, report, update, self._recorder.step_mark())
+            metrics |= metrics_between(self._stats_before, self._engine_stats())
             self._metrics.append(version, metrics)
             self._groups = []
             self._progress.step(version, metrics["rollouts/reward_mean"], metrics["engine/tokens_per_s"], metrics["run/step_s"])
@@ -72,8 +77,7 @@ class RunWatch:
             self.evaluate(version)
         if last or (run.checkpoint_every and version % run.checkpoint_every == 0):
             self.checkpoint()
-        # What lies between two steps is nobody's step time.
-        self._recorder.step_mark()
+        self._mark()
 
     def should_stop(self) -> bool:
         return self._interrupted
@@ -81,8 +85,13 @@ class RunWatch:
     # ── called by the launcher ─────────────────────────────────────────────────────────────────────────────────────────
 
     def begin(self) -> None:
-        """What came before is nobody's step time."""
+        """What came before is nobody's step."""
+        self._mark()
+
+    def _mark(self) -> None:
+        """What lies between two steps is nobody's step time, and nobody's tokens."""
         self._recorder.step_mark()
+        self._stats_before = self._engine_stats()
 
     @contextmanager
     def stopping_on_interrupt(self) -> Iterator[None]:

@@ -3,10 +3,11 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import pytest
 from processes import redline, succeed
 
 RESULT_FIELDS = {"name", "value", "unit", "samples", "bound", "fraction_of_bound", "peer"}
-SMALL = ("model=builtin:tiny", "prompts=4", "new_tokens=8", "pairs=2")
+SMALL = ("model=builtin:tiny", "prompts=4", "new_tokens=8", "pairs=2", "num_threads=1")
 
 
 def test_generate_ends_with_a_document_that_has_every_field(tmp_path: Path) -> None:
@@ -30,12 +31,14 @@ def test_generate_ends_with_a_document_that_has_every_field(tmp_path: Path) -> N
     assert "\x1b" not in done.stderr
 
 
+@pytest.mark.slow
 def test_n_sampling_ends_with_a_document(tmp_path: Path) -> None:
-    small = ("model=builtin:tiny", "prompt_tokens=64", "new_tokens=4", "n=2", "pairs=2")
+    small = ("model=builtin:tiny", "prompt_tokens=64", "new_tokens=4", "n=2", "pairs=2", "num_threads=1")
     document = json.loads(succeed("bench", "n-sampling", *small, "--json", cwd=tmp_path).splitlines()[-1])
     assert [result["bound"]["value"] for result in document["results"]] == [2, 2]
 
 
+@pytest.mark.slow
 def test_without_json_stdout_has_only_the_path_of_what_was_saved(tmp_path: Path) -> None:
     stdout = succeed("bench", "generate", *SMALL, "peers=none", "--save", "results", cwd=tmp_path)
     assert stdout == "results/generate.json\n"

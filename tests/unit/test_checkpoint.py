@@ -15,6 +15,7 @@ from small_models import CONFIGS, write_model
 
 from redline.config import validate
 from redline.config.schema import TrainerConfig
+from redline.engine import EngineStats
 from redline.errors import RunFolderError
 from redline.models.hf import load_decoder
 from redline.telemetry import MetricsLog, Progress, Recorder, RunFolder
@@ -196,7 +197,7 @@ def make_watch(folder: RunFolder, trainer: PolicyTrainer | FakeTrainer, **run: i
         {"model": {"path": "builtin:tiny"}, "rollouts": {"task": task}, "run": run, "telemetry": {"trace": False}}
     )
     progress = Progress(10, console=Console(file=io.StringIO()))
-    return RunWatch(config, folder, Recorder(), progress, trainer, evaluate=lambda tasks: [], held_out=[])
+    return RunWatch(config, folder, Recorder(), progress, trainer, EngineStats, evaluate=lambda tasks: [], held_out=[])
 
 
 class SavingTrainer(FakeTrainer):

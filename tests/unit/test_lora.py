@@ -474,6 +474,11 @@ def test_a_network_of_another_kind_takes_no_adapters() -> None:
         make_bank(nn.Identity(), EngineConfig(max_loras=1))
 
 
+def test_adapters_and_tensor_parallelism_exclude_each_other() -> None:
+    with pytest.raises(ValueError, match="LoRA adapters need the whole model in one process"):
+        EngineConfig(max_loras=1, tensor_parallel_size=2)
+
+
 def test_alpha_of_a_folder_is_its_own(setup: Setup) -> None:
     with pytest.raises(ModelError, match=r"adapter_config\.json"):
         setup.engine(()).load_adapter("thin", setup.folder / "thin", alpha=3)
@@ -524,7 +529,7 @@ def test_tensors_that_make_no_adapter_for_this_model_are_refused(setup: Setup, t
     folder = shutil.copytree(setup.folder / "thin", tmp_path / "thin")
     tensors = EDITS[reason](load_file(folder / "adapter_model.safetensors"))
     save_file(dict(tensors), folder / "adapter_model.safetensors")
-    for source in (folder, tensors):
+    for source in (folder, str(folder), tensors):
         with pytest.raises(ModelError, match=reason):
             setup.engine(()).load_adapter("thin", source)
 

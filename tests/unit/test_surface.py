@@ -27,6 +27,7 @@ engine.max_loras
 engine.max_model_len
 engine.max_num_batched_tokens
 engine.max_num_seqs
+engine.tensor_parallel_size
 model.dtype
 model.path
 rollouts.evaluation.every

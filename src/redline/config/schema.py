@@ -193,6 +193,12 @@ class EngineConfig(Section):
     max_lora_rank: PositiveInt = 16
     """Largest rank of an adapter. Every adapter takes the room, and the time, of this rank."""
 
+    @model_validator(mode="after")
+    def _adapters_are_not_divided(self) -> EngineConfig:
+        if self.max_loras and self.tensor_parallel_size > 1:
+            raise ValueError("LoRA adapters need the whole model in one process; set max_loras or tensor_parallel_size back")
+        return self
+
 
 class TelemetryConfig(Section):
     trace: bool = True

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any, TypeGuard
 
 import numpy as np
 import torch
@@ -23,6 +24,7 @@ from redline.engine.kv_cache import KVCache
 from redline.engine.runner import Runner, Samples
 from redline.engine.sequence import Wants
 from redline.models.decoder import Decoder, DecoderLayer
+from redline.models.hf import AnyDecoder
 
 MAX_STEPS = 8
 """Decode steps per launch. A sequence that ends early idles for the rest of them; the host has the time of all of them to
@@ -32,7 +34,7 @@ BATCH_RATIO = 1.25
 """Batches are filled up with dead rows to the next of a ladder of sizes, each this much larger than the one before."""
 
 
-def serves(decoder: object, dtype: torch.dtype, block_size: int) -> bool:
+def serves(decoder: AnyDecoder, dtype: torch.dtype, block_size: int) -> TypeGuard[Decoder]:
     """Whether the kernels take this network."""
     return (
         isinstance(decoder, Decoder)
@@ -113,7 +115,7 @@ class CudaRunner(Runner):
         self._launched_R = torch.zeros_like(self._rows_B)
         """Steps of each row within the current launch."""
         self._sizes = batch_sizes(rows.dead_row)
-        self._pool: tuple[int, int] | None = None
+        self._pool: Any = None
         """Memory that the graphs share: they never run at the same time."""
         self._graphs: dict[tuple[int, Wants], _DecodeGraph] = {}
 
@@ -170,6 +172,7 @@ class CudaRunner(Runner):
         max_tokens = self.rows.tables_RN.shape[1] * self.cache.block_size
         splits = min(MAX_SPLITS, choose_splits(size, spec.num_kv_heads, max_tokens, spec.head_dim))
         batch = DecodeBatch(positions_B, self._rows32_B[:size], self.rows.tables_RN, splits)
+        assert isinstance(self._decoder, Decoder)
         return PagedDecodeAttention(self._decoder, self.cache, batch)
 
     def _room_for_samples(self, size: int, wants: Wants) -> Samples:

@@ -36,7 +36,7 @@ from redline.engine.sleep import MemoryMoved, OffloadedWeights, Stopwatch
 from redline.engine.stats import EngineStats, Rate
 from redline.engine.stop_strings import find_stop
 from redline.errors import EngineError
-from redline.models.decoder import Decoder
+from redline.models.hf import AnyDecoder
 from redline.models.lora import PreparedAdapter
 from redline.telemetry import span
 from redline.types import (
@@ -70,7 +70,7 @@ class NativeEngine:
 
     def __init__(
         self,
-        decoder: Decoder,
+        decoder: AnyDecoder,
         config: EngineConfig,
         tokenizer: PreTrainedTokenizerBase | None = None,
         ranks: Ranks | None = None,
@@ -111,6 +111,7 @@ class NativeEngine:
         self._at_row: list[Sequence | None] = [None] * config.max_num_seqs
         self._in_flight: deque[Results] = deque()
         self._events: list[Event] = []
+        self._kv_blocks_peak = 0
         self._steps = self._batch_size = self._prompt_tokens = self._generated_tokens = self._num_finished = 0
         self._rate = Rate()
 
@@ -199,6 +200,7 @@ class NativeEngine:
             num_steps = 1
         before = len(self._in_flight)
         self._launch(self._scheduler.schedule(num_steps))
+        self._kv_blocks_peak = max(self._kv_blocks_peak, self._pool.num_used)
         launched = len(self._in_flight) - before
         self._collect(keep=launched if self._awake.runs_ahead else 0)
         self._steps += 1
@@ -422,6 +424,7 @@ class NativeEngine:
         version are never found again; sequences under way go on, and their blocks are not offered to others."""
         self._collect(keep=0)
         self.version = update.version
+        self._kv_blocks_peak = self._pool.num_used
         for sequence in (*self._scheduler.decoding, *self._scheduler.prefilling):
             sequence.cacheable = False
 
@@ -460,6 +463,12 @@ class NativeEngine:
             raise EngineError("the engine is asleep", "wake it first")
         return self._runner
 
+    def reset_prefix_cache(self) -> None:
+        """Find nothing by content that was computed before: what is sampled next does not depend on what came earlier."""
+        self._pool.forget_all()
+        for sequence in (*self._scheduler.decoding, *self._scheduler.prefilling):
+            sequence.cacheable = False
+
     @property
     def stats(self) -> EngineStats:
         counts = self._scheduler.counts
@@ -468,6 +477,7 @@ class NativeEngine:
             waiting=self._scheduler.num_waiting,
             kv_blocks_used=self._pool.num_used,
             kv_blocks_total=self._pool.num_blocks,
+            kv_blocks_peak=self._kv_blocks_peak,
             batch_size=self._batch_size,
             tokens_per_s=self._rate.per_s,
             version=self.version,

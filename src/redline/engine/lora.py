@@ -20,7 +20,7 @@ from redline.models.lora import LoraBank, PreparedAdapter
 from redline.models.peft import read_adapter
 from redline.models.spec import FAMILIES
 
-Source = Path | Mapping[str, Tensor] | PreparedAdapter
+Source = Path | str | Mapping[str, Tensor] | PreparedAdapter
 """A PEFT folder, tensors by PEFT's names, or what `prepare` made of either."""
 
 

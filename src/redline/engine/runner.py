@@ -19,6 +19,7 @@ from redline.engine.scheduler import Chunk, Plan
 from redline.engine.sequence import Sequence as Sequence_
 from redline.engine.sequence import Wants
 from redline.models.decoder import AnyAttend, Attend, Decoder
+from redline.models.hf import AnyDecoder
 from redline.models.lora import LoraBank
 
 PROMPT_LOGPROBS_CHUNK = 512
@@ -82,7 +83,7 @@ class Runner:
     runs_ahead = False
     """Whether launching returns before the work is done."""
 
-    def __init__(self, decoder: Decoder, cache: KVCache, rows: DeviceRows) -> None:
+    def __init__(self, decoder: AnyDecoder, cache: KVCache, rows: DeviceRows) -> None:
         self._decoder = decoder
         self.cache = cache
         self.rows = rows
@@ -104,6 +105,7 @@ class Runner:
         if adapter_slots_T is None:
             return self._decoder(tokens_T, positions_T, attend)
         assert self.lora is not None
+        assert isinstance(self._decoder, Decoder)
         return self._decoder(tokens_T, positions_T, attend, self.lora.active(adapter_slots_T))
 
     # ── decode ─────────────────────────────────────────────────────────────────────────────────────────────────────────

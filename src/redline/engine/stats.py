@@ -9,25 +9,27 @@ from dataclasses import dataclass
 class EngineStats:
     """Now, and since the engine was made."""
 
-    running: int
+    running: int = 0
     """Sequences that hold a row."""
-    waiting: int
-    kv_blocks_used: int
+    waiting: int = 0
+    kv_blocks_used: int = 0
     """Held by sequences; cached blocks nobody holds are free."""
-    kv_blocks_total: int
-    batch_size: int
+    kv_blocks_total: int = 1
+    kv_blocks_peak: int = 0
+    """Most held at once since the last weight update."""
+    batch_size: int = 0
     """Sequences that decoded in the last step."""
-    tokens_per_s: float
+    tokens_per_s: float = 0.0
     """Sampled, over the last second or so of steps."""
-    version: int
-    steps: int
-    preemptions: int
-    prefix_query_tokens: int
-    prefix_hit_tokens: int
-    prompt_tokens: int
+    version: int = 0
+    steps: int = 0
+    preemptions: int = 0
+    prefix_query_tokens: int = 0
+    prefix_hit_tokens: int = 0
+    prompt_tokens: int = 0
     """Computed; those found in the prefix cache are not among them."""
-    generated_tokens: int
-    requests: int
+    generated_tokens: int = 0
+    requests: int = 0
     """Finished, aborted ones included."""
     adapters: int = 0
     """Resident LoRA adapters."""
@@ -41,6 +43,19 @@ class EngineStats:
     def prefix_hit_rate(self) -> float:
         """prefix_hit_tokens / prefix_query_tokens."""
         return self.prefix_hit_tokens / self.prefix_query_tokens if self.prefix_query_tokens else 0.0
+
+
+def metrics_between(before: EngineStats, after: EngineStats) -> dict[str, float]:
+    """What happened in between, as the row of a training step has it."""
+    queried = after.prefix_query_tokens - before.prefix_query_tokens
+    hits = after.prefix_hit_tokens - before.prefix_hit_tokens
+    return {
+        "engine/steps": after.steps - before.steps,
+        "engine/prompt_tokens": after.prompt_tokens - before.prompt_tokens,
+        "engine/prefix_hit_rate": hits / max(1, queried),
+        "engine/preemptions": after.preemptions - before.preemptions,
+        "engine/kv_use_peak": after.kv_blocks_peak / after.kv_blocks_total,
+    }
 
 
 class Rate:

@@ -16,7 +16,7 @@ import torch
 STREAM_BYTES = {"cpu": 2**28, "cuda": 2**32}
 """On a GPU far more than its cache. A CPU's may hold the weights of a small model, so there it is about their size."""
 MATMUL_SIZE = {"cpu": 2048, "cuda": 8192}
-MIN_REPEATS, MIN_SECONDS = 5, 0.5
+MIN_REPEATS, MIN_SECONDS = 5, 0.3
 
 
 @dataclass(slots=True, frozen=True)

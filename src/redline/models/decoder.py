@@ -90,6 +90,9 @@ class DecoderLayer(nn.Module):
 class Decoder(nn.Module):
     """Packed token ids → hidden states → logits."""
 
+    plain_head = True
+    """The logits are `hidden @ output_weight.T`, as the trainer computes them."""
+
     def __init__(self, spec: DecoderSpec, rotary_frequencies: Tensor, rotary_factor: float = 1.0) -> None:
         super().__init__()
         self.spec = spec

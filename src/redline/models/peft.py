@@ -71,14 +71,17 @@ class _Scaling:
         return alpha / (math.sqrt(rank) if self.use_rslora else rank)
 
 
-def read_adapter(source: Path | Mapping[str, Tensor], *, alpha: float | None = None, use_rslora: bool = False) -> LoraAdapter:
+def read_adapter(
+    source: Path | str | Mapping[str, Tensor], *, alpha: float | None = None, use_rslora: bool = False
+) -> LoraAdapter:
     """From a PEFT folder, which says its own alpha, or from tensors by PEFT's names. Raises ModelError."""
-    if not isinstance(source, Path):
+    if isinstance(source, Mapping):
         return _assemble(source, _Scaling(alpha, use_rslora), "the adapter")
+    folder = Path(source)
     if alpha is not None or use_rslora:
-        raise ModelError(f"{source}: alpha and use_rslora are those of adapter_config.json", "give them with tensors only")
-    scaling = _read_config(source / "adapter_config.json")
-    return _assemble(_read_tensors(source), scaling, str(source))
+        raise ModelError(f"{folder}: alpha and use_rslora are those of adapter_config.json", "give them with tensors only")
+    scaling = _read_config(folder / "adapter_config.json")
+    return _assemble(_read_tensors(folder), scaling, str(folder))
 
 
 def _read_config(path: Path) -> _Scaling:

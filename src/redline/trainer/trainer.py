@@ -15,7 +15,7 @@ from torch import Tensor
 
 from redline.config.schema import TrainerConfig
 from redline.errors import TrainingError
-from redline.models.decoder import Decoder
+from redline.models.hf import AnyDecoder
 from redline.models.packed_attention import PackedAttention
 from redline.telemetry import span
 from redline.trainer.checkpoint import read_checkpoint, write_checkpoint
@@ -29,7 +29,7 @@ from redline.types import StepReport, TrainBatch, WeightSet
 class PolicyTrainer:
     """GRPO on packed micro-batches. Implements `ports.Trainer`."""
 
-    def __init__(self, decoder: Decoder, dtype: torch.dtype, temperature: float, config: TrainerConfig) -> None:
+    def __init__(self, decoder: AnyDecoder, dtype: torch.dtype, temperature: float, config: TrainerConfig) -> None:
         self._decoder = decoder
         self._temperature = temperature
         self._config = config
@@ -65,7 +65,7 @@ class PolicyTrainer:
         return totals.report(grad_norm, learning_rate)
 
     def _train_on(self, micro_batch: MicroBatch, advantages_S: np.ndarray, weights_S: np.ndarray, totals: _Totals) -> None:
-        device = self._decoder.embed.device
+        device = self._decoder.output_weight.device
         with span("trainer.pack", version=self._version):
             attend = PackedAttention(micro_batch.segments, device)
             tokens_T, from_M, targets_M = (
