@@ -86,7 +86,9 @@ class World:
 
     # ── requests ───────────────────────────────────────────────────────────────────────────────────────────────────────
 
-    def submit(self, prompt: list[int], max_tokens: int = 4, *, adapter: str | None = None, **sampling: object) -> list[Sequence]:
+    def submit(
+        self, prompt: list[int], max_tokens: int = 4, *, adapter: str | None = None, **sampling: object
+    ) -> list[Sequence]:
         request = GenerateRequest(
             np.array(prompt, np.int32),
             SamplingParams(max_tokens=max_tokens, **sampling),  # type: ignore[arg-type]

@@ -5,6 +5,7 @@
     ├── ModelError         a model folder is missing, damaged, or of a family we do not know
     ├── TaskError          a task source, a task or a reward function is unusable
     ├── EngineError        a request cannot be served as asked
+    │   └── BrokenModelError         the model gave numbers nobody can sample from
     ├── TrainingError      a step produced numbers nobody should train on
     └── RunFolderError     a run folder is missing, torn, or belongs to another run
         └── DamagedCheckpointError   one checkpoint cannot be read; another may do
@@ -46,6 +47,10 @@ class TaskError(RedlineError):
 
 class EngineError(RedlineError):
     """A request cannot be served as asked."""
+
+
+class BrokenModelError(EngineError):
+    """The model gave numbers nobody can sample from; the request was not at fault."""
 
 
 class TrainingError(RedlineError):

@@ -16,7 +16,7 @@ from redline import loop
 from redline.buffer import GroupBuffer, TrajectoryStore
 from redline.config import Config, Resolved
 from redline.engine import NativeEngine
-from redline.errors import ModelError
+from redline.errors import ConfigError, ModelError
 from redline.models.hf import AnyDecoder, load_decoder, load_tokenizer, save_folder, stop_token_ids
 from redline.models.sources import model_folder
 from redline.rollouts import Chat, SingleTurnRollouts, make_task_source
@@ -89,6 +89,11 @@ def train(resolved: Resolved, folder: RunFolder, *, resume: bool) -> dict[str, A
 
 def build(config: Config, folder: RunFolder, progress: Progress) -> Stages:
     """Tasks first: what is wrong with them shows before a model is loaded."""
+    if config.engine.tensor_parallel_size > 1:
+        raise ConfigError(
+            f"engine.tensor_parallel_size = {config.engine.tensor_parallel_size}: training shares its weights with one process",
+            "leave it at 1",
+        )
     device, dtype = torch.device(config.run.device), getattr(torch, config.model.dtype)
     with span("rollouts.setup"):
         tasks = make_task_source(config.rollouts.task, config.run.seed)

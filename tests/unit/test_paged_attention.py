@@ -67,14 +67,6 @@ def batches(draw: st.DrawFn) -> Batch:
 head_shapes = st.sampled_from([Heads(1, 1, 4), Heads(2, 2, 8), Heads(4, 2, 6), Heads(6, 2, 8), Heads(3, 1, 10)])
 
 
-def make_cache(heads: Heads, num_blocks: int, size: int, *, heads_first: bool, dtype: torch.dtype = torch.float32) -> KVCache:
-    cache = KVCache(heads, num_blocks, size, CPU, dtype)
-    if heads_first:  # the layout of a GPU
-        cache.heads_first = True
-        cache.blocks = cache.blocks.transpose(3, 4).contiguous()
-    return cache
-
-
 @dataclass
 class Case:
     """A cache with the contexts in it, and new tokens."""
@@ -96,18 +88,17 @@ class Case:
 
     def expected(self, layer: int) -> Tensor:
         """float64[new tokens, H, D]."""
-        rows, queries = [], iter(self.q[layer].double())
-        for keys, values, context, length in zip(self.keys, self.values, self.batch.contexts, self.batch.lengths, strict=True):
-            for position in range(context, context + length):
-                rows.append(naive(next(queries), keys[layer, : position + 1].double(), values[layer, : position + 1].double()))
-        return torch.stack(rows)
+        queries = self.q[layer].split(self.batch.lengths)
+        return torch.cat([naive(q, k[layer], v[layer]) for q, k, v in zip(queries, self.keys, self.values, strict=True)])
 
 
-def naive(q_HD: Tensor, k_NKD: Tensor, v_NKD: Tensor) -> Tensor:
-    heads_per_key = q_HD.shape[0] // k_NKD.shape[1]
-    keys, values = (x.repeat_interleave(heads_per_key, dim=1) for x in (k_NKD, v_NKD))
-    scores = torch.einsum("hd,nhd->hn", q_HD, keys) / math.sqrt(q_HD.shape[1])
-    return torch.einsum("hn,nhd->hd", torch.softmax(scores, dim=-1), values)
+def naive(q_QHD: Tensor, k_NKD: Tensor, v_NKD: Tensor) -> Tensor:
+    """The last Q of N tokens attend."""
+    (Q, H, D), (N, K, _) = q_QHD.shape, k_NKD.shape
+    keys, values = (x.double().repeat_interleave(H // K, dim=1) for x in (k_NKD, v_NKD))
+    scores = torch.einsum("qhd,nhd->hqn", q_QHD.double(), keys) / math.sqrt(D)
+    hidden = torch.arange(N) > torch.arange(N - Q, N)[:, None]
+    return torch.einsum("hqn,nhd->qhd", torch.softmax(scores.masked_fill(hidden, -math.inf), dim=-1), values)
 
 
 def make_case(
@@ -118,7 +109,7 @@ def make_case(
     def randn(*shape: int) -> Tensor:
         return torch.randn(*shape, generator=generator).to(dtype)
 
-    cache = make_cache(heads, 1 + sum(batch.blocks_needed), batch.block_size, heads_first=heads_first, dtype=dtype)
+    cache = KVCache(heads, 1 + sum(batch.blocks_needed), batch.block_size, CPU, dtype, heads_first=heads_first)
     cache.blocks.copy_(1000 * randn(*cache.blocks.shape))  # whatever was there before must not matter
     tables = batch.tables(rng, width=max(batch.blocks_needed) + 3)
     keys, values = ([randn(LAYERS, end, heads.num_kv_heads, heads.head_dim) for end in batch.ends] for _ in range(2))
@@ -135,7 +126,6 @@ def make_case(
 # ── attention ──────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-@settings(max_examples=150)
 @given(batches(), head_shapes, st.integers(0, 2**31), st.booleans(), st.sampled_from([0.1, 1.0, 10.0]))
 @example(Batch([0], [1], 4), Heads(4, 2, 6), 0, False, 1.0)
 @example(Batch([3, 4, 5], [1, 1, 1], 4), Heads(4, 2, 6), 0, False, 1.0)
@@ -152,7 +142,7 @@ def test_every_new_token_attends_to_itself_and_to_all_before_it(
 
 @settings(max_examples=30)
 @given(batches(), st.integers(0, 2**31))
-def test_both_layouts_of_the_cache_give_the_same_bits(batch: Batch, seed: int) -> None:
+def test_both_layouts_of_the_cache_give_the_same(batch: Batch, seed: int) -> None:
     found = []
     for heads_first in (False, True):
         case = make_case(batch, Heads(4, 2, 8), seed, heads_first=heads_first)
@@ -221,7 +211,7 @@ def test_rectangles_hold_every_run_once_and_waste_little(pairs: list[tuple[int, 
     blocks = -(-runs.ends // size)
     for group in groups:
         assert len(group) * blocks[group].max() <= MAX_PADDING * blocks[group].sum()
-        assert lengths[group].max() <= 2 * lengths[group].max()
+        assert lengths[group].max() <= 4 * lengths[group].min(), "each is within a factor of two of the first"
 
 
 # ── runs ───────────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -241,10 +231,11 @@ def test_runs_know_the_place_of_every_token() -> None:
 @pytest.mark.parametrize("heads_first", [False, True])
 def test_what_is_written_is_gathered_in_order(heads_first: bool) -> None:
     heads = Heads(4, 2, 3)
-    cache = make_cache(heads, 6, 4, heads_first=heads_first)
+    cache = KVCache(heads, 6, 4, CPU, torch.float32, heads_first=heads_first)
     k, v = torch.randn(7, 2, 3), torch.randn(7, 2, 3)
     slots = torch.tensor([20, 21, 22, 23, 8, 9, 10])
     cache.write(1, slots, k, v)
+    assert all(torch.equal(found, written) for found, written in zip(cache.read(1, slots), (k, v), strict=True))
     keys, values = cache.gather(1, torch.tensor([[5, 2], [2, 5]]))
     assert keys.shape == values.shape == (2, 2, 8, 3)
     for found, written in ((keys, k), (values, v)):
@@ -256,7 +247,7 @@ def test_what_is_written_is_gathered_in_order(heads_first: bool) -> None:
 
 @pytest.mark.parametrize("heads_first", [False, True])
 def test_blocks_are_copied_in_all_layers(heads_first: bool) -> None:
-    cache = make_cache(Heads(4, 2, 3), 6, 4, heads_first=heads_first)
+    cache = KVCache(Heads(4, 2, 3), 6, 4, CPU, torch.float32, heads_first=heads_first)
     cache.blocks.normal_(generator=torch.Generator().manual_seed(0))
     before = cache.blocks.clone()
     cache.copy(torch.tensor([1, 1, 4]), torch.tensor([2, 3, 5]))

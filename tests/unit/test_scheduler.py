@@ -351,17 +351,15 @@ def test_another_version_finds_nothing() -> None:
 
 def test_what_was_computed_across_an_update_is_offered_to_nobody() -> None:
     world = World(block_size=4, budget=10)
-    world.submit(counting(6), max_tokens=9)  # decodes when the update comes
-    world.submit(counting(9, 20), max_tokens=9)  # has four tokens computed when it comes
+    [decoding] = world.submit(counting(6), max_tokens=9)
+    [prefilling] = world.submit(counting(9, 20), max_tokens=9)
     world.step()
-    assert chunks(world.step())[0][0] == 2
+    assert (decoding.stage, prefilling.stage, prefilling.num_computed) == (Stage.DECODE, Stage.PREFILL, 4)
     world.apply(1)
-    decoded = [*counting(6), *alone(world.scheduler.decoding[0])]
     world.run()
-    world.submit(decoded, max_tokens=1)
-    world.submit(counting(9, 20), max_tokens=1)
-    assert [start for _, start, _ in chunks(world.step())] == [0]
-    assert [start for _, start, _ in chunks(world.step())][0] != 8
+    later = [world.submit([*counting(6), *alone(decoding)], max_tokens=1), world.submit(counting(9, 20), max_tokens=1)]
+    world.run()
+    assert [sequence.cached_tokens for [sequence] in later] == [0, 0]
 
 
 def test_a_request_that_waited_for_its_turn_is_looked_up_under_the_version_it_is_computed_with() -> None:

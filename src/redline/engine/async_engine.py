@@ -73,7 +73,7 @@ class AsyncEngine:
 
     @property
     def is_alive(self) -> bool:
-        return self._thread.is_alive()
+        return self._thread.is_alive() and not self._stopping
 
     @property
     def stats(self) -> EngineStats:

@@ -35,7 +35,7 @@ from redline.engine.sizing import block_size_for, num_blocks_for
 from redline.engine.sleep import MemoryMoved, OffloadedWeights, Stopwatch
 from redline.engine.stats import EngineStats, Rate
 from redline.engine.stop_strings import find_stop
-from redline.errors import EngineError
+from redline.errors import BrokenModelError, EngineError
 from redline.models.hf import AnyDecoder
 from redline.models.lora import PreparedAdapter
 from redline.telemetry import span
@@ -350,7 +350,7 @@ class NativeEngine:
             f" with adapter {sequence.request.adapter!r}" if sequence.request.adapter else ""
         )
         self._events.append(
-            (sequence.request_id, EngineError(message, "look for NaN in the weights; lower trainer.learning_rate"))
+            (sequence.request_id, BrokenModelError(message, "look for NaN in the weights; lower trainer.learning_rate"))
         )
 
     # ── what goes out ──────────────────────────────────────────────────────────────────────────────────────────────────

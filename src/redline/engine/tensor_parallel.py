@@ -16,6 +16,7 @@ import socket
 import subprocess
 import sys
 from dataclasses import asdict
+from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -36,14 +37,19 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
+PATIENCE = timedelta(days=365)
+"""How long a rank waits for the next step: an idle server may have none for a long time."""
+
+
 class Ranks:
     """The processes of one engine, and what they send each other."""
 
     def __init__(self, shard: Shard, device: torch.device, port: int) -> None:
         backend = "nccl" if device.type == "cuda" else "gloo"
-        dist.init_process_group(backend, init_method=f"tcp://127.0.0.1:{port}", rank=shard.rank, world_size=shard.world)
+        address = f"tcp://127.0.0.1:{port}"
+        dist.init_process_group(backend, init_method=address, rank=shard.rank, world_size=shard.world, timeout=PATIENCE)
         # Messages to people's processes go over the host: a log entry is no work for a GPU.
-        self._host = dist.new_group(backend="gloo") if backend == "nccl" else dist.group.WORLD
+        self._host = dist.new_group(backend="gloo", timeout=PATIENCE) if backend == "nccl" else dist.group.WORLD
         self.shard = shard
         self.control_bytes = 0
         """Sent to each other rank beside the sums: logs, and sampled tokens."""
@@ -85,6 +91,8 @@ class TensorParallelEngine(NativeEngine):
     """Rank 0: what callers see. The other ranks are processes it starts, and ends in `close`."""
 
     def __init__(self, folder: Path, config: EngineConfig, device: torch.device, dtype: torch.dtype) -> None:
+        if config.max_loras:
+            raise EngineError("LoRA adapters are not divided among processes", "set engine.max_loras=0")
         world = config.tensor_parallel_size
         port = _free_port()
         self._workers = [_start_worker(folder, config, device, dtype, rank, port) for rank in range(1, world)]

@@ -18,7 +18,7 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
-from redline.errors import EngineError
+from redline.errors import BrokenModelError, EngineError
 from redline.serve.answers import Json
 from redline.serve.calls import Served, make_call
 from redline.serve.generation import RunningEngine, answer, chunks
@@ -79,6 +79,8 @@ class Api:
     def _as_api_error(self, error: Exception) -> ApiError:
         if isinstance(error, ApiError):
             return error
+        if isinstance(error, BrokenModelError):
+            return ApiError(500, _on_one_line(error))
         if isinstance(error, EngineError):
             is_running = self.engine.is_alive and self.engine.failure is None  # it dies a moment after it says why
             return ApiError(400 if is_running else 503, _on_one_line(error))

@@ -8,13 +8,16 @@ import socket
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 import uvicorn
 
-from redline.config.schema import EngineConfig
+from redline.config.schema import Config, EngineConfig
 from redline.engine import AsyncEngine, NativeEngine
 from redline.engine.sizing import block_size_for
+from redline.engine.tensor_parallel import TensorParallelEngine
 from redline.launch import prepare_process
 from redline.models.hf import load_decoder, load_tokenizer, stop_token_ids
 from redline.models.sources import model_folder
@@ -23,6 +26,9 @@ from redline.serve.calls import Served
 from redline.serve.listener import cannot_listen
 from redline.serve.settings import ServeSettings
 from redline.serve.vocabulary import Vocabulary
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 GRACE_S = 5.0
 """Seconds that running requests get to finish once the server is told to stop; then they are aborted, and told so."""
@@ -43,8 +49,7 @@ def running_engine(settings: ServeSettings) -> Iterator[tuple[AsyncEngine, Serve
     prepare_process(config)
     folder = model_folder(config.model.path)
     tokenizer = load_tokenizer(folder)
-    decoder = load_decoder(folder, config.run.device, getattr(torch, config.model.dtype))
-    native = NativeEngine(decoder, config.engine, tokenizer)
+    native = _engine(folder, config, tokenizer)
     for name, adapter in settings.adapters.items():
         native.load_adapter(name, adapter)
     served = Served(
@@ -54,8 +59,19 @@ def running_engine(settings: ServeSettings) -> Iterator[tuple[AsyncEngine, Serve
         max_positions=_max_positions(config.engine, native),
         adapters=tuple(settings.adapters),
     )
-    with AsyncEngine(native) as engine:
-        yield engine, served
+    try:
+        with AsyncEngine(native) as engine:
+            yield engine, served
+    finally:
+        if isinstance(native, TensorParallelEngine):
+            native.close()
+
+
+def _engine(folder: Path, config: Config, tokenizer: PreTrainedTokenizerBase) -> NativeEngine:
+    device, dtype = torch.device(config.run.device), getattr(torch, config.model.dtype)
+    if config.engine.tensor_parallel_size > 1:
+        return TensorParallelEngine(folder, config.engine, device, dtype)
+    return NativeEngine(load_decoder(folder, device, dtype), config.engine, tokenizer)
 
 
 def _max_positions(config: EngineConfig, engine: NativeEngine) -> int:
