@@ -8,7 +8,8 @@ compared with transformers' own forward when it is wrapped, and refused where th
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -28,7 +29,8 @@ if TYPE_CHECKING:
 CHECKED_LENGTHS = (9, 6)
 """Tokens of the sequences that are compared."""
 TOLERANCE = {torch.float32: 1e-3, torch.float16: 0.02, torch.bfloat16: 0.1}
-"""Difference between logits that rounding may make, in units of their standard deviation."""
+"""Difference between logits that rounding may make, in units of their standard deviation. Networks are compared in float32
+(`in_float32`); the others are for those that do not fit the device twice more."""
 
 
 class GenericDecoder(nn.Module):
@@ -43,7 +45,7 @@ class GenericDecoder(nn.Module):
     def __init__(self, network: PreTrainedModel) -> None:
         super().__init__()
         self.network = network.eval()
-        with boundary() as caught, torch.no_grad():
+        with boundary() as caught, torch.no_grad(), in_float32(network):
             self._body_name = _body_name(network)
             self._check()
         if caught.error is not None:
@@ -109,7 +111,7 @@ class GenericDecoder(nn.Module):
 def _body_name(network: PreTrainedModel) -> str:
     """Of the module with everything but the head: most networks say which, a few only by what it is called."""
     for body in (network.get_decoder(), network.base_model, getattr(network, "model", network)):
-        if body is not network:
+        if body is not network and hasattr(body, "config"):
             return next(name for name, module in network.named_modules() if module is body)
     raise ModelError("its layers and its head cannot be told apart")
 
@@ -203,6 +205,24 @@ class _Remembered:
             rows.append(F.scaled_dot_product_attention(q_BHD[b, :, None], k_KND, v_KND, enable_gqa=True).squeeze(1))
             start += length
         return torch.stack(rows)
+
+
+@contextmanager
+def in_float32(network: nn.Module) -> Iterator[None]:
+    """Inside, the network computes in float32, where the device has room for that; afterwards its weights are where they were."""
+    narrow = [
+        tensor for tensor in (*network.parameters(), *network.buffers()) if tensor.dtype in (torch.bfloat16, torch.float16)
+    ]
+    before = [tensor.data for tensor in narrow]
+    try:
+        with suppress(torch.OutOfMemoryError):
+            wide = [tensor.data.float() for tensor in narrow]
+            for tensor, data in zip(narrow, wide, strict=True):
+                tensor.data = data
+        yield
+    finally:
+        for tensor, data in zip(narrow, before, strict=True):
+            tensor.data = data
 
 
 def logits_error(ours_TV: Tensor, theirs_TV: Tensor, dtype: torch.dtype) -> float:

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from redline.errors import boundary
-from redline.models.generic import TOLERANCE, logits_error
+from redline.models.generic import TOLERANCE, in_float32, logits_error
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -164,22 +164,23 @@ class Abilities:
     """Logits per token."""
 
 
-@torch.inference_mode()
+@torch.no_grad()
 def abilities_of(model: PreTrainedModel) -> Abilities:
     """Held against the network itself, on whole sequences that are alone."""
     highest = min(1000, len(model.get_input_embeddings().weight))
     drawn = np.random.default_rng(0).integers(5, highest, sum(TRIED_LENGTHS))
     sequences = np.split(drawn, np.cumsum(TRIED_LENGTHS)[:-1])
-    alone = [RecomputedBatch(model, [tokens], [0]).whole()[0] for tokens in sequences]
     short = min(TRIED_LENGTHS)
-    equal, equal_alone = [tokens[:short] for tokens in sequences], [logits_NV[:short] for logits_NV in alone]
-    return Abilities(
-        caches=_agrees(CachedBatch, model, equal, equal_alone, [0, 1]),
-        pads=_agrees(CachedBatch, model, sequences, alone, [0, 1]),
-        shares=_agrees(CachedBatch, model, equal, equal_alone, [0, 0, 1]),
-        is_causal=_agrees(RecomputedBatch, model, sequences, alone, [0, 1]),
-        vocab_size=alone[0].shape[-1],
-    )
+    with in_float32(model):
+        alone = [RecomputedBatch(model, [tokens], [0]).whole()[0] for tokens in sequences]
+        equal, equal_alone = [tokens[:short] for tokens in sequences], [logits_NV[:short] for logits_NV in alone]
+        return Abilities(
+            caches=_agrees(CachedBatch, model, equal, equal_alone, [0, 1]),
+            pads=_agrees(CachedBatch, model, sequences, alone, [0, 1]),
+            shares=_agrees(CachedBatch, model, equal, equal_alone, [0, 0, 1]),
+            is_causal=_agrees(RecomputedBatch, model, sequences, alone, [0, 1]),
+            vocab_size=alone[0].shape[-1],
+        )
 
 
 def _agrees(
