@@ -297,6 +297,7 @@ class Workshop:
 
     def __init__(self) -> None:
         self._kept: dict[tuple[str, Path, Size], Bench] = {}
+        self._fresh: list[Bench] = []
         self._owned = ExitStack()
 
     def bench(self, name: str, folder: Path, size: Size, *, fresh: bool = False) -> Bench:
@@ -305,10 +306,13 @@ class Workshop:
         if key in self._kept and not fresh:
             return self._kept[key]
         bench = kind.make(folder, size, self._owned) if kind.is_server else kind.make(folder, size)
-        if kind.is_costly and not fresh:
+        if kind.is_costly and fresh:
+            self._fresh.append(bench)  # the end of one vLLM in a process is the end of all
+        elif kind.is_costly:
             self._kept[key] = bench
         return bench
 
     def close(self) -> None:
         self._kept.clear()
+        self._fresh.clear()
         self._owned.close()

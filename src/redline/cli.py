@@ -119,7 +119,11 @@ def bench(
     settings = make_settings(case, overrides or [])
     from redline.lab.bench import bench as run_bench
 
-    document = run_bench(case, settings)
+    try:
+        document = run_bench(case, settings)
+    except KeyboardInterrupt:
+        typer.echo("stopped; nothing was saved", err=True)
+        raise typer.Exit(130) from None
     path = document.save(save) if save else None
     if as_json:
         typer.echo(json.dumps(document.as_json()))

@@ -213,7 +213,7 @@ SHAPINGS: dict[str, dict[str, Any]] = {
     "logit_bias": {"logit_bias": {7: 4.0, 9: -3.0, 30: 5.0}},
     "a forbidden token": {"logit_bias": dict.fromkeys(range(60), -math.inf), "temperature": 0.8},
     "allowed_token_ids": {"allowed_token_ids": tuple(range(10, 40))},
-    "min_tokens": {"min_tokens": 15, "stop_token_ids": tuple(range(2, 10))},
+    "min_tokens": {"min_tokens": 15, "stop_token_ids": tuple(range(1, 9))},
 }
 
 

@@ -125,6 +125,25 @@ def test_a_network_in_bfloat16_is_recognised_through_its_rounding(tmp_path: Path
     assert (ours - theirs).abs().median() < 0.05 * theirs.std()
 
 
+def test_wrapping_a_network_leaves_its_weights_where_they_were() -> None:
+    """They are compared in float32, and may belong to somebody else."""
+    network = random_model(ROUTED["gpt2"]).bfloat16()
+    before = {name: (parameter.data_ptr(), parameter.clone()) for name, parameter in network.named_parameters()}
+    GenericDecoder(network)
+    for name, parameter in network.named_parameters():
+        assert parameter.data_ptr() == before[name][0]
+        assert torch.equal(parameter, before[name][1])
+
+
+def test_a_network_that_was_refused_is_still_transformers_own() -> None:
+    network = random_model(REFUSED["gpt_oss"][0])
+    tokens = random_tokens(20, seed=1)
+    before = logits_of(network, tokens)
+    with pytest.raises(ModelError):
+        GenericDecoder(network)
+    assert torch.equal(logits_of(network, tokens), before)
+
+
 # ── what an engine must know ───────────────────────────────────────────────────────────────────────────────────────────
 
 

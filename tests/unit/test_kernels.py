@@ -38,9 +38,15 @@ def poisoned_memory() -> Iterator[None]:
         interpreted = type(triton.language.cdiv).__name__ == "InterpretedFunction"
         assert interpreted, "triton was imported before TRITON_INTERPRET=1 was set; set it in tests/conftest.py"
     torch.manual_seed(0)
-    torch.use_deterministic_algorithms(True)
+    torch.set_deterministic_debug_mode("warn")
     yield
-    torch.use_deterministic_algorithms(False)
+    torch.set_deterministic_debug_mode("default")
+
+
+def check_rounding(out: Tensor, expected: Tensor) -> None:
+    """Equal to the bit, but for the few values that a float32 sum in another order puts on the other side of a rounding."""
+    torch.testing.assert_close(out, expected, rtol=TOLERANCE[out.dtype], atol=1e-6)
+    assert out.dtype == torch.float32 or (out == expected).float().mean() > 0.98
 
 
 def test_fresh_memory_is_poisoned_here() -> None:
@@ -57,7 +63,7 @@ def test_a_residual_is_added_and_normed_as_torch_would(size: int, dtype: torch.d
     weight = torch.randn(size, device=DEVICE).to(dtype)
     total, normed = add_rms_norm(x, delta, weight, EPS)
     assert torch.equal(total, x + delta)
-    torch.testing.assert_close(normed, F.rms_norm(x + delta, (size,), weight, EPS), rtol=TOLERANCE[dtype], atol=1e-6)
+    check_rounding(normed, F.rms_norm(x + delta, (size,), weight, EPS))
 
 
 def test_without_a_delta_the_residual_is_only_normed() -> None:
@@ -73,7 +79,7 @@ def test_gate_and_up_are_joined_as_torch_would(size: int, dtype: torch.dtype) ->
     gate_up = 4 * torch.randn(3, 2 * size, device=DEVICE).to(dtype)
     gate_up[0, :4] = torch.tensor([200.0, -200.0, 0.0, 88.0])
     gate, up = gate_up.chunk(2, dim=-1)
-    torch.testing.assert_close(silu_mul(gate_up), F.silu(gate) * up, rtol=TOLERANCE[dtype], atol=1e-6)
+    check_rounding(silu_mul(gate_up), F.silu(gate) * up)
 
 
 def test_no_tokens_are_no_work() -> None:
@@ -100,7 +106,7 @@ class Case:
     positions: list[int]
     group: int = 1
     """Query heads per key head."""
-    kv_heads: int = 2
+    kv_heads: int = 1
     head_dim: int = 64
     page: int = 16
     norm: bool = False
@@ -189,27 +195,28 @@ EDGES = [0, 1, 15, 16, 17, 31, 32, 33, 65]
 
 @pytest.mark.parametrize("num_splits", [1, 3])
 def test_every_length_around_the_ends_of_pages_and_tiles(num_splits: int) -> None:
-    check(Case(EDGES, kv_heads=1, group=3), num_splits)
+    check(Case(EDGES, group=3), num_splits)
 
 
 @pytest.mark.parametrize("group", [1, 3, 4, 7])
 @pytest.mark.parametrize("head_dim", [64, 128])
 def test_query_heads_of_any_number_share_a_key_head(group: int, head_dim: int) -> None:
-    check(Case([37, 5], group=group, head_dim=head_dim, norm=group == 4, dtype=HALF if group == 7 else torch.float32))
+    dtype = HALF if group == 7 else torch.float32
+    check(Case([37, 5], group, kv_heads=2, head_dim=head_dim, norm=group == 4, dtype=dtype))
 
 
 def test_more_query_heads_than_the_smallest_tile() -> None:
-    check(Case([37], group=20, kv_heads=1))
+    check(Case([37], group=20))
 
 
 @pytest.mark.parametrize("page", [16, 32, 64, 128])
 def test_a_page_may_be_smaller_or_larger_than_a_tile(page: int) -> None:
-    check(Case([150, page, page - 1], kv_heads=1, page=page), num_splits=2)
+    check(Case([150, page, page - 1], page=page), num_splits=2)
 
 
 @pytest.mark.parametrize("tile", [Tile(16, 1, 2), Tile(64, 4, 3), Tile(128, 4, 3)])
 def test_a_tile_may_hold_any_number_of_tokens(tile: Tile) -> None:
-    check(Case([70, 64], kv_heads=1), tile=tile)
+    check(Case([70, 64]), tile=tile)
 
 
 @pytest.mark.parametrize("num_splits", [1, 2])
@@ -220,7 +227,7 @@ def test_rows_that_are_not_live_get_zeros_and_write_nothing(num_splits: int) -> 
 
 
 def test_more_splits_than_tiles_leave_some_without_work() -> None:
-    check(Case([0, 40, 70], group=4, kv_heads=1), num_splits=4)
+    check(Case([0, 40, 70], group=4), num_splits=4)
 
 
 def test_keys_are_normed_and_rotated_to_the_bit_as_in_eager_torch() -> None:
@@ -236,7 +243,10 @@ def test_keys_are_normed_and_rotated_to_the_bit_as_in_eager_torch() -> None:
 def test_random_steps(seed: int) -> None:
     draw = torch.Generator().manual_seed(seed)
     positions = torch.randint(-1, 90, (3,), generator=draw).tolist()
-    check(Case(positions, group=seed + 1, norm=seed == 1, page=(16, 32, 64)[seed], dtype=HALF), num_splits=seed + 1)
+    check(
+        Case(positions, group=seed + 1, kv_heads=1 + seed % 2, norm=seed == 1, page=(16, 32, 64)[seed], dtype=HALF),
+        num_splits=seed + 1,
+    )
 
 
 # ── prefixes that rows share ───────────────────────────────────────────────────────────────────────────────────────────
@@ -252,18 +262,18 @@ def prefixes_of(case: Case, room: int, num_splits: int = 1) -> SharedPrefixes:
 
 @pytest.mark.parametrize(("num_splits", "prefix_splits"), [(1, 1), (2, 1), (1, 3)])
 def test_a_shared_prefix_changes_nothing_but_how_it_is_read(num_splits: int, prefix_splits: int) -> None:
-    case = Case([70, 64, 33, 16, 17], group=3, kv_heads=1, shared=((0, 2, 4), (3, 2, 1)), norm=True)
+    case = Case([70, 64, 33, 16, 17], group=3, shared=((0, 2, 4), (3, 2, 1)), norm=True)
     check(case, num_splits, prefixes_of(case, room=3, num_splits=prefix_splits))
 
 
 def test_a_group_outlives_its_members() -> None:
-    case = Case([-1, 40, -1, 33, -1, -1], shared=((0, 4, 2), (4, 2, 1)))
+    case = Case([-1, 40, -1, 33, -1, -1], kv_heads=2, shared=((0, 4, 2), (4, 2, 1)))
     case.table[case.rows[0]] = POISON
     check(case, prefixes=prefixes_of(case, room=2))
 
 
 def test_a_group_may_have_more_query_heads_than_one_tile() -> None:
-    case = Case([20] * 10, group=7, kv_heads=1, shared=((0, 10, 1),), dtype=HALF)
+    case = Case([20] * 10, group=7, shared=((0, 10, 1),), dtype=HALF)
     check(case, prefixes=prefixes_of(case, room=1))
 
 

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import subprocess
 import sys
 from pathlib import Path
 
@@ -107,3 +108,8 @@ def test_a_wrong_word_is_refused_with_the_fix(case: str, override: str, message:
 def test_vllm_of_another_environment_will_do() -> None:
     settings = make_settings("generate", [TINY, "peers=vllm", f"vllm_python={sys.executable}"])
     assert settings.vllm_python == Path(sys.executable)
+
+
+def test_nothing_heavy_is_loaded_before_the_settings_are_right() -> None:
+    code = "import sys, redline.lab.settings; print(*({'torch', 'transformers'} & set(sys.modules)))"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip() == ""

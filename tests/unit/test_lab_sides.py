@@ -127,6 +127,45 @@ def test_vllm_runs_in_a_process_of_its_own(fake_vllm: Path) -> None:
     assert side._process.returncode == 0
 
 
+FAKE_PACKAGE = """
+from types import SimpleNamespace as Record
+
+__version__ = "9.9"
+print("noise on stdout")
+
+
+def SamplingParams(**given):
+    return Record(**given)
+
+
+class LLM:
+    def __init__(self, **given):
+        self.resets = 0
+
+    def reset_prefix_cache(self):
+        self.resets += 1
+
+    def generate(self, prompts, params, use_tqdm):
+        assert (params.logprobs, params.ignore_eos, params.temperature, self.resets) == (0, True, 1.0, 1)
+        tokens = list(range(params.max_tokens))
+        sampled = Record(token_ids=tokens, logprobs=Record(logprobs=[-0.5] * len(tokens)))
+        return [Record(outputs=[sampled] * params.n) for prompt in prompts if prompt["prompt_token_ids"]]
+"""
+
+
+def test_the_program_speaks_with_vllm_and_keeps_its_noise_out_of_the_answers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "vllm.py").write_text(FAKE_PACKAGE)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    side = VllmSide({"model": "some"})
+    run = side.run(BATCH)
+    side.close()
+    assert side.version == "9.9"
+    assert (run.num_tokens, run.mean_logprob) == (36, -0.5)
+    assert run.inter_token_s.size == 0
+
+
 def test_a_vllm_that_ends_says_why(fake_vllm: Path) -> None:
     with pytest.raises(EngineError, match="exit code 1:\nno such device"):
         VllmSide({"model": "broken"}, program=fake_vllm)

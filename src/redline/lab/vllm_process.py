@@ -7,6 +7,7 @@ redline, so that any environment will do.
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import sys
@@ -18,6 +19,8 @@ def main() -> None:
     # Whatever vLLM and its workers print belongs to stderr; answers have the pipe to themselves.
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
+    if importlib.util.find_spec("flashinfer") is None:
+        os.environ.setdefault("VLLM_USE_FLASHINFER_SAMPLER", "0")
     import vllm  # type: ignore[import-not-found,unused-ignore]
 
     llm = vllm.LLM(**json.loads(sys.argv[1]))
@@ -42,8 +45,14 @@ def _generate(vllm: Any, llm: Any, batch: dict[str, Any]) -> dict[str, float]:
     started = time.perf_counter()
     outputs = llm.generate(prompts, params, use_tqdm=False)
     seconds = time.perf_counter() - started
-    logprobs = [value for output in outputs for sampled in output.outputs for value in sampled.logprobs.logprobs]
+    logprobs = [value for output in outputs for sampled in output.outputs for value in _sampled_logprobs(sampled)]
     return {"seconds": seconds, "num_tokens": len(logprobs), "mean_logprob": sum(logprobs) / len(logprobs)}
+
+
+def _sampled_logprobs(sampled: Any) -> list[float]:
+    """At each position the sampled token comes first."""
+    flat = sampled.logprobs.logprobs
+    return flat[:: len(flat) // len(sampled.token_ids)]
 
 
 def _say(answers: Any, document: dict[str, Any]) -> None:

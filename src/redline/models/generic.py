@@ -209,10 +209,9 @@ class _Remembered:
 
 @contextmanager
 def in_float32(network: nn.Module) -> Iterator[None]:
-    """Inside, the network computes in float32, where the device has room for that; afterwards its weights are where they were."""
-    narrow = [
-        tensor for tensor in (*network.parameters(), *network.buffers()) if tensor.dtype in (torch.bfloat16, torch.float16)
-    ]
+    """Inside, the network computes in float32 if the device has room for that; afterwards its weights are where they were."""
+    held = (*network.parameters(), *network.buffers())
+    narrow = [tensor for tensor in held if tensor.dtype in (torch.bfloat16, torch.float16)]
     before = [tensor.data for tensor in narrow]
     try:
         with suppress(torch.OutOfMemoryError):

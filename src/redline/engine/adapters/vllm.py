@@ -119,7 +119,7 @@ class VllmEngine(PushedWeights):
                 seed=completion_seed(sampling.seed, index),
                 stop=list(sampling.stop),
                 stop_token_ids=list(sampling.stop_token_ids),
-                min_tokens=sampling.min_tokens,
+                min_tokens=sampling.min_tokens,  # until then, vLLM also forbids the tokenizer's end token
                 logit_bias=dict(sampling.logit_bias) or None,
                 allowed_token_ids=None if sampling.allowed_token_ids is None else list(sampling.allowed_token_ids),
                 logprobs=sampling.top_logprobs,
