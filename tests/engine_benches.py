@@ -133,7 +133,8 @@ class RedlineServeBench:
 class VllmServeBench:
     def __init__(self, folder: Path, size: Size, owned: ExitStack) -> None:
         port = _free_port()
-        command = [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", str(folder), "--port", str(port)]
+        # Not `vllm serve`, which wants a distribution of that name, and vLLM for CPUs comes under another.
+        command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(folder), "--port", str(port)]
         # Its CPU worker cannot take a seeded request's prompt in chunks.
         options = ["--dtype", size.dtype_name, "--enforce-eager", "--no-enable-chunked-prefill", "--generation-config", "vllm"]
         logprobs = ["--logprobs-mode", "processed_logprobs", "--kv-cache-memory-bytes", str(KV_CACHE_BYTES)]
@@ -271,7 +272,7 @@ ENGINES: dict[str, Kind] = {
         takes_chunks=False,
         marks=(NEEDS_VLLM,),
     ),
-    "redline serve": Kind(
+    "redline_serve": Kind(
         RedlineServeBench,
         {"llama, untied": CONFIGS["llama, untied"]},
         is_server=True,
@@ -281,7 +282,7 @@ ENGINES: dict[str, Kind] = {
         names_tops_by_id=False,
         marks=(pytest.mark.slow, NEEDS_SERVE),
     ),
-    "vllm serve": Kind(
+    "vllm_serve": Kind(
         VllmServeBench,
         {"llama, untied": WITH_WIDE_HEADS["llama, untied"]},
         is_server=True,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +33,7 @@ class Model:
 
     oracle: PreTrainedModel
     folder: Path
+    known: dict[str, list[Completion]] = field(default_factory=dict)
 
     def engine(self, num_blocks: int | None = None, tokenizer: Any = None, **config: Any) -> NativeEngine:
         if num_blocks is not None:
@@ -42,9 +43,12 @@ class Model:
     def generate(self, requests: Sequence[GenerateRequest], **config: Any) -> list[list[Completion]]:
         return self.engine(**config).generate(requests)
 
-    def alone(self, request: GenerateRequest, **config: Any) -> list[Completion]:
-        """In an engine of its own, with room for everything."""
-        return self.generate([request], **config)[0]
+    def alone(self, request: GenerateRequest) -> list[Completion]:
+        """What it gives in an engine of its own with room for everything; worked out once."""
+        key = f"{request.prompt_ids.tolist()} {request.sampling}"
+        if key not in self.known:
+            [self.known[key]] = self.generate([request])
+        return self.known[key]
 
     @torch.no_grad()
     def logits(self, tokens: np.ndarray) -> np.ndarray:
@@ -55,7 +59,12 @@ class Model:
         """What transformers generates."""
         ids = torch.from_numpy(prompt.astype(np.int64))[None]
         out = self.oracle.generate(
-            ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=max_tokens, eos_token_id=None, pad_token_id=0
+            ids,
+            attention_mask=torch.ones_like(ids),
+            do_sample=False,
+            max_new_tokens=max_tokens,
+            eos_token_id=None,
+            pad_token_id=0,
         )
         return out[0, len(prompt) :].tolist()
 
@@ -114,8 +123,8 @@ def assert_nothing_held(engine: NativeEngine) -> None:
 
 PREFIX = prompt(22, seed=99)
 VARIED = [
-    *(ask(length, 20, seed=length, temperature=0.0) for length in (1, 2, 4, 9, 33, 70)),
-    *(GenerateRequest(np.concatenate([PREFIX, prompt(n, n)]), SamplingParams(20, temperature=0.0)) for n in (1, 2, 3, 11)),
+    *(ask(length, 14, seed=length, temperature=0.0) for length in (1, 2, 4, 9, 33, 70)),
+    *(GenerateRequest(np.concatenate([PREFIX, prompt(n, n)]), SamplingParams(14, temperature=0.0)) for n in (1, 2, 3, 11)),
 ]
 """Prompts around the sizes of a block, and some that begin alike."""
 SETTINGS: dict[str, dict[str, Any]] = {
@@ -135,6 +144,15 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "blocks of sixteen": {"block_size": 16},
     "blocks of one": {"block_size": 1},
 }
+FEW = {
+    name: SETTINGS[name]
+    for name in (
+        "plenty of everything",
+        "prompts in chunks",
+        "too small, in chunks, without prefix caching",
+        "blocks of sixteen",
+    )
+}
 
 
 # ── what is sampled ────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -142,7 +160,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
 
 @pytest.fixture(scope="module")
 def greedy(model: Model) -> list[list[int]]:
-    return [model.greedy(request.prompt_ids, 20) for request in VARIED]
+    return [model.greedy(request.prompt_ids, 14) for request in VARIED]
 
 
 @pytest.mark.parametrize("settings", SETTINGS.values(), ids=SETTINGS)
@@ -159,7 +177,7 @@ def test_greedy_generation_equals_transformers(model: Model, greedy: list[list[i
     assert_nothing_held(engine)
 
 
-@pytest.mark.parametrize("settings", SETTINGS.values(), ids=SETTINGS)
+@pytest.mark.parametrize("settings", FEW.values(), ids=FEW)
 def test_sampled_logprobs_equal_a_teacher_forced_recomputation(model: Model, settings: dict[str, Any]) -> None:
     requests = [
         ask(length, 15, seed=length, n=1 + length % 3, temperature=temperature)
@@ -183,7 +201,7 @@ MIXED = [
     ask(5, 30, seed=1, n=3),
     ask(1, 1, seed=2),
     ask(40, 7, seed=3, n=2, temperature=0.7),
-    ask(17, 40, seed=4, temperature=1.3, top_k=9, min_p=0.01),
+    ask(17, 30, seed=4, temperature=1.3, top_k=9, min_p=0.01),
     ask(4, 9, seed=5, n=4, top_p=0.8),
     ask(60, 25, seed=6, temperature=0.0),
     ask(8, 30, seed=7, n=2, stop_token_ids=(3, 30, 60, 90, 120)),
@@ -197,7 +215,7 @@ def each_alone(model: Model) -> list[list[Completion]]:
     return [model.alone(request) for request in MIXED]
 
 
-@pytest.mark.parametrize("settings", SETTINGS.values(), ids=SETTINGS)
+@pytest.mark.parametrize("settings", FEW.values(), ids=FEW)
 def test_a_request_gives_the_same_in_any_company(
     model: Model, each_alone: list[list[Completion]], settings: dict[str, Any]
 ) -> None:
@@ -342,7 +360,9 @@ def test_without_a_stop_a_completion_has_the_most_tokens_allowed(model: Model) -
 @pytest.mark.parametrize("min_tokens", [0, 1, 5, 20])
 def test_no_stop_token_comes_before_min_tokens(model: Model, min_tokens: int) -> None:
     stops = tuple(range(2, 10))
-    completions = model.alone(ask(9, 20, n=8, min_tokens=min_tokens, stop_token_ids=stops, logit_bias=dict.fromkeys(stops, 9.0)))
+    completions = model.alone(
+        ask(9, 20, n=8, min_tokens=min_tokens, stop_token_ids=stops, logit_bias=dict.fromkeys(stops, 9.0))
+    )
     assert {len(c.token_ids) for c in completions} == {min(min_tokens + 1, 20)}
     for completion in completions:
         assert not set(completion.token_ids[:min_tokens].tolist()) & set(stops)
@@ -369,19 +389,22 @@ class Bytes:
         return b"".join(self._bytes.get(int(token), b"x") for token in token_ids).decode(errors="replace")
 
 
-def stopping(model: Model, *stops: str, min_tokens: int = 0, **config: Any) -> tuple[Completion, str]:
+def stopping(model: Model, *stops: str, min_tokens: int = 0) -> tuple[Completion, str]:
     """A greedy completion with these stop strings, and the text it would have without."""
     request = ask(9, 30, temperature=0.0)
-    free = Letters().decode(model.greedy(request.prompt_ids, 30), skip_special_tokens=True)
+    free = text_of(model.alone(request)[0])
     sampling = {"stop": stops, "min_tokens": min_tokens}
-    return model.alone(changed(request, **sampling), tokenizer=Letters(), **config)[0], free
+    [[completion]] = model.generate([changed(request, **sampling)], tokenizer=Letters())
+    return completion, free
 
 
 def text_of(completion: Completion) -> str:
     return Letters().decode(completion.token_ids.tolist(), skip_special_tokens=True)
 
 
-@pytest.mark.parametrize(("begin", "end"), [(20, 22), (20, 21), (21, 22), (21, 23), (19, 25), (0, 1), (0, 2), (58, 60), (11, 40)])
+@pytest.mark.parametrize(
+    ("begin", "end"), [(20, 22), (20, 21), (21, 22), (21, 23), (19, 25), (0, 1), (0, 2), (58, 60), (11, 40)]
+)
 def test_a_completion_ends_with_the_token_that_completes_a_stop_string(model: Model, begin: int, end: int) -> None:
     """Whole tokens, halves of one, and strings over many."""
     _, free = stopping(model, "never")
@@ -395,9 +418,9 @@ def test_a_completion_ends_with_the_token_that_completes_a_stop_string(model: Mo
 
 def test_the_first_of_several_stop_strings_to_appear_ends_it(model: Model) -> None:
     _, free = stopping(model, "never")
-    completion, _ = stopping(model, "never", free[31:33], free[16:18], free[41:45])
-    assert completion.stop == free[16:18]
-    assert text_of(completion) == free[: free.index(free[16:18]) + 2]
+    completion, _ = stopping(model, "never", free[31:35], free[16:20], free[41:45])
+    assert completion.stop == free[16:20]
+    assert text_of(completion) == free[:20]
 
 
 def test_a_stop_string_that_never_comes_changes_nothing(model: Model) -> None:
@@ -408,12 +431,11 @@ def test_a_stop_string_that_never_comes_changes_nothing(model: Model) -> None:
 
 def test_stop_strings_that_end_before_min_tokens_are_as_good_as_not_there(model: Model) -> None:
     _, free = stopping(model, "never")
-    early, late = free[10:12], free[40:42]
-    assert free.count(early) == 1
+    early, late = free[9:12], free[40:43]
     for min_tokens in (7, 8, 9, 10, 12, 15, 20):
         completion, _ = stopping(model, early, late, min_tokens=min_tokens)
         assert completion.stop == late, min_tokens
-        assert text_of(completion) == free[: free.index(late) + 2]
+        assert text_of(completion) == free[:44]
 
 
 def test_a_stop_string_may_be_completed_by_the_last_of_the_min_tokens(model: Model) -> None:
@@ -428,9 +450,9 @@ def test_a_stop_string_may_be_a_character_in_several_tokens(model: Model) -> Non
     free = model.greedy(request.prompt_ids, 30)
     at = next(i for i in range(4, 28) if len({*free[i : i + 3]}) == 3 and not {*free[i : i + 3]} & {*free[:i]})
     euro = Bytes(*zip(free[at : at + 3], (b"\xe2", b"\x82", b"\xac"), strict=True))
-    [completion] = model.alone(changed(request, stop=("€",)), tokenizer=euro)
+    [[completion]] = model.generate([changed(request, stop=("€",))], tokenizer=euro)
     assert completion.token_ids.tolist() == free[: at + 3]
-    [completion] = model.alone(changed(request, stop=("€",), min_tokens=at + 2), tokenizer=euro)
+    [[completion]] = model.generate([changed(request, stop=("€",), min_tokens=at + 2)], tokenizer=euro)
     assert completion.token_ids.tolist() == free[: at + 3], "its first bytes came before min_tokens, its last did not"
 
 
@@ -448,7 +470,7 @@ def test_stop_strings_are_found_under_preemption_and_cut_what_goes_with_the_toke
 # ── scored prompts ─────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-@pytest.mark.parametrize("settings", SETTINGS.values(), ids=SETTINGS)
+@pytest.mark.parametrize("settings", FEW.values(), ids=FEW)
 def test_prompt_logprobs_are_the_models_own(model: Model, settings: dict[str, Any]) -> None:
     """Whatever the sampling, for every completion, in chunks, after a preemption, and of a prompt that is cached already."""
     requests = [
@@ -645,7 +667,9 @@ def test_requests_under_way_when_the_weights_change_spoil_nothing_for_those_that
             assert 0 <= completion.versions.oldest <= completion.versions.newest == 1
     assert any(c.versions.oldest == 0 for completions in half.values() for c in completions)
     turns = [
-        GenerateRequest(np.concatenate([request.prompt_ids, half[number][0].token_ids, prompt(3)]), SamplingParams(9, temperature=0.0))
+        GenerateRequest(
+            np.concatenate([request.prompt_ids, half[number][0].token_ids, prompt(3)]), SamplingParams(9, temperature=0.0)
+        )
         for number, request in enumerate(early)
     ]
     for request in [*early[:3], *turns]:
@@ -887,7 +911,7 @@ def test_weights_of_nan_are_an_error(model: Model, n: int) -> None:
         assert_same(found, model.alone(request))
 
 
-@pytest.mark.parametrize("at", [0, 3, 10, 21])
+@pytest.mark.parametrize("at", [0, 10, 21])
 @pytest.mark.parametrize("settings", [{}, {"max_num_batched_tokens": 9}, {"num_blocks": 30}], ids=["roomy", "chunks", "small"])
 def test_nan_in_one_request_is_nobody_elses_problem(model: Model, at: int, settings: dict[str, Any]) -> None:
     """Not of those beside it, not of those that begin alike, and not of those that get its blocks after it."""
@@ -906,7 +930,7 @@ def test_nan_in_one_request_is_nobody_elses_problem(model: Model, at: int, setti
     for number, request in zip([*numbers, *later], [*requests, *requests], strict=True):
         assert_same([found[number][index] for index in sorted(found[number])], model.alone(request))
     assert_nothing_held(engine)
-    fill = [healthy(40, seed) for seed in range(10, 16)]
+    fill = [healthy(40, seed) for seed in range(10, 14)]
     for completions, request in zip(engine.generate([*requests, *fill]), [*requests, *fill], strict=True):
         assert_same(completions, model.alone(request))
 
@@ -937,13 +961,32 @@ def test_nan_that_nobody_lived_to_see_is_cleaned_up(model: Model) -> None:
         assert_same(engine.generate([healthy(40, seed)])[0], model.alone(healthy(40, seed)))
 
 
-def test_a_request_that_failed_leaves_its_healthy_beginning_to_others(model: Model) -> None:
-    engine = sick_engine(model)
+def test_a_request_that_failed_leaves_to_others_what_was_computed_before_the_nan(model: Model) -> None:
+    """Attention that masks by adding -inf lets a NaN reach the tokens before it, but not those of an earlier chunk."""
+    engine = sick_engine(model, max_num_batched_tokens=8)
     with pytest.raises(EngineError, match="NaN"):
         engine.generate([infected(healthy(22, 1), 15)])
     [completions] = engine.generate([healthy(22, 1)])
     assert_same(completions, model.alone(healthy(22, 1)))
-    assert completions[0].cached_tokens == 12
+    assert completions[0].cached_tokens == 8
+
+
+@pytest.mark.parametrize("settings", [{}, {"max_num_batched_tokens": 8}], ids=["at once", "chunks"])
+def test_whoever_builds_on_blocks_of_nan_fails_and_is_never_wrong(model: Model, settings: dict[str, Any]) -> None:
+    """A prompt that begins alike takes blocks over while they are computed, before anybody could know."""
+    engine = sick_engine(model, **settings)
+    engine.submit(infected(healthy(22, 1), 6))
+    near = [engine.submit(healthy(22, 1)) for _ in range(2)]
+    far = engine.submit(healthy(22, 2))
+    events = list(steps(engine))
+    failed = {number for number, piece in events if isinstance(piece, EngineError)}
+    assert far not in failed
+    for number, piece in events:
+        if isinstance(piece, Delta):
+            assert_same([piece.completion], model.alone(healthy(22, 2) if number == far else healthy(22, 1)))
+    assert_nothing_held(engine)
+    assert_same(engine.generate([healthy(22, 1)])[0], model.alone(healthy(22, 1)))
+    assert failed <= {0, *near}
 
 
 # ── sleep ──────────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -991,22 +1034,6 @@ def test_a_request_can_be_given_up_after_a_sleep(model: Model) -> None:
 # ── anything at all ────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-@dataclass
-class Expected:
-    """What each request gives alone, worked out once."""
-
-    model: Model
-
-    def __post_init__(self) -> None:
-        self._known: dict[bytes, list[Completion]] = {}
-
-    def of(self, request: GenerateRequest) -> list[Completion]:
-        key = request.prompt_ids.tobytes() + repr(request.sampling).encode()
-        if key not in self._known:
-            self._known[key] = self.model.alone(request)
-        return self._known[key]
-
-
 def random_request(rng: np.random.Generator) -> GenerateRequest:
     """One of few, so that prompts often begin alike and nothing has to be worked out too often."""
     seed = int(rng.integers(12))
@@ -1019,12 +1046,12 @@ def random_request(rng: np.random.Generator) -> GenerateRequest:
     )
 
 
-def fuzz(model: Model, expected: Expected, seed: int) -> None:
+def fuzz(model: Model, seed: int) -> None:
     rng = np.random.default_rng(seed)
     engine = model.engine(
         num_blocks=int(rng.integers(14, 40)),
         max_num_seqs=int(rng.integers(4, 9)),
-        max_num_batched_tokens=int(rng.choice([1, 5, 16, 200])),
+        max_num_batched_tokens=int(rng.choice([5, 16, 200])),
         enable_prefix_caching=bool(rng.integers(2)),
     )
     asked: dict[int, GenerateRequest] = {}
@@ -1059,7 +1086,7 @@ def fuzz(model: Model, expected: Expected, seed: int) -> None:
     assert_nothing_held(engine)
     assert found.keys() == {(number, index) for number, request in asked.items() for index in range(request.sampling.n)}
     for (number, index), completion in found.items():
-        assert_as_alone(model, asked[number], index, completion, expected.of(asked[number])[index])
+        assert_as_alone(model, asked[number], index, completion, model.alone(asked[number])[index])
         if number in streaming:
             assert streamed[number, index] == completion.token_ids.tolist()
 
@@ -1087,18 +1114,13 @@ def assert_as_alone(model: Model, request: GenerateRequest, index: int, found: C
     assert abs(share[: candidates[1]].sum() - draw) < 1e-5
 
 
-@pytest.fixture(scope="module")
-def expected(model: Model) -> Expected:
-    return Expected(model)
-
-
-@pytest.mark.parametrize("seed", range(12))
-def test_whatever_happens_each_request_gives_what_it_gives_alone(model: Model, expected: Expected, seed: int) -> None:
-    fuzz(model, expected, seed)
+@pytest.mark.parametrize("seed", range(6))
+def test_whatever_happens_each_request_gives_what_it_gives_alone(model: Model, seed: int) -> None:
+    fuzz(model, seed)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(1000, 1040))
-def test_whatever_happens_for_long_each_request_gives_what_it_gives_alone(model: Model, expected: Expected, seed: int) -> None:
+def test_whatever_happens_for_long_each_request_gives_what_it_gives_alone(model: Model, seed: int) -> None:
     for number in range(10):
-        fuzz(model, expected, 100 * seed + number)
+        fuzz(model, 100 * seed + number)

@@ -193,16 +193,19 @@ EDGES = [0, 1, 15, 16, 17, 31, 32, 33, 65]
 """Around the ends of pages of 16 and tiles of 32."""
 
 
-@pytest.mark.parametrize("num_splits", [1, 3])
-def test_every_length_around_the_ends_of_pages_and_tiles(num_splits: int) -> None:
-    check(Case(EDGES, group=3), num_splits)
+def test_every_length_around_the_ends_of_pages_and_tiles() -> None:
+    check(Case(EDGES, group=3))
+
+
+def test_every_length_around_the_ends_of_splits() -> None:
+    check(Case([0, 1, 32, 33, 65, 96, 97], group=3), num_splits=2)
 
 
 @pytest.mark.parametrize("group", [1, 3, 4, 7])
 @pytest.mark.parametrize("head_dim", [64, 128])
 def test_query_heads_of_any_number_share_a_key_head(group: int, head_dim: int) -> None:
     dtype = HALF if group == 7 else torch.float32
-    check(Case([37, 5], group, kv_heads=2, head_dim=head_dim, norm=group == 4, dtype=dtype))
+    check(Case([37], group, kv_heads=2, head_dim=head_dim, norm=group == 4, dtype=dtype))
 
 
 def test_more_query_heads_than_the_smallest_tile() -> None:
@@ -211,7 +214,7 @@ def test_more_query_heads_than_the_smallest_tile() -> None:
 
 @pytest.mark.parametrize("page", [16, 32, 64, 128])
 def test_a_page_may_be_smaller_or_larger_than_a_tile(page: int) -> None:
-    check(Case([150, page, page - 1], page=page), num_splits=2)
+    check(Case([150, page - 1], page=page), num_splits=2)
 
 
 @pytest.mark.parametrize("tile", [Tile(16, 1, 2), Tile(64, 4, 3), Tile(128, 4, 3)])
@@ -242,7 +245,7 @@ def test_keys_are_normed_and_rotated_to_the_bit_as_in_eager_torch() -> None:
 @pytest.mark.parametrize("seed", range(3))
 def test_random_steps(seed: int) -> None:
     draw = torch.Generator().manual_seed(seed)
-    positions = torch.randint(-1, 90, (3,), generator=draw).tolist()
+    positions = torch.randint(-1, 90, (2,), generator=draw).tolist()
     check(
         Case(positions, group=seed + 1, kv_heads=1 + seed % 2, norm=seed == 1, page=(16, 32, 64)[seed], dtype=HALF),
         num_splits=seed + 1,

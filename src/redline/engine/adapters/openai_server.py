@@ -114,7 +114,7 @@ class OpenAIServerEngine:
         }
 
     def _completion(self, answer: Json, sampling: SamplingParams, queue_s: float, answer_s: float) -> Completion:
-        [choice] = answer["choices"]
+        choice = _choice(answer)
         if choice["finish_reason"] not in set(FinishReason):
             raise EngineError(f"the server ended a completion with {choice['finish_reason']!r}", "its log may say why")
         token_ids = _token_ids(choice)
@@ -141,7 +141,7 @@ class OpenAIServerEngine:
 
         def score(sequence: np.ndarray, request: GenerateRequest) -> np.ndarray:
             asked = {"prompt": sequence.tolist(), "echo": True, "logprobs": 0, "max_tokens": 1, "temperature": 0}
-            [choice] = self._client.post("/completions", self._body(request) | asked)["choices"]
+            choice = _choice(self._client.post("/completions", self._body(request) | asked))
             return np.array([np.nan, *choice["logprobs"]["token_logprobs"][1 : len(sequence)]], np.float32)
 
         return self._at_once([partial(score, *pair) for pair in zip(sequences, requests, strict=True)])
@@ -153,7 +153,7 @@ class OpenAIServerEngine:
             if kind in self._checked:
                 continue
             asked = {"max_tokens": 1, "temperature": 1.0, "top_p": 1.0, "logprobs": 0, **fields}
-            [choice] = self._client.post("/completions", self._body(request) | asked)["choices"]
+            choice = _choice(self._client.post("/completions", self._body(request) | asked))
             if choice["logprobs"]["token_logprobs"][0] < CERTAIN:
                 raise EngineError(
                     f"the server's logprobs are not those of the distribution it samples from: they leave out {kind}",
@@ -198,6 +198,15 @@ def _sampling_fields(sampling: SamplingParams, index: int) -> Json:
     if sampling.allowed_token_ids is not None:
         fields["allowed_token_ids"] = list(sampling.allowed_token_ids)
     return fields | {name: value for name, value in optional.items() if value}
+
+
+def _choice(answer: Json) -> Json:
+    choices = answer.get("choices") or [{}]
+    if not choices[0].get("logprobs"):
+        raise EngineError(
+            "the server's answer has no logprobs", "use one whose /v1/completions knows `logprobs`, as vLLM's does"
+        )
+    return choices[0]
 
 
 def _token_ids(choice: Json) -> np.ndarray:

@@ -1,0 +1,380 @@
+"""What `OpenAIServerEngine` says to a server, and makes of what it hears. Real servers are in `test_engine.py`."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+import numpy as np
+import pytest
+
+from redline.engine.adapters import json_client
+from redline.engine.adapters.openai_server import OpenAIServerEngine
+from redline.errors import EngineError
+from redline.types import FinishReason, GenerateRequest, SamplingParams, WeightUpdate
+
+Json = dict[str, Any]
+Answer = tuple[int, Any]
+"""Status and content; a status of 0 drops the connection."""
+
+
+def choice(tokens: list[int], logprob: float = -0.5, **fields: Any) -> Answer:
+    """What vLLM would answer."""
+    logprobs = {"tokens": ["x"] * len(tokens), "token_logprobs": [logprob] * len(tokens)}
+    plain = {"token_ids": tokens, "logprobs": logprobs, "finish_reason": "length", "stop_reason": None}
+    return 200, {"choices": [plain | fields], "usage": {"prompt_tokens_details": {"cached_tokens": 2}}}
+
+
+@dataclass
+class FakeServer:
+    """Answers /v1/completions with what `answer` makes of a request, and remembers all requests."""
+
+    answer: Callable[[Json], Answer] = lambda body: choice([7] * body["max_tokens"])
+    models: Answer = (200, {"data": [{"id": "policy", "max_model_len": 64}, {"id": "lora", "max_model_len": 64}]})
+    bodies: list[Json] = field(default_factory=list)
+    headers: list[Mapping[str, str]] = field(default_factory=list)
+    url: str = ""
+
+    def engine(self, **options: Any) -> OpenAIServerEngine:
+        return OpenAIServerEngine(self.url, **{"num_retries": 0, "timeout_s": 5.0, **options})
+
+    def respond(self, method: str, path: str, body: bytes, headers: Mapping[str, str]) -> Answer:
+        self.headers.append(headers)
+        if (method, path) == ("GET", "/v1/models"):
+            return self.models
+        assert (method, path) == ("POST", "/v1/completions")
+        self.bodies.append(json.loads(body))
+        return self.answer(self.bodies[-1])
+
+
+@pytest.fixture
+def server() -> Iterator[FakeServer]:
+    fake = FakeServer()
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
+            status, content = fake.respond(self.command, self.path, body, dict(self.headers))
+            if status:
+                self.send_response(status)
+                self.end_headers()
+                self.wfile.write(content if isinstance(content, bytes) else json.dumps(content).encode())
+
+        do_POST = do_GET
+
+        def log_message(self, *args: Any) -> None:
+            pass
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as listener:
+        fake.url = f"http://127.0.0.1:{listener.server_address[1]}/v1"
+        thread = threading.Thread(target=listener.serve_forever, args=(0.01,))
+        thread.start()
+        yield fake
+        listener.shutdown()
+        thread.join()
+
+
+@pytest.fixture
+def no_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(json_client, "FIRST_PAUSE_S", 0.001)
+
+
+def ask(**sampling: Any) -> GenerateRequest:
+    return GenerateRequest(np.array([3, 4, 5], np.int32), SamplingParams(**{"max_tokens": 2, **sampling}))
+
+
+def failing(times: int, status: int, content: Any = None) -> Callable[[Json], Answer]:
+    """Fails that many times before it answers."""
+    left = iter(range(times))
+    return lambda body: (status, content) if next(left, None) is not None else choice([7, 7])
+
+
+# ── requests ───────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_a_plain_request_leaves_nothing_to_the_models_generation_config(server: FakeServer) -> None:
+    server.engine().generate([ask()])
+    [body] = server.bodies
+    assert body.pop("seed") >= 0
+    assert body == {
+        "model": "policy",
+        "prompt": [3, 4, 5],
+        "max_tokens": 2,
+        "temperature": 1.0,
+        "top_k": -1,
+        "top_p": 1.0,
+        "min_p": 0.0,
+        "repetition_penalty": 1.0,
+        "logprobs": 0,
+        "ignore_eos": True,
+        "return_token_ids": True,
+    }
+
+
+def test_everything_a_request_asks_for_reaches_the_server(server: FakeServer) -> None:
+    server.answer = lambda body: choice([7], logprob=0.0)
+    sampling = {
+        "max_tokens": 9,
+        "temperature": 0.5,
+        "top_k": 4,
+        "top_p": 0.9,
+        "min_p": 0.1,
+        "stop": ("end",),
+        "stop_token_ids": (1, 2),
+        "min_tokens": 3,
+        "logit_bias": {8: 1.5, 9: -np.inf},
+        "allowed_token_ids": (7, 8, 9),
+    }
+    server.engine().generate([ask(**sampling)])
+    sent = server.bodies[-1]
+    expected = json.loads(json.dumps({**sampling, "logit_bias": {"8": 1.5, "9": -100.0}}))
+    assert {name: sent[name] for name in sampling} == expected
+
+
+def test_every_completion_is_asked_for_with_a_seed_of_its_own(server: FakeServer) -> None:
+    server.engine().generate([ask(n=4, seed=seed) for seed in range(4)])
+    assert len({body["seed"] for body in server.bodies}) == 16
+    assert all("n" not in body for body in server.bodies)
+
+
+def test_an_adapter_is_a_model_of_the_server(server: FakeServer) -> None:
+    server.engine(model="policy").generate([replace(ask(), adapter="lora")])
+    assert server.bodies[0]["model"] == "lora"
+
+
+def test_extra_fields_go_into_every_request(server: FakeServer) -> None:
+    server.engine(extra={"ignore_eos": False, "priority": 3}).generate([ask()])
+    assert (server.bodies[0]["ignore_eos"], server.bodies[0]["priority"]) == (False, 3)
+
+
+def test_requests_are_under_way_at_the_same_time(server: FakeServer) -> None:
+    together = threading.Barrier(6, timeout=5)
+
+    def answer(body: Json) -> Answer:
+        together.wait()
+        return choice([7, 7])
+
+    server.answer = answer
+    server.engine(max_concurrent=6).generate([ask(n=6)])
+
+
+def test_completions_come_in_the_order_asked_for(server: FakeServer) -> None:
+    def answer(body: Json) -> Answer:
+        time.sleep(0.05 if body["prompt"] == [1] else 0)
+        return choice(body["prompt"])
+
+    server.answer = answer
+    requests = [replace(ask(n=2), prompt_ids=np.array([token], np.int32)) for token in (1, 2, 3)]
+    found = server.engine().generate(requests)
+    assert [[c.token_ids.tolist() for c in group] for group in found] == [[[1]] * 2, [[2]] * 2, [[3]] * 2]
+
+
+# ── answers ────────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_a_completion_is_what_the_server_says(server: FakeServer) -> None:
+    server.answer = lambda body: choice([7, 8], finish_reason="stop", stop_reason="end")
+    [[completion]] = server.engine().generate([ask()])
+    assert completion.token_ids.tolist() == [7, 8]
+    assert completion.logprobs.tolist() == [-0.5, -0.5]
+    assert completion.finish_reason == FinishReason.STOP
+    assert completion.stop == "end"
+    assert completion.cached_tokens == 2
+
+
+def test_a_stop_token_is_no_stop_string(server: FakeServer) -> None:
+    server.answer = lambda body: choice([7], finish_reason="stop", stop_reason=7)
+    assert server.engine().generate([ask()])[0][0].stop is None
+
+
+def test_token_ids_may_come_in_the_names_of_tokens(server: FakeServer) -> None:
+    named = {"tokens": ["token_id:12", "token_id:3"], "token_logprobs": [-1.0, -2.0]}
+    server.answer = lambda body: choice([], token_ids=None, logprobs=named)
+    [[completion]] = server.engine().generate([ask()])
+    assert completion.token_ids.tolist() == [12, 3]
+
+
+def test_tokens_that_are_named_by_their_text_are_refused(server: FakeServer) -> None:
+    server.answer = lambda body: choice([7, 7], token_ids=None)
+    with pytest.raises(EngineError, match="by their text") as caught:
+        server.engine().generate([ask()])
+    assert "return_token_ids" in caught.value.hint
+
+
+def test_an_answer_without_logprobs_is_refused(server: FakeServer) -> None:
+    server.answer = lambda body: choice([7], logprobs=None)
+    with pytest.raises(EngineError, match="no logprobs"):
+        server.engine().generate([ask()])
+
+
+def test_the_sampled_token_is_not_counted_among_the_likeliest(server: FakeServer) -> None:
+    likeliest = {"token_id:9": -4.0, "token_id:1": -0.1, "token_id:2": -2.0}
+    logprobs = {"tokens": ["token_id:9"], "token_logprobs": [-4.0], "top_logprobs": [likeliest]}
+    server.answer = lambda body: choice([9], logprobs=logprobs)
+    [[completion]] = server.engine().generate([ask(top_logprobs=2)])
+    assert completion.top_logprobs is not None
+    assert completion.top_logprobs.token_ids.tolist() == [[1, 2]]
+    assert server.bodies[-1]["return_tokens_as_token_ids"]
+
+
+def test_another_end_than_those_we_know_is_an_error(server: FakeServer) -> None:
+    server.answer = lambda body: choice([7], finish_reason="content_filter")
+    with pytest.raises(EngineError, match="content_filter"):
+        server.engine().generate([ask()])
+
+
+# ── logprobs that nothing was sampled with ─────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize(
+    ("sampling", "kind"),
+    [({"temperature": 0.5}, "temperature"), ({"top_p": 0.9}, "top_p"), ({"logit_bias": {8: 1.0}}, "logit_bias")],
+    ids=["temperature", "filter", "bias"],
+)
+def test_a_server_whose_logprobs_are_the_models_own_is_found_out(server: FakeServer, sampling: Json, kind: str) -> None:
+    with pytest.raises(EngineError, match=kind) as caught:
+        server.engine().generate([ask(**sampling)])
+    assert "--logprobs-mode processed_logprobs" in caught.value.hint
+    assert len(server.bodies) == 1
+
+
+def test_a_server_is_examined_once_for_each_kind_of_request(server: FakeServer) -> None:
+    server.answer = lambda body: choice([7], logprob=0.0)
+    engine = server.engine()
+    engine.generate([ask(temperature=0.5)])
+    engine.generate([ask(temperature=0.7)])
+    assert len(server.bodies) == 3
+    engine.generate([ask(top_k=3)])
+    assert server.bodies[3]["top_k"] == 1
+    assert len(server.bodies) == 5
+
+
+def test_at_temperature_one_both_are_the_same_and_nothing_is_examined(server: FakeServer) -> None:
+    server.engine().generate([ask(), ask(temperature=0.0)])
+    assert len(server.bodies) == 2
+
+
+# ── failures ───────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_a_server_that_is_not_there_is_said_to_be_unreachable(server: FakeServer) -> None:
+    with pytest.raises(EngineError, match=r"cannot reach http://127\.0\.0\.1:1/v1") as caught:
+        OpenAIServerEngine("http://127.0.0.1:1/v1", num_retries=0)
+    assert "start the server" in caught.value.hint
+
+
+def test_a_page_that_is_not_json_is_no_server(server: FakeServer) -> None:
+    server.models = (200, b"<html>")
+    with pytest.raises(EngineError, match="does not answer in JSON"):
+        server.engine()
+
+
+def test_an_unknown_model_is_refused_with_those_there_are(server: FakeServer) -> None:
+    with pytest.raises(EngineError, match="'other'") as caught:
+        server.engine(model="other")
+    assert "policy, lora" in caught.value.hint
+
+
+@pytest.mark.usefixtures("no_pauses")
+@pytest.mark.parametrize("status", [0, 429, 500, 502, 503, 504])
+def test_what_may_pass_is_tried_again(server: FakeServer, status: int) -> None:
+    server.answer = failing(2, status)
+    [[completion]] = server.engine(num_retries=2).generate([ask()])
+    assert completion.token_ids.tolist() == [7, 7]
+    assert len(server.bodies) == 3
+
+
+@pytest.mark.usefixtures("no_pauses")
+def test_what_does_not_pass_is_told_in_the_servers_words(server: FakeServer) -> None:
+    server.answer = failing(9, 503, {"error": {"message": "too many requests in the queue"}})
+    with pytest.raises(EngineError, match="status 503: too many requests in the queue"):
+        server.engine(num_retries=2).generate([ask()])
+    assert len(server.bodies) == 3
+
+
+@pytest.mark.parametrize(
+    ("status", "content", "message", "hint"),
+    [
+        (400, {"error": {"message": "top_k is too large"}}, "refuses the request: top_k is too large", ""),
+        (422, {"detail": "no such field"}, "refuses the request: no such field", ""),
+        (401, {"error": "no key"}, "API key: no key", "api_key_env"),
+        (404, {"object": "error", "message": "no model"}, "no model", "model's name"),
+        (405, b"plain words", "plain words", ""),
+    ],
+    ids=["refused", "detail", "key", "unknown", "text"],
+)
+def test_a_refusal_is_final_and_in_the_servers_words(
+    server: FakeServer, status: int, content: Any, message: str, hint: str
+) -> None:
+    server.answer = failing(1, status, content)
+    with pytest.raises(EngineError, match=message) as caught:
+        server.engine(num_retries=3).generate([ask()])
+    assert hint in caught.value.hint
+    assert len(server.bodies) == 1
+
+
+def test_a_server_that_takes_too_long_is_not_asked_again(server: FakeServer) -> None:
+    released = threading.Event()
+    server.answer = lambda body: (released.wait(5), choice([7]))[1]
+    with pytest.raises(EngineError, match=r"within 0\.5 s") as caught:
+        server.engine(num_retries=3, timeout_s=0.5).generate([ask()])
+    released.set()
+    assert "timeout_s" in caught.value.hint
+    assert len(server.bodies) == 1
+
+
+def test_the_first_failure_ends_the_call_without_waiting_for_the_others(server: FakeServer) -> None:
+    released = threading.Event()
+
+    def answer(body: Json) -> Answer:
+        if body["prompt"] == [1]:
+            return 400, {"error": {"message": "not this one"}}
+        released.wait(5)
+        return choice([7])
+
+    server.answer = answer
+    requests = [replace(ask(), prompt_ids=np.array([token], np.int32)) for token in (1, *range(2, 50))]
+    with pytest.raises(EngineError, match="not this one"):
+        server.engine(max_concurrent=4).generate(requests)
+    assert len(server.bodies) < 10
+    released.set()
+
+
+# ── keys and weights ───────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_the_key_comes_from_the_environment(server: FakeServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("THE_KEY", "secret")
+    server.engine(api_key_env="THE_KEY").generate([ask()])
+    assert {headers["Authorization"] for headers in server.headers} == {"Bearer secret"}
+
+
+def test_a_key_that_is_not_there_is_refused_by_the_name_of_its_variable(
+    server: FakeServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("THE_KEY", raising=False)
+    with pytest.raises(EngineError, match="THE_KEY is not set"):
+        server.engine(api_key_env="THE_KEY")
+
+
+def test_a_server_cannot_take_new_weights_by_itself(server: FakeServer) -> None:
+    engine = server.engine()
+    engine.apply(WeightUpdate(0, ("w",), 0))
+    with pytest.raises(EngineError, match="version 1") as caught:
+        engine.apply(WeightUpdate(1, ("w",), 0))
+    assert "push_weights" in caught.value.hint
+    assert engine.version == 0
+
+
+def test_weights_are_pushed_before_their_version_counts(server: FakeServer) -> None:
+    pushed: list[tuple[int, int]] = []
+    engine = server.engine(push_weights=lambda update: pushed.append((update.version, engine.version)))
+    engine.apply(WeightUpdate(1, ("w",), 0))
+    engine.apply(WeightUpdate(1, (), 0))
+    assert pushed == [(1, 0)]
+    assert engine.generate([ask()])[0][0].versions.oldest == 1

@@ -1,0 +1,130 @@
+"""What is vLLM's own in `VllmEngine`; what it shares with all engines is in `test_engine.py`."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from engine_benches import KV_CACHE_BYTES, WITH_WIDE_HEADS
+from safetensors.torch import save_file
+from small_models import write_model
+from transformers import PreTrainedModel
+
+from redline.config.schema import EngineConfig
+from redline.engine.adapters.vllm import VllmEngine
+from redline.errors import EngineError
+from redline.types import GenerateRequest, SamplingParams, WeightUpdate
+
+needs_vllm = pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vllm is not installed")
+CONFIG = EngineConfig(kv_cache_memory_bytes=KV_CACHE_BYTES)
+RANK, SCALE = 4, 2.0
+
+
+def test_without_vllm_the_engine_names_the_extra_that_brings_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "vllm", None)
+    with pytest.raises(EngineError, match="needs the package") as caught:
+        VllmEngine(tmp_path, CONFIG)
+    assert "redline-rl[vllm]" in caught.value.hint
+
+
+@pytest.fixture(scope="module")
+def oracle(tmp_path_factory: pytest.TempPathFactory) -> tuple[PreTrainedModel, Path]:
+    folder = tmp_path_factory.mktemp("model")
+    return write_model(folder, WITH_WIDE_HEADS["llama, untied"], seed=5, std=0.3), folder
+
+
+@pytest.fixture(scope="module")
+def engine(oracle: tuple[PreTrainedModel, Path], tmp_path_factory: pytest.TempPathFactory) -> VllmEngine:
+    """With an adapter, and without a tokenizer."""
+    adapter = tmp_path_factory.mktemp("adapter")
+    write_adapter(adapter, oracle[0])
+    return VllmEngine(oracle[1], CONFIG, dtype="float32", adapters={"tune": adapter}, enforce_eager=True)
+
+
+def write_adapter(folder: Path, model: PreTrainedModel) -> None:
+    """A random LoRA adapter of every query and down projection, as PEFT writes it."""
+    targets = ("q_proj", "down_proj")
+    about = {"peft_type": "LORA", "r": RANK, "lora_alpha": SCALE * RANK, "target_modules": targets, "bias": "none"}
+    (folder / "adapter_config.json").write_text(json.dumps(about))
+    generator = torch.Generator().manual_seed(1)
+    tensors = {}
+    for name, parameter in model.named_parameters():
+        if name.split(".")[-2] in targets:
+            rows, columns = parameter.shape
+            prefix = f"base_model.model.{name.removesuffix('.weight')}"
+            tensors[f"{prefix}.lora_A.weight"] = 0.2 * torch.randn(RANK, columns, generator=generator)
+            tensors[f"{prefix}.lora_B.weight"] = 0.2 * torch.randn(rows, RANK, generator=generator)
+    save_file(tensors, folder / "adapter_model.safetensors")
+
+
+def ask(adapter: str | None = None, **sampling: float) -> GenerateRequest:
+    prompt = np.random.default_rng(3).integers(2, 131, 20).astype(np.int32)
+    return GenerateRequest(prompt, SamplingParams(**{"max_tokens": 12, "temperature": 0.0, **sampling}), adapter)
+
+
+@torch.no_grad()
+def greedy(model: PreTrainedModel, request: GenerateRequest) -> list[int]:
+    ids = torch.from_numpy(request.prompt_ids.astype(np.int64))[None]
+    out = model.generate(
+        ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=12, eos_token_id=None, pad_token_id=0
+    )
+    return out[0, ids.shape[1] :].tolist()
+
+
+@needs_vllm
+def test_requests_with_and_without_an_adapter_share_a_batch(
+    engine: VllmEngine, oracle: tuple[PreTrainedModel, Path], tmp_path: Path
+) -> None:
+    model = oracle[0]
+    write_adapter(tmp_path, model)
+    plain = greedy(model, ask())
+    merged = type(model)(model.config).eval()
+    merged.load_state_dict(merged_weights(model, tmp_path))
+    tuned = greedy(merged, ask())
+    [[first], [second], [third]] = engine.generate([ask(), ask("tune"), ask()])
+    assert tuned != plain
+    assert first.token_ids.tolist() == third.token_ids.tolist() == plain
+    assert second.token_ids.tolist() == tuned
+
+
+def merged_weights(model: PreTrainedModel, adapter: Path) -> dict[str, torch.Tensor]:
+    from safetensors.torch import load_file
+
+    tensors, weights = load_file(adapter / "adapter_model.safetensors"), dict(model.state_dict())
+    for name in [name for name in tensors if name.endswith("lora_A.weight")]:
+        target = name.removeprefix("base_model.model.").replace("lora_A.weight", "weight")
+        weights[target] = weights[target] + SCALE * tensors[name.replace("lora_A", "lora_B")] @ tensors[name]
+    return weights
+
+
+@needs_vllm
+def test_what_vllm_itself_refuses_is_told_in_its_words_and_harms_nobody_else(engine: VllmEngine) -> None:
+    expected = engine.generate([ask()])[0][0].token_ids.tolist()
+    with pytest.raises(EngineError, match=r"vLLM refuses the request: temperature must be in \[0, 2\]"):
+        engine.generate([ask(), ask(temperature=3.0)])
+    assert engine.generate([ask()])[0][0].token_ids.tolist() == expected
+
+
+@needs_vllm
+def test_without_a_tokenizer_stop_strings_are_refused(engine: VllmEngine) -> None:
+    with pytest.raises(EngineError, match="need a tokenizer"):
+        engine.generate([GenerateRequest(np.array([3], np.int32), SamplingParams(4, stop=("end",)))])
+
+
+@needs_vllm
+def test_a_version_whose_weights_never_came_is_refused(engine: VllmEngine) -> None:
+    with pytest.raises(EngineError, match="version 1 never came"):
+        engine.apply(WeightUpdate(1, ("w",), 0))
+    assert engine.version == 0
+
+
+@needs_vllm
+def test_a_prompt_seen_before_is_found_in_the_prefix_cache(engine: VllmEngine) -> None:
+    long = GenerateRequest(np.arange(2, 100, dtype=np.int32), SamplingParams(2, n=3))
+    engine.generate([long])
+    assert all(completion.cached_tokens >= 32 for completion in engine.generate([long])[0])
