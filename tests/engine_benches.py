@@ -109,7 +109,8 @@ class NativeBench:
 
 class VllmBench:
     def __init__(self, folder: Path, size: Size) -> None:
-        self.engine = VllmEngine(folder, size.config, dtype=size.dtype_name, enforce_eager=True)
+        # By default a block on a CPU is longer than the prompts here, and no prompt would ever be found in the cache.
+        self.engine = VllmEngine(folder, size.config, dtype=size.dtype_name, enforce_eager=True, block_size=32)
 
     def change_weights(self, folder: Path) -> None:
         model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)

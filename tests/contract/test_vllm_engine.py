@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 from engine_benches import KV_CACHE_BYTES, WITH_WIDE_HEADS
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from small_models import write_model
 from transformers import PreTrainedModel
 
@@ -21,7 +21,7 @@ from redline.errors import EngineError
 from redline.types import GenerateRequest, SamplingParams, WeightUpdate
 
 needs_vllm = pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vllm is not installed")
-CONFIG = EngineConfig(kv_cache_memory_bytes=KV_CACHE_BYTES)
+CONFIG = EngineConfig(kv_cache_memory_bytes=KV_CACHE_BYTES, block_size=32)
 RANK, SCALE = 4, 2.0
 
 
@@ -93,13 +93,26 @@ def test_requests_with_and_without_an_adapter_share_a_batch(
 
 
 def merged_weights(model: PreTrainedModel, adapter: Path) -> dict[str, torch.Tensor]:
-    from safetensors.torch import load_file
-
     tensors, weights = load_file(adapter / "adapter_model.safetensors"), dict(model.state_dict())
     for name in [name for name in tensors if name.endswith("lora_A.weight")]:
         target = name.removeprefix("base_model.model.").replace("lora_A.weight", "weight")
         weights[target] = weights[target] + SCALE * tensors[name.replace("lora_A", "lora_B")] @ tensors[name]
     return weights
+
+
+@needs_vllm
+def test_an_adapter_goes_on_top_of_whatever_weights_there_are(
+    engine: VllmEngine, oracle: tuple[PreTrainedModel, Path], tmp_path: Path
+) -> None:
+    model = write_model(tmp_path, WITH_WIDE_HEADS["llama, untied"], seed=6, std=0.3)
+    write_adapter(tmp_path, model)
+    merged = type(model)(model.config).eval()
+    merged.load_state_dict(merged_weights(model, tmp_path))
+    engine.update_weights(model.state_dict().items())
+    [[plain], [tuned]] = engine.generate([ask(), ask("tune")])
+    engine.update_weights(oracle[0].state_dict().items())
+    assert plain.token_ids.tolist() == greedy(model, ask())
+    assert tuned.token_ids.tolist() == greedy(merged, ask())
 
 
 @needs_vllm

@@ -13,13 +13,14 @@ from small_models import VOCAB_SIZE, llama, logits_of, random_model, random_toke
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
-from redline.config.schema import EngineConfig
+from redline.config.schema import EngineConfig, TrainerConfig
 from redline.engine import NativeEngine
 from redline.errors import ModelError
 from redline.models.generic import GenericDecoder
 from redline.models.hf import hf_tensors, load_decoder, load_recompute_model, save_folder
 from redline.models.packed_attention import PackedAttention, Segments
-from redline.types import GenerateRequest, SamplingParams
+from redline.trainer import PolicyTrainer
+from redline.types import GenerateRequest, SamplingParams, TrainBatch, VersionSpan
 
 routed = pytest.mark.parametrize("config", ROUTED.values(), ids=ROUTED.keys())
 more_routed = pytest.mark.parametrize("config", MORE_ROUTED.values(), ids=MORE_ROUTED.keys())
@@ -286,6 +287,34 @@ def test_gradients_through_packed_attention_equal_those_of_transformers(name: st
         assert (found[parameter] is None) == (grad is None)
         if grad is not None:
             torch.testing.assert_close(found[parameter], grad, rtol=1e-3, atol=1e-4 * float(grad.abs().max()))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_trainer_learns_from_what_the_engine_sampled(dtype: torch.dtype, tmp_path: Path) -> None:
+    decoder, _ = load(tmp_path, ROUTED["gpt2"])
+    trainer = PolicyTrainer(decoder, dtype, 1.0, TrainerConfig(learning_rate=1e-2))
+    engine = NativeEngine(decoder, EngineConfig(max_num_seqs=4, kv_cache_memory_bytes=2**24))
+    prompt = random_tokens(7, seed=1).numpy().astype(np.int32)
+    [sampled] = engine.generate([GenerateRequest(prompt, SamplingParams(max_tokens=10, n=4))])
+    before = {name: tensor.clone() for name, tensor in trainer.weights().tensors.items()}
+    silent, advantages = np.zeros(7, np.float32), np.array([1, -1, 1, -1], np.float32)
+    batch = TrainBatch(
+        tokens=np.concatenate([part for one in sampled for part in (prompt, one.token_ids)]),
+        cu_seqlens=np.arange(5, dtype=np.int64) * 17,
+        group_offsets=np.array([0, 4]),
+        loss_mask=np.tile(np.arange(17) >= 7, 4),
+        old_logprobs=np.concatenate([part for one in sampled for part in (silent, one.logprobs)]),
+        advantages=advantages,
+        num_sequences_sampled=4,
+        versions=VersionSpan(0, 0),
+        version=0,
+    )
+    report = trainer.step(batch)
+    assert report.num_tokens == 7 + 4 * 10, "the shared prompt goes through the network once"
+    assert report.mismatch_kl < (1e-8 if dtype == torch.float32 else 1e-2)
+    assert all(not torch.equal(tensor, before[name]) for name, tensor in trainer.weights().tensors.items())
+    [again] = engine.generate([GenerateRequest(prompt, SamplingParams(max_tokens=10, n=4))])
+    assert any(one.logprobs.tolist() != other.logprobs.tolist() for one, other in zip(sampled, again, strict=True))
 
 
 def test_dropout_stays_off_in_training() -> None:

@@ -490,6 +490,13 @@ def test_more_equals_than_a_cpu_sorts_at_once_are_cut_at_the_lower_ids() -> None
         np.testing.assert_allclose(in_any_order(sampled, row), logprobs, atol=1e-5)
 
 
+def test_top_p_takes_its_share_of_a_top_k_that_a_cpu_does_not_sort_at_once() -> None:
+    logits = torch.linspace(0, 1, 9 * CANDIDATES)
+    k = 5 * CANDIDATES
+    sampled = sample(logits[None], as_rows(random_streams(1), top_k_B=k, top_p_B=0.1), top=len(logits))
+    np.testing.assert_allclose(in_any_order(sampled, 0), distribution(logits.numpy(), top_k=k, top_p=0.1), atol=1e-5)
+
+
 # ── bias, masks, stop tokens ───────────────────────────────────────────────────────────────────────────────────────────
 
 

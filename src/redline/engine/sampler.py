@@ -199,8 +199,7 @@ def _num_kept(values_BN: Tensor, k_B1: Tensor, p_B1: Tensor, mass_B1: Tensor, V:
     weights_BN = (values_BN - values_BN[:, :1]).exp().double()
     cumulative_BN = weights_BN.cumsum(dim=-1)
     mass_B1 = torch.where(k_B1 < V, cumulative_BN.gather(1, k_B1.clamp(max=N) - 1), mass_B1)
-    # Rounding of the mass must not let tokens without weight in.
-    in_top_p_BN = (p_B1 >= 1) | ((cumulative_BN - weights_BN < p_B1 * mass_B1) & (weights_BN > 0))
+    in_top_p_BN = (p_B1 >= 1) | (cumulative_BN - weights_BN < p_B1 * mass_B1)
     in_top_k_BN = torch.arange(N, device=values_BN.device) < k_B1
     return (in_top_k_BN & in_top_p_BN).sum(dim=-1, keepdim=True).clamp_(min=1)
 

@@ -26,8 +26,6 @@ ROUTED, WATCHED = "redline", "redline_watched"
 """Names in the registry. The second has a mask function too, whose masks are empty and only say which layer takes which."""
 UNDERSTOOD = {"dropout", "is_causal", "position_ids", "sliding_window", "use_cache", "output_attentions"}
 """What a layer may tell its attention function: dropout is off, a window limits the positions, the rest changes nothing."""
-
-
 Mask = Callable[..., Tensor]
 """(batch, head, query, key) → whether the query sees the key."""
 
@@ -71,7 +69,7 @@ class Watch:
         self.masks += taken
         understood = UNDERSTOOD | {"attention_mask"} if taken else UNDERSTOOD
         self.extras |= {name for name, value in extras.items() if value is not None} - understood
-        if extras.get("sliding_window") is not None:
+        if (extras.get("sliding_window") or 0) > 0:
             self.windows.add(extras["sliding_window"])
         return v_KTD.repeat_interleave(len(q_HTD) // len(k_KTD), dim=0).transpose(0, 1)
 

@@ -67,14 +67,14 @@ class VllmEngine(PushedWeights):
             name: vllm.lora.request.LoRARequest(name, number, str(path))
             for number, (name, path) in enumerate((adapters or {}).items(), start=1)
         }
-        has_tokenizer = holds_tokenizer(folder)
+        has_tokenizer, is_cpu = holds_tokenizer(folder), vllm.platforms.current_platform.is_cpu()
         arguments = {
             "dtype": dtype,
             "skip_tokenizer_init": not has_tokenizer,
             "generation_config": "vllm",  # requests say all there is to say
             "max_logprobs": MAX_TOP_LOGPROBS,
-            **_sizes(config, is_cpu=vllm.platforms.current_platform.is_cpu()),
-            **_lora_arguments(adapters or {}),
+            **_sizes(config, is_cpu=is_cpu),
+            **_lora_arguments(adapters or {}, is_cpu=is_cpu),
             **settings,
             "logprobs_mode": "processed_logprobs",
             "disable_log_stats": False,  # or there are no times
@@ -194,8 +194,10 @@ def _sizes(config: EngineConfig, *, is_cpu: bool) -> dict[str, Any]:
     return sizes
 
 
-def _lora_arguments(adapters: Mapping[str, Path]) -> dict[str, Any]:
+def _lora_arguments(adapters: Mapping[str, Path], *, is_cpu: bool) -> dict[str, Any]:
     if not adapters:
         return {}
     rank = max(json.loads((path / "adapter_config.json").read_text())["r"] for path in adapters.values())
-    return {"enable_lora": True, "max_loras": len(adapters), "max_lora_rank": max(8, 1 << (rank - 1).bit_length())}
+    # On a CPU, vLLM gives the adapter in the last slot to rows that asked for none: that slot stays empty.
+    slots = len(adapters) + is_cpu
+    return {"enable_lora": True, "max_loras": slots, "max_lora_rank": max(8, 1 << (rank - 1).bit_length())}
