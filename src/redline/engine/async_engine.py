@@ -12,9 +12,9 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Protocol, Self
 
-from redline.engine.engine import NativeEngine
+from redline.engine.engine import Event
 from redline.engine.stats import EngineStats
 from redline.errors import EngineError, boundary
 from redline.types import Completion, Delta, GenerateRequest
@@ -40,10 +40,26 @@ class _Call:
         _call_soon(self.loop, self.pieces.put_nowait, piece)
 
 
+class SteppedEngine(Protocol):
+    """An engine that advances when it is told to: `NativeEngine`, `TransformersEngine`."""
+
+    def submit(self, request: GenerateRequest, *, streaming: bool = False) -> int: ...
+
+    def abort(self, request_id: int) -> None: ...
+
+    def step(self) -> list[Event]: ...
+
+    @property
+    def has_work(self) -> bool: ...
+
+    @property
+    def stats(self) -> EngineStats: ...
+
+
 class AsyncEngine:
     """Owns the engine while it runs: nobody else may step it."""
 
-    def __init__(self, engine: NativeEngine) -> None:
+    def __init__(self, engine: SteppedEngine) -> None:
         self._engine = engine
         self._inbox: queue.SimpleQueue[Callable[[], Any]] = queue.SimpleQueue()
         self._calls: dict[int, _Call] = {}
@@ -92,7 +108,7 @@ class AsyncEngine:
         """Pieces of all n completions as they are sampled. Closing it aborts the request."""
         return self._pieces(request, streaming=True)
 
-    async def run(self, action: Callable[[NativeEngine], Any]) -> Any:
+    async def run(self, action: Callable[[Any], Any]) -> Any:
         """Do something to the engine between two of its steps: load an adapter, apply an update."""
         loop = asyncio.get_running_loop()
         done: asyncio.Future[Any] = loop.create_future()

@@ -96,7 +96,7 @@ class NativeEngine:
         )
         self._runner: Runner | None = self._make_runner()
         self._offloaded: OffloadedWeights | None = None
-        self._limits = Limits(
+        self.limits = Limits(
             vocab_size=spec.vocab_size,
             max_len=self._max_len,
             max_num_seqs=config.max_num_seqs,
@@ -137,7 +137,7 @@ class NativeEngine:
 
     def submit(self, request: GenerateRequest, *, streaming: bool = False) -> int:
         """Queue a request; its number. Raises EngineError where it cannot be served as asked."""
-        check_request(request, self._limits, self._adapters.versions)
+        check_request(request, self.limits, self._adapters.versions)
         slot = self._adapters.take(request.adapter)
         request_id, now = next(self._ids), time.perf_counter()
         wants = Wants.of(request.sampling, lora=request.adapter is not None)
@@ -161,7 +161,7 @@ class NativeEngine:
         """All n completions of every request, in the order asked. Where one fails, all are given up and it is said why. What
         comes out for requests that were submitted before is kept for the next `step`."""
         for request in requests:
-            check_request(request, self._limits, self._adapters.versions)
+            check_request(request, self.limits, self._adapters.versions)
         found: dict[int, dict[int, Completion]] = {}
         others: list[Event] = []
         missing = sum(request.sampling.n for request in requests)

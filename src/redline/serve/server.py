@@ -14,13 +14,15 @@ from typing import TYPE_CHECKING
 import torch
 import uvicorn
 
-from redline.config.schema import Config, EngineConfig
+from redline.config.schema import Config
 from redline.engine import AsyncEngine, NativeEngine
-from redline.engine.sizing import block_size_for
+from redline.engine.adapters.transformers_engine import TransformersEngine
 from redline.engine.tensor_parallel import TensorParallelEngine
+from redline.errors import ModelError
 from redline.launch import prepare_process
-from redline.models.hf import load_decoder, load_tokenizer, stop_token_ids
+from redline.models.hf import load_config, load_decoder, load_recompute_model, load_tokenizer, stop_token_ids
 from redline.models.sources import model_folder
+from redline.models.spec import is_ours
 from redline.serve.app import make_app
 from redline.serve.calls import Served
 from redline.serve.listener import cannot_listen
@@ -51,12 +53,16 @@ def running_engine(settings: ServeSettings) -> Iterator[tuple[AsyncEngine, Serve
     tokenizer = load_tokenizer(folder)
     native = _engine(folder, config, tokenizer)
     for name, adapter in settings.adapters.items():
+        if not isinstance(native, NativeEngine):
+            raise ModelError(
+                f"{config.model.path}: LoRA needs a model of the Llama or Qwen families", "serve it without --lora"
+            )
         native.load_adapter(name, adapter)
     served = Served(
         name=settings.name,
         vocabulary=Vocabulary(tokenizer),
         end_token_ids=stop_token_ids(folder, tokenizer),
-        max_positions=_max_positions(config.engine, native),
+        max_positions=min(native.limits.max_len, native.limits.cache_tokens),
         adapters=tuple(settings.adapters),
     )
     try:
@@ -67,18 +73,18 @@ def running_engine(settings: ServeSettings) -> Iterator[tuple[AsyncEngine, Serve
             native.close()
 
 
-def _engine(folder: Path, config: Config, tokenizer: PreTrainedTokenizerBase) -> NativeEngine:
+def _engine(folder: Path, config: Config, tokenizer: PreTrainedTokenizerBase) -> NativeEngine | TransformersEngine:
+    """The fastest that runs the model. A family that does not run on our attention runs on transformers' own."""
     device, dtype = torch.device(config.run.device), getattr(torch, config.model.dtype)
     if config.engine.tensor_parallel_size > 1:
         return TensorParallelEngine(folder, config.engine, device, dtype)
-    return NativeEngine(load_decoder(folder, device, dtype), config.engine, tokenizer)
-
-
-def _max_positions(config: EngineConfig, engine: NativeEngine) -> int:
-    """The least of what the model was made for, what the settings allow, and what the KV cache holds."""
-    of_model = engine.decoder.spec.max_positions
-    of_cache = engine.stats.kv_blocks_total * block_size_for(config, engine.decoder.output_weight.device)
-    return min(of_model, of_cache, config.max_model_len or of_model)
+    try:
+        return NativeEngine(load_decoder(folder, device, dtype), config.engine, tokenizer)
+    except ModelError as error:
+        if is_ours(load_config(folder)):
+            raise
+        print(f"{error.message}; serving it with transformers' own attention, slowly", file=sys.stderr)
+        return TransformersEngine(load_recompute_model(folder, device, dtype), config.engine, tokenizer)
 
 
 class EngineServer(uvicorn.Server):

@@ -45,7 +45,7 @@ class TransformersEngine:
         text = model.config.get_text_config(decoder=True)
         self._fixed_positions = fixed_positions(text)
         max_len = min(config.max_model_len or position_limit(text), position_limit(text))
-        self._limits = Limits(
+        self.limits = Limits(
             vocab_size=self.abilities.vocab_size,
             max_len=max_len,
             max_num_seqs=config.max_num_seqs,
@@ -66,7 +66,7 @@ class TransformersEngine:
 
     def submit(self, request: GenerateRequest, *, streaming: bool = False) -> int:
         """Queue a request; its number. Raises EngineError where it cannot be served as asked."""
-        check_request(request, self._limits, ())
+        check_request(request, self.limits, ())
         request_id, now = next(self._ids), time.perf_counter()
         rows = [Row(request_id, index, request, now, streaming) for index in range(request.sampling.n)]
         self._unfinished[request_id] = list(rows)
@@ -83,7 +83,7 @@ class TransformersEngine:
     def generate(self, requests: Sequence[GenerateRequest]) -> list[list[Completion]]:
         """All n completions of every request, in the order asked. Where one fails, all are given up and it is said why."""
         for request in requests:
-            check_request(request, self._limits, ())
+            check_request(request, self.limits, ())
         order = [self.submit(request) for request in requests]
         found: dict[tuple[int, int], Completion] = {}
         while any(number in self._unfinished for number in order) or self._events:
@@ -125,7 +125,7 @@ class TransformersEngine:
         for row in rows:
             row.started, row.oldest_version = started, self.version
         with span("engine.prefill", version=self.version):
-            self._running = Running(self._batch(rows), rows, self._limits.vocab_size, self._model.device)
+            self._running = Running(self._batch(rows), rows, self.limits.vocab_size, self._model.device)
             self._take_in(self._running, self._running.begin())
 
     def _batch(self, rows: Sequence[Row]) -> Batch:
@@ -152,7 +152,7 @@ class TransformersEngine:
             at_once = width + steps if self._is_recomputed(row) else width
             fits = (
                 len(taken) < self._config.max_num_seqs
-                and width + steps <= self._limits.max_len
+                and width + steps <= self.limits.max_len
                 and (len(taken) + 1) * at_once <= self._config.max_num_batched_tokens
             )
             if not taken or (fits and self._company(row) == self._company(taken[0])):
