@@ -111,6 +111,7 @@ def test_an_adapter_goes_on_top_of_whatever_weights_there_are(
     engine.update_weights(model.state_dict().items())
     [[plain], [tuned]] = engine.generate([ask(), ask("tune")])
     engine.update_weights(oracle[0].state_dict().items())
+    engine.apply(WeightUpdate(0, (), 0))
     assert plain.token_ids.tolist() == greedy(model, ask())
     assert tuned.token_ids.tolist() == greedy(merged, ask())
 

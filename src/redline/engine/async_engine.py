@@ -89,7 +89,8 @@ class AsyncEngine:
 
     @property
     def is_alive(self) -> bool:
-        return self._thread.is_alive() and not self._stopping
+        """Whether it takes requests."""
+        return self._is_open and not self._stopping
 
     @property
     def stats(self) -> EngineStats:

@@ -30,6 +30,7 @@ CHUNK = 128
 """Vocabulary entries per first-level bin of the inverse-CDF search."""
 CANDIDATES = 512
 """Likeliest tokens among which a CPU first looks for the end of top-k and top-p; eight times as many while that falls short."""
+_UINT64 = 2**64 - 1
 _GAMMA = -7046029254386353131  # 0x9E3779B97F4A7C15 as int64, the golden-ratio increment of splitmix64
 
 
@@ -74,8 +75,12 @@ class Sampled:
 
 
 def stream(seed: int, index: int) -> int:
-    """The seed of completion `index` of a request, as an int64."""
-    return _mix(torch.tensor(seed, dtype=torch.int64) + torch.tensor(index + 1, dtype=torch.int64) * _GAMMA).item()  # type: ignore[return-value]
+    """The seed of completion `index` of a request, as an int64: `_mix` on plain integers, a thousand times faster for one."""
+    z = (seed + (index + 1) * _GAMMA) & _UINT64
+    z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & _UINT64
+    z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & _UINT64
+    z ^= z >> 31
+    return z - 2**64 if z >= 2**63 else z
 
 
 def uniform(streams_B: Tensor, counters_B: Tensor) -> Tensor:

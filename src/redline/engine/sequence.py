@@ -32,7 +32,9 @@ class Stage(Enum):
 class Wants:
     """What any sequence of a batch asks for beyond a temperature; the host knows, so kernels need not look."""
 
-    filters: bool = False
+    truncation: bool = False
+    """top-k or top-p, which need the order of the tokens."""
+    min_p: bool = False
     bias: bool = False
     min_tokens: bool = False
     raw: bool = False
@@ -43,12 +45,13 @@ class Wants:
     @property
     def is_plain(self) -> bool:
         """Of the sampler, temperature alone."""
-        return not (self.filters or self.bias or self.min_tokens or self.raw or self.top)
+        return not (self.truncation or self.min_p or self.bias or self.min_tokens or self.raw or self.top)
 
     @classmethod
     def of(cls, sampling: SamplingParams, *, lora: bool = False) -> Wants:
         return cls(
-            filters=bool(sampling.top_k or sampling.top_p < 1 or sampling.min_p),
+            truncation=bool(sampling.top_k or sampling.top_p < 1),
+            min_p=sampling.min_p > 0,
             bias=bool(sampling.logit_bias) or sampling.allowed_token_ids is not None,
             min_tokens=sampling.min_tokens > 0 and bool(sampling.stop_token_ids),
             raw=sampling.raw_logprobs,
@@ -58,7 +61,8 @@ class Wants:
 
     def __or__(self, other: Wants) -> Wants:
         return Wants(
-            self.filters or other.filters,
+            self.truncation or other.truncation,
+            self.min_p or other.min_p,
             self.bias or other.bias,
             self.min_tokens or other.min_tokens,
             self.raw or other.raw,
