@@ -52,6 +52,10 @@ class FakeServer:
         return self.answer(self.bodies[-1])
 
 
+class Listener(ThreadingHTTPServer):
+    request_queue_size = 128  # or connections beyond the fifth wait for a second
+
+
 @pytest.fixture
 def server() -> Iterator[FakeServer]:
     fake = FakeServer()
@@ -70,7 +74,7 @@ def server() -> Iterator[FakeServer]:
         def log_message(self, *args: Any) -> None:
             pass
 
-    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as listener:
+    with Listener(("127.0.0.1", 0), Handler) as listener:
         fake.url = f"http://127.0.0.1:{listener.server_address[1]}/v1"
         thread = threading.Thread(target=listener.serve_forever, args=(0.01,))
         thread.start()

@@ -24,13 +24,14 @@ from torch import Tensor
 from redline.config.schema import EngineConfig
 from redline.engine.admission import Limits, check_request
 from redline.engine.blocks import BlockPool
+from redline.engine.completions import completion_of, delta_of
 from redline.engine.device_rows import MAX_STOPS, DeviceRows
 from redline.engine.kv_cache import KVCache
 from redline.engine.lora import Adapters, LoraCounts, Source, make_bank
 from redline.engine.rows import Rows
 from redline.engine.runner import Results, Runner, Samples, wants_of
 from redline.engine.scheduler import Plan, Scheduler
-from redline.engine.sequence import Sampled, Sequence, Stage, Wants
+from redline.engine.sequence import NO_ROW, Sampled, Sequence, Stage, Wants
 from redline.engine.sizing import block_size_for, num_blocks_for
 from redline.engine.sleep import MemoryMoved, OffloadedWeights, Stopwatch
 from redline.engine.stats import EngineStats, Rate
@@ -39,15 +40,7 @@ from redline.errors import BrokenModelError, EngineError
 from redline.models.hf import AnyDecoder
 from redline.models.lora import PreparedAdapter
 from redline.telemetry import span
-from redline.types import (
-    Completion,
-    Delta,
-    FinishReason,
-    GenerateRequest,
-    TopLogprobs,
-    VersionSpan,
-    WeightUpdate,
-)
+from redline.types import Completion, Delta, FinishReason, GenerateRequest, WeightUpdate
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -309,14 +302,14 @@ class NativeEngine:
     def _retire(self, sequence: Sequence) -> None:
         """Out of the engine, its completion to the caller."""
         self._release(sequence)
-        self._hand_out(sequence, self._completion(sequence))
+        self._hand_out(sequence, completion_of(sequence, self.version))
         self._forget(sequence)
 
     def _release(self, sequence: Sequence) -> None:
         blocks = sequence.blocks
         if sequence.stage is Stage.DECODE:
-            # Where it ended by a stop string or an abort, the device does not know yet.
-            self._awake.rows.kill([sequence.row])
+            if self._rows.alive_R[sequence.row]:  # a stop string or an abort ended it, of which the device knows nothing
+                self._awake.rows.kill([sequence.row])
             self._at_row[sequence.row] = None
             self._scheduler.finish(sequence)
         else:
@@ -356,36 +349,11 @@ class NativeEngine:
     # ── what goes out ──────────────────────────────────────────────────────────────────────────────────────────────────
 
     def _hand_out(self, sequence: Sequence, completion: Completion | None) -> None:
-        if sequence.streaming:
-            sampled = sequence.sampled if completion is not None and sequence.sampled else None
-            done = sampled or (self._rows.take(sequence.row) if sequence.row >= 0 else Sampled.nothing())
-            begin, sequence.streamed = sequence.streamed, len(done.token_ids)
-            token_ids, logprobs, top = done.token_ids[begin:], done.logprobs[begin:], _top(sequence.top[begin:])
+        if sequence.row != NO_ROW:
+            sampled = self._rows.take(sequence.row)
         else:
-            token_ids, logprobs, top = np.empty(0, np.int32), np.empty(0, np.float32), None
-        self._events.append((sequence.request_id, Delta(sequence.index, token_ids, logprobs, top, completion)))
-
-    def _completion(self, sequence: Sequence) -> Completion:
-        assert sequence.finish_reason is not None
-        sampled = sequence.sampled or Sampled.nothing()
-        count, sampling = len(sampled.token_ids), sequence.request.sampling
-        started = sequence.started or time.perf_counter()
-        first, last = sequence.first_token or started, sequence.last_token or sequence.first_token or started
-        oldest = sequence.oldest_version if sequence.oldest_version >= 0 else self.version
-        return Completion(
-            token_ids=sampled.token_ids,
-            logprobs=sampled.logprobs,
-            finish_reason=sequence.finish_reason,
-            versions=VersionSpan(oldest, max(oldest, sequence.newest_version)),
-            queue_s=started - sequence.submitted,
-            prefill_s=first - started,
-            decode_s=last - first,
-            cached_tokens=sequence.cached_tokens,
-            stop=sequence.stop,
-            raw_logprobs=np.array(sequence.raw[:count], np.float32) if sampling.raw_logprobs else None,
-            top_logprobs=_top(sequence.top[:count]) if sampling.top_logprobs else None,
-            prompt_logprobs=sequence.prompt_logprobs.copy() if sampling.prompt_logprobs else None,
-        )
+            sampled = sequence.sampled or Sampled.nothing()
+        self._events.append((sequence.request_id, delta_of(sequence, sampled, completion)))
 
     # ── adapters ───────────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -490,10 +458,3 @@ class NativeEngine:
             requests=self._num_finished,
             adapters=self._adapters.num_resident,
         )
-
-
-def _top(positions: list[tuple[np.ndarray, np.ndarray]]) -> TopLogprobs | None:
-    if not positions:
-        return None
-    ids, logprobs = zip(*positions, strict=True)
-    return TopLogprobs(np.stack(ids).astype(np.int32), np.stack(logprobs).astype(np.float32))
