@@ -280,7 +280,6 @@ ENGINES: dict[str, Kind] = {
         takes_max_num_seqs=False,
         takes_chunks=False,
         takes_weights=False,
-        names_tops_by_id=False,
         marks=(pytest.mark.slow, NEEDS_SERVE),
     ),
     "vllm_serve": Kind(

@@ -284,6 +284,13 @@ def test_an_unknown_model_is_refused_with_those_there_are(server: FakeServer) ->
     assert "policy, lora" in caught.value.hint
 
 
+def test_a_server_without_models_is_refused(server: FakeServer) -> None:
+    server.models = (200, {"data": []})
+    with pytest.raises(EngineError, match="does not serve") as caught:
+        server.engine()
+    assert "no model at all" in caught.value.hint
+
+
 @pytest.mark.usefixtures("no_pauses")
 @pytest.mark.parametrize("status", [0, 429, 500, 502, 503, 504])
 def test_what_may_pass_is_tried_again(server: FakeServer, status: int) -> None:
@@ -342,7 +349,7 @@ def test_the_first_failure_ends_the_call_without_waiting_for_the_others(server: 
         return choice([7])
 
     server.answer = answer
-    requests = [replace(ask(), prompt_ids=np.array([token], np.int32)) for token in (1, *range(2, 50))]
+    requests = [replace(ask(), prompt_ids=np.array([token], np.int32)) for token in (2, 3, 1, *range(4, 50))]
     with pytest.raises(EngineError, match="not this one"):
         server.engine(max_concurrent=4).generate(requests)
     assert len(server.bodies) < 10

@@ -1,7 +1,7 @@
 """SmolLM2-135M in float32: what the engine samples against transformers' `generate`, its logprobs against the trainer's.
 
 Greedy decoding has to agree token for token. Two ways to sum round differently, so where the two likeliest logits are nearer
-than `TIE` either may win; such a place is looked at one by one with a third computation, and there may be no more than a few."""
+than `TIE` either may win; such a place is looked at one by one with a third computation, and there may only be a few."""
 
 from __future__ import annotations
 

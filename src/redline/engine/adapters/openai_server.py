@@ -10,7 +10,7 @@ import math
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from functools import partial
 from typing import Any
 
@@ -55,10 +55,11 @@ class OpenAIServerEngine:
         self._push_weights = push_weights
         self._extra = dict(extra or {})
         self._checked: set[str] = set()
-        served = {entry["id"]: entry for entry in self._client.get("/models")["data"]}
-        self._model = next(iter(served)) if model is None else model
+        served = {entry["id"]: entry for entry in self._client.get("/models").get("data", ())}
+        self._model = next(iter(served), "") if model is None else model
         if self._model not in served:
-            raise EngineError(f"{url} does not serve the model {self._model!r}", f"it serves: {', '.join(served)}")
+            known = ", ".join(served) or "no model at all"
+            raise EngineError(f"{url} does not serve the model {self._model!r}", f"it serves: {known}")
         self._adapters = set(served) - {self._model}
         self._limits = limits_of(served[self._model].get("max_model_len") or UNLIMITED)
 
@@ -92,7 +93,10 @@ class OpenAIServerEngine:
         """Their results, `max_concurrent` at a time. When one raises, nobody waits for the others."""
         pool = ThreadPoolExecutor(self._max_concurrent, thread_name_prefix="openai-server")
         try:
-            return [future.result() for future in [pool.submit(call) for call in calls]]
+            futures = [pool.submit(call) for call in calls]
+            for future in as_completed(futures):
+                future.result()
+            return [future.result() for future in futures]
         finally:
             pool.shutdown(wait=False, cancel_futures=True)
 
@@ -167,12 +171,8 @@ def _certainties(request: GenerateRequest) -> Iterator[tuple[str, Json]]:
     sampling = request.sampling
     if sampling.top_k or sampling.top_p < 1 or sampling.min_p:
         yield "top_k, top_p and min_p", {"top_k": 1}
-    if (
-        sampling.temperature not in (0, 1)
-        or sampling.logit_bias
-        or sampling.allowed_token_ids is not None
-        or sampling.min_tokens
-    ):
+    is_masked = sampling.allowed_token_ids is not None or sampling.min_tokens > 0
+    if sampling.temperature not in (0, 1) or sampling.logit_bias or is_masked:
         yield "temperature and logit_bias", {"logit_bias": {str(request.prompt_ids[0]): -LEAST_BIAS}}
 
 
