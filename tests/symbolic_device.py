@@ -23,7 +23,8 @@ class Slot:
     """What one token's keys and values depend on."""
 
     tokens: tuple[int, ...]
-    version: int
+    versions: frozenset[int]
+    """Of the policies that computed it and what came before it."""
 
 
 @dataclass
@@ -78,8 +79,6 @@ class World:
         self._tables: dict[int, dict[int, int]] = {}
         self._tokens: dict[int, list[int]] = {}
         self._alive: set[int] = set()
-        self._oldest: dict[int, int] = {}
-        """Row → the version it was admitted under: it may see nothing older."""
         self._at_row: dict[int, Sequence] = {}
         self._in_flight: deque[_Results] = deque()
         self._num_requests = 0
@@ -147,7 +146,7 @@ class World:
         for sequence in plan.admitted:
             row = sequence.row
             assert row not in self._alive, "the row has a tenant"
-            self._at_row[row], self._tables[row], self._oldest[row] = sequence, {}, self.version
+            self._at_row[row], self._tables[row] = sequence, {}
         for row, place, block in plan.new_blocks:
             assert place not in self._tables[row]
             self._tables[row][place] = block
@@ -178,6 +177,9 @@ class World:
             self._write(chunk.sequence.row, chunk.sequence.tokens.tolist(), chunk.start, chunk.end)
         for chunk in plan.chunks:
             self._read(chunk.sequence.row, chunk.sequence.tokens[: chunk.end].tolist())
+            if chunk.sequence in plan.admitted:
+                found = [self._slot(chunk.sequence.row, position) for position in range(chunk.start)]
+                assert all(slot.versions == {self.version} for slot in found), "keys and values of another policy"
         for source, target in plan.copies:
             for offset in range(self.block_size):
                 if (source, offset) in self.slots:
@@ -194,14 +196,16 @@ class World:
 
     def _write(self, row: int, tokens: list[int], start: int, end: int) -> None:
         for position in range(start, end):
+            before = self._slot(row, position - 1).versions if position else frozenset()
             block = self._tables[row][position // self.block_size]
-            self.slots[block, position % self.block_size] = Slot(tuple(tokens[: position + 1]), self.version)
+            self.slots[block, position % self.block_size] = Slot(tuple(tokens[: position + 1]), before | {self.version})
 
     def _read(self, row: int, tokens: list[int]) -> None:
         for position in range(len(tokens)):
-            slot = self.slots[self._tables[row][position // self.block_size], position % self.block_size]
-            assert slot.tokens == tuple(tokens[: position + 1]), "another sequence's keys and values"
-            assert slot.version >= self._oldest[row], "keys and values of an old policy"
+            assert self._slot(row, position).tokens == tuple(tokens[: position + 1]), "another sequence's keys and values"
+
+    def _slot(self, row: int, position: int) -> Slot:
+        return self.slots[self._tables[row][position // self.block_size], position % self.block_size]
 
     def _sample(self, row: int, tokens: list[int]) -> int:
         sequence = self._at_row[row]

@@ -10,6 +10,7 @@ import pytest
 from pydantic import BaseModel
 
 from redline.config import Config, load_recipe, validate
+from redline.config.schema import TelemetryConfig
 from redline.errors import ConfigError
 
 MINIMAL = """\
@@ -133,8 +134,8 @@ def test_a_key_in_the_wrong_section_is_pointed_to_the_right_one(tmp_path: Path) 
 
 
 def test_a_key_like_no_other_gets_the_list_of_known_keys(tmp_path: Path) -> None:
-    _, hint = refusal(tmp_path, "", "engine.zzz=1")
-    assert hint == "known keys: max_num_batched_tokens, max_num_seqs"
+    _, hint = refusal(tmp_path, "", "telemetry.zzz=1")
+    assert hint == f"known keys: {', '.join(sorted(TelemetryConfig.model_fields))}"
 
 
 def test_a_mistyped_section_in_an_override_is_corrected(tmp_path: Path) -> None:

@@ -99,6 +99,26 @@ def test_requests_under_way_when_the_weights_change_spoil_nothing_for_those_that
         assert completion.versions == VersionSpan(1, 1)
 
 
+def test_when_an_old_version_comes_back_only_what_was_purely_its_own_is_found(model: Model, tmp_path: Path) -> None:
+    engine = model.engine(max_num_batched_tokens=40)
+    request = GenerateRequest(np.concatenate([PREFIX, prompt(5)]), SamplingParams(16, temperature=0.0, n=2))
+    numbers = [engine.submit(request), engine.submit(ask(60, seed=1, temperature=0.0))]
+    for _ in range(3):
+        engine.step()
+    change_weights(engine, tmp_path, seed=31)
+    engine.apply(WeightUpdate(1, (), 0))
+    said = finish(engine)[numbers[0]][0].token_ids
+    with torch.no_grad():
+        for name, weight in load_decoder(model.folder).named_parameters():
+            engine.decoder.get_parameter(name).copy_(weight)
+    engine.apply(WeightUpdate(0, (), 0))
+    turn = GenerateRequest(np.concatenate([request.prompt_ids, said, prompt(3)]), SamplingParams(9, temperature=0.0))
+    for again in (request, turn, ask(60, seed=1, temperature=0.0)):
+        [[completion, *_]] = engine.generate([again])
+        assert completion.token_ids.tolist() == model.greedy(again.prompt_ids, again.sampling.max_tokens)
+        assert completion.cached_tokens > 0
+
+
 def test_versions_cover_every_token_even_of_a_request_that_was_given_up(model: Model) -> None:
     engine = model.engine()
     numbers = [engine.submit(ask(5, 30, seed=seed), streaming=bool(seed)) for seed in range(2)]

@@ -23,6 +23,7 @@ ENGINE = {
     "batch_size": ("gauge", "batch_size", "Sequences that decoded in the last step."),
     "tokens_per_s": ("gauge", "tokens_per_second", "Tokens sampled per second, lately."),
     "kv_blocks_used": ("gauge", "kv_blocks_used", "Blocks of the key-value cache that sequences hold."),
+    "kv_blocks_peak": ("gauge", "kv_blocks_peak", "Most blocks held at once since the last weight update."),
     "kv_blocks_total": ("gauge", "kv_blocks", "Blocks of the key-value cache."),
     "version": ("gauge", "version", "Version of the weights."),
     "adapters": ("gauge", "adapters", "Resident LoRA adapters."),
