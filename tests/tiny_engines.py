@@ -33,10 +33,12 @@ class Model:
     folder: Path
     known: dict[str, list[Completion]] = field(default_factory=dict)
 
-    def engine(self, num_blocks: int | None = None, tokenizer: Any = None, **config: Any) -> NativeEngine:
+    def engine(
+        self, num_blocks: int | None = None, tokenizer: Any = None, kind: type[NativeEngine] = NativeEngine, **config: Any
+    ) -> NativeEngine:
         if num_blocks is not None:
             config["kv_cache_memory_bytes"] = (num_blocks + 1) * BYTES_PER_BLOCK
-        return NativeEngine(load_decoder(self.folder), EngineConfig(**{"block_size": BLOCK_SIZE, **config}), tokenizer)
+        return kind(load_decoder(self.folder), EngineConfig(**{"block_size": BLOCK_SIZE, **config}), tokenizer)
 
     def generate(self, requests: Sequence[GenerateRequest], **config: Any) -> list[list[Completion]]:
         return self.engine(**config).generate(requests)

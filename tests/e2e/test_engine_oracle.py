@@ -134,6 +134,29 @@ def test_greedy_generation_equals_transformers_token_for_token(
     assert engine.stats.kv_blocks_used == engine.stats.running == engine.stats.waiting == 0
 
 
+def test_stop_strings_end_a_completion_at_the_first_token_that_completes_one(bench: Bench) -> None:
+    """Against the text of all tokens so far, decoded again after every one."""
+    tokenizer = AutoTokenizer.from_pretrained(bench.folder)
+    engine = NativeEngine(load_decoder(bench.folder), EngineConfig(), tokenizer)
+    texts = [tokenizer.decode(tokens, skip_special_tokens=True) for tokens in bench.greedy[:40]]
+    stops = [(text[20 + number % 5 : 24 + number % 9], "\n\n") for number, text in enumerate(texts) if len(text) > 40]
+    chosen = [number for number, text in enumerate(texts) if len(text) > 40]
+    requests = [
+        GenerateRequest(bench.prompts[number], SamplingParams(NEW_TOKENS, temperature=0.0, stop=stop))
+        for number, stop in zip(chosen, stops, strict=True)
+    ]
+    ended = 0
+    for number, stop, [completion] in zip(chosen, stops, engine.generate(requests), strict=True):
+        tokens = bench.greedy[number]
+        for end in range(1, NEW_TOKENS + 1):
+            if any(string in tokenizer.decode(tokens[:end], skip_special_tokens=True) for string in stop):
+                break
+        assert completion.token_ids.tolist() == tokens[:end]
+        assert completion.stop in stop
+        ended += end < NEW_TOKENS
+    assert ended > 10
+
+
 # ── logprobs ───────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 

@@ -336,6 +336,20 @@ def test_an_action_runs_on_the_engines_thread_between_two_steps(running: AsyncEn
     assert running.stats.version == 7
 
 
+def test_requests_under_way_wait_while_the_engine_sleeps(running: AsyncEngine, alone: Any) -> None:
+    async def sleep_in_between() -> list[list[Completion]]:
+        calls = [asyncio.create_task(running.complete(ask(5, 60, seed=1)))]
+        await until(lambda: running.stats.generated_tokens > 3)
+        await running.run(lambda engine: engine.sleep())
+        calls.append(asyncio.create_task(running.complete(ask(5, 10, seed=2))))
+        await asyncio.sleep(0.05)
+        assert not any(call.done() for call in calls)
+        await running.run(lambda engine: engine.wake())
+        return await asyncio.gather(*calls)
+
+    assert [tokens(found) for found in run(sleep_in_between())] == [alone(ask(5, 60, seed=1)), alone(ask(5, 10, seed=2))]
+
+
 def test_an_action_that_raises_is_its_callers_problem(running: AsyncEngine, alone: Any) -> None:
     with pytest.raises(ZeroDivisionError):
         run(running.run(lambda engine: 1 / 0))

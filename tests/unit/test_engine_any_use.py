@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+from ahead_engine import AheadEngine
 from tiny_engines import (
     PREFIX,
     Model,
@@ -16,6 +17,7 @@ from tiny_engines import (
     steps,
 )
 
+from redline.engine import NativeEngine
 from redline.engine.sampler import stream, uniform
 from redline.errors import EngineError
 from redline.types import Completion, Delta, FinishReason, GenerateRequest, SamplingParams, WeightUpdate
@@ -41,9 +43,10 @@ def random_request(rng: np.random.Generator) -> GenerateRequest:
     )
 
 
-def fuzz(model: Model, seed: int) -> None:
+def fuzz(model: Model, seed: int, kind: type[NativeEngine]) -> None:
     rng = np.random.default_rng(seed)
     engine = model.engine(
+        kind=kind,
         num_blocks=int(rng.integers(14, 40)),
         max_num_seqs=int(rng.integers(4, 9)),
         max_num_batched_tokens=int(rng.choice([5, 16, 200])),
@@ -109,13 +112,17 @@ def assert_as_alone(model: Model, request: GenerateRequest, index: int, found: C
     assert abs(share[: candidates[1]].sum() - draw) < 1e-5
 
 
-@pytest.mark.parametrize("seed", range(4))
-def test_whatever_happens_each_request_gives_what_it_gives_alone(model: Model, seed: int) -> None:
-    fuzz(model, seed)
+@pytest.mark.parametrize("kind", [NativeEngine, AheadEngine])
+@pytest.mark.parametrize("seed", range(3))
+def test_whatever_happens_each_request_gives_what_it_gives_alone(model: Model, seed: int, kind: type[NativeEngine]) -> None:
+    fuzz(model, seed, kind)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", range(1000, 1040))
-def test_whatever_happens_for_long_each_request_gives_what_it_gives_alone(model: Model, seed: int) -> None:
+@pytest.mark.parametrize("kind", [NativeEngine, AheadEngine])
+@pytest.mark.parametrize("seed", range(1000, 1010))
+def test_whatever_happens_for_long_each_request_gives_what_it_gives_alone(
+    model: Model, seed: int, kind: type[NativeEngine]
+) -> None:
     for number in range(10):
-        fuzz(model, 100 * seed + number)
+        fuzz(model, 100 * seed + number, kind)

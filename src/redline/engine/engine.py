@@ -182,7 +182,8 @@ class NativeEngine:
 
     @property
     def has_work(self) -> bool:
-        return self._scheduler.has_work or bool(self._in_flight) or bool(self._events)
+        """Whether a step would bring anything forward; never while it sleeps."""
+        return self._runner is not None and (self._scheduler.has_work or bool(self._in_flight) or bool(self._events))
 
     @torch.inference_mode()
     def step(self) -> list[Event]:

@@ -33,7 +33,8 @@ class VllmSide:
         """`arguments` are those of `vllm.LLM`."""
         self._log: IO[str] = tempfile.TemporaryFile("w+")  # noqa: SIM115  closed with the process
         self._process = subprocess.Popen(
-            [str(python or sys.executable), str(program), json.dumps(dict(arguments))],
+            # -P: this folder's `statistics` must not stand in for the standard library's.
+            [str(python or sys.executable), "-P", str(program), json.dumps(dict(arguments))],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._log,
