@@ -211,5 +211,5 @@ def test_in_bfloat16_sampled_logprobs_are_the_trainers_but_for_rounding(bench: B
         f"\nbfloat16: {len(found)} tokens, mean {np.abs(found).mean():.2e}, largest {np.abs(found).max():.2e},"
         f" mismatch KL {mismatch_kl:.2e}"
     )
-    assert np.abs(found).mean() < 0.05
+    assert np.abs(found).mean() < 0.1
     assert mismatch_kl < 0.01
