@@ -8,6 +8,7 @@ import torch
 
 from redline.engine import NativeEngine
 from redline.engine.attention import GatherAttention, Runs
+from redline.engine.prefixes import Prefixes
 from redline.engine.runner import Runner, Samples
 from redline.engine.sequence import Wants
 
@@ -18,7 +19,9 @@ class AheadRunner(Runner):
     max_steps = STEPS
     runs_ahead = True
 
-    def decode(self, rows_B: np.ndarray, positions_B: np.ndarray, num_steps: int, wants: Wants) -> Samples:
+    def decode(
+        self, rows_B: np.ndarray, positions_B: np.ndarray, num_steps: int, wants: Wants, prefixes: Prefixes | None = None
+    ) -> Samples:
         steps = [self._step(torch.from_numpy(rows_B), wants) for _ in range(num_steps)]
         return Samples(*(None if parts[0] is None else torch.cat(parts) for parts in zip(*steps, strict=True)))
 

@@ -139,7 +139,7 @@ def test_stop_strings_end_a_completion_at_the_first_token_that_completes_one(ben
     tokenizer = AutoTokenizer.from_pretrained(bench.folder)
     engine = NativeEngine(load_decoder(bench.folder), EngineConfig(), tokenizer)
     texts = [tokenizer.decode(tokens, skip_special_tokens=True) for tokens in bench.greedy[:40]]
-    stops = [(text[20 + number % 5 : 24 + number % 9], "\n\n") for number, text in enumerate(texts) if len(text) > 40]
+    stops = [(text[20 + number % 5 : 26 + number % 9], "\n\n") for number, text in enumerate(texts) if len(text) > 40]
     chosen = [number for number, text in enumerate(texts) if len(text) > 40]
     requests = [
         GenerateRequest(bench.prompts[number], SamplingParams(NEW_TOKENS, temperature=0.0, stop=stop))

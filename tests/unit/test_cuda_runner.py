@@ -15,7 +15,7 @@ from small_models import CONFIGS, VOCAB_SIZE, write_model
 pytest.importorskip("triton")
 
 from redline.config.schema import EngineConfig
-from redline.engine import NativeEngine
+from redline.engine import NativeEngine, prefixes
 from redline.engine.cuda import MAX_STEPS, CudaRunner, batch_sizes
 from redline.engine.device_rows import DeviceRows
 from redline.engine.kv_cache import KVCache
@@ -30,11 +30,11 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning"
 class UncapturedRunner(CudaRunner):
     """Where a graph would be replayed, the step runs as it is. Results come late, as they do from a GPU."""
 
-    def _capture(self, size: int, wants: Any) -> Any:
+    def _capture(self, size: int, max_groups: int, wants: Any) -> Any:
         samples = self._room_for_samples(size, wants)
-        step = SimpleNamespace(replay=lambda: self._decode_step(size, wants, samples))
-        self._graphs[size, wants] = SimpleNamespace(graph=step, samples=samples)  # type: ignore[assignment]
-        return self._graphs[size, wants]
+        step = SimpleNamespace(replay=lambda: self._decode_step(size, max_groups, wants, samples))
+        self._graphs[size, max_groups, wants] = SimpleNamespace(graph=step, samples=samples)  # type: ignore[assignment]
+        return self._graphs[size, max_groups, wants]
 
     def fetch(self, samples: Samples) -> tuple[Samples, None]:
         return Samples(*(None if part is None else part.clone() for part in samples.parts)), None  # type: ignore[arg-type]
@@ -75,6 +75,15 @@ PLAIN = [ask(5, 11, n=2), ask(33, 4, temperature=0.0), ask(40, 11, stop_token_id
 
 def test_the_device_samples_what_the_host_samples(decoder: Decoder) -> None:
     assert_same(InterpretedEngine(decoder, CONFIG).generate(PLAIN), NativeEngine(decoder, CONFIG).generate(PLAIN))
+
+
+def test_so_it_does_where_rows_read_their_common_beginning_once(decoder: Decoder, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(prefixes, "MIN_ROWS", 2)
+    monkeypatch.setattr(prefixes, "LEAST_SAVING", 0.1)
+    requests = [ask(33, 3, n=3), ask(17, 3, n=2), ask(9, 3)]
+    engine = InterpretedEngine(decoder, CONFIG)
+    assert_same(engine.generate(requests), NativeEngine(decoder, CONFIG).generate(requests))
+    assert any(max_groups for _, max_groups, _ in engine._awake._graphs)  # type: ignore[attr-defined]
 
 
 @pytest.mark.slow

@@ -61,6 +61,20 @@ def test_several_tokens_come_of_a_step_and_none_too_many(model: Model) -> None:
     assert engine.stats.steps < 30 / STEPS + 4
 
 
+def test_sequences_do_not_run_ahead_while_prompts_queue(model: Model) -> None:
+    """A step of few rows costs almost as much as one of many."""
+    engine = ahead(model, max_num_seqs=4, max_num_batched_tokens=8)
+    for seed in range(3):
+        engine.submit(ask(8, 12, seed=seed))
+    generated = []
+    while engine.has_work:
+        engine.step()
+        generated.append(engine.stats.generated_tokens)
+    per_step = np.diff(generated)
+    assert per_step[:3].max() <= 3, "one token of each sequence while prompts queue"
+    assert per_step.max() == 3 * STEPS, "as many as a launch takes afterwards"
+
+
 def test_pieces_come_token_by_token_where_somebody_watches(model: Model) -> None:
     engine = ahead(model)
     watched = engine.submit(ask(9, 20, n=2), streaming=True)

@@ -17,7 +17,15 @@ if DEVICE == "cpu":
     os.environ["TRITON_INTERPRET"] = "1"  # read when triton is imported
 triton = pytest.importorskip("triton")
 
-from redline.engine.kernels import DecodeBatch, SharedPrefixes, Tile, choose_splits, copy_blocks, decode_attention  # noqa: E402
+from redline.engine.kernels import (  # noqa: E402
+    DecodeBatch,
+    SharedPrefixes,
+    Tile,
+    choose_splits,
+    copy_blocks,
+    decode_attention,
+    rotate_and_store,
+)
 from redline.models.kernels import add_rms_norm, silu_mul  # noqa: E402
 from redline.models.rope import rotary_table, rotate  # noqa: E402
 
@@ -260,7 +268,11 @@ def prefixes_of(case: Case, room: int, num_splits: int = 1) -> SharedPrefixes:
     columns = [[start, size, blocks * case.page] for start, size, blocks in case.shared]
     columns += [[1, 0, 16]] * (room - len(columns))
     starts, sizes, lengths = torch.tensor(columns, dtype=torch.int32, device=DEVICE).T.contiguous()
-    return SharedPrefixes(starts, sizes, lengths, max_size=max(size for _, size, _ in case.shared), num_splits=num_splits)
+    lengths_B = torch.zeros(len(case.rows), dtype=torch.int32, device=DEVICE)
+    for start, size, blocks in case.shared:
+        lengths_B[start : start + size] = blocks * case.page
+    max_size = max(size for _, size, _ in case.shared)
+    return SharedPrefixes(starts, sizes, lengths, lengths_B, max_size, num_splits)
 
 
 @pytest.mark.parametrize(("num_splits", "prefix_splits"), [(1, 1), (2, 1), (1, 3)])
@@ -284,7 +296,37 @@ def test_groups_that_are_not_there_cost_no_correctness() -> None:
     case = Case([20, 40], shared=((0, 2, 1),))
     nobody = prefixes_of(case, room=2)
     nobody.sizes_C.zero_()
+    nobody.lengths_B.zero_()
     check(case, prefixes=nobody)
+
+
+# ── prompts ────────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, HALF])
+@pytest.mark.parametrize(
+    ("num_heads", "kv_heads", "head_dim", "normed"), [(14, 2, 64, False), (3, 3, 16, True), (8, 1, 128, True)]
+)
+def test_a_prompts_heads_are_rotated_in_place_and_stored(
+    num_heads: int, kv_heads: int, head_dim: int, normed: bool, dtype: torch.dtype
+) -> None:
+    T, page, sizes = 21, 16, [num_heads, kv_heads, kv_heads]
+    heads = torch.randn(T, sum(sizes), head_dim, device=DEVICE).to(dtype)
+    norms = tuple(torch.randn(head_dim, device=DEVICE).to(dtype) for _ in range(2)) if normed else None
+    frequencies = 10_000.0 ** (-torch.arange(0, head_dim, 2, device=DEVICE) / head_dim)
+    positions, slots = torch.randint(0, 5000, (T,), device=DEVICE), torch.randperm(3 * page, device=DEVICE)[:T]
+    keys, values = torch.full((2, 3, kv_heads, page, head_dim), torch.nan, dtype=dtype, device=DEVICE)
+    q, k, v = (part.clone() for part in heads.split(sizes, dim=1))
+    if norms:
+        q, k = (F.rms_norm(part, (head_dim,), weight, EPS) for part, weight in zip((q, k), norms, strict=True))
+    expected_q, expected_k = (rotate(part, *rotary_table(frequencies, 1.0, positions, dtype)) for part in (q, k))
+
+    rotate_and_store(heads, keys, values, positions, slots, frequencies, 1.0, norms, EPS)
+
+    check_rounding(heads, torch.cat([expected_q, expected_k, v], dim=1))
+    check_rounding(keys[slots // page, :, slots % page], expected_k)
+    assert torch.equal(values[slots // page, :, slots % page], v)
+    assert int(keys[:, 0, :, 0].isfinite().sum()) == T, "nothing else was written"
 
 
 # ── the rest ───────────────────────────────────────────────────────────────────────────────────────────────────────────

@@ -67,3 +67,10 @@ def test_telemetry_loads_no_torch() -> None:
         "import sys, redline.telemetry as t; t.describe_environment(); sys.exit(bool({'torch', 'numpy'} & set(sys.modules)))"
     )
     subprocess.run([sys.executable, "-c", program], check=True)
+
+
+def test_a_tree_without_its_git_folder_is_named_by_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("REDLINE_COMMIT", raising=False)
+    assert _source(tmp_path) is None
+    monkeypatch.setenv("REDLINE_COMMIT", "abc123")
+    assert _source(tmp_path) == {"commit": "abc123", "dirty": None}

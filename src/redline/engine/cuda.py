@@ -17,10 +17,13 @@ from torch import Tensor
 
 from redline.engine.attention import Runs
 from redline.engine.device_rows import DeviceRows
-from redline.engine.kernels.decode_attention import TILES, DecodeBatch, choose_splits, decode_attention
+from redline.engine.kernels.decode_attention import SHARED_ROWS, TILES, DecodeBatch, choose_splits, decode_attention
+from redline.engine.kernels.rotate_and_store import rotate_and_store
 from redline.engine.kernels.sampling import sample_plain
+from redline.engine.kernels.shared_prefix import SharedPrefixes
 from redline.engine.kernels.step import begin_step, end_step
 from redline.engine.kv_cache import KVCache
+from redline.engine.prefixes import MAX_SIZE, Prefixes
 from redline.engine.runner import Runner, Samples
 from redline.engine.sequence import Wants
 from redline.models.decoder import Decoder, DecoderLayer
@@ -54,15 +57,14 @@ class PagedDecodeAttention:
 
     def attend_fused(self, layer: DecoderLayer, heads: Tensor) -> Tensor:
         keys, values = self._cache.blocks[layer.index]
-        norms = None if layer.q_norm is None or layer.k_norm is None else (layer.q_norm, layer.k_norm)
-        frequencies, factor = self._decoder.rotary_frequencies, self._decoder.rotary_factor
-        return decode_attention(heads, keys, values, self._batch, frequencies, factor, norms, layer.spec.norm_eps)
+        return decode_attention(heads, keys, values, self._batch, *_rotation(self._decoder, layer))
 
 
 class FlashPrefillAttention:
-    """Chunks of prompts through torch's FlashAttention for packed sequences. An `Attend`."""
+    """Chunks of prompts through torch's FlashAttention for packed sequences. A `FusedAttend`."""
 
-    def __init__(self, cache: KVCache, runs: Runs, upload: Callable[[object, torch.dtype], Tensor]) -> None:
+    def __init__(self, decoder: Decoder, cache: KVCache, runs: Runs, upload: Callable[[object, torch.dtype], Tensor]) -> None:
+        self._decoder = decoder
         self._cache = cache
         self.positions_T = upload(runs.positions(), torch.int64)
         self._slots_T = upload(runs.slots(cache.block_size), torch.int64)
@@ -75,10 +77,12 @@ class FlashPrefillAttention:
             self._key_offsets = upload(whole.offsets, torch.int32)
             self._key_slots = upload(whole.slots(cache.block_size), torch.int64)
 
-    def __call__(self, layer: int, q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor) -> Tensor:
-        self._cache.write(layer, self._slots_T, k_TKD, v_TKD)
+    def attend_fused(self, layer: DecoderLayer, heads: Tensor) -> Tensor:
+        keys, values = self._cache.blocks[layer.index]
+        rotate_and_store(heads, keys, values, self.positions_T, self._slots_T, *_rotation(self._decoder, layer))
+        q_THD, k_TKD, v_TKD = heads.split([layer.spec.num_heads, layer.spec.num_kv_heads, layer.spec.num_kv_heads], dim=1)
         if self._key_slots is not None:
-            k_TKD, v_TKD = self._cache.read(layer, self._key_slots)
+            k_TKD, v_TKD = self._cache.read(layer.index, self._key_slots)
         out, *_ = torch.ops.aten._flash_attention_forward(
             q_THD,
             k_TKD,
@@ -93,6 +97,12 @@ class FlashPrefillAttention:
         return out
 
 
+def _rotation(decoder: Decoder, layer: DecoderLayer) -> tuple[Tensor, float, tuple[Tensor, Tensor] | None, float]:
+    """What the kernels do to query and key heads first."""
+    norms = None if layer.q_norm is None or layer.k_norm is None else (layer.q_norm, layer.k_norm)
+    return decoder.rotary_frequencies, decoder.rotary_factor, norms, layer.spec.norm_eps
+
+
 @dataclass(slots=True)
 class _DecodeGraph:
     """One captured step for one size of batch."""
@@ -105,6 +115,7 @@ class _DecodeGraph:
 class CudaRunner(Runner):
     max_steps = MAX_STEPS
     runs_ahead = True
+    reads_prefixes_once = True
 
     def __init__(self, decoder: Decoder, cache: KVCache, rows: DeviceRows) -> None:
         super().__init__(decoder, cache, rows)
@@ -114,45 +125,66 @@ class CudaRunner(Runner):
         self._step = torch.zeros(1, dtype=torch.int64, device=device)
         self._launched_R = torch.zeros_like(self._rows_B)
         """Steps of each row within the current launch."""
+        self._groups = torch.zeros((3, rows.dead_row), dtype=torch.int32, device=device)
+        """First entry, size and prefix length of groups of the batch."""
+        self._prefix_B = torch.zeros_like(self._rows32_B)
+        """Tokens that an entry of the batch has in common with its group."""
         self._sizes = batch_sizes(rows.dead_row)
         self._pool: Any = None
         """Memory that the graphs share: they never run at the same time."""
-        self._graphs: dict[tuple[int, Wants], _DecodeGraph] = {}
+        self._graphs: dict[tuple[int, int, Wants], _DecodeGraph] = {}
 
     # ── decode ─────────────────────────────────────────────────────────────────────────────────────────────────────────
 
-    def decode(self, rows_B: np.ndarray, positions_B: np.ndarray, num_steps: int, wants: Wants) -> Samples:
+    def decode(
+        self, rows_B: np.ndarray, positions_B: np.ndarray, num_steps: int, wants: Wants, prefixes: Prefixes | None = None
+    ) -> Samples:
         size = next(size for size in self._sizes if size >= len(rows_B))
-        captured = self._graphs.get((size, wants)) or self._capture(size, wants)
+        max_groups = 0 if prefixes is None else 1 << (len(prefixes.sizes_C) - 1).bit_length()
+        captured = self._graphs.get((size, max_groups, wants)) or self._capture(size, max_groups, wants)
         filled = np.full(size, self.rows.dead_row)
         filled[: len(rows_B)] = rows_B
         self._rows_B[:size].copy_(self.rows.upload(filled, torch.int64), non_blocking=True)
         self._rows32_B[:size].copy_(self._rows_B[:size])
         self._step.zero_()
         self._launched_R.zero_()
+        if prefixes is not None:
+            self._place(prefixes, size, max_groups)
         for _ in range(num_steps):
             captured.graph.replay()
         return captured.samples.part(num_steps, len(rows_B))
 
-    def _capture(self, size: int, wants: Wants) -> _DecodeGraph:
+    def _place(self, prefixes: Prefixes, size: int, max_groups: int) -> None:
+        """Tell the device who shares which beginning."""
+        lengths_C = prefixes.blocks_C * self.cache.block_size
+        groups, prefix_B = np.zeros((3, max_groups), np.int32), np.zeros(size, np.int32)
+        groups[:, : len(lengths_C)] = prefixes.starts_C, prefixes.sizes_C, lengths_C
+        for start, length, prefix in zip(prefixes.starts_C, prefixes.sizes_C, lengths_C, strict=True):
+            prefix_B[start : start + length] = prefix
+        self._groups[:, :max_groups].copy_(self.rows.upload(groups, torch.int32), non_blocking=True)
+        self._prefix_B[:size].copy_(self.rows.upload(prefix_B, torch.int32), non_blocking=True)
+
+    def _capture(self, size: int, max_groups: int, wants: Wants) -> _DecodeGraph:
         """Run the step once as it is, so that every kernel is compiled, on rows that are all dead; then record it."""
         self._rows_B.fill_(self.rows.dead_row)
         self._rows32_B.fill_(self.rows.dead_row)
+        self._groups.zero_()
+        self._prefix_B.zero_()
         self._step.zero_()
         samples = self._room_for_samples(size, wants)
-        self._decode_step(size, wants, samples)
+        self._decode_step(size, max_groups, wants, samples)
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=self._pool):
-            self._decode_step(size, wants, samples)
+            self._decode_step(size, max_groups, wants, samples)
         self._pool = graph.pool()
-        self._graphs[size, wants] = _DecodeGraph(graph, samples)
-        return self._graphs[size, wants]
+        self._graphs[size, max_groups, wants] = captured = _DecodeGraph(graph, samples)
+        return captured
 
-    def _decode_step(self, size: int, wants: Wants, samples: Samples) -> None:
+    def _decode_step(self, size: int, max_groups: int, wants: Wants, samples: Samples) -> None:
         rows_B = self._rows_B[:size]
         inputs = begin_step(self.rows, rows_B)
-        attend, slots_B = self._decode_attention(size, inputs.positions_B), self.rows.adapter_slots(rows_B, wants)
+        attend, slots_B = self._decode_attention(max_groups, inputs.positions_B), self.rows.adapter_slots(rows_B, wants)
         hidden_BE = self._forward(inputs.tokens_B, inputs.positions_B, attend, slots_B)
         logits_BV = self._decoder.logits(hidden_BE)
         if wants.is_plain:
@@ -167,13 +199,22 @@ class CudaRunner(Runner):
             samples.put(self._step, self.rows.sample(rows_B, logits_BV, wants))
             self._step += 1
 
-    def _decode_attention(self, size: int, positions_B: Tensor) -> PagedDecodeAttention:
-        spec = self._decoder.spec
+    def _decode_attention(self, max_groups: int, positions_B: Tensor) -> PagedDecodeAttention:
+        spec, size = self._decoder.spec, len(positions_B)
         max_tokens = self.rows.tables_RN.shape[1] * self.cache.block_size
         splits = min(MAX_SPLITS, choose_splits(size, spec.num_kv_heads, max_tokens, spec.head_dim))
-        batch = DecodeBatch(positions_B, self._rows32_B[:size], self.rows.tables_RN, splits)
+        prefixes = self._shared_prefixes(max_groups, size, max_tokens) if max_groups else None
+        batch = DecodeBatch(positions_B, self._rows32_B[:size], self.rows.tables_RN, splits, prefixes)
         assert isinstance(self._decoder, Decoder)
         return PagedDecodeAttention(self._decoder, self.cache, batch)
+
+    def _shared_prefixes(self, max_groups: int, size: int, max_tokens: int) -> SharedPrefixes:
+        spec = self._decoder.spec
+        tiles = -(-MAX_SIZE * spec.num_heads // spec.num_kv_heads // SHARED_ROWS)
+        # Half as many programs as without a prefix: each has several times the work.
+        splits = choose_splits(2 * max_groups * tiles, spec.num_kv_heads, max_tokens, spec.head_dim)
+        starts_C, sizes_C, lengths_C = self._groups[:, :max_groups]
+        return SharedPrefixes(starts_C, sizes_C, lengths_C, self._prefix_B[:size], MAX_SIZE, min(MAX_SPLITS, splits))
 
     def _room_for_samples(self, size: int, wants: Wants) -> Samples:
         def room(dtype: torch.dtype, *more: int) -> Tensor:
@@ -190,7 +231,8 @@ class CudaRunner(Runner):
     # ── prefill ────────────────────────────────────────────────────────────────────────────────────────────────────────
 
     def _prefill_attention(self, runs: Runs) -> tuple[FlashPrefillAttention, Tensor]:
-        attend = FlashPrefillAttention(self.cache, runs, self.rows.upload)
+        assert isinstance(self._decoder, Decoder)
+        attend = FlashPrefillAttention(self._decoder, self.cache, runs, self.rows.upload)
         return attend, attend.positions_T
 
     # ── results ────────────────────────────────────────────────────────────────────────────────────────────────────────

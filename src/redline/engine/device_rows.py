@@ -34,20 +34,16 @@ class DeviceRows:
         self.alive_R = rows(False, torch.bool)
         self.next_token_R = rows(0, torch.int64)
         """The newest token, whose keys and values are not computed yet."""
-        self.position_R = rows(0, torch.int64)
-        """Its position."""
-        self.sampled_R = rows(0, torch.int64)
-        self.limit_R = rows(0, torch.int64)
-        self.streams_R = rows(0, torch.int64)
-        self.temperature_R = rows(1, torch.float32)
-        self.top_k_R = rows(0, torch.int32)
-        self.top_p_R = rows(1, torch.float32)
-        self.min_p_R = rows(0, torch.float32)
-        self.min_tokens_R = rows(0, torch.int64)
+        # What a new tenant brings lies together, so that it takes two copies to the device and not ten.
+        self._integers = torch.zeros((7, num_rows + 1), dtype=torch.int64, device=device)
+        self.position_R, self.sampled_R, self.limit_R, self.streams_R, self.min_tokens_R, self.top_k_R, self.adapter_slot_R = (
+            self._integers
+        )
+        self.adapter_slot_R.fill_(NO_SLOT)
+        self._floats = torch.ones((3, num_rows + 1), dtype=torch.float32, device=device)
+        self.temperature_R, self.top_p_R, self.min_p_R = self._floats
+        self.min_p_R.zero_()
         self.stops_RS = torch.full((num_rows + 1, MAX_STOPS), NO_TOKEN, dtype=torch.int64, device=device)
-        self.adapter_slot_R = rows(NO_SLOT, torch.int64)
-        self._has_adapters = False
-        """Whether any tenant ever had one."""
         self.tables_RN = torch.zeros((num_rows + 1, max_blocks), dtype=torch.int32, device=device)
         self.share_samples: Callable[[Tensor, Tensor], None] | None = None
         """Where several processes sample the same rows: makes their tokens and logprobs one."""
@@ -58,25 +54,16 @@ class DeviceRows:
         """New tenants; each comes alive with its first token."""
         if not sequences:
             return
-        params = [s.request.sampling for s in sequences]
         rows = self.upload([s.row for s in sequences], torch.int64)
-        columns: dict[str, tuple[list, torch.dtype]] = {
-            "sampled_R": ([s.num_sampled_before for s in sequences], torch.int64),
-            "position_R": ([len(s.tokens) for s in sequences], torch.int64),
-            "limit_R": ([p.max_tokens for p in params], torch.int64),
-            "streams_R": ([stream(s.request.sampling.seed, s.index) for s in sequences], torch.int64),
-            "temperature_R": ([p.temperature for p in params], torch.float32),
-            "top_k_R": ([p.top_k for p in params], torch.int32),
-            "top_p_R": ([p.top_p for p in params], torch.float32),
-            "min_p_R": ([p.min_p for p in params], torch.float32),
-            "min_tokens_R": ([p.min_tokens for p in params], torch.int64),
-        }
-        self._has_adapters |= any(s.wants.lora for s in sequences)
-        if self._has_adapters:
-            columns["adapter_slot_R"] = [s.adapter_slot for s in sequences], torch.int64
-        for name, (values, dtype) in columns.items():
-            getattr(self, name).index_copy_(0, rows, self.upload(values, dtype))
+        params = [s.request.sampling for s in sequences]
+        integers = [
+            (len(s.tokens), s.num_sampled_before, p.max_tokens, stream(p.seed, s.index), p.min_tokens, p.top_k, s.adapter_slot)
+            for s, p in zip(sequences, params, strict=True)
+        ]
         stops = [[*p.stop_token_ids, *[NO_TOKEN] * (MAX_STOPS - len(p.stop_token_ids))] for p in params]
+        floats = [(p.temperature, p.top_p, p.min_p) for p in params]
+        self._integers.index_copy_(1, rows, self.upload(integers, torch.int64).T)
+        self._floats.index_copy_(1, rows, self.upload(floats, torch.float32).T)
         self.stops_RS.index_copy_(0, rows, self.upload(stops, torch.int64))
         for sequence in sequences:
             self._set_bias(sequence)

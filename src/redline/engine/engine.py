@@ -203,9 +203,12 @@ class NativeEngine:
         return events
 
     def _num_steps(self) -> int:
-        """Steps to launch at once: one where somebody looks at every token, else as many as the longest may still take."""
+        """Steps to launch at once: one where prompts queue or somebody looks at every token, else as many as the longest may
+        still take."""
         decoding = self._scheduler.decoding
-        if self._awake.max_steps == 1 or any(s.streaming or s.request.sampling.stop for s in decoding):
+        if self._awake.max_steps == 1 or self._scheduler.is_crowded:
+            return 1
+        if any(s.streaming or s.request.sampling.stop for s in decoding):
             return 1
         left = max((int(self._rows.limit_R[s.row] - self._rows.launched_R[s.row]) for s in decoding), default=1)
         return max(1, min(self._awake.max_steps, left))
@@ -217,10 +220,11 @@ class NativeEngine:
         self._batch_size = len(plan.decode)
         if plan.decode:
             with span("engine.decode", version=self.version):
-                rows_B = np.array([s.row for s in plan.decode])
+                rows_B, prefixes = np.array([s.row for s in plan.decode]), None
+                if self._awake.reads_prefixes_once:
+                    rows_B, prefixes = self._rows.side_by_side(rows_B)
                 positions_B = self._rows.launched_position_R[rows_B] - 1
-                wants = wants_of(plan.decode)
-                samples = self._awake.decode(rows_B, positions_B, plan.num_steps, wants)
+                samples = self._awake.decode(rows_B, positions_B, plan.num_steps, wants_of(plan.decode), prefixes)
                 self._expect(rows_B, samples, is_first=False)
         if plan.chunks:
             with span("engine.prefill", version=self.version):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from importlib.util import find_spec
 from typing import Protocol
 
 import numpy as np
@@ -82,6 +83,11 @@ class KVCache:
 
     def copy(self, sources: Tensor, targets: Tensor) -> None:
         """Copy whole blocks, in all layers."""
+        if self.blocks.is_cuda and find_spec("triton"):
+            from redline.engine.kernels import copy_blocks
+
+            copy_blocks(self.blocks, sources, targets)
+            return
         self.blocks[:, :, targets] = self.blocks[:, :, sources]
 
 

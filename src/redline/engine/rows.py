@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from redline.engine.prefixes import Prefixes, side_by_side
 from redline.engine.sequence import Sampled, Sequence
 
 NO_TOKEN = -1
@@ -32,6 +33,8 @@ class Rows:
         self.launched_R = np.zeros(num_rows, np.int64)
         """Tokens sampled, everything launched included."""
         self.num_blocks_R = np.zeros(num_rows, np.int64)
+        self.blocks_RN = np.zeros((num_rows, max_len), np.int32)
+        """The blocks that hold the row's tokens, in order."""
 
     def enter(self, sequence: Sequence) -> None:
         """A new tenant, with what it sampled before it was preempted."""
@@ -63,6 +66,12 @@ class Rows:
         """What the row has sampled; a copy."""
         count = self.sampled_R[row]
         return Sampled(self.tokens_RN[row, :count].copy(), self.logprobs_RN[row, :count].copy())
+
+    def side_by_side(self, rows_B: np.ndarray) -> tuple[np.ndarray, Prefixes | None]:
+        """The rows in an order that puts those with a common beginning next to each other, and which those are."""
+        num_blocks_B = self.num_blocks_R[rows_B]
+        order_B, prefixes = side_by_side(self.blocks_RN[:, : num_blocks_B.max()][rows_B], num_blocks_B)
+        return rows_B[order_B], prefixes
 
     def append(self, rows_B: np.ndarray, epochs_B: np.ndarray, tokens_B: np.ndarray, logprobs_B: np.ndarray) -> np.ndarray:
         """One sampled token for each row that still has the tenant it was sampled for. Returns which ones had."""

@@ -14,11 +14,12 @@ from torch import Tensor
 from redline.engine.attention import GatherAttention, Runs
 from redline.engine.device_rows import DeviceRows
 from redline.engine.kv_cache import KVCache
+from redline.engine.prefixes import Prefixes
 from redline.engine.sampler import Sampled
 from redline.engine.scheduler import Chunk, Plan
 from redline.engine.sequence import Sequence as Sequence_
 from redline.engine.sequence import Wants
-from redline.models.decoder import AnyAttend, Attend, Decoder
+from redline.models.decoder import AnyAttend, Decoder
 from redline.models.hf import AnyDecoder
 from redline.models.lora import LoraBank
 
@@ -82,6 +83,8 @@ class Runner:
     """Decode steps that can be launched at once."""
     runs_ahead = False
     """Whether launching returns before the work is done."""
+    reads_prefixes_once = False
+    """Whether `decode` makes use of what rows have in common."""
 
     def __init__(self, decoder: AnyDecoder, cache: KVCache, rows: DeviceRows) -> None:
         self._decoder = decoder
@@ -110,9 +113,12 @@ class Runner:
 
     # ── decode ─────────────────────────────────────────────────────────────────────────────────────────────────────────
 
-    def decode(self, rows_B: np.ndarray, positions_B: np.ndarray, num_steps: int, wants: Wants) -> Samples:
+    def decode(
+        self, rows_B: np.ndarray, positions_B: np.ndarray, num_steps: int, wants: Wants, prefixes: Prefixes | None = None
+    ) -> Samples:
         """`positions_B` are those of the rows' newest tokens."""
         assert num_steps == 1
+        assert prefixes is None
         rows = self.rows.upload(rows_B, torch.int64)
         tables = self.rows.tables_RN[rows].cpu().numpy()
         attend = GatherAttention(self.cache, Runs(positions_B, np.ones_like(positions_B), tables), self._dtype)
@@ -146,7 +152,7 @@ class Runner:
         slots = np.repeat([c.sequence.adapter_slot for c in chunks], [c.end - c.start for c in chunks])
         return self.rows.upload(slots, torch.int64)
 
-    def _prefill_attention(self, runs: Runs) -> tuple[Attend, Tensor]:
+    def _prefill_attention(self, runs: Runs) -> tuple[AnyAttend, Tensor]:
         attend = GatherAttention(self.cache, runs, self._dtype)
         return attend, attend.positions_T
 

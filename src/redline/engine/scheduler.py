@@ -91,6 +91,9 @@ class Scheduler:
         self._salt_of = salt_of
         """Adapter → what the hashes of blocks computed now begin with: the policy version and the adapter's."""
         self._prefix_caching = enable_prefix_caching
+        self.is_crowded = False
+        """The last step had no room for all the prompts that could have run. While that is so, sequences that decode already
+        should not be many steps ahead: a step of few rows costs almost as much as one of many."""
 
     @property
     def num_waiting(self) -> int:
@@ -122,6 +125,7 @@ class Scheduler:
         # Who gave blocks back must not take them again in the same breath.
         while budget > 0 and self.waiting and not plan.preempted_rows and self._admit(self.waiting[0], plan):
             budget -= self._advance_prefill(self.waiting.popleft(), budget, plan)
+        self.is_crowded = budget <= 0
         self._end_prefills(plan)
         return plan
 
@@ -155,6 +159,7 @@ class Scheduler:
 
     def _append_block(self, sequence: Sequence, block: int, plan: Plan) -> None:
         plan.new_blocks.append((sequence.row, len(sequence.blocks), block))
+        self._rows.blocks_RN[sequence.row, len(sequence.blocks)] = block
         sequence.blocks.append(block)
         self._rows.num_blocks_R[sequence.row] = len(sequence.blocks)
 

@@ -37,9 +37,11 @@ def describe_environment() -> dict[str, Any]:
 
 
 def _source(root: Path) -> dict[str, Any] | None:
-    """Commit and state of the source tree; None for an installed package."""
+    """Commit and state of the source tree; None for an installed package. A tree that travels without its git folder is named
+    by `REDLINE_COMMIT`."""
     if not (root / ".git").exists():  # git itself would go on and find whatever repository a virtual environment lies in
-        return None
+        stated = os.environ.get("REDLINE_COMMIT")
+        return {"commit": stated, "dirty": None} if stated else None
     commit = _output(["git", "-C", str(root), "rev-parse", "HEAD"])
     changes = _output(["git", "-C", str(root), "--no-optional-locks", "status", "--porcelain", "--", "src"])
     return {"commit": commit, "dirty": bool(changes)} if commit and changes is not None else None

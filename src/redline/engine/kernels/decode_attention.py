@@ -30,7 +30,8 @@ import triton.language as tl
 from torch import Tensor
 
 from redline.engine.kernels.paged_softmax import attend, pages, split_bounds
-from redline.engine.kernels.shared_prefix import SharedPrefixes, prefix_of, shared_prefix
+from redline.engine.kernels.rotary import angles, rotated
+from redline.engine.kernels.shared_prefix import SharedPrefixes, shared_prefix
 
 MIN_ROWS = 16
 """Query rows of a tile: the fewest that tensor cores take."""
@@ -52,7 +53,7 @@ class Tile(NamedTuple):
     """Depth of the software pipeline: tiles in flight, counting the one in use."""
 
 
-TILES = {16: Tile(64, 1, 3), 32: Tile(64, 1, 3), 64: Tile(32, 2, 3), 128: Tile(32, 4, 3), 256: Tile(32, 4, 2)}
+TILES = {16: Tile(64, 1, 3), 32: Tile(64, 1, 3), 64: Tile(32, 1, 3), 128: Tile(32, 2, 3), 256: Tile(32, 4, 2)}
 """By head size; these are the sizes that `decode_attention` takes."""
 SHARED_TILES = {16: Tile(64, 4, 3), 32: Tile(64, 4, 3), 64: Tile(64, 4, 3), 128: Tile(64, 4, 2), 256: Tile(32, 4, 2)}
 """The same for shared prefixes."""
@@ -80,10 +81,11 @@ class DecodeBatch:
 
 
 def choose_splits(batch: int, kv_heads: int, max_tokens: int, head_dim: int, multiprocessors: int = 132) -> int:
-    """As many as fill the device: 1 for a large batch, more for a small one, but none shorter than a few tiles."""
+    """As many as fill the device: 1 for a large batch, more for a small one, but none shorter than a few tiles. A power of two:
+    a kernel is compiled for each number."""
     wanted = PROGRAMS_PER_MULTIPROCESSOR * multiprocessors // (batch * kv_heads)
     possible = max_tokens // (MIN_TILES_PER_SPLIT * TILES[head_dim].tokens)
-    return max(1, min(wanted, possible))
+    return 1 << (max(1, min(wanted, possible)).bit_length() - 1)
 
 
 def decode_attention(
@@ -121,8 +123,9 @@ def decode_attention(
     )  # fmt: skip
     if batch.prefixes and queries_BHD is not None:
         tiles = triton.cdiv(batch.prefixes.max_size * (rows["H"] // K), SHARED_ROWS)
+        groups = {"starts": batch.prefixes.starts_C, "sizes": batch.prefixes.sizes_C, "lengths": batch.prefixes.lengths_C}
         shared_prefix[(tiles, K, len(batch.prefixes.sizes_C) * batch.prefixes.num_splits)](
-            queries_BHD, **rows, **cache, FIRST_PART=batch.num_splits, SPLITS=batch.prefixes.num_splits,
+            queries_BHD, **groups, **rows, **cache, FIRST_PART=batch.num_splits, SPLITS=batch.prefixes.num_splits,
             BLOCK_M=triton.next_power_of_2(batch.prefixes.max_size), BLOCK_Q=SHARED_ROWS, **_compiled(SHARED_TILES[D]),
         )  # fmt: skip
     if batch.num_parts > 1:
@@ -137,16 +140,13 @@ def _row_arguments(batch: DecodeBatch, out_BHD: Tensor) -> dict[str, Any]:
     several = P > 1
     return {
         "positions": batch.positions_B,
-        "starts": prefixes and prefixes.starts_C,
-        "sizes": prefixes and prefixes.sizes_C,
-        "lengths": prefixes and prefixes.lengths_C,
+        "prefixes": prefixes and prefixes.lengths_B,
         "peaks": out_BHD.new_empty(P, B, H, dtype=torch.float32) if several else None,
         "totals": out_BHD.new_empty(P, B, H, dtype=torch.float32) if several else None,
         "sums": out_BHD.new_empty(P, B, H, D, dtype=torch.float32) if several else None,
         "B": B,
         "H": H,
         "D": D,
-        "C": len(prefixes.sizes_C) if prefixes else 0,
     }
 
 
@@ -157,14 +157,14 @@ def _compiled(tile: Tile) -> dict[str, int]:
 @triton.jit(do_not_specialize=["B", "table_stride"])
 def _decode(  # type: ignore[no-untyped-def]
     heads, q_norm, k_norm, eps, frequencies, factor, queries, out,
-    positions, starts, sizes, lengths, peaks, totals, sums, B,
+    positions, prefixes, peaks, totals, sums, B,
     keys, values, scale, rows, block_table, table_stride,
-    H: tl.constexpr, K: tl.constexpr, D: tl.constexpr, C: tl.constexpr, PAGE: tl.constexpr,
+    H: tl.constexpr, K: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr,
     SPLITS: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """One row, one key/value head, one split: the new token (in split 0) and the cached tokens that no prefix covers."""
     G: tl.constexpr = H // K
-    DIRECT: tl.constexpr = (SPLITS == 1) & (C == 0)
+    DIRECT: tl.constexpr = (SPLITS == 1) & (prefixes is None)
     row, kv_head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     query_Q = tl.arange(0, BLOCK_Q)
     d = tl.arange(0, D)
@@ -177,8 +177,8 @@ def _decode(  # type: ignore[no-untyped-def]
             tl.store(out + at_QD, tl.zeros([BLOCK_Q, D], out.dtype.element_ty), mask=inside_Q[:, None])
         return
     prefix = 0
-    if C > 0:
-        prefix = prefix_of(row, starts, sizes, lengths, C)
+    if prefixes is not None:
+        prefix = tl.load(prefixes + row)
 
     # All programs start at once and memory idles until their first tiles are asked for. So what those wait for is loaded first,
     # and the new token, which nothing waits for, is dealt with after the loop.
@@ -186,8 +186,8 @@ def _decode(  # type: ignore[no-untyped-def]
     begin, end = split_bounds(split, prefix, position, SPLITS, BLOCK_N)
     page = pages(table, begin, end, PAGE, BLOCK_N)
     own = heads + row.to(tl.int64) * (H + 2 * K) * D
-    cos_D, sin_D = _angles(position, frequencies, factor, D, heads.dtype.element_ty)
-    q_QD = _rotated(own, kv_head * G + query_Q, inside_Q, q_norm, eps, cos_D, sin_D, D)
+    cos_D, sin_D = angles(position, frequencies, factor, D, heads.dtype.element_ty)
+    q_QD = rotated(own, kv_head * G + query_Q, inside_Q, q_norm, eps, cos_D, sin_D, D)
     if queries is not None:
         tl.store(queries + at_QD, q_QD, mask=inside_Q[:, None])
     peak_Q = tl.full([BLOCK_Q], float("-inf"), tl.float32)
@@ -198,7 +198,7 @@ def _decode(  # type: ignore[no-untyped-def]
     )
     if split == 0:
         one = tl.arange(0, 1)
-        k_1D = _rotated(own, H + kv_head + one, one < 1, k_norm, eps, cos_D, sin_D, D)
+        k_1D = rotated(own, H + kv_head + one, one < 1, k_norm, eps, cos_D, sin_D, D)
         v_1D = tl.load(own + (H + K + kv_head + one)[:, None] * D + d[None, :])
         new_page = tl.load(table + position // PAGE).to(tl.int64)
         new_1D = (((new_page * K + kv_head) * PAGE + position % PAGE) * D + d)[None, :]
@@ -219,38 +219,10 @@ def _decode(  # type: ignore[no-untyped-def]
         tl.store(sums + part * D + at_QD, sum_QD, mask=inside_Q[:, None])
 
 
-@triton.jit
-def _angles(position, frequencies, factor, D: tl.constexpr, DTYPE: tl.constexpr):  # type: ignore[no-untyped-def]
-    """cos and sin [D] of a position as `rotary_table` rounds them, the sine negative in the first half."""
-    d = tl.arange(0, D)
-    angle_D = position.to(tl.float32) * tl.load(frequencies + d % (D // 2))
-    cos_D = (tl.cos(angle_D) * factor).to(DTYPE).to(tl.float32)
-    sin_D = (tl.sin(angle_D) * factor).to(DTYPE).to(tl.float32)
-    return cos_D, tl.where(d < D // 2, -sin_D, sin_D)
-
-
-@triton.jit
-def _rotated(heads, head_Q, inside_Q, norm, eps, cos_D, sin_D, D: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Heads [Q, D] after norm and rotation, rounded wherever eager torch rounds."""
-    d = tl.arange(0, D)
-    other_d = (d + D // 2) % D
-    x_QD = tl.load(heads + head_Q[:, None] * D + d[None, :], mask=inside_Q[:, None], other=0.0)
-    other_QD = tl.load(heads + head_Q[:, None] * D + other_d[None, :], mask=inside_Q[:, None], other=0.0)
-    dtype: tl.constexpr = x_QD.dtype
-    if norm is not None:
-        wide_QD = x_QD.to(tl.float32)
-        scale_Q1 = tl.rsqrt(tl.sum(wide_QD * wide_QD, axis=1) / D + eps)[:, None]
-        x_QD = (wide_QD * scale_Q1 * tl.load(norm + d).to(tl.float32)[None, :]).to(dtype)
-        other_QD = (other_QD.to(tl.float32) * scale_Q1 * tl.load(norm + other_d).to(tl.float32)[None, :]).to(dtype)
-    along_QD = (x_QD.to(tl.float32) * cos_D[None, :]).to(dtype).to(tl.float32)
-    across_QD = (other_QD.to(tl.float32) * sin_D[None, :]).to(dtype).to(tl.float32)
-    return (along_QD + across_QD).to(dtype)
-
-
 @triton.jit(do_not_specialize=["B"])
 def _merge(  # type: ignore[no-untyped-def]
-    out, positions, starts, sizes, lengths, peaks, totals, sums, B,
-    H: tl.constexpr, K: tl.constexpr, D: tl.constexpr, C: tl.constexpr, SPLITS: tl.constexpr, PARTS: tl.constexpr,
+    out, positions, prefixes, peaks, totals, sums, B,
+    H: tl.constexpr, K: tl.constexpr, D: tl.constexpr, SPLITS: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
     """Finish the softmax of one row and one key/value head. The first part holds the new token, so its peak is finite; a later
     one that found no tokens has a peak of -inf and adds nothing."""
@@ -262,8 +234,8 @@ def _merge(  # type: ignore[no-untyped-def]
     head_Q = row * H + kv_head * G + query_Q
     at_QD = head_Q[:, None] * D + tl.arange(0, D)[None, :]
     num_parts = SPLITS
-    if C > 0:
-        num_parts = tl.where(prefix_of(row, starts, sizes, lengths, C) > 0, PARTS, SPLITS)
+    if prefixes is not None:
+        num_parts = tl.where(tl.load(prefixes + row) > 0, PARTS, SPLITS)
     num_parts = tl.where(tl.load(positions + row) < 0, 0, num_parts)
     peak_Q = tl.full([BLOCK_Q], float("-inf"), tl.float32)
     total_Q = tl.zeros([BLOCK_Q], tl.float32)

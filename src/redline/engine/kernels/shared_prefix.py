@@ -25,27 +25,19 @@ class SharedPrefixes:
     """int32: its rows; 0 for a group that is not there."""
     lengths_C: Tensor
     """int32: tokens of the shared prefix, a multiple of the block size, and at most the position of every live member."""
+    lengths_B: Tensor
+    """int32: the same for each row, 0 where it is in no group."""
     max_size: int
     """The most rows a group can have."""
     num_splits: int = 1
     """Programs that divide each prefix among them."""
 
 
-@triton.jit
-def prefix_of(row, starts, sizes, lengths, C: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Length of the prefix that a row shares with its group, 0 where it has none."""
-    c = tl.arange(0, triton.next_power_of_2(C))
-    start_C = tl.load(starts + c, mask=c < C, other=0)
-    size_C = tl.load(sizes + c, mask=c < C, other=0)
-    length_C = tl.load(lengths + c, mask=c < C, other=0)
-    return tl.sum(tl.where((start_C <= row) & (row < start_C + size_C), length_C, 0), axis=0)
-
-
 @triton.jit(do_not_specialize=["B", "table_stride"])
 def shared_prefix(  # type: ignore[no-untyped-def]
-    queries, positions, starts, sizes, lengths, peaks, totals, sums, B,
+    queries, starts, sizes, lengths, positions, prefixes, peaks, totals, sums, B,
     keys, values, scale, rows, block_table, table_stride,
-    H: tl.constexpr, K: tl.constexpr, D: tl.constexpr, C: tl.constexpr, PAGE: tl.constexpr, FIRST_PART: tl.constexpr,
+    H: tl.constexpr, K: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr, FIRST_PART: tl.constexpr,
     SPLITS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """Parts `FIRST_PART` and on of a group's rows: one tile of its query heads, one key/value head, one split of the prefix."""
