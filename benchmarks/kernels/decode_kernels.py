@@ -71,7 +71,11 @@ class Step:
         self.table[:, : self.shared_blocks] = self.table[:: self.group, : self.shared_blocks].repeat_interleave(self.group, 0)
         self.positions = torch.full((B,), self.context, device=DEVICE)
         self.lines = torch.arange(B, device=DEVICE, dtype=torch.int32)
-        self.frequencies = 1e6 ** (-torch.arange(0, D, 2, device=DEVICE) / D)
+        frequencies, positions = (
+            1e6 ** (-torch.arange(0, D, 2, device=DEVICE) / D),
+            torch.arange(self.context + 1, device=DEVICE),
+        )
+        self.rotary = torch.stack(rotary_table(frequencies, 1.0, positions, DTYPE)).squeeze(2)
 
     def poison(self) -> Step:
         """NaN wherever no token was written yet."""
@@ -92,7 +96,7 @@ class Step:
         batch = DecodeBatch(self.positions, self.lines, self.table, splits, prefixes)
 
         def call(layer: int) -> Callable[[], Tensor]:
-            return lambda: decode_attention(self.heads_BND, *self.caches[layer], batch, self.frequencies, tile=tile)
+            return lambda: decode_attention(self.heads_BND, *self.caches[layer], batch, self.rotary, tile=tile)
 
         return [call(layer) for layer in range(self.layers)]
 
@@ -105,7 +109,7 @@ class Step:
     def expected(self, layer: int) -> Tensor:
         """In float32, through torch's attention over gathered blocks."""
         H, K, _ = MODELS[self.model]
-        table = rotary_table(self.frequencies, 1.0, self.positions, DTYPE)
+        table = self.rotary[:, self.positions].unsqueeze(2)
         q, k, v = self.heads_BND.split([H, K, K], dim=1)
         keys, values = (
             torch.cat((cache[self.table.long()].transpose(1, 2).flatten(2, 3)[:, :, : self.context], new[:, :, None]), dim=2)

@@ -104,6 +104,12 @@ def test_a_kernel_without_gradient_refuses_a_tensor_that_wants_one() -> None:
         silu_mul(x)
 
 
+def rotary_of(num_positions: int, head_dim: int, dtype: torch.dtype, factor: float = 1.0) -> Tensor:
+    """cos and sin [2, positions, D / 2]."""
+    frequencies = 10_000.0 ** (-torch.arange(0, head_dim, 2, device=DEVICE) / head_dim)
+    return torch.stack(rotary_table(frequencies, factor, torch.arange(num_positions, device=DEVICE), dtype)).squeeze(2)
+
+
 # ── decode attention ───────────────────────────────────────────────────────────────────────────────────────────────────
 
 
@@ -126,7 +132,7 @@ class Case:
     def __post_init__(self) -> None:
         B, K, D = len(self.positions), self.kv_heads, self.head_dim
         self.heads = self._random(B, self.num_heads + 2 * K, D)
-        self.frequencies = 10_000.0 ** (-torch.arange(0, D, 2, device=DEVICE) / D)
+        self.rotary = rotary_of(max(self.positions) + 1, D, self.dtype, self.factor)
         self.norms = (self._random(D), self._random(D)) if self.norm else None
         self.rows = torch.randperm(B)
         self.table = torch.full((B, max(self.positions) // self.page + 3), POISON, dtype=torch.int32)
@@ -161,9 +167,7 @@ class Case:
     def run(self, num_splits: int = 1, prefixes: SharedPrefixes | None = None, tile: Tile | None = None) -> Tensor:
         positions = torch.tensor(self.positions, device=DEVICE)
         batch = DecodeBatch(positions, self.rows.int().to(DEVICE), self.table.to(DEVICE), num_splits, prefixes)
-        return decode_attention(
-            self.heads, self.keys, self.values, batch, self.frequencies, self.factor, self.norms, EPS, tile=tile
-        )
+        return decode_attention(self.heads, self.keys, self.values, batch, self.rotary, self.norms, EPS, tile=tile)
 
     def expected(self) -> tuple[Tensor, Tensor, Tensor]:
         """Outputs in float32, and the two caches with the new tokens in."""
@@ -172,7 +176,7 @@ class Case:
         q, k, v = self.heads.split([H, K, K], dim=1)
         if self.norms:
             q, k = (F.rms_norm(x, (self.head_dim,), weight, EPS) for x, weight in zip((q, k), self.norms, strict=True))
-        table = rotary_table(self.frequencies, self.factor, torch.tensor(self.positions, device=DEVICE), self.dtype)
+        table = self.rotary[:, torch.tensor(self.positions).clamp(min=0)].unsqueeze(2)
         q, k = rotate(q, *table), rotate(k, *table)
         out = torch.zeros_like(q, dtype=torch.float32)
         for row, position in enumerate(self.positions):
@@ -242,7 +246,7 @@ def test_more_splits_than_tiles_leave_some_without_work() -> None:
 
 
 def test_keys_are_normed_and_rotated_to_the_bit_as_in_eager_torch() -> None:
-    """All but a few: the cosine itself may differ in its last bit."""
+    """All but a few: the sum of squares may be added up in another order."""
     case = Case([0, 1, 17, 63], norm=True, dtype=HALF, factor=1.2)
     _, keys, _ = case.expected()
     case.run()
@@ -313,15 +317,15 @@ def test_a_prompts_heads_are_rotated_in_place_and_stored(
     T, page, sizes = 21, 16, [num_heads, kv_heads, kv_heads]
     heads = torch.randn(T, sum(sizes), head_dim, device=DEVICE).to(dtype)
     norms = tuple(torch.randn(head_dim, device=DEVICE).to(dtype) for _ in range(2)) if normed else None
-    frequencies = 10_000.0 ** (-torch.arange(0, head_dim, 2, device=DEVICE) / head_dim)
+    rotary = rotary_of(5000, head_dim, dtype)
     positions, slots = torch.randint(0, 5000, (T,), device=DEVICE), torch.randperm(3 * page, device=DEVICE)[:T]
     keys, values = torch.full((2, 3, kv_heads, page, head_dim), torch.nan, dtype=dtype, device=DEVICE)
     q, k, v = (part.clone() for part in heads.split(sizes, dim=1))
     if norms:
         q, k = (F.rms_norm(part, (head_dim,), weight, EPS) for part, weight in zip((q, k), norms, strict=True))
-    expected_q, expected_k = (rotate(part, *rotary_table(frequencies, 1.0, positions, dtype)) for part in (q, k))
+    expected_q, expected_k = (rotate(part, *rotary[:, positions].unsqueeze(2)) for part in (q, k))
 
-    rotate_and_store(heads, keys, values, positions, slots, frequencies, 1.0, norms, EPS)
+    rotate_and_store(heads, keys, values, positions, slots, rotary, norms, EPS)
 
     check_rounding(heads, torch.cat([expected_q, expected_k, v], dim=1))
     check_rounding(keys[slots // page, :, slots % page], expected_k)

@@ -80,13 +80,15 @@ def test_n_sampling_compares_one_request_with_n() -> None:
     overrides = [*COMMON, "prompts=2", "prompt_tokens=40", "new_tokens=3", "pairs=6", "n=1,2"]
     results = n_sampling.measure(make_settings("n-sampling", overrides), Console(file=io.StringIO())).results
     assert [result.name for result in results] == [
-        "n = 1: one request against 1 request, prefix caching off",
-        "n = 1: one request against 1 request, prefix caching on",
-        "n = 2: one request against 2 requests, prefix caching off",
-        "n = 2: one request against 2 requests, prefix caching on",
+        "n = 1: one request against 1 request, one after the other",
+        "n = 1: one request against 1 request, at once, prefix caching off",
+        "n = 1: one request against 1 request, at once, prefix caching on",
+        "n = 2: one request against 2 requests, one after the other",
+        "n = 2: one request against 2 requests, at once, prefix caching off",
+        "n = 2: one request against 2 requests, at once, prefix caching on",
     ]
-    assert [result.bound.value for result in results] == [1, 1, 2, 2]
-    assert [result.peer and result.peer.value for result in results] == [None, None, 1.8, None]
+    assert [result.bound.value for result in results] == [1, 1, 1, 2, 2, 2]
+    assert [result.peer and result.peer.value for result in results] == [None, None, None, 1.8, None, None]
     for result in results:
         low, high = result.details["interval_95"]
         assert low <= result.value <= high

@@ -28,6 +28,7 @@ from redline.engine.runner import Runner, Samples
 from redline.engine.sequence import Wants
 from redline.models.decoder import Decoder, DecoderLayer
 from redline.models.hf import AnyDecoder
+from redline.models.rope import rotary_table
 
 MAX_STEPS = 8
 """Decode steps per launch. A sequence that ends early idles for the rest of them; the host has the time of all of them to
@@ -50,22 +51,22 @@ def serves(decoder: AnyDecoder, dtype: torch.dtype, block_size: int) -> TypeGuar
 class PagedDecodeAttention:
     """Norm, rotation, cache write and attention of one new token per row, in one kernel. A `FusedAttend`."""
 
-    def __init__(self, decoder: Decoder, cache: KVCache, batch: DecodeBatch) -> None:
-        self._decoder = decoder
+    def __init__(self, cache: KVCache, rotary: Tensor, batch: DecodeBatch) -> None:
         self._cache = cache
+        self._rotary = rotary
         self._batch = batch
 
     def attend_fused(self, layer: DecoderLayer, heads: Tensor) -> Tensor:
         keys, values = self._cache.blocks[layer.index]
-        return decode_attention(heads, keys, values, self._batch, *_rotation(self._decoder, layer))
+        return decode_attention(heads, keys, values, self._batch, self._rotary, _norms(layer), layer.spec.norm_eps)
 
 
 class FlashPrefillAttention:
     """Chunks of prompts through torch's FlashAttention for packed sequences. A `FusedAttend`."""
 
-    def __init__(self, decoder: Decoder, cache: KVCache, runs: Runs, upload: Callable[[object, torch.dtype], Tensor]) -> None:
-        self._decoder = decoder
+    def __init__(self, cache: KVCache, rotary: Tensor, runs: Runs, upload: Callable[[object, torch.dtype], Tensor]) -> None:
         self._cache = cache
+        self._rotary = rotary
         self.positions_T = upload(runs.positions(), torch.int64)
         self._slots_T = upload(runs.slots(cache.block_size), torch.int64)
         self._query_offsets = upload(runs.offsets, torch.int32)
@@ -79,7 +80,8 @@ class FlashPrefillAttention:
 
     def attend_fused(self, layer: DecoderLayer, heads: Tensor) -> Tensor:
         keys, values = self._cache.blocks[layer.index]
-        rotate_and_store(heads, keys, values, self.positions_T, self._slots_T, *_rotation(self._decoder, layer))
+        places = (self.positions_T, self._slots_T)
+        rotate_and_store(heads, keys, values, *places, self._rotary, _norms(layer), layer.spec.norm_eps)
         q_THD, k_TKD, v_TKD = heads.split([layer.spec.num_heads, layer.spec.num_kv_heads, layer.spec.num_kv_heads], dim=1)
         if self._key_slots is not None:
             k_TKD, v_TKD = self._cache.read(layer.index, self._key_slots)
@@ -97,10 +99,9 @@ class FlashPrefillAttention:
         return out
 
 
-def _rotation(decoder: Decoder, layer: DecoderLayer) -> tuple[Tensor, float, tuple[Tensor, Tensor] | None, float]:
-    """What the kernels do to query and key heads first."""
-    norms = None if layer.q_norm is None or layer.k_norm is None else (layer.q_norm, layer.k_norm)
-    return decoder.rotary_frequencies, decoder.rotary_factor, norms, layer.spec.norm_eps
+def _norms(layer: DecoderLayer) -> tuple[Tensor, Tensor] | None:
+    """Of query and key heads."""
+    return None if layer.q_norm is None or layer.k_norm is None else (layer.q_norm, layer.k_norm)
 
 
 @dataclass(slots=True)
@@ -120,6 +121,10 @@ class CudaRunner(Runner):
     def __init__(self, decoder: Decoder, cache: KVCache, rows: DeviceRows) -> None:
         super().__init__(decoder, cache, rows)
         device = cache.blocks.device
+        positions = torch.arange(rows.tables_RN.shape[1] * cache.block_size, device=device)
+        table = rotary_table(decoder.rotary_frequencies, decoder.rotary_factor, positions, cache.blocks.dtype)
+        self._rotary = torch.stack(table).squeeze(2)
+        """cos and sin [2, positions, D / 2], the trainer's to the bit: a GPU's own cosine is another."""
         self._rows_B = torch.full((rows.dead_row + 1,), rows.dead_row, dtype=torch.int64, device=device)
         self._rows32_B = self._rows_B.int()
         self._step = torch.zeros(1, dtype=torch.int64, device=device)
@@ -205,8 +210,7 @@ class CudaRunner(Runner):
         splits = min(MAX_SPLITS, choose_splits(size, spec.num_kv_heads, max_tokens, spec.head_dim))
         prefixes = self._shared_prefixes(max_groups, size, max_tokens) if max_groups else None
         batch = DecodeBatch(positions_B, self._rows32_B[:size], self.rows.tables_RN, splits, prefixes)
-        assert isinstance(self._decoder, Decoder)
-        return PagedDecodeAttention(self._decoder, self.cache, batch)
+        return PagedDecodeAttention(self.cache, self._rotary, batch)
 
     def _shared_prefixes(self, max_groups: int, size: int, max_tokens: int) -> SharedPrefixes:
         spec = self._decoder.spec
@@ -231,8 +235,7 @@ class CudaRunner(Runner):
     # ── prefill ────────────────────────────────────────────────────────────────────────────────────────────────────────
 
     def _prefill_attention(self, runs: Runs) -> tuple[FlashPrefillAttention, Tensor]:
-        assert isinstance(self._decoder, Decoder)
-        attend = FlashPrefillAttention(self._decoder, self.cache, runs, self.rows.upload)
+        attend = FlashPrefillAttention(self.cache, self._rotary, runs, self.rows.upload)
         return attend, attend.positions_T
 
     # ── results ────────────────────────────────────────────────────────────────────────────────────────────────────────

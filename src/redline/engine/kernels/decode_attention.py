@@ -93,8 +93,7 @@ def decode_attention(
     keys: Tensor,
     values: Tensor,
     batch: DecodeBatch,
-    frequencies: Tensor,
-    factor: float = 1.0,
+    rotary: Tensor,
     norms: tuple[Tensor, Tensor] | None = None,
     norm_eps: float = 0.0,
     tile: Tile | None = None,
@@ -102,8 +101,8 @@ def decode_attention(
     """[B, H, D]: attention of each row's new token to itself and all before it; zeros for rows that are not live.
 
     `heads_BND` is the output of the fused projection: H queries, K keys and K values of each row, before norm and rotation.
-    `keys` and `values` are one layer's cache [blocks, K, block size, D], and the new token's are written there. `frequencies`
-    and `factor` are those of `redline.models.rope`, `norms` the weights [D] of the RMS norms on query and key heads.
+    `keys` and `values` are one layer's cache [blocks, K, block size, D], and the new token's are written there. `rotary` is cos
+    and sin [2, positions, D / 2] as `rotary_table` makes them, `norms` the weights [D] of the RMS norms on query and key heads.
     """
     (_, K, page, D), (B, N, _) = keys.shape, heads_BND.shape
     assert D in TILES, f"no kernel for heads of {D}"
@@ -118,7 +117,7 @@ def decode_attention(
     queries_BHD = torch.empty_like(out_BHD) if batch.prefixes else None
     q_norm, k_norm = norms or (None, None)
     _decode[(B, K, batch.num_splits)](
-        heads_BND, q_norm, k_norm, norm_eps, frequencies, factor, queries_BHD, out_BHD, **rows, **cache,
+        heads_BND, q_norm, k_norm, norm_eps, rotary, rotary.shape[1], queries_BHD, out_BHD, **rows, **cache,
         SPLITS=batch.num_splits, BLOCK_Q=max(MIN_ROWS, triton.next_power_of_2(rows["H"] // K)), **_compiled(tile or TILES[D]),
     )  # fmt: skip
     if batch.prefixes and queries_BHD is not None:
@@ -154,9 +153,9 @@ def _compiled(tile: Tile) -> dict[str, int]:
     return {"BLOCK_N": tile.tokens, "num_warps": tile.warps, "num_stages": tile.stages}
 
 
-@triton.jit(do_not_specialize=["B", "table_stride"])
+@triton.jit(do_not_specialize=["B", "table_stride", "num_positions"])
 def _decode(  # type: ignore[no-untyped-def]
-    heads, q_norm, k_norm, eps, frequencies, factor, queries, out,
+    heads, q_norm, k_norm, eps, rotary, num_positions, queries, out,
     positions, prefixes, peaks, totals, sums, B,
     keys, values, scale, rows, block_table, table_stride,
     H: tl.constexpr, K: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr,
@@ -186,7 +185,7 @@ def _decode(  # type: ignore[no-untyped-def]
     begin, end = split_bounds(split, prefix, position, SPLITS, BLOCK_N)
     page = pages(table, begin, end, PAGE, BLOCK_N)
     own = heads + row.to(tl.int64) * (H + 2 * K) * D
-    cos_D, sin_D = angles(position, frequencies, factor, D, heads.dtype.element_ty)
+    cos_D, sin_D = angles(position, rotary, num_positions, D)
     q_QD = rotated(own, kv_head * G + query_Q, inside_Q, q_norm, eps, cos_D, sin_D, D)
     if queries is not None:
         tl.store(queries + at_QD, q_QD, mask=inside_Q[:, None])

@@ -7,12 +7,12 @@ import triton.language as tl
 
 
 @triton.jit
-def angles(position, frequencies, factor, D: tl.constexpr, DTYPE: tl.constexpr):  # type: ignore[no-untyped-def]
-    """cos and sin [D] of a position as `rotary_table` rounds them, the sine negative in the first half."""
+def angles(position, rotary, num_positions, D: tl.constexpr):  # type: ignore[no-untyped-def]
+    """cos and sin [D] of a position, the sine negative in the first half. `rotary` holds cos and sin [2, positions, D / 2]."""
     d = tl.arange(0, D)
-    angle_D = position.to(tl.float32) * tl.load(frequencies + d % (D // 2))
-    cos_D = (tl.cos(angle_D) * factor).to(DTYPE).to(tl.float32)
-    sin_D = (tl.sin(angle_D) * factor).to(DTYPE).to(tl.float32)
+    at_D = position * (D // 2) + d % (D // 2)
+    cos_D = tl.load(rotary + at_D).to(tl.float32)
+    sin_D = tl.load(rotary + num_positions * (D // 2) + at_D).to(tl.float32)
     return cos_D, tl.where(d < D // 2, -sin_D, sin_D)
 
 

@@ -15,8 +15,7 @@ def rotate_and_store(
     values: Tensor,
     positions_T: Tensor,
     slots_T: Tensor,
-    frequencies: Tensor,
-    factor: float = 1.0,
+    rotary: Tensor,
     norms: tuple[Tensor, Tensor] | None = None,
     norm_eps: float = 0.0,
 ) -> None:
@@ -29,14 +28,14 @@ def rotate_and_store(
     q_norm, k_norm = norms or (None, None)
     if T:
         _rotate_and_store[(T,)](
-            heads_TND, keys, values, positions_T, slots_T, frequencies, factor, q_norm, k_norm, norm_eps,
+            heads_TND, keys, values, positions_T, slots_T, rotary, rotary.shape[1], q_norm, k_norm, norm_eps,
             H=N - 2 * K, K=K, D=D, PAGE=page, num_warps=4,
         )  # fmt: skip
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_positions"])
 def _rotate_and_store(  # type: ignore[no-untyped-def]
-    heads, keys, values, positions, slots, frequencies, factor, q_norm, k_norm, eps,
+    heads, keys, values, positions, slots, rotary, num_positions, q_norm, k_norm, eps,
     H: tl.constexpr, K: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr,
 ):  # fmt: skip
     """One token."""
@@ -45,7 +44,7 @@ def _rotate_and_store(  # type: ignore[no-untyped-def]
     d = tl.arange(0, D)
     query_Q = tl.arange(0, triton.next_power_of_2(H))
     head_K = tl.arange(0, triton.next_power_of_2(K))
-    cos_D, sin_D = angles(tl.load(positions + token), frequencies, factor, D, heads.dtype.element_ty)
+    cos_D, sin_D = angles(tl.load(positions + token), rotary, num_positions, D)
     q_QD = rotated(own, query_Q, query_Q < H, q_norm, eps, cos_D, sin_D, D)
     k_KD = rotated(own, H + head_K, head_K < K, k_norm, eps, cos_D, sin_D, D)
     v_KD = tl.load(own + (H + K + head_K)[:, None] * D + d[None, :], mask=(head_K < K)[:, None], other=0.0)

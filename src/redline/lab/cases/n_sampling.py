@@ -1,8 +1,8 @@
 """`redline bench n-sampling`: n completions of a prompt as one request against n requests with that prompt.
 
-One request prefills its prompt once. The n requests are submitted at once, to an engine without prefix caching (each prefills
-the prompt for itself) and to one with it (the first to be scheduled prefills it for all). In every round the three run in an
-order drawn by lot; the speed-up is a ratio of seconds, from pairs.
+One request prefills its prompt once. The n requests are made in three ways: one after the other, and all at once, to an engine
+without prefix caching (each prefills the prompt for itself); and all at once to an engine with it (the first to be scheduled
+prefills it for all). In every round all run in an order drawn by lot; the speed-up is a ratio of seconds, from pairs.
 """
 
 from __future__ import annotations
@@ -21,14 +21,16 @@ from redline.lab.settings import NSamplingSettings, fit_engine
 from redline.lab.sides import Batch, EngineSide, Run
 from redline.lab.statistics import compare
 
-TOGETHER, SEPARATE, CACHED = "one request", "prefix caching off", "prefix caching on"
+TOGETHER = "one request"
+IN_TURN, AT_ONCE, CACHED = "one after the other", "at once, prefix caching off", "at once, prefix caching on"
 REFERENCE = {2: 1.8, 4: 2.3, 8: 2.8, 16: 3.5}
-"""n → the speed-up to beat: Qwen2.5-0.5B-Instruct, 10 prompts, 128 new tokens, prefix caching off."""
+"""n → the speed-up to beat: Qwen2.5-0.5B-Instruct, 10 prompts, 128 new tokens. Its n requests take n times as long as one, so
+they were made one after the other."""
 Rounds = Sequence[Mapping[str, Run]]
 
 
 class Arms:
-    """The three ways to get n completions of a prompt, over one set of weights."""
+    """The ways to get n completions of a prompt, over one set of weights."""
 
     def __init__(self, settings: NSamplingSettings) -> None:
         device, dtype = torch.device(settings.device), getattr(torch, settings.dtype)
@@ -45,9 +47,15 @@ class Arms:
     def of(self, n: int) -> dict[str, Callable[[int], Run]]:
         return {
             TOGETHER: lambda number: self._plain.run(self._batch(number, n, 1)),
-            SEPARATE: lambda number: self._plain.run(self._batch(number, 1, n)),
+            IN_TURN: lambda number: self._in_turn(number, n),
+            AT_ONCE: lambda number: self._plain.run(self._batch(number, 1, n)),
             CACHED: lambda number: self._caching.run(self._batch(number, 1, n)),
         }
+
+    def _in_turn(self, number: int, n: int) -> Run:
+        runs = [self._plain.run(self._batch(number, 1, 1)) for _ in range(n)]
+        seconds = sum(run.seconds for run in runs)
+        return Run(seconds, sum(run.num_tokens for run in runs), runs[0].mean_logprob)
 
     def _batch(self, number: int, n: int, copies: int) -> Batch:
         s = self._settings
@@ -65,8 +73,8 @@ def measure(settings: NSamplingSettings, console: Console) -> Measured:
         rounds = interleave(
             {name: _after_warm_up(run) for name, run in runs.items()}, settings.pairs, settings.seed + n, lambda *_: None
         )
-        results += [_speed_up(rounds, n, SEPARATE), _speed_up(rounds, n, CACHED)]
-        console.print(f"n = {n}: {results[-2].value:.2f}× without prefix caching, {results[-1].value:.2f}× with it")
+        results += [_speed_up(rounds, n, against) for against in (IN_TURN, AT_ONCE, CACHED)]
+        console.print(f"n = {n}: " + ", ".join(f"{result.value:.2f}×" for result in results[-3:]))
     return Measured(settings.model_copy(update={"engine": arms.config}), results)
 
 
@@ -76,7 +84,7 @@ def _after_warm_up(run: Callable[[int], Run]) -> Callable[[int], Run]:
 
 def _speed_up(rounds: Rounds, n: int, against: str) -> Result:
     comparison = compare([row[against].seconds for row in rounds], [row[TOGETHER].seconds for row in rounds])
-    reference = REFERENCE.get(n) if against == SEPARATE else None
+    reference = REFERENCE.get(n) if against == IN_TURN else None
     interval = None if comparison.interval is None else list(comparison.interval)
     return Result(
         f"n = {n}: one request against {n} request{'s'[: n > 1]}, {against}",
