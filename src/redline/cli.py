@@ -106,7 +106,7 @@ def serve(
 
 @app.command()
 def bench(
-    case: Annotated[str, typer.Argument(help="What to measure: generate, n-sampling.")],
+    case: Annotated[str, typer.Argument(help="What to measure: generate, n-sampling, trainer, memory.")],
     overrides: Annotated[
         list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Settings of the case, such as workload=W1.")
     ] = None,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import os
 import sys
 import time
 from collections.abc import Sequence
@@ -17,9 +18,11 @@ from redline.buffer import GroupBuffer, TrajectoryStore
 from redline.config import Config, Resolved
 from redline.engine import NativeEngine
 from redline.errors import ConfigError, ModelError
+from redline.models.decoder import Decoder
 from redline.models.hf import AnyDecoder, load_decoder, load_tokenizer, save_folder, stop_token_ids
 from redline.models.sources import model_folder
-from redline.rollouts import Chat, SingleTurnRollouts, make_task_source
+from redline.models.trainable_lora import merged_tensors, save_adapter
+from redline.rollouts import Chat, RewardModel, SingleTurnRollouts, make_task_source
 from redline.telemetry import Progress, Recorder, RunFolder, describe_environment, process_start_ns, recording, span, write_json
 from redline.telemetry.progress import sample_table
 from redline.trainer import PolicyTrainer
@@ -74,6 +77,7 @@ def train(resolved: Resolved, folder: RunFolder, *, resume: bool) -> dict[str, A
                 lambda: stages.engine.stats,
                 stages.evaluate,
                 stages.held_out,
+                stages.trainer.flush,
             )
             if resume:
                 watch.resume()
@@ -89,6 +93,8 @@ def train(resolved: Resolved, folder: RunFolder, *, resume: bool) -> dict[str, A
 
 def build(config: Config, folder: RunFolder, progress: Progress) -> Stages:
     """Tasks first: what is wrong with them shows before a model is loaded."""
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        raise ConfigError("several processes were started, but this version trains a run with one", "start it without torchrun")
     if config.engine.tensor_parallel_size > 1:
         raise ConfigError(
             f"engine.tensor_parallel_size = {config.engine.tensor_parallel_size}: training shares its weights with one process",
@@ -109,21 +115,48 @@ def build(config: Config, folder: RunFolder, progress: Progress) -> Stages:
                 "train a model whose head has no bias, scale or cap",
             )
     with span("trainer.setup"):
-        trainer = PolicyTrainer(decoder, dtype, config.rollouts.temperature, config.trainer)
+        trainer = PolicyTrainer(
+            decoder,
+            dtype,
+            config.rollouts.temperature,
+            config.trainer,
+            advantages=config.rollouts.advantages,
+            max_new_tokens=config.rollouts.max_new_tokens,
+            seed=config.run.seed,
+            bad_steps=folder.path / "bad-steps",
+            tell=progress.note,
+        )
     engine = NativeEngine(decoder, config.engine, tokenizer)
     chat = Chat(tokenizer, config.rollouts.system_prompt, config.rollouts.prompt_suffix)
+    judge = _load_reward_model(config, device, dtype)
     store = TrajectoryStore(folder.trajectories) if config.buffer.keep_trajectories else None
     return Stages(
-        rollouts=SingleTurnRollouts(tasks, engine, chat, config.rollouts, stop_token_ids(source, tokenizer), config.run.seed),
-        buffer=GroupBuffer(config.rollouts.groups_per_step, config.buffer.max_lag, store),
+        rollouts=SingleTurnRollouts(
+            tasks, engine, chat, config.rollouts, stop_token_ids(source, tokenizer), config.run.seed, judge
+        ),
+        buffer=GroupBuffer(
+            config.rollouts.groups_per_step,
+            config.buffer.max_lag,
+            store,
+            keep_silent=config.trains_on_every_attempt,
+            replace_silent=config.rollouts.max_extra_rounds > 0,
+        ),
         trainer=trainer,
-        weight_sync=SharedWeightSync({name: parameter.detach() for name, parameter in decoder.named_parameters()}),
+        weight_sync=SharedWeightSync(trainer.weights().tensors),
         engine=engine,
         decoder=decoder,
         source=source,
         store=store,
         held_out=held_out,
     )
+
+
+def _load_reward_model(config: Config, device: torch.device, dtype: torch.dtype) -> RewardModel | None:
+    wanted = config.rollouts.reward_model
+    if wanted.path is None:
+        return None
+    with span("models.load"):
+        return RewardModel(model_folder(wanted.path, config.run.seed), device, dtype, wanted.max_tokens_per_batch)
 
 
 def _run(config: Config, stages: Stages, watch: RunWatch, progress: Progress, folder: RunFolder) -> None:
@@ -146,7 +179,17 @@ def _run(config: Config, stages: Stages, watch: RunWatch, progress: Progress, fo
         return
     watch.evaluate(stages.trainer.version)
     with span("models.save"):
-        save_folder(folder.model, stages.decoder, stages.source, getattr(torch, config.model.dtype), stages.trainer.masters)
+        _save_model(config, stages, folder)
+
+
+def _save_model(config: Config, stages: Stages, folder: RunFolder) -> None:
+    """The policy as a Hugging Face folder; an adapter also by itself, as PEFT has it."""
+    dtype, tensors = getattr(torch, config.model.dtype), stages.trainer.masters
+    if config.trainer.lora.rank:
+        assert isinstance(stages.decoder, Decoder)
+        save_adapter(folder.adapter, stages.decoder, config.trainer.lora, str(stages.source), tensors)
+        tensors = merged_tensors(stages.decoder, tensors)
+    save_folder(folder.model, stages.decoder, stages.source, dtype, tensors)
 
 
 def prepare_process(config: Config) -> None:

@@ -212,7 +212,8 @@ class TrajectoryGroup:
     task_id: str
     trajectories: Sequence[Trajectory]
     advantages: np.ndarray
-    """float32[G]; one number per attempt, 0 where the attempt failed."""
+    """float32[G]; one number per attempt, 0 where the attempt failed. For an estimator that needs the whole batch or a critic
+    (`rollouts.advantages`: batch, batch_baseline, gae) what it starts from: the reward, for batch_baseline less its mean."""
 
     @property
     def versions(self) -> VersionSpan:
@@ -222,7 +223,7 @@ class TrajectoryGroup:
 
     @property
     def has_signal(self) -> bool:
-        """False when every advantage is zero, so that training on the group would change nothing."""
+        """False when every advantage is zero: a group that is its own baseline then teaches nothing."""
         return bool(np.any(self.advantages != 0))
 
 
@@ -244,17 +245,24 @@ class TrainBatch:
     old_logprobs: np.ndarray
     """float32[T], from the engine; 0 where `loss_mask` is False."""
     advantages: np.ndarray
-    """float32[S]."""
+    """float32[S], of the groups."""
     num_sequences_sampled: int
     """Attempts the batch stands for. Groups without signal are left out of `tokens` (their gradient is exactly zero) but
     still count in the mean over sequences."""
     versions: VersionSpan
     version: int
     """The policy version the batch was assembled for."""
+    num_tokens_left_out: int = 0
+    """Tokens the policy chose in the attempts that were left out; they count in the mean over tokens."""
 
     @property
     def num_sequences(self) -> int:
         return len(self.cu_seqlens) - 1
+
+    @property
+    def num_tokens_sampled(self) -> int:
+        """Tokens the policy chose: the sum of `loss_mask`, and those left out."""
+        return int(np.count_nonzero(self.loss_mask)) + self.num_tokens_left_out
 
     @property
     def lag(self) -> int:
@@ -281,6 +289,14 @@ class StepReport:
     """Tokens that went through the network (a group's prompt counts once)."""
     num_trained_tokens: int
     num_micro_batches: int
+    imbalance: float = 1.0
+    """Cost of the dearest micro-batch over the mean."""
+    num_padding_tokens: int = 0
+    """Tokens that went through the network for nothing."""
+    skipped: bool = False
+    """The loss or the gradient was not finite, and the weights are as before."""
+    extra: Mapping[str, float] = field(default_factory=dict)
+    """What only some recipes have: `kl`, `masked` (share of tokens without weight), `value_loss`, …"""
 
 
 # ── trainer → weight_sync → engine ─────────────────────────────────────────────────────────────────────────────────────

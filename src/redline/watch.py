@@ -36,7 +36,9 @@ class RunWatch:
         engine_stats: Callable[[], EngineStats],
         evaluate: Callable[[Sequence[Task]], list[list[Trajectory]]],
         held_out: Sequence[Task],
+        flush_checkpoints: Callable[[], None] = lambda: None,
     ) -> None:
+        """`flush_checkpoints` waits until what the trainer has saved is on the disk."""
         self._config = config
         self._folder = folder
         self._recorder = recorder
@@ -46,6 +48,7 @@ class RunWatch:
         self._stats_before = engine_stats()
         self._evaluate = evaluate
         self._held_out = held_out
+        self._flush_checkpoints = flush_checkpoints
         self._metrics = MetricsLog(folder.metrics)
         self._evaluations = MetricsLog(folder.evaluations)
         self._trace = TraceWriter(folder.trace) if config.telemetry.trace else None
@@ -77,6 +80,8 @@ class RunWatch:
             self.evaluate(version)
         if last or (run.checkpoint_every and version % run.checkpoint_every == 0):
             self.checkpoint()
+        if last:
+            self._finish_checkpoints()
         self._mark()
 
     def should_stop(self) -> bool:
@@ -136,24 +141,25 @@ class RunWatch:
         self._progress.evaluation(f"held-out, step {version}", self.accuracy[version], len(rewards), seconds)
 
     def checkpoint(self) -> None:
-        """Save the trainer, then let go of the oldest checkpoints."""
+        """Save the trainer, then let go of the oldest checkpoints. One that is still being written does not count yet."""
         version = self._trainer.version
         with span("run.checkpoint", version=version):
             self._trainer.save(self._folder.checkpoints / f"step-{version:06d}")
-            for old in checkpoints(self._folder)[self._config.run.keep_checkpoints :]:
-                shutil.rmtree(old)
+            self._prune_checkpoints()
+
+    def _finish_checkpoints(self) -> None:
+        with span("run.checkpoint"):
+            self._flush_checkpoints()
+            self._prune_checkpoints()
+
+    def _prune_checkpoints(self) -> None:
+        for old in checkpoints(self._folder)[self._config.run.keep_checkpoints :]:
+            shutil.rmtree(old)
 
     def resume(self) -> None:
         """Load the newest checkpoint that is whole, and forget what was logged after it."""
         with span("run.resume"):
-            for path in checkpoints(self._folder):
-                try:
-                    self._trainer.load(path)
-                except DamagedCheckpointError as error:
-                    self._progress.note(f"skipping a damaged checkpoint: {error.message}")
-                    path.rename(path.with_name(f"damaged-{path.name}-{time.time_ns()}"))
-                else:
-                    break
+            self._load_newest_checkpoint()
             for partial in self._folder.checkpoints.glob(".*.partial"):
                 shutil.rmtree(partial)
             self._metrics.rewind(self._trainer.version)
@@ -163,14 +169,34 @@ class RunWatch:
                 self.samples[row["step"]] = [SampleAnswer(**sample) for sample in row["evaluation/samples"]]
             self._progress.continue_from(self._trainer.version)
 
+    def _load_newest_checkpoint(self) -> None:
+        """Of those that are whole; a damaged one gets another name, so that its step can be saved again."""
+        skipped = False
+        for path in checkpoints(self._folder):
+            try:
+                self._trainer.load(path)
+            except DamagedCheckpointError as error:
+                skipped = True
+                self._progress.note(f"skipping a damaged checkpoint: {error.message}")
+                path.rename(path.with_name(f"damaged-{path.name}-{time.time_ns()}"))
+            else:
+                if skipped:
+                    self._progress.note(f"using {path.name} instead")
+                return
+        if skipped:
+            self._progress.note("no other checkpoint is left; beginning again")
+
     def close(self) -> None:
-        """Write the ledger and everything still in memory."""
-        if self._trace:
-            self._trace.write(self._recorder.drain())
-            self._trace.close()
-        self._metrics.close()
-        self._evaluations.close()
-        write_json(self._folder.ledger, self._recorder.ledger().to_json())
+        """Write the checkpoint that is under way, the ledger and everything still in memory."""
+        try:
+            self._finish_checkpoints()
+        finally:
+            if self._trace:
+                self._trace.write(self._recorder.drain())
+                self._trace.close()
+            self._metrics.close()
+            self._evaluations.close()
+            write_json(self._folder.ledger, self._recorder.ledger().to_json())
 
 
 def checkpoints(folder: RunFolder) -> list[Path]:
@@ -208,6 +234,10 @@ def step_metrics(
         "trainer/trained_tokens": report.num_trained_tokens,
         "trainer/tokens_per_s": report.num_tokens / max(1e-9, sections.get("trainer", 0.0)),
         "trainer/micro_batches": report.num_micro_batches,
+        "trainer/imbalance": report.imbalance,
+        "trainer/padding_tokens": report.num_padding_tokens,
+        "trainer/skipped": report.skipped,
+        **{f"trainer/{name}": value for name, value in report.extra.items()},
         "weight_sync/bytes_moved": update.bytes_moved,
         "run/step_s": sum(sections.values()),
         **{f"time/{section}_s": seconds for section, seconds in sections.items()},

@@ -3,14 +3,16 @@ from __future__ import annotations
 import contextlib
 import io
 import json
+import random
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from fakes import Attempt, Calls, FakeTrainer, train_batch
 from rich.console import Console
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from small_models import CONFIGS, write_model
 
 from redline.config import validate
@@ -20,7 +22,8 @@ from redline.errors import RunFolderError
 from redline.models.hf import load_decoder
 from redline.telemetry import MetricsLog, Progress, Recorder, RunFolder
 from redline.trainer import PolicyTrainer
-from redline.trainer.checkpoint import read_checkpoint, write_checkpoint
+from redline.trainer.checkpoint import Checkpoint, load_checkpoint, save_checkpoint
+from redline.trainer.random_state import restore_random_state
 from redline.types import TrainBatch
 from redline.watch import RunWatch
 
@@ -43,14 +46,15 @@ def assert_state(found: dict[str, torch.Tensor], expected: dict[str, torch.Tenso
 
 
 def test_a_checkpoint_gives_back_every_bit(tmp_path: Path) -> None:
-    write_checkpoint(tmp_path / "step-000012", 12, STATE)
-    version, state = read_checkpoint(tmp_path / "step-000012")
+    save_checkpoint(tmp_path / "step-000012", Checkpoint(12, STATE))
+    found = load_checkpoint(tmp_path / "step-000012")
+    version, state = found.version, found.tensors
     assert version == 12
     assert_state(state, STATE)
 
 
 def test_nothing_but_the_checkpoint_is_left_behind(tmp_path: Path) -> None:
-    write_checkpoint(tmp_path / "step-000012", 12, STATE)
+    save_checkpoint(tmp_path / "step-000012", Checkpoint(12, STATE))
     assert [path.name for path in tmp_path.iterdir()] == ["step-000012"]
 
 
@@ -60,10 +64,10 @@ def test_what_a_kill_left_half_written_is_neither_found_nor_in_the_way(tmp_path:
     (partial / "trainer.safetensors").write_bytes(b"half")
     (partial / "stray").write_bytes(b"from an older version")
     assert list(tmp_path.glob("step-*")) == []
-    write_checkpoint(tmp_path / "step-000012", 12, STATE)
+    save_checkpoint(tmp_path / "step-000012", Checkpoint(12, STATE))
     assert [path.name for path in tmp_path.iterdir()] == ["step-000012"]
     assert sorted(path.name for path in (tmp_path / "step-000012").iterdir()) == ["state.json", "trainer.safetensors"]
-    assert_state(read_checkpoint(tmp_path / "step-000012")[1], STATE)
+    assert_state(load_checkpoint(tmp_path / "step-000012").tensors, STATE)
 
 
 class Killed(BaseException):
@@ -74,7 +78,7 @@ def test_a_kill_at_the_last_moment_of_writing_a_step_again_leaves_the_first(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """An interrupt right after a scheduled checkpoint writes the same step twice."""
-    write_checkpoint(tmp_path / "step-000012", 12, STATE)
+    save_checkpoint(tmp_path / "step-000012", Checkpoint(12, STATE))
 
     def killed(self: Path, target: Path) -> None:
         raise Killed
@@ -82,8 +86,8 @@ def test_a_kill_at_the_last_moment_of_writing_a_step_again_leaves_the_first(
     monkeypatch.setattr(Path, "rename", killed)
     monkeypatch.setattr(Path, "replace", killed)
     with contextlib.suppress(Killed):
-        write_checkpoint(tmp_path / "step-000012", 12, STATE)
-    assert_state(read_checkpoint(tmp_path / "step-000012")[1], STATE)
+        save_checkpoint(tmp_path / "step-000012", Checkpoint(12, STATE))
+    assert_state(load_checkpoint(tmp_path / "step-000012").tensors, STATE)
 
 
 DAMAGES: dict[str, Callable[[Path], object]] = {
@@ -96,6 +100,11 @@ DAMAGES: dict[str, Callable[[Path], object]] = {
     "noise": lambda folder: (folder / "state.json").write_bytes(b"\xff\x00\xfe"),
     "state of another kind": lambda folder: (folder / "state.json").write_text("[]"),
     "state without a version": lambda folder: (folder / "state.json").write_text("{}"),
+    "flipped weight": lambda folder: flip(folder / "trainer.safetensors", -3),
+    "flipped header": lambda folder: flip(folder / "trainer.safetensors", 20),
+    "another version": lambda folder: replace(folder / "state.json", '"version": ', '"version": 1'),
+    "another data position": lambda folder: replace(folder / "state.json", '"data": {}', '"data": {"task": 1}'),
+    "weights of another step": lambda folder: write_other_weights(folder),
 }
 
 
@@ -103,21 +112,59 @@ def cut(path: Path) -> None:
     path.write_bytes(path.read_bytes()[:-5])
 
 
+def flip(path: Path, index: int) -> None:
+    """One bit."""
+    content = bytearray(path.read_bytes())
+    content[index] ^= 4
+    path.write_bytes(content)
+
+
+def replace(path: Path, old: str, new: str) -> None:
+    assert old in path.read_text()
+    path.write_text(path.read_text().replace(old, new, 1))
+
+
+def write_other_weights(folder: Path) -> None:
+    tensors = load_file(folder / "trainer.safetensors")
+    save_file({name: tensor + 1 for name, tensor in tensors.items()}, folder / "trainer.safetensors")
+
+
 @pytest.mark.parametrize("damage", DAMAGES.values(), ids=DAMAGES.keys())
 def test_a_damaged_checkpoint_is_an_error_with_a_hint(damage: Callable[[Path], object], tmp_path: Path) -> None:
     folder = tmp_path / "step-000012"
-    write_checkpoint(folder, 12, STATE)
+    save_checkpoint(folder, Checkpoint(12, STATE))
     damage(folder)
     with pytest.raises(RunFolderError, match="step-000012: unreadable checkpoint") as caught:
-        read_checkpoint(folder)
+        load_checkpoint(folder)
     assert "delete the folder" in caught.value.hint
 
 
 def test_a_checkpoint_of_another_format_names_both(tmp_path: Path) -> None:
-    write_checkpoint(tmp_path / "step-000012", 12, STATE)
-    (tmp_path / "step-000012" / "state.json").write_text(json.dumps({"format": 99, "version": 12}))
-    with pytest.raises(RunFolderError, match="checkpoint format 99, this version reads 1"):
-        read_checkpoint(tmp_path / "step-000012")
+    save_checkpoint(tmp_path / "step-000012", Checkpoint(12, STATE))
+    for written in (1, 99):
+        (tmp_path / "step-000012" / "state.json").write_text(json.dumps({"format": written, "version": 12}))
+        with pytest.raises(RunFolderError, match=f"checkpoint format {written}, this version reads 2") as caught:
+            load_checkpoint(tmp_path / "step-000012")
+        assert "version of redline that began it" in caught.value.hint
+
+
+def test_a_checkpoint_keeps_where_the_data_stood(tmp_path: Path) -> None:
+    position = {"next_task": 17, "epochs": [1, 2], "name": "größer"}
+    save_checkpoint(tmp_path / "step-000003", Checkpoint(3, STATE, position))
+    assert load_checkpoint(tmp_path / "step-000003").data == position
+
+
+def draws() -> list[float]:
+    return [random.random(), random.gauss(0, 1), float(np.random.normal()), float(np.random.rand()), float(torch.randn(1))]
+
+
+def test_random_numbers_go_on_where_the_checkpoint_left_them(tmp_path: Path) -> None:
+    draws()
+    save_checkpoint(tmp_path / "step-000003", Checkpoint(3, STATE))
+    expected = draws()
+    draws()
+    restore_random_state(load_checkpoint(tmp_path / "step-000003").random)
+    assert draws() == expected
 
 
 # ── the trainer ────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -142,6 +189,7 @@ def batch(step: int) -> TrainBatch:
 
 def final_state(trainer: PolicyTrainer, folder: Path) -> dict[str, torch.Tensor]:
     trainer.save(folder)
+    trainer.flush()
     return load_file(folder / "trainer.safetensors")
 
 
@@ -180,6 +228,7 @@ def test_loading_forgets_what_the_trainer_did_since(model: Path, saved_after: in
     for step in range(saved_after):
         trainer.step(batch(step))
     trainer.save(tmp_path / "early")
+    trainer.flush()
     for step in range(5, 9):
         trainer.step(batch(step))
     for each in (trainer, fresh):
@@ -191,19 +240,21 @@ def test_loading_forgets_what_the_trainer_did_since(model: Path, saved_after: in
 # ── the run folder ─────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def make_watch(folder: RunFolder, trainer: PolicyTrainer | FakeTrainer, **run: int) -> RunWatch:
+def make_watch(
+    folder: RunFolder, trainer: PolicyTrainer | FakeTrainer, console: io.StringIO | None = None, **run: int
+) -> RunWatch:
     task = {"kind": "import", "path": "tests:Fake"}
     config = validate(
         {"model": {"path": "builtin:tiny"}, "rollouts": {"task": task}, "run": run, "telemetry": {"trace": False}}
     )
-    progress = Progress(10, console=Console(file=io.StringIO()))
+    progress = Progress(10, console=Console(file=console or io.StringIO(), width=500))
     return RunWatch(config, folder, Recorder(), progress, trainer, EngineStats, evaluate=lambda tasks: [], held_out=[])
 
 
 class SavingTrainer(FakeTrainer):
     def save(self, folder: Path) -> None:
         super().save(folder)
-        write_checkpoint(folder, self.version, STATE)
+        save_checkpoint(folder, Checkpoint(self.version, STATE))
 
 
 def test_only_the_newest_checkpoints_are_kept(tmp_path: Path) -> None:
@@ -227,6 +278,7 @@ def trained_run(model: Path, parent: Path) -> tuple[RunFolder, dict[str, torch.T
             metrics.append(step + 1, {"trainer/loss": 0.0})
             if step < 2:
                 trainer.save(folder.checkpoints / f"step-{step + 1:06d}")
+                trainer.flush()
             if step == 0:
                 masters = {name: tensor.detach().clone() for name, tensor in trainer.masters.items()}
     return folder, masters
@@ -250,8 +302,10 @@ def test_a_damaged_checkpoint_is_skipped_for_the_one_before(
 ) -> None:
     folder, masters = trained_run(model, tmp_path)
     damage(folder.checkpoints / "step-000002")
-    trainer = make_trainer(model, torch.float32)
-    make_watch(folder, trainer).resume()
+    trainer, console = make_trainer(model, torch.float32), io.StringIO()
+    make_watch(folder, trainer, console=console).resume()
+    assert "skipping a damaged checkpoint" in console.getvalue()
+    assert "using step-000001 instead" in console.getvalue()
     assert trainer.version == 1
     assert all(torch.equal(trainer.masters[name], masters[name]) for name in masters)
     assert steps_logged(folder) == [1]

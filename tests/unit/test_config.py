@@ -111,15 +111,12 @@ def test_reading_recipes_loads_no_torch() -> None:
 
 
 def test_every_problem_is_reported_on_its_own_line_with_its_own_fix(tmp_path: Path) -> None:
-    base = "run:\n  stepz: 3\nrollouts:\n  group_size: 1\n  task: {kind: jsonl, path: a.jsonl}\n"
+    base = "run:\n  stepz: 3\nrollouts:\n  groups_per_step: 0\n  task: {kind: jsonl, path: a.jsonl}\n"
     message, hint = refusal(tmp_path, base=base)
     first, *lines = message.splitlines()
     assert first == "recipe.yaml: 3 problems"
     assert "  run.stepz: unknown key; did you mean run.steps?" in lines
-    assert (
-        "  rollouts.group_size = 1: must be at least 2 (attempts per task; the group is its own baseline, so it takes two)"
-        in lines
-    )
+    assert "  rollouts.groups_per_step = 0: must be more than 0 (tasks per optimizer step)" in lines
     assert any(line.startswith("  model.path: required (a Hugging Face folder, ") for line in lines)
     assert hint == f"`redline train {tmp_path / 'recipe.yaml'} {DRY_RUN}"
 

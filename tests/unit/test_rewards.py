@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from redline.errors import TaskError
-from redline.rollouts.rewards import extract_answer, finite_parts, total_reward
+from redline.rollouts.rewards import extract_answer, finite_parts, overlong_penalty, total_reward
 
 
 @pytest.mark.parametrize(
@@ -89,3 +89,18 @@ def test_the_parts_of_a_reward_become_plain_floats() -> None:
     parts = finite_parts({"correct": True, "format": np.float32(0.5)})
     assert parts == {"correct": 1.0, "format": 0.5}
     assert {type(value) for value in parts.values()} == {float}
+
+
+def test_length_is_punished_as_dapo_punishes_it() -> None:
+    """L_max = 20480 and L_cache = 4096: nothing up to 16384, then in a straight line to -1."""
+    lengths = {1: 0.0, 16384: 0.0, 16385: -1 / 4096, 18432: -0.5, 20480: -1.0}
+    for length, expected in lengths.items():
+        assert overlong_penalty(length, 20480, 0.2) == pytest.approx(expected, abs=1e-12)
+
+
+@given(st.integers(1, 500), st.floats(0.01, 1))
+def test_the_punishment_for_length_is_between_none_and_one_and_grows(max_new_tokens: int, fraction: float) -> None:
+    found = [overlong_penalty(length, max_new_tokens, fraction) for length in range(max_new_tokens + 1)]
+    assert found == sorted(found, reverse=True)
+    assert found[-1] == pytest.approx(-1)
+    assert found[0] == pytest.approx(0)

@@ -11,6 +11,7 @@ from redline.config.schema import RolloutsConfig
 from redline.errors import TaskError
 from redline.models.tiny import tiny_tokenizer
 from redline.rollouts import Chat, SingleTurnRollouts
+from redline.rollouts.runner import EVALUATION_STREAM, EXTRA_TASKS
 from redline.types import Completion, Failure, FinishReason, GenerateRequest, Task
 
 TOKENIZER = tiny_tokenizer()
@@ -68,10 +69,13 @@ def test_a_group_is_the_attempts_at_one_task_with_their_advantages() -> None:
     assert group.has_signal
 
 
-def test_without_normalizing_advantages_are_centred_rewards() -> None:
+@pytest.mark.parametrize(
+    ("advantages", "expected"), [("group_centred", [0.5, -0.5]), ("leave_one_out", [1.0, -1.0]), ("batch", [1.0, 0.0])]
+)
+def test_the_recipe_says_what_an_attempt_is_compared_with(advantages: str, expected: list[float]) -> None:
     tasks = by_answer({"yes": {"correct": 1.0}, "no": {"correct": 0.0}})
-    [group] = make_rollouts(tasks, say("yes", "no"), normalize_advantages=False).collect(1, version=0)
-    np.testing.assert_allclose(group.advantages, [0.5, -0.5])
+    [group] = make_rollouts(tasks, say("yes", "no"), advantages=advantages).collect(1, version=0)
+    np.testing.assert_allclose(group.advantages, expected)
 
 
 def test_a_trajectory_is_the_prompt_and_what_the_policy_chose() -> None:
@@ -100,6 +104,74 @@ def test_the_reward_is_the_weighted_sum_of_its_parts_and_the_parts_stay_as_they_
 def test_a_weight_for_a_part_that_no_reward_has_ends_the_run_with_its_name() -> None:
     with pytest.raises(TaskError, match=r"rollouts\.reward_weights\.fromat"):
         make_rollouts(FakeTasks(), say("x"), reward_weights={"fromat": 1.0}).collect(1, version=0)
+
+
+# ── length ─────────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_a_reward_falls_with_the_last_tokens_an_attempt_may_have() -> None:
+    """max_new_tokens = 10, of which the last 5 cost 0.2 each."""
+    engine = FakeEngine(answer=lambda request, i: completion(range(1, 2 + i)))
+    [group] = make_rollouts(
+        FakeTasks(), engine, group_size=10, max_new_tokens=10, overlong_fraction=0.5, advantages="group_centred"
+    ).collect(1, version=0)
+    rewards = [1, 1, 1, 1, 1, 0.8, 0.6, 0.4, 0.2, 0]
+    assert [t.reward for t in group.trajectories] == pytest.approx(rewards)
+    assert [t.reward_parts["overlong"] for t in group.trajectories] == pytest.approx([r - 1 for r in rewards])
+    np.testing.assert_allclose(group.advantages, np.array(rewards) - np.mean(rewards), atol=1e-6)
+
+
+def test_an_evaluation_is_never_punished_for_length() -> None:
+    rollouts = make_rollouts(FakeTasks(), say("a long answer"), overlong_fraction=1.0, max_new_tokens=4)
+    [[attempt]] = rollouts.evaluate(FakeTasks().held_out(1))
+    assert (attempt.reward, dict(attempt.reward_parts)) == (1.0, {"correct": 1.0})
+
+
+def test_a_failed_attempt_is_not_punished_on_top() -> None:
+    rollouts = make_rollouts(by_answer({"x": ValueError("broken")}), say("x"), overlong_fraction=1.0, max_new_tokens=2)
+    [group] = rollouts.collect(1, version=0)
+    assert [(t.reward, dict(t.reward_parts)) for t in group.trajectories] == [(0.0, {})] * 2
+
+
+# ── dynamic sampling ───────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def uneven(*easy: int) -> FakeTasks:
+    """Both attempts at an easy task score 1; at any other the first scores 1 and the second 0."""
+    return FakeTasks(lambda task, text: {"correct": float(text == "yes" or task.id in {f"task/{i}" for i in easy})})
+
+
+def test_groups_without_signal_are_replaced_by_attempts_at_further_tasks() -> None:
+    tasks, engine = uneven(0, 2, EXTRA_TASKS), say("yes", "no")
+    groups = make_rollouts(tasks, engine, max_extra_rounds=5).collect(3, version=0)
+    assert engine.calls == [("engine.generate", 3), ("engine.generate", 2), ("engine.generate", 1)]
+    assert [group.has_signal for group in groups] == [False, True, False, False, True, True]
+    assert len(set(tasks.asked)) == len(tasks.asked) == 6
+
+
+def test_rounds_end_with_the_last_group_that_was_missing() -> None:
+    engine = say("yes", "no")
+    assert len(make_rollouts(uneven(), engine, max_extra_rounds=5).collect(3, version=0)) == 3
+    assert engine.calls == [("engine.generate", 3)]
+
+
+@pytest.mark.parametrize("rounds", [0, 1, 4])
+def test_no_task_with_signal_anywhere_ends_after_the_last_round(rounds: int) -> None:
+    engine = say("yes")
+    groups = make_rollouts(FakeTasks(), engine, max_extra_rounds=rounds).collect(3, version=0)
+    assert engine.calls == [("engine.generate", 3)] * (1 + rounds)
+    assert len(groups) == 3 * (1 + rounds)
+
+
+def test_no_task_and_no_randomness_comes_twice_in_extra_rounds_and_the_first_rounds_are_as_without() -> None:
+    tasks, engine = FakeTasks(), FakeEngine(answer=lambda request, i: completion([1]))
+    rollouts = make_rollouts(tasks, engine, max_extra_rounds=2)
+    for version in range(4):
+        rollouts.collect(3, version)
+    assert len(set(tasks.asked)) == len(tasks.asked) == 4 * 9
+    assert len({request.sampling.seed for request in engine.requests}) == 4 * 9
+    assert sorted(index for index in tasks.asked if index < EXTRA_TASKS) == list(range(12))
+    assert max(tasks.asked) < EVALUATION_STREAM
 
 
 # ── which tasks, which randomness ──────────────────────────────────────────────────────────────────────────────────────

@@ -24,11 +24,14 @@ from redline.engine import NativeEngine
 from redline.errors import TrainingError
 from redline.models.hf import hf_tensors, load_decoder
 from redline.trainer import PolicyTrainer
+from redline.trainer.finite import load_batch
 from redline.trainer.optimizer import MasterAdamW
 from redline.types import GenerateRequest, SamplingParams, TrainBatch
 
 CLIP_LOW, CLIP_HIGH = 0.2, 0.3
 EVERYTHING_AT_ONCE = 10**6
+OPTIONS = ("advantages", "max_new_tokens", "bad_steps", "tell")
+"""Of the trainer, beside its section of the recipe."""
 
 # With β₁ = 0 AdamW's first moment is the gradient itself, and the checkpoint shows it.
 SHOW_GRADIENT: dict[str, Any] = {"betas": (0.0, 0.9), "max_grad_norm": 1e9}
@@ -43,8 +46,9 @@ class Bench:
     temperature: float = 1.0
 
     def trainer(self, dtype: torch.dtype = torch.float32, **config: Any) -> PolicyTrainer:
+        options = {name: config.pop(name) for name in OPTIONS if name in config}
         settings = TrainerConfig(**{"clip_low": CLIP_LOW, "clip_high": CLIP_HIGH, "learning_rate": 1e-3, **config})
-        return PolicyTrainer(load_decoder(self.folder), dtype, self.temperature, settings)
+        return PolicyTrainer(load_decoder(self.folder), dtype, self.temperature, settings, **options)
 
     def gradient(self, batch: TrainBatch, dtype: torch.dtype = torch.float32, **config: Any) -> dict[str, Tensor]:
         """By Hugging Face name."""
@@ -52,6 +56,8 @@ class Bench:
         trainer.step(batch)
         with tempfile.TemporaryDirectory() as folder:
             trainer.save(Path(folder) / "checkpoint")
+            trainer.flush()
+            trainer.flush()
             state = load_file(Path(folder) / "checkpoint" / "trainer.safetensors")
         ours = {name.removeprefix("exp_avg/"): value for name, value in state.items() if name.startswith("exp_avg/")}
         return dict(hf_tensors(load_decoder(self.folder), ours))
@@ -330,6 +336,7 @@ def test_the_weights_never_move_to_other_storage(bench: Bench, dtype: torch.dtyp
     held = dict(trainer.weights().tensors)
     addresses = {name: tensor.data_ptr() for name, tensor in held.items()}
     trainer.save(tmp_path / "first")
+    trainer.flush()
     values = {name: tensor.clone() for name, tensor in held.items()}
     for step in range(3):
         trainer.step(random_batch(bench, seed=step))
@@ -370,20 +377,36 @@ def test_in_bfloat16_the_gradient_still_points_where_it_should(bench: Bench) -> 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
-def test_a_gradient_that_is_not_finite_changes_nothing_and_is_an_error(bench: Bench, dtype: torch.dtype, bad: float) -> None:
+def test_a_step_that_is_not_finite_is_skipped_and_explained(bench: Bench, dtype: torch.dtype, bad: float) -> None:
     good, poisoned = random_batch(bench), random_batch(bench)
     poisoned.advantages[2] = bad
-    trainer, undisturbed = bench.trainer(dtype), bench.trainer(dtype)
+    told: list[str] = []
+    trainer, undisturbed = bench.trainer(dtype, tell=told.append), bench.trainer(dtype)
     for each in (trainer, undisturbed):
         each.step(good)
-    with pytest.raises(TrainingError, match=r"step 1: the gradient norm is (nan|inf); the weights are unchanged") as caught:
-        trainer.step(poisoned)
-    assert "trainer.learning_rate" in caught.value.hint
-    assert trainer.version == 1
+    report = trainer.step(poisoned)
+    assert report.skipped
+    assert "advantage of token 0 of sequence 2" in told[-1]
+    assert "the weights are unchanged" in told[-1]
     for each in (trainer, undisturbed):
-        assert each.step(good).grad_norm > 0
+        assert not (last := each.step(good)).skipped
+        assert last.grad_norm > 0
     for name, master in trainer.masters.items():
         assert torch.equal(master, undisturbed.masters[name]), name
+
+
+def test_too_many_bad_steps_in_a_row_end_the_run_and_keep_the_batch(bench: Bench, tmp_path: Path) -> None:
+    good, poisoned = random_batch(bench), random_batch(bench)
+    poisoned.advantages[2] = math.nan
+    trainer = bench.trainer(max_bad_steps=2, bad_steps=tmp_path)
+    for batch in (poisoned, good, poisoned):  # a good one in between starts the count again
+        trainer.step(batch)
+    with pytest.raises(TrainingError, match="2 steps in a row that are not finite") as caught:
+        trainer.step(poisoned)
+    assert "trainer.learning_rate" in caught.value.hint
+    kept = load_batch(tmp_path / "step-000003")
+    np.testing.assert_array_equal(kept.tokens, poisoned.tokens)
+    np.testing.assert_array_equal(kept.advantages, poisoned.advantages)
 
 
 def test_a_batch_without_any_signal_is_a_step_that_changes_nothing(bench: Bench) -> None:

@@ -9,12 +9,14 @@ import numpy as np
 from redline.types import TrainBatch, TrajectoryGroup, VersionSpan
 
 
-def pack(groups: Sequence[TrajectoryGroup], version: int) -> TrainBatch:
-    """Lay the attempts of all groups with signal end to end. An attempt whose own advantage is 0 is left out too: it has
-    no gradient, and only its prompt would be computed for nothing."""
-    kept = [[(t, a) for t, a in zip(g.trajectories, g.advantages, strict=True) if a != 0] for g in groups]
+def pack(groups: Sequence[TrajectoryGroup], version: int, *, keep_silent: bool) -> TrainBatch:
+    """Lay the attempts of all groups end to end. An attempt that failed is left out, and so is one whose advantage is 0, unless
+    `keep_silent`: it has no gradient, and only its prompt would be computed for nothing."""
+    pairs = [list(zip(g.trajectories, g.advantages, strict=True)) for g in groups]
+    kept = [[(t, a) for t, a in group if t.failure is None and (keep_silent or a != 0)] for group in pairs]
     kept = [group for group in kept if group]
     trajectories = [t for group in kept for t, _ in group]
+    num_tokens_sampled = sum(t.num_completion_tokens for group in pairs for t, _ in group)
     return TrainBatch(
         tokens=_flat([t.token_ids for t in trajectories], np.int32),
         cu_seqlens=_offsets([len(t.token_ids) for t in trajectories]),
@@ -25,6 +27,7 @@ def pack(groups: Sequence[TrajectoryGroup], version: int) -> TrainBatch:
         num_sequences_sampled=sum(len(g.trajectories) for g in groups),
         versions=VersionSpan(min(g.versions.oldest for g in groups), max(g.versions.newest for g in groups)),
         version=version,
+        num_tokens_left_out=num_tokens_sampled - sum(t.num_completion_tokens for t in trajectories),
     )
 
 

@@ -103,7 +103,13 @@ def _kinds(field: FieldInfo | None) -> dict[str, type[BaseModel]]:
     return {get_args(model.model_fields["kind"].annotation)[0]: model for model in get_args(field.annotation)}
 
 
+_RENAMED = {"rollouts.normalize_advantages": "write rollouts.advantages: group for true, group_centred for false"}
+"""Keys of earlier versions → what to write instead."""
+
+
 def _unknown_key(place: Place) -> Problem:
+    if place.key in _RENAMED:
+        return Problem(f"{place.key}: no longer a key", _RENAMED[place.key], hint=_RENAMED[place.key])
     parent, _, last = place.key.rpartition(".")
     known = sorted(place.section.model_fields) if place.section else []
     near = difflib.get_close_matches(last, known, n=1)

@@ -7,6 +7,7 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
+from redline.config.algorithms import check_algorithm, fill_algorithm
 from redline.config.schema import Config
 from redline.errors import ConfigError
 
@@ -23,9 +24,10 @@ class Resolved:
 
 
 def resolve(config: Config) -> Resolved:
-    """Replace every `auto`, and refuse what cannot run here."""
+    """Replace every `auto`, fill in the algorithm, and refuse what cannot run here."""
     _check_paths(config)
-    reasons: dict[str, str] = {}
+    config, reasons = fill_algorithm(config)
+    check_algorithm(config)
     device, reasons["run.device"] = _device(config.run.device)
     dtype, reasons["model.dtype"] = _dtype(config.model.dtype, device)
     threads, reasons["run.num_threads"] = _threads(config.run.num_threads)

@@ -7,9 +7,16 @@ null) fields are filled once, by `resolve()`, into a new object; nothing changes
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, PositiveInt, field_validator, model_validator
+
+Algorithm = Literal["grpo", "dr_grpo", "dapo", "rloo", "reinforce_pp", "gspo", "cispo", "ppo"]
+AdvantageEstimator = Literal["group", "group_centred", "leave_one_out", "batch", "batch_baseline", "gae"]
+Loss = Literal["clip", "gspo", "cispo", "reinforce"]
+Aggregation = Literal["sequence_mean", "token_mean", "constant"]
+KlEstimator = Literal["k1", "k2", "k3"]
+Mismatch = Literal["none", "token_truncate", "token_mask", "sequence_truncate", "sequence_mask"]
 
 
 class Section(BaseModel):
@@ -105,13 +112,22 @@ class EvaluationConfig(Section):
     """Steps between evaluations; 0 evaluates before the first step and after the last."""
 
 
+class RewardModelConfig(Section):
+    """A model that scores whole conversations; its score is the part `reward_model` of the reward."""
+
+    path: str | None = None
+    """A Hugging Face folder or hub id of a sequence classifier with one label; null uses none."""
+    max_tokens_per_batch: PositiveInt = 16384
+    """Tokens scored at once, padding included."""
+
+
 class RolloutsConfig(Section):
     task: TaskConfig
     """Where tasks and their rewards come from; `kind` chooses."""
     groups_per_step: PositiveInt = 8
     """Tasks per optimizer step."""
-    group_size: int = Field(8, ge=2)
-    """Attempts per task; the group is its own baseline, so it takes two."""
+    group_size: PositiveInt = 8
+    """Attempts per task; where the group is its own baseline, it takes two."""
     max_new_tokens: PositiveInt = 256
     """Most tokens per attempt, the stop token included."""
     temperature: float = Field(1.0, gt=0)
@@ -122,8 +138,19 @@ class RolloutsConfig(Section):
     """Added to the last user message."""
     reward_weights: dict[str, float] = {}
     """Weight of each named part of the reward; a part that is not named here weighs 1."""
-    normalize_advantages: bool = True
-    """Divide by the group's standard deviation (GRPO); false leaves the centred rewards (Dr. GRPO)."""
+    reward_model: RewardModelConfig = RewardModelConfig()
+    """Scores every answer beside the task's own reward; `reward_weights.reward_model` is its weight."""
+    overlong_fraction: float = Field(0.0, ge=0, le=1)
+    """Share of `max_new_tokens`, at its end, over which the reward falls by 1 in a straight line (DAPO's soft overlong
+    punishment); 0 punishes no length. Evaluation is never punished."""
+    advantages: AdvantageEstimator = "group"
+    """What an attempt is compared with. `group`: the others of its group, in units of their standard deviation (GRPO).
+    `group_centred`: the same in units of reward (Dr. GRPO). `leave_one_out`: the mean of the others (RLOO). `batch`: all tokens
+    of the batch (REINFORCE++). `batch_baseline`: its group, in units of the batch (REINFORCE++ with a baseline). `gae`: a
+    critic (PPO)."""
+    max_extra_rounds: int = Field(0, ge=0)
+    """Dynamic sampling (DAPO): groups whose attempts all scored alike are replaced by attempts at further tasks, in at most
+    this many rounds per step; 0 takes groups as they come."""
     evaluation: EvaluationConfig = EvaluationConfig()
     """Held-out accuracy, measured while training."""
 
@@ -136,13 +163,67 @@ class BufferConfig(Section):
     """Keep every group as Arrow files in the run folder."""
 
 
+Projection = Literal["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+
+
+class LoraConfig(Section):
+    """A low-rank adapter beside frozen weights: W + scale · B A."""
+
+    rank: int = Field(0, ge=0)
+    """Rows of A and columns of B; 0 trains all weights and no adapter."""
+    alpha: float = Field(32.0, gt=0)
+    """The scale is `alpha / rank`."""
+    rslora: bool = False
+    """Make the scale `alpha / √rank` (rank-stabilized LoRA)."""
+    targets: tuple[Projection, ...] = get_args(Projection)
+    """Projections that get an adapter in every layer, by their Hugging Face names; `all`, the default, is all seven."""
+
+    @field_validator("targets", mode="before")
+    @classmethod
+    def _at_least_one(cls, targets: Any) -> Any:
+        if not targets:
+            raise ValueError("an adapter must be somewhere; name projections, or write all")
+        return get_args(Projection) if targets == "all" else targets
+
+    @property
+    def scale(self) -> float:
+        """alpha / rank, or alpha / √rank."""
+        return self.alpha / (self.rank**0.5 if self.rslora else self.rank)
+
+
+class CriticConfig(Section):
+    """The value network of PPO: the policy's layers and a linear head. Where the policy trains an adapter, the critic has its
+    own beside the same frozen weights, else a copy of them all."""
+
+    learning_rate: float = Field(1e-5, gt=0)
+    """Of its AdamW, once warm; everything else about the optimizer is as for the policy."""
+    warmup_steps: int = Field(0, ge=0)
+    """Steps of linear warm-up."""
+    clip: float | None = Field(0.2, gt=0)
+    """A value may move this far from what it was when the batch came, further moves have no gradient; null leaves them free."""
+    max_tokens_per_micro_batch: PositiveInt = 32768
+    """Per device: tokens through the value network at once."""
+
+
 class TrainerConfig(Section):
+    algorithm: Algorithm = "grpo"
+    """A name for a set of keys, here and in `rollouts`: it fills those that the recipe leaves open, and nothing else."""
+    loss: Loss = "clip"
+    """`clip`: PPO's clipped surrogate. `gspo`: the same with one ratio per sequence. `cispo`: clipped importance weights, every
+    token keeps its gradient. `reinforce`: the plain policy gradient."""
+    aggregation: Aggregation = "sequence_mean"
+    """The mean over a batch. `sequence_mean`: every attempt weighs the same. `token_mean`: every token does. `constant`: the
+    sum over tokens / (attempts · max_new_tokens)."""
     learning_rate: float = Field(1e-6, gt=0)
     """Of AdamW, once warm."""
     warmup_steps: int = Field(0, ge=0)
     """Steps of linear warm-up."""
     decay_steps: int = Field(0, ge=0)
-    """Steps after the warm-up over which the rate falls linearly to zero; 0 keeps it constant."""
+    """Steps after the warm-up over which the rate falls to its end; 0 keeps it constant."""
+    lr_scheduler_type: Literal["constant", "linear", "cosine"] = "linear"
+    """How the rate falls over `decay_steps`; `constant` after the warm-up needs none."""
+    min_lr_ratio: float = Field(0.0, ge=0, lt=1)
+    """Where the rate's fall ends, as a fraction of `learning_rate`."""
     betas: tuple[float, float] = (0.9, 0.999)
     """Decay of AdamW's two running means, each in [0, 1)."""
     eps: float = Field(1e-8, gt=0)
@@ -151,12 +232,66 @@ class TrainerConfig(Section):
     """On matrices only; norms and biases are never decayed."""
     max_grad_norm: float = Field(1.0, gt=0)
     """Gradients are scaled down to this global L2 norm."""
-    clip_low: float = Field(0.2, gt=0, lt=1)
-    """The ratio is clipped to `[1 - clip_low, 1 + clip_high]`."""
+    optimizer_states: Literal["float32", "int8"] = "float32"
+    """How AdamW's two running means are kept. `int8` takes a quarter of the memory, and rounds at random so that the means stay
+    right on average."""
+    offload_optimizer: bool = False
+    """Keep master weights and AdamW's running means in host memory, and pass them through the GPU during each step. Saves up to
+    12 bytes of GPU memory per parameter, costs their way there and back."""
+    max_bad_steps: PositiveInt = 3
+    """Steps in a row whose loss or gradient may be NaN or infinite. Each is skipped; after the last the run ends and keeps the
+    batch for replay."""
+    clip_low: float = Field(0.2, gt=0, le=1)
+    """The ratio is clipped to `[1 - clip_low, 1 + clip_high]`; 1 leaves it without a lower bound."""
     clip_high: float = Field(0.2, gt=0)
     """More than `clip_low` gives unlikely tokens room to grow (DAPO's clip-higher)."""
-    max_tokens_per_micro_batch: PositiveInt = 16384
-    """Per device: tokens through the network at once."""
+    dual_clip: float | None = Field(None, gt=1)
+    """Largest ratio that counts where the advantage is negative, with `loss: clip`; null sets no bound there. Usually 3."""
+    kl_coef: float = Field(0.0, ge=0)
+    """Weight of the KL divergence from the policy the run began with; 0 needs no reference policy."""
+    kl_in: Literal["loss", "reward"] = "loss"
+    """Where the KL goes: a term of the loss, or subtracted from the reward at every token."""
+    kl_estimator: KlEstimator = "k3"
+    """Of the KL at a token, with x = log π_ref - log π. `k1`: -x. `k2`: x² / 2. `k3`: exp(x) - 1 - x."""
+    entropy_coef: float = Field(0.0, ge=0)
+    """Weight of the bonus for entropy, in nats per token."""
+    mismatch: Mismatch = "none"
+    """How samples are weighed by π_trainer / π_engine, of a token or a whole sequence. `truncate`: by the ratio, clipped to
+    `[mismatch_low, mismatch_high]`. `mask`: by the ratio, and not at all outside. `none`: the loss takes the engine's logprobs
+    as those of the old policy."""
+    mismatch_low: float = Field(0.0, ge=0, lt=1)
+    """Smallest ratio; 0 sets no bound."""
+    mismatch_high: float = Field(2.0, gt=1)
+    """Largest ratio."""
+    gae_gamma: float = Field(1.0, gt=0, le=1)
+    """Discount of a reward per token, with `rollouts.advantages: gae`."""
+    gae_lambda: float = Field(0.95, ge=0, le=1)
+    """With `gae`: 1 trusts the rewards alone, 0 the critic's next value alone."""
+    recompute_old_logprobs: bool = False
+    """Take the old policy's logprobs from a pass of the trainer before the step, not from the engine that sampled."""
+    gradient_checkpointing: Literal["none", "selective", "full"] = "none"
+    """What the backward pass computes again instead of keeping it. `selective`: the MLPs. `full`: whole layers."""
+    max_tokens_per_micro_batch: PositiveInt | None = None
+    """Per device: tokens through the network at once; by default what memory holds. It shrinks after running out of memory."""
+    max_tokens_per_forward: PositiveInt | None = None
+    """The same in passes without gradients (reference, old logprobs); by default what memory holds."""
+    sharding: Literal["none", "grad_op", "full"] = "none"
+    """What the trainer's processes divide among them. `none`: nothing, each holds all weights. `grad_op`: masters, gradients
+    and optimizer state. `full`: the weights of layers that are not at work as well."""
+    prefetch_layers: int = Field(1, ge=0)
+    """Layers whose weights are fetched ahead of their turn where they are sharded; 0 leaves it to torch. More hides slower
+    links and takes the memory of as many layers."""
+    data_parallel_size: PositiveInt | None = None
+    """Groups of processes that get micro-batches of their own; by default processes / sequence_parallel_size."""
+    sequence_parallel_size: PositiveInt = 1
+    """Processes that divide the tokens of a micro-batch, for contexts too long for one device; must divide the number of
+    attention heads. The token budget of a micro-batch grows with it."""
+    lora: LoraConfig = LoraConfig()
+    """The adapter that is trained, where one is."""
+    reference_offload: bool = False
+    """Keep the reference policy, where the loss needs one, in host memory and move it to the device for each pass."""
+    critic: CriticConfig = CriticConfig()
+    """The value network, where the algorithm has one."""
 
     @field_validator("betas")
     @classmethod
@@ -164,6 +299,16 @@ class TrainerConfig(Section):
         if not all(0 <= beta < 1 for beta in betas):
             raise ValueError("each beta must be in [0, 1)")
         return betas
+
+    @model_validator(mode="after")
+    def _schedule_has_its_steps(self) -> TrainerConfig:
+        if self.lr_scheduler_type == "constant" and self.decay_steps:
+            raise ValueError(
+                f"lr_scheduler_type: constant takes no decay_steps, but they are {self.decay_steps}; set them to 0"
+            )
+        if self.lr_scheduler_type == "cosine" and not self.decay_steps:
+            raise ValueError("lr_scheduler_type: cosine needs decay_steps; set it to run.steps - warmup_steps")
+        return self
 
 
 class WeightSyncConfig(Section):
@@ -237,7 +382,7 @@ class Config(Section):
     @model_validator(mode="after")
     def _rate_lasts_as_long_as_the_run(self) -> Config:
         last = self.trainer.warmup_steps + self.trainer.decay_steps
-        if self.trainer.decay_steps and self.run.steps > last:
+        if self.trainer.decay_steps and not self.trainer.min_lr_ratio and self.run.steps > last:
             raise ValueError(
                 f"trainer.decay_steps = {self.trainer.decay_steps}: the learning rate is zero from step {last} on, but"
                 f" run.steps = {self.run.steps}; raise trainer.decay_steps, or set it to 0 for a constant rate"
@@ -248,3 +393,20 @@ class Config(Section):
     def sequences_per_step(self) -> int:
         """groups_per_step x group_size."""
         return self.rollouts.groups_per_step * self.rollouts.group_size
+
+    @property
+    def needs_reference(self) -> bool:
+        """kl_coef > 0."""
+        return self.trainer.kl_coef > 0
+
+    @property
+    def needs_critic(self) -> bool:
+        """Advantages come from a critic."""
+        return self.rollouts.advantages == "gae"
+
+    @property
+    def trains_on_every_attempt(self) -> bool:
+        """An attempt with advantage 0 has a gradient all the same: from the KL, the entropy or the critic, or because its
+        advantage is only known once the batch is whole."""
+        in_batch = self.rollouts.advantages in ("batch", "batch_baseline", "gae")
+        return in_batch or self.trainer.kl_coef > 0 or self.trainer.entropy_coef > 0

@@ -5,10 +5,17 @@ from __future__ import annotations
 import torch
 from rich.console import Console
 
-from redline.lab.cases import generate, n_sampling
+from redline.lab.cases import generate, memory, n_sampling, trainer
 from redline.lab.document import Document, Measured
 from redline.lab.machine import device_name
-from redline.lab.settings import BenchSettings, GenerateSettings, NSamplingSettings, as_recipe
+from redline.lab.settings import (
+    BenchSettings,
+    GenerateSettings,
+    MemorySettings,
+    NSamplingSettings,
+    TrainerSettings,
+    as_recipe,
+)
 from redline.lab.table import render
 from redline.launch import prepare_process
 
@@ -29,6 +36,10 @@ def _measure(settings: BenchSettings, console: Console) -> Measured:
         return generate.measure(settings, console)
     if isinstance(settings, NSamplingSettings):
         return n_sampling.measure(settings, console)
+    if isinstance(settings, TrainerSettings):
+        return trainer.measure(settings, console)
+    if isinstance(settings, MemorySettings):
+        return memory.measure(settings, console)
     raise AssertionError(settings)
 
 

@@ -17,6 +17,7 @@ STREAM_BYTES = {"cpu": 2**28, "cuda": 2**32}
 """On a GPU far more than its cache. A CPU's may hold the weights of a small model, so there it is about their size."""
 MATMUL_SIZE = {"cpu": 2048, "cuda": 8192}
 MIN_REPEATS, MIN_SECONDS = 5, 0.3
+Moment = float | torch.cuda.Event
 
 
 @dataclass(slots=True, frozen=True)
@@ -78,12 +79,29 @@ def _timed(work: Callable[[], object]) -> float:
 
 
 def _timed_on_cuda(work: Callable[[], object]) -> float:
-    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    begin.record()
+    device = torch.device("cuda")
+    begin = moment(device)
     work()
-    end.record()
+    return seconds_between(begin, moment(device))
+
+
+def moment(device: torch.device) -> Moment:
+    """Now. An event on CUDA, so that taking the time does not make the host wait."""
+    if device.type != "cuda":
+        return time.perf_counter()
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event
+
+
+def seconds_between(start: Moment, end: Moment) -> float:
+    """Waits until the device has come to `end`."""
+    if isinstance(start, float) or isinstance(end, float):
+        assert isinstance(start, float)
+        assert isinstance(end, float)
+        return end - start
     end.synchronize()
-    return begin.elapsed_time(end) / 1e3
+    return start.elapsed_time(end) / 1e3
 
 
 def synchronize(device: torch.device) -> None:
@@ -122,6 +140,15 @@ class MemoryMeter:
         cuda = self._device.type == "cuda"
         peak = torch.cuda.max_memory_allocated(self._device) if cuda else _resident("VmHWM")
         return max(0, self._held) + max(0, peak - self._run_begin)
+
+    @property
+    def held_bytes(self) -> int:
+        """What there was when the run began."""
+        return max(0, self._held)
+
+    def taken_bytes(self) -> int:
+        """What there is now."""
+        return self._now() - self._before
 
     def _now(self) -> int:
         if self._device.type == "cuda":

@@ -1,16 +1,28 @@
-"""The least time that generation can take on a machine: every weight, key and value that a step needs has to be read, and
-every product computed.
+"""The least time that generation and training can take on a machine.
+
+Generation: every weight, key and value that a step needs has to be read, and every product computed.
 
     step    = max(bytes / bandwidth, operations / peak)
     bytes   = weights + (prompts under way · prompt tokens + sequences · new tokens so far) · bytes per token
     operations = sequences · (2 · parameters + 4 · layers · heads · head size · context)
 
 The n completions of a prompt may read its keys and values once. Sampling, activations and everything else count as free.
+
+Training: every product has to be computed forward, and twice more backward, for its input and for its weight.
+
+    operations = 6 · body parameters · tokens + 6 · head parameters · trained tokens
+               + 12 · layers · heads · head size · Σ pairs of a query and a key that it sees
+
+Tokens are those of the sequences themselves, without padding, and the prompt of a group counts once: its attempts can share it.
+What is computed a second time to save memory does not count, so that MFU (these operations / seconds / peak) is about
+progress, not about being busy. The optimizer moves memory, which can overlap with products, and counts as free.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+
+import numpy as np
 
 from redline.lab.document import Bound
 from redline.lab.machine import Machine
@@ -133,3 +145,67 @@ def memory_bound(cost: NetworkCost, load: Load, all_weights: int) -> Bound:
 def kv_bound(cost: NetworkCost, load: Load) -> Bound:
     tokens = load.cached_tokens(load.new_tokens)
     return Bound(tokens * cost.kv_bytes_per_token, f"{tokens:,.0f} tokens held at once, {cost.kv_bytes_per_token:,} bytes each")
+
+
+# ── training ───────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@dataclass(slots=True, frozen=True)
+class TrainLoad:
+    """What a trainer is given for one step, and what of it has to be computed."""
+
+    sampled_tokens: int
+    """The sum of the sequences' lengths."""
+    tokens: int
+    """The same with each group's prompt once."""
+    trained_tokens: int
+    """All but the prompts: only these need the head."""
+    pairs: int
+    """Of a query and a key that it sees, itself included; a prompt's own once for its group."""
+
+    @classmethod
+    def of(cls, lengths: np.ndarray, prompt_tokens: int, group_size: int) -> TrainLoad:
+        """`lengths` are those of whole sequences, int64[S]; the first `prompt_tokens` of each are common to its group."""
+        own = lengths - prompt_tokens
+        groups = len(lengths) // group_size
+        shared = groups * prompt_tokens * (prompt_tokens + 1) // 2
+        return cls(
+            sampled_tokens=int(lengths.sum()),
+            tokens=int(groups * prompt_tokens + own.sum()),
+            trained_tokens=int(own.sum()),
+            pairs=int(shared + (own * prompt_tokens + own * (own + 1) // 2).sum()),
+        )
+
+
+def training_flops(cost: NetworkCost, load: TrainLoad) -> int:
+    """Of one step: three times a forward pass."""
+    products = 2 * cost.body_params * load.tokens + 2 * cost.head_params * load.trained_tokens
+    return 3 * (products + cost.attention_flops * load.pairs)
+
+
+def training_bound(cost: NetworkCost, load: TrainLoad, machine: Machine) -> Bound:
+    """Seconds of one step."""
+    flops = training_flops(cost, load)
+    why = (
+        f"operations / peak: {flops / 1e12:,.3g} TFLOP = 6 · {cost.body_params:,} parameters · {load.tokens:,} tokens"
+        f" + 6 · {cost.head_params:,} parameters of the head · {load.trained_tokens:,} trained tokens"
+        f" + {3 * cost.attention_flops:,} · {load.pairs:,} pairs of query and key;"
+        f" no padding, a group's prompt once, nothing computed twice; {machine.how}"
+    )
+    return Bound(flops / machine.flops, why)
+
+
+def training_memory_bound(all_weights: int) -> Bound:
+    """Bytes that must be held at once: the gradient's norm is known only when all of it is there. Everything else can be
+    computed again, or held by the host."""
+    return Bound(2 * all_weights, f"weights {all_weights:,} bytes, and their gradient in the same dtype")
+
+
+def micro_batch_bound(limit_bytes: int, all_weights: int, bytes_per_token: int) -> Bound:
+    """Tokens that fit if of each token nothing is kept but the input of every layer."""
+    room = max(0, limit_bytes - int(training_memory_bound(all_weights).value))
+    return Bound(
+        room // bytes_per_token,
+        f"({limit_bytes:,} bytes - weights and their gradient, {all_weights:,} bytes each) / {bytes_per_token:,} bytes per"
+        " token: the input of every layer; the rest is computed again",
+    )

@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
-import difflib
 import importlib.util
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-import yaml
-from pydantic import Field, PositiveInt, ValidationError, field_validator
+from pydantic import Field, PositiveInt, field_validator, model_validator
 
 from redline.config import Config, resolve, validate
-from redline.config.schema import EngineConfig, Section
+from redline.config.schema import EngineConfig, Section, TrainerConfig
 from redline.errors import ConfigError
-from redline.lab.workloads import RANDOM, SHAPES, WORKLOADS
+from redline.lab.overrides import read_overrides
+from redline.lab.workloads import RANDOM, SHAPES
 
 Peer = Literal["transformers", "vllm", "redline"]
+TrainingPeer = Literal["transformers", "redline"]
+MICRO_BATCH_TOKENS = 16384
 NO_ROLLOUTS = {"group_size": 2, "task": {"kind": "import", "path": "redline.lab:nothing"}}
 """A recipe has to say where its tasks come from; nobody asks this one for any."""
 
@@ -35,14 +36,24 @@ class BenchSettings(Section):
     num_threads: PositiveInt | None = None
     """CPU threads; null takes every core this process may use."""
     seed: int = Field(0, ge=0, lt=2**31)
-    """Decides random weights, prompts, samples and the order of the sides in each round."""
+    """Decides random weights, prompts, lengths, samples and the order of the sides in each round."""
+
+
+class PairedSettings(BenchSettings):
+    """Of cases that run sides against each other."""
+
     pairs: PositiveInt = 8
     """Rounds; in each, every side runs once, in an order drawn by lot. An interval takes at least 6."""
+
+
+class EngineSettings(PairedSettings):
+    """Of cases that generate."""
+
     engine: EngineConfig = EngineConfig()
     """The engine section of a recipe. `max_num_seqs` and `max_model_len` follow from the workload unless given."""
 
 
-class GenerateSettings(BenchSettings):
+class GenerateSettings(EngineSettings):
     prompts: PositiveInt = 64
     """Requests, all submitted at once."""
     prompt_tokens: PositiveInt | None = None
@@ -62,7 +73,7 @@ class GenerateSettings(BenchSettings):
         return _split(value, nothing="none")
 
 
-class NSamplingSettings(BenchSettings):
+class NSamplingSettings(EngineSettings):
     prompts: PositiveInt = 1
     """Distinct prompts, all submitted at once."""
     prompt_tokens: PositiveInt = 2048
@@ -78,25 +89,98 @@ class NSamplingSettings(BenchSettings):
         return _split(value)
 
 
-SETTINGS: Mapping[str, type[BenchSettings]] = {"generate": GenerateSettings, "n-sampling": NSamplingSettings}
+class TrainerSettings(PairedSettings):
+    sequences: PositiveInt = 32
+    """Sequences of a step."""
+    tokens: int = Field(512, ge=2)
+    """Tokens of a sequence, on average; its prompt included."""
+    lengths: Literal["equal", "long-tailed"] = "equal"
+    """`long-tailed` draws log-normal lengths with the same sum."""
+    longest: PositiveInt | None = None
+    """Most tokens of a long-tailed sequence; null takes eight times the average."""
+    prompt_tokens: PositiveInt = 1
+    """Leading tokens of each sequence that are not trained on."""
+    group_size: PositiveInt = 1
+    """Sequences that share their prompt."""
+    steps: PositiveInt = 1
+    """Optimizer steps that a side takes in a round."""
+    peers: tuple[TrainingPeer, ...] | None = None
+    """Who trains beside us: transformers, and redline itself for an A/A run; null takes transformers."""
+    trainer: TrainerConfig = TrainerConfig()
+    """The trainer section of a recipe. A peer's padded micro-batches hold as many tokens as ours."""
+
+    @field_validator("peers", mode="before")
+    @classmethod
+    def _read_peers(cls, value: Any) -> Any:
+        return _split(value, nothing="none")
+
+    @model_validator(mode="after")
+    def _sequences_make_groups(self) -> TrainerSettings:
+        if self.sequences % self.group_size:
+            raise ValueError(f"sequences = {self.sequences} is no multiple of group_size = {self.group_size}")
+        if self.tokens <= self.prompt_tokens:
+            raise ValueError(f"tokens = {self.tokens} leaves nothing to train on after prompt_tokens = {self.prompt_tokens}")
+        if self.longest is not None and self.longest < self.tokens:
+            raise ValueError(f"longest = {self.longest} is less than the average, tokens = {self.tokens}")
+        return self
+
+    @property
+    def total_tokens(self) -> int:
+        """sequences · tokens."""
+        return self.sequences * self.tokens
+
+
+class MemorySettings(BenchSettings):
+    tokens: int = Field(512, ge=2)
+    """Tokens of a sequence, all but the first trained on. A micro-batch is a whole number of sequences."""
+    limit_bytes: PositiveInt | None = None
+    """What training may take, weights included; null takes the device's memory. The CPU has to be given one."""
+    first_tokens: PositiveInt = 4096
+    """The first micro-batch that is tried; while it fits, the next one is twice as large."""
+    most_tokens: PositiveInt = 2**22
+    """No larger micro-batch is tried."""
+    tolerance: float = Field(0.02, ge=0, lt=1)
+    """The search ends when the smallest micro-batch that failed is at most this share larger than the largest that did not."""
+    peers: tuple[Literal["transformers"], ...] | None = None
+    """Who is searched for as well; null takes transformers."""
+    trainer: TrainerConfig = TrainerConfig()
+    """The trainer section of a recipe; the size of the micro-batch is what is searched for."""
+
+    @field_validator("peers", mode="before")
+    @classmethod
+    def _read_peers(cls, value: Any) -> Any:
+        return _split(value, nothing="none")
+
+    @field_validator("trainer")
+    @classmethod
+    def _size_is_searched_for(cls, trainer: TrainerConfig) -> TrainerConfig:
+        if "max_tokens_per_micro_batch" in trainer.model_fields_set:
+            raise ValueError("max_tokens_per_micro_batch is what is searched for")
+        return trainer
+
+
+SETTINGS: Mapping[str, type[BenchSettings]] = {
+    "generate": GenerateSettings,
+    "n-sampling": NSamplingSettings,
+    "trainer": TrainerSettings,
+    "memory": MemorySettings,
+}
 
 
 def make_settings(case: str, overrides: Sequence[str] = ()) -> BenchSettings:
     """Settings with nothing left open but what depends on the prompts. Raises `ConfigError`."""
     if case not in SETTINGS:
         raise ConfigError(f"{case!r} is no case of redline bench", f"one of {', '.join(SETTINGS)}")
-    given: dict[str, Any] = {}
-    for override in overrides:
-        _put(given, override)
-    values = _over(_preset(case, given.get("workload")), given)
-    try:
-        settings = SETTINGS[case].model_validate(values)
-    except ValidationError as error:
-        raise _refusal(case, error) from error
+    settings = read_overrides(case, SETTINGS[case], overrides)
     config = as_recipe(settings)
-    chosen = {"device": config.run.device, "dtype": config.model.dtype, "num_threads": config.run.num_threads}
+    chosen: dict[str, Any] = {"device": config.run.device, "dtype": config.model.dtype, "num_threads": config.run.num_threads}
     if isinstance(settings, GenerateSettings):
         chosen |= _choose_prompts_and_peers(settings)
+    if isinstance(settings, TrainerSettings):
+        chosen |= {"peers": _training_peers(settings.peers), "trainer": fit_trainer(settings.trainer)}
+    if isinstance(settings, MemorySettings):
+        chosen |= {"peers": _training_peers(settings.peers)}
+        _refuse_all_of_the_host(settings, config.run.device)
     return settings.model_copy(update=chosen)
 
 
@@ -120,8 +204,27 @@ def fit_engine(engine: EngineConfig, num_sequences: int, longest: int) -> Engine
     return engine.model_copy(update={key: value for key, value in derived.items() if key not in engine.model_fields_set})
 
 
+def fit_trainer(trainer: TrainerConfig) -> TrainerConfig:
+    """A size of the micro-batch that a peer can be given as well, where the command line says none."""
+    size = (
+        {} if "max_tokens_per_micro_batch" in trainer.model_fields_set else {"max_tokens_per_micro_batch": MICRO_BATCH_TOKENS}
+    )
+    return trainer.model_copy(update=size)
+
+
 def is_installed(peer: str, vllm_python: Path | None = None) -> bool:
     return peer == "redline" or (peer == "vllm" and vllm_python is not None) or importlib.util.find_spec(peer) is not None
+
+
+def _training_peers(peers: tuple[str, ...] | None) -> tuple[str, ...]:
+    return ("transformers",) if peers is None else peers
+
+
+def _refuse_all_of_the_host(settings: MemorySettings, device: str) -> None:
+    if device == "cpu" and settings.limit_bytes is None:
+        raise ConfigError(
+            "redline bench memory: the CPU's memory is not only ours to fill", "say how much: limit_bytes=4_000_000_000"
+        )
 
 
 def _choose_prompts_and_peers(settings: GenerateSettings) -> dict[str, Any]:
@@ -139,53 +242,8 @@ def _choose_prompts_and_peers(settings: GenerateSettings) -> dict[str, Any]:
     return {"prompt_tokens": tokens, "peers": tuple(installed) if settings.peers is None else settings.peers}
 
 
-# ── the command line ───────────────────────────────────────────────────────────────────────────────────────────────────
-
-
-def _put(values: dict[str, Any], override: str) -> None:
-    key, equals, text = override.partition("=")
-    section, dot, name = key.rpartition(".")
-    if not equals or not key or (dot and (section != "engine" or not name)):
-        raise ConfigError(f"{override!r} is not of the form key=value", "for example prompts=16 or engine.max_num_seqs=64")
-    try:
-        value = yaml.safe_load(text)
-    except yaml.YAMLError as error:
-        raise ConfigError(f"{override!r}: not valid YAML", "quote the value") from error
-    (values.setdefault("engine", {}) if dot else values)[name] = value
-
-
-def _preset(case: str, name: Any) -> Mapping[str, Any]:
-    if name is None:
-        return {}
-    known = WORKLOADS[case]
-    if str(name).upper() not in known:
-        raise ConfigError(f"workload = {str(name)!r}: {case} has no such workload", f"one of {', '.join(known)}")
-    return {**known[str(name).upper()], "workload": str(name).upper()}
-
-
-def _over(preset: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
-    engine = {**preset.get("engine", {}), **given.get("engine", {})}
-    named = {"workload": preset["workload"]} if preset else {}
-    return {**preset, **given, **named, "engine": engine}
-
-
 def _split(value: Any, nothing: str = "") -> Any:
     """`a,b` → [a, b]; a single value is a list of one."""
     if isinstance(value, str):
         return [] if value == nothing else [part.strip() for part in value.split(",")]
     return [value] if isinstance(value, int) else value
-
-
-def _refusal(case: str, error: ValidationError) -> ConfigError:
-    """The first mistake, with the key as it was written."""
-    problem = error.errors(include_url=False)[0]
-    path = [str(part) for part in problem["loc"] if isinstance(part, str)]
-    fields = (EngineConfig if path[0] == "engine" and len(path) > 1 else SETTINGS[case]).model_fields
-    key, name = ".".join(path), path[-1]
-    if problem["type"] == "extra_forbidden":
-        near = difflib.get_close_matches(name, fields, n=1)
-        hint = f"did you mean {near[0]}?" if near else f"known keys: {', '.join(fields)}"
-        return ConfigError(f"redline bench {case}: {key}: unknown key", hint)
-    meaning = " ".join((fields[name].description or "").split()) if name in fields else ""
-    reason = problem["msg"][0].lower() + problem["msg"][1:]
-    return ConfigError(f"redline bench {case}: {key} = {problem['input']!r}: {reason}", f"{key}: {meaning}")

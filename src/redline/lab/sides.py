@@ -15,7 +15,7 @@ from torch import Tensor
 
 from redline.engine import NativeEngine
 from redline.errors import EngineError
-from redline.lab.machine import synchronize
+from redline.lab.machine import Moment, moment, seconds_between, synchronize
 from redline.types import GenerateRequest, SamplingParams, WeightUpdate
 
 if TYPE_CHECKING:
@@ -175,13 +175,13 @@ class _Watch:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._started = self._now()
-        self._steps: list[float | torch.cuda.Event] = []
+        self._started = moment(device)
+        self._steps: list[Moment] = []
         self._newest_BV: Tensor | None = None
         self._chosen: list[Tensor] = []
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        self._steps.append(self._now())
+        self._steps.append(moment(self._device))
         self._gather(input_ids)
         self._newest_BV = torch.log_softmax(scores, dim=-1)
         return scores
@@ -194,27 +194,11 @@ class _Watch:
 
     def step_seconds(self) -> list[float]:
         """From the start to each step's logits."""
-        return [self._since_start(step) for step in self._steps]
+        return [seconds_between(self._started, step) for step in self._steps]
 
     def _gather(self, input_ids: Tensor) -> None:
         if self._newest_BV is not None:
             self._chosen.append(self._newest_BV.gather(1, input_ids[:, -1:]).squeeze(1))
-
-    def _now(self) -> float | torch.cuda.Event:
-        """An event on CUDA, so that taking the time does not make the host wait."""
-        if self._device.type != "cuda":
-            return time.perf_counter()
-        event = torch.cuda.Event(enable_timing=True)
-        event.record()
-        return event
-
-    def _since_start(self, then: float | torch.cuda.Event) -> float:
-        if isinstance(then, float):
-            assert isinstance(self._started, float)
-            return then - self._started
-        then.synchronize()
-        assert not isinstance(self._started, float)
-        return self._started.elapsed_time(then) / 1e3
 
 
 def _pad_left(prompts: Sequence[np.ndarray], device: torch.device) -> tuple[Tensor, Tensor]:

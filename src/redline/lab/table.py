@@ -18,6 +18,8 @@ def render(document: Document) -> Table:
         table.add_column(title, justify="right", no_wrap=True)
     for result in document.results:
         table.add_row(*_cells(result))
+        for row in _parts(result):
+            table.add_row(*row, style="dim")
     return table
 
 
@@ -28,6 +30,16 @@ def _cells(result: Result) -> list[Text | str]:
     if result.peer is None:
         return cells
     return [*cells, result.peer.name, quantity(result.peer.value, result.unit), _ratio(result.peer)]
+
+
+def _parts(result: Result) -> list[list[str]]:
+    """What a value is made of, ours beside the peer's."""
+    parts, theirs = result.details.get("parts", {}), result.details.get("peer_parts", {})
+    rows = []
+    for name in dict.fromkeys([*parts, *theirs]):
+        own, peer = (quantity(figures[name], result.unit) if name in figures else "" for figures in (parts, theirs))
+        rows.append([f"  {name}", own, "", "", "", peer])
+    return rows
 
 
 def _ratio(peer: PeerFigure) -> Text:

@@ -35,6 +35,8 @@ SHAPES: Mapping[str, Mapping[str, Any]] = {
 """Of family qwen2, in the words of its config.json."""
 
 _ON_GPU = {"device": "cuda", "dtype": "bfloat16", "engine": {"max_num_batched_tokens": 32768}}
+_T1 = {"model": "random:qwen2.5-0.5b", "device": "cuda", "dtype": "bfloat16"}
+_C2 = {"model": "builtin:smollm2-135m-instruct", "device": "cpu", "dtype": "bfloat16"}
 
 WORKLOADS: Mapping[str, Mapping[str, Mapping[str, Any]]] = {
     "generate": {
@@ -51,6 +53,26 @@ WORKLOADS: Mapping[str, Mapping[str, Mapping[str, Any]]] = {
     },
     "n-sampling": {
         "N1": {"model": "random:qwen2.5-0.5b", "prompts": 10, "prompt_tokens": 2048, "new_tokens": 128, **_ON_GPU},
+    },
+    "trainer": {
+        "T1": {**_T1, "sequences": 32, "tokens": 512, "steps": 4},
+        "T1-TAIL": {**_T1, "sequences": 32, "tokens": 512, "steps": 4, "lengths": "long-tailed", "longest": 4096},
+        "E1-TRAIN": {**_T1, "sequences": 512, "tokens": 384, "prompt_tokens": 128, "group_size": 8},
+        "C2-TRAIN": {
+            **_C2,
+            "sequences": 64,
+            "tokens": 72,
+            "lengths": "long-tailed",
+            "longest": 112,
+            "prompt_tokens": 48,
+            "group_size": 8,
+            "trainer": {"max_tokens_per_micro_batch": 2048},
+        },
+    },
+    "memory": {
+        "T1": {**_T1, "tokens": 512},
+        "T1-LONG": {**_T1, "tokens": 4096},
+        "C2-TRAIN": {**_C2, "tokens": 112, "limit_bytes": 4_000_000_000, "first_tokens": 2048},
     },
 }
 """Case → name → settings. Whatever else the command line says comes on top."""

@@ -10,12 +10,14 @@ themselves (`hf.py` splits them on the way out), so trainer and engine see one s
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from importlib.util import find_spec
-from typing import Protocol, runtime_checkable
+from typing import Any, Literal, Protocol, runtime_checkable
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from redline.models.lora import ActiveLora, project
 from redline.models.rope import rotary_table, rotate
@@ -58,6 +60,8 @@ class DecoderLayer(nn.Module):
         self.down = nn.Linear(spec.intermediate_size, spec.hidden_size, bias=spec.mlp_bias)
         self.reduce: Callable[[Tensor], Tensor] = _alone
         """Sums over the processes that share the layer (`parallel.py`)."""
+        self.recomputes_mlp = False
+        """The backward pass computes the MLP again instead of keeping what is inside: most of what a layer keeps."""
 
     def forward(
         self, x_TE: Tensor, delta_TE: Tensor | None, rotary: Rotary | None, attend: AnyAttend, lora: ActiveLora | None
@@ -66,16 +70,27 @@ class DecoderLayer(nn.Module):
         x_TE, normed_TE = add_rms_norm(x_TE, delta_TE, self.attn_norm, self.spec.norm_eps)
         attended_TE = self.reduce(project(self.o, self._attention(normed_TE, rotary, attend, lora), lora))
         x_TE, normed_TE = add_rms_norm(x_TE, attended_TE, self.mlp_norm, self.spec.norm_eps)
-        return x_TE, self.reduce(project(self.down, silu_mul(project(self.gate_up, normed_TE, lora)), lora))
+        return x_TE, _again_in_backward(self._mlp, self.recomputes_mlp)(normed_TE, lora)
+
+    def _mlp(self, x_TE: Tensor, lora: ActiveLora | None) -> Tensor:
+        return self.reduce(project(self.down, silu_mul(project(self.gate_up, x_TE, lora)), lora))
 
     def _attention(self, x_TE: Tensor, rotary: Rotary | None, attend: AnyAttend, lora: ActiveLora | None) -> Tensor:
         """[T, H · D]."""
         spec = self.spec
-        heads = project(self.qkv, x_TE, lora).view(-1, spec.num_heads + 2 * spec.num_kv_heads, spec.head_dim)
+        projected = project(self.qkv, x_TE, lora)
+        shape = (-1, spec.num_heads + 2 * spec.num_kv_heads, spec.head_dim)
         if rotary is None:
             assert isinstance(attend, FusedAttend)
-            return attend.attend_fused(self, heads).flatten(1)
+            return attend.attend_fused(self, projected.view(shape)).flatten(1)
         assert not isinstance(attend, FusedAttend)
+        if self.q_norm is None and _is_fused(projected):
+            from redline.models import training_kernels
+
+            heads = training_kernels.rotate_(projected, spec.num_heads + spec.num_kv_heads, *rotary).view(shape)
+            q_THD, k_TKD, v_TKD = heads.split([spec.num_heads, spec.num_kv_heads, spec.num_kv_heads], dim=1)
+            return attend(self.index, q_THD, k_TKD, v_TKD).flatten(1)
+        heads = projected.view(shape)
         qk, v_TKD = heads.split([spec.num_heads + spec.num_kv_heads, spec.num_kv_heads], dim=1)
         if self.q_norm is not None and self.k_norm is not None:
             q_THD, k_TKD = qk.split([spec.num_heads, spec.num_kv_heads], dim=1)
@@ -103,6 +118,15 @@ class Decoder(nn.Module):
         self.rotary_frequencies: Tensor
         self.register_buffer("rotary_frequencies", rotary_frequencies, persistent=False)
         self.rotary_factor = rotary_factor
+        self.recomputes_layers = False
+        """The backward pass computes each layer again from its input."""
+
+    def recompute_in_backward(self, what: Literal["none", "selective", "full"]) -> None:
+        """`selective`: the MLPs. `full`: whole layers. The same numbers, less memory, more time."""
+        self.recomputes_layers = what == "full"
+        for layer in self.layers:
+            assert isinstance(layer, DecoderLayer)
+            layer.recomputes_mlp = what == "selective"
 
     @property
     def output_weight(self) -> Tensor:
@@ -116,7 +140,7 @@ class Decoder(nn.Module):
         if not isinstance(attend, FusedAttend):
             rotary = rotary_table(self.rotary_frequencies, self.rotary_factor, positions_T, x_TE.dtype)
         for layer in self.layers:
-            x_TE, delta_TE = layer(x_TE, delta_TE, rotary, attend, lora)
+            x_TE, delta_TE = _again_in_backward(layer, self.recomputes_layers)(x_TE, delta_TE, rotary, attend, lora)
         return add_rms_norm(x_TE, delta_TE, self.norm, self.spec.norm_eps)[1]
 
     def logits(self, hidden_ME: Tensor) -> Tensor:
@@ -128,6 +152,13 @@ def _alone(x: Tensor) -> Tensor:
     return x
 
 
+def _again_in_backward(part: Callable[..., Any], wanted: bool) -> Callable[..., Any]:
+    """The same, but where gradients are wanted nothing inside is kept for the backward pass."""
+    if not (wanted and torch.is_grad_enabled()):
+        return part
+    return partial(checkpoint, part, use_reentrant=False, preserve_rng_state=False)
+
+
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """x / sqrt(mean(x²) + eps) · weight, with the statistics in float32."""
     return F.rms_norm(x, weight.shape, weight, eps)
@@ -135,24 +166,25 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 def add_rms_norm(x_TE: Tensor, delta_TE: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """x + delta, and the RMS norm of that."""
-    if _one_pass(x_TE):
-        from redline.models import kernels
+    if _is_fused(x_TE):
+        from redline.models import kernels, training_kernels
 
-        return kernels.add_rms_norm(x_TE, delta_TE, weight, eps)
+        fused = training_kernels if torch.is_grad_enabled() else kernels
+        return fused.add_rms_norm(x_TE, delta_TE, weight, eps)
     x_TE = x_TE if delta_TE is None else x_TE + delta_TE
     return x_TE, rms_norm(x_TE, weight, eps)
 
 
 def silu_mul(gate_up: Tensor) -> Tensor:
     """silu(gate) · up, of the two side by side."""
-    if _one_pass(gate_up):
-        from redline.models import kernels
+    if _is_fused(gate_up):
+        from redline.models import kernels, training_kernels
 
-        return kernels.silu_mul(gate_up)
+        return (training_kernels if torch.is_grad_enabled() else kernels).silu_mul(gate_up)
     gate, up = gate_up.chunk(2, dim=-1)
     return F.silu(gate) * up
 
 
-def _one_pass(x: Tensor) -> bool:
-    """Whether the Triton kernels serve: on CUDA, where no gradient is wanted."""
-    return x.is_cuda and not torch.is_grad_enabled() and _HAS_TRITON
+def _is_fused(x: Tensor) -> bool:
+    """Whether the Triton kernels serve."""
+    return x.is_cuda and _HAS_TRITON

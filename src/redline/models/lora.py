@@ -4,7 +4,8 @@ Every linear layer has room for S adapters of rank up to R, in two tensors that 
 at once, what belongs to other slots than the token's is set to zero, and a second product adds B times the rest. That takes no
 kernel of our own, runs inside a CUDA graph, and makes loading an adapter a copy in place.
 
-A forward pass is handed its adapters (`ActiveLora`); the network itself holds none, so the trainer never sees any.
+A forward pass is handed these adapters (`ActiveLora`); the network itself holds none of them, so the trainer never sees any.
+The one adapter that the trainer trains is part of the network (`trainable_lora.py`), and `BARE` leaves even that out.
 
 Letters: S slots, R rank, C = S · R columns, M projections of a fused layer, I inputs, O outputs.
 """
@@ -36,8 +37,14 @@ class ActiveLora:
     """bool: the columns of other slots than the token's."""
 
 
+BARE = ActiveLora({}, torch.empty(0))
+"""No adapter at all, not even the one being trained: the policy as it was before training."""
+
+
 def project(linear: nn.Linear, x_TI: Tensor, lora: ActiveLora | None) -> Tensor:
     """The linear layer, and what each token's adapter adds to it."""
+    if lora is BARE:
+        return F.linear(x_TI, linear.weight, linear.bias)
     y_TO = linear(x_TI)
     return y_TO if lora is None else lora.rooms[linear].add(x_TI, y_TO, lora.others_TC)
 
@@ -99,7 +106,7 @@ class LoraBank:
     def __init__(self, decoder: Decoder, num_slots: int, max_rank: int) -> None:
         self.num_slots = num_slots
         self._max_rank = max_rank
-        members = _members(decoder.spec)
+        members = projections(decoder.spec)
         self._rooms = {
             linear: _Room(index, linear, members[name], num_slots, max_rank)
             for index, layer in enumerate(decoder.layers)
@@ -147,7 +154,7 @@ class LoraBank:
             room.write(slot, content)
 
 
-def _members(spec: DecoderSpec) -> dict[str, dict[str, int]]:
+def projections(spec: DecoderSpec) -> dict[str, dict[str, int]]:
     """Our linear layers of a layer → the projections inside, in order, and their rows."""
     q, k, v = spec.qkv_sizes
     return {

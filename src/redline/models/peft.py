@@ -1,19 +1,19 @@
-"""LoRA adapters as PEFT writes them, in a folder or as tensors: for a projection W, two thin matrices with W + scale · B A.
+"""LoRA adapters as PEFT has them, in a folder or as tensors: for a projection W, two thin matrices with W + scale · B A.
 
-Only that is read. Whatever else PEFT can put beside a network is refused: it would be silently computed wrongly."""
+Only that is read and written. Whatever else PEFT can put beside a network is refused: it would be silently computed wrongly."""
 
 from __future__ import annotations
 
 import json
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from safetensors import SafetensorError
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from redline.errors import ModelError
@@ -154,3 +154,43 @@ def _low_rank(module: str, pair: Mapping[str, Tensor], scaling: _Scaling, origin
             f"{origin}: {module}: lora_A {list(a_RI.shape)} and lora_B {list(b_OR.shape)} do not fit", "save the adapter again"
         )
     return LowRank(a_RI, b_OR * scaling.of(module, len(a_RI)))
+
+
+# ── out ────────────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def tensor_name(layer: int, projection: str, side: str) -> str:
+    """What PEFT calls A or B of one projection."""
+    block = "mlp" if projection in ("gate_proj", "up_proj", "down_proj") else "self_attn"
+    return f"base_model.model.model.layers.{layer}.{block}.{projection}.lora_{side}.weight"
+
+
+def write_adapter(
+    folder: Path,
+    tensors: Mapping[str, Tensor],
+    *,
+    rank: int,
+    alpha: float,
+    use_rslora: bool,
+    targets: Sequence[str],
+    base: str,
+) -> None:
+    """A folder for `PeftModel.from_pretrained`: tensors by PEFT's names, in float32, and adapter_config.json."""
+    folder.mkdir(parents=True, exist_ok=True)
+    # Copies: the tensors are views of stacked ones, which safetensors refuses.
+    state = {name: tensor.detach().to("cpu", copy=True).float().contiguous() for name, tensor in tensors.items()}
+    save_file(state, folder / "adapter_model.safetensors", metadata={"format": "pt"})
+    config = {
+        "base_model_name_or_path": base,
+        "bias": "none",
+        "inference_mode": True,
+        "init_lora_weights": True,
+        "lora_alpha": alpha,
+        "lora_dropout": 0.0,
+        "peft_type": "LORA",
+        "r": rank,
+        "target_modules": list(targets),
+        "task_type": "CAUSAL_LM",
+        "use_rslora": use_rslora,
+    }
+    (folder / "adapter_config.json").write_text(json.dumps(config, indent=2) + "\n")

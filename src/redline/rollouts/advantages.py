@@ -4,28 +4,42 @@ from __future__ import annotations
 
 import numpy as np
 
+from redline.config.schema import AdvantageEstimator
+
 _EPS = 1e-6
 """Keeps nearly equal rewards from being blown up into full-size advantages by the division."""
 
 
-def group_advantages(rewards: np.ndarray, failed: np.ndarray, normalize: bool) -> np.ndarray:
-    """float32[G] from rewards float32[G] and failed bool[G].
+def group_advantages(rewards: np.ndarray, failed: np.ndarray, estimator: AdvantageEstimator) -> np.ndarray:
+    """float32[G] from rewards float32[G] and failed bool[G], with the group as its own baseline:
 
-    GRPO (DeepSeekMath, arXiv:2402.03300, §4.1.2), the group as its own baseline:
+        group           (r_i - mean(r)) / (std(r) + eps)   GRPO (DeepSeekMath, arXiv:2402.03300, §4.1.2)
+        group_centred   r_i - mean(r)                      Dr. GRPO (arXiv:2503.20783, §3.2)
+        leave_one_out   r_i - 1/(G-1) Σ_{j≠i} r_j          RLOO (Ahmadian et al. 2024, arXiv:2402.14740)
 
-        A_i = (r_i - mean(r)) / (std(r) + eps)
-
-    with the standard deviation of the group itself (divided by G, not G - 1). Without `normalize`, A_i = r_i - mean(r)
-    (Dr. GRPO, arXiv:2503.20783). A failed attempt says nothing about the policy: it enters neither the mean nor the
-    deviation, and its advantage is 0.
+    The standard deviation is that of the group itself (divided by G, not G - 1). The estimators that the trainer completes
+    start from r_i - mean(r) (`batch_baseline`) or from r_i (`batch`, `gae`). A failed attempt says nothing about the policy: it
+    enters no mean, and its advantage is 0.
     """
     assert rewards.shape == failed.shape == (len(rewards),), (rewards.shape, failed.shape)
     advantages = np.zeros(len(rewards), dtype=np.float32)
-    valid = rewards[~failed].astype(np.float64)
+    advantages[~failed] = _compared(rewards[~failed].astype(np.float64), estimator)
+    return advantages
+
+
+def _compared(rewards: np.ndarray, estimator: AdvantageEstimator) -> np.ndarray:
+    """float64: each reward beside the others."""
+    if estimator in ("batch", "gae"):
+        return rewards
     # Equal rewards are tested for rather than left to the arithmetic: the mean of eight 0.1s is not quite 0.1, and a
     # group without signal must give exactly zero to be left out of the batch.
-    if len(valid) < 2 or np.all(valid == valid[0]):
-        return advantages
-    centred = valid - valid.mean()
-    advantages[~failed] = centred / (valid.std() + _EPS) if normalize else centred
-    return advantages
+    if len(rewards) < 2 or np.all(rewards == rewards[0]):
+        return np.zeros(len(rewards))
+    centred: np.ndarray = rewards - rewards.mean()
+    if estimator == "group":
+        return centred / (rewards.std() + _EPS)
+    if estimator in ("group_centred", "batch_baseline"):
+        return centred
+    if estimator == "leave_one_out":
+        return centred * (len(rewards) / (len(rewards) - 1))
+    raise AssertionError(estimator)

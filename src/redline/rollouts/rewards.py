@@ -35,6 +35,16 @@ def finite_parts(score: Mapping[str, float]) -> dict[str, float]:
     return parts
 
 
+def overlong_penalty(length: int, max_new_tokens: int, fraction: float) -> float:
+    """DAPO's soft overlong punishment (arXiv:2503.14476, eq. 13), with L_max = max_new_tokens and L_cache = fraction · L_max:
+
+    0                                       |y| ≤ L_max - L_cache
+    ((L_max - L_cache) - |y|) / L_cache     in between, down to -1 at |y| = L_max
+    """
+    cache = fraction * max_new_tokens
+    return min(0.0, (max_new_tokens - cache - length) / cache)
+
+
 def total_reward(parts: Mapping[str, float], weights: Mapping[str, float]) -> float:
     """Σ weight · part; a part without a weight weighs 1."""
     unknown = [name for name in weights if name not in parts]

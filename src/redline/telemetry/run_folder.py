@@ -96,6 +96,10 @@ class RunFolder:
     def model(self) -> Path:
         return self.path / "model"
 
+    @property
+    def adapter(self) -> Path:
+        return self.path / "adapter"
+
     @contextmanager
     def locked(self) -> Iterator[None]:
         """Be the only process that writes here. The kernel lets go of the lock however the process ends."""

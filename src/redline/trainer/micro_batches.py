@@ -1,19 +1,26 @@
-"""`TrainBatch` → micro-batches under a token budget, each group's prompt once.
+"""`TrainBatch` → micro-batches under a token budget, each group's prompt once, even in cost over micro-batches and ranks.
 
     batch        [prompt A · A1][prompt A · A2][prompt A · A3]   as sampled: every sequence whole
     micro-batch  [prompt A][A1][A2][A3]                          the same attention, a third of the tokens
 
 The gradient is the same: each attempt's tokens attend to the one prompt, and the prompt's gradient is the sum over them.
+`shared_prompts.py` says what is shared, `balance.py` what goes together, and here it is laid out.
+
+Letters beyond the usual: R ranks, N micro-batches of each rank.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 
+from redline.errors import TrainingError
 from redline.models.packed_attention import NO_PARENT, Segments
+from redline.trainer.balance import deal, fill_bins
+from redline.trainer.cost import CostModel
+from redline.trainer.shared_prompts import find_families
 from redline.types import TrainBatch
 
 
@@ -30,80 +37,160 @@ class MicroBatch:
     """int64: the trained tokens."""
     old_logprobs_M: np.ndarray
     """float32."""
+    index_M: np.ndarray
+    """int64: where each trained token is in `TrainBatch.tokens`; takes and puts per-token values of the batch."""
     sequence_M: np.ndarray
     """int64: which sequence of the `TrainBatch` each trained token belongs to."""
+    local_sequence_M: np.ndarray
+    """int64: the same, counted within the micro-batch from 0; what losses take as `sequence_M`."""
 
 
-@dataclass(slots=True)
-class _Builder:
-    tokens: list[np.ndarray] = field(default_factory=list)
-    parents: list[int] = field(default_factory=list)
-    predicted_from: list[np.ndarray] = field(default_factory=list)
-    targets: list[np.ndarray] = field(default_factory=list)
-    old_logprobs: list[np.ndarray] = field(default_factory=list)
-    sequences: list[np.ndarray] = field(default_factory=list)
-    num_tokens: int = 0
+@dataclass(slots=True, frozen=True)
+class MicroBatchPlan:
+    """Which sequences go through the network together, on which rank and when."""
 
-    def add_segment(self, tokens: np.ndarray, parent: int) -> int:
-        """Append a segment; its index."""
-        self.tokens.append(tokens)
-        self.parents.append(parent)
-        self.num_tokens += len(tokens)
-        return len(self.parents) - 1
+    batch: TrainBatch
+    prompt_S: np.ndarray
+    """int64, for every sequence of the batch: leading tokens that it shares with its group."""
+    sequences_RN: tuple[tuple[np.ndarray, ...], ...]
+    """Rank → micro-batch → its sequences in the batch, int64, rising; none where a rank is idle (`idle_micro_batch`)."""
+    cost_RN: np.ndarray
+    """float64, in tokens (`CostModel`)."""
+    tokens_RN: np.ndarray
+    """int64: tokens of the batch through the network; a prompt counts once for every micro-batch that it is in."""
 
-    def add_sequence(self, batch: TrainBatch, sequence: int, prompt_length: int, prompt_segment: int, prompt_end: int) -> None:
-        """Append what follows the shared prompt, whose last token sits at packed index `prompt_end`."""
-        start, end = batch.cu_seqlens[sequence] + prompt_length, batch.cu_seqlens[sequence + 1]
-        first = self.num_tokens
-        self.add_segment(batch.tokens[start:end].astype(np.int64), prompt_segment)
-        trained = np.flatnonzero(batch.loss_mask[start:end])
-        self.predicted_from.append(np.where(trained == 0, prompt_end, first + trained - 1))
-        self.targets.append(self.tokens[-1][trained])
-        self.old_logprobs.append(batch.old_logprobs[start:end][trained])
-        self.sequences.append(np.full(len(trained), sequence, dtype=np.int64))
+    @property
+    def num_micro_batches(self) -> int:
+        """Of each rank, the same for all."""
+        return self.cost_RN.shape[1]
 
-    def build(self) -> MicroBatch:
-        lengths = [len(tokens) for tokens in self.tokens]
-        return MicroBatch(
-            tokens_T=np.concatenate(self.tokens),
-            segments=Segments(np.concatenate([[0], np.cumsum(lengths)]), np.array(self.parents, dtype=np.int64)),
-            predicted_from_M=np.concatenate(self.predicted_from),
-            targets_M=np.concatenate(self.targets),
-            old_logprobs_M=np.concatenate(self.old_logprobs),
-            sequence_M=np.concatenate(self.sequences),
-        )
+    @property
+    def num_tokens(self) -> int:
+        """Of all ranks."""
+        return int(self.tokens_RN.sum())
+
+    @property
+    def num_padding_tokens(self) -> int:
+        """Tokens through the network that are none of the batch: one for each idle micro-batch."""
+        return sum(len(sequences) == 0 for rank in self.sequences_RN for sequences in rank)
+
+    @property
+    def largest_micro_batch(self) -> int:
+        """Tokens."""
+        return int(self.tokens_RN.max(initial=0))
+
+    @property
+    def longest_sequence(self) -> int:
+        """Tokens. A smaller budget makes no micro-batch smaller than this."""
+        planned = [number for rank in self.sequences_RN for sequences in rank for number in sequences]
+        return int(np.diff(self.batch.cu_seqlens)[planned].max()) if planned else 0
+
+    @property
+    def imbalance(self) -> float:
+        """Cost of the dearest micro-batch over the mean: 1 is even."""
+        return _max_over_mean(self.cost_RN.ravel())
+
+    @property
+    def rank_imbalance(self) -> float:
+        """Cost of the dearest rank over the mean: 1 is even."""
+        return _max_over_mean(self.cost_RN.sum(axis=1))
+
+    def of_rank(self, rank: int) -> Iterator[MicroBatch]:
+        """Its micro-batches, each laid out when it is asked for."""
+        for sequences in self.sequences_RN[rank]:
+            yield lay_out(self.batch, sequences, self.prompt_S[sequences]) if len(sequences) else idle_micro_batch()
 
 
 def micro_batches(batch: TrainBatch, max_tokens: int) -> Iterator[MicroBatch]:
-    """Sequences in order, as many as fit; a group cut in two has its prompt in both. A longer sequence goes alone."""
-    builder = _Builder()
-    for group_start, group_end in zip(batch.group_offsets[:-1], batch.group_offsets[1:], strict=True):
-        prompt_length = _shared_prompt_length(batch, group_start, group_end)
-        prompt_segment = prompt_end = NO_PARENT
-        for sequence in range(group_start, group_end):
-            start = batch.cu_seqlens[sequence]
-            rest = batch.cu_seqlens[sequence + 1] - start - prompt_length
-            needed = rest + (prompt_length if prompt_segment == NO_PARENT else 0)
-            if builder.num_tokens and builder.num_tokens + needed > max_tokens:
-                yield builder.build()
-                builder, prompt_segment = _Builder(), NO_PARENT
-            if prompt_segment == NO_PARENT:
-                prompt = batch.tokens[start : start + prompt_length].astype(np.int64)
-                prompt_segment = builder.add_segment(prompt, NO_PARENT)
-                prompt_end = builder.num_tokens - 1
-            builder.add_sequence(batch, sequence, prompt_length, prompt_segment, prompt_end)
-    if builder.num_tokens:
-        yield builder.build()
+    """Those of one process on its own."""
+    return plan_micro_batches(batch, max_tokens).of_rank(0)
 
 
-def _shared_prompt_length(batch: TrainBatch, group_start: int, group_end: int) -> int:
-    """Leading tokens that all sequences of the group share and none is trained on; at least 1, since a first token is never
-    chosen by the policy."""
-    starts, ends = batch.cu_seqlens[group_start:group_end], batch.cu_seqlens[group_start + 1 : group_end + 1]
-    untrained = min(int(np.argmax(batch.loss_mask[s:e])) for s, e in zip(starts, ends, strict=True))
-    first = batch.tokens[starts[0] : starts[0] + untrained]
-    assert untrained > 0, "a sequence is trained on its first token, which nothing predicts"
-    assert all(np.array_equal(first, batch.tokens[s : s + untrained]) for s in starts), (
-        "a group's attempts differ in their prompt"
+def plan_micro_batches(
+    batch: TrainBatch, max_tokens: int, num_ranks: int = 1, cost: CostModel | None = None, max_sequence: int | None = None
+) -> MicroBatchPlan:
+    """The same number of micro-batches for every rank, each of at most `max_tokens`, as even in cost as they go.
+
+    A sequence longer than the budget goes alone, unless it is longer than `max_sequence`: what the network or the device can
+    take at all.
+    """
+    cost = cost or CostModel()
+    families = find_families(batch, cost)
+    prompt_S = np.zeros(batch.num_sequences, dtype=np.int64)
+    prompt_S[families.number_S] = families.prompt_S
+    _refuse_too_long(batch, families.number_S, max_sequence)
+    if not len(families.number_S):
+        return MicroBatchPlan(batch, prompt_S, ((),) * num_ranks, np.zeros((num_ranks, 0)), np.zeros((num_ranks, 0), np.int64))
+    bins = fill_bins(families, max_tokens, num_ranks, cost)
+    by_bin = np.argsort(bins.bin_S, kind="stable")
+    ends_X = np.cumsum(np.bincount(bins.bin_S, minlength=len(bins.cost_X)))
+    sequences_X = np.split(families.number_S[by_bin], ends_X[:-1])
+    bins_RN = deal(bins.cost_X, num_ranks)
+    sequences_RN = tuple(tuple(sequences_X[number] for number in rank) for rank in bins_RN)
+    return MicroBatchPlan(batch, prompt_S, sequences_RN, bins.cost_X[bins_RN], bins.tokens_X[bins_RN])
+
+
+def lay_out(batch: TrainBatch, sequences_S: np.ndarray, prompt_S: np.ndarray) -> MicroBatch:
+    """These sequences of the batch, in rising order. Attempts of one group have the first `prompt_S` of their tokens once; one
+    that has no other of its group here is a single segment."""
+    group_S = np.searchsorted(batch.group_offsets, sequences_S, side="right") - 1
+    continues_S = np.concatenate([[False], (group_S[1:] == group_S[:-1]) & (prompt_S[1:] > 0)])
+    shares_S = continues_S | np.append(continues_S[1:], False)
+    prompt_S = np.where(shares_S, prompt_S, 0)
+    first_S = shares_S & ~continues_S
+
+    starts_S, ends_S = batch.cu_seqlens[sequences_S], batch.cu_seqlens[sequences_S + 1]
+    own_S = np.arange(len(sequences_S)) + np.cumsum(first_S)  # the segment of each sequence: prompts stand in between
+    prompts = own_S[first_S] - 1
+    num_segments = len(own_S) + len(prompts)
+    starts, lengths, parents = (np.full(num_segments, NO_PARENT, dtype=np.int64) for _ in range(3))
+    starts[own_S], lengths[own_S] = starts_S + prompt_S, ends_S - starts_S - prompt_S
+    starts[prompts], lengths[prompts] = starts_S[first_S], prompt_S[first_S]
+    parents[own_S[shares_S]] = prompts[np.cumsum(first_S)[shares_S] - 1]
+    segments = Segments(np.concatenate([[0], np.cumsum(lengths)]), parents)
+
+    index_T = np.repeat(starts - segments.offsets[:-1], lengths) + np.arange(segments.offsets[-1])
+    trained_M = np.flatnonzero(batch.loss_mask[index_T])
+    segment_M = np.searchsorted(segments.offsets, trained_M, side="right") - 1
+    after_prompt_M = trained_M == segments.offsets[segment_M]
+    prompt_end_M = segments.offsets[parents[segment_M] + 1] - 1
+    local_sequence_M = np.searchsorted(own_S, segment_M)
+    tokens_T, index_M = batch.tokens[index_T].astype(np.int64), index_T[trained_M]
+    return MicroBatch(
+        tokens_T=tokens_T,
+        segments=segments,
+        predicted_from_M=np.where(after_prompt_M, prompt_end_M, trained_M - 1),
+        targets_M=tokens_T[trained_M],
+        old_logprobs_M=batch.old_logprobs[index_M],
+        index_M=index_M,
+        sequence_M=sequences_S[local_sequence_M],
+        local_sequence_M=local_sequence_M,
     )
-    return untrained
+
+
+def idle_micro_batch() -> MicroBatch:
+    """One token, not trained on: a rank without work still takes part in what the ranks compute together."""
+    nothing_M = np.zeros(0, dtype=np.int64)
+    return MicroBatch(
+        tokens_T=np.zeros(1, dtype=np.int64),
+        segments=Segments.independent([1]),
+        predicted_from_M=nothing_M,
+        targets_M=nothing_M,
+        old_logprobs_M=np.zeros(0, dtype=np.float32),
+        index_M=nothing_M,
+        sequence_M=nothing_M,
+        local_sequence_M=nothing_M,
+    )
+
+
+def _refuse_too_long(batch: TrainBatch, numbers_S: np.ndarray, max_sequence: int | None) -> None:
+    longest = int(np.diff(batch.cu_seqlens)[numbers_S].max(initial=0))
+    if max_sequence is not None and longest > max_sequence:
+        raise TrainingError(
+            f"a sequence of {longest:,} tokens cannot be trained on: {max_sequence:,} is the most that fits",
+            "lower rollouts.max_new_tokens, or shorten the prompts",
+        )
+
+
+def _max_over_mean(cost: np.ndarray) -> float:
+    return float(cost.max() / cost.mean()) if cost.any() else 1.0

@@ -1,93 +1,231 @@
 """AdamW on float32 master weights; the network computes in its own dtype.
 
-The network's parameters are overwritten in place after each step, never replaced, so whoever shares their storage (the
-engine, captured graphs) sees the new policy at once. In float32 the parameters are their own masters.
+    backward ──► a parameter's gradient is complete ──► added to its float32 sum, and freed
+    update   ──► norms ──► for each stretch: moments in ─► AdamW with the clipping inside ─► weights written ─► moments out
+
+The network's parameters are overwritten in place, never replaced, so whoever shares their storage (the engine, captured graphs)
+sees the new policy at once. In float32 the parameters are their own masters. Nothing in a step waits for the device: whether
+the gradient is finite is decided there, and one that is not changes nothing.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import weakref
+from collections.abc import Callable, Mapping
 
 import torch
 from torch import Tensor, nn
 
 from redline.config.schema import TrainerConfig
-from redline.errors import RunFolderError
+from redline.errors import ConfigError, RunFolderError
+from redline.trainer import schedule
+from redline.trainer.finite import GradientNorms, gradient_norms
+from redline.trainer.flat_layout import FlatLayout, Stretch, flat_zeros
+from redline.trainer.offload import STRETCH_ELEMENTS, DeviceMemory, HostMemory, StateMemory
+from redline.trainer.quantized_states import CODECS, Codec, Kept
+
+CLIP_EPS = 1e-6
+"""Added to the norm before dividing by it, as torch's clip_grad_norm_ does."""
 
 
 class MasterAdamW:
-    """Owns master weights, float32 gradients and Adam's moments."""
+    """Owns master weights, float32 gradients and Adam's moments of the parameters that require a gradient."""
 
-    def __init__(self, network: nn.Module, dtype: torch.dtype, config: TrainerConfig) -> None:
+    def __init__(self, network: nn.Module | Mapping[str, nn.Parameter], dtype: torch.dtype, config: TrainerConfig) -> None:
+        """Converts the parameters to `dtype`; those that are frozen too, though nothing else is done with them."""
         self._config = config
-        self._parameters = dict(network.named_parameters())
-        self.masters: dict[str, Tensor] = {}
-        for name, parameter in self._parameters.items():
-            self.masters[name] = parameter if dtype == torch.float32 else nn.Parameter(parameter.detach().float().clone())
-            parameter.data = parameter.data.to(dtype)
-        matrices = [master for master in self.masters.values() if master.dim() > 1]
-        vectors = [master for master in self.masters.values() if master.dim() <= 1]
-        groups = [{"params": matrices, "weight_decay": config.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
-        self._adamw = torch.optim.AdamW(groups, lr=config.learning_rate, betas=config.betas, eps=config.eps, fused=True)
+        everything = dict(network.named_parameters()) if isinstance(network, nn.Module) else dict(network)
+        self._parameters = {name: parameter for name, parameter in everything.items() if parameter.requires_grad}
+        self._layout = FlatLayout(self._parameters)
+        self._device = next(iter(self._parameters.values())).device
+        self._codec: Codec = CODECS[config.optimizer_states]()
+        kept = dict(self._codec.kept) | ({} if dtype == torch.float32 else {"master": (torch.float32, 1)})
+        self._memory = _memory(kept, self._layout.num_elements, self._device, config.offload_optimizer)
+        for name, master in self.masters.items():
+            master.data.copy_(self._parameters[name].detach())
+        for parameter in everything.values():
+            parameter.data = parameter.data.to(dtype).contiguous()
+        whole = config.optimizer_states == "float32" and not config.offload_optimizer
+        self._stretches = self._layout.stretches(None if whole else STRETCH_ELEMENTS)
+        self._taken = torch.zeros((), device=self._device)
+        self._updates = 0
+        self._gradients: Tensor | None = None
+        self._arrived: set[str] = set()
+        self.sum_squares: Callable[[Tensor], Tensor] = _alone
+        """Sums the squared norms over the processes that hold a part of each gradient."""
+        _take_gradients(self)
+
+    @property
+    def masters(self) -> dict[str, Tensor]:
+        """The float32 weights by name, wherever they lie; shares storage."""
+        self._memory.settle()
+        flat = self._memory.tensors.get("master")
+        return dict(self._parameters) if flat is None else self._layout.views(flat)
 
     def learning_rate(self, step: int) -> float:
-        """Of step number `step`, counted from 0: linear warm-up, then constant or a linear fall to zero."""
-        warmup, decay = self._config.warmup_steps, self._config.decay_steps
-        rising = min(1.0, (step + 1) / max(1, warmup))
-        falling = 1 - max(0, step - warmup) / decay if decay else 1.0
-        return self._config.learning_rate * rising * falling
+        """Of step number `step`, counted from 0."""
+        return schedule.learning_rate(self._config, step)
 
-    def accumulate(self) -> None:
-        """Add the network's gradients to the masters' in float32, and free them."""
-        for name, master in self.masters.items():
-            parameter = self._parameters[name]
-            if parameter is master or parameter.grad is None:
-                continue
-            if master.grad is None:
-                master.grad = parameter.grad.float()
-            else:
-                master.grad += parameter.grad
-            parameter.grad = None
-
-    def step(self, learning_rate: float) -> float:
-        """Clip, update, write the network's weights; the gradient norm before clipping. A bad norm changes nothing."""
-        for master in self.masters.values():
-            if master.grad is None:
-                master.grad = torch.zeros_like(master)
-        norm = float(nn.utils.clip_grad_norm_(self.masters.values(), self._config.max_grad_norm))
-        if norm == norm and norm != float("inf"):
-            for group in self._adamw.param_groups:
-                group["lr"] = learning_rate
-            self._adamw.step()
-            self._write_back()
-        self._adamw.zero_grad()
-        return norm
+    # ── gradients ──────────────────────────────────────────────────────────────────────────────────────────────────────
 
     @torch.no_grad()
-    def _write_back(self) -> None:
-        for name, master in self.masters.items():
-            if self._parameters[name] is not master:
-                self._parameters[name].copy_(master)
+    def take(self, name: str) -> None:
+        """Add a parameter's gradient to its float32 sum, and free it."""
+        parameter = self._parameters[name]
+        if parameter.grad is None:
+            return
+        if self._gradients is None:
+            self._gradients = torch.empty(self._layout.num_elements, dtype=torch.float32, device=self._device)
+        total = self._layout.view(self._gradients, name)
+        if name in self._arrived:
+            total.add_(parameter.grad)
+        else:
+            total.copy_(parameter.grad)
+            self._arrived.add(name)
+        parameter.grad = None
+
+    def accumulate(self) -> None:
+        """Take what no backward pass has handed over by itself: gradients that somebody assigned."""
+        for name in self._parameters:
+            self.take(name)
+
+    def discard(self) -> None:
+        """Forget every gradient since the last step: a backward pass that breaks off has left some in the sum."""
+        for parameter in self._parameters.values():
+            parameter.grad = None
+        self._gradients, self._arrived = None, set()
+
+    @torch.no_grad()
+    def gradients(self) -> dict[str, Tensor]:
+        """The float32 sums by name, to be changed in place; zero where no gradient came."""
+        self.accumulate()
+        if self._gradients is None:
+            self._gradients = flat_zeros(self._layout, self._device)
+            self._arrived = set(self._parameters)
+        views = self._layout.views(self._gradients)
+        for name in views.keys() - self._arrived:
+            views[name].zero_()
+        self._arrived = set(self._parameters)
+        return views
+
+    # ── the step ───────────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def step(self, learning_rate: float, loss: Tensor | None = None) -> float:
+        """`update`, and wait for it: the gradient norm before clipping."""
+        return float(self.update(learning_rate, loss).total)
+
+    @torch.no_grad()
+    def update(self, learning_rate: float, loss: Tensor | None = None) -> GradientNorms:
+        """Clip, update, write the network's weights, forget the gradients. With a norm or `loss` that is not finite, only the
+        last of these."""
+        gradients = self.gradients()
+        squares_P = torch.stack(torch._foreach_norm(list(gradients.values()))).square()
+        norms = gradient_norms(self.sum_squares(squares_P), tuple(gradients), loss)
+        clip = ((norms.total + CLIP_EPS) / self._config.max_grad_norm).clamp(min=1.0)
+        self._taken += 1
+        self._updates += 1
+        for stretch, here in self._memory.visit(self._stretches):
+            self._update(stretch, here, gradients, clip, norms.skip, learning_rate)
+        self._taken -= norms.skip
+        self._gradients, self._arrived = None, set()
+        return norms
+
+    def _update(
+        self,
+        stretch: Stretch,
+        here: Mapping[str, Tensor],
+        gradients: Mapping[str, Tensor],
+        clip: Tensor,
+        skip: Tensor,
+        learning_rate: float,
+    ) -> None:
+        pieces, config = stretch.pieces, self._config
+        weights = [piece.of_parameter(self._parameters[piece.name].detach()) for piece in pieces]
+        masters = [piece.of_stretch(here["master"]) for piece in pieces] if "master" in here else weights
+        moments = self._codec.decode(here)
+        torch._fused_adamw_(
+            masters,
+            [piece.of_parameter(gradients[piece.name]) for piece in pieces],
+            [piece.of_stretch(moments[0]) for piece in pieces],
+            [piece.of_stretch(moments[1]) for piece in pieces],
+            [],
+            [self._taken] * len(pieces),
+            lr=learning_rate,
+            beta1=config.betas[0],
+            beta2=config.betas[1],
+            weight_decay=config.weight_decay if stretch.decayed else 0.0,
+            eps=config.eps,
+            amsgrad=False,
+            maximize=False,
+            grad_scale=clip,
+            found_inf=skip,
+        )
+        self._codec.encode(moments, here, skip, seed=self._updates * self._layout.num_elements + stretch.start)
+        if masters is not weights:
+            torch._foreach_copy_(weights, masters)
+
+    # ── checkpoints ────────────────────────────────────────────────────────────────────────────────────────────────────
 
     def state(self) -> dict[str, Tensor]:
         """Everything that decides the next step, by name; shares storage."""
         state = {f"master/{name}": master.detach() for name, master in self.masters.items()}
-        for name, master in self.masters.items():
-            for key, value in self._adamw.state.get(master, {}).items():
-                state[f"{key}/{name}"] = value
-        return state
+        for key in self._codec.kept:
+            state |= {f"{key}/{name}": view for name, view in self._layout.views(self._memory.tensors[key]).items()}
+        return state | {"step": self._taken, "updates": torch.tensor(self._updates)}
 
     @torch.no_grad()
     def load_state(self, state: Mapping[str, Tensor]) -> None:
         """Take over a saved state, in place where the network shares the storage."""
+        mine = self.state()
+        self._check(state, mine)
+        for key, tensor in mine.items():
+            tensor.copy_(state[key])
+        self._updates = int(state["updates"])
         for name, master in self.masters.items():
-            saved = state.get(f"master/{name}")
-            if saved is None or saved.shape != master.shape:
+            self._parameters[name].copy_(master)
+        self.discard()
+
+    def _check(self, state: Mapping[str, Tensor], mine: Mapping[str, Tensor]) -> None:
+        for key, tensor in mine.items():
+            saved, (kind, _, name) = state.get(key), key.partition("/")
+            if saved is not None and saved.shape == tensor.shape and saved.dtype == tensor.dtype:
+                continue
+            if kind == "master":
                 raise RunFolderError(
                     f"the checkpoint is of another model: {name} differs", "resume with the model it began with"
                 )
-        for name, master in self.masters.items():
-            master.copy_(state[f"master/{name}"])
-            moments = {key: state[f"{key}/{name}"] for key in ("step", "exp_avg", "exp_avg_sq") if f"{key}/{name}" in state}
-            self._adamw.state[master] = {key: value.clone().to(master.device) for key, value in moments.items()}
-        self._write_back()
+            raise RunFolderError(
+                f"the checkpoint's optimizer states are not {self._config.optimizer_states}: {key} differs",
+                "resume with the trainer.optimizer_states it began with",
+            )
+
+
+def _memory(kept: Kept, num_elements: int, device: torch.device, offload: bool) -> StateMemory:
+    if not offload:
+        return DeviceMemory(kept, num_elements, device)
+    if device.type == "cpu":
+        raise ConfigError(
+            "trainer.offload_optimizer: on the CPU the optimizer's state is in host memory already",
+            "set trainer.offload_optimizer=false; trainer.optimizer_states=int8 makes it smaller",
+        )
+    return HostMemory(kept, num_elements, device)
+
+
+def _take_gradients(optimizer: MasterAdamW) -> None:
+    """Have every backward pass hand over each gradient as soon as it is complete, for as long as the optimizer lives."""
+    owner = weakref.ref(optimizer)
+
+    def hook(name: str) -> Callable[[Tensor], None]:
+        def take(parameter: Tensor) -> None:
+            alive = owner()
+            if alive is not None:
+                alive.take(name)
+
+        return take
+
+    handles = [p.register_post_accumulate_grad_hook(hook(name)) for name, p in optimizer._parameters.items()]
+    weakref.finalize(optimizer, lambda: [handle.remove() for handle in handles])
+
+
+def _alone(squares_P: Tensor) -> Tensor:
+    return squares_P

@@ -1,40 +1,114 @@
 """The trainer: one `TrainBatch` in, one optimizer step out.
 
-batch → micro-batches → forward → logprobs of the chosen tokens → loss → backward → accumulate → AdamW → weights in place
+    batch ──► reference, values, old logprobs (only where the recipe needs them) ──► a weight and an advantage for every token
+          ──► micro-batches ──► forward ──► logprobs of the chosen tokens ──► loss ──► backward, each of them
+          ──► AdamW ──► weights in place
+
+The weights of the mean are those of the whole batch, so its loss is a sum over tokens: micro-batches of any size, on any
+number of processes, add up to the same gradient.
 """
 
 from __future__ import annotations
 
-import math
-from dataclasses import dataclass
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from redline.config.schema import TrainerConfig
-from redline.errors import TrainingError
+from redline.config.schema import AdvantageEstimator, TrainerConfig
+from redline.errors import ConfigError
+from redline.models.decoder import Decoder
 from redline.models.hf import AnyDecoder
-from redline.models.packed_attention import PackedAttention
+from redline.models.memory import parameter_bytes
+from redline.models.trainable_lora import add_adapter
+from redline.models.value_head import value_network
 from redline.telemetry import span
-from redline.trainer.checkpoint import read_checkpoint, write_checkpoint
-from redline.trainer.logprobs import selected_logprobs
-from redline.trainer.losses import grpo_loss, sequence_mean_weights
-from redline.trainer.micro_batches import MicroBatch, micro_batches
+from redline.trainer import schedule
+from redline.trainer.algorithm import LossInputs, policy_loss
+from redline.trainer.async_checkpoint import CheckpointWriter
+from redline.trainer.budget import Budgets, TokenBudget, find_budgets, with_oom_retry
+from redline.trainer.checkpoint import load_checkpoint
+from redline.trainer.cost import CostModel
+from redline.trainer.critic import Critic, CriticReport, critic_settings
+from redline.trainer.finite import BadStep, BadSteps
+from redline.trainer.forward import by_token, chosen_logprobs, network_inputs, recompute
+from redline.trainer.micro_batches import MicroBatch, MicroBatchPlan, plan_micro_batches
 from redline.trainer.optimizer import MasterAdamW
+from redline.trainer.parallel import Parallel
+from redline.trainer.random_state import restore_random_state
+from redline.trainer.reference import Reference
+from redline.trainer.staging import Staging
+from redline.trainer.token_numbers import TokenNumbers, batch_advantages, batch_weights
+from redline.trainer.totals import StepTotals
 from redline.types import StepReport, TrainBatch, WeightSet
+
+FORWARD_RATIO = 4
+"""Tokens of a pass without gradients for each of one with them, where only the latter's budget is given."""
+CRITIC = "critic/"
+"""What the names of the critic's state begin with."""
 
 
 class PolicyTrainer:
-    """GRPO on packed micro-batches. Implements `ports.Trainer`."""
+    """Packed micro-batches, any algorithm of `docs/algorithms.md`. Implements `ports.Trainer`."""
 
-    def __init__(self, decoder: AnyDecoder, dtype: torch.dtype, temperature: float, config: TrainerConfig) -> None:
-        self._decoder = decoder
-        self._temperature = temperature
-        self._config = config
-        self._optimizer = MasterAdamW(decoder, dtype, config)
+    def __init__(
+        self,
+        decoder: AnyDecoder,
+        dtype: torch.dtype,
+        temperature: float,
+        config: TrainerConfig,
+        *,
+        advantages: AdvantageEstimator = "group",
+        max_new_tokens: int = 1,
+        seed: int = 0,
+        parallel: Parallel | None = None,
+        bad_steps: Path = Path("bad-steps"),
+        tell: Callable[[str], None] = lambda _: None,
+    ) -> None:
+        """Takes the network over: converts it to `dtype`, and freezes it where an adapter is trained. `advantages` and
+        `max_new_tokens` are those of the recipe's rollouts; a batch that is not finite may end in the folder `bad_steps`."""
+        self._decoder, self._dtype, self._temperature, self._config = decoder, dtype, temperature, config
+        self._estimator: AdvantageEstimator = advantages
+        self._max_new_tokens = max_new_tokens
+        self._parallel = parallel or Parallel()
+        self._tell = tell
+        if config.lora.rank:
+            add_adapter(decoder, config.lora, dtype, seed)
+        self._recompute_in_backward()
+        self._reference = Reference(decoder, dtype, temperature, offload=config.reference_offload) if config.kl_coef else None
+        self._critic_settings = critic_settings(config)
+        self._critic_optimizer: MasterAdamW | None = None
+        self._critic = self._make_critic(seed + 1) if advantages == "gae" else None
+        self._weights = self._parallel.wrap(decoder, dtype)
+        self._optimizer = MasterAdamW(self._weights.parameters, torch.float32 if self._weights.are_masters else dtype, config)
+        self._optimizer.sum_squares = self._weights.sum_squares
+        self._cost = CostModel.of(decoder.spec, sum(parameter.numel() for parameter in decoder.parameters()))
+        self._staging = Staging(decoder.output_weight.device)
+        self._budget: TokenBudget | None = None
+        self._forward_budget = 0
+        self._bad_steps = BadSteps(config.max_bad_steps, bad_steps)
+        self._writer = CheckpointWriter()
         self._version = 0
+
+    def _recompute_in_backward(self) -> None:
+        kind = self._config.gradient_checkpointing
+        if isinstance(self._decoder, Decoder):
+            self._decoder.recompute_in_backward(kind)
+        elif kind != "none":
+            raise ConfigError(
+                f"trainer.gradient_checkpointing = {kind}: model family {self._decoder.spec.family!r} is run by transformers",
+                "set trainer.gradient_checkpointing=none",
+            )
+
+    def _make_critic(self, seed: int) -> Critic:
+        if self._parallel.place.world > 1:
+            raise ConfigError("rollouts.advantages = gae: the critic is trained by one process", "start one, without torchrun")
+        settings = self._critic_settings
+        network = value_network(self._decoder, settings.lora, self._dtype, seed)
+        self._critic_optimizer = MasterAdamW(network, self._dtype, settings)
+        return Critic(network, self._critic_optimizer, settings.critic.clip)
 
     @property
     def version(self) -> int:
@@ -42,103 +116,183 @@ class PolicyTrainer:
 
     @property
     def masters(self) -> dict[str, Tensor]:
-        """The float32 weights, by our parameter names."""
+        """The float32 weights that are trained, by our parameter names."""
         return self._optimizer.masters
 
-    def step(self, batch: TrainBatch) -> StepReport:
-        totals = _Totals()
-        lengths_S = (
-            np.add.reduceat(batch.loss_mask.astype(np.int64), batch.cu_seqlens[:-1]) if batch.num_sequences else np.zeros(0)
-        )
-        weights_S = sequence_mean_weights(torch.from_numpy(lengths_S), batch.num_sequences_sampled).numpy()
-        for micro_batch in micro_batches(batch, self._config.max_tokens_per_micro_batch):
-            self._train_on(micro_batch, batch.advantages, weights_S, totals)
-        learning_rate = self._optimizer.learning_rate(self._version)
-        with span("trainer.optimizer", version=self._version):
-            grad_norm = self._optimizer.step(learning_rate)
-        if not math.isfinite(grad_norm):
-            raise TrainingError(
-                f"step {self._version}: the gradient norm is {grad_norm}; the weights are unchanged",
-                "lower trainer.learning_rate, or resume from the last checkpoint with model.dtype=float32",
-            )
-        self._version += 1
-        return totals.report(grad_norm, learning_rate)
+    # ── a step ─────────────────────────────────────────────────────────────────────────────────────────────────────────
 
-    def _train_on(self, micro_batch: MicroBatch, advantages_S: np.ndarray, weights_S: np.ndarray, totals: _Totals) -> None:
-        device = self._decoder.output_weight.device
+    def step(self, batch: TrainBatch) -> StepReport:
+        budget = self._budgets()
+        numbers, values_T = self._prepare(batch)
+        if self._config.sharding == "none":
+            plan, totals = with_oom_retry(
+                budget,
+                lambda tokens: self._plan(batch, tokens),
+                lambda plan: (plan, self._run(plan, numbers)),
+                self._optimizer.discard,
+                self._tell,
+                self._on_any_rank,
+            )
+        else:  # a rank that runs out of memory would leave the others waiting for its shards
+            plan = self._plan(batch, budget.current)
+            totals = self._run(plan, numbers)
+        learning_rate = self._optimizer.learning_rate(self._version)
+        grad_norm, skipped = self._update(batch, totals, learning_rate)
+        critic = self._train_critic(batch, numbers, values_T) if self._critic and not skipped else None
+        self._version += 1
+        extra = {} if critic is None else critic.metrics
+        return totals.report(self._parallel, plan, grad_norm, learning_rate, skipped=skipped, extra=extra)
+
+    def _plan(self, batch: TrainBatch, max_tokens: int) -> MicroBatchPlan:
+        place = self._parallel.place
         with span("trainer.pack", version=self._version):
-            attend = PackedAttention(micro_batch.segments, device)
-            tokens_T, from_M, targets_M = (
-                torch.from_numpy(array).to(device)
-                for array in (micro_batch.tokens_T, micro_batch.predicted_from_M, micro_batch.targets_M)
+            return plan_micro_batches(
+                batch, max_tokens * place.sequence_ranks, place.data_ranks, self._cost, self._decoder.spec.max_positions
             )
-            old_M, advantages_M, weights_M = (
-                torch.from_numpy(array.astype(np.float32)).to(device)
-                for array in (
-                    micro_batch.old_logprobs_M,
-                    advantages_S[micro_batch.sequence_M],
-                    weights_S[micro_batch.sequence_M],
-                )
-            )
+
+    def _run(self, plan: MicroBatchPlan, numbers: TokenNumbers) -> StepTotals:
+        """Forward and backward of every micro-batch."""
+        totals = StepTotals.on(self._decoder.output_weight.device)
+        staged = self._staging.ahead(self._arrays(plan, numbers))
+        for number, (micro_batch, tensors) in enumerate(staged):
+            with self._weights.micro_batch(last=number == plan.num_micro_batches - 1):
+                self._train_on(micro_batch, tensors, totals)
+            self._optimizer.accumulate()
+        return totals
+
+    def _arrays(self, plan: MicroBatchPlan, numbers: TokenNumbers):  # type: ignore[no-untyped-def]
+        for micro_batch in plan.of_rank(self._parallel.place.data_rank):
+            with span("trainer.pack", version=self._version):
+                arrays = network_inputs(micro_batch, self._parallel.share(micro_batch)) | numbers.of(micro_batch)
+                arrays |= {"old_logprobs_M": micro_batch.old_logprobs_M, "sequence_M": micro_batch.local_sequence_M}
+            yield micro_batch, arrays
+
+    def _train_on(self, micro_batch: MicroBatch, tensors: dict[str, Tensor], totals: StepTotals) -> None:
+        share = self._parallel.share(micro_batch)
         with span("trainer.forward", version=self._version):
-            hidden_TE = self._decoder(tokens_T, attend.positions_T, attend)
-            hidden_ME = hidden_TE.index_select(0, from_M)
-            logprobs_M, entropy_M = selected_logprobs(hidden_ME, self._decoder.output_weight, targets_M, self._temperature)
-            policy = grpo_loss(logprobs_M, old_M, advantages_M, weights_M, self._config.clip_low, self._config.clip_high)
+            logprobs_M, entropy_M = chosen_logprobs(self._decoder, micro_batch, share, tensors, self._temperature)
+            given = {name: tensor for name, tensor in tensors.items() if name.endswith("_M")}
+            bonus_M = entropy_M if self._config.entropy_coef else None
+            policy = policy_loss(LossInputs(logprobs_M, **given, entropy_M=bonus_M), self._config)
         with span("trainer.backward", version=self._version):
             policy.loss.backward()
-            self._optimizer.accumulate()
-        totals.add(
-            len(tokens_T), policy.loss.detach(), policy.ratio_M, policy.clipped_M, logprobs_M.detach() - old_M, entropy_M
+        seen = {
+            "logprob": logprobs_M.detach(),
+            "old logprob": tensors["old_logprobs_M"],
+            "advantage": tensors["advantages_M"],
+        }
+        totals.add(micro_batch, policy, seen, entropy_M.detach())
+
+    def _update(self, batch: TrainBatch, totals: StepTotals, learning_rate: float) -> tuple[float, bool]:
+        """The gradient norm before clipping, and whether the step was skipped because something is not finite."""
+        with span("trainer.optimizer", version=self._version):
+            self._weights.sum_gradients(self._optimizer.gradients())
+            loss = self._parallel.sum_of(totals.loss)
+            norms = self._optimizer.update(learning_rate, loss)
+            self._weights.changed()
+            grad_norm, skipped = float(norms.total), bool(norms.skip)
+        if not skipped:
+            self._bad_steps.good()
+            return grad_norm, False
+        bad = BadStep(self._version, float(loss), grad_norm, tuple(norms.bad_parameters()), tuple(totals.bad_tokens()))
+        self._tell(f"skipped: {bad}")
+        self._bad_steps.bad(bad, batch)
+        return grad_norm, True
+
+    def _on_any_rank(self, here: bool) -> bool:
+        device = self._decoder.output_weight.device
+        return bool(self._parallel.max_of(torch.tensor([float(here)], device=device)))
+
+    # ── what a step needs to know first ────────────────────────────────────────────────────────────────────────────────
+
+    def _prepare(self, batch: TrainBatch) -> tuple[TokenNumbers, np.ndarray | None]:
+        """What each token brings into the loss, and the critic's values of them."""
+        config = self._config
+        passes = bool(self._reference or self._critic or config.recompute_old_logprobs)
+        parts = list(self._plan(batch, self._forward_budget).of_rank(self._parallel.place.data_rank)) if passes else []
+        reference_T = values_T = anchor_T = None
+        if self._reference:
+            reference_T = self._by_token(batch, parts, self._reference.logprobs(parts, self._parallel.share))
+        if config.recompute_old_logprobs:
+            with span("trainer.recompute", version=self._version):
+                logprobs = recompute(self._decoder, parts, self._temperature, share_of=self._parallel.share)
+                anchor_T = self._by_token(batch, parts, logprobs)
+        if self._critic:
+            values_T = self._by_token(batch, parts, self._critic.values(parts))
+        with span("trainer.pack", version=self._version):
+            advantages_T, returns_T = batch_advantages(batch, self._estimator, config, reference_T, values_T)
+            weights_T = batch_weights(batch, config, self._max_new_tokens)
+        in_loss = reference_T if config.kl_in == "loss" else None
+        return TokenNumbers(weights_T, advantages_T, anchor_T, in_loss, returns_T), values_T
+
+    def _by_token(self, batch: TrainBatch, parts: list[MicroBatch], values: list[Tensor]) -> np.ndarray:
+        """float32[T], of all processes."""
+        mine_T = torch.from_numpy(by_token(parts, values, len(batch.tokens)))
+        device = self._decoder.output_weight.device
+        return self._parallel.sum_of(mine_T.to(device)).cpu().numpy()
+
+    def _train_critic(self, batch: TrainBatch, numbers: TokenNumbers, values_T: np.ndarray | None) -> CriticReport:
+        assert self._critic is not None
+        assert values_T is not None
+        assert numbers.returns_T is not None
+        settings = self._critic_settings
+        assert settings.max_tokens_per_micro_batch is not None
+        parts = self._plan(batch, settings.max_tokens_per_micro_batch).of_rank(0)
+        learning_rate = schedule.learning_rate(settings, self._version)
+        return self._critic.step(parts, values_T, numbers.returns_T, numbers.weights_T, learning_rate)
+
+    def _budgets(self) -> TokenBudget:
+        """Found at the first step, when everything else that takes memory is there."""
+        if self._budget is None:
+            given = self._config.max_tokens_per_micro_batch
+            budgets = Budgets(given, FORWARD_RATIO * given, "as the recipe says") if given else self._planned_budgets()
+            self._budget, self._forward_budget = TokenBudget(budgets.training), budgets.forward
+            if self._config.max_tokens_per_forward:
+                self._forward_budget = self._config.max_tokens_per_forward
+            if not given:
+                self._tell(f"trainer.max_tokens_per_micro_batch = {budgets.training} ({budgets.reason})")
+        return self._budget
+
+    def _planned_budgets(self) -> Budgets:
+        config, num_shards = self._config, 1 if self._config.sharding == "none" else self._parallel.place.world
+        parameters = parameter_bytes(
+            self._decoder,
+            self._dtype,
+            bytes_per_moments=8 if config.optimizer_states == "float32" else 2,
+            offloaded=config.offload_optimizer,
+            num_shards=num_shards,
+            sharded_weights=config.sharding == "full",
         )
+        own = parameters.weights + parameters.masters + parameters.moments
+        return find_budgets(self._decoder, self._dtype, parameters, own, config.gradient_checkpointing)
+
+    # ── what others get to see ─────────────────────────────────────────────────────────────────────────────────────────
 
     def weights(self) -> WeightSet:
-        return WeightSet(self._version, {name: parameter.detach() for name, parameter in self._decoder.named_parameters()})
+        trained = {name: p.detach() for name, p in self._decoder.named_parameters() if p.requires_grad}
+        return WeightSet(self._version, trained)
+
+    # ── checkpoints ────────────────────────────────────────────────────────────────────────────────────────────────────
 
     def save(self, folder: Path) -> None:
-        write_checkpoint(folder, self._version, self._optimizer.state())
+        """Copies the state and returns; `flush` waits until it is on the disk."""
+        state = self._weights.full_state(self._optimizer.state())
+        if self._critic_optimizer is not None:
+            state |= {CRITIC + name: tensor for name, tensor in self._critic_optimizer.state().items()}
+        if self._parallel.is_main:
+            self._writer.save(folder, self._version, state)
+
+    def flush(self) -> None:
+        """Wait until the last checkpoint is on the disk; raises what went wrong with it."""
+        self._writer.flush()
 
     def load(self, folder: Path) -> None:
-        self._version, state = read_checkpoint(folder)
-        self._optimizer.load_state(state)
-
-
-@dataclass(slots=True)
-class _Totals:
-    """Sums over the micro-batches of a step."""
-
-    loss: float = 0.0
-    entropy: float = 0.0
-    clipped: float = 0.0
-    mismatch: float = 0.0
-    max_ratio: float = 0.0
-    tokens: int = 0
-    trained: int = 0
-    micro_batches: int = 0
-
-    def add(
-        self, tokens: int, loss: Tensor, ratio_M: Tensor, clipped_M: Tensor, log_ratio_M: Tensor, entropy_M: Tensor
-    ) -> None:
-        self.loss += float(loss)
-        self.entropy += float(entropy_M.sum())
-        self.clipped += float(clipped_M.sum())
-        self.mismatch += float((torch.expm1(log_ratio_M.double()) - log_ratio_M).sum())
-        self.max_ratio = max(self.max_ratio, float(ratio_M.max()))
-        self.tokens += tokens
-        self.trained += len(ratio_M)
-        self.micro_batches += 1
-
-    def report(self, grad_norm: float, learning_rate: float) -> StepReport:
-        trained = self.trained or math.nan  # without a trained token there is no mean
-        return StepReport(
-            loss=self.loss,
-            grad_norm=grad_norm,
-            learning_rate=learning_rate,
-            entropy=self.entropy / trained,
-            clip_fraction=self.clipped / trained,
-            mismatch_kl=self.mismatch / trained,
-            max_ratio=self.max_ratio if self.trained else math.nan,
-            num_tokens=self.tokens,
-            num_trained_tokens=self.trained,
-            num_micro_batches=self.micro_batches,
-        )
+        saved = load_checkpoint(folder)
+        critic = {name.removeprefix(CRITIC): t for name, t in saved.tensors.items() if name.startswith(CRITIC)}
+        policy = {name: tensor for name, tensor in saved.tensors.items() if not name.startswith(CRITIC)}
+        self._optimizer.load_state(self._weights.local_state(policy, self._optimizer.state()))
+        self._weights.changed()
+        if self._critic_optimizer is not None:
+            self._critic_optimizer.load_state(critic)
+        restore_random_state(saved.random)
+        self._version = saved.version

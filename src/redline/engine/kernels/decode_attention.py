@@ -119,6 +119,7 @@ def decode_attention(
     _decode[(B, K, batch.num_splits)](
         heads_BND, q_norm, k_norm, norm_eps, rotary, rotary.shape[1], queries_BHD, out_BHD, **rows, **cache,
         SPLITS=batch.num_splits, BLOCK_Q=max(MIN_ROWS, triton.next_power_of_2(rows["H"] // K)), **_compiled(tile or TILES[D]),
+        enable_fp_fusion=False,
     )  # fmt: skip
     if batch.prefixes and queries_BHD is not None:
         tiles = triton.cdiv(batch.prefixes.max_size * (rows["H"] // K), SHARED_ROWS)

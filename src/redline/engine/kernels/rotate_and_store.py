@@ -29,7 +29,7 @@ def rotate_and_store(
     if T:
         _rotate_and_store[(T,)](
             heads_TND, keys, values, positions_T, slots_T, rotary, rotary.shape[1], q_norm, k_norm, norm_eps,
-            H=N - 2 * K, K=K, D=D, PAGE=page, num_warps=4,
+            H=N - 2 * K, K=K, D=D, PAGE=page, num_warps=4, enable_fp_fusion=False,
         )  # fmt: skip
 
 

@@ -1,0 +1,224 @@
+"""The operations between a decoder's products with their gradients, one pass over memory forward and one backward.
+
+They compute what eager torch computes and round where it rounds, but keep less for the backward pass: of a norm the residual
+stream and one number per token, of an activation the projection, of a rotation nothing.
+This module needs triton; only code that runs on a CUDA device may import it.
+
+I is the inner size of the MLP, P programs that share the tokens among them.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+PROGRAMS = 512
+"""Of the norm's backward pass: each sums the weight's gradient over its tokens, and a last step over the programs."""
+SILU_BLOCK = 1024
+
+
+def add_rms_norm(x_TE: Tensor, delta_TE: Tensor | None, weight_E: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """The residual stream after `delta`, and its RMS norm."""
+    if delta_TE is None:
+        return x_TE, _AddRMSNorm.apply(x_TE, None, weight_E, eps)[1]
+    return _AddRMSNorm.apply(x_TE, delta_TE, weight_E, eps)
+
+
+def silu_mul(gate_up_TI: Tensor) -> Tensor:
+    """silu(gate) · up, [T, I], from the two side by side, [T, 2 · I]."""
+    return _SiluMul.apply(gate_up_TI)
+
+
+def rotate_(heads_TX: Tensor, num_rotated: int, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotate the first heads of every token in place, X = heads · D. cos and sin are [T, 1, D / 2] of `rotary_table`."""
+    return _Rotate.apply(heads_TX, num_rotated, cos, sin)
+
+
+class _AddRMSNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x_TE: Tensor, delta_TE: Tensor | None, weight_E: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+        T, E = x_TE.shape
+        sum_TE = x_TE if delta_TE is None else torch.empty_like(x_TE)
+        normed_TE = torch.empty_like(x_TE)
+        scale_T = torch.empty(T, dtype=torch.float32, device=x_TE.device)
+        block = triton.next_power_of_2(E)
+        if T:
+            _norm_forward[(T,)](
+                x_TE, delta_TE, weight_E, sum_TE, normed_TE, scale_T, eps, E=E, BLOCK=block, num_warps=_warps(block)
+            )
+        ctx.save_for_backward(sum_TE, weight_E, scale_T)
+        ctx.has_delta = delta_TE is not None
+        return sum_TE, normed_TE
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor | None, Tensor, None]:
+        sum_TE, weight_E, scale_T = ctx.saved_tensors
+        grad_sum_TE, grad_normed_TE = (grad.contiguous() for grad in grads)
+        T, E = sum_TE.shape
+        # Without a delta, the stream passes by the function: its gradient does not come through here.
+        other_TE = grad_sum_TE if ctx.has_delta else None
+        grad_TE = torch.empty_like(sum_TE)
+        programs = min(PROGRAMS, max(T, 1))
+        partial_PE = torch.zeros(programs, E, dtype=torch.float32, device=sum_TE.device)
+        block = triton.next_power_of_2(E)
+        _norm_backward[(programs,)](
+            sum_TE,
+            weight_E,
+            scale_T,
+            grad_normed_TE,
+            other_TE,
+            grad_TE,
+            partial_PE,
+            T,
+            E=E,
+            BLOCK=block,
+            num_warps=_warps(block),
+        )
+        return grad_TE, grad_TE if ctx.has_delta else None, partial_PE.sum(dim=0).to(weight_E.dtype), None
+
+
+class _SiluMul(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, gate_up_TI: Tensor) -> Tensor:
+        T, both = gate_up_TI.shape
+        out_TI = gate_up_TI.new_empty(T, both // 2)
+        if T:
+            grid = (T, triton.cdiv(both // 2, SILU_BLOCK))
+            _silu_forward[grid](gate_up_TI, out_TI, I=both // 2, BLOCK=SILU_BLOCK, num_warps=4)
+        ctx.save_for_backward(gate_up_TI)
+        return out_TI
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Tensor:
+        (gate_up_TI,) = ctx.saved_tensors
+        T, both = gate_up_TI.shape
+        grad_TI = torch.empty_like(gate_up_TI)
+        if T:
+            grid = (T, triton.cdiv(both // 2, SILU_BLOCK))
+            _silu_backward[grid](gate_up_TI, grads[0].contiguous(), grad_TI, I=both // 2, BLOCK=SILU_BLOCK, num_warps=4)
+        return grad_TI
+
+
+class _Rotate(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, heads_TX: Tensor, num_rotated: int, cos: Tensor, sin: Tensor) -> Tensor:
+        ctx.mark_dirty(heads_TX)
+        ctx.save_for_backward(cos, sin)
+        ctx.num_rotated = num_rotated
+        _launch_rotation(heads_TX, num_rotated, cos, sin, backwards=False)
+        return heads_TX
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
+        grad_TX = grads[0].clone(memory_format=torch.contiguous_format)
+        _launch_rotation(grad_TX, ctx.num_rotated, *ctx.saved_tensors, backwards=True)
+        return grad_TX, None, None, None
+
+
+def _launch_rotation(heads_TX: Tensor, num_rotated: int, cos: Tensor, sin: Tensor, *, backwards: bool) -> None:
+    (T, X), D = heads_TX.shape, 2 * cos.shape[-1]
+    assert all(tensor.is_contiguous() for tensor in (heads_TX, cos, sin))
+    if T:
+        _rotation[(T,)](
+            heads_TX, cos, sin, X // D, R=num_rotated, D=D, BACKWARDS=backwards, num_warps=4, enable_fp_fusion=False
+        )
+
+
+def _warps(block: int) -> int:
+    return min(max(block // 256, 1), 8)
+
+
+@triton.jit
+def _norm_forward(x, delta, weight, x_sum, normed, scales, eps, E: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+    token = tl.program_id(0).to(tl.int64)
+    column = tl.arange(0, BLOCK)
+    inside = column < E
+    at = token * E + column
+    value = tl.load(x + at, mask=inside, other=0.0)
+    if delta is not None:
+        value = (value.to(tl.float32) + tl.load(delta + at, mask=inside, other=0.0).to(tl.float32)).to(x_sum.dtype.element_ty)
+        tl.store(x_sum + at, value, mask=inside)
+    wide = value.to(tl.float32)
+    scale = tl.rsqrt(tl.sum(wide * wide, axis=0) / E + eps)
+    tl.store(scales + token, scale)
+    gain = tl.load(weight + column, mask=inside, other=0.0).to(tl.float32)
+    tl.store(normed + at, (wide * scale * gain).to(normed.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _norm_backward(  # type: ignore[no-untyped-def]
+    x_sum, weight, scales, grad_normed, grad_sum, grad, partial, T, E: tl.constexpr, BLOCK: tl.constexpr
+):  # fmt: skip
+    """y = x · s · w with s = (mean(x²) + eps)^-½:  dx = s · (g·w - x̂ · mean(g·w·x̂)),  dw = Σ g · x̂,  x̂ = x · s."""
+    program, programs = tl.program_id(0), tl.num_programs(0)
+    column = tl.arange(0, BLOCK)
+    inside = column < E
+    gain = tl.load(weight + column, mask=inside, other=0.0).to(tl.float32)
+    grad_gain = tl.zeros([BLOCK], tl.float32)
+    for token in range(program, T, programs):
+        at = tl.cast(token, tl.int64) * E + column
+        scale = tl.load(scales + token)
+        unit = tl.load(x_sum + at, mask=inside, other=0.0).to(tl.float32) * scale
+        incoming = tl.load(grad_normed + at, mask=inside, other=0.0).to(tl.float32)
+        grad_gain += incoming * unit
+        scaled = incoming * gain
+        outgoing = scale * (scaled - unit * (tl.sum(scaled * unit, axis=0) / E))
+        if grad_sum is not None:
+            outgoing += tl.load(grad_sum + at, mask=inside, other=0.0).to(tl.float32)
+        tl.store(grad + at, outgoing.to(grad.dtype.element_ty), mask=inside)
+    tl.store(partial + program * E + column, grad_gain, mask=inside)
+
+
+@triton.jit
+def _silu_forward(gate_up, out, I: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]  # noqa: E741
+    token = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = column < I
+    gate = tl.load(gate_up + token * 2 * I + column, mask=inside, other=0.0).to(tl.float32)
+    up = tl.load(gate_up + token * 2 * I + I + column, mask=inside, other=0.0).to(tl.float32)
+    active = (gate / (1.0 + tl.exp(-gate))).to(out.dtype.element_ty).to(tl.float32)
+    tl.store(out + token * I + column, (active * up).to(out.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _silu_backward(gate_up, grad_out, grad, I: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]  # noqa: E741
+    """silu(g) = g · σ(g):  d silu = σ(g) · (1 + g · (1 - σ(g)))."""
+    token = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = column < I
+    at = token * 2 * I + column
+    gate = tl.load(gate_up + at, mask=inside, other=0.0).to(tl.float32)
+    up = tl.load(gate_up + at + I, mask=inside, other=0.0).to(tl.float32)
+    incoming = tl.load(grad_out + token * I + column, mask=inside, other=0.0).to(tl.float32)
+    sigmoid = 1.0 / (1.0 + tl.exp(-gate))
+    active = gate * sigmoid
+    grad_gate = incoming * up * (sigmoid + active * (1.0 - sigmoid))
+    tl.store(grad + at, grad_gate.to(grad.dtype.element_ty), mask=inside)
+    tl.store(grad + at + I, (incoming * active).to(grad.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _rotation(heads, cos, sin, N, R: tl.constexpr, D: tl.constexpr, BACKWARDS: tl.constexpr):  # type: ignore[no-untyped-def]
+    """One token; each program touches both halves of a pair, so it may overwrite them."""
+    HALF: tl.constexpr = D // 2
+    token = tl.program_id(0).to(tl.int64)
+    head_R = tl.arange(0, triton.next_power_of_2(R))
+    d = tl.arange(0, HALF)
+    inside = (head_R < R)[:, None]
+    at = heads + (token * N + head_R)[:, None] * D + d[None, :]
+    cos_D = tl.load(cos + token * HALF + d).to(tl.float32)[None, :]
+    sin_D = tl.load(sin + token * HALF + d).to(tl.float32)[None, :]
+    if BACKWARDS:
+        sin_D = -sin_D
+    dtype: tl.constexpr = heads.dtype.element_ty
+    first = tl.load(at, mask=inside, other=0.0).to(tl.float32)
+    second = tl.load(at + HALF, mask=inside, other=0.0).to(tl.float32)
+    # Rounded as eager torch does: each product, then their sum.
+    new_first = (first * cos_D).to(dtype).to(tl.float32) - (second * sin_D).to(dtype).to(tl.float32)
+    new_second = (second * cos_D).to(dtype).to(tl.float32) + (first * sin_D).to(dtype).to(tl.float32)
+    tl.store(at, new_first.to(dtype), mask=inside)
+    tl.store(at + HALF, new_second.to(dtype), mask=inside)

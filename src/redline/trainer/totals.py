@@ -1,0 +1,99 @@
+"""What the micro-batches of a step add up to, summed where they are computed and read once at the end."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from redline.trainer.finite import BadToken, bad_tokens
+from redline.trainer.losses import PolicyLoss
+from redline.trainer.micro_batches import MicroBatch, MicroBatchPlan
+from redline.trainer.mismatch import mismatch_kl
+from redline.trainer.parallel import Parallel
+from redline.types import StepReport
+
+SUMS = ("loss", "entropy", "clipped", "mismatch", "kl", "masked", "trained", "tokens")
+
+
+@dataclass(slots=True)
+class StepTotals:
+    """Of this process."""
+
+    sums: Tensor
+    """float64, in the order of `SUMS`."""
+    largest: Tensor
+    """float64[1]: the largest log ratio between trainer and engine."""
+    has_kl: bool = False
+    has_mask: bool = False
+    seen: list[tuple[Tensor, Mapping[str, Tensor]]] = field(default_factory=list)
+    """Sequence of each trained token, and the numbers that decide whether a step is good."""
+
+    @classmethod
+    def on(cls, device: torch.device) -> StepTotals:
+        kind: dict[str, Any] = {"dtype": torch.float64, "device": device}
+        return cls(torch.zeros(len(SUMS), **kind), torch.full((1,), -math.inf, **kind))
+
+    @torch.no_grad()
+    def add(self, micro_batch: MicroBatch, policy: PolicyLoss, numbers: Mapping[str, Tensor], entropy_M: Tensor) -> None:
+        """`numbers` are logprobs, old logprobs and advantages; nothing here waits for the device."""
+        log_ratio_M = (numbers["logprob"] - numbers["old logprob"]).double()
+        self.has_kl, self.has_mask = policy.kl_M is not None, policy.correction_M is not None
+        parts = [
+            policy.loss,
+            entropy_M.sum(),
+            policy.clipped_M.sum(),
+            mismatch_kl(log_ratio_M).sum(),
+            policy.kl_M.sum() if policy.kl_M is not None else 0.0,
+            (policy.correction_M == 0).sum() if policy.correction_M is not None else 0.0,
+            len(log_ratio_M),
+            len(micro_batch.tokens_T),
+        ]
+        self.sums += torch.stack([torch.as_tensor(part, dtype=torch.float64, device=self.sums.device) for part in parts])
+        if len(log_ratio_M):
+            self.largest = torch.maximum(self.largest, log_ratio_M.max())
+        self.seen.append((torch.from_numpy(micro_batch.sequence_M), numbers))
+
+    @property
+    def loss(self) -> Tensor:
+        return self.sums[0]
+
+    def report(
+        self,
+        parallel: Parallel,
+        plan: MicroBatchPlan,
+        grad_norm: float,
+        learning_rate: float,
+        *,
+        skipped: bool,
+        extra: Mapping[str, float],
+    ) -> StepReport:
+        """Of all processes."""
+        sums = dict(zip(SUMS, parallel.sum_of(self.sums).tolist(), strict=True))
+        trained = sums["trained"] or math.nan  # without a trained token there is no mean
+        optional = {"kl": self.has_kl, "masked": self.has_mask}
+        return StepReport(
+            loss=sums["loss"],
+            grad_norm=grad_norm,
+            learning_rate=learning_rate,
+            entropy=sums["entropy"] / trained,
+            clip_fraction=sums["clipped"] / trained,
+            mismatch_kl=sums["mismatch"] / trained,
+            max_ratio=float(parallel.max_of(self.largest).exp()) if sums["trained"] else math.nan,
+            num_tokens=int(sums["tokens"]),
+            num_trained_tokens=int(sums["trained"]),
+            num_micro_batches=plan.num_micro_batches,
+            imbalance=plan.imbalance,
+            num_padding_tokens=plan.num_padding_tokens,
+            skipped=skipped,
+            extra={name: sums[name] / trained for name, there in optional.items() if there} | dict(extra),
+        )
+
+    def bad_tokens(self) -> Iterator[BadToken]:
+        """Trained tokens of this process with a number that is not finite."""
+        for sequence_M, numbers in self.seen:
+            yield from bad_tokens(numbers, sequence_M)

@@ -1,0 +1,137 @@
+"""The fused operations of a training step against eager torch, values and gradients, in Triton's interpreter or on a GPU."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+pytest.importorskip("triton")
+
+from redline.models.rope import rotary_table, rotate
+from redline.models.training_kernels import PROGRAMS, add_rms_norm, rotate_, silu_mul
+from redline.trainer.logprob_kernels import summarise, to_gradient_
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+HALF = torch.bfloat16 if DEVICE == "cuda" else torch.float16
+EPS = 1e-6
+TOLERANCE = {torch.float32: 2e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
+DTYPES = pytest.mark.parametrize("dtype", [torch.float32, HALF])
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning")  # numpy's, of the interpreter's infinities
+
+
+@pytest.fixture(autouse=True)
+def _seeded() -> None:
+    torch.manual_seed(0)
+
+
+def random(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.randn(shape, device=DEVICE).to(dtype).requires_grad_()
+
+
+def check(found: Tensor, expected: Tensor) -> None:
+    limit = TOLERANCE[found.dtype]
+    torch.testing.assert_close(
+        found.float(), expected.float(), rtol=limit, atol=limit * (expected.detach().abs().max().item() + 1e-6)
+    )
+
+
+def wide(*tensors: Tensor) -> list[Tensor]:
+    """float32 copies with gradients of their own."""
+    return [tensor.detach().float().requires_grad_() for tensor in tensors]
+
+
+@DTYPES
+@pytest.mark.parametrize(("tokens", "size"), [(3, 96), (PROGRAMS + 9, 64)])
+def test_a_residual_norm_has_eager_gradients(tokens: int, size: int, dtype: torch.dtype) -> None:
+    x, delta, weight = random(tokens, size, dtype=dtype), random(tokens, size, dtype=dtype), random(size, dtype=dtype)
+    total, normed = add_rms_norm(x, delta, weight, EPS)
+    assert torch.equal(total, x + delta)
+    x_, delta_, weight_ = wide(x, delta, weight)
+    total_ = x_ + delta_
+    normed_ = F.rms_norm(total_, (size,), weight_, EPS)
+    check(normed, normed_)
+    on_total, on_normed = torch.randn_like(total), torch.randn_like(normed)
+    torch.autograd.backward([total, normed], [on_total, on_normed])
+    torch.autograd.backward([total_, normed_], [on_total.float(), on_normed.float()])
+    for found, expected in zip((x, delta, weight), (x_, delta_, weight_), strict=True):
+        check(found.grad, expected.grad)
+
+
+def test_a_stream_without_a_delta_passes_by_its_norm() -> None:
+    x, weight = random(5, 64), random(64)
+    total, normed = add_rms_norm(x, None, weight, EPS)
+    assert total is x
+    x_, weight_ = wide(x, weight)
+    (normed.sin().sum() + (3 * total).sum()).backward()
+    (F.rms_norm(x_, (64,), weight_, EPS).sin().sum() + (3 * x_).sum()).backward()
+    check(x.grad, x_.grad)
+    check(weight.grad, weight_.grad)
+
+
+@DTYPES
+@pytest.mark.parametrize("size", [8, 1100])
+def test_gate_and_up_have_eager_gradients(size: int, dtype: torch.dtype) -> None:
+    gate_up = random(3, 2 * size, dtype=dtype)
+    with torch.no_grad():
+        gate_up[0, :4] = torch.tensor([30.0, -30.0, 0.0, 9.0])
+    (gate_up_,) = wide(gate_up)
+    gate, up = gate_up_.chunk(2, dim=-1)
+    out, expected = silu_mul(gate_up), F.silu(gate) * up
+    check(out, expected)
+    incoming = torch.randn_like(out)
+    out.backward(incoming)
+    expected.backward(incoming.float())
+    check(gate_up.grad, gate_up_.grad)
+
+
+@DTYPES
+def test_heads_are_rotated_in_place_and_their_gradients_back(dtype: torch.dtype) -> None:
+    T, H, K, D = 7, 3, 2, 16
+    start = random(T, (H + 2 * K) * D, dtype=dtype)
+    cos, sin = rotary_table(10_000.0 ** (-torch.arange(0, D, 2, device=DEVICE) / D), 1.1, torch.arange(T, device=DEVICE), dtype)
+    heads = rotate_(start * 1, H + K, cos, sin).view(T, -1, D)
+    (start_,) = wide(start)
+    qk, v = start_.view(T, -1, D).split([H + K, K], dim=1)
+    expected = torch.cat([rotate(qk, cos.float(), sin.float()), v], dim=1)
+    check(heads, expected)
+    incoming = torch.randn_like(heads)
+    heads.backward(incoming)
+    expected.backward(incoming.float())
+    check(start.grad, start_.grad)
+
+
+@DTYPES
+@pytest.mark.parametrize("vocabulary", [40, 8192, 10_000])
+def test_a_pass_over_logits_gives_logprob_normalizer_and_entropy(vocabulary: int, dtype: torch.dtype) -> None:
+    logits, targets = 3 * random(4, vocabulary, dtype=dtype).detach(), torch.tensor([0, vocabulary - 1, 7, 7], device=DEVICE)
+    logits[1, 3] = -torch.inf
+    scaled = logits.float() / 1.3
+    log_p = torch.log_softmax(scaled, dim=-1)
+    logprob, normalizer, entropy = summarise(logits, targets, 1.3)
+    torch.testing.assert_close(logprob, log_p.gather(1, targets[:, None]).squeeze(1), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(normalizer, scaled.logsumexp(dim=-1), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(entropy, torch.special.entr(log_p.exp()).sum(dim=-1), rtol=1e-4, atol=1e-4)
+
+
+@DTYPES
+def test_logits_become_their_gradient(dtype: torch.dtype) -> None:
+    logits, targets = 3 * random(4, 9000, dtype=dtype).detach(), torch.tensor([0, 8999, 7, 7], device=DEVICE)
+    grads = (torch.randn(4, device=DEVICE), torch.tensor([0.0, 0.0, 1.0, -2.0], device=DEVICE))
+    (logits_,) = wide(logits)
+    log_p = torch.log_softmax(logits_ / 0.7, dim=-1)
+    entropies = -(log_p.exp() * log_p).sum(dim=-1)
+    torch.autograd.backward([log_p.gather(1, targets[:, None]).squeeze(1), entropies], list(grads))
+    _, normalizer, entropy = summarise(logits, targets, 0.7)
+    found = to_gradient_(logits, targets, normalizer, entropy, grads, 0.7)
+    assert found is logits
+    check(found, logits_.grad)
+
+
+def test_no_tokens_are_no_work() -> None:
+    nothing = torch.empty(0, 64, device=DEVICE, requires_grad=True)
+    silu_mul(nothing).sum().backward()
+    add_rms_norm(nothing, nothing, torch.ones(64, device=DEVICE, requires_grad=True), EPS)[1].sum().backward()
+    assert nothing.grad is not None
