@@ -67,10 +67,23 @@ class DecoderLayer(nn.Module):
         self, x_TE: Tensor, delta_TE: Tensor | None, rotary: Rotary | None, attend: AnyAttend, lora: ActiveLora | None
     ) -> tuple[Tensor, Tensor]:
         """The residual stream so far and what to add to it: the addition is left to the next norm, which reads both anyway."""
+        if rotary is not None and self._is_written_out(x_TE, attend, lora):
+            from redline.models.fused_layer import fused_layer
+
+            return fused_layer(self, x_TE, delta_TE, rotary, attend)  # type: ignore[arg-type]
         x_TE, normed_TE = add_rms_norm(x_TE, delta_TE, self.attn_norm, self.spec.norm_eps)
         attended_TE = self.reduce(project(self.o, self._attention(normed_TE, rotary, attend, lora), lora))
         x_TE, normed_TE = add_rms_norm(x_TE, attended_TE, self.mlp_norm, self.spec.norm_eps)
         return x_TE, _again_in_backward(self._mlp, self.recomputes_mlp)(normed_TE, lora)
+
+    def _is_written_out(self, x_TE: Tensor, attend: AnyAttend, lora: ActiveLora | None) -> bool:
+        """Whether `fused_layer` may take over: training in half precision on CUDA, where it has the gradients of this layer."""
+        if not (_is_fused(x_TE) and torch.is_grad_enabled() and hasattr(attend, "backward")):
+            return False
+        from redline.models.fused_layer import is_plain
+
+        half = x_TE.dtype in (torch.bfloat16, torch.float16)
+        return half and not self.recomputes_mlp and self.reduce is _alone and is_plain(self, lora)
 
     def _mlp(self, x_TE: Tensor, lora: ActiveLora | None) -> Tensor:
         return self.reduce(project(self.down, silu_mul(project(self.gate_up, x_TE, lora)), lora))

@@ -14,6 +14,8 @@ from torch import Tensor
 
 from redline.models.packed_attention import NO_PARENT, PackedAttention, Segments
 
+_DROPOUT, _CAUSAL, _DEBUG_MASK = 0.0, True, False
+
 
 def packed_attention(segments: Segments, device: torch.device) -> FlashPackedAttention | PackedAttention:
     """The attention of one packed batch that suits the device."""
@@ -21,39 +23,64 @@ def packed_attention(segments: Segments, device: torch.device) -> FlashPackedAtt
 
 
 class FlashPackedAttention:
-    """An `Attend` for one packed batch."""
+    """An `Attend` for one packed batch, and a `ManualAttend`."""
 
     def __init__(self, segments: Segments, device: torch.device) -> None:
         self._segments = segments
         self._exact: PackedAttention | None = None
         """For float32, which FlashAttention does not take."""
         lengths, before = segments.lengths, segments.parent_lengths
-        self._longest = int(lengths.max(initial=0)), int((lengths + before).max(initial=0))
-        self._query_offsets = _upload(segments.offsets.astype(np.int32), device)
-        self._key_offsets, self._keys = self._query_offsets, None
+        longest = int(lengths.max(initial=0)), int((lengths + before).max(initial=0))
+        queries = keys = _upload(segments.offsets.astype(np.int32), device)
+        self._keys: Tensor | None = None
+        """Where the keys of every segment are; None where each has its own."""
         if (segments.parents != NO_PARENT).any():
-            offsets, keys = key_runs(segments)
-            self._key_offsets, self._keys = _upload(offsets.astype(np.int32), device), _upload(keys, device)
+            offsets, places = key_runs(segments)
+            keys, self._keys = _upload(offsets.astype(np.int32), device), _upload(places, device)
+        self._runs = (queries, keys, *longest)
         self.positions_T = _upload(segments.positions(), device)
 
     def __call__(self, layer: int, q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor) -> Tensor:
         if q_THD.dtype not in (torch.bfloat16, torch.float16):
             self._exact = self._exact or PackedAttention(self._segments, q_THD.device)
             return self._exact(layer, q_THD, k_TKD, v_TKD)
+        return _Attention.apply(self, q_THD, k_TKD, v_TKD)
+
+    def forward(self, q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
         if self._keys is not None:
-            k_TKD, v_TKD = _GatherRuns.apply(k_TKD, v_TKD, self._keys)
-        out, *_ = torch.ops.aten._flash_attention_forward(
-            q_THD,
-            k_TKD,
-            v_TKD,
-            self._query_offsets,
-            self._key_offsets,
-            *self._longest,
-            0.0,  # dropout
-            True,  # causal
-            False,
+            k_TKD, v_TKD = k_TKD[self._keys], v_TKD[self._keys]
+        out_THD, *kept, _ = torch.ops.aten._flash_attention_forward(
+            q_THD, k_TKD, v_TKD, *self._runs, _DROPOUT, _CAUSAL, _DEBUG_MASK
         )
-        return out
+        return out_THD, tuple(kept)
+
+    def backward(
+        self, grad: Tensor, q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor, out_THD: Tensor, kept: tuple[Tensor, ...]
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        logsumexp, *random = kept
+        num_tokens = len(k_TKD)
+        if self._keys is not None:
+            k_TKD, v_TKD = k_TKD[self._keys], v_TKD[self._keys]
+        grad_q, grad_k, grad_v = torch.ops.aten._flash_attention_backward(
+            grad, q_THD, k_TKD, v_TKD, out_THD, logsumexp, *self._runs, _DROPOUT, _CAUSAL, *random
+        )
+        if self._keys is not None:
+            grad_k, grad_v = (_sum_of_uses(part, self._keys, num_tokens) for part in (grad_k, grad_v))
+        return grad_q, grad_k, grad_v
+
+
+class _Attention(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, attend: FlashPackedAttention, q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor) -> Tensor:
+        out_THD, kept = attend.forward(q_THD, k_TKD, v_TKD)
+        ctx.attend = attend
+        ctx.save_for_backward(q_THD, k_TKD, v_TKD, out_THD, *kept)
+        return out_THD
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[None, Tensor, Tensor, Tensor]:
+        q_THD, k_TKD, v_TKD, out_THD, *kept = ctx.saved_tensors
+        return None, *ctx.attend.backward(grads[0].contiguous(), q_THD, k_TKD, v_TKD, out_THD, tuple(kept))
 
 
 def key_runs(segments: Segments) -> tuple[np.ndarray, np.ndarray]:
@@ -68,23 +95,10 @@ def key_runs(segments: Segments) -> tuple[np.ndarray, np.ndarray]:
     return offsets, np.where(column < before_C, parent_C, own_C)
 
 
-class _GatherRuns(torch.autograd.Function):
-    """Keys and values by index. The gradient of a shared token is the sum over its uses, in float32."""
-
-    @staticmethod
-    def forward(ctx: Any, k_TKD: Tensor, v_TKD: Tensor, keys: Tensor) -> tuple[Tensor, Tensor]:
-        ctx.save_for_backward(keys)
-        ctx.num_tokens = len(k_TKD)
-        return k_TKD[keys], v_TKD[keys]
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None]:
-        (keys,) = ctx.saved_tensors
-        sums = []
-        for grad in grads:
-            total = torch.zeros(ctx.num_tokens, *grad.shape[1:], dtype=torch.float32, device=grad.device)
-            sums.append(total.index_add_(0, keys, grad.float()).to(grad.dtype))
-        return sums[0], sums[1], None
+def _sum_of_uses(grad: Tensor, places: Tensor, num_tokens: int) -> Tensor:
+    """The gradient of a shared token is the sum over the segments that use it, in float32."""
+    total = torch.zeros(num_tokens, *grad.shape[1:], dtype=torch.float32, device=grad.device)
+    return total.index_add_(0, places, grad.float()).to(grad.dtype)
 
 
 def _upload(array: np.ndarray, device: torch.device) -> Tensor:

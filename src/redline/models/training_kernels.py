@@ -38,69 +38,112 @@ def rotate_(heads_TX: Tensor, num_rotated: int, cos: Tensor, sin: Tensor) -> Ten
     return _Rotate.apply(heads_TX, num_rotated, cos, sin)
 
 
+# ── one pass each ──────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def norm_forward(x_TE: Tensor, delta_TE: Tensor | None, weight_E: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
+    """The sum, its norm, and the factor [T] of each token; without a delta the sum is `x` itself."""
+    T, E = x_TE.shape
+    sum_TE = x_TE if delta_TE is None else torch.empty_like(x_TE)
+    normed_TE = torch.empty_like(x_TE)
+    scale_T = torch.empty(T, dtype=torch.float32, device=x_TE.device)
+    block = triton.next_power_of_2(E)
+    if T:
+        _norm_forward[(T,)](
+            x_TE, delta_TE, weight_E, sum_TE, normed_TE, scale_T, eps, E=E, BLOCK=block, num_warps=_warps(block)
+        )
+    return sum_TE, normed_TE, scale_T
+
+
+def norm_backward(
+    sum_TE: Tensor, weight_E: Tensor, scale_T: Tensor, grad_normed_TE: Tensor, grad_sum_TE: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """What reaches the sum, from its norm and from elsewhere, and the weight's gradient."""
+    T, E = sum_TE.shape
+    grad_TE = torch.empty_like(sum_TE)
+    programs = min(PROGRAMS, max(T, 1))
+    partial_PE = torch.zeros(programs, E, dtype=torch.float32, device=sum_TE.device)
+    block = triton.next_power_of_2(E)
+    _norm_backward[(programs,)](
+        sum_TE,
+        weight_E,
+        scale_T,
+        grad_normed_TE,
+        grad_sum_TE,
+        grad_TE,
+        partial_PE,
+        T,
+        E=E,
+        BLOCK=block,
+        num_warps=_warps(block),
+    )
+    return grad_TE, partial_PE.sum(dim=0).to(weight_E.dtype)
+
+
+def silu_forward(gate_up_TI: Tensor) -> Tensor:
+    T, both = gate_up_TI.shape
+    out_TI = gate_up_TI.new_empty(T, both // 2)
+    if T:
+        grid = (T, triton.cdiv(both // 2, SILU_BLOCK))
+        _silu_forward[grid](gate_up_TI, out_TI, I=both // 2, BLOCK=SILU_BLOCK, num_warps=4)
+    return out_TI
+
+
+def silu_backward(gate_up_TI: Tensor, grad_out_TI: Tensor) -> Tensor:
+    T, both = gate_up_TI.shape
+    grad_TI = torch.empty_like(gate_up_TI)
+    if T:
+        grid = (T, triton.cdiv(both // 2, SILU_BLOCK))
+        _silu_backward[grid](gate_up_TI, grad_out_TI, grad_TI, I=both // 2, BLOCK=SILU_BLOCK, num_warps=4)
+    return grad_TI
+
+
+def rotation_(heads_TX: Tensor, num_rotated: int, cos: Tensor, sin: Tensor, *, backwards: bool) -> Tensor:
+    """In place: heads by their angles, or gradients back by them."""
+    (T, X), D = heads_TX.shape, 2 * cos.shape[-1]
+    assert all(tensor.is_contiguous() for tensor in (heads_TX, cos, sin))
+    if T:
+        _rotation[(T,)](
+            heads_TX, cos, sin, X // D, R=num_rotated, D=D, BACKWARDS=backwards, num_warps=4, enable_fp_fusion=False
+        )
+    return heads_TX
+
+
+def _warps(block: int) -> int:
+    return min(max(block // 256, 1), 8)
+
+
+# ── with gradients ─────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
 class _AddRMSNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x_TE: Tensor, delta_TE: Tensor | None, weight_E: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-        T, E = x_TE.shape
-        sum_TE = x_TE if delta_TE is None else torch.empty_like(x_TE)
-        normed_TE = torch.empty_like(x_TE)
-        scale_T = torch.empty(T, dtype=torch.float32, device=x_TE.device)
-        block = triton.next_power_of_2(E)
-        if T:
-            _norm_forward[(T,)](
-                x_TE, delta_TE, weight_E, sum_TE, normed_TE, scale_T, eps, E=E, BLOCK=block, num_warps=_warps(block)
-            )
+        sum_TE, normed_TE, scale_T = norm_forward(x_TE, delta_TE, weight_E, eps)
         ctx.save_for_backward(sum_TE, weight_E, scale_T)
         ctx.has_delta = delta_TE is not None
         return sum_TE, normed_TE
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor | None, Tensor, None]:
-        sum_TE, weight_E, scale_T = ctx.saved_tensors
         grad_sum_TE, grad_normed_TE = (grad.contiguous() for grad in grads)
-        T, E = sum_TE.shape
         # Without a delta, the stream passes by the function: its gradient does not come through here.
         other_TE = grad_sum_TE if ctx.has_delta else None
-        grad_TE = torch.empty_like(sum_TE)
-        programs = min(PROGRAMS, max(T, 1))
-        partial_PE = torch.zeros(programs, E, dtype=torch.float32, device=sum_TE.device)
-        block = triton.next_power_of_2(E)
-        _norm_backward[(programs,)](
-            sum_TE,
-            weight_E,
-            scale_T,
-            grad_normed_TE,
-            other_TE,
-            grad_TE,
-            partial_PE,
-            T,
-            E=E,
-            BLOCK=block,
-            num_warps=_warps(block),
-        )
-        return grad_TE, grad_TE if ctx.has_delta else None, partial_PE.sum(dim=0).to(weight_E.dtype), None
+        sum_TE, weight_E, scale_T = ctx.saved_tensors
+        grad_TE, grad_weight_E = norm_backward(sum_TE, weight_E, scale_T, grad_normed_TE, other_TE)
+        return grad_TE, grad_TE if ctx.has_delta else None, grad_weight_E, None
 
 
 class _SiluMul(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, gate_up_TI: Tensor) -> Tensor:
-        T, both = gate_up_TI.shape
-        out_TI = gate_up_TI.new_empty(T, both // 2)
-        if T:
-            grid = (T, triton.cdiv(both // 2, SILU_BLOCK))
-            _silu_forward[grid](gate_up_TI, out_TI, I=both // 2, BLOCK=SILU_BLOCK, num_warps=4)
         ctx.save_for_backward(gate_up_TI)
-        return out_TI
+        return silu_forward(gate_up_TI)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Tensor:
         (gate_up_TI,) = ctx.saved_tensors
-        T, both = gate_up_TI.shape
-        grad_TI = torch.empty_like(gate_up_TI)
-        if T:
-            grid = (T, triton.cdiv(both // 2, SILU_BLOCK))
-            _silu_backward[grid](gate_up_TI, grads[0].contiguous(), grad_TI, I=both // 2, BLOCK=SILU_BLOCK, num_warps=4)
-        return grad_TI
+        return silu_backward(gate_up_TI, grads[0].contiguous())
 
 
 class _Rotate(torch.autograd.Function):
@@ -109,27 +152,15 @@ class _Rotate(torch.autograd.Function):
         ctx.mark_dirty(heads_TX)
         ctx.save_for_backward(cos, sin)
         ctx.num_rotated = num_rotated
-        _launch_rotation(heads_TX, num_rotated, cos, sin, backwards=False)
-        return heads_TX
+        return rotation_(heads_TX, num_rotated, cos, sin, backwards=False)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
         grad_TX = grads[0].clone(memory_format=torch.contiguous_format)
-        _launch_rotation(grad_TX, ctx.num_rotated, *ctx.saved_tensors, backwards=True)
-        return grad_TX, None, None, None
+        return rotation_(grad_TX, ctx.num_rotated, *ctx.saved_tensors, backwards=True), None, None, None
 
 
-def _launch_rotation(heads_TX: Tensor, num_rotated: int, cos: Tensor, sin: Tensor, *, backwards: bool) -> None:
-    (T, X), D = heads_TX.shape, 2 * cos.shape[-1]
-    assert all(tensor.is_contiguous() for tensor in (heads_TX, cos, sin))
-    if T:
-        _rotation[(T,)](
-            heads_TX, cos, sin, X // D, R=num_rotated, D=D, BACKWARDS=backwards, num_warps=4, enable_fp_fusion=False
-        )
-
-
-def _warps(block: int) -> int:
-    return min(max(block // 256, 1), 8)
+# ── the kernels ────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 @triton.jit
