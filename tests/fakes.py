@@ -121,11 +121,22 @@ Calls = list[tuple[Any, ...]]
 
 @dataclass
 class FakeRollouts:
-    calls: Calls
+    """Makes what was begun when it is asked for."""
 
-    def collect(self, num_groups: int, version: int) -> list[TrajectoryGroup]:
-        self.calls.append(("rollouts.collect", num_groups, version))
-        return [group([1.0, -1.0], task_id=f"{version}/{i}", version=version) for i in range(num_groups)]
+    calls: Calls
+    begun: list[TrajectoryGroup] = field(default_factory=list)
+
+    def begin(self, numbers: Sequence[int], version: int) -> None:
+        self.calls.append(("rollouts.begin", len(numbers), version))
+        self.begun += [group([1.0, -1.0], task_id=f"{version}/{i}", version=version) for i in range(len(numbers))]
+
+    def arrived(self) -> list[TrajectoryGroup]:
+        return []
+
+    def finished(self) -> list[TrajectoryGroup]:
+        self.calls.append(("rollouts.finished",))
+        groups, self.begun = self.begun, []
+        return groups
 
 
 @dataclass
@@ -133,19 +144,30 @@ class FakeBuffer:
     calls: Calls
     wanted: int = 2
     groups: list[TrajectoryGroup] = field(default_factory=list)
+    admitted: int = 0
+    """Groups under way."""
 
-    def demand(self, version: int) -> int:
-        self.calls.append(("buffer.demand", version))
-        return self.wanted
+    def admit(self, version: int) -> list[int]:
+        missing = self.wanted - len(self.groups) - self.admitted
+        self.admitted += missing
+        self.calls.append(("buffer.admit", version))
+        return list(range(missing))
+
+    def has_batch(self, version: int) -> bool:
+        return len(self.groups) >= self.wanted
 
     def offer(self, group: TrajectoryGroup) -> None:
         self.calls.append(("buffer.offer", group.task_id))
+        self.admitted -= 1
         self.groups.append(group)
 
     def next_batch(self, version: int) -> TrainBatch:
         self.calls.append(("buffer.next_batch", version))
         self.groups = []
         return train_batch([])
+
+    def trained(self, batch: TrainBatch) -> None:
+        self.calls.append(("buffer.trained",))
 
 
 @dataclass

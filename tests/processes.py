@@ -154,7 +154,11 @@ def without_times(row: dict[str, Any]) -> dict[str, Any]:
 
 
 def assert_finite(row: dict[str, Any]) -> None:
-    """A step that trained on no token has no means over tokens."""
-    absent = {"trainer/entropy", "trainer/clip_fraction", "trainer/mismatch_kl", "trainer/max_ratio"}
-    expected = row.keys() - absent if row["trainer/trained_tokens"] == 0 else row.keys()
+    """A step that trained on no token has no means over tokens, and one during which no group arrived none over groups."""
+    absent = set[str]()
+    if row["trainer/trained_tokens"] == 0:
+        absent |= {"trainer/entropy", "trainer/clip_fraction", "trainer/mismatch_kl", "trainer/max_ratio"}
+    if row["rollouts/groups"] == 0:
+        absent |= {"rollouts/reward_mean", "rollouts/stopped_fraction", "rollouts/completion_tokens_mean"}
+    expected = row.keys() - absent
     assert not {key: row[key] for key in expected if not isinstance(row[key], int | float) or not math.isfinite(row[key])}

@@ -105,8 +105,50 @@ def serve(
 
 
 @app.command()
+def show(
+    run: Annotated[Path, typer.Argument(help="A run folder.")],
+    step: Annotated[int | None, typer.Option(help="Only the groups that this step was trained on.", min=0)] = None,
+    group: Annotated[int | None, typer.Option(help="Only this group, with its attempts.", min=0)] = None,
+    failures: Annotated[bool, typer.Option("--failures", help="Only attempts that failed.")] = False,
+    limit: Annotated[int, typer.Option(help="At most this many groups, the last ones; 0 shows all.", min=0)] = 20,
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON document, with all tokens.")] = False,
+) -> None:
+    """List what a run sampled, and print attempts."""
+    from rich.console import Console
+
+    from redline.buffer.show import show as show_trajectories
+    from redline.telemetry import RunFolder
+
+    if step is not None and group is not None:
+        raise ConfigError("--step and --group exclude each other", "give one of them")
+    path, console = RunFolder.open(run).path, Console(highlight=False)
+    document = show_trajectories(
+        path, step=step, number=group, failures=failures, limit=limit, as_json=as_json, console=console
+    )
+    if document is not None:
+        typer.echo(json.dumps(document))
+
+
+@app.command()
+def repair(
+    run: Annotated[Path, typer.Argument(help="A run folder.")],
+    as_json: Annotated[bool, typer.Option("--json", help="End with one JSON document on stdout.")] = False,
+) -> None:
+    """Save what is intact in damaged trajectories."""
+    from redline.buffer.repair import repair as repair_trajectories
+    from redline.telemetry import RunFolder
+
+    folder = RunFolder.open(run)
+    with folder.locked():
+        report = repair_trajectories(folder.trajectories)
+    typer.echo("\n".join(report.lines), err=True)
+    if as_json:
+        typer.echo(json.dumps(report.as_json()))
+
+
+@app.command()
 def bench(
-    case: Annotated[str, typer.Argument(help="What to measure: generate, n-sampling, trainer, memory.")],
+    case: Annotated[str, typer.Argument(help="What to measure: generate, n-sampling, trainer, memory, serialize.")],
     overrides: Annotated[
         list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Settings of the case, such as workload=W1.")
     ] = None,

@@ -7,6 +7,7 @@ import os
 import sys
 import time
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,8 @@ from typing import Any
 import torch
 
 from redline import loop
-from redline.buffer import GroupBuffer, TrajectoryStore
+from redline.buffer import GroupBuffer, GroupStore, MemoryStore, TrajectoryStore
+from redline.buffer.segments import SEGMENT_BYTES
 from redline.config import Config, Resolved
 from redline.engine import NativeEngine
 from redline.errors import ConfigError, ModelError
@@ -22,7 +24,9 @@ from redline.models.decoder import Decoder
 from redline.models.hf import AnyDecoder, load_decoder, load_tokenizer, save_folder, stop_token_ids
 from redline.models.sources import model_folder
 from redline.models.trainable_lora import merged_tensors, save_adapter
-from redline.rollouts import Chat, RewardModel, SingleTurnRollouts, make_task_source
+from redline.ports import Engine, Rollouts
+from redline.rollouts import BackgroundRollouts, Chat, SingleTurnRollouts, SteppedElsewhere, make_task_source
+from redline.rollouts.reward_model import RewardModel
 from redline.telemetry import Progress, Recorder, RunFolder, describe_environment, process_start_ns, recording, span, write_json
 from redline.telemetry.progress import sample_table
 from redline.trainer import PolicyTrainer
@@ -35,22 +39,32 @@ from redline.weight_sync import SharedWeightSync
 class Stages:
     """The five stages of one process, connected."""
 
-    rollouts: SingleTurnRollouts
+    rollouts: Rollouts
+    attempts: SingleTurnRollouts
+    """What the rollouts are made of; answers held-out tasks too."""
     buffer: GroupBuffer
     trainer: PolicyTrainer
     weight_sync: SharedWeightSync
     engine: NativeEngine
+    shared_engine: Engine
+    """The engine as the loop may use it: where rollouts run in the background, only between two of its steps."""
     decoder: AnyDecoder
     source: Path
     """The folder the model was loaded from."""
-    store: TrajectoryStore | None
+    store: GroupStore
     held_out: list[Task]
 
     def evaluate(self, tasks: Sequence[Task]) -> list[list[Trajectory]]:
         """Afterwards the engine forgets the prompts, so that no training sample depends on whether there was an evaluation."""
-        attempts = self.rollouts.evaluate(tasks)
-        self.engine.reset_prefix_cache()
-        return attempts
+        with self.rollouts.paused() if isinstance(self.rollouts, BackgroundRollouts) else nullcontext():
+            attempts = self.attempts.evaluate(tasks)
+            self.engine.reset_prefix_cache()
+            return attempts
+
+    def close(self) -> None:
+        if isinstance(self.rollouts, BackgroundRollouts):
+            self.rollouts.close()
+        self.store.close()
 
 
 def train(resolved: Resolved, folder: RunFolder, *, resume: bool) -> dict[str, Any]:
@@ -78,15 +92,16 @@ def train(resolved: Resolved, folder: RunFolder, *, resume: bool) -> dict[str, A
                 stages.evaluate,
                 stages.held_out,
                 stages.trainer.flush,
+                lambda: _buffer_metrics(stages.buffer, progress),
             )
             if resume:
                 watch.resume()
-                if stages.store:
-                    stages.store.rewind(stages.trainer.version)
+                stages.buffer.resume(stages.trainer.version)
                 progress.note(f"continuing after step {stages.trainer.version}")
         try:
             _run(config, stages, watch, progress, folder)
         finally:
+            stages.close()
             watch.close()
     return _summary(config, folder, stages, watch, recorder, progress)
 
@@ -129,25 +144,70 @@ def build(config: Config, folder: RunFolder, progress: Progress) -> Stages:
     engine = NativeEngine(decoder, config.engine, tokenizer)
     chat = Chat(tokenizer, config.rollouts.system_prompt, config.rollouts.prompt_suffix)
     judge = _load_reward_model(config, device, dtype)
-    store = TrajectoryStore(folder.trajectories) if config.buffer.keep_trajectories else None
+    attempts = SingleTurnRollouts(
+        tasks, engine, chat, config.rollouts, stop_token_ids(source, tokenizer), config.run.seed, judge
+    )
+    rollouts, shared_engine = _place_rollouts(config, attempts, engine, trainer)
+    store = _make_store(config, folder)
     return Stages(
-        rollouts=SingleTurnRollouts(
-            tasks, engine, chat, config.rollouts, stop_token_ids(source, tokenizer), config.run.seed, judge
-        ),
+        rollouts=rollouts,
+        attempts=attempts,
         buffer=GroupBuffer(
+            config.buffer,
             config.rollouts.groups_per_step,
-            config.buffer.max_lag,
             store,
             keep_silent=config.trains_on_every_attempt,
-            replace_silent=config.rollouts.max_extra_rounds > 0,
+            max_extra_rounds=config.rollouts.max_extra_rounds,
         ),
         trainer=trainer,
         weight_sync=SharedWeightSync(trainer.weights().tensors),
         engine=engine,
+        shared_engine=shared_engine,
         decoder=decoder,
         source=source,
         store=store,
         held_out=held_out,
+    )
+
+
+def _place_rollouts(
+    config: Config, attempts: SingleTurnRollouts, engine: NativeEngine, trainer: PolicyTrainer
+) -> tuple[Rollouts, Engine]:
+    """In lockstep rollouts and trainer take turns in one thread, else each has its own, and on a CPU its own cores."""
+    if config.buffer.max_lag == 0:
+        return attempts, engine
+    device, num_threads = torch.device(config.run.device), config.run.num_threads or 1
+
+    def prepare_thread() -> None:
+        if device.type == "cuda":
+            torch.cuda.set_stream(torch.cuda.Stream(device))
+        else:
+            torch.set_num_threads(max(1, num_threads // 2))
+
+    if device.type == "cpu":
+        torch.set_num_threads(max(1, num_threads - num_threads // 2))
+    rollouts = BackgroundRollouts(attempts, engine, prepare_thread)
+    shared = SteppedElsewhere(engine, rollouts)
+
+    def before_update() -> None:
+        shared.hold()
+        if device.type == "cuda":
+            torch.cuda.synchronize()  # what the engine has launched still reads the weights
+
+    trainer.before_update = before_update
+    return rollouts, shared
+
+
+def _make_store(config: Config, folder: RunFolder) -> GroupStore:
+    """Whatever is let go, groups that may be replayed, or that a resumed run goes back to, stay. Segments go as a whole, so
+    they are a small part of what there may be."""
+    buffer = config.buffer
+    if not buffer.keep_trajectories:
+        return MemoryStore(horizon=buffer.max_lag)
+    keep_steps = buffer.max_lag + 1 + (config.run.checkpoint_every or config.run.steps)
+    segment_bytes = SEGMENT_BYTES if buffer.max_bytes is None else min(SEGMENT_BYTES, buffer.max_bytes // 8)
+    return TrajectoryStore(
+        folder.trajectories, buffer.max_bytes, buffer.max_age_steps, keep_steps=keep_steps, segment_bytes=segment_bytes
     )
 
 
@@ -170,7 +230,7 @@ def _run(config: Config, stages: Stages, watch: RunWatch, progress: Progress, fo
                 stages.buffer,
                 stages.trainer,
                 stages.weight_sync,
-                stages.engine,
+                stages.shared_engine,
                 steps=config.run.steps,
                 watch=watch,
             )
@@ -180,6 +240,14 @@ def _run(config: Config, stages: Stages, watch: RunWatch, progress: Progress, fo
     watch.evaluate(stages.trainer.version)
     with span("models.save"):
         _save_model(config, stages, folder)
+
+
+def _buffer_metrics(buffer: GroupBuffer, progress: Progress) -> dict[str, float]:
+    if buffer.decision.is_change:
+        progress.note(
+            f"buffer: {buffer.decision.old} → {buffer.decision.new} groups under way or waiting, {buffer.decision.why}"
+        )
+    return buffer.metrics
 
 
 def _save_model(config: Config, stages: Stages, folder: RunFolder) -> None:

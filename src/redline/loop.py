@@ -12,18 +12,23 @@
      └────────────────────┘                                         └─────────────┘
 
 stage         consumes           produces           waits for                     unblocked by
-rollouts      Task               TrajectoryGroup    demand of the buffer          buffer.demand
-engine        GenerateRequest    Completion         requests                      rollouts.collect
+rollouts      Task               TrajectoryGroup    numbers to attempt            buffer.admit
+engine        GenerateRequest    Completion         requests, whole weights       engine.apply
 buffer        TrajectoryGroup    TrainBatch         groups within the lag budget  buffer.offer
 trainer       TrainBatch         WeightSet          a batch                       buffer.next_batch
 weight_sync   WeightSet          WeightUpdate       a step of the trainer         trainer.step
 
-With `buffer.max_lag: 0` each of them waits for the one before it: every token is trained on by the policy that sampled it.
+There is one loop for all modes. With `buffer.max_lag: 0` a batch is attempted after the step before it, so every token is
+trained on by the policy that sampled it. With more, the buffer admits the tasks of later batches while this one is trained on:
+`begin` returns at once, and rollouts run beside the trainer.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from redline.ports import Buffer, Engine, Rollouts, Trainer, Watch, WeightSync
+from redline.types import TrajectoryGroup
 
 
 def run(
@@ -33,11 +38,20 @@ def run(
     engine.apply(weight_sync.publish(trainer.weights()))
     while trainer.version < steps and not watch.should_stop():
         version = trainer.version
-        for group in rollouts.collect(buffer.demand(version), version):
-            watch.group_collected(group)
-            buffer.offer(group)
+        _take_in(rollouts.arrived(), buffer, watch)
+        rollouts.begin(buffer.admit(version), version)
+        while not buffer.has_batch(version):
+            _take_in(rollouts.finished(), buffer, watch)
+            rollouts.begin(buffer.admit(version), version)  # in place of those that were dropped, or taught nothing
         batch = buffer.next_batch(version)
         report = trainer.step(batch)
         update = weight_sync.publish(trainer.weights())
         engine.apply(update)
+        buffer.trained(batch)
         watch.step_finished(batch, report, update)
+
+
+def _take_in(groups: Iterable[TrajectoryGroup], buffer: Buffer, watch: Watch) -> None:
+    for group in groups:
+        watch.group_collected(group)
+        buffer.offer(group)

@@ -3,11 +3,22 @@ imports another stage."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Protocol
 
-from redline.types import Completion, GenerateRequest, StepReport, Task, TrainBatch, TrajectoryGroup, WeightSet, WeightUpdate
+from redline.errors import EngineError
+from redline.types import (
+    Completion,
+    Delta,
+    GenerateRequest,
+    StepReport,
+    Task,
+    TrainBatch,
+    TrajectoryGroup,
+    WeightSet,
+    WeightUpdate,
+)
 
 
 class Engine(Protocol):
@@ -22,24 +33,55 @@ class Engine(Protocol):
         ...
 
 
-class Rollouts(Protocol):
-    """Turns tasks into scored attempts."""
+class SteppedEngine(Protocol):
+    """An engine that advances when it is told to, and takes requests at any time between two steps."""
 
-    def collect(self, num_groups: int, version: int) -> Iterable[TrajectoryGroup]:
-        """The next groups for the trainer at `version`; which tasks and seeds follows from `version` alone."""
+    def submit(self, request: GenerateRequest) -> int:
+        """The request's number."""
+        ...
+
+    def abort(self, request_id: int) -> None: ...
+
+    def step(self) -> Sequence[tuple[int, Delta | EngineError]]:
+        """What came of it: pieces of requests by their numbers, the last of a completion with the whole, or why one failed."""
+        ...
+
+    @property
+    def has_work(self) -> bool: ...
+
+
+class Rollouts(Protocol):
+    """Turns tasks into scored attempts, at once or in the background."""
+
+    def begin(self, numbers: Sequence[int], version: int) -> None:
+        """Attempt these tasks from now on; the task and its randomness follow from its number alone. Does not wait."""
+        ...
+
+    def arrived(self) -> Sequence[TrajectoryGroup]:
+        """Groups that were completed meanwhile; does not wait."""
+        ...
+
+    def finished(self) -> Sequence[TrajectoryGroup]:
+        """Groups that are complete, at least one: waits for it, or makes it now."""
         ...
 
 
 class Buffer(Protocol):
-    """Holds attempts until the trainer wants them, and no longer than the lag budget allows."""
+    """Decides what is attempted, and holds attempts until the trainer wants them, no longer than the lag budget allows."""
 
-    def demand(self, version: int) -> int:
-        """Groups still missing for the batch of `version`."""
+    def admit(self, version: int) -> Sequence[int]:
+        """Numbers of the tasks to begin now that the trainer is at `version`."""
         ...
 
     def offer(self, group: TrajectoryGroup) -> None: ...
 
+    def has_batch(self, version: int) -> bool: ...
+
     def next_batch(self, version: int) -> TrainBatch: ...
+
+    def trained(self, batch: TrainBatch) -> None:
+        """The weights hold what the batch taught."""
+        ...
 
 
 class Trainer(Protocol):

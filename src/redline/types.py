@@ -215,6 +215,9 @@ class TrajectoryGroup:
     """float32[G]; one number per attempt, 0 where the attempt failed. For an estimator that needs the whole batch or a critic
     (`rollouts.advantages`: batch, batch_baseline, gae) what it starts from: the reward, for batch_baseline less its mean."""
 
+    number: int = 0
+    """Of its task in the run; the task and its randomness follow from it."""
+
     @property
     def versions(self) -> VersionSpan:
         """The span that covers every attempt."""
@@ -254,6 +257,10 @@ class TrainBatch:
     """The policy version the batch was assembled for."""
     num_tokens_left_out: int = 0
     """Tokens the policy chose in the attempts that were left out; they count in the mean over tokens."""
+    numbers: tuple[int, ...] = ()
+    """Of the groups that the batch stands for, those left out for want of signal included."""
+    lags: tuple[int, ...] = ()
+    """Steps that the policy is ahead of the oldest token of each of those groups."""
 
     @property
     def num_sequences(self) -> int:

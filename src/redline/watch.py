@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import shutil
 import signal
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
@@ -37,6 +38,7 @@ class RunWatch:
         evaluate: Callable[[Sequence[Task]], list[list[Trajectory]]],
         held_out: Sequence[Task],
         flush_checkpoints: Callable[[], None] = lambda: None,
+        buffer_metrics: Callable[[], Mapping[str, float]] = dict,
     ) -> None:
         """`flush_checkpoints` waits until what the trainer has saved is on the disk."""
         self._config = config
@@ -49,10 +51,14 @@ class RunWatch:
         self._evaluate = evaluate
         self._held_out = held_out
         self._flush_checkpoints = flush_checkpoints
+        self._buffer_metrics = buffer_metrics
         self._metrics = MetricsLog(folder.metrics)
         self._evaluations = MetricsLog(folder.evaluations)
         self._trace = TraceWriter(folder.trace) if config.telemetry.trace else None
         self._groups: list[TrajectoryGroup] = []
+        """Those that have arrived since the last step: none, where a batch was ready before it."""
+        self._reward = math.nan
+        """Mean of the last that arrived."""
         self._interrupted = False
         self.samples: dict[int, list[SampleAnswer]] = {}
         """Policy version → the answers to show."""
@@ -69,9 +75,12 @@ class RunWatch:
         with span("telemetry.metrics", version=version):
             metrics = step_metrics(self._groups, batch, report, update, self._recorder.step_mark())
             metrics |= metrics_between(self._stats_before, self._engine_stats())
+            metrics |= self._buffer_metrics()
             self._metrics.append(version, metrics)
+            if self._groups:
+                self._reward = metrics["rollouts/reward_mean"]
             self._groups = []
-            self._progress.step(version, metrics["rollouts/reward_mean"], metrics["engine/tokens_per_s"], metrics["run/step_s"])
+            self._progress.step(version, self._reward, metrics["engine/tokens_per_s"], metrics["run/step_s"])
             if self._trace:
                 self._trace.write(self._recorder.drain())
         run, every = self._config.run, self._config.rollouts.evaluation.every
@@ -207,7 +216,8 @@ def checkpoints(folder: RunFolder) -> list[Path]:
 def step_metrics(
     groups: Sequence[TrajectoryGroup], batch: TrainBatch, report: StepReport, update: WeightUpdate, span_ns: dict[str, int]
 ) -> dict[str, float]:
-    """The row of one step. `span_ns` holds the exclusive time of each span; the sum is the step's wall time."""
+    """The row of one step. `groups` arrived during it, and may be trained on later; `span_ns` holds the exclusive time of each
+    span, and the sum is the step's wall time."""
     attempts = [t for group in groups for t in group.trajectories]
     new_tokens = sum(t.num_completion_tokens for t in attempts)
     sections = {section: ns / 1e9 for section, ns in by_section(span_ns).items()}
@@ -219,9 +229,10 @@ def step_metrics(
         "rollouts/groups_with_signal": sum(group.has_signal for group in groups),
         "rollouts/failures": sum(t.failure is not None for t in attempts),
         "rollouts/stopped_fraction": _mean([t.finish_reason == FinishReason.STOP for t in attempts]),
-        "rollouts/completion_tokens_mean": new_tokens / max(1, len(attempts)),
+        "rollouts/completion_tokens_mean": _mean([t.num_completion_tokens for t in attempts]),
         "engine/new_tokens": new_tokens,
-        "engine/tokens_per_s": new_tokens / max(1e-9, sections.get("engine", 0.0)),
+        # Where the engine runs beside the trainer, its time is the step's.
+        "engine/tokens_per_s": new_tokens / max(1e-9, sections.get("engine", sum(sections.values()))),
         "buffer/policy_lag_steps": batch.lag,
         "trainer/loss": report.loss,
         "trainer/grad_norm": report.grad_norm,
@@ -245,4 +256,5 @@ def step_metrics(
 
 
 def _mean(values: Sequence[float]) -> float:
-    return sum(values) / max(1, len(values))
+    """NaN where there are none, which a row of metrics has as null."""
+    return sum(values) / len(values) if values else math.nan

@@ -306,7 +306,8 @@ def test_a_deliberate_mistake_shows(
 
 def package_reports_on_one_batch(model: Path, folder: Path) -> list[StepReport]:
     stages = package_stages(model, folder)
-    for group in stages.rollouts.collect(stages.buffer.demand(0), 0):
+    stages.rollouts.begin(stages.buffer.admit(0), 0)
+    for group in stages.rollouts.finished():
         stages.buffer.offer(group)
     batch = stages.buffer.next_batch(0)
     return [stages.trainer.step(batch) for _ in range(STEPS)]

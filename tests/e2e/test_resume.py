@@ -10,6 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pyarrow as pa
+import pyarrow.compute as pc
 import pytest
 from processes import (
     TIMEOUT_S,
@@ -123,16 +124,26 @@ def assert_same_weights(found: RunFolder, expected: RunFolder) -> None:
 
 
 def assert_same_metrics(found: RunFolder, expected: RunFolder) -> None:
+    """What was learned. Groups that were there already are not sampled again, so that a resumed step may report fewer."""
     assert [row["step"] for row in rows(found.metrics)] == list(range(1, STEPS + 1))
-    assert list(map(without_times, rows(found.metrics))) == list(map(without_times, rows(expected.metrics)))
+    assert list(map(learned, rows(found.metrics))) == list(map(learned, rows(expected.metrics)))
+
+
+def learned(row: dict[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in without_times(row).items() if key.split("/")[0] in ("step", "trainer", "weight_sync")}
 
 
 def assert_same_trajectories(found: RunFolder, expected: RunFolder) -> None:
-    names = sorted(path.name for path in found.trajectories.glob("*.arrow"))
-    assert names == [f"step-{step:06d}.arrow" for step in range(STEPS)]
-    for name in names:
-        mine, right = (pa.ipc.open_file(folder.trajectories / name).read_all() for folder in (found, expected))
-        assert mine.equals(right), name
+    """What was trained on, and when."""
+    mine, right = (trained(folder) for folder in (found, expected))
+    assert sorted(set(mine["version"].to_pylist())) == list(range(STEPS))
+    assert mine.equals(right)
+
+
+def trained(folder: RunFolder) -> pa.Table:
+    table = pa.concat_tables(pa.ipc.open_file(path).read_all() for path in sorted(folder.trajectories.glob("*.arrow")))
+    kept = table.filter(pc.field("version") >= 0)
+    return kept.sort_by([(name, "ascending") for name in ("version", "group", "attempt")])
 
 
 def assert_same_evaluations(found: RunFolder, expected: RunFolder) -> None:

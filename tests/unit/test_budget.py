@@ -89,7 +89,7 @@ def test_a_large_device_is_not_filled_for_nothing() -> None:
 
 
 def test_the_reason_is_one_line_with_the_sizes() -> None:
-    assert plan_for(24 * GIB).budgets().reason == "auto: 12.9 GiB of 24.0 GiB are left for tokens of 1.2 MiB"
+    assert plan_for(24 * GIB).budgets().reason == "auto: 9.3 GiB of 24.0 GiB are left for tokens of 1.2 MiB"
 
 
 def test_a_device_without_room_is_refused_with_what_fills_it() -> None:

@@ -1,143 +1,285 @@
 from __future__ import annotations
 
-from pathlib import Path
-
 import numpy as np
-import pyarrow as pa
 import pytest
+from buffer_schedules import group as numbered
 from fakes import group, trajectory
 from hypothesis import given
 from hypothesis import strategies as st
 
-from redline.buffer import GroupBuffer, TrajectoryStore
+from redline.buffer.buffer import GroupBuffer
+from redline.buffer.group_store import GroupState
+from redline.buffer.memory_store import MemoryStore
 from redline.buffer.packing import pack
-from redline.types import Failure, TrainBatch, TrajectoryGroup, VersionSpan
-
-SIGNAL = [1.0, -1.0]
-
-
-# ── asking, offering, taking ───────────────────────────────────────────────────────────────────────────────────────────
+from redline.config.schema import BufferConfig
+from redline.types import Failure, TrajectoryGroup, VersionSpan
 
 
-def test_the_demand_is_what_is_missing_for_a_step() -> None:
-    buffer = GroupBuffer(3, max_lag=0)
-    assert buffer.demand(0) == 3
-    buffer.offer(group(SIGNAL))
-    assert buffer.demand(0) == 2
-    for _ in range(3):
-        buffer.offer(group(SIGNAL))
-    assert buffer.demand(0) == 0
+class Clock:
+    """Seconds that pass when a test says so."""
+
+    now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
 
 
-def test_a_batch_before_the_demand_is_met_is_our_own_mistake() -> None:
-    buffer = GroupBuffer(2, max_lag=0)
-    buffer.offer(group(SIGNAL))
-    with pytest.raises(AssertionError, match="before the demand was met"):
-        buffer.next_batch(0)
+def make(
+    size: int, max_lag: int = 0, *, store: MemoryStore | None = None, extra_rounds: int = 0, **keys: object
+) -> GroupBuffer:
+    config = BufferConfig(max_lag=max_lag, **{"depth": max_lag + 1} | keys)
+    return GroupBuffer(config, size, store or MemoryStore(), max_extra_rounds=extra_rounds, clock=Clock())
 
 
-def test_a_batch_takes_the_groups_in_the_order_they_came() -> None:
-    buffer = GroupBuffer(2, max_lag=1)
-    for length in (1, 2, 3, 4):
-        buffer.offer(group(SIGNAL, prompt_length=length))
-    first, second = buffer.next_batch(0), buffer.next_batch(1)
-    prompt_lengths = [int(np.argmax(b.loss_mask[start:])) for b in (first, second) for start in b.cu_seqlens[[0, 2]]]
-    assert prompt_lengths == [1, 2, 3, 4]
+def step(buffer: GroupBuffer, version: int) -> tuple[int, ...]:
+    """Everything that was admitted finishes at once; the numbers trained on."""
+    for number in buffer.admit(version):
+        buffer.offer(numbered(number, version))
+    batch = buffer.next_batch(version)
+    buffer.trained(batch)
+    return batch.numbers
 
 
-def test_a_batch_uses_its_groups_up() -> None:
-    buffer = GroupBuffer(1, max_lag=0)
-    buffer.offer(group(SIGNAL))
-    buffer.next_batch(0)
-    assert buffer.demand(0) == 1
+# ── admitting, offering, taking ────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_lockstep_admits_the_tasks_of_one_step_and_takes_them_in_order() -> None:
+    buffer = make(3)
+    for version in range(4):
+        numbers = buffer.admit(version)
+        assert numbers == [3 * version, 3 * version + 1, 3 * version + 2]
+        assert buffer.admit(version) == []
+        for number in reversed(numbers):
+            assert not buffer.has_batch(version)
+            buffer.offer(numbered(number, version))
+        assert buffer.has_batch(version)
+        batch = buffer.next_batch(version)
+        assert batch.numbers == tuple(numbers)
+        assert batch.lags == (0, 0, 0)
+        assert buffer.admit(version) == [], "nothing is begun for the next version before this step is done"
+        buffer.trained(batch)
+
+
+def test_a_lag_of_one_samples_the_next_batch_beside_the_trainer() -> None:
+    buffer = make(2, max_lag=1)
+    assert buffer.admit(0) == [0, 1, 2, 3]
+    for number in (1, 3):
+        buffer.offer(numbered(number, 0))
+    batch = buffer.next_batch(0)
+    assert batch.numbers == (1, 3)
+    buffer.trained(batch)
+    assert buffer.admit(1) == [4, 5]
+
+
+def test_a_batch_before_there_is_one_is_our_own_mistake() -> None:
+    with pytest.raises(AssertionError, match="before there is one"):
+        make(2).next_batch(0)
+
+
+def test_a_group_that_nobody_asked_for_is_our_own_mistake() -> None:
+    with pytest.raises(AssertionError, match="nobody asked for group 7"):
+        make(2).offer(numbered(7, 0))
+
+
+def test_what_was_given_up_is_replaced_and_ignored_when_it_comes_after_all() -> None:
+    store = MemoryStore()
+    buffer = make(2, store=store)
+    buffer.admit(0)
+    buffer.abandon([0], "environment")
+    assert buffer.admit(0) == [2]
+    buffer.offer(numbered(0, 0))
+    assert not store.ready()
+    assert store.fate(0) == (GroupState.DROPPED, "environment")
+    assert buffer.metrics["buffer/dropped_environment"] == 1
+
+
+def test_groups_under_way_for_too_long_are_named() -> None:
+    buffer = make(1, max_lag=2)
+    assert buffer.admit(0) == [0, 1, 2]
+    assert buffer.overdue(2) == []
+    assert buffer.overdue(3) == [0, 1, 2]
 
 
 # ── the lag budget ─────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-@pytest.mark.parametrize("max_lag", [0, 1, 3])
-def test_a_group_older_than_the_lag_budget_is_dropped(max_lag: int) -> None:
-    buffer = GroupBuffer(1, max_lag)
-    buffer.offer(group(SIGNAL, version=5))
-    assert buffer.demand(5 + max_lag) == 0
-    assert buffer.num_dropped == 0
-    assert buffer.demand(5 + max_lag + 1) == 1
-    assert buffer.num_dropped == 1
+@pytest.mark.parametrize("max_lag", [1, 3])
+def test_a_group_older_than_the_lag_budget_is_dropped_and_replaced(max_lag: int) -> None:
+    store = MemoryStore()
+    buffer = make(1, max_lag, store=store)
+    late, *others = buffer.admit(0)
+    for version, number in enumerate(others):
+        buffer.offer(numbered(number, 0))
+        buffer.trained(buffer.next_batch(version))
+    buffer.offer(numbered(late, 0))
+    assert buffer.has_batch(max_lag)
+    assert not buffer.has_batch(max_lag + 1)
+    assert store.fate(late) == (GroupState.DROPPED, "stale")
+    assert buffer.metrics["buffer/dropped_stale"] == 1
+    assert len(buffer.admit(max_lag + 1)) == max_lag + 1
 
 
 def test_the_oldest_token_of_a_group_decides_its_age() -> None:
-    attempts = [trajectory([1], [2], version=5), trajectory([1], [3], version=4)]
-    buffer = GroupBuffer(1, max_lag=0)
-    buffer.offer(TrajectoryGroup("task", attempts, np.array([1, -1], dtype=np.float32)))
-    assert buffer.demand(5) == 1
+    buffer = make(1, max_lag=1)
+    first, second = buffer.admit(4)
+    buffer.offer(numbered(first, 4, 5))
+    assert not buffer.has_batch(6)
+    buffer.offer(numbered(second, 5, 6))
+    assert buffer.has_batch(6)
 
 
-def test_a_stale_group_never_reaches_a_batch() -> None:
-    buffer = GroupBuffer(1, max_lag=0)
-    buffer.offer(group(SIGNAL, version=0))
-    buffer.offer(group(SIGNAL, version=1))
-    batch = buffer.next_batch(1)
-    assert batch.versions == VersionSpan(1, 1)
-    assert batch.lag == 0
-    assert buffer.num_dropped == 1
-
-
-def test_the_lag_of_a_batch_is_that_of_its_oldest_group() -> None:
-    buffer = GroupBuffer(2, max_lag=2)
-    buffer.offer(group(SIGNAL, version=3))
-    buffer.offer(group(SIGNAL, version=4))
+def test_a_batch_tells_the_lag_of_each_of_its_groups() -> None:
+    buffer = make(2, max_lag=2, depth=2)
+    for number, version in zip(buffer.admit(3), (3, 4, 5, 5), strict=True):
+        buffer.offer(numbered(number, version))
     batch = buffer.next_batch(5)
-    assert batch.versions == VersionSpan(3, 4)
-    assert batch.version == 5
+    assert batch.numbers == (0, 2), "the oldest, which is due, and the freshest"
+    assert batch.lags == (2, 0)
     assert batch.lag == 2
+    assert batch.versions == VersionSpan(3, 5)
+    buffer.trained(batch)
+    metrics = buffer.metrics
+    assert (metrics["buffer/lag_mean"], metrics["buffer/groups_at_lag_0"], metrics["buffer/groups_at_lag_2"]) == (1, 1, 1)
+
+
+# ── replays ────────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_a_group_is_replayed_within_its_limit_and_its_budget() -> None:
+    buffer = make(1, max_lag=2, depth=1, max_reuses=1)
+    assert step(buffer, 0) == (0,)
+    assert buffer.admit(1) == [1]
+    replay = buffer.next_batch(1)
+    assert (replay.numbers, replay.lags) == ((0,), (1,))
+    buffer.trained(replay)
+    assert not buffer.has_batch(2), "once was the limit"
+    assert buffer.metrics["buffer/replays"] == 1
+
+
+def test_a_replay_never_takes_the_place_of_a_new_group() -> None:
+    buffer = make(1, max_lag=2, depth=1, max_reuses=5)
+    assert [step(buffer, version) for version in range(3)] == [(0,), (1,), (2,)]
+
+
+def test_nothing_is_replayed_by_default_or_without_signal() -> None:
+    buffer = make(1, max_lag=2, depth=1)
+    step(buffer, 0)
+    assert not buffer.has_batch(1)
+    silent = make(1, max_lag=2, depth=1, max_reuses=1)
+    silent.offer(numbered(*silent.admit(0), 0, silent=True))
+    silent.trained(silent.next_batch(0))
+    assert not silent.has_batch(1)
 
 
 # ── dynamic sampling ───────────────────────────────────────────────────────────────────────────────────────────────────
 
-SILENT = [0.0, 0.0]
 
-
-def filled(*groups: TrajectoryGroup, store: TrajectoryStore | None = None) -> GroupBuffer:
-    buffer = GroupBuffer(2, max_lag=0, store=store, replace_silent=True)
-    for each in groups:
-        buffer.offer(each)
-    return buffer
-
-
-def prompt_lengths_of(batch: TrainBatch) -> list[int]:
-    return [int(np.argmax(batch.loss_mask[batch.cu_seqlens[s] :])) for s in batch.group_offsets[:-1]]
-
-
-def test_groups_with_signal_take_the_place_of_those_without() -> None:
-    buffer = filled(*(group(values, prompt_length=i + 1) for i, values in enumerate([SILENT, SIGNAL, SILENT, SIGNAL])))
+def test_groups_without_signal_are_replaced_by_other_tasks() -> None:
+    store = MemoryStore()
+    buffer = make(2, store=store, extra_rounds=1)
+    for number in buffer.admit(0):
+        buffer.offer(numbered(number, 0, silent=number == 0))
+    assert not buffer.has_batch(0)
+    assert store.fate(0) == (GroupState.DROPPED, "silent")
+    assert buffer.admit(0) == [2]
+    buffer.offer(numbered(2, 0))
     batch = buffer.next_batch(0)
-    assert prompt_lengths_of(batch) == [2, 4]
+    assert batch.numbers == (1, 2)
     assert batch.num_sequences_sampled == 4, "what was replaced is not part of the mean"
-    assert buffer.num_replaced == 2
-    assert buffer.demand(0) == 2
+    assert buffer.metrics["buffer/dropped_silent"] == 1
 
 
 def test_where_signal_stays_rare_a_batch_is_filled_with_groups_without() -> None:
-    buffer = filled(group(SILENT), group(SIGNAL, prompt_length=2), group(SILENT), group(SILENT))
-    batch = buffer.next_batch(0)
-    assert prompt_lengths_of(batch) == [2]
-    assert batch.num_sequences_sampled == 4
-    assert buffer.num_replaced == 2
+    buffer = make(2, extra_rounds=1)
+    attempted: list[int] = []
+    while not buffer.has_batch(0):
+        for number in buffer.admit(0):
+            attempted.append(number)
+            buffer.offer(numbered(number, 0, silent=True))
+    assert attempted == [0, 1, 2, 3], "one extra round of two groups"
+    assert buffer.next_batch(0).numbers == (2, 3)
 
 
-def test_what_was_replaced_is_stored_after_what_was_trained_on(tmp_path: Path) -> None:
-    store = TrajectoryStore(tmp_path)
-    filled(group(SILENT, task_id="easy"), group(SIGNAL, task_id="a"), group(SIGNAL, task_id="b"), store=store).next_batch(0)
-    assert pa.ipc.open_file(store.path(0)).read_all()["task_id"].to_pylist() == ["a", "a", "b", "b", "easy", "easy"]
+def test_each_step_has_its_own_extra_rounds() -> None:
+    buffer = make(1, extra_rounds=1)
+    for version in range(3):
+        while not buffer.has_batch(version):
+            for number in buffer.admit(version):
+                buffer.offer(numbered(number, version, silent=True))
+        buffer.trained(buffer.next_batch(version))
+    assert buffer.metrics["buffer/dropped_silent"] == 3
 
 
 def test_without_dynamic_sampling_groups_are_taken_as_they_come() -> None:
-    buffer = GroupBuffer(2, max_lag=0)
-    for each in (group(SILENT), group(SIGNAL), group(SIGNAL)):
-        buffer.offer(each)
-    assert buffer.next_batch(0).num_sequences == 2
-    assert buffer.num_replaced == 0
-    assert buffer.demand(0) == 1
+    buffer = make(2)
+    for number in buffer.admit(0):
+        buffer.offer(numbered(number, 0, silent=number == 0))
+    batch = buffer.next_batch(0)
+    assert (batch.numbers, batch.num_sequences, batch.num_sequences_sampled) == ((0, 1), 2, 4)
+
+
+# ── resuming ───────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_a_resumed_run_repeats_what_was_lost_and_nothing_else() -> None:
+    store = MemoryStore()
+    buffer = make(2, max_lag=1, store=store)
+    assert step(buffer, 0) == (0, 1)
+    assert buffer.admit(1) == [4, 5]
+    buffer.offer(numbered(4, 1))
+    buffer.trained(buffer.next_batch(1))  # 2 and 3, sampled at 0
+    assert buffer.admit(2) == [6, 7]
+    buffer.offer(numbered(6, 2))
+    resumed = make(2, max_lag=1, store=store)
+    resumed.resume(1)
+    assert [info.number for info in store.ready()] == [2, 3, 4]
+    assert resumed.admit(1) == [5]
+    assert resumed.next_batch(1).numbers == (2, 3)
+
+
+def test_a_resumed_run_that_kept_nothing_goes_on_with_the_tasks_of_its_step() -> None:
+    buffer = make(4)
+    buffer.resume(5)
+    assert buffer.admit(5) == [20, 21, 22, 23]
+
+
+def test_a_store_in_memory_lets_old_groups_go_and_still_counts_them() -> None:
+    store = MemoryStore(horizon=1)
+    buffer = make(2, store=store)
+    for version in range(10):
+        step(buffer, version)
+    assert store.counts[GroupState.TRAINED] == 20
+    assert len(store._entries) == 4
+    with pytest.raises(KeyError):
+        store.read([0])
+
+
+def test_a_group_cannot_skip_a_state() -> None:
+    store = MemoryStore()
+    store.begin([0], 0)
+    with pytest.raises(AssertionError, match="group 0 is in_flight, and cannot become leased"):
+        store.lease([0], 0)
+
+
+# ── back-pressure ──────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_the_controller_hears_how_long_the_trainer_waited_and_its_target_is_kept() -> None:
+    clock = Clock()
+    buffer = GroupBuffer(BufferConfig(max_lag=3), 2, MemoryStore(), clock=clock)
+    for version in range(4):
+        numbers = buffer.admit(version)
+        clock.now += 3.0
+        for number in numbers:
+            buffer.offer(numbered(number, version))
+        batch = buffer.next_batch(version)
+        clock.now += 1.0
+        buffer.trained(batch)
+        clock.now += 100.0  # a checkpoint or an evaluation is nobody's wait
+    assert buffer.metrics["buffer/trainer_wait_s"] == 3.0
+    assert (buffer.decision.old, buffer.decision.new) == (4, 6)
+    assert buffer.decision.why == "the trainer waited for 75% of the time"
+    assert len(buffer.admit(4)) == 4, "two in place of the trained ones, and two more"
 
 
 # ── packing ────────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -207,17 +349,3 @@ def test_arrays_have_the_types_that_the_record_promises(advantages: list[float])
         "advantages": np.float32,
     }
     assert {name: getattr(batch, name).dtype for name in promised} == promised
-
-
-# ── on disk ────────────────────────────────────────────────────────────────────────────────────────────────────────────
-
-
-def test_what_a_batch_was_made_of_is_stored_whole(tmp_path: Path) -> None:
-    """Attempts without an advantage teach the trainer nothing, and a reader a lot."""
-    store = TrajectoryStore(tmp_path)
-    buffer = GroupBuffer(2, max_lag=0, store=store)
-    buffer.offer(group([0.0, 0.0], task_id="easy", version=7))
-    buffer.offer(group([1.0, -1.0, 0.0], task_id="hard", version=7))
-    buffer.next_batch(7)
-    table = pa.ipc.open_file(store.path(7)).read_all()
-    assert table["task_id"].to_pylist() == ["easy"] * 2 + ["hard"] * 3

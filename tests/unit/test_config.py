@@ -199,7 +199,7 @@ def test_a_required_key_of_an_absent_section_is_named(tmp_path: Path) -> None:
         ("run.steps=many", "run.steps = 'many': must be a whole number"),
         ("run.steps=1.5", "run.steps = 1.5: must be a whole number"),
         ("run.seed=2147483648", "run.seed = 2147483648: must be less than 2147483648"),
-        ("buffer.max_lag=1", "buffer.max_lag = 1: must be at most 0"),
+        ("buffer.max_lag=-1", "buffer.max_lag = -1: must be at least 0"),
         ("trainer.eps=null", "trainer.eps = null: must be a number"),
         ("trainer.learning_rate=.inf", "trainer.learning_rate = inf: must be a finite number"),
         ("trainer.betas=[0.9, 1]", "trainer.betas = [0.9, 1]: each beta must be in [0, 1)"),

@@ -27,30 +27,39 @@ def named(calls: Calls, name: str) -> list[tuple]:
     return [call[1:] for call in calls if call[0] == name]
 
 
+def begun(calls: Calls) -> list[tuple]:
+    """(groups, version), where there were any."""
+    return [call for call in named(calls, "rollouts.begin") if call[0]]
+
+
 def test_a_step_goes_through_the_stages_in_the_order_of_the_picture() -> None:
     assert run(steps=1) == [
         ("trainer.weights", 0),
         ("weight_sync.publish", 0),
         ("engine.apply", 0),
         ("watch.should_stop",),
-        ("buffer.demand", 0),
-        ("rollouts.collect", 2, 0),
+        ("buffer.admit", 0),
+        ("rollouts.begin", 2, 0),
+        ("rollouts.finished",),
         ("watch.group_collected", "0/0"),
         ("buffer.offer", "0/0"),
         ("watch.group_collected", "0/1"),
         ("buffer.offer", "0/1"),
+        ("buffer.admit", 0),
+        ("rollouts.begin", 0, 0),
         ("buffer.next_batch", 0),
         ("trainer.step", 0),
         ("trainer.weights", 1),
         ("weight_sync.publish", 1),
         ("engine.apply", 1),
+        ("buffer.trained",),
         ("watch.step_finished", 1),
     ]
 
 
 def test_every_step_samples_from_the_version_that_the_last_one_made() -> None:
     calls = run(steps=3)
-    assert named(calls, "rollouts.collect") == [(2, 0), (2, 1), (2, 2)]
+    assert begun(calls) == [(2, 0), (2, 1), (2, 2)]
     assert named(calls, "engine.apply") == [(0,), (1,), (2,), (3,)]
     assert named(calls, "watch.step_finished") == [(1,), (2,), (3,)]
 
@@ -66,20 +75,20 @@ def test_rollouts_are_asked_for_what_the_buffer_lacks() -> None:
         steps=1,
         watch=FakeWatch(calls),
     )
-    assert named(calls, "rollouts.collect") == [(5, 0)]
+    assert begun(calls) == [(5, 0)]
     assert len(named(calls, "buffer.offer")) == 5
 
 
 def test_a_resumed_trainer_goes_on_where_it_was() -> None:
     calls = run(steps=5, start=3)
     assert named(calls, "engine.apply") == [(3,), (4,), (5,)]
-    assert named(calls, "rollouts.collect") == [(2, 3), (2, 4)]
+    assert begun(calls) == [(2, 3), (2, 4)]
 
 
 @pytest.mark.parametrize("start", [4, 7])
 def test_a_run_that_has_all_its_steps_takes_no_more(start: int) -> None:
     calls = run(steps=4, start=start)
-    assert not named(calls, "rollouts.collect")
+    assert not begun(calls)
     assert named(calls, "engine.apply") == [(start,)], "an evaluation still needs the weights"
 
 

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -11,8 +12,7 @@ from redline.config.schema import RolloutsConfig
 from redline.errors import TaskError
 from redline.models.tiny import tiny_tokenizer
 from redline.rollouts import Chat, SingleTurnRollouts
-from redline.rollouts.runner import EVALUATION_STREAM, EXTRA_TASKS
-from redline.types import Completion, Failure, FinishReason, GenerateRequest, Task
+from redline.types import Completion, Failure, FinishReason, GenerateRequest, Task, TrajectoryGroup
 
 TOKENIZER = tiny_tokenizer()
 START, END = (TOKENIZER.convert_tokens_to_ids(token) for token in ("<|im_start|>", "<|im_end|>"))
@@ -45,6 +45,12 @@ def make_rollouts(tasks: FakeTasks, engine: FakeEngine, *, seed: int = 0, **conf
     return SingleTurnRollouts(tasks, engine, chat, settings, stop_token_ids=(END,), seed=seed)
 
 
+def collect(rollouts: SingleTurnRollouts, num_groups: int, version: int) -> Sequence[TrajectoryGroup]:
+    """The groups of a step in lockstep."""
+    rollouts.begin(range(version * 3, version * 3 + num_groups), version)
+    return rollouts.finished()
+
+
 def by_answer(scores: dict[str, Any]) -> FakeTasks:
     """A reward that is looked up, or raised, by the answer."""
 
@@ -61,7 +67,7 @@ def by_answer(scores: dict[str, Any]) -> FakeTasks:
 
 def test_a_group_is_the_attempts_at_one_task_with_their_advantages() -> None:
     tasks = by_answer({"yes": {"correct": 1.0}, "no": {"correct": 0.0}})
-    [group] = make_rollouts(tasks, say("yes", "no")).collect(1, version=0)
+    [group] = collect(make_rollouts(tasks, say("yes", "no")), 1, version=0)
     assert group.task_id == "task/0"
     assert [t.text for t in group.trajectories] == ["yes", "no"]
     assert [t.reward for t in group.trajectories] == [1.0, 0.0]
@@ -74,12 +80,12 @@ def test_a_group_is_the_attempts_at_one_task_with_their_advantages() -> None:
 )
 def test_the_recipe_says_what_an_attempt_is_compared_with(advantages: str, expected: list[float]) -> None:
     tasks = by_answer({"yes": {"correct": 1.0}, "no": {"correct": 0.0}})
-    [group] = make_rollouts(tasks, say("yes", "no"), advantages=advantages).collect(1, version=0)
+    [group] = collect(make_rollouts(tasks, say("yes", "no"), advantages=advantages), 1, version=0)
     np.testing.assert_allclose(group.advantages, expected)
 
 
 def test_a_trajectory_is_the_prompt_and_what_the_policy_chose() -> None:
-    [group] = make_rollouts(FakeTasks(), say("four", "4")).collect(1, version=0)
+    [group] = collect(make_rollouts(FakeTasks(), say("four", "4")), 1, version=0)
     prompt = [START, *ids("user\nquestion 0"), END, *ids("\n"), START, *ids("assistant\n")]
     for attempt, answer in zip(group.trajectories, ("four", "4"), strict=True):
         chosen = [*ids(answer), END]
@@ -96,14 +102,14 @@ def test_a_trajectory_is_the_prompt_and_what_the_policy_chose() -> None:
 
 def test_the_reward_is_the_weighted_sum_of_its_parts_and_the_parts_stay_as_they_are() -> None:
     tasks = FakeTasks(lambda task, text: {"correct": 1.0, "format": 0.5})
-    [group] = make_rollouts(tasks, say("x"), reward_weights={"format": -2.0}).collect(1, version=0)
+    [group] = collect(make_rollouts(tasks, say("x"), reward_weights={"format": -2.0}), 1, version=0)
     assert group.trajectories[0].reward == 0.0
     assert group.trajectories[0].reward_parts == {"correct": 1.0, "format": 0.5}
 
 
 def test_a_weight_for_a_part_that_no_reward_has_ends_the_run_with_its_name() -> None:
     with pytest.raises(TaskError, match=r"rollouts\.reward_weights\.fromat"):
-        make_rollouts(FakeTasks(), say("x"), reward_weights={"fromat": 1.0}).collect(1, version=0)
+        collect(make_rollouts(FakeTasks(), say("x"), reward_weights={"fromat": 1.0}), 1, version=0)
 
 
 # ── length ─────────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -112,9 +118,11 @@ def test_a_weight_for_a_part_that_no_reward_has_ends_the_run_with_its_name() -> 
 def test_a_reward_falls_with_the_last_tokens_an_attempt_may_have() -> None:
     """max_new_tokens = 10, of which the last 5 cost 0.2 each."""
     engine = FakeEngine(answer=lambda request, i: completion(range(1, 2 + i)))
-    [group] = make_rollouts(
-        FakeTasks(), engine, group_size=10, max_new_tokens=10, overlong_fraction=0.5, advantages="group_centred"
-    ).collect(1, version=0)
+    [group] = collect(
+        make_rollouts(FakeTasks(), engine, group_size=10, max_new_tokens=10, overlong_fraction=0.5, advantages="group_centred"),
+        1,
+        version=0,
+    )
     rewards = [1, 1, 1, 1, 1, 0.8, 0.6, 0.4, 0.2, 0]
     assert [t.reward for t in group.trajectories] == pytest.approx(rewards)
     assert [t.reward_parts["overlong"] for t in group.trajectories] == pytest.approx([r - 1 for r in rewards])
@@ -129,49 +137,8 @@ def test_an_evaluation_is_never_punished_for_length() -> None:
 
 def test_a_failed_attempt_is_not_punished_on_top() -> None:
     rollouts = make_rollouts(by_answer({"x": ValueError("broken")}), say("x"), overlong_fraction=1.0, max_new_tokens=2)
-    [group] = rollouts.collect(1, version=0)
+    [group] = collect(rollouts, 1, version=0)
     assert [(t.reward, dict(t.reward_parts)) for t in group.trajectories] == [(0.0, {})] * 2
-
-
-# ── dynamic sampling ───────────────────────────────────────────────────────────────────────────────────────────────────
-
-
-def uneven(*easy: int) -> FakeTasks:
-    """Both attempts at an easy task score 1; at any other the first scores 1 and the second 0."""
-    return FakeTasks(lambda task, text: {"correct": float(text == "yes" or task.id in {f"task/{i}" for i in easy})})
-
-
-def test_groups_without_signal_are_replaced_by_attempts_at_further_tasks() -> None:
-    tasks, engine = uneven(0, 2, EXTRA_TASKS), say("yes", "no")
-    groups = make_rollouts(tasks, engine, max_extra_rounds=5).collect(3, version=0)
-    assert engine.calls == [("engine.generate", 3), ("engine.generate", 2), ("engine.generate", 1)]
-    assert [group.has_signal for group in groups] == [False, True, False, False, True, True]
-    assert len(set(tasks.asked)) == len(tasks.asked) == 6
-
-
-def test_rounds_end_with_the_last_group_that_was_missing() -> None:
-    engine = say("yes", "no")
-    assert len(make_rollouts(uneven(), engine, max_extra_rounds=5).collect(3, version=0)) == 3
-    assert engine.calls == [("engine.generate", 3)]
-
-
-@pytest.mark.parametrize("rounds", [0, 1, 4])
-def test_no_task_with_signal_anywhere_ends_after_the_last_round(rounds: int) -> None:
-    engine = say("yes")
-    groups = make_rollouts(FakeTasks(), engine, max_extra_rounds=rounds).collect(3, version=0)
-    assert engine.calls == [("engine.generate", 3)] * (1 + rounds)
-    assert len(groups) == 3 * (1 + rounds)
-
-
-def test_no_task_and_no_randomness_comes_twice_in_extra_rounds_and_the_first_rounds_are_as_without() -> None:
-    tasks, engine = FakeTasks(), FakeEngine(answer=lambda request, i: completion([1]))
-    rollouts = make_rollouts(tasks, engine, max_extra_rounds=2)
-    for version in range(4):
-        rollouts.collect(3, version)
-    assert len(set(tasks.asked)) == len(tasks.asked) == 4 * 9
-    assert len({request.sampling.seed for request in engine.requests}) == 4 * 9
-    assert sorted(index for index in tasks.asked if index < EXTRA_TASKS) == list(range(12))
-    assert max(tasks.asked) < EVALUATION_STREAM
 
 
 # ── which tasks, which randomness ──────────────────────────────────────────────────────────────────────────────────────
@@ -181,7 +148,7 @@ def test_each_step_attempts_the_tasks_after_those_of_the_last() -> None:
     tasks = FakeTasks()
     rollouts = make_rollouts(tasks, say("x"))
     for version in (0, 1, 5):
-        rollouts.collect(3, version)
+        collect(rollouts, 3, version)
     assert tasks.asked == [0, 1, 2, 3, 4, 5, 15, 16, 17]
 
 
@@ -190,8 +157,8 @@ def test_tasks_and_seeds_follow_from_the_version_alone() -> None:
     straight, resumed = FakeEngine(), FakeEngine()
     long = make_rollouts(FakeTasks(), straight, seed=7)
     for version in range(4):
-        long.collect(3, version)
-    make_rollouts(FakeTasks(), resumed, seed=7).collect(3, 3)
+        collect(long, 3, version)
+    collect(make_rollouts(FakeTasks(), resumed, seed=7), 3, 3)
     asked = [(request.prompt_ids.tolist(), request.sampling) for request in straight.requests[-3:]]
     assert asked == [(request.prompt_ids.tolist(), request.sampling) for request in resumed.requests]
 
@@ -202,7 +169,7 @@ def test_no_two_requests_of_a_run_share_their_randomness_nor_do_runs_of_other_se
         engine = FakeEngine()
         rollouts = make_rollouts(FakeTasks(), engine, seed=seed)
         for version in range(20):
-            rollouts.collect(3, version)
+            collect(rollouts, 3, version)
         rollouts.evaluate(FakeTasks().held_out(16))
         seeds += [request.sampling.seed for request in engine.requests]
     assert len(set(seeds)) == len(seeds) == 3 * (60 + 16)
@@ -211,7 +178,7 @@ def test_no_two_requests_of_a_run_share_their_randomness_nor_do_runs_of_other_se
 
 def test_a_request_says_all_the_recipe_says() -> None:
     engine = FakeEngine()
-    make_rollouts(FakeTasks(), engine, group_size=5, max_new_tokens=33, temperature=0.8).collect(2, version=0)
+    collect(make_rollouts(FakeTasks(), engine, group_size=5, max_new_tokens=33, temperature=0.8), 2, version=0)
     for request in engine.requests:
         sampling = request.sampling
         assert (sampling.n, sampling.max_tokens, sampling.temperature, sampling.stop_token_ids) == (5, 33, 0.8, (END,))
@@ -219,7 +186,7 @@ def test_a_request_says_all_the_recipe_says() -> None:
 
 def test_all_prompts_of_a_step_reach_the_engine_together() -> None:
     engine = FakeEngine()
-    make_rollouts(FakeTasks(), engine).collect(3, version=0)
+    collect(make_rollouts(FakeTasks(), engine), 3, version=0)
     assert engine.calls == [("engine.generate", 3)]
 
 
@@ -230,7 +197,7 @@ def test_an_evaluation_asks_the_same_every_time() -> None:
     )
     held_out = FakeTasks().held_out(4)
     first = rollouts.evaluate(held_out)
-    rollouts.collect(3, version=0)
+    collect(rollouts, 3, version=0)
     rollouts.evaluate(held_out)
     asked = [(request.prompt_ids.tolist(), request.sampling) for request in engine.requests]
     assert asked[:4] == asked[-4:]
@@ -253,7 +220,7 @@ BAD_SCORES = {
 @pytest.mark.parametrize(("bad", "reason"), BAD_SCORES.values(), ids=BAD_SCORES.keys())
 def test_a_reward_that_fails_is_recorded_and_the_others_of_its_group_go_on(bad: Any, reason: str) -> None:
     tasks = by_answer({"good": {"correct": 1.0}, "poor": {"correct": 0.0}, "bad": bad})
-    [group] = make_rollouts(tasks, say("good", "bad", "poor"), group_size=3).collect(1, version=0)
+    [group] = collect(make_rollouts(tasks, say("good", "bad", "poor"), group_size=3), 1, version=0)
     good, failed, poor = group.trajectories
     assert isinstance(failed.failure, Failure)
     assert failed.failure.stage == "reward"
@@ -265,7 +232,7 @@ def test_a_reward_that_fails_is_recorded_and_the_others_of_its_group_go_on(bad: 
 
 
 def test_a_group_whose_every_reward_fails_has_no_signal() -> None:
-    [group] = make_rollouts(by_answer({"x": ValueError("broken")}), say("x")).collect(1, version=0)
+    [group] = collect(make_rollouts(by_answer({"x": ValueError("broken")}), say("x")), 1, version=0)
     assert not group.has_signal
     assert group.advantages.tolist() == [0.0, 0.0]
 
@@ -275,7 +242,7 @@ def test_a_keyboard_interrupt_inside_a_reward_is_not_swallowed() -> None:
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        make_rollouts(FakeTasks(interrupted), say("x")).collect(1, version=0)
+        collect(make_rollouts(FakeTasks(interrupted), say("x")), 1, version=0)
 
 
 # ── chat ───────────────────────────────────────────────────────────────────────────────────────────────────────────────

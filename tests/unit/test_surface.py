@@ -16,8 +16,13 @@ from redline.config import load_recipe, resolve
 from redline.config.schema import Config
 
 CONFIG_KEYS = """
+buffer.depth
 buffer.keep_trajectories
+buffer.max_age_steps
+buffer.max_bytes
 buffer.max_lag
+buffer.max_reuses
+buffer.order
 engine.block_size
 engine.enable_prefix_caching
 engine.gpu_memory_utilization
@@ -41,6 +46,8 @@ rollouts.max_extra_rounds
 rollouts.max_new_tokens
 rollouts.overlong_fraction
 rollouts.prompt_suffix
+rollouts.reward_model.max_tokens_per_batch
+rollouts.reward_model.path
 rollouts.reward_weights
 rollouts.system_prompt
 rollouts.task(import).kind
@@ -72,22 +79,44 @@ trainer.algorithm
 trainer.betas
 trainer.clip_high
 trainer.clip_low
+trainer.correct_lag
+trainer.critic.clip
+trainer.critic.learning_rate
+trainer.critic.max_tokens_per_micro_batch
+trainer.critic.warmup_steps
+trainer.data_parallel_size
 trainer.decay_steps
 trainer.dual_clip
 trainer.entropy_coef
 trainer.eps
 trainer.gae_gamma
 trainer.gae_lambda
+trainer.gradient_checkpointing
 trainer.kl_coef
 trainer.kl_estimator
 trainer.kl_in
 trainer.learning_rate
+trainer.lora.alpha
+trainer.lora.rank
+trainer.lora.rslora
+trainer.lora.targets
 trainer.loss
+trainer.lr_scheduler_type
+trainer.max_bad_steps
 trainer.max_grad_norm
+trainer.max_tokens_per_forward
 trainer.max_tokens_per_micro_batch
+trainer.min_lr_ratio
 trainer.mismatch
 trainer.mismatch_high
 trainer.mismatch_low
+trainer.offload_optimizer
+trainer.optimizer_states
+trainer.prefetch_layers
+trainer.recompute_old_logprobs
+trainer.reference_offload
+trainer.sequence_parallel_size
+trainer.sharding
 trainer.warmup_steps
 trainer.weight_decay
 weight_sync.method
@@ -97,6 +126,8 @@ COMMAND_LINE = """
 redline --version
 redline train RECIPE OVERRIDES --dry-run --json --resume
 redline serve MODEL OVERRIDES --api-key-env --device --dtype --host --lora --port --served-model-name
+redline show RUN --failures --group --json --limit --step
+redline repair RUN --json
 redline bench CASE OVERRIDES --json --save
 """
 

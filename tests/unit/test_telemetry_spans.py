@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from redline.telemetry import Recorder, process_start_ns, recording, span
+from redline.telemetry import Recorder, idle_as, process_start_ns, recording, span
 from redline.telemetry.ledger import ledger_from_spans
 
 
@@ -218,6 +218,21 @@ def test_a_lane_can_begin_with_the_start_of_the_process() -> None:
     lane = recorder.ledger().lanes["main"]
     assert lane.rows == {"run.startup": imported_ns - process_start_ns()}
     assert lane.wall_ns >= lane.rows["run.startup"]
+
+
+def test_a_thread_on_call_waits_under_a_name_of_its_own() -> None:
+    clock = FakeClock()
+    recorder = Recorder(clock=clock)
+    with recording(recorder):
+        clock.now += 3
+        idle_as("wait.for_work")
+        clock.now += 10
+        with span("run.work"):
+            clock.now += 100
+        clock.now += 20
+    lane = recorder.ledger().lanes["main"]
+    assert lane.rows == {"wait.for_work": 30, "run.work": 100}
+    assert (lane.wall_ns, lane.unaccounted_ns) == (133, 3)
 
 
 def test_an_interval_may_not_be_added_over_recorded_time() -> None:

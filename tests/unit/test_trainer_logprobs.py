@@ -26,11 +26,12 @@ def naive(hidden: Tensor, weight: Tensor, targets: Tensor, temperature: float) -
 @pytest.mark.parametrize(
     "chunk_elements", [1, 40, 37 * 4, 37 * 22, 10**9], ids=["one each", "uneven", "fours", "all but one", "one chunk"]
 )
-@pytest.mark.parametrize("temperature", [1.0, 0.7, 2.0])
+@pytest.mark.parametrize(("temperature", "kept_bytes"), [(1.0, 0), (0.7, 37 * 9 * 4), (2.0, 10**9)])
 def test_values_and_gradients_are_those_of_a_log_softmax_for_any_chunk_size(
-    chunk_elements: int, temperature: float, monkeypatch: pytest.MonkeyPatch
+    chunk_elements: int, temperature: float, kept_bytes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(module.CHUNK_BYTES, "cpu", 4 * chunk_elements)
+    monkeypatch.setitem(module.KEPT_BYTES, "cpu", kept_bytes)
     hidden, weight, targets = random_inputs(tokens=23, vocabulary=37, size=11, seed=0)
     ours = hidden.clone().requires_grad_(), weight.clone().requires_grad_()
     theirs = hidden.clone().requires_grad_(), weight.clone().requires_grad_()

@@ -1,6 +1,8 @@
 """Stage 2: holding attempts for the trainer."""
 
 from redline.buffer.buffer import GroupBuffer
+from redline.buffer.group_store import GroupStore
+from redline.buffer.memory_store import MemoryStore
 from redline.buffer.store import TrajectoryStore
 
-__all__ = ["GroupBuffer", "TrajectoryStore"]
+__all__ = ["GroupBuffer", "GroupStore", "MemoryStore", "TrajectoryStore"]

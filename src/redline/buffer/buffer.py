@@ -1,69 +1,242 @@
-"""The buffer between rollouts and trainer: asks for what is missing, keeps to the lag budget, hands out packed batches."""
+"""The buffer between rollouts and trainer: admits groups, keeps to the lag budget, hands out packed batches.
+
+    admit ──numbers──► rollouts ──offer──► ready ──next_batch──► trainer ──trained──► done, or kept for a replay
+      ▲                                      │
+      └───────────── room ◄──────────────────┴── dropped: stale, or silent under dynamic sampling
+
+The store remembers what became of every number. Here is only what ends with the process: which groups are under way, how often
+one was trained on, and who waited for whom.
+"""
 
 from __future__ import annotations
 
-from collections import deque
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
 
+from redline.buffer.admission import room
+from redline.buffer.controller import Controller, Decision, Waits
+from redline.buffer.group_store import GroupInfo, GroupStore
 from redline.buffer.packing import pack
-from redline.buffer.store import TrajectoryStore
+from redline.buffer.selection import choose
+from redline.buffer.stored_groups import StoredGroups, pack_stored
+from redline.config.schema import BufferConfig
 from redline.telemetry import span
 from redline.types import TrainBatch, TrajectoryGroup
 
+STALE = "stale"
+"""Grew older than the lag budget."""
+SILENT = "silent"
+"""Had no signal, and another task was attempted in its place."""
+
+
+@dataclass(slots=True, frozen=True)
+class _Replay:
+    """A group that was trained on and may be again."""
+
+    group: GroupInfo
+    uses: int
+
 
 class GroupBuffer:
-    """Groups in memory, and as Arrow files once a batch is made of them. Implements `ports.Buffer`."""
+    """Implements `ports.Buffer`, over any `GroupStore`."""
 
     def __init__(
         self,
+        config: BufferConfig,
         groups_per_step: int,
-        max_lag: int,
-        store: TrajectoryStore | None = None,
+        store: GroupStore,
         *,
         keep_silent: bool = False,
-        replace_silent: bool = False,
+        max_extra_rounds: int = 0,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._groups_per_step = groups_per_step
-        self._max_lag = max_lag
-        self._store = store
+        """`keep_silent`: attempts without an advantage have a gradient all the same. `max_extra_rounds`: groups without signal
+        are replaced, at most this many times a batch of them per step."""
+        self._config, self._groups_per_step, self._store = config, groups_per_step, store
         self._keep_silent = keep_silent
-        self._replace_silent = replace_silent
-        self._ready: deque[TrajectoryGroup] = deque()
-        self.num_dropped = 0
-        """Groups that grew older than the lag budget, since the start."""
-        self.num_replaced = 0
-        """Groups without signal whose place another took, since the start."""
+        self._max_replaced = max_extra_rounds * groups_per_step
+        self._in_flight: dict[int, int] = {}
+        """Number → the version at which it was begun."""
+        self._again: list[int] = []
+        """Numbers to give out before new ones, in rising order."""
+        self._repeated: set[int] = set()
+        """Numbers that are ready, and are attempted again to give the others of their batch the company they had."""
+        self._abandoned: set[int] = set()
+        """Numbers given up while they were under way; a group may still come."""
+        self._leased: list[GroupInfo] = []
+        """The batch that the trainer is at."""
+        self._replays: dict[int, _Replay] = {}
+        self._version = self._num_replaced = 0
+        """The last version seen, and the groups replaced at it for want of signal."""
+        self._first_number = 0
+        """New numbers begin here, where the store knows of none."""
+        self.controller = Controller.for_config(config, groups_per_step)
+        self._waits = Waits(clock)
+        self._totals: Counter[str] = Counter()
+        self._last_step: dict[str, float] = {}
+        self.decision = Decision(self.controller.target, self.controller.target, "the beginning")
+        """How many groups may be under way or waiting from now on, and why."""
 
-    def demand(self, version: int) -> int:
-        self._drop_stale(version)
-        return max(0, self._groups_per_step - len(self._ready))
+    # ── what rollouts may begin, and what becomes of it ────────────────────────────────────────────────────────────────
+
+    def admit(self, version: int) -> list[int]:
+        """Numbers to attempt now: those that a resumed run has to repeat, then new ones."""
+        self._waits.trainer_is_free()
+        num_leased = sum(group.number not in self._replays for group in self._leased)
+        num_alive = len(self._in_flight) + len(self._settled(version)) + num_leased
+        wanted = room(num_alive, self.controller.target, self._config.max_lag, self._groups_per_step)
+        again, self._again = self._again[:wanted], self._again[wanted:]
+        first = max(self._first_number, self._store.next_number)
+        numbers = [*again, *range(first, first + wanted - len(again))]
+        if numbers:
+            self._store.begin([number for number in numbers if number not in self._repeated], version)
+            self._in_flight |= dict.fromkeys(numbers, version)
+        return numbers
 
     def offer(self, group: TrajectoryGroup) -> None:
-        self._ready.append(group)
+        if group.number in self._abandoned:
+            self._abandoned.remove(group.number)
+            return
+        assert group.number in self._in_flight, f"nobody asked for group {group.number}"
+        del self._in_flight[group.number]
+        if group.number in self._repeated:
+            self._repeated.remove(group.number)
+            return
+        with span("buffer.store"):
+            self._store.add(group)
+
+    def overdue(self, version: int) -> list[int]:
+        """Groups under way that were begun too long ago: what they have sampled so far can no longer be trained on."""
+        return [number for number, begun in self._in_flight.items() if version - begun > self._config.max_lag]
+
+    def abandon(self, numbers: Iterable[int], reason: str) -> None:
+        """Nobody attempts these any more; others take their place."""
+        for number in numbers:
+            del self._in_flight[number]
+            self._abandoned.add(number)
+            self._drop([number], reason)
+
+    def resume(self, version: int) -> None:
+        """Go back to a checkpoint of `version`. Who was replayed how often is forgotten, and nobody is replayed again."""
+        again = self._store.resume(version)
+        self._repeated = self._part_of_a_batch()
+        self._again = sorted([*again, *self._repeated])
+        if self._store.next_number == 0:  # it kept nothing: go on with the tasks that lockstep would be at
+            self._first_number = version * self._groups_per_step
+        self._in_flight, self._abandoned, self._leased, self._replays = {}, set(), [], {}
+        self._version, self._num_replaced = version, 0
+
+    def _part_of_a_batch(self) -> set[int]:
+        """What is ready, if in lockstep it is less than a batch. An engine's last bits depend on what it computes together, and
+        in lockstep they are to be the same: those that are missing must not be attempted alone."""
+        ready = self._store.ready()
+        num_kept = sum(group.has_signal for group in ready) if self._max_replaced else len(ready)
+        return {group.number for group in ready} if self._config.max_lag == 0 and num_kept < self._groups_per_step else set()
+
+    # ── what the trainer gets ──────────────────────────────────────────────────────────────────────────────────────────
+
+    def has_batch(self, version: int) -> bool:
+        return self._chosen(version) is not None
 
     def next_batch(self, version: int) -> TrainBatch:
-        """The oldest groups within budget. Call it when `demand` is 0."""
-        self._drop_stale(version)
-        assert len(self._ready) >= self._groups_per_step, "next_batch before the demand was met"
-        replaced = self._take_replaced() if self._replace_silent else []
-        groups = [self._ready.popleft() for _ in range(self._groups_per_step)]
+        """Call it when `has_batch`."""
+        chosen = self._chosen(version)
+        assert chosen is not None, "next_batch before there is one"
+        assert not self._leased, "next_batch before the last one was trained on"
+        self._waits.batch_is_taken()
+        self._leased = chosen
+        self._store.lease(self._fresh(chosen), version)
+        numbers, lags = zip(*((group.number, group.versions.lag(version)) for group in chosen), strict=True)
+        assert max(lags) <= self._config.max_lag, "a batch over the lag budget"
         with span("buffer.pack", version=version):
-            batch = pack(groups, version, keep_silent=self._keep_silent)
-        if self._store is not None:
-            with span("buffer.store", version=version):
-                self._store.write(version, groups + replaced)
-        return batch
+            batch = self._packed(self._store.read(numbers), version)
+        return replace(batch, numbers=numbers, lags=lags)
 
-    def _take_replaced(self) -> list[TrajectoryGroup]:
-        """Dynamic sampling: the groups without signal that a batch does not need, taken out. Where groups with signal are too
-        few, the first of the others fill it."""
-        with_signal = [group for group in self._ready if group.has_signal]
-        silent = [group for group in self._ready if not group.has_signal]
-        needed = max(0, self._groups_per_step - len(with_signal))
-        self._ready = deque(with_signal + silent[:needed])
-        self.num_replaced += len(silent[needed:])
-        return silent[needed:]
+    def trained(self, batch: TrainBatch) -> None:
+        """Its groups are done with, unless they may be replayed; the controller looks at how the step went."""
+        fresh = self._fresh(self._leased)
+        self._store.trained(fresh, batch.version)
+        self._totals["replays"] += len(self._leased) - len(fresh)
+        self._count_uses(batch.version + 1)
+        self._leased = []
+        observation = self._waits.step_is_done(len(self._store.ready()))
+        self.decision = self.controller.observe(observation)
+        self._last_step = {
+            "buffer/trainer_wait_s": observation.trainer_wait_s,
+            "buffer/groups_left": observation.groups_left,
+            "buffer/lag_mean": sum(batch.lags) / len(batch.lags),
+            **{f"buffer/groups_at_lag_{lag}": count for lag, count in sorted(Counter(batch.lags).items())},
+        }
 
-    def _drop_stale(self, version: int) -> None:
-        fresh = deque(group for group in self._ready if group.versions.lag(version) <= self._max_lag)
-        self.num_dropped += len(self._ready) - len(fresh)
-        self._ready = fresh
+    @property
+    def metrics(self) -> dict[str, float]:
+        """Of the last step; replays and drops are counted since the process began."""
+        return {
+            **self._last_step,
+            "buffer/target": self.decision.new,
+            "buffer/in_flight": len(self._in_flight),
+            **{f"buffer/{name}": self._totals[name] for name in ("replays", f"dropped_{STALE}", f"dropped_{SILENT}")},
+            **{f"buffer/{name}": count for name, count in self._totals.items()},
+        }
+
+    # ── inside ─────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def _chosen(self, version: int) -> list[GroupInfo] | None:
+        """The batch of `version`, where there is one."""
+        return choose(
+            self._settled(version),
+            self._in_flight.values(),
+            self._within_budget(version),
+            version,
+            self._config.max_lag,
+            self._groups_per_step,
+            self._config.order,
+        )
+
+    def _settled(self, version: int) -> list[GroupInfo]:
+        """What is ready, once everything is dropped that must be."""
+        if version != self._version:
+            self._version, self._num_replaced = version, 0
+        ready = [group for group in self._store.ready() if group.number not in self._repeated]
+        stale = {group.number for group in ready if group.versions.lag(version) > self._config.max_lag}
+        silent = [group.number for group in ready if not group.has_signal and group.number not in stale]
+        replaced = set(silent[: self._max_replaced - self._num_replaced])
+        self._num_replaced += len(replaced)
+        self._drop(sorted(stale), STALE)
+        self._drop(sorted(replaced), SILENT)
+        return [group for group in ready if group.number not in stale | replaced]
+
+    def _packed(self, groups: StoredGroups | Sequence[TrajectoryGroup], version: int) -> TrainBatch:
+        if isinstance(groups, StoredGroups):
+            return pack_stored(groups, version, keep_silent=self._keep_silent)
+        return pack(groups, version, keep_silent=self._keep_silent)
+
+    def _drop(self, numbers: Sequence[int], reason: str) -> None:
+        if numbers:
+            self._store.drop(numbers, reason)
+            self._totals[f"dropped_{reason}"] += len(numbers)
+
+    def _fresh(self, groups: Sequence[GroupInfo]) -> list[int]:
+        """Of these, the numbers of those that are no replays."""
+        return [group.number for group in groups if group.number not in self._replays]
+
+    def _within_budget(self, version: int) -> list[GroupInfo]:
+        """Those to replay, the least used and newest first."""
+        replays = [r for r in self._replays.values() if r.group.versions.lag(version) <= self._config.max_lag]
+        ordered = sorted(replays, key=lambda r: (r.uses, -r.group.versions.oldest, r.group.number))
+        return [replay.group for replay in ordered]
+
+    def _count_uses(self, version: int) -> None:
+        """Remember what was leased for replays at `version` and after, and forget what is used up or too old for them."""
+        for group in self._leased:
+            uses = self._replays[group.number].uses + 1 if group.number in self._replays else 1
+            self._replays[group.number] = _Replay(group, uses)
+        self._replays = {
+            number: replay
+            for number, replay in self._replays.items()
+            if replay.uses <= self._config.max_reuses
+            and replay.group.versions.lag(version) <= self._config.max_lag
+            and (replay.group.has_signal or self._keep_silent)
+        }

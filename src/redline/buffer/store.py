@@ -1,78 +1,301 @@
-"""Groups on disk as Arrow files: one per step, one row per attempt. pyarrow, pandas, DuckDB and `datasets` open them."""
+"""The `trajectories/` folder of a run: every group that was sampled, and what became of it. Implements `GroupStore`.
+
+    trajectories/
+      index.sqlite               one row per group: state, versions, reward, where it lies
+      segment-000000.arrow       one row per attempt; pyarrow, pandas, DuckDB and `datasets` open it
+      segment-000001.open.arrow  the one that groups are added to
+
+Tokens are written before the row that speaks of them. Whenever the process is killed, the index is right, and at most the end
+of the open segment is unknown to it; what stands there whole is taken in when the store is opened again.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import time
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from pathlib import Path
 
-import pyarrow as pa
+from redline.buffer.columns import Mark, group_nodes
+from redline.buffer.found import found_groups
+from redline.buffer.group_store import GroupInfo, GroupState
+from redline.buffer.index import DamagedIndexError, GroupIndex, GroupRow, index_files
+from redline.buffer.segment_set import SegmentSet
+from redline.buffer.segments import SEGMENT_BYTES, DamagedSegmentError, segment_files
+from redline.buffer.stored_groups import Run, StoredGroups, stored_groups
+from redline.errors import RunFolderError
+from redline.types import TrajectoryGroup, VersionSpan
 
-from redline.types import TrajectoryGroup
+SETTLED = (GroupState.TRAINED, GroupState.DROPPED)
+UNSETTLED = "state NOT IN ('trained', 'dropped')"
 
-SCHEMA = pa.schema(
-    [
-        ("version", pa.int64()),
-        ("group", pa.int32()),
-        ("attempt", pa.int32()),
-        ("task_id", pa.string()),
-        ("token_ids", pa.large_list(pa.int32())),
-        ("loss_mask", pa.large_list(pa.bool_())),
-        ("logprobs", pa.large_list(pa.float32())),
-        ("advantage", pa.float32()),
-        ("reward", pa.float32()),
-        ("reward_parts", pa.map_(pa.string(), pa.float32())),
-        ("finish_reason", pa.string()),
-        ("oldest_version", pa.int64()),
-        ("newest_version", pa.int64()),
-        ("text", pa.string()),
-        ("failure", pa.string()),
-    ]
-)
+
+@dataclass(slots=True, frozen=True)
+class StoredInfo(GroupInfo):
+    """Of a group that is ready."""
+
+    num_tokens: int
+    reward: float
+    begun_version: int
+
+    @staticmethod
+    def of_row(row: GroupRow) -> StoredInfo:
+        assert row.oldest_version is not None
+        assert row.newest_version is not None
+        versions = VersionSpan(row.oldest_version, row.newest_version)
+        return StoredInfo(row.number, versions, row.has_signal, row.num_tokens, row.reward or 0.0, row.begun_version)
 
 
 class TrajectoryStore:
-    """The `trajectories/` folder of a run."""
+    """All methods are to be called from one thread at a time."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        max_bytes: int | None = None,
+        max_age_steps: int | None = None,
+        *,
+        keep_steps: int = 0,
+        segment_bytes: int = SEGMENT_BYTES,
+    ) -> None:
+        """Segments without a group that is still wanted are deleted, the oldest first, while all take more than `max_bytes`,
+        or when everything in them is older than `max_age_steps`; the groups of the last `keep_steps` steps always stay, for
+        replays and for a run that goes back to its last checkpoint."""
         self.folder = folder
+        self._max_bytes, self._max_age, self._keep_steps = max_bytes, max_age_steps, keep_steps
         folder.mkdir(parents=True, exist_ok=True)
+        for scratch in folder.glob(".*.partial"):
+            scratch.unlink()
+        self._segments = SegmentSet(folder, segment_bytes)
+        self._rows: dict[int, GroupRow] = {}
+        """Those that are not settled."""
+        self._ready: dict[int, StoredInfo] = {}
+        self._counts: Counter[GroupState] = Counter()
+        self._next_number = self._version = 0
+        with self._explained():
+            self._load()
 
-    def path(self, version: int) -> Path:
-        return self.folder / f"step-{version:06d}.arrow"
+    # ── groups ─────────────────────────────────────────────────────────────────────────────────────────────────────────
 
-    def write(self, version: int, groups: Sequence[TrajectoryGroup]) -> None:
-        """The groups that the batch of `version` was made from. A file is whole or absent."""
-        scratch = self.folder / f".step-{version:06d}.partial"
-        table = _table(version, groups)
-        with pa.OSFile(str(scratch), "wb") as sink, pa.ipc.new_file(sink, SCHEMA) as writer:
-            writer.write_table(table)
-        scratch.rename(self.path(version))
+    @property
+    def next_number(self) -> int:
+        """The smallest number that was never given out."""
+        return self._next_number
 
-    def rewind(self, version: int) -> None:
-        """Forget the steps from `version` on: a resumed run makes them again."""
-        for path in self.folder.glob("step-*.arrow"):
-            if int(path.stem.removeprefix("step-")) >= version:
-                path.unlink()
+    @property
+    def counts(self) -> Mapping[str, int]:
+        """Groups in each state, over the whole run."""
+        return {state: self._counts[state] for state in GroupState}
+
+    def begin(self, numbers: Sequence[int], version: int) -> None:
+        now = time.time()
+        known = [self._known(number) for number in numbers]
+        assert all(row is None or row.state is GroupState.IN_FLIGHT for row in known), f"{numbers}: begun before"
+        self._put([GroupRow(number, GroupState.IN_FLIGHT, version, now) for number in numbers], version)
+
+    def add(self, group: TrajectoryGroup) -> None:
+        known, now = self._known(group.number), time.time()
+        assert known is None or known.state is GroupState.IN_FLIGHT, f"group {group.number} is {known and known.state}"
+        begun = GroupRow(group.number, GroupState.IN_FLIGHT, group.versions.oldest, now) if known is None else known
+        segment, first_row = self._segments.write(group_nodes(group, begun.begun_version))
+        attempts = group.trajectories
+        row = replace(
+            begun,
+            state=GroupState.READY,
+            oldest_version=group.versions.oldest,
+            newest_version=group.versions.newest,
+            reward=float(sum(t.reward for t in attempts) / len(attempts)),
+            num_tokens=sum(len(t.token_ids) for t in attempts),
+            num_attempts=len(attempts),
+            has_signal=group.has_signal,
+            segment=segment,
+            first_row=first_row,
+            ready_at=now,
+        )
+        self._put([row], self._version)
+
+    def ready(self) -> list[GroupInfo]:
+        """By number."""
+        return [self._ready[number] for number in sorted(self._ready)]
+
+    def lease(self, numbers: Sequence[int], version: int) -> None:
+        self._move(numbers, version, GroupState.LEASED, GroupState.READY, trained_version=version)
+
+    def trained(self, numbers: Sequence[int], version: int) -> None:
+        self._mark([self._rows[number] for number in numbers], version)
+        self._move(numbers, version, GroupState.TRAINED, GroupState.LEASED, trained_version=version, settled_at=time.time())
+        self._evict()
+
+    def drop(self, numbers: Sequence[int], reason: str) -> None:
+        self._mark([self._rows[number] for number in numbers], Mark.DROPPED)
+        origins = (GroupState.IN_FLIGHT, GroupState.READY, GroupState.LEASED)
+        self._move(numbers, self._version, GroupState.DROPPED, *origins, reason=reason, settled_at=time.time())
+        self._evict()
+
+    def read(self, numbers: Sequence[int]) -> StoredGroups:
+        """In the order asked. Groups that were added one after the other, and are asked for so, are one view of a file."""
+        rows = [self._stored(number) for number in numbers]
+        runs: list[Run] = []
+        for row in rows:
+            batch = self._segments.map(row)
+            if runs and runs[-1].batch is batch and runs[-1].last == row.first_row:
+                runs[-1] = replace(runs[-1], last=row.end_row)
+            else:
+                runs.append(Run(batch, row.first_row, row.end_row))
+        return stored_groups(numbers, [row.num_attempts for row in rows], runs)
+
+    def resume(self, version: int) -> list[int]:
+        """Back to a checkpoint of `version`; `GroupStore.resume` has the rule. What was evicted since is attempted again."""
+        again, changed, marks = list[int](), list[GroupRow](), dict[int, list[GroupRow]]()
+        with self._explained():
+            rows = list(self._index.rows())
+        for row in rows:
+            now = _as_of(row, version, is_there=row.segment in self._segments)
+            if now.state is GroupState.IN_FLIGHT:
+                again.append(row.number)
+            if now != row:
+                changed.append(now)
+                marks.setdefault(_mark_of(now), []).append(row)
+        for mark, marked in marks.items():
+            self._mark(marked, mark)
+        self._index.put(changed)
+        self._version = version
+        self._remember(changed, {row.number: row for row in rows})
+        with self._explained():
+            self._segments.check_groups(row for row in self._rows.values() if row.is_live)
+        return again
+
+    def flush(self) -> None:
+        """Everything up to here survives a power cut, not only a kill."""
+        self._segments.flush()
+        self._index.flush()
+
+    def close(self) -> None:
+        self._segments.seal()
+        self._index.close()
+
+    # ── rows ───────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def _known(self, number: int) -> GroupRow | None:
+        if number in self._rows or number >= self._next_number:
+            return self._rows.get(number)
+        return self._index.get(number)
+
+    def _stored(self, number: int) -> GroupRow:
+        row = self._known(number)
+        assert row is not None, f"there is no group {number}"
+        assert row.segment in self._segments, f"group {number} is {row.state}, and its tokens are not here"
+        return row
+
+    def _move(self, numbers: Iterable[int], version: int, to: GroupState, *origins: GroupState, **changes: object) -> None:
+        rows = [self._rows[number] for number in numbers]
+        assert all(row.state in origins for row in rows), f"{[(row.number, row.state) for row in rows]} cannot become {to}"
+        self._put([replace(row, state=to, **changes) for row in rows], version)  # type: ignore[arg-type]
+
+    def _put(self, rows: Sequence[GroupRow], version: int) -> None:
+        self._index.put(rows)
+        self._version = version
+        self._remember(rows, self._rows)
+
+    def _remember(self, rows: Iterable[GroupRow], before: Mapping[int, GroupRow]) -> None:
+        """Keep what is in memory up with the index."""
+        for row in rows:
+            old = before.get(row.number)
+            if old is not None:
+                self._count(old, -1)
+            self._count(row, 1)
+            self._keep(row)
+            self._next_number = max(self._next_number, row.number + 1)
+
+    def _keep(self, row: GroupRow) -> None:
+        """In memory, as long as it is not settled."""
+        self._rows.pop(row.number, None)
+        self._ready.pop(row.number, None)
+        if row.state not in SETTLED:
+            self._rows[row.number] = row
+        if row.state is GroupState.READY:
+            self._ready[row.number] = StoredInfo.of_row(row)
+
+    def _count(self, row: GroupRow, change: int) -> None:
+        self._counts[row.state] += change
+        self._segments.count(row, change)
+
+    # ── segments ───────────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def _mark(self, rows: Iterable[GroupRow], value: int) -> None:
+        with self._explained():
+            self._segments.mark(rows, value)
+
+    def _evict(self) -> None:
+        self._segments.evict(self._version, self._max_bytes, self._max_age, self._keep_steps)
+
+    @contextmanager
+    def _explained(self) -> Iterator[None]:
+        try:
+            yield
+        except (DamagedIndexError, DamagedSegmentError) as error:
+            raise RunFolderError(
+                f"the trajectories are damaged: {error}", f"save what is intact with: redline repair {self.folder.parent}"
+            ) from error
+
+    # ── opening ────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def _load(self) -> None:
+        has_segments = bool(segment_files(self.folder))
+        if has_segments and not index_files(self.folder):
+            raise DamagedIndexError("the index is missing")
+        self._index = GroupIndex(self.folder, "rw" if has_segments else "rwc")
+        try:
+            self._index.check()
+            counts, totals, self._next_number, self._version = self._index.totals()
+            self._counts = Counter(counts)
+            self._segments.know(totals)
+            for row in self._index.rows(UNSETTLED):
+                self._keep(row)
+            self._segments.check(number for number, found in totals.items() if found.num_live)
+            for number in self._segments.left_open:
+                self._take_in(number)
+        except BaseException:
+            self._index.close()
+            raise
+
+    def _take_in(self, number: int) -> None:
+        """A segment that was open when its process ended: what the index does not know yet, and then without the gaps."""
+        batch, end_row = self._segments.tail(number)
+        rows = []
+        for found in found_groups(batch, end_row):
+            known = self._known(found.number)
+            is_news = known is None or known.state is GroupState.IN_FLIGHT
+            if is_news and found.is_intact and found.mark == Mark.WAITING:
+                rows.append(found.row(number, known))
+                end_row = rows[-1].end_row
+        self._segments.close_left_open(number, batch.slice(0, end_row))
+        if rows:
+            self._put(rows, self._version)
 
 
-def _table(version: int, groups: Sequence[TrajectoryGroup]) -> pa.Table:
-    rows = [(g, a, group, t) for g, group in enumerate(groups) for a, t in enumerate(group.trajectories)]
-    attempts = [t for *_, t in rows]
-    columns = {
-        "version": [version] * len(rows),
-        "group": [g for g, *_ in rows],
-        "attempt": [a for _, a, *_ in rows],
-        "task_id": [group.task_id for _, _, group, _ in rows],
-        "token_ids": [t.token_ids for t in attempts],
-        "loss_mask": [t.loss_mask for t in attempts],
-        "logprobs": [t.logprobs for t in attempts],
-        "advantage": [group.advantages[a] for _, a, group, _ in rows],
-        "reward": [t.reward for t in attempts],
-        "reward_parts": [list(t.reward_parts.items()) for t in attempts],
-        "finish_reason": [str(t.finish_reason) for t in attempts],
-        "oldest_version": [t.versions.oldest for t in attempts],
-        "newest_version": [t.versions.newest for t in attempts],
-        "text": [t.text for t in attempts],
-        "failure": [f"{t.failure.stage}: {t.failure.reason}" if t.failure else None for t in attempts],
-    }
-    return pa.table(columns, schema=SCHEMA)
+def _as_of(row: GroupRow, version: int, *, is_there: bool) -> GroupRow:
+    """A group when the trainer goes back to `version`."""
+    begun = GroupRow(row.number, GroupState.IN_FLIGHT, row.begun_version, row.begun_at)
+    leased_to = row.trained_version
+    if leased_to is not None and leased_to < version and row.state in (GroupState.LEASED, GroupState.TRAINED):
+        return replace(row, state=GroupState.TRAINED, settled_at=row.settled_at or time.time())
+    if row.newest_version is None:
+        return begun if row.state is GroupState.IN_FLIGHT else row
+    if row.newest_version > version:
+        return begun
+    if row.state is GroupState.DROPPED and row.newest_version < version:
+        return row
+    if not is_there:
+        return begun
+    return replace(row, state=GroupState.READY, reason=None, trained_version=None, settled_at=None)
+
+
+def _mark_of(row: GroupRow) -> int:
+    """What stands in the segment of a group that a resumed run finds in this state."""
+    if row.state is GroupState.TRAINED:
+        assert row.trained_version is not None
+        return row.trained_version
+    return {GroupState.IN_FLIGHT: Mark.FORGOTTEN, GroupState.READY: Mark.WAITING}[row.state]

@@ -112,10 +112,11 @@ def _objections_to_loss(config: Config) -> Iterator[tuple[str, str]]:
 def _without_effect(config: Config) -> Iterator[tuple[str, str]]:
     """A value somebody chose and nobody reads."""
     trainer = config.trainer
+    corrects = trainer.mismatch != "none" or (trainer.correct_lag and config.buffer.max_lag > 0)
     readers = {
         "dual_clip": (trainer.loss == "clip", "trainer.loss to clip"),
-        "mismatch_low": (trainer.mismatch != "none", "trainer.mismatch to token_truncate"),
-        "mismatch_high": (trainer.mismatch != "none", "trainer.mismatch to token_truncate"),
+        "mismatch_low": (corrects, "trainer.mismatch to token_truncate"),
+        "mismatch_high": (corrects, "trainer.mismatch to token_truncate"),
         "gae_gamma": (config.needs_critic, "rollouts.advantages to gae"),
         "gae_lambda": (config.needs_critic, "rollouts.advantages to gae"),
     }

@@ -11,7 +11,7 @@ from redline.config.algorithms import check_algorithm, fill_algorithm
 from redline.config.schema import Config
 from redline.errors import ConfigError
 
-BUILTIN_MODELS = ("builtin:smollm2-135m-instruct", "builtin:tiny")
+BUILTIN_MODELS = ("builtin:smollm2-135m-instruct", "builtin:small", "builtin:tiny")
 
 
 @dataclass(slots=True, frozen=True)

@@ -16,6 +16,7 @@ AdvantageEstimator = Literal["group", "group_centred", "leave_one_out", "batch",
 Loss = Literal["clip", "gspo", "cispo", "reinforce"]
 Aggregation = Literal["sequence_mean", "token_mean", "constant"]
 KlEstimator = Literal["k1", "k2", "k3"]
+GroupOrder = Literal["fresh_first", "oldest_first", "signal_first"]
 Mismatch = Literal["none", "token_truncate", "token_mask", "sequence_truncate", "sequence_mask"]
 
 
@@ -156,11 +157,32 @@ class RolloutsConfig(Section):
 
 
 class BufferConfig(Section):
-    max_lag: int = Field(0, ge=0, le=0)
-    """Most optimizer steps between the policy that sampled a token and the one trained on it. 0 is lockstep, the only mode
-    of this version."""
+    max_lag: int = Field(0, ge=0)
+    """Most optimizer steps between the policy that sampled a token and the one trained on it. 0 is lockstep, 1 samples the next
+    batch while this one is trained on, more lets slow attempts take longer."""
+    depth: PositiveInt | None = None
+    """Steps' worth of groups that may be under way or waiting at once, at most `max_lag + 1`; null lets a controller hold it
+    where neither trainer nor groups wait long."""
+    order: GroupOrder = "fresh_first"
+    """Which of the groups within the lag budget a batch takes. `fresh_first`: the newest, but the oldest while there is time.
+    `oldest_first`: as they were begun. `signal_first`: those whose attempts differ in reward. Lockstep has no choice."""
+    max_reuses: int = Field(0, ge=0)
+    """Times a group may be trained on again, within the lag budget, where new groups are too few for a batch."""
     keep_trajectories: bool = True
     """Keep every group as Arrow files in the run folder."""
+    max_bytes: PositiveInt | None = None
+    """Size of those files; beyond it the oldest that no step needs any more are deleted. null keeps all."""
+    max_age_steps: PositiveInt | None = None
+    """Steps after which a group that was trained on or dropped is deleted; null keeps all."""
+
+    @model_validator(mode="after")
+    def _depth_is_within_the_lag_budget(self) -> BufferConfig:
+        if self.depth is not None and self.depth > self.max_lag + 1:
+            raise ValueError(
+                f"depth = {self.depth}: a group may wait for at most max_lag = {self.max_lag} steps; set depth to"
+                f" {self.max_lag + 1} or less, or raise max_lag"
+            )
+        return self
 
 
 Projection = Literal["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
@@ -263,6 +285,9 @@ class TrainerConfig(Section):
     """Smallest ratio; 0 sets no bound."""
     mismatch_high: float = Field(2.0, gt=1)
     """Largest ratio."""
+    correct_lag: bool = True
+    """With `mismatch: none`, weigh a batch that holds samples of an older policy as `token_truncate` does (with `loss: gspo`,
+    as `sequence_truncate`); batches of the current policy stay as they are."""
     gae_gamma: float = Field(1.0, gt=0, le=1)
     """Discount of a reward per token, with `rollouts.advantages: gae`."""
     gae_lambda: float = Field(0.95, ge=0, le=1)

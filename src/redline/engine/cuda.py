@@ -180,7 +180,7 @@ class CudaRunner(Runner):
         self._decode_step(size, max_groups, wants, samples)
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool):
+        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):  # a trainer may run beside
             self._decode_step(size, max_groups, wants, samples)
         self._pool = graph.pool()
         self._graphs[size, max_groups, wants] = captured = _DecodeGraph(graph, samples)

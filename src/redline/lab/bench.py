@@ -5,14 +5,16 @@ from __future__ import annotations
 import torch
 from rich.console import Console
 
-from redline.lab.cases import generate, memory, n_sampling, trainer
+from redline.lab.cases import e2e, generate, memory, n_sampling, serialize, trainer
 from redline.lab.document import Document, Measured
 from redline.lab.machine import device_name
 from redline.lab.settings import (
     BenchSettings,
+    E2ESettings,
     GenerateSettings,
     MemorySettings,
     NSamplingSettings,
+    SerializeSettings,
     TrainerSettings,
     as_recipe,
 )
@@ -40,6 +42,10 @@ def _measure(settings: BenchSettings, console: Console) -> Measured:
         return trainer.measure(settings, console)
     if isinstance(settings, MemorySettings):
         return memory.measure(settings, console)
+    if isinstance(settings, SerializeSettings):
+        return serialize.measure(settings, console)
+    if isinstance(settings, E2ESettings):
+        return e2e.measure(settings, console)
     raise AssertionError(settings)
 
 

@@ -35,7 +35,8 @@ def _put(values: dict[str, Any], override: str, allowed: Sequence[str]) -> None:
     key, equals, text = override.partition("=")
     *sections, name = key.split(".")
     if not equals or not name or (sections and sections[0] not in allowed):
-        raise ConfigError(f"{override!r} is not of the form key=value", f"for example {EXAMPLES[allowed[0]]}")
+        example = EXAMPLES[allowed[0]] if allowed else "pairs=6"
+        raise ConfigError(f"{override!r} is not of the form key=value", f"for example {example}")
     try:
         value = yaml.safe_load(text)
     except yaml.YAMLError as error:

@@ -17,6 +17,7 @@ from redline.lab.workloads import RANDOM, SHAPES
 
 Peer = Literal["transformers", "vllm", "redline"]
 TrainingPeer = Literal["transformers", "redline"]
+StoragePeer = Literal["pickle", "padded", "safetensors", "tensordict", "consolidated"]
 MICRO_BATCH_TOKENS = 16384
 NO_ROLLOUTS = {"group_size": 2, "task": {"kind": "import", "path": "redline.lab:nothing"}}
 """A recipe has to say where its tasks come from; nobody asks this one for any."""
@@ -159,11 +160,80 @@ class MemorySettings(BenchSettings):
         return trainer
 
 
+class SerializeSettings(PairedSettings):
+    pairs: PositiveInt = 6
+    """Rounds; in each, every side writes and reads once, in an order drawn by lot. An interval takes at least 6."""
+    model: str = "builtin:tiny"
+    """Not used."""
+    device: Literal["cpu"] = "cpu"
+    """Nothing leaves the host."""
+    trajectories: tuple[PositiveInt, ...] = (1_000, 10_000, 100_000)
+    """Attempts to store, each number in turn; whole steps of them."""
+    tokens: int = Field(384, ge=2)
+    """Tokens of an attempt, on average; its prompt included. Lengths are log-normal."""
+    prompt_tokens: PositiveInt = 128
+    """Leading tokens that were not sampled."""
+    longest: PositiveInt = 2048
+    """Most tokens of an attempt."""
+    group_size: PositiveInt = 8
+    """Attempts at a task."""
+    groups_per_step: PositiveInt = 32
+    """Groups of a step: what peers write to one file, and what a batch holds."""
+    peers: tuple[StoragePeer, ...] | None = None
+    """Who stores the same: pickle, padded (torch.save), safetensors, tensordict, consolidated; null takes those installed."""
+
+    @field_validator("trajectories", mode="before")
+    @classmethod
+    def _read_numbers(cls, value: Any) -> Any:
+        return _split(value)
+
+    @field_validator("peers", mode="before")
+    @classmethod
+    def _read_peers(cls, value: Any) -> Any:
+        return _split(value, nothing="none")
+
+    @model_validator(mode="after")
+    def _lengths_are_possible(self) -> SerializeSettings:
+        if not self.prompt_tokens < self.tokens <= self.longest:
+            raise ValueError(
+                f"tokens = {self.tokens} is not between prompt_tokens = {self.prompt_tokens} and longest = {self.longest}"
+            )
+        return self
+
+
+class E2ESettings(EngineSettings):
+    pairs: PositiveInt = 6
+    """Rounds; in each, every lag runs once, in an order drawn by lot. An interval takes at least 6."""
+    model: str = "builtin:small"
+    """As `model.path` of a recipe."""
+    lags: tuple[int, ...] = (0, 1, 2, 4)
+    """Values of `buffer.max_lag`, each in turn; 0 is lockstep."""
+    groups_per_step: PositiveInt = 8
+    """Tasks per step."""
+    group_size: int = Field(8, ge=2)
+    """Attempts per task."""
+    max_new_tokens: PositiveInt = 64
+    """Most tokens per attempt."""
+    warmup_steps: PositiveInt = 3
+    """Steps before the clock starts."""
+    steps: PositiveInt = 12
+    """Steps that are timed."""
+    trainer: TrainerConfig = TrainerConfig(learning_rate=1e-3)
+    """The trainer section of a recipe."""
+
+    @field_validator("lags", mode="before")
+    @classmethod
+    def _read_lags(cls, value: Any) -> Any:
+        return _split(value)
+
+
 SETTINGS: Mapping[str, type[BenchSettings]] = {
     "generate": GenerateSettings,
     "n-sampling": NSamplingSettings,
     "trainer": TrainerSettings,
     "memory": MemorySettings,
+    "serialize": SerializeSettings,
+    "e2e": E2ESettings,
 }
 
 
@@ -178,6 +248,8 @@ def make_settings(case: str, overrides: Sequence[str] = ()) -> BenchSettings:
         chosen |= _choose_prompts_and_peers(settings)
     if isinstance(settings, TrainerSettings):
         chosen |= {"peers": _training_peers(settings.peers), "trainer": fit_trainer(settings.trainer)}
+    if isinstance(settings, SerializeSettings):
+        chosen |= {"peers": _storage_peers(settings.peers)}
     if isinstance(settings, MemorySettings):
         chosen |= {"peers": _training_peers(settings.peers)}
         _refuse_all_of_the_host(settings, config.run.device)
@@ -218,6 +290,22 @@ def is_installed(peer: str, vllm_python: Path | None = None) -> bool:
 
 def _training_peers(peers: tuple[str, ...] | None) -> tuple[str, ...]:
     return ("transformers",) if peers is None else peers
+
+
+def _storage_peers(peers: tuple[StoragePeer, ...] | None) -> tuple[StoragePeer, ...]:
+    """tensordict comes in two kinds; what is not ours to need is left out where it is not installed."""
+    packages: dict[StoragePeer, str] = {
+        "pickle": "pickle",
+        "padded": "torch",
+        "safetensors": "safetensors",
+        "tensordict": "tensordict",
+        "consolidated": "tensordict",
+    }
+    installed = [peer for peer, package in packages.items() if is_installed(package)]
+    missing = [peer for peer in peers or () if peer not in installed]
+    if missing:
+        raise ConfigError(f"peers: {', '.join(missing)} needs a package that is not installed here", "leave it out")
+    return tuple(installed) if peers is None else peers
 
 
 def _refuse_all_of_the_host(settings: MemorySettings, device: str) -> None:

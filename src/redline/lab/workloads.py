@@ -74,5 +74,6 @@ WORKLOADS: Mapping[str, Mapping[str, Mapping[str, Any]]] = {
         "T1-LONG": {**_T1, "tokens": 4096},
         "C2-TRAIN": {**_C2, "tokens": 112, "limit_bytes": 4_000_000_000, "first_tokens": 2048},
     },
+    "serialize": {"S1": {}},
 }
 """Case → name → settings. Whatever else the command line says comes on top."""

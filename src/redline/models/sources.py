@@ -15,13 +15,15 @@ from collections.abc import Callable
 from pathlib import Path
 
 from redline.errors import ModelError
-from redline.models.tiny import write_tiny_model
+from redline.models.tiny import SMALL, write_tiny_model
 
 
 def model_folder(path: str, seed: int = 0) -> Path:
     """The folder to load, made or fetched if need be."""
     if path == "builtin:tiny":
         return _cached(f"tiny-{seed}", lambda folder: write_tiny_model(folder, seed))
+    if path == "builtin:small":
+        return _cached(f"small-{seed}", lambda folder: write_tiny_model(folder, seed, **SMALL))
     if path == "builtin:smollm2-135m-instruct":
         return _cached("smollm2-135m-instruct", lambda folder: _convert_gguf(_packaged_smollm2(), folder))
     local = Path(path).expanduser()

@@ -1,4 +1,5 @@
-"""A model of 0.1 M parameters made in code, for smoke runs and tests: Llama's architecture, a byte-level tokenizer."""
+"""Models made in code, with Llama's architecture and a byte-level tokenizer: one of 0.1 M parameters for smoke runs and tests,
+and one of 13 M, where the network and not the Python around it takes the time, for benchmarks."""
 
 from __future__ import annotations
 
@@ -11,7 +12,23 @@ CHAT_TEMPLATE = (
 SPECIAL_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 
 
-def write_tiny_model(folder: Path, seed: int = 0) -> None:
+TINY = {
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+}
+SMALL = {
+    "hidden_size": 384,
+    "intermediate_size": 1536,
+    "num_hidden_layers": 6,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+}
+
+
+def write_tiny_model(folder: Path, seed: int = 0, **shape: int) -> None:
     """A Hugging Face folder with random weights."""
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
@@ -19,11 +36,7 @@ def write_tiny_model(folder: Path, seed: int = 0) -> None:
     tokenizer = tiny_tokenizer()
     config = LlamaConfig(
         vocab_size=len(tokenizer),
-        hidden_size=64,
-        intermediate_size=128,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
+        **(TINY | shape),
         max_position_embeddings=1024,
         tie_word_embeddings=True,
         bos_token_id=tokenizer.convert_tokens_to_ids("<|endoftext|>"),

@@ -1,8 +1,8 @@
 """Stage 1: tasks, attempts, rewards, advantages."""
 
+from redline.rollouts.background import BackgroundRollouts, SteppedElsewhere
 from redline.rollouts.chat import Chat
-from redline.rollouts.reward_model import RewardModel
 from redline.rollouts.runner import SingleTurnRollouts
 from redline.rollouts.tasks import make_task_source
 
-__all__ = ["Chat", "RewardModel", "SingleTurnRollouts", "make_task_source"]
+__all__ = ["BackgroundRollouts", "Chat", "SingleTurnRollouts", "SteppedElsewhere", "make_task_source"]

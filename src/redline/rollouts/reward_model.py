@@ -22,9 +22,6 @@ from redline.types import Failure, Message
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
 
-PART = "reward_model"
-"""The name of its part among those of the reward, and in `rollouts.reward_weights`."""
-
 
 class RewardModel:
     """A sequence classifier of transformers with one label, whose logit is the score."""

@@ -15,6 +15,9 @@ Extract = Literal["last_number", "text"]
 # belongs to the number only where it separates thousands.
 _NUMBER = re.compile(r"(?:(?<![\w)])-)?(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?", re.ASCII)
 
+REWARD_MODEL_PART = "reward_model"
+"""What a reward model's score is called among the parts of a reward, and in `rollouts.reward_weights`."""
+
 
 def extract_answer(text: str, how: Extract) -> str | None:
     """The part of an answer that is scored; None when the text has no such part."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -12,16 +13,15 @@ from redline.errors import boundary
 from redline.ports import Engine, TaskSource
 from redline.rollouts.advantages import group_advantages
 from redline.rollouts.chat import Chat
-from redline.rollouts.reward_model import PART, RewardModel
-from redline.rollouts.rewards import finite_parts, overlong_penalty, total_reward
+from redline.rollouts.rewards import REWARD_MODEL_PART, finite_parts, overlong_penalty, total_reward
 from redline.telemetry import span
 from redline.types import Completion, Failure, GenerateRequest, SamplingParams, Task, Trajectory, TrajectoryGroup
 
+if TYPE_CHECKING:
+    from redline.rollouts.reward_model import RewardModel  # it needs torch, and most runs do not need it
+
 EVALUATION_STREAM = 2**31
 """Added to a task's number where evaluation samples it, so that no evaluation repeats a training sample's randomness."""
-EXTRA_TASKS = 2**30
-"""The first task of the extra rounds. They have tasks of their own, so that a step's first round never depends on how many
-rounds the steps before it took."""
 
 
 class SingleTurnRollouts:
@@ -44,46 +44,66 @@ class SingleTurnRollouts:
         self._stop_token_ids = stop_token_ids
         self._seed = seed
         self._reward_model = reward_model
+        self._begun: list[int] = []
 
-    def collect(self, num_groups: int, version: int) -> list[TrajectoryGroup]:
-        """Step `version` attempts tasks `version · groups_per_step` and on, each with its own seed.
+    def begin(self, numbers: Sequence[int], version: int) -> None:
+        self._begun += numbers
 
-        Dynamic sampling: as many further tasks as there are groups without signal, again and again, but no more than
-        `max_extra_rounds` times. All groups are handed on, the ones without signal too; the buffer makes the choice.
-        """
-        size, rounds = self._config.groups_per_step, self._config.max_extra_rounds
-        groups = self._attempted(version * size, num_groups, version)
-        for extra in range(rounds):
-            missing = num_groups - sum(group.has_signal for group in groups)
-            if not missing:
-                break
-            groups += self._attempted(EXTRA_TASKS + (version * rounds + extra) * size, missing, version)
-        return groups
+    def arrived(self) -> list[TrajectoryGroup]:
+        return []  # nobody works on them meanwhile
 
-    def _attempted(self, first: int, num_groups: int, version: int) -> list[TrajectoryGroup]:
-        """Groups of tasks `first` and on."""
-        with span("rollouts.tasks", version=version):
-            tasks = [self._tasks.train(first + i) for i in range(num_groups)]
-        attempts = self.attempt(tasks, self._config.group_size, self._config.temperature, first_stream=first)
-        with span("rollouts.advantages", version=version):
-            return [self._group(task, trajectories) for task, trajectories in zip(tasks, attempts, strict=True)]
+    def finished(self) -> list[TrajectoryGroup]:
+        """All that was begun, attempted now, by the caller's own hands."""
+        numbers, self._begun = self._begun, []
+        tasks = [self.task(number) for number in numbers]
+        attempts = self.attempt(tasks, self._config.group_size, self._config.temperature, streams=numbers)
+        return [self.group(*parts) for parts in zip(numbers, tasks, attempts, strict=True)]
 
-    def attempt(self, tasks: Sequence[Task], n: int, temperature: float, first_stream: int) -> list[list[Trajectory]]:
-        """n scored answers to each task; task i samples from stream `first_stream + i` of the run's seed."""
+    # ── one group, in pieces ───────────────────────────────────────────────────────────────────────────────────────────
+
+    def task(self, number: int) -> Task:
+        with span("rollouts.tasks"):
+            return self._tasks.train(number)
+
+    def request(self, number: int, task: Task) -> GenerateRequest:
+        """For all attempts of a group."""
         with span("rollouts.prompts"):
-            requests = [self._request(task, n, temperature, first_stream + i) for i, task in enumerate(tasks)]
+            return self._request(task, self._config.group_size, self._config.temperature, number)
+
+    def scored(self, task: Task, request: GenerateRequest, completions: Sequence[Completion]) -> list[Trajectory]:
+        with span("rollouts.reward"):
+            attempts = [self._score(task, request, completions)]
+        return self._judge([task], attempts)[0]
+
+    def group(self, number: int, task: Task, trajectories: Sequence[Trajectory]) -> TrajectoryGroup:
+        """With the advantages that a group can know by itself."""
+        with span("rollouts.advantages"):
+            if self._config.overlong_fraction:
+                trajectories = [self._punished_for_length(t) for t in trajectories]
+            rewards = np.array([t.reward for t in trajectories], dtype=np.float32)
+            failed = np.array([t.failure is not None for t in trajectories])
+            advantages = group_advantages(rewards, failed, self._config.advantages)
+            return TrajectoryGroup(task.id, trajectories, advantages, number)
+
+    # ── many at once ───────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def attempt(self, tasks: Sequence[Task], n: int, temperature: float, streams: Sequence[int]) -> list[list[Trajectory]]:
+        """n scored answers to each task, which samples from its stream of the run's seed."""
+        with span("rollouts.prompts"):
+            requests = [self._request(task, n, temperature, stream) for task, stream in zip(tasks, streams, strict=True)]
         answers = self._engine.generate(requests)
         with span("rollouts.reward"):
             attempts = [
                 self._score(task, request, completions)
                 for task, request, completions in zip(tasks, requests, answers, strict=True)
             ]
-        return attempts if self._reward_model is None else self._judged(self._reward_model, tasks, attempts)
+        return self._judge(tasks, attempts)
 
     def evaluate(self, tasks: Sequence[Task]) -> list[list[Trajectory]]:
         """Answers to held-out tasks, with the same randomness every time, so that two evaluations differ by policy alone."""
         evaluation = self._config.evaluation
-        return self.attempt(tasks, evaluation.samples_per_task, evaluation.temperature, first_stream=EVALUATION_STREAM)
+        streams = range(EVALUATION_STREAM, EVALUATION_STREAM + len(tasks))
+        return self.attempt(tasks, evaluation.samples_per_task, evaluation.temperature, streams)
 
     def _request(self, task: Task, n: int, temperature: float, stream: int) -> GenerateRequest:
         sampling = SamplingParams(
@@ -112,21 +132,22 @@ class SingleTurnRollouts:
             versions=completion.versions,
             finish_reason=completion.finish_reason,
             text=text,
-            reward=total_reward(parts, self._config.reward_weights) if failure is None else 0.0,
+            # A reward model has its say later, and its part may have a weight.
+            reward=0.0 if failure or self._reward_model else total_reward(parts, self._config.reward_weights),
             reward_parts=parts,
             failure=failure,
         )
 
-    def _judged(
-        self, model: RewardModel, tasks: Sequence[Task], attempts: Sequence[Sequence[Trajectory]]
-    ) -> list[list[Trajectory]]:
-        """With the reward model's score among the parts of each reward; all answers are scored together."""
+    def _judge(self, tasks: Sequence[Task], attempts: list[list[Trajectory]]) -> list[list[Trajectory]]:
+        """Add the reward model's score, where there is one, to the parts of each reward; all answers are scored together."""
+        if self._reward_model is None:
+            return attempts
         conversations = [
             [*self._chat.messages(task), {"role": "assistant", "content": trajectory.text}]
             for task, trajectories in zip(tasks, attempts, strict=True)
             for trajectory in trajectories
         ]
-        scores = iter(model.scores(conversations))
+        scores = iter(self._reward_model.scores(conversations))
         return [[self._with_part(t, next(scores)) for t in trajectories] for trajectories in attempts]
 
     def _with_part(self, trajectory: Trajectory, score: float | Failure) -> Trajectory:
@@ -134,15 +155,8 @@ class SingleTurnRollouts:
             return trajectory
         if isinstance(score, Failure):
             return replace(trajectory, reward=0.0, failure=score)
-        parts = {**trajectory.reward_parts, PART: score}
+        parts = {**trajectory.reward_parts, REWARD_MODEL_PART: score}
         return replace(trajectory, reward=total_reward(parts, self._config.reward_weights), reward_parts=parts)
-
-    def _group(self, task: Task, trajectories: Sequence[Trajectory]) -> TrajectoryGroup:
-        if self._config.overlong_fraction:
-            trajectories = [self._punished_for_length(t) for t in trajectories]
-        rewards = np.array([t.reward for t in trajectories], dtype=np.float32)
-        failed = np.array([t.failure is not None for t in trajectories])
-        return TrajectoryGroup(task.id, trajectories, group_advantages(rewards, failed, self._config.advantages))
 
     def _punished_for_length(self, trajectory: Trajectory) -> Trajectory:
         if trajectory.failure is not None:

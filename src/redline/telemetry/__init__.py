@@ -13,7 +13,7 @@ from redline.telemetry.ledger import Ledger
 from redline.telemetry.metrics import MetricsLog
 from redline.telemetry.progress import Progress
 from redline.telemetry.run_folder import RunFolder
-from redline.telemetry.spans import Recorder, process_start_ns, recording, span
+from redline.telemetry.spans import Recorder, idle_as, process_start_ns, recording, span
 from redline.telemetry.trace import TraceWriter
 
 __all__ = [
@@ -24,6 +24,7 @@ __all__ = [
     "RunFolder",
     "TraceWriter",
     "describe_environment",
+    "idle_as",
     "process_start_ns",
     "recording",
     "span",

@@ -157,6 +157,12 @@ class Recorder:
         lane = self._here.lane or self._open_lane()
         lane.add(Span(lane, name, args), start_ns, end_ns)
 
+    def idle_as(self, name: str) -> None:
+        """What no span owns in this thread from now on is waiting for work, under this name."""
+        lane = self._here.lane or self._open_lane()
+        lane.charge(lane.clock())
+        lane.open[0].name = name
+
     def drain(self) -> list[Span]:
         """The spans finished since the last call, each lane in the order they finished; the recorder forgets them."""
         return [span for lane in self._all_lanes() for span in lane.drain()]
@@ -196,6 +202,12 @@ def span(name: str, **args: object) -> AbstractContextManager[None]:
     if recorder is None:
         return _NOT_RECORDING
     return Span(recorder._here.lane or recorder._open_lane(), name, args)
+
+
+def idle_as(name: str) -> None:
+    """In a thread that works when it is asked to: what no span owns from now on is waiting, under this name."""
+    if _current is not None:
+        _current.idle_as(name)
 
 
 @contextmanager

@@ -21,7 +21,7 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from redline.errors import RunFolderError
-from redline.telemetry import span
+from redline.telemetry import idle_as, span
 from redline.trainer.checkpoint import Checkpoint, save_checkpoint
 from redline.trainer.offload import host_tensors
 
@@ -70,6 +70,7 @@ class CheckpointWriter:
 
 
 def _write(folder: Path, checkpoint: Checkpoint, copied: torch.cuda.Event | None) -> None:
+    idle_as("wait.for_checkpoints")
     if copied is not None:
         copied.synchronize()
     try:

@@ -20,6 +20,7 @@ from redline.errors import TrainingError
 from redline.models.hf import AnyDecoder
 from redline.models.memory import FLOAT32, Checkpointing, ParameterBytes, TokenBytes, token_bytes
 from redline.models.spec import ModelShape
+from redline.trainer.logprobs import CHUNK_BYTES, KEPT_BYTES
 from redline.trainer.micro_batches import MicroBatchPlan
 
 MARGIN = 0.08
@@ -30,8 +31,6 @@ STEP = 256
 """Budgets are multiples of this."""
 CPU_TOKENS = 4096
 """Products with this many rows keep every core busy; more of them only take more memory."""
-LOGITS_CHUNK_BYTES = 3 * 128 * 2**20
-"""A chunk of logits in float32, its probabilities and its gradient (`logprobs.py`)."""
 SHRINK = 0.75
 """What is left of the largest micro-batch after running out of memory."""
 
@@ -107,8 +106,8 @@ def cpu_budgets() -> Budgets:
 
 
 def logits_bytes(shape: ModelShape) -> int:
-    """Whatever the number of tokens: a chunk of logits, and the float32 gradient of the head."""
-    return LOGITS_CHUNK_BYTES + FLOAT32 * shape.vocab_size * shape.hidden_size
+    """On a GPU, whatever the number of tokens: logits that are kept and a chunk of others, and the head's float32 gradient."""
+    return KEPT_BYTES["cuda"] + CHUNK_BYTES["cuda"] + FLOAT32 * shape.vocab_size * shape.hidden_size
 
 
 def _tokens(room: int, per_token: int) -> int:
@@ -130,6 +129,8 @@ class TokenBudget:
     """Tokens per micro-batch; once it shrank it stays so."""
 
     current: int
+    key: str = "trainer.max_tokens_per_micro_batch"
+    """What a recipe calls it."""
 
     def after_oom(self, tried: int, longest: int) -> str:
         """Shrink below `tried`, the largest micro-batch that was planned, by at least a sequence of `longest` tokens; says what
@@ -143,7 +144,7 @@ class TokenBudget:
         self.current = max(longest, min(int(SHRINK * tried), tried - longest))
         return (
             f"out of memory with {tried:,} tokens in a micro-batch; the step begins again with at most {self.current:,}."
-            f" trainer.max_tokens_per_micro_batch={self.current} would have spared it"
+            f" {self.key}={self.current} would have spared it"
         )
 
 

@@ -153,7 +153,8 @@ def load_batch(folder: Path) -> TrainBatch:
         arrays = load_file(folder / "batch.safetensors")
     except (OSError, ValueError) as error:
         raise RunFolderError(f"{folder}: no batch to replay: {error}", "give a folder that a skipped step has left") from error
-    return TrainBatch(**{**others, **arrays, "versions": VersionSpan(**others["versions"])})
+    listed = {name: tuple(value) for name, value in others.items() if isinstance(value, list)}  # JSON knows no tuples
+    return TrainBatch(**{**others, **listed, **arrays, "versions": VersionSpan(**others["versions"])})
 
 
 def _listed(names: list[str]) -> str:

@@ -1,7 +1,8 @@
 """Log-probabilities of chosen tokens without ever holding all logits.
 
-For a vocabulary of 150k, the logits of a few thousand tokens weigh more than the model. Here they exist one chunk at a
-time, and the backward pass computes them again."""
+For a vocabulary of 150k, the logits of a few thousand tokens weigh more than the model. Here they are made one chunk at a time.
+Those of the first few chunks are kept for the backward pass, which turns them into their gradient in place; of the others it
+computes them again."""
 
 from __future__ import annotations
 
@@ -14,6 +15,8 @@ from torch import Tensor
 
 CHUNK_BYTES = {"cpu": 128 * 2**20, "cuda": 2**30}
 """Logits of one chunk: in float32 on the CPU, in the compute dtype on a GPU, which wants larger products."""
+KEPT_BYTES = {"cpu": 2**28, "cuda": 3 * 2**30}
+"""Logits kept for the backward pass, in the compute dtype: each spares a product with the whole vocabulary."""
 _HAS_TRITON = find_spec("triton") is not None
 
 
@@ -25,13 +28,17 @@ def selected_logprobs(hidden_ME: Tensor, weight_VE: Tensor, targets_M: Tensor, t
 class _SelectedLogprobs(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, hidden_ME: Tensor, weight_VE: Tensor, targets_M: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
-        chunks = [
-            _summarise(F.linear(hidden, weight_VE), targets, temperature)
-            for hidden, targets in _chunks(weight_VE, hidden_ME, targets_M)
-        ]
+        room = KEPT_BYTES[weight_VE.device.type] if any(ctx.needs_input_grad) else 0
+        chunks, kept = [], []
+        for hidden, targets in _chunks(weight_VE, hidden_ME, targets_M):
+            logits = F.linear(hidden, weight_VE)
+            room -= logits.nbytes
+            keeps = room >= 0
+            kept.append(logits if keeps else None)
+            chunks.append(_summarise(logits, targets, temperature, overwrite=not keeps))
         logprobs_M, normalizers_M, entropies_M = (torch.cat(parts) for parts in zip(*chunks, strict=True))
         ctx.save_for_backward(hidden_ME, weight_VE, targets_M, normalizers_M, entropies_M)
-        ctx.temperature = temperature
+        ctx.temperature, ctx.kept = temperature, kept
         return logprobs_M, entropies_M
 
     @staticmethod
@@ -40,8 +47,9 @@ class _SelectedLogprobs(torch.autograd.Function):
         grad_hidden_ME = torch.empty_like(hidden_ME)
         grad_weight_VE: Tensor | None = None
         parts = _chunks(weight_VE, hidden_ME, grad_hidden_ME, *known, *grads)
-        for hidden, grad_hidden, targets, normalizers, entropies, *incoming in parts:
-            logits = F.linear(hidden, weight_VE)
+        kept, ctx.kept = ctx.kept, [None] * len(ctx.kept)  # they are overwritten below
+        for (hidden, grad_hidden, targets, normalizers, entropies, *incoming), logits in zip(parts, kept, strict=True):
+            logits = F.linear(hidden, weight_VE) if logits is None else logits
             outgoing = _to_gradient(logits, targets, normalizers, entropies, (incoming[0], incoming[1]), ctx.temperature)
             torch.mm(outgoing, weight_VE, out=grad_hidden)
             if ctx.needs_input_grad[1]:
@@ -49,13 +57,13 @@ class _SelectedLogprobs(torch.autograd.Function):
         return grad_hidden_ME, None if grad_weight_VE is None else grad_weight_VE.to(weight_VE.dtype), None, None
 
 
-def _summarise(logits: Tensor, targets: Tensor, temperature: float) -> tuple[Tensor, Tensor, Tensor]:
+def _summarise(logits: Tensor, targets: Tensor, temperature: float, *, overwrite: bool) -> tuple[Tensor, Tensor, Tensor]:
     """Logprob of each target, log of the normalizer, and entropy."""
     if logits.is_cuda and _HAS_TRITON:
         from redline.trainer.logprob_kernels import summarise
 
         return summarise(logits, targets, temperature)
-    scaled = _scaled(logits, temperature)
+    scaled = _scaled(logits, temperature, overwrite=overwrite)
     normalizer = torch.logsumexp(scaled, dim=-1)
     logprob = scaled.gather(1, targets[:, None]).squeeze(1) - normalizer
     # H = log Z - Σ p·logit; the product overwrites the probabilities.
@@ -72,7 +80,7 @@ def _to_gradient(
 
         return to_gradient_(logits, targets, normalizers, entropies, grads, temperature)
     (grad_logprob, grad_entropy), dtype = grads, logits.dtype
-    log_p = _scaled(logits, temperature).sub_(normalizers[:, None])
+    log_p = _scaled(logits, temperature, overwrite=True).sub_(normalizers[:, None])
     # d logprob / d logit = (1[v = target] - p_v) / temperature
     grad = log_p.exp().mul_(-grad_logprob[:, None])
     if grad_entropy.any():
@@ -82,9 +90,9 @@ def _to_gradient(
     return grad.div_(temperature).to(dtype)
 
 
-def _scaled(logits: Tensor, temperature: float) -> Tensor:
-    """float32 [chunk, V], a fresh tensor that the caller may overwrite."""
-    return logits.to(torch.float32).div_(temperature)
+def _scaled(logits: Tensor, temperature: float, *, overwrite: bool) -> Tensor:
+    """float32 [chunk, V], which the caller may overwrite; where the logits must stay, it is a copy."""
+    return logits.to(torch.float32, copy=not overwrite).div_(temperature)
 
 
 def _plus(total: Tensor | None, part: Tensor, *, alone: bool) -> Tensor:

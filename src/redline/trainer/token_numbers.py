@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from redline.config.schema import AdvantageEstimator, TrainerConfig
 from redline.trainer.advantages import token_advantages
@@ -27,6 +28,8 @@ class TokenNumbers:
     """Logprobs of the reference, where the loss has a KL term."""
     returns_T: np.ndarray | None = None
     """What the critic should have said, where there is one."""
+    reward_kl: float | None = None
+    """Mean KL of a trained token, where it is taken off the reward."""
 
     def of(self, micro_batch: MicroBatch) -> dict[str, np.ndarray]:
         """float32[M] of its trained tokens, by the name of the loss's input."""
@@ -49,25 +52,29 @@ def batch_weights(batch: TrainBatch, config: TrainerConfig, max_new_tokens: int)
     return np.repeat(weights_S.numpy(), lengths)
 
 
+def reward_kl(batch: TrainBatch, config: TrainerConfig, reference_T: np.ndarray | None) -> Tensor | None:
+    """float32[M]: the KL of every trained token, of the policy that sampled it, where the reward has a KL term."""
+    if reference_T is None or config.kl_in != "reward":
+        return None
+    old_M, reference_M = (torch.from_numpy(array[batch.loss_mask]) for array in (batch.old_logprobs, reference_T))
+    return kl_estimates(old_M, reference_M, config.kl_estimator)
+
+
 def batch_advantages(
     batch: TrainBatch,
     estimator: AdvantageEstimator,
     config: TrainerConfig,
-    reference_T: np.ndarray | None,
+    kl_M: Tensor | None,
     values_T: np.ndarray | None,
 ) -> tuple[np.ndarray, np.ndarray | None]:
     """Advantages and, with a critic, returns: float32[T] each."""
     mask = batch.loss_mask
     sequence_M = torch.from_numpy(np.repeat(np.arange(batch.num_sequences), np.diff(batch.cu_seqlens))[mask])
-    penalties_M = None
-    if reference_T is not None and config.kl_in == "reward":
-        old_M, reference_M = torch.from_numpy(batch.old_logprobs[mask]), torch.from_numpy(reference_T[mask])
-        penalties_M = config.kl_coef * kl_estimates(old_M, reference_M, config.kl_estimator)
     found = token_advantages(
         torch.from_numpy(batch.advantages),
         sequence_M,
         estimator,
-        penalties_M=penalties_M,
+        penalties_M=None if kl_M is None else config.kl_coef * kl_M,
         values_M=None if values_T is None else torch.from_numpy(values_T[mask]),
         gamma=config.gae_gamma,
         lambda_=config.gae_lambda,

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import TypeVar
 
 import numpy as np
 import torch
@@ -35,12 +36,14 @@ from redline.trainer.critic import Critic, CriticReport, critic_settings
 from redline.trainer.finite import BadStep, BadSteps
 from redline.trainer.forward import by_token, chosen_logprobs, network_inputs, recompute
 from redline.trainer.micro_batches import MicroBatch, MicroBatchPlan, plan_micro_batches
+from redline.trainer.off_policy import correction_for
 from redline.trainer.optimizer import MasterAdamW
 from redline.trainer.parallel import Parallel
+from redline.trainer.place import find_place
 from redline.trainer.random_state import restore_random_state
 from redline.trainer.reference import Reference
 from redline.trainer.staging import Staging
-from redline.trainer.token_numbers import TokenNumbers, batch_advantages, batch_weights
+from redline.trainer.token_numbers import TokenNumbers, batch_advantages, batch_weights, reward_kl
 from redline.trainer.totals import StepTotals
 from redline.types import StepReport, TrainBatch, WeightSet
 
@@ -48,6 +51,8 @@ FORWARD_RATIO = 4
 """Tokens of a pass without gradients for each of one with them, where only the latter's budget is given."""
 CRITIC = "critic/"
 """What the names of the critic's state begin with."""
+
+Result = TypeVar("Result")
 
 
 class PolicyTrainer:
@@ -72,7 +77,7 @@ class PolicyTrainer:
         self._decoder, self._dtype, self._temperature, self._config = decoder, dtype, temperature, config
         self._estimator: AdvantageEstimator = advantages
         self._max_new_tokens = max_new_tokens
-        self._parallel = parallel or Parallel()
+        self._parallel = parallel or Parallel(find_place(0, 1, config))
         self._tell = tell
         if config.lora.rank:
             add_adapter(decoder, config.lora, dtype, seed)
@@ -87,10 +92,13 @@ class PolicyTrainer:
         self._cost = CostModel.of(decoder.spec, sum(parameter.numel() for parameter in decoder.parameters()))
         self._staging = Staging(decoder.output_weight.device)
         self._budget: TokenBudget | None = None
-        self._forward_budget = 0
+        self._forward_budget = TokenBudget(0, "trainer.max_tokens_per_forward")
+        self._critic_budget = TokenBudget(config.critic.max_tokens_per_micro_batch, "trainer.critic.max_tokens_per_micro_batch")
         self._bad_steps = BadSteps(config.max_bad_steps, bad_steps)
         self._writer = CheckpointWriter()
         self._version = 0
+        self.before_update: Callable[[], None] = lambda: None
+        """Called before the weights are overwritten, which others may be reading."""
 
     def _recompute_in_backward(self) -> None:
         kind = self._config.gradient_checkpointing
@@ -124,23 +132,14 @@ class PolicyTrainer:
     def step(self, batch: TrainBatch) -> StepReport:
         budget = self._budgets()
         numbers, values_T = self._prepare(batch)
-        if self._config.sharding == "none":
-            plan, totals = with_oom_retry(
-                budget,
-                lambda tokens: self._plan(batch, tokens),
-                lambda plan: (plan, self._run(plan, numbers)),
-                self._optimizer.discard,
-                self._tell,
-                self._on_any_rank,
-            )
-        else:  # a rank that runs out of memory would leave the others waiting for its shards
-            plan = self._plan(batch, budget.current)
-            totals = self._run(plan, numbers)
+        plan, totals = self._in_memory(batch, budget, lambda plan: (plan, self._run(plan, numbers)), self._optimizer)
         learning_rate = self._optimizer.learning_rate(self._version)
         grad_norm, skipped = self._update(batch, totals, learning_rate)
         critic = self._train_critic(batch, numbers, values_T) if self._critic and not skipped else None
         self._version += 1
-        extra = {} if critic is None else critic.metrics
+        extra = {} if numbers.reward_kl is None else {"kl": numbers.reward_kl}
+        extra |= {} if critic is None else critic.metrics
+        extra |= {"lag_corrected": 1.0} if correction_for(batch.lags, self._config) is not self._config else {}
         return totals.report(self._parallel, plan, grad_norm, learning_rate, skipped=skipped, extra=extra)
 
     def _plan(self, batch: TrainBatch, max_tokens: int) -> MicroBatchPlan:
@@ -150,13 +149,29 @@ class PolicyTrainer:
                 batch, max_tokens * place.sequence_ranks, place.data_ranks, self._cost, self._decoder.spec.max_positions
             )
 
+    def _in_memory(
+        self,
+        batch: TrainBatch,
+        budget: TokenBudget,
+        run: Callable[[MicroBatchPlan], Result],
+        optimizer: MasterAdamW | None = None,
+    ) -> Result:
+        """`run` a plan under the budget, again under a smaller one where memory runs out: what `optimizer` has got by then is
+        discarded."""
+        if self._config.sharding != "none" or self._parallel.place.sequence_ranks > 1:
+            # Ranks that meet in every layer would wait forever for one that ran out.
+            return run(self._plan(batch, budget.current))
+        undo = optimizer.discard if optimizer else lambda: None
+        return with_oom_retry(budget, lambda tokens: self._plan(batch, tokens), run, undo, self._tell, self._on_any_rank)
+
     def _run(self, plan: MicroBatchPlan, numbers: TokenNumbers) -> StepTotals:
         """Forward and backward of every micro-batch."""
         totals = StepTotals.on(self._decoder.output_weight.device)
         staged = self._staging.ahead(self._arrays(plan, numbers))
+        config = correction_for(plan.batch.lags, self._config)
         for number, (micro_batch, tensors) in enumerate(staged):
             with self._weights.micro_batch(last=number == plan.num_micro_batches - 1):
-                self._train_on(micro_batch, tensors, totals)
+                self._train_on(micro_batch, tensors, config, totals)
             self._optimizer.accumulate()
         return totals
 
@@ -167,13 +182,13 @@ class PolicyTrainer:
                 arrays |= {"old_logprobs_M": micro_batch.old_logprobs_M, "sequence_M": micro_batch.local_sequence_M}
             yield micro_batch, arrays
 
-    def _train_on(self, micro_batch: MicroBatch, tensors: dict[str, Tensor], totals: StepTotals) -> None:
+    def _train_on(self, micro_batch: MicroBatch, tensors: dict[str, Tensor], config: TrainerConfig, totals: StepTotals) -> None:
         share = self._parallel.share(micro_batch)
         with span("trainer.forward", version=self._version):
             logprobs_M, entropy_M = chosen_logprobs(self._decoder, micro_batch, share, tensors, self._temperature)
             given = {name: tensor for name, tensor in tensors.items() if name.endswith("_M")}
-            bonus_M = entropy_M if self._config.entropy_coef else None
-            policy = policy_loss(LossInputs(logprobs_M, **given, entropy_M=bonus_M), self._config)
+            bonus_M = entropy_M if config.entropy_coef else None
+            policy = policy_loss(LossInputs(logprobs_M, **given, entropy_M=bonus_M), config)
         with span("trainer.backward", version=self._version):
             policy.loss.backward()
         seen = {
@@ -188,6 +203,7 @@ class PolicyTrainer:
         with span("trainer.optimizer", version=self._version):
             self._weights.sum_gradients(self._optimizer.gradients())
             loss = self._parallel.sum_of(totals.loss)
+            self.before_update()
             norms = self._optimizer.update(learning_rate, loss)
             self._weights.changed()
             grad_norm, skipped = float(norms.total), bool(norms.skip)
@@ -207,23 +223,31 @@ class PolicyTrainer:
 
     def _prepare(self, batch: TrainBatch) -> tuple[TokenNumbers, np.ndarray | None]:
         """What each token brings into the loss, and the critic's values of them."""
-        config = self._config
-        passes = bool(self._reference or self._critic or config.recompute_old_logprobs)
-        parts = list(self._plan(batch, self._forward_budget).of_rank(self._parallel.place.data_rank)) if passes else []
-        reference_T = values_T = anchor_T = None
-        if self._reference:
-            reference_T = self._by_token(batch, parts, self._reference.logprobs(parts, self._parallel.share))
-        if config.recompute_old_logprobs:
-            with span("trainer.recompute", version=self._version):
-                logprobs = recompute(self._decoder, parts, self._temperature, share_of=self._parallel.share)
-                anchor_T = self._by_token(batch, parts, logprobs)
-        if self._critic:
-            values_T = self._by_token(batch, parts, self._critic.values(parts))
+        config, found = self._config, dict[str, np.ndarray]()
+        if self._reference or self._critic or config.recompute_old_logprobs:
+            parts, values = self._in_memory(batch, self._forward_budget, self._look)
+            found = {name: self._by_token(batch, parts, each) for name, each in values.items()}
+        reference_T, values_T = found.get("reference"), found.get("values")
         with span("trainer.pack", version=self._version):
-            advantages_T, returns_T = batch_advantages(batch, self._estimator, config, reference_T, values_T)
+            kl_M = reward_kl(batch, config, reference_T)
+            advantages_T, returns_T = batch_advantages(batch, self._estimator, config, kl_M, values_T)
             weights_T = batch_weights(batch, config, self._max_new_tokens)
         in_loss = reference_T if config.kl_in == "loss" else None
-        return TokenNumbers(weights_T, advantages_T, anchor_T, in_loss, returns_T), values_T
+        mean_kl = None if kl_M is None else float(kl_M.mean())
+        return TokenNumbers(weights_T, advantages_T, found.get("anchor"), in_loss, returns_T, mean_kl), values_T
+
+    def _look(self, plan: MicroBatchPlan) -> tuple[list[MicroBatch], dict[str, list[Tensor]]]:
+        """Passes without gradients over this process's micro-batches: float32[M] of each, by what they are."""
+        parts, share = list(plan.of_rank(self._parallel.place.data_rank)), self._parallel.share
+        found: dict[str, list[Tensor]] = {}
+        if self._reference:
+            found["reference"] = self._reference.logprobs(parts, share)
+        if self._config.recompute_old_logprobs:
+            with span("trainer.recompute", version=self._version):
+                found["anchor"] = recompute(self._decoder, parts, self._temperature, share_of=share)
+        if self._critic:
+            found["values"] = self._critic.values(parts)
+        return parts, found
 
     def _by_token(self, batch: TrainBatch, parts: list[MicroBatch], values: list[Tensor]) -> np.ndarray:
         """float32[T], of all processes."""
@@ -232,23 +256,25 @@ class PolicyTrainer:
         return self._parallel.sum_of(mine_T.to(device)).cpu().numpy()
 
     def _train_critic(self, batch: TrainBatch, numbers: TokenNumbers, values_T: np.ndarray | None) -> CriticReport:
-        assert self._critic is not None
+        critic, returns_T = self._critic, numbers.returns_T
+        assert critic is not None
         assert values_T is not None
-        assert numbers.returns_T is not None
-        settings = self._critic_settings
-        assert settings.max_tokens_per_micro_batch is not None
-        parts = self._plan(batch, settings.max_tokens_per_micro_batch).of_rank(0)
-        learning_rate = schedule.learning_rate(settings, self._version)
-        return self._critic.step(parts, values_T, numbers.returns_T, numbers.weights_T, learning_rate)
+        assert returns_T is not None
+        learning_rate = schedule.learning_rate(self._critic_settings, self._version)
+        return self._in_memory(
+            batch,
+            self._critic_budget,
+            lambda plan: critic.step(plan.of_rank(0), values_T, returns_T, numbers.weights_T, learning_rate),
+            self._critic_optimizer,
+        )
 
     def _budgets(self) -> TokenBudget:
         """Found at the first step, when everything else that takes memory is there."""
         if self._budget is None:
             given = self._config.max_tokens_per_micro_batch
             budgets = Budgets(given, FORWARD_RATIO * given, "as the recipe says") if given else self._planned_budgets()
-            self._budget, self._forward_budget = TokenBudget(budgets.training), budgets.forward
-            if self._config.max_tokens_per_forward:
-                self._forward_budget = self._config.max_tokens_per_forward
+            self._budget = TokenBudget(budgets.training)
+            self._forward_budget.current = self._config.max_tokens_per_forward or budgets.forward
             if not given:
                 self._tell(f"trainer.max_tokens_per_micro_batch = {budgets.training} ({budgets.reason})")
         return self._budget

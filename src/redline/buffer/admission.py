@@ -1,0 +1,42 @@
+"""How many groups may be begun: the lag budget, as arithmetic.
+
+With L = `max_lag` and B groups per batch, a group begun at version v must be trained on by version v + L. The batches of v, …,
+v + L have room for (L + 1) · B groups; whoever is the (L + 1) · B + 1st would be begun for nothing. Hence
+
+    in flight + ready + leased ≤ (L + 1) · B,
+
+and, since no more than B groups are trained at each version before v, groups begun and not dropped ≤ (v + L + 1) · B over the
+run. With L = 0 that is lockstep: B groups at a time, begun when the step before them is done.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+
+
+def most_at_once(max_lag: int, groups_per_step: int) -> int:
+    """(L + 1) · B."""
+    return (max_lag + 1) * groups_per_step
+
+
+def room(num_alive: int, target: int, max_lag: int, groups_per_step: int) -> int:
+    """Groups to begin now, with `num_alive` in flight, ready or leased. The target is kept between one batch, or nobody would
+    ever have one, and the lag budget."""
+    limit = min(max(target, groups_per_step), most_at_once(max_lag, groups_per_step))
+    return max(0, limit - num_alive)
+
+
+def num_urgent(oldest_versions: Iterable[int], version: int, max_lag: int, groups_per_step: int) -> int:
+    """How many places of the batch of `version` must go to the oldest groups, so that all groups can still be trained in time.
+
+    A group has slack for k more batches if it is within budget at version + k. Those with slack for at most k share the k + 1
+    batches from this one on; the later ones take k · B, and what is more than that is due now. Groups beyond the budget are not
+    counted: nothing saves them.
+    """
+    slack = Counter(oldest + max_lag - version for oldest in oldest_versions)
+    due = due_so_far = 0
+    for k in range(max_lag + 1):
+        due_so_far += slack[k]
+        due = max(due, due_so_far - k * groups_per_step)
+    return min(due, groups_per_step)

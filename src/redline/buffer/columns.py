@@ -1,0 +1,243 @@
+"""The columns of a stored attempt, one row each, and the buffers that Arrow keeps them in.
+
+A column is one node, or several where it is nested, and a node has up to three buffers: which values are there, where each
+begins, and the values. Groups are written node by node, straight from the engine's arrays, and checked node by node when they
+are read back: the same nodes, the same checksum.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from enum import IntEnum
+
+import numpy as np
+import pyarrow as pa
+
+from redline.types import Trajectory, TrajectoryGroup
+
+SCHEMA = pa.schema(
+    [
+        ("version", pa.int64()),
+        ("checksum", pa.uint32()),
+        ("group", pa.int64()),
+        ("attempt", pa.int32()),
+        ("task_id", pa.string()),
+        ("advantage", pa.float32()),
+        ("reward", pa.float32()),
+        ("reward_parts", pa.list_(pa.struct([("name", pa.string()), ("value", pa.float32())]))),  # `datasets` knows no maps
+        ("finish_reason", pa.string()),
+        ("oldest_version", pa.int64()),
+        ("newest_version", pa.int64()),
+        ("begun_version", pa.int64()),
+        ("turns", pa.list_(pa.struct([(name, pa.int64()) for name in ("start", "end", "oldest_version", "newest_version")]))),
+        ("failure", pa.string()),
+        ("text", pa.string()),
+        ("loss_mask", pa.large_list(pa.uint8())),  # Arrow packs booleans into bits, and a view of bits is no NumPy array
+        ("token_ids", pa.large_list(pa.int32())),
+        ("logprobs", pa.large_list(pa.float32())),
+    ]
+)
+"""The large columns come last: a file that is cut there has lost only what lies behind the cut."""
+
+
+class Mark(IntEnum):
+    """What stands in `version` where there is no step that trained on the attempt."""
+
+    WAITING = -1
+    DROPPED = -2
+    FORGOTTEN = -3
+    """Sampled by a policy that a resumed run went back behind; the group was to be attempted again."""
+
+
+@dataclass(slots=True, frozen=True)
+class Node:
+    """One array of Arrow's layout, its buffers as NumPy has them."""
+
+    length: int
+    values: np.ndarray | None = None
+    """Of a fixed width, or uint8: the characters of all strings."""
+    lengths: np.ndarray | None = None
+    """int64[length]: of each list or string; on disk their running sum, one more and from 0."""
+    offset_bytes: int = 0
+    """Width of those sums on disk: 4 or 8."""
+    valid: np.ndarray | None = None
+    """bool[length], of the one column that may hold nulls."""
+
+    @property
+    def num_nulls(self) -> int:
+        return 0 if self.valid is None else int(np.count_nonzero(~self.valid))
+
+    @property
+    def buffers(self) -> list[np.ndarray]:
+        """What there is of it, for checksums; validity only where something is null, as Arrow itself has it."""
+        valid = self.valid if self.num_nulls else None
+        return [array for array in (self.lengths, self.values, valid) if array is not None]
+
+
+# ── a group → nodes ────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def group_nodes(group: TrajectoryGroup, begun_version: int) -> list[Node]:
+    """In the order of `SCHEMA`, depth first."""
+    attempts = group.trajectories
+    lengths = np.array([len(t.token_ids) for t in attempts], dtype=np.int64)
+    loss_mask = _flat([t.loss_mask for t in attempts], np.bool_).view(np.uint8)
+    parts = [pair for t in attempts for pair in t.reward_parts.items()]
+    num_parts = np.array([len(t.reward_parts) for t in attempts], dtype=np.int64)
+    versions = np.array([(t.versions.oldest, t.versions.newest) for t in attempts], dtype=np.int64)
+    content = [
+        Node(len(attempts), np.full(len(attempts), group.number, dtype=np.int64)),
+        Node(len(attempts), np.arange(len(attempts), dtype=np.int32)),
+        _strings([group.task_id] * len(attempts)),
+        Node(len(attempts), np.asarray(group.advantages, dtype=np.float32)),
+        Node(len(attempts), np.array([t.reward for t in attempts], dtype=np.float32)),
+        *(Node(len(attempts), lengths=num_parts, offset_bytes=4), Node(len(parts))),
+        *(_strings([name for name, _ in parts]), Node(len(parts), np.array([v for _, v in parts], dtype=np.float32))),
+        _strings([str(t.finish_reason) for t in attempts]),
+        *(Node(len(attempts), np.ascontiguousarray(column)) for column in versions.T),
+        Node(len(attempts), np.full(len(attempts), begun_version, dtype=np.int64)),
+        *_turns(loss_mask, lengths, versions),
+        _strings([_failure(t) for t in attempts], nullable=True),
+        _strings([t.text for t in attempts]),
+        *_list(lengths, 8, loss_mask),
+        *_list(lengths, 8, _flat([t.token_ids for t in attempts], np.int32)),
+        *_list(lengths, 8, _flat([t.logprobs for t in attempts], np.float32)),
+    ]
+    version = Node(len(attempts), np.full(len(attempts), Mark.WAITING, dtype=np.int64))
+    return [version, Node(len(attempts), np.full(len(attempts), checksum(content), dtype=np.uint32)), *content]
+
+
+def _turns(loss_mask: np.ndarray, lengths: np.ndarray, versions: np.ndarray) -> list[Node]:
+    """Runs of tokens that the policy chose, each with the versions that it was sampled with: the attempt's, as long as no
+    attempt says more."""
+    ends, chosen = np.cumsum(lengths), loss_mask.view(np.bool_)
+    starts = ends - lengths
+    is_first = np.zeros(len(chosen) + 1, dtype=np.bool_)
+    is_first[starts] = is_first[-1] = True
+    edged = np.concatenate([[False], chosen, [False]])
+    firsts = np.flatnonzero(chosen & (is_first[:-1] | ~edged[:-2]))
+    lasts = np.flatnonzero(chosen & (is_first[1:] | ~edged[2:])) + 1
+    attempt = np.searchsorted(ends, firsts, side="right")
+    columns = [firsts - starts[attempt], lasts - starts[attempt], *versions[attempt].T]
+    num_turns = np.bincount(attempt, minlength=len(lengths))
+    return [
+        *(Node(len(lengths), lengths=num_turns, offset_bytes=4), Node(len(firsts))),
+        *(Node(len(firsts), np.ascontiguousarray(column, dtype=np.int64)) for column in columns),
+    ]
+
+
+def _failure(attempt: Trajectory) -> str | None:
+    return f"{attempt.failure.stage}: {attempt.failure.reason}" if attempt.failure else None
+
+
+def _list(lengths: np.ndarray, offset_bytes: int, values: np.ndarray) -> tuple[Node, Node]:
+    return Node(len(lengths), lengths=lengths, offset_bytes=offset_bytes), Node(len(values), values)
+
+
+def _strings(texts: Sequence[str | None], *, nullable: bool = False) -> Node:
+    # A model may say half a surrogate pair, which UTF-8 has no bytes for.
+    encoded = [(text or "").encode(errors="replace") for text in texts]
+    lengths = np.array([len(text) for text in encoded], dtype=np.int64)
+    valid = np.array([text is not None for text in texts]) if nullable else None
+    return Node(len(texts), np.frombuffer(b"".join(encoded), dtype=np.uint8), lengths, 4, valid)
+
+
+def _flat(arrays: Sequence[np.ndarray], dtype: type[np.generic]) -> np.ndarray:
+    return np.concatenate(arrays).astype(dtype, copy=False) if arrays else np.zeros(0, dtype=dtype)
+
+
+# ── rows of a record batch → nodes ─────────────────────────────────────────────────────────────────────────────────────
+
+
+@dataclass(slots=True, frozen=True)
+class _Column:
+    """An array of a record batch, and the arrays inside it."""
+
+    values: np.ndarray | None
+    offsets: np.ndarray | None
+    bits: np.ndarray | None
+    """uint8: validity, the first row lowest; None where nothing is null."""
+    inside: tuple[_Column, ...]
+
+    @classmethod
+    def of(cls, array: pa.Array) -> _Column:
+        kind, buffers = array.type, [np.frombuffer(buffer or b"", dtype=np.uint8) for buffer in array.buffers()]
+        bits = buffers[0] if array.null_count else None
+        if pa.types.is_struct(kind):
+            return cls(None, None, bits, tuple(cls.of(array.field(i)) for i in range(kind.num_fields)))
+        if pa.types.is_primitive(kind):
+            return cls(_viewed(buffers[1], kind.to_pandas_dtype()), None, bits, ())
+        offsets = _viewed(buffers[1], np.int64 if pa.types.is_large_list(kind) else np.int32)
+        if pa.types.is_string(kind):
+            return cls(buffers[2], offsets, bits, ())
+        return cls(None, offsets, bits, (cls.of(array.values),))
+
+    def nodes(self, first: int, last: int) -> Iterator[Node]:
+        length, lengths, width = last - first, None, 0
+        valid = None if self.bits is None else _unpacked(self.bits, first, last)
+        if self.offsets is not None:
+            offsets, width = _taken(self.offsets, first, last + 1).astype(np.int64), self.offsets.itemsize
+            lengths, first, last = np.diff(offsets), int(offsets[0]), int(offsets[-1])
+            if (lengths < 0).any():
+                raise ValueError("offsets that fall")
+        yield Node(length, None if self.values is None else _taken(self.values, first, last), lengths, width, valid)
+        for column in self.inside:
+            yield from column.nodes(first, last)
+
+
+class Rows:
+    """The attempts in a record batch, to be compared with their checksums."""
+
+    def __init__(self, batch: pa.RecordBatch) -> None:
+        self.batch = batch
+        self._columns = {name: _Column.of(column) for name, column in zip(batch.schema.names, batch.columns, strict=True)}
+
+    def values(self, name: str) -> np.ndarray:
+        """Of a column of a fixed width, whether or not anything calls itself null."""
+        values = self._columns[name].values
+        assert values is not None
+        return values[: self.batch.num_rows]
+
+    def nodes(self, first: int, last: int) -> list[Node]:
+        """Of the rows from `first` up to `last`. Raises ValueError where an offset leads nowhere, which only damage can do."""
+        return [node for column in self._columns.values() for node in column.nodes(first, last)]
+
+    def is_intact(self, first: int, last: int) -> bool:
+        """Whether these rows are one group as it was written."""
+        if not 0 <= first < last <= self.batch.num_rows:
+            return False
+        try:
+            _, sums, *nodes = self.nodes(first, last)
+        except ValueError:
+            return False
+        return bool(sums.values is not None and (sums.values == checksum(nodes)).all())
+
+
+def _viewed(buffer: np.ndarray, dtype: type[np.generic]) -> np.ndarray:
+    """As many whole values as there are; damage may have taken a part of one."""
+    width = np.dtype(dtype).itemsize
+    return buffer[: len(buffer) // width * width].view(dtype)
+
+
+def _unpacked(bits: np.ndarray, first: int, last: int) -> np.ndarray:
+    return np.unpackbits(_taken(bits, first // 8, -(-last // 8)), bitorder="little")[first % 8 :][: last - first].astype(bool)
+
+
+def _taken(array: np.ndarray, first: int, last: int) -> np.ndarray:
+    if not 0 <= first <= last <= len(array):
+        raise ValueError(f"values {first} up to {last} of {len(array)}")
+    return array[first:last]
+
+
+# ── checksums ──────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def checksum(nodes: Iterable[Node]) -> int:
+    """CRC-32 of everything in a group but `version`, which changes, and the checksum itself."""
+    crc = 0
+    for node in nodes:
+        for array in node.buffers:
+            crc = zlib.crc32(array.data, crc)
+    return crc

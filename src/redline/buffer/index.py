@@ -1,0 +1,214 @@
+"""`index.sqlite`: one row per group, what became of it and where it lies.
+
+SQLite in WAL mode: a transaction survives a kill, and others may read while a run writes. Rows carry a checksum of their own,
+since SQLite notices damage to its pages but not to the values in them.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import sqlite3
+import zlib
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, fields
+from operator import attrgetter
+from pathlib import Path
+from typing import Any, Literal
+
+from redline.buffer.group_store import GroupState
+
+INDEX_NAME = "index.sqlite"
+_SIDES = ("", "-wal", "-shm")
+
+
+class DamagedIndexError(Exception):
+    """The index is missing, or not what was written."""
+
+
+@dataclass(slots=True, frozen=True)
+class GroupRow:
+    """A group as the index has it. Times are seconds since 1970."""
+
+    number: int
+    state: GroupState
+    begun_version: int
+    begun_at: float
+    reason: str | None = None
+    """Why it was dropped."""
+    oldest_version: int | None = None
+    newest_version: int | None = None
+    """The versions it was sampled with; this and what follows is there once it is complete."""
+    reward: float | None = None
+    """Mean over its attempts."""
+    num_tokens: int = 0
+    """Of all its attempts, prompts included."""
+    num_attempts: int = 0
+    has_signal: bool = False
+    segment: int | None = None
+    first_row: int = 0
+    """Of `num_attempts` in its segment."""
+    ready_at: float | None = None
+    trained_version: int | None = None
+    """The step that trained on it, or that it is leased to."""
+    settled_at: float | None = None
+    """When it was trained or dropped."""
+
+    @property
+    def end_row(self) -> int:
+        return self.first_row + self.num_attempts
+
+    @property
+    def is_stored(self) -> bool:
+        return self.segment is not None
+
+    @property
+    def is_live(self) -> bool:
+        """Its tokens are still wanted."""
+        return self.state in (GroupState.READY, GroupState.LEASED)
+
+
+COLUMNS = tuple(field.name for field in fields(GroupRow))
+_STATE, _SIGNAL = COLUMNS.index("state"), COLUMNS.index("has_signal")
+_get_all = attrgetter(*COLUMNS)
+_TABLE = f"""
+CREATE TABLE IF NOT EXISTS groups (
+  number INTEGER PRIMARY KEY, state TEXT NOT NULL, begun_version INTEGER NOT NULL, begun_at REAL NOT NULL, reason TEXT,
+  oldest_version INTEGER, newest_version INTEGER, reward REAL, num_tokens INTEGER NOT NULL, num_attempts INTEGER NOT NULL,
+  has_signal INTEGER NOT NULL, segment INTEGER, first_row INTEGER NOT NULL, ready_at REAL, trained_version INTEGER,
+  settled_at REAL, checksum INTEGER NOT NULL,
+  CHECK (state IN ({", ".join(repr(state.value) for state in GroupState)}))
+)"""
+_PUT = f"REPLACE INTO groups ({', '.join(COLUMNS)}, checksum) VALUES ({', '.join('?' * (len(COLUMNS) + 1))})"
+_GET = f"SELECT {', '.join(COLUMNS)}, checksum FROM groups"
+
+
+_LIVE = "state IN ('ready', 'leased')"
+_NEWEST = "MAX(MAX(begun_version, COALESCE(trained_version, 0)))"
+_TOTALS = f"""SELECT segment, SUM({_LIVE}), {_NEWEST}, MAX(first_row + num_attempts) FROM groups
+WHERE segment IS NOT NULL GROUP BY segment"""
+_LAST = f"SELECT COALESCE(MAX(number) + 1, 0), COALESCE({_NEWEST}, 0) FROM groups"
+
+
+@dataclass(slots=True)
+class SegmentTotals:
+    """Of the groups in a segment."""
+
+    num_live: int = 0
+    """Groups whose tokens are still wanted."""
+    newest: int = -1
+    """The last step that had to do with any of them."""
+    end_row: int = 0
+    """The rows that the index knows."""
+
+
+class GroupIndex:
+    """The rows, on disk."""
+
+    def __init__(self, folder: Path, mode: Literal["rwc", "rw", "ro"] = "rwc") -> None:
+        """`mode` as SQLite has it: make it where it is not there, write, or only read."""
+        self.path = folder / INDEX_NAME
+        with _explained(self.path):
+            uri = f"{self.path.absolute().as_uri()}?mode={mode}"
+            self._database = sqlite3.connect(uri, uri=True, isolation_level=None, check_same_thread=False)
+        try:
+            with _explained(self.path):
+                self._set_up(mode)
+        except BaseException:
+            self._database.close()
+            raise
+
+    def _set_up(self, mode: str) -> None:
+        if mode != "ro":
+            self._database.execute("PRAGMA journal_mode = WAL")
+            self._database.execute("PRAGMA synchronous = NORMAL")
+        if mode == "rwc":
+            self._database.execute(_TABLE)
+        else:
+            self._database.execute(f"{_GET} LIMIT 0")
+
+    def put(self, rows: Iterable[GroupRow]) -> None:
+        """All or none of them."""
+        with _explained(self.path), self._transaction():
+            self._database.executemany(_PUT, [_values(row) for row in rows])
+
+    def rows(self, where: str = "", *values: Any) -> Iterator[GroupRow]:
+        """By number, each compared with its checksum; `where` is SQL."""
+        with _explained(self.path):
+            for found in self._database.execute(f"{_GET} {where and 'WHERE ' + where} ORDER BY number", values):
+                yield _row(self.path, found)
+
+    def get(self, number: int) -> GroupRow | None:
+        return next(self.rows("number = ?", number), None)
+
+    def totals(self) -> tuple[dict[GroupState, int], dict[int, SegmentTotals], int, int]:
+        """Groups in each state; of each segment; the next number; the last version. Without reading row by row."""
+        with _explained(self.path):
+            counts = self._database.execute("SELECT state, COUNT(*) FROM groups GROUP BY state").fetchall()
+            segments = self._database.execute(_TOTALS).fetchall()
+            number, version = self._database.execute(_LAST).fetchone()
+        return (
+            {GroupState(state): count for state, count in counts},
+            {segment: SegmentTotals(*found) for segment, *found in segments},
+            number,
+            version,
+        )
+
+    def check(self) -> None:
+        """Raises `DamagedIndexError` where SQLite finds its own structures damaged."""
+        with _explained(self.path):
+            problem = self._database.execute("PRAGMA quick_check(1)").fetchone()[0]
+        if problem != "ok":
+            raise DamagedIndexError(f"{self.path}: {problem}")
+
+    def flush(self) -> None:
+        """Everything up to here survives a power cut too."""
+        with _explained(self.path):
+            self._database.execute("PRAGMA wal_checkpoint(TRUNCATE)")
+
+    def close(self) -> None:
+        self._database.close()
+
+    @contextmanager
+    def _transaction(self) -> Iterator[None]:
+        self._database.execute("BEGIN IMMEDIATE")
+        try:
+            yield
+            self._database.execute("COMMIT")
+        except BaseException:
+            if self._database.in_transaction:
+                self._database.execute("ROLLBACK")
+            raise
+
+
+def index_files(folder: Path) -> list[Path]:
+    """The index, and what SQLite keeps beside it."""
+    return [path for side in _SIDES if (path := folder / f"{INDEX_NAME}{side}").exists()]
+
+
+def _values(row: GroupRow) -> tuple[Any, ...]:
+    values = list(_get_all(row))
+    values[_STATE], values[_SIGNAL] = row.state.value, int(row.has_signal)
+    return *values, zlib.crc32(repr(tuple(values)).encode())
+
+
+def _row(path: Path, found: tuple[Any, ...]) -> GroupRow:
+    if zlib.crc32(repr(found[:-1]).encode()) != found[-1]:
+        raise DamagedIndexError(f"{path}: the row of group {found[0]} is not what was written")
+    *values, _ = found
+    values[_STATE], values[_SIGNAL] = GroupState(values[_STATE]), bool(values[_SIGNAL])
+    return GroupRow(*values)
+
+
+@contextmanager
+def _explained(path: Path) -> Iterator[None]:
+    """SQLite's errors in our words; a full disk is the OSError that it is."""
+    try:
+        yield
+    except sqlite3.OperationalError as error:
+        if error.sqlite_errorcode in (sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR_WRITE):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path)) from error
+        raise DamagedIndexError(f"{path}: {error}") from error
+    except (sqlite3.DatabaseError, UnicodeDecodeError) as error:
+        raise DamagedIndexError(f"{path}: {error}") from error

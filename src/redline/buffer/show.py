@@ -1,0 +1,195 @@
+"""`redline show RUN`: the groups of a run and their attempts, for people and for machines. It only reads; a run may go on."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from rich import box
+from rich.console import Console, Group
+from rich.panel import Panel
+from rich.table import Table
+from rich.text import Text
+
+from redline.buffer.columns import Mark
+from redline.buffer.group_store import GroupState
+from redline.buffer.index import DamagedIndexError, GroupIndex, GroupRow, index_files
+from redline.buffer.segments import DamagedSegmentError, read_segment, segment_files
+from redline.errors import RunFolderError
+
+TOKENS_SHOWN = 64
+"""Of each attempt; `--json` has all of them."""
+_STYLES = {
+    GroupState.IN_FLIGHT: "cyan",
+    GroupState.READY: "yellow",
+    GroupState.LEASED: "magenta",
+    GroupState.TRAINED: "green",
+    GroupState.DROPPED: "red",
+}
+_OWN = ("group", "checksum", "begun_version")
+"""Columns of an attempt that its group has already, or that nobody wants to see."""
+
+
+class StoredRun:
+    """The trajectories of a run, to look at."""
+
+    def __init__(self, folder: Path) -> None:
+        """`folder` is the run's."""
+        self._run, self._folder = folder, folder / "trajectories"
+        if not index_files(self._folder):
+            raise RunFolderError(
+                f"{folder}: no trajectories to show",
+                f"redline repair {folder}" if segment_files(self._folder) else "it kept none (buffer.keep_trajectories: false)",
+            )
+
+    def groups(self, *, step: int | None = None, number: int | None = None) -> list[GroupRow]:
+        """By number: all, those that a step was trained on, or one."""
+        wanted: tuple[Any, ...] = ()
+        if number is not None:
+            wanted = ("number = ?", number)
+        elif step is not None:
+            wanted = ("trained_version = ? AND state = 'trained'", step)
+        try:
+            index = GroupIndex(self._folder, "ro")
+            try:
+                found = list(index.rows(*wanted))
+            finally:
+                index.close()
+        except DamagedIndexError as error:
+            raise self._damaged(error) from error
+        if not found and number is not None:
+            raise RunFolderError(f"{self._run}: no group {number}", f"list them with: redline show {self._run}")
+        if not found and step is not None:
+            raise RunFolderError(
+                f"{self._run}: nothing was trained at step {step}", f"steps count from 0: redline show {self._run}"
+            )
+        return found
+
+    def attempts(self, groups: Iterable[GroupRow]) -> Iterator[tuple[GroupRow, list[dict[str, Any]] | None]]:
+        """Each group with the rows of its attempts; None where its segment was evicted, nothing while it is in flight."""
+        paths = {file.number: file.path for file in segment_files(self._folder)}
+        mapped: dict[int, Any] = {}
+        for group in groups:
+            if group.segment is None or group.segment not in paths:
+                yield group, None if group.num_attempts else []
+                continue
+            try:
+                if group.segment not in mapped:
+                    mapped = {group.segment: read_segment(paths[group.segment])}
+            except DamagedSegmentError as error:
+                raise self._damaged(error) from error
+            rows = mapped[group.segment].slice(group.first_row, group.num_attempts).to_pylist()
+            yield group, [_attempt(row) for row in rows]
+
+    def _damaged(self, error: Exception) -> RunFolderError:
+        return RunFolderError(f"the trajectories are damaged: {error}", f"save what is intact with: redline repair {self._run}")
+
+
+def show(
+    run: Path, *, step: int | None, number: int | None, failures: bool, limit: int, as_json: bool, console: Console
+) -> dict[str, Any] | None:
+    """Print to the console; with `as_json` return the document instead. At most `limit` groups, the last ones; 0 is all."""
+    stored = StoredRun(run)
+    groups = stored.groups(step=step, number=number)
+    pairs: list[tuple[GroupRow, list[dict[str, Any]] | None]]
+    with_attempts = failures or step is not None or number is not None
+    if failures:
+        pairs = [(group, only) for group, rows in stored.attempts(groups) if (only := [r for r in rows or () if r["failure"]])]
+        pairs = pairs[-limit:]
+    else:
+        groups = groups[-limit:]
+        pairs = list(stored.attempts(groups)) if with_attempts else [(group, None) for group in groups]
+    if as_json:
+        return {"run": str(run), "groups": [_group_json(group, rows, with_attempts) for group, rows in pairs]}
+    console.print(group_table([group for group, _ in pairs]))
+    if number is not None or failures:
+        for group, rows in pairs:
+            console.print(attempt_panels(group, rows))
+    return None
+
+
+# ── for people ─────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def group_table(groups: Sequence[GroupRow]) -> Table:
+    table = Table(box=box.SIMPLE_HEAD)
+    for title in ("group", "state", "versions", "step", "attempts", "tokens", "reward", "signal"):
+        table.add_column(title, justify="left" if title == "state" else "right", no_wrap=True)
+    for group in groups:
+        complete = group.num_attempts > 0
+        table.add_row(
+            str(group.number),
+            Text(f"{group.state}: {group.reason}" if group.reason else group.state.value, style=_STYLES[group.state]),
+            _span(group.oldest_version, group.newest_version) if complete else f"from {group.begun_version}",
+            "" if group.trained_version is None else str(group.trained_version),
+            str(group.num_attempts) if complete else "",
+            f"{group.num_tokens:,}" if complete else "",
+            "" if group.reward is None else f"{group.reward:.3f}",
+            ("yes" if group.has_signal else "no") if complete else "",
+        )
+    return table
+
+
+def attempt_panels(group: GroupRow, attempts: Sequence[Mapping[str, Any]] | None) -> Group | Text:
+    if attempts is None:
+        return Text(f"group {group.number}: its segment is not there any more", style="dim")
+    if not attempts:
+        return Text(f"group {group.number}: no attempt is complete", style="dim")
+    return Group(*(_panel(group.number, attempt) for attempt in attempts))
+
+
+def _panel(number: int, attempt: Mapping[str, Any]) -> Panel:
+    parts = "  ".join(f"{name} {value:g}" for name, value in attempt["reward_parts"].items())
+    turns = "  ".join(
+        f"{turn['start']}–{turn['end']} by {_span(turn['oldest_version'], turn['newest_version'])}" for turn in attempt["turns"]
+    )
+    tokens = attempt["token_ids"]
+    more = f" … {len(tokens) - TOKENS_SHOWN:,} more" if len(tokens) > TOKENS_SHOWN else ""
+    lines = [
+        _line("task", attempt["task_id"]),
+        _line("reward", f"{attempt['reward']:g}" + (f"  ({parts})" if parts else "") + f"  advantage {attempt['advantage']:g}"),
+        _line("versions", f"{_span(attempt['oldest_version'], attempt['newest_version'])}  {_fate(attempt['version'])}"),
+        _line("chosen", f"{sum(attempt['loss_mask'])} of {len(tokens)} tokens: {turns}  ended by {attempt['finish_reason']}"),
+        _line("tokens", " ".join(map(str, tokens[:TOKENS_SHOWN])) + more),
+    ]
+    if attempt["failure"]:
+        lines.append(_line("failure", attempt["failure"], style="red"))
+    lines += [Text(), _plain(attempt["text"]) if attempt["text"] else Text("(no text)", style="dim")]
+    title = Text(f"group {number}, attempt {attempt['attempt']}")
+    return Panel(Group(*lines), title=title, title_align="left", box=box.ROUNDED)
+
+
+def _fate(version: int) -> str:
+    fates = {Mark.WAITING: "not trained on yet", Mark.DROPPED: "dropped", Mark.FORGOTTEN: "forgotten"}
+    return f"trained at step {version}" if version >= 0 else fates[Mark(version)]
+
+
+def _line(name: str, value: str, style: str = "") -> Text:
+    return Text.assemble((f"{name:<9}", "dim"), Text(_printable(value), style=style))
+
+
+def _plain(text: str) -> Text:
+    return Text(_printable(text))
+
+
+def _printable(text: str) -> str:
+    """What a model wrote, as characters: neither markup nor terminal codes are obeyed."""
+    return "".join(char if char.isprintable() or char == "\n" else "\N{REPLACEMENT CHARACTER}" for char in text)
+
+
+def _span(oldest: int | None, newest: int | None) -> str:
+    return f"v{oldest}" if oldest == newest else f"v{oldest}–v{newest}"
+
+
+# ── for machines ───────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def _attempt(row: dict[str, Any]) -> dict[str, Any]:
+    row["reward_parts"] = {part["name"]: part["value"] for part in row["reward_parts"]}
+    return {name: value for name, value in row.items() if name not in _OWN}
+
+
+def _group_json(group: GroupRow, attempts: list[dict[str, Any]] | None, with_attempts: bool) -> dict[str, Any]:
+    return asdict(group) | ({"attempts": attempts} if with_attempts else {})

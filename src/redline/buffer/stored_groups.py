@@ -1,0 +1,118 @@
+"""Groups of the store as the trainer wants them: flat values and offsets, and views of the mapped files where they can be."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import pyarrow as pa
+
+from redline.types import TrainBatch, VersionSpan
+
+
+@dataclass(slots=True, frozen=True)
+class StoredGroups:
+    """T tokens of S attempts at some tasks. The arrays may be read-only."""
+
+    numbers: tuple[int, ...]
+    tokens: np.ndarray
+    """int32[T]."""
+    loss_mask: np.ndarray
+    """bool[T]."""
+    logprobs: np.ndarray
+    """float32[T]."""
+    offsets: np.ndarray
+    """int64[S + 1], from 0: `cu_seqlens`."""
+    group_offsets: np.ndarray
+    """int64[groups + 1]: the attempts of each group."""
+    advantages: np.ndarray
+    """float32[S]."""
+    failed: np.ndarray
+    """bool[S]."""
+    versions: VersionSpan
+    """Of all of them."""
+    num_runs: int
+    """Pieces that lie in one place. One is a view; more had to be copied together."""
+
+
+@dataclass(slots=True, frozen=True)
+class Run:
+    """Rows of a segment that are wanted one after the other."""
+
+    batch: pa.RecordBatch
+    first: int
+    last: int
+
+    def values(self, name: str) -> np.ndarray:
+        """Of a column of lists, end to end."""
+        column = self.batch.column(name)
+        offsets = self.offsets(name)
+        return column.values.to_numpy()[offsets[0] : offsets[-1]]
+
+    def offsets(self, name: str) -> np.ndarray:
+        """int64[rows + 1], from the beginning of the segment."""
+        return self.batch.column(name).offsets.to_numpy()[self.first : self.last + 1]
+
+    def column(self, name: str) -> np.ndarray:
+        return self.batch.column(name).to_numpy()[self.first : self.last]
+
+    @property
+    def failed(self) -> np.ndarray:
+        """bool[rows]: the failure is there."""
+        column = self.batch.column("failure")
+        if not column.null_count:
+            return np.ones(self.last - self.first, dtype=bool)
+        bits = np.frombuffer(column.buffers()[0], dtype=np.uint8)[self.first // 8 : -(-self.last // 8)]
+        return np.unpackbits(bits, bitorder="little")[self.first % 8 :][: self.last - self.first].astype(bool)
+
+
+def stored_groups(numbers: Sequence[int], sizes: Sequence[int], runs: Sequence[Run]) -> StoredGroups:
+    """`sizes` are the attempts of each group; the runs hold them in that order."""
+    lengths = [np.diff(run.offsets("token_ids")) for run in runs]
+    oldest = min(int(run.column("oldest_version").min()) for run in runs)
+    newest = max(int(run.column("newest_version").max()) for run in runs)
+    return StoredGroups(
+        numbers=tuple(numbers),
+        tokens=_joined([run.values("token_ids") for run in runs]),
+        loss_mask=_joined([run.values("loss_mask").view(np.bool_) for run in runs]),
+        logprobs=_joined([run.values("logprobs") for run in runs]),
+        offsets=_offsets(_joined(lengths)),
+        group_offsets=_offsets(np.asarray(sizes, dtype=np.int64)),
+        advantages=_joined([run.column("advantage") for run in runs]),
+        failed=_joined([run.failed for run in runs]),
+        versions=VersionSpan(oldest, newest),
+        num_runs=len(runs),
+    )
+
+
+def pack_stored(groups: StoredGroups, version: int, *, keep_silent: bool) -> TrainBatch:
+    """The batch of `version`, its tokens those of the store.
+
+    An attempt that failed is not trained on, and neither is one whose advantage is 0, unless `keep_silent`. To leave it out of
+    the tokens would mean to copy all others; instead its loss mask is cleared, which costs a byte per token, and the trainer
+    computes no sequence without a trained token.
+    """
+    kept_S = ~groups.failed & (keep_silent | (groups.advantages != 0))
+    kept_T = np.repeat(kept_S, np.diff(groups.offsets))
+    return TrainBatch(
+        tokens=groups.tokens,
+        cu_seqlens=groups.offsets,
+        group_offsets=groups.group_offsets,
+        loss_mask=groups.loss_mask if kept_S.all() else groups.loss_mask & kept_T,
+        old_logprobs=groups.logprobs,
+        advantages=np.where(kept_S, groups.advantages, np.float32(0)),
+        num_sequences_sampled=len(kept_S),
+        versions=groups.versions,
+        version=version,
+        num_tokens_left_out=int(np.count_nonzero(groups.loss_mask & ~kept_T)),
+        numbers=groups.numbers,
+    )
+
+
+def _joined(arrays: Sequence[np.ndarray]) -> np.ndarray:
+    return arrays[0] if len(arrays) == 1 else np.concatenate(arrays)
+
+
+def _offsets(lengths: np.ndarray) -> np.ndarray:
+    return np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)

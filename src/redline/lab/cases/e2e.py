@@ -1,0 +1,219 @@
+"""`redline bench e2e`: whole steps of the loop, in lockstep and with rollouts ahead of the trainer.
+
+Every round runs each lag once, in an order drawn by lot, from the same weights over the same tasks. In lockstep one side always
+waits for the other; with a lag they work at the same time, on a CPU each on its own half of the cores, so lockstep is given the
+same half: what is measured is the overlap, not the cores. The bound of a step is the busier side's work.
+"""
+
+from __future__ import annotations
+
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from rich.console import Console
+
+from redline import loop
+from redline.config import Config, resolve, validate
+from redline.lab.document import Bound, Measured, PeerFigure, Result
+from redline.lab.pairs import interleave
+from redline.lab.settings import E2ESettings
+from redline.lab.statistics import compare
+from redline.launch import Stages, build, prepare_process
+from redline.telemetry import Progress, Recorder, RunFolder, recording
+from redline.types import StepReport, TrainBatch, TrajectoryGroup, WeightUpdate
+
+LOCKSTEP = 0
+REWARD_WINDOW = 4
+"""Steps at the end of the shortest run over which its reward, and that of the others by then, is averaged."""
+
+
+@dataclass(slots=True)
+class Clock:
+    """Notes when steps end and what came of them. Implements `ports.Watch`."""
+
+    skip: int
+    """Steps before the clock starts: kernels warm up, and a pipeline fills."""
+    groups: list[TrajectoryGroup] = field(default_factory=list)
+    begun_s: float = 0.0
+    ends_s: list[float] = field(default_factory=list)
+    rewards: list[float] = field(default_factory=list)
+    tokens: list[int] = field(default_factory=list)
+    lags: list[int] = field(default_factory=list)
+
+    def group_collected(self, group: TrajectoryGroup) -> None:
+        self.groups.append(group)
+
+    def step_finished(self, batch: TrainBatch, report: StepReport, update: WeightUpdate) -> None:
+        now = time.perf_counter()
+        attempts = [t for group in self.groups for t in group.trajectories]
+        self.groups = []
+        if update.version == self.skip:
+            self.begun_s = now
+        if update.version > self.skip:
+            self.ends_s.append(now - self.begun_s)
+            self.rewards.append(statistics.fmean(t.reward for t in attempts) if attempts else self.rewards[-1])
+            self.tokens.append(sum(t.num_completion_tokens for t in attempts))
+            self.lags.append(batch.lag)
+
+    def should_stop(self) -> bool:
+        return False
+
+
+@dataclass(slots=True, frozen=True)
+class E2ERun:
+    """What one run of the loop gave, after its first steps."""
+
+    step_s: float
+    trainer_wait_s: float
+    """Per step."""
+    rollouts_wait_s: float
+    ends_s: Sequence[float]
+    rewards: Sequence[float]
+    tokens_per_s: float
+    max_lag: int
+
+    def reward_by(self, seconds: float) -> float:
+        """Mean over the last steps that had ended by then."""
+        done = [reward for end, reward in zip(self.ends_s, self.rewards, strict=True) if end <= seconds + 1e-9]
+        return statistics.fmean(done[-REWARD_WINDOW:]) if done else 0.0
+
+    def as_json(self) -> dict[str, object]:
+        return {
+            "step_s": self.step_s,
+            "trainer_wait_s": self.trainer_wait_s,
+            "rollouts_wait_s": self.rollouts_wait_s,
+            "tokens_per_s": self.tokens_per_s,
+            "max_lag": self.max_lag,
+            "ends_s": list(self.ends_s),
+            "rewards": list(self.rewards),
+        }
+
+
+def measure(settings: E2ESettings, console: Console) -> Measured:
+    sides: dict[str, Callable[[int], E2ERun]] = {str(lag): _side(settings, lag) for lag in settings.lags}
+
+    def seen(number: int, row: Mapping[str, E2ERun]) -> None:
+        told = ", ".join(f"lag {lag} {run.step_s:.2f} s" for lag, run in row.items())
+        console.print(f"round {number + 1}/{settings.pairs}: a step takes {told}")
+
+    rounds = interleave(sides, settings.pairs, settings.seed, seen)
+    results = [result for lag in settings.lags for result in _results(rounds, lag, settings)]
+    return Measured(settings, results)
+
+
+def _side(settings: E2ESettings, lag: int) -> Callable[[int], E2ERun]:
+    return lambda number: run_loop(_recipe(settings, lag, settings.seed + number), settings.warmup_steps, settings.steps)
+
+
+def run_loop(config: Config, skip: int, steps: int) -> E2ERun:
+    """The loop of `redline train` in a folder that is thrown away."""
+    prepare_process(config)
+    recorder, clock = Recorder(keep_spans=False), Clock(skip)
+    with tempfile.TemporaryDirectory(prefix="redline-bench-") as scratch, recording(recorder):
+        quiet = Progress(steps, console=Console(quiet=True))
+        stages = build(config, RunFolder.create(Path(scratch), "e2e"), quiet)
+        try:
+            before = _until(stages, clock, skip, recorder)
+            after = _until(stages, clock, skip + steps, recorder)
+        finally:
+            stages.close()
+    waited = {lane: after[lane] - before.get(lane, 0.0) for lane in after}
+    seconds = clock.ends_s[-1]
+    # In lockstep whoever is not at work waits, and both are in one lane.
+    trainer_wait = waited["main"] if config.buffer.max_lag else waited["not trainer"]
+    rollouts_wait = waited.get("rollouts", 0.0) if config.buffer.max_lag else seconds - waited["not trainer"]
+    return E2ERun(
+        step_s=seconds / steps,
+        trainer_wait_s=trainer_wait / steps,
+        rollouts_wait_s=rollouts_wait / steps,
+        ends_s=clock.ends_s,
+        rewards=clock.rewards,
+        tokens_per_s=sum(clock.tokens) / seconds,
+        max_lag=max(clock.lags),
+    )
+
+
+def _until(stages: Stages, clock: Clock, steps: int, recorder: Recorder) -> dict[str, float]:
+    """Run to that step; seconds that each lane has waited so far, and that the main one spent on anything but training."""
+    loop.run(stages.rollouts, stages.buffer, stages.trainer, stages.weight_sync, stages.shared_engine, steps=steps, watch=clock)
+    lanes = recorder.ledger().lanes
+    waited = {name: sum(ns for row, ns in lane.rows.items() if row.startswith("wait.")) / 1e9 for name, lane in lanes.items()}
+    rollouts = sum(ns for row, ns in lanes["main"].rows.items() if row.split(".")[0] in ("rollouts", "engine")) / 1e9
+    return waited | {"not trainer": rollouts}
+
+
+def _recipe(settings: E2ESettings, lag: int, seed: int) -> Config:
+    cores = settings.num_threads or torch.get_num_threads()
+    own_half = max(1, cores // 2) if lag == LOCKSTEP and settings.device == "cpu" else cores
+    recipe = {
+        "run": {
+            "device": settings.device,
+            "num_threads": own_half,
+            "seed": seed,
+            "steps": settings.warmup_steps + settings.steps,
+            "checkpoint_every": 0,
+        },
+        "model": {"path": settings.model, "dtype": settings.dtype},
+        "rollouts": {
+            "task": {"kind": "import", "path": "redline.lab.tasks:Letters"},
+            "groups_per_step": settings.groups_per_step,
+            "group_size": settings.group_size,
+            "max_new_tokens": settings.max_new_tokens,
+            "evaluation": {"num_tasks": 0},
+        },
+        "buffer": {"max_lag": lag, "keep_trajectories": False},
+        "trainer": settings.trainer.model_dump(mode="json", exclude_unset=True),
+        "engine": {"max_num_seqs": settings.groups_per_step * settings.group_size}
+        | settings.engine.model_dump(exclude_unset=True),
+    }
+    return resolve(validate(recipe, "redline bench e2e")).config
+
+
+def _results(rounds: Sequence[Mapping[str, E2ERun]], lag: int, settings: E2ESettings) -> list[Result]:
+    runs = [row[str(lag)] for row in rounds]
+    busier = [run.step_s - min(run.trainer_wait_s, run.rollouts_wait_s) for run in runs]
+    return [_step_time(rounds, lag, runs, busier), _throughput(lag, runs, busier), _reward(rounds, lag, settings)]
+
+
+def _step_time(rounds: Sequence[Mapping[str, E2ERun]], lag: int, runs: Sequence[E2ERun], busier: Sequence[float]) -> Result:
+    peer = None
+    if lag != LOCKSTEP and str(LOCKSTEP) in rounds[0]:
+        lockstep = [row[str(LOCKSTEP)].step_s for row in rounds]
+        comparison = compare(lockstep, [run.step_s for run in runs])
+        peer = PeerFigure("lockstep", statistics.median(lockstep), comparison.ratio, comparison)
+    return Result(
+        f"lag {lag}: a step",
+        statistics.median(run.step_s for run in runs),
+        "s",
+        [run.as_json() for run in runs],
+        Bound(statistics.median(busier), "the work of the side that has more of it; the other's could all be done meanwhile"),
+        peer,
+        larger_is_better=False,
+        details={
+            "parts": {
+                "trainer waits": statistics.median(run.trainer_wait_s for run in runs),
+                "rollouts wait": statistics.median(run.rollouts_wait_s for run in runs),
+            },
+            "max_lag_seen": max(run.max_lag for run in runs),
+        },
+    )
+
+
+def _throughput(lag: int, runs: Sequence[E2ERun], busier: Sequence[float]) -> Result:
+    samples = [run.tokens_per_s for run in runs]
+    best = statistics.median(run.tokens_per_s * run.step_s / busy for run, busy in zip(runs, busier, strict=True))
+    return Result(
+        f"lag {lag}: tokens", statistics.median(samples), "tok/s", samples, Bound(best, "with no waiting on either side")
+    )
+
+
+def _reward(rounds: Sequence[Mapping[str, E2ERun]], lag: int, settings: E2ESettings) -> Result:
+    """After as much time as the fastest of the round took for all its steps."""
+    samples = [row[str(lag)].reward_by(min(run.ends_s[-1] for run in row.values())) for row in rounds]
+    why = "a reward of 1 for every answer"
+    return Result(f"lag {lag}: reward after equal time", statistics.fmean(samples), "", samples, Bound(1.0, why))

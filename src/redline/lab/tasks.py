@@ -1,0 +1,23 @@
+"""A task that any model can get better at, for benchmarks that need a reward and not a language."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from redline.types import Task
+
+
+class Letters:
+    """Write letters: the reward is their share of the answer. Attempts nearly always differ, so every group has signal."""
+
+    def __init__(self, seed: int = 0) -> None:
+        self._seed = seed
+
+    def train(self, index: int) -> Task:
+        return Task(f"letters/{index}", [{"role": "user", "content": f"Letters, {index} of {self._seed}:"}])
+
+    def held_out(self, count: int) -> Sequence[Task]:
+        return [self.train(-1 - index) for index in range(count)]
+
+    def score(self, task: Task, text: str) -> Mapping[str, float]:
+        return {"letters": sum(c.isascii() and c.isalpha() for c in text) / max(1, len(text))}

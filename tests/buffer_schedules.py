@@ -1,0 +1,247 @@
+"""Random schedules for the buffer: groups that finish in any order, fail, are given up or teach nothing, steps, crashes and
+resumed runs, against a ledger of its own of what the contract says."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field, replace
+from random import Random
+
+from fakes import group as made_group
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from redline.buffer.buffer import SILENT, STALE, GroupBuffer
+from redline.buffer.group_store import GroupState
+from redline.buffer.memory_store import MemoryStore
+from redline.config.schema import BufferConfig
+from redline.types import TrainBatch, TrajectoryGroup, VersionSpan
+
+GIVEN_UP = "failed"
+
+
+def group(number: int, oldest: int, newest: int | None = None, *, silent: bool = False) -> TrajectoryGroup:
+    """Two attempts; the second saw the newest policy."""
+    made = made_group([0.0, 0.0] if silent else [1.0, -1.0], version=oldest)
+    first, second = made.trajectories
+    second = replace(second, versions=VersionSpan(oldest, oldest if newest is None else newest))
+    return replace(made, trajectories=[first, second], number=number)
+
+
+@dataclass
+class Known:
+    """What the ledger says of a number."""
+
+    begun: int
+    state: GroupState = GroupState.IN_FLIGHT
+    versions: VersionSpan | None = None
+    silent: bool = False
+    trained_at: list[int] = field(default_factory=list)
+    """In the history that counts: steps that a crash undid are not there."""
+
+
+class Schedules(RuleBasedStateMachine):
+    """Every rule is something that may happen in a run; every assertion a promise of the buffer."""
+
+    fault: str | None = None
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.known: dict[int, Known] = {}
+        self.again: list[int] = []
+        self.late: set[int] = set()
+        """Given up, and still at work."""
+        self.version = 0
+        self.batch: TrainBatch | None = None
+        self.replaced_at: Counter[int] = Counter()
+        self.now = 0.0
+
+    @initialize(
+        max_lag=st.sampled_from([0, 1, 2, 4]),
+        groups_per_step=st.integers(1, 3),
+        order=st.sampled_from(["fresh_first", "oldest_first", "signal_first"]),
+        max_reuses=st.integers(0, 2),
+        extra_rounds=st.integers(0, 2),
+        full_depth=st.booleans(),
+    )
+    def begin(
+        self, max_lag: int, groups_per_step: int, order: str, max_reuses: int, extra_rounds: int, full_depth: bool
+    ) -> None:
+        depth = max_lag + 1 if full_depth else None
+        self.config = BufferConfig(max_lag=max_lag, depth=depth, order=order, max_reuses=max_reuses)
+        self.size, self.extra_rounds, self.store = groups_per_step, extra_rounds, MemoryStore()
+        self.buffer = self.make_buffer()
+
+    def make_buffer(self) -> GroupBuffer:
+        return GroupBuffer(self.config, self.size, self.store, max_extra_rounds=self.extra_rounds, clock=lambda: self.now)
+
+    def numbers(self, *states: GroupState) -> list[int]:
+        return sorted(number for number, known in self.known.items() if known.state in states)
+
+    # ── what happens ───────────────────────────────────────────────────────────────────────────────────────────────────
+
+    @rule()
+    def admit(self) -> None:
+        self.admitted()
+
+    def admitted(self) -> list[int]:
+        numbers = self.buffer.admit(self.version)
+        self.see_drops()
+        assert len(set(numbers)) == len(numbers), "a number was given out twice"
+        repeated, new = numbers[: len(self.again)], numbers[len(self.again) :]
+        assert repeated == self.again[: len(numbers)], "numbers to repeat come first, in rising order"
+        self.again = self.again[len(repeated) :]
+        assert new == list(range(len(self.known), len(self.known) + len(new))), "new numbers follow one another"
+        for number in numbers:
+            self.known[number] = Known(self.version)
+        alive = self.numbers(GroupState.IN_FLIGHT, GroupState.READY, GroupState.LEASED)
+        begun = len(self.numbers(*GroupState)) - len(self.numbers(GroupState.DROPPED)) - len(self.again)
+        if numbers:
+            assert len(alive) - len(self.again) <= max(self.size, self.buffer.controller.target), "over the target"
+            assert begun <= (self.version + self.config.max_lag + 1) * self.size, "more begun than can be trained in time"
+        return numbers
+
+    @precondition(lambda self: self.config.depth is None)
+    @rule(share=st.floats(0, 1))
+    def change_the_target(self, share: float) -> None:
+        """Whatever the controller decides."""
+        self.buffer.controller.target = round(self.size * (1 + share * self.config.max_lag))
+
+    def under_way(self) -> list[int]:
+        return [number for number in self.numbers(GroupState.IN_FLIGHT) if number not in self.again]
+
+    @precondition(lambda self: self.under_way())
+    @rule(rng=st.randoms(use_true_random=False), silent=st.booleans())
+    def finish(self, rng: Random, silent: bool) -> None:
+        number = rng.choice(self.under_way())
+        known = self.known[number]
+        oldest = rng.randint(known.begun, self.version)
+        newest = rng.randint(oldest, self.version)
+        known.state, known.versions, known.silent = GroupState.READY, VersionSpan(oldest, newest), silent
+        self.buffer.offer(group(number, oldest, newest, silent=silent))
+
+    @rule(rng=st.randoms(use_true_random=False), steps=st.integers(1, 4), silence=st.sampled_from([0.0, 0.3, 1.0]))
+    def run_the_loop(self, rng: Random, steps: int, silence: float) -> None:
+        """As loop.py does; whoever is not finished when the batch is full stays under way."""
+        for _ in range(steps):
+            self.admitted()
+            while self.batch is None:
+                self.now += rng.random()
+                for _ in range(rng.randint(0, 3)):
+                    if self.under_way():
+                        self.finish(rng, rng.random() < silence)
+                assert self.admitted() or self.under_way() or self.buffer.has_batch(self.version), "a deadlock"
+                self.take()
+            self.now += rng.random()
+            self.train()
+
+    @precondition(lambda self: self.under_way())
+    @rule(data=st.data())
+    def give_up(self, data: st.DataObject) -> None:
+        number = data.draw(st.sampled_from(self.under_way()))
+        self.buffer.abandon([number], GIVEN_UP)
+        self.known[number].state = GroupState.DROPPED
+        self.late.add(number)
+        assert self.store.fate(number) == (GroupState.DROPPED, GIVEN_UP)
+
+    @precondition(lambda self: self.late)
+    @rule(data=st.data())
+    def come_too_late(self, data: st.DataObject) -> None:
+        number = data.draw(st.sampled_from(sorted(self.late)))
+        self.late.remove(number)
+        self.buffer.offer(group(number, self.known[number].begun))
+
+    @precondition(lambda self: self.batch is None)
+    @rule()
+    def take(self) -> None:
+        full = self.buffer.has_batch(self.version)
+        self.see_drops()
+        ready = self.numbers(GroupState.READY)
+        if not full:
+            assert len(ready) < self.size, "a full batch within budget is never waited with"
+            return
+        self.batch = self.buffer.next_batch(self.version)
+        self.check(self.batch, ready)
+        for number in self.batch.numbers:
+            if number in ready:
+                self.known[number].state = GroupState.LEASED
+
+    @precondition(lambda self: self.batch is not None)
+    @rule()
+    def train(self) -> None:
+        assert self.batch is not None
+        self.buffer.trained(self.batch)
+        for number in self.batch.numbers:
+            self.known[number].trained_at.append(self.version)
+            self.known[number].state = GroupState.TRAINED
+        self.version += 1
+        self.batch = None
+
+    @rule(data=st.data(), new_process=st.booleans())
+    def crash_and_resume(self, data: st.DataObject, new_process: bool) -> None:
+        checkpoint = data.draw(st.integers(max(0, self.version - 3), self.version))
+        if new_process:
+            self.buffer = self.make_buffer()
+        self.buffer.resume(checkpoint)
+        self.version, self.batch, self.late, self.replaced_at = checkpoint, None, set(), Counter()
+        for known in self.known.values():
+            self.go_back(known, checkpoint)
+        self.again = self.numbers(GroupState.IN_FLIGHT)
+
+    def go_back(self, known: Known, checkpoint: int) -> None:
+        known.trained_at = [version for version in known.trained_at if version < checkpoint]
+        if known.trained_at or known.versions is None:
+            return
+        if known.versions.newest > checkpoint:
+            known.state, known.versions = GroupState.IN_FLIGHT, None
+        elif known.state is not GroupState.DROPPED or known.versions.newest == checkpoint:
+            known.state = GroupState.READY
+
+    # ── what must hold ─────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def check(self, batch: TrainBatch, ready: list[int]) -> None:
+        budget = self.config.max_lag
+        assert len(set(batch.numbers)) == self.size == len(batch.lags)
+        assert list(batch.numbers) == sorted(batch.numbers), "not in order"
+        for number, lag in zip(batch.numbers, batch.lags, strict=True):
+            known = self.known[number]
+            assert known.versions is not None
+            assert lag == self.version - known.versions.oldest
+            assert 0 <= lag <= budget, "over the lag budget"
+            assert len(known.trained_at) <= self.config.max_reuses, "trained on too often"
+        assert batch.lag == max(batch.lags)
+        replays = [number for number in batch.numbers if number not in ready]
+        assert not replays or set(ready) <= set(batch.numbers), "a replay took the place of a group that was ready"
+        if budget == 0:
+            assert list(batch.numbers) == ready[: self.size], "lockstep takes groups as they were begun"
+
+    def see_drops(self) -> None:
+        """The ledger believes a drop only for a reason it can see."""
+        for number in self.numbers(GroupState.READY):
+            state, reason = self.store.fate(number)
+            if state is not GroupState.DROPPED:
+                continue
+            known = self.known[number]
+            assert known.versions is not None
+            if reason == STALE:
+                assert known.versions.lag(self.version) > self.config.max_lag
+            else:
+                assert (reason, known.silent) == (SILENT, True)
+                self.replaced_at[self.version] += 1
+                assert self.replaced_at[self.version] <= self.extra_rounds * self.size, "too many replaced at one step"
+            known.state = GroupState.DROPPED
+
+    @invariant()
+    def every_number_is_accounted_for(self) -> None:
+        if not hasattr(self, "store"):
+            return
+        for number, known in self.known.items():
+            assert self.store.fate(number)[0] is known.state, f"{number} is lost, or in two places"
+        assert sum(self.store.counts.values()) == len(self.known) == self.store.next_number
+
+    @precondition(lambda self: self.batch is None and not self.under_way())
+    @rule()
+    def go_on(self) -> None:
+        """Where nothing is under way, something can be done: no deadlock."""
+        assert self.admitted() or self.buffer.has_batch(self.version), "a deadlock"
+        self.see_drops()

@@ -1,0 +1,244 @@
+"""Killed at any point and resumed: no group is lost, none is trained on twice, and in lockstep all ends as if never killed."""
+
+from __future__ import annotations
+
+import random
+import shutil
+import time
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.compute as pc
+import pytest
+from crashing import (
+    Point,
+    calls,
+    deeds,
+    forked,
+    is_begun,
+    newest_run,
+    output,
+    resume_to_end,
+    run_to_end,
+)
+from processes import TIMEOUT_S, digest, rows, write_letters
+
+from redline.buffer.group_store import GroupState
+from redline.buffer.index import GroupIndex, GroupRow
+from redline.telemetry import RunFolder
+
+STEPS = 8
+GROUPS = 2
+ATTEMPTS = 4
+MAX_LAG = 2
+SECTIONS = {"buffer": 5, "loop": 3, "trainer": 2, "telemetry": 2, "rollouts": 2, "engine": 1, "weight_sync": 1}
+"""Where kills come from within, and how often: most where files are written."""
+TWICE = 0.3
+"""Of the kills are followed by another, in the run that was to make up for the first."""
+
+
+def prepare(cwd: Path, max_lag: int) -> None:
+    write_letters(
+        cwd,
+        run={"steps": STEPS, "checkpoint_every": 3, "keep_checkpoints": 1},
+        rollouts={
+            "groups_per_step": GROUPS,
+            "group_size": ATTEMPTS,
+            "max_new_tokens": 8,
+            "evaluation": {"num_tasks": 2, "every": 4},
+        },
+        trainer={"warmup_steps": 4, "weight_decay": 0.01},
+        buffer={"max_lag": max_lag},
+    )
+
+
+# ── kills ──────────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@dataclass(slots=True, frozen=True)
+class Straight:
+    """A run that nobody killed."""
+
+    cwd: Path
+    seconds: float
+    calls: Counter[str]
+
+    @property
+    def folder(self) -> RunFolder:
+        return newest_run(self.cwd)
+
+    def point(self, chance: random.Random) -> Point:
+        [section] = chance.choices(list(SECTIONS), list(SECTIONS.values()))
+        return Point(section, chance.randint(1, self.calls[section]))
+
+
+def run_straight(cwd: Path, max_lag: int) -> Straight:
+    prepare(cwd, max_lag)
+    started = time.monotonic()
+    assert run_to_end(cwd, "train", "letters.yaml") == 0, output(cwd)
+    return Straight(cwd, time.monotonic() - started, calls(cwd))
+
+
+@pytest.fixture(scope="module")
+def lockstep(tmp_path_factory: pytest.TempPathFactory) -> Straight:
+    return run_straight(tmp_path_factory.mktemp("lockstep"), 0)
+
+
+@pytest.fixture(scope="module")
+def beside(tmp_path_factory: pytest.TempPathFactory) -> Straight:
+    return run_straight(tmp_path_factory.mktemp("beside"), MAX_LAG)
+
+
+def kill_once(cwd: Path, straight: Straight, chance: random.Random, *, is_timed: bool) -> bool:
+    """Start, or continue; False where the run came to its end before the kill."""
+    if not is_timed:
+        code = resume_to_end(cwd, straight.point(chance))
+    else:
+        with forked(cwd, "train", "letters.yaml", *(["--resume"] if is_begun(cwd) else [])) as process:
+            process.join(chance.uniform(0, straight.seconds))
+            process.kill()
+            process.join(TIMEOUT_S)
+            code = process.exitcode
+    assert code in (0, -9), output(cwd)
+    return code == -9
+
+
+def kills(cwd: Path, straight: Straight, chance: random.Random, *, is_timed: bool) -> Iterator[None]:
+    """One kill, or two; yields while the run lies there."""
+    for _ in range(1 + (chance.random() < TWICE)):
+        if not kill_once(cwd, straight, chance, is_timed=is_timed):
+            return
+        yield
+
+
+# ── what is left ───────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def index_of(folder: RunFolder, scratch: Path) -> list[GroupRow]:
+    """From a copy: to open an index means to tidy it up."""
+    shutil.copytree(folder.trajectories, scratch)
+    index = GroupIndex(scratch)
+    found = list(index.rows())
+    index.close()
+    shutil.rmtree(scratch)
+    return found
+
+
+def trained_attempts(folder: RunFolder) -> list[dict[str, Any]]:
+    """Every attempt in the segments that a step was trained on, by number."""
+    paths = sorted(folder.trajectories.glob("segment-*.arrow"))
+    table = pa.concat_tables(pa.ipc.open_file(path).read_all() for path in paths)
+    table = table.filter(pc.field("version") >= 0)
+    return table.sort_by([("group", "ascending"), ("attempt", "ascending")]).to_pylist()
+
+
+def trained_versions(folder: RunFolder) -> dict[int, list[int]]:
+    """Number → the step that each of its attempts was trained on in, as the segments have it."""
+    found: dict[int, list[int]] = {}
+    for attempt in trained_attempts(folder):
+        found.setdefault(attempt["group"], []).append(attempt["version"])
+    return found
+
+
+def lineage(cwd: Path) -> dict[int, tuple[int, ...]]:
+    """Version → the batch that the weights at the end have learnt from: whoever took a step last took it for good."""
+    final: dict[int, tuple[int, ...]] = {}
+    for process in deeds(cwd):
+        final |= process.trained
+    return final
+
+
+def assert_whole(cwd: Path) -> None:
+    """Index, segments and trainer tell the same story, in which every group has one place."""
+    folder, found = newest_run(cwd), index_of(newest_run(cwd), cwd / "scratch")
+    assert [row.number for row in found] == list(range(len(found)))
+    assert not [row.number for row in found if row.state is GroupState.LEASED]
+    assert not [row.number for row in found if (row.state is GroupState.DROPPED) != (row.reason is not None)]
+    trained = {row.number: row.trained_version for row in found if row.state is GroupState.TRAINED}
+    assert trained_versions(folder) == {number: [version] * ATTEMPTS for number, version in trained.items()}
+    learnt = lineage(cwd)
+    assert {version: len(numbers) for version, numbers in learnt.items()} == dict.fromkeys(range(STEPS), GROUPS)
+    assert trained == {number: version for version, numbers in learnt.items() for number in numbers}
+    assert [row["step"] for row in rows(folder.metrics)] == list(range(1, STEPS + 1))
+    assert [row["step"] for row in rows(folder.evaluations)] == [0, 4, STEPS]
+
+
+def assert_same(cwd: Path, straight: Straight) -> None:
+    """Bit for bit."""
+    folder = newest_run(cwd)
+    for file in (f"checkpoints/step-{STEPS:06d}/trainer.safetensors", "model/model.safetensors"):
+        assert digest(folder.path / file) == digest(straight.folder.path / file), file
+    assert lineage(cwd) == lineage(straight.cwd)
+    assert trained_attempts(folder) == trained_attempts(straight.folder)
+    for found, expected in zip(rows(folder.metrics), rows(straight.folder.metrics), strict=True):
+        kept = [key for key in expected if key.startswith("trainer/") and not key.endswith("_s")]
+        assert {key: found[key] for key in kept} == {key: expected[key] for key in kept}
+
+
+def still_there(cwd: Path) -> set[int]:
+    """Groups that a run which continues from here has no reason to attempt again."""
+    if not is_begun(cwd):
+        return set()
+    folder = newest_run(cwd)
+    checkpoint = max((int(path.name[5:]) for path in folder.checkpoints.glob("step-*")), default=0)
+    found = index_of(folder, cwd / "scratch") if (folder.trajectories / "index.sqlite").exists() else []
+    return {row.number for row in found if row.newest_version is not None and row.newest_version <= checkpoint}
+
+
+# ── lockstep ───────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def crash(cwd: Path, straight: Straight, max_lag: int, number: int) -> bool:
+    """Kill, and let run to the end; True where a kill came in time. The number decides where it comes."""
+    cwd.mkdir()
+    prepare(cwd, max_lag)
+    left = [(len(deeds(cwd)), still_there(cwd)) for _ in kills(cwd, straight, random.Random(number), is_timed=number % 5 == 4)]
+    assert resume_to_end(cwd) == 0, output(cwd)
+    for num_before, kept in left:
+        for process in deeds(cwd)[num_before:]:
+            assert not kept & set(process.attempted), "what was there was attempted again"
+    assert_whole(cwd)
+    return bool(left)
+
+
+def crash_in_lockstep(cwd: Path, straight: Straight, number: int) -> bool:
+    came = crash(cwd, straight, 0, number)
+    assert_same(cwd, straight)
+    return came
+
+
+def crash_beside(cwd: Path, straight: Straight, number: int) -> bool:
+    came = crash(cwd, straight, MAX_LAG, number)
+    assert all(lag <= MAX_LAG for process in deeds(cwd) for lag in process.lags)
+    assert all(row["buffer/policy_lag_steps"] <= MAX_LAG for row in rows(newest_run(cwd).metrics))
+    return came
+
+
+def test_a_run_killed_anywhere_ends_as_if_it_had_not_been(lockstep: Straight, tmp_path: Path) -> None:
+    assert_whole(lockstep.cwd)
+    came = [crash_in_lockstep(tmp_path / str(number), lockstep, number) for number in range(3)]
+    assert sum(came) >= 2
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ten", range(5))
+def test_fifty_kills_anywhere_and_every_run_ends_as_if_it_had_not_been(ten: int, lockstep: Straight, tmp_path: Path) -> None:
+    came = [crash_in_lockstep(tmp_path / str(n), lockstep, n) for n in range(100 + 10 * ten, 110 + 10 * ten)]
+    assert sum(came) >= 8
+
+
+def test_a_run_beside_its_rollouts_killed_anywhere_loses_nothing(beside: Straight, tmp_path: Path) -> None:
+    assert_whole(beside.cwd)
+    came = [crash_beside(tmp_path / str(number), beside, number) for number in range(3)]
+    assert sum(came) >= 2
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ten", range(5))
+def test_fifty_kills_of_runs_beside_their_rollouts_and_none_loses_anything(ten: int, beside: Straight, tmp_path: Path) -> None:
+    came = [crash_beside(tmp_path / str(n), beside, n) for n in range(100 + 10 * ten, 110 + 10 * ten)]
+    assert sum(came) >= 8

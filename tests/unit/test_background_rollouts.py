@@ -1,0 +1,133 @@
+"""Rollouts in a thread of their own, with a real engine."""
+
+from __future__ import annotations
+
+import copy
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+from fakes import FakeTasks
+from small_models import CONFIGS, write_model
+
+from redline.config.schema import EngineConfig, RolloutsConfig
+from redline.engine import NativeEngine
+from redline.errors import BrokenModelError, TaskError
+from redline.models.hf import AnyDecoder, load_decoder
+from redline.models.tiny import tiny_tokenizer
+from redline.rollouts import BackgroundRollouts, Chat, SingleTurnRollouts
+from redline.types import TrajectoryGroup, WeightUpdate
+
+TOKENIZER = tiny_tokenizer()
+CONFIG = RolloutsConfig(task={"kind": "import", "path": "tests:Fake"}, group_size=3, max_new_tokens=12)  # type: ignore[arg-type]
+
+
+@pytest.fixture
+def decoder(tmp_path: Path) -> AnyDecoder:
+    config = copy.deepcopy(CONFIGS["llama, tied"])
+    config.vocab_size = len(TOKENIZER)
+    write_model(tmp_path, config, seed=1, std=0.2)
+    return load_decoder(tmp_path)
+
+
+def single_turn(engine: NativeEngine, tasks: FakeTasks | None = None) -> SingleTurnRollouts:
+    return SingleTurnRollouts(tasks or FakeTasks(), engine, Chat(TOKENIZER, None, ""), CONFIG, stop_token_ids=(3,), seed=5)
+
+
+@pytest.fixture
+def engine(decoder: AnyDecoder) -> NativeEngine:
+    return NativeEngine(decoder, EngineConfig(max_num_seqs=8), TOKENIZER)
+
+
+@pytest.fixture
+def background(engine: NativeEngine) -> Iterator[BackgroundRollouts]:
+    rollouts = BackgroundRollouts(single_turn(engine), engine)
+    yield rollouts
+    rollouts.close()
+
+
+def all_of(rollouts: BackgroundRollouts, count: int) -> dict[int, TrajectoryGroup]:
+    groups: list[TrajectoryGroup] = []
+    while len(groups) < count:
+        groups += rollouts.finished()
+    return {group.number: group for group in groups}
+
+
+def test_groups_are_those_that_the_caller_would_have_made_himself(background: BackgroundRollouts, decoder: AnyDecoder) -> None:
+    own = single_turn(NativeEngine(decoder, EngineConfig(max_num_seqs=8), TOKENIZER))
+    own.begin(range(5), 0)
+    expected = {group.number: group for group in own.finished()}
+    background.begin([0, 1], 0)
+    background.begin([2, 3, 4], 0)
+    found = all_of(background, 5)
+    assert found.keys() == expected.keys()
+    for number, group in found.items():
+        for one, other in zip(group.trajectories, expected[number].trajectories, strict=True):
+            np.testing.assert_array_equal(one.token_ids, other.token_ids)
+            np.testing.assert_allclose(one.logprobs, other.logprobs, atol=1e-4)
+
+
+def test_who_pauses_has_the_engine_until_he_resumes(background: BackgroundRollouts, engine: NativeEngine) -> None:
+    background.begin(range(6), 0)
+    for version in range(1, 4):
+        with background.paused():
+            steps = engine.stats.steps
+            engine.apply(WeightUpdate(version, (), 0))
+            threading.Event().wait(0.02)
+            assert engine.stats.steps == steps, "nobody steps the engine in the meantime"
+    spans = [t.versions for group in all_of(background, 6).values() for t in group.trajectories]
+    assert all(0 <= span.oldest <= span.newest <= 3 for span in spans)
+
+
+def test_pauses_may_be_nested_and_cost_nothing_where_there_is_no_work(background: BackgroundRollouts) -> None:
+    with background.paused(), background.paused():
+        background.begin([0], 0)
+    assert list(all_of(background, 1)) == [0]
+
+
+def test_what_goes_wrong_in_the_thread_reaches_the_caller(engine: NativeEngine, decoder: AnyDecoder) -> None:
+    decoder.output_weight.data.fill_(float("nan"))
+    rollouts = BackgroundRollouts(single_turn(engine), engine)
+    rollouts.begin([0], 0)
+    with pytest.raises(BrokenModelError, match="NaN"):
+        rollouts.finished()
+    with pytest.raises(BrokenModelError):
+        rollouts.pause()
+    rollouts.close()
+
+
+def test_a_task_that_cannot_be_made_is_an_error_of_the_run(engine: NativeEngine) -> None:
+    class NoTasks(FakeTasks):
+        def train(self, index: int):  # type: ignore[no-untyped-def]
+            raise TaskError("no more tasks", "add some")
+
+    rollouts = BackgroundRollouts(single_turn(engine, NoTasks()), engine)
+    rollouts.begin([0], 0)
+    with pytest.raises(TaskError, match="no more tasks"):
+        rollouts.finished()
+    rollouts.close()
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_reward_that_ends_the_thread_ends_the_run_and_leaves_nobody_waiting(engine: NativeEngine) -> None:
+    class Exits(FakeTasks):
+        def score(self, task, text):  # type: ignore[no-untyped-def]
+            raise SystemExit(3)
+
+    rollouts = BackgroundRollouts(single_turn(engine, Exits()), engine)
+    rollouts.begin([0], 0)
+    with pytest.raises(TaskError, match="ended the thread"):
+        rollouts.finished()
+    rollouts.close()
+
+
+def test_closing_gives_up_what_is_under_way(engine: NativeEngine) -> None:
+    rollouts = BackgroundRollouts(single_turn(engine), engine)
+    rollouts.begin(range(8), 0)
+    rollouts.close()
+    while engine.has_work:
+        engine.step()
+    assert engine.stats.kv_blocks_used == 0
+    assert engine.stats.running == engine.stats.waiting == 0

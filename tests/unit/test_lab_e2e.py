@@ -1,0 +1,65 @@
+"""`redline bench e2e` on a tiny model."""
+
+from __future__ import annotations
+
+import io
+import json
+
+import pytest
+from rich.console import Console
+
+from redline.lab.cases import e2e
+from redline.lab.cases.e2e import E2ERun
+from redline.lab.settings import E2ESettings, make_settings
+
+COMMON = [
+    "model=builtin:tiny",
+    "device=cpu",
+    "groups_per_step=2",
+    "group_size=2",
+    "max_new_tokens=4",
+    "warmup_steps=1",
+    "steps=3",
+]
+
+
+def run(**values: object) -> E2ERun:
+    known = {"step_s": 1.0, "trainer_wait_s": 0.0, "rollouts_wait_s": 0.0, "tokens_per_s": 1.0, "max_lag": 0}
+    return E2ERun(**{"ends_s": [1.0, 2.0, 3.0], "rewards": [0.1, 0.2, 0.6], **known, **values})  # type: ignore[arg-type]
+
+
+def test_every_lag_is_measured_and_compared_with_lockstep() -> None:
+    settings = make_settings("e2e", [*COMMON, "pairs=2", "lags=0,2"])
+    assert isinstance(settings, E2ESettings)
+    said = io.StringIO()
+    results = {result.name: result for result in e2e.measure(settings, Console(file=said, width=200)).results}
+    assert list(results) == [
+        "lag 0: a step",
+        "lag 0: tokens",
+        "lag 0: reward after equal time",
+        "lag 2: a step",
+        "lag 2: tokens",
+        "lag 2: reward after equal time",
+    ]
+    assert results["lag 0: a step"].peer is None
+    assert results["lag 2: a step"].peer.name == "lockstep"
+    assert results["lag 0: a step"].details["max_lag_seen"] == 0
+    assert results["lag 2: a step"].details["max_lag_seen"] <= 2
+    assert "round 2/2" in said.getvalue()
+    for result in results.values():
+        assert 0 < result.fraction_of_bound <= 1 + 1e-9 or result.unit == ""
+        assert json.dumps(result.as_json(), allow_nan=False)
+
+
+def test_in_lockstep_the_two_sides_share_the_step_between_them() -> None:
+    settings = make_settings("e2e", [*COMMON, "pairs=1", "lags=0"])
+    result = e2e.measure(settings, Console(file=io.StringIO())).results[0]  # type: ignore[arg-type]
+    waits = result.details["parts"]
+    assert waits["trainer waits"] + waits["rollouts wait"] == pytest.approx(result.value, rel=0.05)
+
+
+def test_reward_is_taken_when_the_fastest_is_done() -> None:
+    slow = run(ends_s=[2.0, 4.0, 6.0])
+    assert slow.reward_by(3.0) == pytest.approx(0.1)
+    assert slow.reward_by(6.0) == pytest.approx(0.3)
+    assert slow.reward_by(1.0) == 0.0
