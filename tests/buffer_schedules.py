@@ -49,6 +49,8 @@ class Schedules(RuleBasedStateMachine):
         super().__init__()
         self.known: dict[int, Known] = {}
         self.again: list[int] = []
+        self.repeated: set[int] = set()
+        """Ready, and attempted again in lockstep, for a batch that is computed as a whole."""
         self.late: set[int] = set()
         """Given up, and still at work."""
         self.version = 0
@@ -93,7 +95,8 @@ class Schedules(RuleBasedStateMachine):
         self.again = self.again[len(repeated) :]
         assert new == list(range(len(self.known), len(self.known) + len(new))), "new numbers follow one another"
         for number in numbers:
-            self.known[number] = Known(self.version)
+            if number not in self.repeated:
+                self.known[number] = Known(self.version)
         alive = self.numbers(GroupState.IN_FLIGHT, GroupState.READY, GroupState.LEASED)
         begun = len(self.numbers(*GroupState)) - len(self.numbers(GroupState.DROPPED)) - len(self.again)
         if numbers:
@@ -108,7 +111,7 @@ class Schedules(RuleBasedStateMachine):
         self.buffer.controller.target = round(self.size * (1 + share * self.config.max_lag))
 
     def under_way(self) -> list[int]:
-        return [number for number in self.numbers(GroupState.IN_FLIGHT) if number not in self.again]
+        return sorted({*self.numbers(GroupState.IN_FLIGHT), *self.repeated} - set(self.again))
 
     @precondition(lambda self: self.under_way())
     @rule(rng=st.randoms(use_true_random=False), silent=st.booleans())
@@ -117,7 +120,10 @@ class Schedules(RuleBasedStateMachine):
         known = self.known[number]
         oldest = rng.randint(known.begun, self.version)
         newest = rng.randint(oldest, self.version)
-        known.state, known.versions, known.silent = GroupState.READY, VersionSpan(oldest, newest), silent
+        if number in self.repeated:
+            self.repeated.remove(number)
+        else:
+            known.state, known.versions, known.silent = GroupState.READY, VersionSpan(oldest, newest), silent
         self.buffer.offer(group(number, oldest, newest, silent=silent))
 
     @rule(rng=st.randoms(use_true_random=False), steps=st.integers(1, 4), silence=st.sampled_from([0.0, 0.3, 1.0]))
@@ -141,6 +147,7 @@ class Schedules(RuleBasedStateMachine):
         number = data.draw(st.sampled_from(self.under_way()))
         self.buffer.abandon([number], GIVEN_UP)
         self.known[number].state = GroupState.DROPPED
+        self.repeated.discard(number)
         self.late.add(number)
         assert self.store.fate(number) == (GroupState.DROPPED, GIVEN_UP)
 
@@ -156,7 +163,7 @@ class Schedules(RuleBasedStateMachine):
     def take(self) -> None:
         full = self.buffer.has_batch(self.version)
         self.see_drops()
-        ready = self.numbers(GroupState.READY)
+        ready = [number for number in self.numbers(GroupState.READY) if number not in self.repeated]
         if not full:
             assert len(ready) < self.size, "a full batch within budget is never waited with"
             return
@@ -186,7 +193,13 @@ class Schedules(RuleBasedStateMachine):
         self.version, self.batch, self.late, self.replaced_at = checkpoint, None, set(), Counter()
         for known in self.known.values():
             self.go_back(known, checkpoint)
-        self.again = self.numbers(GroupState.IN_FLIGHT)
+        self.repeated = self.part_of_a_batch() if self.config.max_lag == 0 else set()
+        self.again = sorted([*self.numbers(GroupState.IN_FLIGHT), *self.repeated])
+
+    def part_of_a_batch(self) -> set[int]:
+        ready = {n for n in self.numbers(GroupState.READY) if self.known[n].versions == VersionSpan(self.version, self.version)}
+        kept = [number for number in ready if not (self.extra_rounds and self.known[number].silent)]
+        return ready if len(kept) < self.size else set()
 
     def go_back(self, known: Known, checkpoint: int) -> None:
         known.trained_at = [version for version in known.trained_at if version < checkpoint]

@@ -13,8 +13,9 @@ import os
 import signal
 import sys
 import threading
+import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from multiprocessing.context import ForkServerProcess
@@ -22,7 +23,6 @@ from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any
 
-import pytest
 from processes import TIMEOUT_S
 
 import redline
@@ -53,9 +53,9 @@ class Point:
 
 
 @contextmanager
-def forked(cwd: Path, *arguments: str, kill_at: Point | None = None) -> Iterator[ForkServerProcess]:
+def forked(cwd: Path, *arguments: str, kill_at: Point | None = None, is_profiled: bool = True) -> Iterator[ForkServerProcess]:
     """`redline` with these arguments; ours to signal, and gone when the block ends. It prints into `output.txt`."""
-    process = _FORKS.Process(target=_run, args=(cwd, arguments, kill_at))
+    process = _FORKS.Process(target=_run, args=(cwd, arguments, kill_at, is_profiled))
     process.start()
     try:
         yield process
@@ -65,13 +65,26 @@ def forked(cwd: Path, *arguments: str, kill_at: Point | None = None) -> Iterator
         process.join()
 
 
-def run_to_end(cwd: Path, *arguments: str, kill_at: Point | None = None) -> int:
+def run_to_end(cwd: Path, *arguments: str, kill_at: Point | None = None, is_profiled: bool = True) -> int:
     """The exit code, -9 after a kill. One that hangs fails the test."""
-    with forked(cwd, *arguments, kill_at=kill_at) as process:
-        process.join(TIMEOUT_S)
-        if process.exitcode is None:
-            pytest.fail(f"no end after {TIMEOUT_S} s: {output(cwd)[-2000:]}")
-        return process.exitcode
+    with forked(cwd, *arguments, kill_at=kill_at, is_profiled=is_profiled) as process:
+        return end_of(process, cwd)
+
+
+def end_of(process: ForkServerProcess, cwd: Path) -> int:
+    """Wait for it; the exit code."""
+    process.join(TIMEOUT_S)
+    assert process.exitcode is not None, f"no end after {TIMEOUT_S} s: {output(cwd)[-2000:]}"
+    return process.exitcode
+
+
+def wait_until(condition: Callable[[], bool], process: ForkServerProcess, timeout_s: float = TIMEOUT_S) -> None:
+    """Fails where the process ends first."""
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert process.is_alive(), "it ended before the moment came"
+        assert time.monotonic() < deadline, "it neither happened nor ended"
+        time.sleep(0.001)
 
 
 def resume_to_end(cwd: Path, kill_at: Point | None = None) -> int:
@@ -93,13 +106,15 @@ def output(cwd: Path) -> str:
     return path.read_text() if path.exists() else ""
 
 
-def _run(cwd: Path, arguments: tuple[str, ...], kill_at: Point | None) -> None:
+def _run(cwd: Path, arguments: tuple[str, ...], kill_at: Point | None, is_profiled: bool) -> None:
     os.chdir(cwd)
     os.environ["NO_COLOR"] = "1"
     printed = os.open(OUTPUT, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     for stream in (1, 2):
         os.dup2(printed, stream)
     sys.argv = ["redline", *arguments]
+    if not is_profiled:
+        cli.main()  # does not return
     profiler = _Profiler(kill_at)
     threading.setprofile(profiler)
     sys.setprofile(profiler)

@@ -237,6 +237,50 @@ def test_a_resumed_run_repeats_what_was_lost_and_nothing_else() -> None:
     assert resumed.next_batch(1).numbers == (2, 3)
 
 
+def test_in_lockstep_part_of_a_batch_is_attempted_again_as_a_whole_and_not_stored_twice() -> None:
+    store = MemoryStore()
+    killed = make(3, store=store)
+    killed.admit(0)
+    for number in (0, 1):
+        killed.offer(numbered(number, 0))
+    resumed = make(3, store=store)
+    resumed.resume(0)
+    assert resumed.admit(0) == [0, 1, 2], "the engine's last bits depend on who is in a batch"
+    for number in (0, 1, 2):
+        assert not resumed.has_batch(0)
+        resumed.offer(numbered(number, 0))
+    assert resumed.next_batch(0).numbers == (0, 1, 2)
+
+
+def test_in_lockstep_a_whole_batch_is_not_attempted_again() -> None:
+    store = MemoryStore()
+    killed = make(2, store=store)
+    for number in killed.admit(0):
+        killed.offer(numbered(number, 0))
+    resumed = make(2, store=store)
+    resumed.resume(0)
+    assert resumed.admit(0) == []
+    assert resumed.has_batch(0)
+
+
+def test_in_lockstep_replacements_are_attempted_again_in_the_rounds_that_they_came_in() -> None:
+    store = MemoryStore()
+    killed = make(3, store=store, extra_rounds=1)
+    for number in killed.admit(0):
+        killed.offer(numbered(number, 0, silent=number > 0))
+    assert killed.admit(0) == [3, 4]
+    killed.offer(numbered(3, 0))
+    resumed = make(3, store=store, extra_rounds=1)
+    resumed.resume(0)
+    assert resumed.admit(0) == [0, 1, 2]
+    for number in (0, 1, 2):
+        resumed.offer(numbered(number, 0, silent=number > 0))
+    assert resumed.admit(0) == [3, 4]
+    for number in (3, 4):
+        resumed.offer(numbered(number, 0))
+    assert resumed.next_batch(0).numbers == (0, 3, 4)
+
+
 def test_a_resumed_run_that_kept_nothing_goes_on_with_the_tasks_of_its_step() -> None:
     buffer = make(4)
     buffer.resume(5)

@@ -91,7 +91,8 @@ class GroupBuffer:
         first = max(self._first_number, self._store.next_number)
         numbers = [*again, *range(first, first + wanted - len(again))]
         if numbers:
-            self._store.begin([number for number in numbers if number not in self._repeated], version)
+            with span("buffer.store", version=version):
+                self._store.begin([number for number in numbers if number not in self._repeated], version)
             self._in_flight |= dict.fromkeys(numbers, version)
         return numbers
 
@@ -121,19 +122,21 @@ class GroupBuffer:
     def resume(self, version: int) -> None:
         """Go back to a checkpoint of `version`. Who was replayed how often is forgotten, and nobody is replayed again."""
         again = self._store.resume(version)
-        self._repeated = self._part_of_a_batch()
+        self._repeated = self._part_of_a_batch(version)
         self._again = sorted([*again, *self._repeated])
         if self._store.next_number == 0:  # it kept nothing: go on with the tasks that lockstep would be at
             self._first_number = version * self._groups_per_step
         self._in_flight, self._abandoned, self._leased, self._replays = {}, set(), [], {}
         self._version, self._num_replaced = version, 0
 
-    def _part_of_a_batch(self) -> set[int]:
+    def _part_of_a_batch(self, version: int) -> set[int]:
         """What is ready, if in lockstep it is less than a batch. An engine's last bits depend on what it computes together, and
         in lockstep they are to be the same: those that are missing must not be attempted alone."""
-        ready = self._store.ready()
+        if self._config.max_lag:
+            return set()
+        ready = [group for group in self._store.ready() if group.versions.oldest == version]
         num_kept = sum(group.has_signal for group in ready) if self._max_replaced else len(ready)
-        return {group.number for group in ready} if self._config.max_lag == 0 and num_kept < self._groups_per_step else set()
+        return {group.number for group in ready} if num_kept < self._groups_per_step else set()
 
     # ── what the trainer gets ──────────────────────────────────────────────────────────────────────────────────────────
 
@@ -147,7 +150,8 @@ class GroupBuffer:
         assert not self._leased, "next_batch before the last one was trained on"
         self._waits.batch_is_taken()
         self._leased = chosen
-        self._store.lease(self._fresh(chosen), version)
+        with span("buffer.store", version=version):
+            self._store.lease(self._fresh(chosen), version)
         numbers, lags = zip(*((group.number, group.versions.lag(version)) for group in chosen), strict=True)
         assert max(lags) <= self._config.max_lag, "a batch over the lag budget"
         with span("buffer.pack", version=version):
@@ -157,7 +161,8 @@ class GroupBuffer:
     def trained(self, batch: TrainBatch) -> None:
         """Its groups are done with, unless they may be replayed; the controller looks at how the step went."""
         fresh = self._fresh(self._leased)
-        self._store.trained(fresh, batch.version)
+        with span("buffer.store", version=batch.version):
+            self._store.trained(fresh, batch.version)
         self._totals["replays"] += len(self._leased) - len(fresh)
         self._count_uses(batch.version + 1)
         self._leased = []
@@ -215,7 +220,8 @@ class GroupBuffer:
 
     def _drop(self, numbers: Sequence[int], reason: str) -> None:
         if numbers:
-            self._store.drop(numbers, reason)
+            with span("buffer.store"):
+                self._store.drop(numbers, reason)
             self._totals[f"dropped_{reason}"] += len(numbers)
 
     def _fresh(self, groups: Sequence[GroupInfo]) -> list[int]:

@@ -22,6 +22,9 @@ from redline.rollouts.runner import SingleTurnRollouts
 from redline.telemetry import span
 from redline.types import Completion, Delta, GenerateRequest, Task, TrajectoryGroup, WeightUpdate
 
+PATIENCE_S = 5.0
+"""For the step under way, when all is to end."""
+
 
 @dataclass(slots=True)
 class _Attempt:
@@ -97,11 +100,11 @@ class BackgroundRollouts:
             self.resume()
 
     def close(self) -> None:
-        """Give up what is under way."""
+        """Give up what is under way. A reward that does not return is left behind, and ends with the process."""
         with self._changed:
             self._closed = True
             self._changed.notify_all()
-        self._thread.join()
+        self._thread.join(PATIENCE_S)
 
     def _raise_error(self) -> None:
         if self._error is not None:
@@ -128,7 +131,9 @@ class BackgroundRollouts:
         while self._may_go_on():
             self._submit()
             if self._engine.has_work:
-                for request_id, piece in self._engine.step():
+                with span("engine.schedule"):  # what of a step is neither prefill nor decode
+                    pieces = self._engine.step()
+                for request_id, piece in pieces:
                     self._take(request_id, piece)
         for request_id in list(self._attempts):
             self._engine.abort(request_id)

@@ -93,7 +93,14 @@ class MasterAdamW:
         """Forget every gradient since the last step: a backward pass that breaks off has left some in the sum."""
         for parameter in self._parameters.values():
             parameter.grad = None
-        self._gradients, self._arrived = None, set()
+        self._forget_gradients()
+
+    def _forget_gradients(self) -> None:
+        """The memory is given back on a GPU alone. Host memory has no other use for it between steps, and an allocator that puts
+        small blocks into the gap would need as much again at every step."""
+        self._arrived = set()
+        if self._device.type != "cpu":
+            self._gradients = None
 
     @torch.no_grad()
     def gradients(self) -> dict[str, Tensor]:
@@ -127,7 +134,7 @@ class MasterAdamW:
         for stretch, here in self._memory.visit(self._stretches):
             self._update(stretch, here, gradients, clip, norms.skip, learning_rate)
         self._taken -= norms.skip
-        self._gradients, self._arrived = None, set()
+        self._forget_gradients()
         return norms
 
     def _update(

@@ -1,0 +1,288 @@
+"""Rollouts beside the trainer, from recipe to trained model: it learns, keeps to the lag budget, and ends when it should."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pytest
+from crashing import deeds, end_of, forked, newest_run, output, run_to_end, wait_until
+from processes import LETTERS, assert_finite, num_rows, rows, write_letters
+from safetensors.torch import load_file, save_file
+
+from redline.buffer.group_store import GroupState
+from redline.buffer.index import GroupIndex, GroupRow
+from redline.models.sources import model_folder
+from redline.telemetry import RunFolder
+
+STEPS = 50
+GROUPS = 4
+SMALL: dict[str, Any] = {"groups_per_step": 2, "group_size": 4, "max_new_tokens": 8, "evaluation": {"num_tasks": 0}}
+
+
+def index_of(folder: RunFolder) -> list[GroupRow]:
+    index = GroupIndex(folder.trajectories)
+    found = list(index.rows())
+    index.close()
+    return found
+
+
+def attempts(folder: RunFolder) -> dict[tuple[int, int], dict[str, Any]]:
+    """By group and attempt."""
+    paths = sorted(folder.trajectories.glob("segment-*.arrow"))
+    table = pa.concat_tables(pa.ipc.open_file(path).read_all() for path in paths)
+    return {(row["group"], row["attempt"]): row for row in table.to_pylist()}
+
+
+def assert_ended_with(code: int, cwd: Path, *arguments: str) -> str:
+    """What it printed."""
+    found = run_to_end(cwd, "train", "letters.yaml", *arguments)
+    assert found == code, output(cwd)
+    return output(cwd)
+
+
+# ── it learns ──────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@dataclass
+class Finished:
+    max_lag: int
+    folder: RunFolder
+
+
+@pytest.fixture(scope="module", params=[1, *(pytest.param(lag, marks=pytest.mark.slow) for lag in (2, 4))])
+def finished(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Finished:
+    """One run to the end for each lag."""
+    cwd = tmp_path_factory.mktemp("beside")
+    write_letters(cwd, run={"steps": STEPS, "checkpoint_every": 20}, buffer={"max_lag": request.param})
+    assert run_to_end(cwd, "train", "letters.yaml", is_profiled=False) == 0, output(cwd)
+    return Finished(request.param, newest_run(cwd))
+
+
+def test_the_reward_rises_from_chance(finished: Finished) -> None:
+    rewards = [row["rollouts/reward_mean"] for row in rows(finished.folder.metrics) if row["rollouts/groups"]]
+    before, after = rows(finished.folder.evaluations)
+    assert np.mean(rewards[:5]) < 0.15
+    assert np.mean(rewards[-5:]) > 0.4
+    assert before["evaluation/reward_mean"] < 0.1
+    assert after["evaluation/reward_mean"] > 0.4
+
+
+def test_every_step_has_its_row_and_no_batch_is_over_the_lag_budget(finished: Finished) -> None:
+    found = rows(finished.folder.metrics)
+    assert [row["step"] for row in found] == list(range(1, STEPS + 1))
+    for row in found:
+        assert_finite(row)
+    lags = [row["buffer/policy_lag_steps"] for row in found]
+    assert max(lags) <= finished.max_lag
+    assert max(lags) > 0, "nothing was sampled beside the trainer"
+    for row in found:
+        at_lag = {key: value for key, value in row.items() if key.startswith("buffer/groups_at_lag_")}
+        assert sum(at_lag.values()) == GROUPS
+        assert at_lag.keys() <= {f"buffer/groups_at_lag_{lag}" for lag in range(finished.max_lag + 1)}
+
+
+def test_every_group_is_somewhere_and_was_trained_on_within_the_budget(finished: Finished) -> None:
+    found = index_of(finished.folder)
+    assert [row.number for row in found] == list(range(len(found)))
+    trained = [row for row in found if row.state is GroupState.TRAINED]
+    assert sorted(row.trained_version or 0 for row in trained) == sorted(list(range(STEPS)) * GROUPS)
+    for row in trained:
+        assert row.oldest_version is not None
+        assert row.trained_version is not None
+        assert 0 <= row.trained_version - row.oldest_version <= finished.max_lag
+    left = [row for row in found if row.state in (GroupState.READY, GroupState.IN_FLIGHT)]
+    assert len(left) <= (finished.max_lag + 1) * GROUPS
+    dropped = [row for row in found if row.state is GroupState.DROPPED]
+    assert all(row.reason == "stale" for row in dropped)
+    assert len(trained) + len(left) + len(dropped) == len(found)
+
+
+def test_both_sides_account_for_their_time_and_say_what_they_waited_for(finished: Finished) -> None:
+    lanes = json.loads(finished.folder.ledger.read_text())["lanes"]
+    assert {"main", "rollouts"} <= lanes.keys()
+    for lane in lanes.values():
+        assert sum(lane["rows"].values()) + lane["unaccounted_ns"] == lane["wall_ns"]
+    for name in ("main", "rollouts"):
+        working_ns = lanes[name]["wall_ns"] - lanes[name]["rows"].get("run.startup", 0)
+        assert lanes[name]["unaccounted_ns"] < 0.1 * working_ns, name
+    assert {"trainer.backward", "buffer.pack", "wait.for_rollouts", "wait.for_engine"} <= lanes["main"]["rows"].keys()
+    assert {"engine.decode", "rollouts.reward", "wait.for_weights"} <= lanes["rollouts"]["rows"].keys()
+
+
+def test_a_reward_that_raises_is_a_recorded_failure(finished: Finished) -> None:
+    failures = [row["failure"] for row in attempts(finished.folder).values() if row["failure"] is not None]
+    assert failures
+    assert all("there is a q in it" in failure for failure in failures)
+    assert sum(row["rollouts/failures"] for row in rows(finished.folder.metrics)) > 0
+
+
+# ── evaluations ────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def run_without_learning(cwd: Path, **buffer: Any) -> RunFolder:
+    cwd.mkdir()
+    write_letters(
+        cwd,
+        run={"steps": 8},
+        rollouts=SMALL | {"evaluation": {"num_tasks": 2, "every": 1}},
+        trainer={"learning_rate": 1e-30},
+        buffer=buffer,
+    )
+    assert_ended_with(0, cwd)
+    return newest_run(cwd)
+
+
+@pytest.mark.slow
+def test_evaluations_and_updates_leave_groups_under_way_as_they_were(tmp_path: Path) -> None:
+    """With a policy that never changes, an attempt must be the same whenever it is made and whatever interrupts it."""
+    alone = attempts(run_without_learning(tmp_path / "alone"))
+    folder = run_without_learning(tmp_path / "beside", max_lag=2, depth=3)
+    beside = attempts(folder)
+    assert any(row["oldest_version"] < row["newest_version"] for row in beside.values()), "no group was interrupted"
+    for key in alone.keys() & beside.keys():
+        assert beside[key]["token_ids"] == alone[key]["token_ids"]
+        np.testing.assert_allclose(beside[key]["logprobs"], alone[key]["logprobs"], atol=1e-4)
+    assert len(alone.keys() & beside.keys()) > 4 * 8
+    evaluations = rows(folder.evaluations)
+    assert [row["step"] for row in evaluations] == list(range(9))
+    assert len({json.dumps(row["evaluation/samples"]) for row in evaluations}) == 1
+    [process] = deeds(tmp_path / "beside")
+    assert process.attempted == list(range(len(process.attempted))), "one was begun twice"
+
+
+# ── it ends ────────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def prepare(cwd: Path, *, steps: int = 12, learning_rate: float = 3e-3, **sections: dict[str, Any]) -> None:
+    write_letters(
+        cwd,
+        run={"steps": steps, "checkpoint_every": 5},
+        trainer={"learning_rate": learning_rate},
+        **{"rollouts": dict(SMALL), "buffer": {"max_lag": 2}} | sections,
+    )
+
+
+def rewrite(cwd: Path, old: str, new: str) -> None:
+    """Change the task."""
+    assert old in LETTERS
+    (cwd / "letters.py").write_text("import os, sys, time\n" + LETTERS.replace(old, new))
+
+
+def interrupt(cwd: Path, moment: Callable[[], bool], *, times: int = 1) -> int:
+    """Ctrl-C at the moment; how many steps there were in the end."""
+    with forked(cwd, "train", "letters.yaml") as process:
+        wait_until(moment, process)
+        for _ in range(times):
+            assert process.pid is not None
+            os.kill(process.pid, signal.SIGINT)
+            wait_until(lambda: "stopping after" in output(cwd), process)
+        assert end_of(process, cwd) == 130, output(cwd)
+    found = rows(newest_run(cwd).metrics)
+    assert [row["step"] for row in found] == list(range(1, len(found) + 1))
+    return len(found)
+
+
+def assert_resumes(cwd: Path, steps: int) -> None:
+    assert_ended_with(0, cwd, "--resume")
+    folder = newest_run(cwd)
+    assert [row["step"] for row in rows(folder.metrics)] == list(range(1, steps + 1))
+    trained = [row.trained_version or 0 for row in index_of(folder) if row.state is GroupState.TRAINED]
+    assert sorted(trained) == sorted(list(range(steps)) * 2)
+    assert all(lag <= 2 for process in deeds(cwd) for lag in process.lags)
+
+
+def test_an_interrupt_ends_after_the_step_and_leaves_a_run_to_resume(tmp_path: Path) -> None:
+    prepare(tmp_path, steps=40)
+    rewrite(tmp_path, '        if "q"', '        time.sleep(0.01)\n        if "q"')
+    stopped_at = interrupt(tmp_path, lambda: any(num_rows(path) >= 3 for path in tmp_path.glob("runs/*/metrics.jsonl")))
+    assert 3 <= stopped_at < 40
+    assert max(newest_run(tmp_path).checkpoints.iterdir()).name == f"step-{stopped_at:06d}"
+    assert_resumes(tmp_path, 40)
+
+
+@pytest.mark.slow
+def test_a_second_interrupt_ends_at_once_and_leaves_a_run_to_resume(tmp_path: Path) -> None:
+    prepare(tmp_path, steps=20)
+    hang = '        if task.id == "letters/10":\n            open("hangs", "w").close(), time.sleep(1000)\n'
+    rewrite(tmp_path, '        if "q"', hang + '        if "q"')
+    assert interrupt(tmp_path, (tmp_path / "hangs").exists, times=2) <= 5
+    rewrite(tmp_path, '        if "q"', '        if "q"')
+    assert_resumes(tmp_path, 20)
+
+
+def test_a_model_of_nan_ends_the_run_with_the_reason(tmp_path: Path) -> None:
+    shutil.copytree(model_folder("builtin:tiny"), tmp_path / "broken")
+    weights = load_file(tmp_path / "broken" / "model.safetensors")
+    for tensor in weights.values():
+        tensor.fill_(float("nan"))
+    save_file(weights, tmp_path / "broken" / "model.safetensors", {"format": "pt"})
+    prepare(tmp_path, model={"path": "broken"})
+    assert "error: the model gave NaN" in assert_ended_with(2, tmp_path)
+
+
+@pytest.mark.slow
+def test_a_model_that_bursts_ends_the_run_with_the_reason(tmp_path: Path) -> None:
+    write_letters(tmp_path, run={"steps": 100}, trainer={"learning_rate": 1e30}, buffer={"max_lag": 2})
+    printed = assert_ended_with(2, tmp_path)
+    assert "error: " in printed
+    assert "NaN" in printed or "not finite" in printed
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        ('        if "q" in text:', "        if True:\n            sys.exit(5)", "ended the thread of the rollouts"),
+        (
+            "        return Task(f",
+            "        if index == 9: sys.exit(5)\n        return Task(f",
+            "ended the thread of the rollouts",
+        ),
+    ],
+    ids=["reward", "task"],
+)
+def test_a_task_that_leaves_the_process_ends_the_run_with_the_reason(old: str, new: str, message: str, tmp_path: Path) -> None:
+    prepare(tmp_path)
+    rewrite(tmp_path, old, new)
+    assert message in assert_ended_with(2, tmp_path)
+
+
+@pytest.mark.slow
+def test_a_task_that_raises_ends_the_run_and_what_was_checkpointed_resumes(tmp_path: Path) -> None:
+    prepare(tmp_path)
+    rewrite(tmp_path, "        return Task(f", "        if index == 19: raise ValueError('no 19')\n        return Task(f")
+    assert "ValueError: no 19" in assert_ended_with(1, tmp_path)
+    rewrite(tmp_path, "        return Task(f", "        return Task(f")
+    assert_resumes(tmp_path, 12)
+
+
+# ── with other keys ────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "sections",
+    [
+        {"buffer": {"max_lag": 2, "keep_trajectories": False}},
+        {"buffer": {"max_lag": 1, "max_reuses": 1}},
+        {"buffer": {"max_lag": 4, "depth": 1, "order": "signal_first"}},
+        {"rollouts": SMALL | {"max_extra_rounds": 2}, "buffer": {"max_lag": 2}},
+    ],
+    ids=["nothing kept", "replays", "shallow", "silent replaced"],
+)
+def test_other_buffers_keep_to_the_budget_too_and_resume(sections: dict[str, dict[str, Any]], tmp_path: Path) -> None:
+    prepare(tmp_path, **sections)
+    assert_ended_with(0, tmp_path)
+    assert_ended_with(0, tmp_path, "run.steps=15", "--resume")
+    found = rows(newest_run(tmp_path).metrics)
+    assert [row["step"] for row in found] == list(range(1, 16))
+    assert all(row["buffer/policy_lag_steps"] <= sections["buffer"]["max_lag"] for row in found)
