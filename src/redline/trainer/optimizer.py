@@ -96,8 +96,8 @@ class MasterAdamW:
         self._forget_gradients()
 
     def _forget_gradients(self) -> None:
-        """The memory is given back on a GPU alone. Host memory has no other use for it between steps, and an allocator that puts
-        small blocks into the gap would need as much again at every step."""
+        """The memory is given back on a GPU alone. Host memory has no other use for it between steps, and an allocator that
+        puts small blocks into the gap would need as much again at every step."""
         self._arrived = set()
         if self._device.type != "cpu":
             self._gradients = None
