@@ -34,6 +34,9 @@ from redline.types import Task, Trajectory
 from redline.watch import RunWatch
 from redline.weight_sync import SharedWeightSync
 
+KERNEL_CACHE_CAPACITY = 128
+"""Shapes. The layers of a step share a dozen, and decoding returns to some dozens."""
+
 
 @dataclass(slots=True)
 class Stages:
@@ -264,7 +267,15 @@ def prepare_process(config: Config) -> None:
     """Settings that belong to the process, not to a stage."""
     torch.set_num_threads(config.run.num_threads or 1)
     if config.run.device == "cpu" and sys.platform == "linux":
+        _bound_kernel_caches()
         _keep_freed_memory()
+
+
+def _bound_kernel_caches() -> None:
+    """torch caches a compiled product for each shape it has met, a thousand by default. Packed batches have a new shape at
+    every step, and what is kept of each lies between the large blocks of the heap, which then no longer fit where they were."""
+    for variable in ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY"):
+        os.environ.setdefault(variable, str(KERNEL_CACHE_CAPACITY))
 
 
 def _keep_freed_memory() -> None:

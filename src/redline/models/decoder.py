@@ -19,6 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from redline.models.gradient_sums import embedding
 from redline.models.lora import ActiveLora, project
 from redline.models.rope import rotary_table, rotate
 from redline.models.spec import DecoderSpec
@@ -148,7 +149,7 @@ class Decoder(nn.Module):
 
     def forward(self, tokens_T: Tensor, positions_T: Tensor, attend: AnyAttend, lora: ActiveLora | None = None) -> Tensor:
         """Hidden states [T, E] after the final norm."""
-        x_TE, delta_TE = F.embedding(tokens_T, self.embed), None
+        x_TE, delta_TE = embedding(tokens_T, self.embed), None
         rotary = None
         if not isinstance(attend, FusedAttend):
             rotary = rotary_table(self.rotary_frequencies, self.rotary_factor, positions_T, x_TE.dtype)

@@ -18,9 +18,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from redline.models.gradient_sums import gradient, product_gradient
 from redline.models.lora import ActiveLora
 from redline.models.spec import DecoderSpec
-from redline.models.training_kernels import norm_backward, norm_forward, rotation_, silu_backward, silu_forward
+from redline.models.training_kernels import (
+    column_sums,
+    norm_backward,
+    norm_forward,
+    rotation_,
+    silu_backward_,
+    silu_forward,
+)
 
 
 class ManualAttend(Protocol):
@@ -91,9 +99,10 @@ class _Layer(torch.autograd.Function):
         ctx.save_for_backward(
             first_TE, first_normed_TE, first_scale_T, heads_TX, out_THD,
             second_TE, second_normed_TE, second_scale_T, gate_up_TI,
-            attn_norm, mlp_norm, qkv, o, gate_up, down, *rotary, *kept,
+            *rotary, *kept,
         )  # fmt: skip
-        ctx.spec, ctx.attend, ctx.has_delta, ctx.has_bias = spec, attend, delta_TE is not None, qkv_bias is not None
+        ctx.weights = (attn_norm, mlp_norm, qkv, qkv_bias, o, gate_up, down)
+        ctx.spec, ctx.attend, ctx.has_delta = spec, attend, delta_TE is not None
         return second_TE, F.linear(silu_forward(gate_up_TI), down)
 
     @staticmethod
@@ -101,30 +110,30 @@ class _Layer(torch.autograd.Function):
         (
             first_TE, first_normed_TE, first_scale_T, heads_TX, out_THD,
             second_TE, second_normed_TE, second_scale_T, gate_up_TI,
-            attn_norm, mlp_norm, qkv, o, gate_up, down, cos, sin, *kept,
+            cos, sin, *kept,
         ) = ctx.saved_tensors  # fmt: skip
+        attn_norm, mlp_norm, qkv, qkv_bias, o, gate_up, down = ctx.weights
         spec: DecoderSpec = ctx.spec
         grad_second_TE, grad_out_TE = (grad.contiguous() for grad in grads)
 
-        grad_down = grad_out_TE.T @ silu_forward(gate_up_TI)
-        grad_gate_up_TI = silu_backward(gate_up_TI, grad_out_TE @ down)
-        grad_gate_up = grad_gate_up_TI.T @ second_normed_TE
-        grad_second_TE, grad_mlp_norm = norm_backward(
-            second_TE, mlp_norm, second_scale_T, grad_gate_up_TI @ gate_up, grad_second_TE
-        )
-        del grad_gate_up_TI
+        inner_TI = grad_out_TE @ down
+        silu_backward_(gate_up_TI, inner_TI)
+        grad_down = product_gradient(down, grad_out_TE, inner_TI)
+        grad_gate_up = product_gradient(gate_up, gate_up_TI, second_normed_TE)
+        grad_second_TE, grad_mlp_norm = norm_backward(second_TE, mlp_norm, second_scale_T, gate_up_TI @ gate_up, grad_second_TE)
 
-        grad_o = grad_second_TE.T @ out_THD.flatten(1)
+        grad_o = product_gradient(o, grad_second_TE, out_THD.flatten(1))
         grad_attended = (grad_second_TE @ o).view_as(out_THD)
         grad_heads = ctx.attend.backward(grad_attended, *_heads(heads_TX, spec), out_THD, tuple(kept))
         grad_heads_TX = torch.cat([grad.flatten(1) for grad in grad_heads], dim=1)
         rotation_(grad_heads_TX, spec.num_heads + spec.num_kv_heads, cos, sin, backwards=True)
-        grad_qkv = grad_heads_TX.T @ first_normed_TE
-        grad_bias = grad_heads_TX.sum(dim=0) if ctx.has_bias else None
+        grad_qkv = product_gradient(qkv, grad_heads_TX, first_normed_TE)
+        grad_bias = None if qkv_bias is None else gradient(qkv_bias, column_sums(grad_heads_TX))
         grad_first_TE, grad_attn_norm = norm_backward(first_TE, attn_norm, first_scale_T, grad_heads_TX @ qkv, grad_second_TE)
         return (
             grad_first_TE, grad_first_TE if ctx.has_delta else None, None, None, None,
-            grad_attn_norm, grad_mlp_norm, grad_qkv, grad_bias, grad_o, grad_gate_up, grad_down,
+            gradient(attn_norm, grad_attn_norm), gradient(mlp_norm, grad_mlp_norm),
+            grad_qkv, grad_bias, grad_o, grad_gate_up, grad_down,
         )  # fmt: skip
 
 

@@ -16,8 +16,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-PROGRAMS = 512
-"""Of the norm's backward pass: each sums the weight's gradient over its tokens, and a last step over the programs."""
+PROGRAMS = 264
+"""Of sums over tokens: each program sums over some of them, and a last step over the programs."""
+ROWS = 4
+"""Tokens that a program of the norm's backward pass has in flight."""
 SILU_BLOCK = 1024
 
 
@@ -58,11 +60,11 @@ def norm_forward(x_TE: Tensor, delta_TE: Tensor | None, weight_E: Tensor, eps: f
 def norm_backward(
     sum_TE: Tensor, weight_E: Tensor, scale_T: Tensor, grad_normed_TE: Tensor, grad_sum_TE: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """What reaches the sum, from its norm and from elsewhere, and the weight's gradient."""
+    """What reaches the sum, from its norm and from elsewhere, and the weight's gradient in float32."""
     T, E = sum_TE.shape
     grad_TE = torch.empty_like(sum_TE)
-    programs = min(PROGRAMS, max(T, 1))
-    partial_PE = torch.zeros(programs, E, dtype=torch.float32, device=sum_TE.device)
+    programs = min(PROGRAMS, max(triton.cdiv(T, ROWS), 1))
+    partial_PE = torch.empty(programs, E, dtype=torch.float32, device=sum_TE.device)
     block = triton.next_power_of_2(E)
     _norm_backward[(programs,)](
         sum_TE,
@@ -74,10 +76,20 @@ def norm_backward(
         partial_PE,
         T,
         E=E,
+        R=ROWS,
         BLOCK=block,
-        num_warps=_warps(block),
+        num_warps=8,
     )
-    return grad_TE, partial_PE.sum(dim=0).to(weight_E.dtype)
+    return grad_TE, partial_PE.sum(dim=0)
+
+
+def column_sums(x_TX: Tensor) -> Tensor:
+    """float32[X]: over the tokens."""
+    T, X = x_TX.shape
+    programs = max(1, min(PROGRAMS // triton.cdiv(X, 128), triton.cdiv(T, 32)))
+    partial_PX = torch.empty(programs, X, dtype=torch.float32, device=x_TX.device)
+    _column_sums[(programs, triton.cdiv(X, 128))](x_TX, partial_PX, T, X, R=32, BLOCK=128, num_warps=4)
+    return partial_PX.sum(dim=0)
 
 
 def silu_forward(gate_up_TI: Tensor) -> Tensor:
@@ -90,11 +102,19 @@ def silu_forward(gate_up_TI: Tensor) -> Tensor:
 
 
 def silu_backward(gate_up_TI: Tensor, grad_out_TI: Tensor) -> Tensor:
+    return _run_silu_backward(gate_up_TI, grad_out_TI, torch.empty_like(gate_up_TI), None)
+
+
+def silu_backward_(gate_up_TI: Tensor, grad_out_TI: Tensor) -> None:
+    """In place: the projection becomes its gradient, and the gradient of what came out becomes what came out."""
+    _run_silu_backward(gate_up_TI, grad_out_TI, gate_up_TI, grad_out_TI)
+
+
+def _run_silu_backward(gate_up_TI: Tensor, grad_out_TI: Tensor, grad_TI: Tensor, out_TI: Tensor | None) -> Tensor:
     T, both = gate_up_TI.shape
-    grad_TI = torch.empty_like(gate_up_TI)
     if T:
         grid = (T, triton.cdiv(both // 2, SILU_BLOCK))
-        _silu_backward[grid](gate_up_TI, grad_out_TI, grad_TI, I=both // 2, BLOCK=SILU_BLOCK, num_warps=4)
+        _silu_backward[grid](gate_up_TI, grad_out_TI, grad_TI, out_TI, I=both // 2, BLOCK=SILU_BLOCK, num_warps=4)
     return grad_TI
 
 
@@ -131,7 +151,7 @@ class _AddRMSNorm(torch.autograd.Function):
         other_TE = grad_sum_TE if ctx.has_delta else None
         sum_TE, weight_E, scale_T = ctx.saved_tensors
         grad_TE, grad_weight_E = norm_backward(sum_TE, weight_E, scale_T, grad_normed_TE, other_TE)
-        return grad_TE, grad_TE if ctx.has_delta else None, grad_weight_E, None
+        return grad_TE, grad_TE if ctx.has_delta else None, grad_weight_E.to(weight_E.dtype), None
 
 
 class _SiluMul(torch.autograd.Function):
@@ -182,26 +202,39 @@ def _norm_forward(x, delta, weight, x_sum, normed, scales, eps, E: tl.constexpr,
 
 @triton.jit
 def _norm_backward(  # type: ignore[no-untyped-def]
-    x_sum, weight, scales, grad_normed, grad_sum, grad, partial, T, E: tl.constexpr, BLOCK: tl.constexpr
+    x_sum, weight, scales, grad_normed, grad_sum, grad, partial, T, E: tl.constexpr, R: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
     """y = x · s · w with s = (mean(x²) + eps)^-½:  dx = s · (g·w - x̂ · mean(g·w·x̂)),  dw = Σ g · x̂,  x̂ = x · s."""
     program, programs = tl.program_id(0), tl.num_programs(0)
     column = tl.arange(0, BLOCK)
-    inside = column < E
-    gain = tl.load(weight + column, mask=inside, other=0.0).to(tl.float32)
-    grad_gain = tl.zeros([BLOCK], tl.float32)
-    for token in range(program, T, programs):
-        at = tl.cast(token, tl.int64) * E + column
-        scale = tl.load(scales + token)
+    gain = tl.load(weight + column, mask=column < E, other=0.0).to(tl.float32)
+    grad_gain = tl.zeros([R, BLOCK], tl.float32)
+    for first in range(program * R, T, programs * R):
+        token_R = first + tl.arange(0, R)
+        inside = (token_R < T)[:, None] & (column < E)[None, :]
+        at = token_R.to(tl.int64)[:, None] * E + column[None, :]
+        scale = tl.load(scales + token_R, mask=token_R < T, other=0.0)[:, None]
         unit = tl.load(x_sum + at, mask=inside, other=0.0).to(tl.float32) * scale
         incoming = tl.load(grad_normed + at, mask=inside, other=0.0).to(tl.float32)
         grad_gain += incoming * unit
-        scaled = incoming * gain
-        outgoing = scale * (scaled - unit * (tl.sum(scaled * unit, axis=0) / E))
+        scaled = incoming * gain[None, :]
+        outgoing = scale * (scaled - unit * (tl.sum(scaled * unit, axis=1) / E)[:, None])
         if grad_sum is not None:
             outgoing += tl.load(grad_sum + at, mask=inside, other=0.0).to(tl.float32)
         tl.store(grad + at, outgoing.to(grad.dtype.element_ty), mask=inside)
-    tl.store(partial + program * E + column, grad_gain, mask=inside)
+    tl.store(partial + program * E + column, tl.sum(grad_gain, axis=0), mask=column < E)
+
+
+@triton.jit
+def _column_sums(x, partial, T, X, R: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+    program, programs = tl.program_id(0), tl.num_programs(0)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    total = tl.zeros([R, BLOCK], tl.float32)
+    for first in range(program * R, T, programs * R):
+        token_R = first + tl.arange(0, R)
+        inside = (token_R < T)[:, None] & (column < X)[None, :]
+        total += tl.load(x + token_R.to(tl.int64)[:, None] * X + column[None, :], mask=inside, other=0.0).to(tl.float32)
+    tl.store(partial + program * X + column, tl.sum(total, axis=0), mask=column < X)
 
 
 @triton.jit
@@ -216,8 +249,8 @@ def _silu_forward(gate_up, out, I: tl.constexpr, BLOCK: tl.constexpr):  # type: 
 
 
 @triton.jit
-def _silu_backward(gate_up, grad_out, grad, I: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]  # noqa: E741
-    """silu(g) = g · σ(g):  d silu = σ(g) · (1 + g · (1 - σ(g)))."""
+def _silu_backward(gate_up, grad_out, grad, out, I: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]  # noqa: E741
+    """silu(g) = g · σ(g):  d silu = σ(g) · (1 + g · (1 - σ(g))). Every element is read before it is written."""
     token = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < I
@@ -230,6 +263,9 @@ def _silu_backward(gate_up, grad_out, grad, I: tl.constexpr, BLOCK: tl.constexpr
     grad_gate = incoming * up * (sigmoid + active * (1.0 - sigmoid))
     tl.store(grad + at, grad_gate.to(grad.dtype.element_ty), mask=inside)
     tl.store(grad + at + I, (incoming * active).to(grad.dtype.element_ty), mask=inside)
+    if out is not None:
+        dtype: tl.constexpr = out.dtype.element_ty
+        tl.store(out + token * I + column, (active.to(dtype).to(tl.float32) * up).to(dtype), mask=inside)
 
 
 @triton.jit

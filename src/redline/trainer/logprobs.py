@@ -13,6 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from redline.models.gradient_sums import sum_of
+
 CHUNK_BYTES = {"cpu": 128 * 2**20, "cuda": 2**30}
 """Logits of one chunk: in float32 on the CPU, in the compute dtype on a GPU, which wants larger products."""
 KEPT_BYTES = {"cpu": 2**28, "cuda": 3 * 2**30}
@@ -38,7 +40,7 @@ class _SelectedLogprobs(torch.autograd.Function):
             chunks.append(_summarise(logits, targets, temperature, overwrite=not keeps))
         logprobs_M, normalizers_M, entropies_M = (torch.cat(parts) for parts in zip(*chunks, strict=True))
         ctx.save_for_backward(hidden_ME, weight_VE, targets_M, normalizers_M, entropies_M)
-        ctx.temperature, ctx.kept = temperature, kept
+        ctx.temperature, ctx.kept, ctx.sum = temperature, kept, sum_of(weight_VE)
         return logprobs_M, entropies_M
 
     @staticmethod
@@ -52,7 +54,9 @@ class _SelectedLogprobs(torch.autograd.Function):
             logits = F.linear(hidden, weight_VE) if logits is None else logits
             outgoing = _to_gradient(logits, targets, normalizers, entropies, (incoming[0], incoming[1]), ctx.temperature)
             torch.mm(outgoing, weight_VE, out=grad_hidden)
-            if ctx.needs_input_grad[1]:
+            if ctx.sum is not None:
+                ctx.sum.add_product(outgoing, hidden)
+            elif ctx.needs_input_grad[1]:
                 grad_weight_VE = _plus(grad_weight_VE, outgoing.T @ hidden, alone=len(hidden) == len(hidden_ME))
         return grad_hidden_ME, None if grad_weight_VE is None else grad_weight_VE.to(weight_VE.dtype), None, None
 

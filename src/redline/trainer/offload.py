@@ -134,7 +134,12 @@ class _Slot:
         return {name: tensor[: stretch.length * len(whole[name]) // num_elements] for name, tensor in self.tensors.items()}
 
 
-def host_tensors(shapes: Mapping[str, tuple[torch.dtype, torch.Size]], device: torch.device) -> dict[str, Tensor]:
+class HostTensors(dict[str, Tensor]):
+    """Tensors by name that share pinned memory. It is pinned for as long as this object lives; the views of a tensor do not
+    keep the tensor."""
+
+
+def host_tensors(shapes: Mapping[str, tuple[torch.dtype, torch.Size]], device: torch.device) -> HostTensors:
     """Zeros in host memory that `device` can read and write by itself.
 
     One buffer for all, since a page of memory can be pinned but once. Registered with CUDA by hand: torch's own pinned
@@ -142,15 +147,17 @@ def host_tensors(shapes: Mapping[str, tuple[torch.dtype, torch.Size]], device: t
     sizes: list[int] = [-(-shape.numel() * dtype.itemsize // ALIGNMENT) * ALIGNMENT for dtype, shape in shapes.values()]
     num_bytes: int = sum(sizes)
     buffer = torch.zeros(num_bytes, dtype=torch.uint8)
+    rooms = zip(shapes.items(), buffer.split(sizes), strict=True)
+    tensors = HostTensors(
+        {name: room[: shape.numel() * dtype.itemsize].view(dtype).view(shape) for (name, (dtype, shape)), room in rooms}
+    )
     if device.type == "cuda" and num_bytes:
         cudart: Any = torch.cuda.cudart()
         torch.cuda.check_error(cudart.cudaHostRegister(buffer.data_ptr(), buffer.nbytes, 0))
-        # The finalizer holds the storage, which must outlive its registration.
-        weakref.finalize(buffer, _unregister, buffer.untyped_storage())
-    rooms = zip(shapes.items(), buffer.split(sizes), strict=True)
-    return {name: room[: shape.numel() * dtype.itemsize].view(dtype).view(shape) for (name, (dtype, shape)), room in rooms}
+        weakref.finalize(tensors, _unregister, buffer)
+    return tensors
 
 
-def _unregister(storage: torch.UntypedStorage) -> None:
+def _unregister(buffer: Tensor) -> None:
     cudart: Any = torch.cuda.cudart()
-    cudart.cudaHostUnregister(storage.data_ptr())
+    cudart.cudaHostUnregister(buffer.data_ptr())

@@ -1,6 +1,6 @@
 """AdamW on float32 master weights; the network computes in its own dtype.
 
-    backward ──► a parameter's gradient is complete ──► added to its float32 sum, and freed
+    backward ──► a parameter's gradient is complete ──► added to its float32 sum, and freed (`gradient_sums.py`: added as made)
     update   ──► norms ──► for each stretch: moments in ─► AdamW with the clipping inside ─► weights written ─► moments out
 
 The network's parameters are overwritten in place, never replaced, so whoever shares their storage (the engine, captured graphs)
@@ -12,17 +12,24 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Mapping
+from functools import partial
+from importlib.util import find_spec
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 
 from redline.config.schema import TrainerConfig
 from redline.errors import ConfigError, RunFolderError
+from redline.models.gradient_sums import GradientSum, keep_sum
 from redline.trainer import schedule
 from redline.trainer.finite import GradientNorms, gradient_norms
 from redline.trainer.flat_layout import FlatLayout, Stretch, flat_zeros
 from redline.trainer.offload import STRETCH_ELEMENTS, DeviceMemory, HostMemory, StateMemory
 from redline.trainer.quantized_states import CODECS, Codec, Kept
+
+if TYPE_CHECKING:
+    from redline.trainer.adamw_kernel import AdamWKernel
 
 CLIP_EPS = 1e-6
 """Added to the norm before dividing by it, as torch's clip_grad_norm_ does."""
@@ -47,6 +54,7 @@ class MasterAdamW:
             parameter.data = parameter.data.to(dtype).contiguous()
         whole = config.optimizer_states == "float32" and not config.offload_optimizer
         self._stretches = self._layout.stretches(None if whole else STRETCH_ELEMENTS)
+        self._kernel = self._make_kernel() if whole and "master" in kept and self._device.type == "cuda" else None
         self._taken = torch.zeros((), device=self._device)
         self._updates = 0
         self._gradients: Tensor | None = None
@@ -54,6 +62,13 @@ class MasterAdamW:
         self.sum_squares: Callable[[Tensor], Tensor] = _alone
         """Sums the squared norms over the processes that hold a part of each gradient."""
         _take_gradients(self)
+
+    def _make_kernel(self) -> AdamWKernel | None:
+        if find_spec("triton") is None:
+            return None
+        from redline.trainer.adamw_kernel import AdamWKernel
+
+        return AdamWKernel(self._stretches, self._parameters, self._config.weight_decay)
 
     @property
     def masters(self) -> dict[str, Tensor]:
@@ -74,15 +89,16 @@ class MasterAdamW:
         parameter = self._parameters[name]
         if parameter.grad is None:
             return
+        GradientSum(partial(self._place, name)).add(parameter.grad)
+        parameter.grad = None
+
+    def _place(self, name: str) -> tuple[Tensor, bool]:
+        """Where a parameter's gradients are summed, and whether the one that comes now is the first."""
         if self._gradients is None:
             self._gradients = torch.empty(self._layout.num_elements, dtype=torch.float32, device=self._device)
-        total = self._layout.view(self._gradients, name)
-        if name in self._arrived:
-            total.add_(parameter.grad)
-        else:
-            total.copy_(parameter.grad)
-            self._arrived.add(name)
-        parameter.grad = None
+        is_first = name not in self._arrived
+        self._arrived.add(name)
+        return self._layout.view(self._gradients, name), is_first
 
     def accumulate(self) -> None:
         """Take what no backward pass has handed over by itself: gradients that somebody assigned."""
@@ -131,8 +147,15 @@ class MasterAdamW:
         clip = ((norms.total + CLIP_EPS) / self._config.max_grad_norm).clamp(min=1.0)
         self._taken += 1
         self._updates += 1
-        for stretch, here in self._memory.visit(self._stretches):
-            self._update(stretch, here, gradients, clip, norms.skip, learning_rate)
+        if self._kernel is not None:
+            assert self._gradients is not None
+            config = self._config
+            self._kernel.step(
+                self._memory.tensors, self._gradients, self._taken, clip, norms.skip, learning_rate, config.betas, config.eps
+            )
+        else:
+            for stretch, here in self._memory.visit(self._stretches):
+                self._update(stretch, here, gradients, clip, norms.skip, learning_rate)
         self._taken -= norms.skip
         self._forget_gradients()
         return norms
@@ -219,19 +242,24 @@ def _memory(kept: Kept, num_elements: int, device: torch.device, offload: bool) 
 
 
 def _take_gradients(optimizer: MasterAdamW) -> None:
-    """Have every backward pass hand over each gradient as soon as it is complete, for as long as the optimizer lives."""
-    owner = weakref.ref(optimizer)
+    """Have every backward pass hand over each gradient as soon as it is complete, for as long as the optimizer lives: through
+    autograd, or past it where whoever makes the gradient can add to a float32 sum."""
+    owner, parameters = weakref.ref(optimizer), optimizer._parameters
 
-    def hook(name: str) -> Callable[[Tensor], None]:
-        def take(parameter: Tensor) -> None:
-            alive = owner()
-            if alive is not None:
-                alive.take(name)
+    def take(name: str, _: Tensor) -> None:
+        if alive := owner():
+            alive.take(name)
 
-        return take
+    def place(name: str) -> tuple[Tensor, bool]:
+        alive = owner()
+        assert alive is not None
+        return alive._place(name)
 
-    handles = [p.register_post_accumulate_grad_hook(hook(name)) for name, p in optimizer._parameters.items()]
-    weakref.finalize(optimizer, lambda: [handle.remove() for handle in handles])
+    ends = [p.register_post_accumulate_grad_hook(partial(take, name)).remove for name, p in parameters.items()]
+    for name, parameter in parameters.items():
+        if parameter.is_cuda and parameter.dtype in (torch.bfloat16, torch.float16):
+            ends.append(keep_sum(parameter, partial(place, name)))
+    weakref.finalize(optimizer, lambda: [end() for end in ends])
 
 
 def _alone(squares_P: Tensor) -> Tensor:
