@@ -16,10 +16,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-PROGRAMS = 264
+PROGRAMS = 1056
 """Of sums over tokens: each program sums over some of them, and a last step over the programs."""
-ROWS = 4
-"""Tokens that a program of the norm's backward pass has in flight."""
 SILU_BLOCK = 1024
 
 
@@ -63,7 +61,7 @@ def norm_backward(
     """What reaches the sum, from its norm and from elsewhere, and the weight's gradient in float32."""
     T, E = sum_TE.shape
     grad_TE = torch.empty_like(sum_TE)
-    programs = min(PROGRAMS, max(triton.cdiv(T, ROWS), 1))
+    programs = min(PROGRAMS, max(T, 1))
     partial_PE = torch.empty(programs, E, dtype=torch.float32, device=sum_TE.device)
     block = triton.next_power_of_2(E)
     _norm_backward[(programs,)](
@@ -76,7 +74,6 @@ def norm_backward(
         partial_PE,
         T,
         E=E,
-        R=ROWS,
         BLOCK=block,
         num_warps=8,
     )
@@ -86,7 +83,7 @@ def norm_backward(
 def column_sums(x_TX: Tensor) -> Tensor:
     """float32[X]: over the tokens."""
     T, X = x_TX.shape
-    programs = max(1, min(PROGRAMS // triton.cdiv(X, 128), triton.cdiv(T, 32)))
+    programs = max(1, min(PROGRAMS // 4 // triton.cdiv(X, 128), triton.cdiv(T, 32)))
     partial_PX = torch.empty(programs, X, dtype=torch.float32, device=x_TX.device)
     _column_sums[(programs, triton.cdiv(X, 128))](x_TX, partial_PX, T, X, R=32, BLOCK=128, num_warps=4)
     return partial_PX.sum(dim=0)
@@ -202,27 +199,26 @@ def _norm_forward(x, delta, weight, x_sum, normed, scales, eps, E: tl.constexpr,
 
 @triton.jit
 def _norm_backward(  # type: ignore[no-untyped-def]
-    x_sum, weight, scales, grad_normed, grad_sum, grad, partial, T, E: tl.constexpr, R: tl.constexpr, BLOCK: tl.constexpr
+    x_sum, weight, scales, grad_normed, grad_sum, grad, partial, T, E: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
     """y = x · s · w with s = (mean(x²) + eps)^-½:  dx = s · (g·w - x̂ · mean(g·w·x̂)),  dw = Σ g · x̂,  x̂ = x · s."""
     program, programs = tl.program_id(0), tl.num_programs(0)
     column = tl.arange(0, BLOCK)
-    gain = tl.load(weight + column, mask=column < E, other=0.0).to(tl.float32)
-    grad_gain = tl.zeros([R, BLOCK], tl.float32)
-    for first in range(program * R, T, programs * R):
-        token_R = first + tl.arange(0, R)
-        inside = (token_R < T)[:, None] & (column < E)[None, :]
-        at = token_R.to(tl.int64)[:, None] * E + column[None, :]
-        scale = tl.load(scales + token_R, mask=token_R < T, other=0.0)[:, None]
+    inside = column < E
+    gain = tl.load(weight + column, mask=inside, other=0.0).to(tl.float32)
+    grad_gain = tl.zeros([BLOCK], tl.float32)
+    for token in range(program, T, programs):
+        at = tl.cast(token, tl.int64) * E + column
+        scale = tl.load(scales + token)
         unit = tl.load(x_sum + at, mask=inside, other=0.0).to(tl.float32) * scale
         incoming = tl.load(grad_normed + at, mask=inside, other=0.0).to(tl.float32)
         grad_gain += incoming * unit
-        scaled = incoming * gain[None, :]
-        outgoing = scale * (scaled - unit * (tl.sum(scaled * unit, axis=1) / E)[:, None])
+        scaled = incoming * gain
+        outgoing = scale * (scaled - unit * (tl.sum(scaled * unit, axis=0) / E))
         if grad_sum is not None:
             outgoing += tl.load(grad_sum + at, mask=inside, other=0.0).to(tl.float32)
         tl.store(grad + at, outgoing.to(grad.dtype.element_ty), mask=inside)
-    tl.store(partial + program * E + column, tl.sum(grad_gain, axis=0), mask=column < E)
+    tl.store(partial + program * E + column, grad_gain, mask=inside)
 
 
 @triton.jit

@@ -16,9 +16,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from redline.trainer.flat_layout import Stretch
+from redline.trainer.flat_layout import BLOCK, Piece, Stretch
 
-ELEMENTS = 2048
+ELEMENTS = 1024
 """Of one program."""
 
 
@@ -26,24 +26,12 @@ class AdamWKernel:
     """For parameters that stay where they are."""
 
     def __init__(self, stretches: Sequence[Stretch], parameters: Mapping[str, Tensor], weight_decay: float) -> None:
-        rows = [
-            (stretch.start + piece.at + first, parameters[piece.name].data_ptr(), piece.start + first, piece.length - first)
-            for stretch in stretches
-            for piece in stretch.pieces
-            for first in range(0, piece.length, ELEMENTS)
-        ]
-        decays = [
-            weight_decay if stretch.decayed else 0.0
-            for stretch in stretches
-            for piece in stretch.pieces
-            for _ in range(0, piece.length, ELEMENTS)
-        ]
-        weight = next(iter(parameters.values()))
-        table = np.array(rows, np.int64)
-        table[:, 3] = table[:, 3].clip(max=ELEMENTS)
-        self._table = torch.from_numpy(table).to(weight.device)
-        self._decays = torch.tensor(decays, dtype=torch.float32, device=weight.device)
-        self._like = weight
+        """Every parameter has to begin on a block of the flat tensors."""
+        pieces = [(stretch, piece) for stretch in stretches for piece in stretch.pieces]
+        tables = [_rows(stretch, piece, parameters[piece.name], weight_decay) for stretch, piece in pieces]
+        self._weight = next(iter(parameters.values()))
+        self._table = torch.from_numpy(np.concatenate([table for table, _ in tables])).to(self._weight.device)
+        self._decays = torch.from_numpy(np.concatenate([decays for _, decays in tables])).to(self._weight.device)
 
     def step(
         self,
@@ -57,26 +45,37 @@ class AdamWKernel:
         eps: float,
     ) -> None:
         """`taken` counts this step; nothing changes where `skip` is not 0."""
-        corrections = torch.stack([1 - beta ** taken.double() for beta in betas])
+        corrections = torch.stack([1 - beta ** taken.double() for beta in betas]).float()
         _adamw[(len(self._table),)](
-            self._table, self._decays, self._like, state["master"], state["exp_avg"], state["exp_avg_sq"], gradients,
-            clip, skip, corrections.float(), learning_rate, *betas, eps, N=ELEMENTS, num_warps=8,
+            self._table, self._decays, self._weight, state["master"], state["exp_avg"], state["exp_avg_sq"], gradients,
+            clip, skip, corrections, learning_rate, *betas, eps, N=ELEMENTS, BLOCK=BLOCK, num_warps=4,
         )  # fmt: skip
+
+
+def _rows(stretch: Stretch, piece: Piece, weight: Tensor, weight_decay: float) -> tuple[np.ndarray, np.ndarray]:
+    """int64[programs, 3]: the first block of the state, the address of the first weight, how many; and float32 decays."""
+    first = np.arange(0, piece.length, ELEMENTS)
+    assert (stretch.start + piece.at) % BLOCK == 0
+    blocks = (stretch.start + piece.at + first) // BLOCK
+    addresses = weight.data_ptr() + (piece.start + first) * weight.itemsize
+    table = np.stack([blocks, addresses, np.minimum(piece.length - first, ELEMENTS)], axis=1)
+    return table.astype(np.int64), np.full(len(first), weight_decay if stretch.decayed else 0.0, np.float32)
 
 
 @triton.jit
 def _adamw(  # type: ignore[no-untyped-def]
     table, decays, like, masters, firsts, seconds, gradients, clip, skip, corrections,
-    learning_rate, beta1, beta2, eps, N: tl.constexpr,
+    learning_rate, beta1, beta2, eps, N: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """m ← β₁m + (1-β₁)g,  v ← β₂v + (1-β₂)g²,  w ← w - lr · (λw + (m / c₁) / (√(v / c₂) + ε))."""
     if tl.load(skip) != 0:
         return
     program = tl.program_id(0).to(tl.int64)
-    start, where = tl.load(table + 4 * program), tl.load(table + 4 * program + 1)
-    begin, length = tl.load(table + 4 * program + 2), tl.load(table + 4 * program + 3)
+    start, length = tl.load(table + 3 * program) * BLOCK, tl.load(table + 3 * program + 2)
+    weights = tl.load(table + 3 * program + 1).to(tl.pointer_type(like.dtype.element_ty))
     own = tl.arange(0, N)
-    at, inside = start + own, own < length
+    # The state's blocks are filled up, so it may be read in whole vectors; the weights end where they end.
+    at, inside = start + own, own < (length + 15) // 16 * 16
     gradient = tl.load(gradients + at, mask=inside) / tl.load(clip)
     first = tl.load(firsts + at, mask=inside)
     first += (1 - beta1) * (gradient - first)
@@ -89,5 +88,7 @@ def _adamw(  # type: ignore[no-untyped-def]
     tl.store(firsts + at, first, mask=inside)
     tl.store(seconds + at, second, mask=inside)
     tl.store(masters + at, master, mask=inside)
-    weights = where.to(tl.pointer_type(like.dtype.element_ty))
-    tl.store(weights + begin + own, master.to(like.dtype.element_ty), mask=inside)
+    if length == N:
+        tl.store(tl.multiple_of(weights, 16) + own, master.to(like.dtype.element_ty))
+    else:
+        tl.store(weights + own, master.to(like.dtype.element_ty), mask=own < length)

@@ -58,6 +58,7 @@ class MasterAdamW:
         self._taken = torch.zeros((), device=self._device)
         self._updates = 0
         self._gradients: Tensor | None = None
+        self._gradient_views: dict[str, Tensor] = {}
         self._arrived: set[str] = set()
         self.sum_squares: Callable[[Tensor], Tensor] = _alone
         """Sums the squared norms over the processes that hold a part of each gradient."""
@@ -94,11 +95,16 @@ class MasterAdamW:
 
     def _place(self, name: str) -> tuple[Tensor, bool]:
         """Where a parameter's gradients are summed, and whether the one that comes now is the first."""
-        if self._gradients is None:
-            self._gradients = torch.empty(self._layout.num_elements, dtype=torch.float32, device=self._device)
         is_first = name not in self._arrived
         self._arrived.add(name)
-        return self._layout.view(self._gradients, name), is_first
+        return self._views()[name], is_first
+
+    def _views(self) -> dict[str, Tensor]:
+        """Of the flat gradient."""
+        if self._gradients is None:
+            self._gradients = flat_zeros(self._layout, self._device)
+            self._gradient_views = self._layout.views(self._gradients)
+        return self._gradient_views
 
     def accumulate(self) -> None:
         """Take what no backward pass has handed over by itself: gradients that somebody assigned."""
@@ -112,20 +118,17 @@ class MasterAdamW:
         self._forget_gradients()
 
     def _forget_gradients(self) -> None:
-        """The memory is given back on a GPU alone. Host memory has no other use for it between steps, and an allocator that
-        puts small blocks into the gap would need as much again at every step."""
+        """Their memory is kept: given back after every step, it would come back in another place, or not at all where small
+        blocks have been put into the gap. Only who moves the state to the host for want of memory wants this as well."""
         self._arrived = set()
-        if self._device.type != "cpu":
-            self._gradients = None
+        if self._config.offload_optimizer:
+            self._gradients, self._gradient_views = None, {}
 
     @torch.no_grad()
     def gradients(self) -> dict[str, Tensor]:
         """The float32 sums by name, to be changed in place; zero where no gradient came."""
         self.accumulate()
-        if self._gradients is None:
-            self._gradients = flat_zeros(self._layout, self._device)
-            self._arrived = set(self._parameters)
-        views = self._layout.views(self._gradients)
+        views = self._views()
         for name in views.keys() - self._arrived:
             views[name].zero_()
         self._arrived = set(self._parameters)
