@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from kept_sums import Kept
 from small_models import CONFIGS, VOCAB_SIZE, write_model
 from torch import Tensor
 
@@ -15,10 +16,10 @@ pytest.importorskip("triton")
 
 from redline.models.decoder import Decoder
 from redline.models.flash_attention import FlashPackedAttention, key_runs
-from redline.models.fused_layer import fused_layer, is_plain
+from redline.models.fused_layer import fused_layer, fused_layers, is_plain, keeps_sums
 from redline.models.hf import load_decoder
 from redline.models.packed_attention import NO_PARENT, PackedAttention, Segments
-from redline.models.rope import rotary_table
+from redline.models.rope import rotary_table, rotate
 
 SEGMENTS = Segments(np.cumsum([0, 9, 4, 6, 7, 1]), np.array([NO_PARENT, 0, 0, NO_PARENT, 3]))
 NUM_TOKENS = int(SEGMENTS.offsets[-1])
@@ -33,10 +34,14 @@ class ByAutograd:
     def forward(self, *heads: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
         return self._attend(0, *heads), ()
 
-    def backward(self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, kept: object) -> tuple[Tensor, ...]:
+    def backward(
+        self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, kept: object, rotary: tuple[Tensor, Tensor]
+    ) -> Tensor:
         heads = [part.detach().clone().requires_grad_() for part in (q, k, v)]
         with torch.enable_grad():
-            return torch.autograd.grad(self._attend(0, *heads), heads, grad)
+            grad_q, grad_k, grad_v = torch.autograd.grad(self._attend(0, *heads), heads, grad)
+        cos, sin = rotary
+        return torch.cat([rotate(grad_q, cos, -sin), rotate(grad_k, cos, -sin), grad_v], dim=1)
 
 
 @pytest.fixture(params=["llama, tied", "qwen2, untied"])
@@ -70,6 +75,31 @@ def test_values_and_gradients_are_those_of_autograd(decoder: Decoder, has_delta:
         torch.testing.assert_close(
             gradient, their_weights[name], rtol=1e-4, atol=1e-4, msg=lambda text, name=name: f"{name}: {text}"
         )
+
+
+def test_layers_that_are_one_node_have_the_gradients_of_all(decoder: Decoder) -> None:
+    torch.manual_seed(0)
+    rotary = rotary_table(decoder.rotary_frequencies, 1.0, torch.from_numpy(SEGMENTS.positions()), torch.float32)
+    start, *incoming = torch.randn(3, NUM_TOKENS, decoder.spec.hidden_size)
+
+    x = start.clone().requires_grad_()
+    stream, delta = x, None
+    for layer in decoder.layers:
+        stream, delta = layer(stream, delta, rotary, PackedAttention(SEGMENTS), None)
+    torch.autograd.backward([stream, delta], [2 * part for part in incoming])
+    expected = {name: parameter.grad for name, parameter in decoder.layers.named_parameters()}
+
+    kept = {name: Kept(parameter) for name, parameter in decoder.layers.named_parameters()}
+    assert all(keeps_sums(layer) for layer in decoder.layers)  # type: ignore[arg-type]
+    total = torch.zeros_like(start)
+    for _ in range(2):  # two micro-batches
+        again = start.clone().requires_grad_()
+        torch.autograd.backward(fused_layers(decoder.layers, again, rotary, ByAutograd(SEGMENTS)), incoming)  # type: ignore[arg-type]
+        total += again.grad
+    torch.testing.assert_close(total, x.grad, rtol=1e-4, atol=1e-4)
+    for name, found in kept.items():
+        assert found.num_gradients == 2
+        torch.testing.assert_close(found.total, expected[name], rtol=1e-3, atol=1e-3)
 
 
 def test_layers_with_more_than_that_go_the_other_way(tmp_path: Path) -> None:

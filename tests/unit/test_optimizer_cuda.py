@@ -90,6 +90,18 @@ def test_a_passage_through_host_memory_changes_nothing(
     assert all(tensor.is_pinned() and not tensor.is_cuda for tensor in optimizer._memory.tensors.values())
 
 
+def test_weights_that_have_moved_are_found() -> None:
+    """An engine that sleeps frees the weights it shares, and they come back elsewhere."""
+    results = []
+    for moves in (False, True):
+        network, optimizer = make(torch.bfloat16)
+        train(network, optimizer, range(2))
+        for parameter in network.parameters() if moves else ():
+            parameter.data = parameter.data.clone()
+        results.append(train(network, optimizer, range(2, 4)))
+    assert_close(results[1], results[0], 0.0)
+
+
 def test_offloaded_state_takes_no_device_memory_between_steps() -> None:
     used = {}
     for offload in (False, True):

@@ -153,9 +153,22 @@ class Decoder(nn.Module):
         rotary = None
         if not isinstance(attend, FusedAttend):
             rotary = rotary_table(self.rotary_frequencies, self.rotary_factor, positions_T, x_TE.dtype)
+        if rotary is not None and self._is_written_out(x_TE, attend, lora):
+            from redline.models.fused_layer import fused_layers
+
+            x_TE, delta_TE = fused_layers(self.layers, x_TE, rotary, attend)  # type: ignore[arg-type]
+            return add_rms_norm(x_TE, delta_TE, self.norm, self.spec.norm_eps)[1]
         for layer in self.layers:
             x_TE, delta_TE = _again_in_backward(layer, self.recomputes_layers)(x_TE, delta_TE, rotary, attend, lora)
         return add_rms_norm(x_TE, delta_TE, self.norm, self.spec.norm_eps)[1]
+
+    def _is_written_out(self, x_TE: Tensor, attend: AnyAttend, lora: ActiveLora | None) -> bool:
+        """Whether `fused_layers` may take all of them at once: nobody but the sums wants the weights' gradients."""
+        if self.recomputes_layers or not all(layer._is_written_out(x_TE, attend, lora) for layer in self.layers):  # type: ignore[operator]
+            return False
+        from redline.models.fused_layer import keeps_sums
+
+        return all(keeps_sums(layer) for layer in self.layers)  # type: ignore[arg-type]
 
     def logits(self, hidden_ME: Tensor) -> Tensor:
         """[M, V] in the compute dtype."""

@@ -1,4 +1,4 @@
-"""A decoder layer forward and backward by hand, for training on a GPU.
+"""Decoder layers forward and backward by hand, for training on a GPU.
 
 Autograd would run the same kernels, but it takes the host five times as long to get them started as the device to run them
 when a micro-batch has a few thousand tokens. And it would keep the activation of the MLP, the largest tensor of a layer that
@@ -12,13 +12,14 @@ This module needs triton; only code that runs on a CUDA device may import it.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from redline.models.gradient_sums import gradient, product_gradient
+from redline.models.gradient_sums import gradient, product_gradient, sum_of
 from redline.models.lora import ActiveLora
 from redline.models.spec import DecoderSpec
 from redline.models.training_kernels import (
@@ -39,9 +40,17 @@ class ManualAttend(Protocol):
         ...
 
     def backward(
-        self, grad: Tensor, q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor, out_THD: Tensor, kept: tuple[Tensor, ...]
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Gradients of queries, keys and values."""
+        self,
+        grad_THD: Tensor,
+        q_THD: Tensor,
+        k_TKD: Tensor,
+        v_TKD: Tensor,
+        out_THD: Tensor,
+        kept: tuple[Tensor, ...],
+        rotary: tuple[Tensor, Tensor] | None,
+    ) -> Tensor:
+        """Gradients of queries, keys and values side by side, [T, H + 2 · K, D]; with a rotary table, of what they were before
+        queries and keys were rotated by it."""
         ...
 
 
@@ -68,8 +77,24 @@ def fused_layer(
     layer: PlainLayer, x_TE: Tensor, delta_TE: Tensor | None, rotary: tuple[Tensor, Tensor], attend: ManualAttend
 ) -> tuple[Tensor, Tensor]:
     """The same as `DecoderLayer.forward`."""
+    return _Layer.apply(x_TE, delta_TE, layer, rotary, attend, *_weights(layer))
+
+
+def fused_layers(
+    layers: Sequence[PlainLayer], x_TE: Tensor, rotary: tuple[Tensor, Tensor], attend: ManualAttend
+) -> tuple[Tensor, Tensor]:
+    """All layers one after the other, a single node of autograd's graph. Its gradients are those of the weights' sums, which
+    every weight must have, and of `x_TE`."""
+    return _Layers.apply(x_TE, layers, rotary, attend)
+
+
+def keeps_sums(layer: PlainLayer) -> bool:
+    return all(weight is None or sum_of(weight) is not None for weight in _weights(layer))
+
+
+def _weights(layer: PlainLayer) -> tuple[Tensor | None, ...]:
     linears = (layer.qkv.weight, layer.qkv.bias, layer.o.weight, layer.gate_up.weight, layer.down.weight)
-    return _Layer.apply(x_TE, delta_TE, layer.spec, rotary, attend, layer.attn_norm, layer.mlp_norm, *linears)
+    return layer.attn_norm, layer.mlp_norm, *linears
 
 
 class _Layer(torch.autograd.Function):
@@ -78,63 +103,96 @@ class _Layer(torch.autograd.Function):
         ctx: Any,
         x_TE: Tensor,
         delta_TE: Tensor | None,
-        spec: DecoderSpec,
+        layer: PlainLayer,
         rotary: tuple[Tensor, Tensor],
         attend: ManualAttend,
-        attn_norm: Tensor,
-        mlp_norm: Tensor,
-        qkv: Tensor,
-        qkv_bias: Tensor | None,
-        o: Tensor,
-        gate_up: Tensor,
-        down: Tensor,
+        *weights: Tensor | None,
     ) -> tuple[Tensor, Tensor]:
-        first_TE, first_normed_TE, first_scale_T = norm_forward(x_TE, delta_TE, attn_norm, spec.norm_eps)
-        heads_TX = F.linear(first_normed_TE, qkv, qkv_bias)
-        rotation_(heads_TX, spec.num_heads + spec.num_kv_heads, *rotary, backwards=False)
-        out_THD, kept = attend.forward(*_heads(heads_TX, spec))
-        attended_TE = F.linear(out_THD.flatten(1), o)
-        second_TE, second_normed_TE, second_scale_T = norm_forward(first_TE, attended_TE, mlp_norm, spec.norm_eps)
-        gate_up_TI = F.linear(second_normed_TE, gate_up)
-        ctx.save_for_backward(
-            first_TE, first_normed_TE, first_scale_T, heads_TX, out_THD,
-            second_TE, second_normed_TE, second_scale_T, gate_up_TI,
-            *rotary, *kept,
-        )  # fmt: skip
-        ctx.weights = (attn_norm, mlp_norm, qkv, qkv_bias, o, gate_up, down)
-        ctx.spec, ctx.attend, ctx.has_delta = spec, attend, delta_TE is not None
-        return second_TE, F.linear(silu_forward(gate_up_TI), down)
+        second_TE, out_TE, kept = _forward(layer, x_TE, delta_TE, rotary, attend)
+        ctx.save_for_backward(*kept)
+        ctx.layer, ctx.rotary, ctx.attend, ctx.has_delta = layer, rotary, attend, delta_TE is not None
+        return second_TE, out_TE
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        (
-            first_TE, first_normed_TE, first_scale_T, heads_TX, out_THD,
-            second_TE, second_normed_TE, second_scale_T, gate_up_TI,
-            cos, sin, *kept,
-        ) = ctx.saved_tensors  # fmt: skip
-        attn_norm, mlp_norm, qkv, qkv_bias, o, gate_up, down = ctx.weights
-        spec: DecoderSpec = ctx.spec
-        grad_second_TE, grad_out_TE = (grad.contiguous() for grad in grads)
+        grad_TE, weights = _backward(ctx.layer, ctx.saved_tensors, ctx.rotary, ctx.attend, *grads)
+        return grad_TE, grad_TE if ctx.has_delta else None, None, None, None, *weights
 
-        inner_TI = grad_out_TE @ down
-        silu_backward_(gate_up_TI, inner_TI)
-        grad_down = product_gradient(down, grad_out_TE, inner_TI)
-        grad_gate_up = product_gradient(gate_up, gate_up_TI, second_normed_TE)
-        grad_second_TE, grad_mlp_norm = norm_backward(second_TE, mlp_norm, second_scale_T, gate_up_TI @ gate_up, grad_second_TE)
 
-        grad_o = product_gradient(o, grad_second_TE, out_THD.flatten(1))
-        grad_attended = (grad_second_TE @ o).view_as(out_THD)
-        grad_heads = ctx.attend.backward(grad_attended, *_heads(heads_TX, spec), out_THD, tuple(kept))
-        grad_heads_TX = torch.cat([grad.flatten(1) for grad in grad_heads], dim=1)
-        rotation_(grad_heads_TX, spec.num_heads + spec.num_kv_heads, cos, sin, backwards=True)
-        grad_qkv = product_gradient(qkv, grad_heads_TX, first_normed_TE)
-        grad_bias = None if qkv_bias is None else gradient(qkv_bias, column_sums(grad_heads_TX))
-        grad_first_TE, grad_attn_norm = norm_backward(first_TE, attn_norm, first_scale_T, grad_heads_TX @ qkv, grad_second_TE)
-        return (
-            grad_first_TE, grad_first_TE if ctx.has_delta else None, None, None, None,
-            gradient(attn_norm, grad_attn_norm), gradient(mlp_norm, grad_mlp_norm),
-            grad_qkv, grad_bias, grad_o, grad_gate_up, grad_down,
-        )  # fmt: skip
+class _Layers(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x_TE: Tensor, layers: Sequence[PlainLayer], rotary: tuple[Tensor, Tensor], attend: ManualAttend
+    ) -> tuple[Tensor, Tensor]:
+        delta_TE, ctx.kept = None, []
+        for layer in layers:
+            x_TE, delta_TE, kept = _forward(layer, x_TE, delta_TE, rotary, attend)
+            ctx.kept.append(kept)
+        ctx.layers, ctx.rotary, ctx.attend = layers, rotary, attend
+        assert delta_TE is not None
+        return x_TE.detach(), delta_TE  # what is kept may not be an output: each would hold the other
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
+        grad_TE, grad_delta_TE = grads
+        for layer in reversed(ctx.layers):
+            grad_TE, _ = _backward(layer, ctx.kept.pop(), ctx.rotary, ctx.attend, grad_TE, grad_delta_TE)
+            grad_delta_TE = grad_TE
+        return grad_TE, None, None, None
+
+
+def _forward(
+    layer: PlainLayer, x_TE: Tensor, delta_TE: Tensor | None, rotary: tuple[Tensor, Tensor], attend: ManualAttend
+) -> tuple[Tensor, Tensor, tuple[Tensor, ...]]:
+    """The residual stream, what to add to it, and what the backward pass needs."""
+    spec = layer.spec
+    first_TE, first_normed_TE, first_scale_T = norm_forward(x_TE, delta_TE, layer.attn_norm, spec.norm_eps)
+    heads_TX = F.linear(first_normed_TE, layer.qkv.weight, layer.qkv.bias)
+    rotation_(heads_TX, spec.num_heads + spec.num_kv_heads, *rotary, backwards=False)
+    out_THD, kept = attend.forward(*_heads(heads_TX, spec))
+    attended_TE = F.linear(out_THD.flatten(1), layer.o.weight)
+    second_TE, second_normed_TE, second_scale_T = norm_forward(first_TE, attended_TE, layer.mlp_norm, spec.norm_eps)
+    gate_up_TI = F.linear(second_normed_TE, layer.gate_up.weight)
+    out_TE = F.linear(silu_forward(gate_up_TI), layer.down.weight)
+    return second_TE, out_TE, (
+        first_TE, first_normed_TE, first_scale_T, heads_TX, out_THD,
+        second_TE, second_normed_TE, second_scale_T, gate_up_TI, *kept,
+    )  # fmt: skip
+
+
+def _backward(
+    layer: PlainLayer,
+    kept: tuple[Tensor, ...],
+    rotary: tuple[Tensor, Tensor],
+    attend: ManualAttend,
+    grad_second_TE: Tensor,
+    grad_out_TE: Tensor,
+) -> tuple[Tensor, tuple[Tensor | None, ...]]:
+    """What reaches the sum at the beginning, and the gradients of `_weights` that have no sum of their own."""
+    (
+        first_TE, first_normed_TE, first_scale_T, heads_TX, out_THD,
+        second_TE, second_normed_TE, second_scale_T, gate_up_TI, *of_attention,
+    ) = kept  # fmt: skip
+    spec, qkv, o, gate_up, down = layer.spec, layer.qkv.weight, layer.o.weight, layer.gate_up.weight, layer.down.weight
+    grad_second_TE, grad_out_TE = grad_second_TE.contiguous(), grad_out_TE.contiguous()
+
+    inner_TI = grad_out_TE @ down
+    silu_backward_(gate_up_TI, inner_TI)
+    grad_down = product_gradient(down, grad_out_TE, inner_TI)
+    grad_gate_up = product_gradient(gate_up, gate_up_TI, second_normed_TE)
+    grad_second_TE, grad_mlp_norm = norm_backward(
+        second_TE, layer.mlp_norm, second_scale_T, gate_up_TI @ gate_up, grad_second_TE
+    )
+
+    grad_o = product_gradient(o, grad_second_TE, out_THD.flatten(1))
+    grad_attended = (grad_second_TE @ o).view_as(out_THD)
+    grad_heads_TX = attend.backward(grad_attended, *_heads(heads_TX, spec), out_THD, tuple(of_attention), rotary).flatten(1)
+    grad_qkv = product_gradient(qkv, grad_heads_TX, first_normed_TE)
+    bias = layer.qkv.bias
+    grad_bias = None if bias is None else gradient(bias, column_sums(grad_heads_TX))
+    grad_first_TE, grad_attn_norm = norm_backward(first_TE, layer.attn_norm, first_scale_T, grad_heads_TX @ qkv, grad_second_TE)
+    norms = gradient(layer.attn_norm, grad_attn_norm), gradient(layer.mlp_norm, grad_mlp_norm)
+    return grad_first_TE, (*norms, grad_qkv, grad_bias, grad_o, grad_gate_up, grad_down)
 
 
 def _heads(heads_TX: Tensor, spec: DecoderSpec) -> tuple[Tensor, Tensor, Tensor]:

@@ -16,6 +16,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from redline.models.launches import launch
+
 PROGRAMS = 1056
 """Of sums over tokens: each program sums over some of them, and a last step over the programs."""
 SILU_BLOCK = 1024
@@ -49,9 +51,8 @@ def norm_forward(x_TE: Tensor, delta_TE: Tensor | None, weight_E: Tensor, eps: f
     scale_T = torch.empty(T, dtype=torch.float32, device=x_TE.device)
     block = triton.next_power_of_2(E)
     if T:
-        _norm_forward[(T,)](
-            x_TE, delta_TE, weight_E, sum_TE, normed_TE, scale_T, eps, E=E, BLOCK=block, num_warps=_warps(block)
-        )
+        tensors = (x_TE, delta_TE, weight_E, sum_TE, normed_TE, scale_T)
+        launch(_norm_forward, (T,), tensors, (eps,), (E, block), num_warps=_warps(block))
     return sum_TE, normed_TE, scale_T
 
 
@@ -64,19 +65,8 @@ def norm_backward(
     programs = min(PROGRAMS, max(T, 1))
     partial_PE = torch.empty(programs, E, dtype=torch.float32, device=sum_TE.device)
     block = triton.next_power_of_2(E)
-    _norm_backward[(programs,)](
-        sum_TE,
-        weight_E,
-        scale_T,
-        grad_normed_TE,
-        grad_sum_TE,
-        grad_TE,
-        partial_PE,
-        T,
-        E=E,
-        BLOCK=block,
-        num_warps=8,
-    )
+    tensors = (sum_TE, weight_E, scale_T, grad_normed_TE, grad_sum_TE, grad_TE, partial_PE)
+    launch(_norm_backward, (programs,), tensors, (T,), (E, block), num_warps=8)
     return grad_TE, partial_PE.sum(dim=0)
 
 
@@ -85,7 +75,7 @@ def column_sums(x_TX: Tensor) -> Tensor:
     T, X = x_TX.shape
     programs = max(1, min(PROGRAMS // 4 // triton.cdiv(X, 128), triton.cdiv(T, 32)))
     partial_PX = torch.empty(programs, X, dtype=torch.float32, device=x_TX.device)
-    _column_sums[(programs, triton.cdiv(X, 128))](x_TX, partial_PX, T, X, R=32, BLOCK=128, num_warps=4)
+    launch(_column_sums, (programs, triton.cdiv(X, 128)), (x_TX, partial_PX), (T,), (X, 32, 128), num_warps=4)
     return partial_PX.sum(dim=0)
 
 
@@ -94,7 +84,7 @@ def silu_forward(gate_up_TI: Tensor) -> Tensor:
     out_TI = gate_up_TI.new_empty(T, both // 2)
     if T:
         grid = (T, triton.cdiv(both // 2, SILU_BLOCK))
-        _silu_forward[grid](gate_up_TI, out_TI, I=both // 2, BLOCK=SILU_BLOCK, num_warps=4)
+        launch(_silu_forward, grid, (gate_up_TI, out_TI), (), (both // 2, SILU_BLOCK), num_warps=4)
     return out_TI
 
 
@@ -111,7 +101,8 @@ def _run_silu_backward(gate_up_TI: Tensor, grad_out_TI: Tensor, grad_TI: Tensor,
     T, both = gate_up_TI.shape
     if T:
         grid = (T, triton.cdiv(both // 2, SILU_BLOCK))
-        _silu_backward[grid](gate_up_TI, grad_out_TI, grad_TI, out_TI, I=both // 2, BLOCK=SILU_BLOCK, num_warps=4)
+        tensors = (gate_up_TI, grad_out_TI, grad_TI, out_TI)
+        launch(_silu_backward, grid, tensors, (), (both // 2, SILU_BLOCK), num_warps=4)
     return grad_TI
 
 
@@ -120,9 +111,8 @@ def rotation_(heads_TX: Tensor, num_rotated: int, cos: Tensor, sin: Tensor, *, b
     (T, X), D = heads_TX.shape, 2 * cos.shape[-1]
     assert all(tensor.is_contiguous() for tensor in (heads_TX, cos, sin))
     if T:
-        _rotation[(T,)](
-            heads_TX, cos, sin, X // D, R=num_rotated, D=D, BACKWARDS=backwards, num_warps=4, enable_fp_fusion=False
-        )
+        constants = (X // D, num_rotated, D, backwards)
+        launch(_rotation, (T,), (heads_TX, cos, sin), (), constants, num_warps=4, enable_fp_fusion=False)
     return heads_TX
 
 
@@ -180,7 +170,7 @@ class _Rotate(torch.autograd.Function):
 # ── the kernels ────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["eps"])
 def _norm_forward(x, delta, weight, x_sum, normed, scales, eps, E: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
     token = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
@@ -197,7 +187,7 @@ def _norm_forward(x, delta, weight, x_sum, normed, scales, eps, E: tl.constexpr,
     tl.store(normed + at, (wide * scale * gain).to(normed.dtype.element_ty), mask=inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["T"])
 def _norm_backward(  # type: ignore[no-untyped-def]
     x_sum, weight, scales, grad_normed, grad_sum, grad, partial, T, E: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
@@ -221,8 +211,8 @@ def _norm_backward(  # type: ignore[no-untyped-def]
     tl.store(partial + program * E + column, grad_gain, mask=inside)
 
 
-@triton.jit
-def _column_sums(x, partial, T, X, R: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+@triton.jit(do_not_specialize=["T"])
+def _column_sums(x, partial, T, X: tl.constexpr, R: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
     program, programs = tl.program_id(0), tl.num_programs(0)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     total = tl.zeros([R, BLOCK], tl.float32)
@@ -265,7 +255,7 @@ def _silu_backward(gate_up, grad_out, grad, out, I: tl.constexpr, BLOCK: tl.cons
 
 
 @triton.jit
-def _rotation(heads, cos, sin, N, R: tl.constexpr, D: tl.constexpr, BACKWARDS: tl.constexpr):  # type: ignore[no-untyped-def]
+def _rotation(heads, cos, sin, N: tl.constexpr, R: tl.constexpr, D: tl.constexpr, BACKWARDS: tl.constexpr):  # type: ignore[no-untyped-def]
     """One token; each program touches both halves of a pair, so it may overwrite them."""
     HALF: tl.constexpr = D // 2
     token = tl.program_id(0).to(tl.int64)

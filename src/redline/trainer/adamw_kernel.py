@@ -23,15 +23,22 @@ ELEMENTS = 1024
 
 
 class AdamWKernel:
-    """For parameters that stay where they are."""
-
     def __init__(self, stretches: Sequence[Stretch], parameters: Mapping[str, Tensor], weight_decay: float) -> None:
         """Every parameter has to begin on a block of the flat tensors."""
-        pieces = [(stretch, piece) for stretch in stretches for piece in stretch.pieces]
-        tables = [_rows(stretch, piece, parameters[piece.name], weight_decay) for stretch, piece in pieces]
-        self._weight = next(iter(parameters.values()))
+        self._stretches, self._parameters, self._weight_decay = stretches, parameters, weight_decay
+        self._addresses: list[int] = []
+
+    def _locate(self) -> None:
+        """Parameters stay where they are unless somebody frees them for a while, as an engine that sleeps does."""
+        addresses = [parameter.data_ptr() for parameter in self._parameters.values()]
+        if addresses == self._addresses:
+            return
+        pieces = [(stretch, piece) for stretch in self._stretches for piece in stretch.pieces]
+        tables = [_rows(stretch, piece, self._parameters[piece.name], self._weight_decay) for stretch, piece in pieces]
+        self._weight = next(iter(self._parameters.values()))
         self._table = torch.from_numpy(np.concatenate([table for table, _ in tables])).to(self._weight.device)
         self._decays = torch.from_numpy(np.concatenate([decays for _, decays in tables])).to(self._weight.device)
+        self._addresses = addresses
 
     def step(
         self,
@@ -45,6 +52,7 @@ class AdamWKernel:
         eps: float,
     ) -> None:
         """`taken` counts this step; nothing changes where `skip` is not 0."""
+        self._locate()
         corrections = torch.stack([1 - beta ** taken.double() for beta in betas]).float()
         _adamw[(len(self._table),)](
             self._table, self._decays, self._weight, state["master"], state["exp_avg"], state["exp_avg_sq"], gradients,

@@ -17,7 +17,8 @@ from redline.trainer.mismatch import mismatch_kl
 from redline.trainer.parallel import Parallel
 from redline.types import StepReport
 
-SUMS = ("loss", "entropy", "clipped", "mismatch", "kl", "masked", "trained", "tokens")
+SUMS = ("loss", "entropy", "clipped", "mismatch", "kl", "masked")
+COUNTS = ("trained", "tokens")
 
 
 @dataclass(slots=True)
@@ -25,9 +26,11 @@ class StepTotals:
     """Of this process."""
 
     sums: Tensor
-    """float64, in the order of `SUMS`."""
+    """float64, in the order of `SUMS`, where they are computed."""
     largest: Tensor
     """float64[1]: the largest log ratio between trainer and engine."""
+    counts: tuple[int, int] = (0, 0)
+    """In the order of `COUNTS`. A number sent to the device would wait until it has done all it was given."""
     has_kl: bool = False
     has_mask: bool = False
     seen: list[tuple[Tensor, Mapping[str, Tensor]]] = field(default_factory=list)
@@ -43,17 +46,17 @@ class StepTotals:
         """`numbers` are logprobs, old logprobs and advantages; nothing here waits for the device."""
         log_ratio_M = (numbers["logprob"] - numbers["old logprob"]).double()
         self.has_kl, self.has_mask = policy.kl_M is not None, policy.correction_M is not None
+        none = torch.zeros((), dtype=torch.float64, device=self.sums.device)
         parts = [
             policy.loss,
             entropy_M.sum(),
             policy.clipped_M.sum(),
             mismatch_kl(log_ratio_M).sum(),
-            policy.kl_M.sum() if policy.kl_M is not None else 0.0,
-            (policy.correction_M == 0).sum() if policy.correction_M is not None else 0.0,
-            len(log_ratio_M),
-            len(micro_batch.tokens_T),
+            none if policy.kl_M is None else policy.kl_M.sum(),
+            none if policy.correction_M is None else (policy.correction_M == 0).sum(),
         ]
-        self.sums += torch.stack([torch.as_tensor(part, dtype=torch.float64, device=self.sums.device) for part in parts])
+        self.sums += torch.stack([part.to(torch.float64) for part in parts])
+        self.counts = self.counts[0] + len(log_ratio_M), self.counts[1] + len(micro_batch.tokens)
         if len(log_ratio_M):
             self.largest = torch.maximum(self.largest, log_ratio_M.max())
         self.seen.append((torch.from_numpy(micro_batch.sequence_M), numbers))
@@ -70,10 +73,12 @@ class StepTotals:
         learning_rate: float,
         *,
         skipped: bool,
+        flops: int = 0,
         extra: Mapping[str, float],
     ) -> StepReport:
         """Of all processes."""
-        sums = dict(zip(SUMS, parallel.sum_of(self.sums).tolist(), strict=True))
+        mine = torch.cat([self.sums, torch.tensor(self.counts).to(self.sums)])
+        sums = dict(zip(SUMS + COUNTS, parallel.sum_of(mine).tolist(), strict=True))
         trained = sums["trained"] or math.nan  # without a trained token there is no mean
         optional = {"kl": self.has_kl, "masked": self.has_mask}
         return StepReport(
@@ -89,6 +94,7 @@ class StepTotals:
             num_micro_batches=plan.num_micro_batches,
             imbalance=plan.imbalance,
             num_padding_tokens=plan.num_padding_tokens,
+            flops=flops,
             skipped=skipped,
             extra={name: sums[name] / trained for name, there in optional.items() if there} | dict(extra),
         )

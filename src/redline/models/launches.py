@@ -1,0 +1,47 @@
+"""Triton kernels launched without a second look at their arguments.
+
+Triton examines every argument of every launch to find the compiled kernel that suits it, which takes the host longer than most
+kernels of a small micro-batch take the device. Here the first launch of a kind goes through Triton, and those after it straight
+to what it compiled. Launches are of one kind if the dtypes of their tensors and their constants are the same. A process that
+computes on several devices has to go through Triton.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor
+
+ALIGNMENT = 16
+"""Bytes; Triton compiles another kernel for a tensor that does not begin on a multiple of it."""
+
+_compiled: dict[tuple[Any, ...], Any] = {}
+
+
+def launch(
+    kernel: Any,
+    grid: tuple[int, ...],
+    tensors: Sequence[Tensor | None],
+    sizes: tuple[float, ...],
+    constants: tuple[Any, ...],
+    **options: Any,
+) -> None:
+    """`kernel[grid](*tensors, *sizes, *constants)`. The kernel must be marked not to be specialized for the sizes, which may
+    differ from launch to launch; `options` are Triton's, such as num_warps."""
+    kind: list[Any] = [kernel, *constants, *options.values()]
+    addresses = 0
+    for tensor in tensors:
+        if tensor is None:
+            kind.append(None)
+        else:
+            kind.append(tensor.dtype)
+            addresses |= tensor.data_ptr()
+    key = tuple(kind)
+    found = _compiled.get(key)
+    if found is not None and addresses % ALIGNMENT == 0:
+        found[(*grid, 1, 1)[:3]](*tensors, *sizes, *constants)
+        return
+    found = kernel[grid](*tensors, *sizes, *constants, **options)
+    if hasattr(found, "packed_metadata") and addresses % ALIGNMENT == 0:  # the interpreter compiles nothing
+        _compiled[key] = found
