@@ -10,7 +10,7 @@ SAY := @printf '%s\n' >&2
 export TOKENIZERS_PARALLELISM = false
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all check fmt clean
+.PHONY: help demo test test-all check perf fmt clean
 
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-9s %s\n", $$1, $$2}' Makefile
@@ -33,6 +33,10 @@ check: $(READY) ## lint, format, types and import contracts
 	@$(BIN)/ruff format --check
 	@$(BIN)/mypy
 	@$(BIN)/lint-imports --no-logo
+
+perf: $(READY) ## hold counts and ratios of small workloads against the baseline of this device
+	$(SAY) "perf: redline perf"
+	@$(BIN)/redline perf
 
 fmt: $(READY) ## format, and fix what lint can fix
 	@$(BIN)/ruff format

@@ -33,6 +33,7 @@ class Known:
     """What the ledger says of a number."""
 
     begun: int
+    begun_s: float = 0.0
     state: GroupState = GroupState.IN_FLIGHT
     versions: VersionSpan | None = None
     silent: bool = False
@@ -65,12 +66,21 @@ class Schedules(RuleBasedStateMachine):
         max_reuses=st.integers(0, 2),
         extra_rounds=st.integers(0, 2),
         full_depth=st.booleans(),
+        timeout_s=st.sampled_from([None, 2.0]),
     )
     def begin(
-        self, max_lag: int, groups_per_step: int, order: str, max_reuses: int, extra_rounds: int, full_depth: bool
+        self,
+        max_lag: int,
+        groups_per_step: int,
+        order: str,
+        max_reuses: int,
+        extra_rounds: int,
+        full_depth: bool,
+        timeout_s: float | None,
     ) -> None:
         depth = max_lag + 1 if full_depth else None
-        self.config = BufferConfig(max_lag=max_lag, depth=depth, order=order, max_reuses=max_reuses)
+        keys = {"max_lag": max_lag, "depth": depth, "order": order, "max_reuses": max_reuses, "group_timeout_s": timeout_s}
+        self.config = BufferConfig(**keys)
         self.size, self.extra_rounds, self.store = groups_per_step, extra_rounds, MemoryStore()
         self.buffer = self.make_buffer()
 
@@ -96,7 +106,7 @@ class Schedules(RuleBasedStateMachine):
         assert new == list(range(len(self.known), len(self.known) + len(new))), "new numbers follow one another"
         for number in numbers:
             if number not in self.repeated:
-                self.known[number] = Known(self.version)
+                self.known[number] = Known(self.version, self.now)
         alive = self.numbers(GroupState.IN_FLIGHT, GroupState.READY, GroupState.LEASED)
         begun = len(self.numbers(*GroupState)) - len(self.numbers(GroupState.DROPPED)) - len(self.again)
         if numbers:
@@ -130,12 +140,14 @@ class Schedules(RuleBasedStateMachine):
     def run_the_loop(self, rng: Random, steps: int, silence: float) -> None:
         """As loop.py does; whoever is not finished when the batch is full stays under way."""
         for _ in range(steps):
+            self.give_up_what_takes_too_long()
             self.admitted()
             while self.batch is None:
                 self.now += rng.random()
                 for _ in range(rng.randint(0, 3)):
                     if self.under_way():
                         self.finish(rng, rng.random() < silence)
+                self.give_up_what_takes_too_long()
                 assert self.admitted() or self.under_way() or self.buffer.has_batch(self.version), "a deadlock"
                 self.take()
             self.now += rng.random()
@@ -150,6 +162,22 @@ class Schedules(RuleBasedStateMachine):
         self.repeated.discard(number)
         self.late.add(number)
         assert self.store.fate(number) == (GroupState.DROPPED, GIVEN_UP)
+
+    @rule()
+    def give_up_what_takes_too_long(self) -> None:
+        given_up = self.buffer.give_up(self.version)
+        for number in self.under_way():
+            known = self.known[number]
+            is_overdue = self.version - known.begun > self.config.max_lag
+            is_timed_out = self.config.group_timeout_s is not None and self.now - known.begun_s >= self.config.group_timeout_s
+            if number not in self.repeated:
+                assert (number in given_up) == (is_overdue or is_timed_out), "given up too early, or never"
+        for number in given_up:
+            assert number in self.under_way(), "nobody was at it"
+            self.known[number].state = GroupState.DROPPED
+            self.repeated.discard(number)
+            self.late.add(number)
+        assert self.buffer.patience_s is None or self.buffer.patience_s > 0, "it is time to give up more"
 
     @precondition(lambda self: self.late)
     @rule(data=st.data())

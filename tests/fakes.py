@@ -133,10 +133,14 @@ class FakeRollouts:
     def arrived(self) -> list[TrajectoryGroup]:
         return []
 
-    def finished(self) -> list[TrajectoryGroup]:
+    def finished(self, patience_s: float | None = None) -> list[TrajectoryGroup]:
         self.calls.append(("rollouts.finished",))
         groups, self.begun = self.begun, []
         return groups
+
+    def abandon(self, numbers: Sequence[int]) -> None:
+        if numbers:
+            self.calls.append(("rollouts.abandon", *numbers))
 
 
 @dataclass
@@ -146,6 +150,10 @@ class FakeBuffer:
     groups: list[TrajectoryGroup] = field(default_factory=list)
     admitted: int = 0
     """Groups under way."""
+    patience_s: float | None = None
+
+    def give_up(self, version: int) -> list[int]:
+        return []
 
     def admit(self, version: int) -> list[int]:
         missing = self.wanted - len(self.groups) - self.admitted

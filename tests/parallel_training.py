@@ -216,11 +216,11 @@ def pack(groups: Sequence[tuple[int, tuple[int, ...]]], random: np.random.Genera
         lengths, parents = [1], [NO_PARENT]
     num_trained = sum(map(len, from_M))
     return MicroBatch(
-        tokens_T=random.integers(0, SPEC.vocab_size, sum(lengths)),
+        tokens=random.integers(0, SPEC.vocab_size, sum(lengths)),
         segments=Segments(np.cumsum([0, *lengths]), np.array(parents)),
         predicted_from_M=np.concatenate(from_M),
-        targets_M=random.integers(0, SPEC.vocab_size, num_trained),
-        old_logprobs_M=np.zeros(num_trained, np.float32),
+        targets=random.integers(0, SPEC.vocab_size, num_trained),
+        old_logprobs=np.zeros(num_trained, np.float32),
         index_M=np.zeros(num_trained, np.int64),
         sequence_M=np.concatenate(sequence_M),
         local_sequence_M=np.concatenate(sequence_M),

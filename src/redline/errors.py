@@ -7,6 +7,7 @@
     ├── EngineError        a request cannot be served as asked
     │   └── BrokenModelError         the model gave numbers nobody can sample from
     ├── TrainingError      a step produced numbers nobody should train on
+    ├── CompareError       a side of a comparison cannot be run, or a saved result cannot be read
     └── RunFolderError     a run folder is missing, torn, or belongs to another run
         └── DamagedCheckpointError   one checkpoint cannot be read; another may do
 
@@ -55,6 +56,10 @@ class BrokenModelError(EngineError):
 
 class TrainingError(RedlineError):
     """A step produced numbers nobody should train on."""
+
+
+class CompareError(RedlineError):
+    """A side of a comparison cannot be run, or a saved result cannot be read."""
 
 
 class RunFolderError(RedlineError):

@@ -6,9 +6,10 @@ import ctypes
 import os
 import sys
 import time
+from collections import Counter
 from collections.abc import Sequence
-from contextlib import nullcontext
-from dataclasses import dataclass
+from contextlib import AbstractContextManager, ExitStack, nullcontext
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -22,13 +23,26 @@ from redline.engine import NativeEngine
 from redline.errors import ConfigError, ModelError
 from redline.models.decoder import Decoder
 from redline.models.hf import AnyDecoder, load_decoder, load_tokenizer, save_folder, stop_token_ids
+from redline.models.memory_use import MemoryUse
+from redline.models.peak import find_peak
 from redline.models.sources import model_folder
 from redline.models.trainable_lora import merged_tensors, save_adapter
 from redline.ports import Engine, Rollouts
 from redline.rollouts import BackgroundRollouts, Chat, SingleTurnRollouts, SteppedElsewhere, make_task_source
 from redline.rollouts.reward_model import RewardModel
 from redline.telemetry import Progress, Recorder, RunFolder, describe_environment, process_start_ns, recording, span, write_json
+from redline.telemetry.device_time import DeviceTimer
+from redline.telemetry.host import Host
+from redline.telemetry.listeners import Listeners
+from redline.telemetry.metrics import MetricsLog
+from redline.telemetry.nvml import find_gpus
+from redline.telemetry.processes import expecting_processes
+from redline.telemetry.profiling.profiler import StepProfiler
 from redline.telemetry.progress import sample_table
+from redline.telemetry.samplers import Sampler, Source, read_samples
+from redline.telemetry.sinks import make_sinks
+from redline.telemetry.targets import summary_line, target_table, verdicts
+from redline.telemetry.watchdog import Watchdog
 from redline.trainer import PolicyTrainer
 from redline.types import Task, Trajectory
 from redline.watch import RunWatch
@@ -59,10 +73,30 @@ class Stages:
 
     def evaluate(self, tasks: Sequence[Task]) -> list[list[Trajectory]]:
         """Afterwards the engine forgets the prompts, so that no training sample depends on whether there was an evaluation."""
-        with self.rollouts.paused() if isinstance(self.rollouts, BackgroundRollouts) else nullcontext():
+        rollouts = self.rollouts
+        with rollouts.paused(self.buffer.patience_s) if isinstance(rollouts, BackgroundRollouts) else nullcontext():
             attempts = self.attempts.evaluate(tasks)
             self.engine.reset_prefix_cache()
             return attempts
+
+    def memory(self) -> Counter[str]:
+        """Bytes by kind that the stages hold."""
+        kinds = Counter(self.trainer.memory())
+        for stage in (self.engine, self.attempts):
+            kinds.update(stage.memory())
+        return kinds
+
+    def queues(self) -> dict[str, float]:
+        """How much waits where; whoever asks does not wait for it."""
+        metrics, stats = self.buffer.metrics, self.engine.stats
+        return {
+            "buffer: groups under way": metrics["buffer/in_flight"],
+            "buffer: groups that may be under way or waiting": metrics["buffer/target"],
+            "engine: sequences running": stats.running,
+            "engine: sequences waiting": stats.waiting,
+            "engine: KV blocks in use": stats.kv_blocks_used,
+            "engine: KV blocks": stats.kv_blocks_total,
+        }
 
     def close(self) -> None:
         if isinstance(self.rollouts, BackgroundRollouts):
@@ -73,17 +107,29 @@ class Stages:
 def train(resolved: Resolved, folder: RunFolder, *, resume: bool) -> dict[str, Any]:
     """Run to the last step, or to an interrupt. Returns what `--json` prints."""
     config = resolved.config
-    recorder = Recorder(keep_spans=config.telemetry.trace)
+    recorder = Recorder(keep_spans=config.telemetry.trace or "opentelemetry" in config.telemetry.sinks)
     recorder.add("run.startup", process_start_ns(), time.perf_counter_ns())
-    with recording(recorder), folder.locked():
+    with recording(recorder), folder.locked(), expecting_processes(folder.spans), ExitStack() as at_end:
         with span("run.setup"):
             prepare_process(config)
+            if config.run.device == "cuda":
+                recorder.time_device(DeviceTimer(lambda: torch.cuda.Event(enable_timing=True), keep_spans=recorder.keep_spans))
             write_json(folder.config, config.model_dump(mode="json"))  # when resumed too: run.steps may be a new number
             if not folder.environment.exists():
                 write_json(folder.environment, describe_environment())
             progress = Progress(config.run.steps)
             progress.note(f"run folder {folder.path}")
-        stages = build(config, folder, progress)
+            listeners = Listeners(tell=progress.note)
+            watchdog = Watchdog(recorder, tell=progress.note, send=listeners.alert)
+            for listener in (watchdog, *make_sinks(config.telemetry)):  # what the first finds at the end, the others hear
+                listeners.add(listener)
+            listeners.started(folder, config)
+            at_end.callback(_close_listeners, listeners)
+        with span("run.setup"):
+            stages = build(config, folder, progress)
+        watchdog.begin(stages.queues)
+        profiler = StepProfiler(folder, config, recorder, progress.note)
+        at_end.callback(profiler.close)
         with span("run.setup"):
             watch = RunWatch(
                 config,
@@ -96,17 +142,49 @@ def train(resolved: Resolved, folder: RunFolder, *, resume: bool) -> dict[str, A
                 stages.held_out,
                 stages.trainer.flush,
                 lambda: _buffer_metrics(stages.buffer, progress),
+                listeners,
+                _peak_flops(config, progress),
+                stages.store.flush,
+                profiler=profiler,
             )
             if resume:
                 watch.resume()
                 stages.buffer.resume(stages.trainer.version)
+                watch.take_over(stages.buffer.not_counted(watch.num_groups_counted))
                 progress.note(f"continuing after step {stages.trainer.version}")
         try:
-            _run(config, stages, watch, progress, folder)
+            with _sampling(config, folder, stages, progress):
+                _run(config, stages, watch, progress, folder, profiler)
         finally:
-            stages.close()
+            with span("run.close"):
+                stages.close()
             watch.close()
     return _summary(config, folder, stages, watch, recorder, progress)
+
+
+def _peak_flops(config: Config, progress: Progress) -> float | None:
+    device, dtype = torch.device(config.run.device), getattr(torch, config.model.dtype)
+    peak = find_peak(device, dtype, config.telemetry.peak_tflops)
+    if peak is None:
+        return None
+    progress.note(f"MFU is a share of {peak.flops / 1e12:,.4g} TFLOP/s, {peak.why}")
+    return peak.flops
+
+
+def _sampling(config: Config, folder: RunFolder, stages: Stages, progress: Progress) -> AbstractContextManager[object]:
+    """While it is open, host, memory and GPU are looked at now and then."""
+    every_s, device = config.telemetry.sample_every_s, torch.device(config.run.device)
+    if not every_s:
+        return nullcontext()
+    uuids = [f"GPU-{torch.cuda.get_device_properties(device).uuid}"] if device.type == "cuda" else []
+    gpus = find_gpus(uuids, progress.note)
+    sources: list[Source] = [Host(), MemoryUse(device, stages.memory), *([gpus] if gpus else [])]
+    return Sampler(folder.samples, every_s, sources, step=lambda: stages.trainer.version, tell=progress.note)
+
+
+def _close_listeners(listeners: Listeners) -> None:
+    with span("telemetry.close"):
+        listeners.close()
 
 
 def build(config: Config, folder: RunFolder, progress: Progress) -> Stages:
@@ -222,7 +300,9 @@ def _load_reward_model(config: Config, device: torch.device, dtype: torch.dtype)
         return RewardModel(model_folder(wanted.path, config.run.seed), device, dtype, wanted.max_tokens_per_batch)
 
 
-def _run(config: Config, stages: Stages, watch: RunWatch, progress: Progress, folder: RunFolder) -> None:
+def _run(
+    config: Config, stages: Stages, watch: RunWatch, progress: Progress, folder: RunFolder, profiler: StepProfiler
+) -> None:
     with watch.stopping_on_interrupt():
         if stages.trainer.version == 0:
             watch.evaluate(0)
@@ -231,7 +311,7 @@ def _run(config: Config, stages: Stages, watch: RunWatch, progress: Progress, fo
             loop.run(
                 stages.rollouts,
                 stages.buffer,
-                stages.trainer,
+                profiler.around(stages.trainer),
                 stages.weight_sync,
                 stages.shared_engine,
                 steps=config.run.steps,
@@ -297,6 +377,10 @@ def _summary(
         first, last = min(watch.samples), max(watch.samples)
         console.print(sample_table(watch.samples[first], watch.samples[last]))
     console.print(ledger.render())
+    judged = verdicts(MetricsLog.read(folder.metrics), read_samples(folder.samples), config)
+    console.print(summary_line(judged))
+    if missed := [verdict for verdict in judged if verdict.met is False]:
+        console.print(target_table(missed))
     if finished:
         console.print(f"trained model: {folder.model}")
     else:
@@ -307,6 +391,7 @@ def _summary(
         "finished": finished,
         "model": str(folder.model) if finished else None,
         "evaluation": {str(version): accuracy for version, accuracy in sorted(watch.accuracy.items())},
+        "targets": [asdict(verdict) for verdict in judged],
         "unaccounted_fraction": ledger.lanes["main"].unaccounted_fraction,
         "wall_s": ledger.lanes["main"].wall_ns / 1e9,
     }

@@ -39,16 +39,22 @@ def run(
     while trainer.version < steps and not watch.should_stop():
         version = trainer.version
         _take_in(rollouts.arrived(), buffer, watch)
-        rollouts.begin(buffer.admit(version), version)
+        _dispatch(rollouts, buffer, version)
         while not buffer.has_batch(version):
-            _take_in(rollouts.finished(), buffer, watch)
-            rollouts.begin(buffer.admit(version), version)  # in place of those that were dropped, or taught nothing
+            _take_in(rollouts.finished(buffer.patience_s), buffer, watch)
+            _dispatch(rollouts, buffer, version)  # in place of those that were dropped, or taught nothing
         batch = buffer.next_batch(version)
         report = trainer.step(batch)
         update = weight_sync.publish(trainer.weights())
         engine.apply(update)
         buffer.trained(batch)
         watch.step_finished(batch, report, update)
+
+
+def _dispatch(rollouts: Rollouts, buffer: Buffer, version: int) -> None:
+    """Wait no longer for what takes too long, and begin what there is room for."""
+    rollouts.abandon(buffer.give_up(version))
+    rollouts.begin(buffer.admit(version), version)
 
 
 def _take_in(groups: Iterable[TrajectoryGroup], buffer: Buffer, watch: Watch) -> None:

@@ -61,8 +61,13 @@ class Rollouts(Protocol):
         """Groups that were completed meanwhile; does not wait."""
         ...
 
-    def finished(self) -> Sequence[TrajectoryGroup]:
-        """Groups that are complete, at least one: waits for it, or makes it now."""
+    def finished(self, patience_s: float | None = None) -> Sequence[TrajectoryGroup]:
+        """Groups that are complete, at least one: waits for it, or makes it now. Whoever waits gives up after `patience_s`, and
+        there may be none."""
+        ...
+
+    def abandon(self, numbers: Sequence[int]) -> None:
+        """Attempt these no longer; they will not come any more."""
         ...
 
 
@@ -71,6 +76,15 @@ class Buffer(Protocol):
 
     def admit(self, version: int) -> Sequence[int]:
         """Numbers of the tasks to begin now that the trainer is at `version`."""
+        ...
+
+    def give_up(self, version: int) -> Sequence[int]:
+        """Numbers of groups under way that were begun too long ago: others take their place."""
+        ...
+
+    @property
+    def patience_s(self) -> float | None:
+        """How long to wait for groups before it is time to `give_up` some; None is for ever."""
         ...
 
     def offer(self, group: TrajectoryGroup) -> None: ...

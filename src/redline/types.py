@@ -13,9 +13,11 @@ Letters in shapes: T packed tokens, S sequences, P prompts, G attempts per group
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -25,6 +27,64 @@ if TYPE_CHECKING:
 
 Message = Mapping[str, str]
 """One chat turn: {"role": ..., "content": ...}."""
+
+
+class Pieces:
+    """A flat array that lies in several places, such as two files, and is read as one. Only what is taken of it is copied."""
+
+    __slots__ = ("arrays", "offsets")
+
+    def __init__(self, arrays: Sequence[np.ndarray]) -> None:
+        self.arrays = tuple(arrays)
+        """One-dimensional, of one dtype, at least one."""
+        self.offsets = np.cumsum([0, *(len(array) for array in arrays)], dtype=np.int64)
+        """int64[pieces + 1]."""
+
+    def __len__(self) -> int:
+        return int(self.offsets[-1])
+
+    @property
+    def dtype(self) -> np.dtype[Any]:
+        return self.arrays[0].dtype
+
+    def __getitem__(self, key: slice | np.ndarray) -> np.ndarray:
+        """A slice that lies within one piece is a view of it, everything else a copy: slices, places, or a mask."""
+        if isinstance(key, slice):
+            start, end, step = key.indices(len(self))
+            piece = int(np.searchsorted(self.offsets, start, side="right")) - 1
+            if step == 1 and start <= end and piece < len(self.arrays) and end <= self.offsets[piece + 1]:
+                return self.arrays[piece][start - self.offsets[piece] : end - self.offsets[piece]]
+            key = np.arange(start, end, step)
+        index = np.flatnonzero(key) if key.dtype == np.bool_ else key
+        out = np.empty(index.size, self.dtype)
+        self.take(index.ravel(), out)
+        return out.reshape(index.shape)
+
+    def take(self, index: np.ndarray, out: np.ndarray) -> None:
+        """Write the values at these places into `out`, in their order."""
+        piece_N = np.searchsorted(self.offsets, index, side="right") - 1
+        cuts = [0, *(np.flatnonzero(np.diff(piece_N)) + 1).tolist(), len(index)]
+        for start, end in pairwise(cuts):
+            if start < end:
+                piece = int(piece_N[start])
+                take(self.arrays[piece], index[start:end] - self.offsets[piece], out[start:end])
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
+        """All of it, copied together."""
+        return np.concatenate(self.arrays).astype(dtype or self.dtype, copy=False)
+
+
+Flat = np.ndarray | Pieces
+"""One-dimensional, in one place or several."""
+
+
+def take(values: Flat, index: np.ndarray, out: np.ndarray) -> None:
+    """Write the values at these places straight into `out`, which has their dtype."""
+    assert out.dtype == values.dtype, f"{values.dtype} cannot be written as {out.dtype} without a copy"
+    if isinstance(values, Pieces):
+        values.take(index, out)
+    else:
+        np.take(values, index, out=out, mode="clip")  # with any other mode NumPy writes to a copy first
 
 
 @dataclass(slots=True, frozen=True)
@@ -181,6 +241,27 @@ class Failure:
 
 
 @dataclass(slots=True, frozen=True)
+class EngineCall:
+    """How long a completion took, and what came of it."""
+
+    queue_s: float
+    prefill_s: float
+    decode_s: float
+    num_tokens: int
+    """Sampled."""
+
+    @property
+    def first_token_s(self) -> float:
+        """Seconds from submission to the first token: queue + prefill."""
+        return self.queue_s + self.prefill_s
+
+    @property
+    def total_s(self) -> float:
+        """Seconds from submission to the last token."""
+        return self.queue_s + self.prefill_s + self.decode_s
+
+
+@dataclass(slots=True, frozen=True)
 class Trajectory:
     """One attempt at a task."""
 
@@ -198,6 +279,8 @@ class Trajectory:
     reward_parts: Mapping[str, float] = field(default_factory=dict)
     """Named parts, before weighting; `reward` is their weighted sum."""
     failure: Failure | None = None
+    calls: Sequence[EngineCall] = ()
+    """The times that the engine was asked, in order; kept in memory only, for metrics."""
 
     @property
     def num_completion_tokens(self) -> int:
@@ -217,6 +300,8 @@ class TrajectoryGroup:
 
     number: int = 0
     """Of its task in the run; the task and its randomness follow from it."""
+    latency_s: float = math.nan
+    """Seconds from when its attempts began until all had their reward; kept in memory only, for metrics."""
 
     @property
     def versions(self) -> VersionSpan:
@@ -235,30 +320,36 @@ class TrajectoryGroup:
 
 @dataclass(slots=True, frozen=True)
 class TrainBatch:
-    """buffer → trainer: sequences laid end to end, never padded, with the groups they came from."""
+    """buffer → trainer: sequences laid end to end, never padded, with the groups they came from.
 
-    tokens: np.ndarray
+    Tokens and logprobs are views of the trajectory files, in as many pieces as the groups lie in. An attempt that is not
+    trained on (it failed, or has no advantage) stays in view, since leaving it out would mean to copy all others: its loss mask
+    is cleared and its advantage 0, and the trainer computes no sequence without a trained token. A batch that was put together
+    in memory has no such attempts. Either way they count in the means.
+    """
+
+    tokens: Flat
     """int32[T]."""
     cu_seqlens: np.ndarray
     """int64[S + 1]; sequence s is `tokens[cu_seqlens[s]:cu_seqlens[s + 1]]`."""
     group_offsets: np.ndarray
     """int64[groups + 1]; group g holds the sequences from `group_offsets[g]` up to `group_offsets[g + 1]`."""
     loss_mask: np.ndarray
-    """bool[T]."""
-    old_logprobs: np.ndarray
-    """float32[T], from the engine; 0 where `loss_mask` is False."""
+    """bool[T]: True where the policy chose the token and is trained on it; all False in an attempt that is not trained on."""
+    old_logprobs: Flat
+    """float32[T], from the engine; of no meaning where `loss_mask` is False."""
     advantages: np.ndarray
-    """float32[S], of the groups."""
+    """float32[S], of the groups; 0 in an attempt that is not trained on."""
     num_sequences_sampled: int
-    """Attempts the batch stands for. Groups without signal are left out of `tokens` (their gradient is exactly zero) but
-    still count in the mean over sequences."""
+    """Attempts the batch stands for: the S here, and those that were left out for want of signal (their gradient is exactly
+    zero). All count in the mean over sequences."""
     versions: VersionSpan
     version: int
     """The policy version the batch was assembled for."""
     num_tokens_left_out: int = 0
-    """Tokens the policy chose in the attempts that were left out; they count in the mean over tokens."""
+    """Tokens the policy chose in attempts that were left out or masked; they count in the mean over tokens."""
     numbers: tuple[int, ...] = ()
-    """Of the groups that the batch stands for, those left out for want of signal included."""
+    """Of the groups that the batch stands for, those without signal included."""
     lags: tuple[int, ...] = ()
     """Steps that the policy is ahead of the oldest token of each of those groups."""
 
@@ -268,7 +359,7 @@ class TrainBatch:
 
     @property
     def num_tokens_sampled(self) -> int:
-        """Tokens the policy chose: the sum of `loss_mask`, and those left out."""
+        """Tokens the policy chose: the sum of `loss_mask`, and those left out or masked."""
         return int(np.count_nonzero(self.loss_mask)) + self.num_tokens_left_out
 
     @property
@@ -300,6 +391,9 @@ class StepReport:
     """Cost of the dearest micro-batch over the mean."""
     num_padding_tokens: int = 0
     """Tokens that went through the network for nothing."""
+    flops: int = 0
+    """Operations that the policy's forward and backward passes need (`models/flops.py`): no padding, a group's prompt once,
+    nothing for what is computed again."""
     skipped: bool = False
     """The loss or the gradient was not finite, and the weights are as before."""
     extra: Mapping[str, float] = field(default_factory=dict)

@@ -10,7 +10,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
+from statistics import median
 from types import FrameType
+from typing import Any
 
 from redline.config.schema import Config
 from redline.engine.stats import EngineStats, metrics_between
@@ -18,10 +20,18 @@ from redline.errors import DamagedCheckpointError
 from redline.ports import Trainer
 from redline.telemetry import MetricsLog, Progress, Recorder, RunFolder, TraceWriter, span, write_json
 from redline.telemetry.ledger import by_section
+from redline.telemetry.listeners import Listeners
+from redline.telemetry.percentiles import latency_metrics
+from redline.telemetry.phases import TRAINER_PARTS, EngineParts, part_seconds
+from redline.telemetry.processes import read_processes, with_processes
+from redline.telemetry.profiling.profiler import StepProfiler
 from redline.telemetry.progress import SampleAnswer
+from redline.telemetry.timeline import by_phase, step_phases
 from redline.types import FinishReason, StepReport, Task, TrainBatch, Trajectory, TrajectoryGroup, WeightUpdate
 
 NUM_SAMPLES_SHOWN = 3
+NUM_GROUPS_SHOWN = 2
+"""With all their attempts, to listeners that want to see some of what was sampled."""
 
 
 class RunWatch:
@@ -39,8 +49,14 @@ class RunWatch:
         held_out: Sequence[Task],
         flush_checkpoints: Callable[[], None] = lambda: None,
         buffer_metrics: Callable[[], Mapping[str, float]] = dict,
+        listeners: Listeners | None = None,
+        peak_flops: float | None = None,
+        flush_store: Callable[[], None] = lambda: None,
+        profiler: StepProfiler | None = None,
     ) -> None:
-        """`flush_checkpoints` waits until what the trainer has saved is on the disk."""
+        """`flush_checkpoints` waits until what the trainer has saved is on the disk, `flush_store` until what became of the
+        groups is: before a checkpoint, which must not know of steps that the store has not heard of. `listeners` hear of every
+        row; they are started and closed by whoever made them. `peak_flops` is what the trainer's device can do in a second."""
         self._config = config
         self._folder = folder
         self._recorder = recorder
@@ -51,12 +67,21 @@ class RunWatch:
         self._evaluate = evaluate
         self._held_out = held_out
         self._flush_checkpoints = flush_checkpoints
+        self._flush_store = flush_store
         self._buffer_metrics = buffer_metrics
+        self._listeners = listeners or Listeners()
+        self._peak_flops = peak_flops
+        self._profiler = profiler
+        self._engine_parts = EngineParts(recorder)
         self._metrics = MetricsLog(folder.metrics)
         self._evaluations = MetricsLog(folder.evaluations)
         self._trace = TraceWriter(folder.trace) if config.telemetry.trace else None
         self._groups: list[TrajectoryGroup] = []
         """Those that have arrived since the last step: none, where a batch was ready before it."""
+        self._taken_over_tokens = 0
+        """Of these, tokens that an earlier process sampled."""
+        self.num_groups_counted = 0
+        """In the rows up to the checkpoint that the run was resumed from."""
         self._reward = math.nan
         """Mean of the last that arrived."""
         self._interrupted = False
@@ -73,16 +98,23 @@ class RunWatch:
     def step_finished(self, batch: TrainBatch, report: StepReport, update: WeightUpdate) -> None:
         version = update.version
         with span("telemetry.metrics", version=version):
-            metrics = step_metrics(self._groups, batch, report, update, self._recorder.step_mark())
+            metrics = step_metrics(
+                self._groups, batch, report, update, self._recorder.step_mark(), self._peak_flops, self._taken_over_tokens
+            )
             metrics |= metrics_between(self._stats_before, self._engine_stats())
+            metrics |= self._engine_parts.mark()
             metrics |= self._buffer_metrics()
-            self._metrics.append(version, metrics)
+            self._listeners.step(self._metrics.append(version, metrics))
+            if self._groups and self._listeners.want_trajectories:
+                self._listeners.trajectories({"step": version, "samples": sampled(self._groups)})
             if self._groups:
                 self._reward = metrics["rollouts/reward_mean"]
-            self._groups = []
-            self._progress.step(version, self._reward, metrics["engine/tokens_per_s"], metrics["run/step_s"])
-            if self._trace:
-                self._trace.write(self._recorder.drain())
+            self._groups, self._taken_over_tokens = [], 0
+            speed, seconds = metrics["engine/tokens_per_s"], metrics["run/step_s"]
+            self._progress.step(version, self._reward, speed, seconds, step_phases(metrics))
+            self._write_spans(version)
+        if self._profiler:
+            self._profiler.step_ends()
         run, every = self._config.run, self._config.rollouts.evaluation.every
         last = version == run.steps
         if every and version % every == 0 and not last:
@@ -91,20 +123,32 @@ class RunWatch:
             self.checkpoint()
         if last:
             self._finish_checkpoints()
+        if self._profiler and not last:
+            self._profiler.step_begins(version + 1)
         self._mark()
 
     def should_stop(self) -> bool:
         return self._interrupted
 
+    def _write_spans(self, version: int) -> None:
+        spans = self._recorder.drain()
+        if self._trace:
+            self._trace.write(spans)
+        if spans:
+            self._listeners.spans({"step": version, "spans": spans})
+
     # ── called by the launcher ─────────────────────────────────────────────────────────────────────────────────────────
 
     def begin(self) -> None:
         """What came before is nobody's step."""
+        if self._profiler:
+            self._profiler.step_begins(self._trainer.version + 1)
         self._mark()
 
     def _mark(self) -> None:
         """What lies between two steps is nobody's step time, and nobody's tokens."""
         self._recorder.step_mark()
+        self._engine_parts.mark()
         self._stats_before = self._engine_stats()
 
     @contextmanager
@@ -146,13 +190,14 @@ class RunWatch:
                 "evaluation/samples": [asdict(sample) for sample in self.samples[version]],
             }
             self._evaluations.rewind(version - 1)  # a resumed run may evaluate a version once more
-            self._evaluations.append(version, row)
+            self._listeners.evaluation(self._evaluations.append(version, row))
         self._progress.evaluation(f"held-out, step {version}", self.accuracy[version], len(rewards), seconds)
 
     def checkpoint(self) -> None:
         """Save the trainer, then let go of the oldest checkpoints. One that is still being written does not count yet."""
         version = self._trainer.version
         with span("run.checkpoint", version=version):
+            self._flush_store()
             self._trainer.save(self._folder.checkpoints / f"step-{version:06d}")
             self._prune_checkpoints()
 
@@ -172,11 +217,17 @@ class RunWatch:
             for partial in self._folder.checkpoints.glob(".*.partial"):
                 shutil.rmtree(partial)
             self._metrics.rewind(self._trainer.version)
+            self.num_groups_counted = sum(row.get("rollouts/groups", 0) for row in MetricsLog.read(self._folder.metrics))
             self._evaluations.rewind(self._trainer.version)
             for row in MetricsLog.read(self._folder.evaluations):
                 self.accuracy[row["step"]] = row["evaluation/reward_mean"]
                 self.samples[row["step"]] = [SampleAnswer(**sample) for sample in row["evaluation/samples"]]
             self._progress.continue_from(self._trainer.version)
+
+    def take_over(self, groups: Sequence[TrajectoryGroup]) -> None:
+        """Groups of an earlier process that no row counts: the next one does. The engine's speed is not theirs."""
+        self._groups += groups
+        self._taken_over_tokens += sum(t.num_completion_tokens for group in groups for t in group.trajectories)
 
     def _load_newest_checkpoint(self) -> None:
         """Of those that are whole; a damaged one gets another name, so that its step can be saved again."""
@@ -200,12 +251,15 @@ class RunWatch:
         try:
             self._finish_checkpoints()
         finally:
+            self._write_spans(self._trainer.version)
+            processes = read_processes(self._folder.spans)
             if self._trace:
-                self._trace.write(self._recorder.drain())
+                for process in processes:
+                    self._trace.write_process(process)
                 self._trace.close()
             self._metrics.close()
             self._evaluations.close()
-            write_json(self._folder.ledger, self._recorder.ledger().to_json())
+            write_json(self._folder.ledger, with_processes(self._recorder.ledger(), processes).to_json())
 
 
 def checkpoints(folder: RunFolder) -> list[Path]:
@@ -214,13 +268,21 @@ def checkpoints(folder: RunFolder) -> list[Path]:
 
 
 def step_metrics(
-    groups: Sequence[TrajectoryGroup], batch: TrainBatch, report: StepReport, update: WeightUpdate, span_ns: dict[str, int]
+    groups: Sequence[TrajectoryGroup],
+    batch: TrainBatch,
+    report: StepReport,
+    update: WeightUpdate,
+    span_ns: dict[str, int],
+    peak_flops: float | None = None,
+    taken_over_tokens: int = 0,
 ) -> dict[str, float]:
     """The row of one step. `groups` arrived during it, and may be trained on later; `span_ns` holds the exclusive time of each
     span, and the sum is the step's wall time."""
     attempts = [t for group in groups for t in group.trajectories]
     new_tokens = sum(t.num_completion_tokens for t in attempts)
     sections = {section: ns / 1e9 for section, ns in by_section(span_ns).items()}
+    phases = {phase: ns / 1e9 for phase, ns in by_phase(span_ns).items()}
+    flops_per_s = report.flops / max(1e-9, sections.get("trainer", 0.0))
     parts = sorted({name for t in attempts for name in t.reward_parts})
     return {
         "rollouts/reward_mean": _mean([t.reward for t in attempts]),
@@ -230,10 +292,13 @@ def step_metrics(
         "rollouts/failures": sum(t.failure is not None for t in attempts),
         "rollouts/stopped_fraction": _mean([t.finish_reason == FinishReason.STOP for t in attempts]),
         "rollouts/completion_tokens_mean": _mean([t.num_completion_tokens for t in attempts]),
+        **latency_metrics(groups),
         "engine/new_tokens": new_tokens,
         # Where the engine runs beside the trainer, its time is the step's.
-        "engine/tokens_per_s": new_tokens / max(1e-9, sections.get("engine", sum(sections.values()))),
+        "engine/tokens_per_s": (new_tokens - taken_over_tokens) / max(1e-9, phases.get("generation", sum(phases.values()))),
         "buffer/policy_lag_steps": batch.lag,
+        "buffer/policy_lag_p50_steps": median(batch.lags) if batch.lags else batch.lag,
+        "buffer/policy_lag_max_steps": max(batch.lags, default=batch.lag),
         "trainer/loss": report.loss,
         "trainer/grad_norm": report.grad_norm,
         "trainer/learning_rate": report.learning_rate,
@@ -248,11 +313,34 @@ def step_metrics(
         "trainer/imbalance": report.imbalance,
         "trainer/padding_tokens": report.num_padding_tokens,
         "trainer/skipped": report.skipped,
+        "trainer/flops_per_s": flops_per_s,
+        **({"trainer/mfu": flops_per_s / peak_flops} if peak_flops else {}),
+        **part_seconds("trainer", TRAINER_PARTS, span_ns),
         **{f"trainer/{name}": value for name, value in report.extra.items()},
         "weight_sync/bytes_moved": update.bytes_moved,
+        "weight_sync/total_s": phases.get("weight_sync", 0.0) + phases.get("wait_for_engine", 0.0),
         "run/step_s": sum(sections.values()),
+        "run/samples_per_s": batch.num_sequences_sampled / max(1e-9, sum(sections.values())),
+        "run/time_s": time.time(),
         **{f"time/{section}_s": seconds for section, seconds in sections.items()},
+        **{f"timeline/{phase}_s": seconds for phase, seconds in phases.items()},
     }
+
+
+def sampled(groups: Sequence[TrajectoryGroup]) -> list[dict[str, Any]]:
+    """The attempts of the first groups, for people to read."""
+    return [
+        {
+            "task": group.task_id,
+            "version": attempt.versions.newest,
+            "answer": attempt.text,
+            "reward": attempt.reward,
+            "finish_reason": str(attempt.finish_reason),
+            "tokens": attempt.num_completion_tokens,
+        }
+        for group in groups[:NUM_GROUPS_SHOWN]
+        for attempt in group.trajectories
+    ]
 
 
 def _mean(values: Sequence[float]) -> float:

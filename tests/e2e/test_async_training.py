@@ -102,7 +102,7 @@ def test_every_group_is_somewhere_and_was_trained_on_within_the_budget(finished:
     left = [row for row in found if row.state in (GroupState.READY, GroupState.IN_FLIGHT)]
     assert len(left) <= (finished.max_lag + 1) * GROUPS
     dropped = [row for row in found if row.state is GroupState.DROPPED]
-    assert all(row.reason == "stale" for row in dropped)
+    assert all(row.reason in ("stale", "overdue") for row in dropped)
     assert len(trained) + len(left) + len(dropped) == len(found)
 
 
@@ -115,7 +115,8 @@ def test_both_sides_account_for_their_time_and_say_what_they_waited_for(finished
         working_ns = lanes[name]["wall_ns"] - lanes[name]["rows"].get("run.startup", 0)
         assert lanes[name]["unaccounted_ns"] < 0.1 * working_ns, name
     assert {"trainer.backward", "buffer.pack", "wait.for_rollouts", "wait.for_engine"} <= lanes["main"]["rows"].keys()
-    assert {"engine.decode", "rollouts.reward", "wait.for_weights"} <= lanes["rollouts"]["rows"].keys()
+    assert {"engine.decode", "wait.for_weights"} <= lanes["rollouts"]["rows"].keys()
+    assert {"rollouts.reward", "wait.for_completions"} <= lanes["rewards"]["rows"].keys()
 
 
 def test_a_reward_that_raises_is_a_recorded_failure(finished: Finished) -> None:
@@ -123,6 +124,21 @@ def test_a_reward_that_raises_is_a_recorded_failure(finished: Finished) -> None:
     assert failures
     assert all("there is a q in it" in failure for failure in failures)
     assert sum(row["rollouts/failures"] for row in rows(finished.folder.metrics)) > 0
+
+
+def test_every_wait_is_a_span_under_its_name_and_every_lane_adds_up(tmp_path: Path) -> None:
+    """Trainer for data, rollouts for budget, engine for requests, anyone for weights."""
+    write_letters(tmp_path, run={"steps": 30}, rollouts=dict(SMALL), buffer={"max_lag": 2, "depth": 2})
+    rewrite(tmp_path, '        if "q"', '        time.sleep(0.001)\n        if "q"')
+    assert run_to_end(tmp_path, "train", "letters.yaml", is_profiled=False) == 0, output(tmp_path)
+    lanes = json.loads(newest_run(tmp_path).ledger.read_text())["lanes"]
+    for name, lane in lanes.items():
+        assert sum(lane["rows"].values()) + lane["unaccounted_ns"] == lane["wall_ns"], name
+        assert lane["unaccounted_ns"] < 0.02 * lane["wall_ns"], name
+    waits = {name: {row for row in lane["rows"] if row.startswith("wait.")} for name, lane in lanes.items()}
+    assert {"wait.for_rollouts", "wait.for_engine"} <= waits["main"]
+    assert {"wait.for_budget", "wait.for_requests", "wait.for_weights"} <= waits["rollouts"]
+    assert {"wait.for_completions"} <= waits["rewards"]
 
 
 # ── evaluations ────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -207,6 +223,18 @@ def test_an_interrupt_ends_after_the_step_and_leaves_a_run_to_resume(tmp_path: P
     assert 3 <= stopped_at < 40
     assert max(newest_run(tmp_path).checkpoints.iterdir()).name == f"step-{stopped_at:06d}"
     assert_resumes(tmp_path, 40)
+
+
+def test_a_group_whose_reward_never_comes_is_given_up_and_the_run_goes_on(tmp_path: Path) -> None:
+    prepare(tmp_path, steps=6, buffer={"max_lag": 2, "group_timeout_s": 3.0})
+    rewrite(tmp_path, '        if "q"', '        if task.id == "letters/2":\n            time.sleep(1000)\n        if "q"')
+    assert_ended_with(0, tmp_path)
+    folder = newest_run(tmp_path)
+    fate = {row.number: (row.state, row.reason) for row in index_of(folder)}
+    assert fate[2] == (GroupState.DROPPED, "timed_out")
+    *_, last = rows(folder.metrics)
+    assert last["step"] == 6
+    assert last["buffer/dropped_timed_out"] == sum(reason == "timed_out" for _, reason in fate.values())
 
 
 @pytest.mark.slow

@@ -6,7 +6,7 @@ import random
 import shutil
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -164,6 +164,7 @@ def assert_whole(cwd: Path) -> None:
     assert {version: len(numbers) for version, numbers in learnt.items()} == dict.fromkeys(range(STEPS), GROUPS)
     assert trained == {number: version for version, numbers in learnt.items() for number in numbers}
     assert [row["step"] for row in rows(folder.metrics)] == list(range(1, STEPS + 1))
+    assert sum(row["rollouts/groups"] for row in rows(folder.metrics)) == sum(row.is_stored for row in found), "all are counted"
     assert [row["step"] for row in rows(folder.evaluations)] == [0, 4, STEPS]
 
 
@@ -175,8 +176,10 @@ def assert_same(cwd: Path, straight: Straight) -> None:
     assert lineage(cwd) == lineage(straight.cwd)
     assert trained_attempts(folder) == trained_attempts(straight.folder)
     for found, expected in zip(rows(folder.metrics), rows(straight.folder.metrics), strict=True):
-        kept = [key for key in expected if key.startswith("trainer/") and not key.endswith("_s")]
+        kept = [key for key in expected if key.startswith("trainer/") and not key.endswith(("_s", "mfu"))]
         assert {key: found[key] for key in kept} == {key: expected[key] for key in kept}
+        counted = [key for key in expected if key.startswith("rollouts/") and not key.endswith("_s")] + ["engine/new_tokens"]
+        assert {key: found[key] for key in counted} == pytest.approx({key: expected[key] for key in counted}, nan_ok=True)
 
 
 def still_there(cwd: Path, max_lag: int) -> set[int]:
@@ -222,27 +225,34 @@ def crash_beside(cwd: Path, straight: Straight, number: int) -> bool:
     return came
 
 
+def killed(crash_one: Callable[[Path, Straight, int], bool], straight: Straight, cwd: Path, first: int, count: int) -> None:
+    """So many runs that a kill came to in time, numbered from `first`; twice as many are tried. How many calls a thread makes
+    that looks at the clock, and how long a run takes, is another matter every time."""
+    came = 0
+    for number in range(first, first + 2 * count):
+        came += crash_one(cwd / str(number), straight, number)
+        if came == count:
+            return
+    raise AssertionError(f"{came} of {2 * count} kills came in time")
+
+
 def test_a_run_killed_anywhere_ends_as_if_it_had_not_been(lockstep: Straight, tmp_path: Path) -> None:
     assert_whole(lockstep.cwd)
-    came = [crash_in_lockstep(tmp_path / str(number), lockstep, number) for number in range(3)]
-    assert sum(came) >= 2
+    killed(crash_in_lockstep, lockstep, tmp_path, 0, 3)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("ten", range(5))
 def test_fifty_kills_anywhere_and_every_run_ends_as_if_it_had_not_been(ten: int, lockstep: Straight, tmp_path: Path) -> None:
-    came = [crash_in_lockstep(tmp_path / str(n), lockstep, n) for n in range(100 + 10 * ten, 110 + 10 * ten)]
-    assert sum(came) >= 8
+    killed(crash_in_lockstep, lockstep, tmp_path, 100 + 20 * ten, 10)
 
 
 def test_a_run_beside_its_rollouts_killed_anywhere_loses_nothing(beside: Straight, tmp_path: Path) -> None:
     assert_whole(beside.cwd)
-    came = [crash_beside(tmp_path / str(number), beside, number) for number in range(3)]
-    assert sum(came) >= 2
+    killed(crash_beside, beside, tmp_path, 0, 3)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("ten", range(5))
 def test_fifty_kills_of_runs_beside_their_rollouts_and_none_loses_anything(ten: int, beside: Straight, tmp_path: Path) -> None:
-    came = [crash_beside(tmp_path / str(n), beside, n) for n in range(100 + 10 * ten, 110 + 10 * ten)]
-    assert sum(came) >= 8
+    killed(crash_beside, beside, tmp_path, 100 + 20 * ten, 10)

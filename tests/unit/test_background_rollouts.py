@@ -131,3 +131,84 @@ def test_closing_gives_up_what_is_under_way(engine: NativeEngine) -> None:
         engine.step()
     assert engine.stats.kv_blocks_used == 0
     assert engine.stats.running == engine.stats.waiting == 0
+
+
+# ── rewards that never come ────────────────────────────────────────────────────────────────────────────────────────────
+
+
+class Hanging(FakeTasks):
+    """The reward of one task waits until the test lets it go."""
+
+    hangs = threading.Event()
+    goes_on = threading.Event()
+
+    def score(self, task, text):  # type: ignore[no-untyped-def]
+        if task.id == self.train(1).id:
+            self.hangs.set()
+            assert self.goes_on.wait(60)
+        return super().score(task, text)
+
+
+@pytest.fixture
+def hanging(engine: NativeEngine) -> Iterator[BackgroundRollouts]:
+    Hanging.hangs, Hanging.goes_on = threading.Event(), threading.Event()
+    rollouts = BackgroundRollouts(single_turn(engine, Hanging()), engine)
+    yield rollouts
+    Hanging.goes_on.set()
+    rollouts.close()
+
+
+def test_a_reward_that_hangs_holds_up_neither_the_engine_nor_an_update(
+    hanging: BackgroundRollouts, engine: NativeEngine
+) -> None:
+    hanging.begin([1], 0)
+    assert Hanging.hangs.wait(60)
+    hanging.pause()
+    engine.apply(WeightUpdate(1, (), 0))
+    hanging.resume()
+    hanging.begin([2], 1)
+    assert hanging.finished(0.05) == []
+
+
+def test_a_group_whose_reward_hangs_is_abandoned_and_the_others_go_on(hanging: BackgroundRollouts) -> None:
+    hanging.begin([0, 1, 2, 3], 0)
+    found = all_of(hanging, 1)
+    assert Hanging.hangs.wait(60)
+    hanging.abandon([1])
+    found |= all_of(hanging, 3 - len(found))
+    assert sorted(found) == [0, 2, 3]
+    Hanging.goes_on.set()
+    hanging.begin([4], 0)
+    assert list(all_of(hanging, 1)) == [4], "what was abandoned does not come, even if its reward does"
+
+
+def test_a_reward_that_hangs_ends_nobodys_patience_but_that_of_an_evaluation(hanging: BackgroundRollouts) -> None:
+    hanging.begin([1], 0)
+    assert Hanging.hangs.wait(60)
+    with hanging.paused(patience_s=0.01):
+        assert hanging._scoring is not None
+    Hanging.goes_on.set()
+    with hanging.paused():
+        assert hanging._scoring is None
+
+
+def test_while_others_have_the_tasks_no_reward_is_begun(background: BackgroundRollouts) -> None:
+    with background.paused():
+        background.begin([0], 0)
+        assert background.finished(0.05) == []
+    assert list(all_of(background, 1)) == [0]
+
+
+@pytest.mark.parametrize("begun", [range(8), range(2)], ids=["some queued", "all running"])
+def test_a_group_that_is_abandoned_while_it_is_sampled_leaves_the_engine(
+    background: BackgroundRollouts, engine: NativeEngine, begun: range
+) -> None:
+    with background.paused():
+        background.begin(begun, 0)
+        background.abandon([begun[0]])
+    background.begin([20], 0)
+    background.abandon([begun[1]])
+    assert sorted(all_of(background, len(begun) - 1)) == [*begun[2:], 20]
+    with background.paused():
+        assert not engine.has_work
+        assert engine.stats.kv_blocks_used == 0

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from redline.errors import TrainingError
 from redline.models.hf import load_decoder
-from redline.models.memory import Checkpointing, ParameterBytes, parameter_bytes, token_bytes
+from redline.models.memory import Checkpointing, ParameterBytes, layer_code, parameter_bytes, token_bytes
 from redline.models.packed_attention import PackedAttention
 from redline.models.spec import DecoderSpec
 from redline.trainer.budget import MOST_TOKENS, STEP, MemoryPlan, TokenBudget, find_budgets, logits_bytes, with_oom_retry
@@ -56,7 +56,13 @@ def plan_for(device: int, others: int = 0, checkpointing: Checkpointing = "none"
         others=others,
         parameters=ParameterBytes(2 * parameters, 4 * parameters, 4 * parameters, 8 * parameters),
         logits=logits_bytes(QWEN_HALF_BILLION),
-        per_token=token_bytes(QWEN_HALF_BILLION, parameters, torch.bfloat16, checkpointing),
+        per_token=token_bytes(
+            QWEN_HALF_BILLION,
+            parameters,
+            torch.bfloat16,
+            checkpointing,
+            layer_code(QWEN_HALF_BILLION, torch.bfloat16, "cuda", checkpointing, plain=True),
+        ),
     )
 
 
@@ -89,7 +95,7 @@ def test_a_large_device_is_not_filled_for_nothing() -> None:
 
 
 def test_the_reason_is_one_line_with_the_sizes() -> None:
-    assert plan_for(24 * GIB).budgets().reason == "auto: 9.3 GiB of 24.0 GiB are left for tokens of 1.2 MiB"
+    assert plan_for(24 * GIB).budgets().reason == "auto: 9.8 GiB of 24.0 GiB are left for tokens of 756.5 KiB"
 
 
 def test_a_device_without_room_is_refused_with_what_fills_it() -> None:

@@ -93,11 +93,47 @@ def test_what_was_given_up_is_replaced_and_ignored_when_it_comes_after_all() -> 
     assert buffer.metrics["buffer/dropped_environment"] == 1
 
 
-def test_groups_under_way_for_too_long_are_named() -> None:
-    buffer = make(1, max_lag=2)
+def test_groups_that_can_no_longer_be_trained_on_are_given_up_and_replaced() -> None:
+    store = MemoryStore()
+    buffer = make(1, max_lag=2, store=store)
     assert buffer.admit(0) == [0, 1, 2]
-    assert buffer.overdue(2) == []
-    assert buffer.overdue(3) == [0, 1, 2]
+    assert buffer.give_up(2) == []
+    assert buffer.give_up(3) == [0, 1, 2]
+    assert store.fate(1) == (GroupState.DROPPED, "overdue")
+    assert buffer.metrics["buffer/dropped_overdue"] == 3
+    assert buffer.admit(3) == [3, 4, 5]
+
+
+def test_groups_that_take_too_long_are_given_up_though_the_trainer_stands_still() -> None:
+    clock, store = Clock(), MemoryStore()
+    buffer = GroupBuffer(BufferConfig(max_lag=1, depth=2, group_timeout_s=10), 1, store, clock=clock)
+    assert buffer.patience_s is None, "nothing is under way"
+    assert buffer.admit(0) == [0, 1]
+    clock.now = 4.0
+    buffer.offer(numbered(1, 0))
+    buffer.trained(buffer.next_batch(0))
+    assert buffer.admit(1) == [2]
+    assert (buffer.patience_s, buffer.give_up(1)) == (6.0, [])
+    clock.now = 11.0
+    assert (buffer.patience_s, buffer.give_up(1)) == (0.0, [0])
+    assert store.fate(0) == (GroupState.DROPPED, "timed_out")
+    assert buffer.metrics["buffer/dropped_timed_out"] == 1
+    assert buffer.patience_s == 3.0
+    assert buffer.admit(1) == [3]
+
+
+def test_a_group_that_is_overdue_and_timed_out_is_given_up_once() -> None:
+    clock = Clock()
+    buffer = GroupBuffer(BufferConfig(max_lag=1, depth=2, group_timeout_s=10), 1, MemoryStore(), clock=clock)
+    buffer.admit(0)
+    clock.now = 11.0
+    assert buffer.give_up(2) == [0, 1]
+
+
+def test_without_a_limit_nobody_loses_patience() -> None:
+    buffer = make(1, max_lag=1, group_timeout_s=None)
+    buffer.admit(0)
+    assert buffer.patience_s is None
 
 
 # ── the lag budget ─────────────────────────────────────────────────────────────────────────────────────────────────────

@@ -128,6 +128,14 @@ def silent_groups_replaced_without_end(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(GroupBuffer, "_settled", settled)
 
 
+def groups_that_are_waited_for_without_end(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(GroupBuffer, "overdue", lambda self, version: [])
+
+
+def groups_without_a_time_limit(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(GroupBuffer, "_timed_out", lambda self: [])
+
+
 FAULTS = {
     no_second_look_at_the_lag: "over the lag budget",
     more_begun_than_can_be_trained: "over the target|more begun than can be trained in time",
@@ -141,6 +149,8 @@ FAULTS = {
     replays_first: "a replay took the place|not in order",
     no_order_in_lockstep: "not in order|as they were begun",
     silent_groups_replaced_without_end: "too many replaced",
+    groups_that_are_waited_for_without_end: "given up too early, or never",
+    groups_without_a_time_limit: "given up too early, or never",
 }
 
 

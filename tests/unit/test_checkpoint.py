@@ -319,6 +319,7 @@ def test_a_damaged_checkpoint_is_out_of_the_way_when_its_step_is_saved_again(mod
     watch.resume()
     trainer.step(batch(1))
     watch.checkpoint()
+    trainer.flush()
     again = make_trainer(model, torch.float32)
     make_watch(folder, again).resume()
     assert again.version == 2

@@ -20,6 +20,8 @@ GROUP_S = {
     "three times as long": lambda version, rng: 3.0,
     "heavy tail": lambda version, rng: rng.lognormvariate(-0.5, 1.0),
     "heavier tail": lambda version, rng: 0.5 * rng.paretovariate(1.6),
+    "no variance any more": lambda version, rng: 0.3 * rng.paretovariate(1.2),
+    "one in ten is slow": lambda version, rng: 6.0 if rng.random() < 0.1 else 0.5,
     "slower and slower": lambda version, rng: (0.5 + 1.5 * version / STEPS) * rng.uniform(0.7, 1.3),
     "faster and faster": lambda version, rng: (3.0 - 2.5 * version / STEPS) * rng.uniform(0.7, 1.3),
     "more than rollouts can do": lambda version, rng: 1.5 * rng.uniform(0.7, 1.3),
@@ -32,9 +34,9 @@ def train_s(version: int, rng: Random) -> float:
 
 
 @cache
-def simulated(workload: str, depth: int | None) -> Simulation:
+def simulated(workload: str, depth: int | None, seed: int = 0) -> Simulation:
     slots = BATCH if workload == "more than rollouts can do" else 1000
-    return Simulation(GROUP_S[workload], train_s, MAX_LAG, BATCH, slots, depth).run(STEPS)
+    return Simulation(GROUP_S[workload], train_s, MAX_LAG, BATCH, slots, depth, seed).run(STEPS)
 
 
 @pytest.mark.parametrize("workload", GROUP_S)
@@ -58,6 +60,34 @@ def test_chance_makes_it_move_seldom_and_little(workload: str) -> None:
     late = simulated(workload, None).targets[STEPS // 2 :]
     assert sum(a != b for a, b in pairwise(late)) <= len(late) / WINDOW / 2
     assert max(late) - min(late) <= BATCH
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("workload", ["heavy tail", "heavier tail"])
+def test_on_a_heavy_tail_no_chance_makes_it_much_slower_than_the_best(workload: str) -> None:
+    for seed in range(1, 4):
+        fixed = [simulated(workload, depth, seed=seed).steps_per_s for depth in range(3, MAX_LAG + 2)]
+        assert simulated(workload, None, seed=seed).steps_per_s >= 0.97 * max(fixed), seed
+
+
+def almost_without_a_mean(version: int, rng: Random) -> float:
+    return 0.6 * rng.paretovariate(1.1)
+
+
+@pytest.mark.slow
+def test_what_it_lacks_on_the_heaviest_tail_is_the_way_up() -> None:
+    """From two batches to the six that this load needs it takes a hundred steps, one careful raise after the other. A short run
+    is slower for that; a long one is not, and its groups are half as old as with the depth that is fastest."""
+
+    def against_the_best(steps: int) -> tuple[float, float]:
+        load = (almost_without_a_mean, train_s, 8, BATCH, 1000)
+        best, found = (Simulation(*load, depth, seed=1).run(steps) for depth in (9, None))
+        return found.steps_per_s / best.steps_per_s, found.mean_lag / best.mean_lag
+
+    speed, lag = against_the_best(1500)
+    assert against_the_best(300)[0] > 0.9
+    assert speed > 0.97
+    assert lag < 0.6
 
 
 def test_it_follows_rollouts_that_slow_down_and_speed_up() -> None:

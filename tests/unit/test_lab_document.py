@@ -13,6 +13,7 @@ from redline.lab.pairs import interleave
 from redline.lab.settings import make_settings
 from redline.lab.statistics import compare
 from redline.lab.table import quantity, render
+from redline.lab.warmup import WarmUp
 
 RESULT_FIELDS = {"name", "value", "unit", "samples", "bound", "fraction_of_bound", "peer"}
 
@@ -53,7 +54,23 @@ def test_it_says_what_was_measured_where_and_beside_whom() -> None:
     assert identity["device"] == "cpu"
     assert identity["peers"] == {"transformers": "5.17"}
     assert {"source", "cpu", "gpus", "packages", "python"} <= identity.keys()
+    assert {"clocks", "warm_up"} <= identity.keys()
     assert "vllm_python" not in identity["config"]
+
+
+def test_paths_of_whoever_ran_it_stay_with_them() -> None:
+    folder = Path(__file__).parent
+    settings = make_settings("e2e", ["model=builtin:tiny", "against=trl", f"trl_python={__file__}"])
+    assert "trl_python" not in Document.of("e2e", "cpu", Measured(settings, [])).identity["config"]
+    settings = make_settings("rollout", [f"recipe={folder / 'some.yaml'}"])
+    assert Document.of("rollout", "cpu", Measured(settings, [])).identity["config"]["recipe"] == "some.yaml"
+
+
+def test_every_run_of_the_warm_up_is_kept() -> None:
+    settings = make_settings("generate", ["model=builtin:tiny", "device=cpu"])
+    measured = Measured(settings, [], warm_ups={"redline": WarmUp([3.0, 1.0, 1.0])})
+    identity = Document.of("generate", "cpu", measured).identity
+    assert identity["warm_up"] == {"redline": {"seconds": [3.0, 1.0, 1.0], "settled": False}}
 
 
 def test_the_fraction_of_the_bound_is_at_most_one_whichever_way_is_better() -> None:

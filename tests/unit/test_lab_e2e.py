@@ -10,6 +10,8 @@ from rich.console import Console
 
 from redline.lab.cases import e2e
 from redline.lab.cases.e2e import E2ERun
+from redline.lab.document import Bound, PeerFigure
+from redline.lab.plan.devices import CPU_PRICE
 from redline.lab.settings import E2ESettings, make_settings
 
 COMMON = [
@@ -25,6 +27,7 @@ COMMON = [
 
 def run(**values: object) -> E2ERun:
     known = {"step_s": 1.0, "trainer_wait_s": 0.0, "rollouts_wait_s": 0.0, "tokens_per_s": 1.0, "max_lag": 0}
+    known |= {"samples_per_s": 1.0, "sampling_flops": 1.0, "training_flops": 1.0}
     return E2ERun(**{"ends_s": [1.0, 2.0, 3.0], "rewards": [0.1, 0.2, 0.6], **known, **values})  # type: ignore[arg-type]
 
 
@@ -33,14 +36,16 @@ def test_every_lag_is_measured_and_compared_with_lockstep() -> None:
     assert isinstance(settings, E2ESettings)
     said = io.StringIO()
     results = {result.name: result for result in e2e.measure(settings, Console(file=said, width=200)).results}
-    assert list(results) == [
-        "lag 0: a step",
-        "lag 0: tokens",
-        "lag 0: reward after equal time",
-        "lag 2: a step",
-        "lag 2: tokens",
-        "lag 2: reward after equal time",
+    kinds = [
+        "a step",
+        "rollouts at work",
+        "trainer at work",
+        "tokens",
+        "samples",
+        "a million samples",
+        "reward after equal time",
     ]
+    assert list(results) == [f"lag {lag}: {kind}" for lag in (0, 2) for kind in kinds]
     assert results["lag 0: a step"].peer is None
     assert results["lag 2: a step"].peer.name == "lockstep"
     assert results["lag 0: a step"].details["max_lag_seen"] == 0
@@ -56,6 +61,25 @@ def test_in_lockstep_the_two_sides_share_the_step_between_them() -> None:
     result = e2e.measure(settings, Console(file=io.StringIO())).results[0]  # type: ignore[arg-type]
     waits = result.details["parts"]
     assert waits["trainer waits"] + waits["rollouts wait"] == pytest.approx(result.value, rel=0.05)
+
+
+def test_in_lockstep_rollouts_and_trainer_are_the_whole_step() -> None:
+    settings = make_settings("e2e", [*COMMON, "pairs=1", "lags=0"])
+    step, rollouts, trainer, *_ = e2e.measure(settings, Console(file=io.StringIO())).results  # type: ignore[arg-type]
+    assert rollouts.value + trainer.value == pytest.approx(step.value, rel=0.05)
+
+
+def test_a_million_samples_cost_what_their_hours_do() -> None:
+    samples, cost = e2e.sample_results("", [10.0], Bound(20.0, "no waiting"), price=3.6, peer=PeerFigure("trl", 5.0, 2.0))
+    assert (samples.value, samples.peer.value, samples.bound.value) == (36_000, 18_000, 72_000)
+    assert (cost.value, cost.peer.value, cost.bound.value) == pytest.approx((100.0, 200.0, 50.0))
+    assert cost.fraction_of_bound == samples.fraction_of_bound == 0.5
+    assert "$3.6 an hour" in cost.bound.why
+
+
+def test_the_price_is_what_was_given_or_that_of_the_table() -> None:
+    assert e2e.price_of(make_settings("e2e", [*COMMON, "price=2.5"])) == 2.5  # type: ignore[arg-type]
+    assert e2e.price_of(make_settings("e2e", COMMON)) == CPU_PRICE  # type: ignore[arg-type]
 
 
 def test_reward_is_taken_when_the_fastest_is_done() -> None:

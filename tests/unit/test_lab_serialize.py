@@ -9,6 +9,7 @@ from rich.console import Console
 
 from redline.errors import ConfigError
 from redline.lab.bench import bench
+from redline.lab.handover import handing_over
 from redline.lab.settings import SerializeSettings, make_settings
 from redline.lab.storage_sides import least_bytes, make_pool, make_side, make_steps
 
@@ -51,7 +52,7 @@ def test_every_side_gives_back_what_it_was_given(tmp_path: Path, name: str) -> N
 
 
 def test_a_run_ends_in_a_document_with_bounds_and_peers() -> None:
-    settings = small("trajectories=16,48", "pairs=2", "peers=pickle,padded")
+    settings = small("trajectories=16,48", "pairs=2", "peers=pickle,padded", "handed_over=none")
     output = io.StringIO()
     document = bench("serialize", settings, Console(file=output, width=160)).as_json()
     names = [(result["name"], result["peer"]["name"]) for result in document["results"]]
@@ -64,8 +65,48 @@ def test_a_run_ends_in_a_document_with_bounds_and_peers() -> None:
     assert "48: first batch" in output.getvalue()
 
 
+def test_a_batch_arrives_in_this_process_and_in_another_on_every_route() -> None:
+    settings = small()
+    groups = next(make_steps(make_pool(settings), 1, 4))
+    attempts = [t for group in groups for t in group.trajectories]
+    expected = sum(int(t.token_ids.sum()) + int(t.loss_mask.sum()) for t in attempts)
+    expected += round(float(np.concatenate([t.logprobs for t in attempts]).sum()))
+    with handing_over() as handover:
+        for name in ("redline", *installed()):
+            for route in ("memory", "pipe", "file"):
+                handed = handover.hand(name, groups, route)
+                assert handed.checksum == expected, f"{name} by {route}"
+                assert handed.num_bytes > 0
+                assert handed.seconds > 0
+        assert not list(handover._folder.iterdir()), "nothing is left behind"
+
+
+def test_the_other_process_says_when_it_cannot_go_on() -> None:
+    with handing_over() as handover:
+        handover.hand("pickle", next(make_steps(make_pool(small()), 1, 1)), "pipe")
+        handover._connection.send_bytes(b"nonsense")
+        handover._connection.send_bytes(b"")
+        with pytest.raises(EOFError):
+            handover._connection.recv_bytes()
+
+
+def test_handing_over_is_part_of_the_document() -> None:
+    settings = small("trajectories=16", "pairs=2", "peers=pickle,safetensors", "handed_over=2")
+    results = bench("serialize", settings, Console(quiet=True)).results
+    found = [(result.name, result.peer.name) for result in results if "attempts" in result.name]
+    assert found == [
+        ("4 attempts to the same process", "pickle, memory"),
+        ("4 attempts to the same process", "safetensors, memory"),
+        ("4 attempts to another process, peers by pipe", "pickle, pipe"),
+        ("4 attempts to another process, peers by pipe", "safetensors, pipe"),
+        ("4 attempts to another process by file", "pickle, file"),
+        ("4 attempts to another process by file", "safetensors, file"),
+    ]
+    assert all(len(result.samples) == 2 for result in results)
+
+
 def test_a_store_that_grows_is_compared_with_its_beginning() -> None:
-    settings = small("trajectories=2400", "group_size=8", "groups_per_step=16", "pairs=1", "peers=none")
+    settings = small("trajectories=2400", "group_size=8", "groups_per_step=16", "pairs=1", "peers=none", "handed_over=none")
     results = bench("serialize", settings, Console(quiet=True)).results
     growth = results[-1]
     assert growth.name == "2,432: growth of write"

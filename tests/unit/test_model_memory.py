@@ -2,22 +2,56 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 from pathlib import Path
+from typing import get_args
 
 import pytest
 import torch
 from small_models import CONFIGS, random_tokens, write_model
 from torch import Tensor, nn
 
+from redline.config.schema import LoraConfig, Projection
 from redline.models import packed_attention
 from redline.models.decoder import Decoder
 from redline.models.hf import AnyDecoder, load_decoder
-from redline.models.memory import ParameterBytes, num_parameters, parameter_bytes, token_bytes
+from redline.models.memory import (
+    Checkpointing,
+    LayerCode,
+    ParameterBytes,
+    adapter_parameters,
+    counted_bytes,
+    layer_bytes,
+    layer_code,
+    num_parameters,
+    parameter_bytes,
+    token_bytes,
+)
 from redline.models.packed_attention import PackedAttention, Segments
 from redline.models.spec import DecoderSpec, ModelShape
+from redline.models.trainable_lora import add_adapter
 
+LENGTH = 4
 FAMILIES = ["llama, tied", "llama, all biases", "mistral, own head size", "qwen2, untied", "qwen3, own head size"]
+
+QWEN_HALF_BILLION = DecoderSpec(
+    family="qwen2",
+    vocab_size=151_936,
+    hidden_size=896,
+    num_layers=24,
+    num_heads=14,
+    num_kv_heads=2,
+    head_dim=64,
+    max_positions=32_768,
+    intermediate_size=4864,
+    norm_eps=1e-6,
+    tied_embeddings=True,
+    qkv_bias=True,
+    o_bias=False,
+    mlp_bias=False,
+    qk_norm=False,
+)
 
 
 @pytest.fixture(scope="module")
@@ -40,7 +74,7 @@ def bytes_kept(decoder: nn.Module, num_tokens: int) -> int:
             kept[tensor.untyped_storage().data_ptr()] = tensor
         return tensor
 
-    attend = PackedAttention(Segments.independent([4] * (num_tokens // 4)))  # short: no mask to speak of
+    attend = PackedAttention(Segments.independent([LENGTH] * (num_tokens // LENGTH)))  # short: no mask to speak of
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
         hidden_TE = decoder(random_tokens(num_tokens, seed=0), attend.positions_T, attend)
     assert hidden_TE.requires_grad
@@ -55,28 +89,73 @@ def test_the_number_of_parameters_is_that_of_the_network(decoders: dict[str, Any
 
 
 @pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("scores", ["written out", "by the kernel"])
+@pytest.mark.parametrize("checkpointing", ["none", "selective", "full"])
 def test_a_token_keeps_what_the_formula_says(
-    decoders: dict[str, AnyDecoder], family: str, monkeypatch: pytest.MonkeyPatch
+    decoders: dict[str, AnyDecoder],
+    family: str,
+    dtype: torch.dtype,
+    scores: str,
+    checkpointing: Checkpointing,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(packed_attention, "MAX_SCORES", 0)  # the fused kernel, as on a GPU
-    decoder = decoders[family]
+    if scores == "by the kernel":
+        monkeypatch.setattr(packed_attention, "MAX_SCORES", 0)
+    decoder = copy.deepcopy(decoders[family]).to(dtype)
     assert isinstance(decoder, Decoder)
+    decoder.recompute_in_backward(checkpointing)
     spec = decoder.spec
     found = (bytes_kept(decoder, 192) - bytes_kept(decoder, 64)) / 128
-    each = token_bytes(spec, 0, torch.float32, "none")
-    predicted = each.training - each.forward + 4 * spec.hidden_size  # both count the input of the last norm
-    # On the CPU a norm is made of several operations, and also keeps what it multiplies with its weight.
-    heads = (spec.num_heads + spec.num_kv_heads) * spec.head_dim if spec.qk_norm else 0
-    predicted += 4 * (spec.num_layers * (2 * spec.hidden_size + heads) + spec.hidden_size)
-    assert found == pytest.approx(predicted, rel=0.08)  # statistics of norms and attention, short masks
+    each = layer_bytes(spec, 0, dtype, "eager", scores=spec.num_heads * LENGTH if scores == "written out" else 0)
+    last_norm = 2 * 4 * spec.hidden_size
+    nothing_to_add = dtype.itemsize * spec.hidden_size if checkpointing == "full" else 0  # to the first layer's input
+    predicted = spec.num_layers * each.kept_with(checkpointing) + last_norm - nothing_to_add
+    assert predicted <= found
+    assert found == pytest.approx(predicted, rel=0.08)  # one number per norm, rotary tables, short masks
 
 
-def test_tokens_cost_less_the_more_is_computed_again(decoders: dict[str, AnyDecoder]) -> None:
-    spec = decoders["llama, tied"].spec
-    deep = dataclasses.replace(spec, num_layers=24)
-    none, selective, full = (token_bytes(deep, 0, torch.bfloat16, kind).training for kind in ("none", "selective", "full"))
+def test_written_out_layers_keep_what_their_backward_pass_names() -> None:
+    """The tuple that `fused_layer._forward` returns: two sums, two norms, the heads, attention, gate and up, and factors."""
+    E, A, C, I, H = 896, 896, 128, 4864, 14  # noqa: E741
+    kept = 2 * (E + E + (A + 2 * C) + A + E + E + 2 * I) + 4 * (1 + 1 + H)
+    assert layer_bytes(QWEN_HALF_BILLION, 0, torch.bfloat16, "fused").kept == kept
+    by_autograd = layer_bytes(QWEN_HALF_BILLION, 0, torch.bfloat16, "kernels")
+    assert by_autograd.kept - kept == 2 * I  # what goes into the last product
+    assert by_autograd.kept_with("selective") == kept - 2 * 2 * I
+
+
+@pytest.mark.parametrize(
+    ("change", "code"),
+    [
+        ({}, "fused"),
+        ({"device": "cpu"}, "eager"),
+        ({"checkpointing": "selective"}, "kernels"),
+        ({"checkpointing": "full"}, "fused"),
+        ({"plain": False}, "kernels"),
+        ({"dtype": torch.float32}, "kernels"),
+    ],
+)
+def test_who_runs_the_layers_follows_from_the_setting(change: dict[str, object], code: str) -> None:
+    asked = {"dtype": torch.bfloat16, "device": "cuda", "checkpointing": "none", "plain": True} | change
+    assert layer_code(QWEN_HALF_BILLION, **asked) == code
+
+
+@pytest.mark.parametrize("targets", [("q_proj", "v_proj"), ("down_proj",), get_args(Projection)])
+def test_an_adapter_has_the_parameters_that_are_added(decoders: dict[str, AnyDecoder], targets: tuple[Projection, ...]) -> None:
+    decoder = copy.deepcopy(decoders["mistral, own head size"])
+    assert isinstance(decoder, Decoder)
+    add_adapter(decoder, LoraConfig(rank=3, targets=targets), torch.float32, seed=0)
+    trained = sum(parameter.numel() for parameter in decoder.parameters() if parameter.requires_grad)
+    assert adapter_parameters(decoder.spec, 3, targets) == trained
+
+
+@pytest.mark.parametrize("code", ["eager", "kernels"])
+def test_tokens_cost_less_the_more_is_computed_again(code: LayerCode) -> None:
+    kinds: tuple[Checkpointing, ...] = ("none", "selective", "full")
+    none, selective, full = (token_bytes(QWEN_HALF_BILLION, 0, torch.bfloat16, kind, code).training for kind in kinds)
     assert none > 1.5 * selective > 1.5 * full
-    assert token_bytes(deep, 0, torch.bfloat16, "full").forward < full
+    assert token_bytes(QWEN_HALF_BILLION, 0, torch.bfloat16, "full", code).forward < full
 
 
 def test_a_network_known_only_by_its_size_is_taken_for_a_gated_one(decoders: dict[str, AnyDecoder]) -> None:
@@ -111,6 +190,8 @@ def test_processes_that_divide_a_network_hold_a_part_each(decoders: dict[str, An
     everything = parameter_bytes(network, torch.bfloat16, num_shards=4, sharded_weights=True)
     assert (state.weights, state.masters, state.moments) == (2 * count, 4 * part, 8 * part)
     assert everything.total == (2 + 4 + 4 + 8) * part
+    frozen = counted_bytes(count, 40, torch.bfloat16, num_shards=4, sharded_weights=True)
+    assert (frozen.weights, frozen.masters) == (2 * part, 4 * 10)
 
 
 def test_frozen_weights_have_no_gradient_and_no_optimizer_state() -> None:

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays_of
 
 from redline.trainer.micro_batches import micro_batches
-from redline.trainer.staging import ALIGNMENT, Arrays, Staging, pack, packed_size, views
+from redline.trainer.staging import ALIGNMENT, Arrays, Staging, Taken, pack, packed_size, views
 
 DTYPES = st.sampled_from([np.int64, np.int32, np.float32, np.bool_])
 
@@ -40,15 +40,16 @@ def test_an_array_that_is_not_contiguous_is_packed_in_its_own_order() -> None:
     assert views(arrays, buffer)["columns"].tolist() == [[0, 3], [1, 4], [2, 5]]
 
 
-def test_on_the_cpu_the_tensors_are_the_arrays_themselves() -> None:
-    array = np.arange(4)
-    ((item, tensors),) = Staging(torch.device("cpu")).ahead([("item", {"array": array})])
-    assert item == "item"
-    array[0] = 9
-    assert tensors["array"].tolist() == [9, 1, 2, 3]
+def test_on_the_cpu_every_item_has_a_buffer_of_its_own() -> None:
+    arrays = [{"array": np.arange(4), "taken": Taken(np.arange(9, dtype=np.int32), np.array([7, n]))} for n in range(3)]
+    found = list(Staging(torch.device("cpu")).sent(enumerate(arrays)))
+    assert [item for item, _ in found] == [0, 1, 2]
+    assert [tensors["array"].tolist() for _, tensors in found] == [[0, 1, 2, 3]] * 3
+    assert [tensors["taken"].tolist() for _, tensors in found] == [[7, 0], [7, 1], [7, 2]]
+    assert found[0][1]["taken"].dtype == torch.int32
 
 
-def test_the_next_item_is_sent_before_an_item_is_handed_out() -> None:
+def test_an_item_is_packed_when_it_is_asked_for() -> None:
     made = []
 
     def items() -> Iterator[tuple[int, Arrays]]:
@@ -56,22 +57,22 @@ def test_the_next_item_is_sent_before_an_item_is_handed_out() -> None:
             made.append(number)
             yield number, {"x": np.full(2, number)}
 
-    seen = [(number, list(made)) for number, _ in Staging(torch.device("cpu")).ahead(items())]
-    assert seen == [(0, [0, 1]), (1, [0, 1, 2]), (2, [0, 1, 2])]
+    seen = [(number, list(made)) for number, _ in Staging(torch.device("cpu")).sent(items())]
+    assert seen == [(0, [0]), (1, [0, 1]), (2, [0, 1, 2])]
 
 
 def test_nothing_to_send_is_no_item() -> None:
-    assert list(Staging(torch.device("cpu")).ahead([])) == []
+    assert list(Staging(torch.device("cpu")).sent([])) == []
 
 
 @pytest.mark.gpu
 def test_on_a_gpu_every_micro_batch_arrives_whole() -> None:
     attempts = [Attempt([([1, 2, 3], False), (list(range(10 + i, 40 + i)), True)], 1.0) for i in range(20)]
     sent = [
-        (micro, {"tokens_T": micro.tokens_T, "old_logprobs_M": micro.old_logprobs_M, "index_M": micro.index_M})
+        (micro, {"tokens_T": micro.tokens, "old_logprobs_M": micro.old_logprobs, "index_M": micro.index_M})
         for micro in micro_batches(train_batch([[attempt] for attempt in attempts]), 66)
     ]
-    for micro, tensors in Staging(torch.device("cuda")).ahead(sent):
+    for micro, tensors in Staging(torch.device("cuda")).sent(sent):
         torch.cuda._sleep(10**7)  # the device is behind when the next copy is made
         for name, tensor in tensors.items():
             assert tensor.is_cuda

@@ -1,10 +1,13 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
+import sqlite3
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -15,12 +18,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from stored import SIGNAL, attempts, filled, num_segments, numbered, ready_numbers
 
+from redline.buffer.buffer import GroupBuffer
 from redline.buffer.columns import group_nodes
 from redline.buffer.group_store import GroupState
 from redline.buffer.memory_store import MemoryStore
 from redline.buffer.packing import pack
 from redline.buffer.store import TrajectoryStore
 from redline.buffer.stored_groups import pack_stored
+from redline.config.schema import BufferConfig
 from redline.types import TrainBatch, TrajectoryGroup, VersionSpan
 
 SMALL = 4000
@@ -337,7 +342,7 @@ def test_what_the_index_did_not_hear_of_is_taken_in(tmp_path: Path) -> None:
 # ── circular ───────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def train_all(store: TrajectoryStore, numbers: range, version: int) -> None:
+def train_all(store: TrajectoryStore, numbers: Sequence[int], version: int) -> None:
     store.lease(numbers, version)
     store.trained(numbers, version)
 
@@ -402,6 +407,110 @@ def test_a_new_segment_never_has_the_name_of_one_that_was_deleted(tmp_path: Path
     assert last.resume(0) == [0, 1, 2, 4]
 
 
+# ── what came before ───────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_groups_of_an_earlier_process_come_back_as_they_came(tmp_path: Path) -> None:
+    store = TrajectoryStore(tmp_path)
+    given = TrajectoryGroup("sums/1", attempts(), np.array([0.5, -0.5, 0], dtype=np.float32), number=4)
+    store.add(given)
+    store.close()
+    [found] = TrajectoryStore(tmp_path).arrived_after(0)
+    assert (found.task_id, found.number, found.versions) == (given.task_id, given.number, given.versions)
+    np.testing.assert_array_equal(found.advantages, given.advantages)
+    for mine, theirs in zip(found.trajectories, given.trajectories, strict=True):
+        for name in ("token_ids", "loss_mask", "logprobs"):
+            np.testing.assert_array_equal(getattr(mine, name), getattr(theirs, name))
+        for name in ("versions", "finish_reason", "text", "reward", "reward_parts", "failure"):
+            assert getattr(mine, name) == getattr(theirs, name)
+
+
+def test_they_come_in_the_order_in_which_they_came_across_segments(tmp_path: Path) -> None:
+    store, order = TrajectoryStore(tmp_path, segment_bytes=SMALL // 4), [5, 0, 3, 1, 4, 2, 9, 8, 7, 6]
+    store.begin(range(10), 0)
+    for number in order:
+        store.add(numbered(number))
+    assert num_segments(store) > 1
+    assert [group.number for group in store.arrived_after(0)] == order
+    assert [group.number for group in store.arrived_after(7)] == order[7:]
+    assert store.arrived_after(10) == []
+
+
+def test_what_a_resumed_run_has_and_does_not_attempt_again_is_counted_once(tmp_path: Path) -> None:
+    def make(max_lag: int) -> tuple[TrajectoryStore, GroupBuffer]:
+        store = TrajectoryStore(tmp_path)
+        return store, GroupBuffer(BufferConfig(max_lag=max_lag), 2, store)
+
+    store, buffer = make(1)
+    for number in buffer.admit(0):
+        buffer.offer(numbered(number))
+    buffer.trained(buffer.next_batch(0))  # the row of this step counts the four that came until now
+    for number in buffer.admit(1)[:1]:
+        buffer.offer(numbered(number, version=1))
+    store.close()
+    store, resumed = make(1)
+    resumed.resume(1)
+    assert [group.number for group in resumed.not_counted(4)] == [4]
+    assert resumed.admit(1) == [5]
+    store.close()
+    store, again = make(1)
+    again.resume(0)
+    assert [group.number for group in again.not_counted(0)] == [0, 1, 2, 3], "4 was sampled by a policy that is lost"
+    store.close()
+
+
+# ── a power cut ────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.fixture
+def flushed(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Names of what was flushed, in that order."""
+    names: list[str] = []
+
+    def note(file: int) -> None:
+        names.append(Path(os.readlink(f"/proc/self/fd/{file}")).name)
+
+    monkeypatch.setattr(os, "fsync", note)
+    return names
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_a_flush_takes_tokens_then_names_then_the_index_and_leaves_nothing_out(tmp_path: Path, flushed: list[str]) -> None:
+    store = filled(tmp_path, 10, segment_bytes=SMALL // 4)
+    store.flush()
+    flushed.clear()
+    train_all(store, [0, 9], 0)
+    store.flush()
+    marked = ["segment-000000.arrow", max(path.name for path in tmp_path.glob("segment-*"))]
+    assert flushed == [*marked, tmp_path.name, "index.sqlite-wal"]
+    flushed.clear()
+    store.flush()
+    assert flushed == [tmp_path.name, "index.sqlite-wal"], "nothing else has changed"
+
+
+def test_what_was_flushed_is_all_there_if_the_rest_is_not(tmp_path: Path) -> None:
+    """A power cut: the files as they were at the flush, in a folder of their own."""
+    store = filled(tmp_path / "run", 6)
+    train_all(store, range(3), 0)
+    store.flush()
+    shutil.copytree(tmp_path / "run", tmp_path / "after")
+    train_all(store, range(3, 6), 1)
+    again = TrajectoryStore(tmp_path / "after")
+    assert again.resume(1) == []
+    assert (ready_numbers(again), again.counts[GroupState.TRAINED]) == ([3, 4, 5], 3)
+
+
+def test_a_flush_does_not_wait_for_a_reader(tmp_path: Path) -> None:
+    store = filled(tmp_path, 3)
+    reader = sqlite3.connect(tmp_path / "index.sqlite", isolation_level=None)
+    reader.execute("BEGIN")
+    assert reader.execute("SELECT count(*) FROM groups").fetchone() == (3,)
+    train_all(store, range(3), 0)
+    store.flush()
+    assert reader.execute("SELECT count(*) FROM groups WHERE state = 'ready'").fetchone() == (3,), "it still sees the past"
+    reader.close()
+
+
 # ── zero copy ──────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
@@ -434,7 +543,7 @@ def test_a_batch_of_neighbours_is_a_view_of_the_file(tmp_path: Path, closed: boo
     assert np.shares_memory(batch.tokens, store.read([5, 6]).tokens) == closed, "a larger segment is mapped once more"
 
 
-def test_groups_that_are_not_neighbours_are_copied_together(tmp_path: Path) -> None:
+def test_groups_that_are_not_neighbours_are_read_as_one(tmp_path: Path) -> None:
     store = filled(tmp_path, 9)
     groups = store.read([1, 2, 5, 4])
     assert (groups.num_runs, groups.numbers) == (3, (1, 2, 5, 4))

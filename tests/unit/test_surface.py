@@ -17,6 +17,7 @@ from redline.config.schema import Config
 
 CONFIG_KEYS = """
 buffer.depth
+buffer.group_timeout_s
 buffer.keep_trajectories
 buffer.max_age_steps
 buffer.max_bytes
@@ -73,7 +74,57 @@ run.name
 run.num_threads
 run.seed
 run.steps
+telemetry.alerts.abort_fraction
+telemetry.alerts.dropped_fraction
+telemetry.alerts.kv_use
+telemetry.alerts.memory_hours
+telemetry.alerts.off
+telemetry.alerts.reward_drop
+telemetry.alerts.rollouts_floor_s
+telemetry.alerts.staleness_steps
+telemetry.alerts.throughput_drop
+telemetry.alerts.wait_deviations
+telemetry.alerts.wait_floor_s
+telemetry.alerts.webhook
+telemetry.alerts.webhook_timeout_s
+telemetry.mlflow.experiment
+telemetry.mlflow.tracking_uri
+telemetry.nvtx
+telemetry.opentelemetry.endpoint
+telemetry.opentelemetry.min_span_ms
+telemetry.peak_tflops
+telemetry.profile
+telemetry.profile_steps
+telemetry.prometheus.host
+telemetry.prometheus.port
+telemetry.sample_every_s
+telemetry.sinks
+telemetry.stall_after_s
+telemetry.targets.batch_size
+telemetry.targets.data_percent
+telemetry.targets.first_token_s
+telemetry.targets.generation_tokens_per_s
+telemetry.targets.gpu_utilization_percent
+telemetry.targets.imbalance
+telemetry.targets.memory_percent
+telemetry.targets.mfu_percent
+telemetry.targets.other_percent
+telemetry.targets.padding_tokens
+telemetry.targets.policy_lag_steps
+telemetry.targets.preemptions
+telemetry.targets.samples_per_hour
+telemetry.targets.steps_per_hour
+telemetry.targets.training_tokens_per_s
+telemetry.targets.unaccounted_percent
+telemetry.targets.weight_sync_percent
+telemetry.targets.weight_sync_s
 telemetry.trace
+telemetry.trackio.project
+telemetry.trackio.space_id
+telemetry.wandb.entity
+telemetry.wandb.mode
+telemetry.wandb.project
+telemetry.wandb.trajectories_every
 trainer.aggregation
 trainer.algorithm
 trainer.betas
@@ -127,9 +178,15 @@ redline --version
 redline train RECIPE OVERRIDES --dry-run --json --resume
 redline serve MODEL OVERRIDES --api-key-env --device --dtype --host --lora --port --served-model-name
 redline show RUN --failures --group --json --limit --step
+redline report RUN --output
+redline dash RUNS --host --port
 redline repair RUN --json
-redline bench CASE OVERRIDES --json --save
-"""
+redline bench CASE OVERRIDES --against --json --profile --quick --save --trl-python
+redline compare A B OVERRIDES --a --b --case --effect --guard --json --max-minutes --max-pairs --metric --recipe --rounds --save --seed --tolerance
+redline plan RECIPE OVERRIDES --gpu --gpus --json --new-tokens --price --prompt-tokens
+redline perf --baselines --device --json --reason --update
+redline profile RUN --steps --wait --what
+"""  # noqa: E501
 
 RECIPES = sorted((Path(__file__).parents[2] / "recipes").glob("*.yaml"))
 

@@ -33,6 +33,27 @@ def test_without_a_terminal_each_step_is_one_plain_line() -> None:
     assert last.startswith("step 12/12  reward  0.500   12,346 tok/s   10.00 s/step  took 0:0")
 
 
+def test_a_step_says_what_the_last_ones_spent_most_of_their_time_on() -> None:
+    screen = console(terminal=False)
+    with Progress(3, console=screen) as progress:
+        progress.step(1, reward=0.0, tokens_per_s=1.0, step_s=10.0, phases={"generation": 6.0, "training": 4.0})
+        progress.step(2, reward=0.0, tokens_per_s=1.0, step_s=30.0, phases={"wait_for_rollouts": 26.0, "training": 4.0})
+    first, second = output(screen).splitlines()
+    assert first.endswith("mostly generation 60%")
+    assert second.endswith("mostly waiting for rollouts 65%")
+
+
+def test_in_a_narrow_terminal_the_bottleneck_and_the_time_to_go_stay() -> None:
+    screen = console(terminal=True, width=80)
+    progress = Progress(400, console=screen)
+    for step in range(30):
+        progress._line.update(step + 1, reward=0.5, tokens_per_s=12345.0, step_s=2.0, phases={"wait_for_rollouts": 2.0})
+    [line] = screen.render_lines(progress._line, pad=False)
+    text = "".join(segment.text for segment in line)
+    assert "waiting for rollouts 100%  eta " in text
+    assert "12,345 tok/s" in text
+
+
 @pytest.mark.parametrize("width", [40, 80, 120])
 @pytest.mark.parametrize("total", [5, 100_000])
 def test_the_live_line_is_one_line_at_any_width(width: int, total: int) -> None:

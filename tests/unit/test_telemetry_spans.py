@@ -1,10 +1,13 @@
 from __future__ import annotations
 
+import asyncio
+import os
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Callable
+from contextlib import ExitStack
 
 import pytest
 from hypothesis import given, settings
@@ -285,3 +288,158 @@ def test_a_span_costs_microseconds_at_most() -> None:
             recorder.drain()
     # About 1.2 µs on a quiet core; the bound leaves room for a busy CI machine.
     assert min(samples) < 20_000
+
+
+# ── coroutines ─────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+async def waits(clock: FakeClock, name: str, turns: list[int], gate: asyncio.Event) -> None:
+    """Holds a span while others run, and works `turns` ns each time it gets its turn."""
+    with span(name):
+        for turn in turns:
+            clock.now += turn
+            await asyncio.sleep(0)
+        await gate.wait()
+
+
+def test_spans_held_across_an_await_do_not_touch_those_of_other_tasks() -> None:
+    clock = FakeClock()
+
+    async def main() -> None:
+        gate = asyncio.Event()
+        tasks = [asyncio.create_task(waits(clock, name, [1, 10], gate)) for name in ("rollouts.first", "rollouts.second")]
+        while not all(task.done() for task in tasks):
+            clock.now += 100
+            await asyncio.sleep(0)
+            gate.set()
+        await asyncio.gather(*tasks)
+
+    with recording(Recorder(clock=clock)) as recorder, span("run.evaluate"):
+        clock.now += 5
+        asyncio.run(main())
+        clock.now += 7
+    ledger = recorder.ledger()
+    spans = {span.name: span for span in recorder.drain()}
+    wall_ns = clock.now - 1000
+    assert ledger.lanes["main"].rows == {"run.evaluate": wall_ns}
+    assert {lane for lane in ledger.lanes if lane != "main"} == {"main/task", "main/task-2"}
+    for name in ("rollouts.first", "rollouts.second"):
+        lane = ledger.lanes[spans[name].lane]
+        assert lane.rows == {name: spans[name].end_ns - spans[name].start_ns}
+        assert lane.rows[name] > 200, "the time it waited is its own"
+
+
+def test_a_task_takes_over_the_lane_of_one_that_is_done() -> None:
+    clock = FakeClock()
+
+    async def work(length: int) -> None:
+        with span("rollouts.attempt"):
+            clock.now += length
+
+    async def main() -> None:
+        for length in (1, 10, 100):
+            await asyncio.create_task(work(length))
+            await asyncio.sleep(0)  # the loop tells those who wait for a task one after the other
+            clock.now += 1000
+
+    with recording(Recorder(clock=clock)) as recorder:
+        asyncio.run(main())
+    clock.now += 5
+    lanes = recorder.ledger().lanes
+    assert lanes.keys() == {"main", "main/task"}
+    assert lanes["main/task"].rows == {"rollouts.attempt": 111, "wait.for_task": 2000}
+    assert lanes["main/task"].wall_ns == 2111, "it ended with its last task"
+
+
+def test_what_a_task_left_open_is_closed_with_it() -> None:
+    clock = FakeClock()
+
+    async def abandons() -> None:
+        span("rollouts.attempt").__enter__()
+        clock.now += 3
+
+    with recording(Recorder(clock=clock)) as recorder:
+        asyncio.run(abandons())
+    assert [(each.name, each.end_ns - each.start_ns) for each in recorder.drain()] == [("rollouts.attempt", 3)]
+    assert recorder.ledger().lanes["main/task"].rows == {"rollouts.attempt": 3}
+
+
+def test_a_cancelled_task_closes_its_span_and_others_keep_theirs() -> None:
+    async def main() -> None:
+        async def forever(name: str) -> None:
+            with span(name):
+                await asyncio.Event().wait()
+
+        tasks = [asyncio.create_task(forever(name)) for name in ("rollouts.a", "rollouts.b")]
+        await asyncio.sleep(0)
+        tasks[0].cancel()
+        await asyncio.wait(tasks[:1])
+        assert [each.name for each in recorder.drain()] == ["rollouts.a"]
+        tasks[1].cancel()
+        await asyncio.wait(tasks[1:])
+
+    with recording(Recorder()) as recorder:
+        asyncio.run(main())
+    assert [each.name for each in recorder.drain()] == ["rollouts.b"]
+
+
+@settings(deadline=None, max_examples=50)
+@given(st.lists(st.lists(st.tuples(NAMES, st.integers(0, 3), st.integers(0, 9)), max_size=6), min_size=1, max_size=5))
+def test_the_lanes_of_any_interleaving_of_tasks_equal_the_union_of_their_intervals(programs: list) -> None:
+    clock = FakeClock()
+
+    async def follow(program: list) -> None:
+        with ExitStack() as around:
+            for name, yields, ticks in program:
+                around.enter_context(span(name))
+                for _ in range(yields):
+                    clock.now += ticks
+                    await asyncio.sleep(0)
+
+    async def main() -> None:
+        await asyncio.gather(*(follow(program) for program in programs))
+
+    with recording(Recorder(clock=clock)) as recorder:
+        asyncio.run(main())
+    streamed = recorder.ledger().lanes
+    again = ledger_from_spans(recorder.drain()).lanes
+    for name, lane in again.items():
+        rows = {key: ns for key, ns in streamed[name].rows.items() if key != "wait.for_task" and ns}
+        assert rows == {key: ns for key, ns in lane.rows.items() if ns}
+
+
+# ── user code ──────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_user_code_has_spans_of_its_own_section() -> None:
+    import redline
+
+    with redline.span("my part"):  # outside a run: nothing
+        pass
+    with recording(Recorder()) as recorder, redline.span("my part", size=3), redline.span("environment.reset"):
+        pass
+    assert [(each.name, each.args) for each in recorder.drain()] == [("environment.reset", {}), ("user.my part", {"size": 3})]
+
+
+def test_importing_redline_loads_nothing_and_spans_no_torch() -> None:
+    program = (
+        "import sys, redline; light = 'redline.telemetry' not in sys.modules\n"
+        "with redline.span('x'): pass\n"
+        "print(light, 'torch' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout == "True False\n"
+
+
+def test_a_forked_child_does_not_fill_its_copy_of_the_recorder() -> None:
+    with recording(Recorder()) as recorder:
+        read, write = os.pipe()
+        pid = os.fork()
+        if pid == 0:
+            with span("engine.decode"):
+                pass
+            os.write(write, str(len(recorder.drain())).encode())
+            os._exit(0)
+        os.waitpid(pid, 0)
+        assert os.read(read, 9) == b"0"
+        os.close(read)
+        os.close(write)

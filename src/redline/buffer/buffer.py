@@ -27,6 +27,10 @@ from redline.types import TrainBatch, TrajectoryGroup
 
 STALE = "stale"
 """Grew older than the lag budget."""
+OVERDUE = "overdue"
+"""Was under way when it grew so old that it could no longer be trained on."""
+TIMED_OUT = "timed_out"
+"""Was under way for longer than `buffer.group_timeout_s`."""
 SILENT = "silent"
 """Had no signal, and another task was attempted in its place."""
 
@@ -37,6 +41,15 @@ class _Replay:
 
     group: GroupInfo
     uses: int
+
+
+@dataclass(slots=True, frozen=True)
+class _Begun:
+    """When a group was."""
+
+    version: int
+    at_s: float
+    """On the buffer's clock."""
 
 
 class GroupBuffer:
@@ -57,8 +70,8 @@ class GroupBuffer:
         self._config, self._groups_per_step, self._store = config, groups_per_step, store
         self._keep_silent = keep_silent
         self._max_replaced = max_extra_rounds * groups_per_step
-        self._in_flight: dict[int, int] = {}
-        """Number → the version at which it was begun."""
+        self._in_flight: dict[int, _Begun] = {}
+        """By number."""
         self._again: list[int] = []
         """Numbers to give out before new ones, in rising order."""
         self._repeated: set[int] = set()
@@ -73,6 +86,7 @@ class GroupBuffer:
         self._first_number = 0
         """New numbers begin here, where the store knows of none."""
         self.controller = Controller.for_config(config, groups_per_step)
+        self._clock = clock
         self._waits = Waits(clock)
         self._totals: Counter[str] = Counter()
         self._last_step: dict[str, float] = {}
@@ -83,6 +97,10 @@ class GroupBuffer:
 
     def admit(self, version: int) -> list[int]:
         """Numbers to attempt now: those that a resumed run has to repeat, then new ones."""
+        with span("buffer.admit", version=version):
+            return self._admitted(version)
+
+    def _admitted(self, version: int) -> list[int]:
         self._waits.trainer_is_free()
         num_leased = sum(group.number not in self._replays for group in self._leased)
         num_alive = len(self._in_flight) + len(self._settled(version)) + num_leased
@@ -93,7 +111,7 @@ class GroupBuffer:
         if numbers:
             with span("buffer.store", version=version):
                 self._store.begin([number for number in numbers if number not in self._repeated], version)
-            self._in_flight |= dict.fromkeys(numbers, version)
+            self._in_flight |= dict.fromkeys(numbers, _Begun(version, self._clock()))
         return numbers
 
     def offer(self, group: TrajectoryGroup) -> None:
@@ -108,15 +126,34 @@ class GroupBuffer:
         with span("buffer.store"):
             self._store.add(group)
 
+    def give_up(self, version: int) -> list[int]:
+        overdue = self.overdue(version)
+        self.abandon(overdue, OVERDUE)
+        timed_out = self._timed_out()
+        self.abandon(timed_out, TIMED_OUT)
+        return [*overdue, *timed_out]
+
+    @property
+    def patience_s(self) -> float | None:
+        limit = self._config.group_timeout_s
+        if limit is None or not self._in_flight:
+            return None
+        return max(0.0, min(begun.at_s for begun in self._in_flight.values()) + limit - self._clock())
+
     def overdue(self, version: int) -> list[int]:
         """Groups under way that were begun too long ago: what they have sampled so far can no longer be trained on."""
-        return [number for number, begun in self._in_flight.items() if version - begun > self._config.max_lag]
+        return [number for number, begun in self._in_flight.items() if version - begun.version > self._config.max_lag]
+
+    def _timed_out(self) -> list[int]:
+        limit, now = self._config.group_timeout_s, self._clock()
+        return [] if limit is None else [number for number, begun in self._in_flight.items() if now - begun.at_s >= limit]
 
     def abandon(self, numbers: Iterable[int], reason: str) -> None:
         """Nobody attempts these any more; others take their place."""
         for number in numbers:
             del self._in_flight[number]
             self._abandoned.add(number)
+            self._repeated.discard(number)
             self._drop([number], reason)
 
     def resume(self, version: int) -> None:
@@ -128,6 +165,11 @@ class GroupBuffer:
             self._first_number = version * self._groups_per_step
         self._in_flight, self._abandoned, self._leased, self._replays = {}, set(), [], {}
         self._version, self._num_replaced = version, 0
+
+    def not_counted(self, count: int) -> list[TrajectoryGroup]:
+        """Groups that a resumed run has and will not attempt again, apart from the first `count` that ever came: those that the
+        metrics up to its checkpoint know of."""
+        return [group for group in self._store.arrived_after(count) if group.number not in self._repeated]
 
     def _part_of_a_batch(self, version: int) -> set[int]:
         """What is ready, if in lockstep it is less than a batch. An engine's last bits depend on what it computes together, and
@@ -141,10 +183,15 @@ class GroupBuffer:
     # ── what the trainer gets ──────────────────────────────────────────────────────────────────────────────────────────
 
     def has_batch(self, version: int) -> bool:
-        return self._chosen(version) is not None
+        with span("buffer.choose", version=version):
+            return self._chosen(version) is not None
 
     def next_batch(self, version: int) -> TrainBatch:
         """Call it when `has_batch`."""
+        with span("buffer.choose", version=version):
+            return self._next_batch(version)
+
+    def _next_batch(self, version: int) -> TrainBatch:
         chosen = self._chosen(version)
         assert chosen is not None, "next_batch before there is one"
         assert not self._leased, "next_batch before the last one was trained on"
@@ -160,6 +207,10 @@ class GroupBuffer:
 
     def trained(self, batch: TrainBatch) -> None:
         """Its groups are done with, unless they may be replayed; the controller looks at how the step went."""
+        with span("buffer.settle", version=batch.version):
+            self._settle(batch)
+
+    def _settle(self, batch: TrainBatch) -> None:
         fresh = self._fresh(self._leased)
         with span("buffer.store", version=batch.version):
             self._store.trained(fresh, batch.version)
@@ -182,7 +233,8 @@ class GroupBuffer:
             **self._last_step,
             "buffer/target": self.decision.new,
             "buffer/in_flight": len(self._in_flight),
-            **{f"buffer/{name}": self._totals[name] for name in ("replays", f"dropped_{STALE}", f"dropped_{SILENT}")},
+            "buffer/replays": self._totals["replays"],
+            **{f"buffer/dropped_{reason}": self._totals[f"dropped_{reason}"] for reason in (STALE, SILENT, OVERDUE, TIMED_OUT)},
             **{f"buffer/{name}": count for name, count in self._totals.items()},
         }
 
@@ -192,7 +244,7 @@ class GroupBuffer:
         """The batch of `version`, where there is one."""
         return choose(
             self._settled(version),
-            self._in_flight.values(),
+            [begun.version for begun in self._in_flight.values()],
             self._within_budget(version),
             version,
             self._config.max_lag,

@@ -82,6 +82,10 @@ class GroupStore(Protocol):
         """In the order asked, leased now or trained within the lag budget: what `pack_stored` or `pack` makes a batch of."""
         ...
 
+    def arrived_after(self, count: int) -> list[TrajectoryGroup]:
+        """Of the groups that are kept from an earlier process, those that came after the first `count`, in their order."""
+        ...
+
     def resume(self, version: int) -> list[int]:
         """Back to a checkpoint of `version`, from where the same steps are taken again.
 
@@ -90,6 +94,10 @@ class GroupStore(Protocol):
         token is of this very version, since the drop then came after the checkpoint. Returns what to attempt again, in rising
         order.
         """
+        ...
+
+    def flush(self) -> None:
+        """Everything up to here survives a power cut too, where anything survives at all."""
         ...
 
     def close(self) -> None: ...

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from redline.buffer.group_store import GroupState
+from redline.telemetry.durable import flush_to_disk
 
 INDEX_NAME = "index.sqlite"
 _SIDES = ("", "-wal", "-shm")
@@ -163,9 +164,13 @@ class GroupIndex:
             raise DamagedIndexError(f"{self.path}: {problem}")
 
     def flush(self) -> None:
-        """Everything up to here survives a power cut too."""
+        """Everything up to here survives a power cut too. SQLite flushes its log only now and then; its readers are not waited
+        for. (To open the database itself here would be wrong: closing it again would let go of SQLite's locks.)"""
+        log = self.path.with_name(f"{INDEX_NAME}-wal")
+        if log.exists():
+            flush_to_disk(log)
         with _explained(self.path):
-            self._database.execute("PRAGMA wal_checkpoint(TRUNCATE)")
+            self._database.execute("PRAGMA wal_checkpoint(PASSIVE)")
 
     def close(self) -> None:
         self._database.close()
@@ -207,7 +212,8 @@ def _explained(path: Path) -> Iterator[None]:
     try:
         yield
     except sqlite3.OperationalError as error:
-        if error.sqlite_errorcode in (sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR_WRITE):
+        code = getattr(error, "sqlite_errorcode", None)  # Python's own, such as text that is no UTF-8, have none
+        if code in (sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR_WRITE):
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path)) from error
         raise DamagedIndexError(f"{path}: {error}") from error
     except (sqlite3.DatabaseError, UnicodeDecodeError) as error:

@@ -83,9 +83,15 @@ class MemoryStore:
         groups = [self._entries[number].group for number in numbers]
         return [group for group in groups if group is not None]
 
+    def arrived_after(self, count: int) -> list[TrajectoryGroup]:
+        return []
+
     def resume(self, version: int) -> list[int]:
         self._version = version
         return [number for number, entry in sorted(self._entries.items()) if _is_attempted_again(entry, version)]
+
+    def flush(self) -> None:
+        pass
 
     def close(self) -> None:
         self._entries.clear()

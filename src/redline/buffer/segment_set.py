@@ -21,6 +21,7 @@ from redline.buffer.segments import (
     segment_path,
     write_marks,
 )
+from redline.telemetry.durable import flush_to_disk
 
 MOST_MAPPED = 4
 """Segments kept mapped between reads."""
@@ -47,6 +48,8 @@ class SegmentSet:
         self._like: Sequence[int] | None = None
         """Bytes of each buffer in the last segment: how the next one is laid out."""
         self._mapped: dict[int, pa.RecordBatch] = {}
+        self._unflushed: set[int] = set()
+        """Written to since the last `flush`."""
 
     def __contains__(self, number: int | None) -> bool:
         return number in self._segments
@@ -77,6 +80,7 @@ class SegmentSet:
             self._segments[self._next] = _Segment(self._open.path, 0)
             self._next += 1
         first_row = self._open.append(nodes)
+        self._unflushed.add(self._open.number)
         self._segments[self._open.number].num_bytes = sum(self._open.used)
         return self._open.number, first_row
 
@@ -85,6 +89,7 @@ class SegmentSet:
         stored = sorted((row for row in rows if row.segment in self._segments), key=_segment_of)
         for number, members in groupby(stored, key=_segment_of):
             write_marks(self._segments[number].path, [(row.first_row, row.num_attempts, value) for row in members])
+            self._unflushed.add(number)
 
     def seal(self) -> None:
         """The open one is full, or the last."""
@@ -95,8 +100,11 @@ class SegmentSet:
         self._open = None
 
     def flush(self) -> None:
-        if self._open is not None:
-            self._open.flush()
+        """Rows and marks, then the names of the files."""
+        for number in sorted(self._unflushed & self._segments.keys()):
+            flush_to_disk(self._segments[number].path)
+        flush_to_disk(self._folder)
+        self._unflushed.clear()
 
     def evict(self, version: int, max_bytes: int | None, max_age: int | None, keep_steps: int) -> None:
         """Whole segments, the oldest first, and never one that is still wanted."""

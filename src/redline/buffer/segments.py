@@ -21,6 +21,7 @@ import pyarrow as pa
 
 from redline.buffer.arrow_layout import Head, blank_file, check_sizes
 from redline.buffer.columns import SCHEMA, Node
+from redline.telemetry.durable import flush_to_disk
 
 SEGMENT_BYTES = 16 << 20
 """A segment is full from this size on: what is evicted, and at worst lost, as a whole."""
@@ -73,7 +74,7 @@ def seal(batch: pa.RecordBatch, path: Path, *, replaces: Path | None = None) -> 
     try:
         with pa.OSFile(str(scratch), "wb") as sink, pa.ipc.new_file(sink, SCHEMA) as writer:
             writer.write_batch(batch)
-        _flush(scratch)
+        flush_to_disk(scratch)
         if replaces is not None:
             scratch.replace(replaces)
             replaces.rename(path)
@@ -208,9 +209,6 @@ class OpenSegment:
         seal(read_segment(self.path), path, replaces=self.path)
         return path
 
-    def flush(self) -> None:
-        os.fsync(self._file)
-
     def close(self) -> None:
         os.close(self._file)
 
@@ -251,11 +249,3 @@ def _divide(size: int, like: Sequence[int], first: Sequence[int]) -> list[int]:
 
 def _bitmap_bytes(rows: int) -> int:
     return -(-rows // 8)
-
-
-def _flush(path: Path) -> None:
-    file = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(file)
-    finally:
-        os.close(file)

@@ -7,6 +7,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from rich import box
 from rich.console import Console, Group
 from rich.panel import Panel
@@ -69,19 +70,45 @@ class StoredRun:
 
     def attempts(self, groups: Iterable[GroupRow]) -> Iterator[tuple[GroupRow, list[dict[str, Any]] | None]]:
         """Each group with the rows of its attempts; None where its segment was evicted, nothing while it is in flight."""
+        for group, batch in self._batches(groups):
+            if batch is None:
+                yield group, None if group.num_attempts else []
+            else:
+                yield group, [_attempt(row) for row in batch.to_pylist()]
+
+    def with_failures(self, groups: Iterable[GroupRow]) -> Iterator[GroupRow]:
+        """Those of which an attempt failed; tokens are not read for that."""
+        for group, batch in self._batches(groups):
+            if batch is not None and batch.column("failure").null_count < batch.num_rows:
+                yield group
+
+    def lengths(self, groups: Iterable[GroupRow]) -> Iterator[tuple[GroupRow, tuple[np.ndarray, np.ndarray] | None]]:
+        """Each group with the tokens of its attempts, all and those that the policy chose, int64 each; None as for
+        `attempts`."""
+        for group, batch in self._batches(groups):
+            if batch is None:
+                yield group, None
+                continue
+            mask = batch.column("loss_mask")
+            offsets = mask.offsets.to_numpy()
+            values = mask.values.to_numpy()[offsets[0] : offsets[-1]]
+            chosen = np.concatenate([[0], np.cumsum(values, dtype=np.int64)])
+            yield group, (np.diff(offsets), np.diff(chosen[offsets - offsets[0]]))
+
+    def _batches(self, groups: Iterable[GroupRow]) -> Iterator[tuple[GroupRow, Any]]:
+        """Each group's rows of its segment, which is mapped and not read; None where there are none."""
         paths = {file.number: file.path for file in segment_files(self._folder)}
         mapped: dict[int, Any] = {}
         for group in groups:
             if group.segment is None or group.segment not in paths:
-                yield group, None if group.num_attempts else []
+                yield group, None
                 continue
             try:
                 if group.segment not in mapped:
                     mapped = {group.segment: read_segment(paths[group.segment])}
             except DamagedSegmentError as error:
                 raise self._damaged(error) from error
-            rows = mapped[group.segment].slice(group.first_row, group.num_attempts).to_pylist()
-            yield group, [_attempt(row) for row in rows]
+            yield group, mapped[group.segment].slice(group.first_row, group.num_attempts)
 
     def _damaged(self, error: Exception) -> RunFolderError:
         return RunFolderError(f"the trajectories are damaged: {error}", f"save what is intact with: redline repair {self._run}")
@@ -96,8 +123,8 @@ def show(
     pairs: list[tuple[GroupRow, list[dict[str, Any]] | None]]
     with_attempts = failures or step is not None or number is not None
     if failures:
-        pairs = [(group, only) for group, rows in stored.attempts(groups) if (only := [r for r in rows or () if r["failure"]])]
-        pairs = pairs[-limit:]
+        failed = list(stored.with_failures(groups))[-limit:]
+        pairs = [(group, [row for row in rows or () if row["failure"]]) for group, rows in stored.attempts(failed)]
     else:
         groups = groups[-limit:]
         pairs = list(stored.attempts(groups)) if with_attempts else [(group, None) for group in groups]

@@ -22,6 +22,7 @@ from redline.buffer.columns import Mark, group_nodes
 from redline.buffer.found import found_groups
 from redline.buffer.group_store import GroupInfo, GroupState
 from redline.buffer.index import DamagedIndexError, GroupIndex, GroupRow, index_files
+from redline.buffer.restored import restored_group
 from redline.buffer.segment_set import SegmentSet
 from redline.buffer.segments import SEGMENT_BYTES, DamagedSegmentError, segment_files
 from redline.buffer.stored_groups import Run, StoredGroups, stored_groups
@@ -145,6 +146,13 @@ class TrajectoryStore:
             else:
                 runs.append(Run(batch, row.first_row, row.end_row))
         return stored_groups(numbers, [row.num_attempts for row in rows], runs)
+
+    def arrived_after(self, count: int) -> list[TrajectoryGroup]:
+        """They lie in the order in which they came; what was evicted since then is left out."""
+        with self._explained():
+            stored = sorted(self._index.rows("segment IS NOT NULL"), key=lambda row: (row.segment or 0, row.first_row))
+            late = [row for row in stored[count:] if row.segment in self._segments]
+            return [restored_group(Run(self._segments.map(row), row.first_row, row.end_row)) for row in late]
 
     def resume(self, version: int) -> list[int]:
         """Back to a checkpoint of `version`; `GroupStore.resume` has the rule. What was evicted since is attempted again."""

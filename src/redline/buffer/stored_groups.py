@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 import pyarrow as pa
 
-from redline.types import TrainBatch, VersionSpan
+from redline.types import Flat, Pieces, TrainBatch, VersionSpan
 
 
 @dataclass(slots=True, frozen=True)
@@ -16,12 +16,12 @@ class StoredGroups:
     """T tokens of S attempts at some tasks. The arrays may be read-only."""
 
     numbers: tuple[int, ...]
-    tokens: np.ndarray
-    """int32[T]."""
+    tokens: Flat
+    """int32[T], as it lies in the files."""
     loss_mask: np.ndarray
     """bool[T]."""
-    logprobs: np.ndarray
-    """float32[T]."""
+    logprobs: Flat
+    """float32[T], as it lies in the files."""
     offsets: np.ndarray
     """int64[S + 1], from 0: `cu_seqlens`."""
     group_offsets: np.ndarray
@@ -33,7 +33,7 @@ class StoredGroups:
     versions: VersionSpan
     """Of all of them."""
     num_runs: int
-    """Pieces that lie in one place. One is a view; more had to be copied together."""
+    """Pieces that lie in one place."""
 
 
 @dataclass(slots=True, frozen=True)
@@ -74,9 +74,9 @@ def stored_groups(numbers: Sequence[int], sizes: Sequence[int], runs: Sequence[R
     newest = max(int(run.column("newest_version").max()) for run in runs)
     return StoredGroups(
         numbers=tuple(numbers),
-        tokens=_joined([run.values("token_ids") for run in runs]),
+        tokens=_as_it_lies([run.values("token_ids") for run in runs]),
         loss_mask=_joined([run.values("loss_mask").view(np.bool_) for run in runs]),
-        logprobs=_joined([run.values("logprobs") for run in runs]),
+        logprobs=_as_it_lies([run.values("logprobs") for run in runs]),
         offsets=_offsets(_joined(lengths)),
         group_offsets=_offsets(np.asarray(sizes, dtype=np.int64)),
         advantages=_joined([run.column("advantage") for run in runs]),
@@ -108,6 +108,10 @@ def pack_stored(groups: StoredGroups, version: int, *, keep_silent: bool) -> Tra
         num_tokens_left_out=int(np.count_nonzero(groups.loss_mask & ~kept_T)),
         numbers=groups.numbers,
     )
+
+
+def _as_it_lies(arrays: Sequence[np.ndarray]) -> Flat:
+    return arrays[0] if len(arrays) == 1 else Pieces(arrays)
 
 
 def _joined(arrays: Sequence[np.ndarray]) -> np.ndarray:

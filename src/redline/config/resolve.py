@@ -11,6 +11,15 @@ from redline.config.algorithms import check_algorithm, fill_algorithm
 from redline.config.schema import Config
 from redline.errors import ConfigError
 
+SINK_PACKAGES = {
+    "tensorboard": "tensorboardX",
+    "wandb": "wandb",
+    "trackio": "trackio",
+    "mlflow": "mlflow",
+    "prometheus": "prometheus_client",
+    "opentelemetry": "opentelemetry.exporter.otlp.proto.http",
+}
+"""Sink → what its adapter imports; the extra has the sink's name."""
 BUILTIN_MODELS = ("builtin:smollm2-135m-instruct", "builtin:small", "builtin:tiny")
 
 
@@ -26,6 +35,7 @@ class Resolved:
 def resolve(config: Config) -> Resolved:
     """Replace every `auto`, fill in the algorithm, and refuse what cannot run here."""
     _check_paths(config)
+    _check_sinks(config)
     config, reasons = fill_algorithm(config)
     check_algorithm(config)
     device, reasons["run.device"] = _device(config.run.device)
@@ -45,6 +55,22 @@ def _check_paths(config: Config) -> None:
         raise ConfigError(
             "rollouts.task.kind = 'reasoning_gym': the package is not installed", "pip install 'redline-rl[demo]'"
         )
+
+
+def _check_sinks(config: Config) -> None:
+    for sink in config.telemetry.sinks:
+        if not _installed(SINK_PACKAGES[sink]):
+            raise ConfigError(
+                f"telemetry.sinks has {sink!r}: the package {SINK_PACKAGES[sink]} is not installed",
+                f"pip install 'redline-rl[{sink}]'",
+            )
+
+
+def _installed(package: str) -> bool:
+    try:
+        return importlib.util.find_spec(package) is not None
+    except ModuleNotFoundError:  # not even the package above it
+        return False
 
 
 def _check_model(path: str) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
 
-from pydantic import BaseModel, ConfigDict, Field, PositiveInt, field_validator, model_validator
+from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, PositiveInt, field_validator, model_validator
 
 Algorithm = Literal["grpo", "dr_grpo", "dapo", "rloo", "reinforce_pp", "gspo", "cispo", "ppo"]
 AdvantageEstimator = Literal["group", "group_centred", "leave_one_out", "batch", "batch_baseline", "gae"]
@@ -18,6 +18,21 @@ Aggregation = Literal["sequence_mean", "token_mean", "constant"]
 KlEstimator = Literal["k1", "k2", "k3"]
 GroupOrder = Literal["fresh_first", "oldest_first", "signal_first"]
 Mismatch = Literal["none", "token_truncate", "token_mask", "sequence_truncate", "sequence_mask"]
+ProfileKind = Literal["rollout", "trainer", "e2e"]
+AlertKind = Literal[
+    "not_finite",
+    "stalled_rollouts",
+    "stall",
+    "long_wait",
+    "throughput_drop",
+    "staleness_rise",
+    "kv_saturation",
+    "host_memory_slope",
+    "reward_collapse",
+    "abort_storm",
+    "dead_worker",
+]
+Sink = Literal["tensorboard", "wandb", "trackio", "mlflow", "prometheus", "opentelemetry"]
 
 
 class Section(BaseModel):
@@ -168,6 +183,9 @@ class BufferConfig(Section):
     `oldest_first`: as they were begun. `signal_first`: those whose attempts differ in reward. Lockstep has no choice."""
     max_reuses: int = Field(0, ge=0)
     """Times a group may be trained on again, within the lag budget, where new groups are too few for a batch."""
+    group_timeout_s: float | None = Field(3600.0, gt=0)
+    """Seconds after which a group that is still under way is given up, with that reason, and another task is attempted in its
+    place; null waits for ever. In lockstep nobody looks at the clock meanwhile."""
     keep_trajectories: bool = True
     """Keep every group as Arrow files in the run folder."""
     max_bytes: PositiveInt | None = None
@@ -370,9 +388,155 @@ class EngineConfig(Section):
         return self
 
 
+class WandbConfig(Section):
+    project: str = Field("redline", min_length=1)
+    """The project the run appears in."""
+    entity: str | None = None
+    """User or team; null takes the one that is logged in."""
+    mode: Literal["online", "offline"] = "online"
+    """`offline` writes to the run folder, for `wandb sync` later."""
+    trajectories_every: int = Field(10, ge=0)
+    """Steps between tables of what was sampled; 0 sends none."""
+
+
+class TrackioConfig(Section):
+    project: str = Field("redline", min_length=1)
+    """The project the run appears in."""
+    space_id: str | None = Field(None, pattern=r"^([^/\s]+/)?[^/\s]+$")
+    """A Hugging Face Space to show it in, as `owner/name`; null keeps it on this machine."""
+
+
+class MlflowConfig(Section):
+    tracking_uri: str | None = None
+    """A server (http://…) or a database (sqlite:///…); null takes the environment's MLFLOW_TRACKING_URI, else `mlflow.db`
+    beside the run folders."""
+    experiment: str = Field("redline", min_length=1)
+    """The experiment the run appears in."""
+
+
+class PrometheusConfig(Section):
+    host: str = Field("127.0.0.1", min_length=1)
+    """Address to listen on. The endpoint asks nobody who they are: one that others can reach is the network's to guard."""
+    port: int = Field(9464, ge=0, le=65535)
+    """Port to listen on; 0 takes a free one."""
+
+
+class OpenTelemetryConfig(Section):
+    endpoint: str = Field("http://127.0.0.1:4318", pattern=r"^https?://")
+    """A collector that takes OTLP over HTTP."""
+    min_span_ms: float = Field(1.0, ge=0)
+    """Spans shorter than this are not sent: a step may hold thousands. `trace.json` has them all."""
+
+
+class AlertsConfig(Section):
+    """What a person is told of while the run goes on. Each kind is told once per episode."""
+
+    off: tuple[AlertKind, ...] = ()
+    """Kinds that are not looked for."""
+    webhook: str | None = Field(None, pattern=r"^(https?://|env:\w)")
+    """Where each alert is posted as JSON: a URL, or `env:NAME` for an environment variable that holds it, which keeps it out of
+    the run folder; null posts none."""
+    webhook_timeout_s: float = Field(5.0, gt=0)
+    """For one post. One that fails is told once and stops nothing."""
+    rollouts_floor_s: float = Field(60.0, gt=0)
+    """`stalled_rollouts`: making or awaiting the groups of a step may always take this long, whatever steps before took."""
+    wait_floor_s: float = Field(10.0, gt=0)
+    """`long_wait`: a lane may always wait this long in a step."""
+    wait_deviations: float = Field(8.0, gt=0)
+    """`stalled_rollouts` and `long_wait`: how far beyond its median a wait may go, in robust standard deviations; twice the
+    longest so far is never too long."""
+    throughput_drop: float = Field(0.25, gt=0, lt=1)
+    """`throughput_drop`: share by which tokens per second must have fallen for good."""
+    staleness_steps: float = Field(0.5, gt=0)
+    """`staleness_rise`: steps by which the mean lag of a batch must have risen."""
+    dropped_fraction: float = Field(0.1, gt=0, lt=1)
+    """`staleness_rise`: share of groups that may be dropped as too old."""
+    kv_use: float = Field(0.98, gt=0, le=1)
+    """`kv_saturation`: share of the KV cache in use that counts as full."""
+    memory_hours: float = Field(6.0, gt=0)
+    """`host_memory_slope`: tell when memory would be full within this time."""
+    reward_drop: float = Field(0.5, gt=0)
+    """`reward_collapse`: share of the best mean reward that must be lost."""
+    abort_fraction: float = Field(0.2, gt=0, lt=1)
+    """`abort_storm`: share of attempts that may fail or be given up, where fewer did before."""
+
+
+class TargetsConfig(Section):
+    """What the end of a run is judged by; null switches a target off."""
+
+    gpu_utilization_percent: float | None = Field(80.0, ge=0, le=100)
+    """At least: mean of all samples."""
+    memory_percent: float | None = Field(90.0, ge=0, le=100)
+    """Below: peak use of the device's memory, on the CPU of the machine's."""
+    weight_sync_s: float | None = Field(2.0, gt=0)
+    """Below: median step."""
+    first_token_s: float | None = Field(0.1, gt=0)
+    """Below: median step's median request."""
+    generation_tokens_per_s: float | None = Field(None, gt=0)
+    """At least. It depends on the model, so there is no default."""
+    training_tokens_per_s: float | None = Field(None, gt=0)
+    """At least. It depends on the model, so there is no default."""
+    samples_per_hour: float | None = Field(None, gt=0)
+    """At least. It depends on model and task, so there is no default."""
+    steps_per_hour: float | None = Field(60.0, gt=0)
+    """At least."""
+    mfu_percent: float | None = Field(None, gt=0, le=100)
+    """At least: median step. It depends on model and batch, so there is no default."""
+    batch_size: float | None = Field(None, gt=0)
+    """At least: sequences decoded at once, median step. It depends on the recipe, so there is no default."""
+    preemptions: int | None = Field(0, ge=0)
+    """At most, in the whole run."""
+    padding_tokens: int | None = Field(0, ge=0)
+    """At most, in the whole run."""
+    imbalance: float | None = Field(1.25, ge=1)
+    """At most: the dearest micro-batch over the mean, median step."""
+    policy_lag_steps: int | None = Field(2, ge=0)
+    """At most, in any step."""
+    weight_sync_percent: float | None = Field(15.0, ge=0, le=100)
+    """At most: share of the steps' time."""
+    data_percent: float | None = Field(5.0, ge=0, le=100)
+    """At most: share of the steps' time."""
+    other_percent: float | None = Field(10.0, ge=0, le=100)
+    """At most: share of the steps' time that is neither work nor waiting."""
+    unaccounted_percent: float | None = Field(2.0, ge=0, le=100)
+    """At most: share of the steps' time that no span explains."""
+
+
 class TelemetryConfig(Section):
     trace: bool = True
     """Write every span to `trace.json`, which ui.perfetto.dev opens."""
+    sample_every_s: float = Field(1.0, ge=0)
+    """Seconds between two samples of host and devices in `samples.jsonl`; 0 takes none."""
+    peak_tflops: Literal["auto", "measure"] | PositiveFloat = "auto"
+    """What MFU is a share of, in 10¹² operations per second of one device: a number, `measure` (a few products when the run
+    begins), or `auto` (the data sheet of a GPU that is known; else there is no MFU)."""
+    targets: TargetsConfig = TargetsConfig()
+    """What the end of a run is judged by."""
+    alerts: AlertsConfig = AlertsConfig()
+    """What to look out for, and whom to tell."""
+    stall_after_s: float | None = Field(None, ge=0)
+    """Nothing may move for this long before a file in `stalls/` says who waits for whom; null takes three times the longest
+    pause so far, a minute at least; 0 never writes one."""
+    profile: ProfileKind | None = None
+    """Profile some steps. `rollout`: while groups are made. `trainer`: the trainer's step. `e2e`: all of it. A run can also be
+    asked while it goes on, with `redline profile`."""
+    profile_steps: tuple[PositiveInt, ...] = (3,)
+    """The steps to profile, where `profile` says what."""
+    nvtx: Literal["auto", "on", "off"] = "auto"
+    """Give spans to NVIDIA's tools as NVTX ranges; `auto` does where Nsight Systems has started the run, and while a step is
+    profiled."""
+    sinks: list[Sink] = []
+    """Where else the rows of the run folder go: tensorboard, wandb, trackio, mlflow, prometheus, opentelemetry."""
+    wandb: WandbConfig = WandbConfig()
+    """Weights & Biases."""
+    trackio: TrackioConfig = TrackioConfig()
+    """trackio."""
+    mlflow: MlflowConfig = MlflowConfig()
+    """MLflow."""
+    prometheus: PrometheusConfig = PrometheusConfig()
+    """An endpoint for Prometheus to scrape."""
+    opentelemetry: OpenTelemetryConfig = OpenTelemetryConfig()
+    """Spans and metrics over OTLP."""
 
 
 class Config(Section):
@@ -411,6 +575,16 @@ class Config(Section):
             raise ValueError(
                 f"trainer.decay_steps = {self.trainer.decay_steps}: the learning rate is zero from step {last} on, but"
                 f" run.steps = {self.run.steps}; raise trainer.decay_steps, or set it to 0 for a constant rate"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _profiled_steps_are_taken(self) -> Config:
+        late = [step for step in self.telemetry.profile_steps if step > self.run.steps]
+        if self.telemetry.profile and late:
+            raise ValueError(
+                f"telemetry.profile_steps = {list(self.telemetry.profile_steps)}: the run ends after step {self.run.steps};"
+                " name earlier steps"
             )
         return self
 

@@ -26,6 +26,8 @@ class BlockPool:
         self.block_size = block_size
         self.num_blocks = num_blocks - 1
         """Blocks that sequences can hold."""
+        self.num_touched = 0
+        """Blocks that were ever held: untouched ones are handed out in order, so it is the highest number among them."""
         self._references = [0] * num_blocks
         self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(1, num_blocks))
         self._key_of: dict[int, bytes] = {}
@@ -52,6 +54,7 @@ class BlockPool:
         block, _ = self._free.popitem(last=False)
         self._forget(block)
         self._references[block] = 1
+        self.num_touched = max(self.num_touched, block)
         return block
 
     def share(self, block: int) -> int:

@@ -104,8 +104,9 @@ class NativeEngine:
         self._at_row: list[Sequence | None] = [None] * config.max_num_seqs
         self._in_flight: deque[Results] = deque()
         self._events: list[Event] = []
-        self._kv_blocks_peak = 0
+        self._kv_blocks_peak = self._kv_blocks_peak_before = 0
         self._steps = self._batch_size = self._prompt_tokens = self._generated_tokens = self._num_finished = 0
+        self._decode_steps = self._decoded_rows = 0
         self._rate = Rate()
 
     def _make_runner(self) -> Runner:
@@ -219,7 +220,9 @@ class NativeEngine:
             self._at_row[sequence.row] = sequence
         self._batch_size = len(plan.decode)
         if plan.decode:
-            with span("engine.decode", version=self.version):
+            self._decode_steps += plan.num_steps
+            self._decoded_rows += plan.num_steps * len(plan.decode)
+            with span("engine.decode", device=True, version=self.version):
                 rows_B, prefixes = np.array([s.row for s in plan.decode]), None
                 if self._awake.reads_prefixes_once:
                     rows_B, prefixes = self._rows.side_by_side(rows_B)
@@ -227,7 +230,7 @@ class NativeEngine:
                 samples = self._awake.decode(rows_B, positions_B, plan.num_steps, wants_of(plan.decode), prefixes)
                 self._expect(rows_B, samples, is_first=False)
         if plan.chunks:
-            with span("engine.prefill", version=self.version):
+            with span("engine.prefill", device=True, version=self.version):
                 samplers = [s for c in plan.chunks for s in c.samplers]
                 self._prompt_tokens += sum(c.end - c.start for c in plan.chunks)
                 first = self._awake.prefill(plan.chunks, plan.copies, wants_of(samplers))
@@ -397,7 +400,7 @@ class NativeEngine:
         version are never found again; sequences under way go on, and their blocks are not offered to others."""
         self._collect(keep=0)
         self.version = update.version
-        self._kv_blocks_peak = self._pool.num_used
+        self._kv_blocks_peak_before, self._kv_blocks_peak = self._kv_blocks_peak, self._pool.num_used
         for sequence in (*self._scheduler.decoding, *self._scheduler.prefilling):
             sequence.cacheable = False
 
@@ -462,4 +465,16 @@ class NativeEngine:
             generated_tokens=self._generated_tokens,
             requests=self._num_finished,
             adapters=self._adapters.num_resident,
+            decode_steps=self._decode_steps,
+            decoded_rows=self._decoded_rows,
+            kv_blocks_peak_before=self._kv_blocks_peak_before,
         )
+
+    def memory(self) -> dict[str, int]:
+        """Bytes by kind that it holds besides the network. On the CPU a block of the cache takes memory once it was used."""
+        runner = self._runner
+        if runner is None:
+            return {"kv_cache": 0}
+        blocks, whole = runner.cache.blocks, runner.cache.bytes
+        used = whole // runner.cache.num_blocks * (1 + self._pool.num_touched)
+        return {"kv_cache": used if blocks.device.type == "cpu" else whole}

@@ -33,6 +33,12 @@ class EngineStats:
     """Finished, aborted ones included."""
     adapters: int = 0
     """Resident LoRA adapters."""
+    decode_steps: int = 0
+    """In which sequences decoded; a launch of several counts as several."""
+    decoded_rows: int = 0
+    """The sum of those steps' batch sizes."""
+    kv_blocks_peak_before: int = 0
+    """Most held at once between the last two weight updates."""
 
     @property
     def kv_use(self) -> float:
@@ -46,15 +52,21 @@ class EngineStats:
 
 
 def metrics_between(before: EngineStats, after: EngineStats) -> dict[str, float]:
-    """What happened in between, as the row of a training step has it."""
+    """What happened in between, as the row of a training step has it. Such a step ends with a weight update."""
     queried = after.prefix_query_tokens - before.prefix_query_tokens
     hits = after.prefix_hit_tokens - before.prefix_hit_tokens
+    decode_steps = after.decode_steps - before.decode_steps
     return {
         "engine/steps": after.steps - before.steps,
+        "engine/batch_size_mean": (after.decoded_rows - before.decoded_rows) / max(1, decode_steps),
+        "engine/running": after.running,
+        "engine/waiting": after.waiting,
         "engine/prompt_tokens": after.prompt_tokens - before.prompt_tokens,
+        "engine/generated_tokens": after.generated_tokens - before.generated_tokens,
         "engine/prefix_hit_rate": hits / max(1, queried),
         "engine/preemptions": after.preemptions - before.preemptions,
-        "engine/kv_use_peak": after.kv_blocks_peak / after.kv_blocks_total,
+        "engine/kv_use": after.kv_use,
+        "engine/kv_use_peak": after.kv_blocks_peak_before / after.kv_blocks_total,
     }
 
 

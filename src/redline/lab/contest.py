@@ -1,4 +1,4 @@
-"""The sides of a generation bench, each with its model loaded and one run behind it."""
+"""The sides of a generation bench, each with its model loaded and warm."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from redline.lab.networks import Network
 from redline.lab.settings import GenerateSettings
 from redline.lab.sides import Batch, Side, TransformersSide
 from redline.lab.vllm_side import VllmSide, vllm_arguments
+from redline.lab.warmup import WarmUp, warm_up
 
 OURS, STREAMED, AGAIN = "redline", "redline, streamed", "redline again"
 
@@ -31,20 +32,21 @@ class Contest:
         self._console = console
         self.sides: dict[str, Side] = {}
         self.peak_bytes: dict[str, int] = {}
-        """What a side took for its first run, weights included."""
+        """What a side took for its first runs, weights included."""
         self.versions: dict[str, str] = {}
+        self.warm_ups: dict[str, WarmUp] = {}
 
     @property
     def peers(self) -> list[str]:
         return [name for name in self.sides if name not in (OURS, STREAMED)]
 
     def enter(self, name: str, side: Side, meter: MemoryMeter | None = None) -> None:
-        """One whole run that does not count: kernels are compiled, graphs captured, memory taken. The meter was made before
-        the side was."""
+        """Whole runs that do not count, until they are steady: kernels are compiled, graphs captured, memory taken. The meter
+        was made before the side was."""
         batch = self._workload.batch(0)
         if meter is not None:
             meter.begin_run()
-        run = side.run(batch)
+        run, self.warm_ups[name] = warm_up(lambda _: side.run(batch), max_seconds=self._settings.warmup_s)
         assert run.num_tokens == batch.num_tokens, f"{name} made {run.num_tokens} tokens of {batch.num_tokens}"
         self._console.print(f"{name} is warm: {run.tokens_per_s:,.0f} tok/s", style="dim")
         self.sides[name] = side

@@ -11,8 +11,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from redline.lab.clocks import read_clocks
 from redline.lab.settings import BenchSettings
 from redline.lab.statistics import Comparison
+from redline.lab.warmup import WarmUp
 from redline.telemetry import describe_environment, write_json
 
 
@@ -88,13 +90,15 @@ class Measured:
     results: Sequence[Result]
     peers: Mapping[str, str] = field(default_factory=dict)
     """Name → version of whoever ran beside us."""
+    warm_ups: Mapping[str, WarmUp] = field(default_factory=dict)
+    """Side → its runs that do not count."""
 
 
 @dataclass(slots=True, frozen=True)
 class Document:
     case: str
     identity: Mapping[str, Any]
-    """Commit and state of the source, machine, driver, versions, and the resolved settings as `config`."""
+    """Commit and state of the source, machine, driver, clocks, versions, warm-up, and the resolved settings as `config`."""
     results: Sequence[Result]
 
     @property
@@ -103,10 +107,23 @@ class Document:
         workload = self.identity["config"].get("workload")
         return f"{self.case}-{workload.lower()}.json" if workload else f"{self.case}.json"
 
+    @property
+    def exit_code(self) -> int:
+        """What fails raises."""
+        return 0
+
     @classmethod
     def of(cls, case: str, device: str, measured: Measured) -> Document:
-        config = measured.settings.model_dump(mode="json", exclude={"vllm_python"})  # a path of whoever ran it
-        found = {"device": device, "peers": dict(measured.peers), "config": config}
+        config = measured.settings.model_dump(mode="json", exclude={"vllm_python", "trl_python"})  # paths of whoever ran it
+        config |= {key: Path(config[key]).name for key in ("recipe", "replay") if config.get(key)}
+        warm_ups = {side: warm_up.as_json() for side, warm_up in measured.warm_ups.items()}
+        found = {
+            "device": device,
+            "clocks": read_clocks(),  # the device has just worked
+            "peers": dict(measured.peers),
+            "warm_up": warm_ups,
+            "config": config,
+        }
         return cls(case, describe_environment() | found, measured.results)
 
     def as_json(self) -> dict[str, Any]:

@@ -48,6 +48,13 @@ def measure_machine(device: torch.device, dtype: torch.dtype) -> Machine:
     )
 
 
+def stream_rate(length: int, device: torch.device) -> float:
+    """Bytes per second, read or written, of so many bytes: on a CPU a few may stay in its caches, and are faster there."""
+    length = min(length, STREAM_BYTES[device.type])
+    copy_s, read_s = _stream_seconds(length, device)
+    return max(2 * length / copy_s, length / read_s)
+
+
 def _product_seconds(size: int, device: torch.device, dtype: torch.dtype) -> float:
     a, b = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
     out = torch.empty_like(a)
@@ -156,6 +163,22 @@ class MemoryMeter:
             return torch.cuda.memory_allocated(self._device)
         _give_back_freed_memory()
         return _resident("VmRSS")
+
+
+def resident_bytes() -> int:
+    """Of this process."""
+    return _resident("VmRSS")
+
+
+def take_peak(device: torch.device) -> int:
+    """Most bytes at once since this was last called: what torch had allocated on CUDA, elsewhere resident memory."""
+    if device.type == "cuda":
+        peak = torch.cuda.max_memory_allocated(device)
+        torch.cuda.reset_peak_memory_stats(device)
+        return peak
+    peak = _resident("VmHWM")
+    _reset_peak()
+    return peak
 
 
 def _give_back_freed_memory() -> None:

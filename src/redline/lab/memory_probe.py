@@ -95,7 +95,7 @@ def train(settings: MemorySettings, side_name: str, sequences: int) -> Found:
         lengths = np.full(sequences, settings.tokens, dtype=np.int64)
         batch = random_batch(lengths, prompt_tokens=1, group_size=1, vocab_size=shape.vocab_size, key=(settings.seed,))
         steps = [side.step(batch)]
-        memory = memory_by_kind(lambda: steps.append(side.step(batch)), meter, side.weight_bytes)
+        memory = memory_by_kind(lambda: steps.append(side.step(batch)), meter, side.weight_bytes, side.gradient_bytes)
     except (MemoryError, RuntimeError, TrainingError) as error:
         if not _is_out_of_memory(error):
             raise

@@ -49,7 +49,9 @@ def _put(values: dict[str, Any], override: str, allowed: Sequence[str]) -> None:
 def _preset(case: str, name: Any) -> Mapping[str, Any]:
     if name is None:
         return {}
-    known = WORKLOADS[case]
+    known = WORKLOADS.get(case, {})
+    if not known:
+        raise ConfigError(f"workload = {str(name)!r}: {case} has no workloads", "leave it out, and give sizes")
     if str(name).upper() not in known:
         raise ConfigError(f"workload = {str(name)!r}: {case} has no such workload", f"one of {', '.join(known)}")
     return {**known[str(name).upper()], "workload": str(name).upper()}

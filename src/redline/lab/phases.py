@@ -8,7 +8,7 @@ from typing import Generic, TypeVar
 
 import torch
 
-from redline.lab.machine import MemoryMeter, moment, seconds_between
+from redline.lab.machine import MemoryMeter, moment, seconds_between, take_peak
 from redline.telemetry import Recorder, recording
 
 R = TypeVar("R")
@@ -19,10 +19,11 @@ PHASES = {
     "trainer.forward": "forward",
     "trainer.backward": "backward",
     "trainer.optimizer": "optimizer",
+    "trainer.other": "other",
 }
 """Span → phase."""
 OTHER = "other"
-"""Outside any span: what a step does between its phases."""
+"""What a step does between its phases."""
 
 
 @dataclass(slots=True, frozen=True)
@@ -48,7 +49,7 @@ class _Marks(Generic[R]):
 def phase_seconds(work: Callable[[], T], device: torch.device) -> tuple[T, dict[str, float]]:
     """What `work` gives, and seconds by phase; by device events on CUDA, where the host only launches."""
     result, stretches = _watched(work, lambda: moment(device))
-    seconds = dict.fromkeys([*PHASES.values(), OTHER], 0.0)
+    seconds = dict.fromkeys(PHASES.values(), 0.0)
     for stretch in stretches:
         seconds[stretch.phase] = seconds.get(stretch.phase, 0.0) + seconds_between(stretch.start, stretch.end)
     return result, seconds
@@ -66,6 +67,24 @@ def _watched(work: Callable[[], T], read: Callable[[], R]) -> tuple[T, list[_Str
         owners[span.start_ns : span.end_ns] = [phase] * (span.end_ns - span.start_ns)
     edges = zip(owners, marks.readings[:-1], marks.readings[1:], strict=True)
     return result, [_Stretch(owner, start, end) for owner, start, end in edges]
+
+
+def phase_differences(work: Callable[[], object], read: Callable[[], float]) -> dict[str, float]:
+    """How far `read` moved on in each phase of `work`."""
+    _, stretches = _watched(work, read)
+    moved: dict[str, float] = {}
+    for stretch in stretches:
+        moved[stretch.phase] = moved.get(stretch.phase, 0.0) + stretch.end - stretch.start
+    return moved
+
+
+def phase_peaks(work: Callable[[], object], device: torch.device) -> dict[str, int]:
+    """Most bytes at once in each phase of `work`."""
+    _, stretches = _watched(work, lambda: take_peak(device))
+    peaks: dict[str, int] = {}
+    for stretch in stretches:
+        peaks[stretch.phase] = max(peaks.get(stretch.phase, 0), stretch.end)
+    return peaks
 
 
 # ── memory ─────────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -97,13 +116,14 @@ class Memory:
         }
 
 
-def memory_by_kind(work: Callable[[], object], meter: MemoryMeter, weights: int) -> Memory:
-    """Of one step, not the first: the optimizer's states have to be there. The meter was made before the weights were."""
+def memory_by_kind(work: Callable[[], object], meter: MemoryMeter, weights: int, gradients: int = 0) -> Memory:
+    """Of one step, not the first: the optimizer's states have to be there, and the `gradients` whose memory is kept between
+    steps. The meter was made before the weights were."""
     meter.begin_run()
     _, stretches = _watched(work, meter.taken_bytes)
     peak, held = meter.peak_bytes(), meter.held_bytes
     at_optimizer = next(stretch.start for stretch in stretches if stretch.phase == PHASES["trainer.optimizer"])
     weights = min(weights, peak)
-    optimizer = min(max(0, held - weights), peak - weights)
-    gradients = min(max(0, at_optimizer - held), peak - weights - optimizer)
+    optimizer = min(max(0, held - weights - gradients), peak - weights)
+    gradients = min(max(0, at_optimizer - held) + gradients, peak - weights - optimizer)
     return Memory(weights, optimizer, gradients, peak - weights - optimizer - gradients)

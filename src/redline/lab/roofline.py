@@ -8,61 +8,17 @@ Generation: every weight, key and value that a step needs has to be read, and ev
 
 The n completions of a prompt may read its keys and values once. Sampling, activations and everything else count as free.
 
-Training: every product has to be computed forward, and twice more backward, for its input and for its weight.
-
-    operations = 6 · body parameters · tokens + 6 · head parameters · trained tokens
-               + 12 · layers · heads · head size · Σ pairs of a query and a key that it sees
-
-Tokens are those of the sequences themselves, without padding, and the prompt of a group counts once: its attempts can share it.
-What is computed a second time to save memory does not count, so that MFU (these operations / seconds / peak) is about
-progress, not about being busy. The optimizer moves memory, which can overlap with products, and counts as free.
+Training: the operations of `models/flops.py`. The optimizer moves memory, which can overlap with products, and counts as free.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
-import numpy as np
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
 
 from redline.lab.document import Bound
 from redline.lab.machine import Machine
-from redline.models.decoder import Decoder
-from redline.models.hf import AnyDecoder
-
-
-@dataclass(slots=True, frozen=True)
-class NetworkCost:
-    """What one token costs in a network."""
-
-    body_params: int
-    """Of the layers: products for every token."""
-    head_params: int
-    """Of the language-model head: products only where a token is sampled."""
-    bytes_per_param: int
-    kv_bytes_per_token: int
-    """2 · layers · kv heads · head size · bytes per value."""
-    attention_flops: int
-    """Per query and key: 4 · layers · heads · head size."""
-
-    @classmethod
-    def of(cls, decoder: AnyDecoder) -> NetworkCost:
-        shape, head = decoder.spec, decoder.output_weight
-        embed = decoder.embed if isinstance(decoder, Decoder) else decoder.network.get_input_embeddings().weight
-        total = sum(parameter.numel() for parameter in decoder.parameters())
-        looked_up = 0 if embed is head else embed.numel()
-        width = shape.num_layers * shape.head_dim
-        return cls(
-            body_params=total - head.numel() - looked_up,
-            head_params=head.numel(),
-            bytes_per_param=head.element_size(),
-            kv_bytes_per_token=2 * width * shape.num_kv_heads * head.element_size(),
-            attention_flops=4 * width * shape.num_heads,
-        )
-
-    @property
-    def weight_bytes(self) -> int:
-        """Read by every step: the embedding is looked up, not read, unless it is the head as well."""
-        return (self.body_params + self.head_params) * self.bytes_per_param
+from redline.models.flops import NetworkCost, TrainLoad, training_flops
 
 
 @dataclass(slots=True, frozen=True)
@@ -150,39 +106,6 @@ def kv_bound(cost: NetworkCost, load: Load) -> Bound:
 # ── training ───────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-@dataclass(slots=True, frozen=True)
-class TrainLoad:
-    """What a trainer is given for one step, and what of it has to be computed."""
-
-    sampled_tokens: int
-    """The sum of the sequences' lengths."""
-    tokens: int
-    """The same with each group's prompt once."""
-    trained_tokens: int
-    """All but the prompts: only these need the head."""
-    pairs: int
-    """Of a query and a key that it sees, itself included; a prompt's own once for its group."""
-
-    @classmethod
-    def of(cls, lengths: np.ndarray, prompt_tokens: int, group_size: int) -> TrainLoad:
-        """`lengths` are those of whole sequences, int64[S]; the first `prompt_tokens` of each are common to its group."""
-        own = lengths - prompt_tokens
-        groups = len(lengths) // group_size
-        shared = groups * prompt_tokens * (prompt_tokens + 1) // 2
-        return cls(
-            sampled_tokens=int(lengths.sum()),
-            tokens=int(groups * prompt_tokens + own.sum()),
-            trained_tokens=int(own.sum()),
-            pairs=int(shared + (own * prompt_tokens + own * (own + 1) // 2).sum()),
-        )
-
-
-def training_flops(cost: NetworkCost, load: TrainLoad) -> int:
-    """Of one step: three times a forward pass."""
-    products = 2 * cost.body_params * load.tokens + 2 * cost.head_params * load.trained_tokens
-    return 3 * (products + cost.attention_flops * load.pairs)
-
-
 def training_bound(cost: NetworkCost, load: TrainLoad, machine: Machine) -> Bound:
     """Seconds of one step."""
     flops = training_flops(cost, load)
@@ -193,6 +116,11 @@ def training_bound(cost: NetworkCost, load: TrainLoad, machine: Machine) -> Boun
         f" no padding, a group's prompt once, nothing computed twice; {machine.how}"
     )
     return Bound(flops / machine.flops, why)
+
+
+def mean_load(loads: Sequence[TrainLoad]) -> TrainLoad:
+    """A step that takes as much as these do on average."""
+    return TrainLoad(*(round(sum(getattr(load, field.name) for load in loads) / len(loads)) for field in fields(TrainLoad)))
 
 
 def training_memory_bound(all_weights: int) -> Bound:

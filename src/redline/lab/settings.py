@@ -13,7 +13,8 @@ from redline.config import Config, resolve, validate
 from redline.config.schema import EngineConfig, Section, TrainerConfig
 from redline.errors import ConfigError
 from redline.lab.overrides import read_overrides
-from redline.lab.workloads import RANDOM, SHAPES
+from redline.lab.workloads import QUICK, RANDOM, SHAPES
+from redline.telemetry import RunFolder
 
 Peer = Literal["transformers", "vllm", "redline"]
 TrainingPeer = Literal["transformers", "redline"]
@@ -45,6 +46,9 @@ class PairedSettings(BenchSettings):
 
     pairs: PositiveInt = 8
     """Rounds; in each, every side runs once, in an order drawn by lot. An interval takes at least 6."""
+
+    warmup_s: float = Field(60.0, ge=0)
+    """A side runs until its runs are steady (`lab/warmup.py`), but no longer than that many seconds."""
 
 
 class EngineSettings(PairedSettings):
@@ -107,6 +111,8 @@ class TrainerSettings(PairedSettings):
     """Optimizer steps that a side takes in a round."""
     peers: tuple[TrainingPeer, ...] | None = None
     """Who trains beside us: transformers, and redline itself for an A/A run; null takes transformers."""
+    replay: Path | None = None
+    """A run folder: sequences are as long, and groups as large, as in the steps that it trained; tokens are drawn."""
     trainer: TrainerConfig = TrainerConfig()
     """The trainer section of a recipe. A peer's padded micro-batches hold as many tokens as ours."""
 
@@ -117,6 +123,7 @@ class TrainerSettings(PairedSettings):
 
     @model_validator(mode="after")
     def _sequences_make_groups(self) -> TrainerSettings:
+        _refuse_sizes_of_a_replay(self, ("sequences", "tokens", "lengths", "longest", "prompt_tokens", "group_size"))
         if self.sequences % self.group_size:
             raise ValueError(f"sequences = {self.sequences} is no multiple of group_size = {self.group_size}")
         if self.tokens <= self.prompt_tokens:
@@ -163,6 +170,8 @@ class MemorySettings(BenchSettings):
 class SerializeSettings(PairedSettings):
     pairs: PositiveInt = 6
     """Rounds; in each, every side writes and reads once, in an order drawn by lot. An interval takes at least 6."""
+    warmup_s: float = Field(10.0, ge=0)
+    """As for all; there is little to compile."""
     model: str = "builtin:tiny"
     """Not used."""
     device: Literal["cpu"] = "cpu"
@@ -181,11 +190,13 @@ class SerializeSettings(PairedSettings):
     """Groups of a step: what peers write to one file, and what a batch holds."""
     peers: tuple[StoragePeer, ...] | None = None
     """Who stores the same: pickle, padded (torch.save), safetensors, tensordict, consolidated; null takes those installed."""
+    handed_over: tuple[PositiveInt, ...] = (8, 32, 128)
+    """Groups of a batch that is handed to this process and to another one, each number in turn; `none` leaves that out."""
 
-    @field_validator("trajectories", mode="before")
+    @field_validator("trajectories", "handed_over", mode="before")
     @classmethod
     def _read_numbers(cls, value: Any) -> Any:
-        return _split(value)
+        return _split(value, nothing="none")
 
     @field_validator("peers", mode="before")
     @classmethod
@@ -218,6 +229,14 @@ class E2ESettings(EngineSettings):
     """Steps before the clock starts."""
     steps: PositiveInt = 12
     """Steps that are timed."""
+    task: Literal["letters", "sums"] = "letters"
+    """`letters`: as many as possible, which any model can learn. `sums`: reasoning_gym's `chain_sum`, two one-digit terms."""
+    price: float | None = Field(None, ge=0)
+    """Of an hour of this machine, in dollars; null takes the device's from the table of `redline plan`."""
+    against: Literal["trl"] | None = None
+    """Who takes the same steps in turn, in a process of its own; the lag is then 0."""
+    trl_python: Path | None = None
+    """The python of an environment with trl, where it is not this one."""
     trainer: TrainerConfig = TrainerConfig(learning_rate=1e-3)
     """The trainer section of a recipe."""
 
@@ -227,13 +246,78 @@ class E2ESettings(EngineSettings):
         return _split(value)
 
 
+class RolloutSettings(EngineSettings):
+    pairs: PositiveInt = 8
+    """Rounds; each attempts the tasks of one step."""
+    model: str = "builtin:small"
+    """As `model.path` of a recipe; with `recipe` or `replay` it is theirs."""
+    recipe: Path | None = None
+    """Tasks, rewards, model and sizes are those of this recipe; null takes letters, as `e2e` does."""
+    replay: Path | None = None
+    """A run folder: its recipe and its tasks, and each attempt is as long as it was."""
+    groups_per_step: PositiveInt = 8
+    """Tasks of a round."""
+    group_size: PositiveInt = 8
+    """Attempts per task."""
+    max_new_tokens: PositiveInt = 64
+    """Most tokens per attempt."""
+
+    @model_validator(mode="after")
+    def _one_source(self) -> RolloutSettings:
+        if self.recipe is not None and self.replay is not None:
+            raise ValueError("recipe and replay both say what is attempted; a run folder has its recipe")
+        _refuse_sizes_of_a_replay(self, ("model", "groups_per_step", "group_size", "max_new_tokens"))
+        if self.recipe is not None and "model" in self.model_fields_set:
+            raise ValueError("recipe and model both say what is sampled from; leave the model to the recipe")
+        return self
+
+
+class WeightSyncSettings(PairedSettings):
+    """A set of weights, to another set on the same device."""
+
+
+class TransferSettings(PairedSettings):
+    model: str = "builtin:tiny"
+    """Not used."""
+    sizes: tuple[PositiveInt, ...] = (2**16, 2**20, 2**24, 2**28)
+    """Bytes of a copy, each number in turn."""
+    overlap_bytes: PositiveInt = 2**28
+    """Of the copy that runs beside products."""
+
+    @field_validator("sizes", mode="before")
+    @classmethod
+    def _read_sizes(cls, value: Any) -> Any:
+        return _split(value)
+
+
+class TelemetrySettings(PairedSettings):
+    model: str = "builtin:small"
+    """As `model.path` of a recipe."""
+    samples: PositiveInt = 100
+    """How often a thousand spans are timed, in each of their ways."""
+    groups_per_step: PositiveInt = 4
+    """Tasks per step."""
+    group_size: int = Field(4, ge=2)
+    """Attempts per task."""
+    max_new_tokens: PositiveInt = 32
+    """Most tokens per attempt."""
+    warmup_steps: PositiveInt = 1
+    """Steps before the clock starts."""
+    steps: PositiveInt = 4
+    """Steps that are timed."""
+
+
 SETTINGS: Mapping[str, type[BenchSettings]] = {
     "generate": GenerateSettings,
     "n-sampling": NSamplingSettings,
+    "rollout": RolloutSettings,
     "trainer": TrainerSettings,
-    "memory": MemorySettings,
-    "serialize": SerializeSettings,
     "e2e": E2ESettings,
+    "weight-sync": WeightSyncSettings,
+    "memory": MemorySettings,
+    "transfer": TransferSettings,
+    "serialize": SerializeSettings,
+    "telemetry": TelemetrySettings,
 }
 
 
@@ -242,7 +326,14 @@ def make_settings(case: str, overrides: Sequence[str] = ()) -> BenchSettings:
     if case not in SETTINGS:
         raise ConfigError(f"{case!r} is no case of redline bench", f"one of {', '.join(SETTINGS)}")
     settings = read_overrides(case, SETTINGS[case], overrides)
-    config = as_recipe(settings)
+    try:
+        config = as_recipe(settings)
+    except ConfigError as error:
+        if isinstance(settings, TransferSettings) and settings.device == "cuda":
+            raise ConfigError(
+                error.message, "expose the device, or copy from host memory to host memory: device=cpu"
+            ) from error
+        raise
     chosen: dict[str, Any] = {"device": config.run.device, "dtype": config.model.dtype, "num_threads": config.run.num_threads}
     if isinstance(settings, GenerateSettings):
         chosen |= _choose_prompts_and_peers(settings)
@@ -250,10 +341,19 @@ def make_settings(case: str, overrides: Sequence[str] = ()) -> BenchSettings:
         chosen |= {"peers": _training_peers(settings.peers), "trainer": fit_trainer(settings.trainer)}
     if isinstance(settings, SerializeSettings):
         chosen |= {"peers": _storage_peers(settings.peers)}
+    if isinstance(settings, TrainerSettings | RolloutSettings) and settings.replay is not None:
+        RunFolder.open(settings.replay)
+    if isinstance(settings, E2ESettings):
+        chosen |= _against(settings)
     if isinstance(settings, MemorySettings):
         chosen |= {"peers": _training_peers(settings.peers)}
         _refuse_all_of_the_host(settings, config.run.device)
     return settings.model_copy(update=chosen)
+
+
+def quick_overrides(case: str) -> Sequence[str]:
+    """What `--quick` says before anybody else does."""
+    return QUICK.get(case, ())
 
 
 def as_recipe(settings: BenchSettings) -> Config:
@@ -304,8 +404,30 @@ def _storage_peers(peers: tuple[StoragePeer, ...] | None) -> tuple[StoragePeer, 
     installed = [peer for peer, package in packages.items() if is_installed(package)]
     missing = [peer for peer in peers or () if peer not in installed]
     if missing:
-        raise ConfigError(f"peers: {', '.join(missing)} needs a package that is not installed here", "leave it out")
+        raise ConfigError(
+            f"peers: {', '.join(missing)} needs a package that is not installed here",
+            "leave it out, or pip install 'redline-rl[bench]'",
+        )
     return tuple(installed) if peers is None else peers
+
+
+def _against(settings: E2ESettings) -> dict[str, Any]:
+    if settings.against is None:
+        return {}
+    if settings.trl_python is not None and not settings.trl_python.is_file():
+        raise ConfigError(f"trl_python = {str(settings.trl_python)!r}: no such file", "give the path of a python")
+    if settings.trl_python is None and not is_installed("trl"):
+        raise ConfigError(
+            "redline bench e2e: trl is not installed here",
+            "name an environment that has it: --trl-python .venv-trl/bin/python",
+        )
+    return {"lags": (0,)}
+
+
+def _refuse_sizes_of_a_replay(settings: Any, sizes: Sequence[str]) -> None:
+    given = [name for name in sizes if name in settings.model_fields_set]
+    if settings.replay is not None and given:
+        raise ValueError(f"{given[0]}: its sizes are those of the run that is replayed; leave out {', '.join(given)} or replay")
 
 
 def _refuse_all_of_the_host(settings: MemorySettings, device: str) -> None:

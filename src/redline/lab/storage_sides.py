@@ -16,6 +16,7 @@ import torch
 from redline.buffer.packing import pack
 from redline.buffer.store import TrajectoryStore
 from redline.buffer.stored_groups import pack_stored
+from redline.lab import tensordicts
 from redline.lab.settings import SerializeSettings
 from redline.lab.train_batches import long_tailed_lengths
 from redline.types import FinishReason, TrainBatch, Trajectory, TrajectoryGroup, VersionSpan
@@ -155,27 +156,22 @@ class PickleSide(FilePerStep):
     """A list of dicts with arrays in them."""
 
     def save(self, path: Path, groups: Step) -> None:
-        rows = [_as_dict(group, i) for group in groups for i in range(len(group.trajectories))]
         with path.open("wb") as file:
-            pickle.dump(rows, file, protocol=pickle.HIGHEST_PROTOCOL)
+            pickle.dump(rows_of(groups), file, protocol=pickle.HIGHEST_PROTOCOL)
 
     def load(self, path: Path) -> TrainBatch:
         with path.open("rb") as file:
-            rows = pickle.load(file)
-        by_group: dict[int, list[dict[str, Any]]] = {}
-        for row in rows:
-            by_group.setdefault(row["group"], []).append(row)
-        return pack([_from_dicts(members) for members in by_group.values()], 0, keep_silent=True)
+            return batch_of_rows(pickle.load(file))
 
 
 class PaddedSide(FilePerStep):
     """Tensors as wide as the longest attempt of the step, with torch.save."""
 
     def save(self, path: Path, groups: Step) -> None:
-        torch.save(_padded(groups) | {"others": _others(groups)}, path)
+        torch.save(padded(groups) | {"others": others(groups)}, path)
 
     def load(self, path: Path) -> TrainBatch:
-        return _from_padded(torch.load(path, weights_only=True))
+        return from_padded(torch.load(path, weights_only=True))
 
 
 class SafetensorsSide(FilePerStep):
@@ -184,12 +180,12 @@ class SafetensorsSide(FilePerStep):
     def save(self, path: Path, groups: Step) -> None:
         from safetensors.torch import save_file
 
-        save_file(_padded(groups), path, {"others": json.dumps(_others(groups))})
+        save_file(padded(groups), path, {"others": json.dumps(others(groups))})
 
     def load(self, path: Path) -> TrainBatch:
         from safetensors.torch import load_file
 
-        return _from_padded(load_file(path))
+        return from_padded(load_file(path))
 
 
 class TensorDictSide(FilePerStep):
@@ -199,23 +195,17 @@ class TensorDictSide(FilePerStep):
         self._consolidated = consolidated
 
     def save(self, path: Path, groups: Step) -> None:
-        from tensordict import TensorDict  # type: ignore[import-not-found, unused-ignore]
-
-        tensors = TensorDict(_padded(groups) | {"others": json.dumps(_others(groups))}, batch_size=[])
-        if self._consolidated:
-            tensors.consolidate(filename=path)
-        else:
-            tensors.memmap(path)
+        tensordicts.save(path, padded(groups), json.dumps(others(groups)), consolidated=self._consolidated)
 
     def load(self, path: Path) -> TrainBatch:
-        from tensordict import TensorDict
-
-        return _from_padded(TensorDict.from_consolidated(path) if self._consolidated else TensorDict.load_memmap(path))
+        return from_padded(tensordicts.load(path, consolidated=self._consolidated))
 
 
 def make_side(name: str, settings: SerializeSettings) -> StorageSide:
-    if name == "redline":
-        return StoreSide(settings.groups_per_step)
+    return StoreSide(settings.groups_per_step) if name == "redline" else make_file_side(name)
+
+
+def make_file_side(name: str) -> FilePerStep:
     if name == "pickle":
         return PickleSide()
     if name == "padded":
@@ -228,6 +218,18 @@ def make_side(name: str, settings: SerializeSettings) -> StorageSide:
 
 
 # ── conversions ────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def rows_of(groups: Step) -> list[dict[str, Any]]:
+    """One dict per attempt."""
+    return [_as_dict(group, i) for group in groups for i in range(len(group.trajectories))]
+
+
+def batch_of_rows(rows: Sequence[Mapping[str, Any]]) -> TrainBatch:
+    by_group: dict[int, list[Mapping[str, Any]]] = {}
+    for row in rows:
+        by_group.setdefault(row["group"], []).append(row)
+    return pack([_from_dicts(members) for members in by_group.values()], 0, keep_silent=True)
 
 
 def _as_dict(group: TrajectoryGroup, attempt: int) -> dict[str, Any]:
@@ -254,7 +256,7 @@ def _scalars(group: TrajectoryGroup, t: Trajectory) -> dict[str, Any]:
     }
 
 
-def _others(groups: Step) -> list[dict[str, Any]]:
+def others(groups: Step) -> list[dict[str, Any]]:
     return [_scalars(group, t) for group in groups for t in group.trajectories]
 
 
@@ -275,7 +277,7 @@ def _from_dicts(rows: Sequence[Mapping[str, Any]]) -> TrajectoryGroup:
     return TrajectoryGroup(rows[0]["task_id"], attempts, np.array([row["advantage"] for row in rows], dtype=np.float32))
 
 
-def _padded(groups: Step) -> dict[str, torch.Tensor]:
+def padded(groups: Step) -> dict[str, torch.Tensor]:
     attempts = [t for group in groups for t in group.trajectories]
     lengths = np.array([len(t.token_ids) for t in attempts])
     shape = (len(attempts), int(lengths.max()))
@@ -293,7 +295,7 @@ def _padded(groups: Step) -> dict[str, torch.Tensor]:
     return {name: torch.from_numpy(array) for name, array in arrays.items()}
 
 
-def _from_padded(tensors: Any) -> TrainBatch:
+def from_padded(tensors: Any) -> TrainBatch:
     tokens, mask, logprobs, lengths, advantages, sizes = (
         tensors[name].numpy() for name in ("tokens", "loss_mask", "logprobs", "lengths", "advantages", "sizes")
     )

@@ -34,19 +34,28 @@ def random_batch(
     """Whole sequences of these lengths; all but their prompt is trained on, and the sequences of a group share the prompt.
 
     The old logprobs are those of a uniform distribution, near enough to random weights that no ratio overflows."""
+    sequences = len(lengths)
+    offsets = np.arange(0, sequences + 1, group_size, dtype=np.int64)
+    return random_groups(lengths, np.full(sequences, prompt_tokens), offsets, vocab_size, key)
+
+
+def random_groups(
+    lengths: np.ndarray, prompt_lengths: np.ndarray, group_offsets: np.ndarray, vocab_size: int, key: Sequence[int]
+) -> TrainBatch:
+    """The same for groups and prompts of any size, int64[S] and int64[groups + 1]; a group has the prompt of its first
+    sequence, which is as long as those of the others."""
     random = np.random.default_rng(list(key))
     cu_seqlens = np.concatenate([[0], np.cumsum(lengths)])
     lowest = min(10, vocab_size - 1)
     tokens = random.integers(lowest, vocab_size, cu_seqlens[-1], dtype=np.int32)
-    prompt_columns = np.arange(prompt_tokens)
-    firsts = np.repeat(cu_seqlens[:-1:group_size], group_size)
-    tokens[cu_seqlens[:-1, None] + prompt_columns] = tokens[firsts[:, None] + prompt_columns]
     positions = np.arange(cu_seqlens[-1]) - np.repeat(cu_seqlens[:-1], lengths)
-    loss_mask = positions >= prompt_tokens
+    loss_mask = positions >= np.repeat(prompt_lengths, lengths)
+    firsts = np.repeat(np.repeat(cu_seqlens[group_offsets[:-1]], np.diff(group_offsets)), lengths)
+    tokens = np.where(loss_mask, tokens, tokens[firsts + np.where(loss_mask, 0, positions)])
     return TrainBatch(
         tokens=tokens,
         cu_seqlens=cu_seqlens,
-        group_offsets=np.arange(0, len(lengths) + 1, group_size, dtype=np.int64),
+        group_offsets=group_offsets,
         loss_mask=loss_mask,
         old_logprobs=np.where(loss_mask, -math.log(vocab_size), 0).astype(np.float32),
         advantages=random.standard_normal(len(lengths), dtype=np.float32),

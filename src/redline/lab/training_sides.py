@@ -72,6 +72,11 @@ class TrainingSide(Protocol):
     @property
     def weight_bytes(self) -> int: ...
 
+    @property
+    def gradient_bytes(self) -> int:
+        """Kept between steps."""
+        ...
+
     def step(self, batch: TrainBatch) -> Step: ...
 
 
@@ -90,6 +95,10 @@ class RedlineTraining:
     def __init__(self, decoder: AnyDecoder, dtype: torch.dtype, config: TrainerConfig) -> None:
         self._trainer = PolicyTrainer(decoder, dtype, 1.0, config)
         self.weight_bytes = size_of(decoder)
+
+    @property
+    def gradient_bytes(self) -> int:
+        return self._trainer.memory()["gradients"]
 
     def step(self, batch: TrainBatch) -> Step:
         report = self._trainer.step(batch)
@@ -116,6 +125,7 @@ class TransformersTraining:
             fused=True,
         )
         self.weight_bytes = size_of(model)
+        self.gradient_bytes = 0
 
     def step(self, batch: TrainBatch) -> Step:
         losses = []

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 RANDOM = "random:"
@@ -74,6 +74,38 @@ WORKLOADS: Mapping[str, Mapping[str, Mapping[str, Any]]] = {
         "T1-LONG": {**_T1, "tokens": 4096},
         "C2-TRAIN": {**_C2, "tokens": 112, "limit_bytes": 4_000_000_000, "first_tokens": 2048},
     },
+    "e2e": {
+        "C2": {
+            **_C2,
+            "task": "sums",
+            "groups_per_step": 8,
+            "group_size": 8,
+            "max_new_tokens": 64,
+            "trainer": {"learning_rate": 1e-5, "max_tokens_per_micro_batch": 4096},
+            "engine": {"kv_cache_memory_bytes": 2**30},
+        },
+    },
     "serialize": {"S1": {}},
 }
 """Case → name → settings. Whatever else the command line says comes on top."""
+
+QUICK: Mapping[str, Sequence[str]] = {
+    "generate": ("model=builtin:small", "prompts=16", "new_tokens=32", "pairs=6"),
+    "n-sampling": ("model=builtin:small", "prompt_tokens=256", "new_tokens=16", "n=1,4", "pairs=6"),
+    "rollout": ("pairs=6", "groups_per_step=4", "max_new_tokens=32"),
+    "trainer": ("model=builtin:small", "sequences=8", "tokens=128", "pairs=6"),
+    "e2e": ("lags=0,1", "groups_per_step=4", "group_size=4", "max_new_tokens=16", "warmup_steps=2", "steps=3"),
+    "weight-sync": ("model=builtin:small", "pairs=6"),
+    "memory": (
+        "model=builtin:small",
+        "tokens=256",
+        "first_tokens=2048",
+        "most_tokens=4096",
+        "tolerance=0.5",
+        "limit_bytes=1_000_000_000",
+    ),
+    "transfer": ("sizes=65536,16777216", "overlap_bytes=67108864", "pairs=6"),
+    "serialize": ("trajectories=1000", "handed_over=8,32"),
+    "telemetry": ("samples=30", "pairs=6", "steps=2"),
+}
+"""Case → what `redline bench all --quick` asks of it: a few seconds each, the set-up not counted."""

@@ -188,7 +188,7 @@ def _backward(
     grad_attended = (grad_second_TE @ o).view_as(out_THD)
     grad_heads_TX = attend.backward(grad_attended, *_heads(heads_TX, spec), out_THD, tuple(of_attention), rotary).flatten(1)
     grad_qkv = product_gradient(qkv, grad_heads_TX, first_normed_TE)
-    bias = layer.qkv.bias
+    bias: Tensor | None = layer.qkv.bias
     grad_bias = None if bias is None else gradient(bias, column_sums(grad_heads_TX))
     grad_first_TE, grad_attn_norm = norm_backward(first_TE, layer.attn_norm, first_scale_T, grad_heads_TX @ qkv, grad_second_TE)
     norms = gradient(layer.attn_norm, grad_attn_norm), gradient(layer.mlp_norm, grad_mlp_norm)

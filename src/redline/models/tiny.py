@@ -31,10 +31,20 @@ SMALL = {
 def write_tiny_model(folder: Path, seed: int = 0, **shape: int) -> None:
     """A Hugging Face folder with random weights."""
     import torch
-    from transformers import LlamaConfig, LlamaForCausalLM
+    from transformers import LlamaForCausalLM
+
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        LlamaForCausalLM(shape_config(**shape)).save_pretrained(folder)
+    tiny_tokenizer().save_pretrained(folder)
+
+
+def shape_config(**shape: int):  # type: ignore[no-untyped-def]
+    """Of a model made here; what `shape` leaves out is that of the smallest."""
+    from transformers import LlamaConfig
 
     tokenizer = tiny_tokenizer()
-    config = LlamaConfig(
+    return LlamaConfig(
         vocab_size=len(tokenizer),
         **(TINY | shape),
         max_position_embeddings=1024,
@@ -42,10 +52,6 @@ def write_tiny_model(folder: Path, seed: int = 0, **shape: int) -> None:
         bos_token_id=tokenizer.convert_tokens_to_ids("<|endoftext|>"),
         eos_token_id=tokenizer.eos_token_id,
     )
-    with torch.random.fork_rng():
-        torch.manual_seed(seed)
-        LlamaForCausalLM(config).save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
 
 
 def tiny_tokenizer():  # type: ignore[no-untyped-def]  # transformers' tokenizers are not typed

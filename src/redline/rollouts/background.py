@@ -1,16 +1,20 @@
-"""Rollouts beside the trainer: a thread of their own steps the engine, so that neither waits for the other without need.
+"""Rollouts beside the trainer: threads of their own step the engine and score, so that nobody waits without need.
 
-    loop        begin ──► numbers ──►┐                            ┌──► finished
-    thread                           └─► submit ─ step ─ score ───┘
-    loop        pause ────────────────────────┤ between two steps ├──── resume
+    loop        begin ──► numbers ──►┐                                     ┌──► finished
+    rollouts                         └─► submit ─ step ─┐                  │
+    rewards                                             └─► score ─────────┘
+    loop        pause ───────────────────────┤ between two steps ├──── resume
 
-The engine belongs to the thread. Whoever wants it (the trainer, who is about to overwrite the weights they share, or an
-evaluation) pauses it: the thread stops between two steps, with all its sequences where they are.
+The engine belongs to the thread of the rollouts. Whoever wants it (the trainer, who is about to overwrite the weights they
+share, or an evaluation) pauses it: the thread stops between two steps, with all its sequences where they are. Rewards may take
+long, and some never come: a group that is abandoned while it is scored leaves its thread behind, and another goes on with the
+next one.
 """
 
 from __future__ import annotations
 
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -19,11 +23,12 @@ from dataclasses import dataclass, field
 from redline.errors import EngineError, TaskError, boundary
 from redline.ports import Engine, SteppedEngine
 from redline.rollouts.runner import SingleTurnRollouts
-from redline.telemetry import span
+from redline.telemetry import idle_as, span
+from redline.telemetry.workers import forget_worker, watch_worker
 from redline.types import Completion, Delta, GenerateRequest, Task, TrajectoryGroup, WeightUpdate
 
 PATIENCE_S = 5.0
-"""For the step under way, when all is to end."""
+"""For the step and the reward under way, when all is to end."""
 
 
 @dataclass(slots=True)
@@ -33,7 +38,12 @@ class _Attempt:
     number: int
     task: Task
     request: GenerateRequest
+    began: float
     completions: dict[int, Completion] = field(default_factory=dict)
+
+    @property
+    def is_sampled(self) -> bool:
+        return len(self.completions) == self.request.sampling.n
 
 
 class BackgroundRollouts:
@@ -42,41 +52,64 @@ class BackgroundRollouts:
     def __init__(
         self, rollouts: SingleTurnRollouts, engine: SteppedEngine, prepare_thread: Callable[[], None] = lambda: None
     ) -> None:
-        """`prepare_thread` is called first in the new thread, for settings that belong to one."""
+        """`prepare_thread` is called first in each new thread, for settings that belong to one."""
         self._rollouts = rollouts
         self._engine = engine
         self._prepare_thread = prepare_thread
         self._changed = threading.Condition()
         self._begun: deque[int] = deque()
-        self._finished: deque[TrajectoryGroup] = deque()
         self._attempts: dict[int, _Attempt] = {}
-        """By the engine's number of the request; the thread's own."""
-        self._wanted_by = 0
-        """Callers that want the engine for themselves."""
+        """Being sampled, by the engine's number of the request; the thread's own."""
+        self._sampled: deque[_Attempt] = deque()
+        self._scoring: _Attempt | None = None
+        self._finished: deque[TrajectoryGroup] = deque()
+        self._abandoned: set[int] = set()
+        """Numbers that the engine may still be at."""
+        self._wanted_by = self._quiet_for = 0
+        """Callers that want the engine for themselves, and those of them who want no reward computed meanwhile either."""
         self._is_between_steps = False
         self._closed = False
         self._error: BaseException | None = None
-        self._thread = threading.Thread(target=self._run, name="rollouts", daemon=True)
-        self._thread.start()
+        self._thread, self._scorer = self._new_thread("rollouts", self._work), self._new_thread("rewards", self._score_all)
+        for thread in (self._thread, self._scorer):
+            thread.start()
+            watch_worker(thread.name, thread)
 
     # ── from the loop ──────────────────────────────────────────────────────────────────────────────────────────────────
 
     def begin(self, numbers: Sequence[int], version: int) -> None:
-        with self._changed:
+        with span("rollouts.dispatch"), self._changed:
             self._begun += numbers
             self._changed.notify_all()
 
     def arrived(self) -> list[TrajectoryGroup]:
-        with self._changed:
+        with span("rollouts.dispatch"), self._changed:
             self._raise_error()
             groups = list(self._finished)
             self._finished.clear()
             return groups
 
-    def finished(self) -> list[TrajectoryGroup]:
+    def finished(self, patience_s: float | None = None) -> list[TrajectoryGroup]:
         with span("wait.for_rollouts"), self._changed:
-            self._changed.wait_for(lambda: self._finished or self._error)
+            self._changed.wait_for(lambda: self._finished or self._error, patience_s)
         return self.arrived()
+
+    def abandon(self, numbers: Sequence[int]) -> None:
+        """None of them will come any more, wherever they are."""
+        if not numbers:
+            return
+        with self._changed:
+            given_up = set(numbers)
+            self._begun = deque(number for number in self._begun if number not in given_up)
+            self._sampled = deque(attempt for attempt in self._sampled if attempt.number not in given_up)
+            self._finished = deque(group for group in self._finished if group.number not in given_up)
+            self._abandoned |= given_up
+            if self._scoring is not None and self._scoring.number in given_up:
+                self._scoring = None
+                self._scorer = self._new_thread("rewards", self._score_all)
+                self._scorer.start()
+                watch_worker("rewards", self._scorer)
+            self._changed.notify_all()
 
     def pause(self) -> None:
         """Returns when the engine is between two steps, where it stays until `resume`."""
@@ -92,55 +125,58 @@ class BackgroundRollouts:
             self._changed.notify_all()
 
     @contextmanager
-    def paused(self) -> Iterator[None]:
+    def paused(self, patience_s: float | None = None) -> Iterator[None]:
+        """Inside, nobody else uses the engine or the tasks. A reward that is under way is waited for, but no longer than
+        `patience_s`."""
         self.pause()
         try:
+            with span("wait.for_rewards"), self._changed:
+                self._quiet_for += 1
+                self._changed.wait_for(lambda: self._scoring is None or self._error, patience_s)
+                self._raise_error()
             yield
         finally:
+            with self._changed:
+                self._quiet_for -= 1
             self.resume()
 
     def close(self) -> None:
         """Give up what is under way. A reward that does not return is left behind, and ends with the process."""
         with self._changed:
+            if self._error is None:
+                forget_worker("rollouts")
+                forget_worker("rewards")
             self._closed = True
             self._changed.notify_all()
         self._thread.join(PATIENCE_S)
+        self._scorer.join(PATIENCE_S)
 
     def _raise_error(self) -> None:
         if self._error is not None:
             raise self._error
 
-    # ── the thread ─────────────────────────────────────────────────────────────────────────────────────────────────────
-
-    def _run(self) -> None:
-        error: Exception | None = TaskError(
-            "a task or its reward ended the thread of the rollouts", "let it raise no SystemExit"
-        )
-        try:
-            with boundary() as caught:
-                self._work()
-            error = caught.error
-        finally:  # whatever happened, nobody shall wait for this thread any more
-            with self._changed:
-                self._error = error
-                self._is_between_steps = True
-                self._changed.notify_all()
+    # ── the thread of the rollouts ─────────────────────────────────────────────────────────────────────────────────────
 
     def _work(self) -> None:
-        self._prepare_thread()
         while self._may_go_on():
-            self._submit()
-            if self._engine.has_work:
-                with span("engine.schedule"):  # what of a step is neither prefill nor decode
-                    pieces = self._engine.step()
-                for request_id, piece in pieces:
-                    self._take(request_id, piece)
+            with span("rollouts.dispatch"):  # what is neither a task's nor the engine's
+                self._abort_abandoned()
+                self._submit()
+                self._step()
         for request_id in list(self._attempts):
             self._engine.abort(request_id)
 
+    def _step(self) -> None:
+        if not self._engine.has_work:
+            return
+        with span("engine.schedule"):  # what of a step is neither prefill nor decode
+            pieces = self._engine.step()
+        for request_id, piece in pieces:
+            self._take(request_id, piece)
+
     def _may_go_on(self) -> bool:
         """Between two steps: others may have the engine, and where there is nothing to do, wait. False ends the thread."""
-        with self._changed:
+        with span("rollouts.dispatch"), self._changed:
             self._is_between_steps = True
             self._changed.notify_all()
             while not self._closed:
@@ -150,34 +186,93 @@ class BackgroundRollouts:
                 elif self._begun or self._engine.has_work:
                     break
                 else:
-                    with span("wait.for_budget"):
+                    # Either the rollouts still owe the engine what follows from its answers, or they may begin no more.
+                    with span("wait.for_requests" if self._sampled or self._scoring else "wait.for_budget"):
                         self._changed.wait()
             self._is_between_steps = False
             return not self._closed
 
+    def _abort_abandoned(self) -> None:
+        with self._changed:
+            given_up, self._abandoned = self._abandoned, set()
+        for request_id in [request_id for request_id, attempt in self._attempts.items() if attempt.number in given_up]:
+            self._engine.abort(request_id)
+            del self._attempts[request_id]
+
     def _submit(self) -> None:
-        while self._begun:
-            number = self._begun.popleft()
+        while (number := self._next_begun()) is not None:
+            began = time.perf_counter()
             task = self._rollouts.task(number)
             request = self._rollouts.request(number, task)
-            self._attempts[self._engine.submit(request)] = _Attempt(number, task, request)
+            self._attempts[self._engine.submit(request)] = _Attempt(number, task, request, began)
+
+    def _next_begun(self) -> int | None:
+        with self._changed:
+            return self._begun.popleft() if self._begun else None
 
     def _take(self, request_id: int, piece: Delta | EngineError) -> None:
+        attempt = self._attempts.get(request_id)
+        if attempt is None:
+            return  # what is left of one that was abandoned
         if isinstance(piece, EngineError):
             raise piece
         if piece.completion is None:
             return
-        attempt = self._attempts[request_id]
         attempt.completions[piece.index] = piece.completion
-        if len(attempt.completions) < attempt.request.sampling.n:
+        if not attempt.is_sampled:
             return
         del self._attempts[request_id]
-        completions = [attempt.completions[index] for index in sorted(attempt.completions)]
-        trajectories = self._rollouts.scored(attempt.task, attempt.request, completions)
-        group = self._rollouts.group(attempt.number, attempt.task, trajectories)
         with self._changed:
-            self._finished.append(group)
-            self._changed.notify_all()
+            if attempt.number not in self._abandoned:
+                self._sampled.append(attempt)
+                self._changed.notify_all()
+
+    # ── the thread of the rewards ──────────────────────────────────────────────────────────────────────────────────────
+
+    def _score_all(self) -> None:
+        idle_as("wait.for_completions")
+        while (attempt := self._next_sampled()) is not None:
+            completions = [attempt.completions[index] for index in sorted(attempt.completions)]
+            trajectories = self._rollouts.scored(attempt.task, attempt.request, completions)
+            group = self._rollouts.group(attempt.number, attempt.task, trajectories, attempt.began)
+            with self._changed:
+                if self._is_left_behind():
+                    return
+                self._scoring = None
+                self._finished.append(group)
+                self._changed.notify_all()
+
+    def _next_sampled(self) -> _Attempt | None:
+        """None ends the thread."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._closed or self._is_left_behind() or (self._sampled and not self._quiet_for))
+            if self._closed or self._is_left_behind():
+                return None
+            self._scoring = self._sampled.popleft()
+            return self._scoring
+
+    def _is_left_behind(self) -> bool:
+        return threading.current_thread() is not self._scorer
+
+    # ── both ───────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def _new_thread(self, name: str, work: Callable[[], None]) -> threading.Thread:
+        return threading.Thread(target=self._run, args=(work,), name=name, daemon=True)
+
+    def _run(self, work: Callable[[], None]) -> None:
+        error: Exception | None = TaskError(
+            "a task or its reward ended the thread of the rollouts", "let it raise no SystemExit"
+        )
+        try:
+            with boundary() as caught:
+                self._prepare_thread()
+                work()
+            error = caught.error
+        finally:  # whatever happened, nobody shall wait for this thread any more
+            with self._changed:
+                if threading.current_thread() in (self._thread, self._scorer):
+                    self._error = self._error or error
+                    self._changed.notify_all()
 
 
 class SteppedElsewhere:
@@ -196,9 +291,10 @@ class SteppedElsewhere:
     def apply(self, update: WeightUpdate) -> None:
         if not self._is_held:
             self.hold()
-        self._engine.apply(update)
-        self._is_held = False
-        self._rollouts.resume()
+        with span("engine.update_weights"):
+            self._engine.apply(update)
+            self._is_held = False
+            self._rollouts.resume()
 
     def generate(self, requests: Sequence[GenerateRequest]) -> list[list[Completion]]:
         with self._rollouts.paused():

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from redline.errors import ModelError
 from redline.models.hf import load_config, load_tokenizer
+from redline.models.memory_use import weight_bytes
 from redline.models.spec import position_limit
 from redline.telemetry import span
 from redline.types import Failure, Message
@@ -33,6 +34,10 @@ class RewardModel:
         self._longest = min(position_limit(self._model.config), self._tokenizer.model_max_length)
         # Where the model has no padding token, it reads its score off the last token, whatever that is.
         self._pad_token_id: int | None = self._model.config.get_text_config().pad_token_id
+
+    def memory(self) -> dict[str, int]:
+        """Bytes by kind."""
+        return {"weights": weight_bytes([self._model]).total()}
 
     def scores(self, conversations: Sequence[Sequence[Message]]) -> list[float | Failure]:
         """One for each conversation, whose last message is the answer; a failure where the model has none to give."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
@@ -15,7 +16,7 @@ from redline.rollouts.advantages import group_advantages
 from redline.rollouts.chat import Chat
 from redline.rollouts.rewards import REWARD_MODEL_PART, finite_parts, overlong_penalty, total_reward
 from redline.telemetry import span
-from redline.types import Completion, Failure, GenerateRequest, SamplingParams, Task, Trajectory, TrajectoryGroup
+from redline.types import Completion, EngineCall, Failure, GenerateRequest, SamplingParams, Task, Trajectory, TrajectoryGroup
 
 if TYPE_CHECKING:
     from redline.rollouts.reward_model import RewardModel  # it needs torch, and most runs do not need it
@@ -52,12 +53,16 @@ class SingleTurnRollouts:
     def arrived(self) -> list[TrajectoryGroup]:
         return []  # nobody works on them meanwhile
 
-    def finished(self) -> list[TrajectoryGroup]:
-        """All that was begun, attempted now, by the caller's own hands."""
+    def abandon(self, numbers: Sequence[int]) -> None:
+        self._begun = [number for number in self._begun if number not in numbers]
+
+    def finished(self, patience_s: float | None = None) -> list[TrajectoryGroup]:
+        """All that was begun, attempted now, by the caller's own hands, however long it takes."""
         numbers, self._begun = self._begun, []
+        began = time.perf_counter()
         tasks = [self.task(number) for number in numbers]
         attempts = self.attempt(tasks, self._config.group_size, self._config.temperature, streams=numbers)
-        return [self.group(*parts) for parts in zip(numbers, tasks, attempts, strict=True)]
+        return [self.group(*parts, began) for parts in zip(numbers, tasks, attempts, strict=True)]
 
     # ── one group, in pieces ───────────────────────────────────────────────────────────────────────────────────────────
 
@@ -75,15 +80,15 @@ class SingleTurnRollouts:
             attempts = [self._score(task, request, completions)]
         return self._judge([task], attempts)[0]
 
-    def group(self, number: int, task: Task, trajectories: Sequence[Trajectory]) -> TrajectoryGroup:
-        """With the advantages that a group can know by itself."""
+    def group(self, number: int, task: Task, trajectories: Sequence[Trajectory], began: float) -> TrajectoryGroup:
+        """With the advantages that a group can know by itself. `began` is when its attempts did, on `time.perf_counter`."""
         with span("rollouts.advantages"):
             if self._config.overlong_fraction:
                 trajectories = [self._punished_for_length(t) for t in trajectories]
             rewards = np.array([t.reward for t in trajectories], dtype=np.float32)
             failed = np.array([t.failure is not None for t in trajectories])
             advantages = group_advantages(rewards, failed, self._config.advantages)
-            return TrajectoryGroup(task.id, trajectories, advantages, number)
+            return TrajectoryGroup(task.id, trajectories, advantages, number, time.perf_counter() - began)
 
     # ── many at once ───────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -91,13 +96,18 @@ class SingleTurnRollouts:
         """n scored answers to each task, which samples from its stream of the run's seed."""
         with span("rollouts.prompts"):
             requests = [self._request(task, n, temperature, stream) for task, stream in zip(tasks, streams, strict=True)]
-        answers = self._engine.generate(requests)
+        with span("engine.schedule"):  # what of it is neither prefill nor decode
+            answers = self._engine.generate(requests)
         with span("rollouts.reward"):
             attempts = [
                 self._score(task, request, completions)
                 for task, request, completions in zip(tasks, requests, answers, strict=True)
             ]
         return self._judge(tasks, attempts)
+
+    def memory(self) -> dict[str, int]:
+        """Bytes by kind that it holds on the device: a reward model's."""
+        return self._reward_model.memory() if self._reward_model else {}
 
     def evaluate(self, tasks: Sequence[Task]) -> list[list[Trajectory]]:
         """Answers to held-out tasks, with the same randomness every time, so that two evaluations differ by policy alone."""
@@ -136,6 +146,7 @@ class SingleTurnRollouts:
             reward=0.0 if failure or self._reward_model else total_reward(parts, self._config.reward_weights),
             reward_parts=parts,
             failure=failure,
+            calls=(EngineCall(completion.queue_s, completion.prefill_s, completion.decode_s, len(completion.token_ids)),),
         )
 
     def _judge(self, tasks: Sequence[Task], attempts: list[list[Trajectory]]) -> list[list[Trajectory]]:

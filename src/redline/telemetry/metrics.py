@@ -20,12 +20,13 @@ class MetricsLog:
         drop_torn_line(path)
         self._file = path.open("ab")
 
-    def append(self, step: int, values: Mapping[str, Any]) -> None:
-        """Add the row of a step. A number that is not finite becomes null: JSON has no other word for it."""
+    def append(self, step: int, values: Mapping[str, Any]) -> dict[str, Any]:
+        """Add the row of a step, and give it as written. A number that is not finite becomes null: JSON has no other word."""
         assert all("/" in key for key in values), f"metric keys are section/name_unit, not {sorted(values)}"
         row = {"step": step, **{key: _plain(values[key]) for key in sorted(values)}}
         self._file.write(json.dumps(row, ensure_ascii=False, allow_nan=False).encode() + b"\n")
         self._file.flush()
+        return row
 
     def rewind(self, step: int) -> None:
         """Forget every row after `step`: a resumed run will write them again."""

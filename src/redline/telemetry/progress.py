@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 import time
-from collections import deque
-from collections.abc import Sequence
+from collections import Counter, deque
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import TracebackType
 
@@ -14,6 +14,8 @@ from rich.console import Console, ConsoleOptions, RenderResult
 from rich.live import Live
 from rich.table import Table
 from rich.text import Text
+
+from redline.telemetry.timeline import bottleneck, in_words
 
 _SPARKS = "▁▂▃▄▅▆▇█"
 _RECENT_STEPS = 20
@@ -53,9 +55,12 @@ class Progress:
         if self._live:
             self._live.stop()
 
-    def step(self, step: int, reward: float, tokens_per_s: float, step_s: float) -> None:
-        """Report that `step` steps are done; the other values are the last step's."""
-        self._line.update(step, reward, tokens_per_s, step_s)
+    def step(
+        self, step: int, reward: float, tokens_per_s: float, step_s: float, phases: Mapping[str, float] | None = None
+    ) -> None:
+        """Report that `step` steps are done; the other values are the last step's, `phases` its seconds as the timeline has
+        them."""
+        self._line.update(step, reward, tokens_per_s, step_s, phases or {})
         if self._live:
             self._live.refresh()
         else:
@@ -86,20 +91,24 @@ class Progress:
 
 
 class _StatusLine:
-    """step 12/100 ━━╌╌╌╌╌╌╌╌╌╌╌╌╌╌  reward 0.412 ▂▃▅▆▇█  1,234 tok/s  2.3 s/step  eta 3:22"""
+    """step 12/100 ━━╌╌╌╌╌╌╌╌╌╌╌╌╌╌  reward 0.412 ▂▃▅▆▇█  1,234 tok/s  2.3 s/step  generation 61%  eta 3:22"""
 
     def __init__(self, total_steps: int, first_step: int) -> None:
         self.total_steps = total_steps
         self.steps_done = first_step
         self._rewards: deque[float] = deque(maxlen=_RECENT_STEPS)
         self._step_seconds: deque[float] = deque(maxlen=_RECENT_STEPS)
+        self._phases: deque[Mapping[str, float]] = deque(maxlen=_RECENT_STEPS)
         self._tokens_per_s = 0.0
         self._started = self._updated = time.monotonic()
 
-    def update(self, step: int, reward: float, tokens_per_s: float, step_s: float) -> None:
+    def update(
+        self, step: int, reward: float, tokens_per_s: float, step_s: float, phases: Mapping[str, float] | None = None
+    ) -> None:
         self.steps_done = step
         self._rewards.append(reward)
         self._step_seconds.append(step_s)
+        self._phases.append(phases or {})
         self._tokens_per_s = tokens_per_s
         self._updated = time.monotonic()
 
@@ -109,6 +118,11 @@ class _StatusLine:
         mean = sum(self._step_seconds) / len(self._step_seconds)
         return max(0.0, (self.total_steps - self.steps_done) * mean - (time.monotonic() - self._updated))
 
+    def _mostly(self) -> str:
+        """What the recent steps spent most of their time on, and the share: the current bottleneck."""
+        found = bottleneck(sum(map(Counter, self._phases), Counter[str]()))
+        return f"{in_words(found[0])} {found[1]:.0%}" if found else ""
+
     def _when(self) -> str:
         if self.steps_done == self.total_steps:
             return f"took {_clock(self._updated - self._started)}"
@@ -117,27 +131,39 @@ class _StatusLine:
     def plain(self) -> str:
         step = f"step {self.steps_done:>{len(str(self.total_steps))}}/{self.total_steps}"
         speed = f"{self._tokens_per_s:>7,.0f} tok/s  {self._step_seconds[-1]:6.2f} s/step"
-        return f"{step}  reward {self._rewards[-1]:6.3f}  {speed}  {self._when()}"
+        mostly = f"  mostly {self._mostly()}" if self._mostly() else ""
+        return f"{step}  reward {self._rewards[-1]:6.3f}  {speed}  {self._when()}{mostly}"
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         head = f"step {self.steps_done:>{len(str(self.total_steps))}}/{self.total_steps} "
-        facts = self._facts(num_sparks=6 if options.max_width < 100 else _RECENT_STEPS)
+        facts = self._facts(options.max_width - len(head))
         room = options.max_width - len(head) - len(facts)
         yield Text.assemble((head, "bold"), _bar(self.steps_done / self.total_steps, min(room, 40)), facts, no_wrap=True)
 
-    def _facts(self, num_sparks: int) -> Text:
+    def _facts(self, room: int) -> Text:
+        """As many as there is room for; in a narrow terminal the sparks go first, then the seconds of a step."""
         if not self._rewards:
             return Text(f"  first step running, {_clock(time.monotonic() - self._updated)}", style="dim")
-        return Text.assemble(
+        for num_sparks in (_RECENT_STEPS, 6, 0):
+            facts = self._assemble(num_sparks, with_step=True)
+            if len(facts) <= room - (8 if num_sparks else 0):  # what is left is the bar's
+                return facts
+        return self._assemble(0, with_step=False)
+
+    def _assemble(self, num_sparks: int, with_step: bool) -> Text:
+        sparks = f" {sparkline(list(self._rewards)[-num_sparks:]):<{num_sparks}}" if num_sparks else ""
+        facts = Text.assemble(
             ("  reward ", "dim"),
-            (f"{self._rewards[-1]:.3f} ", "bold"),
-            (f"{sparkline(list(self._rewards)[-num_sparks:]):<{num_sparks}}", "green"),
+            (f"{self._rewards[-1]:.3f}", "bold"),
+            (sparks, "green"),
             f"  {self._tokens_per_s:,.0f}",
             (" tok/s", "dim"),
-            f"  {self._step_seconds[-1]:.1f}",
-            (" s/step", "dim"),
-            (f"  {self._when()}", "dim"),
         )
+        if with_step:
+            facts.append(f"  {self._step_seconds[-1]:.1f}").append(" s/step", style="dim")
+        if mostly := self._mostly():
+            facts.append("  ").append(mostly, style="red" if mostly.startswith("waiting") else "")
+        return facts.append(f"  {self._when()}", style="dim")
 
 
 def sparkline(values: Sequence[float]) -> str:

@@ -77,12 +77,42 @@ class RunFolder:
         return self.path / "evaluations.jsonl"
 
     @property
+    def samples(self) -> Path:
+        return self.path / "samples.jsonl"
+
+    @property
     def trace(self) -> Path:
         return self.path / "trace.json"
 
     @property
     def ledger(self) -> Path:
         return self.path / "ledger.json"
+
+    @property
+    def spans(self) -> Path:
+        """What other processes of the run write down, one file each."""
+        return self.path / "spans"
+
+    @property
+    def sinks(self) -> Path:
+        """What each sink has been told, so that a resumed run tells it nothing twice."""
+        return self.path / "sinks"
+
+    @property
+    def sinks_log(self) -> Path:
+        return self.path / "sinks.log"
+
+    @property
+    def alerts(self) -> Path:
+        return self.path / "alerts.jsonl"
+
+    @property
+    def stalls(self) -> Path:
+        return self.path / "stalls"
+
+    @property
+    def profiles(self) -> Path:
+        return self.path / "profiles"
 
     @property
     def trajectories(self) -> Path:

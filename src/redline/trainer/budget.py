@@ -18,7 +18,7 @@ import torch
 
 from redline.errors import TrainingError
 from redline.models.hf import AnyDecoder
-from redline.models.memory import FLOAT32, Checkpointing, ParameterBytes, TokenBytes, token_bytes
+from redline.models.memory import FLOAT32, Checkpointing, ParameterBytes, TokenBytes, layer_code, token_bytes
 from redline.models.spec import ModelShape
 from redline.trainer.logprobs import CHUNK_BYTES, KEPT_BYTES
 from redline.trainer.micro_batches import MicroBatchPlan
@@ -88,14 +88,16 @@ def find_budgets(
     if device.type != "cuda":
         return cpu_budgets()
     num_parameters = sum(parameter.numel() for parameter in network.parameters())
+    plain = all(parameter.requires_grad for parameter in network.parameters())
+    code = layer_code(network.spec, dtype, device.type, checkpointing, plain=plain)
     free, total = torch.cuda.mem_get_info(device)
     cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
     plan = MemoryPlan(
         device=total,
         others=max(0, total - free - cached - own_bytes),
         parameters=parameters,
-        logits=logits_bytes(network.spec),
-        per_token=token_bytes(network.spec, num_parameters, dtype, checkpointing),
+        logits=logits_bytes(network.spec, dtype),
+        per_token=token_bytes(network.spec, num_parameters, dtype, checkpointing, code),
     )
     return plan.budgets()
 
@@ -105,9 +107,11 @@ def cpu_budgets() -> Budgets:
     return Budgets(CPU_TOKENS, 2 * CPU_TOKENS, "auto: enough to keep a CPU busy")
 
 
-def logits_bytes(shape: ModelShape) -> int:
-    """On a GPU, whatever the number of tokens: logits that are kept and a chunk of others, and the head's float32 gradient."""
-    return KEPT_BYTES["cuda"] + CHUNK_BYTES["cuda"] + FLOAT32 * shape.vocab_size * shape.hidden_size
+def logits_bytes(shape: ModelShape, dtype: torch.dtype = torch.bfloat16) -> int:
+    """On a GPU, whatever the number of tokens: logits that are kept and a chunk of others, and in float32 the head's gradient,
+    which half precision adds to its sum as it is made (`gradient_sums.py`)."""
+    head = FLOAT32 * shape.vocab_size * shape.hidden_size if dtype == torch.float32 else 0
+    return KEPT_BYTES["cuda"] + CHUNK_BYTES["cuda"] + head
 
 
 def _tokens(room: int, per_token: int) -> int:

@@ -100,7 +100,7 @@ class Critic:
     """A value network and its optimizer."""
 
     def __init__(self, network: ValueNetwork, optimizer: Optimizer, clip: float | None) -> None:
-        self._network = network
+        self.network = network
         self._optimizer = optimizer
         self._clip = clip
 
@@ -108,7 +108,7 @@ class Critic:
     def values(self, micro_batches: Iterable[MicroBatch]) -> list[Tensor]:
         """float32[M] for each micro-batch: the value of the state in which each trained token was chosen."""
         with span("trainer.values"):
-            return [chosen_values(self._network, micro_batch) for micro_batch in micro_batches]
+            return [chosen_values(self.network, micro_batch) for micro_batch in micro_batches]
 
     def step(
         self,
@@ -131,7 +131,7 @@ class Critic:
         return totals.report(grad_norm)
 
     def _train_on(self, micro_batch: MicroBatch, *numbers: np.ndarray) -> ValueLoss:
-        values_M = chosen_values(self._network, micro_batch)
+        values_M = chosen_values(self.network, micro_batch)
         old_values_M, returns_M, weights_M = (torch.from_numpy(array).to(values_M.device) for array in numbers)
         found = value_loss(values_M, old_values_M, returns_M, weights_M, self._clip)
         found.loss.backward()

@@ -16,7 +16,7 @@ from safetensors.numpy import load_file, save_file
 from torch import Tensor
 
 from redline.errors import RunFolderError, TrainingError
-from redline.types import TrainBatch, VersionSpan
+from redline.types import Flat, TrainBatch, VersionSpan
 
 MOST_NAMED = 8
 """Parameters and tokens that an explanation names; the rest it counts."""
@@ -135,7 +135,7 @@ def save_batch(folder: Path, batch: TrainBatch, step: BadStep | None = None) -> 
     """Arrays to batch.safetensors, all else to batch.json, and why to why.json."""
     folder.mkdir(parents=True, exist_ok=True)
     values = {field.name: getattr(batch, field.name) for field in dataclasses.fields(batch)}
-    arrays = {name: np.ascontiguousarray(value) for name, value in values.items() if isinstance(value, np.ndarray)}
+    arrays = {name: np.ascontiguousarray(value) for name, value in values.items() if isinstance(value, Flat)}
     others = {name: value for name, value in values.items() if name not in arrays}
     others["versions"] = dataclasses.asdict(batch.versions)
     save_file(arrays, folder / "batch.safetensors")

@@ -16,22 +16,23 @@ from redline.models.value_head import ValueNetwork
 from redline.trainer.logprobs import selected_logprobs
 from redline.trainer.micro_batches import MicroBatch
 from redline.trainer.sequence_parallel import SequenceShare
+from redline.trainer.staging import Staging, Values
 
 
 def whole(micro_batch: MicroBatch) -> SequenceShare:
     """The share of a process that works alone."""
-    return SequenceShare(len(micro_batch.tokens_T), micro_batch.predicted_from_M)
+    return SequenceShare(len(micro_batch.tokens), micro_batch.predicted_from_M)
 
 
 ShareOf = Callable[[MicroBatch], SequenceShare]
 
 
-def network_inputs(micro_batch: MicroBatch, share: SequenceShare) -> dict[str, np.ndarray]:
+def network_inputs(micro_batch: MicroBatch, share: SequenceShare) -> dict[str, Values]:
     """What a process sends to its device for a pass through the network."""
     return {
-        "tokens": micro_batch.tokens_T[share.tokens],
+        "tokens": micro_batch.tokens[share.tokens],
         "predicted_from": share.predicted_from,
-        "targets": micro_batch.targets_M[share.trained],
+        "targets": micro_batch.targets[share.trained],
     }
 
 
@@ -46,10 +47,10 @@ def chosen_logprobs(
     """float32[M] each: logprobs of the trained tokens, and the entropies of the distributions they were chosen from."""
     attend, positions_T = _attention(decoder, micro_batch, share, inputs["tokens"].device)
     adapters = () if lora is None else (lora,)
-    hidden_TE = decoder(inputs["tokens"], positions_T, attend, *adapters)
+    hidden_TE = decoder(inputs["tokens"].long(), positions_T, attend, *adapters)
     # Where weights are sharded, the head is whole only after the forward pass.
     found = selected_logprobs(
-        hidden_TE.index_select(0, inputs["predicted_from"]), decoder.output_weight, inputs["targets"], temperature
+        hidden_TE.index_select(0, inputs["predicted_from"]), decoder.output_weight, inputs["targets"].long(), temperature
     )
     return share.gather(found[0]), share.gather(found[1])
 
@@ -57,9 +58,10 @@ def chosen_logprobs(
 def chosen_values(network: ValueNetwork, micro_batch: MicroBatch) -> Tensor:
     """float32[M]: the value of the state in which each trained token was chosen, which is all that came before it."""
     device = network.head.weight.device
-    attend, positions_T = _attention(network.trunk, micro_batch, whole(micro_batch), device)
-    tokens_T, from_M = (torch.from_numpy(array).to(device) for array in (micro_batch.tokens_T, micro_batch.predicted_from_M))
-    return network(tokens_T, positions_T, attend, from_M)
+    share = whole(micro_batch)
+    attend, positions_T = _attention(network.trunk, micro_batch, share, device)
+    [(_, inputs)] = Staging(device).sent([(micro_batch, network_inputs(micro_batch, share))])
+    return network(inputs["tokens"].long(), positions_T, attend, inputs["predicted_from"])
 
 
 def _attention(
@@ -78,13 +80,11 @@ def recompute(
     share_of: ShareOf = whole,
 ) -> list[Tensor]:
     """float32[M] for each micro-batch: logprobs of its trained tokens under the decoder as it is now, without gradients."""
-    device = decoder.output_weight.device
-    logprobs = []
-    for micro_batch in micro_batches:
-        share = share_of(micro_batch)
-        inputs = {name: torch.from_numpy(array).to(device) for name, array in network_inputs(micro_batch, share).items()}
-        logprobs.append(chosen_logprobs(decoder, micro_batch, share, inputs, temperature, lora)[0])
-    return logprobs
+    items = ((micro_batch, network_inputs(micro_batch, share_of(micro_batch))) for micro_batch in micro_batches)
+    return [
+        chosen_logprobs(decoder, micro_batch, share_of(micro_batch), inputs, temperature, lora)[0]
+        for micro_batch, inputs in Staging(decoder.output_weight.device).sent(items)
+    ]
 
 
 def by_token(micro_batches: Iterable[MicroBatch], values: Iterable[Tensor], num_tokens: int) -> np.ndarray:

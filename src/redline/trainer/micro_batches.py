@@ -17,32 +17,47 @@ from dataclasses import dataclass
 import numpy as np
 
 from redline.errors import TrainingError
+from redline.models.flops import TrainLoad
 from redline.models.packed_attention import NO_PARENT, Segments
 from redline.trainer.balance import deal, fill_bins
 from redline.trainer.cost import CostModel
 from redline.trainer.shared_prompts import find_families
+from redline.trainer.staging import Taken, Values
 from redline.types import TrainBatch
 
 
 @dataclass(slots=True, frozen=True)
 class MicroBatch:
-    """T tokens through the network, M of them trained on."""
+    """T tokens through the network, M of them trained on. What the batch has of each is not copied before it is sent."""
 
-    tokens_T: np.ndarray
-    """int64."""
+    tokens: Values
+    """int32[T]."""
     segments: Segments
     predicted_from_M: np.ndarray
     """int64: packed index of the token whose hidden state predicts each trained token."""
-    targets_M: np.ndarray
-    """int64: the trained tokens."""
-    old_logprobs_M: np.ndarray
-    """float32."""
+    targets: Values
+    """int32[M]: the trained tokens."""
+    old_logprobs: Values
+    """float32[M]."""
     index_M: np.ndarray
     """int64: where each trained token is in `TrainBatch.tokens`; takes and puts per-token values of the batch."""
     sequence_M: np.ndarray
     """int64: which sequence of the `TrainBatch` each trained token belongs to."""
     local_sequence_M: np.ndarray
     """int64: the same, counted within the micro-batch from 0; what losses take as `sequence_M`."""
+
+    @property
+    def tokens_T(self) -> np.ndarray:  # noqa: N802
+        """int64, a copy; so are the two below, of which the second is float32."""
+        return np.asarray(self.tokens, dtype=np.int64)
+
+    @property
+    def targets_M(self) -> np.ndarray:  # noqa: N802
+        return np.asarray(self.targets, dtype=np.int64)
+
+    @property
+    def old_logprobs_M(self) -> np.ndarray:  # noqa: N802
+        return np.asarray(self.old_logprobs)
 
 
 @dataclass(slots=True, frozen=True)
@@ -94,6 +109,17 @@ class MicroBatchPlan:
     def rank_imbalance(self) -> float:
         """Cost of the dearest rank over the mean: 1 is even."""
         return _max_over_mean(self.cost_RN.sum(axis=1))
+
+    @property
+    def load(self) -> TrainLoad:
+        """What has to be computed for these sequences, however they are dealt out: each group's shared prompt once."""
+        chosen = [sequences for rank in self.sequences_RN for sequences in rank]
+        planned_S = np.sort(np.concatenate([np.zeros(0, np.int64), *chosen]))
+        before_S = self.prompt_S[planned_S]
+        group_S = np.searchsorted(self.batch.group_offsets, planned_S, side="right") - 1
+        prompt_F = before_S[np.unique(group_S, return_index=True)[1]]
+        own_S = np.diff(self.batch.cu_seqlens)[planned_S] - before_S
+        return TrainLoad.of_families(own_S, before_S, prompt_F, int(np.count_nonzero(self.batch.loss_mask)))
 
     def of_rank(self, rank: int) -> Iterator[MicroBatch]:
         """Its micro-batches, each laid out when it is asked for."""
@@ -155,13 +181,13 @@ def lay_out(batch: TrainBatch, sequences_S: np.ndarray, prompt_S: np.ndarray) ->
     after_prompt_M = trained_M == segments.offsets[segment_M]
     prompt_end_M = segments.offsets[parents[segment_M] + 1] - 1
     local_sequence_M = np.searchsorted(own_S, segment_M)
-    tokens_T, index_M = batch.tokens[index_T].astype(np.int64), index_T[trained_M]
+    index_M = index_T[trained_M]
     return MicroBatch(
-        tokens_T=tokens_T,
+        tokens=Taken(batch.tokens, index_T),
         segments=segments,
         predicted_from_M=np.where(after_prompt_M, prompt_end_M, trained_M - 1),
-        targets_M=tokens_T[trained_M],
-        old_logprobs_M=batch.old_logprobs[index_M],
+        targets=Taken(batch.tokens, index_M),
+        old_logprobs=Taken(batch.old_logprobs, index_M),
         index_M=index_M,
         sequence_M=sequences_S[local_sequence_M],
         local_sequence_M=local_sequence_M,
@@ -172,11 +198,11 @@ def idle_micro_batch() -> MicroBatch:
     """One token, not trained on: a rank without work still takes part in what the ranks compute together."""
     nothing_M = np.zeros(0, dtype=np.int64)
     return MicroBatch(
-        tokens_T=np.zeros(1, dtype=np.int64),
+        tokens=np.zeros(1, dtype=np.int32),
         segments=Segments.independent([1]),
         predicted_from_M=nothing_M,
-        targets_M=nothing_M,
-        old_logprobs_M=np.zeros(0, dtype=np.float32),
+        targets=np.zeros(0, dtype=np.int32),
+        old_logprobs=np.zeros(0, dtype=np.float32),
         index_M=nothing_M,
         sequence_M=nothing_M,
         local_sequence_M=nothing_M,

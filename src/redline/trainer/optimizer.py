@@ -78,6 +78,17 @@ class MasterAdamW:
         flat = self._memory.tensors.get("master")
         return dict(self._parameters) if flat is None else self._layout.views(flat)
 
+    @property
+    def gradient_bytes(self) -> int:
+        """Kept from the first step on, unless the state is offloaded."""
+        gradients = self._gradients
+        return 0 if gradients is None else gradients.nbytes
+
+    @property
+    def state_bytes(self) -> int:
+        """Of moments and masters, wherever they lie. Parameters that are their own masters do not count."""
+        return sum(tensor.nbytes for tensor in self._memory.tensors.values())
+
     def learning_rate(self, step: int) -> float:
         """Of step number `step`, counted from 0."""
         return schedule.learning_rate(self._config, step)

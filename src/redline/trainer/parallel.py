@@ -47,7 +47,7 @@ class Parallel:
 
     def share(self, micro_batch: MicroBatch) -> SequenceShare:
         """What of it this process computes."""
-        return SequenceShare(len(micro_batch.tokens_T), micro_batch.predicted_from_M)
+        return SequenceShare(len(micro_batch.tokens), micro_batch.predicted_from_M)
 
     def sum_of(self, values: Tensor) -> Tensor:
         """Each summed over the micro-batches of all processes; those that share a micro-batch have the same values."""
@@ -90,7 +90,7 @@ class Together(Parallel):
 
     def share(self, micro_batch: MicroBatch) -> SequenceShare:
         rank, ranks = self.place.sequence_rank, self.place.sequence_ranks
-        return SequenceShare(len(micro_batch.tokens_T), micro_batch.predicted_from_M, rank, ranks, self._sequence_group)
+        return SequenceShare(len(micro_batch.tokens), micro_batch.predicted_from_M, rank, ranks, self._sequence_group)
 
     def sum_of(self, values: Tensor) -> Tensor:
         summed = values.detach().clone()

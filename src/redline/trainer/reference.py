@@ -36,6 +36,11 @@ class Reference:
             for parameter in self._network.parameters():
                 parameter.data = parameter.data.pin_memory()
 
+    @property
+    def network(self) -> AnyDecoder:
+        """Its own, or the policy's where the adapter is all that differs."""
+        return self._network
+
     def logprobs(self, micro_batches: Iterable[MicroBatch], share_of: ShareOf = whole) -> list[Tensor]:
         """float32[M] for each micro-batch, of its trained tokens under the reference."""
         with span("trainer.reference"), self._at_hand():

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from redline.trainer.cost import CostModel
-from redline.types import TrainBatch
+from redline.types import Flat, TrainBatch
 
 
 @dataclass(slots=True, frozen=True)
@@ -66,13 +66,11 @@ def _before_the_first_trained_token(batch: TrainBatch) -> tuple[np.ndarray, np.n
     return number_S, runs[first_run[number_S]] - starts[number_S]
 
 
-def _common_prefix(tokens: np.ndarray, starts: list[int], limit: int) -> int:
+def _common_prefix(tokens: Flat, starts: list[int], limit: int) -> int:
     """How many tokens all sequences that begin at `starts` have in common, at most `limit`."""
     prefix = tokens[starts[0] : starts[0] + limit]
-    prefix_bytes = prefix.tobytes()
     for start in starts[1:]:
         other = tokens[start : start + len(prefix)]
-        if other.tobytes() != prefix_bytes:  # much faster than to compare arrays, and they are almost always equal
+        if other.data != prefix.data:  # faster than to compare arrays, and they are almost always equal
             prefix = prefix[: int(np.argmax(other != prefix))]
-            prefix_bytes = prefix.tobytes()
     return len(prefix)

@@ -1,26 +1,70 @@
 """Host arrays → device tensors, in one copy for all arrays of a micro-batch.
 
-    arrays   tokens_T  targets_M  weights_M                     numpy
-    bytes    [tokens_T · · |targets_M|weights_M · ]             pinned, each array at a multiple of 16
-    device   [tokens_T · · |targets_M|weights_M · ]  ──views──► tensors
+    files    tokens ▒▒▓▓▓▒▒▓▓▒▒  logprobs ▒▒▓▓▓▒▒▓▓▒▒           mapped; a micro-batch takes some of it
+    bytes    [tokens · · |targets|old_logprobs_M · ]            pinned, each array at a multiple of 16
+    device   [tokens · · |targets|old_logprobs_M · ]  ──views──► tensors
 
-The copy runs on a stream of its own, while the device computes the micro-batch before. On the CPU nothing is copied.
+What a micro-batch takes of its batch (`Taken`) is written to the pinned bytes straight from where it lies: there is no other
+copy on the host. The copy to the device runs on a stream of its own, while the device computes the micro-batch before. On the
+CPU the tensors are views of the bytes, which are new ones each time.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from typing import TypeVar
+from dataclasses import dataclass
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from redline.types import Flat, take
+
 ALIGNMENT = 16
 """Bytes; the widest loads of kernels need it."""
 
 Item = TypeVar("Item")
-Arrays = Mapping[str, np.ndarray]
+
+
+@dataclass(slots=True, frozen=True)
+class Taken:
+    """Values of a batch at some places: written once, to where they are wanted."""
+
+    values: Flat
+    index: np.ndarray
+    """int64[N]."""
+
+    def __len__(self) -> int:
+        return len(self.index)
+
+    def __getitem__(self, key: slice | np.ndarray) -> Taken:
+        """Fewer of them; nothing is read yet."""
+        return Taken(self.values, self.index[key])
+
+    @property
+    def shape(self) -> tuple[int]:
+        return (len(self.index),)
+
+    @property
+    def dtype(self) -> np.dtype[Any]:
+        return self.values.dtype
+
+    @property
+    def nbytes(self) -> int:
+        return len(self.index) * self.dtype.itemsize
+
+    def write(self, out: np.ndarray) -> None:
+        take(self.values, self.index, out)
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
+        out = np.empty(len(self.index), self.dtype)
+        self.write(out)
+        return out.astype(dtype or self.dtype, copy=False)
+
+
+Values = np.ndarray | Taken
+Arrays = Mapping[str, Values]
 
 
 class Staging:
@@ -31,22 +75,19 @@ class Staging:
         self._pinned = torch.empty(0, dtype=torch.uint8)
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
 
-    def ahead(self, items: Iterable[tuple[Item, Arrays]]) -> Iterator[tuple[Item, dict[str, Tensor]]]:
-        """Each item with its tensors. The next one's are on their way before an item is handed out."""
-        waiting: tuple[Item, dict[str, Tensor]] | None = None
+    def sent(self, items: Iterable[tuple[Item, Arrays]]) -> Iterator[tuple[Item, dict[str, Tensor]]]:
+        """Each item with its tensors. One is packed and sent when it is asked for: the host gets there while the device still
+        computes what it was given before, and before the first it would only keep the device waiting longer."""
         for item, arrays in items:
-            coming = item, self._send(arrays)
-            if waiting is not None:
-                yield waiting[0], self._arrived(waiting[1])
-            waiting = coming
-        if waiting is not None:
-            yield waiting[0], self._arrived(waiting[1])
+            yield item, self._arrived(self._send(arrays))
 
     def _send(self, arrays: Arrays) -> dict[str, Tensor]:
-        if self._stream is None:
-            return {name: torch.from_numpy(array) for name, array in arrays.items()}
-        self._stream.synchronize()  # until then the copy before reads the buffer
         num_bytes = packed_size(arrays)
+        if self._stream is None:
+            buffer = torch.empty(num_bytes, dtype=torch.uint8)
+            pack(arrays, buffer)
+            return views(arrays, buffer)
+        self._stream.synchronize()  # until then the copy before reads the buffer
         if len(self._pinned) < num_bytes:
             self._pinned = torch.empty(2 * num_bytes, dtype=torch.uint8, pin_memory=True)
         pack(arrays, self._pinned)
@@ -71,7 +112,10 @@ def packed_size(arrays: Arrays) -> int:
 def pack(arrays: Arrays, buffer: Tensor) -> None:
     """Write the arrays into uint8[packed_size] or more on the host."""
     for array, room in zip(arrays.values(), _rooms(arrays, buffer), strict=True):
-        room.numpy()[:] = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+        if isinstance(array, Taken):
+            array.write(room.numpy().view(array.dtype))
+        else:
+            room.numpy()[:] = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
 
 
 def views(arrays: Arrays, buffer: Tensor) -> dict[str, Tensor]:

@@ -13,6 +13,7 @@ from redline.trainer.advantages import token_advantages
 from redline.trainer.kl import kl_estimates
 from redline.trainer.losses import aggregation_weights
 from redline.trainer.micro_batches import MicroBatch
+from redline.trainer.staging import Taken, Values
 from redline.types import TrainBatch
 
 
@@ -31,7 +32,7 @@ class TokenNumbers:
     reward_kl: float | None = None
     """Mean KL of a trained token, where it is taken off the reward."""
 
-    def of(self, micro_batch: MicroBatch) -> dict[str, np.ndarray]:
+    def of(self, micro_batch: MicroBatch) -> dict[str, Values]:
         """float32[M] of its trained tokens, by the name of the loss's input."""
         arrays = {
             "weights_M": self.weights_T,
@@ -39,7 +40,7 @@ class TokenNumbers:
             "anchor_logprobs_M": self.anchor_T,
             "reference_logprobs_M": self.reference_T,
         }
-        return {name: array[micro_batch.index_M] for name, array in arrays.items() if array is not None}
+        return {name: Taken(array, micro_batch.index_M) for name, array in arrays.items() if array is not None}
 
 
 def batch_weights(batch: TrainBatch, config: TrainerConfig, max_new_tokens: int) -> np.ndarray:

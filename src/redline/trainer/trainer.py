@@ -21,8 +21,10 @@ from torch import Tensor
 from redline.config.schema import AdvantageEstimator, TrainerConfig
 from redline.errors import ConfigError
 from redline.models.decoder import Decoder
+from redline.models.flops import NetworkCost, training_flops
 from redline.models.hf import AnyDecoder
-from redline.models.memory import parameter_bytes
+from redline.models.memory import layer_code, parameter_bytes, token_bytes
+from redline.models.memory_use import weight_bytes
 from redline.models.trainable_lora import add_adapter
 from redline.models.value_head import value_network
 from redline.telemetry import span
@@ -89,7 +91,13 @@ class PolicyTrainer:
         self._weights = self._parallel.wrap(decoder, dtype)
         self._optimizer = MasterAdamW(self._weights.parameters, torch.float32 if self._weights.are_masters else dtype, config)
         self._optimizer.sum_squares = self._weights.sum_squares
-        self._cost = CostModel.of(decoder.spec, sum(parameter.numel() for parameter in decoder.parameters()))
+        num_parameters = sum(parameter.numel() for parameter in decoder.parameters())
+        self._cost = CostModel.of(decoder.spec, num_parameters)
+        self._flops = NetworkCost.of(decoder)
+        device, kind = decoder.output_weight.device.type, config.gradient_checkpointing
+        code = layer_code(decoder.spec, dtype, device, kind, plain=not config.lora.rank)
+        self._token_bytes = token_bytes(decoder.spec, num_parameters, dtype, kind, code)
+        self._largest_micro_batch = 0
         self._staging = Staging(decoder.output_weight.device)
         self._budget: TokenBudget | None = None
         self._forward_budget = TokenBudget(0, "trainer.max_tokens_per_forward")
@@ -130,6 +138,10 @@ class PolicyTrainer:
     # ── a step ─────────────────────────────────────────────────────────────────────────────────────────────────────────
 
     def step(self, batch: TrainBatch) -> StepReport:
+        with span("trainer.other", version=self._version):  # what of a step is none of its parts
+            return self._step(batch)
+
+    def _step(self, batch: TrainBatch) -> StepReport:
         budget = self._budgets()
         numbers, values_T = self._prepare(batch)
         plan, totals = self._in_memory(batch, budget, lambda plan: (plan, self._run(plan, numbers)), self._optimizer)
@@ -140,7 +152,9 @@ class PolicyTrainer:
         extra = {} if numbers.reward_kl is None else {"kl": numbers.reward_kl}
         extra |= {} if critic is None else critic.metrics
         extra |= {"lag_corrected": 1.0} if correction_for(batch.lags, self._config) is not self._config else {}
-        return totals.report(self._parallel, plan, grad_norm, learning_rate, skipped=skipped, extra=extra)
+        self._largest_micro_batch = max(self._largest_micro_batch, plan.largest_micro_batch)
+        flops = training_flops(self._flops, plan.load)
+        return totals.report(self._parallel, plan, grad_norm, learning_rate, skipped=skipped, flops=flops, extra=extra)
 
     def _plan(self, batch: TrainBatch, max_tokens: int) -> MicroBatchPlan:
         place = self._parallel.place
@@ -167,7 +181,7 @@ class PolicyTrainer:
     def _run(self, plan: MicroBatchPlan, numbers: TokenNumbers) -> StepTotals:
         """Forward and backward of every micro-batch."""
         totals = StepTotals.on(self._decoder.output_weight.device)
-        staged = self._staging.ahead(self._arrays(plan, numbers))
+        staged = self._staging.sent(self._arrays(plan, numbers))
         config = correction_for(plan.batch.lags, self._config)
         for number, (micro_batch, tensors) in enumerate(staged):
             with self._weights.micro_batch(last=number == plan.num_micro_batches - 1):
@@ -179,17 +193,17 @@ class PolicyTrainer:
         for micro_batch in plan.of_rank(self._parallel.place.data_rank):
             with span("trainer.pack", version=self._version):
                 arrays = network_inputs(micro_batch, self._parallel.share(micro_batch)) | numbers.of(micro_batch)
-                arrays |= {"old_logprobs_M": micro_batch.old_logprobs_M, "sequence_M": micro_batch.local_sequence_M}
+                arrays |= {"old_logprobs_M": micro_batch.old_logprobs, "sequence_M": micro_batch.local_sequence_M}
             yield micro_batch, arrays
 
     def _train_on(self, micro_batch: MicroBatch, tensors: dict[str, Tensor], config: TrainerConfig, totals: StepTotals) -> None:
         share = self._parallel.share(micro_batch)
-        with span("trainer.forward", version=self._version):
+        with span("trainer.forward", device=True, version=self._version):
             logprobs_M, entropy_M = chosen_logprobs(self._decoder, micro_batch, share, tensors, self._temperature)
             given = {name: tensor for name, tensor in tensors.items() if name.endswith("_M")}
             bonus_M = entropy_M if config.entropy_coef else None
             policy = policy_loss(LossInputs(logprobs_M, **given, entropy_M=bonus_M), config)
-        with span("trainer.backward", version=self._version):
+        with span("trainer.backward", device=True, version=self._version):
             policy.loss.backward()
         seen = {
             "logprob": logprobs_M.detach(),
@@ -200,7 +214,7 @@ class PolicyTrainer:
 
     def _update(self, batch: TrainBatch, totals: StepTotals, learning_rate: float) -> tuple[float, bool]:
         """The gradient norm before clipping, and whether the step was skipped because something is not finite."""
-        with span("trainer.optimizer", version=self._version):
+        with span("trainer.optimizer", device=True, version=self._version):
             self._weights.sum_gradients(self._optimizer.gradients())
             loss = self._parallel.sum_of(totals.loss)
             self.before_update()
@@ -216,6 +230,8 @@ class PolicyTrainer:
         return grad_norm, True
 
     def _on_any_rank(self, here: bool) -> bool:
+        if self._parallel.place.world == 1:
+            return here  # asking the device would wait for all it was given to do
         device = self._decoder.output_weight.device
         return bool(self._parallel.max_of(torch.tensor([float(here)], device=device)))
 
@@ -297,6 +313,22 @@ class PolicyTrainer:
     def weights(self) -> WeightSet:
         trained = {name: p.detach() for name, p in self._decoder.named_parameters() if p.requires_grad}
         return WeightSet(self._version, trained)
+
+    def memory(self) -> dict[str, int]:
+        """Bytes by kind that it holds now; `offloaded` are those in host memory for a device."""
+        device = self._decoder.output_weight.device.type
+        others = (self._reference, self._critic)
+        weights = weight_bytes([self._decoder, *(other.network for other in others if other is not None)])
+        optimizers = [self._optimizer, *([self._critic_optimizer] if self._critic_optimizer else [])]
+        states, away = sum(optimizer.state_bytes for optimizer in optimizers), self._config.offload_optimizer
+        offloaded = weights.total() - weights[device] + (states if away else 0)
+        return {
+            "weights": weights[device],
+            "gradients": sum(optimizer.gradient_bytes for optimizer in optimizers),
+            "optimizer": 0 if away else states,
+            "activations_planned": self._largest_micro_batch * self._token_bytes.training,
+            **({"offloaded": offloaded} if offloaded else {}),
+        }
 
     # ── checkpoints ────────────────────────────────────────────────────────────────────────────────────────────────────
 

@@ -89,7 +89,7 @@ def measure(settings: GenerateSettings, console: Console) -> Measured:
         rounds = interleave(runs, settings.pairs, settings.seed, tell)
     results = _results(rounds, contest, network, workload.load(fitted.max_num_seqs), machine)
     results.append(_kv_cache(engine, fitted, workload.load(fitted.max_num_seqs)))
-    return Measured(settings.model_copy(update={"engine": fitted}), results, contest.versions)
+    return Measured(settings.model_copy(update={"engine": fitted}), results, contest.versions, contest.warm_ups)
 
 
 def _import_everything() -> None:

@@ -20,6 +20,7 @@ from redline.lab.prompts import random_prompts
 from redline.lab.settings import NSamplingSettings, fit_engine
 from redline.lab.sides import Batch, EngineSide, Run
 from redline.lab.statistics import compare
+from redline.lab.warmup import WarmUp, warm_up
 
 TOGETHER = "one request"
 IN_TURN, AT_ONCE, CACHED = "one after the other", "at once, prefix caching off", "at once, prefix caching on"
@@ -66,16 +67,21 @@ class Arms:
 def measure(settings: NSamplingSettings, console: Console) -> Measured:
     arms = Arms(settings)
     results: list[Result] = []
+    warm_ups: dict[str, WarmUp] = {}
     for n in settings.n:
         runs = arms.of(n)
-        for run in runs.values():
-            run(0)  # to warm up
+        for name, run in runs.items():
+            _, warm_ups[f"n = {n}: {name}"] = warm_up(_always_first(run), max_seconds=settings.warmup_s)
         rounds = interleave(
             {name: _after_warm_up(run) for name, run in runs.items()}, settings.pairs, settings.seed + n, lambda *_: None
         )
         results += [_speed_up(rounds, n, against) for against in (IN_TURN, AT_ONCE, CACHED)]
         console.print(f"n = {n}: " + ", ".join(f"{result.value:.2f}×" for result in results[-3:]))
-    return Measured(settings.model_copy(update={"engine": arms.config}), results)
+    return Measured(settings.model_copy(update={"engine": arms.config}), results, warm_ups=warm_ups)
+
+
+def _always_first(run: Callable[[int], Run]) -> Callable[[int], Run]:
+    return lambda _: run(0)
 
 
 def _after_warm_up(run: Callable[[int], Run]) -> Callable[[int], Run]:

@@ -2,12 +2,13 @@
 
 Every side stores the same steps of long-tailed attempts and gives each step back as a `TrainBatch`. Ours stores each group as
 it comes, with an index of what became of it; the others store a step at a time and keep no index. Nobody waits for the disk:
-what is written is in the page cache, from which it is read again.
+what is written is in the page cache, from which it is read again. Then one batch is handed over, within this process and to
+another one (`lab/handover.py`).
 """
 
 from __future__ import annotations
 
-import os
+import functools
 import shutil
 import statistics
 import tempfile
@@ -17,20 +18,26 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 from rich.console import Console
 
 from redline.lab.contest import OURS
+from redline.lab.disk import DiskRates, measure_disk
 from redline.lab.document import Bound, Measured, PeerFigure, Result
+from redline.lab.handover import Handed, Handover, Route, handing_over, looked_at
 from redline.lab.pairs import interleave
 from redline.lab.settings import SerializeSettings
 from redline.lab.statistics import compare
 from redline.lab.storage_sides import StorageSide, least_bytes, make_pool, make_side, make_steps
-from redline.types import TrainBatch, TrajectoryGroup
+from redline.lab.warmup import WarmUp, warm_up
+from redline.types import TrajectoryGroup
 
+ROUTES: Mapping[Route, str] = {
+    "memory": "to the same process",
+    "pipe": "to another process, peers by pipe",
+    "file": "to another process by file",
+}
 WINDOW = 1000
 """Attempts at the beginning and at the end whose times are compared."""
-PROBE_BYTES = 1 << 26
 
 
 @dataclass(slots=True, frozen=True)
@@ -56,13 +63,15 @@ def measure(settings: SerializeSettings, console: Console) -> Measured:
     pool, peers = make_pool(settings), list(settings.peers or ())
     sides = {name: make_side(name, settings) for name in (OURS, *peers)}
     with tempfile.TemporaryDirectory(prefix="redline-serialize-") as scratch:
-        rates = _disk_rates(Path(scratch))
+        rates = measure_disk(Path(scratch))
         console.print(rates.how, style="dim")
         results: list[Result] = []
+        warm_ups: dict[str, WarmUp] = {}
         for count in settings.trajectories:
-            rounds = _rounds(sides, pool, _num_steps(settings, count), settings, Path(scratch), console)
+            rounds = _rounds(sides, pool, _num_steps(settings, count), settings, Path(scratch), console, warm_ups)
             results += _results(rounds, count, _least(pool, settings, count), rates, peers, settings)
-    return Measured(settings, results, {peer: _version(peer) for peer in peers})
+        results += _handed_over(pool, peers, rates, settings, console, warm_ups)
+    return Measured(settings, results, {peer: _version(peer) for peer in peers}, warm_ups)
 
 
 def _num_steps(settings: SerializeSettings, count: int) -> int:
@@ -76,6 +85,7 @@ def _rounds(
     settings: SerializeSettings,
     scratch: Path,
     console: Console,
+    warm_ups: dict[str, WarmUp],
 ) -> Rounds:
     window = max(1, WINDOW // (settings.group_size * settings.groups_per_step))
 
@@ -92,7 +102,7 @@ def _rounds(
         console.print(f"{num_steps} steps, round {number + 1}/{settings.pairs}: {each} s", soft_wrap=True)
 
     for name in sides:
-        round_of(name)(0)  # to warm up
+        _, warm_ups[f"{num_steps} steps: {name}"] = warm_up(round_of(name), max_seconds=settings.warmup_s)
     return interleave({name: round_of(name) for name in sides}, settings.pairs, settings.seed + num_steps, tell)
 
 
@@ -101,10 +111,10 @@ def _run(side: StorageSide, steps: Any, folder: Path, window: int) -> StorageRun
         *write, close_s = side.write(folder, steps)
         num_bytes = sum(path.stat().st_blocks * 512 for path in folder.rglob("*") if path.is_file())
         started = time.perf_counter()
-        checksum = sum(_looked_at(batch) for batch in side.batches(folder))
+        checksum = sum(looked_at(batch) for batch in side.batches(folder))
         read_s = time.perf_counter() - started
         started = time.perf_counter()
-        _looked_at(side.last_batch(folder))
+        looked_at(side.last_batch(folder))
         first_batch_s = time.perf_counter() - started
         growth = sum(write[-window:]) / sum(write[:window])
         return StorageRun(sum(write) + close_s, read_s, first_batch_s, num_bytes, growth, checksum)
@@ -112,42 +122,63 @@ def _run(side: StorageSide, steps: Any, folder: Path, window: int) -> StorageRun
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def _looked_at(batch: TrainBatch) -> int:
-    """A view costs nothing until somebody looks."""
-    return int(batch.tokens.sum(dtype=np.int64)) + int(batch.loss_mask.sum()) + round(float(batch.old_logprobs.sum()))
+# ── from one process to another ────────────────────────────────────────────────────────────────────────────────────────
+
+
+def _handed_over(
+    pool: Sequence[TrajectoryGroup],
+    peers: Sequence[str],
+    rates: DiskRates,
+    settings: SerializeSettings,
+    console: Console,
+    warm_ups: dict[str, WarmUp],
+) -> list[Result]:
+    if not settings.handed_over:
+        return []
+    results = []
+    with handing_over() as handover:
+        for count in settings.handed_over:
+            [groups] = make_steps(pool, 1, count)
+            sides: dict[str, Callable[[int], Handed]] = {
+                f"{name}, {route}": functools.partial(_hand, handover, name, groups, route)
+                for name in (OURS, *peers)
+                for route in ROUTES
+                if not (name == OURS and route == "pipe")
+            }
+            for name, side in sides.items():
+                _, warm_ups[f"{count} groups: {name}"] = warm_up(side, max_seconds=settings.warmup_s)
+
+            def tell(number: int, row: Mapping[str, Handed], count: int = count) -> None:
+                assert len({handed.checksum for handed in row.values()}) == 1, "the sides gave back other tokens"
+                each = ", ".join(f"{name} {1e3 * handed.seconds:.1f}" for name, handed in row.items())
+                console.print(f"{count} groups, round {number + 1}/{settings.pairs}: {each} ms", soft_wrap=True)
+
+            rounds = interleave(sides, settings.pairs, settings.seed + count, tell)
+            least = sum(least_bytes(group) for group in groups)
+            value, why = least / rates.write + least / rates.read, f"{least:,} bytes written and read once; {rates.how}"
+            attempts = f"{count * settings.group_size:,} attempts"
+            for peer, route in ((peer, route) for route in ROUTES for peer in (list[str | None](peers) or [None])):
+                ours = f"{OURS}, {'memory' if route == 'memory' else 'file'}"
+                name = f"{attempts} {ROUTES[route]}"
+                results.append(_handed(rounds, name, ours, peer and f"{peer}, {route}", Bound(value, why)))
+    return results
+
+
+def _hand(handover: Handover, name: str, groups: Sequence[TrajectoryGroup], route: Route, number: int) -> Handed:
+    return handover.hand(name, groups, route)
+
+
+def _handed(rounds: Sequence[Mapping[str, Handed]], name: str, ours: str, peer: str | None, bound: Bound) -> Result:
+    seconds, figure = [row[ours].seconds for row in rounds], None
+    if peer is not None:
+        theirs = [row[peer].seconds for row in rounds]
+        comparison = compare(theirs, seconds)
+        figure = PeerFigure(peer, statistics.median(theirs), comparison.ratio, comparison)
+    samples = [{side: asdict(row[side]) for side in (ours, peer) if side is not None} for row in rounds]
+    return Result(name, statistics.median(seconds), "s", samples, bound, figure, larger_is_better=False)
 
 
 # ── bounds ─────────────────────────────────────────────────────────────────────────────────────────────────────────────
-
-
-@dataclass(slots=True, frozen=True)
-class _Rates:
-    """Bytes per second, into the page cache and out of it."""
-
-    write: float
-    read: float
-
-    @property
-    def how(self) -> str:
-        return (
-            f"measured here: {self.write / 1e9:.2f} GB/s written to a file at once,"
-            f" {self.read / 1e9:.2f} GB/s summed from a mapped one"
-        )
-
-
-def _disk_rates(folder: Path) -> _Rates:
-    path, data = folder / "probe", np.ones(PROBE_BYTES // 4, dtype=np.int32)
-    write_s, read_s = [], []
-    for _ in range(5):
-        started = time.perf_counter()
-        with path.open("wb", buffering=0) as file:
-            file.write(data.data)
-        write_s.append(time.perf_counter() - started)
-        started = time.perf_counter()
-        np.memmap(path, dtype=np.int32, mode="r").sum(dtype=np.int64)
-        read_s.append(time.perf_counter() - started)
-        os.unlink(path)
-    return _Rates(PROBE_BYTES / min(write_s), PROBE_BYTES / min(read_s))
 
 
 def _least(pool: Sequence[TrajectoryGroup], settings: SerializeSettings, count: int) -> int:
@@ -160,7 +191,7 @@ def _least(pool: Sequence[TrajectoryGroup], settings: SerializeSettings, count: 
 
 
 def _results(
-    rounds: Rounds, count: int, least: int, rates: _Rates, peers: Sequence[str], settings: SerializeSettings
+    rounds: Rounds, count: int, least: int, rates: DiskRates, peers: Sequence[str], settings: SerializeSettings
 ) -> list[Result]:
     stored = _num_steps(settings, count) * settings.group_size * settings.groups_per_step
     why = f"{least:,} bytes of tokens, logprobs and text"

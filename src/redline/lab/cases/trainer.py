@@ -21,10 +21,12 @@ from redline.lab.machine import MemoryMeter, measure_machine
 from redline.lab.networks import make_network
 from redline.lab.pairs import interleave
 from redline.lab.phases import Memory, memory_by_kind
+from redline.lab.recorded import recorded_steps
 from redline.lab.settings import MICRO_BATCH_TOKENS, TrainerSettings, fit_trainer
 from redline.lab.statistics import compare
-from redline.lab.train_batches import long_tailed_lengths, random_batch
+from redline.lab.train_batches import long_tailed_lengths, random_batch, random_groups
 from redline.lab.training_sides import RedlineTraining, TrainingSide, TrainRun, TransformersTraining, run_steps
+from redline.lab.warmup import WarmUp, warm_up
 from redline.types import TrainBatch
 
 Rounds = Sequence[Mapping[str, TrainRun]]
@@ -33,16 +35,21 @@ TAIL = 8
 
 
 class Workload:
-    """The batches of every round: other tokens each time, always the same lengths."""
+    """The batches of every round: other tokens each time, always the same lengths, or those of a run's steps in turn."""
 
     def __init__(self, settings: TrainerSettings, vocab_size: int) -> None:
         self._settings = settings
         self._vocab_size = vocab_size
-        self.lengths = _lengths(settings)
+        self._recorded = recorded_steps(settings.replay) if settings.replay else []
+        self.lengths = np.concatenate([step.lengths for step in self._recorded]) if self._recorded else _lengths(settings)
 
     @property
     def load(self) -> roofline.TrainLoad:
-        return roofline.TrainLoad.of(self.lengths, self._settings.prompt_tokens, self._settings.group_size)
+        """Of a step; where they differ, the mean of those that are timed."""
+        if not self._recorded:
+            return roofline.TrainLoad.of(self.lengths, self._settings.prompt_tokens, self._settings.group_size)
+        numbers = range(self._settings.steps, self._settings.steps * (self._settings.pairs + 1))
+        return roofline.mean_load([self._recorded[number % len(self._recorded)].load for number in numbers])
 
     @property
     def peer_rows(self) -> int:
@@ -51,6 +58,9 @@ class Workload:
 
     def batch(self, number: int) -> TrainBatch:
         s = self._settings
+        if self._recorded:
+            step = self._recorded[number % len(self._recorded)]
+            return random_groups(step.lengths, step.prompt_lengths, step.group_offsets, self._vocab_size, (s.seed, number))
         return random_batch(
             self.lengths,
             prompt_tokens=s.prompt_tokens,
@@ -82,6 +92,7 @@ class Contest:
         self.sides: dict[str, TrainingSide] = {}
         self.memory: dict[str, Memory] = {}
         self.versions: dict[str, str] = {}
+        self.warm_ups: dict[str, WarmUp] = {}
         dtype = getattr(torch, settings.dtype)
         meter = MemoryMeter(self._device)
         self.network = make_network(settings.model, self._device, dtype, settings.seed)
@@ -111,11 +122,13 @@ class Contest:
             raise AssertionError(peer)
 
     def _enter(self, name: str, side: TrainingSide, meter: MemoryMeter) -> None:
-        """A round that does not count, in which kernels are compiled and the optimizer's states made, and then a step whose
-        memory is watched."""
+        """Rounds that do not count, until they are steady, in which kernels are compiled and the optimizer's states made, and
+        then a step whose memory is watched."""
         self.sides[name] = side
-        run = self.run(name, 0)
-        self.memory[name] = memory_by_kind(lambda: side.step(self.workload.batch(0)), meter, side.weight_bytes)
+        run, self.warm_ups[name] = warm_up(lambda _: self.run(name, 0), max_seconds=self._settings.warmup_s)
+        self.memory[name] = memory_by_kind(
+            lambda: side.step(self.workload.batch(0)), meter, side.weight_bytes, side.gradient_bytes
+        )
         self._console.print(f"{name} is warm: {run.tokens_per_s:,.0f} tok/s", style="dim")
 
 
@@ -144,14 +157,16 @@ def measure(settings: TrainerSettings, console: Console) -> Measured:
         _phases(rounds, beside, least),
         _memory(contest, roofline.training_memory_bound(contest.sides[OURS].weight_bytes)),
     ]
-    return Measured(settings, results, contest.versions)
+    return Measured(settings, results, contest.versions, contest.warm_ups)
 
 
 def _import_everything(settings: TrainerSettings) -> None:
     """Code and workspaces that are loaded on the way to a first step would count as that step's memory."""
     kept = settings.model_dump(include={"device", "dtype", "num_threads", "peers"})
     trainer = fit_trainer(TrainerConfig())
-    Contest(TrainerSettings(model="builtin:tiny", sequences=2, tokens=4, trainer=trainer, **kept), Console(quiet=True))
+    Contest(
+        TrainerSettings(model="builtin:tiny", sequences=2, tokens=4, warmup_s=0, trainer=trainer, **kept), Console(quiet=True)
+    )
 
 
 # ── results ────────────────────────────────────────────────────────────────────────────────────────────────────────────

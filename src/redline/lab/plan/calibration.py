@@ -1,0 +1,253 @@
+"""Efficiencies from what was measured: the saved documents of `redline bench` for a device.
+
+A document says what was run and how long it took. `timing.py` says what that work costs at the device's rates. Three numbers
+make the one the other, the shares of both rates that are reached and an overhead per layer, so that
+
+    seconds = products / share + memory / share + layers · overhead + link
+
+They are fitted to all documents of a phase at once, by least squares of relative errors, and held near what is assumed where
+the documents do not tell them apart. Documents of one device serve for another that has none, which the plan says.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+import redline
+from redline.config.load import validate
+from redline.config.schema import Config
+from redline.lab.plan.devices import DEVICES, Device
+from redline.lab.plan.rates import Cost, Efficiency, Rates
+from redline.lab.plan.setup import Setup, make_setup
+from redline.lab.plan.shapes import describe_model
+from redline.lab.plan.timing import decode_cost, network_cost, optimizer_cost, prompt_cost, read_context, training_cost
+
+ASSUMED = {
+    "generation": Efficiency(0.7, 0.8, 30e-6, "assumed: nothing is saved for this device"),
+    "training": Efficiency(0.65, 0.7, 60e-6, "assumed: nothing is saved for this device"),
+    "optimizer": Efficiency(1.0, 0.7, 0.0, "assumed: nothing is saved for this device"),
+}
+ASSUMED_CPU = {
+    "generation": Efficiency(0.5, 0.4, 1e-3, "assumed: nothing is saved for this device"),
+    "training": Efficiency(0.5, 0.4, 2e-3, "assumed: nothing is saved for this device"),
+    "optimizer": Efficiency(1.0, 0.5, 0.0, "assumed: nothing is saved for this device"),
+}
+PRIOR = 0.05
+"""Weight of what is assumed, beside that of one run: a tenth of a run's error moves it as far as twice itself."""
+SWEEPS = 300
+STEADY = 1e-9
+"""Seconds: a phase that takes less was not measured."""
+_MEASURED_RATES = re.compile(r"measured here: ([\d,.]+) GB/s .*? and ([\d,.]+) TFLOP/s")
+
+
+@dataclass(slots=True, frozen=True)
+class Observation:
+    """One thing that was run."""
+
+    phase: str
+    cost: Cost
+    seconds: float
+    source: str
+
+
+def rates_of(device: Device, folder: Path | None = None) -> Rates:
+    """The device's own rates with the efficiencies that saved results give."""
+    found = read_observations(device, folder or results_folder())
+    other = "" if found or not device.is_gpu else _nearest_with_results(device, folder or results_folder())
+    if other:
+        found = read_observations(DEVICES[other], folder or results_folder())
+    assumed = ASSUMED if device.is_gpu else ASSUMED_CPU
+    fitted = {
+        phase: fit([o for o in found if o.phase == phase], default, f"; measured on {other}" if other else "")
+        for phase, default in assumed.items()
+    }
+    return Rates(device.flops, device.bandwidth, device.host_bandwidth, **fitted)
+
+
+def results_folder() -> Path:
+    """Of the source tree this was imported from; where there is none, of the folder one is in."""
+    in_tree = Path(redline.__file__).parents[2] / "benchmarks" / "results"
+    return in_tree if in_tree.is_dir() else Path("benchmarks/results")
+
+
+def _nearest_with_results(device: Device, folder: Path) -> str:
+    """The device with saved results whose ratio of products to bandwidth is nearest."""
+    have = [name for name in DEVICES if read_observations(DEVICES[name], folder)]
+    ratio = device.flops / device.bandwidth
+    return min(have, key=lambda name: abs(DEVICES[name].flops / DEVICES[name].bandwidth - ratio), default="")
+
+
+def fit(observations: Sequence[Observation], default: Efficiency, where: str = "") -> Efficiency:
+    """The shares and the overhead that fit best, none of them better than physics allows."""
+    measured = [o for o in observations if o.seconds > STEADY]
+    if not measured:
+        return default
+    rows = np.array([[o.cost.products, o.cost.memory, o.cost.layers] for o in measured])
+    seconds = np.array([o.seconds for o in measured])
+    targets = 1 - np.array([o.cost.link for o in measured]) / seconds
+    start = np.array([1 / default.products, 1 / default.memory, max(default.layer_s, STEADY)])
+    found = _bounded_least_squares(rows / seconds[:, None], targets, start)
+    errors = np.abs(rows / seconds[:, None] @ found - targets)
+    sources = ", ".join(dict.fromkeys(o.source for o in measured))
+    how = f"fitted to {len(measured)} runs ({sources}{where}), which it meets within {errors.max():.0%}"
+    return Efficiency(float(1 / found[0]), float(1 / found[1]), float(found[2]), how)
+
+
+def _bounded_least_squares(rows: np.ndarray, targets: np.ndarray, start: np.ndarray) -> np.ndarray:
+    """Minimise |rows · x - targets|² + |PRIOR · (x / start - 1)|² with shares ≤ 1 and no negative overhead, one coordinate
+    after the other: there are three, and the function is convex."""
+    rows = np.vstack([rows, np.diag(PRIOR / start)])
+    targets = np.concatenate([targets, np.full(len(start), PRIOR)])
+    lowest, x = np.array([1.0, 1.0, 0.0]), start.copy()
+    for _ in range(SWEEPS):
+        for i in range(len(x)):
+            rest = targets - rows @ x + rows[:, i] * x[i]
+            x[i] = max(lowest[i], float(rows[:, i] @ rest / (rows[:, i] @ rows[:, i])))
+    return x
+
+
+# ── documents ──────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def read_observations(device: Device, folder: Path) -> list[Observation]:
+    """Everything that was saved for a device and that this version can cost."""
+    found: list[Observation] = []
+    for path in sorted((folder / device.name).glob("*.json")):
+        document = json.loads(path.read_text())
+        read = READERS.get(document.get("case", ""))
+        if read is not None:
+            found += read(document, device, path.stem)
+    return found
+
+
+def _read_generate(document: Mapping[str, Any], device: Device, source: str) -> list[Observation]:
+    config = document["identity"]["config"]
+    throughput = next(result for result in document["results"] if result["name"] == "throughput")
+    rates = _rates_then(device, throughput)
+    prompt = config["prompt_tokens"] or config["engine"]["max_model_len"] - config["new_tokens"]
+    load = config["prompts"], config["n"], prompt, config["new_tokens"]
+    seconds = config["prompts"] * config["n"] * config["new_tokens"] / throughput["value"]
+    return [_generation(config, rates, load, seconds, source)]
+
+
+def _read_n_sampling(document: Mapping[str, Any], device: Device, source: str) -> list[Observation]:
+    config = document["identity"]["config"]
+    found = {}
+    for result in document["results"]:
+        n = int(result["name"].removeprefix("n = ").split(":")[0])
+        found[n] = statistics.median(sample["one request"]["seconds"] for sample in result["samples"])
+    rates = _nominal(device)
+    return [
+        _generation(config, rates, (config["prompts"], n, config["prompt_tokens"], config["new_tokens"]), seconds, source)
+        for n, seconds in found.items()
+    ]
+
+
+def _generation(
+    config: Mapping[str, Any], rates: Rates, load: tuple[int, int, int, int], seconds: float, source: str
+) -> Observation:
+    import torch
+
+    prompts, n, prompt, new = load
+    model = describe_model(config["model"])
+    cost, shape, engine = network_cost(model, getattr(torch, config["dtype"])), model.shape, config["engine"]
+    rows = min(prompts * n, engine["max_num_seqs"])
+    step = decode_cost(cost, shape.num_layers, shape.vocab_size, rows, read_context(prompt, new, n), rates)
+    whole = prompt_cost(cost, shape.num_layers, prompts, prompt, engine["max_num_batched_tokens"], rates) + step.times(
+        (new - 1) * prompts * n / rows
+    )
+    return Observation("generation", whole, seconds, source)
+
+
+def _read_trainer(document: Mapping[str, Any], device: Device, source: str) -> list[Observation]:
+    config = document["identity"]["config"]
+    step = next(result for result in document["results"] if result["name"] == "step")
+    setup = training_setup(config, device)
+    parts, rates = step["parts"], _rates_then(device, step)
+    passes = sum(parts.get(name, 0.0) for name in ("data", "forward", "backward", "other"))
+    return [
+        Observation("training", step_cost(setup, rates), passes, source),
+        Observation("optimizer", optimizer_cost(setup, rates), parts["optimizer"], source),
+    ]
+
+
+def training_setup(config: Mapping[str, Any], device: Device) -> Setup:
+    """The settings of a trainer bench as a plan takes them."""
+    groups = config["sequences"] // config["group_size"]
+    prompt = config["prompt_tokens"]
+    rollouts = {
+        "groups_per_step": groups,
+        "group_size": config["group_size"],
+        "max_new_tokens": max(1, config["tokens"] - prompt),
+    }
+    recipe = _recipe(config, rollouts)
+    return make_setup(recipe, device, prompt_tokens=prompt)
+
+
+def _recipe(config: Mapping[str, Any], rollouts: Mapping[str, Any]) -> Config:
+    return validate(
+        {
+            "model": {"path": config["model"], "dtype": config["dtype"]},
+            "rollouts": {"task": {"kind": "import", "path": "no:tasks"}, "advantages": "batch", **rollouts},
+            "trainer": config.get("trainer", {}),
+            "engine": {"max_num_seqs": max(256, rollouts["group_size"])} | config.get("engine", {}),
+        },
+        "a saved result",
+    )
+
+
+def step_cost(setup: Setup, rates: Rates) -> Cost:
+    """Forward and backward passes of a step in the micro-batches that the recipe names."""
+    tokens = setup.tokens_per_rank
+    most = setup.config.trainer.max_tokens_per_micro_batch or tokens
+    return training_cost(setup, tokens, max(1, -(-tokens // most)), rates)
+
+
+def _read_plan(document: Mapping[str, Any], device: Device, source: str) -> list[Observation]:
+    """The points of a validation that were run to calibrate by."""
+    rates = _nominal(device, document.get("rates"))
+    return [
+        observation
+        for point in document["points"]
+        if point["calibrates"] and point.get("measured")
+        for observation in observations_of(point, device, rates, source)
+    ]
+
+
+def observations_of(point: Mapping[str, Any], device: Device, rates: Rates, source: str) -> list[Observation]:
+    """Of a point of `benchmarks/plan/validate.py`."""
+    settings, measured = point["settings"], point["measured"]
+    if point["phase"] == "generation":
+        load = settings["prompts"], settings["n"], settings["prompt_tokens"], settings["new_tokens"]
+        return [_generation(settings, rates, load, measured["seconds"], source)]
+    setup = training_setup(settings, device)
+    return [
+        Observation("training", step_cost(setup, rates), measured["forward_backward_s"], source),
+        Observation("optimizer", optimizer_cost(setup, rates), measured["optimizer_s"], source),
+    ]
+
+
+READERS = {"generate": _read_generate, "n-sampling": _read_n_sampling, "trainer": _read_trainer, "plan": _read_plan}
+
+
+def _nominal(device: Device, rates: Mapping[str, float] | None = None) -> Rates:
+    given = rates or {"flops": device.flops, "bandwidth": device.bandwidth}
+    none = Efficiency(1.0, 1.0, 0.0, "")
+    return Rates(given["flops"], given["bandwidth"], device.host_bandwidth, none, none, none)
+
+
+def _rates_then(device: Device, result: Mapping[str, Any]) -> Rates:
+    """A GPU's are in the table. A CPU's are those that the document was measured with."""
+    said = _MEASURED_RATES.search(result["bound"]["why"])
+    if device.is_gpu or said is None:
+        return _nominal(device)
+    bandwidth, flops = (float(text.replace(",", "")) for text in said.groups())
+    return _nominal(device, {"bandwidth": bandwidth * 1e9, "flops": flops * 1e12})

@@ -1,0 +1,95 @@
+"""This machine as a device: its rates and an idle process are measured once, and kept in the user's cache folder."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import subprocess
+import sys
+from dataclasses import asdict, dataclass
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from redline.errors import RedlineError
+from redline.lab.machine import measure_machine, resident_bytes
+from redline.lab.plan.devices import CPU_PRICE, Device
+from redline.models.sources import cache_root
+from redline.telemetry import describe_environment
+
+
+@dataclass(slots=True, frozen=True)
+class Measured:
+    """What a plan for this machine needs to know."""
+
+    flops: float
+    bandwidth: float
+    process_bytes: int
+    """Of a process that has imported everything and taken one step of a tiny model."""
+
+
+def this_cpu(dtype: torch.dtype, num_threads: int) -> tuple[Device, int]:
+    """The machine as a device, and the bytes of an idle process."""
+    facts = describe_environment()
+    measured = _cached(dtype, num_threads, facts)
+    copy = measured.bandwidth / 2  # what others call a copy moves every byte twice
+    device = Device(
+        "cpu", facts["memory_bytes"], measured.flops, measured.bandwidth, copy, copy, watts=0, price=CPU_PRICE, kind="cpu"
+    )
+    return device, measured.process_bytes
+
+
+def _cached(dtype: torch.dtype, num_threads: int, facts: dict[str, Any]) -> Measured:
+    key = [facts["cpu"], num_threads, str(dtype), metadata.version("torch")]
+    digest = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:12]
+    path = plan_folder() / f"cpu-{digest}.json"
+    if path.is_file():
+        return Measured(**json.loads(path.read_text()))
+    measured = measure_cpu(dtype, num_threads)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(asdict(measured)))
+    return measured
+
+
+def measure_cpu(dtype: torch.dtype, num_threads: int) -> Measured:
+    """Some seconds: a product, a copy, and a process of its own."""
+    threads_before = torch.get_num_threads()
+    torch.set_num_threads(num_threads)
+    try:
+        machine = measure_machine(torch.device("cpu"), dtype)
+    finally:
+        torch.set_num_threads(threads_before)
+    return Measured(machine.flops, machine.bandwidth, _idle_bytes())
+
+
+def _idle_bytes() -> int:
+    done = subprocess.run([sys.executable, "-m", "redline.lab.plan.cpu"], capture_output=True, text=True)
+    if done.returncode:
+        raise RedlineError(f"a process that does nothing ended with exit code {done.returncode}:\n{done.stderr[-2000:]}")
+    return int(done.stdout.split()[-1])
+
+
+def main() -> None:
+    """In a process of its own: what a run loads before its model."""
+    from redline.config.schema import TrainerConfig
+    from redline.lab.networks import make_network
+    from redline.lab.train_batches import random_batch
+    from redline.lab.training_sides import RedlineTraining
+
+    network = make_network("builtin:tiny", torch.device("cpu"), torch.bfloat16, seed=0)
+    side = RedlineTraining(network.decoder, torch.bfloat16, TrainerConfig())
+    lengths = torch.full((2,), 8).numpy()
+    vocabulary = network.decoder.spec.vocab_size
+    side.step(random_batch(lengths, prompt_tokens=1, group_size=1, vocab_size=vocabulary, key=(0,)))
+    print(resident_bytes())
+
+
+def plan_folder() -> Path:
+    """Where measured machines are kept."""
+    return cache_root().parent / "plan"
+
+
+if __name__ == "__main__":
+    main()

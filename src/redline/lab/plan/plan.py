@@ -1,0 +1,155 @@
+"""The whole plan of a recipe on a device."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from redline.config import Config, resolve
+from redline.lab.plan.advice import Choice, Cut, choices, choose_parallel, find_cuts, fits, room
+from redline.lab.plan.calibration import rates_of
+from redline.lab.plan.cpu import this_cpu
+from redline.lab.plan.devices import Device, find_device, with_prices
+from redline.lab.plan.memory import MemoryEstimate, Phase, estimate_memory
+from redline.lab.plan.rates import Rates
+from redline.lab.plan.setup import PROCESS_BYTES, PROMPT_TOKENS, Setup, make_setup
+from redline.lab.plan.timing import TimeEstimate, estimate_time
+from redline.lab.table import quantity
+from redline.telemetry import describe_environment
+
+MILLION = 1_000_000
+
+
+@dataclass(slots=True, frozen=True)
+class Plan:
+    setup: Setup
+    memory: MemoryEstimate
+    time: TimeEstimate
+    rates: Rates
+    choices: Sequence[Choice]
+    cuts: Sequence[Cut]
+
+    @property
+    def fits(self) -> bool:
+        return fits(self.setup, self.memory)
+
+    @property
+    def room(self) -> int:
+        """Bytes that the worst phase leaves free; negative: that are missing."""
+        return room(self.setup, self.memory)
+
+    @property
+    def samples_per_hour(self) -> float:
+        """Attempts sampled and trained on."""
+        return 3600 * self.setup.work.sequences / self.time.step_s
+
+    @property
+    def dollars_per_million(self) -> float:
+        """Of a million attempts."""
+        return MILLION / self.samples_per_hour * self.setup.gpus * self.setup.device.price
+
+    @property
+    def run_dollars(self) -> float:
+        """Of all steps of the recipe."""
+        return self.setup.config.run.steps * self.time.step_s / 3600 * self.setup.gpus * self.setup.device.price
+
+    @property
+    def verdict(self) -> str:
+        device, worst = self.setup.device, self.memory.worst
+        if self.fits:
+            return (
+                f"fits: {worst.name} takes the most, {quantity(worst.total, 'bytes')} of"
+                f" {quantity(device.memory_bytes, 'bytes')} on {device.name}"
+            )
+        term = max(worst.terms, key=lambda name: worst.terms[name])
+        missing = f", {quantity(-self.room, 'bytes')} too much" if self.room < 0 else ""
+        return (
+            f"does not fit: {worst.name} needs {quantity(worst.total, 'bytes')} of {quantity(device.memory_bytes, 'bytes')} on"
+            f" {device.name}{missing}; most of it is {term} ({quantity(worst.terms[term], 'bytes')})"
+        )
+
+    def as_json(self) -> dict[str, Any]:
+        setup, work = self.setup, self.setup.work
+        return {
+            "model": {"path": setup.model.path, "parameters": setup.model.parameters, "trained": setup.trained},
+            "device": {"name": setup.device.name, "memory_bytes": setup.device.memory_bytes, "count": setup.gpus},
+            "work": {
+                "sequences_per_step": work.sequences,
+                "prompt_tokens": work.prompt_tokens,
+                "max_new_tokens": work.max_new_tokens,
+                "mean_new_tokens": work.mean_new_tokens,
+            },
+            "fits": self.fits,
+            "verdict": self.verdict,
+            "room_bytes": self.room,
+            "memory": {phase.name: _phase(phase) for phase in self.memory.phases},
+            "host": {"terms": dict(self.memory.host), "total_bytes": sum(self.memory.host.values())},
+            "choices": [choice.as_json() for choice in self.choices],
+            "cuts": [cut.as_json() for cut in self.cuts],
+            "time": {
+                "step_s": self.time.step_s,
+                "phases": [{"name": p.name, "seconds": p.seconds, "bound": p.bound} for p in self.time.phases],
+                "bottleneck": {"name": self.time.bottleneck.name, "bound": self.time.bottleneck.bound},
+                "efficiency": _efficiencies(self.rates),
+            },
+            "cost": {
+                "samples_per_hour": self.samples_per_hour,
+                "price_per_hour": setup.device.price * setup.gpus,
+                "dollars_per_million_samples": self.dollars_per_million,
+                "dollars_per_run": self.run_dollars,
+            },
+        }
+
+
+def make_plan(
+    config: Config,
+    gpu: str | None = None,
+    gpus: int = 1,
+    *,
+    prices: Sequence[str] = (),
+    prompt_tokens: int = PROMPT_TOKENS,
+    mean_new_tokens: float | None = None,
+    results: Path | None = None,
+) -> Plan:
+    """For a device by name; without one, for what is here. Loads no weights."""
+    device, process_bytes = _device(config, gpu)
+    setup = make_setup(config, with_prices(device, prices), gpus, prompt_tokens, mean_new_tokens, process_bytes)
+    return plan_setup(setup, rates_of(device, results))
+
+
+def plan_setup(setup: Setup, rates: Rates) -> Plan:
+    setup, parallel = choose_parallel(setup, rates)
+    memory = estimate_memory(setup)
+    time = estimate_time(setup, memory, rates)
+    return Plan(setup, memory, time, rates, [*parallel, *choices(setup, memory)], find_cuts(setup, rates, memory))
+
+
+def _device(config: Config, gpu: str | None) -> tuple[Device, int]:
+    """And the bytes of an idle process on its host."""
+    if gpu is None:
+        found = describe_environment()["gpus"] if config.run.device != "cpu" else []
+        gpu = found[0]["name"] if found else "cpu"
+    if gpu != "cpu":
+        return find_device(gpu), PROCESS_BYTES
+    here = resolve(
+        config.model_copy(update={"run": config.run.model_copy(update={"device": "cpu"}), "model": _any_model(config)})
+    )
+    return this_cpu(getattr(torch, here.config.model.dtype), here.config.run.num_threads or 1)
+
+
+def _any_model(config: Config) -> Any:
+    """The path is looked at where the model is described."""
+    return config.model.model_copy(update={"path": "builtin:tiny"})
+
+
+def _phase(phase: Phase) -> dict[str, Any]:
+    return {"terms": dict(phase.terms), "total_bytes": phase.total, "allocated_bytes": phase.allocated}
+
+
+def _efficiencies(rates: Rates) -> Mapping[str, Any]:
+    each = {"generation": rates.generation, "training": rates.training, "optimizer": rates.optimizer}
+    return {name: {"products": e.products, "memory": e.memory, "layer_s": e.layer_s, "how": e.how} for name, e in each.items()}

@@ -1,0 +1,194 @@
+"""Everything that decides the sizes of a run, with nothing left open."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+
+from redline.config import Config, resolve
+from redline.errors import ConfigError
+from redline.lab.plan.devices import Device
+from redline.lab.plan.shapes import Model, describe_model
+from redline.lab.workloads import RANDOM
+from redline.models.memory import Checkpointing, LayerCode, layer_code
+from redline.models.packed_attention import MAX_SCORES
+from redline.trainer.cost import CostModel
+
+PROMPT_TOKENS = 128
+"""Of a prompt, where nobody says: tasks are not loaded, so their prompts cannot be counted."""
+
+PROCESS_BYTES = 600 * 10**6
+"""Of an interpreter with torch and what else a run imports, where nobody has measured it."""
+
+
+@dataclass(slots=True, frozen=True)
+class Work:
+    """What one step samples and trains on."""
+
+    groups: int
+    group_size: int
+    prompt_tokens: int
+    max_new_tokens: int
+    mean_new_tokens: float
+
+    @property
+    def sequences(self) -> int:
+        return self.groups * self.group_size
+
+    @property
+    def new_tokens(self) -> float:
+        """Sampled by all attempts, on average."""
+        return self.sequences * self.mean_new_tokens
+
+    def share(self, parts: int) -> Work:
+        """What one of several engines or trainers gets: whole groups, rounded up."""
+        return replace(self, groups=-(-self.groups // parts))
+
+
+@dataclass(slots=True, frozen=True)
+class Setup:
+    """A recipe on devices."""
+
+    config: Config
+    """Resolved for the device that is planned for, which may not be here."""
+    model: Model
+    device: Device
+    gpus: int
+    work: Work
+    reward_model: Model | None = None
+    process_bytes: int = PROCESS_BYTES
+    """Of an idle process on the host."""
+
+    @property
+    def dtype(self) -> torch.dtype:
+        dtype: torch.dtype = getattr(torch, self.config.model.dtype)
+        return dtype
+
+    @property
+    def kind(self) -> str:
+        return self.device.kind
+
+    @property
+    def checkpointing(self) -> Checkpointing:
+        return self.config.trainer.gradient_checkpointing
+
+    @property
+    def trained(self) -> int:
+        """Parameters that get gradients."""
+        lora = self.config.trainer.lora
+        return self.model.adapter(lora.rank, lora.targets) if lora.rank else self.model.parameters
+
+    @property
+    def adapter(self) -> int:
+        """Parameters beside those of the model."""
+        return self.trained if self.config.trainer.lora.rank else 0
+
+    @property
+    def shards(self) -> int:
+        """Processes that divide gradients and optimizer state among them."""
+        return 1 if self.config.trainer.sharding == "none" else self.gpus
+
+    @property
+    def engine_shares_weights(self) -> bool:
+        """Engine and trainer read one storage: neither divides the weights."""
+        return self.config.engine.tensor_parallel_size == 1 and self.config.trainer.sharding == "none"
+
+    @property
+    def layer_code(self) -> LayerCode:
+        plain = not self.config.trainer.lora.rank
+        return layer_code(self.model.shape, self.dtype, self.kind, self.checkpointing, plain=plain)
+
+    @property
+    def shares_prompts(self) -> bool:
+        """Whether the trainer computes a group's prompt once."""
+        cost = CostModel.of(self.model.shape, self.model.parameters)
+        prompt, attempts = np.array([float(self.work.prompt_tokens)]), np.array([self.work.group_size])
+        return bool(cost.sharing_pays(prompt, attempts)[0])
+
+    @property
+    def tokens_per_rank(self) -> int:
+        """Through one trainer in a step, if every attempt is as long as it may be."""
+        return self._tokens(self.work.share(self.gpus).groups, self.work.max_new_tokens)
+
+    @property
+    def mean_tokens_per_rank(self) -> int:
+        return self._tokens(self.work.share(self.gpus).groups, self.work.mean_new_tokens)
+
+    def _tokens(self, groups: int, new_tokens: float) -> int:
+        work = self.work
+        prompts = 1 if self.shares_prompts else work.group_size
+        return round(groups * (prompts * work.prompt_tokens + work.group_size * new_tokens))
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest sequence."""
+        return self.work.prompt_tokens + self.work.max_new_tokens
+
+    def scores_per_token(self, tokens: int) -> float:
+        """Attention scores that a token of a micro-batch keeps in a layer: on the CPU, where they are written out."""
+        if self.kind != "cpu":
+            return 0
+        shape, work = self.model.shape, self.work
+        own = work.max_new_tokens if self.shares_prompts else self.longest
+        sequences = max(1, tokens // own)
+        written_out = shape.num_heads * sequences * own * self.longest <= MAX_SCORES
+        return shape.num_heads * self.longest if written_out else 0
+
+    def changed(self, **sections: dict[str, Any]) -> Setup:
+        """The same with other values: `changed(trainer={"offload_optimizer": True})`."""
+        config = self.config
+        updates = {name: getattr(config, name).model_copy(update=values) for name, values in sections.items()}
+        return replace(self, config=config.model_copy(update=updates))
+
+
+def make_setup(
+    config: Config,
+    device: Device,
+    gpus: int = 1,
+    prompt_tokens: int = PROMPT_TOKENS,
+    mean_new_tokens: float | None = None,
+    process_bytes: int = PROCESS_BYTES,
+) -> Setup:
+    """For a device that need not be here. Raises `ConfigError` where the recipe cannot run on it."""
+    if gpus < 1 or (gpus > 1 and not device.is_gpu):
+        raise ConfigError(f"--gpus {gpus}: {device.name} is planned as one machine", "leave --gpus out")
+    rollouts = config.rollouts
+    if mean_new_tokens is not None and not 0 < mean_new_tokens <= rollouts.max_new_tokens:
+        raise ConfigError(
+            f"--new-tokens {mean_new_tokens:g}: rollouts.max_new_tokens = {rollouts.max_new_tokens}", "give at most that many"
+        )
+    resolved = _resolved_for(config, device)
+    work = Work(
+        rollouts.groups_per_step,
+        rollouts.group_size,
+        prompt_tokens,
+        rollouts.max_new_tokens,
+        rollouts.max_new_tokens if mean_new_tokens is None else mean_new_tokens,
+    )
+    judge = describe_model(rollouts.reward_model.path) if rollouts.reward_model.path else None
+    return Setup(resolved, describe_model(config.model.path), device, gpus, work, judge, process_bytes)
+
+
+def _resolved_for(config: Config, device: Device) -> Config:
+    """As `resolve` has it on that device. A shape by name is no path, and is checked where it is read."""
+    path = config.model.path
+    dtype = config.model.dtype if config.model.dtype != "auto" or not device.is_gpu else "bfloat16"
+    here = config.model_copy(
+        update={
+            "run": config.run.model_copy(update={"device": "cpu"}),
+            "model": config.model.model_copy(
+                update={"dtype": dtype} | ({"path": "builtin:tiny"} if path.startswith(RANDOM) else {})
+            ),
+        }
+    )
+    found = resolve(here).config
+    if not device.is_gpu and found.trainer.offload_optimizer:
+        raise ConfigError(
+            "trainer.offload_optimizer: on the CPU the optimizer's state is in host memory already",
+            "set trainer.offload_optimizer=false",
+        )
+    run = found.run.model_copy(update={"device": device.kind})
+    return found.model_copy(update={"run": run, "model": found.model.model_copy(update={"path": path})})

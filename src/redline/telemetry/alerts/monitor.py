@@ -1,0 +1,144 @@
+"""All detectors together, and whom they tell: the console, `alerts.jsonl`, the other listeners, a webhook."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from redline.config.schema import AlertKind, AlertsConfig, Config
+from redline.errors import boundary
+from redline.telemetry.activity import Activity
+from redline.telemetry.alerts.detector import Detector, Finding, Row
+from redline.telemetry.alerts.host import DeadWorkers, HostMemorySlope
+from redline.telemetry.alerts.pipeline import KvSaturation, StalenessRise, ThroughputDrop
+from redline.telemetry.alerts.training import AbortStorm, NotFinite, RewardCollapse
+from redline.telemetry.alerts.waits import LongWait, StalledRollouts
+from redline.telemetry.alerts.webhook import Webhook, webhook_url
+from redline.telemetry.durable import drop_torn_line
+
+EXPLAINED_BY: Mapping[AlertKind, frozenset[AlertKind]] = {
+    "long_wait": frozenset({"stalled_rollouts", "stall", "dead_worker"}),
+    "stalled_rollouts": frozenset({"stall", "dead_worker"}),
+    "stall": frozenset({"stalled_rollouts", "dead_worker"}),
+}
+"""A kind is not told in a step in which one of these was: the cause is known."""
+
+
+class Alerts:
+    """Asks every detector, and tells what it finds once. May be called from several threads."""
+
+    def __init__(
+        self,
+        detectors: Sequence[Detector],
+        path: Path,
+        *,
+        tell: Callable[[str], None] = lambda text: None,
+        send: Callable[[Row], None] = lambda row: None,
+        webhook: Webhook | None = None,
+        off: Sequence[AlertKind] = (),
+        run: str = "",
+    ) -> None:
+        """`tell` shows a line to a person, `send` gives a row to the other listeners."""
+        self._detectors = [detector for detector in detectors if detector.kind not in off]
+        self._path = path
+        self._tell = tell
+        self._send = send
+        self._webhook = webhook
+        self._off = off
+        self._run = run
+        self._lock = threading.RLock()
+        self._last_step = 0
+        self._told_this_step: set[AlertKind] = set()
+        drop_torn_line(path)
+
+    @property
+    def last_step(self) -> int:
+        return self._last_step
+
+    def step(self, row: Row, now: Activity) -> None:
+        with self._lock:
+            self._last_step = row["step"]
+            self._ask(lambda detector: detector.step(row))
+            self._ask(lambda detector: detector.end_of_step(now))
+            self._told_this_step.clear()
+
+    def evaluation(self, row: Row) -> None:
+        with self._lock:
+            self._ask(lambda detector: detector.evaluation(row))
+
+    def sample(self, row: Row) -> None:
+        with self._lock:
+            self._ask(lambda detector: detector.sample(row))
+
+    def tick(self, now: Activity) -> None:
+        with self._lock:
+            self._ask(lambda detector: detector.tick(now))
+
+    def close(self) -> None:
+        if self._webhook:
+            self._webhook.close()
+
+    def found(self, kind: AlertKind, finding: Finding) -> bool:
+        """Tell it, unless its cause was told, or the same, in this step. Whether it was."""
+        with self._lock:
+            if kind in self._off or self._told_this_step & ({kind} | EXPLAINED_BY.get(kind, frozenset())):
+                return False
+            self._told_this_step.add(kind)
+            self._tell_everybody(kind, finding)
+            return True
+
+    def _ask(self, question: Callable[[Detector], Finding | None]) -> None:
+        """A detector that fails is switched off, and said to be: looking at a run must not end it."""
+        for detector in list(self._detectors):
+            finding = None
+            with boundary() as caught:
+                finding = question(detector)
+            if caught.error is not None:
+                self._detectors.remove(detector)
+                self._tell(f"alerts of kind {detector.kind} are off: {type(caught.error).__name__}: {caught.error}")
+            elif finding is not None:
+                self.found(detector.kind, finding)
+
+    def _tell_everybody(self, kind: AlertKind, finding: Finding) -> None:
+        row: dict[str, Any] = {
+            "time": time.time(),
+            "step": self._last_step,
+            "kind": kind,
+            "seen": finding.seen,
+            "since": finding.since,
+            "look_at": finding.look_at,
+        }
+        text = f"alert, {kind.replace('_', ' ')}: {finding.seen}; since {finding.since}. Look at: {finding.look_at}"
+        self._tell(text)
+        with boundary() as caught, self._path.open("ab") as file:
+            file.write(json.dumps(row, ensure_ascii=False).encode() + b"\n")
+        if caught.error is not None:
+            self._tell(f"{self._path.name}: {caught.error}")
+        self._send(row)
+        if self._webhook:
+            self._webhook.post({**row, "run": self._run, "text": text})
+
+
+def make_detectors(config: Config) -> list[Detector]:
+    """All of them, causes before their consequences."""
+    alerts = config.telemetry.alerts
+    return [
+        NotFinite(),
+        DeadWorkers(),
+        StalledRollouts(alerts.rollouts_floor_s, alerts.wait_deviations, config.buffer.max_lag),
+        LongWait(alerts.wait_floor_s, alerts.wait_deviations),
+        AbortStorm(alerts.abort_fraction, config.rollouts.group_size),
+        RewardCollapse(alerts.reward_drop),
+        ThroughputDrop(alerts.throughput_drop),
+        StalenessRise(alerts.staleness_steps, alerts.dropped_fraction),
+        KvSaturation(alerts.kv_use),
+        HostMemorySlope(alerts.memory_hours),
+    ]
+
+
+def make_webhook(config: AlertsConfig, tell: Callable[[str], None]) -> Webhook | None:
+    return Webhook(webhook_url(config.webhook), config.webhook_timeout_s, tell) if config.webhook else None

@@ -1,0 +1,150 @@
+"""What the machine says of this process, its children, and what is left for them."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from pathlib import Path
+from typing import NamedTuple
+
+import psutil
+
+CHILDREN_EVERY_S = 10.0
+"""How often to look for new children: that means to read every process of the machine."""
+CGROUP = Path("/sys/fs/cgroup")
+
+
+class Host:
+    """A source of samples: `host/…`, and `process/PID/…` of every child. Rates are those since the last call."""
+
+    def __init__(self) -> None:
+        self._me = _Watched(psutil.Process())
+        self._children: dict[int, _Watched] = {}
+        self._children_known_until = 0.0
+        self._network = _network_bytes()
+        self._at = time.monotonic()
+        psutil.cpu_percent()
+        self._find_children()
+
+    def __call__(self) -> dict[str, float]:
+        now = time.monotonic()
+        seconds, self._at = max(1e-9, now - self._at), now
+        me = self._me.use()
+        assert me is not None, "this process lives"
+        if now > self._children_known_until:
+            self._find_children()
+        children = {pid: use for pid, child in self._children.items() if (use := child.use())}
+        self._children = {pid: self._children[pid] for pid in children}
+        everyone = [me, *children.values()]
+        before, self._network = self._network, _network_bytes()
+        memory = memory_limits()
+        return {
+            "host/cpu_percent": me.cpu_percent,
+            "host/children_cpu_percent": sum(use.cpu_percent for use in children.values()),
+            "host/machine_cpu_percent": psutil.cpu_percent(),
+            "host/processes": len(everyone),
+            "host/threads": sum(use.threads for use in everyone),
+            "host/open_files": me.open_files,
+            "host/rss_bytes": me.rss,
+            "host/children_rss_bytes": sum(use.rss for use in children.values()),
+            "host/available_bytes": memory.available,
+            "host/total_bytes": memory.total,
+            "host/disk_read_bytes_per_s": sum(use.read_bytes for use in everyone) / seconds,
+            "host/disk_written_bytes_per_s": sum(use.written_bytes for use in everyone) / seconds,
+            "host/network_received_bytes_per_s": (self._network.received - before.received) / seconds,
+            "host/network_sent_bytes_per_s": (self._network.sent - before.sent) / seconds,
+            **{f"process/{pid}/cpu_percent": use.cpu_percent for pid, use in children.items()},
+            **{f"process/{pid}/rss_bytes": use.rss for pid, use in children.items()},
+        }
+
+    def _find_children(self) -> None:
+        self._children_known_until = time.monotonic() + CHILDREN_EVERY_S
+        for child in psutil.Process().children(recursive=True):
+            if child.pid not in self._children:
+                with contextlib.suppress(psutil.Error):
+                    self._children[child.pid] = _Watched(child)
+
+
+class _Use(NamedTuple):
+    """Of one process, since the last look."""
+
+    cpu_percent: float
+    """User and system; 100 is one core."""
+    rss: int
+    threads: int
+    open_files: int
+    read_bytes: int
+    written_bytes: int
+
+
+class _Watched:
+    """A process, and where its counters stood."""
+
+    def __init__(self, process: psutil.Process) -> None:
+        self._process = process
+        self._read = self._written = 0
+        self.use()
+
+    def use(self) -> _Use | None:
+        """None once it has ended."""
+        try:
+            with self._process.oneshot():
+                disk = self._process.io_counters()
+                use = _Use(
+                    cpu_percent=self._process.cpu_percent(),
+                    rss=self._process.memory_info().rss,
+                    threads=self._process.num_threads(),
+                    open_files=self._process.num_fds(),
+                    read_bytes=disk.read_bytes - self._read,
+                    written_bytes=disk.write_bytes - self._written,
+                )
+        except (psutil.Error, OSError):
+            return None
+        self._read, self._written = disk.read_bytes, disk.write_bytes
+        return use
+
+
+class _Network(NamedTuple):
+    received: int
+    sent: int
+
+
+def _network_bytes() -> _Network:
+    """Of the machine, over every interface but the one to itself."""
+    interfaces = [use for name, use in psutil.net_io_counters(pernic=True).items() if name != "lo"]
+    return _Network(sum(use.bytes_recv for use in interfaces), sum(use.bytes_sent for use in interfaces))
+
+
+class MemoryLimits(NamedTuple):
+    """Bytes."""
+
+    total: int
+    available: int
+
+
+def memory_limits(cgroup: Path = CGROUP) -> MemoryLimits:
+    """Of the machine, or of the container where that allows less."""
+    machine = psutil.virtual_memory()
+    limit = _number(cgroup / "memory.max")
+    if limit is None or limit >= machine.total:
+        return MemoryLimits(machine.total, machine.available)
+    # Files that were read and not touched since are dropped before anybody is refused memory.
+    used = (_number(cgroup / "memory.current") or 0) - _inactive_file(cgroup)
+    return MemoryLimits(limit, min(machine.available, max(0, limit - used)))
+
+
+def _number(path: Path) -> int | None:
+    """None where there is no such file, or no limit in it ("max")."""
+    try:
+        return int(path.read_text())
+    except (OSError, ValueError):
+        return None
+
+
+def _inactive_file(cgroup: Path) -> int:
+    with contextlib.suppress(OSError):
+        for line in (cgroup / "memory.stat").read_text().splitlines():
+            name, _, value = line.partition(" ")
+            if name == "inactive_file":
+                return int(value)
+    return 0

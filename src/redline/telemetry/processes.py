@@ -1,0 +1,215 @@
+"""Spans of the other processes of a run: workers of an environment, actors on another machine.
+
+    with recording_process("rewards"):                    in the worker
+        with span("reward.score", version=3): ...
+
+A worker writes `spans/rewards-4711.jsonl` in the run folder that its environment names (`REDLINE_SPANS`, which the run sets and
+children inherit; a Ray actor gets it by `runtime_env`). At the end the run puts all of them on its own clock, into `trace.json`
+and `ledger.json`. The policy version in a span's arguments says what belongs together.
+
+Two processes of one machine share a clock. For others, `measure_offset` asks over whatever connection there is:
+
+    keep_offset(file, measure_offset(lambda: ray.get(actor.clock_ns.remote())))
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from redline.telemetry.durable import write_json
+from redline.telemetry.ledger import LaneLedger, Ledger, ledger_from_spans
+from redline.telemetry.metrics import MetricsLog
+from redline.telemetry.spans import Recorder, recording
+
+SPANS_VARIABLE = "REDLINE_SPANS"
+FLUSH_S = 1.0
+"""What a worker that is killed may lose."""
+
+
+@dataclass(slots=True, frozen=True)
+class Clock:
+    """Where the clock of the spans stands, and on which machine."""
+
+    boot: str
+    """Names one start of one machine, whose processes share a clock; empty where the system does not say."""
+    spans_ns: int
+    wall_ns: int
+
+    @classmethod
+    def here(cls) -> Clock:
+        path = Path("/proc/sys/kernel/random/boot_id")
+        boot = path.read_text().strip() if path.exists() else ""
+        return cls(boot, time.perf_counter_ns(), time.time_ns())
+
+
+@dataclass(slots=True, frozen=True)
+class ClockOffset:
+    """What to subtract from another process's time to have it on ours."""
+
+    offset_ns: int
+    uncertainty_ns: int
+    how: str
+
+
+@dataclass(slots=True, frozen=True)
+class RecordedSpan:
+    """A span that another process wrote down, on the clock of whoever reads it."""
+
+    lane: str
+    name: str
+    start_ns: int
+    end_ns: int
+    args: Mapping[str, object]
+
+
+@dataclass(slots=True, frozen=True)
+class ProcessRecord:
+    """What one process wrote down."""
+
+    file: str
+    name: str
+    os_pid: int
+    clock: ClockOffset
+    spans: Sequence[RecordedSpan]
+    ledger: Ledger | None
+    """As the process itself had it when it ended; None if it was killed."""
+
+    def lanes(self) -> dict[str, LaneLedger]:
+        """Under names no other process has: `rewards-4711/main`. Those of a killed process last as long as their spans."""
+        ledger = self.ledger or ledger_from_spans(self.spans)
+        return {f"{self.name}-{self.os_pid}/{lane}": rows for lane, rows in ledger.lanes.items()}
+
+
+# ── in the worker ──────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@contextmanager
+def recording_process(name: str, folder: Path | None = None) -> Iterator[Recorder | None]:
+    """Record this process's spans for the run it works for; without a run, do nothing. `folder` is the run's `spans` folder,
+    where the environment does not have it."""
+    place = folder or (Path(os.environ[SPANS_VARIABLE]) if SPANS_VARIABLE in os.environ else None)
+    if place is None:
+        yield None
+        return
+    place.mkdir(parents=True, exist_ok=True)
+    with recording(Recorder()) as recorder, _SpanFile(place / f"{name}-{os.getpid()}.jsonl", name, recorder):
+        yield recorder
+
+
+class _SpanFile:
+    """Takes a recorder's spans away once a second, so that a kill loses no more than that."""
+
+    def __init__(self, path: Path, name: str, recorder: Recorder) -> None:
+        self._recorder = recorder
+        self._file = path.open("ab")
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._keep_writing, name="spans", daemon=True)
+        self._append({"process": name, "os_pid": os.getpid(), **asdict(Clock.here())})
+
+    def __enter__(self) -> None:
+        self._thread.start()
+
+    def __exit__(self, kind: object, error: object, traceback: object) -> None:
+        self._stop.set()
+        self._thread.join()
+        ledger = self._recorder.ledger()
+        self._write_spans()
+        self._append({"ledger": ledger.to_json()})
+        self._file.close()
+
+    def _keep_writing(self) -> None:
+        while not self._stop.wait(FLUSH_S):
+            self._write_spans()
+
+    def _write_spans(self) -> None:
+        for span in self._recorder.drain():
+            args = {"args": span.args} if span.args else {}
+            self._append({"lane": span.lane, "name": span.name, "start_ns": span.start_ns, "end_ns": span.end_ns, **args})
+        self._file.flush()
+
+    def _append(self, document: Mapping[str, Any]) -> None:
+        self._file.write(json.dumps(document, separators=(",", ":"), default=str).encode() + b"\n")
+
+
+# ── in the run ─────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@contextmanager
+def expecting_processes(folder: Path) -> Iterator[None]:
+    """Processes that are started meanwhile find where to write."""
+    before = os.environ.get(SPANS_VARIABLE)
+    os.environ[SPANS_VARIABLE] = str(folder.absolute())
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[SPANS_VARIABLE]
+        else:
+            os.environ[SPANS_VARIABLE] = before
+
+
+def measure_offset(ask: Callable[[], int], times: int = 16) -> ClockOffset:
+    """`ask` fetches the other process's `time.perf_counter_ns()`. The answer was given at some moment of the round trip; its
+    middle is wrong by half the trip at most, so the shortest is the best."""
+    best: ClockOffset | None = None
+    for _ in range(times):
+        before = time.perf_counter_ns()
+        theirs = ask()
+        after = time.perf_counter_ns()
+        uncertainty_ns = (after - before + 1) // 2
+        if best is None or uncertainty_ns < best.uncertainty_ns:
+            best = ClockOffset(theirs - (before + after) // 2, uncertainty_ns, "shortest of several round trips")
+    assert best is not None, "an offset is measured at least once"
+    return best
+
+
+def keep_offset(file: Path, offset: ClockOffset) -> None:
+    """Beside the worker's file, for whoever reads it."""
+    write_json(file.with_suffix(".clock.json"), asdict(offset))
+
+
+def read_processes(folder: Path, here: Clock | None = None) -> list[ProcessRecord]:
+    """Every worker's spans, on the clock of this process. A line that a kill has torn is left out."""
+    here = here or Clock.here()
+    files = [(path, list(MetricsLog.read(path))) for path in sorted(folder.glob("*.jsonl"))]
+    return [_read_process(path, rows, here) for path, rows in files if rows]
+
+
+def _read_process(path: Path, rows: Sequence[Mapping[str, Any]], here: Clock) -> ProcessRecord:
+    header = rows[0]
+    clock = _offset(path, Clock(header["boot"], header["spans_ns"], header["wall_ns"]), here)
+    shift = clock.offset_ns
+    spans = [
+        RecordedSpan(row["lane"], row["name"], row["start_ns"] - shift, row["end_ns"] - shift, row.get("args", {}))
+        for row in rows
+        if "lane" in row
+    ]
+    ledger = Ledger.from_json(rows[-1]["ledger"]) if "ledger" in rows[-1] else None
+    return ProcessRecord(path.name, header["process"], header["os_pid"], clock, spans, ledger)
+
+
+def _offset(path: Path, theirs: Clock, here: Clock) -> ClockOffset:
+    measured = path.with_suffix(".clock.json")
+    if measured.exists():
+        return ClockOffset(**json.loads(measured.read_text()))
+    if theirs.boot and theirs.boot == here.boot:
+        return ClockOffset(0, 0, "the same machine, the same clock")
+    # Each process's clock against the time of day: as good as the machines agree on that.
+    by_wall_ns = (here.wall_ns - here.spans_ns) - (theirs.wall_ns - theirs.spans_ns)
+    return ClockOffset(by_wall_ns, 100_000_000, "the time of day on both machines")
+
+
+def with_processes(ledger: Ledger, processes: Sequence[ProcessRecord]) -> Ledger:
+    """The ledger of a run with the lanes of its workers."""
+    lanes = dict(ledger.lanes)
+    for process in processes:
+        lanes |= process.lanes()
+    return Ledger(lanes)

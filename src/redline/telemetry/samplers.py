@@ -1,0 +1,108 @@
+"""`samples.jsonl`: what host and devices were doing, once a second, from a thread beside the run.
+
+    Host ─┐
+    Gpus ─┼─► Sampler ──► {"time": 1731672000.25, "step": 12, "host/cpu_percent": 187.0, "gpu/0/power_w": 412.5, …}
+    memory┘
+
+A source gives a part of each sample when it is called. Nothing here can stop a run: a source that fails is named once and no
+longer asked, and so is a file that cannot be written.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from redline.errors import boundary
+from redline.telemetry.durable import drop_torn_line
+from redline.telemetry.metrics import MetricsLog
+from redline.telemetry.spans import idle_as, span
+
+Source = Callable[[], Mapping[str, Any]]
+"""A part of a sample, by `section/name_unit`. Called from the sampler's thread."""
+PATIENCE_S = 5.0
+"""For the sample under way, when all is to end: a driver may be what hangs."""
+
+
+class Sampler:
+    """Samples while it is open, and once more when it closes, so that the shortest run has one."""
+
+    def __init__(
+        self,
+        path: Path,
+        every_s: float,
+        sources: Sequence[Source],
+        *,
+        step: Callable[[], int] = lambda: 0,
+        tell: Callable[[str], None] = lambda text: None,
+    ) -> None:
+        """`step` gives the number of steps taken; `tell` shows a line to a person. Both are called from the thread."""
+        drop_torn_line(path)
+        self._file = path.open("ab", buffering=0)  # of a write that fails nothing is left for `close` to fail on
+        self._every_s = every_s
+        self._sources = list(sources)
+        self._step = step
+        self._tell = tell
+        self._closing = threading.Event()
+        self._thread = threading.Thread(target=self._work, name="sampler", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        self._closing.set()
+        self._thread.join(PATIENCE_S)
+        if not self._thread.is_alive():  # else it is left behind with its file, and ends with the process
+            self._file.close()
+            for source in self._sources:
+                getattr(source, "close", lambda: None)()
+
+    def __enter__(self) -> Sampler:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
+        self.close()
+
+    # ── the thread ─────────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def _work(self) -> None:
+        idle_as("wait.for_next_sample")
+        due = time.monotonic() + self._every_s
+        while not self._closing.wait(max(0.0, due - time.monotonic())):
+            if not self._take():
+                return
+            due = max(due, time.monotonic()) + self._every_s
+        self._take()
+
+    def _take(self) -> bool:
+        """Whether it was written."""
+        with span("telemetry.sample"):
+            started = time.perf_counter()
+            sample: dict[str, Any] = {"time": time.time(), "step": self._step()}
+            for source in list(self._sources):
+                with boundary() as caught:
+                    sample |= source()
+                if caught.error is not None:
+                    self._sources.remove(source)
+                    self._say(f"{_name_of(source)} is sampled no longer", caught.error)
+            sample["telemetry/sample_s"] = time.perf_counter() - started
+            with boundary() as caught:
+                self._file.write(json.dumps(sample).encode() + b"\n")
+        if caught.error is not None:
+            self._say("no more samples are taken", caught.error)
+        return caught.error is None
+
+    def _say(self, what: str, error: Exception) -> None:
+        self._tell(f"{what}: {type(error).__name__}: {error}")
+
+
+def read_samples(path: Path) -> Iterator[dict[str, Any]]:
+    """Of a finished, killed or still running run; none where it took none."""
+    return MetricsLog.read(path) if path.exists() else iter(())
+
+
+def _name_of(source: Source) -> str:
+    return getattr(source, "__name__", type(source).__name__)

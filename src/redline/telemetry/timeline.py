@@ -1,0 +1,91 @@
+"""The timeline: time by what it was spent on, for people who know reinforcement learning but not our span names.
+
+generation   training   weight_sync   data   environment   reward   wait_for_X (one per X)   other   unaccounted
+
+Each span belongs to one phase, so the phases of a lane sum to its wall time as its spans do. A span that nobody here has heard
+of, such as one in a user's own code, is `other`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+
+from redline.telemetry.ledger import UNACCOUNTED
+
+PHASES = ("generation", "training", "weight_sync", "data", "environment", "reward", "other", UNACCOUNTED)
+"""All but the waits, whose names say for whom."""
+PREFIX = "timeline/"
+"""Of a step's phases in `metrics.jsonl`: `timeline/generation_s`."""
+_SPANS = {
+    "engine.push_weights": "weight_sync",
+    "engine.update_weights": "weight_sync",
+    "rollouts.environment": "environment",
+    "rollouts.reward": "reward",
+    "rollouts.reward_model": "reward",
+    "rollouts.setup": "other",
+    "trainer.setup": "other",
+    UNACCOUNTED: UNACCOUNTED,
+}
+"""Spans that are not what the rest of their section is."""
+_SECTIONS = {
+    "engine": "generation",
+    "trainer": "training",
+    "weight_sync": "weight_sync",
+    "buffer": "data",
+    "rollouts": "data",
+    "environment": "environment",
+    "reward": "reward",
+}
+
+
+def phase_of(span: str) -> str:
+    """`engine.decode` → `generation`; `wait.for_rollouts` → `wait_for_rollouts`."""
+    section, _, part = span.partition(".")
+    if section == "wait":
+        return f"wait_{part}" if part else "wait"
+    return _SPANS.get(span) or _SECTIONS.get(section, "other")
+
+
+def by_phase(rows: Mapping[str, int]) -> dict[str, int]:
+    """ns per phase, of exclusive ns per span."""
+    phases: defaultdict[str, int] = defaultdict(int)
+    for span, ns in rows.items():
+        phases[phase_of(span)] += ns
+    return dict(phases)
+
+
+def step_phases(row: Mapping[str, object]) -> dict[str, float]:
+    """Seconds per phase, from a row of `metrics.jsonl`; from its sections where it was written before there were phases."""
+    own = dict(_seconds(row, PREFIX))
+    if own:
+        return own
+    phases: defaultdict[str, float] = defaultdict(float)
+    for section, value in _seconds(row, "time/"):
+        phases[phase_of(section)] += value
+    return dict(phases)
+
+
+def _seconds(row: Mapping[str, object], prefix: str) -> Iterator[tuple[str, float]]:
+    for key, value in row.items():
+        if key.startswith(prefix) and key.endswith("_s") and isinstance(value, int | float) and math.isfinite(value):
+            yield key.removeprefix(prefix).removesuffix("_s"), value
+
+
+# ── in words ───────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def in_words(phase: str) -> str:
+    """`wait_for_rollouts` → `waiting for rollouts`; `weight_sync` → `weight sync`."""
+    name = phase.replace("_", " ")
+    return "waiting" + name.removeprefix("wait") if phase.startswith("wait") else name
+
+
+def bottleneck(phases: Mapping[str, float]) -> tuple[str, float] | None:
+    """The phase that took the largest part of some time, and its share; None where no time has passed."""
+    total = sum(phases.values())
+    if total <= 0:
+        return None
+    largest = max(phases, key=lambda phase: phases[phase])
+    return largest, phases[largest] / total

@@ -1,0 +1,148 @@
+// The parts of a run's page that are tables and text. Each is a function of the run, called again when it has changed.
+
+function headPart(run) {
+  const { head, environment } = run;
+  const words = { starting: "starting", running: "running", finished: "finished", stopped: "stopped", killed: "ended without closing its files" };
+  const device = environment.gpus?.length ? `${environment.gpus.length} × ${environment.gpus[0].name ?? "GPU"}` : environment.cpu?.model ? `${environment.cpu.usable_cores} cores, ${environment.cpu.model}` : null;
+  const facts = [
+    ["model", head.model],
+    ["task", head.task],
+    ["algorithm", head.max_lag ? `${head.algorithm}, lag ≤ ${head.max_lag}` : `${head.algorithm}, lockstep`],
+    ["device", device],
+    ["started", head.started?.replace("T", " ").replace(/(\+00:00|Z)$/, " UTC")],
+    ["time in steps", seconds(head.train_s)],
+    ["per step", seconds(head.step_s)],
+    head.eta_s ? ["to go", seconds(head.eta_s)] : null,
+  ];
+  return [
+    h("div", { class: "title" }, h("h1", {}, head.name), h("span", { class: `status ${head.status}` }, `${words[head.status]}, step ${grouped.format(head.steps_done)} of ${grouped.format(head.total_steps)}`)),
+    h("dl", { class: "facts" }, facts.filter((fact) => fact?.[1]).map(([name, value]) => h("div", {}, h("dt", {}, name), h("dd", {}, value)))),
+    h("div", { class: "progress" }, h("div", { width: `${Math.min(100, (100 * head.steps_done) / (head.total_steps || 1))}%` })),
+  ];
+}
+
+function verdictPart({ head }) {
+  const parts = phaseOrder(Object.keys(head.phases)).map((phase) => ({ phase, value: head.phases[phase] }));
+  const total = parts.reduce((sum, part) => sum + part.value, 0);
+  return [
+    h("p", { class: "headline" }, head.verdict.headline),
+    total ? phaseBar(parts, total, seconds) : null,
+    total ? phaseLegend(parts, total, seconds) : null,
+    h("p", { class: "details" }, head.verdict.details.join(" ")),
+  ];
+}
+
+function targetsPart({ head }) {
+  const words = { true: ["met", "●"], false: ["missed", "▲"] };
+  const shown = head.targets.filter((target) => target.value !== null), rest = head.targets.filter((target) => target.value === null);
+  const tile = (target) => {
+    const [kind, mark] = words[String(target.met)] ?? ["", ""];
+    return h("div", { class: "target", title: target.why }, h("dt", {}, target.name), h("dd", {}, ...targetValue(target)),
+      h("dd", { class: `mark ${kind}` }, target.met === null ? target.target : `${mark} ${kind}, ${target.target}${targetUnits[target.unit] ?? ""}`));
+  };
+  const missing = rest.filter((target) => target.target).map((target) => `${target.name} (${target.target}${targetUnits[target.unit] ?? ""}; ${target.why})`);
+  return [h("dl", { class: "targets" }, shown.map(tile)), missing.length ? h("p", { class: "flat muted" }, `Not measured: ${missing.join(", ")}.`) : null];
+}
+
+const targetUnits = { "%": "%", s: " s" };
+
+function targetValue({ value, unit }) {
+  if (unit === "s") return [seconds(value)];
+  if (unit === "%") return [percent(value / 100)];
+  return [number(value), unit ? h("small", {}, ` ${unit}`) : null];
+}
+
+const STAGE_LANES = ["main", "rollouts"];
+
+function ledgerPart({ head }) {
+  return head.ledger.map((lane) => {
+    const spans = [...lane.spans, { name: "unaccounted", phase: "unaccounted", ns: lane.unaccounted_ns }];
+    const byPhase = new Map();
+    for (const span of spans) byPhase.set(span.phase, (byPhase.get(span.phase) ?? 0) + span.ns);
+    const parts = phaseOrder(byPhase.keys()).map((phase) => ({ phase, value: byPhase.get(phase) / 1e9 }));
+    const isHelper = !STAGE_LANES.includes(lane.lane), wall = lane.wall_ns / 1e9, most = Math.max(...spans.map((span) => span.ns));
+    return h("details", { class: "lane" },
+      h("summary", {}, h("span", { class: "name" }, lane.lane), phaseBar(parts, wall, seconds, isHelper),
+        h("span", { class: "unaccounted" }, `${seconds(wall)}, unaccounted ${percent(lane.unaccounted_ns / (lane.wall_ns || 1))}`)),
+      h("table", { class: "spans" }, h("tbody", {}, spans.map((span) => h("tr", {},
+        h("td", { class: "mono" }, span.name), h("td", { class: "number" }, seconds(span.ns / 1e9)), h("td", { class: "number muted" }, percent(span.ns / (lane.wall_ns || 1))),
+        h("td", { class: "meter" }, h("div", { class: phaseClass(span.phase, isHelper), width: `${(100 * span.ns) / most}%` })))))));
+  });
+}
+
+const DISTRIBUTIONS = [
+  ["step", "run/step_s"],
+  ["generation", "timeline/generation_s"],
+  ["training", "timeline/training_s"],
+  ["waiting for rollouts", "timeline/wait_for_rollouts_s"],
+  ["weight sync", "timeline/weight_sync_s"],
+  ["environment", "timeline/environment_s"],
+  ["reward", "timeline/reward_s"],
+  ["generated tokens per second", "engine/tokens_per_s"],
+  ["trained tokens per second", "trainer/tokens_per_s"],
+  ["tokens per answer", "rollouts/completion_tokens_mean"],
+  ["lag, steps", "buffer/policy_lag_steps"],
+];
+
+function percentilesPart(run) {
+  const [first, end] = run.axis.visible, columns = [["least", 0], ["median", 0.5], ["90%", 0.9], ["99%", 0.99], ["greatest", 1]];
+  const rows = DISTRIBUTIONS.filter(([, key]) => run.steps[key]).map(([name, key]) => {
+    const sorted = Float64Array.from(run.steps[key].slice(first, end).filter(Number.isFinite)).sort(), format = formatOf(key);
+    return h("tr", {}, h("td", {}, name), columns.map(([, q]) => h("td", { class: "number" }, format(quantile(sorted, q)))));
+  });
+  return h("div", { class: "scroll" }, h("table", {}, h("thead", {}, h("tr", {}, h("th", {}, "of all steps shown"), columns.map(([name]) => h("th", { class: "number" }, name)))), h("tbody", {}, rows)));
+}
+
+function alertsPart({ alerts }) {
+  const plain = (value) => (value === null || value === undefined ? "" : typeof value === "object" ? JSON.stringify(value) : String(value));
+  return alerts.slice(-100).reverse().map((alert) => h("div", { class: "alert" },
+    h("span", { class: "muted" }, `step ${plain(alert.step)}`), h("b", {}, plain(alert.kind).replaceAll("_", " ")),
+    h("div", { class: "what" }, h("p", {}, plain(alert.seen)), h("p", {}, [alert.since ? `since ${plain(alert.since)}` : "", plain(alert.look_at)].filter(Boolean).join(" · ")))));
+}
+
+// ── what was sampled ──
+
+function groupPart(group) {
+  const versions = ([oldest, newest]) => (oldest === newest ? `v${oldest}` : `v${oldest}–v${newest}`);
+  const attempt = (found) => h("article", { class: "attempt" },
+    h("div", { class: "line" }, h("b", { class: found.reward > 0 ? "good" : "" }, `reward ${number(found.reward)}`),
+      Object.entries(found.parts).map(([name, value]) => h("span", {}, `${name} ${number(value)}`)),
+      h("span", {}, `advantage ${number(found.advantage)}`), h("span", {}, versions(found.versions)),
+      h("span", {}, `${grouped.format(found.tokens)} tokens, ended by ${found.finish}`)),
+    found.failure ? h("p", { class: "failure" }, found.failure) : null,
+    found.said.map((turn) => h("pre", { class: `said ${turn.by}` }, turn.text || " ")));
+  const body = group.evicted ? h("p", { class: "muted" }, "its segment is not there any more")
+    : !group.attempts.length ? h("p", { class: "muted" }, "no attempt is complete")
+    : [h("pre", { class: "said prompt" }, group.prompt ?? "the tokenizer is not at hand, so the prompt cannot be shown"), h("div", { class: "attempts" }, group.attempts.map(attempt))];
+  return h("details", { class: "group" },
+    h("summary", {}, h("span", {}, group.step === null ? group.state : `step ${group.step}`), h("span", { class: "muted" }, `group ${group.number}`), h("span", { class: "task" }, group.about ?? group.task ?? ""), h("span", {}, group.reward === null ? "" : `reward ${number(group.reward)}`)), body);
+}
+
+// ── every metric ──
+
+function metricsPart(run) {
+  const body = h("tbody"), filter = h("input", { type: "search", placeholder: "filter by name", "aria-label": "filter metrics by name" });
+  const fill = () => {
+    const wanted = filter.value.trim().toLowerCase();
+    const keys = Object.keys(run.steps).filter((key) => !["step", "run/time_s"].includes(key) && key.toLowerCase().includes(wanted)).sort();
+    body.replaceChildren(...keys.map((key) => {
+      const values = run.steps[key], format = formatOf(key), sorted = Float64Array.from(values.filter(Number.isFinite)).sort(), canvas = h("canvas", { class: "spark" });
+      spark(canvas, thinned(values, 160), "muted");
+      return h("tr", {}, h("td", { class: "mono" }, key), h("td", {}, canvas), [quantile(sorted, 0), quantile(sorted, 0.5), quantile(sorted, 1), values[lastFinite(values)]].map((value) => h("td", { class: "number" }, format(value))));
+    }));
+  };
+  filter.addEventListener("input", fill);
+  return h("details", { class: "fold metrics", on: { toggle: (event) => event.target.open && fill() } }, h("summary", {}, "every metric of every step"), filter,
+    h("div", { class: "scroll" }, h("table", {}, h("thead", {}, h("tr", {}, ["metric", ""].map((name) => h("th", {}, name)), ["least", "median", "greatest", "last"].map((name) => h("th", { class: "number" }, name)))), body)));
+}
+
+function thinned(values, most) {
+  const size = Math.ceil(values.length / most) || 1, thin = [];
+  for (let i = 0; i < values.length; i += size) thin.push(mean(values, i, Math.min(i + size, values.length)));
+  return thin;
+}
+
+function settingsPart({ config, environment }) {
+  const fold = (name, value) => h("details", { class: "fold" }, h("summary", {}, name), h("pre", {}, JSON.stringify(value, null, 2)));
+  return [fold("config.json, the resolved recipe", config), fold("environment.json, the machine and the versions", environment)];
+}

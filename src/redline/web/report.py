@@ -1,0 +1,22 @@
+"""`redline report RUN`: a run as one HTML file, to keep, to send, to open without a network."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from redline.errors import RunFolderError
+from redline.telemetry.durable import replace_file
+from redline.web.page import report_page
+from redline.web.reader import RunReader
+from redline.web.trajectories import Trajectories
+
+
+def write_report(run: Path, target: Path) -> None:
+    """Of a run that has ended, or of one as far as it has come."""
+    reader = RunReader(run, keep_rows=None)
+    document = reader.document()
+    document["trajectories"] = Trajectories(run, reader.model, reader.seed).chosen()
+    try:
+        replace_file(target, report_page(document["head"]["name"], document).encode())
+    except (FileNotFoundError, NotADirectoryError, PermissionError, IsADirectoryError) as error:
+        raise RunFolderError(f"{target}: cannot be written: {error.strerror}", "choose another file with -o FILE") from error

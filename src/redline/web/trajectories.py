@@ -1,0 +1,179 @@
+"""What a run sampled, for people to read: the prompt, what was said, the parts of its reward, the versions it was said with."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from redline.buffer.group_store import GroupState
+from redline.buffer.index import GroupRow
+from redline.buffer.show import StoredRun
+from redline.errors import RunFolderError
+from redline.web.columns import Json
+
+MAX_CHARACTERS = 20_000
+"""Of one text on a page."""
+GROUPS_PER_STEP = 16
+STEPS_IN_REPORT = 6
+GROUPS_IN_REPORT = 3
+"""Of each of those steps."""
+FAILURES_IN_REPORT = 6
+_ABOUT_CHARACTERS = 160
+
+
+class Trajectories:
+    """The stored attempts of one run. It only reads; the run may go on."""
+
+    def __init__(self, run: Path, model: str, seed: int) -> None:
+        self._run = run
+        self._decode = functools.cache(lambda: _decoder(run, model, seed))
+
+    def of_step(self, step: int) -> dict[str, Json]:
+        """The groups that a step of `metrics.jsonl` was trained on."""
+        try:
+            stored = self._stored()
+            groups = stored.groups(step=step - 1)  # the index counts from the version that was trained, the rows from the next
+            return {
+                "step": step,
+                "groups": self._pages(stored, groups[:GROUPS_PER_STEP]),
+                "left_out": len(groups[GROUPS_PER_STEP:]),
+            }
+        except RunFolderError as error:
+            return {"step": step, "groups": [], "missing": error.message}
+
+    def chosen(self) -> dict[str, Json]:
+        """Some of the first, the last and those between, and attempts that failed."""
+        try:
+            stored = self._stored()
+            rows = stored.groups()
+            groups = self._pages(stored, _spread(rows))
+            failed = self._pages(stored, list(stored.with_failures(rows))[-FAILURES_IN_REPORT:], only_failed=True)
+        except RunFolderError as error:
+            return {"groups": [], "failed": [], "missing": error.message}
+        return {"groups": groups, "failed": failed}
+
+    def _stored(self) -> StoredRun:
+        if not (self._run / "trajectories").is_dir():  # a copy of the logs alone
+            raise RunFolderError(f"{self._run}: no trajectories to show")
+        return StoredRun(self._run)
+
+    def _pages(self, stored: StoredRun, groups: Iterable[GroupRow], only_failed: bool = False) -> list[dict[str, Json]]:
+        return [
+            self._page(
+                group, attempts is None, [attempt for attempt in attempts or () if attempt["failure"] or not only_failed]
+            )
+            for group, attempts in stored.attempts(groups)
+        ]
+
+    def _page(self, group: GroupRow, is_evicted: bool, attempts: Sequence[dict[str, Any]]) -> dict[str, Json]:
+        return {
+            "number": group.number,
+            "state": f"{group.state}: {group.reason}" if group.reason else str(group.state),
+            "step": None if group.trained_version is None else group.trained_version + 1,
+            "reward": group.reward,
+            "evicted": is_evicted,
+            "task": attempts[0]["task_id"] if attempts else None,
+            "prompt": self._prompt(attempts[0]) if attempts else None,
+            "about": self._about(attempts[0]) if attempts else None,
+            "attempts": [self._attempt(attempt) for attempt in attempts],
+        }
+
+    def _prompt(self, attempt: dict[str, Any]) -> str | None:
+        decode = self._decode()
+        return None if decode is None else _cut(decode(_prompt_tokens(attempt), skip_special_tokens=False))
+
+    def _about(self, attempt: dict[str, Any]) -> str | None:
+        """What the user said last, on one line, as far as the chat template lets it be told; else the end of the prompt."""
+        decode = self._decode()
+        if decode is None:
+            return None
+        lines = decode(_prompt_tokens(attempt), skip_special_tokens=True).split("\n")
+        last = max((i for i, line in enumerate(lines) if line.strip() == "user"), default=-1)
+        line = " ".join(" ".join(lines[last + 1 :]).split()).removesuffix(" assistant")
+        return line if len(line) <= _ABOUT_CHARACTERS else f"… {line[-_ABOUT_CHARACTERS:]}"
+
+    def _attempt(self, attempt: dict[str, Any]) -> dict[str, Json]:
+        return {
+            "number": attempt["attempt"],
+            "reward": attempt["reward"],
+            "parts": attempt["reward_parts"],
+            "advantage": attempt["advantage"],
+            "versions": [attempt["oldest_version"], attempt["newest_version"]],
+            "tokens": sum(attempt["loss_mask"]),
+            "finish": attempt["finish_reason"],
+            "failure": attempt["failure"],
+            "said": self._said(attempt),
+        }
+
+    def _said(self, attempt: dict[str, Any]) -> list[dict[str, Json]]:
+        """What the policy said, and between its turns what it was told."""
+        turns, decode, tokens = attempt["turns"], self._decode(), attempt["token_ids"]
+        if len(turns) < 2 or decode is None:
+            return [{"by": "policy", "text": _cut(attempt["text"])}]
+        said: list[dict[str, Json]] = []
+        for turn, following in zip(turns, [*turns[1:], None], strict=True):
+            said.append({"by": "policy", "text": _cut(decode(tokens[turn["start"] : turn["end"]], skip_special_tokens=False))})
+            told = tokens[turn["end"] : following["start"] if following else len(tokens)]
+            if told:
+                said.append({"by": "environment", "text": _cut(decode(told, skip_special_tokens=False))})
+        return said
+
+
+def _spread(groups: Sequence[GroupRow]) -> list[GroupRow]:
+    """Of some steps from the first to the last, the groups that taught something before the others."""
+    by_step: dict[int, list[GroupRow]] = {}
+    for group in groups:
+        if group.state is GroupState.TRAINED and group.trained_version is not None:
+            by_step.setdefault(group.trained_version, []).append(group)
+    steps = sorted(by_step)
+    last = len(steps) - 1
+    wanted = sorted({round(i * last / (STEPS_IN_REPORT - 1)) for i in range(STEPS_IN_REPORT)}) if steps else []
+    return [
+        group
+        for i in wanted
+        for group in sorted(by_step[steps[i]], key=lambda g: (not g.has_signal, g.number))[:GROUPS_IN_REPORT]
+    ]
+
+
+def _prompt_tokens(attempt: dict[str, Any]) -> list[int]:
+    tokens: list[int] = attempt["token_ids"]
+    return tokens[: attempt["turns"][0]["start"]] if attempt["turns"] else tokens
+
+
+def _cut(text: str) -> str:
+    return text if len(text) <= MAX_CHARACTERS else f"{text[:MAX_CHARACTERS]} … {len(text) - MAX_CHARACTERS:,} more characters"
+
+
+def _decoder(run: Path, model: str, seed: int) -> Callable[..., str] | None:
+    """Tokens → text, or None where the tokenizer is not at hand: nothing is fetched to show a
+    page."""
+    from tokenizers import Tokenizer
+
+    path = _tokenizer_file(run, model, seed)
+    return None if path is None else Tokenizer.from_file(str(path)).decode
+
+
+def _tokenizer_file(run: Path, model: str, seed: int) -> Path | None:
+    for folder in (run / "model", Path(model).expanduser()):
+        if (folder / "tokenizer.json").is_file():
+            return folder / "tokenizer.json"
+    return _cached_tokenizer(model, seed)
+
+
+def _cached_tokenizer(model: str, seed: int) -> Path | None:
+    """Of a built-in model, a converted .gguf file or a hub id, where it lies in the user's cache."""
+    from redline.models.sources import cached_folder
+
+    folder = cached_folder(model, seed)
+    if folder is not None:
+        return folder / "tokenizer.json" if (folder / "tokenizer.json").is_file() else None
+    from huggingface_hub import try_to_load_from_cache
+    from huggingface_hub.errors import HFValidationError
+
+    try:
+        cached = try_to_load_from_cache(model, "tokenizer.json")
+    except HFValidationError:
+        return None
+    return Path(cached) if isinstance(cached, str) else None

@@ -1,0 +1,268 @@
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import simulated_runs
+from simulated_runs import GIB, Fault, World
+
+from redline.config.schema import Config
+from redline.telemetry.activity import Activity
+from redline.telemetry.alerts import Alerts, Detector, Episode, Finding, make_detectors
+from redline.telemetry.alerts.robust import explained_by, slope, spread, step_noise, trend_p_value
+from redline.telemetry.alerts.training import AbortStorm
+from redline.telemetry.spans import LaneState, OpenSpan
+from redline.telemetry.workers import WorkerState
+
+STEPS = 300
+FAULT_AT = 200
+
+
+def config(**sections: dict[str, Any]) -> Config:
+    values: dict[str, Any] = {
+        "model": {"path": "builtin:tiny"},
+        "rollouts": {"task": {"kind": "import", "path": "letters:Letters"}, "groups_per_step": 8, "group_size": 8},
+        "buffer": {"max_lag": 2},
+    }
+    return Config.model_validate(values | sections)
+
+
+def from_step(first: int, **changes: Any) -> Fault:
+    """The world is different from this step on."""
+
+    def fault(world: World, step: int) -> None:
+        if step == first:
+            for name, value in changes.items():
+                setattr(world, name, value)
+
+    return fault
+
+
+def in_steps(first: int, last: int, **changes: Any) -> Fault:
+    """The world is different in these steps, and then as before."""
+    healthy = World()
+
+    def fault(world: World, step: int) -> None:
+        if step in (first, last + 1):
+            for name, value in changes.items():
+                setattr(world, name, value if step == first else getattr(healthy, name))
+
+    return fault
+
+
+LONG_WAITS = {("main", "wait.for_rollouts"): 1.0, ("rollouts", "wait.for_weights"): 200.0}
+FAULTS: dict[str, Fault] = {
+    "not_finite": in_steps(FAULT_AT, FAULT_AT + 2, row={"trainer/loss": None, "trainer/skipped": True}),
+    "stalled_rollouts": from_step(FAULT_AT, groups=0),
+    "long_wait": in_steps(FAULT_AT, FAULT_AT, wait_s=LONG_WAITS),
+    "throughput_drop": from_step(FAULT_AT, engine_speed=0.6, trainer_speed=0.6),
+    "staleness_rise": from_step(FAULT_AT, lag=2.0),
+    "kv_saturation": from_step(FAULT_AT, kv_use=1.1),
+    "host_memory_slope": from_step(1, leak_bytes_per_s=12 * GIB / 3600),
+    "reward_collapse": from_step(FAULT_AT, success=0.02),
+    "abort_storm": from_step(FAULT_AT, failure=0.5),
+    "dead_worker": from_step(FAULT_AT, workers=[WorkerState("rollouts", False, "its thread ended")]),
+}
+
+
+@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("kind", FAULTS)
+def test_a_fault_raises_its_alert_and_no_other(kind: str, seed: int, tmp_path: Path) -> None:
+    assert simulated_runs.run(make_detectors(config()), STEPS, seed, tmp_path, FAULTS[kind]) == [kind]
+
+
+@pytest.mark.parametrize("seed", range(100, 104))
+def test_a_healthy_run_raises_none(seed: int, tmp_path: Path) -> None:
+    assert simulated_runs.run(make_detectors(config()), STEPS, seed, tmp_path) == []
+
+
+@pytest.mark.slow
+def test_a_hundred_thousand_healthy_steps_raise_at_most_one_alert(tmp_path: Path) -> None:
+    """The rate that the documentation states."""
+    raised = [kind for seed in range(100) for kind in simulated_runs.run(make_detectors(config()), 1000, seed, tmp_path)]
+    assert len(raised) <= 1, raised
+
+
+def test_stale_groups_that_are_dropped_are_a_rise_of_staleness(tmp_path: Path) -> None:
+    fault = from_step(FAULT_AT, stale_groups=2)
+    assert simulated_runs.run(make_detectors(config()), STEPS, 0, tmp_path, fault) == ["staleness_rise"]
+
+
+def test_a_fault_that_comes_back_is_told_again(tmp_path: Path) -> None:
+    def fault(world: World, step: int) -> None:
+        world.kv_use = 1.1 if 100 <= step < 130 or 200 <= step < 230 else 0.6
+
+    assert simulated_runs.run(make_detectors(config()), STEPS, 0, tmp_path, fault) == ["kv_saturation", "kv_saturation"]
+
+
+def test_a_kind_that_is_off_is_not_told(tmp_path: Path) -> None:
+    alerts = Alerts(make_detectors(config()), tmp_path / "alerts.jsonl", off=("not_finite",))
+    alerts.step({"step": 1, "trainer/loss": None, "trainer/grad_norm": 1.0}, Activity(0.0, 0.0))
+    assert not (tmp_path / "alerts.jsonl").exists()
+
+
+# ── what an alert says ─────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_an_alert_goes_to_the_console_the_file_and_the_listeners(tmp_path: Path) -> None:
+    told: list[str] = []
+    sent: list[Any] = []
+    alerts = Alerts(make_detectors(config()), tmp_path / "alerts.jsonl", tell=told.append, send=sent.append)
+    alerts.step({"step": 7, "trainer/loss": math.inf, "trainer/grad_norm": 1.0}, Activity(0.0, 0.0))
+    [row] = [json.loads(line) for line in (tmp_path / "alerts.jsonl").read_text().splitlines()]
+    assert row.keys() == {"time", "step", "kind", "seen", "since", "look_at"}
+    assert (row["step"], row["kind"], row["since"]) == (7, "not_finite", "step 7")
+    assert "trainer/loss" in row["seen"]
+    assert "bad-steps/" in row["look_at"]
+    assert sent == [row]
+    assert row["seen"] in told[0]
+
+
+class Broken(Detector):
+    kind = "kv_saturation"
+
+    def step(self, row: Any) -> Finding | None:
+        raise ZeroDivisionError("here")
+
+
+def test_a_detector_that_fails_is_switched_off_and_the_others_go_on(tmp_path: Path) -> None:
+    told: list[str] = []
+    alerts = Alerts([Broken(), *make_detectors(config())], tmp_path / "alerts.jsonl", tell=told.append)
+    for step in (1, 2):
+        alerts.step({"step": step, "trainer/loss": math.nan, "trainer/grad_norm": 1.0}, Activity(0.0, 0.0))
+    assert [text for text in told if "ZeroDivisionError: here" in text] == told[:1]
+    assert json.loads((tmp_path / "alerts.jsonl").read_text())["kind"] == "not_finite"
+
+
+def test_a_wait_is_not_told_where_its_cause_was(tmp_path: Path) -> None:
+    alerts = Alerts([], tmp_path / "alerts.jsonl")
+    finding = Finding("seen", "since", "look")
+    assert alerts.found("stalled_rollouts", finding)
+    assert not alerts.found("long_wait", finding)
+    assert not alerts.found("stalled_rollouts", finding)
+    alerts.step({"step": 1}, Activity(0.0, 0.0))
+    assert alerts.found("long_wait", finding)
+
+
+# ── single detectors ───────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_an_episode_begins_after_enough_bad_sightings_and_ends_after_enough_good_ones() -> None:
+    episode = Episode(enter=2, leave=2)
+    begun = [
+        episode.see(bad, at) for at, bad in enumerate([True, False, True, True, True, False, True, False, False, True, True])
+    ]
+    assert [at for at, yes in enumerate(begun) if yes] == [3, 10]
+    assert episode.since == 9
+
+
+def waiting(seconds: float, *, quiet_s: float = 0.0, between_steps: bool = False) -> Activity:
+    """The rollouts wait for the weights, and have done so for `seconds` in all."""
+    spans = {"main": "run.evaluate" if between_steps else "trainer.forward", "rollouts": "wait.for_weights"}
+    lanes = [LaneState(lane, None, None, True, {}, 0, "unaccounted", [OpenSpan(name, 0, {})]) for lane, name in spans.items()]
+    return Activity(0.0, quiet_s, lanes, {"main": {}, "rollouts": {"wait.for_weights": seconds}})
+
+
+@pytest.mark.parametrize(
+    ("now", "told"),
+    [
+        (waiting(130.0), True),
+        (waiting(130.0, quiet_s=29.0), False),  # nothing moves: that is a stall
+        (waiting(130.0, between_steps=True), False),  # everybody waits for an evaluation
+        (waiting(103.0), False),  # below the floor
+    ],
+)
+def test_a_wait_that_lasts_is_told_while_it_does(now: Activity, told: bool, tmp_path: Path) -> None:
+    alerts = Alerts(make_detectors(config()), tmp_path / "alerts.jsonl")
+    for step in range(101):
+        alerts.step({"step": step}, waiting(float(step)))
+    alerts.tick(now)
+    assert (tmp_path / "alerts.jsonl").exists() is told
+    if told:
+        row = json.loads((tmp_path / "alerts.jsonl").read_text())
+        assert row["kind"] == "long_wait"
+        assert row["seen"].startswith("rollouts waited 30.0 s for weights")
+        assert "main is in trainer.forward" in row["look_at"]
+
+
+def making_groups(seconds: float) -> Activity:
+    lane = LaneState("main", None, None, True, {}, 0, "unaccounted", [OpenSpan("rollouts.reward", 0, {})])
+    return Activity(0.0, 0.0, [lane], {"main": {"rollouts.reward": seconds, "engine.decode": 5.0}})
+
+
+def test_groups_that_do_not_come_are_told_while_the_step_lasts_and_once(tmp_path: Path) -> None:
+    alerts = Alerts(make_detectors(config()), tmp_path / "alerts.jsonl")
+    for step in range(20):
+        alerts.step({"step": step}, making_groups(2.0 * step))
+    for seconds in (38.0 + 59.0, 38.0 + 61.0, 38.0 + 200.0):
+        alerts.tick(making_groups(seconds))
+    [row] = [json.loads(line) for line in (tmp_path / "alerts.jsonl").read_text().splitlines()]
+    assert row["kind"] == "stalled_rollouts"
+    assert "main is in rollouts.reward" in row["look_at"]
+
+
+def test_a_deeper_buffer_makes_batches_older_on_purpose(tmp_path: Path) -> None:
+    def fault(world: World, step: int) -> None:
+        if step == FAULT_AT:
+            world.lag, world.row = 2.0, {"buffer/target": 24}
+
+    assert simulated_runs.run(make_detectors(config()), STEPS, 0, tmp_path, fault) == []
+
+
+def test_caches_that_fill_up_are_no_leak(tmp_path: Path) -> None:
+    """All of the first hour's growth, in every simulated run, is a warm-up of six GiB."""
+    assert simulated_runs.run(make_detectors(config()), 150, 3, tmp_path) == []
+
+
+def test_a_run_that_fails_from_the_start_is_told(tmp_path: Path) -> None:
+    assert simulated_runs.run(make_detectors(config()), 20, 0, tmp_path, from_step(1, failure=0.9, success=0.0)) == [
+        "abort_storm"
+    ]
+
+
+def test_groups_that_are_given_up_count_as_aborted() -> None:
+    storm = AbortStorm(fraction=0.2, group_size=8)
+    given_up = [0] * 20 + [4, 8, 12, 16]  # since the run began
+    found = [
+        storm.step({"step": step, "rollouts/groups": 8, "rollouts/failures": 0, "buffer/dropped_timed_out": total})
+        for step, total in enumerate(given_up, 1)
+    ]
+    assert [step for step, finding in enumerate(found, 1) if finding] == [22]
+    assert found[21] is not None
+    assert found[21].seen.startswith("25% of the attempts")
+
+
+# ── statistics ─────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_robust_statistics_ignore_a_wild_value() -> None:
+    values = [1.0, 2.0, 3.0, 4.0, 5.0, 1000.0]
+    assert spread(values) == pytest.approx(1.4826 * 1.5)
+    assert slope(range(6), [0.0, 2.0, 4.0, 6.0, 8.0, 1000.0]) == pytest.approx(2.0)
+
+
+def test_a_trend_hardly_counts_as_noise() -> None:
+    assert step_noise([0.0, 1.0, 2.0, 3.0]) == pytest.approx(math.sqrt(0.5))
+    assert step_noise([5.0]) == 0.0
+
+
+def test_a_history_explains_twice_its_longest() -> None:
+    assert explained_by([1.0] * 9 + [30.0], floor=10.0, deviations=8.0) == 60.0
+    assert explained_by([1.0] * 10, floor=10.0, deviations=8.0) == 10.0
+
+
+def test_a_rise_is_certain_and_a_constant_is_not() -> None:
+    assert trend_p_value(list(range(24))) < 1e-9
+    assert trend_p_value([3.0] * 24) == 1.0
+    assert trend_p_value(list(range(24, 0, -1))) == 1.0
+
+
+def test_replaced_rows_are_what_the_simulation_says() -> None:
+    """The tests above hold only if the fault is in the rows."""
+    rows = [value for kind, value, _ in simulated_runs.events(3, 0, from_step(2, groups=0)) if kind == "step"]
+    assert [row["rollouts/groups"] for row in rows] == [8, 0, 0]
+    assert replace(World(), lag=3.0).lag == 3.0

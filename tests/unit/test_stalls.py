@@ -1,0 +1,217 @@
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import json
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from redline.telemetry import Recorder, recording, span, stacks
+from redline.telemetry.activity import ActivityProbe
+from redline.telemetry.stall import FIRST_S, FLOOR_S, MIN_STEPS, Stall, StallWatch
+
+AFTER_S = 10.0
+
+
+class Clock:
+    now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+class Watched:
+    """A recorder and a watch over it, whose clock we move."""
+
+    def __init__(self, folder: Path, after_s: float | None = AFTER_S) -> None:
+        self.clock = Clock()
+        self.recorder = Recorder()
+        self.probe = ActivityProbe(self.recorder, self.clock)
+        self.stalls = StallWatch(folder / "stalls", after_s)
+        self.stalls.begin(lambda: {"engine: sequences waiting": 3})
+
+    def pass_time(self, seconds: float) -> Stall | None:
+        self.stalls.tick(self.probe.look(), 7)
+        self.clock.now += seconds
+        return self.stalls.tick(self.probe.look(), 7)
+
+
+@pytest.fixture
+def watched(tmp_path: Path) -> Iterator[Watched]:
+    made = Watched(tmp_path)
+    with recording(made.recorder):
+        yield made
+    made.stalls.close()
+
+
+@contextlib.contextmanager
+def in_thread(name: str, work: Callable[[threading.Event], None]) -> Iterator[None]:
+    """Work that goes on until the block ends; begins when it has set its first event."""
+    begun, end = threading.Event(), threading.Event()
+
+    def run() -> None:
+        begun.set()
+        work(end)
+
+    thread = threading.Thread(target=run, name=name)
+    thread.start()
+    begun.wait()
+    time.sleep(0.02)  # until it is where it will hang
+    try:
+        yield
+    finally:
+        end.set()
+        thread.join()
+
+
+def hanging_environment(end: threading.Event) -> None:
+    end.wait()
+
+
+def test_the_file_names_what_hangs_who_waits_for_it_and_what_is_queued(watched: Watched, tmp_path: Path) -> None:
+    def rollouts(end: threading.Event) -> None:
+        with span("rollouts.environment", task="t1"):
+            hanging_environment(end)
+
+    with in_thread("rollouts", rollouts), span("wait.for_rollouts"):
+        stall = watched.pass_time(AFTER_S + 1)
+    assert stall is not None
+    assert stall.in_rollouts
+    document = json.loads((tmp_path / "stalls" / "stall-001.json").read_text())
+    assert "in hanging_environment" in document["summary"]
+    assert document["summary"].startswith("rollouts has been in rollouts.environment for ")
+    assert any(
+        line.startswith("main has waited for rollouts ") and line.endswith("for lane rollouts")
+        for line in document["who_waits_for_whom"]
+    )
+    assert document["queues"] == {"engine: sequences waiting": 3}
+    assert {lane["name"]: [s["name"] for s in lane["open"]] for lane in document["lanes"]} == {
+        "main": ["wait.for_rollouts"],
+        "rollouts": ["rollouts.environment"],
+    }
+    [stack] = [thread["stack"] for thread in document["threads"] if thread["lane"] == "rollouts"]
+    assert any("in hanging_environment: end.wait()" in line for line in stack)
+    text = stall.path.read_text()
+    assert "engine: sequences waiting: 3" in text
+    assert "in hanging_environment" in text
+
+
+def test_lanes_that_wait_for_each_other_are_said_to(watched: Watched) -> None:
+    def rollouts(end: threading.Event) -> None:
+        with span("wait.for_budget"):
+            end.wait()
+
+    with in_thread("rollouts", rollouts), span("wait.for_rollouts"):
+        stall = watched.pass_time(AFTER_S + 1)
+    assert stall is not None
+    assert not stall.in_rollouts
+    assert "every lane waits, main for rollouts, rollouts for budget" in stall.finding.seen
+
+
+def test_one_file_per_stall_which_says_when_it_was_over(watched: Watched, tmp_path: Path) -> None:
+    with span("trainer.forward"):
+        first = watched.pass_time(AFTER_S + 1)
+        assert watched.pass_time(AFTER_S + 1) is None
+    watched.pass_time(1)
+    with span("trainer.backward"):
+        second = watched.pass_time(AFTER_S + 1)
+    assert first is not None
+    assert second is not None
+    assert [path.name for path in sorted((tmp_path / "stalls").glob("*.txt"))] == [
+        "frozen.txt",
+        "stall-001.txt",
+        "stall-002.txt",
+    ]
+    assert "It moved again after 22 s." in first.path.read_text()
+    assert "moved again" not in second.path.read_text()
+
+
+def test_a_lane_that_only_wakes_up_to_wait_again_moves_nothing(watched: Watched) -> None:
+    with span("rollouts.reward"):
+        for _ in range(5):
+            assert watched.pass_time(AFTER_S / 6) is None
+            in_and_out = threading.Thread(target=lambda: span("wait.for_budget").__enter__(), name="other")
+            in_and_out.start()
+            in_and_out.join()
+        assert watched.pass_time(AFTER_S) is not None
+
+
+def test_a_run_that_moves_is_not_stalled_and_leaves_no_folder(watched: Watched, tmp_path: Path) -> None:
+    for _ in range(20):
+        with span("engine.decode"):
+            pass
+        assert watched.pass_time(AFTER_S * 0.9) is None
+    watched.stalls.close()
+    assert not (tmp_path / "stalls").exists()
+
+
+def test_the_patience_follows_from_the_pauses_of_the_run(tmp_path: Path) -> None:
+    watched = Watched(tmp_path, after_s=None)
+    with recording(watched.recorder):
+        assert watched.stalls.after_s == FIRST_S
+        for _ in range(MIN_STEPS):
+            watched.stalls.step()
+        assert watched.stalls.after_s == FLOOR_S
+        with span("run.checkpoint"):
+            assert watched.pass_time(50) is None
+        watched.pass_time(1)
+    assert watched.stalls.after_s == 150
+    watched.stalls.close()
+
+
+def test_until_the_stages_are_there_a_short_patience_does_not_count(tmp_path: Path) -> None:
+    watch = StallWatch(tmp_path / "stalls", 5.0)
+    assert watch.after_s == FIRST_S
+    watch.begin(dict)
+    assert watch.after_s == 5.0
+    watch.close()
+
+
+def test_code_that_keeps_the_interpreter_to_itself_is_found_all_the_same(tmp_path: Path) -> None:
+    recorder = Recorder()
+    watch = StallWatch(tmp_path / "stalls", 0.05, frozen_floor_s=0.2)
+    watch.begin(dict)
+    probe = ActivityProbe(recorder)
+    assert watch.tick(probe.look(), 3) is None
+    ctypes.PyDLL(None).usleep(600_000)  # PyDLL does not let go of the interpreter
+    stall = watch.tick(probe.look(), 3)
+    watch.close()
+    assert stall is not None
+    assert "no thread could run" in stall.finding.seen
+    assert "test_code_that_keeps_the_interpreter_to_itself" in stall.path.read_text()
+
+
+# ── other processes ────────────────────────────────────────────────────────────────────────────────────────────────────
+
+CHILD = "import time\ndef stuck_here():\n    print('here', flush=True)\n    time.sleep(60)\nstuck_here()"
+
+
+@pytest.fixture
+def child() -> Iterator[subprocess.Popen[str]]:
+    process = subprocess.Popen([sys.executable, "-c", CHILD], stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    assert process.stdout.readline() == "here\n"
+    yield process
+    process.kill()
+    process.wait()
+    process.stdout.close()
+
+
+def test_a_child_process_has_its_stack_or_the_reason_why_not(child: subprocess.Popen[str]) -> None:
+    [found] = [stack for stack in stacks.child_stacks() if stack.pid == child.pid]
+    text = "\n".join(found.lines)
+    assert "stuck_here" in text or text.startswith("no stack: py-spy:")
+    assert "-c" in found.command
+    assert "(" in found.state, "as the kernel has it: S (sleeping)"
+
+
+def test_without_py_spy_the_file_says_how_to_get_it(child: subprocess.Popen[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stacks, "find_py_spy", lambda: None)
+    [found] = [stack for stack in stacks.child_stacks() if stack.pid == child.pid]
+    assert found.lines == ["no stack: py-spy is not installed; pip install 'redline-rl[profile]'"]

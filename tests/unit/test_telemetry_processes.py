@@ -1,0 +1,163 @@
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from redline.telemetry import Recorder, TraceWriter, recording, span
+from redline.telemetry.ledger import Ledger
+from redline.telemetry.processes import (
+    SPANS_VARIABLE,
+    Clock,
+    ClockOffset,
+    expecting_processes,
+    keep_offset,
+    measure_offset,
+    read_processes,
+    recording_process,
+    with_processes,
+)
+
+WORKER = """
+import sys, time
+from redline.telemetry import span
+from redline.telemetry.processes import recording_process
+with recording_process("rewards"):
+    with span("reward.score", version=3):
+        time.sleep(0.01)
+    print("scored", flush=True)
+    if sys.argv[1:] == ["hang"]:
+        time.sleep(600)
+"""
+
+
+def worker(*arguments: str) -> subprocess.Popen[str]:
+    return subprocess.Popen([sys.executable, "-c", WORKER, *arguments], stdout=subprocess.PIPE, text=True)
+
+
+def events(path: Path) -> list[dict[str, Any]]:
+    return json.loads(path.read_text())
+
+
+def test_a_workers_spans_are_in_the_trace_on_the_runs_own_clock(tmp_path: Path) -> None:
+    with recording(Recorder()) as recorder, expecting_processes(tmp_path / "spans"), span("wait.for_rewards", version=3):
+        assert worker().communicate()[0] == "scored\n"
+    assert SPANS_VARIABLE not in os.environ
+    [process] = read_processes(tmp_path / "spans")
+    assert process.clock.offset_ns == 0
+    assert process.clock.how == "the same machine, the same clock"
+    with TraceWriter(tmp_path / "trace.json") as trace:
+        trace.write(recorder.drain())
+        trace.write_process(process)
+    found = events(tmp_path / "trace.json")
+    names = {event["pid"]: event["args"]["name"] for event in found if event["name"] == "process_name"}
+    assert names == {1: "redline", 2: "rewards"}
+    waited, scored = (next(e for e in found if e["name"] == name) for name in ("wait.for_rewards", "reward.score"))
+    assert (waited["pid"], scored["pid"]) == (1, 2)
+    assert waited["args"]["version"] == scored["args"]["version"] == 3
+    assert waited["ts"] < scored["ts"]
+    assert scored["ts"] + scored["dur"] < waited["ts"] + waited["dur"]
+    assert scored["dur"] >= 10_000
+
+
+def test_a_workers_lanes_join_the_runs_ledger_and_add_up(tmp_path: Path) -> None:
+    with expecting_processes(tmp_path):
+        worker().communicate()
+    [process] = read_processes(tmp_path)
+    ledger = with_processes(Recorder().ledger(), [process])
+    lane = ledger.lanes[f"rewards-{process.os_pid}/main"]
+    assert lane.rows["reward.score"] >= 10_000_000
+    assert sum(lane.rows.values()) + lane.unaccounted_ns == lane.wall_ns
+    assert Ledger.from_json(ledger.to_json()) == ledger
+
+
+def test_what_a_killed_worker_wrote_is_kept(tmp_path: Path) -> None:
+    with expecting_processes(tmp_path):
+        process = worker("hang")
+    assert process.stdout is not None
+    assert process.stdout.readline() == "scored\n"
+    file = tmp_path / f"rewards-{process.pid}.jsonl"
+    deadline = time.monotonic() + 60
+    while b"reward.score" not in file.read_bytes():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    process.send_signal(signal.SIGKILL)
+    process.communicate()
+    with file.open("ab") as torn:
+        torn.write(b'{"lane":"main","na')
+    [record] = read_processes(tmp_path)
+    assert record.ledger is None
+    assert [each.name for each in record.spans] == ["reward.score"]
+    [lane] = record.lanes().values()
+    assert lane.rows.keys() == {"reward.score"}
+
+
+def test_a_resumed_run_adds_each_worker_once(tmp_path: Path) -> None:
+    with expecting_processes(tmp_path / "spans"):
+        worker().communicate()
+    for _ in range(2):
+        with TraceWriter(tmp_path / "trace.json") as trace:
+            for process in read_processes(tmp_path / "spans"):
+                trace.write_process(process)
+    found = events(tmp_path / "trace.json")
+    names = [(event["pid"], event["args"]["name"]) for event in found if event["name"] == "process_name"]
+    assert names == [(1, "redline"), (2, "rewards"), (3, "redline (resumed, 3)")]
+    assert sum(event["name"] == "reward.score" for event in found) == 1
+
+
+def test_outside_a_run_a_worker_records_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(SPANS_VARIABLE, raising=False)
+    with recording_process("rewards") as recorder, span("reward.score"):
+        assert recorder is None
+
+
+def write_far_away(folder: Path, *, boot: str, ahead_ns: int, here: Clock) -> Path:
+    """A worker whose clock is `ahead_ns` ahead of ours, on a machine whose time of day agrees with ours."""
+    header = {"process": "far", "os_pid": 7, "boot": boot, "spans_ns": here.spans_ns + ahead_ns, "wall_ns": here.wall_ns}
+    row = {
+        "lane": "main",
+        "name": "reward.score",
+        "start_ns": here.spans_ns + ahead_ns + 5,
+        "end_ns": here.spans_ns + ahead_ns + 9,
+    }
+    path = folder / "far-7.jsonl"
+    path.write_text(json.dumps(header) + "\n" + json.dumps(row) + "\n")
+    return path
+
+
+def test_a_worker_on_another_machine_is_put_on_our_clock_by_the_time_of_day(tmp_path: Path) -> None:
+    here = Clock.here()
+    write_far_away(tmp_path, boot="another", ahead_ns=10**15, here=here)
+    [process] = read_processes(tmp_path, here)
+    assert process.clock.how == "the time of day on both machines"
+    assert (process.spans[0].start_ns, process.spans[0].end_ns) == (here.spans_ns + 5, here.spans_ns + 9)
+
+
+def test_a_measured_offset_goes_before_any_other(tmp_path: Path) -> None:
+    here = Clock.here()
+    path = write_far_away(tmp_path, boot=here.boot, ahead_ns=1_000, here=here)
+    keep_offset(path, ClockOffset(1_000, 20, "measured"))
+    [process] = read_processes(tmp_path, here)
+    assert process.clock == ClockOffset(1_000, 20, "measured")
+    assert process.spans[0].start_ns == here.spans_ns + 5
+
+
+def test_an_offset_is_measured_within_half_of_the_shortest_round_trip() -> None:
+    ahead_ns = 123_456_789_000
+    delays = iter([0.02, 0.001, 0.01])
+
+    def ask() -> int:
+        time.sleep(next(delays))
+        answer = time.perf_counter_ns() + ahead_ns
+        time.sleep(0.0005)
+        return answer
+
+    offset = measure_offset(ask, times=3)
+    assert abs(offset.offset_ns - ahead_ns) <= offset.uncertainty_ns

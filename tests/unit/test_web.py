@@ -1,0 +1,356 @@
+"""What the pages are made from: files that grow, are cut or torn, and requests that nobody should have sent."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import fcntl
+import hashlib
+import json
+import os
+import re
+from pathlib import Path
+from typing import Any
+
+import httpx2
+import pytest
+from run_folders import append, step_row, write_run, write_trajectories
+
+from redline.errors import RunFolderError
+from redline.telemetry.ledger import LaneLedger, Ledger
+from redline.web.columns import Columns
+from redline.web.dash import make_app
+from redline.web.guard import COOKIE
+from redline.web.page import report_page, script
+from redline.web.reader import RunReader
+from redline.web.report import write_report
+from redline.web.runs import Runs
+from redline.web.status import is_locked, status_of
+from redline.web.tail import Tail
+from redline.web.trajectories import Trajectories
+from redline.web.verdict import bound_of
+
+EVIL = "</script><script>alert(1)</script><img src=x onerror=alert(2)>"
+
+# ── logs ───────────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_a_tail_gives_each_row_once_and_waits_for_a_torn_one(tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    tail = Tail(path)
+    assert tail.read() == (False, [])
+    path.write_bytes(b'{"a": 1}\n{"a": 2}\n{"a": ')
+    assert tail.read() == (False, [{"a": 1}, {"a": 2}])
+    assert tail.read() == (False, [])
+    with path.open("ab") as file:
+        file.write(b'3}\nnot json\n[1]\n{"a": NaN}\n')
+    assert tail.read() == (False, [{"a": 3}, {"a": None}])
+
+
+def test_a_tail_begins_again_where_the_file_did(tmp_path: Path) -> None:
+    """As a resumed run cuts its log: rows that were read are gone, and others of the same length stand in their place."""
+    path = tmp_path / "rows.jsonl"
+    tail = Tail(path)
+    path.write_bytes(b'{"a": 1}\n{"a": 2}\n')
+    tail.read()
+    path.write_bytes(b'{"a": 1}\n')
+    assert tail.read() == (True, [{"a": 1}])
+    path.write_bytes(b'{"a": 7}\n{"a": 8}\n')
+    assert tail.read() == (True, [{"a": 7}, {"a": 8}])
+    path.unlink()
+    assert tail.read() == (True, [])
+    assert tail.read() == (False, [])
+
+
+def test_columns_keep_their_places_when_keys_come_and_go() -> None:
+    columns = Columns("step")
+    for row in (
+        {"step": 1, "a": 1.23456789},
+        {"step": 2, "b": True, "text": "x"},
+        {"no": "step"},
+        {"step": 3, "a": None, "b": 1},
+    ):
+        columns.add(row)
+    assert columns.since(0) == {"step": [1, 2, 3], "a": [1.23457, None, None], "b": [None, 1, 1]}
+    assert columns.since(1) == {"step": [2, 3], "a": None, "b": 1}
+    assert columns.tail_mean("b", 2) == 1
+    assert columns.tail_mean("missing", 2) is None
+
+
+# ── a run ──────────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_only_what_is_new_is_sent(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "run-001", 50, total=100)
+    reader = RunReader(folder.path)
+    first = reader.document()
+    assert first["whole"]
+    assert first["steps"]["step"] == list(range(1, 51))
+    assert first["head"]["steps_done"] == 50
+    assert reader.document(first["cursor"]) == {"cursor": first["cursor"], "whole": False}
+    append(folder.metrics, [step_row(51, 100)])
+    append(folder.path / "alerts.jsonl", [{"step": 51, "kind": "reward_collapse"}])
+    second = reader.document(first["cursor"])
+    assert second["steps"]["step"] == [51]
+    assert second["alerts"] == [{"step": 51, "kind": "reward_collapse"}]
+    assert "samples" not in second
+    assert "config" not in second
+    assert len(json.dumps(second)) < len(json.dumps(first)) / 2
+
+
+def test_a_resumed_run_is_sent_anew_to_those_who_have_what_it_forgot(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "run-001", 50, total=100)
+    reader = RunReader(folder.path)
+    cursor = reader.document()["cursor"]
+    folder.metrics.write_text("".join(json.dumps(step_row(step, 100)) + "\n" for step in range(1, 31)))
+    again = reader.document(cursor)
+    assert again["whole"]
+    assert again["steps"]["step"] == list(range(1, 31))
+    assert again["samples"]["time"]
+    assert again["head"]["steps_done"] == 30
+
+
+@pytest.mark.parametrize("cursor", ["nonsense", "a.b.c.d.e.f", "x.-1.0.0.0.y", "x.1.0.0.0.y", "." * 5])
+def test_a_cursor_that_is_none_gets_everything(tmp_path: Path, cursor: str) -> None:
+    reader = RunReader(write_run(tmp_path / "run-001", 3).path)
+    assert reader.document(cursor)["whole"]
+
+
+def test_a_run_without_a_step_can_be_shown(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "run-001", 0, total=9, closed=False)
+    document = RunReader(folder.path).document()
+    assert document["head"]["verdict"]["headline"] == "No step is done yet."
+    assert document["head"]["status"] == "killed"
+    write_report(folder.path, tmp_path / "report.html")
+
+
+def test_a_run_of_another_version_is_shown_without_targets(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "run-001", 3)
+    folder.config.write_text('{"run": {"steps": 3, "unheard": "of"}, "model": "what"}')
+    head = RunReader(folder.path).document()["head"]
+    assert head["targets"] == []
+    assert head["total_steps"] == 3
+
+
+def test_the_status_tells_how_a_run_ended(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "run-001", 3, total=5)
+    assert status_of(folder, 5, 5) == "finished"
+    assert status_of(folder, 3, 5) == "stopped"
+    os.utime(folder.ledger, (1, 1))  # of a process before the one that wrote the last metrics
+    assert status_of(folder, 3, 5) == "killed"
+    assert RunReader(folder.path).document()["head"]["ledger"] is None
+    with folder.locked():
+        assert status_of(folder, 3, 5) == "running"
+    assert status_of(folder, 3, 5) == "killed"
+
+
+def test_to_look_at_the_lock_is_not_to_take_it(tmp_path: Path) -> None:
+    lock = tmp_path / ".lock"
+    assert not is_locked(lock)
+    with lock.open("w") as file:
+        assert not is_locked(lock)
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        assert is_locked(lock)
+
+
+# ── the verdict ────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def ledger_of(**waits: float) -> Ledger:
+    """A rollouts lane of 100 s that generates unless it waits."""
+    rows = {f"wait.{name}": round(seconds * 1e9) for name, seconds in waits.items()}
+    rows["engine.decode"] = 100_000_000_000 - sum(rows.values())
+    return Ledger({"rollouts": LaneLedger(100_000_000_000, rows, 0)})
+
+
+@pytest.mark.parametrize(
+    ("phases", "ledger", "max_lag", "expected"),
+    [
+        ({"generation": 6.0, "training": 4.0}, None, 0, "Generation bounds this run: 60% of a step, training 40%."),
+        ({"generation": 2.0, "training": 8.0}, None, 0, "Training bounds this run: 80% of a step, generation 20%."),
+        ({"training": 4.0, "wait_for_rollouts": 6.0}, ledger_of(), 2, "the trainer waits for it 60% of the time"),
+        ({"training": 10.0}, ledger_of(for_budget=30, for_weights=10), 2, "rollouts wait for it 40% of the time"),
+        ({"training": 10.0}, ledger_of(for_budget=2), 2, "Neither side waits"),
+        ({"training": 4.0, "wait_for_rollouts": 6.0}, None, 2, "Generation bounds this run so far"),
+        ({"training": 10.0}, None, 2, "Training bounds this run so far"),
+    ],
+)
+def test_the_verdict_says_who_waited_for_whom(
+    phases: dict[str, float], ledger: Ledger | None, max_lag: int, expected: str
+) -> None:
+    assert expected in bound_of(phases, ledger, max_lag).headline
+
+
+def test_the_verdict_mentions_whatever_else_took_long() -> None:
+    details = " ".join(bound_of({"generation": 4.0, "training": 4.0, "reward": 2.0}, ledger_of(for_budget=9), 0).details)
+    assert "Beside that, of a step: reward 20%." in details
+    assert "Unaccounted is at most 0.0% of a lane (rollouts)." in details
+
+
+# ── what was sampled ───────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_attempts_come_with_the_step_they_were_trained_at(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "run-001", 7)
+    write_trajectories(folder, ["one", EVIL], step=7)
+    found = Trajectories(folder.path, "builtin:tiny", 0).of_step(7)
+    assert [(group["step"], group["task"], len(group["attempts"])) for group in found["groups"]] == [
+        (7, "one", 2),
+        (7, EVIL, 2),
+    ]
+    said, failed = found["groups"][1]["attempts"]
+    assert said["said"] == [{"by": "policy", "text": EVIL}]
+    assert said["parts"] == {EVIL: 1.0}
+    assert EVIL in failed["failure"]
+    assert found["groups"][1]["prompt"] == "what now?"
+    assert "nothing was trained" in Trajectories(folder.path, "builtin:tiny", 0).of_step(3)["missing"]
+
+
+def test_a_report_chooses_steps_from_the_first_to_the_last_and_what_failed(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "run-001", 7)
+    write_trajectories(folder, ["one", "two", "three", "four"], step=7)
+    (folder.model / "tokenizer.json").unlink()
+    chosen = Trajectories(folder.path, "no/such-model", 0).chosen()
+    assert [group["task"] for group in chosen["groups"]] == ["one", "two", "three"]
+    assert all(attempt["failure"] for group in chosen["failed"] for attempt in group["attempts"])
+    assert len(chosen["failed"]) == 4
+    assert chosen["groups"][0]["prompt"] is None
+
+
+# ── the report ─────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_nothing_in_a_document_can_end_the_script_that_holds_it() -> None:
+    page = report_page(EVIL, {"text": EVIL, "comment": "<!--"})
+    [enclosed] = re.findall(r'<script id="document" type="application/json">(.*?)</script>', page, re.DOTALL)
+    assert json.loads(enclosed) == {"text": EVIL, "comment": "<!--"}
+    assert "<" not in enclosed
+    assert page.count("<script") == page.count("</script>") == 2
+    assert "<img" not in page
+
+
+def test_the_policy_of_a_report_allows_its_own_script_alone() -> None:
+    page = report_page("run", {})
+    [policy] = re.findall(r'Content-Security-Policy" content="(.*?)">', page)
+    digest = base64.b64encode(hashlib.sha256(script().encode()).digest()).decode()
+    assert policy.startswith(f"default-src 'none'; script-src 'sha256-{digest}'; ")
+    assert "unsafe" not in policy
+    assert "http" not in policy
+
+
+def test_scripts_never_make_markup_of_data() -> None:
+    assert not re.search(r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|\beval\(|new Function|https?://", script())
+
+
+def test_a_report_that_cannot_be_written_says_so(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "run-001", 3)
+    with pytest.raises(RunFolderError, match="cannot be written"):
+        write_report(folder.path, tmp_path / "no" / "such" / "report.html")
+    with pytest.raises(RunFolderError, match="no such run folder"):
+        write_report(tmp_path / "run-002", tmp_path / "report.html")
+
+
+# ── the dashboard ──────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def ask(runs: Runs, path: str, *, token: str | None = None, method: str = "GET", **headers: str) -> httpx2.Response:
+    async def send() -> httpx2.Response:
+        transport = httpx2.ASGITransport(make_app(runs, token=token))
+        async with httpx2.AsyncClient(transport=transport, base_url="http://127.0.0.1:8000") as client:
+            return await client.request(method, path, headers=headers)
+
+    return asyncio.run(send())
+
+
+@pytest.fixture
+def two_runs(tmp_path: Path) -> Path:
+    write_run(tmp_path / "runs" / "one-001", 20)
+    write_run(tmp_path / "runs" / "deeper" / "one-001", 10, total=20)
+    (tmp_path / "runs" / "not-a-run").mkdir()
+    (tmp_path / "config.json").write_text('{"secret": true}')
+    return tmp_path / "runs"
+
+
+def test_runs_are_found_in_folders_and_have_names_of_their_own(two_runs: Path) -> None:
+    runs = Runs([two_runs])
+    assert sorted(runs.names()) == ["one-001", "one-001~2"]
+    write_run(two_runs / "late-001", 1)
+    assert "late-001" in runs.names()
+    with pytest.raises(RunFolderError, match="no such folder"):
+        Runs([two_runs / "nowhere"])
+
+
+def test_the_list_sends_only_the_lines_that_have_changed(two_runs: Path) -> None:
+    runs = Runs([two_runs])
+    first = ask(runs, "/data/runs").json()
+    assert {run["id"]: run["steps_done"] for run in first["runs"]} == {"one-001": 10, "one-001~2": 20}
+    assert ask(runs, f"/data/runs?after={first['cursor']}").json()["runs"] == []
+    append(two_runs / "deeper" / "one-001" / "metrics.jsonl", [step_row(11, 20)])
+    [changed] = ask(runs, f"/data/runs?after={first['cursor']}").json()["runs"]
+    assert (changed["id"], changed["steps_done"]) == ("one-001", 11)
+    assert changed["bottleneck"]["words"] in ("training", "waiting for rollouts")
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        "/run/..%2f..",
+        "/data/run/../../config.json",
+        "/data/run/%2e%2e%2f%2e%2e%2fconfig.json",
+        "/data/run/not-a-run",
+        "/data/run/..%5c",
+        "/data/run/one-001%00",
+        "/assets/..%2f..%2fpage.py",
+        "/assets/page.js",
+        "/data/run/one-001/../../config.json",
+    ],
+)
+def test_no_path_leads_out_of_the_runs(two_runs: Path, path: str) -> None:
+    answer = ask(Runs([two_runs]), path)
+    assert answer.status_code == 404
+    assert "secret" not in answer.text
+
+
+def test_every_answer_forbids_what_a_page_has_no_use_for(two_runs: Path) -> None:
+    runs = Runs([two_runs])
+    for path in ("/", "/run/one-001", "/assets/script.js", "/data/runs", "/data/run/one-001", "/nowhere"):
+        headers = ask(runs, path).headers
+        policy = headers["content-security-policy"]
+        assert policy.startswith("default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self';")
+        assert "unsafe" not in policy
+        assert headers["x-content-type-options"] == "nosniff"
+
+
+def test_the_dashboard_only_reads(two_runs: Path) -> None:
+    runs = Runs([two_runs])
+    before = {path: path.stat().st_mtime_ns for path in two_runs.rglob("*")}
+    for method in ("POST", "PUT", "DELETE", "PATCH"):
+        assert ask(runs, "/data/run/one-001", method=method).status_code == 405
+    for path in ("/data/runs", "/data/run/one-001", "/data/run/one-001/trajectories?step=1"):
+        assert ask(runs, path).status_code == 200
+    assert {path: path.stat().st_mtime_ns for path in two_runs.rglob("*")} == before
+
+
+@pytest.mark.parametrize("step", ["", "x", "-1", "1.5", "²", "9" * 40])
+def test_a_step_that_is_no_number_is_refused(two_runs: Path, step: str) -> None:
+    assert ask(Runs([two_runs]), f"/data/run/one-001/trajectories?step={step}").status_code == 400
+
+
+def test_a_foreign_name_for_this_machine_is_not_answered(two_runs: Path) -> None:
+    """A site may let its own name resolve to 127.0.0.1, and its script would then read what we serve there."""
+    runs = Runs([two_runs])
+    assert ask(runs, "/data/runs", host="evil.example").status_code == 421
+    assert ask(runs, "/data/runs", host="localhost:8000").status_code == 200
+    assert ask(runs, "/data/runs", host="[::1]:8000").status_code == 200
+
+
+def test_where_others_can_reach_it_a_token_is_needed(two_runs: Path) -> None:
+    runs = Runs([two_runs])
+    for path in ("/", "/?token=wrong", "/data/runs", "/assets/script.js"):
+        assert ask(runs, path, token="right").status_code == 403
+    answer = ask(runs, "/?token=right", token="right")
+    assert answer.status_code == 303
+    cookie: dict[str, Any] = {"cookie": answer.headers["set-cookie"].partition(";")[0]}
+    assert "HttpOnly" in answer.headers["set-cookie"]
+    assert ask(runs, "/data/runs", token="right", **cookie).status_code == 200
+    assert ask(runs, "/data/runs", token="right", cookie=f"{COOKIE}=wrong").status_code == 403
