@@ -13,6 +13,8 @@ from simulated_runs import GIB, Fault, World
 from redline.config.schema import Config
 from redline.telemetry.activity import Activity
 from redline.telemetry.alerts import Alerts, Detector, Episode, Finding, make_detectors
+from redline.telemetry.alerts.host import HostMemorySlope
+from redline.telemetry.alerts.pipeline import ThroughputDrop
 from redline.telemetry.alerts.robust import explained_by, slope, spread, step_noise, trend_p_value
 from redline.telemetry.alerts.training import AbortStorm
 from redline.telemetry.spans import LaneState, OpenSpan
@@ -205,6 +207,18 @@ def test_groups_that_do_not_come_are_told_while_the_step_lasts_and_once(tmp_path
     assert "main is in rollouts.reward" in row["look_at"]
 
 
+@pytest.mark.parametrize(("work", "told"), [(0.4, False), (0.9, True)])
+def test_small_steps_are_slow_and_no_fault(work: float, told: bool) -> None:
+    detector = ThroughputDrop(0.25)
+
+    def row(step: int, work: float, speed: float) -> dict[str, Any]:
+        noise = 1 + 0.02 * (step % 5)
+        return {"step": step, "trainer/tokens": 1000 * work, "trainer/tokens_per_s": 5000 * speed * noise}
+
+    rows = [row(step, 1.0, 1.0) for step in range(1, 60)] + [row(step, work, 0.5) for step in range(60, 160)]
+    assert any(detector.step(each) for each in rows) is told
+
+
 def test_a_deeper_buffer_makes_batches_older_on_purpose(tmp_path: Path) -> None:
     def fault(world: World, step: int) -> None:
         if step == FAULT_AT:
@@ -216,6 +230,19 @@ def test_a_deeper_buffer_makes_batches_older_on_purpose(tmp_path: Path) -> None:
 def test_caches_that_fill_up_are_no_leak(tmp_path: Path) -> None:
     """All of the first hour's growth, in every simulated run, is a warm-up of six GiB."""
     assert simulated_runs.run(make_detectors(config()), 150, 3, tmp_path) == []
+
+
+def test_memory_that_is_taken_once_is_no_leak() -> None:
+    detector = HostMemorySlope(hours=24)
+    for second in range(480):
+        used = (6 + 4 * (second > 150) + 2 * (second > 300)) * GIB + 2**20 * (second % 7)
+        row = {
+            "time": float(second),
+            "host/rss_bytes": used,
+            "host/available_bytes": 24 * GIB - used,
+            "host/total_bytes": 24 * GIB,
+        }
+        assert detector.sample({"time": float(second), **sizes}) is None, second
 
 
 def test_a_run_that_fails_from_the_start_is_told(tmp_path: Path) -> None:

@@ -17,7 +17,8 @@ class HostMemorySlope(Detector):
     Samples become medians of blocks, so that a step's rise and fall is inside one. The alert takes a rise that is
 
         certain     Mann-Kendall over the blocks, p < `P_VALUE`
-        lasting     the second half rises at least half as fast as the whole: caches that fill up slow down
+        lasting     the second half and the last quarter rise at least half as fast as the whole: caches that fill up slow
+                    down, and a buffer that is taken once, as for the first checkpoint, is a single stair
         large       a share of all memory since the window began
         dangerous   at this slope memory is full within the hours given, and within `FORESIGHT` times what was seen: of a run
                     that has just begun, nobody can tell a leak from caches that fill up
@@ -64,8 +65,8 @@ class HostMemorySlope(Detector):
 
     def _judge(self, available: float, total: float) -> Finding | None:
         times, used = zip(*self._blocks, strict=True)
-        whole, half = slope(times, used), len(times) // 2
-        late = slope(times[half:], used[half:])
+        whole = slope(times, used)
+        late = min(slope(times[-count:], used[-count:]) for count in (len(times) // 2, len(times) // 4))
         grown = whole * (times[-1] - times[0])
         is_rise = whole > 0 and late >= whole / 2 and grown >= self.LARGE * total and trend_p_value(used) < self.P_VALUE
         left_s = available / late if is_rise else float("inf")

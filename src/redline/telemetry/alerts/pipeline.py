@@ -22,23 +22,26 @@ class ThroughputDrop(Detector):
 
     kind = "throughput_drop"
     RATES: Mapping[str, tuple[str, str]] = {
-        "engine/tokens_per_s": ("rollouts/groups", "the engine's tokens per second"),
-        "trainer/tokens_per_s": ("trainer/trained_tokens", "the trainer's tokens per second"),
+        "engine/tokens_per_s": ("engine/new_tokens", "the engine's tokens per second"),
+        "trainer/tokens_per_s": ("trainer/tokens", "the trainer's tokens per second"),
     }
-    """Rate → (what a step must have for it to mean something, its name)."""
+    """Rate → (the work of a step, its name)."""
+    WORK_STEPS = 8
     QUIET_STEPS = 16
     """After an alert: engine and trainer slow down for the same reason."""
 
     def __init__(self, drop: float) -> None:
         self._series = {key: _Cusum(drop) for key in self.RATES}
+        self._recent_work: dict[str, deque[float]] = {key: deque(maxlen=self.WORK_STEPS) for key in self.RATES}
+        self._most_work = dict.fromkeys(self.RATES, 0.0)
         self._quiet_until = 0
 
     def step(self, row: Row) -> Finding | None:
         found = []
         for key, series in self._series.items():
-            needs, name = self.RATES[key]
+            work, name = self.RATES[key]
             rate = number(row, key)
-            if rate is None or rate <= 0 or not number(row, needs):
+            if rate is None or rate <= 0 or not self._is_full(key, number(row, work) or 0.0):
                 continue
             if change := series.take(row["step"], math.log(rate)):
                 found.append((name, *change))
@@ -55,6 +58,15 @@ class ThroughputDrop(Detector):
             look_at="samples.jsonl around that step: clocks and power of the GPU, CPU of other processes, free memory; then"
             " rollouts/completion_tokens_mean and engine/preemptions, and `redline profile RUN`",
         )
+
+    def _is_full(self, key: str, work: float) -> bool:
+        """Whether a step has at least half the work that steps have had. What it costs to begin shows in the rate of a small
+        one: answers that became short, or groups that taught nothing, are no fault."""
+        recent = self._recent_work[key]
+        recent.append(work)
+        if len(recent) == recent.maxlen:
+            self._most_work[key] = max(self._most_work[key], median(recent))
+        return work > 0 and work >= self._most_work[key] / 2
 
 
 class _Cusum:
