@@ -236,12 +236,7 @@ def test_memory_that_is_taken_once_is_no_leak() -> None:
     detector = HostMemorySlope(hours=24)
     for second in range(480):
         used = (6 + 4 * (second > 150) + 2 * (second > 300)) * GIB + 2**20 * (second % 7)
-        row = {
-            "time": float(second),
-            "host/rss_bytes": used,
-            "host/available_bytes": 24 * GIB - used,
-            "host/total_bytes": 24 * GIB,
-        }
+        sizes = {"host/rss_bytes": used, "host/available_bytes": 24 * GIB - used, "host/total_bytes": 24 * GIB}
         assert detector.sample({"time": float(second), **sizes}) is None, second
 
 

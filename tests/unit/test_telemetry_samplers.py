@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import mmap
 import multiprocessing
 import os
 import threading
@@ -45,7 +46,8 @@ def busy_child() -> Iterator[int]:
 def test_what_the_process_holds_is_in_the_sample() -> None:
     host = Host()
     before = host()
-    held = bytearray(os.urandom(MIB)) * 64
+    held = mmap.mmap(-1, 64 * MIB)  # new pages: a heap may have some to give
+    held.write(bytes(64 * MIB))
     files = [open(os.devnull) for _ in range(5)]  # noqa: SIM115
     stop = threading.Event()
     threads = [threading.Thread(target=stop.wait) for _ in range(3)]
@@ -58,13 +60,14 @@ def test_what_the_process_holds_is_in_the_sample() -> None:
     for file in files:
         file.close()
     assert after["host/rss_bytes"] - before["host/rss_bytes"] > 0.9 * len(held)
+    held.close()
     assert after["host/open_files"] - before["host/open_files"] == 5
     assert after["host/threads"] - before["host/threads"] == 3
     assert 0 < after["host/available_bytes"] < after["host/total_bytes"]
 
 
 def test_processor_time_is_that_of_the_process_and_of_its_children(busy_child: int) -> None:
-    host = Host()
+    host, children = Host(), psutil.Process().children(recursive=True)  # other tests may have left some
     used = psutil.Process().cpu_times()
     while psutil.Process(busy_child).cpu_times().user < 0.1:
         sum(range(10_000))
@@ -72,9 +75,9 @@ def test_processor_time_is_that_of_the_process_and_of_its_children(busy_child: i
     sample = host()
     assert spent > 0
     assert sample["host/cpu_percent"] > 0
-    assert sample["host/processes"] == 2
-    assert sample[f"process/{busy_child}/cpu_percent"] == sample["host/children_cpu_percent"] > 0
-    assert sample[f"process/{busy_child}/rss_bytes"] == sample["host/children_rss_bytes"] > MIB
+    assert sample["host/processes"] == 1 + len(children)
+    assert sample["host/children_cpu_percent"] >= sample[f"process/{busy_child}/cpu_percent"] > 0
+    assert sample["host/children_rss_bytes"] >= sample[f"process/{busy_child}/rss_bytes"] > MIB
 
 
 def test_a_child_that_ended_is_no_longer_there() -> None:
@@ -83,8 +86,8 @@ def test_a_child_that_ended_is_no_longer_there() -> None:
     host = Host()
     child.join()
     sample = host()
-    assert sample["host/processes"] == 1
-    assert not [key for key in sample if key.startswith("process/")]
+    assert sample["host/processes"] == 1 + len(psutil.Process().children(recursive=True))
+    assert not [key for key in sample if key.startswith(f"process/{child.pid}/")]
 
 
 def test_bytes_written_to_the_disk_are_counted_since_the_last_sample(tmp_path: Path) -> None:

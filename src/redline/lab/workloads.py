@@ -90,12 +90,12 @@ WORKLOADS: Mapping[str, Mapping[str, Mapping[str, Any]]] = {
 """Case → name → settings. Whatever else the command line says comes on top."""
 
 QUICK: Mapping[str, Sequence[str]] = {
-    "generate": ("model=builtin:small", "prompts=16", "new_tokens=32", "pairs=6"),
-    "n-sampling": ("model=builtin:small", "prompt_tokens=256", "new_tokens=16", "n=1,4", "pairs=6"),
-    "rollout": ("pairs=6", "groups_per_step=4", "max_new_tokens=32"),
-    "trainer": ("model=builtin:small", "sequences=8", "tokens=128", "pairs=6"),
+    "generate": ("model=builtin:small", "prompts=16", "new_tokens=32", "pairs=6", "warmup_s=5"),
+    "n-sampling": ("model=builtin:small", "prompt_tokens=256", "new_tokens=16", "n=1,4", "pairs=6", "warmup_s=5"),
+    "rollout": ("pairs=6", "warmup_s=5", "groups_per_step=4", "max_new_tokens=32"),
+    "trainer": ("model=builtin:small", "sequences=8", "tokens=128", "pairs=6", "warmup_s=5"),
     "e2e": ("lags=0,1", "groups_per_step=4", "group_size=4", "max_new_tokens=16", "warmup_steps=2", "steps=3"),
-    "weight-sync": ("model=builtin:small", "pairs=6"),
+    "weight-sync": ("model=builtin:small", "pairs=6", "warmup_s=5"),
     "memory": (
         "model=builtin:small",
         "tokens=256",
@@ -105,7 +105,7 @@ QUICK: Mapping[str, Sequence[str]] = {
         "limit_bytes=1_000_000_000",
     ),
     "transfer": ("sizes=65536,16777216", "overlap_bytes=67108864", "pairs=6"),
-    "serialize": ("trajectories=1000", "handed_over=8,32"),
+    "serialize": ("trajectories=1000", "warmup_s=2", "handed_over=8,32"),
     "telemetry": ("samples=30", "pairs=6", "steps=2"),
 }
 """Case → what `redline bench all --quick` asks of it: a few seconds each, the set-up not counted."""
