@@ -106,6 +106,7 @@ def test_a_change_of_nothing_is_no_difference(tmp_path: Path) -> None:
         assert_noise_explains_it(document)
 
 
+@pytest.mark.slow
 def test_a_comparison_of_recipes_without_time_measures_nothing_and_says_so(tmp_path: Path) -> None:
     recipe = write_letters(tmp_path, rollouts={"evaluation": {"num_tasks": 0}})
     arguments = ("--b", "trainer.max_tokens_per_micro_batch=256", "--max-minutes", "0", "--json")

@@ -38,9 +38,9 @@ class SlowLetters(Letters):
     """Scores slowly, and pauses for a while in a span of its own."""
 
     def score(self, task, text):
-        sleep("reward", 0.03)
+        sleep("reward", 0.06)
         with redline.span("pause"):
-            sleep("pause", 0.02)
+            sleep("pause", 0.06)
         return super().score(task, text)
 '''
 # How long a run must be for its ends, which no span covers, to be a small part of it: some milliseconds of the interpreter.
@@ -91,6 +91,7 @@ def test_every_lane_of_the_demo_accounts_for_its_time(tmp_path: Path, max_lag: i
         assert lane.unaccounted_fraction < MOST_UNACCOUNTED, (name, lane)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("max_lag", [0, 2])
 def test_a_sleep_of_known_length_is_found_under_its_name(tmp_path: Path, max_lag: int) -> None:
     (tmp_path / "slow_letters.py").write_text(SLOW_LETTERS)
@@ -99,4 +100,5 @@ def test_a_sleep_of_known_length_is_found_under_its_name(tmp_path: Path, max_lag
     found = totals(run(tmp_path, max_lag, steps=2, task=task, groups_per_step=2, group_size=4))
     slept = json.loads((tmp_path / "slept.json").read_text())
     assert found["user.pause"] / 1e9 == pytest.approx(slept["pause"], rel=0.02)
-    assert found["rollouts.reward"] / 1e9 == pytest.approx(slept["reward"], rel=0.02)
+    # Beside its sleep a reward has a little work, for which it may have to wait until the engine's thread lets it.
+    assert 0.98 < found["rollouts.reward"] / 1e9 / slept["reward"] < (1.02 if max_lag == 0 else 1.25)

@@ -196,6 +196,7 @@ def killed(model: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, R
     return {dtype: future.result() for dtype, future in told.items()}
 
 
+@pytest.mark.slow
 def test_killed_before_during_and_after_a_checkpoint_the_run_ends_bit_for_bit_the_same_in_float32(
     killed: dict[str, RunFolder], uninterrupted: dict[str, RunFolder]
 ) -> None:

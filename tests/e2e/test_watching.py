@@ -64,6 +64,7 @@ def kinds(folder: Path) -> list[str]:
     return [row["kind"] for row in rows(folder / "alerts.jsonl")]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("max_lag", [pytest.param(0, marks=pytest.mark.slow), 2])
 def test_a_healthy_run_raises_no_alert_and_no_stall(max_lag: int, tmp_path: Path) -> None:
     succeed("train", recipe(tmp_path, None, max_lag), cwd=tmp_path)
@@ -99,6 +100,7 @@ def test_numbers_that_are_none_raise_one_alert(tmp_path: Path) -> None:
     assert kinds(folder.path) == ["not_finite"]
 
 
+@pytest.mark.slow
 def test_a_thread_that_dies_raises_one_alert_though_the_run_ends(tmp_path: Path) -> None:
     done = redline("train", recipe(tmp_path, "Exiting", 2), cwd=tmp_path)
     assert done.returncode == 2
@@ -146,6 +148,7 @@ def assert_on_one_clock(events: list[dict[str, Any]]) -> None:
     assert covered > 0.95 * len(middles)
 
 
+@pytest.mark.slow
 def test_a_running_job_is_profiled_without_a_restart(tmp_path: Path) -> None:
     path = recipe(tmp_path, None, 0, trace=True)
     with started("train", path, "run.steps=100000", "rollouts.evaluation.num_tasks=0", cwd=tmp_path) as process:

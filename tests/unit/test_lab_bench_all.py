@@ -46,6 +46,7 @@ def test_what_only_one_case_knows_is_refused_before_any_runs() -> None:
         bench_all(["prompts=3"], quick=True)
 
 
+@pytest.mark.slow
 def test_a_profile_lies_next_to_the_result_and_changes_nothing_in_it(tmp_path: Path) -> None:
     settings = make_settings("weight-sync", SMALL)
     document = bench("weight-sync", settings, Console(file=io.StringIO()), profile=tmp_path)
