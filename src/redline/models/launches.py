@@ -2,8 +2,7 @@
 
 Triton examines every argument of every launch to find the compiled kernel that suits it, which takes the host longer than most
 kernels of a small micro-batch take the device. Here the first launch of a kind goes through Triton, and those after it straight
-to what it compiled. Launches are of one kind if the dtypes of their tensors and their constants are the same. A process that
-computes on several devices has to go through Triton.
+to what it compiled. Launches are of one kind if their device, the dtypes of their tensors and their constants are the same.
 """
 
 from __future__ import annotations
@@ -29,7 +28,8 @@ def launch(
 ) -> None:
     """`kernel[grid](*tensors, *sizes, *constants)`. The kernel must be marked not to be specialized for the sizes, which may
     differ from launch to launch; `options` are Triton's, such as num_warps."""
-    kind: list[Any] = [kernel, *constants, *options.values()]
+    assert tensors[0] is not None
+    kind: list[Any] = [kernel, tensors[0].get_device(), *constants, *options.values()]
     addresses = 0
     for tensor in tensors:
         if tensor is None:
