@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from kept_sums import Kept
 from torch import nn
 
-from redline.models.gradient_sums import embedding, gradient, product_gradient, sum_of
+from redline.models.gradient_sums import embedding, product_gradient, sum_gradient, sum_of
 from redline.trainer import logprobs
 from redline.trainer.logprobs import selected_logprobs
 
@@ -26,7 +26,8 @@ def test_without_a_sum_a_gradient_is_autograds() -> None:
     weight, left, right = parameter(3, 4), torch.randn(5, 3), torch.randn(5, 4)
     assert sum_of(weight) is None
     assert torch.equal(product_gradient(weight, left, right), left.T @ right)
-    assert torch.equal(gradient(weight, torch.ones(3, 4)), torch.ones(3, 4))
+    parts = torch.randn(6, 4)
+    assert torch.equal(sum_gradient(parameter(4), parts), parts.sum(dim=0))
 
 
 def test_products_add_up() -> None:
@@ -35,15 +36,23 @@ def test_products_add_up() -> None:
     pairs = [(torch.randn(5, 3), torch.randn(5, 4)) for _ in range(3)]
     assert [product_gradient(weight, left, right) for left, right in pairs] == [None] * 3
     torch.testing.assert_close(kept.total, sum(left.T @ right for left, right in pairs))
-    assert gradient(weight, torch.ones(3, 4)) is None
-    torch.testing.assert_close(kept.total, sum(left.T @ right for left, right in pairs) + 1)
+
+
+@pytest.mark.parametrize(("num_parts", "size"), [(1, 4), (3, 16), (200, 37), (528, 130)])
+def test_parts_add_up(num_parts: int, size: int) -> None:
+    pytest.importorskip("triton")
+    weight = parameter(size)
+    kept = Kept(weight)
+    parts = [torch.randn(num_parts, size) for _ in range(3)]
+    assert [sum_gradient(weight, part) for part in parts] == [None] * 3
+    torch.testing.assert_close(kept.total, sum(part.double().sum(dim=0) for part in parts).float())
 
 
 def test_a_sum_ends_unless_another_has_taken_its_place() -> None:
-    weight = parameter(2)
+    weight = parameter(2, 1)
     first, second = Kept(weight), Kept(weight)
     first.end()
-    assert gradient(weight, torch.ones(2)) is None
+    assert product_gradient(weight, torch.ones(3, 2), torch.ones(3, 1)) is None
     assert second.num_gradients == 1
     second.end()
     assert sum_of(weight) is None

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 import torch
@@ -68,17 +69,23 @@ class AttentionKernels:
     """A `ManualAttend` for one packed batch, whose children must follow their parents (`attention_plan.children_follow`)."""
 
     def __init__(self, segments: Segments, num_heads: int, num_kv_heads: int, head_dim: int, device: torch.device) -> None:
+        self._segments, self._device = segments, device
         self._shape = (num_heads, num_kv_heads, head_dim)
         self._tiles = tiles = TILES[head_dim]
-        multiprocessors = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
-        programs = -(-multiprocessors * PROGRAMS // num_kv_heads)
-        of_keys = tiles.of_keys
-        keys = key_blocks(segments, of_keys.keys, of_keys.queries, num_heads // num_kv_heads, programs, tiles.undivided)
         lists = {size: query_blocks(segments, size) for size in {tiles.forward.queries, tiles.of_queries.queries}}
-        uploaded = _upload([*lists.values(), keys.parts, keys.sums], device)
-        self._query_blocks = dict(zip(lists, uploaded, strict=False))
-        self._parts, self._sums = uploaded[-2:]
-        self._num_slots = keys.num_slots
+        self._query_blocks = dict(zip(lists, _upload(list(lists.values()), device), strict=True))
+
+    @cached_property
+    def _key_blocks(self) -> tuple[Tensor, Tensor, int]:
+        """Parts, sums and slots. Made when the backward pass begins, while the device still has the forward pass to do."""
+        num_heads, num_kv_heads, _ = self._shape
+        on_cuda = self._device.type == "cuda"
+        multiprocessors = torch.cuda.get_device_properties(self._device).multi_processor_count if on_cuda else 1
+        programs = -(-multiprocessors * PROGRAMS // num_kv_heads)
+        tile, undivided = self._tiles.of_keys, self._tiles.undivided
+        blocks = key_blocks(self._segments, tile.keys, tile.queries, num_heads // num_kv_heads, programs, undivided)
+        parts, sums = _upload([blocks.parts, blocks.sums], self._device)
+        return parts, sums, blocks.num_slots
 
     def forward(self, q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor) -> tuple[Tensor, tuple[Tensor]]:
         """The output [T, H, D] and the logarithm of every query's sum, float32[H, T]."""
@@ -131,14 +138,15 @@ class AttentionKernels:
     def _keys_backward(self, inputs: tuple[Tensor, ...], rows_HTC: Tensor, rotary: _Rotary, grad_TXD: Tensor) -> None:
         tile = self._tiles.of_keys
         T, K, D = inputs[1].shape
-        partial = torch.empty(self._num_slots, K, 2, tile.keys, D, dtype=torch.float32, device=grad_TXD.device)
-        tensors = (*inputs, rows_HTC, *rotary, grad_TXD, partial, self._parts)
+        parts, sums, num_slots = self._key_blocks
+        partial = torch.empty(num_slots, K, 2, tile.keys, D, dtype=torch.float32, device=grad_TXD.device)
+        tensors = (*inputs, rows_HTC, *rotary, grad_TXD, partial, parts)
         constants = (*_strides(*inputs[:3]), *self._shape, tile.queries, tile.keys, COLUMNS)
-        launch(_keys_backward, (len(self._parts) * K,), tensors, (T,), constants, **tile.options)
-        if len(self._sums):
-            grid = (len(self._sums), tile.keys // SUM_ROWS, 2 * K)
+        launch(_keys_backward, (len(parts) * K,), tensors, (T,), constants, **tile.options)
+        if len(sums):
+            grid = (len(sums), tile.keys // SUM_ROWS, 2 * K)
             constants = (*self._shape, tile.keys, SUM_ROWS)
-            launch(_sum_parts, grid, (partial, *rotary, grad_TXD, self._sums), (), constants, num_warps=4)
+            launch(_sum_parts, grid, (partial, *rotary, grad_TXD, sums), (), constants, num_warps=4)
 
 
 def _strides(*heads: Tensor) -> tuple[int, ...]:

@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from redline.models.gradient_sums import gradient, product_gradient, sum_of
+from redline.models.gradient_sums import product_gradient, sum_gradient, sum_of
 from redline.models.lora import ActiveLora
 from redline.models.spec import DecoderSpec
 from redline.models.training_kernels import (
@@ -189,9 +189,9 @@ def _backward(
     grad_heads_TX = attend.backward(grad_attended, *_heads(heads_TX, spec), out_THD, tuple(of_attention), rotary).flatten(1)
     grad_qkv = product_gradient(qkv, grad_heads_TX, first_normed_TE)
     bias: Tensor | None = layer.qkv.bias
-    grad_bias = None if bias is None else gradient(bias, column_sums(grad_heads_TX))
+    grad_bias = None if bias is None else sum_gradient(bias, column_sums(grad_heads_TX))
     grad_first_TE, grad_attn_norm = norm_backward(first_TE, layer.attn_norm, first_scale_T, grad_heads_TX @ qkv, grad_second_TE)
-    norms = gradient(layer.attn_norm, grad_attn_norm), gradient(layer.mlp_norm, grad_mlp_norm)
+    norms = sum_gradient(layer.attn_norm, grad_attn_norm), sum_gradient(layer.mlp_norm, grad_mlp_norm)
     return grad_first_TE, (*norms, grad_qkv, grad_bias, grad_o, grad_gate_up, grad_down)
 
 

@@ -40,6 +40,13 @@ class GradientSum:
             product = left_TX.T @ right_TE
             total.copy_(product) if is_first else total.add_(product)
 
+    def add_parts(self, parts_PX: Tensor) -> None:
+        """The sum of float32 parts, of a parameter with a single dimension."""
+        total, is_first = self._place()
+        from redline.models.training_kernels import add_parts_
+
+        add_parts_(total, parts_PX, is_first=is_first)
+
     def add_rows(self, rows_T: Tensor, gradient_TE: Tensor) -> None:
         """Each to its row; rows that occur twice get both, in an order that is always the same."""
         total, is_first = self._place()
@@ -72,11 +79,11 @@ def product_gradient(weight: Tensor, left_TX: Tensor, right_TE: Tensor) -> Tenso
     return None
 
 
-def gradient(weight: Tensor, found: Tensor) -> Tensor | None:
-    """What was found in float32 to the weight's sum, or in the weight's dtype to the caller."""
+def sum_gradient(weight: Tensor, parts_PX: Tensor) -> Tensor | None:
+    """The sum of float32 parts to the weight's sum, or in the weight's dtype to the caller."""
     if (kept := sum_of(weight)) is None:
-        return found.to(weight.dtype)
-    kept.add(found)
+        return parts_PX.sum(dim=0).to(weight.dtype)
+    kept.add_parts(parts_PX)
     return None
 
 

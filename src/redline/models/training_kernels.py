@@ -18,8 +18,10 @@ from torch import Tensor
 
 from redline.models.launches import launch
 
-PROGRAMS = 1056
+PROGRAMS = 528
 """Of sums over tokens: each program sums over some of them, and a last step over the programs."""
+PARTS_BLOCK = (128, 16)
+"""Parts and columns of a turn of that last step."""
 SILU_BLOCK = 1024
 
 
@@ -59,7 +61,7 @@ def norm_forward(x_TE: Tensor, delta_TE: Tensor | None, weight_E: Tensor, eps: f
 def norm_backward(
     sum_TE: Tensor, weight_E: Tensor, scale_T: Tensor, grad_normed_TE: Tensor, grad_sum_TE: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """What reaches the sum, from its norm and from elsewhere, and the weight's gradient in float32."""
+    """What reaches the sum, from its norm and from elsewhere, and the weight's gradient in parts, float32[P, E]."""
     T, E = sum_TE.shape
     grad_TE = torch.empty_like(sum_TE)
     programs = min(PROGRAMS, max(T, 1))
@@ -67,16 +69,22 @@ def norm_backward(
     block = triton.next_power_of_2(E)
     tensors = (sum_TE, weight_E, scale_T, grad_normed_TE, grad_sum_TE, grad_TE, partial_PE)
     launch(_norm_backward, (programs,), tensors, (T,), (E, block), num_warps=8)
-    return grad_TE, partial_PE.sum(dim=0)
+    return grad_TE, partial_PE
 
 
 def column_sums(x_TX: Tensor) -> Tensor:
-    """float32[X]: over the tokens."""
+    """float32[P, X]: sums over the tokens, in parts."""
     T, X = x_TX.shape
-    programs = max(1, min(PROGRAMS // 4 // triton.cdiv(X, 128), triton.cdiv(T, 32)))
+    programs = max(1, min(PROGRAMS // 2 // triton.cdiv(X, 128), triton.cdiv(T, 32)))
     partial_PX = torch.empty(programs, X, dtype=torch.float32, device=x_TX.device)
     launch(_column_sums, (programs, triton.cdiv(X, 128)), (x_TX, partial_PX), (T,), (X, 32, 128), num_warps=4)
-    return partial_PX.sum(dim=0)
+    return partial_PX
+
+
+def add_parts_(total_X: Tensor, parts_PX: Tensor, *, is_first: bool) -> None:
+    """The sum of the parts, added to a total that until the first of them may hold anything; all float32."""
+    (P, X), (rows, block) = parts_PX.shape, PARTS_BLOCK
+    launch(_add_parts, (triton.cdiv(X, block),), (total_X, parts_PX), (P,), (X, is_first, rows, block), num_warps=4)
 
 
 def silu_forward(gate_up_TI: Tensor) -> Tensor:
@@ -137,8 +145,8 @@ class _AddRMSNorm(torch.autograd.Function):
         # Without a delta, the stream passes by the function: its gradient does not come through here.
         other_TE = grad_sum_TE if ctx.has_delta else None
         sum_TE, weight_E, scale_T = ctx.saved_tensors
-        grad_TE, grad_weight_E = norm_backward(sum_TE, weight_E, scale_T, grad_normed_TE, other_TE)
-        return grad_TE, grad_TE if ctx.has_delta else None, grad_weight_E.to(weight_E.dtype), None
+        grad_TE, parts_PE = norm_backward(sum_TE, weight_E, scale_T, grad_normed_TE, other_TE)
+        return grad_TE, grad_TE if ctx.has_delta else None, parts_PE.sum(dim=0).to(weight_E.dtype), None
 
 
 class _SiluMul(torch.autograd.Function):
@@ -221,6 +229,20 @@ def _column_sums(x, partial, T, X: tl.constexpr, R: tl.constexpr, BLOCK: tl.cons
         inside = (token_R < T)[:, None] & (column < X)[None, :]
         total += tl.load(x + token_R.to(tl.int64)[:, None] * X + column[None, :], mask=inside, other=0.0).to(tl.float32)
     tl.store(partial + program * X + column, tl.sum(total, axis=0), mask=column < X)
+
+
+@triton.jit(do_not_specialize=["P"])
+def _add_parts(total, parts, P, X: tl.constexpr, IS_FIRST: tl.constexpr, R: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+    column = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    sum_RX = tl.zeros([R, BLOCK], tl.float32)
+    for first in range(0, P, R):
+        part_R = first + tl.arange(0, R)
+        inside = (part_R < P)[:, None] & (column < X)[None, :]
+        sum_RX += tl.load(parts + part_R[:, None] * X + column[None, :], mask=inside, other=0.0)
+    found = tl.sum(sum_RX, axis=0)
+    if not IS_FIRST:
+        found += tl.load(total + column, mask=column < X)
+    tl.store(total + column, found, mask=column < X)
 
 
 @triton.jit

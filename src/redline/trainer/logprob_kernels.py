@@ -11,7 +11,11 @@ import triton.language as tl
 from torch import Tensor
 
 TURN = 8192
+RUN = 8
+"""Entries that a thread loads at once, in half precision."""
 WARPS = 8
+LOWEST = tl.constexpr(-1e30)
+"""Below every logit but -inf, from which it can still be subtracted."""
 
 
 def summarise(logits_MV: Tensor, targets_M: Tensor, temperature: float) -> tuple[Tensor, Tensor, Tensor]:
@@ -20,7 +24,7 @@ def summarise(logits_MV: Tensor, targets_M: Tensor, temperature: float) -> tuple
     logprobs_M, normalizers_M, entropies_M = torch.empty((3, M), dtype=torch.float32, device=logits_MV.device)
     if M:
         _summarise[(M,)](
-            logits_MV, targets_M, logprobs_M, normalizers_M, entropies_M, 1 / temperature, V, N=TURN, num_warps=WARPS
+            logits_MV, targets_M, logprobs_M, normalizers_M, entropies_M, 1 / temperature, V, N=TURN, W=RUN, num_warps=WARPS
         )
     return logprobs_M, normalizers_M, entropies_M
 
@@ -43,20 +47,28 @@ def to_gradient_(
 
 
 @triton.jit
-def _summarise(logits, targets, logprobs, normalizers, entropies, inverse, V, N: tl.constexpr):  # type: ignore[no-untyped-def]
-    """H = log Z - Σ p·x, with x the scaled logits; both sums are kept relative to the largest so far."""
+def _summarise(logits, targets, logprobs, normalizers, entropies, inverse, V, N: tl.constexpr, W: tl.constexpr):  # type: ignore[no-untyped-def]
+    """H = log Z - Σ p·x, with x the scaled logits. Each of R = N / W runs of W entries, which one thread loads at once, keeps
+    its own sums relative to its own largest so far: threads meet only at the end."""
+    R: tl.constexpr = N // W
     row = tl.program_id(0).to(tl.int64)
-    peak, total, weighted = float("-inf"), 0.0, 0.0
+    peak_R = tl.full([R], LOWEST, tl.float32)
+    total_R = tl.zeros([R], tl.float32)
+    weighted_R = tl.zeros([R], tl.float32)
+    entry_RW = tl.arange(0, R)[:, None] * W + tl.arange(0, W)[None, :]
     for start in range(0, V, N):
-        column = start + tl.arange(0, N)
-        x = tl.load(logits + row * V + column, mask=column < V, other=float("-inf")).to(tl.float32) * inverse
-        new_peak = tl.maximum(peak, tl.max(x, axis=0))
-        fade = tl.exp(peak - new_peak)
-        weight = tl.exp(x - new_peak)
-        total = total * fade + tl.sum(weight, axis=0)
+        column_RW = start + entry_RW
+        x_RW = tl.load(logits + row * V + column_RW, mask=column_RW < V, other=float("-inf")).to(tl.float32) * inverse
+        new_peak_R = tl.maximum(peak_R, tl.max(x_RW, axis=1))
+        fade_R = tl.exp(peak_R - new_peak_R)
+        weight_RW = tl.exp(x_RW - new_peak_R[:, None])
+        total_R = total_R * fade_R + tl.sum(weight_RW, axis=1)
         # A logit of -inf has no weight, and 0 · inf would be NaN.
-        weighted = weighted * fade + tl.sum(tl.where(weight > 0, weight * x, 0.0), axis=0)
-        peak = new_peak
+        weighted_R = weighted_R * fade_R + tl.sum(tl.where(weight_RW > 0, weight_RW * x_RW, 0.0), axis=1)
+        peak_R = new_peak_R
+    peak = tl.max(peak_R, axis=0)
+    fade_R = tl.exp(peak_R - peak)
+    total, weighted = tl.sum(total_R * fade_R, axis=0), tl.sum(weighted_R * fade_R, axis=0)
     normalizer = peak + tl.log(total)
     chosen = tl.load(logits + row * V + tl.load(targets + row)).to(tl.float32) * inverse
     tl.store(logprobs + row, chosen - normalizer)

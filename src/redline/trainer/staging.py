@@ -79,9 +79,13 @@ class Staging:
         """Each item with its tensors. One is packed and sent when it is asked for: the host gets there while the device still
         computes what it was given before, and before the first it would only keep the device waiting longer."""
         for item, arrays in items:
-            yield item, self._arrived(self._send(arrays))
+            yield item, self.send(arrays)
 
-    def _send(self, arrays: Arrays) -> dict[str, Tensor]:
+    def send(self, arrays: Arrays) -> dict[str, Tensor]:
+        """What the current stream does from here on finds the tensors there."""
+        return self._arrived(self._copied(arrays))
+
+    def _copied(self, arrays: Arrays) -> dict[str, Tensor]:
         num_bytes = packed_size(arrays)
         if self._stream is None:
             buffer = torch.empty(num_bytes, dtype=torch.uint8)
@@ -95,7 +99,6 @@ class Staging:
             return views(arrays, self._pinned[:num_bytes].to(self._device, non_blocking=True))
 
     def _arrived(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-        """What the current stream does from here on finds the tensors there."""
         if self._stream is not None:
             current = torch.cuda.current_stream(self._device)
             current.wait_stream(self._stream)

@@ -33,14 +33,15 @@ class TokenNumbers:
     """Mean KL of a trained token, where it is taken off the reward."""
 
     def of(self, micro_batch: MicroBatch) -> dict[str, Values]:
-        """float32[M] of its trained tokens, by the name of the loss's input."""
+        """What the loss needs of its trained tokens, by the name of its input: float32[M], and the sequences as int64."""
         arrays = {
             "weights_M": self.weights_T,
             "advantages_M": self.advantages_T,
             "anchor_logprobs_M": self.anchor_T,
             "reference_logprobs_M": self.reference_T,
         }
-        return {name: Taken(array, micro_batch.index_M) for name, array in arrays.items() if array is not None}
+        taken = {name: Taken(array, micro_batch.index_M) for name, array in arrays.items() if array is not None}
+        return {**taken, "old_logprobs_M": micro_batch.old_logprobs, "sequence_M": micro_batch.local_sequence_M}
 
 
 def batch_weights(batch: TrainBatch, config: TrainerConfig, max_new_tokens: int) -> np.ndarray:

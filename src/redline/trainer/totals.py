@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from redline.trainer.finite import BadToken, bad_tokens
+from redline.trainer.finite import BadToken, GradientNorms, bad_tokens
 from redline.trainer.losses import PolicyLoss
 from redline.trainer.micro_batches import MicroBatch, MicroBatchPlan
 from redline.trainer.mismatch import mismatch_kl
@@ -19,6 +19,34 @@ from redline.types import StepReport
 
 SUMS = ("loss", "entropy", "clipped", "mismatch", "kl", "masked")
 COUNTS = ("trained", "tokens")
+
+
+@dataclass(slots=True, frozen=True)
+class PlannedStep:
+    """What of a step's report is known before the device has come to its end."""
+
+    learning_rate: float
+    num_micro_batches: int
+    imbalance: float
+    num_padding_tokens: int
+    flops: int
+
+    @classmethod
+    def of(cls, plan: MicroBatchPlan, learning_rate: float, flops: int) -> PlannedStep:
+        return cls(learning_rate, plan.num_micro_batches, plan.imbalance, plan.num_padding_tokens, flops)
+
+
+@dataclass(slots=True, frozen=True)
+class SeenStep:
+    """What the device has to say of a step."""
+
+    sums: dict[str, float]
+    """`SUMS` and `COUNTS` by name."""
+    max_ratio: float
+    grad_norm: float
+    """Before clipping."""
+    skipped: bool
+    """Something is not finite, and the weights are as they were."""
 
 
 @dataclass(slots=True)
@@ -65,37 +93,39 @@ class StepTotals:
     def loss(self) -> Tensor:
         return self.sums[0]
 
-    def report(
-        self,
-        parallel: Parallel,
-        plan: MicroBatchPlan,
-        grad_norm: float,
-        learning_rate: float,
-        *,
-        skipped: bool,
-        flops: int = 0,
-        extra: Mapping[str, float],
-    ) -> StepReport:
-        """Of all processes."""
-        mine = torch.cat([self.sums, torch.tensor(self.counts).to(self.sums)])
-        sums = dict(zip(SUMS + COUNTS, parallel.sum_of(mine).tolist(), strict=True))
+    def read(self, parallel: Parallel, norms: GradientNorms) -> SeenStep:
+        """Of all processes; the one copy from the device in a step, which waits for it."""
+        counts = self._counts(parallel)
+        of_gradient = torch.stack([norms.total, norms.skip]).to(self.sums)
+        found = torch.cat([parallel.sum_of(self.sums), parallel.max_of(self.largest).exp(), of_gradient]).tolist()
+        *sums, max_ratio, grad_norm, skipped = found
+        return SeenStep(dict(zip(SUMS + COUNTS, [*sums, *counts], strict=True)), max_ratio, grad_norm, bool(skipped))
+
+    def _counts(self, parallel: Parallel) -> list[float]:
+        """Of all processes. One that is alone knows them without asking its device."""
+        if parallel.place.world == 1:
+            return [float(count) for count in self.counts]
+        return parallel.sum_of(torch.tensor(self.counts).to(self.sums)).tolist()
+
+    def report(self, known: PlannedStep, seen: SeenStep, extra: Mapping[str, float]) -> StepReport:
+        sums = seen.sums
         trained = sums["trained"] or math.nan  # without a trained token there is no mean
         optional = {"kl": self.has_kl, "masked": self.has_mask}
         return StepReport(
             loss=sums["loss"],
-            grad_norm=grad_norm,
-            learning_rate=learning_rate,
+            grad_norm=seen.grad_norm,
+            learning_rate=known.learning_rate,
             entropy=sums["entropy"] / trained,
             clip_fraction=sums["clipped"] / trained,
             mismatch_kl=sums["mismatch"] / trained,
-            max_ratio=float(parallel.max_of(self.largest).exp()) if sums["trained"] else math.nan,
+            max_ratio=seen.max_ratio if sums["trained"] else math.nan,
             num_tokens=int(sums["tokens"]),
             num_trained_tokens=int(sums["trained"]),
-            num_micro_batches=plan.num_micro_batches,
-            imbalance=plan.imbalance,
-            num_padding_tokens=plan.num_padding_tokens,
-            flops=flops,
-            skipped=skipped,
+            num_micro_batches=known.num_micro_batches,
+            imbalance=known.imbalance,
+            num_padding_tokens=known.num_padding_tokens,
+            flops=known.flops,
+            skipped=seen.skipped,
             extra={name: sums[name] / trained for name, there in optional.items() if there} | dict(extra),
         )
 

@@ -10,7 +10,8 @@ number of processes, add up to the same gradient.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
+from functools import cache
 from pathlib import Path
 from typing import TypeVar
 
@@ -44,9 +45,9 @@ from redline.trainer.parallel import Parallel
 from redline.trainer.place import find_place
 from redline.trainer.random_state import restore_random_state
 from redline.trainer.reference import Reference
-from redline.trainer.staging import Staging
+from redline.trainer.staging import Staging, Values
 from redline.trainer.token_numbers import TokenNumbers, batch_advantages, batch_weights, reward_kl
-from redline.trainer.totals import StepTotals
+from redline.trainer.totals import PlannedStep, SeenStep, StepTotals
 from redline.types import StepReport, TrainBatch, WeightSet
 
 FORWARD_RATIO = 4
@@ -143,18 +144,19 @@ class PolicyTrainer:
 
     def _step(self, batch: TrainBatch) -> StepReport:
         budget = self._budgets()
-        numbers, values_T = self._prepare(batch)
+        found = self._look_first(batch)
+        numbers = cache(lambda: self._numbers(batch, found))  # made when the device has something to do meanwhile
         plan, totals = self._in_memory(batch, budget, lambda plan: (plan, self._run(plan, numbers)), self._optimizer)
-        learning_rate = self._optimizer.learning_rate(self._version)
-        grad_norm, skipped = self._update(batch, totals, learning_rate)
-        critic = self._train_critic(batch, numbers, values_T) if self._critic and not skipped else None
+        self._largest_micro_batch = max(self._largest_micro_batch, plan.largest_micro_batch)
+        known = PlannedStep.of(plan, self._optimizer.learning_rate(self._version), training_flops(self._flops, plan.load))
+        seen = self._update(batch, totals, known.learning_rate)
+        critic = self._train_critic(batch, numbers(), found["values"]) if self._critic and not seen.skipped else None
         self._version += 1
-        extra = {} if numbers.reward_kl is None else {"kl": numbers.reward_kl}
+        kl = numbers().reward_kl
+        extra = {} if kl is None else {"kl": kl}
         extra |= {} if critic is None else critic.metrics
         extra |= {"lag_corrected": 1.0} if correction_for(batch.lags, self._config) is not self._config else {}
-        self._largest_micro_batch = max(self._largest_micro_batch, plan.largest_micro_batch)
-        flops = training_flops(self._flops, plan.load)
-        return totals.report(self._parallel, plan, grad_norm, learning_rate, skipped=skipped, flops=flops, extra=extra)
+        return totals.report(known, seen, extra)
 
     def _plan(self, batch: TrainBatch, max_tokens: int) -> MicroBatchPlan:
         place = self._parallel.place
@@ -178,56 +180,66 @@ class PolicyTrainer:
         undo = optimizer.discard if optimizer else lambda: None
         return with_oom_retry(budget, lambda tokens: self._plan(batch, tokens), run, undo, self._tell, self._on_any_rank)
 
-    def _run(self, plan: MicroBatchPlan, numbers: TokenNumbers) -> StepTotals:
+    def _run(self, plan: MicroBatchPlan, numbers: Callable[[], TokenNumbers]) -> StepTotals:
         """Forward and backward of every micro-batch."""
         totals = StepTotals.on(self._decoder.output_weight.device)
-        staged = self._staging.sent(self._arrays(plan, numbers))
         config = correction_for(plan.batch.lags, self._config)
-        for number, (micro_batch, tensors) in enumerate(staged):
+        for number, (micro_batch, inputs) in enumerate(self._staging.sent(self._inputs(plan))):
             with self._weights.micro_batch(last=number == plan.num_micro_batches - 1):
-                self._train_on(micro_batch, tensors, config, totals)
+                self._train_on(micro_batch, inputs, numbers, config, totals)
             self._optimizer.accumulate()
         return totals
 
-    def _arrays(self, plan: MicroBatchPlan, numbers: TokenNumbers):  # type: ignore[no-untyped-def]
-        for micro_batch in plan.of_rank(self._parallel.place.data_rank):
+    def _inputs(self, plan: MicroBatchPlan) -> Iterator[tuple[MicroBatch, dict[str, Values]]]:
+        """Each micro-batch with what the network needs of it. What the loss needs can wait until the network is at work."""
+        parts = plan.of_rank(self._parallel.place.data_rank)
+        while True:
             with span("trainer.pack", version=self._version):
-                arrays = network_inputs(micro_batch, self._parallel.share(micro_batch)) | numbers.of(micro_batch)
-                arrays |= {"old_logprobs_M": micro_batch.old_logprobs, "sequence_M": micro_batch.local_sequence_M}
-            yield micro_batch, arrays
+                if (micro_batch := next(parts, None)) is None:
+                    return
+                inputs = network_inputs(micro_batch, self._parallel.share(micro_batch))
+            yield micro_batch, inputs
 
-    def _train_on(self, micro_batch: MicroBatch, tensors: dict[str, Tensor], config: TrainerConfig, totals: StepTotals) -> None:
+    def _train_on(
+        self,
+        micro_batch: MicroBatch,
+        inputs: dict[str, Tensor],
+        numbers: Callable[[], TokenNumbers],
+        config: TrainerConfig,
+        totals: StepTotals,
+    ) -> None:
         share = self._parallel.share(micro_batch)
         with span("trainer.forward", device=True, version=self._version):
-            logprobs_M, entropy_M = chosen_logprobs(self._decoder, micro_batch, share, tensors, self._temperature)
-            given = {name: tensor for name, tensor in tensors.items() if name.endswith("_M")}
+            logprobs_M, entropy_M = chosen_logprobs(self._decoder, micro_batch, share, inputs, self._temperature)
+            with span("trainer.pack", version=self._version):
+                given = self._staging.send(numbers().of(micro_batch))
             bonus_M = entropy_M if config.entropy_coef else None
             policy = policy_loss(LossInputs(logprobs_M, **given, entropy_M=bonus_M), config)
         with span("trainer.backward", device=True, version=self._version):
             policy.loss.backward()
         seen = {
             "logprob": logprobs_M.detach(),
-            "old logprob": tensors["old_logprobs_M"],
-            "advantage": tensors["advantages_M"],
+            "old logprob": given["old_logprobs_M"],
+            "advantage": given["advantages_M"],
         }
         totals.add(micro_batch, policy, seen, entropy_M.detach())
 
-    def _update(self, batch: TrainBatch, totals: StepTotals, learning_rate: float) -> tuple[float, bool]:
-        """The gradient norm before clipping, and whether the step was skipped because something is not finite."""
+    def _update(self, batch: TrainBatch, totals: StepTotals, learning_rate: float) -> SeenStep:
+        """What came of the step, which is skipped where the loss or the gradient is not finite."""
         with span("trainer.optimizer", device=True, version=self._version):
             self._weights.sum_gradients(self._optimizer.gradients())
             loss = self._parallel.sum_of(totals.loss)
             self.before_update()
             norms = self._optimizer.update(learning_rate, loss)
             self._weights.changed()
-            grad_norm, skipped = float(norms.total), bool(norms.skip)
-        if not skipped:
+            seen = totals.read(self._parallel, norms)
+        if not seen.skipped:
             self._bad_steps.good()
-            return grad_norm, False
-        bad = BadStep(self._version, float(loss), grad_norm, tuple(norms.bad_parameters()), tuple(totals.bad_tokens()))
+            return seen
+        bad = BadStep(self._version, float(loss), seen.grad_norm, tuple(norms.bad_parameters()), tuple(totals.bad_tokens()))
         self._tell(f"skipped: {bad}")
         self._bad_steps.bad(bad, batch)
-        return grad_norm, True
+        return seen
 
     def _on_any_rank(self, here: bool) -> bool:
         if self._parallel.place.world == 1:
@@ -237,20 +249,22 @@ class PolicyTrainer:
 
     # ── what a step needs to know first ────────────────────────────────────────────────────────────────────────────────
 
-    def _prepare(self, batch: TrainBatch) -> tuple[TokenNumbers, np.ndarray | None]:
-        """What each token brings into the loss, and the critic's values of them."""
-        config, found = self._config, dict[str, np.ndarray]()
-        if self._reference or self._critic or config.recompute_old_logprobs:
-            parts, values = self._in_memory(batch, self._forward_budget, self._look)
-            found = {name: self._by_token(batch, parts, each) for name, each in values.items()}
-        reference_T, values_T = found.get("reference"), found.get("values")
-        with span("trainer.pack", version=self._version):
-            kl_M = reward_kl(batch, config, reference_T)
-            advantages_T, returns_T = batch_advantages(batch, self._estimator, config, kl_M, values_T)
-            weights_T = batch_weights(batch, config, self._max_new_tokens)
+    def _look_first(self, batch: TrainBatch) -> dict[str, np.ndarray]:
+        """What other passes than the step's own have to say of each token: float32[T] by name, only what the recipe needs."""
+        if not (self._reference or self._critic or self._config.recompute_old_logprobs):
+            return {}
+        parts, values = self._in_memory(batch, self._forward_budget, self._look)
+        return {name: self._by_token(batch, parts, each) for name, each in values.items()}
+
+    def _numbers(self, batch: TrainBatch, found: Mapping[str, np.ndarray]) -> TokenNumbers:
+        """What each token brings into the loss."""
+        config, reference_T = self._config, found.get("reference")
+        kl_M = reward_kl(batch, config, reference_T)
+        advantages_T, returns_T = batch_advantages(batch, self._estimator, config, kl_M, found.get("values"))
+        weights_T = batch_weights(batch, config, self._max_new_tokens)
         in_loss = reference_T if config.kl_in == "loss" else None
         mean_kl = None if kl_M is None else float(kl_M.mean())
-        return TokenNumbers(weights_T, advantages_T, found.get("anchor"), in_loss, returns_T, mean_kl), values_T
+        return TokenNumbers(weights_T, advantages_T, found.get("anchor"), in_loss, returns_T, mean_kl)
 
     def _look(self, plan: MicroBatchPlan) -> tuple[list[MicroBatch], dict[str, list[Tensor]]]:
         """Passes without gradients over this process's micro-batches: float32[M] of each, by what they are."""
@@ -271,10 +285,9 @@ class PolicyTrainer:
         device = self._decoder.output_weight.device
         return self._parallel.sum_of(mine_T.to(device)).cpu().numpy()
 
-    def _train_critic(self, batch: TrainBatch, numbers: TokenNumbers, values_T: np.ndarray | None) -> CriticReport:
+    def _train_critic(self, batch: TrainBatch, numbers: TokenNumbers, values_T: np.ndarray) -> CriticReport:
         critic, returns_T = self._critic, numbers.returns_T
         assert critic is not None
-        assert values_T is not None
         assert returns_T is not None
         learning_rate = schedule.learning_rate(self._critic_settings, self._version)
         return self._in_memory(
