@@ -18,7 +18,7 @@ from torch import Tensor
 
 from redline.models.launches import launch
 
-PROGRAMS = 528
+PROGRAMS = 1056
 """Of sums over tokens: each program sums over some of them, and a last step over the programs."""
 PARTS_BLOCK = (128, 16)
 """Parts and columns of a turn of that last step."""
@@ -75,7 +75,7 @@ def norm_backward(
 def column_sums(x_TX: Tensor) -> Tensor:
     """float32[P, X]: sums over the tokens, in parts."""
     T, X = x_TX.shape
-    programs = max(1, min(PROGRAMS // 2 // triton.cdiv(X, 128), triton.cdiv(T, 32)))
+    programs = max(1, min(PROGRAMS // 4 // triton.cdiv(X, 128), triton.cdiv(T, 32)))
     partial_PX = torch.empty(programs, X, dtype=torch.float32, device=x_TX.device)
     launch(_column_sums, (programs, triton.cdiv(X, 128)), (x_TX, partial_PX), (T,), (X, 32, 128), num_warps=4)
     return partial_PX
