@@ -42,15 +42,32 @@ def observed(planted: Efficiency, costs: list[Cost], noise: float = 0.0) -> list
     "planted", [Efficiency(0.6, 0.9, 40e-6, ""), Efficiency(0.3, 0.5, 5e-6, ""), Efficiency(0.9, 0.7, 0.0, "")]
 )
 def test_planted_efficiencies_are_found(planted: Efficiency) -> None:
-    found = fit(observed(planted, COSTS), ASSUMED["training"])
+    found = fit(observed(planted, COSTS), ASSUMED["generation"])
     for cost in COSTS:
         assert cost.seconds(found) == pytest.approx(cost.seconds(planted), rel=0.03)
     assert "4 runs (run 0, run 1, run 2, run 3)" in found.how
 
 
+@pytest.mark.parametrize("layer_s", [40e-6, 300e-6, 1.5e-3])
+def test_of_a_host_that_works_ahead_both_sides_are_found(layer_s: float) -> None:
+    planted = Efficiency(0.6, 0.9, layer_s, "", host_ahead=True)
+    found = fit(observed(planted, COSTS), ASSUMED["training"])
+    assert found.host_ahead
+    for cost in COSTS:
+        assert cost.seconds(found) == pytest.approx(cost.seconds(planted), rel=0.03)
+
+
+def test_a_host_that_works_ahead_counts_only_where_it_falls_behind() -> None:
+    each = Efficiency(0.5, 0.5, 1e-3, "", host_ahead=True)
+    assert Cost(1.0, 0.5, layers=1000).seconds(each) == 3.0
+    assert Cost(1.0, 0.5, 0.25, layers=5000).seconds(each) == 5.25
+    assert Cost(1.0, 0.5, layers=1000).bound(each) == "products"
+    assert Cost(1.0, 0.5, layers=5000).bound(each) == "small kernels and launches"
+
+
 def test_noise_moves_them_no_further_than_itself() -> None:
     planted = Efficiency(0.6, 0.9, 40e-6, "")
-    found = fit(observed(planted, COSTS, noise=0.05), ASSUMED["training"])
+    found = fit(observed(planted, COSTS, noise=0.05), ASSUMED["generation"])
     assert found.products == pytest.approx(0.6, rel=0.15)
     assert all(cost.seconds(found) == pytest.approx(cost.seconds(planted), rel=0.08) for cost in COSTS)
 
@@ -155,7 +172,8 @@ def test_offloaded_state_crosses_the_bus() -> None:
     away = here.changed(trainer={"offload_optimizer": True})
     rates = rates_of(H200)
     assert optimizer_cost(here, rates).link == 0
-    assert optimizer_cost(away, rates).link == pytest.approx(12 * here.model.parameters / H200.host_bandwidth)
+    cost = optimizer_cost(away, rates)
+    assert cost.link + cost.memory == pytest.approx(12 * here.model.parameters / H200.host_bandwidth)
 
 
 # ── validation ─────────────────────────────────────────────────────────────────────────────────────────────────────────

@@ -67,11 +67,11 @@ def generation(
 LORA: dict[str, Any] = {"lora": {"rank": 16}}
 
 CUDA_POINTS = (
-    training("0.5B, 8 x 512", HALF, 8, 512, calibrates=True),
+    training("0.5B, 32 x 512", HALF, 32, 512, calibrates=True),
     training("0.5B, 32 x 512 in 8 micro-batches", HALF, 32, 512, calibrates=True, max_tokens_per_micro_batch=2048),
     training("7B, 8 x 512, LoRA", SEVEN, 8, 512, calibrates=True, **LORA),
     generation("0.5B, 128 x 128 → 128", HALF, 128, 128, 128, calibrates=True),
-    training("0.5B, 32 x 512", HALF, 32, 512),
+    training("0.5B, 8 x 512", HALF, 8, 512),
     training("0.5B, 32 x 512, selective", HALF, 32, 512, gradient_checkpointing="selective"),
     training("0.5B, 32 x 512, full", HALF, 32, 512, gradient_checkpointing="full"),
     training("0.5B, 32 x 512, LoRA", HALF, 32, 512, **LORA),

@@ -17,6 +17,8 @@ class Efficiency:
     """Seconds that a pass through a layer takes beyond both: small kernels, launches, the host."""
     how: str
     """Where the three numbers come from."""
+    host_ahead: bool = False
+    """The seconds of a layer are the host's, which works ahead of the device: they count only where it falls behind."""
 
 
 @dataclass(slots=True, frozen=True)
@@ -56,12 +58,16 @@ class Cost:
     def bound(self, efficiency: Efficiency) -> str:
         """What most of the time goes into."""
         parts = self.parts(efficiency)
+        if efficiency.host_ahead and parts["small kernels and launches"]:
+            return "small kernels and launches"
         return max(parts, key=lambda name: parts[name])
 
     def parts(self, efficiency: Efficiency) -> dict[str, float]:
+        products, memory = self.products / efficiency.products, self.memory / efficiency.memory
+        overhead = self.layers * efficiency.layer_s
         return {
-            "products": self.products / efficiency.products,
-            "memory bandwidth": self.memory / efficiency.memory,
+            "products": products,
+            "memory bandwidth": memory,
             "the link": self.link,
-            "small kernels and launches": self.layers * efficiency.layer_s,
+            "small kernels and launches": max(0.0, overhead - products - memory) if efficiency.host_ahead else overhead,
         }

@@ -30,6 +30,9 @@ from redline.models.spec import DecoderSpec
 KEPT_TRAFFIC = 4
 """Times that the elements a layer keeps cross the memory bus outside of products: written and read forward, read backward, and
 a gradient of the same size written and read."""
+ADAPTER_TRAFFIC = 5
+"""The same for the inputs and outputs of projections with an adapter: read for its first product, read and written by its
+second, and as much again for three gradients."""
 FOUND_IN_CACHE = 0.5
 """Of a prompt that several rows share: what the second row reads of it beyond the first. Rows of a group stand side by side."""
 QUANTIZED_PASSES = 75
@@ -174,6 +177,8 @@ def training_cost(setup: Setup, tokens: float, micro_batches: float, rates: Rate
     flops = training_flops(setup, tokens, pairs, predicted)
     each = layer(setup, round(tokens / micro_batches))
     traffic = KEPT_TRAFFIC * tokens * shape.num_layers * each.kept
+    if setup.adapter:
+        traffic += ADAPTER_TRAFFIC * tokens * size * setup.adapter / setup.config.trainer.lora.rank
     logits = 4 * predicted * shape.vocab_size * size
     weights = micro_batches * (2 * size * setup.model.parameters + 2 * FLOAT32 * setup.trained)
     passes = 2 + {"none": 0, "selective": 0.5, "full": 1}[setup.checkpointing]
@@ -215,9 +220,10 @@ def optimizer_cost(setup: Setup, rates: Rates) -> Cost:
     moved = 2 * own.gradients + 2 * state + setup.dtype.itemsize * part
     if trainer.optimizer_states == "int8":
         moved += QUANTIZED_PASSES * 2 * FLOAT32 * part
-    if trainer.offload_optimizer:
-        return Cost(memory=moved / rates.bandwidth, link=state / rates.host_bandwidth)
-    return Cost(memory=moved / rates.bandwidth)
+    memory = moved / rates.bandwidth
+    if trainer.offload_optimizer:  # both ways at once, while the stretch before is computed
+        return Cost(memory=memory, link=max(0.0, state / rates.host_bandwidth - memory))
+    return Cost(memory=memory)
 
 
 # ── a step ─────────────────────────────────────────────────────────────────────────────────────────────────────────────

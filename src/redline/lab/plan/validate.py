@@ -116,11 +116,15 @@ def document(
 
 
 def again(saved: Mapping[str, Any]) -> dict[str, Any]:
-    """A saved document with its plans made anew: the same measurements, this version's formulas."""
+    """A saved document with its plans made anew: the same measurements, this version's formulas and choice of what calibrates."""
     kind = "cpu" if saved["identity"]["device"] == "cpu" else "cuda"
+    calibrates = {point.name: point.calibrates for point in (CPU_POINTS if kind == "cpu" else CUDA_POINTS)}
     device = _device_of(kind, saved["identity"]["device"], saved["rates"], saved["identity"]["memory_bytes"])
     points = [
-        (Point(p["name"], p["phase"], p["settings"], p["calibrates"]), p.get("measured") or {"error": p["error"]})
+        (
+            Point(p["name"], p["phase"], p["settings"], calibrates.get(p["name"], p["calibrates"])),
+            p.get("measured") or {"error": p["error"]},
+        )
         for p in saved["points"]
     ]
     return document(device, saved["process_bytes"], saved["rates"], points, saved["identity"])
