@@ -11,7 +11,16 @@ from redline.lab.settings import make_settings
 def test_the_case_times_spans_and_pairs_a_recorded_loop_with_one_that_is_not() -> None:
     settings = make_settings(
         "telemetry",
-        ["model=builtin:tiny", "pairs=1", "samples=2", "steps=2", "group_size=2", "groups_per_step=1", "max_new_tokens=2"],
+        [
+            "model=builtin:tiny",
+            "pairs=1",
+            "samples=2",
+            "steps=2",
+            "group_size=2",
+            "groups_per_step=1",
+            "max_new_tokens=2",
+            "whole_steps=3",
+        ],
     )
     document = bench("telemetry", settings, Console(file=io.StringIO()))
     results = {result.name: result for result in document.results}
@@ -21,6 +30,7 @@ def test_the_case_times_spans_and_pairs_a_recorded_loop_with_one_that_is_not() -
         "a span in a task",
         "a span, nobody records",
         "spans in a step, counted",
+        "a whole run, counted",
         "a recorded step",
     }
     for name, result in results.items():

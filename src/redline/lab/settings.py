@@ -305,6 +305,8 @@ class TelemetrySettings(PairedSettings):
     """Steps before the clock starts."""
     steps: PositiveInt = 4
     """Steps that are timed."""
+    whole_steps: PositiveInt = 40
+    """Steps of the run whose watching is counted."""
 
 
 SETTINGS: Mapping[str, type[BenchSettings]] = {

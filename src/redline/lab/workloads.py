@@ -106,6 +106,6 @@ QUICK: Mapping[str, Sequence[str]] = {
     ),
     "transfer": ("sizes=65536,16777216", "overlap_bytes=67108864", "pairs=6"),
     "serialize": ("trajectories=1000", "warmup_s=2", "handed_over=8,32"),
-    "telemetry": ("samples=30", "pairs=6", "steps=2"),
+    "telemetry": ("samples=30", "pairs=6", "steps=2", "whole_steps=10"),
 }
 """Case → what `redline bench all --quick` asks of it: a few seconds each, the set-up not counted."""

@@ -54,9 +54,14 @@ class ManualAttend(Protocol):
         ...
 
 
+_LINEARS = ("qkv", "o", "gate_up", "down")
+
+
 class PlainLayer(Protocol):
     """A `DecoderLayer`, as far as it goes through here."""
 
+    _modules: dict[str, Any]
+    _parameters: dict[str, Any]
     spec: DecoderSpec
     attn_norm: nn.Parameter
     qkv: nn.Linear
@@ -68,9 +73,9 @@ class PlainLayer(Protocol):
 
 def is_plain(layer: PlainLayer, lora: ActiveLora | None) -> bool:
     """Whether the layer is one of those written out here: no adapter, no norm on heads, no bias but that of qkv."""
-    linears = (layer.qkv, layer.o, layer.gate_up, layer.down)
-    has_others = layer.spec.qk_norm or layer.spec.o_bias or layer.spec.mlp_bias
-    return lora is None and not has_others and all(type(linear) is nn.Linear for linear in linears)
+    spec, modules = layer.spec, layer._modules  # every layer of every micro-batch is asked: no way round by attributes
+    has_others = spec.qk_norm or spec.o_bias or spec.mlp_bias
+    return lora is None and not has_others and all(type(modules[name]) is nn.Linear for name in _LINEARS)
 
 
 def fused_layer(
@@ -93,8 +98,9 @@ def keeps_sums(layer: PlainLayer) -> bool:
 
 
 def _weights(layer: PlainLayer) -> tuple[Tensor | None, ...]:
-    linears = (layer.qkv.weight, layer.qkv.bias, layer.o.weight, layer.gate_up.weight, layer.down.weight)
-    return layer.attn_norm, layer.mlp_norm, *linears
+    """In the order of what `_backward` gives."""
+    own, (qkv, o, gate_up, down) = layer._parameters, (layer._modules[name]._parameters for name in _LINEARS)
+    return own["attn_norm"], own["mlp_norm"], qkv["weight"], qkv["bias"], o["weight"], gate_up["weight"], down["weight"]
 
 
 class _Layer(torch.autograd.Function):

@@ -2,13 +2,17 @@
 
 A span is timed by itself, in each of the ways it can be used; no span can cost less than reading the clock twice. Then the loop
 runs with everything a run records about itself (spans, the row of a step, the trace), and without any of it, in pairs. What a
-few pairs can show is coarser than the overhead is; so it is also counted: spans of a step times the cost of one.
+few pairs can show is coarser than the overhead is; so it is also counted, in a run of `redline train` with all that watches one
+by default: spans times the cost of one, and what the ledger has under `telemetry` in every lane, samplers included.
 """
 
 from __future__ import annotations
 
 import asyncio
+import json
 import statistics
+import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -20,6 +24,7 @@ from rich.console import Console
 
 from redline import loop
 from redline.config import Config, resolve, validate
+from redline.errors import TrainingError
 from redline.lab.document import Bound, Measured, PeerFigure, Result
 from redline.lab.pairs import interleave
 from redline.lab.settings import TelemetrySettings
@@ -31,6 +36,8 @@ from redline.watch import step_metrics
 
 BATCH = 1000
 """Spans of one sample."""
+BEFORE_THE_LOOP = ("run.startup", "run.setup", "models.load")
+"""Spans that are there however long a run is."""
 
 
 @dataclass(slots=True, frozen=True)
@@ -52,7 +59,8 @@ def measure(settings: TelemetrySettings, console: Console) -> Measured:
         console.print(f"{result.name}: {result.value:,.0f} ns", style="dim")
     rounds = _run_pairs(settings, console)
     span_ns = results[0].value
-    return Measured(settings, [*results, _counted(rounds, span_ns, min(clock_ns)), _paired(rounds)])
+    whole = _counted_run(run_whole(_recipe(settings, settings.seed, settings.whole_steps)), span_ns, min(clock_ns))
+    return Measured(settings, [*results, _counted(rounds, span_ns, min(clock_ns)), whole, _paired(rounds)])
 
 
 # ── one span ───────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -179,13 +187,57 @@ def _until(stages: Stages, steps: int, watch: _Records | _NoRecords) -> None:
     loop.run(stages.rollouts, stages.buffer, stages.trainer, stages.weight_sync, stages.shared_engine, steps=steps, watch=watch)
 
 
-def _recipe(settings: TelemetrySettings, seed: int) -> Config:
+@dataclass(slots=True, frozen=True)
+class WholeRun:
+    """What watching took in a run of `redline train`, from the loop's first step on."""
+
+    seconds: float
+    """Of the main lane, without what comes before the loop."""
+    num_spans: int
+    telemetry_s: Mapping[str, float]
+    """Lane → seconds in spans of `telemetry`."""
+
+
+def run_whole(config: Config) -> WholeRun:
+    """In a process of its own, as a user starts it."""
+    with tempfile.TemporaryDirectory(prefix="redline-bench-") as scratch:
+        recipe = Path(scratch) / "recipe.json"
+        recipe.write_text(config.model_dump_json())
+        run = "import sys; from redline.cli import main; sys.argv[0] = 'redline'; main()"
+        command = [sys.executable, "-c", run, "train", str(recipe), f"run.folder={scratch}", "--json"]
+        done = subprocess.run(command, capture_output=True, text=True)
+        if done.returncode:
+            raise TrainingError(
+                f"the run that was to be watched failed: {done.stderr.strip()}", "run the recipe by itself first"
+            )
+        folder = RunFolder(Path(json.loads(done.stdout)["run"]))
+        lanes = json.loads(folder.ledger.read_text())["lanes"]
+        events = json.loads(folder.trace.read_text())
+    main = lanes["main"]
+    before = sum(main["rows"].get(name, 0) for name in BEFORE_THE_LOOP)
+    watching = {
+        name: sum(ns for row, ns in lane["rows"].items() if row.startswith("telemetry.")) / 1e9 for name, lane in lanes.items()
+    }
+    return WholeRun((main["wall_ns"] - before) / 1e9, sum(event["ph"] == "X" for event in events), watching)
+
+
+def _counted_run(run: WholeRun, span_ns: float, clock_ns: float) -> Result:
+    spans_s = run.num_spans * span_ns / 1e9
+    value = 100 * (spans_s + sum(run.telemetry_s.values())) / run.seconds
+    least = 100 * run.num_spans * 2 * clock_ns / 1e9 / run.seconds
+    why = f"{run.num_spans:,} spans in {run.seconds:.1f} s, two readings of the clock for each"
+    parts = {f"lane {lane}": 100 * seconds / run.seconds for lane, seconds in run.telemetry_s.items() if seconds}
+    details = {"parts": {"spans": 100 * spans_s / run.seconds, **parts}}
+    return Result("a whole run, counted", value, "%", [value], Bound(least, why), larger_is_better=False, details=details)
+
+
+def _recipe(settings: TelemetrySettings, seed: int, steps: int | None = None) -> Config:
     recipe = {
         "run": {
             "device": settings.device,
             "num_threads": settings.num_threads,
             "seed": seed,
-            "steps": settings.warmup_steps + settings.steps,
+            "steps": steps or settings.warmup_steps + settings.steps,
             "checkpoint_every": 0,
         },
         "model": {"path": settings.model, "dtype": settings.dtype},

@@ -116,7 +116,7 @@ def document(
 
 
 def again(saved: Mapping[str, Any]) -> dict[str, Any]:
-    """A saved document with its plans made anew: the same measurements, this version's formulas and choice of what calibrates."""
+    """A saved document with its plans made anew: the same measurements, this version's formulas and calibration points."""
     kind = "cpu" if saved["identity"]["device"] == "cpu" else "cuda"
     calibrates = {point.name: point.calibrates for point in (CPU_POINTS if kind == "cpu" else CUDA_POINTS)}
     device = _device_of(kind, saved["identity"]["device"], saved["rates"], saved["identity"]["memory_bytes"])
