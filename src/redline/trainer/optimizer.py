@@ -52,9 +52,11 @@ class MasterAdamW:
             master.data.copy_(self._parameters[name].detach())
         for parameter in everything.values():
             parameter.data = parameter.data.to(dtype).contiguous()
-        whole = config.optimizer_states == "float32" and not config.offload_optimizer
+        by_kernel = self._device.type == "cuda" and find_spec("triton") is not None
+        # Moments that are not updated where they lie take float32 copies of a stretch, unless a kernel has them in registers.
+        whole = not config.offload_optimizer and (by_kernel or config.optimizer_states == "float32")
         self._stretches = self._layout.stretches(None if whole else STRETCH_ELEMENTS)
-        self._kernel = self._make_kernel() if whole and "master" in kept and self._device.type == "cuda" else None
+        self._kernel = self._make_kernel() if by_kernel else None
         self._taken = torch.zeros((), device=self._device)
         self._updates = 0
         self._gradients: Tensor | None = None
@@ -64,9 +66,7 @@ class MasterAdamW:
         """Sums the squared norms over the processes that hold a part of each gradient."""
         _take_gradients(self)
 
-    def _make_kernel(self) -> AdamWKernel | None:
-        if find_spec("triton") is None:
-            return None
+    def _make_kernel(self) -> AdamWKernel:
         from redline.trainer.adamw_kernel import AdamWKernel
 
         return AdamWKernel(self._stretches, self._parameters, self._config.weight_decay)
@@ -161,14 +161,13 @@ class MasterAdamW:
         clip = ((norms.total + CLIP_EPS) / self._config.max_grad_norm).clamp(min=1.0)
         self._taken += 1
         self._updates += 1
+        visited = self._memory.visit(self._stretches)
         if self._kernel is not None:
             assert self._gradients is not None
-            config = self._config
-            self._kernel.step(
-                self._memory.tensors, self._gradients, self._taken, clip, norms.skip, learning_rate, config.betas, config.eps
-            )
+            rates = (learning_rate, self._config.betas, self._config.eps)
+            self._kernel.step(visited, self._gradients, self._taken, clip, norms.skip, *rates, seed=self._updates)
         else:
-            for stretch, here in self._memory.visit(self._stretches):
+            for stretch, here in visited:
                 self._update(stretch, here, gradients, clip, norms.skip, learning_rate)
         self._taken -= norms.skip
         self._forget_gradients()

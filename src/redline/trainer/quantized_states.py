@@ -7,9 +7,12 @@ block, level k of L stands for
 
 Rounding to the nearest level would freeze the second moment: it changes by a thousandth per step, levels lie 9 % apart. So a
 value between two levels takes the upper one with the probability that makes the mean exact. The draws come from a generator
-seeded by the number of the step: they repeat when a run is resumed.
+seeded by the number of the update: they repeat when a run is resumed.
 
 The second moment is rounded up to level 1 rather than down to zero: it divides, and too small an update is the safe mistake.
+
+This is for any device, and takes dozens of passes over float32 copies. On a CUDA device `adamw_kernel.py` does the same in one
+pass over the codes; its draws come from a generator of its own, so a run repeats itself on the kind of device it began on.
 """
 
 from __future__ import annotations
