@@ -9,7 +9,7 @@ from typing import Any
 import pynvml
 import pytest
 
-from redline.telemetry.nvml import ACTIVITY, READINGS, find_gpus
+from redline.telemetry.nvml import ACTIVITY, FIELDS, SLOW_EVERY_S, find_gpus
 
 UUID = "GPU-5b3e1a9c-0000-1111-2222-333344445555"
 
@@ -23,6 +23,8 @@ class Driver:
         """Function → what it returns instead of success."""
         self.reasons = pynvml.nvmlClocksEventReasonSwPowerCap | pynvml.nvmlClocksEventReasonGpuIdle
         self.supports_activity = 1
+        self.untold: set[int] = set()
+        """Performance counters that it has not."""
 
     def __getattr__(self, name: str) -> Any:
         fill = getattr(type(self), f"_{name}", None)
@@ -89,7 +91,9 @@ class Driver:
     def _nvmlGpmMetricsGet(self, asked: Any) -> None:
         assert asked.version == pynvml.NVML_GPM_METRICS_GET_VERSION
         for metric in asked.metrics[: asked.numMetrics]:
-            metric.value, metric.nvmlReturn = metric.metricId + 0.5, pynvml.NVML_SUCCESS
+            told = metric.metricId not in self.untold
+            metric.value = metric.metricId + 0.5 if told else 0.0
+            metric.nvmlReturn = pynvml.NVML_SUCCESS if told else pynvml.NVML_ERROR_NOT_SUPPORTED
 
 
 @pytest.fixture
@@ -110,7 +114,7 @@ def read(driver: Driver) -> dict[str, Any]:
 
 def test_a_sample_has_every_reading_in_its_unit(driver: Driver) -> None:
     sample = read(driver)
-    assert sample.keys() == READINGS.keys() | ACTIVITY.keys()
+    assert sample.keys() == FIELDS
     assert sample == {
         "utilization_percent": 83,
         "memory_utilization_percent": 41,
@@ -121,8 +125,8 @@ def test_a_sample_has_every_reading_in_its_unit(driver: Driver) -> None:
         "sm_clock_mhz": 1980,
         "memory_clock_mhz": 3201,
         "temperature_c": 61,
-        "pcie_sent_bytes_per_s": 10_240,
-        "pcie_received_bytes_per_s": 20_480,
+        "pcie_sent_bytes_per_s": (pynvml.NVML_GPM_METRIC_PCIE_TX_PER_SEC + 0.5) * 2**20,
+        "pcie_received_bytes_per_s": (pynvml.NVML_GPM_METRIC_PCIE_RX_PER_SEC + 0.5) * 2**20,
         "throttle_reasons": ["power_cap"],
         "sm_activity_percent": pynvml.NVML_GPM_METRIC_SM_UTIL + 0.5,
         "sm_occupancy_percent": pynvml.NVML_GPM_METRIC_SM_OCCUPANCY + 0.5,
@@ -136,7 +140,7 @@ def test_what_a_gpu_cannot_tell_is_asked_once(driver: Driver) -> None:
     gpus = find_gpus([UUID], pytest.fail)
     assert gpus is not None
     for _ in range(3):
-        assert gpus().keys() == {f"gpu/0/{name}" for name in (READINGS.keys() | ACTIVITY.keys()) - {"power_w"}}
+        assert gpus().keys() == {f"gpu/0/{name}" for name in FIELDS - {"power_w"}}
     assert driver.calls.count("nvmlDeviceGetPowerUsage") == 1
 
 
@@ -151,13 +155,75 @@ def test_what_failed_once_is_asked_again(driver: Driver) -> None:
 
 def test_an_older_gpu_has_no_activity(driver: Driver) -> None:
     driver.supports_activity = 0
-    assert read(driver).keys() == READINGS.keys()
+    assert read(driver).keys() == FIELDS - {name for name in ACTIVITY if not name.startswith("pcie")}
 
 
 @pytest.mark.parametrize("name", ["nvmlDeviceGetTemperatureV", "nvmlDeviceGetCurrentClocksEventReasons"])
 def test_an_older_driver_has_calls_by_their_former_names(driver: Driver, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(Driver, f"_{name}")
-    assert read(driver).keys() == READINGS.keys() | ACTIVITY.keys()
+    assert read(driver).keys() == FIELDS
+
+
+# ── what it costs ──────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_one_sample_asks_each_thing_once_and_never_what_makes_the_driver_wait(driver: Driver) -> None:
+    gpus = find_gpus([UUID], pytest.fail)
+    assert gpus is not None
+    driver.calls.clear()
+    gpus()
+    assert driver.calls.count("nvmlDeviceGetClockInfo") == 2, "one for each clock"
+    others = [name for name in driver.calls if name != "nvmlDeviceGetClockInfo"]
+    assert sorted(others) == sorted(set(others))
+    assert "nvmlDeviceGetPcieThroughput" not in others
+
+
+@pytest.mark.parametrize("supports_activity", [0, 1])
+def test_where_no_counter_tells_the_traffic_on_the_bus_the_driver_is_asked_now_and_then(
+    driver: Driver, monkeypatch: pytest.MonkeyPatch, supports_activity: int
+) -> None:
+    driver.supports_activity = supports_activity
+    driver.untold = {pynvml.NVML_GPM_METRIC_PCIE_TX_PER_SEC, pynvml.NVML_GPM_METRIC_PCIE_RX_PER_SEC}
+    seconds = 1000.0
+    monkeypatch.setattr("redline.telemetry.nvml.time.monotonic", lambda: seconds)
+    gpus = find_gpus([UUID], pytest.fail)
+    assert gpus is not None
+    sample = gpus()
+    assert sample["gpu/0/pcie_sent_bytes_per_s"] == 10_240
+    assert sample["gpu/0/pcie_received_bytes_per_s"] == 20_480
+    seconds += 0.9 * SLOW_EVERY_S
+    assert not [name for name in gpus() if "pcie" in name]
+    seconds += 0.2 * SLOW_EVERY_S
+    assert "gpu/0/pcie_sent_bytes_per_s" in gpus()
+    assert driver.calls.count("nvmlDeviceGetPcieThroughput") == 4
+
+
+def test_counters_are_compared_with_those_of_the_sample_before(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
+    handles = iter(range(1, 10))
+    moments: dict[int, int] = {}
+    compared: list[tuple[int, int]] = []
+
+    def allocate(driver: Driver, out: Any) -> None:
+        ctypes.cast(ctypes.byref(out), ctypes.POINTER(ctypes.c_void_p))[0] = next(handles)
+
+    def take(driver: Driver, device: Any, sample: Any) -> None:
+        moments[address(sample)] = driver.calls.count("nvmlGpmSampleGet")
+
+    def compare(driver: Driver, asked: Any) -> None:
+        compared.append((moments[address(asked.sample1)], moments[address(asked.sample2)]))
+
+    monkeypatch.setattr(Driver, "_nvmlGpmSampleAlloc", allocate)
+    monkeypatch.setattr(Driver, "_nvmlGpmSampleGet", take)
+    monkeypatch.setattr(Driver, "_nvmlGpmMetricsGet", compare)
+    gpus = find_gpus([UUID], pytest.fail)
+    assert gpus is not None
+    for _ in range(3):
+        gpus()
+    assert compared == [(1, 2), (2, 3), (3, 4)]
+
+
+def address(pointer: Any) -> int:
+    return int(ctypes.cast(pointer, ctypes.c_void_p).value or 0)
 
 
 def test_what_was_allocated_is_freed_when_it_closes(driver: Driver) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import http.server
 import importlib
+import inspect
 import json
 import socket
 import threading
@@ -140,22 +141,41 @@ def test_a_document_becomes_dotted_keys() -> None:
 # ── TensorBoard ────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
+def tensorboard_events(folder: Path) -> tuple[dict[str, list[tuple[int, float]]], dict[str, list[tuple[int, bytes]]]]:
+    """Scalars and texts by tag, of all files in the order they were begun, which is how TensorBoard shows a folder. A file has
+    records of length (8), checksum (4), an event, checksum (4)."""
+    from tensorboardX.proto.event_pb2 import Event
+
+    scalars: dict[str, list[tuple[int, float]]] = {}
+    texts: dict[str, list[tuple[int, bytes]]] = {}
+    for path in sorted(folder.iterdir(), key=lambda path: int(path.name.rpartition(".")[2])):
+        content, position = path.read_bytes(), 0
+        while position < len(content):
+            length = int.from_bytes(content[position : position + 8], "little")
+            event = Event.FromString(content[position + 12 : position + 12 + length])
+            position += length + 16
+            for value in event.summary.value:
+                if value.metadata.plugin_data.plugin_name == "text":
+                    texts.setdefault(value.tag, []).append((event.step, value.tensor.string_val[0]))
+                else:
+                    scalars.setdefault(value.tag, []).append((event.step, value.simple_value))
+        assert position == len(content), "the last record is whole"
+    return scalars, texts
+
+
 def test_tensorboard_shows_each_step_of_a_resumed_run_once(tmp_path: Path) -> None:
     pytest.importorskip("tensorboardX")
-    reader = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
     killed_and_resumed(tmp_path, make_config("tensorboard"))
-    events = reader.EventAccumulator(str(tmp_path / "tensorboard"), size_guidance={"scalars": 0, "tensors": 0})
-    events.Reload()
-    assert [(event.step, round(event.value, 6)) for event in events.Scalars("trainer/loss")] == [
-        (step, step / 10) for step in range(1, 6)
-    ]
-    assert [event.step for event in events.Scalars("evaluation/reward_mean")] == [3, 5]
-    assert "rollouts/reward_mean" not in events.Tags()["scalars"]
-    assert {"config/text_summary", "evaluation/samples/text_summary", "alerts/reward_collapse/text_summary"} <= set(
-        events.Tags()["tensors"]
-    )
-    [shown] = events.Tensors("evaluation/samples/text_summary")[0].tensor_proto.string_val
-    assert all(line.startswith(b"    ") for line in shown.splitlines())  # a block of code: markup in it stays text
+    scalars, texts = tensorboard_events(tmp_path / "tensorboard")
+    assert [(step, round(value, 6)) for step, value in scalars["trainer/loss"]] == [(step, step / 10) for step in range(1, 6)]
+    assert [step for step, _ in scalars["evaluation/reward_mean"]] == [3, 5]
+    assert "rollouts/reward_mean" not in scalars
+    assert [step for step, _ in texts["config/text_summary"]] == [0]
+    assert [step for step, _ in texts["evaluation/samples/text_summary"]] == [3, 5]
+    assert [step for step, _ in texts["alerts/reward_collapse/text_summary"]] == [3, 5]
+    shown = texts["evaluation/samples/text_summary"][0][1].decode()
+    assert json.loads(shown) == SAMPLES
+    assert all(line.startswith("    ") for line in shown.splitlines())  # a block of code: markup in it stays text
 
 
 # ── Weights & Biases ───────────────────────────────────────────────────────────────────────────────────────────────────
@@ -211,6 +231,35 @@ def test_wandb_without_a_login_is_refused_before_it_asks(tmp_path: Path, monkeyp
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
     with pytest.raises(ConfigError, match="nobody is logged in") as error, listening(tmp_path, make_config("wandb")):
+        pass
+    assert "wandb login" in error.value.hint
+
+
+def test_wandb_that_cannot_be_reached_is_refused_without_its_half_minute_of_retries(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("wandb")
+    from redline.telemetry.sinks.wandb import INIT_S, wandb
+
+    for proxy in ("http_proxy", "HTTP_PROXY", "all_proxy", "ALL_PROXY"):
+        monkeypatch.delenv(proxy, raising=False)
+    monkeypatch.setenv("WANDB_API_KEY", "0123456789" * 4)
+    monkeypatch.setattr(wandb.setup().settings, "base_url", f"http://127.0.0.1:{free_port()}")
+    started = time.monotonic()
+    with pytest.raises(ConfigError, match="cannot connect to http") as error, listening(tmp_path, make_config("wandb")):
+        pass
+    assert time.monotonic() - started < INIT_S / 3
+    assert "telemetry.wandb.mode=offline" in error.value.hint
+
+
+def test_wandb_with_a_key_that_cannot_be_one_is_refused_with_the_fix(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    wandb = pytest.importorskip("wandb")
+    if "prompt" not in inspect.signature(wandb.login).parameters:
+        pytest.skip("before that, wandb looks at keys only when it sends them")
+    monkeypatch.delenv("WANDB_API_KEY", raising=False)
+    (tmp_path / "netrc").write_text("default login user password short\n")
+    monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
+    with pytest.raises(ConfigError, match="API key") as error, listening(tmp_path, make_config("wandb")):
         pass
     assert "wandb login" in error.value.hint
 

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import io
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from typing import Any
 
 import pytest
@@ -11,7 +15,10 @@ from rich.console import Console
 from redline.config.load import validate
 from redline.config.schema import Config, TargetsConfig
 from redline.errors import ConfigError
+from redline.telemetry import Recorder
+from redline.telemetry.phases import EngineParts
 from redline.telemetry.targets import METRICS, Verdict, summary_line, target_table, verdicts
+from redline.telemetry.timeline import by_phase
 
 ROW: dict[str, Any] = {
     "run/step_s": 2.0,
@@ -44,10 +51,10 @@ GPU = {
 }
 
 
-def recipe(device: str = "cuda", **telemetry: Any) -> Config:
+def recipe(device: str = "cuda", max_lag: int = 0, **telemetry: Any) -> Config:
     rollouts = {"task": {"kind": "import", "path": "nowhere:Tasks"}}
     values = {"model": {"path": "builtin:tiny"}, "run": {"device": device}, "rollouts": rollouts, "telemetry": telemetry}
-    return validate(values)
+    return validate({**values, "buffer": {"max_lag": max_lag}})
 
 
 def judged(rows: list[dict[str, Any]], samples: list[dict[str, Any]], config: Config) -> dict[str, Verdict]:
@@ -143,3 +150,112 @@ def test_people_get_counts_and_a_table() -> None:
     text = console.file.getvalue()
     assert "not measured: the run was on the CPU" in text
     assert any(line.split() == ["padding", "3", "tokens", "≤", "0", "missed"] for line in text.splitlines())
+
+
+# ── rates of a trainer that had nothing to train on ────────────────────────────────────────────────────────────────────
+
+
+def test_steps_that_trained_nothing_do_not_count_for_the_speed_of_training() -> None:
+    nothing = ROW | {"trainer/tokens_per_s": 0.0, "trainer/mfu": 0.0}
+    found = judged([ROW, ROW | {"trainer/tokens_per_s": 11_000.0}, *[nothing] * 5], [], recipe())
+    assert found["training"].value == 10_000
+    assert found["training"].why == "median of trainer/tokens_per_s in the 2 of 7 steps that trained"
+    assert found["MFU"].value == pytest.approx(40)
+
+
+def test_a_run_that_trained_nothing_has_no_speed_of_training() -> None:
+    found = judged([ROW | {"trainer/tokens_per_s": 0.0, "trainer/mfu": 0.0}] * 3, [], recipe())
+    assert (found["training"].value, found["training"].why) == (None, "no step trained anything")
+    assert (found["MFU"].value, found["MFU"].why) == (None, "no step trained anything")
+
+
+# ── shares of two lanes ────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+class TwoLanes:
+    """A main lane and one of rollouts, on a clock that stands until it is told to go on."""
+
+    def __init__(self) -> None:
+        self.now_s = 0.0
+        self.recorder = Recorder(clock=lambda: round(self.now_s * 1e9))
+        self.parts = EngineParts(self.recorder)
+        self._main = ExitStack()
+        self._rollouts = ExitStack()
+        self._thread = ThreadPoolExecutor(1, initializer=lambda: setattr(threading.current_thread(), "name", "rollouts"))
+
+    def main(self, span: str) -> None:
+        self._switch(self._main, span)
+
+    def rollouts(self, span: str) -> None:
+        self._thread.submit(self._switch, self._rollouts, span).result()
+
+    def row(self) -> dict[str, float]:
+        """Of the step that ends now."""
+        phases = by_phase(self.recorder.step_mark())
+        return {**{f"timeline/{phase}_s": ns / 1e9 for phase, ns in phases.items()}, **self.parts.mark()}
+
+    def close(self) -> None:
+        self._thread.submit(self._rollouts.close).result()
+        self._thread.shutdown()
+
+    def _switch(self, lane: ExitStack, span: str) -> None:
+        lane.close()
+        lane.enter_context(self.recorder.span(span))
+
+
+@pytest.fixture
+def lanes() -> Iterator[TwoLanes]:
+    lanes = TwoLanes()
+    yield lanes
+    lanes.close()
+
+
+def play(lanes: TwoLanes, *events: tuple[float, Callable[[str], None], str]) -> None:
+    """Each event at its second."""
+    for at_s, lane, span in events:
+        lanes.now_s = at_s
+        lane(span)
+
+
+def test_side_by_side_a_share_is_that_of_the_lane_that_does_it(lanes: TwoLanes) -> None:
+    main, rollouts = lanes.main, lanes.rollouts
+    play(lanes, (0, main, "wait.for_rollouts"), (0, rollouts, "engine.decode"), (3, main, "trainer.forward"))
+    play(lanes, (6, rollouts, "wait.for_budget"), (8, main, "weight_sync.publish"), (8.5, main, "run.checkpoint"))
+    play(lanes, (9, rollouts, "rollouts.dispatch"), (9.75, main, "buffer.pack"))
+    lanes.now_s = 10
+    row = lanes.row()
+    assert sum(value for key, value in row.items() if key.startswith("timeline_rollouts/")) == 10
+    found = judged([row], [], recipe(max_lag=1))
+    shares = {name.removesuffix(" share"): verdict.value for name, verdict in found.items() if name.endswith(" share")}
+    assert shares == {"generation": 60, "training": 50, "weight sync": 5, "data": 10, "other": 12.5, "unaccounted": 0}
+    assert found["generation share"].why == "timeline_rollouts/generation_s over that lane's time in all steps"
+    assert found["training share"].why == "timeline/training_s over that lane's time in all steps"
+
+
+def test_a_lane_that_waits_through_a_whole_step_has_that_step_too(lanes: TwoLanes) -> None:
+    play(
+        lanes, (0, lanes.main, "trainer.forward"), (0, lanes.rollouts, "engine.decode"), (6, lanes.rollouts, "wait.for_budget")
+    )
+    rows = []
+    for end_s in (10, 20, 30):
+        lanes.now_s = end_s
+        rows.append(lanes.row())
+    assert [row["timeline_rollouts/wait_for_budget_s"] for row in rows] == [4, 10, 10]
+    found = judged(rows, [], recipe(max_lag=1))
+    assert found["generation share"].value == pytest.approx(20)
+    assert found["training share"].value == pytest.approx(100)
+
+
+def test_one_lane_is_told_as_before(lanes: TwoLanes) -> None:
+    play(lanes, (0, lanes.main, "engine.decode"), (6, lanes.main, "trainer.forward"))
+    lanes.now_s = 10
+    row = lanes.row()
+    assert not [key for key in row if key.startswith("timeline_rollouts/")]
+    found = judged([row], [], recipe())
+    assert (found["generation share"].value, found["training share"].value) == (60, 40)
+
+
+def test_rows_without_the_lane_of_the_rollouts_do_not_say_that_nothing_was_generated() -> None:
+    row = ROW | {"timeline/generation_s": 0.0, "timeline/wait_for_rollouts_s": 1.2}
+    found = judged([row], [], recipe(max_lag=1))["generation share"]
+    assert (found.value, found.why) == (None, "the rollouts ran beside the trainer, and no step has their timeline")

@@ -242,6 +242,16 @@ def test_scripts_never_make_markup_of_data() -> None:
     assert not re.search(r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|\beval\(|new Function|https?://", script())
 
 
+def test_a_report_of_a_run_whose_last_steps_trained_nothing_has_the_speed_of_those_that_did(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "run-001", 3, total=9)
+    append(folder.metrics, ({**step_row(step, 9), "trainer/tokens_per_s": 0.0} for step in range(4, 10)))
+    write_report(folder.path, tmp_path / "report.html")
+    [enclosed] = re.findall(r'type="application/json">(.*?)</script>', (tmp_path / "report.html").read_text(), re.DOTALL)
+    [training] = [target for target in json.loads(enclosed)["head"]["targets"] if target["name"] == "training"]
+    assert training["value"] == sorted(step_row(step, 9)["trainer/tokens_per_s"] for step in (1, 2, 3))[1]
+    assert training["why"] == "median of trainer/tokens_per_s in the 3 of 9 steps that trained"
+
+
 def test_a_report_that_cannot_be_written_says_so(tmp_path: Path) -> None:
     folder = write_run(tmp_path / "run-001", 3)
     with pytest.raises(RunFolderError, match="cannot be written"):

@@ -44,7 +44,7 @@ class Host:
             "host/machine_cpu_percent": psutil.cpu_percent(),
             "host/processes": len(everyone),
             "host/threads": sum(use.threads for use in everyone),
-            "host/open_files": me.open_files,
+            "host/open_files": self._me.num_open_files(),
             "host/rss_bytes": me.rss,
             "host/children_rss_bytes": sum(use.rss for use in children.values()),
             "host/available_bytes": memory.available,
@@ -72,7 +72,6 @@ class _Use(NamedTuple):
     """User and system; 100 is one core."""
     rss: int
     threads: int
-    open_files: int
     read_bytes: int
     written_bytes: int
 
@@ -94,7 +93,6 @@ class _Watched:
                     cpu_percent=self._process.cpu_percent(),
                     rss=self._process.memory_info().rss,
                     threads=self._process.num_threads(),
-                    open_files=self._process.num_fds(),
                     read_bytes=disk.read_bytes - self._read,
                     written_bytes=disk.write_bytes - self._written,
                 )
@@ -102,6 +100,10 @@ class _Watched:
             return None
         self._read, self._written = disk.read_bytes, disk.write_bytes
         return use
+
+    def num_open_files(self) -> int:
+        """The kernel has no count of them: a directory is listed, which nobody needs of every child."""
+        return int(self._process.num_fds())
 
 
 class _Network(NamedTuple):

@@ -6,6 +6,7 @@ no threshold is shown without a verdict.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean, median
@@ -16,7 +17,7 @@ from rich.table import Table
 from rich.text import Text
 
 from redline.config.schema import Config
-from redline.telemetry.timeline import step_phases
+from redline.telemetry.timeline import PREFIX, ROLLOUTS_PREFIX, rollouts_phases, step_phases
 
 Row = Mapping[str, Any]
 
@@ -108,18 +109,43 @@ def _of_steps(key: str, summary: Callable[[list[float]], float], word: str, scal
     return find
 
 
-def _share_of(phase: str) -> Callable[[Evidence], Found]:
-    """Percent of all steps' time."""
+def _while_training(key: str, scale: float = 1.0) -> Callable[[Evidence], Found]:
+    """Median of a rate of the trainer. A step whose groups all lack a signal trains nothing, and says nothing of the rate."""
 
     def find(evidence: Evidence) -> Found:
-        phases = [step_phases(row) for row in evidence.rows]
-        total = sum(seconds for step in phases for seconds in step.values())
-        if not total:
-            return Found(None, "no step has a timeline")
-        own = sum(step.get(phase, 0.0) for step in phases)
-        return Found(100 * own / total, f"timeline/{phase}_s over the time of all steps")
+        known = [float(row[key]) for row in evidence.rows if row.get(key) is not None]
+        rates = [value for value in known if value > 0]
+        if not rates:
+            return Found(None, "no step trained anything" if known else f"no step has {key}")
+        trained = f"{len(rates)} of {len(evidence.rows)} steps"
+        return Found(scale * median(rates), f"median of {key} in the {trained} that trained")
 
     return find
+
+
+def _share_of(phase: str) -> Callable[[Evidence], Found]:
+    """Percent of the steps' time in which the lane that does it was at it; where both do, the one that was at it longer."""
+
+    def find(evidence: Evidence) -> Found:
+        lanes = {PREFIX: map(step_phases, evidence.rows), ROLLOUTS_PREFIX: map(rollouts_phases, evidence.rows)}
+        shares = {prefix: share for prefix, steps in lanes.items() if (share := _share(phase, steps)) is not None}
+        if not shares:
+            return Found(None, "no step has a timeline")
+        prefix = max(shares, key=lambda prefix: shares[prefix])
+        if phase == "generation" and not shares[prefix] and evidence.config.buffer.max_lag and ROLLOUTS_PREFIX not in shares:
+            return Found(None, "the rollouts ran beside the trainer, and no step has their timeline")
+        return Found(100 * shares[prefix], f"{prefix}{phase}_s over that lane's time in all steps")
+
+    return find
+
+
+def _share(phase: str, steps: Iterable[Mapping[str, float]]) -> float | None:
+    """Of the time of one lane; None where it has none."""
+    total: Counter[str] = Counter()
+    for phases in steps:
+        total.update(phases)
+    seconds = sum(total.values())
+    return total[phase] / seconds if seconds else None
 
 
 def _steps_per_hour(evidence: Evidence) -> Found:
@@ -130,8 +156,9 @@ def _steps_per_hour(evidence: Evidence) -> Found:
 
 
 def _mfu(evidence: Evidence) -> Found:
-    found = _of_steps("trainer/mfu", median, "median", scale=100)(evidence)
-    return found if found.value is not None else Found(None, "the device's peak is not known; set telemetry.peak_tflops")
+    if any(row.get("trainer/mfu") is not None for row in evidence.rows):
+        return _while_training("trainer/mfu", scale=100)(evidence)
+    return Found(None, "the device's peak is not known; set telemetry.peak_tflops")
 
 
 def _gpu_utilization(evidence: Evidence) -> Found:
@@ -177,7 +204,7 @@ def _why_no_samples(config: Config) -> str:
 
 METRICS = (
     Metric("generation_tokens_per_s", "generation", "tok/s", "≥", _of_steps("engine/tokens_per_s", median, "median")),
-    Metric("training_tokens_per_s", "training", "tok/s", "≥", _of_steps("trainer/tokens_per_s", median, "median")),
+    Metric("training_tokens_per_s", "training", "tok/s", "≥", _while_training("trainer/tokens_per_s")),
     Metric("samples_per_hour", "throughput", "samples/h", "≥", _of_steps("run/samples_per_s", median, "median", scale=3600)),
     Metric("steps_per_hour", "steps", "steps/h", "≥", _steps_per_hour),
     Metric("weight_sync_s", "weight sync", "s", "<", _of_steps("weight_sync/total_s", median, "median")),

@@ -17,7 +17,11 @@ from redline.telemetry.ledger import UNACCOUNTED
 PHASES = ("generation", "training", "weight_sync", "data", "environment", "reward", "other", UNACCOUNTED)
 """All but the waits, whose names say for whom."""
 PREFIX = "timeline/"
-"""Of a step's phases in `metrics.jsonl`: `timeline/generation_s`."""
+"""Of a step's phases in `metrics.jsonl`: `timeline/generation_s`. Those of the main lane, which sum to the step's time."""
+ROLLOUTS_LANE = "rollouts"
+"""Where they run beside the trainer: the thread that steps the engine."""
+ROLLOUTS_PREFIX = "timeline_rollouts/"
+"""Of the phases of that lane over the same time."""
 _SPANS = {
     "engine.push_weights": "weight_sync",
     "engine.update_weights": "weight_sync",
@@ -65,6 +69,11 @@ def step_phases(row: Mapping[str, object]) -> dict[str, float]:
     for section, value in _seconds(row, "time/"):
         phases[phase_of(section)] += value
     return dict(phases)
+
+
+def rollouts_phases(row: Mapping[str, object]) -> dict[str, float]:
+    """Seconds per phase in the lane of the rollouts; none where they have no lane of their own."""
+    return dict(_seconds(row, ROLLOUTS_PREFIX))
 
 
 def _seconds(row: Mapping[str, object], prefix: str) -> Iterator[tuple[str, float]]:

@@ -6,9 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from redline.telemetry.ledger import UNACCOUNTED, LaneLedger, Ledger
-from redline.telemetry.timeline import by_phase, in_words
+from redline.telemetry.timeline import ROLLOUTS_LANE, by_phase, in_words
 
-ROLLOUTS_LANE = "rollouts"
 SMALL = 0.05
 """Waiting of a smaller part of the time is no bound worth a sentence."""
 _WORK = ("generation", "training")

@@ -94,11 +94,18 @@ def flat(document: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 def check_reachable(key: str, url: str) -> None:
     """Refuse an address where nobody listens, without the minutes of retries that client libraries allow themselves."""
+    if error := connection_error(url):
+        raise ConfigError(
+            f"{key} = {url!r}: cannot connect: {error}", f"start what should listen there, or correct {key}"
+        ) from error
+
+
+def connection_error(url: str) -> Exception | None:
+    """Why nobody can be reached there; None where somebody listens."""
     parts = urlsplit(url)
     try:
         address = parts.hostname or "", parts.port or (443 if parts.scheme == "https" else 80)
         socket.create_connection(address, timeout=CONNECT_S).close()
     except (OSError, ValueError) as error:  # ValueError: a port that is no number
-        raise ConfigError(
-            f"{key} = {url!r}: cannot connect: {error}", f"start what should listen there, or correct {key}"
-        ) from error
+        return error
+    return None

@@ -6,19 +6,23 @@ Resume: the run keeps its id, so the same run goes on. Offline, each process lea
 
 from __future__ import annotations
 
+import inspect
 import os
 import uuid
 from collections.abc import Mapping, Sequence
 from typing import Any
+from urllib.parse import urlsplit
+from urllib.request import getproxies
 
 import wandb
 
 from redline.config.schema import Config
 from redline.errors import ConfigError
 from redline.telemetry.run_folder import RunFolder
-from redline.telemetry.sinks.sink import Sink
+from redline.telemetry.sinks.sink import Sink, connection_error
 
 INIT_S = 30
+OR_OFFLINE = "or set telemetry.wandb.mode=offline and sync later"
 COLUMNS = ("task", "version", "answer", "reward", "finish_reason", "tokens")
 
 
@@ -29,6 +33,7 @@ class WandbSink(Sink):
         asked = config.telemetry.wandb
         if asked.mode == "online":
             _check_login()
+            _check_network()
         if self.memory.get("run") is None:
             self.memory.keep("run", uuid.uuid4().hex)
         self._tables_every = asked.trajectories_every
@@ -49,7 +54,7 @@ class WandbSink(Sink):
         except wandb.Error as error:
             raise ConfigError(
                 f"telemetry.sinks has wandb: it did not start: {error}",
-                "check the network and telemetry.wandb.entity, or set telemetry.wandb.mode=offline and sync later",
+                f"check telemetry.wandb.entity, {OR_OFFLINE}",
             ) from error
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
@@ -75,8 +80,37 @@ class WandbSink(Sink):
 
 def _check_login() -> None:
     """Without a key, `wandb.init` would ask for one on the terminal."""
-    if not (os.environ.get("WANDB_API_KEY") or wandb.api.api_key):
+    try:
+        found = _has_key()
+    except wandb.Error as error:  # a key that cannot be one
+        raise ConfigError(f"telemetry.sinks has wandb: {error}", f"run `wandb login --relogin`, {OR_OFFLINE}") from error
+    if not found:
         raise ConfigError(
             "telemetry.sinks has wandb: nobody is logged in",
             "run `wandb login`, set WANDB_API_KEY, or set telemetry.wandb.mode=offline",
+        )
+
+
+def _has_key() -> bool:
+    """In the environment; else in netrc or wandb's settings, where the library looks without asking anybody."""
+    if os.environ.get("WANDB_API_KEY") or os.environ.get("WANDB_IDENTITY_TOKEN_FILE"):
+        return True
+    # Unless it is silent, the login asks the server for a name to greet; online, whatever WANDB_MODE says, as `init` will be.
+    wandb.setup(wandb.Settings(silent=True, mode="online"))
+    if "prompt" in inspect.signature(wandb.login).parameters:
+        return bool(wandb.login(prompt=False, verify=False))
+    return bool(wandb.api.api_key)  # before there was `prompt`
+
+
+def _check_network() -> None:
+    """Where nobody answers, `wandb.init` would try again and again for all of its time. Behind a proxy only it can tell."""
+    settings = wandb.setup().settings
+    url = str(settings.base_url)
+    scheme = urlsplit(url).scheme
+    if getproxies().get(scheme) or getattr(settings, f"{scheme}_proxy", None):
+        return
+    if error := connection_error(url):
+        raise ConfigError(
+            f"telemetry.sinks has wandb: cannot connect to {url}: {error}",
+            f"check the network and WANDB_BASE_URL, {OR_OFFLINE}",
         )
