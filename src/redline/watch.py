@@ -26,7 +26,7 @@ from redline.telemetry.phases import TRAINER_PARTS, EngineParts, part_seconds
 from redline.telemetry.processes import read_processes, with_processes
 from redline.telemetry.profiling.profiler import StepProfiler
 from redline.telemetry.progress import SampleAnswer
-from redline.telemetry.timeline import by_phase, step_phases
+from redline.telemetry.timeline import ROLLOUTS_PREFIX, by_phase, step_phases
 from redline.types import FinishReason, StepReport, Task, TrainBatch, Trajectory, TrajectoryGroup, WeightUpdate
 
 NUM_SAMPLES_SHOWN = 3
@@ -103,6 +103,7 @@ class RunWatch:
             )
             metrics |= metrics_between(self._stats_before, self._engine_stats())
             metrics |= self._engine_parts.mark()
+            metrics |= _speed_beside(metrics)
             metrics |= self._buffer_metrics()
             self._listeners.step(self._metrics.append(version, metrics))
             if self._groups and self._listeners.want_trajectories:
@@ -267,6 +268,13 @@ def checkpoints(folder: RunFolder) -> list[Path]:
     return sorted(folder.checkpoints.glob("step-*"), reverse=True)
 
 
+def _speed_beside(metrics: Mapping[str, float]) -> dict[str, float]:
+    """Of an engine that runs beside the trainer: what it sampled during the step, over its own time. The groups that arrived
+    were sampled before as well."""
+    seconds, tokens = metrics.get(f"{ROLLOUTS_PREFIX}generation_s"), metrics.get("engine/generated_tokens")
+    return {} if seconds is None or tokens is None else {"engine/tokens_per_s": tokens / max(1e-9, seconds)}
+
+
 def step_metrics(
     groups: Sequence[TrajectoryGroup],
     batch: TrainBatch,
@@ -294,7 +302,6 @@ def step_metrics(
         "rollouts/completion_tokens_mean": _mean([t.num_completion_tokens for t in attempts]),
         **latency_metrics(groups),
         "engine/new_tokens": new_tokens,
-        # Where the engine runs beside the trainer, its time is the step's.
         "engine/tokens_per_s": (new_tokens - taken_over_tokens) / max(1e-9, phases.get("generation", sum(phases.values()))),
         "buffer/policy_lag_steps": batch.lag,
         "buffer/policy_lag_p50_steps": median(batch.lags) if batch.lags else batch.lag,

@@ -107,9 +107,10 @@ def test_graphs_are_captured_while_another_thread_computes(oracle: PreTrainedMod
 
     def train() -> None:
         try:
+            mine = torch.Generator("cuda")  # torch refuses the device's own while anybody captures
             with torch.cuda.stream(torch.cuda.Stream()):
                 while not done.is_set():
-                    x = torch.randn(512, 512, device="cuda", requires_grad=True)
+                    x = torch.randn(512, 512, device="cuda", generator=mine, requires_grad=True)
                     (x @ x).sum().backward()
                     float(x.grad.norm())  # allocates, copies and waits, none of which a capture may see
         except Exception as error:

@@ -4,15 +4,23 @@ from __future__ import annotations
 
 import io
 import json
+from pathlib import Path
 
 import pytest
+import torch
 from rich.console import Console
 
+from redline.errors import ConfigError
+from redline.lab import workloads
 from redline.lab.cases import e2e
 from redline.lab.cases.e2e import E2ERun
 from redline.lab.document import Bound, PeerFigure
 from redline.lab.plan.devices import CPU_PRICE
+from redline.lab.random_folders import as_path
 from redline.lab.settings import E2ESettings, make_settings
+from redline.lab.tasks import Words
+from redline.models.hf import load_tokenizer
+from redline.rollouts.chat import Chat
 
 COMMON = [
     "model=builtin:tiny",
@@ -87,3 +95,34 @@ def test_reward_is_taken_when_the_fastest_is_done() -> None:
     assert slow.reward_by(3.0) == pytest.approx(0.1)
     assert slow.reward_by(6.0) == pytest.approx(0.3)
     assert slow.reward_by(1.0) == 0.0
+
+
+# ── models that are made for it ────────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.fixture
+def little(monkeypatch: pytest.MonkeyPatch) -> str:
+    shape = {"vocab_size": 500, "num_hidden_layers": 2, "hidden_size": 32, "intermediate_size": 64}
+    shape |= {"num_attention_heads": 2, "num_key_value_heads": 1, "tie_word_embeddings": True}
+    monkeypatch.setitem(workloads.SHAPES, "little", {**workloads.SHAPES["qwen2.5-0.5b"], **shape})  # type: ignore[arg-type]
+    return "random:little"
+
+
+def test_a_shape_is_trained_on_prompts_of_the_length_asked_for(little: str) -> None:
+    values = [*COMMON, f"model={little}", "task=words", "prompt_tokens=7", "pairs=1", "lags=0"]
+    settings = make_settings("e2e", values)
+    assert isinstance(settings, E2ESettings)
+    results = {result.name: result for result in e2e.measure(settings, Console(file=io.StringIO())).results}
+    assert 0 < results["lag 0: reward after equal time"].value < 1
+    with as_path(little, torch.device("cpu"), torch.float32, 0) as path:
+        tokenizer = load_tokenizer(Path(path))
+        task = Words(7).train(3)
+        assert len(Chat(tokenizer, None, "").prompt_ids(task)) == 7
+        assert tokenizer.decode([7, 499, 8], skip_special_tokens=True) == "w7 w8"
+    assert not Path(path).exists()
+
+
+def test_words_are_for_models_whose_words_are_numbers() -> None:
+    with pytest.raises(ConfigError, match="task=words needs a model whose words are numbers"):
+        make_settings("e2e", [*COMMON, "task=words"])
+    assert Words(3).score(Words(3).train(0), "w1 w2 w3 x") == {"odd": 2 / 3}

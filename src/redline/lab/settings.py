@@ -229,8 +229,11 @@ class E2ESettings(EngineSettings):
     """Steps before the clock starts."""
     steps: PositiveInt = 12
     """Steps that are timed."""
-    task: Literal["letters", "sums"] = "letters"
-    """`letters`: as many as possible, which any model can learn. `sums`: reasoning_gym's `chain_sum`, two one-digit terms."""
+    task: Literal["letters", "sums", "words"] = "letters"
+    """`letters`: as many as possible, which any model can learn. `sums`: reasoning_gym's `chain_sum`, two one-digit terms.
+    `words`: odd ones, for `model=random:NAME`, whose words are numbers."""
+    prompt_tokens: int = Field(128, ge=2)
+    """Of a task of `words`."""
     price: float | None = Field(None, ge=0)
     """Of an hour of this machine, in dollars; null takes the device's from the table of `redline plan`."""
     against: Literal["trl"] | None = None
@@ -244,6 +247,14 @@ class E2ESettings(EngineSettings):
     @classmethod
     def _read_lags(cls, value: Any) -> Any:
         return _split(value)
+
+    @model_validator(mode="after")
+    def _words_are_numbers(self) -> E2ESettings:
+        if self.task == "words" and not self.model.startswith(RANDOM):
+            raise ValueError(f"task=words needs a model whose words are numbers: model={RANDOM}NAME, not {self.model}")
+        if self.against and self.model.startswith(RANDOM):
+            raise ValueError(f"--against {self.against} needs a model that both can load, not {self.model}")
+        return self
 
 
 class RolloutSettings(EngineSettings):

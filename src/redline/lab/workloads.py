@@ -75,6 +75,19 @@ WORKLOADS: Mapping[str, Mapping[str, Mapping[str, Any]]] = {
         "C2-TRAIN": {**_C2, "tokens": 112, "limit_bytes": 4_000_000_000, "first_tokens": 2048},
     },
     "e2e": {
+        "E1": {
+            **_T1,
+            "task": "words",
+            "prompt_tokens": 128,
+            "groups_per_step": 64,
+            "group_size": 8,
+            "max_new_tokens": 256,
+            "lags": (0,),
+            "pairs": 3,
+            "steps": 6,
+            "trainer": {"learning_rate": 1e-5, "max_tokens_per_micro_batch": 16384},
+            "engine": {"max_num_batched_tokens": 32768},
+        },
         "C2": {
             **_C2,
             "task": "sums",

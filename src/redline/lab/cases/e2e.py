@@ -26,6 +26,7 @@ from redline.lab.document import Bound, Measured, PeerFigure, Result
 from redline.lab.machine import Machine, device_name, measure_machine
 from redline.lab.pairs import interleave
 from redline.lab.plan.devices import CPU_PRICE, find_device
+from redline.lab.random_folders import as_path
 from redline.lab.settings import E2ESettings
 from redline.lab.statistics import compare
 from redline.launch import Stages, build, prepare_process
@@ -140,15 +141,18 @@ class E2ERun:
 
 
 def measure(settings: E2ESettings, console: Console) -> Measured:
-    machine = measure_machine(torch.device(settings.device), getattr(torch, settings.dtype))
+    device, dtype = torch.device(settings.device), getattr(torch, settings.dtype)
+    machine = measure_machine(device, dtype)
     price = price_of(settings)
-    sides: dict[str, Callable[[int], E2ERun]] = {str(lag): _side(settings, lag) for lag in settings.lags}
 
     def seen(number: int, row: Mapping[str, E2ERun]) -> None:
         told = ", ".join(f"lag {lag} {run.step_s:.2f} s" for lag, run in row.items())
         console.print(f"round {number + 1}/{settings.pairs}: a step takes {told}")
 
-    rounds = interleave(sides, settings.pairs, settings.seed, seen)
+    with as_path(settings.model, device, dtype, settings.seed) as path:
+        given = settings.model_copy(update={"model": path})
+        sides: dict[str, Callable[[int], E2ERun]] = {str(lag): _side(given, lag) for lag in settings.lags}
+        rounds = interleave(sides, settings.pairs, settings.seed, seen)
     results = [result for lag in settings.lags for result in _results(rounds, lag, price, machine)]
     return Measured(settings, results)
 
@@ -211,7 +215,7 @@ def recipe(settings: E2ESettings, lag: int, seed: int) -> Config:
         },
         "model": {"path": settings.model, "dtype": settings.dtype},
         "rollouts": {
-            **TASKS[settings.task],
+            **task_section(settings),
             "groups_per_step": settings.groups_per_step,
             "group_size": settings.group_size,
             "max_new_tokens": settings.max_new_tokens,
@@ -223,6 +227,14 @@ def recipe(settings: E2ESettings, lag: int, seed: int) -> Config:
         | settings.engine.model_dump(exclude_unset=True),
     }
     return resolve(validate(values, "redline bench e2e")).config
+
+
+def task_section(settings: E2ESettings) -> Mapping[str, object]:
+    """Of the rollouts section of a recipe."""
+    if settings.task == "words":
+        task = {"kind": "import", "path": "redline.lab.tasks:Words", "params": {"tokens": settings.prompt_tokens}}
+        return {"task": task}
+    return TASKS[settings.task]
 
 
 def price_of(settings: E2ESettings) -> float:
