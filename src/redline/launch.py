@@ -30,6 +30,7 @@ from redline.models.trainable_lora import merged_tensors, save_adapter
 from redline.ports import Engine, Rollouts
 from redline.rollouts import BackgroundRollouts, Chat, SingleTurnRollouts, SteppedElsewhere, make_task_source
 from redline.rollouts.reward_model import RewardModel
+from redline.rollouts.rewards import max_reward_workers
 from redline.telemetry import Progress, Recorder, RunFolder, describe_environment, process_start_ns, recording, span, write_json
 from redline.telemetry.device_time import DeviceTimer
 from redline.telemetry.host import Host
@@ -89,9 +90,12 @@ class Stages:
     def queues(self) -> dict[str, float]:
         """How much waits where; whoever asks does not wait for it."""
         metrics, stats = self.buffer.metrics, self.engine.stats
+        rewards = self.rollouts.rewards if isinstance(self.rollouts, BackgroundRollouts) else None
         return {
             "buffer: groups under way": metrics["buffer/in_flight"],
             "buffer: groups that may be under way or waiting": metrics["buffer/target"],
+            **({"rollouts: groups to score": rewards.num_to_score} if rewards else {}),
+            **({"rollouts: workers that score": rewards.num_scoring} if rewards else {}),
             "engine: sequences running": stats.running,
             "engine: sequences waiting": stats.waiting,
             "engine: KV blocks in use": stats.kv_blocks_used,
@@ -101,6 +105,7 @@ class Stages:
     def close(self) -> None:
         if isinstance(self.rollouts, BackgroundRollouts):
             self.rollouts.close()
+        self.attempts.close()
         self.store.close()
 
 
@@ -199,6 +204,7 @@ def build(config: Config, folder: RunFolder, progress: Progress) -> Stages:
     device, dtype = torch.device(config.run.device), getattr(torch, config.model.dtype)
     with span("rollouts.setup"):
         tasks = make_task_source(config.rollouts.task, config.run.seed)
+        num_workers = max_reward_workers(config.rollouts.max_reward_workers, tasks)
         held_out = list(tasks.held_out(config.rollouts.evaluation.num_tasks)) if config.rollouts.evaluation.num_tasks else []
     with span("models.load"):
         progress.note(f"loading {config.model.path}")
@@ -226,7 +232,7 @@ def build(config: Config, folder: RunFolder, progress: Progress) -> Stages:
     chat = Chat(tokenizer, config.rollouts.system_prompt, config.rollouts.prompt_suffix)
     judge = _load_reward_model(config, device, dtype)
     attempts = SingleTurnRollouts(
-        tasks, engine, chat, config.rollouts, stop_token_ids(source, tokenizer), config.run.seed, judge
+        tasks, engine, chat, config.rollouts, stop_token_ids(source, tokenizer), config.run.seed, judge, num_workers
     )
     rollouts, shared_engine = _place_rollouts(config, attempts, engine, trainer)
     store = _make_store(config, folder)
@@ -239,6 +245,7 @@ def build(config: Config, folder: RunFolder, progress: Progress) -> Stages:
             store,
             keep_silent=config.trains_on_every_attempt,
             max_extra_rounds=config.rollouts.max_extra_rounds,
+            workers=rollouts.rewards if isinstance(rollouts, BackgroundRollouts) else None,
         ),
         trainer=trainer,
         weight_sync=SharedWeightSync(trainer.weights().tensors),
@@ -326,10 +333,11 @@ def _run(
 
 
 def _buffer_metrics(buffer: GroupBuffer, progress: Progress) -> dict[str, float]:
-    if buffer.decision.is_change:
-        progress.note(
-            f"buffer: {buffer.decision.old} → {buffer.decision.new} groups under way or waiting, {buffer.decision.why}"
-        )
+    told = {"groups under way or waiting": buffer.decision, "workers for rewards": buffer.worker_decision}
+    for what, decision in told.items():
+        if decision.is_change or decision.is_news:
+            numbers = f"{decision.old} → {decision.new}" if decision.is_change else f"{decision.new}"
+            progress.note(f"buffer: {numbers} {what}, {decision.why}")
     return buffer.metrics
 
 

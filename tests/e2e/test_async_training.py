@@ -141,6 +141,33 @@ def test_every_wait_is_a_span_under_its_name_and_every_lane_adds_up(tmp_path: Pa
     assert {"wait.for_completions"} <= waits["rewards"]
 
 
+def test_slow_rewards_get_workers_and_steps_become_shorter(tmp_path: Path) -> None:
+    """Four attempts a step, each of which waits for 50 ms: one worker takes 200."""
+    seconds: dict[int, float] = {}
+    for most in (1, 4):
+        cwd = tmp_path / f"{most}"
+        cwd.mkdir()
+        rollouts = SMALL | {"group_size": 2, "max_reward_workers": most}
+        write_letters(cwd, run={"steps": 16}, rollouts=rollouts, buffer={"max_lag": 2})
+        rewrite(cwd, '        if "q"', '        time.sleep(0.05)\n        if "q"')
+        assert run_to_end(cwd, "train", "letters.yaml", is_profiled=False) == 0, output(cwd)
+        found = rows(newest_run(cwd).metrics)
+        seconds[most] = float(np.mean([row["run/step_s"] for row in found[10:]]))
+        lanes = json.loads(newest_run(cwd).ledger.read_text())["lanes"]
+        for name in [name for name in lanes if name.startswith("rewards")]:
+            assert lanes[name]["rows"].keys() == {"rollouts.reward", "rollouts.advantages", "wait.for_completions"}
+            assert sum(lanes[name]["rows"].values()) + lanes[name]["unaccounted_ns"] == lanes[name]["wall_ns"]
+        assert len([name for name in lanes if name.startswith("rewards")]) == max(row["buffer/reward_workers"] for row in found)
+        if most == 1:
+            assert "rollouts.max_reward_workers allows no more than 1" in output(cwd)
+        else:
+            assert [row["buffer/reward_workers"] for row in found[:2]] == [1, 1]
+            assert found[-1]["buffer/reward_workers"] == 4
+            assert "buffer: 1 → 4 workers for rewards, the trainer waited for" in output(cwd)
+    assert seconds[1] > 0.15
+    assert seconds[4] < 0.6 * seconds[1]
+
+
 # ── evaluations ────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 

@@ -13,7 +13,7 @@ import pytest
 from processes import only_run, rows, succeed, write_letters
 
 from redline.telemetry import RunFolder
-from redline.telemetry.nvml import ACTIVITY, READINGS
+from redline.telemetry.nvml import FIELDS
 from redline.telemetry.phases import TRAINER_PARTS
 
 PAGE = Path(__file__).parents[2] / "docs" / "observability.md"
@@ -109,7 +109,7 @@ def test_what_is_explained_with_a_condition_is_there_where_it_holds(lockstep: Ru
 
 def test_what_a_gpu_tells_is_explained() -> None:
     named = {entry.name for entry in explained("samples.jsonl") if entry.name.startswith("gpu/")}
-    assert named == {f"gpu/N/{name}" for name in READINGS.keys() | ACTIVITY.keys()}
+    assert named == {f"gpu/N/{name}" for name in FIELDS}
 
 
 # ── the numbers ────────────────────────────────────────────────────────────────────────────────────────────────────────

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import copy
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -32,8 +33,9 @@ def decoder(tmp_path: Path) -> AnyDecoder:
     return load_decoder(tmp_path)
 
 
-def single_turn(engine: NativeEngine, tasks: FakeTasks | None = None) -> SingleTurnRollouts:
-    return SingleTurnRollouts(tasks or FakeTasks(), engine, Chat(TOKENIZER, None, ""), CONFIG, stop_token_ids=(3,), seed=5)
+def single_turn(engine: NativeEngine, tasks: FakeTasks | None = None, *, workers: int = 1) -> SingleTurnRollouts:
+    chat = Chat(TOKENIZER, None, "")
+    return SingleTurnRollouts(tasks or FakeTasks(), engine, chat, CONFIG, (3,), 5, max_reward_workers=workers)
 
 
 @pytest.fixture
@@ -186,10 +188,10 @@ def test_a_reward_that_hangs_ends_nobodys_patience_but_that_of_an_evaluation(han
     hanging.begin([1], 0)
     assert Hanging.hangs.wait(60)
     with hanging.paused(patience_s=0.01):
-        assert hanging._scoring is not None
+        assert hanging.rewards.num_scoring == 1
     Hanging.goes_on.set()
     with hanging.paused():
-        assert hanging._scoring is None
+        assert hanging.rewards.num_scoring == 0
 
 
 def test_while_others_have_the_tasks_no_reward_is_begun(background: BackgroundRollouts) -> None:
@@ -212,3 +214,90 @@ def test_a_group_that_is_abandoned_while_it_is_sampled_leaves_the_engine(
     with background.paused():
         assert not engine.has_work
         assert engine.stats.kv_blocks_used == 0
+
+
+# ── several workers ────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+class Together(FakeTasks):
+    """A reward comes only when as many are computed at once as the test wants."""
+
+    barrier = threading.Barrier(3)
+
+    def score(self, task, text):  # type: ignore[no-untyped-def]
+        self.barrier.wait(60)
+        return super().score(task, text)
+
+
+def test_as_many_groups_are_scored_at_once_as_there_are_workers(engine: NativeEngine, decoder: AnyDecoder) -> None:
+    own = single_turn(NativeEngine(decoder, EngineConfig(max_num_seqs=8), TOKENIZER))
+    own.begin(range(6), 0)
+    expected = {group.number: group for group in own.finished()}
+    rollouts = BackgroundRollouts(single_turn(engine, Together(), workers=4), engine)
+    rollouts.rewards.hold(3)
+    rollouts.begin(range(6), 0)
+    found = all_of(rollouts, 6)
+    rollouts.close()
+    assert found.keys() == expected.keys()
+    for number, group in found.items():
+        assert [t.text for t in group.trajectories] == [t.text for t in expected[number].trajectories]
+        assert [t.reward for t in group.trajectories] == [t.reward for t in expected[number].trajectories]
+
+
+def test_rewards_that_hang_cost_their_workers_only_until_they_are_abandoned(engine: NativeEngine) -> None:
+    Hanging.hangs, Hanging.goes_on = threading.Event(), threading.Event()
+    rollouts = BackgroundRollouts(single_turn(engine, Hanging(), workers=2), engine)
+    rollouts.rewards.hold(2)
+    rollouts.begin([1], 0)
+    assert Hanging.hangs.wait(60)
+    rollouts.begin([2, 3], 0)
+    assert sorted(all_of(rollouts, 2)) == [2, 3], "the other worker goes on"
+    assert rollouts.rewards.num_scoring == 1
+    rollouts.abandon([1])
+    assert rollouts.rewards.num_scoring == 0
+    Hanging.goes_on.set()
+    rollouts.begin([4], 0)
+    assert list(all_of(rollouts, 1)) == [4]
+    rollouts.close()
+
+
+def test_an_evaluation_waits_for_every_reward_under_way(engine: NativeEngine) -> None:
+    Hanging.hangs, Hanging.goes_on = threading.Event(), threading.Event()
+    rollouts = BackgroundRollouts(single_turn(engine, Hanging(), workers=2), engine)
+    rollouts.rewards.hold(2)
+    rollouts.begin([1, 2, 3], 0)
+    assert Hanging.hangs.wait(60)
+    all_of(rollouts, 2)
+    threading.Timer(0.05, Hanging.goes_on.set).start()
+    with rollouts.paused():
+        assert Hanging.goes_on.is_set()
+        assert rollouts.rewards.num_scoring == 0
+    assert list(all_of(rollouts, 1)) == [1]
+    rollouts.close()
+
+
+class OneAtATime:
+    """A reward model that does not bear two callers."""
+
+    def __init__(self) -> None:
+        self.is_free = threading.Lock()
+        self.calls = 0
+
+    def scores(self, conversations: Sequence[object]) -> list[float]:
+        assert self.is_free.acquire(blocking=False)
+        self.calls += 1
+        time.sleep(0.01)
+        self.is_free.release()
+        return [0.5] * len(conversations)
+
+
+def test_workers_take_turns_with_the_reward_model(engine: NativeEngine) -> None:
+    attempts, judge = single_turn(engine, workers=3), OneAtATime()
+    attempts._reward_model = judge  # type: ignore[assignment]
+    rollouts = BackgroundRollouts(attempts, engine)
+    rollouts.rewards.hold(3)
+    rollouts.begin(range(8), 0)
+    groups = all_of(rollouts, 8)
+    rollouts.close()
+    assert judge.calls == 8
+    assert {t.reward_parts["reward_model"] for group in groups.values() for t in group.trajectories} == {0.5}

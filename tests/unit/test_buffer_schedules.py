@@ -38,7 +38,14 @@ def no_second_look_at_the_lag(patch: pytest.MonkeyPatch) -> None:
     def settled(self: GroupBuffer, version: int) -> list[GroupInfo]:
         return [group for group in self._store.ready() if group.number not in self._repeated]
 
+    def make_buffer(self: Schedules) -> GroupBuffer:
+        """Where groups grow old: those without signal come last, and there is little time. Elsewhere it takes luck."""
+        self.config = BufferConfig(max_lag=1, depth=2, order="signal_first", max_reuses=self.config.max_reuses)
+        self.size, self.extra_rounds = 3, 0
+        return GroupBuffer(self.config, self.size, self.store, clock=lambda: self.now)
+
     patch.setattr(GroupBuffer, "_settled", settled)
+    patch.setattr(Schedules, "make_buffer", make_buffer)
 
 
 def more_begun_than_can_be_trained(patch: pytest.MonkeyPatch) -> None:

@@ -1,12 +1,15 @@
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import numpy as np
 import pytest
+from fakes import FakeTasks
 from hypothesis import given
 from hypothesis import strategies as st
 
 from redline.errors import TaskError
-from redline.rollouts.rewards import extract_answer, finite_parts, overlong_penalty, total_reward
+from redline.rollouts.rewards import extract_answer, finite_parts, max_reward_workers, overlong_penalty, total_reward
 
 
 @pytest.mark.parametrize(
@@ -104,3 +107,33 @@ def test_the_punishment_for_length_is_between_none_and_one_and_grows(max_new_tok
     assert found == sorted(found, reverse=True)
     assert found[-1] == pytest.approx(-1)
     assert found[0] == pytest.approx(0)
+
+
+@dataclass
+class Source(FakeTasks):
+    score_is_thread_safe: object = None
+
+
+@pytest.mark.parametrize(
+    ("tasks", "wanted", "found"),
+    [
+        (FakeTasks(), None, 1),
+        (FakeTasks(), 3, 3),
+        (FakeTasks(), 1, 1),
+        (Source(score_is_thread_safe=True), None, 8),
+        (Source(score_is_thread_safe=True), 20, 20),
+        (Source(score_is_thread_safe=True), 1, 1),
+        (Source(score_is_thread_safe=False), None, 1),
+        (Source(score_is_thread_safe=False), 1, 1),
+    ],
+)
+def test_several_threads_score_only_where_the_source_or_the_recipe_says_so(
+    tasks: FakeTasks, wanted: int | None, found: int
+) -> None:
+    assert max_reward_workers(wanted, tasks) == found
+
+
+def test_more_threads_than_the_source_can_bear_are_refused_with_the_key() -> None:
+    with pytest.raises(TaskError, match="max_reward_workers = 4: Source says") as raised:
+        max_reward_workers(4, Source(score_is_thread_safe=False))
+    assert "set it to 1" in str(raised.value.hint)

@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import math
+import threading
+import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -31,7 +33,9 @@ def say(*answers: str) -> FakeEngine:
     return FakeEngine(answer=answer)
 
 
-def make_rollouts(tasks: FakeTasks, engine: FakeEngine, *, seed: int = 0, **config: Any) -> SingleTurnRollouts:
+def make_rollouts(
+    tasks: FakeTasks, engine: FakeEngine, *, seed: int = 0, workers: int = 1, **config: Any
+) -> SingleTurnRollouts:
     settings = RolloutsConfig(
         **{
             "task": {"kind": "import", "path": "tests:Fake"},
@@ -42,7 +46,7 @@ def make_rollouts(tasks: FakeTasks, engine: FakeEngine, *, seed: int = 0, **conf
         }
     )
     chat = Chat(TOKENIZER, settings.system_prompt, settings.prompt_suffix)
-    return SingleTurnRollouts(tasks, engine, chat, settings, stop_token_ids=(END,), seed=seed)
+    return SingleTurnRollouts(tasks, engine, chat, settings, (END,), seed, max_reward_workers=workers)
 
 
 def collect(rollouts: SingleTurnRollouts, num_groups: int, version: int) -> Sequence[TrajectoryGroup]:
@@ -308,3 +312,44 @@ def test_a_tokenizer_without_a_chat_template_is_refused_with_a_hint() -> None:
     with pytest.raises(TaskError, match="no chat template") as caught:
         Chat(tokenizer, None, "")
     assert "chat_template.jinja" in caught.value.hint
+
+
+# ── several threads ────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_several_threads_score_a_batch_as_one_does() -> None:
+    names: set[str] = set()
+
+    def score(task: Task, text: str) -> dict[str, float]:
+        names.add(threading.current_thread().name)
+        time.sleep(0.025 if text == "one" else 0.035)
+        if task.id == "task/4" and text == "two":
+            raise ValueError("not this one")
+        return {"length": len(text) + 1 / (1 + len(task.id)), "number": float(task.id.removeprefix("task/"))}
+
+    def batch(workers: int) -> Sequence[TrajectoryGroup]:
+        rollouts = make_rollouts(FakeTasks(scores=score), say("one", "two", "three"), workers=workers, group_size=3)
+        groups = collect(rollouts, 6, 0)
+        rollouts.close()
+        return groups
+
+    alone, together = batch(1), batch(4)
+    assert names == {"MainThread", "helpers", "helpers-2", "helpers-3", "helpers-4"}
+    assert [group.number for group in together] == [group.number for group in alone] == list(range(6))
+    for one, other in zip(alone, together, strict=True):
+        np.testing.assert_array_equal(one.advantages, other.advantages)
+        for a, b in zip(one.trajectories, other.trajectories, strict=True):
+            assert (a.text, a.reward, a.reward_parts, a.failure) == (b.text, b.reward, b.reward_parts, b.failure)
+    failures = [t.failure for group in together for t in group.trajectories if t.failure]
+    assert failures == [Failure("reward", "ValueError: not this one")]
+
+
+def test_a_weight_for_no_part_is_refused_whoever_scores() -> None:
+    def score(task: Task, text: str) -> dict[str, float]:
+        time.sleep(0.03)
+        return {"correct": 1.0} if task.id == "task/0" else {"other": 1.0}
+
+    rollouts = make_rollouts(FakeTasks(scores=score), say("one", "two"), workers=4, reward_weights={"correct": 2.0})
+    with pytest.raises(TaskError, match="the task's reward has no such part"):
+        collect(rollouts, 3, 0)
+    rollouts.close()

@@ -45,6 +45,7 @@ rollouts.group_size
 rollouts.groups_per_step
 rollouts.max_extra_rounds
 rollouts.max_new_tokens
+rollouts.max_reward_workers
 rollouts.overlong_fraction
 rollouts.prompt_suffix
 rollouts.reward_model.max_tokens_per_batch

@@ -21,6 +21,7 @@ from redline.buffer.group_store import GroupInfo, GroupStore
 from redline.buffer.packing import pack
 from redline.buffer.selection import choose
 from redline.buffer.stored_groups import StoredGroups, pack_stored
+from redline.buffer.worker_controller import Controllers, RewardWorkers, WorkerController
 from redline.config.schema import BufferConfig
 from redline.telemetry import span
 from redline.types import TrainBatch, TrajectoryGroup
@@ -64,9 +65,10 @@ class GroupBuffer:
         keep_silent: bool = False,
         max_extra_rounds: int = 0,
         clock: Callable[[], float] = time.monotonic,
+        workers: RewardWorkers | None = None,
     ) -> None:
         """`keep_silent`: attempts without an advantage have a gradient all the same. `max_extra_rounds`: groups without signal
-        are replaced, at most this many times a batch of them per step."""
+        are replaced, at most this many times a batch of them per step. `workers`: who computes rewards beside the trainer."""
         self._config, self._groups_per_step, self._store = config, groups_per_step, store
         self._keep_silent = keep_silent
         self._max_replaced = max_extra_rounds * groups_per_step
@@ -86,12 +88,16 @@ class GroupBuffer:
         self._first_number = 0
         """New numbers begin here, where the store knows of none."""
         self.controller = Controller.for_config(config, groups_per_step)
+        self._workers = workers
+        self._controllers = Controllers(self.controller, WorkerController(workers.most if workers else 1))
         self._clock = clock
         self._waits = Waits(clock)
         self._totals: Counter[str] = Counter()
         self._last_step: dict[str, float] = {}
         self.decision = Decision(self.controller.target, self.controller.target, "the beginning")
         """How many groups may be under way or waiting from now on, and why."""
+        self.worker_decision = Decision(1, 1, "the beginning")
+        """How many workers compute rewards from now on, and why."""
 
     # ── what rollouts may begin, and what becomes of it ────────────────────────────────────────────────────────────────
 
@@ -217,14 +223,20 @@ class GroupBuffer:
         self._totals["replays"] += len(self._leased) - len(fresh)
         self._count_uses(batch.version + 1)
         self._leased = []
-        observation = self._waits.step_is_done(len(self._store.ready()))
-        self.decision = self.controller.observe(observation)
+        to_score_s = self._workers.take_load() if self._workers else ()
+        observation = self._waits.step_is_done(len(self._store.ready()), to_score_s)
+        self.decision, self.worker_decision = self._controllers.observe(observation)
+        if self._workers and self.worker_decision.is_change:
+            self._workers.hold(self.worker_decision.new)
         self._last_step = {
             "buffer/trainer_wait_s": observation.trainer_wait_s,
             "buffer/groups_left": observation.groups_left,
             "buffer/lag_mean": sum(batch.lags) / len(batch.lags),
             **{f"buffer/groups_at_lag_{lag}": count for lag, count in sorted(Counter(batch.lags).items())},
         }
+        if sum(to_score_s):
+            mean = sum(count * seconds for count, seconds in enumerate(to_score_s)) / sum(to_score_s)
+            self._last_step["buffer/groups_to_score"] = mean
 
     @property
     def metrics(self) -> dict[str, float]:
@@ -232,6 +244,7 @@ class GroupBuffer:
         return {
             **self._last_step,
             "buffer/target": self.decision.new,
+            **({"buffer/reward_workers": self.worker_decision.new} if self._workers else {}),
             "buffer/in_flight": len(self._in_flight),
             "buffer/replays": self._totals["replays"],
             **{f"buffer/dropped_{reason}": self._totals[f"dropped_{reason}"] for reason in (STALE, SILENT, OVERDUE, TIMED_OUT)},

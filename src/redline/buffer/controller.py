@@ -7,7 +7,8 @@ Too few, and the trainer waits for data; too many, and they grow old before it c
             to where it was, and no further attempt for a while, each time for longer.
     down    the trainer hardly waited, and every batch of the window left groups behind: nobody would have missed those.
 
-It only computes: no clock, no randomness, so that simulations and recorded runs drive it as the loop does.
+It only computes: no clock, no randomness, so that simulations and recorded runs drive it as the loop does. How many workers
+compute rewards is `worker_controller.py`'s to say.
 """
 
 from __future__ import annotations
@@ -48,15 +49,19 @@ class Observation:
     """From having it to being done with it."""
     groups_left: int
     """Ready groups that were not needed, and wait for another step at least."""
+    to_score_s: Sequence[float] = ()
+    """Seconds for which 0, 1, 2, … groups were sampled and had no reward yet; none where no worker computes them."""
 
 
 @dataclass(slots=True, frozen=True)
 class Decision:
-    """The target before and after a step."""
+    """A number before and after a step: groups that may be under way or waiting, or workers that compute rewards."""
 
     old: int
     new: int
     why: str
+    is_news: bool = False
+    """Somebody should hear of it, though nothing changes."""
 
     @property
     def is_change(self) -> bool:
@@ -64,11 +69,11 @@ class Decision:
 
 
 @dataclass(slots=True, frozen=True)
-class _Trial:
+class Trial:
     """A raise whose use is not yet known."""
 
     before: int
-    """The target it came from."""
+    """What was raised."""
     step_s: float
     """Mean length of a step that is short enough for it to stand."""
     full_step_s: float
@@ -76,7 +81,7 @@ class _Trial:
 
 
 @dataclass(slots=True)
-class _Brake:
+class Brake:
     """Against moving to and fro: forbids a direction for a while, and for longer each time."""
 
     steps: int = 0
@@ -103,8 +108,8 @@ class Controller:
         """Groups that every batch left behind, of each of the last windows in which the trainer did not wait."""
         self._settling = 0
         """Steps that still run with groups begun under the old target."""
-        self._trial: _Trial | None = None
-        self._up, self._down = _Brake(), _Brake()
+        self._trial: Trial | None = None
+        self._up, self._down = Brake(), Brake()
         self._share_in_vain = 0.0
         """Of the time, that the trainer waited for when a raise did not help."""
         self._has_lowered = False
@@ -116,8 +121,17 @@ class Controller:
             return Controller(groups_per_step, config.depth * groups_per_step, config.depth * groups_per_step)
         return Controller(groups_per_step, most_at_once(config.max_lag, groups_per_step))
 
-    def observe(self, observation: Observation) -> Decision:
-        """Once a step; the new target holds from now on."""
+    @property
+    def is_trying(self) -> bool:
+        """Steps are other than before for a reason of its own."""
+        return self._settling > 0 or self._trial is not None
+
+    def look_again(self) -> None:
+        """What it has seen since its last decision is no more."""
+        self._seen = []
+
+    def observe(self, observation: Observation, *, may_decide: bool = True) -> Decision:
+        """Once a step; the new target holds from now on. Who may not decide sees more until he may."""
         if self._least == self._most:
             return Decision(self.target, self.target, "fixed")
         self._up.step()
@@ -126,11 +140,11 @@ class Controller:
             self._settling -= 1
             return Decision(self.target, self.target, "settling")
         self._seen.append(observation)
-        share = _share_waited(self._seen)
-        if len(self._seen) < self._steps_needed(share):
+        share = share_waited(self._seen)
+        if not may_decide or len(self._seen) < self._steps_needed(share):
             return Decision(self.target, self.target, "watching")
         decision = Decision(self.target, *self._decide(share))
-        self._seen = []
+        self.look_again()
         if decision.is_change:
             self.target, self._spare = decision.new, []
             self._settling = math.ceil(max(decision.old, decision.new) / self._batch)
@@ -140,12 +154,12 @@ class Controller:
         """Steps to see before a decision: fewer where there is no doubt, and more before a raise is undone."""
         if self._trial is None:
             return WINDOW if share < DIRE else WINDOW // 2
-        return WINDOW if _step_s(self._seen) < self._trial.full_step_s else 2 * WINDOW
+        return WINDOW if mean_step_s(self._seen) < self._trial.full_step_s else 2 * WINDOW
 
     def _decide(self, share: float) -> tuple[int, str]:
         """The new target, from the share of the time that the trainer waited, and why."""
         trial, self._trial = self._trial, None
-        if trial is not None and _step_s(self._seen) > trial.step_s:
+        if trial is not None and mean_step_s(self._seen) > trial.step_s:
             self._up.pull()
             self._share_in_vain = share
             return trial.before, f"{self.target - trial.before} more groups made steps no shorter"
@@ -173,8 +187,8 @@ class Controller:
         wanted = max(self.target * share / busy, self._batch / 2)  # less would be lost in the noise
         more = min(math.ceil(wanted), self._batch, self._most - self.target)
         gain = min(share, more / (self.target + more))
-        step_s = _step_s(self._seen)
-        self._trial = _Trial(self.target, step_s * (1 - MIN_GAIN * gain), step_s * (1 - gain))
+        step_s = mean_step_s(self._seen)
+        self._trial = Trial(self.target, step_s * (1 - MIN_GAIN * gain), step_s * (1 - gain))
         return self.target + more, waited
 
 
@@ -196,17 +210,17 @@ class Waits:
         self._taken_at = self._clock()
         self._trainer_wait_s = 0.0 if self._free_at is None else self._taken_at - self._free_at
 
-    def step_is_done(self, groups_left: int) -> Observation:
+    def step_is_done(self, groups_left: int, to_score_s: Sequence[float]) -> Observation:
         self._free_at = None
-        return Observation(self._trainer_wait_s, self._clock() - self._taken_at, groups_left)
+        return Observation(self._trainer_wait_s, self._clock() - self._taken_at, groups_left, to_score_s)
 
 
-def _step_s(seen: Sequence[Observation]) -> float:
+def mean_step_s(seen: Sequence[Observation]) -> float:
     """Mean length of a step."""
     return sum(o.trainer_wait_s + o.train_s for o in seen) / len(seen)
 
 
-def _share_waited(seen: Sequence[Observation]) -> float:
+def share_waited(seen: Sequence[Observation]) -> float:
     """Of the trainer's time."""
-    total = _step_s(seen) * len(seen)
+    total = mean_step_s(seen) * len(seen)
     return sum(o.trainer_wait_s for o in seen) / total if total else 0.0

@@ -156,6 +156,11 @@ class RolloutsConfig(Section):
     """Weight of each named part of the reward; a part that is not named here weighs 1."""
     reward_model: RewardModelConfig = RewardModelConfig()
     """Scores every answer beside the task's own reward; `reward_weights.reward_model` is its weight."""
+    max_reward_workers: PositiveInt | None = None
+    """Most threads that call the task's `score` at once; beside the trainer (`buffer.max_lag` > 0) a controller decides how
+    many do. null is 8 for a source with `score_is_thread_safe = True` and 1 for any other: only its author knows whether two
+    calls get in each other's way, and what was written for one thread must stay right. Threads help rewards that wait, for a
+    service, a process or a disk; those that compute in Python take turns, however many there are."""
     overlong_fraction: float = Field(0.0, ge=0, le=1)
     """Share of `max_new_tokens`, at its end, over which the reward falls by 1 in a straight line (DAPO's soft overlong
     punishment); 0 punishes no length. Evaluation is never punished."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import gc
 import math
 import resource
 import sys
@@ -30,6 +31,13 @@ class Machine:
     """Floating-point operations per second of a large product in the compute dtype."""
     how: str
     """What was measured, in words."""
+
+
+def free_memory(device: torch.device) -> None:
+    """Give back what the sides before no longer use: those after it would find the device full."""
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
 
 
 def measure_machine(device: torch.device, dtype: torch.dtype) -> Machine:

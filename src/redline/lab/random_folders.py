@@ -20,7 +20,7 @@ PAD, EOS = "<pad>", "<eos>"
 
 @contextmanager
 def as_path(model: str, device: torch.device, dtype: torch.dtype, seed: int) -> Iterator[str]:
-    """What a recipe can be given as `model.path`: a folder for `random:NAME`, thrown away afterwards; anything else as it is."""
+    """What a recipe can be given as `model.path`: a folder for `random:NAME`, thrown away afterwards; all else as it is."""
     if not model.startswith(RANDOM):
         yield model
         return

@@ -2,13 +2,13 @@
 
     loop        begin ──► numbers ──►┐                                     ┌──► finished
     rollouts                         └─► submit ─ step ─┐                  │
-    rewards                                             └─► score ─────────┘
+    rewards, …                                          └─► score ─────────┘
     loop        pause ───────────────────────┤ between two steps ├──── resume
 
 The engine belongs to the thread of the rollouts. Whoever wants it (the trainer, who is about to overwrite the weights they
 share, or an evaluation) pauses it: the thread stops between two steps, with all its sequences where they are. Rewards may take
-long, and some never come: a group that is abandoned while it is scored leaves its thread behind, and another goes on with the
-next one.
+long, and some never come: as many workers score as the buffer's controller asks for, and a group that is abandoned while it is
+scored leaves its worker behind, and another goes on with the next one (`reward_pool.py`).
 """
 
 from __future__ import annotations
@@ -19,16 +19,18 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 
-from redline.errors import EngineError, TaskError, boundary
+from redline.errors import EngineError
 from redline.ports import Engine, SteppedEngine
+from redline.rollouts.reward_pool import RewardPool, new_thread
 from redline.rollouts.runner import SingleTurnRollouts
-from redline.telemetry import idle_as, span
+from redline.telemetry import span
 from redline.telemetry.workers import forget_worker, watch_worker
 from redline.types import Completion, Delta, GenerateRequest, Task, TrajectoryGroup, WeightUpdate
 
 PATIENCE_S = 5.0
-"""For the step and the reward under way, when all is to end."""
+"""For the step, and then for the rewards under way, when all is to end."""
 
 
 @dataclass(slots=True)
@@ -56,24 +58,26 @@ class BackgroundRollouts:
         self._rollouts = rollouts
         self._engine = engine
         self._prepare_thread = prepare_thread
-        self._changed = threading.Condition()
+        lock = threading.RLock()
+        self._changed = threading.Condition(lock)
         self._begun: deque[int] = deque()
         self._attempts: dict[int, _Attempt] = {}
         """Being sampled, by the engine's number of the request; the thread's own."""
-        self._sampled: deque[_Attempt] = deque()
-        self._scoring: _Attempt | None = None
         self._finished: deque[TrajectoryGroup] = deque()
         self._abandoned: set[int] = set()
         """Numbers that the engine may still be at."""
-        self._wanted_by = self._quiet_for = 0
-        """Callers that want the engine for themselves, and those of them who want no reward computed meanwhile either."""
+        self._wanted_by = 0
+        """Callers that want the engine for themselves."""
         self._is_between_steps = False
         self._closed = False
         self._error: BaseException | None = None
-        self._thread, self._scorer = self._new_thread("rollouts", self._work), self._new_thread("rewards", self._score_all)
-        for thread in (self._thread, self._scorer):
-            thread.start()
-            watch_worker(thread.name, thread)
+        self.rewards: RewardPool[TrajectoryGroup] = RewardPool(
+            "rewards", rollouts.max_reward_workers, self._deliver, self._fail, lock, prepare_thread
+        )
+        """Whoever computes them; the number of its workers is the buffer's to decide."""
+        self._thread = new_thread("rollouts", self._work, self._ended)
+        self._thread.start()
+        watch_worker("rollouts", self._thread)
 
     # ── from the loop ──────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -101,14 +105,9 @@ class BackgroundRollouts:
         with self._changed:
             given_up = set(numbers)
             self._begun = deque(number for number in self._begun if number not in given_up)
-            self._sampled = deque(attempt for attempt in self._sampled if attempt.number not in given_up)
             self._finished = deque(group for group in self._finished if group.number not in given_up)
             self._abandoned |= given_up
-            if self._scoring is not None and self._scoring.number in given_up:
-                self._scoring = None
-                self._scorer = self._new_thread("rewards", self._score_all)
-                self._scorer.start()
-                watch_worker("rewards", self._scorer)
+            self.rewards.abandon(given_up)
             self._changed.notify_all()
 
     def pause(self) -> None:
@@ -126,18 +125,17 @@ class BackgroundRollouts:
 
     @contextmanager
     def paused(self, patience_s: float | None = None) -> Iterator[None]:
-        """Inside, nobody else uses the engine or the tasks. A reward that is under way is waited for, but no longer than
+        """Inside, nobody else uses the engine or the tasks. Rewards that are under way are waited for, but no longer than
         `patience_s`."""
         self.pause()
+        self.rewards.be_quiet(quiet=True)
         try:
             with span("wait.for_rewards"), self._changed:
-                self._quiet_for += 1
-                self._changed.wait_for(lambda: self._scoring is None or self._error, patience_s)
+                self._changed.wait_for(lambda: not self.rewards.num_scoring or self._error, patience_s)
                 self._raise_error()
             yield
         finally:
-            with self._changed:
-                self._quiet_for -= 1
+            self.rewards.be_quiet(quiet=False)
             self.resume()
 
     def close(self) -> None:
@@ -145,11 +143,11 @@ class BackgroundRollouts:
         with self._changed:
             if self._error is None:
                 forget_worker("rollouts")
-                forget_worker("rewards")
             self._closed = True
+            self.rewards.close()
             self._changed.notify_all()
         self._thread.join(PATIENCE_S)
-        self._scorer.join(PATIENCE_S)
+        self.rewards.join(PATIENCE_S)
 
     def _raise_error(self) -> None:
         if self._error is not None:
@@ -158,6 +156,7 @@ class BackgroundRollouts:
     # ── the thread of the rollouts ─────────────────────────────────────────────────────────────────────────────────────
 
     def _work(self) -> None:
+        self._prepare_thread()
         while self._may_go_on():
             with span("rollouts.dispatch"):  # what is neither a task's nor the engine's
                 self._abort_abandoned()
@@ -187,7 +186,7 @@ class BackgroundRollouts:
                     break
                 else:
                     # Either the rollouts still owe the engine what follows from its answers, or they may begin no more.
-                    with span("wait.for_requests" if self._sampled or self._scoring else "wait.for_budget"):
+                    with span("wait.for_requests" if self.rewards.num_to_score else "wait.for_budget"):
                         self._changed.wait()
             self._is_between_steps = False
             return not self._closed
@@ -224,55 +223,27 @@ class BackgroundRollouts:
         del self._attempts[request_id]
         with self._changed:
             if attempt.number not in self._abandoned:
-                self._sampled.append(attempt)
-                self._changed.notify_all()
+                self.rewards.put(attempt.number, partial(self._group, attempt))
 
-    # ── the thread of the rewards ──────────────────────────────────────────────────────────────────────────────────────
-
-    def _score_all(self) -> None:
-        idle_as("wait.for_completions")
-        while (attempt := self._next_sampled()) is not None:
-            completions = [attempt.completions[index] for index in sorted(attempt.completions)]
-            trajectories = self._rollouts.scored(attempt.task, attempt.request, completions)
-            group = self._rollouts.group(attempt.number, attempt.task, trajectories, attempt.began)
-            with self._changed:
-                if self._is_left_behind():
-                    return
-                self._scoring = None
-                self._finished.append(group)
-                self._changed.notify_all()
-
-    def _next_sampled(self) -> _Attempt | None:
-        """None ends the thread."""
+    def _ended(self, error: Exception | None) -> None:
+        """Whatever happened, nobody shall wait for this thread any more."""
         with self._changed:
-            self._changed.wait_for(lambda: self._closed or self._is_left_behind() or (self._sampled and not self._quiet_for))
-            if self._closed or self._is_left_behind():
-                return None
-            self._scoring = self._sampled.popleft()
-            return self._scoring
+            self._fail(error)
 
-    def _is_left_behind(self) -> bool:
-        return threading.current_thread() is not self._scorer
+    # ── the workers of the rewards ─────────────────────────────────────────────────────────────────────────────────────
 
-    # ── both ───────────────────────────────────────────────────────────────────────────────────────────────────────────
+    def _group(self, attempt: _Attempt) -> TrajectoryGroup:
+        completions = [attempt.completions[index] for index in sorted(attempt.completions)]
+        trajectories = self._rollouts.scored(attempt.task, attempt.request, completions)
+        return self._rollouts.group(attempt.number, attempt.task, trajectories, attempt.began)
 
-    def _new_thread(self, name: str, work: Callable[[], None]) -> threading.Thread:
-        return threading.Thread(target=self._run, args=(work,), name=name, daemon=True)
+    def _deliver(self, number: int, group: TrajectoryGroup) -> None:
+        self._finished.append(group)
+        self._changed.notify_all()
 
-    def _run(self, work: Callable[[], None]) -> None:
-        error: Exception | None = TaskError(
-            "a task or its reward ended the thread of the rollouts", "let it raise no SystemExit"
-        )
-        try:
-            with boundary() as caught:
-                self._prepare_thread()
-                work()
-            error = caught.error
-        finally:  # whatever happened, nobody shall wait for this thread any more
-            with self._changed:
-                if threading.current_thread() in (self._thread, self._scorer):
-                    self._error = self._error or error
-                    self._changed.notify_all()
+    def _fail(self, error: Exception | None) -> None:
+        self._error = self._error or error
+        self._changed.notify_all()
 
 
 class SteppedElsewhere:

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from typing import Literal
 
 from redline.errors import TaskError
+from redline.ports import TaskSource
 
 Extract = Literal["last_number", "text"]
 
@@ -15,6 +16,8 @@ Extract = Literal["last_number", "text"]
 # belongs to the number only where it separates thousands.
 _NUMBER = re.compile(r"(?:(?<![\w)])-)?(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?", re.ASCII)
 
+REWARD_WORKERS = 8
+"""Threads that may score at once where the task source says that they may, and the recipe says nothing."""
 REWARD_MODEL_PART = "reward_model"
 """What a reward model's score is called among the parts of a reward, and in `rollouts.reward_weights`."""
 
@@ -27,6 +30,20 @@ def extract_answer(text: str, how: Extract) -> str | None:
     if how == "text":
         return text.strip()
     raise TaskError(f"extract = {how!r}: no such way to read an answer", "one of last_number, text")
+
+
+def max_reward_workers(wanted: int | None, tasks: TaskSource) -> int:
+    """Threads that may call `tasks.score` at once. A source says what it can bear with `score_is_thread_safe`, True or False;
+    one that says nothing is called by one thread, unless the recipe has a number."""
+    is_safe = getattr(tasks, "score_is_thread_safe", None)
+    if wanted is None:
+        return REWARD_WORKERS if is_safe else 1
+    if wanted > 1 and is_safe is not None and not is_safe:
+        raise TaskError(
+            f"rollouts.max_reward_workers = {wanted}: {type(tasks).__name__} says that its `score` is not thread-safe",
+            "leave the key out, or set it to 1",
+        )
+    return wanted
 
 
 def finite_parts(score: Mapping[str, float]) -> dict[str, float]:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -14,6 +17,7 @@ from redline.errors import boundary
 from redline.ports import Engine, TaskSource
 from redline.rollouts.advantages import group_advantages
 from redline.rollouts.chat import Chat
+from redline.rollouts.reward_helpers import RewardHelpers
 from redline.rollouts.rewards import REWARD_MODEL_PART, finite_parts, overlong_penalty, total_reward
 from redline.telemetry import span
 from redline.types import Completion, EngineCall, Failure, GenerateRequest, SamplingParams, Task, Trajectory, TrajectoryGroup
@@ -37,7 +41,9 @@ class SingleTurnRollouts:
         stop_token_ids: tuple[int, ...],
         seed: int,
         reward_model: RewardModel | None = None,
+        max_reward_workers: int = 1,
     ) -> None:
+        """`max_reward_workers`: threads that may score at once."""
         self._tasks = tasks
         self._engine = engine
         self._chat = chat
@@ -45,6 +51,10 @@ class SingleTurnRollouts:
         self._stop_token_ids = stop_token_ids
         self._seed = seed
         self._reward_model = reward_model
+        self._judging = threading.Lock()
+        """The reward model is used by one thread at a time."""
+        self.max_reward_workers = max_reward_workers
+        self._helpers = RewardHelpers(max_reward_workers)
         self._begun: list[int] = []
 
     def begin(self, numbers: Sequence[int], version: int) -> None:
@@ -99,15 +109,16 @@ class SingleTurnRollouts:
         with span("engine.schedule"):  # what of it is neither prefill nor decode
             answers = self._engine.generate(requests)
         with span("rollouts.reward"):
-            attempts = [
-                self._score(task, request, completions)
-                for task, request, completions in zip(tasks, requests, answers, strict=True)
-            ]
+            attempts = self._score_all(tasks, requests, answers)
         return self._judge(tasks, attempts)
 
     def memory(self) -> dict[str, int]:
         """Bytes by kind that it holds on the device: a reward model's."""
         return self._reward_model.memory() if self._reward_model else {}
+
+    def close(self) -> None:
+        """Its helpers end."""
+        self._helpers.close()
 
     def evaluate(self, tasks: Sequence[Task]) -> list[list[Trajectory]]:
         """Answers to held-out tasks, with the same randomness every time, so that two evaluations differ by policy alone."""
@@ -126,8 +137,22 @@ class SingleTurnRollouts:
         return GenerateRequest(self._chat.prompt_ids(task), sampling)
 
     def _score(self, task: Task, request: GenerateRequest, completions: Sequence[Completion]) -> list[Trajectory]:
+        return [score() for score in self._to_score(task, request, completions)]
+
+    def _score_all(
+        self, tasks: Sequence[Task], requests: Sequence[GenerateRequest], answers: Sequence[Sequence[Completion]]
+    ) -> list[list[Trajectory]]:
+        """As `_score` does for each task, and in that order, but perhaps with the help of others."""
+        groups = [self._to_score(*parts) for parts in zip(tasks, requests, answers, strict=True)]
+        scored = iter(self._helpers.results([score for group in groups for score in group]))
+        return [[next(scored) for _ in group] for group in groups]
+
+    def _to_score(
+        self, task: Task, request: GenerateRequest, completions: Sequence[Completion]
+    ) -> list[Callable[[], Trajectory]]:
+        """One for each attempt; each can be called by any thread."""
         texts = self._chat.texts([c.token_ids for c in completions])
-        return [self._trajectory(task, request, c, text) for c, text in zip(completions, texts, strict=True)]
+        return [partial(self._trajectory, task, request, c, text) for c, text in zip(completions, texts, strict=True)]
 
     def _trajectory(self, task: Task, request: GenerateRequest, completion: Completion, text: str) -> Trajectory:
         prompt_length = len(request.prompt_ids)
@@ -158,8 +183,19 @@ class SingleTurnRollouts:
             for task, trajectories in zip(tasks, attempts, strict=True)
             for trajectory in trajectories
         ]
-        scores = iter(self._reward_model.scores(conversations))
+        with self._alone_with_the_reward_model():
+            scores = iter(self._reward_model.scores(conversations))
         return [[self._with_part(t, next(scores)) for t in trajectories] for trajectories in attempts]
+
+    @contextmanager
+    def _alone_with_the_reward_model(self) -> Iterator[None]:
+        if not self._judging.acquire(blocking=False):
+            with span("wait.for_reward_model"):
+                self._judging.acquire()
+        try:
+            yield
+        finally:
+            self._judging.release()
 
     def _with_part(self, trajectory: Trajectory, score: float | Failure) -> Trajectory:
         if trajectory.failure is not None:

@@ -40,6 +40,7 @@ MOVERS: Mapping[str, tuple[str, AbstractSet[str]]] = {
     "rollouts": ("rollouts", GROUP_SECTIONS),
     "engine": ("rollouts", GROUP_SECTIONS),
     "rewards": ("rewards", GROUP_SECTIONS),
+    "reward_model": ("rewards", GROUP_SECTIONS),
     "weights": ("main", _UPDATE),
     "budget": ("main", _UPDATE),
     "requests": ("rewards", GROUP_SECTIONS),

@@ -23,7 +23,7 @@ from redline import loop
 from redline.config import Config, resolve, validate
 from redline.errors import ConfigError
 from redline.lab.document import Bound, Measured, PeerFigure, Result
-from redline.lab.machine import Machine, device_name, measure_machine
+from redline.lab.machine import Machine, device_name, free_memory, measure_machine
 from redline.lab.pairs import interleave
 from redline.lab.plan.devices import CPU_PRICE, find_device
 from redline.lab.random_folders import as_path
@@ -174,6 +174,8 @@ def run_loop(config: Config, skip: int, steps: int) -> E2ERun:
             after = _until(stages, clock, skip + steps, recorder)
         finally:
             stages.close()
+    del stages
+    free_memory(torch.device(config.run.device))
     waited = {lane: after[lane] - before.get(lane, 0.0) for lane in after}
     seconds = clock.ends_s[-1]
     # In lockstep whoever is not at work waits, and both are in one lane.

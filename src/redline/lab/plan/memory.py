@@ -394,7 +394,7 @@ def _gathered(setup: Setup) -> int:
 def _optimizer(setup: Setup) -> dict[str, int]:
     trainer, stretch = setup.config.trainer, min(STRETCH_ELEMENTS, -(-setup.trained // setup.shards))
     scratch = 0
-    if trainer.optimizer_states == "int8":
+    if trainer.optimizer_states == "int8" and not setup.device.is_gpu:  # there one kernel does it
         scratch += QUANTIZED_SCRATCH * FLOAT32 * stretch
     if trainer.offload_optimizer:
         moments = 2 * FLOAT32 if trainer.optimizer_states == "float32" else 2

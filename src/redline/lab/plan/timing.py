@@ -36,7 +36,8 @@ second, and as much again for three gradients."""
 FOUND_IN_CACHE = 0.5
 """Of a prompt that several rows share: what the second row reads of it beyond the first. Rows of a group stand side by side."""
 QUANTIZED_PASSES = 75
-"""Operations of `trainer/quantized_states.py` on both moments, one after the other: each reads and writes float32 elements."""
+"""Operations of `trainer/quantized_states.py` on both moments, on a CPU one after the other: each reads and writes float32
+elements."""
 LINK_SHARE = 0.7
 """Of a link's bandwidth, that collectives of megabytes reach."""
 COLLECTIVE_LATENCY = 12e-6
@@ -218,7 +219,7 @@ def optimizer_cost(setup: Setup, rates: Rates) -> Cost:
     part = setup.trained / setup.shards
     state = own.masters + own.moments
     moved = 2 * own.gradients + 2 * state + setup.dtype.itemsize * part
-    if trainer.optimizer_states == "int8":
+    if trainer.optimizer_states == "int8" and not setup.device.is_gpu:  # there one kernel does it
         moved += QUANTIZED_PASSES * 2 * FLOAT32 * part
     memory = moved / rates.bandwidth
     if trainer.offload_optimizer:  # both ways at once, while the stretch before is computed
