@@ -135,8 +135,8 @@ class TaskSource(Protocol):
         ...
 
     def score(self, task: Task, text: str) -> Mapping[str, float]:
-        """The named parts of the reward for an answer to `task`. A source whose `score` may be called by several threads at once
-        says so with an attribute `score_is_thread_safe = True`."""
+        """The named parts of the reward for an answer to `task`. A source that several threads may ask at once says so by an
+        attribute `score_is_thread_safe = True`."""
         ...
 
 
