@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -456,6 +457,27 @@ def test_what_a_resumed_run_has_and_does_not_attempt_again_is_counted_once(tmp_p
     store, again = make(1)
     again.resume(0)
     assert [group.number for group in again.not_counted(0)] == [0, 1, 2, 3], "4 was sampled by a policy that is lost"
+    store.close()
+
+
+def test_a_resumed_run_knows_what_was_dropped_before_its_checkpoint(tmp_path: Path) -> None:
+    store = TrajectoryStore(tmp_path)
+    before = GroupBuffer(BufferConfig(), 2, store, max_extra_rounds=1)
+    for version in (0, 1):
+        first, second = before.admit(version)
+        before.offer(numbered(first, version=version))
+        group = numbered(second, version=version)
+        before.offer(replace(group, advantages=0 * group.advantages))
+        assert not before.has_batch(version)
+        [instead] = before.admit(version)
+        before.offer(numbered(instead, version=version))
+        before.trained(before.next_batch(version))
+    assert before.metrics["buffer/dropped_silent"] == 2
+    store.close()
+    store = TrajectoryStore(tmp_path)
+    resumed = GroupBuffer(BufferConfig(), 2, store, max_extra_rounds=1)
+    resumed.resume(1)
+    assert resumed.metrics["buffer/dropped_silent"] == 1, "the other was dropped by a step that is taken again"
     store.close()
 
 

@@ -171,6 +171,7 @@ class GroupBuffer:
             self._first_number = version * self._groups_per_step
         self._in_flight, self._abandoned, self._leased, self._replays = {}, set(), [], {}
         self._version, self._num_replaced = version, 0
+        self._totals = Counter({f"dropped_{reason}": count for reason, count in self._store.dropped.items()})
 
     def not_counted(self, count: int) -> list[TrajectoryGroup]:
         """Groups that a resumed run has and will not attempt again, apart from the first `count` that ever came: those that the

@@ -54,6 +54,11 @@ class GroupStore(Protocol):
         """Groups in each `GroupState`."""
         ...
 
+    @property
+    def dropped(self) -> Mapping[str, int]:
+        """Groups that were dropped, by the reason."""
+        ...
+
     def begin(self, numbers: Sequence[int], version: int) -> None:
         """These are being attempted, from policy `version` on."""
         ...

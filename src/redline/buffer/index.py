@@ -156,6 +156,11 @@ class GroupIndex:
             version,
         )
 
+    def reasons(self) -> dict[str, int]:
+        """Why groups were dropped, and how many for each reason."""
+        with _explained(self.path):
+            return dict(self._database.execute("SELECT reason, COUNT(*) FROM groups WHERE state = 'dropped' GROUP BY reason"))
+
     def check(self) -> None:
         """Raises `DamagedIndexError` where SQLite finds its own structures damaged."""
         with _explained(self.path):

@@ -30,6 +30,7 @@ class MemoryStore:
         that `resume` may go back as far as it likes."""
         self._entries: dict[int, _Entry] = {}
         self._let_go: Counter[GroupState] = Counter()
+        self._dropped_and_gone: Counter[str] = Counter()
         self._horizon = horizon
         self._version = 0
         self._next_number = 0
@@ -42,6 +43,11 @@ class MemoryStore:
     def counts(self) -> Mapping[str, int]:
         found = Counter(entry.state for entry in self._entries.values()) + self._let_go
         return {state: found[state] for state in GroupState}
+
+    @property
+    def dropped(self) -> Mapping[str, int]:
+        there = Counter(entry.reason for entry in self._entries.values() if entry.state is GroupState.DROPPED)
+        return there + self._dropped_and_gone
 
     def fate(self, number: int) -> tuple[GroupState, str]:
         """The state of a group that was not let go, and why it was dropped if it was."""
@@ -108,7 +114,10 @@ class MemoryStore:
         ended = (GroupState.TRAINED, GroupState.DROPPED)
         oldest = self._version - self._horizon
         for number in [n for n, entry in self._entries.items() if entry.state in ended and entry.version < oldest]:
-            self._let_go[self._entries.pop(number).state] += 1
+            entry = self._entries.pop(number)
+            self._let_go[entry.state] += 1
+            if entry.state is GroupState.DROPPED:
+                self._dropped_and_gone[entry.reason] += 1
 
 
 def _is_attempted_again(entry: _Entry, version: int) -> bool:

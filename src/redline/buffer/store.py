@@ -90,6 +90,12 @@ class TrajectoryStore:
         """Groups in each state, over the whole run."""
         return {state: self._counts[state] for state in GroupState}
 
+    @property
+    def dropped(self) -> Mapping[str, int]:
+        """By the reason, over the whole run."""
+        with self._explained():
+            return self._index.reasons()
+
     def begin(self, numbers: Sequence[int], version: int) -> None:
         now = time.time()
         known = [self._known(number) for number in numbers]
