@@ -183,6 +183,17 @@ def test_an_order_effect_is_found_between_pairs_and_within_them() -> None:
     assert "order effect" in " ".join(suspicion.what for suspicion in diagnose(machine.experiment()))
 
 
+@pytest.mark.parametrize(("effect", "kind"), [(0.03, "slower"), (0.0, "no different")])
+def test_an_order_effect_within_pairs_cancels(effect: float, kind: str) -> None:
+    machine = NoisyMachine(
+        np.random.default_rng(5), effect=effect, spread=0.004, process=0.004, bursts=0, drift=0, first_pays=0.06, rounds=30
+    )
+    found = machine.experiment()
+    assert "order effect" in " ".join(suspicion.what for suspicion in diagnose(found))
+    verdict = judge(found, {})
+    assert verdict.kind == kind, verdict.sentence
+
+
 def test_an_order_effect_too_small_to_matter_is_not_a_reason() -> None:
     found = experiment([2 * ratio * (1.05 if i // 2 % 2 else 0.95) for i, ratio in enumerate(JITTER)])
     assert "order effect" in diagnose(found)[0].what

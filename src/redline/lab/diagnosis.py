@@ -47,17 +47,20 @@ def _drift(experiment: Experiment) -> Suspicion | None:
 
 
 def _order(experiment: Experiment) -> Suspicion | None:
-    """Where both orders occur in every pair, within pairs; else between those of one order and those of the other."""
+    """Where both orders occur in every pair, within pairs, whose ratios it does not change if there are enough of both
+    (`Pair.log_ratio`); else between those of one order and those of the other."""
     within = _differences(experiment.pairs, experiment.metric, lambda rounds: [each.a_first for each in rounds])
     if within:
         size, p_value = hodges_lehmann(within).value, signed_rank(within)
+        off_by = 0.0 if all(pair.is_balanced for pair in experiment.pairs) else abs(size) / 2
     else:
         logs = [(pair.rounds[0].a_first, pair.log_ratio(experiment.metric)) for pair in experiment.pairs]
         first, second = ([value for a_first, value in logs if a_first is which] for which in (True, False))
         if not first or not second:
             return None
         size, p_value = shift(first, second).value, mann_whitney(first, second)
-    return Suspicion(f"an order effect: who runs first changes the ratio by {abs(size):.1%}", abs(size) / 2, p_value)
+        off_by = abs(size) / 2
+    return Suspicion(f"an order effect: who runs first changes the ratio by {abs(size):.1%}", off_by, p_value)
 
 
 def _settling(experiment: Experiment) -> Suspicion | None:

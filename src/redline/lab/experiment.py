@@ -47,13 +47,27 @@ class Pair:
     """Of either process; None where it was not measured."""
 
     def log_ratio(self, metric: Metric) -> float:
-        """Above 0: B is better."""
-        return statistics.median(metric.log_ratio(each) for each in self.rounds)
+        """Above 0: B is better. Where each side was first often enough, both orders count alike, so that what it costs to be
+        first cancels."""
+        if not self.is_balanced:
+            return statistics.median(metric.log_ratio(each) for each in self.rounds)
+        orders = ([metric.log_ratio(each) for each in self.rounds if each.a_first is which] for which in (True, False))
+        return statistics.fmean(statistics.median(logs) for logs in orders)
+
+    @property
+    def is_balanced(self) -> bool:
+        """Each side was first in enough rounds for a median that a single one does not move."""
+        num_first = sum(each.a_first for each in self.rounds)
+        return min(num_first, len(self.rounds) - num_first) >= ENOUGH_ROUNDS
 
     def as_json(self) -> dict[str, Any]:
         rounds = [{"A": dict(each.a), "B": dict(each.b), "first": "A" if each.a_first else "B"} for each in self.rounds]
         peaks = None if self.peak_bytes is None else {"A": self.peak_bytes[0], "B": self.peak_bytes[1]}
         return {"rounds": rounds, "peak_bytes": peaks}
+
+
+ENOUGH_ROUNDS = 4
+"""In which a side is first."""
 
 
 @dataclass(slots=True, frozen=True)
