@@ -133,7 +133,7 @@ def test_the_trace_is_json_and_agrees_with_the_ledger(finished: Finished) -> Non
         if event["ph"] == "X":
             microseconds[event["name"]] += event["dur"]
     main = json.loads(finished.folder.ledger.read_text())["lanes"]["main"]["rows"]
-    for leaf in ("engine.prefill", "engine.decode", "trainer.forward", "trainer.backward", "trainer.optimizer", "models.load"):
+    for leaf in ("engine.prefill", "engine.decode", "trainer.pack", "trainer.backward", "trainer.optimizer", "models.load"):
         assert microseconds[leaf] * 1000 == pytest.approx(main[leaf], rel=1e-6), leaf
 
 
