@@ -90,6 +90,13 @@ def test_every_step_has_its_row_and_no_batch_is_over_the_lag_budget(finished: Fi
         assert at_lag.keys() <= {f"buffer/groups_at_lag_{lag}" for lag in range(finished.max_lag + 1)}
 
 
+def test_the_engine_is_as_fast_as_its_own_time_says(finished: Finished) -> None:
+    """It works for a part of every step; at its speeds, its tokens take no longer than there was, and not nearly nothing."""
+    found = rows(finished.folder.metrics)
+    needed_s = sum(row["engine/generated_tokens"] / row["engine/tokens_per_s"] for row in found if row["engine/tokens_per_s"])
+    assert 0.1 < needed_s / sum(row["run/step_s"] for row in found) <= 1.05
+
+
 def test_every_group_is_somewhere_and_was_trained_on_within_the_budget(finished: Finished) -> None:
     found = index_of(finished.folder)
     assert [row.number for row in found] == list(range(len(found)))
