@@ -210,9 +210,11 @@ def n_sampling() -> Iterator[Figure]:
 
 def weight_sync() -> Iterator[Figure]:
     shared = "engine and trainer read one storage: nothing is sent"
-    for size in ("0.5B", "7B"):
-        theirs = "~100 ms" if size == "0.5B" else "~500 ms"
-        yield Figure(f"{size}, CUDA IPC, colocated", theirs, "0", "planned", shared)
+    file = "h200/weight-sync.json"
+    figure = result(file, "shared storage")
+    ours = f"{1e3 * figure['value']:.2f} ms" if figure else ""
+    yield measured_or(figure, ours, f"{shared}; H200; {file}", "0.5B, CUDA IPC, colocated", "~100 ms")
+    yield Figure("7B, CUDA IPC, colocated", "~500 ms", "0", "planned", shared)
     for what, theirs, model, tp in (
         ("7B, NCCL broadcast", "~2 s", "qwen2.5-7b", 1),
         ("32B, CUDA IPC, TP 4", "~2 s", "qwen2.5-32b", 4),
