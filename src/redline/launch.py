@@ -277,12 +277,15 @@ def _place_rollouts(
     rollouts = BackgroundRollouts(attempts, engine, prepare_thread)
     shared = SteppedElsewhere(engine, rollouts)
 
+    def wait_for_device() -> None:
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+
     def before_update() -> None:
         shared.hold()
-        if device.type == "cuda":
-            torch.cuda.synchronize()  # what the engine has launched still reads the weights
+        wait_for_device()  # what the engine has launched still reads the weights
 
-    trainer.before_update = before_update
+    trainer.before_update, trainer.after_update = before_update, wait_for_device
     return rollouts, shared
 
 

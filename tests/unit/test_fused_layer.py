@@ -18,6 +18,7 @@ from redline.models.decoder import Decoder
 from redline.models.flash_attention import FlashPackedAttention, key_runs
 from redline.models.fused_layer import fused_layer, fused_layers, is_plain, keeps_sums
 from redline.models.hf import load_decoder
+from redline.models.memory import Checkpointing
 from redline.models.packed_attention import NO_PARENT, PackedAttention, Segments
 from redline.models.rope import rotary_table, rotate
 
@@ -77,8 +78,10 @@ def test_values_and_gradients_are_those_of_autograd(decoder: Decoder, has_delta:
         )
 
 
-def test_layers_that_are_one_node_have_the_gradients_of_all(decoder: Decoder) -> None:
+@pytest.mark.parametrize("checkpointing", ["none", "light"])
+def test_layers_that_are_one_node_have_the_gradients_of_all(decoder: Decoder, checkpointing: Checkpointing) -> None:
     torch.manual_seed(0)
+    decoder.recompute_in_backward(checkpointing)
     rotary = rotary_table(decoder.rotary_frequencies, 1.0, torch.from_numpy(SEGMENTS.positions()), torch.float32)
     start, *incoming = torch.randn(3, NUM_TOKENS, decoder.spec.hidden_size)
 

@@ -42,7 +42,7 @@ def train(network: nn.Sequential, optimizer: MasterAdamW, steps: range) -> dict[
             tokens_T = torch.randint(0, 1000, (256,), device="cuda", generator=generator)
             nn.functional.cross_entropy(network(tokens_T).float(), (tokens_T * 7 + 3) % 1000).backward()
             optimizer.accumulate()
-        optimizer.update(1e-3)
+        optimizer.update(1e-3, optimizer.norms())
     return {name: tensor.detach().clone() for name, tensor in network.state_dict().items()}
 
 
@@ -139,7 +139,8 @@ def test_a_gradient_that_is_not_finite_changes_no_bit(dtype: torch.dtype, way: d
     state = {name: tensor.clone() for name, tensor in optimizer.state().items() if name != "updates"}
     network(torch.arange(10, device="cuda")).sum().backward()
     optimizer.gradients()["1.weight"][0, 0] = math.nan
-    norms = optimizer.update(1e-3)
+    norms = optimizer.norms()
+    optimizer.update(1e-3, norms)
     assert norms.bad_parameters() == ["1.weight"]
     assert_close({name: tensor.detach() for name, tensor in network.state_dict().items()}, before, 0.0)
     after = optimizer.state()
@@ -153,7 +154,8 @@ def test_an_update_does_not_wait_for_the_device(states: str) -> None:
     network(torch.arange(10, device="cuda")).sum().backward()
     torch.cuda.set_sync_debug_mode("error")
     try:
-        norms = optimizer.update(1e-3)
+        norms = optimizer.norms()
+        optimizer.update(1e-3, norms)
     finally:
         torch.cuda.set_sync_debug_mode("default")
     assert math.isfinite(float(norms.total))

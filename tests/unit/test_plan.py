@@ -177,7 +177,7 @@ def test_more_tokens_at_once_take_more_memory() -> None:
 
 @pytest.mark.parametrize("code", ["h100", "cpu"])
 def test_what_is_computed_again_is_not_kept(code: str) -> None:
-    kinds = ("none", "selective", "full")
+    kinds = ("none", "light", "selective", "full")
     setups = [
         setup_of(
             "builtin:smollm2-135m-instruct",
@@ -188,8 +188,8 @@ def test_what_is_computed_again_is_not_kept(code: str) -> None:
     ]
     if code == "cpu":
         setups = [replace(setup, device=replace(setup.device, kind="cpu")) for setup in setups]
-    none, selective, full = (estimate_memory(setup).phase("forward/backward").total for setup in setups)
-    assert none > selective > full
+    none, light, selective, full = (estimate_memory(setup).phase("forward/backward").total for setup in setups)
+    assert none > light > selective > full
 
 
 @pytest.mark.parametrize(
@@ -239,7 +239,7 @@ def test_processes_that_divide_the_state_hold_a_part_each() -> None:
     whole, part = setup_of(SEVEN, gpus=8), setup_of(SEVEN, gpus=8, trainer={"sharding": "full"})
     assert held_terms(part)["moments"] * 8 == pytest.approx(held_terms(whole)["moments"], rel=1e-6)
     assert held_terms(part)["engine weights"] == 2 * part.model.parameters  # which it can no longer share
-    assert worst(part) < worst(whole) / 2
+    assert worst(part) < 0.52 * worst(whole)
 
 
 # ── the example that guides begin with ─────────────────────────────────────────────────────────────────────────────────
@@ -270,13 +270,16 @@ def test_our_own_plan_of_it_says_what_to_change() -> None:
     assert "moments" in plan.verdict
     cuts = {cut.settings[0]: cut for cut in plan.cuts if len(cut.settings) == 1}
     assert cuts["trainer.lora.rank=16"].fits
-    assert cuts["trainer.offload_optimizer=true"].fits
     assert not cuts["trainer.optimizer_states=int8"].fits
+    assert cuts["trainer.offload_optimizer=true"].saves > 90 * GB
     assert cuts["trainer.lora.rank=16"].saves > 100 * GB
 
 
 def test_a_cut_that_is_said_to_fit_fits() -> None:
-    assert plan_of(SEVEN, "h100", trainer={"offload_optimizer": True}).fits
+    almost = plan_of(SEVEN, "h100", trainer={"offload_optimizer": True})
+    assert not almost.fits
+    assert ("trainer.gradient_checkpointing=light",) in [cut.settings for cut in almost.cuts if cut.fits]
+    assert plan_of(SEVEN, "h100", trainer={"offload_optimizer": True, "gradient_checkpointing": "light"}).fits
     assert plan_of(SEVEN, "h100", trainer={"lora": {"rank": 16}}).fits
     assert not plan_of(SEVEN, "h100", trainer={"optimizer_states": "int8"}).fits
 

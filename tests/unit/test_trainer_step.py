@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import tempfile
+import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -424,3 +425,31 @@ def test_the_version_counts_steps(bench: Bench) -> None:
     for version in range(3):
         assert trainer.version == trainer.weights().version == version
         trainer.step(random_batch(bench, seed=version))
+
+
+def test_whoever_shares_the_weights_is_told_before_and_after_they_are_written(bench: Bench) -> None:
+    trainer = bench.trainer()
+    name, weight = next(iter(trainer.weights().tensors.items()))
+    seen: list[Tensor] = []
+    trainer.before_update = trainer.after_update = lambda: seen.append(weight.clone())
+    trainer.step(random_batch(bench))
+    before, after = seen
+    assert not torch.equal(before, after)
+    assert torch.equal(after, trainer.weights().tensors[name])
+
+
+@pytest.mark.gpu
+def test_a_step_is_over_for_the_host_before_the_device_has_written_the_weights(bench: Bench) -> None:
+    """Whatever the device is given to do between the norms and the end of the update, the report does not wait for it."""
+    decoder = load_decoder(bench.folder, torch.device("cuda"))
+    trainer = PolicyTrainer(decoder, torch.bfloat16, 1.0, TrainerConfig(max_tokens_per_micro_batch=EVERYTHING_AT_ONCE))
+    batch = random_batch(bench)
+    trainer.step(batch)
+    trainer.before_update = lambda: torch.cuda._sleep(10**9)  # half a second
+    started = time.perf_counter()
+    report = trainer.step(batch)
+    reported = time.perf_counter() - started
+    torch.cuda.synchronize()
+    written = time.perf_counter() - started
+    assert math.isfinite(report.grad_norm)
+    assert reported < 0.5 * written

@@ -117,15 +117,17 @@ def test_a_pass_over_logits_gives_logprob_normalizer_and_entropy(vocabulary: int
 
 
 @DTYPES
-def test_logits_become_their_gradient(dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("with_entropies", [True, False])
+def test_logits_become_their_gradient(dtype: torch.dtype, with_entropies: bool) -> None:
     logits, targets = 3 * random(4, 9000, dtype=dtype).detach(), torch.tensor([0, 8999, 7, 7], device=DEVICE)
     grads = (torch.randn(4, device=DEVICE), torch.tensor([0.0, 0.0, 1.0, -2.0], device=DEVICE))
     (logits_,) = wide(logits)
     log_p = torch.log_softmax(logits_ / 0.7, dim=-1)
     entropies = -(log_p.exp() * log_p).sum(dim=-1)
-    torch.autograd.backward([log_p.gather(1, targets[:, None]).squeeze(1), entropies], list(grads))
+    wanted = 2 if with_entropies else 1
+    torch.autograd.backward([log_p.gather(1, targets[:, None]).squeeze(1), entropies][:wanted], grads[:wanted])
     _, normalizer, entropy = summarise(logits, targets, 0.7)
-    found = to_gradient_(logits, targets, normalizer, entropy, grads, 0.7)
+    found = to_gradient_(logits, targets, normalizer, entropy, grads if with_entropies else (grads[0], None), 0.7)
     assert found is logits
     check(found, logits_.grad)
 

@@ -317,8 +317,9 @@ class TrainerConfig(Section):
     """With `gae`: 1 trusts the rewards alone, 0 the critic's next value alone."""
     recompute_old_logprobs: bool = False
     """Take the old policy's logprobs from a pass of the trainer before the step, not from the engine that sampled."""
-    gradient_checkpointing: Literal["none", "selective", "full"] = "none"
-    """What the backward pass computes again instead of keeping it. `selective`: the MLPs. `full`: whole layers."""
+    gradient_checkpointing: Literal["none", "light", "selective", "full"] = "none"
+    """What the backward pass computes again instead of keeping it. `light`: the MLPs' activations. `selective`: the MLPs.
+    `full`: whole layers."""
     max_tokens_per_micro_batch: PositiveInt | None = None
     """Per device: tokens through the network at once; by default what memory holds. It shrinks after running out of memory."""
     max_tokens_per_forward: PositiveInt | None = None

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 from importlib.util import find_spec
-from typing import Any, Literal, Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 import torch.nn.functional as F
@@ -21,6 +21,7 @@ from torch.utils.checkpoint import checkpoint
 
 from redline.models.gradient_sums import embedding
 from redline.models.lora import ActiveLora, project
+from redline.models.memory import Checkpointing
 from redline.models.rope import rotary_table, rotate
 from redline.models.spec import DecoderSpec
 
@@ -63,6 +64,8 @@ class DecoderLayer(nn.Module):
         """Sums over the processes that share the layer (`parallel.py`)."""
         self.recomputes_mlp = False
         """The backward pass computes the MLP again instead of keeping what is inside: most of what a layer keeps."""
+        self.recomputes_activation = False
+        """The same of the MLP's activation alone, which is a single pass over memory."""
 
     def forward(
         self, x_TE: Tensor, delta_TE: Tensor | None, rotary: Rotary | None, attend: AnyAttend, lora: ActiveLora | None
@@ -87,7 +90,11 @@ class DecoderLayer(nn.Module):
         return half and not self.recomputes_mlp and self.reduce is _alone and is_plain(self, lora)
 
     def _mlp(self, x_TE: Tensor, lora: ActiveLora | None) -> Tensor:
-        return self.reduce(project(self.down, silu_mul(project(self.gate_up, x_TE, lora)), lora))
+        gate_up_TI = project(self.gate_up, x_TE, lora)
+        return self.reduce(_again_in_backward(self._activated, self.recomputes_activation)(gate_up_TI, lora))
+
+    def _activated(self, gate_up_TI: Tensor, lora: ActiveLora | None) -> Tensor:
+        return project(self.down, silu_mul(gate_up_TI), lora)
 
     def _attention(self, x_TE: Tensor, rotary: Rotary | None, attend: AnyAttend, lora: ActiveLora | None) -> Tensor:
         """[T, H · D]."""
@@ -135,12 +142,13 @@ class Decoder(nn.Module):
         self.recomputes_layers = False
         """The backward pass computes each layer again from its input."""
 
-    def recompute_in_backward(self, what: Literal["none", "selective", "full"]) -> None:
-        """`selective`: the MLPs. `full`: whole layers. The same numbers, less memory, more time."""
+    def recompute_in_backward(self, what: Checkpointing) -> None:
+        """`light`: the MLPs' activations. `selective`: the MLPs. `full`: whole layers. The same numbers, less memory, more
+        time."""
         self.recomputes_layers = what == "full"
         for layer in self.layers:
             assert isinstance(layer, DecoderLayer)
-            layer.recomputes_mlp = what == "selective"
+            layer.recomputes_activation, layer.recomputes_mlp = what == "light", what == "selective"
 
     @property
     def output_weight(self) -> Tensor:

@@ -1,11 +1,10 @@
 """Decoder layers forward and backward by hand, for training on a GPU.
 
 Autograd would run the same kernels, but it takes the host five times as long to get them started as the device to run them
-when a micro-batch has a few thousand tokens. And it would keep the activation of the MLP, the largest tensor of a layer that
-can be made again from another one in a single pass.
+when a micro-batch has a few thousand tokens.
 
     x, delta ─► sum ─► norm ─► qkv ─► rotate ─► attention ─► o ─► + sum ─► norm ─► gate, up ─► silu ─► down
-    kept        sum    norm    heads                 out                sum    norm    gate, up
+    kept        sum    norm    heads                 out                sum    norm    gate, up    inner, or made again
 
 This module needs triton; only code that runs on a CUDA device may import it.
 """
@@ -19,6 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from redline.models import products
 from redline.models.gradient_sums import product_gradient, sum_gradient, sum_of
 from redline.models.lora import ActiveLora
 from redline.models.spec import DecoderSpec
@@ -55,6 +55,8 @@ class ManualAttend(Protocol):
 
 
 _LINEARS = ("qkv", "o", "gate_up", "down")
+Kept = tuple[Any, ...]
+"""Tensors for the backward pass of a layer, None where it makes one again."""
 
 
 class PlainLayer(Protocol):
@@ -69,6 +71,7 @@ class PlainLayer(Protocol):
     mlp_norm: nn.Parameter
     gate_up: nn.Linear
     down: nn.Linear
+    recomputes_activation: bool
 
 
 def is_plain(layer: PlainLayer, lora: ActiveLora | None) -> bool:
@@ -149,26 +152,27 @@ class _Layers(torch.autograd.Function):
 
 def _forward(
     layer: PlainLayer, x_TE: Tensor, delta_TE: Tensor | None, rotary: tuple[Tensor, Tensor], attend: ManualAttend
-) -> tuple[Tensor, Tensor, tuple[Tensor, ...]]:
+) -> tuple[Tensor, Tensor, Kept]:
     """The residual stream, what to add to it, and what the backward pass needs."""
     spec = layer.spec
     first_TE, first_normed_TE, first_scale_T = norm_forward(x_TE, delta_TE, layer.attn_norm, spec.norm_eps)
     heads_TX = F.linear(first_normed_TE, layer.qkv.weight, layer.qkv.bias)
     rotation_(heads_TX, spec.num_heads + spec.num_kv_heads, *rotary, backwards=False)
     out_THD, kept = attend.forward(*_heads(heads_TX, spec))
-    attended_TE = F.linear(out_THD.flatten(1), layer.o.weight)
+    attended_TE = products.forward(out_THD.flatten(1), layer.o.weight)
     second_TE, second_normed_TE, second_scale_T = norm_forward(first_TE, attended_TE, layer.mlp_norm, spec.norm_eps)
-    gate_up_TI = F.linear(second_normed_TE, layer.gate_up.weight)
-    out_TE = F.linear(silu_forward(gate_up_TI), layer.down.weight)
+    gate_up_TI = products.forward(second_normed_TE, layer.gate_up.weight)
+    inner_TI = silu_forward(gate_up_TI)
+    out_TE = products.forward(inner_TI, layer.down.weight)
     return second_TE, out_TE, (
         first_TE, first_normed_TE, first_scale_T, heads_TX, out_THD,
-        second_TE, second_normed_TE, second_scale_T, gate_up_TI, *kept,
+        second_TE, second_normed_TE, second_scale_T, gate_up_TI, None if layer.recomputes_activation else inner_TI, *kept,
     )  # fmt: skip
 
 
 def _backward(
     layer: PlainLayer,
-    kept: tuple[Tensor, ...],
+    kept: Kept,
     rotary: tuple[Tensor, Tensor],
     attend: ManualAttend,
     grad_second_TE: Tensor,
@@ -177,26 +181,26 @@ def _backward(
     """What reaches the sum at the beginning, and the gradients of `_weights` that have no sum of their own."""
     (
         first_TE, first_normed_TE, first_scale_T, heads_TX, out_THD,
-        second_TE, second_normed_TE, second_scale_T, gate_up_TI, *of_attention,
+        second_TE, second_normed_TE, second_scale_T, gate_up_TI, inner_TI, *of_attention,
     ) = kept  # fmt: skip
     spec, qkv, o, gate_up, down = layer.spec, layer.qkv.weight, layer.o.weight, layer.gate_up.weight, layer.down.weight
     grad_second_TE, grad_out_TE = grad_second_TE.contiguous(), grad_out_TE.contiguous()
 
-    inner_TI = grad_out_TE @ down
-    silu_backward_(gate_up_TI, inner_TI)
-    grad_down = product_gradient(down, grad_out_TE, inner_TI)
+    grad_inner_TI = products.backward(grad_out_TE, down)
+    silu_backward_(gate_up_TI, grad_inner_TI, again=inner_TI is None)
+    grad_down = product_gradient(down, grad_out_TE, grad_inner_TI if inner_TI is None else inner_TI)
     grad_gate_up = product_gradient(gate_up, gate_up_TI, second_normed_TE)
-    grad_second_TE, grad_mlp_norm = norm_backward(
-        second_TE, layer.mlp_norm, second_scale_T, gate_up_TI @ gate_up, grad_second_TE
-    )
+    grad_normed_TE = products.backward(gate_up_TI, gate_up)
+    grad_second_TE, grad_mlp_norm = norm_backward(second_TE, layer.mlp_norm, second_scale_T, grad_normed_TE, grad_second_TE)
 
     grad_o = product_gradient(o, grad_second_TE, out_THD.flatten(1))
-    grad_attended = (grad_second_TE @ o).view_as(out_THD)
-    grad_heads_TX = attend.backward(grad_attended, *_heads(heads_TX, spec), out_THD, tuple(of_attention), rotary).flatten(1)
+    grad_attended_THD = products.backward(grad_second_TE, o).view_as(out_THD)
+    grad_heads_TX = attend.backward(grad_attended_THD, *_heads(heads_TX, spec), out_THD, tuple(of_attention), rotary).flatten(1)
     grad_qkv = product_gradient(qkv, grad_heads_TX, first_normed_TE)
     bias: Tensor | None = layer.qkv.bias
     grad_bias = None if bias is None else sum_gradient(bias, column_sums(grad_heads_TX))
-    grad_first_TE, grad_attn_norm = norm_backward(first_TE, layer.attn_norm, first_scale_T, grad_heads_TX @ qkv, grad_second_TE)
+    grad_normed_TE = products.backward(grad_heads_TX, qkv)
+    grad_first_TE, grad_attn_norm = norm_backward(first_TE, layer.attn_norm, first_scale_T, grad_normed_TE, grad_second_TE)
     norms = sum_gradient(layer.attn_norm, grad_attn_norm), sum_gradient(layer.mlp_norm, grad_mlp_norm)
     return grad_first_TE, (*norms, grad_qkv, grad_bias, grad_o, grad_gate_up, grad_down)
 

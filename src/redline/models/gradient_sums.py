@@ -14,6 +14,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from redline.models import products
+
 _ATTRIBUTE = "gradient_sum"
 
 
@@ -35,7 +37,7 @@ class GradientSum:
         """leftᵀ @ right."""
         total, is_first = self._place()
         if total.is_cuda:
-            torch.addmm(total, left_TX.T, right_TE, beta=0 if is_first else 1, out_dtype=torch.float32, out=total)
+            products.gradient_(total, left_TX, right_TE, is_first=is_first)
         else:  # no product of another dtype than its factors
             product = left_TX.T @ right_TE
             total.copy_(product) if is_first else total.add_(product)

@@ -22,8 +22,9 @@ from torch import nn
 from redline.models.lora import projections
 from redline.models.spec import DecoderSpec, ModelShape
 
-Checkpointing = Literal["none", "selective", "full"]
-"""What the backward pass computes again. `selective`: the MLPs, `full`: all layers, from their inputs."""
+Checkpointing = Literal["none", "light", "selective", "full"]
+"""What the backward pass computes again. `light`: the MLPs' activations, `selective`: the MLPs, `full`: all layers, each from
+its inputs."""
 LayerCode = Literal["fused", "kernels", "eager"]
 """Who runs a layer in training. `fused`: `fused_layer.py`. `kernels`: autograd around `training_kernels.py`. `eager`: autograd
 around torch's own operations."""
@@ -112,17 +113,24 @@ class LayerBytes:
     """For the backward pass, where nothing is computed again."""
     mlp: int
     """The part of `kept` inside the MLP."""
+    activation: int
+    """The part of that which is between its products."""
     backward: int
     """Gradients and scratch, while its backward pass is at work."""
     forward: int
     """All of a pass that keeps nothing."""
 
     def kept_with(self, checkpointing: Checkpointing) -> int:
-        return {"none": self.kept, "selective": self.kept - self.mlp, "full": self.inputs}[checkpointing]
+        return {
+            "none": self.kept,
+            "light": self.kept - self.activation,
+            "selective": self.kept - self.mlp,
+            "full": self.inputs,
+        }[checkpointing]
 
     def again(self, checkpointing: Checkpointing) -> int:
         """Made a second time, by the layer whose backward pass is at work."""
-        return {"none": 0, "selective": self.mlp, "full": self.kept}[checkpointing]
+        return {"none": 0, "light": self.activation, "selective": self.mlp, "full": self.kept}[checkpointing]
 
     def through(self, num_layers: int, checkpointing: Checkpointing, around: int) -> TokenBytes:
         """Of all layers, the one whose backward pass is at work, and what is `around` them."""
@@ -154,7 +162,7 @@ def layer_bytes(
         heads       A + 2 C     A + 2 C     A + 2 C       queries, keys, values after rotation
         attention   A + H f     A + H f     2 A + H f     its output, eager: in token order too; a log-sum-exp per head
         qk norm     -           A + C       2 (A + C) f   its inputs, where there is one
-        MLP         2 I         3 I         4 I           gate and up; kernels: their product; eager: silu(gate)
+        MLP         3 I         3 I         4 I           gate, up and their product; eager: silu(gate)
         adapters    -           theirs      theirs        `adapter_columns`: what A makes of a token
 
     f: in float32 whatever the dtype. Where `scores` are written out (`packed_attention.py`, on the CPU), heads times keys for
@@ -175,13 +183,14 @@ def layer_bytes(
         norms = size * 4 * E + 2 * FLOAT32
         qk_norm = size * (A + C) if has_qk_norm else 0
         attention = size * (heads + A) + FLOAT32 * H
-        mlp = size * (2 * I if code == "fused" else 3 * I)
-        own = I if code == "fused" else 3 * I
-        backward = size * (4 * E + max(own, (I if code == "fused" else 0) + A + 2 * heads)) + scratch
+        mlp = size * 3 * I
+        own = I if code == "fused" else 3 * I  # gradients
+        backward = size * (4 * E + max(own, A + 2 * heads)) + scratch
     return LayerBytes(
         inputs=size * 2 * E,
         kept=round(norms + attention + qk_norm + mlp + size * adapter_columns),
         mlp=mlp,
+        activation=mlp - size * 2 * I,
         backward=round(backward),
         forward=size * (3 * E + max(3 * A + 4 * C, 3 * I)),
     )

@@ -20,7 +20,7 @@ from redline.models.launches import launch
 
 PROGRAMS = 1056
 """Of sums over tokens: each program sums over some of them, and a last step over the programs."""
-PARTS_BLOCK = (128, 16)
+PARTS_BLOCK = (512, 8)
 """Parts and columns of a turn of that last step."""
 SILU_BLOCK = 1024
 
@@ -84,7 +84,7 @@ def column_sums(x_TX: Tensor) -> Tensor:
 def add_parts_(total_X: Tensor, parts_PX: Tensor, *, is_first: bool) -> None:
     """The sum of the parts, added to a total that until the first of them may hold anything; all float32."""
     (P, X), (rows, block) = parts_PX.shape, PARTS_BLOCK
-    launch(_add_parts, (triton.cdiv(X, block),), (total_X, parts_PX), (P,), (X, is_first, rows, block), num_warps=4)
+    launch(_add_parts, (triton.cdiv(X, block),), (total_X, parts_PX), (P,), (X, is_first, rows, block), num_warps=8)
 
 
 def silu_forward(gate_up_TI: Tensor) -> Tensor:
@@ -100,9 +100,9 @@ def silu_backward(gate_up_TI: Tensor, grad_out_TI: Tensor) -> Tensor:
     return _run_silu_backward(gate_up_TI, grad_out_TI, torch.empty_like(gate_up_TI), None)
 
 
-def silu_backward_(gate_up_TI: Tensor, grad_out_TI: Tensor) -> None:
-    """In place: the projection becomes its gradient, and the gradient of what came out becomes what came out."""
-    _run_silu_backward(gate_up_TI, grad_out_TI, gate_up_TI, grad_out_TI)
+def silu_backward_(gate_up_TI: Tensor, grad_out_TI: Tensor, *, again: bool) -> None:
+    """In place: the projection becomes its gradient, and if wanted again, the gradient of what came out what came out."""
+    _run_silu_backward(gate_up_TI, grad_out_TI, gate_up_TI, grad_out_TI if again else None)
 
 
 def _run_silu_backward(gate_up_TI: Tensor, grad_out_TI: Tensor, grad_TI: Tensor, out_TI: Tensor | None) -> Tensor:

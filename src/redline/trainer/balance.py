@@ -97,8 +97,9 @@ class _Work:
                 break
             num_bins = self._whole_rounds(num_bins + max(opened, num_bins // 50))
         bins = self._weigh(bin_U[units.bin_S])
-        idle = (0, num_bins - len(bins.cost_X))
-        return Bins(bins.bin_S, np.pad(bins.cost_X, idle), np.pad(bins.tokens_X, idle))
+        if (idle := num_bins - len(bins.cost_X)) == 0:
+            return bins
+        return Bins(bins.bin_S, np.append(bins.cost_X, np.zeros(idle)), np.append(bins.tokens_X, np.zeros(idle, np.int64)))
 
     def _weigh(self, bin_S: np.ndarray) -> Bins:
         """Cost and tokens of bins that hold these sequences. The prompt of a family counts once in each."""

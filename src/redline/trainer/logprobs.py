@@ -10,9 +10,9 @@ from importlib.util import find_spec
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
+from redline.models import products
 from redline.models.gradient_sums import sum_of
 
 CHUNK_BYTES = {"cpu": 128 * 2**20, "cuda": 2**30}
@@ -33,7 +33,7 @@ class _SelectedLogprobs(torch.autograd.Function):
         room = KEPT_BYTES[weight_VE.device.type] if any(ctx.needs_input_grad) else 0
         chunks, kept = [], []
         for hidden, targets in _chunks(weight_VE, hidden_ME, targets_M):
-            logits = F.linear(hidden, weight_VE)
+            logits = products.forward(hidden, weight_VE)
             room -= logits.nbytes
             keeps = room >= 0
             kept.append(logits if keeps else None)
@@ -41,19 +41,23 @@ class _SelectedLogprobs(torch.autograd.Function):
         logprobs_M, normalizers_M, entropies_M = (torch.cat(parts) for parts in zip(*chunks, strict=True))
         ctx.save_for_backward(hidden_ME, weight_VE, targets_M, normalizers_M, entropies_M)
         ctx.temperature, ctx.kept, ctx.sum = temperature, kept, sum_of(weight_VE)
+        ctx.set_materialize_grads(False)  # where nobody asks about entropies, nothing need be computed for them
         return logprobs_M, entropies_M
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor | None, None, None]:
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor, Tensor | None, None, None]:
         hidden_ME, weight_VE, *known = ctx.saved_tensors
         grad_hidden_ME = torch.empty_like(hidden_ME)
         grad_weight_VE: Tensor | None = None
-        parts = _chunks(weight_VE, hidden_ME, grad_hidden_ME, *known, *grads)
+        grad_logprobs_M = torch.zeros_like(known[-1]) if grads[0] is None else grads[0]
+        of_entropies = () if grads[1] is None else (grads[1],)
+        parts = _chunks(weight_VE, hidden_ME, grad_hidden_ME, *known, grad_logprobs_M, *of_entropies)
         kept, ctx.kept = ctx.kept, [None] * len(ctx.kept)  # they are overwritten below
-        for (hidden, grad_hidden, targets, normalizers, entropies, *incoming), logits in zip(parts, kept, strict=True):
-            logits = F.linear(hidden, weight_VE) if logits is None else logits
-            outgoing = _to_gradient(logits, targets, normalizers, entropies, (incoming[0], incoming[1]), ctx.temperature)
-            torch.mm(outgoing, weight_VE, out=grad_hidden)
+        for (hidden, grad_hidden, targets, normalizers, entropies, grad, *of_entropy), logits in zip(parts, kept, strict=True):
+            logits = products.forward(hidden, weight_VE) if logits is None else logits
+            grads_here = grad, of_entropy[0] if of_entropy else None
+            outgoing = _to_gradient(logits, targets, normalizers, entropies, grads_here, ctx.temperature)
+            products.backward(outgoing, weight_VE, out=grad_hidden)
             if ctx.sum is not None:
                 ctx.sum.add_product(outgoing, hidden)
             elif ctx.needs_input_grad[1]:
@@ -76,7 +80,12 @@ def _summarise(logits: Tensor, targets: Tensor, temperature: float, *, overwrite
 
 
 def _to_gradient(
-    logits: Tensor, targets: Tensor, normalizers: Tensor, entropies: Tensor, grads: tuple[Tensor, Tensor], temperature: float
+    logits: Tensor,
+    targets: Tensor,
+    normalizers: Tensor,
+    entropies: Tensor,
+    grads: tuple[Tensor, Tensor | None],
+    temperature: float,
 ) -> Tensor:
     """What reaches the logits; they are overwritten."""
     if logits.is_cuda and _HAS_TRITON:
@@ -87,7 +96,7 @@ def _to_gradient(
     log_p = _scaled(logits, temperature, overwrite=True).sub_(normalizers[:, None])
     # d logprob / d logit = (1[v = target] - p_v) / temperature
     grad = log_p.exp().mul_(-grad_logprob[:, None])
-    if grad_entropy.any():
+    if grad_entropy is not None:
         # d H / d logit = -p_v · (log p_v + H) / temperature
         grad -= log_p.exp() * (log_p + entropies[:, None]) * grad_entropy[:, None]
     grad.scatter_add_(1, targets[:, None], grad_logprob[:, None])
@@ -106,8 +115,16 @@ def _plus(total: Tensor | None, part: Tensor, *, alone: bool) -> Tensor:
     return part.float() if total is None else total.add_(part)
 
 
+def chunk_rows(num_rows: int, vocab_size: int, dtype: torch.dtype, device: str) -> int:
+    """Of a chunk: few chunks, and even, so that no product is small."""
+    itemsize = dtype.itemsize if device == "cuda" else 4
+    most = max(1, CHUNK_BYTES[device] // (itemsize * vocab_size))
+    num_chunks = max(1, -(-num_rows // most))
+    return max(1, -(-num_rows // num_chunks))
+
+
 def _chunks(weight_VE: Tensor, *tensors_M: Tensor) -> zip[tuple[Tensor, ...]]:
     """Views of the same rows of each."""
-    itemsize = weight_VE.dtype.itemsize if weight_VE.is_cuda else 4
-    rows = max(1, CHUNK_BYTES["cuda" if weight_VE.is_cuda else "cpu"] // (itemsize * len(weight_VE)))
+    device = "cuda" if weight_VE.is_cuda else "cpu"
+    rows = chunk_rows(len(tensors_M[0]), len(weight_VE), weight_VE.dtype, device)
     return zip(*(tensor.split(rows) for tensor in tensors_M), strict=True)

@@ -1,7 +1,8 @@
 """AdamW on float32 master weights; the network computes in its own dtype.
 
     backward ──► a parameter's gradient is complete ──► added to its float32 sum, and freed (`gradient_sums.py`: added as made)
-    update   ──► norms ──► for each stretch: moments in ─► AdamW with the clipping inside ─► weights written ─► moments out
+    norms    ──► all there is to say about a step, before anything is changed
+    update   ──► for each stretch: moments in ─► AdamW with the clipping inside ─► weights written ─► moments out
 
 The network's parameters are overwritten in place, never replaced, so whoever shares their storage (the engine, captured graphs)
 sees the new policy at once. In float32 the parameters are their own masters. Nothing in a step waits for the device: whether
@@ -148,16 +149,22 @@ class MasterAdamW:
     # ── the step ───────────────────────────────────────────────────────────────────────────────────────────────────────
 
     def step(self, learning_rate: float, loss: Tensor | None = None) -> float:
-        """`update`, and wait for it: the gradient norm before clipping."""
-        return float(self.update(learning_rate, loss).total)
+        """`update`, and wait for the gradient norm before clipping."""
+        norms = self.norms(loss)
+        self.update(learning_rate, norms)
+        return float(norms.total)
 
     @torch.no_grad()
-    def update(self, learning_rate: float, loss: Tensor | None = None) -> GradientNorms:
-        """Clip, update, write the network's weights, forget the gradients. With a norm or `loss` that is not finite, only the
-        last of these."""
+    def norms(self, loss: Tensor | None = None) -> GradientNorms:
+        """Of the gradients since the last step, which is to be skipped if one of them or `loss` is not finite."""
         gradients = self.gradients()
         squares_P = torch.stack(torch._foreach_norm(list(gradients.values()))).square()
-        norms = gradient_norms(self.sum_squares(squares_P), tuple(gradients), loss)
+        return gradient_norms(self.sum_squares(squares_P), tuple(gradients), loss)
+
+    @torch.no_grad()
+    def update(self, learning_rate: float, norms: GradientNorms) -> None:
+        """Clip, update, write the network's weights, forget the gradients; of a step to be skipped, only the last of these."""
+        gradients = self.gradients()
         clip = ((norms.total + CLIP_EPS) / self._config.max_grad_norm).clamp(min=1.0)
         self._taken += 1
         self._updates += 1
@@ -171,7 +178,6 @@ class MasterAdamW:
                 self._update(stretch, here, gradients, clip, norms.skip, learning_rate)
         self._taken -= norms.skip
         self._forget_gradients()
-        return norms
 
     def _update(
         self,

@@ -1,4 +1,8 @@
-"""What the micro-batches of a step add up to, summed where they are computed and read once at the end."""
+"""What the micro-batches of a step add up to, summed where they are computed and read once.
+
+On a GPU the copy begins before the weights are updated, of which nothing in it depends: a step is over for the host while the
+device still writes the weights, and whatever the host does next is done meanwhile.
+"""
 
 from __future__ import annotations
 
@@ -49,6 +53,23 @@ class SeenStep:
     """Something is not finite, and the weights are as they were."""
 
 
+@dataclass(slots=True, frozen=True)
+class SentStep:
+    """On its way from the device."""
+
+    values: Tensor
+    """float64 on the host: `SUMS`, the largest ratio, the norm, and whether to skip."""
+    counts: list[float]
+    arrived: torch.cuda.Event | None
+
+    def read(self) -> SeenStep:
+        """Waits for it."""
+        if self.arrived is not None:
+            self.arrived.synchronize()
+        *sums, max_ratio, grad_norm, skipped = self.values.tolist()
+        return SeenStep(dict(zip(SUMS + COUNTS, [*sums, *self.counts], strict=True)), max_ratio, grad_norm, bool(skipped))
+
+
 @dataclass(slots=True)
 class StepTotals:
     """Of this process."""
@@ -93,13 +114,16 @@ class StepTotals:
     def loss(self) -> Tensor:
         return self.sums[0]
 
-    def read(self, parallel: Parallel, norms: GradientNorms) -> SeenStep:
-        """Of all processes; the one copy from the device in a step, which waits for it."""
+    def send(self, parallel: Parallel, norms: GradientNorms) -> SentStep:
+        """Of all processes; the one copy from the device in a step. Work that is launched after this does not hold it up."""
         counts = self._counts(parallel)
         of_gradient = torch.stack([norms.total, norms.skip]).to(self.sums)
-        found = torch.cat([parallel.sum_of(self.sums), parallel.max_of(self.largest).exp(), of_gradient]).tolist()
-        *sums, max_ratio, grad_norm, skipped = found
-        return SeenStep(dict(zip(SUMS + COUNTS, [*sums, *counts], strict=True)), max_ratio, grad_norm, bool(skipped))
+        found = torch.cat([parallel.sum_of(self.sums), parallel.max_of(self.largest).exp(), of_gradient])
+        if not found.is_cuda:
+            return SentStep(found, counts, None)
+        on_host = torch.empty(found.shape, dtype=found.dtype, pin_memory=True)
+        on_host.copy_(found, non_blocking=True)
+        return SentStep(on_host, counts, torch.cuda.current_stream(found.device).record_event())
 
     def _counts(self, parallel: Parallel) -> list[float]:
         """Of all processes. One that is alone knows them without asking its device."""

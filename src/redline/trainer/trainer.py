@@ -108,6 +108,8 @@ class PolicyTrainer:
         self._version = 0
         self.before_update: Callable[[], None] = lambda: None
         """Called before the weights are overwritten, which others may be reading."""
+        self.after_update: Callable[[], None] = lambda: None
+        """Called when the device has been told to: whoever reads the weights on another stream than this has to wait for it."""
 
     def _recompute_in_backward(self) -> None:
         kind = self._config.gradient_checkpointing
@@ -229,10 +231,13 @@ class PolicyTrainer:
         with span("trainer.optimizer", device=True, version=self._version):
             self._weights.sum_gradients(self._optimizer.gradients())
             loss = self._parallel.sum_of(totals.loss)
+            norms = self._optimizer.norms(loss)
+            sent = totals.send(self._parallel, norms)
             self.before_update()
-            norms = self._optimizer.update(learning_rate, loss)
+            self._optimizer.update(learning_rate, norms)
             self._weights.changed()
-            seen = totals.read(self._parallel, norms)
+            self.after_update()
+            seen = sent.read()
         if not seen.skipped:
             self._bad_steps.good()
             return seen

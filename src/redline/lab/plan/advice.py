@@ -5,13 +5,14 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, get_args
 
 from redline.lab.plan.memory import MemoryEstimate, estimate_memory, kv_bytes_needed
 from redline.lab.plan.rates import Rates
 from redline.lab.plan.setup import Setup
 from redline.lab.plan.timing import estimate_time
 from redline.lab.table import quantity
+from redline.models.memory import Checkpointing
 
 LORA_RANK = 16
 MOST_CUTS = 3
@@ -120,9 +121,13 @@ def _pinned(setup: Setup, memory: MemoryEstimate) -> Setup:
 
 def _options(setup: Setup, rates: Rates, memory: MemoryEstimate) -> Iterator[_Option]:
     trainer, config = setup.config.trainer, setup.config
-    again = {"none": ("selective", "full"), "selective": ("full",), "full": ()}[trainer.gradient_checkpointing]
-    words = {"selective": "the MLPs' forward pass once more", "full": "a forward pass once more"}
-    for kind in again:
+    words = {
+        "light": "the MLPs' activations once more",
+        "selective": "the MLPs' forward pass once more",
+        "full": "a forward pass once more",
+    }
+    kinds = list(get_args(Checkpointing))
+    for kind in kinds[kinds.index(trainer.gradient_checkpointing) + 1 :]:
         yield _trainer("gradient_checkpointing", kind, words[kind])
     if trainer.optimizer_states == "float32":
         yield _trainer("optimizer_states", "int8", "rounding of Adam's means, right on average")

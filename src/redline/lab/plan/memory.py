@@ -25,7 +25,7 @@ from redline.errors import TrainingError
 from redline.lab.plan.setup import Setup
 from redline.models.memory import FLOAT32, LayerBytes, ParameterBytes, TokenBytes, around_bytes, counted_bytes, layer_bytes
 from redline.trainer.budget import Budgets, MemoryPlan, cpu_budgets, logits_bytes
-from redline.trainer.logprobs import CHUNK_BYTES, KEPT_BYTES
+from redline.trainer.logprobs import CHUNK_BYTES, KEPT_BYTES, chunk_rows
 from redline.trainer.offload import STRETCH_ELEMENTS
 from redline.trainer.trainer import FORWARD_RATIO
 
@@ -271,8 +271,7 @@ def kept_logits(setup: Setup, predicted: int) -> tuple[int, int]:
     """Logits that stay for the backward pass, and the most that are there beside them, chunk by chunk as
     `trainer/logprobs.py` makes them."""
     kind, vocabulary = setup.kind, setup.model.shape.vocab_size
-    wide = setup.dtype.itemsize if setup.device.is_gpu else FLOAT32
-    rows = max(1, CHUNK_BYTES[kind] // (wide * vocabulary))
+    rows = chunk_rows(predicted, vocabulary, setup.dtype, kind)
     chunks = [rows] * (predicted // rows) + ([predicted % rows] if predicted % rows else [])
     room, kept, passing = KEPT_BYTES[kind], 0, 0
     for chunk in chunks:

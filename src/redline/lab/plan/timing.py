@@ -27,9 +27,9 @@ from redline.lab.roofline import NetworkCost
 from redline.models.memory import FLOAT32
 from redline.models.spec import DecoderSpec
 
-KEPT_TRAFFIC = 4
-"""Times that the elements a layer keeps cross the memory bus outside of products: written and read forward, read backward, and
-a gradient of the same size written and read."""
+KEPT_TRAFFIC = 3
+"""Times that the elements a layer keeps cross the memory bus outside of products: those of norms and heads four times, written
+and read forward and, with their gradients, backward; those of the MLP less than three."""
 ADAPTER_TRAFFIC = 5
 """The same for the inputs and outputs of projections with an adapter: read for its first product, read and written by its
 second, and as much again for three gradients."""
@@ -156,7 +156,7 @@ def training_flops(setup: Setup, tokens: float, pairs: float, predicted: float) 
     forward = 2 * cost.body_params * tokens + cost.attention_flops * pairs
     head = 2 * cost.head_params * predicted
     passes = 2.0 if setup.adapter else 3.0
-    again = {"none": 0.0, "selective": _mlp_share(setup.model), "full": 1.0}[setup.checkpointing]
+    again = {"none": 0.0, "light": 0.0, "selective": _mlp_share(setup.model), "full": 1.0}[setup.checkpointing]
     adapters = 6.0 * setup.adapter * tokens
     # Attention has two gradients of its own whatever is frozen, and recomputes its scores.
     attention = (3.5 - passes) * cost.attention_flops * pairs
@@ -177,12 +177,13 @@ def training_cost(setup: Setup, tokens: float, micro_batches: float, rates: Rate
     predicted = tokens * trained_share(setup)
     flops = training_flops(setup, tokens, pairs, predicted)
     each = layer(setup, round(tokens / micro_batches))
-    traffic = KEPT_TRAFFIC * tokens * shape.num_layers * each.kept
+    made_again = each.activation if setup.checkpointing == "light" else 0
+    traffic = tokens * shape.num_layers * (KEPT_TRAFFIC * each.kept + made_again)
     if setup.adapter:
         traffic += ADAPTER_TRAFFIC * tokens * size * setup.adapter / setup.config.trainer.lora.rank
     logits = 4 * predicted * shape.vocab_size * size
     weights = micro_batches * (2 * size * setup.model.parameters + 2 * FLOAT32 * setup.trained)
-    passes = 2 + {"none": 0, "selective": 0.5, "full": 1}[setup.checkpointing]
+    passes = 2 + {"none": 0, "light": 0, "selective": 0.5, "full": 1}[setup.checkpointing]
     gathered = _gather_seconds(setup, micro_batches)
     return Cost(
         products=flops / rates.flops,
