@@ -108,7 +108,7 @@ def test_layers_that_are_one_node_have_the_gradients_of_all(decoder: Decoder, ch
 def test_layers_with_more_than_that_go_the_other_way(tmp_path: Path) -> None:
     for family, expected in {"llama, tied": True, "qwen2, untied": True, "qwen3, biases": False}.items():
         write_model(tmp_path / family, CONFIGS[family], seed=3)
-        assert is_plain(load_decoder(tmp_path / family).layers[0], None) is expected, family  # type: ignore[arg-type, union-attr]
+        assert is_plain(load_decoder(tmp_path / family).layers[0]) is expected, family  # type: ignore[arg-type, union-attr]
 
 
 def test_a_segments_keys_are_its_parents_and_then_its_own() -> None:

@@ -81,13 +81,17 @@ class DecoderLayer(nn.Module):
         return x_TE, _again_in_backward(self._mlp, self.recomputes_mlp)(normed_TE, lora)
 
     def _is_written_out(self, x_TE: Tensor, attend: AnyAttend, lora: ActiveLora | None) -> bool:
-        """Whether `fused_layer` may take over: training in half precision on CUDA, where it has the gradients of this layer."""
-        if not (_is_fused(x_TE) and torch.is_grad_enabled() and hasattr(attend, "backward")):
+        """Whether `fused_layer` may take over, which has the gradients of plain layers."""
+        if not _trains_by_hand(x_TE, attend, lora):
             return False
         from redline.models.fused_layer import is_plain
 
-        half = x_TE.dtype in (torch.bfloat16, torch.float16)
-        return half and not self.recomputes_mlp and self.reduce is _alone and is_plain(self, lora)
+        return self.is_alone and is_plain(self)
+
+    @property
+    def is_alone(self) -> bool:
+        """No other process has a part of it, and all of it is kept."""
+        return not self.recomputes_mlp and self.reduce is _alone
 
     def _mlp(self, x_TE: Tensor, lora: ActiveLora | None) -> Tensor:
         gate_up_TI = project(self.gate_up, x_TE, lora)
@@ -172,11 +176,11 @@ class Decoder(nn.Module):
 
     def _is_written_out(self, x_TE: Tensor, attend: AnyAttend, lora: ActiveLora | None) -> bool:
         """Whether `fused_layers` may take all of them at once: nobody but the sums wants the weights' gradients."""
-        if self.recomputes_layers or not all(layer._is_written_out(x_TE, attend, lora) for layer in self.layers):  # type: ignore[operator]
+        if self.recomputes_layers or not _trains_by_hand(x_TE, attend, lora):
             return False
-        from redline.models.fused_layer import keeps_sums
+        from redline.models.fused_layer import is_plain, keeps_sums
 
-        return all(keeps_sums(layer) for layer in self.layers)  # type: ignore[arg-type]
+        return all(layer.is_alone and is_plain(layer) and keeps_sums(layer) for layer in self.layers)  # type: ignore[arg-type]
 
     def logits(self, hidden_ME: Tensor) -> Tensor:
         """[M, V] in the compute dtype."""
@@ -185,6 +189,12 @@ class Decoder(nn.Module):
 
 def _alone(x: Tensor) -> Tensor:
     return x
+
+
+def _trains_by_hand(x_TE: Tensor, attend: AnyAttend, lora: ActiveLora | None) -> bool:
+    """In half precision on CUDA, all weights."""
+    half = x_TE.dtype in (torch.bfloat16, torch.float16)
+    return half and lora is None and _is_fused(x_TE) and torch.is_grad_enabled() and hasattr(attend, "backward")
 
 
 def _again_in_backward(part: Callable[..., Any], wanted: bool) -> Callable[..., Any]:

@@ -19,8 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from redline.models import products
-from redline.models.gradient_sums import product_gradient, sum_gradient, sum_of
-from redline.models.lora import ActiveLora
+from redline.models.gradient_sums import product_gradient, sum_gradients, sum_of
 from redline.models.spec import DecoderSpec
 from redline.models.training_kernels import (
     column_sums,
@@ -74,11 +73,12 @@ class PlainLayer(Protocol):
     recomputes_activation: bool
 
 
-def is_plain(layer: PlainLayer, lora: ActiveLora | None) -> bool:
+def is_plain(layer: PlainLayer) -> bool:
     """Whether the layer is one of those written out here: no adapter, no norm on heads, no bias but that of qkv."""
     spec, modules = layer.spec, layer._modules  # every layer of every micro-batch is asked: no way round by attributes
-    has_others = spec.qk_norm or spec.o_bias or spec.mlp_bias
-    return lora is None and not has_others and all(type(modules[name]) is nn.Linear for name in _LINEARS)
+    qkv, o, gate_up, down = modules["qkv"], modules["o"], modules["gate_up"], modules["down"]
+    are_linear = type(qkv) is type(o) is type(gate_up) is type(down) is nn.Linear
+    return are_linear and not (spec.qk_norm or spec.o_bias or spec.mlp_bias)
 
 
 def fused_layer(
@@ -97,7 +97,7 @@ def fused_layers(
 
 
 def keeps_sums(layer: PlainLayer) -> bool:
-    return all(weight is None or sum_of(weight) is not None for weight in _weights(layer))
+    return not any(weight is not None and sum_of(weight) is None for weight in _weights(layer))
 
 
 def _weights(layer: PlainLayer) -> tuple[Tensor | None, ...]:
@@ -191,18 +191,19 @@ def _backward(
     grad_down = product_gradient(down, grad_out_TE, grad_inner_TI if inner_TI is None else inner_TI)
     grad_gate_up = product_gradient(gate_up, gate_up_TI, second_normed_TE)
     grad_normed_TE = products.backward(gate_up_TI, gate_up)
-    grad_second_TE, grad_mlp_norm = norm_backward(second_TE, layer.mlp_norm, second_scale_T, grad_normed_TE, grad_second_TE)
+    grad_second_TE, mlp_norm_parts_PE = norm_backward(second_TE, layer.mlp_norm, second_scale_T, grad_normed_TE, grad_second_TE)
 
     grad_o = product_gradient(o, grad_second_TE, out_THD.flatten(1))
     grad_attended_THD = products.backward(grad_second_TE, o).view_as(out_THD)
     grad_heads_TX = attend.backward(grad_attended_THD, *_heads(heads_TX, spec), out_THD, tuple(of_attention), rotary).flatten(1)
     grad_qkv = product_gradient(qkv, grad_heads_TX, first_normed_TE)
-    bias: Tensor | None = layer.qkv.bias
-    grad_bias = None if bias is None else sum_gradient(bias, column_sums(grad_heads_TX))
     grad_normed_TE = products.backward(grad_heads_TX, qkv)
-    grad_first_TE, grad_attn_norm = norm_backward(first_TE, layer.attn_norm, first_scale_T, grad_normed_TE, grad_second_TE)
-    norms = sum_gradient(layer.attn_norm, grad_attn_norm), sum_gradient(layer.mlp_norm, grad_mlp_norm)
-    return grad_first_TE, (*norms, grad_qkv, grad_bias, grad_o, grad_gate_up, grad_down)
+    grad_first_TE, attn_norm_parts_PE = norm_backward(first_TE, layer.attn_norm, first_scale_T, grad_normed_TE, grad_second_TE)
+    vectors, parts = [layer.attn_norm, layer.mlp_norm], [attn_norm_parts_PE, mlp_norm_parts_PE]
+    if layer.qkv.bias is not None:
+        vectors, parts = [*vectors, layer.qkv.bias], [*parts, column_sums(grad_heads_TX)]
+    grad_attn_norm, grad_mlp_norm, grad_bias = (*sum_gradients(vectors, parts), None)[:3]
+    return grad_first_TE, (grad_attn_norm, grad_mlp_norm, grad_qkv, grad_bias, grad_o, grad_gate_up, grad_down)
 
 
 def _heads(heads_TX: Tensor, spec: DecoderSpec) -> tuple[Tensor, Tensor, Tensor]:

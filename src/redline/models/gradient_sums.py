@@ -7,7 +7,7 @@ who makes the gradient asks for it here, and hands the gradient to autograd wher
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -24,10 +24,10 @@ class GradientSum:
 
     def __init__(self, place: Callable[[], tuple[Tensor, bool]]) -> None:
         """`place` gives the sum, and whether this is its first gradient: until then it may hold anything."""
-        self._place = place
+        self.place = place
 
     def add(self, gradient: Tensor) -> None:
-        total, is_first = self._place()
+        total, is_first = self.place()
         if is_first:
             total.copy_(gradient)
         else:
@@ -35,23 +35,16 @@ class GradientSum:
 
     def add_product(self, left_TX: Tensor, right_TE: Tensor) -> None:
         """leftᵀ @ right."""
-        total, is_first = self._place()
+        total, is_first = self.place()
         if total.is_cuda:
             products.gradient_(total, left_TX, right_TE, is_first=is_first)
         else:  # no product of another dtype than its factors
             product = left_TX.T @ right_TE
             total.copy_(product) if is_first else total.add_(product)
 
-    def add_parts(self, parts_PX: Tensor) -> None:
-        """The sum of float32 parts, of a parameter with a single dimension."""
-        total, is_first = self._place()
-        from redline.models.training_kernels import add_parts_
-
-        add_parts_(total, parts_PX, is_first=is_first)
-
     def add_rows(self, rows_T: Tensor, gradient_TE: Tensor) -> None:
         """Each to its row; rows that occur twice get both, in an order that is always the same."""
-        total, is_first = self._place()
+        total, is_first = self.place()
         if is_first:
             total.zero_()
         total.index_put_((rows_T,), gradient_TE.to(total.dtype), accumulate=True)
@@ -81,12 +74,16 @@ def product_gradient(weight: Tensor, left_TX: Tensor, right_TE: Tensor) -> Tenso
     return None
 
 
-def sum_gradient(weight: Tensor, parts_PX: Tensor) -> Tensor | None:
-    """The sum of float32 parts to the weight's sum, or in the weight's dtype to the caller."""
-    if (kept := sum_of(weight)) is None:
-        return parts_PX.sum(dim=0).to(weight.dtype)
-    kept.add_parts(parts_PX)
-    return None
+def sum_gradients(weights: Sequence[Tensor], parts: Sequence[Tensor]) -> list[Tensor | None]:
+    """Of weights with a single dimension, [X], and float32 parts of their gradients, [P, X]: the sums of the parts to the
+    weights' sums, all in one launch, or where one has none, in the weights' dtype to the caller."""
+    kept = [sum_of(weight) for weight in weights]
+    if None in kept:
+        return [part.sum(dim=0).to(weight.dtype) for weight, part in zip(weights, parts, strict=True)]
+    from redline.models.training_kernels import add_parts_
+
+    add_parts_([(*own.place(), part) for own, part in zip(kept, parts, strict=True) if own is not None])
+    return [None] * len(parts)
 
 
 def embedding(tokens_T: Tensor, weight_VE: Tensor) -> Tensor:

@@ -9,6 +9,7 @@ I is the inner size of the MLP, P programs that share the tokens among them.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -22,6 +23,8 @@ PROGRAMS = 1056
 """Of sums over tokens: each program sums over some of them, and a last step over the programs."""
 PARTS_BLOCK = (512, 8)
 """Parts and columns of a turn of that last step."""
+MOST_SUMS = 3
+"""Of one launch of it: the norms and the bias of a layer."""
 SILU_BLOCK = 1024
 
 
@@ -75,16 +78,23 @@ def norm_backward(
 def column_sums(x_TX: Tensor) -> Tensor:
     """float32[P, X]: sums over the tokens, in parts."""
     T, X = x_TX.shape
-    programs = max(1, min(PROGRAMS // 4 // triton.cdiv(X, 128), triton.cdiv(T, 32)))
+    programs = max(1, min(PROGRAMS // 2 // triton.cdiv(X, 128), triton.cdiv(T, 32)))
     partial_PX = torch.empty(programs, X, dtype=torch.float32, device=x_TX.device)
     launch(_column_sums, (programs, triton.cdiv(X, 128)), (x_TX, partial_PX), (T,), (X, 32, 128), num_warps=4)
     return partial_PX
 
 
-def add_parts_(total_X: Tensor, parts_PX: Tensor, *, is_first: bool) -> None:
-    """The sum of the parts, added to a total that until the first of them may hold anything; all float32."""
-    (P, X), (rows, block) = parts_PX.shape, PARTS_BLOCK
-    launch(_add_parts, (triton.cdiv(X, block),), (total_X, parts_PX), (P,), (X, is_first, rows, block), num_warps=8)
+def add_parts_(sums: Sequence[tuple[Tensor, bool, Tensor]]) -> None:
+    """For each total, [X], whether it is new and may hold anything, and parts [P, X]: add the sum of the parts to the total.
+    All float32, and in one launch."""
+    assert len(sums) <= MOST_SUMS
+    rows, block = PARTS_BLOCK
+    padded = [*sums, *[(None, False, None)] * (MOST_SUMS - len(sums))]
+    shapes = [(0, 0) if parts is None else parts.shape for _, _, parts in padded]
+    tensors = [tensor for total, _, parts in padded for tensor in (total, parts)]
+    sizes, widths = zip(*shapes, strict=True)
+    constants = (*widths, *(is_first for _, is_first, _ in padded), rows, block)
+    launch(_add_parts, (triton.cdiv(max(widths), block), len(sums)), tensors, sizes, constants, num_warps=8)
 
 
 def silu_forward(gate_up_TI: Tensor) -> Tensor:
@@ -231,8 +241,25 @@ def _column_sums(x, partial, T, X: tl.constexpr, R: tl.constexpr, BLOCK: tl.cons
     tl.store(partial + program * X + column, tl.sum(total, axis=0), mask=column < X)
 
 
-@triton.jit(do_not_specialize=["P"])
-def _add_parts(total, parts, P, X: tl.constexpr, IS_FIRST: tl.constexpr, R: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+@triton.jit(do_not_specialize=["P_0", "P_1", "P_2"])
+def _add_parts(  # type: ignore[no-untyped-def]
+    total_0, parts_0, total_1, parts_1, total_2, parts_2, P_0, P_1, P_2,
+    X_0: tl.constexpr, X_1: tl.constexpr, X_2: tl.constexpr,
+    FIRST_0: tl.constexpr, FIRST_1: tl.constexpr, FIRST_2: tl.constexpr, R: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    which = tl.program_id(1)
+    if which == 0:
+        _add_columns(total_0, parts_0, P_0, X_0, FIRST_0, R, BLOCK)
+    if parts_1 is not None:  # noqa: SIM102 - known when the kernel is compiled, unlike `which`
+        if which == 1:
+            _add_columns(total_1, parts_1, P_1, X_1, FIRST_1, R, BLOCK)
+    if parts_2 is not None:  # noqa: SIM102
+        if which == 2:
+            _add_columns(total_2, parts_2, P_2, X_2, FIRST_2, R, BLOCK)
+
+
+@triton.jit
+def _add_columns(total, parts, P, X: tl.constexpr, IS_FIRST: tl.constexpr, R: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
     column = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     sum_RX = tl.zeros([R, BLOCK], tl.float32)
     for first in range(0, P, R):
