@@ -19,8 +19,12 @@ from torch import Tensor
 
 from redline.models.launches import launch
 
-PROGRAMS = 1056
+PROGRAMS = 528
 """Of sums over tokens: each program sums over some of them, and a last step over the programs."""
+AHEAD = tl.constexpr(3)
+"""Turns of a loop over tokens whose memory is on its way at once."""
+SUMS_BLOCK = (128, 64)
+"""Tokens and columns of a turn of a sum over tokens."""
 PARTS_BLOCK = (512, 8)
 """Parts and columns of a turn of that last step."""
 MOST_SUMS = 3
@@ -71,16 +75,17 @@ def norm_backward(
     partial_PE = torch.empty(programs, E, dtype=torch.float32, device=sum_TE.device)
     block = triton.next_power_of_2(E)
     tensors = (sum_TE, weight_E, scale_T, grad_normed_TE, grad_sum_TE, grad_TE, partial_PE)
-    launch(_norm_backward, (programs,), tensors, (T,), (E, block), num_warps=8)
+    launch(_norm_backward, (programs,), tensors, (T,), (E, block), num_warps=4)
     return grad_TE, partial_PE
 
 
 def column_sums(x_TX: Tensor) -> Tensor:
     """float32[P, X]: sums over the tokens, in parts."""
-    T, X = x_TX.shape
-    programs = max(1, min(PROGRAMS // 2 // triton.cdiv(X, 128), triton.cdiv(T, 32)))
+    (T, X), (rows, block) = x_TX.shape, SUMS_BLOCK
+    blocks = triton.cdiv(X, block)
+    programs = max(1, min(PROGRAMS // blocks, triton.cdiv(T, rows)))
     partial_PX = torch.empty(programs, X, dtype=torch.float32, device=x_TX.device)
-    launch(_column_sums, (programs, triton.cdiv(X, 128)), (x_TX, partial_PX), (T,), (X, 32, 128), num_warps=4)
+    launch(_column_sums, (programs, blocks), (x_TX, partial_PX), (T,), (X, rows, block), num_warps=4)
     return partial_PX
 
 
@@ -215,7 +220,7 @@ def _norm_backward(  # type: ignore[no-untyped-def]
     inside = column < E
     gain = tl.load(weight + column, mask=inside, other=0.0).to(tl.float32)
     grad_gain = tl.zeros([BLOCK], tl.float32)
-    for token in range(program, T, programs):
+    for token in tl.range(program, T, programs, num_stages=AHEAD):
         at = tl.cast(token, tl.int64) * E + column
         scale = tl.load(scales + token)
         unit = tl.load(x_sum + at, mask=inside, other=0.0).to(tl.float32) * scale
