@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from functools import partial
 from itertools import pairwise
 
 import numpy as np
@@ -12,9 +12,9 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
-from redline.models import attention_kernels
+from redline.models import attention_kernels, attention_plan
 from redline.models.attention_kernels import AttentionKernels, Tile, Tiles
-from redline.models.attention_plan import children_follow, key_blocks, query_blocks
+from redline.models.attention_plan import children_follow, key_blocks, part_size, query_blocks
 from redline.models.flash_attention import FlashPackedAttention
 from redline.models.packed_attention import NO_PARENT, PackedAttention, Segments
 from redline.models.rope import rotary_table, rotate
@@ -81,10 +81,9 @@ def test_values_and_gradients_are_those_of_autograd(lengths: str) -> None:
 
 
 @pytest.mark.usefixtures("small_tiles")
-@pytest.mark.parametrize("undivided", [4, 1000])
-def test_gradients_are_of_what_was_rotated(undivided: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    tiles = replace(attention_kernels.TILES[64], undivided=undivided)
-    monkeypatch.setitem(attention_kernels.TILES, 64, tiles)
+@pytest.mark.parametrize("most", [4, 1000])
+def test_gradients_are_of_what_was_rotated(most: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(attention_kernels, "part_size", lambda *_, **__: most)
     dtype = torch.bfloat16 if DEVICE.type == "cuda" else torch.float32
     check_against_autograd(UNEVEN, (2, 1, 64), dtype, rotated=True)
 
@@ -118,15 +117,15 @@ def test_every_query_is_in_one_block_and_the_longest_come_first() -> None:
     assert num_keys[0] == 19 + 40
 
 
-@pytest.mark.parametrize("programs", [1, 7, 1000])
-def test_every_unit_of_every_key_block_is_in_one_part(programs: int) -> None:
-    heads, size, query_size, undivided = 3, 32, 16, 5
-    plan = key_blocks(PROMPTS, size, query_size, heads, programs, undivided)
+@pytest.mark.parametrize("most", [1, 5, 1000])
+def test_every_unit_of_every_key_block_is_in_one_part(most: int) -> None:
+    heads, size, query_size = 3, 32, 16
+    plan = key_blocks(PROMPTS, size, query_size, heads, lambda _: most)
     by_block: dict[int, list[tuple[int, int, int]]] = {}
     for first, end, stop, from_unit, to_unit, slot in plan.parts.tolist():
         assert end <= stop
         by_block.setdefault(first, []).append((from_unit, to_unit, slot))
-        assert to_unit - from_unit <= max(undivided, -(-_all_units(size, query_size, heads) // programs))
+        assert to_unit - from_unit <= most
     slots = []
     for parts in by_block.values():
         parts.sort()
@@ -142,9 +141,32 @@ def test_every_unit_of_every_key_block_is_in_one_part(programs: int) -> None:
     assert prompt == -(-(19 + 7 + 40 + 1) // query_size) * heads  # the prompt and all that continues it
 
 
-def _all_units(size: int, query_size: int, heads: int) -> int:
-    whole = key_blocks(PROMPTS, size, query_size, heads, 1, 1)
-    return int((whole.parts[:, 4] - whole.parts[:, 3]).sum())
+@pytest.mark.parametrize("lengths", [[512] * 16, [256] * 32, [1024] * 8, [4096] * 2, [1727, 1249, 836, 489, 300] * 2, [5]])
+def test_parts_of_key_blocks_end_sooner_together(lengths: list[int]) -> None:
+    """On 132 multiprocessors with three programs each, two key heads of seven query heads."""
+    blocks = key_blocks(Segments.independent(lengths), 64, 64, 7, lambda _: 10**6).parts
+    units = blocks[:, 4] - blocks[:, 3]
+    most = part_size(units, copies=2, places=396)
+
+    def end(size: int) -> float:
+        return attention_plan._end(units, size, 2, 396)
+
+    assert end(most) <= end(10**6)  # undivided
+    assert end(most) <= 1.02 * min(end(size) for size in (8, 16, 24, 32, 48, 64, 96))
+    assert end(most) >= 2 * units.sum() / 396
+
+
+def test_blocks_of_512_tokens_are_one_or_two_parts() -> None:
+    """What was measured to be best (benchmarks/LOG.md): up to 28 units whole, 35 to 56 in halves."""
+    blocks = key_blocks(Segments.independent([512] * 16), 64, 64, 7, partial(part_size, copies=2, places=396))
+    assert len(blocks.parts) == 16 * 12
+
+
+def test_many_blocks_are_divided_only_where_one_is_far_longer() -> None:
+    units = np.full(4000, 7)
+    assert part_size(units, copies=2, places=396) >= 7
+    assert part_size(np.append(units, 500), copies=2, places=396) < 100
+    assert part_size(np.zeros(0, dtype=np.int64), copies=2, places=396) == 1
 
 
 def test_attempts_must_stand_behind_their_prompt() -> None:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 
 import numpy as np
 import torch
@@ -20,7 +20,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from redline.models.attention_plan import key_blocks, query_blocks
+from redline.models.attention_plan import key_blocks, part_size, query_blocks
 from redline.models.launches import ALIGNMENT, launch
 from redline.models.packed_attention import Segments
 
@@ -50,16 +50,14 @@ class Tiles:
     forward: Tile
     of_queries: Tile
     of_keys: Tile
-    undivided: int
-    """Tiles of queries up to which the gradient of a block of keys is one program's."""
+    key_programs: int
+    """Of the keys' gradients, that fit on a multiprocessor."""
 
 
 TILES = {
-    64: Tiles(Tile(64, 64, 4, 2), Tile(64, 64, 4, 2), Tile(64, 64, 4, 3, 168), 32),
-    128: Tiles(Tile(128, 64, 4, 2), Tile(64, 64, 4, 2), Tile(64, 64, 4, 2), 112),
+    64: Tiles(Tile(64, 64, 4, 2), Tile(64, 64, 4, 2), Tile(64, 64, 4, 3, 168), 3),
+    128: Tiles(Tile(128, 64, 4, 2), Tile(64, 64, 4, 2), Tile(64, 64, 4, 2), 2),
 }
-PROGRAMS = 8
-"""Per multiprocessor, that would divide the keys' gradients evenly among them."""
 COLUMNS = 16
 """Of what a key needs to know of a query: the least that a product of matrices takes."""
 SUM_ROWS = 16
@@ -81,9 +79,9 @@ class AttentionKernels:
         num_heads, num_kv_heads, _ = self._shape
         on_cuda = self._device.type == "cuda"
         multiprocessors = torch.cuda.get_device_properties(self._device).multi_processor_count if on_cuda else 1
-        programs = -(-multiprocessors * PROGRAMS // num_kv_heads)
-        tile, undivided = self._tiles.of_keys, self._tiles.undivided
-        blocks = key_blocks(self._segments, tile.keys, tile.queries, num_heads // num_kv_heads, programs, undivided)
+        tile, places = self._tiles.of_keys, multiprocessors * self._tiles.key_programs
+        most_units = partial(part_size, copies=num_kv_heads, places=places)
+        blocks = key_blocks(self._segments, tile.keys, tile.queries, num_heads // num_kv_heads, most_units)
         parts, sums = _upload([blocks.parts, blocks.sums], self._device)
         return parts, sums, blocks.num_slots
 
@@ -139,14 +137,14 @@ class AttentionKernels:
         tile = self._tiles.of_keys
         T, K, D = inputs[1].shape
         parts, sums, num_slots = self._key_blocks
-        partial = torch.empty(num_slots, K, 2, tile.keys, D, dtype=torch.float32, device=grad_TXD.device)
-        tensors = (*inputs, rows_HTC, *rotary, grad_TXD, partial, parts)
+        partial_sums = torch.empty(num_slots, K, 2, tile.keys, D, dtype=torch.float32, device=grad_TXD.device)
+        tensors = (*inputs, rows_HTC, *rotary, grad_TXD, partial_sums, parts)
         constants = (*_strides(*inputs[:3]), *self._shape, tile.queries, tile.keys, COLUMNS)
         launch(_keys_backward, (len(parts) * K,), tensors, (T,), constants, **tile.options)
         if len(sums):
             grid = (len(sums), tile.keys // SUM_ROWS, 2 * K)
             constants = (*self._shape, tile.keys, SUM_ROWS)
-            launch(_sum_parts, grid, (partial, *rotary, grad_TXD, sums), (), constants, num_warps=4)
+            launch(_sum_parts, grid, (partial_sums, *rotary, grad_TXD, sums), (), constants, num_warps=4)
 
 
 def _strides(*heads: Tensor) -> tuple[int, ...]:

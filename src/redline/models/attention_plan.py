@@ -9,6 +9,8 @@ prompt, its queries are one run: from the key itself to the end of the last segm
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -46,15 +48,48 @@ def query_blocks(segments: Segments, size: int) -> np.ndarray:
     return np.stack([first_B, begin_B, end_B, parent_B, before_B], axis=1)[order].astype(np.int32)
 
 
-def key_blocks(segments: Segments, size: int, query_size: int, heads: int, programs: int, undivided: int) -> KeyBlocks:
-    """Blocks of keys, divided into parts so that `programs` of the largest size would do all the work. Up to `undivided` units
-    one program does them all: adding up smaller parts costs more than they gain. `heads` is how many query heads a key has.
-    """
+START, DIVIDED = 8, 4
+"""Units that a program takes before and after its work, and more if that is only a part of a block: its sum is written and read
+once more. With these, ends of programs follow what was measured (benchmarks/LOG.md)."""
+SHARES = (0.4, 0.6, 0.7, 1.0, 1.1, 1.2, 1.35, 1.5)
+"""Sizes of a part that are tried, in what each place has to do on average."""
+MANY = 4
+"""Blocks for each place from which on they need not be divided to end together."""
+
+
+def part_size(units_B: np.ndarray, copies: int, places: int) -> int:
+    """The most units of one program, so that the last program ends soonest. Every block is there `copies` times, programs run
+    in as many `places` at once, and those with the most to do begin."""
+    if not units_B.any():
+        return 1
+    mean = copies * units_B.sum() / places
+    if copies * len(units_B) > MANY * places:
+        return math.ceil(mean / 2)
+    sizes = np.unique(np.ceil(mean * np.array(SHARES)).clip(1, units_B.max()).astype(np.int64))[::-1]
+    return int(min(sizes, key=lambda most: _end(units_B, most, copies, places)))
+
+
+def _end(units_B: np.ndarray, most: int, copies: int, places: int) -> float:
+    """When the last program ends, in units. They are given out a round at a time, the longest to whoever is free first."""
+    parts_B = -(-units_B // most)
+    programs = np.sort(np.repeat(units_B / parts_B + START + DIVIDED * (parts_B > 1), copies * parts_B))[::-1]
+    ends = np.zeros(places)
+    for first in range(0, len(programs), places):
+        given = programs[first : first + places]
+        ends[: len(given)] += given
+        ends.sort()
+    return float(ends[-1])
+
+
+def key_blocks(
+    segments: Segments, size: int, query_size: int, heads: int, most_units: Callable[[np.ndarray], int]
+) -> KeyBlocks:
+    """Blocks of keys, those with more than `most_units` of all their units divided into parts. `heads` is how many query heads
+    a key has."""
     segment_B, first_B = _blocks(segments, size)
     end_B, stop_B = segments.offsets[1:][segment_B], _ends_of_queries(segments)[segment_B]
     units_B = -(-(stop_B - first_B) // query_size) * heads
-    most = max(-(-int(units_B.sum()) // programs), undivided)
-    parts_B = -(-units_B // most)
+    parts_B = -(-units_B // most_units(units_B))
     block_P = np.repeat(np.arange(len(units_B)), parts_B)
     part_P = _within(parts_B)
     from_P, to_P = (units_B[block_P] * (part_P + i) // parts_B[block_P] for i in (0, 1))

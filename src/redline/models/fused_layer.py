@@ -196,13 +196,14 @@ def _backward(
     grad_o = product_gradient(o, grad_second_TE, out_THD.flatten(1))
     grad_attended_THD = products.backward(grad_second_TE, o).view_as(out_THD)
     grad_heads_TX = attend.backward(grad_attended_THD, *_heads(heads_TX, spec), out_THD, tuple(of_attention), rotary).flatten(1)
+    bias: Tensor | None = layer.qkv.bias
+    vectors = [layer.attn_norm, layer.mlp_norm] + ([] if bias is None else [bias])
+    bias_parts = [] if bias is None else [column_sums(grad_heads_TX)]  # at once, while they are in the cache
     grad_qkv = product_gradient(qkv, grad_heads_TX, first_normed_TE)
     grad_normed_TE = products.backward(grad_heads_TX, qkv)
     grad_first_TE, attn_norm_parts_PE = norm_backward(first_TE, layer.attn_norm, first_scale_T, grad_normed_TE, grad_second_TE)
-    vectors, parts = [layer.attn_norm, layer.mlp_norm], [attn_norm_parts_PE, mlp_norm_parts_PE]
-    if layer.qkv.bias is not None:
-        vectors, parts = [*vectors, layer.qkv.bias], [*parts, column_sums(grad_heads_TX)]
-    grad_attn_norm, grad_mlp_norm, grad_bias = (*sum_gradients(vectors, parts), None)[:3]
+    found = sum_gradients(vectors, [attn_norm_parts_PE, mlp_norm_parts_PE, *bias_parts])
+    grad_attn_norm, grad_mlp_norm, grad_bias = (*found, None)[:3]
     return grad_first_TE, (grad_attn_norm, grad_mlp_norm, grad_qkv, grad_bias, grad_o, grad_gate_up, grad_down)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -34,7 +34,8 @@ class GradientNorms:
     """L2 norms before clipping, on the device: reading one waits for everything before it. P parameters."""
 
     names: tuple[str, ...]
-    norms_P: Tensor
+    norms_P: Callable[[], Tensor]
+    """Of each parameter, computed if somebody asks."""
     total: Tensor
     """Scalar: of all parameters together."""
     skip: Tensor
@@ -42,14 +43,13 @@ class GradientNorms:
 
     def bad_parameters(self) -> list[str]:
         """Those whose gradient holds a NaN or an infinity, or is too large to be squared."""
-        return [name for name, norm in zip(self.names, self.norms_P.tolist(), strict=True) if not math.isfinite(norm)]
+        return [name for name, norm in zip(self.names, self.norms_P().tolist(), strict=True) if not math.isfinite(norm)]
 
 
-def gradient_norms(squares_P: Tensor, names: tuple[str, ...], loss: Tensor | None) -> GradientNorms:
-    """From the sum of squares of each parameter's gradient. Nothing waits for the device."""
-    total = squares_P.sum().sqrt()
+def gradient_norms(total: Tensor, names: tuple[str, ...], norms_P: Callable[[], Tensor], loss: Tensor | None) -> GradientNorms:
+    """From the norm of all gradients, with the way to that of each. Nothing waits for the device."""
     finite = total.isfinite() if loss is None else total.isfinite() & loss.detach().to(total.device).isfinite().all()
-    return GradientNorms(names, squares_P.sqrt(), total, 1.0 - finite.float())
+    return GradientNorms(names, norms_P, total, 1.0 - finite.float())
 
 
 @dataclass(slots=True, frozen=True)

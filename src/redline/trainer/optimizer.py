@@ -63,8 +63,8 @@ class MasterAdamW:
         self._gradients: Tensor | None = None
         self._gradient_views: dict[str, Tensor] = {}
         self._arrived: set[str] = set()
-        self.sum_squares: Callable[[Tensor], Tensor] = _alone
-        """Sums the squared norms over the processes that hold a part of each gradient."""
+        self.sum_squares: Callable[[Tensor], Tensor] | None = None
+        """Sums the squared norms of the gradients over the processes that hold a part of each, where there are several."""
         _take_gradients(self)
 
     def _make_kernel(self) -> AdamWKernel:
@@ -158,8 +158,16 @@ class MasterAdamW:
     def norms(self, loss: Tensor | None = None) -> GradientNorms:
         """Of the gradients since the last step, which is to be skipped if one of them or `loss` is not finite."""
         gradients = self.gradients()
-        squares_P = torch.stack(torch._foreach_norm(list(gradients.values()))).square()
-        return gradient_norms(self.sum_squares(squares_P), tuple(gradients), loss)
+
+        def norms_P() -> Tensor:  # noqa: N802
+            return torch.stack(torch._foreach_norm(list(gradients.values())))
+
+        if self.sum_squares is None and self._device.type == "cuda":  # in one pass: what lies between the gradients is zero
+            assert self._gradients is not None
+            return gradient_norms(torch.linalg.vector_norm(self._gradients), tuple(gradients), norms_P, loss)
+        squares_P = norms_P().square()
+        squares_P = squares_P if self.sum_squares is None else self.sum_squares(squares_P)
+        return gradient_norms(squares_P.sum().sqrt(), tuple(gradients), squares_P.sqrt, loss)
 
     @torch.no_grad()
     def update(self, learning_rate: float, norms: GradientNorms) -> None:
@@ -279,7 +287,3 @@ def _take_gradients(optimizer: MasterAdamW) -> None:
         if parameter.is_cuda and parameter.dtype in (torch.bfloat16, torch.float16):
             ends.append(keep_sum(parameter, partial(place, name)))
     weakref.finalize(optimizer, lambda: [end() for end in ends])
-
-
-def _alone(squares_P: Tensor) -> Tensor:
-    return squares_P

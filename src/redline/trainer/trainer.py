@@ -91,7 +91,8 @@ class PolicyTrainer:
         self._critic = self._make_critic(seed + 1) if advantages == "gae" else None
         self._weights = self._parallel.wrap(decoder, dtype)
         self._optimizer = MasterAdamW(self._weights.parameters, torch.float32 if self._weights.are_masters else dtype, config)
-        self._optimizer.sum_squares = self._weights.sum_squares
+        if config.sharding != "none":
+            self._optimizer.sum_squares = self._weights.sum_squares
         num_parameters = sum(parameter.numel() for parameter in decoder.parameters())
         self._cost = CostModel.of(decoder.spec, num_parameters)
         self._flops = NetworkCost.of(decoder)
