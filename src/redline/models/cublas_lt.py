@@ -23,7 +23,7 @@ _TYPES = {torch.float32: 0, torch.float16: 2, torch.bfloat16: 14}
 _COMPUTE_32F = 68
 _TRANSPOSE_A, _TRANSPOSE_B = 3, 4
 _MAX_WORKSPACE, *_MIN_ALIGNMENTS = 1, 5, 6, 7, 8
-_SUCCESS, _NOT_SUPPORTED = 0, 15
+_SUCCESS = 0
 
 _Algorithm = c_uint64 * 8
 
@@ -95,23 +95,19 @@ class Product:
             self._handle, self._description, self._right, self._left, self._out, self._out, preference,
             MOST_ALGORITHMS, found, byref(number),
         )  # fmt: skip
-        if status == _NOT_SUPPORTED:
+        if status != _SUCCESS:
             return []
-        _check(status)
         return [_Algorithm(*one.algorithm) for one in found[: number.value] if one.status == _SUCCESS]
 
     def run(self, algorithm: Any, left: Tensor, right: Tensor, out: Tensor, *, add: bool = False) -> bool:
-        """Into `out`, or to what it holds; False where the algorithm cannot, which was found for other shapes."""
+        """Into `out`, or to what it holds; False, and nothing done, where an algorithm found for other shapes cannot."""
         pointer = out.data_ptr()
-        status = self._library.cublasLtMatmul(
+        status: int = self._library.cublasLtMatmul(
             self._handle, self._description, _ONE, right.data_ptr(), self._right, left.data_ptr(), self._left,
             _ONE if add else _ZERO, pointer, self._out, pointer, self._out,
             algorithm, None, 0, torch._C._cuda_getCurrentRawStream(out.get_device()),
         )  # fmt: skip
-        if status == _NOT_SUPPORTED:
-            return False
-        _check(status)
-        return True
+        return status == _SUCCESS
 
 
 _ONE, _ZERO = byref(c_float(1.0)), byref(c_float(0.0))
@@ -130,11 +126,7 @@ def _find_library() -> Any | None:
         library = ctypes.CDLL(f"libcublasLt.so.{torch.version.cuda.partition('.')[0]}")
     except OSError:
         return None
-    pointer = c_void_p
-    library.cublasLtMatmul.argtypes = [
-        *(pointer, pointer, pointer, pointer, pointer, pointer, pointer, pointer, pointer, pointer, pointer, pointer),
-        *(POINTER(_Algorithm), pointer, c_size_t, pointer),
-    ]
+    library.cublasLtMatmul.argtypes = [*[c_void_p] * 12, POINTER(_Algorithm), c_void_p, c_size_t, c_void_p]
     return library
 
 

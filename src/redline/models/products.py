@@ -1,14 +1,15 @@
 """The products of a training step on a GPU, each by the algorithm that is fastest for its shape.
 
 cuBLAS chooses among its algorithms by a rule, and for the tall and narrow products of a step another one of its own is up to a
-fifth faster. So the first product of a kind tries those that cuBLASLt names, and the ones after it take the best. Only
-algorithms that give the same bits as torch's product count: what is chosen changes the time and nothing else.
+sixth faster. So the first product of a kind tries those that cuBLASLt names, and the ones after it take the best. Only
+algorithms that give the same bits as torch's product count, so that nothing but time hangs on which of them wins.
 
     forward       x_TK @ weightᵀ            [T, N]             T tokens; a weight [N, K]
     backward      grad_TN @ weight          [T, K]
     gradient      grad_TNᵀ @ x_TK           float32 [N, K], set or added
 
-Numbers of tokens that are close to each other are one kind: an octave has `PER_OCTAVE` of them.
+Numbers of tokens that are close to each other are one kind: an octave has `PER_OCTAVE` of them. Autograd knows nothing of these
+products; whoever calls them has the gradients.
 """
 
 from __future__ import annotations
@@ -129,9 +130,9 @@ def _fastest(product: Product, left: Tensor, right: Tensor, out: Tensor, by_torc
         if product.run(algorithm, left, right, out) and torch.equal(out[some], expected):
             algorithms.append(algorithm)
     runs = [by_torch, *(_runner(product, algorithm, left, right, out) for algorithm in algorithms[1:])]
-    seconds = race(runs)
-    best = min(range(len(runs)), key=lambda number: seconds[number])
-    return algorithms[best] if seconds[best] < (1 - LEAST_GAIN) * seconds[0] else None
+    times = race(runs)
+    best = min(range(len(runs)), key=lambda number: times[number])
+    return algorithms[best] if times[best] < (1 - LEAST_GAIN) * times[0] else None
 
 
 def _runner(product: Product, algorithm: Any, left: Tensor, right: Tensor, out: Tensor) -> Callable[[], object]:
