@@ -271,6 +271,7 @@ LATENCY = """async () => {
 }"""
 
 
+@pytest.mark.slow
 def test_a_run_of_ten_thousand_steps_answers_as_one_of_a_hundred(browser, tmp_path: Path) -> None:
     """Both wait for the next frame, in the same browser; more steps may cost a part of a frame, not many."""
     taken = {}
