@@ -1,7 +1,7 @@
 """What the micro-batches of a step add up to, summed where they are computed and read once.
 
-On a GPU the copy begins before the weights are updated, of which nothing in it depends: a step is over for the host while the
-device still writes the weights, and whatever the host does next is done meanwhile.
+On a GPU the copy begins before the weights are updated, since nothing in it depends on that: a step is over for the host while
+the device still writes the weights, and whatever the host does next is done meanwhile.
 """
 
 from __future__ import annotations
