@@ -90,7 +90,7 @@ class DecoderLayer(nn.Module):
 
     @property
     def is_alone(self) -> bool:
-        """No other process has a part of it, and all of it is kept."""
+        """No other process has a part of it, and its MLP is not computed again."""
         return not self.recomputes_mlp and self.reduce is _alone
 
     def _mlp(self, x_TE: Tensor, lora: ActiveLora | None) -> Tensor:
