@@ -32,6 +32,7 @@ from redline.types import GenerateRequest, SamplingParams
 MODEL = "builtin:tiny"
 MESSAGES = [{"role": "user", "content": "Say something."}]
 WITH_IDS = {"return_token_ids": True}
+WITHOUT_END = {"ignore_eos": True}
 
 
 @dataclass
@@ -204,16 +205,16 @@ def test_what_the_engine_refuses_is_said_with_its_hint(server: Server) -> None:
 
 
 def test_clients_that_leave_end_their_requests(server: Server) -> None:
-    stream = server.chat(n=8, stream=True, extra_body={"ignore_eos": True})
+    stream = server.chat(n=8, stream=True, extra_body=WITHOUT_END)
     next(iter(stream))
     assert soon(lambda: server.metrics()["redline_engine_running"] == 8)
     stream.close()
     assert soon(lambda: server.metrics()["redline_engine_running"] == 0)
     impatient = server.client().with_options(timeout=0.3)
     with pytest.raises(openai.APITimeoutError):
-        impatient.completions.create(model=MODEL, prompt="x", max_tokens=1000, n=32, extra_body={"ignore_eos": True})
+        impatient.completions.create(model=MODEL, prompt="x", max_tokens=1000, n=32, extra_body=WITHOUT_END)
     assert soon(lambda: server.metrics()["redline_engine_running"] == 0)
-    assert server.complete(max_tokens=2).choices[0].finish_reason == "length"
+    assert server.complete(max_tokens=2, extra_body=WITHOUT_END).choices[0].finish_reason == "length"
 
 
 # ── the rest of the surface ────────────────────────────────────────────────────────────────────────────────────────────
@@ -227,7 +228,7 @@ def test_the_model_is_listed(server: Server) -> None:
 def test_health_and_metrics(server: Server) -> None:
     assert httpx2.get(f"{server.url}/health").status_code == 200
     before = server.metrics()
-    server.complete(prompt="four", max_tokens=3, extra_body={"ignore_eos": True})
+    server.complete(prompt="four", max_tokens=3, extra_body=WITHOUT_END)
     after = server.metrics()
     grown = {name: after[name] - before[name] for name in after if name in before}
     assert grown["redline_engine_generated_tokens_total"] == 3
@@ -286,7 +287,7 @@ def test_an_adapter_is_a_model_of_its_own(tmp_path: Path) -> None:
 def test_a_signal_ends_the_server_and_frees_its_port(tmp_path: Path, number: signal.Signals, code: int) -> None:
     with serving(tmp_path) as idle:
         port = int(idle.url.rpartition(":")[2])
-        short = idle.complete(max_tokens=1)
+        short = idle.complete(max_tokens=1, extra_body=WITHOUT_END)
         idle.process.send_signal(number)
         assert idle.process.wait(timeout=30) == code
         assert short.choices[0].finish_reason == "length"
@@ -302,7 +303,7 @@ def test_a_request_that_would_take_too_long_is_given_up_at_the_end(tmp_path: Pat
 
         def ask() -> None:
             try:
-                outcomes.append(busy.complete(max_tokens=1000, n=200, extra_body={"ignore_eos": True}))
+                outcomes.append(busy.complete(max_tokens=1000, n=200, extra_body=WITHOUT_END))
             except openai.APIError as error:
                 outcomes.append(error)
 
