@@ -4,6 +4,7 @@ import contextlib
 import errno
 import os
 import shutil
+import sqlite3
 from pathlib import Path
 from typing import Any
 
@@ -326,6 +327,15 @@ def test_a_bit_flipped_in_the_index_is_noticed_or_changes_nothing(folder: Path) 
             (folder / f"index.sqlite{side}").unlink(missing_ok=True)
         index.write_bytes(data)
     assert noticed > 75
+
+
+@pytest.mark.parametrize("column", ["segment", "begun_version", "trained_version", "first_row"])
+@pytest.mark.parametrize("value", ["text", b"bytes", 1.5])
+def test_what_should_be_a_number_and_is_none_is_noticed(folder: Path, column: str, value: object) -> None:
+    lived(folder).close()
+    with contextlib.closing(sqlite3.connect(folder / "index.sqlite")) as database, database:
+        database.execute(f"UPDATE groups SET {column} = ? WHERE number = 5", [value])
+    assert "index.sqlite: " in refusal(folder)
 
 
 def test_damage_to_both_is_repaired_at_once(folder: Path) -> None:

@@ -149,6 +149,8 @@ class GroupIndex:
             counts = self._database.execute("SELECT state, COUNT(*) FROM groups GROUP BY state").fetchall()
             segments = self._database.execute(_TOTALS).fetchall()
             number, version = self._database.execute(_LAST).fetchone()
+        if not all(isinstance(value, int) for found in (*segments, (number, version)) for value in found):
+            raise DamagedIndexError(f"{self.path}: something else where there should be a number")
         return (
             {GroupState(state): count for state, count in counts},
             {segment: SegmentTotals(*found) for segment, *found in segments},
