@@ -19,7 +19,7 @@ from redline.buffer.memory_store import MemoryStore
 from redline.config.schema import BufferConfig
 
 SCHEDULES = settings(max_examples=60, stateful_step_count=20, deadline=None, suppress_health_check=list(HealthCheck))
-HUNT = settings(SCHEDULES, max_examples=600, database=None, derandomize=True, phases=[Phase.generate])
+HUNT = settings(SCHEDULES, max_examples=6000, database=None, derandomize=True, phases=[Phase.generate])
 
 
 def test_no_schedule_breaks_a_promise() -> None:
