@@ -164,10 +164,11 @@ class FakeBuffer:
     def has_batch(self, version: int) -> bool:
         return len(self.groups) >= self.wanted
 
-    def offer(self, group: TrajectoryGroup) -> None:
-        self.calls.append(("buffer.offer", group.task_id))
-        self.admitted -= 1
-        self.groups.append(group)
+    def offer(self, *groups: TrajectoryGroup) -> None:
+        for group in groups:
+            self.calls.append(("buffer.offer", group.task_id))
+            self.admitted -= 1
+            self.groups.append(group)
 
     def next_batch(self, version: int) -> TrainBatch:
         self.calls.append(("buffer.next_batch", version))

@@ -25,7 +25,7 @@ trained on by the policy that sampled it. With more, the buffer admits the tasks
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Sequence
 
 from redline.ports import Buffer, Engine, Rollouts, Trainer, Watch, WeightSync
 from redline.types import TrajectoryGroup
@@ -57,7 +57,7 @@ def _dispatch(rollouts: Rollouts, buffer: Buffer, version: int) -> None:
     rollouts.begin(buffer.admit(version), version)
 
 
-def _take_in(groups: Iterable[TrajectoryGroup], buffer: Buffer, watch: Watch) -> None:
+def _take_in(groups: Sequence[TrajectoryGroup], buffer: Buffer, watch: Watch) -> None:
     for group in groups:
         watch.group_collected(group)
-        buffer.offer(group)
+    buffer.offer(*groups)

@@ -9,9 +9,10 @@ from rich.console import Console
 
 from redline.errors import ConfigError
 from redline.lab.bench import bench
+from redline.lab.contest import OURS
 from redline.lab.handover import handing_over
 from redline.lab.settings import SerializeSettings, make_settings
-from redline.lab.storage_sides import least_bytes, make_pool, make_side, make_steps
+from redline.lab.storage_sides import ONE_BY_ONE, least_bytes, make_pool, make_side, make_steps
 
 SMALL = ["tokens=24", "prompt_tokens=8", "longest=64", "group_size=2", "groups_per_step=4"]
 
@@ -33,7 +34,7 @@ def test_the_lengths_are_long_tailed_and_have_the_mean_asked_for() -> None:
     assert (lengths.min(), lengths.max()) == (settings.prompt_tokens + 1, settings.longest)
 
 
-@pytest.mark.parametrize("name", ["redline", *installed()])
+@pytest.mark.parametrize("name", [OURS, ONE_BY_ONE, *installed()])
 def test_every_side_gives_back_what_it_was_given(tmp_path: Path, name: str) -> None:
     settings = small()
     steps = list(make_steps(make_pool(settings), 3, settings.groups_per_step))
@@ -55,9 +56,11 @@ def test_a_run_ends_in_a_document_with_bounds_and_peers() -> None:
     settings = small("trajectories=16,48", "pairs=2", "peers=pickle,padded", "handed_over=none")
     output = io.StringIO()
     document = bench("serialize", settings, Console(file=output, width=160)).as_json()
-    names = [(result["name"], result["peer"]["name"]) for result in document["results"]]
+    beside = [(result["name"], result["peer"]["name"]) for result in document["results"] if result["peer"]]
     kinds = ["write", "read", "first batch", "size"]
-    assert names == [(f"{count}: {kind}", peer) for count in (16, 48) for kind in kinds for peer in ("pickle", "padded")]
+    assert beside == [(f"{count}: {kind}", peer) for count in (16, 48) for kind in kinds for peer in ("pickle", "padded")]
+    alone = [result["name"] for result in document["results"] if not result["peer"]]
+    assert alone == [f"{count}: write group by group" for count in (16, 48)]
     assert all(0 < result["fraction_of_bound"] < 1 for result in document["results"])
     sizes = [result["value"] for result in document["results"] if result["name"] == "16: size"]
     assert sizes[0] >= sum(least_bytes(group) for step in make_steps(make_pool(settings), 2, 4) for group in step)

@@ -120,17 +120,23 @@ class GroupBuffer:
             self._in_flight |= dict.fromkeys(numbers, _Begun(version, self._clock()))
         return numbers
 
-    def offer(self, group: TrajectoryGroup) -> None:
-        if group.number in self._abandoned:
-            self._abandoned.remove(group.number)
-            return
-        assert group.number in self._in_flight, f"nobody asked for group {group.number}"
-        del self._in_flight[group.number]
-        if group.number in self._repeated:
-            self._repeated.remove(group.number)
-            return
-        with span("buffer.store"):
-            self._store.add(group)
+    def offer(self, *groups: TrajectoryGroup) -> None:
+        new = [group for group in groups if self._is_new(group.number)]
+        if new:
+            with span("buffer.store"):
+                self._store.add(*new)
+
+    def _is_new(self, number: int) -> bool:
+        """A group has come: whether anybody still wants it, and the store has it not."""
+        if number in self._abandoned:
+            self._abandoned.remove(number)
+            return False
+        assert number in self._in_flight, f"nobody asked for group {number}"
+        del self._in_flight[number]
+        if number in self._repeated:
+            self._repeated.remove(number)
+            return False
+        return True
 
     def give_up(self, version: int) -> list[int]:
         overdue = self.overdue(version)

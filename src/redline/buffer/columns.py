@@ -79,37 +79,50 @@ class Node:
 # ── a group → nodes ────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def group_nodes(group: TrajectoryGroup, begun_version: int) -> list[Node]:
-    """In the order of `SCHEMA`, depth first."""
-    attempts = group.trajectories
+def group_nodes(groups: Sequence[TrajectoryGroup], begun_versions: Sequence[int]) -> list[Node]:
+    """One group after the other; in the order of `SCHEMA`, depth first."""
+    attempts = [t for group in groups for t in group.trajectories]
+    sizes = np.array([len(group.trajectories) for group in groups], dtype=np.int64)
+    ends = np.cumsum(sizes)
     lengths = np.array([len(t.token_ids) for t in attempts], dtype=np.int64)
     loss_mask = _flat([t.loss_mask for t in attempts], np.bool_).view(np.uint8)
     parts = [pair for t in attempts for pair in t.reward_parts.items()]
     num_parts = np.array([len(t.reward_parts) for t in attempts], dtype=np.int64)
     versions = np.array([(t.versions.oldest, t.versions.newest) for t in attempts], dtype=np.int64)
-    content = [
-        Node(len(attempts), np.full(len(attempts), group.number, dtype=np.int64)),
-        Node(len(attempts), np.arange(len(attempts), dtype=np.int32)),
-        _strings([group.task_id] * len(attempts)),
-        Node(len(attempts), np.asarray(group.advantages, dtype=np.float32)),
-        Node(len(attempts), np.array([t.reward for t in attempts], dtype=np.float32)),
-        *(Node(len(attempts), lengths=num_parts, offset_bytes=4), Node(len(parts))),
-        *(_strings([name for name, _ in parts]), Node(len(parts), np.array([v for _, v in parts], dtype=np.float32))),
-        _strings([str(t.finish_reason) for t in attempts]),
-        *(Node(len(attempts), np.ascontiguousarray(column)) for column in versions.T),
-        Node(len(attempts), np.full(len(attempts), begun_version, dtype=np.int64)),
-        *_turns(loss_mask, lengths, versions),
-        _strings([_failure(t) for t in attempts], nullable=True),
-        _strings([t.text for t in attempts]),
-        *_list(lengths, 8, loss_mask),
-        *_list(lengths, 8, _flat([t.token_ids for t in attempts], np.int32)),
-        *_list(lengths, 8, _flat([t.logprobs for t in attempts], np.float32)),
+    columns: list[_Written] = [
+        _fixed(np.repeat(np.array([group.number for group in groups], dtype=np.int64), sizes)),
+        _fixed((np.arange(len(attempts)) - np.repeat(ends - sizes, sizes)).astype(np.int32)),
+        (_strings([group.task_id for group in groups for _ in group.trajectories]),),
+        _fixed(_flat([group.advantages for group in groups], np.float32)),
+        _fixed(np.array([t.reward for t in attempts], dtype=np.float32)),
+        (
+            *(Node(len(attempts), lengths=num_parts, offset_bytes=4), Node(len(parts))),
+            *(_strings([name for name, _ in parts]), *_fixed(np.array([value for _, value in parts], dtype=np.float32))),
+        ),
+        (_strings([str(t.finish_reason) for t in attempts]),),
+        *(_fixed(np.ascontiguousarray(column)) for column in versions.T),
+        _fixed(np.repeat(np.array(begun_versions, dtype=np.int64), sizes)),
+        _turns(loss_mask, lengths, versions),
+        (_strings([_failure(t) for t in attempts], nullable=True),),
+        (_strings([t.text for t in attempts]),),
+        _list(lengths, 8, loss_mask),
+        _list(lengths, 8, _flat([t.token_ids for t in attempts], np.int32)),
+        _list(lengths, 8, _flat([t.logprobs for t in attempts], np.float32)),
     ]
-    version = Node(len(attempts), np.full(len(attempts), Mark.WAITING, dtype=np.int64))
-    return [version, Node(len(attempts), np.full(len(attempts), checksum(content), dtype=np.uint32)), *content]
+    [version] = _fixed(np.full(len(attempts), Mark.WAITING, dtype=np.int64))
+    [sums] = _fixed(np.repeat(_checksums(columns, [0, *ends.tolist()]), sizes))
+    return [version, sums, *(node for column in columns for node in column)]
 
 
-def _turns(loss_mask: np.ndarray, lengths: np.ndarray, versions: np.ndarray) -> list[Node]:
+_Written = tuple[Node, ...]
+"""A column: the node of its rows, and those of what is in its lists."""
+
+
+def _fixed(values: np.ndarray) -> _Written:
+    return (Node(len(values), values),)
+
+
+def _turns(loss_mask: np.ndarray, lengths: np.ndarray, versions: np.ndarray) -> _Written:
     """Runs of tokens that the policy chose, each with the versions that it was sampled with: the attempt's, as long as no
     attempt says more."""
     ends, chosen = np.cumsum(lengths), loss_mask.view(np.bool_)
@@ -122,17 +135,17 @@ def _turns(loss_mask: np.ndarray, lengths: np.ndarray, versions: np.ndarray) -> 
     attempt = np.searchsorted(ends, firsts, side="right")
     columns = [firsts - starts[attempt], lasts - starts[attempt], *versions[attempt].T]
     num_turns = np.bincount(attempt, minlength=len(lengths))
-    return [
+    return (
         *(Node(len(lengths), lengths=num_turns, offset_bytes=4), Node(len(firsts))),
         *(Node(len(firsts), np.ascontiguousarray(column, dtype=np.int64)) for column in columns),
-    ]
+    )
 
 
 def _failure(attempt: Trajectory) -> str | None:
     return f"{attempt.failure.stage}: {attempt.failure.reason}" if attempt.failure else None
 
 
-def _list(lengths: np.ndarray, offset_bytes: int, values: np.ndarray) -> tuple[Node, Node]:
+def _list(lengths: np.ndarray, offset_bytes: int, values: np.ndarray) -> _Written:
     return Node(len(lengths), lengths=lengths, offset_bytes=offset_bytes), Node(len(values), values)
 
 
@@ -241,3 +254,23 @@ def checksum(nodes: Iterable[Node]) -> int:
         for array in node.buffers:
             crc = zlib.crc32(array.data, crc)
     return crc
+
+
+def _checksums(columns: Iterable[_Written], bounds: Sequence[int]) -> np.ndarray:
+    """uint32[groups]: the `checksum` of each, whose rows are those between two bounds."""
+    crcs = [0] * (len(bounds) - 1)
+    for column in columns:
+        here = bounds
+        for node in column:
+            inside = here if node.lengths is None else np.concatenate([[0], np.cumsum(node.lengths)])[here].tolist()
+            for number in range(len(crcs)):
+                rows = slice(here[number], here[number + 1])
+                if node.lengths is not None:
+                    crcs[number] = zlib.crc32(node.lengths[rows].data, crcs[number])
+                if node.values is not None:
+                    crcs[number] = zlib.crc32(node.values[inside[number] : inside[number + 1]].data, crcs[number])
+                if node.valid is not None and not node.valid[rows].all():
+                    crcs[number] = zlib.crc32(node.valid[rows].data, crcs[number])
+            if node.values is None:  # a list, or a struct
+                here = inside
+    return np.array(crcs, dtype=np.uint32)

@@ -63,8 +63,8 @@ class GroupStore(Protocol):
         """These are being attempted, from policy `version` on."""
         ...
 
-    def add(self, group: TrajectoryGroup) -> None:
-        """in_flight → ready."""
+    def add(self, *groups: TrajectoryGroup) -> None:
+        """in_flight → ready. Together they take less time than one by one."""
         ...
 
     def ready(self) -> list[GroupInfo]:

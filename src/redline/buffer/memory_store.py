@@ -62,9 +62,10 @@ class MemoryStore:
             self._entries[number] = _Entry(GroupState.IN_FLIGHT, version)
         self._next_number = max([self._next_number, *(number + 1 for number in numbers)])
 
-    def add(self, group: TrajectoryGroup) -> None:
-        entry = self._move(group.number, GroupState.READY, GroupState.IN_FLIGHT)
-        entry.group, entry.info = group, GroupInfo.of(group)
+    def add(self, *groups: TrajectoryGroup) -> None:
+        for group in groups:
+            entry = self._move(group.number, GroupState.READY, GroupState.IN_FLIGHT)
+            entry.group, entry.info = group, GroupInfo.of(group)
 
     def ready(self) -> list[GroupInfo]:
         infos = [entry.info for entry in self._entries.values() if entry.info and entry.state is GroupState.READY]

@@ -31,6 +31,10 @@ from redline.types import TrajectoryGroup, VersionSpan
 
 SETTLED = (GroupState.TRAINED, GroupState.DROPPED)
 UNSETTLED = "state NOT IN ('trained', 'dropped')"
+BYTES_PER_TOKEN = 9
+"""The token, its logprob, and whether it was chosen."""
+PORTIONS = 4
+"""A segment is written at least in so many, however many groups come at once."""
 
 
 @dataclass(slots=True, frozen=True)
@@ -70,6 +74,7 @@ class TrajectoryStore:
         for scratch in folder.glob(".*.partial"):
             scratch.unlink()
         self._segments = SegmentSet(folder, segment_bytes)
+        self._portion_tokens = segment_bytes // (PORTIONS * BYTES_PER_TOKEN)
         self._rows: dict[int, GroupRow] = {}
         """Those that are not settled."""
         self._ready: dict[int, StoredInfo] = {}
@@ -102,26 +107,26 @@ class TrajectoryStore:
         assert all(row is None or row.state is GroupState.IN_FLIGHT for row in known), f"{numbers}: begun before"
         self._put([GroupRow(number, GroupState.IN_FLIGHT, version, now) for number in numbers], version)
 
-    def add(self, group: TrajectoryGroup) -> None:
-        known, now = self._known(group.number), time.time()
+    def add(self, *groups: TrajectoryGroup) -> None:
+        """They are safe when it returns."""
+        for some in _portions(groups, self._portion_tokens):
+            self._add(some)
+
+    def _add(self, groups: Sequence[TrajectoryGroup]) -> None:
+        now = time.time()
+        begun = [self._begun(group, now) for group in groups]
+        segment, first_row = self._segments.write(group_nodes(groups, [row.begun_version for row in begun]))
+        rows = []
+        for group, row in zip(groups, begun, strict=True):
+            rows.append(_ready_row(group, row, segment, first_row, now))
+            first_row = rows[-1].end_row
+        self._put(rows, self._version)
+
+    def _begun(self, group: TrajectoryGroup, now: float) -> GroupRow:
+        """What is known of a group that comes now."""
+        known = self._known(group.number)
         assert known is None or known.state is GroupState.IN_FLIGHT, f"group {group.number} is {known and known.state}"
-        begun = GroupRow(group.number, GroupState.IN_FLIGHT, group.versions.oldest, now) if known is None else known
-        segment, first_row = self._segments.write(group_nodes(group, begun.begun_version))
-        attempts = group.trajectories
-        row = replace(
-            begun,
-            state=GroupState.READY,
-            oldest_version=group.versions.oldest,
-            newest_version=group.versions.newest,
-            reward=float(sum(t.reward for t in attempts) / len(attempts)),
-            num_tokens=sum(len(t.token_ids) for t in attempts),
-            num_attempts=len(attempts),
-            has_signal=group.has_signal,
-            segment=segment,
-            first_row=first_row,
-            ready_at=now,
-        )
-        self._put([row], self._version)
+        return GroupRow(group.number, GroupState.IN_FLIGHT, group.versions.oldest, now) if known is None else known
 
     def ready(self) -> list[GroupInfo]:
         """By number."""
@@ -288,6 +293,37 @@ class TrajectoryStore:
         self._segments.close_left_open(number, batch.slice(0, end_row))
         if rows:
             self._put(rows, self._version)
+
+
+def _portions(groups: Sequence[TrajectoryGroup], most_tokens: int) -> Iterator[list[TrajectoryGroup]]:
+    """Runs of them with at most so many tokens, or of a single one."""
+    some, num_tokens = list[TrajectoryGroup](), 0
+    for group in groups:
+        tokens = sum(len(t.token_ids) for t in group.trajectories)
+        if some and num_tokens + tokens > most_tokens:
+            yield some
+            some, num_tokens = [], 0
+        some.append(group)
+        num_tokens += tokens
+    if some:
+        yield some
+
+
+def _ready_row(group: TrajectoryGroup, begun: GroupRow, segment: int, first_row: int, now: float) -> GroupRow:
+    attempts, versions = group.trajectories, group.versions
+    return replace(
+        begun,
+        state=GroupState.READY,
+        oldest_version=versions.oldest,
+        newest_version=versions.newest,
+        reward=float(sum(t.reward for t in attempts) / len(attempts)),
+        num_tokens=sum(len(t.token_ids) for t in attempts),
+        num_attempts=len(attempts),
+        has_signal=group.has_signal,
+        segment=segment,
+        first_row=first_row,
+        ready_at=now,
+    )
 
 
 def _as_of(row: GroupRow, version: int, *, is_there: bool) -> GroupRow:

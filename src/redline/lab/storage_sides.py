@@ -17,10 +17,12 @@ from redline.buffer.packing import pack
 from redline.buffer.store import TrajectoryStore
 from redline.buffer.stored_groups import pack_stored
 from redline.lab import tensordicts
+from redline.lab.contest import OURS
 from redline.lab.settings import SerializeSettings
 from redline.lab.train_batches import long_tailed_lengths
 from redline.types import FinishReason, TrainBatch, Trajectory, TrajectoryGroup, VersionSpan
 
+ONE_BY_ONE = f"{OURS}, group by group"
 POOL = 128
 """Groups that are made; stored again and again under other numbers they cost no time and little memory."""
 VOCABULARY = 151_936
@@ -89,18 +91,18 @@ def least_bytes(group: TrajectoryGroup) -> int:
 
 
 class StoreSide:
-    """The trajectory store: each group by itself, as rollouts finish them."""
+    """The trajectory store: all groups of a step at once, as in lockstep, or each by itself, as beside the trainer."""
 
-    def __init__(self, groups_per_step: int) -> None:
-        self._groups_per_step = groups_per_step
+    def __init__(self, groups_per_step: int, *, at_once: bool) -> None:
+        self._groups_per_step, self._at_once = groups_per_step, at_once
 
     def write(self, folder: Path, steps: Iterable[Step]) -> list[float]:
         store, seconds = TrajectoryStore(folder), []
         for version, groups in enumerate(steps):
             started = time.perf_counter()
             store.begin([group.number for group in groups], version)
-            for group in groups:
-                store.add(group)
+            for some in [groups] if self._at_once else [[group] for group in groups]:
+                store.add(*some)
             seconds.append(time.perf_counter() - started)
             if version:  # by now the step before would have been trained on
                 before = range((version - 1) * self._groups_per_step, version * self._groups_per_step)
@@ -202,7 +204,9 @@ class TensorDictSide(FilePerStep):
 
 
 def make_side(name: str, settings: SerializeSettings) -> StorageSide:
-    return StoreSide(settings.groups_per_step) if name == "redline" else make_file_side(name)
+    if name in (OURS, ONE_BY_ONE):
+        return StoreSide(settings.groups_per_step, at_once=name == OURS)
+    return make_file_side(name)
 
 
 def make_file_side(name: str) -> FilePerStep:

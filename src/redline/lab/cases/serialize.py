@@ -1,9 +1,9 @@
 """`redline bench serialize`: the trajectory store against pickled dicts, padded tensors and what else keeps arrays on disk.
 
-Every side stores the same steps of long-tailed attempts and gives each step back as a `TrainBatch`. Ours stores each group as
-it comes, with an index of what became of it; the others store a step at a time and keep no index. Nobody waits for the disk:
-what is written is in the page cache, from which it is read again. Then one batch is handed over, within this process and to
-another one (`lab/handover.py`).
+Every side stores the same steps of long-tailed attempts, a step at a time, and gives each back as a `TrainBatch`. Ours has an
+index of what became of every group; the others have none. Ours also stores each group as it comes, which is what rollouts
+beside the trainer do. Nobody waits for the disk: what is written is in the page cache, from which it is read again. Then one
+batch is handed over, within this process and to another one (`lab/handover.py`).
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from redline.lab.handover import Handed, Handover, Route, handing_over, looked_a
 from redline.lab.pairs import interleave
 from redline.lab.settings import SerializeSettings
 from redline.lab.statistics import compare
-from redline.lab.storage_sides import StorageSide, least_bytes, make_pool, make_side, make_steps
+from redline.lab.storage_sides import ONE_BY_ONE, StorageSide, least_bytes, make_pool, make_side, make_steps
 from redline.lab.warmup import WarmUp, warm_up
 from redline.types import TrajectoryGroup
 
@@ -61,7 +61,7 @@ Rounds = Sequence[Mapping[str, StorageRun]]
 
 def measure(settings: SerializeSettings, console: Console) -> Measured:
     pool, peers = make_pool(settings), list(settings.peers or ())
-    sides = {name: make_side(name, settings) for name in (OURS, *peers)}
+    sides = {name: make_side(name, settings) for name in (OURS, ONE_BY_ONE, *peers)}
     with tempfile.TemporaryDirectory(prefix="redline-serialize-") as scratch:
         rates = measure_disk(Path(scratch))
         console.print(rates.how, style="dim")
@@ -213,6 +213,9 @@ def _results(
         for name in bounds
         for peer in (list[str | None](peers) or [None])
     ]
+    results.append(
+        _result(rounds, f"{stored:,}: write group by group", values["write"], "s", bounds["write"], None, ONE_BY_ONE)
+    )
     if stored > 2 * WINDOW:
         flat = Bound(1, f"the last {WINDOW:,} attempts take as long as the first")
         results.append(_result(rounds, f"{stored:,}: growth of write", lambda run: run.growth, "×", flat, None))
@@ -220,14 +223,20 @@ def _results(
 
 
 def _result(
-    rounds: Rounds, name: str, value: Callable[[StorageRun], float], unit: str, bound: Bound, peer: str | None
+    rounds: Rounds,
+    name: str,
+    value: Callable[[StorageRun], float],
+    unit: str,
+    bound: Bound,
+    peer: str | None,
+    side: str = OURS,
 ) -> Result:
-    ours, figure = [value(row[OURS]) for row in rounds], None
+    ours, figure = [value(row[side]) for row in rounds], None
     if peer is not None:
         theirs = [value(row[peer]) for row in rounds]
         comparison = compare(theirs, ours)
         figure = PeerFigure(peer, statistics.median(theirs), comparison.ratio, comparison)
-    samples = [{side: asdict(row[side]) for side in (OURS, peer) if side is not None} for row in rounds]
+    samples = [{name: asdict(row[name]) for name in (side, peer) if name is not None} for row in rounds]
     return Result(name, statistics.median(ours), unit, samples, bound, figure, larger_is_better=False)
 
 
