@@ -131,8 +131,7 @@ class StoreFiles:
     def save(self, path: Path, groups: Step) -> None:
         assert self._store is not None
         self._store.begin([group.number for group in groups], 0)
-        for group in groups:
-            self._store.add(group)
+        self._store.add(*groups)
 
     def close(self) -> None:
         assert self._store is not None
