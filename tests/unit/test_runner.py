@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 from fakes import FakeEngine, FakeTasks, completion
+from transformers import PreTrainedTokenizerFast
 
 from redline.config.schema import RolloutsConfig
 from redline.errors import TaskError
@@ -304,6 +305,28 @@ def test_prompt_ids_are_tokenised_once_with_special_tokens_as_one_id_each() -> N
 def test_texts_have_no_special_tokens() -> None:
     answers = [np.array([*ids("seven"), END], dtype=np.int32), np.array([END], dtype=np.int32)]
     assert Chat(TOKENIZER, None, "").texts(answers) == ["seven", ""]
+
+
+class Shouting(PreTrainedTokenizerFast):
+    """Says something else than what its ids say."""
+
+    def _decode(self, *arguments: Any, **options: Any) -> str:
+        return super()._decode(*arguments, **options).upper()
+
+
+@pytest.mark.parametrize("kind", ["plain", "cleans up", "its own way"])
+def test_texts_are_those_of_the_tokenizer_however_it_makes_them(kind: str) -> None:
+    tokenizer = tiny_tokenizer()
+    if kind == "cleans up":
+        tokenizer.clean_up_tokenization_spaces = True
+    if kind == "its own way":
+        tokenizer.__class__ = Shouting
+    random = np.random.default_rng(0)
+    answers = [random.integers(0, len(tokenizer), length).astype(np.int32) for length in range(40)]
+    chat = Chat(tokenizer, None, "")
+    assert chat.texts(answers) == tokenizer.batch_decode([ids.tolist() for ids in answers], skip_special_tokens=True)
+    assert chat._decodes_in_bulk == (kind == "plain")
+    assert chat.texts([]) == []
 
 
 def test_a_tokenizer_without_a_chat_template_is_refused_with_a_hint() -> None:

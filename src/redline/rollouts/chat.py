@@ -24,6 +24,7 @@ class Chat:
         self._tokenizer = tokenizer
         self._system_prompt = system_prompt
         self._prompt_suffix = prompt_suffix
+        self._decodes_in_bulk = _decodes_in_bulk(tokenizer)
 
     def prompt_ids(self, task: Task) -> np.ndarray:
         """int32[tokens], ready for the assistant's turn."""
@@ -40,5 +41,19 @@ class Chat:
         return messages
 
     def texts(self, completions: Sequence[np.ndarray]) -> list[str]:
-        """What each completion says, without special tokens."""
-        return self._tokenizer.batch_decode([ids.tolist() for ids in completions], skip_special_tokens=True)
+        """What each completion says, without special tokens. Many at once take less time than one by one."""
+        ids = [completion.tolist() for completion in completions]
+        if self._decodes_in_bulk:
+            return self._tokenizer.backend_tokenizer.decode_batch(ids, skip_special_tokens=True)
+        return [self._tokenizer.decode(one, skip_special_tokens=True) for one in ids]
+
+
+def _decodes_in_bulk(tokenizer: PreTrainedTokenizerBase) -> bool:
+    """Whether the library beneath says the same by itself: it takes all texts at once, on all cores, and not one by one."""
+    from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
+
+    kind = type(tokenizer)
+    is_plain = (
+        getattr(kind, "_decode", None) is PreTrainedTokenizerFast._decode and kind.decode is PreTrainedTokenizerBase.decode
+    )
+    return is_plain and not tokenizer.clean_up_tokenization_spaces

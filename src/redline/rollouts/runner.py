@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -137,24 +137,24 @@ class SingleTurnRollouts:
         return GenerateRequest(self._chat.prompt_ids(task), sampling)
 
     def _score(self, task: Task, request: GenerateRequest, completions: Sequence[Completion]) -> list[Trajectory]:
-        return [score() for score in self._to_score(task, request, completions)]
+        texts = self._chat.texts([c.token_ids for c in completions])
+        return [self._trajectory(task, request, c, text) for c, text in zip(completions, texts, strict=True)]
 
     def _score_all(
         self, tasks: Sequence[Task], requests: Sequence[GenerateRequest], answers: Sequence[Sequence[Completion]]
     ) -> list[list[Trajectory]]:
         """As `_score` does for each task, and in that order, but perhaps with the help of others."""
-        groups = [self._to_score(*parts) for parts in zip(tasks, requests, answers, strict=True)]
-        scored = iter(self._helpers.results([score for group in groups for score in group]))
-        return [[next(scored) for _ in group] for group in groups]
-
-    def _to_score(
-        self, task: Task, request: GenerateRequest, completions: Sequence[Completion]
-    ) -> list[Callable[[], Trajectory]]:
-        """One for each attempt; each can be called by any thread."""
-        texts = self._chat.texts([c.token_ids for c in completions])
-        return [partial(self._trajectory, task, request, c, text) for c, text in zip(completions, texts, strict=True)]
+        texts = iter(self._chat.texts([c.token_ids for completions in answers for c in completions]))
+        works = [
+            partial(self._trajectory, task, request, completion, next(texts))
+            for task, request, completions in zip(tasks, requests, answers, strict=True)
+            for completion in completions
+        ]
+        scored = iter(self._helpers.results(works))
+        return [[next(scored) for _ in completions] for completions in answers]
 
     def _trajectory(self, task: Task, request: GenerateRequest, completion: Completion, text: str) -> Trajectory:
+        """Can be called by any thread."""
         prompt_length = len(request.prompt_ids)
         parts: dict[str, float] = {}
         with boundary() as caught:
