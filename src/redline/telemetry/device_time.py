@@ -20,6 +20,7 @@ from redline.telemetry.spans import Lane, Span
 
 ANCHOR_NS = 1_000_000_000
 """How far behind the event may be from which times are measured."""
+IDLE = "idle"
 
 
 class DeviceEvent(Protocol):
@@ -77,8 +78,8 @@ class DeviceSpan(Span):
 class DeviceTimer:
     """When a device did what a host only asked for, known once the device has been there; nobody waits for it.
 
-    Each thread has its own stream, and so its own lane here: `cuda/main`. What lies between two spans is `unaccounted`: the
-    device was idle, or did something no span asks about.
+    Each thread has its own stream, and so its own lane here: `cuda/main`. What lies between two spans is `idle`: the stream had
+    nothing to do, or something that no span asks about.
     """
 
     def __init__(
@@ -158,6 +159,7 @@ class _Replayed:
     def __init__(self, name: str, start_ns: int, keep_spans: bool) -> None:
         self._now = start_ns
         self.lane = Lane(name, lambda: self._now, keep_spans)
+        self.lane.open[0].name = IDLE
 
     def replay(self, intervals: list[_DeviceInterval]) -> None:
         """Properly nested, but for the rounding of the device's clock."""
