@@ -124,9 +124,13 @@ class Schedules(RuleBasedStateMachine):
         return sorted({*self.numbers(GroupState.IN_FLIGHT), *self.repeated} - set(self.again))
 
     @precondition(lambda self: self.under_way())
-    @rule(rng=st.randoms(use_true_random=False), silent=st.booleans())
-    def finish(self, rng: Random, silent: bool) -> None:
-        number = rng.choice(self.under_way())
+    @rule(rng=st.randoms(use_true_random=False), silent=st.booleans(), most=st.sampled_from([1, 1, 1, 3]))
+    def finish(self, rng: Random, silent: bool, most: int = 1) -> None:
+        under_way = self.under_way()
+        finished = rng.sample(under_way, min(most, len(under_way)))
+        self.buffer.offer(*(self.finished(number, rng, silent=silent) for number in finished))
+
+    def finished(self, number: int, rng: Random, *, silent: bool) -> TrajectoryGroup:
         known = self.known[number]
         oldest = rng.randint(known.begun, self.version)
         newest = rng.randint(oldest, self.version)
@@ -134,7 +138,7 @@ class Schedules(RuleBasedStateMachine):
             self.repeated.remove(number)
         else:
             known.state, known.versions, known.silent = GroupState.READY, VersionSpan(oldest, newest), silent
-        self.buffer.offer(group(number, oldest, newest, silent=silent))
+        return group(number, oldest, newest, silent=silent)
 
     @rule(rng=st.randoms(use_true_random=False), steps=st.integers(1, 4), silence=st.sampled_from([0.0, 0.3, 1.0]))
     def run_the_loop(self, rng: Random, steps: int, silence: float) -> None:

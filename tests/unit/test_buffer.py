@@ -122,6 +122,18 @@ def test_groups_that_take_too_long_are_given_up_though_the_trainer_stands_still(
     assert buffer.admit(1) == [3]
 
 
+def test_of_groups_that_come_together_only_those_that_are_still_wanted_are_kept() -> None:
+    store = MemoryStore()
+    buffer = make(2, max_lag=1, store=store)
+    assert buffer.admit(0) == [0, 1, 2, 3]
+    buffer.abandon([1, 2], "overdue")
+    buffer.offer(*(numbered(number, 0) for number in (3, 1, 0)))
+    assert [info.number for info in store.ready()] == [0, 3]
+    assert store.fate(1) == (GroupState.DROPPED, "overdue")
+    with pytest.raises(AssertionError, match="nobody asked for group 1"):
+        buffer.offer(numbered(1, 0))
+
+
 def test_a_group_that_is_overdue_and_timed_out_is_given_up_once() -> None:
     clock = Clock()
     buffer = GroupBuffer(BufferConfig(max_lag=1, depth=2, group_timeout_s=10), 1, MemoryStore(), clock=clock)

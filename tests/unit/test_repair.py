@@ -95,15 +95,19 @@ class FullDisk:
 
 
 @pytest.mark.parametrize("room", [0, 1, 100, 300, 500, 700, 1000, 2000, 6000, 7500, 100_000])
-def test_a_full_disk_is_said_and_leaves_the_store_as_it_was(folder: Path, room: int, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("at_once", [1, 37])
+def test_a_full_disk_is_said_and_leaves_the_store_as_it_was(
+    folder: Path, room: int, at_once: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     store = filled(folder, 3, segment_bytes=SMALL)
     store.begin(range(3, 40), 1)
     monkeypatch.setattr(os, "pwrite", FullDisk(room))
     with contextlib.suppress(FullDiskError):
-        for number in range(3, 40):
-            store.add(numbered(number))
+        for first in range(3, 40, at_once):
+            store.add(*(numbered(number) for number in range(first, first + at_once)))
     ready = ready_numbers(store)
     assert len(ready) < 40 or room == 100_000
+    assert ready == list(range(len(ready))), "a first part of them"
     monkeypatch.undo()
     assert ready_numbers(TrajectoryStore(folder)) == ready
     assert repair(folder).is_healthy

@@ -319,13 +319,17 @@ def test_texts_are_those_of_the_tokenizer_however_it_makes_them(kind: str) -> No
     tokenizer = tiny_tokenizer()
     if kind == "cleans up":
         tokenizer.clean_up_tokenization_spaces = True
+        tokenizer.clean_up_tokenization_spaces_for_bpe_even_though_it_will_corrupt_output = True
     if kind == "its own way":
         tokenizer.__class__ = Shouting
     random = np.random.default_rng(0)
     answers = [random.integers(0, len(tokenizer), length).astype(np.int32) for length in range(40)]
+    answers.append(np.array(tokenizer.encode("well , that 's it ."), dtype=np.int32))
     chat = Chat(tokenizer, None, "")
     assert chat.texts(answers) == tokenizer.batch_decode([ids.tolist() for ids in answers], skip_special_tokens=True)
-    assert chat._decodes_in_bulk == (kind == "plain")
+    assert chat.texts(answers[-1:]) == [
+        {"plain": "well , that 's it .", "cleans up": "well, that's it.", "its own way": "WELL , THAT 'S IT ."}[kind]
+    ]
     assert chat.texts([]) == []
 
 

@@ -64,7 +64,7 @@ def test_a_device_span_lasts_as_long_as_the_device_works_and_the_host_span_as_lo
         device.host_ns += 9_000
     lanes = recorder.ledger().lanes
     assert lanes["main"].rows == {"trainer.forward": 10}
-    assert lanes["cuda/main"].rows == {"idle": 0, "trainer.forward": 5_010}, "from when the host marked its begin"
+    assert lanes["cuda/main"].rows == {"wait.for_work": 0, "trainer.forward": 5_010}, "from when the host marked its begin"
     on_host, on_device = recorder.drain()
     assert (on_host.lane, on_device.lane) == ("main", "cuda/main")
     assert on_device.args == {"version": 3}
@@ -98,7 +98,7 @@ def test_nested_device_spans_are_exclusive_and_sum_to_the_lanes_wall_time() -> N
             device.work(300)
         device.host_ns += 9_000
     lane = recorder.ledger().lanes["cuda/main"]
-    assert lane.rows == {"trainer.step": 110, "trainer.forward": 1_000, "trainer.optimizer": 300, "idle": 7}
+    assert lane.rows == {"trainer.step": 110, "trainer.forward": 1_000, "trainer.optimizer": 300, "wait.for_work": 7}
     assert (lane.wall_ns, lane.unaccounted_ns) == (1_417, 0)
 
 
@@ -134,7 +134,7 @@ def test_times_stay_exact_for_hours_though_events_count_in_float32() -> None:
             recorder.drain()
     lane = recorder.ledger().lanes["cuda/main"]
     assert furthest < 2 * ANCHOR_NS
-    assert lane.rows == {"idle": 0, "trainer.forward": 50 * (ANCHOR_NS // 3)}
+    assert lane.rows == {"wait.for_work": 0, "trainer.forward": 50 * (ANCHOR_NS // 3)}
 
 
 def test_each_thread_has_its_own_device_lane() -> None:

@@ -76,7 +76,7 @@ class Node:
         return [array for array in (self.lengths, self.values, valid) if array is not None]
 
 
-# ── a group → nodes ────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── groups → nodes ────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def group_nodes(groups: Sequence[TrajectoryGroup], begun_versions: Sequence[int]) -> list[Node]:
@@ -89,7 +89,7 @@ def group_nodes(groups: Sequence[TrajectoryGroup], begun_versions: Sequence[int]
     parts = [pair for t in attempts for pair in t.reward_parts.items()]
     num_parts = np.array([len(t.reward_parts) for t in attempts], dtype=np.int64)
     versions = np.array([(t.versions.oldest, t.versions.newest) for t in attempts], dtype=np.int64)
-    columns: list[_Written] = [
+    columns: list[_ColumnNodes] = [
         _fixed(np.repeat(np.array([group.number for group in groups], dtype=np.int64), sizes)),
         _fixed((np.arange(len(attempts)) - np.repeat(ends - sizes, sizes)).astype(np.int32)),
         (_strings([group.task_id for group in groups for _ in group.trajectories]),),
@@ -114,15 +114,15 @@ def group_nodes(groups: Sequence[TrajectoryGroup], begun_versions: Sequence[int]
     return [version, sums, *(node for column in columns for node in column)]
 
 
-_Written = tuple[Node, ...]
+_ColumnNodes = tuple[Node, ...]
 """A column: the node of its rows, and those of what is in its lists."""
 
 
-def _fixed(values: np.ndarray) -> _Written:
+def _fixed(values: np.ndarray) -> _ColumnNodes:
     return (Node(len(values), values),)
 
 
-def _turns(loss_mask: np.ndarray, lengths: np.ndarray, versions: np.ndarray) -> _Written:
+def _turns(loss_mask: np.ndarray, lengths: np.ndarray, versions: np.ndarray) -> _ColumnNodes:
     """Runs of tokens that the policy chose, each with the versions that it was sampled with: the attempt's, as long as no
     attempt says more."""
     ends, chosen = np.cumsum(lengths), loss_mask.view(np.bool_)
@@ -145,7 +145,7 @@ def _failure(attempt: Trajectory) -> str | None:
     return f"{attempt.failure.stage}: {attempt.failure.reason}" if attempt.failure else None
 
 
-def _list(lengths: np.ndarray, offset_bytes: int, values: np.ndarray) -> _Written:
+def _list(lengths: np.ndarray, offset_bytes: int, values: np.ndarray) -> _ColumnNodes:
     return Node(len(lengths), lengths=lengths, offset_bytes=offset_bytes), Node(len(values), values)
 
 
@@ -256,21 +256,21 @@ def checksum(nodes: Iterable[Node]) -> int:
     return crc
 
 
-def _checksums(columns: Iterable[_Written], bounds: Sequence[int]) -> np.ndarray:
+def _checksums(columns: Iterable[_ColumnNodes], bounds: Sequence[int]) -> np.ndarray:
     """uint32[groups]: the `checksum` of each, whose rows are those between two bounds."""
     crcs = [0] * (len(bounds) - 1)
     for column in columns:
         here = bounds
         for node in column:
             inside = here if node.lengths is None else np.concatenate([[0], np.cumsum(node.lengths)])[here].tolist()
-            for number in range(len(crcs)):
-                rows = slice(here[number], here[number + 1])
+            for i in range(len(crcs)):  # each in the order of `Node.buffers`
+                rows = slice(here[i], here[i + 1])
                 if node.lengths is not None:
-                    crcs[number] = zlib.crc32(node.lengths[rows].data, crcs[number])
+                    crcs[i] = zlib.crc32(node.lengths[rows].data, crcs[i])
                 if node.values is not None:
-                    crcs[number] = zlib.crc32(node.values[inside[number] : inside[number + 1]].data, crcs[number])
+                    crcs[i] = zlib.crc32(node.values[inside[i] : inside[i + 1]].data, crcs[i])
                 if node.valid is not None and not node.valid[rows].all():
-                    crcs[number] = zlib.crc32(node.valid[rows].data, crcs[number])
+                    crcs[i] = zlib.crc32(node.valid[rows].data, crcs[i])
             if node.values is None:  # a list, or a struct
                 here = inside
     return np.array(crcs, dtype=np.uint32)

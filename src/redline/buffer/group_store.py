@@ -64,7 +64,8 @@ class GroupStore(Protocol):
         ...
 
     def add(self, *groups: TrajectoryGroup) -> None:
-        """in_flight → ready. Together they take less time than one by one."""
+        """in_flight → ready, and safe from a kill when it returns. A kill, or a disk that is full, in the middle of it leaves a
+        first part of them ready. Together they take less time than one by one."""
         ...
 
     def ready(self) -> list[GroupInfo]:

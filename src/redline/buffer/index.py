@@ -150,7 +150,7 @@ class GroupIndex:
             segments = self._database.execute(_TOTALS).fetchall()
             number, version = self._database.execute(_LAST).fetchone()
         if not all(isinstance(value, int) for found in (*segments, (number, version)) for value in found):
-            raise DamagedIndexError(f"{self.path}: something else where there should be a number")
+            raise DamagedIndexError(f"{self.path}: something else where there should be a whole number")
         return (
             {GroupState(state): count for state, count in counts},
             {segment: SegmentTotals(*found) for segment, *found in segments},

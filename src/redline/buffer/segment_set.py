@@ -72,7 +72,7 @@ class SegmentSet:
     # ── writing ────────────────────────────────────────────────────────────────────────────────────────────────────────
 
     def write(self, nodes: Sequence[Node]) -> tuple[int, int]:
-        """The segment and the row where the group now lies."""
+        """The segment, and the row from which on the groups now lie there."""
         if self._open is not None and not self._open.fits(nodes):
             self.seal()
         if self._open is None:

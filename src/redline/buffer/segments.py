@@ -129,7 +129,7 @@ class _Filled:
         return _Filled(list(self.lengths), list(self.nulls), list(self.sums), list(self.used), self.last_bits, self.rows)
 
     def take(self, nodes: Sequence[Node]) -> Iterator[tuple[int, int, np.ndarray]]:
-        """What to write for one group, as (buffer, place in it, array)."""
+        """What to write for these rows, as (buffer, place in it, array)."""
         buffer = 0
         for number, node in enumerate(nodes):
             if node.valid is not None:
@@ -192,7 +192,7 @@ class OpenSegment:
         return all(used + need <= room for used, need, room in zip(self.used, buffer_bytes(nodes), self._room, strict=True))
 
     def append(self, nodes: Sequence[Node]) -> int:
-        """Add the rows of one group; returns the first. Where that fails, the segment is as before."""
+        """Add the rows of some groups; returns the first. Where that fails, the segment is as before."""
         filled = self._filled.copy()
         for buffer, place, array in filled.take(nodes):
             write_at(self._file, self._starts[buffer] + place, np.ascontiguousarray(array).data)
@@ -229,7 +229,7 @@ def _made(path: Path, head: bytearray, body_bytes: int, tail: bytes) -> int:
 
 
 def buffer_bytes(nodes: Sequence[Node]) -> list[int]:
-    """What a group takes in each buffer."""
+    """What these rows take in each buffer."""
     sizes = []
     for node in nodes:
         sizes.append(0 if node.valid is None else _bitmap_bytes(node.length) + 1)

@@ -34,7 +34,7 @@ UNSETTLED = "state NOT IN ('trained', 'dropped')"
 BYTES_PER_TOKEN = 9
 """The token, its logprob, and whether it was chosen."""
 PORTIONS = 4
-"""A segment is written at least in so many, however many groups come at once."""
+"""About as many fill a segment: however many groups come at once, no segment gets much larger than it should."""
 
 
 @dataclass(slots=True, frozen=True)
@@ -108,7 +108,7 @@ class TrajectoryStore:
         self._put([GroupRow(number, GroupState.IN_FLIGHT, version, now) for number in numbers], version)
 
     def add(self, *groups: TrajectoryGroup) -> None:
-        """They are safe when it returns."""
+        assert len({group.number for group in groups}) == len(groups), "a group twice"
         for some in _portions(groups, self._portion_tokens):
             self._add(some)
 

@@ -14,6 +14,10 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
+SPACED = "Is n't it ? I 'm sure , and so 's he ."
+"""Some tokenizers take spaces out of what they decode: they would of this."""
+
+
 class Chat:
     """Renders tasks with the model's own chat template."""
 
@@ -53,7 +57,10 @@ def _decodes_in_bulk(tokenizer: PreTrainedTokenizerBase) -> bool:
     from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
     kind = type(tokenizer)
-    is_plain = (
-        getattr(kind, "_decode", None) is PreTrainedTokenizerFast._decode and kind.decode is PreTrainedTokenizerBase.decode
-    )
-    return is_plain and not tokenizer.clean_up_tokenization_spaces
+    if (
+        getattr(kind, "_decode", None) is not PreTrainedTokenizerFast._decode
+        or kind.decode is not PreTrainedTokenizerBase.decode
+    ):
+        return False
+    ids = tokenizer.encode(SPACED, add_special_tokens=False)
+    return tokenizer.decode(ids) == tokenizer.backend_tokenizer.decode(ids)

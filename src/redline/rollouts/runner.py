@@ -144,12 +144,13 @@ class SingleTurnRollouts:
         self, tasks: Sequence[Task], requests: Sequence[GenerateRequest], answers: Sequence[Sequence[Completion]]
     ) -> list[list[Trajectory]]:
         """As `_score` does for each task, and in that order, but perhaps with the help of others."""
-        texts = iter(self._chat.texts([c.token_ids for completions in answers for c in completions]))
-        works = [
-            partial(self._trajectory, task, request, completion, next(texts))
+        attempts = [
+            (task, request, completion)
             for task, request, completions in zip(tasks, requests, answers, strict=True)
             for completion in completions
         ]
+        texts = self._chat.texts([completion.token_ids for _, _, completion in attempts])
+        works = [partial(self._trajectory, *attempt, text) for attempt, text in zip(attempts, texts, strict=True)]
         scored = iter(self._helpers.results(works))
         return [[next(scored) for _ in completions] for completions in answers]
 

@@ -20,7 +20,8 @@ from redline.telemetry.spans import Lane, Span
 
 ANCHOR_NS = 1_000_000_000
 """How far behind the event may be from which times are measured."""
-IDLE = "idle"
+IDLE = "wait.for_work"
+"""What lies between two spans of a stream: it had nothing to do, or something that no span asks about."""
 
 
 class DeviceEvent(Protocol):
@@ -78,8 +79,8 @@ class DeviceSpan(Span):
 class DeviceTimer:
     """When a device did what a host only asked for, known once the device has been there; nobody waits for it.
 
-    Each thread has its own stream, and so its own lane here: `cuda/main`. What lies between two spans is `idle`: the stream had
-    nothing to do, or something that no span asks about.
+    Each thread has its own stream, and so its own lane here: `cuda/main`. It is never `unaccounted`: between two spans it
+    waits for work.
     """
 
     def __init__(

@@ -236,7 +236,7 @@ def _result(
         theirs = [value(row[peer]) for row in rounds]
         comparison = compare(theirs, ours)
         figure = PeerFigure(peer, statistics.median(theirs), comparison.ratio, comparison)
-    samples = [{name: asdict(row[name]) for name in (side, peer) if name is not None} for row in rounds]
+    samples = [{each: asdict(row[each]) for each in (side, peer) if each is not None} for row in rounds]
     return Result(name, statistics.median(ours), unit, samples, bound, figure, larger_is_better=False)
 
 
