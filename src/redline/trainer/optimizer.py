@@ -96,9 +96,8 @@ class MasterAdamW:
 
     # ── gradients ──────────────────────────────────────────────────────────────────────────────────────────────────────
 
-    @torch.no_grad()
     def take(self, name: str) -> None:
-        """Add a parameter's gradient to its float32 sum, and free it."""
+        """Add a parameter's gradient to its float32 sum, and free it. Autograd is off, as in every backward pass."""
         parameter = self._parameters[name]
         if parameter.grad is None:
             return
@@ -118,6 +117,7 @@ class MasterAdamW:
             self._gradient_views = self._layout.views(self._gradients)
         return self._gradient_views
 
+    @torch.no_grad()
     def accumulate(self) -> None:
         """Take what no backward pass has handed over by itself: gradients that somebody assigned."""
         for name in self._parameters:
