@@ -76,7 +76,7 @@ class Node:
         return [array for array in (self.lengths, self.values, valid) if array is not None]
 
 
-# ── groups → nodes ────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── groups → nodes ─────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def group_nodes(groups: Sequence[TrajectoryGroup], begun_versions: Sequence[int]) -> list[Node]:
@@ -271,6 +271,6 @@ def _checksums(columns: Iterable[_ColumnNodes], bounds: Sequence[int]) -> np.nda
                     crcs[i] = zlib.crc32(node.values[inside[i] : inside[i + 1]].data, crcs[i])
                 if node.valid is not None and not node.valid[rows].all():
                     crcs[i] = zlib.crc32(node.valid[rows].data, crcs[i])
-            if node.values is None:  # a list, or a struct
+            if node.values is None:  # a list or a struct, and the nodes after it are what is in it
                 here = inside
     return np.array(crcs, dtype=np.uint32)
