@@ -63,4 +63,4 @@ def _decodes_in_bulk(tokenizer: PreTrainedTokenizerBase) -> bool:
     ):
         return False
     ids = tokenizer.encode(SPACED, add_special_tokens=False)
-    return tokenizer.decode(ids) == tokenizer.backend_tokenizer.decode(ids)
+    return tokenizer.decode(ids, skip_special_tokens=True) == tokenizer.backend_tokenizer.decode(ids, skip_special_tokens=True)
