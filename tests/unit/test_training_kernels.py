@@ -10,7 +10,7 @@ from torch import Tensor
 pytest.importorskip("triton")
 
 from redline.models.rope import rotary_table, rotate
-from redline.models.training_kernels import PROGRAMS, add_rms_norm, rotate_, silu_mul
+from redline.models.training_kernels import PROGRAMS, ROWS_BLOCK, add_rms_norm, rotate_, select_rows, silu_mul
 from redline.trainer.logprob_kernels import summarise, to_gradient_
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -101,6 +101,18 @@ def test_heads_are_rotated_in_place_and_their_gradients_back(dtype: torch.dtype)
     heads.backward(incoming)
     expected.backward(incoming.float())
     check(start.grad, start_.grad)
+
+
+@DTYPES
+@pytest.mark.parametrize("size", [96, ROWS_BLOCK + 8])
+def test_rows_that_are_wanted_more_than_once_sum_their_gradients(size: int, dtype: torch.dtype) -> None:
+    x, index = random(7, size, dtype=dtype), torch.tensor([3, 0, 5, 3, 3, 6, 0], device=DEVICE)
+    found = select_rows(x, index)
+    assert torch.equal(found, x[index])
+    grad = random(7, size, dtype=dtype).detach()
+    found.backward(grad)
+    check(x.grad, torch.zeros(7, size, device=DEVICE).index_add(0, index, grad.float()))
+    assert not x.grad[[1, 2, 4]].any()
 
 
 @DTYPES

@@ -29,7 +29,7 @@ PARTS_BLOCK = (512, 8)
 """Parts and columns of a turn of that last step."""
 MOST_SUMS = 3
 """Of one launch of it: the norms and the bias of a layer."""
-SILU_BLOCK = 1024
+SILU_BLOCK = ROWS_BLOCK = 1024
 
 
 def add_rms_norm(x_TE: Tensor, delta_TE: Tensor | None, weight_E: Tensor, eps: float) -> tuple[Tensor, Tensor]:
@@ -47,6 +47,12 @@ def silu_mul(gate_up_TI: Tensor) -> Tensor:
 def rotate_(heads_TX: Tensor, num_rotated: int, cos: Tensor, sin: Tensor) -> Tensor:
     """Rotate the first heads of every token in place, X = heads · D. cos and sin are [T, 1, D / 2] of `rotary_table`."""
     return _Rotate.apply(heads_TX, num_rotated, cos, sin)
+
+
+def select_rows(x_TE: Tensor, index_M: Tensor) -> Tensor:
+    """x[index], where rows may be wanted more than once: the gradient of each is summed in float32, and in the order of
+    `index`. Torch's own is added up in the dtype of the rows, in whatever order they come."""
+    return _SelectRows.apply(x_TE, index_M)
 
 
 # ── one pass each ──────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -139,6 +145,18 @@ def rotation_(heads_TX: Tensor, num_rotated: int, cos: Tensor, sin: Tensor, *, b
     return heads_TX
 
 
+def sum_rows(rows_ME: Tensor, index_M: Tensor, num_sums: int) -> Tensor:
+    """[num_sums, E]: of all rows with the same index."""
+    E = rows_ME.shape[1]
+    sorted_M, order_M = torch.sort(index_M, stable=True)
+    firsts = torch.searchsorted(sorted_M, torch.arange(num_sums + 1, dtype=sorted_M.dtype, device=sorted_M.device))
+    sums_TE = rows_ME.new_empty(num_sums, E)
+    if num_sums:
+        grid = (num_sums, triton.cdiv(E, ROWS_BLOCK))
+        launch(_sum_rows, grid, (rows_ME, order_M, firsts, sums_TE), (), (E, ROWS_BLOCK), num_warps=4)
+    return sums_TE
+
+
 def _warps(block: int) -> int:
     return min(max(block // 256, 1), 8)
 
@@ -188,6 +206,19 @@ class _Rotate(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
         grad_TX = grads[0].clone(memory_format=torch.contiguous_format)
         return rotation_(grad_TX, ctx.num_rotated, *ctx.saved_tensors, backwards=True), None, None, None
+
+
+class _SelectRows(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x_TE: Tensor, index_M: Tensor) -> Tensor:
+        ctx.save_for_backward(index_M)
+        ctx.num_rows = len(x_TE)
+        return x_TE.index_select(0, index_M)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        (index_M,) = ctx.saved_tensors
+        return sum_rows(grads[0].contiguous(), index_M, ctx.num_rows), None
 
 
 # ── the kernels ────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -329,3 +360,13 @@ def _rotation(heads, cos, sin, N: tl.constexpr, R: tl.constexpr, D: tl.constexpr
     new_second = (second * cos_D).to(dtype).to(tl.float32) + (first * sin_D).to(dtype).to(tl.float32)
     tl.store(at, new_first.to(dtype), mask=inside)
     tl.store(at + HALF, new_second.to(dtype), mask=inside)
+
+
+@triton.jit
+def _sum_rows(rows, order, firsts, sums, E: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+    which = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    total = tl.zeros([BLOCK], tl.float32)
+    for use in range(tl.load(firsts + which), tl.load(firsts + which + 1)):
+        total += tl.load(rows + tl.load(order + use) * E + column, mask=column < E, other=0.0).to(tl.float32)
+    tl.store(sums + which * E + column, total.to(sums.dtype.element_ty), mask=column < E)

@@ -10,6 +10,7 @@ from redline.config.schema import LoraConfig
 from redline.models.copies import copy_network
 from redline.models.decoder import Attend, Decoder
 from redline.models.hf import AnyDecoder
+from redline.models.rows import selected_rows
 from redline.models.trainable_lora import add_adapter, without_adapter
 
 
@@ -26,7 +27,7 @@ class ValueNetwork(nn.Module):
 
     def forward(self, tokens_T: Tensor, positions_T: Tensor, attend: Attend, from_M: Tensor) -> Tensor:
         """float32[M]: the values of the positions `from_M`."""
-        hidden_ME = self.trunk(tokens_T, positions_T, attend).index_select(0, from_M)
+        hidden_ME = selected_rows(self.trunk(tokens_T, positions_T, attend), from_M)
         # In float32: returns differ by less than bfloat16 can tell apart.
         return F.linear(hidden_ME.float(), self.head.weight.float(), self.head.bias.float()).squeeze(1)
 

@@ -12,6 +12,7 @@ from redline.models.decoder import Attend
 from redline.models.flash_attention import packed_attention
 from redline.models.hf import AnyDecoder
 from redline.models.lora import ActiveLora
+from redline.models.rows import selected_rows
 from redline.models.value_head import ValueNetwork
 from redline.trainer.logprobs import selected_logprobs
 from redline.trainer.micro_batches import MicroBatch
@@ -49,9 +50,8 @@ def chosen_logprobs(
     adapters = () if lora is None else (lora,)
     hidden_TE = decoder(inputs["tokens"].long(), positions_T, attend, *adapters)
     # Where weights are sharded, the head is whole only after the forward pass.
-    found = selected_logprobs(
-        hidden_TE.index_select(0, inputs["predicted_from"]), decoder.output_weight, inputs["targets"].long(), temperature
-    )
+    hidden_ME = selected_rows(hidden_TE, inputs["predicted_from"])
+    found = selected_logprobs(hidden_ME, decoder.output_weight, inputs["targets"].long(), temperature)
     return share.gather(found[0]), share.gather(found[1])
 
 
