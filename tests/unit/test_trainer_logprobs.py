@@ -94,3 +94,26 @@ def test_a_bfloat16_network_gets_float32_logprobs_and_bfloat16_gradients() -> No
     for mine, right in zip((hidden, weight), theirs, strict=True):
         assert mine.grad.dtype == torch.bfloat16
         assert (mine.grad.double() - right.grad.double()).norm() < 0.02 * right.grad.double().norm()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("with_entropies", [False, True])
+@pytest.mark.parametrize("kept_rows", [0, 30, 100], ids=["none kept", "some", "all"])
+def test_on_a_gpu_gradients_are_the_same_whatever_is_kept(
+    kept_rows: int, with_entropies: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    vocabulary = 9000
+    monkeypatch.setitem(module.CHUNK_BYTES, "cuda", 2 * vocabulary * 25)
+    monkeypatch.setitem(module.KEPT_BYTES, "cuda", 2 * vocabulary * kept_rows)
+    hidden, weight, targets = (t.cuda() for t in random_inputs(100, vocabulary, 64, seed=0, scale=0.3))
+    ours = [tensor.bfloat16().requires_grad_() for tensor in (hidden, weight)]
+    theirs = [tensor.detach().clone().requires_grad_() for tensor in ours]
+    directions = torch.randn(2, 100, generator=torch.Generator().manual_seed(1)).cuda()
+    wanted = 2 if with_entropies else 1
+    found = selected_logprobs(*ours, targets, 0.8)[:wanted]
+    expected = naive(*theirs, targets, 0.8)[:wanted]
+    for _ in range(2):  # the second time from logits that nobody has kept
+        mine = torch.autograd.grad(found, ours, list(directions[:wanted]), retain_graph=True)
+        right = torch.autograd.grad(expected, theirs, list(directions[:wanted].double()), retain_graph=True)
+        for here, there in zip(mine, right, strict=True):
+            assert (here.double() - there.double()).norm() < 0.02 * there.double().norm()

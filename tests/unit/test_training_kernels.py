@@ -11,13 +11,14 @@ pytest.importorskip("triton")
 
 from redline.models.rope import rotary_table, rotate
 from redline.models.training_kernels import PROGRAMS, ROWS_BLOCK, add_rms_norm, rotate_, select_rows, silu_mul
-from redline.trainer.logprob_kernels import summarise, to_gradient_
+from redline.trainer.logprob_kernels import SLOPES_TURN, summarise, to_gradient_, to_slopes_
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 HALF = torch.bfloat16 if DEVICE == "cuda" else torch.float16
 EPS = 1e-6
 TOLERANCE = {torch.float32: 2e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, HALF])
+WIDE = pytest.mark.parametrize("dtype", [torch.float32, *([HALF] if DEVICE == "cuda" else [])])  # not float16
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning")  # numpy's, of the interpreter's infinities
 
@@ -117,31 +118,65 @@ def test_rows_that_are_wanted_more_than_once_sum_their_gradients(size: int, dtyp
 
 @DTYPES
 @pytest.mark.parametrize("vocabulary", [40, 8192, 10_000])
-def test_a_pass_over_logits_gives_logprob_normalizer_and_entropy(vocabulary: int, dtype: torch.dtype) -> None:
+def test_a_pass_over_logits_gives_logprob_and_entropy(vocabulary: int, dtype: torch.dtype) -> None:
     logits, targets = 3 * random(4, vocabulary, dtype=dtype).detach(), torch.tensor([0, vocabulary - 1, 7, 7], device=DEVICE)
     logits[1, 3] = -torch.inf
-    scaled = logits.float() / 1.3
-    log_p = torch.log_softmax(scaled, dim=-1)
-    logprob, normalizer, entropy = summarise(logits, targets, 1.3)
-    torch.testing.assert_close(logprob, log_p.gather(1, targets[:, None]).squeeze(1), rtol=1e-5, atol=1e-5)
-    torch.testing.assert_close(normalizer, scaled.logsumexp(dim=-1), rtol=1e-5, atol=1e-5)
-    torch.testing.assert_close(entropy, torch.special.entr(log_p.exp()).sum(dim=-1), rtol=1e-4, atol=1e-4)
+    before = logits.clone()
+    check_summary(summarise(logits, targets, 1.3), logits, targets, 1.3)
+    assert torch.equal(logits, before)
 
 
-@DTYPES
-@pytest.mark.parametrize("with_entropies", [True, False])
-def test_logits_become_their_gradient(dtype: torch.dtype, with_entropies: bool) -> None:
+def check_summary(found: tuple[Tensor, ...], logits: Tensor, targets: Tensor, temperature: float) -> None:
+    log_p = torch.log_softmax(logits.float() / temperature, dim=-1)
+    torch.testing.assert_close(found[0], log_p.gather(1, targets[:, None]).squeeze(1), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(found[1], torch.special.entr(log_p.exp()).sum(dim=-1), rtol=1e-4, atol=1e-4)
+
+
+@WIDE
+@pytest.mark.parametrize("vocabulary", [40, SLOPES_TURN, 2 * SLOPES_TURN + 1])
+def test_logits_become_their_slopes(vocabulary: int, dtype: torch.dtype) -> None:
+    logits, targets = 3 * random(4, vocabulary, dtype=dtype).detach(), torch.tensor([0, vocabulary - 1, 7, 7], device=DEVICE)
+    logits[1, 3] = -torch.inf
+    check_slopes(logits, targets, 1.3)
+
+
+@WIDE
+def test_slopes_of_logits_that_are_far_apart(dtype: torch.dtype) -> None:
+    """Turns of the kernel's loop whose entries are far above all those before them, a little above, and all -inf."""
+    logits = 3 * random(6, 3 * SLOPES_TURN, dtype=dtype).detach()
+    second, third = slice(SLOPES_TURN, 2 * SLOPES_TURN), slice(2 * SLOPES_TURN, None)
+    logits[0, second] += 300
+    logits[1, third] += 40
+    logits[2, second] += 42
+    logits[2, third] += 84
+    logits[3, : 2 * SLOPES_TURN] = -torch.inf
+    logits[4, -1] = 1e4
+    logits[5, 0] = 1e4
+    for target in (SLOPES_TURN + 5, 3 * SLOPES_TURN - 1):
+        check_slopes(logits.clone(), torch.full((6,), target, device=DEVICE), 1.0)
+
+
+def check_slopes(logits: Tensor, targets: Tensor, temperature: float) -> None:
+    before = logits.clone()
+    logprobs, entropies, sums = to_slopes_(logits, targets, temperature)
+    check_summary((logprobs, entropies), before, targets, temperature)
+    (logits_,) = wide(before)
+    log_p = torch.log_softmax(logits_ / temperature, dim=-1)
+    log_p.gather(1, targets[:, None]).sum().backward()
+    shares = logits.float() / sums[:, None]  # row by row: the sums are far apart too
+    torch.testing.assert_close(shares, -logits_.grad * temperature, rtol=TOLERANCE[logits.dtype], atol=1e-6)
+
+
+@WIDE
+def test_slopes_become_a_gradient_with_that_of_entropies(dtype: torch.dtype) -> None:
     logits, targets = 3 * random(4, 9000, dtype=dtype).detach(), torch.tensor([0, 8999, 7, 7], device=DEVICE)
-    grads = (torch.randn(4, device=DEVICE), torch.tensor([0.0, 0.0, 1.0, -2.0], device=DEVICE))
+    grads = torch.randn(4, device=DEVICE), torch.tensor([0.0, 0.5, 1.0, -2.0], device=DEVICE)
     (logits_,) = wide(logits)
     log_p = torch.log_softmax(logits_ / 0.7, dim=-1)
     entropies = -(log_p.exp() * log_p).sum(dim=-1)
-    wanted = 2 if with_entropies else 1
-    torch.autograd.backward([log_p.gather(1, targets[:, None]).squeeze(1), entropies][:wanted], grads[:wanted])
-    _, normalizer, entropy = summarise(logits, targets, 0.7)
-    found = to_gradient_(logits, targets, normalizer, entropy, grads if with_entropies else (grads[0], None), 0.7)
-    assert found is logits
-    check(found, logits_.grad)
+    torch.autograd.backward([log_p.gather(1, targets[:, None]).squeeze(1), entropies], grads)
+    to_gradient_(logits, targets, to_slopes_(logits, targets, 0.7), *grads, 0.7)
+    check(logits, logits_.grad)
 
 
 def test_no_tokens_are_no_work() -> None:

@@ -186,12 +186,15 @@ def _backward(
     spec, qkv, o, gate_up, down = layer.spec, layer.qkv.weight, layer.o.weight, layer.gate_up.weight, layer.down.weight
     grad_second_TE, grad_out_TE = grad_second_TE.contiguous(), grad_out_TE.contiguous()
 
+    # In an order in which much of what is read has just been written and is still in the cache.
+    grad_down = None if inner_TI is None else product_gradient(down, grad_out_TE, inner_TI)
     grad_inner_TI = products.backward(grad_out_TE, down)
     silu_backward_(gate_up_TI, grad_inner_TI, again=inner_TI is None)
-    grad_down = product_gradient(down, grad_out_TE, grad_inner_TI if inner_TI is None else inner_TI)
-    grad_gate_up = product_gradient(gate_up, gate_up_TI, second_normed_TE)
     grad_normed_TE = products.backward(gate_up_TI, gate_up)
     grad_second_TE, mlp_norm_parts_PE = norm_backward(second_TE, layer.mlp_norm, second_scale_T, grad_normed_TE, grad_second_TE)
+    grad_gate_up = product_gradient(gate_up, gate_up_TI, second_normed_TE)
+    if inner_TI is None:
+        grad_down = product_gradient(down, grad_out_TE, grad_inner_TI)
 
     grad_o = product_gradient(o, grad_second_TE, out_THD.flatten(1))
     grad_attended_THD = products.backward(grad_second_TE, o).view_as(out_THD)

@@ -112,7 +112,7 @@ def silu_forward(gate_up_TI: Tensor) -> Tensor:
     T, both = gate_up_TI.shape
     out_TI = gate_up_TI.new_empty(T, both // 2)
     if T:
-        grid = (T, triton.cdiv(both // 2, SILU_BLOCK))
+        grid = (T * triton.cdiv(both // 2, SILU_BLOCK),)
         launch(_silu_forward, grid, (gate_up_TI, out_TI), (), (both // 2, SILU_BLOCK), num_warps=4)
     return out_TI
 
@@ -129,7 +129,7 @@ def silu_backward_(gate_up_TI: Tensor, grad_out_TI: Tensor, *, again: bool) -> N
 def _run_silu_backward(gate_up_TI: Tensor, grad_out_TI: Tensor, grad_TI: Tensor, out_TI: Tensor | None) -> Tensor:
     T, both = gate_up_TI.shape
     if T:
-        grid = (T, triton.cdiv(both // 2, SILU_BLOCK))
+        grid = (T * triton.cdiv(both // 2, SILU_BLOCK),)
         tensors = (gate_up_TI, grad_out_TI, grad_TI, out_TI)
         launch(_silu_backward, grid, tensors, (), (both // 2, SILU_BLOCK), num_warps=4)
     return grad_TI
@@ -309,9 +309,17 @@ def _add_columns(total, parts, P, X: tl.constexpr, IS_FIRST: tl.constexpr, R: tl
 
 
 @triton.jit
+def _from_the_end(I: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]  # noqa: E741
+    """The last tokens first: the product before has just written them, and the one after begins with the first, which are
+    then the ones just written. What the cache holds is read from there."""
+    block = tl.num_programs(0) - 1 - tl.program_id(0)
+    blocks: tl.constexpr = (I + BLOCK - 1) // BLOCK
+    return (block // blocks).to(tl.int64), block % blocks * BLOCK + tl.arange(0, BLOCK)
+
+
+@triton.jit
 def _silu_forward(gate_up, out, I: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]  # noqa: E741
-    token = tl.program_id(0).to(tl.int64)
-    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    token, column = _from_the_end(I, BLOCK)
     inside = column < I
     gate = tl.load(gate_up + token * 2 * I + column, mask=inside, other=0.0).to(tl.float32)
     up = tl.load(gate_up + token * 2 * I + I + column, mask=inside, other=0.0).to(tl.float32)
@@ -322,8 +330,7 @@ def _silu_forward(gate_up, out, I: tl.constexpr, BLOCK: tl.constexpr):  # type: 
 @triton.jit
 def _silu_backward(gate_up, grad_out, grad, out, I: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]  # noqa: E741
     """silu(g) = g · σ(g):  d silu = σ(g) · (1 + g · (1 - σ(g))). Every element is read before it is written."""
-    token = tl.program_id(0).to(tl.int64)
-    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    token, column = _from_the_end(I, BLOCK)
     inside = column < I
     at = token * 2 * I + column
     gate = tl.load(gate_up + at, mask=inside, other=0.0).to(tl.float32)

@@ -1,4 +1,12 @@
-"""The two passes over a chunk of logits, as Triton kernels: what `logprobs.py` does in torch, without float32 copies.
+"""The passes over a chunk of logits, as Triton kernels: what `logprobs.py` does in torch, without float32 copies.
+
+Where a gradient is wanted there is one pass, which reads the logits and leaves their slopes in their place:
+
+    logit_v of temperature τ  ─►  slope_v = w_v - 1[v = target] · Σ w,   w_v = 2^(logit_v / (τ · ln 2) - reference)
+    d logprob / d logit_v = -slope_v / (τ · Σ w)
+
+A row of slopes is its gradient up to a factor, which the products with it leave to their other side. The reference is about the
+largest of a row: no more is needed, since a float's precision is the same for large and small numbers.
 
 This module needs triton; only code that runs on a CUDA device may import it. N are vocabulary entries of one turn of a loop.
 """
@@ -11,44 +19,60 @@ import triton.language as tl
 from torch import Tensor
 
 SUMMARY_TURN, SUMMARY_WARPS = 4096, 8
-GRADIENT_TURN, GRADIENT_WARPS = 2048, 4
+SLOPES_TURN, SLOPES_WARPS = 4096, 8
+ENTROPY_TURN, ENTROPY_WARPS = 2048, 4
 RUN = 8
 """Entries that a thread loads at once, in half precision."""
 LOG2_E = tl.constexpr(1.4426950408889634)
 LOWEST = tl.constexpr(-1e30)
 """Below every logit but -inf, from which it can still be subtracted."""
+AHEAD = tl.constexpr(3)
+"""Turns whose loads are under way at once, where what is written would hold them up."""
+ROOM = tl.constexpr(60.0)
+"""How far an entry may be above the reference, in powers of 2. The sum of a row is a float32 too, and has 2¹²⁸."""
 
 
-def summarise(logits_MV: Tensor, targets_M: Tensor, temperature: float) -> tuple[Tensor, Tensor, Tensor]:
-    """Logprob of each target, log of the normalizer, and entropy: float32[M] each, from one pass over the logits."""
+def summarise(logits_MV: Tensor, targets_M: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
+    """Logprob of each target, and entropy: float32[M] each, from one pass over the logits."""
     M, V = logits_MV.shape
-    logprobs_M, normalizers_M, entropies_M = torch.empty((3, M), dtype=torch.float32, device=logits_MV.device)
+    logprobs_M, entropies_M = torch.empty((2, M), dtype=torch.float32, device=logits_MV.device)
     if M:
-        found = logprobs_M, normalizers_M, entropies_M
+        found = logprobs_M, entropies_M
         _summarise[(M,)](logits_MV, targets_M, *found, 1 / temperature, V, N=SUMMARY_TURN, W=RUN, num_warps=SUMMARY_WARPS)
-    return logprobs_M, normalizers_M, entropies_M
+    return logprobs_M, entropies_M
+
+
+def to_slopes_(logits_MV: Tensor, targets_M: Tensor, temperature: float) -> tuple[Tensor, Tensor, Tensor]:
+    """The same, with the sum of each row; the logits become their slopes."""
+    assert logits_MV.dtype != torch.float16, "slopes have a larger range"
+    M, V = logits_MV.shape
+    logprobs_M, entropies_M, sums_M = torch.empty((3, M), dtype=torch.float32, device=logits_MV.device)
+    if M:
+        found = logprobs_M, entropies_M, sums_M
+        _to_slopes[(M,)](logits_MV, targets_M, *found, 1 / temperature, V, N=SLOPES_TURN, W=RUN, num_warps=SLOPES_WARPS)
+    return logprobs_M, entropies_M, sums_M
 
 
 def to_gradient_(
-    logits_MV: Tensor,
+    slopes_MV: Tensor,
     targets_M: Tensor,
-    normalizers_M: Tensor,
-    entropies_M: Tensor,
-    grads: tuple[Tensor, Tensor | None],
+    summary: tuple[Tensor, Tensor, Tensor],
+    grad_logprobs_M: Tensor,
+    grad_entropies_M: Tensor,
     temperature: float,
-) -> Tensor:
-    """Overwrite logits by the gradient that reaches them from those of the logprobs and, if any, the entropies."""
-    M, V = logits_MV.shape
+) -> None:
+    """Overwrite slopes by the gradient that reaches the logits, where entropies have one too; `summary` is that of
+    `to_slopes_`."""
+    M, V = slopes_MV.shape
     if M:
-        known = normalizers_M, entropies_M, *grads
-        _to_gradient[(M, triton.cdiv(V, GRADIENT_TURN))](
-            logits_MV, targets_M, *known, 1 / temperature, V, N=GRADIENT_TURN, num_warps=GRADIENT_WARPS
-        )
-    return logits_MV
+        _to_gradient[(M, triton.cdiv(V, ENTROPY_TURN))](
+            slopes_MV, targets_M, *summary, grad_logprobs_M, grad_entropies_M, 1 / temperature, V,
+            N=ENTROPY_TURN, num_warps=ENTROPY_WARPS,
+        )  # fmt: skip
 
 
 @triton.jit
-def _summarise(logits, targets, logprobs, normalizers, entropies, inverse, V, N: tl.constexpr, W: tl.constexpr):  # type: ignore[no-untyped-def]
+def _summarise(logits, targets, logprobs, entropies, inverse, V, N: tl.constexpr, W: tl.constexpr):  # type: ignore[no-untyped-def]
     """H = log Z - Σ p·x, with x the scaled logits. Each of R = N / W runs of W entries, which one thread loads at once, keeps
     its own sums relative to its own largest so far: threads meet only at the end. All in powers of 2 until then."""
     R: tl.constexpr = N // W
@@ -59,9 +83,7 @@ def _summarise(logits, targets, logprobs, normalizers, entropies, inverse, V, N:
     entry_RW = tl.arange(0, R)[:, None] * W + tl.arange(0, W)[None, :]
     scale = inverse * LOG2_E
     for start in range(0, V, N):
-        column_RW = start + entry_RW
-        logit_RW = tl.load(logits + row * V + column_RW, mask=column_RW < V, other=float("-inf")).to(tl.float32)
-        x_RW = tl.maximum(logit_RW * scale, LOWEST)  # of -inf, 0 · inf would be NaN
+        x_RW = _scaled(logits + row * V, start + entry_RW, V, scale)
         new_peak_R = tl.maximum(peak_R, tl.max(x_RW, axis=1))
         fade_R = tl.exp2(peak_R - new_peak_R)
         weight_RW = tl.exp2(x_RW - new_peak_R[:, None])
@@ -71,28 +93,70 @@ def _summarise(logits, targets, logprobs, normalizers, entropies, inverse, V, N:
     peak = tl.max(peak_R, axis=0)
     fade_R = tl.exp2(peak_R - peak)
     total, weighted = tl.sum(total_R * fade_R, axis=0), tl.sum(weighted_R * fade_R, axis=0)
-    normalizer = (peak + tl.log2(total)) / LOG2_E
-    chosen = tl.load(logits + row * V + tl.load(targets + row)).to(tl.float32) * inverse
-    tl.store(logprobs + row, chosen - normalizer)
-    tl.store(normalizers + row, normalizer)
-    tl.store(entropies + row, normalizer - weighted / total / LOG2_E)
+    normalizer = peak + tl.log2(total)
+    chosen = tl.load(logits + row * V + tl.load(targets + row)).to(tl.float32) * scale
+    tl.store(logprobs + row, (chosen - normalizer) / LOG2_E)
+    tl.store(entropies + row, (normalizer - weighted / total) / LOG2_E)
+
+
+@triton.jit
+def _to_slopes(logits, targets, logprobs, entropies, sums, inverse, V, N: tl.constexpr, W: tl.constexpr):  # type: ignore[no-untyped-def]
+    """As above, but with one reference for the whole row, since what is relative to it is written at once. It is the largest of
+    the first turn, and a larger one only where that is too far off: then what has been written is written again."""
+    R: tl.constexpr = N // W
+    row = tl.program_id(0).to(tl.int64)
+    at = logits + row * V
+    entry_RW = tl.arange(0, R)[:, None] * W + tl.arange(0, W)[None, :]
+    scale = inverse * LOG2_E
+    target = tl.load(targets + row)
+    chosen = tl.load(at + target).to(tl.float32) * scale
+    reference = tl.full([], LOWEST, tl.float32)
+    total_R = tl.zeros([R], tl.float32)
+    weighted_R = tl.zeros([R], tl.float32)
+    for start in tl.range(0, V, N, num_stages=AHEAD):
+        column_RW = start + entry_RW
+        x_RW = _scaled(at, column_RW, V, scale)
+        peak = tl.max(tl.max(x_RW, axis=1), axis=0)
+        if peak > reference + ROOM:
+            fade = tl.exp2(reference - peak)
+            for before in range(0, start, N):
+                written = at + before + entry_RW
+                tl.store(written, (tl.load(written).to(tl.float32) * fade).to(logits.dtype.element_ty))
+            total_R *= fade
+            weighted_R *= fade
+            reference = peak
+        weight_RW = tl.exp2(x_RW - reference)
+        total_R += tl.sum(weight_RW, axis=1)
+        weighted_R += tl.sum(weight_RW * x_RW, axis=1)
+        tl.store(at + column_RW, weight_RW.to(logits.dtype.element_ty), mask=column_RW < V)
+    total, weighted = tl.sum(total_R, axis=0), tl.sum(weighted_R, axis=0)
+    normalizer = reference + tl.log2(total)
+    tl.store(logprobs + row, (chosen - normalizer) / LOG2_E)
+    tl.store(entropies + row, (normalizer - weighted / total) / LOG2_E)
+    tl.store(sums + row, total)
+    tl.debug_barrier()  # another thread has written there
+    tl.store(at + target, (tl.exp2(chosen - reference) - total).to(logits.dtype.element_ty))
+
+
+@triton.jit
+def _scaled(row, column, V, scale):  # type: ignore[no-untyped-def]
+    logit = tl.load(row + column, mask=column < V, other=float("-inf")).to(tl.float32)
+    return tl.maximum(logit * scale, LOWEST)  # of -inf, 0 · inf would be NaN
 
 
 @triton.jit
 def _to_gradient(  # type: ignore[no-untyped-def]
-    logits, targets, normalizers, entropies, grad_logprobs, grad_entropies, inverse, V, N: tl.constexpr
+    slopes, targets, logprobs, entropies, sums, grad_logprobs, grad_entropies, inverse, V, N: tl.constexpr
 ):  # fmt: skip
-    """d logprob / d logit_v = (1[v = target] - p_v) / temperature;  d H / d logit_v = -p_v · (log p_v + H) / temperature."""
+    """d logprob / d logit_v = (1[v = target] - p_v) / τ;  d H / d logit_v = -p_v · (log p_v + H) / τ."""
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * N + tl.arange(0, N)
-    at = logits + row * V + column
-    logit = tl.load(at, mask=column < V, other=float("-inf")).to(tl.float32)
-    log_p = logit * inverse - tl.load(normalizers + row)
-    p = tl.exp(log_p)
-    grad = tl.load(grad_logprobs + row) * inverse
-    out = -grad * p
-    if grad_entropies is not None:
-        share = tl.where(p > 0, p * (log_p + tl.load(entropies + row)), 0.0)
-        out -= tl.load(grad_entropies + row) * inverse * share
-    out += tl.where(column == tl.load(targets + row), grad, 0.0)
-    tl.store(at, out.to(logits.dtype.element_ty), mask=column < V)
+    at = slopes + row * V + column
+    slope = tl.load(at, mask=column < V, other=0.0).to(tl.float32) / tl.load(sums + row)
+    is_target = column == tl.load(targets + row)
+    logprob = tl.load(logprobs + row)
+    p = tl.where(is_target, tl.exp(logprob), slope)
+    log_p = tl.where(is_target, logprob, tl.log(p))
+    share = tl.where(p > 0, p * (log_p + tl.load(entropies + row)), 0.0)
+    out = -(tl.load(grad_logprobs + row) * slope + tl.load(grad_entropies + row) * share) * inverse
+    tl.store(at, out.to(slopes.dtype.element_ty), mask=column < V)

@@ -1,13 +1,13 @@
 """Log-probabilities of chosen tokens without ever holding all logits.
 
 For a vocabulary of 150k, the logits of a few thousand tokens weigh more than the model. Here they are made one chunk at a time.
-Those of the first few chunks are kept for the backward pass, which turns them into their gradient in place; of the others it
-computes them again."""
+Those of the first few chunks are kept for the backward pass, which turns them into their gradient in place; on a GPU most of
+that is done by the forward pass already (`logprob_kernels.py`). Those of the others it computes again."""
 
 from __future__ import annotations
 
 from importlib.util import find_spec
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -31,33 +31,39 @@ class _SelectedLogprobs(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, hidden_ME: Tensor, weight_VE: Tensor, targets_M: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
         room = KEPT_BYTES[weight_VE.device.type] if any(ctx.needs_input_grad) else 0
-        chunks, kept = [], []
-        for hidden, targets in _chunks(weight_VE, hidden_ME, targets_M):
+        found: list[tuple[Tensor | None, _Summary]] = []
+        for hidden, targets in _chunks(weight_VE, room, hidden_ME, targets_M):
             logits = products.forward(hidden, weight_VE)
             room -= logits.nbytes
             keeps = room >= 0
-            kept.append(logits if keeps else None)
-            chunks.append(_summarise(logits, targets, temperature, overwrite=not keeps))
-        logprobs_M, normalizers_M, entropies_M = (torch.cat(parts) for parts in zip(*chunks, strict=True))
-        ctx.save_for_backward(hidden_ME, weight_VE, targets_M, normalizers_M, entropies_M)
-        ctx.temperature, ctx.kept, ctx.sum = temperature, kept, sum_of(weight_VE)
+            summary = _summarise(logits, targets, temperature, keeps=keeps)
+            found.append((logits if keeps else None, summary))
+        ctx.save_for_backward(hidden_ME, weight_VE, targets_M)
+        ctx.temperature, ctx.found, ctx.sum = temperature, found, sum_of(weight_VE)
         ctx.set_materialize_grads(False)  # where nobody asks about entropies, nothing need be computed for them
-        return logprobs_M, entropies_M
+        return torch.cat([summary.logprobs for _, summary in found]), torch.cat([summary.entropies for _, summary in found])
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor, Tensor | None, None, None]:
-        hidden_ME, weight_VE, *known = ctx.saved_tensors
+        hidden_ME, weight_VE, targets_M = ctx.saved_tensors
         grad_hidden_ME = torch.empty_like(hidden_ME)
         grad_weight_VE: Tensor | None = None
-        grad_logprobs_M = torch.zeros_like(known[-1]) if grads[0] is None else grads[0]
+        grad_logprobs_M = targets_M.new_zeros(targets_M.shape, dtype=torch.float32) if grads[0] is None else grads[0]
         of_entropies = () if grads[1] is None else (grads[1],)
-        parts = _chunks(weight_VE, hidden_ME, grad_hidden_ME, *known, grad_logprobs_M, *of_entropies)
-        kept, ctx.kept = ctx.kept, [None] * len(ctx.kept)  # they are overwritten below
-        for (hidden, grad_hidden, targets, normalizers, entropies, grad, *of_entropy), logits in zip(parts, kept, strict=True):
-            logits = products.forward(hidden, weight_VE) if logits is None else logits
+        room = KEPT_BYTES[weight_VE.device.type]
+        parts = _chunks(weight_VE, room, hidden_ME, grad_hidden_ME, targets_M, grad_logprobs_M, *of_entropies)
+        found = ctx.found
+        ctx.found = [(None, summary) for _, summary in found]  # logits are overwritten below
+        for (hidden, grad_hidden, targets, grad, *of_entropy), (logits, summary) in zip(parts, found, strict=True):
+            if logits is None:
+                logits = products.forward(hidden, weight_VE)
+                summary = _made_again(logits, targets, summary, ctx.temperature)
             grads_here = grad, of_entropy[0] if of_entropy else None
-            outgoing = _to_gradient(logits, targets, normalizers, entropies, grads_here, ctx.temperature)
+            outgoing, factors = _to_gradient(logits, targets, summary, grads_here, ctx.temperature)
             products.backward(outgoing, weight_VE, out=grad_hidden)
+            if factors is not None:
+                grad_hidden *= factors[:, None]
+                hidden = torch.mul(hidden, factors[:, None], out=torch.empty_like(hidden))
             if ctx.sum is not None:
                 ctx.sum.add_product(outgoing, hidden)
             elif ctx.needs_input_grad[1]:
@@ -65,42 +71,58 @@ class _SelectedLogprobs(torch.autograd.Function):
         return grad_hidden_ME, None if grad_weight_VE is None else grad_weight_VE.to(weight_VE.dtype), None, None
 
 
-def _summarise(logits: Tensor, targets: Tensor, temperature: float, *, overwrite: bool) -> tuple[Tensor, Tensor, Tensor]:
-    """Logprob of each target, log of the normalizer, and entropy."""
-    if logits.is_cuda and _HAS_TRITON:
-        from redline.trainer.logprob_kernels import summarise
+class _Summary(NamedTuple):
+    """Of a chunk; float32[M] each."""
 
-        return summarise(logits, targets, temperature)
-    scaled = _scaled(logits, temperature, overwrite=overwrite)
+    logprobs: Tensor
+    entropies: Tensor
+    scale: Tensor | None
+    """What the gradient needs to know besides: the log of the normalizer, or the sum of what has taken the logits' place."""
+
+
+def _summarise(logits: Tensor, targets: Tensor, temperature: float, *, keeps: bool) -> _Summary:
+    """Logits that are not kept may be overwritten; those that are become whatever `_to_gradient` wants."""
+    if logits.is_cuda and _HAS_TRITON:
+        from redline.trainer.logprob_kernels import summarise, to_slopes_
+
+        if keeps:
+            return _Summary(*to_slopes_(logits, targets, temperature))
+        return _Summary(*summarise(logits, targets, temperature), None)
+    scaled = _scaled(logits, temperature, overwrite=not keeps)
     normalizer = torch.logsumexp(scaled, dim=-1)
     logprob = scaled.gather(1, targets[:, None]).squeeze(1) - normalizer
     # H = log Z - Σ p·logit; the product overwrites the probabilities.
     probabilities = torch.exp(scaled - normalizer[:, None])
-    return logprob, normalizer, normalizer - probabilities.mul_(scaled).sum(dim=-1)
+    return _Summary(logprob, normalizer - probabilities.mul_(scaled).sum(dim=-1), normalizer)
+
+
+def _made_again(logits: Tensor, targets: Tensor, summary: _Summary, temperature: float) -> _Summary:
+    """Logits as they were become what they would be had they been kept, and the summary is that of what is there."""
+    return _summarise(logits, targets, temperature, keeps=True) if logits.is_cuda and _HAS_TRITON else summary
 
 
 def _to_gradient(
-    logits: Tensor,
-    targets: Tensor,
-    normalizers: Tensor,
-    entropies: Tensor,
-    grads: tuple[Tensor, Tensor | None],
-    temperature: float,
-) -> Tensor:
-    """What reaches the logits; they are overwritten."""
+    logits: Tensor, targets: Tensor, summary: _Summary, grads: tuple[Tensor, Tensor | None], temperature: float
+) -> tuple[Tensor, Tensor | None]:
+    """What reaches the logits, or that divided by a factor for each row; they are overwritten."""
+    logprobs, entropies, scale = summary
+    assert scale is not None
+    (grad_logprob, grad_entropy), dtype = grads, logits.dtype
     if logits.is_cuda and _HAS_TRITON:
         from redline.trainer.logprob_kernels import to_gradient_
 
-        return to_gradient_(logits, targets, normalizers, entropies, grads, temperature)
-    (grad_logprob, grad_entropy), dtype = grads, logits.dtype
-    log_p = _scaled(logits, temperature, overwrite=True).sub_(normalizers[:, None])
+        if grad_entropy is None:
+            return logits, -grad_logprob / (temperature * scale)
+        to_gradient_(logits, targets, (logprobs, entropies, scale), grad_logprob, grad_entropy, temperature)
+        return logits, None
+    log_p = _scaled(logits, temperature, overwrite=True).sub_(scale[:, None])
     # d logprob / d logit = (1[v = target] - p_v) / temperature
     grad = log_p.exp().mul_(-grad_logprob[:, None])
     if grad_entropy is not None:
         # d H / d logit = -p_v · (log p_v + H) / temperature
         grad -= log_p.exp() * (log_p + entropies[:, None]) * grad_entropy[:, None]
     grad.scatter_add_(1, targets[:, None], grad_logprob[:, None])
-    return grad.div_(temperature).to(dtype)
+    return grad.div_(temperature).to(dtype), None
 
 
 def _scaled(logits: Tensor, temperature: float, *, overwrite: bool) -> Tensor:
@@ -115,16 +137,19 @@ def _plus(total: Tensor | None, part: Tensor, *, alone: bool) -> Tensor:
     return part.float() if total is None else total.add_(part)
 
 
-def chunk_rows(num_rows: int, vocab_size: int, dtype: torch.dtype, device: str) -> int:
-    """Of a chunk: few chunks, and even, so that no product is small."""
+def chunk_rows(num_rows: int, vocab_size: int, dtype: torch.dtype, device: str, room: int = 0) -> int:
+    """Of a chunk: few chunks, and even, so that no product is small. On a GPU, logits that are all kept are one: each chunk has
+    to read and write the gradient of the whole head."""
     itemsize = dtype.itemsize if device == "cuda" else 4
+    if device == "cuda" and num_rows * itemsize * vocab_size <= room:
+        return max(1, num_rows)
     most = max(1, CHUNK_BYTES[device] // (itemsize * vocab_size))
     num_chunks = max(1, -(-num_rows // most))
     return max(1, -(-num_rows // num_chunks))
 
 
-def _chunks(weight_VE: Tensor, *tensors_M: Tensor) -> zip[tuple[Tensor, ...]]:
-    """Views of the same rows of each."""
+def _chunks(weight_VE: Tensor, room: int, *tensors_M: Tensor) -> zip[tuple[Tensor, ...]]:
+    """Views of the same rows of each; `room` is for the logits that are kept."""
     device = "cuda" if weight_VE.is_cuda else "cpu"
-    rows = chunk_rows(len(tensors_M[0]), len(weight_VE), weight_VE.dtype, device)
+    rows = chunk_rows(len(tensors_M[0]), len(weight_VE), weight_VE.dtype, device, room)
     return zip(*(tensor.split(rows) for tensor in tensors_M), strict=True)

@@ -271,7 +271,7 @@ def kept_logits(setup: Setup, predicted: int) -> tuple[int, int]:
     """Logits that stay for the backward pass, and the most that are there beside them, chunk by chunk as
     `trainer/logprobs.py` makes them."""
     kind, vocabulary = setup.kind, setup.model.shape.vocab_size
-    rows = chunk_rows(predicted, vocabulary, setup.dtype, kind)
+    rows = chunk_rows(predicted, vocabulary, setup.dtype, kind, KEPT_BYTES[kind])
     chunks = [rows] * (predicted // rows) + ([predicted % rows] if predicted % rows else [])
     room, kept, passing = KEPT_BYTES[kind], 0, 0
     for chunk in chunks:
