@@ -100,7 +100,7 @@ def keeps_sums(layer: PlainLayer) -> bool:
     return not any(weight is not None and sum_of(weight) is None for weight in _weights(layer))
 
 
-def _weights(layer: PlainLayer) -> tuple[Tensor | None, ...]:
+def _weights(layer: PlainLayer) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor, Tensor, Tensor]:
     """In the order of what `_backward` gives."""
     own, (qkv, o, gate_up, down) = layer._parameters, (layer._modules[name]._parameters for name in _LINEARS)
     return own["attn_norm"], own["mlp_norm"], qkv["weight"], qkv["bias"], o["weight"], gate_up["weight"], down["weight"]
@@ -154,16 +154,16 @@ def _forward(
     layer: PlainLayer, x_TE: Tensor, delta_TE: Tensor | None, rotary: tuple[Tensor, Tensor], attend: ManualAttend
 ) -> tuple[Tensor, Tensor, Kept]:
     """The residual stream, what to add to it, and what the backward pass needs."""
-    spec = layer.spec
-    first_TE, first_normed_TE, first_scale_T = norm_forward(x_TE, delta_TE, layer.attn_norm, spec.norm_eps)
-    heads_TX = F.linear(first_normed_TE, layer.qkv.weight, layer.qkv.bias)
+    spec, (attn_norm, mlp_norm, qkv, bias, o, gate_up, down) = layer.spec, _weights(layer)
+    first_TE, first_normed_TE, first_scale_T = norm_forward(x_TE, delta_TE, attn_norm, spec.norm_eps)
+    heads_TX = F.linear(first_normed_TE, qkv, bias)
     rotation_(heads_TX, spec.num_heads + spec.num_kv_heads, *rotary, backwards=False)
     out_THD, kept = attend.forward(*_heads(heads_TX, spec))
-    attended_TE = products.forward(out_THD.flatten(1), layer.o.weight)
-    second_TE, second_normed_TE, second_scale_T = norm_forward(first_TE, attended_TE, layer.mlp_norm, spec.norm_eps)
-    gate_up_TI = products.forward(second_normed_TE, layer.gate_up.weight)
+    attended_TE = products.forward(out_THD.flatten(1), o)
+    second_TE, second_normed_TE, second_scale_T = norm_forward(first_TE, attended_TE, mlp_norm, spec.norm_eps)
+    gate_up_TI = products.forward(second_normed_TE, gate_up)
     inner_TI = silu_forward(gate_up_TI)
-    out_TE = products.forward(inner_TI, layer.down.weight)
+    out_TE = products.forward(inner_TI, down)
     return second_TE, out_TE, (
         first_TE, first_normed_TE, first_scale_T, heads_TX, out_THD,
         second_TE, second_normed_TE, second_scale_T, gate_up_TI, None if layer.recomputes_activation else inner_TI, *kept,
@@ -183,7 +183,7 @@ def _backward(
         first_TE, first_normed_TE, first_scale_T, heads_TX, out_THD,
         second_TE, second_normed_TE, second_scale_T, gate_up_TI, inner_TI, *of_attention,
     ) = kept  # fmt: skip
-    spec, qkv, o, gate_up, down = layer.spec, layer.qkv.weight, layer.o.weight, layer.gate_up.weight, layer.down.weight
+    spec, (attn_norm, mlp_norm, qkv, bias, o, gate_up, down) = layer.spec, _weights(layer)
     grad_second_TE, grad_out_TE = grad_second_TE.contiguous(), grad_out_TE.contiguous()
 
     # In an order in which much of what is read has just been written and is still in the cache.
@@ -191,7 +191,7 @@ def _backward(
     grad_inner_TI = products.backward(grad_out_TE, down)
     silu_backward_(gate_up_TI, grad_inner_TI, again=inner_TI is None)
     grad_normed_TE = products.backward(gate_up_TI, gate_up)
-    grad_second_TE, mlp_norm_parts_PE = norm_backward(second_TE, layer.mlp_norm, second_scale_T, grad_normed_TE, grad_second_TE)
+    grad_second_TE, mlp_norm_parts_PE = norm_backward(second_TE, mlp_norm, second_scale_T, grad_normed_TE, grad_second_TE)
     grad_gate_up = product_gradient(gate_up, gate_up_TI, second_normed_TE)
     if inner_TI is None:
         grad_down = product_gradient(down, grad_out_TE, grad_inner_TI)
@@ -199,12 +199,11 @@ def _backward(
     grad_o = product_gradient(o, grad_second_TE, out_THD.flatten(1))
     grad_attended_THD = products.backward(grad_second_TE, o).view_as(out_THD)
     grad_heads_TX = attend.backward(grad_attended_THD, *_heads(heads_TX, spec), out_THD, tuple(of_attention), rotary).flatten(1)
-    bias: Tensor | None = layer.qkv.bias
-    vectors = [layer.attn_norm, layer.mlp_norm] + ([] if bias is None else [bias])
+    vectors = [attn_norm, mlp_norm] + ([] if bias is None else [bias])
     bias_parts = [] if bias is None else [column_sums(grad_heads_TX)]  # at once, while they are in the cache
     grad_qkv = product_gradient(qkv, grad_heads_TX, first_normed_TE)
     grad_normed_TE = products.backward(grad_heads_TX, qkv)
-    grad_first_TE, attn_norm_parts_PE = norm_backward(first_TE, layer.attn_norm, first_scale_T, grad_normed_TE, grad_second_TE)
+    grad_first_TE, attn_norm_parts_PE = norm_backward(first_TE, attn_norm, first_scale_T, grad_normed_TE, grad_second_TE)
     found = sum_gradients(vectors, [attn_norm_parts_PE, mlp_norm_parts_PE, *bias_parts])
     grad_attn_norm, grad_mlp_norm, grad_bias = (*found, None)[:3]
     return grad_first_TE, (grad_attn_norm, grad_mlp_norm, grad_qkv, grad_bias, grad_o, grad_gate_up, grad_down)
@@ -213,5 +212,5 @@ def _backward(
 def _heads(heads_TX: Tensor, spec: DecoderSpec) -> tuple[Tensor, Tensor, Tensor]:
     """Queries, keys and values as views of the fused projection."""
     H, K, D = spec.num_heads, spec.num_kv_heads, spec.head_dim
-    q_THD, k_TKD, v_TKD = heads_TX.view(-1, H + 2 * K, D).split([H, K, K], dim=1)
+    q_THD, k_TKD, v_TKD = torch.split_with_sizes(heads_TX.view(-1, H + 2 * K, D), (H, K, K), dim=1)
     return q_THD, k_TKD, v_TKD

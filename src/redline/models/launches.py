@@ -16,7 +16,8 @@ from torch import Tensor
 ALIGNMENT = 16
 """Bytes; Triton compiles another kernel for a tensor that does not begin on a multiple of it."""
 
-_compiled: dict[tuple[Any, ...], Any] = {}
+_compiled: dict[tuple[Any, ...], tuple[Any, Any]] = {}
+"""By kind, with the kernel, whose address is part of its kind and must stay its own: to ask Triton for a hash takes longer."""
 
 
 def launch(
@@ -31,20 +32,13 @@ def launch(
     differ from launch to launch; `options` are Triton's, such as num_warps."""
     assert tensors[0] is not None
     device = tensors[0].get_device()
-    kind: list[Any] = [kernel, device, *constants, *options.values()]
-    pointers: list[int | None] = []
+    dtypes = [None if tensor is None else tensor.dtype for tensor in tensors]
+    pointers = [None if tensor is None else tensor.data_ptr() for tensor in tensors]
     addresses = 0
-    for tensor in tensors:
-        if tensor is None:
-            kind.append(None)
-            pointers.append(None)
-        else:
-            pointer = tensor.data_ptr()
-            kind.append(tensor.dtype)
-            pointers.append(pointer)
-            addresses |= pointer
-    key = tuple(kind)
-    found = _compiled.get(key)
+    for pointer in pointers:
+        addresses |= pointer or 0
+    kind = (id(kernel), device, constants, *dtypes, *options.values())
+    found, _ = _compiled.get(kind, (None, None))
     if found is not None and addresses % ALIGNMENT == 0:
         x, y, z = (*grid, 1, 1)[:3]
         stream = torch._C._cuda_getCurrentRawStream(device)
@@ -53,4 +47,14 @@ def launch(
         return
     found = kernel[grid](*tensors, *sizes, *constants, **options)
     if hasattr(found, "packed_metadata") and addresses % ALIGNMENT == 0:  # the interpreter compiles nothing
-        _compiled[key] = found
+        _compiled[kind] = found, kernel
+
+
+def blocks(size: int, block: int) -> int:
+    """How many hold `size`. `triton.cdiv` is for kernels, and ten times as slow outside of one; so is the function below."""
+    return -(-size // block)
+
+
+def power_of_2(size: int) -> int:
+    """The least that holds `size`."""
+    return 1 << max(0, size - 1).bit_length()

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable
-from functools import lru_cache, partial
+from functools import lru_cache
 from typing import Any, Literal
 
 import torch
@@ -46,30 +46,31 @@ _chosen: dict[Kind, Any] = {}
 
 def forward(x_TK: Tensor, weight_NK: Tensor) -> Tensor:
     """x @ weightᵀ."""
-    N = len(weight_NK)
+    (T, _), (N, _) = x_TK.shape, weight_NK.shape
     if not _takes(x_TK, weight_NK, N):
         return F.linear(x_TK, weight_NK)
-    out_TN = x_TK.new_empty(len(x_TK), N)
-    _run("forward", x_TK, weight_NK, out_TN, partial(torch.mm, x_TK, weight_NK.T, out=out_TN))
+    out_TN = x_TK.new_empty(T, N)
+    _run("forward", x_TK, weight_NK, out_TN, lambda: torch.mm(x_TK, weight_NK.T, out=out_TN))
     return out_TN
 
 
 def backward(grad_TN: Tensor, weight_NK: Tensor, out: Tensor | None = None) -> Tensor:
     """grad @ weight, into `out` if there is one."""
-    K = weight_NK.shape[1]
-    out_TK = grad_TN.new_empty(len(grad_TN), K) if out is None else out
-    by_torch = partial(torch.mm, grad_TN, weight_NK, out=out_TK)
+    (T, _), (_, K) = grad_TN.shape, weight_NK.shape
+    out_TK = grad_TN.new_empty(T, K) if out is None else out
     if _takes(grad_TN, weight_NK, K):
-        _run("backward", grad_TN, weight_NK, out_TK, by_torch)
+        _run("backward", grad_TN, weight_NK, out_TK, lambda: torch.mm(grad_TN, weight_NK, out=out_TK))
     else:
-        by_torch()
+        torch.mm(grad_TN, weight_NK, out=out_TK)
     return out_TK
 
 
 def gradient_(total_NK: Tensor, grad_TN: Tensor, x_TK: Tensor, *, is_first: bool) -> None:
     """gradᵀ @ x, which the float32 total becomes, or is added to it."""
-    beta = 0 if is_first else 1
-    by_torch = partial(torch.addmm, total_NK, grad_TN.T, x_TK, beta=beta, out_dtype=torch.float32, out=total_NK)
+
+    def by_torch() -> None:
+        torch.addmm(total_NK, grad_TN.T, x_TK, beta=0 if is_first else 1, out_dtype=torch.float32, out=total_NK)
+
     if _takes(grad_TN, x_TK, total_NK.shape[1]):
         _run("gradient", grad_TN, x_TK, total_NK, by_torch, add=not is_first)
     else:
@@ -78,15 +79,17 @@ def gradient_(total_NK: Tensor, grad_TN: Tensor, x_TK: Tensor, *, is_first: bool
 
 def _takes(left: Tensor, right: Tensor, columns: int) -> bool:
     """Whether there is a choice: a large product of float16 or bfloat16 whose rows begin where cuBLASLt wants them."""
-    if not left.is_cuda or len(left) < FEWEST_TOKENS or left.dtype not in (torch.bfloat16, torch.float16):
+    dtype, (T, inner) = left.dtype, left.shape
+    if not left.is_cuda or T < FEWEST_TOKENS or (dtype is not torch.bfloat16 and dtype is not torch.float16):
         return False
-    width = left.dtype.itemsize * (left.shape[1] | right.shape[1] | columns)
+    width = dtype.itemsize * (inner | right.shape[1] | columns)
     aligned = (width | left.data_ptr() | right.data_ptr()) % cublas_lt.ALIGNMENT == 0
     return aligned and left.is_contiguous() and right.is_contiguous() and cublas_lt.is_there()
 
 
 def _run(name: Name, left: Tensor, right: Tensor, out: Tensor, by_torch: Callable[[], object], *, add: bool = False) -> None:
-    kind = (name, left.shape[1], out.shape[1], kind_of(len(left)), left.dtype, left.get_device())
+    T, inner = left.shape
+    kind = (name, inner, out.shape[1], kind_of(T), left.dtype, left.get_device())
     if kind not in _chosen:
         if add or torch.cuda.is_current_stream_capturing():  # nothing is added more than once, and nobody waits in a capture
             by_torch()

@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from redline.models.launches import launch
+from redline.models.launches import blocks, launch, power_of_2
 
 PROGRAMS = 528
 """Of sums over tokens: each program sums over some of them, and a last step over the programs."""
@@ -64,7 +64,7 @@ def norm_forward(x_TE: Tensor, delta_TE: Tensor | None, weight_E: Tensor, eps: f
     sum_TE = x_TE if delta_TE is None else torch.empty_like(x_TE)
     normed_TE = torch.empty_like(x_TE)
     scale_T = torch.empty(T, dtype=torch.float32, device=x_TE.device)
-    block = triton.next_power_of_2(E)
+    block = power_of_2(E)
     if T:
         tensors = (x_TE, delta_TE, weight_E, sum_TE, normed_TE, scale_T)
         launch(_norm_forward, (T,), tensors, (eps,), (E, block), num_warps=_warps(block))
@@ -79,7 +79,7 @@ def norm_backward(
     grad_TE = torch.empty_like(sum_TE)
     programs = min(PROGRAMS, max(T, 1))
     partial_PE = torch.empty(programs, E, dtype=torch.float32, device=sum_TE.device)
-    block = triton.next_power_of_2(E)
+    block = power_of_2(E)
     tensors = (sum_TE, weight_E, scale_T, grad_normed_TE, grad_sum_TE, grad_TE, partial_PE)
     launch(_norm_backward, (programs,), tensors, (T,), (E, block), num_warps=4)
     return grad_TE, partial_PE
@@ -88,10 +88,10 @@ def norm_backward(
 def column_sums(x_TX: Tensor) -> Tensor:
     """float32[P, X]: sums over the tokens, in parts."""
     (T, X), (rows, block) = x_TX.shape, SUMS_BLOCK
-    blocks = triton.cdiv(X, block)
-    programs = max(1, min(PROGRAMS // blocks, triton.cdiv(T, rows)))
+    across = blocks(X, block)
+    programs = max(1, min(PROGRAMS // across, blocks(T, rows)))
     partial_PX = torch.empty(programs, X, dtype=torch.float32, device=x_TX.device)
-    launch(_column_sums, (programs, blocks), (x_TX, partial_PX), (T,), (X, rows, block), num_warps=4)
+    launch(_column_sums, (programs, across), (x_TX, partial_PX), (T,), (X, rows, block), num_warps=4)
     return partial_PX
 
 
@@ -105,14 +105,14 @@ def add_parts_(sums: Sequence[tuple[Tensor, bool, Tensor]]) -> None:
     tensors = [tensor for total, _, parts in padded for tensor in (total, parts)]
     sizes, widths = zip(*shapes, strict=True)
     constants = (*widths, *(is_first for _, is_first, _ in padded), rows, block)
-    launch(_add_parts, (triton.cdiv(max(widths), block), len(sums)), tensors, sizes, constants, num_warps=8)
+    launch(_add_parts, (blocks(max(widths), block), len(sums)), tensors, sizes, constants, num_warps=8)
 
 
 def silu_forward(gate_up_TI: Tensor) -> Tensor:
     T, both = gate_up_TI.shape
     out_TI = gate_up_TI.new_empty(T, both // 2)
     if T:
-        grid = (T * triton.cdiv(both // 2, SILU_BLOCK),)
+        grid = (T * blocks(both // 2, SILU_BLOCK),)
         launch(_silu_forward, grid, (gate_up_TI, out_TI), (), (both // 2, SILU_BLOCK), num_warps=4)
     return out_TI
 
@@ -129,7 +129,7 @@ def silu_backward_(gate_up_TI: Tensor, grad_out_TI: Tensor, *, again: bool) -> N
 def _run_silu_backward(gate_up_TI: Tensor, grad_out_TI: Tensor, grad_TI: Tensor, out_TI: Tensor | None) -> Tensor:
     T, both = gate_up_TI.shape
     if T:
-        grid = (T * triton.cdiv(both // 2, SILU_BLOCK),)
+        grid = (T * blocks(both // 2, SILU_BLOCK),)
         tensors = (gate_up_TI, grad_out_TI, grad_TI, out_TI)
         launch(_silu_backward, grid, tensors, (), (both // 2, SILU_BLOCK), num_warps=4)
     return grad_TI
@@ -152,7 +152,7 @@ def sum_rows(rows_ME: Tensor, index_M: Tensor, num_sums: int) -> Tensor:
     firsts = torch.searchsorted(sorted_M, torch.arange(num_sums + 1, dtype=sorted_M.dtype, device=sorted_M.device))
     sums_TE = rows_ME.new_empty(num_sums, E)
     if num_sums:
-        grid = (num_sums, triton.cdiv(E, ROWS_BLOCK))
+        grid = (num_sums, blocks(E, ROWS_BLOCK))
         launch(_sum_rows, grid, (rows_ME, order_M, firsts, sums_TE), (), (E, ROWS_BLOCK), num_warps=4)
     return sums_TE
 

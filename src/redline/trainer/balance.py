@@ -67,6 +67,8 @@ class _Work:
     def cut(self, fineness: float) -> Bins:
         """Families in parts, each a bin of its own."""
         families, size_F, parts_F = self._families, np.bincount(self._families.family_S), self._num_parts(fineness)
+        if (parts_F == 1).all():
+            return self._whole
         first_F = np.cumsum(size_F) - size_F
         whole_S = (parts_F == 1)[families.family_S]
         unit_S = np.where(whole_S, first_F[families.family_S], np.arange(len(whole_S)))
@@ -104,7 +106,9 @@ class _Work:
     def _weigh(self, bin_S: np.ndarray) -> Bins:
         """Cost and tokens of bins that hold these sequences. The prompt of a family counts once in each."""
         families, num_bins = self._families, int(bin_S.max()) + 1
-        pairs = np.unique(bin_S * len(families.prompt_F) + families.family_S)
+        pairs = bin_S * len(families.prompt_F) + families.family_S
+        if len(families.prompt_F) < len(bin_S):  # else no two sequences are of one family
+            pairs = np.unique(pairs)
         bin_P, family_P = np.divmod(pairs, len(families.prompt_F))
         cost_X = np.bincount(bin_S, self._own_cost_S, num_bins) + np.bincount(bin_P, self._prompt_cost_F[family_P], num_bins)
         tokens_X = np.bincount(bin_S, families.own_S, num_bins) + np.bincount(bin_P, families.prompt_F[family_P], num_bins)

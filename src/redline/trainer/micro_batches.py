@@ -177,10 +177,10 @@ def lay_out(batch: TrainBatch, sequences_S: np.ndarray, prompt_S: np.ndarray) ->
 
     index_T = np.repeat(starts - segments.offsets[:-1], lengths) + np.arange(segments.offsets[-1])
     trained_M = np.flatnonzero(batch.loss_mask[index_T])
-    segment_M = np.searchsorted(segments.offsets, trained_M, side="right") - 1
+    segment_M = np.repeat(np.arange(num_segments), lengths)[trained_M]
     after_prompt_M = trained_M == segments.offsets[segment_M]
     prompt_end_M = segments.offsets[parents[segment_M] + 1] - 1
-    local_sequence_M = np.searchsorted(own_S, segment_M)
+    local_sequence_M = np.searchsorted(own_S, np.arange(num_segments))[segment_M]
     index_M = index_T[trained_M]
     return MicroBatch(
         tokens=Taken(batch.tokens, index_T),

@@ -32,13 +32,16 @@ class SequenceShare:
         start, end = bounds[rank], bounds[rank + 1]
         self.tokens = slice(start, end)
         """The packed tokens that go through the network here."""
-        self.trained = np.flatnonzero((start <= predicted_from_M) & (predicted_from_M < end))
+        self.trained: np.ndarray | slice = slice(None)
         """int64: which of the M trained tokens are predicted here."""
-        self.predicted_from = predicted_from_M[self.trained] - start
+        self.predicted_from = predicted_from_M
         """int64: the tokens that predict them, counted from the first one here."""
+        if ranks > 1:
+            self.trained = np.flatnonzero((start <= predicted_from_M) & (predicted_from_M < end))
+            self.predicted_from = predicted_from_M[self.trained] - start
         self._lengths = np.diff(bounds).tolist()
         self._num_trained = len(predicted_from_M)
-        self._group = group
+        self._group = group if ranks > 1 else None
 
     def attend(self, attend: Attend) -> Attend:
         """For the tokens that are here, out of the attention over all of them."""
