@@ -38,3 +38,10 @@ def users_cache(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delenv("XDG_CACHE_HOME")
     else:
         monkeypatch.setenv("XDG_CACHE_HOME", USERS_CACHE)
+
+
+@pytest.fixture(scope="session")
+def interpreter() -> None:
+    """Triton's, which runs kernels on tensors of the CPU. Where there is a GPU, kernels are compiled for that."""
+    if os.environ.get("TRITON_INTERPRET") != "1":
+        pytest.skip("kernels run on the CPU in Triton's interpreter, which is not used where there is a GPU")

@@ -51,7 +51,7 @@ class InterpretedEngine(NativeEngine):
 
 
 @pytest.fixture(scope="module")
-def decoder(tmp_path_factory: pytest.TempPathFactory) -> Decoder:
+def decoder(tmp_path_factory: pytest.TempPathFactory, interpreter: None) -> Decoder:
     folder: Path = tmp_path_factory.mktemp("model")
     write_model(folder, CONFIGS["qwen3, biases"], seed=5, std=0.3)
     return load_decoder(folder)  # type: ignore[return-value]

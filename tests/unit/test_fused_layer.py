@@ -46,9 +46,7 @@ class ByAutograd:
 
 
 @pytest.fixture(params=["llama, tied", "qwen2, untied"])
-def decoder(request: pytest.FixtureRequest, tmp_path: Path) -> Decoder:
-    if torch.cuda.is_available():
-        pytest.skip("on the CPU the kernels need Triton's interpreter, which is there without a GPU only")
+def decoder(request: pytest.FixtureRequest, tmp_path: Path, interpreter: None) -> Decoder:
     write_model(tmp_path, CONFIGS[request.param], seed=3, std=0.2)
     return load_decoder(tmp_path)  # type: ignore[return-value]
 

@@ -42,7 +42,7 @@ def test_products_add_up() -> None:
 @pytest.mark.parametrize(
     "shapes", [[(1, 4)], [(3, 16), (200, 37)], [(528, 130), (1, 1), (1056, 5)]], ids=["one", "two", "three at once"]
 )
-def test_parts_add_up(shapes: list[tuple[int, int]]) -> None:
+def test_parts_add_up(shapes: list[tuple[int, int]], interpreter: None) -> None:
     pytest.importorskip("triton")
     weights = [parameter(size) for _, size in shapes]
     kept = [Kept(weight) for weight in weights]
