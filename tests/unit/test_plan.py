@@ -157,7 +157,7 @@ def test_kept_logits_are_those_of_the_trainer(monkeypatch: pytest.MonkeyPatch, p
     found, _ = selected_logprobs(
         hidden, torch.randn(V, E, dtype=torch.bfloat16), torch.zeros(predicted, dtype=torch.int64), 1.0
     )
-    kept = sum(logits.nbytes for logits, _ in found.grad_fn.found if logits is not None)
+    kept = sum(logits.nbytes for logits, _ in found.grad_fn.chunks if logits is not None)
     assert kept_logits(setup, predicted)[0] == kept
 
 

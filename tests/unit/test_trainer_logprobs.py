@@ -4,10 +4,13 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from kept_sums import Kept
 from torch import Tensor
 
 from redline.trainer import logprobs as module
 from redline.trainer.logprobs import selected_logprobs
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning")  # numpy's, of the interpreter's infinities
 
 
 def random_inputs(tokens: int, vocabulary: int, size: int, seed: int, scale: float = 1.0) -> tuple[Tensor, Tensor, Tensor]:
@@ -23,10 +26,20 @@ def naive(hidden: Tensor, weight: Tensor, targets: Tensor, temperature: float) -
     return everything[torch.arange(len(targets)), targets], -(everything.exp() * everything).sum(dim=-1)
 
 
+@pytest.fixture(params=["torch", "kernels"])
+def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on the CPU, or as on a GPU."""
+    if request.param == "kernels":
+        pytest.importorskip("triton")
+        request.getfixturevalue("interpreter")
+        monkeypatch.setattr(module, "_by_kernels", lambda _: True)
+
+
 @pytest.mark.parametrize(
     "chunk_elements", [1, 40, 37 * 4, 37 * 22, 10**9], ids=["one each", "uneven", "fours", "all but one", "one chunk"]
 )
 @pytest.mark.parametrize(("temperature", "kept_bytes"), [(1.0, 0), (0.7, 37 * 9 * 4), (2.0, 10**9)])
+@pytest.mark.usefixtures("way")
 def test_values_and_gradients_are_those_of_a_log_softmax_for_any_chunk_size(
     chunk_elements: int, temperature: float, kept_bytes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -64,11 +77,49 @@ def test_the_entropy_of_no_preference_is_the_log_of_the_vocabulary() -> None:
     torch.testing.assert_close(found, -torch.full((2,), 50.0).log())
 
 
+@pytest.mark.usefixtures("way")
 def test_a_head_that_is_not_trained_costs_no_product() -> None:
     hidden, weight, targets = random_inputs(5, 7, 3, seed=0)
     selected_logprobs(hidden.requires_grad_(), weight, targets, 1.0)[0].sum().backward()
     assert hidden.grad is not None
     assert weight.grad is None
+
+
+@pytest.mark.parametrize("wanted", [1, 2], ids=["logprobs", "entropies too"])
+@pytest.mark.parametrize("keeps_sum", [False, True])
+@pytest.mark.usefixtures("way")
+def test_gradients_are_the_same_whoever_keeps_the_heads(keeps_sum: bool, wanted: int) -> None:
+    hidden, weight, targets = random_inputs(23, 37, 11, seed=0)
+    theirs = hidden.clone().requires_grad_(), weight.clone().requires_grad_()
+    ours = hidden.requires_grad_(), weight.requires_grad_()
+    kept = Kept(weight) if keeps_sum else None
+    for _ in range(2):
+        found = selected_logprobs(*ours, targets, 0.8)
+        sum(each.sum() for each in found[:wanted]).backward()  # gradients that lie in one place for all tokens
+    sum(2 * each.sum() for each in naive(*theirs, targets, 0.8)[:wanted]).backward()
+    torch.testing.assert_close(kept.total if kept else weight.grad, theirs[1].grad, rtol=1e-4, atol=5e-5)
+    assert kept is None or weight.grad is None
+    torch.testing.assert_close(hidden.grad, theirs[0].grad, rtol=1e-4, atol=5e-5)
+
+
+@pytest.mark.usefixtures("way")
+def test_without_a_trained_token_there_is_nothing() -> None:
+    hidden, weight, targets = random_inputs(0, 7, 3, seed=0)
+    found, entropies = selected_logprobs(hidden.requires_grad_(), weight.requires_grad_(), targets, 1.0)
+    (found.sum() + entropies.sum()).backward()
+    assert hidden.grad.shape == (0, 3)
+    assert not weight.grad.any()
+
+
+def test_on_a_gpu_logits_that_are_all_kept_are_one_chunk() -> None:
+    bfloat16, vocabulary = torch.bfloat16, 1000
+    most = module.CHUNK_BYTES["cuda"] // (2 * vocabulary)
+    room = 2 * vocabulary * 3 * most
+    assert module.chunk_rows(3 * most, vocabulary, bfloat16, "cuda", room) == 3 * most
+    assert module.chunk_rows(3 * most + 1, vocabulary, bfloat16, "cuda", room) == -(-(3 * most + 1) // 4)
+    assert module.chunk_rows(3 * most, vocabulary, bfloat16, "cuda") == most
+    assert module.chunk_rows(100, vocabulary, bfloat16, "cpu", 10**12) == 100
+    assert module.chunk_rows(10**6, vocabulary, bfloat16, "cpu", 10**12) <= module.CHUNK_BYTES["cpu"] // (4 * vocabulary)
 
 
 def test_a_token_that_is_chosen_twice_gets_both_gradients() -> None:

@@ -116,6 +116,15 @@ def test_rows_that_are_wanted_more_than_once_sum_their_gradients(size: int, dtyp
     assert not x.grad[[1, 2, 4]].any()
 
 
+def test_rows_are_summed_in_the_order_they_are_wanted_in() -> None:
+    x = random(2, 8)
+    large = torch.tensor([1e8, -1e8, 1.0], device=DEVICE)
+    for order in ([0, 1, 2], [2, 0, 1]):
+        x.grad = None
+        select_rows(x, torch.tensor([1, 1, 1], device=DEVICE)).backward(large[order, None].expand(3, 8).contiguous())
+        assert x.grad[1].tolist() == [1.0 if order[0] == 0 else 0.0] * 8
+
+
 @DTYPES
 @pytest.mark.parametrize("vocabulary", [40, 8192, 10_000])
 def test_a_pass_over_logits_gives_logprob_and_entropy(vocabulary: int, dtype: torch.dtype) -> None:
@@ -143,7 +152,7 @@ def test_logits_become_their_slopes(vocabulary: int, dtype: torch.dtype) -> None
 @WIDE
 def test_slopes_of_logits_that_are_far_apart(dtype: torch.dtype) -> None:
     """Turns of the kernel's loop whose entries are far above all those before them, a little above, and all -inf."""
-    logits = 3 * random(6, 3 * SLOPES_TURN, dtype=dtype).detach()
+    logits = 3 * random(7, 3 * SLOPES_TURN, dtype=dtype).detach()
     second, third = slice(SLOPES_TURN, 2 * SLOPES_TURN), slice(2 * SLOPES_TURN, None)
     logits[0, second] += 300
     logits[1, third] += 40
@@ -152,16 +161,20 @@ def test_slopes_of_logits_that_are_far_apart(dtype: torch.dtype) -> None:
     logits[3, : 2 * SLOPES_TURN] = -torch.inf
     logits[4, -1] = 1e4
     logits[5, 0] = 1e4
+    logits[6] = 0
+    logits[6, SLOPES_TURN] = 40  # so little above the first turn that the reference stays
+    logits[6, -1] = 42  # too far: what has been written fades, but not to nothing
     for target in (SLOPES_TURN + 5, 3 * SLOPES_TURN - 1):
-        check_slopes(logits.clone(), torch.full((6,), target, device=DEVICE), 1.0)
+        check_slopes(logits.clone(), torch.full((7,), target, device=DEVICE), 1.0)
 
 
 def check_slopes(logits: Tensor, targets: Tensor, temperature: float) -> None:
     before = logits.clone()
-    logprobs, entropies, sums = to_slopes_(logits, targets, temperature)
+    logprobs, entropies, sums, tops = to_slopes_(logits, targets, temperature)
     check_summary((logprobs, entropies), before, targets, temperature)
     (logits_,) = wide(before)
     log_p = torch.log_softmax(logits_ / temperature, dim=-1)
+    torch.testing.assert_close(tops, log_p.detach().max(dim=-1).values, rtol=1e-5, atol=1e-5)
     log_p.gather(1, targets[:, None]).sum().backward()
     shares = logits.float() / sums[:, None]  # row by row: the sums are far apart too
     torch.testing.assert_close(shares, -logits_.grad * temperature, rtol=TOLERANCE[logits.dtype], atol=1e-6)
@@ -179,8 +192,29 @@ def test_slopes_become_a_gradient_with_that_of_entropies(dtype: torch.dtype) -> 
     check(logits, logits_.grad)
 
 
+def test_the_gradient_of_a_small_entropy() -> None:
+    """Of rows where one entry is almost certain, the target or another: its logprob is far smaller than half precision makes
+    its probability wrong by."""
+    logits, targets = random(4, 2 * SLOPES_TURN).detach(), torch.tensor([5, SLOPES_TURN + 9, 7, 7], device=DEVICE)
+    certain = [5, SLOPES_TURN + 9, SLOPES_TURN + 8, 11]
+    logits[range(4), certain] = torch.tensor([14, 16, 15.3, 17.7], device=DEVICE)
+    (logits_,) = wide(logits)
+    log_p = torch.log_softmax(logits_, dim=-1)
+    (-(log_p.exp() * log_p).sum()).backward()
+    summary = to_slopes_(logits, targets, 1.0)
+    logits.copy_(logits.bfloat16())
+    to_gradient_(logits, targets, summary, torch.zeros(4, device=DEVICE), torch.ones(4, device=DEVICE), 1.0)
+    for found, expected in zip(logits, logits_.grad, strict=True):
+        assert (found - expected).norm() < 0.01 * expected.norm()
+
+
 def test_no_tokens_are_no_work() -> None:
     nothing = torch.empty(0, 64, device=DEVICE, requires_grad=True)
     silu_mul(nothing).sum().backward()
     add_rms_norm(nothing, nothing, torch.ones(64, device=DEVICE, requires_grad=True), EPS)[1].sum().backward()
     assert nothing.grad is not None
+    logits, nobody = nothing.detach(), torch.empty(0, dtype=torch.int64, device=DEVICE)
+    to_gradient_(logits, nobody, to_slopes_(logits, nobody, 1.0), logits[:, 0], logits[:, 0], 1.0)
+    some = random(3, 64)
+    select_rows(some, nobody).sum().backward()
+    assert not some.grad.any()

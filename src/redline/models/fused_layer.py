@@ -64,12 +64,6 @@ class PlainLayer(Protocol):
     _modules: dict[str, Any]
     _parameters: dict[str, Any]
     spec: DecoderSpec
-    attn_norm: nn.Parameter
-    qkv: nn.Linear
-    o: nn.Linear
-    mlp_norm: nn.Parameter
-    gate_up: nn.Linear
-    down: nn.Linear
     recomputes_activation: bool
 
 

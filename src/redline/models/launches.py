@@ -17,7 +17,7 @@ ALIGNMENT = 16
 """Bytes; Triton compiles another kernel for a tensor that does not begin on a multiple of it."""
 
 _compiled: dict[tuple[Any, ...], tuple[Any, Any]] = {}
-"""By kind, with the kernel, whose address is part of its kind and must stay its own: to ask Triton for a hash takes longer."""
+"""By kind, with the kernel: a kind has the kernel's id, which stays its own while it is held. Triton's hash takes longer."""
 
 
 def launch(
@@ -51,7 +51,7 @@ def launch(
 
 
 def blocks(size: int, block: int) -> int:
-    """How many hold `size`. `triton.cdiv` is for kernels, and ten times as slow outside of one; so is the function below."""
+    """How many hold `size`. `triton.cdiv` and `triton.next_power_of_2` are for kernels, and slow outside of one."""
     return -(-size // block)
 
 

@@ -10,7 +10,7 @@ _HAS_TRITON = find_spec("triton") is not None
 
 
 def selected_rows(x_TE: Tensor, index_M: Tensor) -> Tensor:
-    """x[index]. What reaches a row is summed in the same order every time, on a GPU too."""
+    """x[index]. What reaches a row is summed in the same order every time, on a GPU with triton too."""
     if x_TE.is_cuda and _HAS_TRITON:
         from redline.models.training_kernels import select_rows
 

@@ -29,7 +29,9 @@ PARTS_BLOCK = (512, 8)
 """Parts and columns of a turn of that last step."""
 MOST_SUMS = 3
 """Of one launch of it: the norms and the bias of a layer."""
-SILU_BLOCK = ROWS_BLOCK = 1024
+SILU_BLOCK = 1024
+ROWS_BLOCK = 1024
+"""Columns of one program that sums rows."""
 
 
 def add_rms_norm(x_TE: Tensor, delta_TE: Tensor | None, weight_E: Tensor, eps: float) -> tuple[Tensor, Tensor]:
@@ -150,11 +152,11 @@ def sum_rows(rows_ME: Tensor, index_M: Tensor, num_sums: int) -> Tensor:
     E = rows_ME.shape[1]
     sorted_M, order_M = torch.sort(index_M, stable=True)
     firsts = torch.searchsorted(sorted_M, torch.arange(num_sums + 1, dtype=sorted_M.dtype, device=sorted_M.device))
-    sums_TE = rows_ME.new_empty(num_sums, E)
+    sums = rows_ME.new_empty(num_sums, E)
     if num_sums:
         grid = (num_sums, blocks(E, ROWS_BLOCK))
-        launch(_sum_rows, grid, (rows_ME, order_M, firsts, sums_TE), (), (E, ROWS_BLOCK), num_warps=4)
-    return sums_TE
+        launch(_sum_rows, grid, (rows_ME, order_M, firsts, sums), (), (E, ROWS_BLOCK), num_warps=4)
+    return sums
 
 
 def _warps(block: int) -> int:

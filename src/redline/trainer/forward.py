@@ -49,8 +49,8 @@ def chosen_logprobs(
     attend, positions_T = _attention(decoder, micro_batch, share, inputs["tokens"].device)
     adapters = () if lora is None else (lora,)
     hidden_TE = decoder(inputs["tokens"].long(), positions_T, attend, *adapters)
-    # Where weights are sharded, the head is whole only after the forward pass.
     hidden_ME = selected_rows(hidden_TE, inputs["predicted_from"])
+    # Where weights are sharded, the head is whole only after the forward pass.
     found = selected_logprobs(hidden_ME, decoder.output_weight, inputs["targets"].long(), temperature)
     return share.gather(found[0]), share.gather(found[1])
 

@@ -18,6 +18,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from redline.models.launches import blocks
+
 SUMMARY_TURN, SUMMARY_WARPS = 4096, 8
 SLOPES_TURN, SLOPES_WARPS = 4096, 8
 ENTROPY_TURN, ENTROPY_WARPS = 2048, 4
@@ -42,21 +44,21 @@ def summarise(logits_MV: Tensor, targets_M: Tensor, temperature: float) -> tuple
     return logprobs_M, entropies_M
 
 
-def to_slopes_(logits_MV: Tensor, targets_M: Tensor, temperature: float) -> tuple[Tensor, Tensor, Tensor]:
-    """The same, with the sum of each row; the logits become their slopes."""
+def to_slopes_(logits_MV: Tensor, targets_M: Tensor, temperature: float) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The same, then the sum of each row and the logprob of its largest; the logits become their slopes."""
     assert logits_MV.dtype != torch.float16, "slopes have a larger range"
     M, V = logits_MV.shape
-    logprobs_M, entropies_M, sums_M = torch.empty((3, M), dtype=torch.float32, device=logits_MV.device)
+    logprobs_M, entropies_M, sums_M, tops_M = torch.empty((4, M), dtype=torch.float32, device=logits_MV.device)
     if M:
-        found = logprobs_M, entropies_M, sums_M
+        found = logprobs_M, entropies_M, sums_M, tops_M
         _to_slopes[(M,)](logits_MV, targets_M, *found, 1 / temperature, V, N=SLOPES_TURN, W=RUN, num_warps=SLOPES_WARPS)
-    return logprobs_M, entropies_M, sums_M
+    return logprobs_M, entropies_M, sums_M, tops_M
 
 
 def to_gradient_(
     slopes_MV: Tensor,
     targets_M: Tensor,
-    summary: tuple[Tensor, Tensor, Tensor],
+    summary: tuple[Tensor, Tensor, Tensor, Tensor],
     grad_logprobs_M: Tensor,
     grad_entropies_M: Tensor,
     temperature: float,
@@ -65,7 +67,7 @@ def to_gradient_(
     `to_slopes_`."""
     M, V = slopes_MV.shape
     if M:
-        _to_gradient[(M, triton.cdiv(V, ENTROPY_TURN))](
+        _to_gradient[(M, blocks(V, ENTROPY_TURN))](
             slopes_MV, targets_M, *summary, grad_logprobs_M, grad_entropies_M, 1 / temperature, V,
             N=ENTROPY_TURN, num_warps=ENTROPY_WARPS,
         )  # fmt: skip
@@ -100,7 +102,7 @@ def _summarise(logits, targets, logprobs, entropies, inverse, V, N: tl.constexpr
 
 
 @triton.jit
-def _to_slopes(logits, targets, logprobs, entropies, sums, inverse, V, N: tl.constexpr, W: tl.constexpr):  # type: ignore[no-untyped-def]
+def _to_slopes(logits, targets, logprobs, entropies, sums, tops, inverse, V, N: tl.constexpr, W: tl.constexpr):  # type: ignore[no-untyped-def]
     """As above, but with one reference for the whole row, since what is relative to it is written at once. It is the largest of
     the first turn, and a larger one only where that is too far off: then what has been written is written again."""
     R: tl.constexpr = N // W
@@ -111,13 +113,16 @@ def _to_slopes(logits, targets, logprobs, entropies, sums, inverse, V, N: tl.con
     target = tl.load(targets + row)
     chosen = tl.load(at + target).to(tl.float32) * scale
     reference = tl.full([], LOWEST, tl.float32)
+    top = tl.full([], LOWEST, tl.float32)
     total_R = tl.zeros([R], tl.float32)
     weighted_R = tl.zeros([R], tl.float32)
     for start in tl.range(0, V, N, num_stages=AHEAD):
         column_RW = start + entry_RW
         x_RW = _scaled(at, column_RW, V, scale)
         peak = tl.max(tl.max(x_RW, axis=1), axis=0)
+        top = tl.maximum(top, peak)
         if peak > reference + ROOM:
+            tl.debug_barrier()  # whoever reads here what has been written need not have written it
             fade = tl.exp2(reference - peak)
             for before in range(0, start, N):
                 written = at + before + entry_RW
@@ -134,6 +139,7 @@ def _to_slopes(logits, targets, logprobs, entropies, sums, inverse, V, N: tl.con
     tl.store(logprobs + row, (chosen - normalizer) / LOG2_E)
     tl.store(entropies + row, (normalizer - weighted / total) / LOG2_E)
     tl.store(sums + row, total)
+    tl.store(tops + row, (top - normalizer) / LOG2_E)
     tl.debug_barrier()  # another thread has written there
     tl.store(at + target, (tl.exp2(chosen - reference) - total).to(logits.dtype.element_ty))
 
@@ -146,17 +152,21 @@ def _scaled(row, column, V, scale):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _to_gradient(  # type: ignore[no-untyped-def]
-    slopes, targets, logprobs, entropies, sums, grad_logprobs, grad_entropies, inverse, V, N: tl.constexpr
+    slopes, targets, logprobs, entropies, sums, tops, grad_logprobs, grad_entropies, inverse, V, N: tl.constexpr
 ):  # fmt: skip
-    """d logprob / d logit_v = (1[v = target] - p_v) / τ;  d H / d logit_v = -p_v · (log p_v + H) / τ."""
+    """d logprob / d logit_v = (1[v = target] - p_v) / τ;  d H / d logit_v = -p_v · (log p_v + H) / τ.
+
+    The logarithm of a rounded p is as far off as p is: little beside log p, unless that is near 0. There is one such entry at
+    most, and its logprob is known."""
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * N + tl.arange(0, N)
     at = slopes + row * V + column
     slope = tl.load(at, mask=column < V, other=0.0).to(tl.float32) / tl.load(sums + row)
     is_target = column == tl.load(targets + row)
-    logprob = tl.load(logprobs + row)
-    p = tl.where(is_target, tl.exp(logprob), slope)
-    log_p = tl.where(is_target, logprob, tl.log(p))
+    is_likely = (slope > 0.5) & ~is_target
+    known = tl.where(is_target, tl.load(logprobs + row), tl.load(tops + row))
+    p = tl.where(is_target | is_likely, tl.exp(known), slope)
+    log_p = tl.where(is_target | is_likely, known, tl.log(p))
     share = tl.where(p > 0, p * (log_p + tl.load(entropies + row)), 0.0)
     out = -(tl.load(grad_logprobs + row) * slope + tl.load(grad_entropies + row) * share) * inverse
     tl.store(at, out.to(slopes.dtype.element_ty), mask=column < V)

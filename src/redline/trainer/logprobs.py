@@ -1,4 +1,4 @@
-"""Log-probabilities of chosen tokens without ever holding all logits.
+"""Log-probabilities of chosen tokens without holding more logits than there is room for.
 
 For a vocabulary of 150k, the logits of a few thousand tokens weigh more than the model. Here they are made one chunk at a time.
 Those of the first few chunks are kept for the backward pass, which turns them into their gradient in place; on a GPU most of
@@ -39,7 +39,7 @@ class _SelectedLogprobs(torch.autograd.Function):
             summary = _summarise(logits, targets, temperature, keeps=keeps)
             found.append((logits if keeps else None, summary))
         ctx.save_for_backward(hidden_ME, weight_VE, targets_M)
-        ctx.temperature, ctx.found, ctx.sum = temperature, found, sum_of(weight_VE)
+        ctx.temperature, ctx.chunks, ctx.sum = temperature, found, sum_of(weight_VE)
         ctx.set_materialize_grads(False)  # where nobody asks about entropies, nothing need be computed for them
         return torch.cat([summary.logprobs for _, summary in found]), torch.cat([summary.entropies for _, summary in found])
 
@@ -48,13 +48,15 @@ class _SelectedLogprobs(torch.autograd.Function):
         hidden_ME, weight_VE, targets_M = ctx.saved_tensors
         grad_hidden_ME = torch.empty_like(hidden_ME)
         grad_weight_VE: Tensor | None = None
-        grad_logprobs_M = targets_M.new_zeros(targets_M.shape, dtype=torch.float32) if grads[0] is None else grads[0]
-        of_entropies = () if grads[1] is None else (grads[1],)
+        grad_logprobs_M = (
+            targets_M.new_zeros(targets_M.shape, dtype=torch.float32) if grads[0] is None else grads[0].contiguous()
+        )
+        of_entropies = () if grads[1] is None else (grads[1].contiguous(),)
         room = KEPT_BYTES[weight_VE.device.type]
         parts = _chunks(weight_VE, room, hidden_ME, grad_hidden_ME, targets_M, grad_logprobs_M, *of_entropies)
-        found = ctx.found
-        ctx.found = [(None, summary) for _, summary in found]  # logits are overwritten below
-        for (hidden, grad_hidden, targets, grad, *of_entropy), (logits, summary) in zip(parts, found, strict=True):
+        chunks = ctx.chunks
+        ctx.chunks = [(None, summary) for _, summary in chunks]  # logits are overwritten below
+        for (hidden, grad_hidden, targets, grad, *of_entropy), (logits, summary) in zip(parts, chunks, strict=True):
             if logits is None:
                 logits = products.forward(hidden, weight_VE)
                 summary = _made_again(logits, targets, summary, ctx.temperature)
@@ -63,11 +65,11 @@ class _SelectedLogprobs(torch.autograd.Function):
             products.backward(outgoing, weight_VE, out=grad_hidden)
             if factors is not None:
                 grad_hidden *= factors[:, None]
-                hidden = torch.mul(hidden, factors[:, None], out=torch.empty_like(hidden))
             if ctx.sum is not None:
-                ctx.sum.add_product(outgoing, hidden)
+                ctx.sum.add_product(outgoing, _times(hidden, factors))
             elif ctx.needs_input_grad[1]:
-                grad_weight_VE = _plus(grad_weight_VE, outgoing.T @ hidden, alone=len(hidden) == len(hidden_ME))
+                product = outgoing.T @ _times(hidden, factors)
+                grad_weight_VE = _plus(grad_weight_VE, product, alone=len(hidden) == len(hidden_ME))
         return grad_hidden_ME, None if grad_weight_VE is None else grad_weight_VE.to(weight_VE.dtype), None, None
 
 
@@ -76,51 +78,60 @@ class _Summary(NamedTuple):
 
     logprobs: Tensor
     entropies: Tensor
-    scale: Tensor | None
-    """What the gradient needs to know besides: the log of the normalizer, or the sum of what has taken the logits' place."""
+    others: tuple[Tensor, ...]
+    """What the gradient has to know besides: the log of the normalizer, or of what has taken the logits' place on a GPU the sum
+    and the logprob of the largest. Nothing where a GPU's logits are not kept."""
+
+
+def _by_kernels(logits: Tensor) -> bool:
+    return logits.is_cuda and _HAS_TRITON
 
 
 def _summarise(logits: Tensor, targets: Tensor, temperature: float, *, keeps: bool) -> _Summary:
     """Logits that are not kept may be overwritten; those that are become whatever `_to_gradient` wants."""
-    if logits.is_cuda and _HAS_TRITON:
+    if _by_kernels(logits):
         from redline.trainer.logprob_kernels import summarise, to_slopes_
 
         if keeps:
-            return _Summary(*to_slopes_(logits, targets, temperature))
-        return _Summary(*summarise(logits, targets, temperature), None)
+            logprobs, entropies, *others = to_slopes_(logits, targets, temperature)
+            return _Summary(logprobs, entropies, tuple(others))
+        return _Summary(*summarise(logits, targets, temperature), ())
     scaled = _scaled(logits, temperature, overwrite=not keeps)
     normalizer = torch.logsumexp(scaled, dim=-1)
     logprob = scaled.gather(1, targets[:, None]).squeeze(1) - normalizer
     # H = log Z - Σ p·logit; the product overwrites the probabilities.
     probabilities = torch.exp(scaled - normalizer[:, None])
-    return _Summary(logprob, normalizer - probabilities.mul_(scaled).sum(dim=-1), normalizer)
+    return _Summary(logprob, normalizer - probabilities.mul_(scaled).sum(dim=-1), (normalizer,))
 
 
 def _made_again(logits: Tensor, targets: Tensor, summary: _Summary, temperature: float) -> _Summary:
-    """Logits as they were become what they would be had they been kept, and the summary is that of what is there."""
-    return _summarise(logits, targets, temperature, keeps=True) if logits.is_cuda and _HAS_TRITON else summary
+    """Logits that were not kept become what they would be if they had been; the summary is that of what is there now."""
+    return _summarise(logits, targets, temperature, keeps=True) if _by_kernels(logits) else summary
 
 
 def _to_gradient(
     logits: Tensor, targets: Tensor, summary: _Summary, grads: tuple[Tensor, Tensor | None], temperature: float
 ) -> tuple[Tensor, Tensor | None]:
-    """What reaches the logits, or that divided by a factor for each row; they are overwritten."""
-    logprobs, entropies, scale = summary
-    assert scale is not None
+    """What reaches the logits, in their place; or that divided by a factor for each row, [M], which the caller has to multiply
+    whatever he makes of it by."""
     (grad_logprob, grad_entropy), dtype = grads, logits.dtype
-    if logits.is_cuda and _HAS_TRITON:
+    if _by_kernels(logits):
         from redline.trainer.logprob_kernels import to_gradient_
 
+        sums, tops = summary.others
         if grad_entropy is None:
-            return logits, -grad_logprob / (temperature * scale)
-        to_gradient_(logits, targets, (logprobs, entropies, scale), grad_logprob, grad_entropy, temperature)
+            return logits, -grad_logprob / (temperature * sums)
+        to_gradient_(
+            logits, targets, (summary.logprobs, summary.entropies, sums, tops), grad_logprob, grad_entropy, temperature
+        )
         return logits, None
-    log_p = _scaled(logits, temperature, overwrite=True).sub_(scale[:, None])
+    (normalizers,) = summary.others
+    log_p = _scaled(logits, temperature, overwrite=True).sub_(normalizers[:, None])
     # d logprob / d logit = (1[v = target] - p_v) / temperature
     grad = log_p.exp().mul_(-grad_logprob[:, None])
     if grad_entropy is not None:
         # d H / d logit = -p_v · (log p_v + H) / temperature
-        grad -= log_p.exp() * (log_p + entropies[:, None]) * grad_entropy[:, None]
+        grad -= log_p.exp() * (log_p + summary.entropies[:, None]) * grad_entropy[:, None]
     grad.scatter_add_(1, targets[:, None], grad_logprob[:, None])
     return grad.div_(temperature).to(dtype), None
 
@@ -128,6 +139,11 @@ def _to_gradient(
 def _scaled(logits: Tensor, temperature: float, *, overwrite: bool) -> Tensor:
     """float32 [chunk, V], which the caller may overwrite; where the logits must stay, it is a copy."""
     return logits.to(torch.float32, copy=not overwrite).div_(temperature)
+
+
+def _times(hidden: Tensor, factors: Tensor | None) -> Tensor:
+    """Each row by its factor, if it has one; in the dtype of the rows."""
+    return hidden if factors is None else torch.mul(hidden, factors[:, None], out=torch.empty_like(hidden))
 
 
 def _plus(total: Tensor | None, part: Tensor, *, alone: bool) -> Tensor:

@@ -33,7 +33,7 @@ class SequenceShare:
         self.tokens = slice(start, end)
         """The packed tokens that go through the network here."""
         self.trained: np.ndarray | slice = slice(None)
-        """int64: which of the M trained tokens are predicted here."""
+        """Which of the M trained tokens are predicted here: all, or int64."""
         self.predicted_from = predicted_from_M
         """int64: the tokens that predict them, counted from the first one here."""
         if ranks > 1:
