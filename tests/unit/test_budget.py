@@ -14,7 +14,18 @@ from redline.models.hf import load_decoder
 from redline.models.memory import Checkpointing, ParameterBytes, layer_code, parameter_bytes, token_bytes
 from redline.models.packed_attention import PackedAttention
 from redline.models.spec import DecoderSpec
-from redline.trainer.budget import MOST_TOKENS, STEP, MemoryPlan, TokenBudget, find_budgets, logits_bytes, with_oom_retry
+from redline.trainer.budget import (
+    BUSY_TOKENS,
+    MOST_TOKENS,
+    STEP,
+    MemoryPlan,
+    TokenBudget,
+    find_budgets,
+    logits_bytes,
+    tokens_kept,
+    with_oom_retry,
+)
+from redline.trainer.logprobs import KEPT_BYTES
 from redline.trainer.micro_batches import MicroBatchPlan, plan_micro_batches
 from redline.types import TrainBatch
 
@@ -56,6 +67,7 @@ def plan_for(device: int, others: int = 0, checkpointing: Checkpointing = "none"
         others=others,
         parameters=ParameterBytes(2 * parameters, 4 * parameters, 4 * parameters, 8 * parameters),
         logits=logits_bytes(QWEN_HALF_BILLION),
+        keeps=tokens_kept(QWEN_HALF_BILLION, torch.bfloat16),
         per_token=token_bytes(
             QWEN_HALF_BILLION,
             parameters,
@@ -83,19 +95,33 @@ def test_passes_without_gradients_have_the_larger_budget() -> None:
 
 def test_computing_layers_again_buys_tokens() -> None:
     none, light, selective, full = (
-        plan_for(24 * GIB, checkpointing=kind).budgets().training for kind in ("none", "light", "selective", "full")
+        plan_for(16 * GIB, checkpointing=kind).budgets().training for kind in ("none", "light", "selective", "full")
     )
     assert none < light < selective < full
 
 
 def test_a_large_device_is_not_filled_for_nothing() -> None:
-    budgets = plan_for(1000 * GIB).budgets()
-    assert budgets.training == budgets.forward == MOST_TOKENS
-    assert "the most that is of use" in budgets.reason
+    plan = dataclasses.replace(plan_for(1000 * GIB), keeps=10 * MOST_TOKENS)
+    assert plan.budgets().training == plan.budgets().forward == MOST_TOKENS
+    assert "the most that is of use" in plan.budgets().reason
+
+
+def test_no_logits_are_made_twice_for_the_sake_of_larger_micro_batches() -> None:
+    plan = plan_for(141 * GIB)
+    tokens = plan.budgets().training
+    bytes_per_token = 2 * QWEN_HALF_BILLION.vocab_size
+    assert tokens * bytes_per_token <= KEPT_BYTES["cuda"] < (tokens + STEP) * bytes_per_token
+    assert plan.budgets().forward == MOST_TOKENS
+    assert "the most that is of use" in plan.budgets().reason
+
+
+def test_a_large_vocabulary_does_not_make_micro_batches_too_small_to_keep_a_device_busy() -> None:
+    plan = dataclasses.replace(plan_for(141 * GIB), keeps=100)
+    assert plan.budgets().training == BUSY_TOKENS
 
 
 def test_the_reason_is_one_line_with_the_sizes() -> None:
-    assert plan_for(24 * GIB).budgets().reason == "auto: 9.8 GiB of 24.0 GiB are left for tokens of 978.2 KiB"
+    assert plan_for(20 * GIB).budgets().reason == "auto: 6.1 GiB of 20.0 GiB are left for tokens of 978.2 KiB"
 
 
 def test_a_device_without_room_is_refused_with_what_fills_it() -> None:

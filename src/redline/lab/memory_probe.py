@@ -26,7 +26,7 @@ from redline.lab.train_batches import random_batch
 from redline.lab.training_sides import RedlineTraining, TrainingSide, TransformersTraining
 from redline.launch import prepare_process
 from redline.models.hf import AnyDecoder
-from redline.models.memory import Checkpointing, parameter_bytes, token_bytes
+from redline.models.memory import Checkpointing, layer_code, parameter_bytes, token_bytes
 from redline.trainer.budget import logits_bytes
 
 KILLED = -9
@@ -113,8 +113,9 @@ def _planned(decoder: AnyDecoder, settings: MemorySettings, sequences: int) -> d
         offloaded=config.offload_optimizer and settings.device == "cuda",
     )
     checkpointing: Checkpointing = config.gradient_checkpointing
-    each = token_bytes(decoder.spec, sum(p.numel() for p in decoder.parameters()), dtype, checkpointing)
-    activations = logits_bytes(decoder.spec) + sequences * settings.tokens * each.training
+    code = layer_code(decoder.spec, dtype, settings.device, checkpointing, plain=True)
+    each = token_bytes(decoder.spec, sum(p.numel() for p in decoder.parameters()), dtype, checkpointing, code)
+    activations = logits_bytes(decoder.spec, dtype) + sequences * settings.tokens * each.training
     return Memory(held.weights, held.masters + held.moments, held.gradients, activations).as_json()
 
 

@@ -3,9 +3,10 @@
     device − others − weights, masters, gradients, moments − logits − margin   =   room
     room / bytes per token                                                     =   budget
 
-A pass without gradients keeps nothing for a backward pass, so its budget is several times as large. The plan may be wrong:
-other programs come and go, and memory breaks into pieces. Then the step begins again with a smaller budget. That changes
-nothing but the time, since the loss of a batch is a plain sum over its tokens.
+But no larger than what keeps all its logits: those of further tokens would be made a second time by the backward pass, which
+costs more than larger products save. A pass without gradients keeps nothing for a backward pass, so its budget is several
+times as large. The plan may be wrong: other programs come and go, and memory breaks into pieces. Then the step begins again
+with a smaller budget. That changes nothing but the time, since the loss of a batch is a plain sum over its tokens.
 """
 
 from __future__ import annotations
@@ -25,6 +26,8 @@ from redline.trainer.micro_batches import MicroBatchPlan
 
 MARGIN = 0.08
 """Of the device's memory: CUDA's own, workspaces of its libraries, and gaps between allocations."""
+BUSY_TOKENS = 8192
+"""So many rows keep a GPU's products near their best rate; the budget is no smaller for the sake of its logits."""
 MOST_TOKENS = 131_072
 """More at once make no device faster."""
 STEP = 256
@@ -57,6 +60,8 @@ class MemoryPlan:
     """Held by the engine and other programs."""
     parameters: ParameterBytes
     logits: int
+    keeps: int
+    """Tokens whose logits are all kept for the backward pass."""
     per_token: TokenBytes
 
     @property
@@ -65,18 +70,19 @@ class MemoryPlan:
         return int(self.device * (1 - MARGIN)) - self.others - self.parameters.total - self.logits
 
     def budgets(self) -> Budgets:
-        training, forward = (_tokens(self.room, each) for each in (self.per_token.training, self.per_token.forward))
+        most = min(MOST_TOKENS, max(BUSY_TOKENS, self.keeps // STEP * STEP))
+        training, forward = _tokens(self.room, self.per_token.training, most), _tokens(self.room, self.per_token.forward)
         if training < STEP:
             raise TrainingError(
                 f"no room to train: of {_size(self.device)}, others hold {_size(self.others)}, weights, gradients and optimizer"
                 f" need {_size(self.parameters.total)}, logits {_size(self.logits)}",
                 "lower engine.gpu_memory_utilization, set trainer.offload_optimizer=true, or take a smaller model",
             )
-        most = ", the most that is of use" if training == MOST_TOKENS else ""
+        why = ", the most that is of use" if training == most else ""
         return Budgets(
             training,
             forward,
-            f"auto: {_size(self.room)} of {_size(self.device)} are left for tokens of {_size(self.per_token.training)}{most}",
+            f"auto: {_size(self.room)} of {_size(self.device)} are left for tokens of {_size(self.per_token.training)}{why}",
         )
 
 
@@ -97,6 +103,7 @@ def find_budgets(
         others=max(0, total - free - cached - own_bytes),
         parameters=parameters,
         logits=logits_bytes(network.spec, dtype),
+        keeps=tokens_kept(network.spec, dtype),
         per_token=token_bytes(network.spec, num_parameters, dtype, checkpointing, code),
     )
     return plan.budgets()
@@ -114,8 +121,13 @@ def logits_bytes(shape: ModelShape, dtype: torch.dtype = torch.bfloat16) -> int:
     return KEPT_BYTES["cuda"] + CHUNK_BYTES["cuda"] + head
 
 
-def _tokens(room: int, per_token: int) -> int:
-    return min(MOST_TOKENS, max(0, room) // per_token // STEP * STEP)
+def tokens_kept(shape: ModelShape, dtype: torch.dtype) -> int:
+    """Whose logits a GPU keeps for the backward pass, if every one of them predicts a trained token."""
+    return KEPT_BYTES["cuda"] // (dtype.itemsize * shape.vocab_size)
+
+
+def _tokens(room: int, per_token: int, most: int = MOST_TOKENS) -> int:
+    return min(most, max(0, room) // per_token // STEP * STEP)
 
 
 def _size(num_bytes: int) -> str:

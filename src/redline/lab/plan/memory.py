@@ -24,7 +24,7 @@ from redline.engine.sizing import CPU_CACHE_BYTES, block_size_for
 from redline.errors import TrainingError
 from redline.lab.plan.setup import Setup
 from redline.models.memory import FLOAT32, LayerBytes, ParameterBytes, TokenBytes, around_bytes, counted_bytes, layer_bytes
-from redline.trainer.budget import Budgets, MemoryPlan, cpu_budgets, logits_bytes
+from redline.trainer.budget import Budgets, MemoryPlan, cpu_budgets, logits_bytes, tokens_kept
 from redline.trainer.logprobs import CHUNK_BYTES, KEPT_BYTES, chunk_rows
 from redline.trainer.offload import STRETCH_ELEMENTS
 from redline.trainer.trainer import FORWARD_RATIO
@@ -187,6 +187,7 @@ def trainer_plan(setup: Setup, kv_bytes: int) -> MemoryPlan:
         others=others,
         parameters=own,
         logits=logits_bytes(setup.model.shape, setup.dtype),
+        keeps=tokens_kept(setup.model.shape, setup.dtype),
         per_token=per_token(setup, 0),
     )
 
