@@ -4,6 +4,8 @@
 PYTHON ?= python3
 BIN := .venv/bin
 READY := .venv/.ready
+# A file's tests share what they have set up, so they stay in one process. The slow ones measure, and run one after the other.
+ON_EVERY_CORE := -n logical --maxprocesses 8 --dist loadfile
 PIP_INSTALL := $(BIN)/python -m pip install -qq --disable-pip-version-check --no-input -c constraints.txt
 SAY := @printf '%s\n' >&2
 
@@ -21,7 +23,7 @@ demo: $(READY) ## train a small model on this machine
 
 test: check ## the static checks and every quick test
 	$(SAY) "test: the quick tests"
-	@$(BIN)/pytest -q
+	@$(BIN)/pytest -q $(ON_EVERY_CORE)
 
 test-all: check ## the static checks and every test that needs no GPU
 	$(SAY) "test: all tests that need no GPU"

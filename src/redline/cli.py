@@ -383,6 +383,8 @@ def _print_resolved(resolved: Resolved) -> None:
     for key, reason in resolved.reasons.items():
         section, name = key.split(".")
         typer.echo(f"{key} = {getattr(getattr(resolved.config, section), name)}  ({reason})", err=True)
+    for warning in resolved.warnings:
+        typer.echo(warning, err=True)
     typer.echo(json.dumps(resolved.config.model_dump(mode="json"), indent=2))
 
 

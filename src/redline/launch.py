@@ -123,7 +123,8 @@ def train(resolved: Resolved, folder: RunFolder, *, resume: bool) -> dict[str, A
             if not folder.environment.exists():
                 write_json(folder.environment, describe_environment())
             progress = Progress(config.run.steps)
-            progress.note(f"run folder {folder.path}")
+            for note in (f"run folder {folder.path}", *resolved.warnings):
+                progress.note(note)
             listeners = Listeners(tell=progress.note)
             watchdog = Watchdog(recorder, tell=progress.note, send=listeners.alert)
             for listener in (watchdog, *make_sinks(config.telemetry)):  # what the first finds at the end, the others hear

@@ -9,7 +9,8 @@ from typing import Any, get_args
 import pytest
 from pydantic import BaseModel
 
-from redline.config import Config, load_recipe, validate
+from redline.config import Config, load_recipe, resolve, validate
+from redline.config.resolve import bfloat16_flags
 from redline.config.schema import TelemetryConfig
 from redline.errors import ConfigError
 
@@ -349,3 +350,42 @@ def test_a_learning_rate_that_reaches_zero_before_the_run_ends_is_refused(tmp_pa
     assert "the learning rate is zero from step 25 on" in message
     assert "raise trainer.decay_steps" in hint
     assert load(tmp_path, "", *overrides[1:], "run.steps=25").run.steps == 25
+
+
+# ── the dtype of a CPU ─────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize(
+    ("line", "found"),
+    [
+        ("flags\t\t: fpu sse2 avx512f avx512_bf16 amx_bf16 amx_tile", ["amx_bf16", "avx512_bf16"]),
+        ("flags\t\t: fpu sse2 avx2", []),
+        ("Features\t: fp asimd sve bf16 i8mm", ["bf16"]),
+        ("Features\t: fp asimd asimddp", []),
+    ],
+    ids=["x86 with", "x86 without", "ARM with", "ARM without"],
+)
+def test_a_cpu_that_multiplies_bfloat16_is_known_by_its_flags(tmp_path: Path, line: str, found: list[str]) -> None:
+    cpuinfo = tmp_path / "cpuinfo"
+    cpuinfo.write_text(f"processor\t: 0\n{line}\n\nprocessor\t: 1\n{line}\n")
+    assert bfloat16_flags(cpuinfo) == found
+    assert bfloat16_flags(tmp_path / "none") == []
+
+
+@pytest.mark.parametrize(
+    ("asked", "flags", "dtype", "warns"),
+    [
+        ("auto", ["bf16"], "bfloat16", False),
+        ("auto", [], "float32", False),
+        ("bfloat16", ["bf16"], "bfloat16", False),
+        ("bfloat16", [], "bfloat16", True),
+        ("float32", [], "float32", False),
+    ],
+)
+def test_bfloat16_on_a_cpu_without_it_is_never_chosen_and_warned_of_where_it_is_asked_for(
+    asked: str, flags: list[str], dtype: str, warns: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(sys.modules["redline.config.resolve"], "bfloat16_flags", lambda: flags)
+    resolved = resolve(load(tmp_path, "", f"model.dtype={asked}", "run.device=cpu"))
+    assert resolved.config.model.dtype == dtype
+    assert [("model.dtype=auto" in warning) for warning in resolved.warnings] == [True] * warns

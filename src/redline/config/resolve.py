@@ -20,6 +20,11 @@ SINK_PACKAGES = {
     "opentelemetry": "opentelemetry.exporter.otlp.proto.http",
 }
 """Sink → what its adapter imports; the extra has the sink's name."""
+BFLOAT16_FLAGS = ("amx_bf16", "avx512_bf16", "bf16")
+"""Of CPUs that multiply bfloat16 themselves; the last is ARM's."""
+SLOW_BFLOAT16 = (
+    "model.dtype = bfloat16: this CPU has no instructions for it; float32 may be many times faster (model.dtype=auto)"
+)
 BUILTIN_MODELS = ("builtin:smollm2-135m-instruct", "builtin:small", "builtin:tiny")
 
 
@@ -30,6 +35,8 @@ class Resolved:
     config: Config
     reasons: dict[str, str]
     """Key → why it has the value we chose."""
+    warnings: tuple[str, ...] = ()
+    """What was asked for and will disappoint."""
 
 
 def resolve(config: Config) -> Resolved:
@@ -43,7 +50,11 @@ def resolve(config: Config) -> Resolved:
     threads, reasons["run.num_threads"] = _threads(config.run.num_threads)
     run = config.run.model_copy(update={"device": device, "num_threads": threads})
     model = config.model.model_copy(update={"dtype": dtype})
-    return Resolved(config.model_copy(update={"run": run, "model": model}), {k: v for k, v in reasons.items() if v})
+    return Resolved(
+        config.model_copy(update={"run": run, "model": model}),
+        {k: v for k, v in reasons.items() if v},
+        (SLOW_BFLOAT16,) if device == "cpu" and dtype == "bfloat16" and not bfloat16_flags() else (),
+    )
 
 
 def _check_paths(config: Config) -> None:
@@ -107,19 +118,17 @@ def _dtype(asked: str, device: str) -> tuple[str, str]:
         return asked, ""
     if device == "cuda":
         return "bfloat16", "auto: CUDA device"
-    found = [flag for flag in ("amx_bf16", "avx512_bf16") if flag in _cpu_flags()]
+    found = bfloat16_flags()
     return (
         ("bfloat16", f"auto: this CPU has {found[0]}") if found else ("float32", "auto: this CPU has no bfloat16 instructions")
     )
 
 
-def _cpu_flags() -> set[str]:
-    cpuinfo = Path("/proc/cpuinfo")
-    if not cpuinfo.exists():
-        return set()
-    return next(
-        (set(line.split(":", 1)[1].split()) for line in cpuinfo.read_text().splitlines() if line.startswith("flags")), set()
-    )
+def bfloat16_flags(cpuinfo: Path = Path("/proc/cpuinfo")) -> list[str]:
+    """What this CPU has of `BFLOAT16_FLAGS`."""
+    lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
+    flags = next((line.split(":", 1)[1].split() for line in lines if line.startswith(("flags", "Features"))), [])
+    return [flag for flag in BFLOAT16_FLAGS if flag in flags]
 
 
 def _threads(asked: int | None) -> tuple[int, str]:

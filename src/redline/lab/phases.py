@@ -121,9 +121,8 @@ def memory_by_kind(work: Callable[[], object], meter: MemoryMeter, weights: int,
     steps. The meter was made before the weights were."""
     meter.begin_run()
     _, stretches = _watched(work, meter.taken_bytes)
-    peak, held = meter.peak_bytes(), meter.held_bytes
+    peak, held = max(meter.peak_bytes(), weights), meter.held_bytes  # small ones may lie in pages that were resident before
     at_optimizer = next(stretch.start for stretch in stretches if stretch.phase == PHASES["trainer.optimizer"])
-    weights = min(weights, peak)
     optimizer = min(max(0, held - weights - gradients), peak - weights)
     gradients = min(max(0, at_optimizer - held) + gradients, peak - weights - optimizer)
     return Memory(weights, optimizer, gradients, peak - weights - optimizer - gradients)

@@ -14,10 +14,9 @@ from pathlib import Path
 from typing import Any
 
 import redline
+from redline.config.resolve import bfloat16_flags
 
 PACKAGES = ("torch", "transformers", "numpy", "pyarrow", "safetensors")
-CPU_FLAGS = ("amx_bf16", "avx512_bf16")
-"""Those that decide how fast bfloat16 is."""
 
 
 def describe_environment() -> dict[str, Any]:
@@ -52,12 +51,11 @@ def _cpu() -> dict[str, Any]:
     if Path("/proc/cpuinfo").exists():
         first = Path("/proc/cpuinfo").read_text().split("\n\n")[0]
         facts = {key.strip(): value.strip() for key, _, value in (line.partition(":") for line in first.splitlines())}
-    flags = facts.get("flags", "").split()
     return {
         "model": facts.get("model name") or platform.processor() or platform.machine(),
         "cores": os.cpu_count(),
         "usable_cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
-        "flags": [flag for flag in CPU_FLAGS if flag in flags],
+        "flags": bfloat16_flags(),
     }
 
 
