@@ -85,7 +85,7 @@ WORKLOADS: Mapping[str, Mapping[str, Mapping[str, Any]]] = {
             "lags": (0,),
             "pairs": 3,
             "steps": 6,
-            "trainer": {"learning_rate": 1e-5, "max_tokens_per_micro_batch": 16384},
+            "trainer": {"learning_rate": 1e-5},
             "engine": {"max_num_batched_tokens": 32768, "kv_cache_memory_bytes": 4 * 2**30},
         },
         "C2": {
