@@ -321,7 +321,8 @@ class TrainerConfig(Section):
     """What the backward pass computes again instead of keeping it. `light`: the MLPs' activations. `selective`: the MLPs.
     `full`: whole layers."""
     max_tokens_per_micro_batch: PositiveInt | None = None
-    """Per device: tokens through the network at once; by default what memory holds. It shrinks after running out of memory."""
+    """Per device: tokens through the network at once; by default what memory holds, and no more than makes no logits twice. It
+    shrinks after running out of memory."""
     max_tokens_per_forward: PositiveInt | None = None
     """The same in passes without gradients (reference, old logprobs); by default what memory holds."""
     sharding: Literal["none", "grad_op", "full"] = "none"
