@@ -96,6 +96,8 @@ def serve(
         served_model_name=served_model_name,
         adapters=lora or [],
     )
+    for warning in settings.warnings:
+        typer.echo(warning, err=True)
     try:
         with bind(settings.host, settings.port) as listener:
             from redline.serve.server import serve as serve_forever

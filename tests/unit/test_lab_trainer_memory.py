@@ -15,9 +15,11 @@ from redline.lab.cases import memory
 from redline.lab.cases.memory import largest
 from redline.lab.machine import MemoryMeter
 from redline.lab.memory_probe import Found
+from redline.lab.networks import make_network
 from redline.lab.phases import memory_by_kind
 from redline.lab.roofline import micro_batch_bound
 from redline.lab.settings import MemorySettings, make_settings
+from redline.models.memory import token_bytes
 from redline.telemetry import span
 
 MEGABYTE = 2**20
@@ -104,6 +106,15 @@ def test_a_try_says_what_filled_the_memory(side: str) -> None:
         assert found.planned is None
     else:
         assert found.planned["optimizer states"] == 2 * found.planned["weights"] == 2 * found.planned["gradients"]
+
+
+def test_the_plan_counts_the_layers_that_run_on_the_device() -> None:
+    network = make_network("builtin:tiny", torch.device("cpu"), torch.bfloat16, seed=0)
+    spec, count = network.decoder.spec, sum(parameter.numel() for parameter in network.decoder.parameters())
+    on_gpu = settings().model_copy(update={"device": "cuda", "dtype": "bfloat16"})
+    plans = [memory_probe._planned(network.decoder, on_gpu, sequences)["activations"] for sequences in (0, 100)]
+    fused, eager = (token_bytes(spec, count, torch.bfloat16, "none", code).training for code in ("fused", "eager"))
+    assert plans[1] - plans[0] == 100 * 16 * fused < 100 * 16 * eager
 
 
 def test_running_out_of_memory_is_an_answer_and_any_other_error_is_not(monkeypatch: pytest.MonkeyPatch) -> None:

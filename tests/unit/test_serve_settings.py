@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -91,3 +92,9 @@ def test_adapters_are_names_and_folders(tmp_path: Path) -> None:
 def test_an_adapter_that_cannot_be_served_is_refused(given: list[str]) -> None:
     with pytest.raises(ConfigError, match="--lora"):
         settings(adapters=given)
+
+
+def test_a_dtype_that_this_cpu_has_no_instructions_for_is_warned_of(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys.modules["redline.config.resolve"], "bfloat16_flags", list)
+    assert "model.dtype=auto" in settings(device="cpu", dtype="bfloat16").warnings[0]
+    assert settings(device="cpu", dtype="auto").warnings == ()

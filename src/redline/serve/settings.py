@@ -12,7 +12,7 @@ from typing import Any
 
 import yaml
 
-from redline.config import Config, resolve, validate
+from redline.config import Config, Resolved, resolve, validate
 from redline.errors import ConfigError
 
 PACKAGES = ("starlette", "uvicorn")
@@ -35,6 +35,8 @@ class ServeSettings:
     api_key: str | None
     adapters: dict[str, Path]
     """LoRA adapters: name → folder."""
+    warnings: tuple[str, ...] = ()
+    """What was asked for and will disappoint."""
 
 
 def make_settings(
@@ -61,17 +63,18 @@ def make_settings(
         "rollouts": NO_ROLLOUTS,
         "engine": {"max_loras": len(folders)},
     }
-    return ServeSettings(_config(recipe, overrides), name, host, port, _api_key(host, api_key_env), folders)
+    resolved = _resolved(recipe, overrides)
+    return ServeSettings(resolved.config, name, host, port, _api_key(host, api_key_env), folders, resolved.warnings)
 
 
-def _config(recipe: dict[str, dict[str, Any]], overrides: Sequence[str]) -> Config:
+def _resolved(recipe: dict[str, dict[str, Any]], overrides: Sequence[str]) -> Resolved:
     """The command line as a recipe, so that one place knows what a key may hold."""
     config = validate(recipe, "redline serve")
     for override in overrides:
         section, key, value = _override(override)
         recipe[section][key] = value
         config = validate(recipe, "redline serve")
-    return resolve(config).config
+    return resolve(config)
 
 
 def _override(text: str) -> tuple[str, str, Any]:
