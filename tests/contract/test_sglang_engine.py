@@ -13,6 +13,7 @@ import pytest
 import torch
 from small_models import CONFIGS
 
+from redline.config.installation import how_to_install
 from redline.config.schema import EngineConfig
 from redline.engine.adapters.sglang import SglangEngine
 from redline.errors import EngineError
@@ -81,7 +82,7 @@ def test_without_sglang_the_engine_names_the_extra_that_brings_it(folder: Path, 
     monkeypatch.setitem(sys.modules, "sglang", None)
     with pytest.raises(EngineError, match="needs the package") as caught:
         make(folder)
-    assert "redline-rl[sglang]" in caught.value.hint
+    assert caught.value.hint == how_to_install("sglang")
 
 
 def test_the_engine_is_made_so_that_seeds_count(fake: FakeSglang, folder: Path) -> None:

@@ -15,6 +15,7 @@ from safetensors.torch import load_file, save_file
 from small_models import write_model
 from transformers import PreTrainedModel
 
+from redline.config.installation import how_to_install
 from redline.config.schema import EngineConfig
 from redline.engine.adapters.vllm import VllmEngine
 from redline.errors import EngineError
@@ -29,7 +30,7 @@ def test_without_vllm_the_engine_names_the_extra_that_brings_it(tmp_path: Path, 
     monkeypatch.setitem(sys.modules, "vllm", None)
     with pytest.raises(EngineError, match="needs the package") as caught:
         VllmEngine(tmp_path, CONFIG)
-    assert "redline-rl[vllm]" in caught.value.hint
+    assert caught.value.hint == how_to_install("vllm")
 
 
 @pytest.fixture(scope="module")

@@ -389,3 +389,21 @@ def test_bfloat16_on_a_cpu_without_it_is_never_chosen_and_warned_of_where_it_is_
     resolved = resolve(load(tmp_path, "", f"model.dtype={asked}", "run.device=cpu"))
     assert resolved.config.model.dtype == dtype
     assert [("model.dtype=auto" in warning) for warning in resolved.warnings] == [True] * warns
+
+
+@pytest.mark.parametrize(("variable", "threads"), [("3", 3), (" 2 ,1", 2)])
+def test_where_the_recipe_says_nothing_omp_num_threads_decides_how_many(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, variable: str, threads: int
+) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", variable)
+    found = resolve(load(tmp_path))
+    assert (found.config.run.num_threads, found.reasons["run.num_threads"]) == (threads, "auto: OMP_NUM_THREADS")
+    assert resolve(load(tmp_path, "run: {num_threads: 1}")).config.run.num_threads == 1
+
+
+@pytest.mark.parametrize("variable", ["", "0", "-1", "many"])
+def test_an_omp_num_threads_that_is_no_number_of_threads_is_not_followed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, variable: str
+) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", variable)
+    assert resolve(load(tmp_path)).reasons["run.num_threads"] == "auto: cores this process may use"

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from redline.config.installation import how_to_install
 from redline.telemetry import Recorder, recording, span, stacks
 from redline.telemetry.activity import ActivityProbe
 from redline.telemetry.stall import FIRST_S, FLOOR_S, MIN_STEPS, Stall, StallWatch
@@ -214,4 +215,4 @@ def test_a_child_process_has_its_stack_or_the_reason_why_not(child: subprocess.P
 def test_without_py_spy_the_file_says_how_to_get_it(child: subprocess.Popen[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(stacks, "find_py_spy", lambda: None)
     [found] = [stack for stack in stacks.child_stacks() if stack.pid == child.pid]
-    assert found.lines == ["no stack: py-spy is not installed; pip install 'redline-rl[profile]'"]
+    assert found.lines == [f"no stack: py-spy is not installed; {how_to_install('profile')}"]

@@ -9,6 +9,7 @@ from typing import Any
 import pynvml
 import pytest
 
+from redline.config.installation import how_to_install
 from redline.telemetry.nvml import ACTIVITY, FIELDS, SLOW_EVERY_S, find_gpus
 
 UUID = "GPU-5b3e1a9c-0000-1111-2222-333344445555"
@@ -246,7 +247,7 @@ def test_a_gpu_without_the_library_gets_a_note_with_the_extra(monkeypatch: pytes
     monkeypatch.setitem(sys.modules, "pynvml", None)
     notes: list[str] = []
     assert find_gpus([UUID], notes.append) is None
-    assert notes == ["no GPU samples: nvidia-ml-py is not installed; pip install 'redline-rl[gpu]'"]
+    assert notes == [f"no GPU samples: nvidia-ml-py is not installed; {how_to_install('gpu')}"]
 
 
 def test_a_gpu_without_a_driver_gets_a_note_with_its_reason(driver: Driver) -> None:

@@ -18,6 +18,7 @@ from typing import Any
 
 import pytest
 
+from redline.config.installation import how_to_install
 from redline.config.load import validate
 from redline.config.resolve import SINK_PACKAGES, resolve
 from redline.config.schema import Config
@@ -108,7 +109,7 @@ def test_a_sink_whose_library_is_missing_is_refused_with_the_extra_to_install(
     monkeypatch.setattr(importlib.util, "find_spec", find_nothing)
     with pytest.raises(ConfigError, match=rf"telemetry.sinks has '{name}'[^\n]* is not installed") as error:
         resolve(make_config(name))
-    assert error.value.hint == f"pip install 'redline-rl[{name}]'"
+    assert error.value.hint == how_to_install(name)
 
 
 def test_every_sink_of_a_recipe_has_an_extra() -> None:

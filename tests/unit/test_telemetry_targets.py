@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
+from redline.config.installation import how_to_install
 from redline.config.load import validate
 from redline.config.schema import Config, TargetsConfig
 from redline.errors import ConfigError
@@ -104,7 +105,7 @@ def test_what_was_not_measured_says_so_and_is_never_met() -> None:
     assert {verdict.met for verdict in found.values()} == {None}
     assert {verdict.value for verdict in found.values()} == {None}
     assert found["time to first token"].why == "no step has engine/first_token_p50_s"
-    assert found["GPU utilisation"].why == "NVML gave none; pip install 'redline-rl[gpu]'"
+    assert found["GPU utilisation"].why == f"NVML gave none; {how_to_install('gpu')}"
     assert found["time to first token"].word == "not measured"
 
 

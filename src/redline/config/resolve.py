@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from redline.config.algorithms import check_algorithm, fill_algorithm
+from redline.config.installation import how_to_install
 from redline.config.schema import Config
 from redline.errors import ConfigError
 
@@ -63,9 +64,7 @@ def _check_paths(config: Config) -> None:
     if task.kind == "jsonl" and not task.path.is_file():
         raise ConfigError(f"rollouts.task.path = {str(task.path)!r}: no such file", "give a file with one JSON object per line")
     if task.kind == "reasoning_gym" and importlib.util.find_spec("reasoning_gym") is None:
-        raise ConfigError(
-            "rollouts.task.kind = 'reasoning_gym': the package is not installed", "pip install 'redline-rl[demo]'"
-        )
+        raise ConfigError("rollouts.task.kind = 'reasoning_gym': the package is not installed", how_to_install("demo"))
 
 
 def _check_sinks(config: Config) -> None:
@@ -73,7 +72,7 @@ def _check_sinks(config: Config) -> None:
         if not _installed(SINK_PACKAGES[sink]):
             raise ConfigError(
                 f"telemetry.sinks has {sink!r}: the package {SINK_PACKAGES[sink]} is not installed",
-                f"pip install 'redline-rl[{sink}]'",
+                how_to_install(sink),
             )
 
 
@@ -132,5 +131,10 @@ def bfloat16_flags(cpuinfo: Path = Path("/proc/cpuinfo")) -> list[str]:
 
 
 def _threads(asked: int | None) -> tuple[int, str]:
+    if asked:
+        return asked, ""
+    wanted = os.environ.get("OMP_NUM_THREADS", "").split(",")[0].strip()  # a list has a number for each level of nesting
+    if wanted.isdecimal() and int(wanted) > 0:
+        return int(wanted), "auto: OMP_NUM_THREADS"
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else (os.cpu_count() or 1)
-    return (asked, "") if asked else (cores, "auto: cores this process may use")
+    return cores, "auto: cores this process may use"

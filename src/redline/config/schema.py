@@ -61,7 +61,7 @@ class RunConfig(Section):
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """`auto` takes a CUDA device if there is one."""
     num_threads: PositiveInt | None = None
-    """CPU threads for the network; null takes every core this process may use."""
+    """CPU threads for the network; null takes OMP_NUM_THREADS of the environment, else every core this process may use."""
     checkpoint_every: int = Field(10, ge=0)
     """Steps between checkpoints; 0 keeps none but the last."""
     keep_checkpoints: PositiveInt = 1

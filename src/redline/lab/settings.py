@@ -10,6 +10,7 @@ from typing import Any, Literal
 from pydantic import Field, PositiveInt, field_validator, model_validator
 
 from redline.config import Config, resolve, validate
+from redline.config.installation import how_to_install
 from redline.config.schema import EngineConfig, Section, TrainerConfig
 from redline.errors import ConfigError
 from redline.lab.overrides import read_overrides
@@ -419,7 +420,7 @@ def _storage_peers(peers: tuple[StoragePeer, ...] | None) -> tuple[StoragePeer, 
     if missing:
         raise ConfigError(
             f"peers: {', '.join(missing)} needs a package that is not installed here",
-            "leave it out, or pip install 'redline-rl[bench]'",
+            f"leave it out, or {how_to_install('bench')}",
         )
     return tuple(installed) if peers is None else peers
 

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from redline.errors import ModelError
 from redline.models.decoder import Decoder
+from redline.models.file_modes import give_usual_mode
 from redline.models.generic import GenericDecoder
 from redline.models.rope import rotary_frequencies
 from redline.models.spec import DecoderSpec, is_ours, refuse_quantized, spec_from_config
@@ -157,6 +158,7 @@ def save_folder(
         for name, tensor in hf_tensors(decoder, tensors)
     }
     save_torch_state_dict(state, str(folder), metadata={"format": "pt"})
+    give_usual_mode(*folder.glob("*.safetensors"))
     config = json.loads((template / "config.json").read_text())
     config.pop("torch_dtype", None)
     config["dtype"] = str(dtype).removeprefix("torch.")

@@ -17,6 +17,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from redline.errors import ModelError
+from redline.models.file_modes import give_usual_mode
 
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 # fmt: off
@@ -179,7 +180,9 @@ def write_adapter(
     folder.mkdir(parents=True, exist_ok=True)
     # Copies: the tensors are views of stacked ones, which safetensors refuses.
     state = {name: tensor.detach().to("cpu", copy=True).float().contiguous() for name, tensor in tensors.items()}
-    save_file(state, folder / "adapter_model.safetensors", metadata={"format": "pt"})
+    weights = folder / "adapter_model.safetensors"
+    save_file(state, weights, metadata={"format": "pt"})
+    give_usual_mode(weights)
     config = {
         "base_model_name_or_path": base,
         "bias": "none",

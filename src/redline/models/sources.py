@@ -14,7 +14,9 @@ import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
+from redline.config.installation import how_to_install
 from redline.errors import ModelError
+from redline.models.file_modes import give_usual_mode
 from redline.models.tiny import SMALL, write_tiny_model
 
 
@@ -93,10 +95,11 @@ def _convert_gguf(gguf: Path, folder: Path) -> None:
         tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
     except (ImportError, ValueError) as error:
         raise ModelError(
-            f"{gguf}: cannot be converted: {error}", "pip install 'redline-rl[demo]' brings what GGUF files need"
+            f"{gguf}: cannot be converted: {error}", f"{how_to_install('demo')} brings what GGUF files need"
         ) from error
     tied = ["lm_head.weight"] if model.config.tie_word_embeddings else None
     save_torch_state_dict(model.state_dict(), str(folder), shared_tensors_to_discard=tied, metadata={"format": "pt"})
+    give_usual_mode(*folder.glob("*.safetensors"))
     del model.config.quantization_config
     model.config.architectures = [type(model).__name__]
     model.config.save_pretrained(folder)

@@ -13,6 +13,7 @@ from typing import Any
 import yaml
 
 from redline.config import Config, Resolved, resolve, validate
+from redline.config.installation import how_to_install
 from redline.errors import ConfigError
 
 PACKAGES = ("starlette", "uvicorn")
@@ -54,7 +55,7 @@ def make_settings(
     """Raises `ConfigError` for whatever cannot be served."""
     missing = [package for package in PACKAGES if importlib.util.find_spec(package) is None]
     if missing:
-        raise ConfigError(f"redline serve needs {' and '.join(missing)}", "pip install 'redline-rl[serve]'")
+        raise ConfigError(f"redline serve needs {' and '.join(missing)}", how_to_install("serve"))
     name = served_model_name or model
     folders = _adapters(adapters, name)
     recipe: dict[str, dict[str, Any]] = {

@@ -15,6 +15,8 @@ from collections.abc import Callable, Mapping, Sequence
 from types import ModuleType
 from typing import Any
 
+from redline.config.installation import how_to_install
+
 Reading = float | list[str]
 Read = Callable[[Any, Any], tuple[Reading, ...]]
 """Of the module and the handle of a GPU, in one call of the driver."""
@@ -69,7 +71,7 @@ def find_gpus(uuids: Sequence[str], tell: Callable[[str], None]) -> Gpus | None:
     try:
         nvml = importlib.import_module("pynvml")
     except ImportError:
-        tell("no GPU samples: nvidia-ml-py is not installed; pip install 'redline-rl[gpu]'")
+        tell(f"no GPU samples: nvidia-ml-py is not installed; {how_to_install('gpu')}")
         return None
     try:
         nvml.nvmlInit()

@@ -12,6 +12,7 @@ import traceback
 from dataclasses import dataclass
 from pathlib import Path
 
+from redline.config.installation import how_to_install
 from redline.telemetry.workers import child_pids
 
 PY_SPY_S = 10.0
@@ -70,7 +71,7 @@ def py_spy_dump(pid: int) -> list[str]:
     """Lines of a stack dump; one line with the reason where there is none."""
     program = find_py_spy()
     if program is None:
-        return ["no stack: py-spy is not installed; pip install 'redline-rl[profile]'"]
+        return [f"no stack: py-spy is not installed; {how_to_install('profile')}"]
     try:
         done = subprocess.run(
             [program, "dump", "--nonblocking", "--pid", str(pid)], capture_output=True, text=True, timeout=PY_SPY_S, check=False

@@ -16,6 +16,7 @@ from rich import box
 from rich.table import Table
 from rich.text import Text
 
+from redline.config.installation import how_to_install
 from redline.config.schema import Config
 from redline.telemetry.timeline import PREFIX, ROLLOUTS_PREFIX, rollouts_phases, step_phases
 
@@ -195,7 +196,7 @@ def _of_gpus(sample: Row, name: str) -> list[float]:
 def _why_no_gpu(config: Config) -> str:
     if config.run.device != "cuda":
         return "the run was on the CPU"
-    return _why_no_samples(config) if not config.telemetry.sample_every_s else "NVML gave none; pip install 'redline-rl[gpu]'"
+    return _why_no_samples(config) if not config.telemetry.sample_every_s else f"NVML gave none; {how_to_install('gpu')}"
 
 
 def _why_no_samples(config: Config) -> str:

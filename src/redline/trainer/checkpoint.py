@@ -23,6 +23,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from redline.errors import DamagedCheckpointError, RunFolderError
+from redline.models.file_modes import give_usual_mode
 from redline.trainer.random_state import random_state
 
 FORMAT = 2
@@ -54,6 +55,7 @@ def save_checkpoint(folder: Path, checkpoint: Checkpoint) -> None:
     shutil.rmtree(scratch, ignore_errors=True)
     scratch.mkdir(parents=True)
     save_file({name: tensor.contiguous() for name, tensor in checkpoint.tensors.items()}, scratch / TENSORS)
+    give_usual_mode(scratch / TENSORS)
     content = {
         "version": checkpoint.version,
         "data": dict(checkpoint.data),

@@ -16,6 +16,7 @@ from safetensors.numpy import load_file, save_file
 from torch import Tensor
 
 from redline.errors import RunFolderError, TrainingError
+from redline.models.file_modes import give_usual_mode
 from redline.types import Flat, TrainBatch, VersionSpan
 
 MOST_NAMED = 8
@@ -139,6 +140,7 @@ def save_batch(folder: Path, batch: TrainBatch, step: BadStep | None = None) -> 
     others = {name: value for name, value in values.items() if name not in arrays}
     others["versions"] = dataclasses.asdict(batch.versions)
     save_file(arrays, folder / "batch.safetensors")
+    give_usual_mode(folder / "batch.safetensors")
     (folder / "batch.json").write_text(json.dumps(others, indent=2) + "\n")
     if step is not None:
         # NaN is not JSON: numbers that may be one are written as text.

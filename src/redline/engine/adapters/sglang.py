@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from redline.config.installation import how_to_install
 from redline.config.schema import EngineConfig
 from redline.engine.adapters.limits import holds_tokenizer, limits_of
 from redline.engine.adapters.pushed_weights import PushedWeights
@@ -138,7 +139,7 @@ def _import_sglang() -> Any:
     except ModuleNotFoundError as error:
         if error.name != "sglang":
             raise
-        raise EngineError("the engine sglang needs the package of that name", "pip install 'redline-rl[sglang]'") from error
+        raise EngineError("the engine sglang needs the package of that name", how_to_install("sglang")) from error
     return sglang
 
 

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from redline.config.installation import how_to_install
 from redline.config.schema import EngineConfig
 from redline.engine.adapters.limits import MAX_TOP_LOGPROBS, holds_tokenizer, limits_of
 from redline.engine.adapters.pushed_weights import PushedWeights
@@ -179,7 +180,7 @@ def _import_vllm() -> Any:
     except ModuleNotFoundError as error:
         if error.name != "vllm":
             raise
-        raise EngineError("the engine vllm needs the package of that name", "pip install 'redline-rl[vllm]'") from error
+        raise EngineError("the engine vllm needs the package of that name", how_to_install("vllm")) from error
     return vllm
 
 

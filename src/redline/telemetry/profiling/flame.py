@@ -8,6 +8,7 @@ import signal
 import subprocess
 from pathlib import Path
 
+from redline.config.installation import how_to_install
 from redline.telemetry.stacks import find_py_spy
 
 SAMPLES_PER_S = 100
@@ -29,7 +30,7 @@ class FlameGraph:
     def start(self) -> None:
         program = find_py_spy()
         if program is None:
-            self.note = "no flame graph: py-spy is not installed; pip install 'redline-rl[profile]'"
+            self.note = f"no flame graph: py-spy is not installed; {how_to_install('profile')}"
             return
         options = ["--rate", str(SAMPLES_PER_S), "--duration", str(LONGEST_S), "--nonblocking", "--subprocesses", "--threads"]
         try:
