@@ -46,7 +46,7 @@ def train(
     as_json: Annotated[bool, typer.Option("--json", help="End with one JSON document on stdout.")] = False,
 ) -> None:
     """Train a model as a recipe says."""
-    from redline.config import load_recipe, resolve
+    from redline.config import load_recipe, refuse_without_effect, resolve
     from redline.telemetry import RunFolder
 
     if resume:
@@ -54,6 +54,8 @@ def train(
     else:
         folder, config = None, load_recipe(recipe, overrides or [])
     resolved = resolve(config)
+    if not resume:  # a run goes on as it began
+        refuse_without_effect(resolved.config)
     if dry_run:
         _print_resolved(resolved)
         return

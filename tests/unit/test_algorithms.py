@@ -178,20 +178,6 @@ def test_a_dual_clip_inside_the_clip_range_is_refused() -> None:
     assert hint == "set trainer.dual_clip to 3, or to null for no bound"
 
 
-@pytest.mark.parametrize(
-    ("keys", "message", "hint"),
-    [
-        ({"trainer__dual_clip": 3.0, "trainer__loss": "cispo"}, "trainer.dual_clip = 3.0", "trainer.loss to clip"),
-        ({"trainer__mismatch_low": 0.5}, "trainer.mismatch_low = 0.5", "trainer.mismatch to token_truncate"),
-        ({"trainer__mismatch_high": 3.0}, "trainer.mismatch_high = 3.0", "trainer.mismatch to token_truncate"),
-        ({"trainer__gae_gamma": 0.9}, "trainer.gae_gamma = 0.9", "rollouts.advantages to gae"),
-        ({"trainer__gae_lambda": 1.0}, "trainer.gae_lambda = 1.0", "rollouts.advantages to gae"),
-    ],
-)
-def test_a_value_that_nobody_reads_is_refused(keys: dict[str, Any], message: str, hint: str) -> None:
-    assert refusal(**keys) == (f"{message}: without effect here", f"leave it out, or set {hint}")
-
-
 def test_every_loss_goes_with_every_mean_and_every_group_estimator() -> None:
     for loss in ("clip", "gspo", "cispo", "reinforce"):
         for aggregation in ("sequence_mean", "token_mean", "constant"):

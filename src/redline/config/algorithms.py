@@ -56,7 +56,7 @@ def fill_algorithm(config: Config) -> tuple[Config, dict[str, str]]:
 
 
 def check_algorithm(config: Config) -> None:
-    """Refuse what cannot work, or would be ignored."""
+    """Refuse what cannot work. `effects.py` knows what would be ignored."""
     for message, hint in _objections(config):
         raise ConfigError(message, hint)
 
@@ -65,7 +65,6 @@ def _objections(config: Config) -> Iterator[tuple[str, str]]:
     """Message and fix of everything wrong with how losses, advantages and corrections are put together."""
     yield from _objections_to_advantages(config)
     yield from _objections_to_loss(config)
-    yield from _without_effect(config)
 
 
 def _objections_to_advantages(config: Config) -> Iterator[tuple[str, str]]:
@@ -107,20 +106,3 @@ def _objections_to_loss(config: Config) -> Iterator[tuple[str, str]]:
             f"trainer.dual_clip = {trainer.dual_clip}: must be more than 1 + trainer.clip_high = {1 + trainer.clip_high:g}",
             "set trainer.dual_clip to 3, or to null for no bound",
         )
-
-
-def _without_effect(config: Config) -> Iterator[tuple[str, str]]:
-    """A value somebody chose and nobody reads."""
-    trainer = config.trainer
-    corrects = trainer.mismatch != "none" or (trainer.correct_lag and config.buffer.max_lag > 0)
-    readers = {
-        "dual_clip": (trainer.loss == "clip", "trainer.loss to clip"),
-        "mismatch_low": (corrects, "trainer.mismatch to token_truncate"),
-        "mismatch_high": (corrects, "trainer.mismatch to token_truncate"),
-        "gae_gamma": (config.needs_critic, "rollouts.advantages to gae"),
-        "gae_lambda": (config.needs_critic, "rollouts.advantages to gae"),
-    }
-    for key, (is_read, setting) in readers.items():
-        value = getattr(trainer, key)
-        if not is_read and value != type(trainer).model_fields[key].default:
-            yield f"trainer.{key} = {value}: without effect here", f"leave it out, or set {setting}"

@@ -62,7 +62,7 @@ def explain(problem: Mapping[str, Any]) -> Problem:
     reason, fix = _reason(problem)
     if kind == "literal_error":
         fix = _did_you_mean(problem["input"], re.findall(r"'([^']*)'", problem["ctx"]["expected"]))
-    what = f"{place.key} = {_spell(problem['input'])}: {reason}" if place.key else reason
+    what = f"{place.key} = {spell(problem['input'])}: {reason}" if place.key else reason
     return Problem(what, fix, place.meaning, hint=fix or f"change {place.key}: {place.meaning}")
 
 
@@ -168,7 +168,7 @@ def _did_you_mean(word: Any, known: Sequence[str]) -> str:
     return f"did you mean {near[0]}?" if near else ""
 
 
-def _spell(value: Any) -> str:
+def spell(value: Any) -> str:
     """As a recipe would have it, cut to what fits a line."""
     words = {None: "null", True: "true", False: "false"}
     text = words[value] if value is None or isinstance(value, bool) else repr(value)

@@ -1,0 +1,186 @@
+"""Keys that have an effect only where other keys ask for it. Somebody who sets one in vain expects another run than the one
+that would begin, and is told so. Loads no torch.
+
+A value counts as set when it is neither the schema's default nor what `trainer.algorithm` fills in.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, get_args
+
+from pydantic import BaseModel
+
+from redline.config.algorithms import PRESETS
+from redline.config.problems import Problem, spell
+from redline.config.schema import AlertKind, Config, Sink
+from redline.errors import ConfigError
+
+OF_ALERTS: Mapping[str, tuple[AlertKind, ...]] = {
+    "rollouts_floor_s": ("stalled_rollouts",),
+    "wait_floor_s": ("long_wait",),
+    "wait_deviations": ("stalled_rollouts", "long_wait"),
+    "throughput_drop": ("throughput_drop",),
+    "staleness_steps": ("staleness_rise",),
+    "dropped_fraction": ("staleness_rise",),
+    "kv_use": ("kv_saturation",),
+    "memory_hours": ("host_memory_slope",),
+    "reward_drop": ("reward_collapse",),
+    "abort_fraction": ("abort_storm",),
+}
+"""Key of `telemetry.alerts` → the kinds of alert that read it."""
+
+
+@dataclass(slots=True, frozen=True)
+class Readers:
+    """When somebody reads a key."""
+
+    key: str
+    """`section.key`; `section.*` is every key of that section."""
+    is_read: Callable[[Config], bool]
+    setting: str = ""
+    """What to set, and to what, so that it is read; nothing where no recipe makes anybody read it."""
+    switch: str = ""
+    """The key of `section.*` that switches the others off: it is read."""
+
+
+def _corrects(config: Config) -> bool:
+    """Whether samples are weighed by how likely the trainer finds them."""
+    return config.trainer.mismatch != "none" or (config.trainer.correct_lag and config.buffer.max_lag > 0)
+
+
+def _has_sink(sink: Sink) -> Callable[[Config], bool]:
+    return lambda config: sink in config.telemetry.sinks
+
+
+def _looks_for(kinds: tuple[AlertKind, ...]) -> Callable[[Config], bool]:
+    return lambda config: any(kind not in config.telemetry.alerts.off for kind in kinds)
+
+
+TABLE: tuple[Readers, ...] = (
+    Readers("rollouts.reward_model.*", lambda c: c.rollouts.reward_model.path is not None, "rollouts.reward_model.path"),
+    Readers(
+        "rollouts.evaluation.*",
+        lambda c: c.rollouts.evaluation.num_tasks > 0,
+        "rollouts.evaluation.num_tasks to 64",
+        "num_tasks",
+    ),
+    Readers("buffer.depth", lambda c: c.buffer.max_lag > 0, "buffer.max_lag to 1 or more"),
+    Readers("buffer.order", lambda c: c.buffer.max_lag > 0, "buffer.max_lag to 1 or more"),
+    Readers("buffer.max_reuses", lambda c: c.buffer.max_lag > 0, "buffer.max_lag to 1 or more"),
+    Readers("buffer.max_bytes", lambda c: c.buffer.keep_trajectories, "buffer.keep_trajectories to true"),
+    Readers("buffer.max_age_steps", lambda c: c.buffer.keep_trajectories, "buffer.keep_trajectories to true"),
+    Readers("trainer.min_lr_ratio", lambda c: c.trainer.decay_steps > 0, "trainer.decay_steps"),
+    Readers("trainer.dual_clip", lambda c: c.trainer.loss == "clip", "trainer.loss to clip"),
+    Readers("trainer.kl_in", lambda c: c.needs_reference, "trainer.kl_coef to more than 0"),
+    Readers("trainer.kl_estimator", lambda c: c.needs_reference, "trainer.kl_coef to more than 0"),
+    Readers("trainer.reference_offload", lambda c: c.needs_reference, "trainer.kl_coef to more than 0"),
+    Readers("trainer.mismatch_low", _corrects, "trainer.mismatch to token_truncate"),
+    Readers("trainer.mismatch_high", _corrects, "trainer.mismatch to token_truncate"),
+    Readers(
+        "trainer.correct_lag",
+        lambda c: c.buffer.max_lag > 0 and c.trainer.mismatch == "none",
+        "buffer.max_lag to 1 or more, and trainer.mismatch to none",
+    ),
+    Readers("trainer.gae_gamma", lambda c: c.needs_critic, "rollouts.advantages to gae"),
+    Readers("trainer.gae_lambda", lambda c: c.needs_critic, "rollouts.advantages to gae"),
+    Readers("trainer.critic.*", lambda c: c.needs_critic, "rollouts.advantages to gae"),
+    Readers(
+        "trainer.max_tokens_per_forward",
+        lambda c: c.needs_reference or c.needs_critic or bool(c.trainer.recompute_old_logprobs),
+        "trainer.kl_coef to more than 0, or trainer.recompute_old_logprobs to true",
+    ),
+    Readers("trainer.prefetch_layers", lambda c: c.trainer.sharding == "full", "trainer.sharding to full"),
+    Readers("trainer.lora.*", lambda c: c.trainer.lora.rank > 0, "trainer.lora.rank to 16"),
+    Readers("engine.max_loras", lambda c: False),  # adapters by request are `redline serve`'s
+    Readers("engine.max_lora_rank", lambda c: False),
+    Readers("telemetry.profile_steps", lambda c: c.telemetry.profile is not None, "telemetry.profile to e2e"),
+    Readers("telemetry.alerts.webhook_timeout_s", lambda c: c.telemetry.alerts.webhook is not None, "telemetry.alerts.webhook"),
+    *(
+        Readers(f"telemetry.{sink}.*", _has_sink(sink), f"telemetry.sinks to [{sink}]")
+        for sink in get_args(Sink)
+        if sink != "tensorboard"  # it has no keys
+    ),
+    *(
+        Readers(f"telemetry.alerts.{key}", _looks_for(kinds), f"telemetry.alerts.off to something without {kinds[0]}")
+        for key, kinds in OF_ALERTS.items()
+    ),
+)
+
+
+def refuse_without_effect(config: Config) -> None:
+    """Raise `ConfigError` with every key of a resolved config that somebody set in vain."""
+    problems = [*_unread(config), *_warmups_longer_than_the_run(config), *_rewards_without_weight(config)]
+    if not problems:
+        return
+    if len(problems) == 1:
+        raise ConfigError(problems[0].what, problems[0].fix)
+    lines = "".join(f"\n  {problem}" for problem in problems)
+    raise ConfigError(f"{len(problems)} keys without effect{lines}", "leave them out, or change what each of them names")
+
+
+def _unread(config: Config) -> Iterator[Problem]:
+    for readers in TABLE:
+        if readers.is_read(config):
+            continue
+        fix = f"leave it out, or set {readers.setting}" if readers.setting else "leave it out"
+        for key in keys_of(readers):
+            value, default = _value(config, key)
+            if value not in (default, PRESETS[config.trainer.algorithm].get(key, default)):
+                yield Problem(f"{key} = {spell(value)}: without effect here", fix)
+
+
+def keys_of(readers: Readers) -> list[str]:
+    """The keys that an entry of the table stands for."""
+    if not readers.key.endswith(".*"):
+        return [readers.key]
+    path = readers.key.removesuffix(".*")
+    section: type[BaseModel] = Config
+    for part in path.split("."):
+        found = section.model_fields[part].annotation
+        assert isinstance(found, type)
+        assert issubclass(found, BaseModel)
+        section = found
+    return [f"{path}.{name}" for name in section.model_fields if name != readers.switch]
+
+
+def _value(config: Config, key: str) -> tuple[Any, Any]:
+    """What a config has, and what it would have by default."""
+    section, _, name = key.rpartition(".")
+    place: Any = config
+    for part in section.split("."):
+        place = getattr(place, part)
+    return getattr(place, name), type(place).model_fields[name].default
+
+
+def _warmups_longer_than_the_run(config: Config) -> Iterator[Problem]:
+    steps = config.run.steps
+    given = {"trainer.warmup_steps": config.trainer.warmup_steps}
+    if config.needs_critic:
+        given["trainer.critic.warmup_steps"] = config.trainer.critic.warmup_steps
+    for key, warmup in given.items():
+        if warmup > steps:
+            yield Problem(
+                f"{key} = {warmup}: the run ends after step {steps}, before its learning rate is reached",
+                f"lower {key}, or raise run.steps to more than {warmup}",
+            )
+
+
+def _rewards_without_weight(config: Config) -> Iterator[Problem]:
+    """Of sources whose parts are known: those of a task of the user's own are known when it scores."""
+    weights, judged = config.rollouts.reward_weights, config.rollouts.reward_model.path is not None
+    if config.rollouts.task.kind == "import":
+        return
+    parts = ("correct", "reward_model") if judged else ("correct",)
+    for name in weights:
+        if name not in parts:
+            yield Problem(
+                f"rollouts.reward_weights.{name} = {weights[name]:g}: the reward has no such part",
+                f"leave it out; its parts: {', '.join(parts)}",
+            )
+    if all(weights.get(part, 1.0) == 0 for part in parts):
+        yield Problem(
+            f"rollouts.reward_weights: every part ({', '.join(parts)}) weighs 0, so every attempt has the same reward",
+            "give at least one part a weight other than 0",
+        )
