@@ -124,12 +124,15 @@ def show(
 
     from redline.buffer.show import show as show_trajectories
     from redline.telemetry import RunFolder
+    from redline.telemetry.failure import read_failure
 
     if step is not None and group is not None:
         raise ConfigError("--step and --group exclude each other", "give one of them")
-    path, console = RunFolder.open(run).path, Console(highlight=False)
+    folder, console = RunFolder.open(run), Console(highlight=False)
+    if failure := read_failure(folder):
+        typer.echo(f"{folder.path.name} {failure.line}", err=True)
     document = show_trajectories(
-        path, step=step, number=group, failures=failures, limit=limit, as_json=as_json, console=console
+        folder.path, step=step, number=group, failures=failures, limit=limit, as_json=as_json, console=console
     )
     if document is not None:
         typer.echo(json.dumps(document))
@@ -369,7 +372,7 @@ def _run_to_continue(path: Path, overrides: list[str]) -> tuple[RunFolder, Confi
 
     if path.is_file():
         config = load_recipe(path, overrides)
-        folder = RunFolder.newest(config.run.folder, config.run.name)
+        folder = RunFolder.newest(config.run.folder, config.run.name, tell=lambda text: typer.echo(text, err=True))
     else:
         folder = RunFolder.open(path)
     allowed = ("run.steps=", "run.name=", "run.folder=") if path.is_file() else ("run.steps=",)

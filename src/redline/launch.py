@@ -27,12 +27,13 @@ from redline.models.memory_use import MemoryUse
 from redline.models.peak import find_peak
 from redline.models.sources import model_folder
 from redline.models.trainable_lora import merged_tensors, save_adapter
-from redline.ports import Engine, Rollouts
+from redline.ports import Engine, Rollouts, TaskSource
 from redline.rollouts import BackgroundRollouts, Chat, SingleTurnRollouts, SteppedElsewhere, make_task_source
 from redline.rollouts.reward_model import RewardModel
 from redline.rollouts.rewards import max_reward_workers
 from redline.telemetry import Progress, Recorder, RunFolder, describe_environment, process_start_ns, recording, span, write_json
 from redline.telemetry.device_time import DeviceTimer
+from redline.telemetry.failure import recording_failure
 from redline.telemetry.host import Host
 from redline.telemetry.listeners import Listeners
 from redline.telemetry.metrics import MetricsLog
@@ -110,13 +111,21 @@ class Stages:
 
 
 def train(resolved: Resolved, folder: RunFolder, *, resume: bool) -> dict[str, Any]:
-    """Run to the last step, or to an interrupt. Returns what `--json` prints."""
+    """Run to the last step, or to an interrupt. Returns what `--json` prints. The folder gets its config.json once nothing is
+    left that can be refused without loading weights; until then an error takes it away again."""
     config = resolved.config
     recorder = Recorder(keep_spans=config.telemetry.trace or "opentelemetry" in config.telemetry.sinks)
     recorder.add("run.startup", process_start_ns(), time.perf_counter_ns())
-    with recording(recorder), folder.locked(), expecting_processes(folder.spans), ExitStack() as at_end:
+    with (
+        recording(recorder),
+        folder.locked(),
+        recording_failure(folder),
+        expecting_processes(folder.spans),
+        ExitStack() as at_end,
+    ):
         with span("run.setup"):
             prepare_process(config)
+            tasks = load_tasks(config)
             if config.run.device == "cuda":
                 recorder.time_device(DeviceTimer(lambda: torch.cuda.Event(enable_timing=True), keep_spans=recorder.keep_spans))
             write_json(folder.config, config.model_dump(mode="json"))  # when resumed too: run.steps may be a new number
@@ -132,7 +141,7 @@ def train(resolved: Resolved, folder: RunFolder, *, resume: bool) -> dict[str, A
             listeners.started(folder, config)
             at_end.callback(_close_listeners, listeners)
         with span("run.setup"):
-            stages = build(config, folder, progress)
+            stages = build(config, folder, progress, tasks)
         watchdog.begin(stages.queues)
         profiler = StepProfiler(folder, config, recorder, progress.note)
         at_end.callback(profiler.close)
@@ -193,8 +202,18 @@ def _close_listeners(listeners: Listeners) -> None:
         listeners.close()
 
 
-def build(config: Config, folder: RunFolder, progress: Progress) -> Stages:
-    """Tasks first: what is wrong with them shows before a model is loaded."""
+@dataclass(slots=True, frozen=True)
+class LoadedTasks:
+    """The recipe's task source, and what is asked of it once."""
+
+    source: TaskSource
+    num_workers: int
+    """Threads that may score at once."""
+    held_out: list[Task]
+
+
+def load_tasks(config: Config) -> LoadedTasks:
+    """Load the task source, and refuse what one process cannot run. Needs neither a model nor a run folder."""
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         raise ConfigError("several processes were started, but this version trains a run with one", "start it without torchrun")
     if config.engine.tensor_parallel_size > 1:
@@ -202,11 +221,17 @@ def build(config: Config, folder: RunFolder, progress: Progress) -> Stages:
             f"engine.tensor_parallel_size = {config.engine.tensor_parallel_size}: training shares its weights with one process",
             "leave it at 1",
         )
-    device, dtype = torch.device(config.run.device), getattr(torch, config.model.dtype)
+    num_held_out = config.rollouts.evaluation.num_tasks
     with span("rollouts.setup"):
-        tasks = make_task_source(config.rollouts.task, config.run.seed)
-        num_workers = max_reward_workers(config.rollouts.max_reward_workers, tasks)
-        held_out = list(tasks.held_out(config.rollouts.evaluation.num_tasks)) if config.rollouts.evaluation.num_tasks else []
+        source = make_task_source(config.rollouts.task, config.run.seed)
+        num_workers = max_reward_workers(config.rollouts.max_reward_workers, source)
+        return LoadedTasks(source, num_workers, list(source.held_out(num_held_out)) if num_held_out else [])
+
+
+def build(config: Config, folder: RunFolder, progress: Progress, tasks: LoadedTasks | None = None) -> Stages:
+    """The five stages, connected. `tasks` are those of the recipe where the caller has loaded them already."""
+    tasks = tasks or load_tasks(config)
+    device, dtype = torch.device(config.run.device), getattr(torch, config.model.dtype)
     with span("models.load"):
         progress.note(f"loading {config.model.path}")
         source = model_folder(config.model.path, config.run.seed)
@@ -233,7 +258,14 @@ def build(config: Config, folder: RunFolder, progress: Progress) -> Stages:
     chat = Chat(tokenizer, config.rollouts.system_prompt, config.rollouts.prompt_suffix)
     judge = _load_reward_model(config, device, dtype)
     attempts = SingleTurnRollouts(
-        tasks, engine, chat, config.rollouts, stop_token_ids(source, tokenizer), config.run.seed, judge, num_workers
+        tasks.source,
+        engine,
+        chat,
+        config.rollouts,
+        stop_token_ids(source, tokenizer),
+        config.run.seed,
+        judge,
+        tasks.num_workers,
     )
     rollouts, shared_engine = _place_rollouts(config, attempts, engine, trainer)
     store = _make_store(config, folder)
@@ -255,7 +287,7 @@ def build(config: Config, folder: RunFolder, progress: Progress) -> Stages:
         decoder=decoder,
         source=source,
         store=store,
-        held_out=held_out,
+        held_out=tasks.held_out,
     )
 
 

@@ -11,6 +11,7 @@ import pytest
 
 from redline.errors import RunFolderError
 from redline.telemetry import RunFolder, write_json
+from redline.telemetry.failure import recording_failure
 
 HOLD_THE_LOCK = """
 import sys, pathlib
@@ -59,6 +60,22 @@ def test_the_newest_run_is_the_highest_number_that_got_started(tmp_path: Path) -
     RunFolder.create(tmp_path, "demo")  # died before it wrote its config
     finished_run(tmp_path, "other")
     assert RunFolder.newest(tmp_path, "demo") == newest
+
+
+def test_a_run_that_failed_before_its_first_step_is_passed_over_for_the_one_before(tmp_path: Path) -> None:
+    before, failed, told = finished_run(tmp_path, "demo"), finished_run(tmp_path, "demo"), list[str]()
+    failed.failure.write_text("{}")
+    assert RunFolder.newest(tmp_path, "demo", tell=told.append) == before
+    assert told == ["demo-002 failed before its first step and is passed over"]
+    failed.metrics.write_text('{"step": 1}\n')
+    assert RunFolder.newest(tmp_path, "demo") == failed
+
+
+def test_a_folder_is_gone_when_the_run_is_refused_before_it_has_a_config(tmp_path: Path) -> None:
+    folder = RunFolder.create(tmp_path, "demo")
+    with pytest.raises(KeyboardInterrupt), folder.locked(), recording_failure(folder):
+        raise KeyboardInterrupt
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_the_newest_of_no_runs_is_an_error_with_a_hint(tmp_path: Path) -> None:

@@ -16,7 +16,8 @@ import httpx2
 import pytest
 from run_folders import append, step_row, write_run, write_trajectories
 
-from redline.errors import RunFolderError
+from redline.errors import RunFolderError, TaskError
+from redline.telemetry.failure import recording_failure
 from redline.telemetry.ledger import LaneLedger, Ledger
 from redline.web.columns import Columns
 from redline.web.dash import make_app
@@ -142,6 +143,20 @@ def test_the_status_tells_how_a_run_ended(tmp_path: Path) -> None:
     with folder.locked():
         assert status_of(folder, 3, 5) == "running"
     assert status_of(folder, 3, 5) == "killed"
+
+
+def test_a_run_that_recorded_a_failure_is_shown_as_failed_until_it_goes_on(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "run-001", 3, total=5)
+    with pytest.raises(TaskError), folder.locked(), recording_failure(folder):
+        raise TaskError("no such <task>", "look elsewhere")
+    summary = RunReader(folder.path).summary()
+    assert summary["status"] == "failed"
+    assert summary["failure"]["line"] == "failed after step 3: no such <task>"
+    assert summary["failure"]["hint"] == "look elsewhere"
+    with folder.locked(), recording_failure(folder):
+        assert status_of(folder, 3, 5) == "running"
+    assert status_of(folder, 3, 5) == "stopped"
+    assert RunReader(folder.path).summary()["failure"] is None
 
 
 def test_to_look_at_the_lock_is_not_to_take_it(tmp_path: Path) -> None:

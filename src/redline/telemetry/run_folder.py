@@ -5,6 +5,7 @@ runs/demo-001/
   environment.json    the machine and the versions   evaluations.jsonl   one row per evaluation
   ledger.json         where the time went            trace.json          every span
   trajectories/       what was sampled (Arrow)       checkpoints/        to resume from       model/  the result
+  failure.json        why it ended with an error
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from __future__ import annotations
 import fcntl
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -53,16 +54,34 @@ class RunFolder:
         return folder
 
     @classmethod
-    def newest(cls, parent: Path, name: str) -> RunFolder:
-        """The highest-numbered folder of this name that got as far as its config.json."""
+    def newest(cls, parent: Path, name: str, *, tell: Callable[[str], None] = lambda text: None) -> RunFolder:
+        """The highest-numbered folder of this name that got as far as its config.json, and that did not fail before its first
+        step: to continue that one would be to fail again. `tell` hears of those that are passed over."""
+        failed = None
         for _, path in sorted(_numbered(parent, name), reverse=True):
-            if cls(path).config.is_file():
-                return cls(path)
+            folder = cls(path)
+            if not folder.config.is_file():
+                continue
+            if not folder.failure.exists() or folder.has_steps:
+                return folder
+            tell(f"{path.name} failed before its first step and is passed over")
+            failed = failed or folder
+        if failed:
+            raise RunFolderError(
+                f"{parent}: no run called {name} to continue; {failed.path.name} failed before its first step",
+                f"start without --resume, or continue that one by its folder: redline train {failed.path} --resume",
+            )
         raise RunFolderError(f"{parent}: no run called {name} to continue", f"start one without --resume, as {name}-001")
 
     @property
     def config(self) -> Path:
         return self.path / "config.json"
+
+    @property
+    def has_steps(self) -> bool:
+        """Whether a step was logged, or a checkpoint is there."""
+        logged = self.metrics.exists() and self.metrics.stat().st_size > 0
+        return logged or any(self.checkpoints.glob("step-*"))
 
     @property
     def environment(self) -> Path:
@@ -101,6 +120,11 @@ class RunFolder:
     @property
     def sinks_log(self) -> Path:
         return self.path / "sinks.log"
+
+    @property
+    def failure(self) -> Path:
+        """Why the last process ended with an error; not there where it did not."""
+        return self.path / "failure.json"
 
     @property
     def alerts(self) -> Path:

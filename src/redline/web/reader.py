@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from redline.telemetry import Ledger, RunFolder
+from redline.telemetry.failure import read_failure
 from redline.telemetry.timeline import bottleneck, in_words, phase_of, step_phases
 from redline.web.columns import Columns, Json
 from redline.web.status import is_closed, status_of
@@ -189,6 +190,7 @@ class RunReader:
         return {
             "name": self.folder.path.name,
             "status": status,
+            "failure": _failure(self.folder) if status == "failed" else None,
             "steps_done": done,
             "total_steps": total,
             "model": _get(config, "model", "path", ""),
@@ -212,6 +214,11 @@ class RunReader:
             return Ledger.from_json(json.loads(self.folder.ledger.read_text()))
         except (OSError, ValueError, KeyError, TypeError, AssertionError):
             return None
+
+
+def _failure(folder: RunFolder) -> dict[str, Json] | None:
+    found = read_failure(folder)
+    return {"line": found.line, **asdict(found)} if found else None
 
 
 def _ledger_json(ledger: Ledger) -> list[dict[str, Json]]:

@@ -8,13 +8,16 @@ from typing import Literal
 
 from redline.telemetry import RunFolder
 
-Status = Literal["starting", "running", "finished", "stopped", "killed"]
+Status = Literal["starting", "running", "finished", "stopped", "failed", "killed"]
 
 
 def status_of(folder: RunFolder, steps_done: int, total_steps: int) -> Status:
-    """`stopped` closed its files, `killed` did not. A run is running while its process, on this machine, holds its lock."""
+    """`stopped` closed its files, `killed` did not, `failed` left a failure.json that says why. A run is running while its
+    process, on this machine, holds its lock."""
     if is_locked(folder.path / ".lock"):
         return "running" if folder.metrics.exists() else "starting"
+    if folder.failure.exists():
+        return "failed"
     if is_closed(folder):
         return "finished" if steps_done >= total_steps else "stopped"
     return "killed"

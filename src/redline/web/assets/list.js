@@ -5,7 +5,7 @@ function runRow(run, now) {
   spark(canvas, run.reward);
   return h("tr", { "data-run": run.id },
     h("td", {}, h("a", { href: `/run/${encodeURIComponent(run.id)}` }, run.name), h("span", { class: "sub" }, [run.model, run.task].filter(Boolean).join(" · "))),
-    h("td", {}, h("span", { class: `status ${run.status}` }, run.status), h("span", { class: "sub" }, run.updated ? ago(run.updated, now) : "")),
+    h("td", {}, h("span", { class: `status ${run.status}` }, run.status), h("span", { class: "sub" }, run.updated ? ago(run.updated, now) : ""), run.failure ? h("span", { class: "sub failure" }, run.failure.line) : null),
     h("td", {}, `${grouped.format(run.steps_done)} / ${grouped.format(run.total_steps)}`, h("div", { class: "track" }, h("div", { width: `${Math.min(100, 100 * done)}%` })), h("span", { class: "sub" }, run.eta_s ? `${seconds(run.eta_s)} to go` : "")),
     h("td", {}, canvas),
     h("td", { class: "number" }, number(run.reward.at(-1)), h("span", { class: "sub" }, run.evaluation === null ? "" : `held out ${number(run.evaluation)}`)),

@@ -2,7 +2,7 @@
 
 function headPart(run) {
   const { head, environment } = run;
-  const words = { starting: "starting", running: "running", finished: "finished", stopped: "stopped", killed: "ended without closing its files" };
+  const words = { starting: "starting", running: "running", finished: "finished", stopped: "stopped", failed: "failed", killed: "ended without closing its files" };
   const device = environment.gpus?.length ? `${environment.gpus.length} × ${environment.gpus[0].name ?? "GPU"}` : environment.cpu?.model ? `${environment.cpu.usable_cores} cores, ${environment.cpu.model}` : null;
   const facts = [
     ["model", head.model],
@@ -16,9 +16,17 @@ function headPart(run) {
   ];
   return [
     h("div", { class: "title" }, h("h1", {}, head.name), h("span", { class: `status ${head.status}` }, `${words[head.status]}, step ${grouped.format(head.steps_done)} of ${grouped.format(head.total_steps)}`)),
+    head.failure ? failurePart(head.failure) : null,
     h("dl", { class: "facts" }, facts.filter((fact) => fact?.[1]).map(([name, value]) => h("div", {}, h("dt", {}, name), h("dd", {}, value)))),
     h("div", { class: "progress" }, h("div", { width: `${Math.min(100, (100 * head.steps_done) / (head.total_steps || 1))}%` })),
   ];
+}
+
+function failurePart(failure) {
+  return h("div", { class: "failed", role: "alert" },
+    h("p", {}, failure.line),
+    failure.hint ? h("p", { class: "muted" }, `hint: ${failure.hint}`) : null,
+    h("details", { class: "fold" }, h("summary", {}, "traceback"), h("pre", {}, failure.traceback)));
 }
 
 function verdictPart({ head }) {

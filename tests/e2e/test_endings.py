@@ -1,0 +1,123 @@
+"""How runs end that do not come to their last step: what they leave, what they say, and how they go on."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from crashing import output, run_to_end
+from processes import num_rows, only_run, rows, write_letters
+
+from redline.models.sources import model_folder
+from redline.telemetry.failure import read_failure
+from redline.web.reader import RunReader
+from redline.web.report import write_report
+
+SMALL = {"groups_per_step": 2, "group_size": 4, "max_new_tokens": 4, "evaluation": {"num_tasks": 2}}
+
+
+def prepare(cwd: Path, model: str = "builtin:tiny", **run: object) -> Path:
+    return write_letters(
+        cwd,
+        run={"steps": 4, "checkpoint_every": 2, **run},
+        model={"path": model, "dtype": "float32"},
+        rollouts=SMALL,
+        telemetry={"sample_every_s": 0},
+    )
+
+
+def redline(cwd: Path, *arguments: str) -> int:
+    """Run to the end; the exit code."""
+    return run_to_end(cwd, *arguments, is_profiled=False)
+
+
+def runs(cwd: Path) -> list[str]:
+    return sorted(path.name for path in (cwd / "runs").iterdir()) if (cwd / "runs").exists() else []
+
+
+# ── refused, failed ────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_a_run_that_is_refused_for_its_task_leaves_no_folder(tmp_path: Path) -> None:
+    prepare(tmp_path)
+    (tmp_path / "letters.py").write_text("raise RuntimeError('no letters today')")
+    assert redline(tmp_path, "train", "letters.yaml") == 2
+    assert "no letters today" in output(tmp_path)
+    assert runs(tmp_path) == []
+
+
+@pytest.fixture
+def torn_model(tmp_path: Path) -> Path:
+    """A model folder whose weights cannot be read; `mend` beside it holds them whole."""
+    folder, whole = tmp_path / "model", model_folder("builtin:tiny")
+    folder.mkdir()
+    for path in whole.iterdir():
+        (folder / path.name).write_bytes(path.read_bytes())
+    (folder / "model.safetensors").rename(tmp_path / "mend")
+    (folder / "model.safetensors").write_bytes((tmp_path / "mend").read_bytes()[:-100])
+    return folder
+
+
+def test_a_run_whose_model_cannot_be_loaded_says_why_wherever_one_looks(torn_model: Path, tmp_path: Path) -> None:
+    prepare(tmp_path, str(torn_model))
+    assert redline(tmp_path, "train", "letters.yaml") != 0
+    folder = only_run(tmp_path)
+    failure = read_failure(folder)
+    assert failure is not None
+    assert failure.step == 0
+    assert failure.message
+    assert "Traceback" in failure.traceback
+    head = RunReader(folder.path).document()["head"]
+    assert (head["status"], head["failure"]["line"]) == ("failed", failure.line)
+    write_report(folder.path, tmp_path / "report.html")
+    assert json.dumps(failure.line)[1:-1] in (tmp_path / "report.html").read_text()
+    redline(tmp_path, "show", str(folder.path))
+    assert f"{folder.path.name} failed before its first step" in output(tmp_path)
+
+
+def test_a_run_that_failed_before_its_first_step_is_continued_only_by_its_folder(torn_model: Path, tmp_path: Path) -> None:
+    prepare(tmp_path, str(torn_model))
+    redline(tmp_path, "train", "letters.yaml")
+    assert redline(tmp_path, "train", "letters.yaml", "--resume") == 2
+    assert "letters-001 failed before its first step" in output(tmp_path)
+    (tmp_path / "mend").replace(torn_model / "model.safetensors")
+    assert redline(tmp_path, "train", "runs/letters-001", "--resume") == 0
+    assert runs(tmp_path) == ["letters-001"]
+    assert read_failure(only_run(tmp_path)) is None
+    assert RunReader(only_run(tmp_path).path).document()["head"]["status"] == "finished"
+
+
+OBSTACLE = '''
+import pathlib
+
+class Obstructing(Letters):
+    """Puts a file where checkpoints go, once."""
+
+    def train(self, index):
+        place, told = pathlib.Path("runs/letters-001/checkpoints"), pathlib.Path("told")
+        if index >= 6 and not told.exists():
+            told.touch()
+            place.rename("checkpoints")
+            place.touch()
+        return super().train(index)
+'''
+
+
+def test_a_run_that_fails_later_records_the_step_and_no_longer_shows_it_once_continued(tmp_path: Path) -> None:
+    path = prepare(tmp_path)
+    path.write_text(path.read_text().replace("letters:Letters", "letters:Obstructing"))
+    (tmp_path / "letters.py").write_text((tmp_path / "letters.py").read_text() + OBSTACLE)
+    assert redline(tmp_path, "train", "letters.yaml") == 2
+    folder = only_run(tmp_path)
+    failure = read_failure(folder)
+    assert failure is not None
+    assert failure.step == num_rows(folder.metrics) == 4
+    assert "the checkpoint could not be written" in failure.line
+    assert RunReader(folder.path).summary()["status"] == "failed"
+    folder.checkpoints.unlink()
+    (tmp_path / "checkpoints").rename(folder.checkpoints)
+    assert redline(tmp_path, "train", "letters.yaml", "--resume") == 0
+    assert read_failure(folder) is None
+    assert RunReader(folder.path).summary()["status"] == "finished"
+    assert [row["step"] for row in rows(folder.metrics)] == [1, 2, 3, 4]
