@@ -6,7 +6,7 @@ import math
 import shutil
 import signal
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
@@ -16,14 +16,14 @@ from typing import Any
 
 from redline.config.schema import Config
 from redline.engine.stats import EngineStats, metrics_between
-from redline.errors import DamagedCheckpointError
+from redline.errors import DamagedCheckpointError, boundary
 from redline.ports import Trainer
 from redline.telemetry import MetricsLog, Progress, Recorder, RunFolder, TraceWriter, span, write_json
 from redline.telemetry.ledger import by_section
 from redline.telemetry.listeners import Listeners
 from redline.telemetry.percentiles import latency_metrics
 from redline.telemetry.phases import TRAINER_PARTS, EngineParts, part_seconds
-from redline.telemetry.processes import read_processes, with_processes
+from redline.telemetry.processes import ProcessRecord, read_processes, span_files, with_processes
 from redline.telemetry.profiling.profiler import StepProfiler
 from redline.telemetry.progress import SampleAnswer
 from redline.telemetry.timeline import ROLLOUTS_PREFIX, by_phase, step_phases
@@ -75,7 +75,8 @@ class RunWatch:
         self._engine_parts = EngineParts(recorder)
         self._metrics = MetricsLog(folder.metrics)
         self._evaluations = MetricsLog(folder.evaluations)
-        self._trace = TraceWriter(folder.trace) if config.telemetry.trace else None
+        settings = config.telemetry
+        self._trace = TraceWriter(folder.trace, settings.trace_max_bytes, tell=progress.note) if settings.trace else None
         self._groups: list[TrajectoryGroup] = []
         """Those that have arrived since the last step: none, where a batch was ready before it."""
         self._taken_over_tokens = 0
@@ -115,7 +116,9 @@ class RunWatch:
             self._progress.step(version, self._reward, speed, seconds, step_phases(metrics))
             self._write_spans(version)
         if self._profiler:
-            self._profiler.step_ends()
+            self._profiler.step_ends()  # reads the spans of its step where they stand in the trace
+        if self._trace:
+            self._trace.bound()
         run, every = self._config.run, self._config.rollouts.evaluation.every
         last = version == run.steps
         if every and version % every == 0 and not last:
@@ -253,14 +256,24 @@ class RunWatch:
             self._finish_checkpoints()
         finally:
             self._write_spans(self._trainer.version)
-            processes = read_processes(self._folder.spans)
-            if self._trace:
-                for process in processes:
-                    self._trace.write_process(process)
-                self._trace.close()
+            with boundary() as caught:
+                ledger = with_processes(self._recorder.ledger(), self._traced(read_processes(self._folder.spans)))
+                if self._trace:
+                    self._trace.close()
+                write_json(self._folder.ledger, ledger.to_json())  # the last: it says that the run has closed its files
+            if caught.error is not None:
+                self._progress.note(f"ledger.json is not written: {type(caught.error).__name__}: {caught.error}")
             self._metrics.close()
             self._evaluations.close()
-            write_json(self._folder.ledger, with_processes(self._recorder.ledger(), processes).to_json())
+
+    def _traced(self, processes: Iterable[ProcessRecord]) -> Iterator[ProcessRecord]:
+        """The same, each written to the trace on its way."""
+        share = self._trace.worker_bytes if self._trace else None
+        count = len(span_files(self._folder.spans))
+        for process in processes:
+            if self._trace:
+                self._trace.write_process(process, share and share // count)
+            yield process
 
 
 def checkpoints(folder: RunFolder) -> list[Path]:

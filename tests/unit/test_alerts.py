@@ -124,6 +124,18 @@ def test_an_alert_goes_to_the_console_the_file_and_the_listeners(tmp_path: Path)
     assert row["seen"] in told[0]
 
 
+def test_alerts_that_the_disk_does_not_take_are_told_all_the_same(tmp_path: Path) -> None:
+    (tmp_path / "alerts.jsonl").symlink_to(tmp_path / "gone" / "alerts.jsonl")
+    told: list[str] = []
+    sent: list[Any] = []
+    alerts = Alerts([], tmp_path / "alerts.jsonl", tell=told.append, send=sent.append)
+    for step in (1, 2):
+        alerts.step({"step": step}, Activity(0.0, 0.0))
+        alerts.found("stall", Finding("nothing moves", f"step {step}", "stalls/"))
+    assert len(sent) == 2
+    assert [text.partition(":")[0] for text in told] == ["alert, stall", "alerts.jsonl does not have this alert", "alert, stall"]
+
+
 class Broken(Detector):
     kind = "kv_saturation"
 

@@ -15,7 +15,7 @@ import pytest
 from redline.config.installation import how_to_install
 from redline.telemetry import Recorder, recording, span, stacks
 from redline.telemetry.activity import ActivityProbe
-from redline.telemetry.stall import FIRST_S, FLOOR_S, MIN_STEPS, Stall, StallWatch
+from redline.telemetry.stall import FIRST_KEPT, FIRST_S, FLOOR_S, LAST_KEPT, MIN_STEPS, Stall, StallWatch
 
 AFTER_S = 10.0
 
@@ -131,6 +131,28 @@ def test_one_file_per_stall_which_says_when_it_was_over(watched: Watched, tmp_pa
     ]
     assert "It moved again after 22 s." in first.path.read_text()
     assert "moved again" not in second.path.read_text()
+
+
+def test_the_first_and_the_newest_stalls_keep_their_files(watched: Watched, tmp_path: Path) -> None:
+    for _ in range(FIRST_KEPT + LAST_KEPT + 5):
+        assert watched.pass_time(AFTER_S + 1)
+        with watched.recorder.span("trainer.step"):
+            pass
+    numbers = sorted(int(path.stem.removeprefix("stall-")) for path in (tmp_path / "stalls").glob("stall-*.txt"))
+    assert numbers == [*range(1, FIRST_KEPT + 1), *range(FIRST_KEPT + 6, FIRST_KEPT + LAST_KEPT + 6)]
+    assert len(list((tmp_path / "stalls").glob("stall-*.json"))) == FIRST_KEPT + LAST_KEPT
+
+
+def test_a_stall_is_told_where_its_file_cannot_be_written(watched: Watched, tmp_path: Path) -> None:
+    (tmp_path / "stalls" / "stall-001.json").mkdir()
+    (tmp_path / "stalls" / "stall-001.json" / "in-the-way").touch()
+    stall = watched.pass_time(AFTER_S + 1)
+    assert stall is not None
+    assert stall.finding.seen.startswith("nothing has moved for 11 s")
+    assert stall.finding.look_at.startswith("stall-001.txt could not be written (Is a directory)")
+    with watched.recorder.span("trainer.step"):
+        pass
+    assert watched.pass_time(0) is None
 
 
 def test_a_lane_that_only_wakes_up_to_wait_again_moves_nothing(watched: Watched) -> None:

@@ -120,6 +120,7 @@ telemetry.targets.unaccounted_percent
 telemetry.targets.weight_sync_percent
 telemetry.targets.weight_sync_s
 telemetry.trace
+telemetry.trace_max_bytes
 telemetry.trackio.project
 telemetry.trackio.space_id
 telemetry.wandb.entity

@@ -163,3 +163,14 @@ def test_a_full_disk_under_the_log_stops_nobody(tmp_path: Path) -> None:
     listeners.close()
     assert failing.heard == [("step", 1)]
     assert "failing: step failed" in told[0]
+
+
+def test_a_sink_that_fails_now_and_then_cannot_fill_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("redline.telemetry.listeners.MAX_LOG_BYTES", 3000)
+    listeners, _ = start(tmp_path, Heard(fails=frozenset(range(0, 200, 2))))
+    for step in range(200):
+        listeners.step({"step": step})
+    listeners.close()
+    log = (tmp_path / "sinks.log").read_text()
+    assert len(log) < 6000
+    assert log.endswith("this file is large enough: no further failure is written here\n")

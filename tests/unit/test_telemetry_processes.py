@@ -17,6 +17,9 @@ from redline.telemetry.processes import (
     SPANS_VARIABLE,
     Clock,
     ClockOffset,
+    ProcessRecord,
+    RecordedSpan,
+    _SpanFile,
     expecting_processes,
     keep_offset,
     measure_offset,
@@ -161,3 +164,48 @@ def test_an_offset_is_measured_within_half_of_the_shortest_round_trip() -> None:
 
     offset = measure_offset(ask, times=3)
     assert abs(offset.offset_ns - ahead_ns) <= offset.uncertainty_ns
+
+
+def test_a_workers_file_keeps_its_beginning_and_its_newest_spans_and_the_sums_of_all(tmp_path: Path) -> None:
+    path, recorder = tmp_path / "rewards-7.jsonl", Recorder()
+    file = _SpanFile(path, "rewards", recorder, max_bytes=20_000)
+    for number in range(2000):
+        with recorder.span("reward.score", number=number):
+            pass
+        if number % 10 == 9:
+            file._write_spans()
+            assert path.stat().st_size < 21_000
+    killed = next(read_processes(tmp_path))
+    with file:
+        pass
+    record = next(read_processes(tmp_path))
+    numbers = [each.args["number"] for each in record.spans]
+    assert numbers[:20] == list(range(20))
+    assert numbers[-20:] == list(range(1980, 2000))
+    assert record.left_out == 2000 - len(numbers) > 1000
+    assert record.ledger is not None
+    assert killed.ledger is not None
+    [lane] = record.lanes().values()
+    assert lane.rows["reward.score"] > sum(each.end_ns - each.start_ns for each in record.spans)
+    assert record.os_pid == os.getpid()
+
+
+def test_what_does_not_fit_beside_the_run_is_left_out_of_the_trace(tmp_path: Path) -> None:
+    spans = [RecordedSpan("main", "reward.score", 10 * i, 10 * i + 5, {"number": i}) for i in range(100)]
+    process = ProcessRecord("rewards-7.jsonl", "rewards", 7, ClockOffset(0, 0, ""), spans, None, left_out=5)
+    with TraceWriter(tmp_path / "trace.json", 1 << 20) as trace:
+        assert trace.worker_bytes == 1 << 18
+        trace.write_process(process, max_bytes=4000)
+    found = events(tmp_path / "trace.json")
+    numbers = [event["args"]["number"] for event in found if event["name"] == "reward.score"]
+    assert numbers == list(range(100 - len(numbers), 100))
+    assert 15 < len(numbers) < 40
+    assert found[1]["args"]["spans_left_out"] == 105 - len(numbers)
+
+
+def test_a_worker_whose_spans_cannot_be_written_goes_on(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / f"rewards-{os.getpid()}.jsonl").mkdir()
+    with recording_process("rewards", tmp_path), span("reward.score"):
+        scored = True
+    assert scored
+    assert capfd.readouterr().err == f"rewards-{os.getpid()}.jsonl is written no longer: Is a directory\n"

@@ -511,7 +511,10 @@ class TargetsConfig(Section):
 
 class TelemetryConfig(Section):
     trace: bool = True
-    """Write every span to `trace.json`, which ui.perfetto.dev opens."""
+    """Write spans to `trace.json`, which ui.perfetto.dev opens."""
+    trace_max_bytes: int | None = Field(256 << 20, ge=1 << 20)
+    """Size of `trace.json`, which keeps its beginning and its newest stretch; what was between is left out, and the file says
+    so. null keeps every span: some hundred bytes each, 230 to 580 kB for a step of long answers."""
     sample_every_s: float = Field(1.0, ge=0)
     """Seconds between two samples of host and devices in `samples.jsonl`; 0 takes none."""
     peak_tflops: Literal["auto", "measure"] | PositiveFloat = "auto"

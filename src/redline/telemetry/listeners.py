@@ -29,6 +29,8 @@ MAX_QUEUED = 1000
 """Rows that wait for a slow listener. A row is some kilobytes, and minutes of them may wait."""
 MAX_FAILURES = 5
 """In a row, before a listener is switched off."""
+MAX_LOG_BYTES = 8 << 20
+"""Of `sinks.log`: a sink that fails now and then, but never several times in a row, could fill a disk with tracebacks."""
 CLOSE_S = 15.0
 """How long the end of a run waits for a listener to take in what is queued, and to close."""
 
@@ -212,6 +214,7 @@ class _Log:
         self.path = path
         self._tell = tell
         self._lock = threading.Lock()
+        self._is_full = False
 
     def say(self, text: str) -> None:
         self.show(text)
@@ -222,4 +225,8 @@ class _Log:
 
     def write(self, text: str) -> None:
         with boundary(), self._lock, self.path.open("a", encoding="utf-8") as file:  # the disk may be what is full
+            if self._is_full:
+                return
+            if file.tell() > MAX_LOG_BYTES:
+                self._is_full, text = True, "this file is large enough: no further failure is written here"
             file.write(f"{datetime.now(UTC).isoformat(timespec='seconds')} {text.rstrip()}\n")

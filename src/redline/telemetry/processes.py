@@ -16,14 +16,16 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from redline.telemetry.bounded import Stretch, between, lines_of, rewrite
 from redline.telemetry.durable import write_json
 from redline.telemetry.ledger import LaneLedger, Ledger, ledger_from_spans
 from redline.telemetry.metrics import MetricsLog
@@ -32,6 +34,8 @@ from redline.telemetry.spans import Recorder, recording
 SPANS_VARIABLE = "REDLINE_SPANS"
 FLUSH_S = 1.0
 """What a worker that is killed may lose."""
+MAX_BYTES = 16 << 20
+"""Of one worker's file, some 130,000 spans: its beginning and its newest stretch; the sums in its ledger are of all."""
 
 
 @dataclass(slots=True, frozen=True)
@@ -80,7 +84,9 @@ class ProcessRecord:
     clock: ClockOffset
     spans: Sequence[RecordedSpan]
     ledger: Ledger | None
-    """As the process itself had it when it ended; None if it was killed."""
+    """As the process itself had it when it ended, or when it last let go of spans; None if it was killed before."""
+    left_out: int = 0
+    """Spans that it let go."""
 
     def lanes(self) -> dict[str, LaneLedger]:
         """Under names no other process has: `rewards-4711/main`. Those of a killed process last as long as their spans."""
@@ -105,14 +111,19 @@ def recording_process(name: str, folder: Path | None = None) -> Iterator[Recorde
 
 
 class _SpanFile:
-    """Takes a recorder's spans away once a second, so that a kill loses no more than that."""
+    """Takes a recorder's spans away once a second, so that a kill loses no more than that. A file that cannot be written is
+    said once, on stderr, and then left as it is: the worker goes on."""
 
-    def __init__(self, path: Path, name: str, recorder: Recorder) -> None:
+    def __init__(self, path: Path, name: str, recorder: Recorder, max_bytes: int = MAX_BYTES) -> None:
+        self._path = path
         self._recorder = recorder
-        self._file = path.open("ab")
+        self._max_bytes = max_bytes
+        self._left_out = 0
+        self._given_up = False
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._keep_writing, name="spans", daemon=True)
-        self._append({"process": name, "os_pid": os.getpid(), **asdict(Clock.here())})
+        self._header = _json_line({"process": name, "os_pid": os.getpid(), **asdict(Clock.here())})
+        self._append(self._header)
 
     def __enter__(self) -> None:
         self._thread.start()
@@ -122,21 +133,45 @@ class _SpanFile:
         self._thread.join()
         ledger = self._recorder.ledger()
         self._write_spans()
-        self._append({"ledger": ledger.to_json()})
-        self._file.close()
+        self._append(_json_line({"ledger": ledger.to_json()}))
 
     def _keep_writing(self) -> None:
         while not self._stop.wait(FLUSH_S):
             self._write_spans()
 
     def _write_spans(self) -> None:
+        lines = []
         for span in self._recorder.drain():
             args = {"args": span.args} if span.args else {}
-            self._append({"lane": span.lane, "name": span.name, "start_ns": span.start_ns, "end_ns": span.end_ns, **args})
-        self._file.flush()
+            row = {"lane": span.lane, "name": span.name, "start_ns": span.start_ns, "end_ns": span.end_ns, **args}
+            lines.append(_json_line(row))
+        self._append(b"".join(lines))
 
-    def _append(self, document: Mapping[str, Any]) -> None:
-        self._file.write(json.dumps(document, separators=(",", ":"), default=str).encode() + b"\n")
+    def _append(self, lines: bytes) -> None:
+        if not lines or self._given_up:
+            return
+        try:
+            with self._path.open("ab") as file:
+                file.write(lines)
+                size = file.tell()
+            if size > self._max_bytes:
+                self._let_go()
+        except OSError as error:
+            self._given_up = True
+            print(f"{self._path.name} is written no longer: {error.strerror or error}", file=sys.stderr)
+
+    def _let_go(self) -> None:
+        """Of the spans between the first quarter and the newest; the ledger up to now says what all of them took."""
+        middle = between(self._path, self._max_bytes // 4, self._max_bytes // 2)
+        self._left_out += sum(line.startswith(b'{"lane"') for line in lines_of(self._path, middle))
+        told = _json_line({"left_out": self._left_out})
+        head, tail = Stretch(len(self._header), middle.start), Stretch(middle.end, self._path.stat().st_size)
+        ledger = _json_line({"ledger": self._recorder.ledger().to_json()})
+        rewrite(self._path, [self._header, head, told, tail, ledger])
+
+
+def _json_line(document: Mapping[str, Any]) -> bytes:
+    return json.dumps(document, separators=(",", ":"), default=str).encode() + b"\n"
 
 
 # ── in the run ─────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -176,11 +211,17 @@ def keep_offset(file: Path, offset: ClockOffset) -> None:
     write_json(file.with_suffix(".clock.json"), asdict(offset))
 
 
-def read_processes(folder: Path, here: Clock | None = None) -> list[ProcessRecord]:
-    """Every worker's spans, on the clock of this process. A line that a kill has torn is left out."""
+def span_files(folder: Path) -> list[Path]:
+    """One for each worker."""
+    return sorted(folder.glob("*.jsonl"))
+
+
+def read_processes(folder: Path, here: Clock | None = None) -> Iterator[ProcessRecord]:
+    """Every worker's spans, on the clock of this process, one worker at a time. A line that a kill has torn is left out."""
     here = here or Clock.here()
-    files = [(path, list(MetricsLog.read(path))) for path in sorted(folder.glob("*.jsonl"))]
-    return [_read_process(path, rows, here) for path, rows in files if rows]
+    for path in span_files(folder):
+        if rows := list(MetricsLog.read(path)):
+            yield _read_process(path, rows, here)
 
 
 def _read_process(path: Path, rows: Sequence[Mapping[str, Any]], here: Clock) -> ProcessRecord:
@@ -192,8 +233,10 @@ def _read_process(path: Path, rows: Sequence[Mapping[str, Any]], here: Clock) ->
         for row in rows
         if "lane" in row
     ]
-    ledger = Ledger.from_json(rows[-1]["ledger"]) if "ledger" in rows[-1] else None
-    return ProcessRecord(path.name, header["process"], header["os_pid"], clock, spans, ledger)
+    ledgers = [row["ledger"] for row in rows if "ledger" in row]
+    left_out = max((row["left_out"] for row in rows if "left_out" in row), default=0)
+    ledger = Ledger.from_json(ledgers[-1]) if ledgers else None
+    return ProcessRecord(path.name, header["process"], header["os_pid"], clock, spans, ledger, left_out)
 
 
 def _offset(path: Path, theirs: Clock, here: Clock) -> ClockOffset:
@@ -207,7 +250,7 @@ def _offset(path: Path, theirs: Clock, here: Clock) -> ClockOffset:
     return ClockOffset(by_wall_ns, 100_000_000, "the time of day on both machines")
 
 
-def with_processes(ledger: Ledger, processes: Sequence[ProcessRecord]) -> Ledger:
+def with_processes(ledger: Ledger, processes: Iterable[ProcessRecord]) -> Ledger:
     """The ledger of a run with the lanes of its workers."""
     lanes = dict(ledger.lanes)
     for process in processes:

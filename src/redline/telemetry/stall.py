@@ -10,9 +10,11 @@ only to wait again moves nothing.
 from __future__ import annotations
 
 import faulthandler
+import re
 import time
 from collections.abc import Callable, Mapping
 from collections.abc import Set as AbstractSet
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -35,6 +37,9 @@ FROZEN_TIMES = 1.5
 """Patience of the fallback in units of ours: it speaks up only where we cannot."""
 FROZEN_FLOOR_S = 30.0
 """And never before: on a busy machine our thread may be late by seconds."""
+FIRST_KEPT, LAST_KEPT = 10, 90
+"""Stalls whose files stay: those that came first, and the newest."""
+_NUMBER = re.compile(r"stall-(\d+)\.txt")
 _UPDATE = {"trainer", "weight_sync", "buffer"}
 MOVERS: Mapping[str, tuple[str, AbstractSet[str]]] = {
     "rollouts": ("rollouts", GROUP_SECTIONS),
@@ -112,40 +117,46 @@ class StallWatch:
     def _moves_again(self) -> None:
         self._longest_s = max(self._longest_s, self._quiet_s)
         if self._current is not None:
-            with self._current.open("a", encoding="utf-8") as file:
+            with suppress(OSError), self._current.open("a", encoding="utf-8") as file:
                 file.write(f"\nIt moved again after {self._quiet_s:.0f} s.\n")
             self._current = None
 
     def _write(self, now: Activity, step: int) -> Stall:
-        path = self._next_path()
         document = describe(now, self._queues(), own_stacks(), child_stacks(), step)
-        write_json(path.with_suffix(".json"), document)
-        replace_file(path, render(document).encode())
-        self._current = path
+        self._current, place = self._keep(document, render(document))
         finding = Finding(
             seen=f"nothing has moved for {now.quiet_s:.0f} s: {document['summary']}",
             since=document["since"],
-            look_at=f"{path.parent.name}/{path.name} in the run folder: the stacks of every thread and process",
+            look_at=f"{place}: the stacks of every thread and process",
         )
-        return Stall(path, finding, document["in_rollouts"])
+        return Stall(self._current, finding, document["in_rollouts"])
 
     def _write_frozen(self, stacks: str, step: int) -> Stall:
-        path = self._next_path()
         since = _moment(time.time() - self._frozen_after_s)
         summary = (
             f"no thread could run for {self._frozen_after_s:.0f} s: one was in C code that keeps the interpreter to itself, or"
             " the machine gave the process no time"
         )
         document = {"time": time.time(), "step": step, "since": since, "summary": summary, "frozen": stacks}
-        write_json(path.with_suffix(".json"), document)
-        replace_file(path, f"After step {step}, {summary}; since {since}.\n\n{stacks}".encode())
-        finding = Finding(summary, since, f"{path.parent.name}/{path.name} in the run folder: the stacks of every thread")
-        return Stall(path, finding, in_rollouts=False)
+        path, place = self._keep(document, f"After step {step}, {summary}; since {since}.\n\n{stacks}")
+        return Stall(path, Finding(summary, since, f"{place}: the stacks of every thread"), in_rollouts=False)
 
-    def _next_path(self) -> Path:
-        self._folder.mkdir(exist_ok=True)
-        number = len(list(self._folder.glob("stall-*.txt"))) + 1
-        return self._folder / f"stall-{number:03d}.txt"
+    def _keep(self, document: Mapping[str, Any], text: str) -> tuple[Path, str]:
+        """Write both files. Returns the one for a person, and where to look, in words: a disk that takes no more is said there,
+        and the stall is told all the same."""
+        numbers = [int(found[1]) for path in self._folder.glob("stall-*.txt") if (found := _NUMBER.search(path.name))]
+        number = max(numbers, default=0) + 1
+        path = self._folder / f"stall-{number:03d}.txt"
+        try:
+            self._folder.mkdir(exist_ok=True)
+            write_json(path.with_suffix(".json"), document)
+            replace_file(path, text.encode())
+            if number - LAST_KEPT > FIRST_KEPT:
+                for suffix in (".txt", ".json"):
+                    (self._folder / f"stall-{number - LAST_KEPT:03d}{suffix}").unlink(missing_ok=True)
+        except OSError as error:
+            return path, f"{path.name} could not be written ({error.strerror or error}), it would have had"
+        return path, f"{path.parent.name}/{path.name} in the run folder"
 
 
 class _FrozenWatch:

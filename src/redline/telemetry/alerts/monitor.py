@@ -53,6 +53,8 @@ class Alerts:
         self._lock = threading.RLock()
         self._last_step = 0
         self._told_this_step: set[AlertKind] = set()
+        self._unwritten = False
+        """The file was refused once, and that was told."""
         drop_torn_line(path)
 
     @property
@@ -116,8 +118,9 @@ class Alerts:
         self._tell(text)
         with boundary() as caught, self._path.open("ab") as file:
             file.write(json.dumps(row, ensure_ascii=False).encode() + b"\n")
-        if caught.error is not None:
-            self._tell(f"{self._path.name}: {caught.error}")
+        if caught.error is not None and not self._unwritten:
+            self._unwritten = True
+            self._tell(f"{self._path.name} does not have this alert: {caught.error}; the run goes on")
         self._send(row)
         if self._webhook:
             self._webhook.post({**row, "run": self._run, "text": text})

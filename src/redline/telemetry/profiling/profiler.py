@@ -87,8 +87,9 @@ class StepProfiler:
     # ── told what happens ──────────────────────────────────────────────────────────────────────────────────────────────
 
     def step_begins(self, step: int) -> None:
-        if asked := take(self._folder):
-            self._planned |= {step + i: asked for i in range(asked.steps)}
+        with boundary() as caught:  # the request cannot be taken away where nothing can be written
+            if asked := take(self._folder):
+                self._planned |= {step + i: asked for i in range(asked.steps)}
         if request := self._planned.pop(step, None):
             with boundary() as caught:
                 self._begin(step, request)
