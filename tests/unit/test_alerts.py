@@ -133,7 +133,8 @@ def test_alerts_that_the_disk_does_not_take_are_told_all_the_same(tmp_path: Path
         alerts.step({"step": step}, Activity(0.0, 0.0))
         alerts.found("stall", Finding("nothing moves", f"step {step}", "stalls/"))
     assert len(sent) == 2
-    assert [text.partition(":")[0] for text in told] == ["alert, stall", "alerts.jsonl does not have this alert", "alert, stall"]
+    begins = [text.partition(":")[0] for text in told]
+    assert begins == ["alert, stall", "alerts.jsonl does not have this alert", "alert, stall"]
 
 
 class Broken(Detector):

@@ -6,7 +6,8 @@ no threshold is shown without a verdict.
 
 from __future__ import annotations
 
-from collections import Counter
+from array import array
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean, median
@@ -53,13 +54,42 @@ class Found(NamedTuple):
     why: str
 
 
-@dataclass(slots=True, frozen=True)
 class Evidence:
-    """What a run left."""
+    """What a run left, row by row, as numbers: eight bytes for each that some metric is judged by, and nothing of the rest."""
 
-    rows: Sequence[Row]
-    samples: Sequence[Row]
-    config: Config
+    def __init__(self) -> None:
+        self.num_rows = 0
+        self.values: defaultdict[str, array[float]] = defaultdict(lambda: array("d"))
+        """Key of `metrics.jsonl` → the values of the steps that have one."""
+        self.phases: dict[str, Counter[str]] = {PREFIX: Counter(), ROLLOUTS_PREFIX: Counter()}
+        """Lane, by the prefix of its keys → seconds of each phase in all steps."""
+        self.gpu_utilization = array("d")
+        self.gpu_memory_share = -1.0
+        self.host_memory_share = -1.0
+        """The largest of all samples; negative where none has it."""
+
+    def add_row(self, row: Row) -> None:
+        """A row of `metrics.jsonl`."""
+        self.num_rows += 1
+        for key in KEYS:
+            value = row.get(key)
+            if value is not None:
+                self.values[key].append(value)
+        self.phases[PREFIX].update(step_phases(row))
+        self.phases[ROLLOUTS_PREFIX].update(rollouts_phases(row))
+
+    def add_sample(self, sample: Row) -> None:
+        """A row of `samples.jsonl`."""
+        self.gpu_utilization.extend(_of_gpus(sample, "utilization_percent"))
+        peak = sample.get("memory/peak_bytes", 0)
+        for used, total in zip(_of_gpus(sample, "memory_used_bytes"), _of_gpus(sample, "memory_total_bytes"), strict=True):
+            self.gpu_memory_share = max(self.gpu_memory_share, max(used, peak) / total)
+        if "host/rss_bytes" in sample:
+            resident = max(sample["host/rss_bytes"], peak) + sample["host/children_rss_bytes"]
+            self.host_memory_share = max(self.host_memory_share, resident / sample["host/total_bytes"])
+
+
+Find = Callable[[Evidence, Config], Found]
 
 
 @dataclass(slots=True, frozen=True)
@@ -69,20 +99,29 @@ class Metric:
     name: str
     unit: str
     sign: str
-    find: Callable[[Evidence], Found]
+    find: Find
     typical: str = ""
     """What to show for a target where there is no threshold."""
 
 
 def verdicts(rows: Iterable[Row], samples: Iterable[Row], config: Config) -> list[Verdict]:
     """Of rows of `metrics.jsonl` and samples of `samples.jsonl`, in the order of `METRICS`."""
-    evidence = Evidence(list(rows), list(samples), config)
-    return [_verdict(metric, evidence) for metric in METRICS]
+    evidence = Evidence()
+    for row in rows:
+        evidence.add_row(row)
+    for sample in samples:
+        evidence.add_sample(sample)
+    return judge(evidence, config)
 
 
-def _verdict(metric: Metric, evidence: Evidence) -> Verdict:
-    value, why = metric.find(evidence)
-    threshold = getattr(evidence.config.telemetry.targets, metric.key) if metric.key else None
+def judge(evidence: Evidence, config: Config) -> list[Verdict]:
+    """What was seen so far, in the order of `METRICS`."""
+    return [_verdict(metric, evidence, config) for metric in METRICS]
+
+
+def _verdict(metric: Metric, evidence: Evidence, config: Config) -> Verdict:
+    value, why = metric.find(evidence, config)
+    threshold = getattr(config.telemetry.targets, metric.key) if metric.key else None
     target = metric.typical if threshold is None else f"{metric.sign} {threshold:g}"
     met = None if threshold is None or value is None else COMPARISONS[metric.sign](value, threshold)
     return Verdict(metric.name, value, metric.unit, target, met, why)
@@ -98,95 +137,77 @@ COMPARISONS: Mapping[str, Callable[[float, float], bool]] = {
 # ── where values come from ─────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def _of_steps(key: str, summary: Callable[[list[float]], float], word: str, scale: float = 1.0) -> Callable[[Evidence], Found]:
+def _of_steps(key: str, summary: Callable[[Sequence[float]], float], word: str, scale: float = 1.0) -> Find:
     """Of one key of the rows; steps that have none, or null, do not count."""
 
-    def find(evidence: Evidence) -> Found:
-        values = [float(row[key]) for row in evidence.rows if row.get(key) is not None]
+    def find(evidence: Evidence, config: Config) -> Found:
+        values = evidence.values.get(key)
         if not values:
             return Found(None, f"no step has {key}")
-        return Found(scale * summary(values), f"{word} of {key} in {len(values)} of {len(evidence.rows)} steps")
+        return Found(scale * summary(values), f"{word} of {key} in {len(values)} of {evidence.num_rows} steps")
 
     return find
 
 
-def _while_training(key: str, scale: float = 1.0) -> Callable[[Evidence], Found]:
+def _while_training(key: str, scale: float = 1.0) -> Find:
     """Median of a rate of the trainer. A step whose groups all lack a signal trains nothing, and says nothing of the rate."""
 
-    def find(evidence: Evidence) -> Found:
-        known = [float(row[key]) for row in evidence.rows if row.get(key) is not None]
+    def find(evidence: Evidence, config: Config) -> Found:
+        known = evidence.values.get(key, array("d"))
         rates = [value for value in known if value > 0]
         if not rates:
             return Found(None, "no step trained anything" if known else f"no step has {key}")
-        trained = f"{len(rates)} of {len(evidence.rows)} steps"
+        trained = f"{len(rates)} of {evidence.num_rows} steps"
         return Found(scale * median(rates), f"median of {key} in the {trained} that trained")
 
     return find
 
 
-def _share_of(phase: str) -> Callable[[Evidence], Found]:
+def _share_of(phase: str) -> Find:
     """Percent of the steps' time in which the lane that does it was at it; where both do, the one that was at it longer."""
 
-    def find(evidence: Evidence) -> Found:
-        lanes = {PREFIX: map(step_phases, evidence.rows), ROLLOUTS_PREFIX: map(rollouts_phases, evidence.rows)}
-        shares = {prefix: share for prefix, steps in lanes.items() if (share := _share(phase, steps)) is not None}
+    def find(evidence: Evidence, config: Config) -> Found:
+        totals = {prefix: sum(phases.values()) for prefix, phases in evidence.phases.items()}
+        shares = {prefix: evidence.phases[prefix][phase] / total for prefix, total in totals.items() if total}
         if not shares:
             return Found(None, "no step has a timeline")
         prefix = max(shares, key=lambda prefix: shares[prefix])
-        if phase == "generation" and not shares[prefix] and evidence.config.buffer.max_lag and ROLLOUTS_PREFIX not in shares:
+        if phase == "generation" and not shares[prefix] and config.buffer.max_lag and ROLLOUTS_PREFIX not in shares:
             return Found(None, "the rollouts ran beside the trainer, and no step has their timeline")
         return Found(100 * shares[prefix], f"{prefix}{phase}_s over that lane's time in all steps")
 
     return find
 
 
-def _share(phase: str, steps: Iterable[Mapping[str, float]]) -> float | None:
-    """Of the time of one lane; None where it has none."""
-    total: Counter[str] = Counter()
-    for phases in steps:
-        total.update(phases)
-    seconds = sum(total.values())
-    return total[phase] / seconds if seconds else None
-
-
-def _steps_per_hour(evidence: Evidence) -> Found:
-    seconds = [row["run/step_s"] for row in evidence.rows if row.get("run/step_s")]
+def _steps_per_hour(evidence: Evidence, config: Config) -> Found:
+    seconds = [value for value in evidence.values.get("run/step_s", ()) if value]
     if not seconds:
         return Found(None, "no step has run/step_s")
     return Found(3600 / fmean(seconds), "3600 / mean of run/step_s")
 
 
-def _mfu(evidence: Evidence) -> Found:
-    if any(row.get("trainer/mfu") is not None for row in evidence.rows):
-        return _while_training("trainer/mfu", scale=100)(evidence)
+def _mfu(evidence: Evidence, config: Config) -> Found:
+    if evidence.values.get("trainer/mfu"):
+        return _while_training("trainer/mfu", scale=100)(evidence, config)
     return Found(None, "the device's peak is not known; set telemetry.peak_tflops")
 
 
-def _gpu_utilization(evidence: Evidence) -> Found:
-    values = [value for sample in evidence.samples for value in _of_gpus(sample, "utilization_percent")]
+def _gpu_utilization(evidence: Evidence, config: Config) -> Found:
+    values = evidence.gpu_utilization
     if values:
         return Found(fmean(values), f"mean of {len(values)} values of gpu/N/utilization_percent")
-    return Found(None, _why_no_gpu(evidence.config))
+    return Found(None, _why_no_gpu(config))
 
 
-def _memory(evidence: Evidence) -> Found:
+def _memory(evidence: Evidence, config: Config) -> Found:
     """Samples may miss a peak; the allocator, and on the CPU the kernel, remember it."""
-    if evidence.config.run.device == "cuda":
-        shares = [
-            max(used, sample.get("memory/peak_bytes", 0)) / total
-            for sample in evidence.samples
-            for used, total in zip(_of_gpus(sample, "memory_used_bytes"), _of_gpus(sample, "memory_total_bytes"), strict=True)
-        ]
+    if config.run.device == "cuda":
         why = "peak of gpu/N/memory_used_bytes over gpu/N/memory_total_bytes"
-        return Found(100 * max(shares), why) if shares else Found(None, _why_no_gpu(evidence.config))
-    shares = [
-        (max(sample["host/rss_bytes"], sample.get("memory/peak_bytes", 0)) + sample["host/children_rss_bytes"])
-        / sample["host/total_bytes"]
-        for sample in evidence.samples
-        if "host/rss_bytes" in sample
-    ]
+        share = evidence.gpu_memory_share
+        return Found(100 * share, why) if share >= 0 else Found(None, _why_no_gpu(config))
     why = "peak resident memory of the run's processes over host/total_bytes"
-    return Found(100 * max(shares), why) if shares else Found(None, _why_no_samples(evidence.config))
+    share = evidence.host_memory_share
+    return Found(100 * share, why) if share >= 0 else Found(None, _why_no_samples(config))
 
 
 def _of_gpus(sample: Row, name: str) -> list[float]:
@@ -225,6 +246,22 @@ METRICS = (
     Metric("other_percent", "other share", "%", "≤", _share_of("other")),
     Metric("unaccounted_percent", "unaccounted share", "%", "≤", _share_of("unaccounted")),
 )
+
+KEYS = (
+    "engine/batch_size_mean",
+    "engine/first_token_p50_s",
+    "engine/preemptions",
+    "engine/tokens_per_s",
+    "buffer/policy_lag_max_steps",
+    "run/samples_per_s",
+    "run/step_s",
+    "trainer/imbalance",
+    "trainer/mfu",
+    "trainer/padding_tokens",
+    "trainer/tokens_per_s",
+    "weight_sync/total_s",
+)
+"""Those of `metrics.jsonl` that some metric is computed from."""
 
 # ── for people ─────────────────────────────────────────────────────────────────────────────────────────────────────────
 
