@@ -113,6 +113,14 @@ def test_the_clipped_value_loss_and_its_gradient_by_hand(
     assert bool(found.clipped_M) == (gradient == 0.0)
 
 
+def test_a_value_inside_the_window_is_never_counted_as_clipped() -> None:
+    """However the window's edges are rounded: old + (value - old) is often not the value."""
+    old, values, returns = 0.1 * torch.randn(3, 10_000, generator=torch.Generator().manual_seed(0))
+    found = value_loss(values, old, returns, torch.ones(10_000), clip=0.2)
+    assert found.clipped_M.any()
+    assert not found.clipped_M[(values - old).abs() < 0.199].any()
+
+
 def test_the_clipped_value_loss_equals_a_loop_of_the_formula() -> None:
     generator = np.random.default_rng(0)
     values, old, returns = generator.standard_normal((3, 200))

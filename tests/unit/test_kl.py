@@ -80,3 +80,11 @@ def test_a_token_the_policy_almost_never_says_gives_a_finite_k3_and_gradient() -
     found.sum().backward()
     assert torch.isfinite(found).all()
     assert torch.isfinite(policy.grad).all()
+
+
+@pytest.mark.parametrize("distance", [1.0, 19.0, 21.0, 88.0, 500.0])
+def test_k3_never_pushes_the_policy_away_from_a_reference_that_likes_the_token_better(distance: float) -> None:
+    policy = torch.tensor([-1.0 - distance]).requires_grad_()
+    kl_estimates(policy, torch.tensor([-1.0]), "k3").sum().backward()
+    assert policy.grad is not None
+    assert float(policy.grad) <= 0, "descent makes the token likelier, or leaves it"

@@ -71,6 +71,25 @@ def test_logprobs_and_entropy_for_any_shape_and_sharpness(
     assert bool((found <= 1e-6).all())
 
 
+@pytest.mark.parametrize("kept_bytes", [0, 10**9], ids=["made again", "kept"])
+@pytest.mark.parametrize("level", [0.0, 100.0, -100.0])
+@pytest.mark.usefixtures("way")
+def test_the_entropy_does_not_depend_on_how_large_the_logits_are(
+    level: float, kept_bytes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a thousand tokens with logits around ±100, to a few units in the last place of the entropy itself."""
+    monkeypatch.setitem(module.KEPT_BYTES, "cpu", kept_bytes)
+    spread = torch.randn(1000, 1, generator=torch.Generator().manual_seed(3))
+    spread[700] = 3.0
+    weight = torch.cat([spread, torch.ones(1000, 1)], dim=1)
+    hidden = torch.tensor([[0.5, level], [3.0, level], [0.0, level]]).requires_grad_()
+    targets = torch.tensor([0, 1, 2])
+    _, entropy = selected_logprobs(hidden, weight, targets, 1.0)
+    logits = (hidden.detach() @ weight.T).double()  # as rounded by the product, which is not in question here
+    everything = torch.log_softmax(logits, dim=-1)
+    torch.testing.assert_close(entropy.double(), -(everything.exp() * everything).sum(dim=-1), rtol=5e-6, atol=2e-6)
+
+
 def test_the_entropy_of_no_preference_is_the_log_of_the_vocabulary() -> None:
     found, entropy = selected_logprobs(torch.zeros(2, 4), torch.randn(50, 4), torch.tensor([0, 49]), 1.0)
     torch.testing.assert_close(entropy, torch.full((2,), 50.0).log())

@@ -37,7 +37,7 @@ class CriticReport:
     """1 - Var(R - V) / Var(R), of the values that the advantages were made with: 1 is perfect, 0 no better than a constant. NaN
     where all returns are equal."""
     clip_fraction: float
-    """Share of the values whose gradient clipping removed."""
+    """Share of the values whose gradient clipping removed; a value inside the window never counts."""
     grad_norm: float
     """Before clipping."""
 
@@ -71,7 +71,7 @@ def value_loss(values_M: Tensor, old_values_M: Tensor, returns_M: Tensor, weight
     error_M = (values_M - returns_M).square()
     if clip is None:
         return ValueLoss((weights_M * error_M).sum() / 2, torch.zeros_like(error_M, dtype=torch.bool))
-    near_M = old_values_M + (values_M - old_values_M).clamp(-clip, clip)
+    near_M = values_M.clamp(old_values_M - clip, old_values_M + clip)  # inside the window V itself, to the last bit
     near_error_M = (near_M - returns_M).square()
     loss = (weights_M * torch.maximum(error_M, near_error_M)).sum() / 2
     return ValueLoss(loss, (near_error_M > error_M).detach())

@@ -17,7 +17,8 @@ def kl_estimates(logprobs_M: Tensor, reference_logprobs_M: Tensor, estimator: Kl
         k2 = x² / 2           low variance; as a loss its gradient is that of the KL
         k3 = exp(x) - 1 - x   unbiased, never negative (GRPO, arXiv:2402.03300, eq. 4)
 
-    k1 is for the reward: its gradient as a loss, ∇ log π, is zero on average.
+    k1 is for the reward: its gradient as a loss, ∇ log π, is zero on average. In k3, an x beyond 20 counts as 20 in both terms
+    and has no gradient: a clamped exp(x) beside an x that is not would push the policy away from the reference.
     """
     log_ratio_M = reference_logprobs_M - logprobs_M
     if estimator == "k1":
@@ -25,5 +26,6 @@ def kl_estimates(logprobs_M: Tensor, reference_logprobs_M: Tensor, estimator: Kl
     if estimator == "k2":
         return log_ratio_M.square() / 2
     if estimator == "k3":
-        return torch.expm1(log_ratio_M.clamp(max=MAX_LOG_RATIO)) - log_ratio_M
+        log_ratio_M = log_ratio_M.clamp(max=MAX_LOG_RATIO)
+        return torch.expm1(log_ratio_M) - log_ratio_M
     raise AssertionError(estimator)

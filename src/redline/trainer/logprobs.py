@@ -99,9 +99,9 @@ def _summarise(logits: Tensor, targets: Tensor, temperature: float, *, keeps: bo
     scaled = _scaled(logits, temperature, overwrite=not keeps)
     normalizer = torch.logsumexp(scaled, dim=-1)
     logprob = scaled.gather(1, targets[:, None]).squeeze(1) - normalizer
-    # H = log Z - Σ p·logit; the product overwrites the probabilities.
-    probabilities = torch.exp(scaled - normalizer[:, None])
-    return _Summary(logprob, normalizer - probabilities.mul_(scaled).sum(dim=-1), (normalizer,))
+    # H = -Σ p·log p. The difference of log Z and Σ p·logit, which are both as large as the logits, would lose its last digits.
+    log_p = scaled.sub_(normalizer[:, None])
+    return _Summary(logprob, -torch.exp(log_p).mul_(log_p).sum(dim=-1), (normalizer,))
 
 
 def _made_again(logits: Tensor, targets: Tensor, summary: _Summary, temperature: float) -> _Summary:

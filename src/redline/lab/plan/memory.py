@@ -279,8 +279,8 @@ def kept_logits(setup: Setup, predicted: int) -> tuple[int, int]:
         size = chunk * vocabulary * setup.dtype.itemsize
         room -= size
         kept += size if room >= 0 else 0
-        # The CPU also has a float32 copy, the probabilities, and a difference of the two.
-        passing = max(passing, (0 if room >= 0 else size) + (0 if setup.device.is_gpu else 3 * chunk * vocabulary * FLOAT32))
+        # The CPU also has a float32 copy, which becomes the log-probabilities, and the probabilities.
+        passing = max(passing, (0 if room >= 0 else size) + (0 if setup.device.is_gpu else 2 * chunk * vocabulary * FLOAT32))
     return kept, passing
 
 
