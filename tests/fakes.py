@@ -64,8 +64,11 @@ class Attempt:
         return [chosen for tokens, chosen in self.turns for _ in tokens]
 
 
-def train_batch(groups: Sequence[Sequence[Attempt]], *, num_sequences_sampled: int | None = None) -> TrainBatch:
-    """Laid end to end by hand, without the buffer."""
+def train_batch(
+    groups: Sequence[Sequence[Attempt]], *, num_sequences_sampled: int | None = None, num_tokens_left_out: int = 0
+) -> TrainBatch:
+    """Laid end to end by hand, without the buffer. Attempts beyond those of the groups are a last group that is empty, and so
+    are the tokens left out."""
     attempts = [attempt for group in groups for attempt in group]
     masks = [np.array(a.mask, dtype=bool) for a in attempts]
     old = [np.zeros(len(mask), dtype=np.float32) for mask in masks]
@@ -73,6 +76,10 @@ def train_batch(groups: Sequence[Sequence[Attempt]], *, num_sequences_sampled: i
         if attempt.old_logprobs is not None:
             logprobs[mask] = attempt.old_logprobs
     empty = np.zeros(0)
+    sizes = [len(group) for group in groups]
+    tokens = [sum(sum(attempt.mask) for attempt in group) for group in groups]
+    if num_sequences_sampled is not None:
+        groups, sizes, tokens = [*groups, []], [*sizes, num_sequences_sampled - sum(sizes)], [*tokens, num_tokens_left_out]
     return TrainBatch(
         tokens=np.concatenate([empty, *(a.tokens for a in attempts)]).astype(np.int32),
         cu_seqlens=np.cumsum([0, *(len(mask) for mask in masks)], dtype=np.int64),
@@ -80,7 +87,8 @@ def train_batch(groups: Sequence[Sequence[Attempt]], *, num_sequences_sampled: i
         loss_mask=np.concatenate([empty, *masks]).astype(bool),
         old_logprobs=np.concatenate([empty, *old]).astype(np.float32),
         advantages=np.array([a.advantage for a in attempts], dtype=np.float32),
-        num_sequences_sampled=len(attempts) if num_sequences_sampled is None else num_sequences_sampled,
+        group_sequences=np.array(sizes, dtype=np.int64),
+        group_tokens=np.array(tokens, dtype=np.int64),
         versions=VersionSpan(0, 0),
         version=0,
     )

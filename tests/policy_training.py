@@ -6,7 +6,7 @@ import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -86,7 +86,7 @@ def random_batch(model: PreTrainedModel, seed: int, noise: float) -> TrainBatch:
     for attempts in (3, 1, 4):
         prompt = generator.integers(2, VOCAB_SIZE, generator.integers(1, 20)).tolist()
         groups.append([random_attempt(model, prompt, generator, noise) for _ in range(attempts)])
-    return replace(train_batch(groups, num_sequences_sampled=11), num_tokens_left_out=37)
+    return train_batch(groups, num_sequences_sampled=11, num_tokens_left_out=37)
 
 
 @torch.no_grad()

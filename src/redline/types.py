@@ -325,7 +325,8 @@ class TrainBatch:
     Tokens and logprobs are views of the trajectory files, in as many pieces as the groups lie in. An attempt that is not
     trained on (it failed, or has no advantage) stays in view, since leaving it out would mean to copy all others: its loss mask
     is cleared and its advantage 0, and the trainer computes no sequence without a trained token. A batch that was put together
-    in memory has no such attempts. Either way they count in the means.
+    in memory has no such attempts, and a group of it may be empty. Either way attempts without an advantage count in the means,
+    since their gradient is exactly zero; attempts that failed do not, since they say nothing about the policy.
     """
 
     tokens: Flat
@@ -340,27 +341,41 @@ class TrainBatch:
     """float32[T], from the engine; of no meaning where `loss_mask` is False."""
     advantages: np.ndarray
     """float32[S], of the groups; 0 in an attempt that is not trained on."""
-    num_sequences_sampled: int
-    """Attempts the batch stands for: the S here, and those that were left out for want of signal (their gradient is exactly
-    zero). All count in the mean over sequences."""
+    group_sequences: np.ndarray
+    """int64[groups]: attempts of each group that count in the mean over sequences, those left out or masked for want of signal
+    included, those that failed not."""
+    group_tokens: np.ndarray
+    """int64[groups]: tokens the policy chose in those attempts; they count in the mean over tokens."""
     versions: VersionSpan
     version: int
     """The policy version the batch was assembled for."""
-    num_tokens_left_out: int = 0
-    """Tokens the policy chose in attempts that were left out or masked; they count in the mean over tokens."""
     numbers: tuple[int, ...] = ()
-    """Of the groups that the batch stands for, those without signal included."""
+    """Of the groups, those without signal included."""
     lags: tuple[int, ...] = ()
-    """Steps that the policy is ahead of the oldest token of each of those groups."""
+    """Steps that the policy is ahead of the oldest token of each group."""
 
     @property
     def num_sequences(self) -> int:
         return len(self.cu_seqlens) - 1
 
     @property
+    def num_groups(self) -> int:
+        return len(self.group_offsets) - 1
+
+    @property
+    def num_sequences_sampled(self) -> int:
+        """Attempts that count in the mean over sequences: the sum of `group_sequences`."""
+        return int(self.group_sequences.sum())
+
+    @property
     def num_tokens_sampled(self) -> int:
-        """Tokens the policy chose: the sum of `loss_mask`, and those left out or masked."""
-        return int(np.count_nonzero(self.loss_mask)) + self.num_tokens_left_out
+        """Tokens that count in the mean over tokens: the sum of `group_tokens`."""
+        return int(self.group_tokens.sum())
+
+    @property
+    def num_tokens_left_out(self) -> int:
+        """Of those tokens, the ones without a gradient: num_tokens_sampled less the sum of `loss_mask`."""
+        return self.num_tokens_sampled - int(np.count_nonzero(self.loss_mask))
 
     @property
     def lag(self) -> int:

@@ -305,7 +305,8 @@ def test_the_trainer_learns_from_what_the_engine_sampled(dtype: torch.dtype, tmp
         loss_mask=np.tile(np.arange(17) >= 7, 4),
         old_logprobs=np.concatenate([part for one in sampled for part in (silent, one.logprobs)]),
         advantages=advantages,
-        num_sequences_sampled=4,
+        group_sequences=np.array([4]),
+        group_tokens=np.array([40]),
         versions=VersionSpan(0, 0),
         version=0,
     )

@@ -131,7 +131,42 @@ def test_a_reward_falls_with_the_last_tokens_an_attempt_may_have() -> None:
     rewards = [1, 1, 1, 1, 1, 0.8, 0.6, 0.4, 0.2, 0]
     assert [t.reward for t in group.trajectories] == pytest.approx(rewards)
     assert [t.reward_parts["overlong"] for t in group.trajectories] == pytest.approx([r - 1 for r in rewards])
-    np.testing.assert_allclose(group.advantages, np.array(rewards) - np.mean(rewards), atol=1e-6)
+
+
+@pytest.mark.parametrize("advantages", ["group", "group_centred", "leave_one_out", "batch_baseline"])
+@pytest.mark.parametrize("correct", [0.0, 1.0])
+def test_a_penalty_for_length_alone_is_no_signal(advantages: str, correct: float) -> None:
+    """Eight answers that score alike and of which the later ones are ever longer."""
+    engine = FakeEngine(answer=lambda request, i: completion(range(1, 2 + i)))
+    tasks = FakeTasks(lambda task, text: {"correct": correct})
+    rollouts = make_rollouts(tasks, engine, group_size=8, max_new_tokens=8, overlong_fraction=0.5, advantages=advantages)
+    [group] = collect(rollouts, 1, version=0)
+    assert len({t.reward for t in group.trajectories}) == 5, "the rewards differ all the same"
+    assert not group.has_signal
+    assert not group.advantages.any()
+
+
+def test_a_group_with_signal_is_trained_on_the_reward_with_its_penalty() -> None:
+    tasks = by_answer({"no": {"correct": 0.0}, "yes": {"correct": 1.0}, "yes and more": {"correct": 1.0}})
+    keys = {"group_size": 3, "max_new_tokens": 1 + len(ids("yes and more")), "overlong_fraction": 1.0}
+    rollouts = make_rollouts(tasks, say("no", "yes", "yes and more"), advantages="group_centred", **keys)
+    [group] = collect(rollouts, 1, version=0)
+    rewards = np.array([t.reward for t in group.trajectories])
+    assert rewards.tolist() == pytest.approx(
+        [t.reward_parts["correct"] + t.reward_parts["overlong"] for t in group.trajectories]
+    )
+    assert rewards[0] < rewards[2] + 1 < rewards[1] + 1
+    np.testing.assert_allclose(group.advantages, rewards - rewards.mean(), atol=1e-6)
+
+
+def test_a_penalty_for_length_moves_a_critics_rewards_whatever_the_group() -> None:
+    engine = FakeEngine(answer=lambda request, i: completion(range(1, 2 + i)))
+    [group] = collect(
+        make_rollouts(FakeTasks(), engine, group_size=4, max_new_tokens=4, overlong_fraction=0.5, advantages="gae"),
+        1,
+        version=0,
+    )
+    assert group.advantages.tolist() == pytest.approx([1.0, 1.0, 0.5, 0.0])
 
 
 def test_an_evaluation_is_never_punished_for_length() -> None:

@@ -326,7 +326,17 @@ def test_the_store_does_what_the_one_in_memory_does(tmp_path_factory: pytest.Tem
 
 
 def assert_same(batch: TrainBatch, expected: TrainBatch) -> None:
-    for name in ("tokens", "cu_seqlens", "group_offsets", "loss_mask", "old_logprobs", "advantages"):
+    names = (
+        "tokens",
+        "cu_seqlens",
+        "group_offsets",
+        "loss_mask",
+        "old_logprobs",
+        "advantages",
+        "group_sequences",
+        "group_tokens",
+    )
+    for name in names:
         np.testing.assert_array_equal(getattr(batch, name), getattr(expected, name), name)
         assert getattr(batch, name).dtype == getattr(expected, name).dtype
     for name in ("num_sequences_sampled", "num_tokens_sampled", "num_tokens_left_out", "versions", "version"):
@@ -648,7 +658,7 @@ def test_what_is_not_trained_on_is_masked_and_nothing_is_copied_for_it(tmp_path:
     batch = pack_stored(store.read(range(4)), 6, keep_silent=keep_silent)
     expected = pack(groups, 6, keep_silent=keep_silent)
     assert np.shares_memory(batch.tokens, store.read(range(4)).tokens)
-    assert batch.num_sequences_sampled == expected.num_sequences_sampled == 10
+    assert batch.num_sequences_sampled == expected.num_sequences_sampled == 9, "one attempt failed"
     assert batch.num_tokens_sampled == expected.num_tokens_sampled
     assert batch.num_tokens_left_out == expected.num_tokens_left_out
     assert batch.versions == expected.versions

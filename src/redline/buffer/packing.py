@@ -11,12 +11,12 @@ from redline.types import TrainBatch, TrajectoryGroup, VersionSpan
 
 def pack(groups: Sequence[TrajectoryGroup], version: int, *, keep_silent: bool) -> TrainBatch:
     """Lay the attempts of all groups end to end. An attempt that failed is left out, and so is one whose advantage is 0, unless
-    `keep_silent`: it has no gradient, and only its prompt would be computed for nothing."""
+    `keep_silent`: it has no gradient, and only its prompt would be computed for nothing. A group that nothing is left of stays,
+    empty: what is left out for want of signal counts in the means, and what failed does not."""
     pairs = [list(zip(g.trajectories, g.advantages, strict=True)) for g in groups]
     kept = [[(t, a) for t, a in group if t.failure is None and (keep_silent or a != 0)] for group in pairs]
-    kept = [group for group in kept if group]
     trajectories = [t for group in kept for t, _ in group]
-    num_tokens_sampled = sum(t.num_completion_tokens for group in pairs for t, _ in group)
+    counted = [[t for t in g.trajectories if t.failure is None] for g in groups]
     return TrainBatch(
         tokens=_flat([t.token_ids for t in trajectories], np.int32),
         cu_seqlens=_offsets([len(t.token_ids) for t in trajectories]),
@@ -24,10 +24,10 @@ def pack(groups: Sequence[TrajectoryGroup], version: int, *, keep_silent: bool) 
         loss_mask=_flat([t.loss_mask for t in trajectories], np.bool_),
         old_logprobs=_flat([t.logprobs for t in trajectories], np.float32),
         advantages=np.array([a for group in kept for _, a in group], dtype=np.float32),
-        num_sequences_sampled=sum(len(g.trajectories) for g in groups),
+        group_sequences=np.array([len(group) for group in counted], dtype=np.int64),
+        group_tokens=np.array([sum(t.num_completion_tokens for t in group) for group in counted], dtype=np.int64),
         versions=VersionSpan(min(g.versions.oldest for g in groups), max(g.versions.newest for g in groups)),
         version=version,
-        num_tokens_left_out=num_tokens_sampled - sum(t.num_completion_tokens for t in trajectories),
     )
 
 

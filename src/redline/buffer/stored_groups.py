@@ -91,10 +91,13 @@ def pack_stored(groups: StoredGroups, version: int, *, keep_silent: bool) -> Tra
 
     An attempt that failed is not trained on, and neither is one whose advantage is 0, unless `keep_silent`. To leave it out of
     the tokens would mean to copy all others; instead its loss mask is cleared, which costs a byte per token, and the trainer
-    computes no sequence without a trained token.
+    computes no sequence without a trained token. What is masked for want of signal counts in the means, and what failed does
+    not.
     """
     kept_S = ~groups.failed & (keep_silent | (groups.advantages != 0))
     kept_T = np.repeat(kept_S, np.diff(groups.offsets))
+    counted_S = ~groups.failed
+    chosen_S = np.add.reduceat(groups.loss_mask, groups.offsets[:-1], dtype=np.int64) * counted_S
     return TrainBatch(
         tokens=groups.tokens,
         cu_seqlens=groups.offsets,
@@ -102,10 +105,10 @@ def pack_stored(groups: StoredGroups, version: int, *, keep_silent: bool) -> Tra
         loss_mask=groups.loss_mask if kept_S.all() else groups.loss_mask & kept_T,
         old_logprobs=groups.logprobs,
         advantages=np.where(kept_S, groups.advantages, np.float32(0)),
-        num_sequences_sampled=len(kept_S),
+        group_sequences=np.add.reduceat(counted_S, groups.group_offsets[:-1], dtype=np.int64),
+        group_tokens=np.add.reduceat(chosen_S, groups.group_offsets[:-1]),
         versions=groups.versions,
         version=version,
-        num_tokens_left_out=int(np.count_nonzero(groups.loss_mask & ~kept_T)),
         numbers=groups.numbers,
     )
 

@@ -311,7 +311,8 @@ def from_padded(tensors: Any) -> TrainBatch:
         loss_mask=mask[real],
         old_logprobs=logprobs[real],
         advantages=advantages,
-        num_sequences_sampled=len(lengths),
+        group_sequences=sizes,
+        group_tokens=np.add.reduceat(mask.sum(axis=1), np.cumsum(sizes) - sizes),
         versions=VersionSpan(0, 0),
         version=0,
     )

@@ -59,7 +59,8 @@ def random_groups(
         loss_mask=loss_mask,
         old_logprobs=np.where(loss_mask, -math.log(vocab_size), 0).astype(np.float32),
         advantages=random.standard_normal(len(lengths), dtype=np.float32),
-        num_sequences_sampled=len(lengths),
+        group_sequences=np.diff(group_offsets),
+        group_tokens=np.add.reduceat(lengths - prompt_lengths, group_offsets[:-1]),
         versions=VersionSpan(0, 0),
         version=0,
     )

@@ -10,7 +10,9 @@ _EPS = 1e-6
 """Keeps nearly equal rewards from being blown up into full-size advantages by the division."""
 
 
-def group_advantages(rewards: np.ndarray, failed: np.ndarray, estimator: AdvantageEstimator) -> np.ndarray:
+def group_advantages(
+    rewards: np.ndarray, failed: np.ndarray, estimator: AdvantageEstimator, scores: np.ndarray | None = None
+) -> np.ndarray:
     """float32[G] from rewards float32[G] and failed bool[G], with the group as its own baseline:
 
         group           (r_i - mean(r)) / (std(r) + eps)   GRPO (DeepSeekMath, arXiv:2402.03300, §4.1.2)
@@ -20,20 +22,25 @@ def group_advantages(rewards: np.ndarray, failed: np.ndarray, estimator: Advanta
     The standard deviation is that of the group itself (divided by G, not G - 1). The estimators that the trainer completes
     start from r_i - mean(r) (`batch_baseline`) or from r_i (`batch`, `gae`). A failed attempt says nothing about the policy: it
     enters no mean, and its advantage is 0.
+
+    `scores`, float32[G], are the rewards before the penalty for length, where there is one. Where they are all equal, the group
+    has no signal and gets zeros, as in DAPO (arXiv:2503.14476, §3.2): else the standard deviation of a few tokens' penalty
+    would blow it up into advantages of full size.
     """
     assert rewards.shape == failed.shape == (len(rewards),), (rewards.shape, failed.shape)
+    scores = rewards if scores is None else scores
     advantages = np.zeros(len(rewards), dtype=np.float32)
-    advantages[~failed] = _compared(rewards[~failed].astype(np.float64), estimator)
+    advantages[~failed] = _compared(rewards[~failed].astype(np.float64), scores[~failed], estimator)
     return advantages
 
 
-def _compared(rewards: np.ndarray, estimator: AdvantageEstimator) -> np.ndarray:
+def _compared(rewards: np.ndarray, scores: np.ndarray, estimator: AdvantageEstimator) -> np.ndarray:
     """float64: each reward beside the others."""
     if estimator in ("batch", "gae"):
         return rewards
     # Equal rewards are tested for rather than left to the arithmetic: the mean of eight 0.1s is not quite 0.1, and a
     # group without signal must give exactly zero to be left out of the batch.
-    if len(rewards) < 2 or np.all(rewards == rewards[0]):
+    if len(rewards) < 2 or np.all(scores == scores[0]) or np.all(rewards == rewards[0]):
         return np.zeros(len(rewards))
     centred: np.ndarray = rewards - rewards.mean()
     if estimator == "group":

@@ -93,11 +93,12 @@ class SingleTurnRollouts:
     def group(self, number: int, task: Task, trajectories: Sequence[Trajectory], began: float) -> TrajectoryGroup:
         """With the advantages that a group can know by itself. `began` is when its attempts did, on `time.perf_counter`."""
         with span("rollouts.advantages"):
+            scores = np.array([t.reward for t in trajectories], dtype=np.float32)
             if self._config.overlong_fraction:
                 trajectories = [self._punished_for_length(t) for t in trajectories]
             rewards = np.array([t.reward for t in trajectories], dtype=np.float32)
             failed = np.array([t.failure is not None for t in trajectories])
-            advantages = group_advantages(rewards, failed, self._config.advantages)
+            advantages = group_advantages(rewards, failed, self._config.advantages, scores)
             return TrajectoryGroup(task.id, trajectories, advantages, number, time.perf_counter() - began)
 
     # ── many at once ───────────────────────────────────────────────────────────────────────────────────────────────────
