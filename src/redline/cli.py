@@ -43,12 +43,17 @@ def train(
     ] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Check everything, print the resolved run, load nothing.")] = False,
     resume: Annotated[bool, typer.Option("--resume", help="Continue a run folder from its last checkpoint.")] = False,
+    from_scratch: Annotated[
+        bool, typer.Option("--from-scratch", help="With --resume: begin again at step 0; what is there moves to set-aside-NNN.")
+    ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="End with one JSON document on stdout.")] = False,
 ) -> None:
     """Train a model as a recipe says."""
     from redline.config import load_recipe, refuse_without_effect, resolve
     from redline.telemetry import RunFolder
 
+    if from_scratch and not resume:
+        raise ConfigError("--from-scratch begins an existing run again", "add --resume, or leave it out for a new run")
     if resume:
         folder, config = _run_to_continue(recipe, overrides or [])
     else:
@@ -63,7 +68,7 @@ def train(
         folder = RunFolder.create(config.run.folder, config.run.name)
     from redline.launch import train as launch_train
 
-    summary = launch_train(resolved, folder, resume=resume)
+    summary = launch_train(resolved, folder, resume=resume, from_scratch=from_scratch)
     typer.echo(json.dumps(summary) if as_json else summary["run"])
     if not summary["finished"]:
         raise typer.Exit(130)

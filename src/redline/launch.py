@@ -42,6 +42,7 @@ from redline.telemetry.processes import expecting_processes
 from redline.telemetry.profiling.profiler import StepProfiler
 from redline.telemetry.progress import sample_table
 from redline.telemetry.samplers import Sampler, Source, read_samples
+from redline.telemetry.set_aside import set_everything_aside
 from redline.telemetry.sinks import make_sinks
 from redline.telemetry.targets import summary_line, target_table, verdicts
 from redline.telemetry.watchdog import Watchdog
@@ -110,9 +111,10 @@ class Stages:
         self.store.close()
 
 
-def train(resolved: Resolved, folder: RunFolder, *, resume: bool) -> dict[str, Any]:
+def train(resolved: Resolved, folder: RunFolder, *, resume: bool, from_scratch: bool = False) -> dict[str, Any]:
     """Run to the last step, or to an interrupt. Returns what `--json` prints. The folder gets its config.json once nothing is
-    left that can be refused without loading weights; until then an error takes it away again."""
+    left that can be refused without loading weights; until then an error takes it away again. `from_scratch` moves what the
+    folder holds aside and begins at step 0."""
     config = resolved.config
     recorder = Recorder(keep_spans=config.telemetry.trace or "opentelemetry" in config.telemetry.sinks)
     recorder.add("run.startup", process_start_ns(), time.perf_counter_ns())
@@ -126,6 +128,7 @@ def train(resolved: Resolved, folder: RunFolder, *, resume: bool) -> dict[str, A
         with span("run.setup"):
             prepare_process(config)
             tasks = load_tasks(config)
+            aside = set_everything_aside(folder) if from_scratch else None
             if config.run.device == "cuda":
                 recorder.time_device(DeviceTimer(lambda: torch.cuda.Event(enable_timing=True), keep_spans=recorder.keep_spans))
             write_json(folder.config, config.model_dump(mode="json"))  # when resumed too: run.steps may be a new number
@@ -134,6 +137,8 @@ def train(resolved: Resolved, folder: RunFolder, *, resume: bool) -> dict[str, A
             progress = Progress(config.run.steps)
             for note in (f"run folder {folder.path}", *resolved.warnings):
                 progress.note(note)
+            if aside:
+                progress.note(f"beginning at step 0; what was there is in {aside}")
             listeners = Listeners(tell=progress.note)
             watchdog = Watchdog(recorder, tell=progress.note, send=listeners.alert)
             for listener in (watchdog, *make_sinks(config.telemetry)):  # what the first finds at the end, the others hear
@@ -162,7 +167,7 @@ def train(resolved: Resolved, folder: RunFolder, *, resume: bool) -> dict[str, A
                 stages.store.flush,
                 profiler=profiler,
             )
-            if resume:
+            if resume and not from_scratch:
                 watch.resume()
                 stages.buffer.resume(stages.trainer.version)
                 watch.take_over(stages.buffer.not_counted(watch.num_groups_counted))
@@ -328,7 +333,8 @@ def _make_store(config: Config, folder: RunFolder) -> GroupStore:
     buffer = config.buffer
     if not buffer.keep_trajectories:
         return MemoryStore(horizon=buffer.max_lag)
-    keep_steps = buffer.max_lag + 1 + (config.run.checkpoint_every or config.run.steps)
+    checkpointed = config.run.checkpoint_every * config.run.keep_checkpoints  # the oldest one kept is that far back
+    keep_steps = buffer.max_lag + 1 + (checkpointed or config.run.steps)
     segment_bytes = SEGMENT_BYTES if buffer.max_bytes is None else min(SEGMENT_BYTES, buffer.max_bytes // 8)
     return TrajectoryStore(
         folder.trajectories, buffer.max_bytes, buffer.max_age_steps, keep_steps=keep_steps, segment_bytes=segment_bytes

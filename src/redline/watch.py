@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 import shutil
 import signal
 import time
@@ -16,9 +17,10 @@ from typing import Any
 
 from redline.config.schema import Config
 from redline.engine.stats import EngineStats, metrics_between
-from redline.errors import DamagedCheckpointError, boundary
+from redline.errors import DamagedCheckpointError, RunFolderError, boundary
 from redline.ports import Trainer
 from redline.telemetry import MetricsLog, Progress, Recorder, RunFolder, TraceWriter, span, write_json
+from redline.telemetry.failure import steps_logged
 from redline.telemetry.ledger import by_section
 from redline.telemetry.listeners import Listeners
 from redline.telemetry.percentiles import latency_metrics
@@ -26,9 +28,11 @@ from redline.telemetry.phases import TRAINER_PARTS, EngineParts, part_seconds
 from redline.telemetry.processes import ProcessRecord, read_processes, span_files, with_processes
 from redline.telemetry.profiling.profiler import StepProfiler
 from redline.telemetry.progress import SampleAnswer
+from redline.telemetry.set_aside import make_aside
 from redline.telemetry.timeline import ROLLOUTS_PREFIX, by_phase, step_phases
 from redline.types import FinishReason, StepReport, Task, TrainBatch, Trajectory, TrajectoryGroup, WeightUpdate
 
+_CHECKPOINT = re.compile(r"step-(\d{6,})")
 NUM_SAMPLES_SHOWN = 3
 NUM_GROUPS_SHOWN = 2
 """With all their attempts, to listeners that want to see some of what was sampled."""
@@ -215,40 +219,62 @@ class RunWatch:
             shutil.rmtree(old)
 
     def resume(self) -> None:
-        """Load the newest checkpoint that is whole, and forget what was logged after it."""
+        """Load the newest checkpoint that is whole, and go back to it in the logs. Rows after it are cut, since their steps are
+        taken again; where more is lost than a kill between two checkpoints explains, they are set aside. Raises, and changes
+        nothing, where there are checkpoints and none is whole."""
         with span("run.resume"):
-            self._load_newest_checkpoint()
+            damaged = self._load_newest_checkpoint()
+            aside = self._make_aside(damaged)
             for partial in self._folder.checkpoints.glob(".*.partial"):
                 shutil.rmtree(partial)
-            self._metrics.rewind(self._trainer.version)
+            self._metrics.rewind(self._trainer.version, aside)
             self.num_groups_counted = sum(row.get("rollouts/groups", 0) for row in MetricsLog.read(self._folder.metrics))
-            self._evaluations.rewind(self._trainer.version)
+            self._evaluations.rewind(self._trainer.version, aside)
             for row in MetricsLog.read(self._folder.evaluations):
                 self.accuracy[row["step"]] = row["evaluation/reward_mean"]
                 self.samples[row["step"]] = [SampleAnswer(**sample) for sample in row["evaluation/samples"]]
             self._progress.continue_from(self._trainer.version)
 
-    def take_over(self, groups: Sequence[TrajectoryGroup]) -> None:
-        """Groups of an earlier process that no row counts: the next one does. The engine's speed is not theirs."""
-        self._groups += groups
-        self._taken_over_tokens += sum(t.num_completion_tokens for group in groups for t in group.trajectories)
-
-    def _load_newest_checkpoint(self) -> None:
-        """Of those that are whole; a damaged one gets another name, so that its step can be saved again."""
-        skipped = False
+    def _load_newest_checkpoint(self) -> list[Path]:
+        """Returns the damaged checkpoints that are newer than the one that was loaded. Without any checkpoint, loads none."""
+        damaged = []
         for path in checkpoints(self._folder):
             try:
                 self._trainer.load(path)
             except DamagedCheckpointError as error:
-                skipped = True
-                self._progress.note(f"skipping a damaged checkpoint: {error.message}")
-                path.rename(path.with_name(f"damaged-{path.name}-{time.time_ns()}"))
+                self._progress.note(f"skipping a {error.message.removeprefix(f'{path}: ')} ({path.name})")
+                damaged.append(path)
             else:
-                if skipped:
-                    self._progress.note(f"using {path.name} instead")
-                return
-        if skipped:
-            self._progress.note("no other checkpoint is left; beginning again")
+                return damaged
+        if damaged:
+            names = ", ".join(path.name for path in damaged)
+            raise RunFolderError(
+                f"{self._folder.path}: no checkpoint is whole ({names}); nothing was changed",
+                "put back a copy of a checkpoint, or begin again at step 0 with --resume --from-scratch, which moves what is"
+                " there into a folder set-aside-NNN",
+            )
+        return []
+
+    def _make_aside(self, damaged: Sequence[Path]) -> Path | None:
+        """A folder for the damaged checkpoints and for the rows that are cut because of them, or because there is no checkpoint
+        at all; None where nothing has to be kept."""
+        version, logged = self._trainer.version, steps_logged(self._folder)
+        if not damaged and (version or not logged):
+            return None
+        aside = make_aside(self._folder)
+        for path in damaged:  # out of the way, so that its step can be saved again
+            path.rename(aside / path.name)
+        lost = f"{max(0, logged - version)} steps after step {version} are lost and taken again"
+        where = f"what there is of them is in {aside.name}"
+        self._progress.note(
+            f"using step-{version:06d} instead: {lost}, {where}" if damaged else f"no checkpoint: {lost}, {where}"
+        )
+        return aside
+
+    def take_over(self, groups: Sequence[TrajectoryGroup]) -> None:
+        """Groups of an earlier process that no row counts: the next one does. The engine's speed is not theirs."""
+        self._groups += groups
+        self._taken_over_tokens += sum(t.num_completion_tokens for group in groups for t in group.trajectories)
 
     def close(self) -> None:
         """Write the checkpoint that is under way, the ledger and everything still in memory."""
@@ -277,8 +303,9 @@ class RunWatch:
 
 
 def checkpoints(folder: RunFolder) -> list[Path]:
-    """Complete ones, newest first."""
-    return sorted(folder.checkpoints.glob("step-*"), reverse=True)
+    """Complete ones, newest first. By number: as text, step-1000000 comes before step-999990."""
+    found = {int(match[1]): path for path in folder.checkpoints.iterdir() if (match := _CHECKPOINT.fullmatch(path.name))}
+    return [found[step] for step in sorted(found, reverse=True)]
 
 
 def _speed_beside(metrics: Mapping[str, float]) -> dict[str, float]:

@@ -121,3 +121,48 @@ def test_a_run_that_fails_later_records_the_step_and_no_longer_shows_it_once_con
     assert read_failure(folder) is None
     assert RunReader(folder.path).summary()["status"] == "finished"
     assert [row["step"] for row in rows(folder.metrics)] == [1, 2, 3, 4]
+
+
+# ── damaged checkpoints ────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def flip_a_bit(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[-5] ^= 1
+    path.write_bytes(content)
+
+
+def steps(path: Path) -> list[int]:
+    return [row["step"] for row in rows(path)]
+
+
+def test_a_run_with_one_damaged_checkpoint_is_continued_only_when_told_to_begin_again(tmp_path: Path) -> None:
+    prepare(tmp_path, keep_checkpoints=1)
+    assert redline(tmp_path, "train", "letters.yaml") == 0
+    folder = only_run(tmp_path)
+    flip_a_bit(folder.checkpoints / "step-000004" / "trainer.safetensors")
+    assert redline(tmp_path, "train", "letters.yaml", "--resume", "run.steps=6") == 2
+    assert "no checkpoint is whole (step-000004); nothing was changed" in output(tmp_path)
+    assert steps(folder.metrics) == [1, 2, 3, 4]
+    assert (folder.checkpoints / "step-000004").is_dir()
+    assert redline(tmp_path, "train", "letters.yaml", "--from-scratch") == 2
+    assert redline(tmp_path, "train", "letters.yaml", "--resume", "--from-scratch", "run.steps=2") == 0
+    assert steps(folder.metrics) == [1, 2]
+    assert sorted(path.name for path in folder.checkpoints.iterdir()) == ["step-000002"]
+    aside = folder.path / "set-aside-001"
+    assert steps(aside / "metrics.jsonl") == [1, 2, 3, 4]
+    assert {"checkpoints", "trajectories", "model", "evaluations.jsonl"} <= {path.name for path in aside.iterdir()}
+    assert RunReader(folder.path).summary()["status"] == "finished"
+
+
+def test_with_the_newest_checkpoint_damaged_the_run_continues_from_the_one_before(tmp_path: Path) -> None:
+    prepare(tmp_path)
+    assert redline(tmp_path, "train", "letters.yaml") == 0
+    folder = only_run(tmp_path)
+    learnt = (folder.model / "model.safetensors").read_bytes()
+    flip_a_bit(folder.checkpoints / "step-000004" / "trainer.safetensors")
+    assert redline(tmp_path, "train", "letters.yaml", "--resume") == 0
+    assert "2 steps after step 2 are lost and taken again" in output(tmp_path)
+    assert steps(folder.metrics) == [1, 2, 3, 4]
+    assert steps(folder.path / "set-aside-001" / "metrics.jsonl") == [3, 4]
+    assert (folder.model / "model.safetensors").read_bytes() == learnt

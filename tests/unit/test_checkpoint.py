@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import io
 import json
 import random
@@ -18,14 +19,14 @@ from small_models import CONFIGS, write_model
 from redline.config import validate
 from redline.config.schema import TrainerConfig
 from redline.engine import EngineStats
-from redline.errors import RunFolderError
+from redline.errors import DamagedCheckpointError, RunFolderError
 from redline.models.hf import load_decoder
 from redline.telemetry import MetricsLog, Progress, Recorder, RunFolder
 from redline.trainer import PolicyTrainer
 from redline.trainer.checkpoint import Checkpoint, load_checkpoint, save_checkpoint
 from redline.trainer.random_state import restore_random_state
 from redline.types import TrainBatch
-from redline.watch import RunWatch
+from redline.watch import RunWatch, checkpoints
 
 STATE = {
     "master/embed": torch.randn(5, 3),
@@ -134,9 +135,26 @@ def test_a_damaged_checkpoint_is_an_error_with_a_hint(damage: Callable[[Path], o
     folder = tmp_path / "step-000012"
     save_checkpoint(folder, Checkpoint(12, STATE))
     damage(folder)
-    with pytest.raises(RunFolderError, match="step-000012: unreadable checkpoint") as caught:
+    with pytest.raises(DamagedCheckpointError, match="step-000012: damaged checkpoint") as caught:
         load_checkpoint(folder)
-    assert "delete the folder" in caught.value.hint
+    assert "another checkpoint" in caught.value.hint
+
+
+def test_a_checkpoint_that_cannot_be_read_at_the_moment_is_not_a_damaged_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A digest or a missing file says that a checkpoint is damaged; memory, descriptors or a network disk do not."""
+    folder = tmp_path / "step-000012"
+    save_checkpoint(folder, Checkpoint(12, STATE))
+
+    def no_memory(path: Path) -> dict[str, torch.Tensor]:
+        raise OSError(errno.ENOMEM, "Cannot allocate memory")
+
+    monkeypatch.setattr("redline.trainer.checkpoint.load_file", no_memory)
+    with pytest.raises(RunFolderError, match=r"cannot be read at the moment: .*Cannot allocate memory") as caught:
+        load_checkpoint(folder)
+    assert not isinstance(caught.value, DamagedCheckpointError)
+    assert "nothing was changed" in caught.value.hint
 
 
 def test_a_checkpoint_of_another_format_names_both(tmp_path: Path) -> None:
@@ -306,9 +324,61 @@ def test_a_damaged_checkpoint_is_skipped_for_the_one_before(
     make_watch(folder, trainer, console=console).resume()
     assert "skipping a damaged checkpoint" in console.getvalue()
     assert "using step-000001 instead" in console.getvalue()
+    assert "2 steps after step 1 are lost and taken again, what there is of them is in set-aside-001" in console.getvalue()
     assert trainer.version == 1
     assert all(torch.equal(trainer.masters[name], masters[name]) for name in masters)
     assert steps_logged(folder) == [1]
+    aside = folder.path / "set-aside-001"
+    assert [row["step"] for row in MetricsLog.read(aside / "metrics.jsonl")] == [2, 3]
+    assert (aside / "step-000002").is_dir()
+
+
+@pytest.mark.parametrize("damage", DAMAGES.values(), ids=DAMAGES.keys())
+def test_a_run_whose_checkpoints_are_all_damaged_is_refused_and_nothing_is_changed(
+    model: Path, damage: Callable[[Path], object], tmp_path: Path
+) -> None:
+    folder, _ = trained_run(model, tmp_path)
+    for checkpoint in folder.checkpoints.iterdir():
+        damage(checkpoint)
+    before = content(folder)
+    with pytest.raises(RunFolderError, match=r"no checkpoint is whole \(step-000002, step-000001\)") as caught:
+        make_watch(folder, make_trainer(model, torch.float32)).resume()
+    assert "--from-scratch" in caught.value.hint
+    assert content(folder) == before
+
+
+def test_a_run_whose_checkpoint_cannot_be_read_at_the_moment_is_refused_and_nothing_is_changed(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, _ = trained_run(model, tmp_path)
+    before = content(folder)
+
+    def fails(path: Path) -> dict[str, torch.Tensor]:
+        raise OSError(errno.EIO, "Input/output error")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("redline.trainer.checkpoint.load_file", fails)
+        with pytest.raises(RunFolderError, match="step-000002: the checkpoint cannot be read at the moment"):
+            make_watch(folder, make_trainer(model, torch.float32)).resume()
+    assert content(folder) == before
+    trainer = make_trainer(model, torch.float32)
+    make_watch(folder, trainer).resume()
+    assert trainer.version == 2
+
+
+def content(folder: RunFolder) -> dict[str, bytes]:
+    """Every file but the evaluations, which a watch makes when there are none."""
+    files = (path for path in folder.path.rglob("*") if path.is_file() and path != folder.evaluations)
+    return {str(path.relative_to(folder.path)): path.read_bytes() for path in files}
+
+
+def test_past_a_million_steps_the_newest_checkpoint_is_still_the_newest(tmp_path: Path) -> None:
+    trainer = SavingTrainer([])
+    folder = RunFolder.create(tmp_path, "run")
+    watch = make_watch(folder, trainer, keep_checkpoints=1)
+    for trainer.version in (999_990, 1_000_000):
+        watch.checkpoint()
+    assert [path.name for path in checkpoints(folder)] == ["step-1000000"]
 
 
 def test_a_damaged_checkpoint_is_out_of_the_way_when_its_step_is_saved_again(model: Path, tmp_path: Path) -> None:
@@ -342,6 +412,7 @@ def test_a_run_without_a_checkpoint_begins_again(model: Path, tmp_path: Path) ->
     make_watch(folder, trainer).resume()
     assert trainer.version == 0
     assert steps_logged(folder) == []
+    assert [row["step"] for row in MetricsLog.read(folder.path / "set-aside-001" / "metrics.jsonl")] == [1, 2, 3]
 
 
 def test_a_checkpoint_of_another_format_is_not_taken_for_a_damaged_one(model: Path, tmp_path: Path) -> None:

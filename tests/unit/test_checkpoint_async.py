@@ -126,7 +126,11 @@ class SavingTrainer(FakeTrainer):
 
 
 def test_the_checkpoint_before_is_kept_until_the_new_one_is_on_the_disk(disk: threading.Event, tmp_path: Path) -> None:
-    recipe = {"model": {"path": "builtin:tiny"}, "rollouts": {"task": {"kind": "import", "path": "tests:Fake"}}}
+    recipe = {
+        "model": {"path": "builtin:tiny"},
+        "rollouts": {"task": {"kind": "import", "path": "tests:Fake"}},
+        "run": {"keep_checkpoints": 1},
+    }
     trainer, folder = SavingTrainer([]), RunFolder.create(tmp_path, "run")
     progress = Progress(10, console=Console(file=io.StringIO()))
     watch = RunWatch(

@@ -64,8 +64,9 @@ class RunConfig(Section):
     """CPU threads for the network; null takes OMP_NUM_THREADS of the environment, else every core this process may use."""
     checkpoint_every: int = Field(10, ge=0)
     """Steps between checkpoints; 0 keeps none but the last."""
-    keep_checkpoints: PositiveInt = 1
-    """Newest checkpoints kept in the run folder."""
+    keep_checkpoints: PositiveInt = 2
+    """Newest checkpoints kept in the run folder: where there is one, a damaged file costs the run. Each takes 12 bytes per
+    trained parameter on the disk, and the next one is written beside them."""
 
 
 class ModelConfig(Section):

@@ -28,10 +28,15 @@ class MetricsLog:
         self._file.flush()
         return row
 
-    def rewind(self, step: int) -> None:
-        """Forget every row after `step`: a resumed run will write them again."""
+    def rewind(self, step: int, aside: Path | None = None) -> None:
+        """Cut every row after `step`: a resumed run will write them again. With a folder `aside`, a file of the same name there
+        keeps them."""
+        kept, cut = list[bytes](), list[bytes]()
         with self.path.open("rb") as file:
-            kept = [line for line in file if json.loads(line)["step"] <= step]
+            for line in file:
+                (kept if json.loads(line)["step"] <= step else cut).append(line)
+        if cut and aside is not None:
+            replace_file(aside / self.path.name, b"".join(cut))
         self._file.close()
         replace_file(self.path, b"".join(kept))
         self._file = self.path.open("ab")

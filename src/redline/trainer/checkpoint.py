@@ -71,30 +71,43 @@ def save_checkpoint(folder: Path, checkpoint: Checkpoint) -> None:
 
 
 def load_checkpoint(folder: Path) -> Checkpoint:
-    """What `save_checkpoint` wrote, every bit of it, or an error."""
+    """What `save_checkpoint` wrote, every bit of it. Raises `DamagedCheckpointError` where a file is missing or is not what was
+    written, and a plain `RunFolderError` where the files cannot be read at the moment: then nothing is known to be wrong with
+    them."""
     try:
-        document = json.loads((folder / STATE).read_text())
+        content = _read_content(folder)
+        for name, digest in content["files"].items():
+            if _file_digest(folder / name) != digest:
+                raise _damaged(folder, f"{name} has changed since it was written")
+        return Checkpoint(content["version"], load_file(folder / TENSORS), content["data"], content["random"])
+    except FileNotFoundError as error:
+        raise _damaged(folder, f"{Path(error.filename or TENSORS).name} is missing") from error
+    except (OSError, SafetensorError) as error:  # the digest was right, if it came so far
+        raise RunFolderError(
+            f"{folder}: the checkpoint cannot be read at the moment: {error}",
+            "nothing was changed: remove the cause (memory, disk, permissions), then continue with --resume",
+        ) from error
+
+
+def _read_content(folder: Path) -> dict[str, Any]:
+    data = (folder / STATE).read_bytes()
+    try:
+        document = json.loads(data)
         if document["format"] != FORMAT:
             raise RunFolderError(
                 f"{folder}: checkpoint format {document['format']}, this version reads {FORMAT}",
                 "finish the run with the version of redline that began it",
             )
-        content = document["content"]
-        if _content_digest(content) != document["sha256"]:
-            raise _damaged(folder, f"{STATE} has changed since it was written")
-        for name, digest in content["files"].items():
-            if _file_digest(folder / name) != digest:
-                raise _damaged(folder, f"{name} has changed since it was written")
-        tensors = load_file(folder / TENSORS)
-        return Checkpoint(content["version"], tensors, content["data"], content["random"])
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, SafetensorError) as error:
-        raise _damaged(folder, repr(error)) from error
+        content: dict[str, Any] = document["content"]
+        if _content_digest(content) == document["sha256"]:
+            return content
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise _damaged(folder, f"{STATE}: {error!r}") from error
+    raise _damaged(folder, f"{STATE} has changed since it was written")
 
 
 def _damaged(folder: Path, reason: str) -> DamagedCheckpointError:
-    return DamagedCheckpointError(
-        f"{folder}: unreadable checkpoint: {reason}", "delete the folder; the one before it will be used"
-    )
+    return DamagedCheckpointError(f"{folder}: damaged checkpoint: {reason}", "continue from another checkpoint")
 
 
 def _content_digest(content: Mapping[str, Any]) -> str:
