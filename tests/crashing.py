@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 from types import CodeType, FrameType
-from typing import Any
+from typing import Any, Literal
 
 from processes import TIMEOUT_S
 
@@ -35,6 +35,7 @@ SOURCE = Path(redline.__file__).parent
 DEEDS = "deeds.jsonl"
 CALLS = "calls.json"
 OUTPUT = "output.txt"
+Unread = Literal["pipe", "closed"] | None
 _FORKS = multiprocessing.get_context("forkserver")
 _FORKS.set_forkserver_preload(
     ["redline.cli", "redline.launch", "redline.models.tiny", "transformers.modeling_utils", "transformers.models.auto"]
@@ -53,9 +54,12 @@ class Point:
 
 
 @contextmanager
-def forked(cwd: Path, *arguments: str, kill_at: Point | None = None, is_profiled: bool = True) -> Iterator[ForkServerProcess]:
-    """`redline` with these arguments; ours to signal, and gone when the block ends. It prints into `output.txt`."""
-    process = _FORKS.Process(target=_run, args=(cwd, arguments, kill_at, is_profiled))
+def forked(
+    cwd: Path, *arguments: str, kill_at: Point | None = None, is_profiled: bool = True, unread: Unread = None
+) -> Iterator[ForkServerProcess]:
+    """`redline` with these arguments; ours to signal, and gone when the block ends. It prints into `output.txt`, or into a pipe
+    that nobody reads, or into nothing at all."""
+    process = _FORKS.Process(target=_run, args=(cwd, arguments, kill_at, is_profiled, unread))
     process.start()
     try:
         yield process
@@ -65,9 +69,11 @@ def forked(cwd: Path, *arguments: str, kill_at: Point | None = None, is_profiled
         process.join()
 
 
-def run_to_end(cwd: Path, *arguments: str, kill_at: Point | None = None, is_profiled: bool = True) -> int:
+def run_to_end(
+    cwd: Path, *arguments: str, kill_at: Point | None = None, is_profiled: bool = True, unread: Unread = None
+) -> int:
     """The exit code, -9 after a kill. One that hangs fails the test."""
-    with forked(cwd, *arguments, kill_at=kill_at, is_profiled=is_profiled) as process:
+    with forked(cwd, *arguments, kill_at=kill_at, is_profiled=is_profiled, unread=unread) as process:
         return end_of(process, cwd)
 
 
@@ -106,12 +112,11 @@ def output(cwd: Path) -> str:
     return path.read_text() if path.exists() else ""
 
 
-def _run(cwd: Path, arguments: tuple[str, ...], kill_at: Point | None, is_profiled: bool) -> None:
+def _run(cwd: Path, arguments: tuple[str, ...], kill_at: Point | None, is_profiled: bool, unread: Unread) -> None:
     os.chdir(cwd)
     os.environ["NO_COLOR"] = "1"
-    printed = os.open(OUTPUT, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-    for stream in (1, 2):
-        os.dup2(printed, stream)
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # the tests may run under nohup
+    _redirect(unread)
     sys.argv = ["redline", *arguments]
     if not is_profiled:
         cli.main()  # does not return
@@ -123,6 +128,21 @@ def _run(cwd: Path, arguments: tuple[str, ...], kill_at: Point | None, is_profil
     finally:
         sys.setprofile(None)
         Path(CALLS).write_text(json.dumps(profiler.calls))
+
+
+def _redirect(unread: Unread) -> None:
+    if unread == "closed":  # as a shell's `>&- 2>&-` does it
+        os.close(1)
+        os.close(2)
+        sys.stdout = sys.stderr = None
+        return
+    if unread == "pipe":
+        reader, printed = os.pipe()
+        os.close(reader)
+    else:
+        printed = os.open(OUTPUT, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    for stream in (1, 2):
+        os.dup2(printed, stream)
 
 
 class _Profiler:

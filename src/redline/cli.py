@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import json
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal, NoReturn
 
 import typer
 
@@ -51,6 +52,7 @@ def train(
     """Train a model as a recipe says."""
     from redline.config import load_recipe, refuse_without_effect, resolve
     from redline.telemetry import RunFolder
+    from redline.telemetry.unread_output import dropping_unread_output
 
     if from_scratch and not resume:
         raise ConfigError("--from-scratch begins an existing run again", "add --resume, or leave it out for a new run")
@@ -66,10 +68,14 @@ def train(
         return
     if folder is None:
         folder = RunFolder.create(config.run.folder, config.run.name)
-    from redline.launch import train as launch_train
+    with dropping_unread_output():
+        try:
+            from redline.launch import train as launch_train
 
-    summary = launch_train(resolved, folder, resume=resume, from_scratch=from_scratch)
-    typer.echo(json.dumps(summary) if as_json else summary["run"])
+            summary = launch_train(resolved, folder, resume=resume, from_scratch=from_scratch)
+        except KeyboardInterrupt:  # the launcher has said how to continue
+            raise typer.Exit(130) from None
+        typer.echo(json.dumps(summary) if as_json else summary["run"])
     if not summary["finished"]:
         raise typer.Exit(130)
 
@@ -405,16 +411,17 @@ def main() -> None:
     try:
         app()
     except RedlineError as error:
-        typer.echo(f"error: {error}", err=True)
-        sys.exit(2)
+        _fail(f"error: {error}")
     except OSError as error:
         if error.errno != errno.ENOSPC:
             raise
-        typer.echo(f"error: the disk is full: {error}\n\nhint: free some space and continue with --resume", err=True)
-        sys.exit(2)
-    except KeyboardInterrupt:
-        typer.echo("stopped; what was checkpointed is kept, continue with --resume", err=True)
-        sys.exit(130)
+        _fail(f"error: the disk is full: {error}\n\nhint: free some space and continue with --resume")
+
+
+def _fail(message: str) -> NoReturn:
+    with contextlib.suppress(OSError):  # nobody may be reading
+        typer.echo(message, err=True)
+    sys.exit(2)
 
 
 if __name__ == "__main__":

@@ -48,7 +48,7 @@ from redline.telemetry.targets import summary_line, target_table, verdicts
 from redline.telemetry.watchdog import Watchdog
 from redline.trainer import PolicyTrainer
 from redline.types import Task, Trajectory
-from redline.watch import RunWatch
+from redline.watch import RunWatch, saying_how_to_continue
 from redline.weight_sync import SharedWeightSync
 
 KERNEL_CACHE_CAPACITY = 128
@@ -121,6 +121,7 @@ def train(resolved: Resolved, folder: RunFolder, *, resume: bool, from_scratch: 
     with (
         recording(recorder),
         folder.locked(),
+        saying_how_to_continue(folder),
         recording_failure(folder),
         expecting_processes(folder.spans),
         ExitStack() as at_end,

@@ -15,6 +15,8 @@ from statistics import median
 from types import FrameType
 from typing import Any
 
+from rich.console import Console
+
 from redline.config.schema import Config
 from redline.engine.stats import EngineStats, metrics_between
 from redline.errors import DamagedCheckpointError, RunFolderError, boundary
@@ -161,14 +163,18 @@ class RunWatch:
 
     @contextmanager
     def stopping_on_interrupt(self) -> Iterator[None]:
-        """The first Ctrl-C (or SIGTERM) ends the run after the step in flight; the second ends it at once."""
+        """The first Ctrl-C, SIGTERM or SIGHUP (its terminal was closed) ends the run after the step in flight; the second ends
+        it at once. A run under nohup, which ignores SIGHUP, goes on ignoring it."""
 
         def request_stop(number: int, frame: FrameType | None) -> None:
             self._interrupted = True
             signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
             self._progress.note("stopping after this step; once more stops at once")
 
-        before = {number: signal.signal(number, request_stop) for number in (signal.SIGINT, signal.SIGTERM)}
+        wanted = [signal.SIGINT, signal.SIGTERM]
+        if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
+            wanted.append(signal.SIGHUP)
+        before = {number: signal.signal(number, request_stop) for number in wanted}
         try:
             yield
         finally:
@@ -306,6 +312,22 @@ def checkpoints(folder: RunFolder) -> list[Path]:
     """Complete ones, newest first. By number: as text, step-1000000 comes before step-999990."""
     found = {int(match[1]): path for path in folder.checkpoints.iterdir() if (match := _CHECKPOINT.fullmatch(path.name))}
     return [found[step] for step in sorted(found, reverse=True)]
+
+
+@contextmanager
+def saying_how_to_continue(folder: RunFolder) -> Iterator[None]:
+    """Print it when a second Ctrl-C, or one during the set-up, ends the run at once. A run that comes to a stop by itself says
+    it in its summary."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        if folder.config.exists():
+            newest = next(iter(checkpoints(folder)), None)
+            where = f"after {newest.name}" if newest else "at its first step"
+            Console(stderr=True, highlight=False).print(
+                f"stopped at once; continue {where} with: redline train {folder.path} --resume", soft_wrap=True
+            )
+        raise
 
 
 def _speed_beside(metrics: Mapping[str, float]) -> dict[str, float]:

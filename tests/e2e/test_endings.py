@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 from pathlib import Path
 
 import pytest
-from crashing import output, run_to_end
+from crashing import Unread, end_of, forked, output, run_to_end, wait_until
 from processes import num_rows, only_run, rows, write_letters
 
 from redline.models.sources import model_folder
@@ -166,3 +168,66 @@ def test_with_the_newest_checkpoint_damaged_the_run_continues_from_the_one_befor
     assert steps(folder.metrics) == [1, 2, 3, 4]
     assert steps(folder.path / "set-aside-001" / "metrics.jsonl") == [3, 4]
     assert (folder.model / "model.safetensors").read_bytes() == learnt
+
+
+# ── output that nobody reads, signals ──────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize("unread", ["pipe", "closed"])
+def test_a_run_whose_output_nobody_reads_goes_on_to_its_end(unread: Unread, tmp_path: Path) -> None:
+    prepare(tmp_path)
+    assert run_to_end(tmp_path, "train", "letters.yaml", is_profiled=False, unread=unread) == 0
+    folder = only_run(tmp_path)
+    assert steps(folder.metrics) == [1, 2, 3, 4]
+    assert (folder.model / "model.safetensors").exists()
+
+
+def test_a_run_that_is_refused_has_its_exit_code_though_nobody_reads_why(tmp_path: Path) -> None:
+    prepare(tmp_path)
+    (tmp_path / "letters.py").write_text("raise RuntimeError")
+    assert run_to_end(tmp_path, "train", "letters.yaml", is_profiled=False, unread="pipe") == 2
+
+
+def test_a_closed_terminal_ends_the_run_after_its_step_and_it_can_go_on(tmp_path: Path) -> None:
+    prepare(tmp_path, steps=1000)
+    with forked(tmp_path, "train", "letters.yaml", is_profiled=False, unread="pipe") as process:
+        wait_until(lambda: any(num_rows(path) >= 3 for path in tmp_path.glob("runs/*/metrics.jsonl")), process)
+        os.kill(process.pid, signal.SIGHUP)
+        assert end_of(process, tmp_path) == 130
+    folder, last = only_run(tmp_path), steps(only_run(tmp_path).metrics)[-1]
+    assert (folder.checkpoints / f"step-{last:06d}").is_dir()
+    assert RunReader(folder.path).summary()["status"] == "stopped"
+    assert redline(tmp_path, "train", "letters.yaml", "--resume", f"run.steps={last + 1}") == 0
+
+
+SLOW = """
+import time, pathlib
+
+class Slow(Letters):
+    def score(self, task, text):
+        while pathlib.Path("slow").exists():
+            pathlib.Path("waiting").touch()
+            time.sleep(0.05)
+        return super().score(task, text)
+"""
+
+
+@pytest.mark.parametrize("max_lag", [0, 1])
+def test_after_a_second_ctrl_c_the_run_says_how_to_continue_and_can(max_lag: int, tmp_path: Path) -> None:
+    path = prepare(tmp_path, steps=1000)
+    path.write_text(path.read_text().replace("letters:Letters", "letters:Slow") + f"buffer: {{max_lag: {max_lag}}}\n")
+    (tmp_path / "letters.py").write_text((tmp_path / "letters.py").read_text() + SLOW)
+    with forked(tmp_path, "train", "letters.yaml", is_profiled=False) as process:
+        wait_until(lambda: any(tmp_path.glob("runs/*/checkpoints/step-*")), process)
+        (tmp_path / "slow").touch()
+        wait_until((tmp_path / "waiting").exists, process)
+        os.kill(process.pid, signal.SIGINT)
+        wait_until(lambda: "once more stops at once" in output(tmp_path), process)
+        os.kill(process.pid, signal.SIGINT)
+        wait_until(lambda: "stopped at once; continue after step-" in output(tmp_path), process)
+        assert end_of(process, tmp_path) == 130
+    (tmp_path / "slow").unlink()
+    folder = only_run(tmp_path)
+    assert f"with: redline train {folder.path.relative_to(tmp_path)} --resume" in output(tmp_path)
+    assert "Traceback" not in output(tmp_path)
+    assert redline(tmp_path, "train", "letters.yaml", "--resume", f"run.steps={steps(folder.metrics)[-1] + 1}") == 0
