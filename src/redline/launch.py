@@ -33,6 +33,7 @@ from redline.rollouts.reward_model import RewardModel
 from redline.rollouts.rewards import max_reward_workers
 from redline.telemetry import Progress, Recorder, RunFolder, describe_environment, process_start_ns, recording, span, write_json
 from redline.telemetry.device_time import DeviceTimer
+from redline.telemetry.durable import replacing_folder
 from redline.telemetry.failure import recording_failure
 from redline.telemetry.host import Host
 from redline.telemetry.listeners import Listeners
@@ -389,9 +390,11 @@ def _save_model(config: Config, stages: Stages, folder: RunFolder) -> None:
     dtype, tensors = getattr(torch, config.model.dtype), stages.trainer.masters
     if config.trainer.lora.rank:
         assert isinstance(stages.decoder, Decoder)
-        save_adapter(folder.adapter, stages.decoder, config.trainer.lora, str(stages.source), tensors)
+        with replacing_folder(folder.adapter) as adapter:
+            save_adapter(adapter, stages.decoder, config.trainer.lora, str(stages.source), tensors)
         tensors = merged_tensors(stages.decoder, tensors)
-    save_folder(folder.model, stages.decoder, stages.source, dtype, tensors)
+    with replacing_folder(folder.model) as model:
+        save_folder(model, stages.decoder, stages.source, dtype, tensors)
 
 
 def prepare_process(config: Config) -> None:

@@ -231,3 +231,30 @@ def test_after_a_second_ctrl_c_the_run_says_how_to_continue_and_can(max_lag: int
     assert f"with: redline train {folder.path.relative_to(tmp_path)} --resume" in output(tmp_path)
     assert "Traceback" not in output(tmp_path)
     assert redline(tmp_path, "train", "letters.yaml", "--resume", f"run.steps={steps(folder.metrics)[-1] + 1}") == 0
+
+
+# ── another folder ─────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_a_run_can_be_continued_from_another_folder(tmp_path: Path) -> None:
+    here, elsewhere = tmp_path / "here", tmp_path / "elsewhere"
+    here.mkdir()
+    elsewhere.mkdir()
+    (here / "model").symlink_to(model_folder("builtin:tiny"))
+    prepare(here, "model", steps=2)
+    assert redline(here, "train", "letters.yaml") == 0
+    assert redline(elsewhere, "train", str(only_run(here).path), "--resume", "run.steps=4") == 0
+    assert steps(only_run(here).metrics) == [1, 2, 3, 4]
+
+
+def test_a_run_that_was_begun_with_relative_paths_in_its_config_goes_on_in_its_folder(tmp_path: Path) -> None:
+    (tmp_path / "model").symlink_to(model_folder("builtin:tiny"))
+    prepare(tmp_path, "model", steps=2)
+    assert redline(tmp_path, "train", "letters.yaml") == 0
+    folder = only_run(tmp_path)
+    config = json.loads(folder.config.read_text())
+    config["model"]["path"], config["run"]["folder"] = "model", "runs"
+    del config["rollouts"]["task"]["folder"]
+    folder.config.write_text(json.dumps(config))
+    assert redline(tmp_path, "train", "letters.yaml", "--resume", "run.steps=3") == 0
+    assert steps(folder.metrics) == [1, 2, 3]

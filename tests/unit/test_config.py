@@ -158,7 +158,7 @@ def test_a_section_like_no_other_gets_the_list_of_sections(tmp_path: Path) -> No
     [
         ("{kind: reasoning_gym, dataset: chain_sum", "dataset, extract, held_out_fraction, kind, params"),
         ("{kind: jsonl, path: a.jsonl", "answer_field, extract, held_out_fraction, kind, path, prompt_field"),
-        ("{kind: import, path: 'a:B'", "kind, params, path"),
+        ("{kind: import, path: 'a:B'", "folder, kind, params, path"),
     ],
 )
 def test_an_unknown_key_of_a_task_gets_the_keys_of_its_kind(tmp_path: Path, kind: str, keys: str) -> None:
@@ -396,6 +396,7 @@ def test_where_the_recipe_says_nothing_omp_num_threads_decides_how_many(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, variable: str, threads: int
 ) -> None:
     monkeypatch.setenv("OMP_NUM_THREADS", variable)
+    monkeypatch.setattr("os.cpu_count", lambda: 4)
     found = resolve(load(tmp_path))
     assert (found.config.run.num_threads, found.reasons["run.num_threads"]) == (threads, "auto: OMP_NUM_THREADS")
     assert resolve(load(tmp_path, "run: {num_threads: 1}")).config.run.num_threads == 1
@@ -407,3 +408,41 @@ def test_an_omp_num_threads_that_is_no_number_of_threads_is_not_followed(
 ) -> None:
     monkeypatch.setenv("OMP_NUM_THREADS", variable)
     assert resolve(load(tmp_path)).reasons["run.num_threads"] == "auto: cores this process may use"
+
+
+@pytest.mark.parametrize("asked", [5, 100_000])
+def test_more_threads_than_the_machine_has_cores_become_as_many_with_a_warning(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, asked: int
+) -> None:
+    """A hundred thousand would end the process without a word."""
+    monkeypatch.setattr("os.cpu_count", lambda: 4)
+    found = resolve(load(tmp_path, "", f"run.num_threads={asked}", "model.dtype=float32"))
+    assert found.config.run.num_threads == 4
+    assert found.warnings == (f"run.num_threads = {asked}: this machine has 4 cores, and uses 4",)
+    assert not resolve(load(tmp_path, "", "run.num_threads=4", "model.dtype=float32")).warnings
+
+
+def test_relative_paths_are_resolved_where_redline_is_called_and_then_stay(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in ("model", "judge"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").write_text("{}")
+    (tmp_path / "rows.jsonl").write_text("{}")
+    jsonl, imported = {"kind": "jsonl", "path": "rows.jsonl"}, {"kind": "import", "path": "mine:Tasks"}
+    for task in (jsonl, imported):
+        recipe = {"model": {"path": "model"}, "rollouts": {"task": task, "reward_model": {"path": "judge"}}}
+        here = resolve(validate(recipe)).config
+        monkeypatch.chdir("/")
+        assert resolve(validate(here.model_dump(mode="json"))).config == here
+        monkeypatch.chdir(tmp_path)
+        assert here.model.path == str(tmp_path / "model")
+        assert here.rollouts.reward_model.path == str(tmp_path / "judge")
+        assert here.run.folder == tmp_path / "runs"
+        assert getattr(here.rollouts.task, "folder", here.rollouts.task.path) in (tmp_path, tmp_path / "rows.jsonl")
+
+
+@pytest.mark.parametrize("path", ["builtin:tiny", "Qwen/Qwen2.5-0.5B-Instruct"])
+def test_names_of_models_that_are_no_paths_stay(tmp_path: Path, path: str) -> None:
+    assert resolve(load(tmp_path, "", f"model.path={path}")).config.model.path == path

@@ -52,6 +52,7 @@ rollouts.reward_model.max_tokens_per_batch
 rollouts.reward_model.path
 rollouts.reward_weights
 rollouts.system_prompt
+rollouts.task(import).folder
 rollouts.task(import).kind
 rollouts.task(import).params
 rollouts.task(import).path

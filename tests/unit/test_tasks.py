@@ -403,7 +403,7 @@ def test_a_class_beside_the_recipe_is_called_with_seed_and_params(in_folder: Pat
 def test_a_module_that_is_not_there_is_refused(in_folder: Path) -> None:
     message, hint = import_refusal("my_taks:Sums")
     assert message == "rollouts.task.path: no module 'my_taks'"
-    assert hint == f"start redline where my_taks.py is (now in {in_folder}), or install the package"
+    assert hint == f"start redline where my_taks.py is (it was looked for in {in_folder}), or install the package"
 
 
 def test_a_module_that_lacks_a_package_of_its_own_is_refused_with_that_package(in_folder: Path) -> None:

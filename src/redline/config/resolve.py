@@ -9,6 +9,7 @@ from pathlib import Path
 
 from redline.config.algorithms import check_algorithm, fill_algorithm
 from redline.config.installation import how_to_install
+from redline.config.paths import with_absolute_paths
 from redline.config.schema import Config
 from redline.errors import ConfigError
 
@@ -44,17 +45,19 @@ def resolve(config: Config) -> Resolved:
     """Replace every `auto`, fill in the algorithm, and refuse what cannot run here."""
     _check_paths(config)
     _check_sinks(config)
+    config = with_absolute_paths(config)
     config, reasons = fill_algorithm(config)
     check_algorithm(config)
     device, reasons["run.device"] = _device(config.run.device)
     dtype, reasons["model.dtype"] = _dtype(config.model.dtype, device)
-    threads, reasons["run.num_threads"] = _threads(config.run.num_threads)
+    threads, reasons["run.num_threads"], too_many = _threads(config.run.num_threads)
+    slow = device == "cpu" and dtype == "bfloat16" and not bfloat16_flags()
     run = config.run.model_copy(update={"device": device, "num_threads": threads})
     model = config.model.model_copy(update={"dtype": dtype})
     return Resolved(
         config.model_copy(update={"run": run, "model": model}),
         {k: v for k, v in reasons.items() if v},
-        (SLOW_BFLOAT16,) if device == "cpu" and dtype == "bfloat16" and not bfloat16_flags() else (),
+        tuple(filter(None, [SLOW_BFLOAT16 if slow else "", too_many])),
     )
 
 
@@ -130,9 +133,17 @@ def bfloat16_flags(cpuinfo: Path = Path("/proc/cpuinfo")) -> list[str]:
     return [flag for flag in BFLOAT16_FLAGS if flag in flags]
 
 
-def _threads(asked: int | None) -> tuple[int, str]:
-    if asked:
-        return asked, ""
+def _threads(asked: int | None) -> tuple[int, str, str]:
+    """How many, why, and a warning where that is fewer than were asked for: more than there are cores only get in each other's
+    way, and thousands end the process."""
+    number, why = (asked, "") if asked else _own_threads()
+    cores = os.cpu_count() or 1
+    if number <= cores:
+        return number, why, ""
+    return cores, f"all cores, not {number:,}", f"run.num_threads = {number}: this machine has {cores} cores, and uses {cores}"
+
+
+def _own_threads() -> tuple[int, str]:
     wanted = os.environ.get("OMP_NUM_THREADS", "").split(",")[0].strip()  # a list has a number for each level of nesting
     if wanted.isdecimal() and int(wanted) > 0:
         return int(wanted), "auto: OMP_NUM_THREADS"

@@ -61,7 +61,8 @@ class RunConfig(Section):
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """`auto` takes a CUDA device if there is one."""
     num_threads: PositiveInt | None = None
-    """CPU threads for the network; null takes OMP_NUM_THREADS of the environment, else every core this process may use."""
+    """CPU threads for the network, at most as many as the machine has cores; null takes OMP_NUM_THREADS of the environment,
+    else every core this process may use."""
     checkpoint_every: int = Field(10, ge=0)
     """Steps between checkpoints; 0 keeps none but the last."""
     keep_checkpoints: PositiveInt = 2
@@ -111,6 +112,8 @@ class ImportTask(Section):
     path: str = Field(pattern=r"^[\w.]+:[\w.]+$")
     """`package.module:ClassOrFunction`; called with `params` and `seed`, gives an object with `train`, `held_out` and
     `score` (see `redline.ports.TaskSource`)."""
+    folder: Path | None = None
+    """Where the module is looked for when it is not an installed package; null is the folder in which redline is called."""
     params: dict[str, Any] = {}
     """Keyword arguments for it."""
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 import importlib
 import inspect
 import json
-import os
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from decimal import Decimal
 from functools import lru_cache
+from pathlib import Path
 from typing import Any, cast
 
 from redline.config.schema import ImportTask, JsonlTask, ReasoningGymTask, TaskConfig
@@ -136,7 +136,7 @@ def _read_reference(answer: Any, where: str, extract: Extract) -> str:
 
 def import_task_source(config: ImportTask, seed: int) -> TaskSource:
     """`package.module:Name`, called as `Name(seed=seed, **params)`."""
-    factory = _import_object(config.path)
+    factory = _import_object(config.path, (config.folder or Path()).absolute())
     with boundary() as caught:
         source = factory(seed=seed, **config.params)
     if isinstance(caught.error, RedlineError):
@@ -154,9 +154,9 @@ def import_task_source(config: ImportTask, seed: int) -> TaskSource:
     return cast(TaskSource, source)
 
 
-def _import_object(path: str) -> Any:
+def _import_object(path: str, folder: Path) -> Any:
     module_name, _, names = path.partition(":")
-    found: Any = _import_module(module_name)
+    found: Any = _import_module(module_name, folder)
     for name in names.split("."):
         if not hasattr(found, name):
             public = [public for public in vars(found) if not public.startswith("_")]
@@ -168,10 +168,10 @@ def _import_object(path: str) -> Any:
     return found
 
 
-def _import_module(name: str) -> Any:
+def _import_module(name: str, folder: Path) -> Any:
     # Last, not first: a folder called `datasets` beside the recipe must not hide the package of that name.
-    if os.getcwd() not in sys.path:
-        sys.path.append(os.getcwd())
+    if str(folder) not in sys.path:
+        sys.path.append(str(folder))
     with boundary() as caught:
         module = importlib.import_module(name)
     if caught.error is None:
@@ -179,11 +179,11 @@ def _import_module(name: str) -> Any:
     if isinstance(caught.error, ModuleNotFoundError) and f"{name}.".startswith(f"{caught.error.name}."):
         raise TaskError(
             f"rollouts.task.path: no module {caught.error.name!r}",
-            f"start redline where {name.replace('.', '/')}.py is (now in {os.getcwd()}), or install the package",
+            f"start redline where {name.replace('.', '/')}.py is (it was looked for in {folder}), or install the package",
         ) from caught.error
     raise TaskError(
         f"rollouts.task.path: importing {name} raised {type(caught.error).__name__}: {caught.error}",
-        f"`python -c 'import {name}'` must work in {os.getcwd()}",
+        f"`python -c 'import {name}'` must work in {folder}",
     ) from caught.error
 
 

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +27,28 @@ def replace_file(path: Path, content: bytes) -> None:
         temporary.replace(path)
     finally:
         temporary.unlink(missing_ok=True)
+
+
+@contextmanager
+def replacing_folder(path: Path) -> Iterator[Path]:
+    """Gives an empty folder to fill. When the block ends, everything in it is flushed to the disk and it takes the name `path`;
+    what was there is deleted after that. A block that raises, or a kill, leaves `path` as it was."""
+    scratch, old = (path.with_name(f".{path.name}.{end}") for end in ("partial", "old"))
+    for left in (scratch, old):
+        shutil.rmtree(left, ignore_errors=True)
+    scratch.mkdir(parents=True)
+    try:
+        yield scratch
+        for each in (*scratch.rglob("*"), scratch):
+            flush_to_disk(each)
+    except BaseException:
+        shutil.rmtree(scratch, ignore_errors=True)
+        raise
+    if path.exists():
+        path.rename(old)
+    scratch.rename(path)
+    flush_to_disk(path.parent)
+    shutil.rmtree(old, ignore_errors=True)
 
 
 def flush_to_disk(path: Path) -> None:
