@@ -6,6 +6,7 @@ import contextlib
 import errno
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal, NoReturn
 
@@ -42,7 +43,9 @@ def train(
     overrides: Annotated[
         list[str] | None, typer.Argument(metavar="[SECTION.KEY=VALUE]...", help="Replace values of the recipe.")
     ] = None,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Check everything, print the resolved run, load nothing.")] = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Check everything but the weights, print the resolved run, leave nothing.")
+    ] = False,
     resume: Annotated[bool, typer.Option("--resume", help="Continue a run folder from its last checkpoint.")] = False,
     from_scratch: Annotated[
         bool, typer.Option("--from-scratch", help="With --resume: begin again at step 0; what is there moves to set-aside-NNN.")
@@ -63,6 +66,10 @@ def train(
     resolved = resolve(config)
     if not resume:  # a run goes on as it began
         refuse_without_effect(resolved.config)
+    from redline.preflight import check
+
+    checked = check(resolved.config, folder.path if folder else None)
+    resolved = replace(resolved, warnings=(*resolved.warnings, *checked.notes))
     if dry_run:
         _print_resolved(resolved)
         return
@@ -72,7 +79,7 @@ def train(
         try:
             from redline.launch import train as launch_train
 
-            summary = launch_train(resolved, folder, resume=resume, from_scratch=from_scratch)
+            summary = launch_train(resolved, folder, resume=resume, from_scratch=from_scratch, tasks=checked.tasks)
         except KeyboardInterrupt:  # the launcher has said how to continue
             raise typer.Exit(130) from None
         typer.echo(json.dumps(summary) if as_json else summary["run"])
@@ -406,6 +413,14 @@ def _print_resolved(resolved: Resolved) -> None:
     typer.echo(json.dumps(resolved.config.model_dump(mode="json"), indent=2))
 
 
+_DISK_ERRORS = {
+    errno.ENOSPC: ("the disk is full", "free some space and continue with --resume"),
+    errno.EDQUOT: ("your share of the disk is used up", "free some space and continue with --resume"),
+    errno.EROFS: ("the disk is read-only", "give a folder on another disk"),
+    errno.EACCES: ("no permission", "give a folder that you may write to, or change its permissions"),
+}
+
+
 def main() -> None:
     """Run, and turn what we understand into a message, a hint and an exit code."""
     try:
@@ -413,9 +428,10 @@ def main() -> None:
     except RedlineError as error:
         _fail(f"error: {error}")
     except OSError as error:
-        if error.errno != errno.ENOSPC:
+        if error.errno not in _DISK_ERRORS:
             raise
-        _fail(f"error: the disk is full: {error}\n\nhint: free some space and continue with --resume")
+        what, hint = _DISK_ERRORS[error.errno]
+        _fail(f"error: {what}: {error}\n\nhint: {hint}")
 
 
 def _fail(message: str) -> NoReturn:

@@ -20,17 +20,17 @@ from redline.buffer import GroupBuffer, GroupStore, MemoryStore, TrajectoryStore
 from redline.buffer.segments import SEGMENT_BYTES
 from redline.config import Config, Resolved
 from redline.engine import NativeEngine
-from redline.errors import ConfigError, ModelError
+from redline.errors import ModelError
 from redline.models.decoder import Decoder
 from redline.models.hf import AnyDecoder, load_decoder, load_tokenizer, save_folder, stop_token_ids
 from redline.models.memory_use import MemoryUse
 from redline.models.peak import find_peak
 from redline.models.sources import model_folder
 from redline.models.trainable_lora import merged_tensors, save_adapter
-from redline.ports import Engine, Rollouts, TaskSource
-from redline.rollouts import BackgroundRollouts, Chat, SingleTurnRollouts, SteppedElsewhere, make_task_source
+from redline.ports import Engine, Rollouts
+from redline.preflight import LoadedTasks, check_placement, load_tasks
+from redline.rollouts import BackgroundRollouts, Chat, SingleTurnRollouts, SteppedElsewhere
 from redline.rollouts.reward_model import RewardModel
-from redline.rollouts.rewards import max_reward_workers
 from redline.telemetry import Progress, Recorder, RunFolder, describe_environment, process_start_ns, recording, span, write_json
 from redline.telemetry.device_time import DeviceTimer
 from redline.telemetry.durable import replacing_folder
@@ -112,10 +112,12 @@ class Stages:
         self.store.close()
 
 
-def train(resolved: Resolved, folder: RunFolder, *, resume: bool, from_scratch: bool = False) -> dict[str, Any]:
+def train(
+    resolved: Resolved, folder: RunFolder, *, resume: bool, from_scratch: bool = False, tasks: LoadedTasks | None = None
+) -> dict[str, Any]:
     """Run to the last step, or to an interrupt. Returns what `--json` prints. The folder gets its config.json once nothing is
     left that can be refused without loading weights; until then an error takes it away again. `from_scratch` moves what the
-    folder holds aside and begins at step 0."""
+    folder holds aside and begins at step 0; `tasks` are those of the recipe where the caller has loaded them already."""
     config = resolved.config
     recorder = Recorder(keep_spans=config.telemetry.trace or "opentelemetry" in config.telemetry.sinks)
     recorder.add("run.startup", process_start_ns(), time.perf_counter_ns())
@@ -129,7 +131,8 @@ def train(resolved: Resolved, folder: RunFolder, *, resume: bool, from_scratch: 
     ):
         with span("run.setup"):
             prepare_process(config)
-            tasks = load_tasks(config)
+            check_placement(config)
+            tasks = tasks or load_tasks(config)
             aside = set_everything_aside(folder) if from_scratch else None
             if config.run.device == "cuda":
                 recorder.time_device(DeviceTimer(lambda: torch.cuda.Event(enable_timing=True), keep_spans=recorder.keep_spans))
@@ -209,34 +212,9 @@ def _close_listeners(listeners: Listeners) -> None:
         listeners.close()
 
 
-@dataclass(slots=True, frozen=True)
-class LoadedTasks:
-    """The recipe's task source, and what is asked of it once."""
-
-    source: TaskSource
-    num_workers: int
-    """Threads that may score at once."""
-    held_out: list[Task]
-
-
-def load_tasks(config: Config) -> LoadedTasks:
-    """Load the task source, and refuse what one process cannot run. Needs neither a model nor a run folder."""
-    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        raise ConfigError("several processes were started, but this version trains a run with one", "start it without torchrun")
-    if config.engine.tensor_parallel_size > 1:
-        raise ConfigError(
-            f"engine.tensor_parallel_size = {config.engine.tensor_parallel_size}: training shares its weights with one process",
-            "leave it at 1",
-        )
-    num_held_out = config.rollouts.evaluation.num_tasks
-    with span("rollouts.setup"):
-        source = make_task_source(config.rollouts.task, config.run.seed)
-        num_workers = max_reward_workers(config.rollouts.max_reward_workers, source)
-        return LoadedTasks(source, num_workers, list(source.held_out(num_held_out)) if num_held_out else [])
-
-
 def build(config: Config, folder: RunFolder, progress: Progress, tasks: LoadedTasks | None = None) -> Stages:
     """The five stages, connected. `tasks` are those of the recipe where the caller has loaded them already."""
+    check_placement(config)
     tasks = tasks or load_tasks(config)
     device, dtype = torch.device(config.run.device), getattr(torch, config.model.dtype)
     with span("models.load"):

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from collections import defaultdict
 from dataclasses import dataclass
 from pathlib import Path
@@ -191,20 +192,41 @@ def test_json_is_the_last_line_and_one_document(finished: Finished) -> None:
     assert finished.stdout.count("\n") == 1, "stdout is for data alone"
 
 
-def test_a_dry_run_prints_the_whole_config_loads_no_torch_and_leaves_nothing(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "mistake", ["run.stepz=7", "trainer.kl_in=reward", "rollouts.reward_model.path=/nowhere", "run.folder=letters.yaml"]
+)
+def test_a_dry_run_says_what_is_wrong_with_a_recipe_before_it_loads_torch(tmp_path: Path, mistake: str) -> None:
     recipe = write_letters(tmp_path)
     for name in ("torch", "transformers"):
         (tmp_path / "poison" / name).mkdir(parents=True)
         (tmp_path / "poison" / name / "__init__.py").write_text("raise SystemExit('loaded by a dry run')")
-    before = sorted(tmp_path.iterdir())
-    stdout = succeed(
-        "train", recipe.name, "run.steps=7", "--dry-run", cwd=tmp_path, env={"PYTHONPATH": str(tmp_path / "poison")}
-    )
+    paths = [str(tmp_path / "poison"), *filter(None, [os.environ.get("PYTHONPATH")])]
+    done = redline("train", recipe.name, mistake, "--dry-run", cwd=tmp_path, env={"PYTHONPATH": os.pathsep.join(paths)})
+    assert done.returncode == 2
+    assert mistake.partition("=")[0] in done.stderr
+    assert "\n\nhint: " in done.stderr
+
+
+def test_a_dry_run_prints_the_whole_config_and_leaves_nothing(tmp_path: Path) -> None:
+    recipe = write_letters(tmp_path)
+    before = sorted(tmp_path.rglob("*"))
+    stdout = succeed("train", recipe.name, "run.steps=7", "--dry-run", cwd=tmp_path, env={"PYTHONDONTWRITEBYTECODE": "1"})
     printed = json.loads(stdout)
     assert printed["run"]["steps"] == 7
     assert printed["model"]["dtype"] == "float32"
     assert isinstance(printed["run"]["num_threads"], int)
-    assert sorted(tmp_path.iterdir()) == before
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_a_dry_run_finds_what_is_wrong_with_the_task_source(tmp_path: Path) -> None:
+    write_letters(tmp_path)
+    (tmp_path / "mine.py").write_text(
+        "from letters import Letters\n\nclass Mine(Letters):\n    def train(self, index):\n        return {}\n"
+    )
+    done = redline("train", "letters.yaml", "rollouts.task.path=mine:Mine", "--dry-run", cwd=tmp_path)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert "train(0) gave a dict, not a Task" in done.stderr
+    assert "Traceback" not in done.stderr
 
 
 BAD_COMMANDS: dict[str, tuple[list[str], str]] = {

@@ -38,7 +38,7 @@ class Resolved:
     reasons: dict[str, str]
     """Key → why it has the value we chose."""
     warnings: tuple[str, ...] = ()
-    """What was asked for and will disappoint."""
+    """What was asked for and will disappoint, and what else a person may want to know."""
 
 
 def resolve(config: Config) -> Resolved:
@@ -62,7 +62,9 @@ def resolve(config: Config) -> Resolved:
 
 
 def _check_paths(config: Config) -> None:
-    _check_model(config.model.path)
+    _check_model("model.path", config.model.path)
+    if config.rollouts.reward_model.path is not None:
+        _check_model("rollouts.reward_model.path", config.rollouts.reward_model.path)
     task = config.rollouts.task
     if task.kind == "jsonl" and not task.path.is_file():
         raise ConfigError(f"rollouts.task.path = {str(task.path)!r}: no such file", "give a file with one JSON object per line")
@@ -86,21 +88,21 @@ def _installed(package: str) -> bool:
         return False
 
 
-def _check_model(path: str) -> None:
+def _check_model(key: str, path: str) -> None:
     if path.startswith("builtin:"):
         if path not in BUILTIN_MODELS:
-            raise ConfigError(f"model.path = {path!r}: no such built-in model", f"one of {', '.join(BUILTIN_MODELS)}")
+            raise ConfigError(f"{key} = {path!r}: no such built-in model", f"one of {', '.join(BUILTIN_MODELS)}")
         return
     local = Path(path).expanduser()
     if local.is_dir():
         if not (local / "config.json").is_file():
-            raise ConfigError(f"model.path = {path!r}: the folder has no config.json", "give a Hugging Face model folder")
+            raise ConfigError(f"{key} = {path!r}: the folder has no config.json", "give a Hugging Face model folder")
     elif path.endswith(".gguf"):
         if not local.is_file():
-            raise ConfigError(f"model.path = {path!r}: no such file", "give the path of a .gguf file")
+            raise ConfigError(f"{key} = {path!r}: no such file", "give the path of a .gguf file")
     elif path.count("/") != 1 or path.startswith((".", "/", "~")):
         raise ConfigError(
-            f"model.path = {path!r}: no such folder",
+            f"{key} = {path!r}: no such folder",
             "give a Hugging Face folder, a .gguf file, a hub id such as Qwen/Qwen2.5-0.5B-Instruct, or "
             + " or ".join(BUILTIN_MODELS),
         )

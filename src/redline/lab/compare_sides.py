@@ -22,6 +22,7 @@ from redline.config import load_recipe, refuse_without_effect, resolve
 from redline.errors import CompareError, ConfigError
 from redline.lab.settings import make_settings
 from redline.lab.worker import Job
+from redline.preflight import check
 
 GIT = "git:"
 OWN_SOURCE = Path(redline.__file__).parents[1]
@@ -84,7 +85,9 @@ def _job(side: str, what: What, own: Sequence[str], stack: contextlib.ExitStack)
 def _recipe_task(recipe: Path, overrides: Sequence[str], is_own: bool = True) -> dict[str, Any]:
     """Another revision may know other keys, and is the one to say so."""
     if is_own:
-        refuse_without_effect(resolve(load_recipe(recipe, overrides)).config)
+        config = resolve(load_recipe(recipe, overrides)).config
+        refuse_without_effect(config)
+        check(config)
     elif not recipe.is_file():
         raise ConfigError(f"{recipe}: no such recipe", "give the path of a YAML recipe, such as recipes/demo.yaml")
     return {"recipe": str(recipe.resolve()), "overrides": list(overrides)}

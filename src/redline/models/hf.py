@@ -23,12 +23,14 @@ from redline.models.decoder import Decoder
 from redline.models.file_modes import give_usual_mode
 from redline.models.generic import GenericDecoder
 from redline.models.rope import rotary_frequencies
-from redline.models.spec import DecoderSpec, is_ours, refuse_quantized, spec_from_config
+from redline.models.spec import DecoderSpec, fixed_positions, is_ours, refuse_quantized, spec_from_config
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 AnyDecoder = Decoder | GenericDecoder
+
+MISMATCH = "the weights do not belong to this config.json"
 
 TOKENIZER_FILES = (
     "tokenizer.json",
@@ -97,6 +99,44 @@ def load_decoder(folder: Path, device: torch.device | str = "cpu", dtype: torch.
     return decoder
 
 
+def check_folder(folder: Path, *, with_weights: bool = True) -> int:
+    """Read a model folder without its weights, and refuse what could not be trained from it; of the weights, where they must be
+    there, only the names and the first dimensions. Returns the longest sequence that the model has positions for."""
+    config = load_config(folder)
+    refuse_quantized(config)
+    if not is_ours(config):
+        _check_foreign(config)
+        if with_weights:
+            _Weights(folder)
+        return fixed_positions(config)
+    spec = spec_from_config(config)
+    if with_weights:
+        weights = _Weights(folder)
+        for source in _layout(spec).values():
+            for name, rows in zip(source.names, source.rows, strict=True):
+                weights.check_rows(name, rows)
+    return spec.max_positions
+
+
+def _check_foreign(config: PretrainedConfig) -> None:
+    """Of a family that transformers runs; whether it runs on our attention is known only once it has."""
+    from transformers import AutoModelForCausalLM
+
+    if type(config) not in AutoModelForCausalLM._model_mapping:
+        raise ModelError(
+            f"model family {config.model_type!r} is no causal language model", "give the folder of a causal language model"
+        )
+    text = config.get_text_config()
+    changed = {name: getattr(text, name, None) for name in ("final_logit_softcapping", "logit_scale", "logits_scaling")}
+    for name, value in changed.items():
+        if value not in (None, 1):
+            raise ModelError(
+                f"model family {config.model_type!r} has {name} = {value}: its logits are more than a product with the output"
+                " weights, which training assumes",
+                "train a model whose head has no bias, scale or cap",
+            )
+
+
 def load_recompute_model(
     folder: Path, device: torch.device | str = "cpu", dtype: torch.dtype = torch.float32
 ) -> PreTrainedModel:
@@ -117,7 +157,7 @@ def load_recompute_model(
     if report["missing_keys"]:
         raise ModelError(
             f"{folder}: the weights lack {', '.join(sorted(report['missing_keys']))}",
-            "the weights do not belong to this config.json",
+            MISMATCH,
         )
     return model.to(device).eval()
 
@@ -229,11 +269,18 @@ class _Weights:
                 raise ModelError(f"{path}: damaged: {error}", "download or convert the model again") from error
             self._shards |= dict.fromkeys(shard.keys(), shard)
 
-    def read(self, name: str, shape: torch.Size) -> Tensor:
-        mismatch = "the weights do not belong to this config.json"
+    def check_rows(self, name: str, rows: int) -> None:
+        """Whether a weight is there, and has as many rows as config.json says, without reading it."""
         if name not in self._shards:
-            raise ModelError(f"{self._folder}: the weights lack {name}", mismatch)
+            raise ModelError(f"{self._folder}: the weights lack {name}", MISMATCH)
+        shape = self._shards[name].get_slice(name).get_shape()
+        if shape[0] != rows:
+            raise ModelError(f"{self._folder}: {name} is {shape}, config.json says {rows} rows", MISMATCH)
+
+    def read(self, name: str, shape: torch.Size) -> Tensor:
+        if name not in self._shards:
+            raise ModelError(f"{self._folder}: the weights lack {name}", MISMATCH)
         tensor = self._shards[name].get_tensor(name)
         if tensor.shape != shape:
-            raise ModelError(f"{self._folder}: {name} is {list(tensor.shape)}, config.json says {list(shape)}", mismatch)
+            raise ModelError(f"{self._folder}: {name} is {list(tensor.shape)}, config.json says {list(shape)}", MISMATCH)
         return tensor

@@ -11,13 +11,16 @@ import io
 import os
 import shutil
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from redline.config.installation import how_to_install
 from redline.errors import ModelError
 from redline.models.file_modes import give_usual_mode
 from redline.models.tiny import SMALL, write_tiny_model
+
+SMALL_FILES = ("*.json", "*.jinja", "*.txt", "tokenizer.model")
+"""Of a model on the hub: everything but the weights."""
 
 
 def model_folder(path: str, seed: int = 0) -> Path:
@@ -32,6 +35,26 @@ def model_folder(path: str, seed: int = 0) -> Path:
     if path == "builtin:smollm2-135m-instruct":
         return _cached(name, lambda folder: _convert_gguf(packaged_smollm2(), folder))
     return _cached(name, lambda folder: _convert_gguf(local, folder))
+
+
+def small_files(path: str, seed: int = 0) -> Path | None:
+    """A folder with the model's config and tokenizer, without the wait for its weights: they need not be in it where the model
+    comes from the hub. None for a .gguf file that was not converted yet, which must be there and have what it needs."""
+    if path in ("builtin:tiny", "builtin:small"):
+        return model_folder(path, seed)
+    if (cached := cached_folder(path, seed)) is not None:
+        return cached
+    local = Path(path).expanduser()
+    if local.is_dir():
+        return local
+    if path != "builtin:smollm2-135m-instruct" and not local.is_file():
+        return _fetch(path, SMALL_FILES)
+    if path.startswith("builtin:"):
+        packaged_smollm2()
+    missing = [package for package in ("gguf", "accelerate") if importlib.util.find_spec(package) is None]
+    if missing:
+        raise ModelError(f"{path}: reading a .gguf file needs {' and '.join(missing)}", how_to_install("demo"))
+    return None
 
 
 def cached_folder(path: str, seed: int = 0) -> Path | None:
@@ -107,14 +130,13 @@ def _convert_gguf(gguf: Path, folder: Path) -> None:
     tokenizer.save_pretrained(folder)
 
 
-def _fetch(hub_id: str) -> Path:
+def _fetch(hub_id: str, patterns: Sequence[str] = (*SMALL_FILES, "*.safetensors")) -> Path:
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError, RepositoryNotFoundError
 
-    patterns = ["*.json", "*.safetensors", "*.jinja", "*.txt", "tokenizer.model"]
     try:
-        return Path(snapshot_download(hub_id, allow_patterns=patterns))
-    except (RepositoryNotFoundError, LocalEntryNotFoundError, HfHubHTTPError, OSError) as error:
+        return Path(snapshot_download(hub_id, allow_patterns=list(patterns)))
+    except (RepositoryNotFoundError, LocalEntryNotFoundError, HfHubHTTPError, OSError, ValueError) as error:
         raise ModelError(
             f"{hub_id}: cannot be fetched: {error}", "check the name, or give a local Hugging Face folder"
         ) from error

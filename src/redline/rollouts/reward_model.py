@@ -116,6 +116,11 @@ def _load_classifier(folder: Path) -> PreTrainedModel:
     return model
 
 
+def check_classifier(folder: Path) -> None:
+    """Raise `ModelError` where a folder's config.json is not that of a reward model. Reads no weights."""
+    _refuse_others(folder, load_config(folder))
+
+
 def _refuse_others(folder: Path, config: PretrainedConfig) -> None:
     hint = "rollouts.reward_model.path takes a sequence classifier with one label"
     made_for = ", ".join(config.architectures or ["nothing that config.json names"])

@@ -15,6 +15,7 @@ from typing import Any, cast
 from redline.config.schema import ImportTask, JsonlTask, ReasoningGymTask, TaskConfig
 from redline.errors import RedlineError, TaskError, boundary
 from redline.ports import TaskSource
+from redline.rollouts.checked_tasks import check_methods
 from redline.rollouts.held_out import lowest_hashes, stable_hash
 from redline.rollouts.reasoning_gym import ReasoningGymTasks
 from redline.rollouts.rewards import Extract, extract_answer
@@ -145,12 +146,7 @@ def import_task_source(config: ImportTask, seed: int) -> TaskSource:
         raise TaskError(
             f"{config.path} could not be made: {type(caught.error).__name__}: {caught.error}", _calling(config, factory, seed)
         ) from caught.error
-    missing = [name for name in ("train", "held_out", "score") if not callable(getattr(source, name, None))]
-    if missing:
-        raise TaskError(
-            f"{config.path} gives a {type(source).__name__} without {', '.join(missing)}",
-            "a task source has the methods train(index), held_out(count) and score(task, text); see redline.ports.TaskSource",
-        )
+    check_methods(source, config.path)
     return cast(TaskSource, source)
 
 

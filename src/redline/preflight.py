@@ -1,0 +1,192 @@
+"""Everything that can be found wrong with a run before its weights are loaded. `--dry-run` is this; `train` does it before
+there is a run folder.
+
+    placement ──► folders ──► tasks ──► the model's files ──► prompts ──► the reward model's files
+
+What is cheap comes first. What the recipe alone tells (`config/`) is checked before, without torch.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeVar
+
+from redline.config import Config
+from redline.errors import ConfigError, RedlineError, TaskError, boundary
+from redline.ports import TaskSource
+from redline.rollouts import Chat, make_task_source
+from redline.rollouts.checked_tasks import held_out_tasks, training_task
+from redline.rollouts.rewards import max_reward_workers
+from redline.telemetry import span
+from redline.types import Task
+
+NUM_LOOKED_AT = 16
+"""Training tasks, and as many held-out ones, whose prompts are made."""
+
+Given = TypeVar("Given")
+Made = TypeVar("Made")
+
+
+@dataclass(slots=True, frozen=True)
+class LoadedTasks:
+    """The recipe's task source, and what is asked of it once."""
+
+    source: TaskSource
+    num_workers: int
+    """Threads that may score at once."""
+    held_out: list[Task]
+
+
+@dataclass(slots=True, frozen=True)
+class Checked:
+    """A run that nothing speaks against, as far as can be known without its weights."""
+
+    tasks: LoadedTasks
+    notes: tuple[str, ...]
+    """What was found that a person may want to know."""
+
+
+def check(config: Config, run: Path | None = None) -> Checked:
+    """Raise a `RedlineError` for whatever would end the run later. `config` is resolved; `run` is the folder of a run that goes
+    on. Imports torch and transformers, and fetches the small files of a model from the hub."""
+    check_placement(config)
+    _check_writable(config.run.folder, "run.folder") if run is None else _check_writable(run, "the run folder")
+    notes: list[str] = []
+    tasks = load_tasks(config)
+    if config.rollouts.evaluation.num_tasks and not tasks.held_out:
+        notes.append("the task source has no held-out tasks; nothing will be evaluated")
+    with span("rollouts.setup"):
+        first = _those_that_can(
+            range(NUM_LOOKED_AT), lambda index: training_task(tasks.source, index), "training tasks cannot be made", notes
+        )
+    with span("models.load"):
+        _check_device(config)
+        _check_model(config, [*first, *tasks.held_out[:NUM_LOOKED_AT]], notes)
+        _check_reward_model(config)
+    return Checked(tasks, tuple(notes))
+
+
+def load_tasks(config: Config) -> LoadedTasks:
+    """Load the task source and ask it for the held-out tasks. Needs neither a model nor a run folder."""
+    wanted = config.rollouts.evaluation.num_tasks
+    with span("rollouts.setup"):
+        source = make_task_source(config.rollouts.task, config.run.seed)
+        num_workers = max_reward_workers(config.rollouts.max_reward_workers, source)
+        return LoadedTasks(source, num_workers, held_out_tasks(source, wanted) if wanted else [])
+
+
+# ── where it runs ──────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def check_placement(config: Config) -> None:
+    """Refuse what needs more than one process."""
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        raise ConfigError("several processes were started, but this version trains a run with one", "start it without torchrun")
+    trainer = config.trainer
+    of_several = {
+        "engine.tensor_parallel_size": (config.engine.tensor_parallel_size, (1,)),
+        "trainer.sharding": (trainer.sharding, ("none",)),
+        "trainer.data_parallel_size": (trainer.data_parallel_size, (None, 1)),
+        "trainer.sequence_parallel_size": (trainer.sequence_parallel_size, (1,)),
+    }
+    for key, (value, possible) in of_several.items():
+        if value not in possible:
+            raise ConfigError(f"{key} = {value}: this version trains a run with one process", "leave it out")
+
+
+def _check_device(config: Config) -> None:
+    import torch
+
+    if config.run.device == "cuda" and not torch.cuda.is_available():
+        raise ConfigError(
+            "run.device = cuda: there is an NVIDIA device, but torch cannot use it",
+            "install a torch built for CUDA and a driver that fits it, or set run.device=cpu",
+        )
+
+
+def _check_writable(folder: Path, key: str) -> None:
+    """Whether files can be made in a folder that is there or can be made; none is left behind."""
+    there = next(path for path in (folder.absolute(), *folder.absolute().parents) if os.path.lexists(path))
+    if not there.is_dir():
+        raise ConfigError(f"{key} = {str(folder)!r}: {there} is a file, not a folder", "give another folder")
+    try:
+        with tempfile.TemporaryFile(dir=there):
+            pass
+    except OSError as error:
+        raise ConfigError(
+            f"{key} = {str(folder)!r}: nothing can be written to {there}: {error.strerror}",
+            "give a folder on a disk that you may write to, such as run.folder=/tmp/runs",
+        ) from error
+
+
+# ── what it is asked, and whom ─────────────────────────────────────────────────────────────────────────────────────────
+
+
+def _check_model(config: Config, tasks: Sequence[Task], notes: list[str]) -> None:
+    from redline.models.hf import check_folder, load_tokenizer
+    from redline.models.sources import small_files
+
+    path = config.model.path
+    folder = small_files(path, config.run.seed)
+    if folder is None:
+        notes.append(f"{path} is converted when it is first used; its prompts were not looked at")
+        return
+    is_whole = Path(path).expanduser().is_dir() or path.startswith("builtin:") or path.endswith(".gguf")
+    positions = check_folder(folder, with_weights=is_whole)
+    chat = Chat(load_tokenizer(folder), config.rollouts.system_prompt, config.rollouts.prompt_suffix)
+    longest = min(config.engine.max_model_len or positions, positions)
+    lengths = _those_that_can(tasks, lambda task: _prompt_length(chat, task, config, longest), "prompts cannot be used", notes)
+    notes.append(f"{len(lengths)} prompts looked at: {min(lengths)} to {max(lengths)} tokens, of {longest} with the answer")
+
+
+def _prompt_length(chat: Chat, task: Task, config: Config, longest: int) -> int:
+    with boundary() as caught:
+        length = len(chat.prompt_ids(task))
+    if caught.error is not None:
+        raise TaskError(
+            f"task {task.id}: the model's chat template refuses it: {caught.error}", "change the messages of the task"
+        ) from caught.error
+    new = config.rollouts.max_new_tokens
+    if length + new > longest:
+        raise TaskError(
+            f"task {task.id}: a prompt of {length} tokens and rollouts.max_new_tokens = {new} exceed the {longest} positions of"
+            f" {'engine.max_model_len' if longest == config.engine.max_model_len else config.model.path}",
+            "lower rollouts.max_new_tokens, or shorten the prompts",
+        )
+    return length
+
+
+def _check_reward_model(config: Config) -> None:
+    wanted = config.rollouts.reward_model.path
+    if wanted is None:
+        return
+    from redline.models.sources import small_files
+    from redline.rollouts.reward_model import check_classifier
+
+    folder = small_files(wanted, config.run.seed)
+    if folder is None:
+        raise ConfigError(
+            f"rollouts.reward_model.path = {wanted!r}: a .gguf file holds no classifier", "give a Hugging Face folder or hub id"
+        )
+    check_classifier(folder)
+
+
+def _those_that_can(given: Iterable[Given], make: Callable[[Given], Made], what: str, notes: list[str]) -> list[Made]:
+    """What `make` makes of each. Some that fail will be failures of the run's record, and a note here; where all do, there is
+    nothing to train on, and the first says why."""
+    made: list[Made] = []
+    errors: list[RedlineError] = []
+    for one in given:
+        try:
+            made.append(make(one))
+        except RedlineError as error:
+            errors.append(error)
+    if errors and not made:
+        raise errors[0]
+    if errors:
+        notes.append(f"{len(errors)} of {len(made) + len(errors)} {what}: {errors[0].message}")
+    return made
