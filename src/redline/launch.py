@@ -7,7 +7,7 @@ import os
 import sys
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -253,7 +253,7 @@ def build(config: Config, folder: RunFolder, progress: Progress, tasks: LoadedTa
         tasks.num_workers,
     )
     rollouts, shared_engine = _place_rollouts(config, attempts, engine, trainer)
-    store = _make_store(config, folder)
+    store = _make_store(config, folder, progress.note)
     return Stages(
         rollouts=rollouts,
         attempts=attempts,
@@ -307,7 +307,7 @@ def _place_rollouts(
     return rollouts, shared
 
 
-def _make_store(config: Config, folder: RunFolder) -> GroupStore:
+def _make_store(config: Config, folder: RunFolder, tell: Callable[[str], None]) -> GroupStore:
     """Whatever is let go, groups that may be replayed, or that a resumed run goes back to, stay. Segments go as a whole, so
     they are a small part of what there may be."""
     buffer = config.buffer
@@ -317,7 +317,12 @@ def _make_store(config: Config, folder: RunFolder) -> GroupStore:
     keep_steps = buffer.max_lag + 1 + (checkpointed or config.run.steps)
     segment_bytes = SEGMENT_BYTES if buffer.max_bytes is None else min(SEGMENT_BYTES, buffer.max_bytes // 8)
     return TrajectoryStore(
-        folder.trajectories, buffer.max_bytes, buffer.max_age_steps, keep_steps=keep_steps, segment_bytes=segment_bytes
+        folder.trajectories,
+        buffer.max_bytes,
+        buffer.max_age_steps,
+        keep_steps=keep_steps,
+        segment_bytes=segment_bytes,
+        tell=tell,
     )
 
 

@@ -258,3 +258,20 @@ def test_a_run_that_was_begun_with_relative_paths_in_its_config_goes_on_in_its_f
     folder.config.write_text(json.dumps(config))
     assert redline(tmp_path, "train", "letters.yaml", "--resume", "run.steps=3") == 0
     assert steps(folder.metrics) == [1, 2, 3]
+
+
+# ── a power cut ────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_after_a_power_cut_the_run_goes_on_by_itself_and_says_what_was_lost(tmp_path: Path) -> None:
+    prepare(tmp_path, steps=1000, checkpoint_every=0)
+    with forked(tmp_path, "train", "letters.yaml", is_profiled=False) as process:
+        wait_until(lambda: any(num_rows(path) >= 2 for path in tmp_path.glob("runs/*/metrics.jsonl")), process)
+        os.kill(process.pid, signal.SIGKILL)
+        end_of(process, tmp_path)
+    folder = only_run(tmp_path)
+    [segment] = folder.trajectories.glob("*.open.arrow")
+    segment.write_bytes(b"")  # its name was on the disk, and nothing of what it held
+    assert redline(tmp_path, "train", "letters.yaml", "--resume", "run.steps=3") == 0
+    assert "a power cut took what was written after the last checkpoint" in output(tmp_path)
+    assert steps(folder.metrics) == [1, 2, 3]

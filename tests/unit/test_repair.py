@@ -5,6 +5,7 @@ import errno
 import os
 import shutil
 import sqlite3
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -174,7 +175,9 @@ def test_a_torn_segment_is_refused_and_repaired(folder: Path, is_open: bool) -> 
     store = filled(folder, 60, segment_bytes=8 * SMALL)
     store.lease(range(4), 0)
     store.trained(range(4), 0)
-    if not is_open:
+    if is_open:
+        store.flush()
+    else:
         store.close()
     (torn,) = segment_files(folder)
     middle = np.array([-0.5, 0, 0, 0, -0.5, -1.0], dtype=np.float32).tobytes()  # logprobs come last
@@ -237,6 +240,147 @@ def test_a_bit_flipped_anywhere_never_gives_a_group_that_was_not_sampled(folder:
             for row, right in zip(found, expected[group.number], strict=True):
                 assert row | {"version": -1} == right, "the step that trained on it is not part of the checksum"
         segment.path.write_bytes(data)
+
+
+# ── a power cut ────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def flushed_and_more(folder: Path, **settings: Any) -> tuple[TrajectoryStore, bytes]:
+    """Groups 0 to 3 are trained on and flushed, as a checkpoint of version 1 does it; 4 to 7 came since, and 4 is trained on.
+    Gives the open segment as it was on the disk too."""
+    store = filled(folder, 4, **settings)
+    store.lease(range(4), 0)
+    store.trained(range(4), 0)
+    store.flush()
+    before = segment_files(folder)[-1].path.read_bytes()
+    store.begin(range(4, 8), 1)
+    for number in range(4, 8):
+        store.add(numbered(number, version=1))
+    store.lease([4], 1)
+    store.trained([4], 1)
+    return store, before
+
+
+def after_the_cut(folder: Path) -> tuple[TrajectoryStore, list[int], list[str]]:
+    """The store as a resumed run opens it, what it attempts again, what it says."""
+    told: list[str] = []
+    store = TrajectoryStore(folder, tell=told.append)
+    return store, store.resume(1), told
+
+
+def test_a_power_cut_that_took_the_newest_rows_is_mended_when_the_store_is_opened(folder: Path) -> None:
+    _, before = flushed_and_more(folder)
+    segment_files(folder)[-1].path.write_bytes(before)
+    store, again, told = after_the_cut(folder)
+    assert again == [4, 5, 6, 7]
+    assert store.counts["trained"] == 4
+    assert "power cut" in told[0]
+    assert any("attempted again: groups 5, 6, 7" in line for line in told)
+    for number in again:
+        store.add(numbered(number, version=1))
+    assert [tokens_of(store, number)[3] for number in range(8)] == [100 + number for number in range(8)]
+    store.close()
+    assert repair(folder).is_healthy
+
+
+@pytest.mark.parametrize("what_is_left", [None, b"", b"\0" * 5000])
+def test_a_power_cut_that_took_a_whole_new_segment_is_mended(folder: Path, what_is_left: bytes | None) -> None:
+    store = filled(folder, 4)
+    store.lease(range(4), 0)
+    store.trained(range(4), 0)
+    store._segments.seal()
+    store.flush()
+    store.begin([4, 5], 1)
+    store.add(numbered(4, version=1), numbered(5, version=1))
+    newest = segment_files(folder)[-1].path
+    if what_is_left is None:
+        newest.unlink()
+    else:
+        newest.write_bytes(what_is_left)
+    again, attempted, _ = after_the_cut(folder)
+    assert attempted == [4, 5]
+    again.add(numbered(4, version=1), numbered(5, version=1))
+    assert tokens_of(again, 5)[3] == 105
+    assert tokens_of(again, 2)[3] == 102
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_whichever_pages_a_power_cut_took_what_a_checkpoint_knows_of_is_there(folder: Path, seed: int) -> None:
+    """Pages reach the disk in any order: the head of a segment may be newer than its columns, and the other way round."""
+    _, before = flushed_and_more(folder, segment_bytes=64 * SMALL)
+    path = segment_files(folder)[-1].path
+    after, kept = path.read_bytes(), np.random.default_rng(seed).random(len(before) // PAGE + 1) < 0.5
+    pages = range(0, len(before), PAGE)
+    path.write_bytes(b"".join((after if kept[p // PAGE] else before)[p : p + PAGE] for p in pages))
+    store, again, _ = after_the_cut(folder)
+    assert set(again) <= {4, 5, 6, 7}
+    assert store.counts["trained"] == 4
+    for number in again:
+        store.add(numbered(number, version=1))
+    assert [tokens_of(store, number)[3] for number in range(8)] == [100 + number for number in range(8)]
+    store.close()
+    assert repair(folder).is_healthy
+
+
+def test_damage_to_what_was_flushed_still_asks_for_a_repair(folder: Path) -> None:
+    _, before = flushed_and_more(folder)
+    path = segment_files(folder)[-1].path
+    path.write_bytes(before)
+    flip(path, before.index(np.full(2, 102, dtype=np.int32).tobytes()))
+    assert "redline repair" in _hint(folder)
+    assert not list(folder.glob("damaged-*")), "nothing was changed"
+    report = repair(folder)
+    assert report.lost == {2: "trained", 4: "trained", 5: "attempted again", 6: "attempted again", 7: "attempted again"}
+    assert TrajectoryStore(folder).resume(1) == [4, 5, 6, 7]
+
+
+def test_an_index_that_does_not_say_what_was_flushed_asks_for_a_repair_which_helps(folder: Path) -> None:
+    """One of an earlier version."""
+    store, before = flushed_and_more(folder)
+    store._index._database.execute("DROP TABLE flushed")
+    segment_files(folder)[-1].path.write_bytes(before)
+    assert "redline repair" in _hint(folder)
+    report = repair(folder)
+    assert "has fewer attempts than the index knows of" in report.damage[0]
+    assert TrajectoryStore(folder).resume(1) == [4, 5, 6, 7]
+
+
+def _hint(folder: Path) -> str:
+    with pytest.raises(RunFolderError) as caught:
+        TrajectoryStore(folder).resume(1)
+    return caught.value.hint
+
+
+# ── another program ────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def locked(folder: Path) -> sqlite3.Connection:
+    """Somebody else is writing to the index."""
+    other = sqlite3.connect(folder / "index.sqlite", isolation_level=None, check_same_thread=False)
+    other.execute("BEGIN IMMEDIATE")
+    return other
+
+
+def test_a_lock_of_another_program_is_waited_for(folder: Path) -> None:
+    store = filled(folder, 1)
+    other = locked(folder)
+    timer = threading.Timer(0.3, other.rollback)
+    timer.start()
+    store.begin([1], 0)
+    timer.join()
+    assert store.next_number == 2
+
+
+def test_a_lock_that_is_kept_is_an_error_that_names_the_file(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("redline.buffer.index.PATIENCE_S", 0.2)
+    store = filled(folder, 1)
+    other = locked(folder)
+    with pytest.raises(RunFolderError, match=r"index\.sqlite: another program has locked it for more than 0\.2 s") as caught:
+        store.begin([1], 0)
+    assert "--resume" in caught.value.hint
+    other.rollback()
+    store.begin([1], 0)
+    assert store.next_number == 2
 
 
 # ── a damaged index ────────────────────────────────────────────────────────────────────────────────────────────────────

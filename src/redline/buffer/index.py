@@ -18,9 +18,12 @@ from pathlib import Path
 from typing import Any, Literal
 
 from redline.buffer.group_store import GroupState
+from redline.errors import RunFolderError
 from redline.telemetry.durable import flush_to_disk
 
 INDEX_NAME = "index.sqlite"
+PATIENCE_S = 30.0
+"""How long to wait for another program that is writing to the index: a backup, a browser of databases."""
 _SIDES = ("", "-wal", "-shm")
 
 
@@ -81,6 +84,8 @@ CREATE TABLE IF NOT EXISTS groups (
   settled_at REAL, checksum INTEGER NOT NULL,
   CHECK (state IN ({", ".join(repr(state.value) for state in GroupState)}))
 )"""
+_FLUSHED = "CREATE TABLE IF NOT EXISTS flushed (segment INTEGER NOT NULL, end_row INTEGER NOT NULL)"
+"""One row: how far the segments were on the disk for certain. An index of an earlier version has no such table."""
 _PUT = f"REPLACE INTO groups ({', '.join(COLUMNS)}, checksum) VALUES ({', '.join('?' * (len(COLUMNS) + 1))})"
 _GET = f"SELECT {', '.join(COLUMNS)}, checksum FROM groups"
 
@@ -112,7 +117,7 @@ class GroupIndex:
         self.path = folder / INDEX_NAME
         with _explained(self.path):
             uri = f"{self.path.absolute().as_uri()}?mode={mode}"
-            self._database = sqlite3.connect(uri, uri=True, isolation_level=None, check_same_thread=False)
+            self._database = sqlite3.connect(uri, timeout=PATIENCE_S, uri=True, isolation_level=None, check_same_thread=False)
         try:
             with _explained(self.path):
                 self._set_up(mode)
@@ -125,7 +130,10 @@ class GroupIndex:
             self._database.execute("PRAGMA journal_mode = WAL")
             self._database.execute("PRAGMA synchronous = NORMAL")
         if mode == "rwc":
+            is_new = not self._database.execute("SELECT COUNT(*) FROM sqlite_master WHERE name = 'groups'").fetchone()[0]
             self._database.execute(_TABLE)
+            if is_new:
+                self._put_flushed(0, 0)
         else:
             self._database.execute(f"{_GET} LIMIT 0")
 
@@ -169,6 +177,25 @@ class GroupIndex:
             problem = self._database.execute("PRAGMA quick_check(1)").fetchone()[0]
         if problem != "ok":
             raise DamagedIndexError(f"{self.path}: {problem}")
+
+    @property
+    def flushed(self) -> tuple[int, int] | None:
+        """The segment, and the row of it, before which everything is on the disk; None where nobody has kept count."""
+        with _explained(self.path):
+            if not self._database.execute("SELECT COUNT(*) FROM sqlite_master WHERE name = 'flushed'").fetchone()[0]:
+                return None
+            found = self._database.execute("SELECT segment, end_row FROM flushed").fetchall()
+        return found[0] if len(found) == 1 and all(isinstance(value, int) for value in found[0]) else None
+
+    def mark_flushed(self, segment: int, end_row: int) -> None:
+        """Remember it; it counts from the next `flush` on."""
+        with _explained(self.path), self._transaction():
+            self._put_flushed(segment, end_row)
+
+    def _put_flushed(self, segment: int, end_row: int) -> None:
+        self._database.execute(_FLUSHED)
+        self._database.execute("DELETE FROM flushed")
+        self._database.execute("INSERT INTO flushed VALUES (?, ?)", (segment, end_row))
 
     def flush(self) -> None:
         """Everything up to here survives a power cut too. SQLite flushes its log only now and then; its readers are not waited
@@ -222,6 +249,11 @@ def _explained(path: Path) -> Iterator[None]:
         code = getattr(error, "sqlite_errorcode", None)  # Python's own, such as text that is no UTF-8, have none
         if code in (sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR_WRITE):
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path)) from error
+        if code is not None and code & 0xFF in (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED):  # the rest says where
+            raise RunFolderError(
+                f"{path}: another program has locked it for more than {PATIENCE_S:g} s",
+                f"end that program (`fuser {path}` names it), then continue with --resume",
+            ) from error
         raise DamagedIndexError(f"{path}: {error}") from error
     except (sqlite3.DatabaseError, UnicodeDecodeError) as error:
         raise DamagedIndexError(f"{path}: {error}") from error

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -72,6 +72,17 @@ class RepairReport:
 
 def repair(folder: Path) -> RepairReport:
     """Of a `trajectories/` folder that nobody is writing to."""
+    return _repair(folder)
+
+
+def mend(folder: Path, numbers: Collection[int]) -> RepairReport | None:
+    """Repair a folder in which these groups are all that is lost. Returns None, and changes nothing, where more is."""
+    report = _repair(folder, at_most=numbers)
+    return None if report.index_rebuilt or report.lost.keys() - set(numbers) else report
+
+
+def _repair(folder: Path, at_most: Collection[int] | None = None) -> RepairReport:
+    """Changes nothing where groups beyond `at_most` are lost, or the index."""
     report, aside = RepairReport(), _free_folder(folder)
     segments = {file.number: _Salvaged.of(file) for file in segment_files(folder)}
     known = _read_index(folder, report, expected=bool(segments))
@@ -82,7 +93,9 @@ def repair(folder: Path) -> RepairReport:
     rows = _rebuilt(segments) if known is None else _corrected(known, segments)
     report.lost = _lost(known or {}, rows, segments, report)
     report.num_intact = sum(row.is_stored and row.segment in segments for row in rows.values())
-    if report.is_healthy:
+    report.index_rebuilt = known is None and not report.is_healthy
+    is_too_much = at_most is not None and (report.index_rebuilt or report.lost.keys() - set(at_most))
+    if report.is_healthy or is_too_much:
         return report
     for segment in segments.values():
         if segment.damage:
@@ -222,17 +235,21 @@ def _lost(
                 report.damage.append(f"{segment_path(Path(), row.segment)} is missing, and group {number} in it")
         elif row.segment in segments:
             lost[number] = row.state.value
+    places = {before[number].segment for number in lost}
+    for number, segment in segments.items():
+        if number in places and not segment.damage:  # whole in itself
+            report.damage.append(f"{segment.file.path.name}: has fewer attempts than the index knows of")
     return lost
 
 
 def _write_index(folder: Path, rows: Iterable[GroupRow], aside: Path, report: RepairReport, *, rebuild: bool) -> None:
     if rebuild:
-        report.index_rebuilt = True
         for path in index_files(folder):
             report.set_aside.append(_kept(path, aside))
             path.unlink()
     index = GroupIndex(folder)
     index.put(rows)
+    index.mark_flushed(max((file.number + 1 for file in segment_files(folder)), default=0), 0)
     index.flush()
     index.close()
 

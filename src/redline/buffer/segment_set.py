@@ -99,12 +99,13 @@ class SegmentSet:
         self._replaced(self._open.number, self._open.seal())
         self._open = None
 
-    def flush(self) -> None:
-        """Rows and marks, then the names of the files."""
+    def flush(self) -> tuple[int, int]:
+        """Rows and marks, then the names of the files. Returns the segment, and the row, before which all is on the disk."""
         for number in sorted(self._unflushed & self._segments.keys()):
             flush_to_disk(self._segments[number].path)
         flush_to_disk(self._folder)
         self._unflushed.clear()
+        return (self._next, 0) if self._open is None else (self._open.number, self._open.rows)
 
     def evict(self, version: int, max_bytes: int | None, max_age: int | None, keep_steps: int) -> None:
         """Whole segments, the oldest first, and never one that is still wanted."""
@@ -141,6 +142,22 @@ class SegmentSet:
             segment = self._segments[number]
             if read_segment(segment.path).num_rows < segment.totals.end_row:
                 raise DamagedSegmentError(f"{segment.path} has fewer attempts than the index knows of")
+
+    def lost(self, rows: Iterable[GroupRow]) -> list[GroupRow]:
+        """Those of which the attempts are not there, or not as they were written. A segment that was sealed is not looked into:
+        it was flushed then. A settled group whose segment is gone was evicted with it."""
+        lost = []
+        for number, members in groupby(sorted(rows, key=_segment_of), key=_segment_of):
+            if number not in self._segments:
+                lost += [row for row in members if row.is_live]
+            elif number in self.left_open:
+                try:
+                    stored = Rows(read_segment(self._segments[number].path))
+                except DamagedSegmentError:
+                    lost += members
+                else:
+                    lost += [row for row in members if not stored.is_intact(row.first_row, row.end_row)]
+        return lost
 
     def check_groups(self, rows: Iterable[GroupRow]) -> None:
         """These are what was written."""

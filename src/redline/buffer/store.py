@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -22,6 +22,7 @@ from redline.buffer.columns import Mark, group_nodes
 from redline.buffer.found import found_groups
 from redline.buffer.group_store import GroupInfo, GroupState
 from redline.buffer.index import DamagedIndexError, GroupIndex, GroupRow, index_files
+from redline.buffer.repair import mend
 from redline.buffer.restored import restored_group
 from redline.buffer.segment_set import SegmentSet
 from redline.buffer.segments import SEGMENT_BYTES, DamagedSegmentError, segment_files
@@ -64,15 +65,17 @@ class TrajectoryStore:
         *,
         keep_steps: int = 0,
         segment_bytes: int = SEGMENT_BYTES,
+        tell: Callable[[str], None] = lambda text: None,
     ) -> None:
         """Segments without a group that is still wanted are deleted, the oldest first, while all take more than `max_bytes`,
         or when everything in them is older than `max_age_steps`; the groups of the last `keep_steps` steps always stay, for
-        replays and for a run that goes back to its last checkpoint."""
+        replays and for a run that goes back to its last checkpoint. `tell` hears of what a power cut took, which is mended."""
         self.folder = folder
         self._max_bytes, self._max_age, self._keep_steps = max_bytes, max_age_steps, keep_steps
         folder.mkdir(parents=True, exist_ok=True)
         for scratch in folder.glob(".*.partial"):
             scratch.unlink()
+        self._segment_bytes, self._tell = segment_bytes, tell
         self._segments = SegmentSet(folder, segment_bytes)
         self._portion_tokens = segment_bytes // (PORTIONS * BYTES_PER_TOKEN)
         self._rows: dict[int, GroupRow] = {}
@@ -179,7 +182,8 @@ class TrajectoryStore:
                 marks.setdefault(_mark_of(now), []).append(row)
         for mark, marked in marks.items():
             self._mark(marked, mark)
-        self._index.put(changed)
+        with self._explained():
+            self._index.put(changed)
         self._version = version
         self._remember(changed, {row.number: row for row in rows})
         with self._explained():
@@ -188,12 +192,17 @@ class TrajectoryStore:
 
     def flush(self) -> None:
         """Everything up to here survives a power cut, not only a kill."""
-        self._segments.flush()
-        self._index.flush()
+        flushed = self._segments.flush()
+        with self._explained():
+            self._index.mark_flushed(*flushed)
+            self._index.flush()
 
     def close(self) -> None:
         self._segments.seal()
-        self._index.close()
+        try:
+            self.flush()
+        finally:
+            self._index.close()
 
     # ── rows ───────────────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -214,7 +223,8 @@ class TrajectoryStore:
         self._put([replace(row, state=to, **changes) for row in rows], version)  # type: ignore[arg-type]
 
     def _put(self, rows: Sequence[GroupRow], version: int) -> None:
-        self._index.put(rows)
+        with self._explained():
+            self._index.put(rows)
         self._version = version
         self._remember(rows, self._rows)
 
@@ -268,6 +278,7 @@ class TrajectoryStore:
         self._index = GroupIndex(self.folder, "rw" if has_segments else "rwc")
         try:
             self._index.check()
+            self._mend()
             counts, totals, self._next_number, self._version = self._index.totals()
             self._counts = Counter(counts)
             self._segments.know(totals)
@@ -279,6 +290,27 @@ class TrajectoryStore:
         except BaseException:
             self._index.close()
             raise
+
+    def _mend(self) -> None:
+        """What was written after the last flush, a power cut may have taken from the segments and left in the index. No
+        checkpoint knows of it: these groups are attempted again, and nothing is lost. Where more is damaged, it stays so."""
+        flushed = self._index.flushed
+        if flushed is None:
+            return
+        segment, row = flushed
+        since = self._index.rows("segment > ? OR (segment = ? AND first_row >= ?)", segment, segment, row)
+        lost = {row.number for row in self._segments.lost(since)}
+        if not lost:
+            return
+        self._index.close()
+        report = mend(self.folder, lost)
+        self._index = GroupIndex(self.folder, "rw")
+        if report is None:
+            return
+        self._segments = SegmentSet(self.folder, self._segment_bytes)
+        self._tell("trajectories: a power cut took what was written after the last checkpoint; mended:")
+        for line in report.lines:
+            self._tell(f"  {line}")
 
     def _take_in(self, number: int) -> None:
         """A segment that was open when its process ended: what the index does not know yet, and then without the gaps."""
