@@ -8,7 +8,7 @@ import json
 import sys
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal, NoReturn
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NoReturn
 
 import typer
 
@@ -53,37 +53,18 @@ def train(
     as_json: Annotated[bool, typer.Option("--json", help="End with one JSON document on stdout.")] = False,
 ) -> None:
     """Train a model as a recipe says."""
-    from redline.config import load_recipe, refuse_without_effect, resolve
-    from redline.telemetry import RunFolder
     from redline.telemetry.unread_output import dropping_unread_output
 
     if from_scratch and not resume:
         raise ConfigError("--from-scratch begins an existing run again", "add --resume, or leave it out for a new run")
-    if resume:
-        folder, config = _run_to_continue(recipe, overrides or [])
-    else:
-        folder, config = None, load_recipe(recipe, overrides or [])
-    resolved = resolve(config)
-    if not resume:  # a run goes on as it began
-        refuse_without_effect(resolved.config)
-    from redline.preflight import check
-
-    checked = check(resolved.config, folder.path if folder else None)
-    resolved = replace(resolved, warnings=(*resolved.warnings, *checked.notes))
-    if dry_run:
-        _print_resolved(resolved)
-        return
-    if folder is None:
-        folder = RunFolder.create(config.run.folder, config.run.name)
     with dropping_unread_output():
         try:
-            from redline.launch import train as launch_train
-
-            summary = launch_train(resolved, folder, resume=resume, from_scratch=from_scratch, tasks=checked.tasks)
-        except KeyboardInterrupt:  # the launcher has said how to continue
+            summary = _train(recipe, overrides or [], dry_run=dry_run, resume=resume, from_scratch=from_scratch)
+        except KeyboardInterrupt:  # where there is something to continue, the launcher has said how
             raise typer.Exit(130) from None
-        typer.echo(json.dumps(summary) if as_json else summary["run"])
-    if not summary["finished"]:
+        if summary is not None:
+            typer.echo(json.dumps(summary) if as_json else summary["run"])
+    if summary is not None and not summary["finished"]:
         raise typer.Exit(130)
 
 
@@ -381,6 +362,32 @@ def profile(
     if wait:
         for path in wait_for_summaries(folder, request):
             typer.echo(path)
+
+
+def _train(path: Path, overrides: list[str], *, dry_run: bool, resume: bool, from_scratch: bool) -> dict[str, Any] | None:
+    """What the run came to; None of a dry run. Refuses what it can before there is a run folder."""
+    from redline.config import load_recipe, refuse_without_effect, resolve
+    from redline.telemetry import RunFolder
+
+    if resume:
+        folder, config = _run_to_continue(path, overrides)
+    else:
+        folder, config = None, load_recipe(path, overrides)
+    resolved = resolve(config)
+    if not resume:  # a run goes on as it began
+        refuse_without_effect(resolved.config)
+    from redline.preflight import check
+
+    checked = check(resolved.config, folder.path if folder else None)
+    resolved = replace(resolved, warnings=(*resolved.warnings, *checked.notes))
+    if dry_run:
+        _print_resolved(resolved)
+        return None
+    if folder is None:
+        folder = RunFolder.create(config.run.folder, config.run.name)
+    from redline.launch import train as launch_train
+
+    return launch_train(resolved, folder, resume=resume, from_scratch=from_scratch, tasks=checked.tasks)
 
 
 def _run_to_continue(path: Path, overrides: list[str]) -> tuple[RunFolder, Config]:

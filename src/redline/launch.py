@@ -136,9 +136,6 @@ def train(
             aside = set_everything_aside(folder) if from_scratch else None
             if config.run.device == "cuda":
                 recorder.time_device(DeviceTimer(lambda: torch.cuda.Event(enable_timing=True), keep_spans=recorder.keep_spans))
-            write_json(folder.config, config.model_dump(mode="json"))  # when resumed too: run.steps may be a new number
-            if not folder.environment.exists():
-                write_json(folder.environment, describe_environment())
             progress = Progress(config.run.steps)
             for note in (f"run folder {folder.path}", *resolved.warnings):
                 progress.note(note)
@@ -150,6 +147,9 @@ def train(
                 listeners.add(listener)
             listeners.started(folder, config)
             at_end.callback(_close_listeners, listeners)
+            write_json(folder.config, config.model_dump(mode="json"))  # when resumed too: run.steps may be a new number
+            if not folder.environment.exists():
+                write_json(folder.environment, describe_environment())
         with span("run.setup"):
             stages = build(config, folder, progress, tasks)
         watchdog.begin(stages.queues)

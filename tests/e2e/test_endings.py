@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 from pathlib import Path
 
 import pytest
 from crashing import Unread, end_of, forked, output, run_to_end, wait_until
 from processes import num_rows, only_run, rows, write_letters
+from safetensors.torch import load_file, save_file
 
 from redline.models.sources import model_folder
 from redline.telemetry.failure import read_failure
@@ -49,20 +51,33 @@ def test_a_run_that_is_refused_for_its_task_leaves_no_folder(tmp_path: Path) -> 
     assert runs(tmp_path) == []
 
 
+def test_a_run_whose_sink_cannot_start_leaves_no_folder(tmp_path: Path) -> None:
+    pytest.importorskip("prometheus_client")
+    path = prepare(tmp_path)
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        telemetry = f"  sinks: [prometheus]\n  prometheus: {{port: {port}}}\n"
+        path.write_text(path.read_text().replace("telemetry:\n", f"telemetry:\n{telemetry}"))
+        assert redline(tmp_path, "train", "letters.yaml") == 2
+    assert runs(tmp_path) == []
+
+
 @pytest.fixture
-def torn_model(tmp_path: Path) -> Path:
-    """A model folder whose weights cannot be read; `mend` beside it holds them whole."""
+def wrong_model(tmp_path: Path) -> Path:
+    """A model folder whose weights cannot be used, which shows when they are loaded; `mend` beside it has the right ones."""
     folder, whole = tmp_path / "model", model_folder("builtin:tiny")
     folder.mkdir()
     for path in whole.iterdir():
         (folder / path.name).write_bytes(path.read_bytes())
     (folder / "model.safetensors").rename(tmp_path / "mend")
-    (folder / "model.safetensors").write_bytes((tmp_path / "mend").read_bytes()[:-100])
+    tensors = load_file(tmp_path / "mend")
+    name = "model.layers.0.mlp.down_proj.weight"
+    save_file(tensors | {name: tensors[name][:, :-1].contiguous()}, folder / "model.safetensors")
     return folder
 
 
-def test_a_run_whose_model_cannot_be_loaded_says_why_wherever_one_looks(torn_model: Path, tmp_path: Path) -> None:
-    prepare(tmp_path, str(torn_model))
+def test_a_run_whose_model_cannot_be_loaded_says_why_wherever_one_looks(wrong_model: Path, tmp_path: Path) -> None:
+    prepare(tmp_path, str(wrong_model))
     assert redline(tmp_path, "train", "letters.yaml") != 0
     folder = only_run(tmp_path)
     failure = read_failure(folder)
@@ -78,12 +93,12 @@ def test_a_run_whose_model_cannot_be_loaded_says_why_wherever_one_looks(torn_mod
     assert f"{folder.path.name} failed before its first step" in output(tmp_path)
 
 
-def test_a_run_that_failed_before_its_first_step_is_continued_only_by_its_folder(torn_model: Path, tmp_path: Path) -> None:
-    prepare(tmp_path, str(torn_model))
+def test_a_run_that_failed_before_its_first_step_is_continued_only_by_its_folder(wrong_model: Path, tmp_path: Path) -> None:
+    prepare(tmp_path, str(wrong_model))
     redline(tmp_path, "train", "letters.yaml")
     assert redline(tmp_path, "train", "letters.yaml", "--resume") == 2
     assert "letters-001 failed before its first step" in output(tmp_path)
-    (tmp_path / "mend").replace(torn_model / "model.safetensors")
+    (tmp_path / "mend").replace(wrong_model / "model.safetensors")
     assert redline(tmp_path, "train", "runs/letters-001", "--resume") == 0
     assert runs(tmp_path) == ["letters-001"]
     assert read_failure(only_run(tmp_path)) is None
@@ -98,7 +113,7 @@ class Obstructing(Letters):
 
     def train(self, index):
         place, told = pathlib.Path("runs/letters-001/checkpoints"), pathlib.Path("told")
-        if index >= 6 and not told.exists():
+        if index >= 6 and place.is_dir() and not told.exists():
             told.touch()
             place.rename("checkpoints")
             place.touch()
