@@ -227,7 +227,7 @@ class Slow(Letters):
 """
 
 
-@pytest.mark.parametrize("max_lag", [0, 1])
+@pytest.mark.parametrize("max_lag", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_after_a_second_ctrl_c_the_run_says_how_to_continue_and_can(max_lag: int, tmp_path: Path) -> None:
     path = prepare(tmp_path, steps=1000)
     path.write_text(path.read_text().replace("letters:Letters", "letters:Slow") + f"buffer: {{max_lag: {max_lag}}}\n")

@@ -172,8 +172,8 @@ def test_the_environment_says_what_the_numbers_depend_on(finished: Finished) -> 
     assert environment["command"][:2] == ["redline", "train"]
 
 
-def test_only_the_last_checkpoint_is_left(finished: Finished) -> None:
-    assert [path.name for path in finished.folder.checkpoints.iterdir()] == [f"step-{STEPS:06d}"]
+def test_only_the_last_two_checkpoints_are_left(finished: Finished) -> None:
+    assert sorted(path.name for path in finished.folder.checkpoints.iterdir()) == ["step-000030", f"step-{STEPS:06d}"]
 
 
 # ── the command line ───────────────────────────────────────────────────────────────────────────────────────────────────
