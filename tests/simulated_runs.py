@@ -89,12 +89,12 @@ def _row(rng: np.random.Generator, world: World, step: int, drift: float, droppe
     hiccup = 0.4 if rng.random() < 0.03 else 1.0
     trained = int(rng.integers(2, GROUPS + 1)) * 400 if rng.random() > 0.05 else 0
     speed = float(np.exp(drift)) * hiccup
+    success = min(0.9, world.success * (1 + step / 2000))
     return {
         "step": step,
         "rollouts/groups": world.groups,
-        "rollouts/reward_mean": float(rng.binomial(attempts, min(0.9, world.success * (1 + step / 2000)))) / attempts
-        if attempts
-        else None,
+        "rollouts/groups_with_signal": round(world.groups * (1 - success**GROUP_SIZE - (1 - success) ** GROUP_SIZE)),
+        "rollouts/reward_mean": float(rng.binomial(attempts, success)) / attempts if attempts else None,
         "rollouts/failures": int(rng.binomial(attempts, world.failure)),
         "engine/tokens_per_s": 9000 * world.engine_speed * speed * float(rng.lognormal(0, 0.08)),
         "engine/new_tokens": attempts * 32,

@@ -7,7 +7,7 @@ import os
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -36,6 +36,7 @@ from redline.telemetry.device_time import DeviceTimer
 from redline.telemetry.durable import replacing_folder
 from redline.telemetry.failure import recording_failure
 from redline.telemetry.host import Host
+from redline.telemetry.learning import Learning
 from redline.telemetry.listeners import Listeners
 from redline.telemetry.metrics import MetricsLog
 from redline.telemetry.nvml import find_gpus
@@ -418,17 +419,36 @@ def _summary(
     console.print(summary_line(judged))
     if missed := [verdict for verdict in judged if verdict.met is False]:
         console.print(target_table(missed))
-    if finished:
-        console.print(f"trained model: {folder.model}")
-    else:
+    learning = Learning(MetricsLog.read(folder.metrics), config.rollouts.group_size)
+    for line in _what_was_learned(config, folder, learning, finished):
+        console.print(line, soft_wrap=True)
+    if not finished:
         console.print(f"stopped after step {stages.trainer.version}; continue with: redline train {folder.path} --resume")
     return {
         "run": str(folder.path),
         "steps": stages.trainer.version,
         "finished": finished,
         "model": str(folder.model) if finished else None,
-        "evaluation": {str(version): accuracy for version, accuracy in sorted(watch.accuracy.items())},
+        "weights_changed": learning.moved_weights,
+        "why_not": learning.why_not,
+        "evaluation": {str(version): reward for version, reward in sorted(watch.rewards.items())},
+        "accuracy": {str(version): share for version, share in sorted(watch.accuracies.items())},
         "targets": [asdict(verdict) for verdict in judged],
         "unaccounted_fraction": ledger.lanes["main"].unaccounted_fraction,
         "wall_s": ledger.lanes["main"].wall_ns / 1e9,
     }
+
+
+def _what_was_learned(config: Config, folder: RunFolder, learning: Learning, finished: bool) -> Iterator[str]:
+    """The last lines of a run: a model is called trained only where some step has moved its weights."""
+    quiet = learning.steps_without_signal
+    if learning.why_not is not None:
+        yield f"nothing was learned: {learning.why_not}"
+        kept = "only decayed" if config.trainer.weight_decay else "are those that the run began with"
+        if finished:
+            yield f"the weights in {folder.model} {kept}; `redline show {folder.path}` has the attempts and their rewards"
+        return
+    if quiet >= config.telemetry.alerts.no_signal_steps and "not_learning" not in config.telemetry.alerts.off:
+        yield f"nothing was learned in the last {quiet} steps: all attempts of every group scored alike"
+    if finished:
+        yield f"trained model: {folder.model}"

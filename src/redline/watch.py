@@ -15,12 +15,14 @@ from statistics import median
 from types import FrameType
 from typing import Any
 
+import numpy as np
 from rich.console import Console
 
 from redline.config.schema import Config
 from redline.engine.stats import EngineStats, metrics_between
 from redline.errors import DamagedCheckpointError, RunFolderError, boundary
 from redline.ports import Trainer
+from redline.rollouts.accuracy import accuracy
 from redline.telemetry import MetricsLog, Progress, Recorder, RunFolder, TraceWriter, span, write_json
 from redline.telemetry.failure import steps_logged
 from redline.telemetry.ledger import by_section
@@ -94,8 +96,10 @@ class RunWatch:
         self._interrupted = False
         self.samples: dict[int, list[SampleAnswer]] = {}
         """Policy version → the answers to show."""
-        self.accuracy: dict[int, float] = {}
+        self.rewards: dict[int, float] = {}
         """Policy version → mean reward on held-out tasks."""
+        self.accuracies: dict[int, float] = {}
+        """The same of the share of right answers, where the task says which are right."""
 
     # ── called by the loop ─────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -188,16 +192,20 @@ class RunWatch:
         started = time.perf_counter()
         with span("run.evaluate", version=version):
             attempts = self._evaluate(self._held_out)
-            rewards = [t.reward for trajectories in attempts for t in trajectories]
+            answers = [t for trajectories in attempts for t in trajectories]
+            found, rewards = accuracy(answers), [t.reward for t in answers]
             seconds = time.perf_counter() - started
-            self.accuracy[version] = sum(rewards) / len(rewards)
+            self.rewards[version] = sum(rewards) / len(rewards)
+            if found is not None:
+                self.accuracies[version] = found
             shown = zip(self._held_out, attempts, strict=True)
             self.samples[version] = [
                 SampleAnswer(task.messages[-1]["content"], trajectories[0].text, trajectories[0].reward)
                 for task, trajectories in list(shown)[:NUM_SAMPLES_SHOWN]
             ]
             row = {
-                "evaluation/reward_mean": self.accuracy[version],
+                "evaluation/reward_mean": self.rewards[version],
+                **({} if found is None else {"evaluation/accuracy": found}),
                 "evaluation/num_tasks": len(attempts),
                 "evaluation/num_answers": len(rewards),
                 "evaluation/seconds": seconds,
@@ -205,7 +213,7 @@ class RunWatch:
             }
             self._evaluations.rewind(version - 1)  # a resumed run may evaluate a version once more
             self._listeners.evaluation(self._evaluations.append(version, row))
-        self._progress.evaluation(f"held-out, step {version}", self.accuracy[version], len(rewards), seconds)
+        self._progress.evaluation(f"held-out, step {version}", self.rewards[version], len(rewards), seconds, found)
 
     def checkpoint(self) -> None:
         """Save the trainer, then let go of the oldest checkpoints. One that is still being written does not count yet."""
@@ -237,7 +245,9 @@ class RunWatch:
             self.num_groups_counted = sum(row.get("rollouts/groups", 0) for row in MetricsLog.read(self._folder.metrics))
             self._evaluations.rewind(self._trainer.version, aside)
             for row in MetricsLog.read(self._folder.evaluations):
-                self.accuracy[row["step"]] = row["evaluation/reward_mean"]
+                self.rewards[row["step"]] = row["evaluation/reward_mean"]
+                if "evaluation/accuracy" in row:
+                    self.accuracies[row["step"]] = row["evaluation/accuracy"]
                 self.samples[row["step"]] = [SampleAnswer(**sample) for sample in row["evaluation/samples"]]
             self._progress.continue_from(self._trainer.version)
 
@@ -357,6 +367,7 @@ def step_metrics(
     return {
         "rollouts/reward_mean": _mean([t.reward for t in attempts]),
         **{f"rollouts/reward_{part}_mean": _mean([t.reward_parts.get(part, 0.0) for t in attempts]) for part in parts},
+        "rollouts/reward_std": _std([t.reward for t in attempts if t.failure is None]),
         "rollouts/groups": len(groups),
         "rollouts/groups_with_signal": sum(group.has_signal for group in groups),
         "rollouts/failures": sum(t.failure is not None for t in attempts),
@@ -410,6 +421,11 @@ def sampled(groups: Sequence[TrajectoryGroup]) -> list[dict[str, Any]]:
         for group in groups[:NUM_GROUPS_SHOWN]
         for attempt in group.trajectories
     ]
+
+
+def _std(values: Sequence[float]) -> float:
+    """Exactly 0 where all are equal; NaN where there are none."""
+    return (float(np.std(values)) if len(set(values)) > 1 else 0.0) if values else math.nan
 
 
 def _mean(values: Sequence[float]) -> float:

@@ -17,6 +17,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from redline.config import load_recipe
+from redline.models.sources import model_folder
 from redline.telemetry import RunFolder
 
 STEPS = 40
@@ -280,6 +281,28 @@ def test_the_smoke_recipe_runs(tmp_path: Path) -> None:
     folder = only_run(tmp_path)
     assert stdout == f"{folder.path.relative_to(tmp_path)}\n"
     assert [row["step"] for row in rows(folder.metrics)] == [1, 2]
+
+
+def test_a_run_that_never_moved_its_weights_says_so_and_why_also_once_it_was_resumed(tmp_path: Path) -> None:
+    write_letters(tmp_path, run={"name": "letters", "num_threads": 1, "steps": 1})
+    flat = "from letters import Letters\n\nclass Flat(Letters):\n    def score(self, task, text):\n        return {'e': 7.5}\n"
+    (tmp_path / "flat.py").write_text(flat)
+    first = redline("train", "letters.yaml", "rollouts.task.path=flat:Flat", "--json", cwd=tmp_path)
+    again = redline("train", "runs/letters-001", "run.steps=2", "--resume", "--json", cwd=tmp_path)
+    folder = only_run(tmp_path)
+    why = "in every group all attempts scored alike (mean reward 7.500)"
+    for done in (first, again):
+        assert done.returncode == 0, done.stderr
+        assert f"nothing was learned: {why}\n" in done.stderr
+        assert "trained model" not in done.stderr
+        document = json.loads(done.stdout)
+        assert (document["weights_changed"], document["why_not"]) == (False, why)
+    assert "reward  7.500  8 answers" in first.stderr
+    assert "accuracy" not in first.stderr
+    assert document["accuracy"] == {}
+    before = load_file(model_folder("builtin:tiny") / "model.safetensors")
+    after = load_file(folder.model / "model.safetensors")
+    assert all(torch.equal(tensor, before[name]) for name, tensor in after.items())
 
 
 @pytest.mark.slow

@@ -66,6 +66,7 @@ FAULTS: dict[str, Fault] = {
     "kv_saturation": from_step(FAULT_AT, kv_use=1.1),
     "host_memory_slope": from_step(1, leak_bytes_per_s=12 * GIB / 3600),
     "reward_collapse": from_step(FAULT_AT, success=0.02),
+    "not_learning": from_step(FAULT_AT, row={"rollouts/groups_with_signal": 0}),
     "abort_storm": from_step(FAULT_AT, failure=0.5),
     "dead_worker": from_step(FAULT_AT, workers=[WorkerState("rollouts", False, "its thread ended")]),
 }
@@ -163,6 +164,26 @@ def test_a_wait_is_not_told_where_its_cause_was(tmp_path: Path) -> None:
     assert alerts.found("long_wait", finding)
 
 
+def test_a_run_without_signal_is_told_so_once_with_its_reward_and_failures(tmp_path: Path) -> None:
+    alerts = Alerts(make_detectors(config()), tmp_path / "alerts.jsonl")
+    quiet = {"rollouts/groups": 8, "rollouts/groups_with_signal": 0, "rollouts/reward_mean": 0.0, "rollouts/failures": 16}
+    for step in range(1, 30):
+        arrived = quiet if step != 5 else {"rollouts/groups": 0, "rollouts/groups_with_signal": 0}  # none came, none was alike
+        alerts.step({"step": step} | arrived, Activity(0.0, 0.0))
+    told = [json.loads(line) for line in (tmp_path / "alerts.jsonl").read_text().splitlines()]
+    assert [(row["kind"], row["step"], row["since"]) for row in told] == [("not_learning", 11, "step 1")]
+    assert "the mean reward is 0.000; 25% of the last step's attempts failed" in told[0]["seen"]
+
+
+def test_where_the_batch_is_the_baseline_attempts_that_all_score_alike_are_no_signal(tmp_path: Path) -> None:
+    """REINFORCE++ compares with the whole batch: its groups have an advantage even where every reward is 1."""
+    alerts = Alerts(make_detectors(config()), tmp_path / "alerts.jsonl")
+    for step in range(1, 11):
+        row = {"rollouts/groups": 8, "rollouts/groups_with_signal": 8, "rollouts/reward_mean": 1.0, "rollouts/reward_std": 0.0}
+        alerts.step({"step": step} | row, Activity(0.0, 0.0))
+    assert json.loads((tmp_path / "alerts.jsonl").read_text())["kind"] == "not_learning"
+
+
 # ── single detectors ───────────────────────────────────────────────────────────────────────────────────────────────────
 
 
@@ -254,9 +275,8 @@ def test_memory_that_is_taken_once_is_no_leak() -> None:
 
 
 def test_a_run_that_fails_from_the_start_is_told(tmp_path: Path) -> None:
-    assert simulated_runs.run(make_detectors(config()), 20, 0, tmp_path, from_step(1, failure=0.9, success=0.0)) == [
-        "abort_storm"
-    ]
+    raised = simulated_runs.run(make_detectors(config()), 20, 0, tmp_path, from_step(1, failure=0.9, success=0.0))
+    assert raised == ["abort_storm", "not_learning"]
 
 
 def test_groups_that_are_given_up_count_as_aborted() -> None:

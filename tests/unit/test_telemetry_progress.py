@@ -69,12 +69,21 @@ def test_the_live_line_is_one_line_at_any_width(width: int, total: int) -> None:
 def test_a_second_evaluation_says_how_far_it_is_from_the_first() -> None:
     screen = console(terminal=False)
     with Progress(1, console=screen) as progress:
-        progress.evaluation("before training", 0.125, num_answers=64, seconds=3.0)
-        progress.evaluation("after training", 0.75, num_answers=64, seconds=3.0)
+        progress.evaluation("before training", 0.25, 64, 3.0, accuracy=0.125)
+        progress.evaluation("after training", 1.5, 64, 3.0, accuracy=0.75)
     before, after = output(screen).splitlines()
-    assert "12.5%" in before
-    assert "points" not in before
-    assert "75.0%  +62.5 points  64 answers in 3.0 s" in after
+    assert before.endswith("reward  0.250  accuracy  12.5%  64 answers in 3.0 s")
+    assert after.endswith("reward  1.500  accuracy  75.0%  +62.5 points  64 answers in 3.0 s")
+
+
+def test_a_mean_reward_is_called_reward_and_is_no_percentage() -> None:
+    screen = console(terminal=False)
+    with Progress(1, console=screen) as progress:
+        progress.evaluation("before training", 0.0, 64, 3.0)
+        progress.evaluation("after training", 7.5, 64, 3.0)
+    before, after = output(screen).splitlines()
+    assert before.endswith("reward  0.000  64 answers in 3.0 s")
+    assert after.endswith("reward  7.500  +7.500  64 answers in 3.0 s")
 
 
 def test_a_sparkline_spans_its_own_range_and_leaves_gaps() -> None:

@@ -27,6 +27,7 @@ OF_ALERTS: Mapping[str, tuple[AlertKind, ...]] = {
     "kv_use": ("kv_saturation",),
     "memory_hours": ("host_memory_slope",),
     "reward_drop": ("reward_collapse",),
+    "no_signal_steps": ("not_learning",),
     "abort_fraction": ("abort_storm",),
 }
 """Key of `telemetry.alerts` → the kinds of alert that read it."""

@@ -29,6 +29,7 @@ AlertKind = Literal[
     "kv_saturation",
     "host_memory_slope",
     "reward_collapse",
+    "not_learning",
     "abort_storm",
     "dead_worker",
 ]
@@ -177,7 +178,7 @@ class RolloutsConfig(Section):
     """Dynamic sampling (DAPO): groups whose attempts all scored alike are replaced by attempts at further tasks, in at most
     this many rounds per step; 0 takes groups as they come."""
     evaluation: EvaluationConfig = EvaluationConfig()
-    """Held-out accuracy, measured while training."""
+    """The reward of held-out tasks, measured while training."""
 
 
 class BufferConfig(Section):
@@ -468,6 +469,8 @@ class AlertsConfig(Section):
     """`host_memory_slope`: tell when memory would be full within this time."""
     reward_drop: float = Field(0.5, gt=0)
     """`reward_collapse`: share of the best mean reward that must be lost."""
+    no_signal_steps: PositiveInt = 10
+    """`not_learning`: steps in a row in which all attempts of every group may score alike: there is nothing to learn from."""
     abort_fraction: float = Field(0.2, gt=0, lt=1)
     """`abort_storm`: share of attempts that may fail or be given up, where fewer did before."""
 

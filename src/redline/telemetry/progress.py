@@ -37,7 +37,7 @@ class Progress:
         """`first_step` is the number of steps a resumed run has behind it."""
         self.console = console or Console(stderr=True, highlight=False)
         self._line = _StatusLine(total_steps, first_step)
-        self._first_accuracy: float | None = None
+        self._first_evaluation: tuple[float, float | None] | None = None
         # Twice a second is enough for the countdown to move, and too little to slow the run (a redraw takes about 1 ms).
         # Data may be piped from stdout while the line is live, so stdout stays untouched.
         self._live = (
@@ -74,20 +74,34 @@ class Progress:
         """A line that stays, above the live one."""
         self._print(Text(text, style="dim"))
 
-    def evaluation(self, title: str, accuracy: float, num_answers: int, seconds: float) -> None:
-        """A line with an evaluation's outcome, and the change since the first one."""
-        line = Text.assemble(f"{title:<18} ", ("accuracy ", "dim"), (f"{accuracy:6.1%}", "bold"))
-        if self._first_accuracy is None:
-            self._first_accuracy = accuracy
+    def evaluation(self, title: str, reward: float, num_answers: int, seconds: float, accuracy: float | None = None) -> None:
+        """A line with an evaluation's outcome, and the change since the first one. `accuracy` is the share of right answers,
+        where the task says which are right."""
+        if self._first_evaluation is None:
+            self._first_evaluation = reward, accuracy
+            first_reward, first_accuracy = None, None
         else:
-            points = 100 * (accuracy - self._first_accuracy)
-            line.append(f"  {points:+.1f} points", style="bold green" if points > 0 else "bold red" if points < 0 else "")
+            first_reward, first_accuracy = self._first_evaluation
+        line = Text.assemble(f"{title:<18} ", ("reward ", "dim"), (f"{reward:6.3f}", "bold"))
+        if accuracy is None:
+            line.append_text(_change(reward, first_reward, "{:+.3f}"))
+        else:
+            line.append("  accuracy ", style="dim").append(f"{accuracy:6.1%}", style="bold")
+            points = None if first_accuracy is None else 100 * first_accuracy
+            line.append_text(_change(100 * accuracy, points, "{:+.1f} points"))
         line.append(f"  {num_answers} answers in {seconds:.1f} s", style="dim")
         self._print(line)
 
     def _print(self, text: Text) -> None:
         # Without a terminal there is no width to wrap to: a log line stays one line.
         self.console.print(text, soft_wrap=self._live is None)
+
+
+def _change(value: float, before: float | None, how: str) -> Text:
+    if before is None:
+        return Text()
+    style = "bold green" if value > before else "bold red" if value < before else ""
+    return Text(f"  {how.format(value - before)}", style=style)
 
 
 class _StatusLine:

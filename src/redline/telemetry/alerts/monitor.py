@@ -15,7 +15,7 @@ from redline.telemetry.activity import Activity
 from redline.telemetry.alerts.detector import Detector, Finding, Row
 from redline.telemetry.alerts.host import DeadWorkers, HostMemorySlope
 from redline.telemetry.alerts.pipeline import KvSaturation, StalenessRise, ThroughputDrop
-from redline.telemetry.alerts.training import AbortStorm, NotFinite, RewardCollapse
+from redline.telemetry.alerts.training import AbortStorm, NotFinite, NotLearning, RewardCollapse
 from redline.telemetry.alerts.waits import LongWait, StalledRollouts
 from redline.telemetry.alerts.webhook import Webhook, webhook_url
 from redline.telemetry.durable import drop_torn_line
@@ -136,6 +136,7 @@ def make_detectors(config: Config) -> list[Detector]:
         LongWait(alerts.wait_floor_s, alerts.wait_deviations),
         AbortStorm(alerts.abort_fraction, config.rollouts.group_size),
         RewardCollapse(alerts.reward_drop),
+        NotLearning(alerts.no_signal_steps, config.rollouts.group_size),
         ThroughputDrop(alerts.throughput_drop),
         StalenessRise(alerts.staleness_steps, alerts.dropped_fraction),
         KvSaturation(alerts.kv_use),

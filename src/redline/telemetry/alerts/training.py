@@ -9,6 +9,7 @@ from statistics import fmean
 
 from redline.telemetry.alerts.detector import Detector, Episode, Finding, Row, number
 from redline.telemetry.alerts.robust import step_noise
+from redline.telemetry.learning import has_signal
 
 ALWAYS = ("trainer/loss", "trainer/grad_norm")
 """Every step has them."""
@@ -108,6 +109,32 @@ class RewardCollapse(Detector):
     def _limit(self) -> float:
         error = step_noise(list(self._noise)) * math.sqrt(1 / self.RECENT + 1 / self.BLOCK)
         return self._best - max(self._drop * abs(self._best), self.ERRORS * error)
+
+
+class NotLearning(Detector):
+    """No attempt is better than the others that it is compared with, step after step: the gradient is zero."""
+
+    kind = "not_learning"
+
+    def __init__(self, steps: int, group_size: int) -> None:
+        self._steps = steps
+        self._group_size = group_size
+        self._episode = Episode(enter=steps, leave=3)
+
+    def step(self, row: Row) -> Finding | None:
+        signal = has_signal(row)
+        if signal is None or not self._episode.see(not signal, row["step"]):
+            return None
+        failed = (number(row, "rollouts/failures") or 0.0) / (row["rollouts/groups"] * self._group_size)
+        failures = f"; {failed:.0%} of the last step's attempts failed" if failed else ""
+        return Finding(
+            seen=f"in {self._steps} steps in a row all attempts of every group scored alike, so that nothing was learned; the"
+            f" mean reward is {number(row, 'rollouts/reward_mean') or 0.0:.3f}{failures}",
+            since=f"step {self._episode.since}",
+            look_at="`redline show RUN` for the answers and their rewards. Where the reward is as high as it gets, the run can"
+            " end. Else: is `score` right, and are tasks easy enough that some attempts earn more than others? A larger"
+            " rollouts.group_size or rollouts.temperature makes attempts differ",
+        )
 
 
 class AbortStorm(Detector):

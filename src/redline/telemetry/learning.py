@@ -1,0 +1,61 @@
+"""Whether a run learned anything, told from its rows of metrics: they outlive a process, and a resumed run has them all."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+Row = Mapping[str, Any]
+
+
+def has_signal(row: Row) -> bool | None:
+    """Whether some attempt of a step was better than another that it is compared with; None where no group arrived in it."""
+    if not row.get("rollouts/groups") or "rollouts/groups_with_signal" not in row:
+        return None
+    # A group that is its own baseline knows by itself. Where the batch is the baseline, attempts must differ somewhere in it.
+    return bool(row.get("rollouts/groups_with_signal")) and row.get("rollouts/reward_std") != 0
+
+
+class Learning:
+    """What came of all steps of a run."""
+
+    def __init__(self, rows: Iterable[Row], group_size: int) -> None:
+        """`rows` are those of metrics.jsonl, from the first step on."""
+        self.num_steps = 0
+        self.moved_weights = False
+        """Some step applied a gradient that was not zero."""
+        self.steps_without_signal = 0
+        """The last ones, in a row."""
+        self._skipped = self._groups = self._failed = 0
+        self._had_signal = False
+        self._reward = 0.0
+        """Sum over groups of their mean."""
+        for row in rows:
+            self._take(row)
+        self._attempts = self._groups * group_size
+
+    def _take(self, row: Row) -> None:
+        skipped, norm = bool(row.get("trainer/skipped")), row.get("trainer/grad_norm")  # null where it is not finite
+        self.num_steps += 1
+        self._skipped += skipped
+        self.moved_weights |= not skipped and bool(norm) and bool(row.get("trainer/learning_rate"))
+        signal = has_signal(row)
+        if signal is not None:
+            self.steps_without_signal = 0 if signal else self.steps_without_signal + 1
+            self._had_signal |= signal
+            self._groups += row["rollouts/groups"]
+            self._failed += row.get("rollouts/failures") or 0
+            self._reward += (row.get("rollouts/reward_mean") or 0.0) * row["rollouts/groups"]
+
+    @property
+    def why_not(self) -> str | None:
+        """Why the weights are still those that the run began with; None where they are not, or where no step was taken."""
+        if self.moved_weights or not self.num_steps:
+            return None
+        if self._skipped == self.num_steps:
+            return "every step was skipped, because its loss or gradient was not finite"
+        if self._attempts and self._failed >= self._attempts:
+            return "every attempt failed"
+        if not self._had_signal:
+            return f"in every group all attempts scored alike (mean reward {self._reward / max(1, self._groups):.3f})"
+        return "no step had a gradient"
