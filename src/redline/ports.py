@@ -135,9 +135,9 @@ class TaskSource(Protocol):
         ...
 
     def score(self, task: Task, text: str) -> Mapping[str, float]:
-        """The named parts of the reward for an answer to `task`; one called `correct` or `accuracy` that is always 0 or 1 is shown
-        as an accuracy. A source that several threads may ask at once says so by an
-        attribute `score_is_thread_safe = True`."""
+        """The named parts of the reward for an answer to `task`. One called `correct` or `accuracy` that is always 0 or 1 is
+        shown as an accuracy. A source that several threads may ask at once says so by an attribute
+        `score_is_thread_safe = True`."""
         ...
 
 
