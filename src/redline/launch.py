@@ -309,13 +309,12 @@ def _place_rollouts(
 
 
 def _make_store(config: Config, folder: RunFolder, tell: Callable[[str], None]) -> GroupStore:
-    """Whatever is let go, groups that may be replayed, or that a resumed run goes back to, stay. Segments go as a whole, so
-    they are a small part of what there may be."""
+    """Whatever is let go, groups that may be replayed, or that a run resumed from any checkpoint kept goes back to, stay.
+    Segments go as a whole, so they are a small part of what there may be."""
     buffer = config.buffer
     if not buffer.keep_trajectories:
         return MemoryStore(horizon=buffer.max_lag)
-    checkpointed = config.run.checkpoint_every * config.run.keep_checkpoints  # the oldest one kept is that far back
-    keep_steps = buffer.max_lag + 1 + (checkpointed or config.run.steps)
+    keep_steps = buffer.max_lag + 1 + config.run.keep_checkpoints * config.run.checkpoint_every
     segment_bytes = SEGMENT_BYTES if buffer.max_bytes is None else min(SEGMENT_BYTES, buffer.max_bytes // 8)
     return TrajectoryStore(
         folder.trajectories,

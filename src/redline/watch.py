@@ -95,7 +95,7 @@ class RunWatch:
         """Mean of the last that arrived."""
         self._interrupted = False
         self.samples: dict[int, list[SampleAnswer]] = {}
-        """Policy version → the answers to show."""
+        """Policy version → the answers to show, of the first evaluation and of the newest."""
         self.rewards: dict[int, float] = {}
         """Policy version → mean reward on held-out tasks."""
         self.accuracies: dict[int, float] = {}
@@ -199,21 +199,27 @@ class RunWatch:
             if found is not None:
                 self.accuracies[version] = found
             shown = zip(self._held_out, attempts, strict=True)
-            self.samples[version] = [
+            examples = [
                 SampleAnswer(task.messages[-1]["content"], trajectories[0].text, trajectories[0].reward)
                 for task, trajectories in list(shown)[:NUM_SAMPLES_SHOWN]
             ]
+            self._keep_samples(version, examples)
             row = {
                 "evaluation/reward_mean": self.rewards[version],
                 **({} if found is None else {"evaluation/accuracy": found}),
                 "evaluation/num_tasks": len(attempts),
                 "evaluation/num_answers": len(rewards),
                 "evaluation/seconds": seconds,
-                "evaluation/samples": [asdict(sample) for sample in self.samples[version]],
+                "evaluation/samples": [asdict(example) for example in examples],
             }
             self._evaluations.rewind(version - 1)  # a resumed run may evaluate a version once more
             self._listeners.evaluation(self._evaluations.append(version, row))
         self._progress.evaluation(f"held-out, step {version}", self.rewards[version], len(rewards), seconds, found)
+
+    def _keep_samples(self, version: int, examples: list[SampleAnswer]) -> None:
+        self.samples[version] = examples
+        for between in sorted(self.samples)[1:-1]:
+            del self.samples[between]
 
     def checkpoint(self) -> None:
         """Save the trainer, then let go of the oldest checkpoints. One that is still being written does not count yet."""
@@ -242,13 +248,13 @@ class RunWatch:
             for partial in self._folder.checkpoints.glob(".*.partial"):
                 shutil.rmtree(partial)
             self._metrics.rewind(self._trainer.version, aside)
-            self.num_groups_counted = sum(row.get("rollouts/groups", 0) for row in MetricsLog.read(self._folder.metrics))
+            self.num_groups_counted = MetricsLog.total(self._folder.metrics, "rollouts/groups")
             self._evaluations.rewind(self._trainer.version, aside)
             for row in MetricsLog.read(self._folder.evaluations):
                 self.rewards[row["step"]] = row["evaluation/reward_mean"]
                 if "evaluation/accuracy" in row:
                     self.accuracies[row["step"]] = row["evaluation/accuracy"]
-                self.samples[row["step"]] = [SampleAnswer(**sample) for sample in row["evaluation/samples"]]
+                self._keep_samples(row["step"], [SampleAnswer(**sample) for sample in row["evaluation/samples"]])
             self._progress.continue_from(self._trainer.version)
 
     def _load_newest_checkpoint(self) -> list[Path]:

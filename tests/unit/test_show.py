@@ -122,15 +122,20 @@ def test_a_run_that_goes_on_is_shown_as_far_as_it_is(run: Path) -> None:
 
 
 def test_a_group_that_was_deleted_says_so(tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "config.json").write_text('{"buffer": {"max_bytes": 1000, "max_age_steps": null}}')
     store = TrajectoryStore(tmp_path / "trajectories", max_bytes=1)
     store.add(numbered(0))
     store.lease([0], 0)
     store.close()
-    store = TrajectoryStore(tmp_path / "trajectories", max_bytes=1)
+    told: list[str] = []
+    store = TrajectoryStore(tmp_path / "trajectories", max_bytes=1, tell=told.append)
     store.trained([0], 0)
-    assert "not there any more" in shown(tmp_path, "--group", "0")
-    assert document(tmp_path, "--group", "0")["groups"][0]["attempts"] is None
+    assert "its attempts were let go, as buffer.max_bytes = 1,000 asks for" in shown(tmp_path, "--group", "0")
+    assert "the attempts of 1 older ones were let go, as buffer.max_bytes = 1,000 asks for" in shown(tmp_path)
+    found = document(tmp_path, "--group", "0")
+    assert found["groups"][0]["attempts"] is None
+    assert found["let_go"] == {"groups": 1, "why": "as buffer.max_bytes = 1,000 asks for"}
+    assert told == ["the oldest trajectories are deleted from now on, as buffer.max_bytes = 1 asks for; null keeps all"]
 
 
 def test_looking_changes_nothing(run: Path) -> None:

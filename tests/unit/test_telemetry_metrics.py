@@ -2,6 +2,8 @@ from __future__ import annotations
 
 import json
 import math
+import os
+import time
 from pathlib import Path
 
 import numpy as np
@@ -71,3 +73,36 @@ def test_a_torn_line_longer_than_one_read_is_dropped_whole(tmp_path: Path) -> No
     path.write_bytes(b'{"step": 1}\n{"step": 2, "a/b": "' + b"x" * 200_000)
     MetricsLog(path).close()
     assert path.read_bytes() == b'{"step": 1}\n'
+
+
+def test_a_long_log_is_rewound_without_reading_all_of_it(tmp_path: Path) -> None:
+    """Four GiB that nobody wrote lie before the last rows."""
+    path = tmp_path / "metrics.jsonl"
+    with path.open("wb") as file:
+        file.write(b'{"step": 1}\n')
+        file.seek(1 << 32)
+        file.write(b"\n" + b"".join(b'{"step": %d, "a/b": "%s"}\n' % (step, b"x" * 5000) for step in range(2, 1000)))
+    began = time.perf_counter()
+    with MetricsLog(path) as log:
+        log.rewind(500)
+        log.append(501, {"a/b": 1})
+    assert time.perf_counter() - began < 2
+    with path.open("rb") as file:
+        file.seek(-6000, os.SEEK_END)
+        assert [json.loads(line)["step"] for line in file.read().splitlines()[1:]] == [500, 501]
+
+
+def test_a_row_longer_than_a_block_can_be_rewound(tmp_path: Path) -> None:
+    with MetricsLog(tmp_path / "metrics.jsonl") as log:
+        for step in range(1, 5):
+            log.append(step, {"a/b": "x" * 3_000_000})
+        log.rewind(2)
+    assert [row["step"] for row in MetricsLog.read(log.path)] == [1, 2]
+
+
+def test_the_sum_of_a_number_over_all_rows(tmp_path: Path) -> None:
+    with MetricsLog(tmp_path / "metrics.jsonl") as log:
+        for step in range(1, 4):
+            log.append(step, {"rollouts/groups": 8 * step, "rollouts/groups_with_signal": 5})
+        log.append(4, {"trainer/loss": 1.0})
+    assert MetricsLog.total(log.path, "rollouts/groups") == 48

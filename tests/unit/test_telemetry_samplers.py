@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import mmap
 import multiprocessing
@@ -194,3 +195,19 @@ def test_the_thread_is_a_lane_that_waits_and_works(tmp_path: Path) -> None:
     lane = recorder.ledger().lanes["sampler"]
     assert lane.rows.keys() == {"telemetry.sample", "wait.for_next_sample"}
     assert lane.unaccounted_fraction < 0.5  # from the thread's start until it says what its idle time is
+
+
+def test_a_long_log_of_samples_covers_the_whole_run_more_coarsely_the_further_back(tmp_path: Path) -> None:
+    path, source = tmp_path / "samples.jsonl", Counted()
+    for _ in range(2):  # a resumed run goes on counting
+        with Sampler(path, 0.0002, [source], max_bytes=20_000):
+            source.wait_for(source.count + 600)
+    counts = [sample["test/count"] for sample in read_samples(path)]
+    steps = [after - before for before, after in itertools.pairwise(counts)]
+    assert path.stat().st_size < 20_500
+    assert counts[0] == 1
+    assert counts[-1] == source.count
+    assert steps[-20:] == [1] * 20
+    assert steps[0] > 4
+    assert max(steps) < source.count / 10
+    assert list(read_samples(path))[-1]["telemetry/samples_left_out"] == source.count - len(counts)

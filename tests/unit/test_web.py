@@ -13,12 +13,17 @@ from pathlib import Path
 from typing import Any
 
 import httpx2
+import numpy as np
 import pytest
+from fakes import trajectory
 from run_folders import append, step_row, write_run, write_trajectories
 
+from redline.buffer.store import TrajectoryStore
 from redline.errors import RunFolderError, TaskError
+from redline.telemetry import Recorder, TraceWriter
 from redline.telemetry.failure import recording_failure
 from redline.telemetry.ledger import LaneLedger, Ledger
+from redline.types import TrajectoryGroup
 from redline.web.columns import Columns
 from redline.web.dash import make_app
 from redline.web.guard import COOKIE
@@ -379,3 +384,126 @@ def test_where_others_can_reach_it_a_token_is_needed(two_runs: Path) -> None:
     assert "HttpOnly" in answer.headers["set-cookie"]
     assert ask(runs, "/data/runs", token="right", **cookie).status_code == 200
     assert ask(runs, "/data/runs", token="right", cookie=f"{COOKIE}=wrong").status_code == 403
+
+
+# ── long runs ──────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_of_a_long_log_older_rows_come_in_buckets_with_their_extremes_and_the_newest_one_by_one() -> None:
+    columns, rows = Columns("step"), 5000
+    for step in range(1, rows + 1):
+        columns.add({"step": step, "a": 1000.0 if step == 1234 else float(step % 7), "b": 3, "c": None if step < 4000 else 0.5})
+    found = columns.whole()
+    assert found.thinned is not None
+    size, points = found.thinned["size"], found.thinned["points"]
+    assert (size, points, found.num_points) == (8, 588, 888)
+    steps = found.rows["step"]
+    assert len(steps) == len(found.rows["a"]) == 888
+    assert steps[:3] == [8, 16, 24]
+    assert steps[points - 1 :] == list(range(4700, 5001))
+    bucket = next(i for i, step in enumerate(steps) if step >= 1234)
+    in_bucket = [1000.0 if step == 1234 else step % 7 for step in range(steps[bucket] - 7, steps[bucket] + 1)]
+    assert found.rows["a"][bucket] == pytest.approx(sum(in_bucket) / 8, rel=1e-4)
+    assert found.thinned["high"]["a"][bucket] == 1000
+    assert found.thinned["low"]["a"][bucket] == min(in_bucket)
+    assert found.rows["a"][-300:] == [step % 7 for step in range(4701, 5001)]
+    assert found.rows["b"] == 3
+    assert found.rows["c"][0] is None
+    assert "b" not in found.thinned["low"]
+    assert found.thinned["quantiles"]["a"] == [0, 3, 6, 6, 1000]
+    assert found.thinned["rows"] == rows
+
+
+def test_a_page_of_a_long_run_is_small_and_what_follows_is_what_is_new(tmp_path: Path) -> None:
+    sizes = {}
+    for steps in (1000, 12_000):
+        folder = write_run(tmp_path / f"run-{steps}", steps, total=20_000)
+        reader = RunReader(folder.path)
+        first = reader.document()
+        sizes[steps] = len(json.dumps(first))
+    assert sizes[12_000] < 2.5 * sizes[1000]
+    assert first["steps_thinned"]["rows"] == 12_000
+    append(folder.metrics, [step_row(12_001, 20_000)])
+    second = reader.document(first["cursor"])
+    assert not second["whole"]
+    assert second["steps"]["step"] == [12_001]
+
+
+def test_a_page_that_has_come_to_hold_too_many_points_gets_them_in_buckets(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "run-001", 10, total=20_000)
+    reader = RunReader(folder.path)
+    document = reader.document()
+    sent = []
+    for begin in range(11, 8011, 500):
+        append(folder.metrics, (step_row(step, 20_000) for step in range(begin, begin + 500)))
+        document = reader.document(document["cursor"])
+        sent.append((document["whole"], len(document["steps"]["step"])))
+    assert {points for whole, points in sent if not whole} == {500}
+    assert 1 <= sum(whole for whole, _ in sent) <= 4
+    assert all(points < 1000 for _, points in sent)
+    assert document["head"]["steps_done"] == 8010
+
+
+def test_a_long_log_is_read_block_by_block(tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_bytes(b"".join(b'{"a": %d}\n' % i for i in range(100)) + b'{"a": ')
+    tail, rows, blocks = Tail(path, block_bytes=64), [], 0
+    while not tail.at_end:
+        restarted, found = tail.read()
+        assert not restarted
+        assert len(found) < 10
+        rows += found
+        blocks += 1
+    assert [row["a"] for row in rows] == list(range(100))
+    assert blocks > 10
+
+
+def test_samples_that_were_thinned_are_sent_anew_and_the_steps_are_not_read_again(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "run-001", 50, total=100)
+    reader = RunReader(folder.path)
+    cursor = reader.document()["cursor"]
+    steps = reader.steps
+    rows = [json.loads(line) for line in folder.samples.read_text().splitlines()][::2]
+    folder.samples.write_text("".join(json.dumps(row | {"telemetry/samples_left_out": 25}) + "\n" for row in rows))
+    again = reader.document(cursor)
+    assert again["whole"]
+    assert again["samples"]["time"] == [row["time"] for row in rows]
+    assert reader.steps is steps
+    assert again["head"]["left_out"] == ["samples.jsonl is thinner the older it is; 25 samples were let go."]
+
+
+def test_a_page_says_what_the_files_of_the_run_no_longer_hold(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "run-001", 5)
+    folder.trajectories.mkdir()
+    store = TrajectoryStore(folder.trajectories, max_bytes=1, segment_bytes=1)
+    for number in range(3):
+        store.add(TrajectoryGroup("t", [trajectory([1, 2], [3, 4], version=number)], np.zeros(1, dtype=np.float32), number))
+        store.lease([number], number)
+        store.trained([number], number)
+    store.close()
+    recorder = Recorder()
+    with TraceWriter(folder.trace, 1 << 16) as trace:
+        for _ in range(3000):
+            with recorder.span("engine.decode"):
+                pass
+            trace.write(recorder.drain())
+            trace.bound()
+    trace_text, trajectories_text = RunReader(folder.path).document()["head"]["left_out"]
+    assert re.fullmatch(r"trace\.json holds .*; [\d,]+ spans of the minutes 0 to 0 were let go \(telemetry.*\)\.", trace_text)
+    assert "the attempts of 2 older ones were let go, as buffer.max_bytes = 8,589,934,592 asks for" in trajectories_text
+    found = Trajectories(folder.path, "", 0).of_step(1)
+    assert found["groups"][0]["let_go"] == "as buffer.max_bytes = 8,589,934,592 asks for"
+    assert found["groups"][0]["attempts"] == []
+
+
+def test_a_report_of_many_evaluations_and_alerts_holds_some_of_them_and_says_how_many_there_were(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "run-001", 5)
+    append(
+        folder.evaluations, ({"step": step, "evaluation/reward_mean": 0.5, "evaluation/samples": ["x"]} for step in range(3000))
+    )
+    append(folder.alerts, ({"step": step, "kind": "long_wait"} for step in range(3000)))
+    document = RunReader(folder.path).document()
+    assert len(document["evaluations"]) <= 500
+    assert document["evaluations"][-1] == {"step": 2999, "evaluation/reward_mean": 0.5}
+    assert len(document["alerts"]) == 500
+    assert document["head"]["alerts"] == 3000

@@ -148,6 +148,13 @@ class GroupIndex:
             for found in self._database.execute(f"{_GET} {where and 'WHERE ' + where} ORDER BY number", values):
                 yield _row(self.path, found)
 
+    def stored_after(self, count: int) -> Iterator[GroupRow]:
+        """In the order in which they came, without the first `count`."""
+        with _explained(self.path):
+            order = "WHERE segment IS NOT NULL ORDER BY segment, first_row LIMIT -1 OFFSET ?"
+            for found in self._database.execute(f"{_GET} {order}", (count,)):
+                yield _row(self.path, found)
+
     def get(self, number: int) -> GroupRow | None:
         return next(self.rows("number = ?", number), None)
 
@@ -170,6 +177,13 @@ class GroupIndex:
         """Why groups were dropped, and how many for each reason."""
         with _explained(self.path):
             return dict(self._database.execute("SELECT reason, COUNT(*) FROM groups WHERE state = 'dropped' GROUP BY reason"))
+
+    def count_outside(self, segments: Iterable[int]) -> int:
+        """Groups that were stored in another segment than these."""
+        there = ", ".join(str(int(number)) for number in segments)
+        counted = f"SELECT COUNT(*) FROM groups WHERE segment IS NOT NULL AND segment NOT IN ({there})"
+        with _explained(self.path):
+            return int(self._database.execute(counted).fetchone()[0])
 
     def check(self) -> None:
         """Raises `DamagedIndexError` where SQLite finds its own structures damaged."""

@@ -107,8 +107,9 @@ class SegmentSet:
         self._unflushed.clear()
         return (self._next, 0) if self._open is None else (self._open.number, self._open.rows)
 
-    def evict(self, version: int, max_bytes: int | None, max_age: int | None, keep_steps: int) -> None:
-        """Whole segments, the oldest first, and never one that is still wanted."""
+    def evict(self, version: int, max_bytes: int | None, max_age: int | None, keep_steps: int) -> int:
+        """Delete whole segments, the oldest first, and never one that is still wanted. Returns how many."""
+        before = len(self._segments)
         too_many = 0 if max_bytes is None else sum(segment.num_bytes for segment in self._segments.values()) - max_bytes
         for number, segment in list(self._segments.items()):
             age = version - segment.totals.newest
@@ -120,6 +121,7 @@ class SegmentSet:
                 del self._segments[number]
                 self._mapped.pop(number, None)
                 too_many -= segment.num_bytes
+        return before - len(self._segments)
 
     # ── reading ────────────────────────────────────────────────────────────────────────────────────────────────────────
 

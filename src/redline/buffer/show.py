@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,18 @@ _STYLES = {
 }
 _OWN = ("group", "checksum", "begun_version")
 """Columns of an attempt that its group has already, or that nobody wants to see."""
+
+
+@dataclass(slots=True, frozen=True)
+class LetGo:
+    """Groups whose attempts are no longer there; what became of them is still in the index."""
+
+    groups: int
+    why: str
+
+    @property
+    def sentence(self) -> str:
+        return f"trajectories/ holds the newest groups; the attempts of {self.groups:,} older ones were let go, {self.why}."
 
 
 class StoredRun:
@@ -67,6 +80,30 @@ class StoredRun:
                 f"{self._run}: nothing was trained at step {step}", f"steps count from 0: redline show {self._run}"
             )
         return found
+
+    def let_go(self) -> LetGo | None:
+        """What is no longer there, and why; None where all is."""
+        there = {file.number for file in segment_files(self._folder)}
+        try:
+            index = GroupIndex(self._folder, "ro")
+            try:
+                groups = index.count_outside(there)
+            finally:
+                index.close()
+        except DamagedIndexError as error:
+            raise self._damaged(error) from error
+        return LetGo(groups, self.why_let_go()) if groups else None
+
+    def why_let_go(self) -> str:
+        """Which key of the recipe lets old attempts go, in words."""
+        try:
+            buffer = json.loads((self._run / "config.json").read_text())["buffer"]
+            max_bytes, max_age = buffer["max_bytes"], buffer["max_age_steps"]
+        except (OSError, ValueError, KeyError, TypeError):
+            max_bytes = max_age = None
+        reasons = [f"buffer.max_bytes = {max_bytes:,}"] if max_bytes else []
+        reasons += [f"buffer.max_age_steps = {max_age:,}"] if max_age else []
+        return f"as {' and '.join(reasons)} asks for" if reasons else "and no key of config.json says why"
 
     def attempts(self, groups: Iterable[GroupRow]) -> Iterator[tuple[GroupRow, list[dict[str, Any]] | None]]:
         """Each group with the rows of its attempts; None where its segment was evicted, nothing while it is in flight."""
@@ -128,12 +165,16 @@ def show(
     else:
         groups = groups[-limit:]
         pairs = list(stored.attempts(groups)) if with_attempts else [(group, None) for group in groups]
+    missing = stored.let_go()
     if as_json:
-        return {"run": str(run), "groups": [_group_json(group, rows, with_attempts) for group, rows in pairs]}
+        document = {"run": str(run), "groups": [_group_json(group, rows, with_attempts) for group, rows in pairs]}
+        return document | ({"let_go": asdict(missing)} if missing else {})
     console.print(group_table([group for group, _ in pairs]))
     if number is not None or failures:
         for group, rows in pairs:
-            console.print(attempt_panels(group, rows))
+            console.print(attempt_panels(group, rows, stored.why_let_go()))
+    elif missing:
+        console.print(Text(missing.sentence, style="dim"))
     return None
 
 
@@ -159,9 +200,9 @@ def group_table(groups: Sequence[GroupRow]) -> Table:
     return table
 
 
-def attempt_panels(group: GroupRow, attempts: Sequence[Mapping[str, Any]] | None) -> Group | Text:
+def attempt_panels(group: GroupRow, attempts: Sequence[Mapping[str, Any]] | None, why_let_go: str) -> Group | Text:
     if attempts is None:
-        return Text(f"group {group.number}: its segment is not there any more", style="dim")
+        return Text(f"group {group.number}: its attempts were let go, {why_let_go}", style="dim")
     if not attempts:
         return Text(f"group {group.number}: no attempt is complete", style="dim")
     return Group(*(_panel(group.number, attempt) for attempt in attempts))

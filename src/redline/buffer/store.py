@@ -69,9 +69,11 @@ class TrajectoryStore:
     ) -> None:
         """Segments without a group that is still wanted are deleted, the oldest first, while all take more than `max_bytes`,
         or when everything in them is older than `max_age_steps`; the groups of the last `keep_steps` steps always stay, for
-        replays and for a run that goes back to its last checkpoint. `tell` hears of what a power cut took, which is mended."""
+        replays and for a run that goes back to a checkpoint. `tell` hears of what a power cut took, which is mended, and
+        when the first segment is deleted."""
         self.folder = folder
         self._max_bytes, self._max_age, self._keep_steps = max_bytes, max_age_steps, keep_steps
+        self._has_told = False
         folder.mkdir(parents=True, exist_ok=True)
         for scratch in folder.glob(".*.partial"):
             scratch.unlink()
@@ -164,28 +166,28 @@ class TrajectoryStore:
     def arrived_after(self, count: int) -> list[TrajectoryGroup]:
         """They lie in the order in which they came; what was evicted since then is left out."""
         with self._explained():
-            stored = sorted(self._index.rows("segment IS NOT NULL"), key=lambda row: (row.segment or 0, row.first_row))
-            late = [row for row in stored[count:] if row.segment in self._segments]
+            late = [row for row in self._index.stored_after(count) if row.segment in self._segments]
             return [restored_group(Run(self._segments.map(row), row.first_row, row.end_row)) for row in late]
 
     def resume(self, version: int) -> list[int]:
         """Back to a checkpoint of `version`; `GroupStore.resume` has the rule. What was evicted since is attempted again."""
         again, changed, marks = list[int](), list[GroupRow](), dict[int, list[GroupRow]]()
+        before = dict[int, GroupRow]()
         with self._explained():
-            rows = list(self._index.rows())
-        for row in rows:
-            now = _as_of(row, version, is_there=row.segment in self._segments)
-            if now.state is GroupState.IN_FLIGHT:
-                again.append(row.number)
-            if now != row:
-                changed.append(now)
-                marks.setdefault(_mark_of(now), []).append(row)
+            for row in self._index.rows():  # all are compared with their checksums, and few are kept
+                now = _as_of(row, version, is_there=row.segment in self._segments)
+                if now.state is GroupState.IN_FLIGHT:
+                    again.append(row.number)
+                if now != row:
+                    changed.append(now)
+                    before[row.number] = row
+                    marks.setdefault(_mark_of(now), []).append(row)
         for mark, marked in marks.items():
             self._mark(marked, mark)
         with self._explained():
             self._index.put(changed)
         self._version = version
-        self._remember(changed, {row.number: row for row in rows})
+        self._remember(changed, before)
         with self._explained():
             self._segments.check_groups(row for row in self._rows.values() if row.is_live)
         return again
@@ -258,7 +260,12 @@ class TrajectoryStore:
             self._segments.mark(rows, value)
 
     def _evict(self) -> None:
-        self._segments.evict(self._version, self._max_bytes, self._max_age, self._keep_steps)
+        deleted = self._segments.evict(self._version, self._max_bytes, self._max_age, self._keep_steps)
+        if deleted and not self._has_told:
+            self._has_told = True
+            keys = {"buffer.max_bytes": self._max_bytes, "buffer.max_age_steps": self._max_age}
+            asked = " and ".join(f"{key} = {value:,}" for key, value in keys.items() if value is not None)
+            self._tell(f"the oldest trajectories are deleted from now on, as {asked} asks for; null keeps all")
 
     @contextmanager
     def _explained(self) -> Iterator[None]:

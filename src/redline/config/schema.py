@@ -197,9 +197,10 @@ class BufferConfig(Section):
     """Seconds after which a group that is still under way is given up, with that reason, and another task is attempted in its
     place; null waits for ever. In lockstep nobody looks at the clock meanwhile."""
     keep_trajectories: bool = True
-    """Keep every group as Arrow files in the run folder."""
-    max_bytes: PositiveInt | None = None
-    """Size of those files; beyond it the oldest that no step needs any more are deleted. null keeps all."""
+    """Keep groups as Arrow files in the run folder."""
+    max_bytes: PositiveInt | None = 8 << 30
+    """Size of those files, 8 GiB by default; beyond it the oldest that no step, replay or resumed run needs are deleted. null
+    keeps all."""
     max_age_steps: PositiveInt | None = None
     """Steps after which a group that was trained on or dropped is deleted; null keeps all."""
 

@@ -8,6 +8,7 @@ of, such as one in a user's own code, is `other`.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
@@ -77,9 +78,17 @@ def rollouts_phases(row: Mapping[str, object]) -> dict[str, float]:
 
 
 def _seconds(row: Mapping[str, object], prefix: str) -> Iterator[tuple[str, float]]:
-    for key, value in row.items():
-        if key.startswith(prefix) and key.endswith("_s") and isinstance(value, int | float) and math.isfinite(value):
-            yield key.removeprefix(prefix).removesuffix("_s"), value
+    for key, name in _named(tuple(row), prefix):
+        value = row[key]
+        if isinstance(value, int | float) and math.isfinite(value):
+            yield name, value
+
+
+@functools.lru_cache(maxsize=64)
+def _named(keys: tuple[str, ...], prefix: str) -> list[tuple[str, str]]:
+    """Keys of a row under a prefix, each with what it is the time of. Rows of a run have the same keys, most of them."""
+    found = [key for key in keys if key.startswith(prefix) and key.endswith("_s")]
+    return [(key, key.removeprefix(prefix).removesuffix("_s")) for key in found]
 
 
 # ── in words ───────────────────────────────────────────────────────────────────────────────────────────────────────────

@@ -11,6 +11,7 @@ do not.
 from __future__ import annotations
 
 import json
+import os
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -139,6 +140,8 @@ class _Tail:
         if not self._path.exists():
             return
         with self._path.open("rb") as file:
+            if file.seek(0, os.SEEK_END) < self._position:  # it was thinned: what it holds now is known
+                self._position = file.tell()
             file.seek(self._position)
             for line in file:
                 if not line.endswith(b"\n"):

@@ -1,9 +1,11 @@
 """One run, read as it grows: its files → a JSON document, or what is new in it since a cursor.
 
-    cursor  "3.120.40.2.1.9f3a"   epoch, rows of metrics, of samples, of evaluations, of alerts, digest of the head
+    cursor  "3.120.40.2.1.9f3a.160"   epoch, rows of metrics, of samples, of evaluations, of alerts, digest of the head, and
+                                      how many points the page has to draw
 
 The head is small and changes with every step; the rows are many and never change. A cursor of another epoch (the run was
-resumed and its logs were cut, or the server was started anew) gets everything.
+resumed and its logs were cut, or the server was started anew) gets everything, and so does a page that has come to hold more
+points than it can show: of a long run, everything is older rows in buckets and newer ones one by one (`columns.py`).
 """
 
 from __future__ import annotations
@@ -14,22 +16,30 @@ import threading
 import time
 import zlib
 from collections import Counter, deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from redline.telemetry import Ledger, RunFolder
 from redline.telemetry.failure import read_failure
+from redline.telemetry.targets import Evidence
 from redline.telemetry.timeline import bottleneck, in_words, phase_of, step_phases
-from redline.web.columns import Columns, Json
+from redline.web.columns import MOST_POINTS, Columns, Json
+from redline.web.left_out import LeftOut
 from redline.web.status import is_closed, status_of
 from redline.web.tail import Tail
 from redline.web.targets import judged
 from redline.web.verdict import bound_of
 
+_LOGS = ("metrics", "samples", "evaluations", "alerts")
 RECENT_STEPS = 20
 """What `now` means: the bottleneck, the speed and the ETA of a run that goes on."""
+MOST_HELD = 2 * MOST_POINTS
+"""Points of metrics and samples, each, that a page may hold before it gets everything anew, in buckets."""
+MOST_EVALUATIONS = 500
+MOST_ALERTS = 500
+"""The newest, of those that a page gets at once."""
 _SPARK_POINTS = 120
 
 
@@ -43,44 +53,44 @@ class Cursor:
     evaluations: int
     alerts: int
     head: str
+    held: int
+    """Points of metrics or of samples, whichever are more."""
 
     def __str__(self) -> str:
-        return ".".join(map(str, (self.epoch, self.steps, self.samples, self.evaluations, self.alerts, self.head)))
+        return ".".join(map(str, (self.epoch, self.steps, self.samples, self.evaluations, self.alerts, self.head, self.held)))
 
     @classmethod
     def parse(cls, text: str) -> Cursor | None:
         """None for what is not a cursor; a client may send anything."""
         try:
-            epoch, steps, samples, evaluations, alerts, head = text.split(".")
-            found = cls(epoch, int(steps), int(samples), int(evaluations), int(alerts), head)
+            epoch, steps, samples, evaluations, alerts, head, held = text.split(".")
+            found = cls(epoch, int(steps), int(samples), int(evaluations), int(alerts), head, int(held))
         except ValueError:
             return None
-        return found if min(found.steps, found.samples, found.evaluations, found.alerts) >= 0 else None
+        counts = (found.steps, found.samples, found.evaluations, found.alerts, found.held)
+        return found if min(counts) >= 0 else None
 
 
 class RunReader:
-    """Reads a run's files; safe to use from several threads."""
+    """Reads a run's files, of which it keeps the numbers; safe to use from several threads."""
 
-    def __init__(self, path: Path, *, keep_rows: int | None = 1000) -> None:
-        """`keep_rows` of the last rows are kept whole, to be held against the targets; None keeps all."""
+    def __init__(self, path: Path) -> None:
         self.folder = RunFolder.open(path)
         self._lock = threading.Lock()
-        self._keep_rows = keep_rows
-        self._tails = {
-            name: Tail(self.folder.path / f"{name}.jsonl") for name in ("metrics", "samples", "evaluations", "alerts")
-        }
+        self._left_out = LeftOut(self.folder)
         self._num_resets = 0
         self._forget()
 
     def _forget(self) -> None:
         self._epoch = f"{time.time_ns():x}-{self._num_resets}"
         self._num_resets += 1
+        self._tails = {name: Tail(self.folder.path / f"{name}.jsonl") for name in _LOGS}
         self.steps, self._samples = Columns("step"), Columns("time")
         self._evaluations: list[dict[str, Any]] = []
         self._alerts: list[dict[str, Any]] = []
-        self._rows: deque[dict[str, Any]] = deque(maxlen=self._keep_rows)
-        self._sample_rows: deque[dict[str, Any]] = deque(maxlen=self._keep_rows)
+        self._evidence = Evidence()
         self._phases: Counter[str] = Counter()
+        self._train_s = 0.0
         self._judged: tuple[tuple[int, int], list[dict[str, Json]]] | None = None
         self._recent: deque[dict[str, float]] = deque(maxlen=RECENT_STEPS)
 
@@ -96,28 +106,51 @@ class RunReader:
 
     def _refresh(self) -> None:
         """Take in what the files have gained."""
-        found = {name: tail.read() for name, tail in self._tails.items()}
-        if any(restarted for restarted, _ in found.values()):
+        for name in _LOGS:
+            while self._take_block(name):
+                pass
+
+    def _take_block(self, name: str) -> bool:
+        """Whether there may be more in that log. Where one was written anew, all are read again from the beginning."""
+        restarted, rows = self._tails[name].read()
+        if restarted and name == "samples":  # the sampler thins its own log now and then
+            self._forget_samples()
+        elif restarted:
             self._forget()
-            for name, tail in self._tails.items():
-                if not found[name][0]:
-                    self._tails[name] = tail = Tail(self.folder.path / f"{name}.jsonl")
-                    found[name] = tail.read()
-        for row in found["metrics"][1]:
-            self._take_step(row)
-        for row in found["samples"][1]:
-            self._samples.add(row)
-            self._sample_rows.append(row)
-        self._evaluations += found["evaluations"][1]
-        self._alerts += found["alerts"][1]
+            self._refresh()
+            return False
+        take = {"metrics": self._take_step, "samples": self._take_sample, "evaluations": self._take_evaluation}.get(name)
+        for row in rows:
+            if take:
+                take(row)
+            else:
+                self._alerts.append(row)
+        return not self._tails[name].at_end
 
     def _take_step(self, row: dict[str, Any]) -> None:
-        self._rows.append(row)
         phases = step_phases(row)
+        self._evidence.add_row(row, phases)
         self._recent.append(phases)
         self._phases.update(phases)
-        # The charts' timeline, for rows that were written before there was one.
-        self.steps.add({**{f"timeline/{phase}_s": seconds for phase, seconds in phases.items()}, **row})
+        seconds = row.get("run/step_s")
+        self._train_s += seconds if isinstance(seconds, int | float) and math.isfinite(seconds) else 0.0
+        if phases and f"timeline/{next(iter(phases))}_s" not in row:  # written before there was one
+            row |= {f"timeline/{phase}_s": seconds for phase, seconds in phases.items()}
+        self.steps.add(row)
+
+    def _take_sample(self, row: dict[str, Any]) -> None:
+        self._samples.add(row)
+        self._evidence.add_sample(row)
+
+    def _take_evaluation(self, row: dict[str, Any]) -> None:
+        """Its numbers; answers are no part of a chart."""
+        self._evaluations.append({key: value for key, value in row.items() if isinstance(value, int | float)})
+
+    def _forget_samples(self) -> None:
+        self._epoch = f"{time.time_ns():x}-{self._num_resets}"
+        self._num_resets += 1
+        self._samples = Columns("time")
+        self._evidence.forget_samples()
 
     # ── what a page shows ──────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -126,29 +159,40 @@ class RunReader:
         with self._lock:
             self._refresh()
             have = Cursor.parse(after)
-            if have is None or have.epoch != self._epoch:
-                have = None
             head = self._head()
             digest = f"{zlib.crc32(json.dumps(head, sort_keys=True).encode()):x}"
-            counts = (len(self.steps), len(self._samples), len(self._evaluations), len(self._alerts))
-            now = Cursor(self._epoch, *counts, digest)
-            document: dict[str, Json] = {"cursor": str(now), "whole": have is None}
-            if have is None or have.head != digest:
+            if have is None or have.epoch != self._epoch or have.held > MOST_HELD:
+                document, held = self._whole()
+            else:
+                document, held = self._news(have)
+            if have is None or document["whole"] or have.head != digest:
                 document["head"] = head
-            if have is None:
-                document["config"] = _json_file(self.folder.config)
-                document["environment"] = _json_file(self.folder.environment)
-                have = Cursor(self._epoch, 0, 0, 0, 0, "")
-            for name, columns, start in (("steps", self.steps, have.steps), ("samples", self._samples, have.samples)):
-                if len(columns) > start:
-                    document[name] = columns.since(start)
-            for name, rows, start in (
-                ("evaluations", self._evaluations, have.evaluations),
-                ("alerts", self._alerts, have.alerts),
-            ):
-                if len(rows) > start:
-                    document[name] = rows[start:]
-            return document
+            counts = (len(self.steps), len(self._samples), len(self._evaluations), len(self._alerts))
+            return {"cursor": str(Cursor(self._epoch, *counts, digest, held)), **document}
+
+    def _whole(self) -> tuple[dict[str, Json], int]:
+        """Everything but the head, and how many points that is to draw."""
+        document: dict[str, Json] = {"whole": True}
+        document["config"] = _json_file(self.folder.config)
+        document["environment"] = _json_file(self.folder.environment)
+        document["evaluations"] = _spread(self._evaluations, MOST_EVALUATIONS)
+        document["alerts"] = self._alerts[-MOST_ALERTS:]
+        held = 0
+        for name, columns in (("steps", self.steps), ("samples", self._samples)):
+            found = columns.whole()
+            document[name], document[f"{name}_thinned"] = found.rows, found.thinned
+            held = max(held, found.num_points)
+        return document, held
+
+    def _news(self, have: Cursor) -> tuple[dict[str, Json], int]:
+        document: dict[str, Json] = {"whole": False}
+        for name, columns, start in (("steps", self.steps, have.steps), ("samples", self._samples, have.samples)):
+            if len(columns) > start:
+                document[name] = columns.since(start)
+        for name, rows, start in (("evaluations", self._evaluations, have.evaluations), ("alerts", self._alerts, have.alerts)):
+            if len(rows) > start:
+                document[name] = rows[start:]
+        return document, have.held + max(len(self.steps) - have.steps, len(self._samples) - have.samples)
 
     def summary(self) -> dict[str, Json]:
         """A line of the list of runs."""
@@ -158,7 +202,7 @@ class RunReader:
             facts = self._facts(config)
             return {
                 **facts,
-                "reward": _thinned(self.steps.values.get("rollouts/reward_mean", ())),
+                "reward": self.steps.means("rollouts/reward_mean", _SPARK_POINTS),
                 "evaluation": self._evaluations[-1].get("evaluation/reward_mean") if self._evaluations else None,
                 "alerts": len(self._alerts),
             }
@@ -172,13 +216,15 @@ class RunReader:
             "targets": self._targets(config),
             "ledger": _ledger_json(ledger) if ledger else None,
             "phases": dict(self._phases),
+            "alerts": len(self._alerts),
+            "left_out": self._left_out.sentences(self._samples),
         }
 
     def _targets(self, config: Mapping[str, Any]) -> list[dict[str, Json]]:
         """Judged again when there is something new to judge."""
         seen = (len(self.steps), len(self._samples))
         if self._judged is None or self._judged[0] != seen:
-            self._judged = (seen, judged(self._rows, self._sample_rows, config))
+            self._judged = (seen, judged(self._evidence, config))
         return self._judged[1]
 
     def _facts(self, config: Mapping[str, Any]) -> dict[str, Json]:
@@ -199,7 +245,7 @@ class RunReader:
             "max_lag": _get(config, "buffer", "max_lag", 0),
             "started": _json_file(self.folder.environment).get("started"),
             "updated": _mtime(self.folder.metrics) or _mtime(self.folder.config),
-            "train_s": sum(value for value in self.steps.values.get("run/step_s", ()) if math.isfinite(value)),
+            "train_s": self._train_s,
             "step_s": step_s,
             "eta_s": (total - done) * step_s if step_s and status == "running" else None,
             "tokens_per_s": self.steps.tail_mean("engine/tokens_per_s", RECENT_STEPS),
@@ -235,11 +281,10 @@ def _ledger_json(ledger: Ledger) -> list[dict[str, Json]]:
     ]
 
 
-def _thinned(values: Iterable[float]) -> list[float | None]:
-    """At most some dozens of points, each the mean of those it stands for."""
-    found = [value for value in values if math.isfinite(value)]
-    size = max(1, -(-len(found) // _SPARK_POINTS))
-    return [round(sum(part) / len(part), 6) for i in range(0, len(found), size) if (part := found[i : i + size])]
+def _spread(rows: Sequence[Json], most: int) -> list[Json]:
+    """At most so many of them, evenly, the last one included."""
+    every = max(1, -(-len(rows) // most))
+    return list(rows[(len(rows) - 1) % every :: every]) if rows else []
 
 
 def _task_name(config: Mapping[str, Any]) -> str:

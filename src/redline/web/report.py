@@ -13,7 +13,7 @@ from redline.web.trajectories import Trajectories
 
 def write_report(run: Path, target: Path) -> None:
     """Of a run that has ended, or of one as far as it has come."""
-    reader = RunReader(run, keep_rows=None)
+    reader = RunReader(run)
     document = reader.document()
     document["trajectories"] = Trajectories(run, reader.model, reader.seed).chosen()
     try:

@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any
 
 from pydantic import ValidationError
 
 from redline.config.schema import Config
-from redline.telemetry.targets import verdicts
+from redline.telemetry.targets import Evidence, judge
 
 
-def judged(
-    rows: Iterable[Mapping[str, Any]], samples: Iterable[Mapping[str, Any]], config: Mapping[str, Any]
-) -> list[dict[str, Any]]:
+def judged(evidence: Evidence, config: Mapping[str, Any]) -> list[dict[str, Any]]:
     """None where the config is not one that this version reads."""
     try:
         known = Config.model_validate(config)
     except ValidationError:
         return []
-    return [asdict(verdict) for verdict in verdicts(list(rows), list(samples), known)]
+    return [asdict(verdict) for verdict in judge(evidence, known)]

@@ -29,6 +29,7 @@ class Trajectories:
     def __init__(self, run: Path, model: str, seed: int) -> None:
         self._run = run
         self._decode = functools.cache(lambda: _decoder(run, model, seed))
+        self._why_let_go = ""
 
     def of_step(self, step: int) -> dict[str, Json]:
         """The groups that a step of `metrics.jsonl` was trained on."""
@@ -57,7 +58,9 @@ class Trajectories:
     def _stored(self) -> StoredRun:
         if not (self._run / "trajectories").is_dir():  # a copy of the logs alone
             raise RunFolderError(f"{self._run}: no trajectories to show")
-        return StoredRun(self._run)
+        stored = StoredRun(self._run)
+        self._why_let_go = stored.why_let_go()
+        return stored
 
     def _pages(self, stored: StoredRun, groups: Iterable[GroupRow], only_failed: bool = False) -> list[dict[str, Json]]:
         return [
@@ -73,7 +76,7 @@ class Trajectories:
             "state": f"{group.state}: {group.reason}" if group.reason else str(group.state),
             "step": None if group.trained_version is None else group.trained_version + 1,
             "reward": group.reward,
-            "evicted": is_evicted,
+            "let_go": self._why_let_go if is_evicted else None,
             "task": attempts[0]["task_id"] if attempts else None,
             "prompt": self._prompt(attempts[0]) if attempts else None,
             "about": self._about(attempts[0]) if attempts else None,

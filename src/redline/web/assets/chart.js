@@ -10,11 +10,22 @@ class Axis {
     this.ticks = ticks;
     this.x = [];
     this.marks = [];
+    this.thinned = null;
     this.zoomed = null;
     this.hover = null;
     this.charts = [];
     this.onzoom = () => {};
     this.pending = false;
+  }
+
+  // How many rows the point stands for: buckets come first.
+  sizeAt(index) {
+    return this.thinned && index < this.thinned.points ? this.thinned.size : 1;
+  }
+
+  nameAt(index) {
+    const size = this.sizeAt(index);
+    return this.format(this.x[index], size === 1 ? this.x[index] : index ? this.x[index - 1] + 1 : this.x[0] - size + 1);
   }
 
   // From the first value shown to the last.
@@ -262,7 +273,7 @@ class Chart {
     context.lineTo(x, this.height - BOTTOM);
     context.stroke();
     this.point(context, x, axis.hover);
-    const text = axis.format(axis.x[axis.hover]), half = context.measureText(text).width / 2 + 6;
+    const text = axis.nameAt(axis.hover), half = context.measureText(text).width / 2 + 6;
     const middle = Math.max(LEFT + half, Math.min(this.width - half, x));
     context.fillStyle = colour("paper");
     context.fillRect(middle - half, this.height - BOTTOM + 4, 2 * half, BOTTOM - 4);
@@ -296,11 +307,11 @@ class LineChart extends Chart {
     const dots = this.visibleDots();
     let low = this.zero ? 0 : Infinity, high = this.zero ? 0 : -Infinity;
     for (const line of this.lines) {
-      const values = line.values();
+      const values = line.values(), band = line.band?.();
       for (let i = first; i < end; i++) {
-        const value = values[i];
-        if (value < low) low = value;
-        if (value > high) high = value;
+        const least = band?.low[i] ?? values[i], greatest = band?.high[i] ?? values[i];
+        if (least < low) low = least;
+        if (greatest > high) high = greatest;
       }
     }
     for (const [, y] of dots) [low, high] = [Math.min(low, y), Math.max(high, y)];
@@ -329,10 +340,11 @@ class LineChart extends Chart {
   line(context, line, first, end) {
     const values = line.values(), paint = colour(line.colour ?? "generation");
     context.strokeStyle = context.fillStyle = paint;
-    const crowded = end - first > 2 * (this.width - LEFT);
-    if (crowded) this.band(context, values, first, end);
-    if (line.smooth || crowded) {
-      if (!crowded) {
+    const crowded = end - first > 2 * (this.width - LEFT), band = line.band?.(), wide = band && first < band.low.length;
+    if (crowded) this.band(context, values, band, first, end);
+    else if (wide) this.area(context, values, band, first, end);
+    if (line.smooth || crowded || wide) {
+      if (!crowded && !wide) {
         context.globalAlpha = 0.32;
         context.lineWidth = 1;
         this.path(context, values, first, end);
@@ -367,7 +379,7 @@ class LineChart extends Chart {
   }
 
   // One stroke per pixel, from the least to the greatest value there.
-  band(context, values, first, end) {
+  band(context, values, band, first, end) {
     context.globalAlpha = 0.38;
     let column = -1, low = Infinity, high = -Infinity;
     const flush = () => {
@@ -381,11 +393,23 @@ class LineChart extends Chart {
         flush();
         [column, low, high] = [x, Infinity, -Infinity];
       }
-      const value = values[i];
-      if (value < low) low = value;
-      if (value > high) high = value;
+      const least = band?.low[i] ?? values[i], greatest = band?.high[i] ?? values[i];
+      if (least < low) low = least;
+      if (greatest > high) high = greatest;
     }
     flush();
+    context.globalAlpha = 1;
+  }
+
+  // The same where there are fewer points than pixels: from each point to the next.
+  area(context, values, band, first, end) {
+    const shown = [];
+    for (let i = first; i < end; i++) if (Number.isFinite(values[i])) shown.push([this.pixelOf(this.axis.x[i]), band.low[i] ?? values[i], band.high[i] ?? values[i]]);
+    context.globalAlpha = 0.3;
+    context.beginPath();
+    for (const [x, , greatest] of shown) context.lineTo(x, this.heightOf(greatest) - 0.5);
+    for (const [x, least] of shown.reverse()) context.lineTo(x, this.heightOf(least) + 0.5);
+    context.fill();
     context.globalAlpha = 1;
   }
 
@@ -451,7 +475,7 @@ class StackChart extends Chart {
   columns(layers, first, end) {
     const found = [], x = this.axis.x;
     for (let i = first; i < end;) {
-      const left = this.bars ? this.pixelOf(x[i] - 0.5) : this.pixelOf(x[i]);
+      const left = this.bars ? this.pixelOf((i && this.axis.sizeAt(i) > 1 ? x[i - 1] + 1 : x[i]) - 0.5) : this.pixelOf(x[i]);
       let next = i + 1;
       while (next < end && (this.bars ? this.pixelOf(x[next] + 0.5) : this.pixelOf(x[next])) - left < 1) next += 1;
       const right = this.bars ? this.pixelOf(x[next - 1] + 0.5) : next < end ? this.pixelOf(x[next]) : left + 1;
@@ -473,7 +497,7 @@ class StackChart extends Chart {
 
   read(index) {
     const layers = this.layers(), [first, end] = this.axis.visible;
-    const readings = layers.map((layer) => ({ swatch: layer.swatch, label: layer.label, value: this.format(index === null ? mean(layer.values, first, end) : layer.values[index] || 0) }));
+    const readings = layers.map((layer) => ({ swatch: layer.swatch, label: layer.label, value: this.format(index === null ? mean(layer.values, first, end, (i) => this.axis.sizeAt(i)) : layer.values[index] || 0) }));
     this.show(readings.filter((reading, k) => index === null || layers[k].values[index] > 0));
   }
 }
@@ -509,10 +533,13 @@ function lastFinite(values) {
   return -1;
 }
 
-function mean(values, first, end) {
-  let sum = 0;
-  for (let i = first; i < end; i++) sum += values[i] || 0;
-  return end > first ? sum / (end - first) : NaN;
+function mean(values, first, end, weight = () => 1) {
+  let sum = 0, total = 0;
+  for (let i = first; i < end; i++) {
+    sum += weight(i) * (values[i] || 0);
+    total += weight(i);
+  }
+  return total ? sum / total : NaN;
 }
 
 let palette = new Map();

@@ -94,18 +94,21 @@ const DISTRIBUTIONS = [
 
 function percentilesPart(run) {
   const [first, end] = run.axis.visible, columns = [["least", 0], ["median", 0.5], ["90%", 0.9], ["99%", 0.99], ["greatest", 1]];
+  const thinned = run.thinned.steps, exact = thinned && !run.axis.zoomed ? thinned.quantiles : null;
   const rows = DISTRIBUTIONS.filter(([, key]) => run.steps[key]).map(([name, key]) => {
     const sorted = Float64Array.from(run.steps[key].slice(first, end).filter(Number.isFinite)).sort(), format = formatOf(key);
-    return h("tr", {}, h("td", {}, name), columns.map(([, q]) => h("td", { class: "number" }, format(quantile(sorted, q)))));
+    return h("tr", {}, h("td", {}, name), columns.map(([, q], k) => h("td", { class: "number" }, format(exact ? exact[key]?.[k] ?? NaN : quantile(sorted, q)))));
   });
-  return h("div", { class: "scroll" }, h("table", {}, h("thead", {}, h("tr", {}, h("th", {}, "of all steps shown"), columns.map(([name]) => h("th", { class: "number" }, name)))), h("tbody", {}, rows)));
+  const of = exact ? `of the first ${grouped.format(thinned.rows)} steps` : thinned && first < thinned.points ? `of the points shown, means of ${grouped.format(thinned.size)} steps` : "of all steps shown";
+  return h("div", { class: "scroll" }, h("table", {}, h("thead", {}, h("tr", {}, h("th", {}, of), columns.map(([name]) => h("th", { class: "number" }, name)))), h("tbody", {}, rows)));
 }
 
-function alertsPart({ alerts }) {
+function alertsPart({ alerts, head }) {
   const plain = (value) => (value === null || value === undefined ? "" : typeof value === "object" ? JSON.stringify(value) : String(value));
+  const all = head.alerts > 100 ? [h("p", { class: "flat muted" }, `The last 100 of ${grouped.format(head.alerts)}; alerts.jsonl has all.`)] : [];
   return alerts.slice(-100).reverse().map((alert) => h("div", { class: "alert" },
     h("span", { class: "muted" }, `step ${plain(alert.step)}`), h("b", {}, plain(alert.kind).replaceAll("_", " ")),
-    h("div", { class: "what" }, h("p", {}, plain(alert.seen)), h("p", {}, [alert.since ? `since ${plain(alert.since)}` : "", plain(alert.look_at)].filter(Boolean).join(" · ")))));
+    h("div", { class: "what" }, h("p", {}, plain(alert.seen)), h("p", {}, [alert.since ? `since ${plain(alert.since)}` : "", plain(alert.look_at)].filter(Boolean).join(" · "))))).concat(all);
 }
 
 // ── what was sampled ──
@@ -119,7 +122,7 @@ function groupPart(group) {
       h("span", {}, `${grouped.format(found.tokens)} tokens, ended by ${found.finish}`)),
     found.failure ? h("p", { class: "failure" }, found.failure) : null,
     found.said.map((turn) => h("pre", { class: `said ${turn.by}` }, turn.text || " ")));
-  const body = group.evicted ? h("p", { class: "muted" }, "its segment is not there any more")
+  const body = group.let_go ? h("p", { class: "muted" }, `its attempts were let go, ${group.let_go}`)
     : !group.attempts.length ? h("p", { class: "muted" }, "no attempt is complete")
     : [h("pre", { class: "said prompt" }, group.prompt ?? "the tokenizer is not at hand, so the prompt cannot be shown"), h("div", { class: "attempts" }, group.attempts.map(attempt))];
   return h("details", { class: "group" },
@@ -135,8 +138,9 @@ function metricsPart(run) {
     const keys = Object.keys(run.steps).filter((key) => !["step", "run/time_s"].includes(key) && key.toLowerCase().includes(wanted)).sort();
     body.replaceChildren(...keys.map((key) => {
       const values = run.steps[key], format = formatOf(key), sorted = Float64Array.from(values.filter(Number.isFinite)).sort(), canvas = h("canvas", { class: "spark" });
+      const [least, median, , , greatest] = run.thinned.steps?.quantiles[key] ?? [quantile(sorted, 0), quantile(sorted, 0.5), 0, 0, quantile(sorted, 1)];
       spark(canvas, thinned(values, 160), "muted");
-      return h("tr", {}, h("td", { class: "mono" }, key), h("td", {}, canvas), [quantile(sorted, 0), quantile(sorted, 0.5), quantile(sorted, 1), values[lastFinite(values)]].map((value) => h("td", { class: "number" }, format(value))));
+      return h("tr", {}, h("td", { class: "mono" }, key), h("td", {}, canvas), [least ?? NaN, median ?? NaN, greatest ?? NaN, values[lastFinite(values)]].map((value) => h("td", { class: "number" }, format(value))));
     }));
   };
   filter.addEventListener("input", fill);

@@ -31,12 +31,12 @@ const NONE = [];
 class Run {
   constructor() {
     this.clear();
-    this.axis = new Axis((step) => `step ${grouped.format(step)}`, (ticks) => ticks.map((tick) => grouped.format(tick)));
+    this.axis = new Axis((step, from) => (from < step ? `steps ${grouped.format(from)}–${grouped.format(step)}` : `step ${grouped.format(step)}`), (ticks) => ticks.map((tick) => grouped.format(tick)));
     this.clock = new Axis((time) => `after ${seconds(time)}`, (ticks) => ticksOf(ticks, seconds));
   }
 
   clear() {
-    Object.assign(this, { cursor: "", head: null, config: {}, environment: {}, steps: { step: [] }, samples: { time: [] }, evaluations: [], alerts: [] });
+    Object.assign(this, { cursor: "", head: null, config: {}, environment: {}, steps: { step: [] }, samples: { time: [] }, evaluations: [], alerts: [], thinned: { steps: null, samples: null } });
   }
 
   take(document) {
@@ -47,7 +47,10 @@ class Run {
     this.alerts.push(...(document.alerts ?? []));
     if (document.steps) append(this.steps, document.steps, "step");
     if (document.samples) append(this.samples, document.samples, "time");
+    if (document.whole) for (const name of ["steps", "samples"]) this.thinned[name] = bands(document[`${name}_thinned`]);
     this.axis.x = this.steps.step;
+    this.axis.thinned = this.thinned.steps;
+    this.clock.thinned = this.thinned.samples;
     this.axis.marks = this.alerts.map((alert) => alert.step).filter(Number.isFinite);
     const begin = this.samples.time[0] ?? 0;
     this.clock.x = this.samples.time.map((time) => time - begin);
@@ -62,6 +65,16 @@ function append(columns, rows, index) {
     for (let i = 0; i < count; i++) column.push((Array.isArray(values) ? values[i] : values) ?? NaN);
   }
   for (const column of Object.values(columns)) while (column.length < before + count) column.push(NaN);
+}
+
+// Of a long run the older rows come in buckets: their means are rows, their extremes lie beside them.
+function bands(thinned) {
+  for (const columns of thinned ? [thinned.low, thinned.high] : []) for (const [key, values] of Object.entries(columns)) columns[key] = values.map((value) => value ?? NaN);
+  return thinned ?? null;
+}
+
+function bandOf(thinned, key) {
+  return thinned?.low[key] ? { low: thinned.low[key], high: thinned.high[key] } : null;
 }
 
 class RunPage {
@@ -91,7 +104,8 @@ class RunPage {
     this.head = h("div");
     this.verdict = h("section", { class: "verdict", "aria-label": "Verdict" });
     this.settings.append(...settingsPart(run));
-    this.element = h("div", {}, this.head, this.verdict, this.zoom, ...Object.values(this.sections));
+    this.notice = h("p", { class: "flat muted notice", hidden: true });
+    this.element = h("div", {}, this.head, this.verdict, this.notice, this.zoom, ...Object.values(this.sections));
     matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => {
       palette = new Map();
       run.axis.redraw();
@@ -105,6 +119,8 @@ class RunPage {
     document.title = `${head.name} · redline`;
     this.head.replaceChildren(...headPart(run));
     this.verdict.replaceChildren(...verdictPart(run).filter(Boolean));
+    this.notice.textContent = noticeOf(run);
+    this.notice.hidden = !this.notice.textContent;
     this.fill("targets", head.targets.length, () => targetsPart(run).filter(Boolean));
     this.fill("alerts", run.alerts.length, () => alertsPart(run));
     this.fillLedger(head.ledger);
@@ -134,12 +150,12 @@ class RunPage {
     for (const [place, title, note, lines, options] of CHARTS) {
       const found = lines.filter((line) => run.steps[line.key]?.some(Number.isFinite));
       if (!found.length) continue;
-      const levels = found.map((line) => constant(run.steps[line.key]));
+      const levels = found.map((line) => (bandOf(run.thinned.steps, line.key) ? null : constant(run.steps[line.key])));
       if (!options?.evaluations && !this.made.has(title) && run.steps.step.length > 1 && levels.every((level) => level !== null)) {
         flat[place].push(`${title.toLowerCase()} ${(options?.format ?? number)(levels[0])}`);
         continue;
       }
-      this.make(place, title, () => new LineChart(run.axis, title, note, found.map((line) => ({ ...line, values: () => run.steps[line.key] ?? NONE })), {
+      this.make(place, title, () => new LineChart(run.axis, title, note, found.map((line) => ({ ...line, values: () => run.steps[line.key] ?? NONE, band: () => bandOf(run.thinned.steps, line.key) })), {
         ...options,
         dots: options?.evaluations ? () => run.evaluations.map((row) => [row.step, row["evaluation/reward_mean"]]) : null,
       }));
@@ -166,7 +182,7 @@ class RunPage {
       const found = keys.filter((key) => pattern.test(key) && run.samples[key].some((value) => value > 0)).sort().slice(0, MEMORY_COLOURS.length);
       if (found.length) this.make("memory", title, () => new LineChart(run.clock, title, note, found.map((key, i) => {
         const name = MEMORY_COLOURS[i % MEMORY_COLOURS.length];
-        return { label: sampleLabel(key), key, colour: name, swatch: `p-${name.replace("-", "_")}`, values: () => run.samples[key] ?? NONE };
+        return { label: sampleLabel(key), key, colour: name, swatch: `p-${name.replace("-", "_")}`, values: () => run.samples[key] ?? NONE, band: () => bandOf(run.thinned.samples, key) };
       }), { format, zero: true }));
     }
   }
@@ -177,6 +193,13 @@ class RunPage {
     this.made.set(name, chart);
     this[place].append(chart.element);
   }
+}
+
+// What the page does not show one by one, and what the run's files no longer hold.
+function noticeOf({ head, thinned }) {
+  const { size, rows } = thinned.steps ?? {};
+  const shown = thinned.steps ? [`Of the first ${grouped.format(rows)} steps, a point of a chart stands for ${grouped.format(size)}, with their mean and a band from the least to the greatest; the newest stand for themselves. metrics.jsonl has every step.`] : [];
+  return [...shown, ...(head.left_out ?? [])].join(" ");
 }
 
 function constant(values) {

@@ -1,0 +1,59 @@
+"""What the files of a run no longer hold, in sentences for its page."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from redline.buffer.segments import segment_files
+from redline.buffer.show import StoredRun
+from redline.errors import RunFolderError
+from redline.telemetry import RunFolder
+from redline.telemetry.samplers import LEFT_OUT
+from redline.telemetry.trace import left_out_of
+from redline.web.columns import Columns
+
+
+class LeftOut:
+    """Asked with every look at a run; what takes long to find is remembered until it changes."""
+
+    def __init__(self, folder: RunFolder) -> None:
+        self._folder = folder
+        self._let_go: tuple[int, str | None] = (0, None)
+        """The oldest segment that was there, and what was let go by then."""
+
+    def sentences(self, samples: Columns) -> list[str]:
+        """One for each file that has let something go; none where all is there."""
+        return [text for text in (self._trace(), self._samples(samples), self._trajectories()) if text]
+
+    def _trace(self) -> str | None:
+        found = left_out_of(self._folder.trace)
+        if found is None:
+            return None
+        start, end = (f"{us / 60e6:,.0f}" for us in (found.start_us, found.end_us))
+        return (
+            f"trace.json holds the beginning and the newest stretch; {found.spans:,} spans of the minutes {start} to {end} were"
+            " let go (telemetry.trace_max_bytes)."
+        )
+
+    def _samples(self, samples: Columns) -> str | None:
+        column = samples.values.get(LEFT_OUT, ())
+        count = int(max((value for value in column[-1:] if value == value), default=0))
+        return f"samples.jsonl is thinner the older it is; {count:,} samples were let go." if count else None
+
+    def _trajectories(self) -> str | None:
+        folder = self._folder.trajectories
+        oldest = _oldest_segment(folder)
+        if oldest != self._let_go[0]:
+            try:
+                found = StoredRun(self._folder.path).let_go()
+            except RunFolderError:
+                return None
+            self._let_go = (oldest, found.sentence if found else None)
+        return self._let_go[1]
+
+
+def _oldest_segment(folder: Path) -> int:
+    try:
+        return min((file.number for file in segment_files(folder)), default=0)
+    except OSError:
+        return 0
