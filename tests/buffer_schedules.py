@@ -11,7 +11,8 @@ from fakes import group as made_group
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from redline.buffer.buffer import SILENT, STALE, GroupBuffer
+from redline.buffer.buffer import GroupBuffer
+from redline.buffer.drops import SILENT, STALE
 from redline.buffer.group_store import GroupState
 from redline.buffer.memory_store import MemoryStore
 from redline.config.schema import BufferConfig
@@ -67,6 +68,7 @@ class Schedules(RuleBasedStateMachine):
         extra_rounds=st.integers(0, 2),
         full_depth=st.booleans(),
         timeout_s=st.sampled_from([None, 2.0]),
+        late_groups=st.sampled_from(["wait", "wait", "drop"]),
     )
     def begin(
         self,
@@ -77,10 +79,11 @@ class Schedules(RuleBasedStateMachine):
         extra_rounds: int,
         full_depth: bool,
         timeout_s: float | None,
+        late_groups: str,
     ) -> None:
         depth = max_lag + 1 if full_depth else None
         keys = {"max_lag": max_lag, "depth": depth, "order": order, "max_reuses": max_reuses, "group_timeout_s": timeout_s}
-        self.config = BufferConfig(**keys)
+        self.config = BufferConfig(**keys, late_groups=late_groups if max_lag else "wait")
         self.size, self.extra_rounds, self.store = groups_per_step, extra_rounds, MemoryStore()
         self.buffer = self.make_buffer()
 
@@ -169,6 +172,7 @@ class Schedules(RuleBasedStateMachine):
 
     @rule()
     def give_up_what_takes_too_long(self) -> None:
+        assert self.config.late_groups == "drop" or not self.buffer.overdue(self.version), "a late group was not waited for"
         given_up = self.buffer.give_up(self.version)
         for number in self.under_way():
             known = self.known[number]
@@ -197,13 +201,23 @@ class Schedules(RuleBasedStateMachine):
         self.see_drops()
         ready = [number for number in self.numbers(GroupState.READY) if number not in self.repeated]
         if not full:
-            assert len(ready) < self.size, "a full batch within budget is never waited with"
+            assert len(ready) < self.size or self.somebody_would_be_late(), "a full batch within budget is never waited with"
+            assert self.buffer.waits_for_late_groups or len(ready) < self.size
             return
+        assert self.config.late_groups == "drop" or not self.somebody_would_be_late(), "a late group was not waited for"
         self.batch = self.buffer.next_batch(self.version)
         self.check(self.batch, ready)
         for number in self.batch.numbers:
             if number in ready:
                 self.known[number].state = GroupState.LEASED
+
+    def somebody_would_be_late(self) -> bool:
+        """Even if every later batch took only groups that are under way now, the oldest first."""
+        if self.config.max_lag == 0 or self.config.late_groups == "drop":
+            return False
+        begun = sorted(self.known[number].begun for number in self.under_way())
+        next_batch = self.version + 1
+        return any(next_batch + place // self.size > version + self.config.max_lag for place, version in enumerate(begun))
 
     @precondition(lambda self: self.batch is not None)
     @rule()
@@ -270,6 +284,7 @@ class Schedules(RuleBasedStateMachine):
             assert known.versions is not None
             if reason == STALE:
                 assert known.versions.lag(self.version) > self.config.max_lag
+                assert self.config.late_groups == "drop" or known.silent, "a group with signal grew too old"
             else:
                 assert (reason, known.silent) == (SILENT, True)
                 self.replaced_at[self.version] += 1

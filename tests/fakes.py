@@ -141,7 +141,7 @@ class FakeRollouts:
     def arrived(self) -> list[TrajectoryGroup]:
         return []
 
-    def finished(self, patience_s: float | None = None) -> list[TrajectoryGroup]:
+    def finished(self, patience_s: float | None = None, *, late: bool = False) -> list[TrajectoryGroup]:
         self.calls.append(("rollouts.finished",))
         groups, self.begun = self.begun, []
         return groups
@@ -159,6 +159,7 @@ class FakeBuffer:
     admitted: int = 0
     """Groups under way."""
     patience_s: float | None = None
+    waits_for_late_groups: bool = False
 
     def give_up(self, version: int) -> list[int]:
         return []

@@ -39,6 +39,8 @@ class Simulation:
     score_s: Seconds | None = None
     """What the reward of a group takes; None is nothing."""
     max_workers: int = 1
+    are_all_held: bool = False
+    """All of them score from the beginning, whatever the controller says."""
     rewards_compute: bool = False
     """Several at once take as long as one after the other."""
     workers: list[int] = field(default_factory=list)
@@ -115,7 +117,7 @@ class SimulatedWorkers:
         self._simulation = simulation
         self._rng = Random(simulation.seed + 1)
         self.most = simulation.max_workers
-        self._count = 1
+        self._count = self.most if simulation.are_all_held else 1
         self._line: deque[tuple[int, int]] = deque()
         self.scoring: list[tuple[float, int, int]] = []
         """When each ends, its number and version."""
@@ -124,7 +126,7 @@ class SimulatedWorkers:
 
     def hold(self, count: int) -> None:
         assert 1 <= count <= self.most
-        self._count = count
+        self._count = self.most if self._simulation.are_all_held else count
         self._start(self._simulation.now)
 
     def take_load(self) -> list[float]:

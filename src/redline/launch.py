@@ -265,6 +265,8 @@ def build(config: Config, folder: RunFolder, progress: Progress, tasks: LoadedTa
             keep_silent=config.trains_on_every_attempt,
             max_extra_rounds=config.rollouts.max_extra_rounds,
             workers=rollouts.rewards if isinstance(rollouts, BackgroundRollouts) else None,
+            steps=config.run.steps,
+            sampled_tokens=rollouts.sampled_tokens if isinstance(rollouts, BackgroundRollouts) else lambda number: (),
         ),
         trainer=trainer,
         weight_sync=SharedWeightSync(trainer.weights().tensors),

@@ -41,7 +41,7 @@ def run(
         _take_in(rollouts.arrived(), buffer, watch)
         _dispatch(rollouts, buffer, version)
         while not buffer.has_batch(version):
-            _take_in(rollouts.finished(buffer.patience_s), buffer, watch)
+            _take_in(rollouts.finished(buffer.patience_s, late=buffer.waits_for_late_groups), buffer, watch)
             _dispatch(rollouts, buffer, version)  # in place of those that were dropped, or taught nothing
         batch = buffer.next_batch(version)
         report = trainer.step(batch)

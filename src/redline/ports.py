@@ -61,9 +61,9 @@ class Rollouts(Protocol):
         """Groups that were completed meanwhile; does not wait."""
         ...
 
-    def finished(self, patience_s: float | None = None) -> Sequence[TrajectoryGroup]:
-        """Groups that are complete, at least one: waits for it, or makes it now. Whoever waits gives up after `patience_s`, and
-        there may be none."""
+    def finished(self, patience_s: float | None = None, *, late: bool = False) -> Sequence[TrajectoryGroup]:
+        """Block until at least one group is complete, or make it now. Returns an empty sequence after `patience_s` seconds.
+        With `late`, the wait is booked as one for late groups: enough others are ready."""
         ...
 
     def abandon(self, numbers: Sequence[int]) -> None:
@@ -90,6 +90,11 @@ class Buffer(Protocol):
     def offer(self, *groups: TrajectoryGroup) -> None: ...
 
     def has_batch(self, version: int) -> bool: ...
+
+    @property
+    def waits_for_late_groups(self) -> bool:
+        """Whether the last `has_batch` said no only because groups under way would grow too old."""
+        ...
 
     def next_batch(self, version: int) -> TrainBatch: ...
 

@@ -57,7 +57,7 @@ def test_groups_beyond_the_budget_take_no_place() -> None:
 
 
 def infos(*oldest: int, silent: tuple[int, ...] = ()) -> list[GroupInfo]:
-    return [GroupInfo(i, VersionSpan(version, version), i not in silent) for i, version in enumerate(oldest)]
+    return [GroupInfo(i, VersionSpan(version, version), i not in silent, 0.0) for i, version in enumerate(oldest)]
 
 
 def chosen(
@@ -104,13 +104,13 @@ def test_a_full_batch_is_never_waited_with() -> None:
 
 
 def test_replays_fill_a_batch_and_displace_nobody() -> None:
-    replays = tuple(GroupInfo(number, VersionSpan(5, 5), True) for number in (10, 11))
+    replays = tuple(GroupInfo(number, VersionSpan(5, 5), True, 0.0) for number in (10, 11))
     assert chosen(infos(6), 6, max_lag=4, size=2, replays=replays) == [0, 10]
     assert chosen(infos(6, 6), 6, max_lag=4, size=2, replays=replays) == [0, 1]
 
 
 def test_replays_wait_for_groups_under_way_that_would_grow_too_old() -> None:
-    replays = tuple(GroupInfo(number, VersionSpan(5, 5), True) for number in (10, 11))
+    replays = tuple(GroupInfo(number, VersionSpan(5, 5), True, 0.0) for number in (10, 11))
     assert chosen([], 6, max_lag=4, size=2, in_flight=(2,), replays=replays) is None
     assert chosen([], 6, max_lag=4, size=2, in_flight=(3,), replays=replays) == [10, 11]
 

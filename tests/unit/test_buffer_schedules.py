@@ -40,7 +40,8 @@ def no_second_look_at_the_lag(patch: pytest.MonkeyPatch) -> None:
 
     def make_buffer(self: Schedules) -> GroupBuffer:
         """Where groups grow old: those without signal come last, and there is little time. Elsewhere it takes luck."""
-        self.config = BufferConfig(max_lag=1, depth=2, order="signal_first", max_reuses=self.config.max_reuses)
+        keys = {"order": "signal_first", "late_groups": "drop", "max_reuses": self.config.max_reuses}
+        self.config = BufferConfig(max_lag=1, depth=2, **keys)
         self.size, self.extra_rounds = 3, 0
         return GroupBuffer(self.config, self.size, self.store, clock=lambda: self.now)
 
@@ -50,7 +51,9 @@ def no_second_look_at_the_lag(patch: pytest.MonkeyPatch) -> None:
 
 def more_begun_than_can_be_trained(patch: pytest.MonkeyPatch) -> None:
     right = buffer_module.room
-    patch.setattr(buffer_module, "room", lambda alive, target, lag, size: right(alive, target + size, lag + 1, size))
+    patch.setattr(
+        buffer_module, "room", lambda alive, target, lag, size, left: right(alive, target + size, lag + 1, size, left)
+    )
 
 
 def one_more_reuse(patch: pytest.MonkeyPatch) -> None:
@@ -139,6 +142,17 @@ def groups_that_are_waited_for_without_end(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(GroupBuffer, "overdue", lambda self, version: [])
 
 
+def late_groups_that_nobody_waits_for(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(buffer_module, "must_wait", lambda *args: False)
+
+
+def only_the_last_moment_is_waited_at(patch: pytest.MonkeyPatch) -> None:
+    def must_wait(begun_versions: list[int], version: int, max_lag: int, groups_per_step: int) -> bool:
+        return any(begun + max_lag <= version for begun in begun_versions)
+
+    patch.setattr(buffer_module, "must_wait", must_wait)
+
+
 def groups_without_a_time_limit(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(GroupBuffer, "_timed_out", lambda self: [])
 
@@ -157,6 +171,8 @@ FAULTS = {
     no_order_in_lockstep: "not in order|as they were begun",
     silent_groups_replaced_without_end: "too many replaced",
     groups_that_are_waited_for_without_end: "given up too early, or never",
+    late_groups_that_nobody_waits_for: "a late group was not waited for",
+    only_the_last_moment_is_waited_at: "a late group was not waited for",
     groups_without_a_time_limit: "given up too early, or never",
 }
 

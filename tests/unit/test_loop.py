@@ -106,7 +106,7 @@ def test_what_the_buffer_gives_up_is_abandoned_before_others_are_begun() -> None
             return [7, 9] if not named(self.calls, "rollouts.abandon") else []
 
     class Rollouts(FakeRollouts):
-        def finished(self, patience_s: float | None = None) -> list[types.TrajectoryGroup]:
+        def finished(self, patience_s: float | None = None, *, late: bool = False) -> list[types.TrajectoryGroup]:
             assert patience_s == 0.5
             return super().finished()
 

@@ -7,6 +7,14 @@ v + L have room for (L + 1) · B groups; whoever is the (L + 1) · B + 1st would
 
 and, since no more than B groups are trained at each version before v, groups begun and not dropped ≤ (v + L + 1) · B over the
 run. With L = 0 that is lockstep: B groups at a time, begun when the step before them is done.
+
+Short answers come first. If batches were made of whatever is ready, long ones would grow too old under way, and training would
+see short answers only. A batch therefore leaves only if every group under way can still be trained on in time:
+
+    groups under way with slack for at most k more batches ≤ k · B    for k = 0, …, L,
+
+where a group begun at u has slack u + L - v at version v. For k = 0: no group under way has no slack left. Together with the
+places that `num_urgent` keeps for the oldest, no group is ever too old, and all that were begun are trained on.
 """
 
 from __future__ import annotations
@@ -20,11 +28,25 @@ def most_at_once(max_lag: int, groups_per_step: int) -> int:
     return (max_lag + 1) * groups_per_step
 
 
-def room(num_alive: int, target: int, max_lag: int, groups_per_step: int) -> int:
+def room(num_alive: int, target: int, max_lag: int, groups_per_step: int, steps_left: int | None = None) -> int:
     """Groups to begin now, with `num_alive` in flight, ready or leased. The target is kept between one batch, or nobody would
-    ever have one, and the lag budget."""
+    ever have one, and the lag budget. With `steps_left`, no more are begun than the rest of the run trains on: what is under
+    way at the end would be sampled for nothing, and the long answers are under way longest."""
     limit = min(max(target, groups_per_step), most_at_once(max_lag, groups_per_step))
+    if steps_left is not None:
+        limit = min(limit, steps_left * groups_per_step)
     return max(0, limit - num_alive)
+
+
+def must_wait(begun_versions: Iterable[int], version: int, max_lag: int, groups_per_step: int) -> bool:
+    """Whether a batch at `version` would leave too few later batches for the groups under way, begun at `begun_versions`."""
+    slack = Counter(begun + max_lag - version for begun in begun_versions)
+    under_way = 0
+    for k in range(max_lag + 1):
+        under_way += slack[k]
+        if under_way > k * groups_per_step:
+            return True
+    return False
 
 
 def num_urgent(oldest_versions: Iterable[int], version: int, max_lag: int, groups_per_step: int) -> int:

@@ -2,7 +2,8 @@
 
     admit ──numbers──► rollouts ──offer──► ready ──next_batch──► trainer ──trained──► done, or kept for a replay
       ▲                                      │
-      └───────────── room ◄──────────────────┴── dropped: stale, or silent under dynamic sampling
+      └───────────── room ◄──────────────────┴── dropped: silent under dynamic sampling, timed out, or late with
+                                                 `buffer.late_groups: drop`
 
 The store remembers what became of every number. Here is only what ends with the process: which groups are under way, how often
 one was trained on, and who waited for whom.
@@ -15,8 +16,11 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
-from redline.buffer.admission import room
+import numpy as np
+
+from redline.buffer.admission import must_wait, room
 from redline.buffer.controller import Controller, Decision, Waits
+from redline.buffer.drops import LATE, OVERDUE, SILENT, STALE, TIMED_OUT, LateDrops
 from redline.buffer.group_store import GroupInfo, GroupStore
 from redline.buffer.packing import pack
 from redline.buffer.selection import choose
@@ -25,15 +29,6 @@ from redline.buffer.worker_controller import Controllers, RewardWorkers, WorkerC
 from redline.config.schema import BufferConfig
 from redline.telemetry import span
 from redline.types import TrainBatch, TrajectoryGroup
-
-STALE = "stale"
-"""Grew older than the lag budget."""
-OVERDUE = "overdue"
-"""Was under way when it grew so old that it could no longer be trained on."""
-TIMED_OUT = "timed_out"
-"""Was under way for longer than `buffer.group_timeout_s`."""
-SILENT = "silent"
-"""Had no signal, and another task was attempted in its place."""
 
 
 @dataclass(slots=True, frozen=True)
@@ -66,12 +61,20 @@ class GroupBuffer:
         max_extra_rounds: int = 0,
         clock: Callable[[], float] = time.monotonic,
         workers: RewardWorkers | None = None,
+        steps: int | None = None,
+        sampled_tokens: Callable[[int], Sequence[int]] = lambda number: (),
     ) -> None:
         """`keep_silent`: attempts without an advantage have a gradient all the same. `max_extra_rounds`: groups without signal
-        are replaced, at most this many times a batch of them per step. `workers`: who computes rewards beside the trainer."""
+        are replaced, at most this many times a batch of them per step. `workers`: who computes rewards beside the trainer.
+        `steps`: of the whole run; nothing is begun that none of them would train on. `sampled_tokens`: tokens that each attempt
+        of a group under way has so far."""
         self._config, self._groups_per_step, self._store = config, groups_per_step, store
         self._keep_silent = keep_silent
         self._max_replaced = max_extra_rounds * groups_per_step
+        self._steps, self._sampled_tokens = steps, sampled_tokens
+        self._late = LateDrops()
+        """Since the last step."""
+        self._is_held_up = False
         self._in_flight: dict[int, _Begun] = {}
         """By number."""
         self._again: list[int] = []
@@ -110,7 +113,8 @@ class GroupBuffer:
         self._waits.trainer_is_free()
         num_leased = sum(group.number not in self._replays for group in self._leased)
         num_alive = len(self._in_flight) + len(self._settled(version)) + num_leased
-        wanted = room(num_alive, self.controller.target, self._config.max_lag, self._groups_per_step)
+        steps_left = None if self._steps is None else self._steps - version
+        wanted = room(num_alive, self.controller.target, self._config.max_lag, self._groups_per_step, steps_left)
         again, self._again = self._again[:wanted], self._again[wanted:]
         first = max(self._first_number, self._store.next_number)
         numbers = [*again, *range(first, first + wanted - len(again))]
@@ -163,6 +167,8 @@ class GroupBuffer:
     def abandon(self, numbers: Iterable[int], reason: str) -> None:
         """Nobody attempts these any more; others take their place."""
         for number in numbers:
+            if reason in LATE:
+                self._late.add(self._sampled_tokens(number))
             del self._in_flight[number]
             self._abandoned.add(number)
             self._repeated.discard(number)
@@ -199,6 +205,11 @@ class GroupBuffer:
         with span("buffer.choose", version=version):
             return self._chosen(version) is not None
 
+    @property
+    def waits_for_late_groups(self) -> bool:
+        """The last `has_batch` found enough groups, and said no because others would grow too old under way."""
+        return self._is_held_up
+
     def next_batch(self, version: int) -> TrainBatch:
         """Call it when `has_batch`."""
         with span("buffer.choose", version=version):
@@ -225,6 +236,7 @@ class GroupBuffer:
 
     def _settle(self, batch: TrainBatch) -> None:
         fresh = self._fresh(self._leased)
+        rewards = sum(group.reward for group in self._leased)
         with span("buffer.store", version=batch.version):
             self._store.trained(fresh, batch.version)
         self._totals["replays"] += len(self._leased) - len(fresh)
@@ -237,17 +249,22 @@ class GroupBuffer:
             self._workers.hold(self.worker_decision.new)
         self._last_step = {
             "buffer/trainer_wait_s": observation.trainer_wait_s,
+            "buffer/late_wait_s": observation.late_wait_s,
             "buffer/groups_left": observation.groups_left,
+            "buffer/trained_tokens_mean": batch.num_tokens_sampled / max(1, batch.num_sequences_sampled),
+            "buffer/trained_reward_mean": rewards / max(1, len(batch.numbers)),
+            **self._late.metrics(len(batch.numbers)),
             "buffer/lag_mean": sum(batch.lags) / len(batch.lags),
             **{f"buffer/groups_at_lag_{lag}": count for lag, count in sorted(Counter(batch.lags).items())},
         }
         if sum(to_score_s):
             mean = sum(count * seconds for count, seconds in enumerate(to_score_s)) / sum(to_score_s)
             self._last_step["buffer/groups_to_score"] = mean
+        self._late = LateDrops()
 
     @property
     def metrics(self) -> dict[str, float]:
-        """Of the last step; replays and drops are counted since the process began."""
+        """Of the last step; replays and drops by their reason are counted since the process began."""
         return {
             **self._last_step,
             "buffer/target": self.decision.new,
@@ -261,16 +278,16 @@ class GroupBuffer:
     # ── inside ─────────────────────────────────────────────────────────────────────────────────────────────────────────
 
     def _chosen(self, version: int) -> list[GroupInfo] | None:
-        """The batch of `version`, where there is one."""
-        return choose(
-            self._settled(version),
-            [begun.version for begun in self._in_flight.values()],
-            self._within_budget(version),
-            version,
-            self._config.max_lag,
-            self._groups_per_step,
-            self._config.order,
-        )
+        """The batch of `version`, where there is one and it need not wait for late groups."""
+        under_way = [begun.version for begun in self._in_flight.values()]
+        budget = (version, self._config.max_lag, self._groups_per_step)
+        chosen = choose(self._settled(version), under_way, self._within_budget(version), *budget, self._config.order)
+        can_be_late = self._config.max_lag > 0 and self._config.late_groups == "wait"
+        self._is_held_up = can_be_late and chosen is not None and must_wait(under_way, *budget)
+        if self._is_held_up:
+            self._waits.late_groups_are_waited_for()
+            return None
+        return chosen
 
     def _settled(self, version: int) -> list[GroupInfo]:
         """What is ready, once everything is dropped that must be."""
@@ -281,9 +298,19 @@ class GroupBuffer:
         silent = [group.number for group in ready if not group.has_signal and group.number not in stale]
         replaced = set(silent[: self._max_replaced - self._num_replaced])
         self._num_replaced += len(replaced)
+        for group in ready:
+            if group.number in stale:
+                self._late.add(self._lengths(group.number), group.reward)
         self._drop(sorted(stale), STALE)
         self._drop(sorted(replaced), SILENT)
         return [group for group in ready if group.number not in stale | replaced]
+
+    def _lengths(self, number: int) -> list[int]:
+        """Tokens that the policy chose in each attempt of a group that is ready."""
+        groups = self._store.read([number])
+        if not isinstance(groups, StoredGroups):
+            return [t.num_completion_tokens for group in groups for t in group.trajectories]
+        return [int(mask.sum()) for mask in np.split(groups.loss_mask, groups.offsets[1:-1])]
 
     def _packed(self, groups: StoredGroups | Sequence[TrajectoryGroup], version: int) -> TrainBatch:
         if isinstance(groups, StoredGroups):

@@ -3,8 +3,9 @@
 Too few, and the trainer waits for data; too many, and they grow old before it comes to them. The controller sees one
 `Observation` a step and moves its target, by little and seldom:
 
-    up      the trainer waited for more than `STARVING` of the time. If it then steps no faster, rollouts cannot do more: back
-            to where it was, and no further attempt for a while, each time for longer.
+    up      the trainer waited for more than `STARVING` of the time, late groups apart: more groups would not make those come
+            sooner. If it then steps no faster, rollouts cannot do more: back to where it was, and no further attempt for a
+            while, each time for longer.
     down    the trainer hardly waited, and every batch of the window left groups behind: nobody would have missed those.
 
 It only computes: no clock, no randomness, so that simulations and recorded runs drive it as the loop does. How many workers
@@ -51,6 +52,8 @@ class Observation:
     """Ready groups that were not needed, and wait for another step at least."""
     to_score_s: Sequence[float] = ()
     """Seconds for which 0, 1, 2, … groups were sampled and had no reward yet; none where no worker computes them."""
+    late_wait_s: float = 0.0
+    """Of the trainer's wait, the part in which enough groups were ready and others would have grown too old."""
 
 
 @dataclass(slots=True, frozen=True)
@@ -140,7 +143,7 @@ class Controller:
             self._settling -= 1
             return Decision(self.target, self.target, "settling")
         self._seen.append(observation)
-        share = share_waited(self._seen)
+        share = share_waited(self._seen, but_late=True)
         if not may_decide or len(self._seen) < self._steps_needed(share):
             return Decision(self.target, self.target, "watching")
         decision = Decision(self.target, *self._decide(share))
@@ -199,20 +202,28 @@ class Waits:
         self._clock = clock
         self._free_at: float | None = None
         self._taken_at = 0.0
-        self._trainer_wait_s = 0.0
+        self._trainer_wait_s = self._late_wait_s = 0.0
+        self._late_since: float | None = None
 
     def trainer_is_free(self) -> None:
         """It asks for a batch, perhaps not for the first time."""
         if self._free_at is None:
             self._free_at = self._clock()
 
+    def late_groups_are_waited_for(self) -> None:
+        """From now on, or from before, until the batch is taken."""
+        if self._late_since is None:
+            self._late_since = self._clock()
+
     def batch_is_taken(self) -> None:
         self._taken_at = self._clock()
         self._trainer_wait_s = 0.0 if self._free_at is None else self._taken_at - self._free_at
+        self._late_wait_s = 0.0 if self._late_since is None else self._taken_at - self._late_since
 
     def step_is_done(self, groups_left: int, to_score_s: Sequence[float]) -> Observation:
-        self._free_at = None
-        return Observation(self._trainer_wait_s, self._clock() - self._taken_at, groups_left, to_score_s)
+        self._free_at = self._late_since = None
+        train_s = self._clock() - self._taken_at
+        return Observation(self._trainer_wait_s, train_s, groups_left, to_score_s, self._late_wait_s)
 
 
 def mean_step_s(seen: Sequence[Observation]) -> float:
@@ -220,7 +231,8 @@ def mean_step_s(seen: Sequence[Observation]) -> float:
     return sum(o.trainer_wait_s + o.train_s for o in seen) / len(seen)
 
 
-def share_waited(seen: Sequence[Observation]) -> float:
-    """Of the trainer's time."""
+def share_waited(seen: Sequence[Observation], *, but_late: bool = False) -> float:
+    """Of the trainer's time; with `but_late`, without its waits for late groups."""
     total = mean_step_s(seen) * len(seen)
-    return sum(o.trainer_wait_s for o in seen) / total if total else 0.0
+    waited = sum(o.trainer_wait_s - (o.late_wait_s if but_late else 0.0) for o in seen)
+    return waited / total if total else 0.0

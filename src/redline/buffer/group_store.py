@@ -35,10 +35,13 @@ class GroupInfo:
     number: int
     versions: VersionSpan
     has_signal: bool
+    reward: float
+    """Mean over its attempts."""
 
     @staticmethod
     def of(group: TrajectoryGroup) -> GroupInfo:
-        return GroupInfo(group.number, group.versions, group.has_signal)
+        reward = sum(t.reward for t in group.trajectories) / len(group.trajectories)
+        return GroupInfo(group.number, group.versions, group.has_signal, reward)
 
 
 class GroupStore(Protocol):

@@ -43,7 +43,6 @@ class StoredInfo(GroupInfo):
     """Of a group that is ready."""
 
     num_tokens: int
-    reward: float
     begun_version: int
 
     @staticmethod
@@ -51,7 +50,7 @@ class StoredInfo(GroupInfo):
         assert row.oldest_version is not None
         assert row.newest_version is not None
         versions = VersionSpan(row.oldest_version, row.newest_version)
-        return StoredInfo(row.number, versions, row.has_signal, row.num_tokens, row.reward or 0.0, row.begun_version)
+        return StoredInfo(row.number, versions, row.has_signal, row.reward or 0.0, row.num_tokens, row.begun_version)
 
 
 class TrajectoryStore:

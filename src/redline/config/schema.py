@@ -17,6 +17,7 @@ Loss = Literal["clip", "gspo", "cispo", "reinforce"]
 Aggregation = Literal["sequence_mean", "token_mean", "constant"]
 KlEstimator = Literal["k1", "k2", "k3"]
 GroupOrder = Literal["fresh_first", "oldest_first", "signal_first"]
+LateGroups = Literal["wait", "drop"]
 Mismatch = Literal["none", "token_truncate", "token_mask", "sequence_truncate", "sequence_mask"]
 ProfileKind = Literal["rollout", "trainer", "e2e"]
 AlertKind = Literal[
@@ -191,11 +192,16 @@ class BufferConfig(Section):
     order: GroupOrder = "fresh_first"
     """Which of the groups within the lag budget a batch takes. `fresh_first`: the newest, but the oldest while there is time.
     `oldest_first`: as they were begun. `signal_first`: those whose attempts differ in reward. Lockstep has no choice."""
+    late_groups: LateGroups = "wait"
+    """What becomes of groups that are still under way when the next step would make them older than `max_lag`. `wait`: the
+    trainer waits for them, and trains on everything that is sampled. `drop`: they are given up, which is faster and biased:
+    long answers are late most often, so training sees fewer of them than the policy gives. Lockstep has no late groups."""
     max_reuses: int = Field(0, ge=0)
     """Times a group may be trained on again, within the lag budget, where new groups are too few for a batch."""
     group_timeout_s: float | None = Field(3600.0, gt=0)
     """Seconds after which a group that is still under way is given up, with that reason, and another task is attempted in its
-    place; null waits for ever. In lockstep nobody looks at the clock meanwhile."""
+    place; null waits for ever. Give it more time than the longest answers need: what it drops is not trained on. In lockstep
+    nobody looks at the clock meanwhile."""
     keep_trajectories: bool = True
     """Keep groups as Arrow files in the run folder."""
     max_bytes: PositiveInt | None = 8 << 30
@@ -203,6 +209,12 @@ class BufferConfig(Section):
     keeps all."""
     max_age_steps: PositiveInt | None = None
     """Steps after which a group that was trained on or dropped is deleted; null keeps all."""
+
+    @model_validator(mode="after")
+    def _only_a_lag_makes_groups_late(self) -> BufferConfig:
+        if self.late_groups == "drop" and self.max_lag == 0:
+            raise ValueError("late_groups = drop: in lockstep (max_lag = 0) no group is late; leave it out, or raise max_lag")
+        return self
 
     @model_validator(mode="after")
     def _depth_is_within_the_lag_budget(self) -> BufferConfig:

@@ -42,6 +42,8 @@ class _Attempt:
     request: GenerateRequest
     began: float
     completions: dict[int, Completion] = field(default_factory=dict)
+    num_tokens: list[int] = field(default_factory=list)
+    """Sampled so far, by each of its attempts."""
 
     @property
     def is_sampled(self) -> bool:
@@ -63,6 +65,8 @@ class BackgroundRollouts:
         self._begun: deque[int] = deque()
         self._attempts: dict[int, _Attempt] = {}
         """Being sampled, by the engine's number of the request; the thread's own."""
+        self._under_way: dict[int, _Attempt] = {}
+        """From their request to the engine until they are delivered or abandoned, by number."""
         self._finished: deque[TrajectoryGroup] = deque()
         self._abandoned: set[int] = set()
         """Numbers that the engine may still be at."""
@@ -93,8 +97,8 @@ class BackgroundRollouts:
             self._finished.clear()
             return groups
 
-    def finished(self, patience_s: float | None = None) -> list[TrajectoryGroup]:
-        with span("wait.for_rollouts"), self._changed:
+    def finished(self, patience_s: float | None = None, *, late: bool = False) -> list[TrajectoryGroup]:
+        with span("wait.for_late_groups" if late else "wait.for_rollouts"), self._changed:
             self._changed.wait_for(lambda: self._finished or self._error, patience_s)
         return self.arrived()
 
@@ -107,8 +111,16 @@ class BackgroundRollouts:
             self._begun = deque(number for number in self._begun if number not in given_up)
             self._finished = deque(group for group in self._finished if group.number not in given_up)
             self._abandoned |= given_up
+            for number in given_up:
+                self._under_way.pop(number, None)
             self.rewards.abandon(given_up)
             self._changed.notify_all()
+
+    def sampled_tokens(self, number: int) -> list[int]:
+        """Tokens that each attempt of a group under way has so far; none where it has not come to the engine yet."""
+        with self._changed:
+            attempt = self._under_way.get(number)
+            return list(attempt.num_tokens) if attempt else []
 
     def pause(self) -> None:
         """Returns when the engine is between two steps, where it stays until `resume`."""
@@ -203,7 +215,11 @@ class BackgroundRollouts:
             began = time.perf_counter()
             task = self._rollouts.task(number)
             request = self._rollouts.request(number, task)
-            self._attempts[self._engine.submit(request)] = _Attempt(number, task, request, began)
+            attempt = _Attempt(number, task, request, began, num_tokens=[0] * request.sampling.n)
+            self._attempts[self._engine.submit(request)] = attempt
+            with self._changed:
+                if number not in self._abandoned:
+                    self._under_way[number] = attempt
 
     def _next_begun(self) -> int | None:
         with self._changed:
@@ -215,6 +231,7 @@ class BackgroundRollouts:
             return  # what is left of one that was abandoned
         if isinstance(piece, EngineError):
             raise piece
+        attempt.num_tokens[piece.index] += len(piece.token_ids)
         if piece.completion is None:
             return
         attempt.completions[piece.index] = piece.completion
@@ -238,6 +255,7 @@ class BackgroundRollouts:
         return self._rollouts.group(attempt.number, attempt.task, trajectories, attempt.began)
 
     def _deliver(self, number: int, group: TrajectoryGroup) -> None:
+        self._under_way.pop(number, None)
         self._finished.append(group)
         self._changed.notify_all()
 

@@ -66,7 +66,7 @@ class SingleTurnRollouts:
     def abandon(self, numbers: Sequence[int]) -> None:
         self._begun = [number for number in self._begun if number not in numbers]
 
-    def finished(self, patience_s: float | None = None) -> list[TrajectoryGroup]:
+    def finished(self, patience_s: float | None = None, *, late: bool = False) -> list[TrajectoryGroup]:
         """All that was begun, attempted now, by the caller's own hands, however long it takes."""
         numbers, self._begun = self._begun, []
         began = time.perf_counter()

@@ -11,6 +11,8 @@ from redline.telemetry.ledger import UNACCOUNTED, by_section
 from redline.telemetry.spans import LaneState, Recorder
 from redline.telemetry.workers import WorkerState, workers_now
 
+WAITS_FOR_GROUPS = frozenset({"wait.for_rollouts", "wait.for_late_groups"})
+"""The trainer's: for enough groups, and for those that would grow too old if it went on without them."""
 IDLE_SECTIONS = frozenset({"wait", "telemetry", UNACCOUNTED})
 """Time that moves nothing: waiting, and looking at the run."""
 GROUP_SECTIONS = frozenset({"rollouts", "engine", "environment", "reward"})
@@ -53,7 +55,8 @@ class Activity:
         """What the main lane has spent on groups: making them itself, or waiting for those who do."""
         rows = self.totals_s.get("main", {})
         sections = by_section({name: round(seconds * 1e9) for name, seconds in rows.items()})
-        return sum(sections.get(section, 0) for section in GROUP_SECTIONS) / 1e9 + rows.get("wait.for_rollouts", 0.0)
+        made_s = sum(sections.get(section, 0) for section in GROUP_SECTIONS) / 1e9
+        return made_s + sum(rows.get(wait, 0.0) for wait in WAITS_FOR_GROUPS)
 
     def run_s(self) -> float:
         """What the main lane has spent between steps."""

@@ -43,6 +43,7 @@ _NUMBER = re.compile(r"stall-(\d+)\.txt")
 _UPDATE = {"trainer", "weight_sync", "buffer"}
 MOVERS: Mapping[str, tuple[str, AbstractSet[str]]] = {
     "rollouts": ("rollouts", GROUP_SECTIONS),
+    "late_groups": ("rollouts", GROUP_SECTIONS),
     "engine": ("rollouts", GROUP_SECTIONS),
     "rewards": ("rewards", GROUP_SECTIONS),
     "reward_model": ("rewards", GROUP_SECTIONS),

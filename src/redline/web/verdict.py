@@ -11,6 +11,8 @@ from redline.telemetry.timeline import ROLLOUTS_LANE, by_phase, in_words
 SMALL = 0.05
 """Waiting of a smaller part of the time is no bound worth a sentence."""
 _WORK = ("generation", "training")
+_GROUPS = ("wait_for_rollouts", "wait_for_late_groups")
+"""Waits of the trainer for generation."""
 
 
 @dataclass(slots=True, frozen=True)
@@ -51,7 +53,7 @@ def _lockstep(shares: Mapping[str, float]) -> Bound:
 def _side_by_side(shares: Mapping[str, float], rollouts: LaneLedger) -> Bound:
     """The side that waits less is the one that bounds."""
     theirs = {phase: ns / rollouts.wall_ns for phase, ns in by_phase(rollouts.rows).items()}
-    trainer_waits = shares.get("wait_for_rollouts", 0.0)
+    trainer_waits = sum(shares.get(phase, 0.0) for phase in _GROUPS)
     rollouts_wait = sum(share for phase, share in theirs.items() if phase.startswith("wait"))
     details = (
         f"The trainer waited for rollouts {trainer_waits:.0%} of the time; rollouts waited {rollouts_wait:.0%} of theirs"
@@ -66,7 +68,7 @@ def _side_by_side(shares: Mapping[str, float], rollouts: LaneLedger) -> Bound:
 
 def _one_side(shares: Mapping[str, float]) -> Bound:
     """While a run goes on there is no ledger, and its steps tell the trainer's side."""
-    waits = shares.get("wait_for_rollouts", shares.get("wait", 0.0))
+    waits = sum(shares.get(phase, 0.0) for phase in (*_GROUPS, "wait"))
     if waits < SMALL:
         return Bound(f"Training bounds this run so far: the trainer waits {waits:.0%} of the time.", ())
     return Bound(f"Generation bounds this run so far: the trainer waits for rollouts {waits:.0%} of the time.", ())

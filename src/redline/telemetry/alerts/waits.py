@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import defaultdict, deque
 from collections.abc import Mapping
 
-from redline.telemetry.activity import Activity
+from redline.telemetry.activity import WAITS_FOR_GROUPS, Activity
 from redline.telemetry.alerts.detector import Detector, Episode, Finding, Row, number
 from redline.telemetry.alerts.robust import explained_by, median
 
@@ -102,7 +102,7 @@ class LongWait(Detector):
             return None
         if self._before is None:
             self._begin(now)
-        waiting = {(lane.name, lane.innermost) for lane in now.lanes} - {("main", "wait.for_rollouts")}
+        waiting = {(lane.name, lane.innermost) for lane in now.lanes} - {("main", wait) for wait in WAITS_FOR_GROUPS}
         lasting = {
             wait: seconds for wait, seconds in self._so_far(now).items() if wait in waiting and now.quiet_s < seconds / 2
         }

@@ -83,12 +83,16 @@ const DISTRIBUTIONS = [
   ["generation", "timeline/generation_s"],
   ["training", "timeline/training_s"],
   ["waiting for rollouts", "timeline/wait_for_rollouts_s"],
+  ["waiting for late groups", "timeline/wait_for_late_groups_s"],
   ["weight sync", "timeline/weight_sync_s"],
   ["environment", "timeline/environment_s"],
   ["reward", "timeline/reward_s"],
   ["generated tokens per second", "engine/tokens_per_s"],
   ["trained tokens per second", "trainer/tokens_per_s"],
   ["tokens per answer", "rollouts/completion_tokens_mean"],
+  ["tokens per answer trained on", "buffer/trained_tokens_mean"],
+  ["tokens per answer dropped as late (at least)", "buffer/dropped_tokens_mean"],
+  ["groups dropped as late", "buffer/dropped_late"],
   ["lag, steps", "buffer/policy_lag_steps"],
 ];
 
