@@ -110,6 +110,12 @@ def _row(rng: np.random.Generator, world: World, step: int, drift: float, droppe
         "buffer/lag_mean": float(np.clip(rng.normal(world.lag, 0.15), 0, None)),
         "buffer/target": 16,
         "buffer/dropped_stale": dropped + step // 50,
+        "buffer/dropped_late": (late := world.stale_groups + (step % 50 == 0)),
+        "buffer/dropped_attempts": late * GROUP_SIZE,
+        "buffer/trained_groups": GROUPS,
+        "buffer/dropped_tokens_mean": 640.0,
+        "buffer/trained_tokens_mean": 32.0,
+        "buffer/trained_reward_mean": 0.25,
         "run/step_s": STEP_S,
     }
 

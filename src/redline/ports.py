@@ -42,6 +42,10 @@ class SteppedEngine(Protocol):
 
     def abort(self, request_id: int) -> None: ...
 
+    def sampled_tokens(self, request_id: int) -> Mapping[int, int]:
+        """Index of each completion that is not finished → tokens it has so far. Any thread may ask."""
+        ...
+
     def step(self) -> Sequence[tuple[int, Delta | EngineError]]:
         """What came of it: pieces of requests by their numbers, the last of a completion with the whole, or why one failed."""
         ...

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from redline.buffer.admission import most_at_once, num_urgent, room
+from redline.buffer.admission import most_at_once, must_wait, num_urgent, room
 from redline.buffer.group_store import GroupInfo
 from redline.buffer.selection import choose
 from redline.config.schema import GroupOrder
@@ -21,6 +21,23 @@ def test_lockstep_begins_one_batch_at_a_time() -> None:
 
 def test_the_target_is_kept_between_one_batch_and_the_lag_budget() -> None:
     assert [room(0, target, max_lag=2, groups_per_step=4) for target in (0, 4, 7, 12, 99)] == [4, 4, 7, 12, 12]
+
+
+def test_no_more_are_begun_than_the_steps_that_are_left_train_on() -> None:
+    assert [room(0, target=12, max_lag=2, groups_per_step=4, steps_left=left) for left in (9, 3, 2, 1, 0)] == [12, 12, 8, 4, 0]
+    assert room(6, target=12, max_lag=2, groups_per_step=4, steps_left=1) == 0
+
+
+def test_a_batch_waits_for_groups_under_way_that_have_no_slack_left() -> None:
+    assert must_wait([4], version=6, max_lag=2, groups_per_step=3)
+    assert not must_wait([5, 5, 6], version=6, max_lag=2, groups_per_step=3)
+    assert not must_wait([], version=6, max_lag=2, groups_per_step=3)
+
+
+def test_a_batch_waits_for_groups_under_way_that_the_later_batches_have_no_place_for() -> None:
+    """All four have slack for one more batch, which takes three."""
+    assert must_wait([5, 5, 5, 5], version=6, max_lag=2, groups_per_step=3)
+    assert not must_wait([5, 5, 5, 6, 6, 6], version=6, max_lag=2, groups_per_step=3)
 
 
 def test_more_than_the_target_is_no_reason_to_take_groups_back() -> None:

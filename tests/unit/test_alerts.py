@@ -13,6 +13,7 @@ from simulated_runs import GIB, Fault, World
 from redline.config.schema import Config
 from redline.telemetry.activity import Activity
 from redline.telemetry.alerts import Alerts, Detector, Episode, Finding, make_detectors
+from redline.telemetry.alerts.bias import LengthBias
 from redline.telemetry.alerts.host import HostMemorySlope
 from redline.telemetry.alerts.pipeline import ThroughputDrop
 from redline.telemetry.alerts.robust import explained_by, slope, spread, step_noise, trend_p_value
@@ -63,6 +64,7 @@ FAULTS: dict[str, Fault] = {
     "long_wait": in_steps(FAULT_AT, FAULT_AT, wait_s=LONG_WAITS),
     "throughput_drop": from_step(FAULT_AT, engine_speed=0.6, trainer_speed=0.6),
     "staleness_rise": from_step(FAULT_AT, lag=2.0),
+    "length_bias": from_step(FAULT_AT, stale_groups=2),
     "kv_saturation": from_step(FAULT_AT, kv_use=1.1),
     "host_memory_slope": from_step(1, leak_bytes_per_s=12 * GIB / 3600),
     "reward_collapse": from_step(FAULT_AT, success=0.02),
@@ -90,9 +92,43 @@ def test_a_hundred_thousand_healthy_steps_raise_at_most_one_alert(tmp_path: Path
     assert len(raised) <= 1, raised
 
 
-def test_stale_groups_that_are_dropped_are_a_rise_of_staleness(tmp_path: Path) -> None:
-    fault = from_step(FAULT_AT, stale_groups=2)
-    assert simulated_runs.run(make_detectors(config()), STEPS, 0, tmp_path, fault) == ["staleness_rise"]
+LATE = {
+    "buffer/dropped_late": 2,
+    "buffer/trained_groups": 8,
+    "buffer/dropped_attempts": 16,
+    "buffer/dropped_tokens_mean": 640.0,
+    "buffer/trained_tokens_mean": 210.0,
+    "buffer/dropped_reward_mean": 0.1,
+    "buffer/trained_reward_mean": 0.5,
+}
+
+
+def test_late_groups_that_are_dropped_are_told_as_a_bias_with_lengths_and_rewards_of_both_sides() -> None:
+    bias = LengthBias(0.02)
+    found = [bias.step({"step": step, **LATE}) for step in (1, 2, 3)]
+    assert found[0] is None, "two groups prove nothing"
+    assert found[1] is not None
+    assert found[1].seen == (
+        "4 groups, 20.0% of the last 2 steps', were dropped as late; their attempts had at least 640 tokens on average, those"
+        " trained on 210, with a mean reward of 0.1 beside 0.5: the training distribution is biased towards short answers"
+    )
+    assert "buffer.late_groups: wait" in found[1].look_at
+    assert found[2] is None, "once an episode"
+
+
+def test_groups_that_time_out_are_a_bias_too_and_the_key_that_drops_them_is_named() -> None:
+    bias = LengthBias(0.02)
+    found = [bias.step({"step": step, **LATE, "buffer/dropped_timed_out": 2 * step}) for step in (1, 2)]
+    assert found[1] is not None
+    assert "buffer.group_timeout_s" in found[1].look_at
+
+
+def test_late_groups_that_were_short_are_told_without_a_word_of_short_answers() -> None:
+    bias = LengthBias(0.02)
+    found = [bias.step({"step": step, **LATE, "buffer/dropped_tokens_mean": 5.0}) for step in (1, 2)]
+    assert found[1] is not None
+    assert "short answers" not in found[1].seen
+    assert "what is trained on is not what was sampled" in found[1].seen
 
 
 def test_a_fault_that_comes_back_is_told_again(tmp_path: Path) -> None:

@@ -19,6 +19,7 @@ from redline.errors import BrokenModelError, TaskError
 from redline.models.hf import AnyDecoder, load_decoder
 from redline.models.tiny import tiny_tokenizer
 from redline.rollouts import BackgroundRollouts, Chat, SingleTurnRollouts
+from redline.telemetry import Recorder, recording
 from redline.types import TrajectoryGroup, WeightUpdate
 
 TOKENIZER = tiny_tokenizer()
@@ -182,6 +183,53 @@ def test_a_group_whose_reward_hangs_is_abandoned_and_the_others_go_on(hanging: B
     Hanging.goes_on.set()
     hanging.begin([4], 0)
     assert list(all_of(hanging, 1)) == [4], "what was abandoned does not come, even if its reward does"
+
+
+def test_tokens_of_a_group_under_way_are_known_until_it_comes_or_is_abandoned(hanging: BackgroundRollouts) -> None:
+    assert hanging.sampled_tokens(1) == [], "not begun"
+    hanging.begin([0, 1], 0)
+    assert list(all_of(hanging, 1)) == [0]
+    assert Hanging.hangs.wait(60)
+    tokens = hanging.sampled_tokens(1)
+    assert len(tokens) == CONFIG.group_size
+    assert all(0 < count <= CONFIG.max_new_tokens for count in tokens)
+    assert hanging.sampled_tokens(0) == [], "it came"
+    Hanging.goes_on.set()
+    [other] = all_of(hanging, 1).values()
+    assert tokens == [attempt.num_completion_tokens for attempt in other.trajectories]
+    hanging.begin([2], 0)
+    hanging.abandon([2])
+    assert hanging.sampled_tokens(2) == []
+
+
+def test_attempts_that_are_still_sampled_count_with_what_they_have(
+    background: BackgroundRollouts, engine: NativeEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each step of the engine waits until the test has looked."""
+    may_step, step = threading.Semaphore(0), engine.step
+    monkeypatch.setattr(engine, "step", lambda: (may_step.acquire(timeout=60), step())[1])
+    background.begin([0], 0)
+    so_far: list[int] = []
+    deadline = time.monotonic() + 30
+    while max(so_far, default=0) < 4 and time.monotonic() < deadline:
+        may_step.release()
+        time.sleep(0.01)
+        so_far = background.sampled_tokens(0)
+    assert 4 <= max(so_far) < 12
+    for _ in range(60):
+        may_step.release()
+    [group] = all_of(background, 1).values()
+    ends = [attempt.num_completion_tokens for attempt in group.trajectories]
+    assert all(count <= end for count, end in zip(so_far, ends, strict=True))
+
+
+def test_waiting_for_late_groups_is_a_wait_of_its_own(background: BackgroundRollouts) -> None:
+    with recording(Recorder()) as recorder, background.paused():
+        background.finished(0.01)
+        background.finished(0.01, late=True)
+    rows = recorder.ledger().lanes["main"].rows
+    assert {"wait.for_rollouts", "wait.for_late_groups"} <= rows.keys()
+    assert rows["wait.for_late_groups"] >= 10_000_000
 
 
 def test_a_reward_that_hangs_ends_nobodys_patience_but_that_of_an_evaluation(hanging: BackgroundRollouts) -> None:

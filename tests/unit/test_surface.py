@@ -19,6 +19,7 @@ CONFIG_KEYS = """
 buffer.depth
 buffer.group_timeout_s
 buffer.keep_trajectories
+buffer.late_groups
 buffer.max_age_steps
 buffer.max_bytes
 buffer.max_lag

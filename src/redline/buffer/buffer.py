@@ -251,6 +251,7 @@ class GroupBuffer:
             "buffer/trainer_wait_s": observation.trainer_wait_s,
             "buffer/late_wait_s": observation.late_wait_s,
             "buffer/groups_left": observation.groups_left,
+            "buffer/trained_groups": len(batch.numbers),
             "buffer/trained_tokens_mean": batch.num_tokens_sampled / max(1, batch.num_sequences_sampled),
             "buffer/trained_reward_mean": rewards / max(1, len(batch.numbers)),
             **self._late.metrics(len(batch.numbers)),

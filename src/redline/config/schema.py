@@ -27,6 +27,7 @@ AlertKind = Literal[
     "long_wait",
     "throughput_drop",
     "staleness_rise",
+    "length_bias",
     "kv_saturation",
     "host_memory_slope",
     "reward_collapse",
@@ -474,8 +475,8 @@ class AlertsConfig(Section):
     """`throughput_drop`: share by which tokens per second must have fallen for good."""
     staleness_steps: float = Field(0.5, gt=0)
     """`staleness_rise`: steps by which the mean lag of a batch must have risen."""
-    dropped_fraction: float = Field(0.1, gt=0, lt=1)
-    """`staleness_rise`: share of groups that may be dropped as too old."""
+    dropped_fraction: float = Field(0.02, gt=0, lt=1)
+    """`length_bias`: share of the groups of some steps that may be dropped as late."""
     kv_use: float = Field(0.98, gt=0, le=1)
     """`kv_saturation`: share of the KV cache in use that counts as full."""
     memory_hours: float = Field(6.0, gt=0)

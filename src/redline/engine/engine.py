@@ -150,6 +150,17 @@ class NativeEngine:
             sequence.finish_reason = FinishReason.ABORT
             self._retire(sequence)
 
+    def sampled_tokens(self, request_id: int) -> dict[int, int]:
+        """Index of each completion of a request that is not finished → tokens it has so far. Any thread may ask; while a step
+        runs, a number may be a step old."""
+        found = {}
+        for sequence in list(self._unfinished.get(request_id, ())):
+            if sequence.stage is Stage.DECODE:
+                found[sequence.index] = int(self._rows.sampled_R[sequence.row])
+            else:
+                found[sequence.index] = len(sequence.sampled.token_ids) if sequence.sampled else 0
+        return found
+
     @torch.inference_mode()
     def generate(self, requests: Sequence_[GenerateRequest]) -> list[list[Completion]]:
         """All n completions of every request, in the order asked. Where one fails, all are given up and it is said why. What

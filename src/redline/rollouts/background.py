@@ -42,8 +42,8 @@ class _Attempt:
     request: GenerateRequest
     began: float
     completions: dict[int, Completion] = field(default_factory=dict)
-    num_tokens: list[int] = field(default_factory=list)
-    """Sampled so far, by each of its attempts."""
+    request_id: int = -1
+    """The engine's number of the request."""
 
     @property
     def is_sampled(self) -> bool:
@@ -120,7 +120,11 @@ class BackgroundRollouts:
         """Tokens that each attempt of a group under way has so far; none where it has not come to the engine yet."""
         with self._changed:
             attempt = self._under_way.get(number)
-            return list(attempt.num_tokens) if attempt else []
+        if attempt is None:
+            return []
+        so_far = self._engine.sampled_tokens(attempt.request_id)
+        whole = {index: len(completion.token_ids) for index, completion in list(attempt.completions.items())}
+        return [whole.get(index, so_far.get(index, 0)) for index in range(attempt.request.sampling.n)]
 
     def pause(self) -> None:
         """Returns when the engine is between two steps, where it stays until `resume`."""
@@ -215,8 +219,8 @@ class BackgroundRollouts:
             began = time.perf_counter()
             task = self._rollouts.task(number)
             request = self._rollouts.request(number, task)
-            attempt = _Attempt(number, task, request, began, num_tokens=[0] * request.sampling.n)
-            self._attempts[self._engine.submit(request)] = attempt
+            attempt = _Attempt(number, task, request, began, request_id=self._engine.submit(request))
+            self._attempts[attempt.request_id] = attempt
             with self._changed:
                 if number not in self._abandoned:
                     self._under_way[number] = attempt
@@ -231,7 +235,6 @@ class BackgroundRollouts:
             return  # what is left of one that was abandoned
         if isinstance(piece, EngineError):
             raise piece
-        attempt.num_tokens[piece.index] += len(piece.token_ids)
         if piece.completion is None:
             return
         attempt.completions[piece.index] = piece.completion

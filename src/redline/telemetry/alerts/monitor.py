@@ -12,6 +12,7 @@ from typing import Any
 from redline.config.schema import AlertKind, AlertsConfig, Config
 from redline.errors import boundary
 from redline.telemetry.activity import Activity
+from redline.telemetry.alerts.bias import LengthBias
 from redline.telemetry.alerts.detector import Detector, Finding, Row
 from redline.telemetry.alerts.host import DeadWorkers, HostMemorySlope
 from redline.telemetry.alerts.pipeline import KvSaturation, StalenessRise, ThroughputDrop
@@ -138,7 +139,8 @@ def make_detectors(config: Config) -> list[Detector]:
         RewardCollapse(alerts.reward_drop),
         NotLearning(alerts.no_signal_steps, config.rollouts.group_size),
         ThroughputDrop(alerts.throughput_drop),
-        StalenessRise(alerts.staleness_steps, alerts.dropped_fraction),
+        StalenessRise(alerts.staleness_steps),
+        LengthBias(alerts.dropped_fraction),
         KvSaturation(alerts.kv_use),
         HostMemorySlope(alerts.memory_hours),
     ]

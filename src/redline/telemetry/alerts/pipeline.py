@@ -108,7 +108,7 @@ class _Cusum:
 
 
 class StalenessRise(Detector):
-    """What is trained on grows older, or is dropped because it has: rollouts fall behind the trainer.
+    """What is trained on grows older: rollouts fall behind the trainer.
 
     A buffer that lets more groups be under way makes them older on purpose, and is compared with itself from then on.
     """
@@ -117,20 +117,14 @@ class StalenessRise(Detector):
     RECENT = 8
     MIN_HISTORY = 16
 
-    def __init__(self, steps: float, dropped_fraction: float) -> None:
+    def __init__(self, steps: float) -> None:
         self._steps = steps
-        self._dropped_fraction = dropped_fraction
         self._lags: deque[tuple[int, float]] = deque(maxlen=self.RECENT)
         self._history: deque[float] = deque(maxlen=128)
         self._target: float | None = None
-        self._dropped: deque[tuple[float, float]] = deque(maxlen=self.RECENT)
-        """(dropped so far, groups of the step)."""
-        self._rise, self._drops = Episode(enter=2, leave=self.RECENT), Episode(enter=1, leave=self.RECENT)
+        self._rise = Episode(enter=2, leave=self.RECENT)
 
     def step(self, row: Row) -> Finding | None:
-        return self._grown_old(row) or self._dropped_too_many(row)
-
-    def _grown_old(self, row: Row) -> Finding | None:
         lag, target = number(row, "buffer/lag_mean"), number(row, "buffer/target")
         if lag is None:
             return None
@@ -152,23 +146,6 @@ class StalenessRise(Detector):
             since=f"step {self._lags[0][0]}",
             look_at="rollout latency and buffer/in_flight: slow attempts hold groups back; fewer may be under way with"
             " buffer.depth, or more engines must make them",
-        )
-
-    def _dropped_too_many(self, row: Row) -> Finding | None:
-        stale, groups = number(row, "buffer/dropped_stale"), number(row, "rollouts/groups")
-        if stale is None or groups is None:
-            return None
-        dropped = stale + (number(row, "buffer/dropped_overdue") or 0.0)
-        self._dropped.append((dropped, groups))
-        recent, arrived = dropped - self._dropped[0][0], sum(groups for _, groups in self._dropped)
-        share = recent / max(1.0, arrived)
-        limit = self._dropped_fraction if not self._drops.is_on else self._dropped_fraction / 2
-        if not self._drops.see(recent >= 3 and share > limit):
-            return None
-        return Finding(
-            seen=f"{recent:.0f} of the last {len(self._dropped)} steps' groups, {share:.0%}, were too old to be trained on",
-            since=f"step {row['step'] - len(self._dropped) + 1}",
-            look_at="buffer.max_lag and buffer.depth: what is dropped was sampled for nothing; then the slowest attempts",
         )
 
 
