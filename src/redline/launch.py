@@ -134,7 +134,7 @@ def train(
             prepare_process(config)
             check_placement(config)
             tasks = tasks or load_tasks(config)
-            aside = set_everything_aside(folder) if from_scratch else None
+            aside, resume = (set_everything_aside(folder), False) if from_scratch else (None, resume)
             if config.run.device == "cuda":
                 recorder.time_device(DeviceTimer(lambda: torch.cuda.Event(enable_timing=True), keep_spans=recorder.keep_spans))
             progress = Progress(config.run.steps)
@@ -148,9 +148,8 @@ def train(
                 listeners.add(listener)
             listeners.started(folder, config)
             at_end.callback(_close_listeners, listeners)
-            write_json(folder.config, config.model_dump(mode="json"))  # when resumed too: run.steps may be a new number
-            if not folder.environment.exists():
-                write_json(folder.environment, describe_environment())
+            if not resume:
+                _describe(config, folder)
         with span("run.setup"):
             stages = build(config, folder, progress, tasks)
         watchdog.begin(stages.queues)
@@ -173,9 +172,10 @@ def train(
                 stages.store.flush,
                 profiler=profiler,
             )
-            if resume and not from_scratch:
+            if resume:
                 watch.resume()
                 stages.buffer.resume(stages.trainer.version)
+                _describe(config, folder)  # now that nothing can be refused any more: run.steps may be a new number
                 watch.take_over(stages.buffer.not_counted(watch.num_groups_counted))
                 progress.note(f"continuing after step {stages.trainer.version}")
         try:
@@ -186,6 +186,12 @@ def train(
                 stages.close()
             watch.close()
     return _summary(config, folder, stages, watch, recorder, progress)
+
+
+def _describe(config: Config, folder: RunFolder) -> None:
+    write_json(folder.config, config.model_dump(mode="json"))
+    if not folder.environment.exists():
+        write_json(folder.environment, describe_environment())
 
 
 def _peak_flops(config: Config, progress: Progress) -> float | None:

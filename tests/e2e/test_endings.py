@@ -161,6 +161,7 @@ def test_a_run_with_one_damaged_checkpoint_is_continued_only_when_told_to_begin_
     assert redline(tmp_path, "train", "letters.yaml", "--resume", "run.steps=6") == 2
     assert "no checkpoint is whole (step-000004); nothing was changed" in output(tmp_path)
     assert steps(folder.metrics) == [1, 2, 3, 4]
+    assert json.loads(folder.config.read_text())["run"]["steps"] == 4
     assert (folder.checkpoints / "step-000004").is_dir()
     assert redline(tmp_path, "train", "letters.yaml", "--from-scratch") == 2
     assert redline(tmp_path, "train", "letters.yaml", "--resume", "--from-scratch", "run.steps=2") == 0

@@ -16,7 +16,9 @@ from browser import Watched, chromium
 from processes import only_run, started, succeed, wait_until, write_letters
 from run_folders import append, step_row, write_run, write_trajectories
 
+from redline.errors import TaskError
 from redline.telemetry import RunFolder
+from redline.telemetry.failure import recording_failure
 
 EVIL = [
     "<script>window.pwned = 1; alert(1)</script>",
@@ -146,6 +148,24 @@ def test_a_killed_run_is_shown_as_far_as_it_came(watched: Watched, tmp_path: Pat
     folder.metrics.write_bytes(folder.metrics.read_bytes()[:-cut])
     watched.open(report(folder, tmp_path / "report.html"))
     assert "ended without closing its files, step 29 of 100" in watched.page.inner_text("main")
+
+
+def test_a_failed_run_says_why_in_its_report_and_in_the_list(watched: Watched, tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "runs" / "run-001", 30, total=100)
+    with pytest.raises(TaskError), recording_failure(folder):
+        raise TaskError("the judge is <b>away</b>", "wait for it")
+    watched.open(report(folder, tmp_path / "report.html"))
+    page = watched.page.inner_text("main")
+    assert "failed, step 30 of 100" in page
+    assert "failed after step 30: the judge is <b>away</b>" in page
+    assert "hint: wait for it" in page
+    watched.page.click(".failed summary")
+    assert "Traceback" in watched.page.inner_text(".failed pre")
+    write_run(tmp_path / "runs" / "run-002", 3)
+    with dashboard(tmp_path, tmp_path / "runs") as url:
+        watched.open(url)
+        watched.page.wait_for_selector(".status.failed")
+        assert "failed after step 30: the judge is <b>away</b>" in watched.page.inner_text("main")
 
 
 # ── the dashboard ──────────────────────────────────────────────────────────────────────────────────────────────────────
