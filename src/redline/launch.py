@@ -247,7 +247,7 @@ def build(config: Config, folder: RunFolder, progress: Progress, tasks: LoadedTa
             tell=progress.note,
         )
     engine = NativeEngine(decoder, config.engine, tokenizer)
-    chat = Chat(tokenizer, config.rollouts.system_prompt, config.rollouts.prompt_suffix)
+    chat = Chat(tokenizer, config.rollouts.system_prompt, config.rollouts.prompt_suffix, config.rollouts.answer_prefix)
     judge = _load_reward_model(config, device, dtype)
     attempts = SingleTurnRollouts(
         tasks.source,
@@ -359,10 +359,11 @@ def _run(
                 steps=config.run.steps,
                 watch=watch,
             )
-    if watch.should_stop() and stages.trainer.version < config.run.steps:
+    if not watch.is_complete:
         watch.checkpoint()
         return
-    watch.evaluate(stages.trainer.version)
+    if stages.trainer.version not in watch.accuracy:
+        watch.evaluate(stages.trainer.version)
     with span("models.save"):
         _save_model(config, stages, folder)
 
@@ -417,7 +418,7 @@ def _summary(
 ) -> dict[str, Any]:
     """Show a person how it went, and give the same as data."""
     console, ledger = progress.console, recorder.ledger()
-    finished = stages.trainer.version >= config.run.steps
+    finished = watch.is_complete
     if len(watch.samples) > 1:
         first, last = min(watch.samples), max(watch.samples)
         console.print(sample_table(watch.samples[first], watch.samples[last]))

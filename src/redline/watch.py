@@ -130,9 +130,9 @@ class RunWatch:
         if self._trace:
             self._trace.bound()
         run, every = self._config.run, self._config.rollouts.evaluation.every
-        last = version == run.steps
-        if every and version % every == 0 and not last:
+        if every and version % every == 0 and version < run.steps:
             self.evaluate(version)
+        last = self.is_complete
         if last or (run.checkpoint_every and version % run.checkpoint_every == 0):
             self.checkpoint()
         if last:
@@ -142,7 +142,14 @@ class RunWatch:
         self._mark()
 
     def should_stop(self) -> bool:
-        return self._interrupted
+        return self._interrupted or self.is_complete
+
+    @property
+    def is_complete(self) -> bool:
+        """All steps are taken, or an evaluation after the first step has reached `rollouts.evaluation.stop_at`."""
+        target = self._config.rollouts.evaluation.stop_at
+        reached = target is not None and any(reward >= target for version, reward in self.accuracy.items() if version)
+        return reached or self._trainer.version >= self._config.run.steps
 
     def _write_spans(self, version: int) -> None:
         spans = self._recorder.drain()

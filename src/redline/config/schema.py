@@ -133,6 +133,17 @@ class EvaluationConfig(Section):
     """0 is greedy."""
     every: int = Field(0, ge=0)
     """Steps between evaluations; 0 evaluates before the first step and after the last."""
+    stop_at: float | None = None
+    """End the run after the first evaluation whose mean reward is at least this; null takes all steps. It needs `every`."""
+
+    @model_validator(mode="after")
+    def _a_stop_needs_evaluations(self) -> EvaluationConfig:
+        if self.stop_at is not None and not (self.every and self.num_tasks):
+            raise ValueError(
+                f"stop_at = {self.stop_at:g}: nothing is evaluated on the way; set every to a number of steps, and num_tasks to"
+                " more than 0"
+            )
+        return self
 
 
 class RewardModelConfig(Section):
@@ -159,6 +170,10 @@ class RolloutsConfig(Section):
     """First message of every conversation; null leaves it to the model's chat template."""
     prompt_suffix: str = ""
     """Added to the last user message."""
+    answer_prefix: str = ""
+    """Words that every answer begins with. They end the prompt, after the chat template's opening of the assistant's turn: the
+    policy continues them and is not trained on them, and rewards see the whole answer. A good prefix makes first answers short
+    and scorable (`"The final answer is"`)."""
     reward_weights: dict[str, float] = {}
     """Weight of each named part of the reward; a part that is not named here weighs 1."""
     reward_model: RewardModelConfig = RewardModelConfig()

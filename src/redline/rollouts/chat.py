@@ -21,19 +21,23 @@ SPACED = "Is n't it ? I 'm sure , and so 's he ."
 class Chat:
     """Renders tasks with the model's own chat template."""
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, system_prompt: str | None, prompt_suffix: str) -> None:
+    def __init__(
+        self, tokenizer: PreTrainedTokenizerBase, system_prompt: str | None, prompt_suffix: str, answer_prefix: str = ""
+    ) -> None:
+        """`answer_prefix` is put into the assistant's mouth: it ends the prompt and begins every answer's text."""
         if not tokenizer.chat_template:
             hint = "use an instruction-tuned model, or put a chat_template.jinja into its folder"
             raise TaskError("the model's tokenizer has no chat template", hint)
         self._tokenizer = tokenizer
         self._system_prompt = system_prompt
         self._prompt_suffix = prompt_suffix
+        self._answer_prefix = answer_prefix
         self._decodes_in_bulk = _decodes_in_bulk(tokenizer)
 
     def prompt_ids(self, task: Task) -> np.ndarray:
-        """int32[tokens], ready for the assistant's turn."""
+        """int32[tokens], ready for the assistant to go on."""
         text = self._tokenizer.apply_chat_template(self.messages(task), tokenize=False, add_generation_prompt=True)
-        return np.array(self._tokenizer.encode(text, add_special_tokens=False), dtype=np.int32)
+        return np.array(self._tokenizer.encode(text + self._answer_prefix, add_special_tokens=False), dtype=np.int32)
 
     def messages(self, task: Task) -> list[dict[str, str]]:
         """The conversation as the model gets it."""
@@ -45,8 +49,11 @@ class Chat:
         return messages
 
     def texts(self, completions: Sequence[np.ndarray]) -> list[str]:
-        """What each completion says, without special tokens. Many at once take less time than one by one."""
-        ids = [completion.tolist() for completion in completions]
+        """The answers, without special tokens: the prefix and what each completion says. Many at once take less time than one
+        by one."""
+        return [self._answer_prefix + text for text in self._decoded([completion.tolist() for completion in completions])]
+
+    def _decoded(self, ids: list[list[int]]) -> list[str]:
         if self._decodes_in_bulk:
             return self._tokenizer.backend_tokenizer.decode_batch(ids, skip_special_tokens=True)
         return [self._tokenizer.decode(one, skip_special_tokens=True) for one in ids]

@@ -122,7 +122,7 @@ class RolloutStage:
         self._rollouts = SingleTurnRollouts(
             make_task_source(rollouts.task, config.run.seed),
             self._forced if recorded else self.engine,
-            Chat(tokenizer, rollouts.system_prompt, rollouts.prompt_suffix),
+            Chat(tokenizer, rollouts.system_prompt, rollouts.prompt_suffix, rollouts.answer_prefix),
             rollouts,
             stop_token_ids(source, tokenizer),
             config.run.seed,
