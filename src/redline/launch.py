@@ -301,18 +301,14 @@ def _place_rollouts(
 
     if device.type == "cpu":
         torch.set_num_threads(max(1, num_threads - num_threads // 2))
-    rollouts = BackgroundRollouts(attempts, engine, prepare_thread)
-    shared = SteppedElsewhere(engine, rollouts)
 
     def wait_for_device() -> None:
         if device.type == "cuda":
             torch.cuda.synchronize()
 
-    def before_update() -> None:
-        shared.hold()
-        wait_for_device()  # what the engine has launched still reads the weights
-
-    trainer.before_update, trainer.after_update = before_update, wait_for_device
+    rollouts = BackgroundRollouts(attempts, engine, prepare_thread, wait_for_device)
+    shared = SteppedElsewhere(engine, rollouts)
+    trainer.before_update, trainer.after_update = shared.hold, wait_for_device
     return rollouts, shared
 
 

@@ -10,17 +10,18 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from fakes import FakeTasks
-from small_models import CONFIGS, write_model
+from small_models import CONFIGS, llama, write_model
 
 from redline.config.schema import EngineConfig, RolloutsConfig
 from redline.engine import NativeEngine
-from redline.errors import BrokenModelError, TaskError
+from redline.errors import BrokenModelError, EngineError, TaskError
 from redline.models.hf import AnyDecoder, load_decoder
 from redline.models.tiny import tiny_tokenizer
 from redline.rollouts import BackgroundRollouts, Chat, SingleTurnRollouts
 from redline.telemetry import Recorder, recording
-from redline.types import TrajectoryGroup, WeightUpdate
+from redline.types import Delta, TrajectoryGroup, WeightUpdate
 
 TOKENIZER = tiny_tokenizer()
 CONFIG = RolloutsConfig(task={"kind": "import", "path": "tests:Fake"}, group_size=3, max_new_tokens=12)  # type: ignore[arg-type]
@@ -349,3 +350,67 @@ def test_workers_take_turns_with_the_reward_model(engine: NativeEngine) -> None:
     rollouts.close()
     assert judge.calls == 8
     assert {t.reward_parts["reward_model"] for group in groups.values() for t in group.trajectories} == {0.5}
+
+
+def test_the_device_is_idle_whenever_the_engine_changes_hands(engine: NativeEngine) -> None:
+    """The thread and its borrowers launch on streams of their own, and nothing but this wait orders them."""
+    steps_at_wait: list[int] = []
+    rollouts = BackgroundRollouts(single_turn(engine), engine, wait_for_device=lambda: steps_at_wait.append(engine.stats.steps))
+    rollouts.begin(range(3), 0)
+    with rollouts.paused():
+        steps = engine.stats.steps
+        assert steps_at_wait == [steps], "between the thread's last launch and the borrower's first"
+    assert steps_at_wait == [steps, steps], "and between the borrower's last and the thread's next"
+    all_of(rollouts, 3)
+    rollouts.close()
+
+
+@pytest.mark.gpu
+def test_an_evaluation_beside_rollouts_changes_no_training_sample(tmp_path: Path) -> None:
+    """Bit for bit what lockstep order gives, although the device is a second behind when the evaluation takes the engine."""
+    config = llama(vocab_size=len(TOKENIZER), hidden_size=256, num_attention_heads=4, num_key_value_heads=2)
+    write_model(tmp_path, config, seed=1, std=0.2)
+    decoder = load_decoder(tmp_path, "cuda", torch.bfloat16)
+    engine = NativeEngine(decoder, EngineConfig(max_num_seqs=32, kv_cache_memory_bytes=2**26), TOKENIZER)
+    long = CONFIG.model_copy(update={"group_size": 8, "max_new_tokens": 300})
+    attempts = SingleTurnRollouts(FakeTasks(), engine, Chat(TOKENIZER, None, ""), long, (3,), 5)
+    expected = _beside_an_evaluation(attempts, engine, evaluate=False)
+    for _ in range(3):
+        assert _beside_an_evaluation(attempts, engine, evaluate=True) == expected
+
+
+def _beside_an_evaluation(attempts: SingleTurnRollouts, engine: NativeEngine, *, evaluate: bool) -> list[list[int]]:
+    """The tokens of one group, with held-out tasks answered in the middle of it."""
+    lagging = _LaggingDevice(engine, after_steps=5)
+    rollouts = BackgroundRollouts(attempts, lagging, lambda: torch.cuda.set_stream(torch.cuda.Stream()), torch.cuda.synchronize)
+    rollouts.begin([0], 0)
+    lagging.is_behind.wait()
+    if evaluate:
+        with rollouts.paused():
+            attempts.evaluate(FakeTasks().held_out(4))
+            engine.reset_prefix_cache()
+    [group] = all_of(rollouts, 1).values()
+    rollouts.close()
+    return [trajectory.token_ids.tolist() for trajectory in group.trajectories]
+
+
+class _LaggingDevice:
+    """An engine whose device falls about a second behind its host after some steps."""
+
+    def __init__(self, engine: NativeEngine, after_steps: int) -> None:
+        self._engine, self._left = engine, after_steps
+        self.submit, self.abort = engine.submit, engine.abort
+        self.is_behind = threading.Event()
+
+    @property
+    def has_work(self) -> bool:
+        return self._engine.has_work
+
+    def step(self) -> Sequence[tuple[int, Delta | EngineError]]:
+        self._left -= 1
+        if self._left == 0:
+            torch.cuda._sleep(2_000_000_000)
+        pieces = self._engine.step()
+        if self._left == 0:
+            self.is_behind.set()
+        return pieces

@@ -54,12 +54,18 @@ class BackgroundRollouts:
     """Implements `ports.Rollouts`."""
 
     def __init__(
-        self, rollouts: SingleTurnRollouts, engine: SteppedEngine, prepare_thread: Callable[[], None] = lambda: None
+        self,
+        rollouts: SingleTurnRollouts,
+        engine: SteppedEngine,
+        prepare_thread: Callable[[], None] = lambda: None,
+        wait_for_device: Callable[[], None] = lambda: None,
     ) -> None:
-        """`prepare_thread` is called first in each new thread, for settings that belong to one."""
+        """`prepare_thread` is called first in each new thread, for settings that belong to one. `wait_for_device` blocks until
+        the device has done all it was given: who borrows the engine launches on another stream, and nothing else orders them."""
         self._rollouts = rollouts
         self._engine = engine
         self._prepare_thread = prepare_thread
+        self._wait_for_device = wait_for_device
         lock = threading.RLock()
         self._changed = threading.Condition(lock)
         self._begun: deque[int] = deque()
@@ -127,14 +133,18 @@ class BackgroundRollouts:
         return [whole.get(index, so_far.get(index, 0)) for index in range(attempt.request.sampling.n)]
 
     def pause(self) -> None:
-        """Returns when the engine is between two steps, where it stays until `resume`."""
-        with span("wait.for_engine"), self._changed:
-            self._wanted_by += 1
-            self._changed.notify_all()
-            self._changed.wait_for(lambda: self._is_between_steps or self._error)
-            self._raise_error()
+        """Block until the engine is between two steps and its device idle. It stays there until `resume`."""
+        with span("wait.for_engine"):
+            with self._changed:
+                self._wanted_by += 1
+                self._changed.notify_all()
+                self._changed.wait_for(lambda: self._is_between_steps or self._error)
+                self._raise_error()
+            self._wait_for_device()
 
     def resume(self) -> None:
+        """Let the engine go on, once the device has done what its borrower launched."""
+        self._wait_for_device()
         with self._changed:
             self._wanted_by -= 1
             self._changed.notify_all()
