@@ -319,6 +319,16 @@ def test_a_suffix_goes_to_the_question_even_where_the_answer_has_begun() -> None
     assert "So,<|im_end|>" in prompt
 
 
+def test_an_answer_begins_with_the_prefix_which_is_part_of_the_prompt_and_not_of_its_text() -> None:
+    task = Task("t", [{"role": "user", "content": "1 + {x} ="}])
+    chat = Chat(TOKENIZER, None, " Be brief.", "So {prompt} {y}")
+    assert TOKENIZER.decode(chat.prompt_ids(task)).endswith(
+        "1 + {x} = Be brief.<|im_end|>\n<|im_start|>assistant\nSo 1 + {x} = {y}"
+    )
+    assert chat.answer_prefix(task) == "So 1 + {x} = {y}"
+    assert chat.texts([np.array([*ids(" 3"), END], dtype=np.int32)]) == [" 3"]
+
+
 def test_the_system_prompt_comes_first() -> None:
     prompt = prompt_of([{"role": "user", "content": "ask"}], system_prompt="You count.")
     assert prompt.startswith("<|im_start|>system\nYou count.<|im_end|>\n<|im_start|>user\nask")

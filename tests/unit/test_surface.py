@@ -38,9 +38,11 @@ engine.tensor_parallel_size
 model.dtype
 model.path
 rollouts.advantages
+rollouts.answer_prefix
 rollouts.evaluation.every
 rollouts.evaluation.num_tasks
 rollouts.evaluation.samples_per_task
+rollouts.evaluation.stop_at
 rollouts.evaluation.temperature
 rollouts.group_size
 rollouts.groups_per_step

@@ -61,7 +61,7 @@ class BackgroundRollouts:
         wait_for_device: Callable[[], None] = lambda: None,
     ) -> None:
         """`prepare_thread` is called first in each new thread, for settings that belong to one. `wait_for_device` blocks until
-        the device has done all it was given: who borrows the engine launches on another stream, and nothing else orders them."""
+        the device has done all it was given: a borrower launches on another stream, and nothing else orders the two."""
         self._rollouts = rollouts
         self._engine = engine
         self._prepare_thread = prepare_thread
