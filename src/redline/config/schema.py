@@ -171,9 +171,9 @@ class RolloutsConfig(Section):
     prompt_suffix: str = ""
     """Added to the last user message."""
     answer_prefix: str = ""
-    """Words that the assistant's turn begins with, such as `The final answer is`; `{prompt}` stands for the task's last user
-    message. They are a part of the prompt: the policy continues them, is not trained on them, and `score` sees only what the
-    policy wrote. First answers become short and scorable where a model would otherwise begin with a preamble."""
+    """Words that the assistant's turn begins with, such as `The final answer is`. They are a part of the prompt: the policy
+    continues them and is not trained on them, and `score` sees only what the policy wrote. First answers become short and
+    scorable where a model would otherwise begin with a preamble."""
     reward_weights: dict[str, float] = {}
     """Weight of each named part of the reward; a part that is not named here weighs 1."""
     reward_model: RewardModelConfig = RewardModelConfig()

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, TypeVar
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -13,8 +13,6 @@ from redline.types import Task
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-
-AnyMessage = TypeVar("AnyMessage", bound=Mapping[str, str])
 
 SPACED = "Is n't it ? I 'm sure , and so 's he ."
 """Some tokenizers take spaces out of what they decode: they would of this."""
@@ -26,32 +24,29 @@ class Chat:
     def __init__(
         self, tokenizer: PreTrainedTokenizerBase, system_prompt: str | None, prompt_suffix: str, answer_prefix: str = ""
     ) -> None:
-        """`answer_prefix` begins the assistant's turn; `{prompt}` in it stands for the last user message of the task."""
+        """`answer_prefix` begins the assistant's turn, and the policy goes on from there."""
         if not tokenizer.chat_template:
             hint = "use an instruction-tuned model, or put a chat_template.jinja into its folder"
             raise TaskError("the model's tokenizer has no chat template", hint)
         self._tokenizer = tokenizer
         self._system_prompt = system_prompt
         self._prompt_suffix = prompt_suffix
-        self._answer_prefix = answer_prefix
+        self.answer_prefix = answer_prefix
         self._decodes_in_bulk = _decodes_in_bulk(tokenizer)
 
     def prompt_ids(self, task: Task) -> np.ndarray:
         """int32[tokens], ready for the assistant to go on."""
         text = self._tokenizer.apply_chat_template(self.messages(task), tokenize=False, add_generation_prompt=True)
-        return np.array(self._tokenizer.encode(text + self.answer_prefix(task), add_special_tokens=False), dtype=np.int32)
+        return np.array(self._tokenizer.encode(text + self.answer_prefix, add_special_tokens=False), dtype=np.int32)
 
     def messages(self, task: Task) -> list[dict[str, str]]:
         """The conversation as the model gets it."""
         messages = [dict(message) for message in task.messages]
-        _last_question(messages)["content"] += self._prompt_suffix
+        last_question = next((message for message in reversed(messages) if message["role"] == "user"), messages[-1])
+        last_question["content"] += self._prompt_suffix
         if self._system_prompt is not None:
             messages.insert(0, {"role": "system", "content": self._system_prompt})
         return messages
-
-    def answer_prefix(self, task: Task) -> str:
-        """What the assistant's turn begins with before the policy goes on."""
-        return self._answer_prefix.replace("{prompt}", _last_question(task.messages)["content"])
 
     def texts(self, completions: Sequence[np.ndarray]) -> list[str]:
         """What each completion says, without special tokens. Many at once take less time than one by one."""
@@ -59,10 +54,6 @@ class Chat:
         if self._decodes_in_bulk:
             return self._tokenizer.backend_tokenizer.decode_batch(ids, skip_special_tokens=True)
         return [self._tokenizer.decode(one, skip_special_tokens=True) for one in ids]
-
-
-def _last_question(messages: Sequence[AnyMessage]) -> AnyMessage:
-    return next((message for message in reversed(messages) if message["role"] == "user"), messages[-1])
 
 
 def _decodes_in_bulk(tokenizer: PreTrainedTokenizerBase) -> bool:

@@ -181,7 +181,7 @@ class SingleTurnRollouts:
         if self._reward_model is None:
             return attempts
         conversations = [
-            [*self._chat.messages(task), {"role": "assistant", "content": self._chat.answer_prefix(task) + trajectory.text}]
+            [*self._chat.messages(task), {"role": "assistant", "content": self._chat.answer_prefix + trajectory.text}]
             for task, trajectories in zip(tasks, attempts, strict=True)
             for trajectory in trajectories
         ]
