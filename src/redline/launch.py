@@ -358,7 +358,7 @@ def _run(
     if not watch.is_complete:
         watch.checkpoint()
         return
-    if stages.trainer.version not in watch.accuracy:
+    if stages.trainer.version not in watch.rewards:
         watch.evaluate(stages.trainer.version)
     with span("models.save"):
         _save_model(config, stages, folder)

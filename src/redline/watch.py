@@ -148,7 +148,7 @@ class RunWatch:
     def is_complete(self) -> bool:
         """All steps are taken, or an evaluation after the first step has reached `rollouts.evaluation.stop_at`."""
         target = self._config.rollouts.evaluation.stop_at
-        reached = target is not None and any(reward >= target for version, reward in self.accuracy.items() if version)
+        reached = target is not None and any(reward >= target for version, reward in self.rewards.items() if version)
         return reached or self._trainer.version >= self._config.run.steps
 
     def _write_spans(self, version: int) -> None:
