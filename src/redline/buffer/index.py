@@ -155,6 +155,19 @@ class GroupIndex:
             for found in self._database.execute(f"{_GET} {order}", (count,)):
                 yield _row(self.path, found)
 
+    def newest(self) -> Iterator[GroupRow]:
+        """Those that are stored, from the last number back."""
+        with _explained(self.path):
+            for found in self._database.execute(f"{_GET} WHERE segment IS NOT NULL ORDER BY number DESC"):
+                yield _row(self.path, found)
+
+    def trained_steps(self, segments: Iterable[int]) -> list[int]:
+        """Versions that were trained on a group of one of these segments, in order."""
+        there = ", ".join(str(int(number)) for number in segments)
+        found = f"SELECT DISTINCT trained_version FROM groups WHERE state = 'trained' AND segment IN ({there}) ORDER BY 1"
+        with _explained(self.path):
+            return [version for (version,) in self._database.execute(found)]
+
     def get(self, number: int) -> GroupRow | None:
         return next(self.rows("number = ?", number), None)
 

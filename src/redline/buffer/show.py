@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -65,14 +66,8 @@ class StoredRun:
             wanted = ("number = ?", number)
         elif step is not None:
             wanted = ("trained_version = ? AND state = 'trained'", step)
-        try:
-            index = GroupIndex(self._folder, "ro")
-            try:
-                found = list(index.rows(*wanted))
-            finally:
-                index.close()
-        except DamagedIndexError as error:
-            raise self._damaged(error) from error
+        with self._index() as index:
+            found = list(index.rows(*wanted))
         if not found and number is not None:
             raise RunFolderError(f"{self._run}: no group {number}", f"list them with: redline show {self._run}")
         if not found and step is not None:
@@ -81,17 +76,31 @@ class StoredRun:
             )
         return found
 
-    def let_go(self) -> LetGo | None:
-        """What is no longer there, and why; None where all is."""
-        there = {file.number for file in segment_files(self._folder)}
+    def newest(self) -> Iterator[GroupRow]:
+        """All groups that are complete, the newest first, one at a time."""
+        with self._index() as index:
+            yield from index.newest()
+
+    def trained_steps(self) -> list[int]:
+        """The steps, counted from 0, that were trained on groups whose attempts are still there."""
+        with self._index() as index:
+            return index.trained_steps({file.number for file in segment_files(self._folder)})
+
+    @contextmanager
+    def _index(self) -> Iterator[GroupIndex]:
         try:
             index = GroupIndex(self._folder, "ro")
             try:
-                groups = index.count_outside(there)
+                yield index
             finally:
                 index.close()
         except DamagedIndexError as error:
             raise self._damaged(error) from error
+
+    def let_go(self) -> LetGo | None:
+        """What is no longer there, and why; None where all is."""
+        with self._index() as index:
+            groups = index.count_outside({file.number for file in segment_files(self._folder)})
         return LetGo(groups, self.why_let_go()) if groups else None
 
     def why_let_go(self) -> str:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from redline.buffer.group_store import GroupState
 from redline.buffer.index import GroupRow
 from redline.buffer.show import StoredRun
 from redline.errors import RunFolderError
@@ -48,9 +48,9 @@ class Trajectories:
         """Some of the first, the last and those between, and attempts that failed."""
         try:
             stored = self._stored()
-            rows = stored.groups()
-            groups = self._pages(stored, _spread(rows))
-            failed = self._pages(stored, list(stored.with_failures(rows))[-FAILURES_IN_REPORT:], only_failed=True)
+            groups = self._pages(stored, [group for step in _spread(stored.trained_steps()) for group in _best(stored, step)])
+            newest = list(itertools.islice(stored.with_failures(stored.newest()), FAILURES_IN_REPORT))
+            failed = self._pages(stored, newest[::-1], only_failed=True)
         except RunFolderError as error:
             return {"groups": [], "failed": [], "missing": error.message}
         return {"groups": groups, "failed": failed}
@@ -124,20 +124,16 @@ class Trajectories:
         return said
 
 
-def _spread(groups: Sequence[GroupRow]) -> list[GroupRow]:
-    """Of some steps from the first to the last, the groups that taught something before the others."""
-    by_step: dict[int, list[GroupRow]] = {}
-    for group in groups:
-        if group.state is GroupState.TRAINED and group.trained_version is not None:
-            by_step.setdefault(group.trained_version, []).append(group)
-    steps = sorted(by_step)
+def _spread(steps: Sequence[int]) -> list[int]:
+    """Some of them, from the first to the last."""
     last = len(steps) - 1
     wanted = sorted({round(i * last / (STEPS_IN_REPORT - 1)) for i in range(STEPS_IN_REPORT)}) if steps else []
-    return [
-        group
-        for i in wanted
-        for group in sorted(by_step[steps[i]], key=lambda g: (not g.has_signal, g.number))[:GROUPS_IN_REPORT]
-    ]
+    return [steps[i] for i in wanted]
+
+
+def _best(stored: StoredRun, step: int) -> list[GroupRow]:
+    """Groups of a step, those that taught something before the others."""
+    return sorted(stored.groups(step=step), key=lambda group: (not group.has_signal, group.number))[:GROUPS_IN_REPORT]
 
 
 def _prompt_tokens(attempt: dict[str, Any]) -> list[int]:

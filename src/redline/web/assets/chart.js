@@ -23,6 +23,11 @@ class Axis {
     return this.thinned && index < this.thinned.points ? this.thinned.size : 1;
   }
 
+  rowsIn(first, end) {
+    const buckets = Math.max(0, Math.min(end, this.thinned?.points ?? 0) - first);
+    return buckets * (this.thinned?.size ?? 1) + end - first - buckets;
+  }
+
   nameAt(index) {
     const size = this.sizeAt(index);
     return this.format(this.x[index], size === 1 ? this.x[index] : index ? this.x[index - 1] + 1 : this.x[0] - size + 1);
@@ -351,7 +356,7 @@ class LineChart extends Chart {
         context.globalAlpha = 1;
       }
       context.lineWidth = 1.75;
-      this.path(context, smoothed(values, end - first), first, end, true);
+      this.path(context, smoothed(values, this.axis.rowsIn(first, end), this.axis), first, end, true);
     } else {
       context.lineWidth = 1.5;
       this.path(context, values, first, end);
@@ -516,14 +521,14 @@ function niceTicks(low, high, count) {
 // An exponential mean forward and back, so that the line does not lag behind what it smooths.
 const smoothing = new WeakMap();
 
-function smoothed(values, shown) {
+function smoothed(values, shown, axis) {
   const known = smoothing.get(values);
   if (known?.length === values.length && known.shown === shown) return known.line;
-  const weight = 1 - Math.exp(-1 / Math.max(1, shown / 40)), line = new Float64Array(values.length).fill(NaN);
+  const weight = (i) => 1 - Math.exp(-axis.sizeAt(i) / Math.max(1, shown / 40)), line = new Float64Array(values.length).fill(NaN);
   let level = NaN;
-  for (let i = 0; i < values.length; i++) if (Number.isFinite(values[i])) line[i] = level = Number.isNaN(level) ? values[i] : level + weight * (values[i] - level);
+  for (let i = 0; i < values.length; i++) if (Number.isFinite(values[i])) line[i] = level = Number.isNaN(level) ? values[i] : level + weight(i) * (values[i] - level);
   level = NaN;
-  for (let i = values.length - 1; i >= 0; i--) if (Number.isFinite(line[i])) line[i] = level = Number.isNaN(level) ? line[i] : level + weight * (line[i] - level);
+  for (let i = values.length - 1; i >= 0; i--) if (Number.isFinite(line[i])) line[i] = level = Number.isNaN(level) ? line[i] : level + weight(i) * (line[i] - level);
   smoothing.set(values, { length: values.length, shown, line });
   return line;
 }

@@ -117,7 +117,7 @@ class RunPage {
   update() {
     const { run } = this, { head } = run;
     document.title = `${head.name} · redline`;
-    this.head.replaceChildren(...headPart(run));
+    this.head.replaceChildren(...headPart(run).filter(Boolean));
     this.verdict.replaceChildren(...verdictPart(run).filter(Boolean));
     this.notice.textContent = noticeOf(run);
     this.notice.hidden = !this.notice.textContent;
