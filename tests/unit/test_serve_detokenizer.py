@@ -6,7 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from redline.serve.detokenizer import CompletionText, Detokenizer
+from redline.engine.detokenizer import Detokenizer
+from redline.serve.detokenizer import CompletionText
 
 
 def decode_bytes(ids: list[int]) -> str:
@@ -52,6 +53,41 @@ def test_how_tokens_are_grouped_changes_no_text(raw: bytes, data: st.DataObject)
         given_out += text.push(left[:size])
         left = left[size:]
     assert given_out + text.finish(None) == "".join(pieces(plain(), list(raw)))
+
+
+@pytest.mark.parametrize("token", [[0x80], [0xE2, 0x82], [0xF0, 0x9F, 0x98], [0xE2]])
+def test_bytes_that_never_make_a_character_cost_the_same_at_any_length(token: list[int]) -> None:
+    """Each decoding is of a few tokens, however many have come, and the text is what all of them give at once."""
+    longest = 0
+
+    def decode(ids: list[int]) -> str:
+        nonlocal longest
+        longest = max(longest, len(ids))
+        return decode_bytes(ids)
+
+    detokenizer, raw = Detokenizer(decode), token * (600 // len(token))
+    text = "".join(detokenizer.push([byte]) for byte in raw) + detokenizer.flush()
+    assert text == decode_bytes(raw)
+    assert longest < 32
+
+
+def test_a_character_after_many_lone_bytes_is_whole() -> None:
+    raw = [0x80] * 50 + list("€".encode())
+    assert "".join(pieces(plain(), raw)) == decode_bytes(raw)
+    assert decode_bytes(raw).endswith("€")
+
+
+def test_tokens_without_text_are_not_decoded_again_for_ever() -> None:
+    longest = 0
+
+    def decode(ids: list[int]) -> str:
+        nonlocal longest
+        longest = max(longest, len(ids))
+        return decode_bytes([byte for byte in ids if byte != 0])  # 0 is a special token
+
+    detokenizer = Detokenizer(decode, list(b"abcd"))
+    assert "".join(detokenizer.push([byte]) for byte in [0] * 500 + [ord("x")]) == "x"
+    assert longest < 32
 
 
 def test_the_space_between_prompt_and_answer_is_kept() -> None:

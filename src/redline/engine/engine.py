@@ -35,7 +35,7 @@ from redline.engine.sequence import NO_ROW, Sampled, Sequence, Stage, Wants
 from redline.engine.sizing import block_size_for, num_blocks_for
 from redline.engine.sleep import MemoryMoved, OffloadedWeights, Stopwatch
 from redline.engine.stats import EngineStats, Rate
-from redline.engine.stop_strings import find_stop
+from redline.engine.stop_strings import StopSearch
 from redline.errors import BrokenModelError, EngineError
 from redline.models.hf import AnyDecoder
 from redline.models.lora import PreparedAdapter
@@ -312,8 +312,9 @@ class NativeEngine:
         assert self._tokenizer is not None
         sampling, count = sequence.request.sampling, int(self._rows.sampled_R[sequence.row])
         tokens = self._rows.tokens_RN[sequence.row, :count]
-        found = find_stop(self._tokenizer, tokens, sequence.searched, sampling.stop, sampling.min_tokens - 1)
-        sequence.searched = count
+        if sequence.stop_search is None:
+            sequence.stop_search = StopSearch(self._tokenizer, sampling.stop, sampling.min_tokens - 1)
+        found = sequence.stop_search.look(tokens)
         if found is not None:
             self._rows.sampled_R[sequence.row], sequence.stop = found
             sequence.finish_reason = FinishReason.STOP

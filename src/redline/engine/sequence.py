@@ -8,6 +8,7 @@ from enum import Enum, auto
 
 import numpy as np
 
+from redline.engine.stop_strings import StopSearch
 from redline.types import FinishReason, GenerateRequest, SamplingParams
 
 NO_ROW = -1
@@ -108,8 +109,8 @@ class Sequence:
     stop: str | None = None
     streamed: int = 0
     """Tokens already handed out in pieces."""
-    searched: int = 0
-    """Tokens already searched for stop strings."""
+    stop_search: StopSearch | None = None
+    """From its first token on, where the request has stop strings."""
     raw: list[float] = field(default_factory=list)
     top: list[tuple[np.ndarray, np.ndarray]] = field(default_factory=list)
     prompt_logprobs: np.ndarray = field(init=False)

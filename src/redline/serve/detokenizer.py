@@ -6,44 +6,12 @@ the pieces are the text that the same tokens give at once, cut before the stop s
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 
-Decode = Callable[[list[int]], str]
+from redline.engine.detokenizer import Decode, Detokenizer
 
 CONTEXT = 4
 """Prompt tokens decoded along with the first new ones: some tokenizers drop the space that begins a text."""
-INCOMPLETE = "\N{REPLACEMENT CHARACTER}"
-
-
-class Detokenizer:
-    """Holds tokens back until they end with a whole character."""
-
-    def __init__(self, decode: Decode, context: Sequence[int] = ()) -> None:
-        self._decode = decode
-        self._context = list(context)
-        self._context_text = decode(self._context) if self._context else ""
-        self._pending: list[int] = []
-        self.num_chars = 0
-        """Characters given out so far."""
-
-    def push(self, tokens: Sequence[int]) -> str:
-        """The text that has become certain with these tokens."""
-        self._pending += tokens
-        text = self._decode(self._context + self._pending)
-        if len(text) <= len(self._context_text) or text.endswith(INCOMPLETE):
-            return ""
-        return self._give(text)
-
-    def flush(self) -> str:
-        """What is left at the end, half characters included."""
-        return self._give(self._decode(self._context + self._pending)) if self._pending else ""
-
-    def _give(self, text: str) -> str:
-        fresh = text[len(self._context_text) :]
-        self._context, self._pending = self._pending, []
-        self._context_text = self._decode(self._context)
-        self.num_chars += len(fresh)
-        return fresh
 
 
 class CompletionText:

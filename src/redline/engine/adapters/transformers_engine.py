@@ -21,7 +21,7 @@ from redline.engine.admission import Limits, check_request
 from redline.engine.engine import MAX_TOP_LOGPROBS, Event
 from redline.engine.sampler import Sampled
 from redline.engine.stats import EngineStats, Rate
-from redline.engine.stop_strings import find_stop
+from redline.engine.stop_strings import StopSearch
 from redline.errors import EngineError
 from redline.models.spec import fixed_positions, position_limit
 from redline.telemetry import span
@@ -205,9 +205,9 @@ class TransformersEngine:
             row.finish_reason = FinishReason.LENGTH
         if sampling.stop:
             assert self._tokenizer is not None
-            begin = max(row.searched, sampling.min_tokens - 1)
-            found = find_stop(self._tokenizer, np.array(row.token_ids), begin, sampling.stop)
-            row.searched = len(row.token_ids)
+            if row.stop_search is None:
+                row.stop_search = StopSearch(self._tokenizer, sampling.stop, sampling.min_tokens - 1)
+            found = row.stop_search.look(row.token_ids)
             if found is not None:
                 row.stop, row.finish_reason = found[1], FinishReason.STOP
         if row.finish_reason is not None:

@@ -15,6 +15,7 @@ from redline.engine.adapters.transformers_batch import Batch
 from redline.engine.rows import NO_TOKEN
 from redline.engine.sampler import Sampled, SamplingRows, sample, stream
 from redline.engine.sequence import Wants
+from redline.engine.stop_strings import StopSearch
 from redline.types import FinishReason, GenerateRequest, SamplingParams, TopLogprobs
 
 
@@ -39,8 +40,8 @@ class Row:
     finish_reason: FinishReason | None = None
     failed: bool = False
     stop: str | None = None
-    searched: int = 0
-    """Tokens already searched for stop strings."""
+    stop_search: StopSearch | None = None
+    """From its first token on, where the request has stop strings."""
     streamed: int = 0
     """Tokens already handed out in pieces."""
 
