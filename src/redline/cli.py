@@ -72,7 +72,8 @@ def train(
 def serve(
     model: Annotated[str, typer.Argument(help="A Hugging Face folder, a .gguf file, a hub id, or a built-in model.")],
     overrides: Annotated[
-        list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Set keys of a recipe's engine section, or run.KEY.")
+        list[str] | None,
+        typer.Argument(metavar="[KEY=VALUE]...", help="Set keys of a recipe's engine section, run.KEY or serve.KEY."),
     ] = None,
     host: Annotated[str, typer.Option(help="Address to listen on; one that others can reach needs an API key.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(help="Port to listen on; 0 takes a free one.", min=0, max=65535)] = 8000,
@@ -81,6 +82,9 @@ def serve(
     api_key_env: Annotated[str, typer.Option(help="The environment variable that holds the API key.")] = "REDLINE_API_KEY",
     served_model_name: Annotated[str | None, typer.Option(help="The model's name to clients; by default MODEL.")] = None,
     lora: Annotated[list[str] | None, typer.Option(metavar="NAME=PATH", help="A LoRA adapter to serve as NAME.")] = None,
+    allowed_host: Annotated[
+        list[str] | None, typer.Option(metavar="NAME", help="Another name that clients reach this server by.")
+    ] = None,
 ) -> None:
     """Serve a model over an OpenAI-compatible API."""
     from redline.serve.listener import bind
@@ -96,6 +100,7 @@ def serve(
         api_key_env=api_key_env,
         served_model_name=served_model_name,
         adapters=lora or [],
+        allowed_hosts=allowed_host or [],
     )
     for warning in settings.warnings:
         typer.echo(warning, err=True)

@@ -195,7 +195,9 @@ def test_what_is_too_long_is_refused(server: Server) -> None:
 
 
 def test_what_the_engine_refuses_is_said_with_its_hint(server: Server) -> None:
-    with pytest.raises(openai.BadRequestError, match=r"n = 1000 does not fit .*; raise engine.max_num_seqs"):
+    with pytest.raises(
+        openai.BadRequestError, match=r"n = 1000 asks for 1000 choices, and a request may have 256.*engine.max_num_seqs"
+    ):
         server.complete(n=1000)
     with pytest.raises(openai.BadRequestError, match="outside the vocabulary"):
         server.complete(prompt=[99999], stream=True)

@@ -42,6 +42,29 @@ def test_a_wrong_override_is_refused(override: str, message: str) -> None:
         settings(override)
 
 
+def test_limits_are_keys_of_their_own() -> None:
+    limits = settings("serve.max_stops=16", "serve.max_choices=64", "max_num_seqs=8").limits
+    assert (limits.max_stops, limits.max_choices, limits.max_body_bytes) == (16, 64, 4 * 2**20)
+
+
+@pytest.mark.parametrize(
+    ("override", "message", "hint"),
+    [
+        ("serve.max_stop=3", "serve.max_stop: unknown key", "did you mean serve.max_stops"),
+        ("serve.max_stops=0", "serve.max_stops = 0: Input should be greater than 0", "as in OpenAI's API"),
+        ("serve.max_stops=many", "serve.max_stops = 'many'", "Stop strings"),
+    ],
+)
+def test_a_wrong_limit_is_refused(override: str, message: str, hint: str) -> None:
+    with pytest.raises(ConfigError, match=message) as caught:
+        settings(override)
+    assert hint in caught.value.hint
+
+
+def test_the_address_and_the_hosts_that_were_named_are_answered_to() -> None:
+    assert settings(host="127.8.8.8", allowed_hosts=["a.example"]).allowed_hosts == ("127.8.8.8", "a.example")
+
+
 def test_a_model_that_does_not_exist_is_refused() -> None:
     with pytest.raises(ConfigError, match="no such built-in model"):
         make_settings(

@@ -6,7 +6,7 @@ from transformers import PreTrainedTokenizerFast
 
 from redline.models.tiny import tiny_tokenizer
 from redline.serve.protocol import ApiError, ChatMessage
-from redline.serve.vocabulary import Vocabulary
+from redline.serve.vocabulary import TooLongError, Vocabulary
 
 
 def sentencepiece_like() -> PreTrainedTokenizerFast:
@@ -57,11 +57,35 @@ def test_a_model_without_a_chat_template_refuses_conversations() -> None:
     tokenizer = tiny_tokenizer()
     tokenizer.chat_template = None
     with pytest.raises(ApiError, match="no chat template"):
-        Vocabulary(tokenizer).render([ChatMessage(role="user", content="hi")])
+        Vocabulary(tokenizer).render([ChatMessage(role="user", content="hi")], 100)
 
 
 def test_what_a_chat_template_refuses_is_the_clients_mistake() -> None:
     tokenizer = tiny_tokenizer()
     tokenizer.chat_template = "{{ raise_exception('only user turns') }}"
     with pytest.raises(ApiError, match="only user turns"):
-        Vocabulary(tokenizer).render([ChatMessage(role="tool", content="hi")])
+        Vocabulary(tokenizer).render([ChatMessage(role="tool", content="hi")], 100)
+
+
+class Counting:
+    """A tokenizer with a token per character that notes how many it was given."""
+
+    def __init__(self) -> None:
+        self.num_encoded = 0
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        self.num_encoded += len(text)
+        return [1] * len(text.replace(" ", ""))
+
+
+def test_a_text_that_is_far_too_long_is_known_by_its_beginning() -> None:
+    tokenizer = Counting()
+    with pytest.raises(TooLongError, match="more than 100 tokens"):
+        Vocabulary(tokenizer).encode("x" * 10_000_000, 100)  # type: ignore[arg-type]
+    assert tokenizer.num_encoded < 2000
+
+
+def test_a_long_text_of_few_tokens_is_not_too_long() -> None:
+    assert len(Vocabulary(Counting()).encode(" " * 1_000_000 + "x" * 100, 100)) == 100  # type: ignore[arg-type]
+    with pytest.raises(TooLongError, match="of 101 tokens"):
+        Vocabulary(Counting()).encode("x" * 101, 100)  # type: ignore[arg-type]

@@ -8,7 +8,8 @@ from __future__ import annotations
 import asyncio
 import queue
 import threading
-from collections.abc import AsyncIterator, Callable
+import time
+from collections.abc import AsyncGenerator, Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from types import TracebackType
@@ -16,8 +17,15 @@ from typing import Any, Protocol, Self
 
 from redline.engine.engine import Event
 from redline.engine.stats import EngineStats
-from redline.errors import EngineError, boundary
+from redline.errors import EngineError, RedlineError, boundary
 from redline.types import Completion, Delta, GenerateRequest
+
+WATCH_S = 0.25
+"""Between two looks at whether the engine is broken."""
+GRACE_S = 2.0
+"""For a step to notice by itself what broke it."""
+PATIENCE_S = 30.0
+"""For the last step, once the engine is asked to stop."""
 
 
 @dataclass(slots=True, eq=False)
@@ -35,9 +43,9 @@ class _Call:
     def __post_init__(self) -> None:
         self.missing = self.request.sampling.n
 
-    def deliver(self, piece: Delta | Exception) -> None:
-        """From the engine's thread."""
-        _call_soon(self.loop, self.pieces.put_nowait, piece)
+    def deliver(self, *pieces: Delta | Exception) -> None:
+        """From any thread."""
+        _call_soon(self.loop, _put_all, [(self, piece) for piece in pieces])
 
 
 class SteppedEngine(Protocol):
@@ -59,8 +67,12 @@ class SteppedEngine(Protocol):
 class AsyncEngine:
     """Owns the engine while it runs: nobody else may step it."""
 
-    def __init__(self, engine: SteppedEngine) -> None:
+    def __init__(self, engine: SteppedEngine, why_broken: Callable[[], str | None] | None = None) -> None:
+        """`why_broken` says why the engine can never end its step, such as a process that it needs and that has died; it is
+        asked by another thread, all the time."""
         self._engine = engine
+        self._why_broken = why_broken
+        self._step_began: float | None = None
         self._inbox: queue.SimpleQueue[Callable[[], Any]] = queue.SimpleQueue()
         self._calls: dict[int, _Call] = {}
         self._thread = threading.Thread(target=self._run, name="redline-engine", daemon=True)
@@ -75,22 +87,31 @@ class AsyncEngine:
     def __enter__(self) -> Self:
         self._is_open = True
         self._thread.start()
+        if self._why_broken is not None:
+            threading.Thread(target=self._watch, name="redline-engine-watch", daemon=True).start()
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self.stop()
 
     def stop(self) -> None:
-        """Abort what is under way and end the thread."""
+        """Abort what is under way and end the thread. Blocks until its step has ended, or for `PATIENCE_S`: a step that never
+        ends is left behind."""
         self._stopping = True
         self._inbox.put(lambda: None)
         if self._thread.is_alive():
-            self._thread.join()
+            self._thread.join(PATIENCE_S if self.failure is None else 0)
 
     @property
     def is_alive(self) -> bool:
         """Whether it takes requests."""
         return self._is_open and not self._stopping
+
+    @property
+    def step_s(self) -> float:
+        """Seconds that the step under way has lasted; 0 between two steps."""
+        began = self._step_began
+        return 0.0 if began is None else time.monotonic() - began
 
     @property
     def stats(self) -> EngineStats:
@@ -105,7 +126,7 @@ class AsyncEngine:
                 found[delta.index] = delta.completion
         return [found[index] for index in sorted(found)]
 
-    def stream(self, request: GenerateRequest) -> AsyncIterator[Delta]:
+    def stream(self, request: GenerateRequest) -> AsyncGenerator[Delta]:
         """Pieces of all n completions as they are sampled. Closing it aborts the request."""
         return self._pieces(request, streaming=True)
 
@@ -123,7 +144,7 @@ class AsyncEngine:
         self._order(act)
         return await done
 
-    async def _pieces(self, request: GenerateRequest, *, streaming: bool) -> AsyncIterator[Delta]:
+    async def _pieces(self, request: GenerateRequest, *, streaming: bool) -> AsyncGenerator[Delta]:
         call = _Call(request, streaming, asyncio.get_running_loop())
         self._order(lambda: self._submit(call))
         missing = request.sampling.n
@@ -153,17 +174,44 @@ class AsyncEngine:
         with boundary() as caught:
             while not self._stopping:
                 self._take_orders()
-                pieces = self._engine.step() if self._engine.has_work else []
-                self._stats = self._engine.stats
-                for request_id, piece in pieces:
-                    self._deliver(request_id, piece)
-        self.failure = caught.error
+                self._deliver_all(self._step())
         with self._door:
+            self.failure = self.failure or caught.error
             self._is_open = False
         self._take_last_orders()
-        reason = f"the engine has stopped: {caught.error}" if caught.error else "the engine was stopped"
-        for call in self._calls.values():
+        self._tell_all()
+
+    def _step(self) -> list[Event]:
+        if not self._engine.has_work:
+            return []
+        self._step_began = time.monotonic()
+        events = self._engine.step()
+        self._stats = self._engine.stats
+        self._step_began = None
+        return events
+
+    def _tell_all(self) -> None:
+        """The engine has ended: whoever waits for it hears why."""
+        reason = f"the engine has stopped: {_on_one_line(self.failure)}" if self.failure else "the engine was stopped"
+        for call in list(self._calls.values()):
             call.deliver(EngineError(reason, "start it again"))
+
+    # ── on the watching thread ─────────────────────────────────────────────────────────────────────────────────────────
+
+    def _watch(self) -> None:
+        """Give up on a step that can never end: the thread that waits for it is left where it is."""
+        assert self._why_broken is not None
+        while self._is_open:
+            reason = self._why_broken()
+            if reason is not None:
+                self._thread.join(GRACE_S)  # it may hear of it by itself, and say more
+                with self._door:
+                    self.failure = self.failure or EngineError(reason)
+                    self._is_open, self._stopping = False, True
+                self._tell_all()
+            time.sleep(WATCH_S)
+
+    # ── on the thread ──────────────────────────────────────────────────────────────────────────────────────────────────
 
     def _take_orders(self) -> None:
         """All that have come; with nothing to compute, wait for one."""
@@ -192,14 +240,29 @@ class AsyncEngine:
         if self._calls.pop(call.request_id, None) is not None:
             self._engine.abort(call.request_id)
 
-    def _deliver(self, request_id: int, piece: Delta | EngineError) -> None:
-        call = self._calls.get(request_id)
-        if call is None:
-            return
-        call.deliver(piece)
-        call.missing -= isinstance(piece, EngineError) or piece.completion is not None
-        if isinstance(piece, EngineError) or call.missing == 0:
-            del self._calls[request_id]
+    def _deliver_all(self, events: list[Event]) -> None:
+        """One message to each event loop: to wake it for each of a thousand pieces would keep it from everything else."""
+        by_loop: dict[asyncio.AbstractEventLoop, list[tuple[_Call, Delta | Exception]]] = {}
+        for request_id, piece in events:
+            call = self._calls.get(request_id)
+            if call is None:
+                continue
+            by_loop.setdefault(call.loop, []).append((call, piece))
+            call.missing -= isinstance(piece, EngineError) or piece.completion is not None
+            if isinstance(piece, EngineError) or call.missing == 0:
+                del self._calls[request_id]
+        for loop, pieces in by_loop.items():
+            _call_soon(loop, _put_all, pieces)
+
+
+def _put_all(pieces: list[tuple[_Call, Delta | Exception]]) -> None:
+    """On the event loop."""
+    for call, piece in pieces:
+        call.pieces.put_nowait(piece)
+
+
+def _on_one_line(error: BaseException) -> str:
+    return error.message if isinstance(error, RedlineError) else str(error)
 
 
 def _call_soon(loop: asyncio.AbstractEventLoop, callback: Callable[..., Any], *arguments: Any) -> None:

@@ -15,6 +15,7 @@ import os
 import socket
 import subprocess
 import sys
+import time
 from dataclasses import asdict
 from datetime import timedelta
 from pathlib import Path
@@ -37,38 +38,51 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
-PATIENCE = timedelta(days=365)
-"""How long a rank waits for the next step: an idle server may have none for a long time."""
+IDLE_PATIENCE = timedelta(days=365)
+"""How long a rank waits for the next step to begin: an idle server may have none for a long time. A rank that has died is
+noticed sooner, by the end of its connection."""
+START_PATIENCE = timedelta(minutes=30)
+"""How long ranks wait for each other to load the model."""
+STEP_TIMEOUT_S = 120.0
+"""How long a rank waits for the others inside a step."""
+END_S = 10.0
+"""For the other ranks to end when they are told to, and to be seen to have died."""
 
 
 class Ranks:
     """The processes of one engine, and what they send each other."""
 
-    def __init__(self, shard: Shard, device: torch.device, port: int) -> None:
+    def __init__(self, shard: Shard, device: torch.device, port: int, step_timeout_s: float = STEP_TIMEOUT_S) -> None:
         backend = "nccl" if device.type == "cuda" else "gloo"
         address = f"tcp://127.0.0.1:{port}"
-        dist.init_process_group(backend, init_method=address, rank=shard.rank, world_size=shard.world, timeout=PATIENCE)
+        world, step = shard.world, timedelta(seconds=step_timeout_s)
+        dist.init_process_group(backend, init_method=address, rank=shard.rank, world_size=world, timeout=START_PATIENCE)
+        self._steps = dist.new_group(backend=backend, timeout=step)
+        """Everything inside a step."""
         # Messages to people's processes go over the host: a log entry is no work for a GPU.
-        self._host = dist.new_group(backend="gloo", timeout=PATIENCE) if backend == "nccl" else dist.group.WORLD
+        self._host = dist.new_group(backend="gloo", timeout=step) if backend == "nccl" else self._steps
+        self._start = dist.new_group(backend="gloo", timeout=START_PATIENCE)
+        self._idle = dist.new_group(backend="gloo", timeout=IDLE_PATIENCE)
+        """The beginning of a step, for which the others wait."""
         self.shard = shard
         self.control_bytes = 0
         """Sent to each other rank beside the sums: logs, and sampled tokens."""
 
     def sum(self, tensor: Tensor) -> Tensor:
         """Over all ranks, in place."""
-        dist.all_reduce(tensor)
+        dist.all_reduce(tensor, group=self._steps)
         return tensor
 
     def smallest(self, value: int) -> int:
         tensor = torch.tensor([value])
-        dist.all_reduce(tensor, op=dist.ReduceOp.MIN, group=self._host)
+        dist.all_reduce(tensor, op=dist.ReduceOp.MIN, group=self._start)
         return int(tensor)
 
     def announce(self, entries: list[dict[str, Any]] | None) -> list[dict[str, Any]]:
         """Rank 0's entries, on every rank; the others pass None."""
         data = bytearray(json.dumps(entries).encode() if entries else b"")
         length = torch.tensor([len(data)])
-        dist.broadcast(length, 0, group=self._host)
+        dist.broadcast(length, 0, group=self._idle)
         self.control_bytes += length.nbytes
         if not length:
             return []
@@ -80,24 +94,38 @@ class Ranks:
     def share_samples(self, tokens_B: Tensor, logprobs_B: Tensor) -> None:
         """Rank 0's, to all: equal logits should give equal tokens, but a difference in one bit must not part the ranks."""
         for tensor in (tokens_B, logprobs_B):
-            dist.broadcast(tensor, 0)
+            dist.broadcast(tensor, 0, group=self._steps)
             self.control_bytes += tensor.nbytes
 
     def leave(self) -> None:
         dist.destroy_process_group()
 
 
+LOOK_AT_STDERR = "look at what it wrote to stderr, and start again"
+
+
 class TensorParallelEngine(NativeEngine):
     """Rank 0: what callers see. The other ranks are processes it starts, and ends in `close`."""
 
-    def __init__(self, folder: Path, config: EngineConfig, device: torch.device, dtype: torch.dtype) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        config: EngineConfig,
+        device: torch.device,
+        dtype: torch.dtype,
+        *,
+        step_timeout_s: float = STEP_TIMEOUT_S,
+    ) -> None:
         if config.max_loras:
             raise EngineError("LoRA adapters are not divided among processes", "set engine.max_loras=0")
         world = config.tensor_parallel_size
         port = _free_port()
-        self._workers = [_start_worker(folder, config, device, dtype, rank, port) for rank in range(1, world)]
-        self.ranks = Ranks(Shard(0, world), device, port)
+        settings = _worker_settings(folder, config, device, dtype, port) | {"step_timeout_s": step_timeout_s}
+        self._step_timeout_s = step_timeout_s
+        self._workers = [_start_worker(settings, rank) for rank in range(1, world)]
+        self.ranks = Ranks(Shard(0, world), device, port, step_timeout_s)
         self._log: list[dict[str, Any]] = []
+        self._has_failed = False
         decoder, tokenizer = _load(folder, self.ranks, device, dtype)
         super().__init__(decoder, config, tokenizer, self.ranks)
 
@@ -114,18 +142,51 @@ class TensorParallelEngine(NativeEngine):
         raise EngineError("the weights of a tensor-parallel engine cannot be replaced", "use engine.tensor_parallel_size=1")
 
     def step(self) -> list[Event]:
+        """Raises EngineError where another rank has died, or does not answer within the step's timeout."""
+        if (reason := self.why_broken()) is not None:
+            raise EngineError(reason, LOOK_AT_STDERR)
+        log, self._log = self._log, []
+        try:
+            self.ranks.announce(log)
+            return super().step()
+        except torch.OutOfMemoryError:
+            raise
+        except RuntimeError as error:  # what a collective raises, whichever its backend
+            self._has_failed = True
+            raise EngineError(self._why_failed(error), LOOK_AT_STDERR) from error
+
+    @property
+    def worker_pids(self) -> list[int]:
+        """The processes of ranks 1, 2, …"""
+        return [worker.pid for worker in self._workers]
+
+    def why_broken(self) -> str | None:
+        """Which rank has died, if one has. From any thread."""
         for rank, worker in enumerate(self._workers, start=1):
             if worker.poll() is not None:
-                raise EngineError(f"rank {rank} has ended with code {worker.returncode}", "look at what it wrote to stderr")
-        log, self._log = self._log, []
-        self.ranks.announce(log)
-        return super().step()
+                return f"rank {rank} of the engine has ended with code {worker.returncode}"
+        return None
+
+    def _why_failed(self, error: RuntimeError) -> str:
+        """The connection ends a moment before the process can be seen to have."""
+        deadline = time.monotonic() + END_S / 5
+        while (reason := self.why_broken()) is None and time.monotonic() < deadline:
+            time.sleep(0.01)
+        return reason or f"a step over {len(self._workers) + 1} ranks failed (limit {self._step_timeout_s:g} s): {error}"
 
     def close(self) -> None:
-        """End the other ranks."""
-        self.ranks.announce([{"close": True}])
+        """End the other ranks: by a message, or by force where one of them has failed already."""
+        if self._has_failed or self.why_broken() is not None:
+            for worker in self._workers:
+                worker.kill()
+        else:
+            self.ranks.announce([{"close": True}])
         for worker in self._workers:
-            worker.wait()
+            try:
+                worker.wait(END_S)
+            except subprocess.TimeoutExpired:
+                worker.kill()
+                worker.wait()
         self.ranks.leave()
 
 
@@ -173,18 +234,19 @@ def _free_port() -> int:
         return probe.getsockname()[1]
 
 
-def _start_worker(
-    folder: Path, config: EngineConfig, device: torch.device, dtype: torch.dtype, rank: int, port: int
-) -> subprocess.Popen[bytes]:
-    settings = {
+def _worker_settings(folder: Path, config: EngineConfig, device: torch.device, dtype: torch.dtype, port: int) -> dict[str, Any]:
+    return {
         "folder": str(folder),
         "config": config.model_dump(mode="json"),
-        "device": f"{device.type}:{rank}" if device.type == "cuda" else "cpu",
+        "device": device.type,
         "dtype": str(dtype).removeprefix("torch."),
-        "rank": rank,
         "port": port,
         "num_threads": torch.get_num_threads(),
     }
+
+
+def _start_worker(shared: dict[str, Any], rank: int) -> subprocess.Popen[bytes]:
+    settings = shared | {"rank": rank}
     return subprocess.Popen([sys.executable, "-m", "redline.engine.tensor_parallel", json.dumps(settings)], env=os.environ)
 
 
@@ -193,8 +255,10 @@ def _run_worker(settings: dict[str, Any]) -> None:
     config = EngineConfig(**settings["config"])
     device, dtype = torch.device(settings["device"]), getattr(torch, settings["dtype"])
     if device.type == "cuda":
+        device = torch.device("cuda", settings["rank"])
         torch.cuda.set_device(device)
-    ranks = Ranks(Shard(settings["rank"], config.tensor_parallel_size), device, settings["port"])
+    shard = Shard(settings["rank"], config.tensor_parallel_size)
+    ranks = Ranks(shard, device, settings["port"], settings["step_timeout_s"])
     decoder, tokenizer = _load(Path(settings["folder"]), ranks, device, dtype)
     follow(NativeEngine(decoder, config, tokenizer, ranks), ranks)
     ranks.leave()

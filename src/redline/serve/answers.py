@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass
+from functools import reduce
 from typing import Any
 
 import numpy as np
@@ -15,6 +16,8 @@ from redline.serve.protocol import ChatRequest, CompletionRequest
 from redline.serve.vocabulary import Vocabulary
 from redline.types import Completion, Delta, FinishReason, TopLogprobs
 
+PART_LOGPROBS = 1024
+"""Logprobs of an answer that are put into JSON at once: about two milliseconds of work."""
 LEAST_LOGPROB = -9999.0
 """Stands for a probability of zero, which JSON's numbers cannot express."""
 
@@ -54,9 +57,16 @@ class Choice:
         )
         self._has_begun = False
 
-    def whole(self, completion: Completion) -> Json:
-        piece = self._piece(Delta(0, completion.token_ids, completion.logprobs, completion.top_logprobs, completion))
-        return self._json(piece, chat_key="message")
+    def whole(self, completion: Completion) -> Generator[None, None, Json]:
+        """Returns the choice; yields now and then, since a long one takes a while."""
+        parts: list[Json] = []
+        for delta in _parts(completion):
+            parts.append(self._json(self._piece(delta), chat_key="message"))
+            yield
+        json = reduce(_joined, parts)
+        if self._call.body.scores_prompt:
+            json["logprobs"] = _joined(self._prompt_logprobs(completion), json["logprobs"])
+        return json
 
     def chunk(self, delta: Delta) -> Json | None:
         """None while there is nothing to say."""
@@ -123,15 +133,12 @@ class Choice:
             {self._token_name(token): logprob for token, logprob in likeliest}
             for likeliest in _likeliest(piece.top_logprobs, len(names))
         ]
-        json: Json = {
+        return {
             "tokens": names,
             "token_logprobs": own,
             "top_logprobs": [{**top, name: logprob} for top, name, logprob in zip(tops, names, own, strict=True)],
             "text_offset": [len(self._prompt.text) + offset for offset in piece.offsets],
         }
-        if body.scores_prompt and piece.completion:
-            json = {key: value + json[key] for key, value in self._prompt_logprobs(piece.completion).items()}
-        return json
 
     def _prompt_logprobs(self, completion: Completion) -> dict[str, list[Any]]:
         """Of the echoed prompt. The engine scores the prompt's own tokens alone, so there are no likeliest ones to show."""
@@ -144,6 +151,29 @@ class Choice:
             "top_logprobs": [None] * len(self._prompt.ids),
             "text_offset": text.offsets,
         }
+
+
+def _parts(completion: Completion) -> Iterator[Delta]:
+    """A whole completion as pieces of a bounded size."""
+    top = completion.top_logprobs
+    size = PART_LOGPROBS // (1 + (top.token_ids.shape[1] if top else 0))
+    last = max(0, len(completion.token_ids) - 1) // size * size
+    for begin in range(0, last + 1, size):
+        here = slice(begin, begin + size)
+        likeliest = TopLogprobs(top.token_ids[here], top.logprobs[here]) if top else None
+        yield Delta(0, completion.token_ids[here], completion.logprobs[here], likeliest, completion if begin == last else None)
+
+
+def _joined(before: Json, after: Json) -> Json:
+    """Two pieces of a choice as one: texts and lists end to end, of the rest what came last."""
+    joined = before | after
+    for key in before.keys() & after.keys():
+        first, second = before[key], after[key]
+        if isinstance(first, dict) and isinstance(second, dict):
+            joined[key] = _joined(first, second)
+        elif (isinstance(first, list) and isinstance(second, list)) or key in ("text", "content"):
+            joined[key] = first + second
+    return joined
 
 
 def _likeliest(top: TopLogprobs | None, num_tokens: int) -> list[list[tuple[int, float]]]:

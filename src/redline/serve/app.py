@@ -4,27 +4,36 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncGenerator, Awaitable
-from contextlib import aclosing
+from collections.abc import AsyncGenerator, AsyncIterable, Awaitable, Callable, Collection, Generator, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import aclosing, suppress
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import TypeVar
 
-from pydantic_core import from_json
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
-from starlette.types import Receive, Scope, Send
+from starlette.types import Message, Receive, Scope, Send
 
 from redline.errors import BrokenModelError, EngineError
+from redline.serve.admission import Admission, Place
 from redline.serve.answers import Json
-from redline.serve.calls import Served, make_call
-from redline.serve.generation import RunningEngine, answer, chunks
+from redline.serve.bodies import json_body
+from redline.serve.calls import Call, Served, check_model, make_call, num_characters
+from redline.serve.generation import SMALL_ANSWER, RunningEngine, answer, chunks
+from redline.serve.limits import ServeLimits, check_values
 from redline.serve.metrics import CONTENT_TYPE, ServerMetrics
-from redline.serve.middleware import CLIENT_LEFT, Measured, NeedsKey
+from redline.serve.middleware import CLIENT_LEFT, Measured, NeedsKey, OwnHost
+from redline.serve.pace import Pace
 from redline.serve.protocol import ApiError, ChatRequest, CompletionRequest, read_request
+
+SMALL_PROMPT = 1024
+"""Characters that are tokenised on the event loop; more go to a thread, where the tokenizer lets others run."""
+TOKENISERS = 2
+"""Threads that tokenise: more would take cores from the engine."""
 
 Result = TypeVar("Result")
 
@@ -36,6 +45,10 @@ class Api:
     engine: RunningEngine
     served: Served
     metrics: ServerMetrics
+    limits: ServeLimits
+    admission: Admission
+    pace: Pace
+    tokenisers: ThreadPoolExecutor
 
     async def chat(self, request: Request) -> Response:
         return await self._generate(request, ChatRequest)
@@ -44,37 +57,81 @@ class Api:
         return await self._generate(request, CompletionRequest)
 
     async def models(self, request: Request) -> Response:
-        shared = {"object": "model", "created": self.served.created, "owned_by": "redline"}
-        shared["max_model_len"] = self.served.max_positions
-        entries = [
-            {"id": name, **shared, "parent": self.served.name if adapter else None}
-            for name, adapter in self.served.models.items()
-        ]
-        return JSONResponse({"object": "list", "data": entries})
+        return JSONResponse({"object": "list", "data": [self._model(name) for name in self.served.models]})
+
+    async def model(self, request: Request) -> Response:
+        return JSONResponse(self._model(check_model(request.path_params["model"], self.served)))
+
+    def _model(self, name: str) -> Json:
+        return {
+            "id": name,
+            "object": "model",
+            "created": self.served.created,
+            "owned_by": "redline",
+            "max_model_len": self.served.max_positions,
+            "parent": self.served.name if self.served.models[name] else None,
+        }
 
     async def health(self, request: Request) -> Response:
-        if self.engine.is_alive:
+        reason = None
+        if not self.engine.is_alive:
+            reason = f"the engine has stopped: {self.engine.failure or 'it was asked to'}"
+        elif (step_s := self.engine.step_s) > self.limits.step_timeout_s:
+            limit = f"{self.limits.step_timeout_s:g} s (serve.step_timeout_s)"
+            reason = f"a step of the engine has lasted {step_s:.0f} s, longer than the limit of {limit}"
+        if reason is None:
             return JSONResponse({"status": "ok"})
-        reason = f"the engine has stopped: {self.engine.failure or 'it was asked to'}"
         return JSONResponse({"status": "failed", "reason": reason}, status_code=503)
 
     async def show_metrics(self, request: Request) -> Response:
         return Response(self.metrics.text(self.engine.stats), headers={"content-type": CONTENT_TYPE})
 
     async def _generate(self, request: Request, kind: type[ChatRequest] | type[CompletionRequest]) -> Response:
-        call = make_call(read_request(kind, await _json_body(request)), self.served)
-        parts = (call, self.engine, self.served.vocabulary, self.metrics)
-        if not call.body.stream:
-            return JSONResponse(await _while_connected(request, answer(*parts)))
-        pieces = chunks(*parts)
-        # What is wrong with the request shows before its first chunk, while it can still be an HTTP status.
-        first = await _while_connected(request, anext(pieces))
-        return EventStream(first, pieces)
+        place = self.admission.enter()
+        leaving: Callable[[], None] | None = place.leave
+        try:
+            call = await self._call(request, kind, place)
+            parts = (call, place, self.engine, self.served.vocabulary, self.metrics)
+            if not call.body.stream:
+                content = await _while_connected(request, answer(*parts, self.pace))
+                return self._whole(call, content)
+            pieces = chunks(*parts)
+            # What is wrong with the request shows before its first chunk, while it can still be an HTTP status.
+            first = await _while_connected(request, anext(pieces))
+            leaving = None  # the stream's to do
+            return EventStream(first, pieces, place.leave, self.limits.client_timeout_s)
+        finally:
+            if leaving:
+                leaving()
+
+    async def _call(self, request: Request, kind: type[ChatRequest] | type[CompletionRequest], place: Place) -> Call:
+        """Limits first, then the fields, then the tokens."""
+        values = await json_body(request, self.limits, self.pace)
+        if isinstance(values, dict):
+            place.grow(check_values(values, self.limits, self.max_choices))
+        body = read_request(kind, values)
+        check_model(body.model or self.served.name, self.served)
+        if num_characters(body) <= SMALL_PROMPT:
+            return make_call(body, self.served, self.limits)
+        tokenising = asyncio.get_running_loop().run_in_executor(self.tokenisers, make_call, body, self.served, self.limits)
+        return await _while_connected(request, tokenising)
+
+    def _whole(self, call: Call, content: Json) -> Response:
+        if call.num_shown <= SMALL_ANSWER:
+            return JSONResponse(content)
+        encoder = json.JSONEncoder(ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+        pieces = self.pace.items(_texts(encoder.iterencode(content)))
+        return TimedStream(("".join(texts) async for texts in pieces), self.limits.client_timeout_s, "application/json")
+
+    @property
+    def max_choices(self) -> int:
+        """Of a request; `engine.max_num_seqs` bounds n in any case."""
+        return self.limits.max_choices or self.served.rows
 
     async def error(self, request: Request, error: Exception) -> Response:
         """Any error as an answer."""
         known = self._as_api_error(error)
-        return JSONResponse(known.body, status_code=known.status)
+        return JSONResponse(known.body, status_code=known.status, headers=known.headers)
 
     def _as_api_error(self, error: Exception) -> ApiError:
         if isinstance(error, ApiError):
@@ -85,40 +142,45 @@ class Api:
             is_running = self.engine.is_alive and self.engine.failure is None  # it dies a moment after it says why
             return ApiError(400 if is_running else 503, _on_one_line(error))
         if isinstance(error, HTTPException):
-            return ApiError(error.status_code, error.detail)
+            return ApiError(error.status_code, error.detail, headers=error.headers)
         return ApiError(500, "the server failed; its log says why")
 
 
-def make_app(engine: RunningEngine, served: Served, api_key: str | None = None) -> Starlette:
-    """The whole application; with an `api_key`, everything but /health needs it."""
-    metrics = ServerMetrics()
-    api = Api(engine, served, metrics)
+def make_app(
+    engine: RunningEngine,
+    served: Served,
+    api_key: str | None = None,
+    limits: ServeLimits | None = None,
+    hosts: Collection[str] = (),
+) -> Starlette:
+    """The whole application. With an `api_key`, everything but /health needs it; without one, only requests to a loopback
+    address or to one of `hosts` are answered."""
+    limits, metrics = limits or ServeLimits(), ServerMetrics()
+    api = Api(
+        engine,
+        served,
+        metrics,
+        limits,
+        Admission(served.rows, limits.max_queued_choices),
+        Pace(),
+        ThreadPoolExecutor(TOKENISERS, thread_name_prefix="redline-tokenise"),
+    )
+    guard = Middleware(NeedsKey, api_key) if api_key else Middleware(OwnHost, hosts)
     return Starlette(
         routes=[
             Route("/v1/chat/completions", api.chat, methods=["POST"]),
             Route("/v1/completions", api.completions, methods=["POST"]),
             Route("/v1/models", api.models),
+            Route("/v1/models/{model:path}", api.model),
             Route("/health", api.health),
             Route("/metrics", api.show_metrics),
         ],
-        middleware=[Middleware(Measured, metrics), *([Middleware(NeedsKey, api_key)] if api_key else [])],
+        middleware=[Middleware(Measured, metrics), guard],
         exception_handlers=dict.fromkeys((ApiError, EngineError, HTTPException, Exception), api.error),
     )
 
 
-# ── bodies in ──────────────────────────────────────────────────────────────────────────────────────────────────────────
-
-
-async def _json_body(request: Request) -> Any:
-    # A page in a browser may send a form to this port without asking, but never JSON.
-    if request.headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
-        raise ApiError(415, "the body must be JSON, with the header Content-Type: application/json")
-    try:
-        return from_json(await request.body())  # unlike json, it refuses half of a surrogate pair
-    except ClientDisconnect as error:
-        raise ApiError(CLIENT_LEFT, "the client left") from error
-    except ValueError as error:
-        raise ApiError(400, f"the body is not JSON: {error}") from error
+# ── clients that leave ─────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 async def _while_connected(request: Request, work: Awaitable[Result]) -> Result:
@@ -143,23 +205,48 @@ async def _disconnect(request: Request) -> None:
 # ── answers out ────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-class EventStream(StreamingResponse):
-    """Server-sent events. However the response ends, so does the generator of its chunks."""
+class TimedStream(StreamingResponse):
+    """Ends where the client reads nothing for `timeout_s`."""
 
-    def __init__(self, first: Json, rest: AsyncGenerator[Json]) -> None:
-        super().__init__(_events(first, rest), media_type="text/event-stream", headers={"cache-control": "no-cache"})
-        self._rest = rest
+    def __init__(self, parts: AsyncIterable[str], timeout_s: float, media_type: str) -> None:
+        super().__init__(parts, media_type=media_type, headers={"cache-control": "no-cache"})
+        self._timeout_s = timeout_s
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        async with aclosing(self._rest):
-            await super().__call__(scope, receive, send)
+        async def timed(message: Message) -> None:
+            try:
+                async with asyncio.timeout(self._timeout_s):
+                    await send(message)
+            except TimeoutError as error:
+                raise ClientDisconnect(f"the client has read nothing for {self._timeout_s:g} s") from error
+
+        with suppress(ClientDisconnect):
+            await super().__call__(scope, receive, timed)
 
 
-async def _events(first: Json, rest: AsyncGenerator[Json]) -> AsyncGenerator[str]:
-    yield _event(first)
+class EventStream(TimedStream):
+    """Server-sent events. However the response ends, so does the generator of its chunks, and `leave` is called."""
+
+    def __init__(
+        self, first: list[Json], rest: AsyncGenerator[list[Json]], leave: Callable[[], None], timeout_s: float
+    ) -> None:
+        super().__init__(_events(first, rest), timeout_s, "text/event-stream")
+        self._rest = rest
+        self._leave = leave
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            async with aclosing(self._rest):
+                await super().__call__(scope, receive, send)
+        finally:
+            self._leave()
+
+
+async def _events(first: list[Json], rest: AsyncGenerator[list[Json]]) -> AsyncGenerator[str]:
+    yield "".join(map(_event, first))
     try:
         async for chunk in rest:
-            yield _event(chunk)
+            yield "".join(map(_event, chunk))
     except EngineError as error:  # it had accepted the request, so this is no mistake of the client
         yield _event(ApiError(500, _on_one_line(error)).body)
     yield "data: [DONE]\n\n"
@@ -168,6 +255,10 @@ async def _events(first: Json, rest: AsyncGenerator[Json]) -> AsyncGenerator[str
 def _event(content: Json) -> str:
     # ASCII: some clients take a line separator of Unicode for the end of the event.
     return f"data: {json.dumps(content, allow_nan=False, separators=(',', ':'))}\n\n"
+
+
+def _texts(texts: Iterator[str]) -> Generator[str]:
+    yield from texts
 
 
 def _on_one_line(error: EngineError) -> str:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import hmac
 import time
+from collections.abc import Collection
 
 from starlette.datastructures import Headers
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from redline.addresses import is_own_name
 from redline.serve.metrics import ServerMetrics
 from redline.serve.protocol import ApiError
 
@@ -32,6 +34,27 @@ class NeedsKey:
                 error = ApiError(401, "missing or wrong API key: send Authorization: Bearer KEY", code="invalid_api_key")
                 response = JSONResponse(error.body, status_code=401, headers={"www-authenticate": "Bearer"})
                 await response(scope, receive, send)
+                return
+        await self._app(scope, receive, send)
+
+
+class OwnHost:
+    """Answers only requests to this machine's loopback or to one of `names`; for a server without a key, which any page in a
+    browser could use if it were let in under its own name. Such a page's other requests stop at the browser: they are of
+    another origin, no answer here allows them (CORS), and a POST must be JSON, which the browser asks leave for first."""
+
+    def __init__(self, app: ASGIApp, names: Collection[str]) -> None:
+        self._app = app
+        self._names = tuple(name.lower() for name in names)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http":
+            host = Headers(scope=scope).get("host", "")
+            if not is_own_name(host, self._names):
+                error = ApiError(
+                    421, f"this server does not answer to {host!r}; start it with --allowed-host", code="wrong_host"
+                )
+                await JSONResponse(error.body, status_code=421)(scope, receive, send)
                 return
         await self._app(scope, receive, send)
 

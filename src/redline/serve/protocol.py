@@ -56,17 +56,26 @@ TokenId = Annotated[int, Field(ge=0, lt=2**31)]
 class ApiError(Exception):
     """A request is refused; becomes an HTTP status and OpenAI's error object."""
 
-    def __init__(self, status: int, message: str, *, param: str | None = None, code: str | None = None) -> None:
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        param: str | None = None,
+        code: str | None = None,
+        headers: Mapping[str, str] | None = None,
+    ) -> None:
         super().__init__(message)
         self.status = status
         self.message = message
         self.param = param
         self.code = code
+        self.headers = headers
 
     @property
     def body(self) -> dict[str, Any]:
-        kinds = {401: "authentication_error", 404: "not_found_error"}
-        kind = kinds.get(self.status, "invalid_request_error" if self.status < 500 else "server_error")
+        """As OpenAI's servers answer: there, too, a wrong key and an unknown model are invalid requests, told by their code."""
+        kind = "requests" if self.status == 429 else "invalid_request_error" if self.status < 500 else "server_error"
         return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
 
 
@@ -205,7 +214,9 @@ def _prompts(value: Any) -> list[str] | list[list[int]]:
 
 
 def _are_ids(value: Any) -> bool:
-    return isinstance(value, list) and bool(value) and all(type(id_) is int and 0 <= id_ < 2**31 for id_ in value)
+    if not isinstance(value, list) or not value or type(value[0]) is not int:
+        return False
+    return all(type(id_) is int and 0 <= id_ < 2**31 for id_ in value)
 
 
 class CompletionRequest(_Request):

@@ -41,7 +41,7 @@ def serve(settings: ServeSettings, listener: socket.socket) -> None:
     with running_engine(settings) as (engine, served):
         # uvicorn sends itself the signal again once it has stopped; SIGTERM is then no reason to fail.
         signal.signal(signal.SIGTERM, lambda number, frame: None)
-        EngineServer(engine, served, settings.api_key).run(sockets=[listener])
+        EngineServer(engine, served, settings).run(sockets=[listener])
 
 
 @contextmanager
@@ -51,7 +51,7 @@ def running_engine(settings: ServeSettings) -> Iterator[tuple[AsyncEngine, Serve
     prepare_process(config)
     folder = model_folder(config.model.path)
     tokenizer = load_tokenizer(folder)
-    native = _engine(folder, config, tokenizer)
+    native = _engine(folder, config, tokenizer, settings.limits.step_timeout_s)
     for name, adapter in settings.adapters.items():
         if not isinstance(native, NativeEngine):
             raise ModelError(
@@ -64,20 +64,23 @@ def running_engine(settings: ServeSettings) -> Iterator[tuple[AsyncEngine, Serve
         end_token_ids=stop_token_ids(folder, tokenizer),
         max_positions=min(native.limits.max_len, native.limits.cache_tokens),
         adapters=tuple(settings.adapters),
+        rows=native.limits.max_num_seqs,
     )
     try:
-        with AsyncEngine(native) as engine:
+        with AsyncEngine(native, native.why_broken if isinstance(native, TensorParallelEngine) else None) as engine:
             yield engine, served
     finally:
         if isinstance(native, TensorParallelEngine):
             native.close()
 
 
-def _engine(folder: Path, config: Config, tokenizer: PreTrainedTokenizerBase) -> NativeEngine | TransformersEngine:
+def _engine(
+    folder: Path, config: Config, tokenizer: PreTrainedTokenizerBase, step_timeout_s: float
+) -> NativeEngine | TransformersEngine:
     """The fastest that runs the model. A family that does not run on our attention runs on transformers' own."""
     device, dtype = torch.device(config.run.device), getattr(torch, config.model.dtype)
     if config.engine.tensor_parallel_size > 1:
-        return TensorParallelEngine(folder, config.engine, device, dtype)
+        return TensorParallelEngine(folder, config.engine, device, dtype, step_timeout_s=step_timeout_s)
     try:
         return NativeEngine(load_decoder(folder, device, dtype), config.engine, tokenizer)
     except ModelError as error:
@@ -90,8 +93,8 @@ def _engine(folder: Path, config: Config, tokenizer: PreTrainedTokenizerBase) ->
 class EngineServer(uvicorn.Server):
     """Says where it listens once it does, and ends with its engine."""
 
-    def __init__(self, engine: AsyncEngine, served: Served, api_key: str | None) -> None:
-        app = make_app(engine, served, api_key)
+    def __init__(self, engine: AsyncEngine, served: Served, settings: ServeSettings) -> None:
+        app = make_app(engine, served, settings.api_key, settings.limits, settings.allowed_hosts)
         super().__init__(uvicorn.Config(app, log_config=None, access_log=False, lifespan="off", ws="none"))
         self._engine = engine
         self._name = served.name

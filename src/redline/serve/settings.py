@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import difflib
 import importlib.util
-import ipaddress
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import yaml
+from pydantic import ValidationError
 
+from redline.addresses import is_loopback
 from redline.config import Config, Resolved, resolve, validate
 from redline.config.installation import how_to_install
 from redline.errors import ConfigError
+from redline.serve.limits import ServeLimits
 
 PACKAGES = ("starlette", "uvicorn")
 """What the extra `serve` brings."""
@@ -36,6 +39,10 @@ class ServeSettings:
     api_key: str | None
     adapters: dict[str, Path]
     """LoRA adapters: name → folder."""
+    limits: ServeLimits
+    """How much one request may ask for."""
+    allowed_hosts: tuple[str, ...]
+    """Names that requests may be addressed to beside the loopback's, where there is no key."""
     warnings: tuple[str, ...] = ()
     """What was asked for and will disappoint."""
 
@@ -51,6 +58,7 @@ def make_settings(
     api_key_env: str,
     served_model_name: str | None,
     adapters: Sequence[str] = (),
+    allowed_hosts: Sequence[str] = (),
 ) -> ServeSettings:
     """Raises `ConfigError` for whatever cannot be served."""
     missing = [package for package in PACKAGES if importlib.util.find_spec(package) is None]
@@ -64,8 +72,42 @@ def make_settings(
         "rollouts": NO_ROLLOUTS,
         "engine": {"max_loras": len(folders)},
     }
-    resolved = _resolved(recipe, overrides)
-    return ServeSettings(resolved.config, name, host, port, _api_key(host, api_key_env), folders, resolved.warnings)
+    limits, others = _limits(overrides)
+    resolved = _resolved(recipe, others)
+    return ServeSettings(
+        resolved.config,
+        name,
+        host,
+        port,
+        _api_key(host, api_key_env),
+        folders,
+        limits,
+        (host, *allowed_hosts),
+        resolved.warnings,
+    )
+
+
+def _limits(overrides: Sequence[str]) -> tuple[ServeLimits, list[str]]:
+    """The limits that `serve.key=value` set, and the overrides that are not of them."""
+    values, others = {}, []
+    for override in overrides:
+        if override.startswith("serve."):
+            _, key, values_of = _override(override)
+            values[key] = values_of
+        else:
+            others.append(override)
+    try:
+        return ServeLimits.model_validate(values), others
+    except ValidationError as error:
+        raise _wrong_limit(error.errors(include_url=False)[0]) from error
+
+
+def _wrong_limit(problem: Mapping[str, Any]) -> ConfigError:
+    key, known = str(problem["loc"][0]), ServeLimits.model_fields
+    if key not in known:
+        near = difflib.get_close_matches(key, known, n=1)
+        return ConfigError(f"serve.{key}: unknown key", f"did you mean serve.{(near or list(known))[0]}?")
+    return ConfigError(f"serve.{key} = {problem['input']!r}: {problem['msg']}", f"serve.{key}: {known[key].description}")
 
 
 def _resolved(recipe: dict[str, dict[str, Any]], overrides: Sequence[str]) -> Resolved:
@@ -82,9 +124,10 @@ def _override(text: str) -> tuple[str, str, Any]:
     """Section, key, value; a key without a section is the engine's."""
     name, equals, value = text.partition("=")
     section, _, key = name.rpartition(".")
-    if not equals or not key or section not in ("", "engine", "run"):
+    if not equals or not key or section not in ("", "engine", "run", "serve"):
         raise ConfigError(
-            f"override {text!r} is not of the form key=value, engine.key=value or run.key=value", "for example max_num_seqs=64"
+            f"override {text!r} is not of the form key=value, engine.key=value, run.key=value or serve.key=value",
+            "for example max_num_seqs=64",
         )
     try:
         return section or "engine", key, yaml.safe_load(value)
@@ -94,19 +137,12 @@ def _override(text: str) -> tuple[str, str, Any]:
 
 def _api_key(host: str, variable: str) -> str | None:
     key = os.environ.get(variable) or None
-    if key is None and not _is_loopback(host):
+    if key is None and not is_loopback(host):
         raise ConfigError(
             f"--host {host} is reachable from other machines, and {variable} holds no API key",
             f"export {variable}=... with a secret of your choice, or serve on 127.0.0.1",
         )
     return key
-
-
-def _is_loopback(host: str) -> bool:
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
 
 
 def _adapters(given: Sequence[str], base: str) -> dict[str, Path]:

@@ -15,7 +15,15 @@ from redline.serve.protocol import ApiError, ChatMessage
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+CHARACTERS_PER_TOKEN = 8
+"""More than most texts have; see `Vocabulary.encode`."""
+SEAM = 16
+"""Tokens that the beginning of a text may have more of than the whole: where it is cut, and before it."""
 _BYTE = re.compile(r"<0x([0-9A-F]{2})>")
+
+
+class TooLongError(Exception):
+    """A text has more tokens than the model has positions; the message says how many."""
 
 
 class Vocabulary:
@@ -27,12 +35,13 @@ class Vocabulary:
         self.token_bytes = functools.cache(self._token_bytes)
         self.token_text = functools.cache(self._token_text)
 
-    def encode(self, text: str) -> np.ndarray:
-        """int32[tokens], with whatever the tokenizer puts before a text."""
-        return np.array(self._tokenizer.encode(text), dtype=np.int32)
+    def encode(self, text: str, most: int) -> np.ndarray:
+        """int32[tokens], with whatever the tokenizer puts before a text. Raises `TooLongError` beyond `most` tokens."""
+        return self._encode(text, most, add_special_tokens=True)
 
-    def render(self, messages: Sequence[ChatMessage]) -> np.ndarray:
-        """int32[tokens]: the conversation in the model's own chat template, ready for the assistant's turn."""
+    def render(self, messages: Sequence[ChatMessage], most: int) -> np.ndarray:
+        """int32[tokens]: the conversation in the model's own chat template, ready for the assistant's turn. Raises
+        `TooLongError` beyond `most` tokens."""
         if not self._tokenizer.chat_template:
             raise ApiError(400, "the model has no chat template; use /v1/completions", code="no_chat_template")
         turns = [{"role": message.role, "content": message.content} for message in messages]
@@ -40,7 +49,20 @@ class Vocabulary:
             text = self._tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)
         except TemplateError as error:
             raise ApiError(400, f"the chat template refuses these messages: {error}", param="messages") from error
-        return np.array(self._tokenizer.encode(text, add_special_tokens=False), dtype=np.int32)
+        return self._encode(text, most, add_special_tokens=False)
+
+    def _encode(self, text: str, most: int, *, add_special_tokens: bool) -> np.ndarray:
+        """A text that is far too long is known by its beginning: the work is bounded by what the model could take, not by what
+        was sent. The beginnings double, since a few tokens may stand for a lot of text, such as spaces."""
+        size = CHARACTERS_PER_TOKEN * (most + SEAM)
+        while size < len(text):
+            if len(self._tokenizer.encode(text[:size], add_special_tokens=add_special_tokens)) > most + SEAM:
+                raise TooLongError(f"of more than {most} tokens")
+            size *= 2
+        ids = self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
+        if len(ids) > most:
+            raise TooLongError(f"of {len(ids)} tokens")
+        return np.array(ids, dtype=np.int32)
 
     def decode(self, ids: list[int]) -> str:
         return self._tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)

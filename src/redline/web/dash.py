@@ -23,8 +23,9 @@ from starlette.requests import Request
 from starlette.responses import HTMLResponse, Response
 from starlette.routing import Route
 
+from redline.addresses import is_loopback
 from redline.web.columns import Json
-from redline.web.guard import LOOPBACK, Guard
+from redline.web.guard import Guard
 from redline.web.page import live_page, script, style
 from redline.web.runs import Runs
 
@@ -95,7 +96,7 @@ def make_app(runs: Runs, host: str = "127.0.0.1", token: str | None = None) -> S
 def serve(paths: Sequence[Path], host: str, listener: socket.socket) -> None:
     """Serve until a signal. An address that others can reach gets a token, which is part of the address printed."""
     runs = Runs(paths)
-    token = None if host in LOOPBACK else secrets.token_urlsafe(24)
+    token = None if is_loopback(host) else secrets.token_urlsafe(24)
     names = runs.names()
     path = f"/run/{quote(names[0], safe='')}" if len(names) == 1 and len(paths) == 1 else "/"
     # uvicorn sends itself the signal again once it has stopped; SIGTERM is then no reason to fail.

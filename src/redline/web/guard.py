@@ -10,7 +10,8 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.responses import PlainTextResponse, RedirectResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-LOOPBACK = ("localhost", "127.0.0.1", "::1")
+from redline.addresses import is_own_name
+
 COOKIE = "redline_token"
 HEADERS = {
     # Scripts and styles are files of ours; whatever a model wrote into a page can neither run nor send anything anywhere.
@@ -30,7 +31,7 @@ class Guard:
 
     def __init__(self, app: ASGIApp, host: str, token: str | None) -> None:
         self._app = app
-        self._names = {*LOOPBACK, host}
+        self._host = host
         self._token = token
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -47,7 +48,7 @@ class Guard:
         await (answer or self._app)(scope, receive, guarded)
 
     def _refuse_host(self, scope: Scope) -> PlainTextResponse | None:
-        if _host_name(Headers(scope=scope).get("host", "")) in self._names:
+        if is_own_name(Headers(scope=scope).get("host", ""), (self._host,)):
             return None
         return PlainTextResponse("this dashboard answers to the address it listens on", status_code=421)
 
@@ -62,11 +63,6 @@ class Guard:
         if kept is not None and _same(kept.value, self._token):
             return None
         return PlainTextResponse("open the address that `redline dash` has printed: it has the token", status_code=403)
-
-
-def _host_name(host: str) -> str:
-    """`[::1]:8080` → `::1`; `localhost:8080` → `localhost`."""
-    return host[1:].partition("]")[0] if host.startswith("[") else host.rpartition(":")[0] or host
 
 
 def _same(given: str, expected: str) -> bool:

@@ -1,0 +1,31 @@
+"""Names and addresses of this machine, as servers bind them and as the Host header of a request gives them.
+
+A page of a foreign site may let its own name resolve to 127.0.0.1 and so become, to the browser, of one origin with a server
+here (DNS rebinding). The browser still sends the page's name as Host: a server without a secret answers only to its own names.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+from collections.abc import Collection
+
+LOOPBACK = ("localhost", "127.0.0.1", "::1")
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this machine reaches the address."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def is_own_name(header: str, names: Collection[str]) -> bool:
+    """Whether a Host header names this machine's loopback or one of `names`."""
+    return host_name(header) in (*LOOPBACK, *names)
+
+
+def host_name(header: str) -> str:
+    """`[::1]:8080` → `::1`; `LocalHost:8080` → `localhost`."""
+    name = header[1:].partition("]")[0] if header.startswith("[") else header.rpartition(":")[0] or header
+    return name.lower()

@@ -1,0 +1,140 @@
+"""Who may come in, and whose turn it is.
+
+A request takes a place before its body is read, and the place grows with the choices it asks for. Where the waiting room is
+full, it is turned away with 429 and a `Retry-After`. Inside, prompts wait for rows of the engine's batch, and requests take
+turns: one with many prompts does not go before one that came after it, and leaves some rows for those that have none.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import time
+from collections import deque
+from collections.abc import AsyncGenerator
+from contextlib import asynccontextmanager
+
+from redline.serve.protocol import ApiError
+
+KEPT_SHARE = 16
+"""One row in so many is kept for requests that have none."""
+LONGEST_RETRY_S = 60
+
+
+class Place:
+    """One request inside."""
+
+    def __init__(self, admission: Admission) -> None:
+        self._admission = admission
+        self._since = time.monotonic()
+        self.choices = 1
+        self.held = 0
+        """Rows."""
+
+    def grow(self, choices: int) -> None:
+        """It asks for so many choices. Raises `ApiError` where there is no room for them."""
+        self._admission.refuse_beyond(choices - self.choices)
+        self._admission.inside += choices - self.choices
+        self.choices = choices
+
+    def leave(self) -> None:
+        """Give the place to others; more than once does no harm."""
+        if self.choices:
+            self._admission.left(self.choices, time.monotonic() - self._since)
+            self.choices = 0
+
+    @asynccontextmanager
+    async def rows(self, count: int) -> AsyncGenerator[None]:
+        """Waits for so many rows of the batch, and gives them back at the end."""
+        await self._admission.take(self, count)
+        try:
+            yield
+        finally:
+            self._admission.give(self, count)
+
+
+class Admission:
+    """Of one event loop."""
+
+    def __init__(self, rows: int, max_queued: int) -> None:
+        self.inside = 0
+        """Choices of all requests that have a place."""
+        self._rows = rows
+        self._free = rows
+        self._max_inside = rows + max_queued
+        self._waiting: dict[Place, deque[tuple[int, asyncio.Future[None]]]] = {}
+        """In order of turns."""
+        self._choice_s = 1.0
+        """About how long a choice takes, of late."""
+
+    def enter(self) -> Place:
+        """Raises `ApiError` where there is no room."""
+        self.refuse_beyond(1)
+        self.inside += 1
+        return Place(self)
+
+    def left(self, choices: int, seconds: float) -> None:
+        self.inside -= choices
+        self._choice_s += 0.1 * (seconds - self._choice_s)
+
+    def refuse_beyond(self, more: int) -> None:
+        if self.inside + more <= self._max_inside:
+            return
+        waiting_s = self._choice_s * (self.inside + more - self._rows) / self._rows
+        retry = max(1, min(LONGEST_RETRY_S, math.ceil(waiting_s)))
+        raise ApiError(
+            429,
+            f"the server is busy: {self.inside} choices are under way, and at most {self._max_inside} may be; try again in"
+            f" {retry} s",
+            code="rate_limit_exceeded",
+            headers={"retry-after": str(retry)},
+        )
+
+    # ── rows ───────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+    async def take(self, place: Place, count: int) -> None:
+        """Wait for rows, in turn."""
+        turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._waiting.setdefault(place, deque()).append((count, turn))
+        self._grant()
+        try:
+            await turn
+        except asyncio.CancelledError:
+            if turn.done() and not turn.cancelled():
+                self.give(place, count)
+            else:
+                self._withdraw(place, turn)
+            raise
+
+    def give(self, place: Place, count: int) -> None:
+        place.held -= count
+        self._free += count
+        self._grant()
+
+    def _grant(self) -> None:
+        while (place := self._next()) is not None:
+            turns = self._waiting.pop(place)
+            count, turn = turns.popleft()
+            if turns:
+                self._waiting[place] = turns  # behind the others
+            if turn.cancelled():
+                continue
+            self._free -= count
+            place.held += count
+            turn.set_result(None)
+
+    def _next(self) -> Place | None:
+        """Whose turn it is. Nobody overtakes a request that has no row yet; one that has some is overtaken while it waits."""
+        for place, turns in self._waiting.items():
+            kept = self._rows // KEPT_SHARE if place.held else 0
+            if turns[0][0] <= self._free - kept:
+                return place
+            if not place.held:
+                return None
+        return None
+
+    def _withdraw(self, place: Place, turn: asyncio.Future[None]) -> None:
+        left = deque(entry for entry in self._waiting.pop(place, ()) if entry[1] is not turn)
+        if left:
+            self._waiting[place] = left
+        self._grant()

@@ -1,0 +1,72 @@
+"""Bodies of requests: bounded in bytes, in values and in time, and parsed without holding up others."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from typing import Any
+
+from pydantic_core import from_json
+from starlette.requests import ClientDisconnect, Request
+
+from redline.serve.limits import ServeLimits, check_structure
+from redline.serve.middleware import CLIENT_LEFT
+from redline.serve.pace import Pace
+from redline.serve.protocol import ApiError
+
+SMALL_BYTES = 16_384
+"""Up to here a body is parsed where it stands."""
+DRAINED_BYTES = 2**26
+"""Of a body that is too large, what we still read and drop: a client that is cut off while it writes never sees the reason."""
+
+_STRING = re.compile(rb'"(?:[^"\\]|\\.)*"', re.DOTALL)
+
+
+async def json_body(request: Request, limits: ServeLimits, pace: Pace) -> Any:
+    """The JSON of a body; raises `ApiError`. Waits for the body at most `client_timeout_s`."""
+    # A page in a browser may send a form to this port without asking, but never JSON.
+    if request.headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
+        raise ApiError(415, "the body must be JSON, with the header Content-Type: application/json")
+    try:
+        async with asyncio.timeout(limits.client_timeout_s):
+            body = await _read(request, limits.max_body_bytes)
+    except ClientDisconnect as error:
+        raise ApiError(CLIENT_LEFT, "the client left") from error
+    except TimeoutError as error:
+        raise ApiError(408, f"the body did not arrive within {limits.client_timeout_s:g} s", headers=_CLOSE) from error
+    if len(body) <= SMALL_BYTES:
+        return _parsed(body)
+    await pace.call(lambda: check_structure(body, limits, lambda text: _STRING.sub(b"", text)))
+    return await pace.call(lambda: _parsed(body))
+
+
+async def _read(request: Request, most: int) -> bytes:
+    announced = request.headers.get("content-length", "")
+    too_large = ApiError(
+        413,
+        f"the body is larger than {most} bytes; send less at once (serve.max_body_bytes is the limit)",
+        code="request_too_large",
+        headers=_CLOSE,
+    )
+    if announced.isdecimal() and int(announced) > DRAINED_BYTES:
+        raise too_large
+    kept, size = bytearray(), 0
+    async for part in request.stream():
+        size += len(part)
+        if size > DRAINED_BYTES:
+            raise too_large
+        if size <= most:
+            kept += part
+    if size > most:
+        raise too_large
+    return bytes(kept)
+
+
+def _parsed(body: bytes) -> Any:
+    try:
+        return from_json(body)  # unlike json, it refuses half of a surrogate pair
+    except ValueError as error:
+        raise ApiError(400, f"the body is not JSON: {error}") from error
+
+
+_CLOSE = {"connection": "close"}

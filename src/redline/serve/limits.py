@@ -1,0 +1,148 @@
+"""How much one request may ask for, and the checks of it that come before any work.
+
+Each check looks at the parsed JSON, costs no more than a few comparisons, and comes before pydantic reads the fields: what is
+too large is refused without being looked at.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from pydantic import PositiveFloat, PositiveInt
+
+from redline.config.schema import Section
+from redline.serve.protocol import ApiError
+
+
+class ServeLimits(Section):
+    """The section `serve` of a command line: `redline serve MODEL serve.max_stops=16`."""
+
+    max_body_bytes: PositiveInt = 4 * 2**20
+    """Bytes of a request's body."""
+    max_body_values: PositiveInt = 131_072
+    """Values of a body's JSON: items of lists and fields of objects. A prompt of token ids has one for each."""
+    max_messages: PositiveInt = 1024
+    """Messages of a conversation, and parts of their contents."""
+    max_choices: PositiveInt | None = None
+    """Choices of a request: prompts times n; by default `engine.max_num_seqs`."""
+    max_new_tokens: PositiveInt | None = None
+    """Tokens of a choice; by default as many as the model has positions for."""
+    max_stops: PositiveInt = 4
+    """Stop strings of a request, as in OpenAI's API."""
+    max_stop_chars: PositiveInt = 256
+    """Characters of a stop string."""
+    max_biases: PositiveInt = 4096
+    """Entries of `logit_bias`, and of `allowed_token_ids`."""
+    max_logprobs: PositiveInt = 200_000
+    """Logprobs of an answer: choices times tokens times one more than `top_logprobs`."""
+    max_queued_choices: PositiveInt = 1024
+    """Choices of all requests that may wait for a place in the batch; a request beyond them is answered 429."""
+    client_timeout_s: PositiveFloat = 60.0
+    """Seconds a client may take to send a body, or to read what was written to it; then its request ends."""
+    step_timeout_s: PositiveFloat = 120.0
+    """Seconds a step of the engine may last. /health says 503 while one lasts longer, and a tensor-parallel one fails."""
+
+
+def check_values(values: Mapping[str, Any], limits: ServeLimits, max_choices: int) -> int:
+    """Refuse a request that asks for too much; returns how many choices it asks for."""
+    _check_count(values, "messages", limits.max_messages)
+    parts = sum(len(m["content"]) for m in _list(values, "messages") if isinstance(m, dict) and _is_list(m.get("content")))
+    if parts > limits.max_messages:
+        raise _too_many("messages", "parts of contents", parts, limits.max_messages, "serve.max_messages")
+    _check_count(values, "logit_bias", limits.max_biases)
+    _check_count(values, "allowed_token_ids", limits.max_biases)
+    _check_stops(values.get("stop"), limits)
+    choices = _num_choices(values, max_choices)
+    _check_logprobs(values, choices, limits)
+    return choices
+
+
+def check_structure(body: bytes, limits: ServeLimits, without_strings: Any) -> None:
+    """Refuse JSON of very many values before it is parsed. `without_strings` takes the strings out of a body: commas there
+    separate nothing, but to look is not for free."""
+    if _num_separators(body) > limits.max_body_values and _num_separators(without_strings(body)) > limits.max_body_values:
+        raise ApiError(
+            413,
+            f"the body has more than {limits.max_body_values} values; send less at once (serve.max_body_values is the limit)",
+            code="request_too_large",
+        )
+
+
+def _num_separators(body: bytes) -> int:
+    return body.count(b",") + body.count(b"[") + body.count(b"{")
+
+
+def _num_choices(values: Mapping[str, Any], most: int) -> int:
+    prompt, n = values.get("prompt"), values.get("n")
+    prompts = len(prompt) if _is_list(prompt) and prompt and not isinstance(prompt[0], int) else 1
+    n = n if isinstance(n, int) and n > 1 else 1
+    if prompts * n > most:
+        asked = f"n = {n}" if prompts == 1 else f"{prompts} prompts with n = {n}"
+        raise ApiError(
+            400,
+            f"{asked} asks for {prompts * n} choices, and a request may have {most}; send several requests, or lower n"
+            " (serve.max_choices and engine.max_num_seqs are the limits)",
+            param="n" if n > 1 else "prompt",
+            code="too_many_choices",
+        )
+    return prompts * n
+
+
+def _check_stops(stop: Any, limits: ServeLimits) -> None:
+    stops = stop if _is_list(stop) else [stop]
+    if len(stops) > limits.max_stops:
+        raise _too_many("stop", "stop strings", len(stops), limits.max_stops, "serve.max_stops")
+    if any(isinstance(text, str) and len(text) > limits.max_stop_chars for text in stops):
+        raise ApiError(
+            400,
+            f"a stop string is longer than {limits.max_stop_chars} characters; shorten it (serve.max_stop_chars is the limit)",
+            param="stop",
+            code="string_above_max_length",
+        )
+
+
+def _check_logprobs(values: Mapping[str, Any], choices: int, limits: ServeLimits) -> None:
+    """Only where the number of tokens is known; else the model's context bounds it, and `make_call` looks again."""
+    wanted = values.get("top_logprobs") if "messages" in values else values.get("logprobs")
+    if not values.get("logprobs") or isinstance(wanted, bool) or not isinstance(wanted, int):
+        return
+    tokens = values.get("max_completion_tokens") or values.get("max_tokens")
+    if isinstance(tokens, int):
+        refuse_many_logprobs(choices * tokens * (1 + wanted), limits)
+
+
+def refuse_many_logprobs(count: int, limits: ServeLimits) -> None:
+    if count > limits.max_logprobs:
+        raise ApiError(
+            400,
+            f"the answer could have {count} logprobs, and may have {limits.max_logprobs}; lower max_tokens, n or the number of"
+            " logprobs (serve.max_logprobs is the limit)",
+            param="logprobs",
+            code="too_many_logprobs",
+        )
+
+
+def _check_count(values: Mapping[str, Any], name: str, most: int) -> None:
+    value = values.get(name)
+    if isinstance(value, list | dict) and len(value) > most:
+        key = "serve.max_messages" if name == "messages" else "serve.max_biases"
+        raise _too_many(name, "entries", len(value), most, key)
+
+
+def _too_many(param: str, what: str, count: int, most: int, key: str) -> ApiError:
+    return ApiError(
+        400,
+        f"{param}: {count} {what}, and there may be {most} ({key} is the limit)",
+        param=param,
+        code="array_above_max_length",
+    )
+
+
+def _list(values: Mapping[str, Any], name: str) -> list[Any]:
+    value = values.get(name)
+    return value if isinstance(value, list) else []
+
+
+def _is_list(value: Any) -> bool:
+    return isinstance(value, list)
