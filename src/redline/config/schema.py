@@ -185,15 +185,16 @@ class RolloutsConfig(Section):
     service, a process or a disk; those that compute in Python take turns, however many there are."""
     overlong_fraction: float = Field(0.0, ge=0, le=1)
     """Share of `max_new_tokens`, at its end, over which the reward falls by 1 in a straight line (DAPO's soft overlong
-    punishment); 0 punishes no length. Evaluation is never punished."""
+    punishment); 0 punishes no length. It shapes groups whose attempts score differently without it, and moves no others, unless
+    advantages come from the batch or a critic. Evaluation is never punished."""
     advantages: AdvantageEstimator = "group"
     """What an attempt is compared with. `group`: the others of its group, in units of their standard deviation (GRPO).
     `group_centred`: the same in units of reward (Dr. GRPO). `leave_one_out`: the mean of the others (RLOO). `batch`: all tokens
     of the batch (REINFORCE++). `batch_baseline`: its group, in units of the batch (REINFORCE++ with a baseline). `gae`: a
     critic (PPO)."""
     max_extra_rounds: int = Field(0, ge=0)
-    """Dynamic sampling (DAPO): groups whose attempts all scored alike are replaced by attempts at further tasks, in at most
-    this many rounds per step; 0 takes groups as they come."""
+    """Dynamic sampling (DAPO): groups whose attempts all scored alike, before any penalty for length, are replaced by attempts at
+    further tasks, in at most this many rounds per step; 0 takes groups as they come."""
     evaluation: EvaluationConfig = EvaluationConfig()
     """The reward of held-out tasks, measured while training."""
 
