@@ -54,11 +54,12 @@ def make_bench(folder: Path, family: str = "llama, tied") -> Bench:
 
 
 def recipe(**trainer: Any) -> Config:
-    """The sections that a trainer is made of, the keys of its algorithm filled in; `advantages` goes to the rollouts."""
+    """The sections that a trainer is made of, the keys of its algorithm filled in; `advantages` goes to the rollouts. A batch
+    is one update unless the keys say otherwise."""
     rollouts = {"task": {"kind": "import", "path": "nowhere:Tasks"}, "max_new_tokens": MAX_NEW_TOKENS}
     if "advantages" in trainer:
         rollouts["advantages"] = trainer.pop("advantages")
-    values = {"model": {"path": "builtin:tiny"}, "rollouts": rollouts, "trainer": OPTIMIZER | trainer}
+    values = {"model": {"path": "builtin:tiny"}, "rollouts": rollouts, "trainer": OPTIMIZER | {"mini_batches": 1} | trainer}
     return fill_algorithm(validate(values))[0]
 
 

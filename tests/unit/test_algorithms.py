@@ -19,7 +19,12 @@ every_algorithm = pytest.mark.parametrize("algorithm", get_args(Algorithm))
 
 def recipe(**keys: Any) -> Config:
     """From `section__key` names."""
-    values: dict[str, dict[str, Any]] = {"model": {"path": "builtin:tiny"}, "rollouts": {"task": TASK}, "trainer": {}}
+    values: dict[str, dict[str, Any]] = {
+        "model": {"path": "builtin:tiny"},
+        "rollouts": {"task": TASK},
+        "buffer": {},
+        "trainer": {},
+    }
     for name, value in keys.items():
         section, _, key = name.partition("__")
         values[section][key] = value
@@ -53,6 +58,7 @@ GRPO = {
     "trainer.kl_estimator": "k3",
     "trainer.kl_in": "loss",
     "trainer.loss": "clip",
+    "trainer.mini_batches": 1,
 }
 
 
@@ -71,7 +77,7 @@ def test_recipes_of_ours_are_grpo(path: Path) -> None:
 
 @every_algorithm
 def test_a_name_fills_its_keys_with_the_reason_and_nothing_else(algorithm: str) -> None:
-    resolved = resolve(recipe(trainer__algorithm=algorithm))
+    resolved = resolve(recipe(trainer__algorithm=algorithm, rollouts__groups_per_step=32))
     assert chosen(resolved.config) == GRPO | PRESETS[algorithm]
     for key in PRESETS[algorithm]:
         assert resolved.reasons[key] == f"algorithm: {algorithm}"
@@ -91,6 +97,52 @@ def test_the_recipes_own_words_stand_even_where_they_are_the_default() -> None:
     assert (resolved.config.trainer.clip_high, resolved.config.rollouts.max_extra_rounds) == (0.2, 1)
     assert resolved.config.trainer.aggregation == "token_mean"
     assert "trainer.clip_high" not in resolved.reasons
+
+
+def test_a_batch_with_fewer_groups_than_the_paper_has_mini_batches_is_divided_into_its_groups() -> None:
+    resolved = resolve(recipe(trainer__algorithm="dapo", rollouts__groups_per_step=6))
+    assert resolved.config.trainer.mini_batches == 6
+    why = "algorithm: dapo has 16, but the step only rollouts.groups_per_step = 6 groups"
+    assert resolved.reasons["trainer.mini_batches"] == why
+
+
+def test_more_mini_batches_than_groups_are_refused() -> None:
+    message, hint = refusal(trainer__mini_batches=5, rollouts__groups_per_step=4)
+    assert message == "trainer.mini_batches = 5: a step has rollouts.groups_per_step = 4 groups to divide"
+    assert hint == "set trainer.mini_batches to 4 or less, and trainer.epochs for more updates"
+
+
+@pytest.mark.parametrize(
+    ("keys", "recomputes", "reason"),
+    [
+        ({}, False, "one update per step"),
+        ({"trainer__mini_batches": 4}, True, "4 updates per step"),
+        ({"trainer__epochs": 2}, True, "2 updates per step"),
+        ({"trainer__algorithm": "gspo", "trainer__mini_batches": 1}, False, "one update per step"),
+        ({"trainer__algorithm": "gspo", "trainer__mini_batches": 1, "model__dtype": "bfloat16"}, True, "bfloat16's rounding"),
+        ({"trainer__algorithm": "cispo"}, False, "cispo has no clip around the policy of the step's beginning"),
+    ],
+)
+def test_the_old_policy_is_chosen_with_the_reason(keys: dict[str, Any], recomputes: bool, reason: str) -> None:
+    resolved = resolve(recipe(**{"model__dtype": "float32", **keys}))
+    assert resolved.config.trainer.recompute_old_logprobs is recomputes
+    assert reason in resolved.reasons["trainer.recompute_old_logprobs"]
+    assert resolve(recipe(**keys, trainer__recompute_old_logprobs=True)).config.trainer.recompute_old_logprobs is True
+
+
+@pytest.mark.parametrize("keys", [{"buffer__max_lag": 1}, {"trainer__mismatch": "token_mask"}])
+def test_a_correction_over_several_updates_needs_the_logprobs_of_the_beginning(keys: dict[str, Any]) -> None:
+    message, hint = refusal(trainer__recompute_old_logprobs=False, trainer__epochs=2, **keys)
+    assert message.startswith("trainer.recompute_old_logprobs = false: ")
+    assert "gone after the first of 2 updates" in message
+    assert hint == "set trainer.recompute_old_logprobs to auto, or trainer.mini_batches and trainer.epochs to 1"
+    resolve(recipe(trainer__recompute_old_logprobs=False, **keys))
+
+
+def test_cispo_with_lag_takes_the_sampler_for_the_old_policy() -> None:
+    message, hint = refusal(trainer__algorithm="cispo", trainer__recompute_old_logprobs=True, buffer__max_lag=1)
+    assert message.startswith("trainer.recompute_old_logprobs = true: ")
+    assert hint == "set trainer.recompute_old_logprobs to auto"
 
 
 def test_filling_leaves_the_recipe_as_it_was() -> None:
@@ -168,7 +220,8 @@ def test_k1_in_the_loss_is_refused_because_it_holds_nothing_back() -> None:
 def test_gspo_with_a_correction_of_single_tokens_is_refused(kind: str) -> None:
     message, hint = refusal(trainer__algorithm="gspo", trainer__mismatch=f"token_{kind}")
     assert message == f"trainer.mismatch = 'token_{kind}': trainer.loss = 'gspo' weighs whole sequences, not tokens"
-    assert hint == f"set trainer.mismatch to sequence_{kind}"
+    assert hint == f"set trainer.mismatch to geometric_{kind}"
+    resolve(recipe(trainer__algorithm="gspo", trainer__mismatch=f"geometric_{kind}"))
     resolve(recipe(trainer__algorithm="gspo", trainer__mismatch=f"sequence_{kind}"))
 
 

@@ -102,6 +102,52 @@ def test_a_value_that_nobody_reads_is_refused(keys: dict[str, Any], message: str
     assert refusal(**keys) == (f"{message}: without effect here", f"leave it out, or set {setting}")
 
 
+ONE_UPDATE = "trainer.mini_batches or trainer.epochs to 2 or more"
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [
+        {},
+        {"buffer__max_lag": 1},
+        {"buffer__max_lag": 1, "trainer__correct_lag": False, "trainer__recompute_old_logprobs": True},
+        {"trainer__mismatch": "token_mask"},
+        {"trainer__algorithm": "gspo", "trainer__mini_batches": 1},
+    ],
+)
+@pytest.mark.parametrize(("key", "value"), [("clip_low", 0.1), ("clip_high", 0.3)])
+def test_a_clip_is_refused_where_every_ratio_is_1(keys: dict[str, Any], key: str, value: float) -> None:
+    message, hint = refusal(**keys, **{f"trainer__{key}": value})
+    assert message == f"trainer.{key} = {value}: without effect here: with one update per step every ratio is 1"
+    assert hint == f"leave it out, or set {ONE_UPDATE}"
+
+
+def test_a_dual_clip_is_refused_where_every_ratio_is_1() -> None:
+    message, _ = refusal(trainer__dual_clip=3.0)
+    assert message == "trainer.dual_clip = 3.0: without effect here: with one update per step every ratio is 1"
+    refuse_without_effect(config(trainer__dual_clip=3.0, trainer__epochs=2))
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [
+        {"trainer__mini_batches": 2},
+        {"trainer__epochs": 2},
+        {"trainer__algorithm": "ppo"},
+        {"trainer__algorithm": "dapo", "buffer__max_lag": 1},
+        {"buffer__max_lag": 1, "trainer__correct_lag": False},
+        {"buffer__max_lag": 1, "trainer__loss": "cispo"},
+    ],
+)
+def test_a_clip_is_taken_where_ratios_differ_from_1(keys: dict[str, Any]) -> None:
+    refuse_without_effect(config(**keys, trainer__clip_low=0.1, trainer__clip_high=0.3))
+
+
+def test_a_clip_is_refused_where_the_loss_has_no_ratio() -> None:
+    message, hint = refusal(trainer__algorithm="rloo", trainer__epochs=2, trainer__clip_high=0.3)
+    assert (message, hint) == ("trainer.clip_high = 0.3: without effect here", "leave it out, or set trainer.loss to clip")
+
+
 def test_several_are_refused_together() -> None:
     message, _ = refusal(trainer__kl_in="reward", buffer__max_reuses=2)
     assert message.startswith("2 keys without effect\n  buffer.max_reuses = 2: without effect here; leave it out")

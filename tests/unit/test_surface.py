@@ -145,6 +145,7 @@ trainer.data_parallel_size
 trainer.decay_steps
 trainer.dual_clip
 trainer.entropy_coef
+trainer.epochs
 trainer.eps
 trainer.gae_gamma
 trainer.gae_lambda
@@ -164,6 +165,7 @@ trainer.max_grad_norm
 trainer.max_tokens_per_forward
 trainer.max_tokens_per_micro_batch
 trainer.min_lr_ratio
+trainer.mini_batches
 trainer.mismatch
 trainer.mismatch_high
 trainer.mismatch_low

@@ -261,6 +261,8 @@ CORRECTIONS: dict[str, Callable[[Rows, Tensor], Tensor]] = {
     "token_mask": lambda rows, ratio: between(0.7, 1.3, ratio),
     "sequence_truncate": lambda rows, ratio: of_sequence(rows, ratio).clamp(0.7, 1.3),
     "sequence_mask": lambda rows, ratio: between(0.7, 1.3, of_sequence(rows, ratio)),
+    "geometric_truncate": lambda rows, ratio: of_sequence(rows, ratio).pow(1 / rows.lengths[:, None]).clamp(0.7, 1.3),
+    "geometric_mask": lambda rows, ratio: between(0.95, 1.05, of_sequence(rows, ratio).pow(1 / rows.lengths[:, None])),
 }
 
 
@@ -270,7 +272,8 @@ def test_samples_are_weighed_by_how_far_the_engine_was_off(
 ) -> None:
     """The policy at the start of a step is the policy during it: to recompute its logprobs changes nothing."""
     naive = NaiveTrainer(bench.oracle, with_correction(CORRECTIONS[mismatch]))
-    keys = {"mismatch": mismatch, "mismatch_low": 0.7, "mismatch_high": 1.3, "recompute_old_logprobs": recomputed}
+    bound = 0.05 if mismatch == "geometric_mask" else 0.3
+    keys = {"mismatch": mismatch, "mismatch_low": 1 - bound, "mismatch_high": 1 + bound, "recompute_old_logprobs": recomputed}
     report = assert_trains_like(naive, bench.trainer(**keys), bench, batches[:2])
     rows = naive.rows
     dropped = CORRECTIONS[mismatch](rows, torch.exp(rows.logprobs.detach() - rows.old))[rows.chosen] == 0
@@ -398,7 +401,7 @@ def test_a_sequence_that_does_not_fit_alone_ends_the_run_with_what_to_do(bench: 
 
 
 EXTRA_PASSES: dict[str, dict[str, Any]] = {
-    "old logprobs": {"recompute_old_logprobs": True},
+    "old logprobs": {"epochs": 2},
     "reference": {"kl_coef": 0.3},
     "critic": {"algorithm": "ppo"},
 }

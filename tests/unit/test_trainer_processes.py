@@ -29,6 +29,7 @@ RECIPES: dict[str, dict[str, Any]] = {
     "gspo, kl": {"algorithm": "gspo", "clip_low": 0.05, "clip_high": 0.05, "kl_coef": 0.3},
     "reinforce_pp, kl": {"algorithm": "reinforce_pp", "kl_coef": 0.3},
     "recomputed, entropy": {"recompute_old_logprobs": True, "entropy_coef": 0.1},
+    "mini-batches": {"mini_batches": 3, "epochs": 2},
     "adapter, kl": {"lora": {"rank": 3}, "kl_coef": 0.3},
     "checkpointing": {"gradient_checkpointing": "full"},
 }

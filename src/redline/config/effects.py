@@ -12,9 +12,9 @@ from typing import Any, get_args
 
 from pydantic import BaseModel
 
-from redline.config.algorithms import PRESETS
+from redline.config.algorithms import PRESETS, corrects, has_older_samples
 from redline.config.problems import Problem, spell
-from redline.config.schema import AlertKind, Config, Sink
+from redline.config.schema import AlertKind, Config, Loss, Sink
 from redline.errors import ConfigError
 
 OF_ALERTS: Mapping[str, tuple[AlertKind, ...]] = {
@@ -44,11 +44,25 @@ class Readers:
     """What to set, and to what, so that it is read; nothing where no recipe makes anybody read it."""
     switch: str = ""
     """The key of `section.*` that switches the others off: it is read."""
+    why: str = ""
+    """Why nobody reads it, where the setting does not say so."""
 
 
-def _corrects(config: Config) -> bool:
-    """Whether samples are weighed by how likely the trainer finds them."""
-    return config.trainer.mismatch != "none" or (config.trainer.correct_lag and config.buffer.max_lag > 0)
+def _has_ratio_to_clip(config: Config) -> bool:
+    """Whether the policy of an update may differ from the old policy of its loss: after the first update of a step, or where
+    the old policy is that of a sampler which lags behind."""
+    trainer = config.trainer
+    of_sampler = config.buffer.max_lag > 0 and not corrects(config) and not trainer.recompute_old_logprobs
+    return trainer.updates_per_step > 1 or of_sampler
+
+
+def _of_a_ratio(key: str, *losses: Loss) -> tuple[Readers, Readers]:
+    """A bound that these losses set on their ratio, unless it is always 1."""
+    setting, why = "trainer.mini_batches or trainer.epochs to 2 or more", "with one update per step every ratio is 1"
+    return (
+        Readers(key, lambda c: c.trainer.loss in losses, "trainer.loss to clip"),
+        Readers(key, lambda c: c.trainer.loss not in losses or _has_ratio_to_clip(c), setting, why=why),
+    )
 
 
 def _has_sink(sink: Sink) -> Callable[[Config], bool]:
@@ -73,15 +87,17 @@ TABLE: tuple[Readers, ...] = (
     Readers("buffer.max_bytes", lambda c: c.buffer.keep_trajectories, "buffer.keep_trajectories to true"),
     Readers("buffer.max_age_steps", lambda c: c.buffer.keep_trajectories, "buffer.keep_trajectories to true"),
     Readers("trainer.min_lr_ratio", lambda c: c.trainer.decay_steps > 0, "trainer.decay_steps"),
-    Readers("trainer.dual_clip", lambda c: c.trainer.loss == "clip", "trainer.loss to clip"),
     Readers("trainer.kl_in", lambda c: c.needs_reference, "trainer.kl_coef to more than 0"),
     Readers("trainer.kl_estimator", lambda c: c.needs_reference, "trainer.kl_coef to more than 0"),
     Readers("trainer.reference_offload", lambda c: c.needs_reference, "trainer.kl_coef to more than 0"),
-    Readers("trainer.mismatch_low", _corrects, "trainer.mismatch to token_truncate"),
-    Readers("trainer.mismatch_high", _corrects, "trainer.mismatch to token_truncate"),
+    *_of_a_ratio("trainer.clip_low", "clip", "gspo", "cispo"),
+    *_of_a_ratio("trainer.clip_high", "clip", "gspo", "cispo"),
+    *_of_a_ratio("trainer.dual_clip", "clip"),
+    Readers("trainer.mismatch_low", corrects, "trainer.mismatch to token_truncate"),
+    Readers("trainer.mismatch_high", corrects, "trainer.mismatch to token_truncate"),
     Readers(
         "trainer.correct_lag",
-        lambda c: c.buffer.max_lag > 0 and c.trainer.mismatch == "none",
+        lambda c: has_older_samples(c) and c.trainer.mismatch == "none",
         "buffer.max_lag to 1 or more, and trainer.mismatch to none",
     ),
     Readers("trainer.gae_gamma", lambda c: c.needs_critic, "rollouts.advantages to gae"),
@@ -89,8 +105,8 @@ TABLE: tuple[Readers, ...] = (
     Readers("trainer.critic.*", lambda c: c.needs_critic, "rollouts.advantages to gae"),
     Readers(
         "trainer.max_tokens_per_forward",
-        lambda c: c.needs_reference or c.needs_critic or bool(c.trainer.recompute_old_logprobs),
-        "trainer.kl_coef to more than 0, or trainer.recompute_old_logprobs to true",
+        lambda c: c.needs_reference or c.needs_critic or c.needs_anchor,
+        "trainer.kl_coef to more than 0, or trainer.mini_batches to 2 or more",
     ),
     Readers("trainer.prefetch_layers", lambda c: c.trainer.sharding == "full", "trainer.sharding to full"),
     Readers("trainer.lora.*", lambda c: c.trainer.lora.rank > 0, "trainer.lora.rank to 16"),
@@ -129,7 +145,8 @@ def _unread(config: Config) -> Iterator[Problem]:
         for key in keys_of(readers):
             value, default = _value(config, key)
             if value not in (default, PRESETS[config.trainer.algorithm].get(key, default)):
-                yield Problem(f"{key} = {spell(value)}: without effect here", fix)
+                why = f": {readers.why}" if readers.why else ""
+                yield Problem(f"{key} = {spell(value)}: without effect here{why}", fix)
 
 
 def keys_of(readers: Readers) -> list[str]:

@@ -7,7 +7,7 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
-from redline.config.algorithms import check_algorithm, fill_algorithm
+from redline.config.algorithms import check_algorithm, fill_algorithm, recomputes_old_logprobs
 from redline.config.installation import how_to_install
 from redline.config.paths import with_absolute_paths
 from redline.config.schema import Config
@@ -50,12 +50,14 @@ def resolve(config: Config) -> Resolved:
     check_algorithm(config)
     device, reasons["run.device"] = _device(config.run.device)
     dtype, reasons["model.dtype"] = _dtype(config.model.dtype, device)
+    recomputes, reasons["trainer.recompute_old_logprobs"] = recomputes_old_logprobs(config.trainer, dtype)
     threads, reasons["run.num_threads"], too_many = _threads(config.run.num_threads)
     slow = device == "cpu" and dtype == "bfloat16" and not bfloat16_flags()
     run = config.run.model_copy(update={"device": device, "num_threads": threads})
     model = config.model.model_copy(update={"dtype": dtype})
+    trainer = config.trainer.model_copy(update={"recompute_old_logprobs": recomputes})
     return Resolved(
-        config.model_copy(update={"run": run, "model": model}),
+        config.model_copy(update={"run": run, "model": model, "trainer": trainer}),
         {k: v for k, v in reasons.items() if v},
         tuple(filter(None, [SLOW_BFLOAT16 if slow else "", too_many])),
     )

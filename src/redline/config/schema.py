@@ -18,7 +18,15 @@ Aggregation = Literal["sequence_mean", "token_mean", "constant"]
 KlEstimator = Literal["k1", "k2", "k3"]
 GroupOrder = Literal["fresh_first", "oldest_first", "signal_first"]
 LateGroups = Literal["wait", "drop"]
-Mismatch = Literal["none", "token_truncate", "token_mask", "sequence_truncate", "sequence_mask"]
+Mismatch = Literal[
+    "none",
+    "token_truncate",
+    "token_mask",
+    "sequence_truncate",
+    "sequence_mask",
+    "geometric_truncate",
+    "geometric_mask",
+]
 ProfileKind = Literal["rollout", "trainer", "e2e"]
 AlertKind = Literal[
     "not_finite",
@@ -193,8 +201,8 @@ class RolloutsConfig(Section):
     of the batch (REINFORCE++). `batch_baseline`: its group, in units of the batch (REINFORCE++ with a baseline). `gae`: a
     critic (PPO)."""
     max_extra_rounds: int = Field(0, ge=0)
-    """Dynamic sampling (DAPO): groups whose attempts all scored alike, before any penalty for length, are replaced by attempts at
-    further tasks, in at most this many rounds per step; 0 takes groups as they come."""
+    """Dynamic sampling (DAPO): groups whose attempts all scored alike, before any penalty for length, are replaced by attempts
+    at further tasks, in at most this many rounds per step; 0 takes groups as they come."""
     evaluation: EvaluationConfig = EvaluationConfig()
     """The reward of held-out tasks, measured while training."""
 
@@ -294,8 +302,14 @@ class TrainerConfig(Section):
     aggregation: Aggregation = "sequence_mean"
     """The mean over a batch. `sequence_mean`: every attempt weighs the same. `token_mean`: every token does. `constant`: the
     sum over tokens / (attempts · max_new_tokens)."""
+    mini_batches: PositiveInt = 1
+    """Parts that a batch is divided into, by whole groups; each is one update by AdamW, and its loss is a mean over it alone. A
+    step stays one batch and one version, however many updates it takes. At most `rollouts.groups_per_step`."""
+    epochs: PositiveInt = 1
+    """Times that a step goes through its batch, with other mini-batches each time. The critic, where there is one, goes through
+    the same."""
     learning_rate: float = Field(1e-6, gt=0)
-    """Of AdamW, once warm."""
+    """Of AdamW, once warm; all updates of a step have the same."""
     warmup_steps: int = Field(0, ge=0)
     """Steps of linear warm-up."""
     decay_steps: int = Field(0, ge=0)
@@ -322,7 +336,8 @@ class TrainerConfig(Section):
     """Steps in a row whose loss or gradient may be NaN or infinite. Each is skipped; after the last the run ends and keeps the
     batch for replay."""
     clip_low: float = Field(0.2, gt=0, le=1)
-    """The ratio is clipped to `[1 - clip_low, 1 + clip_high]`; 1 leaves it without a lower bound."""
+    """The ratio is clipped to `[1 - clip_low, 1 + clip_high]`; 1 leaves it without a lower bound. With one update per step
+    there is nothing to clip: the policy is the one the step began with, and its ratio is 1."""
     clip_high: float = Field(0.2, gt=0)
     """More than `clip_low` gives unlikely tokens room to grow (DAPO's clip-higher)."""
     dual_clip: float | None = Field(None, gt=1)
@@ -336,22 +351,25 @@ class TrainerConfig(Section):
     entropy_coef: float = Field(0.0, ge=0)
     """Weight of the bonus for entropy, in nats per token."""
     mismatch: Mismatch = "none"
-    """How samples are weighed by π_trainer / π_engine, of a token or a whole sequence. `truncate`: by the ratio, clipped to
-    `[mismatch_low, mismatch_high]`. `mask`: by the ratio, and not at all outside. `none`: the loss takes the engine's logprobs
-    as those of the old policy."""
+    """How samples are weighed by π_trainer / π_engine, with π_trainer the policy at the beginning of the step: the ratio of a
+    `token`, of a whole `sequence`, or the `geometric` mean over a sequence. `truncate`: by the ratio, clipped to
+    `[mismatch_low, mismatch_high]`. `mask`: by the ratio, and not at all outside. `none`: not at all."""
     mismatch_low: float = Field(0.0, ge=0, lt=1)
     """Smallest ratio; 0 sets no bound."""
     mismatch_high: float = Field(2.0, gt=1)
     """Largest ratio."""
     correct_lag: bool = True
-    """With `mismatch: none`, weigh a batch that holds samples of an older policy as `token_truncate` does (with `loss: gspo`,
-    as `sequence_truncate`); batches of the current policy stay as they are."""
+    """With `mismatch: none`, weigh a batch that holds samples of an older policy as `token_truncate` does, with `loss: gspo` as
+    `geometric_truncate`; `loss: cispo` weighs them itself, up to 1 + `clip_high`. Batches of the current policy stay as they
+    are. `false` takes the policy that sampled for the old one, and its clip bounds both."""
     gae_gamma: float = Field(1.0, gt=0, le=1)
     """Discount of a reward per token, with `rollouts.advantages: gae`."""
     gae_lambda: float = Field(0.95, ge=0, le=1)
     """With `gae`: 1 trusts the rewards alone, 0 the critic's next value alone."""
-    recompute_old_logprobs: bool = False
-    """Take the old policy's logprobs from a pass of the trainer before the step, not from the engine that sampled."""
+    recompute_old_logprobs: Literal["auto"] | bool = "auto"
+    """The old policy of the loss is the trainer's own at the beginning of the step (`true`), not the engine that sampled
+    (`false`). With several updates per step that takes a pass over the batch, with one it takes none. `auto` is `true` where a
+    step has several updates, or `loss: gspo` would clip the rounding of bfloat16; `loss: cispo` and `reinforce` need it not."""
     gradient_checkpointing: Literal["none", "light", "selective", "full"] = "none"
     """What the backward pass computes again instead of keeping it. `light`: the MLPs' activations. `selective`: the MLPs.
     `full`: whole layers."""
@@ -377,6 +395,11 @@ class TrainerConfig(Section):
     """Keep the reference policy, where the loss needs one, in host memory and move it to the device for each pass."""
     critic: CriticConfig = CriticConfig()
     """The value network, where the algorithm has one."""
+
+    @property
+    def updates_per_step(self) -> int:
+        """mini_batches x epochs."""
+        return self.mini_batches * self.epochs
 
     @field_validator("betas")
     @classmethod
@@ -644,6 +667,12 @@ class Config(Section):
     def needs_reference(self) -> bool:
         """kl_coef > 0."""
         return self.trainer.kl_coef > 0
+
+    @property
+    def needs_anchor(self) -> bool:
+        """A resolved recipe's steps begin with a pass for the old policy's logprobs: recompute_old_logprobs, and more than one
+        update."""
+        return self.trainer.recompute_old_logprobs is True and self.trainer.updates_per_step > 1
 
     @property
     def needs_critic(self) -> bool:

@@ -1,11 +1,12 @@
 """The loss of a micro-batch as the recipe wants it: surrogate × mismatch correction + KL - entropy.
 
-                     mismatch: none                          mismatch: anything else
-    π_old is         the anchor, else the engine's logprobs  the anchor, else π itself, held fixed
-    w is multiplied  not at all                              by the bounded ratio of π_old to the engine's policy
+                     mismatch: none                        mismatch: anything else
+    π_old is         the engine's policy; with             the anchor
+                     recompute_old_logprobs the anchor
+    w is multiplied  not at all                            by the bounded ratio of the anchor to the engine's policy
 
-A batch is one optimizer step, so that π during the step is π at its start: unless somebody recomputes an anchor, the
-current logprobs without their gradient are it, and no second forward pass is needed.
+The anchor is the policy at the beginning of the step. Where a step has several updates, a pass before the first gives its
+logprobs. Where it has one, π itself is the anchor: the current logprobs without their gradient, and no pass is needed.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ class LossInputs:
     sequence_M: Tensor
     """int64: which of the micro-batch's sequences, counted from 0."""
     anchor_logprobs_M: Tensor | None = None
-    """Of the policy at the start of the step, where they were recomputed."""
+    """Of the policy at the beginning of the step, where a pass has made them; else it is the policy that is trained."""
     reference_logprobs_M: Tensor | None = None
     """Where the loss has a KL term."""
     entropy_M: Tensor | None = None
@@ -64,14 +65,15 @@ def policy_loss(inputs: LossInputs, config: TrainerConfig) -> PolicyLoss:
 
 def _old_policy(inputs: LossInputs, config: TrainerConfig) -> tuple[Tensor, Tensor | None]:
     """log π_old, and what multiplies the weights."""
-    anchor_M = inputs.anchor_logprobs_M
+    given_M = inputs.anchor_logprobs_M
+    anchor_M = inputs.logprobs_M.detach() if given_M is None else given_M
     if config.mismatch == "none":
-        return (inputs.old_logprobs_M if anchor_M is None else anchor_M), None
-    old_M = inputs.logprobs_M.detach() if anchor_M is None else anchor_M
+        recomputes = given_M is not None or config.recompute_old_logprobs is True
+        return (anchor_M if recomputes else inputs.old_logprobs_M), None
     correction_M = mismatch_weights(
-        old_M - inputs.old_logprobs_M, inputs.sequence_M, config.mismatch, config.mismatch_low, config.mismatch_high
+        anchor_M - inputs.old_logprobs_M, inputs.sequence_M, config.mismatch, config.mismatch_low, config.mismatch_high
     )
-    return old_M, correction_M
+    return anchor_M, correction_M
 
 
 def _surrogate(inputs: LossInputs, config: TrainerConfig) -> PolicyLoss:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -40,6 +40,21 @@ class CriticReport:
     """Share of the values whose gradient clipping removed; a value inside the window never counts."""
     grad_norm: float
     """Before clipping."""
+    num_values: int
+    """Trained tokens."""
+
+    @classmethod
+    def of_step(cls, updates: Sequence[CriticReport], explained_variance: float) -> CriticReport:
+        """Loss and norm as means over the updates of a step, the clip as a mean over the values of them all."""
+        num_values = sum(update.num_values for update in updates)
+        clipped = sum(update.num_values * update.clip_fraction for update in updates if update.num_values)
+        return cls(
+            value_loss=sum(update.value_loss for update in updates) / len(updates),
+            explained_variance=explained_variance,
+            clip_fraction=clipped / num_values if num_values else math.nan,
+            grad_norm=sum(update.grad_norm for update in updates) / len(updates),
+            num_values=num_values,
+        )
 
     @property
     def metrics(self) -> dict[str, float]:
@@ -161,4 +176,5 @@ class _Totals:
             explained_variance=explained_variance(values_M, returns_M),
             clip_fraction=self.clipped / len(values_M) if len(values_M) else math.nan,
             grad_norm=grad_norm,
+            num_values=len(values_M),
         )

@@ -92,9 +92,12 @@ class BadStep:
     """Whose gradients are not finite."""
     tokens: tuple[BadToken, ...] = ()
     """Where it began, as far as the trainer could tell."""
+    update: str = ""
+    """Which of its updates, where there are several."""
 
     def __str__(self) -> str:
-        told = [f"step {self.version}: loss {self.loss:g}, gradient norm {self.grad_norm:g}; the weights are unchanged"]
+        numbers = f"loss {self.loss:g}, gradient norm {self.grad_norm:g}"
+        told = [f"step {self.version}{self.update}: {numbers}; the weights are unchanged"]
         if self.tokens:
             told.append(_listed([f"{t.quantity} of token {t.token} of sequence {t.sequence}" for t in self.tokens]))
         if self.parameters:

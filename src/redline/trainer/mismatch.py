@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from redline.config.schema import Mismatch
-from redline.trainer.losses import sequence_sums
+from redline.trainer.losses import sequence_means, sequence_sums
 
 
 def mismatch_weights(log_ratio_M: Tensor, sequence_M: Tensor, mismatch: Mismatch, low: float, high: float) -> Tensor:
@@ -19,6 +19,7 @@ def mismatch_weights(log_ratio_M: Tensor, sequence_M: Tensor, mismatch: Mismatch
 
     token_*       ρ_t = π_trainer(o_t | ·) / π_engine(o_t | ·)
     sequence_*    ρ_t = Π_u ρ_u over the sequence: the exact ratio for a reward that comes at its end
+    geometric_*   ρ_t = (Π_u ρ_u)^(1/|o|): the same length-normalised, as GSPO's own ratio is
     *_truncate    clip(ρ_t, low, high)              truncated importance sampling (Yao et al. 2025, "Your Efficient RL
                                                     Framework Secretly Brings You Off-Policy RL Training", with low = 0)
     *_mask        ρ_t where low ≤ ρ_t ≤ high, else 0    what is too far off says nothing (IcePop, arXiv:2510.18855)
@@ -26,8 +27,12 @@ def mismatch_weights(log_ratio_M: Tensor, sequence_M: Tensor, mismatch: Mismatch
     assert mismatch != "none"
     level, _, bound = mismatch.partition("_")
     log_ratio_M = log_ratio_M.detach()
+    if level == "sequence":
+        log_ratio_M = sequence_sums(log_ratio_M, sequence_M)
+    elif level == "geometric":
+        log_ratio_M = sequence_means(log_ratio_M, sequence_M)
     # An overflow to infinity is right here: it is bounded or dropped like every other ratio that is too large.
-    ratio_M = torch.exp(sequence_sums(log_ratio_M, sequence_M) if level == "sequence" else log_ratio_M)
+    ratio_M = torch.exp(log_ratio_M)
     if bound == "truncate":
         return ratio_M.clamp(low, high)
     if bound == "mask":

@@ -10,11 +10,14 @@ from redline.config.schema import TrainerConfig
 def correction_for(lags: Sequence[int], config: TrainerConfig) -> TrainerConfig:
     """The settings for a batch whose groups were sampled this many steps ago.
 
-    Without any lag, with a `mismatch` of its own, or without `correct_lag`: the very object that came in, so that lockstep is
-    what it always was. Else truncated importance sampling, of tokens, or of whole sequences where the loss has one ratio for
-    each: the clip of the loss then bounds how far the step goes, and no longer what was sampled before it.
+    Returns the very object that came in for a batch without any lag, with a `mismatch` of the recipe's own, without
+    `correct_lag`, and for CISPO, which weighs every token by the ratio to the policy that sampled it, within its own bound.
+    Else importance sampling that is truncated: of tokens, or of the geometric mean over a sequence where that is the loss's own
+    ratio. The loss is then the decoupled objective (Hilton et al. 2022, arXiv:2110.00641): the correction reaches from the
+    policy that sampled to the one the step began with, and the clip bounds how far the updates go from there. REINFORCE has no
+    ratio, so that from its second update on a step is a batch of an older policy too.
     """
-    if not any(lags) or config.mismatch != "none" or not config.correct_lag:
+    is_older = any(lags) or (config.loss == "reinforce" and config.updates_per_step > 1)
+    if not is_older or config.mismatch != "none" or not config.correct_lag or config.loss == "cispo":
         return config
-    mismatch = "sequence_truncate" if config.loss == "gspo" else "token_truncate"
-    return config.model_copy(update={"mismatch": mismatch})
+    return config.model_copy(update={"mismatch": "geometric_truncate" if config.loss == "gspo" else "token_truncate"})

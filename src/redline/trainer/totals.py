@@ -21,7 +21,7 @@ from redline.trainer.mismatch import mismatch_kl
 from redline.trainer.parallel import Parallel
 from redline.types import StepReport
 
-SUMS = ("loss", "entropy", "clipped", "mismatch", "kl", "masked")
+SUMS = ("loss", "entropy", "clipped", "mismatch", "kl", "masked", "update_kl")
 COUNTS = ("trained", "tokens")
 
 
@@ -82,6 +82,7 @@ class StepTotals:
     """In the order of `COUNTS`. A number sent to the device would wait until it has done all it was given."""
     has_kl: bool = False
     has_mask: bool = False
+    has_anchor: bool = False
     seen: list[tuple[Tensor, Mapping[str, Tensor]]] = field(default_factory=list)
     """Sequence of each trained token, and the numbers that decide whether a step is good."""
 
@@ -92,8 +93,11 @@ class StepTotals:
 
     @torch.no_grad()
     def add(self, micro_batch: MicroBatch, policy: PolicyLoss, numbers: Mapping[str, Tensor], entropy_M: Tensor) -> None:
-        """`numbers` are logprobs, old logprobs and advantages; nothing here waits for the device."""
-        log_ratio_M = (numbers["logprob"] - numbers["old logprob"]).double()
+        """`numbers` are logprobs, old logprobs and advantages, and where a pass has made them the logprobs at the beginning of
+        the step: then those are what the engine's are compared with. Nothing here waits for the device."""
+        anchor_M = numbers.get("anchor logprob")
+        log_ratio_M = ((numbers["logprob"] if anchor_M is None else anchor_M) - numbers["old logprob"]).double()
+        self.has_anchor = anchor_M is not None
         self.has_kl, self.has_mask = policy.kl_M is not None, policy.correction_M is not None
         none = torch.zeros((), dtype=torch.float64, device=self.sums.device)
         parts = [
@@ -103,6 +107,7 @@ class StepTotals:
             mismatch_kl(log_ratio_M).sum(),
             none if policy.kl_M is None else policy.kl_M.sum(),
             none if policy.correction_M is None else (policy.correction_M == 0).sum(),
+            none if anchor_M is None else mismatch_kl(numbers["logprob"] - anchor_M).sum(),
         ]
         self.sums += torch.stack([part.to(torch.float64) for part in parts])
         self.counts = self.counts[0] + len(log_ratio_M), self.counts[1] + len(micro_batch.tokens)
@@ -134,7 +139,7 @@ class StepTotals:
     def report(self, known: PlannedStep, seen: SeenStep, extra: Mapping[str, float]) -> StepReport:
         sums = seen.sums
         trained = sums["trained"] or math.nan  # without a trained token there is no mean
-        optional = {"kl": self.has_kl, "masked": self.has_mask}
+        optional = {"kl": self.has_kl, "masked": self.has_mask, "update_kl": self.has_anchor}
         return StepReport(
             loss=sums["loss"],
             grad_norm=seen.grad_norm,

@@ -1,16 +1,18 @@
-"""The trainer: one `TrainBatch` in, one optimizer step out.
+"""The trainer: one `TrainBatch` in, one step out: one version of the policy, by one update of AdamW or several.
 
-    batch ──► reference, values, old logprobs (only where the recipe needs them) ──► a weight and an advantage for every token
-          ──► micro-batches ──► forward ──► logprobs of the chosen tokens ──► loss ──► backward, each of them
-          ──► AdamW ──► weights in place
+    batch ──► reference, values, old logprobs (only where the recipe needs them) ──► an advantage for every token
+          ──► mini-batches, each an update:
+                micro-batches ──► forward ──► logprobs of the chosen tokens ──► loss ──► backward, each of them
+                ──► AdamW ──► weights in place
 
-The weights of the mean are those of the whole batch, so its loss is a sum over tokens: micro-batches of any size, on any
-number of processes, add up to the same gradient.
+The weights of the mean are those of the whole mini-batch, so its loss is a sum over tokens: micro-batches of any size, on any
+number of processes, add up to the same gradient. By default the batch is the one mini-batch.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import TypeVar
@@ -19,6 +21,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from redline.config.algorithms import recomputes_old_logprobs
 from redline.config.schema import AdvantageEstimator, TrainerConfig
 from redline.errors import ConfigError
 from redline.models.decoder import Decoder
@@ -35,16 +38,18 @@ from redline.trainer.async_checkpoint import CheckpointWriter
 from redline.trainer.budget import Budgets, TokenBudget, find_budgets, with_oom_retry
 from redline.trainer.checkpoint import load_checkpoint
 from redline.trainer.cost import CostModel
-from redline.trainer.critic import Critic, CriticReport, critic_settings
+from redline.trainer.critic import Critic, CriticReport, critic_settings, explained_variance
 from redline.trainer.finite import BadStep, BadSteps
 from redline.trainer.forward import by_token, chosen_logprobs, network_inputs, recompute
 from redline.trainer.micro_batches import MicroBatch, MicroBatchPlan, plan_micro_batches
+from redline.trainer.mini_batches import UpdatePlace, divide, part_of
 from redline.trainer.off_policy import correction_for
 from redline.trainer.optimizer import MasterAdamW
 from redline.trainer.parallel import Parallel
 from redline.trainer.place import find_place
 from redline.trainer.random_state import restore_random_state
 from redline.trainer.reference import Reference
+from redline.trainer.reports import of_step
 from redline.trainer.staging import Staging, Values
 from redline.trainer.token_numbers import TokenNumbers, batch_advantages, batch_weights, reward_kl
 from redline.trainer.totals import PlannedStep, SeenStep, StepTotals
@@ -77,6 +82,10 @@ class PolicyTrainer:
     ) -> None:
         """Takes the network over: converts it to `dtype`, and freezes it where an adapter is trained. `advantages` and
         `max_new_tokens` are those of the recipe's rollouts; a batch that is not finite may end in the folder `bad_steps`."""
+        recomputes, _ = recomputes_old_logprobs(config, str(dtype).removeprefix("torch."))
+        config = config.model_copy(update={"recompute_old_logprobs": recomputes})
+        self._has_anchor = recomputes and config.updates_per_step > 1
+        self._seed = seed
         self._decoder, self._dtype, self._temperature, self._config = decoder, dtype, temperature, config
         self._estimator: AdvantageEstimator = advantages
         self._max_new_tokens = max_new_tokens
@@ -108,9 +117,11 @@ class PolicyTrainer:
         self._writer = CheckpointWriter()
         self._version = 0
         self.before_update: Callable[[], None] = lambda: None
-        """Called before the weights are overwritten, which others may be reading."""
+        """Called before the first update of a step overwrites the weights, which others may be reading. Until the step is over
+        they are no version of the policy."""
         self.after_update: Callable[[], None] = lambda: None
-        """Called when the device has been told to: whoever reads the weights on another stream than this has to wait for it."""
+        """Called when the device has been told of the last: whoever reads the weights on another stream than this has to wait
+        for it."""
 
     def _recompute_in_backward(self) -> None:
         kind = self._config.gradient_checkpointing
@@ -149,17 +160,60 @@ class PolicyTrainer:
         budget = self._budgets()
         found = self._look_first(batch)
         numbers = cache(lambda: self._numbers(batch, found))  # made when the device has something to do meanwhile
-        plan, totals = self._in_memory(batch, budget, lambda plan: (plan, self._run(plan, numbers)), self._optimizer)
+        parts = divide(batch, self._config.mini_batches, self._config.epochs, (self._seed, self._version))
+        updates: list[StepReport] = []
+        critic: list[CriticReport] = []
+        bad: list[BadStep] = []
+        for number, groups in enumerate(parts):
+            part, place = part_of(batch, groups), UpdatePlace(number, len(parts))
+            weighed = numbers if part is batch else cache(lambda part=part: self._weighed(numbers(), part))
+            updates.append(self._take_update(part, budget, weighed, place, bad))
+            if self._critic and not updates[-1].skipped:
+                critic.append(self._train_critic(part, weighed(), found["values"]))
+        if bad:
+            self._bad_steps.bad(bad[0], batch)
+        else:
+            self._bad_steps.good()
+        self._version += 1
+        return self._report(batch, numbers(), updates, critic, found)
+
+    def _take_update(
+        self,
+        part: TrainBatch,
+        budget: TokenBudget,
+        numbers: Callable[[], TokenNumbers],
+        place: UpdatePlace,
+        bad: list[BadStep],
+    ) -> StepReport:
+        """One update of the policy by a mini-batch. One that is not finite is skipped, and `bad` gets to know why."""
+        plan, totals = self._in_memory(part, budget, lambda plan: (plan, self._run(plan, numbers)), self._optimizer)
         self._largest_micro_batch = max(self._largest_micro_batch, plan.largest_micro_batch)
         known = PlannedStep.of(plan, self._optimizer.learning_rate(self._version), training_flops(self._flops, plan.load))
-        seen = self._update(batch, totals, known.learning_rate)
-        critic = self._train_critic(batch, numbers(), found["values"]) if self._critic and not seen.skipped else None
-        self._version += 1
-        kl = numbers().reward_kl
-        extra = {} if kl is None else {"kl": kl}
-        extra |= {} if critic is None else critic.metrics
-        extra |= {"lag_corrected": 1.0} if correction_for(batch.lags, self._config) is not self._config else {}
-        return totals.report(known, seen, extra)
+        return totals.report(known, self._update(totals, known.learning_rate, place, bad), {})
+
+    def _weighed(self, numbers: TokenNumbers, part: TrainBatch) -> TokenNumbers:
+        """The numbers of the batch, with the weights of the mean over a part of it."""
+        return replace(numbers, weights_T=batch_weights(part, self._config, self._max_new_tokens))
+
+    def _report(
+        self,
+        batch: TrainBatch,
+        numbers: TokenNumbers,
+        updates: list[StepReport],
+        critic: list[CriticReport],
+        found: Mapping[str, np.ndarray],
+    ) -> StepReport:
+        report = of_step(updates)
+        extra = dict(report.extra)
+        if numbers.reward_kl is not None:
+            extra["kl"] = numbers.reward_kl
+        if critic:
+            assert numbers.returns_T is not None
+            explained = explained_variance(found["values"][batch.loss_mask], numbers.returns_T[batch.loss_mask])
+            extra |= CriticReport.of_step(critic, explained).metrics
+        if correction_for(batch.lags, self._config) is not self._config:
+            extra["lag_corrected"] = 1.0
+        return replace(report, extra=extra)
 
     def _plan(self, batch: TrainBatch, max_tokens: int) -> MicroBatchPlan:
         place = self._parallel.place
@@ -224,27 +278,30 @@ class PolicyTrainer:
             "logprob": logprobs_M.detach(),
             "old logprob": given["old_logprobs_M"],
             "advantage": given["advantages_M"],
+            **({"anchor logprob": given["anchor_logprobs_M"]} if self._has_anchor else {}),
         }
         totals.add(micro_batch, policy, seen, entropy_M.detach())
 
-    def _update(self, batch: TrainBatch, totals: StepTotals, learning_rate: float) -> SeenStep:
-        """What came of the step, which is skipped where the loss or the gradient is not finite."""
+    def _update(self, totals: StepTotals, learning_rate: float, place: UpdatePlace, bad: list[BadStep]) -> SeenStep:
+        """What came of the update, which is skipped where the loss or the gradient is not finite.
+
+        Whoever shares the weights is kept from them from the first update of a step to the last."""
         with span("trainer.optimizer", device=True, version=self._version):
             self._weights.sum_gradients(self._optimizer.gradients())
             loss = self._parallel.sum_of(totals.loss)
             norms = self._optimizer.norms(loss)
             sent = totals.send(self._parallel, norms)
-            self.before_update()
+            if place.is_first:
+                self.before_update()
             self._optimizer.update(learning_rate, norms)
             self._weights.changed()
-            self.after_update()
+            if place.is_last:
+                self.after_update()
             seen = sent.read()
-        if not seen.skipped:
-            self._bad_steps.good()
-            return seen
-        bad = BadStep(self._version, float(loss), seen.grad_norm, tuple(norms.bad_parameters()), tuple(totals.bad_tokens()))
-        self._tell(f"skipped: {bad}")
-        self._bad_steps.bad(bad, batch)
+        if seen.skipped:
+            names, tokens = tuple(norms.bad_parameters()), tuple(totals.bad_tokens())
+            bad.append(BadStep(self._version, float(loss), seen.grad_norm, names, tokens, place.name))
+            self._tell(f"skipped: {bad[-1]}")
         return seen
 
     def _on_any_rank(self, here: bool) -> bool:
@@ -257,7 +314,7 @@ class PolicyTrainer:
 
     def _look_first(self, batch: TrainBatch) -> dict[str, np.ndarray]:
         """What other passes than the step's own have to say of each token: float32[T] by name, only what the recipe needs."""
-        if not (self._reference or self._critic or self._config.recompute_old_logprobs):
+        if not (self._reference or self._critic or self._has_anchor):
             return {}
         parts, values = self._in_memory(batch, self._forward_budget, self._look)
         return {name: self._by_token(batch, parts, each) for name, each in values.items()}
@@ -278,7 +335,7 @@ class PolicyTrainer:
         found: dict[str, list[Tensor]] = {}
         if self._reference:
             found["reference"] = self._reference.logprobs(parts, share)
-        if self._config.recompute_old_logprobs:
+        if self._has_anchor:
             with span("trainer.recompute", version=self._version):
                 found["anchor"] = recompute(self._decoder, parts, self._temperature, share_of=share)
         if self._critic:

@@ -292,7 +292,7 @@ def _phases(setup: Setup, sizes: Sizes) -> list[Phase]:
     config = setup.config
     phases = [Phase("loading", _loading(setup))]
     phases.append(_with_gaps(setup, "generation", always, _generation(setup)))
-    if config.needs_reference or config.trainer.recompute_old_logprobs or config.needs_critic:
+    if config.needs_reference or config.needs_anchor or config.needs_critic:
         phases.append(_with_gaps(setup, "logprob passes", always, _passes(setup, sizes)))
     phases.append(_with_gaps(setup, "forward/backward", always, _training(setup, sizes.training_tokens)))
     phases.append(_with_gaps(setup, "optimizer step", always, _optimizer(setup)))

@@ -235,12 +235,15 @@ def estimate_time(setup: Setup, memory: MemoryEstimate, rates: Rates) -> TimeEst
     config, sizes = setup.config, memory.sizes
     tokens = setup.mean_tokens_per_rank
     phases = [_timed("generation", generation_cost(setup, rates), rates.generation)]
-    passes = int(config.needs_reference) + int(config.trainer.recompute_old_logprobs) + int(config.needs_critic)
+    epochs, updates = config.trainer.epochs, config.trainer.updates_per_step
+    passes = int(config.needs_reference) + int(config.needs_anchor) + int(config.needs_critic)
     if passes:
         each = pass_cost(setup, tokens, math.ceil(tokens / sizes.forward_tokens), rates)
         phases.append(_timed("logprob passes", each.times(passes), rates.training))
-    step = training_cost(setup, tokens, math.ceil(tokens / sizes.training_tokens), rates)
-    optimizer = optimizer_cost(setup, rates)
+    mini_batches = config.trainer.mini_batches
+    micro_batches = mini_batches * math.ceil(tokens / mini_batches / sizes.training_tokens)
+    step = training_cost(setup, tokens, micro_batches, rates).times(epochs)
+    optimizer = optimizer_cost(setup, rates).times(updates)
     phases.append(_timed("forward/backward", step, rates.training))
     phases.append(_timed("optimizer step", optimizer, rates.optimizer))
     if config.needs_critic:

@@ -1,0 +1,43 @@
+"""The reports of a step's updates, as one report of the step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+from redline.types import StepReport
+
+
+def of_step(updates: Sequence[StepReport]) -> StepReport:
+    """One update is its own report. Of several, the loss and the gradient norm are means over updates, what is a mean over
+    tokens stays one, and what is counted is summed. Updates that were skipped enter no mean, unless all were."""
+    if len(updates) == 1:
+        return updates[0]
+    taken = [update for update in updates if not update.skipped] or updates
+    tokens = [update.num_trained_tokens for update in taken]
+
+    def over_tokens(value: Callable[[StepReport], float]) -> float:
+        return sum(count * value(update) for count, update in zip(tokens, taken, strict=True)) / sum(tokens)
+
+    extra = {name: over_tokens(lambda update, name=name: update.extra[name]) for name in taken[0].extra}  # type: ignore[misc]
+    return replace(
+        taken[0],
+        loss=_mean([update.loss for update in taken]),
+        grad_norm=_mean([update.grad_norm for update in taken]),
+        entropy=over_tokens(lambda update: update.entropy),
+        clip_fraction=over_tokens(lambda update: update.clip_fraction),
+        mismatch_kl=over_tokens(lambda update: update.mismatch_kl),
+        max_ratio=max(update.max_ratio for update in taken),
+        num_tokens=sum(update.num_tokens for update in updates),
+        num_trained_tokens=sum(update.num_trained_tokens for update in updates),
+        num_micro_batches=sum(update.num_micro_batches for update in updates),
+        imbalance=_mean([update.imbalance for update in updates]),
+        num_padding_tokens=sum(update.num_padding_tokens for update in updates),
+        flops=sum(update.flops for update in updates),
+        skipped=any(update.skipped for update in updates),
+        extra={**extra, "updates": len(taken), "grad_norm_max": max(update.grad_norm for update in taken)},
+    )
+
+
+def _mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values)
