@@ -20,6 +20,7 @@ from redline.models.tiny import tiny_tokenizer
 from redline.telemetry import RunFolder
 
 STEPS, CHECKPOINT = 6, 3
+SEVERAL_UPDATES = {"trainer/updates", "trainer/grad_norm_max"}
 CRITIC_KEYS = {"value_loss", "explained_variance", "value_clip_fraction", "critic_grad_norm"}
 
 pytestmark = pytest.mark.slow
@@ -34,11 +35,11 @@ class Recipe:
 
 
 RECIPES: dict[str, Recipe] = {
-    "dapo": Recipe({"algorithm": "dapo"}, {}, {"rollouts/reward_overlong_mean"}),
+    "dapo": Recipe({"algorithm": "dapo"}, {}, {"rollouts/reward_overlong_mean", *SEVERAL_UPDATES}),
     "ppo": Recipe(
         {"algorithm": "ppo", "kl_coef": 0.05, "critic": {"learning_rate": 1e-3, "warmup_steps": 2}},
         {},
-        {"trainer/kl"} | {f"trainer/{key}" for key in CRITIC_KEYS},
+        {"trainer/kl", *SEVERAL_UPDATES} | {f"trainer/{key}" for key in CRITIC_KEYS},
     ),
     "adapter": Recipe({"lora": {"rank": 4}, "kl_coef": 0.05}, {}, {"trainer/kl"}),
     "reward model": Recipe(
@@ -49,7 +50,7 @@ RECIPES: dict[str, Recipe] = {
     "ppo, adapter, reward model": Recipe(
         {"algorithm": "ppo", "lora": {"rank": 4}, "kl_coef": 0.05, "gradient_checkpointing": "selective"},
         {"reward_model": {"path": "judge"}},
-        {"rollouts/reward_reward_model_mean", "trainer/kl"} | {f"trainer/{key}" for key in CRITIC_KEYS},
+        {"rollouts/reward_reward_model_mean", "trainer/kl", *SEVERAL_UPDATES} | {f"trainer/{key}" for key in CRITIC_KEYS},
     ),
 }
 
@@ -102,6 +103,9 @@ def test_metrics_say_what_the_algorithm_did(finished: tuple[Recipe, RunFolder]) 
         assert not row["trainer/skipped"]
         assert all(math.isfinite(row[key]) for key in recipe.keys)
     assert any(row["trainer/grad_norm"] > 0 for row in found)
+    if recipe.keys > SEVERAL_UPDATES:
+        assert max(row["trainer/updates"] for row in found) > 1
+        assert max(row["trainer/clip_fraction"] or 0 for row in found) > 0, "the paper's clip never had an effect"
     if "kl" in str(recipe.keys):
         assert found[0]["trainer/kl"] == pytest.approx(0, abs=1e-6), "the reference is the policy before the first step"
         assert found[-1]["trainer/kl"] != 0

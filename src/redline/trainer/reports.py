@@ -9,11 +9,15 @@ from redline.types import StepReport
 
 
 def of_step(updates: Sequence[StepReport]) -> StepReport:
-    """One update is its own report. Of several, the loss and the gradient norm are means over updates, what is a mean over
-    tokens stays one, and what is counted is summed. Updates that were skipped enter no mean, unless all were."""
+    """One report of all updates of a step, where a recipe has several; a step may still have had one.
+
+    The loss and the gradient norm are means over updates, what is a mean over tokens stays one, and what is counted is summed.
+    Updates that were skipped enter no mean, unless all were."""
+    taken = [update for update in updates if not update.skipped]
+    counts = {"updates": len(taken), "grad_norm_max": max(update.grad_norm for update in taken or updates)}
+    taken = taken or list(updates)
     if len(updates) == 1:
-        return updates[0]
-    taken = [update for update in updates if not update.skipped] or updates
+        return replace(updates[0], extra={**updates[0].extra, **counts})
     tokens = [update.num_trained_tokens for update in taken]
 
     def over_tokens(value: Callable[[StepReport], float]) -> float:
@@ -35,7 +39,7 @@ def of_step(updates: Sequence[StepReport]) -> StepReport:
         num_padding_tokens=sum(update.num_padding_tokens for update in updates),
         flops=sum(update.flops for update in updates),
         skipped=any(update.skipped for update in updates),
-        extra={**extra, "updates": len(taken), "grad_norm_max": max(update.grad_norm for update in taken)},
+        extra={**extra, **counts},
     )
 
 

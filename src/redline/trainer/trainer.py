@@ -203,7 +203,7 @@ class PolicyTrainer:
         critic: list[CriticReport],
         found: Mapping[str, np.ndarray],
     ) -> StepReport:
-        report = of_step(updates)
+        report = of_step(updates) if self._config.updates_per_step > 1 else updates[0]
         extra = dict(report.extra)
         if numbers.reward_kl is not None:
             extra["kl"] = numbers.reward_kl
