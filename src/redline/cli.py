@@ -312,9 +312,11 @@ def plan(
 
     Exit code 0: it fits. 1: it does not.
     """
-    from redline.config import load_recipe
+    from redline.config import load_recipe, refuse_without_effect
+    from redline.config.algorithms import fill_algorithm
 
     config = load_recipe(recipe, overrides or [])
+    refuse_without_effect(fill_algorithm(config)[0])
     from redline.lab.plan.plan import make_plan
     from redline.lab.plan.table import show_plan
 

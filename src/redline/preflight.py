@@ -55,6 +55,12 @@ def check(config: Config, run: Path | None = None) -> Checked:
     on. Imports torch and transformers, and fetches the small files of a model from the hub."""
     check_placement(config)
     _check_writable(config.run.folder, "run.folder") if run is None else _check_writable(run, "the run folder")
+    return check_inputs(config)
+
+
+def check_inputs(config: Config) -> Checked:
+    """The same for whoever runs a recipe without leaving a run folder."""
+    check_placement(config)
     notes: list[str] = []
     tasks = load_tasks(config)
     if config.rollouts.evaluation.num_tasks and not tasks.held_out:
@@ -83,7 +89,7 @@ def load_tasks(config: Config) -> LoadedTasks:
 
 
 def check_placement(config: Config) -> None:
-    """Refuse what needs more than one process."""
+    """Refuse what needs more than one process, or another device."""
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         raise ConfigError("several processes were started, but this version trains a run with one", "start it without torchrun")
     trainer = config.trainer
@@ -96,6 +102,11 @@ def check_placement(config: Config) -> None:
     for key, (value, possible) in of_several.items():
         if value not in possible:
             raise ConfigError(f"{key} = {value}: this version trains a run with one process", "leave it out")
+    if trainer.offload_optimizer and config.run.device == "cpu":
+        raise ConfigError(
+            "trainer.offload_optimizer: on the CPU the optimizer's state is in host memory already",
+            "set trainer.offload_optimizer=false; trainer.optimizer_states=int8 makes it smaller",
+        )
 
 
 def _check_device(config: Config) -> None:

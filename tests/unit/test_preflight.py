@@ -277,6 +277,10 @@ def test_what_needs_several_processes_is_refused(recipes: Recipes, section: str,
     assert error.message == f"{section}.{key} = {value}: this version trains a run with one process"
 
 
+def test_what_needs_another_device_is_refused(recipes: Recipes) -> None:
+    assert recipes.refusal(trainer={"offload_optimizer": True}).message.startswith("trainer.offload_optimizer: on the CPU")
+
+
 def test_several_processes_are_refused(recipes: Recipes, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WORLD_SIZE", "2")
     assert "several processes were started" in recipes.refusal().message

@@ -22,7 +22,7 @@ from redline.config import load_recipe, refuse_without_effect, resolve
 from redline.errors import CompareError, ConfigError
 from redline.lab.settings import make_settings
 from redline.lab.worker import Job
-from redline.preflight import check
+from redline.preflight import check_inputs
 
 GIT = "git:"
 OWN_SOURCE = Path(redline.__file__).parents[1]
@@ -87,7 +87,7 @@ def _recipe_task(recipe: Path, overrides: Sequence[str], is_own: bool = True) ->
     if is_own:
         config = resolve(load_recipe(recipe, overrides)).config
         refuse_without_effect(config)
-        check(config)
+        check_inputs(config)
     elif not recipe.is_file():
         raise ConfigError(f"{recipe}: no such recipe", "give the path of a YAML recipe, such as recipes/demo.yaml")
     return {"recipe": str(recipe.resolve()), "overrides": list(overrides)}

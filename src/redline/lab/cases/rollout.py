@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from rich.console import Console
 
-from redline.config import Config, load_recipe, resolve, validate
+from redline.config import Config, load_recipe, refuse_without_effect, resolve, validate
 from redline.engine import NativeEngine
 from redline.lab import roofline
 from redline.lab.contest import OURS
@@ -34,6 +34,7 @@ from redline.launch import prepare_process
 from redline.models.flops import NetworkCost
 from redline.models.hf import load_decoder, load_tokenizer, stop_token_ids
 from redline.models.sources import model_folder
+from redline.preflight import check_inputs
 from redline.rollouts import Chat, SingleTurnRollouts, make_task_source
 from redline.rollouts.reward_model import RewardModel
 from redline.telemetry import Recorder, RunFolder, recording
@@ -195,7 +196,10 @@ def recipe_of(settings: RolloutSettings) -> Config:
         given = {f"rollouts.{key}": value for key, value in sizes.items() if key in settings.model_fields_set}
         given |= {f"engine.{key}": value for key, value in engine.items()} | {f"run.{key}": value for key, value in run.items()}
         given |= {"run.seed": settings.seed} if "seed" in settings.model_fields_set else {}
-        return resolve(load_recipe(settings.recipe, [f"{key}={json.dumps(value)}" for key, value in given.items()])).config
+        config = resolve(load_recipe(settings.recipe, [f"{key}={json.dumps(value)}" for key, value in given.items()])).config
+        refuse_without_effect(config)
+        check_inputs(config)
+        return config
     recipe = {
         "run": {**run, "seed": settings.seed},
         "model": {"path": settings.model, "dtype": settings.dtype},
