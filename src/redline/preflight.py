@@ -179,10 +179,7 @@ def _check_reward_model(config: Config) -> None:
     from redline.rollouts.reward_model import check_classifier
 
     folder = small_files(wanted, config.run.seed)
-    if folder is None:
-        raise ConfigError(
-            f"rollouts.reward_model.path = {wanted!r}: a .gguf file holds no classifier", "give a Hugging Face folder or hub id"
-        )
+    assert folder is not None, "a .gguf file is no reward model, and was refused with the recipe"
     check_classifier(folder)
 
 

@@ -230,7 +230,15 @@ def test_a_reward_model_that_is_not_there_is_refused_with_its_key(recipes: Recip
     task = recipes.recipe().rollouts.task.model_dump()
     error = recipes.refusal(rollouts={"task": task, "reward_model": {"path": "/nowhere/judge"}})
     assert isinstance(error, ConfigError)
-    assert error.message == "rollouts.reward_model.path = '/nowhere/judge': no such folder"
+    assert error.message == "rollouts.reward_model.path = '/nowhere/judge': no such model folder"
+
+
+@pytest.mark.parametrize("path", ["builtin:tiny", "judge.gguf", __file__])
+def test_a_reward_model_that_is_no_folder_is_refused(recipes: Recipes, path: str) -> None:
+    task = recipes.recipe().rollouts.task.model_dump()
+    error = recipes.refusal(rollouts={"task": task, "reward_model": {"path": path}})
+    assert error.message == f"rollouts.reward_model.path = {path!r}: no such model folder"
+    assert error.hint.endswith("of a sequence classifier with one label")
 
 
 def test_a_reward_model_that_is_no_classifier_with_one_label_is_refused(recipes: Recipes) -> None:

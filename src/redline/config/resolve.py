@@ -64,9 +64,9 @@ def resolve(config: Config) -> Resolved:
 
 
 def _check_paths(config: Config) -> None:
-    _check_model("model.path", config.model.path)
+    _check_model(config.model.path)
     if config.rollouts.reward_model.path is not None:
-        _check_model("rollouts.reward_model.path", config.rollouts.reward_model.path)
+        _check_reward_model(config.rollouts.reward_model.path)
     task = config.rollouts.task
     if task.kind == "jsonl" and not task.path.is_file():
         raise ConfigError(f"rollouts.task.path = {str(task.path)!r}: no such file", "give a file with one JSON object per line")
@@ -90,24 +90,37 @@ def _installed(package: str) -> bool:
         return False
 
 
-def _check_model(key: str, path: str) -> None:
+def _check_model(path: str) -> None:
     if path.startswith("builtin:"):
         if path not in BUILTIN_MODELS:
-            raise ConfigError(f"{key} = {path!r}: no such built-in model", f"one of {', '.join(BUILTIN_MODELS)}")
+            raise ConfigError(f"model.path = {path!r}: no such built-in model", f"one of {', '.join(BUILTIN_MODELS)}")
         return
     local = Path(path).expanduser()
     if local.is_dir():
         if not (local / "config.json").is_file():
-            raise ConfigError(f"{key} = {path!r}: the folder has no config.json", "give a Hugging Face model folder")
+            raise ConfigError(f"model.path = {path!r}: the folder has no config.json", "give a Hugging Face model folder")
     elif path.endswith(".gguf"):
         if not local.is_file():
-            raise ConfigError(f"{key} = {path!r}: no such file", "give the path of a .gguf file")
-    elif path.count("/") != 1 or path.startswith((".", "/", "~")):
+            raise ConfigError(f"model.path = {path!r}: no such file", "give the path of a .gguf file")
+    elif not _may_be_hub_id(path):
         raise ConfigError(
-            f"{key} = {path!r}: no such folder",
+            f"model.path = {path!r}: no such folder",
             "give a Hugging Face folder, a .gguf file, a hub id such as Qwen/Qwen2.5-0.5B-Instruct, or "
             + " or ".join(BUILTIN_MODELS),
         )
+
+
+def _check_reward_model(path: str) -> None:
+    folder = Path(path).expanduser()
+    if not (folder / "config.json").is_file() and (folder.exists() or not _may_be_hub_id(path)):
+        raise ConfigError(
+            f"rollouts.reward_model.path = {path!r}: no such model folder",
+            "give a Hugging Face folder or hub id of a sequence classifier with one label",
+        )
+
+
+def _may_be_hub_id(path: str) -> bool:
+    return path.count("/") == 1 and not path.startswith((".", "/", "~"))
 
 
 def _device(asked: str) -> tuple[str, str]:
