@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import itertools
 import os
 import shutil
 import signal
@@ -22,10 +23,11 @@ from stored import SIGNAL, attempts, filled, num_segments, numbered, ready_numbe
 from redline.buffer.buffer import GroupBuffer
 from redline.buffer.columns import Rows, group_nodes
 from redline.buffer.group_store import GroupState
+from redline.buffer.index import GroupIndex, GroupRow
 from redline.buffer.memory_store import MemoryStore
 from redline.buffer.packing import pack
 from redline.buffer.segments import read_segment
-from redline.buffer.store import TrajectoryStore
+from redline.buffer.store import UNDECIDED, TrajectoryStore, _as_of
 from redline.buffer.stored_groups import pack_stored
 from redline.config.schema import BufferConfig
 from redline.types import TrainBatch, TrajectoryGroup, VersionSpan
@@ -720,3 +722,21 @@ def test_the_dataset_of_pyarrow_is_the_folder(tmp_path: Path) -> None:
 
 def test_the_states_are_those_of_every_store() -> None:
     assert [state.value for state in GroupState] == ["in_flight", "ready", "leased", "trained", "dropped"]
+
+
+def test_a_resume_looks_at_every_group_that_may_be_in_another_state_then(tmp_path: Path) -> None:
+    """Whatever is left out of the look is, at that version, as it is now."""
+    versions = (None, 0, 1, 2, 3)
+    rows = [
+        GroupRow(number, state, 0, 1.0, oldest_version=newest, newest_version=newest, trained_version=trained, settled_at=2.0)
+        for number, (state, newest, trained) in enumerate(itertools.product(GroupState, versions, versions))
+        if (trained is None) != (state in (GroupState.TRAINED, GroupState.LEASED))
+    ]
+    index = GroupIndex(tmp_path)
+    index.put(rows)
+    for version in range(5):
+        looked_at = {row.number for row in index.rows(UNDECIDED, version, version)}
+        left_out = [row for row in rows if row.number not in looked_at]
+        assert all(_as_of(row, version, is_there=there) == row for row in left_out for there in (False, True))
+        assert left_out
+    index.close()

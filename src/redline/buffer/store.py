@@ -32,6 +32,9 @@ from redline.types import TrajectoryGroup, VersionSpan
 
 SETTLED = (GroupState.TRAINED, GroupState.DROPPED)
 UNSETTLED = "state NOT IN ('trained', 'dropped')"
+UNDECIDED = """NOT (state = 'trained' AND trained_version < ?)
+AND NOT (state = 'dropped' AND (newest_version IS NULL OR newest_version < ?))"""
+"""Groups that may be in another state at an earlier version (`_as_of`): few, however long the run."""
 BYTES_PER_TOKEN = 9
 """The token, its logprob, and whether it was chosen."""
 PORTIONS = 4
@@ -173,7 +176,7 @@ class TrajectoryStore:
         again, changed, marks = list[int](), list[GroupRow](), dict[int, list[GroupRow]]()
         before = dict[int, GroupRow]()
         with self._explained():
-            for row in self._index.rows():  # all are compared with their checksums, and few are kept
+            for row in self._index.rows(UNDECIDED, version, version):
                 now = _as_of(row, version, is_there=row.segment in self._segments)
                 if now.state is GroupState.IN_FLIGHT:
                     again.append(row.number)

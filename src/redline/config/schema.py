@@ -490,7 +490,7 @@ class OpenTelemetryConfig(Section):
     endpoint: str = Field("http://127.0.0.1:4318", pattern=r"^https?://")
     """A collector that takes OTLP over HTTP."""
     min_span_ms: float = Field(1.0, ge=0)
-    """Spans shorter than this are not sent: a step may hold thousands. `trace.json` has them all."""
+    """Spans shorter than this are not sent: a step may hold thousands. `trace.json` has them."""
 
 
 class AlertsConfig(Section):

@@ -2,7 +2,7 @@
 
 span() ──► Recorder ──┬──► Ledger        every nanosecond of a lane has one owner; the rest is `unaccounted`
                       ├──► MetricsLog    the same sums, per step
-                      └──► TraceWriter   every span, for ui.perfetto.dev
+                      └──► TraceWriter   spans, for ui.perfetto.dev
 """
 
 from __future__ import annotations

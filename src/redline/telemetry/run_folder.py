@@ -3,7 +3,7 @@
 runs/demo-001/
   config.json         the resolved recipe            metrics.jsonl       one row per step
   environment.json    the machine and the versions   evaluations.jsonl   one row per evaluation
-  ledger.json         where the time went            trace.json          every span
+  ledger.json         where the time went            trace.json          spans, the first and the newest
   trajectories/       what was sampled (Arrow)       checkpoints/        to resume from       model/  the result
   failure.json        why it ended with an error
 """
