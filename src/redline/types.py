@@ -385,9 +385,10 @@ class TrainBatch:
 
 @dataclass(slots=True, frozen=True)
 class StepReport:
-    """What one optimizer step did; every value is a mean over trained tokens unless its name says otherwise."""
+    """What one step did; every value is a mean over trained tokens unless its name says otherwise."""
 
     loss: float
+    """With several updates per step their mean, as is the gradient norm."""
     grad_norm: float
     """Global L2 norm before clipping."""
     learning_rate: float
@@ -410,7 +411,7 @@ class StepReport:
     """Operations that the policy's forward and backward passes need (`models/flops.py`): no padding, a group's prompt once,
     nothing for what is computed again."""
     skipped: bool = False
-    """The loss or the gradient was not finite, and the weights are as before."""
+    """The loss or the gradient was not finite, and the update of it was not made."""
     extra: Mapping[str, float] = field(default_factory=dict)
     """What only some recipes have: `kl`, `masked` (share of tokens without weight), `value_loss`, …"""
 

@@ -404,6 +404,19 @@ def test_shorter_answers_take_less_time_and_no_less_memory() -> None:
     assert half.memory.worst.total == whole.memory.worst.total
 
 
+def test_more_epochs_take_more_passes_and_more_mini_batches_more_updates() -> None:
+    def seconds(**trainer: Any) -> dict[str, float]:
+        return {phase.name: phase.seconds for phase in make_plan(recipe(trainer=trainer), "h100").time.phases}
+
+    one, divided, twice = seconds(), seconds(mini_batches=4), seconds(epochs=2)
+    assert twice["forward/backward"] == pytest.approx(2 * one["forward/backward"])
+    assert twice["optimizer step"] == pytest.approx(2 * one["optimizer step"])
+    assert divided["optimizer step"] == pytest.approx(4 * one["optimizer step"])
+    assert divided["forward/backward"] >= one["forward/backward"]
+    assert "logprob passes" in divided.keys() & twice.keys()
+    assert "logprob passes" not in one
+
+
 def test_a_plan_is_one_json_document_that_adds_up() -> None:
     plan = plan_of(HALF, "h100")
     document = json.loads(json.dumps(plan.as_json()))

@@ -68,7 +68,7 @@ class RunConfig(Section):
     seed: int = Field(0, ge=0, lt=2**31)
     """Decides every random choice of the run: tasks, samples, initial weights of built-in models."""
     steps: PositiveInt = 100
-    """Optimizer steps."""
+    """Steps to take. A step is one batch and one version of the policy, by one update of AdamW or several."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """`auto` takes a CUDA device if there is one."""
     num_threads: PositiveInt | None = None
@@ -366,7 +366,7 @@ class TrainerConfig(Section):
     """Discount of a reward per token, with `rollouts.advantages: gae`."""
     gae_lambda: float = Field(0.95, ge=0, le=1)
     """With `gae`: 1 trusts the rewards alone, 0 the critic's next value alone."""
-    recompute_old_logprobs: Literal["auto"] | bool = "auto"
+    recompute_old_logprobs: Literal["auto", True, False] = "auto"
     """The old policy of the loss is the trainer's own at the beginning of the step (`true`), not the engine that sampled
     (`false`). With several updates per step that takes a pass over the batch, with one it takes none. `auto` is `true` where a
     step has several updates, or `loss: gspo` would clip the rounding of bfloat16; `loss: cispo` and `reinforce` need it not."""
