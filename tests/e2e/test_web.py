@@ -291,6 +291,22 @@ LATENCY = """async () => {
 }"""
 
 
+def test_a_long_run_says_what_a_point_stands_for_and_keeps_its_extremes(watched: Watched, tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "run-001", 6000)
+    lines = folder.metrics.read_text().splitlines()
+    lines[1233] = json.dumps(json.loads(lines[1233]) | {"trainer/loss": 5.0})
+    folder.metrics.write_text("\n".join(lines) + "\n")
+    folder.ledger.touch()
+    watched.open(report(folder, tmp_path / "report.html"))
+    assert "Of the first 6,000 steps, a point of a chart stands for 10" in watched.page.inner_text("p.notice")
+    assert all(pixels > 100 for pixels in watched.charts().values())
+    watched.page.click("details.metrics summary")
+    row = watched.page.inner_text("details.metrics tr:has-text('trainer/loss')").split()
+    assert row[3] == "5"
+    assert "of the first 6,000 steps" in watched.page.inner_text("table:has-text('waiting for rollouts') th")
+    assert watched.errors == []
+
+
 @pytest.mark.slow
 def test_a_run_of_ten_thousand_steps_answers_as_one_of_a_hundred(browser, tmp_path: Path) -> None:
     """Both wait for the next frame, in the same browser; more steps may cost a part of a frame, not many."""
