@@ -17,6 +17,7 @@ with us is an assert, and keeps its traceback.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -79,9 +80,25 @@ class Caught:
 
 @contextmanager
 def boundary() -> Iterator[Caught]:
-    """Stop whatever a user's code raises, so that the caller can record it as a `Failure`. The only broad `except` here."""
+    """Stop whatever a user's code raises, so that the caller can record it as a `Failure`. The only broad `except` here.
+
+    Not only errors: a `sys.exit()` in a reward, or the panic of a library, would end its thread without a word. Ctrl-C goes
+    through; it reaches the main thread alone, so that a KeyboardInterrupt anywhere else is one that somebody raised.
+    """
     caught = Caught()
     try:
         yield caught
     except Exception as error:
         caught.error = error
+    except GeneratorExit:
+        raise
+    except BaseException as error:
+        if isinstance(error, KeyboardInterrupt) and threading.current_thread() is threading.main_thread():
+            raise
+        stopped = TaskError(f"{type(error).__name__}: {error}", "let it raise an error that is no end of the program")
+        caught.error = stopped.with_traceback(error.__traceback__)
+
+
+def in_words(error: BaseException) -> str:
+    """`ValueError: no number`; of an error of ours the message alone, which says it all."""
+    return error.message if isinstance(error, RedlineError) else f"{type(error).__name__}: {error}".removesuffix(": ")

@@ -30,10 +30,13 @@ from redline.models.trainable_lora import merged_tensors, save_adapter
 from redline.ports import Engine, Rollouts
 from redline.preflight import LoadedTasks, check_placement, load_tasks
 from redline.rollouts import BackgroundRollouts, Chat, SingleTurnRollouts, SteppedElsewhere
+from redline.rollouts.prompts import Prompts, prompt_limit
 from redline.rollouts.reward_model import RewardModel
+from redline.rollouts.tasks import JsonlTasks
 from redline.telemetry import Progress, Recorder, RunFolder, describe_environment, process_start_ns, recording, span, write_json
 from redline.telemetry.device_time import DeviceTimer
 from redline.telemetry.durable import replacing_folder
+from redline.telemetry.failed_attempts import WORTH_SAYING
 from redline.telemetry.failure import recording_failure
 from redline.telemetry.host import Host
 from redline.telemetry.learning import Learning
@@ -248,6 +251,8 @@ def build(config: Config, folder: RunFolder, progress: Progress, tasks: LoadedTa
         )
     engine = NativeEngine(decoder, config.engine, tokenizer)
     chat = Chat(tokenizer, config.rollouts.system_prompt, config.rollouts.prompt_suffix, config.rollouts.answer_prefix)
+    max_prompt_tokens = prompt_limit(config.rollouts, min(engine.limits.max_len, engine.limits.cache_tokens))
+    held_out = _without_bad_prompts(tasks, Prompts(chat, config.rollouts, max_prompt_tokens, engine.check), progress)
     judge = _load_reward_model(config, device, dtype)
     attempts = SingleTurnRollouts(
         tasks.source,
@@ -258,6 +263,8 @@ def build(config: Config, folder: RunFolder, progress: Progress, tasks: LoadedTa
         config.run.seed,
         judge,
         tasks.num_workers,
+        max_prompt_tokens,
+        engine.check,
     )
     rollouts, shared_engine = _place_rollouts(config, attempts, engine, trainer)
     store = _make_store(config, folder, progress.note)
@@ -281,8 +288,23 @@ def build(config: Config, folder: RunFolder, progress: Progress, tasks: LoadedTa
         decoder=decoder,
         source=source,
         store=store,
-        held_out=tasks.held_out,
+        held_out=held_out,
     )
+
+
+def _without_bad_prompts(tasks: LoadedTasks, prompts: Prompts, progress: Progress) -> list[Task]:
+    """The held-out tasks, once the rows of a file whose prompts the model cannot take are left out of it. Any other source is
+    asked for its tasks as they come: looking at all of them beforehand would take as long as the run."""
+    if not isinstance(tasks.source, JsonlTasks):
+        return tasks.held_out
+    with span("rollouts.setup"):
+        left_out = tasks.source.leave_out(prompts.refusal)
+    if left_out:
+        task, failure = left_out[0]
+        more = f" and {len(left_out) - 1} more" if len(left_out) > 1 else ""
+        progress.note(f"left out of {tasks.source.path}: {task.id} ({failure.reason}){more}")
+    refused = {task.id for task, _ in left_out}
+    return [task for task in tasks.held_out if task.id not in refused]
 
 
 def _place_rollouts(
@@ -424,6 +446,8 @@ def _summary(
     if missed := [verdict for verdict in judged if verdict.met is False]:
         console.print(target_table(missed))
     learning = Learning(MetricsLog.read(folder.metrics), config.rollouts.group_size)
+    if watch.failures.share > WORTH_SAYING:
+        console.print(f"{watch.failures.sentence()}; see redline show {folder.path} --failures", soft_wrap=True)
     for line in _what_was_learned(config, folder, learning, finished):
         console.print(line, soft_wrap=True)
     if not finished:
@@ -437,6 +461,9 @@ def _summary(
         "why_not": learning.why_not,
         "evaluation": {str(version): reward for version, reward in sorted(watch.rewards.items())},
         "accuracy": {str(version): share for version, share in sorted(watch.accuracies.items())},
+        "attempts": watch.failures.num_attempts,
+        "failures": watch.failures.num_failed,
+        "failure_reason": str(watch.failures.commonest) if watch.failures.commonest else None,
         "targets": [asdict(verdict) for verdict in judged],
         "unaccounted_fraction": ledger.lanes["main"].unaccounted_fraction,
         "wall_s": ledger.lanes["main"].wall_ns / 1e9,

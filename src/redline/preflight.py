@@ -20,6 +20,7 @@ from redline.errors import ConfigError, RedlineError, TaskError, boundary
 from redline.ports import TaskSource
 from redline.rollouts import Chat, make_task_source
 from redline.rollouts.checked_tasks import held_out_tasks, training_task
+from redline.rollouts.prompts import Prompts, prompt_limit
 from redline.rollouts.rewards import max_reward_workers
 from redline.telemetry import span
 from redline.types import Task
@@ -148,27 +149,22 @@ def _check_model(config: Config, tasks: Sequence[Task], notes: list[str]) -> Non
         return
     is_whole = Path(path).expanduser().is_dir() or path.startswith("builtin:") or path.endswith(".gguf")
     positions = check_folder(folder, with_weights=is_whole)
-    chat = Chat(load_tokenizer(folder), config.rollouts.system_prompt, config.rollouts.prompt_suffix)
+    rollouts = config.rollouts
+    chat = Chat(load_tokenizer(folder), rollouts.system_prompt, rollouts.prompt_suffix, rollouts.answer_prefix)
     longest = min(config.engine.max_model_len or positions, positions)
-    lengths = _those_that_can(tasks, lambda task: _prompt_length(chat, task, config, longest), "prompts cannot be used", notes)
+    prompts = Prompts(chat, config.rollouts, prompt_limit(config.rollouts, longest))
+    lengths = _those_that_can(tasks, lambda task: _prompt_length(prompts, task), "prompts cannot be used", notes)
     notes.append(f"{len(lengths)} prompts looked at: {min(lengths)} to {max(lengths)} tokens, of {longest} with the answer")
 
 
-def _prompt_length(chat: Chat, task: Task, config: Config, longest: int) -> int:
+def _prompt_length(prompts: Prompts, task: Task) -> int:
     with boundary() as caught:
-        length = len(chat.prompt_ids(task))
-    if caught.error is not None:
-        raise TaskError(
-            f"task {task.id}: the model's chat template refuses it: {caught.error}", "change the messages of the task"
-        ) from caught.error
-    new = config.rollouts.max_new_tokens
-    if length + new > longest:
-        raise TaskError(
-            f"task {task.id}: a prompt of {length} tokens and rollouts.max_new_tokens = {new} exceed the {longest} positions of"
-            f" {'engine.max_model_len' if longest == config.engine.max_model_len else config.model.path}",
-            "lower rollouts.max_new_tokens, or shorten the prompts",
-        )
-    return length
+        return len(prompts.tokens(task))
+    if isinstance(caught.error, RedlineError):
+        raise TaskError(f"task {task.id}: {caught.error.message}", caught.error.hint)
+    raise TaskError(
+        f"task {task.id}: the model's chat template refuses it: {caught.error}", "change the messages of the task"
+    ) from caught.error
 
 
 def _check_reward_model(config: Config) -> None:

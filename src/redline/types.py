@@ -236,8 +236,16 @@ class Failure:
     """Why an attempt has no reward; recorded, never raised into the loop."""
 
     stage: str
-    """Which boundary caught it: "environment" or "reward"."""
+    """Where it was: "task" (the task source gave none), "prompt" (no prompt could be made of it, or the engine refused it),
+    "reward" (the task's `score`, or a reward model)."""
     reason: str
+    where: str = ""
+    """The place in the user's code, where it was there: `rewards.py:7, in score: return 1 / 0`. Stored with the reason."""
+    hint: str = ""
+    """What to do about it, where that is known; kept in memory only."""
+
+    def __str__(self) -> str:
+        return f"{self.stage}: {self.reason}" + (f", at {self.where}" if self.where else "")
 
 
 @dataclass(slots=True, frozen=True)
@@ -266,7 +274,8 @@ class Trajectory:
     """One attempt at a task."""
 
     token_ids: np.ndarray
-    """int32[tokens]: the prompt and everything after it, as the engine saw it."""
+    """int32[tokens]: the prompt and everything after it, as the engine saw it; a single 0 where the attempt failed before the
+    engine saw anything, since no sequence is without a token."""
     loss_mask: np.ndarray
     """bool[tokens]: True where the policy chose the token."""
     logprobs: np.ndarray

@@ -24,6 +24,7 @@ from redline.errors import DamagedCheckpointError, RunFolderError, boundary
 from redline.ports import Trainer
 from redline.rollouts.accuracy import accuracy
 from redline.telemetry import MetricsLog, Progress, Recorder, RunFolder, TraceWriter, span, write_json
+from redline.telemetry.failed_attempts import WORTH_SAYING, FailureTally
 from redline.telemetry.failure import steps_logged
 from redline.telemetry.ledger import by_section
 from redline.telemetry.listeners import Listeners
@@ -38,6 +39,8 @@ from redline.types import FinishReason, StepReport, Task, TrainBatch, Trajectory
 
 _CHECKPOINT = re.compile(r"step-(\d{6,})")
 NUM_SAMPLES_SHOWN = 3
+MAX_FAILED_STEPS = 3
+"""Steps in a row of which every attempt may fail, once some have not."""
 NUM_GROUPS_SHOWN = 2
 """With all their attempts, to listeners that want to see some of what was sampled."""
 
@@ -91,6 +94,14 @@ class RunWatch:
         """Of these, tokens that an earlier process sampled."""
         self.num_groups_counted = 0
         """In the rows up to the checkpoint that the run was resumed from."""
+        self.failures = FailureTally()
+        """Of all attempts that this process has made, evaluations apart."""
+        self._num_taken_over = 0
+        """The first of the groups that have arrived: an earlier process made them."""
+        self._failed_in_a_row = 0
+        """Steps of which every attempt failed, up to the last."""
+        self._any_reward = False
+        """An attempt that this process made has got one."""
         self._reward = math.nan
         """Mean of the last that arrived."""
         self._interrupted = False
@@ -116,15 +127,19 @@ class RunWatch:
             metrics |= self._engine_parts.mark()
             metrics |= _speed_beside(metrics)
             metrics |= self._buffer_metrics()
-            self._listeners.step(self._metrics.append(version, metrics))
+            failed = FailureTally()
+            failed.add(t for group in self._groups[self._num_taken_over :] for t in group.trajectories)
+            self._listeners.step(self._metrics.append(version, metrics | _reason(failed)))
             if self._groups and self._listeners.want_trajectories:
                 self._listeners.trajectories({"step": version, "samples": sampled(self._groups)})
             if self._groups:
                 self._reward = metrics["rollouts/reward_mean"]
-            self._groups, self._taken_over_tokens = [], 0
+            self.failures.add(t for group in self._groups[self._num_taken_over :] for t in group.trajectories)
+            self._groups, self._num_taken_over, self._taken_over_tokens = [], 0, 0
             speed, seconds = metrics["engine/tokens_per_s"], metrics["run/step_s"]
-            self._progress.step(version, self._reward, speed, seconds, step_phases(metrics))
+            self._progress.step(version, self._reward, speed, seconds, step_phases(metrics), failed.share)
             self._write_spans(version)
+        self._stop_where_all_fails(failed, version)
         if self._profiler:
             self._profiler.step_ends()  # reads the spans of its step where they stand in the trace
         if self._trace:
@@ -150,6 +165,19 @@ class RunWatch:
         target = self._config.rollouts.evaluation.stop_at
         reached = target is not None and any(reward >= target for version, reward in self.rewards.items() if version)
         return reached or self._trainer.version >= self._config.run.steps
+
+    def _stop_where_all_fails(self, failed: FailureTally, version: int) -> None:
+        """Nothing is learned from failures alone. The first step of a process tells of a mistake; later ones may be an outage,
+        and what was trained before is saved."""
+        if not failed.num_attempts:
+            return
+        self._failed_in_a_row = self._failed_in_a_row + 1 if failed.all_failed else 0
+        self._any_reward |= not failed.all_failed
+        if failed.all_failed and not self._any_reward:
+            raise failed.stop(f"step {version}, the first of this process,")
+        if self._failed_in_a_row == MAX_FAILED_STEPS:
+            self.checkpoint()
+            raise failed.stop(f"step {version}, as of the {MAX_FAILED_STEPS - 1} before it,")
 
     def _write_spans(self, version: int) -> None:
         spans = self._recorder.drain()
@@ -200,6 +228,10 @@ class RunWatch:
         with span("run.evaluate", version=version):
             attempts = self._evaluate(self._held_out)
             answers = [t for trajectories in attempts for t in trajectories]
+            failed = FailureTally()
+            failed.add(answers)
+            if failed.all_failed and version == 0:
+                raise failed.stop("the first evaluation")
             found, rewards = accuracy(answers), [t.reward for t in answers]
             seconds = time.perf_counter() - started
             self.rewards[version] = sum(rewards) / len(rewards)
@@ -216,12 +248,15 @@ class RunWatch:
                 **({} if found is None else {"evaluation/accuracy": found}),
                 "evaluation/num_tasks": len(attempts),
                 "evaluation/num_answers": len(rewards),
+                "evaluation/failures": failed.num_failed,
                 "evaluation/seconds": seconds,
                 "evaluation/samples": [asdict(example) for example in examples],
             }
             self._evaluations.rewind(version - 1)  # a resumed run may evaluate a version once more
             self._listeners.evaluation(self._evaluations.append(version, row))
         self._progress.evaluation(f"held-out, step {version}", self.rewards[version], len(rewards), seconds, found)
+        if failed.share > WORTH_SAYING:
+            self._progress.note(f"held-out, step {version}: {failed.sentence()}")
 
     def _keep_samples(self, version: int, examples: list[SampleAnswer]) -> None:
         self.samples[version] = examples
@@ -303,6 +338,7 @@ class RunWatch:
     def take_over(self, groups: Sequence[TrajectoryGroup]) -> None:
         """Groups of an earlier process that no row counts: the next one does. The engine's speed is not theirs."""
         self._groups += groups
+        self._num_taken_over = len(self._groups)
         self._taken_over_tokens += sum(t.num_completion_tokens for group in groups for t in group.trajectories)
 
     def close(self) -> None:
@@ -351,6 +387,11 @@ def saying_how_to_continue(folder: RunFolder) -> Iterator[None]:
                 f"stopped at once; continue {where} with: redline train {folder.path} --resume", soft_wrap=True
             )
         raise
+
+
+def _reason(failed: FailureTally) -> dict[str, str]:
+    """Why most of a step's failures failed, for its row."""
+    return {"rollouts/failure_reason": str(failed.commonest)} if failed.commonest else {}
 
 
 def _speed_beside(metrics: Mapping[str, float]) -> dict[str, float]:

@@ -35,9 +35,11 @@ def decoder(tmp_path: Path) -> AnyDecoder:
     return load_decoder(tmp_path)
 
 
-def single_turn(engine: NativeEngine, tasks: FakeTasks | None = None, *, workers: int = 1) -> SingleTurnRollouts:
-    chat = Chat(TOKENIZER, None, "")
-    return SingleTurnRollouts(tasks or FakeTasks(), engine, chat, CONFIG, (3,), 5, max_reward_workers=workers)
+def single_turn(
+    engine: NativeEngine, tasks: FakeTasks | None = None, *, workers: int = 1, task_timeout_s: float = 60.0
+) -> SingleTurnRollouts:
+    chat, config = Chat(TOKENIZER, None, ""), CONFIG.model_copy(update={"task_timeout_s": task_timeout_s})
+    return SingleTurnRollouts(tasks or FakeTasks(), engine, chat, config, (3,), 5, max_reward_workers=workers)
 
 
 @pytest.fixture
@@ -102,28 +104,73 @@ def test_what_goes_wrong_in_the_thread_reaches_the_caller(engine: NativeEngine, 
     rollouts.close()
 
 
-def test_a_task_that_cannot_be_made_is_an_error_of_the_run(engine: NativeEngine) -> None:
+def test_a_task_that_cannot_be_made_is_a_group_of_failures_and_the_others_go_on(engine: NativeEngine) -> None:
     class NoTasks(FakeTasks):
         def train(self, index: int):  # type: ignore[no-untyped-def]
-            raise TaskError("no more tasks", "add some")
+            if index == 1:
+                raise TaskError("no more tasks", "add some")
+            return super().train(index)
 
     rollouts = BackgroundRollouts(single_turn(engine, NoTasks()), engine)
-    rollouts.begin([0], 0)
-    with pytest.raises(TaskError, match="no more tasks"):
-        rollouts.finished()
+    rollouts.begin([0, 1, 2], 4)
+    groups = all_of(rollouts, 3)
+    assert {t.failure and t.failure.reason for t in groups[1].trajectories} == {"no more tasks"}
+    assert groups[1].versions.oldest == 4
+    assert all(t.failure is None for number in (0, 2) for t in groups[number].trajectories)
     rollouts.close()
 
 
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
-def test_a_reward_that_ends_the_thread_ends_the_run_and_leaves_nobody_waiting(engine: NativeEngine) -> None:
+def test_a_task_that_never_comes_holds_up_no_pause_and_no_other_group(engine: NativeEngine) -> None:
+    begun, end = threading.Event(), threading.Event()
+
+    class Hanging(FakeTasks):
+        def train(self, index: int):  # type: ignore[no-untyped-def]
+            if index == 1:
+                begun.set()
+                end.wait(60)
+            return super().train(index)
+
+    rollouts = BackgroundRollouts(single_turn(engine, Hanging(), task_timeout_s=2.0), engine)
+    rollouts.begin([0, 1, 2], 0)
+    assert begun.wait(30)
+    began = time.monotonic()
+    rollouts.pause()
+    rollouts.resume()
+    assert time.monotonic() - began < 1.0, "weights are updated meanwhile"
+    groups = all_of(rollouts, 3)
+    assert [t.failure is None for t in (groups[n].trajectories[0] for n in range(3))] == [True, False, True]
+    end.set()
+    rollouts.close()
+
+
+def test_a_task_that_is_abandoned_leaves_its_worker_behind(engine: NativeEngine) -> None:
+    begun, end = threading.Event(), threading.Event()
+
+    class Hanging(FakeTasks):
+        def train(self, index: int):  # type: ignore[no-untyped-def]
+            if index == 0:
+                begun.set()
+                end.wait(60)
+            return super().train(index)
+
+    rollouts = BackgroundRollouts(single_turn(engine, Hanging()), engine)
+    rollouts.begin([0, 1], 0)
+    assert begun.wait(30)
+    rollouts.abandon([0])
+    assert all_of(rollouts, 1).keys() == {1}
+    end.set()
+    rollouts.close()
+
+
+def test_a_reward_that_exits_fails_its_attempts_and_ends_nothing(engine: NativeEngine) -> None:
     class Exits(FakeTasks):
         def score(self, task, text):  # type: ignore[no-untyped-def]
             raise SystemExit(3)
 
     rollouts = BackgroundRollouts(single_turn(engine, Exits()), engine)
     rollouts.begin([0], 0)
-    with pytest.raises(TaskError, match="ended the thread"):
-        rollouts.finished()
+    [group] = all_of(rollouts, 1).values()
+    assert {t.failure and t.failure.reason for t in group.trajectories} == {"SystemExit: 3"}
     rollouts.close()
 
 

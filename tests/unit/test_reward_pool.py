@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from redline.errors import TaskError
-from redline.rollouts.reward_helpers import RewardHelpers
 from redline.rollouts.reward_pool import RewardPool
 from redline.telemetry import Recorder, recording, span
 from redline.telemetry.activity import ActivityProbe
@@ -254,54 +253,3 @@ def test_closing_waits_for_all_of_them_together_and_no_longer() -> None:
     assert 0.09 < time.monotonic() - began < 0.35, "four of them, one patience"
     assert not any(state.name.startswith("rewards") for state in workers_now())
     let_go(works)
-
-
-# ── helpers ────────────────────────────────────────────────────────────────────────────────────────────────────────────
-
-
-@pytest.fixture
-def helpers() -> Iterator[RewardHelpers]:
-    helpers = RewardHelpers(4)
-    yield helpers
-    helpers.close()
-
-
-def num_helpers() -> int:
-    return sum(thread.name.startswith("helpers") for thread in threading.enumerate())
-
-
-def test_answers_that_wait_are_scored_together_and_come_in_order(helpers: RewardHelpers) -> None:
-    def slow(number: int) -> int:
-        time.sleep(0.03 if number % 2 else 0.04)
-        return number
-
-    began = time.perf_counter()
-    assert helpers.results([lambda n=n: slow(n) for n in range(16)]) == list(range(16))  # type: ignore[misc]
-    assert time.perf_counter() - began < 0.7 * 16 * 0.035
-    assert num_helpers() == 4
-    assert helpers.results([lambda n=n: slow(n) for n in range(3)]) == list(range(3))  # type: ignore[misc]
-
-
-def test_answers_that_compute_or_take_no_time_need_no_help(helpers: RewardHelpers) -> None:
-    assert helpers.results([lambda: sum(range(100_000)) for _ in range(10)]) == [sum(range(100_000))] * 10
-    assert helpers.results([]) == []
-    assert num_helpers() == 0
-
-
-def test_where_one_thread_is_allowed_nobody_helps() -> None:
-    names = RewardHelpers(1).results([lambda: (time.sleep(0.03), threading.current_thread())[1]] * 3)
-    assert names == [threading.current_thread()] * 3
-
-
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
-def test_whoever_ends_a_helper_leaves_nobody_waiting(helpers: RewardHelpers) -> None:
-    def leave() -> None:
-        raise SystemExit(3)
-
-    with pytest.raises(TaskError, match="ended the thread"):
-        helpers.results([lambda: time.sleep(0.05), leave, leave])
-    helpers.close()
-    deadline = time.monotonic() + 10
-    while num_helpers():
-        assert time.monotonic() < deadline
-        time.sleep(0.001)

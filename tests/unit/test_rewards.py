@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from redline.errors import TaskError
-from redline.rollouts.rewards import extract_answer, finite_parts, max_reward_workers, overlong_penalty, total_reward
+from redline.rollouts.rewards import extract_answer, max_reward_workers, overlong_penalty, reward_parts, total_reward
 
 
 @pytest.mark.parametrize(
@@ -85,11 +85,11 @@ def test_a_weight_for_a_part_the_task_does_not_have_is_refused_with_the_parts() 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 def test_a_reward_that_is_no_finite_number_is_refused(value: float) -> None:
     with pytest.raises(TaskError, match=r"(?s)reward part correct = .*: not a finite number.*hint: make `score` return finite"):
-        finite_parts({"format": 1.0, "correct": value})
+        reward_parts({"format": 1.0, "correct": value})
 
 
 def test_the_parts_of_a_reward_become_plain_floats() -> None:
-    parts = finite_parts({"correct": True, "format": np.float32(0.5)})
+    parts = reward_parts({"correct": True, "format": np.float32(0.5)})
     assert parts == {"correct": 1.0, "format": 0.5}
     assert {type(value) for value in parts.values()} == {float}
 

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import asyncio
 import math
 import threading
 import time
@@ -8,13 +9,15 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from fakes import FakeEngine, FakeTasks, completion
 from transformers import PreTrainedTokenizerFast
 
 from redline.config.schema import RolloutsConfig
-from redline.errors import TaskError
+from redline.errors import ConfigError, TaskError
 from redline.models.tiny import tiny_tokenizer
 from redline.rollouts import Chat, SingleTurnRollouts
+from redline.rollouts.prompts import prompt_limit
 from redline.types import Completion, Failure, FinishReason, GenerateRequest, Task, TrajectoryGroup
 
 TOKENIZER = tiny_tokenizer()
@@ -34,20 +37,32 @@ def say(*answers: str) -> FakeEngine:
     return FakeEngine(answer=answer)
 
 
+def settings_of(**config: Any) -> RolloutsConfig:
+    given = {"task": {"kind": "import", "path": "tests:Fake"}, "groups_per_step": 3, "group_size": 2, "max_new_tokens": 9}
+    return RolloutsConfig(**{**given, **config})
+
+
+def strict_tokenizer() -> PreTrainedTokenizerFast:
+    """One whose template refuses roles that it does not know."""
+    tokenizer = tiny_tokenizer()
+    refusal = "{% for m in messages %}{% if m.role == 'nobody' %}{{ raise_exception('no such role') }}{% endif %}{% endfor %}"
+    tokenizer.chat_template = refusal + str(tokenizer.chat_template)
+    return tokenizer
+
+
 def make_rollouts(
-    tasks: FakeTasks, engine: FakeEngine, *, seed: int = 0, workers: int = 1, **config: Any
+    tasks: FakeTasks,
+    engine: FakeEngine,
+    *,
+    seed: int = 0,
+    workers: int = 1,
+    tokenizer: PreTrainedTokenizerFast = TOKENIZER,
+    **config: Any,
 ) -> SingleTurnRollouts:
-    settings = RolloutsConfig(
-        **{
-            "task": {"kind": "import", "path": "tests:Fake"},
-            "groups_per_step": 3,
-            "group_size": 2,
-            "max_new_tokens": 9,
-            **config,
-        }
-    )
-    chat = Chat(TOKENIZER, settings.system_prompt, settings.prompt_suffix)
-    return SingleTurnRollouts(tasks, engine, chat, settings, (END,), seed, max_reward_workers=workers)
+    settings = settings_of(**config)
+    chat = Chat(tokenizer, settings.system_prompt, settings.prompt_suffix)
+    limit = settings.max_prompt_tokens
+    return SingleTurnRollouts(tasks, engine, chat, settings, (END,), seed, max_reward_workers=workers, max_prompt_tokens=limit)
 
 
 def collect(rollouts: SingleTurnRollouts, num_groups: int, version: int) -> Sequence[TrajectoryGroup]:
@@ -60,7 +75,7 @@ def by_answer(scores: dict[str, Any]) -> FakeTasks:
     """A reward that is looked up, or raised, by the answer."""
 
     def score(task: Task, text: str) -> Any:
-        if isinstance(scores[text], Exception):
+        if isinstance(scores[text], BaseException):
             raise scores[text]
         return scores[text]
 
@@ -112,9 +127,16 @@ def test_the_reward_is_the_weighted_sum_of_its_parts_and_the_parts_stay_as_they_
     assert group.trajectories[0].reward_parts == {"correct": 1.0, "format": 0.5}
 
 
-def test_a_weight_for_a_part_that_no_reward_has_ends_the_run_with_its_name() -> None:
-    with pytest.raises(TaskError, match=r"rollouts\.reward_weights\.fromat"):
-        collect(make_rollouts(FakeTasks(), say("x"), reward_weights={"fromat": 1.0}), 1, version=0)
+def test_a_reward_without_a_part_that_has_a_weight_is_a_failure_with_the_name_of_the_part() -> None:
+    tasks = by_answer({"both": {"correct": 1.0, "format": 1.0}, "one": {"correct": 1.0}, "none": {"correct": 0, "format": 0}})
+    [group] = collect(make_rollouts(tasks, say("both", "one", "none"), group_size=3, reward_weights={"format": 1.0}), 1, 0)
+    both, one, none = group.trajectories
+    assert (both.reward, one.reward, none.reward) == (2.0, 0.0, 0.0)
+    assert one.failure is not None
+    assert one.failure.reason == "rollouts.reward_weights.format: the task's reward has no such part"
+    assert one.failure.where.endswith("in score")
+    assert both.failure is none.failure is None
+    np.testing.assert_allclose(group.advantages, [1.0, 0.0, -1.0], atol=1e-5)
 
 
 # ── length ─────────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -251,9 +273,14 @@ BAD_SCORES = {
     "raised": (ValueError("no number"), "ValueError: no number"),
     "nan": ({"correct": math.nan}, "correct = nan: not a finite number"),
     "inf": ({"correct": 1.0, "bonus": math.inf}, "bonus = inf: not a finite number"),
-    "text": ({"correct": "much"}, "could not convert"),
-    "nothing": (None, "AttributeError"),
-    "number": (1.0, "AttributeError"),
+    "text": ({"correct": "much"}, "`score` returned correct = 'much', a str; each part must be a number"),
+    "nothing": (None, "`score` returned None; it must return a number, or named numbers"),
+    "list": ([1.0], "`score` returned [1.0], a list; it must return a number, or named numbers"),
+    "array": (np.ones(2), "`score` returned array([1., 1.]), a ndarray; it must return a number, or named numbers"),
+    "a name that is none": ({1: 1.0}, "`score` returned a part called 1, a int; names are texts"),
+    "huge": ({"correct": 1e39}, "reward part correct = 1e+39: not a finite number, too large for float32"),
+    "huge together": ({"correct": 3e38, "format": 3e38}, "the weighted sum of the reward = 6e+38: not a finite number"),
+    "end": (SystemExit(3), "SystemExit: 3"),
 }
 
 
@@ -277,12 +304,176 @@ def test_a_group_whose_every_reward_fails_has_no_signal() -> None:
     assert group.advantages.tolist() == [0.0, 0.0]
 
 
-def test_a_keyboard_interrupt_inside_a_reward_is_not_swallowed() -> None:
+@pytest.mark.parametrize("number", [1, 0.5, True, np.float32(0.25), np.array(3.0), torch.tensor(2.0), torch.tensor([2.0])])
+def test_a_reward_may_be_a_number(number: Any) -> None:
+    [group] = collect(make_rollouts(FakeTasks(lambda task, text: number), say("x")), 1, version=0)
+    assert [t.failure for t in group.trajectories] == [None, None]
+    assert group.trajectories[0].reward == float(number)
+    assert dict(group.trajectories[0].reward_parts) == {"reward": float(number)}
+
+
+def test_a_reward_may_be_a_coroutine() -> None:
+    class Tasks(FakeTasks):
+        async def score(self, task: Task, text: str) -> float:  # type: ignore[override]
+            await asyncio.sleep(0)
+            if text == "bad":
+                raise ValueError("not this one")
+            return float(len(text))
+
+    rollouts = make_rollouts(Tasks(), say("one", "three", "bad"), group_size=3)
+    [group] = collect(rollouts, 1, version=0)
+    assert [t.reward for t in group.trajectories] == [3.0, 5.0, 0.0]
+    failure = group.trajectories[2].failure
+    assert failure is not None
+    assert failure.reason == "ValueError: not this one"
+    assert "in score: raise ValueError" in failure.where
+    rollouts.close()
+
+
+def test_ctrl_c_goes_through_a_reward_that_the_main_thread_calls() -> None:
     def interrupted(task: Task, text: str) -> dict[str, float]:
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        collect(make_rollouts(FakeTasks(interrupted), say("x")), 1, version=0)
+        collect(make_rollouts(FakeTasks(interrupted), say("x"), reward_timeout_s=None), 1, version=0)
+
+
+def test_a_reward_that_does_not_return_in_time_fails_its_attempt_alone() -> None:
+    end = threading.Event()
+
+    def score(task: Task, text: str) -> float:
+        return float(end.wait(30)) if text == "slow" else 1.0
+
+    rollouts = make_rollouts(FakeTasks(score), say("quick", "slow", "x"), group_size=3, reward_timeout_s=0.2)  # type: ignore[arg-type]
+    [group] = collect(rollouts, 1, version=0)
+    end.set()
+    assert [t.failure and t.failure.reason for t in group.trajectories] == [None, "`score` did not return within 0.2 s", None]
+    rollouts.close()
+
+
+# ── tasks that fail ────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+class SomeTasks(FakeTasks):
+    """Task 1 is whatever a test says."""
+
+    def __init__(self, bad: Any) -> None:
+        super().__init__(lambda task, text: {"length": float(len(text))})
+        self._bad = bad
+
+    def train(self, index: int) -> Task:
+        if index != 1:
+            return super().train(index)
+        if isinstance(self._bad, BaseException):
+            raise self._bad
+        return self._bad  # type: ignore[no-any-return]
+
+
+LONG = Task("long", [{"role": "user", "content": "say it again " * 50}])
+BAD_TASKS: dict[str, tuple[Any, str, str]] = {
+    "raises": (IndexError("no more rows"), "train(1)", "task: IndexError: no more rows, at test_runner.py:"),
+    "exits": (SystemExit(3), "train(1)", "task: SystemExit: 3"),
+    "dict": ({"id": "x"}, "train(1)", "task: rollouts.task: train(1) gave a dict, not a Task"),
+    "text": (Task("t", "a question"), "train(1)", "whose messages are a str, not a list"),  # type: ignore[arg-type]
+    "long": (LONG, "long", "prompt: a prompt of "),
+    "refused by the template": (
+        Task("odd", [{"role": "nobody", "content": "a"}]),
+        "odd",
+        "prompt: TemplateError: no such role",
+    ),
+}
+
+
+@pytest.mark.parametrize(("bad", "task_id", "reason"), BAD_TASKS.values(), ids=BAD_TASKS.keys())
+def test_a_task_that_cannot_be_posed_is_a_group_of_failed_attempts_and_the_others_go_on(
+    bad: Any, task_id: str, reason: str
+) -> None:
+    alone = collect(make_rollouts(FakeTasks(), engine := say("one", "three")), 3, version=0)
+    rollouts = make_rollouts(SomeTasks(bad), say("one", "three"), max_prompt_tokens=60, tokenizer=strict_tokenizer())
+    rollouts.begin([0, 1, 2], 7)
+    groups = rollouts.finished()
+    assert [group.number for group in groups] == [0, 1, 2]
+    failed = groups[1]
+    assert failed.task_id == task_id
+    assert len(failed.trajectories) == 2
+    assert not failed.has_signal
+    assert (failed.versions.oldest, failed.versions.newest) == (7, 7), "a batch of this version may hold it"
+    for attempt in failed.trajectories:
+        assert reason in str(attempt.failure)
+        assert (attempt.num_completion_tokens, attempt.reward) == (0, 0.0)
+    assert [group.has_signal for group in groups] == [True, False, True]
+    for one, other in ((alone[0], groups[0]), (alone[2], groups[2])):
+        assert [t.token_ids.tolist() for t in one.trajectories] == [t.token_ids.tolist() for t in other.trajectories]
+    assert len(engine.requests) == 3
+
+
+def test_a_held_out_task_that_is_too_long_fails_and_the_others_are_answered() -> None:
+    rollouts = make_rollouts(SomeTasks(None), say("one"), max_prompt_tokens=60)
+    held_out = [*FakeTasks().held_out(1), LONG, *FakeTasks().held_out(1)]
+    assert [[t.failure is None for t in attempts] for attempts in rollouts.evaluate(held_out)] == [[True], [False], [True]]
+
+
+def test_where_no_task_can_be_posed_the_engine_is_asked_for_nothing() -> None:
+    engine = say("x")
+    rollouts = make_rollouts(SomeTasks(ValueError("no")), engine)
+    rollouts.begin([1], 0)
+    assert [t.failure is not None for t in rollouts.finished()[0].trajectories] == [True, True]
+    assert not engine.calls
+
+
+def test_a_task_that_does_not_come_in_time_fails_and_the_others_are_attempted() -> None:
+    end = threading.Event()
+
+    class Slow(FakeTasks):
+        def train(self, index: int) -> Task:
+            if index == 1:
+                end.wait(30)
+            return super().train(index)
+
+    rollouts = make_rollouts(Slow(), say("x"), task_timeout_s=0.2)
+    groups = collect(rollouts, 3, version=0)
+    end.set()
+    failures = [group.trajectories[0].failure for group in groups]
+    assert failures[0] is failures[2] is None
+    assert "`train` did not return within 0.2 s" in str(failures[1])
+    rollouts.close()
+
+
+def test_a_long_prompt_loses_the_beginning_of_its_last_question_and_nothing_else() -> None:
+    messages = [{"role": "user", "content": "first"}, {"role": "assistant", "content": "yes"}]
+    task = Task("t", [*messages, {"role": "user", "content": "".join(f"word{i} " for i in range(80)) + "the end"}])
+    chat = Chat(TOKENIZER, "be brief", " now")
+    whole = chat.prompt_ids(task)
+    limit = len(whole) - 50
+    cut = chat.shortened_prompt_ids(task, limit)
+    assert limit - 20 < len(cut) <= limit
+    text = TOKENIZER.decode(cut)
+    assert "be brief" in text
+    assert "first" in text
+    assert "the end now" in text
+    assert "word0" not in text
+    assert chat.shortened_prompt_ids(task, len(whole)).tolist() == whole.tolist()
+    assert len(chat.shortened_prompt_ids(task, 3)) > 3, "the rest of the conversation is not cut"
+
+
+def test_a_long_prompt_is_attempted_where_it_may_be_truncated() -> None:
+    engine = say("one", "three")
+    rollouts = make_rollouts(SomeTasks(LONG), engine, max_prompt_tokens=60, long_prompts="truncate")
+    groups = collect(rollouts, 3, version=0)
+    assert [group.task_id for group in groups] == ["task/0", "long", "task/2"]
+    assert all(t.failure is None for group in groups for t in group.trajectories)
+    assert len(engine.requests[1].prompt_ids) <= 60
+
+
+@pytest.mark.parametrize(("wanted", "limit"), [(None, 91), (91, 91), (20, 20)])
+def test_a_prompt_may_have_what_the_answer_leaves_or_less(wanted: int | None, limit: int) -> None:
+    assert prompt_limit(settings_of(max_prompt_tokens=wanted), 100) == limit
+
+
+@pytest.mark.parametrize(("wanted", "max_len", "key"), [(92, 100, "max_prompt_tokens"), (None, 9, "max_new_tokens")])
+def test_lengths_that_cannot_be_are_refused_with_the_key(wanted: int | None, max_len: int, key: str) -> None:
+    with pytest.raises(ConfigError, match=rf"(?s)rollouts\.{key} = .*hint: lower it to"):
+        prompt_limit(settings_of(max_prompt_tokens=wanted), max_len)
 
 
 # ── chat ───────────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -403,22 +594,11 @@ def test_several_threads_score_a_batch_as_one_does() -> None:
         return groups
 
     alone, together = batch(1), batch(4)
-    assert names == {"MainThread", "helpers", "helpers-2", "helpers-3", "helpers-4"}
+    assert names == {"score", "score-2", "score-3", "score-4"}
     assert [group.number for group in together] == [group.number for group in alone] == list(range(6))
     for one, other in zip(alone, together, strict=True):
         np.testing.assert_array_equal(one.advantages, other.advantages)
         for a, b in zip(one.trajectories, other.trajectories, strict=True):
             assert (a.text, a.reward, a.reward_parts, a.failure) == (b.text, b.reward, b.reward_parts, b.failure)
     failures = [t.failure for group in together for t in group.trajectories if t.failure]
-    assert failures == [Failure("reward", "ValueError: not this one")]
-
-
-def test_a_weight_for_no_part_is_refused_whoever_scores() -> None:
-    def score(task: Task, text: str) -> dict[str, float]:
-        time.sleep(0.03)
-        return {"correct": 1.0} if task.id == "task/0" else {"other": 1.0}
-
-    rollouts = make_rollouts(FakeTasks(scores=score), say("one", "two"), workers=4, reward_weights={"correct": 2.0})
-    with pytest.raises(TaskError, match="the task's reward has no such part"):
-        collect(rollouts, 3, 0)
-    rollouts.close()
+    assert [failure.reason for failure in failures] == ["ValueError: not this one"]

@@ -142,7 +142,7 @@ def _turns(loss_mask: np.ndarray, lengths: np.ndarray, versions: np.ndarray) -> 
 
 
 def _failure(attempt: Trajectory) -> str | None:
-    return f"{attempt.failure.stage}: {attempt.failure.reason}" if attempt.failure else None
+    return str(attempt.failure) if attempt.failure else None
 
 
 def _list(lengths: np.ndarray, offset_bytes: int, values: np.ndarray) -> _ColumnNodes:

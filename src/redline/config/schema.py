@@ -182,6 +182,18 @@ class RolloutsConfig(Section):
     """Words that the assistant's turn begins with, such as `The final answer is`. They are a part of the prompt: the policy
     continues them and is not trained on them, and `score` sees only what the policy wrote. First answers become short and
     scorable where a model would otherwise begin with a preamble."""
+    max_prompt_tokens: PositiveInt | None = None
+    """Most tokens of a prompt, chat template included; null is what `max_new_tokens` leaves of the longest sequence."""
+    long_prompts: Literal["drop", "truncate"] = "drop"
+    """What becomes of a task whose prompt has more. `drop`: a JSONL file is read without it, any other source's task is a
+    recorded failure when its turn comes. `truncate`: the last user message loses its beginning and keeps its end."""
+    task_timeout_s: float | None = Field(300.0, gt=0)
+    """Seconds that a call of the task source's `train` may take; then the task counts as failed, and the run goes on without
+    it. null waits for ever."""
+    reward_timeout_s: float | None = Field(300.0, gt=0)
+    """Seconds that a call of `score` may take; then its attempt counts as failed. To be able to give one up, calls are made in
+    threads of their own. null waits for ever, and in lockstep calls `score` in the main thread, if one thread is all there may
+    be: for code that works nowhere else."""
     reward_weights: dict[str, float] = {}
     """Weight of each named part of the reward; a part that is not named here weighs 1."""
     reward_model: RewardModelConfig = RewardModelConfig()
@@ -226,7 +238,7 @@ class BufferConfig(Section):
     group_timeout_s: float | None = Field(3600.0, gt=0)
     """Seconds after which a group that is still under way is given up, with that reason, and another task is attempted in its
     place; null waits for ever. Give it more time than the longest answers need: what it drops is not trained on. In lockstep
-    nobody looks at the clock meanwhile."""
+    nobody looks at this clock: a step takes as long as `rollouts.task_timeout_s` and `rollouts.reward_timeout_s` let it."""
     keep_trajectories: bool = True
     """Keep groups as Arrow files in the run folder."""
     max_bytes: PositiveInt | None = 8 << 30

@@ -129,9 +129,13 @@ class NativeEngine:
 
     # ── requests ───────────────────────────────────────────────────────────────────────────────────────────────────────
 
+    def check(self, request: GenerateRequest) -> None:
+        """Raises EngineError where it cannot be served as asked."""
+        check_request(request, self.limits, self._adapters.versions)
+
     def submit(self, request: GenerateRequest, *, streaming: bool = False) -> int:
         """Queue a request; its number. Raises EngineError where it cannot be served as asked."""
-        check_request(request, self.limits, self._adapters.versions)
+        self.check(request)
         slot = self._adapters.take(request.adapter)
         request_id, now = next(self._ids), time.perf_counter()
         wants = Wants.of(request.sampling, lora=request.adapter is not None)
@@ -166,7 +170,7 @@ class NativeEngine:
         """All n completions of every request, in the order asked. Where one fails, all are given up and it is said why. What
         comes out for requests that were submitted before is kept for the next `step`."""
         for request in requests:
-            check_request(request, self.limits, self._adapters.versions)
+            self.check(request)
         found: dict[int, dict[int, Completion]] = {}
         others: list[Event] = []
         missing = sum(request.sampling.n for request in requests)

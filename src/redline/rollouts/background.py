@@ -1,14 +1,16 @@
-"""Rollouts beside the trainer: threads of their own step the engine and score, so that nobody waits without need.
+"""Rollouts beside the trainer: threads of their own fetch tasks, step the engine and score, so that nobody waits without need.
 
-    loop        begin ──► numbers ──►┐                                     ┌──► finished
-    rollouts                         └─► submit ─ step ─┐                  │
-    rewards, …                                          └─► score ─────────┘
-    loop        pause ───────────────────────┤ between two steps ├──── resume
+    loop        begin ──► numbers ──►┐                                            ┌──► finished
+    tasks                            └─► train, render ─┐                         │
+    rollouts                                            └─► submit ─ step ─┐      │
+    rewards, …                                                             └─► score
+    loop        pause ───────────────────────────────┤ between two steps ├──── resume
 
 The engine belongs to the thread of the rollouts. Whoever wants it (the trainer, who is about to overwrite the weights they
-share, or an evaluation) pauses it: the thread stops between two steps, with all its sequences where they are. Rewards may take
-long, and some never come: as many workers score as the buffer's controller asks for, and a group that is abandoned while it is
-scored leaves its worker behind, and another goes on with the next one (`reward_pool.py`).
+share, or an evaluation) pauses it: the thread stops between two steps, with all its sequences where they are. It never waits
+for the user's code. Tasks and rewards may take long, and some never come: as many workers score as the buffer's controller asks
+for, and a group that is abandoned while its task is fetched or its rewards are computed leaves its worker behind, and another
+goes on with the next one (`reward_pool.py`).
 """
 
 from __future__ import annotations
@@ -41,6 +43,7 @@ class _Attempt:
     task: Task
     request: GenerateRequest
     began: float
+    """On `time.perf_counter`."""
     completions: dict[int, Completion] = field(default_factory=dict)
     request_id: int = -1
     """The engine's number of the request."""
@@ -68,7 +71,8 @@ class BackgroundRollouts:
         self._wait_for_device = wait_for_device
         lock = threading.RLock()
         self._changed = threading.Condition(lock)
-        self._begun: deque[int] = deque()
+        self._posed: deque[_Attempt] = deque()
+        """To be submitted."""
         self._attempts: dict[int, _Attempt] = {}
         """Being sampled, by the engine's number of the request; the thread's own."""
         self._under_way: dict[int, _Attempt] = {}
@@ -85,6 +89,9 @@ class BackgroundRollouts:
             "rewards", rollouts.max_reward_workers, self._deliver, self._fail, lock, prepare_thread
         )
         """Whoever computes them; the number of its workers is the buffer's to decide."""
+        self._tasks: RewardPool[_Attempt | TrajectoryGroup] = RewardPool(
+            "tasks", 1, self._take_posed, self._fail, lock, prepare_thread, idle="wait.for_budget"
+        )
         self._thread = new_thread("rollouts", self._work, self._ended)
         self._thread.start()
         watch_worker("rollouts", self._thread)
@@ -93,8 +100,8 @@ class BackgroundRollouts:
 
     def begin(self, numbers: Sequence[int], version: int) -> None:
         with span("rollouts.dispatch"), self._changed:
-            self._begun += numbers
-            self._changed.notify_all()
+            for number in numbers:
+                self._tasks.put(number, partial(self._pose, number, version))
 
     def arrived(self) -> list[TrajectoryGroup]:
         with span("rollouts.dispatch"), self._changed:
@@ -114,11 +121,12 @@ class BackgroundRollouts:
             return
         with self._changed:
             given_up = set(numbers)
-            self._begun = deque(number for number in self._begun if number not in given_up)
+            self._posed = deque(attempt for attempt in self._posed if attempt.number not in given_up)
             self._finished = deque(group for group in self._finished if group.number not in given_up)
             self._abandoned |= given_up
             for number in given_up:
                 self._under_way.pop(number, None)
+            self._tasks.abandon(given_up)
             self.rewards.abandon(given_up)
             self._changed.notify_all()
 
@@ -151,28 +159,34 @@ class BackgroundRollouts:
 
     @contextmanager
     def paused(self, patience_s: float | None = None) -> Iterator[None]:
-        """Inside, nobody else uses the engine or the tasks. Rewards that are under way are waited for, but no longer than
-        `patience_s`."""
+        """Inside, nobody else uses the engine or the tasks. Tasks and rewards that are under way are waited for, but no longer
+        than `patience_s`."""
         self.pause()
-        self.rewards.be_quiet(quiet=True)
+        for pool in (self._tasks, self.rewards):
+            pool.be_quiet(quiet=True)
         try:
             with span("wait.for_rewards"), self._changed:
-                self._changed.wait_for(lambda: not self.rewards.num_scoring or self._error, patience_s)
+                self._changed.wait_for(
+                    lambda: not (self._tasks.num_scoring or self.rewards.num_scoring) or self._error, patience_s
+                )
                 self._raise_error()
             yield
         finally:
-            self.rewards.be_quiet(quiet=False)
+            for pool in (self._tasks, self.rewards):
+                pool.be_quiet(quiet=False)
             self.resume()
 
     def close(self) -> None:
-        """Give up what is under way. A reward that does not return is left behind, and ends with the process."""
+        """Give up what is under way. A task or a reward that does not return is left behind, and ends with the process."""
         with self._changed:
             if self._error is None:
                 forget_worker("rollouts")
             self._closed = True
+            self._tasks.close()
             self.rewards.close()
             self._changed.notify_all()
         self._thread.join(PATIENCE_S)
+        self._tasks.join(PATIENCE_S)
         self.rewards.join(PATIENCE_S)
 
     def _raise_error(self) -> None:
@@ -208,11 +222,12 @@ class BackgroundRollouts:
                 if self._wanted_by:
                     with span("wait.for_weights"):
                         self._changed.wait()
-                elif self._begun or self._engine.has_work:
+                elif self._posed or self._engine.has_work:
                     break
                 else:
-                    # Either the rollouts still owe the engine what follows from its answers, or they may begin no more.
-                    with span("wait.for_requests" if self.rewards.num_to_score else "wait.for_budget"):
+                    # Either others still owe the engine requests, or what follows from its answers, or they may begin no more.
+                    is_owed = self._tasks.num_to_score or self.rewards.num_to_score
+                    with span("wait.for_requests" if is_owed else "wait.for_budget"):
                         self._changed.wait()
             self._is_between_steps = False
             return not self._closed
@@ -225,19 +240,16 @@ class BackgroundRollouts:
             del self._attempts[request_id]
 
     def _submit(self) -> None:
-        while (number := self._next_begun()) is not None:
-            began = time.perf_counter()
-            task = self._rollouts.task(number)
-            request = self._rollouts.request(number, task)
-            attempt = _Attempt(number, task, request, began, request_id=self._engine.submit(request))
+        while (attempt := self._next_posed()) is not None:
+            attempt.request_id = self._engine.submit(attempt.request)
             self._attempts[attempt.request_id] = attempt
             with self._changed:
-                if number not in self._abandoned:
-                    self._under_way[number] = attempt
+                if attempt.number not in self._abandoned:
+                    self._under_way[attempt.number] = attempt
 
-    def _next_begun(self) -> int | None:
+    def _next_posed(self) -> _Attempt | None:
         with self._changed:
-            return self._begun.popleft() if self._begun else None
+            return self._posed.popleft() if self._posed else None
 
     def _take(self, request_id: int, piece: Delta | EngineError) -> None:
         attempt = self._attempts.get(request_id)
@@ -259,6 +271,23 @@ class BackgroundRollouts:
         """Whatever happened, nobody shall wait for this thread any more."""
         with self._changed:
             self._fail(error)
+
+    # ── the worker of the tasks ────────────────────────────────────────────────────────────────────────────────────────
+
+    def _pose(self, number: int, version: int) -> _Attempt | TrajectoryGroup:
+        """A group of failed attempts where there is nothing to ask the engine for."""
+        began = time.perf_counter()
+        [posed] = self._rollouts.posed([number])
+        if isinstance(posed.request, GenerateRequest):
+            return _Attempt(number, posed.task, posed.request, began)
+        return self._rollouts.group(number, posed.task, self._rollouts.failed(posed.request, version), began)
+
+    def _take_posed(self, number: int, posed: _Attempt | TrajectoryGroup) -> None:
+        if isinstance(posed, TrajectoryGroup):
+            self._finished.append(posed)
+        else:
+            self._posed.append(posed)
+        self._changed.notify_all()
 
     # ── the workers of the rewards ─────────────────────────────────────────────────────────────────────────────────────
 

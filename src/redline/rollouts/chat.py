@@ -36,13 +36,31 @@ class Chat:
 
     def prompt_ids(self, task: Task) -> np.ndarray:
         """int32[tokens], ready for the assistant to go on."""
-        text = self._tokenizer.apply_chat_template(self.messages(task), tokenize=False, add_generation_prompt=True)
+        return self._rendered(self.messages(task))
+
+    def shortened_prompt_ids(self, task: Task, limit: int) -> np.ndarray:
+        """The same with at most `limit` tokens: the last user message loses its beginning, and keeps its end and the suffix.
+        What cannot be made to fit that way comes as short as it gets."""
+        prompt = self.prompt_ids(task)
+        message = _last_question([dict(message) for message in task.messages])
+        content = self._tokenizer.encode(message["content"], add_special_tokens=False)
+        num_cut = 0
+        while len(prompt) > limit and num_cut < len(content):
+            # Tokens of a piece of text are not always a piece of its tokens, hence again until it fits.
+            num_cut = min(len(content), num_cut + len(prompt) - limit)
+            prompt = self._rendered(self.messages(task, self._tokenizer.decode(content[num_cut:])))
+        return prompt
+
+    def _rendered(self, messages: list[dict[str, str]]) -> np.ndarray:
+        text = self._tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
         return np.array(self._tokenizer.encode(text + self.answer_prefix, add_special_tokens=False), dtype=np.int32)
 
-    def messages(self, task: Task) -> list[dict[str, str]]:
-        """The conversation as the model gets it."""
+    def messages(self, task: Task, question: str | None = None) -> list[dict[str, str]]:
+        """The conversation as the model gets it; with `question` in place of the last user message."""
         messages = [dict(message) for message in task.messages]
-        last_question = next((message for message in reversed(messages) if message["role"] == "user"), messages[-1])
+        last_question = _last_question(messages)
+        if question is not None:
+            last_question["content"] = question
         last_question["content"] += self._prompt_suffix
         if self._system_prompt is not None:
             messages.insert(0, {"role": "system", "content": self._system_prompt})
@@ -54,6 +72,10 @@ class Chat:
         if self._decodes_in_bulk:
             return self._tokenizer.backend_tokenizer.decode_batch(ids, skip_special_tokens=True)
         return [self._tokenizer.decode(one, skip_special_tokens=True) for one in ids]
+
+
+def _last_question(messages: list[dict[str, str]]) -> dict[str, str]:
+    return next((message for message in reversed(messages) if message["role"] == "user"), messages[-1])
 
 
 def _decodes_in_bulk(tokenizer: PreTrainedTokenizerBase) -> bool:

@@ -38,13 +38,13 @@ class RewardPool(Generic[Result]):
         lock: threading.RLock,
         prepare_thread: Callable[[], None] = lambda: None,
         *,
-        is_watched: bool = True,
+        idle: str = "wait.for_completions",
     ) -> None:
         """Begins with one worker. `deliver` gets the number of what was put in and what came of it; `fail` why a worker ended,
-        which none should. Both are called in a worker that holds `lock`. `is_watched`: an alert tells of a worker that dies."""
+        which none should. Both are called in a worker that holds `lock`. `idle` names the time of a worker without work."""
         self._name, self.most = name, most
         self._deliver, self._fail, self._prepare_thread = deliver, fail, prepare_thread
-        self._is_watched = is_watched
+        self._idle = idle
         self._changed = threading.Condition(lock)
         self._waiting: deque[_Job[Result]] = deque()
         self._workers: list[_Worker] = []
@@ -129,14 +129,13 @@ class RewardPool(Generic[Result]):
             worker.thread = new_thread(name, partial(self._work, worker), partial(self._ended, worker))
             self._workers.append(worker)
             worker.thread.start()
-            if self._is_watched:
-                watch_worker(name, worker.thread)
+            watch_worker(name, worker.thread)
 
     # ── in a worker ────────────────────────────────────────────────────────────────────────────────────────────────────
 
     def _work(self, worker: _Worker) -> None:
         self._prepare_thread()
-        idle_as("wait.for_completions")
+        idle_as(self._idle)
         while (job := self._next(worker)) is not None:
             result = job.work()
             with self._changed:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping
-from typing import Literal
+from typing import Any, Literal
+
+import numpy as np
 
 from redline.errors import TaskError
 from redline.ports import TaskSource
@@ -20,6 +22,10 @@ REWARD_WORKERS = 8
 """Threads that may score at once where the task source says that they may, and the recipe says nothing."""
 REWARD_MODEL_PART = "reward_model"
 """What a reward model's score is called among the parts of a reward, and in `rollouts.reward_weights`."""
+NUMBER_PART = "reward"
+"""What a `score` that is one number is called among them."""
+LARGEST = float(np.finfo(np.float32).max)
+EXPECTED = 'end `score` with `return 1.0`, or with `return {"correct": 1.0, "format": 0.5}`'
 
 
 def extract_answer(text: str, how: Extract) -> str | None:
@@ -46,13 +52,47 @@ def max_reward_workers(wanted: int | None, tasks: TaskSource) -> int:
     return wanted
 
 
-def finite_parts(score: Mapping[str, float]) -> dict[str, float]:
-    """The parts as floats. A NaN would reach every advantage of its group, and through them every weight."""
-    parts = {name: float(value) for name, value in score.items()}
-    for name, value in parts.items():
-        if not math.isfinite(value):
-            raise TaskError(f"reward part {name} = {value!r}: not a finite number", "make `score` return finite numbers")
-    return parts
+def reward_parts(score: object) -> dict[str, float]:
+    """The named parts of what `score` returned, as floats; a number by itself is the part `reward`. Raises TaskError where it
+    is neither, or holds what the trainer's float32 has no number for: a NaN would reach every weight."""
+    if isinstance(score, Mapping):
+        return {_part_name(name): _part_value(name, value) for name, value in score.items()}
+    if not _is_number(score):
+        raise TaskError(f"`score` returned {_shown(score)}; it must return a number, or named numbers", EXPECTED)
+    return {NUMBER_PART: _part_value(NUMBER_PART, score)}
+
+
+def _part_name(name: object) -> str:
+    if isinstance(name, str):
+        return name
+    raise TaskError(f"`score` returned a part called {_shown(name)}; names are texts", EXPECTED)
+
+
+def _part_value(name: object, value: Any) -> float:
+    if not _is_number(value):
+        raise TaskError(f"`score` returned {name} = {_shown(value)}; each part must be a number", EXPECTED)
+    return finite(f"reward part {name}", float(value))
+
+
+def finite(what: str, value: float) -> float:
+    """The value itself, where float32 can hold it."""
+    if not abs(value) <= LARGEST:  # a NaN is not
+        small = "" if math.isnan(value) or math.isinf(value) else f", too large for float32, which ends at {LARGEST:.3g}"
+        raise TaskError(f"{what} = {value!r}: not a finite number{small}", "make `score` return finite numbers")
+    return value
+
+
+def _is_number(value: object) -> bool:
+    """Numbers of Python and NumPy, and tensors and arrays that hold a single one."""
+    return hasattr(type(value), "__float__") and math.prod(getattr(value, "shape", ())) == 1
+
+
+def _shown(value: object) -> str:
+    """`None`, or `'a text', a str`; short."""
+    if value is None:
+        return "None"
+    text = repr(value)
+    return f"{text if len(text) <= 60 else text[:57] + '...'}, a {type(value).__name__}"
 
 
 def overlong_penalty(length: int, max_new_tokens: int, fraction: float) -> float:
@@ -66,11 +106,11 @@ def overlong_penalty(length: int, max_new_tokens: int, fraction: float) -> float
 
 
 def total_reward(parts: Mapping[str, float], weights: Mapping[str, float]) -> float:
-    """Σ weight · part; a part without a weight weighs 1."""
+    """Σ weight · part; a part without a weight weighs 1. Raises TaskError where a part is missing that has one."""
     unknown = [name for name in weights if name not in parts]
     if unknown:
         raise TaskError(
             f"rollouts.reward_weights.{unknown[0]}: the task's reward has no such part",
             f"its parts: {', '.join(parts) or 'none'}; every score must name all of them",
         )
-    return float(sum(weights.get(name, 1.0) * value for name, value in parts.items()))
+    return finite("the weighted sum of the reward", float(sum(weights.get(name, 1.0) * value for name, value in parts.items())))

@@ -1,14 +1,18 @@
-"""Single-turn rollouts: tasks → prompts → completions → rewards → groups with advantages."""
+"""Single-turn rollouts: tasks → prompts → completions → rewards → groups with advantages.
+
+What goes wrong with one task or one answer is a `Failure` of its attempts: they have no advantage, are stored with the reason,
+and the run goes on.
+"""
 
 from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 
@@ -17,8 +21,11 @@ from redline.errors import boundary
 from redline.ports import Engine, TaskSource
 from redline.rollouts.advantages import group_advantages
 from redline.rollouts.chat import Chat
-from redline.rollouts.reward_helpers import RewardHelpers
-from redline.rollouts.rewards import REWARD_MODEL_PART, finite_parts, overlong_penalty, total_reward
+from redline.rollouts.checked_tasks import check_task
+from redline.rollouts.coroutines import EventLoop
+from redline.rollouts.prompts import Posed, Prompts, failed_attempts
+from redline.rollouts.rewards import REWARD_MODEL_PART, overlong_penalty, reward_parts, total_reward
+from redline.rollouts.user_calls import UserCalls, failure_of
 from redline.telemetry import span
 from redline.types import Completion, EngineCall, Failure, GenerateRequest, SamplingParams, Task, Trajectory, TrajectoryGroup
 
@@ -42,11 +49,15 @@ class SingleTurnRollouts:
         seed: int,
         reward_model: RewardModel | None = None,
         max_reward_workers: int = 1,
+        max_prompt_tokens: int | None = None,
+        check_request: Callable[[GenerateRequest], None] = lambda request: None,
     ) -> None:
-        """`max_reward_workers`: threads that may score at once."""
+        """`max_reward_workers`: threads that may score at once. `max_prompt_tokens`: None sets no limit. `check_request` raises
+        what the engine has against a request, before it gets any."""
         self._tasks = tasks
         self._engine = engine
         self._chat = chat
+        self._prompts = Prompts(chat, config, max_prompt_tokens, check_request)
         self._config = config
         self._stop_token_ids = stop_token_ids
         self._seed = seed
@@ -54,11 +65,18 @@ class SingleTurnRollouts:
         self._judging = threading.Lock()
         """The reward model is used by one thread at a time."""
         self.max_reward_workers = max_reward_workers
-        self._helpers = RewardHelpers(max_reward_workers)
+        self._loop = EventLoop()
+        self._batch_calls = self._score_calls(max_reward_workers)
+        """For the rewards of a whole batch."""
+        self._of_this_thread = threading.local()
+        self._all_calls = [self._batch_calls]
         self._begun: list[int] = []
+        self._version = 0
+        """At which the last were begun."""
 
     def begin(self, numbers: Sequence[int], version: int) -> None:
         self._begun += numbers
+        self._version = version
 
     def arrived(self) -> list[TrajectoryGroup]:
         return []  # nobody works on them meanwhile
@@ -70,25 +88,36 @@ class SingleTurnRollouts:
         """All that was begun, attempted now, by the caller's own hands, however long it takes."""
         numbers, self._begun = self._begun, []
         began = time.perf_counter()
-        tasks = [self.task(number) for number in numbers]
-        attempts = self.attempt(tasks, self._config.group_size, self._config.temperature, streams=numbers)
-        return [self.group(*parts, began) for parts in zip(numbers, tasks, attempts, strict=True)]
+        posed = self.posed(numbers)
+        attempts = self._attempt(posed, self._config.group_size, self._version)
+        return [self.group(n, p.task, t, began) for n, p, t in zip(numbers, posed, attempts, strict=True)]
 
     # ── one group, in pieces ───────────────────────────────────────────────────────────────────────────────────────────
 
-    def task(self, number: int) -> Task:
+    def posed(self, numbers: Sequence[int]) -> list[Posed]:
+        """Training tasks, and what the engine is asked for each group of attempts."""
+        config = self._config
         with span("rollouts.tasks"):
-            return self._tasks.train(number)
-
-    def request(self, number: int, task: Task) -> GenerateRequest:
-        """For all attempts of a group."""
+            tasks = self._own_calls("train").results("rollouts.tasks", [partial(self._train, number) for number in numbers])
         with span("rollouts.prompts"):
-            return self._request(task, self._config.group_size, self._config.temperature, number)
+            return [
+                Posed(Task(f"train({number})", []), task)
+                if isinstance(task, Failure)
+                else Posed(task, self._request(task, config.group_size, config.temperature, number))
+                for number, task in zip(numbers, tasks, strict=True)
+            ]
+
+    def _train(self, number: int) -> Task:
+        return check_task(self._tasks.train(number), f"train({number})")
 
     def scored(self, task: Task, request: GenerateRequest, completions: Sequence[Completion]) -> list[Trajectory]:
         with span("rollouts.reward"):
-            attempts = [self._score(task, request, completions)]
+            attempts = self._score_all(self._own_calls("score"), [task], [request], [completions])
         return self._judge([task], attempts)[0]
+
+    def failed(self, failure: Failure, version: int) -> list[Trajectory]:
+        """The attempts of a group for which the engine was not asked."""
+        return failed_attempts(failure, self._config.group_size, version)
 
     def group(self, number: int, task: Task, trajectories: Sequence[Trajectory], began: float) -> TrajectoryGroup:
         """With the advantages that a group can know by itself. `began` is when its attempts did, on `time.perf_counter`."""
@@ -106,20 +135,28 @@ class SingleTurnRollouts:
     def attempt(self, tasks: Sequence[Task], n: int, temperature: float, streams: Sequence[int]) -> list[list[Trajectory]]:
         """n scored answers to each task, which samples from its stream of the run's seed."""
         with span("rollouts.prompts"):
-            requests = [self._request(task, n, temperature, stream) for task, stream in zip(tasks, streams, strict=True)]
+            posed = [Posed(t, self._request(t, n, temperature, stream)) for t, stream in zip(tasks, streams, strict=True)]
+        return self._attempt(posed, n, self._version)
+
+    def _attempt(self, posed: Sequence[Posed], n: int, version: int) -> list[list[Trajectory]]:
+        tasks = [p.task for p in posed if isinstance(p.request, GenerateRequest)]
+        requests = [p.request for p in posed if isinstance(p.request, GenerateRequest)]
         with span("engine.schedule"):  # what of it is neither prefill nor decode
-            answers = self._engine.generate(requests)
+            answers = self._engine.generate(requests) if requests else []
         with span("rollouts.reward"):
-            attempts = self._score_all(tasks, requests, answers)
-        return self._judge(tasks, attempts)
+            attempts = self._score_all(self._batch_calls, tasks, requests, answers)
+        scored = iter(self._judge(tasks, attempts))
+        return [failed_attempts(p.request, n, version) if isinstance(p.request, Failure) else next(scored) for p in posed]
 
     def memory(self) -> dict[str, int]:
         """Bytes by kind that it holds on the device: a reward model's."""
         return self._reward_model.memory() if self._reward_model else {}
 
     def close(self) -> None:
-        """Its helpers end."""
-        self._helpers.close()
+        """Its threads end."""
+        for calls in self._all_calls:
+            calls.close()
+        self._loop.close()
 
     def evaluate(self, tasks: Sequence[Task]) -> list[list[Trajectory]]:
         """Answers to held-out tasks, with the same randomness every time, so that two evaluations differ by policy alone."""
@@ -127,7 +164,7 @@ class SingleTurnRollouts:
         streams = range(EVALUATION_STREAM, EVALUATION_STREAM + len(tasks))
         return self.attempt(tasks, evaluation.samples_per_task, evaluation.temperature, streams)
 
-    def _request(self, task: Task, n: int, temperature: float, stream: int) -> GenerateRequest:
+    def _request(self, task: Task, n: int, temperature: float, stream: int) -> GenerateRequest | Failure:
         sampling = SamplingParams(
             max_tokens=self._config.max_new_tokens,
             n=n,
@@ -135,33 +172,60 @@ class SingleTurnRollouts:
             stop_token_ids=self._stop_token_ids,
             seed=(self._seed << 32) + stream,
         )
-        return GenerateRequest(self._chat.prompt_ids(task), sampling)
+        return self._prompts.request(task, sampling)
 
-    def _score(self, task: Task, request: GenerateRequest, completions: Sequence[Completion]) -> list[Trajectory]:
-        texts = self._chat.texts([c.token_ids for c in completions])
-        return [self._trajectory(task, request, c, text) for c, text in zip(completions, texts, strict=True)]
+    # ── rewards ────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def _score_calls(self, most: int) -> UserCalls:
+        limit_s = self._config.reward_timeout_s
+        return UserCalls("reward", "score", limit_s, "rollouts.reward_timeout_s", most=most, loop=self._loop)
+
+    def _train_calls(self) -> UserCalls:
+        return UserCalls("task", "train", self._config.task_timeout_s, "rollouts.task_timeout_s", loop=self._loop)
+
+    def _own_calls(self, what: Literal["train", "score"]) -> UserCalls:
+        """Those of the calling thread: one that is left behind may be waiting for its own for ever."""
+        calls: UserCalls | None = getattr(self._of_this_thread, what, None)
+        if calls is None:
+            calls = self._train_calls() if what == "train" else self._score_calls(1)
+            setattr(self._of_this_thread, what, calls)
+            self._all_calls.append(calls)
+        return calls
 
     def _score_all(
-        self, tasks: Sequence[Task], requests: Sequence[GenerateRequest], answers: Sequence[Sequence[Completion]]
+        self,
+        calls: UserCalls,
+        tasks: Sequence[Task],
+        requests: Sequence[GenerateRequest],
+        answers: Sequence[Sequence[Completion]],
     ) -> list[list[Trajectory]]:
-        """As `_score` does for each task, and in that order, but perhaps with the help of others."""
+        """Of each task, in that order, but perhaps with the help of others."""
         attempts = [
             (task, request, completion)
             for task, request, completions in zip(tasks, requests, answers, strict=True)
             for completion in completions
         ]
         texts = self._chat.texts([completion.token_ids for _, _, completion in attempts])
-        works = [partial(self._trajectory, *attempt, text) for attempt, text in zip(attempts, texts, strict=True)]
-        scored = iter(self._helpers.results(works))
+        works = [partial(self._parts, task, text) for (task, _, _), text in zip(attempts, texts, strict=True)]
+        outcomes = zip(attempts, texts, calls.results("rollouts.reward", works), strict=True)
+        scored = (self._trajectory(request, completion, text, parts) for (_, request, completion), text, parts in outcomes)
         return [[next(scored) for _ in completions] for completions in answers]
 
-    def _trajectory(self, task: Task, request: GenerateRequest, completion: Completion, text: str) -> Trajectory:
-        """Can be called by any thread."""
-        prompt_length = len(request.prompt_ids)
-        parts: dict[str, float] = {}
+    def _parts(self, task: Task, text: str) -> dict[str, float] | Failure:
+        """Called by any thread. What is wrong with the value is the fault of the function that returned it."""
+        score = self._loop.result(self._tasks.score(task, text))
         with boundary() as caught:
-            parts = finite_parts(self._tasks.score(task, text))
-        failure = Failure("reward", f"{type(caught.error).__name__}: {caught.error}") if caught.error else None
+            parts = reward_parts(score)
+            if self._reward_model is None:  # its part comes later, and may have a weight
+                total_reward(parts, self._config.reward_weights)
+        return parts if caught.error is None else failure_of("reward", caught.error, self._tasks.score)
+
+    def _trajectory(
+        self, request: GenerateRequest, completion: Completion, text: str, parts: dict[str, float] | Failure
+    ) -> Trajectory:
+        prompt_length = len(request.prompt_ids)
+        failure = parts if isinstance(parts, Failure) else None
+        found = {} if isinstance(parts, Failure) else parts
         return Trajectory(
             token_ids=np.concatenate([request.prompt_ids, completion.token_ids]),
             loss_mask=np.arange(prompt_length + len(completion.token_ids)) >= prompt_length,
@@ -170,8 +234,8 @@ class SingleTurnRollouts:
             finish_reason=completion.finish_reason,
             text=text,
             # A reward model has its say later, and its part may have a weight.
-            reward=0.0 if failure or self._reward_model else total_reward(parts, self._config.reward_weights),
-            reward_parts=parts,
+            reward=0.0 if failure or self._reward_model else total_reward(found, self._config.reward_weights),
+            reward_parts=found,
             failure=failure,
             calls=(EngineCall(completion.queue_s, completion.prefill_s, completion.decode_s, len(completion.token_ids)),),
         )
@@ -205,7 +269,11 @@ class SingleTurnRollouts:
         if isinstance(score, Failure):
             return replace(trajectory, reward=0.0, failure=score)
         parts = {**trajectory.reward_parts, REWARD_MODEL_PART: score}
-        return replace(trajectory, reward=total_reward(parts, self._config.reward_weights), reward_parts=parts)
+        reward = 0.0
+        with boundary() as caught:
+            reward = total_reward(parts, self._config.reward_weights)
+        failure = None if caught.error is None else failure_of("reward", caught.error, self._tasks.score)
+        return replace(trajectory, reward=reward, reward_parts=parts, failure=failure)
 
     def _punished_for_length(self, trajectory: Trajectory) -> Trajectory:
         if trajectory.failure is not None:

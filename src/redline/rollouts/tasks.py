@@ -6,7 +6,7 @@ import importlib
 import inspect
 import json
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from decimal import Decimal
 from functools import lru_cache
 from pathlib import Path
@@ -19,7 +19,10 @@ from redline.rollouts.checked_tasks import check_methods
 from redline.rollouts.held_out import lowest_hashes, stable_hash
 from redline.rollouts.reasoning_gym import ReasoningGymTasks
 from redline.rollouts.rewards import Extract, extract_answer
-from redline.types import Message, Task
+from redline.types import Failure, Message, Task
+
+CHECKED_ROWS = 10_000
+"""Of a JSONL file, whose prompts are rendered before a run begins."""
 
 
 def make_task_source(config: TaskConfig, seed: int) -> TaskSource:
@@ -40,6 +43,7 @@ class JsonlTasks:
     """The rows of a JSONL file; an answer is correct when it equals the row's."""
 
     def __init__(self, config: JsonlTask, seed: int) -> None:
+        self.path = config.path
         self._extract: Extract = config.extract
         self._seed = seed
         tasks = list(_read_rows(config))
@@ -57,6 +61,22 @@ class JsonlTasks:
         self._held_out = [by_prompt.pop(prompt)[0] for prompt in held_out]
         self._train = [task for rows in by_prompt.values() for task in rows]
         self._epoch = lru_cache(maxsize=2)(self._shuffled_rows)
+
+    def leave_out(self, refusal: Callable[[Task], Failure | None]) -> list[tuple[Task, Failure]]:
+        """Go on without the rows that `refusal` has something against. Returns them. Looks at `CHECKED_ROWS` rows at most,
+        which takes seconds; rows after them come up as they are."""
+        left_out: list[tuple[Task, Failure]] = []
+        for task in [*self._held_out, *self._train][:CHECKED_ROWS]:
+            if (failure := refusal(task)) is not None:
+                left_out.append((task, failure))
+        refused = {task.id for task, _ in left_out}
+        self._held_out = [task for task in self._held_out if task.id not in refused]
+        self._train = [task for task in self._train if task.id not in refused]
+        if not self._train:
+            task, failure = left_out[-1]
+            raise TaskError(f"{self.path}: no row is left to train on: {task.id}: {failure.reason}", failure.hint)
+        self._epoch.cache_clear()
+        return left_out
 
     def train(self, index: int) -> Task:
         epoch, position = divmod(index, len(self._train))

@@ -15,6 +15,7 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
+from redline.telemetry.failed_attempts import WORTH_SAYING
 from redline.telemetry.timeline import bottleneck, in_words
 
 _SPARKS = "▁▂▃▄▅▆▇█"
@@ -56,11 +57,17 @@ class Progress:
             self._live.stop()
 
     def step(
-        self, step: int, reward: float, tokens_per_s: float, step_s: float, phases: Mapping[str, float] | None = None
+        self,
+        step: int,
+        reward: float,
+        tokens_per_s: float,
+        step_s: float,
+        phases: Mapping[str, float] | None = None,
+        failed: float = 0.0,
     ) -> None:
-        """Report that `step` steps are done; the other values are the last step's, `phases` its seconds as the timeline has
-        them."""
-        self._line.update(step, reward, tokens_per_s, step_s, phases or {})
+        """Report that `step` steps are done; the other values are the last step's: `phases` its seconds as the timeline has
+        them, `failed` the share of its attempts that have no reward."""
+        self._line.update(step, reward, tokens_per_s, step_s, phases or {}, failed)
         if self._live:
             self._live.refresh()
         else:
@@ -114,11 +121,20 @@ class _StatusLine:
         self._step_seconds: deque[float] = deque(maxlen=_RECENT_STEPS)
         self._phases: deque[Mapping[str, float]] = deque(maxlen=_RECENT_STEPS)
         self._tokens_per_s = 0.0
+        self._failed = ""
+        """How many attempts of the last step did, if they are worth a word."""
         self._started = self._updated = time.monotonic()
 
     def update(
-        self, step: int, reward: float, tokens_per_s: float, step_s: float, phases: Mapping[str, float] | None = None
+        self,
+        step: int,
+        reward: float,
+        tokens_per_s: float,
+        step_s: float,
+        phases: Mapping[str, float] | None = None,
+        failed: float = 0.0,
     ) -> None:
+        self._failed = f"{failed:.0%} failed" if failed > WORTH_SAYING else ""
         self.steps_done = step
         self._rewards.append(reward)
         self._step_seconds.append(step_s)
@@ -146,7 +162,8 @@ class _StatusLine:
         step = f"step {self.steps_done:>{len(str(self.total_steps))}}/{self.total_steps}"
         speed = f"{self._tokens_per_s:>7,.0f} tok/s  {self._step_seconds[-1]:6.2f} s/step"
         mostly = f"  mostly {self._mostly()}" if self._mostly() else ""
-        return f"{step}  reward {self._rewards[-1]:6.3f}  {speed}  {self._when()}{mostly}"
+        failed = f"  {self._failed}" if self._failed else ""
+        return f"{step}  reward {self._rewards[-1]:6.3f}{failed}  {speed}  {self._when()}{mostly}"
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         head = f"step {self.steps_done:>{len(str(self.total_steps))}}/{self.total_steps} "
@@ -170,6 +187,7 @@ class _StatusLine:
             ("  reward ", "dim"),
             (f"{self._rewards[-1]:.3f}", "bold"),
             (sparks, "green"),
+            (f"  {self._failed}" if self._failed else "", "red"),
             f"  {self._tokens_per_s:,.0f}",
             (" tok/s", "dim"),
         )

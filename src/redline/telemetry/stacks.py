@@ -29,7 +29,7 @@ class ThreadStack:
     name: str
     lines: list[str]
     place: str
-    """The innermost call in the user's own code, else in ours, else anywhere: `letters.py:17, in score: time.sleep(1)`."""
+    """As `place_of` has it."""
 
 
 @dataclass(slots=True, frozen=True)
@@ -93,21 +93,28 @@ def _thread_stack(thread_id: int, name: str, frames: traceback.StackSummary) -> 
     lines = [
         f"{frame.filename}:{frame.lineno}, in {frame.name}" + (f": {frame.line}" if frame.line else "") for frame in frames
     ]
-    return ThreadStack(thread_id, name, lines, _place(frames))
+    return ThreadStack(thread_id, name, lines, place_of(frames))
 
 
-def _place(frames: traceback.StackSummary) -> str:
-    def is_users(frame: traceback.FrameSummary) -> bool:
-        return not frame.filename.startswith((*_LIBRARIES, _OURS, "<"))
+def place_of(frames: traceback.StackSummary) -> str:
+    """The innermost call in the user's own code, else in ours, else anywhere: `letters.py:17, in score: time.sleep(1)`."""
+    ours = next((frame for frame in reversed(frames) if frame.filename.startswith(_OURS)), None)
+    return users_place(frames) or _in_words(ours or (frames[-1] if frames else None))
 
-    chosen = (
-        next((frame for frame in reversed(frames) if is_users(frame)), None)
-        or next((frame for frame in reversed(frames) if frame.filename.startswith(_OURS)), None)
-        or (frames[-1] if frames else None)
-    )
-    if chosen is None:
+
+def users_place(frames: traceback.StackSummary) -> str:
+    """The innermost call in the user's own code; empty where none is."""
+    return _in_words(next((frame for frame in reversed(frames) if _is_users(frame)), None))
+
+
+def _is_users(frame: traceback.FrameSummary) -> bool:
+    return not frame.filename.startswith((*_LIBRARIES, _OURS, "<"))
+
+
+def _in_words(frame: traceback.FrameSummary | None) -> str:
+    if frame is None:
         return ""
-    return f"{Path(chosen.filename).name}:{chosen.lineno}, in {chosen.name}" + (f": {chosen.line}" if chosen.line else "")
+    return f"{Path(frame.filename).name}:{frame.lineno}, in {frame.name}" + (f": {frame.line}" if frame.line else "")
 
 
 def _command(pid: int) -> str:

@@ -175,8 +175,10 @@ class AbortStorm(Detector):
         if not self._episode.see(bad, self._recent[0][0]):
             return None
         usual = f"; {_share(self._history):.1%} did before" if self._history else ""
+        reason = row.get("rollouts/failure_reason")
+        most = f", most of the last with: {reason}" if reason else ""
         return Finding(
-            seen=f"{share:.0%} of the attempts of the last {self.POOLED} steps failed or were given up{usual}",
+            seen=f"{share:.0%} of the attempts of the last {self.POOLED} steps failed or were given up{usual}{most}",
             since=f"step {self._recent[0][0]}",
             look_at="`redline show RUN --failures` for the reason of each: a reward that raises, an environment that is down,"
             " attempts that run out of time",
