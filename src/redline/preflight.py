@@ -158,8 +158,11 @@ def _check_model(config: Config, tasks: Sequence[Task], notes: list[str]) -> Non
 
 
 def _prompt_length(prompts: Prompts, task: Task) -> int:
+    length = 0
     with boundary() as caught:
-        return len(prompts.tokens(task))
+        length = len(prompts.tokens(task))
+    if caught.error is None:
+        return length
     if isinstance(caught.error, RedlineError):
         raise TaskError(f"task {task.id}: {caught.error.message}", caught.error.hint)
     raise TaskError(

@@ -185,12 +185,13 @@ def test_a_data_set_and_parameters_that_are_not_there_are_found(recipes: Recipes
 def test_prompts_that_leave_no_room_for_the_answer_are_refused(recipes: Recipes) -> None:
     task = recipes.recipe().rollouts.task.model_dump()
     error = recipes.refusal(rollouts={"task": task, "max_new_tokens": 1000})
-    assert "a prompt of 25 tokens and rollouts.max_new_tokens = 1000 exceed the 1024 positions of" in error.message
+    assert "a prompt of 25 tokens, but rollouts.max_new_tokens = 1000 leaves room for 24" in error.message
     assert "rollouts.max_new_tokens" in error.hint
 
 
 def test_a_shorter_limit_of_the_engine_counts(recipes: Recipes) -> None:
-    assert recipes.refusal(engine={"max_model_len": 200}).message.endswith("exceed the 200 positions of engine.max_model_len")
+    message = recipes.refusal(engine={"max_model_len": 200}).message
+    assert message == "rollouts.max_new_tokens = 256: the engine takes 200 tokens, prompt included"
 
 
 def test_a_model_without_a_chat_template_is_refused(recipes: Recipes) -> None:

@@ -46,13 +46,16 @@ rollouts.evaluation.stop_at
 rollouts.evaluation.temperature
 rollouts.group_size
 rollouts.groups_per_step
+rollouts.long_prompts
 rollouts.max_extra_rounds
 rollouts.max_new_tokens
+rollouts.max_prompt_tokens
 rollouts.max_reward_workers
 rollouts.overlong_fraction
 rollouts.prompt_suffix
 rollouts.reward_model.max_tokens_per_batch
 rollouts.reward_model.path
+rollouts.reward_timeout_s
 rollouts.reward_weights
 rollouts.system_prompt
 rollouts.task(import).folder
@@ -70,6 +73,7 @@ rollouts.task(reasoning_gym).extract
 rollouts.task(reasoning_gym).held_out_fraction
 rollouts.task(reasoning_gym).kind
 rollouts.task(reasoning_gym).params
+rollouts.task_timeout_s
 rollouts.temperature
 run.checkpoint_every
 run.device

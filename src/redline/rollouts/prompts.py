@@ -38,6 +38,12 @@ class Prompts:
         self._truncates = config.long_prompts == "truncate"
         self._limit = limit
         self._check = check
+        if config.max_prompt_tokens is not None:
+            self._why = f"rollouts.max_prompt_tokens = {config.max_prompt_tokens}"
+            self._hint = "leave the task out, or raise rollouts.max_prompt_tokens"
+        else:
+            self._why = f"rollouts.max_new_tokens = {config.max_new_tokens} leaves room for {limit}"
+            self._hint = "leave the task out, or lower rollouts.max_new_tokens"
         self._sampling = SamplingParams(max_tokens=config.max_new_tokens, n=config.group_size)
 
     def request(self, task: Task, sampling: SamplingParams) -> GenerateRequest | Failure:
@@ -57,11 +63,8 @@ class Prompts:
             return self._chat.prompt_ids(task)
         tokens = self._chat.shortened_prompt_ids(task, self._limit) if self._truncates else self._chat.prompt_ids(task)
         if len(tokens) > self._limit:
-            hint = (
-                "leave the task out, or raise rollouts.max_prompt_tokens or lower rollouts.max_new_tokens where there is room"
-            )
             cut = ", however much of its last user message is cut" if self._truncates else ""
-            raise TaskError(f"a prompt of {len(tokens)} tokens, but {self._limit} is the most{cut}", hint)
+            raise TaskError(f"a prompt of {len(tokens)} tokens, but {self._why}{cut}", self._hint)
         return tokens
 
 
