@@ -87,6 +87,7 @@ telemetry.alerts.abort_fraction
 telemetry.alerts.dropped_fraction
 telemetry.alerts.kv_use
 telemetry.alerts.memory_hours
+telemetry.alerts.no_signal_steps
 telemetry.alerts.off
 telemetry.alerts.reward_drop
 telemetry.alerts.rollouts_floor_s
