@@ -254,6 +254,43 @@ def test_where_the_engine_breaks_down_everybody_hears_why(folder: Path) -> None:
         assert not running.is_alive
 
 
+class Stuck(NativeEngine):
+    """Never ends its third step."""
+
+    def step(self) -> Any:
+        if self.stats.steps == 2:
+            threading.Event().wait()
+        return super().step()
+
+
+def test_a_step_that_can_never_end_is_given_up_when_its_reason_is_known(folder: Path) -> None:
+    """As where another process of the engine has died and a collective waits for it."""
+    reason: list[str] = []
+    running = AsyncEngine(Stuck(load_decoder(folder), CONFIG), lambda: reason[0] if reason else None)
+
+    async def two_calls() -> list[Any]:
+        calls = [asyncio.create_task(running.complete(LONG)), asyncio.create_task(collect(running, LONG))]
+        await until(lambda: running.stats.steps == 2 and running.step_s > 0.05)
+        assert running.is_alive
+        reason.append("rank 1 has ended")
+        return await asyncio.gather(*calls, return_exceptions=True)
+
+    with running:
+        for error in run(two_calls()):
+            assert isinstance(error, EngineError)
+            assert "rank 1 has ended" in error.message
+        with pytest.raises(EngineError, match="rank 1 has ended"):
+            run(running.complete(LONG))
+        assert not running.is_alive
+
+
+def test_the_time_of_a_step_counts_only_while_there_is_one(running: AsyncEngine) -> None:
+    assert running.step_s == 0
+    run(running.complete(ask(5)))
+    run(idle(running))
+    assert running.step_s == 0
+
+
 # ── the end ────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 

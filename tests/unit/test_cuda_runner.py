@@ -30,11 +30,17 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning"
 class UncapturedRunner(CudaRunner):
     """Where a graph would be replayed, the step runs as it is. Results come late, as they do from a GPU."""
 
-    def _capture(self, size: int, max_groups: int, wants: Any) -> Any:
-        samples = self._room_for_samples(size, wants)
-        step = SimpleNamespace(replay=lambda: self._decode_step(size, max_groups, wants, samples))
-        self._graphs[size, max_groups, wants] = SimpleNamespace(graph=step, samples=samples)  # type: ignore[assignment]
-        return self._graphs[size, max_groups, wants]
+    captures = True
+    """False: there is never memory for a graph."""
+
+    def _capture(self, key: Any) -> Any:
+        if not self.captures:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        samples = self._room_for_samples(key[0], key[2])
+        step = SimpleNamespace(replay=lambda: self._decode_step(*key, samples))
+        return SimpleNamespace(graph=step, samples=samples, reset=lambda: None)
+
+    def _release(self) -> None: ...
 
     def fetch(self, samples: Samples) -> tuple[Samples, None]:
         return Samples(*(None if part is None else part.clone() for part in samples.parts)), None  # type: ignore[arg-type]
@@ -83,7 +89,23 @@ def test_so_it_does_where_rows_read_their_common_beginning_once(decoder: Decoder
     requests = [ask(33, 3, n=3), ask(17, 3, n=2), ask(9, 3)]
     engine = InterpretedEngine(decoder, CONFIG)
     assert_same(engine.generate(requests), NativeEngine(decoder, CONFIG).generate(requests))
-    assert any(max_groups for _, max_groups, _ in engine._awake._graphs)  # type: ignore[attr-defined]
+    assert any(max_groups for _, max_groups, _ in engine._awake.graphs._graphs)  # type: ignore[attr-defined]
+
+
+def test_so_it_does_where_there_is_no_memory_for_graphs(decoder: Decoder, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(UncapturedRunner, "captures", False)
+    engine, requests = InterpretedEngine(decoder, CONFIG), [ask(5, 4, n=2)]
+    assert_same(engine.generate(requests), NativeEngine(decoder, CONFIG).generate(requests))
+    assert len(engine._awake.graphs) == 0  # type: ignore[attr-defined]
+
+
+def test_requests_for_few_more_likeliest_tokens_share_a_graph(decoder: Decoder) -> None:
+    engine = InterpretedEngine(decoder, CONFIG)
+    for top in (2, 3, 4, 5):
+        [[completion]] = engine.generate([ask(5, 3, top_logprobs=top)])
+        assert completion.top_logprobs is not None
+        assert completion.top_logprobs.token_ids.shape == (3, top)
+    assert len(engine._awake.graphs) == 1  # type: ignore[attr-defined]
 
 
 @pytest.mark.slow

@@ -125,3 +125,57 @@ def test_graphs_are_captured_while_another_thread_computes(oracle: PreTrainedMod
         thread.join()
     assert not failures
     assert found == expected
+
+
+def flavours() -> list[GenerateRequest]:
+    """Every combination of what a client may ask of the sampler."""
+    prompt = np.arange(2, 20, dtype=np.int32)
+    asked = []
+    for bits in range(64):
+        extra: dict[str, object] = {"top_k": 5} if bits & 1 else {}
+        extra |= {"min_p": 0.01} if bits & 2 else {}
+        extra |= {"logit_bias": {3: 1.0}} if bits & 4 else {}
+        extra |= {"raw_logprobs": True} if bits & 8 else {}
+        extra |= {"min_tokens": 2, "stop_token_ids": (1,)} if bits & 16 else {}
+        extra |= {"top_logprobs": 3} if bits & 32 else {}
+        asked.append(GenerateRequest(prompt, SamplingParams(max_tokens=12, seed=bits, **extra)))  # type: ignore[arg-type]
+    return asked
+
+
+def test_graphs_of_however_many_flavours_take_bounded_memory(oracle: PreTrainedModel, tmp_path: Path) -> None:
+    expected = [make_engine(tmp_path).generate([request])[0][0].token_ids.tolist() for request in flavours()[:4]]
+    engine = make_engine(tmp_path)
+    cache = engine._awake.graphs  # type: ignore[attr-defined]
+    cache._max_graphs = 8
+    free, found = [], []
+    for request in flavours():
+        found.append(engine.generate([request])[0][0].token_ids.tolist())
+        assert len(cache) <= 8
+        torch.cuda.synchronize()
+        free.append(torch.cuda.mem_get_info()[0])
+    assert found[:4] == expected
+    assert cache.evictions > 0
+    assert free[20] - free[-1] < 64 * 2**20, "what was evicted has been given back"
+    again = [engine.generate([request])[0][0].token_ids.tolist() for request in flavours()]
+    assert again == found, "and is captured again when it is asked for"
+
+
+def test_running_out_of_memory_in_a_capture_costs_speed_and_not_the_engine(oracle: PreTrainedModel, tmp_path: Path) -> None:
+    asked = requests()
+    expected = tokens(make_engine(tmp_path).generate(asked))
+    engine = make_engine(tmp_path)
+    runner = engine._awake
+    step = runner._decode_step  # type: ignore[attr-defined]
+
+    def greedy(*arguments: object) -> None:
+        if torch.cuda.is_current_stream_capturing():
+            torch.empty(2**45, dtype=torch.uint8, device="cuda")  # 32 TiB
+        step(*arguments)
+
+    runner._decode_step = greedy  # type: ignore[attr-defined]
+    assert tokens(engine.generate(asked)) == expected
+    assert len(runner.graphs) == 0  # type: ignore[attr-defined]
+    runner._decode_step = step  # type: ignore[attr-defined]
+    runner.graphs._without.clear()  # type: ignore[attr-defined]
+    assert tokens(engine.generate(asked)) == expected
+    assert len(runner.graphs) > 0, "where there is memory again there are graphs again"  # type: ignore[attr-defined]

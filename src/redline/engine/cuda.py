@@ -8,7 +8,7 @@ few steps at once, and looks at their tokens while the next ones run. Weights ar
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeGuard
 
 import numpy as np
@@ -17,6 +17,7 @@ from torch import Tensor
 
 from redline.engine.attention import Runs
 from redline.engine.device_rows import DeviceRows
+from redline.engine.graphs import GraphCache
 from redline.engine.kernels.decode_attention import SHARED_ROWS, TILES, DecodeBatch, choose_splits, decode_attention
 from redline.engine.kernels.rotate_and_store import rotate_and_store
 from redline.engine.kernels.sampling import sample_plain
@@ -34,6 +35,8 @@ MAX_STEPS = 8
 """Decode steps per launch. A sequence that ends early idles for the rest of them; the host has the time of all of them to
 look at the previous ones."""
 MAX_SPLITS = 16
+TOP_LOGPROBS = (0, 1, 5, 20)
+"""Numbers of likeliest tokens that graphs are captured for."""
 BATCH_RATIO = 1.25
 """Batches are filled up with dead rows to the next of a ladder of sizes, each this much larger than the one before."""
 
@@ -112,6 +115,9 @@ class _DecodeGraph:
     samples: Samples
     """Where its samples go: `MAX_STEPS` rows, the next one each time."""
 
+    def reset(self) -> None:
+        self.graph.reset()
+
 
 class CudaRunner(Runner):
     max_steps = MAX_STEPS
@@ -137,7 +143,7 @@ class CudaRunner(Runner):
         self._sizes = batch_sizes(rows.dead_row)
         self._pool: Any = None
         """Memory that the graphs share: they never run at the same time."""
-        self._graphs: dict[tuple[int, int, Wants], _DecodeGraph] = {}
+        self.graphs: GraphCache[tuple[int, int, Wants], _DecodeGraph] = GraphCache(self._capture, self._release)
 
     # ── decode ─────────────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -146,7 +152,9 @@ class CudaRunner(Runner):
     ) -> Samples:
         size = next(size for size in self._sizes if size >= len(rows_B))
         max_groups = 0 if prefixes is None else 1 << (len(prefixes.sizes_C) - 1).bit_length()
-        captured = self._graphs.get((size, max_groups, wants)) or self._capture(size, max_groups, wants)
+        wants = _flavour(wants, self._decoder.spec.vocab_size)
+        captured = self.graphs.get((size, max_groups, wants))
+        samples = captured.samples if captured else self._room_for_samples(size, wants)
         filled = np.full(size, self.rows.dead_row)
         filled[: len(rows_B)] = rows_B
         self._rows_B[:size].copy_(self.rows.upload(filled, torch.int64), non_blocking=True)
@@ -156,8 +164,11 @@ class CudaRunner(Runner):
         if prefixes is not None:
             self._place(prefixes, size, max_groups)
         for _ in range(num_steps):
-            captured.graph.replay()
-        return captured.samples.part(num_steps, len(rows_B))
+            if captured:
+                captured.graph.replay()
+            else:
+                self._decode_step(size, max_groups, wants, samples)
+        return samples.part(num_steps, len(rows_B))
 
     def _place(self, prefixes: Prefixes, size: int, max_groups: int) -> None:
         """Tell the device who shares which beginning."""
@@ -169,8 +180,10 @@ class CudaRunner(Runner):
         self._groups[:, :max_groups].copy_(self.rows.upload(groups, torch.int32), non_blocking=True)
         self._prefix_B[:size].copy_(self.rows.upload(prefix_B, torch.int32), non_blocking=True)
 
-    def _capture(self, size: int, max_groups: int, wants: Wants) -> _DecodeGraph:
-        """Run the step once as it is, so that every kernel is compiled, on rows that are all dead; then record it."""
+    def _capture(self, key: tuple[int, int, Wants]) -> _DecodeGraph:
+        """Run the step once as it is, so that every kernel is compiled, on rows that are all dead; then record it. Raises
+        `torch.OutOfMemoryError`."""
+        size, max_groups, wants = key
         self._rows_B.fill_(self.rows.dead_row)
         self._rows32_B.fill_(self.rows.dead_row)
         self._groups.zero_()
@@ -183,8 +196,14 @@ class CudaRunner(Runner):
         with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):  # a trainer may run beside
             self._decode_step(size, max_groups, wants, samples)
         self._pool = graph.pool()
-        self._graphs[size, max_groups, wants] = captured = _DecodeGraph(graph, samples)
-        return captured
+        return _DecodeGraph(graph, samples)
+
+    def _release(self) -> None:
+        """Wait until no graph runs, and give memory that none holds back to the device."""
+        torch.cuda.synchronize()
+        if not len(self.graphs):
+            self._pool = None
+        torch.cuda.empty_cache()
 
     def _decode_step(self, size: int, max_groups: int, wants: Wants, samples: Samples) -> None:
         rows_B = self._rows_B[:size]
@@ -250,6 +269,13 @@ class CudaRunner(Runner):
         arrived = torch.cuda.Event()
         arrived.record()
         return host, arrived
+
+
+def _flavour(wants: Wants, vocab_size: int) -> Wants:
+    """What a graph is captured for: any number of likeliest tokens is served by the next of a few. A sequence takes as many as
+    it asked for."""
+    top = next(count for count in TOP_LOGPROBS if count >= wants.top)
+    return replace(wants, top=min(top, vocab_size))
 
 
 def batch_sizes(largest: int) -> list[int]:

@@ -155,11 +155,6 @@ class TensorParallelEngine(NativeEngine):
             self._has_failed = True
             raise EngineError(self._why_failed(error), LOOK_AT_STDERR) from error
 
-    @property
-    def worker_pids(self) -> list[int]:
-        """The processes of ranks 1, 2, …"""
-        return [worker.pid for worker in self._workers]
-
     def why_broken(self) -> str | None:
         """Which rank has died, if one has. From any thread."""
         for rank, worker in enumerate(self._workers, start=1):

@@ -1,0 +1,81 @@
+"""Captured decode steps: a bounded number of them, and none where there is no memory for one.
+
+A graph is made for each size of batch and each flavour of sampling that requests ask for. Both come from clients, so the least
+recently used one makes room for the next, and running out of memory costs speed, not the engine.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable
+from typing import Generic, Protocol, TypeVar
+
+import torch
+
+MAX_GRAPHS = 256
+"""A run of one flavour needs about a hundred; each takes some megabytes of the driver's memory."""
+RETRY_AFTER = 1000
+"""Steps that run without a graph before its capture is tried again: memory may have been given back."""
+
+Key = TypeVar("Key")
+
+
+class Graph(Protocol):
+    def reset(self) -> None:
+        """Give back what it holds."""
+        ...
+
+
+Captured = TypeVar("Captured", bound=Graph)
+
+
+class GraphCache(Generic[Key, Captured]):
+    """Least recently used first. `capture` may raise `torch.OutOfMemoryError`; `release` waits for the device, and gives memory
+    that nobody holds back to it."""
+
+    def __init__(self, capture: Callable[[Key], Captured], release: Callable[[], None], max_graphs: int = MAX_GRAPHS) -> None:
+        self._capture = capture
+        self._release = release
+        self._max_graphs = max_graphs
+        self._graphs: OrderedDict[Key, Captured] = OrderedDict()
+        self._without: dict[Key, int] = {}
+        """Steps left before the capture of a graph that did not fit is tried again."""
+        self.evictions = 0
+
+    def __len__(self) -> int:
+        return len(self._graphs)
+
+    def get(self, key: Key) -> Captured | None:
+        """The graph, captured now if need be; None where there is no memory for it, so that the step has to run without."""
+        found = self._graphs.get(key)
+        if found is not None:
+            self._graphs.move_to_end(key)
+            return found
+        if self._without.get(key, 0) > 0:
+            self._without[key] -= 1
+            return None
+        if len(self._graphs) >= self._max_graphs:
+            self._evict(1)
+        return self._captured(key)
+
+    def _captured(self, key: Key) -> Captured | None:
+        """Once as it is, and once more with everything else gone."""
+        for is_last in (False, True):
+            try:
+                self._graphs[key] = captured = self._capture(key)
+            except torch.OutOfMemoryError:
+                self._evict(len(self._graphs))
+                if is_last:
+                    self._without[key] = RETRY_AFTER
+            else:
+                self._without.pop(key, None)
+                return captured
+        return None
+
+    def _evict(self, count: int) -> None:
+        self._release()  # none of them may be running
+        for _ in range(count):
+            _, graph = self._graphs.popitem(last=False)
+            graph.reset()
+        self.evictions += count
+        self._release()

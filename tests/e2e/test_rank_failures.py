@@ -1,0 +1,81 @@
+"""A rank of a tensor-parallel engine that dies or hangs inside a step ends the engine soon, and everybody hears why."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import time
+from pathlib import Path
+
+import numpy as np
+import psutil
+import pytest
+import torch
+from small_models import CONFIGS, VOCAB_SIZE, write_model
+
+from redline.config.schema import EngineConfig
+from redline.engine import AsyncEngine
+from redline.engine.tensor_parallel import TensorParallelEngine
+from redline.errors import EngineError
+from redline.types import Completion, GenerateRequest, SamplingParams
+
+STEP_TIMEOUT_S = 4.0
+SOON_S = 30.0
+"""Long enough for a busy machine, and far below a year."""
+
+
+def make_engine(tmp_path: Path) -> TensorParallelEngine:
+    write_model(tmp_path, CONFIGS["qwen3, biases"], seed=5, std=0.3)
+    config = EngineConfig(max_num_seqs=4, tensor_parallel_size=2)
+    return TensorParallelEngine(tmp_path, config, torch.device("cpu"), torch.float32, step_timeout_s=STEP_TIMEOUT_S)
+
+
+def ask() -> GenerateRequest:
+    prompt = np.random.default_rng(0).integers(2, VOCAB_SIZE, 9).astype(np.int32)
+    return GenerateRequest(prompt, SamplingParams(max_tokens=200))
+
+
+def worker() -> psutil.Process:
+    """Of rank 1."""
+    [found] = [child for child in psutil.Process().children() if "redline.engine.tensor_parallel" in child.cmdline()]
+    return found
+
+
+def lose(running: AsyncEngine, number: signal.Signals) -> tuple[str, float]:
+    """Signal the worker while a request is under way: what its caller hears, and after how many seconds."""
+
+    async def run() -> tuple[str, float]:
+        call = asyncio.create_task(running.complete(ask()))
+        while running.stats.steps < 3:
+            await asyncio.sleep(0.001)
+        worker().send_signal(number)
+        struck = time.monotonic()
+        with pytest.raises(EngineError) as caught:
+            await asyncio.wait_for(call, SOON_S)
+        return caught.value.message, time.monotonic() - struck
+
+    return asyncio.run(run())
+
+
+def outcome(running: AsyncEngine) -> list[Completion]:
+    return asyncio.run(running.complete(ask()))
+
+
+@pytest.mark.parametrize(
+    ("number", "reason"),
+    [(signal.SIGKILL, "rank 1 of the engine has ended with code -9"), (signal.SIGSTOP, "limit 4 s")],
+)
+def test_a_rank_that_is_lost_inside_a_step_ends_the_engine(tmp_path: Path, number: signal.Signals, reason: str) -> None:
+    engine = make_engine(tmp_path)
+    process = worker()
+    try:
+        with AsyncEngine(engine, engine.why_broken) as running:
+            message, seconds = lose(running, number)
+            assert reason in message
+            assert seconds < STEP_TIMEOUT_S + 10
+            assert not running.is_alive
+            with pytest.raises(EngineError, match="the engine has stopped"):
+                outcome(running)
+    finally:
+        engine.close()
+    assert not process.is_running(), "and no process is left behind"
