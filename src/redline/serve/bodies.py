@@ -16,6 +16,8 @@ from redline.serve.protocol import ApiError
 
 SMALL_BYTES = 16_384
 """Up to here a body is parsed where it stands."""
+READ_AT_ONCE, READ_REST_S = 2**18, 0.005
+"""Bytes of a body that are read before a rest, and the rest in seconds: to take in a body is work on the event loop too."""
 DRAINED_BYTES = 2**26
 """Of a body that is too large, what we still read and drop: a client that is cut off while it writes never sees the reason."""
 
@@ -50,9 +52,12 @@ async def _read(request: Request, most: int) -> bytes:
     )
     if announced.isdecimal() and int(announced) > DRAINED_BYTES:
         raise too_large
-    kept, size = bytearray(), 0
+    kept, size, rested = bytearray(), 0, 0
     async for part in request.stream():
         size += len(part)
+        if size - rested > READ_AT_ONCE:
+            rested = size
+            await asyncio.sleep(READ_REST_S)
         if size > DRAINED_BYTES:
             raise too_large
         if size <= most:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import signal
 import socket
 import sys
@@ -32,6 +33,8 @@ from redline.serve.vocabulary import Vocabulary
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+SWITCH_S = 0.0005
+"""A tenth of Python's own interval between two threads that both want to run."""
 GRACE_S = 5.0
 """Seconds that running requests get to finish once the server is told to stop; then they are aborted, and told so."""
 
@@ -39,9 +42,18 @@ GRACE_S = 5.0
 def serve(settings: ServeSettings, listener: socket.socket) -> None:
     """Serve until a signal. SIGTERM returns, SIGINT raises KeyboardInterrupt, both when the last request is over."""
     with running_engine(settings) as (engine, served):
+        _share_python_lock()
         # uvicorn sends itself the signal again once it has stopped; SIGTERM is then no reason to fail.
         signal.signal(signal.SIGTERM, lambda number, frame: None)
         EngineServer(engine, served, settings).run(sockets=[listener])
+
+
+def _share_python_lock() -> None:
+    """The engine's thread gives Python's lock away at every call of torch, and has to get it back each time: from a thread that
+    computes it does so after the switch interval. And the garbage collector need not look at what a model has brought along."""
+    sys.setswitchinterval(SWITCH_S)
+    gc.collect()
+    gc.freeze()
 
 
 @contextmanager
