@@ -14,6 +14,7 @@ from redline.errors import ConfigError
 from redline.lab import workloads
 from redline.lab.cases import e2e
 from redline.lab.cases.e2e import E2ERun
+from redline.lab.cases.e2e_lengths import Lengths, length_results
 from redline.lab.document import Bound, PeerFigure
 from redline.lab.plan.devices import CPU_PRICE
 from redline.lab.random_folders import as_path
@@ -36,6 +37,7 @@ COMMON = [
 def run(**values: object) -> E2ERun:
     known = {"step_s": 1.0, "trainer_wait_s": 0.0, "rollouts_wait_s": 0.0, "tokens_per_s": 1.0, "max_lag": 0}
     known |= {"samples_per_s": 1.0, "sampling_flops": 1.0, "training_flops": 1.0}
+    known |= {"lengths": Lengths(0.0, 10.0, 10.0)}
     return E2ERun(**{"ends_s": [1.0, 2.0, 3.0], "rewards": [0.1, 0.2, 0.6], **known, **values})  # type: ignore[arg-type]
 
 
@@ -51,6 +53,8 @@ def test_every_lag_is_measured_and_compared_with_lockstep() -> None:
         "tokens",
         "samples",
         "a million samples",
+        "groups trained on",
+        "tokens of an attempt trained on",
         "reward after equal time",
     ]
     assert list(results) == [f"lag {lag}: {kind}" for lag in (0, 2) for kind in kinds]
@@ -59,9 +63,34 @@ def test_every_lag_is_measured_and_compared_with_lockstep() -> None:
     assert results["lag 0: a step"].details["max_lag_seen"] == 0
     assert results["lag 2: a step"].details["max_lag_seen"] <= 2
     assert "round 2/2" in said.getvalue()
+    assert said.getvalue().count("0.0% of the groups dropped") == 2 * len(settings.lags), "beside every speed"
+    for result in results.values():
+        if result.name.endswith(("a step", "tokens", "samples")):
+            assert result.details["dropped_fraction"] == 0, "nothing is dropped unless one asks for it"
+            assert 0 < result.details["trained_tokens_mean"] <= settings.max_new_tokens
+            assert "0.0% of the groups dropped" in result.details["beside"]
+    assert results["lag 2: groups trained on"].value == 100
     for result in results.values():
         assert 0 < result.fraction_of_bound <= 1 + 1e-9 or result.unit == ""
         assert json.dumps(result.as_json(), allow_nan=False)
+
+
+def test_lengths_of_what_was_dropped_and_trained_are_told_apart() -> None:
+    trained = {"buffer/trained_groups": 8, "buffer/trained_tokens_mean": 100.0}
+    late = {"buffer/dropped_late": 2, "buffer/dropped_attempts": 4, "buffer/dropped_tokens_mean": 500.0}
+    found = Lengths.of([{**trained, "buffer/dropped_late": 0}, {**trained, **late}], group_size=2)
+    assert found.dropped == pytest.approx(2 / 18)
+    assert (found.trained_tokens, found.sampled_tokens) == (100.0, pytest.approx((32 * 100 + 4 * 500) / 36))
+    assert str(found) == "11.1% of the groups dropped, 100.0 tokens an attempt trained on"
+    kept, tokens = length_results("lag 1: ", [found])
+    assert kept.fraction_of_bound == pytest.approx(16 / 18)
+    assert tokens.fraction_of_bound < 0.7
+
+
+def test_late_groups_are_dropped_where_one_asks_for_it() -> None:
+    settings = make_settings("e2e", [*COMMON, "late_groups=drop"])
+    assert isinstance(settings, E2ESettings)
+    assert [e2e.recipe(settings, lag, 0).buffer.late_groups for lag in (0, 2)] == ["wait", "drop"]
 
 
 def test_in_lockstep_the_two_sides_share_the_step_between_them() -> None:

@@ -11,7 +11,7 @@ from pydantic import Field, PositiveInt, field_validator, model_validator
 
 from redline.config import Config, resolve, validate
 from redline.config.installation import how_to_install
-from redline.config.schema import EngineConfig, Section, TrainerConfig
+from redline.config.schema import EngineConfig, LateGroups, Section, TrainerConfig
 from redline.errors import ConfigError
 from redline.lab.overrides import read_overrides
 from redline.lab.workloads import QUICK, RANDOM, SHAPES
@@ -220,6 +220,8 @@ class E2ESettings(EngineSettings):
     """As `model.path` of a recipe."""
     lags: tuple[int, ...] = (0, 1, 2, 4)
     """Values of `buffer.max_lag`, each in turn; 0 is lockstep."""
+    late_groups: LateGroups = "wait"
+    """As `buffer.late_groups` of a recipe, for lags above 0; `drop` is faster and trains on fewer long answers."""
     groups_per_step: PositiveInt = 8
     """Tasks per step."""
     group_size: int = Field(8, ge=2)

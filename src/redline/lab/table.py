@@ -20,6 +20,8 @@ def render(document: Document) -> Table:
         table.add_row(*_cells(result))
         for row in _parts(result):
             table.add_row(*row, style="dim")
+        if note := result.details.get("beside"):
+            table.add_row(f"  {note}", style="dim")
     return table
 
 

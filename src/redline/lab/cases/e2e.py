@@ -2,7 +2,8 @@
 
 Every round runs each lag once, in an order drawn by lot, from the same weights over the same tasks. In lockstep one side always
 waits for the other; with a lag they work at the same time, on a CPU each on its own half of the cores, so lockstep is given the
-same half: what is measured is the overlap, not the cores. The bound of a step is the busier side's work.
+same half: what is measured is the overlap, not the cores. The bound of a step is the busier side's work. Beside every speed
+stands how many groups were dropped as late, and how long the attempts were that it trained on (`e2e_lengths.py`).
 
 With `against` the loop takes turns with somebody else's instead (`e2e_against.py`).
 """
@@ -14,6 +15,7 @@ import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -22,6 +24,7 @@ from rich.console import Console
 from redline import loop
 from redline.config import Config, resolve, validate
 from redline.errors import ConfigError
+from redline.lab.cases.e2e_lengths import Lengths, beside, length_results
 from redline.lab.document import Bound, Measured, PeerFigure, Result
 from redline.lab.machine import Machine, device_name, free_memory, measure_machine
 from redline.lab.pairs import interleave
@@ -56,6 +59,8 @@ class Clock:
     """Steps before the clock starts: kernels warm up, and a pipeline fills."""
     cost: NetworkCost | None = None
     """To count operations with, where somebody wants them."""
+    buffer_metrics: Callable[[], Mapping[str, float]] = dict
+    """After each step, what became of the groups."""
     groups: list[TrajectoryGroup] = field(default_factory=list)
     begun_s: float = 0.0
     ends_s: list[float] = field(default_factory=list)
@@ -65,6 +70,7 @@ class Clock:
     attempts: list[int] = field(default_factory=list)
     sampling_flops: list[float] = field(default_factory=list)
     training_flops: list[int] = field(default_factory=list)
+    fates: list[Mapping[str, float]] = field(default_factory=list)
 
     def group_collected(self, group: TrajectoryGroup) -> None:
         self.groups.append(group)
@@ -80,7 +86,8 @@ class Clock:
             self.rewards.append(statistics.fmean(t.reward for t in attempts) if attempts else self.rewards[-1])
             self.tokens.append(sum(t.num_completion_tokens for t in attempts))
             self.lags.append(batch.lag)
-            self.attempts.append(len(attempts))
+            self.attempts.append(batch.num_sequences_sampled)
+            self.fates.append(self.buffer_metrics())
             self.sampling_flops.append(sampling_flops(self.cost, groups) if self.cost else 0.0)
             self.training_flops.append(report.flops)
 
@@ -112,6 +119,7 @@ class E2ERun:
     sampling_flops: float
     """Per step."""
     training_flops: float
+    lengths: Lengths
 
     @property
     def rollouts_s(self) -> float:
@@ -135,6 +143,7 @@ class E2ERun:
             "tokens_per_s": self.tokens_per_s,
             "samples_per_s": self.samples_per_s,
             "max_lag": self.max_lag,
+            **self.lengths.as_json(),
             "ends_s": list(self.ends_s),
             "rewards": list(self.rewards),
         }
@@ -146,7 +155,7 @@ def measure(settings: E2ESettings, console: Console) -> Measured:
     price = price_of(settings)
 
     def seen(number: int, row: Mapping[str, E2ERun]) -> None:
-        told = ", ".join(f"lag {lag} {run.step_s:.2f} s" for lag, run in row.items())
+        told = ", ".join(f"lag {lag} {run.step_s:.2f} s ({run.lengths})" for lag, run in row.items())
         console.print(f"round {number + 1}/{settings.pairs}: a step takes {told}")
 
     with as_path(settings.model, device, dtype, settings.seed) as path:
@@ -168,12 +177,13 @@ def run_loop(config: Config, skip: int, steps: int) -> E2ERun:
     with tempfile.TemporaryDirectory(prefix="redline-bench-") as scratch, recording(recorder):
         quiet = Progress(steps, console=Console(quiet=True))
         stages = build(config, RunFolder.create(Path(scratch), "e2e"), quiet)
-        clock = Clock(skip, NetworkCost.of(stages.decoder))
+        clock = Clock(skip, NetworkCost.of(stages.decoder), partial(getattr, stages.buffer, "metrics"))
         try:
             before = _until(stages, clock, skip, recorder)
             after = _until(stages, clock, skip + steps, recorder)
         finally:
             stages.close()
+    clock.buffer_metrics = dict  # it holds the stages
     del stages
     free_memory(torch.device(config.run.device))
     waited = {lane: after[lane] - before.get(lane, 0.0) for lane in after}
@@ -192,6 +202,7 @@ def run_loop(config: Config, skip: int, steps: int) -> E2ERun:
         samples_per_s=sum(clock.attempts) / seconds,
         sampling_flops=sum(clock.sampling_flops) / steps,
         training_flops=sum(clock.training_flops) / steps,
+        lengths=Lengths.of(clock.fates, config.rollouts.group_size),
     )
 
 
@@ -212,7 +223,8 @@ def recipe(settings: E2ESettings, lag: int, seed: int) -> Config:
             "device": settings.device,
             "num_threads": share,
             "seed": seed,
-            "steps": settings.warmup_steps + settings.steps,
+            # With a lag the last steps of a run begin nothing more. They are not timed: a long run has few of them.
+            "steps": settings.warmup_steps + settings.steps + (lag + 1 if lag != LOCKSTEP else 0),
             "checkpoint_every": 0,
         },
         "model": {"path": settings.model, "dtype": settings.dtype},
@@ -223,7 +235,8 @@ def recipe(settings: E2ESettings, lag: int, seed: int) -> Config:
             "max_new_tokens": settings.max_new_tokens,
             "evaluation": {"num_tasks": 0},
         },
-        "buffer": {"max_lag": lag, "keep_trajectories": False},
+        "buffer": {"max_lag": lag, "keep_trajectories": False}
+        | ({"late_groups": settings.late_groups} if lag != LOCKSTEP else {}),
         "trainer": settings.trainer.model_dump(mode="json", exclude_unset=True),
         "engine": {"max_num_seqs": settings.groups_per_step * settings.group_size}
         | settings.engine.model_dump(exclude_unset=True),
@@ -262,12 +275,17 @@ def _results(rounds: Sequence[Mapping[str, E2ERun]], lag: int, price: float, mac
     busier = [max(run.rollouts_s, run.trainer_s) for run in runs]
     samples = [run.samples_per_s for run in runs]
     most = statistics.median(run.samples_per_s * run.step_s / busy for run, busy in zip(runs, busier, strict=True))
-    return [
+    lengths = [run.lengths for run in runs]
+    speeds = [
         _step_time(rounds, lag, runs, busier),
         work_result(f"lag {lag}: rollouts at work", [r.rollouts_s for r in runs], [r.sampling_flops for r in runs], machine),
         work_result(f"lag {lag}: trainer at work", [r.trainer_s for r in runs], [r.training_flops for r in runs], machine),
         _throughput(lag, runs, busier),
         *sample_results(f"lag {lag}: ", samples, Bound(most, "with no waiting on either side"), price),
+    ]
+    return [
+        *(replace(result, details={**result.details, **beside(lengths)}) for result in speeds),
+        *length_results(f"lag {lag}: ", lengths),
         _reward(rounds, lag),
     ]
 
