@@ -106,11 +106,7 @@ def test_every_group_is_somewhere_and_was_trained_on_within_the_budget(finished:
         assert row.oldest_version is not None
         assert row.trained_version is not None
         assert 0 <= row.trained_version - row.oldest_version <= finished.max_lag
-    left = [row for row in found if row.state in (GroupState.READY, GroupState.IN_FLIGHT)]
-    assert len(left) <= (finished.max_lag + 1) * GROUPS
-    dropped = [row for row in found if row.state is GroupState.DROPPED]
-    assert all(row.reason in ("stale", "overdue") for row in dropped)
-    assert len(trained) + len(left) + len(dropped) == len(found)
+    assert len(trained) == len(found), "none is dropped, and none is under way at the end for nothing"
 
 
 def test_both_sides_account_for_their_time_and_say_what_they_waited_for(finished: Finished) -> None:
@@ -173,6 +169,52 @@ def test_slow_rewards_get_workers_and_steps_become_shorter(tmp_path: Path) -> No
             assert "buffer: 1 → 4 workers for rewards, the trainer waited for" in output(cwd)
     assert seconds[1] > 0.15
     assert seconds[4] < 0.6 * seconds[1]
+
+
+# ── lengths ────────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def run_of_long_answers(cwd: Path, **buffer: Any) -> RunFolder:
+    """A policy that never changes, whose answers have any length up to 300 tokens."""
+    cwd.mkdir()
+    write_letters(
+        cwd,
+        run={"steps": 12, "checkpoint_every": 0},
+        rollouts={"groups_per_step": 4, "group_size": 2, "max_new_tokens": 300, "evaluation": {"num_tasks": 0}},
+        trainer={"learning_rate": 1e-30},
+        buffer=buffer,
+    )
+    (cwd / "letters.py").write_text(LETTERS.replace('raise ValueError("there is a q in it")', "pass"))
+    assert run_to_end(cwd, "train", "letters.yaml", is_profiled=False) == 0, output(cwd)
+    return newest_run(cwd)
+
+
+def trained_lengths(folder: RunFolder) -> dict[tuple[int, int], int]:
+    """Tokens that the policy chose in each attempt that was trained on."""
+    return {key: sum(row["loss_mask"]) for key, row in attempts(folder).items() if row["version"] >= 0}
+
+
+@pytest.mark.slow
+def test_the_lengths_trained_on_are_the_same_at_every_lag_unless_late_groups_are_dropped(tmp_path: Path) -> None:
+    truth = trained_lengths(run_of_long_answers(tmp_path / "0"))
+    assert np.std(list(truth.values())) > 50, "long and short ones"
+    for lag in (1, 2, 4):
+        folder = run_of_long_answers(tmp_path / f"{lag}", max_lag=lag)
+        found = trained_lengths(folder)
+        assert found.keys() == truth.keys(), "the same attempts, each once"
+        same = sum(found[key] == truth[key] for key in truth)
+        assert same >= 0.95 * len(truth), "the engine's last bits depend on what it computes together"
+        assert rows(folder.metrics)[-1]["buffer/dropped_overdue"] == rows(folder.metrics)[-1]["buffer/dropped_stale"] == 0
+        lanes = json.loads(folder.ledger.read_text())["lanes"]
+        assert sum(lanes["main"]["rows"].values()) + lanes["main"]["unaccounted_ns"] == lanes["main"]["wall_ns"]
+    folder = run_of_long_answers(tmp_path / "drop", max_lag=1, late_groups="drop")
+    dropping = rows(folder.metrics)
+    late = [row for row in dropping if row["buffer/dropped_late"]]
+    assert late, "dropping is what it was asked for"
+    assert all(0 < row["buffer/dropped_tokens_mean"] <= 300 for row in late)
+    by_reason = dropping[-1]["buffer/dropped_stale"] + dropping[-1]["buffer/dropped_overdue"]
+    assert sum(row["buffer/dropped_late"] for row in late) == by_reason
+    assert trained_lengths(folder).keys() != truth.keys()
 
 
 # ── evaluations ────────────────────────────────────────────────────────────────────────────────────────────────────────
