@@ -79,6 +79,7 @@ def test_a_reward_that_hangs_yields_the_file_that_names_it_and_one_alert(max_lag
     succeed("train", recipe(tmp_path, "Hanging", max_lag, stall_after_s=1.5), cwd=tmp_path)
     folder = only_run(tmp_path)
     document = json.loads((folder.stalls / "stall-001.json").read_text())
+    assert document["summary"].startswith("`score` has not returned for ")
     assert "in rollouts.reward" in document["summary"]
     assert "in wait_for_a_sandbox_that_is_down" in document["summary"]
     if max_lag:
@@ -101,13 +102,21 @@ def test_numbers_that_are_none_raise_one_alert(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_thread_that_dies_raises_one_alert_though_the_run_ends(tmp_path: Path) -> None:
-    done = redline("train", recipe(tmp_path, "Exiting", 2), cwd=tmp_path)
+@pytest.mark.parametrize("max_lag", [0, 2])
+def test_a_reward_that_begins_to_fail_raises_an_alert_with_the_reason_and_the_run_stops_with_it(
+    max_lag: int, tmp_path: Path
+) -> None:
+    done = redline("train", recipe(tmp_path, "Exiting", max_lag), cwd=tmp_path)
     assert done.returncode == 2
-    [alert] = rows(only_run(tmp_path).alerts)
-    assert alert["kind"] == "dead_worker"
-    assert "is dead: its thread ended" in alert["seen"]
-    assert "alert, dead worker: " in done.stderr
+    folder = only_run(tmp_path)
+    assert "abort_storm" in kinds(folder.path)
+    [alert] = [row for row in rows(folder.alerts) if row["kind"] == "abort_storm"]
+    assert "reward: SystemExit: a library that thinks it is a program, at faults.py:" in alert["seen"]
+    assert "error: every attempt of step " in done.stderr
+    assert "SystemExit: a library that thinks it is a program, at faults.py:" in done.stderr
+    assert "Traceback" not in done.stderr
+    last = rows(folder.metrics)[-1]["step"]
+    assert (folder.checkpoints / f"step-{last:06d}").is_dir(), "nothing is lost"
 
 
 # ── profiles ───────────────────────────────────────────────────────────────────────────────────────────────────────────

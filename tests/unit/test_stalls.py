@@ -15,7 +15,9 @@ import pytest
 from redline.config.installation import how_to_install
 from redline.telemetry import Recorder, recording, span, stacks
 from redline.telemetry.activity import ActivityProbe
-from redline.telemetry.stall import FIRST_KEPT, FIRST_S, FLOOR_S, LAST_KEPT, MIN_STEPS, Stall, StallWatch
+from redline.telemetry.calls import Call, calling, forget_call
+from redline.telemetry.slow_calls import CALL_S
+from redline.telemetry.stall import FIRST_KEPT, FIRST_S, FLOOR_S, LAST_KEPT, MIN_STEPS, Stall, StallWatch, describe
 
 AFTER_S = 10.0
 
@@ -238,3 +240,100 @@ def test_without_py_spy_the_file_says_how_to_get_it(child: subprocess.Popen[str]
     monkeypatch.setattr(stacks, "find_py_spy", lambda: None)
     [found] = [stack for stack in stacks.child_stacks() if stack.pid == child.pid]
     assert found.lines == [f"no stack: py-spy is not installed; {how_to_install('profile')}"]
+
+
+# ── calls of the user's code ───────────────────────────────────────────────────────────────────────────────────────────
+
+
+@contextlib.contextmanager
+def calls(what: str, seconds: float) -> Iterator[Call]:
+    """A call in another thread that has lasted for so long."""
+    found: list[Call] = []
+
+    def work(end: threading.Event) -> None:
+        with calling(what) as call:
+            call.began_s -= seconds
+            found.append(call)
+            hanging_environment(end)
+
+    with in_thread(what, work):
+        yield found[0]
+
+
+def tell_tale(tmp_path: Path, after_s: float | None = None) -> Watched:
+    watched = Watched(tmp_path, after_s)
+    watched.clock.now = 1000.0
+    watched.probe.look()
+    return watched
+
+
+def test_the_first_call_that_lasts_is_told_within_half_a_minute_whatever_else_moves(tmp_path: Path) -> None:
+    assert CALL_S <= 25
+    watched = tell_tale(tmp_path)
+    with calls("score", CALL_S - 1):
+        assert watched.stalls.tick(watched.probe.look(), 0) is None
+    with calls("score", CALL_S + 3 * CALL_S):
+        with span("engine.decode"):
+            pass
+        stall = watched.stalls.tick(watched.probe.look(), 0)
+        assert watched.stalls.tick(watched.probe.look(), 0) is None, "told once"
+    assert stall is not None
+    assert stall.in_rollouts
+    assert stall.finding.seen.startswith("`score` has not returned for 80 s, at test_stalls.py:")
+    assert "in hanging_environment: end.wait()" in stall.finding.seen
+    watched.stalls.tick(watched.probe.look(), 0)
+    text = stall.path.read_text()
+    assert "`score` has not returned for 80 s" in text
+    assert text.rstrip().endswith("`score` returned.")
+    watched.stalls.close()
+
+
+def test_a_call_may_last_three_times_as_long_as_those_that_returned(tmp_path: Path) -> None:
+    watched = tell_tale(tmp_path)
+    with calls("score", 15):
+        watched.stalls.tick(watched.probe.look(), 0)
+    with calls("score", 40):
+        assert watched.stalls.tick(watched.probe.look(), 0) is None
+    with calls("train", 40):
+        assert watched.stalls.tick(watched.probe.look(), 0) is not None, "another function has another history"
+    with calls("score", 125):
+        assert watched.stalls.tick(watched.probe.look(), 0) is not None
+    watched.stalls.close()
+
+
+def test_what_was_given_up_says_nothing_about_how_long_a_call_may_last(tmp_path: Path) -> None:
+    watched = tell_tale(tmp_path)
+    for _ in range(2):
+        with calls("score", 100) as call:
+            assert watched.stalls.tick(watched.probe.look(), 0) is not None
+            forget_call(call)
+            assert watched.stalls.tick(watched.probe.look(), 0) is None
+    watched.stalls.close()
+
+
+def test_a_recipe_may_say_how_long_a_call_may_last(tmp_path: Path) -> None:
+    watched = tell_tale(tmp_path, after_s=300.0)
+    with calls("score", 290):
+        assert watched.stalls.tick(watched.probe.look(), 0) is None
+    with calls("score", 301):
+        assert watched.stalls.tick(watched.probe.look(), 0) is not None
+    watched.stalls.close()
+
+
+def test_many_quick_calls_inside_one_span_move(watched: Watched) -> None:
+    with span("rollouts.reward"):
+        for _ in range(5):
+            with calling("score"):
+                pass
+            assert watched.pass_time(AFTER_S * 0.9) is None
+
+
+def test_whoever_waits_for_a_call_is_where_the_call_is(watched: Watched) -> None:
+    def work(end: threading.Event) -> None:
+        with span("rollouts.reward"), calling("score", threading.main_thread().ident):
+            hanging_environment(end)
+
+    with span("rollouts.reward"), in_thread("score", work):
+        document = describe(watched.probe.look(), {}, stacks.own_stacks(), [], 3)
+    assert document["summary"].startswith("main has been in rollouts.reward for 0 s, at test_stalls.py:")
+    assert document["summary"].endswith("in hanging_environment: end.wait()")

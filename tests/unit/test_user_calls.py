@@ -28,7 +28,7 @@ def many() -> Iterator[UserCalls]:
 
 @pytest.fixture
 def limited() -> Iterator[UserCalls]:
-    calls = UserCalls("reward", "score", 0.2, "rollouts.reward_timeout_s")
+    calls = UserCalls("reward", "score", 0.5, "rollouts.reward_timeout_s")
     yield calls
     calls.close()
 
@@ -89,9 +89,9 @@ def test_a_call_that_hangs_is_a_failure_with_its_place_and_the_others_are_made(l
     began = time.perf_counter()
     first, late, last = limited.results(SPAN, [lambda: 1, hanging, lambda: 3])
     assert (first, last) == (1, 3)
-    assert 0.2 <= time.perf_counter() - began < 5
+    assert 0.5 <= time.perf_counter() - began < 10
     assert isinstance(late, Failure)
-    assert late.reason == "`score` did not return within 0.2 s"
+    assert late.reason == "`score` did not return within 0.5 s"
     assert late.where.startswith("test_user_calls.py:")
     assert "self.end.wait(30)" in late.where
     assert "rollouts.reward_timeout_s" in late.hint
@@ -113,7 +113,7 @@ def test_after_some_that_hang_in_a_row_the_rest_is_not_called(limited: UserCalls
 
 
 def test_many_quick_calls_may_take_longer_than_the_limit_together(limited: UserCalls) -> None:
-    assert limited.results(SPAN, [waiting(n) for n in range(12)]) == list(range(12))
+    assert limited.results(SPAN, [waiting(n) for n in range(20)]) == list(range(20))
 
 
 @pytest.mark.parametrize("error", [ValueError("no"), SystemExit(3), KeyboardInterrupt(), asyncio.CancelledError()])
@@ -128,10 +128,11 @@ def test_whatever_a_call_raises_is_its_failure_and_ends_nothing(limited: UserCal
     assert failed.where.endswith("in work: raise error")
 
 
-def test_the_callers_lane_and_that_of_the_thread_add_up(limited: UserCalls) -> None:
+def test_the_lane_of_the_thread_adds_up_and_has_one_span_for_all_calls() -> None:
     with recording(Recorder()) as recorder:
-        limited.results(SPAN, [waiting(n) for n in range(4)])
-        limited.close()
+        calls = UserCalls("reward", "score", 60.0, "rollouts.reward_timeout_s")
+        calls.results(SPAN, [waiting(n) for n in range(4)])
+        calls.close()
         lane = recorder.ledger().lanes["score"]
         spans = [mine for mine in recorder.drain() if mine.name == SPAN]
     assert lane.rows[SPAN] >= 4 * 0.03e9

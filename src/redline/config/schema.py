@@ -597,8 +597,9 @@ class TelemetryConfig(Section):
     alerts: AlertsConfig = AlertsConfig()
     """What to look out for, and whom to tell."""
     stall_after_s: float | None = Field(None, ge=0)
-    """Nothing may move for this long before a file in `stalls/` says who waits for whom; null takes three times the longest
-    pause so far, a minute at least; 0 never writes one."""
+    """Nothing may move, and no call of `score` or `train` may last, for this long before a file in `stalls/` says who waits for
+    whom. null takes three times the longest so far: of pauses, at least 25 s (a minute while a run evaluates or saves, ten
+    before its third step); of calls, at least 20 s from the first on. 0 never writes one."""
     profile: ProfileKind | None = None
     """Profile some steps. `rollout`: while groups are made. `trainer`: the trainer's step. `e2e`: all of it. A run can also be
     asked while it goes on, with `redline profile`."""

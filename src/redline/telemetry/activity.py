@@ -7,6 +7,7 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from redline.telemetry.calls import Call, calls_now, num_finished_calls
 from redline.telemetry.ledger import UNACCOUNTED, by_section
 from redline.telemetry.spans import LaneState, Recorder
 from redline.telemetry.workers import WorkerState, workers_now
@@ -26,12 +27,14 @@ class Activity:
     at_s: float
     """On the monotonic clock."""
     quiet_s: float
-    """How long no lane has opened or closed a span of work."""
+    """How long no lane has opened or closed a span of work, and no call of the user's code has ended."""
     lanes: Sequence[LaneState] = ()
     """Of threads that live."""
     totals_s: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
     """Lane → span → exclusive seconds since the process began, those of the open spans included."""
     workers: Sequence[WorkerState] = ()
+    calls: Sequence[Call] = ()
+    """Of the user's functions, under way."""
 
     @property
     def main(self) -> LaneState | None:
@@ -70,17 +73,19 @@ class ActivityProbe:
         self._recorder = recorder
         self._clock = clock
         self._worked_ns: dict[str, int] = {}
+        self._num_calls = num_finished_calls()
         self._moved_at = clock()
 
     def look(self) -> Activity:
         now, now_ns = self._clock(), self._recorder.now_ns()
         lanes = self._recorder.lane_states()
         worked_ns = {lane.name: _worked_ns(lane) for lane in lanes}
-        if worked_ns != self._worked_ns:
-            self._worked_ns, self._moved_at = worked_ns, now
+        num_calls = num_finished_calls()
+        if worked_ns != self._worked_ns or num_calls != self._num_calls:
+            self._worked_ns, self._num_calls, self._moved_at = worked_ns, num_calls, now
         living = [lane for lane in lanes if lane.is_alive]
         totals = {lane.name: _totals_s(lane, now_ns) for lane in living}
-        return Activity(now, now - self._moved_at, living, totals, workers_now())
+        return Activity(now, now - self._moved_at, living, totals, workers_now(), calls_now())
 
 
 def _worked_ns(lane: LaneState) -> int:

@@ -27,7 +27,7 @@ _num_finished = 0
 class Call:
     """A call, and a context manager while it lasts."""
 
-    __slots__ = ("began_s", "coroutine", "for_thread", "thread_id", "what")
+    __slots__ = ("began_s", "coroutine", "for_thread", "is_given_up", "thread_id", "what")
 
     def __init__(self, what: str, for_thread: int | None = None) -> None:
         self.what = what
@@ -36,6 +36,8 @@ class Call:
         self.for_thread = for_thread or self.thread_id
         """The thread that waits for it."""
         self.began_s = time.monotonic()
+        self.is_given_up = False
+        """Nobody waits for it any more."""
         self.coroutine: Any = None
         """What it waits for, where the function is a coroutine: its stack is not the thread's."""
 
@@ -79,6 +81,7 @@ def num_finished_calls() -> int:
 
 def forget_call(call: Call) -> None:
     """Nobody waits for it any more; its thread may never end it."""
+    call.is_given_up = True
     if _running.get(call.thread_id) is call:
         del _running[call.thread_id]
 

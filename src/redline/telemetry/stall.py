@@ -4,7 +4,8 @@
     stalls/frozen.txt       every stack, written by faulthandler, where one thread kept all others from running
 
 A run is stalled when no lane has opened or closed a span of work for too long. Waiting is no work, so a lane that wakes up
-only to wait again moves nothing.
+only to wait again moves nothing. A call of the user's code is told of earlier, whatever else moves: those before it say how
+long it may last (`slow_calls.py`).
 """
 
 from __future__ import annotations
@@ -22,17 +23,19 @@ from typing import Any
 
 from redline.telemetry.activity import GROUP_SECTIONS, Activity
 from redline.telemetry.alerts.detector import Finding
+from redline.telemetry.calls import Call
 from redline.telemetry.durable import replace_file, write_json
+from redline.telemetry.slow_calls import TIMES_LONGEST, SlowCalls
 from redline.telemetry.spans import LaneState
 from redline.telemetry.stacks import ChildStack, ThreadStack, child_stacks, own_stacks
 
-FLOOR_S = 60.0
-"""The shortest pause that counts, where the run's own pauses decide."""
+FLOOR_S = 25.0
+"""The shortest pause that counts within a step, where the run's own pauses decide."""
+BETWEEN_STEPS_S = 60.0
+"""The same while the main lane evaluates, checkpoints or loads: the first time has nothing to compare it with."""
 FIRST_S = 600.0
 """The same before `MIN_STEPS` steps: models load, kernels compile."""
 MIN_STEPS = 3
-TIMES_LONGEST = 3
-"""A pause must be this many times the longest that ended by itself."""
 FROZEN_TIMES = 1.5
 """Patience of the fallback in units of ours: it speaks up only where we cannot."""
 FROZEN_FLOOR_S = 30.0
@@ -76,7 +79,11 @@ class StallWatch:
         self._steps = 0
         self._longest_s = 0.0
         self._quiet_s = 0.0
+        self._floor_s = FLOOR_S
         self._current: Path | None = None
+        self._slow_calls = SlowCalls(after_s)
+        self._calls: dict[Call, Path] = {}
+        """Those that last too long, and the files that say so."""
         self._frozen_floor_s = frozen_floor_s
         self._frozen = _FrozenWatch(folder / "frozen.txt")
 
@@ -87,7 +94,7 @@ class StallWatch:
             return max(FIRST_S, self._after_s or 0.0)
         if self._after_s is not None:
             return self._after_s
-        return max(FLOOR_S if self._steps >= MIN_STEPS else FIRST_S, TIMES_LONGEST * self._longest_s)
+        return max(self._floor_s if self._steps >= MIN_STEPS else FIRST_S, TIMES_LONGEST * self._longest_s)
 
     @property
     def _frozen_after_s(self) -> float:
@@ -105,10 +112,15 @@ class StallWatch:
         self._frozen.rearm(self._frozen_after_s)
         if stacks is not None and self._current is None:
             return self._write_frozen(stacks, step)
+        self._floor_s = BETWEEN_STEPS_S if now.is_between_steps else FLOOR_S
         if now.quiet_s < self._quiet_s:
             self._moves_again()
         self._quiet_s = now.quiet_s
-        if now.quiet_s < self.after_s or self._current is not None:
+        slow = self._slow_calls.look(now.calls)
+        self._note_ended_calls(now)
+        if slow is not None:
+            return self._write_call(now, step, slow)
+        if now.quiet_s < self.after_s or self._current is not None or self._slow_calls.is_one_told:
             return None
         return self._write(now, step)
 
@@ -118,9 +130,26 @@ class StallWatch:
     def _moves_again(self) -> None:
         self._longest_s = max(self._longest_s, self._quiet_s)
         if self._current is not None:
-            with suppress(OSError), self._current.open("a", encoding="utf-8") as file:
-                file.write(f"\nIt moved again after {self._quiet_s:.0f} s.\n")
+            _add_line(self._current, f"It moved again after {self._quiet_s:.0f} s.")
             self._current = None
+
+    def _note_ended_calls(self, now: Activity) -> None:
+        for call in self._calls.keys() - set(now.calls):
+            how = "was given up" if call.is_given_up else "returned"
+            _add_line(self._calls.pop(call), f"It moved again after {call.age_s():.0f} s: `{call.what}` {how}.")
+
+    def _write_call(self, now: Activity, step: int, call: Call) -> Stall:
+        document = describe(now, self._queues(), own_stacks(), child_stacks(), step)
+        document["summary"] = (
+            f"`{call.what}` has not returned for {call.age_s():.0f} s, at {call.place()}; {document['summary']}"
+        )
+        self._calls[call], place = self._keep(document, f"After step {step}: {document['summary']}\n{render(document)}")
+        finding = Finding(
+            seen=f"`{call.what}` has not returned for {call.age_s():.0f} s, at {call.place()}",
+            since=_moment(time.time() - call.age_s()),
+            look_at=f"{place}: the stacks of every thread and process",
+        )
+        return Stall(self._calls[call], finding, in_rollouts=True)
 
     def _write(self, now: Activity, step: int) -> Stall:
         document = describe(now, self._queues(), own_stacks(), child_stacks(), step)
@@ -158,6 +187,11 @@ class StallWatch:
         except OSError as error:
             return path, f"{path.name} could not be written ({error.strerror or error}), it would have had"
         return path, f"{path.parent.name}/{path.name} in the run folder"
+
+
+def _add_line(path: Path, line: str) -> None:
+    with suppress(OSError), path.open("a", encoding="utf-8") as file:
+        file.write(f"\n{line}\n")
 
 
 class _FrozenWatch:
@@ -201,7 +235,9 @@ def describe(
     """A JSON document."""
     by_id: dict[int | None, ThreadStack] = {thread.thread_id: thread for thread in threads}
     lane_of = {lane.thread_id: lane.name for lane in now.lanes}
-    culprits = [lane for lane in now.lanes if _works(lane)]
+    made_for = {call.thread_id: call.for_thread for call in now.calls if call.thread_id != call.for_thread}
+    by_id |= {lane: by_id[thread] for thread, lane in made_for.items() if thread in by_id}  # whoever waits for a call is in it
+    culprits = [lane for lane in now.lanes if _works(lane) and lane.thread_id not in made_for]
     return {
         "time": time.time(),
         "step": step,
