@@ -489,7 +489,9 @@ def test_a_page_says_what_the_files_of_the_run_no_longer_hold(tmp_path: Path) ->
             trace.write(recorder.drain())
             trace.bound()
     trace_text, trajectories_text = RunReader(folder.path).document()["head"]["left_out"]
-    assert re.fullmatch(r"trace\.json holds .*; [\d,]+ spans of the minutes 0 to 0 were let go \(telemetry.*\)\.", trace_text)
+    assert re.fullmatch(
+        r"trace\.json holds .*; [\d,]+ spans of the minutes \d+ to \d+ were let go \(telemetry.*\)\.", trace_text
+    )
     assert "the attempts of 2 older ones were let go, as buffer.max_bytes = 8,589,934,592 asks for" in trajectories_text
     found = Trajectories(folder.path, "", 0).of_step(1)
     assert found["groups"][0]["let_go"] == "as buffer.max_bytes = 8,589,934,592 asks for"
