@@ -339,7 +339,7 @@ def _make_store(config: Config, folder: RunFolder, tell: Callable[[str], None]) 
     Segments go as a whole, so they are a small part of what there may be."""
     buffer = config.buffer
     if not buffer.keep_trajectories:
-        return MemoryStore(horizon=buffer.max_lag)
+        return MemoryStore(horizon=buffer.max_lag, numbers=folder.numbers)
     keep_steps = buffer.max_lag + 1 + config.run.keep_checkpoints * config.run.checkpoint_every
     segment_bytes = SEGMENT_BYTES if buffer.max_bytes is None else min(SEGMENT_BYTES, buffer.max_bytes // 8)
     return TrajectoryStore(

@@ -10,6 +10,7 @@ import math
 from collections import Counter
 from dataclasses import dataclass, field
 from functools import cache
+from pathlib import Path
 from random import Random
 from typing import Any
 
@@ -67,6 +68,9 @@ class SimulatedRun:
             sampled_tokens=self.sampled_tokens,
         )
         self.buffer.resume(first)
+        return self.run_on(first, last)
+
+    def run_on(self, first: int, last: int) -> SimulatedRun:
         for version in range(first, last):
             self.take_in(version)
             while not self.buffer.has_batch(version):
@@ -192,6 +196,15 @@ def test_a_run_that_is_killed_again_and_again_trains_on_every_group_once() -> No
         run.run(checkpoint, killed_at, steps=60)
         checkpoint = killed_at - 2
     assert sorted(run.trained) == list(range(60 * BATCH))
+
+
+def test_a_run_that_keeps_no_trajectories_goes_on_with_the_groups_that_were_under_way(tmp_path: Path) -> None:
+    """Another process knows only what was written with the checkpoint: which groups were begun and not trained on."""
+    killed = SimulatedRun(2, {}, store=MemoryStore(2, tmp_path / "numbers.json")).run(0, 10, steps=40)
+    killed.store.flush()
+    killed.run_on(10, 13)
+    resumed = SimulatedRun(2, {}, store=MemoryStore(2, tmp_path / "numbers.json")).run(10, 40, steps=40)
+    assert sorted(killed.trained[: 10 * BATCH] + resumed.trained) == list(range(40 * BATCH)), "each once, long or short"
 
 
 # ── what is dropped is told ────────────────────────────────────────────────────────────────────────────────────────────

@@ -1,13 +1,24 @@
-"""Groups in memory, for runs that keep no trajectories: a `GroupStore` that ends with the process."""
+"""Groups in memory, for runs that keep no trajectories: a `GroupStore` that ends with the process.
+
+With a file, `flush` writes which numbers were begun and not trained on, and a resumed run attempts them again. Short answers
+overtake long ones: without it the long ones that were under way would never be trained on, and some short ones twice.
+"""
 
 from __future__ import annotations
 
+import json
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from redline.buffer.group_store import GroupInfo, GroupState
+from redline.telemetry.durable import write_json
 from redline.types import TrajectoryGroup
+
+KEPT_VERSIONS = 16
+"""Checkpoints that the file of numbers knows of: more than a run keeps, and one of them may be damaged."""
+SETTLED = (GroupState.TRAINED, GroupState.DROPPED)
 
 
 @dataclass(slots=True)
@@ -25,9 +36,10 @@ class _Entry:
 class MemoryStore:
     """Implements `GroupStore`."""
 
-    def __init__(self, horizon: int | None = None) -> None:
+    def __init__(self, horizon: int | None = None, numbers: Path | None = None) -> None:
         """What was trained or dropped more than `horizon` versions ago is let go, and only counted; None keeps everything, so
-        that `resume` may go back as far as it likes."""
+        that `resume` may go back as far as it likes. `numbers` is the file for a run that is resumed by another process."""
+        self._numbers = numbers
         self._entries: dict[int, _Entry] = {}
         self._let_go: Counter[GroupState] = Counter()
         self._dropped_and_gone: Counter[str] = Counter()
@@ -94,11 +106,30 @@ class MemoryStore:
         return []
 
     def resume(self, version: int) -> list[int]:
+        if not self._entries:
+            self._take_over(version)
         self._version = version
         return [number for number, entry in sorted(self._entries.items()) if _is_attempted_again(entry, version)]
 
     def flush(self) -> None:
-        pass
+        """Write what a run that goes back to here attempts again."""
+        if self._numbers is None:
+            return
+        unsettled = [number for number, entry in self._entries.items() if entry.state not in SETTLED]
+        known = json.loads(self._numbers.read_text()) if self._numbers.exists() else {}
+        known[str(self._version + 1)] = {"next_number": self._next_number, "unsettled": sorted(unsettled)}
+        newest = sorted(known, key=int)[-KEPT_VERSIONS:]
+        write_json(self._numbers, {version: known[version] for version in newest})
+
+    def _take_over(self, version: int) -> None:
+        """The numbers of an earlier process, as they were at the checkpoint of `version`; later ones are forgotten."""
+        if self._numbers is None or not self._numbers.exists():
+            return
+        known = {int(key): value for key, value in json.loads(self._numbers.read_text()).items() if int(key) <= version}
+        write_json(self._numbers, {str(key): value for key, value in known.items()})
+        if version in known:
+            self._next_number = known[version]["next_number"]
+            self._entries = {number: _Entry(GroupState.IN_FLIGHT, version) for number in known[version]["unsettled"]}
 
     def close(self) -> None:
         self._entries.clear()
@@ -112,9 +143,8 @@ class MemoryStore:
     def _let_go_of_old(self) -> None:
         if self._horizon is None:
             return
-        ended = (GroupState.TRAINED, GroupState.DROPPED)
         oldest = self._version - self._horizon
-        for number in [n for n, entry in self._entries.items() if entry.state in ended and entry.version < oldest]:
+        for number in [n for n, entry in self._entries.items() if entry.state in SETTLED and entry.version < oldest]:
             entry = self._entries.pop(number)
             self._let_go[entry.state] += 1
             if entry.state is GroupState.DROPPED:

@@ -139,6 +139,11 @@ class RunFolder:
         return self.path / "profiles"
 
     @property
+    def numbers(self) -> Path:
+        """Groups that a resumed run attempts again, where trajectories are not kept."""
+        return self.path / "numbers.json"
+
+    @property
     def trajectories(self) -> Path:
         return self.path / "trajectories"
 
