@@ -23,13 +23,16 @@ class Faulty(Letters):
 
     def score(self, task, text):
         Faulty.scored += 1
-        return self.fault(text) if Faulty.scored >= 400 else {"letter": text.count("e") / max(1, len(text))}
+        return self.fault(text) if Faulty.scored >= 400 else self.share(text)
+
+    def share(self, text):
+        return {"letter": text.count("e") / max(1, len(text))}
 
 
 class Hanging(Faulty):
     def fault(self, text):
         self.wait_for_a_sandbox_that_is_down()
-        return {"letter": 0.0}
+        return self.share(text)
 
     def wait_for_a_sandbox_that_is_down(self):
         while not list(Path("runs").glob("*/stalls/stall-001.txt")):
@@ -38,7 +41,7 @@ class Hanging(Faulty):
 
 class Huge(Faulty):
     def fault(self, text):
-        return {"letter": 3e38 if Faulty.scored < 420 and "e" in text else 0.0}
+        return {"letter": 3e38} if Faulty.scored < 420 and "e" in text else self.share(text)
 
 
 class Exiting(Faulty):
