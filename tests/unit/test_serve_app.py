@@ -11,6 +11,8 @@ import openai
 import pytest
 from scripted_server import END, MAX_POSITIONS, TOKENIZER, ScriptedEngine, Site, ids, refusal, site
 
+from redline.serve import answers, app, generation
+
 
 @pytest.fixture(scope="module")
 def shared() -> Iterator[Site]:
@@ -242,6 +244,26 @@ def test_an_echo_without_an_answer_scores_the_prompt_alone(here: Site) -> None:
 
 def test_an_echo_can_be_streamed(here: Site) -> None:
     assert streamed(here.complete("abc", echo=True, stream=True, n=2)) == {0: "abchello", 1: "abchello"}
+
+
+def test_a_long_answer_is_made_in_parts_and_says_the_same(here: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+    here.engine.script = lambda request, index: f"{index} says h€llo w\N{GRINNING FACE}rld STOP"
+    asked: list[tuple[str, dict[str, Any]]] = [
+        ("/v1/completions", {"prompt": ["abc", "de"], "n": 2, "logprobs": 2, "max_tokens": 30, "return_token_ids": True}),
+        ("/v1/completions", {"prompt": "abc", "echo": True, "logprobs": 1, "max_tokens": 20}),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "x"}], "logprobs": True, "top_logprobs": 2}),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "x"}], "stop": "STOP", "return_token_ids": True}),
+    ]
+    at_once = [here.post(path, body).json() for path, body in asked]
+    for module in (app, generation):
+        monkeypatch.setattr(module, "SMALL_ANSWER", 0)
+    monkeypatch.setattr(answers, "PART_LOGPROBS", 9)
+    for (path, body), expected in zip(asked, at_once, strict=True):
+        answer = here.post(path, body)
+        assert answer.headers["content-type"] == "application/json"
+        found = answer.json()
+        assert found["choices"] == expected["choices"]
+        assert found["usage"] == expected["usage"]
 
 
 # ── refusals ───────────────────────────────────────────────────────────────────────────────────────────────────────────

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import socket
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import httpx2
@@ -129,6 +131,16 @@ def test_a_client_that_reads_nothing_is_given_up() -> None:
             deaf.sendall(f"{head}\r\n\r\n".encode() + body)
             endless.wait_until(lambda: endless.engine.num_open == 1)
             endless.wait_until(lambda: endless.engine.num_open == 0)
+
+
+def test_every_limit_is_in_the_manual_with_its_default() -> None:
+    manual = (Path(__file__).parents[2] / "docs" / "serve.md").read_text()
+    rows = dict(re.findall(r"^\| `serve\.(\w+)` \| ([^|]*) \|", manual, re.MULTILINE))
+    assert rows.keys() == ServeLimits.model_fields.keys()
+    for name, field in ServeLimits.model_fields.items():
+        assert field.default is None or rows[name].startswith(
+            f"{field.default:g}" if field.default < 1e5 else f"{field.default}"
+        )
 
 
 # ── the queue ──────────────────────────────────────────────────────────────────────────────────────────────────────────
