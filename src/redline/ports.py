@@ -3,7 +3,7 @@ imports another stage."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Mapping, Sequence
 from pathlib import Path
 from typing import Protocol
 
@@ -19,6 +19,9 @@ from redline.types import (
     WeightSet,
     WeightUpdate,
 )
+
+Score = Mapping[str, float] | float
+"""What an answer is worth: the named parts of the reward, or one number."""
 
 
 class Engine(Protocol):
@@ -143,10 +146,10 @@ class TaskSource(Protocol):
         """At most `count` distinct tasks that `train` never returns."""
         ...
 
-    def score(self, task: Task, text: str) -> Mapping[str, float]:
-        """The named parts of the reward for an answer to `task`. One called `correct` or `accuracy` that is always 0 or 1 is
-        shown as an accuracy. A source that several threads may ask at once says so by an attribute
-        `score_is_thread_safe = True`."""
+    def score(self, task: Task, text: str) -> Score | Awaitable[Score]:
+        """The reward for an answer to `task`: a number, or its named parts; may be `async def`. A part called `correct` or
+        `accuracy` that is always 0 or 1 is shown as an accuracy. A source that several threads may ask at once says so by an
+        attribute `score_is_thread_safe = True`."""
         ...
 
 

@@ -23,6 +23,7 @@ from redline.rollouts.checked_tasks import held_out_tasks, training_task
 from redline.rollouts.prompts import Prompts, prompt_limit
 from redline.rollouts.rewards import max_reward_workers
 from redline.telemetry import span
+from redline.telemetry.slow_calls import saying_what_hangs
 from redline.types import Task
 
 NUM_LOOKED_AT = 16
@@ -63,10 +64,11 @@ def check_inputs(config: Config) -> Checked:
     """The same for whoever runs a recipe without leaving a run folder."""
     check_placement(config)
     notes: list[str] = []
-    tasks = load_tasks(config)
+    with saying_what_hangs():
+        tasks = load_tasks(config)
     if config.rollouts.evaluation.num_tasks and not tasks.held_out:
         notes.append("the task source has no held-out tasks; nothing will be evaluated")
-    with span("rollouts.setup"):
+    with span("rollouts.setup"), saying_what_hangs():
         first = _those_that_can(
             range(NUM_LOOKED_AT), lambda index: training_task(tasks.source, index), "training tasks cannot be made", notes
         )

@@ -16,7 +16,7 @@ from redline.config.installation import how_to_install
 from redline.telemetry import Recorder, recording, span, stacks
 from redline.telemetry.activity import ActivityProbe
 from redline.telemetry.calls import Call, calling, forget_call
-from redline.telemetry.slow_calls import CALL_S
+from redline.telemetry.slow_calls import CALL_S, saying_what_hangs
 from redline.telemetry.stall import FIRST_KEPT, FIRST_S, FLOOR_S, LAST_KEPT, MIN_STEPS, Stall, StallWatch, describe
 
 AFTER_S = 10.0
@@ -337,3 +337,9 @@ def test_whoever_waits_for_a_call_is_where_the_call_is(watched: Watched) -> None
         document = describe(watched.probe.look(), {}, stacks.own_stacks(), [], 3)
     assert document["summary"].startswith("main has been in rollouts.reward for 0 s, at test_stalls.py:")
     assert document["summary"].endswith("in hanging_environment: end.wait()")
+
+
+def test_before_there_is_a_run_a_call_that_lasts_is_told_as_well(capsys: pytest.CaptureFixture[str]) -> None:
+    with calls("held_out", CALL_S + 1), saying_what_hangs(every_s=0.01):
+        time.sleep(0.3)
+    assert capsys.readouterr().err.startswith("`held_out` has not returned for 21 s, at test_stalls.py:")

@@ -13,8 +13,8 @@ from redline.config.schema import ImportTask, JsonlTask, ReasoningGymTask
 from redline.errors import TaskError
 from redline.ports import TaskSource
 from redline.rollouts.held_out import is_held_out, lowest_hashes, stable_hash
-from redline.rollouts.tasks import make_task_source
-from redline.types import Task
+from redline.rollouts.tasks import JsonlTasks, make_task_source
+from redline.types import Failure, Task
 
 TINY_SUMS = {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1}
 """Only 200 distinct questions."""
@@ -447,3 +447,31 @@ def test_an_object_without_the_methods_of_a_task_source_is_refused(in_folder: Pa
     message, hint = import_refusal("my_tasks:Half")
     assert message == "my_tasks:Half gives a Half without held_out, score"
     assert hint.startswith("a task source has the methods train(index), held_out(count) and score(task, text)")
+
+
+# ── rows that no prompt can be made of ─────────────────────────────────────────────────────────────────────────────────
+
+
+def rows_of(folder: Path, count: int) -> JsonlTasks:
+    path = folder / "rows.jsonl"
+    path.write_text("".join(json.dumps({"prompt": f"question {i}", "answer": str(i)}) + "\n" for i in range(count)))
+    return JsonlTasks(JsonlTask(kind="jsonl", path=path, held_out_fraction=0.2), seed=0)
+
+
+def asked(source: JsonlTasks, count: int) -> set[str]:
+    return {question(task) for task in [*(source.train(i) for i in range(count)), *source.held_out(count)]}
+
+
+def test_rows_that_cannot_be_posed_are_left_out_of_training_and_evaluation(tmp_path: Path) -> None:
+    whole = [rows_of(tmp_path, 40).train(i).id for i in range(40)]
+    source = rows_of(tmp_path, 40)
+    assert source.leave_out(lambda task: None) == []
+    assert [source.train(i).id for i in range(40)] == whole, "a file without such rows is read as ever"
+    left_out = source.leave_out(lambda task: Failure("prompt", "too long") if question(task).endswith("7") else None)
+    assert {question(task) for task, _ in left_out} == {f"question {i}" for i in (7, 17, 27, 37)}
+    assert asked(source, 80) == {f"question {i}" for i in range(40) if i % 10 != 7}
+
+
+def test_a_file_of_which_no_row_can_be_posed_is_refused_with_the_reason(tmp_path: Path) -> None:
+    with pytest.raises(TaskError, match=r"no row is left to train on: rows/[0-9]+: too long"):
+        rows_of(tmp_path, 40).leave_out(lambda task: Failure("prompt", "too long"))

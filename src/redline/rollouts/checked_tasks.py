@@ -9,6 +9,7 @@ from typing import Any
 
 from redline.errors import RedlineError, TaskError, boundary
 from redline.ports import TaskSource
+from redline.telemetry.calls import calling
 from redline.types import Task
 
 CALLS: Mapping[str, tuple[Any, ...]] = {"train": (0,), "held_out": (1,), "score": (None, "")}
@@ -41,7 +42,7 @@ def check_methods(source: Any, name: str) -> None:
 def training_task(source: TaskSource, index: int) -> Task:
     """Training task `index`; raises `TaskError` where the source gives none that can be used."""
     call = f"train({index})"
-    with boundary() as caught:
+    with boundary() as caught, calling("train"):
         task = source.train(index)
     _raise(caught.error, call)
     return check_task(task, call)
@@ -50,7 +51,7 @@ def training_task(source: TaskSource, index: int) -> Task:
 def held_out_tasks(source: TaskSource, count: int) -> list[Task]:
     """At most `count` held-out tasks; raises `TaskError` where the source gives something else."""
     call = f"held_out({count})"
-    with boundary() as caught:
+    with boundary() as caught, calling("held_out"):
         found = source.held_out(count)
         tasks = None if isinstance(found, str | Mapping) else list(found)
     _raise(caught.error, call)

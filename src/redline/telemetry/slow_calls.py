@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import sys
+import threading
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 
-from redline.telemetry.calls import Call
+from redline.telemetry.calls import Call, calls_now
 
 CALL_S = 20.0
 """A call may always last this long; before any has ended, no longer."""
@@ -45,3 +48,22 @@ class SlowCalls:
                 self._told.add(call)
                 return call
         return None
+
+
+@contextmanager
+def saying_what_hangs(every_s: float = 1.0) -> Iterator[None]:
+    """Print a line to stderr for each call that lasts too long: for the time before there is a run, which has a watchdog."""
+    over = threading.Event()
+
+    def look() -> None:
+        slow_calls = SlowCalls(None)
+        while not over.wait(every_s):
+            if (call := slow_calls.look(calls_now())) is not None:
+                with suppress(OSError, ValueError):  # nobody may be reading
+                    print(f"`{call.what}` has not returned for {call.age_s():.0f} s, at {call.place()}", file=sys.stderr)
+
+    threading.Thread(target=look, name="slow calls", daemon=True).start()
+    try:
+        yield
+    finally:
+        over.set()
