@@ -156,11 +156,11 @@ def without_times(row: dict[str, Any]) -> dict[str, Any]:
 
 def assert_finite(row: dict[str, Any]) -> None:
     """A step that trained on no token has no means over tokens, and one during which no group arrived none over groups."""
-    absent = set[str]()
+    absent = {"rollouts/failure_reason"}  # words
     if row["trainer/trained_tokens"] == 0:
         absent |= {"trainer/entropy", "trainer/clip_fraction", "trainer/mismatch_kl", "trainer/max_ratio"}
     if row["rollouts/groups"] == 0:
-        absent |= {"rollouts/reward_mean", "rollouts/stopped_fraction", "rollouts/completion_tokens_mean"}
+        absent |= {f"rollouts/{name}" for name in ("reward_mean", "reward_std", "stopped_fraction", "completion_tokens_mean")}
     if row["rollouts/completion_tokens_mean"] in (None, 1.0):  # percentiles of nothing, or of the gaps between single tokens
         absent |= {key for key in row if re.search(r"_p\d\d_s$", key)}
     expected = row.keys() - absent
