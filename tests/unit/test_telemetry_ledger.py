@@ -81,6 +81,15 @@ def test_the_table_of_several_lanes_names_each() -> None:
     assert "lane rewards" in lines
 
 
+def test_lanes_that_did_nothing_but_wait_are_named_and_not_drawn() -> None:
+    idle = LaneLedger(1000, {"wait.for_calls": 995, "rollouts.reward": 5}, 0)
+    busy = LaneLedger(1000, {"wait.for_calls": 900, "rollouts.reward": 100}, 0)
+    lines = [line.strip() for line in rendered(Ledger({"main": MAIN, "score": idle, "rewards": busy}))]
+    assert "lane rewards" in lines
+    assert "lane score" not in lines
+    assert "lanes that only waited: score" in lines
+
+
 def test_the_table_fits_eighty_columns() -> None:
     assert max(map(len, rendered(Ledger({"main": MAIN})))) <= 80
 

@@ -18,6 +18,7 @@ from rich.table import Table
 from rich.text import Text
 
 UNACCOUNTED = "unaccounted"
+MAIN_LANE = "main"
 _BAR_WIDTH = 20
 # Blank but for a line under the head and one where a section ends; the eight rows are those rich asks for.
 _RULES = box.Box("    \n    \n ── \n    \n ── \n    \n    \n    \n")
@@ -53,6 +54,12 @@ class LaneLedger:
         """unaccounted / wall; 0 for an empty lane."""
         return self.unaccounted_ns / self.wall_ns if self.wall_ns else 0.0
 
+    @property
+    def only_waits(self) -> bool:
+        """Whether spans other than `wait.*` have less than 1% of the wall time."""
+        waits = sum(ns for name, ns in self.rows.items() if name.startswith("wait."))
+        return self.wall_ns - waits < 0.01 * self.wall_ns
+
 
 @dataclass(slots=True, frozen=True)
 class Ledger:
@@ -73,16 +80,20 @@ class Ledger:
         return cls({name: LaneLedger(**lane) for name, lane in document["lanes"].items()})
 
     def render(self) -> Table:
-        """A table for people: sections by size, their parts under them, `unaccounted`, then the wall time they sum to."""
+        """A table for people: sections by size, their parts under them, `unaccounted`, then the wall time they sum to. Lanes that
+        did next to nothing but wait are only named."""
         table = Table(box=_RULES)
         table.add_column("where the time went", no_wrap=True, min_width=26)
         table.add_column("seconds", justify="right", no_wrap=True)
         table.add_column("share", justify="right", no_wrap=True)
         table.add_column("", width=_BAR_WIDTH, no_wrap=True)
-        for name, lane in self.lanes.items():
-            if len(self.lanes) > 1:
+        at_work = {name: lane for name, lane in self.lanes.items() if name == MAIN_LANE or not lane.only_waits}
+        for name, lane in at_work.items():
+            if len(at_work) > 1:
                 table.add_row(Text(f"lane {name}"), style="italic", end_section=True)
             _add_lane(table, lane)
+        if waiting := [name for name in self.lanes if name not in at_work]:
+            table.caption = f"lanes that only waited: {', '.join(waiting)}"
         return table
 
 
