@@ -80,8 +80,9 @@ class Ledger:
         return cls({name: LaneLedger(**lane) for name, lane in document["lanes"].items()})
 
     def render(self) -> Table:
-        """A table for people: sections by size, their parts under them, `unaccounted`, then the wall time they sum to. Lanes that
-        did next to nothing but wait are only named."""
+        """A table for people: sections by size, their parts under them, `unaccounted`, then the wall time they sum to.
+
+        Lanes that did next to nothing but wait are only named."""
         table = Table(box=_RULES)
         table.add_column("where the time went", no_wrap=True, min_width=26)
         table.add_column("seconds", justify="right", no_wrap=True)
