@@ -101,4 +101,4 @@ def test_a_sleep_of_known_length_is_found_under_its_name(tmp_path: Path, max_lag
     slept = json.loads((tmp_path / "slept.json").read_text())
     assert found["user.pause"] / 1e9 == pytest.approx(slept["pause"], rel=0.02)
     # Beside its sleep a reward has a little work, for which it may have to wait until the engine's thread lets it.
-    assert 0.98 < found["rollouts.reward"] / 1e9 / slept["reward"] < (1.02 if max_lag == 0 else 1.25)
+    assert 0.98 < found["user.score"] / 1e9 / slept["reward"] < (1.02 if max_lag == 0 else 1.25)

@@ -16,7 +16,7 @@ from redline.telemetry import Recorder, recording
 from redline.telemetry.calls import calls_now
 from redline.types import Failure
 
-SPAN = "rollouts.reward"
+SPAN = "user.score"
 
 
 @pytest.fixture
@@ -67,27 +67,27 @@ def hanging() -> Iterator[Hanging]:
 
 def test_answers_that_wait_are_scored_together_and_come_in_order(many: UserCalls) -> None:
     began = time.perf_counter()
-    assert many.results(SPAN, [waiting(n) for n in range(16)]) == list(range(16))
+    assert many.results([waiting(n) for n in range(16)]) == list(range(16))
     assert time.perf_counter() - began < 0.7 * 16 * 0.035
     assert num_threads() == 4
-    assert many.results(SPAN, [waiting(n) for n in range(3)]) == list(range(3))
+    assert many.results([waiting(n) for n in range(3)]) == list(range(3))
 
 
 def test_answers_that_take_no_time_need_no_help(many: UserCalls) -> None:
-    assert many.results(SPAN, [lambda: sum(range(100)) for _ in range(10)]) == [4950] * 10
-    assert many.results(SPAN, []) == []
+    assert many.results([lambda: sum(range(100)) for _ in range(10)]) == [4950] * 10
+    assert many.results([]) == []
     assert num_threads() == 1
 
 
 def test_without_a_limit_and_with_one_thread_the_caller_makes_the_calls() -> None:
     calls = UserCalls("reward", "score", None, "rollouts.reward_timeout_s")
     works = [lambda: (time.sleep(0.03), threading.current_thread())[1]] * 3
-    assert calls.results(SPAN, works) == [threading.current_thread()] * 3
+    assert calls.results(works) == [threading.current_thread()] * 3
 
 
 def test_a_call_that_hangs_is_a_failure_with_its_place_and_the_others_are_made(limited: UserCalls, hanging: Hanging) -> None:
     began = time.perf_counter()
-    first, late, last = limited.results(SPAN, [lambda: 1, hanging, lambda: 3])
+    first, late, last = limited.results([lambda: 1, hanging, lambda: 3])
     assert (first, last) == (1, 3)
     assert 0.5 <= time.perf_counter() - began < 10
     assert isinstance(late, Failure)
@@ -99,21 +99,21 @@ def test_a_call_that_hangs_is_a_failure_with_its_place_and_the_others_are_made(l
 
 
 def test_what_was_left_behind_may_return_whenever_it_likes(limited: UserCalls, hanging: Hanging) -> None:
-    assert isinstance(limited.results(SPAN, [hanging])[0], Failure)
+    assert isinstance(limited.results([hanging])[0], Failure)
     hanging.end.set()
-    assert limited.results(SPAN, [lambda n=n: n for n in range(100)]) == list(range(100))  # type: ignore[misc]
+    assert limited.results([lambda n=n: n for n in range(100)]) == list(range(100))  # type: ignore[misc]
 
 
 def test_after_some_that_hang_in_a_row_the_rest_is_not_called(limited: UserCalls, hanging: Hanging) -> None:
-    outcomes = limited.results(SPAN, [hanging] * 20)
+    outcomes = limited.results([hanging] * 20)
     assert hanging.begun == MAX_LATE_IN_A_ROW
     assert all(isinstance(outcome, Failure) for outcome in outcomes)
     assert "was not called: the 3 calls before did not return" in str(outcomes[-1])
-    assert limited.results(SPAN, [lambda: 7]) == [7], "the next batch is tried again"
+    assert limited.results([lambda: 7]) == [7], "the next batch is tried again"
 
 
 def test_many_quick_calls_may_take_longer_than_the_limit_together(limited: UserCalls) -> None:
-    assert limited.results(SPAN, [waiting(n) for n in range(20)]) == list(range(20))
+    assert limited.results([waiting(n) for n in range(20)]) == list(range(20))
 
 
 @pytest.mark.parametrize("error", [ValueError("no"), SystemExit(3), KeyboardInterrupt(), asyncio.CancelledError()])
@@ -121,7 +121,7 @@ def test_whatever_a_call_raises_is_its_failure_and_ends_nothing(limited: UserCal
     def work() -> int:
         raise error
 
-    failed, fine = limited.results(SPAN, [work, lambda: 1])
+    failed, fine = limited.results([work, lambda: 1])
     assert fine == 1
     assert isinstance(failed, Failure)
     assert failed.reason.startswith(type(error).__name__)
@@ -131,7 +131,7 @@ def test_whatever_a_call_raises_is_its_failure_and_ends_nothing(limited: UserCal
 def test_the_lane_of_the_thread_adds_up_and_has_one_span_for_all_calls() -> None:
     with recording(Recorder()) as recorder:
         calls = UserCalls("reward", "score", 60.0, "rollouts.reward_timeout_s")
-        calls.results(SPAN, [waiting(n) for n in range(4)])
+        calls.results([waiting(n) for n in range(4)])
         calls.close()
         lane = recorder.ledger().lanes["score"]
         spans = [mine for mine in recorder.drain() if mine.name == SPAN]
@@ -168,7 +168,7 @@ def test_coroutines_of_several_threads_wait_side_by_side(loop: EventLoop) -> Non
     calls = UserCalls("reward", "score", 10.0, "key", most=8, loop=loop)
     began = time.perf_counter()
     works = [lambda n=n: loop.result(doubled(n, 0.1)) for n in range(17)]  # type: ignore[misc]
-    assert calls.results(SPAN, works) == [2 * n for n in range(17)]
+    assert calls.results(works) == [2 * n for n in range(17)]
     assert time.perf_counter() - began < 1.0, "17 of them by one thread take 1.7 s"
     calls.close()
 
@@ -185,7 +185,7 @@ def test_a_coroutine_that_hangs_is_left_behind_with_its_place(loop: EventLoop, b
         return 1
 
     calls = UserCalls("reward", "score", 0.2, "key", loop=loop)
-    late, fine = calls.results(SPAN, [lambda: loop.result(hang()), lambda: loop.result(doubled(1))])
+    late, fine = calls.results([lambda: loop.result(hang()), lambda: loop.result(doubled(1))])
     assert fine == 2
     assert isinstance(late, Failure)
     assert "in hang:" in late.where

@@ -98,7 +98,7 @@ class SingleTurnRollouts:
         """Training tasks, and what the engine is asked for each group of attempts."""
         config = self._config
         with span("rollouts.tasks"):
-            tasks = self._own_calls("train").results("rollouts.tasks", [partial(self._train, number) for number in numbers])
+            tasks = self._own_calls("train").results([partial(self._train, number) for number in numbers])
         with span("rollouts.prompts"):
             return [
                 Posed(Task(f"train({number})", []), task)
@@ -207,7 +207,7 @@ class SingleTurnRollouts:
         ]
         texts = self._chat.texts([completion.token_ids for _, _, completion in attempts])
         works = [partial(self._parts, task, text) for (task, _, _), text in zip(attempts, texts, strict=True)]
-        outcomes = zip(attempts, texts, calls.results("rollouts.reward", works), strict=True)
+        outcomes = zip(attempts, texts, calls.results(works), strict=True)
         scored = (self._trajectory(request, completion, text, parts) for (_, request, completion), text, parts in outcomes)
         return [[next(scored) for _ in completions] for completions in answers]
 

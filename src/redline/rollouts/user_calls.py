@@ -56,12 +56,11 @@ class UserCalls:
         self._late_in_a_row = 0
         self._needs_help = False
         self._caller = 0
-        self._span = ""
         self._closed = False
 
-    def results(self, span_name: str, works: Sequence[Callable[[], Result]]) -> list[Result | Failure]:
-        """What came of each, in their order: the value, or why there is none. Blocks until all are there.
-        `span_name` is what the time of these calls is called in the lanes of the threads that make them."""
+    def results(self, works: Sequence[Callable[[], Result]]) -> list[Result | Failure]:
+        """What came of each, in their order: the value, or why there is none. Blocks until all are there. In the lanes of the
+        threads that make the calls their time is called `user.score`, after the function; the caller's own spans stay open."""
         if self._limit_s is None and self._most == 1:
             return [self._outcome(work, None) for work in works]
         if not works:
@@ -69,7 +68,7 @@ class UserCalls:
         with self._changed:
             self._works, self._next, self._outcomes = works, 0, {}
             self._late_in_a_row, self._needs_help = 0, False
-            self._caller, self._span = threading.get_ident(), span_name
+            self._caller = threading.get_ident()
             self._start(1)
             try:
                 while len(self._outcomes) < len(works):
@@ -139,7 +138,7 @@ class UserCalls:
     def _work(self, worker: _Worker) -> None:
         idle_as("wait.for_calls")
         while self._waits_for_work(worker):
-            with span(self._span):  # for all that it does in one go: there may be thousands of calls in a second
+            with span(f"user.{self._what}"):  # for all that it does in one go: there may be thousands of calls in a second
                 self._work_through(worker)
 
     def _waits_for_work(self, worker: _Worker) -> bool:
