@@ -239,3 +239,10 @@ def test_a_group_that_times_out_is_a_late_drop_with_what_it_had_sampled() -> Non
     dropped = [row for row in run.rows if row["buffer/dropped_late"]]
     assert all(0 < row["buffer/dropped_late_fraction"] < 1 for row in dropped)
     assert all(row["buffer/dropped_tokens_mean"] <= 6.0 * TOKENS_PER_S for row in dropped), "until then, no more"
+
+
+def test_dropping_is_refused_in_lockstep_where_no_group_is_late() -> None:
+    with pytest.raises(ValueError, match=r"late_groups = drop: in lockstep \(max_lag = 0\) no group is late"):
+        BufferConfig(late_groups="drop")
+    assert BufferConfig(max_lag=1, late_groups="drop").late_groups == "drop"
+    assert BufferConfig(max_lag=1).late_groups == "wait"
