@@ -173,7 +173,7 @@ class _Profiler:
         if code is PolicyTrainer.step.__code__:
             batch = frame.f_locals["batch"]
             deed: dict[str, Any] = {"version": batch.version, "trains_on": batch.numbers, "lags": batch.lags}
-        elif code is SingleTurnRollouts.task.__code__:
+        elif code is SingleTurnRollouts._train.__code__:
             deed = {"attempts": frame.f_locals["number"]}
         else:
             return
