@@ -51,6 +51,14 @@ BAD: dict[str, tuple[str, bytes]] = {
     "a million messages": (CHAT, body(messages=[{"role": "user", "content": ""}] * 100_000)),
     "a million ids": (TEXT, body(prompt=[1] * 1_000_000)),
     "a million biases": (TEXT, body(prompt="hi", logit_bias={str(i): 1 for i in range(200_000)})),
+    "a string of quotation marks": (TEXT, b'{"prompt": "' + rb"\"," * 1_300_000),
+    "a million short strings": (TEXT, b'{"prompt": ["' + b'","' * 1_300_000 + b'"]}'),
+    "n = 400,000 as a float": (TEXT, body(prompt="hi", n=4e5, max_tokens=1)),
+    "an echo with all its logprobs": (TEXT, body(prompt=["a" * 900] * 2, n=4, max_tokens=1, echo=True, logprobs=0)),
+    "a prompt in each of many choices": (
+        TEXT,
+        body(prompt="a" * 900, n=8, max_tokens=1, echo=True, return_token_ids=True, stream=True),
+    ),
     "a long number": (TEXT, b'{"prompt": "hi", "n": ' + b"1" * 3_000_000 + b"}"),
     "bytes that never make a character": (
         TEXT,

@@ -264,6 +264,7 @@ def test_a_long_answer_is_made_in_parts_and_says_the_same(here: Site, monkeypatc
         found = answer.json()
         assert found["choices"] == expected["choices"]
         assert found["usage"] == expected["usage"]
+    assert streamed(here.complete("abc", echo=True, stream=True, n=2, max_tokens=8)) == {0: "abc0 says h", 1: "abc1 says h"}
 
 
 # ── refusals ───────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -469,13 +470,13 @@ def test_a_key_is_asked_for_everywhere_but_at_health() -> None:
 
 
 def test_without_a_key_only_the_servers_own_names_are_answered() -> None:
-    with site(ScriptedEngine(), hosts=("inside.example",)) as guarded:
+    with site(ScriptedEngine(), hosts=("inside.example", "Behind.example:8443")) as guarded:
         port = guarded.url.rpartition(":")[2]
         for host in ("evil.example", f"evil.example:{port}", "127.0.0.1.evil.example", "", "localhost.evil.example"):
             answer = httpx2.get(f"{guarded.url}/v1/models", headers={"host": host})
             assert refusal(answer) == (421, None, "wrong_host"), host
             assert httpx2.get(f"{guarded.url}/health", headers={"host": host}).status_code == 421
-        for host in (f"LOCALHOST:{port}", "127.0.0.1", f"[::1]:{port}", "[::1]", "Inside.example:80"):
+        for host in (f"LOCALHOST:{port}", "127.0.0.1", f"[::1]:{port}", "[::1]", "Inside.example:80", "behind.example"):
             assert httpx2.get(f"{guarded.url}/v1/models", headers={"host": host}).status_code == 200, host
 
 

@@ -14,14 +14,19 @@ from typing import Any
 import httpx2
 import openai
 import pytest
-from scripted_server import ScriptedEngine, Site, ids, refusal, site
+from scripted_server import TOKENIZER, ScriptedEngine, Site, ids, refusal, site
 
+from redline.serve import bodies
 from redline.serve.admission import Admission
+from redline.serve.calls import Served, make_call
 from redline.serve.limits import ServeLimits
 from redline.serve.pace import Pace
-from redline.serve.protocol import ApiError
+from redline.serve.protocol import ApiError, CompletionRequest
+from redline.serve.vocabulary import Vocabulary
 
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
+DIGITS = int("9" * 4300)
+"""The longest number that Python prints; twice as much is too long."""
 LIMITS = ServeLimits(max_body_bytes=300_000, max_body_values=20_000, client_timeout_s=1.0)
 
 
@@ -42,6 +47,8 @@ def text(**fields: Any) -> tuple[str, dict[str, Any]]:
 TOO_MUCH = {
     "n": (chat(n=400_000), 400, "n", "too_many_choices"),
     "n without end": (chat(n=10**18), 400, "n", "too_many_choices"),
+    "n as a float": (chat(n=4e5), 400, "n", None),
+    "n as a text": (text(n="400000"), 400, "n", None),
     "one choice more than rows": (text(n=17), 400, "n", "too_many_choices"),
     "prompts": (text(prompt=["hi"] * 17), 400, "prompt", "too_many_choices"),
     "prompts times n": (text(prompt=["hi"] * 3, n=6), 400, "n", "too_many_choices"),
@@ -67,6 +74,9 @@ TOO_MUCH = {
     "many biases": (text(logit_bias={str(i): 1 for i in range(4097)}), 400, "logit_bias", "array_above_max_length"),
     "many allowed tokens": (text(allowed_token_ids=[1] * 4097), 400, "allowed_token_ids", "array_above_max_length"),
     "tokens": (chat(max_tokens=10**9), 400, "messages", "context_length_exceeded"),
+    "n of thousands of digits": (text(prompt=["hi"] * 16, n=DIGITS), 400, "n", "too_many_choices"),
+    "tokens of thousands of digits": (text(max_tokens=DIGITS), 400, "max_tokens", None),
+    "logprobs of thousands of digits": (text(max_tokens=DIGITS, logprobs=20), 400, "logprobs", "too_many_logprobs"),
     "bytes": (chat(user="a" * 400_000), 413, None, "request_too_large"),
     "values": (chat(metadata=[[]] * 20_000), 413, None, "request_too_large"),
 }
@@ -99,6 +109,54 @@ def test_the_tokens_of_a_choice_can_be_bounded() -> None:
         assert strict.engine.requests[0].sampling.max_tokens == 7
 
 
+def test_the_logprobs_of_an_echo_count() -> None:
+    with site(ScriptedEngine(), limits=ServeLimits(max_logprobs=1000)) as strict:
+        echo = {"prompt": "a" * 150, "echo": True, "logprobs": 0}
+        assert refusal(strict.post(*text(n=7, **echo))) == (400, "logprobs", "too_many_logprobs")
+        assert strict.post(*text(n=6, **echo)).status_code == 200
+
+
+def test_a_prompt_that_every_choice_shows_makes_the_answer_large() -> None:
+    served = Served("m", Vocabulary(TOKENIZER), (), 200)
+    sizes = {
+        name: make_call(CompletionRequest(prompt="a" * 100, n=3, max_tokens=2, **{name: True}), served, ServeLimits()).num_shown
+        for name in ("echo", "return_token_ids", "ignore_eos")
+    }
+    assert sizes == {"echo": 306, "return_token_ids": 306, "ignore_eos": 6}
+
+
+def test_a_prompt_never_asks_for_more_choices_than_there_are_rows() -> None:
+    """Nobody could ever give it that many at once, and whoever came later would wait behind it."""
+    with site(ScriptedEngine(), limits=ServeLimits(max_choices=50), rows=4) as few:
+        for stream in (False, True):
+            answer = few.post(*text(n=5, stream=stream))
+            assert refusal(answer) == (400, "n", "too_many_choices")
+            assert "a prompt may have 4" in answer.json()["error"]["message"]
+        assert few.post(*text(prompt=["hi"] * 5, n=4)).status_code == 200
+
+
+def test_a_request_that_could_never_wait_is_not_told_to_come_again() -> None:
+    with site(ScriptedEngine(), limits=ServeLimits(max_choices=50, max_queued_choices=2), rows=4) as few:
+        assert refusal(few.post(*text(prompt=["hi"] * 7))) == (400, "prompt", "too_many_choices")
+        assert few.post(*text(prompt=["hi"] * 6)).status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("body", "status"),
+    [
+        pytest.param(b'{"prompt": "' + rb"\"," * 90_000, 400, id="a string of quotation marks without an end"),
+        pytest.param(b'{"prompt": "hi", "x": ["' + b'","' * 90_000 + b'"]}', 413, id="many strings"),
+        pytest.param(b'{"prompt": "hi", "x": "' + rb'\\",[' * 15_000, 400, id="escapes of escapes"),
+        pytest.param(b'{"prompt": "hi", "x": "' + rb"\"[," * 60_000 + b'"}', 200, id="separators in one string"),
+    ],
+)
+def test_a_body_is_looked_at_in_one_pass(here: Site, body: bytes, status: int) -> None:
+    began = time.perf_counter()
+    answer = httpx2.post(here.url + TEXT, content=body, headers={"content-type": "application/json"}, timeout=60)
+    assert answer.status_code == status
+    assert time.perf_counter() - began < 10
+
+
 def test_what_is_just_not_too_much_is_answered(here: Site) -> None:
     assert here.post(*text(prompt=["hi"] * 4, n=4)).status_code == 200
     assert here.post(*chat(stop=["a" * 256, "b", "c", "d"])).status_code == 200
@@ -110,6 +168,12 @@ def test_a_body_without_an_announced_length_is_bounded_too(here: Site) -> None:
     parts = (b"x" * 50_000 for _ in range(20))
     answer = httpx2.post(here.url + TEXT, content=parts, headers={"content-type": "application/json"})
     assert refusal(answer) == (413, None, "request_too_large")
+
+
+def test_a_body_within_a_limit_beyond_what_we_would_drop_is_read(here: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bodies, "DRAINED_BYTES", 1000)
+    assert here.post(*chat(user="a" * 100_000)).status_code == 200
+    assert refusal(here.post(*chat(user="a" * 400_000))) == (413, None, "request_too_large")
 
 
 def test_a_body_that_does_not_arrive_is_not_waited_for(here: Site) -> None:

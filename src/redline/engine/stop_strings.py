@@ -37,7 +37,8 @@ class StopSearch:
             self._tail = text[-self._reach :] if self._reach else ""
             if end <= self._num_unheeded:
                 continue
-            for stop in self._stops:
-                if text.find(stop, max(0, old - len(stop) + 1)) >= 0:
-                    return end, stop
+            found = {stop: text.find(stop, max(0, old - len(stop) + 1)) for stop in self._stops}
+            begun = {stop: where for stop, where in found.items() if where >= 0}
+            if begun:
+                return end, min(begun, key=begun.__getitem__)  # what begins first: the text before it holds no other
         return None

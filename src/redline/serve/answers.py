@@ -65,7 +65,7 @@ class Choice:
             yield
         json = reduce(_joined, parts)
         if self._call.body.scores_prompt:
-            json["logprobs"] = _joined(self._prompt_logprobs(completion), json["logprobs"])
+            json["logprobs"] = _joined((yield from self._prompt_logprobs(completion)), json["logprobs"])
         return json
 
     def chunk(self, delta: Delta) -> Json | None:
@@ -140,11 +140,14 @@ class Choice:
             "text_offset": [len(self._prompt.text) + offset for offset in piece.offsets],
         }
 
-    def _prompt_logprobs(self, completion: Completion) -> dict[str, list[Any]]:
-        """Of the echoed prompt. The engine scores the prompt's own tokens alone, so there are no likeliest ones to show."""
+    def _prompt_logprobs(self, completion: Completion) -> Generator[None, None, dict[str, list[Any]]]:
+        """Of the echoed prompt; yields now and then. The engine scores the prompt's own tokens alone, so there are no likeliest
+        ones to show."""
         assert completion.prompt_logprobs is not None
         text = CompletionText(self._vocabulary.decode, with_offsets=True)
-        text.push(self._prompt.ids)
+        for token in self._prompt.ids:
+            text.push([token])
+            yield
         return {
             "tokens": [self._token_name(token) for token in self._prompt.ids],
             "token_logprobs": [None, *(_finite(logprob) for logprob in completion.prompt_logprobs[1:].tolist())],

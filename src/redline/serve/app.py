@@ -99,7 +99,7 @@ class Api:
             # What is wrong with the request shows before its first chunk, while it can still be an HTTP status.
             first = await _while_connected(request, anext(pieces))
             leaving = None  # the stream's to do
-            return EventStream(first, pieces, place.leave, self.limits.client_timeout_s)
+            return EventStream(self._events(call, first, pieces), pieces, place.leave, self.limits.client_timeout_s)
         finally:
             if leaving:
                 leaving()
@@ -108,7 +108,7 @@ class Api:
         """Limits first, then the fields, then the tokens."""
         values = await json_body(request, self.limits, self.pace)
         if isinstance(values, dict):
-            place.grow(check_values(values, self.limits, self.max_choices))
+            place.grow(check_values(values, self.limits, self.served.rows))
         body = read_request(kind, values)
         check_model(body.model or self.served.name, self.served)
         if num_characters(body) <= SMALL_PROMPT:
@@ -123,10 +123,16 @@ class Api:
         pieces = self.pace.items(_texts(encoder.iterencode(content)))
         return TimedStream(("".join(texts) async for texts in pieces), self.limits.client_timeout_s, "application/json")
 
-    @property
-    def max_choices(self) -> int:
-        """Of a request; `engine.max_num_seqs` bounds n in any case."""
-        return self.limits.max_choices or self.served.rows
+    async def _events(self, call: Call, first: list[Json], rest: AsyncGenerator[list[Json]]) -> AsyncGenerator[str]:
+        """Chunks as server-sent events: in pieces where the first of each choice holds a long prompt."""
+        is_small = call.num_prompt_shown <= SMALL_ANSWER
+        async for chunk in _with_end(first, rest):
+            if is_small:
+                yield "".join(map(_event, chunk))
+                continue
+            async for texts in self.pace.items(_texts(map(_event, chunk))):
+                yield "".join(texts)
+        yield "data: [DONE]\n\n"
 
     async def error(self, request: Request, error: Exception) -> Response:
         """Any error as an answer."""
@@ -228,28 +234,28 @@ class EventStream(TimedStream):
     """Server-sent events. However the response ends, so does the generator of its chunks, and `leave` is called."""
 
     def __init__(
-        self, first: list[Json], rest: AsyncGenerator[list[Json]], leave: Callable[[], None], timeout_s: float
+        self, events: AsyncIterable[str], source: AsyncGenerator[list[Json]], leave: Callable[[], None], timeout_s: float
     ) -> None:
-        super().__init__(_events(first, rest), timeout_s, "text/event-stream")
-        self._rest = rest
+        super().__init__(events, timeout_s, "text/event-stream")
+        self._source = source
         self._leave = leave
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
-            async with aclosing(self._rest):
+            async with aclosing(self._source):
                 await super().__call__(scope, receive, send)
         finally:
             self._leave()
 
 
-async def _events(first: list[Json], rest: AsyncGenerator[list[Json]]) -> AsyncGenerator[str]:
-    yield "".join(map(_event, first))
+async def _with_end(first: list[Json], rest: AsyncGenerator[list[Json]]) -> AsyncGenerator[list[Json]]:
+    """All chunks, and what ended them if it was an error."""
+    yield first
     try:
         async for chunk in rest:
-            yield "".join(map(_event, chunk))
+            yield chunk
     except EngineError as error:  # it had accepted the request, so this is no mistake of the client
-        yield _event(ApiError(500, _on_one_line(error)).body)
-    yield "data: [DONE]\n\n"
+        yield [ApiError(500, _on_one_line(error)).body]
 
 
 def _event(content: Json) -> str:

@@ -61,9 +61,16 @@ class Call:
 
     @property
     def num_shown(self) -> int:
-        """Most tokens, and alternatives to them, that the answer may show: Σ n · max_tokens · (1 + top_logprobs)."""
+        """Most tokens, and alternatives to them, that the answer may show: Σ n · max_tokens · (1 + top_logprobs), and n times
+        the prompt where every choice shows it."""
         each = 1 + (self.body.num_top_logprobs or 0)
-        return each * sum(request.sampling.n * request.sampling.max_tokens for request in self.requests)
+        sampled = each * sum(request.sampling.n * request.sampling.max_tokens for request in self.requests)
+        return sampled + self.num_prompt_shown
+
+    @property
+    def num_prompt_shown(self) -> int:
+        """Tokens of prompts that the answer shows."""
+        return self.body.n * self.num_prompt_tokens if self.body.shows_prompt else 0
 
     @property
     def num_prompt_tokens(self) -> int:

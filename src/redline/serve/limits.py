@@ -6,13 +6,19 @@ too large is refused without being looked at.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import re
+from collections.abc import Generator, Mapping
 from typing import Any
 
 from pydantic import PositiveFloat, PositiveInt
 
 from redline.config.schema import Section
 from redline.serve.protocol import ApiError
+
+LARGEST = 2**63
+"""Stands for any larger number: one of thousands of digits cannot even be printed."""
+_PIECE = re.compile(rb'"|\\.|[^"\\]{1,4096}', re.DOTALL)
+"""Of JSON: a quotation mark, an escape, or a bounded run of neither, so that no body takes more than one pass."""
 
 
 class ServeLimits(Section):
@@ -35,17 +41,17 @@ class ServeLimits(Section):
     max_biases: PositiveInt = 4096
     """Entries of `logit_bias`, and of `allowed_token_ids`."""
     max_logprobs: PositiveInt = 200_000
-    """Logprobs of an answer: choices times tokens times one more than `top_logprobs`."""
+    """Logprobs of an answer: choices times tokens times one more than `top_logprobs`, and those of echoed prompts."""
     max_queued_choices: PositiveInt = 1024
     """Choices of all requests that may wait for a place in the batch; a request beyond them is answered 429."""
     client_timeout_s: PositiveFloat = 60.0
-    """Seconds a client may take to send a body, or to read what was written to it; then its request ends."""
+    """Seconds a client may take to send a request, or to read what was written to it; then its connection ends."""
     step_timeout_s: PositiveFloat = 120.0
     """Seconds a step of the engine may last. /health says 503 while one lasts longer, and a tensor-parallel one fails."""
 
 
-def check_values(values: Mapping[str, Any], limits: ServeLimits, max_choices: int) -> int:
-    """Refuse a request that asks for too much; returns how many choices it asks for."""
+def check_values(values: Mapping[str, Any], limits: ServeLimits, rows: int) -> int:
+    """Refuse a request that asks for too much of an engine with so many rows; returns how many choices it asks for."""
     _check_count(values, "messages", limits.max_messages)
     parts = sum(len(m["content"]) for m in _list(values, "messages") if isinstance(m, dict) and _is_list(m.get("content")))
     if parts > limits.max_messages:
@@ -53,36 +59,51 @@ def check_values(values: Mapping[str, Any], limits: ServeLimits, max_choices: in
     _check_count(values, "logit_bias", limits.max_biases)
     _check_count(values, "allowed_token_ids", limits.max_biases)
     _check_stops(values.get("stop"), limits)
-    choices = _num_choices(values, max_choices)
+    choices = _num_choices(values, limits, rows)
     _check_logprobs(values, choices, limits)
     return choices
 
 
-def check_structure(body: bytes, limits: ServeLimits, without_strings: Any) -> None:
-    """Refuse JSON of very many values before it is parsed. `without_strings` takes the strings out of a body: commas there
-    separate nothing, but to look is not for free."""
-    if _num_separators(body) > limits.max_body_values and _num_separators(without_strings(body)) > limits.max_body_values:
-        raise ApiError(
-            413,
-            f"the body has more than {limits.max_body_values} values; send less at once (serve.max_body_values is the limit)",
-            code="request_too_large",
-        )
+def check_structure(body: bytes, limits: ServeLimits) -> Generator[None]:
+    """Refuse JSON of very many values before it is parsed; yields now and then. Commas in strings separate nothing, but to look
+    is not for free."""
+    if _num_separators(body) <= limits.max_body_values:
+        return
+    count, in_string = 0, False
+    for number, piece in enumerate(_PIECE.finditer(body)):
+        if piece[0] == b'"':
+            in_string = not in_string
+        elif not in_string:
+            count += _num_separators(piece[0])
+        if count > limits.max_body_values:
+            raise ApiError(
+                413,
+                f"the body has more than {limits.max_body_values} values; send less at once (serve.max_body_values is the"
+                " limit)",
+                code="request_too_large",
+            )
+        if number % 64 == 0:
+            yield
 
 
 def _num_separators(body: bytes) -> int:
     return body.count(b",") + body.count(b"[") + body.count(b"{")
 
 
-def _num_choices(values: Mapping[str, Any], most: int) -> int:
+def _num_choices(values: Mapping[str, Any], limits: ServeLimits, rows: int) -> int:
+    """A prompt's n choices share a step, so that none may have more than there are rows; and a request that the waiting room
+    could never hold is told so, rather than to come again."""
+    most = min(limits.max_choices or rows, rows + limits.max_queued_choices)
     prompt, n = values.get("prompt"), values.get("n")
     prompts = len(prompt) if _is_list(prompt) and prompt and not isinstance(prompt[0], int) else 1
-    n = n if isinstance(n, int) and n > 1 else 1
-    if prompts * n > most:
+    n = min(n, LARGEST) if isinstance(n, int) and n > 1 else 1
+    if prompts * n > most or n > rows:
         asked = f"n = {n}" if prompts == 1 else f"{prompts} prompts with n = {n}"
+        allowed = f"a request may have {most}" if prompts * n > most else f"a prompt may have {rows}"
         raise ApiError(
             400,
-            f"{asked} asks for {prompts * n} choices, and a request may have {most}; send several requests, or lower n"
-            " (serve.max_choices and engine.max_num_seqs are the limits)",
+            f"{asked} asks for {prompts * n} choices, and {allowed}; send several requests, or lower n (serve.max_choices,"
+            " serve.max_queued_choices and engine.max_num_seqs are the limits)",
             param="n" if n > 1 else "prompt",
             code="too_many_choices",
         )
@@ -109,7 +130,7 @@ def _check_logprobs(values: Mapping[str, Any], choices: int, limits: ServeLimits
         return
     tokens = values.get("max_completion_tokens") or values.get("max_tokens")
     if isinstance(tokens, int):
-        refuse_many_logprobs(choices * tokens * (1 + wanted), limits)
+        refuse_many_logprobs(min(choices * tokens * (1 + wanted), LARGEST), limits)
 
 
 def refuse_many_logprobs(count: int, limits: ServeLimits) -> None:

@@ -10,7 +10,7 @@ from starlette.datastructures import Headers
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from redline.addresses import is_own_name
+from redline.addresses import host_name, is_own_name
 from redline.serve.metrics import ServerMetrics
 from redline.serve.protocol import ApiError
 
@@ -45,7 +45,7 @@ class OwnHost:
 
     def __init__(self, app: ASGIApp, names: Collection[str]) -> None:
         self._app = app
-        self._names = tuple(name.lower() for name in names)
+        self._names = tuple(spelled for name in names for spelled in (name.lower(), host_name(name)))  # with a port or without
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http":

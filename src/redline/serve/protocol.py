@@ -101,12 +101,12 @@ class _Request(_Fields):
     model: str | None = None
     stream: bool = False
     stream_options: StreamOptions = StreamOptions()
-    max_tokens: int | None = Field(None, ge=0)
-    min_tokens: int = Field(0, ge=0)
-    n: int = Field(1, ge=1)
+    max_tokens: int | None = Field(None, ge=0, lt=2**63)
+    min_tokens: int = Field(0, ge=0, lt=2**63)
+    n: int = Field(1, ge=1, strict=True)  # what `limits` has counted, and not a text or a float that stands for more
     temperature: float = Field(1.0, ge=0)
     top_p: float = Field(1.0, gt=0, le=1)
-    top_k: int = Field(0, ge=-1)
+    top_k: int = Field(0, ge=-1, lt=2**63)
     min_p: float = Field(0.0, ge=0, le=1)
     seed: int | None = Field(None, ge=-(2**63), lt=2**63)
     stop: tuple[Annotated[str, Field(min_length=1)], ...] = ()
@@ -134,6 +134,11 @@ class _Request(_Fields):
 
     @property
     def scores_prompt(self) -> bool:
+        return False
+
+    @property
+    def shows_prompt(self) -> bool:
+        """Whether every choice holds its prompt."""
         return False
 
     def sampling(self, max_tokens: int, end_token_ids: tuple[int, ...]) -> SamplingParams:
@@ -182,8 +187,8 @@ class ChatRequest(_Request):
     """POST /v1/chat/completions."""
 
     messages: list[ChatMessage] = Field(min_length=1)
-    max_completion_tokens: int | None = Field(None, ge=1)
-    max_tokens: int | None = Field(None, ge=1)
+    max_completion_tokens: int | None = Field(None, ge=1, lt=2**63)
+    max_tokens: int | None = Field(None, ge=1, lt=2**63)
     logprobs: bool = False
     top_logprobs: int = Field(0, ge=0, le=20)
 
@@ -223,7 +228,7 @@ class CompletionRequest(_Request):
     """POST /v1/completions."""
 
     prompt: Annotated[list[str] | list[list[int]], PlainValidator(_prompts)]
-    max_tokens: int | None = Field(16, ge=0)
+    max_tokens: int | None = Field(16, ge=0, lt=2**63)
     logprobs: int | None = Field(None, ge=0, le=20)
     echo: bool = False
 
@@ -242,6 +247,10 @@ class CompletionRequest(_Request):
     @property
     def scores_prompt(self) -> bool:
         return self.echo and self.logprobs is not None
+
+    @property
+    def shows_prompt(self) -> bool:
+        return self.echo or self.return_token_ids
 
 
 # ── reading ────────────────────────────────────────────────────────────────────────────────────────────────────────────

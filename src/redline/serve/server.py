@@ -7,10 +7,11 @@ import gc
 import signal
 import socket
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import uvicorn
@@ -37,6 +38,8 @@ SWITCH_S = 0.0005
 """A tenth of Python's own interval between two threads that both want to run."""
 GRACE_S = 5.0
 """Seconds that running requests get to finish once the server is told to stop; then they are aborted, and told so."""
+LAST_WORDS_S = 2.0
+"""Seconds to tell them; then connections end, whether or not the client has read it."""
 
 
 def serve(settings: ServeSettings, listener: socket.socket) -> None:
@@ -110,6 +113,9 @@ class EngineServer(uvicorn.Server):
         super().__init__(uvicorn.Config(app, log_config=None, access_log=False, lifespan="off", ws="none"))
         self._engine = engine
         self._name = served.name
+        self._timeout_s = settings.limits.client_timeout_s
+        self._idle: dict[Any, tuple[Any, float]] = {}
+        """Connection → what it was like, and since when."""
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         assert sockets
@@ -121,12 +127,35 @@ class EngineServer(uvicorn.Server):
         address = f"[{host}]" if ":" in host else host
         print(f"serving {self._name} at http://{address}:{port}/v1", file=sys.stderr, flush=True)
 
+    async def on_tick(self, counter: int) -> bool:
+        if counter % 10 == 0:
+            self._end_idle()
+        return await super().on_tick(counter)
+
+    def _end_idle(self) -> None:
+        """End connections that have no request under way and on which nothing moves: uvicorn would wait for ever for a client
+        that sends half a request, or never reads the end of an answer."""
+        now, idle = time.monotonic(), {}
+        for connection in self.server_state.connections:
+            cycle, transport = getattr(connection, "cycle", None), connection.transport
+            if cycle is None or cycle.response_complete or transport.is_closing():
+                state = cycle, transport.get_write_buffer_size()
+                known, since = self._idle.get(connection, (state, now))
+                idle[connection] = state, since if known == state else now
+        self._idle = idle
+        for connection, (_, since) in idle.items():
+            if now - since > self._timeout_s:
+                connection.transport.abort()
+
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         giving_up = asyncio.create_task(self._give_up())
         await super().shutdown(sockets)
         giving_up.cancel()
 
     async def _give_up(self) -> None:
-        """An engine that has stopped answers whoever still waits."""
+        """An engine that has stopped answers whoever still waits; who does not read the answer is not waited for."""
         await asyncio.sleep(GRACE_S)
         await asyncio.to_thread(self._engine.stop)
+        await asyncio.sleep(LAST_WORDS_S)
+        for connection in list(self.server_state.connections):
+            connection.transport.abort()
