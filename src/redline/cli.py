@@ -390,31 +390,38 @@ def _train(path: Path, overrides: list[str], *, dry_run: bool, resume: bool, fro
     if dry_run:
         _print_resolved(resolved)
         return None
-    if folder is None:
-        folder = RunFolder.create(config.run.folder, config.run.name)
     from redline.launch import train as launch_train
 
+    folder = folder or RunFolder.create(resolved.config.run.folder, config.run.name, given=config.run.folder)
     return launch_train(resolved, folder, resume=resume, from_scratch=from_scratch, tasks=checked.tasks)
 
 
 def _run_to_continue(path: Path, overrides: list[str]) -> tuple[RunFolder, Config]:
     """The run folder that `path` is, or the newest one made from the recipe that it is, with its own config."""
-    from redline.config import load_recipe
+    from redline.config import load_recipe, validate
+    from redline.config.changes import changes
     from redline.telemetry import RunFolder
 
-    if path.is_file():
-        config = load_recipe(path, overrides)
-        folder = RunFolder.newest(config.run.folder, config.run.name, tell=lambda text: typer.echo(text, err=True))
+    if path.name == "config.json":  # of a run: as a recipe it would stand for the newest run of that name
+        path = path.parent
+    recipe = load_recipe(path, overrides) if path.is_file() else None
+    if recipe:
+        folder = RunFolder.newest(recipe.run.folder, recipe.run.name, tell=lambda text: typer.echo(text, err=True))
     else:
         folder = RunFolder.open(path)
-    allowed = ("run.steps=", "run.name=", "run.folder=") if path.is_file() else ("run.steps=",)
+    allowed = ("run.steps=", "run.name=", "run.folder=") if recipe else ("run.steps=",)
     foreign = [override for override in overrides if not override.startswith(allowed)]
     if foreign:
         raise ConfigError(
             f"--resume continues a run as it was configured; it cannot take {', '.join(foreign)}",
             "leave the override out (run.steps=N may be given, to train longer), or start a new run",
         )
-    return folder, load_recipe(folder.config, overrides)  # JSON is YAML
+    config = load_recipe(folder.config, overrides)  # JSON is YAML
+    # A key that a config.json of an earlier version lacks stays at its default: no algorithm fills it in half-way.
+    config = validate(config.model_dump(mode="json"), str(folder.config))
+    if recipe and (changed := changes(recipe, config)):
+        typer.echo(f"{folder.path.name} goes on as it began; {path} says otherwise: {'; '.join(changed)}", err=True)
+    return folder, config
 
 
 def _print_resolved(resolved: Resolved) -> None:
@@ -430,6 +437,8 @@ def _print_resolved(resolved: Resolved) -> None:
 _DISK_ERRORS = {
     errno.ENOSPC: ("the disk is full", "free some space and continue with --resume"),
     errno.EDQUOT: ("your share of the disk is used up", "free some space and continue with --resume"),
+    errno.EFBIG: ("a file may not become that large here", "raise the limit (ulimit -f) and continue with --resume"),
+    errno.EIO: ("the disk does not read or write", "look at the disk, then continue with --resume"),
     errno.EROFS: ("the disk is read-only", "give a folder on another disk"),
     errno.EACCES: ("no permission", "give a folder that you may write to, or change its permissions"),
 }

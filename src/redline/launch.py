@@ -141,7 +141,7 @@ def train(
             if config.run.device == "cuda":
                 recorder.time_device(DeviceTimer(lambda: torch.cuda.Event(enable_timing=True), keep_spans=recorder.keep_spans))
             progress = Progress(config.run.steps)
-            for note in (f"run folder {folder.path}", *resolved.warnings):
+            for note in (f"run folder {folder.shown}", *resolved.warnings):
                 progress.note(note)
             if aside:
                 progress.note(f"beginning at step 0; what was there is in {aside}")
@@ -179,7 +179,8 @@ def train(
                 watch.resume()
                 stages.buffer.resume(stages.trainer.version)
                 _describe(config, folder)  # now that nothing can be refused any more: run.steps may be a new number
-                watch.take_over(stages.buffer.not_counted(watch.num_groups_counted))
+                if watch.num_groups_counted is not None:
+                    watch.take_over(stages.buffer.not_counted(watch.num_groups_counted))
                 progress.note(f"continuing after step {stages.trainer.version}")
         try:
             with _sampling(config, folder, stages, progress):
@@ -447,16 +448,16 @@ def _summary(
         console.print(target_table(missed))
     learning = Learning(MetricsLog.read(folder.metrics), config.rollouts.group_size)
     if watch.failures.share > WORTH_SAYING:
-        console.print(f"{watch.failures.sentence()}; see redline show {folder.path} --failures", soft_wrap=True)
+        console.print(f"{watch.failures.sentence()}; see redline show {folder.shown} --failures", soft_wrap=True)
     for line in _what_was_learned(config, folder, learning, finished):
         console.print(line, soft_wrap=True)
     if not finished:
-        console.print(f"stopped after step {stages.trainer.version}; continue with: redline train {folder.path} --resume")
+        console.print(f"stopped after step {stages.trainer.version}; continue with: redline train {folder.shown} --resume")
     return {
-        "run": str(folder.path),
+        "run": str(folder.shown),
         "steps": stages.trainer.version,
         "finished": finished,
-        "model": str(folder.model) if finished else None,
+        "model": str(folder.shown / folder.model.name) if finished else None,
         "weights_changed": learning.moved_weights,
         "why_not": learning.why_not,
         "evaluation": {str(version): reward for version, reward in sorted(watch.rewards.items())},
@@ -477,9 +478,9 @@ def _what_was_learned(config: Config, folder: RunFolder, learning: Learning, fin
         yield f"nothing was learned: {learning.why_not}"
         kept = "only decayed" if config.trainer.weight_decay else "are those that the run began with"
         if finished:
-            yield f"the weights in {folder.model} {kept}; `redline show {folder.path}` has the attempts and their rewards"
+            yield f"the weights in {folder.shown / folder.model.name} {kept}; `redline show {folder.shown}` has the attempts and their rewards"
         return
     if quiet >= config.telemetry.alerts.no_signal_steps and "not_learning" not in config.telemetry.alerts.off:
         yield f"nothing was learned in the last {quiet} steps: all attempts of every group scored alike"
     if finished:
-        yield f"trained model: {folder.model}"
+        yield f"trained model: {folder.shown / folder.model.name}"

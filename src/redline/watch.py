@@ -41,6 +41,10 @@ _CHECKPOINT = re.compile(r"step-(\d{6,})")
 NUM_SAMPLES_SHOWN = 3
 MAX_FAILED_STEPS = 3
 """Steps in a row of which every attempt may fail, once some have not."""
+BEGIN_AGAIN = (
+    "put back a copy of a checkpoint, or begin again at step 0 with --resume --from-scratch, which moves what is there into a"
+    " folder set-aside-NNN"
+)
 NUM_GROUPS_SHOWN = 2
 """With all their attempts, to listeners that want to see some of what was sampled."""
 
@@ -92,8 +96,8 @@ class RunWatch:
         """Those that have arrived since the last step: none, where a batch was ready before it."""
         self._taken_over_tokens = 0
         """Of these, tokens that an earlier process sampled."""
-        self.num_groups_counted = 0
-        """In the rows up to the checkpoint that the run was resumed from."""
+        self.num_groups_counted: int | None = 0
+        """In the rows up to the checkpoint that the run was resumed from; None where some of these are missing."""
         self.failures = FailureTally()
         """Of all attempts that this process has made, evaluations apart."""
         self._num_taken_over = 0
@@ -268,6 +272,8 @@ class RunWatch:
         version = self._trainer.version
         with span("run.checkpoint", version=version):
             self._flush_store()
+            self._metrics.flush_to_disk()
+            self._evaluations.flush_to_disk()
             self._trainer.save(self._folder.checkpoints / f"step-{version:06d}")
             self._prune_checkpoints()
 
@@ -290,7 +296,7 @@ class RunWatch:
             for partial in self._folder.checkpoints.glob(".*.partial"):
                 shutil.rmtree(partial)
             self._metrics.rewind(self._trainer.version, aside)
-            self.num_groups_counted = MetricsLog.total(self._folder.metrics, "rollouts/groups")
+            self.num_groups_counted = self._count_groups()
             self._evaluations.rewind(self._trainer.version, aside)
             for row in MetricsLog.read(self._folder.evaluations):
                 self.rewards[row["step"]] = row["evaluation/reward_mean"]
@@ -313,11 +319,25 @@ class RunWatch:
         if damaged:
             names = ", ".join(path.name for path in damaged)
             raise RunFolderError(
-                f"{self._folder.path}: no checkpoint is whole ({names}); nothing was changed",
-                "put back a copy of a checkpoint, or begin again at step 0 with --resume --from-scratch, which moves what is"
-                " there into a folder set-aside-NNN",
+                f"{self._folder.shown}: no checkpoint is whole ({names}); nothing was changed",
+                BEGIN_AGAIN,
+            )
+        every, logged = self._config.run.checkpoint_every, steps_logged(self._folder)
+        if every and logged > 2 * every:  # the second is not begun before the first is on the disk
+            raise RunFolderError(
+                f"{self._folder.shown}: no checkpoint is there, though {logged} steps were logged and every {every} of them"
+                " leave one; nothing was changed",
+                BEGIN_AGAIN,
             )
         return []
+
+    def _count_groups(self) -> int | None:
+        """Groups in the rows up to the checkpoint; None where rows are missing, so that nobody knows."""
+        logged, version = steps_logged(self._folder), self._trainer.version
+        if logged < version:
+            self._progress.note(f"metrics.jsonl ends at step {logged}: the rows of the steps up to {version} are missing")
+            return None
+        return MetricsLog.total(self._folder.metrics, "rollouts/groups")
 
     def _make_aside(self, damaged: Sequence[Path]) -> Path | None:
         """A folder for the damaged checkpoints and for the rows that are cut because of them, or because there is no checkpoint
@@ -369,7 +389,8 @@ class RunWatch:
 
 def checkpoints(folder: RunFolder) -> list[Path]:
     """Complete ones, newest first. By number: as text, step-1000000 comes before step-999990."""
-    found = {int(match[1]): path for path in folder.checkpoints.iterdir() if (match := _CHECKPOINT.fullmatch(path.name))}
+    there = folder.checkpoints.iterdir() if folder.checkpoints.is_dir() else ()
+    found = {int(match[1]): path for path in there if (match := _CHECKPOINT.fullmatch(path.name))}
     return [found[step] for step in sorted(found, reverse=True)]
 
 
@@ -384,7 +405,7 @@ def saying_how_to_continue(folder: RunFolder) -> Iterator[None]:
             newest = next(iter(checkpoints(folder)), None)
             where = f"after {newest.name}" if newest else "at its first step"
             Console(stderr=True, highlight=False).print(
-                f"stopped at once; continue {where} with: redline train {folder.path} --resume", soft_wrap=True
+                f"stopped at once; continue {where} with: redline train {folder.shown} --resume", soft_wrap=True
             )
         raise
 

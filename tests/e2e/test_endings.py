@@ -276,6 +276,32 @@ def test_a_run_that_was_begun_with_relative_paths_in_its_config_goes_on_in_its_f
     assert steps(folder.metrics) == [1, 2, 3]
 
 
+
+def test_a_reward_that_changes_the_working_folder_moves_no_checkpoint(tmp_path: Path) -> None:
+    path = prepare(tmp_path, steps=2)
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    tasks = tmp_path / "letters.py"
+    tasks.write_text(f"{tasks.read_text()}\n\nimport os\nos.chdir({str(elsewhere)!r})\n")
+    assert redline(tmp_path, "train", path.name) == 0
+    folder = only_run(tmp_path)
+    assert [path.name for path in folder.checkpoints.iterdir()] == ["step-000002"]
+    assert (folder.model / "config.json").is_file()
+    assert not list(elsewhere.iterdir())
+
+
+def test_a_run_of_an_earlier_version_gets_no_keys_of_its_algorithm_half_way(tmp_path: Path) -> None:
+    """A key that there was not yet stays as the run had it: at its default."""
+    path = prepare(tmp_path, steps=2)
+    assert redline(tmp_path, "train", path.name, "trainer.algorithm=cispo", "trainer.mini_batches=1") == 0
+    folder = only_run(tmp_path)
+    config = json.loads(folder.config.read_text())
+    del config["trainer"]["mini_batches"]
+    folder.config.write_text(json.dumps(config))
+    assert redline(tmp_path, "train", path.name, "--resume", "run.steps=3") == 0
+    assert json.loads(folder.config.read_text())["trainer"]["mini_batches"] == 1
+
+
 # ── a power cut ────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 

@@ -4,6 +4,7 @@ import contextlib
 import errno
 import io
 import json
+import os
 import random
 from collections.abc import Callable
 from pathlib import Path
@@ -423,3 +424,57 @@ def test_a_checkpoint_of_another_format_is_not_taken_for_a_damaged_one(model: Pa
     with pytest.raises(RunFolderError, match="format 99"):
         make_watch(folder, make_trainer(model, torch.float32)).resume()
     assert steps_logged(folder) == [1, 2, 3]
+
+
+def test_a_run_whose_checkpoints_are_gone_does_not_begin_again_by_itself(tmp_path: Path) -> None:
+    folder = RunFolder.create(tmp_path, "run")
+    with MetricsLog(folder.metrics) as metrics:
+        for step in range(1, 6):
+            metrics.append(step, {"trainer/loss": 0.0})
+    folder.checkpoints.rmdir()
+    before = folder.metrics.read_bytes()
+    with pytest.raises(RunFolderError, match="no checkpoint is there, though 5 steps were logged") as caught:
+        make_watch(folder, FakeTrainer([]), checkpoint_every=2).resume()
+    assert "--from-scratch" in caught.value.hint
+    assert folder.metrics.read_bytes() == before
+    assert not list(folder.path.glob("set-aside-*"))
+
+
+@pytest.mark.parametrize("has_folder", [True, False])
+def test_a_run_that_was_killed_while_its_first_checkpoint_was_written_begins_again(tmp_path: Path, has_folder: bool) -> None:
+    folder = RunFolder.create(tmp_path, "run")
+    with MetricsLog(folder.metrics) as metrics:
+        for step in range(1, 5):
+            metrics.append(step, {"trainer/loss": 0.0})
+    if not has_folder:
+        folder.checkpoints.rmdir()
+    make_watch(folder, FakeTrainer([]), checkpoint_every=2).resume()
+    assert steps_logged(folder) == []
+    assert len((folder.path / "set-aside-001" / "metrics.jsonl").read_text().splitlines()) == 4
+
+
+def test_rows_are_on_the_disk_before_the_checkpoint_that_comes_after_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    flushed: list[str] = []
+    fsync = os.fsync
+
+    def noting(descriptor: int) -> None:
+        flushed.append(Path(os.readlink(f"/proc/self/fd/{descriptor}")).name)
+        fsync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", noting)
+    watch = make_watch(RunFolder.create(tmp_path, "run"), SavingTrainer([]))
+    watch.checkpoint()
+    assert flushed[:2] == ["metrics.jsonl", "evaluations.jsonl"]
+    assert "trainer.safetensors" in flushed[2:]
+
+
+def test_rows_that_are_missing_before_the_checkpoint_are_said_to_be(model: Path, tmp_path: Path) -> None:
+    folder, _ = trained_run(model, tmp_path)
+    folder.metrics.write_text(folder.metrics.read_text().splitlines(keepends=True)[0])
+    console = io.StringIO()
+    watch = make_watch(folder, make_trainer(model, torch.float32), console=console)
+    watch.resume()
+    assert "metrics.jsonl ends at step 1: the rows of the steps up to 2 are missing" in console.getvalue()
+    assert watch.num_groups_counted is None

@@ -9,10 +9,13 @@ from typing import Any, get_args
 import pytest
 from pydantic import BaseModel
 
+from redline.cli import _run_to_continue
 from redline.config import Config, load_recipe, resolve, validate
+from redline.config.changes import changes
 from redline.config.resolve import bfloat16_flags
-from redline.config.schema import TelemetryConfig
+from redline.config.schema import JsonlTask, TelemetryConfig
 from redline.errors import ConfigError
+from redline.telemetry import RunFolder, write_json
 
 MINIMAL = """\
 model:
@@ -446,3 +449,47 @@ def test_relative_paths_are_resolved_where_redline_is_called_and_then_stay(
 @pytest.mark.parametrize("path", ["builtin:tiny", "Qwen/Qwen2.5-0.5B-Instruct"])
 def test_names_of_models_that_are_no_paths_stay(tmp_path: Path, path: str) -> None:
     assert resolve(load(tmp_path, "", f"model.path={path}")).config.model.path == path
+
+
+def test_a_path_that_begins_with_a_tilde_is_in_the_home_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    task = {"kind": "jsonl", "path": "~/questions.jsonl"}
+    config = validate({"run": {"folder": "~/runs"}, "model": {"path": "builtin:tiny"}, "rollouts": {"task": task}})
+    assert config.run.folder == tmp_path / "runs"
+    assert isinstance(config.rollouts.task, JsonlTask)
+    assert config.rollouts.task.path == tmp_path / "questions.jsonl"
+
+
+def test_what_a_recipe_says_otherwise_than_its_run_is_listed(tmp_path: Path) -> None:
+    (tmp_path / "questions.jsonl").touch()
+    task = {"kind": "jsonl", "path": str(tmp_path / "questions.jsonl")}
+    values = {
+        "run": {"steps": 10, "num_threads": 100_000, "device": "auto"},
+        "model": {"path": "builtin:tiny"},
+        "rollouts": {"task": task},
+        "trainer": {"algorithm": "dapo"},
+    }
+    recipe = validate(values)
+    run = validate(resolve(recipe).config.model_dump(mode="json"))
+    assert changes(recipe, run) == []
+    edited = validate({**values, "run": {"steps": 20}, "trainer": {"algorithm": "dapo", "learning_rate": 1e-4}})
+    assert changes(edited, run) == ["run.steps = 20, the run has 10", "trainer.learning_rate = 0.0001, the run has 1e-06"]
+
+
+def test_a_run_folder_in_the_place_of_a_recipe_is_told_how_to_go_on(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(ConfigError) as caught:
+        load_recipe(tmp_path)
+    assert caught.value.hint == "this is a run folder: to continue the run, add --resume"
+
+
+def test_the_config_of_a_run_stands_for_that_run_and_not_for_the_newest_of_its_name(tmp_path: Path) -> None:
+    task = {"kind": "import", "path": "tests:Fake"}
+    values = {"run": {"folder": str(tmp_path), "name": "demo"}, "model": {"path": "builtin:tiny"}, "rollouts": {"task": task}}
+    folders = [RunFolder.create(tmp_path, "demo") for _ in range(2)]
+    for folder in folders:
+        write_json(folder.config, validate(values).model_dump(mode="json"))
+    assert _run_to_continue(folders[0].config, [])[0] == folders[0]
+    recipe = tmp_path / "demo.json"
+    write_json(recipe, values)
+    assert _run_to_continue(recipe, [])[0] == folders[1]

@@ -8,6 +8,7 @@ from typing import Any, get_args
 import pytest
 
 from redline.config import Config, load_recipe, refuse_without_effect, resolve, validate
+from redline.config.algorithms import fill_algorithm
 from redline.config.effects import OF_ALERTS, TABLE, keys_of
 from redline.config.problems import locate
 from redline.config.schema import AlertsConfig, Algorithm
@@ -79,6 +80,17 @@ def test_what_an_algorithm_fills_in_is_nobodys_mistake(algorithm: str) -> None:
             {"buffer__keep_trajectories": False, "buffer__max_age_steps": 5},
             "buffer.max_age_steps = 5",
             "buffer.keep_trajectories to true",
+        ),
+        ({"buffer__group_timeout_s": 60.0}, "buffer.group_timeout_s = 60.0", "buffer.max_lag to 1 or more"),
+        (
+            {"telemetry__trace": False, "telemetry__trace_max_bytes": 1 << 20},
+            "telemetry.trace_max_bytes = 1048576",
+            "telemetry.trace to true",
+        ),
+        (
+            {"telemetry__alerts__off": ["length_bias"], "telemetry__alerts__dropped_fraction": 0.1},
+            "telemetry.alerts.dropped_fraction = 0.1",
+            "telemetry.alerts.off to something without length_bias",
         ),
         (
             {"rollouts__evaluation__num_tasks": 0, "rollouts__evaluation__every": 5},
@@ -178,3 +190,17 @@ def test_a_weight_of_a_part_that_a_known_source_does_not_have_is_refused() -> No
     assert message == "rollouts.reward_weights.style = 2: the reward has no such part"
     assert hint == "leave it out; its parts: correct"
     refuse_without_effect(config(IMPORT, rollouts__reward_weights={"style": 2}))
+
+
+def test_a_threshold_is_taken_as_long_as_the_alert_that_reads_it_is_on() -> None:
+    refuse_without_effect(config(telemetry__alerts__off=["staleness_rise"], telemetry__alerts__dropped_fraction=0.1))
+
+
+def test_a_plan_takes_what_the_run_takes() -> None:
+    """A plan is made for another device, so that its config is not resolved."""
+    values = {"model": {"path": "builtin:tiny"}, "rollouts": {"task": IMPORT}}
+    several = {"trainer": {"mini_batches": 2, "max_tokens_per_forward": 4096}}
+    lagging = {"trainer": {"clip_low": 0.1, "correct_lag": False}, "buffer": {"max_lag": 1}}
+    for keys in (several, lagging):
+        refuse_without_effect(resolve(validate(values | keys)).config)
+        refuse_without_effect(fill_algorithm(validate(values | keys))[0])

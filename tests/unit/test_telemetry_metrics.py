@@ -106,3 +106,18 @@ def test_the_sum_of_a_number_over_all_rows(tmp_path: Path) -> None:
             log.append(step, {"rollouts/groups": 8 * step, "rollouts/groups_with_signal": 5})
         log.append(4, {"trainer/loss": 1.0})
     assert MetricsLog.total(log.path, "rollouts/groups") == 48
+
+
+@pytest.mark.parametrize("damage", [b"\0" * 20, b'{"step": 3, "tra', b'"text"', b"\xff\xfe"])
+def test_a_damaged_row_is_left_out_and_hides_no_other(tmp_path: Path, damage: bytes) -> None:
+    path = tmp_path / "metrics.jsonl"
+    log_of(path, 5).close()
+    lines = path.read_bytes().splitlines(keepends=True)
+    path.write_bytes(b"".join([*lines[:2], damage + b"\n", *lines[3:]]))
+    assert [row["step"] for row in MetricsLog.read(path)] == [1, 2, 4, 5]
+    assert MetricsLog.last_step(path) == 5
+    with MetricsLog(path) as log:
+        log.rewind(4)
+        assert [row["step"] for row in MetricsLog.read(path)] == [1, 2, 4]
+        log.rewind(2)
+    assert [row["step"] for row in MetricsLog.read(path)] == [1, 2]

@@ -139,3 +139,25 @@ def test_a_reader_never_sees_half_a_document(tmp_path: Path) -> None:
     with before:
         assert json.load(before) == ["old"] * 1000
     assert json.loads(path.read_text()) == ["new"] * 2000
+
+
+def test_a_task_that_changes_the_working_folder_moves_no_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    monkeypatch.chdir(tmp_path)
+    made = RunFolder.create(Path("runs"), "demo")
+    write_json(made.config, {})
+    found = [RunFolder.open(Path("runs/demo-001")), RunFolder.newest(Path("runs"), "demo")]
+    monkeypatch.chdir(elsewhere)
+    for folder in (made, *found):
+        assert folder.checkpoints == tmp_path / "runs" / "demo-001" / "checkpoints"
+        assert folder.shown == Path("runs/demo-001")
+
+
+def test_a_run_that_has_lost_its_config_keeps_its_steps(tmp_path: Path) -> None:
+    folder = finished_run(tmp_path, "demo")
+    with pytest.raises(RuntimeError), recording_failure(folder):
+        folder.metrics.write_text('{"step": 1}\n')
+        folder.config.unlink()
+        raise RuntimeError
+    assert folder.metrics.exists()

@@ -20,7 +20,7 @@ from run_folders import append, step_row, write_run, write_trajectories
 
 from redline.buffer.store import TrajectoryStore
 from redline.errors import RunFolderError, TaskError
-from redline.telemetry import Recorder, TraceWriter
+from redline.telemetry import MetricsLog, Recorder, TraceWriter
 from redline.telemetry.failure import recording_failure
 from redline.telemetry.ledger import LaneLedger, Ledger
 from redline.types import TrajectoryGroup
@@ -148,6 +148,19 @@ def test_the_status_tells_how_a_run_ended(tmp_path: Path) -> None:
     with folder.locked():
         assert status_of(folder, 3, 5) == "running"
     assert status_of(folder, 3, 5) == "killed"
+
+
+
+def test_a_run_that_ended_because_it_reached_its_target_is_finished(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "run-001", 3, total=5)
+    folder.config.write_text(json.dumps({"run": {"steps": 5}, "rollouts": {"evaluation": {"stop_at": 0.9, "every": 1}}}))
+    with MetricsLog(folder.evaluations) as log:
+        log.append(0, {"evaluation/reward_mean": 0.95})
+        log.append(2, {"evaluation/reward_mean": 0.8})
+    assert RunReader(folder.path).summary()["status"] == "stopped"
+    with MetricsLog(folder.evaluations) as log:
+        log.append(3, {"evaluation/reward_mean": 0.9})
+    assert RunReader(folder.path).summary()["status"] == "finished"
 
 
 def test_a_run_that_recorded_a_failure_is_shown_as_failed_until_it_goes_on(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from typing import Any, get_args
 
 from pydantic import BaseModel
 
-from redline.config.algorithms import PRESETS, corrects, has_older_samples
+from redline.config.algorithms import PRESETS, corrects, has_older_samples, recomputes_old_logprobs
 from redline.config.problems import Problem, spell
 from redline.config.schema import AlertKind, Config, Loss, Sink
 from redline.errors import ConfigError
@@ -23,7 +23,7 @@ OF_ALERTS: Mapping[str, tuple[AlertKind, ...]] = {
     "wait_deviations": ("stalled_rollouts", "long_wait"),
     "throughput_drop": ("throughput_drop",),
     "staleness_steps": ("staleness_rise",),
-    "dropped_fraction": ("staleness_rise",),
+    "dropped_fraction": ("length_bias",),
     "kv_use": ("kv_saturation",),
     "memory_hours": ("host_memory_slope",),
     "reward_drop": ("reward_collapse",),
@@ -83,6 +83,7 @@ TABLE: tuple[Readers, ...] = (
     ),
     Readers("buffer.depth", lambda c: c.buffer.max_lag > 0, "buffer.max_lag to 1 or more"),
     Readers("buffer.order", lambda c: c.buffer.max_lag > 0, "buffer.max_lag to 1 or more"),
+    Readers("buffer.group_timeout_s", lambda c: c.buffer.max_lag > 0, "buffer.max_lag to 1 or more"),
     Readers("buffer.max_reuses", lambda c: c.buffer.max_lag > 0, "buffer.max_lag to 1 or more"),
     Readers("buffer.max_bytes", lambda c: c.buffer.keep_trajectories, "buffer.keep_trajectories to true"),
     Readers("buffer.max_age_steps", lambda c: c.buffer.keep_trajectories, "buffer.keep_trajectories to true"),
@@ -112,6 +113,7 @@ TABLE: tuple[Readers, ...] = (
     Readers("trainer.lora.*", lambda c: c.trainer.lora.rank > 0, "trainer.lora.rank to 16"),
     Readers("engine.max_loras", lambda c: False),  # adapters by request are `redline serve`'s
     Readers("engine.max_lora_rank", lambda c: False),
+    Readers("telemetry.trace_max_bytes", lambda c: c.telemetry.trace, "telemetry.trace to true"),
     Readers("telemetry.profile_steps", lambda c: c.telemetry.profile is not None, "telemetry.profile to e2e"),
     Readers("telemetry.alerts.webhook_timeout_s", lambda c: c.telemetry.alerts.webhook is not None, "telemetry.alerts.webhook"),
     *(
@@ -127,7 +129,11 @@ TABLE: tuple[Readers, ...] = (
 
 
 def refuse_without_effect(config: Config) -> None:
-    """Raise `ConfigError` with every key of a resolved config that somebody set in vain."""
+    """Raise `ConfigError` with every key that somebody set in vain. The algorithm's keys are filled in; what else the recipe
+    left open may be so still, as in a plan for another device."""
+    recomputes, _ = recomputes_old_logprobs(config.trainer, config.model.dtype)
+    decided = config.trainer.model_copy(update={"recompute_old_logprobs": recomputes})
+    config = config.model_copy(update={"trainer": decided})
     problems = [*_unread(config), *_warmups_longer_than_the_run(config), *_rewards_without_weight(config)]
     if not problems:
         return

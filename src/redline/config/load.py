@@ -24,6 +24,8 @@ def load_recipe(path: Path, overrides: Sequence[str] = ()) -> Config:
     if not path.is_file():
         near = difflib.get_close_matches(path.name, [p.name for p in path.parent.glob("*.y*ml")], n=1)
         hint = f"did you mean {path.parent / near[0]}?" if near else "give the path of a YAML recipe, such as recipes/demo.yaml"
+        if (path / "config.json").is_file():
+            hint = "this is a run folder: to continue the run, add --resume"
         raise ConfigError(f"{path}: no such recipe", hint)
     try:
         values = _parse_yaml(path.read_text(encoding="utf-8"), str(path))

@@ -6,10 +6,11 @@ null) fields are filled once, by `resolve()`, into a new object; nothing changes
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
 
-from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, PositiveInt, field_validator, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, PositiveFloat, PositiveInt, field_validator, model_validator
 
 Algorithm = Literal["grpo", "dr_grpo", "dapo", "rloo", "reinforce_pp", "gspo", "cispo", "ppo"]
 AdvantageEstimator = Literal["group", "group_centred", "leave_one_out", "batch", "batch_baseline", "gae"]
@@ -43,6 +44,8 @@ AlertKind = Literal[
     "abort_storm",
     "dead_worker",
 ]
+LocalPath = Annotated[Path, AfterValidator(lambda path: Path(os.path.expanduser(path)))]
+"""`~` is the user's folder: no shell sees a recipe."""
 Sink = Literal["tensorboard", "wandb", "trackio", "mlflow", "prometheus", "opentelemetry"]
 
 
@@ -61,9 +64,9 @@ class Section(BaseModel):
 
 
 class RunConfig(Section):
-    name: str = Field("run", pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
+    name: str = Field("run", pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", max_length=200)
     """Run folders are called `<folder>/<name>-001`, `-002`, …"""
-    folder: Path = Path("runs")
+    folder: LocalPath = Path("runs")
     """Where run folders are made."""
     seed: int = Field(0, ge=0, lt=2**31)
     """Decides every random choice of the run: tasks, samples, initial weights of built-in models."""
@@ -105,7 +108,7 @@ class ReasoningGymTask(Section):
 class JsonlTask(Section):
     kind: Literal["jsonl"]
     """Prompts and reference answers from a file."""
-    path: Path
+    path: LocalPath
     """A file with one JSON object per line."""
     prompt_field: str = "prompt"
     """Holds a string, or a list of chat messages."""
@@ -123,7 +126,7 @@ class ImportTask(Section):
     path: str = Field(pattern=r"^[\w.]+:[\w.]+$")
     """`package.module:ClassOrFunction`; called with `params` and `seed`, gives an object with `train`, `held_out` and
     `score` (see `redline.ports.TaskSource`)."""
-    folder: Path | None = None
+    folder: LocalPath | None = None
     """Where the module is looked for when it is not an installed package; null is the folder in which redline is called."""
     params: dict[str, Any] = {}
     """Keyword arguments for it."""

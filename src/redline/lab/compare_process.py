@@ -138,7 +138,8 @@ def _recipe(task: dict[str, Any]) -> Config:
     """Other tasks and samples in every pair, from the same weights: a model made from a seed keeps the recipe's."""
     path, overrides = Path(task["recipe"]), list(task["overrides"])
     config = load_recipe(path, overrides)
-    own = [f"run.seed={config.run.seed + task['seed']}", "run.checkpoint_every=0", "rollouts.evaluation.num_tasks=0"]
+    own = [f"run.seed={config.run.seed + task['seed']}", "run.checkpoint_every=0"]
+    own += ["rollouts.evaluation.num_tasks=0", "rollouts.evaluation.stop_at=null"]
     if config.model.path.startswith("builtin:"):
         own.append(f"model.path={model_folder(config.model.path, config.run.seed)}")
     return resolve(load_recipe(path, [*overrides, *own])).config

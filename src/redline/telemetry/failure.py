@@ -42,13 +42,13 @@ class RunFailure:
 @contextmanager
 def recording_failure(folder: RunFolder) -> Iterator[None]:
     """Forget an earlier failure, and write down the exception that leaves the block. The exception goes on; an interrupt is no
-    failure. A folder that has no config.json by then is no run: it is removed. A disk that takes no record does not hide the
+    failure. A folder that has no config.json and no step by then is no run: it is removed. A disk that takes no record does not hide the
     exception."""
     folder.failure.unlink(missing_ok=True)
     try:
         yield
     except BaseException as error:
-        if not folder.config.exists():
+        if not folder.config.exists() and not folder.has_steps:
             shutil.rmtree(folder.path, ignore_errors=True)
         elif isinstance(error, Exception):
             with suppress(OSError, ValueError):
@@ -67,10 +67,9 @@ def read_failure(folder: RunFolder) -> RunFailure | None:
 
 def steps_logged(folder: RunFolder) -> int:
     """The last step in `metrics.jsonl`; 0 where there is none."""
-    steps = [0]
-    with suppress(OSError, ValueError):
-        steps += [int(row["step"]) for row in MetricsLog.read(folder.metrics)]
-    return steps[-1]
+    with suppress(OSError):
+        return MetricsLog.last_step(folder.metrics)
+    return 0
 
 
 def _described(error: Exception, folder: RunFolder) -> RunFailure:

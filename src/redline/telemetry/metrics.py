@@ -32,6 +32,10 @@ class MetricsLog:
         self._file.flush()
         return row
 
+    def flush_to_disk(self) -> None:
+        """Every row up to here survives a power cut, not only a kill."""
+        os.fsync(self._file.fileno())
+
     def rewind(self, step: int, aside: Path | None = None) -> None:
         """Cut every row after `step`: a resumed run will write them again. With a folder `aside`, a file of the same name there
         keeps them. Looks at those rows only, from the last one back, however long the log is."""
@@ -47,11 +51,17 @@ class MetricsLog:
 
     @staticmethod
     def read(path: Path) -> Iterator[dict[str, Any]]:
-        """The rows of a finished, killed or still running log; a last line without its newline is not a row yet."""
+        """The rows of a finished, killed or still running log. A last line without its newline is not a row yet, and a line that
+        a disk has damaged is none any more: it stays in the file, and is left out here."""
         with path.open("rb") as file:
             for line in file:
-                if line.endswith(b"\n"):
-                    yield json.loads(line)
+                if line.endswith(b"\n") and (row := _row(line)) is not None:
+                    yield row
+
+    @staticmethod
+    def last_step(path: Path) -> int:
+        """Of the last row, which is all that is read; 0 where there is none."""
+        return next((step for _, step in _steps_from_the_last(path)), 0)
 
     @staticmethod
     def total(path: Path, key: str) -> int:
@@ -72,14 +82,33 @@ class MetricsLog:
 
 def _end_of(path: Path, step: int) -> int:
     """Where the last row ends that is not after `step`. Rows are in the order of their steps."""
+    return next((end for end, found in _steps_from_the_last(path) if found <= step), 0)
+
+
+def _steps_from_the_last(path: Path) -> Iterator[tuple[int, int]]:
+    """Where each row ends, and its step."""
     with path.open("rb") as file:
         end = file.seek(0, os.SEEK_END)
         while end:
             for line in reversed(_lines_before(file, end)):
-                if json.loads(line)["step"] <= step:
-                    return end
+                if (step := _step(line)) is not None:
+                    yield end, step
                 end -= len(line)
-    return 0
+
+
+def _row(line: bytes) -> dict[str, Any] | None:
+    """None for what is no JSON object."""
+    try:
+        row = json.loads(line)
+    except ValueError:
+        return None
+    return row if isinstance(row, dict) else None
+
+
+def _step(line: bytes) -> int | None:
+    """Of a whole row; None for any other line."""
+    row = _row(line) if line.endswith(b"\n") else None
+    return row["step"] if row and isinstance(row.get("step"), int) else None
 
 
 def _lines_before(file: BinaryIO, end: int) -> list[bytes]:

@@ -15,7 +15,7 @@ import os
 import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from redline.errors import RunFolderError
@@ -26,15 +26,24 @@ class RunFolder:
     """Names every file of a run. Reading needs no more; writing needs the lock."""
 
     path: Path
+    """From the root, where `create` or `open` gave it: the code of a task may change the working folder at any time."""
+    given: Path | None = field(default=None, compare=False)
+    """The same as somebody called it."""
+
+    @property
+    def shown(self) -> Path:
+        """What messages call the folder."""
+        return self.given or self.path
 
     @classmethod
-    def create(cls, parent: Path, name: str) -> RunFolder:
-        """Make `<parent>/<name>-001`, or the number after the last one there."""
+    def create(cls, parent: Path, name: str, given: Path | None = None) -> RunFolder:
+        """Make `<parent>/<name>-001`, or the number after the last one there. `given` is what messages call the parent."""
         parent.mkdir(parents=True, exist_ok=True)
         number = max((number for number, _ in _numbered(parent, name)), default=0)
         while True:
             number += 1
-            folder = cls(parent / f"{name}-{number:03d}")
+            own = f"{name}-{number:03d}"
+            folder = cls(parent.absolute() / own, (given or parent) / own)
             try:
                 folder.path.mkdir()
             except FileExistsError:
@@ -48,7 +57,7 @@ class RunFolder:
         """A folder that a run has made before."""
         if not path.is_dir():
             raise RunFolderError(f"{path}: no such run folder", _whereabouts(path.parent))
-        folder = cls(path)
+        folder = cls(path.absolute(), path)
         if not folder.config.is_file():
             raise RunFolderError(f"{path}: not a run folder, it has no config.json", _whereabouts(path))
         return folder
@@ -59,7 +68,7 @@ class RunFolder:
         step: to continue that one would be to fail again. `tell` hears of those that are passed over."""
         failed = None
         for _, path in sorted(_numbered(parent, name), reverse=True):
-            folder = cls(path)
+            folder = cls(path.absolute(), path)
             if not folder.config.is_file():
                 continue
             if not folder.failure.exists() or folder.has_steps:
@@ -69,7 +78,7 @@ class RunFolder:
         if failed:
             raise RunFolderError(
                 f"{parent}: no run called {name} to continue; {failed.path.name} failed before its first step",
-                f"start without --resume, or continue that one by its folder: redline train {failed.path} --resume",
+                f"start without --resume, or continue that one by its folder: redline train {failed.shown} --resume",
             )
         raise RunFolderError(f"{parent}: no run called {name} to continue", f"start one without --resume, as {name}-001")
 

@@ -230,7 +230,7 @@ class RunReader:
     def _facts(self, config: Mapping[str, Any]) -> dict[str, Json]:
         done = int(self.steps.values["step"][-1]) if len(self.steps) else 0
         total = _get(config, "run", "steps", 0)
-        status = status_of(self.folder, done, total)
+        status = status_of(self.folder, done, total, self._reached_target(config))
         step_s = self.steps.tail_mean("run/step_s", RECENT_STEPS)
         now = bottleneck(sum((Counter(phases) for phases in self._recent), Counter()))
         return {
@@ -251,6 +251,12 @@ class RunReader:
             "tokens_per_s": self.steps.tail_mean("engine/tokens_per_s", RECENT_STEPS),
             "bottleneck": {"phase": now[0], "words": in_words(now[0]), "share": now[1]} if now else None,
         }
+
+    def _reached_target(self, config: Mapping[str, Any]) -> bool:
+        """Whether an evaluation after the first step has come to `rollouts.evaluation.stop_at`."""
+        target = _get(config, "rollouts", "evaluation", {}).get("stop_at")
+        rewards = [row.get("evaluation/reward_mean") for row in self._evaluations if row.get("step")]
+        return isinstance(target, int | float) and any(reward >= target for reward in rewards if reward is not None)
 
     def _ledger(self) -> Ledger | None:
         """Of the last process, once it has closed."""

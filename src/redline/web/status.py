@@ -11,15 +11,16 @@ from redline.telemetry import RunFolder
 Status = Literal["starting", "running", "finished", "stopped", "failed", "killed"]
 
 
-def status_of(folder: RunFolder, steps_done: int, total_steps: int) -> Status:
-    """`stopped` closed its files, `killed` did not, `failed` left a failure.json that says why. A run is running while its
-    process, on this machine, holds its lock."""
+def status_of(folder: RunFolder, steps_done: int, total_steps: int, reached_target: bool = False) -> Status:
+    """`finished` took all steps, or ended because an evaluation reached its target; `stopped` closed its files before that,
+    `killed` did not, `failed` left a failure.json that says why. A run is running while its process, on this machine, holds
+    its lock."""
     if is_locked(folder.path / ".lock"):
         return "running" if folder.metrics.exists() else "starting"
     if folder.failure.exists():
         return "failed"
     if is_closed(folder):
-        return "finished" if steps_done >= total_steps else "stopped"
+        return "finished" if steps_done >= total_steps or reached_target else "stopped"
     return "killed"
 
 
