@@ -473,14 +473,14 @@ def _summary(
 
 def _what_was_learned(config: Config, folder: RunFolder, learning: Learning, finished: bool) -> Iterator[str]:
     """The last lines of a run: a model is called trained only where some step has moved its weights."""
-    quiet = learning.steps_without_signal
+    quiet, model = learning.steps_without_signal, folder.shown / folder.model.name
     if learning.why_not is not None:
         yield f"nothing was learned: {learning.why_not}"
         kept = "only decayed" if config.trainer.weight_decay else "are those that the run began with"
         if finished:
-            yield f"the weights in {folder.shown / folder.model.name} {kept}; `redline show {folder.shown}` has the attempts and their rewards"
+            yield f"the weights in {model} {kept}; `redline show {folder.shown}` has the attempts and their rewards"
         return
     if quiet >= config.telemetry.alerts.no_signal_steps and "not_learning" not in config.telemetry.alerts.off:
         yield f"nothing was learned in the last {quiet} steps: all attempts of every group scored alike"
     if finished:
-        yield f"trained model: {folder.shown / folder.model.name}"
+        yield f"trained model: {model}"

@@ -299,6 +299,8 @@ class RunWatch:
             self.num_groups_counted = self._count_groups()
             self._evaluations.rewind(self._trainer.version, aside)
             for row in MetricsLog.read(self._folder.evaluations):
+                if not {"step", "evaluation/reward_mean", "evaluation/samples"} <= row.keys():
+                    continue  # damaged, or somebody else's
                 self.rewards[row["step"]] = row["evaluation/reward_mean"]
                 if "evaluation/accuracy" in row:
                     self.accuracies[row["step"]] = row["evaluation/accuracy"]

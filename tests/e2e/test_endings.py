@@ -276,7 +276,6 @@ def test_a_run_that_was_begun_with_relative_paths_in_its_config_goes_on_in_its_f
     assert steps(folder.metrics) == [1, 2, 3]
 
 
-
 def test_a_reward_that_changes_the_working_folder_moves_no_checkpoint(tmp_path: Path) -> None:
     path = prepare(tmp_path, steps=2)
     elsewhere = tmp_path / "elsewhere"

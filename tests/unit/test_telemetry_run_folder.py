@@ -156,8 +156,8 @@ def test_a_task_that_changes_the_working_folder_moves_no_run(tmp_path: Path, mon
 
 def test_a_run_that_has_lost_its_config_keeps_its_steps(tmp_path: Path) -> None:
     folder = finished_run(tmp_path, "demo")
+    folder.metrics.write_text('{"step": 1}\n')
+    folder.config.unlink()
     with pytest.raises(RuntimeError), recording_failure(folder):
-        folder.metrics.write_text('{"step": 1}\n')
-        folder.config.unlink()
         raise RuntimeError
     assert folder.metrics.exists()

@@ -150,10 +150,10 @@ def test_the_status_tells_how_a_run_ended(tmp_path: Path) -> None:
     assert status_of(folder, 3, 5) == "killed"
 
 
-
 def test_a_run_that_ended_because_it_reached_its_target_is_finished(tmp_path: Path) -> None:
     folder = write_run(tmp_path / "run-001", 3, total=5)
     folder.config.write_text(json.dumps({"run": {"steps": 5}, "rollouts": {"evaluation": {"stop_at": 0.9, "every": 1}}}))
+    folder.evaluations.unlink(missing_ok=True)
     with MetricsLog(folder.evaluations) as log:
         log.append(0, {"evaluation/reward_mean": 0.95})
         log.append(2, {"evaluation/reward_mean": 0.8})

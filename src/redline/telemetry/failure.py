@@ -42,8 +42,8 @@ class RunFailure:
 @contextmanager
 def recording_failure(folder: RunFolder) -> Iterator[None]:
     """Forget an earlier failure, and write down the exception that leaves the block. The exception goes on; an interrupt is no
-    failure. A folder that has no config.json and no step by then is no run: it is removed. A disk that takes no record does not hide the
-    exception."""
+    failure. A folder that has no config.json and no step by then is no run: it is removed. A disk that takes no record does not
+    hide the exception."""
     folder.failure.unlink(missing_ok=True)
     try:
         yield

@@ -51,8 +51,8 @@ class MetricsLog:
 
     @staticmethod
     def read(path: Path) -> Iterator[dict[str, Any]]:
-        """The rows of a finished, killed or still running log. A last line without its newline is not a row yet, and a line that
-        a disk has damaged is none any more: it stays in the file, and is left out here."""
+        """The rows of a finished, killed or still running log. A last line without its newline is not a row yet, and one that a
+        disk has damaged is none any more: it stays in the file, and is left out here."""
         with path.open("rb") as file:
             for line in file:
                 if line.endswith(b"\n") and (row := _row(line)) is not None:
