@@ -131,9 +131,8 @@ class RunWatch:
             metrics |= self._engine_parts.mark()
             metrics |= _speed_beside(metrics)
             metrics |= self._buffer_metrics()
-            failed = FailureTally()
-            failed.add(t for group in self._groups[self._num_taken_over :] for t in group.trajectories)
-            self._listeners.step(self._metrics.append(version, metrics | _reason(failed)))
+            failed = _failures(self._groups[self._num_taken_over :])
+            self._listeners.step(self._metrics.append(version, metrics | _reason(self._groups)))
             if self._groups and self._listeners.want_trajectories:
                 self._listeners.trajectories({"step": version, "samples": sampled(self._groups)})
             if self._groups:
@@ -412,9 +411,17 @@ def saying_how_to_continue(folder: RunFolder) -> Iterator[None]:
         raise
 
 
-def _reason(failed: FailureTally) -> dict[str, str]:
-    """Why most of a step's failures failed, for its row."""
-    return {"rollouts/failure_reason": str(failed.commonest)} if failed.commonest else {}
+def _failures(groups: Iterable[TrajectoryGroup]) -> FailureTally:
+    tally = FailureTally()
+    tally.add(t for group in groups for t in group.trajectories)
+    return tally
+
+
+def _reason(groups: Iterable[TrajectoryGroup]) -> dict[str, str | None]:
+    """Why most of a step's failures failed, for its row; None where none did. Whichever process made them: the row of a resumed
+    run is that of one that was never killed."""
+    failure = _failures(groups).commonest
+    return {"rollouts/failure_reason": None if failure is None else str(failure)}
 
 
 def _speed_beside(metrics: Mapping[str, float]) -> dict[str, float]:

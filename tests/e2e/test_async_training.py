@@ -285,7 +285,7 @@ def interrupt(cwd: Path, moment: Callable[[], bool], *, times: int = 1) -> int:
 
 
 def assert_resumes(cwd: Path, steps: int) -> None:
-    assert_ended_with(0, cwd, "--resume")
+    assert_ended_with(0, cwd, "--resume", f"run.steps={steps}")
     folder = newest_run(cwd)
     assert [row["step"] for row in rows(folder.metrics)] == list(range(1, steps + 1))
     trained = [row.trained_version or 0 for row in index_of(folder) if row.state is GroupState.TRAINED]
@@ -294,12 +294,11 @@ def assert_resumes(cwd: Path, steps: int) -> None:
 
 
 def test_an_interrupt_ends_after_the_step_and_leaves_a_run_to_resume(tmp_path: Path) -> None:
-    prepare(tmp_path, steps=40)
-    rewrite(tmp_path, '        if "q"', '        time.sleep(0.01)\n        if "q"')
+    prepare(tmp_path, steps=10_000)
     stopped_at = interrupt(tmp_path, lambda: any(num_rows(path) >= 3 for path in tmp_path.glob("runs/*/metrics.jsonl")))
-    assert 3 <= stopped_at < 40
+    assert 3 <= stopped_at < 10_000
     assert max(newest_run(tmp_path).checkpoints.iterdir()).name == f"step-{stopped_at:06d}"
-    assert_resumes(tmp_path, 40)
+    assert_resumes(tmp_path, stopped_at + 5)
 
 
 def test_a_group_whose_reward_never_comes_is_given_up_and_the_run_goes_on(tmp_path: Path) -> None:
@@ -343,31 +342,28 @@ def test_a_model_that_bursts_ends_the_run_with_the_reason(tmp_path: Path) -> Non
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("old", "new", "message"),
-    [
-        ('        if "q" in text:', "        if True:\n            sys.exit(5)", "ended the thread of the rollouts"),
-        (
-            "        return Task(f",
-            "        if index == 9: sys.exit(5)\n        return Task(f",
-            "ended the thread of the rollouts",
-        ),
-    ],
-    ids=["reward", "task"],
-)
-def test_a_task_that_leaves_the_process_ends_the_run_with_the_reason(old: str, new: str, message: str, tmp_path: Path) -> None:
+def test_a_reward_that_leaves_the_process_ends_the_run_with_the_reason(tmp_path: Path) -> None:
     prepare(tmp_path)
-    rewrite(tmp_path, old, new)
-    assert message in assert_ended_with(2, tmp_path)
+    rewrite(tmp_path, '        if "q" in text:', "        if True:\n            sys.exit(5)")
+    printed = assert_ended_with(2, tmp_path)
+    assert "error: every attempt of step 1, the first of this process, failed" in printed
+    assert "SystemExit: 5, at letters.py:" in printed
 
 
 @pytest.mark.slow
-def test_a_task_that_raises_ends_the_run_and_what_was_checkpointed_resumes(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("deed", "reason"),
+    [("raise ValueError('no 9')", "ValueError: no 9"), ("sys.exit(5)", "SystemExit: 5")],
+    ids=["raises", "leaves the process"],
+)
+def test_a_task_that_does_not_come_is_a_recorded_failure_and_the_run_goes_on(deed: str, reason: str, tmp_path: Path) -> None:
     prepare(tmp_path)
-    rewrite(tmp_path, "        return Task(f", "        if index == 19: raise ValueError('no 19')\n        return Task(f")
-    assert "ValueError: no 19" in assert_ended_with(1, tmp_path)
-    rewrite(tmp_path, "        return Task(f", "        return Task(f")
-    assert_resumes(tmp_path, 12)
+    rewrite(tmp_path, "        return Task(f", f"        if index == 9: {deed}\n        return Task(f")
+    assert_ended_with(0, tmp_path)
+    failures = {group: row["failure"] or "" for (group, _), row in attempts(newest_run(tmp_path)).items()}
+    assert f"task: {reason}, at letters.py:" in failures.pop(9)
+    assert not any(failure.startswith("task: ") for failure in failures.values())
+    assert [row["step"] for row in rows(newest_run(tmp_path).metrics)] == list(range(1, 13))
 
 
 # ── with other keys ────────────────────────────────────────────────────────────────────────────────────────────────────

@@ -68,6 +68,18 @@ def test_a_run_whose_first_step_only_fails_stops_with_the_reason_and_the_place(t
     assert row["rollouts/failure_reason"] == str(FAILURE)
 
 
+def test_the_row_of_a_step_names_the_reason_whichever_process_made_the_failures_and_none_where_there_are_none(
+    tmp_path: Path,
+) -> None:
+    watching = Watching(tmp_path)
+    restored = trajectory([1], [2], failure=Failure("reward", str(FAILURE).removeprefix("reward: ")))
+    watching.watch.take_over([TrajectoryGroup("t", [restored], np.zeros(1, dtype=np.float32), 0)])
+    watching.step(attempts(0, 4))
+    watching.step(attempts(0, 4))
+    assert watching.watch.failures.num_failed == 0, "of this process"
+    assert [row["rollouts/failure_reason"] for row in MetricsLog.read(watching.folder.metrics)] == [str(FAILURE), None]
+
+
 def test_one_reward_is_enough_to_go_on(tmp_path: Path) -> None:
     watching = Watching(tmp_path)
     watching.step(attempts(4, 0), attempts(3, 1))

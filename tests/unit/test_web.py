@@ -518,7 +518,8 @@ def test_a_report_of_many_evaluations_and_alerts_holds_some_of_them_and_says_how
     )
     append(folder.alerts, ({"step": step, "kind": "long_wait"} for step in range(3000)))
     document = RunReader(folder.path).document()
-    assert len(document["evaluations"]) <= 500
+    assert len(document["evaluations"]) == 500
+    assert document["evaluations"][0]["step"] == 0
     assert document["evaluations"][-1] == {"step": 2999, "evaluation/reward_mean": 0.5}
     assert len(document["alerts"]) == 500
     assert document["head"]["alerts"] == 3000

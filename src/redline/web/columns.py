@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import math
 from array import array
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
 Json = Any
+Item = TypeVar("Item")
 MOST_POINTS = 1500
 """As many rows are sent one by one; of more, the older ones in buckets."""
 BUCKETS = 600
@@ -124,6 +125,12 @@ class Columns:
                 low[key], high[key] = _numbers(least, 5), _numbers(greatest, 5)
         thinned = {"size": size, "points": points, "rows": len(self), "low": low, "high": high, "quantiles": quantiles}
         return Whole(rows, thinned, points + RECENT)
+
+
+def spread(items: Sequence[Item], most: int) -> list[Item]:
+    """At most so many of them, evenly, the first and the last among them."""
+    last = len(items) - 1
+    return [items[i] for i in sorted({round(place * last / (most - 1)) for place in range(most)})] if items else []
 
 
 def _buckets(values: np.ndarray, size: int, points: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:

@@ -16,7 +16,7 @@ import threading
 import time
 import zlib
 from collections import Counter, deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -25,7 +25,7 @@ from redline.telemetry import Ledger, RunFolder
 from redline.telemetry.failure import read_failure
 from redline.telemetry.targets import Evidence
 from redline.telemetry.timeline import bottleneck, in_words, phase_of, step_phases
-from redline.web.columns import MOST_POINTS, Columns, Json
+from redline.web.columns import MOST_POINTS, Columns, Json, spread
 from redline.web.left_out import LeftOut
 from redline.web.status import is_closed, status_of
 from redline.web.tail import Tail
@@ -175,7 +175,7 @@ class RunReader:
         document: dict[str, Json] = {"whole": True}
         document["config"] = _json_file(self.folder.config)
         document["environment"] = _json_file(self.folder.environment)
-        document["evaluations"] = _spread(self._evaluations, MOST_EVALUATIONS)
+        document["evaluations"] = spread(self._evaluations, MOST_EVALUATIONS)
         document["alerts"] = self._alerts[-MOST_ALERTS:]
         held = 0
         for name, columns in (("steps", self.steps), ("samples", self._samples)):
@@ -285,12 +285,6 @@ def _ledger_json(ledger: Ledger) -> list[dict[str, Json]]:
         }
         for name, lane in ledger.lanes.items()
     ]
-
-
-def _spread(rows: Sequence[Json], most: int) -> list[Json]:
-    """At most so many of them, evenly, the last one included."""
-    every = max(1, -(-len(rows) // most))
-    return list(rows[(len(rows) - 1) % every :: every]) if rows else []
 
 
 def _task_name(config: Mapping[str, Any]) -> str:

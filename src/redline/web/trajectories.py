@@ -11,7 +11,7 @@ from typing import Any
 from redline.buffer.index import GroupRow
 from redline.buffer.show import StoredRun
 from redline.errors import RunFolderError
-from redline.web.columns import Json
+from redline.web.columns import Json, spread
 
 MAX_CHARACTERS = 20_000
 """Of one text on a page."""
@@ -48,7 +48,8 @@ class Trajectories:
         """Some of the first, the last and those between, and attempts that failed."""
         try:
             stored = self._stored()
-            groups = self._pages(stored, [group for step in _spread(stored.trained_steps()) for group in _best(stored, step)])
+            steps = spread(stored.trained_steps(), STEPS_IN_REPORT)
+            groups = self._pages(stored, [group for step in steps for group in _best(stored, step)])
             newest = list(itertools.islice(stored.with_failures(stored.newest()), FAILURES_IN_REPORT))
             failed = self._pages(stored, newest[::-1], only_failed=True)
         except RunFolderError as error:
@@ -122,13 +123,6 @@ class Trajectories:
             if told:
                 said.append({"by": "environment", "text": _cut(decode(told, skip_special_tokens=False))})
         return said
-
-
-def _spread(steps: Sequence[int]) -> list[int]:
-    """Some of them, from the first to the last."""
-    last = len(steps) - 1
-    wanted = sorted({round(i * last / (STEPS_IN_REPORT - 1)) for i in range(STEPS_IN_REPORT)}) if steps else []
-    return [steps[i] for i in wanted]
 
 
 def _best(stored: StoredRun, step: int) -> list[GroupRow]:
