@@ -141,10 +141,10 @@ def test_an_adapter_has_a_folder_of_its_own_that_peft_merges_into_the_model(fini
 @pytest.mark.parametrize(
     ("override", "hint"),
     [
-        ("trainer.sharding=full", "set trainer.sharding=none"),
+        ("trainer.sharding=full", "leave it out"),
         ("trainer.offload_optimizer=true", "set trainer.offload_optimizer=false"),
-        ("trainer.sequence_parallel_size=2", "set it to 1"),
-        ("rollouts.reward_model.path=builtin:tiny", "takes a sequence classifier with one label"),
+        ("trainer.sequence_parallel_size=2", "leave it out"),
+        ("rollouts.reward_model.path=builtin:tiny", "a sequence classifier with one label"),
     ],
 )
 def test_what_cannot_be_done_here_is_refused_with_the_fix(override: str, hint: str, tmp_path: Path) -> None:
