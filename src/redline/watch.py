@@ -240,10 +240,11 @@ class RunWatch:
             self.rewards[version] = sum(rewards) / len(rewards)
             if found is not None:
                 self.accuracies[version] = found
-            shown = zip(self._held_out, attempts, strict=True)
+            shown = [(task, trajectories[0]) for task, trajectories in zip(self._held_out, attempts, strict=True)]
+            begun = self._config.rollouts.answer_prefix
             examples = [
-                SampleAnswer(task.messages[-1]["content"], trajectories[0].text, trajectories[0].reward)
-                for task, trajectories in list(shown)[:NUM_SAMPLES_SHOWN]
+                SampleAnswer(task.messages[-1]["content"], begun + first.text, first.reward)
+                for task, first in shown[:NUM_SAMPLES_SHOWN]
             ]
             self._keep_samples(version, examples)
             row = {
