@@ -95,10 +95,21 @@ def boundary() -> Iterator[Caught]:
     except BaseException as error:
         if isinstance(error, KeyboardInterrupt) and threading.current_thread() is threading.main_thread():
             raise
-        stopped = TaskError(f"{type(error).__name__}: {error}", "let it raise an error that is no end of the program")
-        caught.error = stopped.with_traceback(error.__traceback__)
+        caught.error = no_end_of_the_program(error)
+
+
+def no_end_of_the_program(error: BaseException) -> TaskError:
+    """What somebody's code raised to end everything, as an error of that code alone, from the same place."""
+    stopped = TaskError(f"{type(error).__name__}: {error}", "let it raise an error that is no end of the program")
+    return stopped.with_traceback(error.__traceback__)
 
 
 def in_words(error: BaseException) -> str:
     """`ValueError: no number`; of an error of ours the message alone, which says it all."""
-    return error.message if isinstance(error, RedlineError) else f"{type(error).__name__}: {error}".removesuffix(": ")
+    if isinstance(error, RedlineError):
+        return error.message
+    text = ""
+    with boundary() as caught:  # the words are somebody's code as well
+        text = str(error)
+    said = f"its message raised {type(caught.error).__name__}" if caught.error else text
+    return f"{type(error).__name__}: {said}".removesuffix(": ")

@@ -109,6 +109,7 @@ class RunWatch:
         self._reward = math.nan
         """Mean of the last that arrived."""
         self._interrupted = False
+        self._has_reached_target = False
         self.samples: dict[int, list[SampleAnswer]] = {}
         """Policy version → the answers to show, of the first evaluation and of the newest."""
         self.rewards: dict[int, float] = {}
@@ -165,9 +166,15 @@ class RunWatch:
     @property
     def is_complete(self) -> bool:
         """All steps are taken, or an evaluation after the first step has reached `rollouts.evaluation.stop_at`."""
-        target = self._config.rollouts.evaluation.stop_at
-        reached = target is not None and any(reward >= target for version, reward in self.rewards.items() if version)
-        return reached or self._trainer.version >= self._config.run.steps
+        return self._has_reached_target or self._trainer.version >= self._config.run.steps
+
+    def _reaches_target(self, row: Mapping[str, Any]) -> bool:
+        """Whether an evaluation ends the run. One with more than a few failures does not: each counts as 0, which may be more
+        than an answer would have got."""
+        target, failed = self._config.rollouts.evaluation.stop_at, row.get("evaluation/failures", 0)
+        if target is None or not row["step"] or failed > WORTH_SAYING * row.get("evaluation/num_answers", 0):
+            return False
+        return bool(row["evaluation/reward_mean"] >= target)
 
     def _stop_where_all_fails(self, failed: FailureTally, version: int) -> None:
         """Nothing is learned from failures alone. The first step of a process tells of a mistake; later ones may be an outage,
@@ -257,7 +264,9 @@ class RunWatch:
                 "evaluation/samples": [asdict(example) for example in examples],
             }
             self._evaluations.rewind(version - 1)  # a resumed run may evaluate a version once more
-            self._listeners.evaluation(self._evaluations.append(version, row))
+            written = self._evaluations.append(version, row)
+            self._has_reached_target |= self._reaches_target(written)
+            self._listeners.evaluation(written)
         self._progress.evaluation(f"held-out, step {version}", self.rewards[version], len(rewards), seconds, found)
         if failed.share > WORTH_SAYING:
             self._progress.note(f"held-out, step {version}: {failed.sentence()}")
@@ -301,6 +310,7 @@ class RunWatch:
             for row in MetricsLog.read(self._folder.evaluations):
                 if not {"step", "evaluation/reward_mean", "evaluation/samples"} <= row.keys():
                     continue  # damaged, or somebody else's
+                self._has_reached_target |= self._reaches_target(row)
                 self.rewards[row["step"]] = row["evaluation/reward_mean"]
                 if "evaluation/accuracy" in row:
                     self.accuracies[row["step"]] = row["evaluation/accuracy"]

@@ -233,6 +233,19 @@ def test_a_group_whose_reward_hangs_is_abandoned_and_the_others_go_on(hanging: B
     assert list(all_of(hanging, 1)) == [4], "what was abandoned does not come, even if its reward does"
 
 
+def test_a_worker_that_was_left_behind_ends_and_takes_the_thread_of_its_calls_along(hanging: BackgroundRollouts) -> None:
+    before = set(threading.enumerate())
+    hanging.begin([1], 0)
+    assert Hanging.hangs.wait(60)
+    [calls] = [thread for thread in set(threading.enumerate()) - before if thread.name == "rewards/score"]
+    hanging.abandon([1])
+    Hanging.goes_on.set()
+    calls.join(10)
+    assert not calls.is_alive(), "a run that abandons many groups would keep a thread of each"
+    hanging.begin([2], 0)
+    assert list(all_of(hanging, 1)) == [2]
+
+
 def test_tokens_of_a_group_under_way_are_known_until_it_comes_or_is_abandoned(hanging: BackgroundRollouts) -> None:
     assert hanging.sampled_tokens(1) == [], "not begun"
     hanging.begin([0, 1], 0)

@@ -30,14 +30,15 @@ def attempts(failed: int, fine: int) -> list[Trajectory]:
 class Watching:
     """A watch over a run that somebody else makes."""
 
-    def __init__(self, folder: Path, evaluated: Sequence[Trajectory] = ()) -> None:
-        config = Config.model_validate({"model": {"path": "x"}, "rollouts": {"task": {"kind": "import", "path": "a:B"}}})
+    def __init__(self, folder: Path, evaluated: Sequence[Trajectory] = (), **evaluation: float) -> None:
+        rollouts = {"task": {"kind": "import", "path": "a:B"}, "evaluation": evaluation}
+        self.config = Config.model_validate({"model": {"path": "x"}, "rollouts": rollouts})
         self.folder = RunFolder.create(folder, "run")
         self.calls: list[tuple[object, ...]] = []
         self.recorder = Recorder()
         self.trainer = FakeTrainer(self.calls)
         self.watch = RunWatch(
-            config,
+            self.config,
             self.folder,
             self.recorder,
             Progress(100),
@@ -117,6 +118,22 @@ def test_a_first_evaluation_that_only_fails_stops_the_run_and_a_later_one_does_n
         watching.watch.evaluate(20)
     [row] = MetricsLog.read(watching.folder.evaluations)
     assert row["evaluation/failures"] == 4
+
+
+@pytest.mark.parametrize(("failed", "ends"), [(4, False), (1, False), (0, True)])
+def test_an_evaluation_that_fails_does_not_reach_a_target_below_zero(tmp_path: Path, failed: int, ends: bool) -> None:
+    """Answers cost something, so that a failure, which counts as 0, looks better than any of them."""
+    answers = [*attempts(failed, 0), *([trajectory([1], [2], reward=-0.5)] * (4 - failed))]
+    watching = Watching(tmp_path, answers, every=1, stop_at=-0.6)
+    with recording(watching.recorder):
+        watching.watch.evaluate(20)
+    assert watching.watch.is_complete is ends
+    watching.trainer.version = 20
+    resumed = RunWatch(
+        watching.config, watching.folder, Recorder(), Progress(9), watching.trainer, EngineStats, lambda _: [], []
+    )
+    resumed.resume()
+    assert resumed.is_complete is ends, "a resumed run reads the same in the file"
 
 
 def test_the_commonest_reason_is_by_place_and_not_by_what_a_message_holds() -> None:

@@ -343,3 +343,46 @@ def test_before_there_is_a_run_a_call_that_lasts_is_told_as_well(capsys: pytest.
     with calls("held_out", CALL_S + 1), saying_what_hangs(every_s=0.01):
         time.sleep(0.3)
     assert capsys.readouterr().err.startswith("`held_out` has not returned for 21 s, at test_stalls.py:")
+
+
+COLLECTED_MEANWHILE = """
+import faulthandler, gc, threading
+from redline.telemetry.calls import calling
+
+class Garbage:
+    def __init__(self):
+        self.local, self.itself = threading.local(), self
+        self.local.value = 1
+
+def work():
+    with calling("score") as call:
+        calls.append(call)
+        begun.set()
+        end.wait(60)
+
+faulthandler.dump_traceback_later(60, exit=True)
+for _ in range(5):
+    calls, begun, end = [], threading.Event(), threading.Event()
+    thread = threading.Thread(target=work)
+    thread.start()
+    begun.wait()
+    gc.collect()
+    gc.disable()
+    gc.set_threshold(1)
+    for _ in range(3):
+        Garbage()
+    spare = [{} for _ in range(20)]
+    del spare  # Python takes the next dictionary from here, and collects when it makes the frames
+    gc.enable()  # the next container that is made, of whatever kind, has a collection before it
+    place = calls[0].place()
+    gc.set_threshold(700)
+    assert "in work" in place, place
+    assert gc.isenabled()
+    end.set()
+    thread.join()
+"""
+
+
+def test_garbage_that_is_due_while_stacks_are_read_does_not_stop_the_process() -> None:
+    done = subprocess.run([sys.executable, "-c", COLLECTED_MEANWHILE], capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr

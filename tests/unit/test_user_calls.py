@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from redline.errors import TaskError
 from redline.rollouts.coroutines import EventLoop
 from redline.rollouts.user_calls import MAX_LATE_IN_A_ROW, UserCalls
 from redline.telemetry import Recorder, recording
@@ -128,6 +129,33 @@ def test_whatever_a_call_raises_is_its_failure_and_ends_nothing(limited: UserCal
     assert failed.where.endswith("in work: raise error")
 
 
+def test_an_error_whose_own_message_raises_is_a_failure_too(limited: UserCalls) -> None:
+    class Silent(Exception):
+        def __str__(self) -> str:
+            raise KeyError("no message")
+
+    def work() -> int:
+        raise Silent
+
+    failed, fine = limited.results([work, lambda: 1])
+    assert fine == 1
+    assert isinstance(failed, Failure)
+    assert failed.reason == "Silent: its message raised KeyError"
+
+
+def test_where_no_thread_can_be_started_it_is_said_and_nobody_waits_for_it(
+    limited: UserCalls, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def start(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(threading.Thread, "start", start)
+        with pytest.raises(TaskError, match="no thread can be started to call `score`: can't start new thread"):
+            limited.results([lambda: 1])
+    assert limited.results([lambda: 1]) == [1], "as soon as one can be"
+
+
 def test_the_lane_of_the_thread_adds_up_and_has_one_span_for_all_calls() -> None:
     with recording(Recorder()) as recorder:
         calls = UserCalls("reward", "score", 60.0, "rollouts.reward_timeout_s")
@@ -190,4 +218,41 @@ def test_a_coroutine_that_hangs_is_left_behind_with_its_place(loop: EventLoop, b
     assert isinstance(late, Failure)
     assert "in hang:" in late.where
     end.set()
+    calls.close()
+
+
+@pytest.mark.parametrize("error", [SystemExit(3), KeyboardInterrupt()])
+def test_a_coroutine_that_exits_fails_its_call_and_the_loop_goes_on(loop: EventLoop, error: BaseException) -> None:
+    async def leave() -> int:
+        raise error
+
+    calls = UserCalls("reward", "score", 20.0, "key", loop=loop)
+    began = time.perf_counter()
+    failed, fine = calls.results([lambda: loop.result(leave()), lambda: loop.result(doubled(1))])
+    assert time.perf_counter() - began < 10, "nobody waits for the limit"
+    assert fine == 2
+    assert isinstance(failed, Failure)
+    assert failed.reason.startswith(type(error).__name__)
+    assert failed.where.endswith("in leave: raise error")
+    calls.close()
+
+
+def test_a_coroutine_that_is_given_up_is_cancelled_and_its_thread_ends(loop: EventLoop) -> None:
+    cancelled = threading.Event()
+
+    async def hang() -> None:
+        try:
+            await asyncio.sleep(600)
+        finally:
+            cancelled.set()
+
+    before = set(threading.enumerate())
+    calls = UserCalls("reward", "score", 0.1, "key", loop=loop)
+    for _ in range(3):
+        assert isinstance(calls.results([lambda: loop.result(hang())])[0], Failure)
+    assert cancelled.wait(10), "what it holds, such as a connection, is let go"
+    left = [thread for thread in threading.enumerate() if thread not in before and thread.name.startswith("score")]
+    for thread in left:
+        thread.join(10)
+    assert not any(thread.is_alive() for thread in left)
     calls.close()

@@ -85,12 +85,13 @@ class BackgroundRollouts:
         self._is_between_steps = False
         self._closed = False
         self._error: BaseException | None = None
+        ends = rollouts.thread_ends
         self.rewards: RewardPool[TrajectoryGroup] = RewardPool(
-            "rewards", rollouts.max_reward_workers, self._deliver, self._fail, lock, prepare_thread
+            "rewards", rollouts.max_reward_workers, self._deliver, self._fail, lock, prepare_thread, finish_thread=ends
         )
         """Whoever computes them; the number of its workers is the buffer's to decide."""
         self._tasks: RewardPool[_Attempt | TrajectoryGroup] = RewardPool(
-            "tasks", 1, self._take_posed, self._fail, lock, prepare_thread, idle="wait.for_budget"
+            "tasks", 1, self._take_posed, self._fail, lock, prepare_thread, finish_thread=ends, idle="wait.for_budget"
         )
         self._thread = new_thread("rollouts", self._work, self._ended)
         self._thread.start()

@@ -11,6 +11,7 @@ import threading
 from collections.abc import Awaitable
 from typing import Any
 
+from redline.errors import no_end_of_the_program
 from redline.telemetry.calls import current_call
 
 ANSWERS_WITHIN_S = 1.0
@@ -31,7 +32,7 @@ class EventLoop:
         future = asyncio.run_coroutine_threadsafe(_awaited(value), self._running())
         call = current_call()
         if call is not None:
-            call.coroutine = value
+            call.coroutine, call.cancel = value, future.cancel
         return future.result()
 
     def leave_if_blocked(self) -> None:
@@ -61,4 +62,8 @@ class EventLoop:
 
 
 async def _awaited(value: Awaitable[Any]) -> Any:
-    return await value
+    """What comes of it. An end of the program that it asks for would end the loop, and nobody would hear of it."""
+    try:
+        return await value
+    except (KeyboardInterrupt, SystemExit) as error:
+        raise no_end_of_the_program(error) from None

@@ -38,12 +38,15 @@ class RewardPool(Generic[Result]):
         lock: threading.RLock,
         prepare_thread: Callable[[], None] = lambda: None,
         *,
+        finish_thread: Callable[[], None] = lambda: None,
         idle: str = "wait.for_completions",
     ) -> None:
         """Begins with one worker. `deliver` gets the number of what was put in and what came of it; `fail` why a worker ended,
-        which none should. Both are called in a worker that holds `lock`. `idle` names the time of a worker without work."""
+        which none should. Both are called in a worker that holds `lock`. `prepare_thread` is called first in each worker, and
+        `finish_thread` last. `idle` names the time of a worker without work."""
         self._name, self.most = name, most
-        self._deliver, self._fail, self._prepare_thread = deliver, fail, prepare_thread
+        self._deliver, self._fail = deliver, fail
+        self._prepare_thread, self._finish_thread = prepare_thread, finish_thread
         self._idle = idle
         self._changed = threading.Condition(lock)
         self._waiting: deque[_Job[Result]] = deque()
@@ -127,14 +130,20 @@ class RewardPool(Generic[Result]):
             name = self._name if self._num_started == 1 else f"{self._name}-{self._num_started}"
             worker = _Worker()
             worker.thread = new_thread(name, partial(self._work, worker), partial(self._ended, worker))
-            self._workers.append(worker)
             worker.thread.start()
+            self._workers.append(worker)
             watch_worker(name, worker.thread)
 
     # ── in a worker ────────────────────────────────────────────────────────────────────────────────────────────────────
 
     def _work(self, worker: _Worker) -> None:
         self._prepare_thread()
+        try:
+            self._work_until_the_end(worker)
+        finally:
+            self._finish_thread()
+
+    def _work_until_the_end(self, worker: _Worker) -> None:
         idle_as(self._idle)
         while (job := self._next(worker)) is not None:
             result = job.work()

@@ -154,9 +154,15 @@ class SingleTurnRollouts:
 
     def close(self) -> None:
         """Its threads end."""
-        for calls in self._all_calls:
+        for calls in list(self._all_calls):
             calls.close()
         self._loop.close()
+
+    def thread_ends(self) -> None:
+        """Called last in a thread that has fetched tasks or scored: those that made its calls end too."""
+        for calls in vars(self._of_this_thread).values():
+            self._all_calls.remove(calls)
+            calls.close()
 
     def evaluate(self, tasks: Sequence[Task]) -> list[list[Trajectory]]:
         """Answers to held-out tasks, with the same randomness every time, so that two evaluations differ by policy alone."""

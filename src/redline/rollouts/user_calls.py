@@ -17,7 +17,7 @@ import traceback
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
-from redline.errors import RedlineError, boundary, in_words
+from redline.errors import RedlineError, TaskError, boundary, in_words
 from redline.rollouts.coroutines import EventLoop
 from redline.telemetry import idle_as, span
 from redline.telemetry.calls import Call, calling, forget_call
@@ -101,9 +101,19 @@ class UserCalls:
             name = f"{threading.current_thread().name}/{self._what}" if self._most == 1 else self._what
             name = name.removeprefix("MainThread/") + (f"-{self._num_started}" if self._num_started > 1 else "")
             worker.thread = threading.Thread(target=self._work, args=(worker,), name=name, daemon=True)
+            self._begin(worker.thread)
             self._workers.append(worker)
-            worker.thread.start()
         self._changed.notify_all()
+
+    def _begin(self, thread: threading.Thread) -> None:
+        try:
+            thread.start()
+        except RuntimeError as error:
+            num_stuck = self._num_started - 1 - len(self._workers)
+            raise TaskError(
+                f"no thread can be started to call `{self._what}`: {error}; {num_stuck} calls were given up",
+                "give what it waits for a limit of its own, so that calls end",
+            ) from error
 
     def _patience_s(self) -> float | None:
         if self._limit_s is None:

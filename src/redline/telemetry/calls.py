@@ -9,15 +9,14 @@ of the one that waits.
 
 from __future__ import annotations
 
-import sys
 import threading
 import time
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from types import FrameType
 from typing import Any
 
-from redline.telemetry.stacks import place_of
+from redline.telemetry.stacks import current_frames, place_of
 
 _running: dict[int, Call] = {}
 """By the thread that makes the call. Each thread changes its own entry only, and `forget_call` one that nobody waits for."""
@@ -27,7 +26,7 @@ _num_finished = 0
 class Call:
     """A call, and a context manager while it lasts."""
 
-    __slots__ = ("began_s", "coroutine", "for_thread", "is_given_up", "thread_id", "what")
+    __slots__ = ("began_s", "cancel", "coroutine", "for_thread", "is_given_up", "thread_id", "what")
 
     def __init__(self, what: str, for_thread: int | None = None) -> None:
         self.what = what
@@ -40,6 +39,8 @@ class Call:
         """Nobody waits for it any more."""
         self.coroutine: Any = None
         """What it waits for, where the function is a coroutine: its stack is not the thread's."""
+        self.cancel: Callable[[], object] | None = None
+        """Ends that coroutine, and the call with it."""
 
     def __enter__(self) -> Call:
         _running[self.thread_id] = self
@@ -58,7 +59,7 @@ class Call:
         """Where it is: `letters.py:17, in score: time.sleep(1)`."""
         if self.coroutine is not None:
             return place_of(traceback.StackSummary.extract(_suspended_frames(self.coroutine)))
-        frame = sys._current_frames().get(self.thread_id)
+        frame = current_frames().get(self.thread_id)
         return place_of(traceback.extract_stack(frame)) if frame else ""
 
 
@@ -80,8 +81,10 @@ def num_finished_calls() -> int:
 
 
 def forget_call(call: Call) -> None:
-    """Nobody waits for it any more; its thread may never end it."""
+    """Nobody waits for it any more: a coroutine is cancelled, and any other call may never end."""
     call.is_given_up = True
+    if call.cancel is not None:
+        call.cancel()
     if _running.get(call.thread_id) is call:
         del _running[call.thread_id]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import shutil
 import subprocess
@@ -11,6 +12,7 @@ import threading
 import traceback
 from dataclasses import dataclass
 from pathlib import Path
+from types import FrameType
 
 from redline.config.installation import how_to_install
 from redline.telemetry.workers import child_pids
@@ -19,6 +21,8 @@ PY_SPY_S = 10.0
 """For one process."""
 _LIBRARIES = tuple(sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib", "scripts"))
 _OURS = str(Path(__file__).parents[1])
+_collector = threading.Lock()
+"""Held by whoever has switched the garbage collector off."""
 
 
 @dataclass(slots=True, frozen=True)
@@ -42,12 +46,28 @@ class ChildStack:
     lines: list[str]
 
 
+def current_frames() -> dict[int, FrameType]:
+    """The innermost frame of every thread, by the thread's number.
+
+    Python 3.11 holds a lock over all threads while it makes them. A garbage collection in between may wait for that lock, to
+    let go of a `threading.local`, or for a thread that does: for ever (https://github.com/python/cpython/issues/106883).
+    """
+    with _collector:
+        was_on = gc.isenabled()
+        gc.disable()
+        try:
+            return sys._current_frames()
+        finally:
+            if was_on:
+                gc.enable()
+
+
 def own_stacks() -> list[ThreadStack]:
     """Of all threads but the caller's."""
     names = {thread.ident: thread.name for thread in threading.enumerate()}
     return [
         _thread_stack(thread_id, names.get(thread_id, "not started by Python"), traceback.extract_stack(frame))
-        for thread_id, frame in sys._current_frames().items()
+        for thread_id, frame in current_frames().items()
         if thread_id != threading.get_ident()
     ]
 
