@@ -130,17 +130,17 @@ def test_whatever_a_call_raises_is_its_failure_and_ends_nothing(limited: UserCal
 
 
 def test_an_error_whose_own_message_raises_is_a_failure_too(limited: UserCalls) -> None:
-    class Silent(Exception):
+    class SilentError(Exception):
         def __str__(self) -> str:
             raise KeyError("no message")
 
     def work() -> int:
-        raise Silent
+        raise SilentError
 
     failed, fine = limited.results([work, lambda: 1])
     assert fine == 1
     assert isinstance(failed, Failure)
-    assert failed.reason == "Silent: its message raised KeyError"
+    assert failed.reason == "SilentError: its message raised KeyError"
 
 
 def test_where_no_thread_can_be_started_it_is_said_and_nobody_waits_for_it(
