@@ -360,10 +360,10 @@ def work():
         begun.set()
         end.wait(60)
 
-faulthandler.dump_traceback_later(60, exit=True)
+faulthandler.dump_traceback_later(30, exit=True)
 for _ in range(5):
     calls, begun, end = [], threading.Event(), threading.Event()
-    thread = threading.Thread(target=work)
+    thread = threading.Thread(target=work, daemon=True)
     thread.start()
     begun.wait()
     gc.collect()
@@ -376,7 +376,7 @@ for _ in range(5):
     gc.enable()  # the next container that is made, of whatever kind, has a collection before it
     place = calls[0].place()
     gc.set_threshold(700)
-    assert "in work" in place, place
+    assert "in wait" in place, place
     assert gc.isenabled()
     end.set()
     thread.join()
