@@ -24,7 +24,7 @@ from redline.errors import DamagedCheckpointError, RunFolderError, boundary
 from redline.ports import Trainer
 from redline.rollouts.accuracy import accuracy
 from redline.telemetry import MetricsLog, Progress, Recorder, RunFolder, TraceWriter, span, write_json
-from redline.telemetry.failed_attempts import WORTH_SAYING, FailureTally
+from redline.telemetry.failed_attempts import WORTH_SAYING, FailureTally, reaches_target
 from redline.telemetry.failure import steps_logged
 from redline.telemetry.ledger import by_section
 from redline.telemetry.listeners import Listeners
@@ -168,14 +168,6 @@ class RunWatch:
         """All steps are taken, or an evaluation after the first step has reached `rollouts.evaluation.stop_at`."""
         return self._has_reached_target or self._trainer.version >= self._config.run.steps
 
-    def _reaches_target(self, row: Mapping[str, Any]) -> bool:
-        """Whether an evaluation ends the run. One with more than a few failures does not: each counts as 0, which may be more
-        than an answer would have got."""
-        target, failed = self._config.rollouts.evaluation.stop_at, row.get("evaluation/failures", 0)
-        if target is None or not row["step"] or failed > WORTH_SAYING * row.get("evaluation/num_answers", 0):
-            return False
-        return bool(row["evaluation/reward_mean"] >= target)
-
     def _stop_where_all_fails(self, failed: FailureTally, version: int) -> None:
         """Nothing is learned from failures alone. The first step of a process tells of a mistake; later ones may be an outage,
         and what was trained before is saved."""
@@ -265,7 +257,7 @@ class RunWatch:
             }
             self._evaluations.rewind(version - 1)  # a resumed run may evaluate a version once more
             written = self._evaluations.append(version, row)
-            self._has_reached_target |= self._reaches_target(written)
+            self._has_reached_target |= reaches_target(written, self._config.rollouts.evaluation.stop_at)
             self._listeners.evaluation(written)
         self._progress.evaluation(f"held-out, step {version}", self.rewards[version], len(rewards), seconds, found)
         if failed.share > WORTH_SAYING:
@@ -310,7 +302,7 @@ class RunWatch:
             for row in MetricsLog.read(self._folder.evaluations):
                 if not {"step", "evaluation/reward_mean", "evaluation/samples"} <= row.keys():
                     continue  # damaged, or somebody else's
-                self._has_reached_target |= self._reaches_target(row)
+                self._has_reached_target |= reaches_target(row, self._config.rollouts.evaluation.stop_at)
                 self.rewards[row["step"]] = row["evaluation/reward_mean"]
                 if "evaluation/accuracy" in row:
                     self.accuracies[row["step"]] = row["evaluation/accuracy"]

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from typing import Any
 
 from redline.errors import TaskError
 from redline.types import Failure, Trajectory
@@ -12,6 +13,15 @@ WORTH_SAYING = 0.03
 """Share of failed attempts above which a person is told of them."""
 MAX_REASONS = 1000
 """Kept apart. What a message holds may differ every time."""
+
+
+def reaches_target(row: Mapping[str, Any], target: float | None) -> bool:
+    """Whether the evaluation of a row ends a run that is to stop at `target`. The one before the first step does not, and one
+    with more than a few failures neither: each counts as 0, which may be more than an answer would have got."""
+    reward, failed = row.get("evaluation/reward_mean"), row.get("evaluation/failures", 0)
+    if target is None or reward is None or not row.get("step") or failed > WORTH_SAYING * row.get("evaluation/num_answers", 0):
+        return False
+    return bool(reward >= target)
 
 
 class FailureTally:

@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from redline.telemetry import Ledger, RunFolder
+from redline.telemetry.failed_attempts import reaches_target
 from redline.telemetry.failure import read_failure
 from redline.telemetry.targets import Evidence
 from redline.telemetry.timeline import bottleneck, in_words, phase_of, step_phases
@@ -255,8 +256,7 @@ class RunReader:
     def _reached_target(self, config: Mapping[str, Any]) -> bool:
         """Whether an evaluation after the first step has come to `rollouts.evaluation.stop_at`."""
         target = _get(config, "rollouts", "evaluation", {}).get("stop_at")
-        rewards = [row.get("evaluation/reward_mean") for row in self._evaluations if row.get("step")]
-        return isinstance(target, int | float) and any(reward >= target for reward in rewards if reward is not None)
+        return isinstance(target, int | float) and any(reaches_target(row, target) for row in self._evaluations)
 
     def _ledger(self) -> Ledger | None:
         """Of the last process, once it has closed."""
