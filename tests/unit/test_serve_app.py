@@ -7,11 +7,18 @@ from collections.abc import Iterator
 from typing import Any
 
 import httpx2
+import numpy as np
 import openai
 import pytest
 from scripted_server import END, MAX_POSITIONS, TOKENIZER, ScriptedEngine, Site, ids, refusal, site
 
 from redline.serve import answers, app, generation
+from redline.serve.answers import Choice
+from redline.serve.calls import Served, make_call
+from redline.serve.limits import ServeLimits
+from redline.serve.protocol import CompletionRequest
+from redline.serve.vocabulary import Vocabulary
+from redline.types import Completion, FinishReason, VersionSpan
 
 
 @pytest.fixture(scope="module")
@@ -265,6 +272,16 @@ def test_a_long_answer_is_made_in_parts_and_says_the_same(here: Site, monkeypatc
         assert found["choices"] == expected["choices"]
         assert found["usage"] == expected["usage"]
     assert streamed(here.complete("abc", echo=True, stream=True, n=2, max_tokens=8)) == {0: "abc0 says h", 1: "abc1 says h"}
+
+
+def test_the_places_of_many_tokens_are_not_looked_for_at_once() -> None:
+    served = Served("m", Vocabulary(TOKENIZER), (), 2000)
+    call = make_call(CompletionRequest(prompt="hi", logprobs=0, max_tokens=1000), served, ServeLimits())
+    said = np.full(1000, ids("a")[0], np.int32)
+    reason = FinishReason.LENGTH
+    whole = Completion(said, np.zeros(1000, np.float32), reason, VersionSpan(0, 0), queue_s=0, prefill_s=0, decode_s=0)
+    parts = list(Choice(call, 0, 0, served.vocabulary).whole(whole))
+    assert len(parts) >= 1000 // 64
 
 
 # ── refusals ───────────────────────────────────────────────────────────────────────────────────────────────────────────

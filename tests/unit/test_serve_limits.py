@@ -370,6 +370,8 @@ def test_long_work_leaves_the_event_loop_to_others() -> None:
                 found.extend(some)
 
         ticking = asyncio.create_task(tick())
+        await pace.finish(work(), is_small=True)  # type: ignore[arg-type]
+        assert ticks > 100, "small work, too, is not done at once"
         await asyncio.gather(items(), pace.finish(work()))  # type: ignore[arg-type]
         ticking.cancel()
         return found, ticks

@@ -18,6 +18,8 @@ from redline.types import Completion, Delta, FinishReason, TopLogprobs
 
 PART_LOGPROBS = 1024
 """Logprobs of an answer that are put into JSON at once: about two milliseconds of work."""
+PART_OFFSETS = 64
+"""Tokens whose places in the text are looked for at once: as much work."""
 LEAST_LOGPROB = -9999.0
 """Stands for a probability of zero, which JSON's numbers cannot express."""
 
@@ -48,19 +50,20 @@ class Choice:
         self._vocabulary = vocabulary
         self._index = number * sampling.n + index
         self._prompt = call.prompts[number]
+        self._with_offsets = isinstance(call.body, CompletionRequest) and call.body.logprobs is not None
         self._text = CompletionText(
             vocabulary.decode,
             self._prompt.ids,
             sampling.stop,
             sampling.stop_token_ids,
-            with_offsets=isinstance(call.body, CompletionRequest) and call.body.logprobs is not None,
+            with_offsets=self._with_offsets,
         )
         self._has_begun = False
 
     def whole(self, completion: Completion) -> Generator[None, None, Json]:
         """Returns the choice; yields now and then, since a long one takes a while."""
         parts: list[Json] = []
-        for delta in _parts(completion):
+        for delta in _parts(completion, PART_OFFSETS if self._with_offsets else PART_LOGPROBS):
             parts.append(self._json(self._piece(delta), chat_key="message"))
             yield
         json = reduce(_joined, parts)
@@ -156,10 +159,10 @@ class Choice:
         }
 
 
-def _parts(completion: Completion) -> Iterator[Delta]:
-    """A whole completion as pieces of a bounded size."""
+def _parts(completion: Completion, most: int) -> Iterator[Delta]:
+    """A whole completion as pieces of at most so many tokens, fewer where there are alternatives to them."""
     top = completion.top_logprobs
-    size = PART_LOGPROBS // (1 + (top.token_ids.shape[1] if top else 0))
+    size = min(most, PART_LOGPROBS // (1 + (top.token_ids.shape[1] if top else 0)))
     last = max(0, len(completion.token_ids) - 1) // size * size
     for begin in range(0, last + 1, size):
         here = slice(begin, begin + size)

@@ -14,6 +14,9 @@ from redline.serve.protocol import ApiError, ChatRequest, CompletionRequest
 from redline.serve.vocabulary import TooLongError, Vocabulary
 from redline.types import GenerateRequest
 
+LONGEST_NAME = 200
+"""Characters of a model's name that an error repeats."""
+
 
 @dataclass(slots=True, frozen=True)
 class Served:
@@ -81,7 +84,12 @@ def check_model(model: str, served: Served) -> str:
     """The model's name, or an `ApiError` that says which there are."""
     if model not in served.models:
         known = ", ".join(served.models)
-        raise ApiError(404, f"the model {model!r} does not exist; served here: {known}", param="model", code="model_not_found")
+        raise ApiError(
+            404,
+            f"the model {model[:LONGEST_NAME]!r} does not exist; served here: {known}",
+            param="model",
+            code="model_not_found",
+        )
     return model
 
 

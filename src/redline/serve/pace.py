@@ -34,11 +34,13 @@ class Pace:
                 await asyncio.sleep(REST * (time.perf_counter() - began))
 
     async def finish(self, work: Generator[Any, None, Result], *, is_small: bool = False) -> Result:
-        """Advance a generator to its end, in pieces unless it is small; returns what it returns."""
+        """Advance a generator to its end, in pieces; returns what it returns. One that is small does not wait for its turn, and
+        only lets others run between two pieces."""
         end: list[Result] = []
         while not end:
             if is_small:
                 _advance(work, end)
+                await asyncio.sleep(0)
             else:
                 await self.call(lambda: _advance(work, end))
         return end[0]
