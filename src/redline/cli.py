@@ -136,7 +136,7 @@ def show(
     if failure := read_failure(folder):
         typer.echo(f"{folder.path.name} {failure.line}", err=True)
     document = show_trajectories(
-        folder.path, step=step, number=group, failures=failures, limit=limit, as_json=as_json, console=console
+        folder.shown, step=step, number=group, failures=failures, limit=limit, as_json=as_json, console=console
     )
     if document is not None:
         typer.echo(json.dumps(document))

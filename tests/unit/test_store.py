@@ -30,6 +30,7 @@ from redline.buffer.segments import read_segment
 from redline.buffer.store import UNDECIDED, TrajectoryStore, _as_of
 from redline.buffer.stored_groups import pack_stored
 from redline.config.schema import BufferConfig
+from redline.errors import RunFolderError
 from redline.types import TrainBatch, TrajectoryGroup, VersionSpan
 
 SMALL = 4000
@@ -740,3 +741,13 @@ def test_a_resume_looks_at_every_group_that_may_be_in_another_state_then(tmp_pat
         assert all(_as_of(row, version, is_there=there) == row for row in left_out for there in (False, True))
         assert left_out
     index.close()
+
+
+@pytest.mark.parametrize("content", ["", "garbage", "[1]", '{"two": {}}', '{"2": 5}'])
+def test_a_damaged_file_of_numbers_is_named(tmp_path: Path, content: str) -> None:
+    path = tmp_path / "numbers.json"
+    path.write_text(content)
+    for use in (lambda: MemoryStore(numbers=path).resume(2), MemoryStore(numbers=path).flush):
+        with pytest.raises(RunFolderError, match=r"numbers.json: damaged"):
+            use()
+    assert path.read_text() == content

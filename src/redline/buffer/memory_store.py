@@ -11,8 +11,10 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from redline.buffer.group_store import GroupInfo, GroupState
+from redline.errors import RunFolderError
 from redline.telemetry.durable import write_json
 from redline.types import TrajectoryGroup
 
@@ -116,16 +118,15 @@ class MemoryStore:
         if self._numbers is None:
             return
         unsettled = [number for number, entry in self._entries.items() if entry.state not in SETTLED]
-        known = json.loads(self._numbers.read_text()) if self._numbers.exists() else {}
-        known[str(self._version + 1)] = {"next_number": self._next_number, "unsettled": sorted(unsettled)}
-        newest = sorted(known, key=int)[-KEPT_VERSIONS:]
-        write_json(self._numbers, {version: known[version] for version in newest})
+        known = _read_numbers(self._numbers)
+        known[self._version + 1] = {"next_number": self._next_number, "unsettled": sorted(unsettled)}
+        write_json(self._numbers, {str(version): known[version] for version in sorted(known)[-KEPT_VERSIONS:]})
 
     def _take_over(self, version: int) -> None:
         """The numbers of an earlier process, as they were at the checkpoint of `version`; later ones are forgotten."""
         if self._numbers is None or not self._numbers.exists():
             return
-        known = {int(key): value for key, value in json.loads(self._numbers.read_text()).items() if int(key) <= version}
+        known = {key: value for key, value in _read_numbers(self._numbers).items() if key <= version}
         write_json(self._numbers, {str(key): value for key, value in known.items()})
         if version in known:
             self._next_number = known[version]["next_number"]
@@ -149,6 +150,18 @@ class MemoryStore:
             self._let_go[entry.state] += 1
             if entry.state is GroupState.DROPPED:
                 self._dropped_and_gone[entry.reason] += 1
+
+
+def _read_numbers(path: Path) -> dict[int, dict[str, Any]]:
+    """Version → the numbers at its checkpoint; none where there is no file."""
+    if not path.exists():
+        return {}
+    try:
+        return {int(version): dict(numbers) for version, numbers in json.loads(path.read_text()).items()}
+    except (ValueError, TypeError, AttributeError) as error:
+        raise RunFolderError(
+            f"{path}: damaged: {error}", "delete it, and --resume goes on without the groups that were under way"
+        ) from error
 
 
 def _is_attempted_again(entry: _Entry, version: int) -> bool:
