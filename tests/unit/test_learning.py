@@ -42,6 +42,8 @@ SKIPPED = {"trainer__grad_norm": None, "trainer__skipped": True}
         ([{"trainer__learning_rate": 0.0}], "no step had a gradient"),
         ([ALIKE, {}, ALIKE], None),
         ([SKIPPED, {}], None),
+        ([{"trainer__skipped": True, "trainer__updates": 3}], None),
+        ([SKIPPED | {"trainer__updates": 0}], "every step was skipped, because its loss or gradient was not finite"),
         ([], None),
     ],
 )

@@ -35,7 +35,9 @@ class Learning:
         self._attempts = self._groups * group_size
 
     def _take(self, row: Row) -> None:
-        skipped, norm = bool(row.get("trainer/skipped")), row.get("trainer/grad_norm")  # null where it is not finite
+        # Of several updates of a step some may have been skipped, and the others taken.
+        skipped = bool(row.get("trainer/skipped")) and not row.get("trainer/updates")
+        norm = row.get("trainer/grad_norm")  # null where it is not finite
         self.num_steps += 1
         self._skipped += skipped
         self.moved_weights |= not skipped and bool(norm) and bool(row.get("trainer/learning_rate"))
