@@ -12,6 +12,7 @@ import os
 import tempfile
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
@@ -22,9 +23,10 @@ from redline.rollouts import Chat, make_task_source
 from redline.rollouts.checked_tasks import held_out_tasks, training_task
 from redline.rollouts.prompts import Prompts, prompt_limit
 from redline.rollouts.rewards import max_reward_workers
+from redline.rollouts.user_calls import UserCalls
 from redline.telemetry import span
 from redline.telemetry.slow_calls import saying_what_hangs
-from redline.types import Task
+from redline.types import Failure, Task
 
 NUM_LOOKED_AT = 16
 """Training tasks, and as many held-out ones, whose prompts are made."""
@@ -69,14 +71,26 @@ def check_inputs(config: Config) -> Checked:
     if config.rollouts.evaluation.num_tasks and not tasks.held_out:
         notes.append("the task source has no held-out tasks; nothing will be evaluated")
     with span("rollouts.setup"), saying_what_hangs():
-        first = _those_that_can(
-            range(NUM_LOOKED_AT), lambda index: training_task(tasks.source, index), "training tasks cannot be made", notes
-        )
+        first = _first_tasks(config, tasks.source, notes)
     with span("models.load"):
         _check_device(config)
         _check_model(config, [*first, *tasks.held_out[:NUM_LOOKED_AT]], notes)
         _check_reward_model(config)
     return Checked(tasks, tuple(notes))
+
+
+def _first_tasks(config: Config, source: TaskSource, notes: list[str]) -> list[Task]:
+    """Training tasks, each within the time that the run would give it."""
+    calls = UserCalls("task", "train", config.rollouts.task_timeout_s, "rollouts.task_timeout_s")
+    outcomes = calls.results([partial(training_task, source, index) for index in range(NUM_LOOKED_AT)])
+    calls.close()
+    return _those_that_can(outcomes, _unless_failed, "training tasks cannot be made", notes)
+
+
+def _unless_failed(outcome: Task | Failure) -> Task:
+    if isinstance(outcome, Failure):
+        raise TaskError(outcome.reason, outcome.hint)
+    return outcome
 
 
 def load_tasks(config: Config) -> LoadedTasks:

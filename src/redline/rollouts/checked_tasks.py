@@ -42,7 +42,7 @@ def check_methods(source: Any, name: str) -> None:
 def training_task(source: TaskSource, index: int) -> Task:
     """Training task `index`; raises `TaskError` where the source gives none that can be used."""
     call = f"train({index})"
-    with boundary() as caught, calling("train"):
+    with boundary() as caught:
         task = source.train(index)
     _raise(caught.error, call)
     return check_task(task, call)
