@@ -95,6 +95,12 @@ def test_the_space_between_prompt_and_answer_is_kept() -> None:
     assert "".join(pieces(answer, [1, 2, 3, 4])) == " upon atime."
 
 
+def test_what_completes_a_character_of_the_prompt_is_not_lost() -> None:
+    half, rest = list("😀".encode()[:2]), list("😀".encode()[2:])
+    given = pieces(plain(prompt=[*b"a", *half]), [*rest, *b"bc"])
+    assert "".join(given) == decode_bytes(rest) + "bc"
+
+
 def test_without_a_prompt_a_text_begins_as_the_tokenizer_has_it() -> None:
     detokenizer = Detokenizer(decode_words)
     assert detokenizer.push([0]) + detokenizer.push([1]) == "once upon"

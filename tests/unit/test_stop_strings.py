@@ -37,6 +37,15 @@ def test_the_stop_string_that_begins_first_is_the_one() -> None:
     assert sampled_until_stop([TOKENS.index(b"a"), TOKENS.index(b"bab")], ["a€", "b", "ab"]) == ([0, 3], "ab")
 
 
+def test_a_stop_string_that_waited_for_half_a_character_is_cut_whole_and_streamed() -> None:
+    """The engine sees the text of a token with half a character in it once it knows that there is no other half."""
+    tokens = [TOKENS.index(token) for token in (*[b"a"] * 9, b"b\xe2", b"\xe2", b"a")]
+    assert sampled_until_stop(tokens, ["b"]) == (tokens, "b")
+    at_once, streamed = CompletionText(TOKENIZER.decode, (), ["b"]), CompletionText(TOKENIZER.decode, (), ["b"])
+    assert at_once.push(tokens) + at_once.finish("b") == "a" * 9
+    assert "".join(streamed.push([token]) for token in tokens) + streamed.finish("b") == "a" * 9
+
+
 @given(st.lists(st.integers(0, len(TOKENS) - 1), max_size=24), st.lists(texts, min_size=1, max_size=3), st.data())
 def test_text_ends_before_the_first_stop_string_however_it_is_cut_into_pieces(
     tokens: list[int], stops: list[str], data: st.DataObject

@@ -21,6 +21,8 @@ class Detokenizer:
         self._decode = decode
         self._context = list(context)
         self._context_text = decode(self._context) if self._context else ""
+        if self._context_text.endswith(INCOMPLETE):  # the first tokens would change the text before them, and be lost in it
+            self._context, self._context_text = [], ""
         self._pending: list[int] = []
         self.num_chars = 0
         """Characters given out so far."""

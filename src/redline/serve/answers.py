@@ -18,8 +18,8 @@ from redline.types import Completion, Delta, FinishReason, TopLogprobs
 
 PART_LOGPROBS = 1024
 """Logprobs of an answer that are put into JSON at once: about two milliseconds of work."""
-PART_OFFSETS = 64
-"""Tokens whose places in the text are looked for at once: as much work."""
+PART_ONE_BY_ONE = 64
+"""Tokens whose text is looked at one by one: as much work."""
 LEAST_LOGPROB = -9999.0
 """Stands for a probability of zero, which JSON's numbers cannot express."""
 
@@ -50,20 +50,19 @@ class Choice:
         self._vocabulary = vocabulary
         self._index = number * sampling.n + index
         self._prompt = call.prompts[number]
-        self._with_offsets = isinstance(call.body, CompletionRequest) and call.body.logprobs is not None
         self._text = CompletionText(
             vocabulary.decode,
             self._prompt.ids,
             sampling.stop,
             sampling.stop_token_ids,
-            with_offsets=self._with_offsets,
+            with_offsets=isinstance(call.body, CompletionRequest) and call.body.logprobs is not None,
         )
         self._has_begun = False
 
     def whole(self, completion: Completion) -> Generator[None, None, Json]:
         """Returns the choice; yields now and then, since a long one takes a while."""
         parts: list[Json] = []
-        for delta in _parts(completion, PART_OFFSETS if self._with_offsets else PART_LOGPROBS):
+        for delta in _parts(completion, PART_ONE_BY_ONE if self._text.is_one_by_one else PART_LOGPROBS):
             parts.append(self._json(self._piece(delta), chat_key="message"))
             yield
         json = reduce(_joined, parts)

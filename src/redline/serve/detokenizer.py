@@ -29,6 +29,9 @@ class CompletionText:
         self._detokenizer = Detokenizer(decode, prompt_ids[-CONTEXT:])
         self._with_offsets = with_offsets
         self._stop = stop
+        self.is_one_by_one = with_offsets or bool(stop)
+        """Whether it looks at each token by itself, which takes longer than all at once: to know where it begins, or to find a
+        stop string with the very token with which the engine found it."""
         self._silent = frozenset(stop_token_ids)
         self._held = ""
         """Text not given out yet."""
@@ -39,8 +42,7 @@ class CompletionText:
 
     def push(self, tokens: list[int]) -> str:
         """The text that no later token can take back."""
-        # Only the newest token's text must be known by itself; decoding the others together is much cheaper.
-        for run in [[token] for token in tokens] if self._with_offsets else [tokens[:-1], tokens[-1:]]:
+        for run in [[token] for token in tokens] if self.is_one_by_one else [tokens]:
             if self._with_offsets:
                 self.offsets.append(self._detokenizer.num_chars)
             visible = [token for token in run if token not in self._silent]
