@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -177,3 +178,23 @@ def test_repairing_from_the_command_line(run: Path) -> None:
     assert "the index was made again" in result.stderr
     again = CliRunner().invoke(app, ["repair", str(run)], catch_exceptions=False)
     assert "nothing to repair: 5 groups" in again.stderr
+
+
+def shown_attempts(run: Path) -> list[list[Any]]:
+    keys = ("text", "token_ids", "logprobs", "reward")
+    groups = document(run, "--step", "4")["groups"]
+    return [[attempt[key] for key in keys] for group in groups for attempt in group["attempts"]]
+
+
+def test_damaged_attempts_are_not_shown_and_end_no_process(run: Path) -> None:
+    """Wherever in the file the damage is: an offset leads anywhere then."""
+    [segment] = (run / "trajectories").glob("segment-*.arrow")
+    whole, expected = segment.read_bytes(), shown_attempts(run)
+    refused = 0
+    for start in range(0, len(whole), 160):
+        segment.write_bytes(whole[:start] + b"\x7f" * 8 + whole[start + 8 :])
+        try:
+            assert shown_attempts(run) == expected
+        except RunFolderError:
+            refused += 1
+    assert refused > 0

@@ -163,6 +163,14 @@ def test_a_run_that_ended_because_it_reached_its_target_is_finished(tmp_path: Pa
     assert RunReader(folder.path).summary()["status"] == "finished"
 
 
+def test_a_log_that_cannot_be_read_takes_no_other_run_from_the_dashboard(tmp_path: Path) -> None:
+    write_run(tmp_path / "run-001", 3)
+    folder = write_run(tmp_path / "run-002", 3)
+    folder.metrics.unlink()
+    folder.metrics.mkdir()
+    assert [run["steps_done"] for run in Runs([tmp_path]).changes("")["runs"]] == [3, 0]
+
+
 def test_a_run_that_recorded_a_failure_is_shown_as_failed_until_it_goes_on(tmp_path: Path) -> None:
     folder = write_run(tmp_path / "run-001", 3, total=5)
     with pytest.raises(TaskError), folder.locked(), recording_failure(folder):

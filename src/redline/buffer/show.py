@@ -16,7 +16,7 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
-from redline.buffer.columns import Mark
+from redline.buffer.columns import Mark, Rows
 from redline.buffer.group_store import GroupState
 from redline.buffer.index import DamagedIndexError, GroupIndex, GroupRow, index_files
 from redline.buffer.segments import DamagedSegmentError, read_segment, segment_files
@@ -116,7 +116,7 @@ class StoredRun:
 
     def attempts(self, groups: Iterable[GroupRow]) -> Iterator[tuple[GroupRow, list[dict[str, Any]] | None]]:
         """Each group with the rows of its attempts; None where its segment was evicted, nothing while it is in flight."""
-        for group, batch in self._batches(groups):
+        for group, batch in self._batches(groups, must_be_intact=True):
             if batch is None:
                 yield group, None if group.num_attempts else []
             else:
@@ -141,20 +141,23 @@ class StoredRun:
             chosen = np.concatenate([[0], np.cumsum(values, dtype=np.int64)])
             yield group, (np.diff(offsets), np.diff(chosen[offsets - offsets[0]]))
 
-    def _batches(self, groups: Iterable[GroupRow]) -> Iterator[tuple[GroupRow, Any]]:
-        """Each group's rows of its segment, which is mapped and not read; None where there are none."""
+    def _batches(self, groups: Iterable[GroupRow], *, must_be_intact: bool = False) -> Iterator[tuple[GroupRow, Any]]:
+        """Each group's rows of its segment, which is mapped and not read; None where there are none. Rows that must be intact
+        are compared with their checksum: an offset that leads nowhere would take the process with it."""
         paths = {file.number: file.path for file in segment_files(self._folder)}
-        mapped: dict[int, Any] = {}
+        mapped: dict[int, Rows] = {}
         for group in groups:
             if group.segment is None or group.segment not in paths:
                 yield group, None
                 continue
             try:
                 if group.segment not in mapped:
-                    mapped = {group.segment: read_segment(paths[group.segment])}
+                    mapped = {group.segment: Rows(read_segment(paths[group.segment]))}
+                if must_be_intact and not mapped[group.segment].is_intact(group.first_row, group.end_row):
+                    raise DamagedSegmentError(f"{paths[group.segment]}: group {group.number} is not what was written")
             except DamagedSegmentError as error:
                 raise self._damaged(error) from error
-            yield group, mapped[group.segment].slice(group.first_row, group.num_attempts)
+            yield group, mapped[group.segment].batch.slice(group.first_row, group.num_attempts)
 
     def _damaged(self, error: Exception) -> RunFolderError:
         return RunFolderError(f"the trajectories are damaged: {error}", f"save what is intact with: redline repair {self._run}")

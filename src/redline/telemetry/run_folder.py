@@ -178,7 +178,7 @@ class RunFolder:
                 file.seek(0)
                 owner = file.read().strip() or "another"
                 raise RunFolderError(
-                    f"{self.path}: process {owner} is running in this folder",
+                    f"{self.shown}: process {owner} is running in this folder",
                     "wait for it or stop it, or start a run of its own without --resume",
                 ) from None
             file.truncate(0)

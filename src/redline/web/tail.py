@@ -38,7 +38,7 @@ class Tail:
                 self.at_end = len(lines) < self._block_bytes
                 if not self.at_end:
                     lines += file.readline()
-        except FileNotFoundError:
+        except OSError:  # not there, or not ours to read: the other runs of a dashboard are
             restarted, self._offset, self._last, self.at_end = self._offset > 0, 0, b"", True
             return restarted, []
         whole = lines[: lines.rfind(b"\n") + 1]
