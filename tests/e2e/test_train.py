@@ -320,12 +320,16 @@ def test_the_smoke_recipe_takes_about_half_a_minute(tmp_path: Path) -> None:
 def test_a_run_ends_with_its_model_when_the_held_out_reward_reaches_the_target(tmp_path: Path) -> None:
     evaluation = {"num_tasks": 2, "every": 2, "stop_at": -1.0}
     recipe = write_letters(
-        tmp_path, run={"num_threads": 1, "steps": 9, "checkpoint_every": 0}, rollouts={"evaluation": evaluation}
+        tmp_path,
+        run={"num_threads": 1, "steps": 9, "checkpoint_every": 0},
+        rollouts={"evaluation": evaluation, "answer_prefix": "So, "},
     )
     document = json.loads(succeed("train", recipe.name, "--json", cwd=tmp_path).splitlines()[-1])
     folder = only_run(tmp_path)
     assert (document["steps"], document["finished"]) == (2, True)
-    assert [row["step"] for row in rows(folder.evaluations)] == [0, 2], "the one before the first step does not end it"
+    before, after = rows(folder.evaluations)
+    assert (before["step"], after["step"]) == (0, 2), "the one before the first step does not end it"
+    assert all(sample["answer"].startswith("So, ") for sample in after["evaluation/samples"])
     assert (folder.model / "model.safetensors").exists()
     assert [path.name for path in folder.checkpoints.iterdir()] == ["step-000002"]
     again = json.loads(succeed("train", folder.path, "--resume", "--json", cwd=tmp_path).splitlines()[-1])
