@@ -102,7 +102,8 @@ def test_what_is_explained_without_a_condition_is_in_every_run(lockstep: Run, ev
 
 @pytest.mark.parametrize("file", FILES)
 def test_what_is_explained_with_a_condition_is_there_where_it_holds(lockstep: Run, everything: Run, file: str) -> None:
-    elsewhere = ("on a GPU", "there are children", "something is offloaded")
+    elsewhere = ("on a GPU", "there are children", "something is offloaded", "any were dropped", "any had one")
+    elsewhere += ("the task says which are right", "some were")
     here = [entry for entry in explained(file) if entry.only_where and not entry.only_where.startswith(elsewhere)]
     assert missing([lockstep, everything], file, here) == set()
 
@@ -142,8 +143,10 @@ def test_nothing_is_padded_and_the_cache_was_used(lockstep: Run, everything: Run
     for row in each_row(lockstep, everything):
         assert row["trainer/padding_tokens"] == 0
         assert row["trainer/imbalance"] < 1.5
-        assert 0 < row["engine/kv_use_peak"] < 1
-        assert 1 <= row["engine/batch_size_mean"] <= 256
+        if row["engine/generated_tokens"]:  # beside a trainer, all may be there before the last steps
+            assert 0 < row["engine/kv_use_peak"] < 1
+            assert 1 <= row["engine/batch_size_mean"] <= 256
+    assert all(row["engine/generated_tokens"] for row in each_row(lockstep))
 
 
 def test_in_lockstep_the_engine_generates_what_arrives(lockstep: Run) -> None:

@@ -18,6 +18,7 @@ from redline.telemetry.calls import calls_now
 from redline.types import Failure
 
 SPAN = "user.score"
+OTHERS: set[threading.Thread] = set()
 
 
 @pytest.fixture
@@ -34,8 +35,16 @@ def limited() -> Iterator[UserCalls]:
     calls.close()
 
 
+@pytest.fixture(autouse=True)
+def others() -> Iterator[None]:
+    """Threads of tests before, which may have left some behind, are none of ours."""
+    OTHERS.update(threading.enumerate())
+    yield
+    OTHERS.clear()
+
+
 def num_threads() -> int:
-    return sum(thread.name.startswith("score") for thread in threading.enumerate())
+    return sum(thread.name.startswith("score") for thread in set(threading.enumerate()) - OTHERS)
 
 
 def waiting(number: int) -> Callable[[], int]:

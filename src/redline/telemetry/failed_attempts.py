@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from redline.errors import TaskError
-from redline.types import Failure, Trajectory
+
+if TYPE_CHECKING:
+    from redline.types import Failure, Trajectory  # needs NumPy, which telemetry does without
 
 WORTH_SAYING = 0.03
 """Share of failed attempts above which a person is told of them."""
