@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import json
 import subprocess
 import sys
@@ -198,18 +197,32 @@ def test_until_the_stages_are_there_a_short_patience_does_not_count(tmp_path: Pa
     watch.close()
 
 
-def test_code_that_keeps_the_interpreter_to_itself_is_found_all_the_same(tmp_path: Path) -> None:
-    recorder = Recorder()
-    watch = StallWatch(tmp_path / "stalls", 0.05, frozen_floor_s=0.2)
-    watch.begin(dict)
-    probe = ActivityProbe(recorder)
-    assert watch.tick(probe.look(), 3) is None
+FREEZES = """
+import ctypes, pathlib, sys
+from redline.telemetry import Recorder
+from redline.telemetry.activity import ActivityProbe
+from redline.telemetry.stall import StallWatch
+
+def keeps_the_interpreter_to_itself():
     ctypes.PyDLL(None).usleep(600_000)  # PyDLL does not let go of the interpreter
-    stall = watch.tick(probe.look(), 3)
-    watch.close()
-    assert stall is not None
-    assert "no thread could run" in stall.finding.seen
-    assert "test_code_that_keeps_the_interpreter_to_itself" in stall.path.read_text()
+
+watch = StallWatch(pathlib.Path(sys.argv[1]), 0.05, frozen_floor_s=0.2)
+watch.begin(dict)
+probe = ActivityProbe(Recorder())
+assert watch.tick(probe.look(), 3) is None
+keeps_the_interpreter_to_itself()
+stall = watch.tick(probe.look(), 3)
+watch.close()
+assert "no thread could run" in stall.finding.seen
+print(stall.path.read_text())
+"""
+
+
+def test_code_that_keeps_the_interpreter_to_itself_is_found_all_the_same(tmp_path: Path) -> None:
+    """In a process of its own: faulthandler writes a hundred threads, newest first, and other tests leave many behind."""
+    command = [sys.executable, "-c", FREEZES, str(tmp_path / "stalls")]
+    told = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60)
+    assert "in keeps_the_interpreter_to_itself" in told.stdout
 
 
 # ── other processes ────────────────────────────────────────────────────────────────────────────────────────────────────
