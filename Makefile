@@ -72,5 +72,5 @@ $(READY): pyproject.toml constraints.txt
 
 $(DEMO_MODEL): $(READY)
 	$(SAY) "set-up: converting the demo's model (once)"
-	@$(BIN)/python -c 'from redline.models.sources import model_folder; model_folder("builtin:smollm2-135m-instruct")'
+	@$(BIN)/python -c 'from redline.models.files.sources import model_folder; model_folder("builtin:smollm2-135m-instruct")'
 	@touch $@

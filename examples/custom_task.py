@@ -21,7 +21,7 @@ from collections.abc import Mapping, Sequence
 from itertools import product
 from random import Random
 
-from redline.rollouts.held_out import lowest_hashes
+from redline.rollouts.tasks.held_out import lowest_hashes
 from redline.types import Task
 
 

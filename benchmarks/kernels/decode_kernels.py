@@ -28,9 +28,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from redline.engine.kernels import DecodeBatch, SharedPrefixes, Tile, copy_blocks, decode_attention
-from redline.models.kernels import add_rms_norm, silu_mul
-from redline.models.rope import rotary_table, rotate
+from redline.kernels.decode import DecodeBatch, SharedPrefixes, Tile, copy_blocks
+from redline.kernels.decode import attention as decode_attention
+from redline.kernels.decoder_steps import add_rms_norm, silu_mul
+from redline.models.layers.rope import rotary_table, rotate
 from redline.telemetry import describe_environment
 
 DEVICE, DTYPE = torch.device("cuda"), torch.bfloat16

@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from redline.lab.table import quantity
+from redline.lab.bench.table import quantity
 
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "planning.md"

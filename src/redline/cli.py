@@ -17,8 +17,8 @@ from redline.errors import ConfigError, RedlineError
 
 if TYPE_CHECKING:
     from redline.config import Config, Resolved
-    from redline.lab.bench_all import AllDocument
-    from redline.lab.document import Document
+    from redline.lab.bench.every import AllDocument
+    from redline.lab.evidence.document import Document
     from redline.telemetry import RunFolder
 
 app = typer.Typer(
@@ -53,7 +53,7 @@ def train(
     as_json: Annotated[bool, typer.Option("--json", help="End with one JSON document on stdout.")] = False,
 ) -> None:
     """Train a model as a recipe says."""
-    from redline.telemetry.unread_output import dropping_unread_output
+    from redline.telemetry.console.unread_output import dropping_unread_output
 
     if from_scratch and not resume:
         raise ConfigError("--from-scratch begins an existing run again", "add --resume, or leave it out for a new run")
@@ -126,9 +126,9 @@ def show(
     """List what a run sampled, and print attempts."""
     from rich.console import Console
 
-    from redline.buffer.show import show as show_trajectories
+    from redline.buffer.store.show import show as show_trajectories
     from redline.telemetry import RunFolder
-    from redline.telemetry.failure import read_failure
+    from redline.telemetry.files.failure import read_failure
 
     if step is not None and group is not None:
         raise ConfigError("--step and --group exclude each other", "give one of them")
@@ -181,7 +181,7 @@ def repair(
     as_json: Annotated[bool, typer.Option("--json", help="End with one JSON document on stdout.")] = False,
 ) -> None:
     """Save what is intact in damaged trajectories."""
-    from redline.buffer.repair import repair as repair_trajectories
+    from redline.buffer.store.repair import repair as repair_trajectories
     from redline.telemetry import RunFolder
 
     folder = RunFolder.open(run)
@@ -215,8 +215,8 @@ def bench(
 
     Exit code 1: of `all`, a case failed.
     """
-    from redline.lab.bench_all import ALL, bench_all
-    from redline.lab.settings import make_settings, quick_overrides
+    from redline.lab.bench.every import ALL, bench_all
+    from redline.lab.bench.settings import make_settings, quick_overrides
 
     document: Document | AllDocument
     asked = {"against": against, "trl_python": trl_python}
@@ -226,7 +226,7 @@ def bench(
             document = bench_all(given, quick=quick, profile=save or Path() if profile else None)
         else:
             settings = make_settings(case, [*(quick_overrides(case) if quick else ()), *given])
-            from redline.lab.bench import bench as run_bench
+            from redline.lab.bench.run import bench as run_bench
 
             document = run_bench(case, settings, profile=save or Path() if profile else None)
     except KeyboardInterrupt:
@@ -268,11 +268,11 @@ def compare(
 
     Exit code 0: B is not worse. 1: B is worse beyond the tolerance, or a guard is broken. 2: no verdict, or an error.
     """
-    from redline.lab.compare import Request, text_console
-    from redline.lab.compare import compare as run_compare
-    from redline.lab.compare_sides import What
-    from redline.lab.experiment import Wish
-    from redline.lab.guards import read_tolerances
+    from redline.lab.compare.command import Request, text_console
+    from redline.lab.compare.command import compare as run_compare
+    from redline.lab.compare.sides import What
+    from redline.lab.evidence.experiment import Wish
+    from redline.lab.evidence.guards import read_tolerances
 
     what = What(recipe, case, overrides or (), a_overrides or (), b_overrides or ())
     wish = Wish(effect, tolerance, max_pairs, 60 * max_minutes)
@@ -340,7 +340,7 @@ def perf(
 
     Exit code 0: nothing is worse. 1: something is. 2: there is no baseline, or an error.
     """
-    from redline.lab.compare import text_console
+    from redline.lab.compare.command import text_console
     from redline.lab.gate.perf import perf as run_perf
     from redline.lab.gate.perf import require_reason
 

@@ -17,40 +17,40 @@ import torch
 
 from redline import loop
 from redline.buffer import GroupBuffer, GroupStore, MemoryStore, TrajectoryStore
-from redline.buffer.segments import SEGMENT_BYTES
+from redline.buffer.store.segments import SEGMENT_BYTES
 from redline.config import Config, Resolved
 from redline.engine import NativeEngine
 from redline.errors import ModelError
 from redline.models.decoder import Decoder
-from redline.models.hf import AnyDecoder, load_decoder, load_tokenizer, save_folder, stop_token_ids
-from redline.models.memory_use import MemoryUse
-from redline.models.peak import find_peak
-from redline.models.sources import model_folder
-from redline.models.trainable_lora import merged_tensors, save_adapter
+from redline.models.files.hf import AnyDecoder, load_decoder, load_tokenizer, save_folder, stop_token_ids
+from redline.models.files.sources import model_folder
+from redline.models.lora.trainable import merged_tensors, save_adapter
+from redline.models.sizes.in_use import MemoryUse
+from redline.models.sizes.peak import find_peak
 from redline.ports import Engine, Rollouts
 from redline.preflight import LoadedTasks, check_placement, load_tasks
 from redline.rollouts import BackgroundRollouts, Chat, SingleTurnRollouts, SteppedElsewhere
 from redline.rollouts.prompts import Prompts, prompt_limit
-from redline.rollouts.reward_model import RewardModel
-from redline.rollouts.tasks import JsonlTasks
+from redline.rollouts.rewards.reward_model import RewardModel
+from redline.rollouts.tasks.sources import JsonlTasks
 from redline.telemetry import Progress, Recorder, RunFolder, describe_environment, process_start_ns, recording, span, write_json
-from redline.telemetry.device_time import DeviceTimer
-from redline.telemetry.durable import replacing_folder
-from redline.telemetry.failed_attempts import WORTH_SAYING
-from redline.telemetry.failure import recording_failure
-from redline.telemetry.host import Host
-from redline.telemetry.learning import Learning
+from redline.telemetry.console.progress import sample_table
+from redline.telemetry.files.durable import replacing_folder
+from redline.telemetry.files.failure import recording_failure
+from redline.telemetry.files.metrics import MetricsLog
+from redline.telemetry.files.set_aside import set_everything_aside
 from redline.telemetry.listeners import Listeners
-from redline.telemetry.metrics import MetricsLog
-from redline.telemetry.nvml import find_gpus
+from redline.telemetry.machine.device_time import DeviceTimer
+from redline.telemetry.machine.host import Host
+from redline.telemetry.machine.nvml import find_gpus
+from redline.telemetry.machine.samplers import Sampler, Source, read_samples
 from redline.telemetry.processes import expecting_processes
 from redline.telemetry.profiling.profiler import StepProfiler
-from redline.telemetry.progress import sample_table
-from redline.telemetry.samplers import Sampler, Source, read_samples
-from redline.telemetry.set_aside import set_everything_aside
 from redline.telemetry.sinks import make_sinks
-from redline.telemetry.targets import summary_line, target_table, verdicts
-from redline.telemetry.watchdog import Watchdog
+from redline.telemetry.stalls.watchdog import Watchdog
+from redline.telemetry.summary.failed_attempts import WORTH_SAYING
+from redline.telemetry.summary.learning import Learning
+from redline.telemetry.summary.targets import summary_line, target_table, verdicts
 from redline.trainer import PolicyTrainer
 from redline.types import Task, Trajectory
 from redline.watch import RunWatch, saying_how_to_continue

@@ -20,12 +20,12 @@ from redline.config import Config
 from redline.errors import ConfigError, RedlineError, TaskError, boundary
 from redline.ports import TaskSource
 from redline.rollouts import Chat, make_task_source
-from redline.rollouts.checked_tasks import held_out_tasks, training_task
 from redline.rollouts.prompts import Prompts, prompt_limit
-from redline.rollouts.rewards import max_reward_workers
-from redline.rollouts.user_calls import UserCalls
+from redline.rollouts.rewards.parts import max_reward_workers
+from redline.rollouts.tasks.checks import held_out_tasks, training_task
+from redline.rollouts.user_code.calls import UserCalls
 from redline.telemetry import span
-from redline.telemetry.slow_calls import saying_what_hangs
+from redline.telemetry.stalls.slow_calls import saying_what_hangs
 from redline.types import Failure, Task
 
 NUM_LOOKED_AT = 16
@@ -155,8 +155,8 @@ def _check_writable(folder: Path, key: str) -> None:
 
 
 def _check_model(config: Config, tasks: Sequence[Task], notes: list[str]) -> None:
-    from redline.models.hf import check_folder, load_tokenizer
-    from redline.models.sources import small_files
+    from redline.models.files.hf import check_folder, load_tokenizer
+    from redline.models.files.sources import small_files
 
     path = config.model.path
     folder = small_files(path, config.run.seed)
@@ -190,8 +190,8 @@ def _check_reward_model(config: Config) -> None:
     wanted = config.rollouts.reward_model.path
     if wanted is None:
         return
-    from redline.models.sources import small_files
-    from redline.rollouts.reward_model import check_classifier
+    from redline.models.files.sources import small_files
+    from redline.rollouts.rewards.reward_model import check_classifier
 
     folder = small_files(wanted, config.run.seed)
     assert folder is not None, "a .gguf file is no reward model, and was refused with the recipe"

@@ -417,8 +417,8 @@ class StepReport:
     num_padding_tokens: int = 0
     """Tokens that went through the network for nothing."""
     flops: int = 0
-    """Operations that the policy's forward and backward passes need (`models/flops.py`): no padding, a group's prompt once,
-    nothing for what is computed again."""
+    """Operations that the policy's forward and backward passes need (`models/sizes/flops.py`): no padding, a group's prompt
+    once, nothing for what is computed again."""
     skipped: bool = False
     """The loss or the gradient was not finite, and the update of it was not made."""
     extra: Mapping[str, float] = field(default_factory=dict)

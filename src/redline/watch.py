@@ -22,19 +22,19 @@ from redline.config.schema import Config
 from redline.engine.stats import EngineStats, metrics_between
 from redline.errors import DamagedCheckpointError, RunFolderError, boundary
 from redline.ports import Trainer
-from redline.rollouts.accuracy import accuracy
+from redline.rollouts.rewards.accuracy import accuracy
 from redline.telemetry import MetricsLog, Progress, Recorder, RunFolder, TraceWriter, span, write_json
-from redline.telemetry.failed_attempts import WORTH_SAYING, FailureTally, reaches_target
-from redline.telemetry.failure import steps_logged
+from redline.telemetry.console.progress import SampleAnswer
+from redline.telemetry.files.failure import steps_logged
+from redline.telemetry.files.set_aside import make_aside
 from redline.telemetry.ledger import by_section
 from redline.telemetry.listeners import Listeners
-from redline.telemetry.percentiles import latency_metrics
-from redline.telemetry.phases import TRAINER_PARTS, EngineParts, part_seconds
 from redline.telemetry.processes import ProcessRecord, read_processes, span_files, with_processes
 from redline.telemetry.profiling.profiler import StepProfiler
-from redline.telemetry.progress import SampleAnswer
-from redline.telemetry.set_aside import make_aside
-from redline.telemetry.timeline import ROLLOUTS_PREFIX, by_phase, step_phases
+from redline.telemetry.summary.failed_attempts import WORTH_SAYING, FailureTally, reaches_target
+from redline.telemetry.summary.percentiles import latency_metrics
+from redline.telemetry.summary.phases import TRAINER_PARTS, EngineParts, part_seconds
+from redline.telemetry.summary.timeline import ROLLOUTS_PREFIX, by_phase, step_phases
 from redline.types import FinishReason, StepReport, Task, TrainBatch, Trajectory, TrajectoryGroup, WeightUpdate
 
 _CHECKPOINT = re.compile(r"step-(\d{6,})")

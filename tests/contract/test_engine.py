@@ -11,9 +11,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from engine_benches import ENGINES, FAMILIES, Bench, Kind, Size, Workshop, letters, write_tokenizer
-from fresh_memory import fresh_memory_is_nan
-from small_models import VOCAB_SIZE, randomize, write_model
+from support.engine_benches import ENGINES, FAMILIES, Bench, Kind, Size, Workshop, letters, write_tokenizer
+from support.fresh_memory import fresh_memory_is_nan
+from support.small_models import VOCAB_SIZE, randomize, write_model
 from transformers import PreTrainedModel
 
 from redline.errors import EngineError

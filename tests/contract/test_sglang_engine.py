@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from small_models import CONFIGS
+from support.small_models import CONFIGS
 
 from redline.config.installation import how_to_install
 from redline.config.schema import EngineConfig

@@ -10,9 +10,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from engine_benches import KV_CACHE_BYTES, WITH_WIDE_HEADS
 from safetensors.torch import load_file, save_file
-from small_models import write_model
+from support.engine_benches import KV_CACHE_BYTES, WITH_WIDE_HEADS
+from support.small_models import write_model
 from transformers import PreTrainedModel
 
 from redline.config.installation import how_to_install

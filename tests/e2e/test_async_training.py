@@ -14,13 +14,13 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pytest
-from crashing import deeds, end_of, forked, newest_run, output, run_to_end, wait_until
-from processes import LETTERS, assert_finite, num_rows, rows, write_letters
 from safetensors.torch import load_file, save_file
+from support.crashing import deeds, end_of, forked, newest_run, output, run_to_end, wait_until
+from support.processes import LETTERS, assert_finite, num_rows, rows, write_letters
 
-from redline.buffer.group_store import GroupState
-from redline.buffer.index import GroupIndex, GroupRow
-from redline.models.sources import model_folder
+from redline.buffer.store.group_store import GroupState
+from redline.buffer.store.index import GroupIndex, GroupRow
+from redline.models.files.sources import model_folder
 from redline.telemetry import RunFolder
 
 STEPS = 50

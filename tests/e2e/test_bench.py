@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
-from processes import redline, succeed
+from support.processes import redline, succeed
 
 RESULT_FIELDS = {"name", "value", "unit", "samples", "bound", "fraction_of_bound", "peer"}
 SMALL = ("model=builtin:tiny", "prompts=4", "new_tokens=8", "pairs=2", "num_threads=1")

@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
-from processes import redline
+from support.processes import redline
 
 RESULT_FIELDS = {"name", "value", "unit", "samples", "bound", "fraction_of_bound", "peer"}
 TINY = ("model=builtin:tiny", "device=cpu", "dtype=float32", "num_threads=1")

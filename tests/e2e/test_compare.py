@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from processes import REDLINE, redline, started, wait_until, write_letters
+from support.processes import REDLINE, redline, started, wait_until, write_letters
 
 import redline as package
 

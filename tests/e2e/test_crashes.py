@@ -14,7 +14,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.compute as pc
 import pytest
-from crashing import (
+from support.crashing import (
     Point,
     calls,
     deeds,
@@ -25,10 +25,10 @@ from crashing import (
     resume_to_end,
     run_to_end,
 )
-from processes import TIMEOUT_S, digest, rows, write_letters
+from support.processes import TIMEOUT_S, digest, rows, write_letters
 
-from redline.buffer.group_store import GroupState
-from redline.buffer.index import GroupIndex, GroupRow
+from redline.buffer.store.group_store import GroupState
+from redline.buffer.store.index import GroupIndex, GroupRow
 from redline.telemetry import RunFolder
 
 STEPS = 8

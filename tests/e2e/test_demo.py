@@ -8,12 +8,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from processes import REDLINE, assert_finite, only_run, rows
+from support.paths import ROOT
+from support.processes import REDLINE, assert_finite, only_run, rows
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from redline.rollouts.rewards import extract_answer
+from redline.rollouts.rewards.parts import extract_answer
 
-RECIPE = Path(__file__).parents[2] / "recipes" / "demo.yaml"
+RECIPE = ROOT / "recipes" / "demo.yaml"
 TEN_MINUTES_S = 600
 
 

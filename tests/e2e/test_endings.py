@@ -9,12 +9,12 @@ import socket
 from pathlib import Path
 
 import pytest
-from crashing import Unread, end_of, forked, output, run_to_end, wait_until
-from processes import num_rows, only_run, rows, write_letters
 from safetensors.torch import load_file, save_file
+from support.crashing import Unread, end_of, forked, output, run_to_end, wait_until
+from support.processes import num_rows, only_run, rows, write_letters
 
-from redline.models.sources import model_folder
-from redline.telemetry.failure import read_failure
+from redline.models.files.sources import model_folder
+from redline.telemetry.files.failure import read_failure
 from redline.web.reader import RunReader
 from redline.web.report import write_report
 

@@ -13,14 +13,15 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from support.paths import ROOT
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from redline.config.schema import EngineConfig
 from redline.engine import NativeEngine
-from redline.models.hf import load_decoder
-from redline.models.packed_attention import PackedAttention, Segments
-from redline.models.sources import model_folder
-from redline.trainer.logprobs import selected_logprobs
+from redline.models.attention.packed import PackedAttention, Segments
+from redline.models.files.hf import load_decoder
+from redline.models.files.sources import model_folder
+from redline.trainer.loss.logprobs import selected_logprobs
 from redline.types import Completion, GenerateRequest, SamplingParams
 
 NUM_PROMPTS = 208
@@ -28,7 +29,6 @@ NEW_TOKENS = 24
 SHORTEST, LONGEST = 3, 300
 TIE = 1e-4
 MAX_TIES = 4
-ROOT = Path(__file__).parents[2]
 TEXTS = ("LICENSE", "CONTRIBUTING.md", "docs/architecture.md")
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(3600), pytest.mark.usefixtures("users_cache")]

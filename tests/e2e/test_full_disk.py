@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
-from processes import only_run, redline, rows, succeed, write_letters
+from support.processes import only_run, redline, rows, succeed, write_letters
 
 STEPS = 3
 

@@ -9,11 +9,12 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
-from processes import LETTERS, REDLINE, only_run, rows, succeed, write_letters
+from support.paths import ROOT
+from support.processes import LETTERS, REDLINE, only_run, rows, succeed, write_letters
 
 from redline.telemetry.ledger import Ledger
 
-DEMO = Path(__file__).parents[2] / "recipes" / "demo.yaml"
+DEMO = ROOT / "recipes" / "demo.yaml"
 MOST_UNACCOUNTED = 0.02
 SLOW_LETTERS = '''
 import atexit

@@ -19,7 +19,7 @@ from typing import Any
 import httpx2
 import numpy as np
 import pytest
-from processes import started, wait_until
+from support.processes import started, wait_until
 
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
 PAUSE_S = 0.25

@@ -10,13 +10,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from processes import only_run, rows, succeed, write_letters
+from support.paths import ROOT
+from support.processes import only_run, rows, succeed, write_letters
 
 from redline.telemetry import RunFolder
-from redline.telemetry.nvml import FIELDS
-from redline.telemetry.phases import TRAINER_PARTS
+from redline.telemetry.machine.nvml import FIELDS
+from redline.telemetry.summary.phases import TRAINER_PARTS
 
-PAGE = Path(__file__).parents[2] / "docs" / "observability.md"
+PAGE = ROOT / "docs" / "observability.md"
 FILES = ("metrics.jsonl", "evaluations.jsonl", "samples.jsonl")
 OF_EVERY_ROW = {"step", "time"}
 

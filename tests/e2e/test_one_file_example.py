@@ -20,18 +20,19 @@ import numpy as np
 import pytest
 import torch
 from rich.console import Console
+from support.paths import ROOT
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from redline import loop
 from redline.config import resolve, validate
 from redline.launch import Stages, build
-from redline.models.hf import hf_tensors
-from redline.models.tiny import write_tiny_model
+from redline.models.files.hf import hf_tensors
+from redline.models.files.tiny import write_tiny_model
 from redline.telemetry import Progress, RunFolder
 from redline.types import StepReport, Task, TrainBatch, Trajectory, TrajectoryGroup, WeightUpdate
 
-EXAMPLE = Path(__file__).parents[2] / "examples" / "one_file_rl.py"
+EXAMPLE = ROOT / "examples" / "one_file_rl.py"
 STEPS, SEED, TEMPERATURE, MAX_NEW_TOKENS, LEARNING_RATE = 5, 3, 0.8, 12, 1e-3
 QUESTIONS = ["Say something.", "a b c", "Write a few letters, in any order you like.", "Which word is next?", "Spell it: x y z"]
 """Of several lengths; the last one is held out."""

@@ -11,11 +11,11 @@ import numpy as np
 import psutil
 import pytest
 import torch
-from small_models import CONFIGS, VOCAB_SIZE, write_model
+from support.small_models import CONFIGS, VOCAB_SIZE, write_model
 
 from redline.config.schema import EngineConfig
 from redline.engine import AsyncEngine
-from redline.engine.tensor_parallel import TensorParallelEngine
+from redline.engine.native.tensor_parallel import TensorParallelEngine
 from redline.errors import EngineError
 from redline.types import Completion, GenerateRequest, SamplingParams
 
@@ -37,7 +37,7 @@ def ask() -> GenerateRequest:
 
 def worker() -> psutil.Process:
     """Of rank 1."""
-    [found] = [child for child in psutil.Process().children() if "redline.engine.tensor_parallel" in child.cmdline()]
+    [found] = [child for child in psutil.Process().children() if "redline.engine.native.tensor_parallel" in child.cmdline()]
     return found
 
 

@@ -14,7 +14,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.compute as pc
 import pytest
-from processes import (
+from support.processes import (
     TIMEOUT_S,
     digest,
     num_rows,
@@ -31,7 +31,7 @@ from processes import (
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from redline.config.resolve import bfloat16_flags
-from redline.models.tiny import tiny_tokenizer
+from redline.models.files.tiny import tiny_tokenizer
 from redline.telemetry import RunFolder
 
 STEPS = 12

@@ -20,13 +20,13 @@ import numpy as np
 import openai
 import pytest
 import torch
-from processes import redline, started, wait_until
 from safetensors.torch import save_file
+from support.processes import redline, started, wait_until
 
 from redline.config.schema import EngineConfig
 from redline.engine import NativeEngine
-from redline.models.hf import load_decoder, load_tokenizer, stop_token_ids
-from redline.models.sources import model_folder
+from redline.models.files.hf import load_decoder, load_tokenizer, stop_token_ids
+from redline.models.files.sources import model_folder
 from redline.types import GenerateRequest, SamplingParams
 
 MODEL = "builtin:tiny"

@@ -7,11 +7,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from crashing import end_of, forked, newest_run, output, wait_until
-from processes import num_rows, rows, write_letters
+from support.crashing import end_of, forked, newest_run, output, wait_until
+from support.processes import num_rows, rows, write_letters
 
-from redline.buffer.group_store import GroupState
-from redline.buffer.index import GroupIndex
+from redline.buffer.store.group_store import GroupState
+from redline.buffer.store.index import GroupIndex
 
 MAX_BYTES = 1 << 18
 MIB = 1 << 20

@@ -8,13 +8,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from small_models import CONFIGS, VOCAB_SIZE, write_model
+from support.small_models import CONFIGS, VOCAB_SIZE, write_model
 
 from redline.config.schema import EngineConfig
 from redline.engine import NativeEngine
-from redline.engine.tensor_parallel import TensorParallelEngine, decode_request, encode_request
+from redline.engine.native.tensor_parallel import TensorParallelEngine, decode_request, encode_request
 from redline.errors import EngineError, ModelError
-from redline.models.hf import load_decoder
+from redline.models.files.hf import load_decoder
 from redline.models.parallel import shard_spec
 from redline.types import FinishReason, GenerateRequest, SamplingParams
 

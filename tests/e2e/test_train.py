@@ -12,16 +12,16 @@ import numpy as np
 import pyarrow as pa
 import pytest
 import torch
-from processes import assert_finite, only_run, redline, rows, succeed, write_letters
 from safetensors.torch import load_file
+from support.paths import ROOT
+from support.processes import assert_finite, only_run, redline, rows, succeed, write_letters
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from redline.config import load_recipe
-from redline.models.sources import model_folder
+from redline.models.files.sources import model_folder
 from redline.telemetry import RunFolder
 
 STEPS = 40
-ROOT = Path(__file__).parents[2]
 
 
 @dataclass

@@ -11,12 +11,12 @@ from typing import Any
 import pytest
 import torch
 from peft import PeftModel
-from processes import digest, only_run, redline, rows, succeed, without_times, write_letters
-from small_models import randomize
+from support.processes import digest, only_run, redline, rows, succeed, without_times, write_letters
+from support.small_models import randomize
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForSequenceClassification
 
-from redline.models.sources import model_folder
-from redline.models.tiny import tiny_tokenizer
+from redline.models.files.sources import model_folder
+from redline.models.files.tiny import tiny_tokenizer
 from redline.telemetry import RunFolder
 
 STEPS, CHECKPOINT = 6, 3

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from processes import only_run, redline, rows, started, succeed, wait_for_run, wait_until, write_letters
+from support.processes import only_run, redline, rows, started, succeed, wait_for_run, wait_until, write_letters
 
 FAULTS = '''
 import time

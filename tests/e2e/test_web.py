@@ -12,13 +12,13 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from browser import Watched, chromium
-from processes import only_run, started, succeed, wait_until, write_letters
-from run_folders import append, step_row, write_run, write_trajectories
+from support.browser import Watched, chromium
+from support.processes import only_run, started, succeed, wait_until, write_letters
+from support.run_folders import append, step_row, write_run, write_trajectories
 
 from redline.errors import TaskError
 from redline.telemetry import RunFolder
-from redline.telemetry.failure import recording_failure
+from redline.telemetry.files.failure import recording_failure
 
 EVIL = [
     "<script>window.pwned = 1; alert(1)</script>",

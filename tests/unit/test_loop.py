@@ -4,7 +4,7 @@ import importlib
 import re
 
 import pytest
-from fakes import Calls, FakeBuffer, FakeEngine, FakeRollouts, FakeTrainer, FakeWatch, FakeWeightSync
+from support.fakes import Calls, FakeBuffer, FakeEngine, FakeRollouts, FakeTrainer, FakeWatch, FakeWeightSync
 
 from redline import loop, ports, types
 

@@ -9,6 +9,7 @@ from typing import get_args
 import pytest
 import typer
 from pydantic import BaseModel
+from support.paths import ROOT
 
 from redline import __version__
 from redline.cli import app
@@ -201,7 +202,7 @@ redline perf --baselines --device --json --reason --update
 redline profile RUN --steps --wait --what
 """  # noqa: E501
 
-RECIPES = sorted((Path(__file__).parents[2] / "recipes").glob("*.yaml"))
+RECIPES = sorted((ROOT / "recipes").glob("*.yaml"))
 
 
 def keys(section: type[BaseModel], prefix: str = "") -> Iterator[str]:

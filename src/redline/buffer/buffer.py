@@ -19,13 +19,13 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from redline.buffer.admission import must_wait, room
-from redline.buffer.controller import Controller, Decision, Waits
+from redline.buffer.control.groups import Controller, Decision, Waits
+from redline.buffer.control.workers import Controllers, RewardWorkers, WorkerController
 from redline.buffer.drops import LATE, OVERDUE, SILENT, STALE, TIMED_OUT, LateDrops
-from redline.buffer.group_store import GroupInfo, GroupStore
 from redline.buffer.packing import pack
 from redline.buffer.selection import choose
-from redline.buffer.stored_groups import StoredGroups, pack_stored
-from redline.buffer.worker_controller import Controllers, RewardWorkers, WorkerController
+from redline.buffer.store.group_store import GroupInfo, GroupStore
+from redline.buffer.store.stored_groups import StoredGroups, pack_stored
 from redline.config.schema import BufferConfig
 from redline.telemetry import span
 from redline.types import TrainBatch, TrajectoryGroup

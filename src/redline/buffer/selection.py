@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 
 from redline.buffer.admission import num_urgent
-from redline.buffer.group_store import GroupInfo
+from redline.buffer.store.group_store import GroupInfo
 from redline.config.schema import GroupOrder
 
 ORDERS: dict[GroupOrder, Callable[[GroupInfo], tuple[int, int, int]]] = {

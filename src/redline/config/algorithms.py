@@ -81,7 +81,7 @@ def recomputes_old_logprobs(trainer: TrainerConfig, dtype: str) -> tuple[bool, s
 
 
 def has_older_samples(config: Config) -> bool:
-    """Whether a batch may hold samples of an older policy that its loss does not weigh by itself (`trainer/off_policy.py`)."""
+    """Whether a batch may hold samples of an older policy that its loss does not weigh (`trainer/loss/off_policy.py`)."""
     loss = config.trainer.loss
     return loss != "cispo" and (config.buffer.max_lag > 0 or (loss == "reinforce" and config.trainer.updates_per_step > 1))
 

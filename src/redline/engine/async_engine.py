@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any, Protocol, Self
 
-from redline.engine.engine import Event
+from redline.engine.native.engine import Event
 from redline.engine.stats import EngineStats
 from redline.errors import EngineError, RedlineError, boundary
 from redline.types import Completion, Delta, GenerateRequest

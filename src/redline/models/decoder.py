@@ -19,10 +19,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from redline.models.gradient_sums import embedding
-from redline.models.lora import ActiveLora, project
-from redline.models.memory import Checkpointing
-from redline.models.rope import rotary_table, rotate
+from redline.models.layers.gradient_sums import embedding
+from redline.models.layers.rope import rotary_table, rotate
+from redline.models.lora.per_token import ActiveLora, project
+from redline.models.sizes.memory import Checkpointing
 from redline.models.spec import DecoderSpec
 
 _HAS_TRITON = find_spec("triton") is not None
@@ -72,7 +72,7 @@ class DecoderLayer(nn.Module):
     ) -> tuple[Tensor, Tensor]:
         """The residual stream so far and what to add to it: the addition is left to the next norm, which reads both anyway."""
         if rotary is not None and self._is_written_out(x_TE, attend, lora):
-            from redline.models.fused_layer import fused_layer
+            from redline.models.layers.fused import fused_layer
 
             return fused_layer(self, x_TE, delta_TE, rotary, attend)  # type: ignore[arg-type]
         x_TE, normed_TE = add_rms_norm(x_TE, delta_TE, self.attn_norm, self.spec.norm_eps)
@@ -84,7 +84,7 @@ class DecoderLayer(nn.Module):
         """Whether `fused_layer` may take over, which has the gradients of plain layers."""
         if not _trains_by_hand(x_TE, attend, lora):
             return False
-        from redline.models.fused_layer import is_plain
+        from redline.models.layers.fused import is_plain
 
         return self.is_alone and is_plain(self)
 
@@ -110,7 +110,7 @@ class DecoderLayer(nn.Module):
             return attend.attend_fused(self, projected.view(shape)).flatten(1)
         assert not isinstance(attend, FusedAttend)
         if self.q_norm is None and _is_fused(projected):
-            from redline.models import training_kernels
+            from redline.kernels import training as training_kernels
 
             heads = training_kernels.rotate_(projected, spec.num_heads + spec.num_kv_heads, *rotary).view(shape)
             q_THD, k_TKD, v_TKD = heads.split([spec.num_heads, spec.num_kv_heads, spec.num_kv_heads], dim=1)
@@ -166,7 +166,7 @@ class Decoder(nn.Module):
         if not isinstance(attend, FusedAttend):
             rotary = rotary_table(self.rotary_frequencies, self.rotary_factor, positions_T, x_TE.dtype)
         if rotary is not None and self._is_written_out(x_TE, attend, lora):
-            from redline.models.fused_layer import fused_layers
+            from redline.models.layers.fused import fused_layers
 
             x_TE, delta_TE = fused_layers(self.layers, x_TE, rotary, attend)  # type: ignore[arg-type]
             return add_rms_norm(x_TE, delta_TE, self.norm, self.spec.norm_eps)[1]
@@ -178,7 +178,7 @@ class Decoder(nn.Module):
         """Whether `fused_layers` may take all of them at once: nobody but the sums wants the weights' gradients."""
         if self.recomputes_layers or not _trains_by_hand(x_TE, attend, lora):
             return False
-        from redline.models.fused_layer import is_plain, keeps_sums
+        from redline.models.layers.fused import is_plain, keeps_sums
 
         return all(layer.is_alone and is_plain(layer) and keeps_sums(layer) for layer in self.layers)  # type: ignore[arg-type]
 
@@ -212,7 +212,8 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 def add_rms_norm(x_TE: Tensor, delta_TE: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """x + delta, and the RMS norm of that."""
     if _is_fused(x_TE):
-        from redline.models import kernels, training_kernels
+        from redline.kernels import decoder_steps as kernels
+        from redline.kernels import training as training_kernels
 
         fused = training_kernels if torch.is_grad_enabled() else kernels
         return fused.add_rms_norm(x_TE, delta_TE, weight, eps)
@@ -223,7 +224,8 @@ def add_rms_norm(x_TE: Tensor, delta_TE: Tensor | None, weight: Tensor, eps: flo
 def silu_mul(gate_up: Tensor) -> Tensor:
     """silu(gate) · up, of the two side by side."""
     if _is_fused(gate_up):
-        from redline.models import kernels, training_kernels
+        from redline.kernels import decoder_steps as kernels
+        from redline.kernels import training as training_kernels
 
         return (training_kernels if torch.is_grad_enabled() else kernels).silu_mul(gate_up)
     gate, up = gate_up.chunk(2, dim=-1)

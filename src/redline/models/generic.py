@@ -17,8 +17,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from redline.errors import ModelError, boundary
-from redline.models.packed_attention import PackedAttention, Segments
-from redline.models.routed_attention import ROUTED, WATCHED, Mask, Route, Watch, set_attention, through
+from redline.models.attention.packed import PackedAttention, Segments
+from redline.models.attention.routed import ROUTED, WATCHED, Mask, Route, Watch, set_attention, through
 from redline.models.spec import NO_LIMIT, ModelShape, fixed_positions
 
 if TYPE_CHECKING:

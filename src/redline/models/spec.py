@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from redline.errors import ModelError
-from redline.models.rope import STATIC_KINDS
+from redline.models.layers.rope import STATIC_KINDS
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig

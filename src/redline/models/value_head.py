@@ -9,9 +9,9 @@ from torch import Tensor, nn
 from redline.config.schema import LoraConfig
 from redline.models.copies import copy_network
 from redline.models.decoder import Attend, Decoder
-from redline.models.hf import AnyDecoder
-from redline.models.rows import selected_rows
-from redline.models.trainable_lora import add_adapter, without_adapter
+from redline.models.files.hf import AnyDecoder
+from redline.models.layers.rows import selected_rows
+from redline.models.lora.trainable import add_adapter, without_adapter
 
 
 class ValueNetwork(nn.Module):

@@ -3,6 +3,6 @@
 from redline.rollouts.background import BackgroundRollouts, SteppedElsewhere
 from redline.rollouts.chat import Chat
 from redline.rollouts.runner import SingleTurnRollouts
-from redline.rollouts.tasks import make_task_source
+from redline.rollouts.tasks.sources import make_task_source
 
 __all__ = ["BackgroundRollouts", "Chat", "SingleTurnRollouts", "SteppedElsewhere", "make_task_source"]

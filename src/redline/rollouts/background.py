@@ -25,7 +25,7 @@ from functools import partial
 
 from redline.errors import EngineError
 from redline.ports import Engine, SteppedEngine
-from redline.rollouts.reward_pool import RewardPool, new_thread
+from redline.rollouts.rewards.pool import RewardPool, new_thread
 from redline.rollouts.runner import SingleTurnRollouts
 from redline.telemetry import span
 from redline.telemetry.workers import forget_worker, watch_worker

@@ -21,16 +21,16 @@ from redline.errors import boundary
 from redline.ports import Engine, TaskSource
 from redline.rollouts.advantages import group_advantages
 from redline.rollouts.chat import Chat
-from redline.rollouts.checked_tasks import check_task
-from redline.rollouts.coroutines import EventLoop
 from redline.rollouts.prompts import Posed, Prompts, failed_attempts
-from redline.rollouts.rewards import REWARD_MODEL_PART, overlong_penalty, reward_parts, total_reward
-from redline.rollouts.user_calls import UserCalls, failure_of
+from redline.rollouts.rewards.parts import REWARD_MODEL_PART, overlong_penalty, reward_parts, total_reward
+from redline.rollouts.tasks.checks import check_task
+from redline.rollouts.user_code.calls import UserCalls, failure_of
+from redline.rollouts.user_code.coroutines import EventLoop
 from redline.telemetry import span
 from redline.types import Completion, EngineCall, Failure, GenerateRequest, SamplingParams, Task, Trajectory, TrajectoryGroup
 
 if TYPE_CHECKING:
-    from redline.rollouts.reward_model import RewardModel  # it needs torch, and most runs do not need it
+    from redline.rollouts.rewards.reward_model import RewardModel  # it needs torch, and most runs do not need it
 
 EVALUATION_STREAM = 2**31
 """Added to a task's number where evaluation samples it, so that no evaluation repeats a training sample's randomness."""

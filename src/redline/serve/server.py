@@ -19,11 +19,11 @@ import uvicorn
 from redline.config.schema import Config
 from redline.engine import AsyncEngine, NativeEngine
 from redline.engine.adapters.transformers_engine import TransformersEngine
-from redline.engine.tensor_parallel import TensorParallelEngine
+from redline.engine.native.tensor_parallel import TensorParallelEngine
 from redline.errors import ModelError
 from redline.launch import prepare_process
-from redline.models.hf import load_config, load_decoder, load_recompute_model, load_tokenizer, stop_token_ids
-from redline.models.sources import model_folder
+from redline.models.files.hf import load_config, load_decoder, load_recompute_model, load_tokenizer, stop_token_ids
+from redline.models.files.sources import model_folder
 from redline.models.spec import is_ours
 from redline.serve.app import make_app
 from redline.serve.calls import Served

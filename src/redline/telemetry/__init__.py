@@ -7,14 +7,14 @@ span() ──► Recorder ──┬──► Ledger        every nanosecond of a
 
 from __future__ import annotations
 
-from redline.telemetry.durable import write_json
-from redline.telemetry.environment import describe_environment
+from redline.telemetry.console.progress import Progress
+from redline.telemetry.files.durable import write_json
+from redline.telemetry.files.metrics import MetricsLog
+from redline.telemetry.files.run_folder import RunFolder
+from redline.telemetry.files.trace import TraceWriter
 from redline.telemetry.ledger import Ledger
-from redline.telemetry.metrics import MetricsLog
-from redline.telemetry.progress import Progress
-from redline.telemetry.run_folder import RunFolder
+from redline.telemetry.machine.environment import describe_environment
 from redline.telemetry.spans import Recorder, idle_as, process_start_ns, recording, span
-from redline.telemetry.trace import TraceWriter
 
 __all__ = [
     "Ledger",

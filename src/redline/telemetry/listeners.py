@@ -23,7 +23,7 @@ from typing import Any, Protocol, runtime_checkable
 
 from redline.config.schema import Config
 from redline.errors import boundary
-from redline.telemetry.run_folder import RunFolder
+from redline.telemetry.files.run_folder import RunFolder
 
 MAX_QUEUED = 1000
 """Rows that wait for a slow listener. A row is some kilobytes, and minutes of them may wait."""

@@ -25,10 +25,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from redline.telemetry.bounded import Stretch, between, lines_of, rewrite
-from redline.telemetry.durable import write_json
+from redline.telemetry.files.bounded import Stretch, between, lines_of, rewrite
+from redline.telemetry.files.durable import write_json
+from redline.telemetry.files.metrics import MetricsLog
 from redline.telemetry.ledger import LaneLedger, Ledger, ledger_from_spans
-from redline.telemetry.metrics import MetricsLog
 from redline.telemetry.spans import Recorder, recording
 
 SPANS_VARIABLE = "REDLINE_SPANS"

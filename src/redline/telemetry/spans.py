@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING
 from redline.telemetry.ledger import UNACCOUNTED, LaneLedger, Ledger
 
 if TYPE_CHECKING:
-    from redline.telemetry.device_time import DeviceTimer
+    from redline.telemetry.machine.device_time import DeviceTimer
 
 BETWEEN_TASKS = "wait.for_task"
 """Owns the time of a task's lane from one task to the next."""

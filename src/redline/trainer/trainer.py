@@ -25,34 +25,34 @@ from redline.config.algorithms import recomputes_old_logprobs
 from redline.config.schema import AdvantageEstimator, TrainerConfig
 from redline.errors import ConfigError
 from redline.models.decoder import Decoder
-from redline.models.flops import NetworkCost, training_flops
-from redline.models.hf import AnyDecoder
-from redline.models.memory import layer_code, parameter_bytes, token_bytes
-from redline.models.memory_use import weight_bytes
-from redline.models.trainable_lora import add_adapter
+from redline.models.files.hf import AnyDecoder
+from redline.models.lora.trainable import add_adapter
+from redline.models.sizes.flops import NetworkCost, training_flops
+from redline.models.sizes.in_use import weight_bytes
+from redline.models.sizes.memory import layer_code, parameter_bytes, token_bytes
 from redline.models.value_head import value_network
 from redline.telemetry import span
-from redline.trainer import schedule
-from redline.trainer.algorithm import LossInputs, policy_loss
-from redline.trainer.async_checkpoint import CheckpointWriter
-from redline.trainer.budget import Budgets, TokenBudget, find_budgets, with_oom_retry
-from redline.trainer.checkpoint import load_checkpoint
-from redline.trainer.cost import CostModel
-from redline.trainer.critic import Critic, CriticReport, critic_settings, explained_variance
-from redline.trainer.finite import BadStep, BadSteps
-from redline.trainer.forward import by_token, chosen_logprobs, network_inputs, recompute
-from redline.trainer.micro_batches import MicroBatch, MicroBatchPlan, plan_micro_batches
-from redline.trainer.mini_batches import UpdatePlace, divide, part_of
-from redline.trainer.off_policy import correction_for
-from redline.trainer.optimizer import MasterAdamW
-from redline.trainer.parallel import Parallel
-from redline.trainer.place import find_place
-from redline.trainer.random_state import restore_random_state
-from redline.trainer.reference import Reference
-from redline.trainer.reports import of_step
-from redline.trainer.staging import Staging, Values
-from redline.trainer.token_numbers import TokenNumbers, batch_advantages, batch_weights, reward_kl
-from redline.trainer.totals import PlannedStep, SeenStep, StepTotals
+from redline.trainer.batches.budget import Budgets, TokenBudget, find_budgets, with_oom_retry
+from redline.trainer.batches.cost import CostModel
+from redline.trainer.batches.micro_batches import MicroBatch, MicroBatchPlan, plan_micro_batches
+from redline.trainer.batches.mini_batches import UpdatePlace, divide, part_of
+from redline.trainer.batches.staging import Staging, Values
+from redline.trainer.checkpoints.background import CheckpointWriter
+from redline.trainer.checkpoints.folder import load_checkpoint
+from redline.trainer.checkpoints.random_state import restore_random_state
+from redline.trainer.loss.algorithm import LossInputs, policy_loss
+from redline.trainer.loss.off_policy import correction_for
+from redline.trainer.loss.token_numbers import TokenNumbers, batch_advantages, batch_weights, reward_kl
+from redline.trainer.optimizer import schedule
+from redline.trainer.optimizer.adamw import MasterAdamW
+from redline.trainer.optimizer.finite import BadStep, BadSteps
+from redline.trainer.parallel.place import find_place
+from redline.trainer.parallel.processes import Parallel
+from redline.trainer.passes.critic import Critic, CriticReport, critic_settings, explained_variance
+from redline.trainer.passes.forward import by_token, chosen_logprobs, network_inputs, recompute
+from redline.trainer.passes.reference import Reference
+from redline.trainer.passes.reports import of_step
+from redline.trainer.passes.totals import PlannedStep, SeenStep, StepTotals
 from redline.types import StepReport, TrainBatch, WeightSet
 
 FORWARD_RATIO = 4

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from redline.buffer.segments import segment_files
-from redline.buffer.show import StoredRun
+from redline.buffer.store.segments import segment_files
+from redline.buffer.store.show import StoredRun
 from redline.errors import RunFolderError
 from redline.telemetry import RunFolder
-from redline.telemetry.samplers import LEFT_OUT
-from redline.telemetry.trace import left_out_of
+from redline.telemetry.files.trace import left_out_of
+from redline.telemetry.machine.samplers import LEFT_OUT
 from redline.web.columns import Columns
 
 

@@ -22,10 +22,10 @@ from pathlib import Path
 from typing import Any
 
 from redline.telemetry import Ledger, RunFolder
-from redline.telemetry.failed_attempts import reaches_target
-from redline.telemetry.failure import read_failure
-from redline.telemetry.targets import Evidence
-from redline.telemetry.timeline import bottleneck, in_words, phase_of, step_phases
+from redline.telemetry.files.failure import read_failure
+from redline.telemetry.summary.failed_attempts import reaches_target
+from redline.telemetry.summary.targets import Evidence
+from redline.telemetry.summary.timeline import bottleneck, in_words, phase_of, step_phases
 from redline.web.columns import MOST_POINTS, Columns, Json, spread
 from redline.web.left_out import LeftOut
 from redline.web.status import is_closed, status_of

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from redline.errors import RunFolderError
-from redline.telemetry.durable import replace_file
+from redline.telemetry.files.durable import replace_file
 from redline.web.page import report_page
 from redline.web.reader import RunReader
 from redline.web.trajectories import Trajectories

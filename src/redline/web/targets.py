@@ -9,7 +9,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from redline.config.schema import Config
-from redline.telemetry.targets import Evidence, judge
+from redline.telemetry.summary.targets import Evidence, judge
 
 
 def judged(evidence: Evidence, config: Mapping[str, Any]) -> list[dict[str, Any]]:

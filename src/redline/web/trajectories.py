@@ -8,8 +8,8 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from redline.buffer.index import GroupRow
-from redline.buffer.show import StoredRun
+from redline.buffer.store.index import GroupRow
+from redline.buffer.store.show import StoredRun
 from redline.errors import RunFolderError
 from redline.web.columns import Json, spread
 
@@ -157,7 +157,7 @@ def _tokenizer_file(run: Path, model: str, seed: int) -> Path | None:
 
 def _cached_tokenizer(model: str, seed: int) -> Path | None:
     """Of a built-in model, a converted .gguf file or a hub id, where it lies in the user's cache."""
-    from redline.models.sources import cached_folder
+    from redline.models.files.sources import cached_folder
 
     folder = cached_folder(model, seed)
     if folder is not None:

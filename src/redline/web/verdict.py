@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from redline.telemetry.ledger import UNACCOUNTED, LaneLedger, Ledger
-from redline.telemetry.timeline import ROLLOUTS_LANE, by_phase, in_words
+from redline.telemetry.summary.timeline import ROLLOUTS_LANE, by_phase, in_words
 
 SMALL = 0.05
 """Waiting of a smaller part of the time is no bound worth a sentence."""

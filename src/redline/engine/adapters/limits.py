@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from redline.engine.admission import Limits
+from redline.engine.native.admission import Limits
 
 MAX_TOP_LOGPROBS = 20
 UNLIMITED = 2**31

@@ -20,7 +20,7 @@ from redline.engine.adapters.json_client import Json, JsonClient
 from redline.engine.adapters.limits import UNLIMITED, limits_of
 from redline.engine.adapters.scoring import add_scores, check_room
 from redline.engine.adapters.seeds import completion_seed
-from redline.engine.admission import check_request
+from redline.engine.native.admission import check_request
 from redline.errors import EngineError
 from redline.telemetry import span
 from redline.types import Completion, FinishReason, GenerateRequest, SamplingParams, TopLogprobs, VersionSpan, WeightUpdate

@@ -17,11 +17,11 @@ import torch
 from redline.config.schema import EngineConfig
 from redline.engine.adapters.transformers_batch import Batch, CachedBatch, RecomputedBatch, abilities_of
 from redline.engine.adapters.transformers_rows import Row, Running, top_logprobs
-from redline.engine.admission import Limits, check_request
-from redline.engine.engine import MAX_TOP_LOGPROBS, Event
-from redline.engine.sampler import Sampled
+from redline.engine.native.admission import Limits, check_request
+from redline.engine.native.engine import MAX_TOP_LOGPROBS, Event
+from redline.engine.native.running.sampler import Sampled
+from redline.engine.native.text.stop_strings import StopSearch
 from redline.engine.stats import EngineStats, Rate
-from redline.engine.stop_strings import StopSearch
 from redline.errors import EngineError
 from redline.models.spec import fixed_positions, position_limit
 from redline.telemetry import span

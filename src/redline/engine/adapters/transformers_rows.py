@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 
 from redline.engine.adapters.transformers_batch import Batch
-from redline.engine.rows import NO_TOKEN
-from redline.engine.sampler import Sampled, SamplingRows, sample, stream
-from redline.engine.sequence import Wants
-from redline.engine.stop_strings import StopSearch
+from redline.engine.native.running.rows import NO_TOKEN
+from redline.engine.native.running.sampler import Sampled, SamplingRows, sample, stream
+from redline.engine.native.sequence import Wants
+from redline.engine.native.text.stop_strings import StopSearch
 from redline.types import FinishReason, GenerateRequest, SamplingParams, TopLogprobs
 
 

@@ -22,7 +22,7 @@ from redline.engine.adapters.limits import MAX_TOP_LOGPROBS, holds_tokenizer, li
 from redline.engine.adapters.pushed_weights import PushedWeights
 from redline.engine.adapters.scoring import add_scores, check_room
 from redline.engine.adapters.seeds import completion_seed
-from redline.engine.admission import check_request
+from redline.engine.native.admission import check_request
 from redline.errors import EngineError
 from redline.telemetry import span
 from redline.types import Completion, FinishReason, GenerateRequest, SamplingParams, TopLogprobs, VersionSpan

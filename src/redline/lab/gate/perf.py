@@ -21,13 +21,13 @@ from rich.console import Console
 from rich.table import Table
 
 from redline.errors import CompareError
+from redline.lab.evidence.statistics import of_log_ratios
 from redline.lab.gate.baseline import RATIO, Baseline, Check, Figure, device_class
 from redline.lab.gate.counts import count
 from redline.lab.gate.reference import VERSION, Reference
 from redline.lab.gate.workloads import SAMPLED, WORKLOADS, Work
-from redline.lab.machine import device_name, synchronize
-from redline.lab.pairs import interleave
-from redline.lab.statistics import of_log_ratios
+from redline.lab.measure.machine import device_name, synchronize
+from redline.lab.measure.pairs import interleave
 from redline.telemetry import describe_environment
 
 COUNTED, TIMED = "builtin:tiny", "builtin:small"

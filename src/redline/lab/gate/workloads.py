@@ -15,11 +15,11 @@ from redline import loop
 from redline.config import resolve, validate
 from redline.config.schema import EngineConfig, TrainerConfig
 from redline.engine import NativeEngine
-from redline.lab.networks import make_network
-from redline.lab.prompts import random_prompts
-from redline.lab.sides import Batch, EngineSide
-from redline.lab.train_batches import long_tailed_lengths, random_batch
-from redline.lab.training_sides import RedlineTraining
+from redline.lab.material.networks import make_network
+from redline.lab.material.prompts import random_prompts
+from redline.lab.material.train_batches import long_tailed_lengths, random_batch
+from redline.lab.peers.generation_sides import Batch, EngineSide
+from redline.lab.peers.training_sides import RedlineTraining
 from redline.launch import build
 from redline.telemetry import Progress, RunFolder
 from redline.types import StepReport, TrainBatch, TrajectoryGroup, WeightUpdate
@@ -73,7 +73,7 @@ def loop_step(model: str, device: torch.device) -> Iterator[Work]:
         "run": {"device": device.type, "num_threads": 1, "steps": 1000, "checkpoint_every": 0},
         "model": {"path": model, "dtype": "float32"},
         "rollouts": {
-            "task": {"kind": "import", "path": "redline.lab.tasks:Letters"},
+            "task": {"kind": "import", "path": "redline.lab.material.tasks:Letters"},
             "groups_per_step": GROUPS,
             "group_size": GROUP_SIZE,
             "max_new_tokens": NEW_TOKENS,

@@ -7,12 +7,12 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, get_args
 
+from redline.lab.bench.table import quantity
 from redline.lab.plan.memory import MemoryEstimate, estimate_memory, kv_bytes_needed
 from redline.lab.plan.rates import Rates
 from redline.lab.plan.setup import Setup
 from redline.lab.plan.timing import estimate_time
-from redline.lab.table import quantity
-from redline.models.memory import Checkpointing
+from redline.models.sizes.memory import Checkpointing
 
 LORA_RANK = 16
 MOST_CUTS = 3

@@ -14,9 +14,9 @@ from typing import Any
 import torch
 
 from redline.errors import RedlineError
-from redline.lab.machine import measure_machine, resident_bytes
+from redline.lab.measure.machine import measure_machine, resident_bytes
 from redline.lab.plan.devices import CPU_PRICE, Device
-from redline.models.sources import cache_root
+from redline.models.files.sources import cache_root
 from redline.telemetry import describe_environment
 
 
@@ -74,9 +74,9 @@ def _idle_bytes() -> int:
 def main() -> None:
     """In a process of its own: what a run loads before its model."""
     from redline.config.schema import TrainerConfig
-    from redline.lab.networks import make_network
-    from redline.lab.train_batches import random_batch
-    from redline.lab.training_sides import RedlineTraining
+    from redline.lab.material.networks import make_network
+    from redline.lab.material.train_batches import random_batch
+    from redline.lab.peers.training_sides import RedlineTraining
 
     network = make_network("builtin:tiny", torch.device("cpu"), torch.bfloat16, seed=0)
     side = RedlineTraining(network.decoder, torch.bfloat16, TrainerConfig())

@@ -8,8 +8,8 @@
     weight sync    + what is on its way to engines that do not share the weights
     wake-up        + nothing: the cache comes back to where it was
 
-What each term is made of is in `models/memory.py`, which the trainer plans its own micro-batches with. The numbers of the CUDA
-context and of gaps are allowances; torch's allocator counts neither.
+`models/sizes/memory.py` has what each term is made of, and the trainer plans its micro-batches with it. The numbers of the
+CUDA context and of gaps are allowances; torch's allocator counts neither.
 """
 
 from __future__ import annotations
@@ -19,14 +19,22 @@ from dataclasses import dataclass, field
 
 import torch
 
-from redline.engine.kv_cache import KVCache
-from redline.engine.sizing import CPU_CACHE_BYTES, block_size_for
+from redline.engine.native.cache.kv_cache import KVCache
+from redline.engine.native.cache.sizing import CPU_CACHE_BYTES, block_size_for
 from redline.errors import TrainingError
 from redline.lab.plan.setup import Setup
-from redline.models.memory import FLOAT32, LayerBytes, ParameterBytes, TokenBytes, around_bytes, counted_bytes, layer_bytes
-from redline.trainer.budget import Budgets, MemoryPlan, cpu_budgets, logits_bytes, tokens_kept
-from redline.trainer.logprobs import CHUNK_BYTES, KEPT_BYTES, chunk_rows
-from redline.trainer.offload import STRETCH_ELEMENTS
+from redline.models.sizes.memory import (
+    FLOAT32,
+    LayerBytes,
+    ParameterBytes,
+    TokenBytes,
+    around_bytes,
+    counted_bytes,
+    layer_bytes,
+)
+from redline.trainer.batches.budget import Budgets, MemoryPlan, cpu_budgets, logits_bytes, tokens_kept
+from redline.trainer.loss.logprobs import CHUNK_BYTES, KEPT_BYTES, chunk_rows
+from redline.trainer.optimizer.offload import STRETCH_ELEMENTS
 from redline.trainer.trainer import FORWARD_RATIO
 
 CUDA_CONTEXT = 700 * 2**20
@@ -125,7 +133,7 @@ def held_terms(setup: Setup) -> dict[str, int]:
     if setup.reward_model is not None:
         terms["reward model"] = size * setup.reward_model.parameters
     if not setup.device.is_gpu:
-        terms["gradients"] = own.gradients  # kept from step to step (trainer/optimizer.py)
+        terms["gradients"] = own.gradients  # kept from step to step (trainer/optimizer/adamw.py)
     return {name: value for name, value in terms.items() if value}
 
 
@@ -178,7 +186,7 @@ def balanced(tokens: int, most: int) -> int:
 
 
 def trainer_plan(setup: Setup, kv_bytes: int) -> MemoryPlan:
-    """What the trainer will find when it plans its first step (`trainer/budget.py`)."""
+    """What the trainer will find when it plans its first step (`trainer/batches/budget.py`)."""
     own = policy_bytes(setup)
     held = held_terms(setup)
     others = sum(held.values()) - own.weights - own.masters - own.moments + kv_bytes + CUDA_CONTEXT
@@ -193,7 +201,7 @@ def trainer_plan(setup: Setup, kv_bytes: int) -> MemoryPlan:
 
 
 def _kv_cache(setup: Setup) -> tuple[int, int, str]:
-    """As `engine/sizing.py` sizes it: the bytes given, or what the utilization leaves once the trainer has its state."""
+    """As `engine/native/cache/sizing.py` has it: the bytes given, or what the utilization leaves beside the trainer's state."""
     engine, shape = setup.config.engine, setup.model.shape
     block = block_size_for(engine, torch.device(setup.kind))
     per_block = KVCache.bytes_per_block(shape, block, setup.dtype) // engine.tensor_parallel_size
@@ -270,7 +278,7 @@ def per_token(setup: Setup, tokens: int) -> TokenBytes:
 
 def kept_logits(setup: Setup, predicted: int) -> tuple[int, int]:
     """Logits that stay for the backward pass, and the most that are there beside them, chunk by chunk as
-    `trainer/logprobs.py` makes them."""
+    `trainer/loss/logprobs.py` makes them."""
     kind, vocabulary = setup.kind, setup.model.shape.vocab_size
     rows = chunk_rows(predicted, vocabulary, setup.dtype, kind, KEPT_BYTES[kind])
     chunks = [rows] * (predicted // rows) + ([predicted % rows] if predicted % rows else [])
@@ -420,7 +428,7 @@ def _weight_sync(setup: Setup) -> dict[str, int]:
 
 
 def host_terms(setup: Setup) -> dict[str, int]:
-    """Of one process. A checkpoint is copied to host memory that stays (`trainer/async_checkpoint.py`)."""
+    """Of one process. A checkpoint is copied to host memory that stays (`trainer/checkpoints/background.py`)."""
     config, size = setup.config, setup.dtype.itemsize
     on_device = setup.device.is_gpu
     terms = {"process": setup.process_bytes}

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from redline.config import Config, resolve
+from redline.lab.bench.table import quantity
 from redline.lab.plan.advice import Choice, Cut, choices, choose_parallel, find_cuts, fits, room
 from redline.lab.plan.calibration import rates_of
 from redline.lab.plan.cpu import this_cpu
@@ -18,7 +19,6 @@ from redline.lab.plan.memory import MemoryEstimate, Phase, estimate_memory
 from redline.lab.plan.rates import Rates
 from redline.lab.plan.setup import PROCESS_BYTES, PROMPT_TOKENS, Setup, make_setup
 from redline.lab.plan.timing import TimeEstimate, estimate_time
-from redline.lab.table import quantity
 from redline.telemetry import describe_environment
 
 MILLION = 1_000_000

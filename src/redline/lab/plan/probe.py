@@ -19,15 +19,15 @@ import torch
 
 from redline.config.schema import EngineConfig, TrainerConfig
 from redline.engine import NativeEngine
-from redline.lab.machine import synchronize, take_peak
-from redline.lab.networks import make_network
-from redline.lab.phases import PHASES, phase_differences, phase_peaks, phase_seconds
+from redline.lab.bench.settings import BenchSettings, as_recipe
+from redline.lab.material.networks import make_network
+from redline.lab.material.prompts import random_prompts
+from redline.lab.material.train_batches import random_batch
+from redline.lab.measure.machine import synchronize, take_peak
+from redline.lab.measure.phases import PHASES, phase_differences, phase_peaks, phase_seconds
+from redline.lab.peers.generation_sides import Batch, EngineSide
+from redline.lab.peers.training_sides import RedlineTraining
 from redline.lab.plan.points import Point
-from redline.lab.prompts import random_prompts
-from redline.lab.settings import BenchSettings, as_recipe
-from redline.lab.sides import Batch, EngineSide
-from redline.lab.train_batches import random_batch
-from redline.lab.training_sides import RedlineTraining
 from redline.launch import prepare_process
 
 TIMED = 3

@@ -10,12 +10,12 @@ import torch
 
 from redline.config import Config, resolve
 from redline.errors import ConfigError
+from redline.lab.material.workloads import RANDOM
 from redline.lab.plan.devices import Device
 from redline.lab.plan.shapes import Model, describe_model
-from redline.lab.workloads import RANDOM
-from redline.models.memory import Checkpointing, LayerCode, layer_code
-from redline.models.packed_attention import MAX_SCORES
-from redline.trainer.cost import CostModel
+from redline.models.attention.packed import MAX_SCORES
+from redline.models.sizes.memory import Checkpointing, LayerCode, layer_code
+from redline.trainer.batches.cost import CostModel
 
 PROMPT_TOKENS = 128
 """Of a prompt, where nobody says: tasks are not loaded, so their prompts cannot be counted."""

@@ -9,13 +9,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from redline.errors import ConfigError, ModelError
+from redline.lab.material.workloads import RANDOM, SHAPES
 from redline.lab.plan.gguf_header import config_from_header
-from redline.lab.workloads import RANDOM, SHAPES
-from redline.models.hf import load_config
-from redline.models.memory import adapter_parameters, num_parameters
-from redline.models.sources import packaged_smollm2
+from redline.models.files.hf import load_config
+from redline.models.files.sources import packaged_smollm2
+from redline.models.files.tiny import SMALL, TINY, shape_config
+from redline.models.sizes.memory import adapter_parameters, num_parameters
 from redline.models.spec import DecoderSpec, ModelShape, fixed_positions, is_ours, refuse_quantized, spec_from_config
-from redline.models.tiny import SMALL, TINY, shape_config
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig

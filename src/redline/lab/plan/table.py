@@ -9,8 +9,8 @@ from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from redline.lab.bench.table import quantity
 from redline.lab.plan.plan import Plan
-from redline.lab.table import quantity
 
 SMALL = 0.005
 """Share of the worst phase below which a term has no column of its own."""

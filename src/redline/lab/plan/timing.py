@@ -6,9 +6,9 @@
     optimizer     gradients, masters, moments and weights / bandwidth, or over the bus where they are offloaded
 
 A kernel is bound by memory or by products, and kernels follow one another: so it is the sum of their bounds, not the larger of
-two sums (`lab/roofline.py` has that, which nobody can beat). Products and memory are divided by the share of the device's rate
-that our code reaches, and every layer of every pass adds an overhead: the kernels that are too small to count, and their
-launches. `calibration.py` finds the three.
+two sums (`lab/measure/roofline.py` has that, which nobody can beat). Products and memory are divided by the share of the
+device's rate that our code reaches, and every layer of every pass adds an overhead: the kernels that are too small to count,
+and their launches. `calibration.py` finds the three.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from dataclasses import dataclass, field
 
 import torch
 
+from redline.lab.measure.roofline import NetworkCost
 from redline.lab.plan.memory import MemoryEstimate, layer, policy_bytes, trained_share
 from redline.lab.plan.rates import Cost, Efficiency, Rates
 from redline.lab.plan.setup import Setup
 from redline.lab.plan.shapes import Model
-from redline.lab.roofline import NetworkCost
-from redline.models.memory import FLOAT32
+from redline.models.sizes.memory import FLOAT32
 from redline.models.spec import DecoderSpec
 
 KEPT_TRAFFIC = 3
@@ -36,8 +36,8 @@ second, and as much again for three gradients."""
 FOUND_IN_CACHE = 0.5
 """Of a prompt that several rows share: what the second row reads of it beyond the first. Rows of a group stand side by side."""
 QUANTIZED_PASSES = 75
-"""Operations of `trainer/quantized_states.py` on both moments, on a CPU one after the other: each reads and writes float32
-elements."""
+"""Operations of `trainer/optimizer/quantized_states.py` on both moments, on a CPU one after the other: each reads and
+writes float32 elements."""
 LINK_SHARE = 0.7
 """Of a link's bandwidth, that collectives of megabytes reach."""
 COLLECTIVE_LATENCY = 12e-6

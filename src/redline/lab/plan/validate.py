@@ -14,6 +14,7 @@ from rich.console import Console
 from rich.table import Table
 
 from redline.config.load import validate as validate_recipe
+from redline.lab.bench.table import quantity
 from redline.lab.plan.calibration import ASSUMED, ASSUMED_CPU, fit, observations_of, training_setup
 from redline.lab.plan.cpu import measure_cpu
 from redline.lab.plan.devices import CPU_PRICE, Device, find_device
@@ -23,7 +24,6 @@ from redline.lab.plan.probe import CPU_THREADS, probe
 from redline.lab.plan.rates import Rates
 from redline.lab.plan.setup import Setup, make_setup
 from redline.lab.plan.timing import estimate_time
-from redline.lab.table import quantity
 from redline.telemetry import describe_environment, write_json
 
 TOLERANCES = {"cuda": (0.08, 0.25), "cpu": (0.15, 0.35)}

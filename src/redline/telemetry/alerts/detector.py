@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from redline.config.schema import AlertKind
-from redline.telemetry.activity import Activity
+from redline.telemetry.stalls.activity import Activity
 
 Row = Mapping[str, Any]
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections import deque
 
-from redline.telemetry.activity import Activity
 from redline.telemetry.alerts.detector import Detector, Episode, Finding, Row, number
 from redline.telemetry.alerts.robust import median, slope, trend_p_value
+from redline.telemetry.stalls.activity import Activity
 
 GIB = 2**30
 

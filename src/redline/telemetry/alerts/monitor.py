@@ -11,7 +11,6 @@ from typing import Any
 
 from redline.config.schema import AlertKind, AlertsConfig, Config
 from redline.errors import boundary
-from redline.telemetry.activity import Activity
 from redline.telemetry.alerts.bias import LengthBias
 from redline.telemetry.alerts.detector import Detector, Finding, Row
 from redline.telemetry.alerts.host import DeadWorkers, HostMemorySlope
@@ -19,7 +18,8 @@ from redline.telemetry.alerts.pipeline import KvSaturation, StalenessRise, Throu
 from redline.telemetry.alerts.training import AbortStorm, NotFinite, NotLearning, RewardCollapse
 from redline.telemetry.alerts.waits import LongWait, StalledRollouts
 from redline.telemetry.alerts.webhook import Webhook, webhook_url
-from redline.telemetry.durable import drop_torn_line
+from redline.telemetry.files.durable import drop_torn_line
+from redline.telemetry.stalls.activity import Activity
 
 EXPLAINED_BY: Mapping[AlertKind, frozenset[AlertKind]] = {
     "long_wait": frozenset({"stalled_rollouts", "stall", "dead_worker"}),

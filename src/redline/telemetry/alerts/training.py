@@ -9,7 +9,7 @@ from statistics import fmean
 
 from redline.telemetry.alerts.detector import Detector, Episode, Finding, Row, number
 from redline.telemetry.alerts.robust import step_noise
-from redline.telemetry.learning import has_signal
+from redline.telemetry.summary.learning import has_signal
 
 ALWAYS = ("trainer/loss", "trainer/grad_norm")
 """Every step has them."""

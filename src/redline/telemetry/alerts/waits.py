@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections import defaultdict, deque
 from collections.abc import Mapping
 
-from redline.telemetry.activity import WAITS_FOR_GROUPS, Activity
 from redline.telemetry.alerts.detector import Detector, Episode, Finding, Row, number
 from redline.telemetry.alerts.robust import explained_by, median
+from redline.telemetry.stalls.activity import WAITS_FOR_GROUPS, Activity
 
 MIN_HISTORY = 12
 """Steps before a wait has a history that explains anything."""

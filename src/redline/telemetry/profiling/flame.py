@@ -9,7 +9,7 @@ import subprocess
 from pathlib import Path
 
 from redline.config.installation import how_to_install
-from redline.telemetry.stacks import find_py_spy
+from redline.telemetry.stalls.stacks import find_py_spy
 
 SAMPLES_PER_S = 100
 LONGEST_S = 3600

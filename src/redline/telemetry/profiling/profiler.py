@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Any
 from redline.config.schema import Config
 from redline.errors import boundary
 from redline.ports import Trainer
-from redline.telemetry.durable import replace_file, write_json
+from redline.telemetry.files.durable import replace_file, write_json
+from redline.telemetry.files.run_folder import RunFolder
 from redline.telemetry.processes import FLUSH_S, read_processes
 from redline.telemetry.profiling.flame import FlameGraph
 from redline.telemetry.profiling.request import ProfileRequest, step_folder, take
@@ -30,7 +31,6 @@ from redline.telemetry.profiling.timeline import (
     torch_offset_us,
     worker_events,
 )
-from redline.telemetry.run_folder import RunFolder
 from redline.telemetry.spans import Recorder
 from redline.types import StepReport, TrainBatch, WeightSet
 

@@ -12,8 +12,8 @@ from typing import Any, get_args
 
 from redline.config.schema import ProfileKind
 from redline.errors import RunFolderError
-from redline.telemetry.durable import write_json
-from redline.telemetry.run_folder import RunFolder
+from redline.telemetry.files.durable import write_json
+from redline.telemetry.files.run_folder import RunFolder
 
 POLL_S = 0.2
 

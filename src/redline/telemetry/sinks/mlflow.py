@@ -17,7 +17,7 @@ from mlflow.exceptions import MlflowException
 
 from redline.config.schema import Config
 from redline.errors import ConfigError
-from redline.telemetry.run_folder import RunFolder
+from redline.telemetry.files.run_folder import RunFolder
 from redline.telemetry.sinks.sink import Sink, check_reachable, flat
 
 MAX_PARAMS = 100

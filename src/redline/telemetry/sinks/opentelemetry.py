@@ -36,7 +36,7 @@ from opentelemetry.trace import SpanContext, TraceFlags
 from redline import __version__
 from redline.config.schema import Config
 from redline.errors import ConfigError
-from redline.telemetry.run_folder import RunFolder
+from redline.telemetry.files.run_folder import RunFolder
 from redline.telemetry.sinks.sink import check_reachable, numbers
 from redline.telemetry.spans import Span
 

@@ -15,8 +15,8 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, start_http_serv
 
 from redline.config.schema import Config
 from redline.errors import ConfigError
-from redline.telemetry.durable import write_json
-from redline.telemetry.run_folder import RunFolder
+from redline.telemetry.files.durable import write_json
+from redline.telemetry.files.run_folder import RunFolder
 from redline.telemetry.sinks.sink import numbers
 
 

@@ -12,8 +12,8 @@ from urllib.parse import urlsplit
 
 from redline.config.schema import Config
 from redline.errors import ConfigError
-from redline.telemetry.durable import write_json
-from redline.telemetry.run_folder import RunFolder
+from redline.telemetry.files.durable import write_json
+from redline.telemetry.files.run_folder import RunFolder
 
 CONNECT_S = 5.0
 

@@ -16,7 +16,7 @@ from typing import Any
 from tensorboardX import SummaryWriter
 
 from redline.config.schema import Config
-from redline.telemetry.run_folder import RunFolder
+from redline.telemetry.files.run_folder import RunFolder
 from redline.telemetry.sinks.sink import Sink
 
 

@@ -16,7 +16,7 @@ from huggingface_hub import get_token
 
 from redline.config.schema import Config
 from redline.errors import ConfigError
-from redline.telemetry.run_folder import RunFolder
+from redline.telemetry.files.run_folder import RunFolder
 from redline.telemetry.sinks.sink import Sink, flat
 
 # It prints alerts and its own end; stdout is for data. Its thread may not redirect the stdout of the others.

@@ -18,7 +18,7 @@ import wandb
 
 from redline.config.schema import Config
 from redline.errors import ConfigError
-from redline.telemetry.run_folder import RunFolder
+from redline.telemetry.files.run_folder import RunFolder
 from redline.telemetry.sinks.sink import Sink, connection_error
 
 INIT_S = 30

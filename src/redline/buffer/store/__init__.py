@@ -1,0 +1,1 @@
+"""The trajectories of a run: a small database of Arrow files and an index."""

@@ -1,0 +1,286 @@
+"""`index.sqlite`: one row per group, what became of it and where it lies.
+
+SQLite in WAL mode: a transaction survives a kill, and others may read while a run writes. Rows carry a checksum of their own,
+since SQLite notices damage to its pages but not to the values in them.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import sqlite3
+import zlib
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, fields
+from operator import attrgetter
+from pathlib import Path
+from typing import Any, Literal
+
+from redline.buffer.store.group_store import GroupState
+from redline.errors import RunFolderError
+from redline.telemetry.files.durable import flush_to_disk
+
+INDEX_NAME = "index.sqlite"
+PATIENCE_S = 30.0
+"""How long to wait for another program that is writing to the index: a backup, a browser of databases."""
+_SIDES = ("", "-wal", "-shm")
+
+
+class DamagedIndexError(Exception):
+    """The index is missing, or not what was written."""
+
+
+@dataclass(slots=True, frozen=True)
+class GroupRow:
+    """A group as the index has it. Times are seconds since 1970."""
+
+    number: int
+    state: GroupState
+    begun_version: int
+    begun_at: float
+    reason: str | None = None
+    """Why it was dropped."""
+    oldest_version: int | None = None
+    newest_version: int | None = None
+    """The versions it was sampled with; this and what follows is there once it is complete."""
+    reward: float | None = None
+    """Mean over its attempts."""
+    num_tokens: int = 0
+    """Of all its attempts, prompts included."""
+    num_attempts: int = 0
+    has_signal: bool = False
+    segment: int | None = None
+    first_row: int = 0
+    """Of `num_attempts` in its segment."""
+    ready_at: float | None = None
+    trained_version: int | None = None
+    """The step that trained on it, or that it is leased to."""
+    settled_at: float | None = None
+    """When it was trained or dropped."""
+
+    @property
+    def end_row(self) -> int:
+        return self.first_row + self.num_attempts
+
+    @property
+    def is_stored(self) -> bool:
+        return self.segment is not None
+
+    @property
+    def is_live(self) -> bool:
+        """Its tokens are still wanted."""
+        return self.state in (GroupState.READY, GroupState.LEASED)
+
+
+COLUMNS = tuple(field.name for field in fields(GroupRow))
+_STATE, _SIGNAL = COLUMNS.index("state"), COLUMNS.index("has_signal")
+_get_all = attrgetter(*COLUMNS)
+_TABLE = f"""
+CREATE TABLE IF NOT EXISTS groups (
+  number INTEGER PRIMARY KEY, state TEXT NOT NULL, begun_version INTEGER NOT NULL, begun_at REAL NOT NULL, reason TEXT,
+  oldest_version INTEGER, newest_version INTEGER, reward REAL, num_tokens INTEGER NOT NULL, num_attempts INTEGER NOT NULL,
+  has_signal INTEGER NOT NULL, segment INTEGER, first_row INTEGER NOT NULL, ready_at REAL, trained_version INTEGER,
+  settled_at REAL, checksum INTEGER NOT NULL,
+  CHECK (state IN ({", ".join(repr(state.value) for state in GroupState)}))
+)"""
+_FLUSHED = "CREATE TABLE IF NOT EXISTS flushed (segment INTEGER NOT NULL, end_row INTEGER NOT NULL)"
+"""One row: how far the segments were on the disk for certain. An index of an earlier version has no such table."""
+_PUT = f"REPLACE INTO groups ({', '.join(COLUMNS)}, checksum) VALUES ({', '.join('?' * (len(COLUMNS) + 1))})"
+_GET = f"SELECT {', '.join(COLUMNS)}, checksum FROM groups"
+
+
+_LIVE = "state IN ('ready', 'leased')"
+_NEWEST = "MAX(MAX(begun_version, COALESCE(trained_version, 0)))"
+_TOTALS = f"""SELECT segment, SUM({_LIVE}), {_NEWEST}, MAX(first_row + num_attempts) FROM groups
+WHERE segment IS NOT NULL GROUP BY segment"""
+_LAST = f"SELECT COALESCE(MAX(number) + 1, 0), COALESCE({_NEWEST}, 0) FROM groups"
+
+
+@dataclass(slots=True)
+class SegmentTotals:
+    """Of the groups in a segment."""
+
+    num_live: int = 0
+    """Groups whose tokens are still wanted."""
+    newest: int = -1
+    """The last step that had to do with any of them."""
+    end_row: int = 0
+    """The rows that the index knows."""
+
+
+class GroupIndex:
+    """The rows, on disk."""
+
+    def __init__(self, folder: Path, mode: Literal["rwc", "rw", "ro"] = "rwc") -> None:
+        """`mode` as SQLite has it: make it where it is not there, write, or only read."""
+        self.path = folder / INDEX_NAME
+        with _explained(self.path):
+            uri = f"{self.path.absolute().as_uri()}?mode={mode}"
+            self._database = sqlite3.connect(uri, timeout=PATIENCE_S, uri=True, isolation_level=None, check_same_thread=False)
+        try:
+            with _explained(self.path):
+                self._set_up(mode)
+        except BaseException:
+            self._database.close()
+            raise
+
+    def _set_up(self, mode: str) -> None:
+        if mode != "ro":
+            self._database.execute("PRAGMA journal_mode = WAL")
+            self._database.execute("PRAGMA synchronous = NORMAL")
+        if mode == "rwc":
+            is_new = not self._database.execute("SELECT COUNT(*) FROM sqlite_master WHERE name = 'groups'").fetchone()[0]
+            self._database.execute(_TABLE)
+            if is_new:
+                self._put_flushed(0, 0)
+        else:
+            self._database.execute(f"{_GET} LIMIT 0")
+
+    def put(self, rows: Iterable[GroupRow]) -> None:
+        """All or none of them."""
+        with _explained(self.path), self._transaction():
+            self._database.executemany(_PUT, [_values(row) for row in rows])
+
+    def rows(self, where: str = "", *values: Any) -> Iterator[GroupRow]:
+        """By number, each compared with its checksum; `where` is SQL."""
+        with _explained(self.path):
+            for found in self._database.execute(f"{_GET} {where and 'WHERE ' + where} ORDER BY number", values):
+                yield _row(self.path, found)
+
+    def stored_after(self, count: int) -> Iterator[GroupRow]:
+        """In the order in which they came, without the first `count`."""
+        with _explained(self.path):
+            order = "WHERE segment IS NOT NULL ORDER BY segment, first_row LIMIT -1 OFFSET ?"
+            for found in self._database.execute(f"{_GET} {order}", (count,)):
+                yield _row(self.path, found)
+
+    def newest(self) -> Iterator[GroupRow]:
+        """Those that are stored, from the last number back."""
+        with _explained(self.path):
+            for found in self._database.execute(f"{_GET} WHERE segment IS NOT NULL ORDER BY number DESC"):
+                yield _row(self.path, found)
+
+    def trained_steps(self, segments: Iterable[int]) -> list[int]:
+        """Versions that were trained on a group of one of these segments, in order."""
+        there = ", ".join(str(int(number)) for number in segments)
+        found = f"SELECT DISTINCT trained_version FROM groups WHERE state = 'trained' AND segment IN ({there}) ORDER BY 1"
+        with _explained(self.path):
+            return [version for (version,) in self._database.execute(found)]
+
+    def get(self, number: int) -> GroupRow | None:
+        return next(self.rows("number = ?", number), None)
+
+    def totals(self) -> tuple[dict[GroupState, int], dict[int, SegmentTotals], int, int]:
+        """Groups in each state; of each segment; the next number; the last version. Without reading row by row."""
+        with _explained(self.path):
+            counts = self._database.execute("SELECT state, COUNT(*) FROM groups GROUP BY state").fetchall()
+            segments = self._database.execute(_TOTALS).fetchall()
+            number, version = self._database.execute(_LAST).fetchone()
+        if not all(isinstance(value, int) for found in (*segments, (number, version)) for value in found):
+            raise DamagedIndexError(f"{self.path}: something else where there should be a whole number")
+        return (
+            {GroupState(state): count for state, count in counts},
+            {segment: SegmentTotals(*found) for segment, *found in segments},
+            number,
+            version,
+        )
+
+    def reasons(self) -> dict[str, int]:
+        """Why groups were dropped, and how many for each reason."""
+        with _explained(self.path):
+            return dict(self._database.execute("SELECT reason, COUNT(*) FROM groups WHERE state = 'dropped' GROUP BY reason"))
+
+    def count_outside(self, segments: Iterable[int]) -> int:
+        """Groups that were stored in another segment than these."""
+        there = ", ".join(str(int(number)) for number in segments)
+        counted = f"SELECT COUNT(*) FROM groups WHERE segment IS NOT NULL AND segment NOT IN ({there})"
+        with _explained(self.path):
+            return int(self._database.execute(counted).fetchone()[0])
+
+    def check(self) -> None:
+        """Raises `DamagedIndexError` where SQLite finds its own structures damaged."""
+        with _explained(self.path):
+            problem = self._database.execute("PRAGMA quick_check(1)").fetchone()[0]
+        if problem != "ok":
+            raise DamagedIndexError(f"{self.path}: {problem}")
+
+    @property
+    def flushed(self) -> tuple[int, int] | None:
+        """The segment, and the row of it, before which everything is on the disk; None where nobody has kept count."""
+        with _explained(self.path):
+            if not self._database.execute("SELECT COUNT(*) FROM sqlite_master WHERE name = 'flushed'").fetchone()[0]:
+                return None
+            found = self._database.execute("SELECT segment, end_row FROM flushed").fetchall()
+        return found[0] if len(found) == 1 and all(isinstance(value, int) for value in found[0]) else None
+
+    def mark_flushed(self, segment: int, end_row: int) -> None:
+        """Remember it; it counts from the next `flush` on."""
+        with _explained(self.path), self._transaction():
+            self._put_flushed(segment, end_row)
+
+    def _put_flushed(self, segment: int, end_row: int) -> None:
+        self._database.execute(_FLUSHED)
+        self._database.execute("DELETE FROM flushed")
+        self._database.execute("INSERT INTO flushed VALUES (?, ?)", (segment, end_row))
+
+    def flush(self) -> None:
+        """Everything up to here survives a power cut too. SQLite flushes its log only now and then; its readers are not waited
+        for. (To open the database itself here would be wrong: closing it again would let go of SQLite's locks.)"""
+        log = self.path.with_name(f"{INDEX_NAME}-wal")
+        if log.exists():
+            flush_to_disk(log)
+        with _explained(self.path):
+            self._database.execute("PRAGMA wal_checkpoint(PASSIVE)")
+
+    def close(self) -> None:
+        self._database.close()
+
+    @contextmanager
+    def _transaction(self) -> Iterator[None]:
+        self._database.execute("BEGIN IMMEDIATE")
+        try:
+            yield
+            self._database.execute("COMMIT")
+        except BaseException:
+            if self._database.in_transaction:
+                self._database.execute("ROLLBACK")
+            raise
+
+
+def index_files(folder: Path) -> list[Path]:
+    """The index, and what SQLite keeps beside it."""
+    return [path for side in _SIDES if (path := folder / f"{INDEX_NAME}{side}").exists()]
+
+
+def _values(row: GroupRow) -> tuple[Any, ...]:
+    values = list(_get_all(row))
+    values[_STATE], values[_SIGNAL] = row.state.value, int(row.has_signal)
+    return *values, zlib.crc32(repr(tuple(values)).encode())
+
+
+def _row(path: Path, found: tuple[Any, ...]) -> GroupRow:
+    if zlib.crc32(repr(found[:-1]).encode()) != found[-1]:
+        raise DamagedIndexError(f"{path}: the row of group {found[0]} is not what was written")
+    *values, _ = found
+    values[_STATE], values[_SIGNAL] = GroupState(values[_STATE]), bool(values[_SIGNAL])
+    return GroupRow(*values)
+
+
+@contextmanager
+def _explained(path: Path) -> Iterator[None]:
+    """SQLite's errors in our words; a full disk is the OSError that it is."""
+    try:
+        yield
+    except sqlite3.OperationalError as error:
+        code = getattr(error, "sqlite_errorcode", None)  # Python's own, such as text that is no UTF-8, have none
+        if code in (sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR_WRITE):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path)) from error
+        if code is not None and code & 0xFF in (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED):  # the rest says where
+            raise RunFolderError(
+                f"{path}: another program has locked it for more than {PATIENCE_S:g} s",
+                f"end that program (`fuser {path}` names it), then continue with --resume",
+            ) from error
+        raise DamagedIndexError(f"{path}: {error}") from error
+    except (sqlite3.DatabaseError, UnicodeDecodeError) as error:
+        raise DamagedIndexError(f"{path}: {error}") from error

@@ -1,0 +1,180 @@
+"""Groups in memory, for runs that keep no trajectories: a `GroupStore` that ends with the process.
+
+With a file, `flush` writes which numbers were begun and not trained on, and a resumed run attempts them again. Short answers
+overtake long ones: without it the long ones that were under way would never be trained on, and some short ones twice.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from redline.buffer.store.group_store import GroupInfo, GroupState
+from redline.errors import RunFolderError
+from redline.telemetry.files.durable import write_json
+from redline.types import TrajectoryGroup
+
+KEPT_VERSIONS = 16
+"""Checkpoints that the file of numbers knows of: more than a run keeps, and one of them may be damaged."""
+SETTLED = (GroupState.TRAINED, GroupState.DROPPED)
+
+
+@dataclass(slots=True)
+class _Entry:
+    state: GroupState
+    version: int
+    """At which it came into its state."""
+    group: TrajectoryGroup | None = None
+    info: GroupInfo | None = None
+    """Both from `add` on."""
+    reason: str = ""
+    """Why it was dropped."""
+
+
+class MemoryStore:
+    """Implements `GroupStore`."""
+
+    def __init__(self, horizon: int | None = None, numbers: Path | None = None) -> None:
+        """What was trained or dropped more than `horizon` versions ago is let go, and only counted; None keeps everything, so
+        that `resume` may go back as far as it likes. `numbers` is the file for a run that is resumed by another process."""
+        self._numbers = numbers
+        self._entries: dict[int, _Entry] = {}
+        self._let_go: Counter[GroupState] = Counter()
+        self._dropped_and_gone: Counter[str] = Counter()
+        self._horizon = horizon
+        self._version = 0
+        self._next_number = 0
+
+    @property
+    def next_number(self) -> int:
+        return self._next_number
+
+    @property
+    def counts(self) -> Mapping[str, int]:
+        found = Counter(entry.state for entry in self._entries.values()) + self._let_go
+        return {state: found[state] for state in GroupState}
+
+    @property
+    def dropped(self) -> Mapping[str, int]:
+        there = Counter(entry.reason for entry in self._entries.values() if entry.state is GroupState.DROPPED)
+        return there + self._dropped_and_gone
+
+    def fate(self, number: int) -> tuple[GroupState, str]:
+        """The state of a group that was not let go, and why it was dropped if it was."""
+        entry = self._entries[number]
+        return entry.state, entry.reason
+
+    def begin(self, numbers: Sequence[int], version: int) -> None:
+        self._version = version
+        for number in numbers:
+            known = self._entries.get(number)
+            assert number >= self._next_number if known is None else known.state is GroupState.IN_FLIGHT, number
+            self._entries[number] = _Entry(GroupState.IN_FLIGHT, version)
+        self._next_number = max([self._next_number, *(number + 1 for number in numbers)])
+
+    def add(self, *groups: TrajectoryGroup) -> None:
+        for group in groups:
+            entry = self._move(group.number, GroupState.READY, GroupState.IN_FLIGHT)
+            entry.group, entry.info = group, GroupInfo.of(group)
+
+    def ready(self) -> list[GroupInfo]:
+        infos = [entry.info for entry in self._entries.values() if entry.info and entry.state is GroupState.READY]
+        return sorted(infos, key=lambda info: info.number)
+
+    def lease(self, numbers: Sequence[int], version: int) -> None:
+        self._version = version
+        for number in numbers:
+            self._move(number, GroupState.LEASED, GroupState.READY)
+
+    def trained(self, numbers: Sequence[int], version: int) -> None:
+        self._version = version
+        for number in numbers:
+            self._move(number, GroupState.TRAINED, GroupState.LEASED)
+        self._let_go_of_old()
+
+    def drop(self, numbers: Sequence[int], reason: str) -> None:
+        for number in numbers:
+            self._move(number, GroupState.DROPPED, GroupState.IN_FLIGHT, GroupState.READY).reason = reason
+
+    def read(self, numbers: Sequence[int]) -> list[TrajectoryGroup]:
+        groups = [self._entries[number].group for number in numbers]
+        return [group for group in groups if group is not None]
+
+    def arrived_after(self, count: int) -> list[TrajectoryGroup]:
+        return []
+
+    def resume(self, version: int) -> list[int]:
+        if not self._entries:
+            self._take_over(version)
+        self._version = version
+        return [number for number, entry in sorted(self._entries.items()) if _is_attempted_again(entry, version)]
+
+    def flush(self) -> None:
+        """Write what a run that goes back to here attempts again."""
+        if self._numbers is None:
+            return
+        unsettled = [number for number, entry in self._entries.items() if entry.state not in SETTLED]
+        known = _read_numbers(self._numbers)
+        known[self._version + 1] = {"next_number": self._next_number, "unsettled": sorted(unsettled)}
+        write_json(self._numbers, {str(version): known[version] for version in sorted(known)[-KEPT_VERSIONS:]})
+
+    def _take_over(self, version: int) -> None:
+        """The numbers of an earlier process, as they were at the checkpoint of `version`; later ones are forgotten."""
+        if self._numbers is None or not self._numbers.exists():
+            return
+        known = {key: value for key, value in _read_numbers(self._numbers).items() if key <= version}
+        write_json(self._numbers, {str(key): value for key, value in known.items()})
+        if version in known:
+            self._next_number = known[version]["next_number"]
+            self._entries = {number: _Entry(GroupState.IN_FLIGHT, version) for number in known[version]["unsettled"]}
+
+    def close(self) -> None:
+        self._entries.clear()
+
+    def _move(self, number: int, to: GroupState, *origins: GroupState) -> _Entry:
+        entry = self._entries[number]
+        assert entry.state in origins, f"group {number} is {entry.state}, and cannot become {to}"
+        entry.state, entry.version = to, self._version
+        return entry
+
+    def _let_go_of_old(self) -> None:
+        if self._horizon is None:
+            return
+        oldest = self._version - self._horizon
+        for number in [n for n, entry in self._entries.items() if entry.state in SETTLED and entry.version < oldest]:
+            entry = self._entries.pop(number)
+            self._let_go[entry.state] += 1
+            if entry.state is GroupState.DROPPED:
+                self._dropped_and_gone[entry.reason] += 1
+
+
+def _read_numbers(path: Path) -> dict[int, dict[str, Any]]:
+    """Version → the numbers at its checkpoint; none where there is no file."""
+    if not path.exists():
+        return {}
+    try:
+        return {int(version): dict(numbers) for version, numbers in json.loads(path.read_text()).items()}
+    except (ValueError, TypeError, AttributeError) as error:
+        raise RunFolderError(
+            f"{path}: damaged: {error}", "delete it, and --resume goes on without the groups that were under way"
+        ) from error
+
+
+def _is_attempted_again(entry: _Entry, version: int) -> bool:
+    """Take one group back to the checkpoint of `version`; True where nothing is left of it but its number."""
+    if entry.state in (GroupState.LEASED, GroupState.TRAINED) and entry.version < version:
+        entry.state = GroupState.TRAINED
+        return False
+    if entry.info is None:
+        return entry.state is GroupState.IN_FLIGHT
+    newest = entry.info.versions.newest
+    if newest > version:
+        entry.state, entry.group, entry.info, entry.reason = GroupState.IN_FLIGHT, None, None, ""
+        return True
+    if entry.state is not GroupState.DROPPED or newest == version:
+        entry.state, entry.reason = GroupState.READY, ""
+    return False

@@ -1,0 +1,98 @@
+"""The paged KV cache: one tensor for all layers, cut into blocks that sequences refer to by number."""
+
+from __future__ import annotations
+
+import math
+from importlib.util import find_spec
+from typing import Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+
+class KVShape(Protocol):
+    """What a network says about its keys and values."""
+
+    @property
+    def num_layers(self) -> int: ...
+
+    @property
+    def num_kv_heads(self) -> int: ...
+
+    @property
+    def head_dim(self) -> int: ...
+
+
+class KVCache:
+    """Keys and values of `num_blocks` blocks.
+
+    On CUDA a block is [K, block_size, D], so that a program that attends with one head reads consecutive memory. Elsewhere
+    it is [block_size, K, D], so that gathered blocks are a contiguous run of tokens."""
+
+    def __init__(
+        self,
+        shape: KVShape,
+        num_blocks: int,
+        block_size: int,
+        device: torch.device,
+        dtype: torch.dtype,
+        *,
+        heads_first: bool | None = None,
+    ) -> None:
+        self.block_size = block_size
+        self.num_blocks = num_blocks
+        self.heads_first = device.type == "cuda" if heads_first is None else heads_first
+        K, D = shape.num_kv_heads, shape.head_dim
+        block = (K, block_size, D) if self.heads_first else (block_size, K, D)
+        # Zeros, because a masked key still meets its value: 0 times whatever uninitialised memory holds may be NaN.
+        self.blocks = _zeros((shape.num_layers, 2, num_blocks, *block), device, dtype)
+
+    @staticmethod
+    def bytes_per_block(shape: KVShape, block_size: int, dtype: torch.dtype) -> int:
+        """2 · layers · block_size · kv_heads · head_dim · bytes per value."""
+        return 2 * shape.num_layers * block_size * shape.num_kv_heads * shape.head_dim * dtype.itemsize
+
+    @property
+    def bytes(self) -> int:
+        return self.blocks.numel() * self.blocks.element_size()
+
+    def write(self, layer: int, slots_T: Tensor, k_TKD: Tensor, v_TKD: Tensor) -> None:
+        """Store tokens at their slots: `block · block_size + offset`."""
+        for cache, fresh in zip(self.blocks[layer], (k_TKD, v_TKD), strict=True):
+            if self.heads_first:
+                cache[slots_T // self.block_size, :, slots_T % self.block_size] = fresh
+            else:
+                cache.view(-1, *cache.shape[2:]).index_copy_(0, slots_T, fresh)
+
+    def read(self, layer: int, slots_T: Tensor) -> tuple[Tensor, Tensor]:
+        """Keys and values [T, K, D] at these slots."""
+        keys, values = self.blocks[layer]
+        if self.heads_first:
+            blocks_T, offsets_T = slots_T // self.block_size, slots_T % self.block_size
+            return keys[blocks_T, :, offsets_T], values[blocks_T, :, offsets_T]
+        return keys.flatten(0, 1)[slots_T], values.flatten(0, 1)[slots_T]
+
+    def gather(self, layer: int, blocks_BN: Tensor) -> tuple[Tensor, Tensor]:
+        """Keys and values [B, K, N · block_size, D] of each row of blocks."""
+        B, N = blocks_BN.shape
+        keys, values = (cache.index_select(0, blocks_BN.flatten()) for cache in self.blocks[layer])
+        if self.heads_first:
+            return tuple(x.view(B, N, *x.shape[1:]).transpose(1, 2).flatten(2, 3) for x in (keys, values))
+        return tuple(x.view(B, N * self.block_size, *x.shape[2:]).transpose(1, 2) for x in (keys, values))
+
+    def copy(self, sources: Tensor, targets: Tensor) -> None:
+        """Copy whole blocks, in all layers."""
+        if self.blocks.is_cuda and find_spec("triton"):
+            from redline.kernels.decode import copy_blocks
+
+            copy_blocks(self.blocks, sources, targets)
+            return
+        self.blocks[:, :, targets] = self.blocks[:, :, sources]
+
+
+def _zeros(shape: tuple[int, ...], device: torch.device, dtype: torch.dtype) -> Tensor:
+    """On the CPU, memory that the system clears as it is first touched: a cache larger than needed costs nothing."""
+    if device.type != "cpu":
+        return torch.zeros(shape, device=device, dtype=dtype)
+    return torch.from_numpy(np.zeros(math.prod(shape) * dtype.itemsize, np.uint8)).view(dtype).view(shape)

@@ -1,0 +1,1 @@
+"""Runs what the scheduler decided, on a CPU or a GPU."""

@@ -1,0 +1,286 @@
+"""The runner for NVIDIA GPUs: a whole decode step, sampling included, is one CUDA graph.
+
+Everything a step reads and writes lives in tensors at fixed addresses (`DeviceRows`, the cache, the weights), so a graph is
+replayed as often as wanted without a word from the host: the rows advance, stop and die on the device. The host launches a
+few steps at once, and looks at their tokens while the next ones run. Weights are updated in place, so graphs outlive them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any, TypeGuard
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from redline.engine.native.cache.attention import Runs
+from redline.engine.native.cache.kv_cache import KVCache
+from redline.engine.native.cache.prefixes import MAX_SIZE, Prefixes
+from redline.engine.native.running.device_rows import DeviceRows
+from redline.engine.native.running.graphs import GraphCache
+from redline.engine.native.running.runner import Runner, Samples
+from redline.engine.native.sequence import Wants
+from redline.kernels.decode.attention import SHARED_ROWS, TILES, DecodeBatch, choose_splits, decode_attention
+from redline.kernels.decode.rotate_and_store import rotate_and_store
+from redline.kernels.decode.sampling import sample_plain
+from redline.kernels.decode.shared_prefix import SharedPrefixes
+from redline.kernels.decode.step import begin_step, end_step
+from redline.models.decoder import Decoder, DecoderLayer
+from redline.models.files.hf import AnyDecoder
+from redline.models.layers.rope import rotary_table
+
+MAX_STEPS = 8
+"""Decode steps per launch. A sequence that ends early idles for the rest of them; the host has the time of all of them to
+look at the previous ones."""
+MAX_SPLITS = 16
+TOP_LOGPROBS = (0, 1, 5, 20)
+"""Numbers of likeliest tokens that graphs are captured for."""
+BATCH_RATIO = 1.25
+"""Batches are filled up with dead rows to the next of a ladder of sizes, each this much larger than the one before."""
+
+
+def serves(decoder: AnyDecoder, dtype: torch.dtype, block_size: int) -> TypeGuard[Decoder]:
+    """Whether the kernels take this network."""
+    return (
+        isinstance(decoder, Decoder)
+        and dtype in (torch.bfloat16, torch.float16)
+        and decoder.spec.head_dim in TILES
+        and block_size & (block_size - 1) == 0
+    )
+
+
+class PagedDecodeAttention:
+    """Norm, rotation, cache write and attention of one new token per row, in one kernel. A `FusedAttend`."""
+
+    def __init__(self, cache: KVCache, rotary: Tensor, batch: DecodeBatch) -> None:
+        self._cache = cache
+        self._rotary = rotary
+        self._batch = batch
+
+    def attend_fused(self, layer: DecoderLayer, heads: Tensor) -> Tensor:
+        keys, values = self._cache.blocks[layer.index]
+        return decode_attention(heads, keys, values, self._batch, self._rotary, _norms(layer), layer.spec.norm_eps)
+
+
+class FlashPrefillAttention:
+    """Chunks of prompts through torch's FlashAttention for packed sequences. A `FusedAttend`."""
+
+    def __init__(self, cache: KVCache, rotary: Tensor, runs: Runs, upload: Callable[[object, torch.dtype], Tensor]) -> None:
+        self._cache = cache
+        self._rotary = rotary
+        self.positions_T = upload(runs.positions(), torch.int64)
+        self._slots_T = upload(runs.slots(cache.block_size), torch.int64)
+        self._query_offsets = upload(runs.offsets, torch.int32)
+        self._longest = int(runs.lengths_S.max()), int(runs.ends.max())
+        self._key_offsets, self._key_slots = self._query_offsets, None
+        if runs.starts_S.any():
+            # Some of their context is in the cache already: keys come from there, this step's included.
+            whole = Runs(np.zeros_like(runs.starts_S), runs.ends, runs.tables_SN)
+            self._key_offsets = upload(whole.offsets, torch.int32)
+            self._key_slots = upload(whole.slots(cache.block_size), torch.int64)
+
+    def attend_fused(self, layer: DecoderLayer, heads: Tensor) -> Tensor:
+        keys, values = self._cache.blocks[layer.index]
+        places = (self.positions_T, self._slots_T)
+        rotate_and_store(heads, keys, values, *places, self._rotary, _norms(layer), layer.spec.norm_eps)
+        q_THD, k_TKD, v_TKD = heads.split([layer.spec.num_heads, layer.spec.num_kv_heads, layer.spec.num_kv_heads], dim=1)
+        if self._key_slots is not None:
+            k_TKD, v_TKD = self._cache.read(layer.index, self._key_slots)
+        out, *_ = torch.ops.aten._flash_attention_forward(
+            q_THD,
+            k_TKD,
+            v_TKD,
+            self._query_offsets,
+            self._key_offsets,
+            *self._longest,
+            0.0,  # dropout
+            True,  # causal, aligned at the end
+            False,
+        )
+        return out
+
+
+def _norms(layer: DecoderLayer) -> tuple[Tensor, Tensor] | None:
+    """Of query and key heads."""
+    return None if layer.q_norm is None or layer.k_norm is None else (layer.q_norm, layer.k_norm)
+
+
+@dataclass(slots=True)
+class _DecodeGraph:
+    """One captured step for one size of batch."""
+
+    graph: torch.cuda.CUDAGraph
+    samples: Samples
+    """Where its samples go: `MAX_STEPS` rows, the next one each time."""
+
+    def reset(self) -> None:
+        self.graph.reset()
+
+
+class CudaRunner(Runner):
+    max_steps = MAX_STEPS
+    runs_ahead = True
+    reads_prefixes_once = True
+
+    def __init__(self, decoder: Decoder, cache: KVCache, rows: DeviceRows) -> None:
+        super().__init__(decoder, cache, rows)
+        device = cache.blocks.device
+        positions = torch.arange(rows.tables_RN.shape[1] * cache.block_size, device=device)
+        table = rotary_table(decoder.rotary_frequencies, decoder.rotary_factor, positions, cache.blocks.dtype)
+        self._rotary = torch.stack(table).squeeze(2)
+        """cos and sin [2, positions, D / 2], the trainer's to the bit: a GPU's own cosine is another."""
+        self._rows_B = torch.full((rows.dead_row + 1,), rows.dead_row, dtype=torch.int64, device=device)
+        self._rows32_B = self._rows_B.int()
+        self._step = torch.zeros(1, dtype=torch.int64, device=device)
+        self._launched_R = torch.zeros_like(self._rows_B)
+        """Steps of each row within the current launch."""
+        self._groups = torch.zeros((3, rows.dead_row), dtype=torch.int32, device=device)
+        """First entry, size and prefix length of groups of the batch."""
+        self._prefix_B = torch.zeros_like(self._rows32_B)
+        """Tokens that an entry of the batch has in common with its group."""
+        self._sizes = batch_sizes(rows.dead_row)
+        self._pool: Any = None
+        """Memory that the graphs share: they never run at the same time."""
+        self.graphs: GraphCache[tuple[int, int, Wants], _DecodeGraph] = GraphCache(self._capture, self._release)
+
+    # ── decode ─────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def decode(
+        self, rows_B: np.ndarray, positions_B: np.ndarray, num_steps: int, wants: Wants, prefixes: Prefixes | None = None
+    ) -> Samples:
+        size = next(size for size in self._sizes if size >= len(rows_B))
+        max_groups = 0 if prefixes is None else 1 << (len(prefixes.sizes_C) - 1).bit_length()
+        wants = _flavour(wants, self._decoder.spec.vocab_size)
+        captured = self.graphs.get((size, max_groups, wants))
+        samples = captured.samples if captured else self._room_for_samples(size, wants)
+        filled = np.full(size, self.rows.dead_row)
+        filled[: len(rows_B)] = rows_B
+        self._rows_B[:size].copy_(self.rows.upload(filled, torch.int64), non_blocking=True)
+        self._rows32_B[:size].copy_(self._rows_B[:size])
+        self._step.zero_()
+        self._launched_R.zero_()
+        if prefixes is not None:
+            self._place(prefixes, size, max_groups)
+        for _ in range(num_steps):
+            if captured:
+                captured.graph.replay()
+            else:
+                self._decode_step(size, max_groups, wants, samples)
+        return samples.part(num_steps, len(rows_B))
+
+    def _place(self, prefixes: Prefixes, size: int, max_groups: int) -> None:
+        """Tell the device who shares which beginning."""
+        lengths_C = prefixes.blocks_C * self.cache.block_size
+        groups, prefix_B = np.zeros((3, max_groups), np.int32), np.zeros(size, np.int32)
+        groups[:, : len(lengths_C)] = prefixes.starts_C, prefixes.sizes_C, lengths_C
+        for start, length, prefix in zip(prefixes.starts_C, prefixes.sizes_C, lengths_C, strict=True):
+            prefix_B[start : start + length] = prefix
+        self._groups[:, :max_groups].copy_(self.rows.upload(groups, torch.int32), non_blocking=True)
+        self._prefix_B[:size].copy_(self.rows.upload(prefix_B, torch.int32), non_blocking=True)
+
+    def _capture(self, key: tuple[int, int, Wants]) -> _DecodeGraph:
+        """Run the step once as it is, so that every kernel is compiled, on rows that are all dead; then record it. Raises
+        `torch.OutOfMemoryError`."""
+        size, max_groups, wants = key
+        self._rows_B.fill_(self.rows.dead_row)
+        self._rows32_B.fill_(self.rows.dead_row)
+        self._groups.zero_()
+        self._prefix_B.zero_()
+        self._step.zero_()
+        samples = self._room_for_samples(size, wants)
+        self._decode_step(size, max_groups, wants, samples)
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):  # a trainer may run beside
+            self._decode_step(size, max_groups, wants, samples)
+        self._pool = graph.pool()
+        return _DecodeGraph(graph, samples)
+
+    def _release(self) -> None:
+        """Wait until no graph runs, and give memory that none holds back to the device."""
+        torch.cuda.synchronize()
+        if not len(self.graphs):
+            self._pool = None
+        torch.cuda.empty_cache()
+
+    def _decode_step(self, size: int, max_groups: int, wants: Wants, samples: Samples) -> None:
+        rows_B = self._rows_B[:size]
+        inputs = begin_step(self.rows, rows_B)
+        attend, slots_B = self._decode_attention(max_groups, inputs.positions_B), self.rows.adapter_slots(rows_B, wants)
+        hidden_BE = self._forward(inputs.tokens_B, inputs.positions_B, attend, slots_B)
+        logits_BV = self._decoder.logits(hidden_BE)
+        if wants.is_plain:
+            tokens_B, logprobs_B = torch.empty_like(inputs.tokens_B), torch.empty_like(inputs.temperature_B)
+            sample_plain(logits_BV, inputs.temperature_B, inputs.streams_B, inputs.counters_B, tokens_B, logprobs_B)
+            if self.rows.share_samples is not None:
+                self.rows.share_samples(tokens_B, logprobs_B)
+            out = (samples.tokens_SB, samples.logprobs_SB)
+            end_step(self.rows, rows_B, tokens_B, logprobs_B, self._launched_R, out)
+        else:
+            self.rows.position_R.index_add_(0, rows_B, self.rows.alive_R[rows_B].long())
+            samples.put(self._step, self.rows.sample(rows_B, logits_BV, wants))
+            self._step += 1
+
+    def _decode_attention(self, max_groups: int, positions_B: Tensor) -> PagedDecodeAttention:
+        spec, size = self._decoder.spec, len(positions_B)
+        max_tokens = self.rows.tables_RN.shape[1] * self.cache.block_size
+        splits = min(MAX_SPLITS, choose_splits(size, spec.num_kv_heads, max_tokens, spec.head_dim))
+        prefixes = self._shared_prefixes(max_groups, size, max_tokens) if max_groups else None
+        batch = DecodeBatch(positions_B, self._rows32_B[:size], self.rows.tables_RN, splits, prefixes)
+        return PagedDecodeAttention(self.cache, self._rotary, batch)
+
+    def _shared_prefixes(self, max_groups: int, size: int, max_tokens: int) -> SharedPrefixes:
+        spec = self._decoder.spec
+        tiles = -(-MAX_SIZE * spec.num_heads // spec.num_kv_heads // SHARED_ROWS)
+        # Half as many programs as without a prefix: each has several times the work.
+        splits = choose_splits(2 * max_groups * tiles, spec.num_kv_heads, max_tokens, spec.head_dim)
+        starts_C, sizes_C, lengths_C = self._groups[:, :max_groups]
+        return SharedPrefixes(starts_C, sizes_C, lengths_C, self._prefix_B[:size], MAX_SIZE, min(MAX_SPLITS, splits))
+
+    def _room_for_samples(self, size: int, wants: Wants) -> Samples:
+        def room(dtype: torch.dtype, *more: int) -> Tensor:
+            return torch.zeros((MAX_STEPS, size, *more), dtype=dtype, device=self._step.device)
+
+        return Samples(
+            tokens_SB=room(torch.int64),
+            logprobs_SB=room(torch.float32),
+            raw_SB=room(torch.float32) if wants.raw else None,
+            top_ids_SBK=room(torch.int64, wants.top) if wants.top else None,
+            top_logprobs_SBK=room(torch.float32, wants.top) if wants.top else None,
+        )
+
+    # ── prefill ────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def _prefill_attention(self, runs: Runs) -> tuple[FlashPrefillAttention, Tensor]:
+        attend = FlashPrefillAttention(self.cache, self._rotary, runs, self.rows.upload)
+        return attend, attend.positions_T
+
+    # ── results ────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def fetch(self, samples: Samples) -> tuple[Samples, torch.cuda.Event | None]:
+        def to_host(part: Tensor | None) -> Tensor | None:
+            if part is None:
+                return None
+            return torch.empty(part.shape, dtype=part.dtype, pin_memory=True).copy_(part, non_blocking=True)
+
+        host = Samples(*map(to_host, samples.parts))  # type: ignore[arg-type]
+        arrived = torch.cuda.Event()
+        arrived.record()
+        return host, arrived
+
+
+def _flavour(wants: Wants, vocab_size: int) -> Wants:
+    """What a graph is captured for: any number of likeliest tokens is served by the next of a few. A sequence takes as many as
+    it asked for."""
+    top = next(count for count in TOP_LOGPROBS if count >= wants.top)
+    return replace(wants, top=min(top, vocab_size))
+
+
+def batch_sizes(largest: int) -> list[int]:
+    """1, 2, 4, 8, then multiples of 8 about `BATCH_RATIO` apart, up to `largest`."""
+    sizes = [size for size in (1, 2, 4, 8) if size < largest]
+    while sizes and sizes[-1] < largest and sizes[-1] >= 8:
+        sizes.append(min(largest, max(sizes[-1] + 8, int(sizes[-1] * BATCH_RATIO) // 8 * 8)))
+    return sizes if sizes and sizes[-1] == largest else [*sizes, largest]

@@ -1,0 +1,86 @@
+"""The host's side of the state rows: what each running sequence has sampled, as far as the host has heard.
+
+The device runs ahead of the host. `launched` counts what it will have done once everything it was given has run; `sampled`
+counts what has come back.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from redline.engine.native.cache.prefixes import Prefixes, side_by_side
+from redline.engine.native.sequence import Sampled, Sequence
+
+NO_TOKEN = -1
+
+
+class Rows:
+    """Arrays over the `max_num_seqs` rows, so that a step costs a few array operations, not a loop over sequences."""
+
+    def __init__(self, num_rows: int, max_len: int) -> None:
+        self.tokens_RN = np.empty((num_rows, max_len), np.int32)
+        self.logprobs_RN = np.empty((num_rows, max_len), np.float32)
+        self.sampled_R = np.zeros(num_rows, np.int64)
+        self.limit_R = np.zeros(num_rows, np.int64)
+        """Most tokens the row may sample."""
+        self.min_tokens_R = np.zeros(num_rows, np.int64)
+        self.stops_RS = np.full((num_rows, 1), NO_TOKEN, np.int64)
+        self.alive_R = np.zeros(num_rows, bool)
+        self.epoch_R = np.zeros(num_rows, np.int64)
+        """Counts the row's tenants: results for an earlier one are nobody's."""
+        self.launched_position_R = np.zeros(num_rows, np.int64)
+        """Tokens with keys and values in the cache, everything launched included."""
+        self.launched_R = np.zeros(num_rows, np.int64)
+        """Tokens sampled, everything launched included."""
+        self.num_blocks_R = np.zeros(num_rows, np.int64)
+        self.blocks_RN = np.zeros((num_rows, max_len), np.int32)
+        """The blocks that hold the row's tokens, in order."""
+
+    def enter(self, sequence: Sequence) -> None:
+        """A new tenant, with what it sampled before it was preempted."""
+        row, sampling, before = sequence.row, sequence.request.sampling, sequence.sampled
+        count = 0 if before is None else len(before.token_ids)
+        if before is not None:
+            self.tokens_RN[row, :count] = before.token_ids
+            self.logprobs_RN[row, :count] = before.logprobs
+        self.sampled_R[row] = self.launched_R[row] = count
+        self.limit_R[row] = sampling.max_tokens
+        self.min_tokens_R[row] = sampling.min_tokens
+        self._widen_stops(len(sampling.stop_token_ids))
+        self.stops_RS[row] = NO_TOKEN
+        self.stops_RS[row, : len(sampling.stop_token_ids)] = sampling.stop_token_ids
+        self.alive_R[row] = True
+        self.epoch_R[row] += 1
+        self.launched_position_R[row] = self.num_blocks_R[row] = 0
+
+    def _widen_stops(self, width: int) -> None:
+        if width > self.stops_RS.shape[1]:
+            more = np.full((len(self.stops_RS), width - self.stops_RS.shape[1]), NO_TOKEN, np.int64)
+            self.stops_RS = np.concatenate([self.stops_RS, more], axis=1)
+
+    def leave(self, row: int) -> None:
+        self.alive_R[row] = False
+        self.epoch_R[row] += 1
+
+    def take(self, row: int) -> Sampled:
+        """What the row has sampled; a copy."""
+        count = self.sampled_R[row]
+        return Sampled(self.tokens_RN[row, :count].copy(), self.logprobs_RN[row, :count].copy())
+
+    def side_by_side(self, rows_B: np.ndarray) -> tuple[np.ndarray, Prefixes | None]:
+        """The rows in an order that puts those with a common beginning next to each other, and which those are."""
+        num_blocks_B = self.num_blocks_R[rows_B]
+        order_B, prefixes = side_by_side(self.blocks_RN[:, : num_blocks_B.max()][rows_B], num_blocks_B)
+        return rows_B[order_B], prefixes
+
+    def append(self, rows_B: np.ndarray, epochs_B: np.ndarray, tokens_B: np.ndarray, logprobs_B: np.ndarray) -> np.ndarray:
+        """One sampled token for each row that still has the tenant it was sampled for. Returns which ones had."""
+        live_B = self.alive_R[rows_B] & (self.epoch_R[rows_B] == epochs_B)
+        rows, tokens = rows_B[live_B], tokens_B[live_B]
+        self.tokens_RN[rows, self.sampled_R[rows]] = tokens
+        self.logprobs_RN[rows, self.sampled_R[rows]] = logprobs_B[live_B]
+        self.sampled_R[rows] += 1
+        stopped = (self.stops_RS[rows] == tokens[:, None]).any(axis=1)
+        failed = np.isnan(logprobs_B[live_B])
+        self.alive_R[rows] = ~(stopped | failed | (self.sampled_R[rows] >= self.limit_R[rows]))
+        return live_B

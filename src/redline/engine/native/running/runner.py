@@ -1,0 +1,216 @@
+"""Runs what the scheduler decided: prompts, then decode steps, then what comes back from the device."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import reduce
+from operator import or_
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from redline.engine.native.cache.attention import GatherAttention, Runs
+from redline.engine.native.cache.kv_cache import KVCache
+from redline.engine.native.cache.prefixes import Prefixes
+from redline.engine.native.running.device_rows import DeviceRows
+from redline.engine.native.running.sampler import Sampled
+from redline.engine.native.scheduler import Chunk, Plan
+from redline.engine.native.sequence import Sequence as Sequence_
+from redline.engine.native.sequence import Wants
+from redline.models.decoder import AnyAttend, Decoder
+from redline.models.files.hf import AnyDecoder
+from redline.models.lora.per_token import LoraBank
+
+PROMPT_LOGPROBS_CHUNK = 512
+"""Prompt positions whose logits are held at once."""
+
+
+@dataclass(slots=True)
+class Samples:
+    """Sampled tokens of S steps for B rows, where they were sampled."""
+
+    tokens_SB: Tensor
+    logprobs_SB: Tensor
+    raw_SB: Tensor | None = None
+    top_ids_SBK: Tensor | None = None
+    top_logprobs_SBK: Tensor | None = None
+
+    @classmethod
+    def of(cls, sampled: Sampled) -> Samples:
+        """One step."""
+        parts = (sampled.tokens_B, sampled.logprobs_B, sampled.raw_logprobs_B, sampled.top_ids_BK, sampled.top_logprobs_BK)
+        return cls(*(None if part is None else part[None] for part in parts))  # type: ignore[arg-type]
+
+    @property
+    def parts(self) -> tuple[Tensor | None, ...]:
+        return self.tokens_SB, self.logprobs_SB, self.raw_SB, self.top_ids_SBK, self.top_logprobs_SBK
+
+    def part(self, num_steps: int, num_rows: int) -> Samples:
+        """The first steps of the first rows."""
+        return Samples(*(None if part is None else part[:num_steps, :num_rows] for part in self.parts))  # type: ignore[arg-type]
+
+    def put(self, step: Tensor, sampled: Sampled) -> None:
+        """Store one step's samples at the number that `step` [1] holds on the device."""
+        for part, fresh in zip(self.parts, Samples.of(sampled).parts, strict=True):
+            if part is not None and fresh is not None:
+                part.index_copy_(0, step, fresh)
+
+
+@dataclass(slots=True)
+class Results:
+    """Samples on their way to the host."""
+
+    rows_B: np.ndarray
+    epochs_B: np.ndarray
+    version: int
+    is_first: bool
+    """They follow prompts."""
+    samples: Samples
+    arrived: torch.cuda.Event | None = None
+
+    def wait(self) -> Samples:
+        if self.arrived is not None:
+            self.arrived.synchronize()
+        return self.samples
+
+
+class Runner:
+    """The network, its cache and its rows on one device. Every call only launches; `Results.wait` waits."""
+
+    max_steps = 1
+    """Decode steps that can be launched at once."""
+    runs_ahead = False
+    """Whether launching returns before the work is done."""
+    reads_prefixes_once = False
+    """Whether `decode` makes use of what rows have in common."""
+
+    def __init__(self, decoder: AnyDecoder, cache: KVCache, rows: DeviceRows) -> None:
+        self._decoder = decoder
+        self.cache = cache
+        self.rows = rows
+        self.lora: LoraBank | None = None
+        """The adapters; the engine brings them."""
+
+    @property
+    def _dtype(self) -> torch.dtype:
+        return self._decoder.output_weight.dtype
+
+    def prepare(self, plan: Plan) -> None:
+        """Tell the device who holds which row and which blocks."""
+        self.rows.kill(plan.preempted_rows)
+        self.rows.enter(plan.admitted)
+        self.rows.set_blocks(plan.new_blocks)
+
+    def _forward(self, tokens_T: Tensor, positions_T: Tensor, attend: AnyAttend, adapter_slots_T: Tensor | None) -> Tensor:
+        """Hidden states [T, E]; a batch without adapters runs as if there were none."""
+        if adapter_slots_T is None:
+            return self._decoder(tokens_T, positions_T, attend)
+        assert self.lora is not None
+        assert isinstance(self._decoder, Decoder)
+        return self._decoder(tokens_T, positions_T, attend, self.lora.active(adapter_slots_T))
+
+    # ── decode ─────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def decode(
+        self, rows_B: np.ndarray, positions_B: np.ndarray, num_steps: int, wants: Wants, prefixes: Prefixes | None = None
+    ) -> Samples:
+        """`positions_B` are those of the rows' newest tokens."""
+        assert num_steps == 1
+        assert prefixes is None
+        rows = self.rows.upload(rows_B, torch.int64)
+        tables = self.rows.tables_RN[rows].cpu().numpy()
+        attend = GatherAttention(self.cache, Runs(positions_B, np.ones_like(positions_B), tables), self._dtype)
+        return Samples.of(self._decode_once(rows, attend.positions_T, attend, wants))
+
+    def _decode_once(self, rows_B: Tensor, positions_B: Tensor, attend: AnyAttend, wants: Wants) -> Sampled:
+        slots_B = self.rows.adapter_slots(rows_B, wants)
+        hidden_BE = self._forward(self.rows.next_token_R[rows_B], positions_B, attend, slots_B)
+        self.rows.position_R.index_add_(0, rows_B, self.rows.alive_R[rows_B].long())
+        return self.rows.sample(rows_B, self._decoder.logits(hidden_BE), wants)
+
+    # ── prefill ────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def prefill(self, chunks: Sequence[Chunk], copies: Sequence[tuple[int, int]], wants: Wants) -> Samples | None:
+        """Put the chunks through the network; a sample for each of their `samplers`, in order."""
+        tokens = np.concatenate([c.sequence.tokens[c.start : c.end] for c in chunks])
+        starts, ends = np.array([c.start for c in chunks]), np.array([c.end for c in chunks])
+        runs = Runs(starts, ends - starts, _tables(chunks))
+        attend, positions_T = self._prefill_attention(runs)
+        hidden_TE = self._forward(self.rows.upload(tokens, torch.int64), positions_T, attend, self._slots_of(chunks))
+        if copies:
+            sources, targets = self.rows.upload(np.array(copies).T.copy(), torch.int64)
+            self.cache.copy(sources, targets)
+        self._score_prompts(chunks, runs, hidden_TE)
+        return self._sample_first(chunks, runs, hidden_TE, wants)
+
+    def _slots_of(self, chunks: Sequence[Chunk]) -> Tensor | None:
+        """int64[T]: the adapter slot of every token; None where no chunk has an adapter."""
+        if not any(c.sequence.wants.lora for c in chunks):
+            return None
+        slots = np.repeat([c.sequence.adapter_slot for c in chunks], [c.end - c.start for c in chunks])
+        return self.rows.upload(slots, torch.int64)
+
+    def _prefill_attention(self, runs: Runs) -> tuple[AnyAttend, Tensor]:
+        attend = GatherAttention(self.cache, runs, self._dtype)
+        return attend, attend.positions_T
+
+    def _sample_first(self, chunks: Sequence[Chunk], runs: Runs, hidden_TE: Tensor, wants: Wants) -> Samples | None:
+        """The samplers of a prompt share its last hidden state."""
+        ends = runs.offsets[1:] - 1
+        last = [(end, len(c.samplers)) for end, c in zip(ends, chunks, strict=True) if c.samplers]
+        if not last:
+            return None
+        index_P = self.rows.upload([end for end, _ in last], torch.int64)
+        logits_PV = self._decoder.logits(hidden_TE[index_P])
+        which_B = self.rows.upload(np.repeat(np.arange(len(last)), [n for _, n in last]), torch.int64)
+        rows_B = self.rows.upload([s.row for c in chunks for s in c.samplers], torch.int64)
+        self.rows.wake(rows_B)
+        logits_BV = logits_PV if len(which_B) == len(last) else logits_PV[which_B]
+        return Samples.of(self.rows.sample(rows_B, logits_BV, wants))
+
+    def _score_prompts(self, chunks: Sequence[Chunk], runs: Runs, hidden_TE: Tensor) -> None:
+        """Logprobs of the prompt tokens that follow each position, for requests that want them."""
+        for begin, chunk in zip(runs.offsets, chunks, strict=False):
+            sequence = chunk.sequence
+            last = min(chunk.end, sequence.num_prompt - 1)
+            if not sequence.request.sampling.prompt_logprobs or last <= chunk.start:
+                continue
+            targets = torch.from_numpy(sequence.tokens[chunk.start + 1 : last + 1].astype(np.int64))
+            hidden = hidden_TE[begin : begin + last - chunk.start]
+            logprobs = [
+                torch.log_softmax(self._decoder.logits(part).float(), dim=-1).gather(1, ids[:, None]).squeeze(1)
+                for part, ids in zip(
+                    hidden.split(PROMPT_LOGPROBS_CHUNK), targets.to(hidden.device).split(PROMPT_LOGPROBS_CHUNK), strict=True
+                )
+            ]
+            sequence.prompt_logprobs[chunk.start + 1 : last + 1] = torch.cat(logprobs).cpu().numpy()
+
+    # ── results ────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def fetch(self, samples: Samples) -> tuple[Samples, torch.cuda.Event | None]:
+        """Send samples to the host; they are there once the event, if any, has happened."""
+        return Samples(*(None if part is None else part.cpu() for part in samples.parts)), None  # type: ignore[arg-type]
+
+    def scrub(self, blocks: Sequence[int]) -> list[int]:
+        """Zero those of the blocks that hold NaN or infinity, which would reach whoever holds them next; returns which."""
+        if not blocks:
+            return []
+        candidates = self.rows.upload(list(blocks), torch.int64)
+        finite = self.cache.blocks[:, :, candidates].isfinite().transpose(0, 2).flatten(1).all(dim=1)
+        spoilt = candidates[~finite]
+        self.cache.blocks[:, :, spoilt] = 0
+        return spoilt.tolist()
+
+
+def _tables(chunks: Sequence[Chunk]) -> np.ndarray:
+    """The blocks of each chunk's sequence; the device has the same, but asking it would mean waiting."""
+    tables_SN = np.zeros((len(chunks), max(len(c.sequence.blocks) for c in chunks)), np.int64)
+    for table, chunk in zip(tables_SN, chunks, strict=True):
+        table[: len(chunk.sequence.blocks)] = chunk.sequence.blocks
+    return tables_SN
+
+
+def wants_of(sequences: Sequence[Sequence_]) -> Wants:
+    return reduce(or_, {s.wants for s in sequences}, Wants())

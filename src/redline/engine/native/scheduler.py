@@ -1,0 +1,335 @@
+"""What the next step computes: which sequences decode, which prompts advance, who waits and who gives way.
+
+    submit ──► WAITING ──rows and blocks are free──► PREFILL ──last chunk──► DECODE ──► FINISHED
+                  ▲                                    └─ its n-1 FOLLOWING ─┘ │
+                  └────────────────── preempted: blocks given back ────────────┘
+
+Every step first gives one token to each decoding sequence, then spends what is left of `max_num_batched_tokens` on chunks of
+prompts, in order of arrival. When the cache is full, the sequence that came last gives its blocks back and is computed again
+later; what it has sampled is kept. Nothing here touches a tensor, so the same decisions fall on every device and every rank.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from itertools import islice
+
+import numpy as np
+
+from redline.engine.native.cache.blocks import BlockPool, block_keys
+from redline.engine.native.running.rows import Rows
+from redline.engine.native.sequence import NO_ROW, Sequence, Stage
+
+
+@dataclass(slots=True)
+class Chunk:
+    """Tokens [start, end) of a sequence, to be put through the network."""
+
+    sequence: Sequence
+    start: int
+    end: int
+    samplers: list[Sequence] = field(default_factory=list)
+    """Where it is the last chunk: the sequences that sample their next token after it."""
+
+    @property
+    def is_last(self) -> bool:
+        return self.end == len(self.sequence.tokens)
+
+
+@dataclass(slots=True)
+class Plan:
+    """One step."""
+
+    decode: list[Sequence] = field(default_factory=list)
+    num_steps: int = 1
+    """Tokens each decoding sequence advances by."""
+    chunks: list[Chunk] = field(default_factory=list)
+    admitted: list[Sequence] = field(default_factory=list)
+    """Sequences that got a row in this step."""
+    preempted_rows: list[int] = field(default_factory=list)
+    new_blocks: list[tuple[int, int, int]] = field(default_factory=list)
+    """(row, place in its table, block)."""
+    copies: list[tuple[int, int]] = field(default_factory=list)
+    """(from, to): blocks to copy after the chunks are computed, for sequences that part ways inside a block."""
+
+
+@dataclass(slots=True)
+class SchedulerCounts:
+    """Since the engine was made."""
+
+    preemptions: int = 0
+    prefix_query_tokens: int = 0
+    """Prompt tokens looked up in the prefix cache."""
+    prefix_hit_tokens: int = 0
+    """Of those, tokens that did not have to be computed."""
+
+
+class Scheduler:
+    """Rows, blocks and queues."""
+
+    def __init__(
+        self,
+        pool: BlockPool,
+        rows: Rows,
+        max_num_batched_tokens: int,
+        salt_of: Callable[[str | None], bytes],
+        *,
+        enable_prefix_caching: bool,
+    ) -> None:
+        self.pool = pool
+        self.waiting: deque[Sequence] = deque()
+        """Each the leader of its request, or preempted."""
+        self.prefilling: list[Sequence] = []
+        self.decoding: list[Sequence] = []
+        """In order of admission."""
+        self.counts = SchedulerCounts()
+        self._rows = rows
+        self._free_rows = list(range(len(rows.alive_R) - 1, -1, -1))
+        self._max_num_batched_tokens = max_num_batched_tokens
+        self._salt_of = salt_of
+        """Adapter → what the hashes of blocks computed now begin with: the policy version and the adapter's."""
+        self._prefix_caching = enable_prefix_caching
+        self.is_crowded = False
+        """The last step had no room for all the prompts that could have run. While that is so, sequences that decode already
+        should not be many steps ahead: a step of few rows costs almost as much as one of many."""
+
+    @property
+    def num_waiting(self) -> int:
+        return sum(1 + len(leader.followers) for leader in self.waiting)
+
+    @property
+    def num_running(self) -> int:
+        return len(self.decoding) + sum(1 + len(leader.followers) for leader in self.prefilling)
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self.waiting or self.prefilling or self.decoding)
+
+    # ── the next step ──────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def can_grow(self, num_steps: int) -> bool:
+        """Whether every decoding sequence finds blocks for that many tokens without a preemption."""
+        rows = _rows_of(self.decoding)
+        missing = self._blocks_after(rows, num_steps) - self._rows.num_blocks_R[rows]
+        return int(np.maximum(missing, 0).sum()) <= self.pool.num_free
+
+    def schedule(self, num_steps: int = 1) -> Plan:
+        """Decide a step and book what it takes. Preempts only where `can_grow` is False; then the host must be up to date."""
+        plan = Plan(num_steps=num_steps)
+        self._schedule_decode(plan)
+        budget = max(1, self._max_num_batched_tokens - len(plan.decode))
+        for sequence in self.prefilling:
+            budget -= self._advance_prefill(sequence, budget, plan)
+        # Who gave blocks back must not take them again in the same breath.
+        while budget > 0 and self.waiting and not plan.preempted_rows and self._admit(self.waiting[0], plan):
+            budget -= self._advance_prefill(self.waiting.popleft(), budget, plan)
+        self.is_crowded = budget <= 0
+        self._end_prefills(plan)
+        return plan
+
+    def _schedule_decode(self, plan: Plan) -> None:
+        rows = _rows_of(self.decoding)
+        short = self._blocks_after(rows, plan.num_steps) > self._rows.num_blocks_R[rows]
+        for sequence in [s for s, is_short in zip(self.decoding, short, strict=True) if is_short]:
+            if sequence.stage is Stage.DECODE:  # or it has given way to an earlier one
+                self._grow(sequence, plan)
+        book = self._rows
+        plan.decode = [s for s in self.decoding if book.launched_R[s.row] < book.limit_R[s.row]]
+        rows = _rows_of(plan.decode)
+        advance = np.minimum(plan.num_steps, book.limit_R[rows] - book.launched_R[rows])
+        book.launched_position_R[rows] += advance
+        book.launched_R[rows] += advance
+
+    def _blocks_after(self, rows: np.ndarray, num_steps: int) -> np.ndarray:
+        """Blocks the rows need to hold `num_steps` tokens more, or as many as they may still sample."""
+        more = np.minimum(num_steps, self._rows.limit_R[rows] - self._rows.launched_R[rows])
+        return -(-(self._rows.launched_position_R[rows] + more) // self.pool.block_size)
+
+    def _grow(self, sequence: Sequence, plan: Plan) -> None:
+        wanted = int(self._blocks_after(np.array([sequence.row]), plan.num_steps)[0])
+        while len(sequence.blocks) < wanted:
+            while self.pool.num_free == 0:
+                last = self.decoding[-1]
+                self._preempt(last, plan)
+                if last is sequence:
+                    return
+            self._append_block(sequence, self.pool.allocate(), plan)
+
+    def _append_block(self, sequence: Sequence, block: int, plan: Plan) -> None:
+        plan.new_blocks.append((sequence.row, len(sequence.blocks), block))
+        self._rows.blocks_RN[sequence.row, len(sequence.blocks)] = block
+        sequence.blocks.append(block)
+        self._rows.num_blocks_R[sequence.row] = len(sequence.blocks)
+
+    def _preempt(self, sequence: Sequence, plan: Plan) -> None:
+        plan.new_blocks = [entry for entry in plan.new_blocks if entry[0] != sequence.row]
+        plan.preempted_rows.append(sequence.row)
+        self.counts.preemptions += 1
+        self._requeue(sequence)
+
+    def _requeue(self, sequence: Sequence) -> None:
+        """Back to the head of the queue. What it sampled is kept, its keys and values are computed again."""
+        self.decoding.remove(sequence)
+        sequence.sampled = self._rows.take(sequence.row)
+        self._file_blocks(sequence)
+        self._give_back(sequence)
+        sequence.tokens = np.concatenate([sequence.request.prompt_ids, sequence.sampled.token_ids])
+        sequence.keys = []
+        sequence.stage = Stage.WAITING
+        self.waiting.appendleft(sequence)
+
+    # ── prompts ────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def _admit(self, leader: Sequence, plan: Plan) -> bool:
+        """Give the request its rows and the blocks of its whole prompt, shared ones first; False while there is no room."""
+        followers, size = leader.followers, self.pool.block_size
+        found = self._find_prefix(leader)
+        own = -(-len(leader.tokens) // size) - len(found)
+        # Each follower will continue the prompt's last block in a copy of its own.
+        copies = len(followers) if len(leader.tokens) % size else 0
+        if len(self._free_rows) < 1 + len(followers) or self.pool.num_free < own + copies + self.pool.num_idle(found):
+            return False
+        for sequence in (leader, *followers):
+            sequence.begin(self._free_rows.pop())
+            self._rows.enter(sequence)
+            sequence.stage = Stage.FOLLOWING
+        plan.admitted += [leader, *followers]
+        for block in found:
+            self._append_block(leader, self.pool.share(block), plan)
+        for _ in range(own):
+            self._append_block(leader, self.pool.allocate(), plan)
+        if copies:
+            for follower in followers:
+                follower.blocks = [self.pool.allocate()]
+        leader.stage = Stage.PREFILL
+        leader.num_computed = len(found) * size
+        self.counts.prefix_query_tokens += len(leader.tokens)
+        self.counts.prefix_hit_tokens += leader.num_computed
+        for sequence in (leader, *followers):
+            sequence.cached_tokens = max(sequence.cached_tokens, min(leader.num_computed, sequence.num_prompt))
+        self.prefilling.append(leader)
+        return True
+
+    def _find_prefix(self, sequence: Sequence) -> list[int]:
+        """Blocks with the beginning of its tokens. The last token is always computed: the next one is sampled after it."""
+        if not self._prefix_caching or sequence.request.sampling.prompt_logprobs:
+            return []
+        size, salt = self.pool.block_size, self._salt_of(sequence.request.adapter)
+        if not sequence.keys or sequence.salt != salt:
+            sequence.salt, sequence.cacheable = salt, True
+            sequence.keys = list(block_keys(sequence.tokens, size, salt))
+        return self.pool.find(list(islice(sequence.keys, (len(sequence.tokens) - 1) // size)))
+
+    def _advance_prefill(self, sequence: Sequence, budget: int, plan: Plan) -> int:
+        """The next chunk within the budget; returns its size."""
+        start = sequence.num_computed
+        end = min(len(sequence.tokens), start + budget)
+        if end > start:
+            plan.chunks.append(Chunk(sequence, start, end))
+            sequence.num_computed = end
+            # A prompt with the same beginning may find these blocks in this very step: in every layer, keys and values
+            # are written before any are read.
+            self._file(sequence, end)
+        return end - start
+
+    def _file(self, sequence: Sequence, num_tokens: int) -> None:
+        if self._prefix_caching and sequence.cacheable:
+            for block, key in zip(sequence.blocks[: num_tokens // self.pool.block_size], sequence.keys, strict=False):
+                self.pool.file(block, key)
+
+    def _end_prefills(self, plan: Plan) -> None:
+        """Whoever's last chunk is in the plan decodes from the next step on, its followers on the same blocks."""
+        for chunk in plan.chunks:
+            if not chunk.is_last:
+                continue
+            leader = chunk.sequence
+            self.prefilling.remove(leader)
+            chunk.samplers, leader.followers = [leader, *leader.followers], []
+            for follower in chunk.samplers[1:]:
+                self._fork(leader, follower, plan)
+            for sequence in chunk.samplers:
+                sequence.stage = Stage.DECODE
+                self._rows.launched_position_R[sequence.row] = len(leader.tokens)
+                self._rows.launched_R[sequence.row] += 1
+            self.decoding += chunk.samplers
+
+    def _fork(self, leader: Sequence, follower: Sequence, plan: Plan) -> None:
+        partial, follower.blocks = follower.blocks, []
+        for block in leader.blocks[: len(leader.tokens) // self.pool.block_size]:
+            self._append_block(follower, self.pool.share(block), plan)
+        for block in partial:
+            plan.copies.append((leader.blocks[-1], block))
+            self._append_block(follower, block, plan)
+        follower.keys, follower.salt, follower.cacheable = leader.keys, leader.salt, leader.cacheable
+        follower.prompt_logprobs = leader.prompt_logprobs
+
+    # ── ends ───────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def add(self, sequences: list[Sequence]) -> None:
+        """The n sequences of one request; the first leads, the others follow its prompt."""
+        leader, *leader.followers = sequences
+        self.waiting.append(leader)
+
+    def finish(self, sequence: Sequence) -> None:
+        """A decoding sequence gives back what it holds. Its full blocks can still be found by content."""
+        self.decoding.remove(sequence)
+        sequence.sampled = self._rows.take(sequence.row)
+        self._file_blocks(sequence)
+        self._give_back(sequence)
+        sequence.stage = Stage.FINISHED
+
+    def withdraw(self, sequence: Sequence) -> None:
+        """Take out a sequence that does not decode yet. Where others follow it, the request starts over without it."""
+        leader = next(s for s in (*self.waiting, *self.prefilling) if s is sequence or sequence in s.followers)
+        heirs = [s for s in (leader, *leader.followers) if s is not sequence]
+        if leader is not sequence:
+            leader.followers.remove(sequence)
+            self._give_back(sequence)
+        else:
+            queued = leader in self.waiting
+            (self.waiting if queued else self.prefilling).remove(leader)
+            for member in (leader, *heirs):
+                self._give_back(member)
+                member.stage, member.followers = Stage.WAITING, []
+            if heirs:
+                heirs[0].followers = heirs[1:]
+                self.waiting.appendleft(heirs[0])
+        sequence.stage = Stage.FINISHED
+
+    def suspend(self) -> None:
+        """Everybody gives back rows and blocks and waits again, in the old order; no block can be found by content."""
+        for leader in reversed(self.prefilling):
+            for member in (leader, *leader.followers):
+                self._give_back(member)
+                member.stage = Stage.WAITING
+            self.waiting.appendleft(leader)
+        self.prefilling = []
+        for sequence in reversed(self.decoding.copy()):
+            self._requeue(sequence)
+        self.pool.forget_all()
+
+    def _file_blocks(self, sequence: Sequence) -> None:
+        """File the full blocks of prompt and completion: a next turn may begin with both."""
+        if not (self._prefix_caching and sequence.cacheable and sequence.sampled is not None):
+            return
+        tokens = np.concatenate([sequence.request.prompt_ids, sequence.sampled.token_ids])
+        sequence.keys = list(block_keys(tokens, self.pool.block_size, sequence.salt))
+        # The keys and values of the newest token are not computed yet.
+        self._file(sequence, min(len(tokens) - 1, int(self._rows.launched_position_R[sequence.row])))
+
+    def _give_back(self, sequence: Sequence) -> None:
+        # Last block first: of a chain, the end is the first to be reused.
+        for block in reversed(sequence.blocks):
+            self.pool.release(block)
+        sequence.blocks = []
+        sequence.num_computed = 0
+        if sequence.row != NO_ROW:
+            self._rows.leave(sequence.row)
+            self._free_rows.append(sequence.row)
+            sequence.row = NO_ROW
+
+
+def _rows_of(sequences: list[Sequence]) -> np.ndarray:
+    return np.fromiter((s.row for s in sequences), np.int64, len(sequences))

@@ -1,0 +1,265 @@
+"""The engine over several processes. Every rank runs the same scheduler on the same requests, so ranks tell each other only
+what is new: requests and aborts as they come, and the sampled tokens.
+
+    rank 0   submit, abort ──► log ──announce──► step ──sums──► sample ──tokens──► results
+    rank 1+                          follow ───► step ──sums──► take rank 0's tokens
+
+A decode step therefore sends a few bytes of log and one token and logprob per sequence, whatever the sequences' lengths; block
+tables and slots are derived on every rank. The sums over ranks inside the network are the model's own traffic.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import time
+from dataclasses import asdict
+from datetime import timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from redline.config.schema import EngineConfig
+from redline.engine.native.engine import Event, NativeEngine
+from redline.errors import EngineError
+from redline.models.decoder import Decoder
+from redline.models.files.hf import load_decoder, load_tokenizer
+from redline.models.parallel import Shard, shard_decoder
+from redline.types import GenerateRequest, SamplingParams, WeightUpdate
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+IDLE_PATIENCE = timedelta(days=365)
+"""How long a rank waits for the next step to begin: an idle server may have none for a long time. A rank that has died is
+noticed sooner, by the end of its connection."""
+START_PATIENCE = timedelta(minutes=30)
+"""How long ranks wait for each other to load the model."""
+STEP_TIMEOUT_S = 120.0
+"""How long a rank waits for the others inside a step."""
+END_S = 10.0
+"""For the other ranks to end when they are told to, and to be seen to have died."""
+
+
+class Ranks:
+    """The processes of one engine, and what they send each other."""
+
+    def __init__(self, shard: Shard, device: torch.device, port: int, step_timeout_s: float = STEP_TIMEOUT_S) -> None:
+        backend = "nccl" if device.type == "cuda" else "gloo"
+        address = f"tcp://127.0.0.1:{port}"
+        world, step = shard.world, timedelta(seconds=step_timeout_s)
+        dist.init_process_group(backend, init_method=address, rank=shard.rank, world_size=world, timeout=START_PATIENCE)
+        self._steps = dist.new_group(backend=backend, timeout=step)
+        """Everything inside a step."""
+        # Messages to people's processes go over the host: a log entry is no work for a GPU.
+        self._host = dist.new_group(backend="gloo", timeout=step) if backend == "nccl" else self._steps
+        self._start = dist.new_group(backend="gloo", timeout=START_PATIENCE)
+        self._idle = dist.new_group(backend="gloo", timeout=IDLE_PATIENCE)
+        """The beginning of a step, for which the others wait."""
+        self.shard = shard
+        self.control_bytes = 0
+        """Sent to each other rank beside the sums: logs, and sampled tokens."""
+
+    def sum(self, tensor: Tensor) -> Tensor:
+        """Over all ranks, in place."""
+        dist.all_reduce(tensor, group=self._steps)
+        return tensor
+
+    def smallest(self, value: int) -> int:
+        tensor = torch.tensor([value])
+        dist.all_reduce(tensor, op=dist.ReduceOp.MIN, group=self._start)
+        return int(tensor)
+
+    def announce(self, entries: list[dict[str, Any]] | None) -> list[dict[str, Any]]:
+        """Rank 0's entries, on every rank; the others pass None."""
+        data = bytearray(json.dumps(entries).encode() if entries else b"")
+        length = torch.tensor([len(data)])
+        dist.broadcast(length, 0, group=self._idle)
+        self.control_bytes += length.nbytes
+        if not length:
+            return []
+        message = torch.frombuffer(data, dtype=torch.uint8) if entries else torch.empty(int(length), dtype=torch.uint8)
+        dist.broadcast(message, 0, group=self._host)
+        self.control_bytes += message.nbytes
+        return json.loads(message.numpy().tobytes())
+
+    def share_samples(self, tokens_B: Tensor, logprobs_B: Tensor) -> None:
+        """Rank 0's, to all: equal logits should give equal tokens, but a difference in one bit must not part the ranks."""
+        for tensor in (tokens_B, logprobs_B):
+            dist.broadcast(tensor, 0, group=self._steps)
+            self.control_bytes += tensor.nbytes
+
+    def leave(self) -> None:
+        dist.destroy_process_group()
+
+
+LOOK_AT_STDERR = "look at what it wrote to stderr, and start again"
+
+
+class TensorParallelEngine(NativeEngine):
+    """Rank 0: what callers see. The other ranks are processes it starts, and ends in `close`."""
+
+    def __init__(
+        self,
+        folder: Path,
+        config: EngineConfig,
+        device: torch.device,
+        dtype: torch.dtype,
+        *,
+        step_timeout_s: float = STEP_TIMEOUT_S,
+    ) -> None:
+        if config.max_loras:
+            raise EngineError("LoRA adapters are not divided among processes", "set engine.max_loras=0")
+        world = config.tensor_parallel_size
+        port = _free_port()
+        settings = _worker_settings(folder, config, device, dtype, port) | {"step_timeout_s": step_timeout_s}
+        self._step_timeout_s = step_timeout_s
+        self._workers = [_start_worker(settings, rank) for rank in range(1, world)]
+        self.ranks = Ranks(Shard(0, world), device, port, step_timeout_s)
+        self._log: list[dict[str, Any]] = []
+        self._has_failed = False
+        decoder, tokenizer = _load(folder, self.ranks, device, dtype)
+        super().__init__(decoder, config, tokenizer, self.ranks)
+
+    def submit(self, request: GenerateRequest, *, streaming: bool = False) -> int:
+        request_id = super().submit(request, streaming=streaming)
+        self._log.append({"submit": encode_request(request), "streaming": streaming})
+        return request_id
+
+    def abort(self, request_id: int) -> None:
+        super().abort(request_id)
+        self._log.append({"abort": request_id})
+
+    def apply(self, update: WeightUpdate) -> None:
+        raise EngineError("the weights of a tensor-parallel engine cannot be replaced", "use engine.tensor_parallel_size=1")
+
+    def step(self) -> list[Event]:
+        """Raises EngineError where another rank has died, or does not answer within the step's timeout."""
+        if (reason := self.why_broken()) is not None:
+            raise EngineError(reason, LOOK_AT_STDERR)
+        log, self._log = self._log, []
+        try:
+            self.ranks.announce(log)
+            return super().step()
+        except torch.OutOfMemoryError:
+            raise
+        except RuntimeError as error:  # what a collective raises, whichever its backend
+            self._has_failed = True
+            raise EngineError(self._why_failed(error), LOOK_AT_STDERR) from error
+
+    def why_broken(self) -> str | None:
+        """Which rank has died, if one has. From any thread."""
+        for rank, worker in enumerate(self._workers, start=1):
+            if worker.poll() is not None:
+                return f"rank {rank} of the engine has ended with code {worker.returncode}"
+        return None
+
+    def _why_failed(self, error: RuntimeError) -> str:
+        """The connection ends a moment before the process can be seen to have."""
+        deadline = time.monotonic() + END_S / 5
+        while (reason := self.why_broken()) is None and time.monotonic() < deadline:
+            time.sleep(0.01)
+        return reason or f"a step over {len(self._workers) + 1} ranks failed (limit {self._step_timeout_s:g} s): {error}"
+
+    def close(self) -> None:
+        """End the other ranks: by a message, or by force where one of them has failed already."""
+        if self._has_failed or self.why_broken() is not None:
+            for worker in self._workers:
+                worker.kill()
+        else:
+            self.ranks.announce([{"close": True}])
+        for worker in self._workers:
+            try:
+                worker.wait(END_S)
+            except subprocess.TimeoutExpired:
+                worker.kill()
+                worker.wait()
+        self.ranks.leave()
+
+
+def follow(engine: NativeEngine, ranks: Ranks) -> None:
+    """What the other ranks do: as rank 0 does, until it closes."""
+    while True:
+        for entry in ranks.announce(None):
+            if "submit" in entry:
+                engine.submit(decode_request(entry["submit"]), streaming=entry["streaming"])
+            elif "abort" in entry:
+                engine.abort(entry["abort"])
+            else:
+                return
+        engine.step()
+
+
+def encode_request(request: GenerateRequest) -> dict[str, Any]:
+    sampling = asdict(request.sampling)
+    sampling["logit_bias"] = list(request.sampling.logit_bias.items())
+    return {"prompt_ids": request.prompt_ids.tolist(), "sampling": sampling, "adapter": request.adapter}
+
+
+def decode_request(fields: dict[str, Any]) -> GenerateRequest:
+    sampling = dict(fields["sampling"])
+    for name in ("stop_token_ids", "stop", "allowed_token_ids"):
+        sampling[name] = None if sampling[name] is None else tuple(sampling[name])
+    sampling["logit_bias"] = {int(token): bias for token, bias in sampling["logit_bias"]}
+    return GenerateRequest(np.array(fields["prompt_ids"], np.int32), SamplingParams(**sampling), fields["adapter"])
+
+
+def _load(
+    folder: Path, ranks: Ranks, device: torch.device, dtype: torch.dtype
+) -> tuple[Decoder, PreTrainedTokenizerBase | None]:
+    """Each rank reads the whole model on the host and keeps its part."""
+    whole = load_decoder(folder, "cpu", dtype)
+    if not isinstance(whole, Decoder):
+        raise EngineError(f"{folder}: tensor parallelism needs a model of the Llama or Qwen families", "use one process")
+    tokenizer = load_tokenizer(folder) if any(folder.glob("tokenizer*")) else None
+    return shard_decoder(whole, ranks.shard, device, ranks.sum), tokenizer
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def _worker_settings(folder: Path, config: EngineConfig, device: torch.device, dtype: torch.dtype, port: int) -> dict[str, Any]:
+    return {
+        "folder": str(folder),
+        "config": config.model_dump(mode="json"),
+        "device": device.type,
+        "dtype": str(dtype).removeprefix("torch."),
+        "port": port,
+        "num_threads": torch.get_num_threads(),
+    }
+
+
+def _start_worker(shared: dict[str, Any], rank: int) -> subprocess.Popen[bytes]:
+    settings = shared | {"rank": rank}
+    return subprocess.Popen(
+        [sys.executable, "-m", "redline.engine.native.tensor_parallel", json.dumps(settings)], env=os.environ
+    )
+
+
+def _run_worker(settings: dict[str, Any]) -> None:
+    torch.set_num_threads(settings["num_threads"])
+    config = EngineConfig(**settings["config"])
+    device, dtype = torch.device(settings["device"]), getattr(torch, settings["dtype"])
+    if device.type == "cuda":
+        device = torch.device("cuda", settings["rank"])
+        torch.cuda.set_device(device)
+    shard = Shard(settings["rank"], config.tensor_parallel_size)
+    ranks = Ranks(shard, device, settings["port"], settings["step_timeout_s"])
+    decoder, tokenizer = _load(Path(settings["folder"]), ranks, device, dtype)
+    follow(NativeEngine(decoder, config, tokenizer, ranks), ranks)
+    ranks.leave()
+
+
+if __name__ == "__main__":
+    _run_worker(json.loads(sys.argv[1]))

@@ -1,0 +1,1 @@
+"""Tokens to text, and the strings that end it."""

@@ -1,0 +1,1 @@
+"""Everything that imports triton or ctypes for a device."""

@@ -1,0 +1,94 @@
+"""The ends of a decode step on the device: what its rows feed the network, and what follows from what they sampled.
+
+Each is one launch over the batch. In torch they are two dozen, each far smaller than the time it takes to start.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from redline.engine.native.running.device_rows import DeviceRows
+
+ROWS_PER_PROGRAM = 64
+
+
+@dataclass(slots=True, frozen=True)
+class StepInputs:
+    """What a step needs to know of each entry of its batch."""
+
+    tokens_B: Tensor
+    positions_B: Tensor
+    """-1 for rows that are not alive."""
+    temperature_B: Tensor
+    streams_B: Tensor
+    counters_B: Tensor
+
+
+def begin_step(rows: DeviceRows, rows_B: Tensor) -> StepInputs:
+    """Look the batch up in the rows."""
+    B = len(rows_B)
+    ids = torch.empty((4, B), dtype=torch.int64, device=rows_B.device)
+    temperature_B = torch.empty(B, dtype=torch.float32, device=rows_B.device)
+    state = (rows.alive_R, rows.next_token_R, rows.position_R, rows.temperature_R, rows.streams_R, rows.sampled_R)
+    _begin[(triton.cdiv(B, ROWS_PER_PROGRAM),)](rows_B, *state, *ids, temperature_B, B, N=ROWS_PER_PROGRAM)
+    tokens_B, positions_B, streams_B, counters_B = ids
+    return StepInputs(tokens_B, positions_B, temperature_B, streams_B, counters_B)
+
+
+def end_step(
+    rows: DeviceRows, rows_B: Tensor, tokens_B: Tensor, logprobs_B: Tensor, launched_R: Tensor, out: tuple[Tensor, Tensor]
+) -> None:
+    """Advance the rows that are alive by their sampled tokens, and store those at `out[..][launched_R[row], entry]`.
+
+    Rows die of stop tokens, of their limit, or of NaN. `launched_R` counts a row's steps since the host zeroed it."""
+    B, S = len(rows_B), rows.stops_RS.shape[1]
+    state = (rows.alive_R, rows.next_token_R, rows.position_R, rows.sampled_R, rows.limit_R, rows.stops_RS)
+    _end[(triton.cdiv(B, ROWS_PER_PROGRAM),)](
+        rows_B, *state, launched_R, tokens_B, logprobs_B, *out, out[0].stride(0), B, S=S, N=ROWS_PER_PROGRAM
+    )
+
+
+@triton.jit
+def _begin(  # type: ignore[no-untyped-def]
+    rows, alive, next_token, position, temperature, streams, sampled,
+    tokens_B, positions_B, streams_B, counters_B, temperature_B, B, N: tl.constexpr,
+):  # fmt: skip
+    entry = tl.program_id(0) * N + tl.arange(0, N)
+    inside = entry < B
+    row = tl.load(rows + entry, mask=inside, other=0)
+    is_alive = tl.load(alive + row, mask=inside, other=0) != 0
+    tl.store(tokens_B + entry, tl.load(next_token + row, mask=inside, other=0), mask=inside)
+    tl.store(positions_B + entry, tl.where(is_alive, tl.load(position + row, mask=inside, other=0), -1), mask=inside)
+    tl.store(streams_B + entry, tl.load(streams + row, mask=inside, other=0), mask=inside)
+    tl.store(counters_B + entry, tl.load(sampled + row, mask=inside, other=0), mask=inside)
+    tl.store(temperature_B + entry, tl.load(temperature + row, mask=inside, other=1.0), mask=inside)
+
+
+@triton.jit
+def _end(  # type: ignore[no-untyped-def]
+    rows, alive, next_token, position, sampled, limit, stops, launched,
+    tokens_B, logprobs_B, out_tokens, out_logprobs, out_stride, B, S: tl.constexpr, N: tl.constexpr,
+):  # fmt: skip
+    entry = tl.program_id(0) * N + tl.arange(0, N)
+    row = tl.load(rows + entry, mask=entry < B, other=0)
+    # Entries that are not alive change nothing; several of them may stand for the same dead row.
+    acts = (entry < B) & (tl.load(alive + row, mask=entry < B, other=0) != 0)
+    token = tl.load(tokens_B + entry, mask=acts, other=-2)
+    logprob = tl.load(logprobs_B + entry, mask=acts, other=0.0)
+    count = tl.load(sampled + row, mask=acts, other=0) + 1
+    ends = (count >= tl.load(limit + row, mask=acts, other=0)) | (logprob != logprob)
+    for index in tl.static_range(S):
+        ends = ends | (tl.load(stops + row * S + index, mask=acts, other=-1) == token)
+    step = tl.load(launched + row, mask=acts, other=0)
+    tl.store(out_tokens + step * out_stride + entry, token, mask=acts)
+    tl.store(out_logprobs + step * out_stride + entry, logprob, mask=acts)
+    tl.store(launched + row, step + 1, mask=acts)
+    tl.store(next_token + row, token, mask=acts)
+    tl.store(position + row, tl.load(position + row, mask=acts, other=0) + 1, mask=acts)
+    tl.store(sampled + row, count, mask=acts)
+    tl.store(alive + row, ~ends, mask=acts)

@@ -1,0 +1,1 @@
+"""`redline bench`: one case or all."""

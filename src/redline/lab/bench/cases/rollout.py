@@ -1,0 +1,261 @@
+"""`redline bench rollout`: tasks, engine and rewards without a trainer: attempts and tokens per second, and where time goes.
+
+Every round attempts the tasks of one step. They are those of a recipe; or those of a run folder (`replay`), where the attempts
+at each task are as long as they were in the run, whatever the model says today. Without a trainer there is memory for nothing
+else, and the policy stays what it is, so that all rounds do the same kind of work.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from rich.console import Console
+
+from redline.config import Config, load_recipe, refuse_without_effect, resolve, validate
+from redline.engine import NativeEngine
+from redline.lab.bench.settings import RolloutSettings
+from redline.lab.evidence.document import Bound, Measured, Result
+from redline.lab.evidence.statistics import percentiles
+from redline.lab.material.forced_lengths import ForcedLengths
+from redline.lab.material.recorded import RecordedStep, recorded_steps
+from redline.lab.measure import roofline
+from redline.lab.measure.machine import Machine, measure_machine, synchronize
+from redline.lab.measure.pairs import interleave
+from redline.lab.measure.warmup import warm_up
+from redline.lab.peers.contest import OURS
+from redline.launch import prepare_process
+from redline.models.files.hf import load_decoder, load_tokenizer, stop_token_ids
+from redline.models.files.sources import model_folder
+from redline.models.sizes.flops import NetworkCost
+from redline.preflight import check_inputs
+from redline.rollouts import Chat, SingleTurnRollouts, make_task_source
+from redline.rollouts.rewards.reward_model import RewardModel
+from redline.telemetry import Recorder, RunFolder, recording
+from redline.types import Trajectory, TrajectoryGroup
+
+LETTERS = {"kind": "import", "path": "redline.lab.material.tasks:Letters"}
+Rounds = Sequence[Mapping[str, "RolloutRun"]]
+
+
+@dataclass(slots=True, frozen=True)
+class RolloutRun:
+    """The groups of one step."""
+
+    seconds: float
+    attempts: int
+    prompt_tokens: int
+    """Of all tasks, each prompt once."""
+    new_tokens: int
+    engine_s: float
+    part_s: Mapping[str, float]
+    """By span; what no span owns included."""
+    latency_s: Sequence[float]
+    """From submission to the last token, of each attempt."""
+    first_token_s: Sequence[float]
+    reward: float
+    failures: int
+
+    @classmethod
+    def of(cls, groups: Sequence[TrajectoryGroup], seconds: float, part_ns: Mapping[str, int]) -> RolloutRun:
+        attempts: list[Trajectory] = [t for group in groups for t in group.trajectories]
+        calls = [call for t in attempts for call in t.calls]
+        part_s = {name: ns / 1e9 for name, ns in part_ns.items()}
+        return cls(
+            seconds=seconds,
+            attempts=len(attempts),
+            prompt_tokens=sum(int(np.count_nonzero(~group.trajectories[0].loss_mask)) for group in groups),
+            new_tokens=sum(t.num_completion_tokens for t in attempts),
+            engine_s=sum(s for name, s in part_s.items() if name.startswith("engine.")),
+            part_s=part_s,
+            latency_s=[call.total_s for call in calls],
+            first_token_s=[call.first_token_s for call in calls],
+            reward=statistics.fmean(t.reward for t in attempts),
+            failures=sum(t.failure is not None for t in attempts),
+        )
+
+    @property
+    def tokens_per_s(self) -> float:
+        return self.new_tokens / self.seconds
+
+    @property
+    def attempts_per_s(self) -> float:
+        return self.attempts / self.seconds
+
+    def as_json(self) -> dict[str, Any]:
+        return {
+            "seconds": self.seconds,
+            "tokens_per_s": self.tokens_per_s,
+            "attempts_per_s": self.attempts_per_s,
+            "new_tokens": self.new_tokens,
+            "engine_s": self.engine_s,
+            "part_s": dict(self.part_s),
+            "reward": self.reward,
+            "failures": self.failures,
+        }
+
+
+class RolloutStage:
+    """Everything a recipe's rollouts need, and no trainer."""
+
+    def __init__(self, config: Config, recorded: Sequence[RecordedStep]) -> None:
+        prepare_process(config)
+        self._config = config
+        self._recorded = recorded
+        self._device = torch.device(config.run.device)
+        source = model_folder(config.model.path, config.run.seed)
+        tokenizer = load_tokenizer(source)
+        self.decoder = load_decoder(source, self._device, getattr(torch, config.model.dtype))
+        self.engine = NativeEngine(self.decoder, config.engine, tokenizer)
+        self._forced = ForcedLengths(self.engine)
+        rollouts = config.rollouts
+        judge = None
+        if rollouts.reward_model.path is not None:
+            judged_by = model_folder(rollouts.reward_model.path, config.run.seed)
+            dtype, most = getattr(torch, config.model.dtype), rollouts.reward_model.max_tokens_per_batch
+            judge = RewardModel(judged_by, self._device, dtype, most)
+        self._rollouts = SingleTurnRollouts(
+            make_task_source(rollouts.task, config.run.seed),
+            self._forced if recorded else self.engine,
+            Chat(tokenizer, rollouts.system_prompt, rollouts.prompt_suffix, rollouts.answer_prefix),
+            rollouts,
+            stop_token_ids(source, tokenizer),
+            config.run.seed,
+            judge,
+        )
+
+    def run(self, number: int) -> RolloutRun:
+        """The groups of step `number`; a replay begins again where the run ended."""
+        numbers = self._numbers(number)
+        recorder = Recorder(keep_spans=False)
+        self.engine.reset_prefix_cache()
+        synchronize(self._device)
+        with recording(recorder):
+            recorder.step_mark()
+            started = time.perf_counter()
+            self._rollouts.begin(numbers, 0)
+            groups = self._rollouts.finished()
+            synchronize(self._device)
+            seconds = time.perf_counter() - started
+            return RolloutRun.of(groups, seconds, recorder.step_mark())
+
+    def _numbers(self, number: int) -> Sequence[int]:
+        if not self._recorded:
+            size = self._config.rollouts.groups_per_step
+            return range(number * size, (number + 1) * size)
+        step = self._recorded[number % len(self._recorded)]
+        self._forced.lengths = {group: step.of_group(group) for group in step.numbers}
+        return step.numbers
+
+
+def measure(settings: RolloutSettings, console: Console) -> Measured:
+    config = recipe_of(settings)
+    stage = RolloutStage(config, recorded_steps(settings.replay) if settings.replay else [])
+    machine = measure_machine(torch.device(config.run.device), getattr(torch, config.model.dtype))
+    console.print(machine.how, style="dim")
+    _, warm = warm_up(lambda _: stage.run(0), max_seconds=settings.warmup_s)
+
+    def tell(number: int, row: Mapping[str, RolloutRun]) -> None:
+        run = row[OURS]
+        console.print(
+            f"round {number + 1}/{settings.pairs}: {run.tokens_per_s:,.0f} tok/s, {run.attempts_per_s:,.1f} attempts/s",
+            style="dim",
+        )
+
+    rounds = interleave({OURS: lambda number: stage.run(number + 1)}, settings.pairs, settings.seed, tell)
+    runs = [row[OURS] for row in rounds]
+    used = settings.model_copy(
+        update={
+            "model": config.model.path,
+            "engine": config.engine,
+            "groups_per_step": config.rollouts.groups_per_step,
+            "group_size": config.rollouts.group_size,
+            "max_new_tokens": config.rollouts.max_new_tokens,
+        }
+    )
+    return Measured(used, _results(runs, config, NetworkCost.of(stage.decoder), machine), warm_ups={OURS: warm})
+
+
+def recipe_of(settings: RolloutSettings) -> Config:
+    """The recipe named, with what the command line says on top; a run's recipe as it was; or letters."""
+    run = {"device": settings.device, "num_threads": settings.num_threads}
+    if settings.replay is not None:
+        recipe = json.loads(RunFolder.open(settings.replay).config.read_text())
+        recipe["run"] |= run
+        recipe["engine"] |= settings.engine.model_dump(exclude_unset=True)
+        return resolve(validate(recipe, "redline bench rollout")).config
+    sizes = settings.model_dump(include={"groups_per_step", "group_size", "max_new_tokens"})
+    engine = settings.engine.model_dump(exclude_unset=True)
+    if settings.recipe is not None:
+        given = {f"rollouts.{key}": value for key, value in sizes.items() if key in settings.model_fields_set}
+        given |= {f"engine.{key}": value for key, value in engine.items()} | {f"run.{key}": value for key, value in run.items()}
+        given |= {"run.seed": settings.seed} if "seed" in settings.model_fields_set else {}
+        config = resolve(load_recipe(settings.recipe, [f"{key}={json.dumps(value)}" for key, value in given.items()])).config
+        refuse_without_effect(config)
+        check_inputs(config)
+        return config
+    recipe = {
+        "run": {**run, "seed": settings.seed},
+        "model": {"path": settings.model, "dtype": settings.dtype},
+        "rollouts": {"task": LETTERS, **sizes, "advantages": "group_centred"},
+        "engine": {"max_num_seqs": settings.groups_per_step * settings.group_size, **engine},
+    }
+    return resolve(validate(recipe, "redline bench rollout")).config
+
+
+# ── results ────────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def _results(runs: Sequence[RolloutRun], config: Config, cost: NetworkCost, machine: Machine) -> list[Result]:
+    attempts = sum(run.attempts for run in runs)
+    tokens = sum(run.new_tokens for run in runs) / attempts
+    tasks = config.rollouts.groups_per_step * len(runs)
+    load = roofline.Load(
+        prompts=max(1, round(attempts / len(runs) / config.rollouts.group_size)),
+        prompt_tokens=sum(run.prompt_tokens for run in runs) / tasks,
+        n=config.rollouts.group_size,
+        new_tokens=max(2, round(tokens)),
+        max_num_seqs=config.engine.max_num_seqs,
+    )
+    fastest = roofline.throughput_bound(cost, load, machine)
+    first, between = (bound(cost, load, machine) for bound in (roofline.first_token_bound, roofline.inter_token_bound))
+    samples = [run.as_json() for run in runs]
+    return [
+        Result("tokens", statistics.median(run.tokens_per_s for run in runs), "tok/s", samples, fastest),
+        Result(
+            "attempts",
+            statistics.median(run.attempts_per_s for run in runs),
+            "attempts/s",
+            [run.attempts_per_s for run in runs],
+            Bound(fastest.value / tokens, f"{tokens:.1f} tokens per attempt on average; {fastest.why}"),
+        ),
+        _engine_share(runs),
+        _latency("latency of an attempt", [run.latency_s for run in runs], _whole_attempt(first, between, load.new_tokens)),
+        _latency("time to first token", [run.first_token_s for run in runs], first),
+    ]
+
+
+def _engine_share(runs: Sequence[RolloutRun]) -> Result:
+    samples = [100 * run.engine_s / run.seconds for run in runs]
+    names = dict.fromkeys(name for run in runs for name in run.part_s)
+    parts = {name: statistics.median(100 * run.part_s.get(name, 0.0) / run.seconds for run in runs) for name in sorted(names)}
+    why = "the engine samples all the time, and tasks and rewards take none"
+    return Result("time in the engine", statistics.median(samples), "%", samples, Bound(100, why), details={"parts": parts})
+
+
+def _whole_attempt(first: Bound, between: Bound, tokens: int) -> Bound:
+    value = first.value + (tokens - 1) * between.value
+    return Bound(value, f"the first token, and {tokens - 1} more steps, for an attempt of the mean length; {between.why}")
+
+
+def _latency(name: str, seconds: Sequence[Sequence[float]], bound: Bound) -> Result:
+    every = [s for of_round in seconds for s in of_round]
+    found = percentiles(every)
+    samples = [list(of_round) for of_round in seconds]
+    return Result(name, found["p50"], "s", samples, bound, larger_is_better=False, details={"percentiles": found})

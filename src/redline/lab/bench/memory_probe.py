@@ -1,0 +1,137 @@
+"""One try of `redline bench memory`, in a process of its own. Whatever it leaves behind ends with it:
+
+    python -m redline.lab.bench.memory_probe '{"settings": {...}, "side": "redline", "sequences": 8}'
+    →  {"memory": {"weights": ..., ...}, "planned": {...}, "bytes_per_token": ...}
+
+`memory` is null where there was not enough.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+
+import numpy as np
+import torch
+
+from redline.errors import TrainingError
+from redline.lab.bench.settings import MemorySettings, as_recipe
+from redline.lab.material.networks import Network, make_network
+from redline.lab.material.train_batches import random_batch
+from redline.lab.measure.machine import MemoryMeter
+from redline.lab.measure.phases import Memory, memory_by_kind
+from redline.lab.peers.training_sides import RedlineTraining, TrainingSide, TransformersTraining
+from redline.launch import prepare_process
+from redline.models.files.hf import AnyDecoder
+from redline.models.sizes.memory import Checkpointing, layer_code, parameter_bytes, token_bytes
+from redline.trainer.batches.budget import logits_bytes
+
+KILLED = -9
+"""By the kernel, for want of memory."""
+LINES_SHOWN = 15
+OUT_OF_MEMORY = ("out of memory", "can't allocate memory", "CUBLAS_STATUS_ALLOC_FAILED")
+BYTES_PER_MOMENTS = {"float32": 8, "int8": 2}
+"""Of both of a parameter."""
+
+
+@dataclass(slots=True, frozen=True)
+class Found:
+    """What one try found."""
+
+    memory: Mapping[str, int] | None
+    """Bytes at the peak of a step, by kind; None where memory ran out."""
+    planned: Mapping[str, int] | None = None
+    """What the trainer's memory plan expects, by the same kinds; None for others than our trainer."""
+    bytes_per_token: int = 0
+    """Of the inputs of all layers, in the compute dtype."""
+
+    @property
+    def peak_bytes(self) -> int | None:
+        return None if self.memory is None else sum(self.memory.values())
+
+
+def probe(settings: MemorySettings, side: str, sequences: int) -> Found:
+    """Train on a micro-batch of so many sequences in a new process."""
+    task = {"settings": settings.model_dump(mode="json", exclude_unset=True), "side": side, "sequences": sequences}
+    command = [sys.executable, "-m", "redline.lab.bench.memory_probe", json.dumps(task)]
+    done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode == KILLED:
+        return Found(None)
+    if done.returncode:
+        said = "\n".join(done.stderr.splitlines()[-LINES_SHOWN:])
+        raise TrainingError(f"a try ended with exit code {done.returncode}:\n{said}", "search less far: most_tokens=8192")
+    return Found(**json.loads(done.stdout.splitlines()[-1]))
+
+
+# ── in the process ─────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def main() -> None:
+    task = json.loads(sys.argv[1])
+    settings = MemorySettings.model_validate(task["settings"])
+    prepare_process(as_recipe(settings))
+    # Libraries and workspaces that a first step loads would count as its memory.
+    train(settings.model_copy(update={"model": "builtin:tiny", "tokens": 4}), task["side"], sequences=1)
+    if settings.device == "cuda" and settings.limit_bytes is not None:
+        total = torch.cuda.get_device_properties(0).total_memory
+        torch.cuda.set_per_process_memory_fraction(min(1.0, settings.limit_bytes / total))
+    print(json.dumps(asdict(train(settings, task["side"], task["sequences"]))))
+
+
+def train(settings: MemorySettings, side_name: str, sequences: int) -> Found:
+    """Two steps on one micro-batch: after the first the optimizer's states are there, the second is watched."""
+    device = torch.device(settings.device)
+    try:
+        meter = MemoryMeter(device)
+        network = make_network(settings.model, device, getattr(torch, settings.dtype), settings.seed)
+        shape = network.decoder.spec
+        bytes_per_token = (shape.num_layers + 1) * shape.hidden_size * network.decoder.output_weight.element_size()
+        planned = _planned(network.decoder, settings, sequences) if side_name == "redline" else None
+        side = _side(side_name, network, settings, sequences)
+        del network  # transformers has a copy
+        lengths = np.full(sequences, settings.tokens, dtype=np.int64)
+        batch = random_batch(lengths, prompt_tokens=1, group_size=1, vocab_size=shape.vocab_size, key=(settings.seed,))
+        steps = [side.step(batch)]
+        memory = memory_by_kind(lambda: steps.append(side.step(batch)), meter, side.weight_bytes, side.gradient_bytes)
+    except (MemoryError, RuntimeError, TrainingError) as error:
+        if not _is_out_of_memory(error):
+            raise
+        return Found(None)
+    in_one_piece = all(step.micro_batches == 1 for step in steps)  # a trainer may cut a micro-batch that does not fit
+    return Found(memory.as_json() if in_one_piece else None, planned, bytes_per_token)
+
+
+def _planned(decoder: AnyDecoder, settings: MemorySettings, sequences: int) -> dict[str, int]:
+    config, dtype = settings.trainer, getattr(torch, settings.dtype)
+    held = parameter_bytes(
+        decoder,
+        dtype,
+        bytes_per_moments=BYTES_PER_MOMENTS[config.optimizer_states],
+        offloaded=config.offload_optimizer and settings.device == "cuda",
+    )
+    checkpointing: Checkpointing = config.gradient_checkpointing
+    code = layer_code(decoder.spec, dtype, settings.device, checkpointing, plain=True)
+    each = token_bytes(decoder.spec, sum(p.numel() for p in decoder.parameters()), dtype, checkpointing, code)
+    activations = logits_bytes(decoder.spec, dtype) + sequences * settings.tokens * each.training
+    return Memory(held.weights, held.masters + held.moments, held.gradients, activations).as_json()
+
+
+def _side(name: str, network: Network, settings: MemorySettings, sequences: int) -> TrainingSide:
+    config = settings.trainer.model_copy(update={"max_tokens_per_micro_batch": sequences * settings.tokens})
+    if name == "redline":
+        return RedlineTraining(network.decoder, getattr(torch, settings.dtype), config)
+    if name == "transformers":
+        return TransformersTraining(network.as_transformers(), config, rows=sequences)
+    raise AssertionError(name)
+
+
+def _is_out_of_memory(error: Exception) -> bool:
+    """Only torch's allocator for GPUs has an error of its own for it; the trainer says when one sequence alone is too much."""
+    return isinstance(error, MemoryError | torch.OutOfMemoryError) or any(words in str(error) for words in OUT_OF_MEMORY)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,93 @@
+"""A case and its settings → a measurement → the document and the table."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from rich.console import Console
+
+from redline.lab.bench import profiled
+from redline.lab.bench.cases import (
+    e2e,
+    e2e_against,
+    generate,
+    memory,
+    n_sampling,
+    rollout,
+    serialize,
+    telemetry,
+    trainer,
+    transfer,
+    weight_sync,
+)
+from redline.lab.bench.settings import (
+    BenchSettings,
+    E2ESettings,
+    GenerateSettings,
+    MemorySettings,
+    NSamplingSettings,
+    RolloutSettings,
+    SerializeSettings,
+    TelemetrySettings,
+    TrainerSettings,
+    TransferSettings,
+    WeightSyncSettings,
+    as_recipe,
+)
+from redline.lab.bench.table import render
+from redline.lab.evidence.document import Document, Measured
+from redline.lab.measure.machine import device_name
+from redline.launch import prepare_process
+
+LOG_WIDTH = 160
+
+
+def bench(case: str, settings: BenchSettings, console: Console | None = None, profile: Path | None = None) -> Document:
+    """Measure, and show a person the outcome on stderr; with a folder in `profile`, run once more for a profile in there."""
+    console = console or _console()
+    prepare_process(as_recipe(settings))
+    device = torch.device(settings.device)
+    document = Document.of(case, device_name(device), _measure(settings, console))
+    console.print(render(document))
+    if profile is not None:
+        folder = profile / "profiles" / Path(document.file_name).stem
+        console.print(f"profile: {profiled.profile(_once_more(settings), folder, device)}", soft_wrap=True)
+    return document
+
+
+def _once_more(settings: BenchSettings) -> Callable[[], object]:
+    if isinstance(settings, MemorySettings):
+        return lambda: profiled.profile_step_of(settings)
+    return lambda: _measure(profiled.one_round(settings), Console(quiet=True))
+
+
+def _measure(settings: BenchSettings, console: Console) -> Measured:
+    if isinstance(settings, GenerateSettings):
+        return generate.measure(settings, console)
+    if isinstance(settings, NSamplingSettings):
+        return n_sampling.measure(settings, console)
+    if isinstance(settings, RolloutSettings):
+        return rollout.measure(settings, console)
+    if isinstance(settings, TrainerSettings):
+        return trainer.measure(settings, console)
+    if isinstance(settings, E2ESettings):
+        return e2e_against.measure(settings, console) if settings.against else e2e.measure(settings, console)
+    if isinstance(settings, WeightSyncSettings):
+        return weight_sync.measure(settings, console)
+    if isinstance(settings, MemorySettings):
+        return memory.measure(settings, console)
+    if isinstance(settings, TransferSettings):
+        return transfer.measure(settings, console)
+    if isinstance(settings, SerializeSettings):
+        return serialize.measure(settings, console)
+    if isinstance(settings, TelemetrySettings):
+        return telemetry.measure(settings, console)
+    raise AssertionError(settings)
+
+
+def _console() -> Console:
+    """A log has no width to wrap to; a terminal has its own."""
+    console = Console(stderr=True, highlight=False)
+    return console if console.is_terminal else Console(stderr=True, highlight=False, width=LOG_WIDTH)

@@ -1,0 +1,1 @@
+"""`redline compare`: two sides, pairs of processes, a verdict."""

@@ -1,0 +1,224 @@
+"""One side of `redline compare`: a process that runs a round when it is told to and sleeps in between. Started by `Worker` with
+PYTHONPATH at the source of its side, which may be another revision: each side runs the `process.py` of its own.
+
+    python process.py '{"recipe": PATH, "overrides": [...], "seed": 3}'     steps of a run
+    python process.py '{"case": "trainer", "overrides": [...], "seed": 3}'  rounds of a bench
+    →  {"device": "cpu", "identity": {...}}
+    round  →  {"metrics": {"run/step_s": ..., ...}, "larger_is_better": ["engine/tokens_per_s", ...]}
+    end    →  {"peak_bytes": ...}
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import os
+import resource
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+
+from redline import loop
+from redline.config import Config, load_recipe, resolve
+from redline.engine.stats import metrics_between
+from redline.launch import build, prepare_process
+from redline.models.files.sources import model_folder
+from redline.rollouts import BackgroundRollouts
+from redline.telemetry import Progress, Recorder, RunFolder, describe_environment, recording
+from redline.types import StepReport, TrainBatch, TrajectoryGroup, WeightUpdate
+from redline.watch import step_metrics
+
+Metrics = dict[str, float]
+Play = Callable[[], tuple[Metrics, list[str]]]
+"""One round: its metrics, and those of them that are better when larger."""
+
+
+def main() -> None:
+    # Whatever is printed on the way belongs to stderr; answers have the pipe to themselves.
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+    task = json.loads(sys.argv[1])
+    with _steps(task) if "recipe" in task else _case(task) as (device, play):
+        print(json.dumps({"device": device.type, "identity": describe_environment()}), file=answers, flush=True)
+        for line in sys.stdin:
+            if line.strip() == "end":
+                print(json.dumps({"peak_bytes": _peak(device)}), file=answers, flush=True)
+                break
+            print(json.dumps(_timed(play, device)), file=answers, flush=True)
+
+
+def _timed(play: Play, device: torch.device) -> dict[str, Any]:
+    """`cpu_s` is the CPU time of all threads: where others load the machine it varies less than the time that passes."""
+    _synchronize(device)
+    started, cpu = time.perf_counter(), time.process_time()
+    metrics, larger = play()
+    _synchronize(device)
+    clocks = {"wall_s": time.perf_counter() - started, "cpu_s": time.process_time() - cpu}
+    finite = {name: float(value) for name, value in metrics.items() if math.isfinite(value)}
+    return {"metrics": finite | clocks, "larger_is_better": larger}
+
+
+# ── steps of a run ─────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+class _Watch:
+    """Makes a row of metrics of each step. Implements `ports.Watch`."""
+
+    def __init__(self, recorder: Recorder) -> None:
+        self._recorder = recorder
+        self._groups: list[TrajectoryGroup] = []
+        self.row: Metrics = {}
+
+    def group_collected(self, group: TrajectoryGroup) -> None:
+        self._groups.append(group)
+
+    def step_finished(self, batch: TrainBatch, report: StepReport, update: WeightUpdate) -> None:
+        self.row = step_metrics(self._groups, batch, report, update, self._recorder.step_mark())
+        self._groups = []
+
+    def should_stop(self) -> bool:
+        return False
+
+
+@contextlib.contextmanager
+def _steps(task: dict[str, Any]) -> Iterator[tuple[torch.device, Play]]:
+    config = _recipe(task)
+    prepare_process(config)
+    recorder = Recorder(keep_spans=False)
+    with tempfile.TemporaryDirectory(prefix="redline-compare-") as scratch, recording(recorder):
+        quiet = Progress(config.run.steps, console=Console(quiet=True))
+        stages = build(config, RunFolder.create(Path(scratch), "side"), quiet)
+        watch = _Watch(recorder)
+        ahead = stages.rollouts if isinstance(stages.rollouts, BackgroundRollouts) else None
+        if ahead is not None:
+            ahead.pause()
+
+        def step() -> tuple[Metrics, list[str]]:
+            """Rollouts that run ahead rest while the other side has its turn."""
+            stats = stages.engine.stats
+            recorder.step_mark()
+            with _resumed(ahead):
+                loop.run(
+                    stages.rollouts,
+                    stages.buffer,
+                    stages.trainer,
+                    stages.weight_sync,
+                    stages.shared_engine,
+                    steps=stages.trainer.version + 1,
+                    watch=watch,
+                )
+            row = watch.row | metrics_between(stats, stages.engine.stats)
+            return row, [name for name in row if name.endswith(("_per_s", "hit_rate")) or "reward" in name]
+
+        try:
+            yield torch.device(config.run.device), step
+        finally:
+            stages.close()
+
+
+@contextlib.contextmanager
+def _resumed(ahead: BackgroundRollouts | None) -> Iterator[None]:
+    if ahead is not None:
+        ahead.resume()
+    try:
+        yield
+    finally:
+        if ahead is not None:
+            ahead.pause()
+
+
+def _recipe(task: dict[str, Any]) -> Config:
+    """Other tasks and samples in every pair, from the same weights: a model made from a seed keeps the recipe's."""
+    path, overrides = Path(task["recipe"]), list(task["overrides"])
+    config = load_recipe(path, overrides)
+    own = [f"run.seed={config.run.seed + task['seed']}", "run.checkpoint_every=0"]
+    own += ["rollouts.evaluation.num_tasks=0", "rollouts.evaluation.stop_at=null"]
+    if config.model.path.startswith("builtin:"):
+        own.append(f"model.path={model_folder(config.model.path, config.run.seed)}")
+    return resolve(load_recipe(path, [*overrides, *own])).config
+
+
+# ── rounds of a bench ──────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@contextlib.contextmanager
+def _case(task: dict[str, Any]) -> Iterator[tuple[torch.device, Play]]:
+    from redline.lab.bench.settings import TrainerSettings, as_recipe, make_settings
+
+    settings = make_settings(task["case"], task["overrides"])
+    settings = settings.model_copy(update={"seed": settings.seed + task["seed"]} if _is_random(settings.model) else {})
+    prepare_process(as_recipe(settings))
+    device = torch.device(settings.device)
+    yield device, _trainer(settings) if isinstance(settings, TrainerSettings) else _whole(task["case"], settings)
+
+
+def _is_random(model: str) -> bool:
+    """Weights that are drawn on the device, and not kept in a folder for each seed."""
+    return model.startswith("random:")
+
+
+def _trainer(settings: Any) -> Play:
+    """Our trainer alone, in place and warm; a round is its steps."""
+    from redline.lab.bench.cases.trainer import Contest
+
+    alone: dict[str, Any] = {"peers": ()}
+    if "warmup_s" in type(settings).model_fields:
+        alone["warmup_s"] = 0.0  # both sides warm up together, by as many rounds
+    contest = Contest(settings.model_copy(update=alone), Console(quiet=True))
+    [ours] = contest.sides
+    number = 0
+
+    def play() -> tuple[Metrics, list[str]]:
+        nonlocal number
+        number += 1
+        run = contest.run(ours, number)
+        return {"step_s": run.step_s, "tokens_per_s": run.tokens_per_s}, ["tokens_per_s"]
+
+    return play
+
+
+def _whole(case: str, settings: Any) -> Play:
+    """The bench as it is, from set-up to document."""
+    from redline.lab.bench.run import bench
+
+    def play() -> tuple[Metrics, list[str]]:
+        results = bench(case, settings, Console(quiet=True)).results
+        return {r.name: r.value for r in results}, [r.name for r in results if r.larger_is_better]
+
+    return play
+
+
+# ── device ─────────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def _synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def _peak(device: torch.device) -> int:
+    """The most that was held at once; on a CPU without what Python and torch need to be there at all."""
+    if device.type == "cuda":
+        return int(torch.cuda.max_memory_allocated(device))
+    return max(0, _resident() - _AT_START)
+
+
+def _resident() -> int:
+    """The most there was. Unlike `ru_maxrss`, /proc does not count what the parent held when it started this process."""
+    status = Path("/proc/self/status")
+    if not status.exists():
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+    return next(int(line.split()[1]) * 1024 for line in status.read_text().splitlines() if line.startswith("VmHWM:"))
+
+
+_AT_START = _resident()
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,188 @@
+"""A and B of `redline compare` as they are written → what each side runs, or reads. Loads no torch.
+
+recipes/demo.yaml                       a recipe, run by this source
+git:REV                                 a revision of the repository in the current folder, in a worktree while it is needed
+PATH                                    a source tree: the folder that holds src/redline
+results.json, results.json#transformers a saved result, and a side of it
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import subprocess
+import tempfile
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import redline
+from redline.config import load_recipe, refuse_without_effect, resolve
+from redline.errors import CompareError, ConfigError
+from redline.lab.bench.settings import make_settings
+from redline.lab.compare.worker import Job
+from redline.preflight import check_inputs
+
+GIT = "git:"
+OWN_SOURCE = Path(redline.__file__).parents[1]
+DEFAULT_FIELD = {"tok/s": "tokens_per_s"}
+"""Of a sample with several, by the unit of the result; elsewhere the first."""
+SHOWN = 120
+"""Characters of a sample in a message."""
+
+
+@dataclass(slots=True, frozen=True)
+class What:
+    """What is run on either side, besides what the sides themselves say."""
+
+    recipe: Path | None = None
+    case: str | None = None
+    overrides: Sequence[str] = ()
+    """For both."""
+    a_overrides: Sequence[str] = ()
+    b_overrides: Sequence[str] = ()
+
+
+def is_saved(side: str) -> bool:
+    return side.partition("#")[0].endswith(".json")
+
+
+@contextlib.contextmanager
+def jobs(a: str, b: str, what: What) -> Iterator[tuple[Job, Job]]:
+    """Everything that can be checked without running it is. Worktrees are removed when the block ends."""
+    if is_saved(a) or is_saved(b):
+        raise ConfigError(f"{a} and {b}: a saved result can only be compared with another one", "give two of them")
+    if _is_recipe(a) != _is_recipe(b):
+        raise ConfigError(f"{a} and {b} are not of one kind", "two recipes, or two of git:REV and source trees with --recipe")
+    with contextlib.ExitStack() as stack:
+        first = _job(a, what, what.a_overrides, stack)
+        second = first if (a, what.a_overrides) == (b, what.b_overrides) else _job(b, what, what.b_overrides, stack)
+        yield first, second
+
+
+def _job(side: str, what: What, own: Sequence[str], stack: contextlib.ExitStack) -> Job:
+    overrides = [*what.overrides, *own]
+    name = " ".join([side, *own])
+    if _is_recipe(side):
+        if what.recipe is not None or what.case is not None:
+            raise ConfigError(f"{side} is a recipe, and --recipe or --case says to run something else", "leave the option out")
+        return Job(OWN_SOURCE, _recipe_task(Path(side), overrides), name)
+    if (what.recipe is None) == (what.case is None):
+        raise ConfigError(
+            f"{side} is a source to run something with", "say what: --recipe recipes/smoke.yaml, or --case trainer"
+        )
+    source = stack.enter_context(worktree(side.removeprefix(GIT))) if side.startswith(GIT) else _tree(side)
+    is_own = source == OWN_SOURCE
+    if what.recipe is not None:
+        return Job(source, _recipe_task(what.recipe, overrides, is_own), name)
+    assert what.case is not None
+    if is_own:
+        make_settings(what.case, overrides)
+    return Job(source, {"case": what.case, "overrides": overrides}, name)
+
+
+def _recipe_task(recipe: Path, overrides: Sequence[str], is_own: bool = True) -> dict[str, Any]:
+    """Another revision may know other keys, and is the one to say so."""
+    if is_own:
+        config = resolve(load_recipe(recipe, overrides)).config
+        refuse_without_effect(config)
+        check_inputs(config)
+    elif not recipe.is_file():
+        raise ConfigError(f"{recipe}: no such recipe", "give the path of a YAML recipe, such as recipes/demo.yaml")
+    return {"recipe": str(recipe.resolve()), "overrides": list(overrides)}
+
+
+def _is_recipe(side: str) -> bool:
+    return side.endswith((".yaml", ".yml"))
+
+
+def _tree(side: str) -> Path:
+    source = Path(side).resolve() / "src"
+    if not (source / "redline" / "__init__.py").is_file():
+        raise ConfigError(
+            f"{side}: neither a recipe (.yaml), a saved result (.json), a revision (git:REV) nor a folder with src/redline",
+            "for example: redline compare git:HEAD~1 . --case trainer",
+        )
+    return source
+
+
+# ── revisions ──────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@contextlib.contextmanager
+def worktree(revision: str) -> Iterator[Path]:
+    """The source of a revision, checked out beside the working tree and gone when the block ends."""
+    root = Path(_git(Path.cwd(), "rev-parse", "--show-toplevel", hint="run this in a clone of the repository"))
+    commit = _git(root, "rev-parse", "--verify", "--quiet", f"{revision}^{{commit}}", hint=f"git:{revision}: no such revision")
+    with tempfile.TemporaryDirectory(prefix="redline-compare-") as scratch:
+        tree = Path(scratch) / commit[:12]
+        _git(root, "worktree", "add", "--quiet", "--detach", str(tree), commit, hint="see what git says")
+        try:
+            source = tree / "src"
+            if not (source / "redline").is_dir():
+                raise ConfigError(f"git:{revision} has no src/redline", "name a revision of redline")
+            yield source
+        finally:
+            _git(
+                root, "worktree", "remove", "--force", str(tree), hint=f"remove it by hand: git worktree remove --force {tree}"
+            )
+
+
+def _git(root: Path, *arguments: str, hint: str) -> str:
+    done = subprocess.run(["git", "-C", str(root), *arguments], capture_output=True, text=True)
+    if done.returncode:
+        raise CompareError(f"git {arguments[0]} failed: {done.stderr.strip() or 'nothing found'}", hint)
+    return done.stdout.strip()
+
+
+# ── saved results ──────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@dataclass(slots=True, frozen=True)
+class Saved:
+    """The samples of one side of one figure."""
+
+    path: Path
+    side: str | None
+    figure: str
+    samples: Sequence[float]
+    larger_is_better: bool
+    unit: str
+    device: str
+    config: Any
+
+
+def read_saved(text: str, metric: str | None) -> Saved:
+    """`metric` names a result of the document (`throughput`), or one and a field of its samples (`throughput:tokens_per_s`)."""
+    name, _, side = text.partition("#")
+    path = Path(name)
+    try:
+        document = json.loads(path.read_text())
+        results = {result["name"]: result for result in document["results"]}
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise CompareError(f"{path}: not a saved result: {error}", "give what `redline bench CASE --save DIR` wrote") from error
+    wanted, _, key = (metric or next(iter(results))).partition(":")
+    if wanted not in results:
+        raise CompareError(f"{path} has no result called {wanted}", f"--metric with one of: {', '.join(results)}")
+    result, identity = results[wanted], document["identity"]
+    samples = [_number(sample, side, key or DEFAULT_FIELD.get(result["unit"], ""), path) for sample in result["samples"]]
+    larger = key.endswith("_per_s") if key else result["unit"] not in ("s", "bytes")
+    device, config = identity.get("device", "cpu"), identity.get("config")
+    return Saved(path, side or None, wanted, samples, larger, result["unit"], device, config)
+
+
+def _number(sample: Any, side: str, key: str, path: Path) -> float:
+    """A sample is a number, or holds one per side, or a few figures, or a few per side; ours comes first."""
+    value = sample
+    if isinstance(value, dict) and (side or isinstance(next(iter(value.values()), None), dict)):
+        value = value.get(side or next(iter(value)))
+    if isinstance(value, dict):
+        value = value.get(key) if key else next((v for v in value.values() if isinstance(v, int | float)), None)
+    if not isinstance(value, int | float) or value <= 0:
+        where = f"{path}#{side}" if side else str(path)
+        shown = json.dumps(sample)[:SHOWN]
+        raise CompareError(
+            f"{where}: no positive number in a sample: {shown}", "name a side, FILE#SIDE, or --metric RESULT:FIELD"
+        )
+    return float(value)

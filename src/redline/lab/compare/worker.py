@@ -1,0 +1,219 @@
+"""A side of `redline compare` as a process of its own, and the pair that two of them make."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import random
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import IO, Any
+
+from redline.errors import CompareError
+from redline.lab.evidence.experiment import Pair, Round
+from redline.lab.measure.warmup import is_steady
+
+PROGRAMS = ("lab/compare/process.py", "lab/compare_process.py")
+"""Where a revision has its side of the conversation, the newest place first."""
+MAX_WARMUP = 8
+"""Rounds that do not count; a machine that others work on may never be steady."""
+PATIENCE_S = 30
+"""For a process to end once it was told to."""
+LINES_SHOWN = 15
+
+
+@dataclass(slots=True, frozen=True)
+class Job:
+    """What a side runs."""
+
+    source: Path
+    """The folder that holds its `redline`."""
+    task: dict[str, Any]
+    """As its `process.py` reads it, without the seed."""
+    name: str
+    """As the command line has it."""
+
+
+@dataclass(slots=True)
+class Worker:
+    """Speaks with `process.py`, which keeps everything loaded and waits."""
+
+    job: Job
+    process: subprocess.Popen[str]
+    log: IO[str]
+    started_s: float = field(default_factory=time.perf_counter)
+    device: str = ""
+    identity: dict[str, Any] = field(default_factory=dict)
+    larger_is_better: Sequence[str] = ()
+    startup_s: float = 0.0
+
+    @classmethod
+    @contextlib.contextmanager
+    def of(cls, job: Job, seed: int) -> Iterator[Worker]:
+        """The process is gone when the block ends. It starts at once; `wait` returns when it is ready."""
+        with tempfile.TemporaryFile("w+") as log:
+            process = subprocess.Popen(
+                # -P: this folder's `statistics` must not stand in for the standard library's.
+                [sys.executable, "-P", str(_program(job.source)), json.dumps({**job.task, "seed": seed})],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=log,
+                text=True,
+                env={**os.environ, "PYTHONPATH": str(job.source)},
+            )
+            worker = cls(job, process, log)
+            try:
+                yield worker
+            finally:
+                worker._end()
+
+    def wait(self) -> None:
+        ready = self._read()
+        self.device, self.identity = ready["device"], ready["identity"]
+        self.startup_s = time.perf_counter() - self.started_s
+
+    def round(self) -> dict[str, float]:
+        self._write("round")
+        answer = self._read()
+        self.larger_is_better = answer["larger_is_better"]
+        return answer["metrics"]
+
+    def peak_bytes(self) -> float:
+        """The last thing it can be asked."""
+        self._write("end")
+        return float(self._read()["peak_bytes"])
+
+    def _write(self, line: str) -> None:
+        assert self.process.stdin is not None
+        try:
+            print(line, file=self.process.stdin, flush=True)
+        except BrokenPipeError:
+            self._fail()
+
+    def _read(self) -> dict[str, Any]:
+        assert self.process.stdout is not None
+        line = self.process.stdout.readline()
+        if not line:
+            self._fail()
+        return json.loads(line)
+
+    def _fail(self) -> None:
+        code = self.process.wait()
+        self.log.seek(0)
+        said = "\n".join(self.log.read().splitlines()[-LINES_SHOWN:])
+        raise CompareError(
+            f"{self.job.name} ended with exit code {code}:\n{said}",
+            "run it alone first; an older revision may not know all keys",
+        )
+
+    def _end(self) -> None:
+        for pipe in (self.process.stdin, self.process.stdout):
+            with contextlib.suppress(BrokenPipeError):
+                assert pipe is not None
+                pipe.close()
+        try:
+            self.process.wait(PATIENCE_S)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            self.process.wait()
+
+
+@dataclass(slots=True, frozen=True)
+class Turns:
+    """How two processes share the machine."""
+
+    rounds: int
+    alternate: bool
+    """Else one side ends before the other starts, which a GPU's memory may ask for; who is first is drawn for the pair."""
+
+
+@dataclass(slots=True, frozen=True)
+class Told:
+    """What the processes of a pair say of themselves."""
+
+    devices: tuple[str, str]
+    identities: tuple[dict[str, Any], dict[str, Any]]
+    metrics: Sequence[str]
+    """That both give."""
+    larger_is_better: Sequence[str]
+    startup_s: float
+    """Of the slower one."""
+    round_s: float
+    """Of both together, by the fastest round."""
+
+
+def measure_pair(a: Job, b: Job, turns: Turns, number: int, seed: int) -> tuple[Pair, Told]:
+    """Both get the same seed, another one in each pair; the lot has its own."""
+    lot = random.Random(f"{seed}/{number}")
+    return _alternating(a, b, turns, number, lot) if turns.alternate else _one_after_the_other(a, b, turns, number, lot)
+
+
+def _alternating(a: Job, b: Job, turns: Turns, number: int, lot: random.Random) -> tuple[Pair, Told]:
+    with Worker.of(a, number) as first, Worker.of(b, number) as second:
+        workers = (first, second)
+        for worker in workers:
+            worker.wait()
+        _warm_up(workers)
+        rounds = []
+        for a_first in _orders(turns.rounds, lot):
+            order = (0, 1) if a_first else (1, 0)
+            found = {side: workers[side].round() for side in order}
+            rounds.append(Round(found[0], found[1], a_first))
+        return Pair(rounds, (first.peak_bytes(), second.peak_bytes())), _told(workers, rounds)
+
+
+def _one_after_the_other(a: Job, b: Job, turns: Turns, number: int, lot: random.Random) -> tuple[Pair, Told]:
+    a_first = lot.random() < 0.5
+    found: dict[int, list[dict[str, float]]] = {}
+    peaks, workers = [0.0, 0.0], list[Worker]()
+    for side in (0, 1) if a_first else (1, 0):
+        with Worker.of((a, b)[side], number) as worker:
+            worker.wait()
+            _warm_up([worker])
+            found[side] = [worker.round() for _ in range(turns.rounds)]
+            peaks[side] = worker.peak_bytes()
+            workers.append(worker)
+    rounds = [Round(x, y, a_first) for x, y in zip(found[0], found[1], strict=True)]
+    in_order = (workers[0], workers[1]) if a_first else (workers[1], workers[0])
+    return Pair(rounds, (peaks[0], peaks[1])), _told(in_order, rounds)
+
+
+def _warm_up(workers: Sequence[Worker]) -> None:
+    """Until every side is steady. All take as many rounds, so that they stay at the same step of the same run."""
+    seconds: list[list[float]] = [[] for _ in workers]
+    while len(seconds[0]) < MAX_WARMUP and not all(map(is_steady, seconds)):
+        for worker, own in zip(workers, seconds, strict=True):
+            own.append(worker.round()["wall_s"])
+
+
+def _orders(rounds: int, lot: random.Random) -> list[bool]:
+    """Whether A is first: as often as not, in an order drawn by lot."""
+    orders = [number % 2 == 0 for number in range(rounds)]
+    lot.shuffle(orders)
+    return orders
+
+
+def _told(workers: Sequence[Worker], rounds: Sequence[Round]) -> Told:
+    a, b = workers
+    return Told(
+        (a.device, b.device),
+        (a.identity, b.identity),
+        [name for name in rounds[-1].a if name in rounds[-1].b],
+        a.larger_is_better,
+        max(a.startup_s, b.startup_s),
+        min(each.a["wall_s"] + each.b["wall_s"] for each in rounds),
+    )
+
+
+def _program(source: Path) -> Path:
+    """The program of that revision: what it imports has the names that it has there."""
+    there = [path for name in PROGRAMS if (path := source / "redline" / name).is_file()]
+    if not there:
+        raise CompareError(f"{source}: this revision has no side of redline compare", "take a newer one")
+    return there[0]

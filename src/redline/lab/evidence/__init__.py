@@ -1,0 +1,1 @@
+"""What noisy measurements can prove, and the document that records it."""

@@ -1,0 +1,1 @@
+"""What the sides are given: prompts, tasks, batches, networks."""

@@ -1,0 +1,139 @@
+"""The least time that generation and training can take on a machine.
+
+Generation: every weight, key and value that a step needs has to be read, and every product computed.
+
+    step    = max(bytes / bandwidth, operations / peak)
+    bytes   = weights + (prompts under way · prompt tokens + sequences · new tokens so far) · bytes per token
+    operations = sequences · (2 · parameters + 4 · layers · heads · head size · context)
+
+The n completions of a prompt may read its keys and values once. Sampling, activations and everything else count as free.
+
+Training: the operations of `models/sizes/flops.py`. The optimizer moves memory, which can overlap with products: it is free.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+
+from redline.lab.evidence.document import Bound
+from redline.lab.measure.machine import Machine
+from redline.models.sizes.flops import NetworkCost, TrainLoad, training_flops
+
+
+@dataclass(slots=True, frozen=True)
+class Load:
+    """What was asked of the engine."""
+
+    prompts: int
+    prompt_tokens: float
+    """Of a prompt, on average."""
+    n: int
+    new_tokens: int
+    max_num_seqs: int
+
+    @property
+    def sequences(self) -> int:
+        return self.prompts * self.n
+
+    @property
+    def batch(self) -> int:
+        """Sequences that can decode at once."""
+        return min(self.sequences, self.max_num_seqs)
+
+    @property
+    def tokens(self) -> int:
+        return self.sequences * self.new_tokens
+
+    def cached_tokens(self, new_tokens: float) -> float:
+        """Tokens whose keys and values a full batch holds once each has `new_tokens`; completions share their prompt."""
+        return self.batch / self.n * self.prompt_tokens + self.batch * new_tokens
+
+
+def prefill_seconds(cost: NetworkCost, load: Load, machine: Machine) -> float:
+    """All prompts. The head is needed for the last token of each only, and a token sees half of the prompt on average."""
+    p = load.prompt_tokens
+    flops = load.prompts * (2 * cost.body_params * p + 2 * cost.head_params + cost.attention_flops * p * p / 2)
+    return max(flops / machine.flops, cost.weight_bytes / machine.bandwidth)
+
+
+def step_seconds(cost: NetworkCost, load: Load, machine: Machine) -> float:
+    """One decode step of a full batch at the mean context: the prompt and half of the new tokens."""
+    moved = cost.weight_bytes + load.cached_tokens(load.new_tokens / 2) * cost.kv_bytes_per_token
+    context = load.prompt_tokens + load.new_tokens / 2
+    flops = load.batch * (2 * (cost.body_params + cost.head_params) + cost.attention_flops * context)
+    return max(moved / machine.bandwidth, flops / machine.flops)
+
+
+def throughput_bound(cost: NetworkCost, load: Load, machine: Machine) -> Bound:
+    """New tokens per second."""
+    prefill, step = prefill_seconds(cost, load, machine), step_seconds(cost, load, machine)
+    steps = (load.new_tokens - 1) * load.sequences / load.batch
+    context = load.prompt_tokens + load.new_tokens / 2
+    why = (
+        f"tokens / (prefill + steps · max(bytes / bandwidth, operations / peak)): {load.tokens:,} tokens,"
+        f" prefill {prefill * 1e3:.3g} ms (2 · parameters + attention operations per prompt token),"
+        f" {steps:,.0f} steps of {step * 1e3:.3g} ms at batch {load.batch} and mean context {context:.0f}"
+        f" (weights {cost.weight_bytes / 1e9:.3g} GB, keys and values {cost.kv_bytes_per_token:,} bytes per token, read once;"
+        f" 2 · parameters + attention operations per token); {machine.how}"
+    )
+    return Bound(load.tokens / (prefill + steps * step), why)
+
+
+def first_token_bound(cost: NetworkCost, load: Load, machine: Machine) -> Bound:
+    """Seconds to the median request's first token, all submitted at once."""
+    half = prefill_seconds(cost, load, machine) / 2
+    value = max(half, cost.weight_bytes / machine.bandwidth)
+    return Bound(value, f"half of the prompts have to be computed before the median request's first token; {machine.how}")
+
+
+def inter_token_bound(cost: NetworkCost, load: Load, machine: Machine) -> Bound:
+    """Seconds between two tokens of a sequence in a full batch."""
+    return Bound(step_seconds(cost, load, machine), f"one decode step of {load.batch} sequences at mean context; {machine.how}")
+
+
+def memory_bound(cost: NetworkCost, load: Load, all_weights: int) -> Bound:
+    """Bytes that must be held when a full batch is at its end."""
+    kv = load.cached_tokens(load.new_tokens) * cost.kv_bytes_per_token
+    return Bound(all_weights + kv, f"weights {all_weights:,} bytes, keys and values of a full batch at its end {kv:,.0f} bytes")
+
+
+def kv_bound(cost: NetworkCost, load: Load) -> Bound:
+    tokens = load.cached_tokens(load.new_tokens)
+    return Bound(tokens * cost.kv_bytes_per_token, f"{tokens:,.0f} tokens held at once, {cost.kv_bytes_per_token:,} bytes each")
+
+
+# ── training ───────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def training_bound(cost: NetworkCost, load: TrainLoad, machine: Machine) -> Bound:
+    """Seconds of one step."""
+    flops = training_flops(cost, load)
+    why = (
+        f"operations / peak: {flops / 1e12:,.3g} TFLOP = 6 · {cost.body_params:,} parameters · {load.tokens:,} tokens"
+        f" + 6 · {cost.head_params:,} parameters of the head · {load.trained_tokens:,} trained tokens"
+        f" + {3 * cost.attention_flops:,} · {load.pairs:,} pairs of query and key;"
+        f" no padding, a group's prompt once, nothing computed twice; {machine.how}"
+    )
+    return Bound(flops / machine.flops, why)
+
+
+def mean_load(loads: Sequence[TrainLoad]) -> TrainLoad:
+    """A step that takes as much as these do on average."""
+    return TrainLoad(*(round(sum(getattr(load, field.name) for load in loads) / len(loads)) for field in fields(TrainLoad)))
+
+
+def training_memory_bound(all_weights: int) -> Bound:
+    """Bytes that must be held at once: the gradient's norm is known only when all of it is there. Everything else can be
+    computed again, or held by the host."""
+    return Bound(2 * all_weights, f"weights {all_weights:,} bytes, and their gradient in the same dtype")
+
+
+def micro_batch_bound(limit_bytes: int, all_weights: int, bytes_per_token: int) -> Bound:
+    """Tokens that fit if of each token nothing is kept but the input of every layer."""
+    room = max(0, limit_bytes - int(training_memory_bound(all_weights).value))
+    return Bound(
+        room // bytes_per_token,
+        f"({limit_bytes:,} bytes - weights and their gradient, {all_weights:,} bytes each) / {bytes_per_token:,} bytes per"
+        " token: the input of every layer; the rest is computed again",
+    )

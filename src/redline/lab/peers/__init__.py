@@ -1,0 +1,1 @@
+"""The sides of a comparison: ours and those of others."""

@@ -1,0 +1,208 @@
+"""Whoever generates: our engine, and transformers. Each does the same work: fixed lengths, temperature 1, and the logprob of
+every sampled token on the host at the end."""
+
+from __future__ import annotations
+
+import time
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from redline.engine import NativeEngine
+from redline.errors import EngineError
+from redline.lab.measure.machine import Moment, moment, seconds_between, synchronize
+from redline.types import GenerateRequest, SamplingParams, WeightUpdate
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+
+@dataclass(slots=True, frozen=True)
+class Batch:
+    """The work of one run."""
+
+    prompts: Sequence[np.ndarray]
+    n: int
+    new_tokens: int
+    seed: int
+
+    @property
+    def num_tokens(self) -> int:
+        """prompts · n · new_tokens."""
+        return len(self.prompts) * self.n * self.new_tokens
+
+    def requests(self) -> list[GenerateRequest]:
+        first = self.seed * len(self.prompts)
+        return [
+            GenerateRequest(prompt, SamplingParams(max_tokens=self.new_tokens, n=self.n, seed=(first + i) % 2**31))
+            for i, prompt in enumerate(self.prompts)
+        ]
+
+
+@dataclass(slots=True, frozen=True)
+class Run:
+    """What one side did with a batch."""
+
+    seconds: float
+    num_tokens: int
+    mean_logprob: float
+    """Of all sampled tokens: with the same weights, nearly the same on every side."""
+    first_token_s: np.ndarray = field(default_factory=lambda: np.empty(0))
+    """float64[sequences]: from the start; empty where the side does not say."""
+    inter_token_s: np.ndarray = field(default_factory=lambda: np.empty(0))
+    """float64: between one token of a sequence and the next; empty where the side does not say."""
+
+    @property
+    def tokens_per_s(self) -> float:
+        return self.num_tokens / self.seconds
+
+    def as_json(self) -> dict[str, float]:
+        return {"seconds": self.seconds, "tokens_per_s": self.tokens_per_s, "mean_logprob": self.mean_logprob}
+
+
+class Side(Protocol):
+    """Keeps its model loaded and runs when told to."""
+
+    def run(self, batch: Batch) -> Run: ...
+
+    def close(self) -> None: ...
+
+
+class EngineSide:
+    """The native engine, all requests at once."""
+
+    def __init__(self, engine: NativeEngine) -> None:
+        self._engine = engine
+
+    def run(self, batch: Batch) -> Run:
+        device, requests = self._engine.decoder.output_weight.device, batch.requests()
+        forget_prefixes(self._engine)
+        synchronize(device)
+        started = time.perf_counter()
+        groups = self._engine.generate(requests)
+        synchronize(device)
+        seconds = time.perf_counter() - started
+        completions = [completion for group in groups for completion in group]
+        logprobs = np.concatenate([completion.logprobs for completion in completions])
+        first_token_s = np.array([completion.first_token_s for completion in completions])
+        return Run(seconds, len(logprobs), float(logprobs.mean()), first_token_s)
+
+    def close(self) -> None:
+        pass
+
+
+class StreamSide:
+    """The native engine, watched token by token as a user who streams would."""
+
+    def __init__(self, engine: NativeEngine) -> None:
+        self._engine = engine
+
+    def run(self, batch: Batch) -> Run:
+        requests = batch.requests()
+        forget_prefixes(self._engine)
+        started = time.perf_counter()
+        for request in requests:
+            self._engine.submit(request, streaming=True)
+        arrivals: dict[tuple[int, int], list[float]] = defaultdict(list)
+        logprobs: list[np.ndarray] = []
+        while self._engine.has_work:
+            events, now = self._engine.step(), time.perf_counter()
+            for number, event in events:
+                if isinstance(event, EngineError):
+                    raise event
+                arrivals[number, event.index] += [now - started] * len(event.token_ids)
+                logprobs.append(event.logprobs)
+        seconds = time.perf_counter() - started
+        sampled = np.concatenate(logprobs)
+        first_token_s = np.array([times[0] for times in arrivals.values()])
+        gaps = np.concatenate([np.diff(times) for times in arrivals.values()])
+        return Run(seconds, len(sampled), float(sampled.mean()), first_token_s, gaps)
+
+    def close(self) -> None:
+        pass
+
+
+def forget_prefixes(engine: NativeEngine) -> None:
+    """Blocks of an older version are never found again: what an earlier run cached must not help this one."""
+    engine.apply(WeightUpdate(engine.version + 1, (), 0))
+
+
+class TransformersSide:
+    """`generate` on one padded batch. Logprobs are gathered step by step: all scores of W1 would take 159 GB."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        from transformers import GenerationConfig
+
+        self._model = model
+        # Its own would bring stop tokens, and defaults such as top_k = 50.
+        model.generation_config = GenerationConfig(
+            do_sample=True, temperature=1.0, top_k=0, top_p=1.0, pad_token_id=0, bos_token_id=None, eos_token_id=None
+        )
+
+    @torch.inference_mode()
+    def run(self, batch: Batch) -> Run:
+        from transformers import LogitsProcessorList
+
+        device = self._model.device
+        torch.manual_seed(batch.seed)
+        synchronize(device)
+        started, watch = time.perf_counter(), _Watch(device)
+        tokens_BN, mask_BN = _pad_left(batch.prompts, device)
+        sequences = self._model.generate(
+            tokens_BN,
+            attention_mask=mask_BN,
+            max_new_tokens=batch.new_tokens,
+            num_return_sequences=batch.n,
+            logits_processor=LogitsProcessorList([watch]),
+        )
+        logprobs = watch.logprobs(sequences).cpu()
+        seconds = time.perf_counter() - started
+        step_s = np.array(watch.step_seconds())
+        first_token_s, gaps = np.full(len(sequences), step_s[0]), np.diff(step_s).repeat(len(sequences))
+        return Run(seconds, logprobs.numel(), float(logprobs.mean()), first_token_s, gaps)
+
+    def close(self) -> None:
+        pass
+
+
+class _Watch:
+    """A logits processor that changes nothing. At every step it takes the time, and the logprob of the token before."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._started = moment(device)
+        self._steps: list[Moment] = []
+        self._newest_BV: Tensor | None = None
+        self._chosen: list[Tensor] = []
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        self._steps.append(moment(self._device))
+        self._gather(input_ids)
+        self._newest_BV = torch.log_softmax(scores, dim=-1)
+        return scores
+
+    def logprobs(self, sequences_BN: Tensor) -> Tensor:
+        """[B, new tokens], once the last token is known."""
+        self._gather(sequences_BN)
+        self._newest_BV = None
+        return torch.stack(self._chosen, dim=1)
+
+    def step_seconds(self) -> list[float]:
+        """From the start to each step's logits."""
+        return [seconds_between(self._started, step) for step in self._steps]
+
+    def _gather(self, input_ids: Tensor) -> None:
+        if self._newest_BV is not None:
+            self._chosen.append(self._newest_BV.gather(1, input_ids[:, -1:]).squeeze(1))
+
+
+def _pad_left(prompts: Sequence[np.ndarray], device: torch.device) -> tuple[Tensor, Tensor]:
+    longest = max(map(len, prompts))
+    tokens_BN = np.stack([np.pad(prompt.astype(np.int64), (longest - len(prompt), 0)) for prompt in prompts])
+    mask_BN = np.stack([np.arange(longest) >= longest - len(prompt) for prompt in prompts]).astype(np.int64)
+    return torch.from_numpy(tokens_BN).to(device), torch.from_numpy(mask_BN).to(device)

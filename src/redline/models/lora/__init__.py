@@ -1,0 +1,1 @@
+"""Low-rank adapters: in the engine, in the trainer, in files."""

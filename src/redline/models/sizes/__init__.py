@@ -1,0 +1,1 @@
+"""What a network costs: bytes and operations, computed and measured."""

@@ -1,0 +1,99 @@
+"""What one token costs in a network, and how many operations a step of training has to do.
+
+    operations = 6 · body parameters · tokens + 6 · head parameters · trained tokens
+               + 12 · layers · heads · head size · Σ pairs of a query and a key that it sees
+
+Every product is computed forward, and twice more backward, for its input and for its weight; where the weight is frozen, only
+for its input. Tokens are those of the sequences themselves, without padding, and the prompt of a group counts once: its
+attempts can share it. What is computed a second time to save memory does not count, so that MFU (these operations / seconds /
+peak) is about progress, not about being busy.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from redline.models.decoder import Decoder
+from redline.models.files.hf import AnyDecoder
+
+
+@dataclass(slots=True, frozen=True)
+class NetworkCost:
+    """What one token costs in a network."""
+
+    body_params: int
+    """Of the layers: products for every token."""
+    head_params: int
+    """Of the language-model head: products only where a token is sampled."""
+    bytes_per_param: int
+    kv_bytes_per_token: int
+    """2 · layers · kv heads · head size · bytes per value."""
+    attention_flops: int
+    """Per query and key: 4 · layers · heads · head size."""
+    frozen_body_params: int = 0
+    """Of the body's, those that are not trained, as where an adapter is."""
+    frozen_head_params: int = 0
+
+    @classmethod
+    def of(cls, decoder: AnyDecoder) -> NetworkCost:
+        shape, head = decoder.spec, decoder.output_weight
+        embed = decoder.embed if isinstance(decoder, Decoder) else decoder.network.get_input_embeddings().weight
+        total = sum(parameter.numel() for parameter in decoder.parameters())
+        looked_up = 0 if embed is head else embed.numel()
+        around = {id(embed), id(head)}
+        frozen = sum(p.numel() for p in decoder.parameters() if not p.requires_grad and id(p) not in around)
+        width = shape.num_layers * shape.head_dim
+        return cls(
+            body_params=total - head.numel() - looked_up,
+            head_params=head.numel(),
+            bytes_per_param=head.element_size(),
+            kv_bytes_per_token=2 * width * shape.num_kv_heads * head.element_size(),
+            attention_flops=4 * width * shape.num_heads,
+            frozen_body_params=frozen,
+            frozen_head_params=0 if head.requires_grad else head.numel(),
+        )
+
+    @property
+    def weight_bytes(self) -> int:
+        """Read by every step: the embedding is looked up, not read, unless it is the head as well."""
+        return (self.body_params + self.head_params) * self.bytes_per_param
+
+
+@dataclass(slots=True, frozen=True)
+class TrainLoad:
+    """What a trainer is given for one step, and what of it has to be computed."""
+
+    sampled_tokens: int
+    """The sum of the sequences' lengths."""
+    tokens: int
+    """The same with each group's prompt once."""
+    trained_tokens: int
+    """All but the prompts: only these need the head."""
+    pairs: int
+    """Of a query and a key that it sees, itself included; a prompt's own once for its group."""
+
+    @classmethod
+    def of(cls, lengths: np.ndarray, prompt_tokens: int, group_size: int) -> TrainLoad:
+        """`lengths` are those of whole sequences, int64[S]; the first `prompt_tokens` of each are common to its group."""
+        own = lengths - prompt_tokens
+        prompts = np.full(len(lengths) // group_size, prompt_tokens)
+        return cls.of_families(own, np.full(len(lengths), prompt_tokens), prompts, int(own.sum()))
+
+    @classmethod
+    def of_families(cls, own_S: np.ndarray, before_S: np.ndarray, prompt_F: np.ndarray, trained_tokens: int) -> TrainLoad:
+        """Sequences of `own_S` tokens that continue `before_S` tokens of a shared prompt, one of `prompt_F` for each family."""
+        return cls(
+            sampled_tokens=int((own_S + before_S).sum()),
+            tokens=int(own_S.sum() + prompt_F.sum()),
+            trained_tokens=trained_tokens,
+            pairs=int((prompt_F * (prompt_F + 1) // 2).sum() + (own_S * before_S + own_S * (own_S + 1) // 2).sum()),
+        )
+
+
+def training_flops(cost: NetworkCost, load: TrainLoad) -> int:
+    """Of one step: three times a forward pass, less the gradients of weights that are frozen."""
+    products = 2 * cost.body_params * load.tokens + 2 * cost.head_params * load.trained_tokens
+    frozen = 2 * cost.frozen_body_params * load.tokens + 2 * cost.frozen_head_params * load.trained_tokens
+    return 3 * (products + cost.attention_flops * load.pairs) - frozen

@@ -1,0 +1,251 @@
+"""Bytes of a network by kind, from its shapes: what it holds all the time, and what each token adds while it is computed.
+
+    weights      in the compute dtype
+    masters      float32, unless the weights are their own   ┐
+    gradients    summed in float32                           │ of the parameters that are trained
+    moments      Adam's two, in float32 or 8 bits            ┘
+    kept         what the backward pass reads of the forward one   ┐ for every token of a micro-batch
+    passing      what the layer at work needs                      ┘
+
+Logits are never whole: `trainer/loss/logprobs.py` has a chunk of them at a time, whatever the number of tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import nn
+
+from redline.models.lora.per_token import projections
+from redline.models.spec import DecoderSpec, ModelShape
+
+Checkpointing = Literal["none", "light", "selective", "full"]
+"""What the backward pass computes again. `light`: the MLPs' activations, `selective`: the MLPs, `full`: all layers, each from
+its inputs."""
+LayerCode = Literal["fused", "kernels", "eager"]
+"""Who runs a layer in training. `fused`: `fused_layer.py`. `kernels`: autograd around `training_kernels.py`. `eager`: autograd
+around torch's own operations."""
+FLOAT32 = 4
+
+
+@dataclass(slots=True, frozen=True)
+class ParameterBytes:
+    """What a network and its optimizer hold on the device, micro-batch or not."""
+
+    weights: int
+    masters: int
+    gradients: int
+    moments: int
+
+    @property
+    def total(self) -> int:
+        return self.weights + self.masters + self.gradients + self.moments
+
+
+def parameter_bytes(
+    network: nn.Module,
+    dtype: torch.dtype,
+    *,
+    bytes_per_moments: float = 2 * FLOAT32,
+    offloaded: bool = False,
+    num_shards: int = 1,
+    sharded_weights: bool = False,
+) -> ParameterBytes:
+    """For a network that computes in `dtype`.
+
+    `bytes_per_moments` is that of both moments of a parameter; `offloaded` masters and moments are in host memory. Of what
+    `num_shards` processes divide among them, each holds its part: of the weights only where they are sharded as well.
+    """
+    everything = sum(parameter.numel() for parameter in network.parameters())
+    trained = sum(parameter.numel() for parameter in network.parameters() if parameter.requires_grad)
+    return counted_bytes(
+        everything,
+        trained,
+        dtype,
+        bytes_per_moments=bytes_per_moments,
+        offloaded=offloaded,
+        num_shards=num_shards,
+        sharded_weights=sharded_weights,
+    )
+
+
+def counted_bytes(
+    everything: int,
+    trained: int,
+    dtype: torch.dtype,
+    *,
+    bytes_per_moments: float = 2 * FLOAT32,
+    offloaded: bool = False,
+    num_shards: int = 1,
+    sharded_weights: bool = False,
+) -> ParameterBytes:
+    """`parameter_bytes` of a network that is known only by its number of parameters, and of those that are trained."""
+    part = -(-trained // num_shards)
+    state = 0 if offloaded else part
+    return ParameterBytes(
+        weights=dtype.itemsize * (-(-everything // num_shards) if sharded_weights else everything),
+        masters=0 if dtype == torch.float32 else FLOAT32 * state,
+        gradients=FLOAT32 * part,
+        moments=round(bytes_per_moments * state),
+    )
+
+
+@dataclass(slots=True, frozen=True)
+class TokenBytes:
+    """What each token of a micro-batch adds."""
+
+    training: int
+    """Forward and backward pass."""
+    forward: int
+    """Without gradients."""
+
+
+@dataclass(slots=True, frozen=True)
+class LayerBytes:
+    """What each token takes in one layer."""
+
+    inputs: int
+    """The residual stream, and what is to be added to it."""
+    kept: int
+    """For the backward pass, where nothing is computed again."""
+    mlp: int
+    """The part of `kept` inside the MLP."""
+    activation: int
+    """The part of that which is between its products."""
+    backward: int
+    """Gradients and scratch, while its backward pass is at work."""
+    forward: int
+    """All of a pass that keeps nothing."""
+
+    def kept_with(self, checkpointing: Checkpointing) -> int:
+        return {
+            "none": self.kept,
+            "light": self.kept - self.activation,
+            "selective": self.kept - self.mlp,
+            "full": self.inputs,
+        }[checkpointing]
+
+    def again(self, checkpointing: Checkpointing) -> int:
+        """Made a second time, by the layer whose backward pass is at work."""
+        return {"none": 0, "light": self.activation, "selective": self.mlp, "full": self.kept}[checkpointing]
+
+    def through(self, num_layers: int, checkpointing: Checkpointing, around: int) -> TokenBytes:
+        """Of all layers, the one whose backward pass is at work, and what is `around` them."""
+        kept = num_layers * self.kept_with(checkpointing) + self.again(checkpointing)
+        return TokenBytes(training=kept + self.backward + around, forward=self.forward + around)
+
+
+def layer_code(shape: ModelShape, dtype: torch.dtype, device: str, checkpointing: Checkpointing, *, plain: bool) -> LayerCode:
+    """Who runs the layers of a training step; `plain`: no adapter, and no other process shares them."""
+    if device != "cuda" or not isinstance(shape, DecoderSpec):
+        return "eager"
+    others = shape.qk_norm or shape.o_bias or shape.mlp_bias or not plain
+    return "kernels" if others or checkpointing == "selective" or dtype.itemsize != 2 else "fused"
+
+
+def layer_bytes(
+    shape: ModelShape,
+    num_parameters: int,
+    dtype: torch.dtype,
+    code: LayerCode,
+    *,
+    adapter_columns: int = 0,
+    scores: float = 0,
+) -> LayerBytes:
+    """E hidden, A = H · D attention, C = K · D keys or values, I intermediate; elements kept per token:
+
+                    fused       kernels     eager
+        norms       4 E + 2 f   4 E + 2 f   2 E + 4 E f   residual sums and their norms; eager: also before the gain, and wide
+        heads       A + 2 C     A + 2 C     A + 2 C       queries, keys, values after rotation
+        attention   A + H f     A + H f     2 A + H f     its output, eager: in token order too; a log-sum-exp per head
+        qk norm     -           A + C       2 (A + C) f   its inputs, where there is one
+        MLP         3 I         3 I         4 I           gate, up and their product; eager: silu(gate)
+        adapters    -           theirs      theirs        `adapter_columns`: what A makes of a token
+
+    f: in float32 whatever the dtype. Where `scores` are written out (`packed_attention.py`, on the CPU), heads times keys for
+    each token, they take the place of the log-sum-exps and of the output in rows, and queries, keys and values are float32.
+    """
+    E, A, C = shape.hidden_size, shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
+    I, H = _intermediate_size(shape, num_parameters), shape.num_heads  # noqa: E741
+    has_qk_norm = isinstance(shape, DecoderSpec) and shape.qk_norm
+    size = dtype.itemsize
+    heads, scratch = A + 2 * C, _attention_scratch(shape, size)
+    if code == "eager":
+        norms = 2 * (2 * FLOAT32 + size) * E
+        qk_norm = 2 * FLOAT32 * (A + C) if has_qk_norm else 0
+        attention = size * A + (FLOAT32 * (heads + scores) if scores else size * (heads + A) + FLOAT32 * H)
+        mlp = size * 4 * I
+        backward = size * (4 * E + max(5 * I, 3 * heads)) + 2 * FLOAT32 * scores
+    else:
+        norms = size * 4 * E + 2 * FLOAT32
+        qk_norm = size * (A + C) if has_qk_norm else 0
+        attention = size * (heads + A) + FLOAT32 * H
+        mlp = size * 3 * I
+        own = I if code == "fused" else 3 * I  # gradients
+        backward = size * (4 * E + max(own, A + 2 * heads)) + scratch
+    return LayerBytes(
+        inputs=size * 2 * E,
+        kept=round(norms + attention + qk_norm + mlp + size * adapter_columns),
+        mlp=mlp,
+        activation=mlp - size * 2 * I,
+        backward=round(backward),
+        forward=size * (3 * E + max(3 * A + 4 * C, 3 * I)),
+    )
+
+
+def _attention_scratch(shape: ModelShape, size: int) -> int:
+    """Of FlashAttention's backward pass, per token: the queries' gradient in float32, and where several heads share a key, the
+    gradients of keys and values for each of them."""
+    A = shape.num_heads * shape.head_dim
+    return FLOAT32 * A + (2 * size * A if shape.num_heads != shape.num_kv_heads else 0)
+
+
+def token_bytes(
+    shape: ModelShape, num_parameters: int, dtype: torch.dtype, checkpointing: Checkpointing, code: LayerCode = "eager"
+) -> TokenBytes:
+    """Of all layers, the one whose backward pass is at work, and the hidden states around the head."""
+    layer = layer_bytes(shape, num_parameters, dtype, code)
+    return layer.through(shape.num_layers, checkpointing, around_bytes(shape, dtype, code))
+
+
+def around_bytes(shape: ModelShape, dtype: torch.dtype, code: LayerCode) -> int:
+    """The last norm, and the hidden states that predict with their gradient."""
+    norm = 2 * FLOAT32 if code == "eager" else dtype.itemsize
+    return (norm + 2 * dtype.itemsize) * shape.hidden_size
+
+
+def num_parameters(spec: DecoderSpec) -> int:
+    """Of a `Decoder` of this shape."""
+    E, A, I = spec.hidden_size, spec.num_heads * spec.head_dim, spec.intermediate_size  # noqa: E741
+    qkv = sum(spec.qkv_sizes)
+    matrices = E * qkv + A * E + 3 * E * I
+    biases = spec.qkv_bias * qkv + spec.o_bias * E + spec.mlp_bias * (2 * I + E)
+    norms = 2 * E + spec.qk_norm * 2 * spec.head_dim
+    embeddings = (1 if spec.tied_embeddings else 2) * spec.vocab_size * E
+    return spec.num_layers * (matrices + biases + norms) + embeddings + E
+
+
+def adapter_parameters(spec: DecoderSpec, rank: int, targets: Sequence[str]) -> int:
+    """Of a LoRA adapter: A [rank, inputs] and B [outputs, rank] beside every targeted projection."""
+    E, A, I = spec.hidden_size, spec.num_heads * spec.head_dim, spec.intermediate_size  # noqa: E741
+    inputs = {"qkv": E, "o": A, "gate_up": E, "down": I}
+    sizes = (
+        inputs[layer] + rows
+        for layer, members in projections(spec).items()
+        for name, rows in members.items()
+        if name in targets
+    )
+    return spec.num_layers * rank * sum(sizes)
+
+
+def _intermediate_size(shape: ModelShape, num_parameters: int) -> int:
+    """Of the MLP. Where only the size of the whole network is known: as if layers were all gated MLP beside attention, which
+    overrates a mixture of experts."""
+    if isinstance(shape, DecoderSpec):
+        return shape.intermediate_size
+    attention = 2 * shape.hidden_size * (shape.num_heads + shape.num_kv_heads) * shape.head_dim
+    per_layer = (num_parameters - shape.vocab_size * shape.hidden_size) // shape.num_layers
+    return max(shape.hidden_size, (per_layer - attention) // (3 * shape.hidden_size))

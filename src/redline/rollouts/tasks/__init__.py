@@ -1,0 +1,1 @@
+"""Where tasks come from, and what is checked about them."""

@@ -1,0 +1,142 @@
+"""Tasks from the reasoning_gym package: procedural puzzles, endless and with checkable answers.
+
+A data set draws item i of seed s from `Random(s + i)`, so neighbouring seeds share nearly all items, and a few data sets
+prepare `size` items up front and have no more. We therefore number items by *position*, 0 to 2^31: position p is item
+p mod 1024 of the data set that is seeded with p - p mod 1024.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+from collections.abc import Mapping, Sequence
+from functools import lru_cache
+from typing import Any
+
+from redline.config.schema import ReasoningGymTask
+from redline.errors import TaskError, boundary
+from redline.rollouts.rewards.parts import extract_answer
+from redline.rollouts.tasks.held_out import is_held_out, stable_hash
+from redline.types import Task
+
+_CHUNK = 1024
+_NUM_POSITIONS = 2**31
+_LANE = (2**14 + 1) * _CHUNK
+"""Positions between the candidates for one training index; an odd number of chunks, so that all are tried before any is
+tried again."""
+_MAX_DRAWS = 10_000
+"""Draws without a new question after which there is none, for any data set worth training on."""
+_CORRECT = 0.99
+"""Data sets give partial credit; only an exact answer counts as correct."""
+
+
+class ReasoningGymTasks:
+    """One data set of reasoning_gym as a `TaskSource`."""
+
+    def __init__(self, config: ReasoningGymTask, seed: int) -> None:
+        self._config = config
+        self._start = stable_hash(f"reasoning_gym/{seed}") % (_NUM_POSITIONS // _CHUNK) * _CHUNK
+        _check_params(config)
+        # Consecutive training indices read a few lanes, and `score` needs any chunk at all.
+        self._chunk = lru_cache(maxsize=16)(lambda first: _create_dataset(config, first))
+        self._scorer = self._chunk(0)
+
+    def train(self, index: int) -> Task:
+        """The first candidate that is not held out. Candidates depend on the index alone, so any index is at hand at once."""
+        for draw in range(_MAX_DRAWS):
+            entry = self._entry(self._start + index + draw * _LANE)
+            if not self._is_held_out(entry):
+                return self._task(f"{self._config.dataset}/{index}", entry)
+        raise TaskError(
+            f"reasoning_gym data set {self._config.dataset}: all of {_MAX_DRAWS:,} draws are held out",
+            "lower rollouts.task.held_out_fraction, or widen rollouts.task.params so that there are more questions",
+        )
+
+    def held_out(self, count: int) -> list[Task]:
+        """The first distinct held-out questions from position 0 on, whatever the seed of the run."""
+        found: dict[str, Task] = {}
+        position = last_new = 0
+        while len(found) < count and position - last_new < _MAX_DRAWS:
+            entry = self._entry(position)
+            position += 1
+            if self._is_held_out(entry) and entry["question"] not in found:
+                found[entry["question"]] = self._task(f"{self._config.dataset}/held_out/{len(found)}", entry)
+                last_new = position
+        if count > 0 and not found:
+            raise TaskError(
+                f"reasoning_gym data set {self._config.dataset}: no held-out question in {_MAX_DRAWS:,} draws",
+                "raise rollouts.task.held_out_fraction, or set rollouts.evaluation.num_tasks=0",
+            )
+        return list(found.values())
+
+    def score(self, task: Task, text: str) -> Mapping[str, float]:
+        answer = extract_answer(text, self._config.extract)
+        if answer is None:
+            return {"correct": 0.0}
+        return {"correct": float(self._scorer.score_answer(answer, dict(task.data)) >= _CORRECT)}
+
+    def _entry(self, position: int) -> dict[str, Any]:
+        chunk, item = divmod(position % _NUM_POSITIONS, _CHUNK)
+        dataset = self._chunk(chunk * _CHUNK)
+        with boundary() as caught:
+            entry: dict[str, Any] = dataset[item]
+        if caught.error is not None:
+            raise _unusable(self._config, caught.error) from caught.error
+        return entry
+
+    def _is_held_out(self, entry: Mapping[str, Any]) -> bool:
+        return is_held_out(entry["question"], self._config.held_out_fraction)
+
+    def _task(self, task_id: str, entry: Mapping[str, Any]) -> Task:
+        # Some data sets accept many answers and name none.
+        return Task(task_id, [{"role": "user", "content": entry["question"]}], entry["answer"] or "", entry)
+
+
+def _registry() -> Any:
+    from reasoning_gym import factory  # here, since it takes 1.5 s
+
+    return factory
+
+
+def _create_dataset(config: ReasoningGymTask, seed: int) -> Any:
+    with boundary() as caught:
+        dataset = _registry().create_dataset(config.dataset, seed=seed, size=_CHUNK, **config.params)
+    if caught.error is not None:
+        raise _unusable(config, caught.error) from caught.error
+    return dataset
+
+
+def _unusable(config: ReasoningGymTask, error: Exception) -> TaskError:
+    """reasoning_gym checks its parameters with asserts, some of them wordless, and some only when it draws."""
+    given = ", ".join(f"{name}={value!r}" for name, value in config.params.items())
+    return TaskError(
+        f"reasoning_gym data set {config.dataset}({given}): {type(error).__name__}: {error}",
+        f"change rollouts.task.params; {_valid_params(config.dataset)}",
+    )
+
+
+def _check_params(config: ReasoningGymTask) -> None:
+    datasets = _registry().DATASETS
+    if config.dataset not in datasets:
+        near = difflib.get_close_matches(config.dataset, datasets, n=3)
+        hint = f"did you mean {' or '.join(near)}?" if near else f"one of {', '.join(sorted(datasets))}"
+        raise TaskError(f"rollouts.task.dataset = {config.dataset!r}: reasoning_gym has no such data set", hint)
+    known = _param_names(config.dataset)
+    for name in config.params:
+        if name in ("seed", "size"):
+            raise TaskError(f"rollouts.task.params.{name}: redline sets it", "remove it; run.seed decides what is drawn")
+        if name not in known:
+            near = [f"did you mean {near}? " for near in difflib.get_close_matches(name, known, n=1)]
+            raise TaskError(
+                f"rollouts.task.params.{name}: {config.dataset} has no such parameter",
+                "".join(near) + _valid_params(config.dataset),
+            )
+
+
+def _param_names(dataset: str) -> Sequence[str]:
+    config_class = _registry().DATASETS[dataset][1]
+    return sorted(field.name for field in dataclasses.fields(config_class) if field.name not in ("seed", "size"))
+
+
+def _valid_params(dataset: str) -> str:
+    return f"parameters of {dataset}: {', '.join(_param_names(dataset))}"

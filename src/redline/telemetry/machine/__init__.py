@@ -1,0 +1,1 @@
+"""What host and devices were doing."""

@@ -1,0 +1,1 @@
+"""When nothing moves: who waits for whom."""

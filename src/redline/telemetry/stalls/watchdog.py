@@ -1,0 +1,150 @@
+"""The thread that looks at a run while it goes on, or does not: alerts and stalls.
+
+    rows ──► Watchdog ──► Alerts
+    clock ─► thread ──┬─► Alerts        what every lane is at, and new samples
+                      └─► StallWatch    nothing moves
+
+It opens no span: it is no part of the run. It asks the stages nothing that could make it wait, so that it goes on when they
+do not.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from redline.config.schema import AlertKind, Config
+from redline.errors import boundary
+from redline.telemetry.alerts import Alerts, make_detectors, make_webhook
+from redline.telemetry.files.run_folder import RunFolder
+from redline.telemetry.spans import Recorder
+from redline.telemetry.stalls.activity import ActivityProbe
+from redline.telemetry.stalls.watch import Stall, StallWatch
+
+EVERY_S = 1.0
+PATIENCE_S = 5.0
+"""For the look under way, when all is to end."""
+
+
+class Watchdog:
+    """Implements `StepListener`."""
+
+    name = "alerts"
+
+    def __init__(
+        self,
+        recorder: Recorder,
+        *,
+        tell: Callable[[str], None] = lambda text: None,
+        send: Callable[[Mapping[str, Any]], None] = lambda row: None,
+        every_s: float = EVERY_S,
+    ) -> None:
+        """`tell` shows a line to a person; `send` gives an alert to the other listeners."""
+        self._probe = ActivityProbe(recorder)
+        self._tell = tell
+        self._send = send
+        self._every_s = every_s
+        self._closing = threading.Event()
+        self._looking = threading.Lock()
+        self._thread: threading.Thread | None = None
+        self._alerts: Alerts | None = None
+        self._stalls: StallWatch | None = None
+        self._samples: _Tail | None = None
+
+    def started(self, folder: RunFolder, config: Config) -> None:
+        settings = config.telemetry
+        self._alerts = Alerts(
+            make_detectors(config),
+            folder.alerts,
+            tell=self._tell,
+            send=self._send,
+            webhook=make_webhook(settings.alerts, self._tell),
+            off=settings.alerts.off,
+            run=folder.path.name,
+        )
+        self._samples = _Tail(folder.path / "samples.jsonl")
+        if settings.stall_after_s != 0:
+            self._stalls = StallWatch(folder.stalls, settings.stall_after_s)
+            self._every_s = min(self._every_s, (settings.stall_after_s or EVERY_S) / 4)
+        self._thread = threading.Thread(target=self._work, name="watchdog", daemon=True)
+        self._thread.start()
+
+    def begin(self, queues: Callable[[], Mapping[str, float]]) -> None:
+        """The stages are there. `queues` gives the depth of every queue, by its name; it must not wait for anything."""
+        if self._stalls:
+            self._stalls.begin(queues)
+
+    def step(self, row: Mapping[str, Any]) -> None:
+        assert self._alerts is not None, "started first"
+        if self._stalls:
+            self._stalls.step()
+        self._alerts.step(row, self._probe.look())
+
+    def evaluation(self, row: Mapping[str, Any]) -> None:
+        assert self._alerts is not None, "started first"
+        self._alerts.evaluation(row)
+
+    def alert(self, row: Mapping[str, Any]) -> None:
+        pass  # it is ours
+
+    def close(self) -> None:
+        """Look once more: what ended the run may be what there is to tell."""
+        self._closing.set()
+        if self._thread:
+            self._thread.join(PATIENCE_S)
+        self.look()
+        if self._stalls:
+            self._stalls.close()
+        if self._alerts:
+            self._alerts.close()
+
+    def look(self) -> None:
+        assert self._alerts is not None
+        assert self._samples is not None
+        with self._looking:
+            now = self._probe.look()
+            for row in self._samples.new_rows():
+                self._alerts.sample(row)
+            stall = self._stalls.tick(now, self._alerts.last_step) if self._stalls else None
+            if stall:
+                self._report(stall)
+            self._alerts.tick(now)
+
+    def _report(self, stall: Stall) -> None:
+        assert self._alerts is not None
+        kind: AlertKind = "stalled_rollouts" if stall.in_rollouts else "stall"
+        if not self._alerts.found(kind, stall.finding):
+            self._tell(f"{stall.finding.seen}; written to {stall.path}")
+
+    def _work(self) -> None:
+        while not self._closing.wait(self._every_s):
+            with boundary() as caught:
+                self.look()
+            if caught.error is not None:
+                self._tell(f"nobody looks for alerts and stalls any more: {type(caught.error).__name__}: {caught.error}")
+                return
+
+
+class _Tail:
+    """Rows that others append to a file, as they come."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._position = path.stat().st_size if path.exists() else 0  # what an earlier process saw is not this one's
+
+    def new_rows(self) -> Iterator[dict[str, Any]]:
+        if not self._path.exists():
+            return
+        with self._path.open("rb") as file:
+            if file.seek(0, os.SEEK_END) < self._position:  # it was thinned: what it holds now is known
+                self._position = file.tell()
+            file.seek(self._position)
+            for line in file:
+                if not line.endswith(b"\n"):
+                    return
+                self._position += len(line)
+                yield json.loads(line)

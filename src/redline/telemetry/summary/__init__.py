@@ -1,0 +1,1 @@
+"""From spans and rows to what people ask: phases, percentiles, targets, learning."""

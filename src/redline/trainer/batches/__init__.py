@@ -1,0 +1,1 @@
+"""From a batch to the micro-batches that go through the network."""

@@ -1,0 +1,222 @@
+"""`TrainBatch` → micro-batches under a token budget, each group's prompt once, even in cost over micro-batches and ranks.
+
+    batch        [prompt A · A1][prompt A · A2][prompt A · A3]   as sampled: every sequence whole
+    micro-batch  [prompt A][A1][A2][A3]                          the same attention, a third of the tokens
+
+The gradient is the same: each attempt's tokens attend to the one prompt, and the prompt's gradient is the sum over them.
+`shared_prompts.py` says what is shared, `balance.py` what goes together, and here it is laid out.
+
+Letters beyond the usual: R ranks, N micro-batches of each rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+
+from redline.errors import TrainingError
+from redline.models.attention.packed import NO_PARENT, Segments
+from redline.models.sizes.flops import TrainLoad
+from redline.trainer.batches.balance import deal, fill_bins
+from redline.trainer.batches.cost import CostModel
+from redline.trainer.batches.shared_prompts import find_families
+from redline.trainer.batches.staging import Taken, Values
+from redline.types import TrainBatch
+
+
+@dataclass(slots=True, frozen=True)
+class MicroBatch:
+    """T tokens through the network, M of them trained on. What the batch has of each is not copied before it is sent."""
+
+    tokens: Values
+    """int32[T]."""
+    segments: Segments
+    predicted_from_M: np.ndarray
+    """int64: packed index of the token whose hidden state predicts each trained token."""
+    targets: Values
+    """int32[M]: the trained tokens."""
+    old_logprobs: Values
+    """float32[M]."""
+    index_M: np.ndarray
+    """int64: where each trained token is in `TrainBatch.tokens`; takes and puts per-token values of the batch."""
+    sequence_M: np.ndarray
+    """int64: which sequence of the `TrainBatch` each trained token belongs to."""
+    local_sequence_M: np.ndarray
+    """int64: the same, counted within the micro-batch from 0; what losses take as `sequence_M`."""
+
+    @property
+    def tokens_T(self) -> np.ndarray:  # noqa: N802
+        """int64, a copy; so are the two below, of which the second is float32."""
+        return np.asarray(self.tokens, dtype=np.int64)
+
+    @property
+    def targets_M(self) -> np.ndarray:  # noqa: N802
+        return np.asarray(self.targets, dtype=np.int64)
+
+    @property
+    def old_logprobs_M(self) -> np.ndarray:  # noqa: N802
+        return np.asarray(self.old_logprobs)
+
+
+@dataclass(slots=True, frozen=True)
+class MicroBatchPlan:
+    """Which sequences go through the network together, on which rank and when."""
+
+    batch: TrainBatch
+    prompt_S: np.ndarray
+    """int64, for every sequence of the batch: leading tokens that it shares with its group."""
+    sequences_RN: tuple[tuple[np.ndarray, ...], ...]
+    """Rank → micro-batch → its sequences in the batch, int64, rising; none where a rank is idle (`idle_micro_batch`)."""
+    cost_RN: np.ndarray
+    """float64, in tokens (`CostModel`)."""
+    tokens_RN: np.ndarray
+    """int64: tokens of the batch through the network; a prompt counts once for every micro-batch that it is in."""
+
+    @property
+    def num_micro_batches(self) -> int:
+        """Of each rank, the same for all."""
+        return self.cost_RN.shape[1]
+
+    @property
+    def num_tokens(self) -> int:
+        """Of all ranks."""
+        return int(self.tokens_RN.sum())
+
+    @property
+    def num_padding_tokens(self) -> int:
+        """Tokens through the network that are none of the batch: one for each idle micro-batch."""
+        return sum(len(sequences) == 0 for rank in self.sequences_RN for sequences in rank)
+
+    @property
+    def largest_micro_batch(self) -> int:
+        """Tokens."""
+        return int(self.tokens_RN.max(initial=0))
+
+    @property
+    def longest_sequence(self) -> int:
+        """Tokens. A smaller budget makes no micro-batch smaller than this."""
+        planned = [number for rank in self.sequences_RN for sequences in rank for number in sequences]
+        return int(np.diff(self.batch.cu_seqlens)[planned].max()) if planned else 0
+
+    @property
+    def imbalance(self) -> float:
+        """Cost of the dearest micro-batch over the mean: 1 is even."""
+        return _max_over_mean(self.cost_RN.ravel())
+
+    @property
+    def rank_imbalance(self) -> float:
+        """Cost of the dearest rank over the mean: 1 is even."""
+        return _max_over_mean(self.cost_RN.sum(axis=1))
+
+    @property
+    def load(self) -> TrainLoad:
+        """What has to be computed for these sequences, however they are dealt out: each group's shared prompt once."""
+        chosen = [sequences for rank in self.sequences_RN for sequences in rank]
+        planned_S = np.sort(np.concatenate([np.zeros(0, np.int64), *chosen]))
+        before_S = self.prompt_S[planned_S]
+        group_S = np.searchsorted(self.batch.group_offsets, planned_S, side="right") - 1
+        prompt_F = before_S[np.unique(group_S, return_index=True)[1]]
+        own_S = np.diff(self.batch.cu_seqlens)[planned_S] - before_S
+        return TrainLoad.of_families(own_S, before_S, prompt_F, int(np.count_nonzero(self.batch.loss_mask)))
+
+    def of_rank(self, rank: int) -> Iterator[MicroBatch]:
+        """Its micro-batches, each laid out when it is asked for."""
+        for sequences in self.sequences_RN[rank]:
+            yield lay_out(self.batch, sequences, self.prompt_S[sequences]) if len(sequences) else idle_micro_batch()
+
+
+def micro_batches(batch: TrainBatch, max_tokens: int) -> Iterator[MicroBatch]:
+    """Those of one process on its own."""
+    return plan_micro_batches(batch, max_tokens).of_rank(0)
+
+
+def plan_micro_batches(
+    batch: TrainBatch, max_tokens: int, num_ranks: int = 1, cost: CostModel | None = None, max_sequence: int | None = None
+) -> MicroBatchPlan:
+    """The same number of micro-batches for every rank, each of at most `max_tokens`, as even in cost as they go.
+
+    A sequence longer than the budget goes alone, unless it is longer than `max_sequence`: what the network or the device can
+    take at all.
+    """
+    cost = cost or CostModel()
+    families = find_families(batch, cost)
+    prompt_S = np.zeros(batch.num_sequences, dtype=np.int64)
+    prompt_S[families.number_S] = families.prompt_S
+    _refuse_too_long(batch, families.number_S, max_sequence)
+    if not len(families.number_S):
+        return MicroBatchPlan(batch, prompt_S, ((),) * num_ranks, np.zeros((num_ranks, 0)), np.zeros((num_ranks, 0), np.int64))
+    bins = fill_bins(families, max_tokens, num_ranks, cost)
+    by_bin = np.argsort(bins.bin_S, kind="stable")
+    ends_X = np.cumsum(np.bincount(bins.bin_S, minlength=len(bins.cost_X)))
+    sequences_X = np.split(families.number_S[by_bin], ends_X[:-1])
+    bins_RN = deal(bins.cost_X, num_ranks)
+    sequences_RN = tuple(tuple(sequences_X[number] for number in rank) for rank in bins_RN)
+    return MicroBatchPlan(batch, prompt_S, sequences_RN, bins.cost_X[bins_RN], bins.tokens_X[bins_RN])
+
+
+def lay_out(batch: TrainBatch, sequences_S: np.ndarray, prompt_S: np.ndarray) -> MicroBatch:
+    """These sequences of the batch, in rising order. Attempts of one group have the first `prompt_S` of their tokens once; one
+    that has no other of its group here is a single segment."""
+    group_S = np.searchsorted(batch.group_offsets, sequences_S, side="right") - 1
+    continues_S = np.concatenate([[False], (group_S[1:] == group_S[:-1]) & (prompt_S[1:] > 0)])
+    shares_S = continues_S | np.append(continues_S[1:], False)
+    prompt_S = np.where(shares_S, prompt_S, 0)
+    first_S = shares_S & ~continues_S
+
+    starts_S, ends_S = batch.cu_seqlens[sequences_S], batch.cu_seqlens[sequences_S + 1]
+    own_S = np.arange(len(sequences_S)) + np.cumsum(first_S)  # the segment of each sequence: prompts stand in between
+    prompts = own_S[first_S] - 1
+    num_segments = len(own_S) + len(prompts)
+    starts, lengths, parents = (np.full(num_segments, NO_PARENT, dtype=np.int64) for _ in range(3))
+    starts[own_S], lengths[own_S] = starts_S + prompt_S, ends_S - starts_S - prompt_S
+    starts[prompts], lengths[prompts] = starts_S[first_S], prompt_S[first_S]
+    parents[own_S[shares_S]] = prompts[np.cumsum(first_S)[shares_S] - 1]
+    segments = Segments(np.concatenate([[0], np.cumsum(lengths)]), parents)
+
+    index_T = np.repeat(starts - segments.offsets[:-1], lengths) + np.arange(segments.offsets[-1])
+    trained_M = np.flatnonzero(batch.loss_mask[index_T])
+    segment_M = np.repeat(np.arange(num_segments), lengths)[trained_M]
+    after_prompt_M = trained_M == segments.offsets[segment_M]
+    prompt_end_M = segments.offsets[parents[segment_M] + 1] - 1
+    local_sequence_M = np.searchsorted(own_S, np.arange(num_segments))[segment_M]
+    index_M = index_T[trained_M]
+    return MicroBatch(
+        tokens=Taken(batch.tokens, index_T),
+        segments=segments,
+        predicted_from_M=np.where(after_prompt_M, prompt_end_M, trained_M - 1),
+        targets=Taken(batch.tokens, index_M),
+        old_logprobs=Taken(batch.old_logprobs, index_M),
+        index_M=index_M,
+        sequence_M=sequences_S[local_sequence_M],
+        local_sequence_M=local_sequence_M,
+    )
+
+
+def idle_micro_batch() -> MicroBatch:
+    """One token, not trained on: a rank without work still takes part in what the ranks compute together."""
+    nothing_M = np.zeros(0, dtype=np.int64)
+    return MicroBatch(
+        tokens=np.zeros(1, dtype=np.int32),
+        segments=Segments.independent([1]),
+        predicted_from_M=nothing_M,
+        targets=np.zeros(0, dtype=np.int32),
+        old_logprobs=np.zeros(0, dtype=np.float32),
+        index_M=nothing_M,
+        sequence_M=nothing_M,
+        local_sequence_M=nothing_M,
+    )
+
+
+def _refuse_too_long(batch: TrainBatch, numbers_S: np.ndarray, max_sequence: int | None) -> None:
+    longest = int(np.diff(batch.cu_seqlens)[numbers_S].max(initial=0))
+    if max_sequence is not None and longest > max_sequence:
+        raise TrainingError(
+            f"a sequence of {longest:,} tokens cannot be trained on: {max_sequence:,} is the most that fits",
+            "lower rollouts.max_new_tokens, or shorten the prompts",
+        )
+
+
+def _max_over_mean(cost: np.ndarray) -> float:
+    return float(cost.max() / cost.mean()) if cost.any() else 1.0

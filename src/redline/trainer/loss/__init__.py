@@ -1,0 +1,1 @@
+"""From logprobs and advantages to the loss."""

@@ -1,0 +1,1 @@
+"""The processes that take a step together."""

@@ -1,0 +1,130 @@
+"""The processes that take a step together, as the trainer sees them.
+
+`Parallel` is a single process: every method does what one process would do anyway, and nothing is sent. `Together` is one of
+several. Both give, for each network, its `Weights`, and for each micro-batch this process's share.
+"""
+
+from __future__ import annotations
+
+import os
+from datetime import timedelta
+from typing import TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+
+from redline.config.schema import TrainerConfig
+from redline.models.attention.ulysses import check_heads
+from redline.models.files.hf import AnyDecoder
+from redline.models.value_head import ValueNetwork
+from redline.trainer.batches.micro_batches import MicroBatch
+from redline.trainer.parallel.place import Place, find_place
+from redline.trainer.parallel.sequence_parallel import SequenceShare
+from redline.trainer.parallel.weights import ReplicatedWeights, Weights
+
+PATIENCE = timedelta(days=1)
+"""How long a process waits for the others: sampling a batch may take hours, and only rank 0 sees it happen."""
+
+Message = TypeVar("Message")
+
+
+class Parallel:
+    """A trainer of one process."""
+
+    def __init__(self, place: Place | None = None) -> None:
+        self.place = place or Place()
+
+    @property
+    def is_main(self) -> bool:
+        """Whether this process writes files and talks to the other stages."""
+        return self.place.rank == 0
+
+    def wrap(self, network: AnyDecoder | ValueNetwork, dtype: torch.dtype) -> Weights:
+        """Prepare a network in place, before its optimizer is made. `dtype` is the compute dtype."""
+        return Weights(network)
+
+    def share(self, micro_batch: MicroBatch) -> SequenceShare:
+        """What of it this process computes."""
+        return SequenceShare(len(micro_batch.tokens), micro_batch.predicted_from_M)
+
+    def sum_of(self, values: Tensor) -> Tensor:
+        """Each summed over the micro-batches of all processes; those that share a micro-batch have the same values."""
+        return values
+
+    def max_of(self, values: Tensor) -> Tensor:
+        """The largest of each over all processes."""
+        return values
+
+    def announce(self, message: Message | None = None) -> Message:
+        """Rank 0's message, on every process; the others pass nothing."""
+        assert message is not None
+        return message
+
+    def close(self) -> None:
+        """Part from the others."""
+
+
+class Together(Parallel):
+    """One process of several."""
+
+    def __init__(self, place: Place, device: torch.device, config: TrainerConfig) -> None:
+        super().__init__(place)
+        self._device = device
+        self._config = config
+        mesh = init_device_mesh(device.type, (place.data_ranks, place.sequence_ranks), mesh_dim_names=("data", "sequence"))
+        self._data_group = mesh["data"].get_group()
+        self._sequence_group = mesh["sequence"].get_group() if place.sequence_ranks > 1 else None
+
+    def wrap(self, network: AnyDecoder | ValueNetwork, dtype: torch.dtype) -> Weights:
+        spec = network.trunk.spec if isinstance(network, ValueNetwork) else network.spec
+        check_heads(spec.num_heads, self.place.sequence_ranks)
+        if self._config.sharding == "none":
+            return ReplicatedWeights(network)
+        from redline.trainer.parallel.sharding import ShardedWeights
+
+        # Over all processes: those that share a micro-batch have different tokens, hence gradients to be summed as well.
+        mesh = init_device_mesh(self._device.type, (self.place.world,))
+        return ShardedWeights(network, mesh, dtype, self._config)
+
+    def share(self, micro_batch: MicroBatch) -> SequenceShare:
+        rank, ranks = self.place.sequence_rank, self.place.sequence_ranks
+        return SequenceShare(len(micro_batch.tokens), micro_batch.predicted_from_M, rank, ranks, self._sequence_group)
+
+    def sum_of(self, values: Tensor) -> Tensor:
+        summed = values.detach().clone()
+        dist.all_reduce(summed, dist.ReduceOp.SUM, self._data_group)
+        return summed
+
+    def max_of(self, values: Tensor) -> Tensor:
+        largest = values.detach().clone()
+        dist.all_reduce(largest, dist.ReduceOp.MAX)
+        return largest
+
+    def announce(self, message: Message | None = None) -> Message:
+        messages = [message]
+        dist.broadcast_object_list(messages, 0)
+        assert messages[0] is not None
+        return messages[0]
+
+    def close(self) -> None:
+        dist.destroy_process_group()
+
+
+def local_device(kind: str) -> torch.device:
+    """The device of this process: a GPU for each process of a machine."""
+    return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0"))) if kind == "cuda" else torch.device(kind)
+
+
+def connect(config: TrainerConfig, device: torch.device) -> Parallel:
+    """Meet the processes that were started with this one (torchrun), or stay alone where there are none."""
+    place = find_place(int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1")), config)
+    if place.world == 1:
+        return Parallel()
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    if not dist.is_initialized():
+        # Messages go over the host, whatever the tensors do.
+        dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo", timeout=PATIENCE)
+    return Together(place, device, config)

@@ -1,0 +1,1 @@
+"""What goes through a network in a step: policy, reference, critic."""

@@ -1,0 +1,164 @@
+"""What the micro-batches of a step add up to, summed where they are computed and read once.
+
+On a GPU the copy begins before the weights are updated, since nothing in it depends on that: a step is over for the host while
+the device still writes the weights, and whatever the host does next is done meanwhile.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from redline.trainer.batches.micro_batches import MicroBatch, MicroBatchPlan
+from redline.trainer.loss.mismatch import mismatch_kl
+from redline.trainer.loss.policy import PolicyLoss
+from redline.trainer.optimizer.finite import BadToken, GradientNorms, bad_tokens
+from redline.trainer.parallel.processes import Parallel
+from redline.types import StepReport
+
+SUMS = ("loss", "entropy", "clipped", "mismatch", "kl", "masked", "update_kl")
+COUNTS = ("trained", "tokens")
+
+
+@dataclass(slots=True, frozen=True)
+class PlannedStep:
+    """What of a step's report is known before the device has come to its end."""
+
+    learning_rate: float
+    num_micro_batches: int
+    imbalance: float
+    num_padding_tokens: int
+    flops: int
+
+    @classmethod
+    def of(cls, plan: MicroBatchPlan, learning_rate: float, flops: int) -> PlannedStep:
+        return cls(learning_rate, plan.num_micro_batches, plan.imbalance, plan.num_padding_tokens, flops)
+
+
+@dataclass(slots=True, frozen=True)
+class SeenStep:
+    """What the device has to say of a step."""
+
+    sums: dict[str, float]
+    """`SUMS` and `COUNTS` by name."""
+    max_ratio: float
+    grad_norm: float
+    """Before clipping."""
+    skipped: bool
+    """Something is not finite, and the weights are as they were."""
+
+
+@dataclass(slots=True, frozen=True)
+class SentStep:
+    """On its way from the device."""
+
+    values: Tensor
+    """float64 on the host: `SUMS`, the largest ratio, the norm, and whether to skip."""
+    counts: list[float]
+    arrived: torch.cuda.Event | None
+
+    def read(self) -> SeenStep:
+        """Waits for it."""
+        if self.arrived is not None:
+            self.arrived.synchronize()
+        *sums, max_ratio, grad_norm, skipped = self.values.tolist()
+        return SeenStep(dict(zip(SUMS + COUNTS, [*sums, *self.counts], strict=True)), max_ratio, grad_norm, bool(skipped))
+
+
+@dataclass(slots=True)
+class StepTotals:
+    """Of this process."""
+
+    sums: Tensor
+    """float64, in the order of `SUMS`, where they are computed."""
+    largest: Tensor
+    """float64[1]: the largest log ratio between trainer and engine."""
+    counts: tuple[int, int] = (0, 0)
+    """In the order of `COUNTS`. A number sent to the device would wait until it has done all it was given."""
+    has_kl: bool = False
+    has_mask: bool = False
+    has_anchor: bool = False
+    seen: list[tuple[Tensor, Mapping[str, Tensor]]] = field(default_factory=list)
+    """Sequence of each trained token, and the numbers that decide whether a step is good."""
+
+    @classmethod
+    def on(cls, device: torch.device) -> StepTotals:
+        kind: dict[str, Any] = {"dtype": torch.float64, "device": device}
+        return cls(torch.zeros(len(SUMS), **kind), torch.full((1,), -math.inf, **kind))
+
+    @torch.no_grad()
+    def add(self, micro_batch: MicroBatch, policy: PolicyLoss, numbers: Mapping[str, Tensor], entropy_M: Tensor) -> None:
+        """`numbers` are logprobs, old logprobs and advantages, and where a pass has made them the logprobs at the beginning of
+        the step: then those are what the engine's are compared with. Nothing here waits for the device."""
+        anchor_M = numbers.get("anchor logprob")
+        log_ratio_M = ((numbers["logprob"] if anchor_M is None else anchor_M) - numbers["old logprob"]).double()
+        self.has_anchor = anchor_M is not None
+        self.has_kl, self.has_mask = policy.kl_M is not None, policy.correction_M is not None
+        none = torch.zeros((), dtype=torch.float64, device=self.sums.device)
+        parts = [
+            policy.loss,
+            entropy_M.sum(),
+            policy.clipped_M.sum(),
+            mismatch_kl(log_ratio_M).sum(),
+            none if policy.kl_M is None else policy.kl_M.sum(),
+            none if policy.correction_M is None else (policy.correction_M == 0).sum(),
+            none if anchor_M is None else mismatch_kl(numbers["logprob"] - anchor_M).sum(),
+        ]
+        self.sums += torch.stack([part.to(torch.float64) for part in parts])
+        self.counts = self.counts[0] + len(log_ratio_M), self.counts[1] + len(micro_batch.tokens)
+        if len(log_ratio_M):
+            self.largest = torch.maximum(self.largest, log_ratio_M.max())
+        self.seen.append((torch.from_numpy(micro_batch.sequence_M), numbers))
+
+    @property
+    def loss(self) -> Tensor:
+        return self.sums[0]
+
+    def send(self, parallel: Parallel, norms: GradientNorms) -> SentStep:
+        """Of all processes; the one copy from the device in a step. Work that is launched after this does not hold it up."""
+        counts = self._counts(parallel)
+        of_gradient = torch.stack([norms.total, norms.skip]).to(self.sums)
+        found = torch.cat([parallel.sum_of(self.sums), parallel.max_of(self.largest).exp(), of_gradient])
+        if not found.is_cuda:
+            return SentStep(found, counts, None)
+        on_host = torch.empty(found.shape, dtype=found.dtype, pin_memory=True)
+        on_host.copy_(found, non_blocking=True)
+        return SentStep(on_host, counts, torch.cuda.current_stream(found.device).record_event())
+
+    def _counts(self, parallel: Parallel) -> list[float]:
+        """Of all processes. One that is alone knows them without asking its device."""
+        if parallel.place.world == 1:
+            return [float(count) for count in self.counts]
+        return parallel.sum_of(torch.tensor(self.counts).to(self.sums)).tolist()
+
+    def report(self, known: PlannedStep, seen: SeenStep, extra: Mapping[str, float]) -> StepReport:
+        sums = seen.sums
+        trained = sums["trained"] or math.nan  # without a trained token there is no mean
+        optional = {"kl": self.has_kl, "masked": self.has_mask, "update_kl": self.has_anchor}
+        return StepReport(
+            loss=sums["loss"],
+            grad_norm=seen.grad_norm,
+            learning_rate=known.learning_rate,
+            entropy=sums["entropy"] / trained,
+            clip_fraction=sums["clipped"] / trained,
+            mismatch_kl=sums["mismatch"] / trained,
+            max_ratio=seen.max_ratio if sums["trained"] else math.nan,
+            num_tokens=int(sums["tokens"]),
+            num_trained_tokens=int(sums["trained"]),
+            num_micro_batches=known.num_micro_batches,
+            imbalance=known.imbalance,
+            num_padding_tokens=known.num_padding_tokens,
+            flops=known.flops,
+            skipped=seen.skipped,
+            extra={name: sums[name] / trained for name, there in optional.items() if there} | dict(extra),
+        )
+
+    def bad_tokens(self) -> Iterator[BadToken]:
+        """Trained tokens of this process with a number that is not finite."""
+        for sequence_M, numbers in self.seen:
+            yield from bad_tokens(numbers, sequence_M)

@@ -1,0 +1,754 @@
+from __future__ import annotations
+
+import itertools
+import os
+import shutil
+import signal
+import sqlite3
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support.fakes import trajectory
+from support.paths import ROOT
+from support.stored import SIGNAL, attempts, filled, num_segments, numbered, ready_numbers
+
+from redline.buffer.buffer import GroupBuffer
+from redline.buffer.packing import pack
+from redline.buffer.store.columns import Rows, group_nodes
+from redline.buffer.store.group_store import GroupState
+from redline.buffer.store.index import GroupIndex, GroupRow
+from redline.buffer.store.memory_store import MemoryStore
+from redline.buffer.store.segments import read_segment
+from redline.buffer.store.stored_groups import pack_stored
+from redline.buffer.store.trajectory_store import UNDECIDED, TrajectoryStore, _as_of
+from redline.config.schema import BufferConfig
+from redline.errors import RunFolderError
+from redline.types import TrainBatch, TrajectoryGroup, VersionSpan
+
+SMALL = 4000
+"""Bytes of a segment that holds a few groups."""
+
+
+def read(folder: Path) -> pa.Table:
+    """As anyone would, with pyarrow alone."""
+    return pa.concat_tables(pa.ipc.open_file(path).read_all() for path in sorted(folder.glob("segment-*.arrow")))
+
+
+# ── what is on disk ────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize("closed", [False, True], ids=["while the run goes on", "afterwards"])
+def test_the_segments_hold_what_was_sampled(tmp_path: Path, closed: bool) -> None:
+    group = TrajectoryGroup("sums/1", attempts(), np.array([0.5, -0.5, 0], dtype=np.float32), number=4)
+    store = TrajectoryStore(tmp_path)
+    store.begin([4], 5)
+    store.add(group)
+    if closed:
+        store.close()
+    rows = read(tmp_path).to_pylist()
+    assert len(rows) == 3
+    for i, (row, attempt) in enumerate(zip(rows, group.trajectories, strict=True)):
+        assert (row["group"], row["attempt"], row["task_id"], row["version"]) == (4, i, "sums/1", -1)
+        assert row["token_ids"] == attempt.token_ids.tolist()
+        assert row["loss_mask"] == attempt.loss_mask.tolist()
+        assert row["logprobs"] == attempt.logprobs.tolist()
+        assert row["advantage"] == group.advantages[i]
+        assert row["reward"] == attempt.reward
+        assert {part["name"]: part["value"] for part in row["reward_parts"]} == attempt.reward_parts
+        assert row["finish_reason"] == attempt.finish_reason.value
+        assert (row["oldest_version"], row["newest_version"]) == (attempt.versions.oldest, attempt.versions.newest)
+        assert (row["begun_version"], row["text"]) == (5, attempt.text)
+    assert [row["failure"] for row in rows] == [None, None, "reward: ValueError: no number"]
+    assert [[(t["start"], t["end"]) for t in row["turns"]] for row in rows] == [[(2, 5)], [(2, 3), (4, 5)], [(1, 3)]]
+    assert rows[1]["turns"][0] == {"start": 2, "end": 3, "oldest_version": 5, "newest_version": 6}
+
+
+def test_whoever_trained_on_a_group_stands_in_the_segment_too(tmp_path: Path) -> None:
+    store = filled(tmp_path, 3)
+    store.lease([1], 4)
+    store.trained([1], 4)
+    store.drop([2], "stale")
+    assert read(tmp_path)["version"].to_pylist() == [-1, -1, 4, 4, -2, -2]
+
+
+def test_the_offsets_on_disk_are_the_trainers(tmp_path: Path) -> None:
+    """One layout from sampler to device: a list column is flat values and int64 offsets."""
+    filled(tmp_path, 2).close()
+    column = read(tmp_path)["token_ids"].chunk(0)
+    assert np.asarray(column.offsets).tolist() == [0, 4, 9, 13, 18]
+    assert np.asarray(column.offsets).dtype == np.int64
+    assert np.asarray(column.values).tolist() == [
+        *(10, 11, 12, 100),
+        *(10, 11, 12, 100, 100),
+        *(10, 11, 12, 101),
+        *(10, 11, 12, 101, 101),
+    ]
+
+
+def test_text_that_is_no_unicode_is_stored_as_far_as_it_is(tmp_path: Path) -> None:
+    store = TrajectoryStore(tmp_path)
+    store.add(numbered(0, text="half \ud83d of a pair"))
+    assert read(tmp_path)["text"][0].as_py() == "half ? of a pair"
+
+
+def test_groups_that_come_at_once_lie_as_if_they_had_come_one_by_one(tmp_path: Path) -> None:
+    parts = [{"a": 1.0}, {}, {"a": 0.0, "b": 2.0}]
+    groups = [
+        numbered(3, reward_parts=parts[0], text="ünïcode 🙂"),
+        TrajectoryGroup("sums/1", attempts(), np.array([0.5, -0.5, 0], dtype=np.float32), number=0),
+        numbered(2, [1.0], reward_parts=parts[1], text=""),
+        *(numbered(number, [0.5] * number, version=number, reward_parts=parts[2]) for number in range(4, 9)),
+    ]
+    at_once, one_by_one = TrajectoryStore(tmp_path / "a"), TrajectoryStore(tmp_path / "b")
+    at_once.add(*groups)
+    for group in groups:
+        one_by_one.add(group)
+    assert read(tmp_path / "a").equals(read(tmp_path / "b"))
+    assert at_once.ready() == one_by_one.ready()
+    segment = Rows(read_segment(next((tmp_path / "a").glob("segment-*"))))
+    ends = np.cumsum([len(group.trajectories) for group in groups]).tolist()
+    assert all(segment.is_intact(first, last) for first, last in zip([0, *ends], ends, strict=False))
+
+
+def test_many_groups_at_once_fill_segments_as_they_do_one_by_one(tmp_path: Path) -> None:
+    """In portions, of which several lie in a segment: a thousand groups at once are no giant."""
+    groups = [numbered(number, [0.5] * 30) for number in range(60)]
+    at_once, one_by_one = (TrajectoryStore(tmp_path / name, segment_bytes=100_000) for name in ("a", "b"))
+    at_once.add(*groups)
+    for group in groups:
+        one_by_one.add(group)
+    assert 3 <= num_segments(at_once) <= num_segments(one_by_one) + 1
+    assert read(tmp_path / "a")["group"].to_pylist() == [number for number in range(60) for _ in range(30)]
+    again = TrajectoryStore(tmp_path / "a")
+    assert (again.resume(0), ready_numbers(again)) == ([], list(range(60)))
+
+
+def test_no_groups_are_no_work(tmp_path: Path) -> None:
+    store = TrajectoryStore(tmp_path)
+    store.add()
+    assert (num_segments(store), store.next_number) == (0, 0)
+
+
+def test_a_segment_that_is_full_is_followed_by_another(tmp_path: Path) -> None:
+    store = filled(tmp_path, 40, segment_bytes=SMALL)
+    names = sorted(path.name for path in tmp_path.glob("segment-*"))
+    assert len(names) > 2
+    assert [".open." in name for name in names] == [False] * (len(names) - 1) + [True]
+    assert read(tmp_path)["group"].to_pylist() == [number for number in range(40) for _ in SIGNAL]
+    store.close()
+    assert all(path.stat().st_size < 2 * SMALL + 8000 for path in tmp_path.glob("segment-*")), "without gaps, and a head each"
+
+
+def test_a_group_larger_than_a_segment_has_one_to_itself(tmp_path: Path) -> None:
+    store = filled(tmp_path, 2, segment_bytes=SMALL)
+    long = TrajectoryGroup(
+        "long", [trajectory([1], range(60_000)), trajectory([1], [2])], np.array(SIGNAL, dtype=np.float32), 2
+    )
+    store.add(long)
+    store.add(numbered(3))
+    assert store.read([2]).tokens.tolist() == [1, *range(60_000), 1, 2]
+    assert store.read([3]).tokens.tolist() == [10, 11, 12, 103, 10, 11, 12, 103, 103]
+
+
+# ── states ─────────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_a_group_is_in_flight_then_ready_then_leased_then_trained(tmp_path: Path) -> None:
+    store = TrajectoryStore(tmp_path)
+    seen = []
+
+    def note() -> None:
+        seen.append([state.value for state, count in store.counts.items() if count])
+
+    store.begin([0], 3)
+    note()
+    store.add(numbered(0, version=3))
+    note()
+    store.lease([0], 4)
+    note()
+    store.trained([0], 4)
+    note()
+    assert seen == [["in_flight"], ["ready"], ["leased"], ["trained"]]
+
+
+def test_what_is_ready_says_what_a_choice_needs(tmp_path: Path) -> None:
+    store = TrajectoryStore(tmp_path)
+    store.begin([7, 3], 2)
+    store.add(numbered(7, version=4))
+    store.add(numbered(3, [0.0, 0.0], version=5))
+    silent, loud = store.ready()
+    assert (silent.number, loud.number) == (3, 7)
+    assert (silent.has_signal, loud.has_signal) == (False, True)
+    assert loud.versions == VersionSpan(4, 4)
+    assert (loud.num_tokens, loud.reward, loud.begun_version) == (9, 0.0, 2)
+    assert store.next_number == 8
+
+
+@pytest.mark.parametrize("kind", ["stored", "memory"])
+def test_a_group_does_not_come_twice_at_once(tmp_path: Path, kind: str) -> None:
+    store = TrajectoryStore(tmp_path) if kind == "stored" else MemoryStore()
+    store.begin([0], 0)
+    with pytest.raises(AssertionError):
+        store.add(numbered(0), numbered(0))
+
+
+def test_a_group_is_not_begun_or_added_or_trained_twice(tmp_path: Path) -> None:
+    store = filled(tmp_path, 1)
+    with pytest.raises(AssertionError, match="begun before"):
+        store.begin([0], 1)
+    with pytest.raises(AssertionError, match="group 0 is ready"):
+        store.add(numbered(0))
+    store.lease([0], 0)
+    store.trained([0], 0)
+    with pytest.raises(AssertionError, match="group 0 is trained"):
+        store.add(numbered(0))
+    with pytest.raises(KeyError):
+        store.trained([0], 1)
+
+
+def test_states_survive_the_process(tmp_path: Path) -> None:
+    store = filled(tmp_path, 5)
+    store.begin([5], 1)
+    store.lease([0, 1], 1)
+    store.trained([0], 1)
+    store.drop([2], "silent")
+    store.close()
+    again = TrajectoryStore(tmp_path)
+    assert again.counts == {"in_flight": 1, "ready": 2, "leased": 1, "trained": 1, "dropped": 1}
+    assert (ready_numbers(again), again.next_number) == ([3, 4], 6)
+    assert again.read([3, 4]).tokens.tolist() == [t for g in (103, 104) for n in (1, 2) for t in [10, 11, 12, *[g] * n]]
+
+
+# ── resuming ───────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def resumable(folder: Path) -> TrajectoryStore:
+    """Checkpoint 5, and everything that may have happened since."""
+    store = TrajectoryStore(folder)
+    sampled = {0: 3, 1: 5, 2: 5, 3: 6, 4: 5, 5: 7, 6: 5, 7: 4}
+    store.begin(range(10), 3)
+    for number, version in sampled.items():
+        store.add(numbered(number, version=version))
+    for number, version in {0: 4, 1: 5, 3: 6}.items():
+        store.lease([number], version)
+        store.trained([number], version)
+    store.lease([2], 7)
+    store.drop([6, 7], "stale")
+    return store
+
+
+@pytest.mark.parametrize("reopened", [False, True])
+def test_resuming_goes_back_to_the_checkpoint(tmp_path: Path, reopened: bool) -> None:
+    store = resumable(tmp_path)
+    if reopened:
+        store.close()
+        store = TrajectoryStore(tmp_path)
+    assert store.resume(5) == [3, 5, 8, 9], "sampled by a policy that is lost, or in flight"
+    assert ready_numbers(store) == [1, 2, 4, 6], "ready, or leased, trained or dropped since"
+    assert store.counts == {"in_flight": 4, "ready": 4, "leased": 0, "trained": 1, "dropped": 1}
+    assert store.next_number == 10
+
+
+def test_what_is_forgotten_can_be_attempted_again(tmp_path: Path) -> None:
+    store = resumable(tmp_path)
+    store.resume(5)
+    store.begin([3], 5)
+    store.add(numbered(3, version=5))
+    assert store.read([3]).versions == VersionSpan(5, 5)
+    marks = {(row["group"], row["oldest_version"]): row["version"] for row in read(tmp_path).to_pylist()}
+    assert marks == {(0, 3): 4, (1, 5): -1, (2, 5): -1, (3, 6): -3, (4, 5): -1, (5, 7): -3, (6, 5): -1, (7, 4): -2, (3, 5): -1}
+
+
+def test_a_number_to_attempt_again_is_not_forgotten_before_it_is_begun(tmp_path: Path) -> None:
+    store = resumable(tmp_path)
+    assert store.resume(5) == store.resume(5) == TrajectoryStore(tmp_path).resume(5)
+
+
+operations = st.lists(
+    st.tuples(st.sampled_from(["begin", "add", "lease", "trained", "drop", "step", "resume", "reopen"]), st.integers(0, 9)),
+    max_size=40,
+)
+
+
+@settings(max_examples=60)
+@given(operations)
+def test_the_store_does_what_the_one_in_memory_does(tmp_path_factory: pytest.TempPathFactory, operations: list) -> None:
+    folder = tmp_path_factory.mktemp("store")
+    stored, memory = TrajectoryStore(folder, segment_bytes=SMALL), MemoryStore()
+    version = 0
+    in_flight: list[int] = []
+    leased: list[int] = []
+    for name, choice in operations:
+        ready = ready_numbers(stored)
+        if name == "begin":
+            numbers = list(range(stored.next_number, stored.next_number + choice % 3 + 1))
+            in_flight += numbers
+            for store in (stored, memory):
+                store.begin(numbers, version)
+        elif name == "add" and in_flight:
+            some = [in_flight.pop(choice % len(in_flight)) for _ in range(min(choice % 4 + 1, len(in_flight)))]
+            for store in (stored, memory):
+                store.add(*(numbered(number, version=version) for number in some))
+        elif name == "lease" and ready:
+            leased.append(ready[choice % len(ready)])
+            for store in (stored, memory):
+                store.lease(leased[-1:], version)
+        elif name == "trained" and leased:
+            for store in (stored, memory):
+                store.trained(leased, version)
+            leased = []
+        elif name == "drop" and ready:
+            for store in (stored, memory):
+                store.drop([ready[choice % len(ready)]], "stale")
+        elif name == "step":
+            version += 1
+        elif name == "reopen":
+            if choice % 2:
+                stored.close()
+            stored = TrajectoryStore(folder, segment_bytes=SMALL)
+        elif name == "resume":
+            version = max(0, version - choice % 3)
+            in_flight, leased = stored.resume(version), []
+            assert in_flight == memory.resume(version)
+        assert [(i.number, i.versions, i.has_signal) for i in stored.ready()] == [
+            (i.number, i.versions, i.has_signal) for i in memory.ready()
+        ]
+        assert dict(stored.counts) == dict(memory.counts)
+        assert stored.next_number == memory.next_number
+    numbers = ready_numbers(stored)
+    if numbers:
+        assert_same(pack_stored(stored.read(numbers), 9, keep_silent=True), pack(memory.read(numbers), 9, keep_silent=True))
+
+
+def assert_same(batch: TrainBatch, expected: TrainBatch) -> None:
+    names = (
+        "tokens",
+        "cu_seqlens",
+        "group_offsets",
+        "loss_mask",
+        "old_logprobs",
+        "advantages",
+        "group_sequences",
+        "group_tokens",
+    )
+    for name in names:
+        np.testing.assert_array_equal(getattr(batch, name), getattr(expected, name), name)
+        assert getattr(batch, name).dtype == getattr(expected, name).dtype
+    for name in ("num_sequences_sampled", "num_tokens_sampled", "num_tokens_left_out", "versions", "version"):
+        assert getattr(batch, name) == getattr(expected, name)
+
+
+# ── killed at any point ────────────────────────────────────────────────────────────────────────────────────────────────
+
+WRITER = """
+import sys
+from pathlib import Path
+sys.path.insert(0, sys.argv[1])
+from support.stored import numbered
+from redline.buffer.store.trajectory_store import TrajectoryStore
+store = TrajectoryStore(Path(sys.argv[2]), segment_bytes=2_000)
+first = store.next_number
+for number in range(first, first + 100_000, 4):
+    four = range(number, number + 4)
+    store.begin(four, number)
+    store.add(*(numbered(each, [1.0, -1.0, 0.0], version=number) for each in four))
+    print(*four, sep="\\n", flush=True)
+    done = [each for each in four if each % 3 == 0]
+    store.lease(done, number)
+    store.trained(done, number)
+"""
+
+
+def test_a_kill_loses_no_group_that_was_added(tmp_path: Path) -> None:
+    tests = str(ROOT / "tests")
+    added: list[int] = []
+    for round_ in range(4):
+        process = subprocess.Popen([sys.executable, "-c", WRITER, tests, str(tmp_path)], stdout=subprocess.PIPE, text=True)
+        assert process.stdout is not None
+        added.append(int(process.stdout.readline()))
+        time.sleep(0.05 + 0.037 * round_)
+        os.kill(process.pid, signal.SIGKILL)
+        added += [int(line) for line in process.stdout.read().splitlines()]
+        process.wait()
+    store = TrajectoryStore(tmp_path)
+    again = store.resume(store.next_number)
+    known = {*ready_numbers(store), *again}
+    trained = {number for number in added if number % 3 == 0}
+    assert len(added) > 40
+    assert set(added) - known - trained == set()
+    assert len(again) <= 16, "at most the four that were being added at each kill"
+    for number in ready_numbers(store):
+        assert store.read([number]).tokens[3] == 100 + number
+
+
+@pytest.mark.parametrize("parts", [[[2], [3]], [[2, 3]]], ids=["one by one", "at once"])
+def test_what_the_index_did_not_hear_of_is_taken_in(tmp_path: Path, parts: list[list[int]]) -> None:
+    """Killed between the segment and the index."""
+    store = filled(tmp_path, 2)
+    store.begin([2, 3], 1)
+    for numbers in parts:
+        store._segments.write(group_nodes([numbered(number, version=1) for number in numbers], [1] * len(numbers)))
+    again = TrajectoryStore(tmp_path)
+    assert (ready_numbers(again), again.counts["in_flight"]) == ([0, 1, 2, 3], 0)
+    assert again.read([0, 1, 2, 3]).num_runs == 1
+    assert again.ready()[2].begun_version == 1
+
+
+# ── circular ───────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def train_all(store: TrajectoryStore, numbers: Sequence[int], version: int) -> None:
+    store.lease(numbers, version)
+    store.trained(numbers, version)
+
+
+def test_segments_are_deleted_by_size_once_nobody_wants_their_groups(tmp_path: Path) -> None:
+    store = filled(tmp_path, 60, segment_bytes=SMALL, max_bytes=3 * SMALL)
+    before = num_segments(store)
+    assert before > 5, "nothing that is ready goes"
+    train_all(store, range(20), 0)
+    assert 3 < num_segments(store) < before
+    assert store.read(range(20, 60)).num_runs > 1
+    assert store.counts["trained"] == 20
+    train_all(store, range(20, 60), 1)
+    assert sum(path.stat().st_size for path in tmp_path.glob("segment-??????.arrow")) <= 3 * SMALL
+    store.close()
+    again = TrajectoryStore(tmp_path)
+    assert again.resume(2) == []
+    assert again.counts["trained"] == 60
+
+
+def test_segments_are_deleted_by_age(tmp_path: Path) -> None:
+    store = filled(tmp_path, 60, segment_bytes=SMALL, max_age_steps=2)
+    before = num_segments(store)
+    train_all(store, range(30), 0)
+    train_all(store, range(30, 40), 2)
+    assert num_segments(store) == before
+    train_all(store, range(40, 41), 3)
+    assert num_segments(store) < before
+    store.read(range(41, 60))
+
+
+def test_what_a_resumed_run_may_want_again_is_kept(tmp_path: Path) -> None:
+    store = filled(tmp_path, 60, segment_bytes=SMALL, max_bytes=1, keep_steps=2)
+    before = num_segments(store)
+    train_all(store, range(30), 0)
+    train_all(store, range(30, 60), 1)
+    assert num_segments(store) == before
+    assert store.resume(1) == []
+    assert ready_numbers(store) == list(range(30, 60))
+
+
+def test_what_was_deleted_and_is_wanted_after_all_is_attempted_again(tmp_path: Path) -> None:
+    store = filled(tmp_path, 60, segment_bytes=SMALL, max_bytes=1)
+    train_all(store, range(60), 0)
+    again = store.resume(0)
+    assert 0 < len(again) < 60, "the open segment stays"
+    assert sorted([*again, *ready_numbers(store)]) == list(range(60))
+
+
+def test_a_new_segment_never_has_the_name_of_one_that_was_deleted(tmp_path: Path) -> None:
+    store = filled(tmp_path, 3, segment_bytes=SMALL, max_bytes=1)
+    train_all(store, range(3), 0)
+    store.close()
+    again = TrajectoryStore(tmp_path, segment_bytes=SMALL, max_bytes=1)
+    again.begin([3], 1)
+    again.drop([3], "stale")
+    assert num_segments(again) == 0
+    again.close()
+    last = TrajectoryStore(tmp_path, segment_bytes=SMALL)
+    last.add(numbered(4, version=1))
+    assert [path.name for path in tmp_path.glob("segment-*")] == ["segment-000001.open.arrow"]
+    assert last.resume(0) == [0, 1, 2, 4]
+
+
+# ── what came before ───────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_groups_of_an_earlier_process_come_back_as_they_came(tmp_path: Path) -> None:
+    store = TrajectoryStore(tmp_path)
+    given = TrajectoryGroup("sums/1", attempts(), np.array([0.5, -0.5, 0], dtype=np.float32), number=4)
+    store.add(given)
+    store.close()
+    [found] = TrajectoryStore(tmp_path).arrived_after(0)
+    assert (found.task_id, found.number, found.versions) == (given.task_id, given.number, given.versions)
+    np.testing.assert_array_equal(found.advantages, given.advantages)
+    for mine, theirs in zip(found.trajectories, given.trajectories, strict=True):
+        for name in ("token_ids", "loss_mask", "logprobs"):
+            np.testing.assert_array_equal(getattr(mine, name), getattr(theirs, name))
+        for name in ("versions", "finish_reason", "text", "reward", "reward_parts", "failure"):
+            assert getattr(mine, name) == getattr(theirs, name)
+
+
+def test_they_come_in_the_order_in_which_they_came_across_segments(tmp_path: Path) -> None:
+    store, order = TrajectoryStore(tmp_path, segment_bytes=SMALL // 4), [5, 0, 3, 1, 4, 2, 9, 8, 7, 6]
+    store.begin(range(10), 0)
+    for number in order:
+        store.add(numbered(number))
+    assert num_segments(store) > 1
+    assert [group.number for group in store.arrived_after(0)] == order
+    assert [group.number for group in store.arrived_after(7)] == order[7:]
+    assert store.arrived_after(10) == []
+
+
+def test_what_a_resumed_run_has_and_does_not_attempt_again_is_counted_once(tmp_path: Path) -> None:
+    def make(max_lag: int) -> tuple[TrajectoryStore, GroupBuffer]:
+        store = TrajectoryStore(tmp_path)
+        return store, GroupBuffer(BufferConfig(max_lag=max_lag), 2, store)
+
+    store, buffer = make(1)
+    for number in buffer.admit(0):
+        buffer.offer(numbered(number))
+    buffer.trained(buffer.next_batch(0))  # the row of this step counts the four that came until now
+    for number in buffer.admit(1)[:1]:
+        buffer.offer(numbered(number, version=1))
+    store.close()
+    store, resumed = make(1)
+    resumed.resume(1)
+    assert [group.number for group in resumed.not_counted(4)] == [4]
+    assert resumed.admit(1) == [5]
+    store.close()
+    store, again = make(1)
+    again.resume(0)
+    assert [group.number for group in again.not_counted(0)] == [0, 1, 2, 3], "4 was sampled by a policy that is lost"
+    store.close()
+
+
+def test_a_resumed_run_knows_what_was_dropped_before_its_checkpoint(tmp_path: Path) -> None:
+    store = TrajectoryStore(tmp_path)
+    before = GroupBuffer(BufferConfig(), 2, store, max_extra_rounds=1)
+    for version in (0, 1):
+        first, second = before.admit(version)
+        before.offer(numbered(first, version=version))
+        group = numbered(second, version=version)
+        before.offer(replace(group, advantages=0 * group.advantages))
+        assert not before.has_batch(version)
+        [instead] = before.admit(version)
+        before.offer(numbered(instead, version=version))
+        before.trained(before.next_batch(version))
+    assert before.metrics["buffer/dropped_silent"] == 2
+    store.close()
+    store = TrajectoryStore(tmp_path)
+    resumed = GroupBuffer(BufferConfig(), 2, store, max_extra_rounds=1)
+    resumed.resume(1)
+    assert resumed.metrics["buffer/dropped_silent"] == 1, "the other was dropped by a step that is taken again"
+    store.close()
+
+
+# ── a power cut ────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.fixture
+def flushed(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Names of what was flushed, in that order."""
+    names: list[str] = []
+
+    def note(file: int) -> None:
+        names.append(Path(os.readlink(f"/proc/self/fd/{file}")).name)
+
+    monkeypatch.setattr(os, "fsync", note)
+    return names
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_a_flush_takes_tokens_then_names_then_the_index_and_leaves_nothing_out(tmp_path: Path, flushed: list[str]) -> None:
+    store = filled(tmp_path, 10, segment_bytes=SMALL // 4)
+    store.flush()
+    flushed.clear()
+    train_all(store, [0, 9], 0)
+    store.flush()
+    marked = ["segment-000000.arrow", max(path.name for path in tmp_path.glob("segment-*"))]
+    assert flushed == [*marked, tmp_path.name, "index.sqlite-wal"]
+    flushed.clear()
+    store.flush()
+    assert flushed == [tmp_path.name, "index.sqlite-wal"], "nothing else has changed"
+
+
+def test_what_was_flushed_is_all_there_if_the_rest_is_not(tmp_path: Path) -> None:
+    """A power cut: the files as they were at the flush, in a folder of their own."""
+    store = filled(tmp_path / "run", 6)
+    train_all(store, range(3), 0)
+    store.flush()
+    shutil.copytree(tmp_path / "run", tmp_path / "after")
+    train_all(store, range(3, 6), 1)
+    again = TrajectoryStore(tmp_path / "after")
+    assert again.resume(1) == []
+    assert (ready_numbers(again), again.counts[GroupState.TRAINED]) == ([3, 4, 5], 3)
+
+
+def test_a_flush_does_not_wait_for_a_reader(tmp_path: Path) -> None:
+    store = filled(tmp_path, 3)
+    reader = sqlite3.connect(tmp_path / "index.sqlite", isolation_level=None)
+    reader.execute("BEGIN")
+    assert reader.execute("SELECT count(*) FROM groups").fetchone() == (3,)
+    train_all(store, range(3), 0)
+    store.flush()
+    assert reader.execute("SELECT count(*) FROM groups WHERE state = 'ready'").fetchone() == (3,), "it still sees the past"
+    reader.close()
+
+
+# ── zero copy ──────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def mapped_ranges(folder: Path) -> list[tuple[int, int]]:
+    """Where this process has files of the folder in its memory."""
+    lines = [line.split() for line in Path("/proc/self/maps").read_text().splitlines() if str(folder) in line]
+    return [tuple(int(end, 16) for end in line[0].split("-")) for line in lines]  # type: ignore[misc]
+
+
+def is_mapped(array: np.ndarray, folder: Path) -> bool:
+    address = array.__array_interface__["data"][0]
+    return any(low <= address and address + array.nbytes <= high for low, high in mapped_ranges(folder))
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+@pytest.mark.parametrize("closed", [False, True], ids=["just added", "of an earlier process"])
+def test_a_batch_of_neighbours_is_a_view_of_the_file(tmp_path: Path, closed: bool) -> None:
+    store = filled(tmp_path, 12)
+    if closed:
+        store.close()
+        store = TrajectoryStore(tmp_path)
+    groups = store.read(range(2, 9))
+    batch = pack_stored(groups, 0, keep_silent=False)
+    assert groups.num_runs == 1
+    for array in (batch.tokens, batch.loss_mask, batch.old_logprobs):
+        assert is_mapped(array, tmp_path)
+        assert not array.flags.owndata
+    assert np.shares_memory(batch.tokens, store.read([5]).tokens)
+    store.add(numbered(12))
+    assert np.shares_memory(batch.tokens, store.read([5, 6]).tokens) == closed, "a larger segment is mapped once more"
+
+
+def test_groups_that_are_not_neighbours_are_read_as_one(tmp_path: Path) -> None:
+    store = filled(tmp_path, 9)
+    groups = store.read([1, 2, 5, 4])
+    assert (groups.num_runs, groups.numbers) == (3, (1, 2, 5, 4))
+    assert groups.tokens[groups.loss_mask].tolist() == [n for g in (101, 102, 105, 104) for n in [g] * 3]
+    assert groups.offsets.tolist() == [0, 4, 9, 13, 18, 22, 27, 31, 36]
+
+
+def test_a_view_outlives_its_file(tmp_path: Path) -> None:
+    store = filled(tmp_path, 30, segment_bytes=SMALL, max_bytes=1)
+    batch = pack_stored(store.read([0, 1]), 0, keep_silent=True)
+    before = batch.tokens.copy()
+    train_all(store, range(30), 0)
+    assert not (tmp_path / "segment-000000.arrow").exists()
+    np.testing.assert_array_equal(batch.tokens, before)
+
+
+@pytest.mark.parametrize("keep_silent", [True, False])
+def test_what_is_not_trained_on_is_masked_and_nothing_is_copied_for_it(tmp_path: Path, keep_silent: bool) -> None:
+    """The trainer computes the same sequences as if they had been left out."""
+    from redline.trainer.batches.micro_batches import micro_batches
+
+    groups = [
+        numbered(0),
+        numbered(1, [0.0, 0.0, 0.0]),
+        TrajectoryGroup("mixed", attempts(), np.array([1, -1, 0], dtype=np.float32), 2),
+        numbered(3, [0.5, 0.0]),
+    ]
+    store = TrajectoryStore(tmp_path)
+    for group in groups:
+        store.add(group)
+    batch = pack_stored(store.read(range(4)), 6, keep_silent=keep_silent)
+    expected = pack(groups, 6, keep_silent=keep_silent)
+    assert np.shares_memory(batch.tokens, store.read(range(4)).tokens)
+    assert batch.num_sequences_sampled == expected.num_sequences_sampled == 9, "one attempt failed"
+    assert batch.num_tokens_sampled == expected.num_tokens_sampled
+    assert batch.num_tokens_left_out == expected.num_tokens_left_out
+    assert batch.versions == expected.versions
+    for mine, theirs in zip(micro_batches(batch, 64), micro_batches(expected, 64), strict=True):
+        np.testing.assert_array_equal(mine.tokens_T, theirs.tokens_T)
+        np.testing.assert_array_equal(mine.targets_M, theirs.targets_M)
+        np.testing.assert_array_equal(mine.old_logprobs_M, theirs.old_logprobs_M)
+        np.testing.assert_array_equal(batch.advantages[mine.sequence_M], expected.advantages[theirs.sequence_M])
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_files_do_not_stay_open(tmp_path: Path) -> None:
+    def open_files() -> int:
+        return sum(str(tmp_path) in str(path.readlink()) for path in Path("/proc/self/fd").iterdir() if path.is_symlink())
+
+    store = filled(tmp_path, 5, segment_bytes=SMALL)
+    before = open_files()
+    for number in range(5, 105):
+        store.add(numbered(number))
+        store.read([number, number - 1])
+    assert num_segments(store) > 5
+    assert open_files() == before
+    assert len(mapped_ranges(tmp_path)) < 12
+
+
+# ── for others ─────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_pandas_reads_a_segment(tmp_path: Path) -> None:
+    pandas = pytest.importorskip("pandas")
+    filled(tmp_path, 3)
+    assert pandas.read_feather(tmp_path / "segment-000000.open.arrow")["group"].tolist() == [0, 0, 1, 1, 2, 2]
+
+
+def test_duckdb_reads_the_folder(tmp_path: Path) -> None:
+    duckdb = pytest.importorskip("duckdb")
+    import pyarrow.dataset
+
+    filled(tmp_path, 3).close()
+    trajectories = pyarrow.dataset.dataset(sorted(tmp_path.glob("segment-*.arrow")), format="ipc")  # noqa: F841
+    assert duckdb.sql('SELECT sum("group") FROM trajectories').fetchall() == [(6,)]
+
+
+def test_datasets_reads_a_segment(tmp_path: Path) -> None:
+    datasets = pytest.importorskip("datasets")
+    filled(tmp_path, 3).close()
+    files = [str(path) for path in tmp_path.glob("segment-*.arrow")]
+    loaded = datasets.load_dataset("arrow", data_files=files, split="train", cache_dir=str(tmp_path / "cache"))
+    assert loaded["group"] == [0, 0, 1, 1, 2, 2]
+
+
+def test_the_dataset_of_pyarrow_is_the_folder(tmp_path: Path) -> None:
+    import pyarrow.dataset
+
+    filled(tmp_path, 30, segment_bytes=SMALL)
+    files = sorted(tmp_path.glob("segment-*.arrow"))
+    assert pyarrow.dataset.dataset(files, format="ipc").count_rows() == 60
+
+
+def test_the_states_are_those_of_every_store() -> None:
+    assert [state.value for state in GroupState] == ["in_flight", "ready", "leased", "trained", "dropped"]
+
+
+def test_a_resume_looks_at_every_group_that_may_be_in_another_state_then(tmp_path: Path) -> None:
+    """Whatever is left out of the look is, at that version, as it is now."""
+    versions = (None, 0, 1, 2, 3)
+    rows = [
+        GroupRow(number, state, 0, 1.0, oldest_version=newest, newest_version=newest, trained_version=trained, settled_at=2.0)
+        for number, (state, newest, trained) in enumerate(itertools.product(GroupState, versions, versions))
+        if (trained is None) != (state in (GroupState.TRAINED, GroupState.LEASED))
+    ]
+    index = GroupIndex(tmp_path)
+    index.put(rows)
+    for version in range(5):
+        looked_at = {row.number for row in index.rows(UNDECIDED, version, version)}
+        left_out = [row for row in rows if row.number not in looked_at]
+        assert all(_as_of(row, version, is_there=there) == row for row in left_out for there in (False, True))
+        assert left_out
+    index.close()
+
+
+@pytest.mark.parametrize("content", ["", "garbage", "[1]", '{"two": {}}', '{"2": 5}'])
+def test_a_damaged_file_of_numbers_is_named(tmp_path: Path, content: str) -> None:
+    path = tmp_path / "numbers.json"
+    path.write_text(content)
+    for use in (lambda: MemoryStore(numbers=path).resume(2), MemoryStore(numbers=path).flush):
+        with pytest.raises(RunFolderError, match=r"numbers.json: damaged"):
+            use()
+    assert path.read_text() == content

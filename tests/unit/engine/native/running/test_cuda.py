@@ -1,0 +1,181 @@
+"""The engine on a CUDA device: graphs, and what becomes of them when it sleeps or when others use the device."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from support.small_models import VOCAB_SIZE, llama, write_model
+from transformers import PreTrainedModel
+
+from redline.config.schema import EngineConfig
+from redline.engine import NativeEngine
+from redline.models.files.hf import load_decoder
+from redline.types import Completion, GenerateRequest, SamplingParams, WeightUpdate
+
+pytestmark = pytest.mark.gpu
+
+
+@pytest.fixture
+def oracle(tmp_path: Path) -> PreTrainedModel:
+    return write_model(tmp_path, llama(hidden_size=256, num_attention_heads=4, num_key_value_heads=2), seed=5, std=0.15)
+
+
+def make_engine(folder: Path) -> NativeEngine:
+    decoder = load_decoder(folder, "cuda", torch.bfloat16)
+    return NativeEngine(decoder, EngineConfig(max_num_seqs=32, kv_cache_memory_bytes=2**24))
+
+
+def requests() -> list[GenerateRequest]:
+    drawn = np.random.default_rng(0)
+    return [
+        GenerateRequest(
+            drawn.integers(2, VOCAB_SIZE, int(drawn.integers(1, 60))).astype(np.int32),
+            SamplingParams(max_tokens=int(drawn.integers(20, 60)), n=int(drawn.integers(1, 4)), seed=number),
+        )
+        for number in range(12)
+    ]
+
+
+def tokens(completions: list[list[Completion]]) -> list[list[int]]:
+    return sorted(completion.token_ids.tolist() for each in completions for completion in each)
+
+
+@torch.no_grad()
+def assert_scored(oracle: PreTrainedModel, request: GenerateRequest, completion: Completion) -> None:
+    """As transformers scores it in float32, within bfloat16; other weights or a wrong key are off by more than 1."""
+    whole = torch.from_numpy(np.concatenate([request.prompt_ids, completion.token_ids]).astype(np.int64))
+    expected = oracle(whole[None]).logits[0].log_softmax(-1)[:-1].gather(1, whole[1:, None]).squeeze(1).numpy()
+    assert np.abs(completion.logprobs - expected[len(request.prompt_ids) - 1 :]).mean() < 0.15
+
+
+def test_logprobs_are_those_of_transformers(oracle: PreTrainedModel, tmp_path: Path) -> None:
+    asked = requests()
+    for request, completions in zip(asked, make_engine(tmp_path).generate(asked), strict=True):
+        for completion in completions:
+            assert_scored(oracle, request, completion)
+
+
+@pytest.mark.parametrize("weights", [False, True])
+def test_sleep_frees_what_it_says_and_requests_go_on_after_it(oracle: PreTrainedModel, tmp_path: Path, weights: bool) -> None:
+    engine = make_engine(tmp_path)
+    asked = {engine.submit(request): request for request in requests()}
+    found: list[tuple[int, Completion]] = []
+
+    def step() -> None:
+        found.extend((number, piece.completion) for number, piece in engine.step() if piece.completion is not None)
+
+    for _ in range(3):
+        step()
+    before = torch.cuda.memory_allocated()
+    slept = engine.sleep(weights=weights)
+    freed = before - torch.cuda.memory_allocated()
+    assert slept.weight_bytes == (sum(p.nbytes for p in engine.decoder.parameters()) if weights else 0)
+    assert slept.kv_bytes > 2**23
+    assert freed >= slept.kv_bytes + slept.weight_bytes
+    woken = engine.wake()
+    assert (woken.kv_bytes, woken.weight_bytes) == (slept.kv_bytes, slept.weight_bytes)
+    while engine.stats.running or engine.stats.waiting:
+        step()
+    assert len(found) == sum(request.sampling.n for request in asked.values())
+    for number, completion in found:
+        assert_scored(oracle, asked[number], completion)
+
+
+def test_a_weight_update_in_place_is_seen_by_graphs(oracle: PreTrainedModel, tmp_path: Path) -> None:
+    engine = make_engine(tmp_path)
+    before = tokens(engine.generate(requests()))
+    with torch.no_grad():
+        for parameter in engine.decoder.parameters():
+            parameter.mul_(1.5)
+    engine.apply(WeightUpdate(1, (), 0))
+    changed = make_engine(tmp_path)
+    with torch.no_grad():
+        for parameter in changed.decoder.parameters():
+            parameter.mul_(1.5)
+    after = tokens(engine.generate(requests()))
+    assert after == tokens(changed.generate(requests()))
+    assert after != before
+
+
+def test_graphs_are_captured_while_another_thread_computes(oracle: PreTrainedModel, tmp_path: Path) -> None:
+    expected = tokens(make_engine(tmp_path).generate(requests()))
+    done, failures = threading.Event(), []
+
+    def train() -> None:
+        try:
+            mine = torch.Generator("cuda")  # torch refuses the device's own while anybody captures
+            with torch.cuda.stream(torch.cuda.Stream()):
+                while not done.is_set():
+                    x = torch.randn(512, 512, device="cuda", generator=mine, requires_grad=True)
+                    (x @ x).sum().backward()
+                    float(x.grad.norm())  # allocates, copies and waits, none of which a capture may see
+        except Exception as error:
+            failures.append(error)
+
+    thread = threading.Thread(target=train)
+    thread.start()
+    try:
+        found = tokens(make_engine(tmp_path).generate(requests()))
+    finally:
+        done.set()
+        thread.join()
+    assert not failures
+    assert found == expected
+
+
+def flavours() -> list[GenerateRequest]:
+    """Every combination of what a client may ask of the sampler."""
+    prompt = np.arange(2, 20, dtype=np.int32)
+    asked = []
+    for bits in range(64):
+        extra: dict[str, object] = {"top_k": 5} if bits & 1 else {}
+        extra |= {"min_p": 0.01} if bits & 2 else {}
+        extra |= {"logit_bias": {3: 1.0}} if bits & 4 else {}
+        extra |= {"raw_logprobs": True} if bits & 8 else {}
+        extra |= {"min_tokens": 2, "stop_token_ids": (1,)} if bits & 16 else {}
+        extra |= {"top_logprobs": 3} if bits & 32 else {}
+        asked.append(GenerateRequest(prompt, SamplingParams(max_tokens=12, seed=bits, **extra)))  # type: ignore[arg-type]
+    return asked
+
+
+def test_graphs_of_however_many_flavours_take_bounded_memory(oracle: PreTrainedModel, tmp_path: Path) -> None:
+    expected = [make_engine(tmp_path).generate([request])[0][0].token_ids.tolist() for request in flavours()[:4]]
+    engine = make_engine(tmp_path)
+    cache = engine._awake.graphs  # type: ignore[attr-defined]
+    cache._max_graphs = 8
+    free, found = [], []
+    for request in flavours():
+        found.append(engine.generate([request])[0][0].token_ids.tolist())
+        assert len(cache) <= 8
+        torch.cuda.synchronize()
+        free.append(torch.cuda.mem_get_info()[0])
+    assert found[:4] == expected
+    assert cache.evictions > 0
+    assert free[20] - free[-1] < 64 * 2**20, "what was evicted has been given back"
+    again = [engine.generate([request])[0][0].token_ids.tolist() for request in flavours()]
+    assert again == found, "and is captured again when it is asked for"
+
+
+def test_running_out_of_memory_in_a_capture_costs_speed_and_not_the_engine(oracle: PreTrainedModel, tmp_path: Path) -> None:
+    asked = requests()
+    expected = tokens(make_engine(tmp_path).generate(asked))
+    engine = make_engine(tmp_path)
+    runner = engine._awake
+    step = runner._decode_step  # type: ignore[attr-defined]
+
+    def greedy(*arguments: object) -> None:
+        if torch.cuda.is_current_stream_capturing():
+            torch.empty(2**45, dtype=torch.uint8, device="cuda")  # 32 TiB
+        step(*arguments)
+
+    runner._decode_step = greedy  # type: ignore[attr-defined]
+    assert tokens(engine.generate(asked)) == expected
+    assert len(runner.graphs) == 0  # type: ignore[attr-defined]
+    runner._decode_step = step  # type: ignore[attr-defined]
+    runner.graphs._without.clear()  # type: ignore[attr-defined]
+    assert tokens(engine.generate(asked)) == expected
+    assert len(runner.graphs) > 0, "where there is memory again there are graphs again"  # type: ignore[attr-defined]

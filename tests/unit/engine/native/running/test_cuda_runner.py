@@ -1,0 +1,171 @@
+"""The GPU's decode step, kernels and bookkeeping, in Triton's interpreter: all of it but the recording of graphs."""
+
+from __future__ import annotations
+
+from itertools import chain, pairwise
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from support.small_models import CONFIGS, VOCAB_SIZE, write_model
+
+pytest.importorskip("triton")
+
+from redline.config.schema import EngineConfig
+from redline.engine import NativeEngine
+from redline.engine.native.cache import prefixes
+from redline.engine.native.cache.kv_cache import KVCache
+from redline.engine.native.running.cuda import MAX_STEPS, CudaRunner, batch_sizes
+from redline.engine.native.running.device_rows import DeviceRows
+from redline.engine.native.running.runner import Runner, Samples
+from redline.models.decoder import Decoder
+from redline.models.files.hf import load_decoder
+from redline.types import Completion, GenerateRequest, SamplingParams
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning")  # numpy's, of the interpreter's infinities
+
+
+class UncapturedRunner(CudaRunner):
+    """Where a graph would be replayed, the step runs as it is. Results come late, as they do from a GPU."""
+
+    captures = True
+    """False: there is never memory for a graph."""
+
+    def _capture(self, key: Any) -> Any:
+        if not self.captures:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        samples = self._room_for_samples(key[0], key[2])
+        step = SimpleNamespace(replay=lambda: self._decode_step(*key, samples))
+        return SimpleNamespace(graph=step, samples=samples, reset=lambda: None)
+
+    def _release(self) -> None: ...
+
+    def fetch(self, samples: Samples) -> tuple[Samples, None]:
+        return Samples(*(None if part is None else part.clone() for part in samples.parts)), None  # type: ignore[arg-type]
+
+    _prefill_attention = Runner._prefill_attention
+
+
+class InterpretedEngine(NativeEngine):
+    def _make_runner(self) -> Runner:
+        weight, spec = self.decoder.output_weight, self.decoder.spec
+        cache = KVCache(spec, self._pool.num_blocks + 1, self._block_size, weight.device, weight.dtype, heads_first=True)
+        rows = DeviceRows(self._config.max_num_seqs, -(-self._max_len // self._block_size), spec.vocab_size, weight.device)
+        return UncapturedRunner(self.decoder, cache, rows)
+
+
+@pytest.fixture(scope="module")
+def decoder(tmp_path_factory: pytest.TempPathFactory, interpreter: None) -> Decoder:
+    folder: Path = tmp_path_factory.mktemp("model")
+    write_model(folder, CONFIGS["qwen3, biases"], seed=5, std=0.3)
+    return load_decoder(folder)  # type: ignore[return-value]
+
+
+def ask(length: int, max_tokens: int, **sampling: Any) -> GenerateRequest:
+    prompt = np.random.default_rng(length).integers(2, VOCAB_SIZE, length).astype(np.int32)
+    return GenerateRequest(prompt, SamplingParams(max_tokens=max_tokens, seed=length, **sampling))
+
+
+def assert_same(found: list[list[Completion]], expected: list[list[Completion]]) -> None:
+    for one, other in zip(chain.from_iterable(found), chain.from_iterable(expected), strict=True):
+        assert one.token_ids.tolist() == other.token_ids.tolist()
+        assert one.finish_reason == other.finish_reason
+        np.testing.assert_allclose(one.logprobs, other.logprobs, atol=1e-4)
+
+
+CONFIG = EngineConfig(max_num_seqs=6, max_model_len=128, block_size=16, max_num_batched_tokens=40)
+PLAIN = [ask(5, 11, n=2), ask(33, 4, temperature=0.0), ask(40, 11, stop_token_ids=tuple(range(60, 68)))]
+
+
+def test_the_device_samples_what_the_host_samples(decoder: Decoder) -> None:
+    assert_same(InterpretedEngine(decoder, CONFIG).generate(PLAIN), NativeEngine(decoder, CONFIG).generate(PLAIN))
+
+
+def test_so_it_does_where_rows_read_their_common_beginning_once(decoder: Decoder, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(prefixes, "MIN_ROWS", 2)
+    monkeypatch.setattr(prefixes, "LEAST_SAVING", 0.1)
+    requests = [ask(33, 3, n=3), ask(17, 3, n=2), ask(9, 3)]
+    engine = InterpretedEngine(decoder, CONFIG)
+    assert_same(engine.generate(requests), NativeEngine(decoder, CONFIG).generate(requests))
+    assert any(max_groups for _, max_groups, _ in engine._awake.graphs._graphs)  # type: ignore[attr-defined]
+
+
+def test_so_it_does_where_there_is_no_memory_for_graphs(decoder: Decoder, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(UncapturedRunner, "captures", False)
+    engine, requests = InterpretedEngine(decoder, CONFIG), [ask(5, 4, n=2)]
+    assert_same(engine.generate(requests), NativeEngine(decoder, CONFIG).generate(requests))
+    assert len(engine._awake.graphs) == 0  # type: ignore[attr-defined]
+
+
+def test_requests_for_few_more_likeliest_tokens_share_a_graph(decoder: Decoder) -> None:
+    engine = InterpretedEngine(decoder, CONFIG)
+    for top in (2, 3, 4, 5):
+        [[completion]] = engine.generate([ask(5, 3, top_logprobs=top)])
+        assert completion.top_logprobs is not None
+        assert completion.top_logprobs.token_ids.shape == (3, top)
+    assert len(engine._awake.graphs) == 1  # type: ignore[attr-defined]
+
+
+@pytest.mark.slow
+def test_so_it_does_when_sequences_must_give_way(decoder: Decoder) -> None:
+    room_for = 7 * KVCache.bytes_per_block(decoder.spec, 16, torch.float32)
+    small = CONFIG.model_copy(update={"kv_cache_memory_bytes": room_for})
+    engine, requests = InterpretedEngine(decoder, small), [ask(20, 20, n=3)]
+    assert_same(engine.generate(requests), NativeEngine(decoder, CONFIG).generate(requests))
+    assert engine.stats.preemptions > 0
+    assert engine.stats.kv_blocks_used == 0
+
+
+@pytest.mark.slow
+def test_filters_masks_and_extra_logprobs_go_the_longer_way(decoder: Decoder) -> None:
+    requests = [
+        ask(5, 10, top_k=3, raw_logprobs=True),
+        ask(9, 10, logit_bias={7: 5.0}, top_logprobs=2),
+        ask(12, 10, min_tokens=6, stop_token_ids=(3,), top_p=0.8),
+    ]
+    found, expected = InterpretedEngine(decoder, CONFIG).generate(requests), NativeEngine(decoder, CONFIG).generate(requests)
+    assert_same(found, expected)
+    np.testing.assert_allclose(found[0][0].raw_logprobs, expected[0][0].raw_logprobs, atol=1e-4)
+    assert found[1][0].top_logprobs.token_ids.tolist() == expected[1][0].top_logprobs.token_ids.tolist()
+
+
+@pytest.mark.slow
+def test_several_steps_are_launched_at_once_unless_somebody_watches(decoder: Decoder) -> None:
+    engine = InterpretedEngine(decoder, CONFIG)
+    engine.submit(ask(5, 20))
+    steps = 0
+    while engine.has_work:
+        engine.step()
+        steps += 1
+    assert steps <= 2 + 20 // MAX_STEPS + 2
+    engine.submit(ask(5, 20), streaming=True)
+    pieces = [piece for _ in range(30) for _, piece in engine.step()]
+    assert len(pieces) >= 20
+
+
+@pytest.mark.slow
+def test_an_abort_leaves_nothing_behind_while_results_are_under_way(decoder: Decoder) -> None:
+    engine = InterpretedEngine(decoder, CONFIG)
+    dropped, kept = engine.submit(ask(5, 60)), engine.submit(ask(20, 30))
+    for _ in range(2):
+        engine.step()
+    engine.abort(dropped)
+    late = engine.submit(ask(17, 25))
+    found = {}
+    while engine.has_work:
+        found |= {number: piece.completion for number, piece in engine.step()}  # type: ignore[union-attr]
+    expected = NativeEngine(decoder, CONFIG).generate([ask(20, 30), ask(17, 25)])
+    assert_same([[found[kept]], [found[late]]], expected)
+    assert engine.stats.kv_blocks_used == 0
+
+
+def test_batches_are_filled_up_to_few_sizes() -> None:
+    assert batch_sizes(1) == [1]
+    assert batch_sizes(5) == [1, 2, 4, 5]
+    sizes = batch_sizes(512)
+    assert sizes[-1] == 512
+    assert len(sizes) <= 24
+    assert all(larger <= max(smaller + 8, smaller * 2) for smaller, larger in pairwise(sizes))

@@ -1,0 +1,94 @@
+"""The cache of captured steps over a device with so much memory, and no GPU."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import pytest
+import torch
+
+from redline.engine.native.running import graphs
+from redline.engine.native.running.graphs import GraphCache
+
+
+@dataclass
+class Device:
+    """Each graph takes one unit of its memory."""
+
+    memory: int
+    captures: list[str] = field(default_factory=list)
+    held: set[str] = field(default_factory=set)
+    num_released: int = 0
+
+    def capture(self, key: str) -> FakeGraph:
+        self.captures.append(key)
+        if len(self.held) >= self.memory:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        self.held.add(key)
+        return FakeGraph(key, self)
+
+    def release(self) -> None:
+        self.num_released += 1
+
+    def cache(self, max_graphs: int = 100) -> GraphCache[str, FakeGraph]:
+        return GraphCache(self.capture, self.release, max_graphs)
+
+
+@dataclass
+class FakeGraph:
+    key: str
+    device: Device
+
+    def reset(self) -> None:
+        self.device.held.remove(self.key)
+
+
+def test_a_graph_is_captured_once() -> None:
+    device = Device(10)
+    cache = device.cache()
+    assert [cache.get(key).key for key in "abab"] == list("abab")  # type: ignore[union-attr]
+    assert device.captures == ["a", "b"]
+
+
+def test_the_one_not_used_for_longest_makes_room_and_gives_its_memory_back() -> None:
+    device = Device(10)
+    cache = device.cache(max_graphs=2)
+    for key in "abac":
+        cache.get(key)
+    assert device.held == {"a", "c"}
+    assert (len(cache), cache.evictions) == (2, 1)
+
+
+def test_however_many_flavours_are_asked_for_the_memory_is_bounded() -> None:
+    device = Device(1000)
+    cache = device.cache(max_graphs=8)
+    for number in range(500):
+        assert cache.get(str(number)) is not None
+        assert len(device.held) <= 8
+
+
+def test_running_out_of_memory_frees_the_others_and_tries_again() -> None:
+    device = Device(memory=2)
+    cache = device.cache()
+    assert all(cache.get(key) for key in "abc")
+    assert device.held == {"c"}
+    assert device.captures == ["a", "b", "c", "c"]
+    assert device.num_released > 0, "memory that nobody holds went back to the device"
+
+
+def test_where_there_is_no_memory_at_all_the_step_runs_without_a_graph(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(graphs, "RETRY_AFTER", 3)
+    device = Device(memory=0)
+    cache = device.cache()
+    assert [cache.get("a") for _ in range(4)] == [None] * 4
+    assert device.captures == ["a", "a"], "it is not tried at every step"
+    device.memory = 1
+    assert cache.get("a") is not None, "but now and then"
+
+
+def test_another_error_of_a_capture_is_not_hidden() -> None:
+    def broken(key: str) -> FakeGraph:
+        raise RuntimeError("CUDA error: device-side assert triggered")
+
+    with pytest.raises(RuntimeError, match="assert"):
+        GraphCache(broken, lambda: None).get("a")

@@ -1,0 +1,420 @@
+"""One engine, many callers: what each gets, and what none of them can do to the others."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable, Coroutine, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from support.small_models import CONFIGS, VOCAB_SIZE, write_model
+
+from redline.config.schema import EngineConfig
+from redline.engine import AsyncEngine, NativeEngine
+from redline.engine.stats import EngineStats
+from redline.errors import EngineError
+from redline.models.files.hf import load_decoder
+from redline.types import Completion, Delta, FinishReason, GenerateRequest, SamplingParams, VersionSpan, WeightUpdate
+
+CONFIG = EngineConfig(max_num_seqs=8, block_size=4)
+SOON_S = 20
+"""Long enough for a busy machine."""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("model")
+    write_model(folder, CONFIGS["llama, untied"], seed=5, std=0.3)
+    return folder
+
+
+@pytest.fixture
+def native(folder: Path) -> NativeEngine:
+    return NativeEngine(load_decoder(folder), CONFIG)
+
+
+@pytest.fixture
+def running(native: NativeEngine) -> Iterator[AsyncEngine]:
+    with AsyncEngine(native) as engine:
+        yield engine
+
+
+def ask(length: int, max_tokens: int = 10, seed: int = 0, **sampling: Any) -> GenerateRequest:
+    ids = np.random.default_rng(seed).integers(2, VOCAB_SIZE, length).astype(np.int32)
+    return GenerateRequest(ids, SamplingParams(max_tokens=max_tokens, seed=seed, **sampling))
+
+
+LONG = ask(5, 240)
+BAD = ask(0)
+
+
+@pytest.fixture(scope="module")
+def alone(folder: Path) -> Callable[[GenerateRequest], list[list[int]]]:
+    """What a request gives without any of this."""
+    engine = NativeEngine(load_decoder(folder), CONFIG)
+    return lambda request: tokens(engine.generate([request])[0])
+
+
+def tokens(completions: list[Completion]) -> list[list[int]]:
+    return [completion.token_ids.tolist() for completion in completions]
+
+
+def run(coroutine: Coroutine[Any, Any, Any]) -> Any:
+    async def within_reason() -> Any:
+        return await asyncio.wait_for(coroutine, SOON_S)
+
+    return asyncio.run(within_reason())
+
+
+async def collect(engine: AsyncEngine, request: GenerateRequest) -> list[Delta]:
+    return [delta async for delta in engine.stream(request)]
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    while not condition():
+        await asyncio.sleep(0.005)
+
+
+async def idle(engine: AsyncEngine) -> EngineStats:
+    """Once nothing is under way any more."""
+    await until(lambda: engine.stats.running == engine.stats.waiting == 0)
+    return engine.stats
+
+
+# ── results ────────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_complete_gives_all_completions_in_order(running: AsyncEngine, alone: Any) -> None:
+    request = ask(9, 12, n=4)
+    assert tokens(run(running.complete(request))) == alone(request)
+
+
+def test_a_stream_gives_pieces_that_make_up_each_completion(running: AsyncEngine, alone: Any) -> None:
+    request = ask(9, 12, n=3)
+    pieces = run(collect(running, request))
+    assert len(pieces) == 3 * 12
+    for index, expected in enumerate(alone(request)):
+        own = [piece for piece in pieces if piece.index == index]
+        assert np.concatenate([piece.token_ids for piece in own]).tolist() == expected
+        assert [piece.completion is not None for piece in own] == [False] * 11 + [True]
+        assert own[-1].completion.token_ids.tolist() == expected
+
+
+def test_streams_and_calls_run_at_the_same_time(running: AsyncEngine, alone: Any) -> None:
+    requests = [ask(3 + seed, 5 + 2 * seed, seed=seed, n=1 + seed % 2) for seed in range(10)]
+
+    async def all_at_once() -> tuple[list[list[Delta]], list[list[Completion]]]:
+        streams = asyncio.gather(*(collect(running, request) for request in requests[:5]))
+        calls = asyncio.gather(*(running.complete(request) for request in requests[5:]))
+        return await streams, await calls
+
+    streams, calls = run(all_at_once())
+    for request, pieces in zip(requests[:5], streams, strict=True):
+        done = {piece.index: piece.completion for piece in pieces if piece.completion is not None}
+        assert tokens([done[index] for index in sorted(done)]) == alone(request)
+    for request, completions in zip(requests[5:], calls, strict=True):
+        assert tokens(completions) == alone(request)
+    assert running.stats.steps < sum(request.sampling.max_tokens for request in requests), "they shared steps"
+
+
+def test_a_stream_begins_before_its_completion_is_done(running: AsyncEngine) -> None:
+    async def first_piece() -> Delta:
+        stream = running.stream(LONG)
+        piece = await anext(stream)
+        await stream.aclose()
+        return piece
+
+    piece = run(first_piece())
+    assert (len(piece.token_ids), piece.completion) == (1, None)
+
+
+def test_two_event_loops_in_two_threads_use_one_engine(running: AsyncEngine, alone: Any) -> None:
+    found: dict[int, list[list[list[int]]]] = {}
+
+    def user(number: int) -> None:
+        async def several() -> list[list[Completion]]:
+            return await asyncio.gather(*(running.complete(ask(5, 15, seed=10 * number + i)) for i in range(4)))
+
+        found[number] = [tokens(completions) for completions in run(several())]
+
+    threads = [threading.Thread(target=user, args=(number,)) for number in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(SOON_S)
+    assert found == {number: [alone(ask(5, 15, seed=10 * number + i)) for i in range(4)] for number in range(2)}
+
+
+# ── giving up ──────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_closing_a_stream_gives_its_request_up(running: AsyncEngine) -> None:
+    async def close_early() -> EngineStats:
+        stream = running.stream(LONG)
+        await anext(stream)
+        await stream.aclose()
+        return await idle(running)
+
+    stats = run(close_early())
+    assert (stats.requests, stats.kv_blocks_used) == (1, 0)
+    assert stats.generated_tokens < 240
+
+
+def test_cancelling_a_call_gives_its_request_up(running: AsyncEngine, alone: Any) -> None:
+    async def cancel() -> EngineStats:
+        call = asyncio.create_task(running.complete(LONG))
+        other = asyncio.create_task(running.complete(ask(5, 30, seed=2)))
+        await until(lambda: running.stats.running == 2)
+        call.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await call
+        assert tokens(await other) == alone(ask(5, 30, seed=2))
+        return await idle(running)
+
+    assert run(cancel()).generated_tokens < 240 + 30
+
+
+def test_a_loop_that_ends_with_a_stream_open_leaves_the_engine_to_others(running: AsyncEngine, alone: Any) -> None:
+    """Nobody closes the stream, as where a thread dies; its pieces have nowhere to go."""
+    stream = running.stream(LONG)
+    loop = asyncio.new_event_loop()
+    loop.run_until_complete(anext(stream))
+    loop.close()
+    assert tokens(run(running.complete(ask(5, 240, seed=3)))) == alone(ask(5, 240, seed=3))
+    assert running.stats.generated_tokens == 2 * 240, "the other one was computed to its end, for nobody"
+    assert running.is_alive
+
+
+# ── errors ─────────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_an_error_reaches_the_one_who_made_it_and_nobody_else(running: AsyncEngine, alone: Any) -> None:
+    async def good_and_bad() -> list[Any]:
+        calls = [
+            running.complete(ask(5, 20, seed=1)),
+            running.complete(BAD),
+            collect(running, BAD),
+            running.complete(ask(6, 9)),
+        ]
+        return await asyncio.gather(*calls, return_exceptions=True)
+
+    first, refused, also_refused, last = run(good_and_bad())
+    assert tokens(first) == alone(ask(5, 20, seed=1))
+    assert tokens(last) == alone(ask(6, 9))
+    for error in (refused, also_refused):
+        assert isinstance(error, EngineError)
+        assert "no tokens" in str(error)
+
+
+def test_a_request_that_makes_no_sense_at_all_does_not_stop_the_engine(running: AsyncEngine, alone: Any) -> None:
+    nonsense = GenerateRequest(None, SamplingParams(4))  # type: ignore[arg-type]
+    with pytest.raises(TypeError):
+        run(running.complete(nonsense))
+    assert tokens(run(running.complete(ask(5)))) == alone(ask(5))
+
+
+def test_nan_fails_the_request_it_is_in(native: NativeEngine, alone: Any) -> None:
+    with AsyncEngine(native) as running:
+
+        async def fall_ill() -> tuple[Any, Any]:
+            sick = GenerateRequest(np.array([100, 5], np.int32), SamplingParams(4, n=2))
+            well = ask(5, 20, seed=1, allowed_token_ids=tuple(range(2, 100)))
+            await running.run(lambda engine: engine.decoder.embed.data[100].fill_(float("nan")))
+            return await asyncio.gather(running.complete(sick), running.complete(well), return_exceptions=True)
+
+        error, completions = run(fall_ill())
+    assert isinstance(error, EngineError)
+    assert "NaN" in error.message
+    assert tokens(completions) == alone(ask(5, 20, seed=1, allowed_token_ids=tuple(range(2, 100))))
+
+
+class Broken(NativeEngine):
+    """Breaks down in its third step."""
+
+    def step(self) -> Any:
+        if self.stats.steps == 2:
+            raise ZeroDivisionError("a cosmic ray")
+        return super().step()
+
+
+def test_where_the_engine_breaks_down_everybody_hears_why(folder: Path) -> None:
+    async def two_calls(running: AsyncEngine) -> list[Any]:
+        return await asyncio.gather(running.complete(LONG), collect(running, LONG), return_exceptions=True)
+
+    with AsyncEngine(Broken(load_decoder(folder), CONFIG)) as running:
+        for error in run(two_calls(running)):
+            assert isinstance(error, EngineError)
+            assert "a cosmic ray" in error.message
+        with pytest.raises(EngineError, match="a cosmic ray"):
+            run(running.complete(LONG))
+        assert isinstance(running.failure, ZeroDivisionError)
+        assert not running.is_alive
+
+
+class Stuck(NativeEngine):
+    """Never ends its third step."""
+
+    def step(self) -> Any:
+        if self.stats.steps == 2:
+            threading.Event().wait()
+        return super().step()
+
+
+def test_a_step_that_can_never_end_is_given_up_when_its_reason_is_known(folder: Path) -> None:
+    """As where another process of the engine has died and a collective waits for it."""
+    reason: list[str] = []
+    running = AsyncEngine(Stuck(load_decoder(folder), CONFIG), lambda: reason[0] if reason else None)
+
+    async def two_calls() -> list[Any]:
+        calls = [asyncio.create_task(running.complete(LONG)), asyncio.create_task(collect(running, LONG))]
+        await until(lambda: running.stats.steps == 2 and running.step_s > 0.05)
+        assert running.is_alive
+        reason.append("rank 1 has ended")
+        return await asyncio.gather(*calls, return_exceptions=True)
+
+    with running:
+        for error in run(two_calls()):
+            assert isinstance(error, EngineError)
+            assert "rank 1 has ended" in error.message
+        with pytest.raises(EngineError, match="rank 1 has ended"):
+            run(running.complete(LONG))
+        assert not running.is_alive
+
+
+def test_the_time_of_a_step_counts_only_while_there_is_one(running: AsyncEngine) -> None:
+    assert running.step_s == 0
+    run(running.complete(ask(5)))
+    run(idle(running))
+    assert running.step_s == 0
+
+
+# ── the end ────────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_stopping_tells_everybody_who_still_waits(native: NativeEngine) -> None:
+    running = AsyncEngine(native)
+
+    async def stop_in_between() -> list[Any]:
+        calls = [asyncio.create_task(running.complete(LONG)), asyncio.create_task(collect(running, LONG))]
+        await until(lambda: running.stats.running == 2)
+        await asyncio.to_thread(running.stop)
+        return await asyncio.gather(*calls, return_exceptions=True)
+
+    with running:
+        errors = run(stop_in_between())
+    for error in errors:
+        assert isinstance(error, EngineError)
+        assert "stopped" in error.message
+    assert not running.is_alive
+    assert running.failure is None
+    assert native.stats.kv_blocks_used == 0
+
+
+def test_a_stopped_engine_takes_nothing_more(native: NativeEngine) -> None:
+    with AsyncEngine(native) as running:
+        pass
+    for attempt in (running.complete(ask(5)), collect(running, ask(5)), running.run(lambda engine: None)):
+        with pytest.raises(EngineError, match="has stopped"):
+            run(attempt)
+    running.stop()
+
+
+def test_an_engine_that_was_never_started_can_be_stopped(native: NativeEngine) -> None:
+    running = AsyncEngine(native)
+    with pytest.raises(EngineError, match="has stopped"):
+        run(running.complete(ask(5)))
+    running.stop()
+
+
+def test_nobody_waits_for_ever_however_close_to_the_end_he_comes(native: NativeEngine) -> None:
+    """Requests pour in while the engine stops; each is either served or told."""
+
+    async def pour_in(running: AsyncEngine) -> list[Any]:
+        calls = []
+        for seed in range(200):
+            calls.append(asyncio.create_task(running.complete(ask(3, 2, seed=seed))))
+            calls.append(asyncio.create_task(running.run(lambda engine: engine.version)))
+            await asyncio.sleep(0)
+            if seed == 50:
+                stopper.start()
+        return await asyncio.gather(*calls, return_exceptions=True)
+
+    for _ in range(3):
+        running = AsyncEngine(native)
+        stopper = threading.Thread(target=running.stop)
+        with running:
+            results = run(pour_in(running))
+        stopper.join()
+        assert len(results) == 400
+        for result in results:
+            assert isinstance(result, list | int) or (isinstance(result, EngineError) and "stopped" in result.message)
+        assert any(isinstance(result, EngineError) for result in results)
+        list(iter(native.step, []))
+
+
+# ── between two steps ──────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_an_action_runs_on_the_engines_thread_between_two_steps(running: AsyncEngine) -> None:
+    async def update_under_way() -> tuple[Any, list[Completion]]:
+        call = asyncio.create_task(running.complete(ask(5, 100)))
+        await until(lambda: running.stats.generated_tokens > 3)
+        name = await running.run(lambda engine: threading.current_thread().name)
+        await running.run(lambda engine: engine.apply(WeightUpdate(7, (), 0)))
+        return name, await call
+
+    name, [completion] = run(update_under_way())
+    assert name == "redline-engine"
+    assert completion.versions == VersionSpan(0, 7)
+    assert completion.finish_reason == FinishReason.LENGTH
+    assert running.stats.version == 7
+
+
+def test_requests_under_way_wait_while_the_engine_sleeps(running: AsyncEngine, alone: Any) -> None:
+    async def sleep_in_between() -> list[list[Completion]]:
+        calls = [asyncio.create_task(running.complete(ask(5, 60, seed=1)))]
+        await until(lambda: running.stats.generated_tokens > 3)
+        await running.run(lambda engine: engine.sleep())
+        calls.append(asyncio.create_task(running.complete(ask(5, 10, seed=2))))
+        await asyncio.sleep(0.05)
+        assert not any(call.done() for call in calls)
+        await running.run(lambda engine: engine.wake())
+        return await asyncio.gather(*calls)
+
+    assert [tokens(found) for found in run(sleep_in_between())] == [alone(ask(5, 60, seed=1)), alone(ask(5, 10, seed=2))]
+
+
+def test_an_action_that_raises_is_its_callers_problem(running: AsyncEngine, alone: Any) -> None:
+    with pytest.raises(ZeroDivisionError):
+        run(running.run(lambda engine: 1 / 0))
+    assert tokens(run(running.complete(ask(5)))) == alone(ask(5))
+
+
+def test_an_action_nobody_waits_for_any_more_does_no_harm(running: AsyncEngine, alone: Any) -> None:
+    held = threading.Event()
+
+    async def walk_away() -> None:
+        loop = asyncio.get_running_loop()
+        problems: list[dict[str, Any]] = []
+        loop.set_exception_handler(lambda loop, context: problems.append(context))
+        action = asyncio.create_task(running.run(lambda engine: held.wait(SOON_S)))
+        await asyncio.sleep(0.01)
+        action.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await action
+        held.set()
+        assert tokens(await running.complete(ask(5))) == alone(ask(5))
+        assert problems == []
+
+    run(walk_away())
+    assert running.is_alive
+
+
+def test_statistics_are_those_of_the_last_step(running: AsyncEngine) -> None:
+    assert running.stats.steps == 0
+    run(running.complete(ask(9, 5, n=2)))
+    stats = running.stats
+    assert (stats.prompt_tokens, stats.generated_tokens, stats.requests) == (9, 10, 1)

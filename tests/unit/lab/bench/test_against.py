@@ -1,0 +1,104 @@
+"""`redline bench e2e --against trl`: who takes turns with us, and what is said of both."""
+
+from __future__ import annotations
+
+import io
+import json
+import sys
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from redline.errors import CompareError, ConfigError
+from redline.lab.bench.cases import e2e_against
+from redline.lab.bench.settings import E2ESettings, make_settings
+from redline.lab.peers.trl_process import reward_letters, reward_sums
+from redline.lab.peers.trl_side import TrlSide
+
+SMALL = ["model=builtin:tiny", "device=cpu", "num_threads=1", "groups_per_step=2", "group_size=2", "max_new_tokens=4"]
+STAND_IN = """#!{python}
+import json, sys
+work = json.loads(sys.argv[3])
+tasks = json.load(open(work["tasks"]))
+print(json.dumps({{"ready": "9.9"}}), flush=True)
+for number, line in enumerate(sys.stdin):
+    if number == {steps}:
+        sys.exit("no more")
+    groups = work["groups_per_step"]
+    assert tasks[number * groups]["prompt"][-1]["content"].startswith("Letters, %d of" % (number * groups))
+    print(json.dumps({{"step_s": 4.0, "rollouts_s": 3.0, "reward": 0.5, "mean_tokens": 4.0}}), flush=True)
+"""
+
+
+def stand_in(folder: Path, steps: int = 1000) -> Path:
+    """Speaks as `trl_process.py` does, and trains nothing."""
+    program = folder / "python"
+    program.write_text(STAND_IN.format(python=sys.executable, steps=steps))
+    program.chmod(0o755)
+    return program
+
+
+def settings(folder: Path, *overrides: str, steps: int = 1000) -> E2ESettings:
+    python = stand_in(folder, steps)
+    made = make_settings("e2e", [*SMALL, "pairs=6", "against=trl", f"trl_python={python}", "warmup_s=0", *overrides])
+    assert isinstance(made, E2ESettings)
+    return made
+
+
+def test_steps_are_compared_whole_and_in_their_two_parts(tmp_path: Path) -> None:
+    measured = e2e_against.measure(settings(tmp_path), Console(file=io.StringIO()))
+    results = {result.name: result for result in measured.results}
+    assert list(results) == [
+        "a step",
+        "rollouts",
+        "trainer",
+        "samples",
+        "a million samples",
+        "a step, per token of an attempt",
+    ]
+    assert [results[name].peer.value for name in ("a step", "rollouts", "trainer")] == [4.0, 3.0, 1.0]
+    assert results["samples"].peer.value == 4 * 3600 / 4.0
+    assert measured.peers == {"trl": "9.9"}
+    assert measured.warm_ups.keys() == {"redline", "trl"}
+    for sample in results["a step"].samples:
+        ours = sample["redline"]
+        assert 0 < ours["rollouts_s"] < ours["step_s"]
+        assert ours["sampling_flops"] > 0
+    assert all(json.dumps(result.as_json(), allow_nan=False) for result in results.values())
+
+
+def test_all_cores_work_for_both_and_nobody_is_ahead(tmp_path: Path) -> None:
+    made = settings(tmp_path, "num_threads=2")
+    assert made.lags == (0,)
+    assert e2e_against.recipe(made, 0, 0).run.num_threads == 2
+
+
+def test_a_peer_that_ends_is_told_with_what_it_said(tmp_path: Path) -> None:
+    with pytest.raises(CompareError, match="no more"):
+        e2e_against.measure(settings(tmp_path, steps=2), Console(file=io.StringIO()))
+
+
+def test_a_peer_that_cannot_start_is_told_with_an_environment_that_can(tmp_path: Path) -> None:
+    with pytest.raises(CompareError) as caught:
+        TrlSide(Path(sys.executable), [], {"model": str(tmp_path)}, num_threads=1)
+    assert "trl==" in caught.value.hint
+
+
+def test_no_such_python_is_refused_at_once() -> None:
+    with pytest.raises(ConfigError, match="no such file"):
+        make_settings("e2e", [*SMALL, "against=trl", "trl_python=/nowhere/python"])
+
+
+def test_both_sides_reward_the_same() -> None:
+    said = [[{"role": "assistant", "content": text}] for text in ("ab1", "", "It is 12, no: -3", "1,000")]
+    assert reward_letters(said) == pytest.approx([2 / 3, 0, 6 / 16, 0])
+    assert reward_sums(said, answer=["1", "2", "-3", "1000"]) == [1.0, 0.0, 1.0, 1.0]
+
+
+@pytest.mark.slow
+def test_trl_itself_takes_turns() -> None:
+    pytest.importorskip("trl")
+    made = make_settings("e2e", [*SMALL, "pairs=1", "against=trl", "warmup_s=0"])
+    measured = e2e_against.measure(made, Console(file=io.StringIO()))  # type: ignore[arg-type]
+    assert measured.results[0].peer.value > 0

@@ -1,0 +1,85 @@
+"""`redline bench transfer` and `redline bench weight-sync`: bytes on their way."""
+
+from __future__ import annotations
+
+import io
+import json
+
+import pytest
+import torch
+from rich.console import Console
+
+from redline.errors import ConfigError
+from redline.lab.bench.cases import transfer, weight_sync
+from redline.lab.bench.cases.weight_sync import COPY, FILE, SHARED, Weights
+from redline.lab.bench.settings import make_settings
+
+COMMON = ["device=cpu", "num_threads=1", "pairs=2", "warmup_s=0"]
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is one")
+def test_without_a_cuda_device_it_says_so_and_what_can_be_measured() -> None:
+    with pytest.raises(ConfigError) as caught:
+        make_settings("transfer", ["device=cuda"])
+    assert "no NVIDIA device" in caught.value.message
+    assert "device=cpu" in caught.value.hint
+
+
+def test_host_memory_is_copied_to_host_memory_and_called_that() -> None:
+    said = io.StringIO()
+    settings = make_settings("transfer", [*COMMON, "sizes=4096,65536", "overlap_bytes=1048576"])
+    results = transfer.measure(settings, Console(file=said, width=200)).results  # type: ignore[arg-type]
+    assert [result.name for result in results] == [
+        "4.1 kB host to host: to pages in use",
+        "65.5 kB host to host: to pages in use",
+        "1.05 MB host to host, beside products",
+    ]
+    assert "no CUDA device" in said.getvalue()
+    assert "no CUDA device" in results[0].bound.why
+    for result in results[:2]:
+        assert result.details.keys() == {"host_s", "peer_host_s"}
+    beside = results[-1]
+    assert beside.peer.name == "one after the other"
+    for sample in beside.samples:
+        assert sample.keys() == {"copy", "products", "together"}
+    assert all(json.dumps(result.as_json(), allow_nan=False) for result in results)
+
+
+def test_every_way_copies_every_byte() -> None:
+    for way in transfer.ways(1000, torch.device("cpu")):
+        copied = way.copy()
+        assert isinstance(copied, torch.Tensor)
+        assert copied.sum() == 1000
+
+
+@pytest.mark.gpu
+def test_pinned_and_pageable_memory_go_both_ways() -> None:
+    found = transfer.ways(2**20, torch.device("cuda"))
+    assert len(found) == 8
+    assert {way.direction for way in found} == {"to the device", "to the host"}
+    settings = make_settings("transfer", ["device=cuda", "pairs=6", "sizes=65536,16777216", "overlap_bytes=67108864"])
+    results = transfer.measure(settings, Console(file=io.StringIO())).results  # type: ignore[arg-type]
+    assert len(results) == 2 * 2 * 3 + 2
+    assert all(0 < result.fraction_of_bound <= 1.05 for result in results)
+
+
+def test_shared_storage_moves_nothing_and_the_others_all_of_it() -> None:
+    settings = make_settings("weight-sync", ["model=builtin:tiny", *COMMON])
+    measured = weight_sync.measure(settings, Console(file=io.StringIO()))  # type: ignore[arg-type]
+    results = {(result.name, result.peer and result.peer.name): result for result in measured.results}
+    assert list(results) == [(SHARED, COPY), (SHARED, FILE), (COPY, FILE), (FILE, None)]
+    copied = results[COPY, FILE].details["bytes_moved"]
+    assert results[SHARED, COPY].details["bytes_moved"] == 0
+    assert results[FILE, None].details["bytes_moved"] == 2 * copied > 0
+    assert results[SHARED, FILE].peer.ratio > 1
+    assert measured.warm_ups.keys() == {SHARED, COPY, FILE}
+    assert all(json.dumps(result.as_json(), allow_nan=False) for result in measured.results)
+
+
+def test_weights_that_did_not_arrive_are_noticed(tmp_path: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
+    settings = make_settings("weight-sync", ["model=builtin:tiny", *COMMON])
+    weights = Weights(settings, tmp_path)  # type: ignore[arg-type]
+    weights.run(COPY, 0)
+    monkeypatch.setattr(weights, "_copy", lambda: weights.num_bytes)
+    with pytest.raises(AssertionError, match="not the same"):
+        weights.run(COPY, 1)

@@ -1,0 +1,179 @@
+from __future__ import annotations
+
+import json
+import subprocess
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from redline.errors import CompareError, ConfigError, RedlineError
+from redline.lab.compare.command import Report, Request, compare
+from redline.lab.compare.sides import OWN_SOURCE, What, jobs, read_saved, worktree
+from redline.lab.evidence.experiment import Wish
+
+TREE = str(OWN_SOURCE.parent)
+RECIPE = OWN_SOURCE.parent / "recipes" / "smoke.yaml"
+ON_CPU = What(overrides=["run.device=cpu"])
+
+
+# ── what runs ──────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_two_recipes_run_with_this_source_and_their_own_overrides() -> None:
+    what = What(overrides=["run.device=cpu"], b_overrides=["trainer.max_tokens_per_micro_batch=512"])
+    with jobs(str(RECIPE), str(RECIPE), what) as (a, b):
+        assert a.source == b.source == OWN_SOURCE
+        assert a.task == {"recipe": str(RECIPE), "overrides": ["run.device=cpu"]}
+        assert b.task["overrides"] == ["run.device=cpu", "trainer.max_tokens_per_micro_batch=512"]
+        assert b.name.endswith("smoke.yaml trainer.max_tokens_per_micro_batch=512")
+
+
+def test_a_source_tree_runs_a_case() -> None:
+    with jobs(TREE, TREE, What(case="trainer", overrides=["device=cpu"])) as (a, b):
+        assert a is b
+        assert a.task == {"case": "trainer", "overrides": ["device=cpu"]}
+
+
+@pytest.mark.parametrize(
+    ("a", "b", "what", "message"),
+    [
+        (str(RECIPE), TREE, ON_CPU, "not of one kind"),
+        (TREE, TREE, What(), "is a source to run something with"),
+        (TREE, TREE, What(recipe=RECIPE, case="trainer"), "is a source to run something with"),
+        (TREE, TREE, What(case="trainr"), "no case of redline bench"),
+        (TREE, TREE, What(case="trainer", overrides=["tokns=3"]), "unknown key"),
+        (str(RECIPE), str(RECIPE), What(case="trainer"), "is a recipe"),
+        (str(RECIPE), str(RECIPE), What(b_overrides=["trainer.learing_rate=1"]), "unknown key"),
+        ("nowhere", TREE, What(case="trainer", overrides=["device=cpu"]), "neither a recipe"),
+        ("old.json", TREE, What(case="trainer"), "only be compared with another one"),
+        ("missing.yaml", "missing.yaml", What(), "no such recipe"),
+    ],
+)
+def test_what_cannot_be_run_is_refused_before_anything_is(a: str, b: str, what: What, message: str) -> None:
+    with pytest.raises(RedlineError, match=message), jobs(a, b, what):
+        pass
+
+
+# ── revisions ──────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def git(folder: Path, *arguments: str) -> str:
+    person = ("-c", "user.name=somebody", "-c", "user.email=somebody@example.com")
+    done = subprocess.run(["git", *person, *arguments], cwd=folder, capture_output=True, text=True, check=True)
+    return done.stdout.strip()
+
+
+@pytest.fixture
+def repository(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Two commits; the package is a file that says which."""
+    package = tmp_path / "src" / "redline"
+    package.mkdir(parents=True)
+    git(tmp_path, "init", "--quiet")
+    for number in (1, 2):
+        (package / "__init__.py").write_text(f"NUMBER = {number}\n")
+        git(tmp_path, "add", ".")
+        git(tmp_path, "commit", "--quiet", "-m", str(number))
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def test_a_worktree_has_the_revision_and_is_gone_afterwards(repository: Path) -> None:
+    found: list[Path] = []
+
+    def look_and_stop() -> None:
+        with worktree("HEAD~1") as source:
+            found.append(source)
+            assert (source / "redline" / "__init__.py").read_text() == "NUMBER = 1\n"
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        look_and_stop()
+    assert not found[0].exists()
+    assert len(git(repository, "worktree", "list").splitlines()) == 1
+    assert (repository / "src" / "redline" / "__init__.py").read_text() == "NUMBER = 2\n"
+
+
+def test_a_revision_that_is_not_there_is_named(repository: Path) -> None:
+    with pytest.raises(CompareError, match="no such revision"), worktree("nowhere"):
+        pass
+
+
+# ── saved results ──────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def saved(path: Path, samples: Sequence[Any], *, unit: str = "s", device: str = "cpu", config: Any = None) -> str:
+    result = {"name": "step", "value": 1.0, "unit": unit, "samples": list(samples)}
+    path.write_text(json.dumps({"case": "x", "identity": {"device": device, "config": config}, "results": [result]}))
+    return str(path)
+
+
+def report(a: str, b: str, metric: str | None = None) -> Report:
+    return compare(Request(a, b, What(), Wish(), metric), Console(quiet=True))
+
+
+NEAR = [1.0, 1.01, 0.99, 1.02, 0.98, 1.005, 0.995, 1.015, 0.985, 1.003]
+
+
+def test_two_sessions_are_compared_without_pairs(tmp_path: Path) -> None:
+    a = saved(tmp_path / "a.json", NEAR)
+    b = saved(tmp_path / "b.json", [value / 1.3 for value in reversed(NEAR)])
+    found = report(a, b)
+    assert (found.verdict.kind, found.verdict.exit_code) == ("faster", 0)
+    assert found.verdict.comparison.ratio == pytest.approx(1.3, rel=0.01)
+    assert report(b, a).verdict.exit_code == 1
+
+
+def test_other_devices_or_settings_are_no_comparison(tmp_path: Path) -> None:
+    a = saved(tmp_path / "a.json", NEAR, config={"tokens": 1, "seed": 0})
+    b = saved(tmp_path / "b.json", NEAR, device="NVIDIA H200", config={"tokens": 2, "seed": 0})
+    verdict = report(a, b).verdict
+    assert verdict.exit_code == 2
+    assert verdict.reasons == ["A was measured on cpu, B on NVIDIA H200", "not the same settings: tokens"]
+
+
+def test_two_sides_of_one_file_are_pairs(tmp_path: Path) -> None:
+    """The machine halves its speed on the way, which only pairs survive."""
+    rounds = [
+        {"redline": {"tokens_per_s": 130 / 1.1**i * x}, "peer": {"tokens_per_s": 100 / 1.1**i}} for i, x in enumerate(NEAR)
+    ]
+    path = saved(tmp_path / "a.json", rounds, unit="tok/s")
+    verdict = report(f"{path}#peer", f"{path}#redline").verdict
+    assert verdict.kind == "faster"
+    assert verdict.comparison.ratio == pytest.approx(1.3, rel=0.01)
+    assert verdict.comparison.interval[0] > 1.28
+
+
+def test_samples_may_have_several_figures(tmp_path: Path) -> None:
+    flat = [{"step_s": value, "tokens_per_s": 10.0} for value in NEAR]
+    path = saved(tmp_path / "a.json", flat)
+    assert read_saved(path, None).samples == NEAR
+    assert read_saved(path, "step:tokens_per_s").samples == [10.0] * 10
+    assert read_saved(path, "step:tokens_per_s").larger_is_better
+
+
+@pytest.mark.parametrize("samples", [[{"x": "much"}], [0.0], [None], [{"redline": {"nothing": "here"}}]])
+def test_samples_without_a_number_are_refused(tmp_path: Path, samples: list[Any]) -> None:
+    with pytest.raises(CompareError, match="no positive number"):
+        read_saved(saved(tmp_path / "a.json", samples), None)
+
+
+def test_a_file_that_is_no_result_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "a.json").write_text("[]")
+    for path in (tmp_path / "a.json", tmp_path / "missing.json"):
+        with pytest.raises(CompareError, match="not a saved result"):
+            read_saved(str(path), None)
+    with pytest.raises(CompareError, match="no result called"):
+        read_saved(saved(tmp_path / "b.json", NEAR), "throughput")
+
+
+def test_a_result_against_itself_is_no_different(tmp_path: Path) -> None:
+    path = saved(tmp_path / "a.json", NEAR)
+    assert report(path, path).verdict.kind == "no different"
+
+
+def test_a_refusal_is_a_config_error() -> None:
+    with pytest.raises(ConfigError), jobs("nowhere", "nowhere", What(case="trainer")):
+        pass

@@ -1,0 +1,436 @@
+"""Plans against what exists: parameters, optimizer state, caches and logits counted in real objects; and how sizes move."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.small_models import CONFIGS, write_model
+
+from redline.config.load import validate
+from redline.config.schema import Config, EngineConfig, TrainerConfig
+from redline.engine import NativeEngine
+from redline.errors import ConfigError, ModelError
+from redline.lab.plan import gguf_header
+from redline.lab.plan.advice import find_cuts, fits
+from redline.lab.plan.calibration import rates_of
+from redline.lab.plan.devices import DEVICES, find_device, with_prices
+from redline.lab.plan.memory import MemoryEstimate, balanced, estimate_memory, held_terms, kept_logits, policy_bytes
+from redline.lab.plan.plan import Plan, make_plan, plan_setup
+from redline.lab.plan.setup import Setup, make_setup
+from redline.lab.plan.shapes import NAMED, describe_model
+from redline.lab.plan.textbook import CHANGES, after, all_at_once, enough
+from redline.models.files.hf import empty_decoder, load_config, load_decoder
+from redline.models.files.sources import packaged_smollm2
+from redline.trainer import PolicyTrainer
+from redline.trainer.loss import logprobs
+from redline.trainer.loss.logprobs import selected_logprobs
+
+GB = 10**9
+SEVEN, HALF = "random:qwen2.5-7b", "random:qwen2.5-0.5b"
+
+
+def recipe(path: str = HALF, **sections: dict[str, Any]) -> Config:
+    rollouts = {"task": {"kind": "import", "path": "no:tasks"}, "groups_per_step": 16, "group_size": 8, "max_new_tokens": 256}
+    return validate(
+        {"model": {"path": path}, **sections, "rollouts": rollouts | sections.get("rollouts", {})}, "the test's recipe"
+    )
+
+
+def setup_of(path: str = HALF, device: str = "h100", gpus: int = 1, **sections: dict[str, Any]) -> Setup:
+    return make_setup(recipe(path, **sections), DEVICES[device], gpus)
+
+
+def worst(setup: Setup) -> int:
+    return estimate_memory(setup).worst.total
+
+
+def plan_of(path: str, device: str, gpus: int = 1, **sections: dict[str, Any]) -> Plan:
+    return make_plan(recipe(path, **sections), device, gpus)
+
+
+# ── shapes ─────────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize("family", ["llama, tied", "llama, all biases", "mistral, own head size", "qwen3, own head size"])
+def test_a_folder_is_described_without_its_weights(tmp_path: Path, family: str) -> None:
+    CONFIGS[family].save_pretrained(tmp_path)  # config.json alone
+    model = describe_model(str(tmp_path))
+    network = empty_decoder(load_config(tmp_path), "meta")
+    assert model.parameters == sum(parameter.numel() for parameter in network.parameters())
+    layers = sum(parameter.numel() for parameter in network.layers.parameters()) + network.norm.numel()
+    assert model.body_parameters == layers
+    assert model.head_parameters == network.output_weight.numel()
+
+
+def test_the_header_of_a_gguf_file_says_what_its_folder_says() -> None:
+    pairs, names = gguf_header.read_header(packaged_smollm2())
+    assert pairs["general.architecture"] == "llama"
+    assert "output.weight" not in names
+    model = describe_model("builtin:smollm2-135m-instruct")
+    assert model.parameters == 134_515_008
+    assert model.tied
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [(b"", "version 2 or 3"), (b"GGUF\x07\0\0\0", "version 2 or 3"), (b"GGUF\x03\0\0\0\x01", "unreadable header")],
+)
+def test_a_broken_gguf_file_is_refused(tmp_path: Path, content: bytes, said: str) -> None:
+    path = tmp_path / "model.gguf"
+    path.write_bytes(content)
+    with pytest.raises(ModelError, match=said):
+        describe_model(str(path))
+
+
+@pytest.mark.parametrize(
+    ("name", "billions"),
+    [("qwen2.5-0.5b", 0.494), ("qwen2.5-7b", 7.616), ("qwen2.5-32b", 32.76), ("llama-3-8b", 8.030), ("llama-3-70b", 70.55)],
+)
+def test_named_shapes_have_as_many_parameters_as_the_models(name: str, billions: float) -> None:
+    assert describe_model(f"random:{name}").parameters / 1e9 == pytest.approx(billions, rel=1e-3)
+
+
+def test_families_that_are_not_ours_are_counted_without_weights(tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM, GPT2Config
+
+    config = GPT2Config(n_embd=32, n_layer=2, n_head=4, vocab_size=101, n_positions=64)
+    config.save_pretrained(tmp_path)
+    counted = AutoModelForCausalLM.from_config(config)
+    model = describe_model(str(tmp_path))
+    assert model.parameters == sum(parameter.numel() for parameter in counted.parameters())
+    assert (model.shape.num_layers, model.shape.head_dim) == (2, 8)
+
+
+def test_an_unknown_shape_is_refused_with_those_that_are_known() -> None:
+    with pytest.raises(ConfigError) as refused:
+        describe_model("random:qwen9")
+    assert all(name in refused.value.hint for name in NAMED)
+
+
+# ── bytes that exist ───────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize(
+    "trainer", [{}, {"optimizer_states": "int8"}, {"lora": {"rank": 3}}, {"lora": {"rank": 2, "targets": ["q_proj"]}}]
+)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_the_trainer_holds_what_was_planned(tmp_path: Path, trainer: dict[str, Any], dtype: str) -> None:
+    write_model(tmp_path, CONFIGS["qwen2, untied"])
+    decoder = load_decoder(tmp_path)
+    made = PolicyTrainer(decoder, getattr(torch, dtype), 1.0, TrainerConfig.model_validate(trainer))
+    setup = make_setup(recipe(str(tmp_path), model={"path": str(tmp_path), "dtype": dtype}, trainer=trainer), DEVICES["h100"])
+    planned = policy_bytes(setup)
+    assert planned.weights == sum(parameter.nbytes for parameter in decoder.parameters())
+    state = sum(tensor.nbytes for tensor in made._optimizer._memory.tensors.values())
+    rounding = 256 * 12 * len(list(decoder.parameters()))  # every parameter begins on a block
+    assert planned.masters + planned.moments <= state <= planned.masters + planned.moments + rounding
+    gradients = sum(gradient.nbytes for gradient in made._optimizer.gradients().values())
+    assert planned.gradients == gradients
+
+
+@pytest.mark.parametrize("given", [100_000, 1_000_000, 10**9])
+def test_the_cache_is_as_large_as_the_engine_makes_it(tmp_path: Path, given: int) -> None:
+    write_model(tmp_path, CONFIGS["llama, tied"])
+    section = {"kv_cache_memory_bytes": given, "max_num_seqs": 8, "block_size": 16}
+    engine = NativeEngine(load_decoder(tmp_path), EngineConfig.model_validate(section))
+    setup = make_setup(
+        recipe(str(tmp_path), model={"path": str(tmp_path), "dtype": "float32"}, engine=section), DEVICES["h100"]
+    )
+    sizes = estimate_memory(setup).sizes
+    assert engine._runner is not None
+    assert sizes.kv_bytes == engine._runner.cache.bytes
+
+
+@pytest.mark.parametrize("predicted", [1, 7, 40, 100])
+def test_kept_logits_are_those_of_the_trainer(monkeypatch: pytest.MonkeyPatch, predicted: int) -> None:
+    setup = setup_of("builtin:tiny")
+    setup = replace(setup, device=replace(setup.device, kind="cpu", name="cpu"))
+    V, E = setup.model.shape.vocab_size, setup.model.shape.hidden_size
+    monkeypatch.setitem(logprobs.CHUNK_BYTES, "cpu", 4 * V * 16)
+    monkeypatch.setitem(logprobs.KEPT_BYTES, "cpu", 2 * V * 50)
+    hidden = torch.randn(predicted, E, dtype=torch.bfloat16, requires_grad=True)
+    found, _ = selected_logprobs(
+        hidden, torch.randn(V, E, dtype=torch.bfloat16), torch.zeros(predicted, dtype=torch.int64), 1.0
+    )
+    kept = sum(logits.nbytes for logits, _ in found.grad_fn.chunks if logits is not None)
+    assert kept_logits(setup, predicted)[0] == kept
+
+
+def test_micro_batches_are_dealt_evenly() -> None:
+    assert [balanced(100, most) for most in (100, 99, 50, 49, 1)] == [100, 50, 50, 34, 1]
+
+
+# ── how sizes move ─────────────────────────────────────────────────────────────────────────────────────────────────────
+
+FIXED = {"engine": {"kv_cache_memory_bytes": 2 * GB}}
+
+
+def test_more_tokens_at_once_take_more_memory() -> None:
+    sizes = [worst(setup_of(trainer={"max_tokens_per_micro_batch": tokens}, **FIXED)) for tokens in (512, 2048, 8192, 32768)]
+    assert sizes == sorted(set(sizes))
+
+
+@pytest.mark.parametrize("code", ["h100", "cpu"])
+def test_what_is_computed_again_is_not_kept(code: str) -> None:
+    kinds = ("none", "light", "selective", "full")
+    setups = [
+        setup_of(
+            "builtin:smollm2-135m-instruct",
+            trainer={"gradient_checkpointing": kind, "max_tokens_per_micro_batch": 8192},
+            **FIXED,
+        )
+        for kind in kinds
+    ]
+    if code == "cpu":
+        setups = [replace(setup, device=replace(setup.device, kind="cpu")) for setup in setups]
+    none, light, selective, full = (estimate_memory(setup).phase("forward/backward").total for setup in setups)
+    assert none > light > selective > full
+
+
+@pytest.mark.parametrize(
+    ("section", "values"),
+    [
+        ("rollouts.max_new_tokens", (64, 256, 1024)),
+        ("rollouts.groups_per_step", (4, 16, 64)),
+        ("engine.max_num_batched_tokens", (512, 2048, 8192)),
+        ("trainer.kl_coef", (0.0, 0.1)),
+    ],
+)
+def test_more_of_anything_takes_no_less(section: str, values: tuple[float, ...]) -> None:
+    name, _, key = section.partition(".")
+    base = {"trainer": {"max_tokens_per_micro_batch": 65536}, "engine": {"max_num_seqs": 512}}
+    estimates = []
+    for value in values:
+        sections = {**base, name: {**base.get(name, {}), key: value}}
+        setup = setup_of(**sections)
+        estimates.append({phase.name: phase.total for phase in estimate_memory(setup).phases})
+    for smaller, larger in itertools.pairwise(estimates):
+        assert all(larger[phase] >= total for phase, total in smaller.items())
+
+
+def test_offloaded_state_is_on_the_host_and_not_on_the_device() -> None:
+    here, away = setup_of(SEVEN), setup_of(SEVEN, trainer={"offload_optimizer": True})
+    parameters = here.model.parameters
+    assert held_terms(here)["masters"] + held_terms(here)["moments"] == 12 * parameters
+    assert "masters" not in held_terms(away)
+    assert estimate_memory(away).host["offloaded state"] == 12 * parameters
+
+
+def test_a_reference_a_critic_and_their_passes_are_counted() -> None:
+    plain = estimate_memory(setup_of())
+    with_reference = estimate_memory(setup_of(trainer={"kl_coef": 0.1}))
+    with_critic = estimate_memory(
+        setup_of(rollouts={"advantages": "gae"}, trainer={"critic": {"max_tokens_per_micro_batch": 512}})
+    )
+    names = [phase.name for phase in plain.phases]
+    assert "logprob passes" not in names
+    assert with_reference.phase("generation").terms["reference"] == 2 * setup_of().model.parameters
+    assert with_reference.phase("logprob passes").terms["logits"] > 0
+    assert with_critic.phase("critic step").terms["critic"] == 14 * setup_of().model.parameters
+    assert "reference" not in estimate_memory(setup_of(trainer={"kl_coef": 0.1, "lora": {"rank": 8}})).phase("generation").terms
+
+
+def test_processes_that_divide_the_state_hold_a_part_each() -> None:
+    whole, part = setup_of(SEVEN, gpus=8), setup_of(SEVEN, gpus=8, trainer={"sharding": "full"})
+    assert held_terms(part)["moments"] * 8 == pytest.approx(held_terms(whole)["moments"], rel=1e-6)
+    assert held_terms(part)["engine weights"] == 2 * part.model.parameters  # which it can no longer share
+    assert worst(part) < 0.52 * worst(whole)
+
+
+# ── the example that guides begin with ─────────────────────────────────────────────────────────────────────────────────
+
+
+def test_seven_billion_parameters_take_91_gb_and_do_not_fit_80() -> None:
+    phase = all_at_once(7e9, kv_cache=20 * GB, activations=10 * GB, gaps=5 * GB)
+    assert {name: size / GB for name, size in phase.terms.items()} == {
+        "weights": 14,
+        "gradients": 14,
+        "optimizer states": 28,
+        "KV cache": 20,
+        "activations": 10,
+        "gaps": 5,
+    }
+    assert phase.total == 91 * GB
+    assert phase.total > 80 * GB
+    assert enough(phase, 80 * GB) == ["optimizer states in host memory", "LoRA"]
+    checkpointing, half_cache, *_ = CHANGES
+    assert after(phase, checkpointing, half_cache).total == 77 * GB  # neither is enough alone
+
+
+def test_our_own_plan_of_it_says_what_to_change() -> None:
+    plan = plan_of(SEVEN, "h100")
+    assert not plan.fits
+    assert plan.memory.worst.name == "forward/backward"
+    assert "does not fit" in plan.verdict
+    assert "moments" in plan.verdict
+    cuts = {cut.settings[0]: cut for cut in plan.cuts if len(cut.settings) == 1}
+    assert cuts["trainer.lora.rank=16"].fits
+    assert not cuts["trainer.optimizer_states=int8"].fits
+    assert cuts["trainer.offload_optimizer=true"].saves > 90 * GB
+    assert cuts["trainer.lora.rank=16"].saves > 100 * GB
+
+
+def test_a_cut_that_is_said_to_fit_fits() -> None:
+    almost = plan_of(SEVEN, "h100", trainer={"offload_optimizer": True})
+    assert not almost.fits
+    assert ("trainer.gradient_checkpointing=light",) in [cut.settings for cut in almost.cuts if cut.fits]
+    assert plan_of(SEVEN, "h100", trainer={"offload_optimizer": True, "gradient_checkpointing": "light"}).fits
+    assert plan_of(SEVEN, "h100", trainer={"lora": {"rank": 16}}).fits
+    assert not plan_of(SEVEN, "h100", trainer={"optimizer_states": "int8"}).fits
+
+
+def test_where_one_cut_is_not_enough_several_are_proposed_together() -> None:
+    plan = plan_of("random:llama-3-70b", "b200")
+    (together,) = [cut for cut in plan.cuts if cut.fits]
+    assert together is plan.cuts[-1]
+    assert len(together.settings) > 1
+    changed = recipe("random:llama-3-70b", trainer={"lora": {"rank": 16}})
+    assert any("--gpus" in setting for setting in together.settings)
+    assert make_plan(changed, "b200", 8).fits
+
+
+def test_a_model_that_is_too_large_for_anything_has_no_cut_that_fits() -> None:
+    plan = plan_of("random:llama-3-70b", "l4")
+    assert not any(cut.fits for cut in plan.cuts if "--gpus" not in " ".join(cut.settings))
+
+
+def test_what_a_cut_saves_is_the_difference_of_two_plans() -> None:
+    setup = setup_of(SEVEN, "h200", trainer={"max_tokens_per_micro_batch": 4096}, engine={"kv_cache_memory_bytes": GB})
+    memory = estimate_memory(setup)
+    cuts = {cut.settings: cut for cut in find_cuts(setup, rates_of(setup.device), memory)}
+    cut = cuts[("trainer.gradient_checkpointing=full",)]
+    assert cut.saves == worst(setup) - worst(setup.changed(trainer={"gradient_checkpointing": "full"}))
+    assert cut.time_ratio > 1
+
+
+# ── settings ───────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def choice(plan: Plan, key: str) -> Any:
+    return next(choice for choice in plan.choices if choice.key == key)
+
+
+def test_small_models_are_not_divided_and_large_ones_are() -> None:
+    small, large = plan_of(HALF, "h100", 8), plan_of(SEVEN, "h100", 8)
+    assert choice(small, "trainer.sharding").value == "none"
+    assert choice(large, "trainer.sharding").value in ("grad_op", "full")
+    assert "none" in choice(large, "trainer.sharding").why
+    assert small.fits
+    assert large.fits
+
+
+def test_what_the_recipe_says_is_not_chosen_for_it() -> None:
+    plan = plan_of(HALF, "h100", 8, trainer={"sharding": "full"}, engine={"tensor_parallel_size": 2})
+    assert choice(plan, "trainer.sharding").why == choice(plan, "engine.tensor_parallel_size").why == "as the recipe says"
+
+
+def test_a_cache_that_nobody_fills_is_said() -> None:
+    plan = plan_of(HALF, "h200")
+    advised = choice(plan, "engine.kv_cache_memory_bytes")
+    assert "would stay empty" in advised.why
+    told = plan_of(HALF, "h200", engine={"kv_cache_memory_bytes": int(advised.value), "max_num_seqs": 128})
+    assert told.memory.sizes.kv_tokens >= 128 * 256
+    assert not any(choice.key == "engine.kv_cache_memory_bytes" for choice in told.choices)
+
+
+def test_the_micro_batch_is_the_one_the_trainer_would_find() -> None:
+    setup = setup_of(SEVEN, "h200", trainer={"offload_optimizer": True}, rollouts={"groups_per_step": 256})
+    memory = estimate_memory(setup)
+    assert memory.worst.total <= setup.device.memory_bytes
+    larger = setup.changed(trainer={"max_tokens_per_micro_batch": 2 * memory.sizes.training_tokens})
+    assert worst(larger) > 0.95 * setup.device.memory_bytes
+
+
+# ── money and mistakes ─────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_an_hour_costs_what_the_user_says() -> None:
+    device = with_prices(find_device("h200"), ["h100=9", "h200=4.0"])
+    assert device.price == 4.0
+    dear, cheap = (make_plan(recipe(), "h200", prices=[f"h200={price}"]) for price in (4, 2))
+    assert dear.dollars_per_million == pytest.approx(2 * cheap.dollars_per_million)
+    assert dear.samples_per_hour == cheap.samples_per_hour
+    expected = 1e6 / cheap.samples_per_hour * 2
+    assert cheap.dollars_per_million == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("price", ["h200", "h200=", "h200=-1", "h200=nan", "h900=1"])
+def test_a_price_that_is_none_is_refused(price: str) -> None:
+    with pytest.raises(ConfigError):
+        with_prices(find_device("h200"), [price])
+
+
+@pytest.mark.parametrize(
+    ("name", "found"),
+    [
+        ("NVIDIA H200", "h200"),
+        ("NVIDIA H100 80GB HBM3", "h100"),
+        ("NVIDIA H100 NVL", "h100-nvl"),
+        ("NVIDIA H100 PCIe", "h100-pcie"),
+        ("NVIDIA A100-SXM4-80GB", "a100"),
+        ("NVIDIA A100-SXM4-40GB", "a100-40gb"),
+        ("NVIDIA L40S", "l40s"),
+        ("NVIDIA GeForce RTX 4090", "rtx4090"),
+    ],
+)
+def test_devices_are_known_by_the_names_that_drivers_use(name: str, found: str) -> None:
+    assert find_device(name).name == found
+
+
+def test_an_unknown_device_is_refused_with_the_nearest() -> None:
+    with pytest.raises(ConfigError, match="--gpu h300") as refused:
+        find_device("h300")
+    assert "did you mean" in refused.value.hint
+    with pytest.raises(ConfigError) as refused:
+        find_device("zzzzzz")
+    assert all(name in refused.value.hint for name in DEVICES)
+
+
+def test_impossible_plans_are_refused() -> None:
+    with pytest.raises(ConfigError, match="--new-tokens"):
+        make_setup(recipe(), DEVICES["h100"], mean_new_tokens=1000)
+    with pytest.raises(ConfigError, match="--gpus"):
+        make_setup(recipe(), replace(DEVICES["h100"], kind="cpu"), gpus=2)
+
+
+def test_shorter_answers_take_less_time_and_no_less_memory() -> None:
+    whole, half = (make_plan(recipe(), "h100", mean_new_tokens=tokens) for tokens in (256, 128))
+    assert half.time.step_s < whole.time.step_s
+    assert half.memory.worst.total == whole.memory.worst.total
+
+
+def test_more_epochs_take_more_passes_and_more_mini_batches_more_updates() -> None:
+    def seconds(**trainer: Any) -> dict[str, float]:
+        return {phase.name: phase.seconds for phase in make_plan(recipe(trainer=trainer), "h100").time.phases}
+
+    one, divided, twice = seconds(), seconds(mini_batches=4), seconds(epochs=2)
+    assert twice["forward/backward"] == pytest.approx(2 * one["forward/backward"])
+    assert twice["optimizer step"] == pytest.approx(2 * one["optimizer step"])
+    assert divided["optimizer step"] == pytest.approx(4 * one["optimizer step"])
+    assert divided["forward/backward"] >= one["forward/backward"]
+    assert "logprob passes" in divided.keys() & twice.keys()
+    assert "logprob passes" not in one
+
+
+def test_a_plan_is_one_json_document_that_adds_up() -> None:
+    plan = plan_of(HALF, "h100")
+    document = json.loads(json.dumps(plan.as_json()))
+    for phase in document["memory"].values():
+        assert sum(phase["terms"].values()) == phase["total_bytes"] >= phase["allocated_bytes"]
+    assert document["time"]["step_s"] == pytest.approx(sum(phase["seconds"] for phase in document["time"]["phases"]))
+    assert {"generation", "forward/backward", "optimizer step", "weight sync", "wake-up"} <= document["memory"].keys()
+
+
+def test_the_worst_phase_decides() -> None:
+    plan = plan_of(HALF, "h100")
+    assert isinstance(plan.memory, MemoryEstimate)
+    assert plan.room == plan.setup.device.memory_bytes - max(phase.total for phase in plan.memory.phases)
+    assert fits(plan.setup, plan.memory) == (plan.room >= 0)
+    again = plan_setup(plan.setup, plan.rates)
+    assert again.as_json() == plan.as_json()

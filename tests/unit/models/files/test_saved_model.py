@@ -1,0 +1,68 @@
+"""The folder of the trained model appears whole, or not at all."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import huggingface_hub
+import pytest
+from support.small_models import CONFIGS, write_model
+
+from redline.config import validate
+from redline.launch import _save_model
+from redline.models.files.hf import AnyDecoder, load_decoder
+from redline.telemetry import RunFolder
+
+
+class Killed(BaseException):
+    """Stands for kill -9."""
+
+
+class FakeTrainer:
+    masters = None
+    """The decoder's own parameters."""
+
+
+@dataclass
+class FakeStages:
+    decoder: AnyDecoder
+    source: Path
+    trainer: FakeTrainer = field(default_factory=FakeTrainer)
+
+
+@pytest.fixture
+def stages(tmp_path: Path) -> FakeStages:
+    source = tmp_path / "source"
+    source.mkdir()
+    write_model(source, CONFIGS["qwen3, biases"])
+    return FakeStages(load_decoder(source), source)
+
+
+def content(folder: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def test_a_kill_while_the_model_is_saved_leaves_the_one_before(
+    stages: FakeStages, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = validate(
+        {"model": {"path": "x", "dtype": "float32"}, "rollouts": {"task": {"kind": "import", "path": "tests:Fake"}}}
+    )
+    folder = RunFolder.create(tmp_path, "run")
+    _save_model(config, stages, folder)
+    before = content(folder.model)
+    assert {"config.json", "model.safetensors"} <= before.keys()
+
+    def killed_half_way(state: object, target: str, **options: object) -> None:
+        (Path(target) / "model.safetensors").write_bytes(b"half a mod")
+        raise Killed
+
+    with monkeypatch.context() as patch:
+        patch.setattr(huggingface_hub, "save_torch_state_dict", killed_half_way)
+        with pytest.raises(Killed):
+            _save_model(config, stages, folder)
+    assert content(folder.model) == before
+    _save_model(config, stages, folder)
+    assert content(folder.model) == before
+    assert not list(folder.path.glob(".model.*"))

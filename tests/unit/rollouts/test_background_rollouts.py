@@ -1,0 +1,476 @@
+"""Rollouts in a thread of their own, with a real engine."""
+
+from __future__ import annotations
+
+import copy
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from support.fakes import FakeTasks
+from support.small_models import CONFIGS, llama, write_model
+
+from redline.config.schema import EngineConfig, RolloutsConfig
+from redline.engine import NativeEngine
+from redline.errors import BrokenModelError, EngineError, TaskError
+from redline.models.files.hf import AnyDecoder, load_decoder
+from redline.models.files.tiny import tiny_tokenizer
+from redline.rollouts import BackgroundRollouts, Chat, SingleTurnRollouts
+from redline.telemetry import Recorder, recording
+from redline.types import Delta, TrajectoryGroup, WeightUpdate
+
+TOKENIZER = tiny_tokenizer()
+CONFIG = RolloutsConfig(task={"kind": "import", "path": "tests:Fake"}, group_size=3, max_new_tokens=12)  # type: ignore[arg-type]
+
+
+@pytest.fixture
+def decoder(tmp_path: Path) -> AnyDecoder:
+    config = copy.deepcopy(CONFIGS["llama, tied"])
+    config.vocab_size = len(TOKENIZER)
+    write_model(tmp_path, config, seed=1, std=0.2)
+    return load_decoder(tmp_path)
+
+
+def single_turn(
+    engine: NativeEngine, tasks: FakeTasks | None = None, *, workers: int = 1, task_timeout_s: float = 60.0
+) -> SingleTurnRollouts:
+    chat, config = Chat(TOKENIZER, None, ""), CONFIG.model_copy(update={"task_timeout_s": task_timeout_s})
+    return SingleTurnRollouts(tasks or FakeTasks(), engine, chat, config, (3,), 5, max_reward_workers=workers)
+
+
+@pytest.fixture
+def engine(decoder: AnyDecoder) -> NativeEngine:
+    return NativeEngine(decoder, EngineConfig(max_num_seqs=8), TOKENIZER)
+
+
+@pytest.fixture
+def background(engine: NativeEngine) -> Iterator[BackgroundRollouts]:
+    rollouts = BackgroundRollouts(single_turn(engine), engine)
+    yield rollouts
+    rollouts.close()
+
+
+def all_of(rollouts: BackgroundRollouts, count: int) -> dict[int, TrajectoryGroup]:
+    groups: list[TrajectoryGroup] = []
+    while len(groups) < count:
+        groups += rollouts.finished()
+    return {group.number: group for group in groups}
+
+
+def test_groups_are_those_that_the_caller_would_have_made_himself(background: BackgroundRollouts, decoder: AnyDecoder) -> None:
+    own = single_turn(NativeEngine(decoder, EngineConfig(max_num_seqs=8), TOKENIZER))
+    own.begin(range(5), 0)
+    expected = {group.number: group for group in own.finished()}
+    background.begin([0, 1], 0)
+    background.begin([2, 3, 4], 0)
+    found = all_of(background, 5)
+    assert found.keys() == expected.keys()
+    for number, group in found.items():
+        for one, other in zip(group.trajectories, expected[number].trajectories, strict=True):
+            np.testing.assert_array_equal(one.token_ids, other.token_ids)
+            np.testing.assert_allclose(one.logprobs, other.logprobs, atol=1e-4)
+
+
+def test_who_pauses_has_the_engine_until_he_resumes(background: BackgroundRollouts, engine: NativeEngine) -> None:
+    background.begin(range(6), 0)
+    for version in range(1, 4):
+        with background.paused():
+            steps = engine.stats.steps
+            engine.apply(WeightUpdate(version, (), 0))
+            threading.Event().wait(0.02)
+            assert engine.stats.steps == steps, "nobody steps the engine in the meantime"
+    spans = [t.versions for group in all_of(background, 6).values() for t in group.trajectories]
+    assert all(0 <= span.oldest <= span.newest <= 3 for span in spans)
+
+
+def test_pauses_may_be_nested_and_cost_nothing_where_there_is_no_work(background: BackgroundRollouts) -> None:
+    with background.paused(), background.paused():
+        background.begin([0], 0)
+    assert list(all_of(background, 1)) == [0]
+
+
+def test_what_goes_wrong_in_the_thread_reaches_the_caller(engine: NativeEngine, decoder: AnyDecoder) -> None:
+    decoder.output_weight.data.fill_(float("nan"))
+    rollouts = BackgroundRollouts(single_turn(engine), engine)
+    rollouts.begin([0], 0)
+    with pytest.raises(BrokenModelError, match="NaN"):
+        rollouts.finished()
+    with pytest.raises(BrokenModelError):
+        rollouts.pause()
+    rollouts.close()
+
+
+def test_a_task_that_cannot_be_made_is_a_group_of_failures_and_the_others_go_on(engine: NativeEngine) -> None:
+    class NoTasks(FakeTasks):
+        def train(self, index: int):  # type: ignore[no-untyped-def]
+            if index == 1:
+                raise TaskError("no more tasks", "add some")
+            return super().train(index)
+
+    rollouts = BackgroundRollouts(single_turn(engine, NoTasks()), engine)
+    rollouts.begin([0, 1, 2], 4)
+    groups = all_of(rollouts, 3)
+    assert {t.failure and t.failure.reason for t in groups[1].trajectories} == {"no more tasks"}
+    assert groups[1].versions.oldest == 4
+    assert all(t.failure is None for number in (0, 2) for t in groups[number].trajectories)
+    rollouts.close()
+
+
+def test_a_task_that_never_comes_holds_up_no_pause_and_no_other_group(engine: NativeEngine) -> None:
+    begun, end = threading.Event(), threading.Event()
+
+    class Hanging(FakeTasks):
+        def train(self, index: int):  # type: ignore[no-untyped-def]
+            if index == 1:
+                begun.set()
+                end.wait(60)
+            return super().train(index)
+
+    rollouts = BackgroundRollouts(single_turn(engine, Hanging(), task_timeout_s=2.0), engine)
+    rollouts.begin([0, 1, 2], 0)
+    assert begun.wait(30)
+    began = time.monotonic()
+    rollouts.pause()
+    rollouts.resume()
+    assert time.monotonic() - began < 1.0, "weights are updated meanwhile"
+    groups = all_of(rollouts, 3)
+    assert [t.failure is None for t in (groups[n].trajectories[0] for n in range(3))] == [True, False, True]
+    end.set()
+    rollouts.close()
+
+
+def test_a_task_that_is_abandoned_leaves_its_worker_behind(engine: NativeEngine) -> None:
+    begun, end = threading.Event(), threading.Event()
+
+    class Hanging(FakeTasks):
+        def train(self, index: int):  # type: ignore[no-untyped-def]
+            if index == 0:
+                begun.set()
+                end.wait(60)
+            return super().train(index)
+
+    rollouts = BackgroundRollouts(single_turn(engine, Hanging()), engine)
+    rollouts.begin([0, 1], 0)
+    assert begun.wait(30)
+    rollouts.abandon([0])
+    assert all_of(rollouts, 1).keys() == {1}
+    end.set()
+    rollouts.close()
+
+
+def test_a_reward_that_exits_fails_its_attempts_and_ends_nothing(engine: NativeEngine) -> None:
+    class Exits(FakeTasks):
+        def score(self, task, text):  # type: ignore[no-untyped-def]
+            raise SystemExit(3)
+
+    rollouts = BackgroundRollouts(single_turn(engine, Exits()), engine)
+    rollouts.begin([0], 0)
+    [group] = all_of(rollouts, 1).values()
+    assert {t.failure and t.failure.reason for t in group.trajectories} == {"SystemExit: 3"}
+    rollouts.close()
+
+
+def test_closing_gives_up_what_is_under_way(engine: NativeEngine) -> None:
+    rollouts = BackgroundRollouts(single_turn(engine), engine)
+    rollouts.begin(range(8), 0)
+    rollouts.close()
+    while engine.has_work:
+        engine.step()
+    assert engine.stats.kv_blocks_used == 0
+    assert engine.stats.running == engine.stats.waiting == 0
+
+
+# ── rewards that never come ────────────────────────────────────────────────────────────────────────────────────────────
+
+
+class Hanging(FakeTasks):
+    """The reward of one task waits until the test lets it go."""
+
+    hangs = threading.Event()
+    goes_on = threading.Event()
+
+    def score(self, task, text):  # type: ignore[no-untyped-def]
+        if task.id == self.train(1).id:
+            self.hangs.set()
+            assert self.goes_on.wait(60)
+        return super().score(task, text)
+
+
+@pytest.fixture
+def hanging(engine: NativeEngine) -> Iterator[BackgroundRollouts]:
+    Hanging.hangs, Hanging.goes_on = threading.Event(), threading.Event()
+    rollouts = BackgroundRollouts(single_turn(engine, Hanging()), engine)
+    yield rollouts
+    Hanging.goes_on.set()
+    rollouts.close()
+
+
+def test_a_reward_that_hangs_holds_up_neither_the_engine_nor_an_update(
+    hanging: BackgroundRollouts, engine: NativeEngine
+) -> None:
+    hanging.begin([1], 0)
+    assert Hanging.hangs.wait(60)
+    hanging.pause()
+    engine.apply(WeightUpdate(1, (), 0))
+    hanging.resume()
+    hanging.begin([2], 1)
+    assert hanging.finished(0.05) == []
+
+
+def test_a_group_whose_reward_hangs_is_abandoned_and_the_others_go_on(hanging: BackgroundRollouts) -> None:
+    hanging.begin([0, 1, 2, 3], 0)
+    found = all_of(hanging, 1)
+    assert Hanging.hangs.wait(60)
+    hanging.abandon([1])
+    found |= all_of(hanging, 3 - len(found))
+    assert sorted(found) == [0, 2, 3]
+    Hanging.goes_on.set()
+    hanging.begin([4], 0)
+    assert list(all_of(hanging, 1)) == [4], "what was abandoned does not come, even if its reward does"
+
+
+def test_a_worker_that_was_left_behind_ends_and_takes_the_thread_of_its_calls_along(hanging: BackgroundRollouts) -> None:
+    before = set(threading.enumerate())
+    hanging.begin([1], 0)
+    assert Hanging.hangs.wait(60)
+    [calls] = [thread for thread in set(threading.enumerate()) - before if thread.name == "rewards/score"]
+    hanging.abandon([1])
+    Hanging.goes_on.set()
+    calls.join(10)
+    assert not calls.is_alive(), "a run that abandons many groups would keep a thread of each"
+    hanging.begin([2], 0)
+    assert list(all_of(hanging, 1)) == [2]
+
+
+def test_tokens_of_a_group_under_way_are_known_until_it_comes_or_is_abandoned(hanging: BackgroundRollouts) -> None:
+    assert hanging.sampled_tokens(1) == [], "not begun"
+    hanging.begin([0, 1], 0)
+    assert list(all_of(hanging, 1)) == [0]
+    assert Hanging.hangs.wait(60)
+    tokens = hanging.sampled_tokens(1)
+    assert len(tokens) == CONFIG.group_size
+    assert all(0 < count <= CONFIG.max_new_tokens for count in tokens)
+    assert hanging.sampled_tokens(0) == [], "it came"
+    Hanging.goes_on.set()
+    [other] = all_of(hanging, 1).values()
+    assert tokens == [attempt.num_completion_tokens for attempt in other.trajectories]
+    hanging.begin([2], 0)
+    hanging.abandon([2])
+    assert hanging.sampled_tokens(2) == []
+
+
+def test_attempts_that_are_still_sampled_count_with_what_they_have(
+    background: BackgroundRollouts, engine: NativeEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each step of the engine waits until the test has looked."""
+    may_step, step = threading.Semaphore(0), engine.step
+    monkeypatch.setattr(engine, "step", lambda: (may_step.acquire(timeout=60), step())[1])
+    background.begin([0], 0)
+    so_far: list[int] = []
+    deadline = time.monotonic() + 30
+    while max(so_far, default=0) < 4 and time.monotonic() < deadline:
+        may_step.release()
+        time.sleep(0.01)
+        so_far = background.sampled_tokens(0)
+    assert 4 <= max(so_far) < 12
+    for _ in range(60):
+        may_step.release()
+    [group] = all_of(background, 1).values()
+    ends = [attempt.num_completion_tokens for attempt in group.trajectories]
+    assert all(count <= end for count, end in zip(so_far, ends, strict=True))
+
+
+def test_waiting_for_late_groups_is_a_wait_of_its_own(background: BackgroundRollouts) -> None:
+    with recording(Recorder()) as recorder, background.paused():
+        background.finished(0.01)
+        background.finished(0.01, late=True)
+    rows = recorder.ledger().lanes["main"].rows
+    assert {"wait.for_rollouts", "wait.for_late_groups"} <= rows.keys()
+    assert rows["wait.for_late_groups"] >= 10_000_000
+
+
+def test_a_reward_that_hangs_ends_nobodys_patience_but_that_of_an_evaluation(hanging: BackgroundRollouts) -> None:
+    hanging.begin([1], 0)
+    assert Hanging.hangs.wait(60)
+    with hanging.paused(patience_s=0.01):
+        assert hanging.rewards.num_scoring == 1
+    Hanging.goes_on.set()
+    with hanging.paused():
+        assert hanging.rewards.num_scoring == 0
+
+
+def test_while_others_have_the_tasks_no_reward_is_begun(background: BackgroundRollouts) -> None:
+    with background.paused():
+        background.begin([0], 0)
+        assert background.finished(0.05) == []
+    assert list(all_of(background, 1)) == [0]
+
+
+@pytest.mark.parametrize("begun", [range(8), range(2)], ids=["some queued", "all running"])
+def test_a_group_that_is_abandoned_while_it_is_sampled_leaves_the_engine(
+    background: BackgroundRollouts, engine: NativeEngine, begun: range
+) -> None:
+    with background.paused():
+        background.begin(begun, 0)
+        background.abandon([begun[0]])
+    background.begin([20], 0)
+    background.abandon([begun[1]])
+    assert sorted(all_of(background, len(begun) - 1)) == [*begun[2:], 20]
+    with background.paused():
+        assert not engine.has_work
+        assert engine.stats.kv_blocks_used == 0
+
+
+# ── several workers ────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+class Together(FakeTasks):
+    """A reward comes only when as many are computed at once as the test wants."""
+
+    barrier = threading.Barrier(3)
+
+    def score(self, task, text):  # type: ignore[no-untyped-def]
+        self.barrier.wait(60)
+        return super().score(task, text)
+
+
+def test_as_many_groups_are_scored_at_once_as_there_are_workers(engine: NativeEngine, decoder: AnyDecoder) -> None:
+    own = single_turn(NativeEngine(decoder, EngineConfig(max_num_seqs=8), TOKENIZER))
+    own.begin(range(6), 0)
+    expected = {group.number: group for group in own.finished()}
+    rollouts = BackgroundRollouts(single_turn(engine, Together(), workers=4), engine)
+    rollouts.rewards.hold(3)
+    rollouts.begin(range(6), 0)
+    found = all_of(rollouts, 6)
+    rollouts.close()
+    assert found.keys() == expected.keys()
+    for number, group in found.items():
+        assert [t.text for t in group.trajectories] == [t.text for t in expected[number].trajectories]
+        assert [t.reward for t in group.trajectories] == [t.reward for t in expected[number].trajectories]
+
+
+def test_rewards_that_hang_cost_their_workers_only_until_they_are_abandoned(engine: NativeEngine) -> None:
+    Hanging.hangs, Hanging.goes_on = threading.Event(), threading.Event()
+    rollouts = BackgroundRollouts(single_turn(engine, Hanging(), workers=2), engine)
+    rollouts.rewards.hold(2)
+    rollouts.begin([1], 0)
+    assert Hanging.hangs.wait(60)
+    rollouts.begin([2, 3], 0)
+    assert sorted(all_of(rollouts, 2)) == [2, 3], "the other worker goes on"
+    assert rollouts.rewards.num_scoring == 1
+    rollouts.abandon([1])
+    assert rollouts.rewards.num_scoring == 0
+    Hanging.goes_on.set()
+    rollouts.begin([4], 0)
+    assert list(all_of(rollouts, 1)) == [4]
+    rollouts.close()
+
+
+def test_an_evaluation_waits_for_every_reward_under_way(engine: NativeEngine) -> None:
+    Hanging.hangs, Hanging.goes_on = threading.Event(), threading.Event()
+    rollouts = BackgroundRollouts(single_turn(engine, Hanging(), workers=2), engine)
+    rollouts.rewards.hold(2)
+    rollouts.begin([1, 2, 3], 0)
+    assert Hanging.hangs.wait(60)
+    all_of(rollouts, 2)
+    threading.Timer(0.05, Hanging.goes_on.set).start()
+    with rollouts.paused():
+        assert Hanging.goes_on.is_set()
+        assert rollouts.rewards.num_scoring == 0
+    assert list(all_of(rollouts, 1)) == [1]
+    rollouts.close()
+
+
+class OneAtATime:
+    """A reward model that does not bear two callers."""
+
+    def __init__(self) -> None:
+        self.is_free = threading.Lock()
+        self.calls = 0
+
+    def scores(self, conversations: Sequence[object]) -> list[float]:
+        assert self.is_free.acquire(blocking=False)
+        self.calls += 1
+        time.sleep(0.01)
+        self.is_free.release()
+        return [0.5] * len(conversations)
+
+
+def test_workers_take_turns_with_the_reward_model(engine: NativeEngine) -> None:
+    attempts, judge = single_turn(engine, workers=3), OneAtATime()
+    attempts._reward_model = judge  # type: ignore[assignment]
+    rollouts = BackgroundRollouts(attempts, engine)
+    rollouts.rewards.hold(3)
+    rollouts.begin(range(8), 0)
+    groups = all_of(rollouts, 8)
+    rollouts.close()
+    assert judge.calls == 8
+    assert {t.reward_parts["reward_model"] for group in groups.values() for t in group.trajectories} == {0.5}
+
+
+def test_the_device_is_idle_whenever_the_engine_changes_hands(engine: NativeEngine) -> None:
+    """The thread and its borrowers launch on streams of their own, and nothing but this wait orders them."""
+    steps_at_wait: list[int] = []
+    rollouts = BackgroundRollouts(single_turn(engine), engine, wait_for_device=lambda: steps_at_wait.append(engine.stats.steps))
+    rollouts.begin(range(3), 0)
+    with rollouts.paused():
+        steps = engine.stats.steps
+        assert steps_at_wait == [steps], "between the thread's last launch and the borrower's first"
+    assert steps_at_wait == [steps, steps], "and between the borrower's last and the thread's next"
+    all_of(rollouts, 3)
+    rollouts.close()
+
+
+@pytest.mark.gpu
+def test_an_evaluation_beside_rollouts_changes_no_training_sample(tmp_path: Path) -> None:
+    """Bit for bit what lockstep order gives, although the device is a second behind when the evaluation takes the engine."""
+    config = llama(vocab_size=len(TOKENIZER), hidden_size=256, num_attention_heads=4, num_key_value_heads=2)
+    write_model(tmp_path, config, seed=1, std=0.2)
+    decoder = load_decoder(tmp_path, "cuda", torch.bfloat16)
+    engine = NativeEngine(decoder, EngineConfig(max_num_seqs=32, kv_cache_memory_bytes=2**26), TOKENIZER)
+    long = CONFIG.model_copy(update={"group_size": 8, "max_new_tokens": 300})
+    attempts = SingleTurnRollouts(FakeTasks(), engine, Chat(TOKENIZER, None, ""), long, (3,), 5)
+    expected = _beside_an_evaluation(attempts, engine, evaluate=False)
+    for _ in range(3):
+        assert _beside_an_evaluation(attempts, engine, evaluate=True) == expected
+
+
+def _beside_an_evaluation(attempts: SingleTurnRollouts, engine: NativeEngine, *, evaluate: bool) -> list[list[int]]:
+    """The tokens of one group, with held-out tasks answered in the middle of it."""
+    lagging = _LaggingDevice(engine, after_steps=5)
+    rollouts = BackgroundRollouts(attempts, lagging, lambda: torch.cuda.set_stream(torch.cuda.Stream()), torch.cuda.synchronize)
+    rollouts.begin([0], 0)
+    lagging.is_behind.wait()
+    if evaluate:
+        with rollouts.paused():
+            attempts.evaluate(FakeTasks().held_out(4))
+            engine.reset_prefix_cache()
+    [group] = all_of(rollouts, 1).values()
+    rollouts.close()
+    return [trajectory.token_ids.tolist() for trajectory in group.trajectories]
+
+
+class _LaggingDevice:
+    """An engine whose device falls about a second behind its host after some steps."""
+
+    def __init__(self, engine: NativeEngine, after_steps: int) -> None:
+        self._engine, self._left = engine, after_steps
+        self.submit, self.abort = engine.submit, engine.abort
+        self.is_behind = threading.Event()
+
+    @property
+    def has_work(self) -> bool:
+        return self._engine.has_work
+
+    def step(self) -> Sequence[tuple[int, Delta | EngineError]]:
+        self._left -= 1
+        if self._left == 0:
+            torch.cuda._sleep(2_000_000_000)
+        pieces = self._engine.step()
+        if self._left == 0:
+            self.is_behind.set()
+        return pieces

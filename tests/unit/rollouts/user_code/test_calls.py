@@ -1,0 +1,267 @@
+"""Calls of the user's functions, with real threads and short limits."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from redline.errors import TaskError
+from redline.rollouts.user_code.calls import MAX_LATE_IN_A_ROW, UserCalls
+from redline.rollouts.user_code.coroutines import EventLoop
+from redline.telemetry import Recorder, recording
+from redline.telemetry.stalls.calls import calls_now
+from redline.types import Failure
+
+SPAN = "user.score"
+OTHERS: set[threading.Thread] = set()
+
+
+@pytest.fixture
+def many() -> Iterator[UserCalls]:
+    calls = UserCalls("reward", "score", None, "rollouts.reward_timeout_s", most=4)
+    yield calls
+    calls.close()
+
+
+@pytest.fixture
+def limited() -> Iterator[UserCalls]:
+    calls = UserCalls("reward", "score", 0.5, "rollouts.reward_timeout_s")
+    yield calls
+    calls.close()
+
+
+@pytest.fixture(autouse=True)
+def others() -> Iterator[None]:
+    """Threads of tests before, which may have left some behind, are none of ours."""
+    OTHERS.update(threading.enumerate())
+    yield
+    OTHERS.clear()
+
+
+def num_threads() -> int:
+    return sum(thread.name.startswith("score") for thread in set(threading.enumerate()) - OTHERS)
+
+
+def waiting(number: int) -> Callable[[], int]:
+    def work() -> int:
+        time.sleep(0.03 if number % 2 else 0.04)
+        return number
+
+    return work
+
+
+class Hanging:
+    """Never returns while a test lasts."""
+
+    def __init__(self) -> None:
+        self.end = threading.Event()
+        self.begun = 0
+
+    def __call__(self) -> int:
+        self.begun += 1
+        self.end.wait(30)
+        return 0
+
+
+@pytest.fixture
+def hanging() -> Iterator[Hanging]:
+    work = Hanging()
+    yield work
+    work.end.set()
+
+
+def test_answers_that_wait_are_scored_together_and_come_in_order(many: UserCalls) -> None:
+    began = time.perf_counter()
+    assert many.results([waiting(n) for n in range(16)]) == list(range(16))
+    assert time.perf_counter() - began < 0.7 * 16 * 0.035
+    assert num_threads() == 4
+    assert many.results([waiting(n) for n in range(3)]) == list(range(3))
+
+
+def test_answers_that_take_no_time_need_no_help(many: UserCalls) -> None:
+    assert many.results([lambda: sum(range(100)) for _ in range(10)]) == [4950] * 10
+    assert many.results([]) == []
+    assert num_threads() == 1
+
+
+def test_without_a_limit_and_with_one_thread_the_caller_makes_the_calls() -> None:
+    calls = UserCalls("reward", "score", None, "rollouts.reward_timeout_s")
+    works = [lambda: (time.sleep(0.03), threading.current_thread())[1]] * 3
+    assert calls.results(works) == [threading.current_thread()] * 3
+
+
+def test_a_call_that_hangs_is_a_failure_with_its_place_and_the_others_are_made(limited: UserCalls, hanging: Hanging) -> None:
+    began = time.perf_counter()
+    first, late, last = limited.results([lambda: 1, hanging, lambda: 3])
+    assert (first, last) == (1, 3)
+    assert 0.5 <= time.perf_counter() - began < 10
+    assert isinstance(late, Failure)
+    assert late.reason == "`score` did not return within 0.5 s"
+    assert late.where.startswith("test_user_calls.py:")
+    assert "self.end.wait(30)" in late.where
+    assert "rollouts.reward_timeout_s" in late.hint
+    assert not calls_now(), "nobody waits for it any more"
+
+
+def test_what_was_left_behind_may_return_whenever_it_likes(limited: UserCalls, hanging: Hanging) -> None:
+    assert isinstance(limited.results([hanging])[0], Failure)
+    hanging.end.set()
+    assert limited.results([lambda n=n: n for n in range(100)]) == list(range(100))  # type: ignore[misc]
+
+
+def test_after_some_that_hang_in_a_row_the_rest_is_not_called(limited: UserCalls, hanging: Hanging) -> None:
+    outcomes = limited.results([hanging] * 20)
+    assert hanging.begun == MAX_LATE_IN_A_ROW
+    assert all(isinstance(outcome, Failure) for outcome in outcomes)
+    assert "was not called: the 3 calls before did not return" in str(outcomes[-1])
+    assert limited.results([lambda: 7]) == [7], "the next batch is tried again"
+
+
+def test_many_quick_calls_may_take_longer_than_the_limit_together(limited: UserCalls) -> None:
+    assert limited.results([waiting(n) for n in range(20)]) == list(range(20))
+
+
+@pytest.mark.parametrize("error", [ValueError("no"), SystemExit(3), KeyboardInterrupt(), asyncio.CancelledError()])
+def test_whatever_a_call_raises_is_its_failure_and_ends_nothing(limited: UserCalls, error: BaseException) -> None:
+    def work() -> int:
+        raise error
+
+    failed, fine = limited.results([work, lambda: 1])
+    assert fine == 1
+    assert isinstance(failed, Failure)
+    assert failed.reason.startswith(type(error).__name__)
+    assert failed.where.endswith("in work: raise error")
+
+
+def test_an_error_whose_own_message_raises_is_a_failure_too(limited: UserCalls) -> None:
+    class SilentError(Exception):
+        def __str__(self) -> str:
+            raise KeyError("no message")
+
+    def work() -> int:
+        raise SilentError
+
+    failed, fine = limited.results([work, lambda: 1])
+    assert fine == 1
+    assert isinstance(failed, Failure)
+    assert failed.reason == "SilentError: its message raised KeyError"
+
+
+def test_where_no_thread_can_be_started_it_is_said_and_nobody_waits_for_it(
+    limited: UserCalls, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def start(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(threading.Thread, "start", start)
+        with pytest.raises(TaskError, match="no thread can be started to call `score`: can't start new thread"):
+            limited.results([lambda: 1])
+    assert limited.results([lambda: 1]) == [1], "as soon as one can be"
+
+
+def test_the_lane_of_the_thread_adds_up_and_has_one_span_for_all_calls() -> None:
+    with recording(Recorder()) as recorder:
+        calls = UserCalls("reward", "score", 60.0, "rollouts.reward_timeout_s")
+        calls.results([waiting(n) for n in range(4)])
+        calls.close()
+        lane = recorder.ledger().lanes["score"]
+        spans = [mine for mine in recorder.drain() if mine.name == SPAN]
+    assert lane.rows[SPAN] >= 4 * 0.03e9
+    assert sum(lane.rows.values()) + lane.unaccounted_ns == lane.wall_ns
+    assert len(spans) == 1, "one for all of them: there may be thousands"
+
+
+# ── coroutines ─────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.fixture
+def loop() -> Iterator[EventLoop]:
+    loop = EventLoop()
+    yield loop
+    loop.close()
+
+
+async def doubled(number: int, seconds: float = 0.0) -> int:
+    await asyncio.sleep(seconds)
+    return 2 * number
+
+
+def test_what_can_be_awaited_is_and_all_of_it_in_one_loop(loop: EventLoop) -> None:
+    async def here() -> Any:
+        return asyncio.get_running_loop()
+
+    assert loop.result(doubled(4)) == 8
+    assert loop.result(5) == 5
+    assert loop.result(here()) is loop.result(here())
+
+
+def test_coroutines_of_several_threads_wait_side_by_side(loop: EventLoop) -> None:
+    calls = UserCalls("reward", "score", 10.0, "key", most=8, loop=loop)
+    began = time.perf_counter()
+    works = [lambda n=n: loop.result(doubled(n, 0.1)) for n in range(17)]  # type: ignore[misc]
+    assert calls.results(works) == [2 * n for n in range(17)]
+    assert time.perf_counter() - began < 1.0, "17 of them by one thread take 1.7 s"
+    calls.close()
+
+
+@pytest.mark.parametrize("blocks", [False, True])
+def test_a_coroutine_that_hangs_is_left_behind_with_its_place(loop: EventLoop, blocks: bool) -> None:
+    end = threading.Event()
+
+    async def hang() -> int:
+        if blocks:
+            end.wait(30)  # which keeps every other coroutine of the loop from running
+        else:
+            await asyncio.sleep(30)
+        return 1
+
+    calls = UserCalls("reward", "score", 0.2, "key", loop=loop)
+    late, fine = calls.results([lambda: loop.result(hang()), lambda: loop.result(doubled(1))])
+    assert fine == 2
+    assert isinstance(late, Failure)
+    assert "in hang:" in late.where
+    end.set()
+    calls.close()
+
+
+@pytest.mark.parametrize("error", [SystemExit(3), KeyboardInterrupt()])
+def test_a_coroutine_that_exits_fails_its_call_and_the_loop_goes_on(loop: EventLoop, error: BaseException) -> None:
+    async def leave() -> int:
+        raise error
+
+    calls = UserCalls("reward", "score", 20.0, "key", loop=loop)
+    began = time.perf_counter()
+    failed, fine = calls.results([lambda: loop.result(leave()), lambda: loop.result(doubled(1))])
+    assert time.perf_counter() - began < 10, "nobody waits for the limit"
+    assert fine == 2
+    assert isinstance(failed, Failure)
+    assert failed.reason.startswith(type(error).__name__)
+    assert failed.where.endswith("in leave: raise error")
+    calls.close()
+
+
+def test_a_coroutine_that_is_given_up_is_cancelled_and_its_thread_ends(loop: EventLoop) -> None:
+    cancelled = threading.Event()
+
+    async def hang() -> None:
+        try:
+            await asyncio.sleep(600)
+        finally:
+            cancelled.set()
+
+    before = set(threading.enumerate())
+    calls = UserCalls("reward", "score", 0.1, "key", loop=loop)
+    for _ in range(3):
+        assert isinstance(calls.results([lambda: loop.result(hang())])[0], Failure)
+    assert cancelled.wait(10), "what it holds, such as a connection, is let go"
+    left = [thread for thread in threading.enumerate() if thread not in before and thread.name.startswith("score")]
+    for thread in left:
+        thread.join(10)
+    assert not any(thread.is_alive() for thread in left)
+    calls.close()

@@ -1,0 +1,42 @@
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from redline.config.schema import TrainerConfig
+from redline.errors import ConfigError
+from redline.models.attention.ulysses import check_heads
+from redline.trainer.parallel.place import Place, find_place
+
+
+def test_neighbours_share_a_micro_batch() -> None:
+    places = [find_place(rank, 6, TrainerConfig(sequence_parallel_size=2)) for rank in range(6)]
+    assert [(place.data_rank, place.sequence_rank) for place in places] == [(0, 0), (0, 1), (1, 0), (1, 1), (2, 0), (2, 1)]
+    assert {(place.data_ranks, place.sequence_ranks, place.world) for place in places} == {(3, 2, 6)}
+
+
+def test_one_process_is_a_place_too() -> None:
+    assert find_place(0, 1, TrainerConfig()) == Place()
+
+
+@pytest.mark.parametrize(
+    ("world", "config", "message"),
+    [
+        (3, {"sequence_parallel_size": 2}, "does not divide the trainer's 3 processes"),
+        (1, {"sequence_parallel_size": 2}, "does not divide the trainer's one process"),
+        (4, {"data_parallel_size": 3}, "3 times trainer.sequence_parallel_size = 1 is 3, but the trainer has 4 processes"),
+        (4, {"data_parallel_size": 4, "sequence_parallel_size": 2}, "is 8, but the trainer has 4 processes"),
+        (1, {"sharding": "full"}, "there is one process"),
+    ],
+)
+def test_an_impossible_arrangement_is_refused_with_the_fix(world: int, config: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message) as caught:
+        find_place(0, world, TrainerConfig(**config))
+    assert "torchrun" in caught.value.hint
+
+
+def test_heads_that_cannot_be_divided_are_refused() -> None:
+    with pytest.raises(ConfigError, match="4 attention heads cannot be divided") as caught:
+        check_heads(4, 3)
+    assert caught.value.hint == "set it to one of 1, 2, 4"

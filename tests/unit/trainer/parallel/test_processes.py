@@ -1,0 +1,183 @@
+"""What several processes compute together is what one computes alone: gradients, norms, weights, checkpoints."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from support.parallel_training import Case, Outcome, talk, train, train_in_small_buckets, train_with
+from support.ranks import Ranks, started_ranks
+from torch import Tensor
+
+from redline.trainer.parallel.processes import Parallel
+
+STRATEGIES: dict[str, dict[str, Any]] = {
+    "data": {},
+    "data, grad_op": {"sharding": "grad_op"},
+    "data, full": {"sharding": "full"},
+    "sequence": {"sequence_parallel_size": 2},
+    "sequence, full": {"sequence_parallel_size": 2, "sharding": "full"},
+}
+
+
+def strategies(*quick: str) -> pytest.MarkDecorator:
+    """All of them, those that are not named as slow tests."""
+    params = [
+        pytest.param(config, id=name, marks=() if name in quick else pytest.mark.slow) for name, config in STRATEGIES.items()
+    ]
+    return pytest.mark.parametrize("config", params)
+
+
+@pytest.fixture(scope="module")
+def two() -> Iterator[Ranks]:
+    with started_ranks(2) as ranks:
+        yield ranks
+
+
+@pytest.fixture(scope="module")
+def four() -> Iterator[Ranks]:
+    with started_ranks(4) as ranks:
+        yield ranks
+
+
+def alone(case: Case) -> Outcome:
+    return train_with(Parallel(), case)
+
+
+def assert_close(found: dict[str, Tensor], expected: dict[str, Tensor], tolerance: float = 1e-5) -> None:
+    assert found.keys() == expected.keys()
+    for name, tensor in expected.items():
+        torch.testing.assert_close(found[name], tensor, rtol=tolerance, atol=tolerance, msg=lambda m, name=name: f"{name}: {m}")
+
+
+def assert_same_training(ranks: Ranks, case: Case) -> None:
+    expected = alone(case)
+    for outcome in ranks.run(train, case):
+        assert_close(outcome.gradients, expected.gradients)
+        assert outcome.norms == pytest.approx(expected.norms, rel=1e-5)
+        assert_close(outcome.weights, expected.weights)
+        assert outcome.totals == pytest.approx(expected.totals, rel=1e-4)
+
+
+def assert_same_up_to_rounding(ranks: Ranks, case: Case) -> None:
+    expected = flat(alone(case).gradients)
+    for outcome in ranks.run(train, case):
+        error = (flat(outcome.gradients) - expected).norm() / expected.norm()
+        assert error <= (2**-7 if "sequence_parallel_size" in case.config else 1e-5)
+
+
+def flat(tensors: dict[str, Tensor]) -> Tensor:
+    return torch.cat([tensors[name].flatten() for name in sorted(tensors)])
+
+
+@strategies(*STRATEGIES)
+def test_three_steps_of_two_processes_are_those_of_one(two: Ranks, config: dict[str, Any]) -> None:
+    assert_same_training(two, Case(config, steps=3))
+
+
+@strategies("data, full")
+def test_a_head_of_its_own_is_trained_too(two: Ranks, config: dict[str, Any]) -> None:
+    assert_same_training(two, Case(config, tied=False, steps=2))
+
+
+@strategies("data, grad_op", "sequence, full")
+def test_a_process_without_trained_tokens_keeps_up(two: Ranks, config: dict[str, Any]) -> None:
+    """The sixth micro-batch is one token that nobody is trained on; divided, one of the processes has no token at all."""
+    assert_same_training(two, Case(config, micro_batches=6, tied=False))
+
+
+@strategies("data, full")
+@pytest.mark.parametrize("network", ["adapter", "critic"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+def test_adapters_and_critics_too(two: Ranks, config: dict[str, Any], network: Any, dtype: torch.dtype) -> None:
+    case = Case(config, dtype, network)
+    if dtype == torch.float32:
+        assert_same_training(two, case)
+    else:
+        assert_same_up_to_rounding(two, case)
+
+
+def test_a_key_head_is_copied_where_there_are_fewer_than_processes(two: Ranks) -> None:
+    assert_same_training(two, Case({"sequence_parallel_size": 2}, num_kv_heads=1))
+
+
+def test_a_loss_may_look_at_sequences_whose_tokens_are_on_several_processes(two: Ranks) -> None:
+    assert_same_training(two, Case({"sequence_parallel_size": 2}, sequence_loss=True))
+
+
+@pytest.mark.parametrize("sharding", ["grad_op", pytest.param("full", marks=pytest.mark.slow)])
+def test_weights_that_a_look_left_whole_are_fetched_again_once_they_changed(two: Ranks, sharding: str) -> None:
+    assert_same_training(two, Case({"sharding": sharding}, steps=2, look=True))
+
+
+@pytest.mark.parametrize("layers", [2, *(pytest.param(n, marks=pytest.mark.slow) for n in (0, 9))])
+def test_fetching_ahead_changes_no_number(two: Ranks, layers: int) -> None:
+    assert_same_training(two, Case({"sharding": "full", "prefetch_layers": layers}))
+
+
+def test_gradients_in_small_buckets_are_the_same(two: Ranks) -> None:
+    one, other = two.run(train, Case()), two.run(train_in_small_buckets, Case())
+    assert_close(one[0].gradients, other[0].gradients, tolerance=0)
+
+
+def test_replicas_stay_equal_to_the_bit(two: Ranks) -> None:
+    one, other = two.run(train, Case(steps=3))
+    assert_close(one.weights, other.weights, tolerance=0)
+
+
+@strategies("data, full", "sequence")
+def test_in_bfloat16_only_the_rounding_differs(two: Ranks, config: dict[str, Any]) -> None:
+    """Every sum over processes and micro-batches is in float32. What remains is the sum over tokens inside a product, which
+    each of the processes that share a micro-batch rounds to bfloat16 for its own tokens."""
+    assert_same_up_to_rounding(two, Case(config, torch.bfloat16))
+
+
+@strategies("data, full")
+def test_a_state_saved_by_two_loads_into_one_and_back(two: Ranks, config: dict[str, Any]) -> None:
+    saved, nothing = (outcome.state for outcome in two.run(train, Case(config, steps=2)))
+    assert not nothing, "rank 0 alone has the state"
+    assert_close(saved, alone(Case(steps=2)).state)
+    expected = alone(Case(start=saved))
+    for outcome in two.run(train, Case(config, start=saved)):
+        assert_close(outcome.weights, expected.weights)
+        assert_close(outcome.gradients, expected.gradients)
+
+
+@pytest.mark.parametrize("states", ["int8", pytest.param("float32", marks=pytest.mark.slow)])
+def test_a_resumed_run_repeats_itself_to_the_bit(two: Ranks, states: str) -> None:
+    config = {"sharding": "full", "optimizer_states": states}
+    expected = two.run(train, Case(config, steps=3))[0]
+    saved = two.run(train, Case(config, steps=2))[0].state
+    for outcome in two.run(train, Case(config, first_step=2, start=saved)):
+        assert_close(outcome.weights, expected.weights, tolerance=0)
+
+
+def test_8_bit_states_of_another_number_of_processes_are_refused(two: Ranks) -> None:
+    saved = alone(Case({"optimizer_states": "int8"})).state
+    with pytest.raises(AssertionError, match="8-bit states cannot be divided anew"):
+        two.run(train, Case({"sharding": "full", "optimizer_states": "int8"}, start=saved))
+
+
+def test_numbers_and_messages_reach_every_process(two: Ranks) -> None:
+    for sums, largest, message in two.run(talk):
+        assert (sums, largest, message) == ([2.0, 1.0], [0.0, 1.0], "hello")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sharding", ["none", "grad_op", "full"])
+@pytest.mark.parametrize("sequence", [1, 2, 4])
+def test_four_processes_in_every_arrangement(four: Ranks, sharding: str, sequence: int) -> None:
+    """With six rows of a norm over four processes, one of them holds none."""
+    config = {"sharding": sharding, "sequence_parallel_size": sequence}
+    assert_same_training(four, Case(config, steps=3))
+    assert_same_training(four, Case(config, micro_batches=8, tied=False, num_kv_heads=1))
+
+
+@pytest.mark.slow
+def test_a_state_saved_by_four_loads_into_two(two: Ranks, four: Ranks) -> None:
+    saved = four.run(train, Case({"sharding": "full"}, steps=2))[0].state
+    expected = alone(Case(start=saved))
+    for outcome in two.run(train, Case({"sharding": "full"}, start=saved)):
+        assert_close(outcome.weights, expected.weights)

@@ -1,0 +1,92 @@
+"""Signals to a run, and output that nobody reads."""
+
+from __future__ import annotations
+
+import errno
+import io
+import os
+import signal
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+from support.fakes import FakeTrainer
+
+from redline.config import validate
+from redline.engine import EngineStats
+from redline.telemetry import Progress, Recorder, RunFolder
+from redline.telemetry.console.unread_output import dropping_unread_output
+from redline.watch import RunWatch
+
+
+def make_watch(parent: Path) -> RunWatch:
+    config = validate(
+        {"model": {"path": "builtin:tiny"}, "rollouts": {"task": {"kind": "import", "path": "tests:Fake"}}}, "a test"
+    )
+    progress = Progress(10, console=Console(file=io.StringIO()))
+    folder = RunFolder.create(parent, "run")
+    return RunWatch(config, folder, Recorder(), progress, FakeTrainer([]), EngineStats, lambda tasks: [], [])
+
+
+@pytest.fixture
+def hang_up() -> Iterator[None]:
+    """SIGHUP as a shell leaves it, whatever pytest was started under."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    yield
+    signal.signal(signal.SIGHUP, before)
+
+
+@pytest.mark.usefixtures("hang_up")
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP], ids=lambda number: number.name)
+def test_a_first_signal_asks_the_run_to_stop_and_a_second_one_does_what_it_always_does(
+    number: signal.Signals, tmp_path: Path
+) -> None:
+    watch, before = make_watch(tmp_path), signal.getsignal(number)
+    with watch.stopping_on_interrupt():
+        assert not watch.should_stop()
+        os.kill(os.getpid(), number)
+        assert watch.should_stop()
+        assert signal.getsignal(number) is (signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
+    assert signal.getsignal(number) is before
+
+
+@pytest.mark.usefixtures("hang_up")
+def test_a_run_under_nohup_goes_on_when_the_terminal_is_closed(tmp_path: Path) -> None:
+    watch = make_watch(tmp_path)
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    with watch.stopping_on_interrupt():
+        os.kill(os.getpid(), signal.SIGHUP)
+        assert not watch.should_stop()
+
+
+def test_what_goes_to_a_pipe_without_a_reader_is_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
+    reader, writer = os.pipe()
+    stream = os.fdopen(writer, "w", buffering=1)
+    os.close(reader)
+    monkeypatch.setattr(sys, "stderr", stream)
+    with dropping_unread_output():
+        Progress(10).note("a note")
+        print("a line", file=sys.stderr, flush=True)
+    os.write(writer, b"a library writes to the descriptor")
+    stream.close()
+
+
+class FullDisk(io.StringIO):
+    is_full = True
+
+    def write(self, text: str) -> int:
+        if self.is_full:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return super().write(text)
+
+
+def test_what_a_full_disk_does_not_take_is_dropped_until_there_is_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    stream = FullDisk()
+    monkeypatch.setattr(sys, "stderr", stream)
+    with dropping_unread_output():
+        print("lost", file=sys.stderr)
+        stream.is_full = False
+        print("kept", file=sys.stderr)
+    assert stream.getvalue() == "kept\n"
