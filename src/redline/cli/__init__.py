@@ -1,0 +1,66 @@
+"""The `redline` command. Importing it loads no torch, so that a wrong command line is refused at once."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import sys
+from typing import Annotated, NoReturn
+
+import typer
+
+from redline import __version__
+from redline.cli.look import dash, repair, report, show
+from redline.cli.measure import bench, compare, perf, plan, profile
+from redline.cli.run import serve, train
+from redline.errors import RedlineError
+
+app = typer.Typer(
+    help="Reinforcement-learning post-training for language models.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+
+@app.callback(invoke_without_command=True)
+def _root(version: Annotated[bool, typer.Option("--version", help="Print the version.")] = False) -> None:
+    if version:
+        typer.echo(__version__)
+        raise typer.Exit
+
+
+VERBS = (train, serve, show, report, dash, repair, bench, compare, plan, perf, profile)
+"""The verbs, in the order in which `redline --help` lists them."""
+
+for verb in VERBS:
+    app.command()(verb)
+
+_DISK_ERRORS = {
+    errno.ENOSPC: ("the disk is full", "free some space and continue with --resume"),
+    errno.EDQUOT: ("your share of the disk is used up", "free some space and continue with --resume"),
+    errno.EFBIG: ("a file may not become that large here", "raise the limit (ulimit -f) and continue with --resume"),
+    errno.EIO: ("the disk does not read or write", "look at the disk, then continue with --resume"),
+    errno.EROFS: ("the disk is read-only", "give a folder on another disk"),
+    errno.EACCES: ("no permission", "give a folder that you may write to, or change its permissions"),
+}
+
+
+def main() -> None:
+    """Run, and turn what we understand into a message, a hint and an exit code."""
+    try:
+        app()
+    except RedlineError as error:
+        _fail(f"error: {error}")
+    except OSError as error:
+        if error.errno not in _DISK_ERRORS:
+            raise
+        what, hint = _DISK_ERRORS[error.errno]
+        _fail(f"error: {what}: {error}\n\nhint: {hint}")
+
+
+def _fail(message: str) -> NoReturn:
+    with contextlib.suppress(OSError):  # nobody may be reading
+        typer.echo(message, err=True)
+    sys.exit(2)

@@ -1,0 +1,154 @@
+"""The verbs that run a model: train and serve."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+import typer
+
+from redline.errors import ConfigError
+
+if TYPE_CHECKING:
+    from redline.config import Config, Resolved
+    from redline.telemetry import RunFolder
+
+
+def train(
+    recipe: Annotated[Path, typer.Argument(help="A YAML recipe; with --resume, a run folder or the recipe it came from.")],
+    overrides: Annotated[
+        list[str] | None, typer.Argument(metavar="[SECTION.KEY=VALUE]...", help="Replace values of the recipe.")
+    ] = None,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Check everything but the weights, print the resolved run, leave nothing.")
+    ] = False,
+    resume: Annotated[bool, typer.Option("--resume", help="Continue a run folder from its last checkpoint.")] = False,
+    from_scratch: Annotated[
+        bool, typer.Option("--from-scratch", help="With --resume: begin again at step 0; what is there moves to set-aside-NNN.")
+    ] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="End with one JSON document on stdout.")] = False,
+) -> None:
+    """Train a model as a recipe says."""
+    from redline.telemetry.console.unread_output import dropping_unread_output
+
+    if from_scratch and not resume:
+        raise ConfigError("--from-scratch begins an existing run again", "add --resume, or leave it out for a new run")
+    with dropping_unread_output():
+        try:
+            summary = _train(recipe, overrides or [], dry_run=dry_run, resume=resume, from_scratch=from_scratch)
+        except KeyboardInterrupt:  # where there is something to continue, the launcher has said how
+            raise typer.Exit(130) from None
+        if summary is not None:
+            typer.echo(json.dumps(summary) if as_json else summary["run"])
+    if summary is not None and not summary["finished"]:
+        raise typer.Exit(130)
+
+
+def serve(
+    model: Annotated[str, typer.Argument(help="A Hugging Face folder, a .gguf file, a hub id, or a built-in model.")],
+    overrides: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="[KEY=VALUE]...", help="Set keys of a recipe's engine section, run.KEY or serve.KEY."),
+    ] = None,
+    host: Annotated[str, typer.Option(help="Address to listen on; one that others can reach needs an API key.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(help="Port to listen on; 0 takes a free one.", min=0, max=65535)] = 8000,
+    device: Annotated[Literal["auto", "cpu", "cuda"], typer.Option(help="Where the model runs.")] = "auto",
+    dtype: Annotated[Literal["auto", "float32", "bfloat16"], typer.Option(help="Compute dtype.")] = "auto",
+    api_key_env: Annotated[str, typer.Option(help="The environment variable that holds the API key.")] = "REDLINE_API_KEY",
+    served_model_name: Annotated[str | None, typer.Option(help="The model's name to clients; by default MODEL.")] = None,
+    lora: Annotated[list[str] | None, typer.Option(metavar="NAME=PATH", help="A LoRA adapter to serve as NAME.")] = None,
+    allowed_host: Annotated[
+        list[str] | None, typer.Option(metavar="NAME", help="Another name that clients reach this server by.")
+    ] = None,
+) -> None:
+    """Serve a model over an OpenAI-compatible API."""
+    from redline.serve.listener import bind
+    from redline.serve.settings import make_settings
+
+    settings = make_settings(
+        model,
+        overrides or [],
+        host=host,
+        port=port,
+        device=device,
+        dtype=dtype,
+        api_key_env=api_key_env,
+        served_model_name=served_model_name,
+        adapters=lora or [],
+        allowed_hosts=allowed_host or [],
+    )
+    for warning in settings.warnings:
+        typer.echo(warning, err=True)
+    try:
+        with bind(settings.host, settings.port) as listener:
+            from redline.serve.server import serve as serve_forever
+
+            serve_forever(settings, listener)
+    except KeyboardInterrupt:
+        typer.echo("stopped", err=True)
+        raise typer.Exit(130) from None
+
+
+def _train(path: Path, overrides: list[str], *, dry_run: bool, resume: bool, from_scratch: bool) -> dict[str, Any] | None:
+    """What the run came to; None of a dry run. Refuses what it can before there is a run folder."""
+    from redline.config import load_recipe, refuse_without_effect, resolve
+    from redline.telemetry import RunFolder
+
+    if resume:
+        folder, config = run_to_continue(path, overrides)
+    else:
+        folder, config = None, load_recipe(path, overrides)
+    resolved = resolve(config)
+    if not resume:  # a run goes on as it began
+        refuse_without_effect(resolved.config)
+    from redline.preflight import check
+
+    checked = check(resolved.config, folder.path if folder else None)
+    resolved = replace(resolved, warnings=(*resolved.warnings, *checked.notes))
+    if dry_run:
+        _print_resolved(resolved)
+        return None
+    from redline.launch import train as launch_train
+
+    folder = folder or RunFolder.create(resolved.config.run.folder, config.run.name, given=config.run.folder)
+    return launch_train(resolved, folder, resume=resume, from_scratch=from_scratch, tasks=checked.tasks)
+
+
+def run_to_continue(path: Path, overrides: list[str]) -> tuple[RunFolder, Config]:
+    """The run folder that `path` is, or the newest one made from the recipe that it is, with its own config."""
+    from redline.config import load_recipe, validate
+    from redline.config.changes import changes
+    from redline.telemetry import RunFolder
+
+    if path.name == "config.json":  # of a run: as a recipe it would stand for the newest run of that name
+        path = path.parent
+    recipe = load_recipe(path, overrides) if path.is_file() else None
+    if recipe:
+        folder = RunFolder.newest(recipe.run.folder, recipe.run.name, tell=lambda text: typer.echo(text, err=True))
+    else:
+        folder = RunFolder.open(path)
+    allowed = ("run.steps=", "run.name=", "run.folder=") if recipe else ("run.steps=",)
+    foreign = [override for override in overrides if not override.startswith(allowed)]
+    if foreign:
+        raise ConfigError(
+            f"--resume continues a run as it was configured; it cannot take {', '.join(foreign)}",
+            "leave the override out (run.steps=N may be given, to train longer), or start a new run",
+        )
+    config = load_recipe(folder.config, overrides)  # JSON is YAML
+    # A key that a config.json of an earlier version lacks stays at its default: no algorithm fills it in half-way.
+    config = validate(config.model_dump(mode="json"), str(folder.config))
+    if recipe and (changed := changes(recipe, config)):
+        typer.echo(f"{folder.path.name} goes on as it began; {path} says otherwise: {'; '.join(changed)}", err=True)
+    return folder, config
+
+
+def _print_resolved(resolved: Resolved) -> None:
+    """Data to stdout, reasons to stderr."""
+    for key, reason in resolved.reasons.items():
+        section, name = key.split(".")
+        typer.echo(f"{key} = {getattr(getattr(resolved.config, section), name)}  ({reason})", err=True)
+    for warning in resolved.warnings:
+        typer.echo(warning, err=True)
+    typer.echo(json.dumps(resolved.config.model_dump(mode="json"), indent=2))
