@@ -14,7 +14,7 @@ import torch
 from support.small_models import CONFIGS
 
 from redline.config.installation import how_to_install
-from redline.config.schema import EngineConfig
+from redline.config.sections.engine import EngineConfig
 from redline.engine.adapters.sglang import SglangEngine
 from redline.errors import EngineError
 from redline.types import FinishReason, GenerateRequest, SamplingParams, WeightUpdate

@@ -16,7 +16,7 @@ from support.small_models import write_model
 from transformers import PreTrainedModel
 
 from redline.config.installation import how_to_install
-from redline.config.schema import EngineConfig
+from redline.config.sections.engine import EngineConfig
 from redline.engine.adapters.vllm import VllmEngine
 from redline.errors import EngineError
 from redline.types import GenerateRequest, SamplingParams, WeightUpdate

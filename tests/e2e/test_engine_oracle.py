@@ -16,7 +16,7 @@ import torch
 from support.paths import ROOT
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
-from redline.config.schema import EngineConfig
+from redline.config.sections.engine import EngineConfig
 from redline.engine import NativeEngine
 from redline.models.attention.packed import PackedAttention, Segments
 from redline.models.files.hf import load_decoder

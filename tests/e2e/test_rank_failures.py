@@ -13,7 +13,7 @@ import pytest
 import torch
 from support.small_models import CONFIGS, VOCAB_SIZE, write_model
 
-from redline.config.schema import EngineConfig
+from redline.config.sections.engine import EngineConfig
 from redline.engine import AsyncEngine
 from redline.engine.native.tensor_parallel import TensorParallelEngine
 from redline.errors import EngineError

@@ -23,7 +23,7 @@ import torch
 from safetensors.torch import save_file
 from support.processes import redline, started, wait_until
 
-from redline.config.schema import EngineConfig
+from redline.config.sections.engine import EngineConfig
 from redline.engine import NativeEngine
 from redline.models.files.hf import load_decoder, load_tokenizer, stop_token_ids
 from redline.models.files.sources import model_folder

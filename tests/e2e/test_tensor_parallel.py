@@ -10,7 +10,7 @@ import pytest
 import torch
 from support.small_models import CONFIGS, VOCAB_SIZE, write_model
 
-from redline.config.schema import EngineConfig
+from redline.config.sections.engine import EngineConfig
 from redline.engine import NativeEngine
 from redline.engine.native.tensor_parallel import TensorParallelEngine, decode_request, encode_request
 from redline.errors import EngineError, ModelError

@@ -15,7 +15,7 @@ from redline.buffer.buffer import GroupBuffer
 from redline.buffer.drops import SILENT, STALE
 from redline.buffer.store.group_store import GroupState
 from redline.buffer.store.memory_store import MemoryStore
-from redline.config.schema import BufferConfig
+from redline.config.sections.buffer import BufferConfig
 from redline.types import TrainBatch, TrajectoryGroup, VersionSpan
 
 GIVEN_UP = "failed"

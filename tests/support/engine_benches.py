@@ -32,7 +32,7 @@ from transformers import (
     Qwen3Config,
 )
 
-from redline.config.schema import EngineConfig
+from redline.config.sections.engine import EngineConfig
 from redline.engine import NativeEngine
 from redline.engine.adapters.openai_server import OpenAIServerEngine
 from redline.engine.adapters.vllm import VllmEngine

@@ -12,7 +12,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from redline.config.schema import LoraConfig, TrainerConfig
+from redline.config.sections.lora import LoraConfig
+from redline.config.sections.trainer import TrainerConfig
 from redline.models.attention.packed import NO_PARENT, PackedAttention, Segments
 from redline.models.decoder import Decoder
 from redline.models.lora.trainable import add_adapter

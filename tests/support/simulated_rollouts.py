@@ -14,7 +14,7 @@ from support.fakes import trajectory
 
 from redline.buffer.buffer import GroupBuffer
 from redline.buffer.store.memory_store import MemoryStore
-from redline.config.schema import BufferConfig
+from redline.config.sections.buffer import BufferConfig
 from redline.types import Trajectory, TrajectoryGroup
 
 Seconds = Callable[[int, Random], float]

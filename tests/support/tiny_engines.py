@@ -13,7 +13,7 @@ import torch
 from support.small_models import CONFIGS, VOCAB_SIZE, write_model
 from transformers import PreTrainedModel
 
-from redline.config.schema import EngineConfig
+from redline.config.sections.engine import EngineConfig
 from redline.engine import NativeEngine
 from redline.errors import EngineError
 from redline.models.files.hf import load_decoder

@@ -26,7 +26,7 @@ from redline.buffer.packing import pack
 from redline.buffer.selection import choose
 from redline.buffer.store.group_store import GroupInfo, GroupStore
 from redline.buffer.store.stored_groups import StoredGroups, pack_stored
-from redline.config.schema import BufferConfig
+from redline.config.sections.buffer import BufferConfig
 from redline.telemetry import span
 from redline.types import TrainBatch, TrajectoryGroup
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 from redline.buffer.admission import num_urgent
 from redline.buffer.store.group_store import GroupInfo
-from redline.config.schema import GroupOrder
+from redline.config.sections.buffer import GroupOrder
 
 ORDERS: dict[GroupOrder, Callable[[GroupInfo], tuple[int, int, int]]] = {
     "fresh_first": lambda group: (-group.versions.oldest, not group.has_signal, group.number),

@@ -12,7 +12,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from redline.config.schema import Algorithm, Config, TrainerConfig
+from redline.config.schema import Config
+from redline.config.sections.trainer import Algorithm, TrainerConfig
 from redline.errors import ConfigError
 
 PRESETS: Mapping[Algorithm, Mapping[str, Any]] = {

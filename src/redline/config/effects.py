@@ -14,7 +14,10 @@ from pydantic import BaseModel
 
 from redline.config.algorithms import PRESETS, corrects, has_older_samples, recomputes_old_logprobs
 from redline.config.problems import Problem, spell
-from redline.config.schema import AlertKind, Config, Loss, Sink
+from redline.config.schema import Config
+from redline.config.sections.alerts import AlertKind
+from redline.config.sections.sinks import Sink
+from redline.config.sections.trainer import Loss
 from redline.errors import ConfigError
 
 OF_ALERTS: Mapping[str, tuple[AlertKind, ...]] = {

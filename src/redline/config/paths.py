@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from redline.config.schema import Config, ImportTask, JsonlTask, TaskConfig
+from redline.config.schema import Config
+from redline.config.sections.tasks import ImportTask, JsonlTask, TaskConfig
 
 
 def with_absolute_paths(config: Config) -> Config:

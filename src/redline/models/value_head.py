@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from redline.config.schema import LoraConfig
+from redline.config.sections.lora import LoraConfig
 from redline.models.copies import copy_network
 from redline.models.decoder import Attend, Decoder
 from redline.models.files.hf import AnyDecoder

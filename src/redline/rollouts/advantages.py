@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from redline.config.schema import AdvantageEstimator
+from redline.config.sections.rollouts import AdvantageEstimator
 
 _EPS = 1e-6
 """Keeps nearly equal rewards from being blown up into full-size advantages by the division."""

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from redline.config.schema import RolloutsConfig
+from redline.config.sections.rollouts import RolloutsConfig
 from redline.errors import ConfigError, TaskError, boundary
 from redline.rollouts.chat import Chat
 from redline.rollouts.user_code.calls import failure_of

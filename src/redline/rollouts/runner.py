@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 
-from redline.config.schema import RolloutsConfig
+from redline.config.sections.rollouts import RolloutsConfig
 from redline.errors import boundary
 from redline.ports import Engine, TaskSource
 from redline.rollouts.advantages import group_advantages

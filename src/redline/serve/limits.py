@@ -12,7 +12,7 @@ from typing import Any
 
 from pydantic import PositiveFloat, PositiveInt
 
-from redline.config.schema import Section
+from redline.config.section import Section
 from redline.serve.protocol import ApiError
 
 LARGEST = 2**63

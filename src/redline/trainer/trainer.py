@@ -22,7 +22,8 @@ import torch
 from torch import Tensor
 
 from redline.config.algorithms import recomputes_old_logprobs
-from redline.config.schema import AdvantageEstimator, TrainerConfig
+from redline.config.sections.rollouts import AdvantageEstimator
+from redline.config.sections.trainer import TrainerConfig
 from redline.errors import ConfigError
 from redline.models.decoder import Decoder
 from redline.models.files.hf import AnyDecoder

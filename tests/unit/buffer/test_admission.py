@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from redline.buffer.admission import most_at_once, must_wait, num_urgent, room
 from redline.buffer.selection import choose
 from redline.buffer.store.group_store import GroupInfo
-from redline.config.schema import GroupOrder
+from redline.config.sections.buffer import GroupOrder
 from redline.types import VersionSpan
 
 # ── how many may be begun ──────────────────────────────────────────────────────────────────────────────────────────────

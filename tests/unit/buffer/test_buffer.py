@@ -11,7 +11,7 @@ from redline.buffer.buffer import GroupBuffer
 from redline.buffer.packing import pack
 from redline.buffer.store.group_store import GroupState
 from redline.buffer.store.memory_store import MemoryStore
-from redline.config.schema import BufferConfig
+from redline.config.sections.buffer import BufferConfig
 from redline.types import Failure, TrajectoryGroup, VersionSpan
 
 

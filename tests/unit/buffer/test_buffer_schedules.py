@@ -16,7 +16,7 @@ from redline.buffer.buffer import GroupBuffer
 from redline.buffer.store import memory_store
 from redline.buffer.store.group_store import GroupInfo
 from redline.buffer.store.memory_store import MemoryStore
-from redline.config.schema import BufferConfig
+from redline.config.sections.buffer import BufferConfig
 
 SCHEDULES = settings(max_examples=60, stateful_step_count=20, deadline=None, suppress_health_check=list(HealthCheck))
 HUNT = settings(SCHEDULES, max_examples=6000, database=None, derandomize=True, phases=[Phase.generate])

@@ -12,7 +12,8 @@ from redline.config import Config, load_recipe, refuse_without_effect, resolve, 
 from redline.config.algorithms import fill_algorithm
 from redline.config.effects import OF_ALERTS, TABLE, keys_of
 from redline.config.problems import locate
-from redline.config.schema import AlertsConfig, Algorithm
+from redline.config.sections.alerts import AlertsConfig
+from redline.config.sections.trainer import Algorithm
 from redline.errors import ConfigError
 
 RECIPES = sorted((ROOT / "recipes").glob("*.yaml"))

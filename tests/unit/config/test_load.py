@@ -13,7 +13,8 @@ from redline.cli.run import run_to_continue
 from redline.config import Config, load_recipe, resolve, validate
 from redline.config.changes import changes
 from redline.config.resolve import bfloat16_flags
-from redline.config.schema import JsonlTask, TelemetryConfig
+from redline.config.sections.tasks import JsonlTask
+from redline.config.sections.telemetry import TelemetryConfig
 from redline.errors import ConfigError
 from redline.telemetry import RunFolder, write_json
 

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from support.small_models import CONFIGS, VOCAB_SIZE, write_model
 
-from redline.config.schema import EngineConfig
+from redline.config.sections.engine import EngineConfig
 from redline.engine import AsyncEngine, NativeEngine
 from redline.engine.stats import EngineStats
 from redline.errors import EngineError

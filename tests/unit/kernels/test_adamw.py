@@ -18,7 +18,7 @@ pytest.importorskip("triton")
 import triton
 import triton.language as tl
 
-from redline.config.schema import TrainerConfig
+from redline.config.sections.trainer import TrainerConfig
 from redline.kernels import adamw as adamw_kernel
 from redline.kernels.adamw import AdamWKernel, _random
 from redline.trainer.optimizer.adamw import MasterAdamW

@@ -9,7 +9,7 @@ import yaml
 from support.paths import ROOT
 
 from redline.config import validate
-from redline.config.schema import ImportTask
+from redline.config.sections.tasks import ImportTask
 from redline.ports import TaskSource
 from redline.rollouts.tasks.sources import make_task_source
 

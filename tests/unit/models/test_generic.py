@@ -13,7 +13,8 @@ from support.small_models import VOCAB_SIZE, llama, logits_of, random_model, ran
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
-from redline.config.schema import EngineConfig, TrainerConfig
+from redline.config.sections.engine import EngineConfig
+from redline.config.sections.trainer import TrainerConfig
 from redline.engine import NativeEngine
 from redline.errors import ModelError
 from redline.models.attention.packed import PackedAttention, Segments

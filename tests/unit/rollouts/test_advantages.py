@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from redline.config.schema import AdvantageEstimator
+from redline.config.sections.rollouts import AdvantageEstimator
 from redline.rollouts.advantages import group_advantages
 
 rewards_lists = st.lists(st.floats(-100, 100, width=32), min_size=2, max_size=16)

@@ -14,7 +14,8 @@ import torch
 from support.fakes import FakeTasks
 from support.small_models import CONFIGS, llama, write_model
 
-from redline.config.schema import EngineConfig, RolloutsConfig
+from redline.config.sections.engine import EngineConfig
+from redline.config.sections.rollouts import RolloutsConfig
 from redline.engine import NativeEngine
 from redline.errors import BrokenModelError, EngineError, TaskError
 from redline.models.files.hf import AnyDecoder, load_decoder

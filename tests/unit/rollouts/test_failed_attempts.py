@@ -10,7 +10,8 @@ import pytest
 from support.fakes import REPORT, FakeTrainer, train_batch, trajectory
 
 from redline.buffer import GroupBuffer, GroupStore, MemoryStore, TrajectoryStore
-from redline.config.schema import BufferConfig, Config
+from redline.config.schema import Config
+from redline.config.sections.buffer import BufferConfig
 from redline.engine.stats import EngineStats
 from redline.errors import TaskError
 from redline.rollouts.prompts import failed_attempts

@@ -19,7 +19,7 @@ import pytest
 
 from redline.buffer.buffer import GroupBuffer
 from redline.buffer.store.memory_store import MemoryStore
-from redline.config.schema import BufferConfig
+from redline.config.sections.buffer import BufferConfig
 from redline.types import FinishReason, Trajectory, TrajectoryGroup, VersionSpan
 
 BATCH = 8

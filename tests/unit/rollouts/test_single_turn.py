@@ -13,7 +13,7 @@ import torch
 from support.fakes import FakeEngine, FakeTasks, completion
 from transformers import PreTrainedTokenizerFast
 
-from redline.config.schema import RolloutsConfig
+from redline.config.sections.rollouts import RolloutsConfig
 from redline.errors import ConfigError, TaskError
 from redline.models.files.tiny import tiny_tokenizer
 from redline.rollouts import Chat, SingleTurnRollouts

@@ -20,7 +20,9 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from redline.config.schema import EngineConfig, LoraConfig, TrainerConfig
+from redline.config.sections.engine import EngineConfig
+from redline.config.sections.lora import LoraConfig
+from redline.config.sections.trainer import TrainerConfig
 from redline.engine import NativeEngine
 from redline.errors import ModelError
 from redline.models.attention.packed import PackedAttention, Segments

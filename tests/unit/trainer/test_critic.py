@@ -15,7 +15,8 @@ from support.small_models import CONFIGS, SHAPE, VOCAB_SIZE, random_model, write
 from torch import Tensor, nn
 from transformers import AutoConfig, PreTrainedModel
 
-from redline.config.schema import LoraConfig, TrainerConfig
+from redline.config.sections.lora import LoraConfig
+from redline.config.sections.trainer import TrainerConfig
 from redline.models.files.hf import load_decoder
 from redline.models.generic import GenericDecoder
 from redline.models.lora.trainable import add_adapter, is_adapter

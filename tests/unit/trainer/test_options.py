@@ -34,7 +34,7 @@ from support.policy_training import (
 from support.small_models import write_model
 from torch import Tensor, nn
 
-from redline.config.schema import EngineConfig
+from redline.config.sections.engine import EngineConfig
 from redline.engine import NativeEngine
 from redline.errors import ConfigError, RunFolderError, TrainingError
 from redline.models.files.hf import load_decoder

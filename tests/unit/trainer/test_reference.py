@@ -12,7 +12,7 @@ from support.small_models import CONFIGS, SHAPE, VOCAB_SIZE, random_model, write
 from torch import Tensor
 from transformers import AutoConfig, PreTrainedModel
 
-from redline.config.schema import LoraConfig
+from redline.config.sections.lora import LoraConfig
 from redline.models.copies import copy_network, second_network
 from redline.models.decoder import Decoder
 from redline.models.files.hf import AnyDecoder, load_decoder

@@ -20,7 +20,8 @@ from support.small_models import CONFIGS, VOCAB_SIZE, write_model
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from redline.config.schema import EngineConfig, TrainerConfig
+from redline.config.sections.engine import EngineConfig
+from redline.config.sections.trainer import TrainerConfig
 from redline.engine import NativeEngine
 from redline.errors import TrainingError
 from redline.models.files.hf import hf_tensors, load_decoder

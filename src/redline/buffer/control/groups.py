@@ -19,7 +19,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from redline.buffer.admission import most_at_once
-from redline.config.schema import BufferConfig
+from redline.config.sections.buffer import BufferConfig
 
 WINDOW = 8
 """Steps that a decision looks at."""

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from redline.config.schema import EngineConfig
+from redline.config.sections.engine import EngineConfig
 from redline.engine.adapters.transformers_batch import Batch, CachedBatch, RecomputedBatch, abilities_of
 from redline.engine.adapters.transformers_rows import Row, Running, top_logprobs
 from redline.engine.native.admission import Limits, check_request

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from redline.config.installation import how_to_install
-from redline.config.schema import EngineConfig
+from redline.config.sections.engine import EngineConfig
 from redline.engine.adapters.limits import MAX_TOP_LOGPROBS, holds_tokenizer, limits_of
 from redline.engine.adapters.pushed_weights import PushedWeights
 from redline.engine.adapters.scoring import add_scores, check_room

@@ -21,7 +21,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from redline.config.schema import EngineConfig
+from redline.config.sections.engine import EngineConfig
 from redline.engine.native.admission import Limits, check_request
 from redline.engine.native.cache.blocks import BlockPool
 from redline.engine.native.cache.kv_cache import KVCache

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from torch import Tensor
 
-from redline.config.schema import EngineConfig
+from redline.config.sections.engine import EngineConfig
 from redline.engine.native.sequence import NO_SLOT
 from redline.errors import EngineError
 from redline.models.decoder import Decoder

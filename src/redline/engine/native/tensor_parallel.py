@@ -26,7 +26,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from redline.config.schema import EngineConfig
+from redline.config.sections.engine import EngineConfig
 from redline.engine.native.engine import Event, NativeEngine
 from redline.errors import EngineError
 from redline.models.decoder import Decoder

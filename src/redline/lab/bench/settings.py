@@ -11,7 +11,10 @@ from pydantic import Field, PositiveInt, field_validator, model_validator
 
 from redline.config import Config, resolve, validate
 from redline.config.installation import how_to_install
-from redline.config.schema import EngineConfig, LateGroups, Section, TrainerConfig
+from redline.config.section import Section
+from redline.config.sections.buffer import LateGroups
+from redline.config.sections.engine import EngineConfig
+from redline.config.sections.trainer import TrainerConfig
 from redline.errors import ConfigError
 from redline.lab.bench.overrides import read_overrides
 from redline.lab.material.workloads import QUICK, RANDOM, SHAPES

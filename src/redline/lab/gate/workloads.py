@@ -13,7 +13,8 @@ from rich.console import Console
 
 from redline import loop
 from redline.config import resolve, validate
-from redline.config.schema import EngineConfig, TrainerConfig
+from redline.config.sections.engine import EngineConfig
+from redline.config.sections.trainer import TrainerConfig
 from redline.engine import NativeEngine
 from redline.lab.material.networks import make_network
 from redline.lab.material.prompts import random_prompts

@@ -8,7 +8,7 @@ from typing import Protocol
 import torch
 from rich.console import Console
 
-from redline.config.schema import EngineConfig
+from redline.config.sections.engine import EngineConfig
 from redline.lab.bench.settings import GenerateSettings
 from redline.lab.material.networks import Network
 from redline.lab.measure.machine import MemoryMeter

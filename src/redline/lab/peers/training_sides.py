@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from redline.config.schema import TrainerConfig
+from redline.config.sections.trainer import TrainerConfig
 from redline.lab.measure.machine import synchronize
 from redline.lab.measure.phases import phase_seconds
 from redline.models.files.hf import AnyDecoder

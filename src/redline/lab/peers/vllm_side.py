@@ -13,7 +13,7 @@ from typing import IO, Any
 
 import torch
 
-from redline.config.schema import EngineConfig
+from redline.config.sections.engine import EngineConfig
 from redline.errors import EngineError
 from redline.lab.peers.generation_sides import Batch, Run
 

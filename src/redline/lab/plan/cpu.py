@@ -73,7 +73,7 @@ def _idle_bytes() -> int:
 
 def main() -> None:
     """In a process of its own: what a run loads before its model."""
-    from redline.config.schema import TrainerConfig
+    from redline.config.sections.trainer import TrainerConfig
     from redline.lab.material.networks import make_network
     from redline.lab.material.train_batches import random_batch
     from redline.lab.peers.training_sides import RedlineTraining

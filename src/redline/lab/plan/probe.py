@@ -17,7 +17,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from redline.config.schema import EngineConfig, TrainerConfig
+from redline.config.sections.engine import EngineConfig
+from redline.config.sections.trainer import TrainerConfig
 from redline.engine import NativeEngine
 from redline.lab.bench.settings import BenchSettings, as_recipe
 from redline.lab.material.networks import make_network

@@ -21,7 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from redline.config.schema import LoraConfig
+from redline.config.sections.lora import LoraConfig
 from redline.errors import ModelError
 from redline.models.copies import second_network
 from redline.models.decoder import Decoder

@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from typing import Any
 
-from redline.config.schema import ReasoningGymTask
+from redline.config.sections.tasks import ReasoningGymTask
 from redline.errors import TaskError, boundary
 from redline.rollouts.rewards.parts import extract_answer
 from redline.rollouts.tasks.held_out import is_held_out, stable_hash

@@ -12,7 +12,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any, cast
 
-from redline.config.schema import ImportTask, JsonlTask, ReasoningGymTask, TaskConfig
+from redline.config.sections.tasks import ImportTask, JsonlTask, ReasoningGymTask, TaskConfig
 from redline.errors import RedlineError, TaskError, boundary
 from redline.ports import TaskSource
 from redline.rollouts.rewards.parts import Extract, extract_answer

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from redline.config.schema import AlertKind
+from redline.config.sections.alerts import AlertKind
 from redline.telemetry.stalls.activity import Activity
 
 Row = Mapping[str, Any]

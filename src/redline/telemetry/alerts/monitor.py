@@ -9,7 +9,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from redline.config.schema import AlertKind, AlertsConfig, Config
+from redline.config.schema import Config
+from redline.config.sections.alerts import AlertKind, AlertsConfig
 from redline.errors import boundary
 from redline.telemetry.alerts.bias import LengthBias
 from redline.telemetry.alerts.detector import Detector, Finding, Row

@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, get_args
 
-from redline.config.schema import ProfileKind
+from redline.config.sections.telemetry import ProfileKind
 from redline.errors import RunFolderError
 from redline.telemetry.files.durable import write_json
 from redline.telemetry.files.run_folder import RunFolder

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import importlib
 
-from redline.config.schema import TelemetryConfig
+from redline.config.sections.telemetry import TelemetryConfig
 from redline.telemetry.listeners import StepListener
 
 _CLASSES = {

@@ -17,7 +17,8 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from redline.config.schema import AlertKind, Config
+from redline.config.schema import Config
+from redline.config.sections.alerts import AlertKind
 from redline.errors import boundary
 from redline.telemetry.alerts import Alerts, make_detectors, make_webhook
 from redline.telemetry.files.run_folder import RunFolder

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from redline.config.schema import AdvantageEstimator
+from redline.config.sections.rollouts import AdvantageEstimator
 
 _EPS = 1e-6
 """Keeps nearly equal advantages from being blown up to full size by the division."""

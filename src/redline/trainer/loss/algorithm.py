@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from redline.config.schema import TrainerConfig
+from redline.config.sections.trainer import TrainerConfig
 from redline.trainer.loss.kl import kl_estimates
 from redline.trainer.loss.mismatch import mismatch_weights
 from redline.trainer.loss.policy import PolicyLoss, cispo_loss, clipped_loss, gspo_loss, reinforce_loss

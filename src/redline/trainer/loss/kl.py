@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from redline.config.schema import KlEstimator
+from redline.config.sections.trainer import KlEstimator
 from redline.trainer.loss.policy import MAX_LOG_RATIO
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from redline.config.schema import Mismatch
+from redline.config.sections.trainer import Mismatch
 from redline.trainer.loss.policy import sequence_means, sequence_sums
 
 

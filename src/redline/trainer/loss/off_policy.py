@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from redline.config.schema import TrainerConfig
+from redline.config.sections.trainer import TrainerConfig
 
 
 def correction_for(lags: Sequence[int], config: TrainerConfig) -> TrainerConfig:

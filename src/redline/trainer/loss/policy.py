@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from redline.config.schema import Aggregation
+from redline.config.sections.trainer import Aggregation
 
 MAX_LOG_RATIO = 20.0
 """Log ratios beyond ±20 count as ±20 and have no gradient. exp overflows float32 at 88, and the zero gradient of a clipped

@@ -8,7 +8,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from redline.config.schema import AdvantageEstimator, TrainerConfig
+from redline.config.sections.rollouts import AdvantageEstimator
+from redline.config.sections.trainer import TrainerConfig
 from redline.trainer.batches.micro_batches import MicroBatch
 from redline.trainer.batches.staging import Taken, Values
 from redline.trainer.loss.advantages import token_advantages

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
-from redline.config.schema import TrainerConfig
+from redline.config.sections.trainer import TrainerConfig
 from redline.errors import ConfigError, RunFolderError
 from redline.models.layers.gradient_sums import GradientSum, keep_sum
 from redline.trainer.optimizer import schedule

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import math
 
-from redline.config.schema import TrainerConfig
+from redline.config.sections.trainer import TrainerConfig
 
 
 def learning_rate(config: TrainerConfig, step: int) -> float:

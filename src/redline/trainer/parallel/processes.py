@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
-from redline.config.schema import TrainerConfig
+from redline.config.sections.trainer import TrainerConfig
 from redline.models.attention.ulysses import check_heads
 from redline.models.files.hf import AnyDecoder
 from redline.models.value_head import ValueNetwork

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from redline.config.schema import TrainerConfig
+from redline.config.sections.trainer import TrainerConfig
 from redline.models.value_head import ValueNetwork
 from redline.telemetry import span
 from redline.trainer.batches.micro_batches import MicroBatch

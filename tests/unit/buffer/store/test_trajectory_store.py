@@ -30,7 +30,7 @@ from redline.buffer.store.memory_store import MemoryStore
 from redline.buffer.store.segments import read_segment
 from redline.buffer.store.stored_groups import pack_stored
 from redline.buffer.store.trajectory_store import UNDECIDED, TrajectoryStore, _as_of
-from redline.config.schema import BufferConfig
+from redline.config.sections.buffer import BufferConfig
 from redline.errors import RunFolderError
 from redline.types import TrainBatch, TrajectoryGroup, VersionSpan
 

@@ -11,7 +11,7 @@ from support.generic_models import MORE_REFUSED, MORE_ROUTED, REFUSED, ROUTED, f
 from support.small_models import VOCAB_SIZE, llama, random_model, rope, write_model
 from transformers import PretrainedConfig, PreTrainedModel
 
-from redline.config.schema import EngineConfig
+from redline.config.sections.engine import EngineConfig
 from redline.engine.adapters.transformers_engine import TransformersEngine
 from redline.errors import EngineError
 from redline.models.files.hf import load_recompute_model

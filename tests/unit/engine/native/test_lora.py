@@ -21,7 +21,7 @@ from support.small_models import CONFIGS, VOCAB_SIZE, llama, write_model
 from torch import Tensor, nn
 from transformers import PretrainedConfig
 
-from redline.config.schema import EngineConfig
+from redline.config.sections.engine import EngineConfig
 from redline.engine import AsyncEngine, NativeEngine
 from redline.engine.native.lora import make_bank
 from redline.errors import EngineError, ModelError, RedlineError

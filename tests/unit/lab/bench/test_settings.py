@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from redline.config.schema import EngineConfig
+from redline.config.sections.engine import EngineConfig
 from redline.errors import ConfigError
 from redline.lab.bench.settings import GenerateSettings, NSamplingSettings, fit_engine, make_settings
 

@@ -15,7 +15,7 @@ from support.small_models import CONFIGS, VOCAB_SIZE, random_model, write_model
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import Qwen2Config
 
-from redline.config.schema import TrainerConfig
+from redline.config.sections.trainer import TrainerConfig
 from redline.errors import ConfigError
 from redline.lab.bench.cases import trainer
 from redline.lab.bench.settings import TrainerSettings, make_settings

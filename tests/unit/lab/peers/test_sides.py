@@ -9,7 +9,7 @@ import pytest
 import torch
 from support.small_models import VOCAB_SIZE, llama, write_model
 
-from redline.config.schema import EngineConfig
+from redline.config.sections.engine import EngineConfig
 from redline.engine import NativeEngine
 from redline.errors import EngineError
 from redline.lab.material.networks import Network, make_network, random_decoder

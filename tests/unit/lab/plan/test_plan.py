@@ -13,7 +13,9 @@ import torch
 from support.small_models import CONFIGS, write_model
 
 from redline.config.load import validate
-from redline.config.schema import Config, EngineConfig, TrainerConfig
+from redline.config.schema import Config
+from redline.config.sections.engine import EngineConfig
+from redline.config.sections.trainer import TrainerConfig
 from redline.engine import NativeEngine
 from redline.errors import ConfigError, ModelError
 from redline.lab.plan import gguf_header

@@ -12,7 +12,7 @@ import torch
 from support.small_models import CONFIGS, random_tokens, write_model
 from torch import Tensor, nn
 
-from redline.config.schema import LoraConfig, Projection
+from redline.config.sections.lora import LoraConfig, Projection
 from redline.models.attention import packed as packed_attention
 from redline.models.attention.packed import PackedAttention, Segments
 from redline.models.decoder import Decoder

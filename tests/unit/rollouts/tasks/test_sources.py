@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from redline.config.schema import ImportTask, JsonlTask, ReasoningGymTask
+from redline.config.sections.tasks import ImportTask, JsonlTask, ReasoningGymTask
 from redline.errors import TaskError
 from redline.ports import TaskSource
 from redline.rollouts.tasks.held_out import is_held_out, lowest_hashes, stable_hash

@@ -14,7 +14,8 @@ from rich.console import Console
 
 from redline.config.installation import how_to_install
 from redline.config.load import validate
-from redline.config.schema import Config, TargetsConfig
+from redline.config.schema import Config
+from redline.config.sections.targets import TargetsConfig
 from redline.errors import ConfigError
 from redline.telemetry import Recorder
 from redline.telemetry.summary.phases import EngineParts

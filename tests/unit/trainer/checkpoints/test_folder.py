@@ -18,7 +18,7 @@ from support.fakes import Attempt, Calls, FakeTrainer, train_batch
 from support.small_models import CONFIGS, write_model
 
 from redline.config import validate
-from redline.config.schema import TrainerConfig
+from redline.config.sections.trainer import TrainerConfig
 from redline.engine import EngineStats
 from redline.errors import DamagedCheckpointError, RunFolderError
 from redline.models.files.hf import load_decoder

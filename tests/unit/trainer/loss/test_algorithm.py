@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from redline.config.schema import TrainerConfig
+from redline.config.sections.trainer import TrainerConfig
 from redline.trainer.loss.algorithm import LossInputs, policy_loss
 from redline.trainer.loss.policy import PolicyLoss, aggregation_weights, clipped_loss
 

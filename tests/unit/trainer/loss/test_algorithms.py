@@ -10,7 +10,7 @@ from support.paths import ROOT
 
 from redline.config import Config, load_recipe, resolve, validate
 from redline.config.algorithms import PRESETS, check_algorithm, fill_algorithm
-from redline.config.schema import Algorithm
+from redline.config.sections.trainer import Algorithm
 from redline.errors import ConfigError
 
 RECIPES = sorted((ROOT / "recipes").glob("*.yaml"))

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from redline.config.schema import TrainerConfig
+from redline.config.sections.trainer import TrainerConfig
 from redline.trainer.loss.algorithm import LossInputs, policy_loss
 from redline.trainer.loss.off_policy import correction_for
 from redline.trainer.loss.policy import PolicyLoss

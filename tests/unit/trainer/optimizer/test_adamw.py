@@ -12,7 +12,7 @@ import torch
 from support.fresh_memory import fresh_memory_is_nan
 from torch import Tensor, nn
 
-from redline.config.schema import TrainerConfig
+from redline.config.sections.trainer import TrainerConfig
 from redline.errors import ConfigError, RunFolderError
 from redline.trainer.optimizer import adamw as optimizer_module
 from redline.trainer.optimizer.adamw import MasterAdamW

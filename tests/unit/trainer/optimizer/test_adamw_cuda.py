@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from redline.config.schema import TrainerConfig
+from redline.config.sections.trainer import TrainerConfig
 from redline.trainer.checkpoints.background import CheckpointWriter
 from redline.trainer.checkpoints.folder import load_checkpoint
 from redline.trainer.optimizer import adamw as optimizer_module

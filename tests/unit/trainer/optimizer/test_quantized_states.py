@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from redline.config.schema import TrainerConfig
+from redline.config.sections.trainer import TrainerConfig
 from redline.trainer.optimizer.adamw import MasterAdamW
 from redline.trainer.optimizer.flat_layout import BLOCK
 from redline.trainer.optimizer.quantized_states import Int8Codec

@@ -5,7 +5,7 @@ import math
 import pytest
 
 from redline.config import validate
-from redline.config.schema import TrainerConfig
+from redline.config.sections.trainer import TrainerConfig
 from redline.errors import ConfigError
 from redline.trainer.optimizer.schedule import learning_rate
 

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from redline.config.schema import TrainerConfig
+from redline.config.sections.trainer import TrainerConfig
 from redline.errors import ConfigError
 from redline.models.attention.ulysses import check_heads
 from redline.trainer.parallel.place import Place, find_place

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from redline.config.schema import EngineConfig
+from redline.config.sections.engine import EngineConfig
 from redline.engine.native.cache.kv_cache import KVCache, KVShape
 from redline.errors import EngineError
 

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from rich.console import Console
 
-from redline.config.schema import EngineConfig
+from redline.config.sections.engine import EngineConfig
 from redline.engine import NativeEngine
 from redline.engine.native.cache.kv_cache import KVCache
 from redline.engine.native.cache.sizing import block_size_for

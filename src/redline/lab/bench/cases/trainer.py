@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from rich.console import Console
 
-from redline.config.schema import TrainerConfig
+from redline.config.sections.trainer import TrainerConfig
 from redline.lab.bench.settings import MICRO_BATCH_TOKENS, TrainerSettings, fit_trainer
 from redline.lab.evidence.document import Bound, Measured, PeerFigure, Result
 from redline.lab.evidence.statistics import compare

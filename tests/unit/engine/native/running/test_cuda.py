@@ -11,7 +11,7 @@ import torch
 from support.small_models import VOCAB_SIZE, llama, write_model
 from transformers import PreTrainedModel
 
-from redline.config.schema import EngineConfig
+from redline.config.sections.engine import EngineConfig
 from redline.engine import NativeEngine
 from redline.models.files.hf import load_decoder
 from redline.types import Completion, GenerateRequest, SamplingParams, WeightUpdate

@@ -14,7 +14,7 @@ from support.small_models import CONFIGS, VOCAB_SIZE, write_model
 
 pytest.importorskip("triton")
 
-from redline.config.schema import EngineConfig
+from redline.config.sections.engine import EngineConfig
 from redline.engine import NativeEngine
 from redline.engine.native.cache import prefixes
 from redline.engine.native.cache.kv_cache import KVCache

@@ -1,0 +1,164 @@
+"""Section `trainer`: loss and optimizer."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field, PositiveInt, field_validator, model_validator
+
+from redline.config.section import Section
+from redline.config.sections.lora import LoraConfig
+
+Algorithm = Literal["grpo", "dr_grpo", "dapo", "rloo", "reinforce_pp", "gspo", "cispo", "ppo"]
+Loss = Literal["clip", "gspo", "cispo", "reinforce"]
+Aggregation = Literal["sequence_mean", "token_mean", "constant"]
+KlEstimator = Literal["k1", "k2", "k3"]
+Mismatch = Literal[
+    "none",
+    "token_truncate",
+    "token_mask",
+    "sequence_truncate",
+    "sequence_mask",
+    "geometric_truncate",
+    "geometric_mask",
+]
+
+
+class CriticConfig(Section):
+    """The value network of PPO: the policy's layers and a linear head. Where the policy trains an adapter, the critic has its
+    own beside the same frozen weights, else a copy of them all."""
+
+    learning_rate: float = Field(1e-5, gt=0)
+    """Of its AdamW, once warm; everything else about the optimizer is as for the policy."""
+    warmup_steps: int = Field(0, ge=0)
+    """Steps of linear warm-up."""
+    clip: float | None = Field(0.2, gt=0)
+    """A value may move this far from what it was when the batch came, further moves have no gradient; null leaves them free."""
+    max_tokens_per_micro_batch: PositiveInt = 32768
+    """Per device: tokens through the value network at once."""
+
+
+class TrainerConfig(Section):
+    algorithm: Algorithm = "grpo"
+    """A name for a set of keys, here and in `rollouts`: it fills those that the recipe leaves open, and nothing else."""
+    loss: Loss = "clip"
+    """`clip`: PPO's clipped surrogate. `gspo`: the same with one ratio per sequence. `cispo`: clipped importance weights, every
+    token keeps its gradient. `reinforce`: the plain policy gradient."""
+    aggregation: Aggregation = "sequence_mean"
+    """The mean over a batch. `sequence_mean`: every attempt weighs the same. `token_mean`: every token does. `constant`: the
+    sum over tokens / (attempts · max_new_tokens)."""
+    mini_batches: PositiveInt = 1
+    """Parts that a batch is divided into, by whole groups; each is one update by AdamW, and its loss is a mean over it alone. A
+    step stays one batch and one version, however many updates it takes. At most `rollouts.groups_per_step`."""
+    epochs: PositiveInt = 1
+    """Times that a step goes through its batch, with other mini-batches each time. The critic, where there is one, goes through
+    the same."""
+    learning_rate: float = Field(1e-6, gt=0)
+    """Of AdamW, once warm; all updates of a step have the same."""
+    warmup_steps: int = Field(0, ge=0)
+    """Steps of linear warm-up."""
+    decay_steps: int = Field(0, ge=0)
+    """Steps after the warm-up over which the rate falls to its end; 0 keeps it constant."""
+    lr_scheduler_type: Literal["constant", "linear", "cosine"] = "linear"
+    """How the rate falls over `decay_steps`; `constant` after the warm-up needs none."""
+    min_lr_ratio: float = Field(0.0, ge=0, lt=1)
+    """Where the rate's fall ends, as a fraction of `learning_rate`."""
+    betas: tuple[float, float] = (0.9, 0.999)
+    """Decay of AdamW's two running means, each in [0, 1)."""
+    eps: float = Field(1e-8, gt=0)
+    """Added to AdamW's denominator."""
+    weight_decay: float = Field(0.0, ge=0)
+    """On matrices only; norms and biases are never decayed."""
+    max_grad_norm: float = Field(1.0, gt=0)
+    """Gradients are scaled down to this global L2 norm."""
+    optimizer_states: Literal["float32", "int8"] = "float32"
+    """How AdamW's two running means are kept. `int8` takes a quarter of the memory, and rounds at random so that the means stay
+    right on average."""
+    offload_optimizer: bool = False
+    """Keep master weights and AdamW's running means in host memory, and pass them through the GPU during each step. Saves up to
+    12 bytes of GPU memory per parameter, costs their way there and back."""
+    max_bad_steps: PositiveInt = 3
+    """Steps in a row whose loss or gradient may be NaN or infinite. Each is skipped; after the last the run ends and keeps the
+    batch for replay."""
+    clip_low: float = Field(0.2, gt=0, le=1)
+    """The ratio is clipped to `[1 - clip_low, 1 + clip_high]`; 1 leaves it without a lower bound. With one update per step
+    there is nothing to clip: the policy is the one the step began with, and its ratio is 1."""
+    clip_high: float = Field(0.2, gt=0)
+    """More than `clip_low` gives unlikely tokens room to grow (DAPO's clip-higher)."""
+    dual_clip: float | None = Field(None, gt=1)
+    """Largest ratio that counts where the advantage is negative, with `loss: clip`; null sets no bound there. Usually 3."""
+    kl_coef: float = Field(0.0, ge=0)
+    """Weight of the KL divergence from the policy the run began with; 0 needs no reference policy."""
+    kl_in: Literal["loss", "reward"] = "loss"
+    """Where the KL goes: a term of the loss, or subtracted from the reward at every token."""
+    kl_estimator: KlEstimator = "k3"
+    """Of the KL at a token, with x = log π_ref - log π. `k1`: -x. `k2`: x² / 2. `k3`: exp(x) - 1 - x."""
+    entropy_coef: float = Field(0.0, ge=0)
+    """Weight of the bonus for entropy, in nats per token."""
+    mismatch: Mismatch = "none"
+    """How samples are weighed by π_trainer / π_engine, with π_trainer the policy at the beginning of the step: the ratio of a
+    `token`, of a whole `sequence`, or the `geometric` mean over a sequence. `truncate`: by the ratio, clipped to
+    `[mismatch_low, mismatch_high]`. `mask`: by the ratio, and not at all outside. `none`: not at all."""
+    mismatch_low: float = Field(0.0, ge=0, lt=1)
+    """Smallest ratio; 0 sets no bound."""
+    mismatch_high: float = Field(2.0, gt=1)
+    """Largest ratio."""
+    correct_lag: bool = True
+    """With `mismatch: none`, weigh a batch that holds samples of an older policy as `token_truncate` does, with `loss: gspo` as
+    `geometric_truncate`; `loss: cispo` weighs them itself, up to 1 + `clip_high`. Batches of the current policy stay as they
+    are. `false` takes the policy that sampled for the old one, and its clip bounds both."""
+    gae_gamma: float = Field(1.0, gt=0, le=1)
+    """Discount of a reward per token, with `rollouts.advantages: gae`."""
+    gae_lambda: float = Field(0.95, ge=0, le=1)
+    """With `gae`: 1 trusts the rewards alone, 0 the critic's next value alone."""
+    recompute_old_logprobs: Literal["auto", True, False] = "auto"
+    """The old policy of the loss is the trainer's own at the beginning of the step (`true`), not the engine that sampled
+    (`false`). With several updates per step that takes a pass over the batch, with one it takes none. `auto` is `true` where a
+    step has several updates, or `loss: gspo` would clip the rounding of bfloat16; `loss: cispo` and `reinforce` need it not."""
+    gradient_checkpointing: Literal["none", "light", "selective", "full"] = "none"
+    """What the backward pass computes again instead of keeping it. `light`: the MLPs' activations. `selective`: the MLPs.
+    `full`: whole layers."""
+    max_tokens_per_micro_batch: PositiveInt | None = None
+    """Per device: tokens through the network at once; by default what memory holds, and no more than makes no logits twice. It
+    shrinks after running out of memory."""
+    max_tokens_per_forward: PositiveInt | None = None
+    """The same in passes without gradients (reference, old logprobs); by default what memory holds."""
+    sharding: Literal["none", "grad_op", "full"] = "none"
+    """What the trainer's processes divide among them. `none`: nothing, each holds all weights. `grad_op`: masters, gradients
+    and optimizer state. `full`: the weights of layers that are not at work as well."""
+    prefetch_layers: int = Field(1, ge=0)
+    """Layers whose weights are fetched ahead of their turn where they are sharded; 0 leaves it to torch. More hides slower
+    links and takes the memory of as many layers."""
+    data_parallel_size: PositiveInt | None = None
+    """Groups of processes that get micro-batches of their own; by default processes / sequence_parallel_size."""
+    sequence_parallel_size: PositiveInt = 1
+    """Processes that divide the tokens of a micro-batch, for contexts too long for one device; must divide the number of
+    attention heads. The token budget of a micro-batch grows with it."""
+    lora: LoraConfig = LoraConfig()
+    """The adapter that is trained, where one is."""
+    reference_offload: bool = False
+    """Keep the reference policy, where the loss needs one, in host memory and move it to the device for each pass."""
+    critic: CriticConfig = CriticConfig()
+    """The value network, where the algorithm has one."""
+
+    @property
+    def updates_per_step(self) -> int:
+        """mini_batches x epochs."""
+        return self.mini_batches * self.epochs
+
+    @field_validator("betas")
+    @classmethod
+    def _betas_in_range(cls, betas: tuple[float, float]) -> tuple[float, float]:
+        if not all(0 <= beta < 1 for beta in betas):
+            raise ValueError("each beta must be in [0, 1)")
+        return betas
+
+    @model_validator(mode="after")
+    def _schedule_has_its_steps(self) -> TrainerConfig:
+        if self.lr_scheduler_type == "constant" and self.decay_steps:
+            raise ValueError(
+                f"lr_scheduler_type: constant takes no decay_steps, but they are {self.decay_steps}; set them to 0"
+            )
+        if self.lr_scheduler_type == "cosine" and not self.decay_steps:
+            raise ValueError("lr_scheduler_type: cosine needs decay_steps; set it to run.steps - warmup_steps")
+        return self
