@@ -26,7 +26,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from redline import loop
 from redline.config import resolve, validate
-from redline.launch import Stages, build
+from redline.launch.build import build
+from redline.launch.stages import Stages
 from redline.models.files.hf import hf_tensors
 from redline.models.files.tiny import write_tiny_model
 from redline.telemetry import Progress, RunFolder

@@ -35,16 +35,23 @@ SOURCE = Path(redline.__file__).parent
 DEEDS = "deeds.jsonl"
 CALLS = "calls.json"
 OUTPUT = "output.txt"
+AROUND_THE_LOOP = ("cli", "launch", "watch")
 Unread = Literal["pipe", "closed"] | None
 _FORKS = multiprocessing.get_context("forkserver")
 _FORKS.set_forkserver_preload(
-    ["redline.cli", "redline.launch", "redline.models.files.tiny", "transformers.modeling_utils", "transformers.models.auto"]
+    [
+        "redline.cli",
+        "redline.launch.run",
+        "redline.models.files.tiny",
+        "transformers.modeling_utils",
+        "transformers.models.auto",
+    ]
 )
 
 
 @dataclass(slots=True, frozen=True)
 class Point:
-    """The `count`-th call, of Python or of C, out of a section of the source: a package, or `loop` for the files above them."""
+    """The `count`-th call, of Python or of C, out of a section of the source: a stage, or `loop` for what is around it."""
 
     section: str
     count: int
@@ -184,7 +191,7 @@ def _section(path: Path) -> str | None:
     if not path.is_relative_to(SOURCE):
         return None
     inside = path.relative_to(SOURCE)
-    return inside.parts[0] if len(inside.parts) > 1 else "loop"
+    return inside.parts[0] if len(inside.parts) > 1 and inside.parts[0] not in AROUND_THE_LOOP else "loop"
 
 
 # ── what they did ──────────────────────────────────────────────────────────────────────────────────────────────────────

@@ -103,14 +103,14 @@ def _train(path: Path, overrides: list[str], *, dry_run: bool, resume: bool, fro
     resolved = resolve(config)
     if not resume:  # a run goes on as it began
         refuse_without_effect(resolved.config)
-    from redline.preflight import check
+    from redline.launch.preflight import check
 
     checked = check(resolved.config, folder.path if folder else None)
     resolved = replace(resolved, warnings=(*resolved.warnings, *checked.notes))
     if dry_run:
         _print_resolved(resolved)
         return None
-    from redline.launch import train as launch_train
+    from redline.launch.run import train as launch_train
 
     folder = folder or RunFolder.create(resolved.config.run.folder, config.run.name, given=config.run.folder)
     return launch_train(resolved, folder, resume=resume, from_scratch=from_scratch, tasks=checked.tasks)

@@ -21,7 +21,7 @@ from redline.engine import AsyncEngine, NativeEngine
 from redline.engine.adapters.transformers_engine import TransformersEngine
 from redline.engine.native.tensor_parallel import TensorParallelEngine
 from redline.errors import ModelError
-from redline.launch import prepare_process
+from redline.launch.process import prepare_process
 from redline.models.files.hf import load_config, load_decoder, load_recompute_model, load_tokenizer, stop_token_ids
 from redline.models.files.sources import model_folder
 from redline.models.spec import is_ours

@@ -13,8 +13,8 @@ import pytest
 
 from redline.config import Config, resolve, validate
 from redline.errors import ConfigError, ModelError, RedlineError, TaskError
+from redline.launch.preflight import Checked, check
 from redline.models.files.tiny import write_tiny_model
-from redline.preflight import Checked, check
 
 GOOD = """
 from redline.types import Task

@@ -19,7 +19,7 @@ from redline.telemetry import MetricsLog, Progress, Recorder, RunFolder, recordi
 from redline.telemetry.alerts.training import AbortStorm
 from redline.telemetry.summary.failed_attempts import FailureTally
 from redline.types import Failure, Task, Trajectory, TrajectoryGroup, WeightUpdate
-from redline.watch import MAX_FAILED_STEPS, RunWatch
+from redline.watch.run_watch import MAX_FAILED_STEPS, RunWatch
 
 FAILURE = Failure("reward", "KeyError: 'x'", "rewards.py:7, in score: return x", "")
 

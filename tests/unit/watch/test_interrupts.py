@@ -18,7 +18,7 @@ from redline.config import validate
 from redline.engine import EngineStats
 from redline.telemetry import Progress, Recorder, RunFolder
 from redline.telemetry.console.unread_output import dropping_unread_output
-from redline.watch import RunWatch
+from redline.watch.run_watch import RunWatch
 
 
 def make_watch(parent: Path) -> RunWatch:

@@ -24,7 +24,7 @@ from redline.lab.material.train_batches import random_batch
 from redline.lab.measure.machine import MemoryMeter
 from redline.lab.measure.phases import Memory, memory_by_kind
 from redline.lab.peers.training_sides import RedlineTraining, TrainingSide, TransformersTraining
-from redline.launch import prepare_process
+from redline.launch.process import prepare_process
 from redline.models.files.hf import AnyDecoder
 from redline.models.sizes.memory import Checkpointing, layer_code, parameter_bytes, token_bytes
 from redline.trainer.batches.budget import logits_bytes

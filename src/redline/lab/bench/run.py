@@ -39,7 +39,7 @@ from redline.lab.bench.settings import (
 from redline.lab.bench.table import render
 from redline.lab.evidence.document import Document, Measured
 from redline.lab.measure.machine import device_name
-from redline.launch import prepare_process
+from redline.launch.process import prepare_process
 
 LOG_WIDTH = 160
 

@@ -28,12 +28,13 @@ from rich.console import Console
 from redline import loop
 from redline.config import Config, load_recipe, resolve
 from redline.engine.stats import metrics_between
-from redline.launch import build, prepare_process
+from redline.launch.build import build
+from redline.launch.process import prepare_process
 from redline.models.files.sources import model_folder
 from redline.rollouts import BackgroundRollouts
 from redline.telemetry import Progress, Recorder, RunFolder, describe_environment, recording
 from redline.types import StepReport, TrainBatch, TrajectoryGroup, WeightUpdate
-from redline.watch import step_metrics
+from redline.watch.rows import step_metrics
 
 Metrics = dict[str, float]
 Play = Callable[[], tuple[Metrics, list[str]]]

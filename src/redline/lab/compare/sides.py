@@ -22,7 +22,7 @@ from redline.config import load_recipe, refuse_without_effect, resolve
 from redline.errors import CompareError, ConfigError
 from redline.lab.bench.settings import make_settings
 from redline.lab.compare.worker import Job
-from redline.preflight import check_inputs
+from redline.launch.preflight import check_inputs
 
 GIT = "git:"
 OWN_SOURCE = Path(redline.__file__).parents[1]

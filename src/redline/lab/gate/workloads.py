@@ -21,7 +21,7 @@ from redline.lab.material.prompts import random_prompts
 from redline.lab.material.train_batches import long_tailed_lengths, random_batch
 from redline.lab.peers.generation_sides import Batch, EngineSide
 from redline.lab.peers.training_sides import RedlineTraining
-from redline.launch import build
+from redline.launch.build import build
 from redline.telemetry import Progress, RunFolder
 from redline.types import StepReport, TrainBatch, TrajectoryGroup, WeightUpdate
 

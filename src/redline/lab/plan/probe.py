@@ -29,7 +29,7 @@ from redline.lab.measure.phases import PHASES, phase_differences, phase_peaks, p
 from redline.lab.peers.generation_sides import Batch, EngineSide
 from redline.lab.peers.training_sides import RedlineTraining
 from redline.lab.plan.points import Point
-from redline.launch import prepare_process
+from redline.launch.process import prepare_process
 
 TIMED = 3
 """Runs whose median counts, after one that warms up and one whose memory is watched."""

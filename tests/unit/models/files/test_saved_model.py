@@ -10,7 +10,7 @@ import pytest
 from support.small_models import CONFIGS, write_model
 
 from redline.config import validate
-from redline.launch import _save_model
+from redline.launch.run import _save_model
 from redline.models.files.hf import AnyDecoder, load_decoder
 from redline.telemetry import RunFolder
 

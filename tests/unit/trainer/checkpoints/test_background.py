@@ -25,7 +25,8 @@ from redline.errors import RunFolderError
 from redline.telemetry import Progress, Recorder, RunFolder
 from redline.trainer.checkpoints.background import CheckpointWriter
 from redline.trainer.checkpoints.folder import load_checkpoint
-from redline.watch import RunWatch, checkpoints
+from redline.watch.checkpoints import checkpoints
+from redline.watch.run_watch import RunWatch
 
 
 @pytest.fixture

@@ -27,7 +27,8 @@ from redline.trainer import PolicyTrainer
 from redline.trainer.checkpoints.folder import Checkpoint, load_checkpoint, save_checkpoint
 from redline.trainer.checkpoints.random_state import restore_random_state
 from redline.types import TrainBatch
-from redline.watch import RunWatch, checkpoints
+from redline.watch.checkpoints import checkpoints
+from redline.watch.run_watch import RunWatch
 
 STATE = {
     "master/embed": torch.randn(5, 3),

@@ -32,7 +32,9 @@ from redline.lab.material.random_folders import as_path
 from redline.lab.measure.machine import Machine, device_name, free_memory, measure_machine
 from redline.lab.measure.pairs import interleave
 from redline.lab.plan.devices import CPU_PRICE, find_device
-from redline.launch import Stages, build, prepare_process
+from redline.launch.build import build
+from redline.launch.process import prepare_process
+from redline.launch.stages import Stages
 from redline.models.sizes.flops import NetworkCost
 from redline.telemetry import Progress, Recorder, RunFolder, recording
 from redline.types import StepReport, TrainBatch, TrajectoryGroup, WeightUpdate

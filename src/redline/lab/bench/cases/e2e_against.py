@@ -30,7 +30,9 @@ from redline.lab.measure.pairs import interleave
 from redline.lab.measure.warmup import MAX_RUNS, warm_up
 from redline.lab.peers.contest import OURS
 from redline.lab.peers.trl_side import TrlSide
-from redline.launch import Stages, build, prepare_process
+from redline.launch.build import build
+from redline.launch.process import prepare_process
+from redline.launch.stages import Stages
 from redline.models.files.hf import load_tokenizer
 from redline.models.files.sources import model_folder
 from redline.models.sizes.flops import NetworkCost

@@ -30,11 +30,11 @@ from redline.lab.measure.machine import Machine, measure_machine, synchronize
 from redline.lab.measure.pairs import interleave
 from redline.lab.measure.warmup import warm_up
 from redline.lab.peers.contest import OURS
-from redline.launch import prepare_process
+from redline.launch.preflight import check_inputs
+from redline.launch.process import prepare_process
 from redline.models.files.hf import load_decoder, load_tokenizer, stop_token_ids
 from redline.models.files.sources import model_folder
 from redline.models.sizes.flops import NetworkCost
-from redline.preflight import check_inputs
 from redline.rollouts import Chat, SingleTurnRollouts, make_task_source
 from redline.rollouts.rewards.reward_model import RewardModel
 from redline.telemetry import Recorder, RunFolder, recording

@@ -29,10 +29,12 @@ from redline.lab.bench.settings import TelemetrySettings
 from redline.lab.evidence.document import Bound, Measured, PeerFigure, Result
 from redline.lab.evidence.statistics import compare
 from redline.lab.measure.pairs import interleave
-from redline.launch import Stages, build, prepare_process
+from redline.launch.build import build
+from redline.launch.process import prepare_process
+from redline.launch.stages import Stages
 from redline.telemetry import MetricsLog, Progress, Recorder, RunFolder, TraceWriter, recording, span
 from redline.types import StepReport, TrainBatch, TrajectoryGroup, WeightUpdate
-from redline.watch import step_metrics
+from redline.watch.rows import step_metrics
 
 BATCH = 1000
 """Spans of one sample."""

@@ -18,6 +18,7 @@ from typing import TypeVar
 
 from redline.config import Config
 from redline.errors import ConfigError, RedlineError, TaskError, boundary
+from redline.launch.placement import check_device, check_placement
 from redline.ports import TaskSource
 from redline.rollouts import Chat, make_task_source
 from redline.rollouts.prompts import Prompts, prompt_limit
@@ -73,7 +74,7 @@ def check_inputs(config: Config) -> Checked:
     with span("rollouts.setup"), saying_what_hangs():
         first = _first_tasks(config, tasks.source, notes)
     with span("models.load"):
-        _check_device(config)
+        check_device(config)
         _check_model(config, [*first, *tasks.held_out[:NUM_LOOKED_AT]], notes)
         _check_reward_model(config)
     return Checked(tasks, tuple(notes))
@@ -102,38 +103,7 @@ def load_tasks(config: Config) -> LoadedTasks:
         return LoadedTasks(source, num_workers, held_out_tasks(source, wanted) if wanted else [])
 
 
-# ── where it runs ──────────────────────────────────────────────────────────────────────────────────────────────────────
-
-
-def check_placement(config: Config) -> None:
-    """Refuse what needs more than one process, or another device."""
-    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        raise ConfigError("several processes were started, but this version trains a run with one", "start it without torchrun")
-    trainer = config.trainer
-    of_several = {
-        "engine.tensor_parallel_size": (config.engine.tensor_parallel_size, (1,)),
-        "trainer.sharding": (trainer.sharding, ("none",)),
-        "trainer.data_parallel_size": (trainer.data_parallel_size, (None, 1)),
-        "trainer.sequence_parallel_size": (trainer.sequence_parallel_size, (1,)),
-    }
-    for key, (value, possible) in of_several.items():
-        if value not in possible:
-            raise ConfigError(f"{key} = {value}: this version trains a run with one process", "leave it out")
-    if trainer.offload_optimizer and config.run.device == "cpu":
-        raise ConfigError(
-            "trainer.offload_optimizer: on the CPU the optimizer's state is in host memory already",
-            "set trainer.offload_optimizer=false; trainer.optimizer_states=int8 makes it smaller",
-        )
-
-
-def _check_device(config: Config) -> None:
-    import torch
-
-    if config.run.device == "cuda" and not torch.cuda.is_available():
-        raise ConfigError(
-            "run.device = cuda: there is an NVIDIA device, but torch cannot use it",
-            "install a torch built for CUDA and a driver that fits it, or set run.device=cpu",
-        )
+# ── where it writes ────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def _check_writable(folder: Path, key: str) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import re
 import shutil
 import signal
 import time
@@ -11,12 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
-from statistics import median
 from types import FrameType
-from typing import Any
-
-import numpy as np
-from rich.console import Console
 
 from redline.config.schema import Config
 from redline.engine.stats import EngineStats, metrics_between
@@ -27,26 +21,19 @@ from redline.telemetry import MetricsLog, Progress, Recorder, RunFolder, TraceWr
 from redline.telemetry.console.progress import SampleAnswer
 from redline.telemetry.files.failure import steps_logged
 from redline.telemetry.files.set_aside import make_aside
-from redline.telemetry.ledger import by_section
 from redline.telemetry.listeners import Listeners
 from redline.telemetry.processes import ProcessRecord, read_processes, span_files, with_processes
 from redline.telemetry.profiling.profiler import StepProfiler
 from redline.telemetry.summary.failed_attempts import WORTH_SAYING, FailureTally, reaches_target
-from redline.telemetry.summary.percentiles import latency_metrics
-from redline.telemetry.summary.phases import TRAINER_PARTS, EngineParts, part_seconds
-from redline.telemetry.summary.timeline import ROLLOUTS_PREFIX, by_phase, step_phases
-from redline.types import FinishReason, StepReport, Task, TrainBatch, Trajectory, TrajectoryGroup, WeightUpdate
+from redline.telemetry.summary.phases import EngineParts
+from redline.telemetry.summary.timeline import step_phases
+from redline.types import StepReport, Task, TrainBatch, Trajectory, TrajectoryGroup, WeightUpdate
+from redline.watch.checkpoints import BEGIN_AGAIN, checkpoints
+from redline.watch.rows import failures_of, reason_of, sampled, speed_beside, step_metrics
 
-_CHECKPOINT = re.compile(r"step-(\d{6,})")
 NUM_SAMPLES_SHOWN = 3
 MAX_FAILED_STEPS = 3
 """Steps in a row of which every attempt may fail, once some have not."""
-BEGIN_AGAIN = (
-    "put back a copy of a checkpoint, or begin again at step 0 with --resume --from-scratch, which moves what is there into a"
-    " folder set-aside-NNN"
-)
-NUM_GROUPS_SHOWN = 2
-"""With all their attempts, to listeners that want to see some of what was sampled."""
 
 
 class RunWatch:
@@ -130,10 +117,10 @@ class RunWatch:
             )
             metrics |= metrics_between(self._stats_before, self._engine_stats())
             metrics |= self._engine_parts.mark()
-            metrics |= _speed_beside(metrics)
+            metrics |= speed_beside(metrics)
             metrics |= self._buffer_metrics()
-            failed = _failures(self._groups[self._num_taken_over :])
-            self._listeners.step(self._metrics.append(version, metrics | _reason(self._groups)))
+            failed = failures_of(self._groups[self._num_taken_over :])
+            self._listeners.step(self._metrics.append(version, metrics | reason_of(self._groups)))
             if self._groups and self._listeners.want_trajectories:
                 self._listeners.trajectories({"step": version, "samples": sampled(self._groups)})
             if self._groups:
@@ -389,132 +376,3 @@ class RunWatch:
             if self._trace:
                 self._trace.write_process(process, share and share // count)
             yield process
-
-
-def checkpoints(folder: RunFolder) -> list[Path]:
-    """Complete ones, newest first. By number: as text, step-1000000 comes before step-999990."""
-    there = folder.checkpoints.iterdir() if folder.checkpoints.is_dir() else ()
-    found = {int(match[1]): path for path in there if (match := _CHECKPOINT.fullmatch(path.name))}
-    return [found[step] for step in sorted(found, reverse=True)]
-
-
-@contextmanager
-def saying_how_to_continue(folder: RunFolder) -> Iterator[None]:
-    """Print it when a second Ctrl-C, or one during the set-up, ends the run at once. A run that comes to a stop by itself says
-    it in its summary."""
-    try:
-        yield
-    except KeyboardInterrupt:
-        if folder.config.exists():
-            newest = next(iter(checkpoints(folder)), None)
-            where = f"after {newest.name}" if newest else "at its first step"
-            Console(stderr=True, highlight=False).print(
-                f"stopped at once; continue {where} with: redline train {folder.shown} --resume", soft_wrap=True
-            )
-        raise
-
-
-def _failures(groups: Iterable[TrajectoryGroup]) -> FailureTally:
-    tally = FailureTally()
-    tally.add(t for group in groups for t in group.trajectories)
-    return tally
-
-
-def _reason(groups: Iterable[TrajectoryGroup]) -> dict[str, str | None]:
-    """Why most of a step's failures failed, for its row; None where none did. Whichever process made them: the row of a resumed
-    run is that of one that was never killed."""
-    failure = _failures(groups).commonest
-    return {"rollouts/failure_reason": None if failure is None else str(failure)}
-
-
-def _speed_beside(metrics: Mapping[str, float]) -> dict[str, float]:
-    """Of an engine that runs beside the trainer: what it sampled during the step, over its own time. The groups that arrived
-    were sampled before as well."""
-    seconds, tokens = metrics.get(f"{ROLLOUTS_PREFIX}generation_s"), metrics.get("engine/generated_tokens")
-    return {} if seconds is None or tokens is None else {"engine/tokens_per_s": tokens / max(1e-9, seconds)}
-
-
-def step_metrics(
-    groups: Sequence[TrajectoryGroup],
-    batch: TrainBatch,
-    report: StepReport,
-    update: WeightUpdate,
-    span_ns: dict[str, int],
-    peak_flops: float | None = None,
-    taken_over_tokens: int = 0,
-) -> dict[str, float]:
-    """The row of one step. `groups` arrived during it, and may be trained on later; `span_ns` holds the exclusive time of each
-    span, and the sum is the step's wall time."""
-    attempts = [t for group in groups for t in group.trajectories]
-    new_tokens = sum(t.num_completion_tokens for t in attempts)
-    sections = {section: ns / 1e9 for section, ns in by_section(span_ns).items()}
-    phases = {phase: ns / 1e9 for phase, ns in by_phase(span_ns).items()}
-    flops_per_s = report.flops / max(1e-9, sections.get("trainer", 0.0))
-    parts = sorted({name for t in attempts for name in t.reward_parts})
-    return {
-        "rollouts/reward_mean": _mean([t.reward for t in attempts]),
-        **{f"rollouts/reward_{part}_mean": _mean([t.reward_parts.get(part, 0.0) for t in attempts]) for part in parts},
-        "rollouts/reward_std": _std([t.reward for t in attempts if t.failure is None]),
-        "rollouts/groups": len(groups),
-        "rollouts/groups_with_signal": sum(group.has_signal for group in groups),
-        "rollouts/failures": sum(t.failure is not None for t in attempts),
-        "rollouts/stopped_fraction": _mean([t.finish_reason == FinishReason.STOP for t in attempts]),
-        "rollouts/completion_tokens_mean": _mean([t.num_completion_tokens for t in attempts]),
-        **latency_metrics(groups),
-        "engine/new_tokens": new_tokens,
-        "engine/tokens_per_s": (new_tokens - taken_over_tokens) / max(1e-9, phases.get("generation", sum(phases.values()))),
-        "buffer/policy_lag_steps": batch.lag,
-        "buffer/policy_lag_p50_steps": median(batch.lags) if batch.lags else batch.lag,
-        "buffer/policy_lag_max_steps": max(batch.lags, default=batch.lag),
-        "trainer/loss": report.loss,
-        "trainer/grad_norm": report.grad_norm,
-        "trainer/learning_rate": report.learning_rate,
-        "trainer/entropy": report.entropy,
-        "trainer/clip_fraction": report.clip_fraction,
-        "trainer/mismatch_kl": report.mismatch_kl,
-        "trainer/max_ratio": report.max_ratio,
-        "trainer/tokens": report.num_tokens,
-        "trainer/trained_tokens": report.num_trained_tokens,
-        "trainer/tokens_per_s": report.num_tokens / max(1e-9, sections.get("trainer", 0.0)),
-        "trainer/micro_batches": report.num_micro_batches,
-        "trainer/imbalance": report.imbalance,
-        "trainer/padding_tokens": report.num_padding_tokens,
-        "trainer/skipped": report.skipped,
-        "trainer/flops_per_s": flops_per_s,
-        **({"trainer/mfu": flops_per_s / peak_flops} if peak_flops else {}),
-        **part_seconds("trainer", TRAINER_PARTS, span_ns),
-        **{f"trainer/{name}": value for name, value in report.extra.items()},
-        "weight_sync/bytes_moved": update.bytes_moved,
-        "weight_sync/total_s": phases.get("weight_sync", 0.0) + phases.get("wait_for_engine", 0.0),
-        "run/step_s": sum(sections.values()),
-        "run/samples_per_s": batch.num_sequences_sampled / max(1e-9, sum(sections.values())),
-        "run/time_s": time.time(),
-        **{f"time/{section}_s": seconds for section, seconds in sections.items()},
-        **{f"timeline/{phase}_s": seconds for phase, seconds in phases.items()},
-    }
-
-
-def sampled(groups: Sequence[TrajectoryGroup]) -> list[dict[str, Any]]:
-    """The attempts of the first groups, for people to read."""
-    return [
-        {
-            "task": group.task_id,
-            "version": attempt.versions.newest,
-            "answer": attempt.text,
-            "reward": attempt.reward,
-            "finish_reason": str(attempt.finish_reason),
-            "tokens": attempt.num_completion_tokens,
-        }
-        for group in groups[:NUM_GROUPS_SHOWN]
-        for attempt in group.trajectories
-    ]
-
-
-def _std(values: Sequence[float]) -> float:
-    """Exactly 0 where all are equal; NaN where there are none."""
-    return (float(np.std(values)) if len(set(values)) > 1 else 0.0) if values else math.nan
-
-
-def _mean(values: Sequence[float]) -> float:
-    """NaN where there are none, which a row of metrics has as null."""
-    return sum(values) / len(values) if values else math.nan

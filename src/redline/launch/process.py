@@ -1,0 +1,38 @@
+"""Settings of the whole process: threads, kernel caches, the allocator."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import sys
+
+import torch
+
+from redline.config import Config
+
+KERNEL_CACHE_CAPACITY = 128
+"""Shapes. The layers of a step share a dozen, and decoding returns to some dozens."""
+
+
+def prepare_process(config: Config) -> None:
+    """Settings that belong to the process, not to a stage."""
+    torch.set_num_threads(config.run.num_threads or 1)
+    if config.run.device == "cpu" and sys.platform == "linux":
+        _bound_kernel_caches()
+        _keep_freed_memory()
+
+
+def _bound_kernel_caches() -> None:
+    """torch caches a compiled product for each shape it has met, a thousand by default. Packed batches have a new shape at
+    every step, and what is kept of each lies between the large blocks of the heap, which then no longer fit where they were."""
+    for variable in ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY"):
+        os.environ.setdefault(variable, str(KERNEL_CACHE_CAPACITY))
+
+
+def _keep_freed_memory() -> None:
+    """Let glibc reuse large blocks instead of returning them: a step allocates the same hundreds of megabytes again and again,
+    and the kernel clears every page it hands out."""
+    libc = ctypes.CDLL(None)
+    if hasattr(libc, "mallopt"):
+        libc.mallopt(-1, 2**31 - 1)  # M_TRIM_THRESHOLD
+        libc.mallopt(-3, 2**30)  # M_MMAP_THRESHOLD

@@ -1,0 +1,74 @@
+"""The five stages of a process, connected."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+
+from redline.buffer import GroupBuffer, GroupStore
+from redline.engine import NativeEngine
+from redline.models.files.hf import AnyDecoder
+from redline.ports import Engine, Rollouts
+from redline.rollouts import BackgroundRollouts, SingleTurnRollouts
+from redline.trainer import PolicyTrainer
+from redline.types import Task, Trajectory
+from redline.weight_sync import SharedWeightSync
+
+
+@dataclass(slots=True)
+class Stages:
+    """The five stages of one process, connected."""
+
+    rollouts: Rollouts
+    attempts: SingleTurnRollouts
+    """What the rollouts are made of; answers held-out tasks too."""
+    buffer: GroupBuffer
+    trainer: PolicyTrainer
+    weight_sync: SharedWeightSync
+    engine: NativeEngine
+    shared_engine: Engine
+    """The engine as the loop may use it: where rollouts run in the background, only between two of its steps."""
+    decoder: AnyDecoder
+    source: Path
+    """The folder the model was loaded from."""
+    store: GroupStore
+    held_out: list[Task]
+
+    def evaluate(self, tasks: Sequence[Task]) -> list[list[Trajectory]]:
+        """Afterwards the engine forgets the prompts, so that no training sample depends on whether there was an evaluation."""
+        rollouts = self.rollouts
+        with rollouts.paused(self.buffer.patience_s) if isinstance(rollouts, BackgroundRollouts) else nullcontext():
+            attempts = self.attempts.evaluate(tasks)
+            self.engine.reset_prefix_cache()
+            return attempts
+
+    def memory(self) -> Counter[str]:
+        """Bytes by kind that the stages hold."""
+        kinds = Counter(self.trainer.memory())
+        for stage in (self.engine, self.attempts):
+            kinds.update(stage.memory())
+        return kinds
+
+    def queues(self) -> dict[str, float]:
+        """How much waits where; whoever asks does not wait for it."""
+        metrics, stats = self.buffer.metrics, self.engine.stats
+        rewards = self.rollouts.rewards if isinstance(self.rollouts, BackgroundRollouts) else None
+        return {
+            "buffer: groups under way": metrics["buffer/in_flight"],
+            "buffer: groups that may be under way or waiting": metrics["buffer/target"],
+            **({"rollouts: groups to score": rewards.num_to_score} if rewards else {}),
+            **({"rollouts: workers that score": rewards.num_scoring} if rewards else {}),
+            "engine: sequences running": stats.running,
+            "engine: sequences waiting": stats.waiting,
+            "engine: KV blocks in use": stats.kv_blocks_used,
+            "engine: KV blocks": stats.kv_blocks_total,
+        }
+
+    def close(self) -> None:
+        if isinstance(self.rollouts, BackgroundRollouts):
+            self.rollouts.close()
+        self.attempts.close()
+        self.store.close()

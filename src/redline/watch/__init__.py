@@ -1,0 +1,1 @@
+"""Around the loop: rows of metrics, checkpoints, evaluations, interrupts."""
