@@ -14,8 +14,8 @@ from support.crashing import Unread, end_of, forked, output, run_to_end, wait_un
 from support.processes import num_rows, only_run, rows, write_letters
 
 from redline.models.files.sources import model_folder
+from redline.runs.reader import RunReader
 from redline.telemetry.files.failure import read_failure
-from redline.web.reader import RunReader
 from redline.web.report import write_report
 
 SMALL = {"groups_per_step": 2, "group_size": 4, "max_new_tokens": 4, "evaluation": {"num_tasks": 2}}

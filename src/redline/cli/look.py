@@ -22,7 +22,7 @@ def show(
     """List what a run sampled, and print attempts."""
     from rich.console import Console
 
-    from redline.buffer.store.show import show as show_trajectories
+    from redline.runs.show import show as show_trajectories
     from redline.telemetry import RunFolder
     from redline.telemetry.files.failure import read_failure
 

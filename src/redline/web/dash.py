@@ -24,10 +24,10 @@ from starlette.responses import HTMLResponse, Response
 from starlette.routing import Route
 
 from redline.addresses import is_loopback
-from redline.web.columns import Json
+from redline.runs.columns import Json
+from redline.runs.listing import Runs
 from redline.web.guard import Guard
 from redline.web.page import live_page, script, style
-from redline.web.runs import Runs
 
 ASSETS: dict[str, tuple[Callable[[], str], str]] = {
     "script.js": (script, "text/javascript"),

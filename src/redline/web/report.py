@@ -5,10 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 from redline.errors import RunFolderError
+from redline.runs.reader import RunReader
+from redline.runs.trajectories import Trajectories
 from redline.telemetry.files.durable import replace_file
 from redline.web.page import report_page
-from redline.web.reader import RunReader
-from redline.web.trajectories import Trajectories
 
 
 def write_report(run: Path, target: Path) -> None:

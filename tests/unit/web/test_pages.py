@@ -20,21 +20,21 @@ from support.run_folders import append, step_row, write_run, write_trajectories
 
 from redline.buffer.store.trajectory_store import TrajectoryStore
 from redline.errors import RunFolderError, TaskError
+from redline.runs.columns import Columns
+from redline.runs.listing import Runs
+from redline.runs.reader import RunReader
+from redline.runs.status import is_locked, status_of
+from redline.runs.trajectories import Trajectories
+from redline.runs.verdict import bound_of
 from redline.telemetry import MetricsLog, Recorder, TraceWriter
 from redline.telemetry.files.failure import recording_failure
+from redline.telemetry.files.tail import Tail
 from redline.telemetry.ledger import LaneLedger, Ledger
 from redline.types import TrajectoryGroup
-from redline.web.columns import Columns
 from redline.web.dash import make_app
 from redline.web.guard import COOKIE
 from redline.web.page import report_page, script
-from redline.web.reader import RunReader
 from redline.web.report import write_report
-from redline.web.runs import Runs
-from redline.web.status import is_locked, status_of
-from redline.web.tail import Tail
-from redline.web.trajectories import Trajectories
-from redline.web.verdict import bound_of
 
 EVIL = "</script><script>alert(1)</script><img src=x onerror=alert(2)>"
 

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import numpy as np
 
-from redline.buffer.store.show import StoredRun
 from redline.errors import RunFolderError
 from redline.models.sizes.flops import TrainLoad
+from redline.runs.stored import StoredRun
 from redline.telemetry import RunFolder
 
 

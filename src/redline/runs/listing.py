@@ -9,9 +9,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from redline.errors import RunFolderError
-from redline.web.columns import Json
-from redline.web.reader import RunReader
-from redline.web.trajectories import Trajectories
+from redline.runs.columns import Json
+from redline.runs.reader import RunReader
+from redline.runs.trajectories import Trajectories
 
 _DEPTH = 2
 """Folders below the one given in which a run may lie: `runs/demo-001`, or `runs/` of several projects."""

@@ -21,17 +21,17 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from redline.runs.columns import MOST_POINTS, Columns, Json, spread
+from redline.runs.left_out import LeftOut
+from redline.runs.status import is_closed, status_of
+from redline.runs.targets import judged
+from redline.runs.verdict import bound_of
 from redline.telemetry import Ledger, RunFolder
 from redline.telemetry.files.failure import read_failure
+from redline.telemetry.files.tail import Tail
 from redline.telemetry.summary.failed_attempts import reaches_target
 from redline.telemetry.summary.targets import Evidence
 from redline.telemetry.summary.timeline import bottleneck, in_words, phase_of, step_phases
-from redline.web.columns import MOST_POINTS, Columns, Json, spread
-from redline.web.left_out import LeftOut
-from redline.web.status import is_closed, status_of
-from redline.web.tail import Tail
-from redline.web.targets import judged
-from redline.web.verdict import bound_of
 
 _LOGS = ("metrics", "samples", "evaluations", "alerts")
 RECENT_STEPS = 20

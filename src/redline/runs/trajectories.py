@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from redline.buffer.store.index import GroupRow
-from redline.buffer.store.show import StoredRun
 from redline.errors import RunFolderError
-from redline.web.columns import Json, spread
+from redline.runs.columns import Json, spread
+from redline.runs.stored import StoredRun
 
 MAX_CHARACTERS = 20_000
 """Of one text on a page."""

@@ -5,12 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 
 from redline.buffer.store.segments import segment_files
-from redline.buffer.store.show import StoredRun
 from redline.errors import RunFolderError
+from redline.runs.columns import Columns
+from redline.runs.stored import StoredRun
 from redline.telemetry import RunFolder
 from redline.telemetry.files.trace import left_out_of
 from redline.telemetry.machine.samplers import LEFT_OUT
-from redline.web.columns import Columns
 
 
 class LeftOut:

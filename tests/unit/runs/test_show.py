@@ -10,10 +10,10 @@ from rich.console import Console
 from support.stored import attempts, numbered
 from typer.testing import CliRunner
 
-from redline.buffer.store.show import show
 from redline.buffer.store.trajectory_store import TrajectoryStore
 from redline.cli import app
 from redline.errors import RunFolderError
+from redline.runs.show import show
 from redline.types import TrajectoryGroup
 
 

@@ -1,0 +1,136 @@
+"""`redline show RUN`: the groups of a run and their attempts, for people and for machines."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from rich import box
+from rich.console import Console, Group
+from rich.panel import Panel
+from rich.table import Table
+from rich.text import Text
+
+from redline.buffer.store.columns import Mark
+from redline.buffer.store.group_store import GroupState
+from redline.buffer.store.index import GroupRow
+from redline.runs.stored import StoredRun
+
+TOKENS_SHOWN = 64
+"""Of each attempt; `--json` has all of them."""
+_STYLES = {
+    GroupState.IN_FLIGHT: "cyan",
+    GroupState.READY: "yellow",
+    GroupState.LEASED: "magenta",
+    GroupState.TRAINED: "green",
+    GroupState.DROPPED: "red",
+}
+
+
+def show(
+    run: Path, *, step: int | None, number: int | None, failures: bool, limit: int, as_json: bool, console: Console
+) -> dict[str, Any] | None:
+    """Print to the console; with `as_json` return the document instead. At most `limit` groups, the last ones; 0 is all."""
+    stored = StoredRun(run)
+    groups = stored.groups(step=step, number=number)
+    pairs: list[tuple[GroupRow, list[dict[str, Any]] | None]]
+    with_attempts = failures or step is not None or number is not None
+    if failures:
+        failed = list(stored.with_failures(groups))[-limit:]
+        pairs = [(group, [row for row in rows or () if row["failure"]]) for group, rows in stored.attempts(failed)]
+    else:
+        groups = groups[-limit:]
+        pairs = list(stored.attempts(groups)) if with_attempts else [(group, None) for group in groups]
+    missing = stored.let_go()
+    if as_json:
+        document = {"run": str(run), "groups": [_group_json(group, rows, with_attempts) for group, rows in pairs]}
+        return document | ({"let_go": asdict(missing)} if missing else {})
+    console.print(group_table([group for group, _ in pairs]))
+    if number is not None or failures:
+        for group, rows in pairs:
+            console.print(attempt_panels(group, rows, stored.why_let_go()))
+    elif missing:
+        console.print(Text(missing.sentence, style="dim"))
+    return None
+
+
+# ── for people ─────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def group_table(groups: Sequence[GroupRow]) -> Table:
+    table = Table(box=box.SIMPLE_HEAD)
+    for title in ("group", "state", "versions", "step", "attempts", "tokens", "reward", "signal"):
+        table.add_column(title, justify="left" if title == "state" else "right", no_wrap=True)
+    for group in groups:
+        complete = group.num_attempts > 0
+        table.add_row(
+            str(group.number),
+            Text(f"{group.state}: {group.reason}" if group.reason else group.state.value, style=_STYLES[group.state]),
+            _span(group.oldest_version, group.newest_version) if complete else f"from {group.begun_version}",
+            "" if group.trained_version is None else str(group.trained_version),
+            str(group.num_attempts) if complete else "",
+            f"{group.num_tokens:,}" if complete else "",
+            "" if group.reward is None else f"{group.reward:.3f}",
+            ("yes" if group.has_signal else "no") if complete else "",
+        )
+    return table
+
+
+def attempt_panels(group: GroupRow, attempts: Sequence[Mapping[str, Any]] | None, why_let_go: str) -> Group | Text:
+    if attempts is None:
+        return Text(f"group {group.number}: its attempts were let go, {why_let_go}", style="dim")
+    if not attempts:
+        return Text(f"group {group.number}: no attempt is complete", style="dim")
+    return Group(*(_panel(group.number, attempt) for attempt in attempts))
+
+
+def _panel(number: int, attempt: Mapping[str, Any]) -> Panel:
+    parts = "  ".join(f"{name} {value:g}" for name, value in attempt["reward_parts"].items())
+    turns = "  ".join(
+        f"{turn['start']}–{turn['end']} by {_span(turn['oldest_version'], turn['newest_version'])}" for turn in attempt["turns"]
+    )
+    tokens = attempt["token_ids"]
+    more = f" … {len(tokens) - TOKENS_SHOWN:,} more" if len(tokens) > TOKENS_SHOWN else ""
+    lines = [
+        _line("task", attempt["task_id"]),
+        _line("reward", f"{attempt['reward']:g}" + (f"  ({parts})" if parts else "") + f"  advantage {attempt['advantage']:g}"),
+        _line("versions", f"{_span(attempt['oldest_version'], attempt['newest_version'])}  {_fate(attempt['version'])}"),
+        _line("chosen", f"{sum(attempt['loss_mask'])} of {len(tokens)} tokens: {turns}  ended by {attempt['finish_reason']}"),
+        _line("tokens", " ".join(map(str, tokens[:TOKENS_SHOWN])) + more),
+    ]
+    if attempt["failure"]:
+        lines.append(_line("failure", attempt["failure"], style="red"))
+    lines += [Text(), _plain(attempt["text"]) if attempt["text"] else Text("(no text)", style="dim")]
+    title = Text(f"group {number}, attempt {attempt['attempt']}")
+    return Panel(Group(*lines), title=title, title_align="left", box=box.ROUNDED)
+
+
+def _fate(version: int) -> str:
+    fates = {Mark.WAITING: "not trained on yet", Mark.DROPPED: "dropped", Mark.FORGOTTEN: "forgotten"}
+    return f"trained at step {version}" if version >= 0 else fates[Mark(version)]
+
+
+def _line(name: str, value: str, style: str = "") -> Text:
+    return Text.assemble((f"{name:<9}", "dim"), Text(_printable(value), style=style))
+
+
+def _plain(text: str) -> Text:
+    return Text(_printable(text))
+
+
+def _printable(text: str) -> str:
+    """What a model wrote, as characters: neither markup nor terminal codes are obeyed."""
+    return "".join(char if char.isprintable() or char == "\n" else "\N{REPLACEMENT CHARACTER}" for char in text)
+
+
+def _span(oldest: int | None, newest: int | None) -> str:
+    return f"v{oldest}" if oldest == newest else f"v{oldest}–v{newest}"
+
+
+# ── for machines ───────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def _group_json(group: GroupRow, attempts: list[dict[str, Any]] | None, with_attempts: bool) -> dict[str, Any]:
+    return asdict(group) | ({"attempts": attempts} if with_attempts else {})
