@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -12,8 +11,7 @@ import typer
 from redline.errors import ConfigError
 
 if TYPE_CHECKING:
-    from redline.config import Config, Resolved
-    from redline.telemetry import RunFolder
+    from redline.config import Resolved
 
 
 def train(
@@ -92,56 +90,18 @@ def serve(
 
 
 def _train(path: Path, overrides: list[str], *, dry_run: bool, resume: bool, from_scratch: bool) -> dict[str, Any] | None:
-    """What the run came to; None of a dry run. Refuses what it can before there is a run folder."""
-    from redline.config import load_recipe, refuse_without_effect, resolve
-    from redline.telemetry import RunFolder
+    """Return what the run came to; None after a dry run. Refuses what it can before there is a run folder."""
+    from redline.config import load_recipe
+    from redline.launch.start import continued_run, new_run
 
     if resume:
-        folder, config = run_to_continue(path, overrides)
+        checked = continued_run(path, overrides, lambda text: typer.echo(text, err=True))
     else:
-        folder, config = None, load_recipe(path, overrides)
-    resolved = resolve(config)
-    if not resume:  # a run goes on as it began
-        refuse_without_effect(resolved.config)
-    from redline.launch.preflight import check
-
-    checked = check(resolved.config, folder.path if folder else None)
-    resolved = replace(resolved, warnings=(*resolved.warnings, *checked.notes))
+        checked = new_run(load_recipe(path, overrides))
     if dry_run:
-        _print_resolved(resolved)
+        _print_resolved(checked.resolved)
         return None
-    from redline.launch.run import train as launch_train
-
-    folder = folder or RunFolder.create(resolved.config.run.folder, config.run.name, given=config.run.folder)
-    return launch_train(resolved, folder, resume=resume, from_scratch=from_scratch, tasks=checked.tasks)
-
-
-def run_to_continue(path: Path, overrides: list[str]) -> tuple[RunFolder, Config]:
-    """The run folder that `path` is, or the newest one made from the recipe that it is, with its own config."""
-    from redline.config import load_recipe, validate
-    from redline.config.changes import changes
-    from redline.telemetry import RunFolder
-
-    if path.name == "config.json":  # of a run: as a recipe it would stand for the newest run of that name
-        path = path.parent
-    recipe = load_recipe(path, overrides) if path.is_file() else None
-    if recipe:
-        folder = RunFolder.newest(recipe.run.folder, recipe.run.name, tell=lambda text: typer.echo(text, err=True))
-    else:
-        folder = RunFolder.open(path)
-    allowed = ("run.steps=", "run.name=", "run.folder=") if recipe else ("run.steps=",)
-    foreign = [override for override in overrides if not override.startswith(allowed)]
-    if foreign:
-        raise ConfigError(
-            f"--resume continues a run as it was configured; it cannot take {', '.join(foreign)}",
-            "leave the override out (run.steps=N may be given, to train longer), or start a new run",
-        )
-    config = load_recipe(folder.config, overrides)  # JSON is YAML
-    # A key that a config.json of an earlier version lacks stays at its default: no algorithm fills it in half-way.
-    config = validate(config.model_dump(mode="json"), str(folder.config))
-    if recipe and (changed := changes(recipe, config)):
-        typer.echo(f"{folder.path.name} goes on as it began; {path} says otherwise: {'; '.join(changed)}", err=True)
-    return folder, config
+    return checked.train(from_scratch=from_scratch)
 
 
 def _print_resolved(resolved: Resolved) -> None:

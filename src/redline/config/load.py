@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import datetime
 import difflib
 import re
@@ -33,9 +34,16 @@ def load_recipe(path: Path, overrides: Sequence[str] = ()) -> Config:
         raise ConfigError(f"{path}: not a text file: {error}", "save the recipe as UTF-8") from error
     if not isinstance(values, dict):
         raise ConfigError(f"{path}: a recipe is a mapping of sections", "start with `model:` and `rollouts:`")
+    return make_config(values, overrides, str(path))
+
+
+def make_config(values: Mapping[str, Any], overrides: Sequence[str] = (), name: str = "recipe") -> Config:
+    """Apply the overrides, in order, to a copy of a recipe's values, and validate the whole. `name` says whose mistakes they
+    are."""
+    changed = copy.deepcopy(dict(values))
     for override in overrides:
-        _apply_override(values, override)
-    return validate(values, str(path))
+        _apply_override(changed, override)
+    return validate(changed, name)
 
 
 def validate(values: Mapping[str, Any], name: str = "recipe") -> Config:

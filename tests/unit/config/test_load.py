@@ -9,13 +9,13 @@ from typing import Any, get_args
 import pytest
 from pydantic import BaseModel
 
-from redline.cli.run import run_to_continue
 from redline.config import Config, load_recipe, resolve, validate
 from redline.config.changes import changes
 from redline.config.resolve import bfloat16_flags
 from redline.config.sections.tasks import JsonlTask
 from redline.config.sections.telemetry import TelemetryConfig
 from redline.errors import ConfigError
+from redline.launch.start import run_to_continue
 from redline.telemetry import RunFolder, write_json
 
 MINIMAL = """\
@@ -490,7 +490,7 @@ def test_the_config_of_a_run_stands_for_that_run_and_not_for_the_newest_of_its_n
     folders = [RunFolder.create(tmp_path, "demo") for _ in range(2)]
     for folder in folders:
         write_json(folder.config, validate(values).model_dump(mode="json"))
-    assert run_to_continue(folders[0].config, [])[0] == folders[0]
+    assert run_to_continue(folders[0].config, [], pytest.fail)[0] == folders[0]
     recipe = tmp_path / "demo.json"
     write_json(recipe, values)
-    assert run_to_continue(recipe, [])[0] == folders[1]
+    assert run_to_continue(recipe, [], pytest.fail)[0] == folders[1]

@@ -1,0 +1,87 @@
+"""From a recipe, or from a run that goes on, to training: what `redline train` and `redline.train` share.
+
+    Config ──new_run──────► CheckedRun ──train──► run folder, summary
+    folder ──continued_run──►
+
+Importing this file loads no torch: a mistake in a recipe is said before anything is loaded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from redline.config import Config, Resolved, load_recipe, refuse_without_effect, resolve, validate
+from redline.config.changes import changes
+from redline.errors import ConfigError
+from redline.telemetry import RunFolder
+
+if TYPE_CHECKING:
+    from redline.launch.preflight import LoadedTasks
+
+Tell = Callable[[str], None]
+
+
+@dataclass(slots=True, frozen=True)
+class CheckedRun:
+    """A run in which nothing is wrong, as far as can be known without its weights."""
+
+    resolved: Resolved
+    folder: RunFolder | None
+    """The folder of a run that goes on; None for a new one, which gets its folder when it is trained."""
+    tasks: LoadedTasks
+    given: Path
+    """`run.folder` as the recipe has it: what messages call the place of a new run."""
+
+    def train(self, *, from_scratch: bool = False) -> dict[str, Any]:
+        """Train to the last step or to an interrupt, and return what `redline train --json` prints. `from_scratch` sets aside
+        what the folder of a run that goes on holds, and begins at step 0."""
+        from redline.launch.run import train
+
+        run = self.resolved.config.run
+        folder = self.folder or RunFolder.create(run.folder, run.name, given=self.given)
+        is_resumed = self.folder is not None
+        return train(self.resolved, folder, resume=is_resumed, from_scratch=from_scratch, tasks=self.tasks)
+
+
+def new_run(config: Config) -> CheckedRun:
+    """Check a recipe. Raises `RedlineError` for whatever would end the run later; leaves nothing on the disk."""
+    resolved = resolve(config)
+    refuse_without_effect(resolved.config)
+    return _checked(resolved, None, config.run.folder)
+
+
+def continued_run(path: Path, overrides: Sequence[str], tell: Tell) -> CheckedRun:
+    """Check the run that `path` names, to continue it as it began. `tell` hears what a person may want to know."""
+    folder, config = run_to_continue(path, overrides, tell)
+    return _checked(resolve(config), folder, config.run.folder)
+
+
+def run_to_continue(path: Path, overrides: Sequence[str], tell: Tell) -> tuple[RunFolder, Config]:
+    """Return the run folder that `path` is, or the newest one made from the recipe that it is, with the run's own config."""
+    if path.name == "config.json":  # of a run: as a recipe it would stand for the newest run of that name
+        path = path.parent
+    recipe = load_recipe(path, overrides) if path.is_file() else None
+    folder = RunFolder.newest(recipe.run.folder, recipe.run.name, tell=tell) if recipe else RunFolder.open(path)
+    allowed = ("run.steps=", "run.name=", "run.folder=") if recipe else ("run.steps=",)
+    foreign = [override for override in overrides if not override.startswith(allowed)]
+    if foreign:
+        raise ConfigError(
+            f"--resume continues a run as it was configured; it cannot take {', '.join(foreign)}",
+            "leave the override out (run.steps=N may be given, to train longer), or start a new run",
+        )
+    config = load_recipe(folder.config, overrides)  # JSON is YAML
+    # A key that a config.json of an earlier version lacks stays at its default: no algorithm fills it in half-way.
+    config = validate(config.model_dump(mode="json"), str(folder.config))
+    if recipe and (changed := changes(recipe, config)):
+        tell(f"{folder.path.name} goes on as it began; {path} says otherwise: {'; '.join(changed)}")
+    return folder, config
+
+
+def _checked(resolved: Resolved, folder: RunFolder | None, given: Path) -> CheckedRun:
+    from redline.launch.preflight import check
+
+    checked = check(resolved.config, folder.path if folder else None)
+    return CheckedRun(replace(resolved, warnings=(*resolved.warnings, *checked.notes)), folder, checked.tasks, given)
