@@ -29,7 +29,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from redline.kernels.decode import DecodeBatch, SharedPrefixes, Tile, copy_blocks
-from redline.kernels.decode import attention as decode_attention
+from redline.kernels.decode.attention import decode_attention
 from redline.kernels.decoder_steps import add_rms_norm, silu_mul
 from redline.models.layers.rope import rotary_table, rotate
 from redline.telemetry import describe_environment

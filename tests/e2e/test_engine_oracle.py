@@ -18,7 +18,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from redline.config.sections.engine import EngineConfig
 from redline.engine import NativeEngine
-from redline.models.attention.packed import PackedAttention, Segments
+from redline.kernels.segments import Segments
+from redline.models.attention.packed import PackedAttention
 from redline.models.files.hf import load_decoder
 from redline.models.files.sources import model_folder
 from redline.trainer.loss.logprobs import selected_logprobs

@@ -14,7 +14,8 @@ from torch import Tensor
 
 from redline.config.sections.lora import LoraConfig
 from redline.config.sections.trainer import TrainerConfig
-from redline.models.attention.packed import NO_PARENT, PackedAttention, Segments
+from redline.kernels.segments import NO_PARENT, Segments
+from redline.models.attention.packed import PackedAttention
 from redline.models.decoder import Decoder
 from redline.models.lora.trainable import add_adapter
 from redline.models.spec import DecoderSpec

@@ -4,8 +4,8 @@
 
 The state is flat, the weights are separate tensors, so a table says for each program which elements are its own and where the
 weights of them are. Where there are no masters the weights are float32, and are read as well. Moments in 8 bits are those of
-`quantized_states.py`; they are rounded by numbers drawn from the number of the update and the place of the element, whichever
-program makes them. This module needs triton; only code that runs on a CUDA device may import it.
+`trainer/optimizer/quantized_states.py`; they are rounded by numbers drawn from the number of the update and the place of the
+element, whichever program makes them. This module needs triton; only code that runs on a CUDA device may import it.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra import libdevice
 
+from redline.kernels import flat_state
+from redline.kernels.flat_state import BLOCK, Piece, Stretch
 from redline.kernels.launches import launch
-from redline.trainer.optimizer.flat_layout import BLOCK, Piece, Stretch
-from redline.trainer.optimizer.quantized_states import Int8Codec
 
 ELEMENTS = 1024
 """Of one program."""
-FIRST_LEVELS, FIRST_OCTAVES = tl.constexpr(Int8Codec.FIRST_LEVELS), tl.constexpr(Int8Codec.FIRST_OCTAVES)
-SECOND_LEVELS, SECOND_OCTAVES = tl.constexpr(Int8Codec.SECOND_LEVELS), tl.constexpr(Int8Codec.SECOND_OCTAVES)
+FIRST_LEVELS, FIRST_OCTAVES = tl.constexpr(flat_state.FIRST_LEVELS), tl.constexpr(flat_state.FIRST_OCTAVES)
+SECOND_LEVELS, SECOND_OCTAVES = tl.constexpr(flat_state.SECOND_LEVELS), tl.constexpr(flat_state.SECOND_OCTAVES)
 INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 SMALLEST_SCALE = tl.constexpr(2.0**-126)
 """Of a block that is not all zero: below it, an inverse is infinite."""

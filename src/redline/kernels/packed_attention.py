@@ -20,9 +20,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from redline.kernels.attention_plan import key_blocks, part_size, query_blocks
 from redline.kernels.launches import ALIGNMENT, launch
-from redline.models.attention.packed import Segments
-from redline.models.attention.plan import key_blocks, part_size, query_blocks
+from redline.kernels.segments import Segments
 
 _Rotary = tuple[Tensor | None, Tensor | None]
 

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from importlib.util import find_spec
 from typing import Any, Protocol, runtime_checkable
 
 import torch
@@ -19,13 +18,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from redline.kernels.available import kernels_serve
 from redline.models.layers.gradient_sums import embedding
 from redline.models.layers.rope import rotary_table, rotate
 from redline.models.lora.per_token import ActiveLora, project
 from redline.models.sizes.memory import Checkpointing
 from redline.models.spec import DecoderSpec
 
-_HAS_TRITON = find_spec("triton") is not None
 Rotary = tuple[Tensor, Tensor]
 """cos and sin of every token's position."""
 
@@ -109,7 +108,7 @@ class DecoderLayer(nn.Module):
             assert isinstance(attend, FusedAttend)
             return attend.attend_fused(self, projected.view(shape)).flatten(1)
         assert not isinstance(attend, FusedAttend)
-        if self.q_norm is None and _is_fused(projected):
+        if self.q_norm is None and kernels_serve(projected):
             from redline.kernels import training as training_kernels
 
             heads = training_kernels.rotate_(projected, spec.num_heads + spec.num_kv_heads, *rotary).view(shape)
@@ -194,7 +193,7 @@ def _alone(x: Tensor) -> Tensor:
 def _trains_by_hand(x_TE: Tensor, attend: AnyAttend, lora: ActiveLora | None) -> bool:
     """In half precision on CUDA, all weights."""
     half = x_TE.dtype in (torch.bfloat16, torch.float16)
-    return half and lora is None and _is_fused(x_TE) and torch.is_grad_enabled() and hasattr(attend, "backward")
+    return half and lora is None and kernels_serve(x_TE) and torch.is_grad_enabled() and hasattr(attend, "backward")
 
 
 def _again_in_backward(part: Callable[..., Any], wanted: bool) -> Callable[..., Any]:
@@ -211,7 +210,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 def add_rms_norm(x_TE: Tensor, delta_TE: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """x + delta, and the RMS norm of that."""
-    if _is_fused(x_TE):
+    if kernels_serve(x_TE):
         from redline.kernels import decoder_steps as kernels
         from redline.kernels import training as training_kernels
 
@@ -223,15 +222,10 @@ def add_rms_norm(x_TE: Tensor, delta_TE: Tensor | None, weight: Tensor, eps: flo
 
 def silu_mul(gate_up: Tensor) -> Tensor:
     """silu(gate) · up, of the two side by side."""
-    if _is_fused(gate_up):
+    if kernels_serve(gate_up):
         from redline.kernels import decoder_steps as kernels
         from redline.kernels import training as training_kernels
 
         return (training_kernels if torch.is_grad_enabled() else kernels).silu_mul(gate_up)
     gate, up = gate_up.chunk(2, dim=-1)
     return F.silu(gate) * up
-
-
-def _is_fused(x: Tensor) -> bool:
-    """Whether the Triton kernels serve."""
-    return x.is_cuda and _HAS_TRITON

@@ -17,7 +17,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from redline.errors import ModelError, boundary
-from redline.models.attention.packed import PackedAttention, Segments
+from redline.kernels.segments import Segments
+from redline.models.attention.packed import PackedAttention
 from redline.models.attention.routed import ROUTED, WATCHED, Mask, Route, Watch, set_attention, through
 from redline.models.spec import NO_LIMIT, ModelShape, fixed_positions
 

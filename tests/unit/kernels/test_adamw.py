@@ -20,9 +20,11 @@ import triton.language as tl
 
 from redline.config.sections.trainer import TrainerConfig
 from redline.kernels import adamw as adamw_kernel
+from redline.kernels import flat_state
 from redline.kernels.adamw import AdamWKernel, _random
+from redline.kernels.flat_state import BLOCK
 from redline.trainer.optimizer.adamw import MasterAdamW
-from redline.trainer.optimizer.flat_layout import BLOCK, FlatLayout, part
+from redline.trainer.optimizer.flat_layout import FlatLayout, part
 from redline.trainer.optimizer.offload import HostMemory
 from redline.trainer.optimizer.quantized_states import CODECS, Int8Codec
 
@@ -31,8 +33,8 @@ DEVICE = torch.device("cuda" if ON_CUDA else "cpu")
 HALF = torch.bfloat16 if ON_CUDA else torch.float16
 BETAS, EPS, RATE, DECAY = (0.8, 0.95), 1e-6, 1e-2, 0.1
 SHAPES = {"fits": (4, 256), "longer": (2, 700), "vector": (300,), "few": (7,), "short": (5, 3)}
-MOMENTS = [("exp_avg", Int8Codec.FIRST_LEVELS, Int8Codec.FIRST_OCTAVES)]
-MOMENTS += [("exp_avg_sq", Int8Codec.SECOND_LEVELS, Int8Codec.SECOND_OCTAVES)]
+MOMENTS = [("exp_avg", flat_state.FIRST_LEVELS, flat_state.FIRST_OCTAVES)]
+MOMENTS += [("exp_avg_sq", flat_state.SECOND_LEVELS, flat_state.SECOND_OCTAVES)]
 
 pytestmark = [pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning")]  # numpy's, of the interpreter's infinities
 if ON_CUDA:
@@ -289,7 +291,7 @@ def test_what_is_smaller_than_the_first_level_is_right_on_average_too() -> None:
     case = make(shapes={"vector": (64 * BLOCK,)})
     for name in ("exp_avg", "exp_avg_scale", "exp_avg_sq", "exp_avg_sq_scale"):
         case.state[name].zero_()
-    lowest = 2 ** (-(Int8Codec.FIRST_LEVELS - 1) * Int8Codec.FIRST_OCTAVES / Int8Codec.FIRST_LEVELS)
+    lowest = 2 ** (-(flat_state.FIRST_LEVELS - 1) * flat_state.FIRST_OCTAVES / flat_state.FIRST_LEVELS)
     case.gradients.fill_(-0.3 * lowest)
     case.gradients[::BLOCK] = 1.0
     case.step(clip=1.0)

@@ -18,7 +18,7 @@ if DEVICE == "cpu":
 triton = pytest.importorskip("triton")
 
 from redline.kernels.decode import DecodeBatch, SharedPrefixes, Tile, choose_splits, copy_blocks, rotate_and_store  # noqa: E402
-from redline.kernels.decode import attention as decode_attention  # noqa: E402
+from redline.kernels.decode.attention import decode_attention  # noqa: E402
 from redline.kernels.decoder_steps import add_rms_norm, silu_mul  # noqa: E402
 from redline.models.layers.rope import rotary_table, rotate  # noqa: E402
 

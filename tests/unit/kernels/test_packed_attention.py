@@ -12,12 +12,13 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
+from redline.kernels import attention_plan
 from redline.kernels import packed_attention as attention_kernels
+from redline.kernels.attention_plan import children_follow, key_blocks, part_size, query_blocks
 from redline.kernels.packed_attention import AttentionKernels, Tile, Tiles
-from redline.models.attention import plan as attention_plan
+from redline.kernels.segments import NO_PARENT, Segments
 from redline.models.attention.flash import FlashPackedAttention
-from redline.models.attention.packed import NO_PARENT, PackedAttention, Segments
-from redline.models.attention.plan import children_follow, key_blocks, part_size, query_blocks
+from redline.models.attention.packed import PackedAttention
 from redline.models.layers.rope import rotary_table, rotate
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")

@@ -23,7 +23,8 @@ from transformers import (
 )
 
 from redline.errors import ModelError
-from redline.models.attention.packed import PackedAttention, Segments
+from redline.kernels.segments import Segments
+from redline.models.attention.packed import PackedAttention
 from redline.models.decoder import Decoder
 from redline.models.files.hf import load_config, load_decoder, load_tokenizer, save_folder, stop_token_ids
 from redline.models.files.sources import cache_root, model_folder

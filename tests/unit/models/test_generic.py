@@ -17,7 +17,8 @@ from redline.config.sections.engine import EngineConfig
 from redline.config.sections.trainer import TrainerConfig
 from redline.engine import NativeEngine
 from redline.errors import ModelError
-from redline.models.attention.packed import PackedAttention, Segments
+from redline.kernels.segments import Segments
+from redline.models.attention.packed import PackedAttention
 from redline.models.files.hf import hf_tensors, load_decoder, load_recompute_model, save_folder
 from redline.models.generic import GenericDecoder
 from redline.trainer import PolicyTrainer

@@ -25,7 +25,8 @@ from redline.config.sections.lora import LoraConfig
 from redline.config.sections.trainer import TrainerConfig
 from redline.engine import NativeEngine
 from redline.errors import ModelError
-from redline.models.attention.packed import PackedAttention, Segments
+from redline.kernels.segments import Segments
+from redline.models.attention.packed import PackedAttention
 from redline.models.decoder import Decoder
 from redline.models.files.hf import load_decoder, save_folder
 from redline.models.generic import GenericDecoder

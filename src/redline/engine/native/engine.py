@@ -14,7 +14,6 @@ import itertools
 import time
 from collections import deque
 from collections.abc import Sequence as Sequence_
-from importlib.util import find_spec
 from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
@@ -37,6 +36,7 @@ from redline.engine.native.sleep import MemoryMoved, OffloadedWeights, Stopwatch
 from redline.engine.native.text.stop_strings import StopSearch
 from redline.engine.stats import EngineStats, Rate
 from redline.errors import BrokenModelError, EngineError
+from redline.kernels.available import kernels_serve
 from redline.models.files.hf import AnyDecoder
 from redline.models.lora.per_token import PreparedAdapter
 from redline.telemetry import span
@@ -116,7 +116,7 @@ class NativeEngine:
         rows = DeviceRows(self._config.max_num_seqs, max_blocks, spec.vocab_size, weight.device)
         rows.share_samples = self._ranks.share_samples if self._ranks else None
         runner = Runner(self.decoder, cache, rows)
-        if weight.device.type == "cuda" and find_spec("triton"):
+        if kernels_serve(weight):
             from redline.engine.native.running import cuda
 
             if cuda.serves(self.decoder, weight.dtype, self._block_size):

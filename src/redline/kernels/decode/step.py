@@ -6,15 +6,34 @@ Each is one launch over the batch. In torch they are two dozen, each far smaller
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from redline.engine.native.running.device_rows import DeviceRows
-
 ROWS_PER_PROGRAM = 64
+
+
+class StepRows(Protocol):
+    """What a step reads and writes of the state rows, R of them; the engine's `DeviceRows` has these tensors."""
+
+    alive_R: Tensor
+    """bool[R]."""
+    next_token_R: Tensor
+    """int64[R]: the newest token, whose keys and values are not computed yet."""
+    position_R: Tensor
+    sampled_R: Tensor
+    """int64[R]: tokens sampled so far."""
+    limit_R: Tensor
+    """int64[R]: the most tokens a row may sample."""
+    streams_R: Tensor
+    """int64[R]: the seed of each row."""
+    temperature_R: Tensor
+    """float32[R]."""
+    stops_RS: Tensor
+    """int64[R, S]: tokens that end a row, -1 where it has fewer."""
 
 
 @dataclass(slots=True, frozen=True)
@@ -29,7 +48,7 @@ class StepInputs:
     counters_B: Tensor
 
 
-def begin_step(rows: DeviceRows, rows_B: Tensor) -> StepInputs:
+def begin_step(rows: StepRows, rows_B: Tensor) -> StepInputs:
     """Look the batch up in the rows."""
     B = len(rows_B)
     ids = torch.empty((4, B), dtype=torch.int64, device=rows_B.device)
@@ -41,7 +60,7 @@ def begin_step(rows: DeviceRows, rows_B: Tensor) -> StepInputs:
 
 
 def end_step(
-    rows: DeviceRows, rows_B: Tensor, tokens_B: Tensor, logprobs_B: Tensor, launched_R: Tensor, out: tuple[Tensor, Tensor]
+    rows: StepRows, rows_B: Tensor, tokens_B: Tensor, logprobs_B: Tensor, launched_R: Tensor, out: tuple[Tensor, Tensor]
 ) -> None:
     """Advance the rows that are alive by their sampled tokens, and store those at `out[..][launched_R[row], entry]`.
 

@@ -6,15 +6,16 @@ as torch's FlashAttention (benchmarks/LOG.md). Everything else goes to the latte
 
 from __future__ import annotations
 
-import importlib.util
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from redline.models.attention.packed import NO_PARENT, PackedAttention, Segments
-from redline.models.attention.plan import children_follow
+from redline.kernels.attention_plan import children_follow
+from redline.kernels.available import has_triton
+from redline.kernels.segments import NO_PARENT, Segments
+from redline.models.attention.packed import PackedAttention
 
 if TYPE_CHECKING:
     from redline.models.layers.fused import ManualAttend
@@ -23,7 +24,6 @@ _DROPOUT, _CAUSAL, _DEBUG_MASK = 0.0, True, False
 _HOPPER = 9
 _MAX_ELEMENTS = 2**31
 """Of a tensor, for kernels that count them in 32 bits."""
-_HAS_TRITON = importlib.util.find_spec("triton") is not None
 
 
 def packed_attention(segments: Segments, device: torch.device) -> FlashPackedAttention | PackedAttention:
@@ -71,7 +71,7 @@ class FlashPackedAttention:
     def _suited_to(self, num_heads: int, num_kv_heads: int, head_dim: int) -> ManualAttend:
         num_elements = int(self._segments.offsets[-1]) * (num_heads + 2 * num_kv_heads) * head_dim
         is_hopper = torch.cuda.get_device_capability(self._device)[0] == _HOPPER
-        if is_hopper and _HAS_TRITON and children_follow(self._segments) and num_elements < _MAX_ELEMENTS:
+        if is_hopper and has_triton() and children_follow(self._segments) and num_elements < _MAX_ELEMENTS:
             from redline.kernels.packed_attention import TILES, AttentionKernels
 
             if head_dim in TILES:

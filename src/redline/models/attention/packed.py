@@ -12,7 +12,6 @@ the network's products never see a padded token. The index work is done once per
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,40 +20,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-NO_PARENT = -1
+from redline.kernels.segments import NO_PARENT, Segments
+
 MAX_PADDING = 1.25
 """A block may hold at most this many times the key positions that its segments need."""
 MAX_SCORES = 2**23
 """Scores of one block that may be held for the backward pass, in every layer: 32 MiB each."""
-
-
-@dataclass(slots=True, frozen=True)
-class Segments:
-    """Token runs laid end to end."""
-
-    offsets: np.ndarray
-    """int64[segments + 1]."""
-    parents: np.ndarray
-    """int64[segments]: the segment this one continues, which must itself have no parent, or `NO_PARENT`."""
-
-    @classmethod
-    def independent(cls, lengths: Sequence[int]) -> Segments:
-        """Sequences that share nothing."""
-        return cls(np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)]), np.full(len(lengths), NO_PARENT, dtype=np.int64))
-
-    @property
-    def lengths(self) -> np.ndarray:
-        return np.diff(self.offsets)
-
-    @property
-    def parent_lengths(self) -> np.ndarray:
-        """Tokens before each segment's first one; its positions start here."""
-        return np.where(self.parents == NO_PARENT, 0, self.lengths[self.parents])
-
-    def positions(self) -> np.ndarray:
-        """int64[T]."""
-        starts = np.repeat(self.offsets[:-1] - self.parent_lengths, self.lengths)
-        return np.arange(self.offsets[-1], dtype=np.int64) - starts
 
 
 @dataclass(slots=True)

@@ -26,7 +26,7 @@ Checkpointing = Literal["none", "light", "selective", "full"]
 """What the backward pass computes again. `light`: the MLPs' activations, `selective`: the MLPs, `full`: all layers, each from
 its inputs."""
 LayerCode = Literal["fused", "kernels", "eager"]
-"""Who runs a layer in training. `fused`: `fused_layer.py`. `kernels`: autograd around `training_kernels.py`. `eager`: autograd
+"""Who runs a layer in training. `fused`: `layers/fused.py`. `kernels`: autograd around `kernels/training.py`. `eager`: autograd
 around torch's own operations."""
 FLOAT32 = 4
 

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from redline.errors import TrainingError
-from redline.models.attention.packed import NO_PARENT, Segments
+from redline.kernels.segments import NO_PARENT, Segments
 from redline.models.sizes.flops import TrainLoad
 from redline.trainer.batches.balance import deal, fill_bins
 from redline.trainer.batches.cost import CostModel

@@ -6,12 +6,12 @@ that is done by the forward pass already (`logprob_kernels.py`). Those of the ot
 
 from __future__ import annotations
 
-from importlib.util import find_spec
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from redline.kernels.available import kernels_serve
 from redline.models.layers import products
 from redline.models.layers.gradient_sums import sum_of
 
@@ -19,7 +19,6 @@ CHUNK_BYTES = {"cpu": 128 * 2**20, "cuda": 2**30}
 """Logits of one chunk: in float32 on the CPU, in the compute dtype on a GPU, which wants larger products."""
 KEPT_BYTES = {"cpu": 2**28, "cuda": 3 * 2**30}
 """Logits kept for the backward pass, in the compute dtype: each spares a product with the whole vocabulary."""
-_HAS_TRITON = find_spec("triton") is not None
 
 
 def selected_logprobs(hidden_ME: Tensor, weight_VE: Tensor, targets_M: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
@@ -83,13 +82,9 @@ class _Summary(NamedTuple):
     and the logprob of the largest. Nothing where a GPU's logits are not kept."""
 
 
-def _by_kernels(logits: Tensor) -> bool:
-    return logits.is_cuda and _HAS_TRITON
-
-
 def _summarise(logits: Tensor, targets: Tensor, temperature: float, *, keeps: bool) -> _Summary:
     """Logits that are not kept may be overwritten; those that are become whatever `_to_gradient` wants."""
-    if _by_kernels(logits):
+    if kernels_serve(logits):
         from redline.kernels.logprobs import summarise, to_slopes_
 
         if keeps:
@@ -106,7 +101,7 @@ def _summarise(logits: Tensor, targets: Tensor, temperature: float, *, keeps: bo
 
 def _made_again(logits: Tensor, targets: Tensor, summary: _Summary, temperature: float) -> _Summary:
     """Logits that were not kept become what they would be if they had been; the summary is that of what is there now."""
-    return _summarise(logits, targets, temperature, keeps=True) if _by_kernels(logits) else summary
+    return _summarise(logits, targets, temperature, keeps=True) if kernels_serve(logits) else summary
 
 
 def _to_gradient(
@@ -115,7 +110,7 @@ def _to_gradient(
     """What reaches the logits, in their place; or that divided by a factor for each row, [M], which the caller has to multiply
     whatever he makes of it by."""
     (grad_logprob, grad_entropy), dtype = grads, logits.dtype
-    if _by_kernels(logits):
+    if kernels_serve(logits):
         from redline.kernels.logprobs import to_gradient_
 
         sums, tops = summary.others

@@ -14,7 +14,6 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Mapping
 from functools import partial
-from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
 import torch
@@ -22,10 +21,12 @@ from torch import Tensor, nn
 
 from redline.config.sections.trainer import TrainerConfig
 from redline.errors import ConfigError, RunFolderError
+from redline.kernels.available import kernels_serve
+from redline.kernels.flat_state import Stretch
 from redline.models.layers.gradient_sums import GradientSum, keep_sum
 from redline.trainer.optimizer import schedule
 from redline.trainer.optimizer.finite import GradientNorms, gradient_norms
-from redline.trainer.optimizer.flat_layout import FlatLayout, Stretch, flat_zeros
+from redline.trainer.optimizer.flat_layout import FlatLayout, flat_zeros
 from redline.trainer.optimizer.offload import STRETCH_ELEMENTS, DeviceMemory, HostMemory, StateMemory
 from redline.trainer.optimizer.quantized_states import CODECS, Codec, Kept
 
@@ -53,7 +54,7 @@ class MasterAdamW:
             master.data.copy_(self._parameters[name].detach())
         for parameter in everything.values():
             parameter.data = parameter.data.to(dtype).contiguous()
-        by_kernel = self._device.type == "cuda" and find_spec("triton") is not None
+        by_kernel = kernels_serve(next(iter(self._parameters.values())))
         # Moments that are not updated where they lie take float32 copies of a stretch, unless a kernel has them in registers.
         whole = not config.offload_optimizer and (by_kernel or config.optimizer_states == "float32")
         self._stretches = self._layout.stretches(None if whole else STRETCH_ELEMENTS)

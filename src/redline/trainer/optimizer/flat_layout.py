@@ -9,43 +9,11 @@ A stretch is what the optimizer works on at once, and may cut a large parameter 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-BLOCK = 256
-"""Elements; every parameter begins on a multiple of it, and each block of an 8-bit moment has one scale."""
-
-
-@dataclass(slots=True, frozen=True)
-class Piece:
-    """The part of one parameter that lies in a stretch."""
-
-    name: str
-    start: int
-    """First element, in the flattened parameter."""
-    length: int
-    at: int
-    """Where that element lies in the stretch."""
-
-    def of_parameter(self, tensor: Tensor) -> Tensor:
-        """These elements of a tensor shaped like the parameter."""
-        return tensor.view(-1)[self.start : self.start + self.length]
-
-    def of_stretch(self, flat: Tensor) -> Tensor:
-        """These elements of a tensor that holds the stretch."""
-        return flat[self.at : self.at + self.length]
-
-
-@dataclass(slots=True, frozen=True)
-class Stretch:
-    start: int
-    """First element, in the flat tensor."""
-    length: int
-    decayed: bool
-    """Weight decay is for matrices only."""
-    pieces: tuple[Piece, ...]
+from redline.kernels.flat_state import BLOCK, Piece, Stretch
 
 
 class FlatLayout:

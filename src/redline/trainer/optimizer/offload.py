@@ -17,7 +17,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from redline.trainer.optimizer.flat_layout import Stretch, part
+from redline.kernels.flat_state import Stretch
+from redline.trainer.optimizer.flat_layout import part
 from redline.trainer.optimizer.quantized_states import Kept
 
 STRETCH_ELEMENTS = 16 * 2**20

@@ -11,7 +11,7 @@ seeded by the number of the update: they repeat when a run is resumed.
 
 The second moment is rounded up to level 1 rather than down to zero: it divides, and too small an update is the safe mistake.
 
-This is for any device, and takes dozens of passes over float32 copies. On a CUDA device `adamw_kernel.py` does the same in one
+This is for any device, and takes dozens of passes over float32 copies. On a CUDA device `kernels/adamw.py` does the same in one
 pass over the codes; its draws come from a generator of its own, so a run repeats itself on the kind of device it began on.
 """
 
@@ -24,7 +24,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from redline.trainer.optimizer.flat_layout import BLOCK
+from redline.kernels.flat_state import BLOCK, FIRST_LEVELS, FIRST_OCTAVES, SECOND_LEVELS, SECOND_OCTAVES
 
 Moments = tuple[Tensor, Tensor]
 """float32 exp_avg and exp_avg_sq of a stretch."""
@@ -53,19 +53,17 @@ class Int8Codec:
         "exp_avg_sq": (torch.uint8, 1),
         "exp_avg_sq_scale": (torch.float32, BLOCK),
     }
-    FIRST_LEVELS, FIRST_OCTAVES = 127, 16
-    SECOND_LEVELS, SECOND_OCTAVES = 255, 32  # a square spans twice the octaves of its root
 
     def decode(self, kept: Mapping[str, Tensor]) -> Moments:
-        first = _decode(kept["exp_avg"], kept["exp_avg_scale"], self.FIRST_LEVELS, self.FIRST_OCTAVES)
-        second = _decode(kept["exp_avg_sq"], kept["exp_avg_sq_scale"], self.SECOND_LEVELS, self.SECOND_OCTAVES)
+        first = _decode(kept["exp_avg"], kept["exp_avg_scale"], FIRST_LEVELS, FIRST_OCTAVES)
+        second = _decode(kept["exp_avg_sq"], kept["exp_avg_sq_scale"], SECOND_LEVELS, SECOND_OCTAVES)
         return first, second
 
     def encode(self, moments: Moments, kept: Mapping[str, Tensor], skip: Tensor, seed: int) -> None:
         """Overwrite `kept`, unless the scalar `skip` is 1."""
         generator = torch.Generator(skip.device).manual_seed(seed)
-        first, first_scale = _encode(moments[0], self.FIRST_LEVELS, self.FIRST_OCTAVES, generator)
-        second, second_scale = _encode(moments[1], self.SECOND_LEVELS, self.SECOND_OCTAVES, generator)
+        first, first_scale = _encode(moments[0], FIRST_LEVELS, FIRST_OCTAVES, generator)
+        second, second_scale = _encode(moments[1], SECOND_LEVELS, SECOND_OCTAVES, generator)
         second = torch.where(moments[1] > 0, second.clamp(min=1), second)
         fresh = {"exp_avg": first, "exp_avg_scale": first_scale, "exp_avg_sq": second, "exp_avg_sq_scale": second_scale}
         for name, tensor in kept.items():

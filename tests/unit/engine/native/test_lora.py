@@ -25,7 +25,8 @@ from redline.config.sections.engine import EngineConfig
 from redline.engine import AsyncEngine, NativeEngine
 from redline.engine.native.lora import make_bank
 from redline.errors import EngineError, ModelError, RedlineError
-from redline.models.attention.packed import PackedAttention, Segments
+from redline.kernels.segments import Segments
+from redline.models.attention.packed import PackedAttention
 from redline.models.files.hf import load_decoder
 from redline.types import Completion, Delta, GenerateRequest, SamplingParams
 

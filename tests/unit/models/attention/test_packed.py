@@ -10,8 +10,9 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from redline.kernels.segments import NO_PARENT, Segments
 from redline.models.attention import packed as packed_attention
-from redline.models.attention.packed import NO_PARENT, PackedAttention, Segments
+from redline.models.attention.packed import PackedAttention
 
 
 @dataclass

@@ -14,8 +14,9 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
+from redline.kernels.segments import NO_PARENT, Segments
 from redline.models.attention.flash import FlashPackedAttention, key_runs
-from redline.models.attention.packed import NO_PARENT, PackedAttention, Segments
+from redline.models.attention.packed import PackedAttention
 from redline.models.decoder import Decoder
 from redline.models.files.hf import load_decoder
 from redline.models.layers.fused import fused_layer, fused_layers, is_plain, keeps_sums

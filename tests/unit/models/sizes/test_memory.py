@@ -13,8 +13,9 @@ from support.small_models import CONFIGS, random_tokens, write_model
 from torch import Tensor, nn
 
 from redline.config.sections.lora import LoraConfig, Projection
+from redline.kernels.segments import Segments
 from redline.models.attention import packed as packed_attention
-from redline.models.attention.packed import PackedAttention, Segments
+from redline.models.attention.packed import PackedAttention
 from redline.models.decoder import Decoder
 from redline.models.files.hf import AnyDecoder, load_decoder
 from redline.models.lora.trainable import add_adapter

@@ -12,8 +12,9 @@ from support.fakes import Attempt, train_batch
 from support.small_models import CONFIGS, VOCAB_SIZE, write_model
 from torch import Tensor
 
+from redline.kernels.segments import NO_PARENT
 from redline.models.attention import packed as packed_attention
-from redline.models.attention.packed import NO_PARENT, PackedAttention
+from redline.models.attention.packed import PackedAttention
 from redline.models.files.hf import AnyDecoder, load_decoder
 from redline.trainer.batches.cost import CostModel
 from redline.trainer.batches.micro_batches import MicroBatch, plan_micro_batches

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from support.fakes import Attempt, train_batch
 
 from redline.errors import TrainingError
-from redline.models.attention.packed import NO_PARENT
+from redline.kernels.segments import NO_PARENT
 from redline.trainer.batches.balance import LITTLE_WAITING
 from redline.trainer.batches.cost import CostModel
 from redline.trainer.batches.micro_batches import MicroBatch, MicroBatchPlan, micro_batches, plan_micro_batches

@@ -32,7 +32,7 @@ def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None
     if request.param == "kernels":
         pytest.importorskip("triton")
         request.getfixturevalue("interpreter")
-        monkeypatch.setattr(module, "_by_kernels", lambda _: True)
+        monkeypatch.setattr(module, "kernels_serve", lambda _: True)
 
 
 @pytest.mark.parametrize(

@@ -14,9 +14,10 @@ from torch import Tensor, nn
 
 from redline.config.sections.trainer import TrainerConfig
 from redline.errors import ConfigError, RunFolderError
+from redline.kernels.flat_state import BLOCK
 from redline.trainer.optimizer import adamw as optimizer_module
 from redline.trainer.optimizer.adamw import MasterAdamW
-from redline.trainer.optimizer.flat_layout import BLOCK, FlatLayout
+from redline.trainer.optimizer.flat_layout import FlatLayout
 from redline.trainer.optimizer.offload import HostMemory
 
 CPU = torch.device("cpu")

@@ -6,8 +6,8 @@ import torch
 from torch import Tensor, nn
 
 from redline.config.sections.trainer import TrainerConfig
+from redline.kernels.flat_state import BLOCK
 from redline.trainer.optimizer.adamw import MasterAdamW
-from redline.trainer.optimizer.flat_layout import BLOCK
 from redline.trainer.optimizer.quantized_states import Int8Codec
 
 GO = torch.tensor(0.0)

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
-from importlib.util import find_spec
 from typing import Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
+
+from redline.kernels.available import kernels_serve
 
 
 class KVShape(Protocol):
@@ -83,7 +84,7 @@ class KVCache:
 
     def copy(self, sources: Tensor, targets: Tensor) -> None:
         """Copy whole blocks, in all layers."""
-        if self.blocks.is_cuda and find_spec("triton"):
+        if kernels_serve(self.blocks):
             from redline.kernels.decode import copy_blocks
 
             copy_blocks(self.blocks, sources, targets)

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from redline.models.attention.packed import NO_PARENT, Segments
+from redline.kernels.segments import NO_PARENT, Segments
 
 
 @dataclass(slots=True, frozen=True)
