@@ -1,4 +1,4 @@
-"""Groups and stores for the tests of the trajectory store."""
+"""Groups that say which they are, and group stores that hold some."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 from support.fakes import trajectory
 
+from redline.buffer.store.group_store import GroupStore
 from redline.buffer.store.trajectory_store import TrajectoryStore
 from redline.types import Failure, FinishReason, Trajectory, TrajectoryGroup, VersionSpan
 
@@ -45,7 +46,20 @@ def filled(folder: Path, num_groups: int, **settings: Any) -> TrajectoryStore:
     return store
 
 
-def ready_numbers(store: TrajectoryStore) -> list[int]:
+def make_resumable(store: GroupStore) -> None:
+    """Checkpoint 5, and everything that may have happened since."""
+    sampled = {0: 3, 1: 5, 2: 5, 3: 6, 4: 5, 5: 7, 6: 5, 7: 4}
+    store.begin(range(10), 3)
+    for number, version in sampled.items():
+        store.add(numbered(number, version=version))
+    for number, version in {0: 4, 1: 5, 3: 6}.items():
+        store.lease([number], version)
+        store.trained([number], version)
+    store.lease([2], 7)
+    store.drop([6, 7], "stale")
+
+
+def ready_numbers(store: GroupStore) -> list[int]:
     return [info.number for info in store.ready()]
 
 

@@ -346,13 +346,6 @@ def test_a_store_in_memory_lets_old_groups_go_and_still_counts_them() -> None:
         store.read([0])
 
 
-def test_a_group_cannot_skip_a_state() -> None:
-    store = MemoryStore()
-    store.begin([0], 0)
-    with pytest.raises(AssertionError, match="group 0 is in_flight, and cannot become leased"):
-        store.lease([0], 0)
-
-
 # ── back-pressure ──────────────────────────────────────────────────────────────────────────────────────────────────────
 
 

@@ -72,7 +72,9 @@ class MemoryStore:
         self._version = version
         for number in numbers:
             known = self._entries.get(number)
-            assert number >= self._next_number if known is None else known.state is GroupState.IN_FLIGHT, number
+            assert number >= self._next_number if known is None else known.state is GroupState.IN_FLIGHT, (
+                f"{number}: begun before"
+            )
             self._entries[number] = _Entry(GroupState.IN_FLIGHT, version)
         self._next_number = max([self._next_number, *(number + 1 for number in numbers)])
 

@@ -223,7 +223,8 @@ class TrajectoryStore:
 
     def _move(self, numbers: Iterable[int], version: int, to: GroupState, *origins: GroupState, **changes: object) -> None:
         rows = [self._rows[number] for number in numbers]
-        assert all(row.state in origins for row in rows), f"{[(row.number, row.state) for row in rows]} cannot become {to}"
+        for row in rows:
+            assert row.state in origins, f"group {row.number} is {row.state}, and cannot become {to}"
         self._put([replace(row, state=to, **changes) for row in rows], version)  # type: ignore[arg-type]
 
     def _put(self, rows: Sequence[GroupRow], version: int) -> None:

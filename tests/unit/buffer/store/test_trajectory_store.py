@@ -15,24 +15,20 @@ from pathlib import Path
 import numpy as np
 import pyarrow as pa
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from support.fakes import trajectory
 from support.paths import ROOT
-from support.stored import SIGNAL, attempts, filled, num_segments, numbered, ready_numbers
+from support.stored import SIGNAL, attempts, filled, make_resumable, num_segments, numbered, ready_numbers
 
 from redline.buffer.buffer import GroupBuffer
 from redline.buffer.packing import pack
 from redline.buffer.store.columns import Rows, group_nodes
 from redline.buffer.store.group_store import GroupState
 from redline.buffer.store.index import GroupIndex, GroupRow
-from redline.buffer.store.memory_store import MemoryStore
 from redline.buffer.store.segments import read_segment
 from redline.buffer.store.stored_groups import pack_stored
 from redline.buffer.store.trajectory_store import UNDECIDED, TrajectoryStore, _as_of
 from redline.config.sections.buffer import BufferConfig
-from redline.errors import RunFolderError
-from redline.types import TrainBatch, TrajectoryGroup, VersionSpan
+from redline.types import TrajectoryGroup, VersionSpan
 
 SMALL = 4000
 """Bytes of a segment that holds a few groups."""
@@ -162,57 +158,12 @@ def test_a_group_larger_than_a_segment_has_one_to_itself(tmp_path: Path) -> None
 # ── states ─────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def test_a_group_is_in_flight_then_ready_then_leased_then_trained(tmp_path: Path) -> None:
-    store = TrajectoryStore(tmp_path)
-    seen = []
-
-    def note() -> None:
-        seen.append([state.value for state, count in store.counts.items() if count])
-
-    store.begin([0], 3)
-    note()
-    store.add(numbered(0, version=3))
-    note()
-    store.lease([0], 4)
-    note()
-    store.trained([0], 4)
-    note()
-    assert seen == [["in_flight"], ["ready"], ["leased"], ["trained"]]
-
-
-def test_what_is_ready_says_what_a_choice_needs(tmp_path: Path) -> None:
+def test_what_is_ready_says_how_long_it_is_and_when_it_was_begun(tmp_path: Path) -> None:
     store = TrajectoryStore(tmp_path)
     store.begin([7, 3], 2)
     store.add(numbered(7, version=4))
-    store.add(numbered(3, [0.0, 0.0], version=5))
-    silent, loud = store.ready()
-    assert (silent.number, loud.number) == (3, 7)
-    assert (silent.has_signal, loud.has_signal) == (False, True)
-    assert loud.versions == VersionSpan(4, 4)
-    assert (loud.num_tokens, loud.reward, loud.begun_version) == (9, 0.0, 2)
-    assert store.next_number == 8
-
-
-@pytest.mark.parametrize("kind", ["stored", "memory"])
-def test_a_group_does_not_come_twice_at_once(tmp_path: Path, kind: str) -> None:
-    store = TrajectoryStore(tmp_path) if kind == "stored" else MemoryStore()
-    store.begin([0], 0)
-    with pytest.raises(AssertionError):
-        store.add(numbered(0), numbered(0))
-
-
-def test_a_group_is_not_begun_or_added_or_trained_twice(tmp_path: Path) -> None:
-    store = filled(tmp_path, 1)
-    with pytest.raises(AssertionError, match="begun before"):
-        store.begin([0], 1)
-    with pytest.raises(AssertionError, match="group 0 is ready"):
-        store.add(numbered(0))
-    store.lease([0], 0)
-    store.trained([0], 0)
-    with pytest.raises(AssertionError, match="group 0 is trained"):
-        store.add(numbered(0))
-    with pytest.raises(KeyError):
-        store.trained([0], 1)
+    [ready] = store.ready()
+    assert (ready.num_tokens, ready.begun_version) == (9, 2)
 
 
 def test_states_survive_the_process(tmp_path: Path) -> None:
@@ -231,120 +182,15 @@ def test_states_survive_the_process(tmp_path: Path) -> None:
 # ── resuming ───────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def resumable(folder: Path) -> TrajectoryStore:
-    """Checkpoint 5, and everything that may have happened since."""
-    store = TrajectoryStore(folder)
-    sampled = {0: 3, 1: 5, 2: 5, 3: 6, 4: 5, 5: 7, 6: 5, 7: 4}
-    store.begin(range(10), 3)
-    for number, version in sampled.items():
-        store.add(numbered(number, version=version))
-    for number, version in {0: 4, 1: 5, 3: 6}.items():
-        store.lease([number], version)
-        store.trained([number], version)
-    store.lease([2], 7)
-    store.drop([6, 7], "stale")
-    return store
-
-
-@pytest.mark.parametrize("reopened", [False, True])
-def test_resuming_goes_back_to_the_checkpoint(tmp_path: Path, reopened: bool) -> None:
-    store = resumable(tmp_path)
-    if reopened:
-        store.close()
-        store = TrajectoryStore(tmp_path)
-    assert store.resume(5) == [3, 5, 8, 9], "sampled by a policy that is lost, or in flight"
-    assert ready_numbers(store) == [1, 2, 4, 6], "ready, or leased, trained or dropped since"
-    assert store.counts == {"in_flight": 4, "ready": 4, "leased": 0, "trained": 1, "dropped": 1}
-    assert store.next_number == 10
-
-
-def test_what_is_forgotten_can_be_attempted_again(tmp_path: Path) -> None:
-    store = resumable(tmp_path)
+def test_what_is_forgotten_is_marked_and_can_be_attempted_again(tmp_path: Path) -> None:
+    store = TrajectoryStore(tmp_path)
+    make_resumable(store)
     store.resume(5)
     store.begin([3], 5)
     store.add(numbered(3, version=5))
     assert store.read([3]).versions == VersionSpan(5, 5)
     marks = {(row["group"], row["oldest_version"]): row["version"] for row in read(tmp_path).to_pylist()}
     assert marks == {(0, 3): 4, (1, 5): -1, (2, 5): -1, (3, 6): -3, (4, 5): -1, (5, 7): -3, (6, 5): -1, (7, 4): -2, (3, 5): -1}
-
-
-def test_a_number_to_attempt_again_is_not_forgotten_before_it_is_begun(tmp_path: Path) -> None:
-    store = resumable(tmp_path)
-    assert store.resume(5) == store.resume(5) == TrajectoryStore(tmp_path).resume(5)
-
-
-operations = st.lists(
-    st.tuples(st.sampled_from(["begin", "add", "lease", "trained", "drop", "step", "resume", "reopen"]), st.integers(0, 9)),
-    max_size=40,
-)
-
-
-@settings(max_examples=60)
-@given(operations)
-def test_the_store_does_what_the_one_in_memory_does(tmp_path_factory: pytest.TempPathFactory, operations: list) -> None:
-    folder = tmp_path_factory.mktemp("store")
-    stored, memory = TrajectoryStore(folder, segment_bytes=SMALL), MemoryStore()
-    version = 0
-    in_flight: list[int] = []
-    leased: list[int] = []
-    for name, choice in operations:
-        ready = ready_numbers(stored)
-        if name == "begin":
-            numbers = list(range(stored.next_number, stored.next_number + choice % 3 + 1))
-            in_flight += numbers
-            for store in (stored, memory):
-                store.begin(numbers, version)
-        elif name == "add" and in_flight:
-            some = [in_flight.pop(choice % len(in_flight)) for _ in range(min(choice % 4 + 1, len(in_flight)))]
-            for store in (stored, memory):
-                store.add(*(numbered(number, version=version) for number in some))
-        elif name == "lease" and ready:
-            leased.append(ready[choice % len(ready)])
-            for store in (stored, memory):
-                store.lease(leased[-1:], version)
-        elif name == "trained" and leased:
-            for store in (stored, memory):
-                store.trained(leased, version)
-            leased = []
-        elif name == "drop" and ready:
-            for store in (stored, memory):
-                store.drop([ready[choice % len(ready)]], "stale")
-        elif name == "step":
-            version += 1
-        elif name == "reopen":
-            if choice % 2:
-                stored.close()
-            stored = TrajectoryStore(folder, segment_bytes=SMALL)
-        elif name == "resume":
-            version = max(0, version - choice % 3)
-            in_flight, leased = stored.resume(version), []
-            assert in_flight == memory.resume(version)
-        assert [(i.number, i.versions, i.has_signal) for i in stored.ready()] == [
-            (i.number, i.versions, i.has_signal) for i in memory.ready()
-        ]
-        assert dict(stored.counts) == dict(memory.counts)
-        assert stored.next_number == memory.next_number
-    numbers = ready_numbers(stored)
-    if numbers:
-        assert_same(pack_stored(stored.read(numbers), 9, keep_silent=True), pack(memory.read(numbers), 9, keep_silent=True))
-
-
-def assert_same(batch: TrainBatch, expected: TrainBatch) -> None:
-    names = (
-        "tokens",
-        "cu_seqlens",
-        "group_offsets",
-        "loss_mask",
-        "old_logprobs",
-        "advantages",
-        "group_sequences",
-        "group_tokens",
-    )
-    for name in names:
-        np.testing.assert_array_equal(getattr(batch, name), getattr(expected, name), name)
-        assert getattr(batch, name).dtype == getattr(expected, name).dtype
-    for name in ("num_sequences_sampled", "num_tokens_sampled", "num_tokens_left_out", "versions", "version"):
-        assert getattr(batch, name) == getattr(expected, name)
 
 
 # ── killed at any point ────────────────────────────────────────────────────────────────────────────────────────────────
@@ -722,10 +568,6 @@ def test_the_dataset_of_pyarrow_is_the_folder(tmp_path: Path) -> None:
     assert pyarrow.dataset.dataset(files, format="ipc").count_rows() == 60
 
 
-def test_the_states_are_those_of_every_store() -> None:
-    assert [state.value for state in GroupState] == ["in_flight", "ready", "leased", "trained", "dropped"]
-
-
 def test_a_resume_looks_at_every_group_that_may_be_in_another_state_then(tmp_path: Path) -> None:
     """Whatever is left out of the look is, at that version, as it is now."""
     versions = (None, 0, 1, 2, 3)
@@ -742,13 +584,3 @@ def test_a_resume_looks_at_every_group_that_may_be_in_another_state_then(tmp_pat
         assert all(_as_of(row, version, is_there=there) == row for row in left_out for there in (False, True))
         assert left_out
     index.close()
-
-
-@pytest.mark.parametrize("content", ["", "garbage", "[1]", '{"two": {}}', '{"2": 5}'])
-def test_a_damaged_file_of_numbers_is_named(tmp_path: Path, content: str) -> None:
-    path = tmp_path / "numbers.json"
-    path.write_text(content)
-    for use in (lambda: MemoryStore(numbers=path).resume(2), MemoryStore(numbers=path).flush):
-        with pytest.raises(RunFolderError, match=r"numbers.json: damaged"):
-            use()
-    assert path.read_text() == content
