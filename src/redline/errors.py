@@ -5,8 +5,8 @@
     ├── ModelError         a model folder is missing, damaged, or of a family we do not know
     ├── TaskError          a task source, a task or a reward function is unusable
     ├── EngineError        a request cannot be served as asked
-    │   └── BrokenModelError         the model gave numbers nobody can sample from
-    ├── TrainingError      a step produced numbers nobody should train on
+    │   └── BrokenModelError         the model gave numbers that cannot be sampled from
+    ├── TrainingError      a step produced numbers that must not be trained on
     ├── CompareError       a side of a comparison cannot be run, or a saved result cannot be read
     └── RunFolderError     a run folder is missing, torn, or belongs to another run
         └── DamagedCheckpointError   one checkpoint cannot be read; another may do
@@ -52,11 +52,11 @@ class EngineError(RedlineError):
 
 
 class BrokenModelError(EngineError):
-    """The model gave numbers nobody can sample from; the request was not at fault."""
+    """The model gave numbers that cannot be sampled from; the request was not at fault."""
 
 
 class TrainingError(RedlineError):
-    """A step produced numbers nobody should train on."""
+    """A step produced numbers that must not be trained on."""
 
 
 class CompareError(RedlineError):

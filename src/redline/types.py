@@ -223,7 +223,7 @@ class Delta:
     logprobs: np.ndarray
     """float32, of those tokens."""
     top_logprobs: TopLogprobs | None = None
-    """Of those tokens, where asked for."""
+    """The most likely tokens at each place, where asked for."""
     completion: Completion | None = None
     """The whole, with the last piece."""
 
@@ -308,7 +308,7 @@ class TrajectoryGroup:
     (`rollouts.advantages`: batch, batch_baseline, gae) what it starts from: the reward, for batch_baseline less its mean."""
 
     number: int = 0
-    """Of its task in the run; the task and its randomness follow from it."""
+    """The index of its task in the run; the task and its randomness follow from it."""
     latency_s: float = math.nan
     """Seconds from when its attempts began until all had their reward; kept in memory only, for metrics."""
 
@@ -359,7 +359,7 @@ class TrainBatch:
     version: int
     """The policy version the batch was assembled for."""
     numbers: tuple[int, ...] = ()
-    """Of the groups, those without signal included."""
+    """Indices of the groups, those without signal included."""
     lags: tuple[int, ...] = ()
     """Steps that the policy is ahead of the oldest token of each group."""
 
@@ -383,7 +383,7 @@ class TrainBatch:
 
     @property
     def num_tokens_left_out(self) -> int:
-        """Of those tokens, the ones without a gradient: num_tokens_sampled less the sum of `loss_mask`."""
+        """Sampled tokens without a gradient: num_tokens_sampled less the sum of `loss_mask`."""
         return self.num_tokens_sampled - int(np.count_nonzero(self.loss_mask))
 
     @property

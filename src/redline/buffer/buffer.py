@@ -165,7 +165,7 @@ class GroupBuffer:
         return [] if limit is None else [number for number, begun in self._in_flight.items() if now - begun.at_s >= limit]
 
     def abandon(self, numbers: Iterable[int], reason: str) -> None:
-        """Nobody attempts these any more; others take their place."""
+        """Forget groups that are attempted no longer; others take their place."""
         for number in numbers:
             if reason in LATE:
                 self._late.add(self._sampled_tokens(number))
@@ -175,7 +175,7 @@ class GroupBuffer:
             self._drop([number], reason)
 
     def resume(self, version: int) -> None:
-        """Go back to a checkpoint of `version`. Who was replayed how often is forgotten, and nobody is replayed again."""
+        """Go back to a checkpoint of `version`. Counts of replays start again, and no group is replayed once more."""
         again = self._store.resume(version)
         self._repeated = self._part_of_a_batch(version)
         self._again = sorted([*again, *self._repeated])
@@ -265,7 +265,7 @@ class GroupBuffer:
 
     @property
     def metrics(self) -> dict[str, float]:
-        """Of the last step; replays and drops by their reason are counted since the process began."""
+        """The last step's row of the buffer. Replays and drops, by reason, are counted since the process began."""
         return {
             **self._last_step,
             "buffer/target": self.decision.new,
@@ -325,7 +325,7 @@ class GroupBuffer:
             self._totals[f"dropped_{reason}"] += len(numbers)
 
     def _fresh(self, groups: Sequence[GroupInfo]) -> list[int]:
-        """Of these, the numbers of those that are no replays."""
+        """The numbers of the groups that are no replays."""
         return [group.number for group in groups if group.number not in self._replays]
 
     def _within_budget(self, version: int) -> list[GroupInfo]:

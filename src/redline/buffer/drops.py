@@ -40,7 +40,7 @@ class LateDrops:
         self.rewards += () if reward is None else (reward,)
 
     def metrics(self, num_trained: int) -> dict[str, float]:
-        """Of the step that trained on `num_trained` groups. There are means only where something was dropped."""
+        """The row of the step that trained on `num_trained` groups. It has means only where something was dropped."""
         found: dict[str, float] = {
             "buffer/dropped_late": self.groups,
             "buffer/dropped_late_fraction": self.groups / max(1, self.groups + num_trained),

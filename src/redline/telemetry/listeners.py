@@ -1,10 +1,10 @@
-"""Who is told what a run does, while it does it: sinks, alerts, views.
+"""Listeners hear what a run does, while it does it: sinks, alerts, views.
 
     RunWatch ──row──► Listeners ──┬── queue ──► thread ──► StepListener
                                   └── queue ──► thread ──► StepListener
 
 `started` is called in the caller's thread before a model is loaded, and what it raises ends the run: one that cannot work
-says so at once. After that nobody can stop or slow the run: each listener has a thread and a bounded queue, an error is
+says so at once. After that no listener can stop or slow the run: each listener has a thread and a bounded queue, an error is
 written to `sinks.log`, and one that fails several times in a row is switched off.
 """
 
@@ -30,7 +30,7 @@ MAX_QUEUED = 1000
 MAX_FAILURES = 5
 """In a row, before a listener is switched off."""
 MAX_LOG_BYTES = 8 << 20
-"""Of `sinks.log`: a sink that fails now and then, but never several times in a row, could fill a disk with tracebacks."""
+"""The limit of `sinks.log`: a sink that fails now and then, never several times in a row, could fill a disk with tracebacks."""
 CLOSE_S = 15.0
 """How long the end of a run waits for a listener to take in what is queued, and to close."""
 
@@ -75,7 +75,7 @@ class SpanListener(Protocol):
 
 
 class Listeners:
-    """Tells several. A listener itself, so that whoever has a row needs to know one object."""
+    """Tells several listeners. It is a listener itself, so that a caller needs to know one object."""
 
     def __init__(
         self,

@@ -35,7 +35,7 @@ SPANS_VARIABLE = "REDLINE_SPANS"
 FLUSH_S = 1.0
 """What a worker that is killed may lose."""
 MAX_BYTES = 16 << 20
-"""Of one worker's file, some 130,000 spans: its beginning and its newest stretch; the sums in its ledger are of all."""
+"""The limit of a worker's file, 130,000 spans or so: its beginning and its newest stretch; the sums in its ledger are of all."""
 
 
 @dataclass(slots=True, frozen=True)
@@ -65,7 +65,7 @@ class ClockOffset:
 
 @dataclass(slots=True, frozen=True)
 class RecordedSpan:
-    """A span that another process wrote down, on the clock of whoever reads it."""
+    """A span that another process wrote down, on the clock of the process that reads it."""
 
     lane: str
     name: str
@@ -161,7 +161,7 @@ class _SpanFile:
             print(f"{self._path.name} is written no longer: {error.strerror or error}", file=sys.stderr)
 
     def _let_go(self) -> None:
-        """Of the spans between the first quarter and the newest; the ledger up to now says what all of them took."""
+        """Let go of the spans between the first quarter and the newest; the ledger up to now says what all of them took."""
         middle = between(self._path, self._max_bytes // 4, self._max_bytes // 2)
         self._left_out += sum(line.startswith(b'{"lane"') for line in lines_of(self._path, middle))
         told = _json_line({"left_out": self._left_out})
@@ -207,7 +207,7 @@ def measure_offset(ask: Callable[[], int], times: int = 16) -> ClockOffset:
 
 
 def keep_offset(file: Path, offset: ClockOffset) -> None:
-    """Beside the worker's file, for whoever reads it."""
+    """Beside the worker's file, for its reader."""
     write_json(file.with_suffix(".clock.json"), asdict(offset))
 
 

@@ -215,7 +215,7 @@ class _Here(threading.local):
         self.lane: Lane | None = None
         self.of_tasks: dict[Task | None, Lane] = {}
         self.free: list[Lane] = []
-        """Of tasks that are done."""
+        """Lanes of tasks that are done; the next task takes one."""
 
 
 class Recorder:
@@ -334,7 +334,7 @@ def span(name: str, *, device: bool = False, **args: object) -> AbstractContextM
 
 
 def use_span_class(span_class: type[Span]) -> None:
-    """Every span that is made from now on is one of these, whoever asks for it."""
+    """From now on every span is made by this function, in any thread."""
     global _span_class
     _span_class = span_class
 
@@ -366,7 +366,7 @@ def _forget_recorder() -> None:
     _current = None
 
 
-# A forked child would go on filling its copy of the recorder, which nobody reads. It may begin one of its own.
+# A forked child would go on filling its copy of the recorder, which is never read. It may begin one of its own.
 os.register_at_fork(after_in_child=_forget_recorder)
 
 

@@ -1,9 +1,9 @@
-"""Threads and processes that are to live as long as the run: whoever starts one says so here, and says when it may go.
+"""Threads and processes that are to live as long as the run: the code that starts one says so here, and says when it may go.
 
     watch_worker("rollouts", thread)      forget_worker("rollouts")
 
-One that ends in between is dead, and an alert says so. A child process that nobody named counts as well, once it has failed and
-nobody has taken note of it.
+One that ends in between is dead, and an alert says so. A child process without a name counts as well, once it has failed and
+no code has taken note of it.
 """
 
 from __future__ import annotations

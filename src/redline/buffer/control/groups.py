@@ -53,7 +53,7 @@ class Observation:
     to_score_s: Sequence[float] = ()
     """Seconds for which 0, 1, 2, … groups were sampled and had no reward yet; none where no worker computes them."""
     late_wait_s: float = 0.0
-    """Of the trainer's wait, the part in which enough groups were ready and others would have grown too old."""
+    """Seconds of the trainer's wait in which enough groups were ready and others would have grown too old."""
 
 
 @dataclass(slots=True, frozen=True)
@@ -114,7 +114,7 @@ class Controller:
         self._trial: Trial | None = None
         self._up, self._down = Brake(), Brake()
         self._share_in_vain = 0.0
-        """Of the time, that the trainer waited for when a raise did not help."""
+        """The share of time that the trainer waited when a raise did not help."""
         self._has_lowered = False
         """The last move was down."""
 
@@ -232,7 +232,7 @@ def mean_step_s(seen: Sequence[Observation]) -> float:
 
 
 def share_waited(seen: Sequence[Observation], *, but_late: bool = False) -> float:
-    """Of the trainer's time; with `but_late`, without its waits for late groups."""
+    """The share of its time that the trainer waited; with `but_late`, waits for late groups do not count."""
     total = mean_step_s(seen) * len(seen)
     waited = sum(o.trainer_wait_s - (o.late_wait_s if but_late else 0.0) for o in seen)
     return waited / total if total else 0.0

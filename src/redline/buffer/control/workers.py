@@ -35,7 +35,7 @@ from redline.buffer.control.groups import (
 SETTLING = 2
 """Steps after a move that still take groups which waited before it."""
 WORTH_IT = 0.25
-"""Of the time that the trainer waits, for how long groups must wait for a worker. Less, and it waits for something else."""
+"""The least share of the trainer's wait in which groups wait for a worker. Below it, the trainer waits for something else."""
 HEADROOM = 1.5
 """Workers in units of those that would always be busy: groups do not come evenly."""
 GAIN_ENOUGH = 0.05
@@ -43,7 +43,7 @@ GAIN_ENOUGH = 0.05
 
 
 class RewardWorkers(Protocol):
-    """Whoever computes rewards beside the trainer."""
+    """What computes rewards beside the trainer."""
 
     @property
     def most(self) -> int:
@@ -72,7 +72,7 @@ class WorkerController:
         self._trial: Trial | None = None
         self._up, self._down = Brake(), Brake()
         self._share_in_vain = 0.0
-        """Of the time, that the trainer waited for when more workers did not help."""
+        """The share of time that the trainer waited when more workers did not help."""
         self._share_tried = 0.0
         """The same, when more were last tried; it is less than in the end where the load has changed meanwhile."""
         self._raised_from = 0
@@ -206,7 +206,7 @@ def _is_short(share: float, queued: float) -> bool:
 
 
 def _shares(seen: Sequence[Observation]) -> list[float]:
-    """Of the time, in which 0, 1, 2, … groups were to be scored."""
+    """Shares of the time in which 0, 1, 2, … groups were to be scored."""
     most = max(len(o.to_score_s) for o in seen)
     seconds = [sum(o.to_score_s[count] for o in seen if count < len(o.to_score_s)) for count in range(most)]
     total = sum(seconds)

@@ -57,7 +57,7 @@ class Node:
 
     length: int
     values: np.ndarray | None = None
-    """Of a fixed width, or uint8: the characters of all strings."""
+    """Values of a fixed width, or uint8: the characters of all strings."""
     lengths: np.ndarray | None = None
     """int64[length]: of each list or string; on disk their running sum, one more and from 0."""
     offset_bytes: int = 0
@@ -208,13 +208,13 @@ class Rows:
         self._columns = {name: _Column.of(column) for name, column in zip(batch.schema.names, batch.columns, strict=True)}
 
     def values(self, name: str) -> np.ndarray:
-        """Of a column of a fixed width, whether or not anything calls itself null."""
+        """The values of a column of a fixed width, nulls included."""
         values = self._columns[name].values
         assert values is not None
         return values[: self.batch.num_rows]
 
     def nodes(self, first: int, last: int) -> list[Node]:
-        """Of the rows from `first` up to `last`. Raises ValueError where an offset leads nowhere, which only damage can do."""
+        """The nodes of the rows from `first` up to `last`. Raises ValueError where damage left an offset to nowhere."""
         return [node for column in self._columns.values() for node in column.nodes(first, last)]
 
     def is_intact(self, first: int, last: int) -> bool:

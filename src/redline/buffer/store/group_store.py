@@ -20,7 +20,7 @@ class GroupState(StrEnum):
     IN_FLIGHT = "in_flight"
     """Being attempted."""
     READY = "ready"
-    """Complete, and nobody's yet."""
+    """Complete, and in no batch yet."""
     LEASED = "leased"
     """Part of the batch that the trainer is at."""
     TRAINED = "trained"
@@ -92,7 +92,7 @@ class GroupStore(Protocol):
         ...
 
     def arrived_after(self, count: int) -> list[TrajectoryGroup]:
-        """Of the groups that are kept from an earlier process, those that came after the first `count`, in their order."""
+        """Groups of an earlier process that came after its first `count`, in their order."""
         ...
 
     def resume(self, version: int) -> list[int]:

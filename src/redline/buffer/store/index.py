@@ -47,12 +47,12 @@ class GroupRow:
     reward: float | None = None
     """Mean over its attempts."""
     num_tokens: int = 0
-    """Of all its attempts, prompts included."""
+    """Tokens of all its attempts, prompts included."""
     num_attempts: int = 0
     has_signal: bool = False
     segment: int | None = None
     first_row: int = 0
-    """Of `num_attempts` in its segment."""
+    """The first of its `num_attempts` rows in the segment."""
     ready_at: float | None = None
     trained_version: int | None = None
     """The step that trained on it, or that it is leased to."""
@@ -99,7 +99,7 @@ _LAST = f"SELECT COALESCE(MAX(number) + 1, 0), COALESCE({_NEWEST}, 0) FROM group
 
 @dataclass(slots=True)
 class SegmentTotals:
-    """Of the groups in a segment."""
+    """Sums over the groups in a segment."""
 
     num_live: int = 0
     """Groups whose tokens are still wanted."""
@@ -207,7 +207,7 @@ class GroupIndex:
 
     @property
     def flushed(self) -> tuple[int, int] | None:
-        """The segment, and the row of it, before which everything is on the disk; None where nobody has kept count."""
+        """The segment, and the row of it, before which everything is on the disk; None where no count was kept."""
         with _explained(self.path):
             if not self._database.execute("SELECT COUNT(*) FROM sqlite_master WHERE name = 'flushed'").fetchone()[0]:
                 return None

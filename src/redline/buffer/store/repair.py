@@ -71,7 +71,7 @@ class RepairReport:
 
 
 def repair(folder: Path) -> RepairReport:
-    """Of a `trajectories/` folder that nobody is writing to."""
+    """Repair a `trajectories/` folder to which no process is writing, and report what was saved."""
     return _repair(folder)
 
 

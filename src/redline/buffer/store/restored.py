@@ -1,4 +1,4 @@
-"""Groups of the store as they were when they came: for whoever counts them, when the process that sampled them is gone."""
+"""Groups of the store as they were when they came, so that a later process can count those of an earlier one."""
 
 from __future__ import annotations
 

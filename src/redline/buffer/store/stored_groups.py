@@ -31,7 +31,7 @@ class StoredGroups:
     failed: np.ndarray
     """bool[S]."""
     versions: VersionSpan
-    """Of all of them."""
+    """The oldest and the newest version of all attempts."""
     num_runs: int
     """Pieces that lie in one place."""
 
@@ -45,7 +45,7 @@ class Run:
     last: int
 
     def values(self, name: str) -> np.ndarray:
-        """Of a column of lists, end to end."""
+        """The values of a column of lists, end to end."""
         column = self.batch.column(name)
         offsets = self.offsets(name)
         return column.values.to_numpy()[offsets[0] : offsets[-1]]

@@ -43,7 +43,7 @@ PORTIONS = 4
 
 @dataclass(slots=True, frozen=True)
 class StoredInfo(GroupInfo):
-    """Of a group that is ready."""
+    """What the store knows about a group that is ready."""
 
     num_tokens: int
     begun_version: int

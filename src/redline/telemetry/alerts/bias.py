@@ -18,7 +18,7 @@ class _Step:
     trained: float
     """Groups."""
     attempts: float
-    """Of the late groups."""
+    """Attempts of the late groups."""
     late_tokens: float
     """Mean of those attempts."""
     trained_tokens: float

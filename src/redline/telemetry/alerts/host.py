@@ -21,7 +21,7 @@ class HostMemorySlope(Detector):
                     down, and a buffer that is taken once, as for the first checkpoint, is a single stair
         large       a share of all memory since the window began
         dangerous   at this slope memory is full within the hours given, and within `FORESIGHT` times what was seen: of a run
-                    that has just begun, nobody can tell a leak from caches that fill up
+                    that has just begun, a leak looks like caches that fill up
     """
 
     kind = "host_memory_slope"

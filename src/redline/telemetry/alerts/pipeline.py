@@ -70,7 +70,7 @@ class ThroughputDrop(Detector):
 
 
 class _Cusum:
-    """Of one rate."""
+    """The cumulative sum of one rate's deviations."""
 
     MIN_HISTORY = 24
     THRESHOLD = 16.0

@@ -8,7 +8,7 @@ from statistics import NormalDist
 import numpy as np
 
 NORMAL_SCALE = 1.4826
-"""Of normal noise, the standard deviation / the median absolute deviation."""
+"""The standard deviation of normal noise over its median absolute deviation."""
 LOG_DEVIATIONS = 5.0
 LEAST_SHARE = 100
 """Values below floor / this are alike: the logarithm of a wait of nothing would have no end."""

@@ -1,4 +1,4 @@
-"""Alerts to a URL, from a thread beside the run: whoever is down there cannot hold it up."""
+"""Alerts to a URL, from a thread beside the run: a server that is down cannot hold it up."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Output that nobody reads any more: `redline train … | head`, a terminal that was closed, a log on a full disk."""
+"""Output that is not read any more: `redline train … | head`, a terminal that was closed, a log on a full disk."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class UnreadStream:
 
 @contextlib.contextmanager
 def dropping_unread_output() -> Iterator[None]:
-    """While it is open, nothing that is printed raises, whoever has stopped to read."""
+    """While it is open, nothing that is printed raises, even when its reader has gone."""
     _open_closed_streams()
     before = sys.stdout, sys.stderr
     sys.stdout, sys.stderr = (cast("TextIO", UnreadStream(stream)) if stream else stream for stream in before)

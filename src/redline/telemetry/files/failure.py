@@ -1,4 +1,4 @@
-"""`failure.json`: why the last process of a run ended with an error, for whoever looks at the folder later."""
+"""`failure.json`: why the last process of a run ended with an error, for those who look at the folder later."""
 
 from __future__ import annotations
 

@@ -60,7 +60,7 @@ class MetricsLog:
 
     @staticmethod
     def last_step(path: Path) -> int:
-        """Of the last row, which is all that is read; 0 where there is none."""
+        """The step of the last row, which is all that is read; 0 where there is none."""
         return next((step for _, step in _steps_from_the_last(path)), 0)
 
     @staticmethod
@@ -106,7 +106,7 @@ def _row(line: bytes) -> dict[str, Any] | None:
 
 
 def _step(line: bytes) -> int | None:
-    """Of a whole row; None for any other line."""
+    """The step of a whole row; None for any other line."""
     row = _row(line) if line.endswith(b"\n") else None
     return row["step"] if row and isinstance(row.get("step"), int) else None
 

@@ -235,7 +235,7 @@ def left_out_of(path: Path) -> LeftOut | None:
 
 
 def _missing(lines: Iterable[bytes], before: LeftOut | None) -> tuple[list[bytes], LeftOut | None]:
-    """Of lines that go: those that name processes and lanes, which stay, and what is missing with them and `before`."""
+    """Sort lines that go. Returns those that name processes and lanes, which stay, and what is missing with the rest."""
     names: list[bytes] = []
     spans, first, last = 0, b"", b""
     for line in lines:
@@ -306,7 +306,7 @@ def _last_event(lines: bytes) -> tuple[dict[str, Any], int] | None:
 
 
 def _epoch_of(path: Path) -> int:
-    """Of the first process, on the second line."""
+    """The epoch of the first process, on the second line."""
     lines = list(lines_of(path, Stretch(0, len(b"[\n") + 1)))
     try:
         return int(json.loads(lines[-1].rstrip(b",\n"))["args"]["epoch_ns"])

@@ -4,7 +4,7 @@
         ...
 
 The host marks where the work begins and where it ends, and goes on. Times are read when the device has been there, at the next
-`drain` or `ledger`; nobody waits for it.
+`drain` or `ledger`; no thread waits for it.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ class DeviceSpan(Span):
 
 
 class DeviceTimer:
-    """When a device did what a host only asked for, known once the device has been there; nobody waits for it.
+    """When a device did what a host only asked for, known once the device has been there; no thread waits for it.
 
     Each thread has its own stream, and so its own lane here: `cuda/main`. It is never `unaccounted`: between two spans it
     waits for work.

@@ -66,7 +66,7 @@ class Host:
 
 
 class _Use(NamedTuple):
-    """Of one process, since the last look."""
+    """What one process has used since the last look."""
 
     cpu_percent: float
     """User and system; 100 is one core."""
@@ -102,7 +102,7 @@ class _Watched:
         return use
 
     def num_open_files(self) -> int:
-        """The kernel has no count of them: a directory is listed, which nobody needs of every child."""
+        """Counted by listing a directory, since the kernel keeps no count: for this process only, not for every child."""
         return int(self._process.num_fds())
 
 
@@ -112,7 +112,7 @@ class _Network(NamedTuple):
 
 
 def _network_bytes() -> _Network:
-    """Of the machine, over every interface but the one to itself."""
+    """Bytes of the machine, over every interface but loopback."""
     interfaces = [use for name, use in psutil.net_io_counters(pernic=True).items() if name != "lo"]
     return _Network(sum(use.bytes_recv for use in interfaces), sum(use.bytes_sent for use in interfaces))
 
@@ -125,7 +125,7 @@ class MemoryLimits(NamedTuple):
 
 
 def memory_limits(cgroup: Path = CGROUP) -> MemoryLimits:
-    """Of the machine, or of the container where that allows less."""
+    """The limits of the machine, or of the container where that allows less."""
     machine = psutil.virtual_memory()
     limit = _number(cgroup / "memory.max")
     if limit is None or limit >= machine.total:

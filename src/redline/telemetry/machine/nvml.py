@@ -19,7 +19,7 @@ from redline.config.installation import how_to_install
 
 Reading = float | list[str]
 Read = Callable[[Any, Any], tuple[Reading, ...]]
-"""Of the module and the handle of a GPU, in one call of the driver."""
+"""Reads from the module and the handle of a GPU, in one call of the driver."""
 
 THROTTLES = {
     "SwPowerCap": "power_cap",

@@ -33,7 +33,7 @@ Source = Callable[[], Mapping[str, Any]]
 PATIENCE_S = 5.0
 """For the sample under way, when all is to end: a driver may be what hangs."""
 MAX_BYTES = 64 << 20
-"""Of `samples.jsonl`: at one sample a second, 8 to 24 hours before the first are thinned."""
+"""The limit of `samples.jsonl`: at one sample a second, 8 to 24 hours pass before the first samples are thinned."""
 LEFT_OUT = "telemetry/samples_left_out"
 
 
@@ -123,7 +123,7 @@ class Sampler:
 
 
 def read_samples(path: Path) -> Iterator[dict[str, Any]]:
-    """Of a finished, killed or still running run; none where it took none."""
+    """The samples of a run, finished, killed or still running; empty where it took none."""
     return MetricsLog.read(path) if path.exists() else iter(())
 
 

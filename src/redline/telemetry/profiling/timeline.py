@@ -55,7 +55,7 @@ def torch_offset_us(trace: Mapping[str, Any], marks: Sequence[Mark]) -> tuple[fl
 
 
 def read_spans(path: Path, window: Window, tie: tuple[str, int, int]) -> tuple[list[Event], list[Event]]:
-    """Of `trace.json`: names of processes and lanes, and the spans that ended in the window, on the clock of the spans.
+    """Read `trace.json`: names of processes and lanes, and the spans that ended in the window, on the clock of the spans.
 
     `tie` is (argument, value, start in ns) of the span of ours that ties the clocks.
     """
@@ -109,7 +109,7 @@ def merge(names: Iterable[Event], spans: Iterable[Event], torch_events: Iterable
 
 
 class Owners:
-    """Who has the clock in a lane at a moment: the innermost span."""
+    """The span that has the clock in a lane at a moment: the innermost one."""
 
     def __init__(self, spans: Iterable[Event]) -> None:
         """The spans of one lane, properly nested."""

@@ -21,9 +21,9 @@ from redline.telemetry.files.run_folder import RunFolder
 from redline.telemetry.sinks.sink import Sink, check_reachable, flat
 
 MAX_PARAMS = 100
-"""Of one request; MLflow refuses more."""
+"""Parameters of one request; MLflow refuses more."""
 MAX_CHARACTERS = 6000
-"""Of one parameter."""
+"""Characters of one parameter."""
 
 
 class MlflowSink(Sink):

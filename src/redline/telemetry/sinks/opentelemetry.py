@@ -42,7 +42,7 @@ from redline.telemetry.spans import Span
 
 EXPORT_S = 10.0
 MAX_SPANS = 1000
-"""Of one request."""
+"""Spans of one request."""
 
 
 class OpenTelemetrySink:

@@ -93,7 +93,7 @@ def flat(document: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def check_reachable(key: str, url: str) -> None:
-    """Refuse an address where nobody listens, without the minutes of retries that client libraries allow themselves."""
+    """Refuse an address where nothing listens, without the minutes of retries that client libraries allow themselves."""
     if error := connection_error(url):
         raise ConfigError(
             f"{key} = {url!r}: cannot connect: {error}", f"start what should listen there, or correct {key}"
@@ -101,7 +101,7 @@ def check_reachable(key: str, url: str) -> None:
 
 
 def connection_error(url: str) -> Exception | None:
-    """Why nobody can be reached there; None where somebody listens."""
+    """Why nothing can be reached there; None where a server listens."""
     parts = urlsplit(url)
     try:
         address = parts.hostname or "", parts.port or (443 if parts.scheme == "https" else 80)

@@ -103,7 +103,7 @@ def _has_key() -> bool:
 
 
 def _check_network() -> None:
-    """Where nobody answers, `wandb.init` would try again and again for all of its time. Behind a proxy only it can tell."""
+    """Where no server answers, `wandb.init` would try again and again for all of its time. Behind a proxy only it can tell."""
     settings = wandb.setup().settings
     url = str(settings.base_url)
     scheme = urlsplit(url).scheme

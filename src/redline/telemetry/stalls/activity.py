@@ -29,12 +29,12 @@ class Activity:
     quiet_s: float
     """How long no lane has opened or closed a span of work, and no call of the user's code has ended."""
     lanes: Sequence[LaneState] = ()
-    """Of threads that live."""
+    """Lanes of threads that live."""
     totals_s: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
     """Lane → span → exclusive seconds since the process began, those of the open spans included."""
     workers: Sequence[WorkerState] = ()
     calls: Sequence[Call] = ()
-    """Of the user's functions, under way."""
+    """Calls of the user's functions that are under way."""
 
     @property
     def main(self) -> LaneState | None:

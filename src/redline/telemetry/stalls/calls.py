@@ -1,4 +1,4 @@
-"""Calls of the user's functions that are under way, for whoever looks at a run from another thread.
+"""Calls of the user's functions that are under way, so that another thread can look at them.
 
     with calling("score") as call:
         ...
@@ -19,7 +19,7 @@ from typing import Any
 from redline.telemetry.stalls.stacks import current_frames, place_of
 
 _running: dict[int, Call] = {}
-"""By the thread that makes the call. Each thread changes its own entry only, and `forget_call` one that nobody waits for."""
+"""By the thread that makes the call. Each thread changes its own entry only, and `forget_call` one that is not waited for."""
 _num_finished = 0
 
 
@@ -36,7 +36,7 @@ class Call:
         """The thread that waits for it."""
         self.began_s = time.monotonic()
         self.is_given_up = False
-        """Nobody waits for it any more."""
+        """It is not waited for any more."""
         self.coroutine: Any = None
         """What it waits for, where the function is a coroutine: its stack is not the thread's."""
         self.cancel: Callable[[], object] | None = None
@@ -81,7 +81,7 @@ def num_finished_calls() -> int:
 
 
 def forget_call(call: Call) -> None:
-    """Nobody waits for it any more: a coroutine is cancelled, and any other call may never end."""
+    """Forget a call that is not waited for any more: a coroutine is cancelled, and any other call may never end."""
     call.is_given_up = True
     if call.cancel is not None:
         call.cancel()

@@ -22,12 +22,12 @@ PY_SPY_S = 10.0
 _LIBRARIES = tuple(sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib", "scripts"))
 _OURS = str(Path(__file__).parents[2])
 _collector = threading.Lock()
-"""Held by whoever has switched the garbage collector off."""
+"""Held while the garbage collector is switched off."""
 
 
 @dataclass(slots=True, frozen=True)
 class ThreadStack:
-    """Of one thread, the innermost call last."""
+    """The stack of one thread, the innermost call last."""
 
     thread_id: int
     name: str
@@ -38,7 +38,7 @@ class ThreadStack:
 
 @dataclass(slots=True, frozen=True)
 class ChildStack:
-    """Of a process, or the reason why it cannot be read."""
+    """The stack of a process, or the reason why it cannot be read."""
 
     pid: int
     command: str
@@ -63,7 +63,7 @@ def current_frames() -> dict[int, FrameType]:
 
 
 def own_stacks() -> list[ThreadStack]:
-    """Of all threads but the caller's."""
+    """The stacks of all threads but the caller's."""
     names = {thread.ident: thread.name for thread in threading.enumerate()}
     return [
         _thread_stack(thread_id, names.get(thread_id, "not started by Python"), traceback.extract_stack(frame))
@@ -73,7 +73,7 @@ def own_stacks() -> list[ThreadStack]:
 
 
 def child_stacks() -> list[ChildStack]:
-    """Of all descendants, by py-spy where it is installed and allowed to."""
+    """The stacks of all descendants, by py-spy where it is installed and allowed to."""
     return [ChildStack(pid, _command(pid), _state(pid), py_spy_dump(pid)) for pid in descendants()]
 
 

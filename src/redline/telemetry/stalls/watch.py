@@ -236,7 +236,7 @@ def describe(
     by_id: dict[int | None, ThreadStack] = {thread.thread_id: thread for thread in threads}
     lane_of = {lane.thread_id: lane.name for lane in now.lanes}
     made_for = {call.thread_id: call.for_thread for call in now.calls if call.thread_id != call.for_thread}
-    by_id |= {lane: by_id[thread] for thread, lane in made_for.items() if thread in by_id}  # whoever waits for a call is in it
+    by_id |= {lane: by_id[thread] for thread, lane in made_for.items() if thread in by_id}  # who waits for a call is in it
     culprits = [lane for lane in now.lanes if _works(lane) and lane.thread_id not in made_for]
     return {
         "time": time.time(),
@@ -305,7 +305,7 @@ def _at(lane: LaneState, threads: Mapping[int | None, ThreadStack]) -> str:
 
 def _sentence(lane: LaneState, now: Activity, threads: Mapping[int | None, ThreadStack]) -> str:
     if not lane.innermost.startswith("wait.for_"):
-        return _at(lane, threads) + ("" if _works(lane) else ", which keeps nobody")
+        return _at(lane, threads) + ("" if _works(lane) else ", which keeps no other lane waiting")
     whom = lane.innermost.removeprefix("wait.for_")
     name, sections = MOVERS.get(whom, (whom, {whom}))
     others = [other for other in now.lanes if other.name != lane.name]
@@ -314,7 +314,7 @@ def _sentence(lane: LaneState, now: Activity, threads: Mapping[int | None, Threa
     seconds = (time.perf_counter_ns() - lane.open[-1].start_ns) / 1e9
     waits = f"{lane.name} has waited for {whom.replace('_', ' ')} for {seconds:.0f} s"
     if not movers:
-        return f"{waits}, and no lane is at it: whoever should be has ended, or never began"
+        return f"{waits}, and no lane is at it: the one that should be has ended, or never began"
     return f"{waits}, that is for lane {' or '.join(other.name for other in movers)}"
 
 

@@ -20,7 +20,7 @@ def percentiles_of(name: str, seconds: Iterable[float]) -> dict[str, float]:
 
 
 def latency_metrics(groups: Sequence[TrajectoryGroup]) -> dict[str, float]:
-    """Of the groups that arrived, of their attempts, and of the engine's part of these."""
+    """Percentiles of how long groups took that arrived in a step, their attempts, and the engine's part of these."""
     attempts = [t.calls for group in groups for t in group.trajectories if t.calls]
     calls = [call for attempt in attempts for call in attempt]
     return {

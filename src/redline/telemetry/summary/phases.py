@@ -13,7 +13,7 @@ TRAINER_PARTS = ("pack", "forward", "backward", "optimizer")
 
 
 class EngineParts:
-    """Of the engine's spans, whichever thread steps it; and what else that thread did, where it is that of the rollouts."""
+    """Seconds of the engine's spans, in whichever thread, and what else that thread did if it is the one of the rollouts."""
 
     def __init__(self, recorder: Recorder) -> None:
         self._recorder = recorder

@@ -99,7 +99,7 @@ Find = Callable[[Evidence, Config], Found]
 @dataclass(slots=True, frozen=True)
 class Metric:
     key: str
-    """Of the threshold in `telemetry.targets`; empty where there is none to set."""
+    """The name of its threshold in `telemetry.targets`; empty where there is none to set."""
     name: str
     unit: str
     sign: str
@@ -109,7 +109,7 @@ class Metric:
 
 
 def verdicts(rows: Iterable[Row], samples: Iterable[Row], config: Config) -> list[Verdict]:
-    """Of rows of `metrics.jsonl` and samples of `samples.jsonl`, in the order of `METRICS`."""
+    """Judge rows of `metrics.jsonl` and samples of `samples.jsonl`. Returns verdicts in the order of `METRICS`."""
     evidence = Evidence()
     for row in rows:
         evidence.add_row(row)
@@ -142,7 +142,7 @@ COMPARISONS: Mapping[str, Callable[[float, float], bool]] = {
 
 
 def _of_steps(key: str, summary: Callable[[Sequence[float]], float], word: str, scale: float = 1.0) -> Find:
-    """Of one key of the rows; steps that have none, or null, do not count."""
+    """Summarise one key of the rows; steps that have none, or null, do not count."""
 
     def find(evidence: Evidence, config: Config) -> Found:
         values = evidence.values.get(key)

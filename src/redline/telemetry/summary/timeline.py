@@ -2,7 +2,7 @@
 
 generation   training   weight_sync   data   environment   reward   wait_for_X (one per X)   other   unaccounted
 
-Each span belongs to one phase, so the phases of a lane sum to its wall time as its spans do. A span that nobody here has heard
+Each span belongs to one phase, so the phases of a lane sum to its wall time as its spans do. A span that the table has not heard
 of, such as one in a user's own code, is `other`.
 """
 
@@ -18,11 +18,11 @@ from redline.telemetry.ledger import UNACCOUNTED
 PHASES = ("generation", "training", "weight_sync", "data", "environment", "reward", "other", UNACCOUNTED)
 """All but the waits, whose names say for whom."""
 PREFIX = "timeline/"
-"""Of a step's phases in `metrics.jsonl`: `timeline/generation_s`. Those of the main lane, which sum to the step's time."""
+"""Prefix of a step's phases in `metrics.jsonl`, as in `timeline/generation_s`. The main lane's sum to the step's time."""
 ROLLOUTS_LANE = "rollouts"
 """Where they run beside the trainer: the thread that steps the engine."""
 ROLLOUTS_PREFIX = "timeline_rollouts/"
-"""Of the phases of that lane over the same time."""
+"""Prefix of the phases of that lane over the same time."""
 _SPANS = {
     "engine.push_weights": "weight_sync",
     "engine.update_weights": "weight_sync",

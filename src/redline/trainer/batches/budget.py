@@ -25,7 +25,7 @@ from redline.trainer.batches.micro_batches import MicroBatchPlan
 from redline.trainer.loss.logprobs import CHUNK_BYTES, KEPT_BYTES
 
 MARGIN = 0.08
-"""Of the device's memory: CUDA's own, workspaces of its libraries, and gaps between allocations."""
+"""The share of the device's memory left free: for CUDA's own, workspaces of its libraries, and gaps between allocations."""
 BUSY_TOKENS = 8192
 """So many rows keep a GPU's products near their best rate; the budget is no smaller for the sake of its logits."""
 MOST_TOKENS = 131_072

@@ -25,7 +25,7 @@ class CostModel:
         return cls(per_pair=2 * shape.num_layers * shape.num_heads * shape.head_dim / num_parameters)
 
     def run(self, own: np.ndarray, before: np.ndarray) -> np.ndarray:
-        """Of `own` tokens that continue `before` others: own + per_pair · (own · before + own · (own + 1) / 2).
+        """The cost of `own` tokens that continue `before` others: own + per_pair · (own · before + own · (own + 1) / 2).
 
         Runs add up: `run(p, 0) + run(q, p) == run(p + q, 0)`.
         """

@@ -76,12 +76,12 @@ class MicroBatchPlan:
 
     @property
     def num_micro_batches(self) -> int:
-        """Of each rank, the same for all."""
+        """Micro-batches of one rank; every rank has as many."""
         return self.cost_RN.shape[1]
 
     @property
     def num_tokens(self) -> int:
-        """Of all ranks."""
+        """Tokens of all ranks."""
         return int(self.tokens_RN.sum())
 
     @property

@@ -16,7 +16,7 @@ from torch import Tensor
 
 
 def random_state() -> dict[str, Any]:
-    """Of now."""
+    """The state of every generator now, as JSON."""
     version, words, gauss = random.getstate()
     name, keys, position, has_gauss, cached = np.random.get_state(legacy=True)
     cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_available() and torch.cuda.is_initialized() else []

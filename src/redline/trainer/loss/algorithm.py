@@ -27,7 +27,7 @@ class LossInputs:
     """The M trained tokens of one micro-batch, whole sequences; float32[M] unless it says otherwise."""
 
     logprobs_M: Tensor
-    """Of the policy that is trained, with gradient."""
+    """Logprobs under the policy that is trained, with gradient."""
     old_logprobs_M: Tensor
     """The engine's, of the distribution sampled from."""
     advantages_M: Tensor
@@ -36,7 +36,7 @@ class LossInputs:
     sequence_M: Tensor
     """int64: which of the micro-batch's sequences, counted from 0."""
     anchor_logprobs_M: Tensor | None = None
-    """Of the policy at the beginning of the step, where a pass has made them; else it is the policy that is trained."""
+    """Logprobs under the policy at the beginning of the step; None where that is the policy being trained."""
     reference_logprobs_M: Tensor | None = None
     """Where the loss has a KL term."""
     entropy_M: Tensor | None = None
@@ -46,7 +46,7 @@ class LossInputs:
 def policy_loss(inputs: LossInputs, config: TrainerConfig) -> PolicyLoss:
     """L = surrogate(w · correction) + kl_coef Σ_t w_t KL_t - entropy_coef Σ_t w_t H_t.
 
-    The KL and the bonus keep their plain weights: they are about the policy, whoever sampled.
+    The KL and the bonus keep their plain weights: they are about the policy, not about what sampled.
     """
     old_logprobs_M, correction_M = _old_policy(inputs, config)
     weights_M = inputs.weights_M if correction_M is None else inputs.weights_M * correction_M

@@ -39,7 +39,7 @@ class _SelectedLogprobs(torch.autograd.Function):
             found.append((logits if keeps else None, summary))
         ctx.save_for_backward(hidden_ME, weight_VE, targets_M)
         ctx.temperature, ctx.chunks, ctx.sum = temperature, found, sum_of(weight_VE)
-        ctx.set_materialize_grads(False)  # where nobody asks about entropies, nothing need be computed for them
+        ctx.set_materialize_grads(False)  # without a gradient of the entropies, nothing need be computed for them
         return torch.cat([summary.logprobs for _, summary in found]), torch.cat([summary.entropies for _, summary in found])
 
     @staticmethod
@@ -73,7 +73,7 @@ class _SelectedLogprobs(torch.autograd.Function):
 
 
 class _Summary(NamedTuple):
-    """Of a chunk; float32[M] each."""
+    """What a chunk of logits gives; float32[M] each."""
 
     logprobs: Tensor
     entropies: Tensor
@@ -149,7 +149,7 @@ def _plus(total: Tensor | None, part: Tensor, *, alone: bool) -> Tensor:
 
 
 def chunk_rows(num_rows: int, vocab_size: int, dtype: torch.dtype, device: str, room: int = 0) -> int:
-    """Of a chunk: few chunks, and even, so that no product is small. On a GPU, logits that are all kept are one: each chunk has
+    """Rows of a chunk: few chunks, and even, so that no product is small. On a GPU, logits that are all kept are one, for each has
     to read and write the gradient of the whole head."""
     itemsize = dtype.itemsize if device == "cuda" else 4
     if device == "cuda" and num_rows * itemsize * vocab_size <= room:

@@ -4,7 +4,7 @@
     norms    ──► all there is to say about a step, before anything is changed
     update   ──► for each stretch: moments in ─► AdamW with the clipping inside ─► weights written ─► moments out
 
-The network's parameters are overwritten in place, never replaced, so whoever shares their storage (the engine, captured graphs)
+The network's parameters are overwritten in place, never replaced, so what shares their storage (the engine, captured graphs)
 sees the new policy at once. In float32 the parameters are their own masters. Nothing in a step waits for the device: whether
 the gradient is finite is decided there, and one that is not changes nothing.
 """
@@ -88,11 +88,11 @@ class MasterAdamW:
 
     @property
     def state_bytes(self) -> int:
-        """Of moments and masters, wherever they lie. Parameters that are their own masters do not count."""
+        """Bytes of moments and masters, on any device. Parameters that are their own masters do not count."""
         return sum(tensor.nbytes for tensor in self._memory.tensors.values())
 
     def learning_rate(self, step: int) -> float:
-        """Of step number `step`, counted from 0."""
+        """The learning rate of step `step`, counted from 0."""
         return schedule.learning_rate(self._config, step)
 
     # ── gradients ──────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -112,7 +112,7 @@ class MasterAdamW:
         return self._views()[name], is_first
 
     def _views(self) -> dict[str, Tensor]:
-        """Of the flat gradient."""
+        """Each parameter's part of the flat gradient, by name."""
         if self._gradients is None:
             self._gradients = flat_zeros(self._layout, self._device)
             self._gradient_views = self._layout.views(self._gradients)
@@ -157,7 +157,7 @@ class MasterAdamW:
 
     @torch.no_grad()
     def norms(self, loss: Tensor | None = None) -> GradientNorms:
-        """Of the gradients since the last step, which is to be skipped if one of them or `loss` is not finite."""
+        """Norms of the gradients since the last step. The step must be skipped if one of them or `loss` is not finite."""
         gradients = self.gradients()
 
         def norms_P() -> Tensor:  # noqa: N802

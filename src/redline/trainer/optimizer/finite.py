@@ -24,7 +24,7 @@ MOST_NAMED = 8
 
 
 class NonFiniteError(TrainingError):
-    """Too many steps in a row gave numbers nobody should train on."""
+    """Too many steps in a row gave numbers that must not be trained on."""
 
 
 # ── what was found ─────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -36,7 +36,7 @@ class GradientNorms:
 
     names: tuple[str, ...]
     norms_P: Callable[[], Tensor]
-    """Of each parameter, computed if somebody asks."""
+    """The norm of each parameter's gradient, computed on demand."""
     total: Tensor
     """Scalar: of all parameters together."""
     skip: Tensor
@@ -58,7 +58,7 @@ class BadToken:
     """A trained token with a number that is not finite."""
 
     sequence: int
-    """Of the `TrainBatch`."""
+    """Its index in the `TrainBatch`."""
     token: int
     """Its place among the sequence's trained tokens, from 0."""
     quantity: str
@@ -85,7 +85,7 @@ class BadStep:
     """Why a step was skipped."""
 
     version: int
-    """Of the policy that took it, and was left as it was."""
+    """The version of the policy that took the step; the step was skipped, so it stayed."""
     loss: float
     grad_norm: float
     parameters: tuple[str, ...] = ()

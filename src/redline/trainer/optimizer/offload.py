@@ -63,7 +63,7 @@ class DeviceMemory:
 
 
 class HostMemory:
-    """State in pinned host memory. For a CPU device, where nobody needs it, the same without streams."""
+    """State in pinned host memory. For a CPU device, which does not need it, the same without streams."""
 
     def __init__(self, kept: Kept, num_elements: int, device: torch.device) -> None:
         shapes = {name: (dtype, torch.Size([num_elements // per_entry])) for name, (dtype, per_entry) in kept.items()}

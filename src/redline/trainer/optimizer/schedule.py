@@ -10,7 +10,7 @@ from redline.config.sections.trainer import TrainerConfig
 
 
 def learning_rate(config: TrainerConfig, step: int) -> float:
-    """Of step number `step`, counted from 0.
+    """The learning rate of step `step`, counted from 0.
 
     rate · (step + 1) / warmup_steps while warming up, then rate · (floor + (1 - floor) · fall(x)), where x is the fraction of
     `decay_steps` behind us, fall(x) = 1 - x or (1 + cos πx) / 2, and floor is `min_lr_ratio`."""

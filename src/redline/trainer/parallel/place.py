@@ -41,7 +41,7 @@ class Place:
 
 
 def find_place(rank: int, world: int, config: TrainerConfig) -> Place:
-    """Of process `rank` among `world`; what cannot be arranged so is refused."""
+    """The place of process `rank` among `world`. Raises ConfigError for sizes that cannot be arranged."""
     sequence = config.sequence_parallel_size
     if world % sequence:
         raise ConfigError(
@@ -57,7 +57,7 @@ def find_place(rank: int, world: int, config: TrainerConfig) -> Place:
         )
     if world == 1 and config.sharding != "none":
         raise ConfigError(
-            f"trainer.sharding = {config.sharding!r}: there is one process, and nobody to share the parameters with",
+            f"trainer.sharding = {config.sharding!r}: there is one process, and no other to share the parameters with",
             "start several (torchrun --nproc-per-node), or set trainer.sharding=none",
         )
     return Place(rank, data, sequence)

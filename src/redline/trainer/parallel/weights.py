@@ -27,7 +27,7 @@ MAX_IN_FLIGHT = 2
 
 
 class Weights:
-    """All here, and nobody else has any."""
+    """All weights are in this process."""
 
     are_masters = False
     """The parameters are float32 masters, and the network makes its compute dtype of them as it goes. The optimizer is then

@@ -72,7 +72,7 @@ class SentStep:
 
 @dataclass(slots=True)
 class StepTotals:
-    """Of this process."""
+    """Sums over the micro-batches of this process."""
 
     sums: Tensor
     """float64, in the order of `SUMS`, where they are computed."""
@@ -120,7 +120,7 @@ class StepTotals:
         return self.sums[0]
 
     def send(self, parallel: Parallel, norms: GradientNorms) -> SentStep:
-        """Of all processes; the one copy from the device in a step. Work that is launched after this does not hold it up."""
+        """Send the sums of all processes to the host: the one copy from the device in a step. Later work does not delay it."""
         counts = self._counts(parallel)
         of_gradient = torch.stack([norms.total, norms.skip]).to(self.sums)
         found = torch.cat([parallel.sum_of(self.sums), parallel.max_of(self.largest).exp(), of_gradient])
@@ -131,7 +131,7 @@ class StepTotals:
         return SentStep(on_host, counts, torch.cuda.current_stream(found.device).record_event())
 
     def _counts(self, parallel: Parallel) -> list[float]:
-        """Of all processes. One that is alone knows them without asking its device."""
+        """The counts of all processes. A single process knows them without asking its device."""
         if parallel.place.world == 1:
             return [float(count) for count in self.counts]
         return parallel.sum_of(torch.tensor(self.counts).to(self.sums)).tolist()
