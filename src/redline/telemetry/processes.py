@@ -35,7 +35,7 @@ SPANS_VARIABLE = "REDLINE_SPANS"
 FLUSH_S = 1.0
 """What a worker that is killed may lose."""
 MAX_BYTES = 16 << 20
-"""The limit of a worker's file, 130,000 spans or so: its beginning and its newest stretch; the sums in its ledger are of all."""
+"""The limit of a worker's file, 130,000 spans: its beginning and its newest stretch; the sums in its ledger are of all."""
 
 
 @dataclass(slots=True, frozen=True)

@@ -2,8 +2,8 @@
 
 generation   training   weight_sync   data   environment   reward   wait_for_X (one per X)   other   unaccounted
 
-Each span belongs to one phase, so the phases of a lane sum to its wall time as its spans do. A span that the table has not heard
-of, such as one in a user's own code, is `other`.
+Each span belongs to one phase, so the phases of a lane sum to its wall time as its spans do. A span that is not in the table,
+such as one in a user's own code, is `other`.
 """
 
 from __future__ import annotations

@@ -149,8 +149,8 @@ def _plus(total: Tensor | None, part: Tensor, *, alone: bool) -> Tensor:
 
 
 def chunk_rows(num_rows: int, vocab_size: int, dtype: torch.dtype, device: str, room: int = 0) -> int:
-    """Rows of a chunk: few chunks, and even, so that no product is small. On a GPU, logits that are all kept are one, for each has
-    to read and write the gradient of the whole head."""
+    """Rows of a chunk. Chunks are few and even, so that no product is small. On a GPU, logits that are all kept are one chunk:
+    each chunk has to read and write the gradient of the whole head."""
     itemsize = dtype.itemsize if device == "cuda" else 4
     if device == "cuda" and num_rows * itemsize * vocab_size <= room:
         return max(1, num_rows)

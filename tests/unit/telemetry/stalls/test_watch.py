@@ -293,7 +293,7 @@ def test_the_first_call_that_lasts_is_told_within_half_a_minute_whatever_else_mo
         assert watched.stalls.tick(watched.probe.look(), 0) is None, "told once"
     assert stall is not None
     assert stall.in_rollouts
-    assert stall.finding.seen.startswith("`score` has not returned for 80 s, at test_stalls.py:")
+    assert stall.finding.seen.startswith("`score` has not returned for 80 s, at test_watch.py:")
     assert "in hanging_environment: end.wait()" in stall.finding.seen
     watched.stalls.tick(watched.probe.look(), 0)
     text = stall.path.read_text()
@@ -349,14 +349,14 @@ def test_whoever_waits_for_a_call_is_where_the_call_is(watched: Watched) -> None
 
     with span("rollouts.reward"), in_thread("score", work):
         document = describe(watched.probe.look(), {}, stacks.own_stacks(), [], 3)
-    assert document["summary"].startswith("main has been in rollouts.reward for 0 s, at test_stalls.py:")
+    assert document["summary"].startswith("main has been in rollouts.reward for 0 s, at test_watch.py:")
     assert document["summary"].endswith("in hanging_environment: end.wait()")
 
 
 def test_before_there_is_a_run_a_call_that_lasts_is_told_as_well(capsys: pytest.CaptureFixture[str]) -> None:
     with calls("held_out", CALL_S + 1), saying_what_hangs(every_s=0.01):
         time.sleep(0.3)
-    assert capsys.readouterr().err.startswith("`held_out` has not returned for 21 s, at test_stalls.py:")
+    assert capsys.readouterr().err.startswith("`held_out` has not returned for 21 s, at test_watch.py:")
 
 
 COLLECTED_MEANWHILE = """
