@@ -252,6 +252,22 @@ def test_evaluations_and_updates_leave_groups_under_way_as_they_were(tmp_path: P
     assert process.attempted == list(range(len(process.attempted))), "one was begun twice"
 
 
+def test_an_evaluation_longer_than_the_limit_of_a_group_costs_no_group_under_way(tmp_path: Path) -> None:
+    prepare(
+        tmp_path,
+        steps=3,
+        rollouts=SMALL | {"evaluation": {"num_tasks": 2, "every": 1}},
+        buffer={"max_lag": 2, "group_timeout_s": 4.0},
+    )
+    slow = '        if "held" in task.id:\n            time.sleep(2.5)\n        if "q"'
+    rewrite(tmp_path, '        if "q"', slow)
+    assert_ended_with(0, tmp_path)
+    folder = newest_run(tmp_path)
+    assert all(row["evaluation/seconds"] > 4.0 for row in rows(folder.evaluations))
+    *_, last = rows(folder.metrics)
+    assert last["buffer/dropped_timed_out"] == 0
+
+
 # ── it ends ────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 

@@ -13,7 +13,8 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -155,6 +156,17 @@ class GroupBuffer:
         if limit is None or not self._in_flight:
             return None
         return max(0.0, min(begun.at_s for begun in self._in_flight.values()) + limit - self._clock())
+
+    @contextmanager
+    def clock_stands_still(self) -> Iterator[None]:
+        """While somebody else has the engine, time does not count towards `group_timeout_s` of the groups under way."""
+        began = self._clock()
+        try:
+            yield
+        finally:
+            held_s = self._clock() - began
+            later = {number: replace(begun, at_s=begun.at_s + held_s) for number, begun in self._in_flight.items()}
+            self._in_flight = later
 
     def overdue(self, version: int) -> list[int]:
         """Groups under way that were begun too long ago: what they have sampled so far can no longer be trained on."""

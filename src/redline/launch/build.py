@@ -70,6 +70,7 @@ def build(config: Config, folder: RunFolder, progress: Progress, tasks: LoadedTa
         tasks.num_workers,
         max_prompt_tokens,
         engine.check,
+        config.buffer.group_timeout_s,
     )
     rollouts, shared_engine = _place_rollouts(config, attempts, engine, trainer)
     store = _make_store(config, folder, progress.note)

@@ -39,8 +39,9 @@ class Stages:
 
     def evaluate(self, tasks: Sequence[Task]) -> list[list[Trajectory]]:
         """Afterwards the engine forgets the prompts, so that no training sample depends on whether there was an evaluation."""
-        rollouts = self.rollouts
-        with rollouts.paused(self.buffer.patience_s) if isinstance(rollouts, BackgroundRollouts) else nullcontext():
+        rollouts, patience_s = self.rollouts, self.buffer.patience_s
+        paused = rollouts.paused(patience_s) if isinstance(rollouts, BackgroundRollouts) else nullcontext()
+        with self.buffer.clock_stands_still(), paused:
             attempts = self.attempts.evaluate(tasks)
             self.engine.reset_prefix_cache()
             return attempts

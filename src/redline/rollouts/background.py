@@ -47,6 +47,8 @@ class _Attempt:
     completions: dict[int, Completion] = field(default_factory=dict)
     request_id: int = -1
     """The engine's number of the request."""
+    is_wanted: bool = True
+    """False once the group is abandoned: what is left of its rewards is not computed."""
 
     @property
     def is_sampled(self) -> bool:
@@ -101,6 +103,7 @@ class BackgroundRollouts:
 
     def begin(self, numbers: Sequence[int], version: int) -> None:
         with span("rollouts.dispatch"), self._changed:
+            self._rollouts.step_begins(version)
             for number in numbers:
                 self._tasks.put(number, partial(self._pose, number, version))
 
@@ -126,7 +129,8 @@ class BackgroundRollouts:
             self._finished = deque(group for group in self._finished if group.number not in given_up)
             self._abandoned |= given_up
             for number in given_up:
-                self._under_way.pop(number, None)
+                if attempt := self._under_way.pop(number, None):
+                    attempt.is_wanted = False
             self._tasks.abandon(given_up)
             self.rewards.abandon(given_up)
             self._changed.notify_all()
@@ -294,7 +298,7 @@ class BackgroundRollouts:
 
     def _group(self, attempt: _Attempt) -> TrajectoryGroup:
         completions = [attempt.completions[index] for index in sorted(attempt.completions)]
-        trajectories = self._rollouts.scored(attempt.task, attempt.request, completions)
+        trajectories = self._rollouts.scored(attempt.task, attempt.request, completions, lambda: attempt.is_wanted)
         return self._rollouts.group(attempt.number, attempt.task, trajectories, attempt.began)
 
     def _deliver(self, number: int, group: TrajectoryGroup) -> None:

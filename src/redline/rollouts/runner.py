@@ -26,6 +26,7 @@ from redline.rollouts.rewards.parts import REWARD_MODEL_PART, overlong_penalty, 
 from redline.rollouts.tasks.checks import check_task
 from redline.rollouts.user_code.calls import UserCalls, failure_of
 from redline.rollouts.user_code.coroutines import EventLoop
+from redline.rollouts.user_code.turns import Turns
 from redline.telemetry import span
 from redline.types import Completion, EngineCall, Failure, GenerateRequest, SamplingParams, Task, Trajectory, TrajectoryGroup
 
@@ -51,9 +52,11 @@ class SingleTurnRollouts:
         max_reward_workers: int = 1,
         max_prompt_tokens: int | None = None,
         check_request: Callable[[GenerateRequest], None] = lambda request: None,
+        group_timeout_s: float | None = None,
     ) -> None:
         """`max_reward_workers`: threads that may score at once. `max_prompt_tokens`: None sets no limit. `check_request` raises
-        what the engine has against a request, before it gets any."""
+        what the engine has against a request, before it gets any. `group_timeout_s`: seconds after which a group is given up,
+        and a call of `score` that lasts as long is taken for dead."""
         self._tasks = tasks
         self._engine = engine
         self._chat = chat
@@ -66,6 +69,9 @@ class SingleTurnRollouts:
         """The reward model is used by one thread at a time."""
         self.max_reward_workers = max_reward_workers
         self._loop = EventLoop()
+        self._train_turns = Turns()
+        self._score_turns = Turns(1 if max_reward_workers == 1 else None, group_timeout_s)
+        """Where one thread may score, no second call is made while one is under way, whoever made it."""
         self._batch_calls = self._score_calls(max_reward_workers)
         """For the rewards of a whole batch."""
         self._of_this_thread = threading.local()
@@ -76,6 +82,13 @@ class SingleTurnRollouts:
 
     def begin(self, numbers: Sequence[int], version: int) -> None:
         self._begun += numbers
+        self.step_begins(version)
+
+    def step_begins(self, version: int) -> None:
+        """A new version gives calls that did not return in time another chance: some of each step, not some of each group."""
+        if version != self._version:
+            self._train_turns.try_again()
+            self._score_turns.try_again()
         self._version = version
 
     def arrived(self) -> list[TrajectoryGroup]:
@@ -88,6 +101,7 @@ class SingleTurnRollouts:
         """All that was begun, attempted now, by the caller's own hands, however long it takes."""
         numbers, self._begun = self._begun, []
         began = time.perf_counter()
+        self._train_turns.try_again()
         posed = self.posed(numbers)
         attempts = self._attempt(posed, self._config.group_size, self._version)
         return [self.group(n, p.task, t, began) for n, p, t in zip(numbers, posed, attempts, strict=True)]
@@ -110,9 +124,16 @@ class SingleTurnRollouts:
     def _train(self, number: int) -> Task:
         return check_task(self._tasks.train(number), f"train({number})")
 
-    def scored(self, task: Task, request: GenerateRequest, completions: Sequence[Completion]) -> list[Trajectory]:
+    def scored(
+        self,
+        task: Task,
+        request: GenerateRequest,
+        completions: Sequence[Completion],
+        is_wanted: Callable[[], bool] = lambda: True,
+    ) -> list[Trajectory]:
+        """Attempts with their rewards. Once `is_wanted` says no, `score` is called for none of the rest."""
         with span("rollouts.reward"):
-            attempts = self._score_all(self._own_calls("score"), [task], [request], [completions])
+            attempts = self._score_all(self._own_calls("score"), [task], [request], [completions], is_wanted)
         return self._judge([task], attempts)[0]
 
     def failed(self, failure: Failure, version: int) -> list[Trajectory]:
@@ -143,6 +164,7 @@ class SingleTurnRollouts:
         requests = [p.request for p in posed if isinstance(p.request, GenerateRequest)]
         with span("engine.schedule"):  # what of it is neither prefill nor decode
             answers = self._engine.generate(requests) if requests else []
+        self._score_turns.try_again()
         with span("rollouts.reward"):
             attempts = self._score_all(self._batch_calls, tasks, requests, answers)
         scored = iter(self._judge(tasks, attempts))
@@ -184,10 +206,12 @@ class SingleTurnRollouts:
 
     def _score_calls(self, most: int) -> UserCalls:
         limit_s = self._config.reward_timeout_s
-        return UserCalls("reward", "score", limit_s, "rollouts.reward_timeout_s", most=most, loop=self._loop)
+        key, turns = "rollouts.reward_timeout_s", self._score_turns
+        return UserCalls("reward", "score", limit_s, key, most=most, loop=self._loop, turns=turns)
 
     def _train_calls(self) -> UserCalls:
-        return UserCalls("task", "train", self._config.task_timeout_s, "rollouts.task_timeout_s", loop=self._loop)
+        limit_s = self._config.task_timeout_s
+        return UserCalls("task", "train", limit_s, "rollouts.task_timeout_s", loop=self._loop, turns=self._train_turns)
 
     def _own_calls(self, what: Literal["train", "score"]) -> UserCalls:
         """Those of the calling thread: one that is left behind may be waiting for its own for ever."""
@@ -204,6 +228,7 @@ class SingleTurnRollouts:
         tasks: Sequence[Task],
         requests: Sequence[GenerateRequest],
         answers: Sequence[Sequence[Completion]],
+        is_wanted: Callable[[], bool] = lambda: True,
     ) -> list[list[Trajectory]]:
         """Of each task, in that order, but perhaps with the help of others."""
         attempts = [
@@ -212,13 +237,15 @@ class SingleTurnRollouts:
             for completion in completions
         ]
         texts = self._chat.texts([completion.token_ids for _, _, completion in attempts])
-        works = [partial(self._parts, task, text) for (task, _, _), text in zip(attempts, texts, strict=True)]
+        works = [partial(self._parts, task, text, is_wanted) for (task, _, _), text in zip(attempts, texts, strict=True)]
         outcomes = zip(attempts, texts, calls.results(works), strict=True)
         scored = (self._trajectory(request, completion, text, parts) for (_, request, completion), text, parts in outcomes)
         return [[next(scored) for _ in completions] for completions in answers]
 
-    def _parts(self, task: Task, text: str) -> dict[str, float] | Failure:
+    def _parts(self, task: Task, text: str, is_wanted: Callable[[], bool]) -> dict[str, float] | Failure:
         """Called by any thread. What is wrong with the value is the fault of the function that returned it."""
+        if not is_wanted():
+            return Failure("reward", "`score` was not called: the group was cancelled")
         score = self._loop.result(self._tasks.score(task, text))
         with boundary() as caught:
             parts = reward_parts(score)

@@ -134,6 +134,20 @@ def test_of_groups_that_come_together_only_those_that_are_still_wanted_are_kept(
         buffer.offer(numbered(1, 0))
 
 
+def test_the_time_of_an_evaluation_does_not_count_towards_the_limit_of_the_groups_under_way() -> None:
+    clock = Clock()
+    buffer = GroupBuffer(BufferConfig(max_lag=1, depth=2, group_timeout_s=10), 1, MemoryStore(), clock=clock)
+    assert buffer.admit(0) == [0, 1]
+    clock.now = 4.0
+    with buffer.clock_stands_still():
+        clock.now = 104.0
+    assert buffer.patience_s == 6.0
+    clock.now = 109.0
+    assert buffer.give_up(0) == []
+    clock.now = 110.0
+    assert buffer.give_up(0) == [0, 1]
+
+
 def test_a_group_that_is_overdue_and_timed_out_is_given_up_once() -> None:
     clock = Clock()
     buffer = GroupBuffer(BufferConfig(max_lag=1, depth=2, group_timeout_s=10), 1, MemoryStore(), clock=clock)

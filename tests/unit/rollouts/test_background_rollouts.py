@@ -36,10 +36,9 @@ def decoder(tmp_path: Path) -> AnyDecoder:
     return load_decoder(tmp_path)
 
 
-def single_turn(
-    engine: NativeEngine, tasks: FakeTasks | None = None, *, workers: int = 1, task_timeout_s: float = 60.0
-) -> SingleTurnRollouts:
-    chat, config = Chat(TOKENIZER, None, ""), CONFIG.model_copy(update={"task_timeout_s": task_timeout_s})
+def single_turn(engine: NativeEngine, tasks: FakeTasks | None = None, *, workers: int = 1, **keys: float) -> SingleTurnRollouts:
+    """`keys` are of the recipe's rollouts."""
+    chat, config = Chat(TOKENIZER, None, ""), CONFIG.model_copy(update={"task_timeout_s": 60.0, **keys})
     return SingleTurnRollouts(tasks or FakeTasks(), engine, chat, config, (3,), 5, max_reward_workers=workers)
 
 
@@ -222,7 +221,9 @@ def test_a_reward_that_hangs_holds_up_neither_the_engine_nor_an_update(
     assert hanging.finished(0.05) == []
 
 
-def test_a_group_whose_reward_hangs_is_abandoned_and_the_others_go_on(hanging: BackgroundRollouts) -> None:
+def test_a_group_whose_reward_hangs_is_abandoned_and_the_others_go_on(engine: NativeEngine) -> None:
+    Hanging.hangs, Hanging.goes_on = threading.Event(), threading.Event()
+    hanging = BackgroundRollouts(single_turn(engine, Hanging(), reward_timeout_s=1.0), engine)
     hanging.begin([0, 1, 2, 3], 0)
     found = all_of(hanging, 1)
     assert Hanging.hangs.wait(60)
@@ -232,6 +233,77 @@ def test_a_group_whose_reward_hangs_is_abandoned_and_the_others_go_on(hanging: B
     Hanging.goes_on.set()
     hanging.begin([4], 0)
     assert list(all_of(hanging, 1)) == [4], "what was abandoned does not come, even if its reward does"
+    hanging.close()
+
+
+class NoticesTwoCallers(FakeTasks):
+    """Notices two calls of `score` at once. The first call waits until the test lets it go."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.begun, self.goes_on = threading.Event(), threading.Event()
+        self.calls: list[str] = []
+        self.most_at_once = self._now = 0
+
+    def score(self, task, text):  # type: ignore[no-untyped-def]
+        self._now += 1
+        self.most_at_once = max(self.most_at_once, self._now)
+        self.calls.append(task.id)
+        if len(self.calls) == 1:
+            self.begun.set()
+            assert self.goes_on.wait(60)
+        time.sleep(0.01)
+        self._now -= 1
+        return super().score(task, text)
+
+
+def test_a_source_that_is_not_thread_safe_is_never_called_twice_at_once_though_its_group_was_given_up(
+    engine: NativeEngine,
+) -> None:
+    tasks = NoticesTwoCallers()
+    single = single_turn(engine, tasks)
+    rollouts = BackgroundRollouts(single, engine)
+    rollouts.begin([0], 0)
+    assert tasks.begun.wait(60)
+    rollouts.abandon([0])
+    rollouts.begin([1, 2], 1)
+    assert rollouts.finished(0.3) == [], "the call under way is waited for, though nobody wants its result"
+    tasks.goes_on.set()
+    assert sorted(all_of(rollouts, 2)) == [1, 2]
+    with rollouts.paused():
+        single.evaluate([tasks.train(3)])
+    rollouts.close()
+    assert tasks.most_at_once == 1
+    assert tasks.calls.count(tasks.train(0).id) == 1, "the other attempts of the group that was given up are not scored"
+
+
+def test_if_every_score_hangs_three_calls_a_step_are_given_up_and_all_groups_fail_with_the_reason(engine: NativeEngine) -> None:
+    end = threading.Event()
+
+    class AllHang(FakeTasks):
+        num_calls = 0
+
+        def score(self, task, text):  # type: ignore[no-untyped-def]
+            self.num_calls += 1
+            end.wait(60)
+            return super().score(task, text)
+
+    tasks = AllHang()
+    rollouts = BackgroundRollouts(single_turn(engine, tasks, reward_timeout_s=0.2), engine)
+    for version in (0, 1):
+        rollouts.begin(range(8 * version, 8 * version + 8), version)
+        groups = all_of(rollouts, 8)
+        assert tasks.num_calls == 3 * (version + 1), "24 attempts of a step, and one step tries no more than three"
+        reasons = {t.failure.reason for group in groups.values() for t in group.trajectories if t.failure}
+        assert reasons == {
+            "`score` did not return within 0.2 s",
+            "`score` was not called: the 3 calls before did not return within 0.2 s",
+        }
+        assert all(t.failure for group in groups.values() for t in group.trajectories)
+    end.set()
+    rollouts.begin([16], 2)
+    assert all(t.failure is None for t in all_of(rollouts, 1)[16].trajectories), "the next step tries again"
+    rollouts.close()
 
 
 def test_a_worker_that_was_left_behind_ends_and_takes_the_thread_of_its_calls_along(hanging: BackgroundRollouts) -> None:

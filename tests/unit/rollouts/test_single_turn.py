@@ -371,7 +371,7 @@ class SomeTasks(FakeTasks):
 
 LONG = Task("long", [{"role": "user", "content": "say it again " * 50}])
 BAD_TASKS: dict[str, tuple[Any, str, str]] = {
-    "raises": (IndexError("no more rows"), "train(1)", "task: IndexError: no more rows, at test_runner.py:"),
+    "raises": (IndexError("no more rows"), "train(1)", "task: IndexError: no more rows, at test_single_turn.py:"),
     "exits": (SystemExit(3), "train(1)", "task: SystemExit: 3"),
     "dict": ({"id": "x"}, "train(1)", "task: rollouts.task: train(1) gave a dict, not a Task"),
     "text": (Task("t", "a question"), "train(1)", "whose messages are a str, not a list"),  # type: ignore[arg-type]

@@ -19,6 +19,7 @@ from typing import Any, TypeVar
 
 from redline.errors import RedlineError, TaskError, boundary, in_words
 from redline.rollouts.user_code.coroutines import EventLoop
+from redline.rollouts.user_code.turns import MAX_LATE_IN_A_ROW, Turn, Turns
 from redline.telemetry import idle_as, span
 from redline.telemetry.stalls.calls import Call, calling, forget_call
 from redline.telemetry.stalls.stacks import place_of, users_place
@@ -28,8 +29,6 @@ Result = TypeVar("Result")
 
 HELP_AFTER_S = 0.02
 """Seconds of waiting, and more than of computing, after which others help. To start them takes a millisecond."""
-MAX_LATE_IN_A_ROW = 3
-"""So many calls that do not return say that the next one would not either: the rest is not tried."""
 PATIENCE_S = 1.0
 """For threads that have nothing to do, when all is to end."""
 
@@ -38,14 +37,25 @@ class UserCalls:
     """Makes calls for one thread at a time. Its own threads live until `close`."""
 
     def __init__(
-        self, stage: str, what: str, limit_s: float | None, limit_key: str, *, most: int = 1, loop: EventLoop | None = None
+        self,
+        stage: str,
+        what: str,
+        limit_s: float | None,
+        limit_key: str,
+        *,
+        most: int = 1,
+        loop: EventLoop | None = None,
+        turns: Turns | None = None,
     ) -> None:
         """`what` is the name of the function, `stage` that of its failures. A call may last `limit_s` seconds, which the key
         `limit_key` says; without a limit, and with one thread, the caller makes the calls. `most`: threads that may call at
-        once. `loop` runs coroutines that the works wait for."""
+        once. `loop` runs coroutines that the works wait for. `turns` are shared with others that call the same function, and
+        whoever shares them says when to `try_again`; without them every call of `results` does."""
         self._stage, self._what, self._limit_s, self._limit_key = stage, what, limit_s, limit_key
         self._most = most
         self._loop = loop or EventLoop()
+        self._turns = turns or Turns()
+        self._has_own_turns = turns is None
         self._changed = threading.Condition()
         self._workers: list[_Worker] = []
         """Without those that were left behind."""
@@ -53,7 +63,6 @@ class UserCalls:
         self._works: Sequence[Callable[[], Any]] = ()
         self._next = 0
         self._outcomes: dict[int, Any] = {}
-        self._late_in_a_row = 0
         self._needs_help = False
         self._caller = 0
         self._closed = False
@@ -61,14 +70,17 @@ class UserCalls:
     def results(self, works: Sequence[Callable[[], Result]]) -> list[Result | Failure]:
         """What came of each, in their order: the value, or why there is none. Blocks until all are there. In the lanes of the
         threads that make the calls their time is called `user.score`, after the function; the caller's own spans stay open."""
+        if self._has_own_turns:
+            self._turns.try_again()
         if self._limit_s is None and self._most == 1:
-            return [self._outcome(work, None) for work in works]
+            return [self._own_outcome(work) for work in works]
         if not works:
             return []
         with self._changed:
             self._works, self._next, self._outcomes = works, 0, {}
-            self._late_in_a_row, self._needs_help = 0, False
+            self._needs_help = False
             self._caller = threading.get_ident()
+            self._fail_the_rest_if_hopeless()
             self._start(1)
             try:
                 while len(self._outcomes) < len(works):
@@ -126,17 +138,28 @@ class UserCalls:
             if self._limit_s is None or worker.call is None or worker.call.age_s() < self._limit_s:
                 continue
             assert worker.index is not None
-            hint = f"give what it waits for a limit of its own, or raise {self._limit_key} (null waits for ever)"
             reason = f"`{self._what}` did not return within {self._limit_s:g} s"
-            self._outcomes[worker.index] = Failure(self._stage, reason, worker.call.place(), hint)
+            self._outcomes[worker.index] = Failure(self._stage, reason, worker.call.place(), self._hint)
+            if worker.turn:  # a call that outlasts its limit is taken for dead: nobody waits for it any more
+                worker.turn.end()
             self._leave_behind(worker)
             self._loop.leave_if_blocked()
-            self._late_in_a_row += 1
-            if self._late_in_a_row >= MAX_LATE_IN_A_ROW:
-                reason = f"`{self._what}` was not called: the {MAX_LATE_IN_A_ROW} calls before did not return within"
-                for index in range(self._next, len(self._works)):
-                    self._outcomes[index] = Failure(self._stage, f"{reason} {self._limit_s:g} s", hint=hint)
-                self._next = len(self._works)
+            self._turns.was_late()
+            self._fail_the_rest_if_hopeless()
+
+    def _fail_the_rest_if_hopeless(self) -> None:
+        if not self._turns.are_hopeless:
+            return
+        reason = (
+            f"`{self._what}` was not called: the {MAX_LATE_IN_A_ROW} calls before did not return within {self._limit_s:g} s"
+        )
+        for index in range(self._next, len(self._works)):
+            self._outcomes[index] = Failure(self._stage, reason, hint=self._hint)
+        self._next = len(self._works)
+
+    @property
+    def _hint(self) -> str:
+        return f"give what it waits for a limit of its own, or raise {self._limit_key} (null waits for ever)"
 
     def _leave_behind(self, worker: _Worker) -> None:
         self._workers.remove(worker)
@@ -169,7 +192,14 @@ class UserCalls:
                 index, work = self._next, self._works[self._next]
                 self._next += 1
                 worker.index = index
+            turn = self._turns.take()
+            with self._changed:
+                worker.turn = turn
+                if worker not in self._workers:
+                    turn.end()
+                    return
             outcome = self._outcome(work, worker)
+            turn.end()
             computed_s = time.thread_time() - began_computing_s
             waited_s = time.perf_counter() - began_s - computed_s
             with self._changed:
@@ -177,10 +207,17 @@ class UserCalls:
                     return
                 worker.index = worker.call = None
                 self._outcomes[index] = outcome
-                self._late_in_a_row = 0
+                self._turns.returned()
                 self._needs_help = self._most > 1 and (self._needs_help or waited_s > max(HELP_AFTER_S, computed_s))
                 if len(self._outcomes) == len(self._works) or (self._needs_help and len(self._workers) < self._most):
                     self._changed.notify_all()
+
+    def _own_outcome(self, work: Callable[[], Result]) -> Result | Failure:
+        turn = self._turns.take()
+        try:
+            return self._outcome(work, None)
+        finally:
+            turn.end()
 
     def _outcome(self, work: Callable[[], Result], worker: _Worker | None) -> Result | Failure:
         with calling(self._what, self._caller if worker else None) as call:
@@ -200,6 +237,8 @@ class _Worker:
         self.index: int | None = None
         """Which of the works it is at."""
         self.call: Call | None = None
+        self.turn: Turn | None = None
+        """Of the call that it makes or made last."""
 
 
 def failure_of(stage: str, error: BaseException, function: Callable[..., Any] | None = None) -> Failure:

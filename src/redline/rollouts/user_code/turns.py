@@ -1,0 +1,77 @@
+"""Who may call a function of the user's now: shared by all threads that call it, so that a rule holds for all of them."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+MAX_LATE_IN_A_ROW = 3
+"""So many calls that do not return say that the next one would not either: none is made until `try_again`."""
+
+
+class Turns:
+    """Lets at most `most` calls be under way at once, and counts those that did not return in time."""
+
+    def __init__(self, most: int | None = None, dead_after_s: float | None = None) -> None:
+        """Without `most` there is no limit. A call that lasts for `dead_after_s` seconds is taken for dead: the next one does
+        not wait for it any longer. None waits for ever."""
+        self._most, self._dead_after_s = most, dead_after_s
+        self._changed = threading.Condition()
+        self._taken: list[Turn] = []
+        """The oldest first."""
+        self._late_in_a_row = 0
+
+    def take(self) -> Turn:
+        """Block until a call may begin. The turn lasts until its `end`."""
+        with self._changed:
+            while self._most is not None and len(self._taken) >= self._most:
+                self._wait_for(self._taken[0])
+            turn = Turn(self)
+            self._taken.append(turn)
+            return turn
+
+    def _wait_for(self, oldest: Turn) -> None:
+        """Wait until some turn ends, but not for one whose call is dead."""
+        if self._dead_after_s is None:
+            self._changed.wait()
+            return
+        left_s = oldest.began + self._dead_after_s - time.monotonic()
+        if left_s > 0:
+            self._changed.wait(left_s)
+        else:
+            self._taken.remove(oldest)
+
+    def end(self, turn: Turn) -> None:
+        with self._changed:
+            if turn in self._taken:
+                self._taken.remove(turn)
+                self._changed.notify()
+
+    @property
+    def are_hopeless(self) -> bool:
+        """Whether the last `MAX_LATE_IN_A_ROW` calls, by whichever threads, did not return in time."""
+        return self._late_in_a_row >= MAX_LATE_IN_A_ROW
+
+    def was_late(self) -> None:
+        with self._changed:
+            self._late_in_a_row += 1
+
+    def returned(self) -> None:
+        self._late_in_a_row = 0
+
+    def try_again(self) -> None:
+        """Forget the late ones: a new step or a new batch tries anew."""
+        with self._changed:
+            self._late_in_a_row = 0
+
+
+class Turn:
+    """The right to make one call."""
+
+    def __init__(self, turns: Turns) -> None:
+        self._turns = turns
+        self.began = time.monotonic()
+
+    def end(self) -> None:
+        """Let the next call begin. Ends once, by the call that returns or by who gave it up; the second changes nothing."""
+        self._turns.end(self)
