@@ -39,9 +39,11 @@ def test_n_sampling_ends_with_a_document(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_without_json_stdout_has_only_the_path_of_what_was_saved(tmp_path: Path) -> None:
-    stdout = succeed("bench", "generate", *SMALL, "peers=none", "--save", "results", cwd=tmp_path)
-    assert stdout == "results/generate.json\n"
+def test_without_json_stdout_has_the_table_and_last_the_path_of_what_was_saved(tmp_path: Path) -> None:
+    *table, path = succeed("bench", "generate", *SMALL, "peers=none", "--save", "results", cwd=tmp_path).splitlines()
+    assert path == "results/generate.json"
+    document = json.loads((tmp_path / path).read_text())
+    assert all(any(result["name"] in line for line in table) for result in document["results"])
 
 
 def test_a_wrong_key_is_refused_at_once(tmp_path: Path) -> None:

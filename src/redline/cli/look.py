@@ -20,15 +20,14 @@ def show(
     as_json: Annotated[bool, typer.Option("--json", help="One JSON document, with all tokens.")] = False,
 ) -> None:
     """List what a run sampled, and print attempts."""
-    from rich.console import Console
-
     from redline.runs.show import show as show_trajectories
     from redline.telemetry import RunFolder
+    from redline.telemetry.console.tables import results_console
     from redline.telemetry.files.failure import read_failure
 
     if step is not None and group is not None:
         raise ConfigError("--step and --group exclude each other", "give one of them")
-    folder, console = RunFolder.open(run), Console(highlight=False)
+    folder, console = RunFolder.open(run), results_console()
     if failure := read_failure(folder):
         typer.echo(f"{folder.path.name} {failure.line}", err=True)
     document = show_trajectories(

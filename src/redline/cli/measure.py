@@ -37,6 +37,8 @@ def bench(
     """
     from redline.lab.bench.every import ALL, bench_all
     from redline.lab.bench.settings import make_settings, quick_overrides
+    from redline.lab.bench.table import render
+    from redline.telemetry.console.tables import log_console, results_console
 
     document: Document | AllDocument
     asked = {"against": against, "trl_python": trl_python}
@@ -48,11 +50,12 @@ def bench(
             settings = make_settings(case, [*(quick_overrides(case) if quick else ()), *given])
             from redline.lab.bench.run import bench as run_bench
 
-            document = run_bench(case, settings, profile=save or Path() if profile else None)
+            document = run_bench(case, settings, log_console(), profile=save or Path() if profile else None)
     except KeyboardInterrupt:
         typer.echo("stopped; nothing was saved", err=True)
         raise typer.Exit(130) from None
     path = document.save(save) if save else None
+    results_console(as_json=as_json).print(render(document))
     if as_json:
         typer.echo(json.dumps(document.as_json()))
     elif path:
@@ -87,17 +90,18 @@ def compare(
 
     Exit code 0: B is not worse. 1: B is worse beyond the tolerance, or a guard is broken. 2: no verdict, or an error.
     """
-    from redline.lab.compare.command import Request, text_console
+    from redline.lab.compare.command import Request
     from redline.lab.compare.command import compare as run_compare
     from redline.lab.compare.sides import What
     from redline.lab.evidence.experiment import Wish
     from redline.lab.evidence.guards import read_tolerances
+    from redline.telemetry.console.tables import log_console
 
     what = What(recipe, case, overrides or (), a_overrides or (), b_overrides or ())
     wish = Wish(effect, tolerance, max_pairs, 60 * max_minutes)
     request = Request(a, b, what, wish, metric, rounds, read_tolerances(guard or []), seed)
     try:
-        report = run_compare(request, text_console())
+        report = run_compare(request, log_console())
     except KeyboardInterrupt:
         typer.echo("stopped; nothing was saved", err=True)
         raise typer.Exit(130) from None
@@ -136,10 +140,11 @@ def plan(
     config = load_recipe(recipe, overrides or [])
     refuse_without_effect(fill_algorithm(config)[0])
     from redline.lab.plan.plan import make_plan
-    from redline.lab.plan.table import show_plan
+    from redline.lab.plan.table import render
+    from redline.telemetry.console.tables import results_console
 
     made = make_plan(config, gpu, gpus, prices=price or [], prompt_tokens=prompt_tokens, mean_new_tokens=new_tokens)
-    show_plan(made)
+    results_console(as_json=as_json).print(render(made))
     if as_json:
         typer.echo(json.dumps(made.as_json()))
     if not made.fits:
@@ -157,11 +162,12 @@ def perf(
 
     Exit code 0: nothing is worse. 1: something is. 2: there is no baseline, or an error.
     """
-    from redline.lab.compare.command import text_console
     from redline.lab.gate.perf import perf as run_perf
-    from redline.lab.gate.perf import require_reason
+    from redline.lab.gate.perf import render, require_reason
+    from redline.telemetry.console.tables import log_console, results_console
 
-    outcome = run_perf(device, baselines, require_reason(update, reason), text_console())
+    outcome = run_perf(device, baselines, require_reason(update, reason), log_console())
+    results_console(as_json=as_json).print(render(outcome))
     if as_json:
         typer.echo(json.dumps(outcome.as_json()))
     raise typer.Exit(outcome.exit_code)

@@ -17,9 +17,12 @@ from redline.buffer.store.columns import Mark
 from redline.buffer.store.group_store import GroupState
 from redline.buffer.store.index import GroupRow
 from redline.runs.stored import StoredRun
+from redline.telemetry.console.tables import Fitted
 
 TOKENS_SHOWN = 64
 """Of each attempt; `--json` has all of them."""
+PANEL_WIDTH = 140
+"""Columns of an attempt, at most: its text wraps there, also where a table would not."""
 _STYLES = {
     GroupState.IN_FLIGHT: "cyan",
     GroupState.READY: "yellow",
@@ -47,10 +50,10 @@ def show(
     if as_json:
         document = {"run": str(run), "groups": [_group_json(group, rows, with_attempts) for group, rows in pairs]}
         return document | ({"let_go": asdict(missing)} if missing else {})
-    console.print(group_table([group for group, _ in pairs]))
+    console.print(Fitted(group_table([group for group, _ in pairs])))
     if number is not None or failures:
         for group, rows in pairs:
-            console.print(attempt_panels(group, rows, stored.why_let_go()))
+            console.print(attempt_panels(group, rows, stored.why_let_go()), width=min(console.width, PANEL_WIDTH))
     elif missing:
         console.print(Text(missing.sentence, style="dim"))
     return None
@@ -62,7 +65,7 @@ def show(
 def group_table(groups: Sequence[GroupRow]) -> Table:
     table = Table(box=box.SIMPLE_HEAD)
     for title in ("group", "state", "versions", "step", "attempts", "tokens", "reward", "signal"):
-        table.add_column(title, justify="left" if title == "state" else "right", no_wrap=True)
+        table.add_column(title, justify="left" if title == "state" else "right", no_wrap=title != "state")
     for group in groups:
         complete = group.num_attempts > 0
         table.add_row(

@@ -1,4 +1,4 @@
-"""A case and its settings → a measurement → the document and the table."""
+"""A case and its settings → a measurement → the document."""
 
 from __future__ import annotations
 
@@ -36,21 +36,17 @@ from redline.lab.bench.settings import (
     WeightSyncSettings,
     as_recipe,
 )
-from redline.lab.bench.table import render
 from redline.lab.evidence.document import Document, Measured
 from redline.lab.measure.machine import device_name
 from redline.launch.process import prepare_process
 
-LOG_WIDTH = 160
 
-
-def bench(case: str, settings: BenchSettings, console: Console | None = None, profile: Path | None = None) -> Document:
-    """Measure, and show a person the outcome on stderr; with a folder in `profile`, run once more for a profile in there."""
-    console = console or _console()
+def bench(case: str, settings: BenchSettings, console: Console, profile: Path | None = None) -> Document:
+    """Measure a case and return its document; progress goes to `console`. With a folder in `profile`, run once more for a
+    profile in there."""
     prepare_process(as_recipe(settings))
     device = torch.device(settings.device)
     document = Document.of(case, device_name(device), _measure(settings, console))
-    console.print(render(document))
     if profile is not None:
         folder = profile / "profiles" / Path(document.file_name).stem
         console.print(f"profile: {profiled.profile(_once_more(settings), folder, device)}", soft_wrap=True)
@@ -85,9 +81,3 @@ def _measure(settings: BenchSettings, console: Console) -> Measured:
     if isinstance(settings, TelemetrySettings):
         return telemetry.measure(settings, console)
     raise AssertionError(settings)
-
-
-def _console() -> Console:
-    """A log has no width to wrap to; a terminal has its own."""
-    console = Console(stderr=True, highlight=False)
-    return console if console.is_terminal else Console(stderr=True, highlight=False, width=LOG_WIDTH)

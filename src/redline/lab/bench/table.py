@@ -1,60 +1,73 @@
-"""A document as a person reads it."""
+"""The document of a bench as a person reads it."""
 
 from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
 
 from rich import box
 from rich.table import Table
 from rich.text import Text
 
-from redline.lab.evidence.document import Document, PeerFigure, Result
+from redline.telemetry.console.tables import Fitted
 
 PREFIXES = ((1e12, "T"), (1e9, "G"), (1e6, "M"))
 
 
-def render(document: Document) -> Table:
-    table = Table(box=box.SIMPLE_HEAD, title=f"{document.case} on {document.identity['device']}", title_justify="left")
+class Documented(Protocol):
+    """What a bench ends with: of one case, or of all."""
+
+    def as_json(self) -> dict[str, Any]: ...
+
+
+def render(document: Documented) -> Fitted:
+    """Return the results as a table: each beside its bound and its peer, then the parts that it is made of."""
+    found = document.as_json()
+    device = found["identity"].get("device")
+    table = Table(box=box.SIMPLE_HEAD, title=f"{found['case']} on {device}" if device else found["case"], title_justify="left")
     table.add_column("", no_wrap=True)
     for title in ("redline", "bound", "of bound", "peer", "", "ratio, 95% interval"):
         table.add_column(title, justify="right", no_wrap=True)
-    for result in document.results:
+    for result in found["results"]:
         table.add_row(*_cells(result))
         for row in _parts(result):
             table.add_row(*row, style="dim")
-        if note := result.details.get("beside"):
-            table.add_row(f"  {note}", style="dim")
-    return table
+        if note := result.get("beside"):
+            table.add_row(Text(f"  {note}"), style="dim")
+    return Fitted(table)
 
 
-def _cells(result: Result) -> list[Text | str]:
-    value, bound = (quantity(number, result.unit) for number in (result.value, result.bound.value))
-    own = Text(value, style="bold") + Text(_interval(result.details.get("interval_95")), style="dim")
-    cells: list[Text | str] = [result.name, own, bound, f"{result.fraction_of_bound:.1%}"]
-    if result.peer is None:
-        return cells
-    return [*cells, result.peer.name, quantity(result.peer.value, result.unit), _ratio(result.peer)]
+def _cells(result: Mapping[str, Any]) -> list[Text | str]:
+    value, bound = (quantity(number, result["unit"]) for number in (result["value"], result["bound"]["value"]))
+    own = Text(value, style="bold") + Text(_interval(result.get("interval_95")), style="dim")
+    name = f"{result['case']}: {result['name']}" if "case" in result else result["name"]
+    cells: list[Text | str] = [Text(name), own, bound, f"{result['fraction_of_bound']:.1%}"]
+    peer = result["peer"]
+    return cells if peer is None else [*cells, peer["name"], quantity(peer["value"], result["unit"]), _ratio(peer)]
 
 
-def _parts(result: Result) -> list[list[str]]:
-    """What a value is made of, ours beside the peer's."""
-    parts, theirs = result.details.get("parts", {}), result.details.get("peer_parts", {})
+def _parts(result: Mapping[str, Any]) -> list[list[str]]:
+    """Return a row for each part of a value: ours beside the peer's."""
+    parts, theirs = result.get("parts", {}), result.get("peer_parts", {})
     rows = []
     for name in dict.fromkeys([*parts, *theirs]):
-        own, peer = (quantity(figures[name], result.unit) if name in figures else "" for figures in (parts, theirs))
+        own, peer = (quantity(figures[name], result["unit"]) if name in figures else "" for figures in (parts, theirs))
         rows.append([f"  {name}", own, "", "", "", peer])
     return rows
 
 
-def _ratio(peer: PeerFigure) -> Text:
-    comparison = peer.comparison
-    ratio = Text(f"{peer.ratio:.2f}×")
-    if comparison is None:
+def _ratio(peer: Mapping[str, Any]) -> Text:
+    """Return the ratio to a peer, coloured where its interval leaves out 1."""
+    ratio = Text(f"{peer['ratio']:.2f}×")
+    if "pairs" not in peer:  # not measured in pairs
         return ratio
-    if comparison.is_significant:
-        ratio.stylize("bold green" if peer.ratio > 1 else "bold red")
-    return ratio + Text(_interval(comparison.interval) or " (too few pairs)", style="dim")
+    interval = peer["interval_95"]
+    if interval and not interval[0] <= 1 <= interval[1]:
+        ratio.stylize("bold green" if peer["ratio"] > 1 else "bold red")
+    return ratio + Text(_interval(interval) or " (too few pairs)", style="dim")
 
 
-def _interval(interval: list[float] | tuple[float, float] | None) -> str:
+def _interval(interval: Sequence[float] | None) -> str:
     return f" ({interval[0]:.2f}–{interval[1]:.2f})" if interval else ""
 
 

@@ -27,7 +27,6 @@ from redline.telemetry import describe_environment, write_json
 DEFAULT_METRICS = {"recipe": "run/step_s", "trainer": "step_s"}
 """By what is run; of other cases the first result."""
 MIN_ROUNDS, MAX_ROUNDS = 4, 40
-LOG_WIDTH = 160
 FIRST_SEEDS: Mapping[Phase, int] = {"A/A": 1, "A/B": 1001}
 """Every pair has a seed of its own, and the trial 0."""
 
@@ -104,12 +103,6 @@ class Report:
         }
         sources = {side: told.get("source") for side, told in zip(("a", "b"), self.identities, strict=False)}
         return describe_environment() | {"config": config, "sources": sources}
-
-
-def text_console() -> Console:
-    """A log has no width to wrap to; a terminal has its own."""
-    console = Console(stderr=True, highlight=False)
-    return console if console.is_terminal else Console(stderr=True, highlight=False, width=LOG_WIDTH)
 
 
 def compare(request: Request, console: Console) -> Report:

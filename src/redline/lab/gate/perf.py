@@ -29,6 +29,7 @@ from redline.lab.gate.workloads import SAMPLED, WORKLOADS, Work
 from redline.lab.measure.machine import device_name, synchronize
 from redline.lab.measure.pairs import interleave
 from redline.telemetry import describe_environment
+from redline.telemetry.console.tables import Fitted
 
 COUNTED, TIMED = "builtin:tiny", "builtin:small"
 """Counts need no time to be true; ratios need a network that takes longer than the Python around it."""
@@ -57,7 +58,7 @@ class Outcome:
 
 
 def perf(device: str, folder: Path, reason: str | None, console: Console) -> Outcome:
-    """With a reason, what is found becomes the baseline."""
+    """Measure and check against the baseline; progress goes to `console`. With a reason, what is found becomes the baseline."""
     where = torch.device(device if device != "auto" else "cuda" if torch.cuda.is_available() else "cpu")
     path = folder / f"{device_class(device_name(where))}.json"
     baseline = Baseline.read(path)
@@ -71,7 +72,6 @@ def perf(device: str, folder: Path, reason: str | None, console: Console) -> Out
     checks = baseline.check(identity, figures) if baseline else []
     if baseline is None:
         console.print(f"no baseline for {identity['device']}: set one with redline perf --update --reason TEXT", soft_wrap=True)
-    console.print(_table(checks or [Check(figure, None, "not comparable", 0.0) for figure in figures]))
     return Outcome(identity, figures, checks, baseline)
 
 
@@ -129,15 +129,16 @@ def _identity(device: torch.device) -> dict[str, Any]:
     }
 
 
-def _table(checks: Sequence[Check]) -> Table:
+def render(outcome: Outcome) -> Fitted:
+    """Return each figure beside its baseline as a table."""
     table = Table(box=box.SIMPLE_HEAD)
     for title in ("", "now", "baseline", "change", ""):
         table.add_column(title, justify="left" if not title else "right", no_wrap=True)
-    for check in checks:
+    for check in outcome.checks or [Check(figure, None, "not comparable", 0.0) for figure in outcome.figures]:
         change = "" if check.change is None else f"{check.change:+.1%}"
         before = "" if check.before is None else _show(check.before)
         table.add_row(check.figure.name, _show(check.figure), before, change, check.state, style=STYLES[check.state])
-    return table
+    return Fitted(table)
 
 
 def _show(figure: Figure) -> str:

@@ -5,28 +5,21 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from rich import box
-from rich.console import Console, Group, RenderableType
+from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
 from redline.lab.bench.table import quantity
 from redline.lab.plan.plan import Plan
+from redline.telemetry.console.tables import Fitted
 
 SMALL = 0.005
-"""Share of the worst phase below which a term has no column of its own."""
+"""Share of the worst phase below which a term has no row of its own."""
 MOST_CUTS = 8
 
 
-LOG_WIDTH = 160
-
-
-def show_plan(plan: Plan) -> None:
-    """On stderr; a log has no width to wrap to."""
-    console = Console(stderr=True, highlight=False)
-    (console if console.is_terminal else Console(stderr=True, highlight=False, width=LOG_WIDTH)).print(render(plan))
-
-
 def render(plan: Plan) -> RenderableType:
+    """Return the plan as tables and sentences: memory, settings, time, money, and what could be changed."""
     parts: list[RenderableType] = [_head(plan), _memory(plan), _host(plan), _choices(plan), _time(plan), _money(plan)]
     if plan.cuts:
         parts.append(_cuts(plan))
@@ -46,26 +39,27 @@ def _head(plan: Plan) -> Text:
     return text.append(plan.verdict, style="bold green" if plan.fits else "bold red")
 
 
-def _memory(plan: Plan) -> Table:
+def _memory(plan: Plan) -> Fitted:
+    """A row for each term of memory, a column for each phase: phases are few, and a terminal is higher than wide."""
     table = Table(box=box.SIMPLE_HEAD, title="memory of one device at the peak of each phase, GB", title_justify="left")
-    names = _terms(plan)
+    phases, names = plan.memory.phases, _terms(plan)
     table.add_column("", no_wrap=True)
+    for phase in phases:
+        style = "bold" if phase is plan.memory.worst else ""
+        table.add_column(phase.name.replace("/", "/\n"), justify="right", style=style)
     for name in names:
-        table.add_column(name, justify="right")
-    table.add_column("other", justify="right")
-    table.add_column("total", justify="right")
-    table.add_column("free", justify="right")
-    for phase in plan.memory.phases:
-        other = sum(size for name, size in phase.terms.items() if name not in names)
-        free = plan.setup.device.memory_bytes - phase.total
-        cells = [_gb(phase.terms.get(name, 0)) for name in names]
-        style = "red" if free < 0 else "bold" if phase is plan.memory.worst else ""
-        table.add_row(phase.name, *cells, _gb(other), _gb(phase.total), _gb(free), style=style)
-    return table
+        table.add_row(name, *(_gb(phase.terms.get(name, 0)) for phase in phases))
+    others = [sum(size for name, size in phase.terms.items() if name not in names) for phase in phases]
+    if any(others):
+        table.add_row("other", *map(_gb, others))
+    table.add_row("total", *(_gb(phase.total) for phase in phases), style="bold")
+    free = [plan.setup.device.memory_bytes - phase.total for phase in phases]
+    table.add_row("free", *(Text(_gb(size), style="red" if size < 0 else "") for size in free))
+    return Fitted(table)
 
 
 def _terms(plan: Plan) -> list[str]:
-    """Those that are worth a column, in the order in which they come."""
+    """Return the terms of memory that are worth a row, in the order in which they come."""
     least = SMALL * plan.memory.worst.total
     found: dict[str, None] = {}
     for phase in plan.memory.phases:
@@ -80,27 +74,27 @@ def _host(plan: Plan) -> Text:
     return Text(f"host memory of each process: {quantity(sum(plan.memory.host.values()), 'bytes')} ({terms})\n")
 
 
-def _choices(plan: Plan) -> Table:
+def _choices(plan: Plan) -> Fitted:
     table = Table(box=box.SIMPLE_HEAD, title="settings", title_justify="left")
     for title in ("key", "value", "why"):
         table.add_column(title, no_wrap=title != "why")
     for choice in plan.choices:
         table.add_row(choice.key, choice.value, choice.why)
-    return table
+    return Fitted(table)
 
 
-def _time(plan: Plan) -> Table:
+def _time(plan: Plan) -> Fitted:
     table = Table(box=box.SIMPLE_HEAD, title="time of a step", title_justify="left")
     table.add_column("", no_wrap=True)
     for title in ("seconds", "share"):
-        table.add_column(title, justify="right")
+        table.add_column(title, justify="right", no_wrap=True)
     table.add_column("bound by")
     for phase in plan.time.phases:
         if phase.seconds:
             share = phase.seconds / plan.time.step_s
             table.add_row(phase.name, quantity(phase.seconds, "s"), f"{share:.0%}", phase.bound)
     table.add_row("step", quantity(plan.time.step_s, "s"), "", f"bottleneck: {plan.time.bottleneck.name}", style="bold")
-    return table
+    return Fitted(table)
 
 
 def _money(plan: Plan) -> Text:
@@ -124,20 +118,20 @@ def _efficiency(plan: Plan) -> Iterator[str]:
         )
 
 
-def _cuts(plan: Plan) -> Table:
+def _cuts(plan: Plan) -> Fitted:
     title = "what else could be changed" if plan.fits else "what to cut"
     table = Table(box=box.SIMPLE_HEAD, title=title, title_justify="left")
-    table.add_column("change", overflow="fold")
+    table.add_column("change", no_wrap=True)
     for name in ("saves", "step time"):
-        table.add_column(name, justify="right")
+        table.add_column(name, justify="right", no_wrap=True)
     table.add_column("costs")
     table.add_column("fits")
     enough = [cut for cut in plan.cuts if cut.fits]
     shown = [*plan.cuts[:MOST_CUTS], *(cut for cut in enough if cut not in plan.cuts[:MOST_CUTS])][: MOST_CUTS + 1]
     for cut in shown:
         saves = quantity(cut.saves, "bytes") if cut.saves > 0 else "nothing"
-        table.add_row(" ".join(cut.settings), saves, f"x {cut.time_ratio:.2f}", cut.costs, "yes" if cut.fits else "no")
-    return table
+        table.add_row("\n".join(cut.settings), saves, f"x {cut.time_ratio:.2f}", cut.costs, "yes" if cut.fits else "no")
+    return Fitted(table)
 
 
 def _gb(size: int) -> str:

@@ -25,6 +25,7 @@ from redline.lab.plan.rates import Rates
 from redline.lab.plan.setup import Setup, make_setup
 from redline.lab.plan.timing import estimate_time
 from redline.telemetry import describe_environment, write_json
+from redline.telemetry.console.tables import Fitted
 
 TOLERANCES = {"cuda": (0.08, 0.25), "cpu": (0.15, 0.35)}
 """Relative errors of memory and of time that a plan may have."""
@@ -221,12 +222,12 @@ def _device_of(kind: str, name: str, rates: Mapping[str, float], memory_bytes: i
 # ── for people ─────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def render(saved: Mapping[str, Any]) -> Table:
+def render(saved: Mapping[str, Any]) -> Fitted:
     table = Table(box=box.SIMPLE_HEAD, title=f"plan on {saved['identity']['device']}", title_justify="left")
     for title in ("point", "phase"):
         table.add_column(title, no_wrap=True)
     for title in ("planned", "measured", "error", "within"):
-        table.add_column(title, justify="right")
+        table.add_column(title, justify="right", no_wrap=title != "within")
     for row in saved["rows"]:
         unit = "bytes" if row["kind"] == "memory" else "s"
         table.add_row(
@@ -241,7 +242,7 @@ def render(saved: Mapping[str, Any]) -> Table:
     for point in saved["points"]:
         if "error" in point:
             table.add_row(point["name"], point["phase"], "", "", "", point["error"], style="red")
-    return table
+    return Fitted(table)
 
 
 def save(saved: Mapping[str, Any], folder: Path) -> Path:

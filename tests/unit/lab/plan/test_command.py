@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import re
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -55,11 +56,22 @@ def test_a_plan_that_fits_exits_with_0_and_takes_overrides_and_prices(recipe: st
     assert document["model"]["trained"] < document["model"]["parameters"]
 
 
-def test_people_text_stays_off_stdout(recipe: str) -> None:
+def test_the_plan_is_on_stdout(recipe: str) -> None:
     done = run(recipe, "trainer.lora.rank=16", "--gpu", "h200")
-    assert done.stdout == ""
+    assert done.stderr == ""
     for words in ("memory of one device", "time of a step", "samples/hour", "bottleneck", "fitted to"):
-        assert words in done.stderr
+        assert words in done.stdout
+
+
+@pytest.mark.parametrize("columns", [80, 60])
+def test_a_narrow_terminal_shows_every_number_of_a_plan(recipe: str, columns: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    arguments = (recipe, "--gpu", "h200")
+    wide = run(*arguments).stdout
+    monkeypatch.setenv("COLUMNS", str(columns))
+    narrow = run(*arguments).stdout
+    assert max(map(len, narrow.splitlines())) <= columns
+    assert "…" not in narrow
+    assert set(re.findall(r"\d[\d.,]*", wide)) <= set(re.findall(r"\d[\d.,]*", narrow))
 
 
 def test_mistakes_are_refused_with_the_fix(recipe: str) -> None:

@@ -1,0 +1,86 @@
+"""What verbs print: results on stdout, whole at every width."""
+
+from __future__ import annotations
+
+import io
+import re
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console, RenderableType
+from support.stored import numbered
+from typer.testing import CliRunner
+
+from redline.buffer.store.trajectory_store import TrajectoryStore
+from redline.cli import app
+from redline.lab.bench.every import AllDocument, CaseRun
+from redline.lab.bench.table import render as render_bench
+from redline.lab.gate import perf
+from redline.lab.gate.baseline import Check, Figure
+
+NUMBERS = r"\d[\d.,]*\d|\d"
+WIDTHS = pytest.mark.parametrize("columns", [80, 60, 40])
+
+
+def printed(found: RenderableType, columns: int) -> str:
+    console = Console(file=io.StringIO(), width=columns)
+    console.print(found)
+    return console.file.getvalue()  # type: ignore[attr-defined]
+
+
+def is_whole(narrow: str, wide: str, columns: int) -> bool:
+    assert max(map(len, narrow.splitlines())) <= columns
+    assert "…" not in narrow
+    return set(re.findall(NUMBERS, wide)) <= set(re.findall(NUMBERS, narrow))
+
+
+def all_document() -> AllDocument:
+    peer = {"name": "transformers", "value": 4321.0, "ratio": 3.21, "interval_95": [3.05, 3.44], "pairs": 12, "p_value": 0.001}
+    result: dict[str, Any] = {
+        "name": "throughput with the longest name",
+        "value": 1_234_567.0,
+        "unit": "tok/s",
+        "interval_95": [1.11, 1.29],
+        "parts": {"prefill": 123_456.0, "decode": 234_567.0},
+        "peer_parts": {"decode": 345_678.0},
+        "beside": "vllm was not installed",
+        "bound": {"value": 7_654_321.0, "why": "weights are read"},
+        "fraction_of_bound": 0.1613,
+        "peer": peer,
+    }
+    document = {"identity": {"device": "cpu"}, "results": [result, result | {"name": "alone", "peer": None}]}
+    return AllDocument([CaseRun("generate", 1.0, document, None), CaseRun("trainer", 1.0, document, None)])
+
+
+@WIDTHS
+def test_a_bench_loses_no_number(columns: int) -> None:
+    wide, narrow = (printed(render_bench(all_document()), width) for width in (1000, columns))
+    assert is_whole(narrow, wide, columns)
+    assert "generate: throughput" in wide
+    assert "trainer: alone" in wide
+
+
+@WIDTHS
+def test_perf_loses_no_number(columns: int) -> None:
+    figures = [Figure("trainer step: operators", "operators", 123_456, [123_456])]
+    figures.append(Figure("trainer step: time", "ratio", 1.234, [1.2], (1.11, 1.35)))
+    before = [replace(figures[0], value=110_000), figures[1]]
+    checks = [Check(figure, was, "worse", 0.0) for figure, was in zip(figures, before, strict=True)]
+    outcome = perf.Outcome({}, figures, checks, None)
+    wide, narrow = (printed(perf.render(outcome), width) for width in (1000, columns))
+    assert is_whole(narrow, wide, columns)
+    assert "+12.2%" in narrow
+
+
+@WIDTHS
+def test_show_loses_no_number(columns: int, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    store = TrajectoryStore(tmp_path / "trajectories")
+    store.begin([12345], 98765)
+    store.add(numbered(12345, version=98765))
+    store.close()
+    wide, narrow = (CliRunner().invoke(app, ["show", str(tmp_path)], env={"COLUMNS": str(n)}).stdout for n in (1000, columns))
+    assert "12345" in wide
+    assert is_whole(narrow, wide, columns)
