@@ -8,7 +8,7 @@ import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 
 def write_json(path: Path, document: Any) -> None:
@@ -62,13 +62,16 @@ def flush_to_disk(path: Path) -> None:
 
 def drop_torn_line(path: Path) -> None:
     """Cut a last line that a kill left without its newline, so that the next append starts on a fresh one."""
-    if not path.exists():
-        return
-    with path.open("rb+") as file:
-        end = file.seek(0, os.SEEK_END)
-        tail = b""
-        while end and b"\n" not in tail:
-            start = max(0, end - 65536)
-            file.seek(start)
-            tail, end = file.read(end - start), start
-        file.truncate(end + tail.rfind(b"\n") + 1)
+    if path.exists():
+        with path.open("rb+") as file:
+            file.truncate(end_of_last_line(file))
+
+
+def end_of_last_line(file: BinaryIO) -> int:
+    """Return where the last line with a newline ends; 0 where there is none."""
+    end, block = file.seek(0, os.SEEK_END), b""
+    while end and b"\n" not in block:
+        start = max(0, end - 65536)
+        file.seek(start)
+        block, end = file.read(end - start), start
+    return end + block.rfind(b"\n") + 1

@@ -12,6 +12,7 @@ from types import TracebackType
 from typing import Any, BinaryIO
 
 from redline.telemetry.files.durable import drop_torn_line, replace_file
+from redline.telemetry.files.tail import parse_row
 
 _BLOCK_BYTES = 1 << 20
 
@@ -55,7 +56,7 @@ class MetricsLog:
         disk has damaged is none any more: it stays in the file, and is left out here."""
         with path.open("rb") as file:
             for line in file:
-                if line.endswith(b"\n") and (row := _row(line)) is not None:
+                if line.endswith(b"\n") and (row := parse_row(line)) is not None:
                     yield row
 
     @staticmethod
@@ -96,18 +97,9 @@ def _steps_from_the_last(path: Path) -> Iterator[tuple[int, int]]:
                 end -= len(line)
 
 
-def _row(line: bytes) -> dict[str, Any] | None:
-    """None for what is no JSON object."""
-    try:
-        row = json.loads(line)
-    except ValueError:
-        return None
-    return row if isinstance(row, dict) else None
-
-
 def _step(line: bytes) -> int | None:
     """The step of a whole row; None for any other line."""
-    row = _row(line) if line.endswith(b"\n") else None
+    row = parse_row(line) if line.endswith(b"\n") else None
     return row["step"] if row and isinstance(row.get("step"), int) else None
 
 

@@ -1,16 +1,18 @@
-"""The rows of a JSONL file that another process may be writing, or has been killed while writing."""
+"""Rows of a JSONL file that another process may be writing, or was killed while writing."""
 
 from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
+
+from redline.telemetry.files.durable import end_of_last_line
 
 _REMEMBERED_BYTES = 256
 _BLOCK_BYTES = 8 << 20
 """Read at once: a long log does not have to fit into memory."""
 _DECODER = json.JSONDecoder(parse_constant=lambda name: None)
-"""NaN, which is no JSON, is nothing."""
+"""Reads NaN and Infinity, which are no JSON, as null."""
 
 
 class Tail:
@@ -21,13 +23,13 @@ class Tail:
         self._block_bytes = block_bytes
         self._offset = 0
         self._last = b""
-        """What stood before the offset: where something else does, the file was written anew."""
+        """The bytes before the offset: where the file has others there, it was written anew."""
         self.at_end = False
         """Whether the last call read as far as the file went."""
 
     def read(self) -> tuple[bool, list[dict[str, Any]]]:
-        """Whether the file began again (a resumed run cuts its logs), and rows that are new: all of them, or, until `at_end`,
-        those of one block. A line that is no JSON object is left out."""
+        """Return whether the file began again (a resumed run cuts its logs), and the rows that are new: all of them, or, until
+        `at_end`, those of one block. A line that is no JSON object is left out; a file that cannot be read has no rows."""
         try:
             with self._path.open("rb") as file:
                 restarted = not self._continues(file)
@@ -44,14 +46,25 @@ class Tail:
         whole = lines[: lines.rfind(b"\n") + 1]
         self._offset += len(whole)
         self._last = (self._last + whole[-_REMEMBERED_BYTES:])[-_REMEMBERED_BYTES:]
-        return restarted, [row for line in whole.splitlines() if (row := _row(line)) is not None]
+        return restarted, [row for line in whole.splitlines() if (row := parse_row(line)) is not None]
 
-    def _continues(self, file: Any) -> bool:
+    def skip(self) -> None:
+        """Leave out every whole line that is there now."""
+        self._offset, self._last, self.at_end = 0, b"", True
+        if not self._path.exists():
+            return
+        with self._path.open("rb") as file:
+            self._offset = end_of_last_line(file)
+            file.seek(max(0, self._offset - _REMEMBERED_BYTES))
+            self._last = file.read(min(self._offset, _REMEMBERED_BYTES))
+
+    def _continues(self, file: BinaryIO) -> bool:
         file.seek(self._offset - len(self._last))
-        return bool(file.read(len(self._last)) == self._last)
+        return file.read(len(self._last)) == self._last
 
 
-def _row(line: bytes) -> dict[str, Any] | None:
+def parse_row(line: bytes) -> dict[str, Any] | None:
+    """Return the JSON object of a line; None for a line that is none."""
     try:
         row = _DECODER.decode(line.decode())
     except ValueError:

@@ -10,11 +10,8 @@ do not.
 
 from __future__ import annotations
 
-import json
-import os
 import threading
-from collections.abc import Callable, Iterator, Mapping
-from pathlib import Path
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from redline.config.schema import Config
@@ -22,6 +19,7 @@ from redline.config.sections.alerts import AlertKind
 from redline.errors import boundary
 from redline.telemetry.alerts import Alerts, make_detectors, make_webhook
 from redline.telemetry.files.run_folder import RunFolder
+from redline.telemetry.files.tail import Tail
 from redline.telemetry.spans import Recorder
 from redline.telemetry.stalls.activity import ActivityProbe
 from redline.telemetry.stalls.watch import Stall, StallWatch
@@ -54,7 +52,7 @@ class Watchdog:
         self._thread: threading.Thread | None = None
         self._alerts: Alerts | None = None
         self._stalls: StallWatch | None = None
-        self._samples: _Tail | None = None
+        self._samples: Tail | None = None
 
     def started(self, folder: RunFolder, config: Config) -> None:
         settings = config.telemetry
@@ -67,7 +65,8 @@ class Watchdog:
             off=settings.alerts.off,
             run=folder.path.name,
         )
-        self._samples = _Tail(folder.path / "samples.jsonl")
+        self._samples = Tail(folder.samples)
+        self._samples.skip()  # what an earlier process saw is not this one's
         if settings.stall_after_s != 0:
             self._stalls = StallWatch(folder.stalls, settings.stall_after_s)
             self._every_s = min(self._every_s, (settings.stall_after_s or EVERY_S) / 4)
@@ -108,7 +107,7 @@ class Watchdog:
         assert self._samples is not None
         with self._looking:
             now = self._probe.look()
-            for row in self._samples.new_rows():
+            for row in _new_rows(self._samples):
                 self._alerts.sample(row)
             stall = self._stalls.tick(now, self._alerts.last_step) if self._stalls else None
             if stall:
@@ -130,22 +129,10 @@ class Watchdog:
                 return
 
 
-class _Tail:
-    """Rows that others append to a file, as they come."""
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        self._position = path.stat().st_size if path.exists() else 0  # what an earlier process saw is not this one's
-
-    def new_rows(self) -> Iterator[dict[str, Any]]:
-        if not self._path.exists():
-            return
-        with self._path.open("rb") as file:
-            if file.seek(0, os.SEEK_END) < self._position:  # it was thinned: what it holds now is known
-                self._position = file.tell()
-            file.seek(self._position)
-            for line in file:
-                if not line.endswith(b"\n"):
-                    return
-                self._position += len(line)
-                yield json.loads(line)
+def _new_rows(samples: Tail) -> list[dict[str, Any]]:
+    """Return the samples that were added since the last look; none where the log was thinned, since what it holds is known."""
+    restarted, rows = samples.read()
+    if restarted:
+        samples.skip()
+        return []
+    return rows
