@@ -13,7 +13,7 @@ from redline.errors import ConfigError
 
 def show(
     run: Annotated[Path, typer.Argument(help="A run folder.")],
-    step: Annotated[int | None, typer.Option(help="Only the groups that this step was trained on.", min=0)] = None,
+    step: Annotated[int | None, typer.Option(help="Only the groups that this step was trained on.", min=1)] = None,
     group: Annotated[int | None, typer.Option(help="Only this group, with its attempts.", min=0)] = None,
     failures: Annotated[bool, typer.Option("--failures", help="Only attempts that failed.")] = False,
     limit: Annotated[int, typer.Option(help="At most this many groups, the last ones; 0 shows all.", min=0)] = 20,

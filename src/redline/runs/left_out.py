@@ -1,4 +1,4 @@
-"""What the files of a run no longer hold, in sentences for its page."""
+"""What the files of a run no longer hold, in sentences for people."""
 
 from __future__ import annotations
 
@@ -6,24 +6,22 @@ from pathlib import Path
 
 from redline.buffer.store.segments import segment_files
 from redline.errors import RunFolderError
-from redline.runs.columns import Columns
 from redline.runs.stored import StoredRun
 from redline.telemetry import RunFolder
 from redline.telemetry.files.trace import left_out_of
-from redline.telemetry.machine.samplers import LEFT_OUT
 
 
 class LeftOut:
-    """Asked with every look at a run; what takes long to find is remembered until it changes."""
+    """Can be asked with every look at a run: what takes long to find is remembered until it changes."""
 
     def __init__(self, folder: RunFolder) -> None:
         self._folder = folder
         self._let_go: tuple[int, str | None] = (0, None)
         """The oldest segment that was there, and what was let go by then."""
 
-    def sentences(self, samples: Columns) -> list[str]:
-        """One for each file that has let something go; none where all is there."""
-        return [text for text in (self._trace(), self._samples(samples), self._trajectories()) if text]
+    def sentences(self, num_samples: int) -> list[str]:
+        """Return one for each file that has let something go. `num_samples` is how many samples were let go."""
+        return [text for text in (self._trace(), _samples(num_samples), self._trajectories()) if text]
 
     def _trace(self) -> str | None:
         found = left_out_of(self._folder.trace)
@@ -35,11 +33,6 @@ class LeftOut:
             " let go (telemetry.trace_max_bytes)."
         )
 
-    def _samples(self, samples: Columns) -> str | None:
-        column = samples.values.get(LEFT_OUT, ())
-        count = int(max((value for value in column[-1:] if value == value), default=0))
-        return f"samples.jsonl is thinner the older it is; {count:,} samples were let go." if count else None
-
     def _trajectories(self) -> str | None:
         folder = self._folder.trajectories
         oldest = _oldest_segment(folder)
@@ -50,6 +43,10 @@ class LeftOut:
                 return None
             self._let_go = (oldest, found.sentence if found else None)
         return self._let_go[1]
+
+
+def _samples(count: int) -> str | None:
+    return f"samples.jsonl is thinner the older it is; {count:,} samples were let go." if count else None
 
 
 def _oldest_segment(folder: Path) -> int:

@@ -61,7 +61,7 @@ class Runs:
             return None
         with self._lock:
             if name not in self._trajectories:
-                self._trajectories[name] = Trajectories(reader.folder.path, reader.model, reader.seed)
+                self._trajectories[name] = Trajectories(reader.run)
             return self._trajectories[name]
 
     def changes(self, after: str) -> dict[str, Json]:

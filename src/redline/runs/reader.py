@@ -1,4 +1,4 @@
-"""One run, read as it grows: its files → a JSON document, or what is new in it since a cursor.
+"""One run, read as it grows: its files → the JSON document of its page, or what is new in it since a cursor.
 
     cursor  "3.120.40.2.1.9f3a.160"   epoch, rows of metrics, of samples, of evaluations, of alerts, digest of the head, and
                                       how many points the page has to draw
@@ -23,13 +23,13 @@ from typing import Any
 
 from redline.runs.columns import MOST_POINTS, Columns, Json, spread
 from redline.runs.left_out import LeftOut
-from redline.runs.status import is_closed, status_of
+from redline.runs.run import Run, setting
 from redline.runs.targets import judged
 from redline.runs.verdict import bound_of
-from redline.telemetry import Ledger, RunFolder
-from redline.telemetry.files.failure import read_failure
+from redline.telemetry import Ledger
+from redline.telemetry.files.failure import RunFailure
 from redline.telemetry.files.tail import Tail
-from redline.telemetry.summary.failed_attempts import reaches_target
+from redline.telemetry.machine.samplers import LEFT_OUT
 from redline.telemetry.summary.targets import Evidence
 from redline.telemetry.summary.timeline import bottleneck, in_words, phase_of, step_phases
 
@@ -76,7 +76,8 @@ class RunReader:
     """Reads a run's files, of which it keeps the numbers; safe to use from several threads."""
 
     def __init__(self, path: Path) -> None:
-        self.folder = RunFolder.open(path)
+        self.run = Run.open(path)
+        self.folder = self.run.folder
         self._lock = threading.Lock()
         self._left_out = LeftOut(self.folder)
         self._num_resets = 0
@@ -94,14 +95,6 @@ class RunReader:
         self._train_s = 0.0
         self._judged: tuple[tuple[int, int], list[dict[str, Json]]] | None = None
         self._recent: deque[dict[str, float]] = deque(maxlen=RECENT_STEPS)
-
-    @property
-    def model(self) -> str:
-        return str(_get(_json_file(self.folder.config), "model", "path", ""))
-
-    @property
-    def seed(self) -> int:
-        return int(_get(_json_file(self.folder.config), "run", "seed", 0))
 
     # ── reading ────────────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -174,8 +167,8 @@ class RunReader:
     def _whole(self) -> tuple[dict[str, Json], int]:
         """Everything but the head, and how many points that is to draw."""
         document: dict[str, Json] = {"whole": True}
-        document["config"] = _json_file(self.folder.config)
-        document["environment"] = _json_file(self.folder.environment)
+        document["config"] = self.run.config
+        document["environment"] = self.run.environment
         document["evaluations"] = spread(self._evaluations, MOST_EVALUATIONS)
         document["alerts"] = self._alerts[-MOST_ALERTS:]
         held = 0
@@ -199,7 +192,7 @@ class RunReader:
         """A line of the list of runs."""
         with self._lock:
             self._refresh()
-            config = _json_file(self.folder.config)
+            config = self.run.config
             facts = self._facts(config)
             return {
                 **facts,
@@ -209,8 +202,8 @@ class RunReader:
             }
 
     def _head(self) -> dict[str, Json]:
-        config, ledger = _json_file(self.folder.config), self._ledger()
-        max_lag = _get(config, "buffer", "max_lag", 0)
+        config, ledger = self.run.config, self.run.ledger
+        max_lag = setting(config, "buffer", "max_lag", 0)
         return {
             **self._facts(config),
             "verdict": asdict(bound_of(self._phases, ledger, max_lag)),
@@ -218,58 +211,48 @@ class RunReader:
             "ledger": _ledger_json(ledger) if ledger else None,
             "phases": dict(self._phases),
             "alerts": len(self._alerts),
-            "left_out": self._left_out.sentences(self._samples),
+            "left_out": self._left_out.sentences(self._samples_left_out()),
         }
 
     def _targets(self, config: Mapping[str, Any]) -> list[dict[str, Json]]:
         """Judged again when there is something new to judge."""
         seen = (len(self.steps), len(self._samples))
         if self._judged is None or self._judged[0] != seen:
-            self._judged = (seen, judged(self._evidence, config))
+            self._judged = (seen, [asdict(verdict) for verdict in judged(self._evidence, config)])
         return self._judged[1]
 
     def _facts(self, config: Mapping[str, Any]) -> dict[str, Json]:
         done = int(self.steps.values["step"][-1]) if len(self.steps) else 0
-        total = _get(config, "run", "steps", 0)
-        status = status_of(self.folder, done, total, self._reached_target(config))
+        total = setting(config, "run", "steps", 0)
+        status = self.run.status_after(done, self._evaluations)
         step_s = self.steps.tail_mean("run/step_s", RECENT_STEPS)
         now = bottleneck(sum((Counter(phases) for phases in self._recent), Counter()))
         return {
             "name": self.folder.path.name,
-            "status": status,
-            "failure": _failure(self.folder) if status == "failed" else None,
+            "status": status.state,
+            "why": status.why,
+            "failure": _failure(self.run.failure) if status.state == "failed" else None,
             "steps_done": done,
             "total_steps": total,
-            "model": _get(config, "model", "path", ""),
+            "model": setting(config, "model", "path", ""),
             "task": _task_name(config),
-            "algorithm": _get(config, "trainer", "algorithm", ""),
-            "max_lag": _get(config, "buffer", "max_lag", 0),
-            "started": _json_file(self.folder.environment).get("started"),
+            "algorithm": setting(config, "trainer", "algorithm", ""),
+            "max_lag": setting(config, "buffer", "max_lag", 0),
+            "started": self.run.environment.get("started"),
             "updated": _mtime(self.folder.metrics) or _mtime(self.folder.config),
             "train_s": self._train_s,
             "step_s": step_s,
-            "eta_s": (total - done) * step_s if step_s and status == "running" else None,
+            "eta_s": (total - done) * step_s if step_s and status.state == "running" else None,
             "tokens_per_s": self.steps.tail_mean("engine/tokens_per_s", RECENT_STEPS),
             "bottleneck": {"phase": now[0], "words": in_words(now[0]), "share": now[1]} if now else None,
         }
 
-    def _reached_target(self, config: Mapping[str, Any]) -> bool:
-        """Whether an evaluation after the first step has come to `rollouts.evaluation.stop_at`."""
-        target = _get(config, "rollouts", "evaluation", {}).get("stop_at")
-        return isinstance(target, int | float) and any(reaches_target(row, target) for row in self._evaluations)
-
-    def _ledger(self) -> Ledger | None:
-        """Of the last process, once it has closed."""
-        if not is_closed(self.folder):
-            return None
-        try:
-            return Ledger.from_json(json.loads(self.folder.ledger.read_text()))
-        except (OSError, ValueError, KeyError, TypeError, AssertionError):
-            return None
+    def _samples_left_out(self) -> int:
+        newest = self._samples.values.get(LEFT_OUT, ())[-1:]
+        return int(max((value for value in newest if value == value), default=0))
 
 
-def _failure(folder: RunFolder) -> dict[str, Json] | None:
-    found = read_failure(folder)
+def _failure(found: RunFailure | None) -> dict[str, Json] | None:
     return {"line": found.line, **asdict(found)} if found else None
 
 
@@ -288,23 +271,8 @@ def _ledger_json(ledger: Ledger) -> list[dict[str, Json]]:
 
 
 def _task_name(config: Mapping[str, Any]) -> str:
-    task = _get(config, "rollouts", "task", {})
+    task = setting(config, "rollouts", "task", {})
     return str(task.get("dataset") or task.get("path") or task.get("kind") or "") if isinstance(task, dict) else ""
-
-
-def _get(config: Mapping[str, Any], section: str, key: str, default: Any) -> Any:
-    """A run may be of another version, or its config half-written."""
-    found = config.get(section)
-    value = found.get(key) if isinstance(found, dict) else None
-    return value if isinstance(value, type(default)) else default
-
-
-def _json_file(path: Path) -> dict[str, Any]:
-    try:
-        found = json.loads(path.read_text())
-    except (OSError, ValueError):
-        return {}
-    return found if isinstance(found, dict) else {}
 
 
 def _mtime(path: Path) -> float | None:

@@ -16,7 +16,7 @@ from rich.text import Text
 from redline.buffer.store.columns import Mark
 from redline.buffer.store.group_store import GroupState
 from redline.buffer.store.index import GroupRow
-from redline.runs.stored import StoredRun
+from redline.runs.stored import StoredRun, step_of
 from redline.telemetry.console.tables import Fitted
 
 TOKENS_SHOWN = 64
@@ -72,7 +72,7 @@ def group_table(groups: Sequence[GroupRow]) -> Table:
             str(group.number),
             Text(f"{group.state}: {group.reason}" if group.reason else group.state.value, style=_STYLES[group.state]),
             _span(group.oldest_version, group.newest_version) if complete else f"from {group.begun_version}",
-            "" if group.trained_version is None else str(group.trained_version),
+            "" if (step := step_of(group)) is None else str(step),
             str(group.num_attempts) if complete else "",
             f"{group.num_tokens:,}" if complete else "",
             "" if group.reward is None else f"{group.reward:.3f}",
@@ -112,7 +112,7 @@ def _panel(number: int, attempt: Mapping[str, Any]) -> Panel:
 
 def _fate(version: int) -> str:
     fates = {Mark.WAITING: "not trained on yet", Mark.DROPPED: "dropped", Mark.FORGOTTEN: "forgotten"}
-    return f"trained at step {version}" if version >= 0 else fates[Mark(version)]
+    return f"trained at step {version + 1}" if version >= 0 else fates[Mark(version)]
 
 
 def _line(name: str, value: str, style: str = "") -> Text:
@@ -136,4 +136,4 @@ def _span(oldest: int | None, newest: int | None) -> str:
 
 
 def _group_json(group: GroupRow, attempts: list[dict[str, Any]] | None, with_attempts: bool) -> dict[str, Any]:
-    return asdict(group) | ({"attempts": attempts} if with_attempts else {})
+    return asdict(group) | {"step": step_of(group)} | ({"attempts": attempts} if with_attempts else {})

@@ -3,18 +3,31 @@
 from __future__ import annotations
 
 import os
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
 from redline.telemetry import RunFolder
 
-Status = Literal["starting", "running", "finished", "stopped", "failed", "killed"]
+State = Literal["starting", "running", "finished", "stopped", "failed", "killed"]
 
 
-def status_of(folder: RunFolder, steps_done: int, total_steps: int, reached_target: bool = False) -> Status:
-    """`finished` took all steps, or ended because an evaluation reached its target; `stopped` closed its files before that,
-    `killed` did not, `failed` left a failure.json that says why. A run is running while its process, on this machine, holds
-    its lock."""
+@dataclass(slots=True, frozen=True)
+class Status:
+    """How a run stands."""
+
+    state: State
+    """`finished` took all steps, or ended because an evaluation reached its target; `stopped` closed its files before that;
+    `killed` did not close them; `failed` left a failure.json. `starting` has a process, but no step yet."""
+    why: str
+    """One line for a person: how far it came, what ended it, how to continue."""
+
+    def __str__(self) -> str:
+        return f"{self.state}: {self.why}"
+
+
+def status_of(folder: RunFolder, steps_done: int, total_steps: int, reached_target: bool = False) -> State:
+    """Return the state of a run. It is running while its process, on this machine, holds the folder's lock."""
     if is_locked(folder.path / ".lock"):
         return "running" if folder.metrics.exists() else "starting"
     if folder.failure.exists():
@@ -24,8 +37,26 @@ def status_of(folder: RunFolder, steps_done: int, total_steps: int, reached_targ
     return "killed"
 
 
+def why(state: State, folder: RunFolder, steps_done: int, total_steps: int) -> str:
+    """Say in one line what a state means for this run; `failed` is explained by its failure.json instead."""
+    done = f"step {steps_done} of {total_steps}" if steps_done else "no step"
+    again = f"continue with: redline train {folder.shown} --resume"
+    reasons: dict[State, str] = {
+        "starting": "its process is loading; no step is done",
+        "running": f"{done} is done",
+        "finished": f"all {total_steps} steps are done",
+        "stopped": f"it closed its files after {done}; {again}",
+        "failed": f"it ended with an error after {done}; {again}",
+        "killed": f"its process was ended after {done}; {again}",
+    }
+    if state == "finished" and steps_done < total_steps:
+        return f"an evaluation reached rollouts.evaluation.stop_at after {done}"
+    return reasons[state]
+
+
 def is_locked(path: Path) -> bool:
-    """As the kernel lists it: to try the lock would keep a run that starts at this moment from taking it."""
+    """Return whether a process holds the lock, as the kernel lists it: to try the lock would keep a run that starts at this
+    moment from taking it."""
     try:
         file = path.stat()
         locks = Path("/proc/locks").read_text().splitlines()
@@ -36,7 +67,8 @@ def is_locked(path: Path) -> bool:
 
 
 def is_closed(folder: RunFolder) -> bool:
-    """The ledger is the last file that a process writes; one that is older than the metrics is of a process before it."""
+    """Return whether the last process closed its files. The ledger is the last one that a process writes; a ledger that is
+    older than the metrics belongs to a process before it."""
     try:
         return folder.ledger.stat().st_mtime_ns >= folder.metrics.stat().st_mtime_ns
     except OSError:

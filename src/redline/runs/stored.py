@@ -10,14 +10,18 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
 
-from redline.buffer.store.columns import Rows
+from redline.buffer.store.columns import SCHEMA, Rows
+from redline.buffer.store.group_store import GroupState
 from redline.buffer.store.index import DamagedIndexError, GroupIndex, GroupRow, index_files
 from redline.buffer.store.segments import DamagedSegmentError, read_segment, segment_files
 from redline.errors import RunFolderError
 
 _OWN = ("group", "checksum", "begun_version")
-"""Columns of an attempt that its group has already, or that nobody wants to see."""
+"""Columns of an attempt that its group has already, or that say nothing to a person."""
+_NOT_IN_TABLE = ("version", "checksum", "begun_version")
+"""Columns of the store's own book-keeping; `step` and `state` say what they say."""
 
 
 @dataclass(slots=True, frozen=True)
@@ -33,10 +37,10 @@ class LetGo:
 
 
 class StoredRun:
-    """The trajectories of a run, to look at."""
+    """The trajectories of a run, to look at. Steps count from 1, as in `metrics.jsonl`."""
 
     def __init__(self, folder: Path) -> None:
-        """`folder` is the run's."""
+        """`folder` is the run's. Raises `RunFolderError` where it has no trajectories."""
         self._run, self._folder = folder, folder / "trajectories"
         if not index_files(self._folder):
             raise RunFolderError(
@@ -45,31 +49,42 @@ class StoredRun:
             )
 
     def groups(self, *, step: int | None = None, number: int | None = None) -> list[GroupRow]:
-        """By number: all, those that a step was trained on, or one."""
+        """Return the groups by number: all, those that a step was trained on, or one."""
         wanted: tuple[Any, ...] = ()
         if number is not None:
             wanted = ("number = ?", number)
         elif step is not None:
-            wanted = ("trained_version = ? AND state = 'trained'", step)
+            wanted = ("trained_version = ? AND state = 'trained'", step - 1)
         with self._index() as index:
             found = list(index.rows(*wanted))
         if not found and number is not None:
             raise RunFolderError(f"{self._run}: no group {number}", f"list them with: redline show {self._run}")
         if not found and step is not None:
             raise RunFolderError(
-                f"{self._run}: nothing was trained at step {step}", f"steps count from 0: redline show {self._run}"
+                f"{self._run}: nothing was trained at step {step}", f"steps count from 1: redline show {self._run}"
             )
         return found
 
     def newest(self) -> Iterator[GroupRow]:
-        """All groups that are complete, the newest first, one at a time."""
+        """Give all groups that are complete, the newest first, one at a time."""
         with self._index() as index:
             yield from index.newest()
 
     def trained_steps(self) -> list[int]:
-        """The steps, counted from 0, that were trained on groups whose attempts are still there."""
+        """Return the steps that were trained on groups whose attempts are still there."""
         with self._index() as index:
-            return index.trained_steps({file.number for file in segment_files(self._folder)})
+            versions = index.trained_steps({file.number for file in segment_files(self._folder)})
+        return [version + 1 for version in versions]
+
+    def table(self, step: int | None = None) -> pa.Table:
+        """Return one row per attempt that is still stored, with the `step` that trained on it and the `state` of its group: of
+        all groups, or of those that one step was trained on. Large columns are mapped from the files, not copied."""
+        batches = [
+            _with_group(group, batch)
+            for group, batch in self._batches(self.groups(step=step), must_be_intact=True)
+            if batch is not None
+        ]
+        return pa.Table.from_batches(batches, schema=TABLE_SCHEMA)
 
     @contextmanager
     def _index(self) -> Iterator[GroupIndex]:
@@ -146,6 +161,27 @@ class StoredRun:
 
     def _damaged(self, error: Exception) -> RunFolderError:
         return RunFolderError(f"the trajectories are damaged: {error}", f"save what is intact with: redline repair {self._run}")
+
+
+def step_of(group: GroupRow) -> int | None:
+    """Return the step, from 1, that trained on a group or has it in its batch; None where there is none."""
+    return None if group.trained_version is None else group.trained_version + 1
+
+
+def _with_group(group: GroupRow, batch: pa.RecordBatch) -> pa.RecordBatch:
+    """Put what became of a group beside each of its attempts, in the order of `TABLE_SCHEMA`."""
+    step = step_of(group) if group.state == GroupState.TRAINED else None
+    of_group = {
+        "step": pa.array([step] * batch.num_rows, pa.int64()),
+        "state": pa.array([group.state.value] * batch.num_rows, pa.string()),
+    }
+    columns = [of_group[name] if name in of_group else batch.column(name) for name in TABLE_SCHEMA.names]
+    return pa.RecordBatch.from_arrays(columns, schema=TABLE_SCHEMA)
+
+
+TABLE_SCHEMA = pa.schema(
+    [("step", pa.int64()), ("state", pa.string()), *(field for field in SCHEMA if field.name not in _NOT_IN_TABLE)]
+)
 
 
 def _attempt(row: dict[str, Any]) -> dict[str, Any]:

@@ -1,21 +1,20 @@
-"""A run's key metrics beside their targets, for the page."""
+"""A run's key metrics beside the targets of its recipe."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict
 from typing import Any
 
 from pydantic import ValidationError
 
 from redline.config.schema import Config
-from redline.telemetry.summary.targets import Evidence, judge
+from redline.telemetry.summary.targets import Evidence, Verdict, judge
 
 
-def judged(evidence: Evidence, config: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """None where the config is not one that this version reads."""
+def judged(evidence: Evidence, config: Mapping[str, Any]) -> list[Verdict]:
+    """Return a verdict on each key metric; an empty list where this version cannot read the config."""
     try:
         known = Config.model_validate(config)
     except ValidationError:
         return []
-    return [asdict(verdict) for verdict in judge(evidence, known)]
+    return judge(evidence, known)

@@ -11,7 +11,8 @@ from typing import Any
 from redline.buffer.store.index import GroupRow
 from redline.errors import RunFolderError
 from redline.runs.columns import Json, spread
-from redline.runs.stored import StoredRun
+from redline.runs.run import Run, setting
+from redline.runs.stored import StoredRun, step_of
 
 MAX_CHARACTERS = 20_000
 """Of one text on a page."""
@@ -26,16 +27,16 @@ _ABOUT_CHARACTERS = 160
 class Trajectories:
     """The stored attempts of one run. It only reads; the run may go on."""
 
-    def __init__(self, run: Path, model: str, seed: int) -> None:
-        self._run = run
-        self._decode = functools.cache(lambda: _decoder(run, model, seed))
+    def __init__(self, run: Run) -> None:
+        self._run = run.folder.shown
+        self._decode = functools.cache(lambda: _decoder(run))
         self._why_let_go = ""
 
     def of_step(self, step: int) -> dict[str, Json]:
         """The groups that a step of `metrics.jsonl` was trained on."""
         try:
             stored = self._stored()
-            groups = stored.groups(step=step - 1)  # the index counts from the version that was trained, the rows from the next
+            groups = stored.groups(step=step)
             return {
                 "step": step,
                 "groups": self._pages(stored, groups[:GROUPS_PER_STEP]),
@@ -75,7 +76,7 @@ class Trajectories:
         return {
             "number": group.number,
             "state": f"{group.state}: {group.reason}" if group.reason else str(group.state),
-            "step": None if group.trained_version is None else group.trained_version + 1,
+            "step": step_of(group),
             "reward": group.reward,
             "let_go": self._why_let_go if is_evicted else None,
             "task": attempts[0]["task_id"] if attempts else None,
@@ -139,12 +140,13 @@ def _cut(text: str) -> str:
     return text if len(text) <= MAX_CHARACTERS else f"{text[:MAX_CHARACTERS]} … {len(text) - MAX_CHARACTERS:,} more characters"
 
 
-def _decoder(run: Path, model: str, seed: int) -> Callable[..., str] | None:
-    """Tokens → text, or None where the tokenizer is not at hand: nothing is fetched to show a
+def _decoder(run: Run) -> Callable[..., str] | None:
+    """Return a function from tokens to text; None where the tokenizer is not at hand, since nothing is fetched to show a
     page."""
     from tokenizers import Tokenizer
 
-    path = _tokenizer_file(run, model, seed)
+    config = run.config
+    path = _tokenizer_file(run.path, str(setting(config, "model", "path", "")), int(setting(config, "run", "seed", 0)))
     return None if path is None else Tokenizer.from_file(str(path)).decode
 
 

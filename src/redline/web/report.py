@@ -15,7 +15,7 @@ def write_report(run: Path, target: Path) -> None:
     """Of a run that has ended, or of one as far as it has come."""
     reader = RunReader(run)
     document = reader.document()
-    document["trajectories"] = Trajectories(run, reader.model, reader.seed).chosen()
+    document["trajectories"] = Trajectories(reader.run).chosen()
     try:
         replace_file(target, report_page(document["head"]["name"], document).encode())
     except (FileNotFoundError, NotADirectoryError, PermissionError, IsADirectoryError) as error:

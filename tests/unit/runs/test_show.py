@@ -19,7 +19,7 @@ from redline.types import TrajectoryGroup
 
 @pytest.fixture
 def run(tmp_path: Path) -> Path:
-    """Three groups trained at step 4, one with a failure ready, one dropped, one in flight."""
+    """Three groups trained at step 5, by version 4, one with a failure ready, one dropped, one in flight."""
     (tmp_path / "config.json").write_text("{}")
     store = TrajectoryStore(tmp_path / "trajectories")
     store.begin(range(6), 4)
@@ -47,9 +47,9 @@ def document(run: Path, *options: str) -> dict:
 def test_a_run_is_listed_group_by_group(run: Path) -> None:
     lines = [line.split() for line in shown(run).splitlines() if line.strip()[:1].isdigit()]
     assert lines == [
-        ["0", "trained", "v4", "4", "2", "9", "0.000", "yes"],
-        ["1", "trained", "v4", "4", "2", "9", "0.000", "yes"],
-        ["2", "trained", "v4", "4", "2", "9", "0.000", "yes"],
+        ["0", "trained", "v4", "5", "2", "9", "0.000", "yes"],
+        ["1", "trained", "v4", "5", "2", "9", "0.000", "yes"],
+        ["2", "trained", "v4", "5", "2", "9", "0.000", "yes"],
         ["3", "ready", "v5–v6", "3", "13", "0.417", "yes"],
         ["4", "dropped:", "stale", "v3", "2", "9", "0.000", "no"],
         ["5", "in_flight", "from", "4"],
@@ -90,10 +90,11 @@ def test_a_machine_gets_every_token(run: Path) -> None:
 
 
 def test_a_step_is_the_groups_it_was_trained_on(run: Path) -> None:
-    groups = document(run, "--step", "4")["groups"]
+    groups = document(run, "--step", "5")["groups"]
     assert [group["number"] for group in groups] == [0, 1, 2]
     assert all(attempt["version"] == 4 for group in groups for attempt in group["attempts"])
-    assert "ready" not in shown(run, "--step", "4")
+    assert {group["step"] for group in groups} == {5}
+    assert "ready" not in shown(run, "--step", "5")
 
 
 def test_failures_are_found_among_all_attempts(run: Path) -> None:
@@ -182,7 +183,7 @@ def test_repairing_from_the_command_line(run: Path) -> None:
 
 def shown_attempts(run: Path) -> list[list[Any]]:
     keys = ("text", "token_ids", "logprobs", "reward")
-    groups = document(run, "--step", "4")["groups"]
+    groups = document(run, "--step", "5")["groups"]
     return [[attempt[key] for key in keys] for group in groups for attempt in group["attempts"]]
 
 

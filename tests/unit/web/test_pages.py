@@ -23,6 +23,7 @@ from redline.errors import RunFolderError, TaskError
 from redline.runs.columns import Columns
 from redline.runs.listing import Runs
 from redline.runs.reader import RunReader
+from redline.runs.run import Run
 from redline.runs.status import is_locked, status_of
 from redline.runs.trajectories import Trajectories
 from redline.runs.verdict import bound_of
@@ -206,7 +207,7 @@ def test_the_verdict_mentions_whatever_else_took_long() -> None:
 def test_attempts_come_with_the_step_they_were_trained_at(tmp_path: Path) -> None:
     folder = write_run(tmp_path / "run-001", 7)
     write_trajectories(folder, ["one", EVIL], step=7)
-    found = Trajectories(folder.path, "builtin:tiny", 0).of_step(7)
+    found = Trajectories(Run(folder)).of_step(7)
     assert [(group["step"], group["task"], len(group["attempts"])) for group in found["groups"]] == [
         (7, "one", 2),
         (7, EVIL, 2),
@@ -216,14 +217,15 @@ def test_attempts_come_with_the_step_they_were_trained_at(tmp_path: Path) -> Non
     assert said["parts"] == {EVIL: 1.0}
     assert EVIL in failed["failure"]
     assert found["groups"][1]["prompt"] == "what now?"
-    assert "nothing was trained" in Trajectories(folder.path, "builtin:tiny", 0).of_step(3)["missing"]
+    assert "nothing was trained" in Trajectories(Run(folder)).of_step(3)["missing"]
 
 
 def test_a_report_chooses_steps_from_the_first_to_the_last_and_what_failed(tmp_path: Path) -> None:
     folder = write_run(tmp_path / "run-001", 7)
     write_trajectories(folder, ["one", "two", "three", "four"], step=7)
     (folder.model / "tokenizer.json").unlink()
-    chosen = Trajectories(folder.path, "no/such-model", 0).chosen()
+    folder.config.write_text('{"model": {"path": "no/such-model"}}')
+    chosen = Trajectories(Run(folder)).chosen()
     assert [group["task"] for group in chosen["groups"]] == ["one", "two", "three"]
     assert all(attempt["failure"] for group in chosen["failed"] for attempt in group["attempts"])
     assert len(chosen["failed"]) == 4
@@ -472,7 +474,7 @@ def test_a_page_says_what_the_files_of_the_run_no_longer_hold(tmp_path: Path) ->
         r"trace\.json holds .*; [\d,]+ spans of the minutes \d+ to \d+ were let go \(telemetry.*\)\.", trace_text
     )
     assert "the attempts of 2 older ones were let go, as buffer.max_bytes = 8,589,934,592 asks for" in trajectories_text
-    found = Trajectories(folder.path, "", 0).of_step(1)
+    found = Trajectories(Run(folder)).of_step(1)
     assert found["groups"][0]["let_go"] == "as buffer.max_bytes = 8,589,934,592 asks for"
     assert found["groups"][0]["attempts"] == []
 

@@ -1,4 +1,5 @@
-"""The lengths that a run really had, step by step, to train on or to sample again. Tokens are not read."""
+"""The lengths of the attempts that a recorded run trained on, step by step, to train on or to sample again. Tokens are not
+read."""
 
 from __future__ import annotations
 
@@ -11,8 +12,8 @@ import numpy as np
 
 from redline.errors import RunFolderError
 from redline.models.sizes.flops import TrainLoad
+from redline.runs import Run
 from redline.runs.stored import StoredRun
-from redline.telemetry import RunFolder
 
 
 @dataclass(slots=True, frozen=True)
@@ -45,8 +46,8 @@ class RecordedStep:
 
 
 def recorded_steps(run: Path) -> list[RecordedStep]:
-    """Every step of which all groups are still there, the first one first."""
-    if not RunFolder.open(run).trajectories.is_dir():
+    """Return every step of which all groups are still stored, in order. Raises `RunFolderError` where there is none."""
+    if not Run.open(run).folder.trajectories.is_dir():
         raise RunFolderError(f"{run}: no trajectories to replay", "take a run with buffer.keep_trajectories: true")
     stored = StoredRun(run)
     trained = sorted(

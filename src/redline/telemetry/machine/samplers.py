@@ -26,6 +26,7 @@ from redline.errors import boundary
 from redline.telemetry.files.bounded import Stretch, between, last_lines, lines_of, rewrite
 from redline.telemetry.files.durable import drop_torn_line
 from redline.telemetry.files.metrics import MetricsLog
+from redline.telemetry.files.tail import parse_row
 from redline.telemetry.spans import idle_as, span
 
 Source = Callable[[], Mapping[str, Any]]
@@ -53,7 +54,7 @@ class Sampler:
         """`step` gives the number of steps taken; `tell` shows a line to a person. Both are called from the thread."""
         drop_torn_line(path)
         self._path, self._max_bytes = path, max_bytes
-        self._left_out = _left_out_of(path)
+        self._left_out = samples_left_out(path)
         self._file = path.open("ab", buffering=0)  # of a write that fails nothing is left for `close` to fail on
         self._every_s = every_s
         self._sources = list(sources)
@@ -135,13 +136,11 @@ def _spread(lines: Sequence[bytes], most: int) -> list[bytes]:
     return [line for line, own, before in zip(lines, stretches, [-1, *stretches], strict=False) if own > before]
 
 
-def _left_out_of(path: Path) -> int:
-    """By an earlier process of the run, as its last sample has it."""
+def samples_left_out(path: Path) -> int:
+    """Return how many samples the log of a run has let go, as its last sample has it; 0 where it has none."""
     lines = last_lines(path, 1 << 16).splitlines() if path.exists() else []
-    try:
-        return int(json.loads(lines[-1]).get(LEFT_OUT, 0)) if lines else 0
-    except ValueError:
-        return 0
+    newest = next((row for line in reversed(lines) if (row := parse_row(line)) is not None), {})
+    return int(newest.get(LEFT_OUT) or 0)
 
 
 def _name_of(source: Source) -> str:

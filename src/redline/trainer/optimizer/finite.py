@@ -95,9 +95,14 @@ class BadStep:
     update: str = ""
     """Which of its updates, where there are several."""
 
+    @property
+    def step(self) -> int:
+        """version + 1: the step, counted from 1 as `metrics.jsonl` does."""
+        return self.version + 1
+
     def __str__(self) -> str:
         numbers = f"loss {self.loss:g}, gradient norm {self.grad_norm:g}"
-        told = [f"step {self.version}{self.update}: {numbers}; the weights are unchanged"]
+        told = [f"step {self.step}{self.update}: {numbers}; the weights are unchanged"]
         if self.tokens:
             told.append(_listed([f"{t.quantity} of token {t.token} of sequence {t.sequence}" for t in self.tokens]))
         if self.parameters:
@@ -124,7 +129,7 @@ class BadSteps:
         self.in_a_row += 1
         if self.in_a_row < self._most:
             return
-        kept = self._folder / f"step-{step.version:06d}"
+        kept = self._folder / f"step-{step.step:06d}"
         save_batch(kept, batch, step)
         raise NonFiniteError(
             f"{self.in_a_row} steps in a row that are not finite, the last: {step}\nthe batch is in {kept}",

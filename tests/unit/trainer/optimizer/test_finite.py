@@ -80,7 +80,7 @@ def test_bad_tokens_are_named_by_sequence_and_place_in_it() -> None:
 
 def test_the_explanation_names_a_few_and_counts_the_rest() -> None:
     told = str(dataclasses.replace(BAD, parameters=tuple(f"layers.{i}.qkv" for i in range(20))))
-    assert "step 7: loss nan, gradient norm inf; the weights are unchanged" in told
+    assert "step 8: loss nan, gradient norm inf; the weights are unchanged" in told
     assert "logprob of token 5 of sequence 2" in told
     assert "layers.7.qkv and 12 more" in told
     assert "layers.8" not in told
@@ -101,10 +101,10 @@ def test_a_run_ends_after_so_many_bad_steps_in_a_row_and_not_before(tmp_path: Pa
     with pytest.raises(NonFiniteError, match="3 steps in a row that are not finite") as caught:
         steps.bad(BAD, batch())
     assert isinstance(caught.value, RedlineError)
-    assert str(tmp_path / "step-000007") in caught.value.message
+    assert str(tmp_path / "step-000008") in caught.value.message
     assert "trainer.learning_rate" in caught.value.hint
     assert (steps.total, steps.in_a_row) == (5, 3)
-    assert_same_batch(load_batch(tmp_path / "step-000007"), batch())
+    assert_same_batch(load_batch(tmp_path / "step-000008"), batch())
 
 
 # ── kept ───────────────────────────────────────────────────────────────────────────────────────────────────────────────

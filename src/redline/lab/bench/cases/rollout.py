@@ -37,7 +37,8 @@ from redline.models.files.sources import model_folder
 from redline.models.sizes.flops import NetworkCost
 from redline.rollouts import Chat, SingleTurnRollouts, make_task_source
 from redline.rollouts.rewards.reward_model import RewardModel
-from redline.telemetry import Recorder, RunFolder, recording
+from redline.runs import Run
+from redline.telemetry import Recorder, recording
 from redline.types import Trajectory, TrajectoryGroup
 
 LETTERS = {"kind": "import", "path": "redline.lab.material.tasks:Letters"}
@@ -186,7 +187,7 @@ def recipe_of(settings: RolloutSettings) -> Config:
     """The recipe named, with what the command line says on top; a run's recipe as it was; or letters."""
     run = {"device": settings.device, "num_threads": settings.num_threads}
     if settings.replay is not None:
-        recipe = json.loads(RunFolder.open(settings.replay).config.read_text())
+        recipe = Run.open(settings.replay).config
         recipe["run"] |= run
         recipe["engine"] |= settings.engine.model_dump(exclude_unset=True)
         return resolve(validate(recipe, "redline bench rollout")).config

@@ -1,0 +1,181 @@
+"""A recorded run: everything that its folder holds, as values and Arrow tables."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+
+from redline.errors import RunFolderError
+from redline.runs.left_out import LeftOut
+from redline.runs.status import Status, is_closed, status_of, why
+from redline.runs.stored import StoredRun
+from redline.runs.tables import table_of
+from redline.runs.targets import judged
+from redline.telemetry import Ledger, RunFolder
+from redline.telemetry.files.failure import RunFailure, read_failure, steps_logged
+from redline.telemetry.files.tail import Tail
+from redline.telemetry.machine.samplers import samples_left_out
+from redline.telemetry.summary.failed_attempts import reaches_target
+from redline.telemetry.summary.targets import Evidence, Verdict
+
+
+class Run:
+    """One recorded run. Every call reads the files as they are at that moment and writes nothing, so that the run may go on
+    in another process meanwhile; a last line that is not whole yet is left for the next call."""
+
+    def __init__(self, folder: RunFolder) -> None:
+        self.folder = folder
+        """The names of the run's files."""
+
+    @classmethod
+    def open(cls, folder: str | os.PathLike[str]) -> Run:
+        """Open the folder of a run, such as `runs/demo-001`. Raises `RunFolderError` for anything else."""
+        path = Path(folder).expanduser()
+        if path.is_file():
+            hint = f"give its folder: {path.parent}" if path.name == "config.json" else "give the folder that the run left"
+            raise RunFolderError(f"{path}: a file, not a run folder", hint)
+        return cls(RunFolder.open(path))
+
+    def __repr__(self) -> str:
+        return f"Run({str(self.folder.shown)!r})"
+
+    @property
+    def path(self) -> Path:
+        """The folder, from the root."""
+        return self.folder.path
+
+    @property
+    def name(self) -> str:
+        """The folder's own name, such as `demo-001`."""
+        return self.path.name
+
+    @property
+    def model(self) -> Path | None:
+        """The folder of the trained model; None until the run has finished."""
+        return self.folder.model if self.folder.model.is_dir() else None
+
+    # ── documents ──────────────────────────────────────────────────────────────────────────────────────────────────────
+
+    @property
+    def config(self) -> dict[str, Any]:
+        """The resolved recipe, by section."""
+        return _document(self.folder.config)
+
+    @property
+    def environment(self) -> dict[str, Any]:
+        """The machine and the versions that the run began with; empty where they were not written."""
+        return _document(self.folder.environment)
+
+    @property
+    def failure(self) -> RunFailure | None:
+        """The error that ended the last process of the run; None where none did."""
+        return read_failure(self.folder)
+
+    @property
+    def ledger(self) -> Ledger | None:
+        """Where the time of the last process went; None until it has closed."""
+        if not is_closed(self.folder):
+            return None
+        try:
+            return Ledger.from_json(json.loads(self.folder.ledger.read_text()))
+        except (OSError, ValueError, KeyError, TypeError, AssertionError):
+            return None
+
+    @property
+    def steps(self) -> int:
+        """The last step that was logged; 0 before the first."""
+        return steps_logged(self.folder)
+
+    @property
+    def total_steps(self) -> int:
+        """`run.steps` of the recipe."""
+        return setting(self.config, "run", "steps", 0)
+
+    @property
+    def status(self) -> Status:
+        """Whether the run goes on, or how it ended, with the reason."""
+        return self.status_after(self.steps, rows_of(self.folder.evaluations))
+
+    def status_after(self, steps: int, evaluations: Iterable[Mapping[str, Any]]) -> Status:
+        """The same for a caller who has read the logs already: its last step, and the rows of its evaluations."""
+        config = self.config
+        total = setting(config, "run", "steps", 0)
+        state = status_of(self.folder, steps, total, _reached_target(config, evaluations))
+        failure = self.failure if state == "failed" else None
+        return Status(state, failure.line if failure else why(state, self.folder, steps, total))
+
+    # ── logs and trajectories ──────────────────────────────────────────────────────────────────────────────────────────
+
+    def metrics(self) -> pa.Table:
+        """One row per step, `step` from 1, with a column for each metric of `metrics.jsonl`."""
+        return self._table(self.folder.metrics)
+
+    def evaluations(self) -> pa.Table:
+        """One row per evaluation of the held-out tasks; `step` is the number of steps taken before it."""
+        return self._table(self.folder.evaluations)
+
+    def samples(self) -> pa.Table:
+        """What host and devices were doing, one row per sample."""
+        return self._table(self.folder.samples)
+
+    def alerts(self) -> pa.Table:
+        """One row for each thing that looked wrong."""
+        return self._table(self.folder.alerts)
+
+    def trajectories(self, step: int | None = None) -> pa.Table:
+        """One row per attempt that is still stored, or per attempt that `step`, counted from 1, was trained on. Raises
+        `RunFolderError` where the run kept none, or the step trained on none."""
+        return StoredRun(self.folder.shown).table(step)
+
+    # ── what it came to ────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def targets(self) -> list[Verdict]:
+        """The key metrics beside the targets of the recipe; none where this version cannot read the recipe."""
+        evidence = Evidence()
+        for row in rows_of(self.folder.metrics):
+            evidence.add_row(row)
+        for sample in rows_of(self.folder.samples):
+            evidence.add_sample(sample)
+        return judged(evidence, self.config)
+
+    def left_out(self) -> list[str]:
+        """What the files no longer hold, a sentence for each file that let something go."""
+        return LeftOut(self.folder).sentences(samples_left_out(self.folder.samples))
+
+    def _table(self, path: Path) -> pa.Table:
+        return table_of(rows_of(path))
+
+
+def rows_of(path: Path) -> Iterator[dict[str, Any]]:
+    """Give the rows of a log that may be growing, block by block; none where there is no such file."""
+    tail = Tail(path)
+    while not tail.at_end:
+        yield from tail.read()[1]
+
+
+def setting(config: Mapping[str, Any], section: str, key: str, default: Any) -> Any:
+    """Return a value of a recipe, or `default` where it is missing or of another type: the run may be of another version, or
+    its config half-written."""
+    found = config.get(section)
+    value = found.get(key) if isinstance(found, dict) else None
+    return value if isinstance(value, type(default)) else default
+
+
+def _reached_target(config: Mapping[str, Any], evaluations: Iterable[Mapping[str, Any]]) -> bool:
+    """Return whether an evaluation after the first step came to `rollouts.evaluation.stop_at`."""
+    target = setting(config, "rollouts", "evaluation", {}).get("stop_at")
+    return isinstance(target, int | float) and any(reaches_target(row, target) for row in evaluations)
+
+
+def _document(path: Path) -> dict[str, Any]:
+    """Return a JSON object from a file; an empty one where the file is missing or holds none."""
+    try:
+        found = json.loads(path.read_text())
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}
