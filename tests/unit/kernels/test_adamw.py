@@ -412,7 +412,7 @@ def test_a_resumed_optimizer_repeats_what_it_would_have_done() -> None:
     assert_equal(resumed.state(), optimizer.state())
 
 
-@pytest.mark.skipif(ON_CUDA, reason="test_optimizer_cuda.py has it with streams")
+@pytest.mark.skipif(ON_CUDA, reason="optimizer/test_adamw_cuda.py has it with streams")
 def test_a_passage_through_host_memory_changes_no_bit() -> None:
     expected = train(*optimizer_for("int8"), range(3))
     network, optimizer = optimizer_for("int8")
