@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.paths import ROOT
 from support.processes import REDLINE, redline, started, wait_until, write_letters
 
 import redline as package
@@ -147,7 +148,9 @@ def test_whoever_stops_it_leaves_no_worktree_and_no_process(tmp_path: Path) -> N
 
 def test_a_side_that_fails_is_named_with_what_it_said(tmp_path: Path) -> None:
     tree = tmp_path / "broken" / "src" / "redline"
-    tree.mkdir(parents=True)
+    program = tree / "lab" / "compare" / "process.py"
+    program.parent.mkdir(parents=True)
+    shutil.copy(ROOT / "src" / "redline" / "lab" / "compare" / "process.py", program)
     (tree / "__init__.py").write_text("raise RuntimeError('a broken revision')\n")
     done = redline("compare", tmp_path / "broken", tmp_path / "broken", "--case", "trainer", cwd=tmp_path)
     assert done.returncode == 2

@@ -48,7 +48,7 @@ class Readers:
     switch: str = ""
     """The key of `section.*` that switches the others off: it is read."""
     why: str = ""
-    """Why nobody reads it, where the setting does not say so."""
+    """Why it is not read, where the setting does not say so."""
 
 
 def _has_ratio_to_clip(config: Config) -> bool:
@@ -195,7 +195,7 @@ def _warmups_longer_than_the_run(config: Config) -> Iterator[Problem]:
 
 
 def _rewards_without_weight(config: Config) -> Iterator[Problem]:
-    """Of sources whose parts are known: those of a task of the user's own are known when it scores."""
+    """Weights that no part has, for sources whose parts are known: those of a user's own task are known when it scores."""
     weights, judged = config.rollouts.reward_weights, config.rollouts.reward_model.path is not None
     if config.rollouts.task.kind == "import":
         return

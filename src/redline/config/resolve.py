@@ -23,7 +23,7 @@ SINK_PACKAGES = {
 }
 """Sink → what its adapter imports; the extra has the sink's name."""
 BFLOAT16_FLAGS = ("amx_bf16", "avx512_bf16", "bf16")
-"""Of CPUs that multiply bfloat16 themselves; the last is ARM's."""
+"""Flags of CPUs that multiply bfloat16 themselves; the last is ARM's."""
 SLOW_BFLOAT16 = (
     "model.dtype = bfloat16: this CPU has no instructions for it; float32 may be many times faster (model.dtype=auto)"
 )

@@ -13,7 +13,7 @@ class EngineStats:
     """Sequences that hold a row."""
     waiting: int = 0
     kv_blocks_used: int = 0
-    """Held by sequences; cached blocks nobody holds are free."""
+    """Held by sequences; cached blocks that no sequence holds are free."""
     kv_blocks_total: int = 1
     kv_blocks_peak: int = 0
     """Most held at once since the last weight update."""

@@ -24,12 +24,12 @@ from redline.kernels.flat_state import BLOCK, Piece, Stretch
 from redline.kernels.launches import launch
 
 ELEMENTS = 1024
-"""Of one program."""
+"""Elements of one program."""
 FIRST_LEVELS, FIRST_OCTAVES = tl.constexpr(flat_state.FIRST_LEVELS), tl.constexpr(flat_state.FIRST_OCTAVES)
 SECOND_LEVELS, SECOND_OCTAVES = tl.constexpr(flat_state.SECOND_LEVELS), tl.constexpr(flat_state.SECOND_OCTAVES)
 INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 SMALLEST_SCALE = tl.constexpr(2.0**-126)
-"""Of a block that is not all zero: below it, an inverse is infinite."""
+"""The smallest scale of a block that is not all zero: below it, an inverse is infinite."""
 
 
 class AdamWKernel:

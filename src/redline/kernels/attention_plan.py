@@ -1,4 +1,4 @@
-"""Who does what in attention over packed segments: lists of blocks, made once per batch and shared by all layers.
+"""Which program does what in attention over packed segments: lists of blocks, made once per batch and shared by all layers.
 
 A query sees its segment's parent and then its segment up to itself. Seen from a key, with attempts directly behind their
 prompt, its queries are one run: from the key itself to the end of the last segment that continues its own.
@@ -70,7 +70,7 @@ def part_size(units_B: np.ndarray, copies: int, places: int) -> int:
 
 
 def _end(units_B: np.ndarray, most: int, copies: int, places: int) -> float:
-    """When the last program ends, in units. They are given out a round at a time, the longest to whoever is free first."""
+    """When the last program ends, in units. They are given out a round at a time, the longest to the one that is free first."""
     parts_B = -(-units_B // most)
     programs = np.sort(np.repeat(units_B / parts_B + START + DIVIDED * (parts_B > 1), copies * parts_B))[::-1]
     ends = np.zeros(places)

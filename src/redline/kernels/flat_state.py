@@ -12,9 +12,9 @@ from torch import Tensor
 BLOCK = 256
 """Elements; every parameter begins on a multiple of it, and each block of an 8-bit moment has one scale."""
 FIRST_LEVELS, FIRST_OCTAVES = 127, 16
-"""Of the first moment in 8 bits, beside its sign."""
+"""Levels of the first moment in 8 bits, beside its sign."""
 SECOND_LEVELS, SECOND_OCTAVES = 255, 32
-"""Of the second moment, which has no sign; a square spans twice the octaves of its root."""
+"""Levels of the second moment, which has no sign; a square spans twice the octaves of its root."""
 
 
 @dataclass(slots=True, frozen=True)

@@ -122,7 +122,7 @@ def _to_slopes(logits, targets, logprobs, entropies, sums, tops, inverse, V, N: 
         peak = tl.max(tl.max(x_RW, axis=1), axis=0)
         top = tl.maximum(top, peak)
         if peak > reference + ROOM:
-            tl.debug_barrier()  # whoever reads here what has been written need not have written it
+            tl.debug_barrier()  # a thread may read here what another has written
             fade = tl.exp2(reference - peak)
             for before in range(0, start, N):
                 written = at + before + entry_RW

@@ -45,13 +45,13 @@ class Tile:
 
 @dataclass(slots=True, frozen=True)
 class Tiles:
-    """Of one head size, chosen by measurement (benchmarks/LOG.md)."""
+    """The tiles of one head size, chosen by measurement (benchmarks/LOG.md)."""
 
     forward: Tile
     of_queries: Tile
     of_keys: Tile
     key_programs: int
-    """Of the keys' gradients, that fit on a multiprocessor."""
+    """Programs of the keys' gradients that fit on a multiprocessor."""
 
 
 TILES = {
@@ -59,7 +59,7 @@ TILES = {
     128: Tiles(Tile(128, 64, 4, 2), Tile(64, 64, 4, 2), Tile(64, 64, 4, 2), 2),
 }
 COLUMNS = 16
-"""Of what a key needs to know of a query: the least that a product of matrices takes."""
+"""Columns of what a key needs to know about a query: the least that a product of matrices takes."""
 SUM_ROWS = 16
 
 

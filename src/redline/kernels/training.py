@@ -20,7 +20,7 @@ from torch import Tensor
 from redline.kernels.launches import blocks, launch, power_of_2
 
 PROGRAMS = 528
-"""Of sums over tokens: each program sums over some of them, and a last step over the programs."""
+"""Programs of sums over tokens: each program sums over some of them, and a last step over the programs."""
 AHEAD = tl.constexpr(3)
 """Turns of a loop over tokens whose memory is on its way at once."""
 SUMS_BLOCK = (128, 64)
@@ -28,7 +28,7 @@ SUMS_BLOCK = (128, 64)
 PARTS_BLOCK = (512, 8)
 """Parts and columns of a turn of that last step."""
 MOST_SUMS = 3
-"""Of one launch of it: the norms and the bias of a layer."""
+"""Sums of one launch: the norms and the bias of a layer."""
 SILU_BLOCK = 1024
 ROWS_BLOCK = 1024
 """Columns of one program that sums rows."""

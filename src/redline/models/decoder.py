@@ -174,7 +174,7 @@ class Decoder(nn.Module):
         return add_rms_norm(x_TE, delta_TE, self.norm, self.spec.norm_eps)[1]
 
     def _is_written_out(self, x_TE: Tensor, attend: AnyAttend, lora: ActiveLora | None) -> bool:
-        """Whether `fused_layers` may take all of them at once: nobody but the sums wants the weights' gradients."""
+        """Whether `fused_layers` may take all of them at once: only the sums want the weights' gradients."""
         if self.recomputes_layers or not _trains_by_hand(x_TE, attend, lora):
             return False
         from redline.models.layers.fused import is_plain, keeps_sums

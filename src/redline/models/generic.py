@@ -110,7 +110,7 @@ class GenericDecoder(nn.Module):
 
 
 def _body_name(network: PreTrainedModel) -> str:
-    """Of the module with everything but the head: most networks say which, a few only by what it is called."""
+    """The name of the module with everything but the head: most networks say which, a few only by what it is called."""
     for body in (network.get_decoder(), network.base_model, getattr(network, "model", network)):
         if body is not network and hasattr(body, "config"):
             return next(name for name, module in network.named_modules() if module is body)

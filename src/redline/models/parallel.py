@@ -81,7 +81,7 @@ def _shard_layer(mine: DecoderLayer, theirs: DecoderLayer, shard: Shard) -> None
 
 
 def _split_rows(mine: nn.Linear, theirs: nn.Linear, sizes: tuple[int, ...], shard: Shard) -> None:
-    """Of each of the projections that are fused there, my part of the outputs."""
+    """Copy my part of the outputs of each projection that is fused there."""
     mine.weight.copy_(torch.cat([shard.of(rows, 0) for rows in theirs.weight.split(sizes)]))
     if theirs.bias is not None:
         mine.bias.copy_(torch.cat([shard.of(rows, 0) for rows in theirs.bias.split(sizes)]))

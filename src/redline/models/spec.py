@@ -19,7 +19,7 @@ NO_LIMIT = 2**31 - 1
 
 @dataclass(slots=True, frozen=True)
 class ModelShape:
-    """What whoever runs a network must know of it: enough to size a KV cache and to refuse what does not fit."""
+    """What engine and trainer must know about a network: enough to size a KV cache and to refuse what does not fit."""
 
     family: str
     """`model_type` of config.json."""

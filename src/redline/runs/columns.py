@@ -37,7 +37,7 @@ class _Layout:
 
     known: list[str]
     columns: list[array[float]]
-    """Of the keys that are known, in their order."""
+    """Columns of the known keys, in their order."""
     absent: list[array[float]]
     """Columns that the row has no key for."""
     unknown: list[str]
@@ -82,7 +82,7 @@ class Columns:
         return _Layout(known, [self.values[key] for key in known], absent, [key for key in row if key not in self.values])
 
     def tail_mean(self, key: str, count: int) -> float | None:
-        """Of the last rows that have it."""
+        """The mean over the last `count` rows that have the key; None where none has."""
         found = [value for value in self.values.get(key, ())[-count:] if math.isfinite(value)]
         return sum(found) / len(found) if found else None
 

@@ -20,7 +20,7 @@ from redline.runs.stored import StoredRun, step_of
 from redline.telemetry.console.tables import Fitted
 
 TOKENS_SHOWN = 64
-"""Of each attempt; `--json` has all of them."""
+"""Tokens shown of each attempt; `--json` has all of them."""
 PANEL_WIDTH = 140
 """Columns of an attempt, at most: its text wraps there, also where a table would not."""
 _STYLES = {

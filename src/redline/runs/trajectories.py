@@ -15,11 +15,11 @@ from redline.runs.run import Run, setting
 from redline.runs.stored import StoredRun, step_of
 
 MAX_CHARACTERS = 20_000
-"""Of one text on a page."""
+"""Characters of one text on a page."""
 GROUPS_PER_STEP = 16
 STEPS_IN_REPORT = 6
 GROUPS_IN_REPORT = 3
-"""Of each of those steps."""
+"""Groups of each of those steps."""
 FAILURES_IN_REPORT = 6
 _ABOUT_CHARACTERS = 160
 
@@ -158,7 +158,7 @@ def _tokenizer_file(run: Path, model: str, seed: int) -> Path | None:
 
 
 def _cached_tokenizer(model: str, seed: int) -> Path | None:
-    """Of a built-in model, a converted .gguf file or a hub id, where it lies in the user's cache."""
+    """The tokenizer of a built-in model, a converted .gguf file or a hub id, if it lies in the user's cache."""
     from redline.models.files.sources import cached_folder
 
     folder = cached_folder(model, seed)

@@ -1,4 +1,4 @@
-"""Who may come in, and whose turn it is.
+"""Which requests may come in, and whose turn it is.
 
 A request takes a place before its body is read, and the place grows with the choices it asks for. Where the waiting room is
 full, it is turned away with 429 and a `Retry-After`. Inside, prompts wait for rows of the engine's batch, and requests take
@@ -54,7 +54,7 @@ class Place:
 
 
 class Admission:
-    """Of one event loop."""
+    """The admission of one event loop."""
 
     def __init__(self, rows: int, max_queued: int) -> None:
         self.inside = 0
@@ -124,7 +124,7 @@ class Admission:
             turn.set_result(None)
 
     def _next(self) -> Place | None:
-        """Whose turn it is. Nobody overtakes a request that has no row yet; one that has some is overtaken while it waits."""
+        """Whose turn it is. No request overtakes one that has no row yet; one that has some is overtaken while it waits."""
         for place, turns in self._waiting.items():
             kept = self._rows // KEPT_SHARE if place.held else 0
             if turns[0][0] <= self._free - kept:

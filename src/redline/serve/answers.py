@@ -143,7 +143,7 @@ class Choice:
         }
 
     def _prompt_logprobs(self, completion: Completion) -> Generator[None, None, dict[str, list[Any]]]:
-        """Of the echoed prompt; yields now and then. The engine scores the prompt's own tokens alone, so there are no likeliest
+        """The echoed prompt's; yields now and then. The engine scores the prompt's own tokens alone, so there are no likeliest
         ones to show."""
         assert completion.prompt_logprobs is not None
         text = CompletionText(self._vocabulary.decode, with_offsets=True)
@@ -213,7 +213,7 @@ def chunk(call: Call, choices: list[Json], *, usage: Json | None = None, is_firs
 
 
 def usage(call: Call, completions: Sequence[Sequence[Completion]]) -> Json:
-    """Of all prompts: a prompt counts once however many completions it has."""
+    """Tokens of all prompts and completions: a prompt counts once however many completions it has."""
     sampled = 0 if call.body.new_tokens == 0 else sum(len(c.token_ids) for group in completions for c in group)
     return {
         "prompt_tokens": call.num_prompt_tokens,

@@ -18,7 +18,7 @@ SMALL_BYTES = 16_384
 READ_AT_ONCE, READ_REST_S = 2**18, 0.005
 """Bytes of a body that are read before a rest, and the rest in seconds: to take in a body is work on the event loop too."""
 DRAINED_BYTES = 2**26
-"""Of a body that is too large, what we still read and drop: a client that is cut off while it writes never sees the reason."""
+"""Bytes of a too large body that are still read: a client that is cut off while it writes never sees the reason."""
 
 
 async def json_body(request: Request, limits: ServeLimits, pace: Pace) -> Any:

@@ -115,7 +115,7 @@ def make_call(body: ChatRequest | CompletionRequest, served: Served, limits: Ser
 
 
 def num_characters(body: ChatRequest | CompletionRequest) -> int:
-    """Of all its prompts; a token id counts as one."""
+    """Characters of all its prompts; a token id counts as one."""
     if isinstance(body, ChatRequest):
         return sum(len(message.role) + len(message.content) for message in body.messages)
     return sum(map(len, body.prompt))

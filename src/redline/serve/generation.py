@@ -1,6 +1,6 @@
 """A call through the engine: all its prompts at once, answered whole or chunk by chunk.
 
-Whoever stops listening, by cancelling `answer` or closing `chunks`, ends the call's requests in the engine.
+A caller that stops listening, by cancelling `answer` or closing `chunks`, ends the call's requests in the engine.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class RunningEngine(Protocol):
 
     @property
     def failure(self) -> BaseException | None:
-        """Why it is not alive any more, where nobody asked it to end."""
+        """Why it is not alive any more, where it was not asked to end."""
         ...
 
     @property

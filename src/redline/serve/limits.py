@@ -18,7 +18,7 @@ from redline.serve.protocol import ApiError
 LARGEST = 2**63
 """Stands for any larger number: one of thousands of digits cannot even be printed."""
 _PIECE = re.compile(rb'"|\\.|[^"\\]{1,4096}', re.DOTALL)
-"""Of JSON: a quotation mark, an escape, or a bounded run of neither, so that no body takes more than one pass."""
+"""A piece of JSON: a quotation mark, an escape, or a bounded run of neither, so that no body takes more than one pass."""
 
 
 class ServeLimits(Section):

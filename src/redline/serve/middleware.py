@@ -21,7 +21,7 @@ CLIENT_LEFT = 499
 
 
 class NeedsKey:
-    """Lets nobody past without `Authorization: Bearer KEY`, except to /health."""
+    """Lets no request past without `Authorization: Bearer KEY`, except to /health."""
 
     def __init__(self, app: ASGIApp, key: str) -> None:
         self._app = app

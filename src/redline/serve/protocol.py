@@ -1,6 +1,6 @@
 """What a client may send, as pydantic reads it, and how it is told that it may not.
 
-The names are OpenAI's, and vLLM's where OpenAI has none. A field nobody knows is ignored, since clients send extra ones. A
+The names are OpenAI's, and vLLM's where OpenAI has none. An unknown field is ignored, since clients send extra ones. A
 field that asks for something we know and cannot do is refused: `NOT_SUPPORTED`.
 """
 

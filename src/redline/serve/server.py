@@ -153,7 +153,7 @@ class EngineServer(uvicorn.Server):
         giving_up.cancel()
 
     async def _give_up(self) -> None:
-        """An engine that has stopped answers whoever still waits; who does not read the answer is not waited for."""
+        """An engine that has stopped answers the clients that still wait; one that does not read is not waited for."""
         await asyncio.sleep(GRACE_S)
         await asyncio.to_thread(self._engine.stop)
         await asyncio.sleep(LAST_WORDS_S)

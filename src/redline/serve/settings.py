@@ -22,7 +22,7 @@ from redline.serve.limits import ServeLimits
 PACKAGES = ("starlette", "uvicorn")
 """What the extra `serve` brings."""
 NO_ROLLOUTS = {"group_size": 2, "task": {"kind": "import", "path": "redline.serve:nothing"}}
-"""A recipe has to say where its tasks come from; nobody asks this one for any."""
+"""A recipe has to say where its tasks come from; this one is never asked for any."""
 
 
 @dataclass(slots=True, frozen=True)
@@ -32,7 +32,7 @@ class ServeSettings:
     config: Config
     """`run`, `model` and `engine` of a recipe; its other sections have no meaning here."""
     name: str
-    """Of the model, to clients."""
+    """The model's name to clients."""
     host: str
     port: int
     """0 takes a free one."""

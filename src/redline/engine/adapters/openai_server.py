@@ -90,7 +90,7 @@ class OpenAIServerEngine:
         return add_scores(requests, completions, self._score)
 
     def _at_once(self, calls: Sequence[Callable[[], Any]]) -> list[Any]:
-        """Their results, `max_concurrent` at a time. When one raises, nobody waits for the others."""
+        """Their results, `max_concurrent` at a time. When one raises, the others are not waited for."""
         pool = ThreadPoolExecutor(self._max_concurrent, thread_name_prefix="openai-server")
         try:
             futures = [pool.submit(call) for call in calls]
@@ -224,7 +224,7 @@ def _top_logprobs(choice: Json, num_tokens: int, k: int) -> TopLogprobs:
 
 
 def _id_in(token: str) -> int:
-    """Of the form "token_id:123"."""
+    """The id in "token_id:123"."""
     prefix, _, number = token.partition(":")
     if prefix != "token_id" or not number.isdigit():
         raise EngineError(

@@ -1,6 +1,6 @@
 """The slowest engine, for networks that no other can run: transformers' own forward and cache, redline's sampling.
 
-Rows start in batches and stay until the last of their batch is done; whoever comes later waits. What a network keeps between
+Rows start in batches and stay until the last of their batch is done; later ones wait. What a network keeps between
 tokens is its own business, so state-space layers, ALiBi or attention sinks are all the same here.
 """
 
@@ -224,7 +224,7 @@ class TransformersEngine:
             self._num_finished += 1
 
     def _fail(self, row: Row) -> None:
-        """Give up its request: nobody can use a part of it."""
+        """Cancel its request: a part of it is of no use."""
         for sibling in self._unfinished.pop(row.request_id):
             sibling.failed = True
         self._waiting = [other for other in self._waiting if other.alive]

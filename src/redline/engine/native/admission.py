@@ -1,4 +1,4 @@
-"""What a request must satisfy before the engine takes it. A refusal names the fix and harms nobody else."""
+"""What a request must satisfy before the engine takes it. A refusal names the fix and harms no other request."""
 
 from __future__ import annotations
 

@@ -11,7 +11,7 @@ from redline.types import Completion, Delta, TopLogprobs, VersionSpan
 
 
 def delta_of(sequence: Sequence, sampled: Sampled, completion: Completion | None) -> Delta:
-    """What it sampled since the last piece; only the completion where nobody watches."""
+    """What it sampled since the last piece; only the completion where no caller streams."""
     if not sequence.streaming:
         nothing = Sampled.nothing()
         return Delta(sequence.index, nothing.token_ids, nothing.logprobs, None, completion)

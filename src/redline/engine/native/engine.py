@@ -1,6 +1,6 @@
 """The in-process engine: samples from the very weights the trainer updates.
 
-A step has four parts. The scheduler plans it; the runner launches it; results of earlier steps come in; whoever has finished
+A step has four parts. The scheduler plans it; the runner launches it; results of earlier steps come in; what has finished
 leaves. On a GPU the device is always one step ahead of the host: a step's tokens are looked at while the next one runs.
 
     submit ──► Scheduler ──Plan──► Runner ──Results──► Rows ──► Delta, Completion
@@ -338,7 +338,7 @@ class NativeEngine:
             self._scheduler.finish(sequence)
         else:
             self._scheduler.withdraw(sequence)
-            self._clean(blocks)  # nobody has looked at what they hold
+            self._clean(blocks)  # what they hold was not looked at
 
     def _clean(self, blocks: Sequence_[int]) -> None:
         """Blocks were given back that may hold NaN. Where others still hold them, it is theirs to notice."""
@@ -355,7 +355,7 @@ class NativeEngine:
             self._num_finished += 1
 
     def _fail(self, sequence: Sequence) -> None:
-        """Give up its request: nobody can use a part of it."""
+        """Cancel its request: a part of it is of no use."""
         siblings = list(self._unfinished[sequence.request_id])
         blocks = {block for sibling in siblings for block in sibling.blocks}
         for sibling in siblings:
@@ -388,7 +388,7 @@ class NativeEngine:
         takes its place: requests under way go on with the new one, as they do with new weights.
 
         `source` is a PEFT folder or tensors by PEFT's names; alpha (by default the rank: scale 1) and use_rslora go with
-        tensors, a folder has its own. Nobody waits: what `prepare_adapter` does can be done on another thread before."""
+        tensors, a folder has its own. It does not wait: what `prepare_adapter` does can be done on another thread before."""
         self._adapters.load(name, source, version, alpha=alpha, use_rslora=use_rslora)
 
     def prepare_adapter(self, source: Source, *, alpha: float | None = None, use_rslora: bool = False) -> PreparedAdapter:

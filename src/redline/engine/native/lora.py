@@ -59,7 +59,7 @@ class Adapters:
 
     @property
     def versions(self) -> dict[str, int]:
-        """Of every adapter that a request may name."""
+        """The version of every adapter that a request may name."""
         return {name: known.version for name, known in sorted(self._known.items())}
 
     @property

@@ -63,7 +63,7 @@ class SchedulerCounts:
     prefix_query_tokens: int = 0
     """Prompt tokens looked up in the prefix cache."""
     prefix_hit_tokens: int = 0
-    """Of those, tokens that did not have to be computed."""
+    """Prompt tokens that did not have to be computed."""
 
 
 class Scheduler:
@@ -240,7 +240,7 @@ class Scheduler:
                 self.pool.file(block, key)
 
     def _end_prefills(self, plan: Plan) -> None:
-        """Whoever's last chunk is in the plan decodes from the next step on, its followers on the same blocks."""
+        """A sequence whose last chunk is in the plan decodes from the next step on, its followers on the same blocks."""
         for chunk in plan.chunks:
             if not chunk.is_last:
                 continue

@@ -13,7 +13,7 @@ from redline.types import FinishReason, GenerateRequest, SamplingParams
 
 NO_ROW = -1
 NO_SLOT = -1
-"""Of a sequence without an adapter."""
+"""The slot of a sequence without an adapter."""
 
 
 class Stage(Enum):
@@ -45,7 +45,7 @@ class Wants:
 
     @property
     def is_plain(self) -> bool:
-        """Of the sampler, temperature alone."""
+        """Whether it needs temperature alone of the sampler."""
         return not (self.truncation or self.min_p or self.bias or self.min_tokens or self.raw or self.top)
 
     @classmethod

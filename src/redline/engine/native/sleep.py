@@ -1,7 +1,7 @@
 """Lending the engine's memory to somebody else, the trainer as a rule, and taking it back.
 
 The KV cache is simply dropped: sequences under way are computed again when the engine wakes. Weights go to the host and come
-back to the same tensors, so whoever else refers to those tensors still does.
+back to the same tensors, so other references to those tensors stay valid.
 """
 
 from __future__ import annotations

@@ -23,7 +23,7 @@ from torch import Tensor
 CHUNK = 4096
 """Vocabulary entries per program of the first kernel, and scanned per row by the second. A power of two."""
 SUMMARISE_WARPS = 4
-"""Of 32 threads: at 4096 entries, each thread then has 64 bytes of bfloat16 in flight."""
+"""Warps of 32 threads: at 4096 entries, each thread then has 64 bytes of bfloat16 in flight."""
 PICK_WARPS = 8
 
 _LOG2_E = tl.constexpr(1.4426950408889634)

@@ -1,4 +1,4 @@
-"""One batch, from whoever sampled it to whoever trains on it: in this process, and to another one.
+"""One batch, from the side that sampled it to the side that trains on it: in this process, and to another one.
 
 Ours is the trajectory store: groups are written to its Arrow file, and the other side maps that file. Everybody else's batch
 is made into bytes, which stay here or go through a pipe, or into a file, which the other process opens. Files lie in shared
@@ -159,10 +159,10 @@ class Handed:
     """One batch that arrived."""
 
     seconds: float
-    """From groups to a batch whose every byte was looked at, by whoever got it."""
+    """From groups to a batch whose every byte was looked at by the receiver."""
     checksum: int
     num_bytes: int
-    """Of what went through the pipe or lies in the file; 0 where nothing did."""
+    """Bytes that went through the pipe or lie in the file; 0 where none did."""
 
 
 class Handover:

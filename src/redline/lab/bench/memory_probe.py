@@ -34,7 +34,7 @@ KILLED = -9
 LINES_SHOWN = 15
 OUT_OF_MEMORY = ("out of memory", "can't allocate memory", "CUBLAS_STATUS_ALLOC_FAILED")
 BYTES_PER_MOMENTS = {"float32": 8, "int8": 2}
-"""Of both of a parameter."""
+"""Bytes of both moments of a parameter."""
 
 
 @dataclass(slots=True, frozen=True)
@@ -46,7 +46,7 @@ class Found:
     planned: Mapping[str, int] | None = None
     """What the trainer's memory plan expects, by the same kinds; None for others than our trainer."""
     bytes_per_token: int = 0
-    """Of the inputs of all layers, in the compute dtype."""
+    """Bytes of the inputs of all layers, in the compute dtype."""
 
     @property
     def peak_bytes(self) -> int | None:

@@ -41,7 +41,7 @@ def profile_step_of(settings: MemorySettings) -> None:
 
 
 def profile(work: Callable[[], object], folder: Path, device: torch.device) -> Path:
-    """The folder, which is made; what `work` gives is nobody's."""
+    """Profile `work` into the folder, which is made. What `work` returns is dropped."""
     folder.mkdir(parents=True, exist_ok=True)
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # it has no other way to be quiet
     activities = [torch.profiler.ProfilerActivity.CPU]

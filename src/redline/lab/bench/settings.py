@@ -25,7 +25,7 @@ TrainingPeer = Literal["transformers", "redline"]
 StoragePeer = Literal["pickle", "padded", "safetensors", "tensordict", "consolidated"]
 MICRO_BATCH_TOKENS = 16384
 NO_ROLLOUTS = {"group_size": 2, "task": {"kind": "import", "path": "redline.lab:nothing"}}
-"""A recipe has to say where its tasks come from; nobody asks this one for any."""
+"""A recipe has to say where its tasks come from; this one is never asked for any."""
 
 
 class BenchSettings(Section):
@@ -36,7 +36,7 @@ class BenchSettings(Section):
     model: str = "builtin:smollm2-135m-instruct"
     """As `model.path` of a recipe, or `random:qwen2.5-0.5b`, `random:qwen2.5-7b`: that shape with random weights."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
-    """Of weights and keys and values, on every side."""
+    """The dtype of weights, keys and values, on every side."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """`auto` takes a CUDA device if there is one."""
     num_threads: PositiveInt | None = None
@@ -46,7 +46,7 @@ class BenchSettings(Section):
 
 
 class PairedSettings(BenchSettings):
-    """Of cases that run sides against each other."""
+    """Settings of cases that run sides against each other."""
 
     pairs: PositiveInt = 8
     """Rounds; in each, every side runs once, in an order drawn by lot. An interval takes at least 6."""
@@ -56,7 +56,7 @@ class PairedSettings(BenchSettings):
 
 
 class EngineSettings(PairedSettings):
-    """Of cases that generate."""
+    """Settings of cases that generate."""
 
     engine: EngineConfig = EngineConfig()
     """The engine section of a recipe. `max_num_seqs` and `max_model_len` follow from the workload unless given."""
@@ -72,7 +72,7 @@ class GenerateSettings(EngineSettings):
     n: PositiveInt = 1
     """Completions per prompt."""
     peers: tuple[Peer, ...] | None = None
-    """Who runs beside us: transformers, vllm, and redline itself for an A/A run; null takes those installed."""
+    """Peers that run beside us: transformers, vllm, and redline itself for an A/A run; null takes those installed."""
     vllm_python: Path | None = None
     """The python of an environment with vllm, where it is not this one."""
 
@@ -114,7 +114,7 @@ class TrainerSettings(PairedSettings):
     steps: PositiveInt = 1
     """Optimizer steps that a side takes in a round."""
     peers: tuple[TrainingPeer, ...] | None = None
-    """Who trains beside us: transformers, and redline itself for an A/A run; null takes transformers."""
+    """Peers that train beside us: transformers, and redline itself for an A/A run; null takes transformers."""
     replay: Path | None = None
     """A run folder: sequences are as long, and groups as large, as in the steps that it trained; tokens are drawn."""
     trainer: TrainerConfig = TrainerConfig()
@@ -154,7 +154,7 @@ class MemorySettings(BenchSettings):
     tolerance: float = Field(0.02, ge=0, lt=1)
     """The search ends when the smallest micro-batch that failed is at most this share larger than the largest that did not."""
     peers: tuple[Literal["transformers"], ...] | None = None
-    """Who is searched for as well; null takes transformers."""
+    """Peers that are searched for as well; null takes transformers."""
     trainer: TrainerConfig = TrainerConfig()
     """The trainer section of a recipe; the size of the micro-batch is what is searched for."""
 
@@ -193,7 +193,7 @@ class SerializeSettings(PairedSettings):
     groups_per_step: PositiveInt = 32
     """Groups of a step: what peers write to one file, and what a batch holds."""
     peers: tuple[StoragePeer, ...] | None = None
-    """Who stores the same: pickle, padded (torch.save), safetensors, tensordict, consolidated; null takes those installed."""
+    """Peers: pickle, padded (torch.save), safetensors, tensordict, consolidated; null takes those installed."""
     handed_over: tuple[PositiveInt, ...] = (8, 32, 128)
     """Groups of a batch that is handed to this process and to another one, each number in turn; `none` leaves that out."""
 
@@ -239,11 +239,11 @@ class E2ESettings(EngineSettings):
     """`letters`: as many as possible, which any model can learn. `sums`: reasoning_gym's `chain_sum`, two one-digit terms.
     `words`: odd ones, for `model=random:NAME`, whose words are numbers."""
     prompt_tokens: int = Field(128, ge=2)
-    """Of a task of `words`."""
+    """Tokens of a prompt of the `words` task."""
     price: float | None = Field(None, ge=0)
-    """Of an hour of this machine, in dollars; null takes the device's from the table of `redline plan`."""
+    """Dollars per hour of this machine; null takes the device's from the table of `redline plan`."""
     against: Literal["trl"] | None = None
-    """Who takes the same steps in turn, in a process of its own; the lag is then 0."""
+    """e2e only: also run this framework, interleaved, in a process of its own (trl); the lag is then 0."""
     trl_python: Path | None = None
     """The python of an environment with trl, where it is not this one."""
     trainer: TrainerConfig = TrainerConfig(learning_rate=1e-3)
@@ -299,7 +299,7 @@ class TransferSettings(PairedSettings):
     sizes: tuple[PositiveInt, ...] = (2**16, 2**20, 2**24, 2**28)
     """Bytes of a copy, each number in turn."""
     overlap_bytes: PositiveInt = 2**28
-    """Of the copy that runs beside products."""
+    """Bytes of the copy that runs beside products."""
 
     @field_validator("sizes", mode="before")
     @classmethod

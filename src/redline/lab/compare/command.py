@@ -41,7 +41,7 @@ class Request:
     wish: Wish
     metric: str | None = None
     rounds: int | None = None
-    """Of a pair; None takes as many as last twice as long as starting the processes."""
+    """Rounds of a pair; None takes as many as last twice as long as starting the processes."""
     guards: Mapping[str, float] = dataclasses.field(default_factory=lambda: dict(TOLERANCES))
     seed: int = 0
 
@@ -58,7 +58,7 @@ class Report:
     noise: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     """What was measured to know it, where something was."""
     identities: Sequence[Mapping[str, Any]] = ()
-    """Of the process of either side."""
+    """What the process of each side says about itself."""
 
     def as_json(self) -> dict[str, Any]:
         """The document that all benches share; no physics bounds a comparison."""
@@ -143,7 +143,7 @@ def _compare_saved(request: Request) -> Report:
 
 
 def _judge_pairs(a: Saved, b: Saved, metric: Metric, wish: Wish) -> Verdict:
-    """Who was first in a round, the file does not say."""
+    """The file does not say which side was first in a round."""
     if len(a.samples) != len(b.samples):
         found = f"{len(a.samples)} and {len(b.samples)} samples make no pairs"
         raise CompareError(f"{a.path}: {found}", "name two sides of one result")
@@ -223,7 +223,7 @@ def _compare_runs(request: Request, a: Job, b: Job, console: Console) -> Report:
 
 
 def _fitting_rounds(told: Told) -> int:
-    """Even, so that each side is first as often; in all twice as long as it takes to start, when nobody learns anything."""
+    """An even number, so that each side is first as often; together they last twice as long as the start."""
     return 2 * math.ceil(min(MAX_ROUNDS, max(MIN_ROUNDS, 2 * told.startup_s / told.round_s)) / 2)
 
 

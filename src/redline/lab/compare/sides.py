@@ -27,7 +27,7 @@ from redline.launch.preflight import check_inputs
 GIT = "git:"
 OWN_SOURCE = Path(redline.__file__).parents[1]
 DEFAULT_FIELD = {"tok/s": "tokens_per_s"}
-"""Of a sample with several, by the unit of the result; elsewhere the first."""
+"""The field of a sample that counts, by the unit of the result; elsewhere the first."""
 SHOWN = 120
 """Characters of a sample in a message."""
 

@@ -143,9 +143,9 @@ class Told:
     """That both give."""
     larger_is_better: Sequence[str]
     startup_s: float
-    """Of the slower one."""
+    """Seconds until the slower side was ready."""
     round_s: float
-    """Of both together, by the fastest round."""
+    """Seconds of both sides together in their fastest round."""
 
 
 def measure_pair(a: Job, b: Job, turns: Turns, number: int, seed: int) -> tuple[Pair, Told]:

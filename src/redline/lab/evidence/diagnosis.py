@@ -14,7 +14,7 @@ from redline.lab.evidence.rank_tests import mann_whitney, shift, trend
 from redline.lab.evidence.statistics import hodges_lehmann, signed_rank
 
 ALPHA = 0.01
-"""Of each test: there are four, and each of them may be wrong."""
+"""The level of each test: there are four, and each may be wrong."""
 
 
 @dataclass(slots=True, frozen=True)

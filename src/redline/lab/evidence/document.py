@@ -89,7 +89,7 @@ class Measured:
     """What it ran with, nothing left open."""
     results: Sequence[Result]
     peers: Mapping[str, str] = field(default_factory=dict)
-    """Name → version of whoever ran beside us."""
+    """Name → version of each peer that ran beside us."""
     warm_ups: Mapping[str, WarmUp] = field(default_factory=dict)
     """Side → its runs that do not count."""
 
@@ -114,7 +114,7 @@ class Document:
 
     @classmethod
     def of(cls, case: str, device: str, measured: Measured) -> Document:
-        config = measured.settings.model_dump(mode="json", exclude={"vllm_python", "trl_python"})  # paths of whoever ran it
+        config = measured.settings.model_dump(mode="json", exclude={"vllm_python", "trl_python"})  # paths of the one machine
         config |= {key: Path(config[key]).name for key in ("recipe", "replay") if config.get(key)}
         warm_ups = {side: warm_up.as_json() for side, warm_up in measured.warm_ups.items()}
         found = {

@@ -7,7 +7,7 @@ independent, and the statistics see nothing else.
 
 When to stop is decided by the noise alone, which says nothing about who is better, or by a difference that chance would show
 less than once in a thousand times (`EARLY`); and only at a few looks, each half as many pairs again after the one before.
-Whoever looks after every pair, and stops when it suits, finds differences that are not there.
+Looking after every pair, and stopping when it suits, finds differences that are not there.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Round:
 class Pair:
     rounds: Sequence[Round]
     peak_bytes: tuple[float, float] | None = None
-    """Of either process; None where it was not measured."""
+    """Peak memory of each process; None where it was not measured."""
 
     def log_ratio(self, metric: Metric) -> float:
         """Above 0: B is better. Where each side was first often enough, both orders count alike, so that what it costs to be
@@ -96,7 +96,7 @@ class Wish:
     tolerance: float = 0.0
     """How much slower B may be."""
     max_pairs: int = 60
-    """Of A against B."""
+    """Pairs of A against B at the most."""
     max_seconds: float = math.inf
 
 

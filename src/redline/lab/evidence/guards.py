@@ -97,7 +97,7 @@ def _share(text: str) -> float:
 
 
 def check(pairs: Sequence[Pair], tolerances: Mapping[str, float]) -> list[Guard]:
-    """Of whatever was measured."""
+    """Guard every metric that was measured on both sides."""
     makers: Mapping[str, Callable[[Sequence[Pair], float], Guard | None]] = {MEMORY: _memory, REWARD: _reward, KL: _kl}
     made = (makers[name](pairs, tolerance) for name, tolerance in tolerances.items())
     return [guard for guard in made if guard is not None]
@@ -129,7 +129,7 @@ def _guard(name: str, changes: Sequence[float], tolerance: float, *, larger_is_w
 
 
 def _means(pairs: Sequence[Pair], metric: str) -> tuple[list[float], list[float]]:
-    """Of each pair that has the metric on both sides; a step that trained on nothing has no KL."""
+    """Means of each pair that has the metric on both sides; a step that trained on nothing has no KL."""
     means: tuple[list[float], list[float]] = [], []
     for pair in pairs:
         both = [(each.a[metric], each.b[metric]) for each in pair.rounds if metric in each.a and metric in each.b]

@@ -13,13 +13,13 @@ from statistics import NormalDist
 from redline.lab.evidence.statistics import LEVEL, hodges_lehmann
 
 FIXED_LEVEL = 0.96
-"""Of the interval, if the number of pairs were fixed beforehand. Choosing it by the noise seen so far costs up to a percent
+"""The level if the number of pairs were fixed beforehand. Choosing it by the noise seen so far costs up to a percent
 (a sample that looks calm by chance ends early): what is left is the 95% that is reported, by simulation in the tests."""
 POWER = 0.95
-"""Of finding the effect where it is there, and of ruling it out where there is none. The noise is itself an estimate, so
+"""The chance to find an effect that is there, and of ruling it out where there is none. The noise is itself an estimate, so
 that in truth it is less; the tests hold it above 0.8 by simulation."""
 MIN_PAIRS = 8
-"""Of A against itself, and of A against B: with fewer the exact interval is as wide as the values lie apart."""
+"""The fewest pairs of A with itself, and of A with B: with fewer the exact interval is as wide as the values lie apart."""
 
 
 def noise(log_ratios: Sequence[float]) -> float:

@@ -37,7 +37,7 @@ class Comparison:
     ratio: float
     interval: tuple[float, float] | None
     p_value: float
-    """Of the two-sided signed-rank test that there is no difference."""
+    """The p-value of the two-sided signed-rank test that there is no difference."""
     pairs: int
 
     @property

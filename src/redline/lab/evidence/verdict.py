@@ -92,7 +92,7 @@ def judge(experiment: Experiment, tolerances: Mapping[str, float]) -> Verdict:
 
 
 def judge_unpaired(b: Sequence[float], a: Sequence[float], wish: Wish, metric: Metric, caveats: Sequence[str]) -> Verdict:
-    """Of two saved results, by the logs of their samples, larger for better. `caveats` are reasons to abstain."""
+    """Judge two saved results by the logs of their samples, larger for better. `caveats` are reasons to abstain."""
     estimate, pairs = shift(b, a), min(len(a), len(b))
     interval = estimate.interval and (math.exp(estimate.interval[0]), math.exp(estimate.interval[1]))
     comparison = Comparison(math.exp(estimate.value), interval, mann_whitney(b, a), pairs)

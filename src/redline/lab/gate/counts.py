@@ -18,15 +18,15 @@ COPIES = ("aten::_to_copy", "aten::copy_", "aten::clone")
 @dataclass(slots=True, frozen=True)
 class Counts:
     python_calls: int
-    """Of functions, Python's and C's, in the calling thread."""
+    """Calls of functions, Python's and C's, in the calling thread."""
     operators: int
     """Calls that reach torch's dispatcher below autograd; views among them."""
     copies: int
-    """Of these, those that copy a tensor."""
+    """Operators that copy a tensor."""
     allocated_bytes: int
-    """Of all results that have storage of their own, whether it is freed at once or not."""
+    """Bytes of all results that have storage of their own, even if it is freed at once."""
     flops: int
-    """Of products and attention, as torch counts them."""
+    """Operations of products and attention, as torch counts them."""
 
     def as_json(self) -> dict[str, int]:
         return {name: getattr(self, name) for name in self.__dataclass_fields__}

@@ -1,7 +1,7 @@
 """The yardstick of `redline perf`: a fixed piece of work that shares the machine's fate with ours, and none of our code.
 
 Products, a softmax and plain Python in about the proportions of a step of a small model. Seconds of ours over seconds of this,
-measured in turn, is a number that survives a busy neighbour and a slower clock. Whoever changes a line here changes every
+measured in turn, is a number that survives a busy neighbour and a slower clock. Changing a line here changes every
 baseline: count `VERSION` up.
 """
 
@@ -13,7 +13,7 @@ VERSION = 1
 HIDDEN, INTERMEDIATE, ROWS = 384, 1536, 256
 BLOCKS = 48
 CALLS = 20_000
-"""Of Python's dictionary."""
+"""Calls that write to and read from a dictionary."""
 
 
 class Reference:

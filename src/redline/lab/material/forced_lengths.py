@@ -12,7 +12,7 @@ from redline.ports import Engine
 from redline.types import Completion, GenerateRequest, WeightUpdate
 
 STREAM_BITS = 32
-"""Of a request's seed, those that number its group; the run's seed stands above."""
+"""Low bits of a request's seed that number its group; the run's seed stands above."""
 
 
 class ForcedLengths:

@@ -30,7 +30,7 @@ def as_path(model: str, device: torch.device, dtype: torch.dtype, seed: int) -> 
 
 
 def write_random_model(folder: Path, shape: str, device: torch.device, dtype: torch.dtype, seed: int) -> None:
-    """Of family llama: those of others bring tokenizers of their own. So there are no biases."""
+    """Write a model of the Llama family, without biases: other families bring tokenizers of their own."""
     from transformers import LlamaConfig
 
     vocab_size = SHAPES[shape]["vocab_size"]

@@ -32,7 +32,7 @@ SHAPES: Mapping[str, Mapping[str, Any]] = {
         "tie_word_embeddings": False,
     },
 }
-"""Of family qwen2, in the words of its config.json."""
+"""Shapes of family qwen2, in the words of its config.json."""
 
 _ON_GPU = {"device": "cuda", "dtype": "bfloat16", "engine": {"max_num_batched_tokens": 32768}}
 _T1 = {"model": "random:qwen2.5-0.5b", "device": "cuda", "dtype": "bfloat16"}

@@ -32,7 +32,7 @@ def read_clocks() -> dict[str, Any]:
 
 
 def _current_mhz() -> list[float] | None:
-    """Of every core."""
+    """The clock of every core, in MHz."""
     found = re.findall(r"^cpu MHz\s*:\s*([\d.]+)", _text(Path("/proc/cpuinfo")) or "", flags=re.MULTILINE)
     return [float(mhz) for mhz in found] or None
 

@@ -1,4 +1,4 @@
-"""How fast files are written and mapped here. Nobody waits for the disk: what is written is in the page cache."""
+"""How fast files are written and mapped here. No side waits for the disk: what is written is in the page cache."""
 
 from __future__ import annotations
 

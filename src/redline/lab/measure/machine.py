@@ -70,7 +70,7 @@ def _product_seconds(size: int, device: torch.device, dtype: torch.dtype) -> flo
 
 
 def _stream_seconds(length: int, device: torch.device) -> tuple[float, float]:
-    """Of copying that many bytes, and of reading them: on a CPU a copy also reads what it overwrites, which nobody counts."""
+    """Seconds to copy that many bytes, and to read them. On a CPU a copy also reads what it overwrites; that is not counted."""
     source = torch.ones(length // 4, device=device)
     target = torch.empty_like(source)
     copy_s = best_seconds(lambda: target.copy_(source), device)
@@ -78,7 +78,7 @@ def _stream_seconds(length: int, device: torch.device) -> tuple[float, float]:
 
 
 def best_seconds(work: Callable[[], object], device: torch.device) -> float:
-    """Of repeated calls, after one to warm up; by device events on CUDA, where the host only launches."""
+    """The best seconds of repeated calls, after one to warm up; by device events on CUDA, where the host only launches."""
     work()
     best, spent, repeats = math.inf, 0.0, 0
     while repeats < MIN_REPEATS or spent < MIN_SECONDS:
@@ -174,7 +174,7 @@ class MemoryMeter:
 
 
 def resident_bytes() -> int:
-    """Of this process."""
+    """Bytes of this process that are in memory."""
     return _resident("VmRSS")
 
 
@@ -190,7 +190,7 @@ def take_peak(device: torch.device) -> int:
 
 
 def _give_back_freed_memory() -> None:
-    """What was freed may still be resident: it would count for whoever freed it, and not for who takes it next."""
+    """What was freed may still be resident: it would count for the side that freed it, not for the next one."""
     if sys.platform == "linux":
         libc = ctypes.CDLL(None)
         if hasattr(libc, "malloc_trim"):

@@ -1,4 +1,4 @@
-"""Who runs when. In every round each side runs once, in an order drawn by lot: drift of the machine hits all alike."""
+"""Which side runs when. In every round each side runs once, in an order drawn by lot: drift of the machine hits all alike."""
 
 from __future__ import annotations
 

@@ -117,8 +117,8 @@ class Memory:
 
 
 def memory_by_kind(work: Callable[[], object], meter: MemoryMeter, weights: int, gradients: int = 0) -> Memory:
-    """Of one step, not the first: the optimizer's states have to be there, and the `gradients` whose memory is kept between
-    steps. The meter was made before the weights were."""
+    """Memory of one step, not the first: the optimizer's states have to be there, and the `gradients` whose memory is kept
+    between steps. The meter was made before the weights were."""
     meter.begin_run()
     _, stretches = _watched(work, meter.taken_bytes)
     peak, held = max(meter.peak_bytes(), weights), meter.held_bytes  # small ones may lie in pages that were resident before

@@ -27,7 +27,7 @@ class Load:
 
     prompts: int
     prompt_tokens: float
-    """Of a prompt, on average."""
+    """Tokens of a prompt, on average."""
     n: int
     new_tokens: int
     max_num_seqs: int

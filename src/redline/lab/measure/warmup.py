@@ -1,6 +1,6 @@
 """When a side is warm, found out and not guessed.
 
-Compilers, caches and allocators make the first runs slow, for a time that nobody knows beforehand. A side therefore runs until
+Compilers, caches and allocators make the first runs slow, for a time that is not known beforehand. A side therefore runs until
 its last `WINDOW` runs
 
 - show no trend: not each faster than the one before by `TREND` over all of them, and

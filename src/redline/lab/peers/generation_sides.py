@@ -1,4 +1,4 @@
-"""Whoever generates: our engine, and transformers. Each does the same work: fixed lengths, temperature 1, and the logprob of
+"""Sides that generate: our engine, and transformers. Each does the same work: fixed lengths, temperature 1, and the logprob of
 every sampled token on the host at the end."""
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class Run:
     seconds: float
     num_tokens: int
     mean_logprob: float
-    """Of all sampled tokens: with the same weights, nearly the same on every side."""
+    """Mean over all sampled tokens: with the same weights, nearly the same on every side."""
     first_token_s: np.ndarray = field(default_factory=lambda: np.empty(0))
     """float64[sequences]: from the start; empty where the side does not say."""
     inter_token_s: np.ndarray = field(default_factory=lambda: np.empty(0))

@@ -1,4 +1,4 @@
-"""Whoever trains: our trainer, and transformers as it is used by hand. Each takes the same steps on the same batches."""
+"""The sides that train: our trainer, and transformers as it is used by hand. Each takes the same steps on the same batches."""
 
 from __future__ import annotations
 
@@ -164,7 +164,7 @@ class _Padded:
     targets_BN: Tensor
     """The token that follows each one; `NO_TARGET` where it is not trained on. The logits stay where they are."""
     old_logprobs_BN: Tensor
-    """Of the targets, 0 where there is none."""
+    """Logprobs of the targets, 0 where there is none."""
     weights_BN: Tensor
     """1 / (sequences of the batch · targets of this one), 0 where there is none."""
     advantages_B1: Tensor

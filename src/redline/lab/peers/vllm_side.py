@@ -79,7 +79,7 @@ class VllmSide:
 def vllm_arguments(
     folder: Path, *, has_weights: bool, dtype: str, engine: EngineConfig, device: torch.device
 ) -> dict[str, Any]:
-    """Of `vllm.LLM`, for the same sizes as ours."""
+    """Arguments of `vllm.LLM` for the same sizes as ours."""
     return {
         "model": str(folder),
         "load_format": "auto" if has_weights else "dummy",

@@ -75,7 +75,7 @@ def rates_of(device: Device, folder: Path | None = None) -> Rates:
 
 
 def results_folder() -> Path:
-    """Of the source tree this was imported from; where there is none, of the folder one is in."""
+    """The saved results of the source tree that this was imported from, else those of the working folder."""
     in_tree = Path(redline.__file__).parents[2] / "benchmarks" / "results"
     return in_tree if in_tree.is_dir() else Path("benchmarks/results")
 
@@ -237,7 +237,7 @@ def _read_plan(document: Mapping[str, Any], device: Device, source: str) -> list
 
 
 def observations_of(point: Mapping[str, Any], device: Device, rates: Rates, source: str) -> list[Observation]:
-    """Of a point of `benchmarks/plan/validate.py`."""
+    """What one measured point of a validation says about the rates."""
     settings, measured = point["settings"], point["measured"]
     if point["phase"] == "generation":
         load = settings["prompts"], settings["n"], settings["prompt_tokens"], settings["new_tokens"]

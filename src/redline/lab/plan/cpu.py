@@ -27,7 +27,7 @@ class Measured:
     flops: float
     bandwidth: float
     process_bytes: int
-    """Of a process that has imported everything and taken one step of a tiny model."""
+    """Bytes of a process that has imported everything and taken one step of a tiny model."""
 
 
 def this_cpu(dtype: torch.dtype, num_threads: int) -> tuple[Device, int]:

@@ -31,7 +31,7 @@ class Device:
     watts: int
     """Most that it draws."""
     price: float
-    """Of an hour, in dollars: what clouds ask without a contract, rounded. Say what you pay with `--price`."""
+    """Dollars per hour: what clouds ask without a contract, rounded. Say what you pay with `--price`."""
     kind: str = "cuda"
 
     @property
@@ -60,7 +60,7 @@ DEVICES: Mapping[str, Device] = {
     )
 }
 CPU_PRICE = 0.1
-"""Of an hour of a few cores."""
+"""Dollars per hour of a few cores."""
 
 
 def find_device(name: str) -> Device:

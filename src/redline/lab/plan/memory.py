@@ -38,9 +38,9 @@ from redline.trainer.optimizer.offload import STRETCH_ELEMENTS
 from redline.trainer.trainer import FORWARD_RATIO
 
 CUDA_CONTEXT = 700 * 2**20
-"""Of one process: the driver's, cuBLAS and Triton modules. 500 to 800 MiB on Hopper."""
+"""Bytes of one process for the driver, cuBLAS and Triton modules. 500 to 800 MiB on Hopper."""
 GAPS = 0.03
-"""Of what comes and goes: the allocator's rounding, and holes that no later block fits."""
+"""Share of what comes and goes that is lost: the allocator's rounding, and holes that no later block fits."""
 HEAP_GAPS = 0.10
 """The same on a CPU, where freed memory stays with the process and small blocks move into it."""
 QUANTIZED_SCRATCH = 10
@@ -74,7 +74,7 @@ class Sizes:
     kv_tokens: int
     """That its blocks hold."""
     training_tokens: int
-    """Of the largest micro-batch."""
+    """Tokens of the largest micro-batch."""
     forward_tokens: int
     reasons: Mapping[str, str] = field(default_factory=dict)
 
@@ -103,7 +103,7 @@ def estimate_memory(setup: Setup) -> MemoryEstimate:
 
 
 def policy_bytes(setup: Setup) -> ParameterBytes:
-    """Of the trainer, on one device. With FSDP the parts are float32 masters, and whole weights exist beside them."""
+    """The trainer's parameters, on one device. With FSDP the parts are float32 masters, and whole weights exist beside them."""
     trainer = setup.config.trainer
     return counted_bytes(
         setup.model.parameters + setup.adapter,
@@ -247,7 +247,7 @@ def _touched_blocks(setup: Setup, block: int) -> int:
 
 
 def kv_bytes_needed(setup: Setup) -> int:
-    """Of all attempts that one engine has at once, at their end; a group shares the whole blocks of its prompt."""
+    """Bytes of the KV cache of all attempts of one engine at their end; a group shares the whole blocks of its prompt."""
     engine = setup.config.engine
     block = block_size_for(engine, torch.device(setup.kind))
     each = KVCache.bytes_per_block(setup.model.shape, block, setup.dtype) // engine.tensor_parallel_size
@@ -258,7 +258,7 @@ def kv_bytes_needed(setup: Setup) -> int:
 
 
 def layer(setup: Setup, tokens: int) -> LayerBytes:
-    """Of a token in a micro-batch of so many."""
+    """Bytes of a token in a micro-batch of `tokens`."""
     lora = setup.config.trainer.lora
     return layer_bytes(
         setup.model.shape,
@@ -356,7 +356,7 @@ def _passes(setup: Setup, sizes: Sizes) -> dict[str, int]:
 
 
 def trained_share(setup: Setup) -> float:
-    """Of the tokens that go through the trainer: all but the prompts."""
+    """The share of trained tokens among those that go through the trainer: all but the prompts."""
     new = setup.work.max_new_tokens
     prompt = setup.work.prompt_tokens / (setup.work.group_size if setup.shares_prompts else 1)
     return new / (new + prompt)
@@ -428,7 +428,7 @@ def _weight_sync(setup: Setup) -> dict[str, int]:
 
 
 def host_terms(setup: Setup) -> dict[str, int]:
-    """Of one process. A checkpoint is copied to host memory that stays (`trainer/checkpoints/background.py`)."""
+    """Host memory of one process. A checkpoint is copied to host memory that stays (`trainer/checkpoints/background.py`)."""
     config, size = setup.config, setup.dtype.itemsize
     on_device = setup.device.is_gpu
     terms = {"process": setup.process_bytes}

@@ -49,12 +49,12 @@ class Plan:
 
     @property
     def dollars_per_million(self) -> float:
-        """Of a million attempts."""
+        """The price of a million attempts."""
         return MILLION / self.samples_per_hour * self.setup.gpus * self.setup.device.price
 
     @property
     def run_dollars(self) -> float:
-        """Of all steps of the recipe."""
+        """The price of all steps of the recipe."""
         return self.setup.config.run.steps * self.time.step_s / 3600 * self.setup.gpus * self.setup.device.price
 
     @property

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(slots=True, frozen=True)
 class Efficiency:
-    """Of the kernels of a phase."""
+    """How much of the device's rates the kernels of a phase reach."""
 
     products: float
     """Share of the device's operations per second that products reach."""
@@ -23,7 +23,7 @@ class Efficiency:
 
 @dataclass(slots=True, frozen=True)
 class Rates:
-    """Of one device."""
+    """The rates of one device."""
 
     flops: float
     bandwidth: float

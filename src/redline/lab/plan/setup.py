@@ -18,10 +18,10 @@ from redline.models.sizes.memory import Checkpointing, LayerCode, layer_code
 from redline.trainer.batches.cost import CostModel
 
 PROMPT_TOKENS = 128
-"""Of a prompt, where nobody says: tasks are not loaded, so their prompts cannot be counted."""
+"""Tokens of a prompt unless told otherwise: tasks are not loaded, so their prompts cannot be counted."""
 
 PROCESS_BYTES = 600 * 10**6
-"""Of an interpreter with torch and what else a run imports, where nobody has measured it."""
+"""Bytes of an interpreter with torch and what else a run imports, unless it was measured."""
 
 
 @dataclass(slots=True, frozen=True)
@@ -60,7 +60,7 @@ class Setup:
     work: Work
     reward_model: Model | None = None
     process_bytes: int = PROCESS_BYTES
-    """Of an idle process on the host."""
+    """Bytes of an idle process on the host."""
 
     @property
     def dtype(self) -> torch.dtype:

@@ -71,12 +71,12 @@ class Model:
 
     @property
     def head_parameters(self) -> int:
-        """Of the language-model head: products where a token is predicted."""
+        """Parameters of the language-model head: products where a token is predicted."""
         return self.shape.vocab_size * self.shape.hidden_size
 
     @property
     def body_parameters(self) -> int:
-        """Of the layers: products for every token. An embedding that is only looked up has none."""
+        """Parameters of the layers: products for every token. An embedding that is only looked up has none."""
         return self.parameters - self.head_parameters * (1 if self.tied else 2)
 
     def adapter(self, rank: int, targets: tuple[str, ...]) -> int:

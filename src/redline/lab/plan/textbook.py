@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from redline.lab.plan.memory import Phase
 
 BYTES = {"weights": 2, "gradients": 2, "optimizer states": 4}
-"""Of each parameter."""
+"""Bytes for each parameter."""
 
 
 @dataclass(slots=True, frozen=True)

@@ -6,7 +6,7 @@
     optimizer     gradients, masters, moments and weights / bandwidth, or over the bus where they are offloaded
 
 A kernel is bound by memory or by products, and kernels follow one another: so it is the sum of their bounds, not the larger of
-two sums (`lab/measure/roofline.py` has that, which nobody can beat). Products and memory are divided by the share of the
+two sums (`lab/measure/roofline.py` has that, which nothing can beat). Products and memory are divided by the share of the
 device's rate that our code reaches, and every layer of every pass adds an overhead: the kernels that are too small to count,
 and their launches. `calibration.py` finds the three.
 """
@@ -34,12 +34,12 @@ ADAPTER_TRAFFIC = 5
 """The same for the inputs and outputs of projections with an adapter: read for its first product, read and written by its
 second, and as much again for three gradients."""
 FOUND_IN_CACHE = 0.5
-"""Of a prompt that several rows share: what the second row reads of it beyond the first. Rows of a group stand side by side."""
+"""Share of a shared prompt that the second row reads beyond the first. Rows of a group stand side by side."""
 QUANTIZED_PASSES = 75
 """Operations of `trainer/optimizer/quantized_states.py` on both moments, on a CPU one after the other: each reads and
 writes float32 elements."""
 LINK_SHARE = 0.7
-"""Of a link's bandwidth, that collectives of megabytes reach."""
+"""Share of a link's bandwidth that collectives of megabytes reach."""
 COLLECTIVE_LATENCY = 12e-6
 """Seconds of a small sum over the devices of one machine."""
 
@@ -140,7 +140,7 @@ def _divided(cost: Cost, parts: int, setup: Setup, rates: Rates, rows: float) ->
 
 
 def pairs_of(setup: Setup, tokens: float) -> float:
-    """Of a query and a key that it sees, among so many tokens of whole groups."""
+    """Pairs of a query and a key that it sees, among `tokens` tokens of whole groups."""
     work, prompt, new = setup.work, setup.work.prompt_tokens, setup.work.mean_new_tokens
     if setup.shares_prompts:
         group_tokens, once = prompt + work.group_size * new, 1
@@ -164,7 +164,7 @@ def training_flops(setup: Setup, tokens: float, pairs: float, predicted: float) 
 
 
 def _mlp_share(model: Model) -> float:
-    """Of a layer's products."""
+    """The share of the MLP in a layer's products."""
     shape = model.shape
     inner = shape.intermediate_size if isinstance(shape, DecoderSpec) else 0
     return 3 * shape.hidden_size * inner * shape.num_layers / max(1, model.body_parameters)
@@ -194,7 +194,7 @@ def training_cost(setup: Setup, tokens: float, micro_batches: float, rates: Rate
 
 
 def _gather_seconds(setup: Setup, micro_batches: float) -> float:
-    """Of weights and gradients between devices, as far as products do not hide them: half is assumed to be hidden."""
+    """Seconds of moving weights and gradients between devices that products do not hide: half is assumed to be hidden."""
     if setup.gpus == 1:
         return 0.0
     sharding, size = setup.config.trainer.sharding, setup.dtype.itemsize

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 _DROPOUT, _CAUSAL, _DEBUG_MASK = 0.0, True, False
 _HOPPER = 9
 _MAX_ELEMENTS = 2**31
-"""Of a tensor, for kernels that count them in 32 bits."""
+"""Elements of a tensor at the most, for kernels that count them in 32 bits."""
 
 
 def packed_attention(segments: Segments, device: torch.device) -> FlashPackedAttention | PackedAttention:

@@ -142,7 +142,7 @@ class _Layout:
         return (B, Q, N), queries, keys
 
     def uses(self, device: torch.device | str) -> tuple[_Uses, _Uses]:
-        """Of the queries, and of the keys and values."""
+        """How the queries are used, and how the keys and values are."""
         by_count: dict[int, list[tuple[np.ndarray, np.ndarray]]] = {}
         for parent, first_rows in self._children.items():
             column = np.arange(self._segments.lengths[parent])

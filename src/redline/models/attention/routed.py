@@ -81,7 +81,7 @@ class Watch:
 
 
 _layers: ContextVar[Route | Watch] = ContextVar("_layers")
-"""Of the forward under way in this thread: engine and trainer may run one network at the same time."""
+"""The route of the forward under way in this thread: engine and trainer may run one network at the same time."""
 
 
 @contextmanager

@@ -119,7 +119,7 @@ def check_folder(folder: Path, *, with_weights: bool = True) -> int:
 
 
 def _check_foreign(config: PretrainedConfig) -> None:
-    """Of a family that transformers runs; whether it runs on our attention is known only once it has."""
+    """Check a model of a family that transformers runs. Whether it runs on our attention is known only once it has."""
     from transformers import AutoModelForCausalLM
 
     if type(config) not in AutoModelForCausalLM._model_mapping:

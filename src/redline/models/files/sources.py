@@ -20,7 +20,7 @@ from redline.models.files.modes import give_usual_mode
 from redline.models.files.tiny import SMALL, write_tiny_model
 
 SMALL_FILES = ("*.json", "*.jinja", "*.txt", "tokenizer.model")
-"""Of a model on the hub: everything but the weights."""
+"""Files of a model on the hub: everything but the weights."""
 
 
 def model_folder(path: str, seed: int = 0) -> Path:
@@ -64,7 +64,7 @@ def cached_folder(path: str, seed: int = 0) -> Path | None:
 
 
 def _cache_name(path: str, seed: int) -> str | None:
-    """Of what is converted once and kept; None for a folder or a hub id."""
+    """The cache name of a model that is converted once and kept; None for a folder or a hub id."""
     if path in ("builtin:tiny", "builtin:small"):
         return f"{path.removeprefix('builtin:')}-{seed}"
     if path == "builtin:smollm2-135m-instruct":

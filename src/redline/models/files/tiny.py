@@ -40,7 +40,7 @@ def write_tiny_model(folder: Path, seed: int = 0, **shape: int) -> None:
 
 
 def shape_config(**shape: int):  # type: ignore[no-untyped-def]
-    """Of a model made here; what `shape` leaves out is that of the smallest."""
+    """The config of a model made here; what `shape` leaves out is that of the smallest."""
     from transformers import LlamaConfig
 
     tokenizer = tiny_tokenizer()

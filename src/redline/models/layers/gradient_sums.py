@@ -1,7 +1,7 @@
 """Gradients that never pass through autograd: added to a float32 sum where they are made.
 
 A weight's gradient of one micro-batch is a product over its tokens. Autograd would round it to the compute dtype, write it,
-read it again and add it; cuBLAS adds it in float32 as it goes. Whoever keeps the sum (the optimizer) hangs it on the parameter;
+read it again and add it; cuBLAS adds it in float32 as it goes. The optimizer, which keeps the sum, hangs it on the parameter;
 who makes the gradient asks for it here, and hands the gradient to autograd where there is none.
 """
 
@@ -20,7 +20,7 @@ _ATTRIBUTE = "gradient_sum"
 
 
 class GradientSum:
-    """Of one parameter, over the micro-batches of a step."""
+    """The gradient of one parameter, summed over the micro-batches of a step."""
 
     def __init__(self, place: Callable[[], tuple[Tensor, bool]]) -> None:
         """`place` gives the sum, and whether this is its first gradient: until then it may hold anything."""
@@ -75,7 +75,7 @@ def product_gradient(weight: Tensor, left_TX: Tensor, right_TE: Tensor) -> Tenso
 
 
 def sum_gradients(weights: Sequence[Tensor], parts: Sequence[Tensor]) -> list[Tensor | None]:
-    """Of weights with a single dimension, [X], and float32 parts of their gradients, [P, X]: the sums of the parts to the
+    """For weights with a single dimension, [X], and float32 parts of their gradients, [P, X]: the sums of the parts to the
     weights' sums, all in one launch, or where one has none, in the weights' dtype to the caller."""
     kept = [sum_of(weight) for weight in weights]
     if None in kept:

@@ -9,7 +9,7 @@ algorithms that give the same bits as torch's product count, so that nothing but
     gradient      grad_TNᵀ @ x_TK           float32 [N, K], set or added
 
 Numbers of tokens that are close to each other are one kind: an octave has `PER_OCTAVE` of them. Autograd knows nothing of these
-products; whoever calls them has the gradients.
+products; the caller has the gradients.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ FEWEST_TOKENS = 1024
 """Below, a product takes the host longer than the device."""
 PER_OCTAVE = 8
 LEAST_GAIN = 0.01
-"""Of the time; less is not told from chance."""
+"""The least share of the time gained; less is not told from chance."""
 ROUNDS = 5
 ROUND_MS = 0.5
-"""Of each algorithm in each round, if it takes that many runs."""
+"""Milliseconds for each algorithm in each round, however many runs that takes."""
 COMPARED_ROWS = 64
 
 Name = Literal["forward", "backward", "gradient"]
@@ -91,7 +91,7 @@ def _run(name: Name, left: Tensor, right: Tensor, out: Tensor, by_torch: Callabl
     T, inner = left.shape
     kind = (name, inner, out.shape[1], kind_of(T), left.dtype, left.get_device())
     if kind not in _chosen:
-        if add or torch.cuda.is_current_stream_capturing():  # nothing is added more than once, and nobody waits in a capture
+        if add or torch.cuda.is_current_stream_capturing():  # nothing is added more than once, and a capture cannot wait
             by_torch()
             return
         _chosen[kind] = _fastest(_product(name, left, right, out), left, right, out, by_torch)

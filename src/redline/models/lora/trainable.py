@@ -1,6 +1,6 @@
 """The adapter that the trainer trains, inside the network: y = W x + scale · B A x, with W frozen.
 
-The policy is the network with its adapter, for whoever runs it. The engine samples from it as from any policy, out of the
+The policy is the network with its adapter, for both stages. The engine samples from it as from any policy, out of the
 storage that the optimizer overwrites, and no request names an adapter. A forward pass that is handed `lora.BARE` leaves the
 adapter out, and so gives the policy before training.
 

@@ -24,16 +24,16 @@ class NetworkCost:
     """What one token costs in a network."""
 
     body_params: int
-    """Of the layers: products for every token."""
+    """Parameters of the layers: products for every token."""
     head_params: int
-    """Of the language-model head: products only where a token is sampled."""
+    """Parameters of the language-model head: products only where a token is sampled."""
     bytes_per_param: int
     kv_bytes_per_token: int
     """2 · layers · kv heads · head size · bytes per value."""
     attention_flops: int
     """Per query and key: 4 · layers · heads · head size."""
     frozen_body_params: int = 0
-    """Of the body's, those that are not trained, as where an adapter is."""
+    """Parameters of the body that are not trained, as where an adapter is."""
     frozen_head_params: int = 0
 
     @classmethod
@@ -72,7 +72,7 @@ class TrainLoad:
     trained_tokens: int
     """All but the prompts: only these need the head."""
     pairs: int
-    """Of a query and a key that it sees, itself included; a prompt's own once for its group."""
+    """Pairs of a query and a key that it sees, itself included; a prompt's own once for its group."""
 
     @classmethod
     def of(cls, lengths: np.ndarray, prompt_tokens: int, group_size: int) -> TrainLoad:
@@ -93,7 +93,7 @@ class TrainLoad:
 
 
 def training_flops(cost: NetworkCost, load: TrainLoad) -> int:
-    """Of one step: three times a forward pass, less the gradients of weights that are frozen."""
+    """Operations of one step: three times a forward pass, less the gradients of weights that are frozen."""
     products = 2 * cost.body_params * load.tokens + 2 * cost.head_params * load.trained_tokens
     frozen = 2 * cost.frozen_body_params * load.tokens + 2 * cost.frozen_head_params * load.trained_tokens
     return 3 * (products + cost.attention_flops * load.pairs) - frozen

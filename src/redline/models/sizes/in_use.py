@@ -53,7 +53,7 @@ class MemoryUse:
         }
 
     def _rest_on_cpu(self, held: int) -> dict[str, int]:
-        """Pages that nobody has written yet are held and not resident, as moments are before the first step."""
+        """Pages that were never written are held and not resident, as moments are before the first step."""
         return {
             "other": max(0, self._process.memory_info().rss - held),
             "peak": 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss,

@@ -26,8 +26,8 @@ Checkpointing = Literal["none", "light", "selective", "full"]
 """What the backward pass computes again. `light`: the MLPs' activations, `selective`: the MLPs, `full`: all layers, each from
 its inputs."""
 LayerCode = Literal["fused", "kernels", "eager"]
-"""Who runs a layer in training. `fused`: `layers/fused.py`. `kernels`: autograd around `kernels/training.py`. `eager`: autograd
-around torch's own operations."""
+"""What runs a layer in training. `fused`: `layers/fused.py`. `kernels`: autograd around `kernels/training.py`. `eager`:
+autograd around torch's own operations."""
 FLOAT32 = 4
 
 
@@ -133,13 +133,13 @@ class LayerBytes:
         return {"none": 0, "light": self.activation, "selective": self.mlp, "full": self.kept}[checkpointing]
 
     def through(self, num_layers: int, checkpointing: Checkpointing, around: int) -> TokenBytes:
-        """Of all layers, the one whose backward pass is at work, and what is `around` them."""
+        """Bytes of all layers, of the one whose backward pass is at work, and of what is `around` them."""
         kept = num_layers * self.kept_with(checkpointing) + self.again(checkpointing)
         return TokenBytes(training=kept + self.backward + around, forward=self.forward + around)
 
 
 def layer_code(shape: ModelShape, dtype: torch.dtype, device: str, checkpointing: Checkpointing, *, plain: bool) -> LayerCode:
-    """Who runs the layers of a training step; `plain`: no adapter, and no other process shares them."""
+    """The code that runs the layers of a training step; `plain`: no adapter, and no other process shares them."""
     if device != "cuda" or not isinstance(shape, DecoderSpec):
         return "eager"
     others = shape.qk_norm or shape.o_bias or shape.mlp_bias or not plain
@@ -197,7 +197,7 @@ def layer_bytes(
 
 
 def _attention_scratch(shape: ModelShape, size: int) -> int:
-    """Of FlashAttention's backward pass, per token: the queries' gradient in float32, and where several heads share a key, the
+    """FlashAttention's backward pass, per token: the queries' gradient in float32, and where several heads share a key, the
     gradients of keys and values for each of them."""
     A = shape.num_heads * shape.head_dim
     return FLOAT32 * A + (2 * size * A if shape.num_heads != shape.num_kv_heads else 0)
@@ -206,7 +206,7 @@ def _attention_scratch(shape: ModelShape, size: int) -> int:
 def token_bytes(
     shape: ModelShape, num_parameters: int, dtype: torch.dtype, checkpointing: Checkpointing, code: LayerCode = "eager"
 ) -> TokenBytes:
-    """Of all layers, the one whose backward pass is at work, and the hidden states around the head."""
+    """Bytes of all layers, of the one whose backward pass is at work, and of the hidden states around the head."""
     layer = layer_bytes(shape, num_parameters, dtype, code)
     return layer.through(shape.num_layers, checkpointing, around_bytes(shape, dtype, code))
 
@@ -218,7 +218,7 @@ def around_bytes(shape: ModelShape, dtype: torch.dtype, code: LayerCode) -> int:
 
 
 def num_parameters(spec: DecoderSpec) -> int:
-    """Of a `Decoder` of this shape."""
+    """Parameters of a `Decoder` of this shape."""
     E, A, I = spec.hidden_size, spec.num_heads * spec.head_dim, spec.intermediate_size  # noqa: E741
     qkv = sum(spec.qkv_sizes)
     matrices = E * qkv + A * E + 3 * E * I
@@ -229,7 +229,7 @@ def num_parameters(spec: DecoderSpec) -> int:
 
 
 def adapter_parameters(spec: DecoderSpec, rank: int, targets: Sequence[str]) -> int:
-    """Of a LoRA adapter: A [rank, inputs] and B [outputs, rank] beside every targeted projection."""
+    """Parameters of a LoRA adapter: A [rank, inputs] and B [outputs, rank] beside every targeted projection."""
     E, A, I = spec.hidden_size, spec.num_heads * spec.head_dim, spec.intermediate_size  # noqa: E741
     inputs = {"qkv": E, "o": A, "gate_up": E, "down": I}
     sizes = (
@@ -242,7 +242,7 @@ def adapter_parameters(spec: DecoderSpec, rank: int, targets: Sequence[str]) -> 
 
 
 def _intermediate_size(shape: ModelShape, num_parameters: int) -> int:
-    """Of the MLP. Where only the size of the whole network is known: as if layers were all gated MLP beside attention, which
+    """Inner size. Where only the size of the whole network is known: as if layers were all gated MLP beside attention, which
     overrates a mixture of experts."""
     if isinstance(shape, DecoderSpec):
         return shape.intermediate_size

@@ -38,7 +38,7 @@ class Peak:
 
 
 def find_peak(device: torch.device, dtype: torch.dtype, wanted: Literal["auto", "measure"] | float) -> Peak | None:
-    """As the recipe says (`telemetry.peak_tflops`); None where nobody knows."""
+    """As the recipe says (`telemetry.peak_tflops`); None where it is not known."""
     if wanted == "measure":
         return measure_peak(device, dtype)
     if wanted != "auto":

@@ -1,8 +1,8 @@
-"""Who holds which block of the KV cache, and which blocks can be found again by what they hold.
+"""Which sequence holds which block of the KV cache, and which blocks can be found again by what they hold.
 
 A block holds the keys and values of `block_size` consecutive tokens. Sequences share blocks by reference count. A full block
 is filed under a hash of its tokens, of everything before them, and of the policy version and adapter that computed it, so that
-a later sequence with the same beginning takes it over instead of computing it. Blocks nobody holds keep their content until
+a later sequence with the same beginning takes it over instead of computing it. Blocks without a holder keep their content until
 the memory is needed, least recently used first.
 """
 
@@ -90,7 +90,7 @@ class BlockPool:
         return found
 
     def num_idle(self, blocks: Sequence[int]) -> int:
-        """How many of these nobody holds: sharing them takes them from the free ones."""
+        """How many of these have no holder: sharing them takes them from the free ones."""
         return sum(self._references[block] == 0 for block in blocks)
 
     def forget(self, blocks: Iterable[int]) -> None:

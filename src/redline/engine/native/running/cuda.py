@@ -103,7 +103,7 @@ class FlashPrefillAttention:
 
 
 def _norms(layer: DecoderLayer) -> tuple[Tensor, Tensor] | None:
-    """Of query and key heads."""
+    """The norms of query and key heads; None where the layer has none."""
     return None if layer.q_norm is None or layer.k_norm is None else (layer.q_norm, layer.k_norm)
 
 

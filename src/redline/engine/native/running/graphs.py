@@ -31,7 +31,7 @@ Captured = TypeVar("Captured", bound=Graph)
 
 class GraphCache(Generic[Key, Captured]):
     """Least recently used first. `capture` may raise `torch.OutOfMemoryError`; `release` waits for the device, and gives memory
-    that nobody holds back to it."""
+    without a holder back to it."""
 
     def __init__(self, capture: Callable[[Key], Captured], release: Callable[[], None], max_graphs: int = MAX_GRAPHS) -> None:
         self._capture = capture

@@ -27,7 +27,7 @@ class Rows:
         self.stops_RS = np.full((num_rows, 1), NO_TOKEN, np.int64)
         self.alive_R = np.zeros(num_rows, bool)
         self.epoch_R = np.zeros(num_rows, np.int64)
-        """Counts the row's tenants: results for an earlier one are nobody's."""
+        """Counts the row's tenants: results for an earlier one are dropped."""
         self.launched_position_R = np.zeros(num_rows, np.int64)
         """Tokens with keys and values in the cache, everything launched included."""
         self.launched_R = np.zeros(num_rows, np.int64)

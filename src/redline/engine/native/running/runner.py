@@ -194,7 +194,7 @@ class Runner:
         return Samples(*(None if part is None else part.cpu() for part in samples.parts)), None  # type: ignore[arg-type]
 
     def scrub(self, blocks: Sequence[int]) -> list[int]:
-        """Zero those of the blocks that hold NaN or infinity, which would reach whoever holds them next; returns which."""
+        """Zero those of the blocks that hold NaN or infinity, which would reach their next holder; returns which."""
         if not blocks:
             return []
         candidates = self.rows.upload(list(blocks), torch.int64)

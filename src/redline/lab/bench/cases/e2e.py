@@ -125,7 +125,7 @@ class E2ERun:
 
     @property
     def rollouts_s(self) -> float:
-        """Of a step, what rollouts were at work."""
+        """Seconds of a step in which rollouts were at work."""
         return self.step_s - self.rollouts_wait_s
 
     @property
@@ -190,7 +190,7 @@ def run_loop(config: Config, skip: int, steps: int) -> E2ERun:
     free_memory(torch.device(config.run.device))
     waited = {lane: after[lane] - before.get(lane, 0.0) for lane in after}
     seconds = clock.ends_s[-1]
-    # In lockstep whoever is not at work waits, and both are in one lane.
+    # In lockstep the one that is not at work waits, and both are in one lane.
     trainer_wait = waited["main"] if config.buffer.max_lag else waited["not trainer"]
     rollouts_wait = waited.get("rollouts", 0.0) if config.buffer.max_lag else seconds - waited["not trainer"]
     return E2ERun(
@@ -247,7 +247,7 @@ def recipe(settings: E2ESettings, lag: int, seed: int) -> Config:
 
 
 def task_section(settings: E2ESettings) -> Mapping[str, object]:
-    """Of the rollouts section of a recipe."""
+    """The task as the rollouts section of a recipe has it."""
     if settings.task == "words":
         task = {"kind": "import", "path": "redline.lab.material.tasks:Words", "params": {"tokens": settings.prompt_tokens}}
         return {"task": task}

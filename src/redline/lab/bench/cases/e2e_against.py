@@ -51,7 +51,7 @@ class SteppedRun:
     rollouts_s: float
     reward: float
     mean_tokens: float
-    """Of an attempt."""
+    """Mean tokens of an attempt."""
     sampling_flops: float = 0.0
     training_flops: float = 0.0
 

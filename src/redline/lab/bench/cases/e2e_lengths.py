@@ -1,4 +1,4 @@
-"""Of e2e: whether what was trained on is what was sampled. A speed that drops long answers is no speed at the same work."""
+"""For e2e: whether what was trained on is what was sampled. A speed that drops long answers is no speed at the same work."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from redline.lab.evidence.document import Bound, Result
 
 @dataclass(slots=True, frozen=True)
 class Lengths:
-    """Of the timed steps of one run."""
+    """Lengths in the timed steps of one run."""
 
     dropped: float
     """Late groups over those and the trained ones."""

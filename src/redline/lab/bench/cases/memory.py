@@ -106,7 +106,7 @@ def _plan(ours: Try) -> Result:
 
 
 def _memory(best: dict[str, Try], limit: int) -> Result:
-    """Of each side at its own largest micro-batch, so that there is no ratio."""
+    """Memory of each side at its own largest micro-batch, so that there is no ratio."""
     parts = {name: dict(t.found.memory or {}) for name, t in best.items()}
     details = {"parts": parts[OURS]} | ({"peer_parts": parts["transformers"]} if "transformers" in parts else {})
     value = sum(parts[OURS].values())

@@ -52,7 +52,7 @@ class RolloutRun:
     seconds: float
     attempts: int
     prompt_tokens: int
-    """Of all tasks, each prompt once."""
+    """Tokens of all prompts, each once."""
     new_tokens: int
     engine_s: float
     part_s: Mapping[str, float]

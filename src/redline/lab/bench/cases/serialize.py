@@ -2,7 +2,7 @@
 
 Every side stores the same steps of long-tailed attempts, a step at a time, and gives each back as a `TrainBatch`. Ours has an
 index of what became of every group; the others have none. Ours also stores each group as it comes, which is what rollouts
-beside the trainer do. Nobody waits for the disk: what is written is in the page cache, from which it is read again. Then one
+beside the trainer do. No side waits for the disk: what is written is in the page cache, from which it is read again. Then one
 batch is handed over, within this process and to another one (`lab/bench/handover.py`).
 """
 
@@ -53,7 +53,7 @@ class StorageRun:
     growth: float
     """Time of the last `WINDOW` attempts over that of the first."""
     checksum: int
-    """Of all tokens: the sides agree on it."""
+    """The sum of all tokens: the sides agree on it."""
 
 
 Rounds = Sequence[Mapping[str, StorageRun]]

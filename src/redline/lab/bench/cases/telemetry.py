@@ -69,7 +69,7 @@ def measure(settings: TelemetrySettings, console: Console) -> Measured:
 
 
 def _clock_ns() -> float:
-    """Of one reading, the loop around it included."""
+    """Nanoseconds of one reading, the loop around it included."""
     read = time.perf_counter_ns
     start = read()
     for _ in range(BATCH):
@@ -194,7 +194,7 @@ class WholeRun:
     """What watching took in a run of `redline train`, from the loop's first step on."""
 
     seconds: float
-    """Of the main lane, without what comes before the loop."""
+    """Seconds of the main lane, without what comes before the loop."""
     num_spans: int
     telemetry_s: Mapping[str, float]
     """Lane → seconds in spans of `telemetry`."""

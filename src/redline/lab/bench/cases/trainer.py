@@ -45,7 +45,7 @@ class Workload:
 
     @property
     def load(self) -> roofline.TrainLoad:
-        """Of a step; where they differ, the mean of those that are timed."""
+        """The load of a step; where steps differ, the mean of those that are timed."""
         if not self._recorded:
             return roofline.TrainLoad.of(self.lengths, self._settings.prompt_tokens, self._settings.group_size)
         numbers = range(self._settings.steps, self._settings.steps * (self._settings.pairs + 1))
@@ -53,7 +53,7 @@ class Workload:
 
     @property
     def peer_rows(self) -> int:
-        """Sequences that fit our micro-batch if each were as long as the longest. Whoever pads has to count on that."""
+        """Sequences that fit our micro-batch if each were as long as the longest. A side that pads has to count on that."""
         return max(1, (self._settings.trainer.max_tokens_per_micro_batch or MICRO_BATCH_TOKENS) // int(self.lengths.max()))
 
     def batch(self, number: int) -> TrainBatch:
@@ -183,7 +183,7 @@ def _throughput(rounds: Rounds, peer: str | None, bound: Bound) -> Result:
 
 
 def _mfu(rounds: Rounds, peer: str | None, fastest: Bound) -> Result:
-    """Of both sides by the work that has to be done, whatever they did beyond it: the share of the fastest possible."""
+    """MFU of both sides by the work that has to be done, whatever they did beyond it: the share of the fastest possible."""
     percent = {name: 100 * _median(rounds, name, "tokens_per_s") / fastest.value for name in (OURS, peer) if name is not None}
     figure = PeerFigure(peer, percent[peer], percent[OURS] / percent[peer]) if peer is not None else None
     samples = [{name: 100 * row[name].tokens_per_s / fastest.value for name in percent} for row in rounds]

@@ -33,7 +33,7 @@ from redline.lab.measure.warmup import WarmUp, warm_up
 from redline.lab.plan.devices import find_device
 
 LEAST_BYTES = 2**24
-"""Of one sample: smaller copies are repeated, since a clock cannot time one."""
+"""The least bytes of one sample: smaller copies are repeated, since a clock cannot time one."""
 PCIE_LANE = {3: 0.985e9, 4: 1.969e9, 5: 3.938e9, 6: 7.563e9}
 """Generation → bytes per second of a lane, each way, after encoding."""
 TOGETHER, IN_TURN = "together", "one after the other"
@@ -52,9 +52,9 @@ class Way:
 @dataclass(slots=True, frozen=True)
 class Copied:
     seconds: float
-    """Of one copy, until its bytes are there."""
+    """Seconds of one copy, until its bytes are there."""
     host_s: float
-    """Of one copy, until the host may go on."""
+    """Seconds of one copy, until the host may go on."""
     bytes_per_s: float
 
 
