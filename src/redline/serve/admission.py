@@ -1,6 +1,6 @@
 """Which requests may come in, and whose turn it is.
 
-A request takes a place before its body is read, and the place grows with the choices it asks for. Where the waiting room is
+A request takes a place once its body has arrived, and the place grows with the choices it asks for. Where the waiting room is
 full, it is turned away with 429 and a `Retry-After`. Inside, prompts wait for rows of the engine's batch, and requests take
 turns: one with many prompts does not go before one that came after it, and leaves some rows for those that have none.
 """

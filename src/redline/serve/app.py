@@ -21,7 +21,7 @@ from starlette.types import Message, Receive, Scope, Send
 from redline.errors import BrokenModelError, EngineError
 from redline.serve.admission import Admission, Place
 from redline.serve.answers import Json
-from redline.serve.bodies import json_body
+from redline.serve.bodies import parsed_body, read_body
 from redline.serve.calls import Call, Served, check_model, make_call, num_characters
 from redline.serve.generation import SMALL_ANSWER, RunningEngine, answer, chunks
 from redline.serve.limits import ServeLimits, check_values
@@ -29,6 +29,7 @@ from redline.serve.metrics import CONTENT_TYPE, ServerMetrics
 from redline.serve.middleware import CLIENT_LEFT, Measured, NeedsKey, OwnHost
 from redline.serve.pace import Pace
 from redline.serve.protocol import ApiError, ChatRequest, CompletionRequest, read_request
+from redline.serve.uploads import Uploads
 
 SMALL_PROMPT = 1024
 """Characters that are tokenised on the event loop; more go to a thread, where the tokenizer lets others run."""
@@ -47,6 +48,7 @@ class Api:
     metrics: ServerMetrics
     limits: ServeLimits
     admission: Admission
+    uploads: Uploads
     pace: Pace
     tokenisers: ThreadPoolExecutor
 
@@ -87,10 +89,12 @@ class Api:
         return Response(self.metrics.text(self.engine.stats), headers={"content-type": CONTENT_TYPE})
 
     async def _generate(self, request: Request, kind: type[ChatRequest] | type[CompletionRequest]) -> Response:
+        self.admission.refuse_beyond(1)  # a full server reads no body
+        body = await read_body(request, self.limits, self.uploads)
         place = self.admission.enter()
         leaving: Callable[[], None] | None = place.leave
         try:
-            call = await self._call(request, kind, place)
+            call = await self._call(request, kind, body, place)
             parts = (call, place, self.engine, self.served.vocabulary, self.metrics)
             if not call.body.stream:
                 content = await _while_connected(request, answer(*parts, self.pace))
@@ -104,9 +108,11 @@ class Api:
             if leaving:
                 leaving()
 
-    async def _call(self, request: Request, kind: type[ChatRequest] | type[CompletionRequest], place: Place) -> Call:
+    async def _call(
+        self, request: Request, kind: type[ChatRequest] | type[CompletionRequest], sent: bytes, place: Place
+    ) -> Call:
         """Limits first, then the fields, then the tokens."""
-        values = await json_body(request, self.limits, self.pace)
+        values = await parsed_body(sent, self.limits, self.pace)
         if isinstance(values, dict):
             place.grow(check_values(values, self.limits, self.served.rows))
         body = read_request(kind, values)
@@ -168,6 +174,7 @@ def make_app(
         metrics,
         limits,
         Admission(served.rows, limits.max_queued_choices),
+        Uploads(limits.max_uploads, limits.client_timeout_s),
         Pace(),
         ThreadPoolExecutor(TOKENISERS, thread_name_prefix="redline-tokenise"),
     )

@@ -12,6 +12,7 @@ from redline.serve.limits import ServeLimits, check_structure
 from redline.serve.middleware import CLIENT_LEFT
 from redline.serve.pace import Pace
 from redline.serve.protocol import ApiError
+from redline.serve.uploads import Uploads
 
 SMALL_BYTES = 16_384
 """Up to here a body is parsed where it stands."""
@@ -21,18 +22,20 @@ DRAINED_BYTES = 2**26
 """Bytes of a too large body that are still read: a client that is cut off while it writes never sees the reason."""
 
 
-async def json_body(request: Request, limits: ServeLimits, pace: Pace) -> Any:
-    """The JSON of a body; raises `ApiError`. Waits for the body at most `client_timeout_s`."""
+async def read_body(request: Request, limits: ServeLimits, uploads: Uploads) -> bytes:
+    """Return the bytes of a body that claims to be JSON, or raise `ApiError`. Waits as long as `uploads` lets it."""
     # A page in a browser may send a form to this port without asking, but never JSON.
     if request.headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
         raise ApiError(415, "the body must be JSON, with the header Content-Type: application/json")
     try:
-        async with asyncio.timeout(limits.client_timeout_s):
-            body = await _read(request, limits.max_body_bytes)
+        async with uploads.reading():
+            return await _read(request, limits.max_body_bytes)
     except ClientDisconnect as error:
         raise ApiError(CLIENT_LEFT, "the client left") from error
-    except TimeoutError as error:
-        raise ApiError(408, f"the body did not arrive within {limits.client_timeout_s:g} s", headers=_CLOSE) from error
+
+
+async def parsed_body(body: bytes, limits: ServeLimits, pace: Pace) -> Any:
+    """Return the JSON of a body, or raise `ApiError`."""
     if len(body) <= SMALL_BYTES:
         return _parsed(body)
     await pace.finish(check_structure(body, limits))

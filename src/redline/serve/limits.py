@@ -44,6 +44,9 @@ class ServeLimits(Section):
     """Logprobs of an answer: choices times tokens times one more than `top_logprobs`, and those of echoed prompts."""
     max_queued_choices: PositiveInt = 1024
     """Choices of all requests that may wait for a place in the batch; a request beyond them is answered 429."""
+    max_uploads: PositiveInt = 512
+    """Bodies that may be on their way at once. Beyond them the one that was begun first is given up with 408, so that slow
+    clients keep nobody out."""
     client_timeout_s: PositiveFloat = 60.0
     """Seconds a client may take to send a request, or to read what was written to it; then its connection ends."""
     step_timeout_s: PositiveFloat = 120.0

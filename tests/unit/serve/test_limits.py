@@ -22,6 +22,7 @@ from redline.serve.calls import Served, make_call
 from redline.serve.limits import ServeLimits
 from redline.serve.pace import Pace
 from redline.serve.protocol import ApiError, CompletionRequest
+from redline.serve.uploads import GRACE_S
 from redline.serve.vocabulary import Vocabulary
 
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
@@ -205,6 +206,40 @@ def test_every_limit_is_in_the_manual_with_its_default() -> None:
         assert field.default is None or rows[name].startswith(
             f"{field.default:g}" if field.default < 1e5 else f"{field.default}"
         )
+
+
+def slow_upload(port: int) -> socket.socket:
+    """A request whose body never comes whole."""
+    slow = socket.create_connection(("127.0.0.1", port))
+    slow.settimeout(20)
+    slow.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n")
+    slow.sendall(b"Content-Length: 100\r\n\r\n{")
+    return slow
+
+
+def test_slow_uploads_hold_no_place_of_requests_that_are_ready() -> None:
+    limits = ServeLimits(max_queued_choices=1, max_uploads=100, client_timeout_s=30.0)
+    with site(ScriptedEngine(), limits=limits, rows=4) as few:
+        slow = [slow_upload(httpx2.URL(few.url).port or 0) for _ in range(20)]
+        time.sleep(0.2)
+        assert few.chat().choices[0].message.content == "hello", "20 bodies are on their way, and there are 5 places"
+        for one in slow:
+            one.close()
+
+
+def test_beyond_the_most_uploads_the_one_begun_first_is_given_up_and_a_burst_is_told_to_come_again() -> None:
+    limits = ServeLimits(max_uploads=3, client_timeout_s=30.0)
+    with site(ScriptedEngine(), limits=limits, rows=4) as few:
+        slow = [slow_upload(httpx2.URL(few.url).port or 0) for _ in range(3)]
+        time.sleep(0.2)
+        assert refusal(few.post(*chat())) == (429, None, "rate_limit_exceeded")
+        time.sleep(GRACE_S)
+        began = time.monotonic()
+        assert few.chat().choices[0].message.content == "hello"
+        assert b" 408 " in slow[0].recv(1000).splitlines()[0]
+        assert time.monotonic() - began < 10, "it did not wait for the limit of a body"
+        for one in slow:
+            one.close()
 
 
 # ── the queue ──────────────────────────────────────────────────────────────────────────────────────────────────────────
