@@ -21,8 +21,7 @@ from collections.abc import Mapping, Sequence
 from itertools import product
 from random import Random
 
-from redline.rollouts.tasks.held_out import lowest_hashes
-from redline.types import Task
+from redline import Task, split_held_out
 
 
 class ReverseWord:
@@ -32,8 +31,7 @@ class ReverseWord:
         letters = ["bcdfghjklmnpqrstvwxz" if i % 2 == 0 else "aeiou" for i in range(length)]
         words = ["".join(word) for word in product(*letters)]
         # By content, so that no evaluation asks what training has shown.
-        self._held_out = lowest_hashes(words, held_out_fraction)
-        self._train = sorted(set(words) - set(self._held_out))
+        self._train, self._held_out = split_held_out(words, held_out_fraction)
         Random(seed).shuffle(self._train)
 
     def train(self, index: int) -> Task:

@@ -1,27 +1,54 @@
 """redline: reinforcement-learning post-training for language models, as fast as the hardware allows.
 
-    with redline.span("my part"):
+    run = redline.train("recipes/demo.yaml", {"run.steps": 20})    # as `redline train`, with the same checks and files
+    run.metrics().to_pandas()                                      # also: Run.open("runs/demo-001")
+
+    with redline.Engine.load(run.model) as engine:
+        print(engine.chat([{"role": "user", "content": "What is 2 + 3?"}]).text)
+
+    with redline.span("my part"):                                  # in the ledger and the trace of the run it belongs to
         ...
 
-times a block of your own code in the ledger and the trace of the run it belongs to.
+Everything is loaded when it is first used: `import redline` by itself imports nothing else.
 """
 
 from __future__ import annotations
 
+import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from redline.api.train import train
+    from redline.errors import RedlineError
+    from redline.ports import TaskSource
+    from redline.rollouts.tasks.held_out import split_held_out
+    from redline.runs import Run
     from redline.telemetry.spans import user_span as span
+    from redline.types import Task
 
 __version__ = "0.1.0"
-__all__ = ["__version__", "span"]
+__all__ = ["RedlineError", "Run", "Task", "TaskSource", "__version__", "span", "split_held_out", "train"]
+
+_HOME = {
+    "RedlineError": ("redline.errors", "RedlineError"),
+    "Run": ("redline.runs", "Run"),
+    "Task": ("redline.types", "Task"),
+    "TaskSource": ("redline.ports", "TaskSource"),
+    "span": ("redline.telemetry.spans", "user_span"),
+    "split_held_out": ("redline.rollouts.tasks.held_out", "split_held_out"),
+    "train": ("redline.api.train", "train"),
+}
+"""Public name → the module that has it, and its name there."""
 
 
 def __getattr__(name: str) -> Any:
-    """Loaded when it is first asked for: importing this package imports nothing else."""
-    if name == "span":
-        from redline.telemetry.spans import user_span
+    """Load a public name when it is first asked for."""
+    if name not in _HOME:
+        raise AttributeError(f"module 'redline' has no attribute {name!r}")
+    module, inside = _HOME[name]
+    globals()[name] = found = getattr(importlib.import_module(module), inside)
+    return found
 
-        globals()["span"] = user_span
-        return user_span
-    raise AttributeError(f"module 'redline' has no attribute {name!r}")
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

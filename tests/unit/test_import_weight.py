@@ -20,6 +20,19 @@ def test_the_heavy_packages_are_installed_so_that_their_absence_means_something(
     assert loaded_after("import torch") >= {"torch"}
 
 
+def test_importing_the_package_loads_nothing_heavy() -> None:
+    assert loaded_after("import redline") == set()
+
+
+def test_reading_a_run_loads_no_torch() -> None:
+    assert not loaded_after("import redline; redline.Run") & {"torch", "transformers", "ray"}
+
+
+def test_a_mistake_in_a_call_of_train_is_said_before_torch_is_loaded() -> None:
+    call = "import redline\ntry: redline.train('none.yaml')\nexcept redline.RedlineError: pass"
+    assert not loaded_after(call) & {"torch", "transformers", "ray"}
+
+
 def test_importing_the_command_line_loads_nothing_heavy() -> None:
     assert loaded_after("import redline.cli") == set()
 

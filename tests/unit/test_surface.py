@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 from collections.abc import Iterator
 from pathlib import Path
 from typing import get_args
@@ -11,6 +12,7 @@ import typer
 from pydantic import BaseModel
 from support.paths import ROOT
 
+import redline
 from redline import __version__
 from redline.cli import app
 from redline.config import load_recipe, resolve
@@ -202,6 +204,17 @@ redline perf --baselines --device --json --reason --update
 redline profile RUN --steps --wait --what
 """  # noqa: E501
 
+PYTHON = """
+RedlineError
+Run
+Task
+TaskSource
+__version__
+span
+split_held_out
+train
+"""
+
 RECIPES = sorted((ROOT / "recipes").glob("*.yaml"))
 
 
@@ -252,6 +265,29 @@ def test_every_key_says_what_it_is_for() -> None:
 def test_every_recipe_of_ours_is_valid(path: Path) -> None:
     config = load_recipe(path, ["run.device=cpu"])
     assert resolve(config).config.run.name == path.stem
+
+
+def test_the_names_that_import_redline_gives_are_these() -> None:
+    assert redline.__all__ == PYTHON.split() == sorted(redline.__all__)
+    for name in redline.__all__:
+        assert getattr(redline, name) is not None
+        assert name in dir(redline)
+    with pytest.raises(AttributeError, match="no attribute 'Trainer'"):
+        redline.Trainer  # noqa: B018
+
+
+def test_type_checkers_see_the_same_names_as_programs() -> None:
+    """What is imported for them is what is loaded when it is first used."""
+    tree = ast.parse(Path(redline.__file__).read_text())
+    [checking] = [node for node in tree.body if isinstance(node, ast.If)]
+    imports = {
+        alias.asname or alias.name: (node.module, alias.name)
+        for node in checking.body
+        if isinstance(node, ast.ImportFrom)
+        for alias in node.names
+    }
+    assert imports == redline._HOME
+    assert Path(redline.__file__).with_name("py.typed").is_file()
 
 
 def test_the_version_is_one() -> None:

@@ -40,14 +40,21 @@ from redline.watch.run_watch import RunWatch
 
 
 def train(
-    resolved: Resolved, folder: RunFolder, *, resume: bool, from_scratch: bool = False, tasks: LoadedTasks | None = None
+    resolved: Resolved,
+    folder: RunFolder,
+    *,
+    resume: bool,
+    from_scratch: bool = False,
+    tasks: LoadedTasks | None = None,
+    began_ns: int | None = None,
 ) -> dict[str, Any]:
     """Run to the last step, or to an interrupt. Returns what `--json` prints. The folder gets its config.json once nothing is
     left that can be refused without loading weights; until then an error takes it away again. `from_scratch` moves what the
-    folder holds aside and begins at step 0; `tasks` are those of the recipe where the caller has loaded them already."""
+    folder holds aside and begins at step 0; `tasks` are those of the recipe where the caller has loaded them already.
+    The ledger begins at `began_ns`, or with the process."""
     config = resolved.config
     recorder = Recorder(keep_spans=config.telemetry.trace or "opentelemetry" in config.telemetry.sinks)
-    recorder.add("run.startup", process_start_ns(), time.perf_counter_ns())
+    recorder.add("run.startup", began_ns or process_start_ns(), time.perf_counter_ns())
     with (
         recording(recorder),
         folder.locked(),

@@ -35,15 +35,16 @@ class CheckedRun:
     given: Path
     """`run.folder` as the recipe has it: what messages call the place of a new run."""
 
-    def train(self, *, from_scratch: bool = False) -> dict[str, Any]:
+    def train(self, *, from_scratch: bool = False, began_ns: int | None = None) -> dict[str, Any]:
         """Train to the last step or to an interrupt, and return what `redline train --json` prints. `from_scratch` sets aside
-        what the folder of a run that goes on holds, and begins at step 0."""
+        what the folder of a run that goes on holds, and begins at step 0. `began_ns` is when the ledger begins, on the clock of
+        the spans; by default with the process."""
         from redline.launch.run import train
 
         run = self.resolved.config.run
         folder = self.folder or RunFolder.create(run.folder, run.name, given=self.given)
         is_resumed = self.folder is not None
-        return train(self.resolved, folder, resume=is_resumed, from_scratch=from_scratch, tasks=self.tasks)
+        return train(self.resolved, folder, resume=is_resumed, from_scratch=from_scratch, tasks=self.tasks, began_ns=began_ns)
 
 
 def new_run(config: Config) -> CheckedRun:

@@ -2,12 +2,14 @@ from __future__ import annotations
 
 import ast
 import textwrap
+from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
 from support.paths import ROOT
 
+import redline
 from redline.config import validate
 from redline.config.sections.tasks import ImportTask
 from redline.ports import TaskSource
@@ -62,3 +64,15 @@ def test_the_recipe_lines_in_its_docstring_name_it() -> None:
     recipe = yaml.safe_load(textwrap.dedent(lines))
     config = validate({"model": {"path": "builtin:tiny"}, **recipe})
     assert make_task_source(config.rollouts.task, 0).train(0).answer
+
+
+@pytest.mark.parametrize("path", sorted(EXAMPLES.glob("*.py")), ids=lambda path: path.name)
+def test_an_example_imports_nothing_of_ours_but_the_public_surface(path: Path) -> None:
+    nodes = list(ast.walk(ast.parse(path.read_text())))
+    modules = {alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names}
+    modules |= {node.module for node in nodes if isinstance(node, ast.ImportFrom) and node.module}
+    names = {
+        alias.name for node in nodes if isinstance(node, ast.ImportFrom) and node.module == "redline" for alias in node.names
+    }
+    assert [module for module in modules if module.startswith("redline.")] == []
+    assert names <= set(redline.__all__)

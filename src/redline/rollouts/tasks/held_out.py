@@ -9,6 +9,8 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterable
 
+from redline.errors import TaskError
+
 
 def stable_hash(text: str) -> int:
     """64 bits that are the same in every process and on every machine, unlike Python's `hash`."""
@@ -25,3 +27,16 @@ def lowest_hashes(texts: Iterable[str], fraction: float) -> list[str]:
     distinct = sorted(set(texts), key=lambda text: (stable_hash(text), text))
     count = min(max(int(fraction * len(distinct)), 1), len(distinct) - 1)
     return distinct[:count]
+
+
+def split_held_out(texts: Iterable[str], fraction: float = 0.1) -> tuple[list[str], list[str]]:
+    """Split questions into those to train on and those held out for evaluation, by their content: whatever the seed, the order
+    or the duplicates, a question stays on its side. Both lists are sorted and hold each question once."""
+    distinct = set(texts)
+    if len(distinct) < 2 or not 0 < fraction < 1:
+        raise TaskError(
+            f"{len(distinct)} distinct questions cannot be split, {fraction:g} of them held out",
+            "give at least two questions, and a fraction between 0 and 1",
+        )
+    held_out = lowest_hashes(distinct, fraction)
+    return sorted(distinct - set(held_out)), sorted(held_out)

@@ -12,7 +12,7 @@ import pytest
 from redline.config.sections.tasks import ImportTask, JsonlTask, ReasoningGymTask
 from redline.errors import TaskError
 from redline.ports import TaskSource
-from redline.rollouts.tasks.held_out import is_held_out, lowest_hashes, stable_hash
+from redline.rollouts.tasks.held_out import is_held_out, lowest_hashes, split_held_out, stable_hash
 from redline.rollouts.tasks.sources import JsonlTasks, make_task_source
 from redline.types import Failure, Task
 
@@ -41,6 +41,22 @@ def test_the_share_of_texts_held_out_is_the_fraction_asked_for() -> None:
 )
 def test_a_finite_split_leaves_something_on_both_sides(rows: int, fraction: float, expected: int) -> None:
     assert len(lowest_hashes([f"row {i}" for i in range(rows)], fraction)) == expected
+
+
+def test_a_question_stays_on_its_side_whatever_the_order_and_the_duplicates() -> None:
+    questions = [f"What is {n} + {n}?" for n in range(50)]
+    train, held_out = split_held_out(questions, 0.2)
+    assert (len(train), len(held_out)) == (40, 10)
+    assert sorted([*train, *held_out]) == sorted(questions)
+    assert split_held_out([*reversed(questions), *questions], 0.2) == (train, held_out)
+
+
+@pytest.mark.parametrize(
+    ("questions", "fraction"), [(["one", "one"], 0.5), ([], 0.5), (["one", "two"], 0.0), (["one", "two"], 1)]
+)
+def test_what_cannot_be_split_is_refused(questions: list[str], fraction: float) -> None:
+    with pytest.raises(TaskError, match="cannot be split"):
+        split_held_out(questions, fraction)
 
 
 # ── reasoning_gym ──────────────────────────────────────────────────────────────────────────────────────────────────────
