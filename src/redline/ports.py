@@ -128,6 +128,10 @@ class Trainer(Protocol):
 
     def load(self, folder: Path) -> None: ...
 
+    def flush(self) -> None:
+        """Block until every checkpoint that `save` has begun is on the disk."""
+        ...
+
 
 class WeightSync(Protocol):
     """Carries the trainer's weights to the engine."""

@@ -208,6 +208,8 @@ class FakeTrainer:
     def load(self, folder: Path) -> None:
         self.calls.append(("trainer.load", folder.name))
 
+    def flush(self) -> None: ...
+
 
 @dataclass
 class FakeWeightSync:

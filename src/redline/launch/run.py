@@ -8,8 +8,6 @@ from typing import Any
 
 import torch
 
-from redline import loop
-from redline.buffer import GroupBuffer
 from redline.config import Config, Resolved
 from redline.launch.build import build
 from redline.launch.placement import check_placement
@@ -36,6 +34,7 @@ from redline.telemetry.profiling.profiler import StepProfiler
 from redline.telemetry.sinks import make_sinks
 from redline.telemetry.stalls.watchdog import Watchdog
 from redline.watch.interrupts import saying_how_to_continue
+from redline.watch.outputs import Outputs
 from redline.watch.run_watch import RunWatch
 
 
@@ -89,28 +88,14 @@ def train(
         profiler = StepProfiler(folder, config, recorder, progress.note)
         at_end.callback(profiler.close)
         with span("run.setup"):
-            watch = RunWatch(
-                config,
-                folder,
-                recorder,
-                progress,
-                stages.trainer,
-                lambda: stages.engine.stats,
-                stages.evaluate,
-                stages.held_out,
-                stages.trainer.flush,
-                lambda: _buffer_metrics(stages.buffer, progress),
-                listeners,
-                _peak_flops(config, progress),
-                stages.store.flush,
-                profiler=profiler,
-            )
+            outputs = Outputs(folder, recorder, progress, listeners)
+            watch = RunWatch(config, outputs, stages, peak_flops=_peak_flops(config, progress), profiler=profiler)
             if resume:
                 watch.resume()
                 stages.buffer.resume(stages.trainer.version)
                 _describe(config, folder)  # now that nothing can be refused any more: run.steps may be a new number
-                if watch.num_groups_counted is not None:
-                    watch.take_over(stages.buffer.not_counted(watch.num_groups_counted))
+                if watch.rows.num_groups_counted is not None:
+                    watch.take_over(stages.buffer.not_counted(watch.rows.num_groups_counted))
                 progress.note(f"continuing after step {stages.trainer.version}")
         try:
             with _sampling(config, folder, stages, progress):
@@ -156,36 +141,19 @@ def _close_listeners(listeners: Listeners) -> None:
 def _run(
     config: Config, stages: Stages, watch: RunWatch, progress: Progress, folder: RunFolder, profiler: StepProfiler
 ) -> None:
-    with watch.stopping_on_interrupt():
+    with watch.interrupts.listening():
         if stages.trainer.version == 0:
             watch.evaluate(0)
         with progress:
             watch.begin()
-            loop.run(
-                stages.rollouts,
-                stages.buffer,
-                profiler.around(stages.trainer),
-                stages.weight_sync,
-                stages.shared_engine,
-                steps=config.run.steps,
-                watch=watch,
-            )
+            stages.run(watch, config.run.steps, profiler.around(stages.trainer))
     if not watch.is_complete:
         watch.checkpoint()
         return
-    if stages.trainer.version not in watch.rewards:
+    if stages.trainer.version not in watch.evaluations.rewards:
         watch.evaluate(stages.trainer.version)
     with span("models.save"):
         _save_model(config, stages, folder)
-
-
-def _buffer_metrics(buffer: GroupBuffer, progress: Progress) -> dict[str, float]:
-    told = {"groups under way or waiting": buffer.decision, "workers for rewards": buffer.worker_decision}
-    for what, decision in told.items():
-        if decision.is_change or decision.is_news:
-            numbers = f"{decision.old} → {decision.new}" if decision.is_change else f"{decision.new}"
-            progress.note(f"buffer: {numbers} {what}, {decision.why}")
-    return buffer.metrics
 
 
 def _save_model(config: Config, stages: Stages, folder: RunFolder) -> None:

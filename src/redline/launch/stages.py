@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
+from redline import loop
 from redline.buffer import GroupBuffer, GroupStore
-from redline.engine import NativeEngine
+from redline.engine import EngineStats, NativeEngine
 from redline.models.files.hf import AnyDecoder
-from redline.ports import Engine, Rollouts
+from redline.ports import Engine, Rollouts, Trainer, Watch
 from redline.rollouts import BackgroundRollouts, SingleTurnRollouts
 from redline.trainer import PolicyTrainer
 from redline.types import Task, Trajectory
@@ -36,6 +37,12 @@ class Stages:
     """The folder the model was loaded from."""
     store: GroupStore
     held_out: list[Task]
+
+    def run(self, watch: Watch, steps: int, trainer: Trainer | None = None) -> None:
+        """Run the loop until the trainer has taken `steps` steps in all, or the watch ends it. `trainer` stands in for the
+        stages' own: the same one, with something around it."""
+        trainer = trainer or self.trainer
+        loop.run(self.rollouts, self.buffer, trainer, self.weight_sync, self.shared_engine, steps=steps, watch=watch)
 
     def evaluate(self, tasks: Sequence[Task]) -> list[list[Trajectory]]:
         """Afterwards the engine forgets the prompts, so that no training sample depends on whether there was an evaluation."""
@@ -67,6 +74,24 @@ class Stages:
             "engine: KV blocks in use": stats.kv_blocks_used,
             "engine: KV blocks": stats.kv_blocks_total,
         }
+
+    def engine_stats(self) -> EngineStats:
+        return self.engine.stats
+
+    def buffer_metrics(self) -> Mapping[str, float]:
+        return self.buffer.metrics
+
+    def news(self) -> list[str]:
+        """Sentences about what the buffer's controllers have changed at the last step."""
+        told = {"groups under way or waiting": self.buffer.decision, "workers for rewards": self.buffer.worker_decision}
+        return [
+            f"buffer: {f'{decision.old} → ' if decision.is_change else ''}{decision.new} {what}, {decision.why}"
+            for what, decision in told.items()
+            if decision.is_change or decision.is_news
+        ]
+
+    def flush_store(self) -> None:
+        self.store.flush()
 
     def close(self) -> None:
         if isinstance(self.rollouts, BackgroundRollouts):

@@ -24,17 +24,17 @@ def summary(
     """Show a person how it went, and give the same as data."""
     console, ledger = progress.console, recorder.ledger()
     finished = watch.is_complete
-    if len(watch.samples) > 1:
-        first, last = min(watch.samples), max(watch.samples)
-        console.print(sample_table(watch.samples[first], watch.samples[last]))
+    if len(watch.evaluations.samples) > 1:
+        first, last = min(watch.evaluations.samples), max(watch.evaluations.samples)
+        console.print(sample_table(watch.evaluations.samples[first], watch.evaluations.samples[last]))
     console.print(ledger.render())
     judged = verdicts(MetricsLog.read(folder.metrics), read_samples(folder.samples), config)
     console.print(summary_line(judged))
     if missed := [verdict for verdict in judged if verdict.met is False]:
         console.print(target_table(missed))
     learning = Learning(MetricsLog.read(folder.metrics), config.rollouts.group_size)
-    if watch.failures.share > WORTH_SAYING:
-        console.print(f"{watch.failures.sentence()}; see redline show {folder.shown} --failures", soft_wrap=True)
+    if watch.rows.failures.share > WORTH_SAYING:
+        console.print(f"{watch.rows.failures.sentence()}; see redline show {folder.shown} --failures", soft_wrap=True)
     for line in _what_was_learned(config, folder, learning, finished):
         console.print(line, soft_wrap=True)
     if not finished:
@@ -46,11 +46,11 @@ def summary(
         "model": str(folder.shown / folder.model.name) if finished else None,
         "weights_changed": learning.moved_weights,
         "why_not": learning.why_not,
-        "evaluation": {str(version): reward for version, reward in sorted(watch.rewards.items())},
-        "accuracy": {str(version): share for version, share in sorted(watch.accuracies.items())},
-        "attempts": watch.failures.num_attempts,
-        "failures": watch.failures.num_failed,
-        "failure_reason": str(watch.failures.commonest) if watch.failures.commonest else None,
+        "evaluation": {str(version): reward for version, reward in sorted(watch.evaluations.rewards.items())},
+        "accuracy": {str(version): share for version, share in sorted(watch.evaluations.accuracies.items())},
+        "attempts": watch.rows.failures.num_attempts,
+        "failures": watch.rows.failures.num_failed,
+        "failure_reason": str(watch.rows.failures.commonest) if watch.rows.failures.commonest else None,
         "targets": [asdict(verdict) for verdict in judged],
         "unaccounted_fraction": ledger.lanes["main"].unaccounted_fraction,
         "wall_s": ledger.lanes["main"].wall_ns / 1e9,

@@ -1,9 +1,11 @@
-"""Ctrl-C and other signals that end a run."""
+"""Signals that end a run: Ctrl-C, SIGTERM, a terminal that was closed."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import signal
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from types import FrameType
 
 from rich.console import Console
 
@@ -11,10 +13,37 @@ from redline.telemetry import RunFolder
 from redline.watch.checkpoints import checkpoints
 
 
+class Interrupts:
+    """Remembers the first signal that asks the run to stop."""
+
+    def __init__(self, tell: Callable[[str], None]) -> None:
+        self._tell = tell
+        self.requested = False
+
+    @contextmanager
+    def listening(self) -> Iterator[None]:
+        """Inside the block the first Ctrl-C, SIGTERM or SIGHUP (its terminal was closed) asks the run to end after the step in
+        flight; the second ends the process at once. A run under nohup, which ignores SIGHUP, goes on ignoring it."""
+        wanted = [signal.SIGINT, signal.SIGTERM]
+        if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
+            wanted.append(signal.SIGHUP)
+        before = {number: signal.signal(number, self._request_stop) for number in wanted}
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+    def _request_stop(self, number: int, frame: FrameType | None) -> None:
+        self.requested = True
+        signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
+        self._tell("stopping after this step; once more stops at once")
+
+
 @contextmanager
 def saying_how_to_continue(folder: RunFolder) -> Iterator[None]:
-    """Print it when a second Ctrl-C, or one during the set-up, ends the run at once. A run that comes to a stop by itself says
-    it in its summary."""
+    """Print the command that continues the run when a second Ctrl-C, or one during the set-up, ends it at once. A run that
+    comes to a stop by itself says it in its summary."""
     try:
         yield
     except KeyboardInterrupt:

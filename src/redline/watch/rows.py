@@ -1,78 +1,203 @@
-"""The row of metrics that a step leaves."""
+"""The row of metrics that every step leaves in `metrics.jsonl`."""
 
 from __future__ import annotations
 
 import math
 import time
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
 from statistics import median
 from typing import Any
 
 import numpy as np
 
+from redline.engine.stats import metrics_between
+from redline.telemetry import MetricsLog
+from redline.telemetry.files.failure import steps_logged
 from redline.telemetry.ledger import by_section
 from redline.telemetry.summary.failed_attempts import FailureTally
 from redline.telemetry.summary.percentiles import latency_metrics
-from redline.telemetry.summary.phases import TRAINER_PARTS, part_seconds
-from redline.telemetry.summary.timeline import ROLLOUTS_PREFIX, by_phase
-from redline.types import FinishReason, StepReport, TrainBatch, TrajectoryGroup, WeightUpdate
+from redline.telemetry.summary.phases import TRAINER_PARTS, EngineParts, part_seconds
+from redline.telemetry.summary.timeline import ROLLOUTS_PREFIX, by_phase, step_phases
+from redline.types import FinishReason, StepReport, TrainBatch, Trajectory, TrajectoryGroup, WeightUpdate
+from redline.watch.outputs import Outputs
+from redline.watch.watched import Watched
 
 NUM_GROUPS_SHOWN = 2
-"""With all their attempts, to listeners that want to see some of what was sampled."""
+"""Groups, with all their attempts, for listeners that want to see some of what was sampled."""
+
+
+@dataclass(slots=True, frozen=True)
+class FinishedStep:
+    """One step of the loop, as its row tells of it."""
+
+    groups: Sequence[TrajectoryGroup]
+    """Groups that arrived during the step; some are trained on later. None where a batch was ready before it."""
+    batch: TrainBatch
+    report: StepReport
+    update: WeightUpdate
+    span_ns: Mapping[str, int]
+    """Span → nanoseconds that belong to it alone; the sum is the step's wall time."""
+    taken_over_tokens: int = 0
+    """Of the tokens in `groups`, those that an earlier process sampled."""
+
+    @property
+    def attempts(self) -> list[Trajectory]:
+        return [attempt for group in self.groups for attempt in group.trajectories]
+
+
+class StepRows:
+    """Collects the groups of a step and writes its row: to the file, to the listeners and to the console."""
+
+    def __init__(self, outputs: Outputs, stages: Watched, peak_flops: float | None = None) -> None:
+        """`peak_flops` is what the trainer's device can do in a second; without it a row has no MFU."""
+        self._outputs = outputs
+        self._stages = stages
+        self._peak_flops = peak_flops
+        self._log = MetricsLog(outputs.folder.metrics)
+        self._stats_before = stages.engine_stats()
+        self._engine_parts = EngineParts(outputs.recorder)
+        self._groups: list[TrajectoryGroup] = []
+        self._num_taken_over = 0
+        """The first of these groups: an earlier process made them."""
+        self._reward = math.nan
+        """The mean of the groups that arrived last."""
+        self.failures = FailureTally()
+        """All attempts that this process has made, evaluations apart."""
+        self.num_groups_counted: int | None = 0
+        """Groups in the rows up to the checkpoint that the run was resumed from; None where some of these rows are missing."""
+
+    def collect(self, group: TrajectoryGroup) -> None:
+        self._groups.append(group)
+
+    def take_over(self, groups: Sequence[TrajectoryGroup]) -> None:
+        """Count groups of an earlier process that no row has counted. The engine's speed leaves them out."""
+        self._groups += groups
+        self._num_taken_over = len(self._groups)
+
+    def write(self, batch: TrainBatch, report: StepReport, update: WeightUpdate) -> FailureTally:
+        """Write the step's row. Returns how the attempts went that this process has made for it."""
+        step = FinishedStep(self._groups, batch, report, update, self._outputs.recorder.step_mark(), self._taken_over_tokens())
+        made_here = failures_of(self._groups[self._num_taken_over :])
+        metrics = step_metrics(step, self._peak_flops)
+        metrics |= metrics_between(self._stats_before, self._stages.engine_stats())
+        metrics |= self._engine_parts.mark()
+        metrics |= _speed_beside(metrics)
+        metrics |= self._stages.buffer_metrics()
+        self._tell(step, metrics, made_here)
+        self.failures.add(t for group in self._groups[self._num_taken_over :] for t in group.trajectories)
+        self._groups, self._num_taken_over = [], 0
+        return made_here
+
+    def _taken_over_tokens(self) -> int:
+        taken_over = self._groups[: self._num_taken_over]
+        return sum(t.num_completion_tokens for group in taken_over for t in group.trajectories)
+
+    def _tell(self, step: FinishedStep, metrics: Mapping[str, float], made_here: FailureTally) -> None:
+        outputs, version = self._outputs, step.update.version
+        for sentence in self._stages.news():
+            outputs.progress.note(sentence)
+        outputs.listeners.step(self._log.append(version, {**metrics, **_reason(step.groups)}))
+        if step.groups:
+            self._reward = metrics["rollouts/reward_mean"]
+            if outputs.listeners.want_trajectories:
+                outputs.listeners.trajectories({"step": version, "samples": sampled(step.groups)})
+        speed, seconds = metrics["engine/tokens_per_s"], metrics["run/step_s"]
+        outputs.progress.step(version, self._reward, speed, seconds, step_phases(metrics), made_here.share)
+
+    def mark(self) -> None:
+        """Begin a step here: time and tokens up to now belong to no step."""
+        self._outputs.recorder.step_mark()
+        self._engine_parts.mark()
+        self._stats_before = self._stages.engine_stats()
+
+    def rewind(self, version: int, aside: Path | None) -> None:
+        """Cut the rows after `version`, whose steps are taken again; into the folder `aside`, where there is one."""
+        self._log.rewind(version, aside)
+        logged = steps_logged(self._outputs.folder)
+        if logged < version:
+            self._outputs.progress.note(
+                f"metrics.jsonl ends at step {logged}: the rows of the steps up to {version} are missing"
+            )
+            self.num_groups_counted = None
+        else:
+            self.num_groups_counted = MetricsLog.total(self._outputs.folder.metrics, "rollouts/groups")
+
+    def flush(self) -> None:
+        """Block until the disk has every row."""
+        self._log.flush_to_disk()
+
+    def close(self) -> None:
+        self._log.close()
 
 
 def failures_of(groups: Iterable[TrajectoryGroup]) -> FailureTally:
+    """How the attempts in these groups went."""
     tally = FailureTally()
     tally.add(t for group in groups for t in group.trajectories)
     return tally
 
 
-def reason_of(groups: Iterable[TrajectoryGroup]) -> dict[str, str | None]:
-    """Why most of a step's failures failed, for its row; None where none did. Whichever process made them: the row of a resumed
-    run is that of one that was never killed."""
+def _reason(groups: Iterable[TrajectoryGroup]) -> dict[str, str | None]:
+    """Why most of a step's failures failed, or None. Groups of an earlier process count: a resumed run writes the same row as
+    one that was never killed."""
     failure = failures_of(groups).commonest
     return {"rollouts/failure_reason": None if failure is None else str(failure)}
 
 
-def speed_beside(metrics: Mapping[str, float]) -> dict[str, float]:
-    """Of an engine that runs beside the trainer: what it sampled during the step, over its own time. The groups that arrived
-    were sampled before as well."""
+def _speed_beside(metrics: Mapping[str, float]) -> dict[str, float]:
+    """The speed of an engine that runs beside the trainer: what it sampled during the step, over its own time. The groups that
+    arrived hold tokens of earlier steps too."""
     seconds, tokens = metrics.get(f"{ROLLOUTS_PREFIX}generation_s"), metrics.get("engine/generated_tokens")
     return {} if seconds is None or tokens is None else {"engine/tokens_per_s": tokens / max(1e-9, seconds)}
 
 
-def step_metrics(
-    groups: Sequence[TrajectoryGroup],
-    batch: TrainBatch,
-    report: StepReport,
-    update: WeightUpdate,
-    span_ns: dict[str, int],
-    peak_flops: float | None = None,
-    taken_over_tokens: int = 0,
-) -> dict[str, float]:
-    """The row of one step. `groups` arrived during it, and may be trained on later; `span_ns` holds the exclusive time of each
-    span, and the sum is the step's wall time."""
-    attempts = [t for group in groups for t in group.trajectories]
-    new_tokens = sum(t.num_completion_tokens for t in attempts)
-    sections = {section: ns / 1e9 for section, ns in by_section(span_ns).items()}
-    phases = {phase: ns / 1e9 for phase, ns in by_phase(span_ns).items()}
-    flops_per_s = report.flops / max(1e-9, sections.get("trainer", 0.0))
+def step_metrics(step: FinishedStep, peak_flops: float | None = None) -> dict[str, float]:
+    """The metrics of one step that follow from what the loop saw of it."""
+    sections = {section: ns / 1e9 for section, ns in by_section(step.span_ns).items()}
+    phases = {phase: ns / 1e9 for phase, ns in by_phase(step.span_ns).items()}
+    new_tokens = sum(t.num_completion_tokens for t in step.attempts)
+    generation_s = phases.get("generation", sum(phases.values()))
+    batch = step.batch
+    return {
+        **_rollout_metrics(step),
+        "engine/new_tokens": new_tokens,
+        "engine/tokens_per_s": (new_tokens - step.taken_over_tokens) / max(1e-9, generation_s),
+        "buffer/policy_lag_steps": batch.lag,
+        "buffer/policy_lag_p50_steps": median(batch.lags) if batch.lags else batch.lag,
+        "buffer/policy_lag_max_steps": max(batch.lags, default=batch.lag),
+        **_trainer_metrics(step, sections.get("trainer", 0.0), peak_flops),
+        "weight_sync/bytes_moved": step.update.bytes_moved,
+        "weight_sync/total_s": phases.get("weight_sync", 0.0) + phases.get("wait_for_engine", 0.0),
+        "run/step_s": sum(sections.values()),
+        "run/samples_per_s": batch.num_sequences_sampled / max(1e-9, sum(sections.values())),
+        "run/time_s": time.time(),
+        **{f"time/{section}_s": seconds for section, seconds in sections.items()},
+        **{f"timeline/{phase}_s": seconds for phase, seconds in phases.items()},
+    }
+
+
+def _rollout_metrics(step: FinishedStep) -> dict[str, float]:
+    attempts = step.attempts
     parts = sorted({name for t in attempts for name in t.reward_parts})
     return {
         "rollouts/reward_mean": _mean([t.reward for t in attempts]),
         **{f"rollouts/reward_{part}_mean": _mean([t.reward_parts.get(part, 0.0) for t in attempts]) for part in parts},
         "rollouts/reward_std": _std([t.reward for t in attempts if t.failure is None]),
-        "rollouts/groups": len(groups),
-        "rollouts/groups_with_signal": sum(group.has_signal for group in groups),
+        "rollouts/groups": len(step.groups),
+        "rollouts/groups_with_signal": sum(group.has_signal for group in step.groups),
         "rollouts/failures": sum(t.failure is not None for t in attempts),
         "rollouts/stopped_fraction": _mean([t.finish_reason == FinishReason.STOP for t in attempts]),
         "rollouts/completion_tokens_mean": _mean([t.num_completion_tokens for t in attempts]),
-        **latency_metrics(groups),
-        "engine/new_tokens": new_tokens,
-        "engine/tokens_per_s": (new_tokens - taken_over_tokens) / max(1e-9, phases.get("generation", sum(phases.values()))),
-        "buffer/policy_lag_steps": batch.lag,
-        "buffer/policy_lag_p50_steps": median(batch.lags) if batch.lags else batch.lag,
-        "buffer/policy_lag_max_steps": max(batch.lags, default=batch.lag),
+        **latency_metrics(step.groups),
+    }
+
+
+def _trainer_metrics(step: FinishedStep, seconds: float, peak_flops: float | None) -> dict[str, float]:
+    """`seconds` is what the trainer's spans took."""
+    report, flops_per_s = step.report, step.report.flops / max(1e-9, seconds)
+    return {
         "trainer/loss": report.loss,
         "trainer/grad_norm": report.grad_norm,
         "trainer/learning_rate": report.learning_rate,
@@ -82,22 +207,15 @@ def step_metrics(
         "trainer/max_ratio": report.max_ratio,
         "trainer/tokens": report.num_tokens,
         "trainer/trained_tokens": report.num_trained_tokens,
-        "trainer/tokens_per_s": report.num_tokens / max(1e-9, sections.get("trainer", 0.0)),
+        "trainer/tokens_per_s": report.num_tokens / max(1e-9, seconds),
         "trainer/micro_batches": report.num_micro_batches,
         "trainer/imbalance": report.imbalance,
         "trainer/padding_tokens": report.num_padding_tokens,
         "trainer/skipped": report.skipped,
         "trainer/flops_per_s": flops_per_s,
         **({"trainer/mfu": flops_per_s / peak_flops} if peak_flops else {}),
-        **part_seconds("trainer", TRAINER_PARTS, span_ns),
+        **part_seconds("trainer", TRAINER_PARTS, step.span_ns),
         **{f"trainer/{name}": value for name, value in report.extra.items()},
-        "weight_sync/bytes_moved": update.bytes_moved,
-        "weight_sync/total_s": phases.get("weight_sync", 0.0) + phases.get("wait_for_engine", 0.0),
-        "run/step_s": sum(sections.values()),
-        "run/samples_per_s": batch.num_sequences_sampled / max(1e-9, sum(sections.values())),
-        "run/time_s": time.time(),
-        **{f"time/{section}_s": seconds for section, seconds in sections.items()},
-        **{f"timeline/{phase}_s": seconds for phase, seconds in phases.items()},
     }
 
 
@@ -118,10 +236,10 @@ def sampled(groups: Sequence[TrajectoryGroup]) -> list[dict[str, Any]]:
 
 
 def _std(values: Sequence[float]) -> float:
-    """Exactly 0 where all are equal; NaN where there are none."""
+    """Exactly 0 where all values are equal; NaN where there are none."""
     return (float(np.std(values)) if len(set(values)) > 1 else 0.0) if values else math.nan
 
 
 def _mean(values: Sequence[float]) -> float:
-    """NaN where there are none, which a row of metrics has as null."""
+    """NaN where there are no values, which a row of metrics has as null."""
     return sum(values) / len(values) if values else math.nan

@@ -8,17 +8,18 @@ from pathlib import Path
 import numpy as np
 import pytest
 from support.fakes import REPORT, FakeTrainer, train_batch, trajectory
+from support.watched import FakeStages
 
 from redline.buffer import GroupBuffer, GroupStore, MemoryStore, TrajectoryStore
 from redline.config.schema import Config
 from redline.config.sections.buffer import BufferConfig
-from redline.engine.stats import EngineStats
 from redline.errors import TaskError
 from redline.rollouts.prompts import failed_attempts
 from redline.telemetry import MetricsLog, Progress, Recorder, RunFolder, recording
 from redline.telemetry.alerts.training import AbortStorm
 from redline.telemetry.summary.failed_attempts import FailureTally
 from redline.types import Failure, Task, Trajectory, TrajectoryGroup, WeightUpdate
+from redline.watch.outputs import Outputs
 from redline.watch.run_watch import MAX_FAILED_STEPS, RunWatch
 
 FAILURE = Failure("reward", "KeyError: 'x'", "rewards.py:7, in score: return x", "")
@@ -38,16 +39,8 @@ class Watching:
         self.calls: list[tuple[object, ...]] = []
         self.recorder = Recorder()
         self.trainer = FakeTrainer(self.calls)
-        self.watch = RunWatch(
-            self.config,
-            self.folder,
-            self.recorder,
-            Progress(100),
-            self.trainer,
-            EngineStats,
-            lambda tasks: [list(evaluated)],
-            [Task("t", [{"role": "user", "content": "a"}])],
-        )
+        stages = FakeStages(self.trainer, [Task("t", [{"role": "user", "content": "a"}])], [list(evaluated)])
+        self.watch = RunWatch(self.config, Outputs(self.folder, self.recorder, Progress(100)), stages)
 
     def step(self, *groups: Sequence[Trajectory]) -> None:
         for number, group in enumerate(groups):
@@ -78,14 +71,14 @@ def test_the_row_of_a_step_names_the_reason_whichever_process_made_the_failures_
     watching.watch.take_over([TrajectoryGroup("t", [restored], np.zeros(1, dtype=np.float32), 0)])
     watching.step(attempts(0, 4))
     watching.step(attempts(0, 4))
-    assert watching.watch.failures.num_failed == 0, "of this process"
+    assert watching.watch.rows.failures.num_failed == 0, "of this process"
     assert [row["rollouts/failure_reason"] for row in MetricsLog.read(watching.folder.metrics)] == [str(FAILURE), None]
 
 
 def test_one_reward_is_enough_to_go_on(tmp_path: Path) -> None:
     watching = Watching(tmp_path)
     watching.step(attempts(4, 0), attempts(3, 1))
-    assert (watching.watch.failures.num_failed, watching.watch.failures.num_attempts) == (7, 8)
+    assert (watching.watch.rows.failures.num_failed, watching.watch.rows.failures.num_attempts) == (7, 8)
 
 
 def test_an_outage_later_stops_the_run_after_some_steps_and_loses_nothing(tmp_path: Path) -> None:
@@ -107,7 +100,7 @@ def test_what_an_earlier_process_failed_at_does_not_stop_a_resumed_run(tmp_path:
     watching = Watching(tmp_path)
     watching.watch.take_over([TrajectoryGroup("t", attempts(4, 0), np.zeros(4, dtype=np.float32))])
     watching.step()
-    assert watching.watch.failures.num_attempts == 0
+    assert watching.watch.rows.failures.num_attempts == 0
     watching.step(attempts(0, 4))
 
 
@@ -130,9 +123,8 @@ def test_an_evaluation_that_fails_does_not_reach_a_target_below_zero(tmp_path: P
         watching.watch.evaluate(20)
     assert watching.watch.is_complete is ends
     watching.trainer.version = 20
-    resumed = RunWatch(
-        watching.config, watching.folder, Recorder(), Progress(9), watching.trainer, EngineStats, lambda _: [], []
-    )
+    outputs = Outputs(watching.folder, Recorder(), Progress(9))
+    resumed = RunWatch(watching.config, outputs, FakeStages(watching.trainer))
     resumed.resume()
     assert resumed.is_complete is ends, "a resumed run reads the same in the file"
 

@@ -13,11 +13,12 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 from support.fakes import FakeTrainer
+from support.watched import FakeStages
 
 from redline.config import validate
-from redline.engine import EngineStats
 from redline.telemetry import Progress, Recorder, RunFolder
 from redline.telemetry.console.unread_output import dropping_unread_output
+from redline.watch.outputs import Outputs
 from redline.watch.run_watch import RunWatch
 
 
@@ -27,7 +28,7 @@ def make_watch(parent: Path) -> RunWatch:
     )
     progress = Progress(10, console=Console(file=io.StringIO()))
     folder = RunFolder.create(parent, "run")
-    return RunWatch(config, folder, Recorder(), progress, FakeTrainer([]), EngineStats, lambda tasks: [], [])
+    return RunWatch(config, Outputs(folder, Recorder(), progress), FakeStages(FakeTrainer([])))
 
 
 @pytest.fixture
@@ -44,7 +45,7 @@ def test_a_first_signal_asks_the_run_to_stop_and_a_second_one_does_what_it_alway
     number: signal.Signals, tmp_path: Path
 ) -> None:
     watch, before = make_watch(tmp_path), signal.getsignal(number)
-    with watch.stopping_on_interrupt():
+    with watch.interrupts.listening():
         assert not watch.should_stop()
         os.kill(os.getpid(), number)
         assert watch.should_stop()
@@ -56,7 +57,7 @@ def test_a_first_signal_asks_the_run_to_stop_and_a_second_one_does_what_it_alway
 def test_a_run_under_nohup_goes_on_when_the_terminal_is_closed(tmp_path: Path) -> None:
     watch = make_watch(tmp_path)
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
-    with watch.stopping_on_interrupt():
+    with watch.interrupts.listening():
         os.kill(os.getpid(), signal.SIGHUP)
         assert not watch.should_stop()
 

@@ -16,7 +16,6 @@ import math
 import os
 import resource
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -25,15 +24,13 @@ from typing import Any
 import torch
 from rich.console import Console
 
-from redline import loop
 from redline.config import Config, load_recipe, resolve
 from redline.engine.stats import metrics_between
-from redline.launch.build import build
+from redline.lab.measure.scratch_run import StepWatch, scratch_stages
 from redline.launch.process import prepare_process
 from redline.models.files.sources import model_folder
 from redline.rollouts import BackgroundRollouts
-from redline.telemetry import Progress, Recorder, RunFolder, describe_environment, recording
-from redline.types import StepReport, TrainBatch, TrajectoryGroup, WeightUpdate
+from redline.telemetry import Recorder, describe_environment, recording
 from redline.watch.rows import step_metrics
 
 Metrics = dict[str, float]
@@ -69,34 +66,13 @@ def _timed(play: Play, device: torch.device) -> dict[str, Any]:
 # ── steps of a run ─────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-class _Watch:
-    """Makes a row of metrics of each step. Implements `ports.Watch`."""
-
-    def __init__(self, recorder: Recorder) -> None:
-        self._recorder = recorder
-        self._groups: list[TrajectoryGroup] = []
-        self.row: Metrics = {}
-
-    def group_collected(self, group: TrajectoryGroup) -> None:
-        self._groups.append(group)
-
-    def step_finished(self, batch: TrainBatch, report: StepReport, update: WeightUpdate) -> None:
-        self.row = step_metrics(self._groups, batch, report, update, self._recorder.step_mark())
-        self._groups = []
-
-    def should_stop(self) -> bool:
-        return False
-
-
 @contextlib.contextmanager
 def _steps(task: dict[str, Any]) -> Iterator[tuple[torch.device, Play]]:
     config = _recipe(task)
     prepare_process(config)
-    recorder = Recorder(keep_spans=False)
-    with tempfile.TemporaryDirectory(prefix="redline-compare-") as scratch, recording(recorder):
-        quiet = Progress(config.run.steps, console=Console(quiet=True))
-        stages = build(config, RunFolder.create(Path(scratch), "side"), quiet)
-        watch = _Watch(recorder)
+    recorder, rows = Recorder(keep_spans=False), list[Metrics]()
+    with recording(recorder), scratch_stages(config) as stages:
+        watch = StepWatch(lambda step: rows.append(step_metrics(step)), recorder)
         ahead = stages.rollouts if isinstance(stages.rollouts, BackgroundRollouts) else None
         if ahead is not None:
             ahead.pause()
@@ -106,22 +82,11 @@ def _steps(task: dict[str, Any]) -> Iterator[tuple[torch.device, Play]]:
             stats = stages.engine.stats
             recorder.step_mark()
             with _resumed(ahead):
-                loop.run(
-                    stages.rollouts,
-                    stages.buffer,
-                    stages.trainer,
-                    stages.weight_sync,
-                    stages.shared_engine,
-                    steps=stages.trainer.version + 1,
-                    watch=watch,
-                )
-            row = watch.row | metrics_between(stats, stages.engine.stats)
+                stages.run(watch, stages.trainer.version + 1)
+            row = rows.pop() | metrics_between(stats, stages.engine.stats)
             return row, [name for name in row if name.endswith(("_per_s", "hit_rate")) or "reward" in name]
 
-        try:
-            yield torch.device(config.run.device), step
-        finally:
-            stages.close()
+        yield torch.device(config.run.device), step
 
 
 @contextlib.contextmanager

@@ -3,15 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-import tempfile
 from collections.abc import Callable, Iterator
-from pathlib import Path
 
 import numpy as np
 import torch
-from rich.console import Console
 
-from redline import loop
 from redline.config import resolve, validate
 from redline.config.sections.engine import EngineConfig
 from redline.config.sections.trainer import TrainerConfig
@@ -19,11 +15,9 @@ from redline.engine import NativeEngine
 from redline.lab.material.networks import make_network
 from redline.lab.material.prompts import random_prompts
 from redline.lab.material.train_batches import long_tailed_lengths, random_batch
+from redline.lab.measure.scratch_run import StepWatch, scratch_stages
 from redline.lab.peers.generation_sides import Batch, EngineSide
 from redline.lab.peers.training_sides import RedlineTraining
-from redline.launch.build import build
-from redline.telemetry import Progress, RunFolder
-from redline.types import StepReport, TrainBatch, TrajectoryGroup, WeightUpdate
 
 Work = Callable[[], object]
 GROUPS, GROUP_SIZE, PROMPT_TOKENS, TOKENS, LONGEST = 4, 4, 16, 48, 96
@@ -54,19 +48,6 @@ def generation(model: str, device: torch.device) -> Iterator[Work]:
     yield lambda: side.run(Batch(prompts, 1, NEW_TOKENS, seed=0))
 
 
-class _Nobody:
-    """Implements `ports.Watch`."""
-
-    def group_collected(self, group: TrajectoryGroup) -> None:
-        pass
-
-    def step_finished(self, batch: TrainBatch, report: StepReport, update: WeightUpdate) -> None:
-        pass
-
-    def should_stop(self) -> bool:
-        return False
-
-
 @contextlib.contextmanager
 def loop_step(model: str, device: torch.device) -> Iterator[Work]:
     """Rollouts, buffer, trainer and weight sync in lockstep, without a learning rate: every step samples from one policy."""
@@ -85,24 +66,8 @@ def loop_step(model: str, device: torch.device) -> Iterator[Work]:
         "engine": {"max_num_seqs": GROUPS * GROUP_SIZE},
     }
     config = resolve(validate(recipe, "redline perf")).config
-    with tempfile.TemporaryDirectory(prefix="redline-perf-") as scratch:
-        stages = build(config, RunFolder.create(Path(scratch), "perf"), Progress(1, console=Console(quiet=True)))
-
-        def step() -> None:
-            loop.run(
-                stages.rollouts,
-                stages.buffer,
-                stages.trainer,
-                stages.weight_sync,
-                stages.shared_engine,
-                steps=stages.trainer.version + 1,
-                watch=_Nobody(),
-            )
-
-        try:
-            yield step
-        finally:
-            stages.close()
+    with scratch_stages(config) as stages:
+        yield lambda: stages.run(StepWatch(), stages.trainer.version + 1)
 
 
 WORKLOADS = {"trainer step": trainer_step, "generation": generation, "loop step": loop_step}

@@ -288,6 +288,9 @@ class ProfiledTrainer:
     def load(self, folder: Path) -> None:
         self._trainer.load(folder)
 
+    def flush(self) -> None:
+        self._trainer.flush()
+
 
 def _under_nsight() -> bool:
     from redline.telemetry.profiling.nvtx import started_by_nsight

@@ -18,14 +18,15 @@ import pytest
 import torch
 from rich.console import Console
 from support.fakes import FakeTrainer
+from support.watched import FakeStages
 
 from redline.config import validate
-from redline.engine import EngineStats
 from redline.errors import RunFolderError
 from redline.telemetry import Progress, Recorder, RunFolder
 from redline.trainer.checkpoints.background import CheckpointWriter
 from redline.trainer.checkpoints.folder import load_checkpoint
 from redline.watch.checkpoints import checkpoints
+from redline.watch.outputs import Outputs
 from redline.watch.run_watch import RunWatch
 
 
@@ -126,6 +127,9 @@ class SavingTrainer(FakeTrainer):
     def save(self, folder: Path) -> None:
         self.writer.save(folder, self.version, state(float(self.version)))
 
+    def flush(self) -> None:
+        self.writer.flush()
+
 
 def test_the_checkpoint_before_is_kept_until_the_new_one_is_on_the_disk(disk: threading.Event, tmp_path: Path) -> None:
     recipe = {
@@ -135,9 +139,7 @@ def test_the_checkpoint_before_is_kept_until_the_new_one_is_on_the_disk(disk: th
     }
     trainer, folder = SavingTrainer([]), RunFolder.create(tmp_path, "run")
     progress = Progress(10, console=Console(file=io.StringIO()))
-    watch = RunWatch(
-        validate(recipe), folder, Recorder(), progress, trainer, EngineStats, lambda tasks: [], [], trainer.writer.flush
-    )
+    watch = RunWatch(validate(recipe), Outputs(folder, Recorder(), progress), FakeStages(trainer))
     disk.set()
     trainer.version = 5
     watch.checkpoint()

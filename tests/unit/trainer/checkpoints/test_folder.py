@@ -16,10 +16,10 @@ from rich.console import Console
 from safetensors.torch import load_file, save_file
 from support.fakes import Attempt, Calls, FakeTrainer, train_batch
 from support.small_models import CONFIGS, write_model
+from support.watched import FakeStages
 
 from redline.config import validate
 from redline.config.sections.trainer import TrainerConfig
-from redline.engine import EngineStats
 from redline.errors import DamagedCheckpointError, RunFolderError
 from redline.models.files.hf import load_decoder
 from redline.telemetry import MetricsLog, Progress, Recorder, RunFolder
@@ -28,6 +28,7 @@ from redline.trainer.checkpoints.folder import Checkpoint, load_checkpoint, save
 from redline.trainer.checkpoints.random_state import restore_random_state
 from redline.types import TrainBatch
 from redline.watch.checkpoints import checkpoints
+from redline.watch.outputs import Outputs
 from redline.watch.run_watch import RunWatch
 
 STATE = {
@@ -268,7 +269,7 @@ def make_watch(
         {"model": {"path": "builtin:tiny"}, "rollouts": {"task": task}, "run": run, "telemetry": {"trace": False}}
     )
     progress = Progress(10, console=Console(file=console or io.StringIO(), width=500))
-    return RunWatch(config, folder, Recorder(), progress, trainer, EngineStats, evaluate=lambda tasks: [], held_out=[])
+    return RunWatch(config, Outputs(folder, Recorder(), progress), FakeStages(trainer))
 
 
 class SavingTrainer(FakeTrainer):
@@ -478,4 +479,4 @@ def test_rows_that_are_missing_before_the_checkpoint_are_said_to_be(model: Path,
     watch = make_watch(folder, make_trainer(model, torch.float32), console=console)
     watch.resume()
     assert "metrics.jsonl ends at step 1: the rows of the steps up to 2 are missing" in console.getvalue()
-    assert watch.num_groups_counted is None
+    assert watch.rows.num_groups_counted is None

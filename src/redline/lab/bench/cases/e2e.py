@@ -11,17 +11,13 @@ With `against` the loop takes turns with somebody else's instead (`e2e_against.p
 from __future__ import annotations
 
 import statistics
-import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
-from pathlib import Path
 
 import torch
 from rich.console import Console
 
-from redline import loop
 from redline.config import Config, resolve, validate
 from redline.errors import ConfigError
 from redline.lab.bench.cases.e2e_lengths import Lengths, beside, length_results
@@ -31,13 +27,14 @@ from redline.lab.evidence.statistics import compare
 from redline.lab.material.random_folders import as_path
 from redline.lab.measure.machine import Machine, device_name, free_memory, measure_machine
 from redline.lab.measure.pairs import interleave
+from redline.lab.measure.scratch_run import StepWatch, scratch_stages
 from redline.lab.plan.devices import CPU_PRICE, find_device
-from redline.launch.build import build
 from redline.launch.process import prepare_process
 from redline.launch.stages import Stages
 from redline.models.sizes.flops import NetworkCost
-from redline.telemetry import Progress, Recorder, RunFolder, recording
-from redline.types import StepReport, TrainBatch, TrajectoryGroup, WeightUpdate
+from redline.telemetry import Recorder, recording
+from redline.types import TrajectoryGroup
+from redline.watch.rows import FinishedStep
 
 LOCKSTEP = 0
 SUMS = {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1}
@@ -55,7 +52,7 @@ REWARD_WINDOW = 4
 
 @dataclass(slots=True)
 class Clock:
-    """Notes when steps end and what came of them. Implements `ports.Watch`."""
+    """Notes when steps end and what came of them."""
 
     skip: int
     """Steps before the clock starts: kernels warm up, and a pipeline fills."""
@@ -63,7 +60,6 @@ class Clock:
     """To count operations with, where somebody wants them."""
     buffer_metrics: Callable[[], Mapping[str, float]] = dict
     """After each step, what became of the groups."""
-    groups: list[TrajectoryGroup] = field(default_factory=list)
     begun_s: float = 0.0
     ends_s: list[float] = field(default_factory=list)
     rewards: list[float] = field(default_factory=list)
@@ -74,27 +70,19 @@ class Clock:
     training_flops: list[int] = field(default_factory=list)
     fates: list[Mapping[str, float]] = field(default_factory=list)
 
-    def group_collected(self, group: TrajectoryGroup) -> None:
-        self.groups.append(group)
-
-    def step_finished(self, batch: TrainBatch, report: StepReport, update: WeightUpdate) -> None:
-        now = time.perf_counter()
-        groups, self.groups = self.groups, []
-        attempts = [t for group in groups for t in group.trajectories]
-        if update.version == self.skip:
+    def finished(self, step: FinishedStep) -> None:
+        now, attempts = time.perf_counter(), step.attempts
+        if step.update.version == self.skip:
             self.begun_s = now
-        if update.version > self.skip:
+        if step.update.version > self.skip:
             self.ends_s.append(now - self.begun_s)
             self.rewards.append(statistics.fmean(t.reward for t in attempts) if attempts else self.rewards[-1])
             self.tokens.append(sum(t.num_completion_tokens for t in attempts))
-            self.lags.append(batch.lag)
-            self.attempts.append(batch.num_sequences_sampled)
+            self.lags.append(step.batch.lag)
+            self.attempts.append(step.batch.num_sequences_sampled)
             self.fates.append(self.buffer_metrics())
-            self.sampling_flops.append(sampling_flops(self.cost, groups) if self.cost else 0.0)
-            self.training_flops.append(report.flops)
-
-    def should_stop(self) -> bool:
-        return False
+            self.sampling_flops.append(sampling_flops(self.cost, step.groups) if self.cost else 0.0)
+            self.training_flops.append(step.report.flops)
 
 
 def sampling_flops(cost: NetworkCost, groups: Sequence[TrajectoryGroup]) -> float:
@@ -176,15 +164,10 @@ def run_loop(config: Config, skip: int, steps: int) -> E2ERun:
     """The loop of `redline train` in a folder that is thrown away."""
     prepare_process(config)
     recorder = Recorder(keep_spans=False)
-    with tempfile.TemporaryDirectory(prefix="redline-bench-") as scratch, recording(recorder):
-        quiet = Progress(steps, console=Console(quiet=True))
-        stages = build(config, RunFolder.create(Path(scratch), "e2e"), quiet)
-        clock = Clock(skip, NetworkCost.of(stages.decoder), partial(getattr, stages.buffer, "metrics"))
-        try:
-            before = _until(stages, clock, skip, recorder)
-            after = _until(stages, clock, skip + steps, recorder)
-        finally:
-            stages.close()
+    with recording(recorder), scratch_stages(config) as stages:
+        clock = Clock(skip, NetworkCost.of(stages.decoder), stages.buffer_metrics)
+        before = _until(stages, clock, skip, recorder)
+        after = _until(stages, clock, skip + steps, recorder)
     clock.buffer_metrics = dict  # it holds the stages
     del stages
     free_memory(torch.device(config.run.device))
@@ -210,7 +193,7 @@ def run_loop(config: Config, skip: int, steps: int) -> E2ERun:
 
 def _until(stages: Stages, clock: Clock, steps: int, recorder: Recorder) -> dict[str, float]:
     """Run to that step; seconds that each lane has waited so far, and that the main one spent on anything but training."""
-    loop.run(stages.rollouts, stages.buffer, stages.trainer, stages.weight_sync, stages.shared_engine, steps=steps, watch=clock)
+    stages.run(StepWatch(clock.finished), steps)
     lanes = recorder.ledger().lanes
     waited = {name: sum(ns for row, ns in lane.rows.items() if row.startswith("wait.")) / 1e9 for name, lane in lanes.items()}
     rollouts = sum(ns for row, ns in lanes["main"].rows.items() if row.split(".")[0] in ("rollouts", "engine")) / 1e9

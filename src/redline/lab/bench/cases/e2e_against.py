@@ -8,18 +8,15 @@ environment. In every round both take a step, in an order drawn by lot. Both use
 from __future__ import annotations
 
 import statistics
-import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
 from rich.console import Console
 
-from redline import loop
 from redline.config import Config
 from redline.lab.bench.cases.e2e import LOCKSTEP, price_of, recipe, sample_results, sampling_flops, work_result
 from redline.lab.bench.settings import E2ESettings
@@ -27,18 +24,18 @@ from redline.lab.evidence.document import Bound, Measured, PeerFigure, Result
 from redline.lab.evidence.statistics import compare
 from redline.lab.measure.machine import measure_machine, synchronize
 from redline.lab.measure.pairs import interleave
+from redline.lab.measure.scratch_run import StepWatch, scratch_stages
 from redline.lab.measure.warmup import MAX_RUNS, warm_up
 from redline.lab.peers.contest import OURS
 from redline.lab.peers.trl_side import TrlSide
-from redline.launch.build import build
 from redline.launch.process import prepare_process
 from redline.launch.stages import Stages
 from redline.models.files.hf import load_tokenizer
 from redline.models.files.sources import model_folder
 from redline.models.sizes.flops import NetworkCost
 from redline.rollouts import Chat, make_task_source
-from redline.telemetry import Progress, Recorder, RunFolder, recording
-from redline.types import StepReport, TrainBatch, TrajectoryGroup, WeightUpdate
+from redline.telemetry import Recorder, recording
+from redline.watch.rows import FinishedStep
 
 PEER = "trl"
 
@@ -65,50 +62,30 @@ Rounds = Sequence[Mapping[str, SteppedRun]]
 
 
 class OwnSide:
-    """The loop, a step at a time. Implements `ports.Watch`."""
+    """Our loop, a step at a time."""
 
     def __init__(self, stages: Stages, recorder: Recorder, device: torch.device) -> None:
         self._stages, self._recorder, self._device = stages, recorder, device
         self._cost = NetworkCost.of(stages.decoder)
-        self._groups: list[TrajectoryGroup] = []
-        self._training_flops = 0
 
     def step(self) -> SteppedRun:
-        stages = self._stages
-        self._groups = []
+        finished: list[FinishedStep] = []
         self._recorder.step_mark()
         synchronize(self._device)
         started = time.perf_counter()
-        loop.run(
-            stages.rollouts,
-            stages.buffer,
-            stages.trainer,
-            stages.weight_sync,
-            stages.shared_engine,
-            steps=stages.trainer.version + 1,
-            watch=self,
-        )
+        self._stages.run(StepWatch(finished.append), self._stages.trainer.version + 1)
         synchronize(self._device)
         seconds = time.perf_counter() - started
         spent = self._recorder.step_mark()
-        attempts = [t for group in self._groups for t in group.trajectories]
+        [done] = finished
         return SteppedRun(
             step_s=seconds,
             rollouts_s=sum(ns for name, ns in spent.items() if name.partition(".")[0] in ("rollouts", "engine")) / 1e9,
-            reward=statistics.fmean(t.reward for t in attempts),
-            mean_tokens=statistics.fmean(t.num_completion_tokens for t in attempts),
-            sampling_flops=sampling_flops(self._cost, self._groups),
-            training_flops=self._training_flops,
+            reward=statistics.fmean(t.reward for t in done.attempts),
+            mean_tokens=statistics.fmean(t.num_completion_tokens for t in done.attempts),
+            sampling_flops=sampling_flops(self._cost, done.groups),
+            training_flops=done.report.flops,
         )
-
-    def group_collected(self, group: TrajectoryGroup) -> None:
-        self._groups.append(group)
-
-    def step_finished(self, batch: TrainBatch, report: StepReport, update: WeightUpdate) -> None:
-        self._training_flops = report.flops
-
-    def should_stop(self) -> bool:
-        return False
 
 
 def measure(settings: E2ESettings, console: Console) -> Measured:
@@ -152,13 +129,8 @@ def measure(settings: E2ESettings, console: Console) -> Measured:
 def _own_side(config: Config) -> Iterator[OwnSide]:
     prepare_process(config)
     recorder = Recorder(keep_spans=False)
-    with tempfile.TemporaryDirectory(prefix="redline-bench-") as scratch, recording(recorder):
-        quiet = Progress(config.run.steps, console=Console(quiet=True))
-        stages = build(config, RunFolder.create(Path(scratch), "e2e"), quiet)
-        try:
-            yield OwnSide(stages, recorder, torch.device(config.run.device))
-        finally:
-            stages.close()
+    with recording(recorder), scratch_stages(config) as stages:
+        yield OwnSide(stages, recorder, torch.device(config.run.device))
 
 
 @contextmanager

@@ -22,19 +22,16 @@ from pathlib import Path
 
 from rich.console import Console
 
-from redline import loop
 from redline.config import Config, resolve, validate
 from redline.errors import TrainingError
 from redline.lab.bench.settings import TelemetrySettings
 from redline.lab.evidence.document import Bound, Measured, PeerFigure, Result
 from redline.lab.evidence.statistics import compare
 from redline.lab.measure.pairs import interleave
-from redline.launch.build import build
+from redline.lab.measure.scratch_run import StepWatch, scratch_stages
 from redline.launch.process import prepare_process
-from redline.launch.stages import Stages
-from redline.telemetry import MetricsLog, Progress, Recorder, RunFolder, TraceWriter, recording, span
-from redline.types import StepReport, TrainBatch, TrajectoryGroup, WeightUpdate
-from redline.watch.rows import step_metrics
+from redline.telemetry import MetricsLog, Recorder, RunFolder, TraceWriter, recording, span
+from redline.watch.rows import FinishedStep, step_metrics
 
 BATCH = 1000
 """Spans of one sample."""
@@ -114,43 +111,23 @@ def _span_result(name: str, samples: Sequence[float], clock_ns: Sequence[float])
 
 
 class _Records:
-    """What `RunWatch` writes at every step. Implements `ports.Watch`."""
+    """Writes what `RunWatch` writes at every step."""
 
     def __init__(self, folder: RunFolder, recorder: Recorder) -> None:
         self._recorder = recorder
         self._metrics, self._trace = MetricsLog(folder.metrics), TraceWriter(folder.trace)
-        self._groups: list[TrajectoryGroup] = []
         self.spans = 0
 
-    def group_collected(self, group: TrajectoryGroup) -> None:
-        self._groups.append(group)
-
-    def step_finished(self, batch: TrainBatch, report: StepReport, update: WeightUpdate) -> None:
-        with span("telemetry.metrics", version=update.version):
-            row = step_metrics(self._groups, batch, report, update, self._recorder.step_mark())
-            self._metrics.append(update.version, row)
-            self._groups = []
+    def finished(self, step: FinishedStep) -> None:
+        with span("telemetry.metrics", version=step.update.version):
+            self._metrics.append(step.update.version, step_metrics(step))
             spans = self._recorder.drain()
             self._trace.write(spans)
             self.spans += len(spans)
 
-    def should_stop(self) -> bool:
-        return False
-
     def close(self) -> None:
         self._metrics.close()
         self._trace.close()
-
-
-class _NoRecords:
-    """Implements `ports.Watch`."""
-
-    def group_collected(self, group: TrajectoryGroup) -> None: ...
-
-    def step_finished(self, batch: TrainBatch, report: StepReport, update: WeightUpdate) -> None: ...
-
-    def should_stop(self) -> bool:
-        return False
 
 
 def _run_pairs(settings: TelemetrySettings, console: Console) -> list[dict[str, TimedRun]]:
@@ -167,26 +144,18 @@ def _run_pairs(settings: TelemetrySettings, console: Console) -> list[dict[str, 
 def run_loop(config: Config, settings: TelemetrySettings, recorded: bool) -> TimedRun:
     """The loop of `redline train` in a folder that is thrown away, from the same weights over the same tasks on both sides."""
     prepare_process(config)
-    with tempfile.TemporaryDirectory(prefix="redline-bench-") as scratch:
-        folder = RunFolder.create(Path(scratch), "telemetry")
-        stages = build(config, folder, Progress(settings.steps, console=Console(quiet=True)))
-        try:
-            _until(stages, settings.warmup_steps, _NoRecords())
-            recorder = Recorder()
-            records = _Records(folder, recorder) if recorded else None
-            with recording(recorder) if recorded else nullcontext():
-                started = time.perf_counter()
-                _until(stages, settings.warmup_steps + settings.steps, records or _NoRecords())
-                seconds = time.perf_counter() - started
-            if records:
-                records.close()
-        finally:
-            stages.close()
+    with tempfile.TemporaryDirectory(prefix="redline-bench-") as scratch, scratch_stages(config) as stages:
+        stages.run(StepWatch(), settings.warmup_steps)
+        recorder = Recorder()
+        records = _Records(RunFolder.create(Path(scratch), "telemetry"), recorder) if recorded else None
+        watch = StepWatch(records.finished, recorder) if records else StepWatch()
+        with recording(recorder) if recorded else nullcontext():
+            started = time.perf_counter()
+            stages.run(watch, settings.warmup_steps + settings.steps)
+            seconds = time.perf_counter() - started
+        if records:
+            records.close()
     return TimedRun(seconds / settings.steps, records.spans / settings.steps if records else 0.0)
-
-
-def _until(stages: Stages, steps: int, watch: _Records | _NoRecords) -> None:
-    loop.run(stages.rollouts, stages.buffer, stages.trainer, stages.weight_sync, stages.shared_engine, steps=steps, watch=watch)
 
 
 @dataclass(slots=True, frozen=True)

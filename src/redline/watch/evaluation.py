@@ -1,0 +1,111 @@
+"""Evaluations: what the policy makes of the held-out tasks, now and then."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from redline.config.schema import RolloutsConfig
+from redline.rollouts.rewards.accuracy import accuracy
+from redline.telemetry import MetricsLog, span
+from redline.telemetry.console.progress import SampleAnswer
+from redline.telemetry.summary.failed_attempts import WORTH_SAYING, FailureTally, reaches_target
+from redline.types import Task, Trajectory
+from redline.watch.outputs import Outputs
+from redline.watch.watched import Watched
+
+NUM_SAMPLES_SHOWN = 3
+
+
+class Evaluations:
+    """Has the held-out tasks attempted and writes `evaluations.jsonl`."""
+
+    def __init__(self, rollouts: RolloutsConfig, outputs: Outputs, stages: Watched) -> None:
+        self._rollouts = rollouts
+        self._outputs = outputs
+        self._stages = stages
+        self._log = MetricsLog(outputs.folder.evaluations)
+        self.has_reached_target = False
+        """Whether an evaluation after the first step has reached `rollouts.evaluation.stop_at`."""
+        self.samples: dict[int, list[SampleAnswer]] = {}
+        """Version → answers to show, of the first evaluation and of the newest."""
+        self.rewards: dict[int, float] = {}
+        """Version → mean reward."""
+        self.accuracies: dict[int, float] = {}
+        """Version → share of right answers, where the tasks say which are right."""
+
+    def is_due(self, version: int) -> bool:
+        every = self._rollouts.evaluation.every
+        return bool(every) and version % every == 0
+
+    def run(self, version: int) -> None:
+        """Block until the current policy has attempted the held-out tasks, and write their row."""
+        if not self._stages.held_out:
+            return
+        started = time.perf_counter()
+        with span("run.evaluate", version=version):
+            attempts = self._stages.evaluate(self._stages.held_out)
+            failed = FailureTally()
+            failed.add(t for trajectories in attempts for t in trajectories)
+            if failed.all_failed and version == 0:
+                raise failed.stop("the first evaluation")
+            seconds = time.perf_counter() - started
+            row = self._row(attempts, failed, seconds)
+            self._log.rewind(version - 1)  # a resumed run may evaluate a version once more
+            written = self._log.append(version, row)
+            self._keep(written)
+            self._outputs.listeners.evaluation(written)
+        found = self.accuracies.get(version)
+        self._outputs.progress.evaluation(
+            f"held-out, step {version}", self.rewards[version], row["evaluation/num_answers"], seconds, found
+        )
+        if failed.share > WORTH_SAYING:
+            self._outputs.progress.note(f"held-out, step {version}: {failed.sentence()}")
+
+    def _row(self, attempts: Sequence[Sequence[Trajectory]], failed: FailureTally, seconds: float) -> dict[str, Any]:
+        answers = [t for trajectories in attempts for t in trajectories]
+        right = accuracy(answers)
+        return {
+            "evaluation/reward_mean": sum(t.reward for t in answers) / len(answers),
+            **({} if right is None else {"evaluation/accuracy": right}),
+            "evaluation/num_tasks": len(attempts),
+            "evaluation/num_answers": len(answers),
+            "evaluation/failures": failed.num_failed,
+            "evaluation/seconds": seconds,
+            "evaluation/samples": [asdict(self._shown(*pair)) for pair in self._first_attempts(attempts)],
+        }
+
+    def _first_attempts(self, attempts: Sequence[Sequence[Trajectory]]) -> list[tuple[Task, Trajectory]]:
+        first = [trajectories[0] for trajectories in attempts]
+        return list(zip(self._stages.held_out, first, strict=True))[:NUM_SAMPLES_SHOWN]
+
+    def _shown(self, task: Task, attempt: Trajectory) -> SampleAnswer:
+        return SampleAnswer(task.messages[-1]["content"], self._rollouts.answer_prefix + attempt.text, attempt.reward)
+
+    def _keep(self, row: Mapping[str, Any]) -> None:
+        """Remember what a row of `evaluations.jsonl` says, of this process or of an earlier one."""
+        version = row["step"]
+        self.has_reached_target |= reaches_target(row, self._rollouts.evaluation.stop_at)
+        self.rewards[version] = row["evaluation/reward_mean"]
+        if "evaluation/accuracy" in row:
+            self.accuracies[version] = row["evaluation/accuracy"]
+        self.samples[version] = [SampleAnswer(**sample) for sample in row["evaluation/samples"]]
+        for between in sorted(self.samples)[1:-1]:
+            del self.samples[between]
+
+    def rewind(self, version: int, aside: Path | None) -> None:
+        """Cut the rows after `version`, into the folder `aside` where there is one, and remember the rest."""
+        self._log.rewind(version, aside)
+        for row in MetricsLog.read(self._outputs.folder.evaluations):
+            if {"step", "evaluation/reward_mean", "evaluation/samples"} <= row.keys():  # else damaged, or somebody else's
+                self._keep(row)
+
+    def flush(self) -> None:
+        """Block until the disk has every row."""
+        self._log.flush_to_disk()
+
+    def close(self) -> None:
+        self._log.close()
