@@ -19,10 +19,10 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from redline.kernels.available import kernels_serve
+from redline.models.layer_code import Checkpointing, LayerCode, layer_code
 from redline.models.layers.gradient_sums import embedding
 from redline.models.layers.rope import rotary_table, rotate
 from redline.models.lora.per_token import ActiveLora, project
-from redline.models.sizes.memory import Checkpointing
 from redline.models.spec import DecoderSpec
 
 Rotary = tuple[Tensor, Tensor]
@@ -61,40 +61,39 @@ class DecoderLayer(nn.Module):
         self.down = nn.Linear(spec.intermediate_size, spec.hidden_size, bias=spec.mlp_bias)
         self.reduce: Callable[[Tensor], Tensor] = _alone
         """Sums over the processes that share the layer (`parallel.py`)."""
-        self.recomputes_mlp = False
-        """The backward pass computes the MLP again instead of keeping what is inside: most of what a layer keeps."""
-        self.recomputes_activation = False
-        """The same of the MLP's activation alone, which is a single pass over memory."""
+        self.checkpointing: Checkpointing = "none"
+        """What the backward pass computes again: the MLP is most of what a layer keeps, its activation a single pass over
+        memory."""
 
     def forward(
         self, x_TE: Tensor, delta_TE: Tensor | None, rotary: Rotary | None, attend: AnyAttend, lora: ActiveLora | None
     ) -> tuple[Tensor, Tensor]:
         """The residual stream so far and what to add to it: the addition is left to the next norm, which reads both anyway."""
-        if rotary is not None and self._is_written_out(x_TE, attend, lora):
+        if rotary is not None and self._runs_by_hand(x_TE, attend, lora):
             from redline.models.layers.fused import fused_layer
 
             return fused_layer(self, x_TE, delta_TE, rotary, attend)  # type: ignore[arg-type]
         x_TE, normed_TE = add_rms_norm(x_TE, delta_TE, self.attn_norm, self.spec.norm_eps)
         attended_TE = self.reduce(project(self.o, self._attention(normed_TE, rotary, attend, lora), lora))
         x_TE, normed_TE = add_rms_norm(x_TE, attended_TE, self.mlp_norm, self.spec.norm_eps)
-        return x_TE, _again_in_backward(self._mlp, self.recomputes_mlp)(normed_TE, lora)
+        return x_TE, _again_in_backward(self._mlp, self.checkpointing == "selective")(normed_TE, lora)
 
-    def _is_written_out(self, x_TE: Tensor, attend: AnyAttend, lora: ActiveLora | None) -> bool:
-        """Whether `fused_layer` may take over, which has the gradients of plain layers."""
-        if not _trains_by_hand(x_TE, attend, lora):
+    def _runs_by_hand(self, x_TE: Tensor, attend: AnyAttend, lora: ActiveLora | None) -> bool:
+        """Whether `fused_layer` takes over."""
+        if not _trains(x_TE, attend, lora):
             return False
-        from redline.models.layers.fused import is_plain
-
-        return self.is_alone and is_plain(self)
+        return layer_code(self.spec, x_TE.dtype, self.checkpointing, kernels=True, whole=self.is_whole) == "fused"
 
     @property
-    def is_alone(self) -> bool:
-        """No other process has a part of it, and its MLP is not computed again."""
-        return not self.recomputes_mlp and self.reduce is _alone
+    def is_whole(self) -> bool:
+        """No other process has a part of it, and no adapter stands beside a projection."""
+        modules = self._modules  # every layer of every micro-batch is asked: no way round by attributes
+        qkv, o, gate_up, down = modules["qkv"], modules["o"], modules["gate_up"], modules["down"]
+        return self.reduce is _alone and type(qkv) is type(o) is type(gate_up) is type(down) is nn.Linear
 
     def _mlp(self, x_TE: Tensor, lora: ActiveLora | None) -> Tensor:
         gate_up_TI = project(self.gate_up, x_TE, lora)
-        return self.reduce(_again_in_backward(self._activated, self.recomputes_activation)(gate_up_TI, lora))
+        return self.reduce(_again_in_backward(self._activated, self.checkpointing == "light")(gate_up_TI, lora))
 
     def _activated(self, gate_up_TI: Tensor, lora: ActiveLora | None) -> Tensor:
         return project(self.down, silu_mul(gate_up_TI), lora)
@@ -142,16 +141,23 @@ class Decoder(nn.Module):
         self.rotary_frequencies: Tensor
         self.register_buffer("rotary_frequencies", rotary_frequencies, persistent=False)
         self.rotary_factor = rotary_factor
-        self.recomputes_layers = False
-        """The backward pass computes each layer again from its input."""
+        self.checkpointing: Checkpointing = "none"
 
     def recompute_in_backward(self, what: Checkpointing) -> None:
         """`light`: the MLPs' activations. `selective`: the MLPs. `full`: whole layers. The same numbers, less memory, more
         time."""
-        self.recomputes_layers = what == "full"
+        self.checkpointing = what
         for layer in self.layers:
             assert isinstance(layer, DecoderLayer)
-            layer.recomputes_activation, layer.recomputes_mlp = what == "light", what == "selective"
+            layer.checkpointing = what
+
+    def training_code(self, dtype: torch.dtype) -> LayerCode:
+        """Who runs its layers in a training step that computes in `dtype`."""
+        return layer_code(self.spec, dtype, self.checkpointing, kernels=kernels_serve(self.embed), whole=self._are_whole)
+
+    @property
+    def _are_whole(self) -> bool:
+        return all(layer.is_whole for layer in self.layers)  # type: ignore[union-attr]
 
     @property
     def output_weight(self) -> Tensor:
@@ -164,22 +170,23 @@ class Decoder(nn.Module):
         rotary = None
         if not isinstance(attend, FusedAttend):
             rotary = rotary_table(self.rotary_frequencies, self.rotary_factor, positions_T, x_TE.dtype)
-        if rotary is not None and self._is_written_out(x_TE, attend, lora):
+        if rotary is not None and self._runs_at_once(x_TE, attend, lora):
             from redline.models.layers.fused import fused_layers
 
             x_TE, delta_TE = fused_layers(self.layers, x_TE, rotary, attend)  # type: ignore[arg-type]
             return add_rms_norm(x_TE, delta_TE, self.norm, self.spec.norm_eps)[1]
         for layer in self.layers:
-            x_TE, delta_TE = _again_in_backward(layer, self.recomputes_layers)(x_TE, delta_TE, rotary, attend, lora)
+            x_TE, delta_TE = _again_in_backward(layer, self.checkpointing == "full")(x_TE, delta_TE, rotary, attend, lora)
         return add_rms_norm(x_TE, delta_TE, self.norm, self.spec.norm_eps)[1]
 
-    def _is_written_out(self, x_TE: Tensor, attend: AnyAttend, lora: ActiveLora | None) -> bool:
-        """Whether `fused_layers` may take all of them at once: only the sums want the weights' gradients."""
-        if self.recomputes_layers or not _trains_by_hand(x_TE, attend, lora):
+    def _runs_at_once(self, x_TE: Tensor, attend: AnyAttend, lora: ActiveLora | None) -> bool:
+        """Whether `fused_layers` may take all layers at once: only the sums want the weights' gradients."""
+        if self.checkpointing == "full" or not _trains(x_TE, attend, lora):
             return False
-        from redline.models.layers.fused import is_plain, keeps_sums
+        from redline.models.layers.fused import keeps_sums
 
-        return all(layer.is_alone and is_plain(layer) and keeps_sums(layer) for layer in self.layers)  # type: ignore[arg-type]
+        whole = all(layer.is_whole and keeps_sums(layer) for layer in self.layers)  # type: ignore[arg-type, union-attr]
+        return layer_code(self.spec, x_TE.dtype, self.checkpointing, kernels=True, whole=whole) == "fused"
 
     def logits(self, hidden_ME: Tensor) -> Tensor:
         """[M, V] in the compute dtype."""
@@ -190,10 +197,9 @@ def _alone(x: Tensor) -> Tensor:
     return x
 
 
-def _trains_by_hand(x_TE: Tensor, attend: AnyAttend, lora: ActiveLora | None) -> bool:
-    """In half precision on CUDA, all weights."""
-    half = x_TE.dtype in (torch.bfloat16, torch.float16)
-    return half and lora is None and kernels_serve(x_TE) and torch.is_grad_enabled() and hasattr(attend, "backward")
+def _trains(x_TE: Tensor, attend: AnyAttend, lora: ActiveLora | None) -> bool:
+    """Whether the kernels run this call with gradients, and the attention has a backward pass to be called by hand."""
+    return kernels_serve(x_TE) and lora is None and torch.is_grad_enabled() and hasattr(attend, "backward")
 
 
 def _again_in_backward(part: Callable[..., Any], wanted: bool) -> Callable[..., Any]:

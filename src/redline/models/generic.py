@@ -20,6 +20,7 @@ from redline.errors import ModelError, boundary
 from redline.kernels.segments import Segments
 from redline.models.attention.packed import PackedAttention
 from redline.models.attention.routed import ROUTED, WATCHED, Mask, Route, Watch, set_attention, through
+from redline.models.layer_code import LayerCode
 from redline.models.spec import NO_LIMIT, ModelShape, fixed_positions
 
 if TYPE_CHECKING:
@@ -66,6 +67,10 @@ class GenericDecoder(nn.Module):
     def logits(self, hidden_ME: Tensor) -> Tensor:
         """[M, V]: what the network makes of them, with its scale, bias or cap."""
         return self._head(inputs_embeds=hidden_ME[None], use_cache=False).logits[0]
+
+    def training_code(self, dtype: torch.dtype) -> LayerCode:
+        """Who runs its layers in a training step: transformers, whatever the device."""
+        return "eager"
 
     @property
     def output_weight(self) -> Tensor:

@@ -30,7 +30,7 @@ from redline.models.files.hf import AnyDecoder
 from redline.models.lora.trainable import add_adapter
 from redline.models.sizes.flops import NetworkCost, training_flops
 from redline.models.sizes.in_use import weight_bytes
-from redline.models.sizes.memory import layer_code, parameter_bytes, token_bytes
+from redline.models.sizes.memory import parameter_bytes, token_bytes
 from redline.models.value_head import value_network
 from redline.telemetry import span
 from redline.trainer.batches.budget import Budgets, TokenBudget, find_budgets, with_oom_retry
@@ -47,6 +47,7 @@ from redline.trainer.loss.token_numbers import TokenNumbers, batch_advantages, b
 from redline.trainer.optimizer import schedule
 from redline.trainer.optimizer.adamw import MasterAdamW
 from redline.trainer.optimizer.finite import BadStep, BadSteps
+from redline.trainer.optimizer.quantized_states import bytes_per_moments
 from redline.trainer.parallel.place import find_place
 from redline.trainer.parallel.processes import Parallel
 from redline.trainer.passes.critic import Critic, CriticReport, critic_settings, explained_variance
@@ -106,9 +107,8 @@ class PolicyTrainer:
         num_parameters = sum(parameter.numel() for parameter in decoder.parameters())
         self._cost = CostModel.of(decoder.spec, num_parameters)
         self._flops = NetworkCost.of(decoder)
-        device, kind = decoder.output_weight.device.type, config.gradient_checkpointing
-        code = layer_code(decoder.spec, dtype, device, kind, plain=not config.lora.rank)
-        self._token_bytes = token_bytes(decoder.spec, num_parameters, dtype, kind, code)
+        code = decoder.training_code(dtype)
+        self._token_bytes = token_bytes(decoder.spec, num_parameters, dtype, config.gradient_checkpointing, code)
         self._largest_micro_batch = 0
         self._staging = Staging(decoder.output_weight.device)
         self._budget: TokenBudget | None = None
@@ -377,7 +377,7 @@ class PolicyTrainer:
         parameters = parameter_bytes(
             self._decoder,
             self._dtype,
-            bytes_per_moments=8 if config.optimizer_states == "float32" else 2,
+            bytes_per_moments=bytes_per_moments(config.optimizer_states),
             offloaded=config.offload_optimizer,
             num_shards=num_shards,
             sharded_weights=config.sharding == "full",

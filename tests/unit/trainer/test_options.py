@@ -38,8 +38,8 @@ from redline.config.sections.engine import EngineConfig
 from redline.engine import NativeEngine
 from redline.errors import ConfigError, RunFolderError, TrainingError
 from redline.models.files.hf import load_decoder
+from redline.models.layer_code import Checkpointing
 from redline.models.lora.trainable import is_adapter
-from redline.models.sizes.memory import Checkpointing
 from redline.trainer import PolicyTrainer
 from redline.types import GenerateRequest, SamplingParams, StepReport, TrainBatch, WeightUpdate
 

@@ -18,6 +18,7 @@ import numpy as np
 import torch
 
 from redline.errors import TrainingError
+from redline.kernels.available import has_triton
 from redline.lab.bench.settings import MemorySettings, as_recipe
 from redline.lab.material.networks import Network, make_network
 from redline.lab.material.train_batches import random_batch
@@ -26,15 +27,15 @@ from redline.lab.measure.phases import Memory, memory_by_kind
 from redline.lab.peers.training_sides import RedlineTraining, TrainingSide, TransformersTraining
 from redline.launch.process import prepare_process
 from redline.models.files.hf import AnyDecoder
-from redline.models.sizes.memory import Checkpointing, layer_code, parameter_bytes, token_bytes
+from redline.models.layer_code import Checkpointing, layer_code
+from redline.models.sizes.memory import parameter_bytes, token_bytes
 from redline.trainer.batches.budget import logits_bytes
+from redline.trainer.optimizer.quantized_states import bytes_per_moments
 
 KILLED = -9
 """By the kernel, for want of memory."""
 LINES_SHOWN = 15
 OUT_OF_MEMORY = ("out of memory", "can't allocate memory", "CUBLAS_STATUS_ALLOC_FAILED")
-BYTES_PER_MOMENTS = {"float32": 8, "int8": 2}
-"""Bytes of both moments of a parameter."""
 
 
 @dataclass(slots=True, frozen=True)
@@ -109,11 +110,12 @@ def _planned(decoder: AnyDecoder, settings: MemorySettings, sequences: int) -> d
     held = parameter_bytes(
         decoder,
         dtype,
-        bytes_per_moments=BYTES_PER_MOMENTS[config.optimizer_states],
+        bytes_per_moments=bytes_per_moments(config.optimizer_states),
         offloaded=config.offload_optimizer and settings.device == "cuda",
     )
     checkpointing: Checkpointing = config.gradient_checkpointing
-    code = layer_code(decoder.spec, dtype, settings.device, checkpointing, plain=True)
+    kernels = settings.device == "cuda" and has_triton()
+    code = layer_code(decoder.spec, dtype, checkpointing, kernels=kernels, whole=not config.lora.rank)
     each = token_bytes(decoder.spec, sum(p.numel() for p in decoder.parameters()), dtype, checkpointing, code)
     activations = logits_bytes(decoder.spec, dtype) + sequences * settings.tokens * each.training
     return Memory(held.weights, held.masters + held.moments, held.gradients, activations).as_json()

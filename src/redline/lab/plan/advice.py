@@ -12,7 +12,7 @@ from redline.lab.plan.memory import MemoryEstimate, estimate_memory, kv_bytes_ne
 from redline.lab.plan.rates import Rates
 from redline.lab.plan.setup import Setup
 from redline.lab.plan.timing import estimate_time
-from redline.models.sizes.memory import Checkpointing
+from redline.models.layer_code import Checkpointing
 
 LORA_RANK = 16
 MOST_CUTS = 3

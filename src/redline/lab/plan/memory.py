@@ -35,6 +35,7 @@ from redline.models.sizes.memory import (
 from redline.trainer.batches.budget import Budgets, MemoryPlan, cpu_budgets, logits_bytes, tokens_kept
 from redline.trainer.loss.logprobs import CHUNK_BYTES, KEPT_BYTES, chunk_rows
 from redline.trainer.optimizer.offload import STRETCH_ELEMENTS
+from redline.trainer.optimizer.quantized_states import bytes_per_moments
 from redline.trainer.trainer import FORWARD_RATIO
 
 CUDA_CONTEXT = 700 * 2**20
@@ -109,7 +110,7 @@ def policy_bytes(setup: Setup) -> ParameterBytes:
         setup.model.parameters + setup.adapter,
         setup.trained,
         setup.dtype,
-        bytes_per_moments=2 * FLOAT32 if trainer.optimizer_states == "float32" else 2 + 2 * FLOAT32 / 256,
+        bytes_per_moments=bytes_per_moments(trainer.optimizer_states),
         offloaded=trainer.offload_optimizer and setup.device.is_gpu,
         num_shards=setup.shards,
         sharded_weights=trainer.sharding == "full",
@@ -142,7 +143,7 @@ def critic_bytes(setup: Setup) -> ParameterBytes:
     trainer, model = setup.config.trainer, setup.model
     kept = model.parameters - (0 if model.tied else model.head_parameters)
     count = setup.adapter or kept
-    moments = 2 * FLOAT32 if trainer.optimizer_states == "float32" else 2 + 2 * FLOAT32 / 256
+    moments = bytes_per_moments(trainer.optimizer_states)
     offloaded = trainer.offload_optimizer and setup.device.is_gpu
     return counted_bytes(count, count, setup.dtype, bytes_per_moments=moments, offloaded=offloaded)
 
@@ -405,8 +406,8 @@ def _optimizer(setup: Setup) -> dict[str, int]:
     if trainer.optimizer_states == "int8" and not setup.device.is_gpu:  # there one kernel does it
         scratch += QUANTIZED_SCRATCH * FLOAT32 * stretch
     if trainer.offload_optimizer:
-        moments = 2 * FLOAT32 if trainer.optimizer_states == "float32" else 2
-        scratch += 2 * stretch * (moments + (0 if setup.dtype == torch.float32 else FLOAT32))
+        moments = bytes_per_moments(trainer.optimizer_states)
+        scratch += round(2 * stretch * (moments + (0 if setup.dtype == torch.float32 else FLOAT32)))
     return {"gradients": policy_bytes(setup).gradients, "scratch": scratch}
 
 

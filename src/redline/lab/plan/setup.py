@@ -14,7 +14,7 @@ from redline.lab.material.workloads import RANDOM
 from redline.lab.plan.devices import Device
 from redline.lab.plan.shapes import Model, describe_model
 from redline.models.attention.packed import MAX_SCORES
-from redline.models.sizes.memory import Checkpointing, LayerCode, layer_code
+from redline.models.layer_code import Checkpointing, LayerCode, layer_code
 from redline.trainer.batches.cost import CostModel
 
 PROMPT_TOKENS = 128
@@ -98,8 +98,8 @@ class Setup:
 
     @property
     def layer_code(self) -> LayerCode:
-        plain = not self.config.trainer.lora.rank
-        return layer_code(self.model.shape, self.dtype, self.kind, self.checkpointing, plain=plain)
+        whole = not self.config.trainer.lora.rank
+        return layer_code(self.model.shape, self.dtype, self.checkpointing, kernels=self.device.is_gpu, whole=whole)
 
     @property
     def shares_prompts(self) -> bool:

@@ -16,7 +16,7 @@ from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from redline.kernels.training import (
     column_sums,
@@ -26,6 +26,7 @@ from redline.kernels.training import (
     silu_backward_,
     silu_forward,
 )
+from redline.models.layer_code import Checkpointing
 from redline.models.layers import products
 from redline.models.layers.gradient_sums import product_gradient, sum_gradients, sum_of
 from redline.models.spec import DecoderSpec
@@ -59,20 +60,12 @@ Kept = tuple[Any, ...]
 
 
 class PlainLayer(Protocol):
-    """A `DecoderLayer`, as far as it goes through here."""
+    """A `DecoderLayer` whose `training_code` is fused: no adapter, no norm on heads, no bias but that of qkv."""
 
     _modules: dict[str, Any]
     _parameters: dict[str, Any]
     spec: DecoderSpec
-    recomputes_activation: bool
-
-
-def is_plain(layer: PlainLayer) -> bool:
-    """Whether the layer is one of those written out here: no adapter, no norm on heads, no bias but that of qkv."""
-    spec, modules = layer.spec, layer._modules  # every layer of every micro-batch is asked: no way round by attributes
-    qkv, o, gate_up, down = modules["qkv"], modules["o"], modules["gate_up"], modules["down"]
-    are_linear = type(qkv) is type(o) is type(gate_up) is type(down) is nn.Linear
-    return are_linear and not (spec.qk_norm or spec.o_bias or spec.mlp_bias)
+    checkpointing: Checkpointing
 
 
 def fused_layer(
@@ -160,7 +153,7 @@ def _forward(
     out_TE = products.forward(inner_TI, down)
     return second_TE, out_TE, (
         first_TE, first_normed_TE, first_scale_T, heads_TX, out_THD,
-        second_TE, second_normed_TE, second_scale_T, gate_up_TI, None if layer.recomputes_activation else inner_TI, *kept,
+        second_TE, second_normed_TE, second_scale_T, gate_up_TI, None if layer.checkpointing == "light" else inner_TI, *kept,
     )  # fmt: skip
 
 

@@ -14,20 +14,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
 
 import torch
 from torch import nn
 
+from redline.models.layer_code import Checkpointing, LayerCode
 from redline.models.lora.per_token import projections
 from redline.models.spec import DecoderSpec, ModelShape
 
-Checkpointing = Literal["none", "light", "selective", "full"]
-"""What the backward pass computes again. `light`: the MLPs' activations, `selective`: the MLPs, `full`: all layers, each from
-its inputs."""
-LayerCode = Literal["fused", "kernels", "eager"]
-"""What runs a layer in training. `fused`: `layers/fused.py`. `kernels`: autograd around `kernels/training.py`. `eager`:
-autograd around torch's own operations."""
 FLOAT32 = 4
 
 
@@ -136,14 +130,6 @@ class LayerBytes:
         """Bytes of all layers, of the one whose backward pass is at work, and of what is `around` them."""
         kept = num_layers * self.kept_with(checkpointing) + self.again(checkpointing)
         return TokenBytes(training=kept + self.backward + around, forward=self.forward + around)
-
-
-def layer_code(shape: ModelShape, dtype: torch.dtype, device: str, checkpointing: Checkpointing, *, plain: bool) -> LayerCode:
-    """The code that runs the layers of a training step; `plain`: no adapter, and no other process shares them."""
-    if device != "cuda" or not isinstance(shape, DecoderSpec):
-        return "eager"
-    others = shape.qk_norm or shape.o_bias or shape.mlp_bias or not plain
-    return "kernels" if others or checkpointing == "selective" or dtype.itemsize != 2 else "fused"
 
 
 def layer_bytes(

@@ -19,7 +19,8 @@ import torch
 
 from redline.errors import TrainingError
 from redline.models.files.hf import AnyDecoder
-from redline.models.sizes.memory import FLOAT32, Checkpointing, ParameterBytes, TokenBytes, layer_code, token_bytes
+from redline.models.layer_code import Checkpointing
+from redline.models.sizes.memory import FLOAT32, ParameterBytes, TokenBytes, token_bytes
 from redline.models.spec import ModelShape
 from redline.trainer.batches.micro_batches import MicroBatchPlan
 from redline.trainer.loss.logprobs import CHUNK_BYTES, KEPT_BYTES
@@ -94,8 +95,7 @@ def find_budgets(
     if device.type != "cuda":
         return cpu_budgets()
     num_parameters = sum(parameter.numel() for parameter in network.parameters())
-    plain = all(parameter.requires_grad for parameter in network.parameters())
-    code = layer_code(network.spec, dtype, device.type, checkpointing, plain=plain)
+    code = network.training_code(dtype)
     free, total = torch.cuda.mem_get_info(device)
     cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
     plan = MemoryPlan(

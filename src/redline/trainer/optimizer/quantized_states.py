@@ -75,6 +75,12 @@ Codec = Float32Codec | Int8Codec
 CODECS: dict[str, type[Codec]] = {"float32": Float32Codec, "int8": Int8Codec}
 
 
+def bytes_per_moments(states: str) -> float:
+    """Bytes that both moments of one parameter take, its share of the blocks' scales included, with these
+    `trainer.optimizer_states`."""
+    return sum(dtype.itemsize / elements for dtype, elements in CODECS[states].kept.values())
+
+
 def _decode(codes_N: Tensor, scales: Tensor, levels: int, octaves: int) -> Tensor:
     step = octaves * math.log(2) / levels
     level_N = codes_N.float()

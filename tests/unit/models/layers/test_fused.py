@@ -19,9 +19,9 @@ from redline.models.attention.flash import FlashPackedAttention, key_runs
 from redline.models.attention.packed import PackedAttention
 from redline.models.decoder import Decoder
 from redline.models.files.hf import load_decoder
-from redline.models.layers.fused import fused_layer, fused_layers, is_plain, keeps_sums
+from redline.models.layer_code import Checkpointing, layer_code
+from redline.models.layers.fused import fused_layer, fused_layers, keeps_sums
 from redline.models.layers.rope import rotary_table, rotate
-from redline.models.sizes.memory import Checkpointing
 
 SEGMENTS = Segments(np.cumsum([0, 9, 4, 6, 7, 1]), np.array([NO_PARENT, 0, 0, NO_PARENT, 3]))
 NUM_TOKENS = int(SEGMENTS.offsets[-1])
@@ -107,9 +107,12 @@ def test_layers_that_are_one_node_have_the_gradients_of_all(decoder: Decoder, ch
 
 
 def test_layers_with_more_than_that_go_the_other_way(tmp_path: Path) -> None:
-    for family, expected in {"llama, tied": True, "qwen2, untied": True, "qwen3, biases": False}.items():
+    for family, expected in {"llama, tied": "fused", "qwen2, untied": "fused", "qwen3, biases": "kernels"}.items():
         write_model(tmp_path / family, CONFIGS[family], seed=3)
-        assert is_plain(load_decoder(tmp_path / family).layers[0]) is expected, family  # type: ignore[arg-type, union-attr]
+        decoder = load_decoder(tmp_path / family)
+        assert isinstance(decoder, Decoder)
+        assert all(layer.is_whole for layer in decoder.layers)  # type: ignore[union-attr]
+        assert layer_code(decoder.spec, torch.bfloat16, "none", kernels=True, whole=True) == expected, family
 
 
 def test_a_segments_keys_are_its_parents_and_then_its_own() -> None:

@@ -18,15 +18,13 @@ from redline.models.attention import packed as packed_attention
 from redline.models.attention.packed import PackedAttention
 from redline.models.decoder import Decoder
 from redline.models.files.hf import AnyDecoder, load_decoder
+from redline.models.layer_code import Checkpointing, LayerCode
 from redline.models.lora.trainable import add_adapter
 from redline.models.sizes.memory import (
-    Checkpointing,
-    LayerCode,
     ParameterBytes,
     adapter_parameters,
     counted_bytes,
     layer_bytes,
-    layer_code,
     num_parameters,
     parameter_bytes,
     token_bytes,
@@ -126,22 +124,6 @@ def test_written_out_layers_keep_what_their_backward_pass_names() -> None:
     assert by_autograd.kept == kept
     assert by_autograd.kept_with("light") == kept - 2 * I
     assert by_autograd.kept_with("selective") == kept - 2 * 3 * I
-
-
-@pytest.mark.parametrize(
-    ("change", "code"),
-    [
-        ({}, "fused"),
-        ({"device": "cpu"}, "eager"),
-        ({"checkpointing": "selective"}, "kernels"),
-        ({"checkpointing": "full"}, "fused"),
-        ({"plain": False}, "kernels"),
-        ({"dtype": torch.float32}, "kernels"),
-    ],
-)
-def test_who_runs_the_layers_follows_from_the_setting(change: dict[str, object], code: str) -> None:
-    asked = {"dtype": torch.bfloat16, "device": "cuda", "checkpointing": "none", "plain": True} | change
-    assert layer_code(QWEN_HALF_BILLION, **asked) == code
 
 
 @pytest.mark.parametrize("targets", [("q_proj", "v_proj"), ("down_proj",), get_args(Projection)])

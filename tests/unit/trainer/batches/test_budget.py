@@ -12,7 +12,8 @@ from torch import Tensor, nn
 from redline.errors import TrainingError
 from redline.models.attention.packed import PackedAttention
 from redline.models.files.hf import load_decoder
-from redline.models.sizes.memory import Checkpointing, ParameterBytes, layer_code, parameter_bytes, token_bytes
+from redline.models.layer_code import Checkpointing, layer_code
+from redline.models.sizes.memory import ParameterBytes, parameter_bytes, token_bytes
 from redline.models.spec import DecoderSpec
 from redline.trainer.batches.budget import (
     BUSY_TOKENS,
@@ -73,7 +74,7 @@ def plan_for(device: int, others: int = 0, checkpointing: Checkpointing = "none"
             parameters,
             torch.bfloat16,
             checkpointing,
-            layer_code(QWEN_HALF_BILLION, torch.bfloat16, "cuda", checkpointing, plain=True),
+            layer_code(QWEN_HALF_BILLION, torch.bfloat16, checkpointing, kernels=True, whole=True),
         ),
     )
 

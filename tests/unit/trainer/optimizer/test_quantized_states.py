@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from torch import Tensor, nn
 
 from redline.config.sections.trainer import TrainerConfig
 from redline.kernels.flat_state import BLOCK
 from redline.trainer.optimizer.adamw import MasterAdamW
-from redline.trainer.optimizer.quantized_states import Int8Codec
+from redline.trainer.optimizer.quantized_states import Int8Codec, bytes_per_moments
 
 GO = torch.tensor(0.0)
 
@@ -125,3 +126,10 @@ def test_8_bit_moments_take_a_quarter_of_the_memory() -> None:
         state = MasterAdamW(TinyModel(), torch.float32, TrainerConfig(optimizer_states=kept)).state()
         sizes[kept] = sum(tensor.nbytes for key, tensor in state.items() if key.startswith("exp_avg"))
     assert sizes["int8"] < 0.26 * sizes["float32"]
+
+
+@pytest.mark.parametrize("states", ["float32", "int8"])
+def test_the_bytes_of_the_moments_are_those_that_the_optimizer_holds(states: str) -> None:
+    network = nn.Linear(BLOCK, 7 * BLOCK, bias=False)  # whole blocks: nothing is filled up
+    optimizer = MasterAdamW(network, torch.float32, TrainerConfig(optimizer_states=states))
+    assert optimizer.state_bytes == bytes_per_moments(states) * network.weight.numel()

@@ -1,0 +1,29 @@
+"""Who runs a decoder layer of a training step. The decoder asks before it runs one; whoever plans memory or time asks with the
+same facts, with or without a network at hand."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+
+from redline.models.spec import DecoderSpec, ModelShape
+
+Checkpointing = Literal["none", "light", "selective", "full"]
+"""What the backward pass computes again. `light`: the MLPs' activations, `selective`: the MLPs, `full`: all layers, each from
+its inputs."""
+LayerCode = Literal["fused", "kernels", "eager"]
+"""`fused`: forward and backward by hand (`layers/fused.py`). `kernels`: autograd around `kernels/training.py`. `eager`:
+autograd around torch's own operations."""
+
+
+def layer_code(shape: ModelShape, dtype: torch.dtype, checkpointing: Checkpointing, *, kernels: bool, whole: bool) -> LayerCode:
+    """The code that runs a layer of this shape with gradients.
+
+    `kernels`: the Triton kernels serve on the device (`kernels/available.py`). `whole`: every projection is a plain linear that
+    this process has to itself, without an adapter. Layers by hand know half precision, no norm on heads, no bias but that of
+    the queries, keys and values, and cannot compute an MLP again."""
+    if not kernels or not isinstance(shape, DecoderSpec):
+        return "eager"
+    by_hand = whole and checkpointing != "selective" and dtype.itemsize == 2
+    return "fused" if by_hand and not (shape.qk_norm or shape.o_bias or shape.mlp_bias) else "kernels"

@@ -1,0 +1,98 @@
+"""Who runs a layer: the function, and the decoder and the planner that both ask it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from support.small_models import CONFIGS, write_model
+
+from redline.config.sections.lora import LoraConfig
+from redline.models import decoder as decoder_module
+from redline.models.decoder import Decoder
+from redline.models.files.hf import load_decoder
+from redline.models.layer_code import Checkpointing, layer_code
+from redline.models.lora.trainable import add_adapter
+from redline.models.parallel import Shard, shard_decoder
+from redline.models.spec import DecoderSpec, ModelShape
+
+SPEC = DecoderSpec(
+    family="qwen2",
+    vocab_size=151_936,
+    hidden_size=896,
+    num_layers=24,
+    num_heads=14,
+    num_kv_heads=2,
+    head_dim=64,
+    max_positions=32_768,
+    intermediate_size=4864,
+    norm_eps=1e-6,
+    tied_embeddings=True,
+    qkv_bias=True,
+    o_bias=False,
+    mlp_bias=False,
+    qk_norm=False,
+)
+OTHER_NETWORK = ModelShape("bloom", 100, 64, 2, 4, 4, 16, 128)
+
+
+@pytest.mark.parametrize(
+    ("change", "code"),
+    [
+        ({}, "fused"),
+        ({"kernels": False}, "eager"),
+        ({"checkpointing": "light"}, "fused"),
+        ({"checkpointing": "selective"}, "kernels"),
+        ({"checkpointing": "full"}, "fused"),
+        ({"whole": False}, "kernels"),
+        ({"dtype": torch.float32}, "kernels"),
+        ({"shape": OTHER_NETWORK}, "eager"),
+    ],
+)
+def test_who_runs_the_layers_follows_from_the_setting(change: dict[str, object], code: str) -> None:
+    asked = {"shape": SPEC, "dtype": torch.bfloat16, "checkpointing": "none", "kernels": True, "whole": True} | change
+    assert layer_code(**asked) == code  # type: ignore[arg-type]
+
+
+@pytest.fixture
+def decoder(tmp_path: Path) -> Decoder:
+    write_model(tmp_path, CONFIGS["qwen2, untied"])
+    found = load_decoder(tmp_path)
+    assert isinstance(found, Decoder)
+    return found
+
+
+@pytest.fixture
+def with_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a GPU; nothing is computed here."""
+    monkeypatch.setattr(decoder_module, "kernels_serve", lambda _: True)
+
+
+@pytest.mark.usefixtures("with_kernels")
+@pytest.mark.parametrize("checkpointing", ["none", "light", "selective", "full"])
+def test_a_decoder_and_the_plan_of_it_agree(decoder: Decoder, checkpointing: Checkpointing) -> None:
+    decoder.recompute_in_backward(checkpointing)
+    planned = layer_code(decoder.spec, torch.bfloat16, checkpointing, kernels=True, whole=True)
+    assert decoder.training_code(torch.bfloat16) == planned
+
+
+@pytest.mark.usefixtures("with_kernels")
+def test_a_decoder_with_an_adapter_is_no_longer_whole(decoder: Decoder) -> None:
+    assert decoder.training_code(torch.bfloat16) == "fused"
+    add_adapter(decoder, LoraConfig(rank=2, targets=("v_proj",)), torch.float32, seed=0)
+    assert (
+        decoder.training_code(torch.bfloat16)
+        == layer_code(decoder.spec, torch.bfloat16, "none", kernels=True, whole=False)
+        == "kernels"
+    )
+
+
+@pytest.mark.usefixtures("with_kernels")
+def test_a_part_of_a_decoder_is_no_longer_whole(decoder: Decoder) -> None:
+    part = shard_decoder(decoder, Shard(0, 2), "cpu", lambda x: x)
+    assert part.training_code(torch.bfloat16) == "kernels"
+
+
+def test_on_the_cpu_no_kernel_runs_a_layer(decoder: Decoder) -> None:
+    assert decoder.training_code(torch.bfloat16) == "eager"
