@@ -157,7 +157,7 @@ class Decoder(nn.Module):
 
     @property
     def _are_whole(self) -> bool:
-        return all(layer.is_whole for layer in self.layers)  # type: ignore[union-attr]
+        return all(layer.is_whole for layer in self.layers)
 
     @property
     def output_weight(self) -> Tensor:
@@ -185,7 +185,7 @@ class Decoder(nn.Module):
             return False
         from redline.models.layers.fused import keeps_sums
 
-        whole = all(layer.is_whole and keeps_sums(layer) for layer in self.layers)  # type: ignore[arg-type, union-attr]
+        whole = all(layer.is_whole and keeps_sums(layer) for layer in self.layers)  # type: ignore[arg-type]
         return layer_code(self.spec, x_TE.dtype, self.checkpointing, kernels=True, whole=whole) == "fused"
 
     def logits(self, hidden_ME: Tensor) -> Tensor:
