@@ -3,7 +3,7 @@ imports another stage."""
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Protocol
 
@@ -11,6 +11,7 @@ from redline.errors import EngineError
 from redline.types import (
     Completion,
     Delta,
+    EngineStats,
     GenerateRequest,
     StepReport,
     Task,
@@ -39,22 +40,87 @@ class Engine(Protocol):
 class SteppedEngine(Protocol):
     """An engine that advances when it is told to, and takes requests at any time between two steps."""
 
-    def submit(self, request: GenerateRequest) -> int:
-        """The request's number."""
+    def submit(self, request: GenerateRequest, *, streaming: bool = False) -> int:
+        """Queue a request and return its number. Raises EngineError where it cannot be served as asked."""
         ...
 
-    def abort(self, request_id: int) -> None: ...
+    def abort(self, request_id: int) -> None:
+        """End a request. Unknown and finished ones are ignored."""
+        ...
 
     def sampled_tokens(self, request_id: int) -> Mapping[int, int]:
         """Index of each completion that is not finished → tokens it has so far. Any thread may ask."""
         ...
 
     def step(self) -> Sequence[tuple[int, Delta | EngineError]]:
-        """What came of it: pieces of requests by their numbers, the last of a completion with the whole, or why one failed."""
+        """Advance every request by one step. Returns pieces of requests by their numbers, the last of a completion with the
+        whole, or why one failed."""
+        ...
+
+    def apply(self, update: WeightUpdate) -> None:
+        """Sample from this version from now on."""
         ...
 
     @property
-    def has_work(self) -> bool: ...
+    def has_work(self) -> bool:
+        """Whether a step would bring anything forward."""
+        ...
+
+    @property
+    def stats(self) -> EngineStats: ...
+
+
+class Receiver(Protocol):
+    """Gets what comes of the requests that it submitted."""
+
+    def receive(self, pieces: Sequence[tuple[int, Delta | Exception]]) -> None:
+        """Take what one step of the engine brought: pieces by the number of their request, or why one failed. Called in the
+        thread that steps the engine, which waits for it."""
+        ...
+
+
+class Session(Protocol):
+    """Owns an engine: takes requests from any thread, and lets one thread at a time step the engine."""
+
+    failure: BaseException | None
+    """Why the stepping thread ended, where it was not asked to."""
+
+    def start(self, name: str, prepare_thread: Callable[[], None], why_idle: Callable[[], str]) -> None:
+        """Step the engine in a thread of this name from now on. `prepare_thread` is called first in it; `why_idle` names the
+        span in which it waits while there is nothing to compute, and must not block."""
+        ...
+
+    def submit(self, request: GenerateRequest, receiver: Receiver, *, streaming: bool = False) -> int:
+        """Queue a request and return its number; the receiver gets its pieces, or why it failed."""
+        ...
+
+    def abort(self, number: int) -> None:
+        """Give a request up; nothing more of it is delivered."""
+        ...
+
+    def sampled_tokens(self, number: int) -> Mapping[int, int]:
+        """Index of each completion that is not finished → tokens it has so far. Any thread may ask; does not block."""
+        ...
+
+    def wake(self) -> None:
+        """Have a thread that waits ask again what it waits for."""
+        ...
+
+    def hold(self) -> None:
+        """Block until the engine is between two steps. It stays there, for this thread alone, until `resume`."""
+        ...
+
+    def resume(self) -> None:
+        """Let the engine go on."""
+        ...
+
+    def step_until(self, done: Callable[[], bool]) -> None:
+        """Step the engine in the calling thread, which holds it meanwhile, until `done()`."""
+        ...
+
+    def close(self, patience_s: float = ...) -> None:
+        """Abort what is under way and end the thread. Blocks until its step has ended, or for `patience_s`."""
+        ...
 
 
 class Rollouts(Protocol):

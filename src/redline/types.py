@@ -228,6 +228,52 @@ class Delta:
     """The whole, with the last piece."""
 
 
+@dataclass(slots=True, frozen=True)
+class EngineStats:
+    """What an engine says of itself: now, and since it was made."""
+
+    running: int = 0
+    """Sequences that hold a row."""
+    waiting: int = 0
+    kv_blocks_used: int = 0
+    """Held by sequences; cached blocks that no sequence holds are free."""
+    kv_blocks_total: int = 1
+    kv_blocks_peak: int = 0
+    """Most held at once since the last weight update."""
+    batch_size: int = 0
+    """Sequences that decoded in the last step."""
+    tokens_per_s: float = 0.0
+    """Sampled, over the last second or so of steps."""
+    version: int = 0
+    steps: int = 0
+    preemptions: int = 0
+    prefix_query_tokens: int = 0
+    prefix_hit_tokens: int = 0
+    prompt_tokens: int = 0
+    """Computed; those found in the prefix cache are not among them."""
+    generated_tokens: int = 0
+    requests: int = 0
+    """Finished, aborted ones included."""
+    adapters: int = 0
+    """Resident LoRA adapters."""
+    decode_steps: int = 0
+    """In which sequences decoded; a launch of several counts as several."""
+    decoded_rows: int = 0
+    """The sum of those steps' batch sizes."""
+    kv_blocks_peak_before: int = 0
+    """Most held at once between the last two weight updates."""
+
+    @property
+    def kv_use(self) -> float:
+        """kv_blocks_used / kv_blocks_total."""
+        return self.kv_blocks_used / self.kv_blocks_total
+
+    @property
+    def prefix_hit_rate(self) -> float:
+        """prefix_hit_tokens / prefix_query_tokens."""
+        return self.prefix_hit_tokens / self.prefix_query_tokens if self.prefix_query_tokens else 0.0
+
+
 # ── rollouts → buffer ──────────────────────────────────────────────────────────────────────────────────────────────────
 
 

@@ -14,7 +14,7 @@ import torch
 from support.small_models import CONFIGS, VOCAB_SIZE, write_model
 
 from redline.config.sections.engine import EngineConfig
-from redline.engine import AsyncEngine
+from redline.engine import EngineSession
 from redline.engine.native.tensor_parallel import TensorParallelEngine
 from redline.errors import EngineError
 from redline.types import Completion, GenerateRequest, SamplingParams
@@ -41,7 +41,7 @@ def worker() -> psutil.Process:
     return found
 
 
-def lose(running: AsyncEngine, number: signal.Signals) -> tuple[str, float]:
+def lose(running: EngineSession, number: signal.Signals) -> tuple[str, float]:
     """Signal the worker while a request is under way: what its caller hears, and after how many seconds."""
 
     async def run() -> tuple[str, float]:
@@ -57,7 +57,7 @@ def lose(running: AsyncEngine, number: signal.Signals) -> tuple[str, float]:
     return asyncio.run(run())
 
 
-def outcome(running: AsyncEngine) -> list[Completion]:
+def outcome(running: EngineSession) -> list[Completion]:
     return asyncio.run(running.complete(ask()))
 
 
@@ -69,7 +69,7 @@ def test_a_rank_that_is_lost_inside_a_step_ends_the_engine(tmp_path: Path, numbe
     engine = make_engine(tmp_path)
     process = worker()
     try:
-        with AsyncEngine(engine, engine.why_broken) as running:
+        with EngineSession(engine, engine.why_broken) as running:
             message, seconds = lose(running, number)
             assert reason in message
             assert seconds < STEP_TIMEOUT_S + 10

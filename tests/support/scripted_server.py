@@ -16,14 +16,13 @@ import numpy as np
 import openai
 import uvicorn
 
-from redline.engine.stats import EngineStats
 from redline.errors import EngineError
 from redline.models.files.tiny import tiny_tokenizer
 from redline.serve.app import make_app
 from redline.serve.calls import Served
 from redline.serve.limits import ServeLimits
 from redline.serve.vocabulary import Vocabulary
-from redline.types import Completion, Delta, FinishReason, GenerateRequest, TopLogprobs, VersionSpan
+from redline.types import Completion, Delta, EngineStats, FinishReason, GenerateRequest, TopLogprobs, VersionSpan
 
 TOKENIZER = tiny_tokenizer()
 END = TOKENIZER.eos_token_id

@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from redline.engine import EngineStats
 from redline.ports import Trainer
-from redline.types import Task, Trajectory
+from redline.types import EngineStats, Task, Trajectory
 
 
 @dataclass

@@ -1,7 +1,6 @@
 """Stage 5: sampling from the policy."""
 
-from redline.engine.async_engine import AsyncEngine
 from redline.engine.native.engine import Event, NativeEngine
-from redline.engine.stats import EngineStats
+from redline.engine.session import EngineSession
 
-__all__ = ["AsyncEngine", "EngineStats", "Event", "NativeEngine"]
+__all__ = ["EngineSession", "Event", "NativeEngine"]

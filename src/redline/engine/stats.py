@@ -1,58 +1,12 @@
-"""What an engine says of itself after every step."""
+"""What an engine did between two moments, and how fast it is."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
-
-@dataclass(slots=True, frozen=True)
-class EngineStats:
-    """Now, and since the engine was made."""
-
-    running: int = 0
-    """Sequences that hold a row."""
-    waiting: int = 0
-    kv_blocks_used: int = 0
-    """Held by sequences; cached blocks that no sequence holds are free."""
-    kv_blocks_total: int = 1
-    kv_blocks_peak: int = 0
-    """Most held at once since the last weight update."""
-    batch_size: int = 0
-    """Sequences that decoded in the last step."""
-    tokens_per_s: float = 0.0
-    """Sampled, over the last second or so of steps."""
-    version: int = 0
-    steps: int = 0
-    preemptions: int = 0
-    prefix_query_tokens: int = 0
-    prefix_hit_tokens: int = 0
-    prompt_tokens: int = 0
-    """Computed; those found in the prefix cache are not among them."""
-    generated_tokens: int = 0
-    requests: int = 0
-    """Finished, aborted ones included."""
-    adapters: int = 0
-    """Resident LoRA adapters."""
-    decode_steps: int = 0
-    """In which sequences decoded; a launch of several counts as several."""
-    decoded_rows: int = 0
-    """The sum of those steps' batch sizes."""
-    kv_blocks_peak_before: int = 0
-    """Most held at once between the last two weight updates."""
-
-    @property
-    def kv_use(self) -> float:
-        """kv_blocks_used / kv_blocks_total."""
-        return self.kv_blocks_used / self.kv_blocks_total
-
-    @property
-    def prefix_hit_rate(self) -> float:
-        """prefix_hit_tokens / prefix_query_tokens."""
-        return self.prefix_hit_tokens / self.prefix_query_tokens if self.prefix_query_tokens else 0.0
+from redline.types import EngineStats
 
 
 def metrics_between(before: EngineStats, after: EngineStats) -> dict[str, float]:
-    """What happened in between, as the row of a training step has it. Such a step ends with a weight update."""
+    """Metrics of what an engine did from `before` to `after`: from the end of one training step to that of the next."""
     queried = after.prefix_query_tokens - before.prefix_query_tokens
     hits = after.prefix_hit_tokens - before.prefix_hit_tokens
     decode_steps = after.decode_steps - before.decode_steps

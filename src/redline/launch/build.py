@@ -2,28 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 
 from redline.buffer import GroupBuffer, GroupStore, MemoryStore, TrajectoryStore
 from redline.buffer.store.segments import SEGMENT_BYTES
 from redline.config import Config
-from redline.engine import NativeEngine
+from redline.engine import EngineSession, NativeEngine
 from redline.errors import ModelError
 from redline.launch.placement import check_placement
 from redline.launch.preflight import LoadedTasks, load_tasks
 from redline.launch.stages import Stages
 from redline.models.files.hf import load_decoder, load_tokenizer, stop_token_ids
 from redline.models.files.sources import model_folder
-from redline.ports import Engine, Rollouts
-from redline.rollouts import BackgroundRollouts, Chat, SingleTurnRollouts, SteppedElsewhere
+from redline.ports import Rollouts
+from redline.rollouts import BackgroundRollouts, Chat, SingleTurnRollouts
 from redline.rollouts.prompts import Prompts, prompt_limit
 from redline.rollouts.rewards.reward_model import RewardModel
 from redline.rollouts.tasks.sources import JsonlTasks
 from redline.telemetry import Progress, RunFolder, span
 from redline.trainer import PolicyTrainer
-from redline.types import Task
+from redline.types import Completion, GenerateRequest, Task, WeightUpdate
 from redline.weight_sync import SharedWeightSync
 
 
@@ -59,9 +59,10 @@ def build(config: Config, folder: RunFolder, progress: Progress, tasks: LoadedTa
     max_prompt_tokens = prompt_limit(config.rollouts, min(engine.limits.max_len, engine.limits.cache_tokens))
     held_out = _without_bad_prompts(tasks, Prompts(chat, config.rollouts, max_prompt_tokens, engine.check), progress)
     judge = _load_reward_model(config, device, dtype)
+    session = EngineSession(engine, wait_for_device=lambda: _wait_for(device))
     attempts = SingleTurnRollouts(
         tasks.source,
-        engine,
+        session,
         chat,
         config.rollouts,
         stop_token_ids(source, tokenizer),
@@ -72,7 +73,8 @@ def build(config: Config, folder: RunFolder, progress: Progress, tasks: LoadedTa
         engine.check,
         config.buffer.group_timeout_s,
     )
-    rollouts, shared_engine = _place_rollouts(config, attempts, engine, trainer)
+    shared_engine = UpdatedEngine(session)
+    rollouts = _place_rollouts(config, attempts, session, trainer, shared_engine)
     store = _make_store(config, folder, progress.note)
     return Stages(
         rollouts=rollouts,
@@ -114,11 +116,11 @@ def _without_bad_prompts(tasks: LoadedTasks, prompts: Prompts, progress: Progres
 
 
 def _place_rollouts(
-    config: Config, attempts: SingleTurnRollouts, engine: NativeEngine, trainer: PolicyTrainer
-) -> tuple[Rollouts, Engine]:
+    config: Config, attempts: SingleTurnRollouts, session: EngineSession, trainer: PolicyTrainer, shared: UpdatedEngine
+) -> Rollouts:
     """In lockstep rollouts and trainer take turns in one thread, else each has its own, and on a CPU its own cores."""
     if config.buffer.max_lag == 0:
-        return attempts, engine
+        return attempts
     device, num_threads = torch.device(config.run.device), config.run.num_threads or 1
 
     def prepare_thread() -> None:
@@ -129,15 +131,36 @@ def _place_rollouts(
 
     if device.type == "cpu":
         torch.set_num_threads(max(1, num_threads - num_threads // 2))
+    trainer.before_update, trainer.after_update = shared.hold, lambda: _wait_for(device)
+    return BackgroundRollouts(attempts, session, prepare_thread)
 
-    def wait_for_device() -> None:
-        if device.type == "cuda":
-            torch.cuda.synchronize()
 
-    rollouts = BackgroundRollouts(attempts, engine, prepare_thread, wait_for_device)
-    shared = SteppedElsewhere(engine, rollouts)
-    trainer.before_update, trainer.after_update = shared.hold, wait_for_device
-    return rollouts, shared
+def _wait_for(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+
+
+class UpdatedEngine:
+    """The engine as the loop sees it: held from the moment at which the trainer is about to write the weights that the engine
+    reads until it has applied the update. Implements `ports.Engine`."""
+
+    def __init__(self, session: EngineSession) -> None:
+        self._session = session
+        self._is_held = False
+
+    def hold(self) -> None:
+        """Block until the engine is between two steps; `apply` lets it go on."""
+        self._session.hold()
+        self._is_held = True
+
+    def apply(self, update: WeightUpdate) -> None:
+        self._session.apply(update)
+        if self._is_held:
+            self._is_held = False
+            self._session.resume()
+
+    def generate(self, requests: Sequence[GenerateRequest]) -> list[list[Completion]]:
+        return self._session.generate(requests)
 
 
 def _make_store(config: Config, folder: RunFolder, tell: Callable[[str], None]) -> GroupStore:

@@ -10,12 +10,12 @@ from pathlib import Path
 
 from redline import loop
 from redline.buffer import GroupBuffer, GroupStore
-from redline.engine import EngineStats, NativeEngine
+from redline.engine import NativeEngine
 from redline.models.files.hf import AnyDecoder
 from redline.ports import Engine, Rollouts, Trainer, Watch
 from redline.rollouts import BackgroundRollouts, SingleTurnRollouts
 from redline.trainer import PolicyTrainer
-from redline.types import Task, Trajectory
+from redline.types import EngineStats, Task, Trajectory
 from redline.weight_sync import SharedWeightSync
 
 

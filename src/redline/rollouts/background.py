@@ -6,11 +6,9 @@
     rewards, …                                                             └─► score
     loop        pause ───────────────────────────────┤ between two steps ├──── resume
 
-The engine belongs to the thread of the rollouts. Whoever wants it (the trainer, who is about to overwrite the weights they
-share, or an evaluation) pauses it: the thread stops between two steps, with all its sequences where they are. It never waits
-for the user's code. Tasks and rewards may take long, and some never come: as many workers score as the buffer's controller asks
-for, and a group that is abandoned while its task is fetched or its rewards are computed leaves its worker behind, and another
-goes on with the next one (`reward_pool.py`).
+The session's thread steps the engine and never waits for the user's code. Tasks and rewards may take long, and some never
+come: as many workers score as the buffer's controller asks for, and a group that is abandoned while its task is fetched or its
+rewards are computed leaves its worker behind, and another goes on with the next one (`rewards/pool.py`).
 """
 
 from __future__ import annotations
@@ -23,13 +21,11 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 
-from redline.errors import EngineError
-from redline.ports import Engine, SteppedEngine
-from redline.rollouts.rewards.pool import RewardPool, new_thread
+from redline.ports import Session
+from redline.rollouts.rewards.pool import RewardPool
 from redline.rollouts.runner import SingleTurnRollouts
 from redline.telemetry import span
-from redline.telemetry.workers import forget_worker, watch_worker
-from redline.types import Completion, Delta, GenerateRequest, Task, TrajectoryGroup, WeightUpdate
+from redline.types import Completion, Delta, GenerateRequest, Task, TrajectoryGroup
 
 PATIENCE_S = 5.0
 """For the step, and then for the rewards under way, when all is to end."""
@@ -46,7 +42,7 @@ class _Attempt:
     """On `time.perf_counter`."""
     completions: dict[int, Completion] = field(default_factory=dict)
     request_id: int = -1
-    """The engine's number of the request."""
+    """The session's number of the request."""
     is_wanted: bool = True
     """False once the group is abandoned: what is left of its rewards is not computed."""
 
@@ -59,33 +55,18 @@ class BackgroundRollouts:
     """Implements `ports.Rollouts`."""
 
     def __init__(
-        self,
-        rollouts: SingleTurnRollouts,
-        engine: SteppedEngine,
-        prepare_thread: Callable[[], None] = lambda: None,
-        wait_for_device: Callable[[], None] = lambda: None,
+        self, rollouts: SingleTurnRollouts, session: Session, prepare_thread: Callable[[], None] = lambda: None
     ) -> None:
-        """`prepare_thread` is called first in each new thread, for settings that belong to one. `wait_for_device` blocks until
-        the device has done all it was given: a borrower launches on another stream, and nothing else orders the two."""
+        """Starts the session's thread. `prepare_thread` is called first in each new thread, for settings that belong to one."""
         self._rollouts = rollouts
-        self._engine = engine
-        self._prepare_thread = prepare_thread
-        self._wait_for_device = wait_for_device
+        self._session = session
         lock = threading.RLock()
         self._changed = threading.Condition(lock)
-        self._posed: deque[_Attempt] = deque()
-        """To be submitted."""
         self._attempts: dict[int, _Attempt] = {}
-        """Being sampled, by the engine's number of the request; the thread's own."""
+        """Being sampled, by the session's number of the request."""
         self._under_way: dict[int, _Attempt] = {}
         """From their request to the engine until they are delivered or abandoned, by number."""
         self._finished: deque[TrajectoryGroup] = deque()
-        self._abandoned: set[int] = set()
-        """Numbers that the engine may still be at."""
-        self._wanted_by = 0
-        """Callers that want the engine for themselves."""
-        self._is_between_steps = False
-        self._closed = False
         self._error: BaseException | None = None
         ends = rollouts.thread_ends
         self.rewards: RewardPool[TrajectoryGroup] = RewardPool(
@@ -95,9 +76,7 @@ class BackgroundRollouts:
         self._tasks: RewardPool[_Attempt | TrajectoryGroup] = RewardPool(
             "tasks", 1, self._take_posed, self._fail, lock, prepare_thread, finish_thread=ends, idle="wait.for_budget"
         )
-        self._thread = new_thread("rollouts", self._work, self._ended)
-        self._thread.start()
-        watch_worker("rollouts", self._thread)
+        session.start("rollouts", prepare_thread, self._why_idle)
 
     # ── from the loop ──────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -106,6 +85,7 @@ class BackgroundRollouts:
             self._rollouts.step_begins(version)
             for number in numbers:
                 self._tasks.put(number, partial(self._pose, number, version))
+        self._session.wake()
 
     def arrived(self) -> list[TrajectoryGroup]:
         with span("rollouts.dispatch"), self._changed:
@@ -125,15 +105,15 @@ class BackgroundRollouts:
             return
         with self._changed:
             given_up = set(numbers)
-            self._posed = deque(attempt for attempt in self._posed if attempt.number not in given_up)
             self._finished = deque(group for group in self._finished if group.number not in given_up)
-            self._abandoned |= given_up
-            for number in given_up:
-                if attempt := self._under_way.pop(number, None):
-                    attempt.is_wanted = False
+            for attempt in [self._under_way.pop(number) for number in given_up if number in self._under_way]:
+                attempt.is_wanted = False
+                if self._attempts.pop(attempt.request_id, None) is not None:
+                    self._session.abort(attempt.request_id)
             self._tasks.abandon(given_up)
             self.rewards.abandon(given_up)
             self._changed.notify_all()
+        self._session.wake()
 
     def sampled_tokens(self, number: int) -> list[int]:
         """Tokens that each attempt of a group under way has so far; none where it has not come to the engine yet."""
@@ -141,26 +121,18 @@ class BackgroundRollouts:
             attempt = self._under_way.get(number)
         if attempt is None:
             return []
-        so_far = self._engine.sampled_tokens(attempt.request_id)
+        so_far = self._session.sampled_tokens(attempt.request_id)
         whole = {index: len(completion.token_ids) for index, completion in list(attempt.completions.items())}
         return [whole.get(index, so_far.get(index, 0)) for index in range(attempt.request.sampling.n)]
 
     def pause(self) -> None:
         """Block until the engine is between two steps and its device idle. It stays there until `resume`."""
-        with span("wait.for_engine"):
-            with self._changed:
-                self._wanted_by += 1
-                self._changed.notify_all()
-                self._changed.wait_for(lambda: self._is_between_steps or self._error)
-                self._raise_error()
-            self._wait_for_device()
+        self._raise_error()
+        self._session.hold()
 
     def resume(self) -> None:
         """Let the engine go on, once the device has done what its borrower launched."""
-        self._wait_for_device()
-        with self._changed:
-            self._wanted_by -= 1
-            self._changed.notify_all()
+        self._session.resume()
 
     @contextmanager
     def paused(self, patience_s: float | None = None) -> Iterator[None]:
@@ -184,13 +156,11 @@ class BackgroundRollouts:
     def close(self) -> None:
         """Give up what is under way. A task or a reward that does not return is left behind, and ends with the process."""
         with self._changed:
-            if self._error is None:
-                forget_worker("rollouts")
-            self._closed = True
+            self._attempts.clear()  # what the session says of them now is no failure
             self._tasks.close()
             self.rewards.close()
             self._changed.notify_all()
-        self._thread.join(PATIENCE_S)
+        self._session.close(PATIENCE_S)
         self._tasks.join(PATIENCE_S)
         self.rewards.join(PATIENCE_S)
 
@@ -198,84 +168,30 @@ class BackgroundRollouts:
         if self._error is not None:
             raise self._error
 
-    # ── the thread of the rollouts ─────────────────────────────────────────────────────────────────────────────────────
+    # ── the thread that steps the engine ───────────────────────────────────────────────────────────────────────────────
 
-    def _work(self) -> None:
-        self._prepare_thread()
-        while self._may_go_on():
-            with span("rollouts.dispatch"):  # what is neither a task's nor the engine's
-                self._abort_abandoned()
-                self._submit()
-                self._step()
-        for request_id in list(self._attempts):
-            self._engine.abort(request_id)
+    def _why_idle(self) -> str:
+        """Either others still owe the engine requests, or what follows from its answers, or they may begin no more."""
+        return "wait.for_requests" if self._tasks.num_to_score or self.rewards.num_to_score else "wait.for_budget"
 
-    def _step(self) -> None:
-        if not self._engine.has_work:
-            return
-        with span("engine.schedule"):  # what of a step is neither prefill nor decode
-            pieces = self._engine.step()
-        for request_id, piece in pieces:
-            self._take(request_id, piece)
-
-    def _may_go_on(self) -> bool:
-        """Between two steps: others may have the engine, and where there is nothing to do, wait. False ends the thread."""
+    def receive(self, pieces: Sequence[tuple[int, Delta | Exception]]) -> None:
         with span("rollouts.dispatch"), self._changed:
-            self._is_between_steps = True
-            self._changed.notify_all()
-            while not self._closed:
-                if self._wanted_by:
-                    with span("wait.for_weights"):
-                        self._changed.wait()
-                elif self._posed or self._engine.has_work:
-                    break
-                else:
-                    # Either others still owe the engine requests, or what follows from its answers, or they may begin no more.
-                    is_owed = self._tasks.num_to_score or self.rewards.num_to_score
-                    with span("wait.for_requests" if is_owed else "wait.for_budget"):
-                        self._changed.wait()
-            self._is_between_steps = False
-            return not self._closed
+            for request_id, piece in pieces:
+                self._take(request_id, piece)
 
-    def _abort_abandoned(self) -> None:
-        with self._changed:
-            given_up, self._abandoned = self._abandoned, set()
-        for request_id in [request_id for request_id, attempt in self._attempts.items() if attempt.number in given_up]:
-            self._engine.abort(request_id)
-            del self._attempts[request_id]
-
-    def _submit(self) -> None:
-        while (attempt := self._next_posed()) is not None:
-            attempt.request_id = self._engine.submit(attempt.request)
-            self._attempts[attempt.request_id] = attempt
-            with self._changed:
-                if attempt.number not in self._abandoned:
-                    self._under_way[attempt.number] = attempt
-
-    def _next_posed(self) -> _Attempt | None:
-        with self._changed:
-            return self._posed.popleft() if self._posed else None
-
-    def _take(self, request_id: int, piece: Delta | EngineError) -> None:
+    def _take(self, request_id: int, piece: Delta | Exception) -> None:
         attempt = self._attempts.get(request_id)
         if attempt is None:
             return  # what is left of one that was abandoned
-        if isinstance(piece, EngineError):
+        if isinstance(piece, Exception):
+            self._fail(piece)
             raise piece
         if piece.completion is None:
             return
         attempt.completions[piece.index] = piece.completion
-        if not attempt.is_sampled:
-            return
-        del self._attempts[request_id]
-        with self._changed:
-            if attempt.number not in self._abandoned:
-                self.rewards.put(attempt.number, partial(self._group, attempt))
-
-    def _ended(self, error: Exception | None) -> None:
-        """Whatever happened, nobody shall wait for this thread any more."""
-        with self._changed:
-            self._fail(error)
+        if attempt.is_sampled:
+            del self._attempts[request_id]
+            self.rewards.put(attempt.number, partial(self._group, attempt))
 
     # ── the worker of the tasks ────────────────────────────────────────────────────────────────────────────────────────
 
@@ -291,8 +207,10 @@ class BackgroundRollouts:
         if isinstance(posed, TrajectoryGroup):
             self._finished.append(posed)
         else:
-            self._posed.append(posed)
+            posed.request_id = self._session.submit(posed.request, self)
+            self._attempts[posed.request_id] = self._under_way[number] = posed
         self._changed.notify_all()
+        self._session.wake()
 
     # ── the workers of the rewards ─────────────────────────────────────────────────────────────────────────────────────
 
@@ -305,33 +223,8 @@ class BackgroundRollouts:
         self._under_way.pop(number, None)
         self._finished.append(group)
         self._changed.notify_all()
+        self._session.wake()
 
-    def _fail(self, error: Exception | None) -> None:
-        self._error = self._error or error
+    def _fail(self, error: BaseException | None) -> None:
+        self._error = self._error or self._session.failure or error
         self._changed.notify_all()
-
-
-class SteppedElsewhere:
-    """The engine as the loop sees it while the thread steps it. Implements `ports.Engine`."""
-
-    def __init__(self, engine: Engine, rollouts: BackgroundRollouts) -> None:
-        self._engine = engine
-        self._rollouts = rollouts
-        self._is_held = False
-
-    def hold(self) -> None:
-        """Somebody is about to write the weights that the engine reads; `apply` lets it go on."""
-        self._rollouts.pause()
-        self._is_held = True
-
-    def apply(self, update: WeightUpdate) -> None:
-        if not self._is_held:
-            self.hold()
-        with span("engine.update_weights"):
-            self._engine.apply(update)
-            self._is_held = False
-            self._rollouts.resume()
-
-    def generate(self, requests: Sequence[GenerateRequest]) -> list[list[Completion]]:
-        with self._rollouts.paused():
-            return self._engine.generate(requests)

@@ -10,7 +10,6 @@ from collections.abc import AsyncGenerator, Generator, Sequence
 from contextlib import aclosing
 from typing import Protocol, TypeVar
 
-from redline.engine.stats import EngineStats
 from redline.errors import EngineError
 from redline.serve import answers
 from redline.serve.admission import Place
@@ -19,7 +18,7 @@ from redline.serve.calls import Call
 from redline.serve.metrics import ServerMetrics
 from redline.serve.pace import Pace
 from redline.serve.vocabulary import Vocabulary
-from redline.types import Completion, Delta, GenerateRequest
+from redline.types import Completion, Delta, EngineStats, GenerateRequest
 
 Item = TypeVar("Item")
 
@@ -30,7 +29,7 @@ MOST_TOGETHER = 64
 
 
 class RunningEngine(Protocol):
-    """`redline.engine.AsyncEngine`, as far as the server needs it."""
+    """`redline.engine.EngineSession`, as far as the server needs it."""
 
     def stream(self, request: GenerateRequest) -> AsyncGenerator[Delta]: ...
 

@@ -17,7 +17,7 @@ import torch
 import uvicorn
 
 from redline.config.schema import Config
-from redline.engine import AsyncEngine, NativeEngine
+from redline.engine import EngineSession, NativeEngine
 from redline.engine.adapters.transformers_engine import TransformersEngine
 from redline.engine.native.tensor_parallel import TensorParallelEngine
 from redline.errors import ModelError
@@ -60,7 +60,7 @@ def _share_python_lock() -> None:
 
 
 @contextmanager
-def running_engine(settings: ServeSettings) -> Iterator[tuple[AsyncEngine, Served]]:
+def running_engine(settings: ServeSettings) -> Iterator[tuple[EngineSession, Served]]:
     """The model as the settings want it, stepped by a thread of its own until the block ends."""
     config = settings.config
     prepare_process(config)
@@ -82,7 +82,7 @@ def running_engine(settings: ServeSettings) -> Iterator[tuple[AsyncEngine, Serve
         rows=native.limits.max_num_seqs,
     )
     try:
-        with AsyncEngine(native, native.why_broken if isinstance(native, TensorParallelEngine) else None) as engine:
+        with EngineSession(native, native.why_broken if isinstance(native, TensorParallelEngine) else None) as engine:
             yield engine, served
     finally:
         if isinstance(native, TensorParallelEngine):
@@ -108,7 +108,7 @@ def _engine(
 class EngineServer(uvicorn.Server):
     """Says where it listens once it does, and ends with its engine."""
 
-    def __init__(self, engine: AsyncEngine, served: Served, settings: ServeSettings) -> None:
+    def __init__(self, engine: EngineSession, served: Served, settings: ServeSettings) -> None:
         app = make_app(engine, served, settings.api_key, settings.limits, settings.allowed_hosts)
         super().__init__(uvicorn.Config(app, log_config=None, access_log=False, lifespan="off", ws="none"))
         self._engine = engine
@@ -155,7 +155,7 @@ class EngineServer(uvicorn.Server):
     async def _give_up(self) -> None:
         """An engine that has stopped answers the clients that still wait; one that does not read is not waited for."""
         await asyncio.sleep(GRACE_S)
-        await asyncio.to_thread(self._engine.stop)
+        await asyncio.to_thread(self._engine.close)
         await asyncio.sleep(LAST_WORDS_S)
         for connection in list(self.server_state.connections):
             connection.transport.abort()

@@ -16,13 +16,13 @@ from support.small_models import CONFIGS, llama, write_model
 
 from redline.config.sections.engine import EngineConfig
 from redline.config.sections.rollouts import RolloutsConfig
-from redline.engine import NativeEngine
+from redline.engine import EngineSession, NativeEngine
 from redline.errors import BrokenModelError, EngineError, TaskError
 from redline.models.files.hf import AnyDecoder, load_decoder
 from redline.models.files.tiny import tiny_tokenizer
 from redline.rollouts import BackgroundRollouts, Chat, SingleTurnRollouts
 from redline.telemetry import Recorder, recording
-from redline.types import Delta, TrajectoryGroup, WeightUpdate
+from redline.types import Delta, EngineStats, TrajectoryGroup, WeightUpdate
 
 TOKENIZER = tiny_tokenizer()
 CONFIG = RolloutsConfig(task={"kind": "import", "path": "tests:Fake"}, group_size=3, max_new_tokens=12)  # type: ignore[arg-type]
@@ -49,7 +49,7 @@ def engine(decoder: AnyDecoder) -> NativeEngine:
 
 @pytest.fixture
 def background(engine: NativeEngine) -> Iterator[BackgroundRollouts]:
-    rollouts = BackgroundRollouts(single_turn(engine), engine)
+    rollouts = BackgroundRollouts(single_turn(engine), EngineSession(engine))
     yield rollouts
     rollouts.close()
 
@@ -95,7 +95,7 @@ def test_pauses_may_be_nested_and_cost_nothing_where_there_is_no_work(background
 
 def test_what_goes_wrong_in_the_thread_reaches_the_caller(engine: NativeEngine, decoder: AnyDecoder) -> None:
     decoder.output_weight.data.fill_(float("nan"))
-    rollouts = BackgroundRollouts(single_turn(engine), engine)
+    rollouts = BackgroundRollouts(single_turn(engine), EngineSession(engine))
     rollouts.begin([0], 0)
     with pytest.raises(BrokenModelError, match="NaN"):
         rollouts.finished()
@@ -111,7 +111,7 @@ def test_a_task_that_cannot_be_made_is_a_group_of_failures_and_the_others_go_on(
                 raise TaskError("no more tasks", "add some")
             return super().train(index)
 
-    rollouts = BackgroundRollouts(single_turn(engine, NoTasks()), engine)
+    rollouts = BackgroundRollouts(single_turn(engine, NoTasks()), EngineSession(engine))
     rollouts.begin([0, 1, 2], 4)
     groups = all_of(rollouts, 3)
     assert {t.failure and t.failure.reason for t in groups[1].trajectories} == {"no more tasks"}
@@ -130,7 +130,7 @@ def test_a_task_that_never_comes_holds_up_no_pause_and_no_other_group(engine: Na
                 end.wait(60)
             return super().train(index)
 
-    rollouts = BackgroundRollouts(single_turn(engine, Hanging(), task_timeout_s=2.0), engine)
+    rollouts = BackgroundRollouts(single_turn(engine, Hanging(), task_timeout_s=2.0), EngineSession(engine))
     rollouts.begin([0, 1, 2], 0)
     assert begun.wait(30)
     began = time.monotonic()
@@ -153,7 +153,7 @@ def test_a_task_that_is_abandoned_leaves_its_worker_behind(engine: NativeEngine)
                 end.wait(60)
             return super().train(index)
 
-    rollouts = BackgroundRollouts(single_turn(engine, Hanging()), engine)
+    rollouts = BackgroundRollouts(single_turn(engine, Hanging()), EngineSession(engine))
     rollouts.begin([0, 1], 0)
     assert begun.wait(30)
     rollouts.abandon([0])
@@ -167,7 +167,7 @@ def test_a_reward_that_exits_fails_its_attempts_and_ends_nothing(engine: NativeE
         def score(self, task, text):  # type: ignore[no-untyped-def]
             raise SystemExit(3)
 
-    rollouts = BackgroundRollouts(single_turn(engine, Exits()), engine)
+    rollouts = BackgroundRollouts(single_turn(engine, Exits()), EngineSession(engine))
     rollouts.begin([0], 0)
     [group] = all_of(rollouts, 1).values()
     assert {t.failure and t.failure.reason for t in group.trajectories} == {"SystemExit: 3"}
@@ -175,7 +175,7 @@ def test_a_reward_that_exits_fails_its_attempts_and_ends_nothing(engine: NativeE
 
 
 def test_closing_gives_up_what_is_under_way(engine: NativeEngine) -> None:
-    rollouts = BackgroundRollouts(single_turn(engine), engine)
+    rollouts = BackgroundRollouts(single_turn(engine), EngineSession(engine))
     rollouts.begin(range(8), 0)
     rollouts.close()
     while engine.has_work:
@@ -203,7 +203,7 @@ class Hanging(FakeTasks):
 @pytest.fixture
 def hanging(engine: NativeEngine) -> Iterator[BackgroundRollouts]:
     Hanging.hangs, Hanging.goes_on = threading.Event(), threading.Event()
-    rollouts = BackgroundRollouts(single_turn(engine, Hanging()), engine)
+    rollouts = BackgroundRollouts(single_turn(engine, Hanging()), EngineSession(engine))
     yield rollouts
     Hanging.goes_on.set()
     rollouts.close()
@@ -415,7 +415,7 @@ def test_as_many_groups_are_scored_at_once_as_there_are_workers(engine: NativeEn
     own = single_turn(NativeEngine(decoder, EngineConfig(max_num_seqs=8), TOKENIZER))
     own.begin(range(6), 0)
     expected = {group.number: group for group in own.finished()}
-    rollouts = BackgroundRollouts(single_turn(engine, Together(), workers=4), engine)
+    rollouts = BackgroundRollouts(single_turn(engine, Together(), workers=4), EngineSession(engine))
     rollouts.rewards.hold(3)
     rollouts.begin(range(6), 0)
     found = all_of(rollouts, 6)
@@ -428,7 +428,7 @@ def test_as_many_groups_are_scored_at_once_as_there_are_workers(engine: NativeEn
 
 def test_rewards_that_hang_cost_their_workers_only_until_they_are_abandoned(engine: NativeEngine) -> None:
     Hanging.hangs, Hanging.goes_on = threading.Event(), threading.Event()
-    rollouts = BackgroundRollouts(single_turn(engine, Hanging(), workers=2), engine)
+    rollouts = BackgroundRollouts(single_turn(engine, Hanging(), workers=2), EngineSession(engine))
     rollouts.rewards.hold(2)
     rollouts.begin([1], 0)
     assert Hanging.hangs.wait(60)
@@ -445,7 +445,7 @@ def test_rewards_that_hang_cost_their_workers_only_until_they_are_abandoned(engi
 
 def test_an_evaluation_waits_for_every_reward_under_way(engine: NativeEngine) -> None:
     Hanging.hangs, Hanging.goes_on = threading.Event(), threading.Event()
-    rollouts = BackgroundRollouts(single_turn(engine, Hanging(), workers=2), engine)
+    rollouts = BackgroundRollouts(single_turn(engine, Hanging(), workers=2), EngineSession(engine))
     rollouts.rewards.hold(2)
     rollouts.begin([1, 2, 3], 0)
     assert Hanging.hangs.wait(60)
@@ -476,7 +476,7 @@ class OneAtATime:
 def test_workers_take_turns_with_the_reward_model(engine: NativeEngine) -> None:
     attempts, judge = single_turn(engine, workers=3), OneAtATime()
     attempts._reward_model = judge  # type: ignore[assignment]
-    rollouts = BackgroundRollouts(attempts, engine)
+    rollouts = BackgroundRollouts(attempts, EngineSession(engine))
     rollouts.rewards.hold(3)
     rollouts.begin(range(8), 0)
     groups = all_of(rollouts, 8)
@@ -488,7 +488,8 @@ def test_workers_take_turns_with_the_reward_model(engine: NativeEngine) -> None:
 def test_the_device_is_idle_whenever_the_engine_changes_hands(engine: NativeEngine) -> None:
     """The thread and its borrowers launch on streams of their own, and nothing but this wait orders them."""
     steps_at_wait: list[int] = []
-    rollouts = BackgroundRollouts(single_turn(engine), engine, wait_for_device=lambda: steps_at_wait.append(engine.stats.steps))
+    session = EngineSession(engine, wait_for_device=lambda: steps_at_wait.append(engine.stats.steps))
+    rollouts = BackgroundRollouts(single_turn(engine), session)
     rollouts.begin(range(3), 0)
     with rollouts.paused():
         steps = engine.stats.steps
@@ -506,16 +507,17 @@ def test_an_evaluation_beside_rollouts_changes_no_training_sample(tmp_path: Path
     decoder = load_decoder(tmp_path, "cuda", torch.bfloat16)
     engine = NativeEngine(decoder, EngineConfig(max_num_seqs=32, kv_cache_memory_bytes=2**26), TOKENIZER)
     long = CONFIG.model_copy(update={"group_size": 8, "max_new_tokens": 300})
-    attempts = SingleTurnRollouts(FakeTasks(), engine, Chat(TOKENIZER, None, ""), long, (3,), 5)
-    expected = _beside_an_evaluation(attempts, engine, evaluate=False)
+    expected = _beside_an_evaluation(engine, long, evaluate=False)
     for _ in range(3):
-        assert _beside_an_evaluation(attempts, engine, evaluate=True) == expected
+        assert _beside_an_evaluation(engine, long, evaluate=True) == expected
 
 
-def _beside_an_evaluation(attempts: SingleTurnRollouts, engine: NativeEngine, *, evaluate: bool) -> list[list[int]]:
+def _beside_an_evaluation(engine: NativeEngine, config: RolloutsConfig, *, evaluate: bool) -> list[list[int]]:
     """The tokens of one group, with held-out tasks answered in the middle of it."""
     lagging = _LaggingDevice(engine, after_steps=5)
-    rollouts = BackgroundRollouts(attempts, lagging, lambda: torch.cuda.set_stream(torch.cuda.Stream()), torch.cuda.synchronize)
+    session = EngineSession(lagging, wait_for_device=torch.cuda.synchronize)
+    attempts = SingleTurnRollouts(FakeTasks(), session, Chat(TOKENIZER, None, ""), config, (3,), 5)
+    rollouts = BackgroundRollouts(attempts, session, lambda: torch.cuda.set_stream(torch.cuda.Stream()))
     rollouts.begin([0], 0)
     lagging.is_behind.wait()
     if evaluate:
@@ -532,12 +534,21 @@ class _LaggingDevice:
 
     def __init__(self, engine: NativeEngine, after_steps: int) -> None:
         self._engine, self._left = engine, after_steps
-        self.submit, self.abort = engine.submit, engine.abort
+        self.submit, self.abort, self.apply, self.sampled_tokens = (
+            engine.submit,
+            engine.abort,
+            engine.apply,
+            engine.sampled_tokens,
+        )
         self.is_behind = threading.Event()
 
     @property
     def has_work(self) -> bool:
         return self._engine.has_work
+
+    @property
+    def stats(self) -> EngineStats:
+        return self._engine.stats
 
     def step(self) -> Sequence[tuple[int, Delta | EngineError]]:
         self._left -= 1

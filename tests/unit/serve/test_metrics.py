@@ -5,8 +5,8 @@ from dataclasses import fields
 
 from support.fakes import completion
 
-from redline.engine.stats import EngineStats
 from redline.serve.metrics import ENGINE, Histogram, ServerMetrics
+from redline.types import EngineStats
 
 SAMPLE = re.compile(r'[a-z_]+(\{[a-z_]+="[^"]*"(,[a-z_]+="[^"]*")*\})? (\+Inf|-?[0-9.e+-]+)')
 

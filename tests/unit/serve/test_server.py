@@ -23,7 +23,7 @@ from redline.serve.vocabulary import Vocabulary
 
 
 class StoppableEngine(ScriptedEngine):
-    def stop(self) -> None:
+    def close(self) -> None:
         """Abort what is under way."""
         self.is_endless = self.is_alive = False
 

@@ -21,11 +21,11 @@ from redline.engine.native.admission import Limits, check_request
 from redline.engine.native.engine import MAX_TOP_LOGPROBS, Event
 from redline.engine.native.running.sampler import Sampled
 from redline.engine.native.text.stop_strings import StopSearch
-from redline.engine.stats import EngineStats, Rate
+from redline.engine.stats import Rate
 from redline.errors import EngineError
 from redline.models.spec import fixed_positions, position_limit
 from redline.telemetry import span
-from redline.types import Completion, Delta, FinishReason, GenerateRequest, VersionSpan, WeightUpdate
+from redline.types import Completion, Delta, EngineStats, FinishReason, GenerateRequest, VersionSpan, WeightUpdate
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -34,7 +34,7 @@ MAX_STOPS = 1024
 
 
 class TransformersEngine:
-    """Batches of rows that start together. Implements `ports.Engine`, and what `AsyncEngine` asks of an engine."""
+    """Batches of rows that start together. Implements `ports.Engine` and `ports.SteppedEngine`."""
 
     def __init__(self, model: PreTrainedModel, config: EngineConfig, tokenizer: PreTrainedTokenizerBase | None = None) -> None:
         self.version = 0
@@ -79,6 +79,10 @@ class TransformersEngine:
             row.finish_reason = FinishReason.ABORT
             self._retire(row)
         self._waiting = [row for row in self._waiting if row.alive]
+
+    def sampled_tokens(self, request_id: int) -> dict[int, int]:
+        """Index of each completion of a request that is not finished → tokens it has so far. Any thread may ask."""
+        return {row.index: len(row.token_ids) for row in list(self._unfinished.get(request_id, ()))}
 
     def generate(self, requests: Sequence[GenerateRequest]) -> list[list[Completion]]:
         """All n completions of every request, in the order asked. Where one fails, all are given up and it is said why."""

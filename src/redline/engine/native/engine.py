@@ -34,13 +34,13 @@ from redline.engine.native.scheduler import Plan, Scheduler
 from redline.engine.native.sequence import NO_ROW, Sampled, Sequence, Stage, Wants
 from redline.engine.native.sleep import MemoryMoved, OffloadedWeights, Stopwatch
 from redline.engine.native.text.stop_strings import StopSearch
-from redline.engine.stats import EngineStats, Rate
+from redline.engine.stats import Rate
 from redline.errors import BrokenModelError, EngineError
 from redline.kernels.available import kernels_serve
 from redline.models.files.hf import AnyDecoder
 from redline.models.lora.per_token import PreparedAdapter
 from redline.telemetry import span
-from redline.types import Completion, Delta, FinishReason, GenerateRequest, WeightUpdate
+from redline.types import Completion, Delta, EngineStats, FinishReason, GenerateRequest, WeightUpdate
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -59,7 +59,7 @@ class Ranks(Protocol):
 
 
 class NativeEngine:
-    """Continuous batching over a paged KV cache. Implements `ports.Engine`."""
+    """Continuous batching over a paged KV cache. Implements `ports.Engine` and `ports.SteppedEngine`."""
 
     def __init__(
         self,

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from transformers import PretrainedConfig
 
 from redline.config.sections.engine import EngineConfig
-from redline.engine import AsyncEngine, NativeEngine
+from redline.engine import EngineSession, NativeEngine
 from redline.engine.native.lora import make_bank
 from redline.errors import EngineError, ModelError, RedlineError
 from redline.kernels.segments import Segments
@@ -403,7 +403,7 @@ def test_an_adapter_joins_while_others_stream(setup: Setup) -> None:
     requests = ask(20, "thin", max_tokens=40), ask(20, "whole")
 
     async def serve() -> tuple[Completion, Completion]:
-        with AsyncEngine(engine) as running:
+        with EngineSession(engine) as running:
             first = asyncio.create_task(running.complete(requests[0]))
             prepared = await asyncio.to_thread(engine.prepare_adapter, setup.folder / "whole")
             await running.run(lambda engine: engine.load_adapter("whole", prepared))

@@ -13,11 +13,19 @@ import pytest
 from support.small_models import CONFIGS, VOCAB_SIZE, write_model
 
 from redline.config.sections.engine import EngineConfig
-from redline.engine import AsyncEngine, NativeEngine
-from redline.engine.stats import EngineStats
+from redline.engine import EngineSession, NativeEngine
 from redline.errors import EngineError
 from redline.models.files.hf import load_decoder
-from redline.types import Completion, Delta, FinishReason, GenerateRequest, SamplingParams, VersionSpan, WeightUpdate
+from redline.types import (
+    Completion,
+    Delta,
+    EngineStats,
+    FinishReason,
+    GenerateRequest,
+    SamplingParams,
+    VersionSpan,
+    WeightUpdate,
+)
 
 CONFIG = EngineConfig(max_num_seqs=8, block_size=4)
 SOON_S = 20
@@ -37,8 +45,8 @@ def native(folder: Path) -> NativeEngine:
 
 
 @pytest.fixture
-def running(native: NativeEngine) -> Iterator[AsyncEngine]:
-    with AsyncEngine(native) as engine:
+def running(native: NativeEngine) -> Iterator[EngineSession]:
+    with EngineSession(native) as engine:
         yield engine
 
 
@@ -69,7 +77,7 @@ def run(coroutine: Coroutine[Any, Any, Any]) -> Any:
     return asyncio.run(within_reason())
 
 
-async def collect(engine: AsyncEngine, request: GenerateRequest) -> list[Delta]:
+async def collect(engine: EngineSession, request: GenerateRequest) -> list[Delta]:
     return [delta async for delta in engine.stream(request)]
 
 
@@ -78,7 +86,7 @@ async def until(condition: Callable[[], bool]) -> None:
         await asyncio.sleep(0.005)
 
 
-async def idle(engine: AsyncEngine) -> EngineStats:
+async def idle(engine: EngineSession) -> EngineStats:
     """Once nothing is under way any more."""
     await until(lambda: engine.stats.running == engine.stats.waiting == 0)
     return engine.stats
@@ -87,12 +95,12 @@ async def idle(engine: AsyncEngine) -> EngineStats:
 # ── results ────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def test_complete_gives_all_completions_in_order(running: AsyncEngine, alone: Any) -> None:
+def test_complete_gives_all_completions_in_order(running: EngineSession, alone: Any) -> None:
     request = ask(9, 12, n=4)
     assert tokens(run(running.complete(request))) == alone(request)
 
 
-def test_a_stream_gives_pieces_that_make_up_each_completion(running: AsyncEngine, alone: Any) -> None:
+def test_a_stream_gives_pieces_that_make_up_each_completion(running: EngineSession, alone: Any) -> None:
     request = ask(9, 12, n=3)
     pieces = run(collect(running, request))
     assert len(pieces) == 3 * 12
@@ -103,7 +111,7 @@ def test_a_stream_gives_pieces_that_make_up_each_completion(running: AsyncEngine
         assert own[-1].completion.token_ids.tolist() == expected
 
 
-def test_streams_and_calls_run_at_the_same_time(running: AsyncEngine, alone: Any) -> None:
+def test_streams_and_calls_run_at_the_same_time(running: EngineSession, alone: Any) -> None:
     requests = [ask(3 + seed, 5 + 2 * seed, seed=seed, n=1 + seed % 2) for seed in range(10)]
 
     async def all_at_once() -> tuple[list[list[Delta]], list[list[Completion]]]:
@@ -120,7 +128,7 @@ def test_streams_and_calls_run_at_the_same_time(running: AsyncEngine, alone: Any
     assert running.stats.steps < sum(request.sampling.max_tokens for request in requests), "they shared steps"
 
 
-def test_a_stream_begins_before_its_completion_is_done(running: AsyncEngine) -> None:
+def test_a_stream_begins_before_its_completion_is_done(running: EngineSession) -> None:
     async def first_piece() -> Delta:
         stream = running.stream(LONG)
         piece = await anext(stream)
@@ -131,7 +139,7 @@ def test_a_stream_begins_before_its_completion_is_done(running: AsyncEngine) -> 
     assert (len(piece.token_ids), piece.completion) == (1, None)
 
 
-def test_two_event_loops_in_two_threads_use_one_engine(running: AsyncEngine, alone: Any) -> None:
+def test_two_event_loops_in_two_threads_use_one_engine(running: EngineSession, alone: Any) -> None:
     found: dict[int, list[list[list[int]]]] = {}
 
     def user(number: int) -> None:
@@ -151,7 +159,7 @@ def test_two_event_loops_in_two_threads_use_one_engine(running: AsyncEngine, alo
 # ── giving up ──────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def test_closing_a_stream_gives_its_request_up(running: AsyncEngine) -> None:
+def test_closing_a_stream_gives_its_request_up(running: EngineSession) -> None:
     async def close_early() -> EngineStats:
         stream = running.stream(LONG)
         await anext(stream)
@@ -163,7 +171,7 @@ def test_closing_a_stream_gives_its_request_up(running: AsyncEngine) -> None:
     assert stats.generated_tokens < 240
 
 
-def test_cancelling_a_call_gives_its_request_up(running: AsyncEngine, alone: Any) -> None:
+def test_cancelling_a_call_gives_its_request_up(running: EngineSession, alone: Any) -> None:
     async def cancel() -> EngineStats:
         call = asyncio.create_task(running.complete(LONG))
         other = asyncio.create_task(running.complete(ask(5, 30, seed=2)))
@@ -177,7 +185,7 @@ def test_cancelling_a_call_gives_its_request_up(running: AsyncEngine, alone: Any
     assert run(cancel()).generated_tokens < 240 + 30
 
 
-def test_a_loop_that_ends_with_a_stream_open_leaves_the_engine_to_others(running: AsyncEngine, alone: Any) -> None:
+def test_a_loop_that_ends_with_a_stream_open_leaves_the_engine_to_others(running: EngineSession, alone: Any) -> None:
     """Nobody closes the stream, as where a thread dies; its pieces have nowhere to go."""
     stream = running.stream(LONG)
     loop = asyncio.new_event_loop()
@@ -191,7 +199,7 @@ def test_a_loop_that_ends_with_a_stream_open_leaves_the_engine_to_others(running
 # ── errors ─────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def test_an_error_reaches_the_one_who_made_it_and_nobody_else(running: AsyncEngine, alone: Any) -> None:
+def test_an_error_reaches_the_one_who_made_it_and_nobody_else(running: EngineSession, alone: Any) -> None:
     async def good_and_bad() -> list[Any]:
         calls = [
             running.complete(ask(5, 20, seed=1)),
@@ -209,7 +217,7 @@ def test_an_error_reaches_the_one_who_made_it_and_nobody_else(running: AsyncEngi
         assert "no tokens" in str(error)
 
 
-def test_a_request_that_makes_no_sense_at_all_does_not_stop_the_engine(running: AsyncEngine, alone: Any) -> None:
+def test_a_request_that_makes_no_sense_at_all_does_not_stop_the_engine(running: EngineSession, alone: Any) -> None:
     nonsense = GenerateRequest(None, SamplingParams(4))  # type: ignore[arg-type]
     with pytest.raises(TypeError):
         run(running.complete(nonsense))
@@ -217,7 +225,7 @@ def test_a_request_that_makes_no_sense_at_all_does_not_stop_the_engine(running: 
 
 
 def test_nan_fails_the_request_it_is_in(native: NativeEngine, alone: Any) -> None:
-    with AsyncEngine(native) as running:
+    with EngineSession(native) as running:
 
         async def fall_ill() -> tuple[Any, Any]:
             sick = GenerateRequest(np.array([100, 5], np.int32), SamplingParams(4, n=2))
@@ -241,10 +249,10 @@ class Broken(NativeEngine):
 
 
 def test_where_the_engine_breaks_down_everybody_hears_why(folder: Path) -> None:
-    async def two_calls(running: AsyncEngine) -> list[Any]:
+    async def two_calls(running: EngineSession) -> list[Any]:
         return await asyncio.gather(running.complete(LONG), collect(running, LONG), return_exceptions=True)
 
-    with AsyncEngine(Broken(load_decoder(folder), CONFIG)) as running:
+    with EngineSession(Broken(load_decoder(folder), CONFIG)) as running:
         for error in run(two_calls(running)):
             assert isinstance(error, EngineError)
             assert "a cosmic ray" in error.message
@@ -266,7 +274,7 @@ class Stuck(NativeEngine):
 def test_a_step_that_can_never_end_is_given_up_when_its_reason_is_known(folder: Path) -> None:
     """As where another process of the engine has died and a collective waits for it."""
     reason: list[str] = []
-    running = AsyncEngine(Stuck(load_decoder(folder), CONFIG), lambda: reason[0] if reason else None)
+    running = EngineSession(Stuck(load_decoder(folder), CONFIG), lambda: reason[0] if reason else None)
 
     async def two_calls() -> list[Any]:
         calls = [asyncio.create_task(running.complete(LONG)), asyncio.create_task(collect(running, LONG))]
@@ -284,7 +292,7 @@ def test_a_step_that_can_never_end_is_given_up_when_its_reason_is_known(folder: 
         assert not running.is_alive
 
 
-def test_the_time_of_a_step_counts_only_while_there_is_one(running: AsyncEngine) -> None:
+def test_the_time_of_a_step_counts_only_while_there_is_one(running: EngineSession) -> None:
     assert running.step_s == 0
     run(running.complete(ask(5)))
     run(idle(running))
@@ -295,12 +303,12 @@ def test_the_time_of_a_step_counts_only_while_there_is_one(running: AsyncEngine)
 
 
 def test_stopping_tells_everybody_who_still_waits(native: NativeEngine) -> None:
-    running = AsyncEngine(native)
+    running = EngineSession(native)
 
     async def stop_in_between() -> list[Any]:
         calls = [asyncio.create_task(running.complete(LONG)), asyncio.create_task(collect(running, LONG))]
         await until(lambda: running.stats.running == 2)
-        await asyncio.to_thread(running.stop)
+        await asyncio.to_thread(running.close)
         return await asyncio.gather(*calls, return_exceptions=True)
 
     with running:
@@ -314,25 +322,25 @@ def test_stopping_tells_everybody_who_still_waits(native: NativeEngine) -> None:
 
 
 def test_a_stopped_engine_takes_nothing_more(native: NativeEngine) -> None:
-    with AsyncEngine(native) as running:
+    with EngineSession(native) as running:
         pass
     for attempt in (running.complete(ask(5)), collect(running, ask(5)), running.run(lambda engine: None)):
         with pytest.raises(EngineError, match="has stopped"):
             run(attempt)
-    running.stop()
+    running.close()
 
 
 def test_an_engine_that_was_never_started_can_be_stopped(native: NativeEngine) -> None:
-    running = AsyncEngine(native)
+    running = EngineSession(native)
     with pytest.raises(EngineError, match="has stopped"):
         run(running.complete(ask(5)))
-    running.stop()
+    running.close()
 
 
 def test_nobody_waits_for_ever_however_close_to_the_end_he_comes(native: NativeEngine) -> None:
     """Requests pour in while the engine stops; each is either served or told."""
 
-    async def pour_in(running: AsyncEngine) -> list[Any]:
+    async def pour_in(running: EngineSession) -> list[Any]:
         calls = []
         for seed in range(200):
             calls.append(asyncio.create_task(running.complete(ask(3, 2, seed=seed))))
@@ -343,8 +351,8 @@ def test_nobody_waits_for_ever_however_close_to_the_end_he_comes(native: NativeE
         return await asyncio.gather(*calls, return_exceptions=True)
 
     for _ in range(3):
-        running = AsyncEngine(native)
-        stopper = threading.Thread(target=running.stop)
+        running = EngineSession(native)
+        stopper = threading.Thread(target=running.close)
         with running:
             results = run(pour_in(running))
         stopper.join()
@@ -358,7 +366,7 @@ def test_nobody_waits_for_ever_however_close_to_the_end_he_comes(native: NativeE
 # ── between two steps ──────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def test_an_action_runs_on_the_engines_thread_between_two_steps(running: AsyncEngine) -> None:
+def test_an_action_runs_on_the_engines_thread_between_two_steps(running: EngineSession) -> None:
     async def update_under_way() -> tuple[Any, list[Completion]]:
         call = asyncio.create_task(running.complete(ask(5, 100)))
         await until(lambda: running.stats.generated_tokens > 3)
@@ -373,7 +381,7 @@ def test_an_action_runs_on_the_engines_thread_between_two_steps(running: AsyncEn
     assert running.stats.version == 7
 
 
-def test_requests_under_way_wait_while_the_engine_sleeps(running: AsyncEngine, alone: Any) -> None:
+def test_requests_under_way_wait_while_the_engine_sleeps(running: EngineSession, alone: Any) -> None:
     async def sleep_in_between() -> list[list[Completion]]:
         calls = [asyncio.create_task(running.complete(ask(5, 60, seed=1)))]
         await until(lambda: running.stats.generated_tokens > 3)
@@ -387,13 +395,13 @@ def test_requests_under_way_wait_while_the_engine_sleeps(running: AsyncEngine, a
     assert [tokens(found) for found in run(sleep_in_between())] == [alone(ask(5, 60, seed=1)), alone(ask(5, 10, seed=2))]
 
 
-def test_an_action_that_raises_is_its_callers_problem(running: AsyncEngine, alone: Any) -> None:
+def test_an_action_that_raises_is_its_callers_problem(running: EngineSession, alone: Any) -> None:
     with pytest.raises(ZeroDivisionError):
         run(running.run(lambda engine: 1 / 0))
     assert tokens(run(running.complete(ask(5)))) == alone(ask(5))
 
 
-def test_an_action_nobody_waits_for_any_more_does_no_harm(running: AsyncEngine, alone: Any) -> None:
+def test_an_action_nobody_waits_for_any_more_does_no_harm(running: EngineSession, alone: Any) -> None:
     held = threading.Event()
 
     async def walk_away() -> None:
@@ -413,7 +421,7 @@ def test_an_action_nobody_waits_for_any_more_does_no_harm(running: AsyncEngine, 
     assert running.is_alive
 
 
-def test_statistics_are_those_of_the_last_step(running: AsyncEngine) -> None:
+def test_statistics_are_those_of_the_last_step(running: EngineSession) -> None:
     assert running.stats.steps == 0
     run(running.complete(ask(9, 5, n=2)))
     stats = running.stats

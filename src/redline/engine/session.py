@@ -1,0 +1,453 @@
+"""One owner of an engine: requests come from any thread, and one thread at a time steps it.
+
+    submit, abort, between_steps ──► inbox ──► the stepping thread: engine.step() ──► each receiver, once a step
+    hold ───────────────────────────┤ between two steps ├────────────────────────────── resume
+
+A session that was started has a thread of its own that steps the engine whenever it has work: serve, and rollouts beside the
+trainer. A session that was not started is stepped by its caller with `step_until`: lockstep. Either way the rules are the same:
+
+- `hold` stops the engine between two steps, with its sequences where they are, and gives it to the calling thread. That thread
+  may then write the weights, `apply` an update, or `step_until` its own requests are answered (an evaluation).
+- Whenever an engine with a thread of its own changes hands, the device first finishes all it was given: the two threads launch
+  on streams of their own, and nothing else orders them.
+- What ends the stepping thread reaches every receiver that still waits, and every later call.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import threading
+import time
+from collections import deque
+from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import Any, Self
+
+from redline.engine.streams import LoopReceivers, pieces
+from redline.errors import EngineError, RedlineError, boundary
+from redline.ports import Receiver, SteppedEngine
+from redline.telemetry import span
+from redline.telemetry.workers import forget_worker, watch_worker
+from redline.types import Completion, Delta, EngineStats, GenerateRequest, WeightUpdate
+
+WATCH_S = 0.25
+"""Seconds between two looks at whether the engine is broken."""
+GRACE_S = 2.0
+"""Seconds in which a step may notice by itself what broke it."""
+PATIENCE_S = 30.0
+"""Seconds that `close` waits for the last step."""
+
+
+@dataclass(slots=True, eq=False)
+class _Submission:
+    """One request, and who receives its pieces."""
+
+    request: GenerateRequest
+    receiver: Receiver
+    streaming: bool
+    number: int
+    request_id: int = -1
+    """The engine's name for it, once the engine has it."""
+    missing: int = field(init=False)
+    """Completions that were not delivered yet."""
+
+    def __post_init__(self) -> None:
+        self.missing = self.request.sampling.n
+
+
+class EngineSession:
+    """Owns an engine. Implements `ports.Session`."""
+
+    def __init__(
+        self,
+        engine: SteppedEngine,
+        why_broken: Callable[[], str | None] | None = None,
+        wait_for_device: Callable[[], None] = lambda: None,
+    ) -> None:
+        """`why_broken` returns why the engine can never end its step, such as a process that it needs and that has died;
+        another thread asks it all the time. `wait_for_device` blocks until the device has done all it was given."""
+        self._engine = engine
+        self._why_broken = why_broken
+        self._wait_for_device = wait_for_device
+        self._prepare_thread: Callable[[], None] = lambda: None
+        self._why_idle: Callable[[], str] = lambda: "wait.for_requests"
+        self._changed = threading.Condition()
+        self._thread: threading.Thread | None = None
+        self._is_between_steps = True
+        self._holder: int | None = None
+        """The thread that has the engine for itself."""
+        self._num_holds = 0
+        self._stopping = False
+        self._is_open = True
+        self._inbox: deque[Callable[[], None]] = deque()
+        """What the stepping thread is to do between two steps."""
+        self._numbers = itertools.count()
+        self._submissions: dict[int, _Submission] = {}
+        self._by_request: dict[int, _Submission] = {}
+        self._actions: set[Future[Any]] = set()
+        self._step_began: float | None = None
+        self._stats = engine.stats
+        self._loops = LoopReceivers()
+        self.failure: BaseException | None = None
+        """Why the stepping thread ended, where it was not asked to."""
+
+    # ── begin and end ──────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def start(
+        self,
+        name: str = "redline-engine",
+        prepare_thread: Callable[[], None] = lambda: None,
+        why_idle: Callable[[], str] = lambda: "wait.for_requests",
+    ) -> None:
+        """Step the engine in a thread of this name from now on. `prepare_thread` is called first in it; `why_idle` names the
+        span in which it waits while there is nothing to compute, and must not block."""
+        assert self._thread is None, "a session is started once"
+        self._prepare_thread, self._why_idle = prepare_thread, why_idle
+        self._thread = threading.Thread(target=self._work, name=name, daemon=True)
+        self._thread.start()
+        watch_worker(name, self._thread)
+        if self._why_broken is not None:
+            threading.Thread(target=self._watch, name=f"{name}-watch", daemon=True).start()
+
+    def close(self, patience_s: float = PATIENCE_S) -> None:
+        """Abort what is under way and end the thread. Blocks until its step has ended, or for `patience_s`: a step that never
+        ends is left behind."""
+        if self._thread is None:
+            self._end(None)
+            return
+        if self.failure is None:
+            forget_worker(self._thread.name)
+        with self._changed:
+            self._stopping = True
+            self._changed.notify_all()
+        if self._thread.is_alive():
+            self._thread.join(patience_s if self.failure is None else 0)
+
+    def __enter__(self) -> Self:
+        self.start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether it takes requests."""
+        return self._is_open and not self._stopping
+
+    @property
+    def step_s(self) -> float:
+        """Seconds that the step under way has lasted; 0 between two steps."""
+        began = self._step_began
+        return 0.0 if began is None else time.monotonic() - began
+
+    @property
+    def stats(self) -> EngineStats:
+        """As of the last step."""
+        return self._engine.stats if self._thread is None else self._stats
+
+    # ── requests, from any thread ──────────────────────────────────────────────────────────────────────────────────────
+
+    def submit(self, request: GenerateRequest, receiver: Receiver, *, streaming: bool = False) -> int:
+        """Queue a request and return its number in this session. The receiver gets its pieces, or why it failed. Raises
+        EngineError where the session has ended, or at once where this thread may step the engine and it refuses."""
+        submission = _Submission(request, receiver, streaming, next(self._numbers))
+        self._submissions[submission.number] = submission
+        if self._order(lambda: self._submit_queued(submission), submission):
+            self._submit(submission)
+        return submission.number
+
+    def abort(self, number: int) -> None:
+        """Give a request up; nothing more of it is delivered. Unknown and finished ones are ignored."""
+        submission = self._submissions.pop(number, None)
+        if submission is not None and self._order(lambda: self._abort(submission)):
+            self._abort(submission)
+
+    def sampled_tokens(self, number: int) -> Mapping[int, int]:
+        """Index of each completion that is not finished → tokens it has so far. Any thread may ask; does not block."""
+        submission = self._submissions.get(number)
+        if submission is None or submission.request_id < 0:
+            return {}
+        return self._engine.sampled_tokens(submission.request_id)
+
+    def between_steps(self, action: Callable[[Any], Any]) -> Future[Any]:
+        """Have the stepping thread call `action(engine)` between two steps; the future gets what it returns or raises."""
+        future: Future[Any] = Future()
+        self._actions.add(future)
+        future.add_done_callback(self._actions.discard)
+        if self._order(lambda: self._act(action, future)):
+            self._act(action, future)
+        return future
+
+    def wake(self) -> None:
+        """Have a thread that waits ask again what it waits for."""
+        with self._changed:
+            self._changed.notify_all()
+
+    def _order(self, order: Callable[[], None], submission: _Submission | None = None) -> bool:
+        """Put an order into the inbox. Returns True instead where the calling thread may touch the engine itself. Under the
+        lock, so that no order is left lying in the inbox of a session that has ended."""
+        with self._changed:
+            if not self._is_open:
+                if submission is not None:
+                    del self._submissions[submission.number]
+                raise EngineError(f"the engine has stopped: {self.failure or 'it was asked to'}", "start it again")
+            if self._may_touch():
+                return True
+            self._inbox.append(order)
+            self._changed.notify_all()
+            return False
+
+    def _may_touch(self) -> bool:
+        stepper = self._thread.ident if self._thread is not None else threading.get_ident()
+        return threading.get_ident() == (self._holder if self._num_holds else stepper)
+
+    # ── one caller has the engine ──────────────────────────────────────────────────────────────────────────────────────
+
+    def hold(self) -> None:
+        """Block until the engine is between two steps and its device idle. It stays there, for this thread alone, until
+        `resume` was called as often as `hold`. Raises what ended the stepping thread."""
+        if self._thread is None:
+            self._holder, self._num_holds = threading.get_ident(), self._num_holds + 1
+            return
+        with span("wait.for_engine"):
+            with self._changed:
+                self._changed.wait_for(lambda: self._holder in (None, threading.get_ident()))
+                self._holder, self._num_holds = threading.get_ident(), self._num_holds + 1
+                self._changed.notify_all()
+                try:
+                    self._changed.wait_for(lambda: self._is_between_steps or not self._is_open)
+                    if self.failure is not None:
+                        raise self.failure
+                except BaseException:
+                    self._let_go()
+                    raise
+            self._wait_for_device()
+
+    def resume(self) -> None:
+        """Let the engine go on, once the device has done what its holder launched."""
+        if self._thread is not None:
+            self._wait_for_device()
+        with self._changed:
+            self._let_go()
+
+    def _let_go(self) -> None:
+        assert self._num_holds, "resume without hold"
+        self._num_holds -= 1
+        if not self._num_holds:
+            self._holder = None
+        self._changed.notify_all()
+
+    @contextmanager
+    def held(self) -> Iterator[None]:
+        """`hold`, and `resume` when the block ends."""
+        self.hold()
+        try:
+            yield
+        finally:
+            self.resume()
+
+    def apply(self, update: WeightUpdate) -> None:
+        """Sample from this version from now on. Blocks until the engine is between two steps."""
+        with self.held(), span("engine.update_weights"):
+            self._engine.apply(update)
+
+    def step_until(self, done: Callable[[], bool]) -> None:
+        """Step the engine in the calling thread, which holds it meanwhile, until `done()`. Raises what a receiver raises."""
+        with self.held(), span("engine.schedule"):  # what of a step is neither prefill nor decode
+            while not done():
+                assert self._engine.has_work, "nothing is left to compute, and something is still waited for"
+                self._step()
+
+    def generate(self, requests: Sequence[GenerateRequest]) -> list[list[Completion]]:
+        """All n completions of every request, in the order asked. The calling thread steps the engine until they are there.
+        Where one fails, all are aborted and the reason is raised."""
+        answers = _Answers(missing=sum(request.sampling.n for request in requests))
+        with self.held():
+            try:
+                for request in requests:
+                    answers.found[self.submit(request, answers)] = {}
+                self.step_until(lambda: not answers.missing)
+            finally:
+                for number in answers.found:
+                    self.abort(number)
+        return [[found[index] for index in sorted(found)] for found in answers.found.values()]
+
+    # ── from an event loop ─────────────────────────────────────────────────────────────────────────────────────────────
+
+    async def complete(self, request: GenerateRequest) -> list[Completion]:
+        """All n completions. Cancelling it aborts the request."""
+        found: dict[int, Completion] = {}
+        async for delta in self._pieces(request, streaming=False):
+            if delta.completion is not None:
+                found[delta.index] = delta.completion
+        return [found[index] for index in sorted(found)]
+
+    def stream(self, request: GenerateRequest) -> AsyncGenerator[Delta]:
+        """Pieces of all n completions as they are sampled. Closing it aborts the request."""
+        return self._pieces(request, streaming=True)
+
+    def _pieces(self, request: GenerateRequest, *, streaming: bool) -> AsyncGenerator[Delta]:
+        if self._thread is None:
+            raise EngineError("the engine has stopped, or was never started: nobody steps it", "start it")
+        return pieces(self, self._loops, request, streaming=streaming)
+
+    async def run(self, action: Callable[[Any], Any]) -> Any:
+        """What `action(engine)` returns, called between two steps: load an adapter, apply an update."""
+        return await asyncio.wrap_future(self.between_steps(action))
+
+    # ── in the thread that steps ───────────────────────────────────────────────────────────────────────────────────────
+
+    def _work(self) -> None:
+        with boundary() as caught:
+            self._prepare_thread()
+            while self._may_go_on():
+                with span("engine.schedule"):
+                    self._take_orders()
+                    self._step()
+        self._end(caught.error)
+
+    def _may_go_on(self) -> bool:
+        """Between two steps: others may have the engine, and where there is nothing to do, wait. False ends the thread."""
+        with self._changed:
+            self._is_between_steps = True
+            self._changed.notify_all()
+            while not self._stopping:
+                if self._num_holds:
+                    with span("wait.for_weights"):
+                        self._changed.wait()
+                elif self._inbox or self._engine.has_work:
+                    break
+                else:
+                    with span(self._why_idle()):
+                        self._changed.wait()
+            self._is_between_steps = False
+            return not self._stopping
+
+    def _take_orders(self) -> None:
+        while self._inbox:
+            self._inbox.popleft()()
+
+    def _step(self) -> None:
+        if not self._engine.has_work:
+            return
+        self._step_began = time.monotonic()
+        events = self._engine.step()
+        if self._thread is not None:
+            self._stats = self._engine.stats
+        self._step_began = None
+        self._deliver(events)
+
+    def _deliver(self, events: Sequence[tuple[int, Delta | EngineError]]) -> None:
+        """One call of each receiver: to wake an event loop for each of a thousand pieces would keep it from all else."""
+        by_receiver: dict[Receiver, list[tuple[int, Delta | Exception]]] = {}
+        for request_id, piece in events:
+            submission = self._by_request.get(request_id)
+            if submission is None:  # what is left of one that was aborted
+                continue
+            by_receiver.setdefault(submission.receiver, []).append((submission.number, piece))
+            submission.missing -= isinstance(piece, EngineError) or piece.completion is not None
+            if isinstance(piece, EngineError) or submission.missing == 0:
+                del self._by_request[request_id]
+                self._submissions.pop(submission.number, None)
+        for receiver, received in by_receiver.items():
+            receiver.receive(received)
+
+    def _submit(self, submission: _Submission) -> None:
+        try:
+            submission.request_id = self._engine.submit(submission.request, streaming=submission.streaming)
+        except BaseException:
+            self._submissions.pop(submission.number, None)
+            raise
+        self._by_request[submission.request_id] = submission
+
+    def _submit_queued(self, submission: _Submission) -> None:
+        """A refusal goes to the receiver: its caller has gone on."""
+        if submission.number not in self._submissions:
+            return  # aborted meanwhile
+        with boundary() as caught:
+            self._submit(submission)
+        if caught.error is not None:
+            submission.receiver.receive([(submission.number, caught.error)])
+
+    def _abort(self, submission: _Submission) -> None:
+        if self._by_request.pop(submission.request_id, None) is not None:
+            self._engine.abort(submission.request_id)
+
+    def _act(self, action: Callable[[Any], Any], future: Future[Any]) -> None:
+        if not future.set_running_or_notify_cancel():
+            return
+        result = None
+        with boundary() as caught:
+            result = action(self._engine)
+        if caught.error is None:
+            future.set_result(result)
+        else:
+            future.set_exception(caught.error)
+
+    # ── the end ────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def _end(self, error: BaseException | None) -> None:
+        """Nobody is left waiting, even where what ended the loop left the engine in no state to be asked anything."""
+        with self._changed:
+            self.failure = self.failure or error
+            self._is_open, self._is_between_steps = False, True
+            self._changed.notify_all()
+        while self._inbox:
+            with boundary():
+                self._inbox.popleft()()
+        for request_id in self._by_request:
+            with boundary():
+                self._engine.abort(request_id)
+        self._tell_all()
+
+    def _tell_all(self) -> None:
+        """Everybody who still waits hears why nothing more comes."""
+        reason = f"the engine has stopped: {_on_one_line(self.failure)}" if self.failure else "the engine was stopped"
+        error = EngineError(reason, "start it again")
+        while self._submissions:
+            number, submission = self._submissions.popitem()
+            with boundary():
+                submission.receiver.receive([(number, error)])
+        for future in list(self._actions):
+            if future.set_running_or_notify_cancel():
+                future.set_exception(error)
+
+    def _watch(self) -> None:
+        """Give up on a step that can never end: the thread that waits for it is left where it is."""
+        assert self._why_broken is not None
+        assert self._thread is not None
+        while self._is_open:
+            reason = self._why_broken()
+            if reason is not None:
+                self._thread.join(GRACE_S)  # it may hear of it by itself, and say more
+                with self._changed:
+                    self.failure = self.failure or EngineError(reason)
+                    self._is_open, self._stopping = False, True
+                    self._changed.notify_all()
+                self._tell_all()
+            time.sleep(WATCH_S)
+
+
+@dataclass(slots=True, eq=False)
+class _Answers:
+    """Receives the completions of some requests."""
+
+    missing: int
+    found: dict[int, dict[int, Completion]] = field(default_factory=dict)
+
+    def receive(self, pieces: Sequence[tuple[int, Delta | Exception]]) -> None:
+        for number, piece in pieces:
+            if isinstance(piece, Exception):
+                raise piece
+            if piece.completion is not None:
+                self.found[number][piece.index] = piece.completion
+                self.missing -= 1
+
+
+def _on_one_line(error: BaseException) -> str:
+    return error.message if isinstance(error, RedlineError) else str(error)
