@@ -223,7 +223,7 @@ def test_a_reward_that_hangs_holds_up_neither_the_engine_nor_an_update(
 
 def test_a_group_whose_reward_hangs_is_abandoned_and_the_others_go_on(engine: NativeEngine) -> None:
     Hanging.hangs, Hanging.goes_on = threading.Event(), threading.Event()
-    hanging = BackgroundRollouts(single_turn(engine, Hanging(), reward_timeout_s=1.0), engine)
+    hanging = BackgroundRollouts(single_turn(engine, Hanging(), reward_timeout_s=1.0), EngineSession(engine))
     hanging.begin([0, 1, 2, 3], 0)
     found = all_of(hanging, 1)
     assert Hanging.hangs.wait(60)
@@ -262,7 +262,7 @@ def test_a_source_that_is_not_thread_safe_is_never_called_twice_at_once_though_i
 ) -> None:
     tasks = NoticesTwoCallers()
     single = single_turn(engine, tasks)
-    rollouts = BackgroundRollouts(single, engine)
+    rollouts = BackgroundRollouts(single, EngineSession(engine))
     rollouts.begin([0], 0)
     assert tasks.begun.wait(60)
     rollouts.abandon([0])
@@ -289,7 +289,7 @@ def test_if_every_score_hangs_three_calls_a_step_are_given_up_and_all_groups_fai
             return super().score(task, text)
 
     tasks = AllHang()
-    rollouts = BackgroundRollouts(single_turn(engine, tasks, reward_timeout_s=0.2), engine)
+    rollouts = BackgroundRollouts(single_turn(engine, tasks, reward_timeout_s=0.2), EngineSession(engine))
     for version in (0, 1):
         rollouts.begin(range(8 * version, 8 * version + 8), version)
         groups = all_of(rollouts, 8)
