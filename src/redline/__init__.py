@@ -18,6 +18,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from redline.api.engine import Engine, Reply
     from redline.api.train import train
     from redline.errors import RedlineError
     from redline.ports import TaskSource
@@ -27,10 +28,12 @@ if TYPE_CHECKING:
     from redline.types import Task
 
 __version__ = "0.1.0"
-__all__ = ["RedlineError", "Run", "Task", "TaskSource", "__version__", "span", "split_held_out", "train"]
+__all__ = ["Engine", "RedlineError", "Reply", "Run", "Task", "TaskSource", "__version__", "span", "split_held_out", "train"]
 
 _HOME = {
+    "Engine": ("redline.api.engine", "Engine"),
     "RedlineError": ("redline.errors", "RedlineError"),
+    "Reply": ("redline.api.engine", "Reply"),
     "Run": ("redline.runs", "Run"),
     "Task": ("redline.types", "Task"),
     "TaskSource": ("redline.ports", "TaskSource"),

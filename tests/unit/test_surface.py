@@ -205,7 +205,9 @@ redline profile RUN --steps --wait --what
 """  # noqa: E501
 
 PYTHON = """
+Engine
 RedlineError
+Reply
 Run
 Task
 TaskSource

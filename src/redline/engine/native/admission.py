@@ -49,7 +49,7 @@ def _check_prompt(request: GenerateRequest, limits: Limits) -> None:
     if prompt + new > limits.max_len:
         raise EngineError(
             f"a prompt of {prompt} tokens and {new} new ones exceed the model's {limits.max_len} positions",
-            "lower rollouts.max_new_tokens or shorten the prompt",
+            "ask for fewer new tokens (rollouts.max_new_tokens of a recipe), or shorten the prompt",
         )
     if prompt + new > limits.cache_tokens:
         raise EngineError(

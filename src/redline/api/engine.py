@@ -1,0 +1,185 @@
+"""`redline.Engine`: sample from a model in this process, with the engine that training uses."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Self, TypedDict, Unpack, overload
+
+import numpy as np
+
+from redline.config import Config, make_config, resolve
+from redline.errors import EngineError
+from redline.types import Completion, GenerateRequest, Message, SamplingParams
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from redline.engine import NativeEngine
+
+MAX_TOKENS = 256
+"""New tokens of a reply where the caller names no limit, and the model has room for as many."""
+
+
+class Sampling(TypedDict, total=False):
+    """How to sample; the names are those of the OpenAI API and vLLM."""
+
+    max_tokens: int
+    """Most new tokens; by default 256, or as many as the model has room for."""
+    temperature: float
+    """0 always takes the likeliest token. Default 1."""
+    top_k: int
+    """Sample among the k likeliest tokens; 0, the default, among all."""
+    top_p: float
+    """Sample among the likeliest tokens whose probabilities sum to this. Default 1."""
+    min_p: float
+    """Sample among tokens at least this fraction as likely as the likeliest. Default 0."""
+    seed: int
+    """The same seed and prompts give the same replies. Default 0."""
+    stop: str | Sequence[str]
+    """End a reply where its text holds any of these."""
+
+
+@dataclass(slots=True, frozen=True)
+class Reply:
+    """What the model said to one prompt."""
+
+    text: str
+    """Without special tokens, and up to the stop string that ended it."""
+    tokens: tuple[int, ...]
+    """The sampled tokens, the one that ended the reply included."""
+    logprobs: tuple[float, ...]
+    """Of each token, under the distribution that it was sampled from."""
+    finish_reason: str
+    """`stop`: a stop token or a stop string; `length`: there was no room for more tokens."""
+
+
+class Engine:
+    """A model that is loaded, and answers. Close it, or use it as a context manager, to give its memory back. It is meant for
+    one thread: a call blocks until all its replies are complete."""
+
+    def __init__(self, loaded: _Loaded) -> None:
+        """`Engine.load` makes one."""
+        self._loaded: _Loaded | None = loaded
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str], *, device: str = "auto", dtype: str = "auto", **settings: Any) -> Self:
+        """Load a model: a Hugging Face folder, a .gguf file, a hub id, or a built-in model such as `builtin:tiny`. `settings`
+        are keys of a recipe's `engine` section. Raises `RedlineError` for a model or a setting that there is not."""
+        model, run = {"path": os.fspath(path), "dtype": dtype}, {"device": device}
+        config = make_config({"model": model, "run": run, "engine": settings, "rollouts": _NO_ROLLOUTS}, name="Engine.load")
+        return cls(_load(resolve(config).config))
+
+    @overload
+    def generate(self, prompts: str, **sampling: Unpack[Sampling]) -> Reply: ...  # type: ignore[overload-overlap]
+    @overload
+    def generate(self, prompts: Sequence[str], **sampling: Unpack[Sampling]) -> list[Reply]: ...
+    def generate(self, prompts: str | Sequence[str], **sampling: Unpack[Sampling]) -> Reply | list[Reply]:
+        """Continue texts. One prompt gives one reply, a list of prompts a list of replies in the same order; a prompt that is
+        in the list several times gets as many different replies. All are computed together."""
+        given = [prompts] if isinstance(prompts, str) else prompts
+        tokenizer = self._opened.tokenizer
+        replies = self._replies([tokenizer.encode(prompt) for prompt in given], sampling)
+        return replies[0] if isinstance(prompts, str) else replies
+
+    @overload
+    def chat(self, messages: Sequence[Message], **sampling: Unpack[Sampling]) -> Reply: ...
+    @overload
+    def chat(self, messages: Sequence[Sequence[Message]], **sampling: Unpack[Sampling]) -> list[Reply]: ...
+    def chat(
+        self, messages: Sequence[Message] | Sequence[Sequence[Message]], **sampling: Unpack[Sampling]
+    ) -> Reply | list[Reply]:
+        """Give the assistant's next turn in a conversation, `[{"role": "user", "content": "…"}]`; for a list of conversations,
+        a list of turns in the same order."""
+        is_one = all(isinstance(message, Mapping) for message in messages)
+        conversations: Any = [messages] if is_one else messages
+        replies = self._replies([self._rendered(conversation) for conversation in conversations], sampling)
+        return replies[0] if is_one else replies
+
+    def close(self) -> None:
+        """Give the model's memory back. Does nothing the second time."""
+        self._loaded = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+    @property
+    def _opened(self) -> _Loaded:
+        if self._loaded is None:
+            raise EngineError("the engine is closed", "load it again with Engine.load")
+        return self._loaded
+
+    def _rendered(self, messages: Sequence[Message]) -> list[int]:
+        tokenizer = self._opened.tokenizer
+        if not messages:
+            raise EngineError("a conversation has no messages", 'give at least one: [{"role": "user", "content": "…"}]')
+        if not tokenizer.chat_template:
+            raise EngineError("the model has no chat template", "use generate, or a model that was tuned on conversations")
+        turns = [dict(message) for message in messages]
+        text = tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)
+        return tokenizer.encode(text, add_special_tokens=False)
+
+    def _replies(self, prompts: Sequence[Sequence[int]], sampling: Sampling) -> list[Reply]:
+        loaded = self._opened
+        requests = [
+            GenerateRequest(np.array(prompt, dtype=np.int32), loaded.sampling_params(sampling, len(prompt), index))
+            for index, prompt in enumerate(prompts)
+        ]
+        return [loaded.reply(completion) for [completion] in loaded.engine.generate(requests)]
+
+
+@dataclass(slots=True, frozen=True)
+class _Loaded:
+    """A model, ready to sample from."""
+
+    engine: NativeEngine
+    tokenizer: PreTrainedTokenizerBase
+    stop_token_ids: tuple[int, ...]
+
+    def sampling_params(self, wanted: Sampling, prompt_tokens: int, index: int) -> SamplingParams:
+        """Return the engine's parameters for the prompt with this index. Each prompt has a stream of random numbers of its own,
+        so that equal prompts get different replies."""
+        unknown = sorted(wanted.keys() - Sampling.__annotations__.keys())
+        if unknown:
+            known = ", ".join(Sampling.__annotations__)
+            raise EngineError(f"there is no sampling option {', '.join(unknown)}", f"the options are {known}")
+        values: dict[str, Any] = dict(wanted)
+        stop, seed = values.pop("stop", ()), values.pop("seed", 0)
+        if not 0 <= seed < 2**31:
+            raise EngineError(f"seed = {seed} makes no sense", "seed is 0 or more, and below 2**31")
+        room = min(self.engine.limits.max_len, self.engine.limits.cache_tokens) - prompt_tokens
+        values.setdefault("max_tokens", max(1, min(MAX_TOKENS, room)))
+        stops = (stop,) if isinstance(stop, str) else tuple(stop)
+        return SamplingParams(seed=(seed << 32) + index, stop=stops, stop_token_ids=self.stop_token_ids, **values)
+
+    def reply(self, completion: Completion) -> Reply:
+        tokens = completion.token_ids.tolist()
+        text = self.tokenizer.decode(tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+        if completion.stop is not None:
+            text = text[: text.find(completion.stop)]
+        return Reply(text, tuple(tokens), tuple(completion.logprobs.tolist()), str(completion.finish_reason))
+
+
+_NO_ROLLOUTS = {"group_size": 2, "task": {"kind": "import", "path": "redline.api.engine:nothing"}}
+
+
+def _load(config: Config) -> _Loaded:
+    import torch
+
+    from redline.engine import NativeEngine
+    from redline.launch.process import prepare_process
+    from redline.models.files.hf import load_decoder, load_tokenizer, stop_token_ids
+    from redline.models.files.sources import model_folder
+
+    prepare_process(config)
+    folder: Path = model_folder(config.model.path)
+    tokenizer = load_tokenizer(folder)
+    device, dtype = torch.device(config.run.device), getattr(torch, config.model.dtype)
+    engine = NativeEngine(load_decoder(folder, device, dtype), config.engine, tokenizer)
+    return _Loaded(engine, tokenizer, stop_token_ids(folder, tokenizer))
