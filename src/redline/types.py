@@ -124,6 +124,8 @@ class SamplingParams:
     """Most new tokens, the stop token included."""
     n: int = 1
     """Completions per prompt; the prompt is prefilled once."""
+    first_index: int = 0
+    """Index of the first of them: the completions of one prompt may be asked for in several requests."""
     temperature: float = 1.0
     """0 is greedy."""
     top_k: int = 0
@@ -150,6 +152,11 @@ class SamplingParams:
     """Also return this many likeliest tokens at each position, with logprobs under the distribution sampled from."""
     prompt_logprobs: bool = False
     """Also return the logprob of every prompt token but the first, under the model itself."""
+
+    @property
+    def indices(self) -> range:
+        """first_index, …, first_index + n - 1."""
+        return range(self.first_index, self.first_index + self.n)
 
 
 @dataclass(slots=True, frozen=True)

@@ -82,7 +82,7 @@ class OpenAIServerEngine:
             check_room(request, self._limits.max_len)
         for request in requests:
             self._check_logprobs(request)
-        pairs = [(request, index) for request in requests for index in range(request.sampling.n)]
+        pairs = [(request, index) for request in requests for index in request.sampling.indices]
         submitted = time.perf_counter()
         with span("engine.generate", version=self.version):
             flat = iter(self._at_once([partial(self._complete, request, index, submitted) for request, index in pairs]))

@@ -79,7 +79,7 @@ class SglangEngine(PushedWeights):
             check_request(request, self._limits, self._adapters)
             check_room(request, self._limits.max_len)
             _check_sampling(request.sampling)
-        pairs = [(request, index) for request in requests for index in range(request.sampling.n)]
+        pairs = [(request, index) for request in requests for index in request.sampling.indices]
         with span("engine.generate", version=self.version):
             answers = self._run(
                 [request.prompt_ids for request, _ in pairs],

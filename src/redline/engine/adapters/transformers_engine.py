@@ -68,7 +68,7 @@ class TransformersEngine:
         """Queue a request; its number. Raises EngineError where it cannot be served as asked."""
         check_request(request, self.limits, ())
         request_id, now = next(self._ids), time.perf_counter()
-        rows = [Row(request_id, index, request, now, streaming) for index in range(request.sampling.n)]
+        rows = [Row(request_id, index, request, now, streaming) for index in request.sampling.indices]
         self._unfinished[request_id] = list(rows)
         self._waiting += rows
         return request_id
@@ -99,7 +99,7 @@ class TransformersEngine:
                     raise event
                 if event.completion is not None:
                     found[number, event.index] = event.completion
-        return [[found[number, i] for i in range(r.sampling.n)] for number, r in zip(order, requests, strict=True)]
+        return [[found[number, i] for i in r.sampling.indices] for number, r in zip(order, requests, strict=True)]
 
     # ── a step ─────────────────────────────────────────────────────────────────────────────────────────────────────────
 

@@ -101,7 +101,7 @@ class VllmEngine(PushedWeights):
         for request in requests:
             check_request(request, self._limits, self._adapters)
             check_room(request, self._limits.max_len)
-        pairs = [(request, index) for request in requests for index in range(request.sampling.n)]
+        pairs = [(request, index) for request in requests for index in request.sampling.indices]
         params = [self._params(request.sampling, index) for request, index in pairs]
         submitted = time.monotonic()
         with span("engine.generate", version=self.version):

@@ -141,7 +141,7 @@ class NativeEngine:
         wants = Wants.of(request.sampling, lora=request.adapter is not None)
         sequences = [
             Sequence(request_id, index, request, now, wants, streaming, slot, tokens=request.prompt_ids)
-            for index in range(request.sampling.n)
+            for index in request.sampling.indices
         ]
         self._unfinished[request_id] = sequences
         self._scheduler.add(sequences)

@@ -183,14 +183,20 @@ class Scheduler:
     # ── prompts ────────────────────────────────────────────────────────────────────────────────────────────────────────
 
     def _admit(self, leader: Sequence, plan: Plan) -> bool:
-        """Give the request its rows and the blocks of its whole prompt, shared ones first; False while there is no room."""
-        followers, size = leader.followers, self.pool.block_size
-        found = self._find_prefix(leader)
+        """Give the request rows and the blocks of its whole prompt, shared ones first. Followers without a free row wait until
+        they find the prompt computed. Returns False while there is no room."""
+        if leader.elder is not None and leader.elder.stage is Stage.PREFILL:
+            return False  # it will find the prompt computed
+        size, found = self.pool.block_size, self._find_prefix(leader)
         own = -(-len(leader.tokens) // size) - len(found)
+        count = len(leader.followers)
+        if self._can_split(leader):
+            count = max(0, min(count, len(self._free_rows) - 1))
         # Each follower will continue the prompt's last block in a copy of its own.
-        copies = len(followers) if len(leader.tokens) % size else 0
-        if len(self._free_rows) < 1 + len(followers) or self.pool.num_free < own + copies + self.pool.num_idle(found):
+        copies = count if len(leader.tokens) % size else 0
+        if len(self._free_rows) < 1 + count or self.pool.num_free < own + copies + self.pool.num_idle(found):
             return False
+        followers = self._split(leader, count)
         for sequence in (leader, *followers):
             sequence.begin(self._free_rows.pop())
             self._rows.enter(sequence)
@@ -211,6 +217,18 @@ class Scheduler:
             sequence.cached_tokens = max(sequence.cached_tokens, min(leader.num_computed, sequence.num_prompt))
         self.prefilling.append(leader)
         return True
+
+    def _can_split(self, leader: Sequence) -> bool:
+        """Whether followers may come later and still find the prompt computed."""
+        return self._prefix_caching and not leader.request.sampling.prompt_logprobs
+
+    def _split(self, leader: Sequence, count: int) -> list[Sequence]:
+        """Return the first `count` followers of the head of the queue. The others become the next in the queue."""
+        leader.followers, late = leader.followers[:count], leader.followers[count:]
+        if late:
+            late[0].elder, late[0].followers = leader, late[1:]
+            self.waiting.insert(1, late[0])
+        return leader.followers
 
     def _find_prefix(self, sequence: Sequence) -> list[int]:
         """Blocks with the beginning of its tokens. The last token is always computed: the next one is sampled after it."""
@@ -294,7 +312,7 @@ class Scheduler:
                 self._give_back(member)
                 member.stage, member.followers = Stage.WAITING, []
             if heirs:
-                heirs[0].followers = heirs[1:]
+                heirs[0].elder, heirs[0].followers = leader.elder, heirs[1:]
                 self.waiting.appendleft(heirs[0])
         sequence.stage = Stage.FINISHED
 

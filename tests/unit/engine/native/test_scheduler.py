@@ -50,8 +50,35 @@ def test_a_small_request_does_not_overtake_a_large_one_that_waits() -> None:
     assert [s.request_id for s in world.finished] == [1, 2, 3]
 
 
-def test_a_request_waits_until_there_is_a_row_for_each_of_its_completions() -> None:
-    world = World(num_rows=4)
+def test_a_request_begins_with_the_rows_there_are_and_its_other_completions_find_the_prompt_computed() -> None:
+    world = World(num_rows=4, block_size=4)
+    world.submit([1, 2], max_tokens=2, n=2)
+    world.submit(counting(9, 10), max_tokens=3, n=4)
+    world.submit([50], max_tokens=1)
+    assert numbers(world.step().admitted) == [(1, 0), (1, 1), (2, 0), (2, 1)]
+    assert (world.scheduler.num_running, world.scheduler.num_waiting) == (4, 3)
+    assert numbers(world.step().admitted) == [], "the rows come free at the end of this step"
+    plan = world.step()
+    assert numbers(plan.admitted) == [(2, 2), (2, 3)]
+    assert chunks(plan) == [(2, 8, 9)], "all but the last token of the prompt is there"
+    world.run()
+    world.assert_empty()
+
+
+def test_completions_that_wait_for_a_row_do_not_begin_before_the_prompt_is_computed() -> None:
+    world = World(num_rows=2, budget=4, block_size=4)
+    world.submit([1], max_tokens=1)
+    world.submit(counting(12, 10), max_tokens=2, n=2)
+    assert numbers(world.step().admitted) == [(1, 0), (2, 0)]
+    while world.scheduler.prefilling:
+        assert numbers(world.step().admitted) == [], "a row is free, but the prompt would be computed twice"
+    assert numbers(world.step().admitted) == [(2, 1)]
+    world.run()
+    world.assert_empty()
+
+
+def test_without_prefix_caching_a_request_waits_until_there_is_a_row_for_each_of_its_completions() -> None:
+    world = World(num_rows=4, prefix_caching=False)
     world.submit([1, 2], max_tokens=2, n=2)
     world.submit([3, 4], max_tokens=2, n=3)
     assert numbers(world.step().admitted) == [(1, 0), (1, 1)]
