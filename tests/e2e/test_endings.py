@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import socket
 from pathlib import Path
@@ -15,6 +16,7 @@ from support.processes import num_rows, only_run, rows, write_letters
 
 from redline.models.files.sources import model_folder
 from redline.runs.reader import RunReader
+from redline.telemetry import RunFolder
 from redline.telemetry.files.failure import read_failure
 from redline.web.report import write_report
 
@@ -171,6 +173,78 @@ def test_a_run_with_one_damaged_checkpoint_is_continued_only_when_told_to_begin_
     assert steps(aside / "metrics.jsonl") == [1, 2, 3, 4]
     assert {"checkpoints", "trajectories", "model", "evaluations.jsonl"} <= {path.name for path in aside.iterdir()}
     assert RunReader(folder.path).summary()["status"] == "finished"
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(folder)): path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}
+
+
+def damage_checkpoints(folder: RunFolder) -> None:
+    for path in folder.checkpoints.glob("*/trainer.safetensors"):
+        flip_a_bit(path)
+
+
+def remove_checkpoints(folder: RunFolder) -> None:
+    shutil.rmtree(folder.checkpoints)
+    folder.checkpoints.mkdir()
+
+
+def damage_the_index(folder: RunFolder) -> None:
+    [path] = folder.trajectories.glob("index.sqlite")
+    path.write_bytes(path.read_bytes()[:100] + bytes(path.stat().st_size - 100))
+
+
+def take_the_model(folder: RunFolder) -> None:
+    config = json.loads(folder.config.read_text())
+    folder.config.write_text(json.dumps(config | {"model": config["model"] | {"path": str(folder.path / "nowhere")}}))
+
+
+REFUSED = {
+    "no whole checkpoint": (damage_checkpoints, ["run.steps=6"], "no checkpoint is whole"),
+    "no checkpoint": (remove_checkpoints, ["run.steps=6"], "no checkpoint is there"),
+    "damaged trajectories": (damage_the_index, ["run.steps=6"], "redline repair"),
+    "no model": (take_the_model, ["run.steps=6"], "nowhere"),
+    "fewer steps than it has taken": (lambda folder: None, ["run.steps=3"], "has taken 5 steps already; nothing was changed"),
+}
+
+
+@pytest.mark.parametrize("why", REFUSED)
+def test_a_refused_resume_leaves_the_folder_of_a_finished_run_byte_for_byte_as_it_was(why: str, tmp_path: Path) -> None:
+    spoil, overrides, said = REFUSED[why]
+    prepare(tmp_path, steps=5, checkpoint_every=2)
+    assert redline(tmp_path, "train", "letters.yaml") == 0
+    folder = only_run(tmp_path)
+    spoil(folder)
+    before = contents(folder.path)
+    assert redline(tmp_path, "train", f"runs/{folder.path.name}", "--resume", *overrides) == 2
+    assert said in output(tmp_path)
+    assert contents(folder.path) == before
+    assert RunReader(folder.path).summary()["status"] == "finished"
+
+
+@pytest.mark.parametrize("overrides", [[], ["run.steps=4"]])
+def test_a_resume_with_nothing_left_to_do_says_how_to_train_longer_and_changes_nothing(
+    overrides: list[str], tmp_path: Path
+) -> None:
+    prepare(tmp_path)
+    assert redline(tmp_path, "train", "letters.yaml") == 0
+    folder = only_run(tmp_path)
+    before = contents(folder.path)
+    assert redline(tmp_path, "train", "letters.yaml", "--resume", *overrides) == 0
+    assert "nothing to do" in output(tmp_path)
+    assert "has taken all 4 steps" in output(tmp_path)
+    assert "--resume run.steps=8" in output(tmp_path)
+    assert contents(folder.path) == before
+
+
+def test_a_run_that_was_stopped_can_be_ended_where_it_is(tmp_path: Path) -> None:
+    """`run.steps` of as many as it has taken: it is evaluated, and its model is written."""
+    prepare(tmp_path)
+    assert redline(tmp_path, "train", "letters.yaml") == 0
+    folder = only_run(tmp_path)
+    shutil.rmtree(folder.model)
+    assert redline(tmp_path, "train", "letters.yaml", "--resume") == 0
+    assert (folder.model / "model.safetensors").exists()
 
 
 def test_with_the_newest_checkpoint_damaged_the_run_continues_from_the_one_before(tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ import torch
 
 from redline.config import Config, Resolved
 from redline.launch.build import build
+from redline.launch.nothing_to_do import nothing_to_do
 from redline.launch.placement import check_placement
 from redline.launch.preflight import LoadedTasks, load_tasks
 from redline.launch.process import prepare_process
@@ -33,6 +34,7 @@ from redline.telemetry.processes import expecting_processes
 from redline.telemetry.profiling.profiler import StepProfiler
 from redline.telemetry.sinks import make_sinks
 from redline.telemetry.stalls.watchdog import Watchdog
+from redline.watch.checkpoints import Checkpoints
 from redline.watch.interrupts import saying_how_to_continue
 from redline.watch.outputs import Outputs
 from redline.watch.run_watch import RunWatch
@@ -58,10 +60,13 @@ def train(
         recording(recorder),
         folder.locked(),
         saying_how_to_continue(folder),
-        recording_failure(folder),
+        recording_failure(folder, is_resumed=resume and not from_scratch) as take_up,
         expecting_processes(folder.spans),
         ExitStack() as at_end,
     ):
+        progress = Progress(config.run.steps)
+        if resume and not from_scratch and (done := nothing_to_do(config, folder, progress.note)):
+            return done
         with span("run.setup"):
             prepare_process(config)
             check_placement(config)
@@ -69,7 +74,6 @@ def train(
             aside, resume = (set_everything_aside(folder), False) if from_scratch else (None, resume)
             if config.run.device == "cuda":
                 recorder.time_device(DeviceTimer(lambda: torch.cuda.Event(enable_timing=True), keep_spans=recorder.keep_spans))
-            progress = Progress(config.run.steps)
             for note in (f"run folder {folder.shown}", *resolved.warnings):
                 progress.note(note)
             if aside:
@@ -78,22 +82,28 @@ def train(
             watchdog = Watchdog(recorder, tell=progress.note, send=listeners.alert)
             for listener in (watchdog, *make_sinks(config.telemetry)):  # what the first finds at the end, the others hear
                 listeners.add(listener)
-            listeners.started(folder, config)
-            at_end.callback(_close_listeners, listeners)
             if not resume:
+                listeners.started(folder, config)
+                at_end.callback(_close_listeners, listeners)
                 _describe(config, folder)
         with span("run.setup"):
             stages = build(config, folder, progress, tasks)
+            checkpoints = Checkpoints(config.run, folder, stages.trainer, progress.note)
+            if resume:
+                _load(stages, checkpoints)
+                listeners.started(folder, config)
+                at_end.callback(_close_listeners, listeners)
+                take_up()  # nothing can be refused any more, and nothing of the run was written so far
         watchdog.begin(stages.queues)
         profiler = StepProfiler(folder, config, recorder, progress.note)
         at_end.callback(profiler.close)
         with span("run.setup"):
             outputs = Outputs(folder, recorder, progress, listeners)
-            watch = RunWatch(config, outputs, stages, peak_flops=_peak_flops(config, progress), profiler=profiler)
+            peak_flops = _peak_flops(config, progress)
+            watch = RunWatch(config, outputs, stages, peak_flops=peak_flops, profiler=profiler, checkpoints=checkpoints)
             if resume:
                 watch.resume()
-                stages.buffer.resume(stages.trainer.version)
-                _describe(config, folder)  # now that nothing can be refused any more: run.steps may be a new number
+                _describe(config, folder)  # run.steps may be a new number
                 if watch.rows.num_groups_counted is not None:
                     watch.take_over(stages.buffer.not_counted(watch.rows.num_groups_counted))
                 progress.note(f"continuing after step {stages.trainer.version}")
@@ -105,6 +115,17 @@ def train(
                 stages.close()
             watch.close()
     return summary(config, folder, stages, watch, recorder, progress)
+
+
+def _load(stages: Stages, checkpoints: Checkpoints) -> None:
+    """Bring trainer and buffer back to the newest checkpoint. Raises `RedlineError` where the run cannot go on."""
+    try:
+        with span("run.resume"):
+            checkpoints.load_newest()
+            stages.buffer.resume(stages.trainer.version)
+    except BaseException:
+        stages.close()
+        raise
 
 
 def _describe(config: Config, folder: RunFolder) -> None:

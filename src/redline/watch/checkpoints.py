@@ -29,6 +29,8 @@ class Checkpoints:
         self._folder = folder
         self._trainer = trainer
         self._tell = tell
+        self._damaged: list[Path] | None = None
+        """Newer than the checkpoint that was loaded; None before one was looked for."""
 
     def is_due(self, version: int) -> bool:
         return bool(self._run.checkpoint_every) and version % self._run.checkpoint_every == 0
@@ -48,11 +50,17 @@ class Checkpoints:
         for old in checkpoints(self._folder)[self._run.keep_checkpoints :]:
             shutil.rmtree(old)
 
-    def load_newest(self) -> Path | None:
-        """Load the newest checkpoint that is whole. Returns the folder for what has to be set aside because of damaged ones, or
-        None. Raises, and changes nothing, where there are checkpoints and none is whole."""
-        damaged = self._load_newest()
-        aside = self._set_aside(damaged)
+    def load_newest(self) -> None:
+        """Load the newest checkpoint that is whole. Changes nothing in the folder, and raises where there are checkpoints and
+        none is whole."""
+        self._damaged = self._load_newest()
+
+    def go_back(self) -> Path | None:
+        """Set aside what is damaged and newer than the checkpoint that was loaded; loads the newest where none was. Returns the
+        folder for what has to be set aside, or None."""
+        if self._damaged is None:
+            self.load_newest()
+        aside = self._set_aside(self._damaged or ())
         for partial in self._folder.checkpoints.glob(".*.partial"):
             shutil.rmtree(partial)
         return aside

@@ -36,14 +36,16 @@ class RunWatch:
         *,
         peak_flops: float | None = None,
         profiler: StepProfiler | None = None,
+        checkpoints: Checkpoints | None = None,
     ) -> None:
-        """`peak_flops` is what the trainer's device can do in a second; without it no step has an MFU."""
+        """`peak_flops` is what the trainer's device can do in a second; without it no step has an MFU. `checkpoints` may have
+        loaded one already."""
         self._config = config
         self._outputs = outputs
         self._stages = stages
         self._profiler = profiler
         self._spans = SpanFiles(config.telemetry, outputs)
-        self._checkpoints = Checkpoints(config.run, outputs.folder, stages.trainer, outputs.progress.note)
+        self._checkpoints = checkpoints or Checkpoints(config.run, outputs.folder, stages.trainer, outputs.progress.note)
         self.rows = StepRows(outputs, stages, peak_flops)
         self.evaluations = Evaluations(config.rollouts, outputs, stages)
         self.interrupts = Interrupts(outputs.progress.note)
@@ -101,11 +103,11 @@ class RunWatch:
     # ── called by the launcher ─────────────────────────────────────────────────────────────────────────────────────────
 
     def resume(self) -> None:
-        """Load the newest checkpoint that is whole, and go back to it in the logs. Rows after it are cut, since their steps are
-        taken again; where more is lost than a kill between two checkpoints explains, they are set aside. Raises, and changes
-        nothing, where there are checkpoints and none is whole."""
+        """Load the newest checkpoint that is whole, unless one is loaded, and go back to it in the logs. Rows after it are cut,
+        since their steps are taken again; where more is lost than a kill between two checkpoints explains, they are set aside.
+        Raises, and changes nothing, where there are checkpoints and none is whole."""
         with span("run.resume"):
-            aside = self._checkpoints.load_newest()
+            aside = self._checkpoints.go_back()
             version = self._stages.trainer.version
             self.rows.rewind(version, aside)
             self.evaluations.rewind(version, aside)

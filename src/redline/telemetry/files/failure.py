@@ -6,7 +6,7 @@ import json
 import shutil
 import time
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 
@@ -40,16 +40,29 @@ class RunFailure:
 
 
 @contextmanager
-def recording_failure(folder: RunFolder) -> Iterator[None]:
+def recording_failure(folder: RunFolder, *, is_resumed: bool = False) -> Iterator[Callable[[], None]]:
     """Forget an earlier failure, and write down the exception that leaves the block. The exception goes on; an interrupt is no
     failure. A folder that has no config.json and no step by then is no run: it is removed. A disk that takes no record does not
-    hide the exception."""
-    folder.failure.unlink(missing_ok=True)
+    hide the exception.
+
+    A run that `is_resumed` is only looked at until the block calls the function that it gets: up to there a `RedlineError` is a
+    refusal, and the folder stays as it is, with the failure that an earlier process recorded."""
+    is_taken_up = False
+
+    def take_up() -> None:
+        nonlocal is_taken_up
+        folder.failure.unlink(missing_ok=True)
+        is_taken_up = True
+
+    if not is_resumed:
+        take_up()
     try:
-        yield
+        yield take_up
     except BaseException as error:
         if not folder.config.exists() and not folder.has_steps:
             shutil.rmtree(folder.path, ignore_errors=True)
+        elif isinstance(error, RedlineError) and not is_taken_up:
+            pass
         elif isinstance(error, Exception):
             with suppress(OSError, ValueError):
                 write_json(folder.failure, asdict(_described(error, folder)))

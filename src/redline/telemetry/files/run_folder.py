@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TextIO
 
 from redline.errors import RunFolderError
 
@@ -170,7 +171,8 @@ class RunFolder:
 
     @contextmanager
     def locked(self) -> Iterator[None]:
-        """Be the only process that writes here. The kernel lets go of the lock however the process ends."""
+        """Be the only process that writes here. The kernel lets go of the lock however the process ends. Afterwards the file of
+        the lock holds what it held before."""
         with (self.path / ".lock").open("a+") as file:
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -181,10 +183,19 @@ class RunFolder:
                     f"{self.shown}: process {owner} is running in this folder",
                     "wait for it or stop it, or start a run of its own without --resume",
                 ) from None
-            file.truncate(0)
-            file.write(str(os.getpid()))
-            file.flush()
-            yield
+            file.seek(0)
+            before = file.read()
+            try:
+                _rewrite(file, str(os.getpid()))
+                yield
+            finally:
+                _rewrite(file, before)
+
+
+def _rewrite(file: TextIO, text: str) -> None:
+    file.truncate(0)
+    file.write(text)
+    file.flush()
 
 
 def _numbered(parent: Path, name: str) -> list[tuple[int, Path]]:

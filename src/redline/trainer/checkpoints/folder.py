@@ -13,7 +13,8 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -74,12 +75,25 @@ def load_checkpoint(folder: Path) -> Checkpoint:
     """What `save_checkpoint` wrote, every bit of it. Raises `DamagedCheckpointError` where a file is missing or is not what was
     written, and a plain `RunFolderError` where the files cannot be read at the moment: then nothing is known to be wrong with
     them."""
-    try:
+    content = verified_content(folder)
+    with _explained(folder):
+        return Checkpoint(content["version"], load_file(folder / TENSORS), content["data"], content["random"])
+
+
+def verified_content(folder: Path) -> dict[str, Any]:
+    """Read every file of a checkpoint and return what its state file says. Raises what `load_checkpoint` raises."""
+    with _explained(folder):
         content = _read_content(folder)
         for name, digest in content["files"].items():
             if _file_digest(folder / name) != digest:
                 raise _damaged(folder, f"{name} has changed since it was written")
-        return Checkpoint(content["version"], load_file(folder / TENSORS), content["data"], content["random"])
+        return content
+
+
+@contextmanager
+def _explained(folder: Path) -> Iterator[None]:
+    try:
+        yield
     except FileNotFoundError as error:
         raise _damaged(folder, f"{Path(error.filename or TENSORS).name} is missing") from error
     except (OSError, SafetensorError) as error:  # the digest was right, if it came so far
