@@ -193,7 +193,7 @@ COMMAND_LINE = """
 redline --version
 redline train RECIPE OVERRIDES --dry-run --from-scratch --json --resume
 redline serve MODEL OVERRIDES --allowed-host --api-key-env --device --dtype --host --lora --port --served-model-name
-redline show RUN --failures --group --json --limit --step
+redline show RUN --failures --group --json --ledger --limit --step
 redline report RUN --output
 redline dash RUNS --host --port
 redline repair RUN --json

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from redline.errors import ConfigError
+from redline.errors import ConfigError, RunFolderError
+
+if TYPE_CHECKING:
+    from redline.telemetry import RunFolder
 
 
 def show(
@@ -17,9 +20,10 @@ def show(
     group: Annotated[int | None, typer.Option(help="Only this group, with its attempts.", min=0)] = None,
     failures: Annotated[bool, typer.Option("--failures", help="Only attempts that failed.")] = False,
     limit: Annotated[int, typer.Option(help="At most this many groups, the last ones; 0 shows all.", min=0)] = 20,
+    ledger: Annotated[bool, typer.Option("--ledger", help="Instead, where the time went, lane by lane.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON document, with all tokens.")] = False,
 ) -> None:
-    """List what a run sampled, and print attempts."""
+    """List what a run sampled, print attempts, or say where the time went."""
     from redline.runs.show import show as show_trajectories
     from redline.telemetry import RunFolder
     from redline.telemetry.console.tables import results_console
@@ -28,6 +32,9 @@ def show(
     if step is not None and group is not None:
         raise ConfigError("--step and --group exclude each other", "give one of them")
     folder, console = RunFolder.open(run), results_console()
+    if ledger:
+        _show_ledger(folder, as_json=as_json)
+        return
     if failure := read_failure(folder):
         typer.echo(f"{folder.path.name} {failure.line}", err=True)
     document = show_trajectories(
@@ -35,6 +42,21 @@ def show(
     )
     if document is not None:
         typer.echo(json.dumps(document))
+
+
+def _show_ledger(folder: RunFolder, *, as_json: bool) -> None:
+    from redline.telemetry import Ledger
+    from redline.telemetry.console.tables import Fitted, results_console
+
+    try:
+        document = json.loads(folder.ledger.read_text())
+        found = Ledger.from_json(document)
+    except (OSError, ValueError, KeyError, TypeError, AssertionError) as error:
+        raise RunFolderError(f"{folder.shown}: no ledger to show", "it is written when a run ends") from error
+    if as_json:
+        typer.echo(json.dumps(document))
+    else:
+        results_console().print(Fitted(found.render()))
 
 
 def report(

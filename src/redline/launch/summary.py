@@ -6,15 +6,18 @@ from collections.abc import Iterator
 from dataclasses import asdict
 from typing import Any
 
+from rich.text import Text
+
 from redline.config import Config
 from redline.launch.stages import Stages
 from redline.telemetry import Progress, Recorder, RunFolder
-from redline.telemetry.console.progress import sample_table
+from redline.telemetry.console.end_of_run import EndOfRun, end_of_run
 from redline.telemetry.files.metrics import MetricsLog
 from redline.telemetry.machine.samplers import read_samples
 from redline.telemetry.summary.failed_attempts import WORTH_SAYING
+from redline.telemetry.summary.held_out import HeldOut
 from redline.telemetry.summary.learning import Learning
-from redline.telemetry.summary.targets import summary_line, target_table, verdicts
+from redline.telemetry.summary.targets import verdicts
 from redline.watch.run_watch import RunWatch
 
 
@@ -22,23 +25,24 @@ def summary(
     config: Config, folder: RunFolder, stages: Stages, watch: RunWatch, recorder: Recorder, progress: Progress
 ) -> dict[str, Any]:
     """Show a person how it went, and give the same as data."""
-    console, ledger = progress.console, recorder.ledger()
-    finished = watch.is_complete
-    if len(watch.evaluations.samples) > 1:
-        first, last = min(watch.evaluations.samples), max(watch.evaluations.samples)
-        console.print(sample_table(watch.evaluations.samples[first], watch.evaluations.samples[last]))
-    console.print(ledger.render())
+    ledger, finished = recorder.ledger(), watch.is_complete
     judged = verdicts(MetricsLog.read(folder.metrics), read_samples(folder.samples), config)
-    console.print(summary_line(judged))
-    if missed := [verdict for verdict in judged if verdict.met is False]:
-        console.print(target_table(missed))
     learning = Learning(MetricsLog.read(folder.metrics), config.rollouts.group_size)
-    if watch.rows.failures.share > WORTH_SAYING:
-        console.print(f"{watch.rows.failures.sentence()}; see redline show {folder.shown} --failures", soft_wrap=True)
-    for line in _what_was_learned(config, folder, learning, finished):
-        console.print(line, soft_wrap=True)
-    if not finished:
-        console.print(f"stopped after step {stages.trainer.version}; continue with: redline train {folder.shown} --resume")
+    held_out = HeldOut.read(MetricsLog.read(folder.evaluations))
+    first, last = min(watch.evaluations.samples, default=0), max(watch.evaluations.samples, default=0)
+    end = EndOfRun(
+        run=str(folder.shown),
+        steps=stages.trainer.version,
+        finished=finished,
+        held_out=held_out,
+        samples=(watch.evaluations.samples[first], watch.evaluations.samples[last]) if first < last else None,
+        remarks=list(_remarks(config, folder, watch, learning)),
+        model=str(folder.shown / folder.model.name) if finished and learning.why_not is None else None,
+        targets=judged,
+        ledger=ledger,
+    )
+    for part in end_of_run(end):
+        progress.console.print(part, soft_wrap=isinstance(part, Text))
     return {
         "run": str(folder.shown),
         "steps": stages.trainer.version,
@@ -48,6 +52,7 @@ def summary(
         "why_not": learning.why_not,
         "evaluation": {str(version): reward for version, reward in sorted(watch.evaluations.rewards.items())},
         "accuracy": {str(version): share for version, share in sorted(watch.evaluations.accuracies.items())},
+        "held_out": held_out.as_json() if held_out else None,
         "attempts": watch.rows.failures.num_attempts,
         "failures": watch.rows.failures.num_failed,
         "failure_reason": str(watch.rows.failures.commonest) if watch.rows.failures.commonest else None,
@@ -57,16 +62,15 @@ def summary(
     }
 
 
-def _what_was_learned(config: Config, folder: RunFolder, learning: Learning, finished: bool) -> Iterator[str]:
-    """The last lines of a run: a model is called trained only where some step has moved its weights."""
+def _remarks(config: Config, folder: RunFolder, watch: RunWatch, learning: Learning) -> Iterator[str]:
+    """What went wrong: attempts that failed, and steps or a whole run that moved no weights."""
     quiet, model = learning.steps_without_signal, folder.shown / folder.model.name
+    if watch.rows.failures.share > WORTH_SAYING:
+        yield f"{watch.rows.failures.sentence()}; see redline show {folder.shown} --failures"
     if learning.why_not is not None:
         yield f"nothing was learned: {learning.why_not}"
         kept = "only decayed" if config.trainer.weight_decay else "are those that the run began with"
-        if finished:
+        if watch.is_complete:
             yield f"the weights in {model} {kept}; `redline show {folder.shown}` has the attempts and their rewards"
-        return
-    if quiet >= config.telemetry.alerts.no_signal_steps and "not_learning" not in config.telemetry.alerts.off:
+    elif quiet >= config.telemetry.alerts.no_signal_steps and "not_learning" not in config.telemetry.alerts.off:
         yield f"nothing was learned in the last {quiet} steps: all attempts of every group scored alike"
-    if finished:
-        yield f"trained model: {model}"

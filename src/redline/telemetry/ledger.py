@@ -97,6 +97,24 @@ class Ledger:
             table.caption = f"lanes that only waited: {', '.join(waiting)}"
         return table
 
+    def render_short(self, most: int = 6) -> Table:
+        """A table for people of the main lane alone: its largest rows, the others as one, `unaccounted`, and the total."""
+        lane = self.lanes[MAIN_LANE]
+        largest = sorted(lane.rows, key=lambda name: -lane.rows[name])
+        exact = {name: lane.rows[name] for name in largest[:most]}
+        if others := largest[most:]:
+            exact[f"{len(others)} others"] = sum(lane.rows[name] for name in others)
+        exact[UNACCOUNTED] = lane.unaccounted_ns
+        table = Table(box=_RULES, pad_edge=False, show_edge=False)
+        table.add_column("where the time went", no_wrap=True)
+        for title in ("seconds", "share"):
+            table.add_column(title, justify="right", no_wrap=True)
+        milliseconds, permille = _apportion(exact, round(lane.wall_ns / 1e6)), _apportion(exact, 1000)
+        for name in exact:
+            table.add_row(Text(name), f"{milliseconds[name] / 1000:,.1f}", f"{permille[name] / 10:.1f}%")
+        table.add_row("total", f"{lane.wall_ns / 1e9:,.1f}", "100.0%", style="bold")
+        return table
+
 
 def by_section(rows: Mapping[str, int]) -> dict[str, int]:
     """ns per section: `engine.prefill` and `engine.decode` become `engine`; `unaccounted` stays as it is."""

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from redline.config.schema import RolloutsConfig
-from redline.rollouts.rewards.accuracy import accuracy
+from redline.rollouts.rewards.accuracy import accuracy, task_scores
 from redline.telemetry import MetricsLog, span
 from redline.telemetry.console.progress import SampleAnswer
 from redline.telemetry.summary.failed_attempts import WORTH_SAYING, FailureTally, reaches_target
@@ -75,6 +75,7 @@ class Evaluations:
             "evaluation/num_answers": len(answers),
             "evaluation/failures": failed.num_failed,
             "evaluation/seconds": seconds,
+            "evaluation/task_scores": task_scores(attempts),
             "evaluation/samples": [asdict(self._shown(*pair)) for pair in self._first_attempts(attempts)],
         }
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -15,10 +16,13 @@ from typer.testing import CliRunner
 
 from redline.buffer.store.trajectory_store import TrajectoryStore
 from redline.cli import app
+from redline.errors import RunFolderError
 from redline.lab.bench.every import AllDocument, CaseRun
 from redline.lab.bench.table import render as render_bench
 from redline.lab.gate import perf
 from redline.lab.gate.baseline import Check, Figure
+from redline.telemetry import Ledger
+from redline.telemetry.ledger import LaneLedger
 
 NUMBERS = r"\d[\d.,]*\d|\d"
 WIDTHS = pytest.mark.parametrize("columns", [80, 60, 40])
@@ -84,3 +88,17 @@ def test_show_loses_no_number(columns: int, tmp_path: Path) -> None:
     wide, narrow = (CliRunner().invoke(app, ["show", str(tmp_path)], env={"COLUMNS": str(n)}).stdout for n in (1000, columns))
     assert "12345" in wide
     assert is_whole(narrow, wide, columns)
+
+
+def test_show_prints_the_whole_ledger_of_a_run_that_has_ended(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    unfinished = CliRunner().invoke(app, ["show", str(tmp_path), "--ledger"])
+    assert isinstance(unfinished.exception, RunFolderError)
+    assert "no ledger to show" in str(unfinished.exception)
+    rows = {f"engine.part{index}": 1_000_000_000 for index in range(40)}
+    ledger = Ledger({"main": LaneLedger(40_000_000_000, rows, 0), "rollouts": LaneLedger(5, {"engine.decode": 5}, 0)})
+    (tmp_path / "ledger.json").write_text(json.dumps(ledger.to_json()))
+    text = CliRunner().invoke(app, ["show", str(tmp_path), "--ledger"]).stdout
+    assert all(f"part{index} " in text for index in range(40))
+    assert "lane rollouts" in text
+    assert json.loads(CliRunner().invoke(app, ["show", str(tmp_path), "--ledger", "--json"]).stdout) == ledger.to_json()

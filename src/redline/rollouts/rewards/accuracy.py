@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from statistics import fmean
 
 from redline.types import Trajectory
 
@@ -13,8 +14,23 @@ PARTS = ("accuracy", "correct")
 def accuracy(attempts: Sequence[Trajectory]) -> float | None:
     """Share of right answers, where the task says which are right: a part of the reward has one of the names of `PARTS`, and is
     0 or 1 in every answer. An attempt that failed is not right. None where the task does not say so."""
+    name = _part(attempts)
+    return None if name is None else fmean(_is_right(attempt, name) for attempt in attempts)
+
+
+def task_scores(attempts: Sequence[Sequence[Trajectory]]) -> list[float]:
+    """By task, the share of right answers; their mean reward where the task does not say which are right."""
+    name = _part([attempt for group in attempts for attempt in group])
+    if name is None:
+        return [fmean(attempt.reward for attempt in group) for group in attempts]
+    return [fmean(_is_right(attempt, name) for attempt in group) for group in attempts]
+
+
+def _part(attempts: Sequence[Trajectory]) -> str | None:
+    """The part of the reward that says which answers are right."""
     scored = [attempt.reward_parts for attempt in attempts if attempt.failure is None]
-    for name in PARTS:
-        if scored and all(parts.get(name) in (0, 1) for parts in scored):
-            return sum(parts[name] for parts in scored) / len(attempts)
-    return None
+    return next((name for name in PARTS if scored and all(parts.get(name) in (0, 1) for parts in scored)), None)
+
+
+def _is_right(attempt: Trajectory, part: str) -> float:
+    return attempt.reward_parts[part] if attempt.failure is None else 0.0

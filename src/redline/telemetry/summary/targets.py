@@ -14,10 +14,6 @@ from dataclasses import dataclass
 from statistics import fmean
 from typing import Any, NamedTuple
 
-from rich import box
-from rich.table import Table
-from rich.text import Text
-
 from redline.config.installation import how_to_install
 from redline.config.schema import Config
 from redline.telemetry.summary.timeline import PREFIX, ROLLOUTS_PREFIX, rollouts_phases, step_phases
@@ -283,22 +279,16 @@ KEYS = (
 
 
 def summary_line(found: Sequence[Verdict]) -> str:
-    """`targets: 11 met, 1 missed, 2 not measured`."""
-    judged = [verdict.word for verdict in found if verdict.target[:1] in COMPARISONS]
-    counts = {word: judged.count(word) for word in ("met", "missed", "not measured")}
-    return "targets: " + ", ".join(f"{count} {word}" for word, count in counts.items())
+    """Return one line: `targets: 11 met, 1 missed (padding 3 tokens, not ≤ 0), 2 not measured`."""
+    judged = [verdict for verdict in found if verdict.target[:1] in COMPARISONS]
+    parts = []
+    for word in ("met", "missed", "not measured"):
+        of_word = [verdict for verdict in judged if verdict.word == word]
+        which = f" ({', '.join(map(_miss, of_word))})" if word == "missed" and of_word else ""
+        parts.append(f"{len(of_word)} {word}{which}")
+    return "targets: " + ", ".join(parts)
 
 
-def target_table(found: Sequence[Verdict]) -> Table:
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False)
-    table.add_column("metric")
-    table.add_column("value", justify="right")
-    table.add_column("target")
-    table.add_column("verdict")
-    for verdict in found:
-        value = "" if verdict.value is None else f"{verdict.value:,.4g} {verdict.unit}".rstrip()
-        style = {"met": "green", "missed": "yellow", "not measured": "dim"}.get(verdict.word, "")
-        why = verdict.why if verdict.value is None else ""
-        word = Text(f"{verdict.word}: {why}" if why else verdict.word, style=style)
-        table.add_row(verdict.name, value, verdict.target, word)
-    return table
+def _miss(verdict: Verdict) -> str:
+    value = f"{verdict.value:,.4g}{'' if verdict.unit == '%' else ' '}{verdict.unit}".rstrip()
+    return f"{verdict.name} {value}, not {verdict.target}"

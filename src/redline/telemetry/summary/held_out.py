@@ -1,0 +1,144 @@
+"""What held-out tasks say of a run: its first evaluation beside its last one, and how sure the difference is."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from statistics import NormalDist, fmean, stdev
+from typing import Any, Literal
+
+FEWEST_TASKS = 5
+"""With fewer tasks no interval is given."""
+Row = Mapping[str, Any]
+Word = Literal["rose", "fell", "unclear", "same", "once"]
+
+
+@dataclass(slots=True, frozen=True)
+class Evaluation:
+    """One row of evaluations.jsonl."""
+
+    step: int
+    """Steps that were behind the policy; 0 is the policy that the run began with."""
+    reward: float
+    """Mean over the answers."""
+    accuracy: float | None
+    """Share of right answers, where the task says which are right."""
+    answers: int
+    tasks: int
+    scores: Sequence[float] = field(default=(), repr=False)
+    """By task, the mean of what `HeldOut.measure` names; empty in runs that did not write it."""
+
+    @classmethod
+    def read(cls, row: Row) -> Evaluation | None:
+        """Return the evaluation of a row; None where the row is damaged or somebody else's."""
+        reward, step = row.get("evaluation/reward_mean"), row.get("step")
+        if not isinstance(step, int) or not isinstance(reward, int | float):
+            return None
+        answers, tasks = (int(row.get(f"evaluation/{name}") or 0) for name in ("num_answers", "num_tasks"))
+        scores = row.get("evaluation/task_scores")
+        known = isinstance(scores, list) and all(isinstance(score, int | float) for score in scores)
+        return cls(step, reward, row.get("evaluation/accuracy"), answers, tasks, tuple(scores) if known and scores else ())
+
+
+@dataclass(slots=True, frozen=True)
+class HeldOut:
+    """The first and the last evaluation of a run, on the same tasks."""
+
+    before: Evaluation
+    after: Evaluation
+
+    @classmethod
+    def read(cls, rows: Iterable[Row]) -> HeldOut | None:
+        """Return what the rows of evaluations.jsonl say; None where nothing was evaluated."""
+        first = last = None
+        for row in rows:
+            last = Evaluation.read(row) or last
+            first = first or last
+        return cls(first, last) if first and last else None
+
+    @property
+    def measure(self) -> Literal["accuracy", "reward"]:
+        """Accuracy where the task says which answers are right, else the reward."""
+        return "reward" if self.before.accuracy is None or self.after.accuracy is None else "accuracy"
+
+    @property
+    def values(self) -> tuple[float, float]:
+        """The measure before and after."""
+        before, after = getattr(self.before, self.measure), getattr(self.after, self.measure)
+        return before, after
+
+    @property
+    def change(self) -> float:
+        """after − before."""
+        return self.values[1] - self.values[0]
+
+    @property
+    def interval(self) -> tuple[float, float] | None:
+        """95% interval of the change: mean ± t · s / √n of the tasks' own changes. None with too few tasks, and where all
+        tasks changed alike."""
+        before, after = self.before.scores, self.after.scores
+        if len(before) != len(after) or len(before) < FEWEST_TASKS or self.before.step == self.after.step:
+            return None
+        changes = [b - a for a, b in zip(before, after, strict=True)]
+        half = _t_quantile(len(changes) - 1) * stdev(changes) / math.sqrt(len(changes))
+        return (fmean(changes) - half, fmean(changes) + half) if half else None
+
+    @property
+    def word(self) -> Word:
+        """What may be said: the measure rose or fell, or the interval has 0 in it."""
+        if self.before.step == self.after.step:
+            return "once"
+        if not self.change:
+            return "same"
+        if self.interval and self.interval[0] <= 0 <= self.interval[1]:
+            return "unclear"
+        return "rose" if self.change > 0 else "fell"
+
+    @property
+    def sentence(self) -> str:
+        """`held-out accuracy rose from 10.0% to 93.0%, by 83.0 points (95% interval 75.4 to 90.6, 100 answers)`."""
+        before, after = (shown(value, self.measure) for value in self.values)
+        if self.word == "once":
+            return f"held-out {self.measure} is {before} ({self.after.answers:,} answers at step {self.after.step})"
+        if self.word == "same":
+            return f"held-out {self.measure} stayed at {before} ({self.after.answers:,} answers)"
+        verb = {"rose": "rose", "fell": "fell"}.get(self.word, "went")
+        chance = ", which may be chance," if self.word == "unclear" else ""
+        by = shown_change(abs(self.change) if verb != "went" else self.change, self.measure, signed=verb == "went")
+        return f"held-out {self.measure} {verb} from {before} to {after}, by {by}{chance} ({self._interval_words})"
+
+    @property
+    def _interval_words(self) -> str:
+        answers = f"{self.after.answers:,} answers"
+        if self.interval is None:
+            return answers
+        low, high = self.interval if self.change > 0 or self.word == "unclear" else (-self.interval[1], -self.interval[0])
+        ends = (shown_change(end, self.measure, unit=False, signed=False) for end in (low, high))
+        return f"95% interval {' to '.join(ends)}, {answers}"
+
+    def as_json(self) -> dict[str, Any]:
+        """Return everything but the scores, for pages."""
+        sides = {side: {k: v for k, v in asdict(getattr(self, side)).items() if k != "scores"} for side in ("before", "after")}
+        found = {"measure": self.measure, "values": list(self.values), "change": self.change, "word": self.word}
+        return sides | found | {"interval": self.interval and list(self.interval), "sentence": self.sentence}
+
+
+def shown(value: float, measure: str) -> str:
+    """Return a value as a person reads it: `93.0%`, `0.930`."""
+    return f"{value:.1%}" if measure == "accuracy" else f"{value:.3f}"
+
+
+def shown_change(value: float, measure: str, *, unit: bool = True, signed: bool = True) -> str:
+    """Return a difference as a person reads it: `+83.0 points`, `+0.830`."""
+    sign = "+" if signed else ""
+    if measure == "accuracy":
+        return f"{100 * value:{sign}.1f}" + (" points" if unit else "")
+    return f"{value:{sign}.3f}"
+
+
+def _t_quantile(freedom: int) -> float:
+    """97.5% quantile of Student's t, by the Cornish-Fisher expansion: within 0.3% from 4 degrees of freedom on."""
+    z = NormalDist().inv_cdf(0.975)
+    terms = ((z**3 + z) / 4, (5 * z**5 + 16 * z**3 + 3 * z) / 96, (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / 384)
+    return z + sum(term / freedom**power for power, term in enumerate(terms, start=1))

@@ -1,0 +1,101 @@
+"""What the first and the last evaluation say together."""
+
+from __future__ import annotations
+
+import random
+from statistics import fmean
+from typing import Any
+
+import pytest
+from support.fakes import trajectory
+
+from redline.rollouts.rewards.accuracy import accuracy, task_scores
+from redline.telemetry.summary.held_out import Evaluation, HeldOut
+from redline.types import Failure
+
+
+def row(step: int, scores: list[float], accuracy: float | None = None, **more: Any) -> dict[str, Any]:
+    found = {"step": step, "evaluation/reward_mean": fmean(scores), "evaluation/task_scores": scores}
+    found |= {"evaluation/num_answers": len(scores), "evaluation/num_tasks": len(scores)}
+    return found | ({"evaluation/accuracy": accuracy} if accuracy is not None else {}) | more
+
+
+BEFORE, AFTER = [1.0] * 10 + [0.0] * 90, [1.0] * 93 + [0.0] * 7
+
+
+def test_a_rise_that_chance_does_not_explain_is_a_rise() -> None:
+    found = HeldOut.read([row(0, BEFORE, 0.1), row(5, BEFORE, 0.1), row(15, AFTER, 0.93)])
+    assert found is not None
+    assert found.word == "rose"
+    assert found.interval is not None
+    assert found.interval == pytest.approx((0.755, 0.905), abs=0.001)
+    assert (
+        found.sentence == "held-out accuracy rose from 10.0% to 93.0%, by 83.0 points (95% interval 75.5 to 90.5, 100 answers)"
+    )
+
+
+def test_a_fall_is_told_in_positive_numbers() -> None:
+    found = HeldOut.read([row(0, AFTER), row(15, BEFORE)])
+    assert found is not None
+    assert found.word == "fell"
+    assert found.sentence == "held-out reward fell from 0.930 to 0.100, by 0.830 (95% interval 0.755 to 0.905, 100 answers)"
+
+
+def test_a_change_that_may_be_chance_is_called_so() -> None:
+    chance = random.Random(0)
+    before = [chance.random() for _ in range(20)]
+    after = [value + chance.choice([-0.5, 0.55]) for value in before]
+    found = HeldOut.read([row(0, before), row(9, after)])
+    assert found is not None
+    assert found.word == "unclear"
+    assert "which may be chance" in found.sentence
+
+
+def test_the_interval_holds_the_truth_about_nineteen_times_in_twenty() -> None:
+    chance, hits = random.Random(1), 0
+    for _ in range(2000):
+        before = [chance.gauss(0, 1) for _ in range(12)]
+        after = [value + chance.gauss(0.3, 1) for value in before]
+        found = HeldOut.read([row(0, before), row(1, after)])
+        assert found is not None
+        assert found.interval is not None
+        hits += found.interval[0] <= 0.3 <= found.interval[1]
+    assert 0.935 < hits / 2000 < 0.965
+
+
+@pytest.mark.parametrize(
+    ("rows", "word"),
+    [
+        ([row(0, [0.0] * 4), row(3, [1.0, 1.0, 1.0, 0.9])], "rose"),  # too few tasks
+        ([row(0, [0.0] * 8), row(3, [1.0] * 8)], "rose"),  # all changed alike
+        ([row(0, [0.5] * 8), row(3, [0.5] * 8)], "same"),
+        ([row(0, [0.5, 0.6] * 8)], "once"),
+        ([row(0, [0.5, 0.6] * 8), row(3, [0.5, 0.7] * 9)], "rose"),  # other tasks
+    ],
+)
+def test_where_there_is_no_interval_none_is_claimed(rows: list[dict[str, Any]], word: str) -> None:
+    found = HeldOut.read(rows)
+    assert found is not None
+    assert (found.word, found.interval) == (word, None)
+    assert "interval" not in found.sentence
+
+
+def test_rows_that_are_damaged_or_older_are_read_as_far_as_they_go() -> None:
+    assert HeldOut.read([{"step": 1}, {"evaluation/reward_mean": None, "step": 2}]) is None
+    old = {"step": 3, "evaluation/reward_mean": 0.25}
+    assert Evaluation.read(old) == Evaluation(3, 0.25, None, 0, 0)
+    broken = row(0, BEFORE) | {"evaluation/task_scores": [None, 1.0]}
+    found = HeldOut.read([broken, row(9, AFTER)])
+    assert found is not None
+    assert found.interval is None
+    assert found.as_json()["before"] == {"step": 0, "reward": 0.1, "accuracy": None, "answers": 100, "tasks": 100}
+
+
+def test_scores_of_tasks_average_to_the_accuracy_or_to_the_reward() -> None:
+    right = trajectory([1], [2], reward=1.5, reward_parts={"correct": 1.0})
+    wrong = trajectory([1], [2], reward=0.5, reward_parts={"correct": 0.0})
+    failed = trajectory([1], [2], reward=0.0, failure=Failure("reward", "it raised"))
+    groups = [[right, wrong], [right, failed]]
+    assert task_scores(groups) == [0.5, 0.5]
+    assert accuracy([attempt for group in groups for attempt in group]) == 0.5
+    assert task_scores([[trajectory([1], [2], reward=2.0), trajectory([1], [2], reward=1.0)]]) == [1.5]
