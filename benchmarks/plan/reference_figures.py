@@ -152,9 +152,8 @@ def with_sections(**sections: Any) -> str:
 def tokens_per_s(model: str, gpu: str, rows: int, tensor_parallel: int = 1) -> str:
     """Of one engine that decodes so many sequences."""
 
-    engine = {"tensor_parallel_size": tensor_parallel}
-    setup = make_setup(recipe(model, groups=rows, group=1, rows=rows, engine=engine), find_device(gpu), prompt_tokens=PROMPT)
-    setup = replace(setup, gpus=tensor_parallel)
+    setup = make_setup(recipe(model, groups=rows, group=1, rows=rows), find_device(gpu), prompt_tokens=PROMPT)
+    setup = replace(setup, gpus=tensor_parallel, tensor_parallel_size=tensor_parallel)
     rates = rates_of(setup.device)
     return f"{setup.work.new_tokens / generation_cost(setup, rates).seconds(rates.generation):,.0f} tok/s"
 
@@ -220,8 +219,7 @@ def weight_sync() -> Iterator[Figure]:
         ("32B, CUDA IPC, TP 4", "~2 s", "qwen2.5-32b", 4),
         ("70B, NCCL broadcast, TP 8", "~10 s", "llama-3-70b", 8),
     ):
-        sections = with_sections(trainer={"sharding": "full"}, engine={"tensor_parallel_size": tp})
-        plan = planned(model, "h100", 8, sections)
+        plan = make_plan(recipe(model), "h100", 8, prompt_tokens=PROMPT, sharding="full", tensor_parallel_size=tp)
         yield Figure(
             what,
             theirs,
@@ -375,7 +373,7 @@ def samples_per_hour() -> Iterator[Figure]:
 
 def _how(plan: Plan) -> str:
     chosen = {choice.key: choice.value for choice in plan.choices}
-    words = f"sharding {chosen.get('trainer.sharding', 'none')}, TP {chosen.get('engine.tensor_parallel_size', 1)}"
+    words = f"sharding {chosen.get('sharding', 'none')}, TP {chosen.get('tensor parallel', 1)}"
     return (
         words
         if plan.fits

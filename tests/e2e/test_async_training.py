@@ -389,7 +389,7 @@ def test_a_task_that_does_not_come_is_a_recorded_failure_and_the_run_goes_on(dee
 @pytest.mark.parametrize(
     "sections",
     [
-        {"buffer": {"max_lag": 2, "keep_trajectories": False}},
+        {"buffer": {"max_lag": 2, "max_bytes": 0}},
         {"buffer": {"max_lag": 1, "max_reuses": 1}},
         {"buffer": {"max_lag": 4, "depth": 1, "order": "signal_first"}},
         {"rollouts": SMALL | {"max_extra_rounds": 2}, "buffer": {"max_lag": 2}},

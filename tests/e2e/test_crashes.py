@@ -51,7 +51,7 @@ def prepare(cwd: Path, max_lag: int) -> None:
             "max_new_tokens": 8,
             "evaluation": {"num_tasks": 2, "every": 4},
         },
-        trainer={"warmup_steps": 4, "weight_decay": 0.01},
+        trainer={"schedule": {"warmup_steps": 4}, "weight_decay": 0.01},
         buffer={"max_lag": max_lag},
     )
 

@@ -13,7 +13,7 @@ import pytest
 import torch
 from support.small_models import CONFIGS, VOCAB_SIZE, write_model
 
-from redline.config.sections.engine import EngineConfig
+from redline.config.sections.engine import ServedEngineConfig
 from redline.engine import EngineSession
 from redline.engine.native.tensor_parallel import TensorParallelEngine
 from redline.errors import EngineError
@@ -26,7 +26,7 @@ SOON_S = 30.0
 
 def make_engine(tmp_path: Path) -> TensorParallelEngine:
     write_model(tmp_path, CONFIGS["qwen3, biases"], seed=5, std=0.3)
-    config = EngineConfig(max_num_seqs=4, tensor_parallel_size=2)
+    config = ServedEngineConfig(max_num_seqs=4, tensor_parallel_size=2)
     return TensorParallelEngine(tmp_path, config, torch.device("cpu"), torch.float32, step_timeout_s=STEP_TIMEOUT_S)
 
 

@@ -79,7 +79,12 @@ def prepare(cwd: Path, model: Path, dtype: str, num_threads: int = 1) -> Path:
             "max_new_tokens": 12,
             "evaluation": {"num_tasks": 2, "every": 6},
         },
-        trainer={"learning_rate": 1e-3, "max_tokens_per_micro_batch": 64, "warmup_steps": 6, "weight_decay": 0.01},
+        trainer={
+            "learning_rate": 1e-3,
+            "max_tokens_per_micro_batch": 64,
+            "schedule": {"warmup_steps": 6},
+            "weight_decay": 0.01,
+        },
     )
 
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from support.small_models import CONFIGS, VOCAB_SIZE, write_model
 
-from redline.config.sections.engine import EngineConfig
+from redline.config.sections.engine import ServedEngineConfig
 from redline.engine import NativeEngine
 from redline.engine.native.tensor_parallel import TensorParallelEngine, decode_request, encode_request
 from redline.errors import EngineError, ModelError
@@ -19,7 +19,7 @@ from redline.models.parallel import shard_spec
 from redline.types import FinishReason, GenerateRequest, SamplingParams
 
 CPU = torch.device("cpu")
-CONFIG = EngineConfig(max_num_seqs=16, max_num_batched_tokens=64, tensor_parallel_size=2)
+CONFIG = ServedEngineConfig(max_num_seqs=16, max_num_batched_tokens=64, tensor_parallel_size=2)
 
 
 @pytest.fixture(scope="module", params=["qwen3, biases", pytest.param("qwen2, yarn rope", marks=pytest.mark.slow)])

@@ -56,7 +56,7 @@ def recipe(folder: Path, fault: str | None, max_lag: int, **telemetry: Any) -> P
         folder,
         run={"steps": 30, "checkpoint_every": 10},
         buffer={"max_lag": max_lag},
-        telemetry={"trace": False} | telemetry,
+        telemetry={"trace_max_bytes": 0} | telemetry,
     )
     if fault:
         path.write_text(path.read_text().replace("letters:Letters", f"faults:{fault}"))
@@ -127,7 +127,7 @@ def test_a_reward_that_begins_to_fail_raises_an_alert_with_the_reason_and_the_ru
 
 @pytest.mark.slow
 def test_the_steps_that_a_recipe_names_are_profiled(tmp_path: Path) -> None:
-    path = recipe(tmp_path, None, 2, trace=True, profile="e2e", profile_steps=[3, 4])
+    path = recipe(tmp_path, None, 2, trace_max_bytes=None, profile={"what": "e2e", "steps": [3, 4]})
     succeed("train", path, "run.steps=6", cwd=tmp_path)
     folder = only_run(tmp_path)
     assert sorted(p.name for p in folder.profiles.iterdir()) == ["step-000003", "step-000004"]
@@ -162,7 +162,7 @@ def assert_on_one_clock(events: list[dict[str, Any]]) -> None:
 
 @pytest.mark.slow
 def test_a_running_job_is_profiled_without_a_restart(tmp_path: Path) -> None:
-    path = recipe(tmp_path, None, 0, trace=True)
+    path = recipe(tmp_path, None, 0, trace_max_bytes=None)
     with started("train", path, "run.steps=100000", "rollouts.evaluation.num_tasks=0", cwd=tmp_path) as process:
         folder = wait_for_run(tmp_path, process)
         assert wait_until(lambda: len(rows(folder.metrics)) > 2, process)

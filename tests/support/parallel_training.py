@@ -5,7 +5,7 @@ Run by the tests themselves for the single process, and by the processes of `ran
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, Literal
 
 import numpy as np
@@ -24,6 +24,7 @@ from redline.trainer.batches.micro_batches import MicroBatch
 from redline.trainer.loss.logprobs import selected_logprobs
 from redline.trainer.optimizer.adamw import MasterAdamW
 from redline.trainer.parallel import weights as trainer_weights
+from redline.trainer.parallel.place import Division
 from redline.trainer.parallel.processes import Parallel, connect
 from redline.trainer.parallel.sequence_parallel import SequenceShare
 
@@ -112,14 +113,21 @@ def talk() -> tuple[list[float], list[float], str]:
     return parallel.sum_of(torch.tensor([1.0, rank])).tolist(), parallel.max_of(torch.tensor([-rank, rank])).tolist(), said
 
 
-def meet(**config: Any) -> Parallel:
-    return connect(TrainerConfig(**config), torch.device("cpu"))
+def meet(**keys: Any) -> Parallel:
+    division, _ = parted(keys)
+    return connect(division, torch.device("cpu"))
+
+
+def parted(keys: dict[str, Any]) -> tuple[Division, dict[str, Any]]:
+    """How processes divide the work, and the keys of the trainer's section."""
+    names = {field.name for field in fields(Division)}
+    return Division(**{k: v for k, v in keys.items() if k in names}), {k: v for k, v in keys.items() if k not in names}
 
 
 def train_with(parallel: Parallel, case: Case) -> Outcome:
     network = small_network(case)
     weights = parallel.wrap(network, case.dtype)
-    config = TrainerConfig(**{**OPTIMIZER, **case.config})
+    config = TrainerConfig(**{**OPTIMIZER, **parted(case.config)[1]})
     optimizer = MasterAdamW(weights.parameters, torch.float32 if weights.are_masters else case.dtype, config)
     optimizer.sum_squares = weights.sum_squares
     if case.start:

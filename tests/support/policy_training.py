@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from safetensors.torch import load_file
 from support.fakes import Attempt, train_batch
+from support.parallel_training import parted
 from support.small_models import CONFIGS, VOCAB_SIZE, write_model
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook
@@ -173,8 +174,9 @@ def train(
 ) -> Outcome:
     """On as many processes as there are, from the checkpoint `start` to the checkpoint `end`, where they are given. A rank may
     have room for so many tokens only."""
-    config = recipe(**keys)
-    parallel = connect(config.trainer, torch.device("cpu"))
+    division, of_trainer = parted(keys)
+    config = recipe(**of_trainer)
+    parallel = connect(division, torch.device("cpu"))
     told: list[str] = []
     trainer = make_trainer(folder, config, parallel=parallel, tell=told.append, bad_steps=folder / "bad-steps")
     if start:

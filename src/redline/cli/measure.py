@@ -128,6 +128,13 @@ def plan(
     new_tokens: Annotated[
         float | None, typer.Option(help="Tokens of an attempt, on average; by default as many as it may have.")
     ] = None,
+    sharding: Annotated[
+        Literal["none", "grad_op", "full"] | None,
+        typer.Option(help="What trainers on several devices divide; by default the least that fits."),
+    ] = None,
+    tensor_parallel: Annotated[
+        int | None, typer.Option(help="Devices that divide one engine; by default what samples fastest.", min=1)
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="End with one JSON document on stdout.")] = False,
 ) -> None:
     """Say what a recipe will take, in memory, time and money, before anything is loaded.
@@ -143,7 +150,16 @@ def plan(
     from redline.lab.plan.table import render
     from redline.telemetry.console.tables import results_console
 
-    made = make_plan(config, gpu, gpus, prices=price or [], prompt_tokens=prompt_tokens, mean_new_tokens=new_tokens)
+    made = make_plan(
+        config,
+        gpu,
+        gpus,
+        prices=price or [],
+        prompt_tokens=prompt_tokens,
+        mean_new_tokens=new_tokens,
+        sharding=sharding,
+        tensor_parallel_size=tensor_parallel,
+    )
     results_console(as_json=as_json).print(render(made))
     if as_json:
         typer.echo(json.dumps(made.as_json()))

@@ -89,7 +89,7 @@ def has_older_samples(config: Config) -> bool:
 
 def corrects(config: Config) -> bool:
     """Whether samples may be weighed by the ratio of the trainer's policy to the engine's."""
-    return config.trainer.mismatch != "none" or (config.trainer.correct_lag and has_older_samples(config))
+    return config.trainer.mismatch.kind != "none" or (config.trainer.mismatch.correct_lag and has_older_samples(config))
 
 
 def check_algorithm(config: Config) -> None:
@@ -133,10 +133,10 @@ def _objections_to_loss(config: Config) -> Iterator[tuple[str, str]]:
             "trainer.kl_estimator = 'k1': as a term of the loss its gradient is zero on average, and holds nothing back",
             "set trainer.kl_estimator to k3 or k2, or trainer.kl_in to reward",
         )
-    if trainer.loss == "gspo" and trainer.mismatch.startswith("token_"):
-        whole = trainer.mismatch.replace("token_", "geometric_")
+    if trainer.loss == "gspo" and trainer.mismatch.kind.startswith("token_"):
+        whole = trainer.mismatch.kind.replace("token_", "geometric_")
         yield (
-            f"trainer.mismatch = {trainer.mismatch!r}: trainer.loss = 'gspo' weighs whole sequences, not tokens",
+            f"trainer.mismatch = {trainer.mismatch.kind!r}: trainer.loss = 'gspo' weighs whole sequences, not tokens",
             f"set trainer.mismatch to {whole}",
         )
     if trainer.dual_clip is not None and trainer.loss == "clip" and trainer.dual_clip <= 1 + trainer.clip_high:
@@ -155,7 +155,8 @@ def _objections_to_updates(config: Config) -> Iterator[tuple[str, str]]:
         )
     needs_anchor = trainer.updates_per_step > 1 and trainer.loss != "reinforce" and corrects(config)
     if needs_anchor and trainer.recompute_old_logprobs is False:
-        weighs = "trainer.correct_lag" if trainer.mismatch == "none" else f"trainer.mismatch = {trainer.mismatch!r}"
+        mismatch = trainer.mismatch
+        weighs = "trainer.mismatch.correct_lag" if mismatch.kind == "none" else f"trainer.mismatch = {mismatch.kind!r}"
         yield (
             f"trainer.recompute_old_logprobs = false: {weighs} weighs samples by the policy at the beginning of the step, which"
             f" is gone after the first of {trainer.updates_per_step} updates",

@@ -6,7 +6,7 @@ A value counts as set when it is neither the schema's default nor what `trainer.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, get_args
 
@@ -15,25 +15,9 @@ from pydantic import BaseModel
 from redline.config.algorithms import PRESETS, corrects, has_older_samples, recomputes_old_logprobs
 from redline.config.problems import Problem, spell
 from redline.config.schema import Config
-from redline.config.sections.alerts import AlertKind
 from redline.config.sections.sinks import Sink
 from redline.config.sections.trainer import Loss
 from redline.errors import ConfigError
-
-OF_ALERTS: Mapping[str, tuple[AlertKind, ...]] = {
-    "rollouts_floor_s": ("stalled_rollouts",),
-    "wait_floor_s": ("long_wait",),
-    "wait_deviations": ("stalled_rollouts", "long_wait"),
-    "throughput_drop": ("throughput_drop",),
-    "staleness_steps": ("staleness_rise",),
-    "dropped_fraction": ("length_bias",),
-    "kv_use": ("kv_saturation",),
-    "memory_hours": ("host_memory_slope",),
-    "reward_drop": ("reward_collapse",),
-    "no_signal_steps": ("not_learning",),
-    "abort_fraction": ("abort_storm",),
-}
-"""Key of `telemetry.alerts` → the kinds of alert that read it."""
 
 
 @dataclass(slots=True, frozen=True)
@@ -68,12 +52,12 @@ def _of_a_ratio(key: str, *losses: Loss) -> tuple[Readers, Readers]:
     )
 
 
+def _falls(config: Config) -> bool:
+    return config.trainer.schedule.kind != "constant"
+
+
 def _has_sink(sink: Sink) -> Callable[[Config], bool]:
     return lambda config: sink in config.telemetry.sinks
-
-
-def _looks_for(kinds: tuple[AlertKind, ...]) -> Callable[[Config], bool]:
-    return lambda config: any(kind not in config.telemetry.alerts.off for kind in kinds)
 
 
 TABLE: tuple[Readers, ...] = (
@@ -88,21 +72,21 @@ TABLE: tuple[Readers, ...] = (
     Readers("buffer.order", lambda c: c.buffer.max_lag > 0, "buffer.max_lag to 1 or more"),
     Readers("buffer.group_timeout_s", lambda c: c.buffer.max_lag > 0, "buffer.max_lag to 1 or more"),
     Readers("buffer.max_reuses", lambda c: c.buffer.max_lag > 0, "buffer.max_lag to 1 or more"),
-    Readers("buffer.max_bytes", lambda c: c.buffer.keep_trajectories, "buffer.keep_trajectories to true"),
-    Readers("buffer.max_age_steps", lambda c: c.buffer.keep_trajectories, "buffer.keep_trajectories to true"),
-    Readers("trainer.min_lr_ratio", lambda c: c.trainer.decay_steps > 0, "trainer.decay_steps"),
+    Readers("buffer.max_age_steps", lambda c: c.buffer.keep_trajectories, "buffer.max_bytes to more than 0"),
+    Readers("trainer.schedule.decay_steps", _falls, "trainer.schedule.kind to linear"),
+    Readers("trainer.schedule.min_ratio", _falls, "trainer.schedule.kind to linear"),
     Readers("trainer.kl_in", lambda c: c.needs_reference, "trainer.kl_coef to more than 0"),
     Readers("trainer.kl_estimator", lambda c: c.needs_reference, "trainer.kl_coef to more than 0"),
     Readers("trainer.reference_offload", lambda c: c.needs_reference, "trainer.kl_coef to more than 0"),
     *_of_a_ratio("trainer.clip_low", "clip", "gspo", "cispo"),
     *_of_a_ratio("trainer.clip_high", "clip", "gspo", "cispo"),
     *_of_a_ratio("trainer.dual_clip", "clip"),
-    Readers("trainer.mismatch_low", corrects, "trainer.mismatch to token_truncate"),
-    Readers("trainer.mismatch_high", corrects, "trainer.mismatch to token_truncate"),
+    Readers("trainer.mismatch.low", corrects, "trainer.mismatch.kind to token_truncate"),
+    Readers("trainer.mismatch.high", corrects, "trainer.mismatch.kind to token_truncate"),
     Readers(
-        "trainer.correct_lag",
-        lambda c: has_older_samples(c) and c.trainer.mismatch == "none",
-        "buffer.max_lag to 1 or more, and trainer.mismatch to none",
+        "trainer.mismatch.correct_lag",
+        lambda c: has_older_samples(c) and c.trainer.mismatch.kind == "none",
+        "buffer.max_lag to 1 or more, and trainer.mismatch.kind to none",
     ),
     Readers("trainer.gae_gamma", lambda c: c.needs_critic, "rollouts.advantages to gae"),
     Readers("trainer.gae_lambda", lambda c: c.needs_critic, "rollouts.advantages to gae"),
@@ -112,21 +96,12 @@ TABLE: tuple[Readers, ...] = (
         lambda c: c.needs_reference or c.needs_critic or c.needs_anchor,
         "trainer.kl_coef to more than 0, or trainer.mini_batches to 2 or more",
     ),
-    Readers("trainer.prefetch_layers", lambda c: c.trainer.sharding == "full", "trainer.sharding to full"),
     Readers("trainer.lora.*", lambda c: c.trainer.lora.rank > 0, "trainer.lora.rank to 16"),
-    Readers("engine.max_loras", lambda c: False),  # adapters by request are `redline serve`'s
-    Readers("engine.max_lora_rank", lambda c: False),
-    Readers("telemetry.trace_max_bytes", lambda c: c.telemetry.trace, "telemetry.trace to true"),
-    Readers("telemetry.profile_steps", lambda c: c.telemetry.profile is not None, "telemetry.profile to e2e"),
-    Readers("telemetry.alerts.webhook_timeout_s", lambda c: c.telemetry.alerts.webhook is not None, "telemetry.alerts.webhook"),
+    Readers("telemetry.profile.steps", lambda c: c.telemetry.profile.what is not None, "telemetry.profile to e2e"),
     *(
         Readers(f"telemetry.{sink}.*", _has_sink(sink), f"telemetry.sinks to [{sink}]")
         for sink in get_args(Sink)
         if sink != "tensorboard"  # it has no keys
-    ),
-    *(
-        Readers(f"telemetry.alerts.{key}", _looks_for(kinds), f"telemetry.alerts.off to something without {kinds[0]}")
-        for key, kinds in OF_ALERTS.items()
     ),
 )
 
@@ -183,7 +158,7 @@ def _value(config: Config, key: str) -> tuple[Any, Any]:
 
 def _warmups_longer_than_the_run(config: Config) -> Iterator[Problem]:
     steps = config.run.steps
-    given = {"trainer.warmup_steps": config.trainer.warmup_steps}
+    given = {"trainer.schedule.warmup_steps": config.trainer.schedule.warmup_steps}
     if config.needs_critic:
         given["trainer.critic.warmup_steps"] = config.trainer.critic.warmup_steps
     for key, warmup in given.items():

@@ -8,15 +8,19 @@ import difflib
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, TypeVar, get_args
 
 import yaml
 from pydantic import ValidationError
 
-from redline.config.problems import explain, locate, sections_with_key
+from redline.config.earlier import as_of_now
+from redline.config.engine_recipe import EngineRecipe
+from redline.config.problems import entry_of_bare_value, explain, locate, sections_with_key
 from redline.config.schema import Config
+from redline.config.section import Section
 from redline.errors import ConfigError
 
+Recipe = TypeVar("Recipe", bound=Section)
 _EXPONENT = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+")
 
 
@@ -28,13 +32,24 @@ def load_recipe(path: Path, overrides: Sequence[str] = ()) -> Config:
         if (path / "config.json").is_file():
             hint = "this is a run folder: to continue the run, add --resume"
         raise ConfigError(f"{path}: no such recipe", hint)
+    return make_config(_read_mapping(path), overrides, str(path))
+
+
+def read_recorded(path: Path, overrides: Sequence[str] = ()) -> Config:
+    """Read the `config.json` of a run folder, of this version or an earlier one. A key that an earlier version did not have
+    gets its default, whatever the algorithm is: a run that has begun is not filled in half-way."""
+    config = make_config(as_of_now(_read_mapping(path)), overrides, str(path))  # JSON is YAML
+    return validate(config.model_dump(mode="json"), str(path))
+
+
+def _read_mapping(path: Path) -> dict[str, Any]:
     try:
         values = _parse_yaml(path.read_text(encoding="utf-8"), str(path))
     except UnicodeDecodeError as error:
         raise ConfigError(f"{path}: not a text file: {error}", "save the recipe as UTF-8") from error
     if not isinstance(values, dict):
         raise ConfigError(f"{path}: a recipe is a mapping of sections", "start with `model:` and `rollouts:`")
-    return make_config(values, overrides, str(path))
+    return values
 
 
 def make_config(values: Mapping[str, Any], overrides: Sequence[str] = (), name: str = "recipe") -> Config:
@@ -48,18 +63,25 @@ def make_config(values: Mapping[str, Any], overrides: Sequence[str] = (), name: 
 
 def validate(values: Mapping[str, Any], name: str = "recipe") -> Config:
     """Check a nested mapping; every mistake in it is reported at once. `name` says whose mistakes they are."""
+    return _validate(Config, values, name, f"`redline train {name} --dry-run` checks again without loading anything")
+
+
+def validate_engine(values: Mapping[str, Any], name: str) -> EngineRecipe:
+    """Check the recipe of an engine alone; every mistake in it is reported at once."""
+    return _validate(EngineRecipe, values, name, "change each of them")
+
+
+def _validate(schema: type[Recipe], values: Mapping[str, Any], name: str, hint: str) -> Recipe:
     # An absent section is an empty one, so that the error names the key that is missing (model.path), not its section.
-    required = {section: None for section, field in Config.model_fields.items() if field.is_required()}
+    required = {section: None for section, field in schema.model_fields.items() if field.is_required()}
     try:
-        return Config.model_validate({**required, **values})
+        return schema.model_validate({**required, **values})
     except ValidationError as error:
-        problems = [explain(problem) for problem in error.errors(include_url=False)]
+        problems = [explain(problem, schema) for problem in error.errors(include_url=False)]
     if len(problems) == 1:
         raise ConfigError(f"{name}: {problems[0].what}", problems[0].hint)
     lines = "".join(f"\n  {problem}" for problem in problems)
-    raise ConfigError(
-        f"{name}: {len(problems)} problems{lines}", f"`redline train {name} --dry-run` checks again without loading anything"
-    )
+    raise ConfigError(f"{name}: {len(problems)} problems{lines}", hint)
 
 
 # ── YAML ───────────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -129,6 +151,8 @@ def _apply_override(values: dict[str, Any], override: str) -> None:
     for depth, part in enumerate(parts[:-1], start=1):
         if node.get(part) is None:
             node[part] = {}
+        elif not isinstance(node[part], dict) and (entry := entry_of_bare_value(parts[:depth])):
+            node[part] = {entry: node[part]}
         node = node[part]
         if not isinstance(node, dict):
             place = ".".join(parts[:depth])

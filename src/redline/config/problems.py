@@ -11,7 +11,9 @@ from typing import Any, get_args
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
+from redline.config.earlier import EARLIER
 from redline.config.schema import Config
+from redline.config.section import Entries
 
 
 @dataclass(slots=True, frozen=True)
@@ -49,9 +51,9 @@ class Place:
         return _as_clause(self.field.description or "") if self.field else ""
 
 
-def explain(problem: Mapping[str, Any]) -> Problem:
-    """One entry of pydantic's `errors()`."""
-    place = locate(problem["loc"])
+def explain(problem: Mapping[str, Any], schema: type[BaseModel] = Config) -> Problem:
+    """One entry of pydantic's `errors()`, in our words."""
+    place = locate(problem["loc"], schema)
     kind = problem["type"]
     if kind in ("extra_forbidden", "invalid_key"):
         return _unknown_key(place)
@@ -66,10 +68,10 @@ def explain(problem: Mapping[str, Any]) -> Problem:
     return Problem(what, fix, place.meaning, hint=fix or f"change {place.key}: {place.meaning}")
 
 
-def locate(location: Sequence[Any]) -> Place:
+def locate(location: Sequence[Any], schema: type[BaseModel] = Config) -> Place:
     """Follow a location through the schema, dropping what pydantic adds to it."""
     key, section, field = "", None, None
-    inside: type[BaseModel] | None = Config
+    inside: type[BaseModel] | None = schema
     kinds: dict[str, type[BaseModel]] = {}
     for part in location:
         if part in kinds:
@@ -91,6 +93,12 @@ def sections_with_key(key: str) -> list[str]:
     return [name for name, section in found.items() if section and key in section.model_fields]
 
 
+def entry_of_bare_value(parts: Sequence[str]) -> str:
+    """The entry that a bare value stands for at a key that holds a mapping (`trainer.schedule: cosine`); else nothing."""
+    section = _section_of(locate(parts).field)
+    return section.short if section and issubclass(section, Entries) else ""
+
+
 def _section_of(field: FieldInfo | None) -> type[BaseModel] | None:
     annotation = field.annotation if field else None
     return annotation if isinstance(annotation, type) and issubclass(annotation, BaseModel) else None
@@ -103,13 +111,18 @@ def _kinds(field: FieldInfo | None) -> dict[str, type[BaseModel]]:
     return {get_args(model.model_fields["kind"].annotation)[0]: model for model in get_args(field.annotation)}
 
 
-_RENAMED = {"rollouts.normalize_advantages": "write rollouts.advantages: group for true, group_centred for false"}
-"""Keys of earlier versions → what to write instead."""
+def _earlier_key(key: str) -> Problem | None:
+    """A key of an earlier version, or a section that only had such keys."""
+    found = next((name for name in EARLIER if name == key or name.startswith(f"{key}.")), None)
+    if found is None:
+        return None
+    what, fix = EARLIER[found].told(found)
+    return Problem(what, fix, hint=fix)
 
 
 def _unknown_key(place: Place) -> Problem:
-    if place.key in _RENAMED:
-        return Problem(f"{place.key}: no longer a key", _RENAMED[place.key], hint=_RENAMED[place.key])
+    if earlier := _earlier_key(place.key):
+        return earlier
     parent, _, last = place.key.rpartition(".")
     known = sorted(place.section.model_fields) if place.section else []
     near = difflib.get_close_matches(last, known, n=1)

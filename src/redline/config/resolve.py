@@ -8,9 +8,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from redline.config.algorithms import check_algorithm, fill_algorithm, recomputes_old_logprobs
+from redline.config.engine_recipe import EngineRecipe
 from redline.config.installation import how_to_install
 from redline.config.paths import with_absolute_paths
 from redline.config.schema import Config
+from redline.config.sections.model import ModelConfig
+from redline.config.sections.run import RunConfig
+from redline.config.sections.trainer import ScheduleConfig
 from redline.errors import ConfigError
 
 SINK_PACKAGES = {
@@ -48,17 +52,45 @@ def resolve(config: Config) -> Resolved:
     config = with_absolute_paths(config)
     config, reasons = fill_algorithm(config)
     check_algorithm(config)
-    device, reasons["run.device"] = _device(config.run.device)
-    dtype, reasons["model.dtype"] = _dtype(config.model.dtype, device)
-    recomputes, reasons["trainer.recompute_old_logprobs"] = recomputes_old_logprobs(config.trainer, dtype)
-    threads, reasons["run.num_threads"], too_many = _threads(config.run.num_threads)
-    slow = device == "cpu" and dtype == "bfloat16" and not bfloat16_flags()
-    run = config.run.model_copy(update={"device": device, "num_threads": threads})
-    model = config.model.model_copy(update={"dtype": dtype})
-    trainer = config.trainer.model_copy(update={"recompute_old_logprobs": recomputes})
+    run, model, of_machine, warnings = _of_machine(config.run, config.model)
+    reasons |= of_machine
+    recomputes, reasons["trainer.recompute_old_logprobs"] = recomputes_old_logprobs(config.trainer, model.dtype)
+    schedule, reasons["trainer.schedule.decay_steps"] = _schedule(config)
+    trainer = config.trainer.model_copy(update={"recompute_old_logprobs": recomputes, "schedule": schedule})
     return Resolved(
         config.model_copy(update={"run": run, "model": model, "trainer": trainer}),
         {k: v for k, v in reasons.items() if v},
+        warnings,
+    )
+
+
+@dataclass(slots=True, frozen=True)
+class ResolvedEngine:
+    """A recipe of an engine alone, with nothing left open."""
+
+    recipe: EngineRecipe
+    warnings: tuple[str, ...] = ()
+    """What was asked for and will disappoint."""
+
+
+def resolve_engine(recipe: EngineRecipe) -> ResolvedEngine:
+    """Replace every `auto`, and refuse what cannot run here."""
+    _check_model(recipe.model.path)
+    run, model, _, warnings = _of_machine(recipe.run, recipe.model)
+    return ResolvedEngine(recipe.model_copy(update={"run": run, "model": model}), warnings)
+
+
+def _of_machine(run: RunConfig, model: ModelConfig) -> tuple[RunConfig, ModelConfig, dict[str, str], tuple[str, ...]]:
+    """Both sections with what this machine decides, the reasons by key, and warnings."""
+    reasons: dict[str, str] = {}
+    device, reasons["run.device"] = _device(run.device)
+    dtype, reasons["model.dtype"] = _dtype(model.dtype, device)
+    threads, reasons["run.num_threads"], too_many = _threads(run.num_threads)
+    slow = device == "cpu" and dtype == "bfloat16" and not bfloat16_flags()
+    return (
+        run.model_copy(update={"device": device, "num_threads": threads}),
+        model.model_copy(update={"dtype": dtype}),
+        reasons,
         tuple(filter(None, [SLOW_BFLOAT16 if slow else "", too_many])),
     )
 
@@ -121,6 +153,15 @@ def _check_reward_model(path: str) -> None:
 
 def _may_be_hub_id(path: str) -> bool:
     return path.count("/") == 1 and not path.startswith((".", "/", "~"))
+
+
+def _schedule(config: Config) -> tuple[ScheduleConfig, str]:
+    """The schedule with the steps of its fall, and why there are so many where the recipe left them open."""
+    schedule = config.trainer.schedule
+    if schedule.kind == "constant" or schedule.decay_steps is not None:
+        return schedule, ""
+    steps = max(1, config.run.steps - schedule.warmup_steps)
+    return schedule.model_copy(update={"decay_steps": steps}), "until run.steps"
 
 
 def _device(asked: str) -> tuple[str, str]:

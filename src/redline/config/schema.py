@@ -1,4 +1,4 @@
-"""What a recipe may say. Section name = package name = metric prefix = trace lane.
+"""What a recipe may say: a section for each stage, with the name of its package, its metrics' prefix and its trace lane.
 
 Every field has its meaning, unit and bounds beside it: the same words are the reference and the error messages. `auto` (or
 null) fields are filled once, by `resolve()`, into a new object; nothing changes a config afterwards.
@@ -16,7 +16,6 @@ from redline.config.sections.rollouts import RolloutsConfig
 from redline.config.sections.run import RunConfig
 from redline.config.sections.telemetry import TelemetryConfig
 from redline.config.sections.trainer import TrainerConfig
-from redline.config.sections.weight_sync import WeightSyncConfig
 
 
 class Config(Section):
@@ -32,8 +31,6 @@ class Config(Section):
     """Attempts on their way to the trainer."""
     trainer: TrainerConfig = TrainerConfig()
     """Loss and optimizer."""
-    weight_sync: WeightSyncConfig = WeightSyncConfig()
-    """How the engine gets the trainer's weights."""
     engine: EngineConfig = EngineConfig()
     """The sampler."""
     telemetry: TelemetryConfig = TelemetryConfig()
@@ -50,21 +47,22 @@ class Config(Section):
 
     @model_validator(mode="after")
     def _rate_lasts_as_long_as_the_run(self) -> Config:
-        last = self.trainer.warmup_steps + self.trainer.decay_steps
-        if self.trainer.decay_steps and not self.trainer.min_lr_ratio and self.run.steps > last:
+        schedule = self.trainer.schedule
+        last = schedule.warmup_steps + (schedule.decay_steps or self.run.steps)
+        if schedule.kind != "constant" and not schedule.min_ratio and self.run.steps > last:
             raise ValueError(
-                f"trainer.decay_steps = {self.trainer.decay_steps}: the learning rate is zero from step {last} on, but"
-                f" run.steps = {self.run.steps}; raise trainer.decay_steps, or set it to 0 for a constant rate"
+                f"trainer.schedule.decay_steps = {schedule.decay_steps}: the learning rate is zero from step {last} on, but"
+                f" run.steps = {self.run.steps}; raise trainer.schedule.decay_steps, or leave it out to fall until the run ends"
             )
         return self
 
     @model_validator(mode="after")
     def _profiled_steps_are_taken(self) -> Config:
-        late = [step for step in self.telemetry.profile_steps if step > self.run.steps]
-        if self.telemetry.profile and late:
+        profile = self.telemetry.profile
+        late = [step for step in profile.steps if step > self.run.steps]
+        if profile.what and late:
             raise ValueError(
-                f"telemetry.profile_steps = {list(self.telemetry.profile_steps)}: the run ends after step {self.run.steps};"
-                " name earlier steps"
+                f"telemetry.profile.steps = {list(profile.steps)}: the run ends after step {self.run.steps}; name earlier steps"
             )
         return self
 

@@ -1,10 +1,11 @@
-"""The base of every section of a recipe. Loads no torch."""
+"""The bases of the sections of a recipe, and of keys that hold a mapping. Loads no torch."""
 
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, ClassVar
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, model_validator
 
@@ -24,3 +25,37 @@ class Section(BaseModel):
     def _nothing_means_defaults(cls, values: Any) -> Any:
         """YAML reads a section whose keys are all commented out as null."""
         return {} if values is None else values
+
+
+class Entries(Section):
+    """One key of a recipe that holds a mapping of a few names: `schedule: {kind: cosine, warmup_steps: 10}`.
+
+    A bare value stands for the entry `short`, where a subclass names one: `schedule: cosine`.
+    """
+
+    short: ClassVar[str] = ""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _a_bare_value_is_one_entry(cls, values: Any) -> Any:
+        return {cls.short: values} if cls.short and values is not None and not isinstance(values, Mapping | cls) else values
+
+
+class Thresholds(Entries):
+    """A number for each name. `off` (or null) switches a name off, `on` gives it its default."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _read_on_and_off(cls, values: Any) -> Any:
+        """YAML reads an unquoted `off` as false, and `on` as true."""
+        if not isinstance(values, Mapping):
+            return values
+        read: dict[str, Any] = {}
+        for name, value in values.items():
+            if value is False or value == "off":
+                read[name] = None
+            elif not (value is True or value == "on"):
+                read[name] = value
+            elif name in cls.model_fields and cls.model_fields[name].default is None:
+                raise ValueError(f"{name} = on: it is off by default; give a number")
+        return read

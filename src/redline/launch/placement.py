@@ -10,17 +10,7 @@ def check_placement(config: Config) -> None:
     """Refuse what needs more than one process, or another device."""
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         raise ConfigError("several processes were started, but this version trains a run with one", "start it without torchrun")
-    trainer = config.trainer
-    of_several = {
-        "engine.tensor_parallel_size": (config.engine.tensor_parallel_size, (1,)),
-        "trainer.sharding": (trainer.sharding, ("none",)),
-        "trainer.data_parallel_size": (trainer.data_parallel_size, (None, 1)),
-        "trainer.sequence_parallel_size": (trainer.sequence_parallel_size, (1,)),
-    }
-    for key, (value, possible) in of_several.items():
-        if value not in possible:
-            raise ConfigError(f"{key} = {value}: this version trains a run with one process", "leave it out")
-    if trainer.offload_optimizer and config.run.device == "cpu":
+    if config.trainer.offload_optimizer and config.run.device == "cpu":
         raise ConfigError(
             "trainer.offload_optimizer: on the CPU the optimizer's state is in host memory already",
             "set trainer.offload_optimizer=false; trainer.optimizer_states=int8 makes it smaller",

@@ -8,13 +8,13 @@ import sys
 
 import torch
 
-from redline.config import Config
+from redline.config import Config, EngineRecipe
 
 KERNEL_CACHE_CAPACITY = 128
 """Shapes. The layers of a step share a dozen, and decoding returns to some dozens."""
 
 
-def prepare_process(config: Config) -> None:
+def prepare_process(config: Config | EngineRecipe) -> None:
     """Settings that belong to the process, not to a stage."""
     torch.set_num_threads(config.run.num_threads or 1)
     if config.run.device == "cpu" and sys.platform == "linux":

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from redline.config import Config, Resolved, load_recipe, refuse_without_effect, resolve, validate
+from redline.config import Config, Resolved, load_recipe, read_recorded, refuse_without_effect, resolve
 from redline.config.changes import changes
 from redline.errors import ConfigError
 from redline.telemetry import RunFolder
@@ -73,9 +73,7 @@ def run_to_continue(path: Path, overrides: Sequence[str], tell: Tell) -> tuple[R
             f"--resume continues a run as it was configured; it cannot take {', '.join(foreign)}",
             "leave the override out (run.steps=N may be given, to train longer), or start a new run",
         )
-    config = load_recipe(folder.config, overrides)  # JSON is YAML
-    # A key that a config.json of an earlier version lacks stays at its default: no algorithm fills it in half-way.
-    config = validate(config.model_dump(mode="json"), str(folder.config))
+    config = read_recorded(folder.config, overrides)
     if recipe and (changed := changes(recipe, config)):
         tell(f"{folder.path.name} goes on as it began; {path} says otherwise: {'; '.join(changed)}")
     return folder, config

@@ -65,6 +65,7 @@ def summary(
 def _remarks(config: Config, folder: RunFolder, watch: RunWatch, learning: Learning) -> Iterator[str]:
     """What went wrong: attempts that failed, and steps or a whole run that moved no weights."""
     quiet, model = learning.steps_without_signal, folder.shown / folder.model.name
+    patience = config.telemetry.alerts.not_learning
     if watch.rows.failures.share > WORTH_SAYING:
         yield f"{watch.rows.failures.sentence()}; see redline show {folder.shown} --failures"
     if learning.why_not is not None:
@@ -72,5 +73,5 @@ def _remarks(config: Config, folder: RunFolder, watch: RunWatch, learning: Learn
         kept = "only decayed" if config.trainer.weight_decay else "are those that the run began with"
         if watch.is_complete:
             yield f"the weights in {model} {kept}; `redline show {folder.shown}` has the attempts and their rewards"
-    elif quiet >= config.telemetry.alerts.no_signal_steps and "not_learning" not in config.telemetry.alerts.off:
+    elif patience is not None and quiet >= patience:
         yield f"nothing was learned in the last {quiet} steps: all attempts of every group scored alike"

@@ -10,6 +10,7 @@ from typing import Any
 
 import pyarrow as pa
 
+from redline.config.earlier import as_of_now
 from redline.errors import RunFolderError
 from redline.runs.left_out import LeftOut
 from redline.runs.status import Status, is_closed, status_of, why
@@ -63,8 +64,8 @@ class Run:
 
     @property
     def config(self) -> dict[str, Any]:
-        """The resolved recipe, by section."""
-        return _document(self.folder.config)
+        """The resolved recipe, by section, under today's names of the keys whichever version wrote it."""
+        return as_of_now(_document(self.folder.config))
 
     @property
     def environment(self) -> dict[str, Any]:

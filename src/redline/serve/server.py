@@ -16,9 +16,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 import uvicorn
 
-from redline.config.schema import Config
+from redline.config import EngineRecipe
 from redline.engine import EngineSession, NativeEngine
 from redline.engine.adapters.transformers_engine import TransformersEngine
+from redline.engine.native.lora import make_bank
 from redline.engine.native.tensor_parallel import TensorParallelEngine
 from redline.errors import ModelError
 from redline.launch.process import prepare_process
@@ -90,14 +91,15 @@ def running_engine(settings: ServeSettings) -> Iterator[tuple[EngineSession, Ser
 
 
 def _engine(
-    folder: Path, config: Config, tokenizer: PreTrainedTokenizerBase, step_timeout_s: float
+    folder: Path, config: EngineRecipe, tokenizer: PreTrainedTokenizerBase, step_timeout_s: float
 ) -> NativeEngine | TransformersEngine:
     """The fastest that runs the model. A family that does not run on our attention runs on transformers' own."""
     device, dtype = torch.device(config.run.device), getattr(torch, config.model.dtype)
     if config.engine.tensor_parallel_size > 1:
         return TensorParallelEngine(folder, config.engine, device, dtype, step_timeout_s=step_timeout_s)
     try:
-        return NativeEngine(load_decoder(folder, device, dtype), config.engine, tokenizer)
+        decoder = load_decoder(folder, device, dtype)
+        return NativeEngine(decoder, config.engine, tokenizer, bank=make_bank(decoder, config.engine))
     except ModelError as error:
         if is_ours(load_config(folder)):
             raise

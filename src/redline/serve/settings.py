@@ -14,23 +14,20 @@ import yaml
 from pydantic import ValidationError
 
 from redline.addresses import is_loopback
-from redline.config import Config, Resolved, resolve, validate
+from redline.config import EngineRecipe, ResolvedEngine, resolve_engine, validate_engine
 from redline.config.installation import how_to_install
 from redline.errors import ConfigError
 from redline.serve.limits import ServeLimits
 
 PACKAGES = ("starlette", "uvicorn")
 """What the extra `serve` brings."""
-NO_ROLLOUTS = {"group_size": 2, "task": {"kind": "import", "path": "redline.serve:nothing"}}
-"""A recipe has to say where its tasks come from; this one is never asked for any."""
 
 
 @dataclass(slots=True, frozen=True)
 class ServeSettings:
     """A server with nothing left open."""
 
-    config: Config
-    """`run`, `model` and `engine` of a recipe; its other sections have no meaning here."""
+    config: EngineRecipe
     name: str
     """The model's name to clients."""
     host: str
@@ -69,13 +66,12 @@ def make_settings(
     recipe: dict[str, dict[str, Any]] = {
         "run": {"device": device},
         "model": {"path": model, "dtype": dtype},
-        "rollouts": NO_ROLLOUTS,
         "engine": {"max_loras": len(folders)},
     }
     limits, others = _limits(overrides)
     resolved = _resolved(recipe, others)
     return ServeSettings(
-        resolved.config,
+        resolved.recipe,
         name,
         host,
         port,
@@ -110,14 +106,14 @@ def _wrong_limit(problem: Mapping[str, Any]) -> ConfigError:
     return ConfigError(f"serve.{key} = {problem['input']!r}: {problem['msg']}", f"serve.{key}: {known[key].description}")
 
 
-def _resolved(recipe: dict[str, dict[str, Any]], overrides: Sequence[str]) -> Resolved:
+def _resolved(recipe: dict[str, dict[str, Any]], overrides: Sequence[str]) -> ResolvedEngine:
     """The command line as a recipe, so that one place knows what a key may hold."""
-    config = validate(recipe, "redline serve")
+    wanted = validate_engine(recipe, "redline serve")
     for override in overrides:
         section, key, value = _override(override)
         recipe[section][key] = value
-        config = validate(recipe, "redline serve")
-    return resolve(config)
+        wanted = validate_engine(recipe, "redline serve")
+    return resolve_engine(wanted)
 
 
 def _override(text: str) -> tuple[str, str, Any]:

@@ -48,7 +48,6 @@ from redline.trainer.optimizer import schedule
 from redline.trainer.optimizer.adamw import MasterAdamW
 from redline.trainer.optimizer.finite import BadStep, BadSteps
 from redline.trainer.optimizer.quantized_states import bytes_per_moments
-from redline.trainer.parallel.place import find_place
 from redline.trainer.parallel.processes import Parallel
 from redline.trainer.passes.critic import Critic, CriticReport, critic_settings, explained_variance
 from redline.trainer.passes.forward import by_token, chosen_logprobs, network_inputs, recompute
@@ -91,7 +90,7 @@ class PolicyTrainer:
         self._decoder, self._dtype, self._temperature, self._config = decoder, dtype, temperature, config
         self._estimator: AdvantageEstimator = advantages
         self._max_new_tokens = max_new_tokens
-        self._parallel = parallel or Parallel(find_place(0, 1, config))
+        self._parallel = parallel or Parallel()
         self._tell = tell
         if config.lora.rank:
             add_adapter(decoder, config.lora, dtype, seed)
@@ -102,7 +101,7 @@ class PolicyTrainer:
         self._critic = self._make_critic(seed + 1) if advantages == "gae" else None
         self._weights = self._parallel.wrap(decoder, dtype)
         self._optimizer = MasterAdamW(self._weights.parameters, torch.float32 if self._weights.are_masters else dtype, config)
-        if config.sharding != "none":
+        if self._parallel.division.sharding != "none":
             self._optimizer.sum_squares = self._weights.sum_squares
         num_parameters = sum(parameter.numel() for parameter in decoder.parameters())
         self._cost = CostModel.of(decoder.spec, num_parameters)
@@ -232,7 +231,7 @@ class PolicyTrainer:
     ) -> Result:
         """`run` a plan under the budget, again under a smaller one where memory runs out: what `optimizer` has got by then is
         discarded."""
-        if self._config.sharding != "none" or self._parallel.place.sequence_ranks > 1:
+        if self._parallel.division.sharding != "none" or self._parallel.place.sequence_ranks > 1:
             # Ranks that meet in every layer would wait forever for one that ran out.
             return run(self._plan(batch, budget.current))
         undo = optimizer.discard if optimizer else lambda: None
@@ -373,14 +372,14 @@ class PolicyTrainer:
         return self._budget
 
     def _planned_budgets(self) -> Budgets:
-        config, num_shards = self._config, 1 if self._config.sharding == "none" else self._parallel.place.world
+        config, sharding = self._config, self._parallel.division.sharding
         parameters = parameter_bytes(
             self._decoder,
             self._dtype,
             bytes_per_moments=bytes_per_moments(config.optimizer_states),
             offloaded=config.offload_optimizer,
-            num_shards=num_shards,
-            sharded_weights=config.sharding == "full",
+            num_shards=1 if sharding == "none" else self._parallel.place.world,
+            sharded_weights=sharding == "full",
         )
         own = parameters.weights + parameters.masters + parameters.moments
         return find_budgets(self._decoder, self._dtype, parameters, own, config.gradient_checkpointing)

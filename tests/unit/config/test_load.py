@@ -154,7 +154,7 @@ def test_a_mistyped_section_below_the_first_is_corrected(tmp_path: Path) -> None
 def test_a_section_like_no_other_gets_the_list_of_sections(tmp_path: Path) -> None:
     message, hint = refusal(tmp_path, "zzz: 1\n")
     assert message == "recipe.yaml: zzz: unknown section"
-    assert hint == "known sections: buffer, engine, model, rollouts, run, telemetry, trainer, weight_sync"
+    assert hint == "known sections: buffer, engine, model, rollouts, run, telemetry, trainer"
 
 
 @pytest.mark.parametrize(
@@ -210,7 +210,7 @@ def test_a_required_key_of_an_absent_section_is_named(tmp_path: Path) -> None:
         ("trainer.betas=[0.9, 1]", "trainer.betas = [0.9, 1]: each beta must be in [0, 1)"),
         ("trainer.betas=[0.9, 0.9, 0.9]", "trainer.betas = [0.9, 0.9, 0.9]: must have 2 values"),
         ("trainer.betas=[0.9, x]", "trainer.betas[1] = 'x': must be a number"),
-        ("telemetry.trace=maybe", "telemetry.trace = 'maybe': must be true or false"),
+        ("engine.enable_prefix_caching=maybe", "engine.enable_prefix_caching = 'maybe': must be true or false"),
         ("run.device=gpu", "run.device = 'gpu': must be 'auto', 'cpu' or 'cuda'"),
         ("rollouts.reward_weights.correct=high", "rollouts.reward_weights.correct = 'high': must be a number"),
     ],
@@ -349,10 +349,10 @@ def test_every_key_of_every_section_says_what_it_means() -> None:
 
 
 def test_a_learning_rate_that_reaches_zero_before_the_run_ends_is_refused(tmp_path: Path) -> None:
-    overrides = ["run.steps=30", "trainer.warmup_steps=5", "trainer.decay_steps=20"]
+    overrides = ["run.steps=30", "trainer.schedule={kind: linear, warmup_steps: 5, decay_steps: 20}"]
     message, hint = refusal(tmp_path, "", *overrides)
     assert "the learning rate is zero from step 25 on" in message
-    assert "raise trainer.decay_steps" in hint
+    assert "raise trainer.schedule.decay_steps" in hint
     assert load(tmp_path, "", *overrides[1:], "run.steps=25").run.steps == 25
 
 

@@ -281,20 +281,6 @@ def test_a_disk_that_takes_no_files_is_refused(recipes: Recipes) -> None:
     assert error.message.startswith("run.folder = '/proc/runs': nothing can be written to /proc: ")
 
 
-@pytest.mark.parametrize(
-    ("section", "key", "value"),
-    [
-        ("engine", "tensor_parallel_size", 2),
-        ("trainer", "sharding", "full"),
-        ("trainer", "data_parallel_size", 2),
-        ("trainer", "sequence_parallel_size", 2),
-    ],
-)
-def test_what_needs_several_processes_is_refused(recipes: Recipes, section: str, key: str, value: Any) -> None:
-    error = recipes.refusal(**{section: {key: value}})
-    assert error.message == f"{section}.{key} = {value}: this version trains a run with one process"
-
-
 def test_what_needs_another_device_is_refused(recipes: Recipes) -> None:
     assert recipes.refusal(trainer={"offload_optimizer": True}).message.startswith("trainer.offload_optimizer: on the CPU")
 

@@ -111,7 +111,7 @@ def test_a_run_without_trajectories_says_so(tmp_path: Path) -> None:
     folder.trajectories.mkdir()
     with pytest.raises(RunFolderError) as caught:
         Run.open(folder.path).trajectories()
-    assert "keep_trajectories" in caught.value.hint
+    assert "max_bytes" in caught.value.hint
 
 
 def test_what_is_no_run_folder_is_refused_with_the_place_to_look(tmp_path: Path) -> None:

@@ -67,7 +67,7 @@ def test_steps_beyond_the_end_of_the_run_are_refused() -> None:
         "run": {"steps": 3},
         "model": {"path": "builtin:tiny"},
         "rollouts": {"task": {"kind": "import", "path": "letters:Letters"}},
-        "telemetry": {"profile": "e2e", "profile_steps": [3, 4]},
+        "telemetry": {"profile": {"what": "e2e", "steps": [3, 4]}},
     }
     with pytest.raises(ValueError, match="the run ends after step 3"):
         Config.model_validate(values)

@@ -20,10 +20,11 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from redline.config.sections.engine import EngineConfig
+from redline.config.sections.engine import EngineConfig, ServedEngineConfig
 from redline.config.sections.lora import LoraConfig
 from redline.config.sections.trainer import TrainerConfig
 from redline.engine import NativeEngine
+from redline.engine.native.lora import make_bank
 from redline.errors import ModelError
 from redline.kernels.segments import Segments
 from redline.models.attention.packed import PackedAttention
@@ -301,7 +302,8 @@ def test_engine_and_trainer_agree_on_logprobs_after_every_update(device: str, tm
 
 def test_another_engine_takes_the_adapter_as_tensors(tmp_path: Path) -> None:
     bench = make_bench(tmp_path, lora="scattered, stabilized")
-    engine = NativeEngine(load_decoder(tmp_path), EngineConfig(max_num_seqs=2, max_loras=1))
+    decoder, config = load_decoder(tmp_path), ServedEngineConfig(max_num_seqs=2, max_loras=1)
+    engine = NativeEngine(decoder, config, bank=make_bank(decoder, config))
     tensors = adapter_tensors(bench.decoder)
     engine.load_adapter("policy", tensors, version=3, alpha=bench.config.alpha, use_rslora=bench.config.rslora)
     assert engine.generate([ask(adapter="policy")])[0][0].token_ids.tolist() == greedy(bench.oracle, ask())

@@ -320,6 +320,6 @@ def test_the_trainers_optimizer_drives_the_critic(dtype: torch.dtype, lora: Lora
 def test_the_critic_has_a_rate_and_a_budget_of_its_own() -> None:
     config = TrainerConfig(learning_rate=1e-6, max_grad_norm=0.5, critic={"learning_rate": 3e-5, "warmup_steps": 7})
     settings = critic_settings(config)
-    assert (settings.learning_rate, settings.warmup_steps) == (3e-5, 7)
+    assert (settings.learning_rate, settings.schedule.warmup_steps) == (3e-5, 7)
     assert settings.max_tokens_per_micro_batch == config.critic.max_tokens_per_micro_batch
     assert settings.max_grad_norm == 0.5

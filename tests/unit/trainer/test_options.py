@@ -273,7 +273,8 @@ def test_samples_are_weighed_by_how_far_the_engine_was_off(
     """The policy at the start of a step is the policy during it: to recompute its logprobs changes nothing."""
     naive = NaiveTrainer(bench.oracle, with_correction(CORRECTIONS[mismatch]))
     bound = 0.05 if mismatch == "geometric_mask" else 0.3
-    keys = {"mismatch": mismatch, "mismatch_low": 1 - bound, "mismatch_high": 1 + bound, "recompute_old_logprobs": recomputed}
+    weighed = {"kind": mismatch, "low": 1 - bound, "high": 1 + bound}
+    keys = {"mismatch": weighed, "recompute_old_logprobs": recomputed}
     report = assert_trains_like(naive, bench.trainer(**keys), bench, batches[:2])
     rows = naive.rows
     dropped = CORRECTIONS[mismatch](rows, torch.exp(rows.logprobs.detach() - rows.old))[rows.chosen] == 0
@@ -353,7 +354,8 @@ def test_int8_states_train_nearly_as_float32_ones_and_resume_bit_for_bit(bench: 
 
 
 def test_the_rate_of_every_step_is_the_schedules(bench: Bench, batches: list[TrainBatch]) -> None:
-    trainer = bench.trainer(learning_rate=1e-3, warmup_steps=2, decay_steps=4, lr_scheduler_type="cosine", min_lr_ratio=0.1)
+    schedule = {"kind": "cosine", "warmup_steps": 2, "decay_steps": 4, "min_ratio": 0.1}
+    trainer = bench.trainer(learning_rate=1e-3, schedule=schedule)
     rates = [trainer.step(batches[0]).learning_rate for _ in range(8)]
     falls = [0.1 + 0.9 * (1 + math.cos(math.pi * done / 4)) / 2 for done in (0, 1, 2, 3, 4, 4)]
     assert rates == pytest.approx([0.5e-3, 1e-3, *(1e-3 * fall for fall in falls)])

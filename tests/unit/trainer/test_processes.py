@@ -25,7 +25,7 @@ STRATEGIES: dict[str, dict[str, Any]] = {
 QUICK = ("data", "data, full", "sequence")
 RECIPES: dict[str, dict[str, Any]] = {
     "grpo": {},
-    "dapo, mask": {"algorithm": "dapo", "mismatch": "token_mask", "mismatch_high": 1.3},
+    "dapo, mask": {"algorithm": "dapo", "mismatch": {"kind": "token_mask", "high": 1.3}},
     "gspo, kl": {"algorithm": "gspo", "clip_low": 0.05, "clip_high": 0.05, "kl_coef": 0.3},
     "reinforce_pp, kl": {"algorithm": "reinforce_pp", "kl_coef": 0.3},
     "recomputed, entropy": {"recompute_old_logprobs": True, "entropy_coef": 0.1},

@@ -272,7 +272,7 @@ def test_steps_are_those_of_torchs_adamw_on_the_oracle(
     bench: Bench, max_grad_norm: float, warmup_steps: int, tmp_path: Path
 ) -> None:
     config = {"betas": (0.8, 0.95), "eps": 1e-3, "weight_decay": 0.1, "learning_rate": 1e-2}
-    trainer = bench.trainer(max_grad_norm=max_grad_norm, warmup_steps=warmup_steps, **config)
+    trainer = bench.trainer(max_grad_norm=max_grad_norm, schedule={"warmup_steps": warmup_steps}, **config)
     oracle = write_model(tmp_path / "oracle", CONFIGS["llama, tied"], seed=1, std=0.15)
     matrices = [p for p in oracle.parameters() if p.dim() == 2]
     vectors = [p for p in oracle.parameters() if p.dim() == 1]
@@ -297,7 +297,7 @@ def test_steps_are_those_of_torchs_adamw_on_the_oracle(
 
 
 def test_the_rate_rises_to_its_height_and_falls_linearly_to_zero() -> None:
-    config = TrainerConfig(learning_rate=1.0, warmup_steps=2, decay_steps=4)
+    config = TrainerConfig(learning_rate=1.0, schedule={"kind": "linear", "warmup_steps": 2, "decay_steps": 4})
     optimizer = MasterAdamW(torch.nn.Linear(1, 1), torch.float32, config)
     assert [optimizer.learning_rate(step) for step in range(7)] == [0.5, 1.0, 1.0, 0.75, 0.5, 0.25, 0.0]
 

@@ -227,7 +227,7 @@ def test_a_run_that_is_resumed_divides_its_batches_as_before(kind: str, bench: B
 
 
 def test_a_step_is_one_version_and_one_learning_rate_however_many_updates_it_takes(bench: Bench) -> None:
-    trainer = trainer_of(bench, warmup_steps=4)
+    trainer = trainer_of(bench, schedule={"warmup_steps": 4})
     reports = run(trainer, batches(3))
     assert trainer.version == trainer.weights().version == 3
     assert [report.learning_rate for report in reports] == pytest.approx([0.0025, 0.005, 0.0075])
@@ -252,7 +252,7 @@ def test_with_lag_a_step_of_several_updates_is_clipped_around_its_own_beginning(
     from dataclasses import replace
 
     batch = replace(batches(1)[0], lags=(1,) * NUM_GROUPS)
-    report = trainer_of(bench, mismatch_high=100.0).step(batch)
+    report = trainer_of(bench, mismatch={"high": 100.0}).step(batch)
     assert report.extra["lag_corrected"] == 1
     assert report.clip_fraction > 0.01
     assert report.extra["update_kl"] > 1e-3

@@ -1,12 +1,12 @@
-"""Section `telemetry.alerts`: what a person is told of while a run goes on."""
+"""Key `telemetry.alerts`: what a person is told of while a run goes on."""
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Literal, get_args
 
 from pydantic import Field, PositiveInt
 
-from redline.config.section import Section
+from redline.config.section import Thresholds
 
 AlertKind = Literal[
     "not_finite",
@@ -25,36 +25,38 @@ AlertKind = Literal[
 ]
 
 
-class AlertsConfig(Section):
+class AlertsConfig(Thresholds):
     """What a person is told of while the run goes on. Each kind is told once per episode."""
 
-    off: tuple[AlertKind, ...] = ()
-    """Kinds that are not looked for."""
-    webhook: str | None = Field(None, pattern=r"^(https?://|env:\w)")
-    """Where each alert is posted as JSON: a URL, or `env:NAME` for an environment variable that holds it, which keeps it out of
-    the run folder; null posts none."""
-    webhook_timeout_s: float = Field(5.0, gt=0)
-    """For one post. One that fails is told once and stops nothing."""
-    rollouts_floor_s: float = Field(60.0, gt=0)
-    """`stalled_rollouts`: making or awaiting the groups of a step may always take this long, whatever steps before took."""
-    wait_floor_s: float = Field(10.0, gt=0)
-    """`long_wait`: a lane may always wait this long in a step."""
-    wait_deviations: float = Field(8.0, gt=0)
-    """`stalled_rollouts` and `long_wait`: how far beyond its median a wait may go, in robust standard deviations; twice the
-    longest so far is never too long."""
-    throughput_drop: float = Field(0.25, gt=0, lt=1)
-    """`throughput_drop`: share by which tokens per second must have fallen for good."""
-    staleness_steps: float = Field(0.5, gt=0)
-    """`staleness_rise`: steps by which the mean lag of a batch must have risen."""
-    dropped_fraction: float = Field(0.02, gt=0, lt=1)
-    """`length_bias`: share of the groups of some steps that may be dropped as late."""
-    kv_use: float = Field(0.98, gt=0, le=1)
-    """`kv_saturation`: share of the KV cache in use that counts as full."""
-    memory_hours: float = Field(6.0, gt=0)
-    """`host_memory_slope`: tell when memory would be full within this time."""
-    reward_drop: float = Field(0.5, gt=0)
-    """`reward_collapse`: share of the best mean reward that must be lost."""
-    no_signal_steps: PositiveInt = 10
-    """`not_learning`: steps in a row in which all attempts of every group may score alike: there is nothing to learn from."""
-    abort_fraction: float = Field(0.2, gt=0, lt=1)
-    """`abort_storm`: share of attempts that may fail or be given up, where fewer did before."""
+    not_finite: Literal["on"] | None = "on"
+    """A loss or gradient was NaN or infinite."""
+    stalled_rollouts: float | None = Field(60.0, gt=0)
+    """No groups came for longer than steps before explain. Seconds that making or awaiting them may always take."""
+    stall: Literal["on"] | None = "on"
+    """Nothing moved any more, and `stalls/` says who waits for whom; `telemetry.stall_after_s` is its patience."""
+    long_wait: float | None = Field(10.0, gt=0)
+    """A lane waited longer than steps before explain. Seconds that it may always wait in a step."""
+    throughput_drop: float | None = Field(0.25, gt=0, lt=1)
+    """Share by which tokens per second have fallen for good."""
+    staleness_rise: float | None = Field(0.5, gt=0)
+    """Steps by which the mean lag of a batch has risen."""
+    length_bias: float | None = Field(0.02, gt=0, lt=1)
+    """Share of the groups of some steps that may be dropped as late."""
+    kv_saturation: float | None = Field(0.98, gt=0, le=1)
+    """Share of the KV cache in use that counts as full."""
+    host_memory_slope: float | None = Field(6.0, gt=0)
+    """Hours within which memory would be full."""
+    reward_collapse: float | None = Field(0.5, gt=0)
+    """Share of the best mean reward that was lost."""
+    not_learning: PositiveInt | None = 10
+    """Steps in a row in which all attempts of every group may score alike: there is nothing to learn from."""
+    abort_storm: float | None = Field(0.2, gt=0, lt=1)
+    """Share of attempts that may fail or be cancelled, where fewer did before."""
+    dead_worker: Literal["on"] | None = "on"
+    """A process of the run has died."""
+
+    @property
+    def off(self) -> tuple[AlertKind, ...]:
+        """The kinds that are not looked for."""
+        kinds: tuple[AlertKind, ...] = get_args(AlertKind)
+        return tuple(kind for kind in kinds if getattr(self, kind) is None)

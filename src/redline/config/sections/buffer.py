@@ -32,11 +32,9 @@ class BufferConfig(Section):
     """Seconds after which a group that is still under way is given up, with that reason, and another task is attempted in its
     place; null waits for ever. Give it more time than the longest answers need: what it drops is not trained on. In lockstep
     nobody looks at this clock: a step takes as long as `rollouts.task_timeout_s` and `rollouts.reward_timeout_s` let it."""
-    keep_trajectories: bool = True
-    """Keep groups as Arrow files in the run folder."""
-    max_bytes: PositiveInt | None = 8 << 30
-    """Size of those files, 8 GiB by default; beyond it the oldest that no step, replay or resumed run needs are deleted. null
-    keeps all."""
+    max_bytes: int | None = Field(8 << 30, ge=0)
+    """Size of the Arrow files in the run folder that keep groups; beyond it the oldest that no step, replay or resumed run
+    needs are deleted. 0 keeps no groups, null keeps all."""
     max_age_steps: PositiveInt | None = None
     """Steps after which a group that was trained on or dropped is deleted; null keeps all."""
 
@@ -54,3 +52,8 @@ class BufferConfig(Section):
                 f" {self.max_lag + 1} or less, or raise max_lag"
             )
         return self
+
+    @property
+    def keep_trajectories(self) -> bool:
+        """max_bytes is not 0."""
+        return self.max_bytes != 0

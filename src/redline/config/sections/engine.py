@@ -20,17 +20,22 @@ class EngineConfig(Section):
     """Tokens per block of the KV cache; by default 16 on the CPU and 64 on a GPU."""
     kv_cache_memory_bytes: PositiveInt | None = None
     """Size of the KV cache; by default 4 GiB on the CPU, and what `gpu_memory_utilization` leaves on a GPU."""
-    tensor_parallel_size: PositiveInt = 1
-    """Processes that divide the model among them."""
     gpu_memory_utilization: float = Field(default=0.5, gt=0, le=1)
     """Share of the GPU's memory that may be in use once the KV cache is made."""
+
+
+class ServedEngineConfig(EngineConfig):
+    """The engine of `redline serve`, which may be divided among processes and keep adapters by name."""
+
+    tensor_parallel_size: PositiveInt = 1
+    """Processes that divide the model among them."""
     max_loras: int = Field(default=0, ge=0)
     """LoRA adapters resident at once; 0 switches LoRA off."""
     max_lora_rank: PositiveInt = 16
     """Largest rank of an adapter. Every adapter takes the room, and the time, of this rank."""
 
     @model_validator(mode="after")
-    def _adapters_are_not_divided(self) -> EngineConfig:
+    def _adapters_are_not_divided(self) -> ServedEngineConfig:
         if self.max_loras and self.tensor_parallel_size > 1:
             raise ValueError("LoRA adapters need the whole model in one process; set max_loras or tensor_parallel_size back")
         return self

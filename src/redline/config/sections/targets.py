@@ -1,14 +1,14 @@
-"""Section `telemetry.targets`: what the end of a run is judged by."""
+"""Key `telemetry.targets`: what the end of a run is judged by."""
 
 from __future__ import annotations
 
 from pydantic import Field
 
-from redline.config.section import Section
+from redline.config.section import Thresholds
 
 
-class TargetsConfig(Section):
-    """What the end of a run is judged by; null switches a target off."""
+class TargetsConfig(Thresholds):
+    """What the end of a run is judged by; `off` where there is no target."""
 
     gpu_utilization_percent: float | None = Field(80.0, ge=0, le=100)
     """At least: mean of all samples."""
@@ -19,17 +19,17 @@ class TargetsConfig(Section):
     first_token_s: float | None = Field(0.1, gt=0)
     """Below: median step's median request."""
     generation_tokens_per_s: float | None = Field(None, gt=0)
-    """At least. It depends on the model, so there is no default."""
+    """At least. It depends on the model, so it is off by default."""
     training_tokens_per_s: float | None = Field(None, gt=0)
-    """At least. It depends on the model, so there is no default."""
+    """At least. It depends on the model, so it is off by default."""
     samples_per_hour: float | None = Field(None, gt=0)
-    """At least. It depends on model and task, so there is no default."""
+    """At least. It depends on model and task, so it is off by default."""
     steps_per_hour: float | None = Field(60.0, gt=0)
     """At least."""
     mfu_percent: float | None = Field(None, gt=0, le=100)
-    """At least: median step. It depends on model and batch, so there is no default."""
+    """At least: median step. It depends on model and batch, so it is off by default."""
     batch_size: float | None = Field(None, gt=0)
-    """At least: sequences decoded at once, median step. It depends on the recipe, so there is no default."""
+    """At least: sequences decoded at once, median step. It depends on the recipe, so it is off by default."""
     preemptions: int | None = Field(0, ge=0)
     """At most, in the whole run."""
     padding_tokens: int | None = Field(0, ge=0)

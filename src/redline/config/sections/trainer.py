@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import ClassVar, Literal
 
-from pydantic import Field, PositiveInt, field_validator, model_validator
+from pydantic import Field, PositiveInt, field_validator
 
-from redline.config.section import Section
+from redline.config.section import Entries, Section
 from redline.config.sections.lora import LoraConfig
 
 Algorithm = Literal["grpo", "dr_grpo", "dapo", "rloo", "reinforce_pp", "gspo", "cispo", "ppo"]
@@ -22,6 +22,39 @@ Mismatch = Literal[
     "geometric_truncate",
     "geometric_mask",
 ]
+
+
+class ScheduleConfig(Entries):
+    """The learning rate of every step, as a share of `learning_rate`."""
+
+    short: ClassVar[str] = "kind"
+
+    kind: Literal["constant", "linear", "cosine"] = "constant"
+    """What follows the warm-up: no fall, a line, or half a cosine."""
+    warmup_steps: int = Field(0, ge=0)
+    """Steps of linear warm-up."""
+    decay_steps: PositiveInt | None = None
+    """Steps after the warm-up over which the rate falls; null falls until the run ends."""
+    min_ratio: float = Field(0.0, ge=0, lt=1)
+    """Where the fall ends, as a share of `learning_rate`."""
+
+
+class MismatchConfig(Entries):
+    """How samples are weighed by the ratio of the trainer's policy to the engine's."""
+
+    short: ClassVar[str] = "kind"
+
+    kind: Mismatch = "none"
+    """The ratio of a `token`, of a whole `sequence`, or the `geometric` mean over a sequence. `truncate`: samples are weighed
+    by the ratio, clipped to `[low, high]`. `mask`: by the ratio, and not at all outside. `none`: not at all."""
+    low: float = Field(0.0, ge=0, lt=1)
+    """Smallest ratio; 0 sets no bound."""
+    high: float = Field(2.0, gt=1)
+    """Largest ratio."""
+    correct_lag: bool = True
+    """With `kind: none`, weigh a batch that holds samples of an older policy as `token_truncate` does, with `loss: gspo` as
+    `geometric_truncate`; `loss: cispo` weighs them itself, up to 1 + `clip_high`. Batches of the current policy stay as they
+    are. `false` takes the policy that sampled for the old one, and its clip bounds both."""
 
 
 class CriticConfig(Section):
@@ -55,14 +88,8 @@ class TrainerConfig(Section):
     the same."""
     learning_rate: float = Field(1e-6, gt=0)
     """Of AdamW, once warm; all updates of a step have the same."""
-    warmup_steps: int = Field(0, ge=0)
-    """Steps of linear warm-up."""
-    decay_steps: int = Field(0, ge=0)
-    """Steps after the warm-up over which the rate falls to its end; 0 keeps it constant."""
-    lr_scheduler_type: Literal["constant", "linear", "cosine"] = "linear"
-    """How the rate falls over `decay_steps`; `constant` after the warm-up needs none."""
-    min_lr_ratio: float = Field(0.0, ge=0, lt=1)
-    """Where the rate's fall ends, as a fraction of `learning_rate`."""
+    schedule: ScheduleConfig = ScheduleConfig()
+    """How the learning rate rises and falls: `cosine`, or `{kind: cosine, warmup_steps: 10}`."""
     betas: tuple[float, float] = (0.9, 0.999)
     """Decay of AdamW's two running means, each in [0, 1)."""
     eps: float = Field(1e-8, gt=0)
@@ -95,18 +122,9 @@ class TrainerConfig(Section):
     """Of the KL at a token, with x = log π_ref - log π. `k1`: -x. `k2`: x² / 2. `k3`: exp(x) - 1 - x."""
     entropy_coef: float = Field(0.0, ge=0)
     """Weight of the bonus for entropy, in nats per token."""
-    mismatch: Mismatch = "none"
-    """How samples are weighed by π_trainer / π_engine, with π_trainer the policy at the beginning of the step: the ratio of a
-    `token`, of a whole `sequence`, or the `geometric` mean over a sequence. `truncate`: by the ratio, clipped to
-    `[mismatch_low, mismatch_high]`. `mask`: by the ratio, and not at all outside. `none`: not at all."""
-    mismatch_low: float = Field(0.0, ge=0, lt=1)
-    """Smallest ratio; 0 sets no bound."""
-    mismatch_high: float = Field(2.0, gt=1)
-    """Largest ratio."""
-    correct_lag: bool = True
-    """With `mismatch: none`, weigh a batch that holds samples of an older policy as `token_truncate` does, with `loss: gspo` as
-    `geometric_truncate`; `loss: cispo` weighs them itself, up to 1 + `clip_high`. Batches of the current policy stay as they
-    are. `false` takes the policy that sampled for the old one, and its clip bounds both."""
+    mismatch: MismatchConfig = MismatchConfig()
+    """How samples are weighed by π_trainer / π_engine, with π_trainer the policy at the beginning of the step:
+    `token_truncate`, or `{kind: token_truncate, high: 3}`."""
     gae_gamma: float = Field(1.0, gt=0, le=1)
     """Discount of a reward per token, with `rollouts.advantages: gae`."""
     gae_lambda: float = Field(0.95, ge=0, le=1)
@@ -123,17 +141,6 @@ class TrainerConfig(Section):
     shrinks after running out of memory."""
     max_tokens_per_forward: PositiveInt | None = None
     """The same in passes without gradients (reference, old logprobs); by default what memory holds."""
-    sharding: Literal["none", "grad_op", "full"] = "none"
-    """What the trainer's processes divide among them. `none`: nothing, each holds all weights. `grad_op`: masters, gradients
-    and optimizer state. `full`: the weights of layers that are not at work as well."""
-    prefetch_layers: int = Field(1, ge=0)
-    """Layers whose weights are fetched ahead of their turn where they are sharded; 0 leaves it to torch. More hides slower
-    links and takes the memory of as many layers."""
-    data_parallel_size: PositiveInt | None = None
-    """Groups of processes that get micro-batches of their own; by default processes / sequence_parallel_size."""
-    sequence_parallel_size: PositiveInt = 1
-    """Processes that divide the tokens of a micro-batch, for contexts too long for one device; must divide the number of
-    attention heads. The token budget of a micro-batch grows with it."""
     lora: LoraConfig = LoraConfig()
     """The adapter that is trained, where one is."""
     reference_offload: bool = False
@@ -152,13 +159,3 @@ class TrainerConfig(Section):
         if not all(0 <= beta < 1 for beta in betas):
             raise ValueError("each beta must be in [0, 1)")
         return betas
-
-    @model_validator(mode="after")
-    def _schedule_has_its_steps(self) -> TrainerConfig:
-        if self.lr_scheduler_type == "constant" and self.decay_steps:
-            raise ValueError(
-                f"lr_scheduler_type: constant takes no decay_steps, but they are {self.decay_steps}; set them to 0"
-            )
-        if self.lr_scheduler_type == "cosine" and not self.decay_steps:
-            raise ValueError("lr_scheduler_type: cosine needs decay_steps; set it to run.steps - warmup_steps")
-        return self

@@ -26,7 +26,7 @@ from redline.engine.native.cache.blocks import BlockPool
 from redline.engine.native.cache.kv_cache import KVCache
 from redline.engine.native.cache.sizing import block_size_for, num_blocks_for
 from redline.engine.native.completions import completion_of, delta_of
-from redline.engine.native.lora import Adapters, LoraCounts, Source, make_bank
+from redline.engine.native.lora import Adapters, LoraCounts, Source
 from redline.engine.native.running.device_rows import MAX_STOPS, DeviceRows
 from redline.engine.native.running.rows import Rows
 from redline.engine.native.running.runner import Results, Runner, Samples, wants_of
@@ -38,7 +38,7 @@ from redline.engine.stats import Rate
 from redline.errors import BrokenModelError, EngineError
 from redline.kernels.available import kernels_serve
 from redline.models.files.hf import AnyDecoder
-from redline.models.lora.per_token import PreparedAdapter
+from redline.models.lora.per_token import LoraBank, PreparedAdapter
 from redline.telemetry import span
 from redline.types import Completion, Delta, EngineStats, FinishReason, GenerateRequest, WeightUpdate
 
@@ -67,7 +67,9 @@ class NativeEngine:
         config: EngineConfig,
         tokenizer: PreTrainedTokenizerBase | None = None,
         ranks: Ranks | None = None,
+        bank: LoraBank | None = None,
     ) -> None:
+        """`bank` holds LoRA adapters (`make_bank`); without one the engine takes none."""
         weight, spec = decoder.output_weight, decoder.spec
         self.decoder = decoder
         self.version = 0
@@ -75,7 +77,7 @@ class NativeEngine:
         self._tokenizer = tokenizer
         self._max_len = min(config.max_model_len or spec.max_positions, spec.max_positions)
         self._block_size = block_size_for(config, weight.device)
-        self._adapters = Adapters(make_bank(decoder, config))  # before the KV cache takes the memory that is left
+        self._adapters = Adapters(bank)
         num_blocks = num_blocks_for(config, spec, self._block_size, self._max_len, weight.device, weight.dtype)
         self._ranks = ranks
         self._pool = BlockPool(ranks.smallest(num_blocks) if ranks else num_blocks, self._block_size)

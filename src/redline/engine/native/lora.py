@@ -12,7 +12,7 @@ from pathlib import Path
 
 from torch import Tensor
 
-from redline.config.sections.engine import EngineConfig
+from redline.config.sections.engine import ServedEngineConfig
 from redline.engine.native.sequence import NO_SLOT
 from redline.errors import EngineError
 from redline.models.decoder import Decoder
@@ -153,8 +153,9 @@ class Adapters:
         return self.bank
 
 
-def make_bank(decoder: object, config: EngineConfig) -> LoraBank | None:
-    """Room for `max_loras` adapters; None where there is to be none."""
+def make_bank(decoder: object, config: ServedEngineConfig) -> LoraBank | None:
+    """Room for `max_loras` adapters; None where there is to be none. Made before the engine, whose KV cache takes the memory
+    that is left."""
     if config.max_loras == 0:
         return None
     if not isinstance(decoder, Decoder):

@@ -26,7 +26,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from redline.config.sections.engine import EngineConfig
+from redline.config.sections.engine import ServedEngineConfig
 from redline.engine.native.engine import Event, NativeEngine
 from redline.errors import EngineError
 from redline.models.decoder import Decoder
@@ -110,7 +110,7 @@ class TensorParallelEngine(NativeEngine):
     def __init__(
         self,
         folder: Path,
-        config: EngineConfig,
+        config: ServedEngineConfig,
         device: torch.device,
         dtype: torch.dtype,
         *,
@@ -229,7 +229,9 @@ def _free_port() -> int:
         return probe.getsockname()[1]
 
 
-def _worker_settings(folder: Path, config: EngineConfig, device: torch.device, dtype: torch.dtype, port: int) -> dict[str, Any]:
+def _worker_settings(
+    folder: Path, config: ServedEngineConfig, device: torch.device, dtype: torch.dtype, port: int
+) -> dict[str, Any]:
     return {
         "folder": str(folder),
         "config": config.model_dump(mode="json"),
@@ -249,7 +251,7 @@ def _start_worker(shared: dict[str, Any], rank: int) -> subprocess.Popen[bytes]:
 
 def _run_worker(settings: dict[str, Any]) -> None:
     torch.set_num_threads(settings["num_threads"])
-    config = EngineConfig(**settings["config"])
+    config = ServedEngineConfig(**settings["config"])
     device, dtype = torch.device(settings["device"]), getattr(torch, settings["dtype"])
     if device.type == "cuda":
         device = torch.device("cuda", settings["rank"])

@@ -19,6 +19,7 @@ from typing import Any
 
 import redline
 from redline.config import load_recipe, refuse_without_effect, resolve
+from redline.config.earlier import as_of_now
 from redline.errors import CompareError, ConfigError
 from redline.lab.bench.settings import make_settings
 from redline.lab.compare.worker import Job
@@ -169,6 +170,7 @@ def read_saved(text: str, metric: str | None) -> Saved:
     samples = [_number(sample, side, key or DEFAULT_FIELD.get(result["unit"], ""), path) for sample in result["samples"]]
     larger = key.endswith("_per_s") if key else result["unit"] not in ("s", "bytes")
     device, config = identity.get("device", "cpu"), identity.get("config")
+    config = as_of_now(config) if isinstance(config, dict) else config
     return Saved(path, side or None, wanted, samples, larger, result["unit"], device, config)
 
 

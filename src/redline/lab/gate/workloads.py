@@ -61,7 +61,7 @@ def loop_step(model: str, device: torch.device) -> Iterator[Work]:
             "max_new_tokens": NEW_TOKENS,
             "evaluation": {"num_tasks": 0},
         },
-        "buffer": {"keep_trajectories": False},
+        "buffer": {"max_bytes": 0},
         "trainer": {"learning_rate": 1e-12},
         "engine": {"max_num_seqs": GROUPS * GROUP_SIZE},
     }

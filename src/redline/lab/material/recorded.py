@@ -48,7 +48,7 @@ class RecordedStep:
 def recorded_steps(run: Path) -> list[RecordedStep]:
     """Return every step of which all groups are still stored, in order. Raises `RunFolderError` where there is none."""
     if not Run.open(run).folder.trajectories.is_dir():
-        raise RunFolderError(f"{run}: no trajectories to replay", "take a run with buffer.keep_trajectories: true")
+        raise RunFolderError(f"{run}: no trajectories to replay", "take a run with buffer.max_bytes above 0")
     stored = StoredRun(run)
     trained = sorted(
         (group for group in stored.groups() if group.state == "trained" and group.trained_version is not None),

@@ -13,6 +13,7 @@ from redline.lab.plan.rates import Rates
 from redline.lab.plan.setup import Setup
 from redline.lab.plan.timing import estimate_time
 from redline.models.layer_code import Checkpointing
+from redline.trainer.parallel.place import Sharding
 
 LORA_RANK = 16
 MOST_CUTS = 3
@@ -204,31 +205,30 @@ def choose_parallel(setup: Setup, rates: Rates) -> tuple[Setup, list[Choice]]:
 
 def _choose_sharding(setup: Setup) -> tuple[Setup, Choice]:
     """The least that fits: what is divided has to be put together again over the link."""
-    if "sharding" in setup.config.trainer.model_fields_set:
-        return setup, Choice("trainer.sharding", setup.config.trainer.sharding, "as the recipe says")
+    if "sharding" in setup.given:
+        return setup, Choice("sharding", setup.sharding, "as --sharding says")
     tried: dict[str, int] = {}
     chosen = setup
-    for kind in ("none", "grad_op", "full"):
-        chosen = setup.changed(trainer={"sharding": kind})
+    for kind in get_args(Sharding):
+        chosen = replace(setup, sharding=kind)
         memory = estimate_memory(chosen)
         tried[kind] = memory.worst.total
         if fits(chosen, memory):
             break
     sizes = ", ".join(f"{kind} {quantity(size, 'bytes')}" for kind, size in tried.items())
     why = f"the least divided that fits {quantity(setup.device.memory_bytes, 'bytes')}: {sizes}"
-    return chosen, Choice("trainer.sharding", chosen.config.trainer.sharding, why)
+    return chosen, Choice("sharding", chosen.sharding, why)
 
 
 def _choose_tensor_parallel(setup: Setup, rates: Rates) -> tuple[Setup, Choice]:
     """The fastest that fits. Replicas send nothing but each reads all weights in every step, parts of an engine read a part."""
-    if "tensor_parallel_size" in setup.config.engine.model_fields_set:
-        size = setup.config.engine.tensor_parallel_size
-        return setup, Choice("engine.tensor_parallel_size", str(size), "as the recipe says")
+    if "tensor_parallel_size" in setup.given:
+        return setup, Choice("tensor parallel", str(setup.tensor_parallel_size), "as --tensor-parallel says")
     options: dict[int, tuple[Setup, float, bool]] = {}
     for size in (1, 2, 4, 8):
         if setup.gpus % size or setup.model.shape.num_kv_heads % size or size > setup.gpus:
             continue
-        changed = setup.changed(engine={"tensor_parallel_size": size})
+        changed = replace(setup, tensor_parallel_size=size)
         memory = estimate_memory(changed)
         seconds = estimate_time(changed, memory, rates).seconds_of("generation")
         options[size] = changed, setup.work.new_tokens / seconds, fits(changed, memory)
@@ -237,13 +237,13 @@ def _choose_tensor_parallel(setup: Setup, rates: Rates) -> tuple[Setup, Choice]:
         f"{size}: {rate:,.0f} tok/s{'' if ok else ', does not fit'}" for size, (_, rate, ok) in sorted(options.items())
     )
     why = f"{setup.gpus // best} replicas; all devices together at {each}"
-    return options[best][0], Choice("engine.tensor_parallel_size", str(best), why)
+    return options[best][0], Choice("tensor parallel", str(best), why)
 
 
 def choices(setup: Setup, memory: MemoryEstimate) -> list[Choice]:
     """What a run chooses for itself on one device, and what it had better be told."""
-    sizes, engine, work = memory.sizes, setup.config.engine, setup.work
-    rows = min(work.share(max(1, setup.gpus // engine.tensor_parallel_size)).sequences, _rows_in(setup, sizes.kv_tokens))
+    sizes, work = memory.sizes, setup.work
+    rows = min(work.share(max(1, setup.gpus // setup.tensor_parallel_size)).sequences, _rows_in(setup, sizes.kv_tokens))
     needed = kv_bytes_needed(setup.changed(engine={"max_num_seqs": rows}))
     found = [
         Choice(
@@ -277,7 +277,7 @@ def _rows_in(setup: Setup, kv_tokens: int) -> int:
 
 
 def _rows_reason(setup: Setup, rows: int) -> str:
-    engines = max(1, setup.gpus // setup.config.engine.tensor_parallel_size)
+    engines = max(1, setup.gpus // setup.tensor_parallel_size)
     if rows == setup.work.share(engines).sequences:
         return f"all {rows} attempts of {'a step' if engines == 1 else 'an engine in a step'} at once"
     return "as many attempts as the cache holds at their end"

@@ -24,6 +24,7 @@ from typing import Any
 import numpy as np
 
 import redline
+from redline.config.earlier import as_of_now
 from redline.config.load import validate
 from redline.config.schema import Config
 from redline.lab.plan.devices import DEVICES, Device
@@ -207,12 +208,13 @@ def training_setup(config: Mapping[str, Any], device: Device) -> Setup:
 
 
 def _recipe(config: Mapping[str, Any], rollouts: Mapping[str, Any]) -> Config:
+    recorded = as_of_now(config)
     return validate(
         {
             "model": {"path": config["model"], "dtype": config["dtype"]},
             "rollouts": {"task": {"kind": "import", "path": "no:tasks"}, "advantages": "batch", **rollouts},
-            "trainer": config.get("trainer", {}),
-            "engine": {"max_num_seqs": max(256, rollouts["group_size"])} | config.get("engine", {}),
+            "trainer": recorded.get("trainer", {}),
+            "engine": {"max_num_seqs": max(256, rollouts["group_size"])} | recorded.get("engine", {}),
         },
         "a saved result",
     )

@@ -36,6 +36,7 @@ from redline.trainer.batches.budget import Budgets, MemoryPlan, cpu_budgets, log
 from redline.trainer.loss.logprobs import CHUNK_BYTES, KEPT_BYTES, chunk_rows
 from redline.trainer.optimizer.offload import STRETCH_ELEMENTS
 from redline.trainer.optimizer.quantized_states import bytes_per_moments
+from redline.trainer.parallel.place import Division
 from redline.trainer.trainer import FORWARD_RATIO
 
 CUDA_CONTEXT = 700 * 2**20
@@ -113,7 +114,7 @@ def policy_bytes(setup: Setup) -> ParameterBytes:
         bytes_per_moments=bytes_per_moments(trainer.optimizer_states),
         offloaded=trainer.offload_optimizer and setup.device.is_gpu,
         num_shards=setup.shards,
-        sharded_weights=trainer.sharding == "full",
+        sharded_weights=setup.sharding == "full",
     )
 
 
@@ -122,10 +123,7 @@ def held_terms(setup: Setup) -> dict[str, int]:
     own, config, size = policy_bytes(setup), setup.config, setup.dtype.itemsize
     terms = {"weights": own.weights, "masters": own.masters, "moments": own.moments}
     if not setup.engine_shares_weights:
-        terms["engine weights"] = size * setup.model.parameters // config.engine.tensor_parallel_size
-    if config.engine.max_loras:
-        columns = setup.model.adapter(config.engine.max_lora_rank, config.trainer.lora.targets)
-        terms["adapter slots"] = size * config.engine.max_loras * columns
+        terms["engine weights"] = size * setup.model.parameters // setup.tensor_parallel_size
     if config.needs_reference and not config.trainer.lora.rank and not config.trainer.reference_offload:
         terms["reference"] = size * setup.model.parameters
     if config.needs_critic:
@@ -205,7 +203,7 @@ def _kv_cache(setup: Setup) -> tuple[int, int, str]:
     """As `engine/native/cache/sizing.py` has it: the bytes given, or what the utilization leaves beside the trainer's state."""
     engine, shape = setup.config.engine, setup.model.shape
     block = block_size_for(engine, torch.device(setup.kind))
-    per_block = KVCache.bytes_per_block(shape, block, setup.dtype) // engine.tensor_parallel_size
+    per_block = KVCache.bytes_per_block(shape, block, setup.dtype) // setup.tensor_parallel_size
     rows = -(-_max_len(setup) // block) * engine.max_num_seqs + 1
     given, budget = engine.kv_cache_memory_bytes, _kv_budget(setup)
     if (given or budget) < 2 * per_block:  # the engine refuses; the plan goes on with what is needed, to say by how much
@@ -251,7 +249,7 @@ def kv_bytes_needed(setup: Setup) -> int:
     """Bytes of the KV cache of all attempts of one engine at their end; a group shares the whole blocks of its prompt."""
     engine = setup.config.engine
     block = block_size_for(engine, torch.device(setup.kind))
-    each = KVCache.bytes_per_block(setup.model.shape, block, setup.dtype) // engine.tensor_parallel_size
+    each = KVCache.bytes_per_block(setup.model.shape, block, setup.dtype) // setup.tensor_parallel_size
     return (_touched_blocks(setup, block) + 1) * each
 
 
@@ -332,10 +330,10 @@ def _generation(setup: Setup) -> dict[str, int]:
     """Prompts go through the network a few at once; then every row's logits are sampled from."""
     engine, work, size = setup.config.engine, setup.work, setup.dtype.itemsize
     shape = setup.model.shape
-    rows = min(engine.max_num_seqs, work.share(max(1, setup.gpus // engine.tensor_parallel_size)).sequences)
+    rows = min(engine.max_num_seqs, work.share(max(1, setup.gpus // setup.tensor_parallel_size)).sequences)
     prompts = min(engine.max_num_batched_tokens, -(-rows // work.group_size) * work.prompt_tokens)
     each = layer(setup, 0)
-    activations = prompts * (each.forward + around_bytes(shape, setup.dtype, setup.layer_code)) // engine.tensor_parallel_size
+    activations = prompts * (each.forward + around_bytes(shape, setup.dtype, setup.layer_code)) // setup.tensor_parallel_size
     if setup.device.is_gpu:
         logits = rows * shape.vocab_size * size + (rows * shape.vocab_size * size if work.group_size > 1 else 0)
         return {"activations": max(activations, logits)}
@@ -392,12 +390,12 @@ def _head_gradient(setup: Setup) -> dict[str, int]:
 
 def _gathered(setup: Setup) -> int:
     """Weights that FSDP puts together: all of them with `grad_op`, else the embeddings and the layers at work and fetched."""
-    trainer, model, size = setup.config.trainer, setup.model, setup.dtype.itemsize
-    if trainer.sharding == "grad_op":
+    model, size = setup.model, setup.dtype.itemsize
+    if setup.sharding == "grad_op":
         return 0  # counted as weights
     per_layer = model.body_parameters // model.shape.num_layers
     around = model.parameters - model.body_parameters
-    return size * (around + (2 + trainer.prefetch_layers) * per_layer)
+    return size * (around + (2 + Division().prefetch_layers) * per_layer)
 
 
 def _optimizer(setup: Setup) -> dict[str, int]:

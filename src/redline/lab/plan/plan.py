@@ -17,9 +17,10 @@ from redline.lab.plan.cpu import this_cpu
 from redline.lab.plan.devices import Device, find_device, with_prices
 from redline.lab.plan.memory import MemoryEstimate, Phase, estimate_memory
 from redline.lab.plan.rates import Rates
-from redline.lab.plan.setup import PROCESS_BYTES, PROMPT_TOKENS, Setup, make_setup
+from redline.lab.plan.setup import PROCESS_BYTES, PROMPT_TOKENS, Setup, divided, make_setup
 from redline.lab.plan.timing import TimeEstimate, estimate_time
 from redline.telemetry import describe_environment
+from redline.trainer.parallel.place import Sharding
 
 MILLION = 1_000_000
 
@@ -113,12 +114,14 @@ def make_plan(
     prices: Sequence[str] = (),
     prompt_tokens: int = PROMPT_TOKENS,
     mean_new_tokens: float | None = None,
+    sharding: Sharding | None = None,
+    tensor_parallel_size: int | None = None,
     results: Path | None = None,
 ) -> Plan:
-    """For a device by name; without one, for what is here. Loads no weights."""
+    """Plan for a device by name; without one, for what is here. Loads no weights."""
     device, process_bytes = _device(config, gpu)
     setup = make_setup(config, with_prices(device, prices), gpus, prompt_tokens, mean_new_tokens, process_bytes)
-    return plan_setup(setup, rates_of(device, results))
+    return plan_setup(divided(setup, sharding, tensor_parallel_size), rates_of(device, results))
 
 
 def plan_setup(setup: Setup, rates: Rates) -> Plan:

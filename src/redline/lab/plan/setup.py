@@ -16,6 +16,7 @@ from redline.lab.plan.shapes import Model, describe_model
 from redline.models.attention.packed import MAX_SCORES
 from redline.models.layer_code import Checkpointing, LayerCode, layer_code
 from redline.trainer.batches.cost import CostModel
+from redline.trainer.parallel.place import Sharding
 
 PROMPT_TOKENS = 128
 """Tokens of a prompt unless told otherwise: tasks are not loaded, so their prompts cannot be counted."""
@@ -61,6 +62,12 @@ class Setup:
     reward_model: Model | None = None
     process_bytes: int = PROCESS_BYTES
     """Bytes of an idle process on the host."""
+    sharding: Sharding = "none"
+    """What the trainers of several devices divide among them."""
+    tensor_parallel_size: int = 1
+    """Devices that divide one engine's model among them."""
+    given: frozenset[str] = frozenset()
+    """Which of the two were asked for, and are not ours to choose."""
 
     @property
     def dtype(self) -> torch.dtype:
@@ -89,12 +96,12 @@ class Setup:
     @property
     def shards(self) -> int:
         """Processes that divide gradients and optimizer state among them."""
-        return 1 if self.config.trainer.sharding == "none" else self.gpus
+        return 1 if self.sharding == "none" else self.gpus
 
     @property
     def engine_shares_weights(self) -> bool:
         """Engine and trainer read one storage: neither divides the weights."""
-        return self.config.engine.tensor_parallel_size == 1 and self.config.trainer.sharding == "none"
+        return self.tensor_parallel_size == 1 and self.sharding == "none"
 
     @property
     def layer_code(self) -> LayerCode:
@@ -170,6 +177,23 @@ def make_setup(
     )
     judge = describe_model(rollouts.reward_model.path) if rollouts.reward_model.path else None
     return Setup(resolved, describe_model(config.model.path), device, gpus, work, judge, process_bytes)
+
+
+def divided(setup: Setup, sharding: Sharding | None, tensor_parallel_size: int | None) -> Setup:
+    """The setup divided as asked for; None leaves it to the planner. Raises `ConfigError` where the devices cannot."""
+    if setup.gpus == 1 and (sharding not in (None, "none") or tensor_parallel_size not in (None, 1)):
+        raise ConfigError("one device divides nothing", "give the number of devices with --gpus")
+    if tensor_parallel_size is not None and setup.gpus % tensor_parallel_size:
+        raise ConfigError(
+            f"--tensor-parallel {tensor_parallel_size}: does not divide the {setup.gpus} devices", "give a divisor of --gpus"
+        )
+    asked = {"sharding": sharding, "tensor_parallel_size": tensor_parallel_size}
+    return replace(
+        setup,
+        sharding=sharding or setup.sharding,
+        tensor_parallel_size=tensor_parallel_size or setup.tensor_parallel_size,
+        given=frozenset(name for name, value in asked.items() if value is not None),
+    )
 
 
 def _resolved_for(config: Config, device: Device) -> Config:

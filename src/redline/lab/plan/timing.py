@@ -109,7 +109,7 @@ def decode_cost(cost: NetworkCost, layers: int, vocabulary: int, batch: float, c
 
 def generation_cost(setup: Setup, rates: Rates) -> Cost:
     """All attempts of a step, on the engine that has the most of them."""
-    tp = setup.config.engine.tensor_parallel_size
+    tp = setup.tensor_parallel_size
     work = setup.work.share(max(1, setup.gpus // tp))
     cost, shape = network_cost(setup.model, setup.dtype), setup.model.shape
     engine = setup.config.engine
@@ -197,7 +197,7 @@ def _gather_seconds(setup: Setup, micro_batches: float) -> float:
     """Seconds of moving weights and gradients between devices that products do not hide: half is assumed to be hidden."""
     if setup.gpus == 1:
         return 0.0
-    sharding, size = setup.config.trainer.sharding, setup.dtype.itemsize
+    sharding, size = setup.sharding, setup.dtype.itemsize
     part = (setup.gpus - 1) / setup.gpus
     gradients = FLOAT32 * setup.trained * part * (2 if sharding == "none" else 1)
     times = {"none": 0.0, "grad_op": 1.0, "full": 2 * micro_batches}[sharding]
@@ -260,5 +260,5 @@ def _sync_cost(setup: Setup) -> Cost:
     """Weights to engines that do not share them."""
     if setup.engine_shares_weights:
         return Cost()
-    moved = setup.dtype.itemsize * setup.model.parameters / setup.config.engine.tensor_parallel_size
+    moved = setup.dtype.itemsize * setup.model.parameters / setup.tensor_parallel_size
     return Cost(link=moved / (LINK_SHARE * setup.device.link_bandwidth))

@@ -32,7 +32,7 @@ def check_heads(num_heads: int, ranks: int) -> None:
     if num_heads % ranks:
         fitting = ", ".join(str(n) for n in range(1, num_heads + 1) if num_heads % n == 0)
         raise ConfigError(
-            f"trainer.sequence_parallel_size = {ranks}: the model's {num_heads} attention heads cannot be divided so",
+            f"sequence_parallel_size = {ranks}: the model's {num_heads} attention heads cannot be divided so",
             f"set it to one of {fitting}",
         )
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from redline.config.schema import Config
-from redline.config.sections.alerts import AlertKind, AlertsConfig
+from redline.config.sections.alerts import AlertKind
 from redline.errors import boundary
 from redline.telemetry.alerts.bias import LengthBias
 from redline.telemetry.alerts.detector import Detector, Finding, Row
@@ -22,6 +22,8 @@ from redline.telemetry.alerts.webhook import Webhook, webhook_url
 from redline.telemetry.files.durable import drop_torn_line
 from redline.telemetry.stalls.activity import Activity
 
+POST_TIMEOUT_S = 5.0
+"""For one post of the webhook, which has a thread of its own."""
 EXPLAINED_BY: Mapping[AlertKind, frozenset[AlertKind]] = {
     "long_wait": frozenset({"stalled_rollouts", "stall", "dead_worker"}),
     "stalled_rollouts": frozenset({"stall", "dead_worker"}),
@@ -129,23 +131,25 @@ class Alerts:
 
 
 def make_detectors(config: Config) -> list[Detector]:
-    """All of them, causes before their consequences."""
-    alerts = config.telemetry.alerts
-    return [
-        NotFinite(),
-        DeadWorkers(),
-        StalledRollouts(alerts.rollouts_floor_s, alerts.wait_deviations, config.buffer.max_lag),
-        LongWait(alerts.wait_floor_s, alerts.wait_deviations),
-        AbortStorm(alerts.abort_fraction, config.rollouts.group_size),
-        RewardCollapse(alerts.reward_drop),
-        NotLearning(alerts.no_signal_steps, config.rollouts.group_size),
-        ThroughputDrop(alerts.throughput_drop),
-        StalenessRise(alerts.staleness_steps),
-        LengthBias(alerts.dropped_fraction),
-        KvSaturation(alerts.kv_use),
-        HostMemorySlope(alerts.memory_hours),
+    """A detector for each kind that is on, causes before their consequences."""
+    alerts, group_size = config.telemetry.alerts, config.rollouts.group_size
+    found = [
+        alerts.not_finite and NotFinite(),
+        alerts.dead_worker and DeadWorkers(),
+        alerts.stalled_rollouts and StalledRollouts(alerts.stalled_rollouts, config.buffer.max_lag),
+        alerts.long_wait and LongWait(alerts.long_wait),
+        alerts.abort_storm and AbortStorm(alerts.abort_storm, group_size),
+        alerts.reward_collapse and RewardCollapse(alerts.reward_collapse),
+        alerts.not_learning and NotLearning(alerts.not_learning, group_size),
+        alerts.throughput_drop and ThroughputDrop(alerts.throughput_drop),
+        alerts.staleness_rise and StalenessRise(alerts.staleness_rise),
+        alerts.length_bias and LengthBias(alerts.length_bias),
+        alerts.kv_saturation and KvSaturation(alerts.kv_saturation),
+        alerts.host_memory_slope and HostMemorySlope(alerts.host_memory_slope),
     ]
+    return [detector for detector in found if isinstance(detector, Detector)]
 
 
-def make_webhook(config: AlertsConfig, tell: Callable[[str], None]) -> Webhook | None:
-    return Webhook(webhook_url(config.webhook), config.webhook_timeout_s, tell) if config.webhook else None
+def make_webhook(setting: str | None, tell: Callable[[str], None]) -> Webhook | None:
+    """What posts alerts to `telemetry.alert_webhook`; None where it is null."""
+    return Webhook(webhook_url(setting), POST_TIMEOUT_S, tell) if setting else None

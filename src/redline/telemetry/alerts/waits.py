@@ -9,6 +9,9 @@ from redline.telemetry.alerts.detector import Detector, Episode, Finding, Row, n
 from redline.telemetry.alerts.robust import explained_by, median
 from redline.telemetry.stalls.activity import WAITS_FOR_GROUPS, Activity
 
+DEVIATIONS = 8.0
+"""How far beyond its median a wait may go, in robust standard deviations: waits have long tails, and at 8 a run without a fault
+is told nothing. Twice the longest so far is never too long."""
 MIN_HISTORY = 12
 """Steps before a wait has a history that explains anything."""
 
@@ -21,9 +24,8 @@ class StalledRollouts(Detector):
     PATIENCE = 10
     """Times the floor, before there is a history."""
 
-    def __init__(self, floor_s: float, deviations: float, max_lag: int) -> None:
+    def __init__(self, floor_s: float, max_lag: int) -> None:
         self._floor_s = floor_s
-        self._deviations = deviations
         self._most_empty_steps = max_lag + 2
         """That many steps' groups may lie ready, and one more for luck."""
         self._history: deque[float] = deque(maxlen=256)
@@ -74,7 +76,7 @@ class StalledRollouts(Detector):
     def _limit_s(self) -> float:
         if len(self._history) < MIN_HISTORY:
             return self.PATIENCE * self._floor_s
-        return explained_by(self._history, floor=self._floor_s, deviations=self._deviations)
+        return explained_by(self._history, floor=self._floor_s, deviations=DEVIATIONS)
 
 
 class LongWait(Detector):
@@ -82,9 +84,8 @@ class LongWait(Detector):
 
     kind = "long_wait"
 
-    def __init__(self, floor_s: float, deviations: float) -> None:
+    def __init__(self, floor_s: float) -> None:
         self._floor_s = floor_s
-        self._deviations = deviations
         self._history: defaultdict[tuple[str, str], deque[float]] = defaultdict(lambda: deque(maxlen=256))
         self._before: dict[tuple[str, str], float] | None = None
         """Seconds that each wait had when the step began."""
@@ -138,7 +139,7 @@ class LongWait(Detector):
             known = [0.0] * min(self._steps - len(history), MIN_HISTORY) + list(history)
             if len(known) < MIN_HISTORY:
                 continue
-            bad = seconds > self._floor_s and seconds > explained_by(known, floor=self._floor_s, deviations=self._deviations)
+            bad = seconds > self._floor_s and seconds > explained_by(known, floor=self._floor_s, deviations=DEVIATIONS)
             if (bad or over) and self._episodes[lane, name].see(bad):
                 whom = name.removeprefix("wait.for_").replace("_", " ")
                 finding = Finding(

@@ -45,9 +45,7 @@ class Webhook:
                 self._send(row)
             if caught.error is not None and not self._told:
                 self._told = True
-                self._tell(
-                    f"telemetry.alerts.webhook: {type(caught.error).__name__}: {caught.error}; alerts.jsonl has them all"
-                )
+                self._tell(f"telemetry.alert_webhook: {type(caught.error).__name__}: {caught.error}; alerts.jsonl has them all")
 
     def _send(self, row: Mapping[str, Any]) -> None:
         request = urllib.request.Request(
@@ -65,7 +63,7 @@ def webhook_url(setting: str) -> str:
     url = os.environ.get(name, "")
     if not url.startswith(("http://", "https://")):
         raise ConfigError(
-            f"telemetry.alerts.webhook = {setting!r}: the environment variable {name} holds no URL",
+            f"telemetry.alert_webhook = {setting!r}: the environment variable {name} holds no URL",
             f"export {name}=https://…, or leave the webhook out",
         )
     return url

@@ -76,9 +76,9 @@ class StepProfiler:
         """Rollouts run beside the trainer, in threads of their own."""
         settings = config.telemetry
         self._planned: dict[int, ProfileRequest] = {}
-        if settings.profile:
-            for step in settings.profile_steps:
-                self._planned[step] = ProfileRequest(settings.profile, 1, "recipe")
+        if what := settings.profile.what:
+            for step in settings.profile.steps:
+                self._planned[step] = ProfileRequest(what, 1, "recipe")
         self._always_nvtx = self._on_cuda and (settings.nvtx == "on" or (settings.nvtx == "auto" and _under_nsight()))
         self._nvtx = settings.nvtx != "off" and self._on_cuda
         self._now: _Profile | None = None
@@ -219,7 +219,7 @@ class StepProfiler:
 
     def _spans(self, profile: _Profile, window: Window) -> tuple[list[Event], list[Event]]:
         if not self._trace:
-            profile.notes.append("no spans in timeline.json: telemetry.trace is off")
+            profile.notes.append("no spans in timeline.json: telemetry.trace_max_bytes is 0")
             return [], []
         names, spans = read_spans(self._folder.trace, window, ("step", profile.step, profile.tie_ns))
         if not spans:

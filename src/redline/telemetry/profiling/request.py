@@ -43,7 +43,7 @@ def ask(folder: RunFolder, what: ProfileKind, steps: int) -> ProfileRequest:
     if not _is_running(folder):
         raise RunFolderError(
             f"{folder.path}: no run goes on in this folder",
-            f"profile a new one: redline train RECIPE telemetry.profile={what} telemetry.profile_steps=[3]",
+            f"profile a new one: redline train RECIPE telemetry.profile={what} telemetry.profile.steps=[3]",
         )
     request = ProfileRequest(what, steps, uuid.uuid4().hex)
     write_json(request_path(folder), request.as_json())

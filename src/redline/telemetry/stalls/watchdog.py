@@ -61,7 +61,7 @@ class Watchdog:
             folder.alerts,
             tell=self._tell,
             send=self._send,
-            webhook=make_webhook(settings.alerts, self._tell),
+            webhook=make_webhook(settings.alert_webhook, self._tell),
             off=settings.alerts.off,
             run=folder.path.name,
         )

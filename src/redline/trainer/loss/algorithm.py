@@ -67,11 +67,12 @@ def _old_policy(inputs: LossInputs, config: TrainerConfig) -> tuple[Tensor, Tens
     """log π_old, and what multiplies the weights."""
     given_M = inputs.anchor_logprobs_M
     anchor_M = inputs.logprobs_M.detach() if given_M is None else given_M
-    if config.mismatch == "none":
+    mismatch = config.mismatch
+    if mismatch.kind == "none":
         recomputes = given_M is not None or config.recompute_old_logprobs is True
         return (anchor_M if recomputes else inputs.old_logprobs_M), None
     correction_M = mismatch_weights(
-        anchor_M - inputs.old_logprobs_M, inputs.sequence_M, config.mismatch, config.mismatch_low, config.mismatch_high
+        anchor_M - inputs.old_logprobs_M, inputs.sequence_M, mismatch.kind, mismatch.low, mismatch.high
     )
     return anchor_M, correction_M
 

@@ -18,6 +18,8 @@ def correction_for(lags: Sequence[int], config: TrainerConfig) -> TrainerConfig:
     ratio, so that from its second update on a step is a batch of an older policy too.
     """
     is_older = any(lags) or (config.loss == "reinforce" and config.updates_per_step > 1)
-    if not is_older or config.mismatch != "none" or not config.correct_lag or config.loss == "cispo":
+    mismatch = config.mismatch
+    if not is_older or mismatch.kind != "none" or not mismatch.correct_lag or config.loss == "cispo":
         return config
-    return config.model_copy(update={"mismatch": "geometric_truncate" if config.loss == "gspo" else "token_truncate"})
+    kind = "geometric_truncate" if config.loss == "gspo" else "token_truncate"
+    return config.model_copy(update={"mismatch": mismatch.model_copy(update={"kind": kind})})

@@ -15,12 +15,11 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
-from redline.config.sections.trainer import TrainerConfig
 from redline.models.attention.ulysses import check_heads
 from redline.models.files.hf import AnyDecoder
 from redline.models.value_head import ValueNetwork
 from redline.trainer.batches.micro_batches import MicroBatch
-from redline.trainer.parallel.place import Place, find_place
+from redline.trainer.parallel.place import Division, Place, find_place
 from redline.trainer.parallel.sequence_parallel import SequenceShare
 from redline.trainer.parallel.weights import ReplicatedWeights, Weights
 
@@ -33,8 +32,9 @@ Message = TypeVar("Message")
 class Parallel:
     """A trainer of one process."""
 
-    def __init__(self, place: Place | None = None) -> None:
+    def __init__(self, place: Place | None = None, division: Division | None = None) -> None:
         self.place = place or Place()
+        self.division = division or Division()
 
     @property
     def is_main(self) -> bool:
@@ -69,10 +69,9 @@ class Parallel:
 class Together(Parallel):
     """One process of several."""
 
-    def __init__(self, place: Place, device: torch.device, config: TrainerConfig) -> None:
-        super().__init__(place)
+    def __init__(self, place: Place, device: torch.device, division: Division) -> None:
+        super().__init__(place, division)
         self._device = device
-        self._config = config
         mesh = init_device_mesh(device.type, (place.data_ranks, place.sequence_ranks), mesh_dim_names=("data", "sequence"))
         self._data_group = mesh["data"].get_group()
         self._sequence_group = mesh["sequence"].get_group() if place.sequence_ranks > 1 else None
@@ -80,13 +79,13 @@ class Together(Parallel):
     def wrap(self, network: AnyDecoder | ValueNetwork, dtype: torch.dtype) -> Weights:
         spec = network.trunk.spec if isinstance(network, ValueNetwork) else network.spec
         check_heads(spec.num_heads, self.place.sequence_ranks)
-        if self._config.sharding == "none":
+        if self.division.sharding == "none":
             return ReplicatedWeights(network)
         from redline.trainer.parallel.sharding import ShardedWeights
 
         # Over all processes: those that share a micro-batch have different tokens, hence gradients to be summed as well.
         mesh = init_device_mesh(self._device.type, (self.place.world,))
-        return ShardedWeights(network, mesh, dtype, self._config)
+        return ShardedWeights(network, mesh, dtype, self.division)
 
     def share(self, micro_batch: MicroBatch) -> SequenceShare:
         rank, ranks = self.place.sequence_rank, self.place.sequence_ranks
@@ -117,9 +116,9 @@ def local_device(kind: str) -> torch.device:
     return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0"))) if kind == "cuda" else torch.device(kind)
 
 
-def connect(config: TrainerConfig, device: torch.device) -> Parallel:
+def connect(division: Division, device: torch.device) -> Parallel:
     """Meet the processes that were started with this one (torchrun), or stay alone where there are none."""
-    place = find_place(int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1")), config)
+    place = find_place(int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1")), division)
     if place.world == 1:
         return Parallel()
     if device.type == "cuda":
@@ -127,4 +126,4 @@ def connect(config: TrainerConfig, device: torch.device) -> Parallel:
     if not dist.is_initialized():
         # Messages go over the host, whatever the tensors do.
         dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo", timeout=PATIENCE)
-    return Together(place, device, config)
+    return Together(place, device, division)

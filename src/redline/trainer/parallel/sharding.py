@@ -24,9 +24,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
-from redline.config.sections.trainer import TrainerConfig
 from redline.errors import ConfigError, RunFolderError
 from redline.models.decoder import DecoderLayer
+from redline.trainer.parallel.place import Division
 from redline.trainer.parallel.weights import Weights
 
 
@@ -35,11 +35,11 @@ class ShardedWeights(Weights):
 
     are_masters = True
 
-    def __init__(self, network: nn.Module, mesh: DeviceMesh, dtype: torch.dtype, config: TrainerConfig) -> None:
+    def __init__(self, network: nn.Module, mesh: DeviceMesh, dtype: torch.dtype, division: Division) -> None:
         self._rank, self._world = mesh.get_local_rank(), mesh.size()
-        self._keep_whole = config.sharding == "grad_op"
+        self._keep_whole = division.sharding == "grad_op"
         self._modules = _fully_shard(network, mesh, dtype, self._keep_whole)
-        _prefetch(self._modules, config.prefetch_layers)
+        _prefetch(self._modules, division.prefetch_layers)
         self._sharded: dict[str, DTensor] = {}
         self.parameters = {}
         for name, parameter in network.named_parameters():
@@ -122,7 +122,7 @@ class ShardedWeights(Weights):
         if rows.dim() != 2 or len(rows) != self._world:
             raise RunFolderError(
                 f"the checkpoint's {key} is not of {self._world} processes, and 8-bit states cannot be divided anew",
-                "resume with as many processes as before and the same trainer.sharding",
+                "resume with as many processes as before and the same sharding",
             )
         return rows[self._rank]
 
@@ -148,9 +148,7 @@ def _fully_shard(network: nn.Module, mesh: DeviceMesh, dtype: torch.dtype, keep_
     """The network itself and its layers, in the order in which they run."""
     layers = [module for module in network.modules() if isinstance(module, DecoderLayer)]
     if not layers:
-        raise ConfigError(
-            "trainer.sharding: the layers of this model's family are not ours, and are not divided", "set trainer.sharding=none"
-        )
+        raise ConfigError("sharding: the layers of this model's family are not ours, and are not divided", "leave sharding out")
     for parameter in network.parameters():
         if parameter.requires_grad:
             parameter.data = parameter.data.float()

@@ -105,7 +105,7 @@ def critic_settings(config: TrainerConfig) -> TrainerConfig:
     return config.model_copy(
         update={
             "learning_rate": own.learning_rate,
-            "warmup_steps": own.warmup_steps,
+            "schedule": config.schedule.model_copy(update={"warmup_steps": own.warmup_steps}),
             "max_tokens_per_micro_batch": own.max_tokens_per_micro_batch,
         }
     )

@@ -21,7 +21,7 @@ from support.small_models import CONFIGS, VOCAB_SIZE, llama, write_model
 from torch import Tensor, nn
 from transformers import PretrainedConfig
 
-from redline.config.sections.engine import EngineConfig
+from redline.config.sections.engine import ServedEngineConfig
 from redline.engine import EngineSession, NativeEngine
 from redline.engine.native.lora import make_bank
 from redline.errors import EngineError, ModelError, RedlineError
@@ -45,6 +45,12 @@ ADAPTERS: dict[str, dict[str, Any]] = {
 """Different ranks, scales and targets."""
 
 
+def engine_on(decoder: Any, **config: Any) -> NativeEngine:
+    """With room for adapters, as `redline serve` makes one."""
+    settings = ServedEngineConfig(**config)
+    return NativeEngine(decoder, settings, bank=make_bank(decoder, settings))
+
+
 @dataclass
 class Setup:
     """A model and adapters as PEFT has them, and as the folders it wrote."""
@@ -55,7 +61,7 @@ class Setup:
 
     def engine(self, load: tuple[str, ...] = tuple(ADAPTERS), **config: Any) -> NativeEngine:
         settings = {"max_num_seqs": 8, "max_loras": 4, "max_lora_rank": 8, **config}
-        engine = NativeEngine(load_decoder(self.folder / "model"), EngineConfig(**settings))
+        engine = engine_on(load_decoder(self.folder / "model"), **settings)
         for name in load:
             engine.load_adapter(name, self.folder / name)
         return engine
@@ -254,7 +260,7 @@ def test_the_trainer_never_sees_an_adapter(setup: Setup) -> None:
 
 def test_two_engines_on_one_network_keep_their_adapters_apart(setup: Setup) -> None:
     one = setup.engine(("thin",))
-    other = NativeEngine(one.decoder, EngineConfig(max_num_seqs=4, max_loras=1))
+    other = engine_on(one.decoder, max_num_seqs=4, max_loras=1)
     other.load_adapter("thin", setup.folder / "whole")
     assert answer(one, ask(20, "thin")).token_ids.tolist() == setup.greedy(ask(20, "thin"))
     assert answer(other, ask(20, "thin")).token_ids.tolist() == setup.greedy(ask(20, "whole"))
@@ -470,14 +476,14 @@ def test_an_adapter_above_the_largest_rank_is_refused(setup: Setup) -> None:
 
 
 def test_a_network_of_another_kind_takes_no_adapters() -> None:
-    assert make_bank(nn.Identity(), EngineConfig()) is None
+    assert make_bank(nn.Identity(), ServedEngineConfig()) is None
     with pytest.raises(EngineError, match="takes no LoRA adapters"):
-        make_bank(nn.Identity(), EngineConfig(max_loras=1))
+        make_bank(nn.Identity(), ServedEngineConfig(max_loras=1))
 
 
 def test_adapters_and_tensor_parallelism_exclude_each_other() -> None:
     with pytest.raises(ValueError, match="LoRA adapters need the whole model in one process"):
-        EngineConfig(max_loras=1, tensor_parallel_size=2)
+        ServedEngineConfig(max_loras=1, tensor_parallel_size=2)
 
 
 def test_alpha_of_a_folder_is_its_own(setup: Setup) -> None:
@@ -560,7 +566,7 @@ def test_graphs_compute_what_peft_computes(tmp_path: Path) -> None:
     wide = llama(hidden_size=256, intermediate_size=320, num_attention_heads=4, num_key_value_heads=2)
     setup = make_setup(tmp_path, wide, std=0.1)
     decoder = load_decoder(tmp_path / "model", "cuda", torch.bfloat16)
-    engine = NativeEngine(decoder, EngineConfig(max_num_seqs=16, max_loras=4, max_lora_rank=8))
+    engine = engine_on(decoder, max_num_seqs=16, max_loras=4, max_lora_rank=8)
     for name in ADAPTERS:
         engine.load_adapter(name, tmp_path / name)
     requests = [replace(request, sampling=replace(request.sampling, temperature=1.0, max_tokens=40)) for request in mixed()]

@@ -239,7 +239,7 @@ def test_a_reference_a_critic_and_their_passes_are_counted() -> None:
 
 
 def test_processes_that_divide_the_state_hold_a_part_each() -> None:
-    whole, part = setup_of(SEVEN, gpus=8), setup_of(SEVEN, gpus=8, trainer={"sharding": "full"})
+    whole, part = setup_of(SEVEN, gpus=8), replace(setup_of(SEVEN, gpus=8), sharding="full")
     assert held_terms(part)["moments"] * 8 == pytest.approx(held_terms(whole)["moments"], rel=1e-6)
     assert held_terms(part)["engine weights"] == 2 * part.model.parameters  # which it can no longer share
     assert worst(part) < 0.52 * worst(whole)
@@ -320,16 +320,31 @@ def choice(plan: Plan, key: str) -> Any:
 
 def test_small_models_are_not_divided_and_large_ones_are() -> None:
     small, large = plan_of(HALF, "h100", 8), plan_of(SEVEN, "h100", 8)
-    assert choice(small, "trainer.sharding").value == "none"
-    assert choice(large, "trainer.sharding").value in ("grad_op", "full")
-    assert "none" in choice(large, "trainer.sharding").why
+    assert choice(small, "sharding").value == "none"
+    assert choice(large, "sharding").value in ("grad_op", "full")
+    assert "none" in choice(large, "sharding").why
     assert small.fits
     assert large.fits
 
 
-def test_what_the_recipe_says_is_not_chosen_for_it() -> None:
-    plan = plan_of(HALF, "h100", 8, trainer={"sharding": "full"}, engine={"tensor_parallel_size": 2})
-    assert choice(plan, "trainer.sharding").why == choice(plan, "engine.tensor_parallel_size").why == "as the recipe says"
+def test_a_division_that_was_asked_for_is_not_chosen() -> None:
+    plan = make_plan(recipe(HALF), "h100", 8, sharding="full", tensor_parallel_size=2)
+    assert (choice(plan, "sharding").value, choice(plan, "tensor parallel").value) == ("full", "2")
+    assert choice(plan, "sharding").why == "as --sharding says"
+    assert choice(plan, "tensor parallel").why == "as --tensor-parallel says"
+
+
+@pytest.mark.parametrize(
+    ("gpus", "asked", "message"),
+    [
+        (1, {"sharding": "full"}, "one device divides nothing"),
+        (1, {"tensor_parallel_size": 2}, "one device divides nothing"),
+        (8, {"tensor_parallel_size": 3}, "--tensor-parallel 3: does not divide the 8 devices"),
+    ],
+)
+def test_a_division_that_the_devices_cannot_make_is_refused(gpus: int, asked: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        make_plan(recipe(HALF), "h100", gpus, **asked)
 
 
 def test_a_cache_that_nobody_fills_is_said() -> None:

@@ -161,7 +161,7 @@ def url(server: Server) -> str:
 
 def test_an_alert_is_posted_with_the_run_and_a_sentence(server: Server, folder: RunFolder) -> None:
     watchdog = Watchdog(Recorder())
-    watchdog.started(folder, config(alerts={"webhook": url(server)}))
+    watchdog.started(folder, config(alert_webhook=url(server)))
     watchdog.step({"step": 4, "trainer/loss": None, "trainer/grad_norm": 1.0})
     watchdog.close()
     [post] = server.posts
@@ -186,7 +186,7 @@ def test_a_webhook_that_fails_is_told_once() -> None:
         webhook.post({})
     webhook.close()
     [text] = told
-    assert text.startswith("telemetry.alerts.webhook: URLError")
+    assert text.startswith("telemetry.alert_webhook: URLError")
     assert text.endswith("alerts.jsonl has them all")
 
 

@@ -199,7 +199,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def make_trainer(model: Path, dtype: torch.dtype) -> PolicyTrainer:
-    config = TrainerConfig(learning_rate=1e-3, warmup_steps=4, weight_decay=0.1, max_tokens_per_micro_batch=20)
+    config = TrainerConfig(learning_rate=1e-3, schedule={"warmup_steps": 4}, weight_decay=0.1, max_tokens_per_micro_batch=20)
     return PolicyTrainer(load_decoder(model), dtype, 1.0, config)
 
 
@@ -266,7 +266,7 @@ def make_watch(
 ) -> RunWatch:
     task = {"kind": "import", "path": "tests:Fake"}
     config = validate(
-        {"model": {"path": "builtin:tiny"}, "rollouts": {"task": task}, "run": run, "telemetry": {"trace": False}}
+        {"model": {"path": "builtin:tiny"}, "rollouts": {"task": task}, "run": run, "telemetry": {"trace_max_bytes": 0}}
     )
     progress = Progress(10, console=Console(file=console or io.StringIO(), width=500))
     return RunWatch(config, Outputs(folder, Recorder(), progress), FakeStages(trainer))

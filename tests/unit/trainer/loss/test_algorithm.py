@@ -110,7 +110,7 @@ def test_the_gradient_of_a_combination_is_the_finite_difference(loss: str, misma
 def test_a_truncated_correction_multiplies_the_surrogate_against_the_anchor() -> None:
     """TIS: E[min(π_anchor / π_engine, C) · min(r A, clip(r) A)] with r = π / π_anchor."""
     inputs = random_inputs(3)
-    found = policy_loss(inputs, config(mismatch="token_truncate", mismatch_high=1.25))
+    found = policy_loss(inputs, config(mismatch={"kind": "token_truncate", "high": 1.25}))
     expected = 0.0
     anchors, engines = inputs.anchor_logprobs_M, inputs.old_logprobs_M
     for i, logprob in enumerate(inputs.logprobs_M.detach()):
@@ -127,7 +127,7 @@ def test_without_an_anchor_the_gradient_is_the_corrected_policy_gradient(loss: s
     """π is its own anchor: r = 1, nothing clips, and token t has the gradient -w ρ A."""
     inputs = without_anchor(random_inputs(4))
     level = "sequence" if loss == "gspo" else "token"
-    settings = config(loss=loss, mismatch=f"{level}_{kind}", mismatch_low=0.5, mismatch_high=1.5)
+    settings = config(loss=loss, mismatch={"kind": f"{level}_{kind}", "low": 0.5, "high": 1.5})
     found = policy_loss(inputs, settings)
     log_ratio = (inputs.logprobs_M - inputs.old_logprobs_M).detach()
     if level == "sequence":

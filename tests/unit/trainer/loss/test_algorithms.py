@@ -67,7 +67,7 @@ def test_a_recipe_that_says_nothing_is_grpo_without_kl() -> None:
     config = resolve(recipe()).config
     assert config.trainer.algorithm == "grpo"
     assert chosen(config) == GRPO
-    assert (config.trainer.kl_coef, config.trainer.entropy_coef, config.trainer.mismatch) == (0, 0, "none")
+    assert (config.trainer.kl_coef, config.trainer.entropy_coef, config.trainer.mismatch.kind) == (0, 0, "none")
     assert (config.needs_reference, config.needs_critic, config.trains_on_every_attempt) == (False, False, False)
 
 

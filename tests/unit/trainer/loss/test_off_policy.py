@@ -21,10 +21,10 @@ def test_a_batch_of_the_current_policy_changes_nothing(lags: tuple[int, ...]) ->
     ("loss", "correction"), [("clip", "token_truncate"), ("gspo", "geometric_truncate"), ("reinforce", "token_truncate")]
 )
 def test_one_older_group_is_enough_for_truncated_importance_sampling(loss: str, correction: str) -> None:
-    config = TrainerConfig(loss=loss, mismatch_high=3.0)
+    config = TrainerConfig(loss=loss, mismatch={"high": 3.0})
     corrected = correction_for((0, 2, 0), config)
-    assert corrected == config.model_copy(update={"mismatch": correction})
-    assert config.mismatch == "none"
+    assert corrected == TrainerConfig(loss=loss, mismatch={"kind": correction, "high": 3.0})
+    assert config.mismatch.kind == "none"
 
 
 def test_cispo_weighs_older_samples_itself_within_its_own_bound() -> None:
@@ -34,9 +34,9 @@ def test_cispo_weighs_older_samples_itself_within_its_own_bound() -> None:
 
 def test_after_its_first_update_reinforce_has_samples_of_an_older_policy() -> None:
     config = TrainerConfig(loss="reinforce", epochs=2)
-    assert correction_for((0,), config).mismatch == "token_truncate"
-    assert correction_for((0,), TrainerConfig(loss="reinforce")).mismatch == "none"
-    assert correction_for((0,), TrainerConfig(loss="clip", epochs=2)).mismatch == "none", "its ratio says so"
+    assert correction_for((0,), config).mismatch.kind == "token_truncate"
+    assert correction_for((0,), TrainerConfig(loss="reinforce")).mismatch.kind == "none"
+    assert correction_for((0,), TrainerConfig(loss="clip", epochs=2)).mismatch.kind == "none", "its ratio says so"
 
 
 # ── what becomes of the loss ───────────────────────────────────────────────────────────────────────────────────────────
@@ -106,6 +106,6 @@ def test_a_correction_that_the_recipe_chose_stands() -> None:
 
 
 def test_a_recipe_may_want_none_at_all_also_after_its_config_was_written_and_read_again() -> None:
-    config = TrainerConfig(correct_lag=False)
-    assert correction_for((3,), TrainerConfig(**config.model_dump())).mismatch == "none"
-    assert correction_for((3,), TrainerConfig(**TrainerConfig().model_dump())).mismatch == "token_truncate"
+    config = TrainerConfig(mismatch={"correct_lag": False})
+    assert correction_for((3,), TrainerConfig(**config.model_dump())).mismatch.kind == "none"
+    assert correction_for((3,), TrainerConfig(**TrainerConfig().model_dump())).mismatch.kind == "token_truncate"

@@ -98,7 +98,9 @@ class TinyModel(nn.Module):
 
 def losses(kept: str, steps: int = 300) -> Tensor:
     model = TinyModel()
-    config = TrainerConfig(learning_rate=3e-3, warmup_steps=20, optimizer_states=kept, max_grad_norm=1.0, weight_decay=0.01)
+    config = TrainerConfig(
+        learning_rate=3e-3, schedule={"warmup_steps": 20}, optimizer_states=kept, max_grad_norm=1.0, weight_decay=0.01
+    )
     optimizer = MasterAdamW(model, torch.float32, config)
     generator = torch.Generator().manual_seed(1)
     rule = torch.randint(0, 64, (64, 64), generator=generator)

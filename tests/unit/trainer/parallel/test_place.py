@@ -4,20 +4,19 @@ from typing import Any
 
 import pytest
 
-from redline.config.sections.trainer import TrainerConfig
 from redline.errors import ConfigError
 from redline.models.attention.ulysses import check_heads
-from redline.trainer.parallel.place import Place, find_place
+from redline.trainer.parallel.place import Division, Place, find_place
 
 
 def test_neighbours_share_a_micro_batch() -> None:
-    places = [find_place(rank, 6, TrainerConfig(sequence_parallel_size=2)) for rank in range(6)]
+    places = [find_place(rank, 6, Division(sequence_parallel_size=2)) for rank in range(6)]
     assert [(place.data_rank, place.sequence_rank) for place in places] == [(0, 0), (0, 1), (1, 0), (1, 1), (2, 0), (2, 1)]
     assert {(place.data_ranks, place.sequence_ranks, place.world) for place in places} == {(3, 2, 6)}
 
 
 def test_one_process_is_a_place_too() -> None:
-    assert find_place(0, 1, TrainerConfig()) == Place()
+    assert find_place(0, 1, Division()) == Place()
 
 
 @pytest.mark.parametrize(
@@ -25,14 +24,14 @@ def test_one_process_is_a_place_too() -> None:
     [
         (3, {"sequence_parallel_size": 2}, "does not divide the trainer's 3 processes"),
         (1, {"sequence_parallel_size": 2}, "does not divide the trainer's one process"),
-        (4, {"data_parallel_size": 3}, "3 times trainer.sequence_parallel_size = 1 is 3, but the trainer has 4 processes"),
+        (4, {"data_parallel_size": 3}, "3 times sequence_parallel_size = 1 is 3, but the trainer has 4 processes"),
         (4, {"data_parallel_size": 4, "sequence_parallel_size": 2}, "is 8, but the trainer has 4 processes"),
         (1, {"sharding": "full"}, "there is one process"),
     ],
 )
 def test_an_impossible_arrangement_is_refused_with_the_fix(world: int, config: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message) as caught:
-        find_place(0, world, TrainerConfig(**config))
+        find_place(0, world, Division(**config))
     assert "torchrun" in caught.value.hint
 
 

@@ -220,8 +220,7 @@ def recipe(settings: E2ESettings, lag: int, seed: int) -> Config:
             "max_new_tokens": settings.max_new_tokens,
             "evaluation": {"num_tasks": 0},
         },
-        "buffer": {"max_lag": lag, "keep_trajectories": False}
-        | ({"late_groups": settings.late_groups} if lag != LOCKSTEP else {}),
+        "buffer": {"max_lag": lag, "max_bytes": 0} | ({"late_groups": settings.late_groups} if lag != LOCKSTEP else {}),
         "trainer": settings.trainer.model_dump(mode="json", exclude_unset=True),
         "engine": {"max_num_seqs": settings.groups_per_step * settings.group_size}
         | settings.engine.model_dump(exclude_unset=True),

@@ -219,7 +219,7 @@ def _recipe(settings: TelemetrySettings, seed: int, steps: int | None = None) ->
             "max_new_tokens": settings.max_new_tokens,
             "evaluation": {"num_tasks": 0},
         },
-        "buffer": {"keep_trajectories": False},
+        "buffer": {"max_bytes": 0},
         "engine": {"max_num_seqs": settings.groups_per_step * settings.group_size},
     }
     return resolve(validate(recipe, "redline bench telemetry")).config

@@ -1,0 +1,90 @@
+"""Keys of earlier versions: refused in a recipe with what became of them, read in the config of a run that has begun."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from redline.config import Config, read_recorded, resolve, validate
+from redline.config.earlier import EARLIER, as_of_now
+from redline.config.problems import locate
+from redline.errors import ConfigError
+
+RECORDED = Path(__file__).parent / "recorded"
+"""Files that the version with 168 keys wrote: of recipes/smoke.yaml, and of a recipe that sets every key that has changed."""
+VALUES: dict[str, Any] = {
+    "model": {"path": "builtin:tiny"},
+    "rollouts": {"task": {"kind": "import", "path": "letters:Letters"}},
+}
+
+
+def recipe_with(key: str, value: Any) -> dict[str, Any]:
+    values: dict[str, Any] = json.loads(json.dumps(VALUES))
+    place = values
+    *sections, name = key.split(".")
+    for section in sections:
+        place = place.setdefault(section, {})
+    place[name] = value
+    return values
+
+
+@pytest.mark.parametrize("key", EARLIER)
+def test_a_key_of_an_earlier_version_is_refused_with_what_became_of_it(key: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        validate(recipe_with(key, 1))
+    now, advice = EARLIER[key].now, EARLIER[key].advice
+    assert caught.value.message == (f"recipe: {key} is now {now}" if now else f"recipe: {key}: no longer a key")
+    assert caught.value.hint == (advice or f"write {now}")
+
+
+@pytest.mark.parametrize("key", [key for key, earlier in EARLIER.items() if earlier.now])
+def test_the_new_name_of_a_key_is_one(key: str) -> None:
+    assert locate(EARLIER[key].now.split(".")).field is not None
+    assert locate(key.split(".")).field is None or key.count(".") > 1
+
+
+@pytest.mark.parametrize("name", ["everything", "smoke"])
+def test_a_config_that_an_earlier_version_recorded_is_read(name: str) -> None:
+    path = RECORDED / f"{name}.json"
+    recorded = json.loads(path.read_text())
+    config = read_recorded(path)
+    untouched = ("run", "model", "rollouts")
+    assert {section: config.model_dump(mode="json")[section] for section in untouched} == {s: recorded[s] for s in untouched}
+
+
+def test_nothing_that_an_earlier_version_recorded_is_lost() -> None:
+    config = read_recorded(RECORDED / "everything.json")
+    schedule, mismatch, alerts = config.trainer.schedule, config.trainer.mismatch, config.telemetry.alerts
+    assert (schedule.kind, schedule.warmup_steps, schedule.decay_steps, schedule.min_ratio) == ("cosine", 4, 36, 0.1)
+    assert (mismatch.kind, mismatch.low, mismatch.high, mismatch.correct_lag) == ("sequence_mask", 0.5, 3.0, False)
+    assert (config.telemetry.profile.what, config.telemetry.profile.steps) == ("trainer", (2, 4))
+    assert (config.telemetry.trace, config.buffer.keep_trajectories) == (False, False)
+    assert (config.telemetry.targets.steps_per_hour, config.telemetry.targets.mfu_percent) == (None, 30.0)
+    assert config.telemetry.alert_webhook == "env:HOOK"
+    assert alerts.off == ("length_bias", "dead_worker")
+    assert (alerts.stalled_rollouts, alerts.long_wait, alerts.throughput_drop, alerts.staleness_rise) == (30.0, 20.0, 0.5, 1.0)
+    assert (alerts.kv_saturation, alerts.host_memory_slope, alerts.reward_collapse) == (0.9, 2.0, 0.25)
+    assert (alerts.not_learning, alerts.abort_storm) == (5, 0.5)
+
+
+def test_a_run_that_fell_over_no_steps_had_a_constant_rate() -> None:
+    config = read_recorded(RECORDED / "smoke.json")
+    assert config.trainer.schedule.kind == "constant"
+    assert (config.telemetry.trace_max_bytes, config.buffer.max_bytes) == (256 << 20, 8 << 30)
+
+
+def test_a_config_of_this_version_stays_as_it_is(tmp_path: Path) -> None:
+    config = resolve(validate(VALUES | {"trainer": {"schedule": "cosine", "mismatch": "token_mask"}})).config
+    values = config.model_dump(mode="json")
+    assert as_of_now(values) == values
+    (tmp_path / "config.json").write_text(json.dumps(values))
+    assert read_recorded(tmp_path / "config.json") == Config.model_validate(values)
+
+
+def test_the_values_that_were_given_are_not_changed() -> None:
+    recorded = json.loads((RECORDED / "everything.json").read_text())
+    as_of_now(recorded)
+    assert recorded == json.loads((RECORDED / "everything.json").read_text())

@@ -1,0 +1,76 @@
+"""Keys that hold a mapping: one value stands for its main entry, thresholds may be off."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from redline.config import Config, load_recipe, validate
+from redline.errors import ConfigError
+
+RECIPE = """\
+model: {path: builtin:tiny}
+rollouts: {task: {kind: import, path: letters:Letters}}
+"""
+
+
+def load(folder: Path, extra: str = "", *overrides: str) -> Config:
+    recipe = folder / "recipe.yaml"
+    recipe.write_text(RECIPE + extra)
+    return load_recipe(recipe, overrides)
+
+
+def test_a_bare_value_is_the_main_entry(tmp_path: Path) -> None:
+    config = load(tmp_path, "trainer: {schedule: cosine, mismatch: token_mask}\n", "telemetry.profile=e2e")
+    assert (config.trainer.schedule.kind, config.trainer.mismatch.kind) == ("cosine", "token_mask")
+    assert (config.telemetry.profile.what, config.telemetry.profile.steps) == ("e2e", (3,))
+
+
+def test_an_override_adds_to_a_bare_value(tmp_path: Path) -> None:
+    config = load(tmp_path, "trainer: {schedule: cosine}\n", "trainer.schedule.warmup_steps=5")
+    assert (config.trainer.schedule.kind, config.trainer.schedule.warmup_steps) == ("cosine", 5)
+
+
+def test_a_wrong_bare_value_is_refused_with_the_entry_it_stands_for(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"trainer\.schedule\.kind = 'cosin'") as caught:
+        load(tmp_path, "", "trainer.schedule=cosin")
+    assert caught.value.hint == "did you mean cosine?"
+
+
+def test_an_unknown_entry_is_refused_with_the_one_that_was_meant(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"telemetry\.alerts\.kv_saturaton: unknown key") as caught:
+        load(tmp_path, "", "telemetry.alerts.kv_saturaton=0.9")
+    assert caught.value.hint == "did you mean telemetry.alerts.kv_saturation?"
+
+
+@pytest.mark.parametrize("off", ["off", "'off'", "null", "false"])
+def test_a_threshold_may_be_off(tmp_path: Path, off: str) -> None:
+    """YAML reads an unquoted off as false."""
+    config = load(tmp_path, f"telemetry: {{alerts: {{length_bias: {off}}}, targets: {{steps_per_hour: {off}}}}}\n")
+    assert config.telemetry.alerts.off == ("length_bias",)
+    assert config.telemetry.targets.steps_per_hour is None
+    assert load(tmp_path, "", f"telemetry.alerts.not_finite={off}").telemetry.alerts.off == ("not_finite",)
+
+
+def test_on_is_the_default(tmp_path: Path) -> None:
+    config = load(tmp_path, "telemetry: {alerts: {length_bias: on, stall: on}}\n")
+    assert config.telemetry.alerts == validate(config.model_dump(mode="json")).telemetry.alerts
+    assert (config.telemetry.alerts.length_bias, config.telemetry.alerts.stall) == (0.02, "on")
+
+
+def test_a_target_without_a_default_needs_a_number(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="mfu_percent = on: it is off by default") as caught:
+        load(tmp_path, "telemetry: {targets: {mfu_percent: on}}\n")
+    assert caught.value.hint == "give a number"
+
+
+def test_a_threshold_out_of_its_bounds_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"telemetry\.alerts\.kv_saturation = 2: must be at most 1"):
+        load(tmp_path, "", "telemetry.alerts.kv_saturation=2")
+
+
+def test_a_trace_too_small_to_hold_anything_is_refused_and_none_is_taken(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="must be at least 1048576, or 0 for no trace"):
+        load(tmp_path, "", "telemetry.trace_max_bytes=1000")
+    assert not load(tmp_path, "", "telemetry.trace_max_bytes=0").telemetry.trace
