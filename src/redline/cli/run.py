@@ -45,7 +45,9 @@ def train(
 
 
 def serve(
-    model: Annotated[str, typer.Argument(help="A Hugging Face folder, a .gguf file, a hub id, or a built-in model.")],
+    model: Annotated[
+        str, typer.Argument(help="A run folder, a Hugging Face folder, a .gguf file, a hub id, or a built-in model.")
+    ],
     overrides: Annotated[
         list[str] | None,
         typer.Argument(metavar="[KEY=VALUE]...", help="Set keys of a recipe's engine section, run.KEY or serve.KEY."),

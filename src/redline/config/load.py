@@ -30,7 +30,8 @@ def load_recipe(path: Path, overrides: Sequence[str] = ()) -> Config:
         near = difflib.get_close_matches(path.name, [p.name for p in path.parent.glob("*.y*ml")], n=1)
         hint = f"did you mean {path.parent / near[0]}?" if near else "give the path of a YAML recipe, such as recipes/demo.yaml"
         if (path / "config.json").is_file():
-            hint = "this is a run folder: to continue the run, add --resume"
+            new = f"redline train {path / 'config.json'} starts a new run like it"
+            raise ConfigError(f"{path}: a run folder, not a recipe", f"to continue the run, add --resume; {new}")
         raise ConfigError(f"{path}: no such recipe", hint)
     return make_config(_read_mapping(path), overrides, str(path))
 

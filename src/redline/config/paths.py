@@ -6,6 +6,7 @@ from pathlib import Path
 
 from redline.config.schema import Config
 from redline.config.sections.tasks import ImportTask, JsonlTask, TaskConfig
+from redline.errors import ConfigError
 
 
 def with_absolute_paths(config: Config) -> Config:
@@ -24,8 +25,39 @@ def with_absolute_paths(config: Config) -> Config:
     )
 
 
+def is_run_folder(path: Path) -> bool:
+    """Whether a run has made this folder. A model's folder has a config.json too, but its weights lie beside it."""
+    has_both = (path / "config.json").is_file() and (path / "checkpoints").is_dir()
+    return has_both and not any(path.glob("*.safetensors"))
+
+
+def is_adapter(path: Path) -> bool:
+    """Whether a folder holds a LoRA adapter as PEFT writes it, without the model that it belongs to."""
+    return (path / "adapter_config.json").is_file() and not (path / "config.json").is_file()
+
+
+def model_of_run(run: Path) -> Path:
+    """Return the folder of the model that a run has trained; where only its adapter is left, that one. Raises `ConfigError`,
+    which names the newest checkpoint, where the run has not ended."""
+    if (run / "model" / "config.json").is_file():
+        return run / "model"
+    if is_adapter(run / "adapter"):
+        return run / "adapter"
+    checkpoints = sorted((run / "checkpoints").glob("step-*"))
+    if not checkpoints:
+        raise ConfigError(f"{run}: the run has no model, and no checkpoint either", f"train it: redline train {run} --resume")
+    newest = checkpoints[-1]
+    steps = int(newest.name.removeprefix("step-"))
+    raise ConfigError(
+        f"{run}: the run has no model yet; its newest checkpoint is {newest.relative_to(run)}",
+        f"finish the run: redline train {run} --resume, or end it there: redline train {run} --resume run.steps={steps}",
+    )
+
+
 def _model(path: str) -> str:
     local = Path(path).expanduser()
+    if is_run_folder(local):
+        return str(model_of_run(local).absolute())
     return str(local.absolute()) if not path.startswith("builtin:") and local.exists() else path
 
 

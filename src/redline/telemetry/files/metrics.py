@@ -117,11 +117,7 @@ def _lines_before(file: BinaryIO, end: int) -> list[bytes]:
 
 
 def _plain(value: Any) -> Any:
-    """A JSON value: NumPy scalars become Python numbers, and numbers that are not finite become None, in lists too."""
-    if isinstance(value, list):
-        return [_plain(each) for each in value]
-    if isinstance(value, dict):
-        return {key: _plain(each) for key, each in value.items()}
+    """A JSON value: NumPy scalars become Python numbers, and numbers that are not finite become None."""
     if hasattr(value, "item"):
         value = value.item()
     return None if isinstance(value, float) and not math.isfinite(value) else value

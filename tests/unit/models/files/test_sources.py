@@ -1,0 +1,122 @@
+"""`model.path` as a run folder or as an adapter."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from typer.testing import CliRunner
+
+from redline.cli import app
+from redline.config import resolve, validate
+from redline.errors import ConfigError, ModelError
+from redline.models.files.hf import load_config, load_decoder
+from redline.models.files.sources import model_folder, small_files
+from redline.models.files.tiny import write_tiny_model
+from redline.models.lora.peft import tensor_name, write_adapter
+from redline.serve.settings import make_settings
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+
+
+@pytest.fixture
+def base(tmp_path: Path) -> Path:
+    write_tiny_model(tmp_path / "base", 0)
+    return tmp_path / "base"
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    folder = tmp_path / "runs" / "letters-001"
+    (folder / "checkpoints").mkdir(parents=True)
+    (folder / "config.json").write_text("{}")
+    return folder
+
+
+def add_adapter(folder: Path, base: Path, layer: int = 0) -> dict[str, torch.Tensor]:
+    sizes = load_config(base)
+    hidden, queries = sizes.hidden_size, sizes.num_attention_heads * sizes.head_dim
+    tensors = {
+        tensor_name(layer, "q_proj", "A"): torch.randn(2, hidden),
+        tensor_name(layer, "q_proj", "B"): torch.randn(queries, 2),
+    }
+    write_adapter(folder, tensors, rank=2, alpha=4, use_rslora=False, targets=["q_proj"], base=str(base))
+    return tensors
+
+
+def recipe(path: Path) -> dict[str, Any]:
+    task = {"kind": "import", "path": "letters:Letters"}
+    return {"model": {"path": str(path)}, "rollouts": {"task": task, "group_size": 2}, "run": {"device": "cpu"}}
+
+
+def test_a_run_folder_stands_for_the_model_that_it_trained(run: Path, base: Path) -> None:
+    shutil.copytree(base, run / "model")
+    assert model_folder(str(run)) == small_files(str(run)) == run / "model"
+    assert resolve(validate(recipe(run))).config.model.path == str(run / "model")
+    options = {"device": "cpu", "dtype": "float32", "api_key_env": "A_KEY", "served_model_name": None}
+    served = make_settings(str(run), host="127.0.0.1", port=0, **options)
+    assert (served.config.model.path, served.name) == (str(run / "model"), str(run))
+
+
+def test_a_run_without_a_model_names_its_newest_checkpoint_and_how_to_end_it(run: Path) -> None:
+    for step in (4, 12):
+        (run / "checkpoints" / f"step-{step:06d}").mkdir()
+    for use in (lambda: model_folder(str(run)), lambda: resolve(validate(recipe(run)))):
+        with pytest.raises(ConfigError, match=r"no model yet; its newest checkpoint is checkpoints/step-000012") as caught:
+            use()
+        assert f"redline train {run} --resume run.steps=12" in caught.value.hint
+
+
+def test_a_run_that_has_nothing_says_so(run: Path) -> None:
+    with pytest.raises(ConfigError, match="no model, and no checkpoint either"):
+        model_folder(str(run))
+
+
+def test_serving_a_run_without_a_model_is_refused_before_anything_loads(run: Path) -> None:
+    done = CliRunner().invoke(app, ["serve", str(run), "--port", "0"])
+    assert isinstance(done.exception, ConfigError)
+    assert "no checkpoint either" in str(done.exception)
+
+
+def test_an_adapter_is_merged_into_its_base_once(run: Path, base: Path) -> None:
+    tensors = add_adapter(run / "adapter", base)
+    merged = model_folder(str(run))
+    assert merged == model_folder(str(run / "adapter"))
+    before, after = (load_file(folder / "model.safetensors") for folder in (base, merged))
+    a, b = tensors.values()
+    changed = "model.layers.0.self_attn.q_proj.weight"
+    torch.testing.assert_close(after.pop(changed), before.pop(changed) + 2 * b @ a)
+    assert all(torch.equal(after[name], weight) for name, weight in before.items())
+    assert small_files(str(run)) == merged
+    load_decoder(merged)
+
+
+def test_small_files_of_an_adapter_are_those_of_its_base(run: Path, base: Path) -> None:
+    add_adapter(run / "adapter", base)
+    assert small_files(str(run)) == base
+
+
+def test_an_adapter_of_another_model_is_refused_and_leaves_nothing(run: Path, base: Path, tmp_path: Path) -> None:
+    add_adapter(run / "adapter", base, layer=99)
+    with pytest.raises(ModelError, match="has no q_proj in layer 99"):
+        model_folder(str(run))
+    assert list((tmp_path / "cache" / "redline" / "models").iterdir()) == []
+    config = json.loads((run / "adapter" / "adapter_config.json").read_text()) | {"base_model_name_or_path": None}
+    (run / "adapter" / "adapter_config.json").write_text(json.dumps(config))
+    with pytest.raises(ModelError, match="does not name its base model"):
+        small_files(str(run))
+
+
+def test_training_a_run_folder_says_to_add_resume(run: Path) -> None:
+    done = CliRunner().invoke(app, ["train", str(run)])
+    assert isinstance(done.exception, ConfigError)
+    assert str(done.exception).startswith(f"{run}: a run folder, not a recipe")
+    assert "add --resume" in done.exception.hint
