@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
@@ -60,16 +61,18 @@ class Evaluations:
             self._outputs.listeners.evaluation(written)
         found = self.accuracies.get(version)
         self._outputs.progress.evaluation(
-            f"held-out, step {version}", self.rewards[version], row["evaluation/num_answers"], seconds, found
+            f"held-out, step {version}", self.rewards.get(version, math.nan), row["evaluation/num_answers"], seconds, found
         )
         if failed.share > WORTH_SAYING:
             self._outputs.progress.note(f"held-out, step {version}: {failed.sentence()}")
 
     def _row(self, attempts: Sequence[Sequence[Trajectory]], failed: FailureTally, seconds: float) -> dict[str, Any]:
+        """An attempt that failed has no reward, and counts in no mean of rewards; it has not given the right answer."""
         answers = [t for trajectories in attempts for t in trajectories]
+        rewards = [t.reward for t in answers if t.failure is None]
         right = accuracy(answers)
         return {
-            "evaluation/reward_mean": sum(t.reward for t in answers) / len(answers),
+            "evaluation/reward_mean": sum(rewards) / len(rewards) if rewards else math.nan,
             **({} if right is None else {"evaluation/accuracy": right}),
             "evaluation/num_tasks": len(attempts),
             "evaluation/num_answers": len(answers),
@@ -90,7 +93,8 @@ class Evaluations:
         """Remember what a row of `evaluations.jsonl` says, of this process or of an earlier one."""
         version = row["step"]
         self.has_reached_target |= reaches_target(row, self._rollouts.evaluation.stop_at)
-        self.rewards[version] = row["evaluation/reward_mean"]
+        if row["evaluation/reward_mean"] is not None:  # else every attempt failed
+            self.rewards[version] = row["evaluation/reward_mean"]
         if "evaluation/accuracy" in row:
             self.accuracies[version] = row["evaluation/accuracy"]
         self.samples[version] = [SampleAnswer(**sample) for sample in row["evaluation/samples"]]

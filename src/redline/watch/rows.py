@@ -100,7 +100,8 @@ class StepRows:
             outputs.progress.note(sentence)
         outputs.listeners.step(self._log.append(version, {**metrics, **_reason(step.groups)}))
         if step.groups:
-            self._reward = metrics["rollouts/reward_mean"]
+            if not math.isnan(metrics["rollouts/reward_mean"]):
+                self._reward = metrics["rollouts/reward_mean"]
             if outputs.listeners.want_trajectories:
                 outputs.listeners.trajectories({"step": version, "samples": sampled(step.groups)})
         speed, seconds = metrics["engine/tokens_per_s"], metrics["run/step_s"]
@@ -179,12 +180,14 @@ def step_metrics(step: FinishedStep, peak_flops: float | None = None) -> dict[st
 
 
 def _rollout_metrics(step: FinishedStep) -> dict[str, float]:
+    """An attempt that failed has no reward: it counts among the failures, and in no mean of rewards."""
     attempts = step.attempts
-    parts = sorted({name for t in attempts for name in t.reward_parts})
+    scored = [t for t in attempts if t.failure is None]
+    parts = sorted({name for t in scored for name in t.reward_parts})
     return {
-        "rollouts/reward_mean": _mean([t.reward for t in attempts]),
-        **{f"rollouts/reward_{part}_mean": _mean([t.reward_parts.get(part, 0.0) for t in attempts]) for part in parts},
-        "rollouts/reward_std": _std([t.reward for t in attempts if t.failure is None]),
+        "rollouts/reward_mean": _mean([t.reward for t in scored]),
+        **{f"rollouts/reward_{part}_mean": _mean([t.reward_parts.get(part, 0.0) for t in scored]) for part in parts},
+        "rollouts/reward_std": _std([t.reward for t in scored]),
         "rollouts/groups": len(step.groups),
         "rollouts/groups_with_signal": sum(group.has_signal for group in step.groups),
         "rollouts/failures": sum(t.failure is not None for t in attempts),

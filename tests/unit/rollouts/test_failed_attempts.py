@@ -15,8 +15,9 @@ from redline.config.schema import Config
 from redline.config.sections.buffer import BufferConfig
 from redline.errors import TaskError
 from redline.rollouts.prompts import failed_attempts
+from redline.rollouts.rewards.accuracy import accuracy
 from redline.telemetry import MetricsLog, Progress, Recorder, RunFolder, recording
-from redline.telemetry.alerts.training import AbortStorm
+from redline.telemetry.alerts.training import AbortStorm, NotFinite
 from redline.telemetry.summary.failed_attempts import FailureTally
 from redline.types import Failure, Task, Trajectory, TrajectoryGroup, WeightUpdate
 from redline.watch.outputs import Outputs
@@ -127,6 +128,26 @@ def test_an_evaluation_that_fails_does_not_reach_a_target_below_zero(tmp_path: P
     resumed = RunWatch(watching.config, outputs, FakeStages(watching.trainer))
     resumed.resume()
     assert resumed.is_complete is ends, "a resumed run reads the same in the file"
+
+
+def test_means_of_rewards_are_over_the_attempts_that_have_one_with_the_failures_beside_them(tmp_path: Path) -> None:
+    fine = [trajectory([1], [2], reward=1.0), trajectory([1], [2], reward=0.5)]
+    watching = Watching(tmp_path, [*attempts(2, 0), *fine])
+    watching.step([*attempts(2, 0), *fine])
+    watching.step(attempts(4, 0))
+    with recording(watching.recorder):
+        watching.watch.evaluate(20)
+    mixed, failed = MetricsLog.read(watching.folder.metrics)
+    assert (mixed["rollouts/reward_mean"], mixed["rollouts/failures"]) == (0.75, 2)
+    assert (failed["rollouts/reward_mean"], failed["rollouts/failures"]) == (None, 4)
+    assert NotFinite().step(failed) is None, "failures are told of by their own alert"
+    [row] = MetricsLog.read(watching.folder.evaluations)
+    assert (row["evaluation/reward_mean"], row["evaluation/failures"]) == (0.75, 2)
+
+
+def test_an_attempt_that_failed_at_evaluation_is_not_a_right_answer() -> None:
+    right = trajectory([1], [2], reward=1.0, reward_parts={"correct": 1.0})
+    assert accuracy([right, right, right, *attempts(1, 0)]) == 0.75
 
 
 def test_the_commonest_reason_is_by_place_and_not_by_what_a_message_holds() -> None:

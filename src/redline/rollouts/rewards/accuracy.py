@@ -19,10 +19,12 @@ def accuracy(attempts: Sequence[Trajectory]) -> float | None:
 
 
 def task_scores(attempts: Sequence[Sequence[Trajectory]]) -> list[float]:
-    """By task, the share of right answers; their mean reward where the task does not say which are right."""
+    """By task, the share of right answers; where the task does not say which are right, the mean reward of the attempts that
+    have one, and 0 for a task of which every attempt failed."""
     name = _part([attempt for group in attempts for attempt in group])
     if name is None:
-        return [fmean(attempt.reward for attempt in group) for group in attempts]
+        rewards = [[attempt.reward for attempt in group if attempt.failure is None] for group in attempts]
+        return [fmean(found) if found else 0.0 for found in rewards]
     return [fmean(_is_right(attempt, name) for attempt in group) for group in attempts]
 
 

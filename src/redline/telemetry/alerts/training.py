@@ -39,7 +39,8 @@ class NotFinite(Detector):
 
     def evaluation(self, row: Row) -> Finding | None:
         value = row.get("evaluation/reward_mean")
-        if value is not None and math.isfinite(value):
+        has_none = value is None and row.get("evaluation/failures") == row.get("evaluation/num_answers", -1)
+        if has_none or (value is not None and math.isfinite(value)):
             return None
         if not self._episode.see(True, row["step"]):
             return None
@@ -49,7 +50,7 @@ class NotFinite(Detector):
 def _not_finite(row: Row) -> Iterator[str]:
     yield from (key for key, value in row.items() if isinstance(value, float) and not math.isfinite(value))
     expected = [*ALWAYS, *(OVER_TOKENS if row.get("trainer/trained_tokens") else ())]
-    if row.get("rollouts/groups"):
+    if row.get("rollouts/groups") and not row.get("rollouts/failures"):  # where all attempts fail there is no mean
         expected.append("rollouts/reward_mean")
     yield from (key for key in expected if key in row and row[key] is None)
     if row.get("trainer/skipped"):

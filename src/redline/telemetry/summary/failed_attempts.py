@@ -19,7 +19,7 @@ MAX_REASONS = 1000
 
 def reaches_target(row: Mapping[str, Any], target: float | None) -> bool:
     """Whether the evaluation of a row ends a run that is to stop at `target`. The one before the first step does not, and one
-    with more than a few failures neither: each counts as 0, which may be more than an answer would have got."""
+    with more than a few failures neither: its mean is over the other attempts alone."""
     reward, failed = row.get("evaluation/reward_mean"), row.get("evaluation/failures", 0)
     if target is None or reward is None or not row.get("step") or failed > WORTH_SAYING * row.get("evaluation/num_answers", 0):
         return False
