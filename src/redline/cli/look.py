@@ -11,7 +11,7 @@ import typer
 from redline.errors import ConfigError, RunFolderError
 
 if TYPE_CHECKING:
-    from redline.telemetry import RunFolder
+    from redline.runs import Run
 
 
 def show(
@@ -24,37 +24,34 @@ def show(
     as_json: Annotated[bool, typer.Option("--json", help="One JSON document, with all tokens.")] = False,
 ) -> None:
     """List what a run sampled, print attempts, or say where the time went."""
+    from redline.runs import Run
+    from redline.runs.show import Wanted, document
     from redline.runs.show import show as show_trajectories
-    from redline.telemetry import RunFolder
     from redline.telemetry.console.tables import results_console
-    from redline.telemetry.files.failure import read_failure
 
     if step is not None and group is not None:
         raise ConfigError("--step and --group exclude each other", "give one of them")
-    folder, console = RunFolder.open(run), results_console()
+    recorded = Run.open(run)
     if ledger:
-        _show_ledger(folder, as_json=as_json)
+        _show_ledger(recorded, as_json=as_json)
         return
-    if failure := read_failure(folder):
-        typer.echo(f"{folder.path.name} {failure.line}", err=True)
-    document = show_trajectories(
-        folder.shown, step=step, number=group, failures=failures, limit=limit, as_json=as_json, console=console
-    )
-    if document is not None:
-        typer.echo(json.dumps(document))
+    if failure := recorded.failure:
+        typer.echo(f"{recorded.name} {failure.line}", err=True)
+    wanted = Wanted(step, group, failures, limit)
+    if as_json:
+        typer.echo(json.dumps(document(recorded.folder.shown, wanted)))
+    else:
+        show_trajectories(recorded.folder.shown, wanted, results_console())
 
 
-def _show_ledger(folder: RunFolder, *, as_json: bool) -> None:
-    from redline.telemetry import Ledger
+def _show_ledger(run: Run, *, as_json: bool) -> None:
     from redline.telemetry.console.tables import Fitted, results_console
 
-    try:
-        document = json.loads(folder.ledger.read_text())
-        found = Ledger.from_json(document)
-    except (OSError, ValueError, KeyError, TypeError, AssertionError) as error:
-        raise RunFolderError(f"{folder.shown}: no ledger to show", "it is written when a run ends") from error
+    found = run.ledger
+    if found is None:
+        raise RunFolderError(f"{run.folder.shown}: no ledger to show", "it is written when a run ends")
     if as_json:
-        typer.echo(json.dumps(document))
+        typer.echo(json.dumps(found.to_json()))
     else:
         results_console().print(Fitted(found.render()))
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
@@ -18,6 +17,7 @@ from redline.runs.stored import StoredRun
 from redline.runs.tables import table_of
 from redline.runs.targets import judged
 from redline.telemetry import Ledger, RunFolder
+from redline.telemetry.files.durable import read_json
 from redline.telemetry.files.failure import RunFailure, read_failure, steps_logged
 from redline.telemetry.files.tail import Tail
 from redline.telemetry.machine.samplers import samples_left_out
@@ -65,12 +65,12 @@ class Run:
     @property
     def config(self) -> dict[str, Any]:
         """The resolved recipe, by section, under today's names of the keys whichever version wrote it."""
-        return as_of_now(_document(self.folder.config))
+        return as_of_now(read_json(self.folder.config))
 
     @property
     def environment(self) -> dict[str, Any]:
         """The machine and the versions that the run began with; empty where they were not written."""
-        return _document(self.folder.environment)
+        return read_json(self.folder.environment)
 
     @property
     def failure(self) -> RunFailure | None:
@@ -83,8 +83,8 @@ class Run:
         if not is_closed(self.folder):
             return None
         try:
-            return Ledger.from_json(json.loads(self.folder.ledger.read_text()))
-        except (OSError, ValueError, KeyError, TypeError, AssertionError):
+            return Ledger.from_json(read_json(self.folder.ledger))
+        except (KeyError, TypeError, AssertionError):
             return None
 
     @property
@@ -171,12 +171,3 @@ def _reached_target(config: Mapping[str, Any], evaluations: Iterable[Mapping[str
     """Return whether an evaluation after the first step came to `rollouts.evaluation.stop_at`."""
     target = setting(config, "rollouts", "evaluation", {}).get("stop_at")
     return isinstance(target, int | float) and any(reaches_target(row, target) for row in evaluations)
-
-
-def _document(path: Path) -> dict[str, Any]:
-    """Return a JSON object from a file; an empty one where the file is missing or holds none."""
-    try:
-        found = json.loads(path.read_text())
-    except (OSError, ValueError):
-        return {}
-    return found if isinstance(found, dict) else {}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -32,31 +32,53 @@ _STYLES = {
 }
 
 
-def show(
-    run: Path, *, step: int | None, number: int | None, failures: bool, limit: int, as_json: bool, console: Console
-) -> dict[str, Any] | None:
-    """Print to the console; with `as_json` return the document instead. At most `limit` groups, the last ones; 0 is all."""
+@dataclass(slots=True, frozen=True)
+class Wanted:
+    """Which groups of a run to show."""
+
+    step: int | None = None
+    """Those that this step, counted from 1, was trained on; with their attempts."""
+    number: int | None = None
+    """This one, with its attempts."""
+    failures: bool = False
+    """Those with an attempt that failed, and of them those attempts alone."""
+    limit: int = 20
+    """At most this many, the last ones; 0 is all."""
+
+    @property
+    def has_attempts(self) -> bool:
+        """Whether attempts are wanted, not groups alone."""
+        return self.failures or self.step is not None or self.number is not None
+
+
+def show(run: Path, wanted: Wanted, console: Console) -> None:
+    """Print groups of a run as a table; for one group, and for failures, their attempts below it."""
     stored = StoredRun(run)
-    groups = stored.groups(step=step, number=number)
-    pairs: list[tuple[GroupRow, list[dict[str, Any]] | None]]
-    with_attempts = failures or step is not None or number is not None
-    if failures:
-        failed = list(stored.with_failures(groups))[-limit:]
-        pairs = [(group, [row for row in rows or () if row["failure"]]) for group, rows in stored.attempts(failed)]
-    else:
-        groups = groups[-limit:]
-        pairs = list(stored.attempts(groups)) if with_attempts else [(group, None) for group in groups]
-    missing = stored.let_go()
-    if as_json:
-        document = {"run": str(run), "groups": [_group_json(group, rows, with_attempts) for group, rows in pairs]}
-        return document | ({"let_go": asdict(missing)} if missing else {})
-    console.print(Fitted(group_table([group for group, _ in pairs])))
-    if number is not None or failures:
-        for group, rows in pairs:
-            console.print(attempt_panels(group, rows, stored.why_let_go()), width=min(console.width, PANEL_WIDTH))
-    elif missing:
+    found = _found(stored, wanted)
+    console.print(Fitted(group_table([group for group, _ in found])))
+    if wanted.number is not None or wanted.failures:
+        for group, attempts in found:
+            console.print(attempt_panels(group, attempts, stored.why_let_go()), width=min(console.width, PANEL_WIDTH))
+    elif missing := stored.let_go():
         console.print(Text(missing.sentence, style="dim"))
-    return None
+
+
+def document(run: Path, wanted: Wanted) -> dict[str, Any]:
+    """Return the same groups for a machine, with all tokens of their attempts."""
+    stored = StoredRun(run)
+    groups = [_group_json(group, attempts, wanted.has_attempts) for group, attempts in _found(stored, wanted)]
+    missing = stored.let_go()
+    return {"run": str(run), "groups": groups, **({"let_go": asdict(missing)} if missing else {})}
+
+
+def _found(stored: StoredRun, wanted: Wanted) -> list[tuple[GroupRow, list[dict[str, Any]] | None]]:
+    """Return the wanted groups, each with its attempts where those are wanted and still there, else None."""
+    groups = stored.groups(step=wanted.step, number=wanted.number)
+    if wanted.failures:
+        failed = list(stored.with_failures(groups))[-wanted.limit :]
+        return [(group, [row for row in rows or () if row["failure"]]) for group, rows in stored.attempts(failed)]
+    groups = groups[-wanted.limit :]
+    return list(stored.attempts(groups)) if wanted.has_attempts else [(group, None) for group in groups]
 
 
 # ── for people ─────────────────────────────────────────────────────────────────────────────────────────────────────────

@@ -69,7 +69,9 @@ def is_locked(path: Path) -> bool:
 def is_closed(folder: RunFolder) -> bool:
     """Return whether the last process closed its files. The ledger is the last one that a process writes; a ledger that is
     older than the metrics belongs to a process before it."""
+    if not folder.ledger.exists():
+        return False
     try:
         return folder.ledger.stat().st_mtime_ns >= folder.metrics.stat().st_mtime_ns
-    except OSError:
-        return False
+    except OSError:  # no metrics, or none that can be looked at
+        return True

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -17,6 +16,7 @@ from redline.buffer.store.group_store import GroupState
 from redline.buffer.store.index import DamagedIndexError, GroupIndex, GroupRow, index_files
 from redline.buffer.store.segments import DamagedSegmentError, read_segment, segment_files
 from redline.errors import RunFolderError
+from redline.telemetry.files.durable import read_json
 
 _OWN = ("group", "checksum", "begun_version")
 """Columns of an attempt that its group has already, or that say nothing to a person."""
@@ -105,11 +105,9 @@ class StoredRun:
 
     def why_let_go(self) -> str:
         """Which key of the recipe lets old attempts go, in words."""
-        try:
-            buffer = json.loads((self._run / "config.json").read_text())["buffer"]
-            max_bytes, max_age = buffer["max_bytes"], buffer["max_age_steps"]
-        except (OSError, ValueError, KeyError, TypeError):
-            max_bytes = max_age = None
+        buffer = read_json(self._run / "config.json").get("buffer")
+        wanted = buffer if isinstance(buffer, dict) else {}
+        max_bytes, max_age = wanted.get("max_bytes"), wanted.get("max_age_steps")
         reasons = [f"buffer.max_bytes = {max_bytes:,}"] if max_bytes else []
         reasons += [f"buffer.max_age_steps = {max_age:,}"] if max_age else []
         return f"as {' and '.join(reasons)} asks for" if reasons else "and no key of config.json says why"

@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 from redline.buffer.store.trajectory_store import TrajectoryStore
 from redline.cli import app
 from redline.errors import RunFolderError
-from redline.runs.show import show
+from redline.runs.show import Wanted, show
 from redline.types import TrajectoryGroup
 
 
@@ -153,7 +153,7 @@ def test_looking_changes_nothing(run: Path) -> None:
 @pytest.mark.parametrize(("step", "number", "message"), [(9, None, "nothing was trained at step 9"), (None, 77, "no group 77")])
 def test_what_is_not_there_is_said(run: Path, step: int | None, number: int | None, message: str) -> None:
     with pytest.raises(RunFolderError, match=message):
-        show(run, step=step, number=number, failures=False, limit=20, as_json=False, console=Console(quiet=True))
+        show(run, Wanted(step, number), Console(quiet=True))
 
 
 def test_a_run_without_trajectories_is_told_apart_from_a_damaged_one(
@@ -161,13 +161,12 @@ def test_a_run_without_trajectories_is_told_apart_from_a_damaged_one(
 ) -> None:
     empty = tmp_path_factory.mktemp("run")
     (empty / "trajectories").mkdir()
-    settings = {"step": None, "number": None, "failures": False, "limit": 0, "as_json": True, "console": Console(quiet=True)}
     with pytest.raises(RunFolderError) as caught:
-        show(empty, **settings)
+        show(empty, Wanted(limit=0), Console(quiet=True))
     assert "buffer.max_bytes: 0" in caught.value.hint
     (run / "trajectories" / "index.sqlite").write_bytes(b"gone")
     with pytest.raises(RunFolderError) as caught:
-        show(run, **settings)
+        show(run, Wanted(limit=0), Console(quiet=True))
     assert "redline repair" in caught.value.hint
 
 

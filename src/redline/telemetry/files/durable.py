@@ -16,6 +16,15 @@ def write_json(path: Path, document: Any) -> None:
     replace_file(path, (json.dumps(document, indent=2, ensure_ascii=False, allow_nan=False) + "\n").encode())
 
 
+def read_json(path: Path) -> dict[str, Any]:
+    """Return the JSON object in a file; an empty one where the file is missing, half-written or holds something else."""
+    try:
+        found = json.loads(path.read_text())
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
 def replace_file(path: Path, content: bytes) -> None:
     """A reader, or the next process after a kill, sees the old content or the new, never a mix."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
