@@ -198,6 +198,7 @@ redline compare A B OVERRIDES --a --b --case --effect --guard --json --max-minut
 redline plan RECIPE OVERRIDES --gpu --gpus --json --new-tokens --price --prompt-tokens --sharding --tensor-parallel
 redline perf --baselines --device --json --reason --update
 redline profile RUN --steps --wait --what
+redline keys PREFIX --markdown
 """  # noqa: E501
 
 PYTHON = """

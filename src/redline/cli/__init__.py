@@ -10,6 +10,7 @@ from typing import Annotated, NoReturn
 import typer
 
 from redline import __version__
+from redline.cli.explain import keys
 from redline.cli.look import dash, repair, report, show
 from redline.cli.measure import bench, compare, perf, plan, profile
 from redline.cli.run import serve, train
@@ -31,7 +32,7 @@ def _root(version: Annotated[bool, typer.Option("--version", help="Print the ver
         raise typer.Exit
 
 
-VERBS = (train, serve, show, report, dash, repair, bench, compare, plan, perf, profile)
+VERBS = (train, serve, show, report, dash, repair, bench, compare, plan, perf, profile, keys)
 """The verbs, in the order in which `redline --help` lists them."""
 
 for verb in VERBS:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from operator import attrgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -109,8 +110,7 @@ def _train(path: Path, overrides: list[str], *, dry_run: bool, resume: bool, fro
 def _print_resolved(resolved: Resolved) -> None:
     """Data to stdout, reasons to stderr."""
     for key, reason in resolved.reasons.items():
-        section, name = key.split(".")
-        typer.echo(f"{key} = {getattr(getattr(resolved.config, section), name)}  ({reason})", err=True)
+        typer.echo(f"{key} = {attrgetter(key)(resolved.config)}  ({reason})", err=True)
     for warning in resolved.warnings:
         typer.echo(warning, err=True)
     typer.echo(json.dumps(resolved.config.model_dump(mode="json"), indent=2))

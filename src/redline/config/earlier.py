@@ -1,7 +1,7 @@
 """Keys of earlier versions: what a recipe is told that has one, and how a recorded config is read that has them.
 
-One table says both. A recipe is refused, so that its author learns the new name; the `config.json` of a run folder was written
-by an earlier version and is not anybody's mistake, so `as_of_now` gives it today's names.
+One table says both. A recipe is refused, so that its author learns the new name; the `config.json` of a run folder was
+written by an earlier version and is no mistake, so `as_of_now` gives it today's names.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""Keys that have an effect only where other keys ask for it. Somebody who sets one in vain expects another run than the one
-that would begin, and is told so. Loads no torch.
+"""Keys that have an effect only where other keys ask for it. A recipe that sets one in vain is refused: its author expects
+another run than the one that would begin. Loads no torch.
 
 A value counts as set when it is neither the schema's default nor what `trainer.algorithm` fills in.
 """
@@ -22,13 +22,13 @@ from redline.errors import ConfigError
 
 @dataclass(slots=True, frozen=True)
 class Readers:
-    """When somebody reads a key."""
+    """When a key is read."""
 
     key: str
     """`section.key`; `section.*` is every key of that section."""
     is_read: Callable[[Config], bool]
     setting: str = ""
-    """What to set, and to what, so that it is read; nothing where no recipe makes anybody read it."""
+    """What to set, and to what, so that it is read; empty where no recipe makes a run read it."""
     switch: str = ""
     """The key of `section.*` that switches the others off: it is read."""
     why: str = ""
@@ -107,7 +107,7 @@ TABLE: tuple[Readers, ...] = (
 
 
 def refuse_without_effect(config: Config) -> None:
-    """Raise `ConfigError` with every key that somebody set in vain. The algorithm's keys are filled in; what else the recipe
+    """Raise `ConfigError` with every key that the recipe sets in vain. The algorithm's keys are filled in; what else the recipe
     left open may be so still, as in a plan for another device."""
     recomputes, _ = recomputes_old_logprobs(config.trainer, config.model.dtype)
     decided = config.trainer.model_copy(update={"recompute_old_logprobs": recomputes})

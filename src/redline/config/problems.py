@@ -82,29 +82,30 @@ def locate(location: Sequence[Any], schema: type[BaseModel] = Config) -> Place:
         section = inside
         if section is not None:
             field = section.model_fields.get(str(part))
-            inside = _section_of(field)
-            kinds = _kinds(field)
+            inside = section_of(field)
+            kinds = kinds_of(field)
     return Place(key, section, field)
 
 
 def sections_with_key(key: str) -> list[str]:
     """The sections of a recipe that have such a key."""
-    found = {name: _section_of(field) for name, field in Config.model_fields.items()}
+    found = {name: section_of(field) for name, field in Config.model_fields.items()}
     return [name for name, section in found.items() if section and key in section.model_fields]
 
 
 def entry_of_bare_value(parts: Sequence[str]) -> str:
     """The entry that a bare value stands for at a key that holds a mapping (`trainer.schedule: cosine`); else nothing."""
-    section = _section_of(locate(parts).field)
+    section = section_of(locate(parts).field)
     return section.short if section and issubclass(section, Entries) else ""
 
 
-def _section_of(field: FieldInfo | None) -> type[BaseModel] | None:
+def section_of(field: FieldInfo | None) -> type[BaseModel] | None:
+    """The section that a field holds; None for a value, and where the section depends on its `kind`."""
     annotation = field.annotation if field else None
     return annotation if isinstance(annotation, type) and issubclass(annotation, BaseModel) else None
 
 
-def _kinds(field: FieldInfo | None) -> dict[str, type[BaseModel]]:
+def kinds_of(field: FieldInfo | None) -> dict[str, type[BaseModel]]:
     """Kind → section, for a field whose section depends on its `kind`."""
     if field is None or not field.discriminator:
         return {}
@@ -138,7 +139,7 @@ def _unknown_key(place: Place) -> Problem:
 
 def _wrong_kind(place: Place, problem: Mapping[str, Any]) -> Problem:
     """A section whose keys depend on its `kind` cannot be read any further without one."""
-    kinds = list(_kinds(place.field))
+    kinds = list(kinds_of(place.field))
     fix = f"one of {', '.join(kinds)}"
     if problem["type"] != "union_tag_invalid":
         return Problem(f"{place.key}.kind: required", fix, hint=f"set {place.key}.kind: {fix}")

@@ -24,14 +24,14 @@ class BufferConfig(Section):
     `oldest_first`: as they were begun. `signal_first`: those whose attempts differ in reward. Lockstep has no choice."""
     late_groups: LateGroups = "wait"
     """What becomes of groups that are still under way when the next step would make them older than `max_lag`. `wait`: the
-    trainer waits for them, and trains on everything that is sampled. `drop`: they are given up, which is faster and biased:
+    trainer waits for them, and trains on everything that is sampled. `drop`: they are cancelled, which is faster and biased:
     long answers are late most often, so training sees fewer of them than the policy gives. Lockstep has no late groups."""
     max_reuses: int = Field(0, ge=0)
     """Times a group may be trained on again, within the lag budget, where new groups are too few for a batch."""
     group_timeout_s: float | None = Field(3600.0, gt=0)
-    """Seconds after which a group that is still under way is given up, with that reason, and another task is attempted in its
+    """Seconds after which a group that is still under way is cancelled, with that reason, and another task is attempted in its
     place; null waits for ever. Give it more time than the longest answers need: what it drops is not trained on. In lockstep
-    nobody looks at this clock: a step takes as long as `rollouts.task_timeout_s` and `rollouts.reward_timeout_s` let it."""
+    this clock does not run: a step takes as long as `rollouts.task_timeout_s` and `rollouts.reward_timeout_s` let it."""
     max_bytes: int | None = Field(8 << 30, ge=0)
     """Size of the Arrow files in the run folder that keep groups; beyond it the oldest that no step, replay or resumed run
     needs are deleted. 0 keeps no groups, null keeps all."""

@@ -54,7 +54,7 @@ class RolloutsConfig(Section):
     max_new_tokens: PositiveInt = 256
     """Most tokens per attempt, the stop token included."""
     temperature: float = Field(1.0, gt=0)
-    """Of the sampled policy; the trainer's logprobs use the same."""
+    """Temperature of the policy that is sampled and trained: the trainer's logprobs use the same."""
     system_prompt: str | None = None
     """First message of every conversation; null leaves it to the model's chat template."""
     prompt_suffix: str = ""
@@ -72,7 +72,7 @@ class RolloutsConfig(Section):
     """Seconds that a call of the task source's `train` may take; then the task counts as failed, and the run goes on without
     it. null waits for ever."""
     reward_timeout_s: float | None = Field(300.0, gt=0)
-    """Seconds that a call of `score` may take; then its attempt counts as failed. To be able to give one up, calls are made in
+    """Seconds that a call of `score` may take; then its attempt counts as failed. To be able to cancel one, calls are made in
     threads of their own. null waits for ever, and in lockstep calls `score` in the main thread, if one thread is all there may
     be: for code that works nowhere else."""
     reward_weights: dict[str, float] = Field(default_factory=dict)

@@ -39,7 +39,7 @@ class MlflowConfig(Section):
 
 class PrometheusConfig(Section):
     host: str = Field("127.0.0.1", min_length=1)
-    """Address to listen on. The endpoint asks nobody who they are: one that others can reach is the network's to guard."""
+    """Address to listen on. The endpoint has no passwords: one that others can reach must be guarded by the network."""
     port: int = Field(9464, ge=0, le=65535)
     """Port to listen on; 0 takes a free one."""
 

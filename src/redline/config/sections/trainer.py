@@ -62,7 +62,7 @@ class CriticConfig(Section):
     own beside the same frozen weights, else a copy of them all."""
 
     learning_rate: float = Field(1e-5, gt=0)
-    """Of its AdamW, once warm; everything else about the optimizer is as for the policy."""
+    """Learning rate of the critic's AdamW, once warm; everything else about the optimizer is as for the policy."""
     warmup_steps: int = Field(0, ge=0)
     """Steps of linear warm-up."""
     clip: float | None = Field(0.2, gt=0)
@@ -87,7 +87,7 @@ class TrainerConfig(Section):
     """Times that a step goes through its batch, with other mini-batches each time. The critic, where there is one, goes through
     the same."""
     learning_rate: float = Field(1e-6, gt=0)
-    """Of AdamW, once warm; all updates of a step have the same."""
+    """Learning rate of AdamW, once warm; all updates of a step have the same."""
     schedule: ScheduleConfig = ScheduleConfig()
     """How the learning rate rises and falls: `cosine`, or `{kind: cosine, warmup_steps: 10}`."""
     betas: tuple[float, float] = (0.9, 0.999)
@@ -119,7 +119,7 @@ class TrainerConfig(Section):
     kl_in: Literal["loss", "reward"] = "loss"
     """Where the KL goes: a term of the loss, or subtracted from the reward at every token."""
     kl_estimator: KlEstimator = "k3"
-    """Of the KL at a token, with x = log π_ref - log π. `k1`: -x. `k2`: x² / 2. `k3`: exp(x) - 1 - x."""
+    """How the KL at a token is estimated, with x = log π_ref - log π. `k1`: -x. `k2`: x² / 2. `k3`: exp(x) - 1 - x."""
     entropy_coef: float = Field(0.0, ge=0)
     """Weight of the bonus for entropy, in nats per token."""
     mismatch: MismatchConfig = MismatchConfig()

@@ -1,0 +1,127 @@
+"""The verbs that explain: keys."""
+
+from __future__ import annotations
+
+import difflib
+import shutil
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from redline.errors import ConfigError
+
+if TYPE_CHECKING:
+    from redline.config.reference import Key
+
+WIDTH = 80
+"""Columns of a pipe, and the most that text needs where a terminal has more."""
+
+
+@dataclass(slots=True, frozen=True)
+class Group:
+    """Keys that are written in the same place."""
+
+    name: str
+    """What `redline keys NAME` calls the whole group."""
+    title: str
+    keys: tuple[Key, ...]
+
+
+def keys(
+    prefix: Annotated[
+        str | None, typer.Argument(help="Only these: trainer, trainer.lora, serve, bench, bench.generate, or a part of a name.")
+    ] = None,
+    as_page: Annotated[bool, typer.Option("--markdown", help="The recipe's keys as docs/recipe.md has them.")] = False,
+) -> None:
+    """Print what can be written in a recipe, and behind `redline serve` and `redline bench`."""
+    if as_page:
+        typer.echo(recipe_page(), nl=False)
+        return
+    width = min(shutil.get_terminal_size((WIDTH, 0)).columns, WIDTH) if sys.stdout.isatty() else WIDTH
+    typer.echo(text_of(chosen(prefix), width), nl=False)
+
+
+def groups() -> tuple[Group, ...]:
+    """Everything that has keys: recipes, `redline serve`, and each case of `redline bench`."""
+    from redline.config.reference import keys_of
+    from redline.config.schema import Config
+    from redline.config.sections.engine import EngineConfig, ServedEngineConfig
+    from redline.lab.bench.settings import SETTINGS
+    from redline.serve.limits import ServeLimits
+
+    shared = {f"engine.{name}" for name in EngineConfig.model_fields}
+    served = [key for key in keys_of(ServedEngineConfig, "engine.") if key.name not in shared]
+    return (
+        Group("recipe", "A recipe, and redline train RECIPE KEY=VALUE", tuple(keys_of(Config))),
+        Group("serve", "redline serve MODEL KEY=VALUE, besides run.* and engine.*", (*served, *keys_of(ServeLimits, "serve."))),
+        *(
+            Group(
+                "bench",
+                f"redline bench {case} KEY=VALUE, without bench.{case}.",
+                tuple(keys_of(settings, f"bench.{case}.", whole=("engine", "trainer"))),
+            )
+            for case, settings in SETTINGS.items()
+        ),
+    )
+
+
+def chosen(prefix: str | None) -> list[Group]:
+    """The groups with the keys that `prefix` asks for. Raises `ConfigError` where it asks for none."""
+    from redline.config.reference import beginning_with, containing
+
+    every = groups()
+    if prefix is None or any(group.name == prefix for group in every):
+        return [group for group in every if prefix in (None, group.name)]
+    for choose in (beginning_with, containing):
+        found = [replace(group, keys=tuple(filter(None, (choose(key, prefix) for key in group.keys)))) for group in every]
+        if any(group.keys for group in found):
+            return [group for group in found if group.keys]
+    raise ConfigError(f"no key has {prefix!r} in its name", _suggestion(prefix, every))
+
+
+def _suggestion(prefix: str, every: tuple[Group, ...]) -> str:
+    near = difflib.get_close_matches(prefix, [key.name for group in every for key in group.keys], n=1)
+    return f"did you mean {near[0]}?" if near else "`redline keys` prints all of them"
+
+
+def text_of(found: list[Group], width: int) -> str:
+    """The groups as text, each under its title."""
+    from redline.config.reference import as_text
+
+    return "\n\n".join(f"{group.title}\n\n{as_text(group.keys, width)}" for group in found) + "\n"
+
+
+# ── docs/recipe.md ─────────────────────────────────────────────────────────────────────────────────────────────────────
+
+PAGE_HEAD = """\
+# Recipe reference
+
+Every key of a recipe: what `redline train RECIPE` reads, and what `section.key=value` behind it replaces.
+`redline keys [PREFIX]` prints the same, and the settings of `redline bench`. The algorithms, which fill several keys at once,
+are in [algorithms.md](algorithms.md).
+
+A key that holds a mapping has its entries below it: `trainer.schedule: {kind: cosine, warmup_steps: 10}` in a recipe,
+`trainer.schedule.warmup_steps=10` on the command line. An unknown key, a value out of bounds and a key that would have no
+effect are refused with the fix, before anything is loaded; `redline train RECIPE --dry-run` says what a recipe comes to.
+
+<!-- written by `redline keys --markdown`; a test compares -->
+"""
+
+
+def recipe_page() -> str:
+    """The page docs/recipe.md: a table for each section of a recipe, and one for `redline serve`."""
+    return PAGE_HEAD + "".join(_page_sections())
+
+
+def _page_sections() -> Iterator[str]:
+    from redline.config.reference import as_table
+    from redline.config.schema import Config
+
+    recipe, serve, *_ = groups()
+    for section, field in Config.model_fields.items():
+        own = [key for key in recipe.keys if key.name.startswith(f"{section}.")]
+        yield f"\n## {section}\n\n{field.description}\n\n{as_table(own)}"
+    yield f"\n## redline serve\n\n`{serve.title}`.\n\n{as_table(serve.keys)}"
