@@ -9,7 +9,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
@@ -20,6 +19,7 @@ import torch
 from redline.errors import TrainingError
 from redline.kernels.available import has_triton
 from redline.lab.bench.settings import MemorySettings, as_recipe
+from redline.lab.child import KILLED, ChildError, only_answer, take_stdout
 from redline.lab.material.networks import Network, make_network
 from redline.lab.material.train_batches import random_batch
 from redline.lab.measure.machine import MemoryMeter
@@ -32,9 +32,6 @@ from redline.models.sizes.memory import parameter_bytes, token_bytes
 from redline.trainer.batches.budget import logits_bytes
 from redline.trainer.optimizer.quantized_states import bytes_per_moments
 
-KILLED = -9
-"""By the kernel, for want of memory."""
-LINES_SHOWN = 15
 OUT_OF_MEMORY = ("out of memory", "can't allocate memory", "CUBLAS_STATUS_ALLOC_FAILED")
 
 
@@ -55,23 +52,22 @@ class Found:
 
 
 def probe(settings: MemorySettings, side: str, sequences: int) -> Found:
-    """Train on a micro-batch of so many sequences in a new process."""
+    """Train on a micro-batch of so many sequences in a new process. Blocks until it has ended."""
     task = {"settings": settings.model_dump(mode="json", exclude_unset=True), "side": side, "sequences": sequences}
     command = [sys.executable, "-m", "redline.lab.bench.memory_probe", json.dumps(task)]
-    done = subprocess.run(command, capture_output=True, text=True)
-    if done.returncode == KILLED:
-        return Found(None)
-    if done.returncode:
-        said = "\n".join(done.stderr.splitlines()[-LINES_SHOWN:])
-        raise TrainingError(f"a try ended with exit code {done.returncode}:\n{said}", "search less far: most_tokens=8192")
-    return Found(**json.loads(done.stdout.splitlines()[-1]))
+    try:
+        return Found(**only_answer(command))
+    except ChildError as failed:
+        if failed.code == KILLED:
+            return Found(None)
+        raise TrainingError(f"a try {failed}", "search less far: most_tokens=8192") from None
 
 
 # ── in the process ─────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def main() -> None:
-    task = json.loads(sys.argv[1])
+    reply, task = take_stdout(), json.loads(sys.argv[1])
     settings = MemorySettings.model_validate(task["settings"])
     prepare_process(as_recipe(settings))
     # Libraries and workspaces that a first step loads would count as its memory.
@@ -79,7 +75,7 @@ def main() -> None:
     if settings.device == "cuda" and settings.limit_bytes is not None:
         total = torch.cuda.get_device_properties(0).total_memory
         torch.cuda.set_per_process_memory_fraction(min(1.0, settings.limit_bytes / total))
-    print(json.dumps(asdict(train(settings, task["side"], task["sequences"]))))
+    reply(asdict(train(settings, task["side"], task["sequences"])))
 
 
 def train(settings: MemorySettings, side_name: str, sequences: int) -> Found:

@@ -13,7 +13,6 @@ from __future__ import annotations
 import contextlib
 import json
 import math
-import os
 import resource
 import sys
 import time
@@ -26,6 +25,7 @@ from rich.console import Console
 
 from redline.config import Config, load_recipe, resolve
 from redline.engine.stats import metrics_between
+from redline.lab.child import take_stdout
 from redline.lab.measure.scratch_run import StepWatch, scratch_stages
 from redline.launch.process import prepare_process
 from redline.models.files.sources import model_folder
@@ -39,17 +39,14 @@ Play = Callable[[], tuple[Metrics, list[str]]]
 
 
 def main() -> None:
-    # Whatever is printed on the way belongs to stderr; answers have the pipe to themselves.
-    answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)
-    task = json.loads(sys.argv[1])
+    reply, task = take_stdout(), json.loads(sys.argv[1])
     with _steps(task) if "recipe" in task else _case(task) as (device, play):
-        print(json.dumps({"device": device.type, "identity": describe_environment()}), file=answers, flush=True)
+        reply({"device": device.type, "identity": describe_environment()})
         for line in sys.stdin:
             if line.strip() == "end":
-                print(json.dumps({"peak_bytes": _peak(device)}), file=answers, flush=True)
+                reply({"peak_bytes": _peak(device)})
                 break
-            print(json.dumps(_timed(play, device)), file=answers, flush=True)
+            reply(_timed(play, device))
 
 
 def _timed(play: Play, device: torch.device) -> dict[str, Any]:

@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import random
-import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 from redline.errors import CompareError
+from redline.lab.child import Child, ChildError
 from redline.lab.evidence.experiment import Pair, Round
 from redline.lab.measure.warmup import is_steady
 
@@ -23,9 +21,6 @@ PROGRAMS = ("lab/compare/process.py", "lab/compare_process.py")
 """Where a revision has its side of the conversation, the newest place first."""
 MAX_WARMUP = 8
 """Rounds that do not count; a machine that others work on may never be steady."""
-PATIENCE_S = 30
-"""For a process to end once it was told to."""
-LINES_SHOWN = 15
 
 
 @dataclass(slots=True, frozen=True)
@@ -45,8 +40,7 @@ class Worker:
     """Speaks with `process.py`, which keeps everything loaded and waits."""
 
     job: Job
-    process: subprocess.Popen[str]
-    log: IO[str]
+    child: Child
     started_s: float = field(default_factory=time.perf_counter)
     device: str = ""
     identity: dict[str, Any] = field(default_factory=dict)
@@ -56,72 +50,37 @@ class Worker:
     @classmethod
     @contextlib.contextmanager
     def of(cls, job: Job, seed: int) -> Iterator[Worker]:
-        """The process is gone when the block ends. It starts at once; `wait` returns when it is ready."""
-        with tempfile.TemporaryFile("w+") as log:
-            process = subprocess.Popen(
-                # -P: this folder's `statistics` must not stand in for the standard library's.
-                [sys.executable, "-P", str(_program(job.source)), json.dumps({**job.task, "seed": seed})],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=log,
-                text=True,
-                env={**os.environ, "PYTHONPATH": str(job.source)},
-            )
-            worker = cls(job, process, log)
-            try:
-                yield worker
-            finally:
-                worker._end()
+        """Starts the process at once; `wait` blocks until it is ready. It is gone when the block ends."""
+        # -P: no module of that folder may stand in for one of the standard library.
+        command = [sys.executable, "-P", str(_program(job.source)), json.dumps({**job.task, "seed": seed})]
+        with Child(command, {"PYTHONPATH": str(job.source)}) as child:
+            yield cls(job, child)
 
     def wait(self) -> None:
-        ready = self._read()
+        with self._explained():
+            ready = self.child.read()
         self.device, self.identity = ready["device"], ready["identity"]
         self.startup_s = time.perf_counter() - self.started_s
 
     def round(self) -> dict[str, float]:
-        self._write("round")
-        answer = self._read()
+        """Blocks until it has run a round; returns its metrics."""
+        with self._explained():
+            answer = self.child.ask("round")
         self.larger_is_better = answer["larger_is_better"]
         return answer["metrics"]
 
     def peak_bytes(self) -> float:
         """The last thing it can be asked."""
-        self._write("end")
-        return float(self._read()["peak_bytes"])
+        with self._explained():
+            return float(self.child.ask("end")["peak_bytes"])
 
-    def _write(self, line: str) -> None:
-        assert self.process.stdin is not None
+    @contextlib.contextmanager
+    def _explained(self) -> Iterator[None]:
         try:
-            print(line, file=self.process.stdin, flush=True)
-        except BrokenPipeError:
-            self._fail()
-
-    def _read(self) -> dict[str, Any]:
-        assert self.process.stdout is not None
-        line = self.process.stdout.readline()
-        if not line:
-            self._fail()
-        return json.loads(line)
-
-    def _fail(self) -> None:
-        code = self.process.wait()
-        self.log.seek(0)
-        said = "\n".join(self.log.read().splitlines()[-LINES_SHOWN:])
-        raise CompareError(
-            f"{self.job.name} ended with exit code {code}:\n{said}",
-            "run it alone first; an older revision may not know all keys",
-        )
-
-    def _end(self) -> None:
-        for pipe in (self.process.stdin, self.process.stdout):
-            with contextlib.suppress(BrokenPipeError):
-                assert pipe is not None
-                pipe.close()
-        try:
-            self.process.wait(PATIENCE_S)
-        except subprocess.TimeoutExpired:
-            self.process.kill()
-            self.process.wait()
+            yield
+        except ChildError as failed:
+            hint = "run it alone first; an older revision may not know all keys"
+            raise CompareError(f"{self.job.name} {failed}", hint) from None
 
 
 @dataclass(slots=True, frozen=True)

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
-import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import torch
 
 from redline.config.sections.engine import EngineConfig
 from redline.errors import EngineError
+from redline.lab.child import Child, ChildError
 from redline.lab.peers.generation_sides import Batch, Run
 
 PROGRAM = Path(__file__).with_name("vllm_process.py")
@@ -23,57 +23,42 @@ ENVIRONMENT = {"VLLM_LOGGING_LEVEL": "WARNING", "VLLM_NO_USAGE_STATS": "1", "HF_
 SHARE_OF_FREE_MEMORY = 0.9
 PATIENCE_S = 60
 """For the process to end once its input has."""
-LINES_SHOWN = 15
 
 
 class VllmSide:
     """Speaks with `vllm_process.py`, which keeps the model loaded and waits."""
 
     def __init__(self, arguments: Mapping[str, Any], python: Path | None = None, program: Path = PROGRAM) -> None:
-        """`arguments` are those of `vllm.LLM`."""
-        self._log: IO[str] = tempfile.TemporaryFile("w+")  # noqa: SIM115  closed with the process
-        self._process = subprocess.Popen(
-            # -P: this folder's `statistics` must not stand in for the standard library's.
+        """Starts it and blocks until the model is loaded. `arguments` are those of `vllm.LLM`."""
+        self._child = Child(
+            # -P: no module of that folder may stand in for one of the standard library.
             [str(python or sys.executable), "-P", str(program), json.dumps(dict(arguments))],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=self._log,
-            text=True,
-            env=ENVIRONMENT | os.environ,
+            {name: value for name, value in ENVIRONMENT.items() if name not in os.environ},
+            patience_s=PATIENCE_S,
         )
         try:
-            self.version = str(self._read()["version"])
+            with _explained():
+                self.version = str(self._child.read()["version"])
         except EngineError:
             self.close()
             raise
 
     def run(self, batch: Batch) -> Run:
-        assert self._process.stdin is not None
         prompts = [prompt.tolist() for prompt in batch.prompts]
         work = {"prompts": prompts, "n": batch.n, "new_tokens": batch.new_tokens}
-        print(json.dumps(work), file=self._process.stdin, flush=True)
-        return Run(**self._read())
+        with _explained():
+            return Run(**self._child.ask(json.dumps(work)))
 
     def close(self) -> None:
-        assert self._process.stdin is not None
-        self._process.stdin.close()
-        try:
-            self._process.wait(PATIENCE_S)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
-        self._log.close()
+        self._child.close()
 
-    def _read(self) -> dict[str, Any]:
-        assert self._process.stdout is not None
-        line = self._process.stdout.readline()
-        if not line:
-            code = self._process.wait()
-            self._log.seek(0)
-            said = "".join(self._log.readlines()[-LINES_SHOWN:])
-            raise EngineError(f"vLLM ended with exit code {code}:\n{said}", "run without it: peers=transformers")
-        document: dict[str, Any] = json.loads(line)
-        return document
+
+@contextmanager
+def _explained() -> Iterator[None]:
+    try:
+        yield
+    except ChildError as failed:
+        raise EngineError(f"vLLM {failed}", "run without it: peers=transformers") from None
 
 
 def vllm_arguments(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import subprocess
 import sys
 from dataclasses import asdict, dataclass
 from importlib import metadata
@@ -14,6 +13,7 @@ from typing import Any
 import torch
 
 from redline.errors import RedlineError
+from redline.lab.child import ChildError, only_answer, take_stdout
 from redline.lab.measure.machine import measure_machine, resident_bytes
 from redline.lab.plan.devices import CPU_PRICE, Device
 from redline.models.files.sources import cache_root
@@ -65,10 +65,10 @@ def measure_cpu(dtype: torch.dtype, num_threads: int) -> Measured:
 
 
 def _idle_bytes() -> int:
-    done = subprocess.run([sys.executable, "-m", "redline.lab.plan.cpu"], capture_output=True, text=True)
-    if done.returncode:
-        raise RedlineError(f"a process that does nothing ended with exit code {done.returncode}:\n{done.stderr[-2000:]}")
-    return int(done.stdout.split()[-1])
+    try:
+        return int(only_answer([sys.executable, "-m", "redline.lab.plan.cpu"])["resident_bytes"])
+    except ChildError as failed:
+        raise RedlineError(f"a process that does nothing {failed}") from None
 
 
 def main() -> None:
@@ -78,12 +78,13 @@ def main() -> None:
     from redline.lab.material.train_batches import random_batch
     from redline.lab.peers.training_sides import RedlineTraining
 
+    reply = take_stdout()
     network = make_network("builtin:tiny", torch.device("cpu"), torch.bfloat16, seed=0)
     side = RedlineTraining(network.decoder, torch.bfloat16, TrainerConfig())
     lengths = torch.full((2,), 8).numpy()
     vocabulary = network.decoder.spec.vocab_size
     side.step(random_batch(lengths, prompt_tokens=1, group_size=1, vocab_size=vocabulary, key=(0,)))
-    print(resident_bytes())
+    reply({"resident_bytes": resident_bytes()})
 
 
 def plan_folder() -> Path:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import statistics
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping
@@ -21,6 +20,7 @@ from redline.config.sections.engine import EngineConfig
 from redline.config.sections.trainer import TrainerConfig
 from redline.engine import NativeEngine
 from redline.lab.bench.settings import BenchSettings, as_recipe
+from redline.lab.child import ChildError, only_answer, take_stdout
 from redline.lab.material.networks import make_network
 from redline.lab.material.prompts import random_prompts
 from redline.lab.material.train_batches import random_batch
@@ -33,7 +33,6 @@ from redline.launch.process import prepare_process
 
 TIMED = 3
 """Runs whose median counts, after one that warms up and one whose memory is watched."""
-LINES_SHOWN = 8
 CPU_THREADS = 1
 """So that the seconds of the processor can be counted, which busy neighbours change far less than those of the clock."""
 
@@ -43,28 +42,25 @@ def probe(point: Point, device: str) -> dict[str, Any]:
     task = {"phase": point.phase, "settings": dict(point.settings), "device": device}
     command = [sys.executable, "-m", "redline.lab.plan.probe", json.dumps(task)]
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=point.limit_s)
-    except subprocess.TimeoutExpired:
-        return {"error": f"not done after {point.limit_s:g} s"}
-    if done.returncode:
-        said = done.stderr.strip().splitlines()[-LINES_SHOWN:]
-        return {"error": said[-1] if said else f"exit code {done.returncode}", "stderr": "\n".join(said)}
-    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-    return found
+        return only_answer(command, point.limit_s)
+    except ChildError as failed:
+        said = {"stderr": "\n".join(failed.lines)} if failed.lines else {}
+        crashed = failed.code is not None and failed.lines
+        return {"error": failed.lines[-1] if crashed else str(failed).splitlines()[0], **said}
 
 
 # ── in the process ─────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def main() -> None:
-    task = json.loads(sys.argv[1])
+    reply, task = take_stdout(), json.loads(sys.argv[1])
     settings, device = task["settings"], task["device"]
     threads = CPU_THREADS if device == "cpu" else None
     prepare_process(
         as_recipe(BenchSettings(model=settings["model"], device=device, dtype=settings["dtype"], num_threads=threads))
     )
     measure = {"training": measure_training, "generation": measure_generation}[task["phase"]]
-    print(json.dumps(measure(settings, torch.device(device))))
+    reply(measure(settings, torch.device(device)))
 
 
 def measure_training(settings: Mapping[str, Any], device: torch.device) -> dict[str, Any]:

@@ -124,7 +124,7 @@ def test_vllm_runs_in_a_process_of_its_own(fake_vllm: Path) -> None:
     assert side.version == "0.0"
     assert [side.run(BATCH).tokens_per_s for _ in range(2)] == [18, 18]
     side.close()
-    assert side._process.returncode == 0
+    assert side._child._process.returncode == 0
 
 
 FAKE_PACKAGE = """

@@ -1,0 +1,139 @@
+"""Child processes that answer with lines of JSON: a peer or a revision that keeps its model loaded, or one try that leaves
+nothing behind when it ends.
+
+    parent   Child(command) ── a line on stdin ──►  child
+             ask, read      ◄─ a line of JSON ───   reply(document)
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import queue
+import subprocess
+import tempfile
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from types import TracebackType
+from typing import Any
+
+LINES_SHOWN = 15
+"""Lines of its stderr that a failure shows."""
+PATIENCE_S = 30.0
+"""Seconds that a child has to end once its input has."""
+KILLED = -9
+"""Exit code of a process that the kernel ended, usually for want of memory."""
+
+
+class ChildError(Exception):
+    """A child ended without the answer, with an error, or not in time. Who started it says what that means to a user."""
+
+    def __init__(self, code: int | None, lines: Sequence[str], limit_s: float | None = None) -> None:
+        self.code = code
+        """Its exit code; None where it had not answered within `limit_s`, and was killed."""
+        self.lines = list(lines)
+        """The last of what it wrote to stderr."""
+        what = f"not done after {limit_s:g} s" if code is None else f"ended with exit code {code}"
+        super().__init__(":\n".join([what, "\n".join(self.lines)] if self.lines else [what]))
+
+
+class Child:
+    """One child process. A context manager; it is gone when the block ends, or after `close`."""
+
+    def __init__(self, command: Sequence[str], env: Mapping[str, str] | None = None, *, patience_s: float = PATIENCE_S) -> None:
+        """Starts it and returns at once. `env` is added to this process's environment."""
+        self._patience_s = patience_s
+        self._log = tempfile.TemporaryFile("w+", errors="replace")  # noqa: SIM115  closed with the process
+        self._process = subprocess.Popen(
+            list(command),
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._log,
+            text=True,
+            env={**os.environ, **(env or {})},
+        )
+        self._answers: queue.SimpleQueue[str | None] = queue.SimpleQueue()
+        threading.Thread(target=self._receive, name="child answers", daemon=True).start()
+
+    def _receive(self) -> None:
+        assert self._process.stdout is not None
+        with self._process.stdout as lines:
+            for line in lines:
+                self._answers.put(line)
+        self._answers.put(None)
+
+    def ask(self, line: str, limit_s: float | None = None) -> dict[str, Any]:
+        """Sends a line and blocks until the answer is there. Raises `ChildError` as `read` does."""
+        assert self._process.stdin is not None
+        try:
+            print(line, file=self._process.stdin, flush=True)
+        except BrokenPipeError:
+            raise self._ended() from None
+        return self.read(limit_s)
+
+    def read(self, limit_s: float | None = None) -> dict[str, Any]:
+        """Blocks until its next answer. Raises `ChildError` where it ends without one, and kills it where none has come after
+        `limit_s` seconds."""
+        try:
+            line = self._answers.get(timeout=limit_s)
+        except queue.Empty:
+            self._kill()
+            raise ChildError(None, self._last_lines(), limit_s) from None
+        if line is None:
+            raise self._ended()
+        document: dict[str, Any] = json.loads(line)
+        return document
+
+    def finish(self) -> None:
+        """Blocks until it has ended by itself. Raises `ChildError` where it ended with an error."""
+        if self._process.wait():
+            raise self._ended()
+
+    def close(self) -> None:
+        """Ends its input and waits for it to end; kills it where it takes longer than `patience_s`."""
+        assert self._process.stdin is not None
+        with contextlib.suppress(BrokenPipeError):
+            self._process.stdin.close()
+        try:
+            self._process.wait(self._patience_s)
+        except subprocess.TimeoutExpired:
+            self._kill()
+        self._log.close()
+
+    def _kill(self) -> None:
+        self._process.kill()
+        self._process.wait()
+
+    def _ended(self) -> ChildError:
+        return ChildError(self._process.wait(), self._last_lines())
+
+    def _last_lines(self) -> list[str]:
+        self._log.seek(0)
+        return self._log.read().splitlines()[-LINES_SHOWN:]
+
+    def __enter__(self) -> Child:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
+        self.close()
+
+
+def only_answer(command: Sequence[str], limit_s: float | None = None) -> dict[str, Any]:
+    """Starts a child that answers once, and blocks until it has ended. Raises `ChildError`."""
+    with Child(command) as child:
+        answer = child.read(limit_s)
+        child.finish()
+        return answer
+
+
+def take_stdout() -> Callable[[Mapping[str, Any]], None]:
+    """Called by a child before anything prints: returns the function that sends an answer. Everything else that is printed goes
+    to stderr."""
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+
+    def reply(document: Mapping[str, Any]) -> None:
+        print(json.dumps(document), file=answers, flush=True)
+
+    return reply
