@@ -7,6 +7,7 @@
     ├── EngineError        a request cannot be served as asked
     │   └── BrokenModelError         the model gave numbers that cannot be sampled from
     ├── TrainingError      a step produced numbers that must not be trained on
+    │   └── NoRoomError              the trainer does not fit into the device's memory
     ├── CompareError       a side of a comparison cannot be run, or a saved result cannot be read
     └── RunFolderError     a run folder is missing, torn, or belongs to another run
         └── DamagedCheckpointError   one checkpoint cannot be read; another may do
@@ -57,6 +58,10 @@ class BrokenModelError(EngineError):
 
 class TrainingError(RedlineError):
     """A step produced numbers that must not be trained on."""
+
+
+class NoRoomError(TrainingError):
+    """The trainer does not fit into the device's memory, however small its micro-batches are."""
 
 
 class CompareError(RedlineError):

@@ -16,7 +16,7 @@ from dataclasses import asdict, dataclass
 import numpy as np
 import torch
 
-from redline.errors import TrainingError
+from redline.errors import NoRoomError, TrainingError
 from redline.kernels.available import has_triton
 from redline.lab.bench.settings import MemorySettings, as_recipe
 from redline.lab.child import KILLED, ChildError, only_answer, take_stdout
@@ -93,7 +93,9 @@ def train(settings: MemorySettings, side_name: str, sequences: int) -> Found:
         batch = random_batch(lengths, prompt_tokens=1, group_size=1, vocab_size=shape.vocab_size, key=(settings.seed,))
         steps = [side.step(batch)]
         memory = memory_by_kind(lambda: steps.append(side.step(batch)), meter, side.weight_bytes, side.gradient_bytes)
-    except (MemoryError, RuntimeError, TrainingError) as error:
+    except NoRoomError:
+        return Found(None)
+    except (MemoryError, RuntimeError) as error:
         if not _is_out_of_memory(error):
             raise
         return Found(None)
@@ -127,7 +129,7 @@ def _side(name: str, network: Network, settings: MemorySettings, sequences: int)
 
 
 def _is_out_of_memory(error: Exception) -> bool:
-    """Only torch's allocator for GPUs has an error of its own for it; the trainer says when one sequence alone is too much."""
+    """Torch has an error of its own for its GPU allocator alone; its others can only be told by their words."""
     return isinstance(error, MemoryError | torch.OutOfMemoryError) or any(words in str(error) for words in OUT_OF_MEMORY)
 
 

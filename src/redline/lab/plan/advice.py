@@ -67,8 +67,7 @@ class _Option:
 
 def fits(setup: Setup, memory: MemoryEstimate) -> bool:
     """Every phase within the device, and the trainer and the engine with room to begin."""
-    refused = any(reason.startswith("no room") or "(no room" in reason for reason in memory.sizes.reasons.values())
-    return memory.worst.total <= setup.device.memory_bytes and not refused
+    return memory.worst.total <= setup.device.memory_bytes and not memory.sizes.refused
 
 
 # ── cuts ───────────────────────────────────────────────────────────────────────────────────────────────────────────────

@@ -21,7 +21,7 @@ import torch
 
 from redline.engine.native.cache.kv_cache import KVCache
 from redline.engine.native.cache.sizing import CPU_CACHE_BYTES, block_size_for
-from redline.errors import TrainingError
+from redline.errors import NoRoomError
 from redline.lab.plan.setup import Setup
 from redline.models.sizes.memory import (
     FLOAT32,
@@ -78,7 +78,10 @@ class Sizes:
     training_tokens: int
     """Tokens of the largest micro-batch."""
     forward_tokens: int
+    refused: tuple[str, ...] = ()
+    """Stages that would refuse to begin for want of memory: `engine`, `trainer`."""
     reasons: Mapping[str, str] = field(default_factory=dict)
+    """Why each size is what it is, for people."""
 
 
 @dataclass(slots=True, frozen=True)
@@ -155,27 +158,29 @@ def _always(setup: Setup, sizes: Sizes) -> dict[str, int]:
 
 
 def choose_sizes(setup: Setup) -> Sizes:
-    kv_bytes, kv_tokens, kv_reason = _kv_cache(setup)
-    reasons = {"KV cache": kv_reason}
+    cache = _kv_cache(setup)
+    reasons, refused = {"KV cache": cache.reason}, [] if cache.fits else ["engine"]
     given, limit = setup.config.trainer.max_tokens_per_micro_batch, setup.tokens_per_rank
     if given:
         budgets = Budgets(given, FORWARD_RATIO * given, "as the recipe says")
     elif setup.device.is_gpu:
-        budgets = _budgets(trainer_plan(setup, kv_bytes), setup.longest)
+        budgets = _budgets(trainer_plan(setup, cache.num_bytes), setup.longest, refused)
     else:
         budgets = cpu_budgets()
     forward = setup.config.trainer.max_tokens_per_forward or budgets.forward
     training, forward = (balanced(limit, max(most, setup.longest)) for most in (budgets.training, forward))
     of = f"; a step has {limit:,}" if budgets.training > limit else ""
     reasons["trainer.max_tokens_per_micro_batch"] = f"{budgets.training:,} ({budgets.reason}{of})"
-    return Sizes(kv_bytes, kv_tokens, training, forward, reasons)
+    return Sizes(cache.num_bytes, cache.num_tokens, training, forward, tuple(refused), reasons)
 
 
-def _budgets(plan: MemoryPlan, longest: int) -> Budgets:
-    """Where there is no room the trainer refuses; the plan goes on with one sequence at a time, to say by how much."""
+def _budgets(plan: MemoryPlan, longest: int, refused: list[str]) -> Budgets:
+    """Where there is no room the trainer is added to `refused`; the plan goes on with one sequence at a time, to say by how
+    much."""
     try:
         return plan.budgets()
-    except TrainingError:
+    except NoRoomError:
+        refused.append("trainer")
         return Budgets(longest, longest, "no room: one sequence at a time")
 
 
@@ -199,7 +204,17 @@ def trainer_plan(setup: Setup, kv_bytes: int) -> MemoryPlan:
     )
 
 
-def _kv_cache(setup: Setup) -> tuple[int, int, str]:
+@dataclass(slots=True, frozen=True)
+class _Cache:
+    """The engine's cache, or where it does not fit the one that would be needed."""
+
+    num_bytes: int
+    num_tokens: int
+    reason: str
+    fits: bool = True
+
+
+def _kv_cache(setup: Setup) -> _Cache:
     """As `engine/native/cache/sizing.py` has it: the bytes given, or what the utilization leaves beside the trainer's state."""
     engine, shape = setup.config.engine, setup.model.shape
     block = block_size_for(engine, torch.device(setup.kind))
@@ -208,7 +223,7 @@ def _kv_cache(setup: Setup) -> tuple[int, int, str]:
     given, budget = engine.kv_cache_memory_bytes, _kv_budget(setup)
     if (given or budget) < 2 * per_block:  # the engine refuses; the plan goes on with what is needed, to say by how much
         needed = _touched_blocks(setup, block) + 1
-        return needed * per_block, (needed - 1) * block, "no room: what the attempts of a step need"
+        return _Cache(needed * per_block, (needed - 1) * block, "no room: what the attempts of a step need", fits=False)
     blocks = min((given or budget) // per_block, rows)
     # On the CPU only what is touched becomes resident.
     resident = blocks if setup.device.is_gpu else min(blocks, _touched_blocks(setup, block) + 1)
@@ -221,7 +236,7 @@ def _kv_cache(setup: Setup) -> tuple[int, int, str]:
         why = "4 GiB, of which only what is touched becomes resident"
     if blocks == rows:
         why = f"all {engine.max_num_seqs} rows at {_max_len(setup):,} tokens, less than {why}"
-    return resident * per_block, (blocks - 1) * block, why
+    return _Cache(resident * per_block, (blocks - 1) * block, why)
 
 
 def _kv_budget(setup: Setup) -> int:

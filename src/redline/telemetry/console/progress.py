@@ -148,10 +148,9 @@ class _StatusLine:
         mean = sum(self._step_seconds) / len(self._step_seconds)
         return max(0.0, (self.total_steps - self.steps_done) * mean - (time.monotonic() - self._updated))
 
-    def _mostly(self) -> str:
-        """What the recent steps spent most of their time on, and the share: the current bottleneck."""
-        found = bottleneck(sum(map(Counter, self._phases), Counter[str]()))
-        return f"{in_words(found[0])} {found[1]:.0%}" if found else ""
+    def _bottleneck(self) -> tuple[str, float] | None:
+        """The phase that the recent steps spent most of their time in, and its share."""
+        return bottleneck(sum(map(Counter, self._phases), Counter[str]()))
 
     def _when(self) -> str:
         if self.steps_done == self.total_steps:
@@ -161,7 +160,8 @@ class _StatusLine:
     def plain(self) -> str:
         step = f"step {self.steps_done:>{len(str(self.total_steps))}}/{self.total_steps}"
         speed = f"{self._tokens_per_s:>7,.0f} tok/s  {self._step_seconds[-1]:6.2f} s/step"
-        mostly = f"  mostly {self._mostly()}" if self._mostly() else ""
+        found = self._bottleneck()
+        mostly = f"  mostly {in_words(found[0])} {found[1]:.0%}" if found else ""
         failed = f"  {self._failed}" if self._failed else ""
         return f"{step}  reward {self._rewards[-1]:6.3f}{failed}  {speed}  {self._when()}{mostly}"
 
@@ -193,8 +193,9 @@ class _StatusLine:
         )
         if with_step:
             facts.append(f"  {self._step_seconds[-1]:.1f}").append(" s/step", style="dim")
-        if mostly := self._mostly():
-            facts.append("  ").append(mostly, style="red" if mostly.startswith("waiting") else "")
+        if found := self._bottleneck():
+            phase, share = found
+            facts.append("  ").append(f"{in_words(phase)} {share:.0%}", style="red" if phase.startswith("wait") else "")
         return facts.append(f"  {self._when()}", style="dim")
 
 

@@ -17,7 +17,7 @@ from typing import TypeVar
 
 import torch
 
-from redline.errors import TrainingError
+from redline.errors import NoRoomError
 from redline.models.files.hf import AnyDecoder
 from redline.models.layer_code import Checkpointing
 from redline.models.sizes.memory import FLOAT32, ParameterBytes, TokenBytes, token_bytes
@@ -74,7 +74,7 @@ class MemoryPlan:
         most = min(MOST_TOKENS, max(BUSY_TOKENS, self.keeps // STEP * STEP))
         training, forward = _tokens(self.room, self.per_token.training, most), _tokens(self.room, self.per_token.forward)
         if training < STEP:
-            raise TrainingError(
+            raise NoRoomError(
                 f"no room to train: of {_size(self.device)}, others hold {_size(self.others)}, weights, gradients and optimizer"
                 f" need {_size(self.parameters.total)}, logits {_size(self.logits)}",
                 "lower engine.gpu_memory_utilization, set trainer.offload_optimizer=true, or take a smaller model",
@@ -152,7 +152,7 @@ class TokenBudget:
         """Shrink below `tried`, the largest micro-batch that was planned, by at least a sequence of `longest` tokens; says what
         it did. No micro-batch is smaller than its longest sequence, so that one which is no larger cannot be helped."""
         if tried <= longest:
-            raise TrainingError(
+            raise NoRoomError(
                 f"out of memory: a sequence of {longest:,} tokens does not fit, even alone",
                 "lower rollouts.max_new_tokens, set trainer.gradient_checkpointing=full, or leave the trainer more memory"
                 " (engine.gpu_memory_utilization)",
