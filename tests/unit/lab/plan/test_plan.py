@@ -302,6 +302,15 @@ def test_a_model_that_is_too_large_for_anything_has_no_cut_that_fits() -> None:
     assert not any(cut.fits for cut in plan.cuts if "--gpus" not in " ".join(cut.settings))
 
 
+def test_a_plan_names_the_stages_that_would_refuse_to_begin() -> None:
+    assert estimate_memory(setup_of(HALF)).sizes.refused == ()
+    whole = setup_of(SEVEN, "l4")
+    assert estimate_memory(whole).sizes.refused == ("engine", "trainer")
+    assert not fits(whole, estimate_memory(whole))
+    given = whole.changed(engine={"kv_cache_memory_bytes": GB})
+    assert estimate_memory(given).sizes.refused == ("trainer",)
+
+
 def test_what_a_cut_saves_is_the_difference_of_two_plans() -> None:
     setup = setup_of(SEVEN, "h200", trainer={"max_tokens_per_micro_batch": 4096}, engine={"kv_cache_memory_bytes": GB})
     memory = estimate_memory(setup)
