@@ -221,7 +221,7 @@ def test_points_that_failed_are_shown_and_the_rest_still_counts() -> None:
     assert "calibration points" in saved["efficiency"]["training"]
     assert json.loads(json.dumps(again(saved)))["rows"] == saved["rows"]
     shown = validate.render(saved)
-    assert shown.row_count == len(saved["rows"]) + 1
+    assert shown.table.row_count == len(saved["rows"]) + 1
 
 
 @pytest.mark.slow
