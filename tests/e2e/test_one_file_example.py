@@ -27,6 +27,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 from redline import loop
 from redline.config import resolve, validate
 from redline.launch.build import build
+from redline.launch.placement import place
+from redline.launch.preflight import load_tasks
 from redline.launch.stages import Stages
 from redline.models.files.hf import hf_tensors
 from redline.models.files.tiny import write_tiny_model
@@ -146,8 +148,8 @@ def package_stages(model: Path, folder: Path) -> Stages:
             "trainer": {"learning_rate": LEARNING_RATE, "max_grad_norm": example.MAX_GRAD_NORM},
         }
     )
-    quiet = Progress(STEPS, console=Console(file=io.StringIO()))
-    return build(resolve(config).config, RunFolder.create(folder, "run"), quiet)
+    quiet, config = Progress(STEPS, console=Console(file=io.StringIO())), resolve(config).config
+    return build(config, RunFolder.create(folder, "run"), quiet, place(config), load_tasks(config))
 
 
 def run_package(model: Path, folder: Path) -> Run:

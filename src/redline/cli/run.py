@@ -103,6 +103,7 @@ def _train(path: Path, overrides: list[str], *, dry_run: bool, resume: bool, fro
         checked = new_run(load_recipe(path, overrides))
     if dry_run:
         _print_resolved(checked.resolved)
+        typer.echo(f"placement: {checked.placement}", err=True)
         return None
     return checked.train(from_scratch=from_scratch)
 

@@ -11,8 +11,8 @@ from redline.buffer.store.segments import SEGMENT_BYTES
 from redline.config import Config
 from redline.engine import EngineSession, NativeEngine
 from redline.errors import ModelError
-from redline.launch.placement import check_placement
-from redline.launch.preflight import LoadedTasks, load_tasks
+from redline.launch.placement import Placement
+from redline.launch.preflight import LoadedTasks
 from redline.launch.stages import Stages
 from redline.models.files.hf import load_decoder, load_tokenizer, stop_token_ids
 from redline.models.files.sources import model_folder
@@ -27,10 +27,8 @@ from redline.types import Completion, GenerateRequest, Task, WeightUpdate
 from redline.weight_sync import SharedWeightSync
 
 
-def build(config: Config, folder: RunFolder, progress: Progress, tasks: LoadedTasks | None = None) -> Stages:
-    """The five stages, connected. `tasks` are those of the recipe where the caller has loaded them already."""
-    check_placement(config)
-    tasks = tasks or load_tasks(config)
+def build(config: Config, folder: RunFolder, progress: Progress, placement: Placement, tasks: LoadedTasks) -> Stages:
+    """Load the model and make the five stages of a recipe, connected. `placement` and `tasks` are the recipe's own."""
     device, dtype = torch.device(config.run.device), getattr(torch, config.model.dtype)
     with span("models.load"):
         progress.note(f"loading {config.model.path}")
@@ -74,7 +72,7 @@ def build(config: Config, folder: RunFolder, progress: Progress, tasks: LoadedTa
         config.buffer.group_timeout_s,
     )
     shared_engine = UpdatedEngine(session)
-    rollouts = _place_rollouts(config, attempts, session, trainer, shared_engine)
+    rollouts = _place_rollouts(placement, attempts, session, trainer, shared_engine)
     store = _make_store(config, folder, progress.note)
     return Stages(
         rollouts=rollouts,
@@ -116,21 +114,21 @@ def _without_bad_prompts(tasks: LoadedTasks, prompts: Prompts, progress: Progres
 
 
 def _place_rollouts(
-    config: Config, attempts: SingleTurnRollouts, session: EngineSession, trainer: PolicyTrainer, shared: UpdatedEngine
+    placement: Placement, attempts: SingleTurnRollouts, session: EngineSession, trainer: PolicyTrainer, shared: UpdatedEngine
 ) -> Rollouts:
     """In lockstep rollouts and trainer take turns in one thread, else each has its own, and on a CPU its own cores."""
-    if config.buffer.max_lag == 0:
+    if placement.is_lockstep:
         return attempts
-    device, num_threads = torch.device(config.run.device), config.run.num_threads or 1
+    device = torch.device(placement.stages["engine"].device)
 
     def prepare_thread() -> None:
         if device.type == "cuda":
             torch.cuda.set_stream(torch.cuda.Stream(device))
         else:
-            torch.set_num_threads(max(1, num_threads // 2))
+            torch.set_num_threads(placement.stages["engine"].cpu_threads)
 
     if device.type == "cpu":
-        torch.set_num_threads(max(1, num_threads - num_threads // 2))
+        torch.set_num_threads(placement.stages["trainer"].cpu_threads)
     trainer.before_update, trainer.after_update = shared.hold, lambda: _wait_for(device)
     return BackgroundRollouts(attempts, session, prepare_thread)
 

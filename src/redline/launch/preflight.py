@@ -18,7 +18,7 @@ from typing import TypeVar
 
 from redline.config import Config
 from redline.errors import ConfigError, RedlineError, TaskError, boundary
-from redline.launch.placement import check_device, check_placement
+from redline.launch.placement import Placement, check_device, place
 from redline.ports import TaskSource
 from redline.rollouts import Chat, make_task_source
 from redline.rollouts.prompts import Prompts, prompt_limit
@@ -48,24 +48,28 @@ class LoadedTasks:
 
 @dataclass(slots=True, frozen=True)
 class Checked:
-    """A run that nothing speaks against, as far as can be known without its weights."""
+    """A recipe in which nothing is wrong, as far as can be known without weights."""
 
+    placement: Placement
     tasks: LoadedTasks
     notes: tuple[str, ...]
     """What was found that a person may want to know."""
 
 
 def check(config: Config, run: Path | None = None) -> Checked:
-    """Raise a `RedlineError` for whatever would end the run later. `config` is resolved; `run` is the folder of a run that goes
-    on. Imports torch and transformers, and fetches the small files of a model from the hub."""
-    check_placement(config)
+    """Check a resolved recipe. `run` is the folder of a run that goes on. Raises `RedlineError` for whatever would end the run
+    later. Imports torch and transformers, and fetches the small files of a model from the hub."""
+    placement = place(config)
     _check_writable(config.run.folder, "run.folder") if run is None else _check_writable(run, "the run folder")
-    return check_inputs(config)
+    return _check_inputs(config, placement)
 
 
 def check_inputs(config: Config) -> Checked:
-    """The same for whoever runs a recipe without leaving a run folder."""
-    check_placement(config)
+    """Check a resolved recipe that leaves no run folder. Otherwise as `check`."""
+    return _check_inputs(config, place(config))
+
+
+def _check_inputs(config: Config, placement: Placement) -> Checked:
     notes: list[str] = []
     with saying_what_hangs():
         tasks = load_tasks(config)
@@ -74,10 +78,10 @@ def check_inputs(config: Config) -> Checked:
     with span("rollouts.setup"), saying_what_hangs():
         first = _first_tasks(config, tasks.source, notes)
     with span("models.load"):
-        check_device(config)
+        check_device(config.run.device)
         _check_model(config, [*first, *tasks.held_out[:NUM_LOOKED_AT]], notes)
         _check_reward_model(config)
-    return Checked(tasks, tuple(notes))
+    return Checked(placement, tasks, tuple(notes))
 
 
 def _first_tasks(config: Config, source: TaskSource, notes: list[str]) -> list[Task]:

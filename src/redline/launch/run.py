@@ -4,25 +4,22 @@ from __future__ import annotations
 
 import time
 from contextlib import AbstractContextManager, ExitStack, nullcontext
+from pathlib import Path
 from typing import Any
 
 import torch
 
-from redline.config import Config, Resolved
+from redline.config import Config
 from redline.launch.build import build
 from redline.launch.nothing_to_do import nothing_to_do
-from redline.launch.placement import check_placement
-from redline.launch.preflight import LoadedTasks, load_tasks
 from redline.launch.process import prepare_process
+from redline.launch.result import save_model
 from redline.launch.stages import Stages
+from redline.launch.start import CheckedRun
 from redline.launch.summary import summary
-from redline.models.decoder import Decoder
-from redline.models.files.hf import save_folder
-from redline.models.lora.trainable import merged_tensors, save_adapter
 from redline.models.sizes.in_use import MemoryUse
 from redline.models.sizes.peak import find_peak
 from redline.telemetry import Progress, Recorder, RunFolder, describe_environment, process_start_ns, recording, span, write_json
-from redline.telemetry.files.durable import replacing_folder
 from redline.telemetry.files.failure import recording_failure
 from redline.telemetry.files.set_aside import set_everything_aside
 from redline.telemetry.listeners import Listeners
@@ -40,76 +37,50 @@ from redline.watch.outputs import Outputs
 from redline.watch.run_watch import RunWatch
 
 
-def train(
-    resolved: Resolved,
-    folder: RunFolder,
-    *,
-    resume: bool,
-    from_scratch: bool = False,
-    tasks: LoadedTasks | None = None,
-    began_ns: int | None = None,
-) -> dict[str, Any]:
-    """Run to the last step, or to an interrupt. Returns what `--json` prints. The folder gets its config.json once nothing is
-    left that can be refused without loading weights; until then an error takes it away again. `from_scratch` moves what the
-    folder holds aside and begins at step 0; `tasks` are those of the recipe where the caller has loaded them already.
-    The ledger begins at `began_ns`, or with the process."""
-    config = resolved.config
+def train(run: CheckedRun, folder: RunFolder, *, from_scratch: bool = False, began_ns: int | None = None) -> dict[str, Any]:
+    """Train to the last step or to an interrupt, and return what `redline train --json` prints. The folder of a new run gets
+    its config.json once nothing is left that can be refused without weights; until then an error takes the folder away again.
+    Nothing is written to the folder of a run that goes on before its checkpoint is loaded. `from_scratch` moves what the folder
+    holds aside and begins at step 0. The ledger begins at `began_ns`, by default with the process."""
+    config, goes_on = run.resolved.config, run.folder is not None and not from_scratch
     recorder = Recorder(keep_spans=config.telemetry.trace or "opentelemetry" in config.telemetry.sinks)
     recorder.add("run.startup", began_ns or process_start_ns(), time.perf_counter_ns())
     with (
         recording(recorder),
         folder.locked(),
         saying_how_to_continue(folder),
-        recording_failure(folder, is_resumed=resume and not from_scratch) as take_up,
+        recording_failure(folder, is_resumed=goes_on) as take_up,
         expecting_processes(folder.spans),
         ExitStack() as at_end,
     ):
         progress = Progress(config.run.steps)
-        if resume and not from_scratch and (done := nothing_to_do(config, folder, progress.note)):
+        if goes_on and (done := nothing_to_do(config, folder, progress.note)):
             return done
+        outputs = Outputs(folder, recorder, progress, Listeners(tell=progress.note))
         with span("run.setup"):
             prepare_process(config)
-            check_placement(config)
-            tasks = tasks or load_tasks(config)
-            aside, resume = (set_everything_aside(folder), False) if from_scratch else (None, resume)
-            if config.run.device == "cuda":
-                recorder.time_device(DeviceTimer(lambda: torch.cuda.Event(enable_timing=True), keep_spans=recorder.keep_spans))
-            for note in (f"run folder {folder.shown}", *resolved.warnings):
-                progress.note(note)
-            if aside:
-                progress.note(f"beginning at step 0; what was there is in {aside}")
-            listeners = Listeners(tell=progress.note)
-            watchdog = Watchdog(recorder, tell=progress.note, send=listeners.alert)
-            for listener in (watchdog, *make_sinks(config.telemetry)):  # what the first finds at the end, the others hear
-                listeners.add(listener)
-            if not resume:
-                listeners.started(folder, config)
-                at_end.callback(_close_listeners, listeners)
+            _say_what_begins(run, outputs, set_everything_aside(folder) if from_scratch else None)
+            watchdog = _add_listeners(config, outputs)
+            if not goes_on:
+                _start_listeners(config, outputs, at_end)
                 _describe(config, folder)
-        with span("run.setup"):
-            stages = build(config, folder, progress, tasks)
+            stages = build(config, folder, progress, run.placement, run.tasks)
             checkpoints = Checkpoints(config.run, folder, stages.trainer, progress.note)
-            if resume:
+            if goes_on:
                 _load(stages, checkpoints)
-                listeners.started(folder, config)
-                at_end.callback(_close_listeners, listeners)
+                _start_listeners(config, outputs, at_end)
                 take_up()  # nothing can be refused any more, and nothing of the run was written so far
         watchdog.begin(stages.queues)
         profiler = StepProfiler(folder, config, recorder, progress.note)
         at_end.callback(profiler.close)
         with span("run.setup"):
-            outputs = Outputs(folder, recorder, progress, listeners)
             peak_flops = _peak_flops(config, progress)
             watch = RunWatch(config, outputs, stages, peak_flops=peak_flops, profiler=profiler, checkpoints=checkpoints)
-            if resume:
-                watch.resume()
-                _describe(config, folder)  # run.steps may be a new number
-                if watch.rows.num_groups_counted is not None:
-                    watch.take_over(stages.buffer.not_counted(watch.rows.num_groups_counted))
-                progress.note(f"continuing after step {stages.trainer.version}")
+            if goes_on:
+                _go_on(config, outputs, stages, watch)
         try:
-            with _sampling(config, folder, stages, progress):
-                _run(config, stages, watch, progress, folder, profiler)
+            with _sampling(config, outputs, stages):
+                _take_steps(config, outputs, stages, watch, profiler)
         finally:
             with span("run.close"):
                 stages.close()
@@ -128,13 +99,44 @@ def _load(stages: Stages, checkpoints: Checkpoints) -> None:
         raise
 
 
+def _say_what_begins(run: CheckedRun, outputs: Outputs, aside: Path | None) -> None:
+    for note in (f"run folder {outputs.folder.shown}", *run.resolved.warnings):
+        outputs.progress.note(note)
+    if aside:
+        outputs.progress.note(f"beginning at step 0; what was there is in {aside}")
+
+
+def _add_listeners(config: Config, outputs: Outputs) -> Watchdog:
+    """Make the watchdog, which is returned, and the sinks."""
+    recorder, listeners = outputs.recorder, outputs.listeners
+    if config.run.device == "cuda":
+        recorder.time_device(DeviceTimer(lambda: torch.cuda.Event(enable_timing=True), keep_spans=recorder.keep_spans))
+    watchdog = Watchdog(recorder, tell=outputs.progress.note, send=listeners.alert)
+    for listener in (watchdog, *make_sinks(config.telemetry)):  # what the first finds at the end, the others hear
+        listeners.add(listener)
+    return watchdog
+
+
+def _start_listeners(config: Config, outputs: Outputs, at_end: ExitStack) -> None:
+    """Start watchdog and sinks, and see to it that they are closed. Raises where a sink cannot work."""
+    outputs.listeners.started(outputs.folder, config)
+    at_end.callback(_close_listeners, outputs.listeners)
+
+
+def _close_listeners(listeners: Listeners) -> None:
+    with span("telemetry.close"):
+        listeners.close()
+
+
 def _describe(config: Config, folder: RunFolder) -> None:
+    """Write what the run is and where it runs."""
     write_json(folder.config, config.model_dump(mode="json"))
     if not folder.environment.exists():
         write_json(folder.environment, describe_environment())
 
 
 def _peak_flops(config: Config, progress: Progress) -> float | None:
+    """What the trainer's device can do in a second, where that is known."""
     device, dtype = torch.device(config.run.device), getattr(torch, config.model.dtype)
     peak = find_peak(device, dtype, config.telemetry.peak_tflops)
     if peak is None:
@@ -143,29 +145,32 @@ def _peak_flops(config: Config, progress: Progress) -> float | None:
     return peak.flops
 
 
-def _sampling(config: Config, folder: RunFolder, stages: Stages, progress: Progress) -> AbstractContextManager[object]:
-    """While it is open, host, memory and GPU are looked at now and then."""
-    every_s, device = config.telemetry.sample_every_s, torch.device(config.run.device)
+def _go_on(config: Config, outputs: Outputs, stages: Stages, watch: RunWatch) -> None:
+    """Take the logs back to the checkpoint that was loaded."""
+    watch.resume()
+    _describe(config, outputs.folder)  # run.steps may be a new number
+    if watch.rows.num_groups_counted is not None:
+        watch.take_over(stages.buffer.not_counted(watch.rows.num_groups_counted))
+    outputs.progress.note(f"continuing after step {stages.trainer.version}")
+
+
+def _sampling(config: Config, outputs: Outputs, stages: Stages) -> AbstractContextManager[object]:
+    """Inside the block a thread measures host, memory and GPU every `telemetry.sample_every_s` seconds."""
+    every_s, device, tell = config.telemetry.sample_every_s, torch.device(config.run.device), outputs.progress.note
     if not every_s:
         return nullcontext()
     uuids = [f"GPU-{torch.cuda.get_device_properties(device).uuid}"] if device.type == "cuda" else []
-    gpus = find_gpus(uuids, progress.note)
+    gpus = find_gpus(uuids, tell)
     sources: list[Source] = [Host(), MemoryUse(device, stages.memory), *([gpus] if gpus else [])]
-    return Sampler(folder.samples, every_s, sources, step=lambda: stages.trainer.version, tell=progress.note)
+    return Sampler(outputs.folder.samples, every_s, sources, step=lambda: stages.trainer.version, tell=tell)
 
 
-def _close_listeners(listeners: Listeners) -> None:
-    with span("telemetry.close"):
-        listeners.close()
-
-
-def _run(
-    config: Config, stages: Stages, watch: RunWatch, progress: Progress, folder: RunFolder, profiler: StepProfiler
-) -> None:
+def _take_steps(config: Config, outputs: Outputs, stages: Stages, watch: RunWatch, profiler: StepProfiler) -> None:
+    """Evaluate, run the loop, evaluate again and save the model; or, after an interrupt, a checkpoint."""
     with watch.interrupts.listening():
         if stages.trainer.version == 0:
             watch.evaluate(0)
-        with progress:
+        with outputs.progress:
             watch.begin()
             stages.run(watch, config.run.steps, profiler.around(stages.trainer))
     if not watch.is_complete:
@@ -174,16 +179,4 @@ def _run(
     if stages.trainer.version not in watch.evaluations.rewards:
         watch.evaluate(stages.trainer.version)
     with span("models.save"):
-        _save_model(config, stages, folder)
-
-
-def _save_model(config: Config, stages: Stages, folder: RunFolder) -> None:
-    """The policy as a Hugging Face folder; an adapter also by itself, as PEFT has it."""
-    dtype, tensors = getattr(torch, config.model.dtype), stages.trainer.masters
-    if config.trainer.lora.rank:
-        assert isinstance(stages.decoder, Decoder)
-        with replacing_folder(folder.adapter) as adapter:
-            save_adapter(adapter, stages.decoder, config.trainer.lora, str(stages.source), tensors)
-        tensors = merged_tensors(stages.decoder, tensors)
-    with replacing_folder(folder.model) as model:
-        save_folder(model, stages.decoder, stages.source, dtype, tensors)
+        save_model(config, stages, outputs.folder)

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from redline.config import Config, Resolved, load_recipe, read_recorded, refuse_without_effect, resolve
 from redline.config.changes import changes
 from redline.errors import ConfigError
+from redline.launch.placement import Placement
 from redline.telemetry import RunFolder
 
 if TYPE_CHECKING:
@@ -29,9 +30,11 @@ class CheckedRun:
     """A run in which nothing is wrong, as far as can be known without its weights."""
 
     resolved: Resolved
+    placement: Placement
+    """What runs where."""
+    tasks: LoadedTasks
     folder: RunFolder | None
     """The folder of a run that goes on; None for a new one, which gets its folder when it is trained."""
-    tasks: LoadedTasks
     given: Path
     """`run.folder` as the recipe has it: what messages call the place of a new run."""
 
@@ -43,8 +46,7 @@ class CheckedRun:
 
         run = self.resolved.config.run
         folder = self.folder or RunFolder.create(run.folder, run.name, given=self.given)
-        is_resumed = self.folder is not None
-        return train(self.resolved, folder, resume=is_resumed, from_scratch=from_scratch, tasks=self.tasks, began_ns=began_ns)
+        return train(self, folder, from_scratch=from_scratch, began_ns=began_ns)
 
 
 def new_run(config: Config) -> CheckedRun:
@@ -83,4 +85,5 @@ def _checked(resolved: Resolved, folder: RunFolder | None, given: Path) -> Check
     from redline.launch.preflight import check
 
     checked = check(resolved.config, folder.path if folder else None)
-    return CheckedRun(replace(resolved, warnings=(*resolved.warnings, *checked.notes)), folder, checked.tasks, given)
+    resolved = replace(resolved, warnings=(*resolved.warnings, *checked.notes))
+    return CheckedRun(resolved, checked.placement, checked.tasks, folder, given)

@@ -11,6 +11,8 @@ from rich.console import Console
 
 from redline.config import Config
 from redline.launch.build import build
+from redline.launch.placement import place
+from redline.launch.preflight import load_tasks
 from redline.launch.stages import Stages
 from redline.telemetry import Progress, Recorder, RunFolder
 from redline.types import StepReport, TrainBatch, TrajectoryGroup, WeightUpdate
@@ -23,7 +25,8 @@ def scratch_stages(config: Config) -> Iterator[Stages]:
     Settings of the process are the caller's: call `prepare_process` first."""
     with tempfile.TemporaryDirectory(prefix="redline-lab-") as scratch:
         folder = RunFolder.create(Path(scratch), "scratch")
-        stages = build(config, folder, Progress(config.run.steps, console=Console(quiet=True)))
+        quiet = Progress(config.run.steps, console=Console(quiet=True))
+        stages = build(config, folder, quiet, place(config), load_tasks(config))
         try:
             yield stages
         finally:

@@ -10,7 +10,7 @@ import pytest
 from support.small_models import CONFIGS, write_model
 
 from redline.config import validate
-from redline.launch.run import _save_model
+from redline.launch.result import save_model
 from redline.models.files.hf import AnyDecoder, load_decoder
 from redline.telemetry import RunFolder
 
@@ -50,7 +50,7 @@ def test_a_kill_while_the_model_is_saved_leaves_the_one_before(
         {"model": {"path": "x", "dtype": "float32"}, "rollouts": {"task": {"kind": "import", "path": "tests:Fake"}}}
     )
     folder = RunFolder.create(tmp_path, "run")
-    _save_model(config, stages, folder)
+    save_model(config, stages, folder)
     before = content(folder.model)
     assert {"config.json", "model.safetensors"} <= before.keys()
 
@@ -61,8 +61,8 @@ def test_a_kill_while_the_model_is_saved_leaves_the_one_before(
     with monkeypatch.context() as patch:
         patch.setattr(huggingface_hub, "save_torch_state_dict", killed_half_way)
         with pytest.raises(Killed):
-            _save_model(config, stages, folder)
+            save_model(config, stages, folder)
     assert content(folder.model) == before
-    _save_model(config, stages, folder)
+    save_model(config, stages, folder)
     assert content(folder.model) == before
     assert not list(folder.path.glob(".model.*"))
