@@ -17,6 +17,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any, Literal
 
+from textbook import all_at_once, enough
+
 from redline.config.load import validate
 from redline.config.schema import Config
 from redline.lab.plan.calibration import rates_of
@@ -24,7 +26,6 @@ from redline.lab.plan.devices import find_device
 from redline.lab.plan.memory import choose_sizes, estimate_memory
 from redline.lab.plan.plan import Plan, make_plan
 from redline.lab.plan.setup import make_setup
-from redline.lab.plan.textbook import all_at_once, enough
 from redline.lab.plan.timing import estimate_time, generation_cost
 
 ROOT = Path(__file__).parents[2]

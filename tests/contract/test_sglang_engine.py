@@ -13,7 +13,6 @@ import pytest
 import torch
 from support.small_models import CONFIGS
 
-from redline.config.installation import how_to_install
 from redline.config.sections.engine import EngineConfig
 from redline.engine.adapters.sglang import SglangEngine
 from redline.errors import EngineError
@@ -78,11 +77,11 @@ def ask(**sampling: Any) -> GenerateRequest:
     return GenerateRequest(np.array([3, 4, 5], np.int32), SamplingParams(**{"max_tokens": 2, **sampling}))
 
 
-def test_without_sglang_the_engine_names_the_extra_that_brings_it(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_sglang_the_engine_says_what_to_install(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "sglang", None)
     with pytest.raises(EngineError, match="needs the package") as caught:
         make(folder)
-    assert caught.value.hint == how_to_install("sglang")
+    assert caught.value.hint == "pip install 'sglang>=0.5.23'"
 
 
 def test_the_engine_is_made_so_that_seeds_count(fake: FakeSglang, folder: Path) -> None:

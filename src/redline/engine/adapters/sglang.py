@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from redline.config.installation import how_to_install
 from redline.config.sections.engine import EngineConfig
 from redline.engine.adapters.limits import holds_tokenizer, limits_of
 from redline.engine.adapters.pushed_weights import PushedWeights
@@ -139,7 +138,7 @@ def _import_sglang() -> Any:
     except ModuleNotFoundError as error:
         if error.name != "sglang":
             raise
-        raise EngineError("the engine sglang needs the package of that name", how_to_install("sglang")) from error
+        raise EngineError("the engine sglang needs the package of that name", "pip install 'sglang>=0.5.23'") from error
     return sglang
 
 

@@ -10,17 +10,16 @@ from typing import Any
 
 import pytest
 import torch
+from points import CPU_POINTS, CUDA_POINTS, Point, generation, training
+from probe import measure_generation, measure_training, probe
+from validate import Row, again, document, point_setup, render, rows_of
 
 from redline.lab.measure.machine import Machine
 from redline.lab.measure.roofline import Load, step_seconds
-from redline.lab.plan import validate
 from redline.lab.plan.calibration import ASSUMED, Observation, fit, rates_of, read_observations, results_folder
 from redline.lab.plan.devices import DEVICES, Device
-from redline.lab.plan.points import CPU_POINTS, CUDA_POINTS, Point, generation, training
-from redline.lab.plan.probe import measure_generation, measure_training, probe
 from redline.lab.plan.rates import Cost, Efficiency
 from redline.lab.plan.timing import decode_cost, network_cost, optimizer_cost, read_context, training_flops
-from redline.lab.plan.validate import Row, again, document, point_setup, rows_of
 
 H200 = DEVICES["h200"]
 CPU = Device("cpu", 24 * 2**30, 0.5e12, 20e9, 10e9, 10e9, 0, 0.1, "cpu")
@@ -220,7 +219,7 @@ def test_points_that_failed_are_shown_and_the_rest_still_counts() -> None:
     assert step["error"] == pytest.approx(0, abs=0.05)  # it is what the plan was calibrated by
     assert "calibration points" in saved["efficiency"]["training"]
     assert json.loads(json.dumps(again(saved)))["rows"] == saved["rows"]
-    shown = validate.render(saved)
+    shown = render(saved)
     assert shown.table.row_count == len(saved["rows"]) + 1
 
 

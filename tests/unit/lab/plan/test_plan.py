@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from support.small_models import CONFIGS, write_model
+from textbook import CHANGES, after, all_at_once, enough
 
 from redline.config.load import validate
 from redline.config.schema import Config
@@ -26,7 +27,6 @@ from redline.lab.plan.memory import MemoryEstimate, balanced, estimate_memory, h
 from redline.lab.plan.plan import Plan, make_plan, plan_setup
 from redline.lab.plan.setup import Setup, make_setup
 from redline.lab.plan.shapes import NAMED, describe_model
-from redline.lab.plan.textbook import CHANGES, after, all_at_once, enough
 from redline.models.files.hf import empty_decoder, load_config, load_decoder
 from redline.models.files.sources import packaged_smollm2
 from redline.trainer import PolicyTrainer

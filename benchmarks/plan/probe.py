@@ -1,6 +1,6 @@
 """One point of a validation, in a process of its own. Whatever it leaves behind ends with it:
 
-python -m redline.lab.plan.probe '{"phase": "training", "settings": {...}, "device": "cpu"}'
+python benchmarks/plan/probe.py '{"phase": "training", "settings": {...}, "device": "cpu"}'
 →  {"forward_backward_s": ..., "optimizer_s": ..., "peaks": {"forward/backward": ..., "optimizer step": ...}}
 """
 
@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from points import Point
 
 from redline.config.sections.engine import EngineConfig
 from redline.config.sections.trainer import TrainerConfig
@@ -28,7 +29,6 @@ from redline.lab.measure.machine import synchronize, take_peak
 from redline.lab.measure.phases import PHASES, phase_differences, phase_peaks, phase_seconds
 from redline.lab.peers.generation_sides import Batch, EngineSide
 from redline.lab.peers.training_sides import RedlineTraining
-from redline.lab.plan.points import Point
 from redline.launch.process import prepare_process
 
 TIMED = 3
@@ -40,7 +40,7 @@ CPU_THREADS = 1
 def probe(point: Point, device: str) -> dict[str, Any]:
     """What was measured, or `{"error": …}`: a point that runs out of memory or of time does not end the others."""
     task = {"phase": point.phase, "settings": dict(point.settings), "device": device}
-    command = [sys.executable, "-m", "redline.lab.plan.probe", json.dumps(task)]
+    command = [sys.executable, __file__, json.dumps(task)]
     try:
         return only_answer(command, point.limit_s)
     except ChildError as failed:

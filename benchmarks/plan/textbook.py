@@ -3,8 +3,8 @@
     weights 2 · P,  gradients 2 · P,  optimizer states 4 · P  (two means in the compute dtype),  cache, activations, gaps
 
 Our trainer needs more of some terms (float32 masters, sums and means: 18 bytes for each parameter instead of 8) and less of
-others; `memory.py` has those. This is the arithmetic of the example that is handed on from guide to guide, so that a plan can
-be held beside it.
+others; `redline/lab/plan/memory.py` has those. This is the arithmetic of the example that is handed on from guide to guide, so
+that a plan can be held beside it.
 """
 
 from __future__ import annotations
