@@ -11,72 +11,19 @@ import socket
 import threading
 import time
 import urllib.request
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
-from support.paths import ROOT
+from support.sink_runs import SAMPLES, killed_and_resumed, listening, make_config, row, tell, tensorboard_events, wandb_history
 
-from redline.config.installation import how_to_install
-from redline.config.load import validate
-from redline.config.resolve import SINK_PACKAGES, resolve
-from redline.config.schema import Config
 from redline.errors import ConfigError
 from redline.telemetry import Recorder, RunFolder
 from redline.telemetry.listeners import Listeners
 from redline.telemetry.sinks import make_sinks
 from redline.telemetry.sinks.sink import Memory, flat, numbers
-
-SAMPLES = [{"prompt": "2 + 2", "answer": "<script>4</script>", "reward": 1.0}]
-ALERT = {"time": 1.0, "step": 3, "kind": "reward_collapse", "seen": "reward 0", "since": "step 2", "look_at": "rewards"}
-
-
-def make_config(name: str, **settings: Any) -> Config:
-    return validate(
-        {
-            "model": {"path": "builtin:tiny"},
-            "rollouts": {"task": {"kind": "import", "path": "tests:Fake"}},
-            "telemetry": {"sinks": [name], name: settings} if settings else {"sinks": [name]},
-        }
-    )
-
-
-@contextmanager
-def listening(folder: Path, config: Config) -> Iterator[Listeners]:
-    """The sinks of a run; whatever one of them fails at fails the test."""
-    told: list[str] = []
-    listeners = Listeners(make_sinks(config.telemetry), tell=told.append)
-    listeners.started(RunFolder(folder), config)
-    with listeners:
-        yield listeners
-    assert told == []
-
-
-def row(step: int) -> dict[str, Any]:
-    return {"step": step, "trainer/loss": step / 10, "trainer/skipped": False, "rollouts/reward_mean": None}
-
-
-def tell(listeners: Listeners, steps: Sequence[int]) -> None:
-    for step in steps:
-        listeners.step(row(step))
-        listeners.trajectories({"step": step, "samples": trajectories(step)})
-    listeners.evaluation({"step": steps[-1], "evaluation/reward_mean": 0.5, "evaluation/samples": SAMPLES})
-    listeners.alert(ALERT | {"step": steps[-1]})
-
-
-def trajectories(step: int) -> list[dict[str, Any]]:
-    common = {"task": "t", "version": step, "finish_reason": "stop", "tokens": 3}
-    return [{**common, "answer": f"answer {n}", "reward": float(n)} for n in range(2)]
-
-
-def killed_and_resumed(folder: Path, config: Config) -> None:
-    """Three steps; then the run goes back to its checkpoint after step 1, and goes on to step 5."""
-    with listening(folder, config) as listeners:
-        tell(listeners, [1, 2, 3])
-    with listening(folder, config) as listeners:
-        tell(listeners, [2, 3, 4, 5])
 
 
 @contextmanager
@@ -98,25 +45,6 @@ def free_port() -> int:
 
 
 # ── before any library ─────────────────────────────────────────────────────────────────────────────────────────────────
-
-
-@pytest.mark.parametrize("name", SINK_PACKAGES)
-def test_a_sink_whose_library_is_missing_is_refused_with_the_extra_to_install(
-    name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def find_nothing(package: str) -> None:
-        raise ModuleNotFoundError(package)
-
-    monkeypatch.setattr(importlib.util, "find_spec", find_nothing)
-    with pytest.raises(ConfigError, match=rf"telemetry.sinks has '{name}'[^\n]* is not installed") as error:
-        resolve(make_config(name))
-    assert error.value.hint == how_to_install(name)
-
-
-def test_every_sink_of_a_recipe_has_an_extra() -> None:
-    pyproject = (ROOT / "pyproject.toml").read_text()
-    for name in SINK_PACKAGES:
-        assert f"\n{name} = [" in pyproject
 
 
 def test_a_sink_nobody_knows_is_refused() -> None:
@@ -143,35 +71,10 @@ def test_a_document_becomes_dotted_keys() -> None:
 # ── TensorBoard ────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def tensorboard_events(folder: Path) -> tuple[dict[str, list[tuple[int, float]]], dict[str, list[tuple[int, bytes]]]]:
-    """Scalars and texts by tag, of all files in the order they were begun, which is how TensorBoard shows a folder. A file has
-    records of length (8), checksum (4), an event, checksum (4)."""
-    from tensorboardX.proto.event_pb2 import Event
-
-    scalars: dict[str, list[tuple[int, float]]] = {}
-    texts: dict[str, list[tuple[int, bytes]]] = {}
-    for path in sorted(folder.iterdir(), key=lambda path: int(path.name.rpartition(".")[2])):
-        content, position = path.read_bytes(), 0
-        while position < len(content):
-            length = int.from_bytes(content[position : position + 8], "little")
-            event = Event.FromString(content[position + 12 : position + 12 + length])
-            position += length + 16
-            for value in event.summary.value:
-                if value.metadata.plugin_data.plugin_name == "text":
-                    texts.setdefault(value.tag, []).append((event.step, value.tensor.string_val[0]))
-                else:
-                    scalars.setdefault(value.tag, []).append((event.step, value.simple_value))
-        assert position == len(content), "the last record is whole"
-    return scalars, texts
-
-
-def test_tensorboard_shows_each_step_of_a_resumed_run_once(tmp_path: Path) -> None:
+def test_tensorboard_shows_texts_once_as_text(tmp_path: Path) -> None:
     pytest.importorskip("tensorboardX")
     killed_and_resumed(tmp_path, make_config("tensorboard"))
-    scalars, texts = tensorboard_events(tmp_path / "tensorboard")
-    assert [(step, round(value, 6)) for step, value in scalars["trainer/loss"]] == [(step, step / 10) for step in range(1, 6)]
-    assert [step for step, _ in scalars["evaluation/reward_mean"]] == [3, 5]
-    assert "rollouts/reward_mean" not in scalars
+    _, texts = tensorboard_events(tmp_path / "tensorboard")
     assert [step for step, _ in texts["config/text_summary"]] == [0]
     assert [step for step, _ in texts["evaluation/samples/text_summary"]] == [3, 5]
     assert [step for step, _ in texts["alerts/reward_collapse/text_summary"]] == [3, 5]
@@ -183,43 +86,10 @@ def test_tensorboard_shows_each_step_of_a_resumed_run_once(tmp_path: Path) -> No
 # ── Weights & Biases ───────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def wandb_records(path: Path) -> Iterator[bytes]:
-    """A .wandb file is a LevelDB log after 7 bytes of its own: blocks of 32 KiB, records in pieces of checksum (4), length (2),
-    whether it is whole, first, middle or last (1), data."""
-    content, position, record = path.read_bytes(), 7, b""
-    while position < len(content):
-        left = 32768 - position % 32768
-        if left < 7:
-            position += left
-            continue
-        length, kind = int.from_bytes(content[position + 4 : position + 6], "little"), content[position + 6]
-        piece = content[position + 7 : position + 7 + length]
-        position += 7 + length
-        record = piece if kind in (1, 2) else record + piece
-        if kind in (1, 4):
-            yield record
-
-
-def wandb_history(folder: Path) -> list[dict[str, Any]]:
-    from wandb.proto.wandb_internal_pb2 import Record
-
-    rows = []
-    for path in sorted((folder / "wandb").glob("offline-run-*/run-*.wandb")):
-        for data in wandb_records(path):
-            record = Record.FromString(data)
-            if record.WhichOneof("record_type") == "history":
-                items = record.history.item
-                rows.append({item.key or "/".join(item.nested_key): json.loads(item.value_json) for item in items})
-    return rows
-
-
-def test_wandb_offline_holds_each_step_of_a_resumed_run_once_under_one_id(tmp_path: Path) -> None:
+def test_wandb_offline_holds_a_resumed_run_under_one_id_with_its_attempts_as_tables(tmp_path: Path) -> None:
     pytest.importorskip("wandb")
     killed_and_resumed(tmp_path, make_config("wandb", mode="offline", trajectories_every=2))
     history = wandb_history(tmp_path)
-    losses = [(each["_step"], each["trainer/loss"]) for each in history if "trainer/loss" in each]
-    assert losses == [(step, step / 10) for step in range(1, 6)]
-    assert [each["_step"] for each in history if "evaluation/reward_mean" in each] == [3, 5]
     assert [each["_step"] for each in history if any(key.startswith("rollouts/trajectories") for key in each)] == [2, 4]
     assert len({path.name for path in (tmp_path / "wandb").glob("offline-run-*/run-*.wandb")}) == 1
     tables = list((tmp_path / "wandb").glob("offline-run-*/files/media/table/rollouts/trajectories_*.json"))
@@ -269,7 +139,7 @@ def test_wandb_with_a_key_that_cannot_be_one_is_refused_with_the_fix(tmp_path: P
 # ── trackio ────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def test_trackio_holds_each_step_of_a_resumed_run_once(
+def test_trackio_holds_samples_and_alerts_and_prints_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     pytest.importorskip("trackio")
@@ -281,10 +151,6 @@ def test_trackio_holds_each_step_of_a_resumed_run_once(
     (tmp_path / "demo-001").mkdir()
     killed_and_resumed(tmp_path / "demo-001", make_config("trackio"))
     logs = SQLiteStorage.get_logs("redline", "demo-001")
-    assert [(each["step"], each["trainer/loss"]) for each in logs if "trainer/loss" in each] == [
-        (step, step / 10) for step in range(1, 6)
-    ]
-    assert [each["step"] for each in logs if "evaluation/reward_mean" in each] == [3, 5]
     assert [each["step"] for each in logs if "evaluation/samples" in each] == [3, 5]
     assert len(SQLiteStorage.get_alerts("redline", run_name="demo-001")) == 2
     assert capsys.readouterr().out == ""
@@ -301,7 +167,7 @@ def test_trackio_with_a_space_needs_a_login(tmp_path: Path, monkeypatch: pytest.
 
 
 @pytest.mark.slow  # a new database migrates itself through every version of MLflow
-def test_mlflow_holds_each_step_of_a_resumed_run_once_in_one_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_mlflow_holds_a_resumed_run_as_one_with_its_recipe_and_alerts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     mlflow = pytest.importorskip("mlflow")
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
     monkeypatch.chdir(tmp_path)  # artifacts go beside the database
@@ -309,10 +175,6 @@ def test_mlflow_holds_each_step_of_a_resumed_run_once_in_one_run(tmp_path: Path,
     killed_and_resumed(tmp_path / "demo-001", make_config("mlflow"))
     client = mlflow.MlflowClient(f"sqlite:///{tmp_path / 'mlflow.db'}")
     [run] = client.search_runs([client.get_experiment_by_name("redline").experiment_id])
-    assert [(m.step, m.value) for m in client.get_metric_history(run.info.run_id, "trainer/loss")] == [
-        (step, step / 10) for step in range(1, 6)
-    ]
-    assert [m.step for m in client.get_metric_history(run.info.run_id, "evaluation/reward_mean")] == [3, 5]
     assert run.data.params["run.steps"] == "100"
     assert run.info.status == "FINISHED"
     assert run.data.tags["redline.alert.reward_collapse"] == "step 5: reward 0"
