@@ -4,6 +4,7 @@ imports another stage."""
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Protocol
 
@@ -202,7 +203,15 @@ class Trainer(Protocol):
 class WeightSync(Protocol):
     """Carries the trainer's weights to the engine."""
 
-    def publish(self, weights: WeightSet) -> WeightUpdate: ...
+    def writing(self) -> AbstractContextManager[None]:
+        """Open while the trainer overwrites its weights. Blocks until no engine that reads them is in a step; such an engine
+        goes on when it has applied the next update."""
+        ...
+
+    def publish(self, weights: WeightSet) -> WeightUpdate:
+        """Bring the weights to the engine. Blocks until it is proven that the engine has them; returns what it must apply to
+        sample from them."""
+        ...
 
 
 class TaskSource(Protocol):

@@ -24,7 +24,6 @@ from support.paths import ROOT
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
-from redline import loop
 from redline.config import resolve, validate
 from redline.launch.build import build
 from redline.launch.placement import place
@@ -160,8 +159,7 @@ def run_package(model: Path, folder: Path) -> Run:
         run.evaluations.append(float(np.mean([t.reward for trajectories in attempts for t in trajectories])))
 
     evaluate()
-    five = stages.rollouts, stages.buffer, stages.trainer, stages.weight_sync, stages.engine
-    loop.run(*five, steps=STEPS, watch=RecordingWatch(run))
+    stages.run(RecordingWatch(run), STEPS)
     evaluate()
     run.weights = {name: tensor.clone() for name, tensor in hf_tensors(stages.decoder)}
     return run

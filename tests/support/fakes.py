@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -214,6 +215,9 @@ class FakeTrainer:
 @dataclass
 class FakeWeightSync:
     calls: Calls
+
+    def writing(self) -> AbstractContextManager[None]:
+        return nullcontext()
 
     def publish(self, weights: WeightSet) -> WeightUpdate:
         self.calls.append(("weight_sync.publish", weights.version))

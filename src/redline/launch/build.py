@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping
 
 import torch
 
@@ -23,8 +23,12 @@ from redline.rollouts.rewards.reward_model import RewardModel
 from redline.rollouts.tasks.sources import JsonlTasks
 from redline.telemetry import Progress, RunFolder, span
 from redline.trainer import PolicyTrainer
-from redline.types import Completion, GenerateRequest, Task, WeightUpdate
-from redline.weight_sync import SharedWeightSync
+from redline.types import Task
+from redline.weight_sync import SharedStorage, WeightProtocol
+from redline.weight_sync.transport import Transport
+
+TRANSPORTS: Mapping[str, Callable[[Mapping[str, torch.Tensor]], Transport]] = {"shared": SharedStorage}
+"""Name → a transport to an engine that reads these tensors."""
 
 
 def build(config: Config, folder: RunFolder, progress: Progress, placement: Placement, tasks: LoadedTasks) -> Stages:
@@ -71,8 +75,8 @@ def build(config: Config, folder: RunFolder, progress: Progress, placement: Plac
         engine.check,
         config.buffer.group_timeout_s,
     )
-    shared_engine = UpdatedEngine(session)
-    rollouts = _place_rollouts(placement, attempts, session, trainer, shared_engine)
+    weight_sync = _connect(placement, trainer, engine, session)
+    rollouts = _place_rollouts(placement, attempts, session)
     store = _make_store(config, folder, progress.note)
     return Stages(
         rollouts=rollouts,
@@ -88,9 +92,8 @@ def build(config: Config, folder: RunFolder, progress: Progress, placement: Plac
             sampled_tokens=rollouts.sampled_tokens if isinstance(rollouts, BackgroundRollouts) else lambda number: (),
         ),
         trainer=trainer,
-        weight_sync=SharedWeightSync(trainer.weights().tensors),
+        weight_sync=weight_sync,
         engine=engine,
-        shared_engine=shared_engine,
         decoder=decoder,
         source=source,
         store=store,
@@ -113,9 +116,21 @@ def _without_bad_prompts(tasks: LoadedTasks, prompts: Prompts, progress: Progres
     return [task for task in tasks.held_out if task.id not in refused]
 
 
-def _place_rollouts(
-    placement: Placement, attempts: SingleTurnRollouts, session: EngineSession, trainer: PolicyTrainer, shared: UpdatedEngine
-) -> Rollouts:
+def _connect(placement: Placement, trainer: PolicyTrainer, engine: NativeEngine, session: EngineSession) -> WeightProtocol:
+    """Connect the trainer to an engine in its process, which reads the tensors that the trainer writes."""
+    trained, device = trainer.weights().tensors, torch.device(placement.stages["trainer"].device)
+    engine_tensors = {name: tensor.detach() for name, tensor in engine.decoder.named_parameters() if name in trained}
+
+    def wait_for_device() -> None:
+        if not placement.is_lockstep:  # there both launch on one stream
+            _wait_for(device)
+
+    weight_sync = WeightProtocol(TRANSPORTS["shared"](engine_tensors), session, wait_for_device)
+    trainer.writing = weight_sync.writing
+    return weight_sync
+
+
+def _place_rollouts(placement: Placement, attempts: SingleTurnRollouts, session: EngineSession) -> Rollouts:
     """In lockstep rollouts and trainer take turns in one thread, else each has its own, and on a CPU its own cores."""
     if placement.is_lockstep:
         return attempts
@@ -129,36 +144,12 @@ def _place_rollouts(
 
     if device.type == "cpu":
         torch.set_num_threads(placement.stages["trainer"].cpu_threads)
-    trainer.before_update, trainer.after_update = shared.hold, lambda: _wait_for(device)
     return BackgroundRollouts(attempts, session, prepare_thread)
 
 
 def _wait_for(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.synchronize()
-
-
-class UpdatedEngine:
-    """The engine as the loop sees it: held from the moment at which the trainer is about to write the weights that the engine
-    reads until it has applied the update. Implements `ports.Engine`."""
-
-    def __init__(self, session: EngineSession) -> None:
-        self._session = session
-        self._is_held = False
-
-    def hold(self) -> None:
-        """Block until the engine is between two steps; `apply` lets it go on."""
-        self._session.hold()
-        self._is_held = True
-
-    def apply(self, update: WeightUpdate) -> None:
-        self._session.apply(update)
-        if self._is_held:
-            self._is_held = False
-            self._session.resume()
-
-    def generate(self, requests: Sequence[GenerateRequest]) -> list[list[Completion]]:
-        return self._session.generate(requests)
 
 
 def _make_store(config: Config, folder: RunFolder, tell: Callable[[str], None]) -> GroupStore:

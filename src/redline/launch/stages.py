@@ -12,11 +12,11 @@ from redline import loop
 from redline.buffer import GroupBuffer, GroupStore
 from redline.engine import NativeEngine
 from redline.models.files.hf import AnyDecoder
-from redline.ports import Engine, Rollouts, Trainer, Watch
+from redline.ports import Rollouts, Trainer, Watch
 from redline.rollouts import BackgroundRollouts, SingleTurnRollouts
 from redline.trainer import PolicyTrainer
 from redline.types import EngineStats, Task, Trajectory
-from redline.weight_sync import SharedWeightSync
+from redline.weight_sync import WeightProtocol
 
 
 @dataclass(slots=True)
@@ -28,10 +28,8 @@ class Stages:
     """What the rollouts are made of; answers held-out tasks too."""
     buffer: GroupBuffer
     trainer: PolicyTrainer
-    weight_sync: SharedWeightSync
+    weight_sync: WeightProtocol
     engine: NativeEngine
-    shared_engine: Engine
-    """The engine as the loop may use it: where rollouts run in the background, only between two of its steps."""
     decoder: AnyDecoder
     source: Path
     """The folder the model was loaded from."""
@@ -42,7 +40,7 @@ class Stages:
         """Run the loop until the trainer has taken `steps` steps in all, or the watch ends it. `trainer` stands in for the
         stages' own: the same one, with something around it."""
         trainer = trainer or self.trainer
-        loop.run(self.rollouts, self.buffer, trainer, self.weight_sync, self.shared_engine, steps=steps, watch=watch)
+        loop.run(self.rollouts, self.buffer, trainer, self.weight_sync, self.weight_sync.engine, steps=steps, watch=watch)
 
     def evaluate(self, tasks: Sequence[Task]) -> list[list[Trajectory]]:
         """Afterwards the engine forgets the prompts, so that no training sample depends on whether there was an evaluation."""

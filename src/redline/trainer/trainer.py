@@ -12,6 +12,7 @@ number of processes, add up to the same gradient. By default the batch is the on
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -116,12 +117,11 @@ class PolicyTrainer:
         self._bad_steps = BadSteps(config.max_bad_steps, bad_steps)
         self._writer = CheckpointWriter()
         self._version = 0
-        self.before_update: Callable[[], None] = lambda: None
-        """Called before the first update of a step overwrites the weights, which others may be reading. Until the step is over
-        they are no version of the policy."""
-        self.after_update: Callable[[], None] = lambda: None
-        """Called when the device has been told of the last: whoever reads the weights on another stream than this has to wait
-        for it."""
+        self.writing: Callable[[], AbstractContextManager[None]] = nullcontext
+        """What is open while a step overwrites the weights, from its first update to its last: in between they are no version
+        of the policy. `ports.WeightSync.writing` keeps an engine that reads them waiting."""
+        self._written = ExitStack()
+        """Holds it until the last update."""
 
     def _recompute_in_backward(self) -> None:
         kind = self._config.gradient_checkpointing
@@ -164,12 +164,13 @@ class PolicyTrainer:
         updates: list[StepReport] = []
         critic: list[CriticReport] = []
         bad: list[BadStep] = []
-        for number, groups in enumerate(parts):
-            part, place = part_of(batch, groups), UpdatePlace(number, len(parts))
-            weighed = numbers if part is batch else cache(lambda part=part: self._weighed(numbers(), part))
-            updates.append(self._take_update(part, budget, weighed, place, bad))
-            if self._critic and not updates[-1].skipped:
-                critic.append(self._train_critic(part, weighed(), found["values"]))
+        with self._written:
+            for number, groups in enumerate(parts):
+                part, place = part_of(batch, groups), UpdatePlace(number, len(parts))
+                weighed = numbers if part is batch else cache(lambda part=part: self._weighed(numbers(), part))
+                updates.append(self._take_update(part, budget, weighed, place, bad))
+                if self._critic and not updates[-1].skipped:
+                    critic.append(self._train_critic(part, weighed(), found["values"]))
         if bad:
             self._bad_steps.bad(bad[0], batch)
         else:
@@ -283,20 +284,19 @@ class PolicyTrainer:
         totals.add(micro_batch, policy, seen, entropy_M.detach())
 
     def _update(self, totals: StepTotals, learning_rate: float, place: UpdatePlace, bad: list[BadStep]) -> SeenStep:
-        """What came of the update, which is skipped where the loss or the gradient is not finite.
-
-        Whoever shares the weights is kept from them from the first update of a step to the last."""
+        """Update the weights, unless the loss or the gradient is not finite, and return what was seen of it. The step's
+        `writing` is open from its first update to its last."""
         with span("trainer.optimizer", device=True, version=self._version):
             self._weights.sum_gradients(self._optimizer.gradients())
             loss = self._parallel.sum_of(totals.loss)
             norms = self._optimizer.norms(loss)
             sent = totals.send(self._parallel, norms)
             if place.is_first:
-                self.before_update()
+                self._written.enter_context(self.writing())
             self._optimizer.update(learning_rate, norms)
             self._weights.changed()
             if place.is_last:
-                self.after_update()
+                self._written.close()
             seen = sent.read()
         if seen.skipped:
             names, tokens = tuple(norms.bad_parameters()), tuple(totals.bad_tokens())

@@ -6,6 +6,8 @@ import dataclasses
 import math
 import tempfile
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -432,7 +434,14 @@ def test_whoever_shares_the_weights_is_told_before_and_after_they_are_written(be
     trainer = bench.trainer()
     name, weight = next(iter(trainer.weights().tensors.items()))
     seen: list[Tensor] = []
-    trainer.before_update = trainer.after_update = lambda: seen.append(weight.clone())
+
+    @contextmanager
+    def writing() -> Iterator[None]:
+        seen.append(weight.clone())
+        yield
+        seen.append(weight.clone())
+
+    trainer.writing = writing
     trainer.step(random_batch(bench))
     before, after = seen
     assert not torch.equal(before, after)
@@ -446,7 +455,7 @@ def test_a_step_is_over_for_the_host_before_the_device_has_written_the_weights(b
     trainer = PolicyTrainer(decoder, torch.bfloat16, 1.0, TrainerConfig(max_tokens_per_micro_batch=EVERYTHING_AT_ONCE))
     batch = random_batch(bench)
     trainer.step(batch)
-    trainer.before_update = lambda: torch.cuda._sleep(10**9)  # half a second
+    trainer.writing = lambda: nullcontext(torch.cuda._sleep(10**9))  # half a second
     started = time.perf_counter()
     report = trainer.step(batch)
     reported = time.perf_counter() - started

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -238,14 +239,40 @@ def test_whoever_shares_the_weights_sees_no_policy_between_two_steps(bench: Benc
     trainer = trainer_of(bench)
     weight = next(iter(trainer.weights().tensors.values()))
     told: list[tuple[str, torch.Tensor]] = []
-    trainer.before_update = lambda: told.append(("before", weight.clone()))
-    trainer.after_update = lambda: told.append(("after", weight.clone()))
+
+    @contextmanager
+    def writing() -> Iterator[None]:
+        told.append(("before", weight.clone()))
+        yield
+        told.append(("after", weight.clone()))
+
+    trainer.writing = writing
     start = weight.clone()
     run(trainer, batches(2))
     assert [name for name, _ in told] == ["before", "after"] * 2
     assert torch.equal(told[0][1], start)
     assert torch.equal(told[1][1], told[2][1])
     assert torch.equal(told[3][1], weight)
+
+
+def test_a_step_that_breaks_off_between_two_updates_never_says_that_it_has_written(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Part of the weights may be new: an engine that reads them must not go on."""
+    trainer, told = trainer_of(bench), []
+
+    @contextmanager
+    def writing() -> Iterator[None]:
+        told.append("begun")
+        yield
+        told.append("ended")
+
+    trainer.writing = writing
+    updates = iter([trainer._optimizer.update] * 2)
+    monkeypatch.setattr(trainer._optimizer, "update", lambda *arguments: next(updates)(*arguments))
+    with pytest.raises(StopIteration):
+        trainer.step(batches(1)[0])
+    assert told == ["begun"]
 
 
 def test_with_lag_a_step_of_several_updates_is_clipped_around_its_own_beginning(bench: Bench) -> None:

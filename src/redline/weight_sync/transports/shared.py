@@ -1,0 +1,30 @@
+"""Engine and trainer hold the same tensors: nothing moves, and a version is published by counting."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from torch import Tensor
+
+from redline.types import WeightSet
+from redline.weight_sync.plan import TransferPlan
+from redline.weight_sync.verify import SameStorage
+
+
+class SharedStorage:
+    """For an engine in the trainer's process, on the trainer's device. Implements `Transport`."""
+
+    shares_storage = True
+
+    def __init__(self, engine_tensors: Mapping[str, Tensor]) -> None:
+        """`engine_tensors`: those of the tensors the engine reads that the trainer trains, by the trainer's names."""
+        self._storage = SameStorage(engine_tensors)
+
+    def move(self, plan: TransferPlan, weights: WeightSet) -> int:
+        return 0
+
+    def verify(self, weights: WeightSet) -> None:
+        self._storage.check(weights.tensors)
+
+    def adopt(self) -> None:
+        """The engine reads them already."""
