@@ -43,7 +43,7 @@ class ScriptedEngine:
     fail_after: int | None = None
     """Tokens after which the engine gives up."""
     is_endless: bool = False
-    """Repeat the script until somebody closes the stream."""
+    """Repeat the script until somebody closes the stream; those that have begun go on when it becomes False."""
     is_alive: bool = True
     failure: Exception | None = None
     step_s: float = 0.0
@@ -61,18 +61,19 @@ class ScriptedEngine:
             raise EngineError(reason, "ask otherwise")
         self.requests.append(request)
         self.num_open += 1
+        is_endless = self.is_endless
         try:
-            said = [self._completion(request, index) for index in range(request.sampling.n)]
-            for position in range(max(len(completion.token_ids) for completion in said)):
+            said = {index: self._completion(request, index) for index in request.sampling.indices}
+            for position in range(max(len(completion.token_ids) for completion in said.values())):
                 await asyncio.sleep(0)
                 if position == self.fail_after:
                     raise EngineError("the model gave NaN", "look for NaN in the weights")
-                for index, completion in enumerate(said):
+                for index, completion in said.items():
                     if position < len(completion.token_ids):
                         yield _piece(completion, index, position)
-            while self.is_endless:
+            while is_endless:
                 await asyncio.sleep(0.001)
-                yield _piece(said[0], 0, 0)
+                yield _piece(said[request.sampling.first_index], request.sampling.first_index, 0)
         finally:
             self.num_open -= 1
 

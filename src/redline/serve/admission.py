@@ -2,7 +2,8 @@
 
 A request takes a place once its body has arrived, and the place grows with the choices it asks for. Where the waiting room is
 full, it is turned away with 429 and a `Retry-After`. Inside, prompts wait for rows of the engine's batch, and requests take
-turns: one with many prompts does not go before one that came after it, and leaves some rows for those that have none.
+turns: one with many prompts does not go before one that came after it, and leaves some rows for those that have none. A prompt
+with many choices begins with the rows that are free and takes the others as they come: nobody waits until all of them are.
 """
 
 from __future__ import annotations
@@ -11,8 +12,7 @@ import asyncio
 import math
 import time
 from collections import deque
-from collections.abc import AsyncGenerator
-from contextlib import asynccontextmanager
+from dataclasses import dataclass
 
 from redline.serve.protocol import ApiError
 
@@ -43,14 +43,13 @@ class Place:
             self._admission.left(self.choices, time.monotonic() - self._since)
             self.choices = 0
 
-    @asynccontextmanager
-    async def rows(self, count: int) -> AsyncGenerator[None]:
-        """Waits for so many rows of the batch, and gives them back at the end."""
-        await self._admission.take(self, count)
-        try:
-            yield
-        finally:
-            self._admission.give(self, count)
+    async def take(self, most: int, least: int = 1) -> int:
+        """Wait for rows of the batch. Returns how many it got, from `least` to `most`; `give` gives them back."""
+        return await self._admission.take(self, most, least)
+
+    def give(self, count: int) -> None:
+        """Give rows to others."""
+        self._admission.give(self, count)
 
 
 class Admission:
@@ -62,7 +61,7 @@ class Admission:
         self._rows = rows
         self._free = rows
         self._max_inside = rows + max_queued
-        self._waiting: dict[Place, deque[tuple[int, asyncio.Future[None]]]] = {}
+        self._waiting: dict[Place, deque[_Wait]] = {}
         """In order of turns."""
         self._choice_s = 1.0
         """About how long a choice takes, of late."""
@@ -92,18 +91,18 @@ class Admission:
 
     # ── rows ───────────────────────────────────────────────────────────────────────────────────────────────────────────
 
-    async def take(self, place: Place, count: int) -> None:
-        """Wait for rows, in turn."""
-        turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._waiting.setdefault(place, deque()).append((count, turn))
+    async def take(self, place: Place, most: int, least: int) -> int:
+        """Wait for rows, in turn; returns how many there were."""
+        wait = _Wait(most, least, asyncio.get_running_loop().create_future())
+        self._waiting.setdefault(place, deque()).append(wait)
         self._grant()
         try:
-            await turn
+            return await wait.turn
         except asyncio.CancelledError:
-            if turn.done() and not turn.cancelled():
-                self.give(place, count)
+            if wait.turn.done() and not wait.turn.cancelled():
+                self.give(place, wait.turn.result())
             else:
-                self._withdraw(place, turn)
+                self._withdraw(place, wait)
             raise
 
     def give(self, place: Place, count: int) -> None:
@@ -113,28 +112,42 @@ class Admission:
 
     def _grant(self) -> None:
         while (place := self._next()) is not None:
-            turns = self._waiting.pop(place)
-            count, turn = turns.popleft()
-            if turns:
-                self._waiting[place] = turns  # behind the others
-            if turn.cancelled():
+            waits = self._waiting.pop(place)
+            wait = waits.popleft()
+            if waits:
+                self._waiting[place] = waits  # behind the others
+            if wait.turn.cancelled():
                 continue
+            count = min(wait.most, self._room(place))
             self._free -= count
             place.held += count
-            turn.set_result(None)
+            wait.turn.set_result(count)
 
     def _next(self) -> Place | None:
-        """Whose turn it is. No request overtakes one that has no row yet; one that has some is overtaken while it waits."""
-        for place, turns in self._waiting.items():
-            kept = self._rows // KEPT_SHARE if place.held else 0
-            if turns[0][0] <= self._free - kept:
+        """Whose turn it is. Nobody overtakes a request that has no row yet; one that has some is overtaken while it waits."""
+        for place, waits in self._waiting.items():
+            if waits[0].least <= self._room(place):
                 return place
             if not place.held:
                 return None
         return None
 
-    def _withdraw(self, place: Place, turn: asyncio.Future[None]) -> None:
-        left = deque(entry for entry in self._waiting.pop(place, ()) if entry[1] is not turn)
+    def _room(self, place: Place) -> int:
+        """Rows that it may have now."""
+        return self._free - (self._rows // KEPT_SHARE if place.held else 0)
+
+    def _withdraw(self, place: Place, wait: _Wait) -> None:
+        left = deque(other for other in self._waiting.pop(place, ()) if other is not wait)
         if left:
             self._waiting[place] = left
         self._grant()
+
+
+@dataclass(slots=True, frozen=True, eq=False)
+class _Wait:
+    """Of a place, for from `least` to `most` rows."""
+
+    most: int
+    least: int
+    turn: asyncio.Future[int]
+    """How many it got."""

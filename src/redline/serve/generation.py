@@ -6,9 +6,11 @@ A caller that stops listening, by cancelling `answer` or closing `chunks`, ends 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Generator, Sequence
-from contextlib import aclosing
-from typing import Protocol, TypeVar
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Generator, Sequence
+from contextlib import aclosing, contextmanager
+from dataclasses import replace
+from functools import partial
+from typing import Any, Protocol, TypeVar
 
 from redline.errors import EngineError
 from redline.serve import answers
@@ -21,9 +23,13 @@ from redline.serve.vocabulary import Vocabulary
 from redline.types import Completion, Delta, EngineStats, GenerateRequest
 
 Item = TypeVar("Item")
+Work = Callable[[Callable[[Item], None]], Awaitable[None]]
+"""Gets a function, and calls it with each item that it makes."""
 
 SMALL_ANSWER = 2048
 """Tokens and alternatives to them that an answer may show and still be made at once."""
+MOST_PORTIONS = 8
+"""Times that a prompt is computed which is scored as well."""
 MOST_TOGETHER = 64
 """Pieces that are written to a client at once."""
 
@@ -58,14 +64,11 @@ async def answer(
     """The whole answer."""
 
     async def complete(request: GenerateRequest) -> list[Completion]:
-        async with place.rows(request.sampling.n):
-            return await engine.complete(request)
+        return [completion for part in await in_portions(place, request, engine.complete) for completion in part]
 
-    try:
+    with _first_engine_error():
         async with asyncio.TaskGroup() as group:  # one refused prompt cancels the others
             tasks = [group.create_task(complete(request)) for request in call.requests]
-    except* EngineError as errors:
-        raise errors.exceptions[0] from None
     completions = [task.result() for task in tasks]
     for prompt, group_completions in zip(call.prompts, completions, strict=True):
         metrics.generated(len(prompt.ids), group_completions)
@@ -90,10 +93,16 @@ async def chunks(
     """The answer in pieces, those that arrived together together; the first comes when the engine has accepted every prompt
     that it has room for."""
 
-    async def stream(request: GenerateRequest) -> AsyncGenerator[Delta]:
-        async with place.rows(request.sampling.n), aclosing(engine.stream(request)) as deltas:
-            async for delta in deltas:
-                yield delta
+    def stream(request: GenerateRequest) -> Work[Delta]:
+        async def work(put: Callable[[Delta], None]) -> None:
+            async def run(part: GenerateRequest) -> None:
+                async with aclosing(engine.stream(part)) as deltas:
+                    async for delta in deltas:
+                        put(delta)
+
+            await in_portions(place, request, run)
+
+        return work
 
     choices: dict[tuple[int, int], Choice] = {}
     finished: dict[tuple[int, int], Completion] = {}
@@ -120,20 +129,60 @@ async def chunks(
         yield [answers.chunk(call, [], usage=answers.usage(call, completions))]
 
 
-async def merged(streams: Sequence[AsyncGenerator[Item]]) -> AsyncGenerator[list[tuple[int, Item]]]:
-    """Items of all streams as they come, each with the number of its stream; at most `MOST_TOGETHER` at once. Closing it closes
-    them all, and so does an error in one."""
+async def in_portions(
+    place: Place, request: GenerateRequest, run: Callable[[GenerateRequest], Coroutine[Any, Any, Item]]
+) -> list[Item]:
+    """Run a request's choices as the place gets rows for them: all at once where there are as many, else in several requests
+    for the same prompt, which the engine finds computed. Returns what came of each of these, in order. A prompt that is scored
+    as well is computed every time: then a portion is no smaller than n / `MOST_PORTIONS`."""
+    sampling = request.sampling
+    least = -(-sampling.n // MOST_PORTIONS) if sampling.prompt_logprobs else 1
+    count = await place.take(sampling.n, least)
+    if count == sampling.n:
+        try:
+            return [await run(request)]
+        finally:
+            place.give(count)
+    tasks, first = list[asyncio.Task[Item]](), 0
+    with _first_engine_error():
+        async with asyncio.TaskGroup() as group:
+            while True:
+                part = replace(request, sampling=replace(sampling, n=count, first_index=first))
+                tasks.append(group.create_task(run(part)))
+                # Not in the task: one that is cancelled before it begins does nothing at its end.
+                tasks[-1].add_done_callback(partial(_give, place, count))
+                first += count
+                if first == sampling.n:
+                    break
+                count = await place.take(sampling.n - first, min(least, sampling.n - first))
+    return [task.result() for task in tasks]
+
+
+def _give(place: Place, count: int, task: asyncio.Task[Any]) -> None:
+    place.give(count)
+
+
+@contextmanager
+def _first_engine_error() -> Generator[None]:
+    """Raise what the engine said rather than a group of errors."""
+    try:
+        yield
+    except* EngineError as errors:
+        raise errors.exceptions[0] from None
+
+
+async def merged(works: Sequence[Work[Item]]) -> AsyncGenerator[list[tuple[int, Item]]]:
+    """Items that all works put down as they come, each with the number of its work; at most `MOST_TOGETHER` at once. Closing it
+    cancels them all, and so does an error in one."""
     arrived: asyncio.Queue[tuple[int, Item | None]] = asyncio.Queue()
 
-    async def pump(number: int, stream: AsyncGenerator[Item]) -> None:
+    async def pump(number: int, work: Work[Item]) -> None:
         try:
-            async with aclosing(stream):
-                async for item in stream:
-                    arrived.put_nowait((number, item))
+            await work(lambda item: arrived.put_nowait((number, item)))
         finally:
             arrived.put_nowait((number, None))
 
-    pumps = [asyncio.create_task(pump(number, stream)) for number, stream in enumerate(streams)]
+    pumps = [asyncio.create_task(pump(number, work)) for number, work in enumerate(works)]
     try:
         num_open = len(pumps)
         while num_open:
@@ -145,7 +194,7 @@ async def merged(streams: Sequence[AsyncGenerator[Item]]) -> AsyncGenerator[list
                     together.append((number, item))
                 elif not together:
                     num_open -= 1
-                    await pumps[number]  # raises what ended the stream, if it was not its end
+                    await pumps[number]  # raises what ended the work, if it was not its end
                 else:  # first what came before the end
                     arrived.put_nowait(entry)
                     break

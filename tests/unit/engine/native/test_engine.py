@@ -286,7 +286,7 @@ def test_a_completion_says_how_long_it_took(model: Model) -> None:
 
 
 def test_the_counts_are_those_of_what_happened(model: Model) -> None:
-    engine = model.engine(num_blocks=10, max_num_seqs=3)
+    engine = model.engine(num_blocks=10, max_num_seqs=2)
     for seed in range(2):
         engine.submit(ask(9, 6, seed=seed, n=2))
     assert (engine.stats.running, engine.stats.waiting, engine.stats.steps) == (0, 4, 0)
@@ -303,6 +303,23 @@ def test_the_counts_are_those_of_what_happened(model: Model) -> None:
     assert (stats.running, stats.waiting, stats.requests, stats.kv_blocks_used) == (0, 0, 2, 0)
     assert (stats.prompt_tokens, stats.generated_tokens) == (18, 24)
     assert stats.tokens_per_s > 0
+
+
+def test_completions_without_a_free_row_follow_on_the_computed_prompt_and_are_what_they_are_alone(model: Model) -> None:
+    engine = model.engine(max_num_seqs=3)
+    engine.submit(ask(9, 6, seed=1, n=2))
+    split = engine.submit(ask(33, 8, seed=2, n=3))
+    engine.step()
+    assert (engine.stats.running, engine.stats.waiting) == (3, 2)
+    assert_same(finish(engine)[split], model.alone(ask(33, 8, seed=2, n=3)))
+    assert engine.stats.prompt_tokens == 9 + 33 + 1, "the last token is computed once more, to sample after it"
+
+
+def test_completions_of_a_prompt_may_be_asked_for_in_several_requests(model: Model) -> None:
+    whole = model.alone(ask(9, 12, seed=7, n=3))
+    engine = model.engine()
+    [first, second] = engine.generate([ask(9, 12, seed=7, n=1), ask(9, 12, seed=7, n=2, first_index=1)])
+    assert_same([*first, *second], whole)
 
 
 def test_nothing_to_do_is_a_step_without_events(model: Model) -> None:
