@@ -19,7 +19,6 @@ from points import Point
 
 from redline.config.sections.engine import EngineConfig
 from redline.config.sections.trainer import TrainerConfig
-from redline.engine import NativeEngine
 from redline.lab.bench.settings import BenchSettings, as_recipe
 from redline.lab.child import ChildError, only_answer, take_stdout
 from redline.lab.material.networks import make_network
@@ -29,6 +28,7 @@ from redline.lab.measure.machine import synchronize, take_peak
 from redline.lab.measure.phases import PHASES, phase_differences, phase_peaks, phase_seconds
 from redline.lab.peers.generation_sides import Batch, EngineSide
 from redline.lab.peers.training_sides import RedlineTraining
+from redline.launch.engines import make_engine
 from redline.launch.process import prepare_process
 
 TIMED = 3
@@ -95,7 +95,7 @@ def measure_training(settings: Mapping[str, Any], device: torch.device) -> dict[
 def measure_generation(settings: Mapping[str, Any], device: torch.device) -> dict[str, Any]:
     dtype = getattr(torch, settings["dtype"])
     network = make_network(settings["model"], device, dtype, seed=0)
-    engine = NativeEngine(network.decoder, EngineConfig.model_validate(settings["engine"]))
+    engine = make_engine(network.decoder, EngineConfig.model_validate(settings["engine"]))
     side, vocabulary = EngineSide(engine), network.decoder.spec.vocab_size
 
     def batch(number: int) -> Batch:

@@ -5,20 +5,17 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self, TypedDict, Unpack, overload
 
 import numpy as np
 
-from redline.config import Config, make_config, resolve
+from redline.config import EngineRecipe, resolve_engine, validate_engine
 from redline.errors import EngineError
 from redline.types import Completion, GenerateRequest, Message, SamplingParams
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
-
-    from redline.engine import NativeEngine
+    from redline.launch.engines import LoadedEngine
 
 MAX_TOKENS = 256
 """New tokens of a reply where the caller names no limit, and the model has room for as many."""
@@ -61,17 +58,17 @@ class Engine:
     """A model that is loaded, and answers. Close it, or use it as a context manager, to give its memory back. It is meant for
     one thread: a call blocks until all its replies are complete."""
 
-    def __init__(self, loaded: _Loaded) -> None:
+    def __init__(self, loaded: LoadedEngine) -> None:
         """`Engine.load` makes one."""
-        self._loaded: _Loaded | None = loaded
+        self._loaded: LoadedEngine | None = loaded
 
     @classmethod
     def load(cls, path: str | os.PathLike[str], *, device: str = "auto", dtype: str = "auto", **settings: Any) -> Self:
         """Load a model: a Hugging Face folder, a .gguf file, a hub id, or a built-in model such as `builtin:tiny`. `settings`
         are keys of a recipe's `engine` section. Raises `RedlineError` for a model or a setting that there is not."""
         model, run = {"path": os.fspath(path), "dtype": dtype}, {"device": device}
-        config = make_config({"model": model, "run": run, "engine": settings, "rollouts": _NO_ROLLOUTS}, name="Engine.load")
-        return cls(_load(resolve(config).config))
+        recipe = validate_engine({"model": model, "run": run, "engine": settings}, "Engine.load")
+        return cls(_load(resolve_engine(recipe).recipe))
 
     @overload
     def generate(self, prompts: str, **sampling: Unpack[Sampling]) -> Reply: ...  # type: ignore[overload-overlap]
@@ -101,6 +98,8 @@ class Engine:
 
     def close(self) -> None:
         """Give the model's memory back. Does nothing the second time."""
+        if self._loaded is not None:
+            self._loaded.close()
         self._loaded = None
 
     def __enter__(self) -> Self:
@@ -110,7 +109,7 @@ class Engine:
         self.close()
 
     @property
-    def _opened(self) -> _Loaded:
+    def _opened(self) -> LoadedEngine:
         if self._loaded is None:
             raise EngineError("the engine is closed", "load it again with Engine.load")
         return self._loaded
@@ -128,58 +127,40 @@ class Engine:
     def _replies(self, prompts: Sequence[Sequence[int]], sampling: Sampling) -> list[Reply]:
         loaded = self._opened
         requests = [
-            GenerateRequest(np.array(prompt, dtype=np.int32), loaded.sampling_params(sampling, len(prompt), index))
+            GenerateRequest(np.array(prompt, dtype=np.int32), _sampling_params(loaded, sampling, len(prompt), index))
             for index, prompt in enumerate(prompts)
         ]
-        return [loaded.reply(completion) for [completion] in loaded.engine.generate(requests)]
+        return [_reply(loaded, completion) for [completion] in loaded.engine.generate(requests)]
 
 
-@dataclass(slots=True, frozen=True)
-class _Loaded:
-    """A model, ready to sample from."""
-
-    engine: NativeEngine
-    tokenizer: PreTrainedTokenizerBase
-    stop_token_ids: tuple[int, ...]
-
-    def sampling_params(self, wanted: Sampling, prompt_tokens: int, index: int) -> SamplingParams:
-        """Return the engine's parameters for the prompt with this index. Each prompt has a stream of random numbers of its own,
-        so that equal prompts get different replies."""
-        unknown = sorted(wanted.keys() - Sampling.__annotations__.keys())
-        if unknown:
-            known = ", ".join(Sampling.__annotations__)
-            raise EngineError(f"there is no sampling option {', '.join(unknown)}", f"the options are {known}")
-        values: dict[str, Any] = dict(wanted)
-        stop, seed = values.pop("stop", ()), values.pop("seed", 0)
-        if not 0 <= seed < 2**31:
-            raise EngineError(f"seed = {seed} makes no sense", "seed is 0 or more, and below 2**31")
-        room = min(self.engine.limits.max_len, self.engine.limits.cache_tokens) - prompt_tokens
-        values.setdefault("max_tokens", max(1, min(MAX_TOKENS, room)))
-        stops = (stop,) if isinstance(stop, str) else tuple(stop)
-        return SamplingParams(seed=(seed << 32) + index, stop=stops, stop_token_ids=self.stop_token_ids, **values)
-
-    def reply(self, completion: Completion) -> Reply:
-        tokens = completion.token_ids.tolist()
-        text = self.tokenizer.decode(tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False)
-        if completion.stop is not None:
-            text = text[: text.find(completion.stop)]
-        return Reply(text, tuple(tokens), tuple(completion.logprobs.tolist()), str(completion.finish_reason))
+def _sampling_params(loaded: LoadedEngine, wanted: Sampling, prompt_tokens: int, index: int) -> SamplingParams:
+    """Return the engine's parameters for the prompt with this index. Each prompt has a stream of random numbers of its own,
+    so that equal prompts get different replies."""
+    unknown = sorted(wanted.keys() - Sampling.__annotations__.keys())
+    if unknown:
+        known = ", ".join(Sampling.__annotations__)
+        raise EngineError(f"there is no sampling option {', '.join(unknown)}", f"the options are {known}")
+    values: dict[str, Any] = dict(wanted)
+    stop, seed = values.pop("stop", ()), values.pop("seed", 0)
+    if not 0 <= seed < 2**31:
+        raise EngineError(f"seed = {seed} makes no sense", "seed is 0 or more, and below 2**31")
+    room = loaded.max_positions - prompt_tokens
+    values.setdefault("max_tokens", max(1, min(MAX_TOKENS, room)))
+    stops = (stop,) if isinstance(stop, str) else tuple(stop)
+    return SamplingParams(seed=(seed << 32) + index, stop=stops, stop_token_ids=loaded.stop_token_ids, **values)
 
 
-_NO_ROLLOUTS = {"group_size": 2, "task": {"kind": "import", "path": "redline.api.engine:nothing"}}
+def _reply(loaded: LoadedEngine, completion: Completion) -> Reply:
+    tokens = completion.token_ids.tolist()
+    text = loaded.tokenizer.decode(tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+    if completion.stop is not None:
+        text = text[: text.find(completion.stop)]
+    return Reply(text, tuple(tokens), tuple(completion.logprobs.tolist()), str(completion.finish_reason))
 
 
-def _load(config: Config) -> _Loaded:
-    import torch
-
-    from redline.engine import NativeEngine
+def _load(recipe: EngineRecipe) -> LoadedEngine:
+    from redline.launch.engines import load_engine
     from redline.launch.process import prepare_process
-    from redline.models.files.hf import load_decoder, load_tokenizer, stop_token_ids
-    from redline.models.files.sources import model_folder
 
-    prepare_process(config)
-    folder: Path = model_folder(config.model.path)
-    tokenizer = load_tokenizer(folder)
-    device, dtype = torch.device(config.run.device), getattr(torch, config.model.dtype)
-    engine = NativeEngine(load_decoder(folder, device, dtype), config.engine, tokenizer)
-    return _Loaded(engine, tokenizer, stop_token_ids(folder, tokenizer))
+    prepare_process(recipe)
+    return load_engine(recipe)

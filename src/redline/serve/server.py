@@ -10,22 +10,13 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import torch
 import uvicorn
 
-from redline.config import EngineRecipe
-from redline.engine import EngineSession, NativeEngine
-from redline.engine.adapters.transformers_engine import TransformersEngine
-from redline.engine.native.lora import make_bank
-from redline.engine.native.tensor_parallel import TensorParallelEngine
-from redline.errors import ModelError
+from redline.engine import EngineSession
+from redline.launch.engines import load_engine
 from redline.launch.process import prepare_process
-from redline.models.files.hf import load_config, load_decoder, load_recompute_model, load_tokenizer, stop_token_ids
-from redline.models.files.sources import model_folder
-from redline.models.spec import is_ours
 from redline.serve.app import make_app
 from redline.serve.calls import Served
 from redline.serve.listener import cannot_listen
@@ -33,7 +24,7 @@ from redline.serve.settings import ServeSettings
 from redline.serve.vocabulary import Vocabulary
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
+    pass
 
 SWITCH_S = 0.0005
 """A tenth of Python's own interval between two threads that both want to run."""
@@ -63,48 +54,25 @@ def _share_python_lock() -> None:
 @contextmanager
 def running_engine(settings: ServeSettings) -> Iterator[tuple[EngineSession, Served]]:
     """The model as the settings want it, stepped by a thread of its own until the block ends."""
-    config = settings.config
-    prepare_process(config)
-    folder = model_folder(config.model.path)
-    tokenizer = load_tokenizer(folder)
-    native = _engine(folder, config, tokenizer, settings.limits.step_timeout_s)
-    for name, adapter in settings.adapters.items():
-        if not isinstance(native, NativeEngine):
-            raise ModelError(
-                f"{config.model.path}: LoRA needs a model of the Llama or Qwen families", "serve it without --lora"
-            )
-        native.load_adapter(name, adapter)
+    prepare_process(settings.config)
+    loaded = load_engine(settings.config, settings.adapters, step_timeout_s=settings.limits.step_timeout_s, tell=_tell)
     served = Served(
         name=settings.name,
-        vocabulary=Vocabulary(tokenizer),
-        end_token_ids=stop_token_ids(folder, tokenizer),
-        max_positions=min(native.limits.max_len, native.limits.cache_tokens),
+        vocabulary=Vocabulary(loaded.tokenizer),
+        end_token_ids=loaded.stop_token_ids,
+        max_positions=loaded.max_positions,
         adapters=tuple(settings.adapters),
-        rows=native.limits.max_num_seqs,
+        rows=loaded.engine.limits.max_num_seqs,
     )
     try:
-        with EngineSession(native, native.why_broken if isinstance(native, TensorParallelEngine) else None) as engine:
+        with loaded.session() as engine:
             yield engine, served
     finally:
-        if isinstance(native, TensorParallelEngine):
-            native.close()
+        loaded.close()
 
 
-def _engine(
-    folder: Path, config: EngineRecipe, tokenizer: PreTrainedTokenizerBase, step_timeout_s: float
-) -> NativeEngine | TransformersEngine:
-    """The fastest that runs the model. A family that does not run on our attention runs on transformers' own."""
-    device, dtype = torch.device(config.run.device), getattr(torch, config.model.dtype)
-    if config.engine.tensor_parallel_size > 1:
-        return TensorParallelEngine(folder, config.engine, device, dtype, step_timeout_s=step_timeout_s)
-    try:
-        decoder = load_decoder(folder, device, dtype)
-        return NativeEngine(decoder, config.engine, tokenizer, bank=make_bank(decoder, config.engine))
-    except ModelError as error:
-        if is_ours(load_config(folder)):
-            raise
-        print(f"{error.message}; serving it with transformers' own attention, slowly", file=sys.stderr)
-        return TransformersEngine(load_recompute_model(folder, device, dtype), config.engine, tokenizer)
+def _tell(text: str) -> None:
+    print(text, file=sys.stderr)
 
 
 class EngineServer(uvicorn.Server):

@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from pydantic import Field, PositiveInt, field_validator, model_validator
 
-from redline.config import Config, resolve, validate
+from redline.config import EngineRecipe, resolve_engine, validate_engine
 from redline.config.installation import how_to_install
 from redline.config.section import Section
 from redline.config.sections.buffer import LateGroups
@@ -24,8 +24,6 @@ Peer = Literal["transformers", "vllm", "redline"]
 TrainingPeer = Literal["transformers", "redline"]
 StoragePeer = Literal["pickle", "padded", "safetensors", "tensordict", "consolidated"]
 MICRO_BATCH_TOKENS = 16384
-NO_ROLLOUTS = {"group_size": 2, "task": {"kind": "import", "path": "redline.lab:nothing"}}
-"""A recipe has to say where its tasks come from; this one is never asked for any."""
 
 
 class BenchSettings(Section):
@@ -375,8 +373,8 @@ def quick_overrides(case: str) -> Sequence[str]:
     return QUICK.get(case, ())
 
 
-def as_recipe(settings: BenchSettings) -> Config:
-    """The settings as a resolved recipe: one place knows what `auto` means and which models there are."""
+def as_recipe(settings: BenchSettings) -> EngineRecipe:
+    """Return the settings as a resolved recipe of an engine: one place knows what `auto` means and which models there are."""
     if settings.model.startswith(RANDOM) and settings.model.removeprefix(RANDOM) not in SHAPES:
         known = ", ".join(f"{RANDOM}{name}" for name in SHAPES)
         raise ConfigError(f"model = {settings.model!r}: no such shape", f"one of {known}")
@@ -384,9 +382,8 @@ def as_recipe(settings: BenchSettings) -> Config:
     recipe = {
         "run": {"device": settings.device, "num_threads": settings.num_threads, "seed": settings.seed},
         "model": {"path": path, "dtype": settings.dtype},
-        "rollouts": NO_ROLLOUTS,
     }
-    return resolve(validate(recipe, "redline bench")).config
+    return resolve_engine(validate_engine(recipe, "redline bench")).recipe
 
 
 def fit_engine(engine: EngineConfig, num_sequences: int, longest: int) -> EngineConfig:

@@ -11,13 +11,13 @@ import torch
 from redline.config import resolve, validate
 from redline.config.sections.engine import EngineConfig
 from redline.config.sections.trainer import TrainerConfig
-from redline.engine import NativeEngine
 from redline.lab.material.networks import make_network
 from redline.lab.material.prompts import random_prompts
 from redline.lab.material.train_batches import long_tailed_lengths, random_batch
 from redline.lab.measure.scratch_run import StepWatch, scratch_stages
 from redline.lab.peers.generation_sides import Batch, EngineSide
 from redline.lab.peers.training_sides import RedlineTraining
+from redline.launch.engines import make_engine
 
 Work = Callable[[], object]
 GROUPS, GROUP_SIZE, PROMPT_TOKENS, TOKENS, LONGEST = 4, 4, 16, 48, 96
@@ -42,7 +42,7 @@ def trainer_step(model: str, device: torch.device) -> Iterator[Work]:
 def generation(model: str, device: torch.device) -> Iterator[Work]:
     """Random prompts of one length, completions of one length, all at once."""
     decoder = make_network(model, device, torch.float32, seed=0).decoder
-    engine = NativeEngine(decoder, EngineConfig(max_num_seqs=SEQUENCES, max_model_len=PROMPT_TOKENS + NEW_TOKENS))
+    engine = make_engine(decoder, EngineConfig(max_num_seqs=SEQUENCES, max_model_len=PROMPT_TOKENS + NEW_TOKENS))
     prompts: list[np.ndarray] = random_prompts(SEQUENCES, PROMPT_TOKENS, decoder.spec.vocab_size, (0,))
     side = EngineSide(engine)
     yield lambda: side.run(Batch(prompts, 1, NEW_TOKENS, seed=0))

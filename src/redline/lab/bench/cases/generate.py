@@ -29,6 +29,7 @@ from redline.lab.measure.machine import Machine, MemoryMeter, measure_machine
 from redline.lab.measure.pairs import interleave
 from redline.lab.peers.contest import OURS, STREAMED, Contest
 from redline.lab.peers.generation_sides import Batch, EngineSide, Run, Side, StreamSide
+from redline.launch.engines import make_engine
 
 Rounds = Sequence[Mapping[str, Run]]
 
@@ -74,7 +75,7 @@ def measure(settings: GenerateSettings, console: Console) -> Measured:
         network = make_network(settings.model, device, dtype, settings.seed)
         workload = Workload(settings, network)
         fitted = fit_engine(settings.engine, settings.prompts * settings.n, workload.longest)
-        engine = NativeEngine(network.decoder, fitted)
+        engine = make_engine(network.decoder, fitted)
         contest = Contest(settings, workload, console)
         contest.enter(OURS, EngineSide(engine), meter)
         contest.enter(STREAMED, StreamSide(engine))

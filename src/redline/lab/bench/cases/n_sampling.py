@@ -12,7 +12,6 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 from rich.console import Console
 
-from redline.engine import NativeEngine
 from redline.lab.bench.settings import NSamplingSettings, fit_engine
 from redline.lab.evidence.document import Bound, Measured, PeerFigure, Result
 from redline.lab.evidence.statistics import compare
@@ -21,6 +20,7 @@ from redline.lab.material.prompts import random_prompts
 from redline.lab.measure.pairs import interleave
 from redline.lab.measure.warmup import WarmUp, warm_up
 from redline.lab.peers.generation_sides import Batch, EngineSide, Run
+from redline.launch.engines import make_engine
 
 TOGETHER = "one request"
 IN_TURN, AT_ONCE, CACHED = "one after the other", "at once, prefix caching off", "at once, prefix caching on"
@@ -41,7 +41,7 @@ class Arms:
         longest = settings.prompt_tokens + settings.new_tokens
         self.config = fit_engine(settings.engine, settings.prompts * max(settings.n), longest)
         self._plain, self._caching = (
-            EngineSide(NativeEngine(decoder, self.config.model_copy(update={"enable_prefix_caching": caching})))
+            EngineSide(make_engine(decoder, self.config.model_copy(update={"enable_prefix_caching": caching})))
             for caching in (False, True)
         )
 

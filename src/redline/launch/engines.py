@@ -1,0 +1,92 @@
+"""The one way to make an engine: of a decoder that is loaded, or of the files that a recipe names.
+
+a decoder       ──make_engine──► NativeEngine            training, the lab
+EngineRecipe    ──load_engine──► LoadedEngine            redline serve, redline.Engine
+                                   ├ NativeEngine            the model in this process
+                                   ├ TensorParallelEngine    engine.tensor_parallel_size > 1: divided among processes
+                                   └ TransformersEngine      a family that does not run on our attention
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+
+from redline.config import EngineRecipe
+from redline.config.sections.engine import EngineConfig
+from redline.engine import EngineSession, NativeEngine
+from redline.engine.adapters.transformers_engine import TransformersEngine
+from redline.engine.native.lora import make_bank
+from redline.engine.native.tensor_parallel import STEP_TIMEOUT_S, TensorParallelEngine
+from redline.errors import ModelError
+from redline.models.files.hf import AnyDecoder, load_config, load_decoder, load_recompute_model, load_tokenizer, stop_token_ids
+from redline.models.files.sources import model_folder
+from redline.models.spec import is_ours
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+@dataclass(slots=True, frozen=True)
+class LoadedEngine:
+    """An engine, and what its model's files say beside the weights."""
+
+    engine: NativeEngine | TransformersEngine
+    tokenizer: PreTrainedTokenizerBase
+    stop_token_ids: tuple[int, ...]
+    why_broken: Callable[[], str | None] | None = None
+    """Returns why the engine can never end its step; None where nothing but the process itself can break it."""
+    close: Callable[[], None] = lambda: None
+    """Ends the processes that the engine has started."""
+
+    @property
+    def max_positions(self) -> int:
+        """The most tokens of one sequence: what the model has positions for, and the KV cache room."""
+        return min(self.engine.limits.max_len, self.engine.limits.cache_tokens)
+
+    def session(self) -> EngineSession:
+        """The owner of the engine; `start` gives it a thread."""
+        return EngineSession(self.engine, self.why_broken)
+
+
+def make_engine(decoder: AnyDecoder, config: EngineConfig, tokenizer: PreTrainedTokenizerBase | None = None) -> NativeEngine:
+    """Make an engine that samples from a decoder where it lies, without a copy. It needs a tokenizer for stop strings only."""
+    return NativeEngine(decoder, config, tokenizer)
+
+
+def load_engine(
+    recipe: EngineRecipe,
+    adapters: Mapping[str, Path] | None = None,
+    *,
+    step_timeout_s: float = STEP_TIMEOUT_S,
+    tell: Callable[[str], None] = lambda text: None,
+) -> LoadedEngine:
+    """Load the model of a resolved recipe into the fastest engine that runs it, with LoRA adapters by name. A step of an engine
+    of several processes may take `step_timeout_s`. Raises `RedlineError` for a model that there is not, or that none runs."""
+    folder = model_folder(recipe.model.path, recipe.run.seed)
+    tokenizer = load_tokenizer(folder)
+    ends = stop_token_ids(folder, tokenizer)
+    device, dtype = torch.device(recipe.run.device), getattr(torch, recipe.model.dtype)
+    if recipe.engine.tensor_parallel_size > 1:
+        divided = TensorParallelEngine(folder, recipe.engine, device, dtype, step_timeout_s=step_timeout_s)
+        return LoadedEngine(divided, tokenizer, ends, divided.why_broken, divided.close)
+    try:
+        decoder = load_decoder(folder, device, dtype)
+        native = NativeEngine(decoder, recipe.engine, tokenizer, bank=make_bank(decoder, recipe.engine))
+    except ModelError as error:
+        if is_ours(load_config(folder)):
+            raise
+        if adapters:
+            why = f"{recipe.model.path}: LoRA needs a model of the Llama or Qwen families"
+            raise ModelError(why, "leave the adapters out") from error
+        tell(f"{error.message}; it runs on transformers' own attention, slowly")
+        return LoadedEngine(
+            TransformersEngine(load_recompute_model(folder, device, dtype), recipe.engine, tokenizer), tokenizer, ends
+        )
+    for name, adapter in (adapters or {}).items():
+        native.load_adapter(name, adapter)
+    return LoadedEngine(native, tokenizer, ends)
