@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import signal
@@ -85,3 +86,15 @@ def test_ctrl_c_writes_a_checkpoint_before_it_raises_and_the_run_goes_on(tmp_pat
     steps = run.steps
     assert redline.train(run.path, {"run.steps": steps + 1}, resume=True).status.state == "finished"
     assert run.metrics()["step"].to_pylist() == list(range(1, steps + 2))
+
+
+def test_in_the_event_loop_of_a_notebook_the_ledger_adds_up_all_the_same(tmp_path: Path) -> None:
+    async def cell() -> tuple[redline.Run, asyncio.AbstractEventLoop]:
+        run = redline.train(SMOKE, {**SMALL, "run.steps": 1, "run.folder": tmp_path / "runs"})
+        return run, asyncio.get_running_loop()
+
+    run, loop = asyncio.run(cell())
+    assert loop is not None
+    assert run.ledger is not None
+    assert "main/task" not in run.ledger.lanes
+    assert run.ledger.lanes["main"].unaccounted_fraction < 0.05

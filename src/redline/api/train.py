@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import sys
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -38,10 +40,23 @@ def train(recipe: Recipe, overrides: Mapping[str, Any] | None = None, *, resume:
             "redline.train was called in a thread; Ctrl-C and the ledger need the main one",
             "call it in the main thread, or start `redline train` as a process",
         )
-    summary = _checked(recipe, overrides or {}, resume).train(began_ns=began_ns)
+    with _outside_event_loop():
+        summary = _checked(recipe, overrides or {}, resume).train(began_ns=began_ns)
     if not summary["finished"]:
         raise KeyboardInterrupt(f"stopped after step {summary['steps']}; continue with resume=True: {summary['run']}")
     return Run.open(began_in / summary["run"])
+
+
+@contextmanager
+def _outside_event_loop() -> Iterator[None]:
+    """Hide the event loop that calls us, as a notebook's does. It stands still until we return, and is none of the run's: spans
+    would go to lanes of its task, and a reward could not run a loop of its own."""
+    running = asyncio._get_running_loop()
+    asyncio._set_running_loop(None)
+    try:
+        yield
+    finally:
+        asyncio._set_running_loop(running)
 
 
 def _checked(recipe: Recipe, overrides: Mapping[str, Any], resume: bool) -> CheckedRun:
