@@ -12,7 +12,7 @@
      └────────────────────┘                                         └─────────────┘
 
 stage         consumes           produces           waits for                     unblocked by
-rollouts      Task               TrajectoryGroup    numbers to attempt            buffer.admit
+rollouts      Task               TrajectoryGroup    indices to attempt            buffer.admit
 engine        GenerateRequest    Completion         requests, whole weights       engine.apply
 buffer        TrajectoryGroup    TrainBatch         groups within the lag budget  buffer.offer
 trainer       TrainBatch         WeightSet          a batch                       buffer.next_batch
@@ -53,7 +53,7 @@ def run(
 
 def _dispatch(rollouts: Rollouts, buffer: Buffer, version: int) -> None:
     """Wait no longer for what takes too long, and begin what there is room for."""
-    rollouts.abandon(buffer.give_up(version))
+    rollouts.cancel(buffer.cancel_late(version))
     rollouts.begin(buffer.admit(version), version)
 
 

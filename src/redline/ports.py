@@ -14,10 +14,13 @@ from redline.types import (
     Delta,
     EngineStats,
     GenerateRequest,
+    Message,
     StepReport,
     Task,
     TrainBatch,
+    Trajectory,
     TrajectoryGroup,
+    Turn,
     WeightSet,
     WeightUpdate,
 )
@@ -60,6 +63,10 @@ class SteppedEngine(Protocol):
 
     def apply(self, update: WeightUpdate) -> None:
         """Sample from this version from now on."""
+        ...
+
+    def reset_prefix_cache(self) -> None:
+        """Find no prompt again that was computed before: what is sampled next does not depend on what came earlier."""
         ...
 
     @property
@@ -115,6 +122,14 @@ class Session(Protocol):
         """Let the engine go on."""
         ...
 
+    def held(self) -> AbstractContextManager[None]:
+        """`hold`, and `resume` when the block ends."""
+        ...
+
+    def reset_prefix_cache(self) -> None:
+        """Find no prompt again that was computed before. For the thread that holds the engine."""
+        ...
+
     def step_until(self, done: Callable[[], bool]) -> None:
         """Step the engine in the calling thread, which holds it meanwhile, until `done()`."""
         ...
@@ -124,15 +139,32 @@ class Session(Protocol):
         ...
 
 
-class Rollouts(Protocol):
-    """Turns tasks into scored attempts, at once or in the background."""
+class RewardWorkers(Protocol):
+    """What computes rewards beside the trainer."""
 
-    def begin(self, numbers: Sequence[int], version: int) -> None:
-        """Attempt these tasks from now on; the task and its randomness follow from its number alone. Does not wait."""
+    @property
+    def most(self) -> int:
+        """Workers that there may be."""
+        ...
+
+    def hold(self, count: int) -> None:
+        """Have so many from now on."""
+        ...
+
+    def take_load(self) -> Sequence[float]:
+        """Seconds for which 0, 1, 2, … groups were sampled and had no reward yet, since this was last asked."""
+        ...
+
+
+class Rollouts(Protocol):
+    """Turns tasks into scored attempts: when it is asked for them, or beside the trainer."""
+
+    def begin(self, indices: Sequence[int], version: int) -> None:
+        """Attempt these tasks from now on; a task and its randomness follow from its index alone. Does not block."""
         ...
 
     def arrived(self) -> Sequence[TrajectoryGroup]:
-        """Groups that were completed meanwhile; does not wait."""
+        """Groups that were completed meanwhile. Does not block."""
         ...
 
     def finished(self, patience_s: float | None = None, *, late: bool = False) -> Sequence[TrajectoryGroup]:
@@ -140,8 +172,34 @@ class Rollouts(Protocol):
         With `late`, the wait is booked as one for late groups: enough others are ready."""
         ...
 
-    def abandon(self, numbers: Sequence[int]) -> None:
+    def cancel(self, indices: Sequence[int]) -> None:
         """Attempt these no longer; they will not come any more."""
+        ...
+
+    def evaluate(self, tasks: Sequence[Task], patience_s: float | None = None) -> list[list[Trajectory]]:
+        """Attempts at held-out tasks, scored. Blocks; groups under way rest meanwhile, and the user's calls for them are waited
+        for first, but no longer than `patience_s`."""
+        ...
+
+    @property
+    def reward_workers(self) -> RewardWorkers | None:
+        """Those that score beside the trainer; None where the caller of `finished` does."""
+        ...
+
+    def sampled_tokens(self, index: int) -> Sequence[int]:
+        """Tokens that each attempt of a group under way has so far; none where that is not known."""
+        ...
+
+    def queues(self) -> Mapping[str, float]:
+        """How much waits where, by name. Does not block."""
+        ...
+
+    def memory(self) -> Mapping[str, int]:
+        """Bytes by kind that it holds on the device."""
+        ...
+
+    def close(self) -> None:
+        """Cancel what is under way and end all threads. Blocks for some seconds at most."""
         ...
 
 
@@ -149,16 +207,16 @@ class Buffer(Protocol):
     """Decides what is attempted, and holds attempts until the trainer wants them, no longer than the lag budget allows."""
 
     def admit(self, version: int) -> Sequence[int]:
-        """Numbers of the tasks to begin now that the trainer is at `version`."""
+        """Indices of the tasks to begin now that the trainer is at `version`."""
         ...
 
-    def give_up(self, version: int) -> Sequence[int]:
-        """Numbers of groups under way that were begun too long ago: others take their place."""
+    def cancel_late(self, version: int) -> Sequence[int]:
+        """Indices of groups under way that were begun too long ago: others take their place."""
         ...
 
     @property
     def patience_s(self) -> float | None:
-        """How long to wait for groups before it is time to `give_up` some; None is for ever."""
+        """How long to wait for groups before it is time to `cancel_late` some; None is for ever."""
         ...
 
     def offer(self, *groups: TrajectoryGroup) -> None: ...
@@ -229,6 +287,22 @@ class TaskSource(Protocol):
         """The reward for an answer to `task`: a number, or its named parts; may be `async def`. A part called `correct` or
         `accuracy` that is always 0 or 1 is shown as an accuracy. A source that several threads may ask at once says so by an
         attribute `score_is_thread_safe = True`."""
+        ...
+
+
+class Policy(Protocol):
+    """The policy as an environment sees it."""
+
+    async def say(self, messages: Sequence[Message]) -> Turn:
+        """The policy's reply to a conversation, sampled under the recipe's settings."""
+        ...
+
+
+class Environment(Protocol):
+    """Plays attempts at tasks. Each attempt is a call of `play`."""
+
+    async def play(self, task: Task, policy: Policy) -> Score:
+        """Let the policy attempt the task. Returns the reward: a number, or its named parts."""
         ...
 
 

@@ -302,14 +302,28 @@ class Failure:
 
 
 @dataclass(slots=True, frozen=True)
-class EngineCall:
-    """How long a completion took, and what came of it."""
+class Turn:
+    """One reply of the policy inside an attempt."""
 
+    text: str
+    """What the policy said, decoded without special tokens."""
+    start: int
+    """The first of its tokens in the attempt's `token_ids`."""
+    end: int
+    """One past the last of them."""
+    versions: VersionSpan
+    finish_reason: FinishReason
     queue_s: float
+    """Seconds from submission to the start of its prefill."""
     prefill_s: float
+    """Seconds from there to its first token."""
     decode_s: float
-    num_tokens: int
-    """Sampled."""
+    """Seconds from its first token to its last."""
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens the policy chose: end - start."""
+        return self.end - self.start
 
     @property
     def first_token_s(self) -> float:
@@ -341,8 +355,8 @@ class Trajectory:
     reward_parts: Mapping[str, float] = field(default_factory=dict)
     """Named parts, before weighting; `reward` is their weighted sum."""
     failure: Failure | None = None
-    calls: Sequence[EngineCall] = ()
-    """The times that the engine was asked, in order; kept in memory only, for metrics."""
+    turns: Sequence[Turn] = ()
+    """What the policy said, in order; kept in memory only, for metrics."""
 
     @property
     def num_completion_tokens(self) -> int:

@@ -164,7 +164,7 @@ class Schedules(RuleBasedStateMachine):
     @rule(data=st.data())
     def give_up(self, data: st.DataObject) -> None:
         number = data.draw(st.sampled_from(self.under_way()))
-        self.buffer.abandon([number], GIVEN_UP)
+        self.buffer.cancel([number], GIVEN_UP)
         self.known[number].state = GroupState.DROPPED
         self.repeated.discard(number)
         self.late.add(number)
@@ -173,7 +173,7 @@ class Schedules(RuleBasedStateMachine):
     @rule()
     def give_up_what_takes_too_long(self) -> None:
         assert self.config.late_groups == "drop" or not self.buffer.overdue(self.version), "a late group was not waited for"
-        given_up = self.buffer.give_up(self.version)
+        given_up = self.buffer.cancel_late(self.version)
         for number in self.under_way():
             known = self.known[number]
             is_overdue = self.version - known.begun > self.config.max_lag

@@ -27,7 +27,7 @@ from support.processes import TIMEOUT_S
 
 import redline
 from redline import cli
-from redline.rollouts.runner import SingleTurnRollouts
+from redline.rollouts.user_code.source import CalledSource
 from redline.telemetry import RunFolder
 from redline.trainer import PolicyTrainer
 
@@ -180,8 +180,8 @@ class _Profiler:
         if code is PolicyTrainer.step.__code__:
             batch = frame.f_locals["batch"]
             deed: dict[str, Any] = {"version": batch.version, "trains_on": batch.numbers, "lags": batch.lags}
-        elif code is SingleTurnRollouts._train.__code__:
-            deed = {"attempts": frame.f_locals["number"]}
+        elif code is CalledSource._train.__code__:
+            deed = {"attempts": frame.f_locals["index"]}
         else:
             return
         os.write(self._deeds, json.dumps({"process": os.getpid(), **deed}).encode() + b"\n")

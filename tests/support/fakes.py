@@ -12,6 +12,8 @@ import numpy as np
 
 from redline.types import (
     Completion,
+    Delta,
+    EngineStats,
     FinishReason,
     GenerateRequest,
     StepReport,
@@ -135,9 +137,9 @@ class FakeRollouts:
     calls: Calls
     begun: list[TrajectoryGroup] = field(default_factory=list)
 
-    def begin(self, numbers: Sequence[int], version: int) -> None:
-        self.calls.append(("rollouts.begin", len(numbers), version))
-        self.begun += [group([1.0, -1.0], task_id=f"{version}/{i}", version=version) for i in range(len(numbers))]
+    def begin(self, indices: Sequence[int], version: int) -> None:
+        self.calls.append(("rollouts.begin", len(indices), version))
+        self.begun += [group([1.0, -1.0], task_id=f"{version}/{i}", version=version) for i in range(len(indices))]
 
     def arrived(self) -> list[TrajectoryGroup]:
         return []
@@ -147,9 +149,9 @@ class FakeRollouts:
         groups, self.begun = self.begun, []
         return groups
 
-    def abandon(self, numbers: Sequence[int]) -> None:
-        if numbers:
-            self.calls.append(("rollouts.abandon", *numbers))
+    def cancel(self, indices: Sequence[int]) -> None:
+        if indices:
+            self.calls.append(("rollouts.cancel", *indices))
 
 
 @dataclass
@@ -162,7 +164,7 @@ class FakeBuffer:
     patience_s: float | None = None
     waits_for_late_groups: bool = False
 
-    def give_up(self, version: int) -> list[int]:
+    def cancel_late(self, version: int) -> list[int]:
         return []
 
     def admit(self, version: int) -> list[int]:
@@ -226,19 +228,41 @@ class FakeWeightSync:
 
 @dataclass
 class FakeEngine:
-    """Answers with what `answer` makes of the request and the number of the attempt."""
+    """Answers with what `answer` makes of the request and the number of the attempt, all that was submitted in one step."""
 
     calls: Calls = field(default_factory=list)
     answer: Callable[[GenerateRequest, int], Completion] = lambda request, i: completion([1 + i])
     requests: list[GenerateRequest] = field(default_factory=list)
+    submitted: dict[int, GenerateRequest] = field(default_factory=dict)
+    stats: EngineStats = field(default_factory=EngineStats)
 
-    def generate(self, requests: Sequence[GenerateRequest]) -> list[list[Completion]]:
-        self.calls.append(("engine.generate", len(requests)))
-        self.requests += requests
-        return [[self.answer(request, i) for i in range(request.sampling.n)] for request in requests]
+    def submit(self, request: GenerateRequest, *, streaming: bool = False) -> int:
+        self.requests.append(request)
+        self.submitted[len(self.requests)] = request
+        return len(self.requests)
+
+    def abort(self, request_id: int) -> None:
+        self.submitted.pop(request_id, None)
+
+    def sampled_tokens(self, request_id: int) -> dict[int, int]:
+        return {}
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self.submitted)
+
+    def step(self) -> list[tuple[int, Delta]]:
+        self.calls.append(("engine.generate", len(self.submitted)))
+        nothing = np.zeros(0, dtype=np.int32), np.zeros(0, dtype=np.float32)
+        answers = [(number, request, i) for number, request in self.submitted.items() for i in range(request.sampling.n)]
+        self.submitted = {}
+        return [(number, Delta(i, *nothing, completion=self.answer(request, i))) for number, request, i in answers]
 
     def apply(self, update: WeightUpdate) -> None:
         self.calls.append(("engine.apply", update.version))
+
+    def reset_prefix_cache(self) -> None:
+        pass
 
 
 @dataclass

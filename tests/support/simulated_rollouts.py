@@ -74,7 +74,7 @@ class Simulation:
         return self
 
     def _begin(self, version: int) -> None:
-        self.buffer.give_up(version)  # they go on for nothing, and nobody takes what comes of them
+        self.buffer.cancel_late(version)  # they go on for nothing, and nobody takes what comes of them
         for number in self.buffer.admit(version):
             start = max(self.now, heapq.heappop(self._slots_free_at))
             end = start + self.group_s(version, self._rng)

@@ -100,10 +100,10 @@ def test_a_request_to_stop_ends_the_run_before_the_next_step(stop_after: int) ->
     assert calls[-1] == ("watch.should_stop",)
 
 
-def test_what_the_buffer_gives_up_is_abandoned_before_others_are_begun() -> None:
+def test_what_the_buffer_gives_up_is_cancelled_before_others_are_begun() -> None:
     class Impatient(FakeBuffer):
-        def give_up(self, version: int) -> list[int]:
-            return [7, 9] if not named(self.calls, "rollouts.abandon") else []
+        def cancel_late(self, version: int) -> list[int]:
+            return [7, 9] if not named(self.calls, "rollouts.cancel") else []
 
     class Rollouts(FakeRollouts):
         def finished(self, patience_s: float | None = None, *, late: bool = False) -> list[types.TrajectoryGroup]:
@@ -114,8 +114,8 @@ def test_what_the_buffer_gives_up_is_abandoned_before_others_are_begun() -> None
     stages = (Rollouts(calls), Impatient(calls, patience_s=0.5), FakeTrainer(calls), FakeWeightSync(calls), FakeEngine(calls))
     loop.run(*stages, steps=1, watch=FakeWatch(calls))
     order = [call[0] for call in calls]
-    assert named(calls, "rollouts.abandon") == [(7, 9)]
-    assert order.index("rollouts.abandon") < order.index("buffer.admit")
+    assert named(calls, "rollouts.cancel") == [(7, 9)]
+    assert order.index("rollouts.cancel") < order.index("buffer.admit")
 
 
 # ── the docstring ──────────────────────────────────────────────────────────────────────────────────────────────────────

@@ -21,13 +21,14 @@ import numpy as np
 
 from redline.buffer.admission import must_wait, room
 from redline.buffer.control.groups import Controller, Decision, Waits
-from redline.buffer.control.workers import Controllers, RewardWorkers, WorkerController
+from redline.buffer.control.workers import Controllers, WorkerController
 from redline.buffer.drops import LATE, OVERDUE, SILENT, STALE, TIMED_OUT, LateDrops
 from redline.buffer.packing import pack
 from redline.buffer.selection import choose
 from redline.buffer.store.group_store import GroupInfo, GroupStore
 from redline.buffer.store.stored_groups import StoredGroups, pack_stored
 from redline.config.sections.buffer import BufferConfig
+from redline.ports import RewardWorkers
 from redline.telemetry import span
 from redline.types import TrainBatch, TrajectoryGroup
 
@@ -82,7 +83,7 @@ class GroupBuffer:
         """Numbers to give out before new ones, in rising order."""
         self._repeated: set[int] = set()
         """Numbers that are ready, and are attempted again to give the others of their batch the company they had."""
-        self._abandoned: set[int] = set()
+        self._cancelled: set[int] = set()
         """Numbers given up while they were under way; a group may still come."""
         self._leased: list[GroupInfo] = []
         """The batch that the trainer is at."""
@@ -133,8 +134,8 @@ class GroupBuffer:
 
     def _is_new(self, number: int) -> bool:
         """A group has come: whether anybody still wants it, and the store has it not."""
-        if number in self._abandoned:
-            self._abandoned.remove(number)
+        if number in self._cancelled:
+            self._cancelled.remove(number)
             return False
         assert number in self._in_flight, f"nobody asked for group {number}"
         del self._in_flight[number]
@@ -143,11 +144,11 @@ class GroupBuffer:
             return False
         return True
 
-    def give_up(self, version: int) -> list[int]:
+    def cancel_late(self, version: int) -> list[int]:
         overdue = self.overdue(version)
-        self.abandon(overdue, OVERDUE)
+        self.cancel(overdue, OVERDUE)
         timed_out = self._timed_out()
-        self.abandon(timed_out, TIMED_OUT)
+        self.cancel(timed_out, TIMED_OUT)
         return [*overdue, *timed_out]
 
     @property
@@ -176,13 +177,13 @@ class GroupBuffer:
         limit, now = self._config.group_timeout_s, self._clock()
         return [] if limit is None else [number for number, begun in self._in_flight.items() if now - begun.at_s >= limit]
 
-    def abandon(self, numbers: Iterable[int], reason: str) -> None:
+    def cancel(self, numbers: Iterable[int], reason: str) -> None:
         """Forget groups that are attempted no longer; others take their place."""
         for number in numbers:
             if reason in LATE:
                 self._late.add(self._sampled_tokens(number))
             del self._in_flight[number]
-            self._abandoned.add(number)
+            self._cancelled.add(number)
             self._repeated.discard(number)
             self._drop([number], reason)
 
@@ -193,7 +194,7 @@ class GroupBuffer:
         self._again = sorted([*again, *self._repeated])
         if self._store.next_number == 0:  # it kept nothing: go on with the tasks that lockstep would be at
             self._first_number = version * self._groups_per_step
-        self._in_flight, self._abandoned, self._leased, self._replays = {}, set(), [], {}
+        self._in_flight, self._cancelled, self._leased, self._replays = {}, set(), [], {}
         self._version, self._num_replaced = version, 0
         self._totals = Counter({f"dropped_{reason}": count for reason, count in self._store.dropped.items()})
 

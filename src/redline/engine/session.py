@@ -211,13 +211,13 @@ class EngineSession:
     def hold(self) -> None:
         """Block until the engine is between two steps and its device idle. It stays there, for this thread alone, until
         `resume` was called as often as `hold`. Raises what ended the stepping thread."""
-        if self._thread is None:
+        if self._thread is None or self._holder == threading.get_ident():
             self._holder, self._num_holds = threading.get_ident(), self._num_holds + 1
             return
         with span("wait.for_engine"):
             with self._changed:
-                self._changed.wait_for(lambda: self._holder in (None, threading.get_ident()))
-                self._holder, self._num_holds = threading.get_ident(), self._num_holds + 1
+                self._changed.wait_for(lambda: self._holder is None)
+                self._holder, self._num_holds = threading.get_ident(), 1
                 self._changed.notify_all()
                 try:
                     self._changed.wait_for(lambda: self._is_between_steps or not self._is_open)
@@ -230,7 +230,7 @@ class EngineSession:
 
     def resume(self) -> None:
         """Let the engine go on, once the device has done what its holder launched."""
-        if self._thread is not None:
+        if self._thread is not None and self._num_holds == 1:
             self._wait_for_device()
         with self._changed:
             self._let_go()
@@ -255,6 +255,11 @@ class EngineSession:
         """Sample from this version from now on. Blocks until the engine is between two steps."""
         with self.held(), span("engine.update_weights"):
             self._engine.apply(update)
+
+    def reset_prefix_cache(self) -> None:
+        """Find no prompt again that was computed before. For the thread that holds the engine."""
+        assert self._may_touch(), "hold the engine first"
+        self._engine.reset_prefix_cache()
 
     def step_until(self, done: Callable[[], bool]) -> None:
         """Step the engine in the calling thread, which holds it meanwhile, until `done()`. Raises what a receiver raises."""
@@ -305,14 +310,21 @@ class EngineSession:
     def _work(self) -> None:
         with boundary() as caught:
             self._prepare_thread()
-            while self._may_go_on():
-                with span("engine.schedule"):
-                    self._take_orders()
-                    self._step()
+            while self._advance():
+                pass
         self._end(caught.error)
 
+    def _advance(self) -> bool:
+        """Take one step, and before it whatever orders there are; where there is nothing to do, wait. False ends the thread."""
+        with span("engine.schedule"):  # what is neither a wait, nor prefill or decode
+            if not self._may_go_on():
+                return False
+            self._take_orders()
+            self._step()
+            return True
+
     def _may_go_on(self) -> bool:
-        """Between two steps: others may have the engine, and where there is nothing to do, wait. False ends the thread."""
+        """Between two steps: others may have the engine. Blocks until there is something to do. False ends the thread."""
         with self._changed:
             self._is_between_steps = True
             self._changed.notify_all()

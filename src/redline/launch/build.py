@@ -10,6 +10,7 @@ from redline.buffer import GroupBuffer, GroupStore, MemoryStore, TrajectoryStore
 from redline.buffer.store.segments import SEGMENT_BYTES
 from redline.config import Config
 from redline.engine import EngineSession, NativeEngine
+from redline.environments.single_turn import SingleTurn
 from redline.errors import ModelError
 from redline.launch.placement import Placement
 from redline.launch.preflight import LoadedTasks
@@ -17,7 +18,7 @@ from redline.launch.stages import Stages
 from redline.models.files.hf import load_decoder, load_tokenizer, stop_token_ids
 from redline.models.files.sources import model_folder
 from redline.ports import Rollouts
-from redline.rollouts import BackgroundRollouts, Chat, SingleTurnRollouts
+from redline.rollouts import Chat, Dispatcher, RolloutSetup
 from redline.rollouts.prompts import Prompts, prompt_limit
 from redline.rollouts.rewards.reward_model import RewardModel
 from redline.rollouts.tasks.sources import JsonlTasks
@@ -62,38 +63,38 @@ def build(config: Config, folder: RunFolder, progress: Progress, placement: Plac
     held_out = _without_bad_prompts(tasks, Prompts(chat, config.rollouts, max_prompt_tokens, engine.check), progress)
     judge = _load_reward_model(config, device, dtype)
     session = EngineSession(engine, wait_for_device=lambda: _wait_for(device))
-    attempts = SingleTurnRollouts(
-        tasks.source,
-        session,
-        chat,
-        config.rollouts,
-        stop_token_ids(source, tokenizer),
-        config.run.seed,
-        judge,
-        tasks.num_workers,
-        max_prompt_tokens,
-        engine.check,
-        config.buffer.group_timeout_s,
+    setup = RolloutSetup(
+        tasks=tasks.source,
+        environment=SingleTurn,
+        chat=chat,
+        config=config.rollouts,
+        stop_token_ids=stop_token_ids(source, tokenizer),
+        seed=config.run.seed,
+        reward_model=judge,
+        max_reward_workers=tasks.num_workers,
+        max_prompt_tokens=max_prompt_tokens,
+        check_request=engine.check,
+        group_timeout_s=config.buffer.group_timeout_s,
     )
     weight_sync = _connect(placement, trainer, engine, session)
-    rollouts = _place_rollouts(placement, attempts, session)
+    rollouts = _place_rollouts(placement, setup, session)
     store = _make_store(config, folder, progress.note)
     return Stages(
         rollouts=rollouts,
-        attempts=attempts,
         buffer=GroupBuffer(
             config.buffer,
             config.rollouts.groups_per_step,
             store,
             keep_silent=config.trains_on_every_attempt,
             max_extra_rounds=config.rollouts.max_extra_rounds,
-            workers=rollouts.rewards if isinstance(rollouts, BackgroundRollouts) else None,
+            workers=rollouts.reward_workers,
             steps=config.run.steps,
-            sampled_tokens=rollouts.sampled_tokens if isinstance(rollouts, BackgroundRollouts) else lambda number: (),
+            sampled_tokens=rollouts.sampled_tokens,
         ),
         trainer=trainer,
         weight_sync=weight_sync,
         engine=engine,
+        session=session,
         decoder=decoder,
         source=source,
         store=store,
@@ -130,10 +131,10 @@ def _connect(placement: Placement, trainer: PolicyTrainer, engine: NativeEngine,
     return weight_sync
 
 
-def _place_rollouts(placement: Placement, attempts: SingleTurnRollouts, session: EngineSession) -> Rollouts:
+def _place_rollouts(placement: Placement, setup: RolloutSetup, session: EngineSession) -> Rollouts:
     """In lockstep rollouts and trainer take turns in one thread, else each has its own, and on a CPU its own cores."""
     if placement.is_lockstep:
-        return attempts
+        return Dispatcher(session, setup)
     device = torch.device(placement.stages["engine"].device)
 
     def prepare_thread() -> None:
@@ -144,7 +145,7 @@ def _place_rollouts(placement: Placement, attempts: SingleTurnRollouts, session:
 
     if device.type == "cpu":
         torch.set_num_threads(placement.stages["trainer"].cpu_threads)
-    return BackgroundRollouts(attempts, session, prepare_thread)
+    return Dispatcher(session, setup, beside=True, prepare_thread=prepare_thread)
 
 
 def _wait_for(device: torch.device) -> None:

@@ -4,16 +4,14 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
 from redline import loop
 from redline.buffer import GroupBuffer, GroupStore
-from redline.engine import NativeEngine
+from redline.engine import EngineSession, NativeEngine
 from redline.models.files.hf import AnyDecoder
 from redline.ports import Rollouts, Trainer, Watch
-from redline.rollouts import BackgroundRollouts, SingleTurnRollouts
 from redline.trainer import PolicyTrainer
 from redline.types import EngineStats, Task, Trajectory
 from redline.weight_sync import WeightProtocol
@@ -24,12 +22,12 @@ class Stages:
     """The five stages of one process, connected."""
 
     rollouts: Rollouts
-    attempts: SingleTurnRollouts
-    """What the rollouts are made of; answers held-out tasks too."""
     buffer: GroupBuffer
     trainer: PolicyTrainer
     weight_sync: WeightProtocol
     engine: NativeEngine
+    session: EngineSession
+    """Owns the engine."""
     decoder: AnyDecoder
     source: Path
     """The folder the model was loaded from."""
@@ -43,30 +41,25 @@ class Stages:
         loop.run(self.rollouts, self.buffer, trainer, self.weight_sync, self.weight_sync.engine, steps=steps, watch=watch)
 
     def evaluate(self, tasks: Sequence[Task]) -> list[list[Trajectory]]:
-        """Afterwards the engine forgets the prompts, so that no training sample depends on whether there was an evaluation."""
-        rollouts, patience_s = self.rollouts, self.buffer.patience_s
-        paused = rollouts.paused(patience_s) if isinstance(rollouts, BackgroundRollouts) else nullcontext()
-        with self.buffer.clock_stands_still(), paused:
-            attempts = self.attempts.evaluate(tasks)
-            self.engine.reset_prefix_cache()
-            return attempts
+        """Scored attempts at held-out tasks. Blocks; meanwhile no group under way grows older."""
+        patience_s = self.buffer.patience_s
+        with self.buffer.clock_stands_still():
+            return self.rollouts.evaluate(tasks, patience_s)
 
     def memory(self) -> Counter[str]:
         """Bytes by kind that the stages hold."""
         kinds = Counter(self.trainer.memory())
-        for stage in (self.engine, self.attempts):
+        for stage in (self.engine, self.rollouts):
             kinds.update(stage.memory())
         return kinds
 
     def queues(self) -> dict[str, float]:
-        """How much waits where; whoever asks does not wait for it."""
+        """How much waits where, by name. Does not block."""
         metrics, stats = self.buffer.metrics, self.engine.stats
-        rewards = self.rollouts.rewards if isinstance(self.rollouts, BackgroundRollouts) else None
         return {
             "buffer: groups under way": metrics["buffer/in_flight"],
             "buffer: groups that may be under way or waiting": metrics["buffer/target"],
-            **({"rollouts: groups to score": rewards.num_to_score} if rewards else {}),
-            **({"rollouts: workers that score": rewards.num_scoring} if rewards else {}),
+            **self.rollouts.queues(),
             "engine: sequences running": stats.running,
             "engine: sequences waiting": stats.waiting,
             "engine: KV blocks in use": stats.kv_blocks_used,
@@ -92,7 +85,5 @@ class Stages:
         self.store.flush()
 
     def close(self) -> None:
-        if isinstance(self.rollouts, BackgroundRollouts):
-            self.rollouts.close()
-        self.attempts.close()
+        self.rollouts.close()
         self.store.close()

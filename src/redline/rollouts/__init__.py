@@ -1,8 +1,8 @@
 """Stage 1: tasks, attempts, rewards, advantages."""
 
-from redline.rollouts.background import BackgroundRollouts
 from redline.rollouts.chat import Chat
-from redline.rollouts.runner import SingleTurnRollouts
+from redline.rollouts.dispatcher import Dispatcher
+from redline.rollouts.setup import RolloutSetup
 from redline.rollouts.tasks.sources import make_task_source
 
-__all__ = ["BackgroundRollouts", "Chat", "SingleTurnRollouts", "make_task_source"]
+__all__ = ["Chat", "Dispatcher", "RolloutSetup", "make_task_source"]

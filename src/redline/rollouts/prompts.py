@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import numpy as np
 
@@ -12,15 +11,6 @@ from redline.errors import ConfigError, TaskError, boundary
 from redline.rollouts.chat import Chat
 from redline.rollouts.user_code.calls import failure_of
 from redline.types import Failure, FinishReason, GenerateRequest, SamplingParams, Task, Trajectory, VersionSpan
-
-
-@dataclass(slots=True, frozen=True)
-class Posed:
-    """A task, and what the engine is asked for all attempts at it."""
-
-    task: Task
-    request: GenerateRequest | Failure
-    """A failure where it is not asked."""
 
 
 class Prompts:

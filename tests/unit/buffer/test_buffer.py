@@ -85,7 +85,7 @@ def test_what_was_given_up_is_replaced_and_ignored_when_it_comes_after_all() -> 
     store = MemoryStore()
     buffer = make(2, store=store)
     buffer.admit(0)
-    buffer.abandon([0], "environment")
+    buffer.cancel([0], "environment")
     assert buffer.admit(0) == [2]
     buffer.offer(numbered(0, 0))
     assert not store.ready()
@@ -97,8 +97,8 @@ def test_groups_that_can_no_longer_be_trained_on_are_given_up_and_replaced() -> 
     store = MemoryStore()
     buffer = make(1, max_lag=2, store=store)
     assert buffer.admit(0) == [0, 1, 2]
-    assert buffer.give_up(2) == []
-    assert buffer.give_up(3) == [0, 1, 2]
+    assert buffer.cancel_late(2) == []
+    assert buffer.cancel_late(3) == [0, 1, 2]
     assert store.fate(1) == (GroupState.DROPPED, "overdue")
     assert buffer.metrics["buffer/dropped_overdue"] == 3
     assert buffer.admit(3) == [3, 4, 5]
@@ -113,9 +113,9 @@ def test_groups_that_take_too_long_are_given_up_though_the_trainer_stands_still(
     buffer.offer(numbered(1, 0))
     buffer.trained(buffer.next_batch(0))
     assert buffer.admit(1) == [2]
-    assert (buffer.patience_s, buffer.give_up(1)) == (6.0, [])
+    assert (buffer.patience_s, buffer.cancel_late(1)) == (6.0, [])
     clock.now = 11.0
-    assert (buffer.patience_s, buffer.give_up(1)) == (0.0, [0])
+    assert (buffer.patience_s, buffer.cancel_late(1)) == (0.0, [0])
     assert store.fate(0) == (GroupState.DROPPED, "timed_out")
     assert buffer.metrics["buffer/dropped_timed_out"] == 1
     assert buffer.patience_s == 3.0
@@ -126,7 +126,7 @@ def test_of_groups_that_come_together_only_those_that_are_still_wanted_are_kept(
     store = MemoryStore()
     buffer = make(2, max_lag=1, store=store)
     assert buffer.admit(0) == [0, 1, 2, 3]
-    buffer.abandon([1, 2], "overdue")
+    buffer.cancel([1, 2], "overdue")
     buffer.offer(*(numbered(number, 0) for number in (3, 1, 0)))
     assert [info.number for info in store.ready()] == [0, 3]
     assert store.fate(1) == (GroupState.DROPPED, "overdue")
@@ -143,9 +143,9 @@ def test_the_time_of_an_evaluation_does_not_count_towards_the_limit_of_the_group
         clock.now = 104.0
     assert buffer.patience_s == 6.0
     clock.now = 109.0
-    assert buffer.give_up(0) == []
+    assert buffer.cancel_late(0) == []
     clock.now = 110.0
-    assert buffer.give_up(0) == [0, 1]
+    assert buffer.cancel_late(0) == [0, 1]
 
 
 def test_a_group_that_is_overdue_and_timed_out_is_given_up_once() -> None:
@@ -153,7 +153,7 @@ def test_a_group_that_is_overdue_and_timed_out_is_given_up_once() -> None:
     buffer = GroupBuffer(BufferConfig(max_lag=1, depth=2, group_timeout_s=10), 1, MemoryStore(), clock=clock)
     buffer.admit(0)
     clock.now = 11.0
-    assert buffer.give_up(2) == [0, 1]
+    assert buffer.cancel_late(2) == [0, 1]
 
 
 def test_without_a_limit_nobody_loses_patience() -> None:

@@ -89,7 +89,7 @@ class SimulatedRun:
         while self.under_way and self.under_way[0][0] <= self.now:
             _, number, begun_version = heapq.heappop(self.under_way)
             self.buffer.offer(group(number, begun_version))
-        given_up = set(self.buffer.give_up(version))
+        given_up = set(self.buffer.cancel_late(version))
         self.under_way = [entry for entry in self.under_way if entry[1] not in given_up]
         heapq.heapify(self.under_way)
         for number in self.buffer.admit(version):

@@ -14,9 +14,11 @@ from support.fakes import FakeEngine, FakeTasks, completion
 from transformers import PreTrainedTokenizerFast
 
 from redline.config.sections.rollouts import RolloutsConfig
+from redline.engine import EngineSession
+from redline.environments.single_turn import SingleTurn
 from redline.errors import ConfigError, TaskError
 from redline.models.files.tiny import tiny_tokenizer
-from redline.rollouts import Chat, SingleTurnRollouts
+from redline.rollouts import Chat, Dispatcher, RolloutSetup
 from redline.rollouts.prompts import prompt_limit
 from redline.types import Completion, Failure, FinishReason, GenerateRequest, Task, TrajectoryGroup
 
@@ -58,14 +60,15 @@ def make_rollouts(
     workers: int = 1,
     tokenizer: PreTrainedTokenizerFast = TOKENIZER,
     **config: Any,
-) -> SingleTurnRollouts:
+) -> Dispatcher:
     settings = settings_of(**config)
     chat = Chat(tokenizer, settings.system_prompt, settings.prompt_suffix)
     limit = settings.max_prompt_tokens
-    return SingleTurnRollouts(tasks, engine, chat, settings, (END,), seed, max_reward_workers=workers, max_prompt_tokens=limit)
+    setup = RolloutSetup(tasks, SingleTurn, chat, settings, (END,), seed, max_reward_workers=workers, max_prompt_tokens=limit)
+    return Dispatcher(EngineSession(engine), setup)
 
 
-def collect(rollouts: SingleTurnRollouts, num_groups: int, version: int) -> Sequence[TrajectoryGroup]:
+def collect(rollouts: Dispatcher, num_groups: int, version: int) -> Sequence[TrajectoryGroup]:
     """The groups of a step in lockstep."""
     rollouts.begin(range(version * 3, version * 3 + num_groups), version)
     return rollouts.finished()

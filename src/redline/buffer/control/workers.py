@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Protocol
 
 from redline.buffer.control.groups import (
     CALM,
@@ -40,23 +39,6 @@ HEADROOM = 1.5
 """Workers in units of those that would always be busy: groups do not come evenly."""
 GAIN_ENOUGH = 0.05
 """Share by which steps must be shorter, at most, for more workers to stand: one too many costs little, and is noticed later."""
-
-
-class RewardWorkers(Protocol):
-    """What computes rewards beside the trainer."""
-
-    @property
-    def most(self) -> int:
-        """Workers that there may be."""
-        ...
-
-    def hold(self, count: int) -> None:
-        """So many from now on."""
-        ...
-
-    def take_load(self) -> Sequence[float]:
-        """Seconds for which 0, 1, 2, … groups were sampled and had no reward yet, since this was last asked."""
-        ...
 
 
 class WorkerController:

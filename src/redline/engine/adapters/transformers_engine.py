@@ -266,6 +266,9 @@ class TransformersEngine:
         """The weights are whatever the model holds; only the version is noted."""
         self.version = update.version
 
+    def reset_prefix_cache(self) -> None:
+        """Does nothing: no prompt is kept beyond its batch."""
+
     @property
     def stats(self) -> EngineStats:
         """A row of its cache counts as a block."""

@@ -24,12 +24,12 @@ import torch
 from rich.console import Console
 
 from redline.config import Config, load_recipe, resolve
+from redline.engine import EngineSession
 from redline.engine.stats import metrics_between
 from redline.lab.child import take_stdout
 from redline.lab.measure.scratch_run import StepWatch, scratch_stages
 from redline.launch.process import prepare_process
 from redline.models.files.sources import model_folder
-from redline.rollouts import BackgroundRollouts
 from redline.telemetry import Recorder, describe_environment, recording
 from redline.watch.rows import step_metrics
 
@@ -70,15 +70,13 @@ def _steps(task: dict[str, Any]) -> Iterator[tuple[torch.device, Play]]:
     recorder, rows = Recorder(keep_spans=False), list[Metrics]()
     with recording(recorder), scratch_stages(config) as stages:
         watch = StepWatch(lambda step: rows.append(step_metrics(step)), recorder)
-        ahead = stages.rollouts if isinstance(stages.rollouts, BackgroundRollouts) else None
-        if ahead is not None:
-            ahead.pause()
+        stages.session.hold()
 
         def step() -> tuple[Metrics, list[str]]:
             """Rollouts that run ahead rest while the other side has its turn."""
             stats = stages.engine.stats
             recorder.step_mark()
-            with _resumed(ahead):
+            with _resumed(stages.session):
                 stages.run(watch, stages.trainer.version + 1)
             row = rows.pop() | metrics_between(stats, stages.engine.stats)
             return row, [name for name in row if name.endswith(("_per_s", "hit_rate")) or "reward" in name]
@@ -87,14 +85,12 @@ def _steps(task: dict[str, Any]) -> Iterator[tuple[torch.device, Play]]:
 
 
 @contextlib.contextmanager
-def _resumed(ahead: BackgroundRollouts | None) -> Iterator[None]:
-    if ahead is not None:
-        ahead.resume()
+def _resumed(session: EngineSession) -> Iterator[None]:
+    session.resume()
     try:
         yield
     finally:
-        if ahead is not None:
-            ahead.pause()
+        session.hold()
 
 
 def _recipe(task: dict[str, Any]) -> Config:

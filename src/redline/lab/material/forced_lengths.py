@@ -3,38 +3,74 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Mapping, Sequence
+import itertools
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
 import numpy as np
 
-from redline.ports import Engine
-from redline.types import Completion, GenerateRequest, WeightUpdate
+from redline.errors import EngineError
+from redline.ports import SteppedEngine
+from redline.types import Delta, EngineStats, GenerateRequest, WeightUpdate
 
 STREAM_BITS = 32
-"""Low bits of a request's seed that number its group; the run's seed stands above."""
+"""Of a request's seed, those that hold the index of its group; the run's seed stands above."""
 
 
 class ForcedLengths:
     """Each of a request's n completions becomes a request of its own that ends after as many tokens as were recorded, and
-    nowhere else. Implements `ports.Engine`.
+    nowhere else. Implements `ports.SteppedEngine`.
 
     They share their prompt by the prefix cache, block by block, where one request of n computes it once."""
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: SteppedEngine) -> None:
         self._engine = engine
+        self._ids = itertools.count()
+        self._singles: dict[int, tuple[int, int]] = {}
+        """The engine's number of a single request → that of the request it is a part of, and its attempt."""
         self.lengths: Mapping[int, np.ndarray] = {}
-        """Number of a group → tokens of each of its attempts."""
+        """Index of a group → tokens of each of its attempts."""
 
-    def generate(self, requests: Sequence[GenerateRequest]) -> list[list[Completion]]:
-        singles = [list(self._singles(request)) for request in requests]
-        answers = iter(self._engine.generate([single for of_group in singles for single in of_group]))
-        return [[completion for _ in of_group for completion in next(answers)] for of_group in singles]
+    def submit(self, request: GenerateRequest, *, streaming: bool = False) -> int:
+        request_id = next(self._ids)
+        for attempt, single in enumerate(self._parts(request)):
+            self._singles[self._engine.submit(single, streaming=streaming)] = request_id, attempt
+        return request_id
+
+    def abort(self, request_id: int) -> None:
+        for single in [single for single, (whole, _) in self._singles.items() if whole == request_id]:
+            self._engine.abort(single)
+
+    def sampled_tokens(self, request_id: int) -> dict[int, int]:
+        singles = {attempt: single for single, (whole, attempt) in self._singles.items() if whole == request_id}
+        return {a: count for a, single in singles.items() for count in self._engine.sampled_tokens(single).values()}
+
+    def step(self) -> list[tuple[int, Delta | EngineError]]:
+        return [self._of_whole(single, piece) for single, piece in self._engine.step()]
+
+    def _of_whole(self, single: int, piece: Delta | EngineError) -> tuple[int, Delta | EngineError]:
+        request_id, attempt = self._singles[single]
+        if isinstance(piece, EngineError):
+            return request_id, piece
+        if piece.completion is not None:
+            del self._singles[single]
+        return request_id, replace(piece, index=attempt)
 
     def apply(self, update: WeightUpdate) -> None:
         self._engine.apply(update)
 
-    def _singles(self, request: GenerateRequest) -> Iterator[GenerateRequest]:
+    def reset_prefix_cache(self) -> None:
+        self._engine.reset_prefix_cache()
+
+    @property
+    def has_work(self) -> bool:
+        return self._engine.has_work
+
+    @property
+    def stats(self) -> EngineStats:
+        return self._engine.stats
+
+    def _parts(self, request: GenerateRequest) -> Iterator[GenerateRequest]:
         sampling = request.sampling
         lengths = self.lengths[sampling.seed % 2**STREAM_BITS]
         for attempt, length in enumerate(lengths.tolist()):

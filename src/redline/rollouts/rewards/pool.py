@@ -2,7 +2,7 @@
 
     put ──► waiting ──► worker ──► deliver
                           │
-    abandon ──────────────┴── its worker is left behind, and another takes its place
+    cancel ───────────────┴── its worker is left behind, and another takes its place
 
 Workers are named `rewards`, `rewards-2`, … in the order in which they are started, and so are their lanes. One that is not
 wanted at present waits for completions like one that has nothing to do: if it ended, it would come back as another lane.
@@ -27,7 +27,7 @@ Result = TypeVar("Result")
 
 
 class RewardPool(Generic[Result]):
-    """Implements `buffer.worker_controller.RewardWorkers`."""
+    """Implements `ports.RewardWorkers`."""
 
     def __init__(
         self,
@@ -41,7 +41,7 @@ class RewardPool(Generic[Result]):
         finish_thread: Callable[[], None] = lambda: None,
         idle: str = "wait.for_completions",
     ) -> None:
-        """Begins with one worker. `deliver` gets the number of what was put in and what came of it; `fail` why a worker ended,
+        """Begins with one worker. `deliver` gets the index of what was put in and what came of it; `fail` why a worker ended,
         which none should. Both are called in a worker that holds `lock`. `prepare_thread` is called first in each worker, and
         `finish_thread` last. `idle` names the time of a worker without work."""
         self._name, self.most = name, most
@@ -63,17 +63,17 @@ class RewardPool(Generic[Result]):
 
     # ── what is to be computed ─────────────────────────────────────────────────────────────────────────────────────────
 
-    def put(self, number: int, work: Callable[[], Result]) -> None:
+    def put(self, index: int, work: Callable[[], Result]) -> None:
         with self._changed:
-            self._waiting.append(_Job(number, work))
+            self._waiting.append(_Job(index, work))
             self._note_load()
             self._changed.notify_all()
 
-    def abandon(self, numbers: AbstractSet[int]) -> None:
+    def cancel(self, indices: AbstractSet[int]) -> None:
         """None of them is delivered any more."""
         with self._changed:
-            self._waiting = deque(job for job in self._waiting if job.number not in numbers)
-            for worker in [worker for worker in self._workers if worker.number in numbers]:
+            self._waiting = deque(job for job in self._waiting if job.index not in indices)
+            for worker in [worker for worker in self._workers if worker.index in indices]:
                 self._workers.remove(worker)
                 forget_worker(worker.thread.name)
             self._start_missing()
@@ -82,7 +82,7 @@ class RewardPool(Generic[Result]):
 
     @property
     def num_scoring(self) -> int:
-        return sum(worker.number is not None for worker in self._workers)
+        return sum(worker.index is not None for worker in self._workers)
 
     @property
     def num_to_score(self) -> int:
@@ -150,9 +150,9 @@ class RewardPool(Generic[Result]):
             with self._changed:
                 if worker not in self._workers:
                     return
-                worker.number = None
+                worker.index = None
                 self._note_load()
-                self._deliver(job.number, result)
+                self._deliver(job.index, result)
 
     def _next(self, worker: _Worker) -> _Job[Result] | None:
         """None ends the thread."""
@@ -160,7 +160,7 @@ class RewardPool(Generic[Result]):
             while not self._closed and worker in self._workers:
                 if self._waiting and not self._quiet_for and worker in self._workers[: self._num_wanted]:
                     job = self._waiting.popleft()
-                    worker.number = job.number
+                    worker.index = job.index
                     return job
                 self._changed.wait()
             return None
@@ -177,17 +177,17 @@ class RewardPool(Generic[Result]):
 
 @dataclass(slots=True, frozen=True)
 class _Job(Generic[Result]):
-    number: int
+    index: int
     work: Callable[[], Result]
 
 
 class _Worker:
-    """A thread, and the number of what it is at."""
+    """A thread, and the index of what it is at."""
 
     thread: threading.Thread
 
     def __init__(self) -> None:
-        self.number: int | None = None
+        self.index: int | None = None
         self.has_failed = False
 
 

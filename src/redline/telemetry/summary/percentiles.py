@@ -21,12 +21,12 @@ def percentiles_of(name: str, seconds: Iterable[float]) -> dict[str, float]:
 
 def latency_metrics(groups: Sequence[TrajectoryGroup]) -> dict[str, float]:
     """Percentiles of how long groups took that arrived in a step, their attempts, and the engine's part of these."""
-    attempts = [t.calls for group in groups for t in group.trajectories if t.calls]
-    calls = [call for attempt in attempts for call in attempt]
+    attempts = [t.turns for group in groups for t in group.trajectories if t.turns]
+    turns = [turn for attempt in attempts for turn in attempt]
     return {
         **percentiles_of("rollouts/latency", (group.latency_s for group in groups)),
-        **percentiles_of("rollouts/attempt_latency", (sum(call.total_s for call in attempt) for attempt in attempts)),
-        **percentiles_of("engine/queue", (call.queue_s for call in calls)),
-        **percentiles_of("engine/first_token", (call.first_token_s for call in calls if call.num_tokens)),
-        **percentiles_of("engine/inter_token", (c.decode_s / (c.num_tokens - 1) for c in calls if c.num_tokens > 1)),
+        **percentiles_of("rollouts/attempt_latency", (sum(turn.total_s for turn in attempt) for attempt in attempts)),
+        **percentiles_of("engine/queue", (turn.queue_s for turn in turns)),
+        **percentiles_of("engine/first_token", (turn.first_token_s for turn in turns if turn.num_tokens)),
+        **percentiles_of("engine/inter_token", (t.decode_s / (t.num_tokens - 1) for t in turns if t.num_tokens > 1)),
     }

@@ -114,11 +114,11 @@ def test_one_too_many_completes_what_it_is_at_and_comes_back_under_its_name(many
     assert set(many.found.values()) == {"rewards", "rewards-2"}
 
 
-def test_what_is_abandoned_leaves_its_worker_behind_and_another_takes_its_place(many: Deliveries) -> None:
+def test_what_is_cancelled_leaves_its_worker_behind_and_another_takes_its_place(many: Deliveries) -> None:
     many.pool.hold(2)
     works = held(many, 4)
     assert all(work.begun.wait(30) for work in works[:2])
-    many.pool.abandon({0, 3})
+    many.pool.cancel({0, 3})
     assert works[2].begun.wait(30), "the other one is still at work"
     assert not works[3].begun.is_set()
     let_go(works)
@@ -132,7 +132,7 @@ def test_what_is_abandoned_leaves_its_worker_behind_and_another_takes_its_place(
 def test_what_was_left_behind_may_end_as_it_likes(many: Deliveries) -> None:
     works = held(many, 1)
     assert works[0].begun.wait(30)
-    many.pool.abandon({0})
+    many.pool.cancel({0})
     works[0].goes_on.wait = lambda timeout: False  # type: ignore[method-assign]  # its assert fails when it wakes up
     works[0].goes_on.set()
     many.pool.put(1, lambda: "done")

@@ -15,12 +15,16 @@ from redline.engine.stats import metrics_between
 from redline.telemetry import Recorder
 from redline.telemetry.summary.percentiles import latency_metrics, percentiles_of
 from redline.telemetry.summary.phases import EngineParts, part_seconds
-from redline.types import EngineCall, TrajectoryGroup, WeightUpdate
+from redline.types import FinishReason, TrajectoryGroup, Turn, VersionSpan, WeightUpdate
 
 
-def answered(*calls: EngineCall, latency_s: float) -> TrajectoryGroup:
-    """A group with one attempt, which asked the engine as often as this."""
-    return replace(group([1.0]), trajectories=[trajectory([1], [2], calls=calls)], latency_s=latency_s)
+def turn(queue_s: float, prefill_s: float, decode_s: float, num_tokens: int) -> Turn:
+    return Turn("", 1, 1 + num_tokens, VersionSpan(0, 0), FinishReason.STOP, queue_s, prefill_s, decode_s)
+
+
+def answered(*turns: Turn, latency_s: float) -> TrajectoryGroup:
+    """A group with one attempt of so many turns."""
+    return replace(group([1.0]), trajectories=[trajectory([1], [2], turns=turns)], latency_s=latency_s)
 
 
 # ── percentiles ────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -37,7 +41,7 @@ def test_nothing_has_no_percentiles() -> None:
 
 
 def test_latency_is_that_of_groups_of_attempts_and_of_each_time_the_engine_was_asked() -> None:
-    first, second = EngineCall(1.0, 2.0, 6.0, 4), EngineCall(3.0, 1.0, 5.0, 11)
+    first, second = turn(1.0, 2.0, 6.0, 4), turn(3.0, 1.0, 5.0, 11)
     found = latency_metrics([answered(first, second, latency_s=20.0), answered(first, latency_s=10.0)])
     medians = {key: value for key, value in found.items() if "_p50_" in key}
     assert medians == {
@@ -51,7 +55,7 @@ def test_latency_is_that_of_groups_of_attempts_and_of_each_time_the_engine_was_a
 
 
 def test_a_completion_of_one_token_has_no_time_between_tokens() -> None:
-    found = latency_metrics([answered(EngineCall(0.0, 1.0, 0.0, 1), latency_s=1.0)])
+    found = latency_metrics([answered(turn(0.0, 1.0, 0.0, 1), latency_s=1.0)])
     assert math.isnan(found["engine/inter_token_p50_s"])
     assert found["engine/first_token_p50_s"] == 1.0
 

@@ -19,7 +19,8 @@ import torch
 from rich.console import Console
 
 from redline.config import Config, load_recipe, refuse_without_effect, resolve, validate
-from redline.engine import NativeEngine
+from redline.engine import EngineSession, NativeEngine
+from redline.environments.single_turn import SingleTurn
 from redline.lab.bench.settings import RolloutSettings
 from redline.lab.evidence.document import Bound, Measured, Result
 from redline.lab.evidence.statistics import percentiles
@@ -35,7 +36,7 @@ from redline.launch.process import prepare_process
 from redline.models.files.hf import load_decoder, load_tokenizer, stop_token_ids
 from redline.models.files.sources import model_folder
 from redline.models.sizes.flops import NetworkCost
-from redline.rollouts import Chat, SingleTurnRollouts, make_task_source
+from redline.rollouts import Chat, Dispatcher, RolloutSetup, make_task_source
 from redline.rollouts.rewards.reward_model import RewardModel
 from redline.runs import Run
 from redline.telemetry import Recorder, recording
@@ -66,7 +67,7 @@ class RolloutRun:
     @classmethod
     def of(cls, groups: Sequence[TrajectoryGroup], seconds: float, part_ns: Mapping[str, int]) -> RolloutRun:
         attempts: list[Trajectory] = [t for group in groups for t in group.trajectories]
-        calls = [call for t in attempts for call in t.calls]
+        turns = [turn for t in attempts for turn in t.turns]
         part_s = {name: ns / 1e9 for name, ns in part_ns.items()}
         return cls(
             seconds=seconds,
@@ -75,8 +76,8 @@ class RolloutRun:
             new_tokens=sum(t.num_completion_tokens for t in attempts),
             engine_s=sum(s for name, s in part_s.items() if name.startswith("engine.")),
             part_s=part_s,
-            latency_s=[call.total_s for call in calls],
-            first_token_s=[call.first_token_s for call in calls],
+            latency_s=[turn.total_s for turn in turns],
+            first_token_s=[turn.first_token_s for turn in turns],
             reward=statistics.fmean(t.reward for t in attempts),
             failures=sum(t.failure is not None for t in attempts),
         )
@@ -121,15 +122,16 @@ class RolloutStage:
             judged_by = model_folder(rollouts.reward_model.path, config.run.seed)
             dtype, most = getattr(torch, config.model.dtype), rollouts.reward_model.max_tokens_per_batch
             judge = RewardModel(judged_by, self._device, dtype, most)
-        self._rollouts = SingleTurnRollouts(
-            make_task_source(rollouts.task, config.run.seed),
-            self._forced if recorded else self.engine,
-            Chat(tokenizer, rollouts.system_prompt, rollouts.prompt_suffix, rollouts.answer_prefix),
-            rollouts,
-            stop_token_ids(source, tokenizer),
-            config.run.seed,
-            judge,
+        setup = RolloutSetup(
+            tasks=make_task_source(rollouts.task, config.run.seed),
+            environment=SingleTurn,
+            chat=Chat(tokenizer, rollouts.system_prompt, rollouts.prompt_suffix, rollouts.answer_prefix),
+            config=rollouts,
+            stop_token_ids=stop_token_ids(source, tokenizer),
+            seed=config.run.seed,
+            reward_model=judge,
         )
+        self._rollouts = Dispatcher(EngineSession(self._forced if recorded else self.engine), setup)
 
     def run(self, number: int) -> RolloutRun:
         """The groups of step `number`; a replay begins again where the run ended."""

@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -17,10 +18,11 @@ from support.small_models import CONFIGS, llama, write_model
 from redline.config.sections.engine import EngineConfig
 from redline.config.sections.rollouts import RolloutsConfig
 from redline.engine import EngineSession, NativeEngine
+from redline.environments.single_turn import SingleTurn
 from redline.errors import BrokenModelError, EngineError, TaskError
 from redline.models.files.hf import AnyDecoder, load_decoder
 from redline.models.files.tiny import tiny_tokenizer
-from redline.rollouts import BackgroundRollouts, Chat, SingleTurnRollouts
+from redline.rollouts import Chat, Dispatcher, RolloutSetup
 from redline.telemetry import Recorder, recording
 from redline.types import Delta, EngineStats, TrajectoryGroup, WeightUpdate
 
@@ -36,10 +38,18 @@ def decoder(tmp_path: Path) -> AnyDecoder:
     return load_decoder(tmp_path)
 
 
-def single_turn(engine: NativeEngine, tasks: FakeTasks | None = None, *, workers: int = 1, **keys: float) -> SingleTurnRollouts:
+def setup_of(tasks: FakeTasks | None = None, *, workers: int = 1, judge: Any = None, **keys: float) -> RolloutSetup:
     """`keys` are of the recipe's rollouts."""
     chat, config = Chat(TOKENIZER, None, ""), CONFIG.model_copy(update={"task_timeout_s": 60.0, **keys})
-    return SingleTurnRollouts(tasks or FakeTasks(), engine, chat, config, (3,), 5, max_reward_workers=workers)
+    return RolloutSetup(tasks or FakeTasks(), SingleTurn, chat, config, (3,), 5, reward_model=judge, max_reward_workers=workers)
+
+
+def lockstep(decoder: AnyDecoder) -> Dispatcher:
+    return Dispatcher(EngineSession(NativeEngine(decoder, EngineConfig(max_num_seqs=8), TOKENIZER)), setup_of())
+
+
+def beside(engine: NativeEngine, tasks: FakeTasks | None = None, **keys: Any) -> Dispatcher:
+    return Dispatcher(EngineSession(engine), setup_of(tasks, **keys), beside=True)
 
 
 @pytest.fixture
@@ -48,21 +58,21 @@ def engine(decoder: AnyDecoder) -> NativeEngine:
 
 
 @pytest.fixture
-def background(engine: NativeEngine) -> Iterator[BackgroundRollouts]:
-    rollouts = BackgroundRollouts(single_turn(engine), EngineSession(engine))
+def background(engine: NativeEngine) -> Iterator[Dispatcher]:
+    rollouts = beside(engine)
     yield rollouts
     rollouts.close()
 
 
-def all_of(rollouts: BackgroundRollouts, count: int) -> dict[int, TrajectoryGroup]:
+def all_of(rollouts: Dispatcher, count: int) -> dict[int, TrajectoryGroup]:
     groups: list[TrajectoryGroup] = []
     while len(groups) < count:
         groups += rollouts.finished()
     return {group.number: group for group in groups}
 
 
-def test_groups_are_those_that_the_caller_would_have_made_himself(background: BackgroundRollouts, decoder: AnyDecoder) -> None:
-    own = single_turn(NativeEngine(decoder, EngineConfig(max_num_seqs=8), TOKENIZER))
+def test_groups_are_those_that_the_caller_would_have_made_himself(background: Dispatcher, decoder: AnyDecoder) -> None:
+    own = lockstep(decoder)
     own.begin(range(5), 0)
     expected = {group.number: group for group in own.finished()}
     background.begin([0, 1], 0)
@@ -75,7 +85,7 @@ def test_groups_are_those_that_the_caller_would_have_made_himself(background: Ba
             np.testing.assert_allclose(one.logprobs, other.logprobs, atol=1e-4)
 
 
-def test_who_pauses_has_the_engine_until_he_resumes(background: BackgroundRollouts, engine: NativeEngine) -> None:
+def test_who_pauses_has_the_engine_until_he_resumes(background: Dispatcher, engine: NativeEngine) -> None:
     background.begin(range(6), 0)
     for version in range(1, 4):
         with background.paused():
@@ -87,7 +97,7 @@ def test_who_pauses_has_the_engine_until_he_resumes(background: BackgroundRollou
     assert all(0 <= span.oldest <= span.newest <= 3 for span in spans)
 
 
-def test_pauses_may_be_nested_and_cost_nothing_where_there_is_no_work(background: BackgroundRollouts) -> None:
+def test_pauses_may_be_nested_and_cost_nothing_where_there_is_no_work(background: Dispatcher) -> None:
     with background.paused(), background.paused():
         background.begin([0], 0)
     assert list(all_of(background, 1)) == [0]
@@ -95,12 +105,12 @@ def test_pauses_may_be_nested_and_cost_nothing_where_there_is_no_work(background
 
 def test_what_goes_wrong_in_the_thread_reaches_the_caller(engine: NativeEngine, decoder: AnyDecoder) -> None:
     decoder.output_weight.data.fill_(float("nan"))
-    rollouts = BackgroundRollouts(single_turn(engine), EngineSession(engine))
+    rollouts = beside(engine)
     rollouts.begin([0], 0)
     with pytest.raises(BrokenModelError, match="NaN"):
         rollouts.finished()
     with pytest.raises(BrokenModelError):
-        rollouts.pause()
+        rollouts.session.hold()
     rollouts.close()
 
 
@@ -111,7 +121,7 @@ def test_a_task_that_cannot_be_made_is_a_group_of_failures_and_the_others_go_on(
                 raise TaskError("no more tasks", "add some")
             return super().train(index)
 
-    rollouts = BackgroundRollouts(single_turn(engine, NoTasks()), EngineSession(engine))
+    rollouts = beside(engine, NoTasks())
     rollouts.begin([0, 1, 2], 4)
     groups = all_of(rollouts, 3)
     assert {t.failure and t.failure.reason for t in groups[1].trajectories} == {"no more tasks"}
@@ -130,12 +140,12 @@ def test_a_task_that_never_comes_holds_up_no_pause_and_no_other_group(engine: Na
                 end.wait(60)
             return super().train(index)
 
-    rollouts = BackgroundRollouts(single_turn(engine, Hanging(), task_timeout_s=2.0), EngineSession(engine))
+    rollouts = beside(engine, Hanging(), task_timeout_s=2.0)
     rollouts.begin([0, 1, 2], 0)
     assert begun.wait(30)
     began = time.monotonic()
-    rollouts.pause()
-    rollouts.resume()
+    rollouts.session.hold()
+    rollouts.session.resume()
     assert time.monotonic() - began < 1.0, "weights are updated meanwhile"
     groups = all_of(rollouts, 3)
     assert [t.failure is None for t in (groups[n].trajectories[0] for n in range(3))] == [True, False, True]
@@ -143,7 +153,7 @@ def test_a_task_that_never_comes_holds_up_no_pause_and_no_other_group(engine: Na
     rollouts.close()
 
 
-def test_a_task_that_is_abandoned_leaves_its_worker_behind(engine: NativeEngine) -> None:
+def test_a_task_that_is_cancelled_leaves_its_worker_behind(engine: NativeEngine) -> None:
     begun, end = threading.Event(), threading.Event()
 
     class Hanging(FakeTasks):
@@ -153,10 +163,10 @@ def test_a_task_that_is_abandoned_leaves_its_worker_behind(engine: NativeEngine)
                 end.wait(60)
             return super().train(index)
 
-    rollouts = BackgroundRollouts(single_turn(engine, Hanging()), EngineSession(engine))
+    rollouts = beside(engine, Hanging())
     rollouts.begin([0, 1], 0)
     assert begun.wait(30)
-    rollouts.abandon([0])
+    rollouts.cancel([0])
     assert all_of(rollouts, 1).keys() == {1}
     end.set()
     rollouts.close()
@@ -167,7 +177,7 @@ def test_a_reward_that_exits_fails_its_attempts_and_ends_nothing(engine: NativeE
         def score(self, task, text):  # type: ignore[no-untyped-def]
             raise SystemExit(3)
 
-    rollouts = BackgroundRollouts(single_turn(engine, Exits()), EngineSession(engine))
+    rollouts = beside(engine, Exits())
     rollouts.begin([0], 0)
     [group] = all_of(rollouts, 1).values()
     assert {t.failure and t.failure.reason for t in group.trajectories} == {"SystemExit: 3"}
@@ -175,7 +185,7 @@ def test_a_reward_that_exits_fails_its_attempts_and_ends_nothing(engine: NativeE
 
 
 def test_closing_gives_up_what_is_under_way(engine: NativeEngine) -> None:
-    rollouts = BackgroundRollouts(single_turn(engine), EngineSession(engine))
+    rollouts = beside(engine)
     rollouts.begin(range(8), 0)
     rollouts.close()
     while engine.has_work:
@@ -201,38 +211,36 @@ class Hanging(FakeTasks):
 
 
 @pytest.fixture
-def hanging(engine: NativeEngine) -> Iterator[BackgroundRollouts]:
+def hanging(engine: NativeEngine) -> Iterator[Dispatcher]:
     Hanging.hangs, Hanging.goes_on = threading.Event(), threading.Event()
-    rollouts = BackgroundRollouts(single_turn(engine, Hanging()), EngineSession(engine))
+    rollouts = beside(engine, Hanging())
     yield rollouts
     Hanging.goes_on.set()
     rollouts.close()
 
 
-def test_a_reward_that_hangs_holds_up_neither_the_engine_nor_an_update(
-    hanging: BackgroundRollouts, engine: NativeEngine
-) -> None:
+def test_a_reward_that_hangs_holds_up_neither_the_engine_nor_an_update(hanging: Dispatcher, engine: NativeEngine) -> None:
     hanging.begin([1], 0)
     assert Hanging.hangs.wait(60)
-    hanging.pause()
+    hanging.session.hold()
     engine.apply(WeightUpdate(1, (), 0))
-    hanging.resume()
+    hanging.session.resume()
     hanging.begin([2], 1)
     assert hanging.finished(0.05) == []
 
 
-def test_a_group_whose_reward_hangs_is_abandoned_and_the_others_go_on(engine: NativeEngine) -> None:
+def test_a_group_whose_reward_hangs_is_cancelled_and_the_others_go_on(engine: NativeEngine) -> None:
     Hanging.hangs, Hanging.goes_on = threading.Event(), threading.Event()
-    hanging = BackgroundRollouts(single_turn(engine, Hanging(), reward_timeout_s=1.0), EngineSession(engine))
+    hanging = beside(engine, Hanging(), reward_timeout_s=1.0)
     hanging.begin([0, 1, 2, 3], 0)
     found = all_of(hanging, 1)
     assert Hanging.hangs.wait(60)
-    hanging.abandon([1])
+    hanging.cancel([1])
     found |= all_of(hanging, 3 - len(found))
     assert sorted(found) == [0, 2, 3]
     Hanging.goes_on.set()
     hanging.begin([4], 0)
-    assert list(all_of(hanging, 1)) == [4], "what was abandoned does not come, even if its reward does"
+    assert list(all_of(hanging, 1)) == [4], "what was cancelled does not come, even if its reward does"
     hanging.close()
 
 
@@ -261,17 +269,16 @@ def test_a_source_that_is_not_thread_safe_is_never_called_twice_at_once_though_i
     engine: NativeEngine,
 ) -> None:
     tasks = NoticesTwoCallers()
-    single = single_turn(engine, tasks)
-    rollouts = BackgroundRollouts(single, EngineSession(engine))
+    rollouts = beside(engine, tasks)
     rollouts.begin([0], 0)
     assert tasks.begun.wait(60)
-    rollouts.abandon([0])
+    rollouts.cancel([0])
     rollouts.begin([1, 2], 1)
     assert rollouts.finished(0.3) == [], "the call under way is waited for, though nobody wants its result"
     tasks.goes_on.set()
     assert sorted(all_of(rollouts, 2)) == [1, 2]
     with rollouts.paused():
-        single.evaluate([tasks.train(3)])
+        rollouts.evaluate([tasks.train(3)])
     rollouts.close()
     assert tasks.most_at_once == 1
     assert tasks.calls.count(tasks.train(0).id) == 1, "the other attempts of the group that was given up are not scored"
@@ -289,7 +296,7 @@ def test_if_every_score_hangs_three_calls_a_step_are_given_up_and_all_groups_fai
             return super().score(task, text)
 
     tasks = AllHang()
-    rollouts = BackgroundRollouts(single_turn(engine, tasks, reward_timeout_s=0.2), EngineSession(engine))
+    rollouts = beside(engine, tasks, reward_timeout_s=0.2)
     for version in (0, 1):
         rollouts.begin(range(8 * version, 8 * version + 8), version)
         groups = all_of(rollouts, 8)
@@ -306,20 +313,20 @@ def test_if_every_score_hangs_three_calls_a_step_are_given_up_and_all_groups_fai
     rollouts.close()
 
 
-def test_a_worker_that_was_left_behind_ends_and_takes_the_thread_of_its_calls_along(hanging: BackgroundRollouts) -> None:
+def test_a_worker_that_was_left_behind_ends_and_takes_the_thread_of_its_calls_along(hanging: Dispatcher) -> None:
     before = set(threading.enumerate())
     hanging.begin([1], 0)
     assert Hanging.hangs.wait(60)
     [calls] = [thread for thread in set(threading.enumerate()) - before if thread.name == "rewards/score"]
-    hanging.abandon([1])
+    hanging.cancel([1])
     Hanging.goes_on.set()
     calls.join(10)
-    assert not calls.is_alive(), "a run that abandons many groups would keep a thread of each"
+    assert not calls.is_alive(), "a run that cancels many groups would keep a thread of each"
     hanging.begin([2], 0)
     assert list(all_of(hanging, 1)) == [2]
 
 
-def test_tokens_of_a_group_under_way_are_known_until_it_comes_or_is_abandoned(hanging: BackgroundRollouts) -> None:
+def test_tokens_of_a_group_under_way_are_known_until_it_comes_or_is_cancelled(hanging: Dispatcher) -> None:
     assert hanging.sampled_tokens(1) == [], "not begun"
     hanging.begin([0, 1], 0)
     assert list(all_of(hanging, 1)) == [0]
@@ -332,12 +339,12 @@ def test_tokens_of_a_group_under_way_are_known_until_it_comes_or_is_abandoned(ha
     [other] = all_of(hanging, 1).values()
     assert tokens == [attempt.num_completion_tokens for attempt in other.trajectories]
     hanging.begin([2], 0)
-    hanging.abandon([2])
+    hanging.cancel([2])
     assert hanging.sampled_tokens(2) == []
 
 
 def test_attempts_that_are_still_sampled_count_with_what_they_have(
-    background: BackgroundRollouts, engine: NativeEngine, monkeypatch: pytest.MonkeyPatch
+    background: Dispatcher, engine: NativeEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each step of the engine waits until the test has looked."""
     may_step, step = threading.Semaphore(0), engine.step
@@ -357,7 +364,7 @@ def test_attempts_that_are_still_sampled_count_with_what_they_have(
     assert all(count <= end for count, end in zip(so_far, ends, strict=True))
 
 
-def test_waiting_for_late_groups_is_a_wait_of_its_own(background: BackgroundRollouts) -> None:
+def test_waiting_for_late_groups_is_a_wait_of_its_own(background: Dispatcher) -> None:
     with recording(Recorder()) as recorder, background.paused():
         background.finished(0.01)
         background.finished(0.01, late=True)
@@ -366,17 +373,17 @@ def test_waiting_for_late_groups_is_a_wait_of_its_own(background: BackgroundRoll
     assert rows["wait.for_late_groups"] >= 10_000_000
 
 
-def test_a_reward_that_hangs_ends_nobodys_patience_but_that_of_an_evaluation(hanging: BackgroundRollouts) -> None:
+def test_a_reward_that_hangs_ends_nobodys_patience_but_that_of_an_evaluation(hanging: Dispatcher) -> None:
     hanging.begin([1], 0)
     assert Hanging.hangs.wait(60)
     with hanging.paused(patience_s=0.01):
-        assert hanging.rewards.num_scoring == 1
+        assert hanging.reward_workers.num_scoring == 1
     Hanging.goes_on.set()
     with hanging.paused():
-        assert hanging.rewards.num_scoring == 0
+        assert hanging.reward_workers.num_scoring == 0
 
 
-def test_while_others_have_the_tasks_no_reward_is_begun(background: BackgroundRollouts) -> None:
+def test_while_others_have_the_tasks_no_reward_is_begun(background: Dispatcher) -> None:
     with background.paused():
         background.begin([0], 0)
         assert background.finished(0.05) == []
@@ -384,14 +391,14 @@ def test_while_others_have_the_tasks_no_reward_is_begun(background: BackgroundRo
 
 
 @pytest.mark.parametrize("begun", [range(8), range(2)], ids=["some queued", "all running"])
-def test_a_group_that_is_abandoned_while_it_is_sampled_leaves_the_engine(
-    background: BackgroundRollouts, engine: NativeEngine, begun: range
+def test_a_group_that_is_cancelled_while_it_is_sampled_leaves_the_engine(
+    background: Dispatcher, engine: NativeEngine, begun: range
 ) -> None:
     with background.paused():
         background.begin(begun, 0)
-        background.abandon([begun[0]])
+        background.cancel([begun[0]])
     background.begin([20], 0)
-    background.abandon([begun[1]])
+    background.cancel([begun[1]])
     assert sorted(all_of(background, len(begun) - 1)) == [*begun[2:], 20]
     with background.paused():
         assert not engine.has_work
@@ -412,11 +419,11 @@ class Together(FakeTasks):
 
 
 def test_as_many_groups_are_scored_at_once_as_there_are_workers(engine: NativeEngine, decoder: AnyDecoder) -> None:
-    own = single_turn(NativeEngine(decoder, EngineConfig(max_num_seqs=8), TOKENIZER))
+    own = lockstep(decoder)
     own.begin(range(6), 0)
     expected = {group.number: group for group in own.finished()}
-    rollouts = BackgroundRollouts(single_turn(engine, Together(), workers=4), EngineSession(engine))
-    rollouts.rewards.hold(3)
+    rollouts = beside(engine, Together(), workers=4)
+    rollouts.reward_workers.hold(3)
     rollouts.begin(range(6), 0)
     found = all_of(rollouts, 6)
     rollouts.close()
@@ -426,17 +433,17 @@ def test_as_many_groups_are_scored_at_once_as_there_are_workers(engine: NativeEn
         assert [t.reward for t in group.trajectories] == [t.reward for t in expected[number].trajectories]
 
 
-def test_rewards_that_hang_cost_their_workers_only_until_they_are_abandoned(engine: NativeEngine) -> None:
+def test_rewards_that_hang_cost_their_workers_only_until_they_are_cancelled(engine: NativeEngine) -> None:
     Hanging.hangs, Hanging.goes_on = threading.Event(), threading.Event()
-    rollouts = BackgroundRollouts(single_turn(engine, Hanging(), workers=2), EngineSession(engine))
-    rollouts.rewards.hold(2)
+    rollouts = beside(engine, Hanging(), workers=2)
+    rollouts.reward_workers.hold(2)
     rollouts.begin([1], 0)
     assert Hanging.hangs.wait(60)
     rollouts.begin([2, 3], 0)
     assert sorted(all_of(rollouts, 2)) == [2, 3], "the other worker goes on"
-    assert rollouts.rewards.num_scoring == 1
-    rollouts.abandon([1])
-    assert rollouts.rewards.num_scoring == 0
+    assert rollouts.reward_workers.num_scoring == 1
+    rollouts.cancel([1])
+    assert rollouts.reward_workers.num_scoring == 0
     Hanging.goes_on.set()
     rollouts.begin([4], 0)
     assert list(all_of(rollouts, 1)) == [4]
@@ -445,15 +452,15 @@ def test_rewards_that_hang_cost_their_workers_only_until_they_are_abandoned(engi
 
 def test_an_evaluation_waits_for_every_reward_under_way(engine: NativeEngine) -> None:
     Hanging.hangs, Hanging.goes_on = threading.Event(), threading.Event()
-    rollouts = BackgroundRollouts(single_turn(engine, Hanging(), workers=2), EngineSession(engine))
-    rollouts.rewards.hold(2)
+    rollouts = beside(engine, Hanging(), workers=2)
+    rollouts.reward_workers.hold(2)
     rollouts.begin([1, 2, 3], 0)
     assert Hanging.hangs.wait(60)
     all_of(rollouts, 2)
     threading.Timer(0.05, Hanging.goes_on.set).start()
     with rollouts.paused():
         assert Hanging.goes_on.is_set()
-        assert rollouts.rewards.num_scoring == 0
+        assert rollouts.reward_workers.num_scoring == 0
     assert list(all_of(rollouts, 1)) == [1]
     rollouts.close()
 
@@ -474,10 +481,9 @@ class OneAtATime:
 
 
 def test_workers_take_turns_with_the_reward_model(engine: NativeEngine) -> None:
-    attempts, judge = single_turn(engine, workers=3), OneAtATime()
-    attempts._reward_model = judge  # type: ignore[assignment]
-    rollouts = BackgroundRollouts(attempts, EngineSession(engine))
-    rollouts.rewards.hold(3)
+    judge = OneAtATime()
+    rollouts = beside(engine, workers=3, judge=judge)
+    rollouts.reward_workers.hold(3)
     rollouts.begin(range(8), 0)
     groups = all_of(rollouts, 8)
     rollouts.close()
@@ -489,7 +495,7 @@ def test_the_device_is_idle_whenever_the_engine_changes_hands(engine: NativeEngi
     """The thread and its borrowers launch on streams of their own, and nothing but this wait orders them."""
     steps_at_wait: list[int] = []
     session = EngineSession(engine, wait_for_device=lambda: steps_at_wait.append(engine.stats.steps))
-    rollouts = BackgroundRollouts(single_turn(engine), session)
+    rollouts = Dispatcher(session, setup_of(), beside=True)
     rollouts.begin(range(3), 0)
     with rollouts.paused():
         steps = engine.stats.steps
@@ -516,14 +522,12 @@ def _beside_an_evaluation(engine: NativeEngine, config: RolloutsConfig, *, evalu
     """The tokens of one group, with held-out tasks answered in the middle of it."""
     lagging = _LaggingDevice(engine, after_steps=5)
     session = EngineSession(lagging, wait_for_device=torch.cuda.synchronize)
-    attempts = SingleTurnRollouts(FakeTasks(), session, Chat(TOKENIZER, None, ""), config, (3,), 5)
-    rollouts = BackgroundRollouts(attempts, session, lambda: torch.cuda.set_stream(torch.cuda.Stream()))
+    setup = RolloutSetup(FakeTasks(), SingleTurn, Chat(TOKENIZER, None, ""), config, (3,), 5)
+    rollouts = Dispatcher(session, setup, beside=True, prepare_thread=lambda: torch.cuda.set_stream(torch.cuda.Stream()))
     rollouts.begin([0], 0)
     lagging.is_behind.wait()
     if evaluate:
-        with rollouts.paused():
-            attempts.evaluate(FakeTasks().held_out(4))
-            engine.reset_prefix_cache()
+        rollouts.evaluate(FakeTasks().held_out(4))
     [group] = all_of(rollouts, 1).values()
     rollouts.close()
     return [trajectory.token_ids.tolist() for trajectory in group.trajectories]
@@ -534,12 +538,8 @@ class _LaggingDevice:
 
     def __init__(self, engine: NativeEngine, after_steps: int) -> None:
         self._engine, self._left = engine, after_steps
-        self.submit, self.abort, self.apply, self.sampled_tokens = (
-            engine.submit,
-            engine.abort,
-            engine.apply,
-            engine.sampled_tokens,
-        )
+        self.submit, self.abort, self.apply = engine.submit, engine.abort, engine.apply
+        self.sampled_tokens, self.reset_prefix_cache = engine.sampled_tokens, engine.reset_prefix_cache
         self.is_behind = threading.Event()
 
     @property

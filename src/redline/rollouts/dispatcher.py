@@ -1,0 +1,369 @@
+"""The only pipeline: index → task → attempts → rewards → group with advantages.
+
+    who               in lockstep                     beside the trainer
+    begin             remembers the indices           puts them to the tasks
+    pose              the caller, in `finished`       a thread "tasks": fetches the task, begins its attempts
+    sample            the caller, in `finished`       the session's thread, "rollouts": steps the engine
+    score             the caller, all together        threads "rewards", "rewards-2", …: one group each
+    finished          does all of it                  waits for what comes
+
+Lockstep runs until all is done, in the caller's thread. Beside the trainer, the thread that steps the engine never waits for
+the user's code. Tasks and rewards may take long, and some never come: as many workers score as the buffer's controller asks
+for, and a group that is cancelled while its task is fetched or its rewards are computed leaves its worker behind, and another
+goes on with the next one (`rewards/pool.py`).
+
+What goes wrong with one task or one reply is a `Failure` of its attempts: they have no advantage, are stored with the reason,
+and the run goes on. What goes wrong with the engine reaches the caller.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from functools import partial
+
+from redline.ports import RewardWorkers, Session
+from redline.rollouts.evaluate import evaluate
+from redline.rollouts.play import GroupPlay
+from redline.rollouts.posing import Posing, Refused
+from redline.rollouts.prompts import failed_attempts
+from redline.rollouts.rewards.pool import RewardPool
+from redline.rollouts.scoring import Scoring
+from redline.rollouts.setup import RolloutSetup
+from redline.rollouts.user_code.source import CalledSource
+from redline.telemetry import span
+from redline.types import Delta, Failure, Task, Trajectory, TrajectoryGroup
+
+PATIENCE_S = 5.0
+"""Seconds for the step, and then for the rewards under way, when all is to end."""
+
+
+class Dispatcher:
+    """Turns indices of tasks into groups. Implements `ports.Rollouts`, in lockstep and beside the trainer."""
+
+    def __init__(
+        self,
+        session: Session,
+        setup: RolloutSetup,
+        *,
+        beside: bool = False,
+        prepare_thread: Callable[[], None] = lambda: None,
+    ) -> None:
+        """With `beside`, rollouts have threads of their own, and the session is started; `prepare_thread` is called first in
+        each of them, for settings that belong to a thread."""
+        self.session, self.config = session, setup.config
+        self._source = CalledSource(setup)
+        self._posing = Posing(setup.environment(self._source.score), setup)
+        self._scoring = Scoring(setup, self._source)
+        lock = threading.RLock()
+        self._changed = threading.Condition(lock)
+        self._begun: list[int] = []
+        """Indices that lockstep attempts when it is asked for them."""
+        self._version = 0
+        """At which the last were begun."""
+        self._sampling: dict[int, GroupPlay] = {}
+        """By the session's number of each request that is under way."""
+        self._under_way: dict[int, GroupPlay] = {}
+        """Groups beside the trainer, by index, from their requests to the engine until they are delivered or cancelled."""
+        self._num_sampling_here = 0
+        """Groups for which a caller steps the engine."""
+        self._finished: deque[TrajectoryGroup] = deque()
+        self._error: BaseException | None = None
+        self._workers = _Workers(self, lock, setup.max_reward_workers, prepare_thread) if beside else None
+        if self._workers:
+            session.start("rollouts", prepare_thread, self._workers.why_idle)
+
+    # ── from the loop ──────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def begin(self, indices: Sequence[int], version: int) -> None:
+        with span("rollouts.dispatch"), self._changed:
+            self._source.step_begins(version)
+            self._version = version
+            if self._workers is None:
+                self._begun += indices
+                return
+            for index in indices:
+                self._workers.tasks.put(index, partial(self._pose_one, index, version))
+        self.session.wake()
+
+    def arrived(self) -> list[TrajectoryGroup]:
+        with span("rollouts.dispatch"), self._changed:
+            self._raise_error()
+            groups = list(self._finished)
+            self._finished.clear()
+            return groups
+
+    def finished(self, patience_s: float | None = None, *, late: bool = False) -> list[TrajectoryGroup]:
+        """In lockstep, attempt all that was begun, in the calling thread, however long it takes."""
+        if self._workers is None:
+            return self._run_until_idle()
+        with span("wait.for_late_groups" if late else "wait.for_rollouts"), self._changed:
+            self._changed.wait_for(lambda: self._finished or self._error, patience_s)
+        return self.arrived()
+
+    def cancel(self, indices: Sequence[int]) -> None:
+        """Attempt these no longer, wherever they are; none of them comes any more."""
+        if not indices:
+            return
+        with self._changed:
+            cancelled = set(indices)
+            self._begun = [index for index in self._begun if index not in cancelled]
+            self._finished = deque(group for group in self._finished if group.number not in cancelled)
+            for play in [self._under_way.pop(index) for index in cancelled if index in self._under_way]:
+                self._give_back(play)
+            if self._workers:
+                self._workers.cancel(cancelled)
+            self._changed.notify_all()
+        self.session.wake()
+
+    def evaluate(self, tasks: Sequence[Task], patience_s: float | None = None) -> list[list[Trajectory]]:
+        return evaluate(self, tasks, patience_s)
+
+    @contextmanager
+    def paused(self, patience_s: float | None = None) -> Iterator[None]:
+        """Inside, nobody else uses the engine or the tasks. Tasks and rewards that are under way are waited for, but no longer
+        than `patience_s`."""
+        self._raise_error()
+        with self.session.held(), self._workers.quiet() if self._workers else nullcontext():
+            if self._workers:
+                self._wait_for_calls(self._workers, patience_s)
+            yield
+
+    def _wait_for_calls(self, workers: _Workers, patience_s: float | None) -> None:
+        with span("wait.for_rewards"), self._changed:
+            self._changed.wait_for(lambda: self._error or not workers.num_calling, patience_s)
+            self._raise_error()
+
+    # ── what others ask ────────────────────────────────────────────────────────────────────────────────────────────────
+
+    @property
+    def reward_workers(self) -> RewardWorkers | None:
+        """Those that score beside the trainer; the buffer's controller decides how many there are."""
+        return self._workers.rewards if self._workers else None
+
+    def sampled_tokens(self, index: int) -> list[int]:
+        """Tokens that each attempt of a group under way has so far; none where it has not come to the engine yet."""
+        with self._changed:
+            play = self._under_way.get(index)
+        if play is None:
+            return []
+        found = {attempt: len(completion.token_ids) for attempt, completion in list(play.completions.items())}
+        for number, shared in play.numbers.items():
+            so_far = self.session.sampled_tokens(number)
+            for position, attempt in enumerate(shared.attempts):
+                found.setdefault(attempt, so_far.get(position, 0))
+        return [found[attempt] for attempt in range(len(play.attempts))]
+
+    def queues(self) -> Mapping[str, float]:
+        """How much waits where; does not block."""
+        if self._workers is None:
+            return {}
+        rewards = self._workers.rewards
+        return {"rollouts: groups to score": rewards.num_to_score, "rollouts: workers that score": rewards.num_scoring}
+
+    def memory(self) -> Mapping[str, int]:
+        return self._scoring.memory()
+
+    def close(self) -> None:
+        """Cancel what is under way. A task or a reward that does not return is left behind, and ends with the process."""
+        with self._changed:
+            self._sampling.clear()  # what the session says of them now is no failure
+            if self._workers:
+                self._workers.close()
+            self._changed.notify_all()
+        self.session.close(PATIENCE_S)
+        if self._workers:
+            self._workers.join(PATIENCE_S)
+        self._source.close()
+
+    # ── in the caller's thread: lockstep and evaluation ────────────────────────────────────────────────────────────────
+
+    def _run_until_idle(self) -> list[TrajectoryGroup]:
+        indices, self._begun = self._begun, []
+        self._source.try_again("train")
+        posed = self._pose(indices)
+        attempts = self._attempt_here(posed, self.config.group_size, self._version)
+        return [self._scoring.group(p.index, p.task, ts, p.began) for p, ts in zip(posed, attempts, strict=True)]
+
+    def attempt(self, tasks: Sequence[Task], indices: Sequence[int], n: int, temperature: float) -> list[list[Trajectory]]:
+        """n scored attempts at each task, in the calling thread. The indices choose their randomness."""
+        began = time.perf_counter()
+        with span("rollouts.prompts"):
+            posed = [self._posing.pose(task, i, n, temperature, began) for task, i in zip(tasks, indices, strict=True)]
+        return self._attempt_here(posed, n, self._version)
+
+    def _attempt_here(self, posed: Sequence[GroupPlay | Refused], n: int, version: int) -> list[list[Trajectory]]:
+        plays = [p for p in posed if isinstance(p, GroupPlay)]
+        if plays:
+            self._sample_here(plays)
+        self._source.try_again("score")
+        scored = iter(self._scoring.scored(plays, as_batch=True))
+        return [failed_attempts(p.failure, n, version) if isinstance(p, Refused) else next(scored) for p in posed]
+
+    def _sample_here(self, plays: Sequence[GroupPlay]) -> None:
+        """Have the engine sample all of them, whose requests reach it together."""
+        self._num_sampling_here = len(plays)
+        with self.session.held():
+            try:
+                for play in plays:
+                    self._submit(play)
+                self.session.step_until(lambda: self._num_sampling_here == 0)
+            except BaseException:  # an interrupt too: nobody wants them any more
+                for play in plays:
+                    self._give_back(play)
+                raise
+
+    # ── the parts of the pipeline, in whichever thread ─────────────────────────────────────────────────────────────────
+
+    def _pose(self, indices: Sequence[int]) -> list[GroupPlay | Refused]:
+        """Fetch training tasks and begin the attempts at them."""
+        began = time.perf_counter()
+        with span("rollouts.tasks"):
+            tasks = self._source.train(indices)
+        with span("rollouts.prompts"):
+            return [self._posed(task, index, began) for task, index in zip(tasks, indices, strict=True)]
+
+    def _posed(self, task: Task | Failure, index: int, began: float) -> GroupPlay | Refused:
+        if isinstance(task, Failure):
+            return Refused(index, Task(f"train({index})", []), task, began)
+        return self._posing.pose(task, index, self.config.group_size, self.config.temperature, began)
+
+    def _submit(self, play: GroupPlay) -> None:
+        with self._changed:  # nothing is received before its number is known
+            for shared in play.requests:
+                number = self.session.submit(shared.request, self)
+                play.numbers[number] = shared
+                self._sampling[number] = play
+
+    def _give_back(self, play: GroupPlay) -> None:
+        """What the engine and the workers still have of a group is not wanted any more."""
+        play.is_wanted = False
+        for number in play.numbers:
+            if self._sampling.pop(number, None) is not None:
+                self.session.abort(number)
+
+    def receive(self, pieces: Sequence[tuple[int, Delta | Exception]]) -> None:
+        """Take what a step of the engine brought, in the thread that stepped it."""
+        with span("rollouts.dispatch"), self._changed:
+            for number, piece in pieces:
+                if number in self._sampling:  # and not what is left of one that was cancelled
+                    self._take(number, piece)
+
+    def _take(self, number: int, piece: Delta | Exception) -> None:
+        if isinstance(piece, Exception):
+            self.fail(piece)
+            raise piece
+        if piece.completion is None:
+            return
+        play = self._sampling[number]
+        play.take(number, piece.index, piece.completion)
+        if not play.is_sampled:
+            return
+        for finished in play.numbers:
+            del self._sampling[finished]
+        if self._workers and play.index in self._under_way:
+            self._workers.rewards.put(play.index, partial(self._group, play))
+        else:
+            self._num_sampling_here -= 1
+
+    def _group(self, play: GroupPlay) -> TrajectoryGroup:
+        [trajectories] = self._scoring.scored([play], as_batch=False)
+        return self._scoring.group(play.index, play.task, trajectories, play.began)
+
+    # ── beside the trainer ─────────────────────────────────────────────────────────────────────────────────────────────
+
+    def _pose_one(self, index: int, version: int) -> GroupPlay | TrajectoryGroup:
+        """In the thread of the tasks. A group of failed attempts where there is nothing to ask the engine for."""
+        [posed] = self._pose([index])
+        if isinstance(posed, GroupPlay):
+            return posed
+        failed = failed_attempts(posed.failure, self.config.group_size, version)
+        return self._scoring.group(index, posed.task, failed, posed.began)
+
+    def take_posed(self, index: int, posed: GroupPlay | TrajectoryGroup) -> None:
+        """In the thread of the tasks, which holds the lock."""
+        if isinstance(posed, TrajectoryGroup):
+            self._finished.append(posed)
+        else:
+            self._under_way[index] = posed
+            self._submit(posed)
+        self._changed.notify_all()
+        self.session.wake()
+
+    def deliver(self, index: int, group: TrajectoryGroup) -> None:
+        """In a thread of the rewards, which holds the lock."""
+        self._under_way.pop(index, None)
+        self._finished.append(group)
+        self._changed.notify_all()
+        self.session.wake()
+
+    def thread_ends(self) -> None:
+        self._source.thread_ends()
+
+    def fail(self, error: BaseException | None) -> None:
+        """The next call of the loop raises it."""
+        with self._changed:
+            self._error = self._error or self.session.failure or error
+            self._changed.notify_all()
+
+    def _raise_error(self) -> None:
+        if self._error is not None:
+            raise self._error
+
+
+class _Workers:
+    """The threads that call the user's code beside the trainer."""
+
+    def __init__(
+        self, dispatcher: Dispatcher, lock: threading.RLock, max_reward_workers: int, prepare_thread: Callable[[], None]
+    ) -> None:
+        ends = dispatcher.thread_ends
+        self.rewards: RewardPool[TrajectoryGroup] = RewardPool(
+            "rewards", max_reward_workers, dispatcher.deliver, dispatcher.fail, lock, prepare_thread, finish_thread=ends
+        )
+        self.tasks: RewardPool[GroupPlay | TrajectoryGroup] = RewardPool(
+            "tasks",
+            1,
+            dispatcher.take_posed,
+            dispatcher.fail,
+            lock,
+            prepare_thread,
+            finish_thread=ends,
+            idle="wait.for_budget",
+        )
+
+    def why_idle(self) -> str:
+        """Why the engine has nothing to do: others still owe it requests, or what follows from its answers, or may begin no
+        more."""
+        return "wait.for_requests" if self.tasks.num_to_score or self.rewards.num_to_score else "wait.for_budget"
+
+    @property
+    def num_calling(self) -> int:
+        """Threads that call the user's code now."""
+        return self.tasks.num_scoring + self.rewards.num_scoring
+
+    @contextmanager
+    def quiet(self) -> Iterator[None]:
+        """Inside, none of them begins anything new."""
+        for pool in (self.tasks, self.rewards):
+            pool.be_quiet(quiet=True)
+        try:
+            yield
+        finally:
+            for pool in (self.tasks, self.rewards):
+                pool.be_quiet(quiet=False)
+
+    def cancel(self, indices: set[int]) -> None:
+        self.tasks.cancel(indices)
+        self.rewards.cancel(indices)
+
+    def close(self) -> None:
+        self.tasks.close()
+        self.rewards.close()
+
+    def join(self, patience_s: float) -> None:
+        self.tasks.join(patience_s)
+        self.rewards.join(patience_s)

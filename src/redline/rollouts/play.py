@@ -1,0 +1,122 @@
+"""Attempts under way: each is a coroutine of an environment, which rests while the engine samples what the policy says.
+
+    Attempt ──► environment.play ──► policy.say ──► Ask ┄┄ the engine ┄┄ Turn ──► end ──► its score
+
+The coroutines have no event loop. Making an `Attempt` runs its coroutine up to the point where it asks the policy, and `end`
+from there to its score, each in the calling thread: the pipeline decides in which thread an environment's code runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from redline.errors import TaskError
+from redline.ports import Environment, Score
+from redline.types import Completion, GenerateRequest, Message, Task, Turn
+
+
+class Ask:
+    """What an environment waits for: the policy's reply to these messages."""
+
+    __slots__ = ("messages",)
+
+    def __init__(self, messages: Sequence[Message]) -> None:
+        self.messages = messages
+
+    def __await__(self) -> Generator[Ask, Turn, Turn]:
+        return (yield self)
+
+
+class AskedPolicy:
+    """The policy as environments see it; the pipeline answers. Implements `ports.Policy`."""
+
+    async def say(self, messages: Sequence[Message]) -> Turn:
+        return await Ask(messages)
+
+
+POLICY = AskedPolicy()
+
+
+class Attempt:
+    """One try at a task."""
+
+    __slots__ = ("_play", "asked")
+
+    def __init__(self, environment: Environment, task: Task) -> None:
+        """Run the environment until it asks the policy. Raises what the environment raises."""
+        self._play = environment.play(task, POLICY)
+        try:
+            ask = self._play.send(None)
+        except StopIteration:
+            raise TaskError("the environment ended before it asked the policy", "let `play` await `policy.say`") from None
+        self.asked = _messages_of(ask)
+        """The messages that the policy is to reply to."""
+
+    def end(self, turn: Turn) -> Score:
+        """Give the environment the policy's reply and run it to its end. Returns the score; raises what it raises."""
+        try:
+            self._play.send(turn)
+        except StopIteration as end:
+            score: Score = end.value
+            return score
+        raise TaskError("the environment asked the policy a second time", "let `play` await `policy.say` once")
+
+
+def _messages_of(ask: object) -> Sequence[Message]:
+    if not isinstance(ask, Ask):
+        raise TaskError(f"the environment awaited a {type(ask).__name__}", "let `play` await `policy.say` and nothing else")
+    return ask.messages
+
+
+@dataclass(slots=True, frozen=True)
+class SharedRequest:
+    """One request to the engine for all attempts of a group that ask the same."""
+
+    request: GenerateRequest
+    attempts: Sequence[int]
+    """Which of the group's attempts its completions are for, in their order."""
+
+
+@dataclass(slots=True, eq=False)
+class GroupPlay:
+    """The attempts at one task, under way."""
+
+    index: int
+    task: Task
+    attempts: Sequence[Attempt]
+    requests: Sequence[SharedRequest]
+    began: float
+    """On `time.perf_counter`."""
+    numbers: dict[int, SharedRequest] = field(default_factory=dict)
+    """The session's number of each request."""
+    completions: dict[int, Completion] = field(default_factory=dict)
+    """By attempt, as they come."""
+    is_wanted: bool = True
+    """False once the group is cancelled: what is left of its rewards is not computed."""
+
+    @property
+    def is_sampled(self) -> bool:
+        return len(self.completions) == len(self.attempts)
+
+    def take(self, number: int, position: int, completion: Completion) -> None:
+        """The completion of a request at a position is there."""
+        self.completions[self.numbers[number].attempts[position]] = completion
+
+    def sampled(self) -> list[SampledAttempt]:
+        """The attempts in order, once each has its completion."""
+        requests = {attempt: shared.request for shared in self.requests for attempt in shared.attempts}
+        return [
+            SampledAttempt(self, attempt, requests[number], self.completions[number])
+            for number, attempt in enumerate(self.attempts)
+        ]
+
+
+class SampledAttempt(NamedTuple):
+    """An attempt for which the engine has sampled a reply."""
+
+    play: GroupPlay
+    attempt: Attempt
+    request: GenerateRequest
+    completion: Completion

@@ -1,0 +1,161 @@
+"""Sampled attempts → trajectories with rewards → groups with advantages.
+
+What goes wrong with one reply is a `Failure` of its attempt: it has no advantage, is stored with the reason, and the run goes
+on.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
+
+import numpy as np
+
+from redline.errors import boundary
+from redline.rollouts.advantages import group_advantages
+from redline.rollouts.play import GroupPlay, SampledAttempt
+from redline.rollouts.rewards.parts import REWARD_MODEL_PART, overlong_penalty, reward_parts, total_reward
+from redline.rollouts.setup import RolloutSetup
+from redline.rollouts.user_code.calls import failure_of
+from redline.rollouts.user_code.source import CalledSource
+from redline.telemetry import span
+from redline.types import Failure, Task, Trajectory, TrajectoryGroup, Turn
+
+Parts = dict[str, float]
+
+
+class Scoring:
+    """Computes rewards, with the user's code and a reward model, in the calling thread and those that help it."""
+
+    def __init__(self, setup: RolloutSetup, source: CalledSource) -> None:
+        self._source = source
+        self._chat, self._config, self._reward_model = setup.chat, setup.config, setup.reward_model
+        self._score = setup.tasks.score
+        self._judging = threading.Lock()
+        """The reward model is used by one thread at a time."""
+
+    def scored(self, plays: Sequence[GroupPlay], *, as_batch: bool) -> list[list[Trajectory]]:
+        """The attempts of each group with their rewards, in order. Blocks until all are there. With `as_batch`, as many threads
+        help as may score at once."""
+        with span("rollouts.reward"):
+            attempts = self._scored(plays, as_batch)
+        return self._judged(plays, attempts)
+
+    def group(self, index: int, task: Task, trajectories: Sequence[Trajectory], began: float) -> TrajectoryGroup:
+        """A group with the advantages that it can know by itself. `began` is when its attempts did, on `time.perf_counter`."""
+        with span("rollouts.advantages"):
+            scores = np.array([t.reward for t in trajectories], dtype=np.float32)
+            if self._config.overlong_fraction:
+                trajectories = [self._punished_for_length(t) for t in trajectories]
+            rewards = np.array([t.reward for t in trajectories], dtype=np.float32)
+            failed = np.array([t.failure is not None for t in trajectories])
+            advantages = group_advantages(rewards, failed, self._config.advantages, scores)
+            return TrajectoryGroup(task.id, trajectories, advantages, index, time.perf_counter() - began)
+
+    def memory(self) -> dict[str, int]:
+        """Bytes by kind that it holds on the device: a reward model's."""
+        return self._reward_model.memory() if self._reward_model else {}
+
+    # ── the environment's score ────────────────────────────────────────────────────────────────────────────────────────
+
+    def _scored(self, plays: Sequence[GroupPlay], as_batch: bool) -> list[list[Trajectory]]:
+        sampled = [attempt for play in plays for attempt in play.sampled()]
+        texts = self._chat.texts([attempt.completion.token_ids for attempt in sampled])
+        turns = [_turn(attempt, text) for attempt, text in zip(sampled, texts, strict=True)]
+        works = [partial(self._parts, attempt, turn) for attempt, turn in zip(sampled, turns, strict=True)]
+        outcomes = zip(sampled, turns, self._source.results(works, as_batch=as_batch), strict=True)
+        scored = (self._trajectory(attempt, turn, parts) for attempt, turn, parts in outcomes)
+        return [[next(scored) for _ in play.attempts] for play in plays]
+
+    def _parts(self, sampled: SampledAttempt, turn: Turn) -> Parts | Failure:
+        """The named parts of an attempt's score. Called by any thread. What is wrong with the value is the fault of the
+        function that returned it."""
+        if not sampled.play.is_wanted:
+            return Failure("reward", "`score` was not called: the group was cancelled")
+        score = sampled.attempt.end(turn)
+        with boundary() as caught:
+            parts = reward_parts(score)
+            if self._reward_model is None:  # its part comes later, and may have a weight
+                total_reward(parts, self._config.reward_weights)
+        return parts if caught.error is None else failure_of("reward", caught.error, self._score)
+
+    def _trajectory(self, sampled: SampledAttempt, turn: Turn, parts: Parts | Failure) -> Trajectory:
+        prompt_ids, completion = sampled.request.prompt_ids, sampled.completion
+        failure = parts if isinstance(parts, Failure) else None
+        found = {} if isinstance(parts, Failure) else parts
+        return Trajectory(
+            token_ids=np.concatenate([prompt_ids, completion.token_ids]),
+            loss_mask=np.arange(turn.end) >= turn.start,
+            logprobs=np.concatenate([np.zeros(turn.start, dtype=np.float32), completion.logprobs]),
+            versions=turn.versions,
+            finish_reason=turn.finish_reason,
+            text=turn.text,
+            # A reward model has its say later, and its part may have a weight.
+            reward=0.0 if failure or self._reward_model else total_reward(found, self._config.reward_weights),
+            reward_parts=found,
+            failure=failure,
+            turns=(turn,),
+        )
+
+    # ── a reward model's score ─────────────────────────────────────────────────────────────────────────────────────────
+
+    def _judged(self, plays: Sequence[GroupPlay], attempts: list[list[Trajectory]]) -> list[list[Trajectory]]:
+        """Add the reward model's score, where there is one, to the parts of each reward; all answers are scored together."""
+        if self._reward_model is None:
+            return attempts
+        conversations = [
+            [*self._chat.messages(play.task), {"role": "assistant", "content": self._chat.answer_prefix + trajectory.text}]
+            for play, trajectories in zip(plays, attempts, strict=True)
+            for trajectory in trajectories
+        ]
+        with self._alone_with_the_reward_model():
+            scores = iter(self._reward_model.scores(conversations))
+        return [[self._with_part(t, next(scores)) for t in trajectories] for trajectories in attempts]
+
+    @contextmanager
+    def _alone_with_the_reward_model(self) -> Iterator[None]:
+        if not self._judging.acquire(blocking=False):
+            with span("wait.for_reward_model"):
+                self._judging.acquire()
+        try:
+            yield
+        finally:
+            self._judging.release()
+
+    def _with_part(self, trajectory: Trajectory, score: float | Failure) -> Trajectory:
+        if trajectory.failure is not None:
+            return trajectory
+        if isinstance(score, Failure):
+            return replace(trajectory, reward=0.0, failure=score)
+        parts = {**trajectory.reward_parts, REWARD_MODEL_PART: score}
+        reward = 0.0
+        with boundary() as caught:
+            reward = total_reward(parts, self._config.reward_weights)
+        failure = None if caught.error is None else failure_of("reward", caught.error, self._score)
+        return replace(trajectory, reward=reward, reward_parts=parts, failure=failure)
+
+    def _punished_for_length(self, trajectory: Trajectory) -> Trajectory:
+        if trajectory.failure is not None:
+            return trajectory
+        length, longest = trajectory.num_completion_tokens, self._config.max_new_tokens
+        penalty = overlong_penalty(length, longest, self._config.overlong_fraction)
+        parts = {**trajectory.reward_parts, "overlong": penalty}
+        return replace(trajectory, reward=trajectory.reward + penalty, reward_parts=parts)
+
+
+def _turn(sampled: SampledAttempt, text: str) -> Turn:
+    completion, start = sampled.completion, len(sampled.request.prompt_ids)
+    return Turn(
+        text=text,
+        start=start,
+        end=start + len(completion.token_ids),
+        versions=completion.versions,
+        finish_reason=completion.finish_reason,
+        queue_s=completion.queue_s,
+        prefill_s=completion.prefill_s,
+        decode_s=completion.decode_s,
+    )
