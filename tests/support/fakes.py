@@ -258,6 +258,11 @@ class FakeEngine:
         self.submitted = {}
         return [(number, Delta(i, *nothing, completion=self.answer(request, i))) for number, request, i in answers]
 
+    def generate(self, requests: Sequence[GenerateRequest]) -> list[list[Completion]]:
+        self.calls.append(("engine.generate", len(requests)))
+        self.requests += requests
+        return [[self.answer(request, i) for i in range(request.sampling.n)] for request in requests]
+
     def apply(self, update: WeightUpdate) -> None:
         self.calls.append(("engine.apply", update.version))
 
