@@ -5,7 +5,8 @@
     ├── ModelError         a model folder is missing, damaged, or of a family we do not know
     ├── TaskError          a task source, a task or a reward function is unusable
     ├── EngineError        a request cannot be served as asked
-    │   └── BrokenModelError         the model gave numbers that cannot be sampled from
+    │   ├── BrokenModelError         the model gave numbers that cannot be sampled from
+    │   └── EngineMemoryError        the device had no memory to compute the request
     ├── TrainingError      a step produced numbers that must not be trained on
     │   └── NoRoomError              the trainer does not fit into the device's memory
     ├── CompareError       a side of a comparison cannot be run, or a saved result cannot be read
@@ -54,6 +55,10 @@ class EngineError(RedlineError):
 
 class BrokenModelError(EngineError):
     """The model gave numbers that cannot be sampled from; the request was not at fault."""
+
+
+class EngineMemoryError(EngineError):
+    """The device had no memory to compute the request; other requests go on."""
 
 
 class TrainingError(RedlineError):

@@ -18,7 +18,7 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 from starlette.types import Message, Receive, Scope, Send
 
-from redline.errors import BrokenModelError, EngineError
+from redline.errors import BrokenModelError, EngineError, EngineMemoryError
 from redline.serve.admission import Admission, Place
 from redline.serve.answers import Json
 from redline.serve.bodies import parsed_body, read_body
@@ -150,6 +150,8 @@ class Api:
             return error
         if isinstance(error, BrokenModelError):
             return ApiError(500, _on_one_line(error))
+        if isinstance(error, EngineMemoryError):
+            return ApiError(503, _on_one_line(error))
         if isinstance(error, EngineError):
             is_running = self.engine.is_alive and self.engine.failure is None  # it dies a moment after it says why
             return ApiError(400 if is_running else 503, _on_one_line(error))

@@ -35,7 +35,7 @@ from redline.engine.native.sequence import NO_ROW, Sampled, Sequence, Stage, Wan
 from redline.engine.native.sleep import MemoryMoved, OffloadedWeights, Stopwatch
 from redline.engine.native.text.stop_strings import StopSearch
 from redline.engine.stats import Rate
-from redline.errors import BrokenModelError, EngineError
+from redline.errors import BrokenModelError, EngineError, EngineMemoryError
 from redline.kernels.available import kernels_serve
 from redline.models.files.hf import AnyDecoder
 from redline.models.lora.per_token import LoraBank, PreparedAdapter
@@ -103,6 +103,8 @@ class NativeEngine:
         )
         self._ids = itertools.count()
         self._unfinished: dict[int, list[Sequence]] = {}
+        self._alone_left = 0
+        """Prompts to compute by themselves, after several at once had no memory."""
         self._at_row: list[Sequence | None] = [None] * config.max_num_seqs
         self._in_flight: deque[Results] = deque()
         self._events: list[Event] = []
@@ -236,6 +238,22 @@ class NativeEngine:
         for sequence in plan.admitted:
             self._at_row[sequence.row] = sequence
         self._batch_size = len(plan.decode)
+        try:
+            self._decode(plan)
+        except torch.OutOfMemoryError as error:
+            self._undo_prefills(plan, error)
+            self._fail_for_memory(plan.decode, error)
+            return
+        try:
+            self._prefill(plan)
+        except torch.OutOfMemoryError as error:
+            self._undo_prefills(plan, error)
+            if len(plan.chunks) > 1:  # one of them may be too much, and the others not
+                self._alone_left, self._scheduler.prompts_at_once = len(plan.chunks), 1
+            else:
+                self._fail_for_memory([plan.chunks[0].sequence], error)
+
+    def _decode(self, plan: Plan) -> None:
         if plan.decode:
             self._decode_steps += plan.num_steps
             self._decoded_rows += plan.num_steps * len(plan.decode)
@@ -246,6 +264,8 @@ class NativeEngine:
                 positions_B = self._rows.launched_position_R[rows_B] - 1
                 samples = self._awake.decode(rows_B, positions_B, plan.num_steps, wants_of(plan.decode), prefixes)
                 self._expect(rows_B, samples, is_first=False)
+
+    def _prefill(self, plan: Plan) -> None:
         if plan.chunks:
             with span("engine.prefill", device=True, version=self.version):
                 samplers = [s for c in plan.chunks for s in c.samplers]
@@ -253,6 +273,28 @@ class NativeEngine:
                 first = self._awake.prefill(plan.chunks, plan.copies, wants_of(samplers))
                 if first is not None:
                     self._expect(np.array([s.row for s in samplers]), first, is_first=True)
+            self._alone_left = max(0, self._alone_left - 1)
+            self._scheduler.prompts_at_once = 1 if self._alone_left else None
+
+    def _undo_prefills(self, plan: Plan, error: torch.OutOfMemoryError) -> None:
+        """The prompts of a plan wait again, as if they had not been admitted. Raises where other ranks have computed them."""
+        if self._ranks is not None:
+            raise error
+        rows = self._scheduler.undo_prefills(plan)
+        self._awake.rows.kill(rows)
+        for row in rows:
+            self._at_row[row] = None
+        if self.decoder.output_weight.device.type == "cuda":
+            torch.cuda.empty_cache()
+
+    def _fail_for_memory(self, sequences: Sequence_[Sequence], error: torch.OutOfMemoryError) -> None:
+        """Cancel the requests of these sequences; the others go on."""
+        for sequence in sequences:
+            if sequence.request_id in self._unfinished:
+                n, first_line = sequence.request.sampling.n, str(error).partition("\n")[0]
+                message = f"no memory for a prompt of {sequence.num_prompt} tokens with n = {n}: {first_line}"
+                hint = "shorten it, lower n, or leave more memory free (engine.gpu_memory_utilization)"
+                self._fail(sequence, EngineMemoryError(message, hint))
 
     def _expect(self, rows_B: np.ndarray, samples: Samples, *, is_first: bool) -> None:
         fetched, arrived = self._awake.fetch(samples)
@@ -302,7 +344,11 @@ class NativeEngine:
         """Has it ended, and is there a piece to hand out?"""
         row, sampling = sequence.row, sequence.request.sampling
         if np.isnan(self._rows.logprobs_RN[row, self._rows.sampled_R[row] - 1]):
-            self._fail(sequence)
+            adapter = sequence.request.adapter
+            message = f"the model gave NaN for request {sequence.request_id}" + (
+                f" with adapter {adapter!r}" if adapter else ""
+            )
+            self._fail(sequence, BrokenModelError(message, "look for NaN in the weights; lower trainer.learning_rate"))
             return
         if not self._rows.alive_R[row]:
             stopped = self._rows.tokens_RN[row, self._rows.sampled_R[row] - 1] in sampling.stop_token_ids
@@ -356,7 +402,7 @@ class NativeEngine:
             self._adapters.release(sequence.request.adapter)
             self._num_finished += 1
 
-    def _fail(self, sequence: Sequence) -> None:
+    def _fail(self, sequence: Sequence, error: EngineError) -> None:
         """Cancel its request: a part of it is of no use."""
         siblings = list(self._unfinished[sequence.request_id])
         blocks = {block for sibling in siblings for block in sibling.blocks}
@@ -365,12 +411,7 @@ class NativeEngine:
             self._release(sibling)
             self._forget(sibling)
         self._clean(sorted(blocks))
-        message = f"the model gave NaN for request {sequence.request_id}" + (
-            f" with adapter {sequence.request.adapter!r}" if sequence.request.adapter else ""
-        )
-        self._events.append(
-            (sequence.request_id, BrokenModelError(message, "look for NaN in the weights; lower trainer.learning_rate"))
-        )
+        self._events.append((sequence.request_id, error))
 
     # ── what goes out ──────────────────────────────────────────────────────────────────────────────────────────────────
 

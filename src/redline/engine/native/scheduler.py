@@ -91,6 +91,8 @@ class Scheduler:
         self._salt_of = salt_of
         """Adapter → what the hashes of blocks computed now begin with: the policy version and the adapter's."""
         self._prefix_caching = enable_prefix_caching
+        self.prompts_at_once: int | None = None
+        """Prompts that a step may compute; None leaves it to the budget."""
         self.is_crowded = False
         """The last step had no room for all the prompts that could have run. While that is so, sequences that decode already
         should not be many steps ahead: a step of few rows costs almost as much as one of many."""
@@ -120,14 +122,18 @@ class Scheduler:
         plan = Plan(num_steps=num_steps)
         self._schedule_decode(plan)
         budget = max(1, self._max_num_batched_tokens - len(plan.decode))
-        for sequence in self.prefilling:
+        for sequence in self.prefilling[: self.prompts_at_once]:
             budget -= self._advance_prefill(sequence, budget, plan)
         # Who gave blocks back must not take them again in the same breath.
-        while budget > 0 and self.waiting and not plan.preempted_rows and self._admit(self.waiting[0], plan):
+        while budget > 0 and self._may_admit(plan) and self._admit(self.waiting[0], plan):
             budget -= self._advance_prefill(self.waiting.popleft(), budget, plan)
         self.is_crowded = budget <= 0
         self._end_prefills(plan)
         return plan
+
+    def _may_admit(self, plan: Plan) -> bool:
+        is_full = self.prompts_at_once is not None and len(self.prefilling) >= self.prompts_at_once
+        return bool(self.waiting) and not plan.preempted_rows and not is_full
 
     def _schedule_decode(self, plan: Plan) -> None:
         rows = _rows_of(self.decoding)
@@ -282,6 +288,28 @@ class Scheduler:
             self._append_block(follower, block, plan)
         follower.keys, follower.salt, follower.cacheable = leader.keys, leader.salt, leader.cacheable
         follower.prompt_logprobs = leader.prompt_logprobs
+
+    def undo_prefills(self, plan: Plan) -> list[int]:
+        """The prompts of a plan were not computed: their sequences wait again, in the old order, and what their blocks hold is
+        found by nobody. Returns the rows that they had."""
+        rows = []
+        for chunk in reversed(plan.chunks):
+            leader = chunk.sequence
+            members = chunk.samplers or [leader, *leader.followers]
+            rows += [member.row for member in members]
+            for member in members:
+                self.pool.forget(member.blocks)
+                member.cacheable = False
+            if chunk.samplers:
+                for member in reversed(members):
+                    self._requeue(member)
+                continue
+            for member in members:
+                self._give_back(member)
+                member.stage = Stage.WAITING
+            self.prefilling.remove(leader)
+            self.waiting.appendleft(leader)
+        return rows
 
     # ── ends ───────────────────────────────────────────────────────────────────────────────────────────────────────────
 

@@ -1,0 +1,88 @@
+"""A device without memory for a request: the request fails, and the engine goes on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from support.tiny_engines import Model, ask, assert_same, make_model
+
+from redline.engine import NativeEngine
+from redline.errors import EngineError, EngineMemoryError
+from redline.types import Completion, Delta
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Model:
+    return make_model(tmp_path_factory.mktemp("model"))
+
+
+class ShortOfMemory:
+    """In place of a runner's method: has no memory for some calls, and raises as torch does."""
+
+    def __init__(self, method: Callable[..., Any], is_too_much: Callable[..., bool]) -> None:
+        self._method, self._is_too_much = method, is_too_much
+        self.num_raised = 0
+
+    def __call__(self, *arguments: Any) -> Any:
+        if self._is_too_much(*arguments):
+            self.num_raised += 1
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB")
+        return self._method(*arguments)
+
+
+def events_of(engine: NativeEngine) -> dict[int, list[Delta | EngineError]]:
+    """All that comes until there is nothing left to do, by request."""
+    found: dict[int, list[Delta | EngineError]] = {}
+    while engine.has_work:
+        for number, piece in engine.step():
+            found.setdefault(number, []).append(piece)
+    return found
+
+
+def completions(pieces: list[Delta | EngineError]) -> list[Completion]:
+    whole = {piece.index: piece.completion for piece in pieces if isinstance(piece, Delta) and piece.completion}
+    return [whole[index] for index in sorted(whole)]
+
+
+def test_a_prompt_that_the_device_has_no_memory_for_fails_by_itself(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = model.engine()
+    assert engine._runner is not None
+    short = ShortOfMemory(engine._runner.prefill, lambda chunks, *_: any(c.sequence.num_prompt == 40 for c in chunks))
+    monkeypatch.setattr(engine._runner, "prefill", short)
+    early = engine.submit(ask(7, 20, seed=5, n=2))
+    engine.step()
+    engine.step()
+    asked = [ask(9, 6, seed=1, n=2), ask(40, 6, seed=2, n=3), ask(21, 6, seed=3), ask(40, 6, seed=2)]
+    numbers = [engine.submit(request) for request in asked]
+    found = events_of(engine)
+    for number, request in zip(numbers, asked, strict=True):
+        if len(request.prompt_ids) == 40:
+            [error] = found[number]
+            assert isinstance(error, EngineMemoryError)
+            assert "no memory for a prompt of 40 tokens" in error.message
+        else:
+            assert_same(completions(found[number]), model.alone(request))
+    assert_same(completions(found[early]), model.alone(ask(7, 20, seed=5, n=2)))
+    assert short.num_raised == 3, "all at once, and then each of the two by itself"
+    assert engine.stats.kv_blocks_used == 0
+    monkeypatch.undo()
+    assert_same(engine.generate([asked[1]])[0], model.alone(asked[1]))
+
+
+def test_a_step_that_the_device_has_no_memory_for_fails_its_requests_and_the_engine_goes_on(
+    model: Model, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = model.engine()
+    assert engine._runner is not None
+    first = engine.submit(ask(9, 6, seed=1, n=2))
+    engine.step()
+    monkeypatch.setattr(engine._runner, "decode", ShortOfMemory(engine._runner.decode, lambda *_: True))
+    second = engine.submit(ask(20, 6, seed=2))
+    found = dict(engine.step())
+    assert isinstance(found[first], EngineMemoryError)
+    monkeypatch.undo()
+    assert_same(completions(events_of(engine)[second]), model.alone(ask(20, 6, seed=2)))
+    assert engine.stats.kv_blocks_used == 0
