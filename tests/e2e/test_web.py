@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from support.browser import Watched, chromium
+from support.browser import COLOURED, Watched, chromium
 from support.processes import only_run, started, succeed, wait_until, write_letters
 from support.run_folders import append, step_row, write_run, write_trajectories
 
@@ -106,6 +106,42 @@ def test_a_report_is_one_file_that_asks_for_nothing(watched: Watched, tmp_path: 
     assert {title: pixels for title, pixels in charts.items() if pixels < 100} == {}
     watched.page.click("details.group >> nth=0")
     assert "the answer is 4" in watched.page.inner_text("details.group >> nth=0")
+
+
+def test_a_report_opens_with_alerts_and_with_whether_the_run_learned(watched: Watched, tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "run-001", 40)
+    alerts = [{"step": step, "kind": "throughput_drop", "seen": f"slow at {step}"} for step in range(1, 6)]
+    append(folder.path / "alerts.jsonl", alerts)
+    watched.open(report(folder, tmp_path / "report.html"))
+    titles = [title.inner_text() for title in watched.page.query_selector_all("section h2")]
+    assert titles[:3] == ["Alerts", "Did it learn?", "What took the time?"]
+    first_screen = watched.page.viewport_size["height"]
+    for seen in ("slow at 5", "It learned: held-out reward rose from 0.0", "held-out reward, after"):
+        assert watched.page.get_by_text(seen).first.bounding_box()["y"] < first_screen
+    assert watched.page.locator("section[aria-label='Did it learn?'] figure.chart").bounding_box()["y"] < first_screen
+    assert not watched.page.get_by_text("slow at 1").is_visible()
+    watched.page.get_by_text("2 earlier alerts").click()
+    assert watched.page.get_by_text("slow at 1").is_visible()
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_a_report_is_printed_with_every_chart_and_on_white(browser, tmp_path: Path, scheme: str) -> None:
+    folder = write_run(tmp_path / "run-001", 60)
+    page = Watched(browser, color_scheme=scheme)
+    page.open(report(folder, tmp_path / "report.html"))
+    with_charts = page.page.pdf()
+    page.page.evaluate("for (const canvas of document.querySelectorAll('.plot canvas')) canvas.remove()")
+    assert len(with_charts) > len(page.page.pdf()) + 10_000
+    page.open((tmp_path / "report.html").as_uri())
+    page.page.evaluate("window.dispatchEvent(new Event('beforeprint'))")
+    figures = page.page.query_selector_all("figure.chart")
+    assert len(figures) > 10
+    assert [figure.query_selector("h3").inner_text() for figure in figures if figure.evaluate(COLOURED) < 100] == []
+    assert page.page.evaluate("getComputedStyle(document.body).backgroundColor") == "rgb(255, 255, 255)"
+    assert {canvas.is_visible() for canvas in page.page.query_selector_all("canvas.over")} == {False}  # it would hide the chart
+    page.page.evaluate("window.dispatchEvent(new Event('afterprint'))")
+    assert all(pixels > 100 for pixels in page.charts().values())
+    page.context.close()
 
 
 def test_the_numbers_under_the_pointer_are_those_of_the_step(watched: Watched, tmp_path: Path) -> None:

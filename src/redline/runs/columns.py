@@ -81,10 +81,13 @@ class Columns:
         absent = [column for key, column in self.values.items() if key not in row]
         return _Layout(known, [self.values[key] for key in known], absent, [key for key in row if key not in self.values])
 
+    def head_mean(self, key: str, count: int) -> float | None:
+        """The mean over the first `count` rows that have the key; None where none has."""
+        return _mean_of_finite(self.values.get(key, ())[:count])
+
     def tail_mean(self, key: str, count: int) -> float | None:
         """The mean over the last `count` rows that have the key; None where none has."""
-        found = [value for value in self.values.get(key, ())[-count:] if math.isfinite(value)]
-        return sum(found) / len(found) if found else None
+        return _mean_of_finite(self.values.get(key, ())[-count:])
 
     def means(self, key: str, most: int) -> list[float]:
         """At most so many points over the whole log, each the mean of the finite values that it stands for."""
@@ -168,3 +171,8 @@ def _number(value: float, digits: int) -> float | int | None:
     if not math.isfinite(value):
         return None
     return int(value) if value.is_integer() and abs(value) < 2**53 else float(f"{value:.{digits}g}")
+
+
+def _mean_of_finite(values: Sequence[float]) -> float | None:
+    found = [value for value in values if math.isfinite(value)]
+    return sum(found) / len(found) if found else None

@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from redline.runs.columns import MOST_POINTS, Columns, Json, spread
+from redline.runs.learned import Learned
 from redline.runs.left_out import LeftOut
 from redline.runs.run import Run, setting
 from redline.runs.targets import judged
@@ -93,6 +94,9 @@ class RunReader:
         self._evidence = Evidence()
         self._phases: Counter[str] = Counter()
         self._train_s = 0.0
+        stop_at = setting(self.run.config, "rollouts", "evaluation", {}).get("stop_at")
+        group_size = setting(self.run.config, "rollouts", "group_size", 0)
+        self._learned = Learned(group_size, stop_at if isinstance(stop_at, int | float) else None)
         self._judged: tuple[tuple[int, int], list[dict[str, Json]]] | None = None
         self._recent: deque[dict[str, float]] = deque(maxlen=RECENT_STEPS)
 
@@ -131,6 +135,7 @@ class RunReader:
         if phases and f"timeline/{next(iter(phases))}_s" not in row:  # written before there was one
             row |= {f"timeline/{phase}_s": seconds for phase, seconds in phases.items()}
         self.steps.add(row)
+        self._learned.add_step(row)
 
     def _take_sample(self, row: dict[str, Any]) -> None:
         self._samples.add(row)
@@ -138,6 +143,7 @@ class RunReader:
 
     def _take_evaluation(self, row: dict[str, Any]) -> None:
         """Its numbers; answers are no part of a chart."""
+        self._learned.add_evaluation(row)
         self._evaluations.append({key: value for key, value in row.items() if isinstance(value, int | float)})
 
     def _forget_samples(self) -> None:
@@ -204,8 +210,10 @@ class RunReader:
     def _head(self) -> dict[str, Json]:
         config, ledger = self.run.config, self.run.ledger
         max_lag = setting(config, "buffer", "max_lag", 0)
+        facts = self._facts(config)
         return {
-            **self._facts(config),
+            **facts,
+            "learned": self._learned.document(self.steps, is_running=facts["status"] in ("starting", "running")),
             "verdict": asdict(bound_of(self._phases, ledger, max_lag)),
             "targets": self._targets(config),
             "ledger": _ledger_json(ledger) if ledger else None,

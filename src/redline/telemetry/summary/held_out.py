@@ -32,13 +32,15 @@ class Evaluation:
     @classmethod
     def read(cls, row: Row) -> Evaluation | None:
         """Return the evaluation of a row; None where the row is damaged or somebody else's."""
-        reward, step = row.get("evaluation/reward_mean"), row.get("step")
-        if not isinstance(step, int) or not isinstance(reward, int | float):
+        names = ("reward_mean", "accuracy", "num_answers", "num_tasks")
+        values = {name: row.get(f"evaluation/{name}") for name in names}
+        numbers = {name: value for name, value in values.items() if isinstance(value, int | float)}
+        step, reward, scores = row.get("step"), numbers.get("reward_mean"), row.get("evaluation/task_scores")
+        if not isinstance(step, int) or reward is None:
             return None
-        answers, tasks = (int(row.get(f"evaluation/{name}") or 0) for name in ("num_answers", "num_tasks"))
-        scores = row.get("evaluation/task_scores")
         known = isinstance(scores, list) and all(isinstance(score, int | float) for score in scores)
-        return cls(step, reward, row.get("evaluation/accuracy"), answers, tasks, tuple(scores) if known and scores else ())
+        answers, tasks = (int(numbers.get(name, 0)) for name in ("num_answers", "num_tasks"))
+        return cls(step, reward, numbers.get("accuracy"), answers, tasks, tuple(scores) if known and scores else ())
 
 
 @dataclass(slots=True, frozen=True)

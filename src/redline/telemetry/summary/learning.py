@@ -21,6 +21,7 @@ class Learning:
 
     def __init__(self, rows: Iterable[Row], group_size: int) -> None:
         """`rows` are those of metrics.jsonl, from the first step on."""
+        self._group_size = group_size
         self.num_steps = 0
         self.moved_weights = False
         """Some step applied a gradient that was not zero."""
@@ -31,10 +32,10 @@ class Learning:
         self._reward = 0.0
         """Sum over groups of their mean."""
         for row in rows:
-            self._take(row)
-        self._attempts = self._groups * group_size
+            self.take(row)
 
-    def _take(self, row: Row) -> None:
+    def take(self, row: Row) -> None:
+        """Count the next step."""
         # Of several updates of a step some may have been skipped, and the others taken.
         skipped = bool(row.get("trainer/skipped")) and not row.get("trainer/updates")
         norm = row.get("trainer/grad_norm")  # null where it is not finite
@@ -56,7 +57,8 @@ class Learning:
             return None
         if self._skipped == self.num_steps:
             return "every step was skipped, because its loss or gradient was not finite"
-        if self._attempts and self._failed >= self._attempts:
+        attempts = self._groups * self._group_size
+        if attempts and self._failed >= attempts:
             return "every attempt failed"
         if not self._had_signal:
             return f"in every group all attempts scored alike (mean reward {self._reward / max(1, self._groups):.3f})"

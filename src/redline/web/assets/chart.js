@@ -1,7 +1,7 @@
 // Charts on canvas. All charts over one axis share its range and the position under the pointer. A chart draws at most one
 // column per pixel, from the least to the greatest of the values there, so ten thousand steps cost what a screen can show.
 
-const LEFT = 54, RIGHT = 6, BOTTOM = 20, TOP = 10;
+const LEFT = 62, RIGHT = 6, BOTTOM = 20, TOP = 10;
 
 class Axis {
   // `format` names a value, `ticks` several along the axis.
@@ -90,6 +90,25 @@ const resizing = new ResizeObserver((entries) => {
   for (const { target } of entries) target.chart.resize();
 });
 
+// On paper nothing scrolls into view, a sheet has its own width, and the ink is sharper and on white. A canvas is empty once it
+// has a new size, so all charts are drawn anew.
+const everyChart = [];
+const PRINT_SCALE = 3;
+let isPrinting = false;
+
+function print_(begins) {
+  isPrinting = begins;
+  document.documentElement.classList.toggle("printing", begins);
+  palette = new Map();
+  for (const chart of everyChart) {
+    chart.width = null;
+    chart.resize();
+  }
+}
+
+window.addEventListener("beforeprint", () => print_(true));
+window.addEventListener("afterprint", () => print_(false));
+
 class Chart {
   constructor(axis, title, note, { wide = false } = {}) {
     this.axis = axis;
@@ -105,6 +124,7 @@ class Chart {
     this.isNear = false;
     this.drag = null;
     axis.charts.push(this);
+    everyChart.push(this);
     this.listen();
     arriving.observe(this.plot);
     resizing.observe(this.plot);
@@ -153,7 +173,7 @@ class Chart {
   }
 
   resize() {
-    const { clientWidth: width, clientHeight: height } = this.plot, scale = window.devicePixelRatio || 1;
+    const { clientWidth: width, clientHeight: height } = this.plot, scale = isPrinting ? PRINT_SCALE : window.devicePixelRatio || 1;
     if (width === this.width && height === this.height && scale === this.scale) return;
     Object.assign(this, { width, height, scale, stale: true });
     for (const canvas of [this.base, this.over]) [canvas.width, canvas.height] = [Math.round(width * scale), Math.round(height * scale)];
@@ -161,7 +181,7 @@ class Chart {
   }
 
   refresh() {
-    if (!this.isNear || !this.width) return;
+    if (!(this.isNear || isPrinting) || !this.width) return;
     if (this.stale) {
       this.stale = false;
       this.draw();
@@ -199,7 +219,7 @@ class Chart {
   clear(canvas) {
     const context = canvas.getContext("2d");
     context.setTransform(this.scale, 0, 0, this.scale, 0, 0);
-    context.clearRect(0, 0, this.width, this.height);
+    if (!isPrinting) context.clearRect(0, 0, this.width, this.height); // on paper, what is cleared is white and hides what lies under it
     context.font = `11px ${colour("text")}`;
     context.lineJoin = "round";
     return context;

@@ -29,6 +29,23 @@ function failurePart(failure) {
     h("details", { class: "fold" }, h("summary", {}, "traceback"), h("pre", {}, failure.traceback)));
 }
 
+// Did it learn: one sentence, then the figures behind it.
+function learnedPart({ head }) {
+  const { headline, word, held_out: found, target } = head.learned;
+  const of = found?.measure === "accuracy" ? (value) => `${(100 * value).toFixed(1)}%` : (value) => value.toFixed(3);
+  const by = (value) => `${value < 0 ? "−" : "+"}${found.measure === "accuracy" ? (100 * Math.abs(value)).toFixed(1) : Math.abs(value).toFixed(3)}`;
+  const tile = (name, value, note, kind = "") => h("div", { class: "target" }, h("dt", {}, name), h("dd", { class: kind }, value), h("dd", { class: "mark" }, note));
+  const side = (name, { step, answers }, value) => tile(`held-out ${found.measure}, ${name}`, of(value), `step ${grouped.format(step)}${answers ? `, ${grouped.format(answers)} answers` : ""}`);
+  const tiles = found ? [side(found.word === "once" ? "so far" : "before", found.before, found.values[0])] : [];
+  if (found && found.word !== "once") {
+    tiles.push(side("after", found.after, found.values[1]));
+    const sure = found.interval ? `95% interval ${found.interval.map(by).join(" to ")}` : "too few tasks for an interval";
+    tiles.push(tile("change", `${by(found.change)}${found.measure === "accuracy" ? " points" : ""}`, sure, { rose: "good", fell: "bad" }[found.word]));
+  }
+  if (target) tiles.push(tile("target", `reward ≥ ${number(target.reward)}`, target.reached_at === null ? "▲ not reached" : `● reached at step ${grouped.format(target.reached_at)}`));
+  return [h("p", { class: `headline ${word.replaceAll(" ", "-")}` }, headline), tiles.length ? h("dl", { class: "targets figures" }, tiles) : null];
+}
+
 function verdictPart({ head }) {
   const parts = phaseOrder(Object.keys(head.phases)).map((phase) => ({ phase, value: head.phases[phase] }));
   const total = parts.reduce((sum, part) => sum + part.value, 0);
@@ -107,12 +124,17 @@ function percentilesPart(run) {
   return h("div", { class: "scroll" }, h("table", {}, h("thead", {}, h("tr", {}, h("th", {}, of), columns.map(([name]) => h("th", { class: "number" }, name)))), h("tbody", {}, rows)));
 }
 
+const ALERTS_SHOWN = 3;
+
+// The newest are there to be seen; the others unfold.
 function alertsPart({ alerts, head }) {
   const plain = (value) => (value === null || value === undefined ? "" : typeof value === "object" ? JSON.stringify(value) : String(value));
   const all = head.alerts > 100 ? [h("p", { class: "flat muted" }, `The last 100 of ${grouped.format(head.alerts)}; alerts.jsonl has all.`)] : [];
-  return alerts.slice(-100).reverse().map((alert) => h("div", { class: "alert" },
+  const shown = alerts.slice(-100).reverse().map((alert) => h("div", { class: "alert" },
     h("span", { class: "muted" }, `step ${plain(alert.step)}`), h("b", {}, plain(alert.kind).replaceAll("_", " ")),
-    h("div", { class: "what" }, h("p", {}, plain(alert.seen)), h("p", {}, [alert.since ? `since ${plain(alert.since)}` : "", plain(alert.look_at)].filter(Boolean).join(" · "))))).concat(all);
+    h("div", { class: "what" }, h("p", {}, plain(alert.seen)), h("p", {}, [alert.since ? `since ${plain(alert.since)}` : "", plain(alert.look_at)].filter(Boolean).join(" · ")))));
+  const rest = shown.slice(ALERTS_SHOWN).concat(all);
+  return [...shown.slice(0, ALERTS_SHOWN), ...(rest.length ? [h("details", { class: "fold" }, h("summary", {}, `${grouped.format(head.alerts - ALERTS_SHOWN)} earlier alerts`), rest)] : [])];
 }
 
 // ── what was sampled ──

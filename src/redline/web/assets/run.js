@@ -4,7 +4,7 @@ const POLL_MS = 1500;
 const SECOND = { colour: "training", swatch: "p-training" }, THIRD = { colour: "weight-sync", swatch: "p-weight_sync" };
 
 const CHARTS = [
-  ["learning", "Reward", "mean of a step's attempts", [{ label: "sampled", key: "rollouts/reward_mean", smooth: true }], { evaluations: true }],
+  ["learned", "Reward", "mean of a step's attempts", [{ label: "sampled", key: "rollouts/reward_mean", smooth: true }], { evaluations: true, wide: true }],
   ["learning", "Loss", null, [{ key: "trainer/loss", smooth: true }]],
   ["learning", "KL", "engine to trainer; to the reference", [{ label: "mismatch", key: "trainer/mismatch_kl" }, { label: "reference", key: "trainer/kl", ...SECOND }], { zero: true }],
   ["learning", "Entropy", "nats per token", [{ key: "trainer/entropy", smooth: true }]],
@@ -90,22 +90,23 @@ class RunPage {
       this.percentiles.replaceChildren(percentilesPart(run));
     };
     this.sections = {
+      alerts: section("Alerts", null, part("alerts")),
+      learned: section("Did it learn?", null, part("outcome"), grid("learned")),
+      bound: section("What took the time?", null, part("bound")),
       targets: section("Key metrics", "against their targets", part("targets")),
-      learning: section("Learning", "Drag over a chart to zoom, double-click to see all.", grid("learning"), this.flat.learning),
+      learning: section("Learning", h("span", { class: "on-screen" }, "Drag over a chart to zoom, double-click to see all."), grid("learning"), this.flat.learning),
       timeline: section("Steps", "where each step's time went, in the lane of the loop", grid("timeline")),
       ledger: section("Ledger", "Each nanosecond of a lane has one owner, and what has none is shown as unaccounted.", part("ledger")),
       speed: section("Speed and freshness", null, grid("speed"), this.flat.speed),
       memory: section("Memory and machine", "sampled over the run", grid("memory")),
       percentiles: section("Percentiles", null, part("percentiles")),
-      alerts: section("Alerts", null, part("alerts")),
       trajectories: section("Trajectories", "What the policy was asked and what it said, as text.", trajectories),
       settings: section("Everything else", null, metricsPart(run), part("settings")),
     };
     this.head = h("div");
-    this.verdict = h("section", { class: "verdict", "aria-label": "Verdict" });
     this.settings.append(...settingsPart(run));
     this.notice = h("p", { class: "flat muted notice", hidden: true });
-    this.element = h("div", {}, this.head, this.verdict, this.notice, this.zoom, ...Object.values(this.sections));
+    this.element = h("div", {}, this.head, this.zoom, ...Object.values(this.sections), this.notice);
     matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => {
       palette = new Map();
       run.axis.redraw();
@@ -118,7 +119,8 @@ class RunPage {
     const { run } = this, { head } = run;
     document.title = `${head.name} · redline`;
     this.head.replaceChildren(...headPart(run).filter(Boolean));
-    this.verdict.replaceChildren(...verdictPart(run).filter(Boolean));
+    this.outcome.replaceChildren(...learnedPart(run).filter(Boolean));
+    this.bound.replaceChildren(...verdictPart(run).filter(Boolean));
     this.notice.textContent = noticeOf(run);
     this.notice.hidden = !this.notice.textContent;
     this.fill("targets", head.targets.length, () => targetsPart(run).filter(Boolean));
