@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -9,9 +10,10 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self, TypedDict, Unpack, overload
 
 import numpy as np
+from jinja2 import TemplateError
 
 from redline.config import EngineRecipe, resolve_engine, validate_engine
-from redline.errors import EngineError
+from redline.errors import EngineError, ModelError
 from redline.types import Completion, GenerateRequest, Message, SamplingParams
 
 if TYPE_CHECKING:
@@ -66,6 +68,10 @@ class Engine:
     def load(cls, path: str | os.PathLike[str], *, device: str = "auto", dtype: str = "auto", **settings: Any) -> Self:
         """Load a model: a Hugging Face folder, a .gguf file, a hub id, or a built-in model such as `builtin:tiny`. `settings`
         are keys of a recipe's `engine` section. Raises `RedlineError` for a model or a setting that there is not."""
+        if not isinstance(path, str | os.PathLike):
+            raise ModelError(
+                f"{path!r} is no model", "give a folder, a file or a name; Run.model is None until a run has finished"
+            )
         model, run = {"path": os.fspath(path), "dtype": dtype}, {"device": device}
         recipe = validate_engine({"model": model, "run": run, "engine": settings}, "Engine.load")
         return cls(_load(resolve_engine(recipe).recipe))
@@ -77,7 +83,9 @@ class Engine:
     def generate(self, prompts: str | Sequence[str], **sampling: Unpack[Sampling]) -> Reply | list[Reply]:
         """Continue texts. One prompt gives one reply, a list of prompts a list of replies in the same order; a prompt that is
         in the list several times gets as many different replies. All are computed together."""
-        given = [prompts] if isinstance(prompts, str) else prompts
+        given: Sequence[Any] = [prompts] if isinstance(prompts, str) else prompts
+        if wrong := [prompt for prompt in given if not isinstance(prompt, str)]:
+            raise EngineError(f"a prompt is {type(wrong[0]).__name__}, not text", "give a string or a list of strings")
         tokenizer = self._opened.tokenizer
         replies = self._replies([tokenizer.encode(prompt) for prompt in given], sampling)
         return replies[0] if isinstance(prompts, str) else replies
@@ -98,9 +106,11 @@ class Engine:
 
     def close(self) -> None:
         """Give the model's memory back. Does nothing the second time."""
-        if self._loaded is not None:
-            self._loaded.close()
+        if self._loaded is None:
+            return
+        self._loaded.close()
         self._loaded = None
+        _free_memory()
 
     def __enter__(self) -> Self:
         return self
@@ -120,8 +130,13 @@ class Engine:
             raise EngineError("a conversation has no messages", 'give at least one: [{"role": "user", "content": "…"}]')
         if not tokenizer.chat_template:
             raise EngineError("the model has no chat template", "use generate, or a model that was tuned on conversations")
-        turns = [dict(message) for message in messages]
-        text = tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)
+        if not all(isinstance(message.get(key), str) for message in messages for key in ("role", "content")):
+            raise EngineError("a message lacks its role or its content", 'a message is {"role": "user", "content": "…"}')
+        try:
+            turns = [dict(message) for message in messages]
+            text = tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)
+        except TemplateError as error:
+            raise EngineError(f"the chat template refuses these messages: {error}", "look at their roles and order") from error
         return tokenizer.encode(text, add_special_tokens=False)
 
     def _replies(self, prompts: Sequence[Sequence[int]], sampling: Sampling) -> list[Reply]:
@@ -154,7 +169,7 @@ def _reply(loaded: LoadedEngine, completion: Completion) -> Reply:
     tokens = completion.token_ids.tolist()
     text = loaded.tokenizer.decode(tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False)
     if completion.stop is not None:
-        text = text[: text.find(completion.stop)]
+        text = text.partition(completion.stop)[0]
     return Reply(text, tuple(tokens), tuple(completion.logprobs.tolist()), str(completion.finish_reason))
 
 
@@ -164,3 +179,13 @@ def _load(recipe: EngineRecipe) -> LoadedEngine:
 
     prepare_process(recipe)
     return load_engine(recipe)
+
+
+def _free_memory() -> None:
+    """Let go of what nothing refers to any more: a model is full of references in circles, and torch keeps a device's
+    memory."""
+    import torch
+
+    gc.collect()
+    if torch.cuda.is_initialized():
+        torch.cuda.empty_cache()

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+import weakref
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -113,9 +114,32 @@ def test_sampling_that_makes_no_sense_is_refused(engine: Engine, sampling: Any, 
         engine.chat([])
 
 
-def test_a_closed_engine_says_so() -> None:
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda engine: engine.generate([3]), "a prompt is int, not text"),
+        (lambda engine: engine.generate(""), "a prompt has no tokens"),
+        (lambda engine: engine.chat([{"role": "user"}]), "lacks its role or its content"),
+        (lambda engine: engine.chat([[]]), "a conversation has no messages"),
+    ],
+)
+def test_what_is_no_prompt_is_refused(engine: Engine, call: Callable[[Engine], Any], message: str) -> None:
+    with pytest.raises(RedlineError, match=message):
+        call(engine)
+
+
+def test_the_model_of_a_run_that_has_not_finished_is_refused() -> None:
+    with pytest.raises(RedlineError) as caught:
+        Engine.load(None)  # type: ignore[arg-type]
+    assert "until a run has finished" in caught.value.hint
+
+
+def test_a_closed_engine_says_so_and_has_let_its_memory_go() -> None:
     engine = Engine.load("builtin:tiny", device="cpu")
+    inside = weakref.ref(engine._opened.engine)
+    engine.generate("one", max_tokens=2)
     engine.close()
     engine.close()
+    assert inside() is None
     with pytest.raises(RedlineError, match="the engine is closed"):
         engine.generate("one")
