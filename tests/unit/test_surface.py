@@ -188,17 +188,17 @@ trainer.weight_decay
 COMMAND_LINE = """
 redline --version
 redline train RECIPE OVERRIDES --dry-run --from-scratch --json --resume
-redline serve MODEL OVERRIDES --allowed-host --api-key-env --device --dtype --host --lora --port --served-model-name
 redline show RUN --failures --group --json --ledger --limit --step
 redline report RUN --output
 redline dash RUNS --host --port
+redline serve MODEL OVERRIDES --allowed-host --api-key-env --device --dtype --host --lora --port --served-model-name
+redline keys PREFIX --markdown
+redline plan RECIPE OVERRIDES --gpu --gpus --json --new-tokens --price --prompt-tokens --sharding --tensor-parallel
+redline profile RUN --steps --wait --what
 redline repair RUN --json
 redline bench CASE OVERRIDES --against --json --profile --quick --save --trl-python
 redline compare A B OVERRIDES --a --b --case --effect --guard --json --max-minutes --max-pairs --metric --recipe --rounds --save --seed --tolerance
-redline plan RECIPE OVERRIDES --gpu --gpus --json --new-tokens --price --prompt-tokens --sharding --tensor-parallel
 redline perf --baselines --device --json --reason --update
-redline profile RUN --steps --wait --what
-redline keys PREFIX --markdown
 """  # noqa: E501
 
 PYTHON = """

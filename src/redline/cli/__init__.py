@@ -18,6 +18,7 @@ from redline.errors import RedlineError
 
 app = typer.Typer(
     help="Reinforcement-learning post-training for language models.",
+    epilog="Begin with: redline train recipes/demo.yaml",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
@@ -32,11 +33,17 @@ def _root(version: Annotated[bool, typer.Option("--version", help="Print the ver
         raise typer.Exit
 
 
-VERBS = (train, serve, show, report, dash, repair, bench, compare, plan, perf, profile, keys)
-"""The verbs, in the order in which `redline --help` lists them."""
+VERBS = {
+    "Train and look": (train, show, report, dash, serve),
+    "Write a recipe": (keys, plan),
+    "Look deeper, mend": (profile, repair),
+    "Measure": (bench, compare, perf),
+}
+"""The verbs by what they are for, in the order in which `redline --help` lists them: what people do first comes first."""
 
-for verb in VERBS:
-    app.command()(verb)
+for purpose, verbs in VERBS.items():
+    for verb in verbs:
+        app.command(rich_help_panel=purpose)(verb)
 
 _DISK_ERRORS = {
     errno.ENOSPC: ("the disk is full", "free some space and continue with --resume"),

@@ -32,11 +32,14 @@ class Group:
 
 def keys(
     prefix: Annotated[
-        str | None, typer.Argument(help="Only these: trainer, trainer.lora, serve, bench, bench.generate, or a part of a name.")
+        str | None,
+        typer.Argument(
+            metavar="PREFIX", help="Only these: trainer, trainer.lora, serve, bench, bench.generate, or a part of a name."
+        ),
     ] = None,
     as_page: Annotated[bool, typer.Option("--markdown", help="The recipe's keys as docs/recipe.md has them.")] = False,
 ) -> None:
-    """Print what can be written in a recipe, and behind `redline serve` and `redline bench`."""
+    """Print every key of a recipe, of `redline serve` and of `redline bench`, with what it means."""
     if as_page:
         typer.echo(recipe_page(), nl=False)
         return

@@ -15,15 +15,15 @@ if TYPE_CHECKING:
 
 
 def show(
-    run: Annotated[Path, typer.Argument(help="A run folder.")],
-    step: Annotated[int | None, typer.Option(help="Only the groups that this step was trained on.", min=1)] = None,
-    group: Annotated[int | None, typer.Option(help="Only this group, with its attempts.", min=0)] = None,
-    failures: Annotated[bool, typer.Option("--failures", help="Only attempts that failed.")] = False,
-    limit: Annotated[int, typer.Option(help="At most this many groups, the last ones; 0 shows all.", min=0)] = 20,
-    ledger: Annotated[bool, typer.Option("--ledger", help="Instead, where the time went, lane by lane.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="One JSON document, with all tokens.")] = False,
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="A run folder.")],
+    step: Annotated[int | None, typer.Option(help="Only the groups of this step, counted from 1.", min=1)] = None,
+    group: Annotated[int | None, typer.Option(help="Only this group, with the text of its attempts.", min=0)] = None,
+    failures: Annotated[bool, typer.Option("--failures", help="Only attempts that failed, with the reason.")] = False,
+    limit: Annotated[int, typer.Option(help="Show this many groups, the newest; 0 shows all.", min=0)] = 20,
+    ledger: Annotated[bool, typer.Option("--ledger", help="Print where the time went instead, lane by lane.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document, with all tokens.")] = False,
 ) -> None:
-    """List what a run sampled, print attempts, or say where the time went."""
+    """Print what a run sampled, or where its time went."""
     from redline.runs import Run
     from redline.runs.show import Wanted, document
     from redline.runs.show import show as show_trajectories
@@ -57,10 +57,12 @@ def _show_ledger(run: Run, *, as_json: bool) -> None:
 
 
 def report(
-    run: Annotated[Path, typer.Argument(help="A run folder.")],
-    output: Annotated[Path | None, typer.Option("--output", "-o", metavar="FILE", help="By default RUN/report.html.")] = None,
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="A run folder.")],
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", metavar="FILE", help="The file to write. By default RUN/report.html.")
+    ] = None,
 ) -> None:
-    """Write a run as one HTML file."""
+    """Write everything about a run into one HTML file."""
     from redline.web.report import write_report
 
     target = output or run / "report.html"
@@ -69,11 +71,15 @@ def report(
 
 
 def dash(
-    runs: Annotated[list[Path] | None, typer.Argument(metavar="[RUN]...", help="Run folders, or folders of them.")] = None,
-    host: Annotated[str, typer.Option(help="Address to listen on; one that others can reach gets a token.")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(help="Port to listen on; 0 takes a free one.", min=0, max=65535)] = 0,
+    runs: Annotated[
+        list[Path] | None, typer.Argument(metavar="RUN", help="Run folders, or folders of them. By default runs/.")
+    ] = None,
+    host: Annotated[
+        str, typer.Option(help="The address to listen on. One that other machines can reach gets a token.")
+    ] = "127.0.0.1",
+    port: Annotated[int, typer.Option(help="The port to listen on; 0 takes a free one.", min=0, max=65535)] = 0,
 ) -> None:
-    """Show runs in a browser, live."""
+    """Watch runs in a browser while they go on."""
     from redline.serve.listener import bind
     from redline.web.packages import refuse_missing_packages
 
@@ -88,10 +94,10 @@ def dash(
 
 
 def repair(
-    run: Annotated[Path, typer.Argument(help="A run folder.")],
-    as_json: Annotated[bool, typer.Option("--json", help="End with one JSON document on stdout.")] = False,
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="A run folder.")],
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document on stdout.")] = False,
 ) -> None:
-    """Save what is intact in damaged trajectories."""
+    """Rescue the intact groups of a run whose trajectories are damaged."""
     from redline.buffer.store.repair import repair as repair_trajectories
     from redline.telemetry import RunFolder
 

@@ -17,23 +17,31 @@ def bench(
     case: Annotated[
         str,
         typer.Argument(
+            metavar="CASE",
             help="What to measure: generate, n-sampling, rollout, trainer, e2e, weight-sync, memory, transfer, serialize,"
-            " telemetry, or all."
+            " telemetry, or all.",
         ),
     ],
     overrides: Annotated[
-        list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Settings of the case, such as workload=W1.")
+        list[str] | None,
+        typer.Argument(
+            metavar="KEY=VALUE", help="A setting of the case, such as workload=W1; `redline keys bench` lists them."
+        ),
     ] = None,
-    quick: Annotated[bool, typer.Option("--quick", help="Small sizes: a few seconds a case.")] = False,
-    against: Annotated[str | None, typer.Option(help="Of e2e: who takes the same steps in turn, trl.")] = None,
-    trl_python: Annotated[Path | None, typer.Option(metavar="PATH", help="The python of an environment with trl.")] = None,
-    profile: Annotated[bool, typer.Option("--profile", help="Also write a profile, next to the saved result.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="End with one JSON document on stdout.")] = False,
+    quick: Annotated[bool, typer.Option("--quick", help="Take small sizes: a few seconds for each case.")] = False,
+    against: Annotated[str | None, typer.Option(help="For e2e: also run this framework, interleaved (trl).")] = None,
+    trl_python: Annotated[
+        Path | None, typer.Option(metavar="PATH", help="The python of an environment in which trl is installed.")
+    ] = None,
+    profile: Annotated[
+        bool, typer.Option("--profile", help="Run once more for a profile, which is written next to the saved result.")
+    ] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document on stdout; tables go to stderr.")] = False,
     save: Annotated[Path | None, typer.Option(metavar="DIR", help="Also write the document to DIR/CASE.json.")] = None,
 ) -> None:
-    """Measure a part of redline beside its physical bound and its peers.
+    """Measure one part of redline, beside the limit of the hardware and beside other libraries.
 
-    Exit code 1: of `all`, a case failed.
+    Exit code 1: with `all`, a case failed.
     """
     from redline.lab.bench.every import ALL, bench_all
     from redline.lab.bench.settings import make_settings, quick_overrides
@@ -64,31 +72,45 @@ def bench(
 
 
 def compare(
-    a: Annotated[str, typer.Argument(help="A recipe, git:REV, a source tree, or a saved result (FILE.json, FILE.json#SIDE).")],
-    b: Annotated[str, typer.Argument(help="The same for B.")],
+    a: Annotated[
+        str,
+        typer.Argument(metavar="A", help="A recipe, git:REV, a source tree, or a saved result (FILE.json, FILE.json#SIDE)."),
+    ],
+    b: Annotated[str, typer.Argument(metavar="B", help="What to compare with A: one of the same.")],
     overrides: Annotated[
-        list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Of the recipe or the case, on both sides.")
+        list[str] | None, typer.Argument(metavar="KEY=VALUE", help="Replace a value of the recipe or the case on both sides.")
     ] = None,
-    a_overrides: Annotated[list[str] | None, typer.Option("--a", metavar="KEY=VALUE", help="On A alone.")] = None,
-    b_overrides: Annotated[list[str] | None, typer.Option("--b", metavar="KEY=VALUE", help="On B alone.")] = None,
-    recipe: Annotated[Path | None, typer.Option(help="What revisions and source trees run: steps of this recipe.")] = None,
-    case: Annotated[str | None, typer.Option(help="Or a case of redline bench, such as trainer.")] = None,
-    metric: Annotated[str | None, typer.Option(help="What is compared; by default the time of a step.")] = None,
+    a_overrides: Annotated[
+        list[str] | None, typer.Option("--a", metavar="KEY=VALUE", help="Replace a value on side A alone.")
+    ] = None,
+    b_overrides: Annotated[
+        list[str] | None, typer.Option("--b", metavar="KEY=VALUE", help="Replace a value on side B alone.")
+    ] = None,
+    recipe: Annotated[
+        Path | None, typer.Option(help="The recipe whose steps are timed, where A and B are revisions or source trees.")
+    ] = None,
+    case: Annotated[
+        str | None, typer.Option(help="The case of redline bench to run instead of a recipe, such as trainer.")
+    ] = None,
+    metric: Annotated[str | None, typer.Option(help="The figure to compare. By default the time of a step.")] = None,
     effect: Annotated[float, typer.Option(help="The smallest difference to find: 0.03 is 3%.", min=0.001, max=1)] = 0.03,
-    tolerance: Annotated[float, typer.Option(help="How much worse B may be before it counts.", min=0, max=1)] = 0.0,
+    tolerance: Annotated[float, typer.Option(help="How much slower B may be and still pass: 0.02 is 2%.", min=0, max=1)] = 0.0,
     guard: Annotated[
-        list[str] | None, typer.Option(metavar="NAME=TOLERANCE", help="memory, reward or KL; how much worse it may get.")
+        list[str] | None,
+        typer.Option(metavar="NAME=TOLERANCE", help="How much worse memory, reward or KL may get. May be given several times."),
     ] = None,
-    rounds: Annotated[int | None, typer.Option(help="Turns that each process of a pair takes; an even number.", min=2)] = None,
-    max_pairs: Annotated[int, typer.Option(help="Most pairs of A and B; fewer than 8 give no verdict.", min=1)] = 60,
-    max_minutes: Annotated[float, typer.Option(help="Most minutes, whatever was found by then.", min=0)] = 30,
-    seed: Annotated[int, typer.Option(help="Decides the order in each pair.", min=0)] = 0,
-    as_json: Annotated[bool, typer.Option("--json", help="End with one JSON document on stdout.")] = False,
+    rounds: Annotated[
+        int | None, typer.Option(help="How often the two processes of a pair take turns; an even number.", min=2)
+    ] = None,
+    max_pairs: Annotated[int, typer.Option(help="Stop after this many pairs. Fewer than 8 give no verdict.", min=1)] = 60,
+    max_minutes: Annotated[float, typer.Option(help="Stop after this many minutes.", min=0)] = 30,
+    seed: Annotated[int, typer.Option(help="The seed that decides which side goes first.", min=0)] = 0,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document on stdout; tables go to stderr.")] = False,
     save: Annotated[Path | None, typer.Option(metavar="DIR", help="Also write the document to DIR/compare.json.")] = None,
 ) -> None:
-    """Find out whether B is better than A, by interleaved pairs.
+    """Find out whether B is faster than A, from interleaved pairs.
 
-    Exit code 0: B is not worse. 1: B is worse beyond the tolerance, or a guard is broken. 2: no verdict, or an error.
+    Exit code 0: B is not slower. 1: B is slower than the tolerance allows, or a guard is broken. 2: no verdict, or an error.
     """
     from redline.lab.compare.command import Request
     from redline.lab.compare.command import compare as run_compare
@@ -115,18 +137,24 @@ def compare(
 
 
 def plan(
-    recipe: Annotated[Path, typer.Argument(help="A YAML recipe.")],
+    recipe: Annotated[Path, typer.Argument(metavar="RECIPE", help="A YAML recipe.")],
     overrides: Annotated[
-        list[str] | None, typer.Argument(metavar="[SECTION.KEY=VALUE]...", help="Replace values of the recipe.")
+        list[str] | None,
+        typer.Argument(metavar="SECTION.KEY=VALUE", help="Replace a value of the recipe; `redline keys` lists all keys."),
     ] = None,
     gpu: Annotated[
-        str | None, typer.Option(help="Plan for this device: h200, h100, a100, l40s, …, cpu; by default for what is here.")
+        str | None, typer.Option(help="The device to plan for: h200, h100, a100, l40s, …, cpu. By default the one here.")
     ] = None,
-    gpus: Annotated[int, typer.Option(help="How many of them, in one machine.", min=1)] = 1,
-    price: Annotated[list[str] | None, typer.Option(metavar="DEVICE=DOLLARS", help="What an hour of a device costs.")] = None,
-    prompt_tokens: Annotated[int, typer.Option(help="Tokens of a prompt; tasks are not loaded to count them.", min=1)] = 128,
+    gpus: Annotated[int, typer.Option(help="How many of these devices one machine has.", min=1)] = 1,
+    price: Annotated[
+        list[str] | None,
+        typer.Option(metavar="DEVICE=DOLLARS", help="What an hour of a device costs. May be given several times."),
+    ] = None,
+    prompt_tokens: Annotated[
+        int, typer.Option(help="How many tokens a prompt has; tasks are not loaded to count them.", min=1)
+    ] = 128,
     new_tokens: Annotated[
-        float | None, typer.Option(help="Tokens of an attempt, on average; by default as many as it may have.")
+        float | None, typer.Option(help="How many tokens an attempt has on average. By default as many as it may have.")
     ] = None,
     sharding: Annotated[
         Literal["none", "grad_op", "full"] | None,
@@ -135,9 +163,9 @@ def plan(
     tensor_parallel: Annotated[
         int | None, typer.Option(help="Devices that divide one engine; by default what samples fastest.", min=1)
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="End with one JSON document on stdout.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document on stdout; tables go to stderr.")] = False,
 ) -> None:
-    """Say what a recipe will take, in memory, time and money, before anything is loaded.
+    """Predict the memory, time and price of a recipe, without loading anything.
 
     Exit code 0: it fits. 1: it does not.
     """
@@ -168,13 +196,17 @@ def plan(
 
 
 def perf(
-    device: Annotated[Literal["auto", "cpu", "cuda"], typer.Option(help="What is measured; each has a baseline.")] = "auto",
-    baselines: Annotated[Path, typer.Option(metavar="DIR", help="Where they are.")] = Path("benchmarks/baselines"),
-    update: Annotated[bool, typer.Option("--update", help="Make what is found the baseline.")] = False,
-    reason: Annotated[str | None, typer.Option(metavar="TEXT", help="Why; it is kept in the file.")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="End with one JSON document on stdout.")] = False,
+    device: Annotated[
+        Literal["auto", "cpu", "cuda"], typer.Option(help="The device to measure; each has a baseline of its own.")
+    ] = "auto",
+    baselines: Annotated[Path, typer.Option(metavar="DIR", help="The folder of the baselines.")] = Path("benchmarks/baselines"),
+    update: Annotated[bool, typer.Option("--update", help="Make what is measured the new baseline; needs --reason.")] = False,
+    reason: Annotated[
+        str | None, typer.Option(metavar="TEXT", help="Why the baseline changes; it is kept in the file.")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document on stdout; tables go to stderr.")] = False,
 ) -> None:
-    """Hold counts and ratios of small workloads against the committed baseline.
+    """Check that nothing got slower: counts and ratios of small workloads beside a stored baseline.
 
     Exit code 0: nothing is worse. 1: something is. 2: there is no baseline, or an error.
     """
@@ -190,14 +222,16 @@ def perf(
 
 
 def profile(
-    run: Annotated[Path, typer.Argument(help="The folder of a run that goes on.")],
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="The folder of a run that is going on.")],
     what: Annotated[
-        Literal["rollout", "trainer", "e2e"], typer.Option(help="While groups are made, the trainer's step, or all of it.")
+        Literal["rollout", "trainer", "e2e"], typer.Option(help="What to profile: the rollouts, the trainer's step, or both.")
     ] = "e2e",
-    steps: Annotated[int, typer.Option(help="How many steps, from the next one on.", min=1)] = 1,
-    wait: Annotated[bool, typer.Option("--wait/--no-wait", help="Wait for the profiles and print their folders.")] = True,
+    steps: Annotated[int, typer.Option(help="How many steps to profile, from the next one on.", min=1)] = 1,
+    wait: Annotated[
+        bool, typer.Option("--wait/--no-wait", help="Wait until the profiles are written and print their folders.")
+    ] = True,
 ) -> None:
-    """Profile the next steps of a running job, without a restart."""
+    """Profile the next steps of a run that is going on."""
     from redline.telemetry import RunFolder
     from redline.telemetry.profiling.request import ask, wait_for_summaries
 

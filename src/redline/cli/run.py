@@ -16,20 +16,29 @@ if TYPE_CHECKING:
 
 
 def train(
-    recipe: Annotated[Path, typer.Argument(help="A YAML recipe; with --resume, a run folder or the recipe it came from.")],
+    recipe: Annotated[
+        Path,
+        typer.Argument(metavar="RECIPE", help="A YAML recipe. With --resume: a run folder, or the recipe of its newest run."),
+    ],
     overrides: Annotated[
-        list[str] | None, typer.Argument(metavar="[SECTION.KEY=VALUE]...", help="Replace values of the recipe.")
+        list[str] | None,
+        typer.Argument(metavar="SECTION.KEY=VALUE", help="Replace a value of the recipe; `redline keys` lists all keys."),
     ] = None,
     dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Check everything but the weights, print the resolved run, leave nothing.")
+        bool, typer.Option("--dry-run", help="Check the recipe, print it with every value filled in, and write nothing.")
     ] = False,
-    resume: Annotated[bool, typer.Option("--resume", help="Continue a run folder from its last checkpoint.")] = False,
+    resume: Annotated[bool, typer.Option("--resume", help="Continue a run from its newest checkpoint.")] = False,
     from_scratch: Annotated[
-        bool, typer.Option("--from-scratch", help="With --resume: begin again at step 0; what is there moves to set-aside-NNN.")
+        bool,
+        typer.Option(
+            "--from-scratch", help="With --resume: begin again at step 0. What the folder holds moves to set-aside-NNN."
+        ),
     ] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="End with one JSON document on stdout.")] = False,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="End with one JSON document on stdout instead of the run folder.")
+    ] = False,
 ) -> None:
-    """Train a model as a recipe says."""
+    """Train a model with a recipe, or continue a run."""
     from redline.telemetry.console.unread_output import dropping_unread_output
 
     if from_scratch and not resume:
@@ -47,21 +56,37 @@ def train(
 
 def serve(
     model: Annotated[
-        str, typer.Argument(help="A run folder, a Hugging Face folder, a .gguf file, a hub id, or a built-in model.")
+        str,
+        typer.Argument(
+            metavar="MODEL", help="A run folder, a Hugging Face folder, a .gguf file, a hub id, or a built-in model."
+        ),
     ],
     overrides: Annotated[
         list[str] | None,
-        typer.Argument(metavar="[KEY=VALUE]...", help="Set keys of a recipe's engine section, run.KEY or serve.KEY."),
+        typer.Argument(
+            metavar="KEY=VALUE", help="A key of the recipe's engine section, or run.KEY, or serve.KEY (limits of requests)."
+        ),
     ] = None,
-    host: Annotated[str, typer.Option(help="Address to listen on; one that others can reach needs an API key.")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(help="Port to listen on; 0 takes a free one.", min=0, max=65535)] = 8000,
+    host: Annotated[
+        str, typer.Option(help="The address to listen on. One that other machines can reach needs an API key.")
+    ] = "127.0.0.1",
+    port: Annotated[int, typer.Option(help="The port to listen on; 0 takes a free one.", min=0, max=65535)] = 8000,
     device: Annotated[Literal["auto", "cpu", "cuda"], typer.Option(help="Where the model runs.")] = "auto",
-    dtype: Annotated[Literal["auto", "float32", "bfloat16"], typer.Option(help="Compute dtype.")] = "auto",
+    dtype: Annotated[
+        Literal["auto", "float32", "bfloat16"],
+        typer.Option(help="What the model computes in; auto takes bfloat16 where the device has it."),
+    ] = "auto",
     api_key_env: Annotated[str, typer.Option(help="The environment variable that holds the API key.")] = "REDLINE_API_KEY",
-    served_model_name: Annotated[str | None, typer.Option(help="The model's name to clients; by default MODEL.")] = None,
-    lora: Annotated[list[str] | None, typer.Option(metavar="NAME=PATH", help="A LoRA adapter to serve as NAME.")] = None,
+    served_model_name: Annotated[str | None, typer.Option(help="What clients call the model. By default MODEL.")] = None,
+    lora: Annotated[
+        list[str] | None,
+        typer.Option(metavar="NAME=PATH", help="Also serve a LoRA adapter, as NAME. May be given several times."),
+    ] = None,
     allowed_host: Annotated[
-        list[str] | None, typer.Option(metavar="NAME", help="Another name that clients reach this server by.")
+        list[str] | None,
+        typer.Option(
+            metavar="NAME", help="A name that clients may reach this server by, beside --host. May be given several times."
+        ),
     ] = None,
 ) -> None:
     """Serve a model over an OpenAI-compatible API."""
