@@ -148,18 +148,24 @@ def _apply_override(values: dict[str, Any], override: str) -> None:
         near = [f"did you mean {section}.{override}?" for section in sections_with_key(key) if equals]
         hint = near[0] if near else "for example run.steps=20"
         raise ConfigError(f"override {override!r} is not of the form section.key=value", hint)
-    node = values
-    for depth, part in enumerate(parts[:-1], start=1):
-        if node.get(part) is None:
-            node[part] = {}
-        elif not isinstance(node[part], dict) and (entry := entry_of_bare_value(parts[:depth])):
-            node[part] = {entry: node[part]}
-        node = node[part]
-        if not isinstance(node, dict):
-            place = ".".join(parts[:depth])
-            raise ConfigError(f"override {override!r}: {place} is a value, not a section", f"set {place} itself")
+    node = open_section(values, parts[:-1], override)
     value = _parse_yaml(text, f"override {override!r}")
     node[parts[-1]] = text if _is_text(parts) and _only_looks_parsed(value) else value
+
+
+def open_section(values: dict[str, Any], parts: Sequence[str], override: str) -> dict[str, Any]:
+    """The mapping at a place below `values`, made where it is missing. A bare value there becomes the entry it stands for; any
+    other value is refused, in the name of the override that looks for a section."""
+    for depth, part in enumerate(parts, start=1):
+        inside = {} if values.get(part) is None else values[part]
+        if not isinstance(inside, dict):
+            entry, place = entry_of_bare_value(parts[:depth]), ".".join(parts[:depth])
+            if not entry:
+                raise ConfigError(f"override {override!r}: {place} is a value, not a section", f"set {place} itself")
+            inside = {entry: inside}
+        values[part] = inside
+        values = inside
+    return values
 
 
 def _is_text(parts: Sequence[str]) -> bool:

@@ -112,8 +112,8 @@ def kinds_of(field: FieldInfo | None) -> dict[str, type[BaseModel]]:
     return {get_args(model.model_fields["kind"].annotation)[0]: model for model in get_args(field.annotation)}
 
 
-def _earlier_key(key: str) -> Problem | None:
-    """A key of an earlier version, or a section that only had such keys."""
+def earlier_key(key: str) -> Problem | None:
+    """What is wrong with a key of an earlier version, or with a section that only had such keys; None for any other."""
     found = next((name for name in EARLIER if name == key or name.startswith(f"{key}.")), None)
     if found is None:
         return None
@@ -122,7 +122,7 @@ def _earlier_key(key: str) -> Problem | None:
 
 
 def _unknown_key(place: Place) -> Problem:
-    if earlier := _earlier_key(place.key):
+    if earlier := earlier_key(place.key):
         return earlier
     parent, _, last = place.key.rpartition(".")
     known = sorted(place.section.model_fields) if place.section else []

@@ -10,6 +10,8 @@ import yaml
 from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 
+from redline.config.load import open_section
+from redline.config.problems import earlier_key
 from redline.errors import ConfigError
 from redline.lab.material.workloads import WORKLOADS
 
@@ -41,9 +43,7 @@ def _put(values: dict[str, Any], override: str, allowed: Sequence[str]) -> None:
         value = yaml.safe_load(text)
     except yaml.YAMLError as error:
         raise ConfigError(f"{override!r}: not valid YAML", "quote the value") from error
-    for section in sections:
-        values = values.setdefault(section, {})
-    values[name] = value
+    open_section(values, sections, override)[name] = value
 
 
 def _preset(case: str, name: Any) -> Mapping[str, Any]:
@@ -73,6 +73,8 @@ def _refusal(case: str, kind: type[BaseModel], error: ValidationError) -> Config
         return ConfigError(f"redline bench {case}: {reason}", "change one of them")
     fields = _fields_around(path, kind)
     key, name = ".".join(path), path[-1]
+    if problem["type"] == "extra_forbidden" and (earlier := earlier_key(key)):
+        return ConfigError(f"redline bench {case}: {earlier.what}", earlier.hint)
     if problem["type"] == "extra_forbidden":
         near = difflib.get_close_matches(name, fields, n=1)
         hint = f"did you mean {near[0]}?" if near else f"known keys: {', '.join(fields)}"

@@ -31,6 +31,22 @@ def test_numbers_lists_and_engine_keys_come_from_the_command_line() -> None:
     assert settings.engine.max_num_seqs == 3
 
 
+def test_a_bare_value_and_its_entries_make_one_mapping() -> None:
+    settings = make_settings("trainer", [TINY, "trainer.mismatch=token_mask", "trainer.mismatch.high=3"])
+    assert (settings.trainer.mismatch.kind, settings.trainer.mismatch.high) == ("token_mask", 3.0)
+
+
+def test_a_value_in_the_place_of_a_section_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"trainer\.betas is a value, not a section"):
+        make_settings("trainer", [TINY, "trainer.betas=3", "trainer.betas.first=0.9"])
+
+
+def test_a_key_of_an_earlier_version_is_refused_with_its_new_name() -> None:
+    with pytest.raises(ConfigError, match=r"trainer\.warmup_steps is now trainer\.schedule\.warmup_steps") as caught:
+        make_settings("trainer", [TINY, "trainer.warmup_steps=3"])
+    assert caught.value.hint == "write trainer.schedule.warmup_steps"
+
+
 def test_nobody_else_needs_to_take_part() -> None:
     assert make_settings("generate", [TINY, "peers=none"]).peers == ()
 
