@@ -79,12 +79,15 @@ class StoredRun:
     def table(self, step: int | None = None) -> pa.Table:
         """Return one row per attempt that is still stored, with the `step` that trained on it and the `state` of its group: of
         all groups, or of those that one step was trained on. Large columns are mapped from the files, not copied."""
-        batches = [
-            _with_group(group, batch)
-            for group, batch in self._batches(self.groups(step=step), must_be_intact=True)
-            if batch is not None
-        ]
-        return pa.Table.from_batches(batches, schema=TABLE_SCHEMA)
+        stretches: list[_Stretch] = []
+        for group, rows in self._rows(self.groups(step=step), must_be_intact=True):
+            if rows is None:
+                continue
+            if stretches and stretches[-1].reaches(group, rows.batch):
+                stretches[-1].groups.append(group)
+            else:
+                stretches.append(_Stretch(rows.batch, [group]))
+        return pa.Table.from_batches([stretch.with_groups() for stretch in stretches], schema=TABLE_SCHEMA)
 
     @contextmanager
     def _index(self) -> Iterator[GroupIndex]:
@@ -140,11 +143,18 @@ class StoredRun:
             yield group, (np.diff(offsets), np.diff(chosen[offsets - offsets[0]]))
 
     def _batches(self, groups: Iterable[GroupRow], *, must_be_intact: bool = False) -> Iterator[tuple[GroupRow, Any]]:
-        """Each group's rows of its segment, which is mapped and not read; None where there are none. Rows that must be intact
-        are compared with their checksum: an offset that leads nowhere would take the process with it."""
-        paths = {file.number: file.path for file in segment_files(self._folder)}
+        """Give each group with its own rows; None where there are none."""
+        for group, rows in self._rows(groups, must_be_intact=must_be_intact):
+            yield group, None if rows is None else rows.batch.slice(group.first_row, group.num_attempts)
+
+    def _rows(self, groups: Iterable[GroupRow], *, must_be_intact: bool) -> Iterator[tuple[GroupRow, Rows | None]]:
+        """Give each group with all rows of its segment, which is mapped and not read; None where it is gone. Rows that must be
+        intact are compared with their checksum: an offset that leads nowhere would take the process with it."""
+        paths = self._paths()
         mapped: dict[int, Rows] = {}
         for group in groups:
+            if group.segment in paths and group.segment not in mapped and not paths[group.segment].exists():
+                paths = self._paths()  # a run that goes on has given its open segment another name, or let an old one go
             if group.segment is None or group.segment not in paths:
                 yield group, None
                 continue
@@ -155,7 +165,10 @@ class StoredRun:
                     raise DamagedSegmentError(f"{paths[group.segment]}: group {group.number} is not what was written")
             except DamagedSegmentError as error:
                 raise self._damaged(error) from error
-            yield group, mapped[group.segment].batch.slice(group.first_row, group.num_attempts)
+            yield group, mapped[group.segment]
+
+    def _paths(self) -> dict[int, Path]:
+        return {file.number: file.path for file in segment_files(self._folder)}
 
     def _damaged(self, error: Exception) -> RunFolderError:
         return RunFolderError(f"the trajectories are damaged: {error}", f"save what is intact with: redline repair {self._run}")
@@ -166,15 +179,30 @@ def step_of(group: GroupRow) -> int | None:
     return None if group.trained_version is None else group.trained_version + 1
 
 
-def _with_group(group: GroupRow, batch: pa.RecordBatch) -> pa.RecordBatch:
-    """Put what became of a group beside each of its attempts, in the order of `TABLE_SCHEMA`."""
-    step = step_of(group) if group.state == GroupState.TRAINED else None
-    of_group = {
-        "step": pa.array([step] * batch.num_rows, pa.int64()),
-        "state": pa.array([group.state.value] * batch.num_rows, pa.string()),
-    }
-    columns = [of_group[name] if name in of_group else batch.column(name) for name in TABLE_SCHEMA.names]
-    return pa.RecordBatch.from_arrays(columns, schema=TABLE_SCHEMA)
+@dataclass(slots=True, frozen=True)
+class _Stretch:
+    """Groups whose rows follow each other in one segment: one chunk of a table, where each by itself would be thousands."""
+
+    batch: pa.RecordBatch
+    """The whole segment."""
+    groups: list[GroupRow]
+
+    def reaches(self, group: GroupRow, batch: pa.RecordBatch) -> bool:
+        """Return whether the rows of `group` come next."""
+        return batch is self.batch and self.groups[-1].end_row == group.first_row
+
+    def with_groups(self) -> pa.RecordBatch:
+        """Return the rows, in the order of `TABLE_SCHEMA`, with what became of its group beside each."""
+        sizes = [group.num_attempts for group in self.groups]
+        steps = [step_of(group) if group.state == GroupState.TRAINED else None for group in self.groups]
+        places = pa.array(np.repeat(np.arange(len(sizes)), sizes))
+        of_group = {
+            "step": pa.array(steps, pa.int64()).take(places),
+            "state": pa.array([group.state.value for group in self.groups], pa.string()).take(places),
+        }
+        rows = self.batch.slice(self.groups[0].first_row, sum(sizes))
+        columns = [of_group[name] if name in of_group else rows.column(name) for name in TABLE_SCHEMA.names]
+        return pa.RecordBatch.from_arrays(columns, schema=TABLE_SCHEMA)
 
 
 TABLE_SCHEMA = pa.schema(

@@ -14,6 +14,7 @@ from redline.buffer.store.trajectory_store import TrajectoryStore
 from redline.cli import app
 from redline.errors import RunFolderError
 from redline.runs.show import Wanted, show
+from redline.runs.stored import StoredRun
 from redline.types import TrajectoryGroup
 
 
@@ -121,6 +122,19 @@ def test_a_run_that_goes_on_is_shown_as_far_as_it_is(run: Path) -> None:
     (group,) = document(run, "--group", "6")["groups"]
     assert [attempt["token_ids"][3] for attempt in group["attempts"]] == [106, 106]
     store.close()
+
+
+def test_a_segment_that_is_closed_while_somebody_reads_is_found_under_its_new_name(tmp_path: Path) -> None:
+    store = TrajectoryStore(tmp_path / "trajectories", segment_bytes=1)
+    for number in range(4):
+        store.add(numbered(number))
+    stored = StoredRun(tmp_path)
+    reading = stored.attempts(stored.groups())
+    before = {path.name for path in (tmp_path / "trajectories").glob("*.arrow")}
+    first = next(reading)
+    store.close()
+    assert {path.name for path in (tmp_path / "trajectories").glob("*.arrow")} != before
+    assert [len(attempts or ()) for _, attempts in [first, *reading]] == [2] * 4
 
 
 def test_a_group_that_was_deleted_says_so(tmp_path: Path) -> None:
