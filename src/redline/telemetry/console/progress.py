@@ -20,6 +20,9 @@ from redline.telemetry.summary.timeline import bottleneck, in_words
 
 _SPARKS = "▁▂▃▄▅▆▇█"
 _RECENT_STEPS = 20
+_ALL_FACTS = ("speed", "step", "mostly")
+_FEWER_FACTS = (_ALL_FACTS, ("speed", "mostly"), ("speed",))
+"""Of the live line, beside reward and time to go: what it has room for."""
 
 
 @dataclass(slots=True, frozen=True)
@@ -172,28 +175,29 @@ class _StatusLine:
         yield Text.assemble((head, "bold"), _bar(self.steps_done / self.total_steps, min(room, 40)), facts, no_wrap=True)
 
     def _facts(self, room: int) -> Text:
-        """As many as there is room for; in a narrow terminal the sparks go first, then the seconds of a step."""
+        """Return as many facts as there is room for. In a narrow terminal the sparks go first, then the seconds of a step, what
+        it mostly did, and the speed; no number is cut off."""
         if not self._rewards:
             return Text(f"  first step running, {_clock(time.monotonic() - self._updated)}", style="dim")
-        for num_sparks in (_RECENT_STEPS, 6, 0):
-            facts = self._assemble(num_sparks, with_step=True)
+        for num_sparks, wanted in ((_RECENT_STEPS, _ALL_FACTS), (6, _ALL_FACTS), *((0, wanted) for wanted in _FEWER_FACTS)):
+            facts = self._assemble(num_sparks, wanted)
             if len(facts) <= room - (8 if num_sparks else 0):  # what is left is the bar's
                 return facts
-        return self._assemble(0, with_step=False)
+        return self._assemble(0, ())
 
-    def _assemble(self, num_sparks: int, with_step: bool) -> Text:
+    def _assemble(self, num_sparks: int, wanted: tuple[str, ...]) -> Text:
         sparks = f" {sparkline(list(self._rewards)[-num_sparks:]):<{num_sparks}}" if num_sparks else ""
         facts = Text.assemble(
             ("  reward ", "dim"),
             (f"{self._rewards[-1]:.3f}", "bold"),
             (sparks, "green"),
             (f"  {self._failed}" if self._failed else "", "red"),
-            f"  {self._tokens_per_s:,.0f}",
-            (" tok/s", "dim"),
         )
-        if with_step:
+        if "speed" in wanted:
+            facts.append(f"  {self._tokens_per_s:,.0f}").append(" tok/s", style="dim")
+        if "step" in wanted:
             facts.append(f"  {self._step_seconds[-1]:.1f}").append(" s/step", style="dim")
-        if found := self._bottleneck():
+        if "mostly" in wanted and (found := self._bottleneck()):
             phase, share = found
             facts.append("  ").append(f"{in_words(phase)} {share:.0%}", style="red" if phase.startswith("wait") else "")
         return facts.append(f"  {self._when()}", style="dim")
@@ -210,10 +214,10 @@ def sparkline(values: Sequence[float]) -> str:
 def sample_table(before: Sequence[SampleAnswer], after: Sequence[SampleAnswer] = ()) -> Table:
     """Answers to the same prompts, before and after training, side by side."""
     table = Table(box=box.SIMPLE_HEAD, show_lines=True, expand=False)
-    table.add_column("prompt", ratio=2, style="dim")
-    table.add_column("before" if after else "answer", ratio=3)
+    table.add_column("prompt", ratio=2, style="dim", overflow="fold")
+    table.add_column("before" if after else "answer", ratio=3, overflow="fold")
     if after:
-        table.add_column("after", ratio=3)
+        table.add_column("after", ratio=3, overflow="fold")
     for row in zip(before, after, strict=True) if after else ((sample,) for sample in before):
         table.add_row(_excerpt(row[0].prompt, 160), *(_scored(sample) for sample in row))
     return table

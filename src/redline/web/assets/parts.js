@@ -39,7 +39,7 @@ function learnedPart({ head }) {
   const tiles = found ? [side(found.word === "once" ? "so far" : "before", found.before, found.values[0])] : [];
   if (found && found.word !== "once") {
     tiles.push(side("after", found.after, found.values[1]));
-    const sure = found.interval ? `95% interval ${found.interval.map(by).join(" to ")}` : "too few tasks for an interval";
+    const sure = found.interval ? `95% interval ${found.interval.map(by).join(" to ")}` : "without an interval";
     tiles.push(tile("change", `${by(found.change)}${found.measure === "accuracy" ? " points" : ""}`, sure, { rose: "good", fell: "bad" }[found.word]));
   }
   if (target) tiles.push(tile("target", `reward ≥ ${number(target.reward)}`, target.reached_at === null ? "▲ not reached" : `● reached at step ${grouped.format(target.reached_at)}`));

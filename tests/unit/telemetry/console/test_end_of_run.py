@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import re
 from dataclasses import replace
 from typing import Any
 
@@ -89,6 +90,8 @@ def test_no_change_is_claimed_where_there_is_none_to_tell(held_out: HeldOut | No
 
 
 def test_no_number_is_cut_off_in_a_narrow_terminal() -> None:
-    text = "\n".join(printed(width=40))
+    answers = [SampleAnswer("1 + 1?", "12345678901234567890" * 3, 0.0)], [SampleAnswer("1 + 1?", "2", 1.0)]
+    text = "\n".join(printed(width=40, samples=answers))
     assert "…" not in text
     assert "1,830.5" in text
+    assert "".join(re.findall(r"\d{5,}", text)) == "12345678901234567890" * 3

@@ -54,6 +54,20 @@ def test_in_a_narrow_terminal_the_bottleneck_and_the_time_to_go_stay() -> None:
     assert "12,345 tok/s" in text
 
 
+@pytest.mark.parametrize("width", [40, 50, 60, 70])
+def test_in_a_very_narrow_terminal_no_number_is_cut_off(width: int) -> None:
+    screen = console(terminal=True, width=width)
+    progress = Progress(400, console=screen)
+    for step in range(3):
+        progress._line.update(step + 1, reward=0.5, tokens_per_s=12345.0, step_s=2.0, phases={"wait_for_rollouts": 2.0})
+    [line] = screen.render_lines(progress._line, pad=False)
+    text = "".join(segment.text for segment in line)
+    assert "step   3/400" in text
+    assert "reward 0.500" in text
+    assert text.endswith(("eta 13:13", "eta 13:14"))
+    assert ("12,345 tok/s" in text) == ("12,3" in text)
+
+
 @pytest.mark.parametrize("width", [40, 80, 120])
 @pytest.mark.parametrize("total", [5, 100_000])
 def test_the_live_line_is_one_line_at_any_width(width: int, total: int) -> None:
