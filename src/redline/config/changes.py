@@ -6,8 +6,9 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from redline.config.paths import with_absolute_paths
-from redline.config.problems import spell
+from redline.config.problems import locate, spell
 from redline.config.schema import Config
+from redline.config.section import Thresholds
 
 _AUTO = ("auto", None)
 """Values that are filled in when a run begins."""
@@ -23,8 +24,14 @@ def changes(recipe: Config, run: Config) -> list[str]:
     return [
         f"{key} = {spell(says[key])}, the run has {spell(has[key]) if key in has else 'none'}"
         for key in written
-        if key != _BOUNDED and says[key] not in _AUTO and has.get(key, _AUTO) != says[key]
+        if key != _BOUNDED and not _is_open(key, says[key]) and has.get(key, _AUTO) != says[key]
     ]
+
+
+def _is_open(key: str, value: Any) -> bool:
+    """Whether the recipe leaves the value to us. A threshold that is off is null, and not left to anyone."""
+    section = locate(key.split(".")).section
+    return value in _AUTO and not (section is not None and issubclass(section, Thresholds))
 
 
 def _flat(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from redline.config import Config, load_recipe, validate
+from redline.config.changes import changes
 from redline.errors import ConfigError
 
 RECIPE = """\
@@ -74,3 +75,12 @@ def test_a_trace_too_small_to_hold_anything_is_refused_and_none_is_taken(tmp_pat
     with pytest.raises(ConfigError, match="must be at least 1048576, or 0 for no trace"):
         load(tmp_path, "", "telemetry.trace_max_bytes=1000")
     assert not load(tmp_path, "", "telemetry.trace_max_bytes=0").telemetry.trace
+
+
+def test_a_threshold_that_the_recipe_has_switched_off_since_is_listed_when_the_run_goes_on(tmp_path: Path) -> None:
+    run = validate(load(tmp_path).model_dump(mode="json"))
+    edited = load(tmp_path, "telemetry: {alerts: {length_bias: off}}\ntrainer: {schedule: cosine}\n")
+    assert changes(edited, run) == [
+        "trainer.schedule.kind = 'cosine', the run has 'constant'",
+        "telemetry.alerts.length_bias = null, the run has 0.02",
+    ]
