@@ -374,8 +374,8 @@ class TrajectoryGroup:
     """float32[G]; one number per attempt, 0 where the attempt failed. For an estimator that needs the whole batch or a critic
     (`rollouts.advantages`: batch, batch_baseline, gae) what it starts from: the reward, for batch_baseline less its mean."""
 
-    number: int = 0
-    """The index of its task in the run; the task and its randomness follow from it."""
+    index: int = 0
+    """Of its task in the run; the task and its randomness follow from it."""
     latency_s: float = math.nan
     """Seconds from when its attempts began until all had their reward; kept in memory only, for metrics."""
 
@@ -425,8 +425,8 @@ class TrainBatch:
     versions: VersionSpan
     version: int
     """The policy version the batch was assembled for."""
-    numbers: tuple[int, ...] = ()
-    """Indices of the groups, those without signal included."""
+    indices: tuple[int, ...] = ()
+    """Of the groups, those without signal included."""
     lags: tuple[int, ...] = ()
     """Steps that the policy is ahead of the oldest token of each group."""
 

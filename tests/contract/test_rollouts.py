@@ -86,7 +86,7 @@ def all_of(rollouts: Dispatcher, count: int) -> dict[int, TrajectoryGroup]:
     groups: list[TrajectoryGroup] = []
     while len(groups) < count:
         groups += rollouts.finished(SOON_S)
-    return {group.number: group for group in groups}
+    return {group.index: group for group in groups}
 
 
 def replies(group: TrajectoryGroup) -> list[list[int]]:
@@ -120,7 +120,7 @@ def test_what_is_sampled_follows_from_the_index_whoever_steps_the_engine(make: M
     groups = all_of(rollouts, 5)
     assert sorted(request.sampling.seed for request in engine.requests) == [(5 << 32) + index for index in range(5)]
     for group in groups.values():
-        [request] = [r for r in engine.requests if r.sampling.seed == (5 << 32) + group.number]
+        [request] = [r for r in engine.requests if r.sampling.seed == (5 << 32) + group.index]
         assert replies(group) == [answer(request, i).token_ids.tolist() for i in range(GROUP_SIZE)]
 
 

@@ -59,11 +59,11 @@ def test_what_is_ready_says_what_a_choice_needs(store: GroupStore) -> None:
     store.add(numbered(7, version=4))
     store.add(numbered(3, [0.0, 0.0], version=5))
     without_signal, with_signal = store.ready()
-    assert (without_signal.number, with_signal.number) == (3, 7)
+    assert (without_signal.index, with_signal.index) == (3, 7)
     assert (without_signal.has_signal, with_signal.has_signal) == (False, True)
     assert with_signal.versions == VersionSpan(4, 4)
     assert with_signal.reward == 0.0
-    assert store.next_number == 8
+    assert store.next_index == 8
 
 
 def test_a_group_does_not_come_twice_at_once(store: GroupStore) -> None:
@@ -116,7 +116,7 @@ def assert_is_back_at_the_checkpoint(store: GroupStore) -> None:
     assert store.resume(5) == [3, 5, 8, 9], "sampled by a policy that is lost, or in flight"
     assert ready_numbers(store) == [1, 2, 4, 6], "ready, or leased, trained or dropped since"
     assert store.counts == {"in_flight": 4, "ready": 4, "leased": 0, "trained": 1, "dropped": 1}
-    assert store.next_number == 10
+    assert store.next_index == 10
 
 
 def test_resuming_goes_back_to_the_checkpoint(store: GroupStore) -> None:
@@ -135,7 +135,7 @@ def test_what_is_forgotten_can_be_attempted_again(store: GroupStore) -> None:
     store.resume(5)
     store.begin([3], 5)
     store.add(numbered(3, version=5))
-    assert {info.number: info.versions for info in store.ready()}[3] == VersionSpan(5, 5)
+    assert {info.index: info.versions for info in store.ready()}[3] == VersionSpan(5, 5)
 
 
 def test_a_number_to_attempt_again_is_not_forgotten_before_it_is_begun(store: GroupStore) -> None:
@@ -162,7 +162,7 @@ def test_the_store_does_what_the_one_in_memory_does(tmp_path_factory: pytest.Tem
     for name, choice in operations:
         ready = ready_numbers(stored)
         if name == "begin":
-            numbers = list(range(stored.next_number, stored.next_number + choice % 3 + 1))
+            numbers = list(range(stored.next_index, stored.next_index + choice % 3 + 1))
             in_flight += numbers
             for store in (stored, memory):
                 store.begin(numbers, version)
@@ -191,11 +191,11 @@ def test_the_store_does_what_the_one_in_memory_does(tmp_path_factory: pytest.Tem
             version = max(0, version - choice % 3)
             in_flight, leased = stored.resume(version), []
             assert in_flight == memory.resume(version)
-        assert [(i.number, i.versions, i.has_signal) for i in stored.ready()] == [
-            (i.number, i.versions, i.has_signal) for i in memory.ready()
+        assert [(i.index, i.versions, i.has_signal) for i in stored.ready()] == [
+            (i.index, i.versions, i.has_signal) for i in memory.ready()
         ]
         assert dict(stored.counts) == dict(memory.counts)
-        assert stored.next_number == memory.next_number
+        assert stored.next_index == memory.next_index
     numbers = ready_numbers(stored)
     if numbers:
         assert_same(batch_of(stored, numbers), batch_of(memory, numbers))

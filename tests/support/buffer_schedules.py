@@ -26,7 +26,7 @@ def group(number: int, oldest: int, newest: int | None = None, *, silent: bool =
     made = made_group([0.0, 0.0] if silent else [1.0, -1.0], version=oldest)
     first, second = made.trajectories
     second = replace(second, versions=VersionSpan(oldest, oldest if newest is None else newest))
-    return replace(made, trajectories=[first, second], number=number)
+    return replace(made, trajectories=[first, second], index=number)
 
 
 @dataclass
@@ -207,7 +207,7 @@ class Schedules(RuleBasedStateMachine):
         assert self.config.late_groups == "drop" or not self.somebody_would_be_late(), "a late group was not waited for"
         self.batch = self.buffer.next_batch(self.version)
         self.check(self.batch, ready)
-        for number in self.batch.numbers:
+        for number in self.batch.indices:
             if number in ready:
                 self.known[number].state = GroupState.LEASED
 
@@ -224,7 +224,7 @@ class Schedules(RuleBasedStateMachine):
     def train(self) -> None:
         assert self.batch is not None
         self.buffer.trained(self.batch)
-        for number in self.batch.numbers:
+        for number in self.batch.indices:
             self.known[number].trained_at.append(self.version)
             self.known[number].state = GroupState.TRAINED
         self.version += 1
@@ -260,19 +260,19 @@ class Schedules(RuleBasedStateMachine):
 
     def check(self, batch: TrainBatch, ready: list[int]) -> None:
         budget = self.config.max_lag
-        assert len(set(batch.numbers)) == self.size == len(batch.lags)
-        assert list(batch.numbers) == sorted(batch.numbers), "not in order"
-        for number, lag in zip(batch.numbers, batch.lags, strict=True):
+        assert len(set(batch.indices)) == self.size == len(batch.lags)
+        assert list(batch.indices) == sorted(batch.indices), "not in order"
+        for number, lag in zip(batch.indices, batch.lags, strict=True):
             known = self.known[number]
             assert known.versions is not None
             assert lag == self.version - known.versions.oldest
             assert 0 <= lag <= budget, "over the lag budget"
             assert len(known.trained_at) <= self.config.max_reuses, "trained on too often"
         assert batch.lag == max(batch.lags)
-        replays = [number for number in batch.numbers if number not in ready]
-        assert not replays or set(ready) <= set(batch.numbers), "a replay took the place of a group that was ready"
+        replays = [number for number in batch.indices if number not in ready]
+        assert not replays or set(ready) <= set(batch.indices), "a replay took the place of a group that was ready"
         if budget == 0:
-            assert list(batch.numbers) == ready[: self.size], "lockstep takes groups as they were begun"
+            assert list(batch.indices) == ready[: self.size], "lockstep takes groups as they were begun"
 
     def see_drops(self) -> None:
         """The ledger believes a drop only for a reason it can see."""
@@ -298,7 +298,7 @@ class Schedules(RuleBasedStateMachine):
             return
         for number, known in self.known.items():
             assert self.store.fate(number)[0] is known.state, f"{number} is lost, or in two places"
-        assert sum(self.store.counts.values()) == len(self.known) == self.store.next_number
+        assert sum(self.store.counts.values()) == len(self.known) == self.store.next_index
 
     @precondition(lambda self: self.batch is None and not self.under_way())
     @rule()

@@ -179,7 +179,7 @@ class _Profiler:
     def _write_down(self, code: CodeType, frame: FrameType) -> None:
         if code is PolicyTrainer.step.__code__:
             batch = frame.f_locals["batch"]
-            deed: dict[str, Any] = {"version": batch.version, "trains_on": batch.numbers, "lags": batch.lags}
+            deed: dict[str, Any] = {"version": batch.version, "trains_on": batch.indices, "lags": batch.lags}
         elif code is CalledSource._train.__code__:
             deed = {"attempts": frame.f_locals["index"]}
         else:

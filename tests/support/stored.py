@@ -60,7 +60,7 @@ def make_resumable(store: GroupStore) -> None:
 
 
 def ready_numbers(store: GroupStore) -> list[int]:
-    return [info.number for info in store.ready()]
+    return [info.index for info in store.ready()]
 
 
 def num_segments(store: TrajectoryStore) -> int:

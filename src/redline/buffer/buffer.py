@@ -1,11 +1,11 @@
 """The buffer between rollouts and trainer: admits groups, keeps to the lag budget, hands out packed batches.
 
-    admit ──numbers──► rollouts ──offer──► ready ──next_batch──► trainer ──trained──► done, or kept for a replay
+    admit ──indices──► rollouts ──offer──► ready ──next_batch──► trainer ──trained──► done, or kept for a replay
       ▲                                      │
       └───────────── room ◄──────────────────┴── dropped: silent under dynamic sampling, timed out, or late with
                                                  `buffer.late_groups: drop`
 
-The store remembers what became of every number. Here is only what ends with the process: which groups are under way, how often
+The store remembers what became of every index. Here is only what ends with the process: which groups are under way, how often
 one was trained on, and who waited for whom.
 """
 
@@ -64,7 +64,7 @@ class GroupBuffer:
         clock: Callable[[], float] = time.monotonic,
         workers: RewardWorkers | None = None,
         steps: int | None = None,
-        sampled_tokens: Callable[[int], Sequence[int]] = lambda number: (),
+        sampled_tokens: Callable[[int], Sequence[int]] = lambda index: (),
     ) -> None:
         """`keep_silent`: attempts without an advantage have a gradient all the same. `max_extra_rounds`: groups without signal
         are replaced, at most this many times a batch of them per step. `workers`: who computes rewards beside the trainer.
@@ -78,20 +78,20 @@ class GroupBuffer:
         """Since the last step."""
         self._is_held_up = False
         self._in_flight: dict[int, _Begun] = {}
-        """By number."""
+        """By index."""
         self._again: list[int] = []
-        """Numbers to give out before new ones, in rising order."""
+        """Indices to give out before new ones, in rising order."""
         self._repeated: set[int] = set()
-        """Numbers that are ready, and are attempted again to give the others of their batch the company they had."""
+        """Indices that are ready, and are attempted again to give the others of their batch the company they had."""
         self._cancelled: set[int] = set()
-        """Numbers given up while they were under way; a group may still come."""
+        """Indices given up while they were under way; a group may still come."""
         self._leased: list[GroupInfo] = []
         """The batch that the trainer is at."""
         self._replays: dict[int, _Replay] = {}
         self._version = self._num_replaced = 0
         """The last version seen, and the groups replaced at it for want of signal."""
-        self._first_number = 0
-        """New numbers begin here, where the store knows of none."""
+        self._first_index = 0
+        """New indices begin here, where the store knows of none."""
         self.controller = Controller.for_config(config, groups_per_step)
         self._workers = workers
         self._controllers = Controllers(self.controller, WorkerController(workers.most if workers else 1))
@@ -107,40 +107,40 @@ class GroupBuffer:
     # ── what rollouts may begin, and what becomes of it ────────────────────────────────────────────────────────────────
 
     def admit(self, version: int) -> list[int]:
-        """Numbers to attempt now: those that a resumed run has to repeat, then new ones."""
+        """Indices to attempt now: those that a resumed run has to repeat, then new ones."""
         with span("buffer.admit", version=version):
             return self._admitted(version)
 
     def _admitted(self, version: int) -> list[int]:
         self._waits.trainer_is_free()
-        num_leased = sum(group.number not in self._replays for group in self._leased)
+        num_leased = sum(group.index not in self._replays for group in self._leased)
         num_alive = len(self._in_flight) + len(self._settled(version)) + num_leased
         steps_left = None if self._steps is None else self._steps - version
         wanted = room(num_alive, self.controller.target, self._config.max_lag, self._groups_per_step, steps_left)
         again, self._again = self._again[:wanted], self._again[wanted:]
-        first = max(self._first_number, self._store.next_number)
-        numbers = [*again, *range(first, first + wanted - len(again))]
-        if numbers:
+        first = max(self._first_index, self._store.next_index)
+        indices = [*again, *range(first, first + wanted - len(again))]
+        if indices:
             with span("buffer.store", version=version):
-                self._store.begin([number for number in numbers if number not in self._repeated], version)
-            self._in_flight |= dict.fromkeys(numbers, _Begun(version, self._clock()))
-        return numbers
+                self._store.begin([index for index in indices if index not in self._repeated], version)
+            self._in_flight |= dict.fromkeys(indices, _Begun(version, self._clock()))
+        return indices
 
     def offer(self, *groups: TrajectoryGroup) -> None:
-        new = [group for group in groups if self._is_new(group.number)]
+        new = [group for group in groups if self._is_new(group.index)]
         if new:
             with span("buffer.store"):
                 self._store.add(*new)
 
-    def _is_new(self, number: int) -> bool:
+    def _is_new(self, index: int) -> bool:
         """A group has come: whether anybody still wants it, and the store has it not."""
-        if number in self._cancelled:
-            self._cancelled.remove(number)
+        if index in self._cancelled:
+            self._cancelled.remove(index)
             return False
-        assert number in self._in_flight, f"nobody asked for group {number}"
-        del self._in_flight[number]
-        if number in self._repeated:
-            self._repeated.remove(number)
+        assert index in self._in_flight, f"nobody asked for group {index}"
+        del self._in_flight[index]
+        if index in self._repeated:
+            self._repeated.remove(index)
             return False
         return True
 
@@ -166,34 +166,34 @@ class GroupBuffer:
             yield
         finally:
             held_s = self._clock() - began
-            later = {number: replace(begun, at_s=begun.at_s + held_s) for number, begun in self._in_flight.items()}
+            later = {index: replace(begun, at_s=begun.at_s + held_s) for index, begun in self._in_flight.items()}
             self._in_flight = later
 
     def overdue(self, version: int) -> list[int]:
         """Groups under way that were begun too long ago: what they have sampled so far can no longer be trained on."""
-        return [number for number, begun in self._in_flight.items() if version - begun.version > self._config.max_lag]
+        return [index for index, begun in self._in_flight.items() if version - begun.version > self._config.max_lag]
 
     def _timed_out(self) -> list[int]:
         limit, now = self._config.group_timeout_s, self._clock()
-        return [] if limit is None else [number for number, begun in self._in_flight.items() if now - begun.at_s >= limit]
+        return [] if limit is None else [index for index, begun in self._in_flight.items() if now - begun.at_s >= limit]
 
-    def cancel(self, numbers: Iterable[int], reason: str) -> None:
+    def cancel(self, indices: Iterable[int], reason: str) -> None:
         """Forget groups that are attempted no longer; others take their place."""
-        for number in numbers:
+        for index in indices:
             if reason in LATE:
-                self._late.add(self._sampled_tokens(number))
-            del self._in_flight[number]
-            self._cancelled.add(number)
-            self._repeated.discard(number)
-            self._drop([number], reason)
+                self._late.add(self._sampled_tokens(index))
+            del self._in_flight[index]
+            self._cancelled.add(index)
+            self._repeated.discard(index)
+            self._drop([index], reason)
 
     def resume(self, version: int) -> None:
         """Go back to a checkpoint of `version`. Counts of replays start again, and no group is replayed once more."""
         again = self._store.resume(version)
         self._repeated = self._part_of_a_batch(version)
         self._again = sorted([*again, *self._repeated])
-        if self._store.next_number == 0:  # it kept nothing: go on with the tasks that lockstep would be at
-            self._first_number = version * self._groups_per_step
+        if self._store.next_index == 0:  # it kept nothing: go on with the tasks that lockstep would be at
+            self._first_index = version * self._groups_per_step
         self._in_flight, self._cancelled, self._leased, self._replays = {}, set(), [], {}
         self._version, self._num_replaced = version, 0
         self._totals = Counter({f"dropped_{reason}": count for reason, count in self._store.dropped.items()})
@@ -201,7 +201,7 @@ class GroupBuffer:
     def not_counted(self, count: int) -> list[TrajectoryGroup]:
         """Groups that a resumed run has and will not attempt again, apart from the first `count` that ever came: those that the
         metrics up to its checkpoint know of."""
-        return [group for group in self._store.arrived_after(count) if group.number not in self._repeated]
+        return [group for group in self._store.arrived_after(count) if group.index not in self._repeated]
 
     def _part_of_a_batch(self, version: int) -> set[int]:
         """What is ready, if in lockstep it is less than a batch. An engine's last bits depend on what it computes together, and
@@ -210,7 +210,7 @@ class GroupBuffer:
             return set()
         ready = [group for group in self._store.ready() if group.versions.oldest == version]
         num_kept = sum(group.has_signal for group in ready) if self._max_replaced else len(ready)
-        return {group.number for group in ready} if num_kept < self._groups_per_step else set()
+        return {group.index for group in ready} if num_kept < self._groups_per_step else set()
 
     # ── what the trainer gets ──────────────────────────────────────────────────────────────────────────────────────────
 
@@ -236,11 +236,11 @@ class GroupBuffer:
         self._leased = chosen
         with span("buffer.store", version=version):
             self._store.lease(self._fresh(chosen), version)
-        numbers, lags = zip(*((group.number, group.versions.lag(version)) for group in chosen), strict=True)
+        indices, lags = zip(*((group.index, group.versions.lag(version)) for group in chosen), strict=True)
         assert max(lags) <= self._config.max_lag, "a batch over the lag budget"
         with span("buffer.pack", version=version):
-            batch = self._packed(self._store.read(numbers), version)
-        return replace(batch, numbers=numbers, lags=lags)
+            batch = self._packed(self._store.read(indices), version)
+        return replace(batch, indices=indices, lags=lags)
 
     def trained(self, batch: TrainBatch) -> None:
         """Its groups are done with, unless they may be replayed; the controller looks at how the step went."""
@@ -264,10 +264,10 @@ class GroupBuffer:
             "buffer/trainer_wait_s": observation.trainer_wait_s,
             "buffer/late_wait_s": observation.late_wait_s,
             "buffer/groups_left": observation.groups_left,
-            "buffer/trained_groups": len(batch.numbers),
+            "buffer/trained_groups": len(batch.indices),
             "buffer/trained_tokens_mean": batch.num_tokens_sampled / max(1, batch.num_sequences_sampled),
-            "buffer/trained_reward_mean": rewards / max(1, len(batch.numbers)),
-            **self._late.metrics(len(batch.numbers)),
+            "buffer/trained_reward_mean": rewards / max(1, len(batch.indices)),
+            **self._late.metrics(len(batch.indices)),
             "buffer/lag_mean": sum(batch.lags) / len(batch.lags),
             **{f"buffer/groups_at_lag_{lag}": count for lag, count in sorted(Counter(batch.lags).items())},
         }
@@ -307,21 +307,21 @@ class GroupBuffer:
         """What is ready, once everything is dropped that must be."""
         if version != self._version:
             self._version, self._num_replaced = version, 0
-        ready = [group for group in self._store.ready() if group.number not in self._repeated]
-        stale = {group.number for group in ready if group.versions.lag(version) > self._config.max_lag}
-        silent = [group.number for group in ready if not group.has_signal and group.number not in stale]
+        ready = [group for group in self._store.ready() if group.index not in self._repeated]
+        stale = {group.index for group in ready if group.versions.lag(version) > self._config.max_lag}
+        silent = [group.index for group in ready if not group.has_signal and group.index not in stale]
         replaced = set(silent[: self._max_replaced - self._num_replaced])
         self._num_replaced += len(replaced)
         for group in ready:
-            if group.number in stale:
-                self._late.add(self._lengths(group.number), group.reward)
+            if group.index in stale:
+                self._late.add(self._lengths(group.index), group.reward)
         self._drop(sorted(stale), STALE)
         self._drop(sorted(replaced), SILENT)
-        return [group for group in ready if group.number not in stale | replaced]
+        return [group for group in ready if group.index not in stale | replaced]
 
-    def _lengths(self, number: int) -> list[int]:
+    def _lengths(self, index: int) -> list[int]:
         """Tokens that the policy chose in each attempt of a group that is ready."""
-        groups = self._store.read([number])
+        groups = self._store.read([index])
         if not isinstance(groups, StoredGroups):
             return [t.num_completion_tokens for group in groups for t in group.trajectories]
         return [int(mask.sum()) for mask in np.split(groups.loss_mask, groups.offsets[1:-1])]
@@ -331,30 +331,30 @@ class GroupBuffer:
             return pack_stored(groups, version, keep_silent=self._keep_silent)
         return pack(groups, version, keep_silent=self._keep_silent)
 
-    def _drop(self, numbers: Sequence[int], reason: str) -> None:
-        if numbers:
+    def _drop(self, indices: Sequence[int], reason: str) -> None:
+        if indices:
             with span("buffer.store"):
-                self._store.drop(numbers, reason)
-            self._totals[f"dropped_{reason}"] += len(numbers)
+                self._store.drop(indices, reason)
+            self._totals[f"dropped_{reason}"] += len(indices)
 
     def _fresh(self, groups: Sequence[GroupInfo]) -> list[int]:
-        """The numbers of the groups that are no replays."""
-        return [group.number for group in groups if group.number not in self._replays]
+        """The indices of the groups that are no replays."""
+        return [group.index for group in groups if group.index not in self._replays]
 
     def _within_budget(self, version: int) -> list[GroupInfo]:
         """Those to replay, the least used and newest first."""
         replays = [r for r in self._replays.values() if r.group.versions.lag(version) <= self._config.max_lag]
-        ordered = sorted(replays, key=lambda r: (r.uses, -r.group.versions.oldest, r.group.number))
+        ordered = sorted(replays, key=lambda r: (r.uses, -r.group.versions.oldest, r.group.index))
         return [replay.group for replay in ordered]
 
     def _count_uses(self, version: int) -> None:
         """Remember what was leased for replays at `version` and after, and forget what is used up or too old for them."""
         for group in self._leased:
-            uses = self._replays[group.number].uses + 1 if group.number in self._replays else 1
-            self._replays[group.number] = _Replay(group, uses)
+            uses = self._replays[group.index].uses + 1 if group.index in self._replays else 1
+            self._replays[group.index] = _Replay(group, uses)
         self._replays = {
-            number: replay
-            for number, replay in self._replays.items()
+            index: replay
+            for index, replay in self._replays.items()
             if replay.uses <= self._config.max_reuses
             and replay.group.versions.lag(version) <= self._config.max_lag
             and (replay.group.has_signal or self._keep_silent)

@@ -111,7 +111,7 @@ class Dispatcher:
         with self._changed:
             cancelled = set(indices)
             self._begun = [index for index in self._begun if index not in cancelled]
-            self._finished = deque(group for group in self._finished if group.number not in cancelled)
+            self._finished = deque(group for group in self._finished if group.index not in cancelled)
             for play in [self._under_way.pop(index) for index in cancelled if index in self._under_way]:
                 self._give_back(play)
             if self._workers:

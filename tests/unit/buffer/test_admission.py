@@ -88,7 +88,7 @@ def chosen(
     replays: tuple[GroupInfo, ...] = (),
 ) -> list[int] | None:
     found = choose(ready, in_flight, replays, version, max_lag, size, order)
-    return None if found is None else [group.number for group in found]
+    return None if found is None else [group.index for group in found]
 
 
 def test_lockstep_takes_groups_as_they_were_begun() -> None:

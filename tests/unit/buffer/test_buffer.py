@@ -37,7 +37,7 @@ def step(buffer: GroupBuffer, version: int) -> tuple[int, ...]:
         buffer.offer(numbered(number, version))
     batch = buffer.next_batch(version)
     buffer.trained(batch)
-    return batch.numbers
+    return batch.indices
 
 
 # ── admitting, offering, taking ────────────────────────────────────────────────────────────────────────────────────────
@@ -54,7 +54,7 @@ def test_lockstep_admits_the_tasks_of_one_step_and_takes_them_in_order() -> None
             buffer.offer(numbered(number, version))
         assert buffer.has_batch(version)
         batch = buffer.next_batch(version)
-        assert batch.numbers == tuple(numbers)
+        assert batch.indices == tuple(numbers)
         assert batch.lags == (0, 0, 0)
         assert buffer.admit(version) == [], "nothing is begun for the next version before this step is done"
         buffer.trained(batch)
@@ -66,7 +66,7 @@ def test_a_lag_of_one_samples_the_next_batch_beside_the_trainer() -> None:
     for number in (1, 3):
         buffer.offer(numbered(number, 0))
     batch = buffer.next_batch(0)
-    assert batch.numbers == (1, 3)
+    assert batch.indices == (1, 3)
     buffer.trained(batch)
     assert buffer.admit(1) == [4, 5]
 
@@ -128,7 +128,7 @@ def test_of_groups_that_come_together_only_those_that_are_still_wanted_are_kept(
     assert buffer.admit(0) == [0, 1, 2, 3]
     buffer.cancel([1, 2], "overdue")
     buffer.offer(*(numbered(number, 0) for number in (3, 1, 0)))
-    assert [info.number for info in store.ready()] == [0, 3]
+    assert [info.index for info in store.ready()] == [0, 3]
     assert store.fate(1) == (GroupState.DROPPED, "overdue")
     with pytest.raises(AssertionError, match="nobody asked for group 1"):
         buffer.offer(numbered(1, 0))
@@ -195,7 +195,7 @@ def test_a_batch_tells_the_lag_of_each_of_its_groups() -> None:
     for number, version in zip(buffer.admit(3), (3, 4, 5, 5), strict=True):
         buffer.offer(numbered(number, version))
     batch = buffer.next_batch(5)
-    assert batch.numbers == (0, 2), "the oldest, which is due, and the freshest"
+    assert batch.indices == (0, 2), "the oldest, which is due, and the freshest"
     assert batch.lags == (2, 0)
     assert batch.lag == 2
     assert batch.versions == VersionSpan(3, 5)
@@ -212,7 +212,7 @@ def test_a_group_is_replayed_within_its_limit_and_its_budget() -> None:
     assert step(buffer, 0) == (0,)
     assert buffer.admit(1) == [1]
     replay = buffer.next_batch(1)
-    assert (replay.numbers, replay.lags) == ((0,), (1,))
+    assert (replay.indices, replay.lags) == ((0,), (1,))
     buffer.trained(replay)
     assert not buffer.has_batch(2), "once was the limit"
     assert buffer.metrics["buffer/replays"] == 1
@@ -246,7 +246,7 @@ def test_groups_without_signal_are_replaced_by_other_tasks() -> None:
     assert buffer.admit(0) == [2]
     buffer.offer(numbered(2, 0))
     batch = buffer.next_batch(0)
-    assert batch.numbers == (1, 2)
+    assert batch.indices == (1, 2)
     assert batch.num_sequences_sampled == 4, "what was replaced is not part of the mean"
     assert buffer.metrics["buffer/dropped_silent"] == 1
 
@@ -259,7 +259,7 @@ def test_where_signal_stays_rare_a_batch_is_filled_with_groups_without() -> None
             attempted.append(number)
             buffer.offer(numbered(number, 0, silent=True))
     assert attempted == [0, 1, 2, 3], "one extra round of two groups"
-    assert buffer.next_batch(0).numbers == (2, 3)
+    assert buffer.next_batch(0).indices == (2, 3)
 
 
 def test_each_step_has_its_own_extra_rounds() -> None:
@@ -277,7 +277,7 @@ def test_without_dynamic_sampling_groups_are_taken_as_they_come() -> None:
     for number in buffer.admit(0):
         buffer.offer(numbered(number, 0, silent=number == 0))
     batch = buffer.next_batch(0)
-    assert (batch.numbers, batch.num_sequences, batch.num_sequences_sampled) == ((0, 1), 2, 4)
+    assert (batch.indices, batch.num_sequences, batch.num_sequences_sampled) == ((0, 1), 2, 4)
 
 
 # ── resuming ───────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -294,9 +294,9 @@ def test_a_resumed_run_repeats_what_was_lost_and_nothing_else() -> None:
     buffer.offer(numbered(6, 2))
     resumed = make(2, max_lag=1, store=store)
     resumed.resume(1)
-    assert [info.number for info in store.ready()] == [2, 3, 4]
+    assert [info.index for info in store.ready()] == [2, 3, 4]
     assert resumed.admit(1) == [5]
-    assert resumed.next_batch(1).numbers == (2, 3)
+    assert resumed.next_batch(1).indices == (2, 3)
 
 
 def test_in_lockstep_part_of_a_batch_is_attempted_again_as_a_whole_and_not_stored_twice() -> None:
@@ -311,7 +311,7 @@ def test_in_lockstep_part_of_a_batch_is_attempted_again_as_a_whole_and_not_store
     for number in (0, 1, 2):
         assert not resumed.has_batch(0)
         resumed.offer(numbered(number, 0))
-    assert resumed.next_batch(0).numbers == (0, 1, 2)
+    assert resumed.next_batch(0).indices == (0, 1, 2)
 
 
 def test_in_lockstep_a_whole_batch_is_not_attempted_again() -> None:
@@ -340,7 +340,7 @@ def test_in_lockstep_replacements_are_attempted_again_in_the_rounds_that_they_ca
     assert resumed.admit(0) == [3, 4]
     for number in (3, 4):
         resumed.offer(numbered(number, 0))
-    assert resumed.next_batch(0).numbers == (0, 3, 4)
+    assert resumed.next_batch(0).indices == (0, 3, 4)
 
 
 def test_a_resumed_run_that_kept_nothing_goes_on_with_the_tasks_of_its_step() -> None:

@@ -36,7 +36,7 @@ def test_no_long_schedule_breaks_a_promise() -> None:
 
 def no_second_look_at_the_lag(patch: pytest.MonkeyPatch) -> None:
     def settled(self: GroupBuffer, version: int) -> list[GroupInfo]:
-        return [group for group in self._store.ready() if group.number not in self._repeated]
+        return [group for group in self._store.ready() if group.index not in self._repeated]
 
     def make_buffer(self: Schedules) -> GroupBuffer:
         """Where groups grow old: those without signal come last, and there is little time. Elsewhere it takes luck."""
@@ -89,7 +89,7 @@ def a_lost_number(patch: pytest.MonkeyPatch) -> None:
 
 def a_group_that_is_forgotten(patch: pytest.MonkeyPatch) -> None:
     right = MemoryStore.add
-    patch.setattr(MemoryStore, "add", lambda self, *groups: right(self, *(g for g in groups if g.number % 3 != 2)))
+    patch.setattr(MemoryStore, "add", lambda self, *groups: right(self, *(g for g in groups if g.index % 3 != 2)))
 
 
 def trained_groups_that_come_back(patch: pytest.MonkeyPatch) -> None:
@@ -113,7 +113,7 @@ def replays_first(patch: pytest.MonkeyPatch) -> None:
 
     def choose(ready: list[GroupInfo], under_way: object, replays: list[GroupInfo], *args: object) -> list[GroupInfo] | None:
         chosen = right(ready, under_way, replays, *args)
-        return None if chosen is None else sorted([*replays, *chosen][: len(chosen)], key=lambda info: info.number)
+        return None if chosen is None else sorted([*replays, *chosen][: len(chosen)], key=lambda info: info.index)
 
     patch.setattr(buffer_module, "choose", choose)
 
@@ -206,7 +206,7 @@ def history(store: MemoryStore, size: int, extra_rounds: int, silent: set[int], 
             if buffer.has_batch(version):
                 batch = buffer.next_batch(version)
                 buffer.trained(batch)
-                batches.append(batch.numbers)
+                batches.append(batch.indices)
             else:
                 number = under_way.pop(0)
                 buffer.offer(group(number, version, silent=number in silent))

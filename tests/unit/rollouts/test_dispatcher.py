@@ -68,13 +68,13 @@ def all_of(rollouts: Dispatcher, count: int) -> dict[int, TrajectoryGroup]:
     groups: list[TrajectoryGroup] = []
     while len(groups) < count:
         groups += rollouts.finished()
-    return {group.number: group for group in groups}
+    return {group.index: group for group in groups}
 
 
 def test_groups_are_those_that_the_caller_would_have_made_himself(background: Dispatcher, decoder: AnyDecoder) -> None:
     own = lockstep(decoder)
     own.begin(range(5), 0)
-    expected = {group.number: group for group in own.finished()}
+    expected = {group.index: group for group in own.finished()}
     background.begin([0, 1], 0)
     background.begin([2, 3, 4], 0)
     found = all_of(background, 5)
@@ -421,7 +421,7 @@ class Together(FakeTasks):
 def test_as_many_groups_are_scored_at_once_as_there_are_workers(engine: NativeEngine, decoder: AnyDecoder) -> None:
     own = lockstep(decoder)
     own.begin(range(6), 0)
-    expected = {group.number: group for group in own.finished()}
+    expected = {group.index: group for group in own.finished()}
     rollouts = beside(engine, Together(), workers=4)
     rollouts.reward_workers.hold(3)
     rollouts.begin(range(6), 0)

@@ -80,7 +80,7 @@ class SimulatedRun:
                 self.take_in(version)
             batch = self.buffer.next_batch(version)
             self.now += TRAIN_S
-            self.trained += batch.numbers
+            self.trained += batch.indices
             self.buffer.trained(batch)
             self.rows.append(self.buffer.metrics)
         return self
@@ -179,7 +179,7 @@ def test_a_lag_is_much_faster_than_lockstep_though_it_waits_for_long_answers() -
 def test_no_other_setting_leaves_a_group_with_signal_behind(keys: dict[str, Any], extra_rounds: int) -> None:
     """Dynamic sampling replaces groups without signal; every group with signal that was begun in time is trained on."""
     run = SimulatedRun(2, keys, extra_rounds=extra_rounds).run(0, 60, steps=None)
-    at_the_end = {number for _, number, _ in run.under_way} | {info.number for info in run.store.ready()}
+    at_the_end = {number for _, number, _ in run.under_way} | {info.index for info in run.store.ready()}
     assert {number for number in run.begun if has_signal(number)} - at_the_end <= set(run.trained)
     assert sum(row["buffer/dropped_late"] for row in run.rows) == 0
     uses = Counter(run.trained)

@@ -395,7 +395,7 @@ def test_a_task_that_cannot_be_posed_is_a_group_of_failed_attempts_and_the_other
     rollouts = make_rollouts(SomeTasks(bad), say("one", "three"), max_prompt_tokens=60, tokenizer=strict_tokenizer())
     rollouts.begin([0, 1, 2], 7)
     groups = rollouts.finished()
-    assert [group.number for group in groups] == [0, 1, 2]
+    assert [group.index for group in groups] == [0, 1, 2]
     failed = groups[1]
     assert failed.task_id == task_id
     assert len(failed.trajectories) == 2
@@ -598,7 +598,7 @@ def test_several_threads_score_a_batch_as_one_does() -> None:
 
     alone, together = batch(1), batch(4)
     assert names == {"score", "score-2", "score-3", "score-4"}
-    assert [group.number for group in together] == [group.number for group in alone] == list(range(6))
+    assert [group.index for group in together] == [group.index for group in alone] == list(range(6))
     for one, other in zip(alone, together, strict=True):
         np.testing.assert_array_equal(one.advantages, other.advantages)
         for a, b in zip(one.trajectories, other.trajectories, strict=True):

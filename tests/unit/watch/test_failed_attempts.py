@@ -182,6 +182,6 @@ def test_a_group_that_was_never_sampled_is_stored_and_is_a_part_of_a_batch_witho
     assert buffer.has_batch(3)
     batch = buffer.next_batch(3)
     assert int(np.count_nonzero(batch.loss_mask)) == 2
-    assert batch.numbers == (fine, failed)
+    assert batch.indices == (fine, failed)
     buffer.trained(batch)
     store.close()

@@ -90,7 +90,7 @@ def group_nodes(groups: Sequence[TrajectoryGroup], begun_versions: Sequence[int]
     num_parts = np.array([len(t.reward_parts) for t in attempts], dtype=np.int64)
     versions = np.array([(t.versions.oldest, t.versions.newest) for t in attempts], dtype=np.int64)
     columns: list[_ColumnNodes] = [
-        _fixed(np.repeat(np.array([group.number for group in groups], dtype=np.int64), sizes)),
+        _fixed(np.repeat(np.array([group.index for group in groups], dtype=np.int64), sizes)),
         _fixed((np.arange(len(attempts)) - np.repeat(ends - sizes, sizes)).astype(np.int32)),
         (_strings([group.task_id for group in groups for _ in group.trajectories]),),
         _fixed(_flat([group.advantages for group in groups], np.float32)),

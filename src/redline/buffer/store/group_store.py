@@ -32,7 +32,7 @@ class GroupState(StrEnum):
 class GroupInfo:
     """What the buffer must know of a group to choose it; its tokens stay where they are."""
 
-    number: int
+    index: int
     versions: VersionSpan
     has_signal: bool
     reward: float
@@ -41,15 +41,15 @@ class GroupInfo:
     @staticmethod
     def of(group: TrajectoryGroup) -> GroupInfo:
         reward = sum(t.reward for t in group.trajectories) / len(group.trajectories)
-        return GroupInfo(group.number, group.versions, group.has_signal, reward)
+        return GroupInfo(group.index, group.versions, group.has_signal, reward)
 
 
 class GroupStore(Protocol):
-    """Remembers every number that was given out, and what became of it."""
+    """Remembers every index that was given out, and what became of it."""
 
     @property
-    def next_number(self) -> int:
-        """The smallest number that was never given out."""
+    def next_index(self) -> int:
+        """The smallest index that was never given out."""
         ...
 
     @property
@@ -62,7 +62,7 @@ class GroupStore(Protocol):
         """Groups that were dropped, by the reason."""
         ...
 
-    def begin(self, numbers: Sequence[int], version: int) -> None:
+    def begin(self, indices: Sequence[int], version: int) -> None:
         """These are being attempted, from policy `version` on."""
         ...
 
@@ -72,22 +72,22 @@ class GroupStore(Protocol):
         ...
 
     def ready(self) -> list[GroupInfo]:
-        """By number."""
+        """By index."""
         ...
 
-    def lease(self, numbers: Sequence[int], version: int) -> None:
+    def lease(self, indices: Sequence[int], version: int) -> None:
         """ready → leased, for the batch of `version`."""
         ...
 
-    def trained(self, numbers: Sequence[int], version: int) -> None:
+    def trained(self, indices: Sequence[int], version: int) -> None:
         """leased → trained, by the step from `version` to the next."""
         ...
 
-    def drop(self, numbers: Sequence[int], reason: str) -> None:
+    def drop(self, indices: Sequence[int], reason: str) -> None:
         """in_flight or ready → dropped."""
         ...
 
-    def read(self, numbers: Sequence[int]) -> StoredGroups | Sequence[TrajectoryGroup]:
+    def read(self, indices: Sequence[int]) -> StoredGroups | Sequence[TrajectoryGroup]:
         """In the order asked, leased now or trained within the lag budget: what `pack_stored` or `pack` makes a batch of."""
         ...
 

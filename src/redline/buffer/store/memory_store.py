@@ -1,6 +1,6 @@
 """Groups in memory, for runs that keep no trajectories: a `GroupStore` that ends with the process.
 
-With a file, `flush` writes which numbers were begun and not trained on, and a resumed run attempts them again. Short answers
+With a file, `flush` writes which indices were begun and not trained on, and a resumed run attempts them again. Short answers
 overtake long ones: without it the long ones that were under way would never be trained on, and some short ones twice.
 """
 
@@ -47,11 +47,11 @@ class MemoryStore:
         self._dropped_and_gone: Counter[str] = Counter()
         self._horizon = horizon
         self._version = 0
-        self._next_number = 0
+        self._next_index = 0
 
     @property
-    def next_number(self) -> int:
-        return self._next_number
+    def next_index(self) -> int:
+        return self._next_index
 
     @property
     def counts(self) -> Mapping[str, int]:
@@ -63,47 +63,45 @@ class MemoryStore:
         there = Counter(entry.reason for entry in self._entries.values() if entry.state is GroupState.DROPPED)
         return there + self._dropped_and_gone
 
-    def fate(self, number: int) -> tuple[GroupState, str]:
+    def fate(self, index: int) -> tuple[GroupState, str]:
         """The state of a group that was not let go, and why it was dropped if it was."""
-        entry = self._entries[number]
+        entry = self._entries[index]
         return entry.state, entry.reason
 
-    def begin(self, numbers: Sequence[int], version: int) -> None:
+    def begin(self, indices: Sequence[int], version: int) -> None:
         self._version = version
-        for number in numbers:
-            known = self._entries.get(number)
-            assert number >= self._next_number if known is None else known.state is GroupState.IN_FLIGHT, (
-                f"{number}: begun before"
-            )
-            self._entries[number] = _Entry(GroupState.IN_FLIGHT, version)
-        self._next_number = max([self._next_number, *(number + 1 for number in numbers)])
+        for index in indices:
+            known = self._entries.get(index)
+            assert index >= self._next_index if known is None else known.state is GroupState.IN_FLIGHT, f"{index}: begun before"
+            self._entries[index] = _Entry(GroupState.IN_FLIGHT, version)
+        self._next_index = max([self._next_index, *(index + 1 for index in indices)])
 
     def add(self, *groups: TrajectoryGroup) -> None:
         for group in groups:
-            entry = self._move(group.number, GroupState.READY, GroupState.IN_FLIGHT)
+            entry = self._move(group.index, GroupState.READY, GroupState.IN_FLIGHT)
             entry.group, entry.info = group, GroupInfo.of(group)
 
     def ready(self) -> list[GroupInfo]:
         infos = [entry.info for entry in self._entries.values() if entry.info and entry.state is GroupState.READY]
-        return sorted(infos, key=lambda info: info.number)
+        return sorted(infos, key=lambda info: info.index)
 
-    def lease(self, numbers: Sequence[int], version: int) -> None:
+    def lease(self, indices: Sequence[int], version: int) -> None:
         self._version = version
-        for number in numbers:
-            self._move(number, GroupState.LEASED, GroupState.READY)
+        for index in indices:
+            self._move(index, GroupState.LEASED, GroupState.READY)
 
-    def trained(self, numbers: Sequence[int], version: int) -> None:
+    def trained(self, indices: Sequence[int], version: int) -> None:
         self._version = version
-        for number in numbers:
-            self._move(number, GroupState.TRAINED, GroupState.LEASED)
+        for index in indices:
+            self._move(index, GroupState.TRAINED, GroupState.LEASED)
         self._let_go_of_old()
 
-    def drop(self, numbers: Sequence[int], reason: str) -> None:
-        for number in numbers:
-            self._move(number, GroupState.DROPPED, GroupState.IN_FLIGHT, GroupState.READY).reason = reason
+    def drop(self, indices: Sequence[int], reason: str) -> None:
+        for index in indices:
+            self._move(index, GroupState.DROPPED, GroupState.IN_FLIGHT, GroupState.READY).reason = reason
 
-    def read(self, numbers: Sequence[int]) -> list[TrajectoryGroup]:
-        groups = [self._entries[number].group for number in numbers]
+    def read(self, indices: Sequence[int]) -> list[TrajectoryGroup]:
+        groups = [self._entries[index].group for index in indices]
         return [group for group in groups if group is not None]
 
     def arrived_after(self, count: int) -> list[TrajectoryGroup]:
@@ -113,33 +111,33 @@ class MemoryStore:
         if not self._entries:
             self._take_over(version)
         self._version = version
-        return [number for number, entry in sorted(self._entries.items()) if _is_attempted_again(entry, version)]
+        return [index for index, entry in sorted(self._entries.items()) if _is_attempted_again(entry, version)]
 
     def flush(self) -> None:
         """Write what a run that goes back to here attempts again."""
         if self._numbers is None:
             return
-        unsettled = [number for number, entry in self._entries.items() if entry.state not in SETTLED]
+        unsettled = [index for index, entry in self._entries.items() if entry.state not in SETTLED]
         known = _read_numbers(self._numbers)
-        known[self._version + 1] = {"next_number": self._next_number, "unsettled": sorted(unsettled)}
+        known[self._version + 1] = {"next_number": self._next_index, "unsettled": sorted(unsettled)}
         write_json(self._numbers, {str(version): known[version] for version in sorted(known)[-KEPT_VERSIONS:]})
 
     def _take_over(self, version: int) -> None:
-        """The numbers of an earlier process, as they were at the checkpoint of `version`; later ones are forgotten."""
+        """The indices of an earlier process, as they were at the checkpoint of `version`; later ones are forgotten."""
         if self._numbers is None or not self._numbers.exists():
             return
         known = {key: value for key, value in _read_numbers(self._numbers).items() if key <= version}
         write_json(self._numbers, {str(key): value for key, value in known.items()})
         if version in known:
-            self._next_number = known[version]["next_number"]
-            self._entries = {number: _Entry(GroupState.IN_FLIGHT, version) for number in known[version]["unsettled"]}
+            self._next_index = known[version]["next_number"]
+            self._entries = {index: _Entry(GroupState.IN_FLIGHT, version) for index in known[version]["unsettled"]}
 
     def close(self) -> None:
         self._entries.clear()
 
-    def _move(self, number: int, to: GroupState, *origins: GroupState) -> _Entry:
-        entry = self._entries[number]
-        assert entry.state in origins, f"group {number} is {entry.state}, and cannot become {to}"
+    def _move(self, index: int, to: GroupState, *origins: GroupState) -> _Entry:
+        entry = self._entries[index]
+        assert entry.state in origins, f"group {index} is {entry.state}, and cannot become {to}"
         entry.state, entry.version = to, self._version
         return entry
 
@@ -147,19 +145,19 @@ class MemoryStore:
         if self._horizon is None:
             return
         oldest = self._version - self._horizon
-        for number in [n for n, entry in self._entries.items() if entry.state in SETTLED and entry.version < oldest]:
-            entry = self._entries.pop(number)
+        for index in [n for n, entry in self._entries.items() if entry.state in SETTLED and entry.version < oldest]:
+            entry = self._entries.pop(index)
             self._let_go[entry.state] += 1
             if entry.state is GroupState.DROPPED:
                 self._dropped_and_gone[entry.reason] += 1
 
 
 def _read_numbers(path: Path) -> dict[int, dict[str, Any]]:
-    """Version → the numbers at its checkpoint; none where there is no file."""
+    """Version → the indices at its checkpoint; none where there is no file."""
     if not path.exists():
         return {}
     try:
-        return {int(version): dict(numbers) for version, numbers in json.loads(path.read_text()).items()}
+        return {int(version): dict(indices) for version, indices in json.loads(path.read_text()).items()}
     except (ValueError, TypeError, AttributeError) as error:
         raise RunFolderError(
             f"{path}: damaged: {error}", "delete it, and --resume goes on without the groups that were under way"
@@ -167,7 +165,7 @@ def _read_numbers(path: Path) -> dict[int, dict[str, Any]]:
 
 
 def _is_attempted_again(entry: _Entry, version: int) -> bool:
-    """Take one group back to the checkpoint of `version`; True where nothing is left of it but its number."""
+    """Take one group back to the checkpoint of `version`; True where nothing is left of it but its index."""
     if entry.state in (GroupState.LEASED, GroupState.TRAINED) and entry.version < version:
         entry.state = GroupState.TRAINED
         return False

@@ -18,7 +18,7 @@ def restored_group(run: Run) -> TrajectoryGroup:
         task_id=rows[0]["task_id"],
         trajectories=[_trajectory(row) for row in rows],
         advantages=run.column("advantage").copy(),
-        number=rows[0]["group"],
+        index=rows[0]["group"],
     )
 
 

@@ -15,7 +15,7 @@ from redline.types import Flat, Pieces, TrainBatch, VersionSpan
 class StoredGroups:
     """T tokens of S attempts at some tasks. The arrays may be read-only."""
 
-    numbers: tuple[int, ...]
+    indices: tuple[int, ...]
     tokens: Flat
     """int32[T], as it lies in the files."""
     loss_mask: np.ndarray
@@ -67,13 +67,13 @@ class Run:
         return np.unpackbits(bits, bitorder="little")[self.first % 8 :][: self.last - self.first].astype(bool)
 
 
-def stored_groups(numbers: Sequence[int], sizes: Sequence[int], runs: Sequence[Run]) -> StoredGroups:
+def stored_groups(indices: Sequence[int], sizes: Sequence[int], runs: Sequence[Run]) -> StoredGroups:
     """`sizes` are the attempts of each group; the runs hold them in that order."""
     lengths = [np.diff(run.offsets("token_ids")) for run in runs]
     oldest = min(int(run.column("oldest_version").min()) for run in runs)
     newest = max(int(run.column("newest_version").max()) for run in runs)
     return StoredGroups(
-        numbers=tuple(numbers),
+        indices=tuple(indices),
         tokens=_as_it_lies([run.values("token_ids") for run in runs]),
         loss_mask=_joined([run.values("loss_mask").view(np.bool_) for run in runs]),
         logprobs=_as_it_lies([run.values("logprobs") for run in runs]),
@@ -109,7 +109,7 @@ def pack_stored(groups: StoredGroups, version: int, *, keep_silent: bool) -> Tra
         group_tokens=np.add.reduceat(chosen_S, groups.group_offsets[:-1]),
         versions=groups.versions,
         version=version,
-        numbers=groups.numbers,
+        indices=groups.indices,
     )
 
 

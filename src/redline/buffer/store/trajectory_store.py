@@ -86,16 +86,16 @@ class TrajectoryStore:
         """Those that are not settled."""
         self._ready: dict[int, StoredInfo] = {}
         self._counts: Counter[GroupState] = Counter()
-        self._next_number = self._version = 0
+        self._next_index = self._version = 0
         with self._explained():
             self._load()
 
     # ── groups ─────────────────────────────────────────────────────────────────────────────────────────────────────────
 
     @property
-    def next_number(self) -> int:
-        """The smallest number that was never given out."""
-        return self._next_number
+    def next_index(self) -> int:
+        """The smallest index that was never given out."""
+        return self._next_index
 
     @property
     def counts(self) -> Mapping[str, int]:
@@ -108,14 +108,14 @@ class TrajectoryStore:
         with self._explained():
             return self._index.reasons()
 
-    def begin(self, numbers: Sequence[int], version: int) -> None:
+    def begin(self, indices: Sequence[int], version: int) -> None:
         now = time.time()
-        known = [self._known(number) for number in numbers]
-        assert all(row is None or row.state is GroupState.IN_FLIGHT for row in known), f"{numbers}: begun before"
-        self._put([GroupRow(number, GroupState.IN_FLIGHT, version, now) for number in numbers], version)
+        known = [self._known(index) for index in indices]
+        assert all(row is None or row.state is GroupState.IN_FLIGHT for row in known), f"{indices}: begun before"
+        self._put([GroupRow(index, GroupState.IN_FLIGHT, version, now) for index in indices], version)
 
     def add(self, *groups: TrajectoryGroup) -> None:
-        assert len({group.number for group in groups}) == len(groups), "a group twice"
+        assert len({group.index for group in groups}) == len(groups), "a group twice"
         for some in _portions(groups, self._portion_tokens):
             self._add(some)
 
@@ -131,31 +131,31 @@ class TrajectoryStore:
 
     def _begun(self, group: TrajectoryGroup, now: float) -> GroupRow:
         """What is known of a group that comes now."""
-        known = self._known(group.number)
-        assert known is None or known.state is GroupState.IN_FLIGHT, f"group {group.number} is {known and known.state}"
-        return GroupRow(group.number, GroupState.IN_FLIGHT, group.versions.oldest, now) if known is None else known
+        known = self._known(group.index)
+        assert known is None or known.state is GroupState.IN_FLIGHT, f"group {group.index} is {known and known.state}"
+        return GroupRow(group.index, GroupState.IN_FLIGHT, group.versions.oldest, now) if known is None else known
 
     def ready(self) -> list[GroupInfo]:
-        """By number."""
-        return [self._ready[number] for number in sorted(self._ready)]
+        """By index."""
+        return [self._ready[index] for index in sorted(self._ready)]
 
-    def lease(self, numbers: Sequence[int], version: int) -> None:
-        self._move(numbers, version, GroupState.LEASED, GroupState.READY, trained_version=version)
+    def lease(self, indices: Sequence[int], version: int) -> None:
+        self._move(indices, version, GroupState.LEASED, GroupState.READY, trained_version=version)
 
-    def trained(self, numbers: Sequence[int], version: int) -> None:
-        self._mark([self._rows[number] for number in numbers], version)
-        self._move(numbers, version, GroupState.TRAINED, GroupState.LEASED, trained_version=version, settled_at=time.time())
+    def trained(self, indices: Sequence[int], version: int) -> None:
+        self._mark([self._rows[index] for index in indices], version)
+        self._move(indices, version, GroupState.TRAINED, GroupState.LEASED, trained_version=version, settled_at=time.time())
         self._evict()
 
-    def drop(self, numbers: Sequence[int], reason: str) -> None:
-        self._mark([self._rows[number] for number in numbers], Mark.DROPPED)
+    def drop(self, indices: Sequence[int], reason: str) -> None:
+        self._mark([self._rows[index] for index in indices], Mark.DROPPED)
         origins = (GroupState.IN_FLIGHT, GroupState.READY, GroupState.LEASED)
-        self._move(numbers, self._version, GroupState.DROPPED, *origins, reason=reason, settled_at=time.time())
+        self._move(indices, self._version, GroupState.DROPPED, *origins, reason=reason, settled_at=time.time())
         self._evict()
 
-    def read(self, numbers: Sequence[int]) -> StoredGroups:
+    def read(self, indices: Sequence[int]) -> StoredGroups:
         """In the order asked. Groups that were added one after the other, and are asked for so, are one view of a file."""
-        rows = [self._stored(number) for number in numbers]
+        rows = [self._stored(index) for index in indices]
         runs: list[Run] = []
         for row in rows:
             batch = self._segments.map(row)
@@ -163,7 +163,7 @@ class TrajectoryStore:
                 runs[-1] = replace(runs[-1], last=row.end_row)
             else:
                 runs.append(Run(batch, row.first_row, row.end_row))
-        return stored_groups(numbers, [row.num_attempts for row in rows], runs)
+        return stored_groups(indices, [row.num_attempts for row in rows], runs)
 
     def arrived_after(self, count: int) -> list[TrajectoryGroup]:
         """They lie in the order in which they came; what was evicted since then is left out."""
@@ -210,19 +210,19 @@ class TrajectoryStore:
 
     # ── rows ───────────────────────────────────────────────────────────────────────────────────────────────────────────
 
-    def _known(self, number: int) -> GroupRow | None:
-        if number in self._rows or number >= self._next_number:
-            return self._rows.get(number)
-        return self._index.get(number)
+    def _known(self, index: int) -> GroupRow | None:
+        if index in self._rows or index >= self._next_index:
+            return self._rows.get(index)
+        return self._index.get(index)
 
-    def _stored(self, number: int) -> GroupRow:
-        row = self._known(number)
-        assert row is not None, f"there is no group {number}"
-        assert row.segment in self._segments, f"group {number} is {row.state}, and its tokens are not here"
+    def _stored(self, index: int) -> GroupRow:
+        row = self._known(index)
+        assert row is not None, f"there is no group {index}"
+        assert row.segment in self._segments, f"group {index} is {row.state}, and its tokens are not here"
         return row
 
-    def _move(self, numbers: Iterable[int], version: int, to: GroupState, *origins: GroupState, **changes: object) -> None:
-        rows = [self._rows[number] for number in numbers]
+    def _move(self, indices: Iterable[int], version: int, to: GroupState, *origins: GroupState, **changes: object) -> None:
+        rows = [self._rows[index] for index in indices]
         for row in rows:
             assert row.state in origins, f"group {row.number} is {row.state}, and cannot become {to}"
         self._put([replace(row, state=to, **changes) for row in rows], version)  # type: ignore[arg-type]
@@ -241,7 +241,7 @@ class TrajectoryStore:
                 self._count(old, -1)
             self._count(row, 1)
             self._keep(row)
-            self._next_number = max(self._next_number, row.number + 1)
+            self._next_index = max(self._next_index, row.number + 1)
 
     def _keep(self, row: GroupRow) -> None:
         """In memory, as long as it is not settled."""
@@ -289,7 +289,7 @@ class TrajectoryStore:
         try:
             self._index.check()
             self._mend()
-            counts, totals, self._next_number, self._version = self._index.totals()
+            counts, totals, self._next_index, self._version = self._index.totals()
             self._counts = Counter(counts)
             self._segments.know(totals)
             for row in self._index.rows(UNSETTLED):

@@ -130,7 +130,7 @@ class StoreFiles:
 
     def save(self, path: Path, groups: Step) -> None:
         assert self._store is not None
-        self._store.begin([group.number for group in groups], 0)
+        self._store.begin([group.index for group in groups], 0)
         self._store.add(*groups)
 
     def close(self) -> None:

@@ -78,8 +78,8 @@ def _attempt(length: int, prompt_tokens: int, letters: str, random: np.random.Ge
 
 def make_steps(pool: Sequence[TrajectoryGroup], num_steps: int, groups_per_step: int) -> Iterator[Step]:
     for step in range(num_steps):
-        numbers = range(step * groups_per_step, (step + 1) * groups_per_step)
-        yield [replace(pool[number % len(pool)], number=number) for number in numbers]
+        indices = range(step * groups_per_step, (step + 1) * groups_per_step)
+        yield [replace(pool[index % len(pool)], index=index) for index in indices]
 
 
 def least_bytes(group: TrajectoryGroup) -> int:
@@ -100,7 +100,7 @@ class StoreSide:
         store, seconds = TrajectoryStore(folder), []
         for version, groups in enumerate(steps):
             started = time.perf_counter()
-            store.begin([group.number for group in groups], version)
+            store.begin([group.index for group in groups], version)
             for some in [groups] if self._at_once else [[group] for group in groups]:
                 store.add(*some)
             seconds.append(time.perf_counter() - started)
@@ -114,13 +114,13 @@ class StoreSide:
 
     def batches(self, folder: Path) -> Iterator[TrainBatch]:
         store = TrajectoryStore(folder)
-        for first in range(0, store.next_number, self._groups_per_step):
+        for first in range(0, store.next_index, self._groups_per_step):
             yield pack_stored(store.read(range(first, first + self._groups_per_step)), 0, keep_silent=True)
         store.close()
 
     def last_batch(self, folder: Path) -> TrainBatch:
         store = TrajectoryStore(folder)
-        batch = pack_stored(store.read([info.number for info in store.ready()]), 0, keep_silent=True)
+        batch = pack_stored(store.read([info.index for info in store.ready()]), 0, keep_silent=True)
         store.close()
         return batch
 
@@ -239,7 +239,7 @@ def batch_of_rows(rows: Sequence[Mapping[str, Any]]) -> TrainBatch:
 def _as_dict(group: TrajectoryGroup, attempt: int) -> dict[str, Any]:
     t = group.trajectories[attempt]
     return {
-        "group": group.number,
+        "group": group.index,
         "attempt": attempt,
         "token_ids": t.token_ids,
         "loss_mask": t.loss_mask,

@@ -138,8 +138,8 @@ def test_an_index_without_room_is_a_full_disk_too(folder: Path) -> None:
     with pytest.raises(OSError, match="No space left") as caught:
         store.begin(range(2, 2000), 0)
     assert caught.value.errno == errno.ENOSPC
-    assert store.next_number == 2
-    assert TrajectoryStore(folder).next_number == 2
+    assert store.next_index == 2
+    assert TrajectoryStore(folder).next_index == 2
 
 
 # ── a torn segment ─────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -368,7 +368,7 @@ def test_a_lock_of_another_program_is_waited_for(folder: Path) -> None:
     timer.start()
     store.begin([1], 0)
     timer.join()
-    assert store.next_number == 2
+    assert store.next_index == 2
 
 
 def test_a_lock_that_is_kept_is_an_error_that_names_the_file(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -380,7 +380,7 @@ def test_a_lock_that_is_kept_is_an_error_that_names_the_file(folder: Path, monke
     assert "--resume" in caught.value.hint
     other.rollback()
     store.begin([1], 0)
-    assert store.next_number == 2
+    assert store.next_index == 2
 
 
 # ── a damaged index ────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -413,7 +413,7 @@ def test_the_index_is_made_again_from_the_segments(folder: Path, how: str) -> No
     assert again.counts == {"in_flight": 0, "ready": 16, "leased": 0, "trained": 12, "dropped": 2}
     assert again.resume(2) == []
     assert ready_numbers(again) == [8, 9, 10, 11, *range(14, 30)], "trained at step 2, which is taken again, and ready"
-    assert again.next_number == 30, "the one in flight is given out once more"
+    assert again.next_index == 30, "the one in flight is given out once more"
     assert (how == "deleted") != (folder / "damaged-001" / "index.sqlite").exists()
 
 

@@ -44,7 +44,7 @@ def read(folder: Path) -> pa.Table:
 
 @pytest.mark.parametrize("closed", [False, True], ids=["while the run goes on", "afterwards"])
 def test_the_segments_hold_what_was_sampled(tmp_path: Path, closed: bool) -> None:
-    group = TrajectoryGroup("sums/1", attempts(), np.array([0.5, -0.5, 0], dtype=np.float32), number=4)
+    group = TrajectoryGroup("sums/1", attempts(), np.array([0.5, -0.5, 0], dtype=np.float32), index=4)
     store = TrajectoryStore(tmp_path)
     store.begin([4], 5)
     store.add(group)
@@ -100,7 +100,7 @@ def test_groups_that_come_at_once_lie_as_if_they_had_come_one_by_one(tmp_path: P
     parts = [{"a": 1.0}, {}, {"a": 0.0, "b": 2.0}]
     groups = [
         numbered(3, reward_parts=parts[0], text="ünïcode 🙂"),
-        TrajectoryGroup("sums/1", attempts(), np.array([0.5, -0.5, 0], dtype=np.float32), number=0),
+        TrajectoryGroup("sums/1", attempts(), np.array([0.5, -0.5, 0], dtype=np.float32), index=0),
         numbered(2, [1.0], reward_parts=parts[1], text=""),
         *(numbered(number, [0.5] * number, version=number, reward_parts=parts[2]) for number in range(4, 9)),
     ]
@@ -131,7 +131,7 @@ def test_many_groups_at_once_fill_segments_as_they_do_one_by_one(tmp_path: Path)
 def test_no_groups_are_no_work(tmp_path: Path) -> None:
     store = TrajectoryStore(tmp_path)
     store.add()
-    assert (num_segments(store), store.next_number) == (0, 0)
+    assert (num_segments(store), store.next_index) == (0, 0)
 
 
 def test_a_segment_that_is_full_is_followed_by_another(tmp_path: Path) -> None:
@@ -175,7 +175,7 @@ def test_states_survive_the_process(tmp_path: Path) -> None:
     store.close()
     again = TrajectoryStore(tmp_path)
     assert again.counts == {"in_flight": 1, "ready": 2, "leased": 1, "trained": 1, "dropped": 1}
-    assert (ready_numbers(again), again.next_number) == ([3, 4], 6)
+    assert (ready_numbers(again), again.next_index) == ([3, 4], 6)
     assert again.read([3, 4]).tokens.tolist() == [t for g in (103, 104) for n in (1, 2) for t in [10, 11, 12, *[g] * n]]
 
 
@@ -202,7 +202,7 @@ sys.path.insert(0, sys.argv[1])
 from support.stored import numbered
 from redline.buffer.store.trajectory_store import TrajectoryStore
 store = TrajectoryStore(Path(sys.argv[2]), segment_bytes=2_000)
-first = store.next_number
+first = store.next_index
 for number in range(first, first + 100_000, 4):
     four = range(number, number + 4)
     store.begin(four, number)
@@ -226,7 +226,7 @@ def test_a_kill_loses_no_group_that_was_added(tmp_path: Path) -> None:
         added += [int(line) for line in process.stdout.read().splitlines()]
         process.wait()
     store = TrajectoryStore(tmp_path)
-    again = store.resume(store.next_number)
+    again = store.resume(store.next_index)
     known = {*ready_numbers(store), *again}
     trained = {number for number in added if number % 3 == 0}
     assert len(added) > 40
@@ -322,11 +322,11 @@ def test_a_new_segment_never_has_the_name_of_one_that_was_deleted(tmp_path: Path
 
 def test_groups_of_an_earlier_process_come_back_as_they_came(tmp_path: Path) -> None:
     store = TrajectoryStore(tmp_path)
-    given = TrajectoryGroup("sums/1", attempts(), np.array([0.5, -0.5, 0], dtype=np.float32), number=4)
+    given = TrajectoryGroup("sums/1", attempts(), np.array([0.5, -0.5, 0], dtype=np.float32), index=4)
     store.add(given)
     store.close()
     [found] = TrajectoryStore(tmp_path).arrived_after(0)
-    assert (found.task_id, found.number, found.versions) == (given.task_id, given.number, given.versions)
+    assert (found.task_id, found.index, found.versions) == (given.task_id, given.index, given.versions)
     np.testing.assert_array_equal(found.advantages, given.advantages)
     for mine, theirs in zip(found.trajectories, given.trajectories, strict=True):
         for name in ("token_ids", "loss_mask", "logprobs"):
@@ -341,8 +341,8 @@ def test_they_come_in_the_order_in_which_they_came_across_segments(tmp_path: Pat
     for number in order:
         store.add(numbered(number))
     assert num_segments(store) > 1
-    assert [group.number for group in store.arrived_after(0)] == order
-    assert [group.number for group in store.arrived_after(7)] == order[7:]
+    assert [group.index for group in store.arrived_after(0)] == order
+    assert [group.index for group in store.arrived_after(7)] == order[7:]
     assert store.arrived_after(10) == []
 
 
@@ -360,12 +360,12 @@ def test_what_a_resumed_run_has_and_does_not_attempt_again_is_counted_once(tmp_p
     store.close()
     store, resumed = make(1)
     resumed.resume(1)
-    assert [group.number for group in resumed.not_counted(4)] == [4]
+    assert [group.index for group in resumed.not_counted(4)] == [4]
     assert resumed.admit(1) == [5]
     store.close()
     store, again = make(1)
     again.resume(0)
-    assert [group.number for group in again.not_counted(0)] == [0, 1, 2, 3], "4 was sampled by a policy that is lost"
+    assert [group.index for group in again.not_counted(0)] == [0, 1, 2, 3], "4 was sampled by a policy that is lost"
     store.close()
 
 
@@ -477,7 +477,7 @@ def test_a_batch_of_neighbours_is_a_view_of_the_file(tmp_path: Path, closed: boo
 def test_groups_that_are_not_neighbours_are_read_as_one(tmp_path: Path) -> None:
     store = filled(tmp_path, 9)
     groups = store.read([1, 2, 5, 4])
-    assert (groups.num_runs, groups.numbers) == (3, (1, 2, 5, 4))
+    assert (groups.num_runs, groups.indices) == (3, (1, 2, 5, 4))
     assert groups.tokens[groups.loss_mask].tolist() == [n for g in (101, 102, 105, 104) for n in [g] * 3]
     assert groups.offsets.tolist() == [0, 4, 9, 13, 18, 22, 27, 31, 36]
 
