@@ -21,17 +21,32 @@ if TYPE_CHECKING:
     from redline.api.engine import Engine, Reply
     from redline.api.train import train
     from redline.errors import RedlineError
-    from redline.ports import TaskSource
+    from redline.ports import Environment, Policy, TaskSource
     from redline.rollouts.tasks.held_out import split_held_out
     from redline.runs import Run
     from redline.telemetry.spans import user_span as span
     from redline.types import Task
 
 __version__ = "0.1.0"
-__all__ = ["Engine", "RedlineError", "Reply", "Run", "Task", "TaskSource", "__version__", "span", "split_held_out", "train"]
+__all__ = [
+    "Engine",
+    "Environment",
+    "Policy",
+    "RedlineError",
+    "Reply",
+    "Run",
+    "Task",
+    "TaskSource",
+    "__version__",
+    "span",
+    "split_held_out",
+    "train",
+]
 
 _HOME = {
     "Engine": ("redline.api.engine", "Engine"),
+    "Environment": ("redline.ports", "Environment"),
+    "Policy": ("redline.ports", "Policy"),
     "RedlineError": ("redline.errors", "RedlineError"),
     "Reply": ("redline.api.engine", "Reply"),
     "Run": ("redline.runs", "Run"),

@@ -203,6 +203,8 @@ redline perf --baselines --device --json --reason --update
 
 PYTHON = """
 Engine
+Environment
+Policy
 RedlineError
 Reply
 Run
