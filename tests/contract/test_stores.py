@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.stored import make_resumable, numbered, ready_numbers
+from support.stored_groups import make_resumable, numbered, ready_numbers
 
 from redline.buffer.packing import pack
 from redline.buffer.store.group_store import GroupState, GroupStore

@@ -15,7 +15,7 @@ import numpy as np
 import pyarrow as pa
 import pytest
 from safetensors.torch import load_file, save_file
-from support.crashing import deeds, end_of, forked, newest_run, output, run_to_end, wait_until
+from support.crashing_runs import deeds, end_of, forked, newest_run, output, run_to_end, wait_until
 from support.processes import LETTERS, assert_finite, num_rows, rows, write_letters
 
 from redline.buffer.store.group_store import GroupState

@@ -14,7 +14,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.compute as pc
 import pytest
-from support.crashing import (
+from support.crashing_runs import (
     Point,
     calls,
     deeds,

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 from safetensors.torch import load_file, save_file
-from support.crashing import Unread, end_of, forked, output, run_to_end, wait_until
+from support.crashing_runs import Unread, end_of, forked, output, run_to_end, wait_until
 from support.processes import num_rows, only_run, rows, write_letters
 
 from redline.models.files.sources import model_folder

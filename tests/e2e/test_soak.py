@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from support.crashing import end_of, forked, newest_run, output, wait_until
+from support.crashing_runs import end_of, forked, newest_run, output, wait_until
 from support.processes import num_rows, rows, write_letters
 
 from redline.buffer.store.group_store import GroupState

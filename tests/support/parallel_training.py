@@ -1,6 +1,6 @@
 """A trainer as small as one can be, around `Parallel`: what it computes on several processes must be what it computes on one.
 
-Run by the tests themselves for the single process, and by the processes of `ranks.py` for the others."""
+Run by the tests themselves for the single process, and by the processes of `rank_processes.py` for the others."""
 
 from __future__ import annotations
 

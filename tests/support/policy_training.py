@@ -1,4 +1,4 @@
-"""`PolicyTrainer` on small networks and random batches, in this process or in those of `ranks.py`."""
+"""`PolicyTrainer` on small networks and random batches, in this process or in those of `rank_processes.py`."""
 
 from __future__ import annotations
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 from rich.console import Console, RenderableType
-from support.stored import numbered
+from support.stored_groups import numbered
 from typer.testing import CliRunner
 
 from redline.buffer.store.trajectory_store import TrajectoryStore

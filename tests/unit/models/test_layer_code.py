@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from support.model_specs import QWEN_HALF_BILLION
 from support.small_models import CONFIGS, write_model
 
 from redline.config.sections.lora import LoraConfig
@@ -15,25 +16,8 @@ from redline.models.files.hf import load_decoder
 from redline.models.layer_code import Checkpointing, layer_code
 from redline.models.lora.trainable import add_adapter
 from redline.models.parallel import Shard, shard_decoder
-from redline.models.spec import DecoderSpec, ModelShape
+from redline.models.spec import ModelShape
 
-SPEC = DecoderSpec(
-    family="qwen2",
-    vocab_size=151_936,
-    hidden_size=896,
-    num_layers=24,
-    num_heads=14,
-    num_kv_heads=2,
-    head_dim=64,
-    max_positions=32_768,
-    intermediate_size=4864,
-    norm_eps=1e-6,
-    tied_embeddings=True,
-    qkv_bias=True,
-    o_bias=False,
-    mlp_bias=False,
-    qk_norm=False,
-)
 OTHER_NETWORK = ModelShape("bloom", 100, 64, 2, 4, 4, 16, 128)
 
 
@@ -51,7 +35,13 @@ OTHER_NETWORK = ModelShape("bloom", 100, 64, 2, 4, 4, 16, 128)
     ],
 )
 def test_who_runs_the_layers_follows_from_the_setting(change: dict[str, object], code: str) -> None:
-    asked = {"shape": SPEC, "dtype": torch.bfloat16, "checkpointing": "none", "kernels": True, "whole": True} | change
+    asked = {
+        "shape": QWEN_HALF_BILLION,
+        "dtype": torch.bfloat16,
+        "checkpointing": "none",
+        "kernels": True,
+        "whole": True,
+    } | change
     assert layer_code(**asked) == code  # type: ignore[arg-type]
 
 

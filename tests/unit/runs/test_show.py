@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 from rich.console import Console
-from support.stored import attempts, numbered
+from support.stored_groups import attempts, numbered
 from typer.testing import CliRunner
 
 from redline.buffer.store.trajectory_store import TrajectoryStore

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from support.fakes import Attempt, train_batch
 from support.policy_training import Bench, Outcome, assert_close, make_bench, part_of, train
-from support.ranks import Ranks, started_ranks
+from support.rank_processes import Ranks, started_ranks
 
 from redline.types import TrainBatch
 

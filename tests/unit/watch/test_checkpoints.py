@@ -14,7 +14,7 @@ import torch
 from rich.console import Console
 from support.checkpointed import DAMAGES, STATE, batch, cut, make_trainer, write_small_model
 from support.fakes import Calls, FakeTrainer
-from support.watched import FakeStages
+from support.watched_stages import FakeStages
 
 from redline.config import validate
 from redline.errors import RunFolderError

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from support.fakes import REPORT, FakeTrainer, train_batch, trajectory
-from support.watched import FakeStages
+from support.watched_stages import FakeStages
 
 from redline.buffer import GroupBuffer, GroupStore, MemoryStore, TrajectoryStore
 from redline.config.schema import Config

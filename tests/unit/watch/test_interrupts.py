@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 from support.fakes import FakeTrainer
-from support.watched import FakeStages
+from support.watched_stages import FakeStages
 
 from redline.config import validate
 from redline.telemetry import Progress, Recorder, RunFolder

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pytest
-from support.stored import attempts, filled, numbered, ready_numbers
+from support.stored_groups import attempts, filled, numbered, ready_numbers
 
 from redline.buffer.store.repair import _Salvaged, repair
 from redline.buffer.store.segments import segment_files

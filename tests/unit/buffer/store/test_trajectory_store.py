@@ -17,7 +17,7 @@ import pyarrow as pa
 import pytest
 from support.fakes import trajectory
 from support.paths import ROOT
-from support.stored import SIGNAL, attempts, filled, make_resumable, num_segments, numbered, ready_numbers
+from support.stored_groups import SIGNAL, attempts, filled, make_resumable, num_segments, numbered, ready_numbers
 
 from redline.buffer.buffer import GroupBuffer
 from redline.buffer.packing import pack
@@ -199,7 +199,7 @@ WRITER = """
 import sys
 from pathlib import Path
 sys.path.insert(0, sys.argv[1])
-from support.stored import numbered
+from support.stored_groups import numbered
 from redline.buffer.store.trajectory_store import TrajectoryStore
 store = TrajectoryStore(Path(sys.argv[2]), segment_bytes=2_000)
 first = store.next_index

@@ -9,6 +9,7 @@ from typing import get_args
 
 import pytest
 import torch
+from support.model_specs import QWEN_HALF_BILLION
 from support.small_models import CONFIGS, random_tokens, write_model
 from torch import Tensor, nn
 
@@ -33,24 +34,6 @@ from redline.models.spec import DecoderSpec, ModelShape
 
 LENGTH = 4
 FAMILIES = ["llama, tied", "llama, all biases", "mistral, own head size", "qwen2, untied", "qwen3, own head size"]
-
-QWEN_HALF_BILLION = DecoderSpec(
-    family="qwen2",
-    vocab_size=151_936,
-    hidden_size=896,
-    num_layers=24,
-    num_heads=14,
-    num_kv_heads=2,
-    head_dim=64,
-    max_positions=32_768,
-    intermediate_size=4864,
-    norm_eps=1e-6,
-    tied_embeddings=True,
-    qkv_bias=True,
-    o_bias=False,
-    mlp_bias=False,
-    qk_norm=False,
-)
 
 
 @pytest.fixture(scope="module")

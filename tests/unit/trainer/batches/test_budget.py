@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 from support.fakes import Attempt, train_batch
+from support.model_specs import QWEN_HALF_BILLION
 from support.small_models import CONFIGS, write_model
 from torch import Tensor, nn
 
@@ -14,7 +15,6 @@ from redline.models.attention.packed import PackedAttention
 from redline.models.files.hf import load_decoder
 from redline.models.layer_code import Checkpointing, layer_code
 from redline.models.sizes.memory import ParameterBytes, parameter_bytes, token_bytes
-from redline.models.spec import DecoderSpec
 from redline.trainer.batches.budget import (
     BUSY_TOKENS,
     MOST_TOKENS,
@@ -41,24 +41,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 # ── the plan ───────────────────────────────────────────────────────────────────────────────────────────────────────────
-
-QWEN_HALF_BILLION = DecoderSpec(
-    family="qwen2",
-    vocab_size=151_936,
-    hidden_size=896,
-    num_layers=24,
-    num_heads=14,
-    num_kv_heads=2,
-    head_dim=64,
-    max_positions=32_768,
-    intermediate_size=4864,
-    norm_eps=1e-6,
-    tied_embeddings=True,
-    qkv_bias=True,
-    o_bias=False,
-    mlp_bias=False,
-    qk_norm=False,
-)
 
 
 def plan_for(device: int, others: int = 0, checkpointing: Checkpointing = "none") -> MemoryPlan:

@@ -18,7 +18,7 @@ import pytest
 import torch
 from rich.console import Console
 from support.fakes import FakeTrainer
-from support.watched import FakeStages
+from support.watched_stages import FakeStages
 
 from redline.config import validate
 from redline.errors import RunFolderError

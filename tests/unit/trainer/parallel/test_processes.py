@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from support.parallel_training import Case, Outcome, talk, train, train_in_small_buckets, train_with
-from support.ranks import Ranks, started_ranks
+from support.rank_processes import Ranks, started_ranks
 from torch import Tensor
 
 from redline.trainer.parallel.processes import Parallel
