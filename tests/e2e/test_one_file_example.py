@@ -161,7 +161,7 @@ def run_package(model: Path, folder: Path) -> Run:
     evaluate()
     stages.run(RecordingWatch(run), STEPS)
     evaluate()
-    run.weights = {name: tensor.clone() for name, tensor in hf_tensors(stages.decoder)}
+    run.weights = {name: tensor.clone() for name, tensor in hf_tensors(stages.model.decoder)}
     return run
 
 

@@ -276,6 +276,15 @@ class GroupBuffer:
             self._last_step["buffer/groups_to_score"] = mean
         self._late = LateDrops()
 
+    def news(self) -> list[str]:
+        """Sentences for a person about what the controllers changed, or found, at the last step."""
+        told = {"groups under way or waiting": self.decision, "workers for rewards": self.worker_decision}
+        return [
+            f"buffer: {f'{decision.old} → ' if decision.is_change else ''}{decision.new} {what}, {decision.why}"
+            for what, decision in told.items()
+            if decision.is_change or decision.is_news
+        ]
+
     @property
     def metrics(self) -> dict[str, float]:
         """The last step's row of the buffer. Replays and drops, by reason, are counted since the process began."""

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
+from torch import Tensor
 
 from redline.config import Config
-from redline.launch.stages import Stages
+from redline.launch.models import LoadedModel
 from redline.models.decoder import Decoder
 from redline.models.files.hf import save_folder
 from redline.models.lora.trainable import merged_tensors, save_adapter
@@ -13,13 +16,13 @@ from redline.telemetry import RunFolder
 from redline.telemetry.files.durable import replacing_folder
 
 
-def save_model(config: Config, stages: Stages, folder: RunFolder) -> None:
+def save_model(config: Config, model: LoadedModel, masters: Mapping[str, Tensor] | None, folder: RunFolder) -> None:
     """Write the policy as a Hugging Face folder; an adapter also by itself, as PEFT has it. Blocks until both are written."""
-    dtype, tensors = getattr(torch, config.model.dtype), stages.trainer.masters
+    dtype, decoder, tensors = getattr(torch, config.model.dtype), model.decoder, masters
     if config.trainer.lora.rank:
-        assert isinstance(stages.decoder, Decoder)
+        assert isinstance(decoder, Decoder), "only such a network takes an adapter"
         with replacing_folder(folder.adapter) as adapter:
-            save_adapter(adapter, stages.decoder, config.trainer.lora, str(stages.source), tensors)
-        tensors = merged_tensors(stages.decoder, tensors)
-    with replacing_folder(folder.model) as model:
-        save_folder(model, stages.decoder, stages.source, dtype, tensors)
+            save_adapter(adapter, decoder, config.trainer.lora, str(model.folder), tensors)
+        tensors = merged_tensors(decoder, tensors)
+    with replacing_folder(folder.model) as saved:
+        save_folder(saved, decoder, model.folder, dtype, tensors)

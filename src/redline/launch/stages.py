@@ -1,44 +1,93 @@
-"""The five stages of a process, connected."""
+"""The five stages of a process, connected. They are known here by what they can do, never by their classes."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from pathlib import Path
+from typing import Protocol
+
+from torch import Tensor
 
 from redline import loop
-from redline.buffer import GroupBuffer, GroupStore
-from redline.engine import EngineSession, NativeEngine
-from redline.models.files.hf import AnyDecoder
-from redline.ports import Rollouts, Trainer, Watch
-from redline.trainer import PolicyTrainer
-from redline.types import EngineStats, Task, Trajectory
-from redline.weight_sync import WeightProtocol
+from redline.buffer import GroupStore
+from redline.launch.models import LoadedModel
+from redline.ports import Buffer, Engine, Rollouts, Session, SteppedEngine, Trainer, Watch, WeightSync
+from redline.types import EngineStats, Task, Trajectory, TrajectoryGroup
+
+
+class RunEngine(SteppedEngine, Protocol):
+    """An engine that says how much memory it holds."""
+
+    def memory(self) -> Mapping[str, int]:
+        """Bytes by kind that it holds besides the network."""
+        ...
+
+
+class RunTrainer(Trainer, Protocol):
+    """A trainer whose weights can be written to a file."""
+
+    @property
+    def masters(self) -> Mapping[str, Tensor]:
+        """The float32 weights that are trained, by our parameter names."""
+        ...
+
+    def memory(self) -> Mapping[str, int]:
+        """Bytes by kind that it holds."""
+        ...
+
+
+class RunBuffer(Buffer, Protocol):
+    """A buffer that can be resumed and watched."""
+
+    @property
+    def metrics(self) -> Mapping[str, float]:
+        """Its part of a step's row."""
+        ...
+
+    def news(self) -> Sequence[str]:
+        """Sentences for a person about what its controllers changed at the last step."""
+        ...
+
+    def clock_stands_still(self) -> AbstractContextManager[None]:
+        """Inside the block no group under way grows older."""
+        ...
+
+    def resume(self, version: int) -> None:
+        """Go back to where the checkpoint of this version left it."""
+        ...
+
+    def not_counted(self, count: int) -> Sequence[TrajectoryGroup]:
+        """The groups that arrived after the first `count`, in an earlier process."""
+        ...
 
 
 @dataclass(slots=True)
 class Stages:
-    """The five stages of one process, connected."""
+    """The stages of one process. Implements `watch.watched.Watched`."""
 
     rollouts: Rollouts
-    buffer: GroupBuffer
-    trainer: PolicyTrainer
-    weight_sync: WeightProtocol
-    engine: NativeEngine
-    session: EngineSession
-    """Owns the engine."""
-    decoder: AnyDecoder
-    source: Path
-    """The folder the model was loaded from."""
+    buffer: RunBuffer
+    trainer: RunTrainer
+    weight_sync: WeightSync
+    synced_engine: Engine
+    """The engine as the loop has it: an update goes through `weight_sync`."""
+    engine: RunEngine
+    """The engine itself."""
+    session: Session
+    """Owns the engine: whoever wants it between two steps holds it."""
     store: GroupStore
-    held_out: list[Task]
+    """Where the buffer keeps its groups."""
+    model: LoadedModel
+    """The network that trainer and engine share."""
+    held_out: Sequence[Task]
 
     def run(self, watch: Watch, steps: int, trainer: Trainer | None = None) -> None:
         """Run the loop until the trainer has taken `steps` steps in all, or the watch ends it. `trainer` stands in for the
         stages' own: the same one, with something around it."""
         trainer = trainer or self.trainer
-        loop.run(self.rollouts, self.buffer, trainer, self.weight_sync, self.weight_sync.engine, steps=steps, watch=watch)
+        loop.run(self.rollouts, self.buffer, trainer, self.weight_sync, self.synced_engine, steps=steps, watch=watch)
 
     def evaluate(self, tasks: Sequence[Task]) -> list[list[Trajectory]]:
         """Scored attempts at held-out tasks. Blocks; meanwhile no group under way grows older."""
@@ -48,9 +97,9 @@ class Stages:
 
     def memory(self) -> Counter[str]:
         """Bytes by kind that the stages hold."""
-        kinds = Counter(self.trainer.memory())
-        for stage in (self.engine, self.rollouts):
-            kinds.update(stage.memory())
+        kinds: Counter[str] = Counter()
+        for held in (self.trainer.memory(), self.engine.memory(), self.rollouts.memory()):
+            kinds.update(held)
         return kinds
 
     def queues(self) -> dict[str, float]:
@@ -67,23 +116,20 @@ class Stages:
         }
 
     def engine_stats(self) -> EngineStats:
+        """What the engine has done so far. Does not block."""
         return self.engine.stats
 
     def buffer_metrics(self) -> Mapping[str, float]:
         return self.buffer.metrics
 
-    def news(self) -> list[str]:
-        """Sentences about what the buffer's controllers have changed at the last step."""
-        told = {"groups under way or waiting": self.buffer.decision, "workers for rewards": self.buffer.worker_decision}
-        return [
-            f"buffer: {f'{decision.old} → ' if decision.is_change else ''}{decision.new} {what}, {decision.why}"
-            for what, decision in told.items()
-            if decision.is_change or decision.is_news
-        ]
+    def news(self) -> Sequence[str]:
+        return self.buffer.news()
 
     def flush_store(self) -> None:
+        """Block until the disk has what became of every group."""
         self.store.flush()
 
     def close(self) -> None:
+        """Cancel what is under way, end all threads and close the files. Blocks for some seconds at most."""
         self.rollouts.close()
         self.store.close()

@@ -378,6 +378,7 @@ def test_the_controller_hears_how_long_the_trainer_waited_and_its_target_is_kept
     assert buffer.metrics["buffer/trainer_wait_s"] == 3.0
     assert (buffer.decision.old, buffer.decision.new) == (4, 6)
     assert buffer.decision.why == "the trainer waited for 75% of the time"
+    assert buffer.news() == ["buffer: 4 → 6 groups under way or waiting, the trainer waited for 75% of the time"]
     assert len(buffer.admit(4)) == 4, "two in place of the trained ones, and two more"
 
 

@@ -24,12 +24,12 @@ import torch
 from rich.console import Console
 
 from redline.config import Config, load_recipe, resolve
-from redline.engine import EngineSession
 from redline.engine.stats import metrics_between
 from redline.lab.child import take_stdout
 from redline.lab.measure.scratch_run import StepWatch, scratch_stages
 from redline.launch.process import prepare_process
 from redline.models.files.sources import model_folder
+from redline.ports import Session
 from redline.telemetry import Recorder, describe_environment, recording
 from redline.watch.rows import step_metrics
 
@@ -74,18 +74,18 @@ def _steps(task: dict[str, Any]) -> Iterator[tuple[torch.device, Play]]:
 
         def step() -> tuple[Metrics, list[str]]:
             """Rollouts that run ahead rest while the other side has its turn."""
-            stats = stages.engine.stats
+            stats = stages.engine_stats()
             recorder.step_mark()
             with _resumed(stages.session):
                 stages.run(watch, stages.trainer.version + 1)
-            row = rows.pop() | metrics_between(stats, stages.engine.stats)
+            row = rows.pop() | metrics_between(stats, stages.engine_stats())
             return row, [name for name in row if name.endswith(("_per_s", "hit_rate")) or "reward" in name]
 
         yield torch.device(config.run.device), step
 
 
 @contextlib.contextmanager
-def _resumed(session: EngineSession) -> Iterator[None]:
+def _resumed(session: Session) -> Iterator[None]:
     session.resume()
     try:
         yield

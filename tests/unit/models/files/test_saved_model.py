@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
 from pathlib import Path
 
 import huggingface_hub
@@ -10,8 +9,10 @@ import pytest
 from support.small_models import CONFIGS, write_model
 
 from redline.config import validate
+from redline.launch.models import LoadedModel
 from redline.launch.result import save_model
-from redline.models.files.hf import AnyDecoder, load_decoder
+from redline.models.files.hf import load_decoder
+from redline.models.files.tiny import tiny_tokenizer
 from redline.telemetry import RunFolder
 
 
@@ -19,24 +20,12 @@ class Killed(BaseException):
     """Stands for kill -9."""
 
 
-class FakeTrainer:
-    masters = None
-    """The decoder's own parameters."""
-
-
-@dataclass
-class FakeStages:
-    decoder: AnyDecoder
-    source: Path
-    trainer: FakeTrainer = field(default_factory=FakeTrainer)
-
-
 @pytest.fixture
-def stages(tmp_path: Path) -> FakeStages:
+def model(tmp_path: Path) -> LoadedModel:
     source = tmp_path / "source"
     source.mkdir()
     write_model(source, CONFIGS["qwen3, biases"])
-    return FakeStages(load_decoder(source), source)
+    return LoadedModel(load_decoder(source), tiny_tokenizer(), source)
 
 
 def content(folder: Path) -> dict[str, bytes]:
@@ -44,13 +33,13 @@ def content(folder: Path) -> dict[str, bytes]:
 
 
 def test_a_kill_while_the_model_is_saved_leaves_the_one_before(
-    stages: FakeStages, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    model: LoadedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = validate(
         {"model": {"path": "x", "dtype": "float32"}, "rollouts": {"task": {"kind": "import", "path": "tests:Fake"}}}
     )
     folder = RunFolder.create(tmp_path, "run")
-    save_model(config, stages, folder)
+    save_model(config, model, None, folder)
     before = content(folder.model)
     assert {"config.json", "model.safetensors"} <= before.keys()
 
@@ -61,8 +50,8 @@ def test_a_kill_while_the_model_is_saved_leaves_the_one_before(
     with monkeypatch.context() as patch:
         patch.setattr(huggingface_hub, "save_torch_state_dict", killed_half_way)
         with pytest.raises(Killed):
-            save_model(config, stages, folder)
+            save_model(config, model, None, folder)
     assert content(folder.model) == before
-    save_model(config, stages, folder)
+    save_model(config, model, None, folder)
     assert content(folder.model) == before
     assert not list(folder.path.glob(".model.*"))

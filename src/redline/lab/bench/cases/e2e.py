@@ -165,7 +165,7 @@ def run_loop(config: Config, skip: int, steps: int) -> E2ERun:
     prepare_process(config)
     recorder = Recorder(keep_spans=False)
     with recording(recorder), scratch_stages(config) as stages:
-        clock = Clock(skip, NetworkCost.of(stages.decoder), stages.buffer_metrics)
+        clock = Clock(skip, NetworkCost.of(stages.model.decoder), stages.buffer_metrics)
         before = _until(stages, clock, skip, recorder)
         after = _until(stages, clock, skip + steps, recorder)
     clock.buffer_metrics = dict  # it holds the stages

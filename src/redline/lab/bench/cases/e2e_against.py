@@ -66,7 +66,7 @@ class OwnSide:
 
     def __init__(self, stages: Stages, recorder: Recorder, device: torch.device) -> None:
         self._stages, self._recorder, self._device = stages, recorder, device
-        self._cost = NetworkCost.of(stages.decoder)
+        self._cost = NetworkCost.of(stages.model.decoder)
 
     def step(self) -> SteppedRun:
         finished: list[FinishedStep] = []

@@ -19,8 +19,7 @@ import torch
 from rich.console import Console
 
 from redline.config import Config, load_recipe, refuse_without_effect, resolve, validate
-from redline.engine import EngineSession, NativeEngine
-from redline.environments.single_turn import SingleTurn
+from redline.engine import EngineSession
 from redline.lab.bench.settings import RolloutSettings
 from redline.lab.evidence.document import Bound, Measured, Result
 from redline.lab.evidence.statistics import percentiles
@@ -31,13 +30,13 @@ from redline.lab.measure.machine import Machine, measure_machine, synchronize
 from redline.lab.measure.pairs import interleave
 from redline.lab.measure.warmup import warm_up
 from redline.lab.peers.contest import OURS
-from redline.launch.preflight import check_inputs
+from redline.launch.build import make_rollout_setup
+from redline.launch.engines import make_engine
+from redline.launch.models import load_policy
+from redline.launch.preflight import check_inputs, load_tasks
 from redline.launch.process import prepare_process
-from redline.models.files.hf import load_decoder, load_tokenizer, stop_token_ids
-from redline.models.files.sources import model_folder
 from redline.models.sizes.flops import NetworkCost
-from redline.rollouts import Chat, Dispatcher, RolloutSetup, make_task_source
-from redline.rollouts.rewards.reward_model import RewardModel
+from redline.rollouts import Dispatcher
 from redline.runs import Run
 from redline.telemetry import Recorder, recording
 from redline.types import Trajectory, TrajectoryGroup
@@ -111,26 +110,11 @@ class RolloutStage:
         self._config = config
         self._recorded = recorded
         self._device = torch.device(config.run.device)
-        source = model_folder(config.model.path, config.run.seed)
-        tokenizer = load_tokenizer(source)
-        self.decoder = load_decoder(source, self._device, getattr(torch, config.model.dtype))
-        self.engine = NativeEngine(self.decoder, config.engine, tokenizer)
+        model = load_policy(config)
+        self.decoder = model.decoder
+        self.engine = make_engine(model.decoder, config.engine, model.tokenizer)
         self._forced = ForcedLengths(self.engine)
-        rollouts = config.rollouts
-        judge = None
-        if rollouts.reward_model.path is not None:
-            judged_by = model_folder(rollouts.reward_model.path, config.run.seed)
-            dtype, most = getattr(torch, config.model.dtype), rollouts.reward_model.max_tokens_per_batch
-            judge = RewardModel(judged_by, self._device, dtype, most)
-        setup = RolloutSetup(
-            tasks=make_task_source(rollouts.task, config.run.seed),
-            environment=SingleTurn,
-            chat=Chat(tokenizer, rollouts.system_prompt, rollouts.prompt_suffix, rollouts.answer_prefix),
-            config=rollouts,
-            stop_token_ids=stop_token_ids(source, tokenizer),
-            seed=config.run.seed,
-            reward_model=judge,
-        )
+        setup = make_rollout_setup(config, model, self.engine, load_tasks(config))
         self._rollouts = Dispatcher(EngineSession(self._forced if recorded else self.engine), setup)
 
     def run(self, number: int) -> RolloutRun:
