@@ -15,9 +15,9 @@ class LoraConfig(Section):
     """A low-rank adapter beside frozen weights: W + scale · B A."""
 
     rank: int = Field(0, ge=0)
-    """Rows of A and columns of B; 0 trains all weights and no adapter."""
+    """Rank of the adapter, the rows of A and columns of B; 0 trains all weights and no adapter."""
     alpha: float = Field(32.0, gt=0)
-    """The scale is `alpha / rank`."""
+    """Scale of the adapter, times its rank: the scale is `alpha / rank`."""
     rslora: bool = False
     """Make the scale `alpha / √rank` (rank-stabilized LoRA)."""
     targets: tuple[Projection, ...] = get_args(Projection)

@@ -18,7 +18,7 @@ class EvaluationConfig(Section):
     samples_per_task: PositiveInt = 1
     """Attempts at each held-out task; their mean is reported."""
     temperature: float = Field(1.0, ge=0)
-    """0 is greedy."""
+    """Temperature of attempts at held-out tasks; 0 is greedy."""
     every: int = Field(0, ge=0)
     """Steps between evaluations; 0 evaluates before the first step and after the last."""
     stop_at: float | None = None
@@ -66,8 +66,9 @@ class RolloutsConfig(Section):
     max_prompt_tokens: PositiveInt | None = None
     """Most tokens of a prompt, chat template included; null is what `max_new_tokens` leaves of the longest sequence."""
     long_prompts: Literal["drop", "truncate"] = "drop"
-    """What becomes of a task whose prompt has more. `drop`: a JSONL file is read without it, any other source's task is a
-    recorded failure when its turn comes. `truncate`: the last user message loses its beginning and keeps its end."""
+    """What becomes of a task whose prompt has more than `max_prompt_tokens`. `drop`: a JSONL file is read without it, any other
+    source's task is a recorded failure when its turn comes. `truncate`: the last user message loses its beginning and
+    keeps its end."""
     task_timeout_s: float | None = Field(300.0, gt=0)
     """Seconds that a call of the task source's `train` may take; then the task counts as failed, and the run goes on without
     it. null waits for ever."""

@@ -95,7 +95,7 @@ class TrainerConfig(Section):
     eps: float = Field(1e-8, gt=0)
     """Added to AdamW's denominator."""
     weight_decay: float = Field(0.0, ge=0)
-    """On matrices only; norms and biases are never decayed."""
+    """Decoupled weight decay of AdamW, on matrices only; norms and biases are never decayed."""
     max_grad_norm: float = Field(1.0, gt=0)
     """Gradients are scaled down to this global L2 norm."""
     optimizer_states: Literal["float32", "int8"] = "float32"
@@ -111,7 +111,7 @@ class TrainerConfig(Section):
     """The ratio is clipped to `[1 - clip_low, 1 + clip_high]`; 1 leaves it without a lower bound. With one update per step
     there is nothing to clip: the policy is the one the step began with, and its ratio is 1."""
     clip_high: float = Field(0.2, gt=0)
-    """More than `clip_low` gives unlikely tokens room to grow (DAPO's clip-higher)."""
+    """Upper bound of the clip; more than `clip_low` gives unlikely tokens room to grow (DAPO's clip-higher)."""
     dual_clip: float | None = Field(None, gt=1)
     """Largest ratio that counts where the advantage is negative, with `loss: clip`; null sets no bound there. Usually 3."""
     kl_coef: float = Field(0.0, ge=0)
@@ -128,7 +128,7 @@ class TrainerConfig(Section):
     gae_gamma: float = Field(1.0, gt=0, le=1)
     """Discount of a reward per token, with `rollouts.advantages: gae`."""
     gae_lambda: float = Field(0.95, ge=0, le=1)
-    """With `gae`: 1 trusts the rewards alone, 0 the critic's next value alone."""
+    """Decay of later errors of the critic, with `gae`: 1 trusts the rewards alone, 0 the critic's next value alone."""
     recompute_old_logprobs: Literal["auto", True, False] = "auto"
     """The old policy of the loss is the trainer's own at the beginning of the step (`true`), not the engine that sampled
     (`false`). With several updates per step that takes a pass over the batch, with one it takes none. `auto` is `true` where a
@@ -137,10 +137,11 @@ class TrainerConfig(Section):
     """What the backward pass computes again instead of keeping it. `light`: the MLPs' activations. `selective`: the MLPs.
     `full`: whole layers."""
     max_tokens_per_micro_batch: PositiveInt | None = None
-    """Per device: tokens through the network at once; by default what memory holds, and no more than makes no logits twice. It
-    shrinks after running out of memory."""
+    """Per device: tokens through the network at once; by default what memory holds, and no more than what keeps logits from
+    being computed twice. It shrinks after running out of memory."""
     max_tokens_per_forward: PositiveInt | None = None
-    """The same in passes without gradients (reference, old logprobs); by default what memory holds."""
+    """Per device: tokens through the network at once in passes without gradients (reference, old logprobs); by default what
+    memory holds."""
     lora: LoraConfig = LoraConfig()
     """The adapter that is trained, where one is."""
     reference_offload: bool = False
