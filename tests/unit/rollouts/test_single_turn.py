@@ -4,7 +4,7 @@ import asyncio
 import math
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -52,6 +52,10 @@ def strict_tokenizer() -> PreTrainedTokenizerFast:
     return tokenizer
 
 
+MADE: list[Dispatcher] = []
+"""Rollouts of the test that runs."""
+
+
 def make_rollouts(
     tasks: FakeTasks,
     engine: FakeEngine,
@@ -65,7 +69,16 @@ def make_rollouts(
     chat = Chat(tokenizer, settings.system_prompt, settings.prompt_suffix)
     limit = settings.max_prompt_tokens
     setup = RolloutSetup(tasks, SingleTurn, chat, settings, (END,), seed, max_reward_workers=workers, max_prompt_tokens=limit)
-    return Dispatcher(EngineSession(engine), setup)
+    MADE.append(Dispatcher(EngineSession(engine), setup))
+    return MADE[-1]
+
+
+@pytest.fixture(autouse=True)
+def _closed() -> Iterator[None]:
+    """Rollouts keep threads for the calls of a task until they are closed."""
+    yield
+    while MADE:
+        MADE.pop().close()
 
 
 def collect(rollouts: Dispatcher, num_groups: int, version: int) -> Sequence[TrajectoryGroup]:

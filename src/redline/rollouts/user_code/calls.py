@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 
 from redline.errors import RedlineError, TaskError, boundary, in_words
 from redline.rollouts.user_code.coroutines import EventLoop
-from redline.rollouts.user_code.turns import MAX_LATE_IN_A_ROW, Turn, Turns
+from redline.rollouts.user_code.turns import MAX_LATE_IN_A_ROW, MAX_STUCK, Turn, Turns
 from redline.telemetry import idle_as, span
 from redline.telemetry.stalls.calls import Call, calling, forget_call
 from redline.telemetry.stalls.stacks import place_of, users_place
@@ -144,8 +144,18 @@ class UserCalls:
                 worker.turn.end()
             self._leave_behind(worker)
             self._loop.leave_if_blocked()
-            self._turns.was_late()
+            self._turns.was_late(worker.thread)
+            self._end_if_too_many_are_stuck()
             self._fail_the_rest_if_hopeless()
+
+    def _end_if_too_many_are_stuck(self) -> None:
+        num_stuck = self._turns.num_stuck
+        if num_stuck > MAX_STUCK:
+            raise TaskError(
+                f"{num_stuck} calls of `{self._what}` were given up after {self._limit_s:g} s and still run, each in a"
+                " thread of its own",
+                "give what it waits for a limit of its own, or compute in a process that can be ended, so that calls end",
+            )
 
     def _fail_the_rest_if_hopeless(self) -> None:
         if not self._turns.are_hopeless:

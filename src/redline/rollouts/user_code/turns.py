@@ -8,6 +8,9 @@ import time
 MAX_LATE_IN_A_ROW = 3
 """So many calls that do not return say that the next one would not either: none is made until `try_again`."""
 
+MAX_STUCK = 64
+"""Calls that were given up and still run, each in a thread of its own that may compute: with more of them the run ends."""
+
 
 class Turns:
     """Lets at most `most` calls be under way at once, and counts those that did not return in time."""
@@ -20,6 +23,7 @@ class Turns:
         self._taken: list[Turn] = []
         """The oldest first."""
         self._late_in_a_row = 0
+        self._stuck: list[threading.Thread] = []
 
     def take(self) -> Turn:
         """Block until a call may begin. The turn lasts until its `end`."""
@@ -52,9 +56,18 @@ class Turns:
         """Whether the last `MAX_LATE_IN_A_ROW` calls, by whichever threads, did not return in time."""
         return self._late_in_a_row >= MAX_LATE_IN_A_ROW
 
-    def was_late(self) -> None:
+    def was_late(self, thread: threading.Thread) -> None:
+        """A call was given up; its thread is left behind."""
         with self._changed:
             self._late_in_a_row += 1
+            self._stuck.append(thread)
+
+    @property
+    def num_stuck(self) -> int:
+        """Calls that were given up and have not returned since."""
+        with self._changed:
+            self._stuck = [thread for thread in self._stuck if thread.is_alive()]
+            return len(self._stuck)
 
     def returned(self) -> None:
         self._late_in_a_row = 0

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from redline.errors import TaskError
+from redline.rollouts.user_code import calls as calls_module
 from redline.rollouts.user_code.calls import UserCalls
 from redline.rollouts.user_code.coroutines import EventLoop
 from redline.rollouts.user_code.turns import MAX_LATE_IN_A_ROW
@@ -121,6 +122,23 @@ def test_after_some_that_hang_in_a_row_the_rest_is_not_called(limited: UserCalls
     assert all(isinstance(outcome, Failure) for outcome in outcomes)
     assert "was not called: the 3 calls before did not return" in str(outcomes[-1])
     assert limited.results([lambda: 7]) == [7], "the next batch is tried again"
+
+
+def test_calls_that_were_given_up_are_bounded_and_daemonic(hanging: Hanging, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(calls_module, "MAX_STUCK", 4)
+    calls = UserCalls("reward", "score", 0.05, "rollouts.reward_timeout_s")
+    before = set(threading.enumerate())
+    for _ in range(2):
+        assert isinstance(calls.results([hanging, hanging, lambda: 1])[0], Failure)
+    stuck = set(threading.enumerate()) - before
+    assert all(thread.daemon for thread in stuck)
+    with pytest.raises(TaskError, match=r"5 calls of `score` were given up after 0\.05 s"):
+        calls.results([hanging])
+    hanging.end.set()
+    for thread in stuck:
+        thread.join(10)
+    assert calls.results([lambda: 2]) == [2], "those that have returned do not count"
+    calls.close()
 
 
 def test_many_quick_calls_may_take_longer_than_the_limit_together(limited: UserCalls) -> None:
