@@ -42,12 +42,14 @@ class Entries(Section):
 
 
 class Thresholds(Entries):
-    """A number for each name. `off` (or null) switches a name off, `on` gives it its default."""
+    """A number for each name. `off` (or null) switches a name off, `on` gives it its default; a bare `off` is all of them."""
 
     @model_validator(mode="before")
     @classmethod
     def _read_on_and_off(cls, values: Any) -> Any:
         """YAML reads an unquoted `off` as false, and `on` as true."""
+        if values is False or values == "off":
+            return dict.fromkeys(cls.model_fields)
         if not isinstance(values, Mapping):
             return values
         read: dict[str, Any] = {}

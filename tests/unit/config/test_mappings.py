@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import get_args
 
 import pytest
 
 from redline.config import Config, load_recipe, validate
 from redline.config.changes import changes
+from redline.config.sections.alerts import AlertKind
 from redline.errors import ConfigError
 
 RECIPE = """\
@@ -52,6 +54,12 @@ def test_a_threshold_may_be_off(tmp_path: Path, off: str) -> None:
     assert config.telemetry.alerts.off == ("length_bias",)
     assert config.telemetry.targets.steps_per_hour is None
     assert load(tmp_path, "", f"telemetry.alerts.not_finite={off}").telemetry.alerts.off == ("not_finite",)
+
+
+def test_all_of_them_may_be_off(tmp_path: Path) -> None:
+    config = load(tmp_path, "telemetry: {alerts: off}\n", "telemetry.targets=off")
+    assert config.telemetry.alerts.off == get_args(AlertKind)
+    assert set(config.telemetry.targets.model_dump().values()) == {None}
 
 
 def test_on_is_the_default(tmp_path: Path) -> None:

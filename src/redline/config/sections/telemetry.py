@@ -38,9 +38,9 @@ class TelemetryConfig(Section):
     """What MFU is a share of, in 10¹² operations per second of one device: a number, `measure` (a few products when the run
     begins), or `auto` (the data sheet of a GPU that is known; else there is no MFU)."""
     targets: TargetsConfig = TargetsConfig()
-    """What the end of a run is judged by: a number, or `off`, for each metric."""
+    """What the end of a run is judged by: a number, or `off`, for each metric; `off` alone judges by none."""
     alerts: AlertsConfig = AlertsConfig()
-    """What a person is told of while the run goes on: a threshold, or `off`, for each kind."""
+    """What a person is told of while the run goes on: a threshold, or `off`, for each kind; `off` alone tells of none."""
     alert_webhook: str | None = Field(None, pattern=r"^(https?://|env:\w)")
     """Where each alert is posted as JSON: a URL, or `env:NAME` for an environment variable that holds it, which keeps it out of
     the run folder; null posts none. A post that fails is told once and stops nothing."""
