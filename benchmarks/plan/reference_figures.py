@@ -24,7 +24,7 @@ from redline.config.schema import Config
 from redline.lab.plan.calibration import rates_of
 from redline.lab.plan.devices import find_device
 from redline.lab.plan.memory import choose_sizes, estimate_memory
-from redline.lab.plan.plan import Plan, make_plan
+from redline.lab.plan.plan import Hardware, Plan, make_plan
 from redline.lab.plan.setup import make_setup
 from redline.lab.plan.timing import estimate_time, generation_cost
 
@@ -143,7 +143,7 @@ def recipe(shape: str, groups: int = 64, group: int = 8, new: int = NEW, rows: i
 def planned(model: str, gpu: str, gpus: int = 1, key: str = "") -> Plan:
     """`key` is a JSON object of sections."""
     sections = json.loads(key) if key else {}
-    return make_plan(recipe(model, **sections), gpu, gpus, prompt_tokens=PROMPT)
+    return make_plan(recipe(model, **sections), Hardware(gpu, gpus), prompt_tokens=PROMPT)
 
 
 def with_sections(**sections: Any) -> str:
@@ -220,7 +220,7 @@ def weight_sync() -> Iterator[Figure]:
         ("32B, CUDA IPC, TP 4", "~2 s", "qwen2.5-32b", 4),
         ("70B, NCCL broadcast, TP 8", "~10 s", "llama-3-70b", 8),
     ):
-        plan = make_plan(recipe(model), "h100", 8, prompt_tokens=PROMPT, sharding="full", tensor_parallel_size=tp)
+        plan = make_plan(recipe(model), Hardware("h100", 8, sharding="full", tensor_parallel_size=tp), prompt_tokens=PROMPT)
         yield Figure(
             what,
             theirs,

@@ -12,7 +12,7 @@ from support.small_models import CONFIGS, write_model
 
 from redline.config.sections.trainer import TrainerConfig
 from redline.models.files.hf import load_decoder
-from redline.trainer import PolicyTrainer
+from redline.trainer import PolicyTrainer, Sampling
 from redline.types import TrainBatch
 
 STATE = {
@@ -69,7 +69,7 @@ def write_small_model(folder: Path) -> Path:
 
 def make_trainer(model: Path, dtype: torch.dtype) -> PolicyTrainer:
     config = TrainerConfig(learning_rate=1e-3, schedule={"warmup_steps": 4}, weight_decay=0.1, max_tokens_per_micro_batch=20)
-    return PolicyTrainer(load_decoder(model), dtype, 1.0, config)
+    return PolicyTrainer(load_decoder(model), dtype, config, Sampling())
 
 
 def batch(step: int) -> TrainBatch:

@@ -25,7 +25,7 @@ from redline.config.load import validate
 from redline.config.schema import Config
 from redline.models.decoder import DecoderLayer
 from redline.models.files.hf import AnyDecoder, hf_tensors, load_decoder
-from redline.trainer import PolicyTrainer
+from redline.trainer import PolicyTrainer, Sampling
 from redline.trainer.parallel.processes import connect
 from redline.types import StepReport, TrainBatch
 
@@ -70,10 +70,8 @@ def make_trainer(
     return PolicyTrainer(
         decoder or load_decoder(folder),
         dtype,
-        TEMPERATURE,
         config.trainer,
-        advantages=config.rollouts.advantages,
-        max_new_tokens=config.rollouts.max_new_tokens,
+        Sampling(TEMPERATURE, config.rollouts.advantages, config.rollouts.max_new_tokens),
         **options,
     )
 

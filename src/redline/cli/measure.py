@@ -174,20 +174,12 @@ def plan(
 
     config = load_recipe(recipe, overrides or [])
     refuse_without_effect(fill_algorithm(config)[0])
-    from redline.lab.plan.plan import make_plan
+    from redline.lab.plan.plan import Hardware, make_plan
     from redline.lab.plan.table import render
     from redline.telemetry.console.tables import results_console
 
-    made = make_plan(
-        config,
-        gpu,
-        gpus,
-        prices=price or [],
-        prompt_tokens=prompt_tokens,
-        mean_new_tokens=new_tokens,
-        sharding=sharding,
-        tensor_parallel_size=tensor_parallel,
-    )
+    hardware = Hardware(gpu, gpus, price or [], sharding, tensor_parallel)
+    made = make_plan(config, hardware, prompt_tokens=prompt_tokens, mean_new_tokens=new_tokens)
     results_console(as_json=as_json).print(render(made))
     if as_json:
         typer.echo(json.dumps(made.as_json()))

@@ -20,7 +20,7 @@ from torch import Tensor
 from triton.language.extra import libdevice
 
 from redline.kernels import flat_state
-from redline.kernels.flat_state import BLOCK, Piece, Stretch
+from redline.kernels.flat_state import BLOCK, Piece, Stretch, Update
 from redline.kernels.launches import launch
 
 ELEMENTS = 1024
@@ -47,30 +47,19 @@ class AdamWKernel:
         self._tables = {stretch.start: _table(stretch, self._parameters) for stretch in self._stretches}
         self._addresses = addresses
 
-    def step(
-        self,
-        visited: Iterable[tuple[Stretch, Mapping[str, Tensor]]],
-        gradients: Tensor,
-        taken: Tensor,
-        clip: Tensor,
-        skip: Tensor,
-        learning_rate: float,
-        betas: tuple[float, float],
-        eps: float,
-        seed: int,
-    ) -> None:
-        """`visited` are stretches with their state, `gradients` is flat. `taken` counts this step; nothing changes where `skip`
-        is not 0. `seed` is for the rounding of moments in 8 bits, and differs from step to step."""
+    def step(self, visited: Iterable[tuple[Stretch, Mapping[str, Tensor]]], gradients: Tensor, update: Update) -> None:
+        """Updates stretches with their state; `gradients` is flat."""
         self._locate()
-        corrections = torch.stack([1 - beta ** taken.double() for beta in betas]).float()
+        corrections = torch.stack([1 - beta ** update.taken.double() for beta in update.betas]).float()
         for stretch, state in visited:
             table, names = self._tables[stretch.start], ("master", "exp_avg", "exp_avg_scale", "exp_avg_sq", "exp_avg_sq_scale")
+            slope = gradients[stretch.start : stretch.start + stretch.length]
             tensors = (
-                *(table, self._weight, gradients[stretch.start : stretch.start + stretch.length], clip, skip, corrections),
+                *(table, self._weight, slope, update.clip, update.skip, corrections),
                 *(state.get(name) for name in names),
             )
             decay = self._weight_decay if stretch.decayed else 0.0
-            sizes = (learning_rate, decay, *betas, eps, seed, stretch.start // BLOCK)
+            sizes = (update.learning_rate, decay, *update.betas, update.eps, update.seed, stretch.start // BLOCK)
             launch(_adamw, (len(table),), tensors, sizes, (ELEMENTS, BLOCK), num_warps=4)
 
 

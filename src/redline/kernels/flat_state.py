@@ -47,3 +47,20 @@ class Stretch:
     decayed: bool
     """Weight decay is for matrices only."""
     pieces: tuple[Piece, ...]
+
+
+@dataclass(slots=True, frozen=True)
+class Update:
+    """The numbers of one update, the same for every stretch."""
+
+    learning_rate: float
+    betas: tuple[float, float]
+    eps: float
+    taken: Tensor
+    """Updates so far, this one included."""
+    clip: Tensor
+    """What the gradients are divided by."""
+    skip: Tensor
+    """Not 0 where nothing may change."""
+    seed: int
+    """For the rounding of moments in 8 bits; differs from update to update."""

@@ -29,7 +29,7 @@ from redline.rollouts import Chat, Dispatcher, RolloutSetup
 from redline.rollouts.prompts import Prompts, prompt_limit
 from redline.rollouts.tasks.sources import JsonlTasks
 from redline.telemetry import Progress, RunFolder, span
-from redline.trainer import PolicyTrainer
+from redline.trainer import PolicyTrainer, Sampling
 from redline.types import Task
 from redline.weight_sync import SharedStorage, WeightProtocol
 from redline.weight_sync.transport import Transport
@@ -72,10 +72,8 @@ def make_trainer(config: Config, model: LoadedModel, folder: RunFolder, tell: Te
         return PolicyTrainer(
             model.decoder,
             getattr(torch, config.model.dtype),
-            config.rollouts.temperature,
             config.trainer,
-            advantages=config.rollouts.advantages,
-            max_new_tokens=config.rollouts.max_new_tokens,
+            Sampling(config.rollouts.temperature, config.rollouts.advantages, config.rollouts.max_new_tokens),
             seed=config.run.seed,
             bad_steps=folder.path / "bad-steps",
             tell=tell,

@@ -1,5 +1,5 @@
 """Stage 3: improving the policy."""
 
-from redline.trainer.trainer import PolicyTrainer
+from redline.trainer.trainer import PolicyTrainer, Sampling
 
-__all__ = ["PolicyTrainer"]
+__all__ = ["PolicyTrainer", "Sampling"]

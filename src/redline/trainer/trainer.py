@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, nullcontext
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import TypeVar
@@ -65,6 +65,15 @@ CRITIC = "critic/"
 Result = TypeVar("Result")
 
 
+@dataclass(slots=True, frozen=True)
+class Sampling:
+    """What the trainer has to know of the rollouts that make its batches, as the recipe's section says."""
+
+    temperature: float = 1.0
+    advantages: AdvantageEstimator = "group"
+    max_new_tokens: int = 1
+
+
 class PolicyTrainer:
     """Packed micro-batches, any algorithm of `docs/algorithms.md`. Implements `ports.Trainer`."""
 
@@ -72,34 +81,32 @@ class PolicyTrainer:
         self,
         decoder: AnyDecoder,
         dtype: torch.dtype,
-        temperature: float,
         config: TrainerConfig,
+        sampling: Sampling,
         *,
-        advantages: AdvantageEstimator = "group",
-        max_new_tokens: int = 1,
         seed: int = 0,
         parallel: Parallel | None = None,
         bad_steps: Path = Path("bad-steps"),
         tell: Callable[[str], None] = lambda _: None,
     ) -> None:
-        """Takes the network over: converts it to `dtype`, and freezes it where an adapter is trained. `advantages` and
-        `max_new_tokens` are those of the recipe's rollouts; a batch that is not finite may end in the folder `bad_steps`."""
+        """Takes the network over: converts it to `dtype`, and freezes it where an adapter is trained. A batch that is not
+        finite may end in the folder `bad_steps`; `tell` is called with what a user had better know."""
         recomputes, _ = recomputes_old_logprobs(config, str(dtype).removeprefix("torch."))
         config = config.model_copy(update={"recompute_old_logprobs": recomputes})
         self._has_anchor = recomputes and config.updates_per_step > 1
         self._seed = seed
-        self._decoder, self._dtype, self._temperature, self._config = decoder, dtype, temperature, config
-        self._estimator: AdvantageEstimator = advantages
-        self._max_new_tokens = max_new_tokens
+        self._decoder, self._dtype, self._config, self._sampling = decoder, dtype, config, sampling
         self._parallel = parallel or Parallel()
         self._tell = tell
         if config.lora.rank:
             add_adapter(decoder, config.lora, dtype, seed)
         self._recompute_in_backward()
-        self._reference = Reference(decoder, dtype, temperature, offload=config.reference_offload) if config.kl_coef else None
+        self._reference: Reference | None = None
+        if config.kl_coef:
+            self._reference = Reference(decoder, dtype, sampling.temperature, offload=config.reference_offload)
         self._critic_settings = critic_settings(config)
         self._critic_optimizer: MasterAdamW | None = None
-        self._critic = self._make_critic(seed + 1) if advantages == "gae" else None
+        self._critic = self._make_critic(seed + 1) if sampling.advantages == "gae" else None
         self._weights = self._parallel.wrap(decoder, dtype)
         self._optimizer = MasterAdamW(self._weights.parameters, torch.float32 if self._weights.are_masters else dtype, config)
         if self._parallel.division.sharding != "none":
@@ -194,7 +201,7 @@ class PolicyTrainer:
 
     def _weighed(self, numbers: TokenNumbers, part: TrainBatch) -> TokenNumbers:
         """The numbers of the batch, with the weights of the mean over a part of it."""
-        return replace(numbers, weights_T=batch_weights(part, self._config, self._max_new_tokens))
+        return replace(numbers, weights_T=batch_weights(part, self._config, self._sampling.max_new_tokens))
 
     def _report(
         self,
@@ -268,7 +275,7 @@ class PolicyTrainer:
     ) -> None:
         share = self._parallel.share(micro_batch)
         with span("trainer.forward", device=True, version=self._version):
-            logprobs_M, entropy_M = chosen_logprobs(self._decoder, micro_batch, share, inputs, self._temperature)
+            logprobs_M, entropy_M = chosen_logprobs(self._decoder, micro_batch, share, inputs, self._sampling.temperature)
             with span("trainer.pack", version=self._version):
                 given = self._staging.send(numbers().of(micro_batch))
             bonus_M = entropy_M if config.entropy_coef else None
@@ -323,8 +330,8 @@ class PolicyTrainer:
         """What each token brings into the loss."""
         config, reference_T = self._config, found.get("reference")
         kl_M = reward_kl(batch, config, reference_T)
-        advantages_T, returns_T = batch_advantages(batch, self._estimator, config, kl_M, found.get("values"))
-        weights_T = batch_weights(batch, config, self._max_new_tokens)
+        advantages_T, returns_T = batch_advantages(batch, self._sampling.advantages, config, kl_M, found.get("values"))
+        weights_T = batch_weights(batch, config, self._sampling.max_new_tokens)
         in_loss = reference_T if config.kl_in == "loss" else None
         mean_kl = None if kl_M is None else float(kl_M.mean())
         return TokenNumbers(weights_T, advantages_T, found.get("anchor"), in_loss, returns_T, mean_kl)
@@ -337,7 +344,7 @@ class PolicyTrainer:
             found["reference"] = self._reference.logprobs(parts, share)
         if self._has_anchor:
             with span("trainer.recompute", version=self._version):
-                found["anchor"] = recompute(self._decoder, parts, self._temperature, share_of=share)
+                found["anchor"] = recompute(self._decoder, parts, self._sampling.temperature, share_of=share)
         if self._critic:
             found["values"] = self._critic.values(parts)
         return parts, found

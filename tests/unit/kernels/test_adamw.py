@@ -61,11 +61,12 @@ class Case:
     def step(self, skip: float = 0.0, seed: int = 1, most: int | None = None, clip: float = 2.0, taken: int = 3) -> None:
         stretches = self.layout.stretches(most)
         scalars = [torch.tensor(value, device=DEVICE) for value in (float(taken), clip, skip)]
+        update = flat_state.Update(RATE, BETAS, EPS, *scalars, seed)
         visited = [
             (stretch, {name: part(tensor, stretch, self.layout.num_elements) for name, tensor in self.state.items()})
             for stretch in stretches
         ]
-        AdamWKernel(stretches, self.weights, DECAY).step(visited, self.gradients, *scalars, RATE, BETAS, EPS, seed)
+        AdamWKernel(stretches, self.weights, DECAY).step(visited, self.gradients, update)
 
     def everything(self) -> dict[str, Tensor]:
         tensors = self.state | {f"weight/{name}": tensor for name, tensor in self.guarded.items()}

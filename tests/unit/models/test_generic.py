@@ -21,7 +21,7 @@ from redline.kernels.segments import Segments
 from redline.models.attention.packed import PackedAttention
 from redline.models.files.hf import hf_tensors, load_decoder, load_recompute_model, save_folder
 from redline.models.generic import GenericDecoder
-from redline.trainer import PolicyTrainer
+from redline.trainer import PolicyTrainer, Sampling
 from redline.types import GenerateRequest, SamplingParams, TrainBatch, VersionSpan
 
 routed = pytest.mark.parametrize("config", ROUTED.values(), ids=ROUTED.keys())
@@ -294,7 +294,7 @@ def test_gradients_through_packed_attention_equal_those_of_transformers(name: st
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_the_trainer_learns_from_what_the_engine_sampled(dtype: torch.dtype, tmp_path: Path) -> None:
     decoder, _ = load(tmp_path, ROUTED["gpt2"])
-    trainer = PolicyTrainer(decoder, dtype, 1.0, TrainerConfig(learning_rate=1e-2))
+    trainer = PolicyTrainer(decoder, dtype, TrainerConfig(learning_rate=1e-2), Sampling())
     engine = NativeEngine(decoder, EngineConfig(max_num_seqs=4, kv_cache_memory_bytes=2**24))
     prompt = random_tokens(7, seed=1).numpy().astype(np.int32)
     [sampled] = engine.generate([GenerateRequest(prompt, SamplingParams(max_tokens=10, n=4))])

@@ -27,14 +27,15 @@ from redline.config.sections.trainer import TrainerConfig
 from redline.engine import NativeEngine
 from redline.errors import TrainingError
 from redline.models.files.hf import hf_tensors, load_decoder
-from redline.trainer import PolicyTrainer
+from redline.trainer import PolicyTrainer, Sampling
 from redline.trainer.optimizer.adamw import MasterAdamW
 from redline.trainer.optimizer.finite import load_batch
 from redline.types import GenerateRequest, SamplingParams, TrainBatch
 
 CLIP_LOW, CLIP_HIGH = 0.2, 0.3
 EVERYTHING_AT_ONCE = 10**6
-OPTIONS = ("advantages", "max_new_tokens", "bad_steps", "tell")
+OPTIONS = ("bad_steps", "tell")
+SAMPLING = ("advantages", "max_new_tokens")
 """Of the trainer, beside its section of the recipe."""
 
 # With β₁ = 0 AdamW's first moment is the gradient itself, and the checkpoint shows it.
@@ -51,8 +52,9 @@ class Bench:
 
     def trainer(self, dtype: torch.dtype = torch.float32, **config: Any) -> PolicyTrainer:
         options = {name: config.pop(name) for name in OPTIONS if name in config}
+        sampling = Sampling(self.temperature, **{name: config.pop(name) for name in SAMPLING if name in config})
         settings = TrainerConfig(**{"clip_low": CLIP_LOW, "clip_high": CLIP_HIGH, "learning_rate": 1e-3, **config})
-        return PolicyTrainer(load_decoder(self.folder), dtype, self.temperature, settings, **options)
+        return PolicyTrainer(load_decoder(self.folder), dtype, settings, sampling, **options)
 
     def gradient(self, batch: TrainBatch, dtype: torch.dtype = torch.float32, **config: Any) -> dict[str, Tensor]:
         """By Hugging Face name."""
@@ -452,7 +454,7 @@ def test_whoever_shares_the_weights_is_told_before_and_after_they_are_written(be
 def test_a_step_is_over_for_the_host_before_the_device_has_written_the_weights(bench: Bench) -> None:
     """Whatever the device is given to do between the norms and the end of the update, the report does not wait for it."""
     decoder = load_decoder(bench.folder, torch.device("cuda"))
-    trainer = PolicyTrainer(decoder, torch.bfloat16, 1.0, TrainerConfig(max_tokens_per_micro_batch=EVERYTHING_AT_ONCE))
+    trainer = PolicyTrainer(decoder, torch.bfloat16, TrainerConfig(max_tokens_per_micro_batch=EVERYTHING_AT_ONCE), Sampling())
     batch = random_batch(bench)
     trainer.step(batch)
     trainer.writing = lambda: nullcontext(torch.cuda._sleep(10**9))  # half a second

@@ -33,7 +33,7 @@ from support.small_models import VOCAB_SIZE
 from redline.buffer.packing import pack
 from redline.errors import TrainingError
 from redline.models.files.hf import load_decoder
-from redline.trainer import PolicyTrainer
+from redline.trainer import PolicyTrainer, Sampling
 from redline.trainer.batches.mini_batches import divide
 from redline.trainer.batches.mini_batches import part_of as mini_batch_of
 from redline.types import StepReport, TrainBatch, TrajectoryGroup
@@ -135,8 +135,8 @@ def test_on_a_gpu_dapo_with_mini_batches_is_that_of_the_cpu(dtype: torch.dtype, 
     keys = {"algorithm": "dapo", "mini_batches": 4, "epochs": 2, **OPTIMIZER, **RATES}
     config = recipe(**keys)
     there = PolicyTrainer(
-        load_decoder(bench.folder, torch.device("cuda")), dtype, TEMPERATURE, config.trainer,
-        max_new_tokens=MAX_NEW_TOKENS, seed=SEED,
+        load_decoder(bench.folder, torch.device("cuda")), dtype, config.trainer,
+        Sampling(TEMPERATURE, max_new_tokens=MAX_NEW_TOKENS), seed=SEED,
     )  # fmt: skip
     theirs = IndependentTrainer(bench.oracle, settings(clip_high=0.28), with_critic=False)
     for step in range(STEPS if dtype == torch.float32 else 1):

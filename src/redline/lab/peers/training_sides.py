@@ -17,7 +17,7 @@ from redline.lab.measure.machine import synchronize
 from redline.lab.measure.phases import phase_seconds
 from redline.models.files.hf import AnyDecoder
 from redline.telemetry import span
-from redline.trainer import PolicyTrainer
+from redline.trainer import PolicyTrainer, Sampling
 from redline.types import TrainBatch
 
 if TYPE_CHECKING:
@@ -93,7 +93,7 @@ class RedlineTraining:
     """Our trainer, with the weights in the compute dtype and the masters in float32."""
 
     def __init__(self, decoder: AnyDecoder, dtype: torch.dtype, config: TrainerConfig) -> None:
-        self._trainer = PolicyTrainer(decoder, dtype, 1.0, config)
+        self._trainer = PolicyTrainer(decoder, dtype, config, Sampling())
         self.weight_bytes = size_of(decoder)
 
     @property

@@ -106,22 +106,36 @@ class Plan:
         }
 
 
+@dataclass(slots=True, frozen=True)
+class Hardware:
+    """What a recipe is planned for."""
+
+    device: str | None = None
+    """By name; None for what is here."""
+    count: int = 1
+    """Devices of one machine."""
+    prices: Sequence[str] = ()
+    """`DEVICE=DOLLARS` of an hour, instead of ours."""
+    sharding: Sharding | None = None
+    """What trainers on several devices divide; None for the least that fits."""
+    tensor_parallel_size: int | None = None
+    """Devices that divide one engine; None for what samples fastest."""
+
+
 def make_plan(
     config: Config,
-    gpu: str | None = None,
-    gpus: int = 1,
+    hardware: Hardware,
     *,
-    prices: Sequence[str] = (),
     prompt_tokens: int = PROMPT_TOKENS,
     mean_new_tokens: float | None = None,
-    sharding: Sharding | None = None,
-    tensor_parallel_size: int | None = None,
     results: Path | None = None,
 ) -> Plan:
-    """Plan for a device by name; without one, for what is here. Loads no weights."""
-    device, process_bytes = _device(config, gpu)
-    setup = make_setup(config, with_prices(device, prices), gpus, prompt_tokens, mean_new_tokens, process_bytes)
-    return plan_setup(divided(setup, sharding, tensor_parallel_size), rates_of(device, results))
+    """Plan a recipe for some hardware. Loads no weights. The efficiencies come from the saved measurements in `results`, by
+    default those that come with redline."""
+    device, process_bytes = _device(config, hardware.device)
+    priced = with_prices(device, hardware.prices)
+    setup = make_setup(config, priced, hardware.count, prompt_tokens, mean_new_tokens, process_bytes)
+    return plan_setup(divided(setup, hardware.sharding, hardware.tensor_parallel_size), rates_of(device, results))
 
 
 def plan_setup(setup: Setup, rates: Rates) -> Plan:

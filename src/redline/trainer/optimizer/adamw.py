@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from redline.config.sections.trainer import TrainerConfig
 from redline.errors import ConfigError, RunFolderError
 from redline.kernels.available import kernels_serve
-from redline.kernels.flat_state import Stretch
+from redline.kernels.flat_state import Stretch, Update
 from redline.models.layers.gradient_sums import GradientSum, keep_sum
 from redline.trainer.optimizer import schedule
 from redline.trainer.optimizer.finite import GradientNorms, gradient_norms
@@ -177,27 +177,20 @@ class MasterAdamW:
         clip = ((norms.total + CLIP_EPS) / self._config.max_grad_norm).clamp(min=1.0)
         self._taken += 1
         self._updates += 1
+        rates = (learning_rate, self._config.betas, self._config.eps)
+        update = Update(*rates, self._taken, clip, norms.skip, seed=self._updates)
         visited = self._memory.visit(self._stretches)
         if self._kernel is not None:
             assert self._gradients is not None
-            rates = (learning_rate, self._config.betas, self._config.eps)
-            self._kernel.step(visited, self._gradients, self._taken, clip, norms.skip, *rates, seed=self._updates)
+            self._kernel.step(visited, self._gradients, update)
         else:
             for stretch, here in visited:
-                self._update(stretch, here, gradients, clip, norms.skip, learning_rate)
+                self._update(stretch, here, gradients, update)
         self._taken -= norms.skip
         self._forget_gradients()
 
-    def _update(
-        self,
-        stretch: Stretch,
-        here: Mapping[str, Tensor],
-        gradients: Mapping[str, Tensor],
-        clip: Tensor,
-        skip: Tensor,
-        learning_rate: float,
-    ) -> None:
-        pieces, config = stretch.pieces, self._config
+    def _update(self, stretch: Stretch, here: Mapping[str, Tensor], gradients: Mapping[str, Tensor], update: Update) -> None:
+        pieces = stretch.pieces
         weights = [piece.of_parameter(self._parameters[piece.name].detach()) for piece in pieces]
         masters = [piece.of_stretch(here["master"]) for piece in pieces] if "master" in here else weights
         moments = self._codec.decode(here)
@@ -207,18 +200,18 @@ class MasterAdamW:
             [piece.of_stretch(moments[0]) for piece in pieces],
             [piece.of_stretch(moments[1]) for piece in pieces],
             [],
-            [self._taken] * len(pieces),
-            lr=learning_rate,
-            beta1=config.betas[0],
-            beta2=config.betas[1],
-            weight_decay=config.weight_decay if stretch.decayed else 0.0,
-            eps=config.eps,
+            [update.taken] * len(pieces),
+            lr=update.learning_rate,
+            beta1=update.betas[0],
+            beta2=update.betas[1],
+            weight_decay=self._config.weight_decay if stretch.decayed else 0.0,
+            eps=update.eps,
             amsgrad=False,
             maximize=False,
-            grad_scale=clip,
-            found_inf=skip,
+            grad_scale=update.clip,
+            found_inf=update.skip,
         )
-        self._codec.encode(moments, here, skip, seed=self._updates * self._layout.num_elements + stretch.start)
+        self._codec.encode(moments, here, update.skip, seed=update.seed * self._layout.num_elements + stretch.start)
         if masters is not weights:
             torch._foreach_copy_(weights, masters)
 

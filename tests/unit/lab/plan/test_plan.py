@@ -24,12 +24,12 @@ from redline.lab.plan.advice import find_cuts, fits
 from redline.lab.plan.calibration import rates_of
 from redline.lab.plan.devices import DEVICES, find_device, with_prices
 from redline.lab.plan.memory import MemoryEstimate, balanced, estimate_memory, held_terms, kept_logits, policy_bytes
-from redline.lab.plan.plan import Plan, make_plan, plan_setup
+from redline.lab.plan.plan import Hardware, Plan, make_plan, plan_setup
 from redline.lab.plan.setup import Setup, make_setup
 from redline.lab.plan.shapes import NAMED, describe_model
 from redline.models.files.hf import empty_decoder, load_config, load_decoder
 from redline.models.files.sources import packaged_smollm2
-from redline.trainer import PolicyTrainer
+from redline.trainer import PolicyTrainer, Sampling
 from redline.trainer.loss import logprobs
 from redline.trainer.loss.logprobs import selected_logprobs
 
@@ -53,7 +53,7 @@ def worst(setup: Setup) -> int:
 
 
 def plan_of(path: str, device: str, gpus: int = 1, **sections: dict[str, Any]) -> Plan:
-    return make_plan(recipe(path, **sections), device, gpus)
+    return make_plan(recipe(path, **sections), Hardware(device, gpus))
 
 
 # ── shapes ─────────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -125,7 +125,7 @@ def test_an_unknown_shape_is_refused_with_those_that_are_known() -> None:
 def test_the_trainer_holds_what_was_planned(tmp_path: Path, trainer: dict[str, Any], dtype: str) -> None:
     write_model(tmp_path, CONFIGS["qwen2, untied"])
     decoder = load_decoder(tmp_path)
-    made = PolicyTrainer(decoder, getattr(torch, dtype), 1.0, TrainerConfig.model_validate(trainer))
+    made = PolicyTrainer(decoder, getattr(torch, dtype), TrainerConfig.model_validate(trainer), Sampling())
     setup = make_setup(recipe(str(tmp_path), model={"path": str(tmp_path), "dtype": dtype}, trainer=trainer), DEVICES["h100"])
     planned = policy_bytes(setup)
     assert planned.weights == sum(parameter.nbytes for parameter in decoder.parameters())
@@ -294,7 +294,7 @@ def test_where_one_cut_is_not_enough_several_are_proposed_together() -> None:
     assert len(together.settings) > 1
     changed = recipe("random:llama-3-70b", trainer={"lora": {"rank": 16}})
     assert any("--gpus" in setting for setting in together.settings)
-    assert make_plan(changed, "b200", 8).fits
+    assert make_plan(changed, Hardware("b200", 8)).fits
 
 
 def test_a_model_that_is_too_large_for_anything_has_no_cut_that_fits() -> None:
@@ -337,7 +337,7 @@ def test_small_models_are_not_divided_and_large_ones_are() -> None:
 
 
 def test_a_division_that_was_asked_for_is_not_chosen() -> None:
-    plan = make_plan(recipe(HALF), "h100", 8, sharding="full", tensor_parallel_size=2)
+    plan = make_plan(recipe(HALF), Hardware("h100", 8, sharding="full", tensor_parallel_size=2))
     assert (choice(plan, "sharding").value, choice(plan, "tensor parallel").value) == ("full", "2")
     assert choice(plan, "sharding").why == "as --sharding says"
     assert choice(plan, "tensor parallel").why == "as --tensor-parallel says"
@@ -353,7 +353,7 @@ def test_a_division_that_was_asked_for_is_not_chosen() -> None:
 )
 def test_a_division_that_the_devices_cannot_make_is_refused(gpus: int, asked: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        make_plan(recipe(HALF), "h100", gpus, **asked)
+        make_plan(recipe(HALF), Hardware("h100", gpus, **asked))
 
 
 def test_a_cache_that_nobody_fills_is_said() -> None:
@@ -379,7 +379,7 @@ def test_the_micro_batch_is_the_one_the_trainer_would_find() -> None:
 def test_an_hour_costs_what_the_user_says() -> None:
     device = with_prices(find_device("h200"), ["h100=9", "h200=4.0"])
     assert device.price == 4.0
-    dear, cheap = (make_plan(recipe(), "h200", prices=[f"h200={price}"]) for price in (4, 2))
+    dear, cheap = (make_plan(recipe(), Hardware("h200", prices=[f"h200={price}"])) for price in (4, 2))
     assert dear.dollars_per_million == pytest.approx(2 * cheap.dollars_per_million)
     assert dear.samples_per_hour == cheap.samples_per_hour
     expected = 1e6 / cheap.samples_per_hour * 2
@@ -426,14 +426,14 @@ def test_impossible_plans_are_refused() -> None:
 
 
 def test_shorter_answers_take_less_time_and_no_less_memory() -> None:
-    whole, half = (make_plan(recipe(), "h100", mean_new_tokens=tokens) for tokens in (256, 128))
+    whole, half = (make_plan(recipe(), Hardware("h100"), mean_new_tokens=tokens) for tokens in (256, 128))
     assert half.time.step_s < whole.time.step_s
     assert half.memory.worst.total == whole.memory.worst.total
 
 
 def test_more_epochs_take_more_passes_and_more_mini_batches_more_updates() -> None:
     def seconds(**trainer: Any) -> dict[str, float]:
-        return {phase.name: phase.seconds for phase in make_plan(recipe(trainer=trainer), "h100").time.phases}
+        return {phase.name: phase.seconds for phase in make_plan(recipe(trainer=trainer), Hardware("h100")).time.phases}
 
     one, divided, twice = seconds(), seconds(mini_batches=4), seconds(epochs=2)
     assert twice["forward/backward"] == pytest.approx(2 * one["forward/backward"])
