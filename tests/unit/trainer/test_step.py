@@ -410,7 +410,7 @@ def test_too_many_bad_steps_in_a_row_end_the_run_and_keep_the_batch(bench: Bench
     with pytest.raises(TrainingError, match="2 steps in a row that are not finite") as caught:
         trainer.step(poisoned)
     assert "trainer.learning_rate" in caught.value.hint
-    kept = load_batch(tmp_path / "step-000003")
+    kept = load_batch(tmp_path / "step-000004")
     np.testing.assert_array_equal(kept.tokens, poisoned.tokens)
     np.testing.assert_array_equal(kept.advantages, poisoned.advantages)
 
