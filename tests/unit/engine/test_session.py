@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Callable, Coroutine, Iterator
+import time
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -426,3 +427,145 @@ def test_statistics_are_those_of_the_last_step(running: EngineSession) -> None:
     run(running.complete(ask(9, 5, n=2)))
     stats = running.stats
     assert (stats.prompt_tokens, stats.generated_tokens, stats.requests) == (9, 10, 1)
+
+
+# ── one thread has the engine ──────────────────────────────────────────────────────────────────────────────────────────
+
+
+class Pieces:
+    """Receives, and remembers in which thread."""
+
+    def __init__(self) -> None:
+        self.whole: dict[int, list[Completion]] = {}
+        self.errors: dict[int, Exception] = {}
+        self.threads: set[str] = set()
+
+    def receive(self, pieces: Sequence[tuple[int, Delta | Exception]]) -> None:
+        self.threads.add(threading.current_thread().name)
+        for number, piece in pieces:
+            if isinstance(piece, Exception):
+                self.errors[number] = piece
+            elif piece.completion is not None:
+                self.whole.setdefault(number, []).append(piece.completion)
+
+
+def wait_for(condition: Callable[[], object]) -> None:
+    deadline = time.monotonic() + SOON_S
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.002)
+
+
+@pytest.fixture(params=["its own thread", "its caller"])
+def session(request: pytest.FixtureRequest, native: NativeEngine) -> Iterator[EngineSession]:
+    """Stepped by the one or the other."""
+    session = EngineSession(native)
+    if request.param == "its own thread":
+        session.start()
+    yield session
+    session.close()
+
+
+def test_whoever_steps_the_engine_a_caller_gets_all_completions_in_order(session: EngineSession, alone: Any) -> None:
+    requests = [ask(5, 12, seed=1, n=3), ask(9, 7, seed=2)]
+    assert [tokens(found) for found in session.generate(requests)] == [alone(request) for request in requests]
+
+
+def test_a_caller_who_holds_the_engine_steps_the_requests_of_others_too(session: EngineSession, alone: Any) -> None:
+    pieces = Pieces()
+    with session.held():
+        number = session.submit(ask(5, 4), pieces)
+        [found] = session.generate([ask(7, 30, seed=4)])
+    assert tokens(found) == alone(ask(7, 30, seed=4))
+    assert tokens(pieces.whole[number]) == alone(ask(5, 4))
+    assert pieces.threads == {"MainThread"}
+
+
+def test_a_refusal_reaches_the_caller_and_leaves_nothing_behind(session: EngineSession, alone: Any) -> None:
+    with pytest.raises(EngineError, match="no tokens"):
+        session.generate([ask(5, 20, seed=1), BAD])
+    assert [tokens(found) for found in session.generate([ask(6, 9)])] == [alone(ask(6, 9))]
+    assert session.stats.running == session.stats.waiting == 0
+
+
+def test_an_update_holds_the_engine_for_its_own_time(session: EngineSession, native: NativeEngine) -> None:
+    session.apply(WeightUpdate(3, (), 0))
+    assert native.version == 3
+    [[completion]] = session.generate([ask(5, 3)])
+    assert completion.versions == VersionSpan(3, 3)
+
+
+def test_nothing_more_comes_of_a_request_that_was_aborted(session: EngineSession, native: NativeEngine) -> None:
+    pieces = Pieces()
+    with session.held():
+        number = session.submit(LONG, pieces)
+        session.step_until(lambda: bool(session.sampled_tokens(number).get(0)))
+        session.abort(number)
+        assert session.sampled_tokens(number) == {}
+        session.generate([ask(5, 3)])
+        assert native.stats.kv_blocks_used == 0
+    assert pieces.whole == pieces.errors == {}
+
+
+def test_holds_nest_and_the_engine_goes_on_after_the_last(running: EngineSession, alone: Any) -> None:
+    pieces = Pieces()
+    with running.held(), running.held():
+        pass
+    running.hold()
+    running.hold()
+    steps = running.stats.steps
+    sender = threading.Thread(target=lambda: running.submit(ask(5), pieces))
+    sender.start()
+    sender.join(SOON_S)
+    running.resume()
+    time.sleep(0.05)
+    assert running.stats.steps == steps, "it is still held once"
+    assert not pieces.whole
+    running.resume()
+    wait_for(lambda: pieces.whole)
+    [found] = pieces.whole.values()
+    assert tokens(found) == alone(ask(5))
+    assert pieces.threads == {"redline-engine"}
+
+
+def test_two_threads_take_turns_in_holding_the_engine(running: EngineSession) -> None:
+    has_it, order = threading.Event(), list[str]()
+
+    def other() -> None:
+        has_it.wait(SOON_S)
+        with running.held():
+            order.append("second")
+
+    thread = threading.Thread(target=other)
+    thread.start()
+    with running.held():
+        has_it.set()
+        time.sleep(0.05)
+        order.append("first")
+    thread.join(SOON_S)
+    assert order == ["first", "second"]
+
+
+def test_the_device_is_waited_for_whenever_the_engine_changes_hands_and_not_in_between(native: NativeEngine) -> None:
+    waits: list[str] = []
+    session = EngineSession(native, wait_for_device=lambda: waits.append(threading.current_thread().name))
+    session.generate([ask(5)])
+    assert not waits, "one thread launches on one stream"
+    session.start()
+    with session.held():
+        session.apply(WeightUpdate(1, (), 0))
+        session.generate([ask(5)])
+        assert waits == ["MainThread"]
+    assert waits == ["MainThread"] * 2
+    session.close()
+
+
+def test_who_wants_to_hold_an_engine_that_broke_down_hears_why(folder: Path) -> None:
+    pieces = Pieces()
+    with EngineSession(Broken(load_decoder(folder), CONFIG)) as running:
+        running.submit(LONG, pieces)
+        wait_for(lambda: pieces.errors)
+        with pytest.raises(ZeroDivisionError):
+            running.hold()
+        with pytest.raises(EngineError, match="a cosmic ray"):
+            running.submit(LONG, pieces)
