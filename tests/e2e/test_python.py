@@ -69,6 +69,15 @@ def test_what_the_report_says_is_what_the_run_says(trained: redline.Run) -> None
     assert head["left_out"] == trained.left_out() == []
 
 
+def test_the_engine_answers_with_the_model_that_was_trained(trained: redline.Run) -> None:
+    assert trained.model is not None
+    said = []
+    for path in (trained.path, trained.model):
+        with redline.Engine.load(path, device="cpu") as engine:
+            said.append([reply.tokens for reply in engine.generate(["one", "two"], max_tokens=8)])
+    assert said[0] == said[1]
+
+
 def test_ctrl_c_writes_a_checkpoint_before_it_raises_and_the_run_goes_on(tmp_path: Path) -> None:
     before = signal.getsignal(signal.SIGINT)
 

@@ -66,8 +66,8 @@ class Engine:
 
     @classmethod
     def load(cls, path: str | os.PathLike[str], *, device: str = "auto", dtype: str = "auto", **settings: Any) -> Self:
-        """Load a model: a Hugging Face folder, a .gguf file, a hub id, or a built-in model such as `builtin:tiny`. `settings`
-        are keys of a recipe's `engine` section. Raises `RedlineError` for a model or a setting that there is not."""
+        """Load a model: a Hugging Face folder, a run folder, a .gguf file, a hub id, or a built-in such as `builtin:tiny`.
+        `settings` are keys of a recipe's `engine` section. Raises `RedlineError` for a model or a setting that there is not."""
         if not isinstance(path, str | os.PathLike):
             raise ModelError(
                 f"{path!r} is no model", "give a folder, a file or a name; Run.model is None until a run has finished"
