@@ -11,11 +11,11 @@ import torch
 from redline.config import Config, EngineRecipe
 
 KERNEL_CACHE_CAPACITY = 128
-"""Shapes. The layers of a step share a dozen, and decoding returns to some dozens."""
+"""Shapes whose kernels are kept. The layers of a step share a dozen, and decoding returns to some dozens."""
 
 
 def prepare_process(config: Config | EngineRecipe) -> None:
-    """Settings that belong to the process, not to a stage."""
+    """Set what belongs to the process rather than to a stage: CPU threads, and on a CPU the kernel caches and the allocator."""
     torch.set_num_threads(config.run.num_threads or 1)
     if config.run.device == "cpu" and sys.platform == "linux":
         _bound_kernel_caches()

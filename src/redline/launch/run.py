@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from pathlib import Path
 from typing import Any
@@ -60,24 +61,7 @@ def train(run: CheckedRun, folder: RunFolder, *, from_scratch: bool = False, beg
         with span("run.setup"):
             prepare_process(config)
             _say_what_begins(run, outputs, set_everything_aside(folder) if from_scratch else None)
-            watchdog = _add_listeners(config, outputs)
-            if not goes_on:
-                _start_listeners(config, outputs, at_end)
-                _describe(config, folder)
-            stages = build(config, folder, progress, run.placement, run.tasks)
-            checkpoints = Checkpoints(config.run, folder, stages.trainer, progress.note)
-            if goes_on:
-                _load(stages, checkpoints)
-                _start_listeners(config, outputs, at_end)
-                take_up()  # nothing can be refused any more, and nothing of the run was written so far
-        watchdog.begin(stages.queues)
-        profiler = StepProfiler(folder, config, recorder, progress.note)
-        at_end.callback(profiler.close)
-        with span("run.setup"):
-            peak_flops = _peak_flops(config, progress)
-            watch = RunWatch(config, outputs, stages, peak_flops=peak_flops, profiler=profiler, checkpoints=checkpoints)
-            if goes_on:
-                _go_on(config, outputs, stages, watch)
+            stages, watch, profiler = _set_up(run, outputs, at_end, take_up if goes_on else None)
         try:
             with _sampling(config, outputs, stages):
                 _take_steps(config, outputs, stages, watch, profiler)
@@ -85,7 +69,40 @@ def train(run: CheckedRun, folder: RunFolder, *, from_scratch: bool = False, beg
             with span("run.close"):
                 stages.close()
             watch.close()
-    return summary(config, folder, stages, watch, recorder, progress)
+    return summary(config, outputs, watch, stages.trainer.version)
+
+
+def _say_what_begins(run: CheckedRun, outputs: Outputs, aside: Path | None) -> None:
+    for note in (f"run folder {outputs.folder.shown}", *run.resolved.warnings):
+        outputs.progress.note(note)
+    if aside:
+        outputs.progress.note(f"beginning at step 0; what was there is in {aside}")
+
+
+def _set_up(
+    run: CheckedRun, outputs: Outputs, at_end: ExitStack, take_up: Callable[[], None] | None
+) -> tuple[Stages, RunWatch, StepProfiler]:
+    """Start listeners, build the stages and set a watch over them. `take_up` is that of a run that goes on: called once nothing
+    can be refused any more, and before anything is written to its folder."""
+    config, folder, tell = run.resolved.config, outputs.folder, outputs.progress.note
+    watchdog = _add_listeners(config, outputs)
+    if not take_up:
+        _start_listeners(config, outputs, at_end)
+        _describe(config, folder)
+    stages = build(config, folder, outputs.progress, run.placement, run.tasks)
+    checkpoints = Checkpoints(config.run, folder, stages.trainer, tell)
+    if take_up:
+        _load(stages, checkpoints)
+        _start_listeners(config, outputs, at_end)
+        take_up()
+    watchdog.begin(stages.queues)
+    profiler = StepProfiler(folder, config, outputs.recorder, tell)
+    at_end.callback(profiler.close)
+    peak_flops = _peak_flops(config, outputs.progress)
+    watch = RunWatch(config, outputs, stages, peak_flops=peak_flops, profiler=profiler, checkpoints=checkpoints)
+    if take_up:
+        _go_on(config, outputs, stages, watch)
+    return stages, watch, profiler
 
 
 def _load(stages: Stages, checkpoints: Checkpoints) -> None:
@@ -97,13 +114,6 @@ def _load(stages: Stages, checkpoints: Checkpoints) -> None:
     except BaseException:
         stages.close()
         raise
-
-
-def _say_what_begins(run: CheckedRun, outputs: Outputs, aside: Path | None) -> None:
-    for note in (f"run folder {outputs.folder.shown}", *run.resolved.warnings):
-        outputs.progress.note(note)
-    if aside:
-        outputs.progress.note(f"beginning at step 0; what was there is in {aside}")
 
 
 def _add_listeners(config: Config, outputs: Outputs) -> Watchdog:

@@ -9,8 +9,7 @@ from typing import Any
 from rich.text import Text
 
 from redline.config import Config
-from redline.launch.stages import Stages
-from redline.telemetry import Progress, Recorder, RunFolder
+from redline.telemetry import RunFolder
 from redline.telemetry.console.end_of_run import EndOfRun, end_of_run
 from redline.telemetry.files.metrics import MetricsLog
 from redline.telemetry.machine.samplers import read_samples
@@ -18,21 +17,20 @@ from redline.telemetry.summary.failed_attempts import WORTH_SAYING
 from redline.telemetry.summary.held_out import HeldOut
 from redline.telemetry.summary.learning import Learning
 from redline.telemetry.summary.targets import verdicts
+from redline.watch.outputs import Outputs
 from redline.watch.run_watch import RunWatch
 
 
-def summary(
-    config: Config, folder: RunFolder, stages: Stages, watch: RunWatch, recorder: Recorder, progress: Progress
-) -> dict[str, Any]:
-    """Show a person how it went, and give the same as data."""
-    ledger, finished = recorder.ledger(), watch.is_complete
+def summary(config: Config, outputs: Outputs, watch: RunWatch, version: int) -> dict[str, Any]:
+    """Show a person how a run of `version` steps went, and return the same as data."""
+    folder, ledger, finished = outputs.folder, outputs.recorder.ledger(), watch.is_complete
     judged = verdicts(MetricsLog.read(folder.metrics), read_samples(folder.samples), config)
     learning = Learning(MetricsLog.read(folder.metrics), config.rollouts.group_size)
     held_out = HeldOut.read(MetricsLog.read(folder.evaluations))
     first, last = min(watch.evaluations.samples, default=0), max(watch.evaluations.samples, default=0)
     end = EndOfRun(
         run=str(folder.shown),
-        steps=stages.trainer.version,
+        steps=version,
         finished=finished,
         held_out=held_out,
         samples=(watch.evaluations.samples[first], watch.evaluations.samples[last]) if first < last else None,
@@ -42,10 +40,10 @@ def summary(
         ledger=ledger,
     )
     for part in end_of_run(end):
-        progress.console.print(part, soft_wrap=isinstance(part, Text))
+        outputs.progress.console.print(part, soft_wrap=isinstance(part, Text))
     return {
         "run": str(folder.shown),
-        "steps": stages.trainer.version,
+        "steps": version,
         "finished": finished,
         "model": str(folder.shown / folder.model.name) if finished else None,
         "weights_changed": learning.moved_weights,
