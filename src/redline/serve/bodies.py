@@ -70,7 +70,8 @@ async def _read(request: Request, most: int) -> bytes:
 
 def _parsed(body: bytes) -> Any:
     try:
-        return from_json(body)  # unlike json, it refuses half of a surrogate pair
+        # Unlike json, it refuses half of a surrogate pair. To cache values as well takes five times as long where all differ.
+        return from_json(body, cache_strings="keys")
     except ValueError as error:
         raise ApiError(400, f"the body is not JSON: {error}") from error
 

@@ -17,6 +17,8 @@ from redline.serve.protocol import ApiError
 
 LARGEST = 2**63
 """Stands for any larger number: one of thousands of digits cannot even be printed."""
+COUNTED_AT_ONCE = 2**16
+"""Bytes; to count in 4 MB at once takes 30 ms, in which neither the event loop nor the engine gets Python's lock."""
 _PIECE = re.compile(rb'"|\\.|[^"\\]{1,4096}', re.DOTALL)
 """A piece of JSON: a quotation mark, an escape, or a bounded run of neither, so that no body takes more than one pass."""
 
@@ -70,7 +72,11 @@ def check_values(values: Mapping[str, Any], limits: ServeLimits, rows: int) -> i
 def check_structure(body: bytes, limits: ServeLimits) -> Generator[None]:
     """Refuse JSON of very many values before it is parsed; yields now and then. Commas in strings separate nothing, but to look
     is not for free."""
-    if _num_separators(body) <= limits.max_body_values:
+    count = 0
+    for start in range(0, len(body), COUNTED_AT_ONCE):
+        count += _num_separators(body[start : start + COUNTED_AT_ONCE])
+        yield
+    if count <= limits.max_body_values:
         return
     count, in_string = 0, False
     for number, piece in enumerate(_PIECE.finditer(body)):
@@ -90,7 +96,7 @@ def check_structure(body: bytes, limits: ServeLimits) -> Generator[None]:
 
 
 def _num_separators(body: bytes) -> int:
-    return body.count(b",") + body.count(b"[") + body.count(b"{")
+    return len(body) - len(body.translate(None, b",[{"))
 
 
 def _num_choices(values: Mapping[str, Any], limits: ServeLimits, rows: int) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import re
 import socket
@@ -20,7 +21,7 @@ from support.scripted_server import TOKENIZER, ScriptedEngine, Site, ids, refusa
 from redline.serve import bodies
 from redline.serve.admission import Admission, Place
 from redline.serve.calls import Served, make_call
-from redline.serve.limits import ServeLimits
+from redline.serve.limits import ServeLimits, check_structure
 from redline.serve.pace import Pace
 from redline.serve.protocol import ApiError, CompletionRequest
 from redline.serve.uploads import GRACE_S
@@ -413,6 +414,19 @@ def test_a_place_that_cannot_grow_says_when_there_may_be_room() -> None:
 
 
 # ── pace ───────────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize("body", [b'{"prompt": "' + b"word " * 800_000 + b'"}', b"[" + b"[]," * 1_300_000 + b"1]"])
+def test_a_look_at_the_structure_of_a_large_body_never_holds_pythons_lock_for_long(body: bytes) -> None:
+    """In seconds of the processor, which others on this machine do not change."""
+    held, looking = [], check_structure(body, ServeLimits())
+    with contextlib.suppress(ApiError):
+        began = time.thread_time()
+        for _ in looking:
+            held.append(time.thread_time() - began)
+            began = time.thread_time()
+    assert len(held) > 50
+    assert max(held) < 0.004, "all at once takes 10 ms"
 
 
 def test_long_work_leaves_the_event_loop_to_others() -> None:
