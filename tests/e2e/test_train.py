@@ -220,6 +220,12 @@ def test_a_dry_run_prints_the_whole_config_and_leaves_nothing(tmp_path: Path) ->
     assert sorted(tmp_path.rglob("*")) == before
 
 
+def test_a_dry_run_says_what_would_run_where(tmp_path: Path) -> None:
+    recipe = write_letters(tmp_path, run={"device": "cpu"})
+    done = redline("train", recipe.name, "buffer.max_lag=1", "--dry-run", cwd=tmp_path)
+    assert "placement: rollouts, engine: process 0, thread rollouts (cpu, 1 CPU thread); buffer, trainer" in done.stderr
+
+
 def test_a_dry_run_finds_what_is_wrong_with_the_task_source(tmp_path: Path) -> None:
     write_letters(tmp_path)
     (tmp_path / "mine.py").write_text(

@@ -23,6 +23,7 @@ from redline.engine.adapters.transformers_engine import TransformersEngine
 from redline.engine.native.lora import make_bank
 from redline.engine.native.tensor_parallel import STEP_TIMEOUT_S, TensorParallelEngine
 from redline.errors import ModelError
+from redline.launch.placement import check_engine_place
 from redline.models.files.hf import AnyDecoder, load_config, load_decoder, load_recompute_model, load_tokenizer, stop_token_ids
 from redline.models.files.sources import model_folder
 from redline.models.spec import is_ours
@@ -67,6 +68,7 @@ def load_engine(
 ) -> LoadedEngine:
     """Load the model of a resolved recipe into the fastest engine that runs it, with LoRA adapters by name. A step of an engine
     of several processes may take `step_timeout_s`. Raises `RedlineError` for a model that there is not, or that none runs."""
+    check_engine_place(recipe)
     folder = model_folder(recipe.model.path, recipe.run.seed)
     tokenizer = load_tokenizer(folder)
     ends = stop_token_ids(folder, tokenizer)

@@ -11,7 +11,7 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from redline.config import Config
+from redline.config import Config, EngineRecipe
 from redline.errors import ConfigError
 
 MAIN = "main"
@@ -87,6 +87,23 @@ def _refuse_offload_on_cpu(config: Config) -> None:
             "trainer.offload_optimizer: on the CPU the optimizer's state is in host memory already",
             "set trainer.offload_optimizer=false; trainer.optimizer_states=int8 makes it smaller",
         )
+
+
+def check_engine_place(recipe: EngineRecipe) -> None:
+    """Raise `ConfigError` where this machine has no place for an engine that runs alone. Imports torch."""
+    import torch
+
+    check_device(recipe.run.device)
+    size, devices = recipe.engine.tensor_parallel_size, torch.cuda.device_count()
+    if recipe.run.device == "cuda" and size > devices:
+        raise ConfigError(
+            f"engine.tensor_parallel_size = {size}: each process needs a GPU of its own, and there {_are(devices)}",
+            f"set it to {devices}" if devices == 1 else f"set it to {devices} or less",
+        )
+
+
+def _are(devices: int) -> str:
+    return "is 1" if devices == 1 else f"are {devices}"
 
 
 def check_device(device: str) -> None:

@@ -76,7 +76,7 @@ class Stages:
     engine: RunEngine
     """The engine itself."""
     session: Session
-    """Owns the engine: whoever wants it between two steps holds it."""
+    """Owns the engine: hold it to use the engine between two steps."""
     store: GroupStore
     """Where the buffer keeps its groups."""
     model: LoadedModel

@@ -40,7 +40,7 @@ class FinishedStep:
     span_ns: Mapping[str, int]
     """Span → nanoseconds that belong to it alone; the sum is the step's wall time."""
     taken_over_tokens: int = 0
-    """Of the tokens in `groups`, those that an earlier process sampled."""
+    """How many of the tokens in `groups` an earlier process sampled."""
 
     @property
     def attempts(self) -> list[Trajectory]:

@@ -7,10 +7,11 @@ import sys
 from typing import Any
 
 import pytest
+import torch
 
-from redline.config import Config, resolve, validate
+from redline.config import Config, EngineRecipe, resolve, validate
 from redline.errors import ConfigError
-from redline.launch.placement import place
+from redline.launch.placement import check_engine_place, place
 
 
 def recipe(num_threads: int = 1, **sections: dict[str, Any]) -> Config:
@@ -48,6 +49,25 @@ def test_what_was_started_as_several_processes_is_refused_with_a_hint_that_ends_
     with pytest.raises(ConfigError, match="several processes were started") as refused:
         place(recipe())
     assert refused.value.hint == "start it without torchrun"
+
+
+@pytest.mark.parametrize(("devices", "hint"), [(1, "set it to 1"), (2, "set it to 2 or less")])
+def test_an_engine_of_more_processes_than_there_are_gpus_is_refused(
+    devices: int, hint: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: devices)
+    values = {"model": {"path": "builtin:tiny"}, "run": {"device": "cuda"}}
+    check_engine_place(EngineRecipe.model_validate({**values, "engine": {"tensor_parallel_size": devices}}))
+    with pytest.raises(ConfigError, match=r"tensor_parallel_size = 4: each process needs a GPU of its own") as refused:
+        check_engine_place(EngineRecipe.model_validate({**values, "engine": {"tensor_parallel_size": 4}}))
+    assert refused.value.hint == hint
+
+
+def test_a_device_that_torch_cannot_use_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(ConfigError, match="torch cannot use it"):
+        check_engine_place(EngineRecipe.model_validate({"model": {"path": "builtin:tiny"}, "run": {"device": "cuda"}}))
 
 
 def test_placing_a_recipe_loads_no_torch() -> None:
