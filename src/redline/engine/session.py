@@ -16,17 +16,16 @@ trainer. A session that was not started is stepped by its caller with `step_unti
 from __future__ import annotations
 
 import asyncio
-import itertools
 import threading
 import time
 from collections import deque
 from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any, Self
 
+from redline.engine.requests import Answers, Requests
 from redline.engine.streams import LoopReceivers, pieces
 from redline.errors import EngineError, RedlineError, boundary
 from redline.ports import Receiver, SteppedEngine
@@ -40,23 +39,6 @@ GRACE_S = 2.0
 """Seconds in which a step may notice by itself what broke it."""
 PATIENCE_S = 30.0
 """Seconds that `close` waits for the last step."""
-
-
-@dataclass(slots=True, eq=False)
-class _Submission:
-    """One request, and who receives its pieces."""
-
-    request: GenerateRequest
-    receiver: Receiver
-    streaming: bool
-    number: int
-    request_id: int = -1
-    """The engine's name for it, once the engine has it."""
-    missing: int = field(init=False)
-    """Completions that were not delivered yet."""
-
-    def __post_init__(self) -> None:
-        self.missing = self.request.sampling.n
 
 
 class EngineSession:
@@ -85,9 +67,7 @@ class EngineSession:
         self._is_open = True
         self._inbox: deque[Callable[[], None]] = deque()
         """What the stepping thread is to do between two steps."""
-        self._numbers = itertools.count()
-        self._submissions: dict[int, _Submission] = {}
-        self._by_request: dict[int, _Submission] = {}
+        self._requests = Requests(engine)
         self._actions: set[Future[Any]] = set()
         self._step_began: float | None = None
         self._stats = engine.stats
@@ -155,24 +135,24 @@ class EngineSession:
     def submit(self, request: GenerateRequest, receiver: Receiver, *, streaming: bool = False) -> int:
         """Queue a request and return its number in this session. The receiver gets its pieces, or why it failed. Raises
         EngineError where the session has ended, or at once where this thread may step the engine and it refuses."""
-        submission = _Submission(request, receiver, streaming, next(self._numbers))
-        self._submissions[submission.number] = submission
-        if self._order(lambda: self._submit_queued(submission), submission):
-            self._submit(submission)
+        submission = self._requests.add(request, receiver, streaming=streaming)
+        try:
+            if self._order(lambda: self._requests.submit_queued(submission)):
+                self._requests.submit(submission)
+        except BaseException:
+            self._requests.remove(submission.number)
+            raise
         return submission.number
 
     def abort(self, number: int) -> None:
         """Give a request up; nothing more of it is delivered. Unknown and finished ones are ignored."""
-        submission = self._submissions.pop(number, None)
-        if submission is not None and self._order(lambda: self._abort(submission)):
-            self._abort(submission)
+        submission = self._requests.remove(number)
+        if submission is not None and self._order(lambda: self._requests.abort(submission)):
+            self._requests.abort(submission)
 
     def sampled_tokens(self, number: int) -> Mapping[int, int]:
         """Index of each completion that is not finished → tokens it has so far. Any thread may ask; does not block."""
-        submission = self._submissions.get(number)
-        if submission is None or submission.request_id < 0:
-            return {}
-        return self._engine.sampled_tokens(submission.request_id)
+        return self._requests.sampled_tokens(number)
 
     def between_steps(self, action: Callable[[Any], Any]) -> Future[Any]:
         """Have the stepping thread call `action(engine)` between two steps; the future gets what it returns or raises."""
@@ -188,13 +168,11 @@ class EngineSession:
         with self._changed:
             self._changed.notify_all()
 
-    def _order(self, order: Callable[[], None], submission: _Submission | None = None) -> bool:
+    def _order(self, order: Callable[[], None]) -> bool:
         """Put an order into the inbox. Returns True instead where the calling thread may touch the engine itself. Under the
         lock, so that no order is left lying in the inbox of a session that has ended."""
         with self._changed:
             if not self._is_open:
-                if submission is not None:
-                    del self._submissions[submission.number]
                 raise EngineError(f"the engine has stopped: {self.failure or 'it was asked to'}", "start it again")
             if self._may_touch():
                 return True
@@ -271,7 +249,7 @@ class EngineSession:
     def generate(self, requests: Sequence[GenerateRequest]) -> list[list[Completion]]:
         """All n completions of every request, in the order asked. The calling thread steps the engine until they are there.
         Where one fails, all are aborted and the reason is raised."""
-        answers = _Answers(missing=sum(request.sampling.n for request in requests))
+        answers = Answers(missing=sum(request.sampling.n for request in requests))
         with self.held():
             try:
                 for request in requests:
@@ -352,43 +330,7 @@ class EngineSession:
         if self._thread is not None:
             self._stats = self._engine.stats
         self._step_began = None
-        self._deliver(events)
-
-    def _deliver(self, events: Sequence[tuple[int, Delta | EngineError]]) -> None:
-        """One call of each receiver: to wake an event loop for each of a thousand pieces would keep it from all else."""
-        by_receiver: dict[Receiver, list[tuple[int, Delta | Exception]]] = {}
-        for request_id, piece in events:
-            submission = self._by_request.get(request_id)
-            if submission is None:  # what is left of one that was aborted
-                continue
-            by_receiver.setdefault(submission.receiver, []).append((submission.number, piece))
-            submission.missing -= isinstance(piece, EngineError) or piece.completion is not None
-            if isinstance(piece, EngineError) or submission.missing == 0:
-                del self._by_request[request_id]
-                self._submissions.pop(submission.number, None)
-        for receiver, received in by_receiver.items():
-            receiver.receive(received)
-
-    def _submit(self, submission: _Submission) -> None:
-        try:
-            submission.request_id = self._engine.submit(submission.request, streaming=submission.streaming)
-        except BaseException:
-            self._submissions.pop(submission.number, None)
-            raise
-        self._by_request[submission.request_id] = submission
-
-    def _submit_queued(self, submission: _Submission) -> None:
-        """A refusal goes to the receiver: its caller has gone on."""
-        if submission.number not in self._submissions:
-            return  # aborted meanwhile
-        with boundary() as caught:
-            self._submit(submission)
-        if caught.error is not None:
-            submission.receiver.receive([(submission.number, caught.error)])
-
-    def _abort(self, submission: _Submission) -> None:
-        if self._by_request.pop(submission.request_id, None) is not None:
-            self._engine.abort(submission.request_id)
+        self._requests.deliver(events)
 
     def _act(self, action: Callable[[Any], Any], future: Future[Any]) -> None:
         if not future.set_running_or_notify_cancel():
@@ -412,22 +354,18 @@ class EngineSession:
         while self._inbox:
             with boundary():
                 self._inbox.popleft()()
-        for request_id in self._by_request:
-            with boundary():
-                self._engine.abort(request_id)
+        self._requests.abort_all()
         self._tell_all()
 
     def _tell_all(self) -> None:
         """Everybody who still waits hears why nothing more comes."""
         reason = f"the engine has stopped: {_on_one_line(self.failure)}" if self.failure else "the engine was stopped"
         error = EngineError(reason, "start it again")
-        while self._submissions:
-            number, submission = self._submissions.popitem()
-            with boundary():
-                submission.receiver.receive([(number, error)])
+        self._requests.tell_all(error)
         for future in list(self._actions):
-            if future.set_running_or_notify_cancel():
-                future.set_exception(error)
+            with boundary():  # it may end just now
+                if future.running() or future.set_running_or_notify_cancel():
+                    future.set_exception(error)
 
     def _watch(self) -> None:
         """Give up on a step that can never end: the thread that waits for it is left where it is."""
@@ -443,22 +381,6 @@ class EngineSession:
                     self._changed.notify_all()
                 self._tell_all()
             time.sleep(WATCH_S)
-
-
-@dataclass(slots=True, eq=False)
-class _Answers:
-    """Receives the completions of some requests."""
-
-    missing: int
-    found: dict[int, dict[int, Completion]] = field(default_factory=dict)
-
-    def receive(self, pieces: Sequence[tuple[int, Delta | Exception]]) -> None:
-        for number, piece in pieces:
-            if isinstance(piece, Exception):
-                raise piece
-            if piece.completion is not None:
-                self.found[number][piece.index] = piece.completion
-                self.missing -= 1
 
 
 def _on_one_line(error: BaseException) -> str:

@@ -30,10 +30,10 @@ from redline.rollouts.evaluate import evaluate
 from redline.rollouts.play import GroupPlay
 from redline.rollouts.posing import Posing, Refused
 from redline.rollouts.prompts import failed_attempts
-from redline.rollouts.rewards.pool import RewardPool
 from redline.rollouts.scoring import Scoring
 from redline.rollouts.setup import RolloutSetup
 from redline.rollouts.user_code.source import CalledSource
+from redline.rollouts.workers import Workers
 from redline.telemetry import span
 from redline.types import Delta, Failure, Task, Trajectory, TrajectoryGroup
 
@@ -72,7 +72,7 @@ class Dispatcher:
         """Groups for which a caller steps the engine."""
         self._finished: deque[TrajectoryGroup] = deque()
         self._error: BaseException | None = None
-        self._workers = _Workers(self, lock, setup.max_reward_workers, prepare_thread) if beside else None
+        self._workers = Workers(self, lock, setup.max_reward_workers, prepare_thread) if beside else None
         if self._workers:
             session.start("rollouts", prepare_thread, self._workers.why_idle)
 
@@ -132,7 +132,7 @@ class Dispatcher:
                 self._wait_for_calls(self._workers, patience_s)
             yield
 
-    def _wait_for_calls(self, workers: _Workers, patience_s: float | None) -> None:
+    def _wait_for_calls(self, workers: Workers, patience_s: float | None) -> None:
         with span("wait.for_rewards"), self._changed:
             self._changed.wait_for(lambda: self._error or not workers.num_calling, patience_s)
             self._raise_error()
@@ -312,58 +312,3 @@ class Dispatcher:
     def _raise_error(self) -> None:
         if self._error is not None:
             raise self._error
-
-
-class _Workers:
-    """The threads that call the user's code beside the trainer."""
-
-    def __init__(
-        self, dispatcher: Dispatcher, lock: threading.RLock, max_reward_workers: int, prepare_thread: Callable[[], None]
-    ) -> None:
-        ends = dispatcher.thread_ends
-        self.rewards: RewardPool[TrajectoryGroup] = RewardPool(
-            "rewards", max_reward_workers, dispatcher.deliver, dispatcher.fail, lock, prepare_thread, finish_thread=ends
-        )
-        self.tasks: RewardPool[GroupPlay | TrajectoryGroup] = RewardPool(
-            "tasks",
-            1,
-            dispatcher.take_posed,
-            dispatcher.fail,
-            lock,
-            prepare_thread,
-            finish_thread=ends,
-            idle="wait.for_budget",
-        )
-
-    def why_idle(self) -> str:
-        """Why the engine has nothing to do: others still owe it requests, or what follows from its answers, or may begin no
-        more."""
-        return "wait.for_requests" if self.tasks.num_to_score or self.rewards.num_to_score else "wait.for_budget"
-
-    @property
-    def num_calling(self) -> int:
-        """Threads that call the user's code now."""
-        return self.tasks.num_scoring + self.rewards.num_scoring
-
-    @contextmanager
-    def quiet(self) -> Iterator[None]:
-        """Inside, none of them begins anything new."""
-        for pool in (self.tasks, self.rewards):
-            pool.be_quiet(quiet=True)
-        try:
-            yield
-        finally:
-            for pool in (self.tasks, self.rewards):
-                pool.be_quiet(quiet=False)
-
-    def cancel(self, indices: set[int]) -> None:
-        self.tasks.cancel(indices)
-        self.rewards.cancel(indices)
-
-    def close(self) -> None:
-        self.tasks.close()
-        self.rewards.close()
-
-    def join(self, patience_s: float) -> None:
-        self.tasks.join(patience_s)
-        self.rewards.join(patience_s)
