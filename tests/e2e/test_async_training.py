@@ -329,6 +329,16 @@ def test_a_group_whose_reward_never_comes_is_given_up_and_the_run_goes_on(tmp_pa
     assert last["buffer/dropped_timed_out"] == sum(reason == "timed_out" for _, reason in fate.values())
 
 
+def test_a_run_whose_every_reward_hangs_stops_with_the_reason_after_three_limits(tmp_path: Path) -> None:
+    prepare(tmp_path, rollouts=SMALL | {"reward_timeout_s": 1.0})
+    hang = """        open("calls.txt", "a").write("a call\\n")\n        time.sleep(1000)\n        if "q\""""
+    rewrite(tmp_path, '        if "q"', hang)
+    said = assert_ended_with(2, tmp_path)
+    assert "every attempt of step 1, the first of this process, failed (" in said
+    assert "`score` was not called: the 3 calls before did not return within 1 s" in said
+    assert (tmp_path / "calls.txt").read_text() == "a call\n" * 3
+
+
 @pytest.mark.slow
 def test_a_second_interrupt_ends_at_once_and_leaves_a_run_to_resume(tmp_path: Path) -> None:
     prepare(tmp_path, steps=20)
