@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 
 from redline.errors import RedlineError, TaskError, boundary, in_words
 from redline.rollouts.user_code.coroutines import EventLoop
-from redline.rollouts.user_code.turns import MAX_LATE_IN_A_ROW, MAX_STUCK, Turn, Turns
+from redline.rollouts.user_code.permits import MAX_LATE_IN_A_ROW, MAX_STUCK, Permit, Permits
 from redline.telemetry import idle_as, span
 from redline.telemetry.stalls.calls import Call, calling, forget_call
 from redline.telemetry.stalls.stacks import place_of, users_place
@@ -45,17 +45,17 @@ class UserCalls:
         *,
         most: int = 1,
         loop: EventLoop | None = None,
-        turns: Turns | None = None,
+        permits: Permits | None = None,
     ) -> None:
         """`what` is the name of the function, `stage` that of its failures. A call may last `limit_s` seconds, which the key
         `limit_key` says; without a limit, and with one thread, the caller makes the calls. `most`: threads that may call at
-        once. `loop` runs coroutines that the works wait for. `turns` are shared with others that call the same function, and
+        once. `loop` runs coroutines that the works wait for. `permits` are shared with others that call the same function, and
         whoever shares them says when to `try_again`; without them every call of `results` does."""
         self._stage, self._what, self._limit_s, self._limit_key = stage, what, limit_s, limit_key
         self._most = most
         self._loop = loop or EventLoop()
-        self._turns = turns or Turns()
-        self._has_own_turns = turns is None
+        self._permits = permits or Permits()
+        self._has_own_permits = permits is None
         self._changed = threading.Condition()
         self._workers: list[_Worker] = []
         """Without those that were left behind."""
@@ -70,8 +70,8 @@ class UserCalls:
     def results(self, works: Sequence[Callable[[], Result]]) -> list[Result | Failure]:
         """What came of each, in their order: the value, or why there is none. Blocks until all are there. In the lanes of the
         threads that make the calls their time is called `user.score`, after the function; the caller's own spans stay open."""
-        if self._has_own_turns:
-            self._turns.try_again()
+        if self._has_own_permits:
+            self._permits.try_again()
         if self._limit_s is None and self._most == 1:
             return [self._own_outcome(work) for work in works]
         if not works:
@@ -140,16 +140,16 @@ class UserCalls:
             assert worker.index is not None
             reason = f"`{self._what}` did not return within {self._limit_s:g} s"
             self._outcomes[worker.index] = Failure(self._stage, reason, worker.call.place(), self._hint)
-            if worker.turn:  # a call that outlasts its limit is taken for dead: nobody waits for it any more
-                worker.turn.end()
+            if worker.permit:  # a call that outlasts its limit is taken for dead: nobody waits for it any more
+                worker.permit.end()
             self._leave_behind(worker)
             self._loop.leave_if_blocked()
-            self._turns.was_late(worker.thread)
+            self._permits.was_late(worker.thread)
             self._end_if_too_many_are_stuck()
             self._fail_the_rest_if_hopeless()
 
     def _end_if_too_many_are_stuck(self) -> None:
-        num_stuck = self._turns.num_stuck
+        num_stuck = self._permits.num_stuck
         if num_stuck > MAX_STUCK:
             raise TaskError(
                 f"{num_stuck} calls of `{self._what}` were given up after {self._limit_s:g} s and still run, each in a"
@@ -158,7 +158,7 @@ class UserCalls:
             )
 
     def _fail_the_rest_if_hopeless(self) -> None:
-        if not self._turns.are_hopeless:
+        if not self._permits.are_hopeless:
             return
         reason = (
             f"`{self._what}` was not called: the {MAX_LATE_IN_A_ROW} calls before did not return within {self._limit_s:g} s"
@@ -202,14 +202,14 @@ class UserCalls:
                 index, work = self._next, self._works[self._next]
                 self._next += 1
                 worker.index = index
-            turn = self._turns.take()
+            permit = self._permits.take()
             with self._changed:
-                worker.turn = turn
+                worker.permit = permit
                 if worker not in self._workers:
-                    turn.end()
+                    permit.end()
                     return
             outcome = self._outcome(work, worker)
-            turn.end()
+            permit.end()
             computed_s = time.thread_time() - began_computing_s
             waited_s = time.perf_counter() - began_s - computed_s
             with self._changed:
@@ -217,17 +217,17 @@ class UserCalls:
                     return
                 worker.index = worker.call = None
                 self._outcomes[index] = outcome
-                self._turns.returned()
+                self._permits.returned()
                 self._needs_help = self._most > 1 and (self._needs_help or waited_s > max(HELP_AFTER_S, computed_s))
                 if len(self._outcomes) == len(self._works) or (self._needs_help and len(self._workers) < self._most):
                     self._changed.notify_all()
 
     def _own_outcome(self, work: Callable[[], Result]) -> Result | Failure:
-        turn = self._turns.take()
+        permit = self._permits.take()
         try:
             return self._outcome(work, None)
         finally:
-            turn.end()
+            permit.end()
 
     def _outcome(self, work: Callable[[], Result], worker: _Worker | None) -> Result | Failure:
         with calling(self._what, self._caller if worker else None) as call:
@@ -247,7 +247,7 @@ class _Worker:
         self.index: int | None = None
         """Which of the works it is at."""
         self.call: Call | None = None
-        self.turn: Turn | None = None
+        self.permit: Permit | None = None
         """Of the call that it makes or made last."""
 
 

@@ -12,7 +12,7 @@ from redline.rollouts.setup import RolloutSetup
 from redline.rollouts.tasks.checks import check_task
 from redline.rollouts.user_code.calls import UserCalls
 from redline.rollouts.user_code.coroutines import EventLoop
-from redline.rollouts.user_code.turns import Turns
+from redline.rollouts.user_code.permits import Permits
 from redline.types import Failure, Task
 
 Result = TypeVar("Result")
@@ -24,8 +24,8 @@ class CalledSource:
     def __init__(self, setup: RolloutSetup) -> None:
         self._tasks, self._config = setup.tasks, setup.config
         self._loop = EventLoop()
-        self._train_turns = Turns()
-        self._score_turns = Turns(1 if setup.max_reward_workers == 1 else None, setup.group_timeout_s)
+        self._train_permits = Permits()
+        self._score_permits = Permits(1 if setup.max_reward_workers == 1 else None, setup.group_timeout_s)
         """Where one thread may score, no second call is made while one is under way, whoever made it."""
         self._batch_calls = self._score_calls(setup.max_reward_workers)
         """For the rewards of a whole batch."""
@@ -60,7 +60,7 @@ class CalledSource:
 
     def try_again(self, what: Literal["train", "score"]) -> None:
         """Forget which calls did not return in time."""
-        (self._train_turns if what == "train" else self._score_turns).try_again()
+        (self._train_permits if what == "train" else self._score_permits).try_again()
 
     def thread_ends(self) -> None:
         """Called last in a thread that has fetched tasks or scored: those that made its calls end too."""
@@ -85,8 +85,8 @@ class CalledSource:
 
     def _train_calls(self) -> UserCalls:
         limit_s, key = self._config.task_timeout_s, "rollouts.task_timeout_s"
-        return UserCalls("task", "train", limit_s, key, loop=self._loop, turns=self._train_turns)
+        return UserCalls("task", "train", limit_s, key, loop=self._loop, permits=self._train_permits)
 
     def _score_calls(self, most: int) -> UserCalls:
         limit_s, key = self._config.reward_timeout_s, "rollouts.reward_timeout_s"
-        return UserCalls("reward", "score", limit_s, key, most=most, loop=self._loop, turns=self._score_turns)
+        return UserCalls("reward", "score", limit_s, key, most=most, loop=self._loop, permits=self._score_permits)

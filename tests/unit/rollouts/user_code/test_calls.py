@@ -14,7 +14,7 @@ from redline.errors import TaskError
 from redline.rollouts.user_code import calls as calls_module
 from redline.rollouts.user_code.calls import UserCalls
 from redline.rollouts.user_code.coroutines import EventLoop
-from redline.rollouts.user_code.turns import MAX_LATE_IN_A_ROW
+from redline.rollouts.user_code.permits import MAX_LATE_IN_A_ROW
 from redline.telemetry import Recorder, recording
 from redline.telemetry.stalls.calls import calls_now
 from redline.types import Failure

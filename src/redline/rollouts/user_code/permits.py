@@ -12,7 +12,7 @@ MAX_STUCK = 64
 """Calls that were given up and still run, each in a thread of its own that may compute: with more of them the run ends."""
 
 
-class Turns:
+class Permits:
     """Lets at most `most` calls be under way at once, and counts those that did not return in time."""
 
     def __init__(self, most: int | None = None, dead_after_s: float | None = None) -> None:
@@ -20,22 +20,22 @@ class Turns:
         not wait for it any longer. None waits for ever."""
         self._most, self._dead_after_s = most, dead_after_s
         self._changed = threading.Condition()
-        self._taken: list[Turn] = []
+        self._taken: list[Permit] = []
         """The oldest first."""
         self._late_in_a_row = 0
         self._stuck: list[threading.Thread] = []
 
-    def take(self) -> Turn:
-        """Block until a call may begin. The turn lasts until its `end`."""
+    def take(self) -> Permit:
+        """Block until a call may begin. The permit lasts until its `end`."""
         with self._changed:
             while self._most is not None and len(self._taken) >= self._most:
                 self._wait_for(self._taken[0])
-            turn = Turn(self)
-            self._taken.append(turn)
-            return turn
+            permit = Permit(self)
+            self._taken.append(permit)
+            return permit
 
-    def _wait_for(self, oldest: Turn) -> None:
-        """Wait until some turn ends, but not for one whose call is dead."""
+    def _wait_for(self, oldest: Permit) -> None:
+        """Wait until some permit ends, but not for one whose call is dead."""
         if self._dead_after_s is None:
             self._changed.wait()
             return
@@ -45,10 +45,10 @@ class Turns:
         else:
             self._taken.remove(oldest)
 
-    def end(self, turn: Turn) -> None:
+    def end(self, permit: Permit) -> None:
         with self._changed:
-            if turn in self._taken:
-                self._taken.remove(turn)
+            if permit in self._taken:
+                self._taken.remove(permit)
                 self._changed.notify()
 
     @property
@@ -78,13 +78,13 @@ class Turns:
             self._late_in_a_row = 0
 
 
-class Turn:
+class Permit:
     """The right to make one call."""
 
-    def __init__(self, turns: Turns) -> None:
-        self._turns = turns
+    def __init__(self, permits: Permits) -> None:
+        self._permits = permits
         self.began = time.monotonic()
 
     def end(self) -> None:
         """Let the next call begin. Ends once, by the call that returns or by who gave it up; the second changes nothing."""
-        self._turns.end(self)
+        self._permits.end(self)
