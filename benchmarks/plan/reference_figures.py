@@ -23,9 +23,10 @@ from redline.config.load import validate
 from redline.config.schema import Config
 from redline.lab.plan.calibration import rates_of
 from redline.lab.plan.devices import find_device
-from redline.lab.plan.memory import choose_sizes, estimate_memory
+from redline.lab.plan.memory import estimate_memory
 from redline.lab.plan.plan import Hardware, Plan, make_plan
 from redline.lab.plan.setup import make_setup
+from redline.lab.plan.sizes import choose_sizes
 from redline.lab.plan.timing import estimate_time, generation_cost
 
 ROOT = Path(__file__).parents[2]

@@ -8,9 +8,10 @@ from dataclasses import dataclass, replace
 from typing import Any, get_args
 
 from redline.lab.bench.table import quantity
-from redline.lab.plan.memory import MemoryEstimate, estimate_memory, kv_bytes_needed
+from redline.lab.plan.memory import MemoryEstimate, estimate_memory
 from redline.lab.plan.rates import Rates
 from redline.lab.plan.setup import Setup
+from redline.lab.plan.sizes import kv_bytes_needed
 from redline.lab.plan.timing import estimate_time
 from redline.models.layer_code import Checkpointing
 from redline.trainer.parallel.place import Sharding

@@ -8,39 +8,26 @@
     weight sync    + what is on its way to engines that do not share the weights
     wake-up        + nothing: the cache comes back to where it was
 
-`models/sizes/memory.py` has what each term is made of, and the trainer plans its micro-batches with it. The numbers of the
-CUDA context and of gaps are allowances; torch's allocator counts neither.
+`held.py` has what stays and what a token takes, `sizes.py` the cache and the micro-batches. The numbers of the CUDA context and
+of gaps are allowances; torch's allocator counts neither.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 
-from redline.engine.native.cache.kv_cache import KVCache
-from redline.engine.native.cache.sizing import CPU_CACHE_BYTES, block_size_for
-from redline.errors import NoRoomError
+from redline.lab.plan.held import critic_bytes, held_terms, kept_logits, layer, per_token, policy_bytes
 from redline.lab.plan.setup import Setup
-from redline.models.sizes.memory import (
-    FLOAT32,
-    LayerBytes,
-    ParameterBytes,
-    TokenBytes,
-    around_bytes,
-    counted_bytes,
-    layer_bytes,
-)
-from redline.trainer.batches.budget import Budgets, MemoryPlan, cpu_budgets, logits_bytes, tokens_kept
-from redline.trainer.loss.logprobs import CHUNK_BYTES, KEPT_BYTES, chunk_rows
+from redline.lab.plan.sizes import CUDA_CONTEXT, Sizes, choose_sizes
+from redline.models.sizes.memory import FLOAT32, around_bytes
+from redline.trainer.loss.logprobs import CHUNK_BYTES
 from redline.trainer.optimizer.offload import STRETCH_ELEMENTS
 from redline.trainer.optimizer.quantized_states import bytes_per_moments
 from redline.trainer.parallel.place import Division
-from redline.trainer.trainer import FORWARD_RATIO
 
-CUDA_CONTEXT = 700 * 2**20
-"""Bytes of one process for the driver, cuBLAS and Triton modules. 500 to 800 MiB on Hopper."""
 GAPS = 0.03
 """Share of what comes and goes that is lost: the allocator's rounding, and holes that no later block fits."""
 HEAP_GAPS = 0.10
@@ -69,22 +56,6 @@ class Phase:
 
 
 @dataclass(slots=True, frozen=True)
-class Sizes:
-    """Tokens and bytes that a run chooses for itself, chosen as it would."""
-
-    kv_bytes: int
-    kv_tokens: int
-    """That its blocks hold."""
-    training_tokens: int
-    """Tokens of the largest micro-batch."""
-    forward_tokens: int
-    refused: tuple[str, ...] = ()
-    """Stages that would refuse to begin for want of memory: `engine`, `trainer`."""
-    reasons: Mapping[str, str] = field(default_factory=dict)
-    """Why each size is what it is, for people."""
-
-
-@dataclass(slots=True, frozen=True)
 class MemoryEstimate:
     sizes: Sizes
     phases: tuple[Phase, ...]
@@ -104,209 +75,12 @@ def estimate_memory(setup: Setup) -> MemoryEstimate:
     return MemoryEstimate(sizes, tuple(_phases(setup, sizes)), host_terms(setup))
 
 
-# ── held all the time ──────────────────────────────────────────────────────────────────────────────────────────────────
-
-
-def policy_bytes(setup: Setup) -> ParameterBytes:
-    """The trainer's parameters, on one device. With FSDP the parts are float32 masters, and whole weights exist beside them."""
-    trainer = setup.config.trainer
-    return counted_bytes(
-        setup.model.parameters + setup.adapter,
-        setup.trained,
-        setup.dtype,
-        bytes_per_moments=bytes_per_moments(trainer.optimizer_states),
-        offloaded=trainer.offload_optimizer and setup.device.is_gpu,
-        num_shards=setup.shards,
-        sharded_weights=setup.sharding == "full",
-    )
-
-
-def held_terms(setup: Setup) -> dict[str, int]:
-    """On one device from the first step to the last, the KV cache apart."""
-    own, config, size = policy_bytes(setup), setup.config, setup.dtype.itemsize
-    terms = {"weights": own.weights, "masters": own.masters, "moments": own.moments}
-    if not setup.engine_shares_weights:
-        terms["engine weights"] = size * setup.model.parameters // setup.tensor_parallel_size
-    if config.needs_reference and not config.trainer.lora.rank and not config.trainer.reference_offload:
-        terms["reference"] = size * setup.model.parameters
-    if config.needs_critic:
-        critic = critic_bytes(setup)
-        terms["critic"] = critic.weights + critic.masters + critic.moments
-    if setup.reward_model is not None:
-        terms["reward model"] = size * setup.reward_model.parameters
-    if not setup.device.is_gpu:
-        terms["gradients"] = own.gradients  # kept from step to step (trainer/optimizer/adamw.py)
-    return {name: value for name, value in terms.items() if value}
-
-
-def critic_bytes(setup: Setup) -> ParameterBytes:
-    """A copy of the policy without its head, or a second adapter beside the same frozen weights."""
-    trainer, model = setup.config.trainer, setup.model
-    kept = model.parameters - (0 if model.tied else model.head_parameters)
-    count = setup.adapter or kept
-    moments = bytes_per_moments(trainer.optimizer_states)
-    offloaded = trainer.offload_optimizer and setup.device.is_gpu
-    return counted_bytes(count, count, setup.dtype, bytes_per_moments=moments, offloaded=offloaded)
+# ── phases ─────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def _always(setup: Setup, sizes: Sizes) -> dict[str, int]:
     base = {"CUDA context": CUDA_CONTEXT} if setup.device.is_gpu else {"process": setup.process_bytes}
     return held_terms(setup) | {"KV cache": sizes.kv_bytes} | base
-
-
-# ── sizes that a run chooses ───────────────────────────────────────────────────────────────────────────────────────────
-
-
-def choose_sizes(setup: Setup) -> Sizes:
-    cache = _kv_cache(setup)
-    reasons, refused = {"KV cache": cache.reason}, [] if cache.fits else ["engine"]
-    given, limit = setup.config.trainer.max_tokens_per_micro_batch, setup.tokens_per_rank
-    if given:
-        budgets = Budgets(given, FORWARD_RATIO * given, "as the recipe says")
-    elif setup.device.is_gpu:
-        budgets = _budgets(trainer_plan(setup, cache.num_bytes), setup.longest, refused)
-    else:
-        budgets = cpu_budgets()
-    forward = setup.config.trainer.max_tokens_per_forward or budgets.forward
-    training, forward = (balanced(limit, max(most, setup.longest)) for most in (budgets.training, forward))
-    of = f"; a step has {limit:,}" if budgets.training > limit else ""
-    reasons["trainer.max_tokens_per_micro_batch"] = f"{budgets.training:,} ({budgets.reason}{of})"
-    return Sizes(cache.num_bytes, cache.num_tokens, training, forward, tuple(refused), reasons)
-
-
-def _budgets(plan: MemoryPlan, longest: int, refused: list[str]) -> Budgets:
-    """Where there is no room the trainer is added to `refused`; the plan goes on with one sequence at a time, to say by how
-    much."""
-    try:
-        return plan.budgets()
-    except NoRoomError:
-        refused.append("trainer")
-        return Budgets(longest, longest, "no room: one sequence at a time")
-
-
-def balanced(tokens: int, most: int) -> int:
-    """Tokens of a micro-batch when so many are dealt evenly to as few micro-batches as hold them."""
-    return -(-tokens // max(1, -(-tokens // most)))
-
-
-def trainer_plan(setup: Setup, kv_bytes: int) -> MemoryPlan:
-    """What the trainer will find when it plans its first step (`trainer/batches/budget.py`)."""
-    own = policy_bytes(setup)
-    held = held_terms(setup)
-    others = sum(held.values()) - own.weights - own.masters - own.moments + kv_bytes + CUDA_CONTEXT
-    return MemoryPlan(
-        device=setup.device.memory_bytes,
-        others=others,
-        parameters=own,
-        logits=logits_bytes(setup.model.shape, setup.dtype),
-        keeps=tokens_kept(setup.model.shape, setup.dtype),
-        per_token=per_token(setup, 0),
-    )
-
-
-@dataclass(slots=True, frozen=True)
-class _Cache:
-    """The engine's cache, or where it does not fit the one that would be needed."""
-
-    num_bytes: int
-    num_tokens: int
-    reason: str
-    fits: bool = True
-
-
-def _kv_cache(setup: Setup) -> _Cache:
-    """As `engine/native/cache/sizing.py` has it: the bytes given, or what the utilization leaves beside the trainer's state."""
-    engine, shape = setup.config.engine, setup.model.shape
-    block = block_size_for(engine, torch.device(setup.kind))
-    per_block = KVCache.bytes_per_block(shape, block, setup.dtype) // setup.tensor_parallel_size
-    rows = -(-_max_len(setup) // block) * engine.max_num_seqs + 1
-    given, budget = engine.kv_cache_memory_bytes, _kv_budget(setup)
-    if (given or budget) < 2 * per_block:  # the engine refuses; the plan goes on with what is needed, to say by how much
-        needed = _touched_blocks(setup, block) + 1
-        return _Cache(needed * per_block, (needed - 1) * block, "no room: what the attempts of a step need", fits=False)
-    blocks = min((given or budget) // per_block, rows)
-    # On the CPU only what is touched becomes resident.
-    resident = blocks if setup.device.is_gpu else min(blocks, _touched_blocks(setup, block) + 1)
-    why = (
-        "engine.kv_cache_memory_bytes"
-        if given
-        else f"what engine.gpu_memory_utilization = {engine.gpu_memory_utilization:g} leaves"
-    )
-    if not given and not setup.device.is_gpu:
-        why = "4 GiB, of which only what is touched becomes resident"
-    if blocks == rows:
-        why = f"all {engine.max_num_seqs} rows at {_max_len(setup):,} tokens, less than {why}"
-    return _Cache(resident * per_block, (blocks - 1) * block, why)
-
-
-def _kv_budget(setup: Setup) -> int:
-    if not setup.device.is_gpu:
-        return CPU_CACHE_BYTES
-    used = sum(held_terms(setup).values()) + CUDA_CONTEXT
-    return max(0, int(setup.device.memory_bytes * setup.config.engine.gpu_memory_utilization) - used)
-
-
-def _max_len(setup: Setup) -> int:
-    positions = setup.model.shape.max_positions
-    return min(setup.config.engine.max_model_len or positions, positions)
-
-
-def _touched_blocks(setup: Setup, block: int) -> int:
-    """By a step's attempts at their end: whole blocks, and a group's prompt once."""
-    work, engine = setup.work, setup.config.engine
-    rows = min(work.sequences, engine.max_num_seqs)
-    shared = work.prompt_tokens // block
-    own = -(-(setup.longest - shared * block) // block)
-    return -(-rows // work.group_size) * shared + rows * own
-
-
-def kv_bytes_needed(setup: Setup) -> int:
-    """Bytes of the KV cache of all attempts of one engine at their end; a group shares the whole blocks of its prompt."""
-    engine = setup.config.engine
-    block = block_size_for(engine, torch.device(setup.kind))
-    each = KVCache.bytes_per_block(setup.model.shape, block, setup.dtype) // setup.tensor_parallel_size
-    return (_touched_blocks(setup, block) + 1) * each
-
-
-# ── what tokens take ───────────────────────────────────────────────────────────────────────────────────────────────────
-
-
-def layer(setup: Setup, tokens: int) -> LayerBytes:
-    """Bytes of a token in a micro-batch of `tokens`."""
-    lora = setup.config.trainer.lora
-    return layer_bytes(
-        setup.model.shape,
-        setup.model.parameters,
-        setup.dtype,
-        setup.layer_code,
-        adapter_columns=lora.rank * len(lora.targets) if lora.rank else 0,
-        scores=setup.scores_per_token(tokens),
-    )
-
-
-def per_token(setup: Setup, tokens: int) -> TokenBytes:
-    """What each of so many tokens adds to a micro-batch."""
-    around = around_bytes(setup.model.shape, setup.dtype, setup.layer_code)
-    return layer(setup, tokens).through(setup.model.shape.num_layers, setup.checkpointing, around)
-
-
-def kept_logits(setup: Setup, predicted: int) -> tuple[int, int]:
-    """Logits that stay for the backward pass, and the most that are there beside them, chunk by chunk as
-    `trainer/loss/logprobs.py` makes them."""
-    kind, vocabulary = setup.kind, setup.model.shape.vocab_size
-    rows = chunk_rows(predicted, vocabulary, setup.dtype, kind, KEPT_BYTES[kind])
-    chunks = [rows] * (predicted // rows) + ([predicted % rows] if predicted % rows else [])
-    room, kept, passing = KEPT_BYTES[kind], 0, 0
-    for chunk in chunks:
-        size = chunk * vocabulary * setup.dtype.itemsize
-        room -= size
-        kept += size if room >= 0 else 0
-        # The CPU also has a float32 copy, which becomes the log-probabilities, and the probabilities.
-        passing = max(passing, (0 if room >= 0 else size) + (0 if setup.device.is_gpu else 2 * chunk * vocabulary * FLOAT32))
-    return kept, passing
-
-
-# ── phases ─────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def _phases(setup: Setup, sizes: Sizes) -> list[Phase]:

@@ -20,7 +20,8 @@ from dataclasses import dataclass, field
 import torch
 
 from redline.lab.measure.roofline import NetworkCost
-from redline.lab.plan.memory import MemoryEstimate, layer, policy_bytes, trained_share
+from redline.lab.plan.held import layer, policy_bytes
+from redline.lab.plan.memory import MemoryEstimate, trained_share
 from redline.lab.plan.rates import Cost, Efficiency, Rates
 from redline.lab.plan.setup import Setup
 from redline.lab.plan.shapes import Model

@@ -23,10 +23,12 @@ from redline.lab.plan import gguf_header
 from redline.lab.plan.advice import find_cuts, fits
 from redline.lab.plan.calibration import rates_of
 from redline.lab.plan.devices import DEVICES, find_device, with_prices
-from redline.lab.plan.memory import MemoryEstimate, balanced, estimate_memory, held_terms, kept_logits, policy_bytes
+from redline.lab.plan.held import held_terms, kept_logits, policy_bytes
+from redline.lab.plan.memory import MemoryEstimate, estimate_memory
 from redline.lab.plan.plan import Hardware, Plan, make_plan, plan_setup
 from redline.lab.plan.setup import Setup, make_setup
 from redline.lab.plan.shapes import NAMED, describe_model
+from redline.lab.plan.sizes import balanced
 from redline.models.files.hf import empty_decoder, load_config, load_decoder
 from redline.models.files.sources import packaged_smollm2
 from redline.trainer import PolicyTrainer, Sampling
