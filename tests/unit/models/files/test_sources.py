@@ -63,7 +63,7 @@ def test_a_run_folder_stands_for_the_model_that_it_trained(run: Path, base: Path
     assert resolve(validate(recipe(run))).config.model.path == str(run / "model")
     options = {"device": "cpu", "dtype": "float32", "api_key_env": "A_KEY", "served_model_name": None}
     served = make_settings(str(run), host="127.0.0.1", port=0, **options)
-    assert (served.config.model.path, served.name) == (str(run / "model"), str(run))
+    assert (model_folder(served.config.model.path), served.name) == (run / "model", str(run))
 
 
 def test_a_run_without_a_model_names_its_newest_checkpoint_and_how_to_end_it(run: Path) -> None:
