@@ -75,6 +75,7 @@ def test_groups_are_those_that_the_caller_would_have_made_himself(background: Di
     own = lockstep(decoder)
     own.begin(range(5), 0)
     expected = {group.index: group for group in own.finished()}
+    own.close()
     background.begin([0, 1], 0)
     background.begin([2, 3, 4], 0)
     found = all_of(background, 5)
@@ -422,6 +423,7 @@ def test_as_many_groups_are_scored_at_once_as_there_are_workers(engine: NativeEn
     own = lockstep(decoder)
     own.begin(range(6), 0)
     expected = {group.index: group for group in own.finished()}
+    own.close()
     rollouts = beside(engine, Together(), workers=4)
     rollouts.reward_workers.hold(3)
     rollouts.begin(range(6), 0)
