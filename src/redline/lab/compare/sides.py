@@ -118,23 +118,34 @@ def worktree(revision: str) -> Iterator[Path]:
     commit = _git(root, "rev-parse", "--verify", "--quiet", f"{revision}^{{commit}}", hint=f"git:{revision}: no such revision")
     with tempfile.TemporaryDirectory(prefix="redline-compare-") as scratch:
         tree = Path(scratch) / commit[:12]
-        _git(root, "worktree", "add", "--quiet", "--detach", str(tree), commit, hint="see what git says")
         try:
+            _git(root, "worktree", "add", "--quiet", "--detach", str(tree), commit, hint="see what git says")
             source = tree / "src"
             if not (source / "redline").is_dir():
                 raise ConfigError(f"git:{revision} has no src/redline", "name a revision of redline")
             yield source
         finally:
-            _git(
-                root, "worktree", "remove", "--force", str(tree), hint=f"remove it by hand: git worktree remove --force {tree}"
-            )
+            _remove(root, tree)
+
+
+def _remove(root: Path, tree: Path) -> None:
+    """Remove a worktree, if git has it."""
+    if tree.parent.name in _git(root, "worktree", "list", hint="see what git says"):
+        _git(root, "worktree", "remove", "--force", str(tree), hint=f"remove it by hand: git worktree remove --force {tree}")
 
 
 def _git(root: Path, *arguments: str, hint: str) -> str:
-    done = subprocess.run(["git", "-C", str(root), *arguments], capture_output=True, text=True)
-    if done.returncode:
-        raise CompareError(f"git {arguments[0]} failed: {done.stderr.strip() or 'nothing found'}", hint)
-    return done.stdout.strip()
+    """Returns what git prints. Blocks until it has ended, also when we are interrupted: nobody could remove half a worktree."""
+    process = subprocess.Popen(
+        ["git", "-C", str(root), *arguments], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
+    )
+    try:
+        printed, said = process.communicate()
+    finally:
+        process.wait()
+    if process.returncode:
+        raise CompareError(f"git {arguments[0]} failed: {said.strip() or 'nothing found'}", hint)
+    return printed.strip()
 
 
 # ── saved results ──────────────────────────────────────────────────────────────────────────────────────────────────────
