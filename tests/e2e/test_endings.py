@@ -237,6 +237,19 @@ def test_a_resume_with_nothing_left_to_do_says_how_to_train_longer_and_changes_n
     assert contents(folder.path) == before
 
 
+def test_a_resume_of_a_run_that_reached_its_target_says_how_to_train_its_model_further(tmp_path: Path) -> None:
+    path = prepare(tmp_path)
+    target = "evaluation:\n    every: 1\n    stop_at: -1.0\n"
+    path.write_text(path.read_text().replace("evaluation:\n", target))
+    assert redline(tmp_path, "train", "letters.yaml") == 0
+    folder = only_run(tmp_path)
+    assert steps(folder.metrics) == [1]
+    before = contents(folder.path)
+    assert redline(tmp_path, "train", "letters.yaml", "--resume") == 0
+    assert "has reached rollouts.evaluation.stop_at = -1" in output(tmp_path)
+    assert contents(folder.path) == before
+
+
 def test_a_run_that_was_stopped_can_be_ended_where_it_is(tmp_path: Path) -> None:
     """`run.steps` of as many as it has taken: it is evaluated, and its model is written."""
     prepare(tmp_path)
