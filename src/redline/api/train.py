@@ -15,7 +15,8 @@ from typing import Any
 
 from redline.config import load_recipe, make_config
 from redline.errors import ConfigError
-from redline.launch.start import CheckedRun, continued_run, new_run
+from redline.launch import start
+from redline.launch.checked_run import CheckedRun
 from redline.runs import Run
 
 Recipe = str | os.PathLike[str] | Mapping[str, Any]
@@ -41,7 +42,7 @@ def train(recipe: Recipe, overrides: Mapping[str, Any] | None = None, *, resume:
             "call it in the main thread, or start `redline train` as a process",
         )
     with _outside_event_loop():
-        summary = _checked(recipe, overrides or {}, resume).train(began_ns=began_ns)
+        summary = start.train(_checked(recipe, overrides or {}, resume), began_ns=began_ns)
     if not summary["finished"]:
         raise KeyboardInterrupt(f"stopped after step {summary['steps']}; continue with resume=True: {summary['run']}")
     return Run.open(began_in / summary["run"])
@@ -64,11 +65,11 @@ def _checked(recipe: Recipe, overrides: Mapping[str, Any], resume: bool) -> Chec
     if isinstance(recipe, Mapping):
         if resume:
             raise ConfigError("a mapping is no run to continue", "give the run folder, such as runs/demo-001")
-        return new_run(make_config(recipe, given))
+        return start.new_run(make_config(recipe, given))
     path = Path(recipe).expanduser()
     if resume:
-        return continued_run(path, given, lambda text: print(text, file=sys.stderr))
-    return new_run(load_recipe(path, given))
+        return start.continued_run(path, given, lambda text: print(text, file=sys.stderr))
+    return start.new_run(load_recipe(path, given))
 
 
 def _override(key: str, value: Any) -> str:

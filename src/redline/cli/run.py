@@ -120,17 +120,17 @@ def serve(
 def _train(path: Path, overrides: list[str], *, dry_run: bool, resume: bool, from_scratch: bool) -> dict[str, Any] | None:
     """Return what the run came to; None after a dry run. Refuses what it can before there is a run folder."""
     from redline.config import load_recipe
-    from redline.launch.start import continued_run, new_run
+    from redline.launch import start
 
     if resume:
-        checked = continued_run(path, overrides, lambda text: typer.echo(text, err=True))
+        checked = start.continued_run(path, overrides, lambda text: typer.echo(text, err=True))
     else:
-        checked = new_run(load_recipe(path, overrides))
+        checked = start.new_run(load_recipe(path, overrides))
     if dry_run:
         _print_resolved(checked.resolved)
         typer.echo(f"placement: {checked.placement}", err=True)
         return None
-    return checked.train(from_scratch=from_scratch)
+    return start.train(checked, from_scratch=from_scratch)
 
 
 def _print_resolved(resolved: Resolved) -> None:

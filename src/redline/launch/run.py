@@ -12,11 +12,11 @@ import torch
 
 from redline.config import Config
 from redline.launch.build import build
+from redline.launch.checked_run import CheckedRun
 from redline.launch.nothing_to_do import nothing_to_do
 from redline.launch.process import prepare_process
 from redline.launch.result import save_model
 from redline.launch.stages import Stages
-from redline.launch.start import CheckedRun
 from redline.launch.summary import summary
 from redline.models.sizes.in_use import MemoryUse
 from redline.models.sizes.peak import find_peak

@@ -9,44 +9,28 @@ Importing this file loads no torch: a mistake in a recipe is said before anythin
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from redline.config import Config, Resolved, load_recipe, read_recorded, refuse_without_effect, resolve
 from redline.config.changes import changes
 from redline.errors import ConfigError
-from redline.launch.placement import Placement
+from redline.launch.checked_run import CheckedRun
 from redline.telemetry import RunFolder
-
-if TYPE_CHECKING:
-    from redline.launch.preflight import LoadedTasks
 
 Tell = Callable[[str], None]
 
 
-@dataclass(slots=True, frozen=True)
-class CheckedRun:
-    """A run in which nothing is wrong, as far as can be known without its weights."""
+def train(run: CheckedRun, *, from_scratch: bool = False, began_ns: int | None = None) -> dict[str, Any]:
+    """Train to the last step or to an interrupt, and return what `redline train --json` prints. `from_scratch` sets aside what
+    the folder of a run that goes on holds, and begins at step 0. `began_ns` is when the ledger begins, on the clock of the
+    spans; by default with the process."""
+    from redline.launch.run import train as train_in
 
-    resolved: Resolved
-    placement: Placement
-    """What runs where."""
-    tasks: LoadedTasks
-    folder: RunFolder | None
-    """The folder of a run that goes on; None for a new one, which gets its folder when it is trained."""
-    given: Path
-    """`run.folder` as the recipe has it: what messages call the place of a new run."""
-
-    def train(self, *, from_scratch: bool = False, began_ns: int | None = None) -> dict[str, Any]:
-        """Train to the last step or to an interrupt, and return what `redline train --json` prints. `from_scratch` sets aside
-        what the folder of a run that goes on holds, and begins at step 0. `began_ns` is when the ledger begins, on the clock of
-        the spans; by default with the process."""
-        from redline.launch.run import train
-
-        run = self.resolved.config.run
-        folder = self.folder or RunFolder.create(run.folder, run.name, given=self.given)
-        return train(self, folder, from_scratch=from_scratch, began_ns=began_ns)
+    wanted = run.resolved.config.run
+    folder = run.folder or RunFolder.create(wanted.folder, wanted.name, given=run.given)
+    return train_in(run, folder, from_scratch=from_scratch, began_ns=began_ns)
 
 
 def new_run(config: Config) -> CheckedRun:

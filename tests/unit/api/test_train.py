@@ -12,7 +12,7 @@ from support.paths import ROOT
 import redline
 from redline.api import train as module
 from redline.errors import ConfigError, RedlineError, RunFolderError
-from redline.launch.start import CheckedRun
+from redline.launch.checked_run import CheckedRun
 
 SMOKE = ROOT / "recipes" / "smoke.yaml"
 MAPPING = {"model": {"path": "builtin:tiny"}, "rollouts": {"task": {"kind": "reasoning_gym", "dataset": "chain_sum"}}}
@@ -54,7 +54,7 @@ def test_a_mapping_is_not_changed_by_its_overrides(monkeypatch: pytest.MonkeyPat
         configs.append(config)
         raise ConfigError("that is all")
 
-    monkeypatch.setattr(module, "new_run", keep)
+    monkeypatch.setattr(module.start, "new_run", keep)
     refused(given, {"run.steps": 3, "run.folder": Path("a b"), "run.name": "2026", "trainer.betas": (0.9, 0.95)})
     [config] = configs
     assert (config.run.steps, config.run.folder, config.run.name) == (3, Path("a b"), "2026")
