@@ -375,7 +375,7 @@ class TrajectoryGroup:
     (`rollouts.advantages`: batch, batch_baseline, gae) what it starts from: the reward, for batch_baseline less its mean."""
 
     index: int = 0
-    """Of its task in the run; the task and its randomness follow from it."""
+    """The index of its task in the run; the task and its randomness follow from it."""
     latency_s: float = math.nan
     """Seconds from when its attempts began until all had their reward; kept in memory only, for metrics."""
 
@@ -426,7 +426,7 @@ class TrainBatch:
     version: int
     """The policy version the batch was assembled for."""
     indices: tuple[int, ...] = ()
-    """Of the groups, those without signal included."""
+    """Indices of the groups, those without signal included."""
     lags: tuple[int, ...] = ()
     """Steps that the policy is ahead of the oldest token of each group."""
 

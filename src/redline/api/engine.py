@@ -51,7 +51,7 @@ class Reply:
     tokens: tuple[int, ...]
     """The sampled tokens, the one that ended the reply included."""
     logprobs: tuple[float, ...]
-    """Of each token, under the distribution that it was sampled from."""
+    """Logprob of each token, under the distribution that it was sampled from."""
     finish_reason: str
     """`stop`: a stop token or a stop string; `length`: there was no room for more tokens."""
 

@@ -1,7 +1,7 @@
 """How many groups may be begun: the lag budget, as arithmetic.
 
 With L = `max_lag` and B groups per batch, a group begun at version v must be trained on by version v + L. The batches of v, …,
-v + L have room for (L + 1) · B groups; whoever is the (L + 1) · B + 1st would be begun for nothing. Hence
+v + L have room for (L + 1) · B groups; group (L + 1) · B + 1 would be begun for nothing. Hence
 
     in flight + ready + leased ≤ (L + 1) · B,
 

@@ -276,7 +276,7 @@ class EngineSession:
 
     def _pieces(self, request: GenerateRequest, *, streaming: bool) -> AsyncGenerator[Delta]:
         if self._thread is None:
-            raise EngineError("the engine has stopped, or was never started: nobody steps it", "start it")
+            raise EngineError("the engine has stopped, or was never started", "start it")
         return pieces(self, self._loops, request, streaming=streaming)
 
     async def run(self, action: Callable[[Any], Any]) -> Any:
@@ -346,7 +346,7 @@ class EngineSession:
     # ── the end ────────────────────────────────────────────────────────────────────────────────────────────────────────
 
     def _end(self, error: BaseException | None) -> None:
-        """Nobody is left waiting, even where what ended the loop left the engine in no state to be asked anything."""
+        """Leave no caller waiting, even where what ended the loop left the engine in no state to be asked anything."""
         with self._changed:
             self.failure = self.failure or error
             self._is_open, self._is_between_steps = False, True

@@ -152,7 +152,7 @@ class Decoder(nn.Module):
             layer.checkpointing = what
 
     def training_code(self, dtype: torch.dtype) -> LayerCode:
-        """Who runs its layers in a training step that computes in `dtype`."""
+        """What runs its layers in a training step that computes in `dtype`."""
         return layer_code(self.spec, dtype, self.checkpointing, kernels=kernels_serve(self.embed), whole=self._are_whole)
 
     @property

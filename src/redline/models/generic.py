@@ -69,7 +69,7 @@ class GenericDecoder(nn.Module):
         return self._head(inputs_embeds=hidden_ME[None], use_cache=False).logits[0]
 
     def training_code(self, dtype: torch.dtype) -> LayerCode:
-        """Who runs its layers in a training step: transformers, whatever the device."""
+        """What runs its layers in a training step: transformers, whatever the device."""
         return "eager"
 
     @property

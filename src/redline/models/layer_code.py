@@ -1,4 +1,4 @@
-"""Who runs a decoder layer of a training step. The decoder asks before it runs one; whoever plans memory or time asks with the
+"""What runs a decoder layer of a training step. The decoder asks before it runs one; planners of memory and time ask with the
 same facts, with or without a network at hand."""
 
 from __future__ import annotations

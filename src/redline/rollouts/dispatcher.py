@@ -124,7 +124,7 @@ class Dispatcher:
 
     @contextmanager
     def paused(self, patience_s: float | None = None) -> Iterator[None]:
-        """Inside, nobody else uses the engine or the tasks. Tasks and rewards that are under way are waited for, but no longer
+        """Inside, only this thread uses the engine or the tasks. Tasks and rewards under way are waited for, but no longer
         than `patience_s`."""
         self._raise_error()
         with self.session.held(), self._workers.quiet() if self._workers else nullcontext():
@@ -211,7 +211,7 @@ class Dispatcher:
                 for play in plays:
                     self._submit(play)
                 self.session.step_until(lambda: self._num_sampling_here == 0)
-            except BaseException:  # an interrupt too: nobody wants them any more
+            except BaseException:  # an interrupt too: they are not wanted any more
                 for play in plays:
                     self._give_back(play)
                 raise

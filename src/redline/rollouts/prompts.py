@@ -1,4 +1,4 @@
-"""Tasks → requests for the engine, or the reason why there is none: a prompt that is too long, or that nobody can render."""
+"""Tasks → requests for the engine, or the reason why there is none: a prompt that is too long, or that cannot be rendered."""
 
 from __future__ import annotations
 

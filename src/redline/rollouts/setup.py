@@ -27,7 +27,7 @@ class RolloutSetup:
     stop_token_ids: tuple[int, ...]
     """A reply ends after any of these."""
     seed: int
-    """Of the run. What is sampled follows from it and from the index of the task."""
+    """The run's seed. What is sampled follows from it and from the index of the task."""
     reward_model: RewardModel | None = None
     max_reward_workers: int = 1
     """Threads that may score at once."""

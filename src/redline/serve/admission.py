@@ -3,7 +3,7 @@
 A request takes a place once its body has arrived, and the place grows with the choices it asks for. Where the waiting room is
 full, it is turned away with 429 and a `Retry-After`. Inside, prompts wait for rows of the engine's batch, and requests take
 turns: one with many prompts does not go before one that came after it, and leaves some rows for those that have none. A prompt
-with many choices begins with the rows that are free and takes the others as they come: nobody waits until all of them are.
+with many choices begins with the rows that are free and takes the others as they come: no newcomer waits until all of them are.
 """
 
 from __future__ import annotations
@@ -124,7 +124,7 @@ class Admission:
             wait.turn.set_result(count)
 
     def _next(self) -> Place | None:
-        """Whose turn it is. Nobody overtakes a request that has no row yet; one that has some is overtaken while it waits."""
+        """The request whose turn it is. None overtakes one that has no row yet; one that has some may be, while it waits."""
         for place, waits in self._waiting.items():
             if waits[0].least <= self._room(place):
                 return place
@@ -145,7 +145,7 @@ class Admission:
 
 @dataclass(slots=True, frozen=True, eq=False)
 class _Wait:
-    """Of a place, for from `least` to `most` rows."""
+    """A wish for a place, for from `least` to `most` rows."""
 
     most: int
     least: int

@@ -48,7 +48,7 @@ class ServeLimits(Section):
     """Choices of all requests that may wait for a place in the batch; a request beyond them is answered 429."""
     max_uploads: PositiveInt = 512
     """Bodies that may be on their way at once. Beyond them the one that was begun first is given up with 408, so that slow
-    clients keep nobody out."""
+    clients keep no other out."""
     client_timeout_s: PositiveFloat = 60.0
     """Seconds a client may take to send a request, or to read what was written to it; then its connection ends."""
     step_timeout_s: PositiveFloat = 120.0

@@ -12,7 +12,7 @@ from redline.web.page import report_page
 
 
 def write_report(run: Path, target: Path) -> None:
-    """Of a run that has ended, or of one as far as it has come."""
+    """The page of a run that has ended, or of one as far as it has come."""
     reader = RunReader(run)
     document = reader.document()
     document["trajectories"] = Trajectories(reader.run).chosen()

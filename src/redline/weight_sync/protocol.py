@@ -27,11 +27,11 @@ When a part fails, its error goes to the caller, and the engine is never given t
 - `hold` raises what ended the engine's thread. Nothing has been written.
 - An error inside `writing` leaves an engine that shares storage held: part of its weights may be new. Another engine does not
   notice.
-- `move` or `verify` raises: there is no `WeightUpdate`, so nobody can apply one. The engine keeps its old version, whole, and
+- `move` or `verify` raises: there is no `WeightUpdate` to apply. The engine keeps its old version, whole, and
   goes on sampling from it, unless it shares storage: then it stays held.
 - `apply` raises: the engine stays held.
 
-A held engine samples no token from weights that nobody verified. The run ends with the error.
+A held engine samples no token from weights that were not verified. The run ends with the error.
 """
 
 from __future__ import annotations

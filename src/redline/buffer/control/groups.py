@@ -6,7 +6,7 @@ Too few, and the trainer waits for data; too many, and they grow old before it c
     up      the trainer waited for more than `STARVING` of the time, late groups apart: more groups would not make those come
             sooner. If it then steps no faster, rollouts cannot do more: back to where it was, and no further attempt for a
             while, each time for longer.
-    down    the trainer hardly waited, and every batch of the window left groups behind: nobody would have missed those.
+    down    the trainer hardly waited, and every batch of the window left groups behind: they would not have been missed.
 
 It only computes: no clock, no randomness, so that simulations and recorded runs drive it as the loop does. How many workers
 compute rewards is `worker_controller.py`'s to say.

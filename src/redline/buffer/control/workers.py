@@ -159,7 +159,7 @@ class WorkerController:
 
 
 class Controllers:
-    """Groups and workers, one at a time: if both were tried at once, nobody would know which of them helped."""
+    """Groups and workers, one at a time: tried at once, neither would be known to have helped."""
 
     def __init__(self, groups: Controller, workers: WorkerController) -> None:
         self._groups, self._workers = groups, workers

@@ -198,7 +198,7 @@ class OpenSegment:
             write_at(self._file, self._starts[buffer] + place, np.ascontiguousarray(array).data)
         head = self._head
         filled.describe(head)
-        write_at(self._file, head.message, memoryview(head.data)[head.message :])  # until then nobody sees the rows
+        write_at(self._file, head.message, memoryview(head.data)[head.message :])  # until then no reader sees the rows
         first, self._filled = self._filled.rows, filled
         return first
 

@@ -98,7 +98,7 @@ class Sequence:
     """How many of `tokens` have their keys and values in the cache."""
     followers: list[Sequence] = field(default_factory=list)
     elder: Sequence | None = None
-    """Of its request, the leader that had room before it; it begins once the elder's prompt is computed."""
+    """The leader of its request, which had room before it; it begins once the elder's prompt is computed."""
     sampled: Sampled | None = None
     """What it had sampled when it was last preempted."""
     cached_tokens: int = 0

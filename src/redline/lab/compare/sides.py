@@ -135,7 +135,7 @@ def _remove(root: Path, tree: Path) -> None:
 
 
 def _git(root: Path, *arguments: str, hint: str) -> str:
-    """Returns what git prints. Blocks until it has ended, also when we are interrupted: nobody could remove half a worktree."""
+    """Returns what git prints. Blocks until it has ended, also when interrupted: half a worktree could not be removed."""
     process = subprocess.Popen(
         ["git", "-C", str(root), *arguments], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
     )

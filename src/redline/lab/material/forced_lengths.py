@@ -14,7 +14,7 @@ from redline.ports import SteppedEngine
 from redline.types import Delta, EngineStats, GenerateRequest, WeightUpdate
 
 STREAM_BITS = 32
-"""Of a request's seed, those that hold the index of its group; the run's seed stands above."""
+"""Low bits of a request's seed that hold the index of its group; the run's seed stands above."""
 
 
 class ForcedLengths:

@@ -1,4 +1,4 @@
-"""Rewards by several threads at once: each takes the next group that waits, and one that never comes holds up nobody else.
+"""Rewards by several threads at once: each takes the next group that waits, and one that never comes holds up no other.
 
     put ──► waiting ──► worker ──► deliver
                           │
@@ -53,7 +53,7 @@ class RewardPool(Generic[Result]):
         self._workers: list[_Worker] = []
         """Without those that were left behind."""
         self._num_wanted = 1
-        """Of the workers, from the first."""
+        """How many of the workers, from the first, may score."""
         self._num_started = 0
         self._quiet_for = 0
         self._load = _Load()
@@ -195,7 +195,7 @@ class _Load:
     """For how long how much was to be computed."""
 
     QUIET = -1
-    """In place of how much: nobody could have computed it."""
+    """Stands for a time in which nothing could be computed, however much waited."""
 
     def __init__(self) -> None:
         self._seconds: defaultdict[int, float] = defaultdict(float)

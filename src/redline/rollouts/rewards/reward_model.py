@@ -77,7 +77,7 @@ class RewardModel:
 
 
 def _batches(numbers: Sequence[int], lengths: Sequence[int], max_tokens: int) -> Iterator[list[int]]:
-    """Of similar length, longest first, each at most `max_tokens` with its padding; a longer one goes alone."""
+    """Batches of similar length, longest first, each at most `max_tokens` with its padding; a longer one goes alone."""
     batch: list[int] = []
     for number in sorted(numbers, key=lambda number: -lengths[number]):
         if batch and (len(batch) + 1) * lengths[batch[0]] > max_tokens:

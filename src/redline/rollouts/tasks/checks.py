@@ -61,7 +61,7 @@ def held_out_tasks(source: TaskSource, count: int) -> list[Task]:
 
 
 def check_task(task: Any, call: str) -> Task:
-    """The task itself. `call` says where it came from, to whoever has to change that."""
+    """The task itself. `call` says where it came from, for the one who has to change that."""
     for wrong in _objections(task):
         raise TaskError(f"rollouts.task: {call} {wrong}", A_TASK)
     return task

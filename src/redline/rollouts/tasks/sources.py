@@ -22,7 +22,7 @@ from redline.rollouts.tasks.reasoning_gym import ReasoningGymTasks
 from redline.types import Failure, Message, Task
 
 CHECKED_ROWS = 10_000
-"""Of a JSONL file, whose prompts are rendered before a run begins."""
+"""Rows of a JSONL file whose prompts are rendered before a run begins."""
 
 
 def make_task_source(config: TaskConfig, seed: int) -> TaskSource:

@@ -4,7 +4,7 @@
                             │
     limit_s passes ─────────┴── a Failure; the thread is left behind, and another takes its place
 
-Whoever wants the results waits for them. One thread makes the calls, one after the other; where several may, others help as
+The caller waits for the results. One thread makes the calls, one after the other; where several may, others help as
 soon as the calls wait for something (a service, a process, a disk): computing in Python would not become faster.
 """
 
@@ -50,7 +50,7 @@ class UserCalls:
         """`what` is the name of the function, `stage` that of its failures. A call may last `limit_s` seconds, which the key
         `limit_key` says; without a limit, and with one thread, the caller makes the calls. `most`: threads that may call at
         once. `loop` runs coroutines that the works wait for. `permits` are shared with others that call the same function, and
-        whoever shares them says when to `try_again`; without them every call of `results` does."""
+        the code that shares them says when to `try_again`; without them every call of `results` does."""
         self._stage, self._what, self._limit_s, self._limit_key = stage, what, limit_s, limit_key
         self._most = most
         self._loop = loop or EventLoop()
@@ -87,7 +87,7 @@ class UserCalls:
                     self._changed.wait(self._patience_s())
                     self._give_up_late_ones()
                     self._start(self._most if self._needs_help else 1)
-            finally:  # after an interrupt some are missing, and nobody wants them any more
+            finally:  # after an interrupt some are missing, and they are not wanted any more
                 self._works = ()
                 for worker in [worker for worker in self._workers if worker.index is not None]:
                     self._leave_behind(worker)
@@ -140,7 +140,7 @@ class UserCalls:
             assert worker.index is not None
             reason = f"`{self._what}` did not return within {self._limit_s:g} s"
             self._outcomes[worker.index] = Failure(self._stage, reason, worker.call.place(), self._hint)
-            if worker.permit:  # a call that outlasts its limit is taken for dead: nobody waits for it any more
+            if worker.permit:  # a call that outlasts its limit is taken for dead: it is not waited for any more
                 worker.permit.end()
             self._leave_behind(worker)
             self._loop.leave_if_blocked()
@@ -248,7 +248,7 @@ class _Worker:
         """Which of the works it is at."""
         self.call: Call | None = None
         self.permit: Permit | None = None
-        """Of the call that it makes or made last."""
+        """The permit of the call that it makes or made last."""
 
 
 def failure_of(stage: str, error: BaseException, function: Callable[..., Any] | None = None) -> Failure:

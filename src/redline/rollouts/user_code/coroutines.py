@@ -62,7 +62,7 @@ class EventLoop:
 
 
 async def _awaited(value: Awaitable[Any]) -> Any:
-    """What comes of it. An end of the program that it asks for would end the loop, and nobody would hear of it."""
+    """What comes of it. An end of the program that it asks for would end the loop, and be lost."""
     try:
         return await value
     except (KeyboardInterrupt, SystemExit) as error:

@@ -1,4 +1,4 @@
-"""Who may call a function of the user's now: shared by all threads that call it, so that a rule holds for all of them."""
+"""Which thread may call a function of the user's now: shared by all threads that call it, so that one rule holds."""
 
 from __future__ import annotations
 

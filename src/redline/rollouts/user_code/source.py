@@ -26,7 +26,7 @@ class CalledSource:
         self._loop = EventLoop()
         self._train_permits = Permits()
         self._score_permits = Permits(1 if setup.max_reward_workers == 1 else None, setup.group_timeout_s)
-        """Where one thread may score, no second call is made while one is under way, whoever made it."""
+        """Where one thread may score, no second call is made while one is under way, in any thread."""
         self._batch_calls = self._score_calls(setup.max_reward_workers)
         """For the rewards of a whole batch."""
         self._of_this_thread = threading.local()

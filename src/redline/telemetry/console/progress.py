@@ -22,7 +22,7 @@ _SPARKS = "▁▂▃▄▅▆▇█"
 _RECENT_STEPS = 20
 _ALL_FACTS = ("speed", "step", "mostly")
 _FEWER_FACTS = (_ALL_FACTS, ("speed", "mostly"), ("speed",))
-"""Of the live line, beside reward and time to go: what it has room for."""
+"""Facts of the live line beside reward and time to go, as many as it has room for."""
 
 
 @dataclass(slots=True, frozen=True)

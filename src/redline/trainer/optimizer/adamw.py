@@ -264,7 +264,7 @@ def _memory(kept: Kept, num_elements: int, device: torch.device, offload: bool) 
 
 def _take_gradients(optimizer: MasterAdamW) -> None:
     """Have every backward pass hand over each gradient as soon as it is complete, for as long as the optimizer lives: through
-    autograd, or past it where whoever makes the gradient can add to a float32 sum."""
+    autograd, or past it where the code that makes the gradient can add to a float32 sum."""
     owner, parameters = weakref.ref(optimizer), optimizer._parameters
 
     def take(name: str, _: Tensor) -> None:
