@@ -3,7 +3,6 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 HEAVY = ("torch", "transformers", "ray", "numpy", "pyarrow", "pydantic", "safetensors", "huggingface_hub", "reasoning_gym")
@@ -46,13 +45,19 @@ def test_telemetry_loads_no_torch() -> None:
 
 
 def test_help_takes_less_than_half_a_second() -> None:
-    """The best of five: the machine may be busy, the command may not be slow."""
+    """The best of five, in CPU time: the machine may be busy, the command may not be slow."""
     seconds = []
     for _ in range(5):
-        started = time.perf_counter()
+        began = _children_s()
         done = subprocess.run(
             [REDLINE, "--help"], capture_output=True, text=True, check=True, env=os.environ | {"NO_COLOR": "1"}
         )
-        seconds.append(time.perf_counter() - started)
+        seconds.append(_children_s() - began)
         assert "train" in done.stdout
     assert min(seconds) < 0.5
+
+
+def _children_s() -> float:
+    """CPU time of all children that have ended."""
+    times = os.times()
+    return times.children_user + times.children_system

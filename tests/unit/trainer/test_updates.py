@@ -318,7 +318,7 @@ def test_updates_of_a_poisoned_group_are_skipped_and_the_others_are_taken(bench:
     assert report.extra["updates"] == 6, "of eight, one in each epoch is skipped"
     assert math.isfinite(report.loss)
     assert len(told) == 2
-    assert "step 0, update " in told[0]
+    assert "step 1, update " in told[0]
     assert " of 8: " in told[0]
     with pytest.raises(TrainingError, match="2 steps in a row"):
         trainer.step(poisoned)

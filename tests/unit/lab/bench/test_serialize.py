@@ -11,6 +11,7 @@ from redline.errors import ConfigError
 from redline.lab.bench.handover import handing_over
 from redline.lab.bench.run import bench
 from redline.lab.bench.settings import SerializeSettings, make_settings
+from redline.lab.bench.table import render
 from redline.lab.peers.contest import OURS
 from redline.lab.peers.storage_sides import ONE_BY_ONE, least_bytes, make_pool, make_side, make_steps
 
@@ -55,7 +56,10 @@ def test_every_side_gives_back_what_it_was_given(tmp_path: Path, name: str) -> N
 def test_a_run_ends_in_a_document_with_bounds_and_peers() -> None:
     settings = small("trajectories=16,48", "pairs=2", "peers=pickle,padded", "handed_over=none")
     output = io.StringIO()
-    document = bench("serialize", settings, Console(file=output, width=160)).as_json()
+    console = Console(file=output, width=160)
+    measured = bench("serialize", settings, console)
+    console.print(render(measured))
+    document = measured.as_json()
     beside = [(result["name"], result["peer"]["name"]) for result in document["results"] if result["peer"]]
     kinds = ["write", "read", "first batch", "size"]
     assert beside == [(f"{count}: {kind}", peer) for count in (16, 48) for kind in kinds for peer in ("pickle", "padded")]

@@ -1,6 +1,8 @@
 from __future__ import annotations
 
+import gc
 import json
+import multiprocessing
 import signal
 import subprocess
 import sys
@@ -15,7 +17,7 @@ import pytest
 
 from redline.config.schema import Config
 from redline.errors import ConfigError
-from redline.telemetry import Recorder, RunFolder
+from redline.telemetry import Recorder, RunFolder, workers
 from redline.telemetry.alerts.webhook import Webhook, webhook_url
 from redline.telemetry.stalls.watchdog import Watchdog
 from redline.telemetry.workers import WorkerState, forget_worker, watch_worker, workers_now
@@ -40,6 +42,15 @@ def alerts_of(folder: RunFolder) -> list[dict[str, Any]]:
 
 
 # ── the thread ─────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.fixture(autouse=True)
+def _no_worker_of_another_test(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Other tests of this process leave threads that died on purpose, and children that were killed and not waited for."""
+    monkeypatch.setattr(workers, "_workers", {})
+    gc.collect()
+    subprocess._cleanup()  # type: ignore[attr-defined]
+    multiprocessing.active_children()
 
 
 @pytest.fixture
