@@ -252,6 +252,7 @@ def test_evaluations_and_updates_leave_groups_under_way_as_they_were(tmp_path: P
     assert process.attempted == list(range(len(process.attempted))), "one was begun twice"
 
 
+@pytest.mark.slow
 def test_an_evaluation_longer_than_the_limit_of_a_group_costs_no_group_under_way(tmp_path: Path) -> None:
     prepare(
         tmp_path,

@@ -290,6 +290,7 @@ def test_the_smoke_recipe_runs(tmp_path: Path) -> None:
     assert [row["step"] for row in rows(folder.metrics)] == [1, 2]
 
 
+@pytest.mark.slow
 def test_a_run_that_never_moved_its_weights_says_so_and_why_also_once_it_was_resumed(tmp_path: Path) -> None:
     write_letters(tmp_path, run={"name": "letters", "num_threads": 1, "steps": 1})
     flat = "from letters import Letters\n\nclass Flat(Letters):\n    def score(self, task, text):\n        return {'e': 7.5}\n"

@@ -177,6 +177,7 @@ FAULTS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("plant", "broken"), FAULTS.items(), ids=[plant.__name__ for plant in FAULTS])
 def test_a_planted_fault_is_found(
     plant: Callable[[pytest.MonkeyPatch], None], broken: str, monkeypatch: pytest.MonkeyPatch

@@ -353,6 +353,7 @@ def test_the_weights_never_move_to_other_storage(bench: Bench, dtype: torch.dtyp
     assert all(torch.equal(held[name], values[name]) for name in held)
 
 
+@pytest.mark.slow
 def test_steps_too_small_for_bfloat16_add_up_in_the_masters(bench: Bench) -> None:
     """One step of 1e-5 rounds away in bfloat16 around 0.1; a hundred must not."""
     trainer = bench.trainer(torch.bfloat16, learning_rate=1e-5)

@@ -227,6 +227,7 @@ def test_a_flipped_bit_costs_one_group(folder: Path) -> None:
     assert again.read(range(8, 20)).num_runs == 1
 
 
+@pytest.mark.slow
 def test_a_bit_flipped_anywhere_never_gives_a_group_that_was_not_sampled(folder: Path) -> None:
     store = filled(folder, 6)
     store.close()

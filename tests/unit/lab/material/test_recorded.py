@@ -109,6 +109,7 @@ def test_the_trainer_trains_on_them(run: Path) -> None:
     assert tokens == [sum(len(PROMPT) + n for group in STEPS[step] for n in group) for step in (1, 0)]
 
 
+@pytest.mark.slow
 def test_rollouts_are_as_long_as_they_were_and_the_same_for_a_seed(run: Path) -> None:
     settings = make_settings("rollout", [*COMMON, f"replay={run}", "pairs=2", "warmup_s=0"])
     assert isinstance(settings, RolloutSettings)
