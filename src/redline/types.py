@@ -386,6 +386,12 @@ class TrajectoryGroup:
         return VersionSpan(min(s.oldest for s in spans), max(s.newest for s in spans))
 
     @property
+    def reward(self) -> float | None:
+        """Mean over the attempts that have a reward; None where all failed."""
+        rewards = [t.reward for t in self.trajectories if t.failure is None]
+        return sum(rewards) / len(rewards) if rewards else None
+
+    @property
     def has_signal(self) -> bool:
         """False when every advantage is zero: a group that is its own baseline then teaches nothing."""
         return bool(np.any(self.advantages != 0))

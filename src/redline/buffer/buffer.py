@@ -11,6 +11,7 @@ one was trained on, and who waited for whom.
 
 from __future__ import annotations
 
+import math
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -249,7 +250,7 @@ class GroupBuffer:
 
     def _settle(self, batch: TrainBatch) -> None:
         fresh = self._fresh(self._leased)
-        rewards = sum(group.reward for group in self._leased)
+        rewards = [group.reward for group in self._leased if group.reward is not None]
         with span("buffer.store", version=batch.version):
             self._store.trained(fresh, batch.version)
         self._totals["replays"] += len(self._leased) - len(fresh)
@@ -266,7 +267,7 @@ class GroupBuffer:
             "buffer/groups_left": observation.groups_left,
             "buffer/trained_groups": len(batch.indices),
             "buffer/trained_tokens_mean": batch.num_tokens_sampled / max(1, batch.num_sequences_sampled),
-            "buffer/trained_reward_mean": rewards / max(1, len(batch.indices)),
+            "buffer/trained_reward_mean": sum(rewards) / len(rewards) if rewards else math.nan,
             **self._late.metrics(len(batch.indices)),
             "buffer/lag_mean": sum(batch.lags) / len(batch.lags),
             **{f"buffer/groups_at_lag_{lag}": count for lag, count in sorted(Counter(batch.lags).items())},

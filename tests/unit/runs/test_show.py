@@ -51,7 +51,7 @@ def test_a_run_is_listed_group_by_group(run: Path) -> None:
         ["0", "trained", "v4", "5", "2", "9", "0.000", "yes"],
         ["1", "trained", "v4", "5", "2", "9", "0.000", "yes"],
         ["2", "trained", "v4", "5", "2", "9", "0.000", "yes"],
-        ["3", "ready", "v5–v6", "3", "13", "0.417", "yes"],
+        ["3", "ready", "v5–v6", "3", "13", "0.625", "yes"],
         ["4", "dropped:", "stale", "v3", "2", "9", "0.000", "no"],
         ["5", "in_flight", "from", "4"],
     ]

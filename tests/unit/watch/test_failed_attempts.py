@@ -117,7 +117,7 @@ def test_a_first_evaluation_that_only_fails_stops_the_run_and_a_later_one_does_n
 
 @pytest.mark.parametrize(("failed", "ends"), [(4, False), (1, False), (0, True)])
 def test_an_evaluation_that_fails_does_not_reach_a_target_below_zero(tmp_path: Path, failed: int, ends: bool) -> None:
-    """Answers cost something, so that a failure, which counts as 0, looks better than any of them."""
+    """The mean of the answers that were scored is above it, and says nothing about the others."""
     answers = [*attempts(failed, 0), *([trajectory([1], [2], reward=-0.5)] * (4 - failed))]
     watching = Watching(tmp_path, answers, every=1, stop_at=-0.6)
     with recording(watching.recorder):
@@ -184,4 +184,5 @@ def test_a_group_that_was_never_sampled_is_stored_and_is_a_part_of_a_batch_witho
     assert int(np.count_nonzero(batch.loss_mask)) == 2
     assert batch.indices == (fine, failed)
     buffer.trained(batch)
+    assert buffer.metrics["buffer/trained_reward_mean"] == 0.5, "of the group that has a reward"
     store.close()

@@ -31,6 +31,7 @@ class FoundGroup:
         """For the index; `known` is what it has of the group already."""
         run, now = Run(self.batch, self.first, self.last), time.time()
         is_trained = self.mark >= 0
+        rewards = run.column("reward")[~run.failed]
         state = GroupState.TRAINED if is_trained else GroupState.DROPPED if self.mark == Mark.DROPPED else GroupState.READY
         return GroupRow(
             number=self.number,
@@ -40,7 +41,7 @@ class FoundGroup:
             reason="not known any more" if state is GroupState.DROPPED else None,
             oldest_version=int(run.column("oldest_version").min()),
             newest_version=int(run.column("newest_version").max()),
-            reward=float(run.column("reward").mean()),
+            reward=float(rewards.mean()) if len(rewards) else None,
             num_tokens=int(np.diff(run.offsets("token_ids")).sum()),
             num_attempts=self.last - self.first,
             has_signal=bool((run.column("advantage") != 0).any()),

@@ -35,13 +35,12 @@ class GroupInfo:
     index: int
     versions: VersionSpan
     has_signal: bool
-    reward: float
-    """Mean over its attempts."""
+    reward: float | None
+    """Mean over its attempts that have one; None where all failed."""
 
     @staticmethod
     def of(group: TrajectoryGroup) -> GroupInfo:
-        reward = sum(t.reward for t in group.trajectories) / len(group.trajectories)
-        return GroupInfo(group.index, group.versions, group.has_signal, reward)
+        return GroupInfo(group.index, group.versions, group.has_signal, group.reward)
 
 
 class GroupStore(Protocol):

@@ -45,7 +45,7 @@ class GroupRow:
     newest_version: int | None = None
     """The versions it was sampled with; this and what follows is there once it is complete."""
     reward: float | None = None
-    """Mean over its attempts."""
+    """Mean over its attempts that have one; None where all failed."""
     num_tokens: int = 0
     """Tokens of all its attempts, prompts included."""
     num_attempts: int = 0

@@ -53,7 +53,7 @@ class StoredInfo(GroupInfo):
         assert row.oldest_version is not None
         assert row.newest_version is not None
         versions = VersionSpan(row.oldest_version, row.newest_version)
-        return StoredInfo(row.number, versions, row.has_signal, row.reward or 0.0, row.num_tokens, row.begun_version)
+        return StoredInfo(row.number, versions, row.has_signal, row.reward, row.num_tokens, row.begun_version)
 
 
 class TrajectoryStore:
@@ -358,7 +358,7 @@ def _ready_row(group: TrajectoryGroup, begun: GroupRow, segment: int, first_row:
         state=GroupState.READY,
         oldest_version=versions.oldest,
         newest_version=versions.newest,
-        reward=float(sum(t.reward for t in attempts) / len(attempts)),
+        reward=None if group.reward is None else float(group.reward),
         num_tokens=sum(len(t.token_ids) for t in attempts),
         num_attempts=len(attempts),
         has_signal=group.has_signal,

@@ -23,7 +23,7 @@ class EvaluationConfig(Section):
     """Steps between evaluations; 0 evaluates before the first step and after the last."""
     stop_at: float | None = None
     """End the run after the first evaluation whose mean reward is at least this; null takes all steps. It needs `every`. An
-    evaluation of which more than 3% of the answers failed does not end a run: each failure counts as 0."""
+    evaluation of which more than 3% of the answers failed does not end a run: its mean is over the other answers alone."""
 
     @model_validator(mode="after")
     def _a_stop_needs_evaluations(self) -> EvaluationConfig:

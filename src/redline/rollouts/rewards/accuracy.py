@@ -18,13 +18,13 @@ def accuracy(attempts: Sequence[Trajectory]) -> float | None:
     return None if name is None else fmean(_is_right(attempt, name) for attempt in attempts)
 
 
-def task_scores(attempts: Sequence[Sequence[Trajectory]]) -> list[float]:
-    """By task, the share of right answers; where the task does not say which are right, the mean reward of the attempts that
-    have one, and 0 for a task of which every attempt failed."""
+def task_scores(attempts: Sequence[Sequence[Trajectory]]) -> list[float | None]:
+    """By task, the share of right answers, a failed attempt not being one; where the task does not say which are right, the
+    mean reward of the attempts that have one, and None for a task of which every attempt failed."""
     name = _part([attempt for group in attempts for attempt in group])
     if name is None:
         rewards = [[attempt.reward for attempt in group if attempt.failure is None] for group in attempts]
-        return [fmean(found) if found else 0.0 for found in rewards]
+        return [fmean(found) if found else None for found in rewards]
     return [fmean(_is_right(attempt, name) for attempt in group) for group in attempts]
 
 

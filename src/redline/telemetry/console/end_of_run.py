@@ -55,7 +55,8 @@ def end_of_run(end: EndOfRun) -> Iterator[RenderableType]:
 
 def _held_out(found: HeldOut) -> Iterator[Text]:
     """A line for the first evaluation and one for the last, with the change and its interval."""
-    first, last = _evaluation(found.before, found.measure), _evaluation(found.after, found.measure)
+    sides = zip((found.before, found.after), found.values, strict=True)
+    first, last = (_evaluation(side, value, found.measure) for side, value in sides)
     yield first
     if found.word == "once":
         return
@@ -63,9 +64,10 @@ def _held_out(found: HeldOut) -> Iterator[Text]:
     interval = found.interval and [shown_change(end, found.measure, unit=False) for end in found.interval]
     sure = f" (95% interval {interval[0]} to {interval[1]})" if interval else ""
     yield Text.assemble(last, "  ", (shown_change(found.change, found.measure), colour), sure)
+    if found.left_out:
+        yield Text(found.left_out_words)
 
 
-def _evaluation(found: Evaluation, measure: str) -> Text:
+def _evaluation(found: Evaluation, value: float, measure: str) -> Text:
     title = f"held-out, step {found.step}" if found.step else "held-out, before"
-    value = found.reward if measure == "reward" else found.accuracy or 0.0
     return Text.assemble(f"{title:<18} {measure} ", (shown(value, measure), "bold"), f"  {found.answers:,} answers")

@@ -26,8 +26,9 @@ class Evaluation:
     """Share of right answers, where the task says which are right."""
     answers: int
     tasks: int
-    scores: Sequence[float] = field(default=(), repr=False)
-    """By task, the mean of what `HeldOut.measure` names; empty in runs that did not write it."""
+    scores: Sequence[float | None] = field(default=(), repr=False)
+    """By task, its accuracy where there is one, else its mean reward, or None where all attempts at it failed; empty in runs
+    that did not write it."""
 
     @classmethod
     def read(cls, row: Row) -> Evaluation | None:
@@ -38,14 +39,18 @@ class Evaluation:
         step, reward, scores = row.get("step"), numbers.get("reward_mean"), row.get("evaluation/task_scores")
         if not isinstance(step, int) or reward is None:
             return None
-        known = isinstance(scores, list) and all(isinstance(score, int | float) for score in scores)
+        known = isinstance(scores, list) and all(isinstance(score, int | float | None) for score in scores)
         answers, tasks = (int(numbers.get(name, 0)) for name in ("num_answers", "num_tasks"))
         return cls(step, reward, numbers.get("accuracy"), answers, tasks, tuple(scores) if known and scores else ())
 
 
 @dataclass(slots=True, frozen=True)
 class HeldOut:
-    """The first and the last evaluation of a run, on the same tasks."""
+    """The first and the last evaluation of a run, on the same tasks.
+
+    Everything that is said of the change is over the tasks that were scored in both, each with its own mean: its value before
+    and after, its interval, and whether it is a rise. Runs that did not write scores by task have the means over answers.
+    """
 
     before: Evaluation
     after: Evaluation
@@ -66,9 +71,28 @@ class HeldOut:
 
     @property
     def values(self) -> tuple[float, float]:
-        """The measure before and after."""
-        before, after = getattr(self.before, self.measure), getattr(self.after, self.measure)
-        return before, after
+        """The measure before and after, over the tasks that were scored in both."""
+        if self._pairs and self.before.step != self.after.step:
+            before, after = zip(*self._pairs, strict=True)
+            return fmean(before), fmean(after)
+        return getattr(self.before, self.measure), getattr(self.after, self.measure)
+
+    @property
+    def left_out(self) -> int:
+        """Tasks that were not scored in both evaluations: all attempts at them failed in one of the two."""
+        return len(self.after.scores) - len(self._pairs) if self._is_paired and self.before.step != self.after.step else 0
+
+    @property
+    def _is_paired(self) -> bool:
+        """Whether both have scores of the same tasks, and of the same measure."""
+        same_measure = (self.before.accuracy is None) == (self.after.accuracy is None)
+        return same_measure and 0 < len(self.before.scores) == len(self.after.scores)
+
+    @property
+    def _pairs(self) -> list[tuple[float, float]]:
+        """The scores of each task before and after, where it has both."""
+        pairs = zip(self.before.scores, self.after.scores, strict=True) if self._is_paired else ()
+        return [(before, after) for before, after in pairs if before is not None and after is not None]
 
     @property
     def change(self) -> float:
@@ -79,18 +103,19 @@ class HeldOut:
     def interval(self) -> tuple[float, float] | None:
         """95% interval of the change: mean ± t · s / √n of the tasks' own changes. None with too few tasks, and where all
         tasks changed alike."""
-        before, after = self.before.scores, self.after.scores
-        if len(before) != len(after) or len(before) < FEWEST_TASKS or self.before.step == self.after.step:
+        changes = [after - before for before, after in self._pairs]
+        if len(changes) < FEWEST_TASKS or self.before.step == self.after.step:
             return None
-        changes = [b - a for a, b in zip(before, after, strict=True)]
         half = _t_quantile(len(changes) - 1) * stdev(changes) / math.sqrt(len(changes))
         return (fmean(changes) - half, fmean(changes) + half) if half else None
 
     @property
     def word(self) -> Word:
-        """What may be said: the measure rose or fell, or the interval has 0 in it."""
+        """What may be said: the measure rose or fell, or the interval has 0 in it, or no task was scored in both."""
         if self.before.step == self.after.step:
             return "once"
+        if self.left_out and not self._pairs:
+            return "unclear"
         if not self.change:
             return "same"
         if self.interval and self.interval[0] <= 0 <= self.interval[1]:
@@ -104,7 +129,7 @@ class HeldOut:
         if self.word == "once":
             return f"held-out {self.measure} is {before} ({self.after.answers:,} answers at step {self.after.step})"
         if self.word == "same":
-            return f"held-out {self.measure} stayed at {before} ({self.after.answers:,} answers)"
+            return f"held-out {self.measure} stayed at {before} ({self._interval_words})"
         verb = {"rose": "rose", "fell": "fell"}.get(self.word, "went")
         chance = ", which may be chance," if self.word == "unclear" else ""
         by = shown_change(abs(self.change) if verb != "went" else self.change, self.measure, signed=verb == "went")
@@ -112,17 +137,23 @@ class HeldOut:
 
     @property
     def _interval_words(self) -> str:
-        answers = f"{self.after.answers:,} answers"
-        if self.interval is None:
+        answers = f"{self.after.answers:,} answers" + (f"; {self.left_out_words}" if self.left_out else "")
+        if self.interval is None or self.word == "same":
             return answers
         low, high = self.interval if self.change > 0 or self.word == "unclear" else (-self.interval[1], -self.interval[0])
         ends = (shown_change(end, self.measure, unit=False, signed=False) for end in (low, high))
         return f"95% interval {' to '.join(ends)}, {answers}"
 
+    @property
+    def left_out_words(self) -> str:
+        """`8 of 16 tasks left out, not scored in both`."""
+        return f"{self.left_out:,} of {len(self.after.scores):,} tasks left out, not scored in both"
+
     def as_json(self) -> dict[str, Any]:
         """Return everything but the scores, for pages."""
         sides = {side: {k: v for k, v in asdict(getattr(self, side)).items() if k != "scores"} for side in ("before", "after")}
         found = {"measure": self.measure, "values": list(self.values), "change": self.change, "word": self.word}
+        found |= {"left_out": self.left_out}
         return sides | found | {"interval": self.interval and list(self.interval), "sentence": self.sentence}
 
 

@@ -28,7 +28,7 @@ from redline.buffer.store.segments import read_segment
 from redline.buffer.store.stored_groups import pack_stored
 from redline.buffer.store.trajectory_store import UNDECIDED, TrajectoryStore, _as_of
 from redline.config.sections.buffer import BufferConfig
-from redline.types import TrajectoryGroup, VersionSpan
+from redline.types import Failure, TrajectoryGroup, VersionSpan
 
 SMALL = 4000
 """Bytes of a segment that holds a few groups."""
@@ -247,6 +247,17 @@ def test_what_the_index_did_not_hear_of_is_taken_in(tmp_path: Path, parts: list[
     assert (ready_numbers(again), again.counts["in_flight"]) == ([0, 1, 2, 3], 0)
     assert again.read([0, 1, 2, 3]).num_runs == 1
     assert again.ready()[2].begun_version == 1
+
+
+def test_the_reward_of_a_group_is_over_the_attempts_that_have_one_whoever_tells_the_index(tmp_path: Path) -> None:
+    failed = trajectory([1], [2], failure=Failure("reward", "it raised"))
+    mixed = TrajectoryGroup("a", [failed, trajectory([1], [2], reward=0.5)], np.zeros(2, dtype=np.float32))
+    lost = TrajectoryGroup("b", [failed, failed], np.zeros(2, dtype=np.float32), 1)
+    store = TrajectoryStore(tmp_path)
+    store.begin(range(4), 0)
+    store.add(mixed, lost)
+    store._segments.write(group_nodes([replace(mixed, index=2), replace(lost, index=3)], [0, 0]))
+    assert [info.reward for info in TrajectoryStore(tmp_path).ready()] == [0.5, None, 0.5, None]
 
 
 # ── circular ───────────────────────────────────────────────────────────────────────────────────────────────────────────

@@ -54,6 +54,15 @@ def test_held_out_comes_first_then_the_model_then_a_short_ledger_then_targets() 
     assert len(lines) <= 18
 
 
+def test_the_change_is_that_of_the_two_numbers_above_it_and_tasks_left_out_are_counted() -> None:
+    before = Evaluation(0, 1.0, None, 7, 7, (None, 1.0, 1.0, 1.0, 1.0, 1.0, None))
+    after = Evaluation(2, 0.7, None, 7, 7, (0.0, 0.9, 0.9, 0.8, 0.9, 0.9, 0.5))
+    lines = printed(held_out=HeldOut(before, after))
+    assert lines[0] == "held-out, before   reward 1.000  7 answers"
+    assert lines[1].startswith("held-out, step 2   reward 0.880  7 answers  -0.120 (95% interval -0.1")
+    assert lines[2] == "2 of 7 tasks left out, not scored in both"
+
+
 def test_the_ledger_has_its_largest_rows_and_sums_to_its_total() -> None:
     lines = [line.split() for line in printed() if line.endswith("%")]
     assert [line[0] for line in lines[:2]] == ["engine.part00", "engine.part01"]

@@ -99,3 +99,51 @@ def test_scores_of_tasks_average_to_the_accuracy_or_to_the_reward() -> None:
     assert task_scores(groups) == [0.5, 0.5]
     assert accuracy([attempt for group in groups for attempt in group]) == 0.5
     assert task_scores([[trajectory([1], [2], reward=2.0), trajectory([1], [2], reward=1.0)]]) == [1.5]
+
+
+def test_a_task_without_a_scored_attempt_has_no_reward_and_no_right_answer() -> None:
+    failed = trajectory([1], [2], failure=Failure("reward", "it raised"))
+    right = trajectory([1], [2], reward=1.5, reward_parts={"correct": 1.0})
+    assert task_scores([[trajectory([1], [2], reward=2.0), failed], [failed, failed]]) == [2.0, None]
+    assert task_scores([[right, failed], [failed, failed]]) == [0.5, 0.0]
+    assert accuracy([right, failed, failed, failed]) == 0.25
+
+
+def scored(step: int, scores: list[float | None], **more: Any) -> dict[str, Any]:
+    found = row(step, [score for score in scores if score is not None], **more)
+    return found | {"evaluation/task_scores": scores, "evaluation/num_answers": len(scores)}
+
+
+def test_the_change_its_interval_and_the_word_are_over_the_tasks_that_were_scored_in_both() -> None:
+    outage = [None if index % 2 else 1.0 for index in range(16)]
+    after = [0.9 + 0.001 * (index % 7) for index in range(16)]
+    found = HeldOut.read([scored(0, outage), scored(2, list(after))])
+    assert found is not None
+    assert found.interval is not None
+    assert (found.word, found.left_out, found.values) == ("fell", 8, (1.0, fmean(after[::2])))
+    assert found.interval[0] < found.change < found.interval[1] < 0
+    assert found.sentence.endswith(", 16 answers; 8 of 16 tasks left out, not scored in both)")
+    assert found.as_json()["left_out"] == 8
+
+
+def test_means_over_answers_do_not_contradict_those_over_tasks() -> None:
+    """Some attempts at each task failed, so that the mean over answers weighs the tasks otherwise."""
+    before, after = [0.1, 0.2, 0.3, 0.4, 0.5, 0.6], [0.2, 0.31, 0.4, 0.52, 0.6, 0.7]
+    found = HeldOut.read([row(0, before) | {"evaluation/reward_mean": 0.6}, row(2, after) | {"evaluation/reward_mean": 0.5}])
+    assert found is not None
+    assert found.interval is not None
+    assert found.interval[0] < found.change < found.interval[1]
+    assert (found.word, found.left_out) == ("rose", 0)
+
+
+def test_where_no_task_was_scored_in_both_nothing_is_claimed() -> None:
+    found = HeldOut.read([scored(0, [0.1, None] * 8), scored(2, [None, 0.9] * 8)])
+    assert found is not None
+    assert (found.word, found.interval, found.left_out) == ("unclear", None, 16)
+    assert "16 of 16 tasks left out" in found.sentence
+
+
+def test_accuracies_of_tasks_are_not_set_beside_rewards() -> None:
+    found = HeldOut.read([row(0, [0.0, 1.0] * 8, 0.5, **{"evaluation/reward_mean": 3.0}), row(2, [2.0, 2.5] * 8)])
+    assert found is not None
+    assert (found.measure, found.values, found.interval, found.word) == ("reward", (3.0, 2.25), None, "fell")
