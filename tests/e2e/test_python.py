@@ -11,6 +11,7 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 from support.paths import ROOT
 from support.processes import rows, succeed
 
@@ -95,6 +96,14 @@ def test_ctrl_c_writes_a_checkpoint_before_it_raises_and_the_run_goes_on(tmp_pat
     steps = run.steps
     assert redline.train(run.path, {"run.steps": steps + 1}, resume=True).status.state == "finished"
     assert run.metrics()["step"].to_pylist() == list(range(1, steps + 2))
+
+
+def test_a_caller_who_turned_gradients_off_trains_the_same_and_finds_them_off(trained: redline.Run, tmp_path: Path) -> None:
+    with torch.no_grad():
+        run = redline.train(SMOKE, {**SMALL, "run.steps": 2, "run.folder": tmp_path / "runs"})
+        assert not torch.is_grad_enabled()
+    for name in ("trainer/loss", "trainer/grad_norm", "rollouts/reward_mean"):
+        assert run.metrics()[name].to_pylist() == trained.metrics()[name].to_pylist()
 
 
 def test_in_the_event_loop_of_a_notebook_the_ledger_adds_up_all_the_same(tmp_path: Path) -> None:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import gc
 import os
-from collections.abc import Mapping, Sequence
+import threading
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self, TypedDict, Unpack, overload
@@ -22,23 +23,25 @@ if TYPE_CHECKING:
 MAX_TOKENS = 256
 """New tokens of a reply where the caller names no limit, and the model has room for as many."""
 
+A_MESSAGE = '{"role": "user", "content": "…"}'
+
 
 class Sampling(TypedDict, total=False):
-    """How to sample; the names are those of the OpenAI API and vLLM."""
+    """How to sample; the names are those of the OpenAI API and vLLM. None is the default of each."""
 
-    max_tokens: int
+    max_tokens: int | None
     """Most new tokens; by default 256, or as many as the model has room for."""
-    temperature: float
+    temperature: float | None
     """0 always takes the likeliest token. Default 1."""
-    top_k: int
+    top_k: int | None
     """Sample among the k likeliest tokens; 0, the default, among all."""
-    top_p: float
+    top_p: float | None
     """Sample among the likeliest tokens whose probabilities sum to this. Default 1."""
-    min_p: float
+    min_p: float | None
     """Sample among tokens at least this fraction as likely as the likeliest. Default 0."""
-    seed: int
+    seed: int | None
     """The same seed and prompts give the same replies. Default 0."""
-    stop: str | Sequence[str]
+    stop: str | Iterable[str] | None
     """End a reply where its text holds any of these."""
 
 
@@ -57,12 +60,13 @@ class Reply:
 
 
 class Engine:
-    """A model that is loaded, and answers. Close it, or use it as a context manager, to give its memory back. It is meant for
-    one thread: a call blocks until all its replies are complete."""
+    """A model that is loaded, and answers. Close it, or use it as a context manager, to give its memory back. A call
+    blocks until all its replies are complete; calls from several threads take turns."""
 
     def __init__(self, loaded: LoadedEngine) -> None:
         """`Engine.load` makes one."""
         self._loaded: LoadedEngine | None = loaded
+        self._turn = threading.RLock()  # a signal handler may close the engine in the thread that generates
 
     @classmethod
     def load(cls, path: str | os.PathLike[str], *, device: str = "auto", dtype: str = "auto", **settings: Any) -> Self:
@@ -79,38 +83,40 @@ class Engine:
     @overload
     def generate(self, prompts: str, **sampling: Unpack[Sampling]) -> Reply: ...  # type: ignore[overload-overlap]
     @overload
-    def generate(self, prompts: Sequence[str], **sampling: Unpack[Sampling]) -> list[Reply]: ...
-    def generate(self, prompts: str | Sequence[str], **sampling: Unpack[Sampling]) -> Reply | list[Reply]:
+    def generate(self, prompts: Iterable[str], **sampling: Unpack[Sampling]) -> list[Reply]: ...
+    def generate(self, prompts: str | Iterable[str], **sampling: Unpack[Sampling]) -> Reply | list[Reply]:
         """Continue texts. One prompt gives one reply, a list of prompts a list of replies in the same order; a prompt that is
         in the list several times gets as many different replies. All are computed together."""
-        given: Sequence[Any] = [prompts] if isinstance(prompts, str) else prompts
-        if wrong := [prompt for prompt in given if not isinstance(prompt, str)]:
-            raise EngineError(f"a prompt is {type(wrong[0]).__name__}, not text", "give a string or a list of strings")
-        tokenizer = self._opened.tokenizer
-        replies = self._replies([tokenizer.encode(prompt) for prompt in given], sampling)
+        given, wanted = _texts(prompts, "a prompt"), _checked(sampling)
+        with self._turn:
+            tokenizer = self._opened.tokenizer
+            replies = self._replies([tokenizer.encode(prompt) for prompt in given], wanted)
         return replies[0] if isinstance(prompts, str) else replies
 
     @overload
-    def chat(self, messages: Sequence[Message], **sampling: Unpack[Sampling]) -> Reply: ...
+    def chat(self, messages: Iterable[Message], **sampling: Unpack[Sampling]) -> Reply: ...
     @overload
-    def chat(self, messages: Sequence[Sequence[Message]], **sampling: Unpack[Sampling]) -> list[Reply]: ...
+    def chat(self, messages: Iterable[Iterable[Message]], **sampling: Unpack[Sampling]) -> list[Reply]: ...
     def chat(
-        self, messages: Sequence[Message] | Sequence[Sequence[Message]], **sampling: Unpack[Sampling]
+        self, messages: Iterable[Message] | Iterable[Iterable[Message]], **sampling: Unpack[Sampling]
     ) -> Reply | list[Reply]:
         """Give the assistant's next turn in a conversation, `[{"role": "user", "content": "…"}]`; for a list of conversations,
         a list of turns in the same order."""
-        is_one = all(isinstance(message, Mapping) for message in messages)
-        conversations: Any = [messages] if is_one else messages
-        replies = self._replies([self._rendered(conversation) for conversation in conversations], sampling)
+        given, wanted = _conversation(messages), _checked(sampling)
+        is_one = all(isinstance(message, Mapping) for message in given)
+        conversations = [given] if is_one else [_conversation(conversation) for conversation in given]
+        with self._turn:
+            replies = self._replies([self._rendered(conversation) for conversation in conversations], wanted)
         return replies[0] if is_one else replies
 
     def close(self) -> None:
         """Give the model's memory back. Does nothing the second time."""
-        if self._loaded is None:
-            return
-        self._loaded.close()
-        self._loaded = None
-        _free_memory()
+        with self._turn:
+            if self._loaded is None:
+                return
+            self._loaded.close()
+            self._loaded = None
+            _free_memory()
 
     def __enter__(self) -> Self:
         return self
@@ -124,22 +130,25 @@ class Engine:
             raise EngineError("the engine is closed", "load it again with Engine.load")
         return self._loaded
 
-    def _rendered(self, messages: Sequence[Message]) -> list[int]:
+    def _rendered(self, messages: Sequence[Any]) -> list[int]:
         tokenizer = self._opened.tokenizer
         if not messages:
-            raise EngineError("a conversation has no messages", 'give at least one: [{"role": "user", "content": "…"}]')
+            raise EngineError("a conversation has no messages", f"give at least one: [{A_MESSAGE}]")
         if not tokenizer.chat_template:
             raise EngineError("the model has no chat template", "use generate, or a model that was tuned on conversations")
+        if wrong := [message for message in messages if not isinstance(message, Mapping)]:
+            raise EngineError(f"a message is {type(wrong[0]).__name__}, not a mapping", f"a message is {A_MESSAGE}")
         if not all(isinstance(message.get(key), str) for message in messages for key in ("role", "content")):
-            raise EngineError("a message lacks its role or its content", 'a message is {"role": "user", "content": "…"}')
+            raise EngineError("a message lacks its role or its content", f"a message is {A_MESSAGE}")
         try:
             turns = [dict(message) for message in messages]
             text = tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)
         except TemplateError as error:
             raise EngineError(f"the chat template refuses these messages: {error}", "look at their roles and order") from error
+        _refuse_half_characters(text, "a conversation")
         return tokenizer.encode(text, add_special_tokens=False)
 
-    def _replies(self, prompts: Sequence[Sequence[int]], sampling: Sampling) -> list[Reply]:
+    def _replies(self, prompts: Sequence[Sequence[int]], sampling: Mapping[str, Any]) -> list[Reply]:
         loaded = self._opened
         requests = [
             GenerateRequest(np.array(prompt, dtype=np.int32), _sampling_params(loaded, sampling, len(prompt), index))
@@ -148,21 +157,71 @@ class Engine:
         return [_reply(loaded, completion) for [completion] in loaded.engine.generate(requests)]
 
 
-def _sampling_params(loaded: LoadedEngine, wanted: Sampling, prompt_tokens: int, index: int) -> SamplingParams:
-    """Return the engine's parameters for the prompt with this index. Each prompt has a stream of random numbers of its own,
-    so that equal prompts get different replies."""
+# ── what was asked ─────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def _texts(given: Any, what: str) -> list[str]:
+    """Return the string, or the strings, that a caller gave, whatever holds them. Raises `EngineError` for anything else."""
+    if isinstance(given, str):
+        given = [given]
+    if not isinstance(given, Iterable) or isinstance(given, Mapping | bytes):
+        raise EngineError(f"{what} is {type(given).__name__}, not text", "give a string or a list of strings")
+    texts = list(given)
+    for text in texts:
+        if not isinstance(text, str):
+            raise EngineError(f"{what} is {type(text).__name__}, not text", "give a string or a list of strings")
+        _refuse_half_characters(text, what)
+    return texts
+
+
+def _refuse_half_characters(text: str, what: str) -> None:
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        half = text[error.start]
+        raise EngineError(
+            f"{what} holds {half!a}, which is half of a character", "decode its bytes with errors='replace'"
+        ) from error
+
+
+def _conversation(given: Any) -> list[Any]:
+    if not isinstance(given, Iterable) or isinstance(given, Mapping | str | bytes):
+        raise EngineError(f"a conversation is {type(given).__name__}, not a list of messages", f"give [{A_MESSAGE}]")
+    return list(given)
+
+
+def _checked(wanted: Sampling) -> dict[str, Any]:
+    """Return the options that are not None, each of its type. The engine itself refuses numbers out of bounds."""
     unknown = sorted(wanted.keys() - Sampling.__annotations__.keys())
     if unknown:
         known = ", ".join(Sampling.__annotations__)
         raise EngineError(f"there is no sampling option {', '.join(unknown)}", f"the options are {known}")
-    values: dict[str, Any] = dict(wanted)
-    stop, seed = values.pop("stop", ()), values.pop("seed", 0)
-    if not 0 <= seed < 2**31:
-        raise EngineError(f"seed = {seed} makes no sense", "seed is 0 or more, and below 2**31")
+    options = {name: value for name, value in wanted.items() if value is not None}
+    values = {name: _number(name, value) for name, value in options.items() if name != "stop"}
+    if not 0 <= values.get("seed", 0) < 2**31:
+        raise EngineError(f"seed = {values['seed']} makes no sense", "seed is 0 or more, and below 2**31")
+    return {**values, "stop": tuple(_texts(options.get("stop", ()), "a stop string"))}
+
+
+def _number(name: str, value: Any) -> int | float:
+    if isinstance(value, np.generic):
+        value = value.item()
+    if isinstance(value, int) or (isinstance(value, float) and name in ("temperature", "top_p", "min_p")):
+        return value
+    whole = "a whole number" if name in ("max_tokens", "top_k", "seed") else "a number"
+    raise EngineError(f"{name} = {value!r} is not {whole}", f"give {whole}, or leave it out")
+
+
+def _sampling_params(loaded: LoadedEngine, wanted: Mapping[str, Any], prompt_tokens: int, index: int) -> SamplingParams:
+    """Return the engine's parameters for the prompt with this index. Each prompt has a stream of random numbers of its own,
+    so that equal prompts get different replies."""
     room = loaded.max_positions - prompt_tokens
-    values.setdefault("max_tokens", max(1, min(MAX_TOKENS, room)))
-    stops = (stop,) if isinstance(stop, str) else tuple(stop)
-    return SamplingParams(seed=(seed << 32) + index, stop=stops, stop_token_ids=loaded.stop_token_ids, **values)
+    values = {"max_tokens": max(1, min(MAX_TOKENS, room)), **wanted}
+    seed = (values.pop("seed", 0) << 32) + index
+    return SamplingParams(seed=seed, stop_token_ids=loaded.stop_token_ids, **values)
+
+
+# ── what comes back ────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def _reply(loaded: LoadedEngine, completion: Completion) -> Reply:

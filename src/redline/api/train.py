@@ -42,7 +42,7 @@ def train(recipe: Recipe, overrides: Mapping[str, Any] | None = None, *, resume:
             "call it in the main thread, or start `redline train` as a process",
         )
     with _outside_event_loop():
-        summary = start.train(_checked(recipe, overrides or {}, resume), began_ns=began_ns)
+        summary = start.train(_checked(recipe, {} if overrides is None else overrides, resume), began_ns=began_ns)
     if not summary["finished"]:
         raise KeyboardInterrupt(f"stopped after step {summary['steps']}; continue with resume=True: {summary['run']}")
     return Run.open(began_in / summary["run"])
@@ -61,6 +61,12 @@ def _outside_event_loop() -> Iterator[None]:
 
 
 def _checked(recipe: Recipe, overrides: Mapping[str, Any], resume: bool) -> CheckedRun:
+    if not isinstance(recipe, str | os.PathLike | Mapping):
+        raise ConfigError(f"{recipe!r} is no recipe", "give the path of a YAML file, or a mapping of its sections")
+    if not isinstance(overrides, Mapping):
+        raise ConfigError(
+            f"overrides are {type(overrides).__name__}, not a mapping", 'give a mapping such as {"run.steps": 20}'
+        )
     given = [_override(key, value) for key, value in overrides.items()]
     if isinstance(recipe, Mapping):
         if resume:

@@ -43,7 +43,8 @@ def keys(
     if as_page:
         typer.echo(recipe_page(), nl=False)
         return
-    width = min(shutil.get_terminal_size((WIDTH, 0)).columns, WIDTH) if sys.stdout.isatty() else WIDTH
+    is_terminal = sys.stdout is not None and sys.stdout.isatty()  # None: the shell closed it, `>&-`
+    width = min(shutil.get_terminal_size((WIDTH, 0)).columns, WIDTH) if is_terminal else WIDTH
     typer.echo(text_of(chosen(prefix), width), nl=False)
 
 

@@ -1,7 +1,7 @@
 """Everything that can be found wrong with a run before its weights are loaded. `--dry-run` is this; `train` does it before
 there is a run folder.
 
-    placement ──► folders ──► tasks ──► the model's files ──► prompts ──► the reward model's files
+    torch ──► placement ──► folders ──► tasks ──► the model's files ──► prompts ──► the reward model's files
 
 What is cheap comes first. What the recipe alone tells (`config/`) is checked before, without torch.
 """
@@ -9,6 +9,7 @@ What is cheap comes first. What the recipe alone tells (`config/`) is checked be
 from __future__ import annotations
 
 import os
+import sys
 import tempfile
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -59,6 +60,7 @@ class Checked:
 def check(config: Config, run: Path | None = None) -> Checked:
     """Check a resolved recipe. `run` is the folder of a run that goes on. Raises `RedlineError` for whatever would end the run
     later. Imports torch and transformers, and fetches the small files of a model from the hub."""
+    _check_torch()
     placement = place(config)
     _check_writable(config.run.folder, "run.folder") if run is None else _check_writable(run, "the run folder")
     return _check_inputs(config, placement)
@@ -105,6 +107,25 @@ def load_tasks(config: Config) -> LoadedTasks:
         source = make_task_source(config.rollouts.task, config.run.seed)
         num_workers = max_reward_workers(config.rollouts.max_reward_workers, source)
         return LoadedTasks(source, num_workers, held_out_tasks(source, wanted) if wanted else [])
+
+
+# ── the process it runs in ─────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def _check_torch() -> None:
+    """Refuse what a caller from Python may have set, and a run cannot undo for itself: what is made in inference mode has no
+    gradients afterwards, and the default dtype is that of every thread."""
+    if "torch" not in sys.modules:  # then nobody has set anything, and what follows may be refused without its seconds
+        return
+    import torch
+
+    if torch.is_inference_mode_enabled():
+        raise ConfigError("training needs gradients, and torch is in inference mode", "train outside torch.inference_mode()")
+    if torch.get_default_dtype() != torch.float32:
+        raise ConfigError(
+            f"torch's default dtype is {torch.get_default_dtype()}; a run computes with float32 as the default",
+            "call torch.set_default_dtype(torch.float32) first; model.dtype is the dtype of the model",
+        )
 
 
 # ── where it writes ────────────────────────────────────────────────────────────────────────────────────────────────────

@@ -47,6 +47,7 @@ def train(run: CheckedRun, folder: RunFolder, *, from_scratch: bool = False, beg
     recorder = Recorder(keep_spans=config.telemetry.trace or "opentelemetry" in config.telemetry.sinks)
     recorder.add("run.startup", began_ns or process_start_ns(), time.perf_counter_ns())
     with (
+        torch.enable_grad(),  # a caller from Python may have turned it off
         recording(recorder),
         folder.locked(),
         saying_how_to_continue(folder),

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 
 from redline.config.earlier import as_of_now
@@ -36,6 +37,8 @@ class Run:
     @classmethod
     def open(cls, folder: str | os.PathLike[str]) -> Run:
         """Open the folder of a run, such as `runs/demo-001`. Raises `RunFolderError` for anything else."""
+        if not isinstance(folder, str | os.PathLike):
+            raise RunFolderError(f"{folder!r} is no run folder", "give its path, such as runs/demo-001")
         path = Path(folder).expanduser()
         if path.is_file():
             hint = f"give its folder: {path.parent}" if path.name == "config.json" else "give the folder that the run left"
@@ -131,7 +134,9 @@ class Run:
     def trajectories(self, step: int | None = None) -> pa.Table:
         """One row per attempt that is still stored, or per attempt that `step`, counted from 1, was trained on. Raises
         `RunFolderError` where the run kept none, or the step trained on none."""
-        return StoredRun(self.folder.shown).table(step)
+        if step is not None and not isinstance(step, int | np.integer):
+            raise RunFolderError(f"{step!r} is no step", "give a whole number, from 1, or leave it out")
+        return StoredRun(self.folder.shown).table(None if step is None else int(step))
 
     # ── what it came to ────────────────────────────────────────────────────────────────────────────────────────────────
 

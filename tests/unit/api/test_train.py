@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from support.paths import ROOT
 
 import redline
@@ -34,10 +35,14 @@ def refused(recipe: Any, overrides: Any = None, *, resume: bool = False) -> Redl
         (SMOKE, {"run.steps": "many"}, "run.steps", ""),
         (SMOKE, {"model.path": object()}, "override model.path: object is no value of a recipe", "give text, a number"),
         ({"model": {"path": "builtin:tiny"}}, {}, "rollouts.task", ""),
+        (None, {}, "None is no recipe", "give the path of a YAML file, or a mapping"),
+        (5, {}, "5 is no recipe", "give the path of a YAML file, or a mapping"),
+        (SMOKE, ["run.steps=1"], "overrides are list, not a mapping", 'such as {"run.steps": 20}'),
+        (SMOKE, "run.steps=1", "overrides are str, not a mapping", 'such as {"run.steps": 20}'),
     ],
 )
 def test_a_mistake_is_an_error_with_its_fix_and_leaves_nothing(
-    recipe: Any, overrides: dict[str, Any], message: str, hint: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    recipe: Any, overrides: Any, message: str, hint: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
     error = refused(recipe, overrides)
@@ -68,6 +73,22 @@ def test_a_run_goes_on_by_its_folder_alone(tmp_path: Path) -> None:
     assert refused(MAPPING, resume=True).hint == "give the run folder, such as runs/demo-001"
     (tmp_path / "config.json").write_text("{}")
     assert "add --resume" in refused(tmp_path).hint
+
+
+def test_inference_mode_and_another_default_dtype_are_refused_before_there_is_a_folder(tmp_path: Path) -> None:
+    folder = {"run.folder": tmp_path / "runs", "run.steps": 1}
+    with torch.inference_mode():
+        error = refused(SMOKE, folder)
+    assert "torch is in inference mode" in error.message
+    assert error.hint == "train outside torch.inference_mode()"
+    torch.set_default_dtype(torch.float64)
+    try:
+        error = refused(SMOKE, folder)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert "default dtype is torch.float64" in error.message
+    assert "torch.set_default_dtype(torch.float32)" in error.hint
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_call_in_another_thread_is_refused() -> None:

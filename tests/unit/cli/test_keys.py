@@ -53,6 +53,12 @@ def test_a_pipe_gets_the_same_text_without_colours_or_torch() -> None:
     assert " torch\n" not in done.stderr
 
 
+def test_a_stdout_that_the_shell_closed_is_no_terminal() -> None:
+    command = [sys.executable, "-m", "redline.cli", "keys", "trainer.lora"]
+    done = subprocess.run(["sh", "-c", 'exec "$@" >&-', "sh", *command], stderr=subprocess.PIPE, text=True)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
 @pytest.mark.parametrize(
     ("prefix", "found"),
     [

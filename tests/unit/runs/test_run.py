@@ -6,6 +6,7 @@ import json
 import os
 from pathlib import Path
 
+import numpy as np
 import pyarrow as pa
 import pytest
 from support.run_folders import append, step_row, write_run, write_trajectories
@@ -137,3 +138,17 @@ def test_values_of_one_key_that_have_no_common_type_become_numbers_or_text() -> 
     assert table["b"].to_pylist() == [1.0, None, 3.0, None]
     assert table["c"].to_pylist() == [None, "[1]", '"x"', None]
     assert table_of([]).num_rows == 0
+
+
+def test_what_is_no_path_and_what_is_no_step_are_refused_with_the_fix(tmp_path: Path) -> None:
+    with pytest.raises(RunFolderError, match="None is no run folder") as caught:
+        Run.open(None)  # type: ignore[arg-type]
+    assert "such as runs/demo-001" in caught.value.hint
+    folder = write_run(tmp_path / "run-001", 3)
+    write_trajectories(folder, ["one"], step=1)
+    run = Run.open(folder.path)
+    for step in ("1", 1.5):
+        with pytest.raises(RunFolderError, match=f"{step!r} is no step") as caught:
+            run.trajectories(step)  # type: ignore[arg-type]
+        assert "a whole number, from 1" in caught.value.hint
+    assert run.trajectories(np.int64(1)) == run.trajectories(1)
