@@ -15,7 +15,7 @@ from pydantic import ValidationError
 
 from redline.config.earlier import as_of_now
 from redline.config.engine_recipe import EngineRecipe
-from redline.config.problems import entry_of_bare_value, explain, locate, sections_with_key
+from redline.config.problems import entries_of_bare_value, explain, locate, sections_with_key
 from redline.config.schema import Config
 from redline.config.section import Section
 from redline.errors import ConfigError
@@ -33,7 +33,9 @@ def load_recipe(path: Path, overrides: Sequence[str] = ()) -> Config:
             new = f"redline train {path / 'config.json'} starts a new run like it"
             raise ConfigError(f"{path}: a run folder, not a recipe", f"to continue the run, add --resume; {new}")
         raise ConfigError(f"{path}: no such recipe", hint)
-    return make_config(_read_mapping(path), overrides, str(path))
+    values = _read_mapping(path)
+    # What a run recorded is no mistake of a recipe's author, whichever version wrote it.
+    return make_config(as_of_now(values) if path.name == "config.json" else values, overrides, str(path))
 
 
 def read_recorded(path: Path, overrides: Sequence[str] = ()) -> Config:
@@ -148,21 +150,31 @@ def _apply_override(values: dict[str, Any], override: str) -> None:
         near = [f"did you mean {section}.{override}?" for section in sections_with_key(key) if equals]
         hint = near[0] if near else "for example run.steps=20"
         raise ConfigError(f"override {override!r} is not of the form section.key=value", hint)
-    node = open_section(values, parts[:-1], override)
     value = _parse_yaml(text, f"override {override!r}")
-    node[parts[-1]] = text if _is_text(parts) and _only_looks_parsed(value) else value
+    put(values, parts, text if _is_text(parts) and _only_looks_parsed(value) else value, override)
 
 
-def open_section(values: dict[str, Any], parts: Sequence[str], override: str) -> dict[str, Any]:
-    """The mapping at a place below `values`, made where it is missing. A bare value there becomes the entry it stands for; any
-    other value is refused, in the name of the override that looks for a section."""
+def put(values: dict[str, Any], parts: Sequence[str], value: Any, override: str) -> None:
+    """Set a key below `values`. A bare value sets the entries that it stands for, and others of the same mapping stay; null and
+    a mapping replace all of them."""
+    node, name = _open_section(values, parts[:-1], override), parts[-1]
+    is_bare = value is not None and not isinstance(value, dict)
+    if is_bare and isinstance(node.get(name), dict) and (entries := entries_of_bare_value(parts, value)):
+        node[name] |= entries
+    else:
+        node[name] = value
+
+
+def _open_section(values: dict[str, Any], parts: Sequence[str], override: str) -> dict[str, Any]:
+    """The mapping at a place below `values`, made where it is missing. A bare value there becomes the entries it stands for;
+    any other value is refused, in the name of the override that looks for a section."""
     for depth, part in enumerate(parts, start=1):
         inside = {} if values.get(part) is None else values[part]
         if not isinstance(inside, dict):
-            entry, place = entry_of_bare_value(parts[:depth]), ".".join(parts[:depth])
-            if not entry:
+            entries, place = entries_of_bare_value(parts[:depth], inside), ".".join(parts[:depth])
+            if entries is None:
                 raise ConfigError(f"override {override!r}: {place} is a value, not a section", f"set {place} itself")
-            inside = {entry: inside}
+            inside = entries
         values[part] = inside
         values = inside
     return values

@@ -93,10 +93,11 @@ def sections_with_key(key: str) -> list[str]:
     return [name for name, section in found.items() if section and key in section.model_fields]
 
 
-def entry_of_bare_value(parts: Sequence[str]) -> str:
-    """The entry that a bare value stands for at a key that holds a mapping (`trainer.schedule: cosine`); else nothing."""
+def entries_of_bare_value(parts: Sequence[str], value: Any) -> dict[str, Any] | None:
+    """The entries that a bare value stands for at a key that holds a mapping (`trainer.schedule: cosine`, `telemetry.alerts:
+    off`); None where it stands for none."""
     section = section_of(locate(parts).field)
-    return section.short if section and issubclass(section, Entries) else ""
+    return section.of_bare_value(value) if section and issubclass(section, Entries) else None
 
 
 def section_of(field: FieldInfo | None) -> type[BaseModel] | None:

@@ -44,6 +44,16 @@ class Resolved:
     warnings: tuple[str, ...] = ()
     """What was asked for and will disappoint, and what else a person may want to know."""
 
+    @property
+    def recorded(self) -> Config:
+        """The config as the run folder keeps it. A fall until the run ends stays open there: a run that goes on may have more
+        steps than it began with."""
+        if "trainer.schedule.decay_steps" not in self.reasons:
+            return self.config
+        trainer = self.config.trainer
+        schedule = trainer.schedule.model_copy(update={"decay_steps": None})
+        return self.config.model_copy(update={"trainer": trainer.model_copy(update={"schedule": schedule})})
+
 
 def resolve(config: Config) -> Resolved:
     """Replace every `auto`, fill in the algorithm, and refuse what cannot run here."""

@@ -53,6 +53,7 @@ class Config(Section):
             raise ValueError(
                 f"trainer.schedule.decay_steps = {schedule.decay_steps}: the learning rate is zero from step {last} on, but"
                 f" run.steps = {self.run.steps}; raise trainer.schedule.decay_steps, or leave it out to fall until the run ends"
+                f" (a run that has begun keeps it, and goes on until run.steps={last})"
             )
         return self
 

@@ -35,6 +35,11 @@ class Entries(Section):
 
     short: ClassVar[str] = ""
 
+    @classmethod
+    def of_bare_value(cls, value: Any) -> dict[str, Any] | None:
+        """The entries that a bare value stands for; None where it stands for none."""
+        return {cls.short: value} if cls.short else None
+
     @model_validator(mode="before")
     @classmethod
     def _a_bare_value_is_one_entry(cls, values: Any) -> Any:
@@ -44,20 +49,27 @@ class Entries(Section):
 class Thresholds(Entries):
     """A number for each name. `off` (or null) switches a name off, `on` gives it its default; a bare `off` is all of them."""
 
+    @classmethod
+    def of_bare_value(cls, value: Any) -> dict[str, Any] | None:
+        return dict.fromkeys(cls.model_fields) if _is_off(value) else None
+
     @model_validator(mode="before")
     @classmethod
     def _read_on_and_off(cls, values: Any) -> Any:
         """YAML reads an unquoted `off` as false, and `on` as true."""
-        if values is False or values == "off":
-            return dict.fromkeys(cls.model_fields)
         if not isinstance(values, Mapping):
-            return values
+            return cls.of_bare_value(values) or values
         read: dict[str, Any] = {}
-        for name, value in values.items():
-            if value is False or value == "off":
+        for key, value in values.items():
+            name = "off" if key is False else "on" if key is True else key
+            if _is_off(value):
                 read[name] = None
-            elif not (value is True or value == "on"):
+            elif not (value is True or value == "on") or name not in cls.model_fields:  # an unknown name is refused later
                 read[name] = value
-            elif name in cls.model_fields and cls.model_fields[name].default is None:
+            elif cls.model_fields[name].default is None:
                 raise ValueError(f"{name} = on: it is off by default; give a number")
         return read
+
+
+def _is_off(value: Any) -> bool:
+    return value is False or value == "off"

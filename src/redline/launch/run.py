@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from redline.config import Config
+from redline.config import Config, Resolved
 from redline.launch.build import build
 from redline.launch.checked_run import CheckedRun
 from redline.launch.nothing_to_do import nothing_to_do
@@ -89,7 +89,7 @@ def _set_up(
     watchdog = _add_listeners(config, outputs)
     if not take_up:
         _start_listeners(config, outputs, at_end)
-        _describe(config, folder)
+        _describe(run.resolved, folder)
     stages = build(config, folder, outputs.progress, run.placement, run.tasks)
     checkpoints = Checkpoints(config.run, folder, stages.trainer, tell)
     if take_up:
@@ -102,7 +102,7 @@ def _set_up(
     peak_flops = _peak_flops(config, outputs.progress)
     watch = RunWatch(config, outputs, stages, peak_flops=peak_flops, profiler=profiler, checkpoints=checkpoints)
     if take_up:
-        _go_on(config, outputs, stages, watch)
+        _go_on(run.resolved, outputs, stages, watch)
     return stages, watch, profiler
 
 
@@ -139,9 +139,9 @@ def _close_listeners(listeners: Listeners) -> None:
         listeners.close()
 
 
-def _describe(config: Config, folder: RunFolder) -> None:
+def _describe(resolved: Resolved, folder: RunFolder) -> None:
     """Write what the run is and where it runs."""
-    write_json(folder.config, config.model_dump(mode="json"))
+    write_json(folder.config, resolved.recorded.model_dump(mode="json"))
     if not folder.environment.exists():
         write_json(folder.environment, describe_environment())
 
@@ -156,10 +156,10 @@ def _peak_flops(config: Config, progress: Progress) -> float | None:
     return peak.flops
 
 
-def _go_on(config: Config, outputs: Outputs, stages: Stages, watch: RunWatch) -> None:
+def _go_on(resolved: Resolved, outputs: Outputs, stages: Stages, watch: RunWatch) -> None:
     """Take the logs back to the checkpoint that was loaded."""
     watch.resume()
-    _describe(config, outputs.folder)  # run.steps may be a new number
+    _describe(resolved, outputs.folder)  # run.steps may be a new number
     if watch.rows.num_groups_counted is not None:
         watch.take_over(stages.buffer.not_counted(watch.rows.num_groups_counted))
     outputs.progress.note(f"continuing after step {stages.trainer.version}")

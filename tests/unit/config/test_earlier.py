@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from redline.config import Config, read_recorded, resolve, validate
+from redline.config import Config, load_recipe, read_recorded, resolve, validate
 from redline.config.earlier import EARLIER, as_of_now
 from redline.config.problems import locate
 from redline.errors import ConfigError
@@ -53,6 +53,16 @@ def test_a_config_that_an_earlier_version_recorded_is_read(name: str) -> None:
     config = read_recorded(path)
     untouched = ("run", "model", "rollouts")
     assert {section: config.model_dump(mode="json")[section] for section in untouched} == {s: recorded[s] for s in untouched}
+
+
+@pytest.mark.parametrize("name", ["everything", "smoke"])
+def test_a_config_that_an_earlier_version_recorded_is_a_recipe_of_a_new_run(tmp_path: Path, name: str) -> None:
+    """As the hint of `redline train RUN_FOLDER` says."""
+    path = tmp_path / "config.json"
+    path.write_text((RECORDED / f"{name}.json").read_text())
+    config = load_recipe(path, ["run.name=again"])
+    assert config.run.name == "again"
+    assert (config.trainer, config.telemetry) == (read_recorded(path).trainer, read_recorded(path).telemetry)
 
 
 def test_nothing_that_an_earlier_version_recorded_is_lost() -> None:

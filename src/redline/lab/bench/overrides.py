@@ -10,7 +10,7 @@ import yaml
 from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 
-from redline.config.load import open_section
+from redline.config.load import put
 from redline.config.problems import earlier_key
 from redline.errors import ConfigError
 from redline.lab.material.workloads import WORKLOADS
@@ -43,7 +43,7 @@ def _put(values: dict[str, Any], override: str, allowed: Sequence[str]) -> None:
         value = yaml.safe_load(text)
     except yaml.YAMLError as error:
         raise ConfigError(f"{override!r}: not valid YAML", "quote the value") from error
-    open_section(values, sections, override)[name] = value
+    put(values, [*sections, name], value, override)
 
 
 def _preset(case: str, name: Any) -> Mapping[str, Any]:
