@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import shutil
 import signal
 import threading
 import time
@@ -94,7 +95,12 @@ def test_ctrl_c_writes_a_checkpoint_before_it_raises_and_the_run_goes_on(tmp_pat
     run = redline.Run.open(tmp_path / "runs" / "smoke-001")
     assert run.status.state == "stopped"
     steps = run.steps
+    assert run.model is None
     assert redline.train(run.path, {"run.steps": steps + 1}, resume=True).status.state == "finished"
+    assert run.model is not None
+    copy = Path(shutil.copytree(run.path, tmp_path / "copy", copy_function=shutil.copyfile))
+    os.utime(copy / "model", (1, 1))
+    assert redline.Run.open(copy).model == copy / "model"
     assert run.metrics()["step"].to_pylist() == list(range(1, steps + 2))
 
 

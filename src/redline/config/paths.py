@@ -6,6 +6,7 @@ from pathlib import Path
 
 from redline.config.schema import Config
 from redline.config.sections.tasks import ImportTask, JsonlTask, TaskConfig
+from redline.config.trained_step import checkpoints_in, is_of_newest_checkpoint, step_of
 from redline.errors import ConfigError
 
 
@@ -38,16 +39,16 @@ def is_adapter(path: Path) -> bool:
 
 def model_of_run(run: Path) -> Path:
     """Return the folder of the model that a run has trained; where only its adapter is left, that one. Raises `ConfigError`,
-    which names the newest checkpoint, where the run has not ended."""
-    if (run / "model" / "config.json").is_file():
-        return run / "model"
-    if is_adapter(run / "adapter"):
-        return run / "adapter"
-    checkpoints = sorted((run / "checkpoints").glob("step-*"))
+    which names the newest checkpoint, where the run has not ended, or has gone on after its end."""
+    model, adapter = run / "model", run / "adapter"
+    if (model / "config.json").is_file() and is_of_newest_checkpoint(model):
+        return model
+    if is_adapter(adapter) and is_of_newest_checkpoint(adapter):
+        return adapter
+    checkpoints = checkpoints_in(run / "checkpoints")
     if not checkpoints:
         raise ConfigError(f"{run}: the run has no model, and no checkpoint either", f"train it: redline train {run} --resume")
-    newest = checkpoints[-1]
-    steps = int(newest.name.removeprefix("step-"))
+    newest, steps = checkpoints[0], step_of(checkpoints[0])
     raise ConfigError(
         f"{run}: the run has no model yet; its newest checkpoint is {newest.relative_to(run)}",
         f"finish the run: redline train {run} --resume, or end it there: redline train {run} --resume run.steps={steps}",

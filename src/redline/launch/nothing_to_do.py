@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from redline.config import Config
+from redline.config.trained_step import is_of_newest_checkpoint, step_of
 from redline.errors import ConfigError, DamagedCheckpointError
 from redline.runs.status import is_closed
 from redline.telemetry import MetricsLog, RunFolder
@@ -21,7 +22,7 @@ def nothing_to_do(config: Config, folder: RunFolder, tell: Callable[[str], None]
     newest = next(iter(checkpoints(folder)), None)
     if newest is None:
         return None
-    taken, steps, shown = int(newest.name.removeprefix("step-")), config.run.steps, folder.shown
+    taken, steps, shown = step_of(newest), config.run.steps, folder.shown
     if taken > steps:
         raise ConfigError(
             f"run.steps = {steps}: {shown} has taken {taken} steps already; nothing was changed",
@@ -50,15 +51,15 @@ def _has_reached_target(config: Config, folder: RunFolder) -> bool:
 
 
 def _has_ended(folder: RunFolder, newest: Path) -> bool:
-    """Whether the last process came to its end: its files are closed, and the model was written after the newest checkpoint,
-    which is whole."""
+    """Whether the last process came to its end: its files are closed, and the model is of the newest checkpoint, which is
+    whole."""
     if folder.failure.exists() or not is_closed(folder) or not folder.model.is_dir():
         return False
     try:
         verified_content(newest)
     except DamagedCheckpointError:
         return False
-    return folder.model.stat().st_mtime_ns >= newest.stat().st_mtime_ns
+    return is_of_newest_checkpoint(folder.model)
 
 
 def _summary(folder: RunFolder, taken: int) -> dict[str, Any]:

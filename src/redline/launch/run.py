@@ -190,4 +190,4 @@ def _take_steps(config: Config, outputs: Outputs, stages: Stages, watch: RunWatc
     if stages.trainer.version not in watch.evaluations.rewards:
         watch.evaluate(stages.trainer.version)
     with span("models.save"):
-        save_model(config, stages.model, stages.trainer.masters, outputs.folder)
+        save_model(config, stages.model, stages.trainer.masters, outputs.folder, stages.trainer.version)

@@ -11,6 +11,7 @@ import numpy as np
 import pyarrow as pa
 
 from redline.config.earlier import as_of_now
+from redline.config.trained_step import is_of_newest_checkpoint
 from redline.errors import RunFolderError
 from redline.runs.left_out import LeftOut
 from redline.runs.status import Status, is_closed, status_of, why
@@ -60,8 +61,9 @@ class Run:
 
     @property
     def model(self) -> Path | None:
-        """The folder of the trained model; None until the run has finished."""
-        return self.folder.model if self.folder.model.is_dir() else None
+        """The folder of the trained model; None until the run has finished, and while a run that goes on is past it."""
+        model = self.folder.model
+        return model if model.is_dir() and is_of_newest_checkpoint(model) else None
 
     # ── documents ──────────────────────────────────────────────────────────────────────────────────────────────────────
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,7 +10,7 @@ from typing import Literal
 
 from redline.telemetry import RunFolder
 
-State = Literal["starting", "running", "finished", "stopped", "failed", "killed"]
+State = Literal["starting", "running", "finished", "stopped", "failed", "killed", "unreadable"]
 
 
 @dataclass(slots=True, frozen=True)
@@ -18,7 +19,8 @@ class Status:
 
     state: State
     """`finished` took all steps, or ended because an evaluation reached its target; `stopped` closed its files before that;
-    `killed` did not close them; `failed` left a failure.json. `starting` has a process, but no step yet."""
+    `killed` did not close them; `failed` left a failure.json. `starting` has a process, but no step yet.
+    `unreadable` has no process, and a config.json that does not say how many steps there are."""
     why: str
     """One line for a person: how far it came, what ended it, how to continue."""
 
@@ -32,6 +34,8 @@ def status_of(folder: RunFolder, steps_done: int, total_steps: int, reached_targ
         return "running" if folder.metrics.exists() else "starting"
     if folder.failure.exists():
         return "failed"
+    if not total_steps:
+        return "unreadable"
     if is_closed(folder):
         return "finished" if steps_done >= total_steps or reached_target else "stopped"
     return "killed"
@@ -39,9 +43,10 @@ def status_of(folder: RunFolder, steps_done: int, total_steps: int, reached_targ
 
 def why(state: State, folder: RunFolder, steps_done: int, total_steps: int) -> str:
     """Say in one line what a state means for this run; `failed` is explained by its failure.json instead."""
-    done = f"step {steps_done} of {total_steps}" if steps_done else "no step"
+    of_total = f" of {total_steps}" if total_steps else ""
+    done = f"step {steps_done}{of_total}" if steps_done else "no step"
     again = f"continue with: redline train {folder.shown} --resume"
-    reasons: dict[State, str] = {
+    reasons = {
         "starting": "its process is loading; no step is done",
         "running": f"{done} is done",
         "finished": f"all {total_steps} steps are done",
@@ -49,9 +54,24 @@ def why(state: State, folder: RunFolder, steps_done: int, total_steps: int) -> s
         "failed": f"it ended with an error after {done}; {again}",
         "killed": f"its process was ended after {done}; {again}",
     }
+    if state == "unreadable":
+        return f"config.json {_config_fault(folder.config)}; put a copy of it back; {done} is done"
     if state == "finished" and steps_done < total_steps:
         return f"an evaluation reached rollouts.evaluation.stop_at after {done}"
     return reasons[state]
+
+
+def _config_fault(path: Path) -> str:
+    try:
+        text = path.read_text()
+        document = json.loads(text) if text.strip() else None
+    except OSError as error:
+        return f"cannot be read ({error.strerror})"
+    except ValueError as error:
+        return f"is damaged ({error})"
+    if not text.strip():
+        return "is empty"
+    return "has no run.steps" if isinstance(document, dict) else "holds no recipe"
 
 
 def is_locked(path: Path) -> bool:

@@ -45,7 +45,9 @@ class StoredRun:
         if not index_files(self._folder):
             raise RunFolderError(
                 f"{folder}: no trajectories to show",
-                f"redline repair {folder}" if segment_files(self._folder) else "it kept none (buffer.max_bytes: 0)",
+                f"redline repair {folder}"
+                if segment_files(self._folder)
+                else "it kept none (buffer.max_bytes: 0), or they were not copied",
             )
 
     def groups(self, *, step: int | None = None, number: int | None = None) -> list[GroupRow]:

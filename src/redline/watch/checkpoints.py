@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import re
 import shutil
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from redline.config.schema import RunConfig
+from redline.config.trained_step import checkpoints_in
 from redline.errors import DamagedCheckpointError, RunFolderError
 from redline.ports import Trainer
 from redline.telemetry import RunFolder
 from redline.telemetry.files.failure import steps_logged
 from redline.telemetry.files.set_aside import make_aside
 
-_CHECKPOINT = re.compile(r"step-(\d{6,})")
 BEGIN_AGAIN = (
     "put back a copy of a checkpoint, or begin again at step 0 with --resume --from-scratch, which moves what is there into a"
     " folder set-aside-NNN"
@@ -108,7 +107,5 @@ class Checkpoints:
 
 
 def checkpoints(folder: RunFolder) -> list[Path]:
-    """The complete checkpoints, newest first. Sorted by number: as text, step-1000000 comes before step-999990."""
-    there = folder.checkpoints.iterdir() if folder.checkpoints.is_dir() else ()
-    found = {int(match[1]): path for path in there if (match := _CHECKPOINT.fullmatch(path.name))}
-    return [found[step] for step in sorted(found, reverse=True)]
+    """The complete checkpoints, newest first."""
+    return checkpoints_in(folder.checkpoints)

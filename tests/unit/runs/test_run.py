@@ -11,6 +11,7 @@ import pyarrow as pa
 import pytest
 from support.run_folders import append, step_row, write_run, write_trajectories
 
+from redline.config.trained_step import record_step
 from redline.errors import RunFolderError, TaskError
 from redline.runs import Run
 from redline.runs.tables import table_of
@@ -56,6 +57,40 @@ def test_a_file_that_is_missing_or_half_written_is_empty(tmp_path: Path) -> None
     assert (run.config, run.environment, run.steps, run.ledger, run.failure) == ({}, {}, 0, None, None)
     assert [table.num_rows for table in (run.metrics(), run.evaluations(), run.samples(), run.alerts())] == [0] * 4
     assert run.targets() == []
+
+
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        ("", "config.json is empty"),
+        ('{"run": {"st', "config.json is damaged (Unterminated string"),
+        ("[]", "config.json holds no recipe"),
+        ("{}", "config.json has no run.steps"),
+    ],
+)
+@pytest.mark.parametrize("closed", [True, False])
+def test_a_run_whose_config_cannot_be_read_is_not_called_finished(tmp_path: Path, text: str, why: str, closed: bool) -> None:
+    folder = write_run(tmp_path / "run-001", 3, total=5, closed=closed)
+    folder.config.write_text(text)
+    status = Run.open(folder.path).status
+    assert status.state == "unreadable"
+    assert status.why.startswith(why)
+    assert status.why.endswith("put a copy of it back; step 3 is done")
+    with folder.locked():
+        assert str(Run.open(folder.path).status) == "running: step 3 is done"
+
+
+def test_the_model_of_an_earlier_end_is_not_that_of_a_run_that_has_gone_on(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "run-001", 3, total=5)
+    folder.model.mkdir()
+    record_step(folder.model, 2)
+    run = Run.open(folder.path)
+    assert run.model == folder.model
+    (folder.checkpoints / "step-000002").mkdir(parents=True)
+    assert run.model == folder.model
+    (folder.checkpoints / "step-000003").mkdir()
+    os.utime(folder.model)  # newer than the checkpoint, as in a copy
+    assert run.model is None
 
 
 @pytest.mark.parametrize(("done", "state"), [(5, "finished"), (3, "stopped")])
@@ -113,6 +148,14 @@ def test_a_run_without_trajectories_says_so(tmp_path: Path) -> None:
     with pytest.raises(RunFolderError) as caught:
         Run.open(folder.path).trajectories()
     assert "max_bytes" in caught.value.hint
+
+
+def test_a_run_whose_trajectories_were_not_copied_has_none(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "run-001", 1)
+    assert not folder.trajectories.exists()
+    for step in (None, 1):
+        with pytest.raises(RunFolderError, match="no trajectories to show"):
+            Run.open(folder.path).trajectories(step)
 
 
 def test_what_is_no_run_folder_is_refused_with_the_place_to_look(tmp_path: Path) -> None:

@@ -212,3 +212,10 @@ def test_damaged_attempts_are_not_shown_and_end_no_process(run: Path) -> None:
         except RunFolderError:
             refused += 1
     assert refused > 0
+
+
+def test_a_run_without_the_folder_of_its_trajectories_says_so(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    for options in ([], ["--json"], ["--step", "1"]):
+        with pytest.raises(RunFolderError, match="no trajectories to show"):
+            shown(tmp_path, *options)

@@ -46,8 +46,9 @@ class SegmentFile:
 
 
 def segment_files(folder: Path) -> list[SegmentFile]:
-    """Oldest first."""
-    found = [(match, path) for path in folder.iterdir() if (match := _NAME.fullmatch(path.name))]
+    """Oldest first; none where there is no such folder."""
+    there = folder.iterdir() if folder.is_dir() else ()
+    found = [(match, path) for path in there if (match := _NAME.fullmatch(path.name))]
     return sorted((SegmentFile(path, int(match[1]), bool(match[2])) for match, path in found), key=lambda file: file.number)
 
 

@@ -2,7 +2,7 @@
 
 function headPart(run) {
   const { head, environment } = run;
-  const words = { starting: "starting", running: "running", finished: "finished", stopped: "stopped", failed: "failed", killed: "ended without closing its files" };
+  const words = { starting: "starting", running: "running", finished: "finished", stopped: "stopped", failed: "failed", killed: "ended without closing its files", unreadable: "config.json cannot be read" };
   const device = environment.gpus?.length ? `${environment.gpus.length} × ${environment.gpus[0].name ?? "GPU"}` : environment.cpu?.model ? `${environment.cpu.usable_cores} cores, ${environment.cpu.model}` : null;
   const facts = [
     ["model", head.model],

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from typer.testing import CliRunner
 
 from redline.cli import app
 from redline.config import resolve, validate
+from redline.config.trained_step import record_step
 from redline.errors import ConfigError, ModelError
 from redline.models.files.hf import load_config, load_decoder
 from redline.models.files.sources import model_folder, small_files
@@ -73,6 +75,38 @@ def test_a_run_without_a_model_names_its_newest_checkpoint_and_how_to_end_it(run
         with pytest.raises(ConfigError, match=r"no model yet; its newest checkpoint is checkpoints/step-000012") as caught:
             use()
         assert f"redline train {run} --resume run.steps=12" in caught.value.hint
+
+
+@pytest.mark.parametrize("has_adapter", [False, True])
+def test_the_model_of_an_earlier_end_is_refused_like_a_missing_one(run: Path, base: Path, has_adapter: bool) -> None:
+    shutil.copytree(base, run / "model")
+    record_step(run / "model", 2)
+    if has_adapter:
+        add_adapter(run / "adapter", base)
+        record_step(run / "adapter", 2)
+    (run / "checkpoints" / "step-000002").mkdir()
+    assert model_folder(str(run)) == small_files(str(run)) == run / "model"
+    (run / "checkpoints" / "step-000031").mkdir()
+    for name in ("model", "adapter") if has_adapter else ("model",):
+        os.utime(run / name)  # newer than the checkpoint, as in a copy
+    for use in (lambda: model_folder(str(run)), lambda: small_files(str(run)), lambda: resolve(validate(recipe(run)))):
+        with pytest.raises(ConfigError, match=r"no model yet; its newest checkpoint is checkpoints/step-000031") as caught:
+            use()
+        assert f"redline train {run} --resume run.steps=31" in caught.value.hint
+    record_step(run / "model", 31)
+    assert model_folder(str(run)) == run / "model"
+
+
+def test_a_model_that_does_not_say_its_step_is_told_by_its_time(run: Path, base: Path) -> None:
+    shutil.copytree(base, run / "model")
+    newest = run / "checkpoints" / "step-000004"
+    newest.mkdir()
+    os.utime(run / "model", (1000, 1000))
+    os.utime(newest, (900, 900))
+    assert model_folder(str(run)) == run / "model"
+    os.utime(newest, (1100, 1100))
+    with pytest.raises(ConfigError, match="no model yet; its newest checkpoint is checkpoints/step-000004"):
+        model_folder(str(run))
 
 
 def test_a_run_that_has_nothing_says_so(run: Path) -> None:
