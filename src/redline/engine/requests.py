@@ -47,9 +47,13 @@ class Requests:
         self._open[submission.number] = submission
         return submission
 
-    def remove(self, number: int) -> Submission | None:
-        """Deliver nothing more of a request. Returns None where it has ended."""
-        return self._open.pop(number, None)
+    def find(self, number: int) -> Submission | None:
+        """None where it has ended."""
+        return self._open.get(number)
+
+    def remove(self, number: int) -> None:
+        """Tell its receiver nothing more at the end. One that has ended is ignored."""
+        self._open.pop(number, None)
 
     def sampled_tokens(self, number: int) -> Mapping[int, int]:
         submission = self._open.get(number)
@@ -80,7 +84,7 @@ class Requests:
 
     def deliver(self, events: Sequence[tuple[int, Delta | EngineError]]) -> None:
         """Hand out what a step brought, with one call of each receiver: to wake an event loop for each of a thousand pieces
-        would keep it from all else. Raises what a receiver raises."""
+        would keep it from all else. Raises what a receiver raises, once each of them was called: none hears of them again."""
         by_receiver: dict[Receiver, list[tuple[int, Delta | Exception]]] = {}
         for request_id, piece in events:
             submission = self._in_engine.get(request_id)
@@ -91,8 +95,14 @@ class Requests:
             if isinstance(piece, EngineError) or submission.missing == 0:
                 del self._in_engine[request_id]
                 self.remove(submission.number)
+        errors: list[BaseException] = []
         for receiver, received in by_receiver.items():
-            receiver.receive(received)
+            try:
+                receiver.receive(received)
+            except BaseException as error:  # an interrupt too: it is raised below
+                errors.append(error)
+        if errors:
+            raise errors[0]
 
     # ── the end ────────────────────────────────────────────────────────────────────────────────────────────────────────
 

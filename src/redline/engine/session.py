@@ -60,8 +60,8 @@ class EngineSession:
         self._changed = threading.Condition()
         self._thread: threading.Thread | None = None
         self._is_between_steps = True
-        self._holder: int | None = None
-        """The thread that has the engine for itself."""
+        self._holder: threading.Thread | None = None
+        """The thread that has the engine for itself; not by its number, which a later thread may get."""
         self._num_holds = 0
         self._stopping = False
         self._is_open = True
@@ -146,8 +146,12 @@ class EngineSession:
 
     def abort(self, number: int) -> None:
         """Give a request up; nothing more of it is delivered. Unknown and finished ones are ignored."""
-        submission = self._requests.remove(number)
-        if submission is not None and self._order(lambda: self._requests.abort(submission)):
+        submission = self._requests.find(number)
+        if submission is None:
+            return
+        is_ours = self._order(lambda: self._requests.abort(submission))
+        self._requests.remove(number)
+        if is_ours:
             self._requests.abort(submission)
 
     def sampled_tokens(self, number: int) -> Mapping[int, int]:
@@ -159,7 +163,12 @@ class EngineSession:
         future: Future[Any] = Future()
         self._actions.add(future)
         future.add_done_callback(self._actions.discard)
-        if self._order(lambda: self._act(action, future)):
+        try:
+            is_ours = self._order(lambda: self._act(action, future))
+        except EngineError:
+            future.cancel()
+            raise
+        if is_ours:
             self._act(action, future)
         return future
 
@@ -170,51 +179,66 @@ class EngineSession:
 
     def _order(self, order: Callable[[], None]) -> bool:
         """Put an order into the inbox. Returns True instead where the calling thread may touch the engine itself. Under the
-        lock, so that no order is left lying in the inbox of a session that has ended."""
+        lock, so that no order is left lying in the inbox of a session that has ended, or that has no thread to empty it."""
         with self._changed:
             if not self._is_open:
-                raise EngineError(f"the engine has stopped: {self.failure or 'it was asked to'}", "start it again")
+                raise self._ended()
             if self._may_touch():
                 return True
+            if self._thread is None:
+                raise EngineError("another thread holds the engine, and none steps it for others", "start the session")
             self._inbox.append(order)
             self._changed.notify_all()
             return False
 
     def _may_touch(self) -> bool:
-        stepper = self._thread.ident if self._thread is not None else threading.get_ident()
-        return threading.get_ident() == (self._holder if self._num_holds else stepper)
+        caller = threading.current_thread()
+        return caller is (self._holder if self._num_holds else self._thread or caller)
 
     # ── one caller has the engine ──────────────────────────────────────────────────────────────────────────────────────
 
     def hold(self) -> None:
         """Block until the engine is between two steps and its device idle. It stays there, for this thread alone, until
-        `resume` was called as often as `hold`. Raises what ended the stepping thread."""
-        if self._thread is None or self._holder == threading.get_ident():
-            self._holder, self._num_holds = threading.get_ident(), self._num_holds + 1
-            return
+        `resume` was called as often as `hold`. Raises what ended the stepping thread, or EngineError where the session was
+        closed, before or meanwhile."""
+        with self._changed:
+            if self._holder is threading.current_thread() or (self._thread is None and self._holder is None):
+                self._raise_if_ended()
+                self._holder, self._num_holds = threading.current_thread(), self._num_holds + 1
+                return
         with span("wait.for_engine"):
             with self._changed:
-                self._changed.wait_for(lambda: self._holder is None)
-                self._holder, self._num_holds = threading.get_ident(), 1
+                self._changed.wait_for(lambda: self._holder is None or not self.is_alive)
+                self._raise_if_ended()
+                self._holder, self._num_holds = threading.current_thread(), 1
                 self._changed.notify_all()
                 try:
-                    self._changed.wait_for(lambda: self._is_between_steps or not self._is_open)
-                    if self.failure is not None:
-                        raise self.failure
+                    self._changed.wait_for(lambda: self._is_between_steps or not self.is_alive)
+                    self._raise_if_ended()
                 except BaseException:
                     self._let_go()
                     raise
-            self._wait_for_device()
+            if self._thread is not None:
+                self._wait_for_device()
+
+    def _raise_if_ended(self) -> None:
+        if self.failure is not None:
+            raise self.failure
+        if not self.is_alive:
+            raise self._ended()
+
+    def _ended(self) -> EngineError:
+        return EngineError(f"the engine has stopped: {self.failure or 'it was asked to'}", "start it again")
 
     def resume(self) -> None:
-        """Let the engine go on, once the device has done what its holder launched."""
+        """Let the engine go on, once the device has done what its holder, the calling thread, launched."""
+        assert self._holder is threading.current_thread(), "only the thread that holds the engine resumes it"
         if self._thread is not None and self._num_holds == 1:
             self._wait_for_device()
         with self._changed:
             self._let_go()
 
     def _let_go(self) -> None:
-        assert self._num_holds, "resume without hold"
         self._num_holds -= 1
         if not self._num_holds:
             self._holder = None
@@ -326,10 +350,12 @@ class EngineSession:
         if not self._engine.has_work:
             return
         self._step_began = time.monotonic()
-        events = self._engine.step()
-        if self._thread is not None:
-            self._stats = self._engine.stats
-        self._step_began = None
+        try:
+            events = self._engine.step()
+            if self._thread is not None:
+                self._stats = self._engine.stats
+        finally:
+            self._step_began = None
         self._requests.deliver(events)
 
     def _act(self, action: Callable[[Any], Any], future: Future[Any]) -> None:

@@ -569,3 +569,111 @@ def test_who_wants_to_hold_an_engine_that_broke_down_hears_why(folder: Path) -> 
             running.hold()
         with pytest.raises(EngineError, match="a cosmic ray"):
             running.submit(LONG, pieces)
+
+
+# ── what none of them can do to the others ─────────────────────────────────────────────────────────────────────────────
+
+
+def in_another_thread(call: Callable[[], Any]) -> BaseException | None:
+    """What it raises there."""
+    raised: list[BaseException] = []
+
+    def guarded() -> None:
+        try:
+            call()
+        except BaseException as error:
+            raised.append(error)
+
+    thread = threading.Thread(target=guarded, daemon=True)
+    thread.start()
+    thread.join(SOON_S)
+    assert not thread.is_alive()
+    return raised[0] if raised else None
+
+
+def test_who_waits_behind_a_holder_that_never_resumes_hears_of_the_end(native: NativeEngine) -> None:
+    running = EngineSession(native)
+    running.start()
+    assert in_another_thread(running.hold) is None
+    closer = threading.Timer(0.05, running.close)
+    closer.start()
+    error = in_another_thread(running.hold)
+    closer.join()
+    assert isinstance(error, EngineError)
+    assert "has stopped" in error.message
+
+
+def test_a_closed_session_cannot_be_held(session: EngineSession) -> None:
+    session.close()
+    with pytest.raises(EngineError, match="has stopped"):
+        session.hold()
+
+
+def test_a_session_that_is_closed_while_it_is_held_can_be_resumed(session: EngineSession) -> None:
+    with session.held():
+        session.close()
+    assert not session.is_alive
+
+
+def test_only_the_holder_resumes(session: EngineSession) -> None:
+    with session.held():
+        assert isinstance(in_another_thread(session.resume), AssertionError)
+        session.reset_prefix_cache()
+
+
+class Refuses:
+    """A receiver that fails at whatever it gets."""
+
+    def receive(self, pieces: Sequence[tuple[int, Delta | Exception]]) -> None:
+        raise ValueError("a bad receiver")
+
+
+def test_a_receiver_that_raises_keeps_nothing_from_the_others(session: EngineSession, alone: Any) -> None:
+    pieces = Pieces()
+    with session.held():
+        session.submit(ask(5, 3), Refuses())
+        number = session.submit(ask(5, 3), pieces)
+        with pytest.raises(ValueError, match="a bad receiver"):
+            session.step_until(lambda: bool(pieces.whole))
+    assert tokens(pieces.whole[number]) == alone(ask(5, 3))
+
+
+def test_a_step_that_raises_has_ended(folder: Path) -> None:
+    session = EngineSession(Broken(load_decoder(folder), CONFIG))
+    with pytest.raises(ZeroDivisionError):
+        session.generate([LONG])
+    assert session.step_s == 0
+
+
+def test_where_no_thread_would_take_an_order_it_is_refused(native: NativeEngine, alone: Any) -> None:
+    session, pieces = EngineSession(native), Pieces()
+    number = session.submit(ask(5), pieces)
+    with session.held():
+        for order in (
+            lambda: session.submit(ask(5), Pieces()),
+            lambda: session.between_steps(lambda engine: engine.version),
+            lambda: session.abort(number),
+        ):
+            error = in_another_thread(order)
+            assert isinstance(error, EngineError)
+            assert "another thread holds the engine" in error.message
+        session.step_until(lambda: bool(pieces.whole))
+    assert tokens(pieces.whole[number]) == alone(ask(5))
+    assert in_another_thread(lambda: session.between_steps(lambda engine: engine.version).result(SOON_S)) is None
+
+
+def test_threads_take_turns_in_a_session_that_was_not_started(native: NativeEngine) -> None:
+    session, order = EngineSession(native), list[str]()
+
+    def other() -> None:
+        with session.held():
+            order.append("second")
+
+    thread = threading.Thread(target=other)
+    with session.held():
+        thread.start()
+        time.sleep(0.05)
+        order.append("first")
+        session.reset_prefix_cache()
+    thread.join(SOON_S)
+    assert order == ["first", "second"]

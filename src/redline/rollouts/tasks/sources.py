@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import inspect
 import json
 import sys
@@ -18,6 +17,7 @@ from redline.ports import TaskSource
 from redline.rollouts.rewards.parts import Extract, extract_answer
 from redline.rollouts.tasks.checks import check_methods
 from redline.rollouts.tasks.held_out import lowest_hashes, stable_hash
+from redline.rollouts.tasks.modules import FOLDER_IMPORTS
 from redline.rollouts.tasks.reasoning_gym import ReasoningGymTasks
 from redline.types import Failure, Message, Task
 
@@ -185,13 +185,12 @@ def _import_object(path: str, folder: Path) -> Any:
 
 
 def _import_module(name: str, folder: Path) -> Any:
-    # Last, not first: a folder called `datasets` beside the recipe must not hide the package of that name.
-    if str(folder) not in sys.path:
-        sys.path.append(str(folder))
     with boundary() as caught:
-        module = importlib.import_module(name)
+        module = FOLDER_IMPORTS.load(name, folder)
     if caught.error is None:
         return module
+    if isinstance(caught.error, RedlineError):
+        raise caught.error
     if isinstance(caught.error, ModuleNotFoundError) and f"{name}.".startswith(f"{caught.error.name}."):
         raise TaskError(
             f"rollouts.task.path: no module {caught.error.name!r}",

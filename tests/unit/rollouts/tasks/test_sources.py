@@ -1,9 +1,11 @@
 from __future__ import annotations
 
+import importlib
 import json
 import subprocess
 import sys
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -435,6 +437,83 @@ def test_an_object_without_the_methods_of_a_task_source_is_refused(in_folder: Pa
     message, hint = import_refusal("my_tasks:Half")
     assert message == "my_tasks:Half gives a Half without held_out, score"
     assert hint.startswith("a task source has the methods train(index), held_out(count) and score(task, text)")
+
+
+def write_words(folder: Path, word: str) -> Path:
+    """A module whose tasks ask for a word that it has from the module beside it, and score by one they import late."""
+    folder.mkdir(exist_ok=True)
+    (folder / "words_beside.py").write_text(f"WORD = {word!r}\n")
+    (folder / "words_late.py").write_text(f"LENGTH = {len(word)}.0\n")
+    (folder / "word_tasks.py").write_text(WORD_TASKS)
+    return folder
+
+
+WORD_TASKS = """
+from redline.types import Task
+from words_beside import WORD
+
+class Words:
+    def __init__(self, seed): ...
+    def train(self, index):
+        return Task(f"words/{index}", [{"role": "user", "content": WORD}])
+    def held_out(self, count):
+        return []
+    def score(self, task, text):
+        from words_late import LENGTH
+        return {"length": LENGTH}
+"""
+
+
+def word_and_length(folder: Path) -> tuple[str, float]:
+    source = make_task_source(ImportTask(kind="import", path="word_tasks:Words", folder=folder), seed=7)
+    task = source.train(0)
+    return question(task), source.score(task, "")["length"]
+
+
+@pytest.fixture
+def no_words(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    yield
+    for name in ("word_tasks", "words_beside", "words_late"):
+        sys.modules.pop(name, None)
+
+
+@pytest.mark.usefixtures("no_words")
+def test_each_of_two_folders_gives_its_own_module_of_the_same_name(tmp_path: Path) -> None:
+    first, second = write_words(tmp_path / "a", "one"), write_words(tmp_path / "b", "three")
+    assert [word_and_length(folder) for folder in (first, second, first)] == [("one", 3.0), ("three", 5.0), ("one", 3.0)]
+
+
+@pytest.mark.usefixtures("no_words")
+def test_a_module_that_has_changed_is_imported_afresh_and_another_is_not(tmp_path: Path) -> None:
+    folder = write_words(tmp_path / "a", "one")
+    assert word_and_length(folder)[0] == "one"
+    module = sys.modules["word_tasks"]
+    assert word_and_length(folder)[0] == "one"
+    assert sys.modules["word_tasks"] is module
+    write_words(folder, "three")
+    assert word_and_length(folder) == ("three", 5.0)
+
+
+@pytest.mark.usefixtures("no_words")
+def test_a_module_that_the_caller_imported_from_elsewhere_is_kept_and_the_folders_refused(tmp_path: Path) -> None:
+    first, second = write_words(tmp_path / "a", "one"), write_words(tmp_path / "b", "three")
+    sys.path.insert(0, str(first))
+    for why in ("comes first on sys.path", "is imported already"):
+        with pytest.raises(TaskError) as caught:
+            word_and_length(second)
+        assert f"{first / 'word_tasks.py'} {why}, and {second / 'word_tasks.py'} is in" in caught.value.message
+        module = importlib.import_module("word_tasks")
+    assert sys.modules["word_tasks"] is module
+    assert word_and_length(first) == ("one", 3.0)
+    assert sys.modules["word_tasks"] is module
+
+
+def test_an_installed_package_comes_before_a_module_of_the_folder(tmp_path: Path) -> None:
+    (tmp_path / "pytest.py").write_text("1 / 0\n")
+    with pytest.raises(TaskError, match="has no Tasks"):
+        make_task_source(ImportTask(kind="import", path="pytest:Tasks", folder=tmp_path), seed=7)
+    assert sys.modules["pytest"] is pytest
 
 
 # ── rows that no prompt can be made of ─────────────────────────────────────────────────────────────────────────────────
