@@ -104,12 +104,15 @@ def test_ctrl_c_writes_a_checkpoint_before_it_raises_and_the_run_goes_on(tmp_pat
     assert run.metrics()["step"].to_pylist() == list(range(1, steps + 2))
 
 
-def test_a_caller_who_turned_gradients_off_trains_the_same_and_finds_them_off(trained: redline.Run, tmp_path: Path) -> None:
+def test_a_caller_who_turned_gradients_off_trains_the_same_and_finds_them_off(tmp_path: Path) -> None:
+    learning = {**SMALL, "run.steps": 2, "trainer.entropy_coef": 0.1}  # a gradient even where rewards are all the same
+    with_gradients = redline.train(SMOKE, {**learning, "run.folder": tmp_path / "on"})
     with torch.no_grad():
-        run = redline.train(SMOKE, {**SMALL, "run.steps": 2, "run.folder": tmp_path / "runs"})
+        without = redline.train(SMOKE, {**learning, "run.folder": tmp_path / "off"})
         assert not torch.is_grad_enabled()
+    assert max(without.metrics()["trainer/grad_norm"].to_pylist()) > 0
     for name in ("trainer/loss", "trainer/grad_norm", "rollouts/reward_mean"):
-        assert run.metrics()[name].to_pylist() == trained.metrics()[name].to_pylist()
+        assert without.metrics()[name].to_pylist() == with_gradients.metrics()[name].to_pylist()
 
 
 def test_in_the_event_loop_of_a_notebook_the_ledger_adds_up_all_the_same(tmp_path: Path) -> None:
