@@ -39,7 +39,7 @@ def test_a_kill_while_the_model_is_saved_leaves_the_one_before(
         {"model": {"path": "x", "dtype": "float32"}, "rollouts": {"task": {"kind": "import", "path": "tests:Fake"}}}
     )
     folder = RunFolder.create(tmp_path, "run")
-    save_model(config, model, None, folder)
+    save_model(config, model, None, folder, step=3)
     before = content(folder.model)
     assert {"config.json", "model.safetensors"} <= before.keys()
 
@@ -50,8 +50,8 @@ def test_a_kill_while_the_model_is_saved_leaves_the_one_before(
     with monkeypatch.context() as patch:
         patch.setattr(huggingface_hub, "save_torch_state_dict", killed_half_way)
         with pytest.raises(Killed):
-            save_model(config, model, None, folder)
+            save_model(config, model, None, folder, step=3)
     assert content(folder.model) == before
-    save_model(config, model, None, folder)
+    save_model(config, model, None, folder, step=3)
     assert content(folder.model) == before
     assert not list(folder.path.glob(".model.*"))
