@@ -31,7 +31,8 @@ When a part fails, its error goes to the caller, and the engine is never given t
   goes on sampling from it, unless it shares storage: then it stays held.
 - `apply` raises: the engine stays held.
 
-A held engine samples no token from weights that were not verified. The run ends with the error.
+A held engine samples no token from weights that were not verified, unless the thread that holds it steps it: in lockstep that
+is the loop's, which the error ends.
 """
 
 from __future__ import annotations
