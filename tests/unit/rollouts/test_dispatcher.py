@@ -514,7 +514,7 @@ def test_an_evaluation_beside_rollouts_changes_no_training_sample(tmp_path: Path
     write_model(tmp_path, config, seed=1, std=0.2)
     decoder = load_decoder(tmp_path, "cuda", torch.bfloat16)
     engine = NativeEngine(decoder, EngineConfig(max_num_seqs=32, kv_cache_memory_bytes=2**26), TOKENIZER)
-    long = CONFIG.model_copy(update={"group_size": 8, "max_new_tokens": 300})
+    long = CONFIG.model_copy(update={"group_size": 8, "max_new_tokens": 200})
     expected = _beside_an_evaluation(engine, long, evaluate=False)
     for _ in range(3):
         assert _beside_an_evaluation(engine, long, evaluate=True) == expected
@@ -527,7 +527,7 @@ def _beside_an_evaluation(engine: NativeEngine, config: RolloutsConfig, *, evalu
     setup = RolloutSetup(FakeTasks(), SingleTurn, Chat(TOKENIZER, None, ""), config, (3,), 5)
     rollouts = Dispatcher(session, setup, beside=True, prepare_thread=lambda: torch.cuda.set_stream(torch.cuda.Stream()))
     rollouts.begin([0], 0)
-    lagging.is_behind.wait()
+    assert lagging.is_behind.wait(60), session.failure
     if evaluate:
         rollouts.evaluate(FakeTasks().held_out(4))
     [group] = all_of(rollouts, 1).values()

@@ -143,7 +143,7 @@ class CudaRunner(Runner):
         self._sizes = batch_sizes(rows.dead_row)
         self._pool: Any = None
         """Memory that the graphs share: they never run at the same time."""
-        self.graphs: GraphCache[tuple[int, int, Wants], _DecodeGraph] = GraphCache(self._capture, self._release)
+        self.graphs: GraphCache[tuple[int, int, Wants], _DecodeGraph] = GraphCache()
 
     # ── decode ─────────────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -153,7 +153,7 @@ class CudaRunner(Runner):
         size = next(size for size in self._sizes if size >= len(rows_B))
         max_groups = 0 if prefixes is None else 1 << (len(prefixes.sizes_C) - 1).bit_length()
         wants = _flavour(wants, self._decoder.spec.vocab_size)
-        captured = self.graphs.get((size, max_groups, wants))
+        captured = self.graphs.get((size, max_groups, wants), self)
         samples = captured.samples if captured else self._room_for_samples(size, wants)
         filled = np.full(size, self.rows.dead_row)
         filled[: len(rows_B)] = rows_B
@@ -180,7 +180,7 @@ class CudaRunner(Runner):
         self._groups[:, :max_groups].copy_(self.rows.upload(groups, torch.int32), non_blocking=True)
         self._prefix_B[:size].copy_(self.rows.upload(prefix_B, torch.int32), non_blocking=True)
 
-    def _capture(self, key: tuple[int, int, Wants]) -> _DecodeGraph:
+    def capture(self, key: tuple[int, int, Wants]) -> _DecodeGraph:
         """Run the step once as it is, so that every kernel is compiled, on rows that are all dead; then record it. Raises
         `torch.OutOfMemoryError`."""
         size, max_groups, wants = key
@@ -198,7 +198,7 @@ class CudaRunner(Runner):
         self._pool = graph.pool()
         return _DecodeGraph(graph, samples)
 
-    def _release(self) -> None:
+    def release(self) -> None:
         """Wait until no graph runs, and give memory that none holds back to the device."""
         torch.cuda.synchronize()
         if not len(self.graphs):

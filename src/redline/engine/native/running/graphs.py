@@ -7,7 +7,6 @@ recently used one makes room for the next, and running out of memory costs speed
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable
 from typing import Generic, Protocol, TypeVar
 
 import torch
@@ -27,15 +26,27 @@ class Graph(Protocol):
 
 
 Captured = TypeVar("Captured", bound=Graph)
+KeyIn = TypeVar("KeyIn", contravariant=True)
+CapturedOut = TypeVar("CapturedOut", bound=Graph, covariant=True)
+
+
+class Capturing(Protocol[KeyIn, CapturedOut]):
+    """Whose steps are captured."""
+
+    def capture(self, key: KeyIn) -> CapturedOut:
+        """Record a step. May raise `torch.OutOfMemoryError`."""
+        ...
+
+    def release(self) -> None:
+        """Wait until no graph runs, and give memory that none holds back to the device."""
+        ...
 
 
 class GraphCache(Generic[Key, Captured]):
-    """Least recently used first. `capture` may raise `torch.OutOfMemoryError`; `release` waits for the device, and gives memory
-    without a holder back to it."""
+    """Least recently used first. Knows its owner only while it is asked: an owner that nobody needs is gone at once, with
+    all of its memory, instead of when the garbage collector finds the circle."""
 
-    def __init__(self, capture: Callable[[Key], Captured], release: Callable[[], None], max_graphs: int = MAX_GRAPHS) -> None:
-        self._capture = capture
-        self._release = release
+    def __init__(self, max_graphs: int = MAX_GRAPHS) -> None:
         self._max_graphs = max_graphs
         self._graphs: OrderedDict[Key, Captured] = OrderedDict()
         self._without: dict[Key, int] = {}
@@ -45,7 +56,7 @@ class GraphCache(Generic[Key, Captured]):
     def __len__(self) -> int:
         return len(self._graphs)
 
-    def get(self, key: Key) -> Captured | None:
+    def get(self, key: Key, device: Capturing[Key, Captured]) -> Captured | None:
         """The graph, captured now if need be; None where there is no memory for it, so that the step has to run without."""
         found = self._graphs.get(key)
         if found is not None:
@@ -55,16 +66,16 @@ class GraphCache(Generic[Key, Captured]):
             self._without[key] -= 1
             return None
         if len(self._graphs) >= self._max_graphs:
-            self._evict(1)
-        return self._captured(key)
+            self._evict(1, device)
+        return self._captured(key, device)
 
-    def _captured(self, key: Key) -> Captured | None:
+    def _captured(self, key: Key, device: Capturing[Key, Captured]) -> Captured | None:
         """Once as it is, and once more with everything else gone."""
         for is_last in (False, True):
             try:
-                self._graphs[key] = captured = self._capture(key)
+                self._graphs[key] = captured = device.capture(key)
             except torch.OutOfMemoryError:
-                self._evict(len(self._graphs))
+                self._evict(len(self._graphs), device)
                 if is_last:
                     self._without[key] = RETRY_AFTER
             else:
@@ -72,10 +83,10 @@ class GraphCache(Generic[Key, Captured]):
                 return captured
         return None
 
-    def _evict(self, count: int) -> None:
-        self._release()  # none of them may be running
+    def _evict(self, count: int, device: Capturing[Key, Captured]) -> None:
+        device.release()  # none of them may be running
         for _ in range(count):
             _, graph = self._graphs.popitem(last=False)
             graph.reset()
         self.evictions += count
-        self._release()
+        device.release()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from itertools import chain, pairwise
 from pathlib import Path
 from types import SimpleNamespace
@@ -34,14 +36,15 @@ class UncapturedRunner(CudaRunner):
     captures = True
     """False: there is never memory for a graph."""
 
-    def _capture(self, key: Any) -> Any:
+    def capture(self, key: Any) -> Any:
         if not self.captures:
             raise torch.OutOfMemoryError("CUDA out of memory")
         samples = self._room_for_samples(key[0], key[2])
-        step = SimpleNamespace(replay=lambda: self._decode_step(*key, samples))
+        runner = weakref.proxy(self)  # as a graph, it knows addresses alone
+        step = SimpleNamespace(replay=lambda: runner._decode_step(*key, samples))
         return SimpleNamespace(graph=step, samples=samples, reset=lambda: None)
 
-    def _release(self) -> None: ...
+    def release(self) -> None: ...
 
     def fetch(self, samples: Samples) -> tuple[Samples, None]:
         return Samples(*(None if part is None else part.clone() for part in samples.parts)), None  # type: ignore[arg-type]
@@ -98,6 +101,19 @@ def test_so_it_does_where_there_is_no_memory_for_graphs(decoder: Decoder, monkey
     engine, requests = InterpretedEngine(decoder, CONFIG), [ask(5, 4, n=2)]
     assert_same(engine.generate(requests), NativeEngine(decoder, CONFIG).generate(requests))
     assert len(engine._awake.graphs) == 0  # type: ignore[attr-defined]
+
+
+def test_a_sleeping_engine_holds_no_memory_of_its_steps(decoder: Decoder) -> None:
+    """Not until the garbage collector comes by: a colocated trainer needs the memory now."""
+    engine = InterpretedEngine(decoder, CONFIG)
+    engine.generate([ask(5, 4, n=2)])
+    runner, cache = weakref.ref(engine._awake), weakref.ref(engine._awake.cache.blocks)
+    gc.disable()
+    try:
+        engine.sleep()
+        assert (runner(), cache()) == (None, None)
+    finally:
+        gc.enable()
 
 
 def test_requests_for_few_more_likeliest_tokens_share_a_graph(decoder: Decoder) -> None:

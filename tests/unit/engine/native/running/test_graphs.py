@@ -30,8 +30,17 @@ class Device:
     def release(self) -> None:
         self.num_released += 1
 
-    def cache(self, max_graphs: int = 100) -> GraphCache[str, FakeGraph]:
-        return GraphCache(self.capture, self.release, max_graphs)
+    def cache(self, max_graphs: int = 100) -> OfDevice:
+        return OfDevice(GraphCache(max_graphs), self)
+
+
+@dataclass
+class OfDevice:
+    graphs: GraphCache[str, FakeGraph]
+    device: Device
+
+    def get(self, key: str) -> FakeGraph | None:
+        return self.graphs.get(key, self.device)
 
 
 @dataclass
@@ -56,7 +65,7 @@ def test_the_one_not_used_for_longest_makes_room_and_gives_its_memory_back() -> 
     for key in "abac":
         cache.get(key)
     assert device.held == {"a", "c"}
-    assert (len(cache), cache.evictions) == (2, 1)
+    assert (len(cache.graphs), cache.graphs.evictions) == (2, 1)
 
 
 def test_however_many_flavours_are_asked_for_the_memory_is_bounded() -> None:
@@ -87,8 +96,9 @@ def test_where_there_is_no_memory_at_all_the_step_runs_without_a_graph(monkeypat
 
 
 def test_another_error_of_a_capture_is_not_hidden() -> None:
-    def broken(key: str) -> FakeGraph:
-        raise RuntimeError("CUDA error: device-side assert triggered")
+    class Broken(Device):
+        def capture(self, key: str) -> FakeGraph:
+            raise RuntimeError("CUDA error: device-side assert triggered")
 
     with pytest.raises(RuntimeError, match="assert"):
-        GraphCache(broken, lambda: None).get("a")
+        Broken(1).cache().get("a")
