@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 from redline.errors import EngineError
 from redline.types import (
@@ -15,6 +15,7 @@ from redline.types import (
     EngineStats,
     GenerateRequest,
     Message,
+    Reaction,
     StepReport,
     Task,
     TrainBatch,
@@ -293,16 +294,46 @@ class TaskSource(Protocol):
 class Policy(Protocol):
     """The policy as an environment sees it."""
 
-    async def say(self, messages: Sequence[Message]) -> Turn:
-        """The policy's reply to a conversation, sampled under the recipe's settings."""
+    async def say(
+        self,
+        messages: Sequence[Message],
+        *,
+        role: str = "",
+        tools: Sequence[Mapping[str, Any]] = (),
+        stop: Sequence[str] = (),
+        max_tokens: int | None = None,
+    ) -> Turn:
+        """The policy's reply to a conversation, sampled under the recipe's settings.
+
+        Append `turn.message` to the messages to go on from a reply. `role` names the player in a game of several: each has a
+        conversation, rewards and advantages of its own. `tools` are JSON schemas of functions, shown to the model as its chat
+        template does; `turn.tool_calls` has what it called. A reply also ends at any text of `stop`. `max_tokens` may lower
+        the recipe's limit for this reply, not raise it."""
         ...
 
 
 class Environment(Protocol):
-    """Plays attempts at tasks. Each attempt is a call of `play`."""
+    """Plays attempts at tasks. Each attempt is a call of `play`; thousands are under way at once, in one event loop.
 
-    async def play(self, task: Task, policy: Policy) -> Score:
-        """Let the policy attempt the task. Returns the reward: a number, or its named parts."""
+    An environment may bring its own tasks with the methods `train` and `held_out` of a `TaskSource`. One whose `play` is not
+    `async` is called in a thread, where `policy.say` blocks."""
+
+    async def play(self, task: Task, policy: Policy) -> Score | Mapping[str, Score]:
+        """Let the policy attempt the task. Returns the reward: a number, or its named parts; in a game of several roles, that
+        of each role by its name."""
+        ...
+
+
+class Game(Protocol):
+    """A game in steps, for those who prefer that to writing `Environment.play`: one object plays one attempt at a time. Calls
+    may block: they are made in a pool, with a time limit. A game may have `snapshot() -> bytes` and `restore(state: bytes)`."""
+
+    def reset(self, task: Task) -> str | Sequence[Message]:
+        """Begin an attempt. Returns what the policy sees first: a text, shown as the user's, or messages."""
+        ...
+
+    def step(self, reply: str) -> Reaction:
+        """Take the policy's reply."""
         ...
 
 

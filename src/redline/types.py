@@ -25,8 +25,8 @@ import numpy as np
 if TYPE_CHECKING:
     import torch
 
-Message = Mapping[str, str]
-"""One chat turn: {"role": ..., "content": ...}."""
+Message = Mapping[str, Any]
+"""One message of a conversation: {"role": ..., "content": ...}, and `tool_calls` where the assistant called tools."""
 
 
 class Pieces:
@@ -302,13 +302,21 @@ class Failure:
 
 
 @dataclass(slots=True, frozen=True)
+class ToolCall:
+    """A function that the policy wants called."""
+
+    name: str
+    arguments: Mapping[str, Any]
+
+
+@dataclass(slots=True, frozen=True)
 class Turn:
     """One reply of the policy inside an attempt."""
 
     text: str
     """What the policy said, decoded without special tokens."""
     start: int
-    """The first of its tokens in the attempt's `token_ids`."""
+    """The first of its tokens in the `token_ids` of its sequence."""
     end: int
     """One past the last of them."""
     versions: VersionSpan
@@ -319,6 +327,13 @@ class Turn:
     """Seconds from there to its first token."""
     decode_s: float
     """Seconds from its first token to its last."""
+    message: Message = field(default_factory=dict)
+    """The reply as the assistant's message. Append this very object to the conversation for the next turn: the tokens that were
+    sampled then stand in the next prompt as they are."""
+    tool_calls: Sequence[ToolCall] = ()
+    """Calls in the reply, in the format of the model's own chat template; none where no tools were offered."""
+    problem: str = ""
+    """Why a call in the reply could not be read, in words that can be shown to the policy; empty where nothing is wrong."""
 
     @property
     def num_tokens(self) -> int:
@@ -338,7 +353,8 @@ class Turn:
 
 @dataclass(slots=True, frozen=True)
 class Trajectory:
-    """One attempt at a task."""
+    """One sequence of an attempt at a task; most attempts are a single one. A new one begins for each role, and where the
+    environment asks something that does not go on from what was said before."""
 
     token_ids: np.ndarray
     """int32[tokens]: the prompt and everything after it, as the engine saw it; a single 0 where the attempt failed before the
@@ -356,7 +372,11 @@ class Trajectory:
     """Named parts, before weighting; `reward` is their weighted sum."""
     failure: Failure | None = None
     turns: Sequence[Turn] = ()
-    """What the policy said, in order; kept in memory only, for metrics."""
+    """What the policy said in this sequence, in order."""
+    attempt: int = 0
+    """Which of the group's attempts it belongs to. All sequences of one attempt and role have one reward and one advantage."""
+    role: str = ""
+    """Who the policy was, in a game of several roles. Attempts are compared with those of the same role."""
 
     @property
     def num_completion_tokens(self) -> int:
@@ -395,6 +415,17 @@ class TrajectoryGroup:
     def has_signal(self) -> bool:
         """False when every advantage is zero: a group that is its own baseline then teaches nothing."""
         return bool(np.any(self.advantages != 0))
+
+
+@dataclass(slots=True, frozen=True)
+class Reaction:
+    """What a `ports.Game` answers to a reply of the policy."""
+
+    observation: str | Sequence[Message] = ""
+    """What the policy sees next: a text, shown as the user's, or messages to append."""
+    reward: float | Mapping[str, float] = 0.0
+    """Of this move; the rewards of an attempt, or their named parts, are added up."""
+    done: bool = False
 
 
 # ── buffer → trainer ───────────────────────────────────────────────────────────────────────────────────────────────────

@@ -8,9 +8,9 @@ from there to its score, each in the calling thread: the pipeline decides in whi
 
 from __future__ import annotations
 
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from redline.errors import TaskError
 from redline.ports import Environment, Score
@@ -32,7 +32,17 @@ class Ask:
 class AskedPolicy:
     """The policy as environments see it; the pipeline answers. Implements `ports.Policy`."""
 
-    async def say(self, messages: Sequence[Message]) -> Turn:
+    async def say(
+        self,
+        messages: Sequence[Message],
+        *,
+        role: str = "",
+        tools: Sequence[Mapping[str, Any]] = (),
+        stop: Sequence[str] = (),
+        max_tokens: int | None = None,
+    ) -> Turn:
+        if role or tools or stop or max_tokens is not None:
+            raise TaskError("roles, tools, stops and limits of a reply need an environment of several turns", "leave them out")
         return await Ask(messages)
 
 
