@@ -14,7 +14,7 @@ Letters in shapes: T packed tokens, S sequences, P prompts, G attempts per group
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from itertools import pairwise
@@ -334,6 +334,12 @@ class Turn:
     """Calls in the reply, in the format of the model's own chat template; none where no tools were offered."""
     problem: str = ""
     """Why a call in the reply could not be read, in words that can be shown to the policy; empty where nothing is wrong."""
+    environment_s: float = 0.0
+    """Seconds of the environment before it asked for this reply: since the reply before, or since the attempt began."""
+    prompt_s: float = 0.0
+    """Seconds in which the messages became the prompt's tokens."""
+    parse_s: float = 0.0
+    """Seconds in which the sampled tokens became text, message and tool calls."""
 
     @property
     def num_tokens(self) -> int:
@@ -373,15 +379,30 @@ class Trajectory:
     failure: Failure | None = None
     turns: Sequence[Turn] = ()
     """What the policy said in this sequence, in order."""
-    attempt: int = 0
-    """Which of the group's attempts it belongs to. All sequences of one attempt and role have one reward and one advantage."""
+    attempt: int | None = None
+    """Which of the group's attempts it belongs to; None where it is an attempt by itself. All sequences of one attempt and role
+    have one reward and one advantage, and where an attempt failed, all its sequences have the failure."""
     role: str = ""
     """Who the policy was, in a game of several roles. Attempts are compared with those of the same role."""
+    score_s: float = 0.0
+    """Seconds from the last reply of the attempt to its reward: the end of the game, and the scoring. The same in all sequences
+    of an attempt."""
+    retries: int = 0
+    """How often the attempt was begun again because it had failed. The same in all sequences of an attempt."""
 
     @property
     def num_completion_tokens(self) -> int:
         """Tokens the policy chose: the sum of `loss_mask`."""
         return int(np.count_nonzero(self.loss_mask))
+
+
+def by_attempt(trajectories: Iterable[Trajectory], *, by_role: bool = False) -> list[list[Trajectory]]:
+    """The sequences of each attempt, or with `by_role` of each role in each attempt, in the order of their first."""
+    found: dict[tuple[int | None, int, str], list[Trajectory]] = {}
+    for place, trajectory in enumerate(trajectories):
+        alone = place if trajectory.attempt is None else -1
+        found.setdefault((trajectory.attempt, alone, trajectory.role if by_role else ""), []).append(trajectory)
+    return list(found.values())
 
 
 @dataclass(slots=True, frozen=True)
@@ -390,8 +411,9 @@ class TrajectoryGroup:
 
     task_id: str
     trajectories: Sequence[Trajectory]
+    """S sequences of the G attempts, those of one attempt one after the other; S = G where each attempt is a single one."""
     advantages: np.ndarray
-    """float32[G]; one number per attempt, 0 where the attempt failed. For an estimator that needs the whole batch or a critic
+    """float32[S]; one number per sequence, 0 where its attempt failed. For an estimator that needs the whole batch or a critic
     (`rollouts.advantages`: batch, batch_baseline, gae) what it starts from: the reward, for batch_baseline less its mean."""
 
     index: int = 0
@@ -406,9 +428,14 @@ class TrajectoryGroup:
         return VersionSpan(min(s.oldest for s in spans), max(s.newest for s in spans))
 
     @property
+    def attempts(self) -> list[list[Trajectory]]:
+        """The sequences of each attempt."""
+        return by_attempt(self.trajectories)
+
+    @property
     def reward(self) -> float | None:
-        """Mean over the attempts that have a reward; None where all failed."""
-        rewards = [t.reward for t in self.trajectories if t.failure is None]
+        """Mean over the attempts that have a reward, and over their roles; None where all failed."""
+        rewards = [own[0].reward for own in by_attempt(self.trajectories, by_role=True) if own[0].failure is None]
         return sum(rewards) / len(rewards) if rewards else None
 
     @property
@@ -455,8 +482,8 @@ class TrainBatch:
     advantages: np.ndarray
     """float32[S], of the groups; 0 in an attempt that is not trained on."""
     group_sequences: np.ndarray
-    """int64[groups]: attempts of each group that count in the mean over sequences, those left out or masked for want of signal
-    included, those that failed not."""
+    """int64[groups]: sequences of each group that count in the mean over sequences, those left out or masked for want of signal
+    included, those of attempts that failed not."""
     group_tokens: np.ndarray
     """int64[groups]: tokens the policy chose in those attempts; they count in the mean over tokens."""
     versions: VersionSpan
@@ -466,6 +493,8 @@ class TrainBatch:
     """Indices of the groups, those without signal included."""
     lags: tuple[int, ...] = ()
     """Steps that the policy is ahead of the oldest token of each group."""
+    num_attempts: int | None = None
+    """Attempts that the counted sequences belong to; None where each sequence is one."""
 
     @property
     def num_sequences(self) -> int:
@@ -477,8 +506,13 @@ class TrainBatch:
 
     @property
     def num_sequences_sampled(self) -> int:
-        """Attempts that count in the mean over sequences: the sum of `group_sequences`."""
+        """Sequences that count in the mean over sequences: the sum of `group_sequences`."""
         return int(self.group_sequences.sum())
+
+    @property
+    def num_attempts_sampled(self) -> int:
+        """Attempts that those sequences belong to."""
+        return self.num_sequences_sampled if self.num_attempts is None else self.num_attempts
 
     @property
     def num_tokens_sampled(self) -> int:

@@ -6,13 +6,13 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from redline.types import TrainBatch, TrajectoryGroup, VersionSpan
+from redline.types import TrainBatch, TrajectoryGroup, VersionSpan, by_attempt
 
 
 def pack(groups: Sequence[TrajectoryGroup], version: int, *, keep_silent: bool) -> TrainBatch:
-    """Lay the attempts of all groups end to end. An attempt that failed is left out, and so is one whose advantage is 0, unless
-    `keep_silent`: it has no gradient, and only its prompt would be computed for nothing. A group that nothing is left of stays,
-    empty: what is left out for want of signal counts in the means, and what failed does not."""
+    """Lay the sequences of all groups end to end. Those of a failed attempt are left out, and so are those whose advantage is
+    0, unless `keep_silent`: they have no gradient, and only their prompts would be computed for nothing. A group that nothing
+    is left of stays, empty: what is left out for want of signal counts in the means, and what failed does not."""
     pairs = [list(zip(g.trajectories, g.advantages, strict=True)) for g in groups]
     kept = [[(t, a) for t, a in group if t.failure is None and (keep_silent or a != 0)] for group in pairs]
     trajectories = [t for group in kept for t, _ in group]
@@ -28,6 +28,7 @@ def pack(groups: Sequence[TrajectoryGroup], version: int, *, keep_silent: bool) 
         group_tokens=np.array([sum(t.num_completion_tokens for t in group) for group in counted], dtype=np.int64),
         versions=VersionSpan(min(g.versions.oldest for g in groups), max(g.versions.newest for g in groups)),
         version=version,
+        num_attempts=sum(len(by_attempt(group)) for group in counted),
     )
 
 
