@@ -1,0 +1,245 @@
+"""Plays attempts with a policy that is a function, without an engine: for `redline env check`, `redline env play` and tests.
+
+    driver = Driver(environment)
+    episode = driver.play(task, lambda asked: Reply("42"), limit_s=10)
+    episode.score, episode.error, [exchange.asked.messages for exchange in episode.exchanges]
+
+All attempts of a driver run in one event loop in a thread of its own, as they do in a run. What does not return in time is left
+behind with that thread, and the next attempt gets another: nothing here hangs.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import threading
+import time
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import Any
+
+from redline.errors import TaskError, boundary
+from redline.ports import Environment
+from redline.types import FinishReason, Message, Task, ToolCall, Turn, VersionSpan
+
+BEAT_S = 0.005
+"""How often the loop is asked whether something holds it up."""
+
+
+@dataclass(slots=True, frozen=True)
+class Asked:
+    """What an environment asked the policy, as it was at that moment."""
+
+    messages: Sequence[Message]
+    role: str = ""
+    tools: Sequence[Mapping[str, Any]] = ()
+    stop: Sequence[str] = ()
+    max_tokens: int | None = None
+
+
+@dataclass(slots=True, frozen=True)
+class Reply:
+    """What the policy says."""
+
+    text: str
+    tool_calls: Sequence[ToolCall] = ()
+    problem: str = ""
+    """As `Turn.problem`: why a call in the text could not be read."""
+    num_tokens: int | None = None
+    """Tokens of the text, where they were counted."""
+    finish_reason: FinishReason = FinishReason.STOP
+
+
+Speaker = Callable[[Asked], Reply | Awaitable[Reply]]
+"""A policy: what it says to what an environment asks. One that waits is `async`; all others are called in the event loop."""
+
+
+@dataclass(slots=True, frozen=True)
+class Exchange:
+    """One turn: what was asked, and the reply."""
+
+    asked: Asked
+    turn: Turn
+    environment_s: float
+    """Seconds that the environment took to ask, since the attempt began or the last reply of any role was there."""
+    policy_s: float
+
+
+@dataclass(slots=True)
+class Episode:
+    """One attempt, as it was played."""
+
+    task: Task
+    exchanges: list[Exchange] = field(default_factory=list)
+    score: Any = None
+    """What `play` returned; whatever it is."""
+    error: Exception | None = None
+    """What `play` raised, or that it did not return in time."""
+    end_s: float = 0.0
+    """Seconds from the last reply to the end."""
+    seconds: float = 0.0
+
+    @property
+    def roles(self) -> tuple[str, ...]:
+        """Who spoke, sorted; one empty name in a game without roles."""
+        return tuple(sorted({exchange.asked.role for exchange in self.exchanges}))
+
+
+class Driver:
+    """Plays attempts at tasks in an environment, one by one or many at once."""
+
+    def __init__(self, environment: Environment, watch: Callable[[Exchange], None] | None = None) -> None:
+        """`watch` is called after each turn, in the event loop."""
+        self._environment, self._watch = environment, watch
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self.longest_hold_s = 0.0
+        """The longest time for which one attempt kept the event loop from all others."""
+
+    def play(self, task: Task, speak: Speaker, limit_s: float) -> Episode:
+        """Play one attempt. Blocks for `limit_s` seconds at most; never raises what the environment raises."""
+        return self.play_all([(task, speak)], limit_s)[0]
+
+    def play_all(self, attempts: Sequence[tuple[Task, Speaker]], limit_s: float) -> list[Episode]:
+        """Play several attempts at once. Blocks until all have ended, for `limit_s` seconds at most."""
+        loop = self._running()
+        episodes = [Episode(task) for task, _ in attempts]
+        futures = [
+            asyncio.run_coroutine_threadsafe(self._played(episode, speak), loop)
+            for episode, (_, speak) in zip(episodes, attempts, strict=True)
+        ]
+        ends = time.perf_counter() + limit_s
+        return [self._ended(episode, future, ends, limit_s) for episode, future in zip(episodes, futures, strict=True)]
+
+    def close(self) -> None:
+        """End the event loop. Does not block."""
+        loop, self._loop = self._loop, None
+        if loop is not None:
+            loop.call_soon_threadsafe(loop.stop)
+
+    def _ended(self, episode: Episode, future: Future[None], ends: float, limit_s: float) -> Episode:
+        try:
+            future.result(max(0.0, ends - time.perf_counter()))
+        except TimeoutError:
+            future.cancel()
+            self._loop = None  # it may be blocked for ever
+            late = TaskError(f"did not end within {limit_s:g} s", "give it more time, or find what it waits for")
+            return Episode(episode.task, list(episode.exchanges), error=late, seconds=limit_s)
+        return episode
+
+    async def _played(self, episode: Episode, speak: Speaker) -> None:
+        policy = _RecordedPolicy(episode, speak, self._watch)
+        began = time.perf_counter()
+        with boundary() as caught:
+            episode.score = await _result(self._environment, episode.task, policy)
+        now = time.perf_counter()
+        episode.error, episode.end_s, episode.seconds = caught.error, now - policy.since, now - began
+
+    def _running(self) -> asyncio.AbstractEventLoop:
+        if self._loop is None:
+            self._loop = asyncio.new_event_loop()
+            self._loop.create_task(self._beat())
+            threading.Thread(target=self._loop.run_forever, name="environments", daemon=True).start()
+        return self._loop
+
+    async def _beat(self) -> None:
+        while True:
+            began = time.perf_counter()
+            await asyncio.sleep(BEAT_S)
+            self.longest_hold_s = max(self.longest_hold_s, time.perf_counter() - began - BEAT_S)
+
+
+async def _result(environment: Environment, task: Task, policy: _RecordedPolicy) -> Any:
+    """What `play` returns. One that is not `async` is called in a thread, where `say` blocks."""
+    if inspect.iscoroutinefunction(environment.play):
+        return await environment.play(task, policy)
+    loop = asyncio.get_running_loop()
+    future: asyncio.Future[Any] = loop.create_future()
+    blocking = _BlockingPolicy(policy, loop)
+
+    def end(value: Any, error: Exception | None) -> None:
+        if future.cancelled():
+            return
+        if error is not None:
+            future.set_exception(error)
+        else:
+            future.set_result(value)
+
+    def call() -> None:
+        value = None
+        with boundary() as caught:
+            value = environment.play(task, blocking)  # type: ignore[arg-type] # `say` is not async there
+        loop.call_soon_threadsafe(end, value, caught.error)
+
+    threading.Thread(target=call, name="environment", daemon=True).start()
+    value = await future
+    return await value if inspect.isawaitable(value) else value
+
+
+class _RecordedPolicy:
+    """The policy of one attempt. Implements `ports.Policy`."""
+
+    def __init__(self, episode: Episode, speak: Speaker, watch: Callable[[Exchange], None] | None) -> None:
+        self._episode, self._speak, self._watch = episode, speak, watch
+        self.since = time.perf_counter()
+
+    async def say(
+        self,
+        messages: Sequence[Message],
+        *,
+        role: str = "",
+        tools: Sequence[Mapping[str, Any]] = (),
+        stop: Sequence[str] = (),
+        max_tokens: int | None = None,
+    ) -> Turn:
+        asked_at = time.perf_counter()
+        asked = Asked(list(messages), role, list(tools), tuple(stop), max_tokens)
+        reply = self._speak(asked)
+        if inspect.isawaitable(reply):
+            reply = await reply
+        else:
+            await asyncio.sleep(0)  # as with an engine, others go on meanwhile
+        turn = turn_of(reply)
+        now = time.perf_counter()
+        exchange = Exchange(asked, turn, asked_at - self.since, now - asked_at)
+        self._episode.exchanges.append(exchange)
+        self.since = now
+        if self._watch is not None:
+            self._watch(exchange)
+        return turn
+
+
+class _BlockingPolicy:
+    """The same for an environment that is not `async`: `say` returns the turn itself."""
+
+    def __init__(self, policy: _RecordedPolicy, loop: asyncio.AbstractEventLoop) -> None:
+        self._policy, self._loop = policy, loop
+
+    def say(self, messages: Sequence[Message], **options: Any) -> Turn:
+        return asyncio.run_coroutine_threadsafe(self._policy.say(messages, **options), self._loop).result()
+
+
+def turn_of(reply: Reply) -> Turn:
+    """The turn that a reply without tokens becomes: its tokens are numbered from 0."""
+    message: dict[str, Any] = {"role": "assistant", "content": reply.text}
+    if reply.tool_calls:
+        calls = [{"name": call.name, "arguments": dict(call.arguments)} for call in reply.tool_calls]
+        message["tool_calls"] = [{"type": "function", "function": call} for call in calls]
+    return Turn(
+        text=reply.text,
+        start=0,
+        end=reply.num_tokens if reply.num_tokens is not None else about_tokens(reply.text),
+        versions=VersionSpan(0, 0),
+        finish_reason=reply.finish_reason,
+        queue_s=0.0,
+        prefill_s=0.0,
+        decode_s=0.0,
+        message=message,
+        tool_calls=tuple(reply.tool_calls),
+        problem=reply.problem,
+    )
+
+
+def about_tokens(text: str) -> int:
+    """Tokens of a text, as a rule of thumb: four characters each."""
+    return -(-len(text) // 4)
