@@ -28,6 +28,10 @@ def test_a_command_of_the_pages_has_a_verb_and_options_that_exist(command: str) 
         return  # of redline itself
     found = VERBS.get(verb)
     assert found is not None, f"redline has no verb {verb}"
+    if hasattr(found, "commands"):
+        verb, *words = words
+        assert verb in found.commands, f"redline has no verb {command}"
+        found = found.commands[verb]
     if not {"--help", "-h"} & set(words) and not any(word.isupper() for word in words):  # RUN, MODEL: the reader's own
         found.make_context(verb, words)
 

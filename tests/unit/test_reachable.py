@@ -15,8 +15,8 @@ import pytest
 import redline
 
 SOURCE = Path(redline.__file__).parent
-ROOTS = ("redline", "redline.cli")
-"""`import redline`, and the command that pyproject.toml installs."""
+ROOTS = ("redline", "redline.__main__", "redline.cli")
+"""`import redline`, `python -m redline`, and the command that pyproject.toml installs."""
 STARTED = {
     "redline.lab.bench.every": ("redline.cli.__main__",),
     "redline.lab.compare.worker": ("redline.lab.compare.process",),
@@ -37,8 +37,6 @@ WAITING = {
     "redline.engine.adapters.seeds": "seeds for engines that know one per sequence",
     "redline.engine.adapters.sglang": "SGLang as the engine of a run",
     "redline.engine.adapters.vllm": "vLLM as the engine of a run",
-    "redline.environments.driver": "attempts without an engine, for `redline env check`",
-    "redline.environments.speakers": "policies without a model, for `redline env check`",
 }
 """Modules that no verb reaches yet, and what each is for. They pass the contract suite of engines and wait for runs whose
 stages are in several processes; until then no recipe key, hint or page offers them. One that is reached has to leave this

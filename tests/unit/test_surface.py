@@ -199,6 +199,8 @@ redline repair RUN --json
 redline bench CASE OVERRIDES --against --json --profile --quick --save --trl-python
 redline compare A B OVERRIDES --a --b --case --effect --guard --json --max-minutes --max-pairs --metric --recipe --rounds --save --seed --tolerance
 redline perf --baselines --device --json --reason --update
+redline env list --json
+redline env check NAME PARAMS --json --limit --say --seed --tasks
 """  # noqa: E501
 
 PYTHON = """
@@ -237,9 +239,17 @@ def keys(section: type[BaseModel], prefix: str = "") -> Iterator[str]:
 def command_lines() -> Iterator[str]:
     root = typer.main.get_command(app)
     yield " ".join(["redline", *options(root)])
-    for name, command in root.commands.items():
+    for name, command in verbs(root):
         arguments = [p.name.upper() for p in command.params if p.param_type_name == "argument"]
         yield " ".join(["redline", name, *arguments, *options(command)])
+
+
+def verbs(group, before: str = "") -> Iterator[tuple[str, typer.core.TyperCommand]]:
+    for name, command in group.commands.items():
+        if hasattr(command, "commands"):
+            yield from verbs(command, f"{before}{name} ")
+        else:
+            yield f"{before}{name}", command
 
 
 def options(command) -> list[str]:

@@ -10,6 +10,7 @@ from typing import Annotated, NoReturn
 import typer
 
 from redline import __version__
+from redline.cli import env
 from redline.cli.explain import keys
 from redline.cli.look import dash, repair, report, show
 from redline.cli.measure import bench, compare, perf, plan, profile
@@ -44,6 +45,7 @@ VERBS = {
 for purpose, verbs in VERBS.items():
     for verb in verbs:
         app.command(rich_help_panel=purpose)(verb)
+app.add_typer(env.app, name="env", rich_help_panel="Environments")
 
 _DISK_ERRORS = {
     errno.ENOSPC: ("the disk is full", "free some space and continue with --resume"),

@@ -1,26 +1,31 @@
-"""How to add an optional package to the redline that is running: an extra of the package index is no help in a checkout."""
+"""Optional packages of the redline that is running: which are missing, and how to add them. An extra of the package index is no
+help in a checkout."""
 
 from __future__ import annotations
 
 import importlib.metadata
 import json
+import re
 import shutil
 import sys
 import sysconfig
+import tomllib
+from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
 from urllib.parse import unquote, urlsplit
 
 DISTRIBUTION = "redline-rl"
+_NAME = re.compile(r"[A-Za-z0-9._-]+")
+_EXTRA = re.compile(r"""extra\s*==\s*['"]([^'"]+)['"]""")
 
 
 @cache
 def how_to_install(extra: str) -> str:
     """The command that adds the packages of an extra to this installation."""
-    checkout = Path(__file__).resolve().parents[3]
-    if (checkout / "pyproject.toml").is_file():  # the code that runs lies in a checkout
-        return f"{_pip_install()} -e '{checkout}[{extra}]'"
+    if (project := _project_file()).is_file():
+        return f"{_pip_install()} -e '{project.parent}[{extra}]'"
     return f"{_pip_install()} '{requirement(extra, _direct_url())}'"
 
 
@@ -35,6 +40,33 @@ def requirement(extra: str, direct_url: dict[str, Any] | None) -> str:
     if url.startswith("file:"):
         return f"{unquote(urlsplit(url).path)}[{extra}]"
     return f"{DISTRIBUTION}[{extra}] @ {url}"
+
+
+def missing_packages(extra: str) -> tuple[str, ...]:
+    """Packages that an extra names and that are not installed. What those need in turn is pip's affair."""
+    names = [found.group() for line in _requirements(extra) if (found := _NAME.match(line))]
+    return tuple(name for name in names if name != DISTRIBUTION and not _is_installed(name))
+
+
+def _requirements(extra: str) -> Sequence[str]:
+    """In a checkout the installer's notes may be older than the code."""
+    if (project := _project_file()).is_file():
+        extras: dict[str, list[str]] = tomllib.loads(project.read_text())["project"]["optional-dependencies"]
+        return extras.get(extra, [])
+    return [line for line in importlib.metadata.requires(DISTRIBUTION) or () if extra in _EXTRA.findall(line)]
+
+
+def _is_installed(package: str) -> bool:
+    try:
+        importlib.metadata.distribution(package)
+    except importlib.metadata.PackageNotFoundError:
+        return False
+    return True
+
+
+def _project_file() -> Path:
+    """It is there where the code that runs lies in a checkout."""
+    return Path(__file__).resolve().parents[3] / "pyproject.toml"
 
 
 def _direct_url() -> dict[str, Any] | None:

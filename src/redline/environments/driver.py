@@ -16,6 +16,7 @@ import threading
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -138,9 +139,15 @@ class Driver:
     def _running(self) -> asyncio.AbstractEventLoop:
         if self._loop is None:
             self._loop = asyncio.new_event_loop()
-            self._loop.create_task(self._beat())
-            threading.Thread(target=self._loop.run_forever, name="environments", daemon=True).start()
+            threading.Thread(target=self._run, args=(self._loop,), name="environments", daemon=True).start()
         return self._loop
+
+    def _run(self, loop: asyncio.AbstractEventLoop) -> None:
+        beat = loop.create_task(self._beat())
+        loop.run_forever()
+        beat.cancel()
+        with suppress(asyncio.CancelledError):
+            loop.run_until_complete(beat)
 
     async def _beat(self) -> None:
         while True:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import random
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -22,26 +23,28 @@ class RandomSpeaker:
     """Says words of what it was asked, numbers and odd things, and calls tools with arguments of the right kinds."""
 
     def __init__(self, seed: str) -> None:
-        self._seed, self._asked = seed, 0
+        self._seed = seed
+        self._asked: Counter[str] = Counter()
+        """By role: those that speak at the same time may do so in any order."""
 
     def __call__(self, asked: Asked) -> Reply:
-        digest = hashlib.sha256(f"{self._seed}/{asked.role}/{self._asked}".encode()).digest()
-        draw = random.Random(digest)
-        self._asked += 1
+        draw = random.Random(hashlib.sha256(f"{self._seed}/{asked.role}/{self._asked[asked.role]}".encode()).digest())
+        self._asked[asked.role] += 1
         if asked.tools and draw.random() < 0.7:
             return called(draw.choice(list(asked.tools)), draw)
         return Reply(_random_text(asked, draw))
 
 
 class ScriptedSpeaker:
-    """Says the given replies in turn, and the last of them from then on."""
+    """Says the given replies in turn, and the last of them from then on; each role from the beginning."""
 
     def __init__(self, replies: Sequence[str]) -> None:
-        self._replies, self._asked = replies, 0
+        self._replies = replies
+        self._asked: Counter[str] = Counter()
 
     def __call__(self, asked: Asked) -> Reply:
-        text = self._replies[min(self._asked, len(self._replies) - 1)]
-        self._asked += 1
+        text = self._replies[min(self._asked[asked.role], len(self._replies) - 1)]
+        self._asked[asked.role] += 1
         return Reply(text)
 
 
@@ -49,13 +52,15 @@ class AnsweringSpeaker:
     """Calls the first tool once, where there is one, and then says the task's answer; numbers, where the task has none."""
 
     def __init__(self, task: Task) -> None:
-        self._answer, self._asked = task.answer, 0
+        self._answer = task.answer
+        self._asked: Counter[str] = Counter()
 
     def __call__(self, asked: Asked) -> Reply:
-        self._asked += 1
-        if self._asked == 1 and asked.tools:
+        self._asked[asked.role] += 1
+        turn = self._asked[asked.role]
+        if turn == 1 and asked.tools:
             return called(asked.tools[0], random.Random(0))
-        return Reply(self._answer or str(self._asked))
+        return Reply(self._answer or str(turn))
 
 
 def called(tool: Mapping[str, Any], draw: random.Random) -> Reply:

@@ -1,0 +1,187 @@
+"""`redline env check` finds what a run would stumble over, and nothing else."""
+
+from __future__ import annotations
+
+import json
+import random
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from redline.lab.environments.check import Report, check
+from redline.lab.environments.made import Made
+from redline.lab.environments.trials import Plan
+from redline.types import Task
+
+HERE = "test_check"
+
+
+class Guess:
+    """A sound environment: guess a number in three turns."""
+
+    def __init__(self, seed: int, largest: int = 20) -> None:
+        self.seed, self.largest = seed, largest
+
+    def train(self, index: int) -> Task:
+        return self._task(2 * index)
+
+    def held_out(self, count: int) -> list[Task]:
+        return [self._task(2 * index + 1) for index in range(count)]
+
+    def _task(self, number: int) -> Task:
+        secret = random.Random(f"{self.seed}/{number}").randint(1, self.largest)
+        return Task(f"guess-{number}", [{"role": "user", "content": f"From 1 to {self.largest}?"}], answer=str(secret))
+
+    async def play(self, task, policy):
+        messages = list(task.messages)
+        for _ in range(3):
+            turn = await policy.say(messages)
+            if turn.text == task.answer:
+                return {"found": 1.0}
+            messages += [turn.message, {"role": "user", "content": self.hint(task)}]
+        return {"found": 0.0}
+
+    def hint(self, task: Task) -> str:
+        return "Not that one."
+
+
+class RaisesOnOddReplies(Guess):
+    async def play(self, task, policy):
+        return float(int((await policy.say(task.messages)).text) == 1)
+
+
+class Forgetful(Guess):
+    def hint(self, task: Task) -> str:
+        return f"Not that one; {random.random()} is a random number."
+
+
+class Shared(Guess):
+    """Keeps what belongs to an attempt in the environment."""
+
+    async def play(self, task, policy):
+        self.said = []
+        for _ in range(3):
+            self.said.append((await policy.say(task.messages)).text)
+        return float(len(self.said))
+
+
+class Retold(Guess):
+    async def play(self, task, policy):
+        turn = await policy.say(task.messages)
+        await policy.say([*task.messages, {"role": "assistant", "content": turn.text}, {"role": "user", "content": "Sure?"}])
+        return 1.0
+
+
+class Rewritten(Guess):
+    async def play(self, task, policy):
+        turn = await policy.say([{"role": "user", "content": "Turn 1 of 2."}, *task.messages])
+        more = [turn.message, {"role": "user", "content": "Sure?"}]
+        await policy.say([{"role": "user", "content": "Turn 2 of 2."}, *task.messages, *more])
+        return 1.0
+
+
+class NoNumber(Guess):
+    async def play(self, task, policy):
+        await policy.say(task.messages)
+        return "well done"
+
+
+class RoleWithoutScore(Guess):
+    async def play(self, task, policy):
+        await policy.say(task.messages, role="white")
+        await policy.say(task.messages, role="black")
+        return {"white": 1.0}
+
+
+class OwnHeldOut(Guess):
+    def held_out(self, count: int) -> list[Task]:
+        return [self.train(index) for index in range(count)]
+
+
+class ChangingTasks(Guess):
+    def _task(self, number: int) -> Task:
+        return Task(f"guess-{number}-{random.random()}", [{"role": "user", "content": "?"}], answer="1")
+
+
+class Sleeps(Guess):
+    async def play(self, task, policy):
+        time.sleep(30)
+
+
+class Holds(Guess):
+    async def play(self, task, policy):
+        await policy.say(task.messages)
+        time.sleep(0.3)
+        return 1.0
+
+
+def report_of(kind: type, limit_s: float = 10, tasks: int = 2) -> Report:
+    return check(Made(f"{HERE}:{kind.__name__}"), Plan(tasks, limit_s), lambda text: None)
+
+
+@pytest.fixture(autouse=True)
+def _this_module_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, HERE, sys.modules[__name__])
+
+
+def test_nothing_is_wrong_with_a_sound_environment() -> None:
+    report = report_of(Guess)
+    assert (report.problems, report.notes, report.exit_code) == ([], [], 0)
+    assert len(report.passed) == 6
+    assert report.rewards == {"found": {"least": 0.0, "mean": 0.5, "most": 1.0}}
+    assert report.counts["turns_most"] == 3
+    assert report.counts["turns_that_go_on"] > 0 == report.counts["turns_that_begin_anew"]
+    assert set(report.times_s) >= {"make", "task", "to the first question", "between turns"}
+
+
+@pytest.mark.parametrize(
+    ("kind", "words"),
+    [
+        (RaisesOnOddReplies, "play raised ValueError: invalid literal for int"),
+        (Forgetful, "played again with the same seed and replies, it asks something else in turn 2: 'Not that one; 0."),
+        (Shared, "played beside other attempts, it scores"),
+        (Retold, "append `turn.message` itself"),
+        (Rewritten, "message 0 is not what it was in the turn before"),
+        (NoNumber, "play returned 'well done', a str; it must return a number"),
+        (RoleWithoutScore, "play returned no score for black"),
+        (OwnHeldOut, "held-out task guess-0 is a training task as well"),
+        (ChangingTasks, "train(0) gives another task in an environment that was made with the same seed"),
+    ],
+)
+def test_what_is_wrong_is_said_in_a_sentence(kind: type, words: str) -> None:
+    report = report_of(kind)
+    assert report.exit_code == 1
+    assert any(words in problem for problem in report.problems), report.problems
+
+
+def test_an_environment_that_never_ends_is_said_to_and_holds_up_nobody() -> None:
+    began = time.perf_counter()
+    report = report_of(Sleeps, limit_s=0.2)
+    assert any("play: did not end within 0.2 s" in problem for problem in report.problems)
+    assert time.perf_counter() - began < 5
+
+
+def test_an_environment_that_blocks_the_loop_is_noted() -> None:
+    report = report_of(Holds, tasks=1)
+    assert report.problems == []
+    assert any("kept the event loop for up to 0." in note for note in report.notes)
+
+
+def test_the_verb_prints_one_document_and_exits_with_one(tmp_path: Path) -> None:
+    (tmp_path / "games.py").write_text(Path(__file__).read_text())
+    command = [sys.executable, "-m", "redline.cli", "env", "check", "games:NoNumber", "largest=5", "--json", "--tasks", "1"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.returncode == 1, done.stderr
+    assert json.loads(done.stdout)["ok"] is False
+    assert "WRONG  play returned 'well done'" in done.stderr
+
+
+def test_a_name_that_there_is_not_gets_a_hint() -> None:
+    command = [sys.executable, "-m", "redline.cli", "env", "check", "diplomazy"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert "there is no environment 'diplomazy'" in done.stderr
+    assert "hint: " in done.stderr
