@@ -17,10 +17,10 @@ import numpy as np
 import torch
 from points import Point
 
+from redline.child import ChildError, only_answer, take_stdout
 from redline.config.sections.engine import EngineConfig
 from redline.config.sections.trainer import TrainerConfig
 from redline.lab.bench.settings import BenchSettings, as_recipe
-from redline.lab.child import ChildError, only_answer, take_stdout
 from redline.lab.material.networks import make_network
 from redline.lab.material.prompts import random_prompts
 from redline.lab.material.train_batches import random_batch

@@ -4,6 +4,7 @@
     ├── ConfigError        a recipe, an override or a command line asks for something we cannot do
     ├── ModelError         a model folder is missing, damaged, or of a family we do not know
     ├── TaskError          a task source, a task or a reward function is unusable
+    │   └── CallError                a call into an environment's code raised elsewhere, lasted too long, or lost its process
     ├── EngineError        a request cannot be served as asked
     │   ├── BrokenModelError         the model gave numbers that cannot be sampled from
     │   └── EngineMemoryError        the device had no memory to compute the request
@@ -47,6 +48,15 @@ class ModelError(RedlineError):
 
 class TaskError(RedlineError):
     """A task source, a task or a reward function is unusable."""
+
+
+class CallError(TaskError):
+    """A call into an environment's code raised in another process, lasted too long, or lost the process it ran in."""
+
+    def __init__(self, message: str, hint: str = "", where: str = "") -> None:
+        super().__init__(message, hint)
+        self.where = where
+        """The place in the user's code: `game.py:7, in step: return 1 / 0`; empty where that is not known."""
 
 
 class EngineError(RedlineError):

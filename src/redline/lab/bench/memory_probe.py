@@ -16,10 +16,10 @@ from dataclasses import asdict, dataclass
 import numpy as np
 import torch
 
+from redline.child import KILLED, ChildError, only_answer, take_stdout
 from redline.errors import NoRoomError, TrainingError
 from redline.kernels.available import has_triton
 from redline.lab.bench.settings import MemorySettings, as_recipe
-from redline.lab.child import KILLED, ChildError, only_answer, take_stdout
 from redline.lab.material.networks import Network, make_network
 from redline.lab.material.train_batches import random_batch
 from redline.lab.measure.machine import MemoryMeter

@@ -23,9 +23,9 @@ from typing import Any
 import torch
 from rich.console import Console
 
+from redline.child import take_stdout
 from redline.config import Config, load_recipe, resolve
 from redline.engine.stats import metrics_between
-from redline.lab.child import take_stdout
 from redline.lab.measure.scratch_run import StepWatch, scratch_stages
 from redline.launch.process import prepare_process
 from redline.models.files.sources import model_folder

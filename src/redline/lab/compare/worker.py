@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from redline.child import Child, ChildError
 from redline.errors import CompareError
-from redline.lab.child import Child, ChildError
 from redline.lab.evidence.experiment import Pair, Round
 from redline.lab.measure.warmup import is_steady
 

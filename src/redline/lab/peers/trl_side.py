@@ -10,8 +10,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from redline.child import Child, ChildError
 from redline.errors import CompareError
-from redline.lab.child import Child, ChildError
 
 PROGRAM = Path(__file__).with_name("trl_process.py")
 

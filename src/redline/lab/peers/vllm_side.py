@@ -12,9 +12,9 @@ from typing import Any
 
 import torch
 
+from redline.child import Child, ChildError
 from redline.config.sections.engine import EngineConfig
 from redline.errors import EngineError
-from redline.lab.child import Child, ChildError
 from redline.lab.peers.generation_sides import Batch, Run
 
 PROGRAM = Path(__file__).with_name("vllm_process.py")

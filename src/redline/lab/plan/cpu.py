@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 
+from redline.child import ChildError, only_answer, take_stdout
 from redline.errors import RedlineError
-from redline.lab.child import ChildError, only_answer, take_stdout
 from redline.lab.measure.machine import measure_machine, resident_bytes
 from redline.lab.plan.devices import CPU_PRICE, Device
 from redline.models.files.sources import cache_root

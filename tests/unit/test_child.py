@@ -10,11 +10,11 @@ from pathlib import Path
 
 import pytest
 
-from redline.lab.child import KILLED, LINES_SHOWN, Child, ChildError, only_answer
+from redline.child import KILLED, LINES_SHOWN, Child, ChildError, only_answer
 
 ECHO = """
     import os, sys
-    from redline.lab.child import take_stdout
+    from redline.child import take_stdout
     reply = take_stdout()
     print("loading …")
     reply({"pid": os.getpid(), "flag": os.environ.get("FLAG")})

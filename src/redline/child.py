@@ -1,5 +1,5 @@
-"""Child processes that answer with lines of JSON: a peer or a revision that keeps its model loaded, or one try that leaves
-nothing behind when it ends.
+"""Child processes that answer with lines of JSON: a peer or a revision that keeps its model loaded, a worker that holds games,
+or one try that leaves nothing behind when it ends.
 
     parent   Child(command) ── a line on stdin ──►  child
              ask, read      ◄─ a line of JSON ───   reply(document)
@@ -11,6 +11,7 @@ import contextlib
 import json
 import os
 import queue
+import signal
 import subprocess
 import tempfile
 import threading
@@ -24,6 +25,8 @@ PATIENCE_S = 30.0
 """Seconds that a child has to end once its input has."""
 KILLED = -9
 """Exit code of a process that the kernel ended, usually for want of memory."""
+LOG_BYTES = 4 << 20
+"""A child's stderr is kept up to this; what it wrote before is then let go."""
 
 
 class ChildError(Exception):
@@ -41,9 +44,17 @@ class ChildError(Exception):
 class Child:
     """One child process. A context manager; it is gone when the block ends, or after `close`."""
 
-    def __init__(self, command: Sequence[str], env: Mapping[str, str] | None = None, *, patience_s: float = PATIENCE_S) -> None:
-        """Starts it and returns at once. `env` is added to this process's environment."""
-        self._patience_s = patience_s
+    def __init__(
+        self,
+        command: Sequence[str],
+        env: Mapping[str, str] | None = None,
+        *,
+        patience_s: float = PATIENCE_S,
+        own_group: bool = False,
+    ) -> None:
+        """Starts it and returns at once. `env` is added to this process's environment. With `own_group`, Ctrl-C in a terminal
+        does not reach it, and what it started itself is killed with it."""
+        self._patience_s, self._own_group = patience_s, own_group
         self._log = tempfile.TemporaryFile("w+", errors="replace")  # noqa: SIM115  closed with the process
         self._process = subprocess.Popen(
             list(command),
@@ -52,6 +63,7 @@ class Child:
             stderr=self._log,
             text=True,
             env={**os.environ, **(env or {})},
+            start_new_session=own_group,
         )
         self._answers: queue.SimpleQueue[str | None] = queue.SimpleQueue()
         threading.Thread(target=self._receive, name="child answers", daemon=True).start()
@@ -66,6 +78,7 @@ class Child:
     def ask(self, line: str, limit_s: float | None = None) -> dict[str, Any]:
         """Sends a line and blocks until the answer is there. Raises `ChildError` as `read` does."""
         assert self._process.stdin is not None
+        self._bound_log()
         try:
             print(line, file=self._process.stdin, flush=True)
         except BrokenPipeError:
@@ -78,8 +91,8 @@ class Child:
         try:
             line = self._answers.get(timeout=limit_s)
         except queue.Empty:
-            self._kill()
-            raise ChildError(None, self._last_lines(), limit_s) from None
+            self.kill()
+            raise ChildError(None, self.last_lines(), limit_s) from None
         if line is None:
             raise self._ended()
         document: dict[str, Any] = json.loads(line)
@@ -98,17 +111,41 @@ class Child:
         try:
             self._process.wait(self._patience_s)
         except subprocess.TimeoutExpired:
-            self._kill()
+            self.kill()
         self._log.close()
 
-    def _kill(self) -> None:
+    def kill(self) -> None:
+        """Ends it at once. Any thread may, also while another waits for an answer. Blocks until it is gone."""
+        if self._own_group and self._process.poll() is None:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(self._process.pid, signal.SIGKILL)
         self._process.kill()
         self._process.wait()
 
-    def _ended(self) -> ChildError:
-        return ChildError(self._process.wait(), self._last_lines())
+    @property
+    def pid(self) -> int:
+        return self._process.pid
 
-    def _last_lines(self) -> list[str]:
+    @property
+    def is_alive(self) -> bool:
+        return self._process.poll() is None
+
+    @property
+    def code(self) -> int | None:
+        """Its exit code; None while it is alive."""
+        return self._process.poll()
+
+    def _bound_log(self) -> None:
+        # The child writes through the same open file: where this one goes back to, the child goes on.
+        if os.fstat(self._log.fileno()).st_size > LOG_BYTES:
+            self._log.seek(0)
+            self._log.truncate()
+
+    def _ended(self) -> ChildError:
+        return ChildError(self._process.wait(), self.last_lines())
+
+    def last_lines(self) -> list[str]:
+        """The last of what it wrote to stderr."""
         self._log.seek(0)
         return self._log.read().splitlines()[-LINES_SHOWN:]
 

@@ -1,0 +1,59 @@
+"""Calls that coroutines await and other threads make."""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import suppress
+from typing import Any
+
+from redline.errors import CallError, TaskError
+
+LIMIT_KEY = "rollouts.environment.call_timeout_s"
+PATIENCE_S = 2.0
+"""Seconds for threads that have nothing to do, when all is to end."""
+
+
+class Job:
+    """A call that a coroutine awaits, or that nobody does."""
+
+    __slots__ = ("_future", "_loop", "what", "work")
+
+    def __init__(self, what: str, work: Any, *, is_awaited: bool = True) -> None:
+        self.what, self.work = what, work
+        """The name of the function, and what a worker has to do."""
+        self._loop = asyncio.get_running_loop() if is_awaited else None
+        self._future: asyncio.Future[Any] | None = self._loop.create_future() if self._loop else None
+
+    @property
+    def is_wanted(self) -> bool:
+        return self._future is None or not self._future.done()
+
+    async def result(self) -> Any:
+        assert self._future is not None
+        return await self._future
+
+    def settle(self, value: Any, error: BaseException | None = None) -> None:
+        """Give the coroutine what came of the call. Any thread may; what comes second is dropped."""
+        if self._loop is not None:
+            with suppress(RuntimeError):  # its loop is closed: nobody waits any more
+                self._loop.call_soon_threadsafe(self._set, value, error)
+
+    def _set(self, value: Any, error: BaseException | None) -> None:
+        assert self._future is not None
+        if self._future.done():
+            return
+        if error is None:
+            self._future.set_result(value)
+        else:
+            self._future.set_exception(error)
+
+
+def late(what: str, limit_s: float, where: str = "") -> CallError:
+    """Why a call failed that did not return in time."""
+    hint = f"give what it waits for a limit of its own, or raise {LIMIT_KEY} (null waits for ever)"
+    return CallError(f"`{what}` did not return within {limit_s:g} s", hint, where)
+
+
+def is_closed() -> TaskError:
+    """Why a call fails that comes after the end, or is under way then."""
+    return TaskError("the environment's workers were closed")
