@@ -29,7 +29,6 @@ STARTED = {
 }
 """Module → modules that it starts or loads by a name that is no whole string: programs beside it, and rows of a table."""
 WAITING = {
-    "redline.engine.adapters.json_client": "HTTP with engines that are servers",
     "redline.engine.adapters.limits": "what other engines can serve",
     "redline.engine.adapters.openai_server": "a server that others run as the engine of a run",
     "redline.engine.adapters.pushed_weights": "versions of weights that an engine holds for itself",

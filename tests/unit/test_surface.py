@@ -201,6 +201,7 @@ redline compare A B OVERRIDES --a --b --case --effect --guard --json --max-minut
 redline perf --baselines --device --json --reason --update
 redline env list --json
 redline env check NAME PARAMS --json --limit --say --seed --tasks
+redline env play NAME PARAMS --api-key-env --json --max-tokens --seed --served-model-name --task --temperature --url
 """  # noqa: E501
 
 PYTHON = """

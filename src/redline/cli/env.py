@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import json
-from typing import Annotated
+import sys
+from typing import TYPE_CHECKING, Annotated
 
 import typer
+
+if TYPE_CHECKING:
+    from redline.lab.environments.players import Player
 
 app = typer.Typer(
     help="List, check and play environments.",
@@ -68,3 +72,63 @@ def check(
     if as_json:
         typer.echo(json.dumps(report.as_json()))
     raise typer.Exit(report.exit_code)
+
+
+@app.command()
+def play(
+    name: Name,
+    params: Params = None,
+    task: Annotated[int, typer.Option(help="Which training task to play, counted from 0.", min=0)] = 0,
+    url: Annotated[
+        str | None, typer.Option(metavar="URL", help="A served model plays: the address of an OpenAI-compatible API, …/v1.")
+    ] = None,
+    served_model_name: Annotated[str | None, typer.Option(help="What the server calls the model; else its first.")] = None,
+    api_key_env: Annotated[str, typer.Option(help="The environment variable that holds the API key.")] = "REDLINE_API_KEY",
+    temperature: Annotated[float, typer.Option(help="Temperature of a model; 0 takes the likeliest tokens.", min=0)] = 1.0,
+    max_tokens: Annotated[int | None, typer.Option(help="Most tokens of a model's reply.", min=1)] = None,
+    seed: Annotated[int, typer.Option(help="The seed of the environment and of the model.", min=0)] = 0,
+    as_json: AsJson = False,
+) -> None:
+    """Play one attempt in the terminal yourself, or watch a model play it.
+
+    A line that you type is a reply; lines of a pipe are replies in turn. Exit code 1: the attempt ended without a reward.
+    """
+    from redline.lab.environments.made import Made, read_params
+    from redline.lab.environments.play import play as play_one
+
+    made = Made(name, read_params(params or []), seed)
+    player = _player(url, served_model_name, api_key_env, temperature, max_tokens)
+    try:
+        played = play_one(made, task, player, lambda text: typer.echo(text, err=as_json), None)
+    except KeyboardInterrupt:
+        typer.echo("stopped", err=True)
+        raise typer.Exit(130) from None
+    finally:
+        player.close()
+    if played.problem:
+        typer.echo(f"no reward: {played.problem}", err=True)
+    if as_json:
+        typer.echo(json.dumps(played.as_json()))
+    raise typer.Exit(played.exit_code)
+
+
+def _player(url: str | None, model_name: str | None, api_key_env: str, temperature: float, max_tokens: int | None) -> Player:
+    import os
+
+    from redline.engine.adapters.json_client import JsonClient
+    from redline.lab.environments.players import RETRIES, Person, Served
+
+    if url is None:
+        return Person(_read_line, lambda text: typer.echo(text, err=True))
+    client = JsonClient(url, os.environ.get(api_key_env), 600.0, RETRIES)
+    return Served(client, model_name, temperature, max_tokens)
+
+
+def _read_line(prompt: str) -> str | None:
+    """A line of the input, or None at its end. The prompt stands on stderr, and only where somebody types."""
+    if sys.stdin is None:
+        return None
+    if sys.stdin.isatty():
+        typer.echo(prompt, nl=False, err=True)
+    line = sys.stdin.readline()
+    return line.rstrip("\n") if line else None

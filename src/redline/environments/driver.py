@@ -97,11 +97,11 @@ class Driver:
         self.longest_hold_s = 0.0
         """The longest time for which one attempt kept the event loop from all others."""
 
-    def play(self, task: Task, speak: Speaker, limit_s: float) -> Episode:
-        """Play one attempt. Blocks for `limit_s` seconds at most; never raises what the environment raises."""
+    def play(self, task: Task, speak: Speaker, limit_s: float | None) -> Episode:
+        """Play one attempt. Blocks for `limit_s` seconds at most, or for ever; never raises what the environment does."""
         return self.play_all([(task, speak)], limit_s)[0]
 
-    def play_all(self, attempts: Sequence[tuple[Task, Speaker]], limit_s: float) -> list[Episode]:
+    def play_all(self, attempts: Sequence[tuple[Task, Speaker]], limit_s: float | None) -> list[Episode]:
         """Play several attempts at once. Blocks until all have ended, for `limit_s` seconds at most."""
         loop = self._running()
         episodes = [Episode(task) for task, _ in attempts]
@@ -109,8 +109,8 @@ class Driver:
             asyncio.run_coroutine_threadsafe(self._played(episode, speak), loop)
             for episode, (_, speak) in zip(episodes, attempts, strict=True)
         ]
-        ends = time.perf_counter() + limit_s
-        return [self._ended(episode, future, ends, limit_s) for episode, future in zip(episodes, futures, strict=True)]
+        began = time.perf_counter()
+        return [self._ended(episode, future, began, limit_s) for episode, future in zip(episodes, futures, strict=True)]
 
     def close(self) -> None:
         """End the event loop. Does not block."""
@@ -118,14 +118,15 @@ class Driver:
         if loop is not None:
             loop.call_soon_threadsafe(loop.stop)
 
-    def _ended(self, episode: Episode, future: Future[None], ends: float, limit_s: float) -> Episode:
+    def _ended(self, episode: Episode, future: Future[None], began: float, limit_s: float | None) -> Episode:
+        left_s = None if limit_s is None else max(0.0, began + limit_s - time.perf_counter())
         try:
-            future.result(max(0.0, ends - time.perf_counter()))
+            future.result(left_s)
         except TimeoutError:
             future.cancel()
             self._loop = None  # it may be blocked for ever
             late = TaskError(f"did not end within {limit_s:g} s", "give it more time, or find what it waits for")
-            return Episode(episode.task, list(episode.exchanges), error=late, seconds=limit_s)
+            return Episode(episode.task, list(episode.exchanges), error=late, seconds=limit_s or 0.0)
         return episode
 
     async def _played(self, episode: Episode, speak: Speaker) -> None:

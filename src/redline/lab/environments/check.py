@@ -212,7 +212,7 @@ def _score_problems(episode: Episode) -> Iterator[str]:
 
 def _prompts(trials: Trials) -> tuple[int, int, list[str]]:
     """Turns that go on from an earlier one of their role, turns that begin a conversation anew, and what nearly goes on: an
-    earlier message that was changed, or a reply that was written down again instead of appended as it came."""
+    earlier message that was changed, or a reply that is not as it was said."""
     stable = begun = 0
     broken: dict[str, None] = {}
     for trial in trials.trials:
@@ -231,15 +231,20 @@ def _prompts(trials: Trials) -> tuple[int, int, list[str]]:
 
 def _goes_on(now: Sequence[Any], messages: Sequence[Any], reply: Any) -> bool:
     size = len(messages)
-    return len(now) > size and now[size] is reply and list(now[:size]) == list(messages)
+    return len(now) > size and list(now[:size]) == list(messages) and _says(now[size], reply)
+
+
+def _says(message: Any, reply: Any) -> bool:
+    """Whether a message is the reply, or says the same in the assistant's name."""
+    return message == reply or (message.get("role") == "assistant" and message.get("content") == reply.get("content"))
 
 
 def _nearly(name: str, turn: int, now: Sequence[Any], messages: Sequence[Any], reply: Any) -> Iterator[str]:
     size = len(messages)
     if len(now) > size and list(now[:size]) == list(messages) and now[size].get("role") == "assistant":
         yield (
-            f"{name}, turn {turn}: the reply before it is in the messages, but not as `turn.message`: its tokens are made anew,"
-            " and the turn begins a new sequence; append `turn.message` itself"
+            f"{name}, turn {turn}: the reply before it is in the messages, but not as it was said: its tokens are made"
+            " anew, and the turn begins a new sequence; append `turn.message`"
         )
     elif any(message is reply for message in now):
         index = next(index for index, (a, b) in enumerate(zip(now, messages, strict=False)) if a != b)

@@ -71,7 +71,9 @@ class Shared(Guess):
 class Retold(Guess):
     async def play(self, task, policy):
         turn = await policy.say(task.messages)
-        await policy.say([*task.messages, {"role": "assistant", "content": turn.text}, {"role": "user", "content": "Sure?"}])
+        await policy.say(
+            [*task.messages, {"role": "assistant", "content": f"I said {turn.text}"}, {"role": "user", "content": "Sure?"}]
+        )
         return 1.0
 
 
@@ -143,7 +145,7 @@ def test_nothing_is_wrong_with_a_sound_environment() -> None:
         (RaisesOnOddReplies, "play raised ValueError: invalid literal for int"),
         (Forgetful, "played again with the same seed and replies, it asks something else in turn 2: 'Not that one; 0."),
         (Shared, "played beside other attempts, it scores"),
-        (Retold, "append `turn.message` itself"),
+        (Retold, "append `turn.message`"),
         (Rewritten, "message 0 is not what it was in the turn before"),
         (NoNumber, "play returned 'well done', a str; it must return a number"),
         (RoleWithoutScore, "play returned no score for black"),
