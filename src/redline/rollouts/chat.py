@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from redline.errors import TaskError
-from redline.types import Task
+from redline.rollouts.template import ChatTemplate
+from redline.rollouts.tool_calls import ToolUse
+from redline.types import Message, Task, ToolCall
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -18,53 +20,116 @@ SPACED = "Is n't it ? I 'm sure , and so 's he ."
 """Some tokenizers take spaces out of what they decode: they would of this."""
 
 
+@dataclass(slots=True, frozen=True)
+class Said:
+    """A reply of the policy, read."""
+
+    text: str
+    """Decoded without special tokens."""
+    message: Message
+    """The assistant's message: its text, with the `answer_prefix` and without calls of tools, and the calls."""
+    tool_calls: Sequence[ToolCall] = ()
+    problem: str = ""
+
+
 class Chat:
-    """Renders tasks with the model's own chat template."""
+    """Renders conversations with the model's own chat template, and reads the replies."""
 
     def __init__(
         self, tokenizer: PreTrainedTokenizerBase, system_prompt: str | None, prompt_suffix: str, answer_prefix: str = ""
     ) -> None:
         """`answer_prefix` begins the assistant's turn, and the policy goes on from there."""
-        if not tokenizer.chat_template:
-            hint = "use an instruction-tuned model, or put a chat_template.jinja into its folder"
-            raise TaskError("the model's tokenizer has no chat template", hint)
+        self._template = ChatTemplate(tokenizer)
+        self._tool_use = ToolUse(self._template)
         self._tokenizer = tokenizer
         self._system_prompt = system_prompt
         self._prompt_suffix = prompt_suffix
         self.answer_prefix = answer_prefix
         self._decodes_in_bulk = _decodes_in_bulk(tokenizer)
 
+    # ── a task with one reply ──────────────────────────────────────────────────────────────────────────────────────────
+
     def prompt_ids(self, task: Task) -> np.ndarray:
         """int32[tokens], ready for the assistant to go on."""
-        return self._rendered(self.messages(task))
+        return self.encoded(self.first_messages(task.messages))
 
     def shortened_prompt_ids(self, task: Task, limit: int) -> np.ndarray:
         """The same with at most `limit` tokens: the last user message loses its beginning, and keeps its end and the suffix.
         What cannot be made to fit that way comes as short as it gets."""
         prompt = self.prompt_ids(task)
-        message = _last_question([dict(message) for message in task.messages])
-        content = self._tokenizer.encode(message["content"], add_special_tokens=False)
+        messages = [dict(message) for message in task.messages]
+        question = _last_question(messages)
+        content = self._tokenizer.encode(question["content"], add_special_tokens=False)
         num_cut = 0
         while len(prompt) > limit and num_cut < len(content):
             # Tokens of a piece of text are not always a piece of its tokens, hence again until it fits.
             num_cut = min(len(content), num_cut + len(prompt) - limit)
-            prompt = self._rendered(self.messages(task, self._tokenizer.decode(content[num_cut:])))
+            question["content"] = self._tokenizer.decode(content[num_cut:])
+            prompt = self.encoded(self.first_messages(messages))
         return prompt
 
-    def _rendered(self, messages: list[dict[str, str]]) -> np.ndarray:
-        text = self._tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-        return np.array(self._tokenizer.encode(text + self.answer_prefix, add_special_tokens=False), dtype=np.int32)
+    def messages(self, task: Task) -> list[dict[str, Any]]:
+        """The conversation with what the recipe adds to it."""
+        return self._with_recipe([dict(message) for message in task.messages])
 
-    def messages(self, task: Task, question: str | None = None) -> list[dict[str, str]]:
-        """The conversation as the model gets it; with `question` in place of the last user message."""
-        messages = [dict(message) for message in task.messages]
-        last_question = _last_question(messages)
-        if question is not None:
-            last_question["content"] = question
-        last_question["content"] += self._prompt_suffix
+    def _with_recipe(self, messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        _last_question(messages)["content"] += self._prompt_suffix
         if self._system_prompt is not None:
             messages.insert(0, {"role": "system", "content": self._system_prompt})
         return messages
+
+    # ── a conversation of several replies (`Conversation`) ─────────────────────────────────────────────────────────────
+
+    def first_messages(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] = ()) -> list[dict[str, Any]]:
+        """Messages as the template takes them, where they begin a sequence: with the recipe's system prompt, its suffix at the
+        last user message, and a description of the tools where the template writes none."""
+        plain = self._with_recipe([self._template.plain(dict(message)) for message in messages])
+        return self._tool_use.described(self._tool_use.shown(plain), tools)
+
+    def prepared(self, messages: Sequence[Message], before: Sequence[Message] = ()) -> list[dict[str, Any]]:
+        """Messages as the template takes them, where they go on from those `before`."""
+        return self._tool_use.shown([self._template.plain(dict(message)) for message in messages], before)
+
+    def encoded(self, prepared: Sequence[Message], tools: Sequence[Mapping[str, Any]] = ()) -> np.ndarray:
+        """int32[tokens], ready for the assistant to reply."""
+        text = self._template.render(prepared, self._tool_use.for_template(tools))
+        return np.array(self._template.encode(text + self.answer_prefix), dtype=np.int32)
+
+    def encoded_tail(
+        self,
+        before: Sequence[Message],
+        added: Sequence[Message],
+        tools: Sequence[Mapping[str, Any]],
+        has_ended: bool,
+    ) -> np.ndarray | None:
+        """int32[tokens] between a reply to the messages `before` and the next one: the end of its turn, unless it `has_ended`
+        that with a stop token, the messages `added`, and the beginning of the next turn. None where the template cannot go on
+        from a reply."""
+        tail = self._template.tail(before, added, self._tool_use.for_template(tools))
+        if tail is None:
+            return None
+        return np.array(self._template.encode_tail(tail + self.answer_prefix, has_ended), dtype=np.int32)
+
+    def said(self, token_ids: np.ndarray, tools: Sequence[Mapping[str, Any]], num_calls: int) -> Said:
+        """Read a reply to a conversation with `num_calls` calls of tools so far."""
+        [text] = self.texts([token_ids])
+        if not tools:
+            return Said(text, {"role": "assistant", "content": self.answer_prefix + text})
+        # Some formats are made of special tokens.
+        whole = self._tokenizer.decode(token_ids.tolist(), skip_special_tokens=False)
+        read = self._tool_use.read(self.answer_prefix + whole, tools)
+        if not read.calls:
+            return Said(text, {"role": "assistant", "content": self.answer_prefix + text}, (), read.problem)
+        calls = [
+            {
+                "id": f"call{num_calls + i:05d}",  # nine letters and digits, as Mistral's templates want them
+                "type": "function",
+                "function": {"name": call.name, "arguments": dict(call.arguments)},
+            }
+            for i, call in enumerate(read.calls)
+        ]
+        message = {"role": "assistant", "content": self._template.without_control_tokens(read.content), "tool_calls": calls}
+        return Said(text, message, read.calls)
 
     def texts(self, completions: Sequence[np.ndarray]) -> list[str]:
         """What each completion says, without special tokens. Many at once take less time than one by one."""

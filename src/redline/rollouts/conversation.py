@@ -1,0 +1,143 @@
+"""The tokens of one role's conversation in one attempt. What the policy sampled is never encoded again.
+
+    ask(messages) ──► the prompt ┄┄ the engine ┄┄ replied(tokens) ──► the message ──► ask(messages + [message, …]) ──► …
+
+    prompt 1 │ reply 1 │ end of turn, new messages, beginning of turn │ reply 2 │ …
+    └─────────────────────────── prompt 2 ───────────────────────────┘
+
+A conversation goes on where the messages begin with those of the last ask, then say what the policy replied. Messages are
+compared by what they say and not by which object they are: an environment may copy its messages, and one that changes an
+earlier message in place is noticed. Then only what is new is rendered and encoded, and the prompt begins with the tokens that
+the engine has seen, thinking included, also where the template would leave the thinking of earlier turns out. Everything else
+begins a new sequence of tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from redline.rollouts.chat import Chat
+from redline.types import Message, ToolCall
+
+NO_TOKENS = np.zeros(0, dtype=np.int32)
+
+
+@dataclass(slots=True, frozen=True)
+class Asked:
+    """What the engine is to reply to."""
+
+    prompt_ids: np.ndarray
+    """int32[tokens]: the whole prompt."""
+    starts_anew: bool
+    """Whether it begins a new sequence: it does not go on from the last reply."""
+
+
+@dataclass(slots=True, frozen=True)
+class Reply:
+    """What the policy said."""
+
+    text: str
+    """Decoded without special tokens, and without the recipe's `answer_prefix`."""
+    message: Message
+    """The assistant's message: what the environment appends to go on."""
+    tool_calls: Sequence[ToolCall]
+    problem: str
+    """Why a call in it could not be read; empty where nothing is wrong."""
+    start: int
+    """The first of its tokens in the sequence."""
+    end: int
+    """One past the last of them."""
+
+
+@dataclass(slots=True)
+class TokenSequence:
+    """Tokens as the engine saw them, of a conversation that went on."""
+
+    token_ids: np.ndarray = field(default_factory=NO_TOKENS.copy)
+    """int32[tokens]: the last prompt and the reply to it."""
+    replies: list[tuple[int, int]] = field(default_factory=list)
+    """Where the policy's tokens are: start and end of each reply."""
+
+
+@dataclass(slots=True)
+class _Ask:
+    """An ask that has no reply yet."""
+
+    prompt_ids: np.ndarray
+    starts_anew: bool
+    messages: list[Message]
+    """As the environment gave them."""
+    prepared: list[Message]
+    """As the template gets them."""
+    tools: Sequence[Mapping[str, Any]]
+
+
+class Conversation:
+    """Turns messages into prompts, and sampled tokens into messages, for one role in one attempt."""
+
+    def __init__(self, chat: Chat, stop_token_ids: Sequence[int]) -> None:
+        """A reply that ends with one of `stop_token_ids` has ended its turn by itself."""
+        self._chat = chat
+        self._stop_token_ids = frozenset(stop_token_ids)
+        self._asked: _Ask | None = None
+        """The last ask that has a reply, and after it the reply."""
+        self._open: _Ask | None = None
+        """The last ask, while it has no reply."""
+        self._said = ""
+        """The text of the last reply."""
+        self.sequences: list[TokenSequence] = []
+        """All that was said; the last is the one that goes on. A new one is there after its first reply."""
+
+    def ask(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] = ()) -> Asked:
+        """The prompt for the engine. An ask that got no reply leaves nothing behind: it may be asked again. Raises TaskError
+        where the template refuses the messages."""
+        self._open = self._further(messages, tools) or self._anew(messages, tools)
+        return Asked(self._open.prompt_ids, self._open.starts_anew)
+
+    def replied(self, token_ids: np.ndarray) -> Reply:
+        """Take the tokens that the engine sampled for the last ask."""
+        ask, self._open = self._open, None
+        assert ask is not None, "nothing was asked"
+        if ask.starts_anew:
+            self.sequences.append(TokenSequence())
+        sequence = self.sequences[-1]
+        start, end = len(ask.prompt_ids), len(ask.prompt_ids) + len(token_ids)
+        sequence.token_ids = np.concatenate([ask.prompt_ids, token_ids]).astype(np.int32, copy=False)
+        sequence.replies.append((start, end))
+        said = self._chat.said(token_ids, ask.tools, sum(len(message.get("tool_calls") or ()) for message in ask.messages))
+        ask.messages.append(dict(said.message))
+        ask.prepared += self._chat.prepared([said.message])
+        self._asked, self._said = ask, said.text
+        return Reply(said.text, said.message, said.tool_calls, said.problem, start, end)
+
+    def _anew(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]) -> _Ask:
+        prepared = self._chat.first_messages(messages, tools)
+        return _Ask(self._chat.encoded(prepared, tools), True, [dict(message) for message in messages], [*prepared], tools)
+
+    def _further(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]) -> _Ask | None:
+        """None where the messages do not go on from the last reply, or the template cannot."""
+        last = self._asked
+        if last is None or tools != last.tools or not self._goes_on(messages, last.messages):
+            return None
+        added = [dict(message) for message in messages[len(last.messages) :]]
+        prepared = self._chat.prepared(added, last.messages)
+        tokens = self.sequences[-1].token_ids
+        start, end = self.sequences[-1].replies[-1]
+        has_ended = start < end and int(tokens[-1]) in self._stop_token_ids
+        tail = self._chat.encoded_tail(last.prepared[:-1], prepared, tools, has_ended)
+        if tail is None:
+            return None
+        prompt = np.concatenate([tokens, tail])
+        return _Ask(prompt, False, [*last.messages, *added], [*last.prepared, *prepared], tools)
+
+    def _goes_on(self, messages: Sequence[Message], known: Sequence[Message]) -> bool:
+        """Whether messages begin with what is known, the last of which is the reply."""
+        count = len(known)
+        if len(messages) < count or list(messages[: count - 1]) != known[:-1]:
+            return False
+        said = messages[count - 1]
+        return said == known[-1] or (said.get("role") == "assistant" and said.get("content") == self._said)
