@@ -18,4 +18,8 @@ class Shipped:
     """The extra that brings what it imports."""
 
 
-ENVIRONMENTS: dict[str, Shipped] = {}
+ENVIRONMENTS: dict[str, Shipped] = {
+    "diplomacy": Shipped(
+        "redline.environments.diplomacy.environment:Diplomacy", "self-play of seven powers on the standard map", "diplomacy"
+    ),
+}

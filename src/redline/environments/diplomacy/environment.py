@@ -1,0 +1,229 @@
+"""The policy plays all seven powers of a game of Diplomacy."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import random
+from collections.abc import Coroutine, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, TypeVar
+
+from redline.environments.diplomacy.adjudicator import LiveGame
+from redline.environments.diplomacy.boards import POSITIONS_KEPT, Board, LiveBoard, Rules, ValueBoard
+from redline.environments.diplomacy.options import Options
+from redline.environments.diplomacy.orders import read_orders
+from redline.environments.diplomacy.position import POWERS, SOLO, Position, from_bytes
+from redline.environments.diplomacy.prompts import board_text, own_text, system_text
+from redline.environments.diplomacy.scripted import scripted_orders
+from redline.environments.diplomacy.settings import Settings
+from redline.environments.states import StateCache
+from redline.ports import Policy
+from redline.types import Message, Task
+
+T = TypeVar("T")
+
+STATE_KIND = "diplomacy 1, standard map"
+"""Goes up when `Position.to_bytes` changes."""
+WARM_PHASES = 24
+"""Most phases that a script plays to make a state for a file, where `warm_up` says nothing."""
+STATES_PER_GAME = 12
+"""States of a file that come of one scripted game: each by itself would play its way there alone."""
+
+
+@dataclass(slots=True)
+class Seat:
+    """One power of one attempt."""
+
+    messages: list[Message]
+    legal: int = 0
+    """Legal orders that it gave."""
+    expected: int = 0
+    """Orders that it should have given."""
+
+
+@dataclass(slots=True)
+class Years:
+    """Counts the years in which no centre changed hands."""
+
+    year: int
+    ownership: tuple[frozenset[str], ...]
+    quiet: int = field(default=0)
+
+    def look(self, position: Position) -> None:
+        """Take in the position after a phase."""
+        if position.is_over or position.year == self.year:
+            return
+        ownership = position.ownership()
+        self.quiet = self.quiet + 1 if ownership == self.ownership else 0
+        self.year, self.ownership = position.year, ownership
+
+
+class Diplomacy:
+    """A game of seven roles. Implements `ports.Environment`, brings its own tasks, and can make a file of states.
+
+    The reward of a power has four parts: `centres`, the supply centres that it gained; `illegal`, minus the share of its orders
+    that were missing or not legal; `eliminated`, -1 when it has nothing left; `won`, 1 when it owns 18 centres.
+    """
+
+    def __init__(self, seed: int = 0, **params: Any) -> None:
+        self.settings = Settings.of(params)
+        self._seed = seed
+        self._rules = Rules(memoise=self.settings.memoise)
+        self._provinces = self._rules.adjudicator.provinces()
+        self._centres = frozenset(province.name for province in self._provinces if province.is_centre)
+        self._states = self._open_states()
+        if self.settings.keep_prompts:
+            self._system = lru_cache(1)(self._system)  # type: ignore[method-assign]
+            self._board_text = lru_cache(POSITIONS_KEPT)(self._board_text)  # type: ignore[method-assign]
+        self._movement_phases = lru_cache(1)(self._movement_phases)  # type: ignore[method-assign]
+        if self.settings.memoise:
+            self._scripted = lru_cache(POSITIONS_KEPT)(self._scripted)  # type: ignore[method-assign]
+
+    # ── tasks ──────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def train(self, index: int) -> Task:
+        """Where training game `index` begins."""
+        rng = random.Random(f"{self._seed}/train/{index}")
+        start = rng.randrange(self._states.num_train) if self._states else rng.getrandbits(48)
+        return _task(f"diplomacy-{index}", start)
+
+    def held_out(self, count: int) -> Sequence[Task]:
+        """At most `count` games that begin where no training game does. With neither `states` nor `warm_up` there is one start,
+        and they are told apart by their names alone."""
+        if self._states:
+            first, last = self._states.num_train, min(len(self._states), self._states.num_train + count)
+            return [_task(f"diplomacy-held-out-{start}", start) for start in range(first, last)]
+        return [_task(f"diplomacy-held-out-{index}", -1 - index) for index in range(count)]
+
+    @property
+    def state_kind(self) -> str:
+        return STATE_KIND
+
+    def make_state(self, seed: int) -> bytes:
+        """A position at a movement phase of a game that a script has played, up to `warm_up` phases into it, or up to 24. Seeds
+        that follow each other give the phases of one game."""
+        game, place = divmod(seed, STATES_PER_GAME)
+        phases = self._movement_phases(game)
+        return phases[place % len(phases)].to_bytes()
+
+    # ── an attempt ─────────────────────────────────────────────────────────────────────────────────────────────────────
+
+    async def play(self, task: Task, policy: Policy) -> Mapping[str, Mapping[str, float]]:
+        """Play from the task's position to the horizon. Returns the parts of the reward of each power that was asked."""
+        board = self._board(task)
+        start = board.position
+        years = Years(start.year, start.ownership())
+        seats: dict[str, Seat] = {}
+        phase = 0
+        while not self._is_over(board.position, start, phase, years):
+            await self._play_phase(board, seats, policy)
+            years.look(board.position)
+            phase += 1
+        end = board.position
+        return {power: _reward(seats[power], power, start, end) for power in POWERS if power in seats}
+
+    async def _play_phase(self, board: Board, seats: dict[str, Seat], policy: Policy) -> None:
+        position, legal = board.position, board.legal()
+        asked = []
+        for power, options in legal.items():
+            seat = seats.setdefault(power, Seat([]))
+            asked.append(self._ask(power, options, position, seat, policy))
+        given = await _together(asked) if self.settings.gather else [await question for question in asked]
+        await board.advance(dict(zip(legal, given, strict=True)))
+
+    async def _ask(self, power: str, options: Options, position: Position, seat: Seat, policy: Policy) -> Sequence[str]:
+        """The legal orders in the power's reply, read as soon as it is there."""
+        if not self.settings.conversation or not seat.messages:
+            seat.messages = [{"role": "system", "content": self._system()}]
+        own = own_text(power, options, compact=self.settings.compact)
+        seat.messages.append({"role": "user", "content": f"{self._board_text(position)}\n{own}"})
+        room = self.settings.tokens_per_order * (options.due + 1)
+        turn = await policy.say(seat.messages, role=power, max_tokens=room)
+        seat.messages.append(turn.message)
+        reading = read_orders(turn.text, options)
+        seat.legal += len(reading.orders)
+        seat.expected += reading.expected
+        return reading.orders
+
+    def _is_over(self, position: Position, start: Position, phase: int, years: Years) -> bool:
+        limits = self.settings
+        if position.is_over or (limits.phases and phase >= limits.phases):
+            return True
+        return position.year >= start.year + limits.years or bool(limits.quiet_years and years.quiet >= limits.quiet_years)
+
+    # ── where it begins, and what is shown ─────────────────────────────────────────────────────────────────────────────
+
+    def _board(self, task: Task) -> Board:
+        position = self._start(int(task.data["start"]))
+        if self.settings.clone == "deepcopy":
+            return LiveBoard(LiveGame(position).copy(), memoise=self.settings.memoise)
+        return ValueBoard(self._rules, position)
+
+    def _start(self, start: int) -> Position:
+        if self._states:
+            return from_bytes(self._states[start])
+        return self._scripted(start, self.settings.warm_up)
+
+    def _scripted(self, seed: int, most_phases: int) -> Position:
+        """The first movement phase after up to so many phases of a scripted game; the last one where the game ends before."""
+        phases = random.Random(f"{self._seed}/phases/{seed}").randint(0, most_phases)
+        found = None
+        for place, position in enumerate(self._script(seed)):
+            found = position if position.kind == "M" or found is None else found
+            if place >= phases and found is position:
+                break
+        assert found is not None, "a game begins with a movement phase"
+        return found
+
+    def _movement_phases(self, game: int) -> Sequence[Position]:
+        """Of the scripted game with this seed, as far as states are made of it."""
+        phases = itertools.islice(self._script(game), self.settings.warm_up or WARM_PHASES)
+        return [position for position in phases if position.kind == "M"]
+
+    def _script(self, seed: int) -> Iterator[Position]:
+        """The positions of a game that a script plays, from the beginning to its end."""
+        rng = random.Random(f"{self._seed}/script/{seed}")
+        position = self._rules.adjudicator.start()
+        while not position.is_over:
+            yield position
+            legal = self._rules.legal(position)
+            position = self._rules.adjudicator.advance(position, scripted_orders(position, legal, self._centres, rng))
+
+    def _open_states(self) -> StateCache | None:
+        if not self.settings.states:
+            return None
+        path = self.settings.states
+        return StateCache(Path(path), STATE_KIND, f"redline env warm diplomacy --states 1000 --out {path}")
+
+    def _system(self) -> str:
+        return system_text(self._provinces if self.settings.show_map else (), compact=self.settings.compact)
+
+    def _board_text(self, position: Position) -> str:
+        return board_text(position, compact=self.settings.compact)
+
+
+async def _together(questions: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
+    """What all of them return. When one fails the others are cancelled, so that none goes on without its attempt."""
+    tasks = [asyncio.ensure_future(question) for question in questions]
+    try:
+        return list(await asyncio.gather(*tasks))
+    finally:
+        for task in tasks:
+            task.cancel()
+
+
+def _task(name: str, start: int) -> Task:
+    return Task(name, [{"role": "user", "content": f"A game of Diplomacy, from start {start}."}], data={"start": start})
+
+
+def _reward(seat: Seat, power: str, start: Position, end: Position) -> dict[str, float]:
+    now = end.of(power)
+    return {
+        "centres": float(len(now.centres) - len(start.of(power).centres)),
+        "illegal": (seat.legal - seat.expected) / seat.expected if seat.expected else 0.0,
+        "eliminated": 0.0 if now.centres or now.units or now.retreats else -1.0,
+        "won": 1.0 if len(now.centres) >= SOLO else 0.0,
+    }
