@@ -12,6 +12,7 @@ import numpy as np
 import pyarrow as pa
 
 from redline.buffer.store.columns import SCHEMA, Rows
+from redline.buffer.store.earlier import as_of_now
 from redline.buffer.store.group_store import GroupState
 from redline.buffer.store.index import DamagedIndexError, GroupIndex, GroupRow, index_files
 from redline.buffer.store.segments import DamagedSegmentError, read_segment, segment_files
@@ -79,7 +80,7 @@ class StoredRun:
         return [version + 1 for version in versions]
 
     def table(self, step: int | None = None) -> pa.Table:
-        """Return one row per attempt that is still stored, with the `step` that trained on it and the `state` of its group: of
+        """Return one row per sequence that is still stored, with the `step` that trained on it and the `state` of its group: of
         all groups, or of those that one step was trained on. Large columns are mapped from the files, not copied."""
         stretches: list[_Stretch] = []
         for group, rows in self._rows(self.groups(step=step), must_be_intact=True):
@@ -123,7 +124,7 @@ class StoredRun:
             if batch is None:
                 yield group, None if group.num_attempts else []
             else:
-                yield group, [_attempt(row) for row in batch.to_pylist()]
+                yield group, [_attempt(row) for row in as_of_now(batch).to_pylist()]
 
     def with_failures(self, groups: Iterable[GroupRow]) -> Iterator[GroupRow]:
         """Those of which an attempt failed; tokens are not read for that."""
@@ -147,7 +148,7 @@ class StoredRun:
     def _batches(self, groups: Iterable[GroupRow], *, must_be_intact: bool = False) -> Iterator[tuple[GroupRow, Any]]:
         """Give each group with its own rows; None where there are none."""
         for group, rows in self._rows(groups, must_be_intact=must_be_intact):
-            yield group, None if rows is None else rows.batch.slice(group.first_row, group.num_attempts)
+            yield group, None if rows is None else rows.batch.slice(group.first_row, group.num_rows)
 
     def _rows(self, groups: Iterable[GroupRow], *, must_be_intact: bool) -> Iterator[tuple[GroupRow, Rows | None]]:
         """Give each group with all rows of its segment, which is mapped and not read; None where it is gone. Rows that must be
@@ -195,14 +196,14 @@ class _Stretch:
 
     def with_groups(self) -> pa.RecordBatch:
         """Return the rows, in the order of `TABLE_SCHEMA`, with what became of its group beside each."""
-        sizes = [group.num_attempts for group in self.groups]
+        sizes = [group.num_rows for group in self.groups]
         steps = [step_of(group) if group.state == GroupState.TRAINED else None for group in self.groups]
         places = pa.array(np.repeat(np.arange(len(sizes)), sizes))
         of_group = {
             "step": pa.array(steps, pa.int64()).take(places),
             "state": pa.array([group.state.value for group in self.groups], pa.string()).take(places),
         }
-        rows = self.batch.slice(self.groups[0].first_row, sum(sizes))
+        rows = as_of_now(self.batch.slice(self.groups[0].first_row, sum(sizes)))
         columns = [of_group[name] if name in of_group else rows.column(name) for name in TABLE_SCHEMA.names]
         return pa.RecordBatch.from_arrays(columns, schema=TABLE_SCHEMA)
 

@@ -81,17 +81,26 @@ class Head:
     def set_body_bytes(self, size: int) -> None:
         struct.pack_into("<q", self.data, self.body_at, size)
 
+    @property
+    def schema(self) -> pa.Schema:
+        """The columns that the file says it has. Raises ValueError where they cannot be read."""
+        return pa.ipc.read_schema(pa.BufferReader(bytes(self.data[_PREFIX : self.message])))
+
+    @property
+    def is_in_one_page(self) -> bool:
+        """A kill may come between two pages of a write, but not within one: the sizes are replaced together."""
+        return self.message // PAGE == (len(self.data) - 1) // PAGE
+
 
 def blank_file(schema: pa.Schema, body_bytes: int) -> tuple[Head, bytes]:
-    """What stands before and after a body of that size. pyarrow writes a row, and the row is taken out."""
-    row = pa.record_batch([_one_value(field.type) for field in schema], schema=schema)
-    sink = pa.BufferOutputStream()
-    with pa.ipc.new_file(sink, schema) as writer:
-        writer.write_batch(row)
-    data = sink.getvalue().to_pybytes()
+    """What stands before and after a body of that size. pyarrow writes a row, and the row is taken out. Where the sizes would
+    lie in two pages, a line of metadata before them moves them into the next."""
+    data = _file_of_one_row(schema)
     head = Head.of(data)
-    # A kill may come between two pages of a write, but not within one: the sizes are replaced together.
-    assert head.message // PAGE == (len(head.data) - 1) // PAGE, "the sizes do not lie in one page"
+    if not head.is_in_one_page:
+        data = _file_of_one_row(schema.with_metadata({"room": " " * (PAGE - head.message % PAGE)}))
+        head = Head.of(data)
+    assert head.is_in_one_page, "the sizes do not lie in one page"
     tail = bytearray(data[len(head.data) + head.body_bytes :])
     footer = len(tail) - len(MAGIC) - 4 - _u32(tail, len(tail) - len(MAGIC) - 4)
     blocks = _follow(tail, _field(tail, _follow(tail, footer), 3))
@@ -99,6 +108,14 @@ def blank_file(schema: pa.Schema, body_bytes: int) -> tuple[Head, bytes]:
     struct.pack_into("<q", tail, blocks + 4 + 16, body_bytes)
     head.set_body_bytes(body_bytes)
     return head, bytes(tail)
+
+
+def _file_of_one_row(schema: pa.Schema) -> bytes:
+    row = pa.record_batch([_one_value(field.type) for field in schema], schema=schema)
+    sink = pa.BufferOutputStream()
+    with pa.ipc.new_file(sink, schema) as writer:
+        writer.write_batch(row)
+    return sink.getvalue().to_pybytes()
 
 
 def check_sizes(head: Head, schema: pa.Schema) -> None:

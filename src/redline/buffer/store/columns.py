@@ -1,4 +1,4 @@
-"""The columns of a stored attempt, one row each, and the buffers that Arrow keeps them in.
+"""The columns of the stored sequences, one row each, and the buffers that Arrow keeps them in. Most attempts are one sequence.
 
 A column is one node, or several where it is nested, and a node has up to three buffers: which values are there, where each
 begins, and the values. Groups are written node by node, straight from the engine's arrays, and checked node by node when they
@@ -7,6 +7,7 @@ are read back: the same nodes, the same checksum.
 
 from __future__ import annotations
 
+import json
 import zlib
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -15,14 +16,29 @@ from enum import IntEnum
 import numpy as np
 import pyarrow as pa
 
-from redline.types import Trajectory, TrajectoryGroup
+from redline.types import Trajectory, TrajectoryGroup, Turn
 
+SECONDS = ("environment_s", "prompt_s", "queue_s", "prefill_s", "decode_s", "parse_s")
+"""Seconds of a turn, in the order in which they pass: `types.Turn` says what each is."""
+TURN = pa.schema(
+    [
+        *((name, pa.int32()) for name in ("start", "end", "oldest_version", "newest_version")),
+        ("finish_reason", pa.string()),
+        ("tool_calls", pa.string()),
+        *((name, pa.float32()) for name in SECONDS),
+    ]
+)
+"""One reply of the policy. `tool_calls` is JSON: a list of name and arguments, or of what is wrong with a call, or empty."""
 SCHEMA = pa.schema(
     [
         ("version", pa.int64()),
         ("checksum", pa.uint32()),
         ("group", pa.int64()),
+        ("sequence", pa.int32()),
         ("attempt", pa.int32()),
+        ("role", pa.string()),
+        ("retries", pa.uint8()),
+        ("score_s", pa.float32()),
         ("task_id", pa.string()),
         ("advantage", pa.float32()),
         ("reward", pa.float32()),
@@ -31,7 +47,7 @@ SCHEMA = pa.schema(
         ("oldest_version", pa.int64()),
         ("newest_version", pa.int64()),
         ("begun_version", pa.int64()),
-        ("turns", pa.list_(pa.struct([(name, pa.int64()) for name in ("start", "end", "oldest_version", "newest_version")]))),
+        ("turns", pa.list_(pa.struct(list(TURN)))),
         ("failure", pa.string()),
         ("text", pa.string()),
         ("loss_mask", pa.large_list(pa.uint8())),  # Arrow packs booleans into bits, and a view of bits is no NumPy array
@@ -81,35 +97,34 @@ class Node:
 
 def group_nodes(groups: Sequence[TrajectoryGroup], begun_versions: Sequence[int]) -> list[Node]:
     """One group after the other; in the order of `SCHEMA`, depth first."""
-    attempts = [t for group in groups for t in group.trajectories]
+    rows = [t for group in groups for t in group.trajectories]
     sizes = np.array([len(group.trajectories) for group in groups], dtype=np.int64)
     ends = np.cumsum(sizes)
-    lengths = np.array([len(t.token_ids) for t in attempts], dtype=np.int64)
-    loss_mask = _flat([t.loss_mask for t in attempts], np.bool_).view(np.uint8)
-    parts = [pair for t in attempts for pair in t.reward_parts.items()]
-    num_parts = np.array([len(t.reward_parts) for t in attempts], dtype=np.int64)
-    versions = np.array([(t.versions.oldest, t.versions.newest) for t in attempts], dtype=np.int64)
+    lengths = np.array([len(t.token_ids) for t in rows], dtype=np.int64)
+    sequence = (np.arange(len(rows)) - np.repeat(ends - sizes, sizes)).astype(np.int32)
+    versions = np.array([(t.versions.oldest, t.versions.newest) for t in rows], dtype=np.int64)
     columns: list[_ColumnNodes] = [
         _fixed(np.repeat(np.array([group.index for group in groups], dtype=np.int64), sizes)),
-        _fixed((np.arange(len(attempts)) - np.repeat(ends - sizes, sizes)).astype(np.int32)),
+        _fixed(sequence),
+        _fixed(np.array([i if t.attempt is None else t.attempt for t, i in zip(rows, sequence, strict=True)], dtype=np.int32)),
+        (_strings([t.role for t in rows]),),
+        _fixed(np.array([min(t.retries, 255) for t in rows], dtype=np.uint8)),
+        _fixed(np.array([t.score_s for t in rows], dtype=np.float32)),
         (_strings([group.task_id for group in groups for _ in group.trajectories]),),
         _fixed(_flat([group.advantages for group in groups], np.float32)),
-        _fixed(np.array([t.reward for t in attempts], dtype=np.float32)),
-        (
-            *(Node(len(attempts), lengths=num_parts, offset_bytes=4), Node(len(parts))),
-            *(_strings([name for name, _ in parts]), *_fixed(np.array([value for _, value in parts], dtype=np.float32))),
-        ),
-        (_strings([str(t.finish_reason) for t in attempts]),),
+        _fixed(np.array([t.reward for t in rows], dtype=np.float32)),
+        _parts(rows),
+        (_strings([str(t.finish_reason) for t in rows]),),
         *(_fixed(np.ascontiguousarray(column)) for column in versions.T),
         _fixed(np.repeat(np.array(begun_versions, dtype=np.int64), sizes)),
-        _turns(loss_mask, lengths, versions),
-        (_strings([_failure(t) for t in attempts], nullable=True),),
-        (_strings([t.text for t in attempts]),),
-        _list(lengths, 8, loss_mask),
-        _list(lengths, 8, _flat([t.token_ids for t in attempts], np.int32)),
-        _list(lengths, 8, _flat([t.logprobs for t in attempts], np.float32)),
+        _turns([t.turns or chosen_turns(t) for t in rows]),
+        (_strings([_failure(t) for t in rows], nullable=True),),
+        (_strings([t.text for t in rows]),),
+        _list(lengths, 8, _flat([t.loss_mask for t in rows], np.bool_).view(np.uint8)),
+        _list(lengths, 8, _flat([t.token_ids for t in rows], np.int32)),
+        _list(lengths, 8, _flat([t.logprobs for t in rows], np.float32)),
     ]
-    [version] = _fixed(np.full(len(attempts), Mark.WAITING, dtype=np.int64))
+    [version] = _fixed(np.full(len(rows), Mark.WAITING, dtype=np.int64))
     [sums] = _fixed(np.repeat(_checksums(columns, [0, *ends.tolist()]), sizes))
     return [version, sums, *(node for column in columns for node in column)]
 
@@ -122,23 +137,45 @@ def _fixed(values: np.ndarray) -> _ColumnNodes:
     return (Node(len(values), values),)
 
 
-def _turns(loss_mask: np.ndarray, lengths: np.ndarray, versions: np.ndarray) -> _ColumnNodes:
-    """Runs of tokens that the policy chose, each with the versions that it was sampled with: the attempt's, as long as no
-    attempt says more."""
-    ends, chosen = np.cumsum(lengths), loss_mask.view(np.bool_)
-    starts = ends - lengths
-    is_first = np.zeros(len(chosen) + 1, dtype=np.bool_)
-    is_first[starts] = is_first[-1] = True
-    edged = np.concatenate([[False], chosen, [False]])
-    firsts = np.flatnonzero(chosen & (is_first[:-1] | ~edged[:-2]))
-    lasts = np.flatnonzero(chosen & (is_first[1:] | ~edged[2:])) + 1
-    attempt = np.searchsorted(ends, firsts, side="right")
-    columns = [firsts - starts[attempt], lasts - starts[attempt], *versions[attempt].T]
-    num_turns = np.bincount(attempt, minlength=len(lengths))
+def _parts(rows: Sequence[Trajectory]) -> _ColumnNodes:
+    parts = [pair for t in rows for pair in t.reward_parts.items()]
+    num_parts = np.array([len(t.reward_parts) for t in rows], dtype=np.int64)
     return (
-        *(Node(len(lengths), lengths=num_turns, offset_bytes=4), Node(len(firsts))),
-        *(Node(len(firsts), np.ascontiguousarray(column, dtype=np.int64)) for column in columns),
+        *(Node(len(rows), lengths=num_parts, offset_bytes=4), Node(len(parts))),
+        *(_strings([name for name, _ in parts]), *_fixed(np.array([value for _, value in parts], dtype=np.float32))),
     )
+
+
+def _turns(turns_of_rows: Sequence[Sequence[Turn]]) -> _ColumnNodes:
+    turns = [turn for turns in turns_of_rows for turn in turns]
+    num_turns = np.array([len(turns) for turns in turns_of_rows], dtype=np.int64)
+    places = np.array([(t.start, t.end, t.versions.oldest, t.versions.newest) for t in turns], dtype=np.int32).reshape(-1, 4)
+    seconds = np.array([[getattr(t, name) for name in SECONDS] for t in turns], dtype=np.float32).reshape(-1, len(SECONDS))
+    return (
+        *(Node(len(num_turns), lengths=num_turns, offset_bytes=4), Node(len(turns))),
+        *(Node(len(turns), np.ascontiguousarray(column)) for column in places.T),
+        _strings([str(turn.finish_reason) for turn in turns]),
+        _strings([_calls(turn) for turn in turns]),
+        *(Node(len(turns), np.ascontiguousarray(column)) for column in seconds.T),
+    )
+
+
+def chosen_turns(row: Trajectory) -> list[Turn]:
+    """Runs of tokens that the policy chose, for a sequence that does not say its turns: the versions are the sequence's, the
+    seconds 0."""
+    edges = np.flatnonzero(np.diff(row.loss_mask.astype(np.int8), prepend=0, append=0)).tolist()
+    return [
+        Turn("", start, end, row.versions, row.finish_reason, queue_s=0.0, prefill_s=0.0, decode_s=0.0)
+        for start, end in zip(edges[::2], edges[1::2], strict=True)
+    ]
+
+
+def _calls(turn: Turn) -> str:
+    """JSON of what the reply called."""
+    if not turn.tool_calls and not turn.problem:
+        return ""
+    calls = [{"name": call.name, "arguments": dict(call.arguments)} for call in turn.tool_calls]
+    return json.dumps([*calls, *([{"problem": turn.problem}] if turn.problem else [])], ensure_ascii=False, default=str)
 
 
 def _failure(attempt: Trajectory) -> str | None:

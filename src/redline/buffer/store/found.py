@@ -31,7 +31,8 @@ class FoundGroup:
         """For the index; `known` is what it has of the group already."""
         run, now = Run(self.batch, self.first, self.last), time.time()
         is_trained = self.mark >= 0
-        rewards = run.column("reward")[~run.failed]
+        rewards = run.column("reward")[run.first_of_each_role & ~run.failed]
+        num_rows, num_attempts = self.last - self.first, len(np.unique(run.column("attempt")))
         state = GroupState.TRAINED if is_trained else GroupState.DROPPED if self.mark == Mark.DROPPED else GroupState.READY
         return GroupRow(
             number=self.number,
@@ -43,7 +44,8 @@ class FoundGroup:
             newest_version=int(run.column("newest_version").max()),
             reward=float(rewards.mean()) if len(rewards) else None,
             num_tokens=int(np.diff(run.offsets("token_ids")).sum()),
-            num_attempts=self.last - self.first,
+            num_attempts=num_attempts,
+            num_sequences=None if num_rows == num_attempts else num_rows,
             has_signal=bool((run.column("advantage") != 0).any()),
             segment=segment,
             first_row=self.first,
@@ -54,11 +56,12 @@ class FoundGroup:
 
 
 def found_groups(batch: pa.RecordBatch, first: int = 0) -> Iterator[FoundGroup]:
-    """From row `first` on. A group begins where the attempts are counted from 0 again, or the number is another."""
+    """From row `first` on. A group begins where its rows are counted from 0 again, or the number is another."""
     rows = Rows(batch)
-    numbers, attempts, marks = (rows.values(name) for name in ("group", "attempt", "version"))
-    numbers, attempts = numbers[first:], attempts[first:]
-    begins = np.flatnonzero((np.diff(numbers, prepend=-1) != 0) | (attempts == 0)) + first
+    counter = "sequence" if "sequence" in batch.schema.names else "attempt"  # of a time when each attempt was one row
+    numbers, sequences, marks = (rows.values(name) for name in ("group", counter, "version"))
+    numbers, sequences = numbers[first:], sequences[first:]
+    begins = np.flatnonzero((np.diff(numbers, prepend=-1) != 0) | (sequences == 0)) + first
     for start, end in zip(begins, [*begins[1:], batch.num_rows][: len(begins)], strict=True):
         intact = rows.is_intact(int(start), int(end))
         yield FoundGroup(batch, int(numbers[start - first]), int(start), int(end), intact, int(marks[start]))

@@ -10,7 +10,7 @@ import errno
 import os
 import sqlite3
 import zlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from operator import attrgetter
@@ -52,16 +52,23 @@ class GroupRow:
     has_signal: bool = False
     segment: int | None = None
     first_row: int = 0
-    """The first of its `num_attempts` rows in the segment."""
+    """The first of its `num_rows` rows in the segment."""
     ready_at: float | None = None
     trained_version: int | None = None
     """The step that trained on it, or that it is leased to."""
     settled_at: float | None = None
     """When it was trained or dropped."""
+    num_sequences: int | None = None
+    """Sequences of its attempts; None where each attempt is a single one."""
+
+    @property
+    def num_rows(self) -> int:
+        """Rows that it has in its segment, one for each sequence."""
+        return self.num_attempts if self.num_sequences is None else self.num_sequences
 
     @property
     def end_row(self) -> int:
-        return self.first_row + self.num_attempts
+        return self.first_row + self.num_rows
 
     @property
     def is_stored(self) -> bool:
@@ -81,7 +88,7 @@ CREATE TABLE IF NOT EXISTS groups (
   number INTEGER PRIMARY KEY, state TEXT NOT NULL, begun_version INTEGER NOT NULL, begun_at REAL NOT NULL, reason TEXT,
   oldest_version INTEGER, newest_version INTEGER, reward REAL, num_tokens INTEGER NOT NULL, num_attempts INTEGER NOT NULL,
   has_signal INTEGER NOT NULL, segment INTEGER, first_row INTEGER NOT NULL, ready_at REAL, trained_version INTEGER,
-  settled_at REAL, checksum INTEGER NOT NULL,
+  settled_at REAL, checksum INTEGER NOT NULL, num_sequences INTEGER,
   CHECK (state IN ({", ".join(repr(state.value) for state in GroupState)}))
 )"""
 _FLUSHED = "CREATE TABLE IF NOT EXISTS flushed (segment INTEGER NOT NULL, end_row INTEGER NOT NULL)"
@@ -92,7 +99,8 @@ _GET = f"SELECT {', '.join(COLUMNS)}, checksum FROM groups"
 
 _LIVE = "state IN ('ready', 'leased')"
 _NEWEST = "MAX(MAX(begun_version, COALESCE(trained_version, 0)))"
-_TOTALS = f"""SELECT segment, SUM({_LIVE}), {_NEWEST}, MAX(first_row + num_attempts) FROM groups
+_TOTALS = f"""SELECT segment, SUM({_LIVE}), {_NEWEST},
+  MAX(first_row + COALESCE(num_sequences, num_attempts)) FROM groups
 WHERE segment IS NOT NULL GROUP BY segment"""
 _LAST = f"SELECT COALESCE(MAX(number) + 1, 0), COALESCE({_NEWEST}, 0) FROM groups"
 
@@ -126,6 +134,7 @@ class GroupIndex:
             raise
 
     def _set_up(self, mode: str) -> None:
+        self._get = _GET
         if mode != "ro":
             self._database.execute("PRAGMA journal_mode = WAL")
             self._database.execute("PRAGMA synchronous = NORMAL")
@@ -134,8 +143,14 @@ class GroupIndex:
             self._database.execute(_TABLE)
             if is_new:
                 self._put_flushed(0, 0)
-        else:
-            self._database.execute(f"{_GET} LIMIT 0")
+        names = {name for _, name, *_ in self._database.execute("PRAGMA table_info(groups)")}
+        if names and "num_sequences" not in names:  # an index from when each attempt was a single sequence
+            if mode == "ro":
+                self._get = _GET.replace("num_sequences", "NULL")
+            else:
+                self._database.execute("ALTER TABLE groups ADD COLUMN num_sequences INTEGER")
+        if mode != "rwc":
+            self._database.execute(f"{self._get} LIMIT 0")
 
     def put(self, rows: Iterable[GroupRow]) -> None:
         """All or none of them."""
@@ -145,20 +160,20 @@ class GroupIndex:
     def rows(self, where: str = "", *values: Any) -> Iterator[GroupRow]:
         """By number, each compared with its checksum; `where` is SQL."""
         with _explained(self.path):
-            for found in self._database.execute(f"{_GET} {where and 'WHERE ' + where} ORDER BY number", values):
+            for found in self._database.execute(f"{self._get} {where and 'WHERE ' + where} ORDER BY number", values):
                 yield _row(self.path, found)
 
     def stored_after(self, count: int) -> Iterator[GroupRow]:
         """In the order in which they came, without the first `count`."""
         with _explained(self.path):
             order = "WHERE segment IS NOT NULL ORDER BY segment, first_row LIMIT -1 OFFSET ?"
-            for found in self._database.execute(f"{_GET} {order}", (count,)):
+            for found in self._database.execute(f"{self._get} {order}", (count,)):
                 yield _row(self.path, found)
 
     def newest(self) -> Iterator[GroupRow]:
         """Those that are stored, from the last number back."""
         with _explained(self.path):
-            for found in self._database.execute(f"{_GET} WHERE segment IS NOT NULL ORDER BY number DESC"):
+            for found in self._database.execute(f"{self._get} WHERE segment IS NOT NULL ORDER BY number DESC"):
                 yield _row(self.path, found)
 
     def trained_steps(self, segments: Iterable[int]) -> list[int]:
@@ -256,15 +271,20 @@ def index_files(folder: Path) -> list[Path]:
 def _values(row: GroupRow) -> tuple[Any, ...]:
     values = list(_get_all(row))
     values[_STATE], values[_SIGNAL] = row.state.value, int(row.has_signal)
-    return *values, zlib.crc32(repr(tuple(values)).encode())
+    return *values, _checksum(values)
 
 
 def _row(path: Path, found: tuple[Any, ...]) -> GroupRow:
-    if zlib.crc32(repr(found[:-1]).encode()) != found[-1]:
+    if _checksum(found[:-1]) != found[-1]:
         raise DamagedIndexError(f"{path}: the row of group {found[0]} is not what was written")
     *values, _ = found
     values[_STATE], values[_SIGNAL] = GroupState(values[_STATE]), bool(values[_SIGNAL])
     return GroupRow(*values)
+
+
+def _checksum(values: Sequence[Any]) -> int:
+    """The last column counts where it has a value: rows without one are those of earlier versions, to the last bit."""
+    return zlib.crc32(repr(tuple(values if values[-1] is not None else values[:-1])).encode())
 
 
 @contextmanager

@@ -17,7 +17,8 @@ from typing import Any
 import pyarrow as pa
 
 from redline.buffer.store.arrow_layout import Head, check_sizes
-from redline.buffer.store.columns import SCHEMA, Mark
+from redline.buffer.store.columns import Mark
+from redline.buffer.store.earlier import known_schema
 from redline.buffer.store.found import FoundGroup, found_groups
 from redline.buffer.store.group_store import GroupState
 from redline.buffer.store.index import DamagedIndexError, GroupIndex, GroupRow, index_files
@@ -147,7 +148,7 @@ class _Salvaged:
             end_row += group.last - group.first
         path = segment_path(folder, self.file.number)
         if pieces:
-            batch = pa.Table.from_batches(pieces, SCHEMA).combine_chunks().to_batches()[0]
+            batch = pa.Table.from_batches(pieces).combine_chunks().to_batches()[0]
             seal(batch, path)
         if not pieces or self.file.is_open:
             self.file.path.unlink()
@@ -159,13 +160,14 @@ def _read_in_part(path: Path) -> pa.RecordBatch | None:
     data = path.read_bytes()
     with contextlib.suppress(ValueError, OSError, pa.ArrowException):
         head = Head.of(data)
-        check_sizes(head, SCHEMA)
+        schema = known_schema(head.schema)
+        check_sizes(head, schema)
         missing = len(head.data) + head.body_bytes - len(data)
         if missing > MOST_MISSING_BYTES:
             return None
         whole = data[8:] + b"\0" * max(0, missing)  # after the magic, a file is a stream
         batch = pa.ipc.open_stream(whole).read_next_batch()
-        return batch if batch.schema.equals(SCHEMA) else None
+        return batch if batch.schema.equals(schema) else None
     return None
 
 

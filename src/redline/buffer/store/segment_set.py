@@ -88,7 +88,7 @@ class SegmentSet:
         """What became of the groups, in the segments too, so that the index can be made again from them."""
         stored = sorted((row for row in rows if row.segment in self._segments), key=_segment_of)
         for number, members in groupby(stored, key=_segment_of):
-            write_marks(self._segments[number].path, [(row.first_row, row.num_attempts, value) for row in members])
+            write_marks(self._segments[number].path, [(row.first_row, row.num_rows, value) for row in members])
             self._unflushed.add(number)
 
     def seal(self) -> None:

@@ -1,4 +1,4 @@
-"""The Arrow files of a run's trajectories: one record batch each, one row per attempt.
+"""The Arrow files of a run's trajectories: one record batch each, one row per sequence.
 
     segment-000007.open.arrow   [tokens ▓▓▓▓░░][mask ▓▓▓▓░░][logprobs ▓▓▓▓░░] …    laid out in advance, filled from the left
     segment-000006.arrow        [tokens][mask][logprobs] …                         full, without the gaps
@@ -21,6 +21,7 @@ import pyarrow as pa
 
 from redline.buffer.store.arrow_layout import Head, blank_file, check_sizes
 from redline.buffer.store.columns import SCHEMA, Node
+from redline.buffer.store.earlier import known_schema
 from redline.telemetry.files.durable import flush_to_disk
 
 SEGMENT_BYTES = 16 << 20
@@ -57,12 +58,15 @@ def segment_path(folder: Path, number: int, *, is_open: bool = False) -> Path:
 
 
 def read_segment(path: Path) -> pa.RecordBatch:
-    """Memory-mapped; the mapping lives as long as any of its arrays does, even when the file is gone."""
+    """Memory-mapped; the mapping lives as long as any of its arrays does, even when the file is gone. The columns are those
+    that were written: `earlier.as_of_now` gives today's."""
     try:
         with pa.memory_map(str(path)) as source:
-            check_sizes(Head.of(source.read(HEAD_BYTES)), SCHEMA)
+            head = Head.of(source.read(HEAD_BYTES))
+            schema = known_schema(head.schema)
+            check_sizes(head, schema)
             reader = pa.ipc.open_file(source)
-            if reader.num_record_batches != 1 or not reader.schema.equals(SCHEMA):
+            if reader.num_record_batches != 1 or not reader.schema.equals(schema):
                 raise DamagedSegmentError(f"{path}: not one record batch of a run's trajectories")
             return reader.get_batch(0)
     except (ValueError, OSError, pa.ArrowException) as error:
@@ -73,7 +77,8 @@ def seal(batch: pa.RecordBatch, path: Path, *, replaces: Path | None = None) -> 
     """Write a segment without gaps. The open file that it was becomes it by renaming: there is one of them at any time."""
     scratch = path.with_name(f".{path.name}.partial")
     try:
-        with pa.OSFile(str(scratch), "wb") as sink, pa.ipc.new_file(sink, SCHEMA) as writer:
+        batch = batch.replace_schema_metadata()
+        with pa.OSFile(str(scratch), "wb") as sink, pa.ipc.new_file(sink, batch.schema) as writer:
             writer.write_batch(batch)
         flush_to_disk(scratch)
         if replaces is not None:
@@ -90,11 +95,11 @@ def write_marks(path: Path, marks: Sequence[tuple[int, int, int]]) -> None:
     file = os.open(path, os.O_RDWR)
     try:
         head = Head.of(os.pread(file, HEAD_BYTES, 0))
-        check_sizes(head, SCHEMA)
+        check_sizes(head, known_schema(head.schema))
         start = len(head.data) + int(head.buffers[1, 0])
         for first, rows, value in marks:
             write_at(file, start + 8 * first, np.full(rows, value, dtype="<i8").tobytes())
-    except ValueError as error:
+    except (ValueError, pa.ArrowException) as error:
         raise DamagedSegmentError(f"{path}: {error}") from error
     finally:
         os.close(file)

@@ -13,7 +13,7 @@ from redline.types import Flat, Pieces, TrainBatch, VersionSpan
 
 @dataclass(slots=True, frozen=True)
 class StoredGroups:
-    """T tokens of S attempts at some tasks. The arrays may be read-only."""
+    """T tokens of S sequences of attempts at some tasks. The arrays may be read-only."""
 
     indices: tuple[int, ...]
     tokens: Flat
@@ -25,13 +25,15 @@ class StoredGroups:
     offsets: np.ndarray
     """int64[S + 1], from 0: `cu_seqlens`."""
     group_offsets: np.ndarray
-    """int64[groups + 1]: the attempts of each group."""
+    """int64[groups + 1]: the sequences of each group."""
+    attempts: np.ndarray
+    """int32[S]: which attempt of its group each belongs to."""
     advantages: np.ndarray
     """float32[S]."""
     failed: np.ndarray
     """bool[S]."""
     versions: VersionSpan
-    """The oldest and the newest version of all attempts."""
+    """The oldest and the newest version of all sequences."""
     num_runs: int
     """Pieces that lie in one place."""
 
@@ -58,6 +60,17 @@ class Run:
         return self.batch.column(name).to_numpy()[self.first : self.last]
 
     @property
+    def first_of_each_role(self) -> np.ndarray:
+        """bool[rows]: the first sequence of an attempt and role, for rows of one group."""
+        is_first = np.zeros(self.last - self.first, dtype=bool)
+        attempts = self.column("attempt")
+        named = "role" in self.batch.schema.names
+        roles = self.batch.column("role")[self.first : self.last].to_pylist() if named else [""] * len(attempts)
+        seen = {pair: place for place, pair in reversed(list(enumerate(zip(attempts.tolist(), roles, strict=True))))}
+        is_first[list(seen.values())] = True
+        return is_first
+
+    @property
     def failed(self) -> np.ndarray:
         """bool[rows]: the failure is there."""
         column = self.batch.column("failure")
@@ -68,7 +81,7 @@ class Run:
 
 
 def stored_groups(indices: Sequence[int], sizes: Sequence[int], runs: Sequence[Run]) -> StoredGroups:
-    """`sizes` are the attempts of each group; the runs hold them in that order."""
+    """`sizes` are the sequences of each group; the runs hold them in that order."""
     lengths = [np.diff(run.offsets("token_ids")) for run in runs]
     oldest = min(int(run.column("oldest_version").min()) for run in runs)
     newest = max(int(run.column("newest_version").max()) for run in runs)
@@ -79,6 +92,7 @@ def stored_groups(indices: Sequence[int], sizes: Sequence[int], runs: Sequence[R
         logprobs=_as_it_lies([run.values("logprobs") for run in runs]),
         offsets=_offsets(_joined(lengths)),
         group_offsets=_offsets(np.asarray(sizes, dtype=np.int64)),
+        attempts=_joined([run.column("attempt") for run in runs]),
         advantages=_joined([run.column("advantage") for run in runs]),
         failed=_joined([run.failed for run in runs]),
         versions=VersionSpan(oldest, newest),
@@ -89,10 +103,10 @@ def stored_groups(indices: Sequence[int], sizes: Sequence[int], runs: Sequence[R
 def pack_stored(groups: StoredGroups, version: int, *, keep_silent: bool) -> TrainBatch:
     """The batch of `version`, its tokens those of the store.
 
-    An attempt that failed is not trained on, and neither is one whose advantage is 0, unless `keep_silent`. To leave it out of
-    the tokens would mean to copy all others; instead its loss mask is cleared, which costs a byte per token, and the trainer
-    computes no sequence without a trained token. What is masked for want of signal counts in the means, and what failed does
-    not.
+    A sequence of an attempt that failed is not trained on, and neither is one whose advantage is 0, unless `keep_silent`. To
+    leave it out of the tokens would mean to copy all others; instead its loss mask is cleared, which costs a byte per token,
+    and the trainer computes no sequence without a trained token. What is masked for want of signal counts in the means, and
+    what failed does not.
     """
     kept_S = ~groups.failed & (keep_silent | (groups.advantages != 0))
     kept_T = np.repeat(kept_S, np.diff(groups.offsets))
@@ -110,7 +124,14 @@ def pack_stored(groups: StoredGroups, version: int, *, keep_silent: bool) -> Tra
         versions=groups.versions,
         version=version,
         indices=groups.indices,
+        num_attempts=_num_attempts(groups, counted_S),
     )
+
+
+def _num_attempts(groups: StoredGroups, counted_S: np.ndarray) -> int:
+    group_S = np.repeat(np.arange(len(groups.indices)), np.diff(groups.group_offsets))
+    width = int(groups.attempts.max(initial=0)) + 1
+    return len(np.unique((group_S * width + groups.attempts)[counted_S]))
 
 
 def _as_it_lies(arrays: Sequence[np.ndarray]) -> Flat:

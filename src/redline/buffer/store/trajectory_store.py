@@ -163,7 +163,7 @@ class TrajectoryStore:
                 runs[-1] = replace(runs[-1], last=row.end_row)
             else:
                 runs.append(Run(batch, row.first_row, row.end_row))
-        return stored_groups(indices, [row.num_attempts for row in rows], runs)
+        return stored_groups(indices, [row.num_rows for row in rows], runs)
 
     def arrived_after(self, count: int) -> list[TrajectoryGroup]:
         """They lie in the order in which they came; what was evicted since then is left out."""
@@ -352,15 +352,16 @@ def _portions(groups: Sequence[TrajectoryGroup], most_tokens: int) -> Iterator[l
 
 
 def _ready_row(group: TrajectoryGroup, begun: GroupRow, segment: int, first_row: int, now: float) -> GroupRow:
-    attempts, versions = group.trajectories, group.versions
+    versions, num_rows, num_attempts = group.versions, len(group.trajectories), len(group.attempts)
     return replace(
         begun,
         state=GroupState.READY,
         oldest_version=versions.oldest,
         newest_version=versions.newest,
         reward=None if group.reward is None else float(group.reward),
-        num_tokens=sum(len(t.token_ids) for t in attempts),
-        num_attempts=len(attempts),
+        num_tokens=sum(len(t.token_ids) for t in group.trajectories),
+        num_attempts=num_attempts,
+        num_sequences=None if num_rows == num_attempts else num_rows,
         has_signal=group.has_signal,
         segment=segment,
         first_row=first_row,

@@ -89,7 +89,7 @@ class FullDisk:
 
     def __call__(self, file: int, data: Any, place: int) -> int:
         size = min(len(data), self.room)
-        if not size or (place < PAGE and size < len(data)):  # of a page that is there, all is replaced or nothing
+        if not size or (place < 2 * PAGE and size < len(data)):  # of a page that is there, all is replaced or nothing
             raise FullDiskError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         self.room -= size
         return self._pwrite(file, data[:size], place)

@@ -65,7 +65,7 @@ def test_the_segments_hold_what_was_sampled(tmp_path: Path, closed: bool) -> Non
         assert (row["begun_version"], row["text"]) == (5, attempt.text)
     assert [row["failure"] for row in rows] == [None, None, "reward: ValueError: no number"]
     assert [[(t["start"], t["end"]) for t in row["turns"]] for row in rows] == [[(2, 5)], [(2, 3), (4, 5)], [(1, 3)]]
-    assert rows[1]["turns"][0] == {"start": 2, "end": 3, "oldest_version": 5, "newest_version": 6}
+    assert rows[1]["turns"][0].items() >= {"start": 2, "end": 3, "oldest_version": 5, "newest_version": 6}.items()
 
 
 def test_whoever_trained_on_a_group_stands_in_the_segment_too(tmp_path: Path) -> None:
