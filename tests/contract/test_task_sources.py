@@ -8,10 +8,12 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+import pyarrow as pa
 import pytest
+from pyarrow.parquet import write_table
 from support.paths import ROOT
 
-from redline.config.sections.tasks import ImportTask, JsonlTask, ReasoningGymTask
+from redline.config.sections.tasks import FileTask, ImportTask, ReasoningGymTask
 from redline.ports import TaskSource
 from redline.rollouts.tasks.checks import check_methods, held_out_tasks, training_task
 from redline.rollouts.tasks.sources import make_task_source
@@ -27,7 +29,13 @@ def jsonl(folder: Path, seed: int) -> TaskSource:
     path = folder / "sums.jsonl"
     rows = [{"prompt": f"{i} + 1 =", "answer": str(i + 1)} for i in range(120)]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return make_task_source(JsonlTask(kind="jsonl", path=path), seed)
+    return make_task_source(FileTask(kind="file", path=path), seed)
+
+
+def parquet(folder: Path, seed: int) -> TaskSource:
+    table = pa.table({"prompt": [f"{i} + 1 =" for i in range(120)], "answer": [i + 1 for i in range(120)]})
+    write_table(table, folder / "sums.parquet", row_group_size=50)
+    return make_task_source(FileTask(kind="file", path=folder / "sums.parquet", extract="last_number"), seed)
 
 
 def imported(folder: Path, seed: int) -> TaskSource:
@@ -36,9 +44,14 @@ def imported(folder: Path, seed: int) -> TaskSource:
     return make_task_source(task, seed)
 
 
-SOURCES: dict[str, Callable[[Path, int], TaskSource]] = {"reasoning_gym": gym, "jsonl": jsonl, "imported": imported}
+SOURCES: dict[str, Callable[[Path, int], TaskSource]] = {
+    "reasoning_gym": gym,
+    "jsonl": jsonl,
+    "parquet": parquet,
+    "imported": imported,
+}
 """Name → a source with this seed, which may use the folder. Each has few enough questions to see all of them."""
-NUM_QUESTIONS = {"reasoning_gym": 200, "jsonl": 120, "imported": 100}
+NUM_QUESTIONS = {"reasoning_gym": 200, "jsonl": 120, "parquet": 120, "imported": 100}
 
 
 @dataclass

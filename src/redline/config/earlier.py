@@ -131,6 +131,9 @@ EARLIER: Mapping[str, Earlier] = {
 }
 """Key of an earlier version → what became of it. Recorded configs are converted in this order."""
 
+EARLIER_TASK_KINDS: Mapping[str, str] = {"jsonl": "file"}
+"""`rollouts.task.kind` of an earlier version → the kind that it is now, with the same keys."""
+
 _BARE = {"trainer.mismatch": "kind", "telemetry.profile": "what"}
 """Keys that held one value and hold a mapping now → the entry that the value is. A recipe may still write the bare value."""
 
@@ -149,6 +152,9 @@ def as_of_now(recorded: Mapping[str, Any]) -> Values:
             earlier.convert(value, values)
         elif was_there and earlier.now:
             _put(values, earlier.now, value)
+    was_there, kind = _take(values, "rollouts.task.kind")
+    if was_there:
+        _put(values, "rollouts.task.kind", EARLIER_TASK_KINDS.get(kind, kind) if isinstance(kind, str) else kind)
     for section in {key.partition(".")[0] for key in EARLIER}:
         if values.get(section) == {}:
             del values[section]

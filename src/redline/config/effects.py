@@ -68,6 +68,11 @@ TABLE: tuple[Readers, ...] = (
         "rollouts.evaluation.num_tasks to 64",
         "num_tasks",
     ),
+    Readers(
+        "rollouts.task.held_out_fraction",
+        lambda c: getattr(c.rollouts.task, "held_out_split", None) is None,
+        "rollouts.task.held_out_split to null",
+    ),
     Readers("buffer.depth", lambda c: c.buffer.max_lag > 0, "buffer.max_lag to 1 or more"),
     Readers("buffer.order", lambda c: c.buffer.max_lag > 0, "buffer.max_lag to 1 or more"),
     Readers("buffer.group_timeout_s", lambda c: c.buffer.max_lag > 0, "buffer.max_lag to 1 or more"),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from redline.config.schema import Config
-from redline.config.sections.tasks import ImportTask, JsonlTask, TaskConfig
+from redline.config.sections.tasks import FileTask, ImportTask, TaskConfig
 from redline.config.trained_step import checkpoints_in, is_of_newest_checkpoint, step_of
 from redline.errors import ConfigError
 
@@ -63,7 +63,7 @@ def _model(path: str) -> str:
 
 
 def _task(task: TaskConfig) -> TaskConfig:
-    if isinstance(task, JsonlTask):
+    if isinstance(task, FileTask):
         return task.model_copy(update={"path": task.path.absolute()})
     if isinstance(task, ImportTask):
         return task.model_copy(update={"folder": (task.folder or Path()).absolute()})

@@ -11,7 +11,7 @@ from typing import Any, get_args
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
-from redline.config.earlier import EARLIER
+from redline.config.earlier import EARLIER, EARLIER_TASK_KINDS
 from redline.config.schema import Config
 from redline.config.section import Entries
 
@@ -145,6 +145,9 @@ def _wrong_kind(place: Place, problem: Mapping[str, Any]) -> Problem:
     if problem["type"] != "union_tag_invalid":
         return Problem(f"{place.key}.kind: required", fix, hint=f"set {place.key}.kind: {fix}")
     tag = problem["ctx"]["tag"]
+    if tag in EARLIER_TASK_KINDS:
+        now = EARLIER_TASK_KINDS[tag]
+        return Problem(f"{place.key}.kind = {tag!r}: it is {now!r} now", f"write kind: {now}", hint=f"write kind: {now}")
     fix = _did_you_mean(tag, kinds) or fix
     return Problem(f"{place.key}.kind = {tag!r}: no such kind", fix, hint=fix)
 

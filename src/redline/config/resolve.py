@@ -14,6 +14,7 @@ from redline.config.paths import is_adapter, is_run_folder, model_of_run, with_a
 from redline.config.schema import Config
 from redline.config.sections.model import ModelConfig
 from redline.config.sections.run import RunConfig
+from redline.config.sections.tasks import FileTask
 from redline.config.sections.trainer import ScheduleConfig
 from redline.errors import ConfigError
 
@@ -110,10 +111,20 @@ def _check_paths(config: Config) -> None:
     if config.rollouts.reward_model.path is not None:
         _check_reward_model(config.rollouts.reward_model.path)
     task = config.rollouts.task
-    if task.kind == "jsonl" and not task.path.is_file():
-        raise ConfigError(f"rollouts.task.path = {str(task.path)!r}: no such file", "give a file with one JSON object per line")
+    if task.kind == "file":
+        _check_files(task)
     if task.kind == "reasoning_gym" and importlib.util.find_spec("reasoning_gym") is None:
         raise ConfigError("rollouts.task.kind = 'reasoning_gym': the package is not installed", how_to_install("demo"))
+
+
+def _check_files(task: FileTask) -> None:
+    if not task.path.exists():
+        raise ConfigError(
+            f"rollouts.task.path = {str(task.path)!r}: no such file or folder",
+            "give a file with one JSON object per line, a Parquet file, or a folder of such files",
+        )
+    if task.extract == "math" and not _installed("math_verify"):
+        raise ConfigError("rollouts.task.extract = 'math': the package math-verify is not installed", how_to_install("math"))
 
 
 def _check_sinks(config: Config) -> None:

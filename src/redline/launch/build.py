@@ -27,7 +27,7 @@ from redline.launch.stages import Stages
 from redline.ports import Rollouts
 from redline.rollouts import Chat, Dispatcher, RolloutSetup
 from redline.rollouts.prompts import Prompts, prompt_limit
-from redline.rollouts.tasks.sources import JsonlTasks
+from redline.rollouts.tasks.files import FileTasks
 from redline.telemetry import Progress, RunFolder, span
 from redline.trainer import PolicyTrainer, Sampling
 from redline.types import Task
@@ -101,7 +101,7 @@ def make_rollout_setup(config: Config, model: LoadedModel, engine: NativeEngine,
 def _without_bad_prompts(tasks: LoadedTasks, setup: RolloutSetup, tell: Tell) -> list[Task]:
     """Leave rows of a file whose prompts the model cannot take out of it, and return the held-out tasks that remain. Any other
     source is asked for its tasks as they come: looking at all of them beforehand would take as long as the run."""
-    if not isinstance(tasks.source, JsonlTasks):
+    if not isinstance(tasks.source, FileTasks):
         return tasks.held_out
     prompts = Prompts(setup.chat, setup.config, setup.max_prompt_tokens, setup.check_request)
     with span("rollouts.setup"):

@@ -94,6 +94,11 @@ def test_a_config_of_this_version_stays_as_it_is(tmp_path: Path) -> None:
     assert read_recorded(tmp_path / "config.json") == Config.model_validate(values)
 
 
+def test_a_kind_of_task_has_the_name_that_it_has_now() -> None:
+    task = {"kind": "jsonl", "path": "/questions.jsonl", "extract": "last_number"}
+    assert as_of_now({"rollouts": {"task": task}}) == {"rollouts": {"task": task | {"kind": "file"}}}
+
+
 def test_the_values_that_were_given_are_not_changed() -> None:
     recorded = json.loads((RECORDED / "everything.json").read_text())
     as_of_now(recorded)

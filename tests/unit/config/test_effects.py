@@ -17,7 +17,7 @@ from redline.config.sections.trainer import Algorithm
 from redline.errors import ConfigError
 
 RECIPES = sorted((ROOT / "recipes").glob("*.yaml"))
-JSONL = {"kind": "jsonl", "path": __file__}  # any file that is there
+JSONL = {"kind": "file", "path": __file__}  # any file that is there
 IMPORT = {"kind": "import", "path": "tests:Fake"}
 
 

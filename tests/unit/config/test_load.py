@@ -12,7 +12,7 @@ from pydantic import BaseModel
 from redline.config import Config, load_recipe, resolve, validate
 from redline.config.changes import changes
 from redline.config.resolve import bfloat16_flags
-from redline.config.sections.tasks import JsonlTask
+from redline.config.sections.tasks import FileTask
 from redline.config.sections.telemetry import TelemetryConfig
 from redline.errors import ConfigError
 from redline.launch.start import run_to_continue
@@ -116,7 +116,7 @@ def test_reading_recipes_loads_no_torch() -> None:
 
 
 def test_every_problem_is_reported_on_its_own_line_with_its_own_fix(tmp_path: Path) -> None:
-    base = "run:\n  stepz: 3\nrollouts:\n  groups_per_step: 0\n  task: {kind: jsonl, path: a.jsonl}\n"
+    base = "run:\n  stepz: 3\nrollouts:\n  groups_per_step: 0\n  task: {kind: file, path: a.jsonl}\n"
     message, hint = refusal(tmp_path, base=base)
     first, *lines = message.splitlines()
     assert first == "recipe.yaml: 3 problems"
@@ -161,7 +161,10 @@ def test_a_section_like_no_other_gets_the_list_of_sections(tmp_path: Path) -> No
     ("kind", "keys"),
     [
         ("{kind: reasoning_gym, dataset: chain_sum", "dataset, extract, held_out_fraction, kind, params"),
-        ("{kind: jsonl, path: a.jsonl", "answer_field, extract, held_out_fraction, kind, path, prompt_field"),
+        (
+            "{kind: file, path: a.jsonl",
+            "answer_field, extract, held_out_fraction, held_out_split, kind, path, prompt_field, split",
+        ),
         ("{kind: import, path: 'a:B'", "folder, kind, params, path"),
     ],
 )
@@ -176,9 +179,16 @@ def test_a_mistyped_key_of_a_task_is_corrected(tmp_path: Path) -> None:
 
 
 def test_a_mistyped_kind_of_task_is_corrected(tmp_path: Path) -> None:
-    assert refusal(tmp_path, "", "rollouts.task.kind=jsnl") == (
-        "recipe.yaml: rollouts.task.kind = 'jsnl': no such kind",
-        "did you mean jsonl?",
+    assert refusal(tmp_path, "", "rollouts.task.kind=fil") == (
+        "recipe.yaml: rollouts.task.kind = 'fil': no such kind",
+        "did you mean file?",
+    )
+
+
+def test_a_kind_of_an_earlier_version_is_refused_with_the_one_it_is_now(tmp_path: Path) -> None:
+    assert refusal(tmp_path, "", "rollouts.task.kind=jsonl") == (
+        "recipe.yaml: rollouts.task.kind = 'jsonl': it is 'file' now",
+        "write kind: file",
     )
 
 
@@ -187,7 +197,7 @@ def test_a_task_without_a_kind_is_told_the_kinds(tmp_path: Path, task: str) -> N
     base = f"model: {{path: builtin:tiny}}\nrollouts:\n  groups_per_step: 2\n{task}"
     assert refusal(tmp_path, base=base) == (
         "recipe.yaml: rollouts.task.kind: required",
-        "set rollouts.task.kind: one of reasoning_gym, jsonl, import",
+        "set rollouts.task.kind: one of reasoning_gym, file, import",
     )
 
 
@@ -434,7 +444,7 @@ def test_relative_paths_are_resolved_where_redline_is_called_and_then_stay(
         (tmp_path / name).mkdir()
         (tmp_path / name / "config.json").write_text("{}")
     (tmp_path / "rows.jsonl").write_text("{}")
-    jsonl, imported = {"kind": "jsonl", "path": "rows.jsonl"}, {"kind": "import", "path": "mine:Tasks"}
+    jsonl, imported = {"kind": "file", "path": "rows.jsonl"}, {"kind": "import", "path": "mine:Tasks"}
     for task in (jsonl, imported):
         recipe = {"model": {"path": "model"}, "rollouts": {"task": task, "reward_model": {"path": "judge"}}}
         here = resolve(validate(recipe)).config
@@ -454,16 +464,16 @@ def test_names_of_models_that_are_no_paths_stay(tmp_path: Path, path: str) -> No
 
 def test_a_path_that_begins_with_a_tilde_is_in_the_home_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
-    task = {"kind": "jsonl", "path": "~/questions.jsonl"}
+    task = {"kind": "file", "path": "~/questions.jsonl"}
     config = validate({"run": {"folder": "~/runs"}, "model": {"path": "builtin:tiny"}, "rollouts": {"task": task}})
     assert config.run.folder == tmp_path / "runs"
-    assert isinstance(config.rollouts.task, JsonlTask)
+    assert isinstance(config.rollouts.task, FileTask)
     assert config.rollouts.task.path == tmp_path / "questions.jsonl"
 
 
 def test_what_a_recipe_says_otherwise_than_its_run_is_listed(tmp_path: Path) -> None:
     (tmp_path / "questions.jsonl").touch()
-    task = {"kind": "jsonl", "path": str(tmp_path / "questions.jsonl")}
+    task = {"kind": "file", "path": str(tmp_path / "questions.jsonl")}
     values = {
         "run": {"steps": 10, "num_threads": 100_000, "device": "auto"},
         "model": {"path": "builtin:tiny"},

@@ -176,7 +176,7 @@ def test_a_source_without_held_out_tasks_is_told_that_nothing_is_evaluated(recip
 def test_what_is_wrong_with_a_file_of_tasks_is_found(recipes: Recipes) -> None:
     rows = recipes.folder / "rows.jsonl"
     rows.write_text('{"prompt": "1 + 1?", "answer": "2"}\n{"question": "1 + 2?", "answer": "3"}\n')
-    error = recipes.refusal(rollouts={"task": {"kind": "jsonl", "path": str(rows)}})
+    error = recipes.refusal(rollouts={"task": {"kind": "file", "path": str(rows)}})
     assert error.message == f"{rows}:2: no field 'prompt'"
 
 

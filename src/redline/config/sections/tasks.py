@@ -16,23 +16,29 @@ class ReasoningGymTask(Section):
     """A data set of the reasoning_gym package, such as `chain_sum`."""
     params: dict[str, Any] = Field(default_factory=dict)
     """Its own parameters, such as `{min_terms: 2, max_terms: 2}`."""
-    extract: Literal["last_number", "text"] = "last_number"
-    """What of the answer is scored."""
+    extract: Literal["auto", "last_number", "text", "answer_tag"] = "auto"
+    """What of the answer is scored: all of it, the last number, or what is inside the last `<answer>` tag. auto is the last
+    number for a data set whose answers are numbers, else all of it."""
     held_out_fraction: float = Field(0.2, gt=0, lt=1)
     """Share of the distinct questions kept for evaluation, chosen by a hash of the question."""
 
 
-class JsonlTask(Section):
-    kind: Literal["jsonl"]
-    """Prompts and reference answers from a file."""
+class FileTask(Section):
+    kind: Literal["file"]
+    """Prompts and reference answers from files."""
     path: LocalPath
-    """A file with one JSON object per line."""
+    """A file (.jsonl, .parquet, .arrow), a folder of such files, or a folder that `datasets` has saved (`save_to_disk`)."""
+    split: str | None = None
+    """Which split of a folder is trained on; null is `train`, or the only one."""
+    held_out_split: str | None = None
+    """Which split is kept for evaluation; null keeps `held_out_fraction` of the one that is trained on."""
     prompt_field: str = "prompt"
-    """Holds a string, or a list of chat messages."""
+    """Holds a string, or a list of chat messages. A field inside another is `outer.inner`."""
     answer_field: str = "answer"
     """Holds the reference answer, a string or a number."""
-    extract: Literal["last_number", "text"] = "text"
-    """What of the answer must equal the reference, after trimming."""
+    extract: Literal["last_number", "text", "answer_tag", "math"] = "text"
+    """What of the answer must equal the reference: all of it, the last number, what is inside the last `<answer>` tag, or by
+    value what math-verify finds in it, such as `\\boxed{\\frac{1}{2}}` (extra `math`)."""
     held_out_fraction: float = Field(0.1, gt=0, lt=1)
     """Share of the distinct prompts kept for evaluation, chosen by a hash of the prompt."""
 
@@ -49,4 +55,4 @@ class ImportTask(Section):
     """Keyword arguments for it."""
 
 
-TaskConfig = Annotated[ReasoningGymTask | JsonlTask | ImportTask, Field(discriminator="kind")]
+TaskConfig = Annotated[ReasoningGymTask | FileTask | ImportTask, Field(discriminator="kind")]

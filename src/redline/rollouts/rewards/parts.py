@@ -12,11 +12,13 @@ import numpy as np
 from redline.errors import TaskError
 from redline.ports import TaskSource
 
-Extract = Literal["last_number", "text"]
+Extract = Literal["last_number", "text", "answer_tag"]
 
 # A minus that follows a digit, a letter or a bracket is an operator or a hyphen (3-5, x-5, step-2), not a sign. A comma
 # belongs to the number only where it separates thousands.
 _NUMBER = re.compile(r"(?:(?<![\w)])-)?(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?", re.ASCII)
+
+_ANSWER_TAG = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
 
 REWARD_WORKERS = 8
 """Threads that may score at once where the task source says that they may, and the recipe says nothing."""
@@ -35,7 +37,10 @@ def extract_answer(text: str, how: Extract) -> str | None:
         return numbers[-1].replace(",", "") if numbers else None
     if how == "text":
         return text.strip()
-    raise TaskError(f"extract = {how!r}: no such way to read an answer", "one of last_number, text")
+    if how == "answer_tag":
+        tagged = _ANSWER_TAG.findall(text)
+        return tagged[-1].strip() if tagged else None
+    raise TaskError(f"extract = {how!r}: no such way to read an answer", "one of last_number, text, answer_tag")
 
 
 def max_reward_workers(wanted: int | None, tasks: TaskSource) -> int:

@@ -22,11 +22,10 @@ def is_held_out(text: str, fraction: float) -> bool:
     return stable_hash(text) < fraction * 2**64
 
 
-def lowest_hashes(texts: Iterable[str], fraction: float) -> list[str]:
-    """The split of a finite source: floor(fraction · n) of the n distinct texts, at least 1 and at most n - 1."""
-    distinct = sorted(set(texts), key=lambda text: (stable_hash(text), text))
-    count = min(max(int(fraction * len(distinct)), 1), len(distinct) - 1)
-    return distinct[:count]
+def held_out_count(num_distinct: int, fraction: float) -> int:
+    """How many texts of a finite source are held out, those with the lowest hashes: floor(fraction · n), at least 1 and at most
+    n - 1."""
+    return min(max(int(fraction * num_distinct), 1), num_distinct - 1)
 
 
 def split_held_out(texts: Iterable[str], fraction: float = 0.1) -> tuple[list[str], list[str]]:
@@ -38,5 +37,6 @@ def split_held_out(texts: Iterable[str], fraction: float = 0.1) -> tuple[list[st
             f"{len(distinct)} distinct questions cannot be split, {fraction:g} of them held out",
             "give at least two questions, and a fraction between 0 and 1",
         )
-    held_out = lowest_hashes(distinct, fraction)
+    by_hash = sorted(distinct, key=lambda text: (stable_hash(text), text))
+    held_out = by_hash[: held_out_count(len(distinct), fraction)]
     return sorted(distinct - set(held_out)), sorted(held_out)

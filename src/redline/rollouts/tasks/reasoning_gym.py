@@ -15,7 +15,7 @@ from typing import Any
 
 from redline.config.sections.tasks import ReasoningGymTask
 from redline.errors import TaskError, boundary
-from redline.rollouts.rewards.parts import extract_answer
+from redline.rollouts.rewards.parts import Extract, extract_answer
 from redline.rollouts.tasks.held_out import is_held_out, stable_hash
 from redline.types import Task
 
@@ -26,6 +26,8 @@ _LANE = (2**14 + 1) * _CHUNK
 tried again."""
 _MAX_DRAWS = 10_000
 """Draws without a new question after which there is none, for any data set worth training on."""
+_LOOKED_AT = 8
+"""Answers that say whether those of a data set are numbers."""
 _CORRECT = 0.99
 """Data sets give partial credit; only an exact answer counts as correct."""
 
@@ -40,6 +42,9 @@ class ReasoningGymTasks:
         # Consecutive training indices read a few lanes, and `score` needs any chunk at all.
         self._chunk = lru_cache(maxsize=16)(lambda first: _create_dataset(config, first))
         self._scorer = self._chunk(0)
+        self._extract: Extract = self._auto_extract() if config.extract == "auto" else config.extract
+        if config.extract == "last_number":
+            self._refuse_numbers_where_there_are_none()
 
     def train(self, index: int) -> Task:
         """The first candidate that is not held out. Candidates depend on the index alone, so any index is at hand at once."""
@@ -70,10 +75,24 @@ class ReasoningGymTasks:
         return list(found.values())
 
     def score(self, task: Task, text: str) -> Mapping[str, float]:
-        answer = extract_answer(text, self._config.extract)
+        answer = extract_answer(text, self._extract)
         if answer is None:
             return {"correct": 0.0}
         return {"correct": float(self._scorer.score_answer(answer, dict(task.data)) >= _CORRECT)}
+
+    def _auto_extract(self) -> Extract:
+        """The last number where every answer that is looked at is a number and nothing else, else the whole answer."""
+        answers = [self._entry(position)["answer"] for position in range(_LOOKED_AT)]
+        are_numbers = all(answer and extract_answer(answer, "last_number") == answer for answer in answers)
+        return "last_number" if are_numbers else "text"
+
+    def _refuse_numbers_where_there_are_none(self) -> None:
+        task = self._task("", self._entry(0))
+        if task.answer and self.score(task, task.answer) != {"correct": 1.0}:
+            raise TaskError(
+                f"rollouts.task.extract = 'last_number': an answer of {self._config.dataset} is {task.answer[:60]!r}",
+                "leave it out, or set it to text or answer_tag",
+            )
 
     def _entry(self, position: int) -> dict[str, Any]:
         chunk, item = divmod(position % _NUM_POSITIONS, _CHUNK)

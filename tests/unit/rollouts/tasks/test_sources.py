@@ -11,11 +11,12 @@ from typing import Any
 
 import pytest
 
-from redline.config.sections.tasks import ImportTask, JsonlTask, ReasoningGymTask
+from redline.config.sections.tasks import FileTask, ImportTask, ReasoningGymTask
 from redline.errors import TaskError
 from redline.ports import TaskSource
-from redline.rollouts.tasks.held_out import is_held_out, lowest_hashes, split_held_out, stable_hash
-from redline.rollouts.tasks.sources import JsonlTasks, make_task_source
+from redline.rollouts.tasks.files import FileTasks
+from redline.rollouts.tasks.held_out import held_out_count, is_held_out, split_held_out, stable_hash
+from redline.rollouts.tasks.sources import make_task_source
 from redline.types import Failure, Task
 
 TINY_SUMS = {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1}
@@ -42,7 +43,7 @@ def test_the_share_of_texts_held_out_is_the_fraction_asked_for() -> None:
     ("rows", "fraction", "expected"), [(10, 0.25, 2), (10, 0.01, 1), (2, 0.99, 1), (3, 0.9, 2), (1, 0.5, 0)]
 )
 def test_a_finite_split_leaves_something_on_both_sides(rows: int, fraction: float, expected: int) -> None:
-    assert len(lowest_hashes([f"row {i}" for i in range(rows)], fraction)) == expected
+    assert held_out_count(rows, fraction) == expected
 
 
 def test_a_question_stays_on_its_side_whatever_the_order_and_the_duplicates() -> None:
@@ -182,7 +183,7 @@ def test_reasoning_gym_is_not_loaded_before_it_is_used() -> None:
 def jsonl(folder: Path, rows: list[Any], seed: int = 0, **config: Any) -> TaskSource:
     lines = [row if isinstance(row, str) else json.dumps(row) for row in rows]
     (folder / "sums.jsonl").write_text("".join(f"{line}\n" for line in lines))
-    return make_task_source(JsonlTask(**{"kind": "jsonl", "path": folder / "sums.jsonl", **config}), seed)
+    return make_task_source(FileTask(**{"kind": "file", "path": folder / "sums.jsonl", **config}), seed)
 
 
 def sums(count: int) -> list[dict[str, str]]:
@@ -323,12 +324,12 @@ def test_a_file_with_one_prompt_cannot_be_split(tmp_path: Path) -> None:
 def test_a_file_that_is_no_text_is_refused(tmp_path: Path) -> None:
     (tmp_path / "binary.jsonl").write_bytes(b"\xff\xfe")
     with pytest.raises(TaskError, match=r"(?s)binary.jsonl:1: not UTF-8 text.*hint: save the file as UTF-8"):
-        make_task_source(JsonlTask(kind="jsonl", path=tmp_path / "binary.jsonl"), 0)
+        make_task_source(FileTask(kind="file", path=tmp_path / "binary.jsonl"), 0)
 
 
 def test_a_missing_file_is_refused(tmp_path: Path) -> None:
     with pytest.raises(TaskError, match=r"(?s)none.jsonl: no such file.*hint: give rollouts.task.path a file"):
-        make_task_source(JsonlTask(kind="jsonl", path=tmp_path / "none.jsonl"), 0)
+        make_task_source(FileTask(kind="file", path=tmp_path / "none.jsonl"), 0)
 
 
 # ── import paths ───────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -519,13 +520,13 @@ def test_an_installed_package_comes_before_a_module_of_the_folder(tmp_path: Path
 # ── rows that no prompt can be made of ─────────────────────────────────────────────────────────────────────────────────
 
 
-def rows_of(folder: Path, count: int) -> JsonlTasks:
+def rows_of(folder: Path, count: int) -> FileTasks:
     path = folder / "rows.jsonl"
     path.write_text("".join(json.dumps({"prompt": f"question {i}", "answer": str(i)}) + "\n" for i in range(count)))
-    return JsonlTasks(JsonlTask(kind="jsonl", path=path, held_out_fraction=0.2), seed=0)
+    return FileTasks(FileTask(kind="file", path=path, held_out_fraction=0.2), seed=0)
 
 
-def asked(source: JsonlTasks, count: int) -> set[str]:
+def asked(source: FileTasks, count: int) -> set[str]:
     return {question(task) for task in [*(source.train(i) for i in range(count)), *source.held_out(count)]}
 
 
