@@ -19,6 +19,9 @@ class Shipped:
 
 
 ENVIRONMENTS: dict[str, Shipped] = {
+    "code": Shipped(
+        "redline.environments.code.environment:Code", "answers are programs, run in a sandbox against tests; several tries"
+    ),
     "diplomacy": Shipped(
         "redline.environments.diplomacy.environment:Diplomacy", "self-play of seven powers on the standard map", "diplomacy"
     ),

@@ -1,0 +1,107 @@
+"""What the sandbox does with programs that mean well; test_hostile.py has the others."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from redline.environments.code.inside.cell import Limits
+from redline.environments.code.sandbox import Program, Sandbox
+
+
+@pytest.fixture(scope="module")
+def sandbox() -> Iterator[Sandbox]:
+    sandbox = Sandbox(Limits(time_s=10, memory_mb=256, files_mb=4, output_kb=16, processes=8))
+    yield sandbox
+    sandbox.close()
+
+
+def test_a_program_reads_its_input_and_each_run_begins_anew(sandbox: Sandbox) -> None:
+    program = Program("import os\nprint(int(input()) + 1, os.listdir('.'))\nopen('left', 'w').write('x')")
+    first, second = sandbox.run(program, ["1\n", "2\n"])
+    assert (first.stdout, first.stderr, first.status, first.limit) == ("2 []\n", "", 0, "")
+    assert second.stdout == "3 []\n"
+
+
+def test_an_error_is_told_as_python_tells_it_without_lines_of_ours(sandbox: Sandbox) -> None:
+    (ran,) = sandbox.run(Program("def f():\n    return 1 / 0\nf()"), [""])
+    assert ran.status == 1
+    assert ran.stderr.splitlines()[0] == "Traceback (most recent call last):"
+    assert 'File "answer.py", line 2, in f' in ran.stderr
+    assert ran.stderr.splitlines()[-1] == "ZeroDivisionError: division by zero"
+    assert "redline" not in ran.stderr
+
+
+@pytest.mark.parametrize(("text", "status"), [("import sys; sys.exit(3)", 3), ("raise SystemExit('no')", 1), ("x = (", 1)])
+def test_the_exit_status_is_the_programs(sandbox: Sandbox, text: str, status: int) -> None:
+    assert sandbox.run(Program(text), [""])[0].status == status
+
+
+def test_threads_and_exit_handlers_of_a_program_are_waited_for(sandbox: Sandbox) -> None:
+    text = (
+        "import atexit, threading, time\natexit.register(print, 'last')\n"
+        "threading.Thread(target=lambda: (time.sleep(0.05), print('thread'))).start()\nprint('main')"
+    )
+    assert sandbox.run(Program(text), [""])[0].stdout == "main\nthread\nlast\n"
+
+
+def test_functions_are_called_in_one_process_and_their_values_come_back_as_data(sandbox: Sandbox) -> None:
+    calls = ["add(2, 3)", "[add(1, 1), (add('a', 'b'),)]", "add(1)", "missing()"]
+    found, ran = sandbox.call("print('hello')\ndef add(a, b):\n    return a + b", calls)
+    assert [one.value for one in found[:2]] == [5, [2, ("ab",)]]
+    assert "TypeError" in found[2].problem
+    assert "NameError" in found[3].problem
+    assert ran is not None
+    assert ran.stdout == "hello\n"
+
+
+def test_a_program_that_does_not_load_says_why(sandbox: Sandbox) -> None:
+    found, ran = sandbox.call("import nothing_of_that_name", ["f()"])
+    assert found[0].problem
+    assert ran is not None
+    assert "ModuleNotFoundError" in ran.stderr
+
+
+def test_asserts_run_beside_the_program_and_call_into_it(sandbox: Sandbox) -> None:
+    tests = [
+        "assert abs(half(3) - 1.5) < 1e-9",
+        "assert half(3) == 2, 'no'",
+        "import math\ndef check(f):\n    assert all(math.isclose(f(x), x / 2) for x in range(3))\ncheck(half)",
+        "assert half() == 1",
+    ]
+    verdicts = sandbox.judge("def half(x):\n    return x / 2", tests)
+    assert verdicts[:3] == ["", "AssertionError: no", ""]
+    assert "TypeError" in verdicts[3]
+
+
+def test_another_language_runs_by_a_command(sandbox: Sandbox) -> None:
+    (ran,) = sandbox.run(Program("read x; echo $((x + 1))", ("sh", "answer.sh"), "answer.sh"), ["41\n"])
+    assert ran.stdout == "42\n"
+
+
+def test_many_at_once_do_not_get_in_each_others_way(sandbox: Sandbox) -> None:
+    with ThreadPoolExecutor(4) as threads:
+        found = threads.map(lambda i: sandbox.run(Program(f"print({i})"), [""])[0].stdout, range(12))
+    assert list(found) == [f"{i}\n" for i in range(12)]
+
+
+def test_a_zygote_that_was_ended_is_started_again() -> None:
+    sandbox = Sandbox(Limits(5, 256, 4, 16, 8))
+    first = sandbox.pid
+    sandbox._zygote.process.kill()  # type: ignore[union-attr]
+    sandbox._zygote.process.wait()  # type: ignore[union-attr]
+    assert sandbox.run(Program("print(1)"), [""])[0].stdout == "1\n"
+    assert sandbox.pid != first
+    sandbox.close()
+
+
+def test_a_limit_on_time_ends_a_program_and_those_after_it_are_not_run() -> None:
+    sandbox = Sandbox(Limits(0.3, 256, 4, 16, 8))
+    began = time.monotonic()
+    runs = sandbox.run(Program("while True: pass"), ["", ""])
+    assert [ran.limit for ran in runs] == ["time"]
+    assert time.monotonic() - began < 10
+    sandbox.close()
