@@ -51,7 +51,9 @@ def test_what_is_too_deep_too_long_or_its_own_part_is_refused() -> None:
 
 
 @pytest.mark.parametrize(
-    "line", [b"", b"x", b"{}", b'{"a": 1, "b": 2}', b'{"eval": 1}', b'{"bytes": 3}', b'{"set": [[]]}', b"[" * 100_000, b"\xff", b'{"dict": [1]}']
+    "line",
+    [b"", b"x", b"{}", b'{"a": 1, "b": 2}', b'{"eval": 1}', b'{"bytes": 3}', b'{"set": [[]]}', b"[" * 100_000, b"\xff",
+     b'{"dict": [1]}'],
 )  # fmt: skip
 def test_no_line_does_more_than_fail(line: bytes) -> None:
     with pytest.raises(NotPlainError):
