@@ -202,6 +202,7 @@ redline perf --baselines --device --json --reason --update
 redline env list --json
 redline env check NAME PARAMS --json --limit --say --seed --tasks
 redline env play NAME PARAMS --api-key-env --json --max-tokens --seed --served-model-name --task --temperature --url
+redline env warm NAME PARAMS --json --out --seed --states --workers
 """  # noqa: E501
 
 PYTHON = """

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
+from dataclasses import asdict
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -113,8 +116,6 @@ def play(
 
 
 def _player(url: str | None, model_name: str | None, api_key_env: str, temperature: float, max_tokens: int | None) -> Player:
-    import os
-
     from redline.engine.adapters.json_client import JsonClient
     from redline.lab.environments.players import RETRIES, Person, Served
 
@@ -132,3 +133,37 @@ def _read_line(prompt: str) -> str | None:
         typer.echo(prompt, nl=False, err=True)
     line = sys.stdin.readline()
     return line.rstrip("\n") if line else None
+
+
+@app.command()
+def warm(
+    name: Name,
+    params: Params = None,
+    states: Annotated[int, typer.Option(help="How many states to make; a tenth of them is held out.", min=2)] = 1000,
+    out: Annotated[Path, typer.Option(metavar="FILE", help="The file to write. A call that was stopped goes on.")] = Path(
+        "states.bin"
+    ),
+    seed: Annotated[int, typer.Option(help="The seed of the environment, and the first seed of a state.", min=0)] = 0,
+    workers: Annotated[int | None, typer.Option(help="Processes that make states; by default one per core.", min=1)] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Make a file of states that attempts begin from, so that none has to play its way there."""
+    from redline.lab.environments.made import Made, read_params
+    from redline.lab.environments.warm import CHUNK, Wish
+    from redline.lab.environments.warm import warm as make_file
+    from redline.telemetry.console.tables import log_console
+
+    log = log_console()
+    pays = max(1, states // CHUNK)
+    wish = Wish(states, out, seed, min(workers or len(os.sched_getaffinity(0)), pays))
+
+    def tell(count: int) -> None:
+        if count % 100 == 0 or count == states:
+            log.print(f"{count} of {states} states", style="dim")
+
+    try:
+        header = make_file(Made(name, read_params(params or []), seed), wish, tell)
+    except KeyboardInterrupt:
+        typer.echo("stopped; the same command goes on", err=True)
+        raise typer.Exit(130) from None
+    typer.echo(json.dumps({"path": str(out)} | asdict(header)) if as_json else out)
