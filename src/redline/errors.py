@@ -5,6 +5,7 @@
     ├── ModelError         a model folder is missing, damaged, or of a family we do not know
     ├── TaskError          a task source, a task or a reward function is unusable
     │   └── CallError                a call into an environment's code raised elsewhere, lasted too long, or lost its process
+    ├── BudgetError        an attempt has no turns or tokens left; raised into the environment, which may catch it
     ├── EngineError        a request cannot be served as asked
     │   ├── BrokenModelError         the model gave numbers that cannot be sampled from
     │   └── EngineMemoryError        the device had no memory to compute the request
@@ -57,6 +58,10 @@ class CallError(TaskError):
         super().__init__(message, hint)
         self.where = where
         """The place in the user's code: `game.py:7, in step: return 1 / 0`; empty where that is not known."""
+
+
+class BudgetError(RedlineError):
+    """An attempt has no turns or tokens left. `policy.say` raises it; an environment may catch it and end with a score."""
 
 
 class EngineError(RedlineError):

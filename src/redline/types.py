@@ -290,7 +290,7 @@ class Failure:
 
     stage: str
     """Where it was: "task" (the task source gave none), "prompt" (no prompt could be made of it, or the engine refused it),
-    "reward" (the task's `score`, or a reward model)."""
+    "reward" (the task's `score`, or a reward model), "environment" (its `play`)."""
     reason: str
     where: str = ""
     """The place in the user's code, where it was there: `rewards.py:7, in score: return 1 / 0`. Stored with the reason."""
@@ -387,6 +387,8 @@ class Trajectory:
     score_s: float = 0.0
     """Seconds from the last reply of the attempt to its reward: the end of the game, and the scoring. The same in all sequences
     of an attempt."""
+    truncated: bool = False
+    """Whether the attempt had used up its turns or tokens (`rollouts.environment`). The same in all sequences of an attempt."""
     retries: int = 0
     """How often the attempt was begun again because it had failed. The same in all sequences of an attempt."""
 
@@ -420,6 +422,8 @@ class TrajectoryGroup:
     """The index of its task in the run; the task and its randomness follow from it."""
     latency_s: float = math.nan
     """Seconds from when its attempts began until all had their reward; kept in memory only, for metrics."""
+    num_cut_off: int = 0
+    """Attempts that were begun and cut off, since enough others had ended; kept in memory only, for metrics."""
 
     @property
     def versions(self) -> VersionSpan:

@@ -264,7 +264,9 @@ def test_closing_leaves_nothing_in_the_engine(make: Make) -> None:
 
 
 class Environment:
-    """Plays as `play` says."""
+    """Plays as `play` says, in one turn."""
+
+    asks_once = True
 
     def __init__(self, play: Callable[[Task, Policy], Any]) -> None:
         self.play = play

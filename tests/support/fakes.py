@@ -254,7 +254,7 @@ class FakeEngine:
     def step(self) -> list[tuple[int, Delta]]:
         self.calls.append(("engine.generate", len(self.submitted)))
         nothing = np.zeros(0, dtype=np.int32), np.zeros(0, dtype=np.float32)
-        answers = [(number, request, i) for number, request in self.submitted.items() for i in range(request.sampling.n)]
+        answers = [(number, request, i) for number, request in self.submitted.items() for i in request.sampling.indices]
         self.submitted = {}
         return [(number, Delta(i, *nothing, completion=self.answer(request, i))) for number, request, i in answers]
 

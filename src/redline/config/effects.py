@@ -60,7 +60,12 @@ def _has_sink(sink: Sink) -> Callable[[Config], bool]:
     return lambda config: sink in config.telemetry.sinks
 
 
+def _has_environment(config: Config) -> bool:
+    return config.rollouts.environment.name is not None
+
+
 TABLE: tuple[Readers, ...] = (
+    Readers("rollouts.environment.*", _has_environment, "rollouts.environment.name", "name"),
     Readers("rollouts.reward_model.*", lambda c: c.rollouts.reward_model.path is not None, "rollouts.reward_model.path"),
     Readers(
         "rollouts.evaluation.*",
@@ -158,7 +163,7 @@ def _value(config: Config, key: str) -> tuple[Any, Any]:
     place: Any = config
     for part in section.split("."):
         place = getattr(place, part)
-    return getattr(place, name), type(place).model_fields[name].default
+    return getattr(place, name), type(place).model_fields[name].get_default(call_default_factory=True)
 
 
 def _warmups_longer_than_the_run(config: Config) -> Iterator[Problem]:
@@ -177,7 +182,7 @@ def _warmups_longer_than_the_run(config: Config) -> Iterator[Problem]:
 def _rewards_without_weight(config: Config) -> Iterator[Problem]:
     """Weights that no part has, for sources whose parts are known: those of a user's own task are known when it scores."""
     weights, judged = config.rollouts.reward_weights, config.rollouts.reward_model.path is not None
-    if config.rollouts.task.kind == "import":
+    if config.rollouts.task is None or config.rollouts.task.kind == "import" or _has_environment(config):
         return
     parts = ("correct", "reward_model") if judged else ("correct",)
     for name in weights:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from redline.config.schema import Config
+from redline.config.sections.environment import EnvironmentConfig
 from redline.config.sections.tasks import FileTask, ImportTask, TaskConfig
 from redline.config.trained_step import checkpoints_in, is_of_newest_checkpoint, step_of
 from redline.errors import ConfigError
@@ -21,7 +22,13 @@ def with_absolute_paths(config: Config) -> Config:
         update={
             "run": config.run.model_copy(update={"folder": config.run.folder.absolute()}),
             "model": config.model.model_copy(update={"path": _model(config.model.path)}),
-            "rollouts": rollouts.model_copy(update={"task": _task(rollouts.task), "reward_model": judge}),
+            "rollouts": rollouts.model_copy(
+                update={
+                    "task": _task(rollouts.task),
+                    "environment": _environment(rollouts.environment),
+                    "reward_model": judge,
+                }
+            ),
         }
     )
 
@@ -60,6 +67,12 @@ def _model(path: str) -> str:
     if is_run_folder(local):
         return str(model_of_run(local).absolute())
     return str(local.absolute()) if not path.startswith("builtin:") and local.exists() else path
+
+
+def _environment(environment: EnvironmentConfig) -> EnvironmentConfig:
+    if environment.name is None or ":" not in environment.name:
+        return environment
+    return environment.model_copy(update={"folder": (environment.folder or Path()).absolute()})
 
 
 def _task(task: TaskConfig) -> TaskConfig:

@@ -110,7 +110,8 @@ def kinds_of(field: FieldInfo | None) -> dict[str, type[BaseModel]]:
     """Kind → section, for a field whose section depends on its `kind`."""
     if field is None or not field.discriminator:
         return {}
-    return {get_args(model.model_fields["kind"].annotation)[0]: model for model in get_args(field.annotation)}
+    sections = [model for model in get_args(field.annotation) if model is not type(None)]
+    return {get_args(model.model_fields["kind"].annotation)[0]: model for model in sections}
 
 
 def earlier_key(key: str) -> Problem | None:

@@ -111,6 +111,8 @@ def _check_paths(config: Config) -> None:
     if config.rollouts.reward_model.path is not None:
         _check_reward_model(config.rollouts.reward_model.path)
     task = config.rollouts.task
+    if task is None:
+        return
     if task.kind == "file":
         _check_files(task)
     if task.kind == "reasoning_gym" and importlib.util.find_spec("reasoning_gym") is None:

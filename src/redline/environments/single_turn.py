@@ -11,6 +11,9 @@ from redline.types import Task
 class SingleTurn:
     """Asks the policy for one reply to the task's messages and scores it. Implements `ports.Environment`."""
 
+    asks_once = True
+    """`play` awaits one reply and nothing else."""
+
     def __init__(self, score: Callable[[Task, str], Score]) -> None:
         """`score` returns the reward for a reply to a task, and may block."""
         self._score = score

@@ -35,6 +35,9 @@ from redline.weight_sync import SharedStorage, WeightProtocol
 from redline.weight_sync.transport import Transport
 
 Tell = Callable[[str], None]
+QUEUE_DEPTH = 2
+"""Replies that environments may have under way in the engine, in units of `engine.max_num_seqs`: enough that a row which
+becomes free finds the next prompt there, and few enough that groups begun earlier go first."""
 TRANSPORTS: Mapping[str, Callable[[Mapping[str, torch.Tensor]], Transport]] = {"shared": SharedStorage}
 """Name → a transport to an engine that reads these tensors."""
 
@@ -85,7 +88,7 @@ def make_rollout_setup(config: Config, model: LoadedModel, engine: NativeEngine,
     rollouts = config.rollouts
     return RolloutSetup(
         tasks=tasks.source,
-        environment=SingleTurn,
+        environment=lambda score: tasks.environment or SingleTurn(score),
         chat=Chat(model.tokenizer, rollouts.system_prompt, rollouts.prompt_suffix, rollouts.answer_prefix),
         config=rollouts,
         stop_token_ids=model.stop_token_ids,
@@ -94,6 +97,7 @@ def make_rollout_setup(config: Config, model: LoadedModel, engine: NativeEngine,
         max_reward_workers=tasks.num_workers,
         max_prompt_tokens=prompt_limit(rollouts, min(engine.limits.max_len, engine.limits.cache_tokens)),
         check_request=engine.check,
+        max_sequences=QUEUE_DEPTH * config.engine.max_num_seqs,
         group_timeout_s=config.buffer.group_timeout_s,
     )
 

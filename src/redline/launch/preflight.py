@@ -19,9 +19,10 @@ from typing import TypeVar
 
 from redline.config import Config
 from redline.errors import ConfigError, RedlineError, TaskError, boundary
+from redline.launch.environments import make_environment, task_source
 from redline.launch.placement import Placement, check_device, place
-from redline.ports import TaskSource
-from redline.rollouts import Chat, make_task_source
+from redline.ports import Environment, TaskSource
+from redline.rollouts import Chat
 from redline.rollouts.prompts import Prompts, prompt_limit
 from redline.rollouts.rewards.parts import max_reward_workers
 from redline.rollouts.tasks.checks import held_out_tasks, training_task
@@ -45,6 +46,8 @@ class LoadedTasks:
     num_workers: int
     """Threads that may score at once."""
     held_out: list[Task]
+    environment: Environment | None = None
+    """What attempts are played in; None where each is one reply, which the source scores."""
 
 
 @dataclass(slots=True, frozen=True)
@@ -81,7 +84,9 @@ def _check_inputs(config: Config, placement: Placement) -> Checked:
         first = _first_tasks(config, tasks.source, notes)
     with span("models.load"):
         check_device(config.run.device)
-        _check_model(config, [*first, *tasks.held_out[:NUM_LOOKED_AT]], notes)
+        # What an environment asks is known when it plays.
+        asked = [] if tasks.environment else [*first, *tasks.held_out[:NUM_LOOKED_AT]]
+        _check_model(config, asked, notes)
         _check_reward_model(config)
     return Checked(placement, tasks, tuple(notes))
 
@@ -89,7 +94,8 @@ def _check_inputs(config: Config, placement: Placement) -> Checked:
 def _first_tasks(config: Config, source: TaskSource, notes: list[str]) -> list[Task]:
     """Training tasks, each within the time that the run would give it."""
     calls = UserCalls("task", "train", config.rollouts.task_timeout_s, "rollouts.task_timeout_s")
-    outcomes = calls.results([partial(training_task, source, index) for index in range(NUM_LOOKED_AT)])
+    bare = config.rollouts.environment.name is not None
+    outcomes = calls.results([partial(training_task, source, index, bare=bare) for index in range(NUM_LOOKED_AT)])
     calls.close()
     return _those_that_can(outcomes, _unless_failed, "training tasks cannot be made", notes)
 
@@ -101,12 +107,16 @@ def _unless_failed(outcome: Task | Failure) -> Task:
 
 
 def load_tasks(config: Config) -> LoadedTasks:
-    """Load the task source and ask it for the held-out tasks. Needs neither a model nor a run folder."""
+    """Load the environment, where there is one, and the task source, and ask it for the held-out tasks. Needs neither a model
+    nor a run folder."""
     wanted = config.rollouts.evaluation.num_tasks
     with span("rollouts.setup"):
-        source = make_task_source(config.rollouts.task, config.run.seed)
+        wants_environment = config.rollouts.environment.name is not None
+        environment = make_environment(config.rollouts.environment, config.run.seed) if wants_environment else None
+        source = task_source(config, environment)
+        held_out = held_out_tasks(source, wanted, bare=wants_environment) if wanted else []
         num_workers = max_reward_workers(config.rollouts.max_reward_workers, source)
-        return LoadedTasks(source, num_workers, held_out_tasks(source, wanted) if wanted else [])
+        return LoadedTasks(source, num_workers, held_out, environment)
 
 
 # ── the process it runs in ─────────────────────────────────────────────────────────────────────────────────────────────
@@ -164,6 +174,8 @@ def _check_model(config: Config, tasks: Sequence[Task], notes: list[str]) -> Non
     chat = Chat(load_tokenizer(folder), rollouts.system_prompt, rollouts.prompt_suffix, rollouts.answer_prefix)
     longest = min(config.engine.max_model_len or positions, positions)
     prompts = Prompts(chat, config.rollouts, prompt_limit(config.rollouts, longest))
+    if not tasks:
+        return
     lengths = _those_that_can(tasks, lambda task: _prompt_length(prompts, task), "prompts cannot be used", notes)
     notes.append(f"{len(lengths)} prompts looked at: {min(lengths)} to {max(lengths)} tokens, of {longest} with the answer")
 

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 
 from redline.config.sections.rollouts import AdvantageEstimator
+from redline.types import Trajectory
 
 _EPS = 1e-6
 """Keeps nearly equal rewards from being blown up into full-size advantages by the division."""
@@ -32,6 +35,32 @@ def group_advantages(
     advantages = np.zeros(len(rewards), dtype=np.float32)
     advantages[~failed] = _compared(rewards[~failed].astype(np.float64), scores[~failed], estimator)
     return advantages
+
+
+def advantages_of_sequences(
+    trajectories: Sequence[Trajectory], scores: Sequence[float], estimator: AdvantageEstimator
+) -> np.ndarray:
+    """float32[S]: the advantage of each sequence of a group, which is that of its attempt and role. An attempt is compared
+    with the others in the same role, and counts once however many sequences it has. `scores` are the rewards before the
+    penalty for length."""
+    advantages = np.zeros(len(trajectories), dtype=np.float32)
+    for attempts in places_of_attempts(trajectories).values():
+        firsts = [places[0] for places in attempts]
+        rewards = np.array([trajectories[place].reward for place in firsts], dtype=np.float32)
+        failed = np.array([trajectories[place].failure is not None for place in firsts])
+        unpunished = np.array([scores[place] for place in firsts], dtype=np.float32)
+        for places, advantage in zip(attempts, group_advantages(rewards, failed, estimator, unpunished), strict=True):
+            advantages[places] = advantage
+    return advantages
+
+
+def places_of_attempts(trajectories: Sequence[Trajectory]) -> dict[str, list[list[int]]]:
+    """Role → the places of the sequences of each of its attempts."""
+    found: dict[str, dict[tuple[int | None, int], list[int]]] = {}
+    for place, trajectory in enumerate(trajectories):
+        alone = place if trajectory.attempt is None else -1
+        found.setdefault(trajectory.role, {}).setdefault((trajectory.attempt, alone), []).append(place)
+    return {role: list(attempts.values()) for role, attempts in found.items()}
 
 
 def _compared(rewards: np.ndarray, scores: np.ndarray, estimator: AdvantageEstimator) -> np.ndarray:

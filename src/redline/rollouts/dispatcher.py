@@ -26,8 +26,10 @@ from contextlib import contextmanager, nullcontext
 from functools import partial
 
 from redline.ports import RewardWorkers, Session
+from redline.rollouts.episodes.episodes import Episodes
+from redline.rollouts.episodes.group import EpisodeGroup
 from redline.rollouts.evaluate import evaluate
-from redline.rollouts.play import GroupPlay
+from redline.rollouts.play import GroupPlay, asks_once
 from redline.rollouts.posing import Posing, Refused
 from redline.rollouts.prompts import failed_attempts
 from redline.rollouts.scoring import Scoring
@@ -36,6 +38,8 @@ from redline.rollouts.user_code.source import CalledSource
 from redline.rollouts.workers import Workers
 from redline.telemetry import span
 from redline.types import Delta, Failure, Task, Trajectory, TrajectoryGroup
+
+Posed = GroupPlay | EpisodeGroup | Refused
 
 PATIENCE_S = 5.0
 """Seconds for the step, and then for the rewards under way, when all is to end."""
@@ -56,7 +60,9 @@ class Dispatcher:
         each of them, for settings that belong to a thread."""
         self.session, self.config = session, setup.config
         self._source = CalledSource(setup)
-        self._posing = Posing(setup.environment(self._source.score), setup)
+        environment = setup.environment(self._source.score)
+        self._environment = environment
+        self._posing = Posing(environment, setup)
         self._scoring = Scoring(setup, self._source)
         lock = threading.RLock()
         self._changed = threading.Condition(lock)
@@ -66,13 +72,14 @@ class Dispatcher:
         """At which the last were begun."""
         self._sampling: dict[int, GroupPlay] = {}
         """By the session's number of each request that is under way."""
-        self._under_way: dict[int, GroupPlay] = {}
+        self._under_way: dict[int, GroupPlay | EpisodeGroup] = {}
         """Groups beside the trainer, by index, from their requests to the engine until they are delivered or cancelled."""
         self._num_sampling_here = 0
         """Groups for which a caller steps the engine."""
         self._finished: deque[TrajectoryGroup] = deque()
         self._error: BaseException | None = None
         self._workers = Workers(self, lock, setup.max_reward_workers, prepare_thread) if beside else None
+        self._episodes = None if asks_once(environment) else Episodes(environment, setup, session, self.fail, prepare_thread)
         if self._workers:
             session.start("rollouts", prepare_thread, self._workers.why_idle)
 
@@ -82,6 +89,8 @@ class Dispatcher:
         with span("rollouts.dispatch"), self._changed:
             self._source.step_begins(version)
             self._version = version
+            if self._episodes:
+                self._episodes.begins_at(version)
             if self._workers is None:
                 self._begun += indices
                 return
@@ -150,6 +159,9 @@ class Dispatcher:
             play = self._under_way.get(index)
         if play is None:
             return []
+        if isinstance(play, EpisodeGroup):
+            assert self._episodes is not None
+            return self._episodes.sampled_tokens(play)
         found = {attempt: len(completion.token_ids) for attempt, completion in list(play.completions.items())}
         for number, shared in play.numbers.items():
             so_far = self.session.sampled_tokens(number)
@@ -174,10 +186,15 @@ class Dispatcher:
             if self._workers:
                 self._workers.close()
             self._changed.notify_all()
+        if self._episodes:
+            self._episodes.close(PATIENCE_S)
         self.session.close(PATIENCE_S)
         if self._workers:
             self._workers.join(PATIENCE_S)
         self._source.close()
+        close = getattr(self._environment, "close", None)
+        if callable(close):
+            close()
 
     # ── in the caller's thread: lockstep and evaluation ────────────────────────────────────────────────────────────────
 
@@ -186,16 +203,25 @@ class Dispatcher:
         self._source.try_again("train")
         posed = self._pose(indices)
         attempts = self._attempt_here(posed, self.config.group_size, self._version)
-        return [self._scoring.group(p.index, p.task, ts, p.began) for p, ts in zip(posed, attempts, strict=True)]
+        return [self._grouped(p, ts) for p, ts in zip(posed, attempts, strict=True)]
 
     def attempt(self, tasks: Sequence[Task], indices: Sequence[int], n: int, temperature: float) -> list[list[Trajectory]]:
         """n scored attempts at each task, in the calling thread. The indices choose their randomness."""
         began = time.perf_counter()
         with span("rollouts.prompts"):
-            posed = [self._posing.pose(task, i, n, temperature, began) for task, i in zip(tasks, indices, strict=True)]
+            posed = [
+                self._episodes.group(task, i, n, temperature, began, is_here=True)
+                if self._episodes
+                else self._posing.pose(task, i, n, temperature, began)
+                for task, i in zip(tasks, indices, strict=True)
+            ]
         return self._attempt_here(posed, n, self._version)
 
-    def _attempt_here(self, posed: Sequence[GroupPlay | Refused], n: int, version: int) -> list[list[Trajectory]]:
+    def _attempt_here(self, posed: Sequence[Posed], n: int, version: int) -> list[list[Trajectory]]:
+        if self._episodes:
+            groups = [p for p in posed if isinstance(p, EpisodeGroup)]
+            played = iter(self._episodes.play_here(groups) if groups else ())
+            return [failed_attempts(p.failure, n, version) if isinstance(p, Refused) else next(played) for p in posed]
         plays = [p for p in posed if isinstance(p, GroupPlay)]
         if plays:
             self._sample_here(plays)
@@ -218,7 +244,7 @@ class Dispatcher:
 
     # ── the parts of the pipeline, in whichever thread ─────────────────────────────────────────────────────────────────
 
-    def _pose(self, indices: Sequence[int]) -> list[GroupPlay | Refused]:
+    def _pose(self, indices: Sequence[int]) -> list[Posed]:
         """Fetch training tasks and begin the attempts at them."""
         began = time.perf_counter()
         with span("rollouts.tasks"):
@@ -226,9 +252,12 @@ class Dispatcher:
         with span("rollouts.prompts"):
             return [self._posed(task, index, began) for task, index in zip(tasks, indices, strict=True)]
 
-    def _posed(self, task: Task | Failure, index: int, began: float) -> GroupPlay | Refused:
+    def _posed(self, task: Task | Failure, index: int, began: float) -> Posed:
         if isinstance(task, Failure):
             return Refused(index, Task(f"train({index})", []), task, began)
+        if self._episodes:
+            size, temperature, is_here = self.config.group_size, self.config.temperature, self._workers is None
+            return self._episodes.group(task, index, size, temperature, began, is_here=is_here, oversamples=True)
         return self._posing.pose(task, index, self.config.group_size, self.config.temperature, began)
 
     def _submit(self, play: GroupPlay) -> None:
@@ -238,8 +267,12 @@ class Dispatcher:
                 play.numbers[number] = shared
                 self._sampling[number] = play
 
-    def _give_back(self, play: GroupPlay) -> None:
+    def _give_back(self, play: GroupPlay | EpisodeGroup) -> None:
         """What the engine and the workers still have of a group is not wanted any more."""
+        if isinstance(play, EpisodeGroup):
+            assert self._episodes is not None
+            self._episodes.cancel([play])
+            return
         play.is_wanted = False
         for number in play.numbers:
             if self._sampling.pop(number, None) is not None:
@@ -271,30 +304,44 @@ class Dispatcher:
 
     def _group(self, play: GroupPlay) -> TrajectoryGroup:
         [trajectories] = self._scoring.scored([play], as_batch=False)
-        return self._scoring.group(play.index, play.task, trajectories, play.began)
+        return self._grouped(play, trajectories)
+
+    def _grouped(self, posed: Posed, trajectories: Sequence[Trajectory]) -> TrajectoryGroup:
+        num_cut_off = posed.num_cut_off if isinstance(posed, EpisodeGroup) else 0
+        return self._scoring.group(posed.index, posed.task, trajectories, posed.began, num_cut_off)
 
     # ── beside the trainer ─────────────────────────────────────────────────────────────────────────────────────────────
 
-    def _pose_one(self, index: int, version: int) -> GroupPlay | TrajectoryGroup:
+    def _pose_one(self, index: int, version: int) -> GroupPlay | EpisodeGroup | TrajectoryGroup:
         """In the thread of the tasks. A group of failed attempts where there is nothing to ask the engine for."""
         [posed] = self._pose([index])
-        if isinstance(posed, GroupPlay):
-            return posed
-        failed = failed_attempts(posed.failure, self.config.group_size, version)
-        return self._scoring.group(index, posed.task, failed, posed.began)
+        if isinstance(posed, Refused):
+            return self._grouped(posed, failed_attempts(posed.failure, self.config.group_size, version))
+        return posed
 
-    def take_posed(self, index: int, posed: GroupPlay | TrajectoryGroup) -> None:
+    def take_posed(self, index: int, posed: GroupPlay | EpisodeGroup | TrajectoryGroup) -> None:
         """In the thread of the tasks, which holds the lock."""
         if isinstance(posed, TrajectoryGroup):
             self._finished.append(posed)
+        elif isinstance(posed, EpisodeGroup):
+            assert self._episodes is not None
+            self._under_way[index] = posed
+            self._episodes.begin([posed], self._episodes_ended)
         else:
             self._under_way[index] = posed
             self._submit(posed)
         self._changed.notify_all()
         self.session.wake()
 
+    def _episodes_ended(self, group: EpisodeGroup) -> None:
+        """In the thread of the environments."""
+        made = self._grouped(group, group.trajectories)
+        with self._changed:
+            if self._under_way.get(group.index) is group:
+                self.deliver(group.index, made)
+
     def deliver(self, index: int, group: TrajectoryGroup) -> None:
-        """In a thread of the rewards, which holds the lock."""
+        """In a thread of the rewards or of the environments, which holds the lock."""
         self._under_way.pop(index, None)
         self._finished.append(group)
         self._changed.notify_all()

@@ -49,6 +49,11 @@ class AskedPolicy:
 POLICY = AskedPolicy()
 
 
+def asks_once(environment: Environment) -> bool:
+    """Whether `play` awaits `policy.say` once and nothing else: such an environment says so, and needs no event loop."""
+    return bool(getattr(environment, "asks_once", False))
+
+
 class Attempt:
     """One try at a task."""
 

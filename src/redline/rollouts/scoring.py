@@ -16,7 +16,7 @@ from functools import partial
 import numpy as np
 
 from redline.errors import boundary
-from redline.rollouts.advantages import group_advantages
+from redline.rollouts.advantages import advantages_of_sequences, places_of_attempts
 from redline.rollouts.play import GroupPlay, SampledAttempt
 from redline.rollouts.rewards.parts import REWARD_MODEL_PART, overlong_penalty, reward_parts, total_reward
 from redline.rollouts.setup import RolloutSetup
@@ -45,16 +45,16 @@ class Scoring:
             attempts = self._scored(plays, as_batch)
         return self._judged(plays, attempts)
 
-    def group(self, index: int, task: Task, trajectories: Sequence[Trajectory], began: float) -> TrajectoryGroup:
+    def group(
+        self, index: int, task: Task, trajectories: Sequence[Trajectory], began: float, num_cut_off: int = 0
+    ) -> TrajectoryGroup:
         """A group with the advantages that it can know by itself. `began` is when its attempts did, on `time.perf_counter`."""
         with span("rollouts.advantages"):
-            scores = np.array([t.reward for t in trajectories], dtype=np.float32)
+            scores = [t.reward for t in trajectories]
             if self._config.overlong_fraction:
-                trajectories = [self._punished_for_length(t) for t in trajectories]
-            rewards = np.array([t.reward for t in trajectories], dtype=np.float32)
-            failed = np.array([t.failure is not None for t in trajectories])
-            advantages = group_advantages(rewards, failed, self._config.advantages, scores)
-            return TrajectoryGroup(task.id, trajectories, advantages, index, time.perf_counter() - began)
+                trajectories = self._punished_for_length(trajectories)
+            advantages = advantages_of_sequences(trajectories, scores, self._config.advantages)
+            return TrajectoryGroup(task.id, trajectories, advantages, index, time.perf_counter() - began, num_cut_off)
 
     def memory(self) -> dict[str, int]:
         """Bytes by kind that it holds on the device: a reward model's."""
@@ -138,13 +138,26 @@ class Scoring:
         failure = None if caught.error is None else failure_of("reward", caught.error, self._score)
         return replace(trajectory, reward=reward, reward_parts=parts, failure=failure)
 
-    def _punished_for_length(self, trajectory: Trajectory) -> Trajectory:
+    def _punished_for_length(self, trajectories: Sequence[Trajectory]) -> list[Trajectory]:
+        """With the penalty for the longest reply of each role in each attempt, which is that of all its sequences."""
+        punished = list(trajectories)
+        for attempts in places_of_attempts(trajectories).values():
+            for places in attempts:
+                length = max(_longest_reply(trajectories[place]) for place in places)
+                for place in places:
+                    punished[place] = self._punished(trajectories[place], length)
+        return punished
+
+    def _punished(self, trajectory: Trajectory, length: int) -> Trajectory:
         if trajectory.failure is not None:
             return trajectory
-        length, longest = trajectory.num_completion_tokens, self._config.max_new_tokens
-        penalty = overlong_penalty(length, longest, self._config.overlong_fraction)
+        penalty = overlong_penalty(length, self._config.max_new_tokens, self._config.overlong_fraction)
         parts = {**trajectory.reward_parts, "overlong": penalty}
         return replace(trajectory, reward=trajectory.reward + penalty, reward_parts=parts)
+
+
+def _longest_reply(trajectory: Trajectory) -> int:
+    return max((turn.num_tokens for turn in trajectory.turns), default=trajectory.num_completion_tokens)
 
 
 def _turn(sampled: SampledAttempt, text: str) -> Turn:

@@ -35,5 +35,7 @@ class RolloutSetup:
     """None sets no limit."""
     check_request: Callable[[GenerateRequest], None] = lambda request: None
     """Raises what the engine has against a request, before the engine gets it."""
+    max_sequences: int | None = None
+    """Replies that environments may have under way in the engine at once; None sets no limit."""
     group_timeout_s: float | None = None
     """Seconds after which a group is cancelled, and a call of `score` that lasts as long is taken for dead."""

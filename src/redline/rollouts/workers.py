@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
+from redline.rollouts.episodes.group import EpisodeGroup
 from redline.rollouts.play import GroupPlay
 from redline.rollouts.rewards.pool import RewardPool
 from redline.types import TrajectoryGroup
@@ -25,7 +26,7 @@ class Workers:
         self.rewards: RewardPool[TrajectoryGroup] = RewardPool(
             "rewards", max_reward_workers, dispatcher.deliver, dispatcher.fail, lock, prepare_thread, finish_thread=ends
         )
-        self.tasks: RewardPool[GroupPlay | TrajectoryGroup] = RewardPool(
+        self.tasks: RewardPool[GroupPlay | EpisodeGroup | TrajectoryGroup] = RewardPool(
             "tasks",
             1,
             dispatcher.take_posed,

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from collections.abc import Mapping
+from typing import Any, Literal
 
 from pydantic import Field, PositiveInt, model_validator
 
 from redline.config.section import Section
+from redline.config.sections.environment import EnvironmentConfig
 from redline.config.sections.tasks import TaskConfig
 
 AdvantageEstimator = Literal["group", "group_centred", "leave_one_out", "batch", "batch_baseline", "gae"]
@@ -45,14 +47,16 @@ class RewardModelConfig(Section):
 
 
 class RolloutsConfig(Section):
-    task: TaskConfig
-    """Where tasks and their rewards come from; `kind` chooses."""
+    task: TaskConfig = None
+    """Where tasks and their rewards come from; `kind` chooses. null where the environment brings its own."""
+    environment: EnvironmentConfig = EnvironmentConfig()
+    """What an attempt is played in; without a name, each task is one question with one reply."""
     groups_per_step: PositiveInt = 8
     """Tasks per optimizer step."""
     group_size: PositiveInt = 8
     """Attempts per task; where the group is its own baseline, it takes two."""
     max_new_tokens: PositiveInt = 256
-    """Most tokens per attempt, the stop token included."""
+    """Most tokens per reply, the stop token included. An attempt is one reply, unless there is an environment."""
     temperature: float = Field(1.0, gt=0)
     """Temperature of the policy that is sampled and trained: the trainer's logprobs use the same."""
     system_prompt: str | None = None
@@ -99,3 +103,14 @@ class RolloutsConfig(Section):
     at further tasks, in at most this many rounds per step; 0 takes groups as they come."""
     evaluation: EvaluationConfig = EvaluationConfig()
     """The reward of held-out tasks, measured while training."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _tasks_come_from_somewhere(cls, values: Any) -> Any:
+        """Without an environment, which may bring tasks of its own, a missing `task` is refused as one without a `kind` is."""
+        values = {} if values is None else values
+        if not isinstance(values, Mapping) or values.get("task") is not None:
+            return values
+        environment = values.get("environment")
+        name = environment.get("name") if isinstance(environment, Mapping) else getattr(environment, "name", None)
+        return values if name is not None else {**values, "task": {}}

@@ -55,4 +55,4 @@ class ImportTask(Section):
     """Keyword arguments for it."""
 
 
-TaskConfig = Annotated[ReasoningGymTask | FileTask | ImportTask, Field(discriminator="kind")]
+TaskConfig = Annotated[ReasoningGymTask | FileTask | ImportTask | None, Field(discriminator="kind")]

@@ -27,7 +27,8 @@ REWARD_MODEL_PART = "reward_model"
 NUMBER_PART = "reward"
 """What a `score` that is one number is called among them."""
 LARGEST = float(np.finfo(np.float32).max)
-EXPECTED = 'end `score` with `return 1.0`, or with `return {"correct": 1.0, "format": 0.5}`'
+EXPECTED = 'end `{}` with `return 1.0`, or with `return {{"correct": 1.0, "format": 0.5}}`'
+"""`{}` is the function that returned something else."""
 
 
 def extract_answer(text: str, how: Extract) -> str | None:
@@ -57,33 +58,34 @@ def max_reward_workers(wanted: int | None, tasks: TaskSource) -> int:
     return wanted
 
 
-def reward_parts(score: object) -> dict[str, float]:
-    """The named parts of what `score` returned, as floats; a number by itself is the part `reward`. Raises TaskError where it
-    is neither, or holds what the trainer's float32 has no number for: a NaN would reach every weight."""
+def reward_parts(score: object, what: str = "score") -> dict[str, float]:
+    """The named parts of what `score`, or the function called `what`, returned, as floats; a number by itself is the part
+    `reward`. Raises TaskError where it is neither, or holds what the trainer's float32 has no number for: a NaN would reach
+    every weight."""
     if isinstance(score, Mapping):
-        return {_part_name(name): _part_value(name, value) for name, value in score.items()}
+        return {_part_name(name, what): _part_value(name, value, what) for name, value in score.items()}
     if not _is_number(score):
-        raise TaskError(f"`score` returned {_shown(score)}; it must return a number, or named numbers", EXPECTED)
-    return {NUMBER_PART: _part_value(NUMBER_PART, score)}
+        raise TaskError(f"`{what}` returned {_shown(score)}; it must return a number, or named numbers", EXPECTED.format(what))
+    return {NUMBER_PART: _part_value(NUMBER_PART, score, what)}
 
 
-def _part_name(name: object) -> str:
+def _part_name(name: object, what: str) -> str:
     if isinstance(name, str):
         return name
-    raise TaskError(f"`score` returned a part called {_shown(name)}; names are texts", EXPECTED)
+    raise TaskError(f"`{what}` returned a part called {_shown(name)}; names are texts", EXPECTED.format(what))
 
 
-def _part_value(name: object, value: Any) -> float:
+def _part_value(name: object, value: Any, what: str) -> float:
     if not _is_number(value):
-        raise TaskError(f"`score` returned {name} = {_shown(value)}; each part must be a number", EXPECTED)
-    return finite(f"reward part {name}", float(value))
+        raise TaskError(f"`{what}` returned {name} = {_shown(value)}; each part must be a number", EXPECTED.format(what))
+    return finite(f"reward part {name}", float(value), what)
 
 
-def finite(what: str, value: float) -> float:
+def finite(what: str, value: float, function: str = "score") -> float:
     """The value itself, where float32 can hold it."""
     if not abs(value) <= LARGEST:  # a NaN is not
         small = "" if math.isnan(value) or math.isinf(value) else f", too large for float32, which ends at {LARGEST:.3g}"
-        raise TaskError(f"{what} = {value!r}: not a finite number{small}", "make `score` return finite numbers")
+        raise TaskError(f"{what} = {value!r}: not a finite number{small}", f"make `{function}` return finite numbers")
     return value
 
 

@@ -39,17 +39,17 @@ def check_methods(source: Any, name: str) -> None:
             ) from error
 
 
-def training_task(source: TaskSource, index: int) -> Task:
-    """Training task `index`; raises `TaskError` where the source gives none that can be used."""
+def training_task(source: TaskSource, index: int, *, bare: bool = False) -> Task:
+    """Training task `index`; raises `TaskError` where the source gives none that can be used. `bare` as for `check_task`."""
     call = f"train({index})"
     with boundary() as caught:
         task = source.train(index)
     _raise(caught.error, call)
-    return check_task(task, call)
+    return check_task(task, call, bare=bare)
 
 
-def held_out_tasks(source: TaskSource, count: int) -> list[Task]:
-    """At most `count` held-out tasks; raises `TaskError` where the source gives something else."""
+def held_out_tasks(source: TaskSource, count: int, *, bare: bool = False) -> list[Task]:
+    """At most `count` held-out tasks; raises `TaskError` where the source gives something else. `bare` as for `check_task`."""
     call = f"held_out({count})"
     with boundary() as caught, calling("held_out"):
         found = source.held_out(count)
@@ -57,17 +57,18 @@ def held_out_tasks(source: TaskSource, count: int) -> list[Task]:
     _raise(caught.error, call)
     if tasks is None:
         raise TaskError(f"rollouts.task: {call} gave a {type(found).__name__}, not a list of tasks", "return a list of tasks")
-    return [check_task(task, f"{call}[{index}]") for index, task in enumerate(tasks[:count])]
+    return [check_task(task, f"{call}[{index}]", bare=bare) for index, task in enumerate(tasks[:count])]
 
 
-def check_task(task: Any, call: str) -> Task:
-    """The task itself. `call` says where it came from, for the one who has to change that."""
-    for wrong in _objections(task):
+def check_task(task: Any, call: str, *, bare: bool = False) -> Task:
+    """The task itself. `call` says where it came from, for the one who has to change that. A `bare` task may be without
+    messages: an environment makes what is asked."""
+    for wrong in _objections(task, bare):
         raise TaskError(f"rollouts.task: {call} {wrong}", A_TASK)
     return task
 
 
-def _objections(task: Any) -> Sequence[str]:
+def _objections(task: Any, bare: bool) -> Sequence[str]:
     if not isinstance(task, Task):
         return [f"gave a {type(task).__name__}, not a Task"]
     kinds: dict[str, tuple[Any, type]] = {"id": (task.id, str), "answer": (task.answer, str), "data": (task.data, Mapping)}
@@ -79,7 +80,7 @@ def _objections(task: Any) -> Sequence[str]:
     messages: Any = task.messages
     if isinstance(messages, str) or not isinstance(messages, Sequence):
         wrong.append(f"gave a Task whose messages are a {type(messages).__name__}, not a list of messages")
-    elif not messages:
+    elif not messages and not bare:
         wrong.append("gave a Task without messages")
     elif not all(map(_is_message, messages)):
         odd = next(message for message in messages if not _is_message(message))

@@ -17,7 +17,7 @@ import traceback
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
-from redline.errors import RedlineError, TaskError, boundary, in_words
+from redline.errors import CallError, RedlineError, TaskError, boundary, in_words
 from redline.rollouts.user_code.coroutines import EventLoop
 from redline.rollouts.user_code.permits import MAX_LATE_IN_A_ROW, MAX_STUCK, Permit, Permits
 from redline.telemetry import idle_as, span
@@ -254,7 +254,7 @@ class _Worker:
 def failure_of(stage: str, error: BaseException, function: Callable[..., Any] | None = None) -> Failure:
     """With the place in the user's code where it was raised; where that is none of theirs, the place of `function`."""
     frames = traceback.extract_tb(error.__traceback__)
-    where = users_place(frames)
+    where = error.where if isinstance(error, CallError) and error.where else users_place(frames)
     if not where and isinstance(error, RedlineError):
         where = defined_at(function) if function else ""
     elif not where:

@@ -38,7 +38,7 @@ class CalledSource:
         return self._own_calls("train").results([partial(self._train, index) for index in indices])
 
     def _train(self, index: int) -> Task:
-        return check_task(self._tasks.train(index), f"train({index})")
+        return check_task(self._tasks.train(index), f"train({index})", bare=self._config.environment.name is not None)
 
     def score(self, task: Task, text: str) -> Score:
         """What the user's `score` returns. Blocks until it comes, also where it is a coroutine. Call it in works of `results`,

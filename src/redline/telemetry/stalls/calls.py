@@ -58,7 +58,7 @@ class Call:
     def place(self) -> str:
         """Where it is: `letters.py:17, in score: time.sleep(1)`."""
         if self.coroutine is not None:
-            return place_of(traceback.StackSummary.extract(_suspended_frames(self.coroutine)))
+            return place_of(traceback.StackSummary.extract(suspended_frames(self.coroutine)))
         frame = current_frames().get(self.thread_id)
         return place_of(traceback.extract_stack(frame)) if frame else ""
 
@@ -89,7 +89,7 @@ def forget_call(call: Call) -> None:
         del _running[call.thread_id]
 
 
-def _suspended_frames(coroutine: Any) -> Iterator[tuple[FrameType, int]]:
+def suspended_frames(coroutine: Any) -> Iterator[tuple[FrameType, int]]:
     """From the outermost coroutine to what it waits for."""
     while (frame := getattr(coroutine, "cr_frame", None)) is not None:
         yield frame, frame.f_lineno

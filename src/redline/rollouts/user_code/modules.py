@@ -17,10 +17,12 @@ Stamp = tuple[int, int] | None
 
 
 class FolderImports:
-    """What was imported from the folder of the last task: it makes way for another folder, and for a file that has changed.
-    Modules that somebody else imported stay what they are."""
+    """What was imported from the folder that a section of the recipe named last: it makes way for another folder, and for a
+    file that has changed. Modules that somebody else imported stay what they are."""
 
-    def __init__(self) -> None:
+    def __init__(self, section: str) -> None:
+        """`section` has the key `folder`, such as `rollouts.task`."""
+        self._section = section
         self._folder: Path | None = None
         self._there_before: set[str] | None = None
         """Modules there were when the folder was put on `sys.path` here; None where it is there for another reason."""
@@ -34,7 +36,7 @@ class FolderImports:
         importlib.invalidate_caches()
         if folder != self._folder or any(_stamp(file) != stamp for file, stamp in self._stamps.items()):
             self._forget()
-        _refuse_two(name.partition(".")[0], folder)
+        self._refuse_two(name.partition(".")[0], folder)
         self._folder = folder
         # Last, not first: a folder called `datasets` beside the recipe must not hide the package of that name.
         if str(folder) not in sys.path:
@@ -69,28 +71,23 @@ class FolderImports:
                 del sys.modules[name]
         self._folder, self._there_before, self._names, self._stamps = None, None, set(), {}
 
-
-FOLDER_IMPORTS = FolderImports()
-"""There is one `sys.modules` in a process."""
-
-
-def _refuse_two(name: str, folder: Path) -> None:
-    """An installed package comes before a module in the folder. Of any other two it cannot be known which is meant."""
-    in_folder = PathFinder.find_spec(name, [str(folder)])
-    if in_folder is None or in_folder.origin is None or name in sys.stdlib_module_names:
-        return
-    if name in sys.modules:
-        other, why = getattr(sys.modules[name], "__file__", None) or "a module without a file", "is imported already"
-    else:
-        found = importlib.util.find_spec(name)
-        other, why = (found and found.origin) or in_folder.origin, "comes first on sys.path"
-    is_installed = not {"site-packages", "dist-packages"}.isdisjoint(Path(other).parts)
-    if is_installed or Path(other).resolve() == Path(in_folder.origin).resolve():
-        return
-    raise TaskError(
-        f"rollouts.task.path: there are two {name!r}: {other} {why}, and {in_folder.origin} is in rollouts.task.folder",
-        "rename one of them, or set rollouts.task.folder to the folder of the one that is meant",
-    )
+    def _refuse_two(self, name: str, folder: Path) -> None:
+        """An installed package comes before a module in the folder. Of any other two it cannot be known which is meant."""
+        in_folder = PathFinder.find_spec(name, [str(folder)])
+        if in_folder is None or in_folder.origin is None or name in sys.stdlib_module_names:
+            return
+        if name in sys.modules:
+            other, why = getattr(sys.modules[name], "__file__", None) or "a module without a file", "is imported already"
+        else:
+            found = importlib.util.find_spec(name)
+            other, why = (found and found.origin) or in_folder.origin, "comes first on sys.path"
+        is_installed = not {"site-packages", "dist-packages"}.isdisjoint(Path(other).parts)
+        if is_installed or Path(other).resolve() == Path(in_folder.origin).resolve():
+            return
+        raise TaskError(
+            f"{self._section}: there are two {name!r}: {other} {why}, and {in_folder.origin} is in {self._section}.folder",
+            f"rename one of them, or set {self._section}.folder to the folder of the one that is meant",
+        )
 
 
 def _lies_in(module: ModuleType | None, folder: Path) -> bool:

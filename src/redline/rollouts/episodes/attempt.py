@@ -1,0 +1,235 @@
+"""One try at a task, and the policy as its environment sees it.
+
+say ──► conversation: tokens ──► budget ──► broker ┄┄ the engine ┄┄ completion ──► message, tool calls ──► Turn
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from redline.errors import BudgetError, RedlineError, TaskError
+from redline.rollouts.chat import Chat
+from redline.rollouts.conversation import Asked, Conversation
+from redline.rollouts.episodes.broker import Ask, Broker
+from redline.rollouts.episodes.group import EpisodeGroup
+from redline.rollouts.episodes.loop import EpisodeLoop
+from redline.rollouts.episodes.sequences import SequenceUnderWay
+from redline.telemetry import span
+from redline.types import Completion, GenerateRequest, Message, SamplingParams, Turn
+
+
+@dataclass(slots=True, frozen=True)
+class Limits:
+    """How far an attempt may go; None sets no limit."""
+
+    max_new_tokens: int
+    """Of one reply."""
+    max_prompt_tokens: int | None = None
+    """Of what one reply goes on from."""
+    max_turns: int | None = None
+    max_tokens: int | None = None
+    """Of all sequences of an attempt together."""
+
+
+@dataclass(slots=True, frozen=True)
+class Shared:
+    """What all attempts use."""
+
+    chat: Chat
+    stop_token_ids: tuple[int, ...]
+    limits: Limits
+    broker: Broker
+    loop: EpisodeLoop
+    check_request: Callable[[GenerateRequest], None]
+    """Raises what the engine has against a request."""
+
+
+@dataclass(slots=True, eq=False)
+class _Line:
+    """One conversation of a role, and the sequence that it is trained as."""
+
+    conversation: Conversation
+    sequence: SequenceUnderWay | None = None
+    is_asking: bool = False
+
+
+class PlayedAttempt:
+    """One try at a task. Implements `ports.Policy`: for an environment whose `play` runs in a thread, `say` blocks."""
+
+    def __init__(self, group: EpisodeGroup, number: int, retry: int, shared: Shared) -> None:
+        self.group, self.number, self.retry = group, number, retry
+        self._shared = shared
+        self._lines: dict[str, list[_Line]] = {}
+        """By role."""
+        self.sequences: list[SequenceUnderWay] = []
+        """In the order in which they began."""
+        self._asks: list[Ask] = []
+        """Those that wait for a reply."""
+        self._num_asks = 0
+        self._num_tokens = 0
+        self._since = time.perf_counter()
+        """When the environment's own time began: with the attempt, an ask or a reply."""
+        self.refusal: Exception | None = None
+        """What was wrong with a prompt."""
+        self.is_truncated = False
+        """Whether a budget was used up."""
+        self.is_over = False
+
+    @property
+    def roles(self) -> list[str]:
+        """Who has spoken."""
+        return list(dict.fromkeys(sequence.role for sequence in self.sequences))
+
+    def end(self) -> float:
+        """Nothing more is asked. Returns the seconds since the last reply."""
+        self.is_over = True
+        for ask in self._asks:
+            ask.reply.cancel()
+        if self._asks:
+            self._shared.broker.take_back_what_is_over()
+        return time.perf_counter() - self._since
+
+    # ── ports.Policy ───────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def say(
+        self,
+        messages: Sequence[Message],
+        *,
+        role: str = "",
+        tools: Sequence[Mapping[str, Any]] = (),
+        stop: Sequence[str] = (),
+        max_tokens: int | None = None,
+    ) -> Any:
+        """As `ports.Policy.say`: in the event loop what it returns is awaited, in any other thread it is the turn itself."""
+        reply = self._say(messages, role, tools, (stop,) if isinstance(stop, str) else tuple(stop), max_tokens)
+        if self._shared.loop.is_here:
+            return reply
+        return asyncio.run_coroutine_threadsafe(reply, self._shared.loop.loop).result()
+
+    async def _say(
+        self,
+        messages: Sequence[Message],
+        role: str,
+        tools: Sequence[Mapping[str, Any]],
+        stop: tuple[str, ...],
+        max_tokens: int | None,
+    ) -> Turn:
+        began = time.perf_counter()
+        environment_s, self._since = began - self._since, began
+        if self.is_over:
+            raise TaskError("the attempt has ended", "ask the policy only while `play` runs")
+        self._check_turns()
+        line = self._line(role)
+        with span("rollouts.prompts"):
+            asked = line.conversation.ask(messages, tools)
+            limit = self._limit(asked, line, stop, max_tokens)
+        asked_at = time.perf_counter()
+        line.is_asking = True  # and where it is cancelled, it stays so: nothing goes on from a reply that did not come
+        completion = await self._completion(asked.prompt_ids, limit, stop)
+        line.is_asking = False
+        with span("rollouts.parse"):
+            turn = self._turn(line, completion, environment_s, asked_at - began)
+            self._take(line, role, asked, completion, turn)
+        self._since = time.perf_counter()
+        return turn
+
+    def _line(self, role: str) -> _Line:
+        """The conversation of a role that was asked last, or a new one where that one still waits for its reply."""
+        lines = self._lines.setdefault(role, [])
+        for line in reversed(lines):
+            if not line.is_asking:
+                return line
+        lines.append(_Line(Conversation(self._shared.chat, self._shared.stop_token_ids)))
+        return lines[-1]
+
+    async def _completion(self, prompt_ids: Any, limit: int, stop: tuple[str, ...]) -> Completion:
+        reply: asyncio.Future[Completion] = self._shared.loop.loop.create_future()
+        ask = Ask(self.group, self.number, self.retry, self._num_asks, prompt_ids, limit, stop, reply)
+        self._num_asks += 1
+        self._asks.append(ask)
+        try:
+            return await self._shared.broker.completion(ask)
+        finally:
+            self._asks.remove(ask)
+
+    # ── budgets ────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def _check_turns(self) -> None:
+        most = self._shared.limits.max_turns
+        if most is not None and self._num_asks >= most:
+            self._out_of(f"the attempt has had its {most} turns", "raise rollouts.environment.max_turns")
+
+    def _limit(self, asked: Asked, line: _Line, stop: tuple[str, ...], wanted: int | None) -> int:
+        """Tokens that the reply may have. Raises where there is no room for any."""
+        limits, length = self._shared.limits, len(asked.prompt_ids)
+        if limits.max_prompt_tokens is not None and length > limits.max_prompt_tokens:
+            self._too_long(length, limits.max_prompt_tokens)
+        limit = limits.max_new_tokens if wanted is None else max(1, min(wanted, limits.max_new_tokens))
+        if limits.max_tokens is not None:
+            left = limits.max_tokens - self._num_tokens - self._num_new(asked, line)
+            if left < 1:
+                hint = "raise rollouts.environment.max_tokens, or show the policy less"
+                self._out_of(f"the attempt has used up its {limits.max_tokens} tokens", hint)
+            limit = min(limit, left)
+        self._check_with_engine(asked, SamplingParams(max_tokens=limit, stop=stop))
+        return limit
+
+    def _num_new(self, asked: Asked, line: _Line) -> int:
+        """Tokens of a prompt that no earlier turn of the attempt has counted."""
+        sequence = None if asked.starts_anew else line.sequence
+        return len(asked.prompt_ids) - (len(sequence.token_ids) if sequence else 0)
+
+    def _check_with_engine(self, asked: Asked, sampling: SamplingParams) -> None:
+        try:
+            self._shared.check_request(GenerateRequest(asked.prompt_ids, sampling))
+        except RedlineError as error:
+            self.refusal = error
+            raise
+
+    def _too_long(self, length: int, room: int) -> None:
+        hint = "lower rollouts.max_new_tokens, or show the policy less"
+        if self.sequences:
+            self._out_of(f"a conversation of {length} tokens, but there is room for {room}", hint)
+        self.refusal = TaskError(f"a prompt of {length} tokens, but there is room for {room}", hint)
+        raise self.refusal
+
+    def _out_of(self, reason: str, hint: str) -> None:
+        self.is_truncated = True
+        raise BudgetError(reason, hint)
+
+    # ── replies ────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def _turn(self, line: _Line, completion: Completion, environment_s: float, prompt_s: float) -> Turn:
+        began = time.perf_counter()
+        reply = line.conversation.replied(completion.token_ids)
+        return Turn(
+            text=reply.text,
+            start=reply.start,
+            end=reply.end,
+            versions=completion.versions,
+            finish_reason=completion.finish_reason,
+            queue_s=completion.queue_s,
+            prefill_s=completion.prefill_s,
+            decode_s=completion.decode_s,
+            message=reply.message,
+            tool_calls=reply.tool_calls,
+            problem=reply.problem,
+            environment_s=environment_s,
+            prompt_s=prompt_s,
+            parse_s=time.perf_counter() - began,
+        )
+
+    def _take(self, line: _Line, role: str, asked: Asked, completion: Completion, turn: Turn) -> None:
+        sequence = line.sequence
+        if sequence is None or asked.starts_anew or not sequence.goes_on_with(asked.prompt_ids):
+            sequence = SequenceUnderWay(role)
+            line.sequence = sequence
+            self.sequences.append(sequence)
+        self._num_tokens += len(asked.prompt_ids) + turn.num_tokens - len(sequence.token_ids)
+        sequence.take(asked.prompt_ids, completion, turn)
+        sampled = self.group.num_sampled
+        sampled[self.number] = sampled.get(self.number, 0) + turn.num_tokens

@@ -1,0 +1,268 @@
+"""Puts what many attempts ask into the engine, and brings each its reply.
+
+    ask ──► asked ──► nothing else is ready: one request for all of a group that ask the same ──► waiting ──► the engine
+                                                                                   back-pressure ┘    │
+    reply ◄──────────────────────────────── once a step, in the loop's thread ◄───────────────────────┘
+
+Attempts of a group that ask the same become one request for several completions, so that their prompt is computed once. What is
+sampled follows from the run's seed, the task, the attempt and the place of the ask in it, and not from what asks came together.
+Requests reach the engine in the order of their groups: what was begun first ends first. No more than `most` completions are
+under way at once, and the others wait here; one request always fits, so nothing waits for ever.
+
+For the groups of a caller that holds the engine (lockstep, an evaluation) that thread hands them over: `carry_out_orders`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+
+import numpy as np
+
+from redline.ports import Session
+from redline.rollouts.episodes.group import EpisodeGroup
+from redline.types import Completion, Delta, GenerateRequest, SamplingParams
+
+
+@dataclass(slots=True, frozen=True)
+class AskKey:
+    """What two asks of a group must have in common to become one request."""
+
+    prompt: bytes
+    max_tokens: int
+    stop: tuple[str, ...]
+    retry: int
+    index: int
+
+
+@dataclass(slots=True, eq=False)
+class Ask:
+    """An attempt wants a reply."""
+
+    group: EpisodeGroup
+    attempt: int
+    retry: int
+    """How often the attempt was begun before."""
+    index: int
+    """Which of the attempt's asks it is."""
+    prompt_ids: np.ndarray
+    max_tokens: int
+    stop: tuple[str, ...]
+    reply: asyncio.Future[Completion]
+
+    @property
+    def key(self) -> AskKey:
+        return AskKey(self.prompt_ids.tobytes(), self.max_tokens, self.stop, self.retry, self.index)
+
+    @property
+    def order(self) -> tuple[int, int, int]:
+        return self.group.order, self.attempt, self.index
+
+    @property
+    def is_over(self) -> bool:
+        """Whether nothing waits for the reply any more."""
+        return self.reply.done()
+
+
+@dataclass(slots=True, eq=False)
+class BrokeredRequest:
+    """One request for asks of a group that are the same, by attempts that follow each other."""
+
+    request: GenerateRequest
+    asks: Sequence[Ask]
+    """In the order of the request's completions, which have the indices of the attempts."""
+    num_missing: int = field(init=False)
+    """Completions that are still to come."""
+
+    def __post_init__(self) -> None:
+        self.num_missing = len(self.asks)
+
+    @property
+    def group(self) -> EpisodeGroup:
+        return self.asks[0].group
+
+    @property
+    def is_over(self) -> bool:
+        return all(ask.is_over for ask in self.asks)
+
+
+class Broker:
+    """Between the attempts of all groups and the engine. Implements `ports.Receiver`; all else is for the loop's thread, unless
+    it says so."""
+
+    def __init__(
+        self,
+        session: Session,
+        post: Callable[..., None],
+        fail: Callable[[BaseException], None],
+        *,
+        seed: int,
+        stop_token_ids: tuple[int, ...],
+        most: int | None = None,
+    ) -> None:
+        """`post` has the loop's thread call something; `fail` gets what is wrong with the engine. `most`: completions under way
+        at once."""
+        self._session, self._post, self._fail = session, post, fail
+        self._seed, self._stop_token_ids, self._most = seed, stop_token_ids, most
+        self._asked: list[Ask] = []
+        self._waiting: list[BrokeredRequest] = []
+        self._in_engine: dict[int, BrokeredRequest] = {}
+        """By the session's number."""
+        self._num_in_engine = 0
+        """Completions that are to come of requests that were handed over."""
+        self._orders: deque[Callable[[], None]] = deque()
+        """What the caller's thread is to do, which holds the engine."""
+        self.has_news = False
+        """Whether anything was received since the caller's thread last waited for the loop."""
+
+    # ── attempts ask ───────────────────────────────────────────────────────────────────────────────────────────────────
+
+    async def completion(self, ask: Ask) -> Completion:
+        """What the engine samples for an ask. Cancelling it takes the ask back."""
+        self._asked.append(ask)
+        try:
+            return await ask.reply
+        finally:
+            if ask.reply.cancelled():
+                self.take_back_what_is_over()
+
+    def hand_over_what_is_asked(self) -> bool:
+        """Called when nothing else is ready. Returns whether anything was handed over."""
+        if self._asked:
+            asked, self._asked = [ask for ask in self._asked if not ask.is_over], []
+            self._waiting += self._requests(asked)
+            self._waiting.sort(key=lambda request: request.asks[0].order)
+        count = 0
+        while count < len(self._waiting) and self._fits(self._waiting[count]):
+            request = self._waiting[count]
+            self._num_in_engine += len(request.asks)
+            self._order(request.group, partial(self._submit, request))
+            count += 1
+        del self._waiting[:count]
+        return count > 0
+
+    def _fits(self, request: BrokeredRequest) -> bool:
+        return self._most is None or not self._num_in_engine or self._num_in_engine + len(request.asks) <= self._most
+
+    def _requests(self, asked: Sequence[Ask]) -> list[BrokeredRequest]:
+        """Each has a run of attempts, so that a completion can have its attempt's index: what is sampled for an attempt then
+        depends on no other."""
+        together: dict[tuple[int, AskKey], list[list[Ask]]] = {}
+        for ask in sorted(asked, key=lambda ask: ask.order):
+            runs = together.setdefault((ask.group.order, ask.key), [])
+            if runs and runs[-1][-1].attempt == ask.attempt - 1:
+                runs[-1].append(ask)
+            else:
+                runs.append([ask])
+        return [self._request(asks) for runs in together.values() for asks in runs]
+
+    def _request(self, asks: Sequence[Ask]) -> BrokeredRequest:
+        first = asks[0]
+        sampling = SamplingParams(
+            max_tokens=first.max_tokens,
+            n=len(asks),
+            first_index=first.attempt,
+            temperature=first.group.temperature,
+            stop_token_ids=self._stop_token_ids,
+            stop=first.stop,
+            seed=seed_of((self._seed << 32) + first.group.index, first.retry, first.index),
+        )
+        return BrokeredRequest(GenerateRequest(first.prompt_ids, sampling), asks)
+
+    # ── to the engine and back ─────────────────────────────────────────────────────────────────────────────────────────
+
+    def _order(self, group: EpisodeGroup, order: Callable[[], None]) -> None:
+        """Do something with the session: in the caller's thread for its own groups, here for all others."""
+        if group.is_here:
+            self._orders.append(order)
+        else:
+            order()
+
+    @property
+    def has_orders(self) -> bool:
+        return bool(self._orders)
+
+    def carry_out_orders(self) -> None:
+        """In the thread that holds the engine: hand over and take back what the loop's thread has decided."""
+        while self._orders:
+            self._orders.popleft()()
+
+    def _submit(self, request: BrokeredRequest) -> None:
+        if request.is_over:
+            self._post(self._took_back, request)
+            return
+        number = self._session.submit(request.request, self)
+        self._in_engine[number] = request
+
+    def _took_back(self, request: BrokeredRequest) -> None:
+        self._num_in_engine -= request.num_missing
+        request.num_missing = 0
+
+    def receive(self, pieces: Sequence[tuple[int, Delta | Exception]]) -> None:
+        """Take what a step of the engine brought, in the thread that stepped it: the loop's thread hears of it once."""
+        found = [(number, piece) for number, piece in pieces if isinstance(piece, Exception) or piece.completion is not None]
+        if found:
+            self.has_news = True
+            self._post(self._take, found)
+
+    def _take(self, pieces: Sequence[tuple[int, Delta | Exception]]) -> None:
+        for number, piece in pieces:
+            request = self._in_engine.get(number)
+            if request is None:  # it was taken back
+                continue
+            if isinstance(piece, Exception):
+                self._fail(piece)
+                continue
+            assert piece.completion is not None
+            ask = request.asks[piece.index - request.request.sampling.first_index]
+            if not ask.is_over:
+                ask.reply.set_result(piece.completion)
+            request.num_missing -= 1
+            self._num_in_engine -= 1
+            if not request.num_missing:
+                del self._in_engine[number]
+
+    def take_back_what_is_over(self) -> None:
+        """Abort requests for which no attempt waits any more."""
+        self._asked = [ask for ask in self._asked if not ask.is_over]
+        self._waiting = [request for request in self._waiting if not request.is_over]
+        for number, request in [(n, r) for n, r in self._in_engine.items() if r.is_over and r.num_missing]:
+            del self._in_engine[number]
+            self._took_back(request)
+            self._order(request.group, partial(self._session.abort, number))
+
+    # ── what others ask, from any thread ───────────────────────────────────────────────────────────────────────────────
+
+    def is_sampling(self, groups: Sequence[EpisodeGroup]) -> bool:
+        """Whether the engine has requests of these groups, all of which are the caller's own."""
+        wanted = {id(group) for group in groups}
+        return any(id(request.group) in wanted for request in list(self._in_engine.values()))
+
+    def sampled_tokens(self, group: EpisodeGroup) -> dict[int, int]:
+        """Attempt → tokens of the replies to it that are being sampled. Does not block."""
+        found: dict[int, int] = {}
+        for number, request in list(self._in_engine.items()):
+            if request.group is group:
+                so_far = self._session.sampled_tokens(number)
+                for ask in request.asks:
+                    found[ask.attempt] = found.get(ask.attempt, 0) + so_far.get(ask.attempt, 0)
+        return found
+
+    @property
+    def num_waiting(self) -> int:
+        """Requests that wait for room in the engine."""
+        return len(self._waiting)
+
+
+def seed_of(seed: int, retry: int, index: int) -> int:
+    """The seed of all asks of a task that are the `index`-th of their attempt; the attempt is the index of the completion. All
+    63 bits of `seed` are taken by the run and the task already, so the rest is hashed in; the first asks have the seed itself,
+    as a task of a single turn has."""
+    if not (retry or index):
+        return seed
+    digest = hashlib.blake2b(f"{seed}/{retry}/{index}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") >> 1

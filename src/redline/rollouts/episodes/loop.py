@@ -1,0 +1,128 @@
+"""The event loop of all attempts, in a thread of its own that knows when nothing is left to do.
+
+    post ──► callbacks and tasks ──► nothing is ready ──► before_rest: the broker hands over what was asked
+                                            │
+    wait_until ─────────────────────────────┴── the caller goes on, once it is so and `enough()` says yes
+
+That moment is where requests of many attempts come together, and where lockstep takes its next step of the engine: all that
+follows from the last step has then happened, in the order in which tasks were begun, whatever the machine is busy with.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import selectors
+import threading
+from collections.abc import Callable
+from typing import Any
+
+from redline.errors import TaskError, boundary
+from redline.telemetry import span
+from redline.telemetry.workers import forget_worker, watch_worker
+
+NAME = "environments"
+"""The thread, and its lane."""
+LOOK_S = 1.0
+"""Seconds between two looks of a caller that waits at whether the loop is alive."""
+
+
+class _RestingSelector(selectors.DefaultSelector):
+    """Says when the loop is about to wait: asyncio asks for a time limit other than 0 only where no callback is ready."""
+
+    def __init__(self, before_rest: Callable[[], bool]) -> None:
+        super().__init__()
+        self._before_rest = before_rest
+        self.is_resting = False
+
+    def select(self, timeout: float | None = None) -> Any:
+        if timeout is not None and timeout <= 0:
+            return super().select(timeout)
+        if self._before_rest():
+            return super().select(0)
+        self.is_resting = True
+        try:
+            with span("wait.for_replies"):
+                return super().select(timeout)
+        finally:
+            self.is_resting = False
+
+
+class EpisodeLoop:
+    """Runs until `close`. Everything that is posted runs in its thread."""
+
+    def __init__(
+        self,
+        before_rest: Callable[[], bool],
+        ended: Callable[[BaseException | None], None],
+        prepare_thread: Callable[[], None] = lambda: None,
+    ) -> None:
+        """`before_rest` is called whenever nothing is ready, and returns whether it made something ready. `ended` gets why the
+        loop ended where it was not asked to. `prepare_thread` is called first in the thread."""
+        self._flush, self._ended, self._prepare_thread = before_rest, ended, prepare_thread
+        self._waiting: list[tuple[Callable[[], bool], threading.Event]] = []
+        self._closing = False
+        self._selector = _RestingSelector(self._before_rest)
+        self.loop = asyncio.SelectorEventLoop(self._selector)
+        self._thread = threading.Thread(target=self._run, name=NAME, daemon=True)
+        self._thread.start()
+        watch_worker(NAME, self._thread)
+
+    @property
+    def is_here(self) -> bool:
+        """Whether the calling thread is the loop's."""
+        return threading.current_thread() is self._thread
+
+    @property
+    def is_resting(self) -> bool:
+        """Whether nothing is ready, apart from what other threads have posted just now."""
+        return self._selector.is_resting
+
+    def post(self, action: Callable[..., object], *arguments: Any) -> None:
+        """Call it in the loop's thread. Any thread may ask; does not block. After the end, nothing happens."""
+        try:
+            self.loop.call_soon_threadsafe(action, *arguments)
+        except RuntimeError:
+            assert self._closing or not self._thread.is_alive(), "only a loop that has ended takes nothing"
+
+    def wait_until(self, enough: Callable[[], bool]) -> None:
+        """Block until nothing in the loop is ready and `enough()`, which its thread asks, says yes. Raises TaskError where the
+        loop has ended."""
+        reached = threading.Event()
+        self.post(self._waiting.append, (enough, reached))
+        with span("wait.for_environments"):
+            while not reached.wait(LOOK_S):
+                if not self._thread.is_alive():
+                    raise TaskError("the event loop of the environments has ended", "let `play` raise no end of the program")
+
+    def close(self, patience_s: float) -> None:
+        """Cancel all tasks and end the thread. Blocks for `patience_s` at most: code that does not return is left behind."""
+        self._closing = True
+        forget_worker(NAME)
+        self.post(self._stop)
+        self._thread.join(patience_s)
+
+    # ── in the loop's thread ───────────────────────────────────────────────────────────────────────────────────────────
+
+    def _run(self) -> None:
+        with boundary() as caught:
+            self._prepare_thread()
+            with span("rollouts.environment"):  # what no other span here owns is the environments' own code
+                self.loop.run_forever()
+        if not self._closing:
+            self._ended(caught.error)
+        with boundary():  # tasks that are left behind may be in any state
+            self.loop.close()
+
+    def _before_rest(self) -> bool:
+        if self._flush():
+            return True
+        for waiting in [waiting for waiting in self._waiting if waiting[0]()]:
+            self._waiting.remove(waiting)
+            waiting[1].set()
+        return False
+
+    def _stop(self) -> None:
+        for task in asyncio.all_tasks(self.loop):
+            task.cancel()
+            task._log_destroy_pending = False  # type: ignore[attr-defined] # one that does not end is left behind on purpose
+        self.loop.call_soon(self.loop.stop)

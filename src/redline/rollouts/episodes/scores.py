@@ -1,0 +1,41 @@
+"""What `play` returned → the reward of each role, and its named parts."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from redline.errors import TaskError
+from redline.rollouts.rewards.parts import reward_parts, total_reward
+
+TRUNCATED_PART = "truncated"
+"""1 in the reward of an attempt that a budget ended before its environment had a score."""
+
+Scored = tuple[float, dict[str, float]]
+"""A reward and its named parts."""
+
+
+def scores_of_roles(score: Any, roles: Sequence[str], weights: Mapping[str, float]) -> dict[str, Scored]:
+    """The reward of each role that has spoken. Raises TaskError where `score` is none, or leaves a role out.
+
+    A mapping that has a role of the attempt among its names is by role; every other score is that of all roles alike."""
+    by_role = isinstance(score, Mapping) and any(role and role in score for role in roles)
+    missing = [role for role in roles if by_role and role not in score]
+    if missing:
+        raise TaskError(
+            f"`play` returned a score for {', '.join(map(str, score))} and none for {missing[0]!r}, who has spoken",
+            "return a score for every role that `policy.say` was called with",
+        )
+    return {role: _weighed(score[role] if by_role else score, weights) for role in roles}
+
+
+def _weighed(score: Any, weights: Mapping[str, float]) -> Scored:
+    parts = reward_parts(score, "play")
+    if TRUNCATED_PART in weights:
+        parts.setdefault(TRUNCATED_PART, 0.0)
+    return total_reward(parts, weights), parts
+
+
+def truncated_score(weights: Mapping[str, float]) -> Scored:
+    """That of an attempt that a budget ended before its environment had a score: 0, or the weight of its only part."""
+    return weights.get(TRUNCATED_PART, 0.0), {TRUNCATED_PART: 1.0}
