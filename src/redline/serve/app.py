@@ -24,7 +24,7 @@ from redline.serve.answers import Json
 from redline.serve.bodies import parsed_body, read_body
 from redline.serve.calls import Call, Served, check_model, make_call, num_characters
 from redline.serve.generation import SMALL_ANSWER, RunningEngine, answer, chunks
-from redline.serve.limits import ServeLimits, check_values
+from redline.serve.limits import BodyLimits, ServeLimits, body_limits, check_values
 from redline.serve.metrics import CONTENT_TYPE, ServerMetrics
 from redline.serve.middleware import CLIENT_LEFT, Measured, NeedsKey, OwnHost
 from redline.serve.pace import Pace
@@ -47,6 +47,7 @@ class Api:
     served: Served
     metrics: ServerMetrics
     limits: ServeLimits
+    body_limits: BodyLimits
     admission: Admission
     uploads: Uploads
     pace: Pace
@@ -90,7 +91,7 @@ class Api:
 
     async def _generate(self, request: Request, kind: type[ChatRequest] | type[CompletionRequest]) -> Response:
         self.admission.refuse_beyond(1)  # a full server reads no body
-        body = await read_body(request, self.limits, self.uploads)
+        body = await read_body(request, self.body_limits, self.uploads)
         place = self.admission.enter()
         leaving: Callable[[], None] | None = place.leave
         try:
@@ -112,7 +113,7 @@ class Api:
         self, request: Request, kind: type[ChatRequest] | type[CompletionRequest], sent: bytes, place: Place
     ) -> Call:
         """Limits first, then the fields, then the tokens."""
-        values = await parsed_body(sent, self.limits, self.pace)
+        values = await parsed_body(sent, self.body_limits, self.pace)
         if isinstance(values, dict):
             place.grow(check_values(values, self.limits, self.served.rows))
         body = read_request(kind, values)
@@ -175,6 +176,7 @@ def make_app(
         served,
         metrics,
         limits,
+        body_limits(limits, served.max_positions),
         Admission(served.rows, limits.max_queued_choices),
         Uploads(limits.max_uploads, limits.client_timeout_s),
         Pace(),

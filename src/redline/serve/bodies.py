@@ -8,7 +8,7 @@ from typing import Any
 from pydantic_core import from_json
 from starlette.requests import ClientDisconnect, Request
 
-from redline.serve.limits import ServeLimits, check_structure
+from redline.serve.limits import BodyLimits, check_structure
 from redline.serve.middleware import CLIENT_LEFT
 from redline.serve.pace import Pace
 from redline.serve.protocol import ApiError
@@ -22,23 +22,23 @@ DRAINED_BYTES = 2**26
 """Bytes of a too large body that are still read: a client that is cut off while it writes never sees the reason."""
 
 
-async def read_body(request: Request, limits: ServeLimits, uploads: Uploads) -> bytes:
+async def read_body(request: Request, limits: BodyLimits, uploads: Uploads) -> bytes:
     """Return the bytes of a body that claims to be JSON, or raise `ApiError`. Waits as long as `uploads` lets it."""
     # A page in a browser may send a form to this port without asking, but never JSON.
     if request.headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
         raise ApiError(415, "the body must be JSON, with the header Content-Type: application/json")
     try:
         async with uploads.reading():
-            return await _read(request, limits.max_body_bytes)
+            return await _read(request, limits.max_bytes)
     except ClientDisconnect as error:
         raise ApiError(CLIENT_LEFT, "the client left") from error
 
 
-async def parsed_body(body: bytes, limits: ServeLimits, pace: Pace) -> Any:
+async def parsed_body(body: bytes, limits: BodyLimits, pace: Pace) -> Any:
     """Return the JSON of a body, or raise `ApiError`."""
     if len(body) <= SMALL_BYTES:
         return _parsed(body)
-    await pace.finish(check_structure(body, limits))
+    await pace.finish(check_structure(body, limits.max_values))
     return await pace.call(lambda: _parsed(body))
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Generator, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 from pydantic import PositiveFloat, PositiveInt
 
@@ -26,10 +26,11 @@ _PIECE = re.compile(rb'"|\\.|[^"\\]{1,4096}', re.DOTALL)
 class ServeLimits(Section):
     """The section `serve` of a command line: `redline serve MODEL serve.max_stops=16`."""
 
-    max_body_bytes: PositiveInt = 4 * 2**20
-    """Bytes of a request's body."""
-    max_body_values: PositiveInt = 131_072
-    """Values of a body's JSON: items of lists and fields of objects. A prompt of token ids has one for each."""
+    max_body_bytes: PositiveInt | None = None
+    """Bytes of a request's body; by default 64 for each position of the model, at least 256 KiB and at most 4 MiB."""
+    max_body_values: PositiveInt | None = None
+    """Values of a body's JSON: items of lists and fields of objects. A prompt of token ids has one for each. By default two for
+    each position of the model, at least 16,384 and at most 131,072."""
     max_messages: PositiveInt = 1024
     """Messages of a conversation, and parts of their contents."""
     max_choices: PositiveInt | None = None
@@ -55,6 +56,21 @@ class ServeLimits(Section):
     """Seconds a step of the engine may last. /health says 503 while one lasts longer, and a tensor-parallel one fails."""
 
 
+class BodyLimits(NamedTuple):
+    """What a body may be before it is parsed. A parse holds Python's lock all the while, and nobody gets a token
+    meanwhile, so that a body for which the model has no positions is not parsed."""
+
+    max_bytes: int
+    max_values: int
+
+
+def body_limits(limits: ServeLimits, max_positions: int) -> BodyLimits:
+    return BodyLimits(
+        limits.max_body_bytes or min(max(64 * max_positions, 2**18), 2**22),
+        limits.max_body_values or min(max(2 * max_positions, 2**14), 2**17),
+    )
+
+
 def check_values(values: Mapping[str, Any], limits: ServeLimits, rows: int) -> int:
     """Refuse a request that asks for too much of an engine with so many rows; returns how many choices it asks for."""
     _check_count(values, "messages", limits.max_messages)
@@ -69,14 +85,14 @@ def check_values(values: Mapping[str, Any], limits: ServeLimits, rows: int) -> i
     return choices
 
 
-def check_structure(body: bytes, limits: ServeLimits) -> Generator[None]:
+def check_structure(body: bytes, max_values: int) -> Generator[None]:
     """Refuse JSON of very many values before it is parsed; yields now and then. Commas in strings separate nothing, but to look
     is not for free."""
     count = 0
     for start in range(0, len(body), COUNTED_AT_ONCE):
         count += _num_separators(body[start : start + COUNTED_AT_ONCE])
         yield
-    if count <= limits.max_body_values:
+    if count <= max_values:
         return
     count, in_string = 0, False
     for number, piece in enumerate(_PIECE.finditer(body)):
@@ -84,11 +100,10 @@ def check_structure(body: bytes, limits: ServeLimits) -> Generator[None]:
             in_string = not in_string
         elif not in_string:
             count += _num_separators(piece[0])
-        if count > limits.max_body_values:
+        if count > max_values:
             raise ApiError(
                 413,
-                f"the body has more than {limits.max_body_values} values; send less at once (serve.max_body_values is the"
-                " limit)",
+                f"the body has more than {max_values} values; send less at once (serve.max_body_values is the limit)",
                 code="request_too_large",
             )
         if number % 64 == 0:

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from redline.errors import ConfigError
+from redline.serve.limits import body_limits
 from redline.serve.settings import ServeSettings, make_settings
 
 
@@ -44,7 +45,13 @@ def test_a_wrong_override_is_refused(override: str, message: str) -> None:
 
 def test_limits_are_keys_of_their_own() -> None:
     limits = settings("serve.max_stops=16", "serve.max_choices=64", "max_num_seqs=8").limits
-    assert (limits.max_stops, limits.max_choices, limits.max_body_bytes) == (16, 64, 4 * 2**20)
+    assert (limits.max_stops, limits.max_choices, limits.max_biases) == (16, 64, 4096)
+
+
+@pytest.mark.parametrize(("positions", "expected"), [(2048, (2**18, 2**14)), (32_768, (2**21, 2**16)), (2**20, (2**22, 2**17))])
+def test_a_body_may_be_as_large_as_the_models_context_asks_for(positions: int, expected: tuple[int, int]) -> None:
+    assert body_limits(settings().limits, positions) == expected
+    assert body_limits(settings("serve.max_body_bytes=99", "serve.max_body_values=7").limits, positions) == (99, 7)
 
 
 @pytest.mark.parametrize(
