@@ -266,7 +266,7 @@ class GroupBuffer:
             "buffer/late_wait_s": observation.late_wait_s,
             "buffer/groups_left": observation.groups_left,
             "buffer/trained_groups": len(batch.indices),
-            "buffer/trained_tokens_mean": batch.num_tokens_sampled / max(1, batch.num_sequences_sampled),
+            "buffer/trained_tokens_mean": batch.num_tokens_sampled / max(1, batch.num_attempts_sampled),
             "buffer/trained_reward_mean": sum(rewards) / len(rewards) if rewards else math.nan,
             **self._late.metrics(len(batch.indices)),
             "buffer/lag_mean": sum(batch.lags) / len(batch.lags),
@@ -333,8 +333,10 @@ class GroupBuffer:
         """Tokens that the policy chose in each attempt of a group that is ready."""
         groups = self._store.read([index])
         if not isinstance(groups, StoredGroups):
-            return [t.num_completion_tokens for group in groups for t in group.trajectories]
-        return [int(mask.sum()) for mask in np.split(groups.loss_mask, groups.offsets[1:-1])]
+            return [sum(t.num_completion_tokens for t in own) for group in groups for own in group.attempts]
+        lengths = np.add.reduceat(groups.loss_mask, groups.offsets[:-1], dtype=np.int64)
+        _, attempt_S = np.unique(groups.attempts, return_inverse=True)
+        return np.bincount(attempt_S, lengths).astype(int).tolist()
 
     def _packed(self, groups: StoredGroups | Sequence[TrajectoryGroup], version: int) -> TrainBatch:
         if isinstance(groups, StoredGroups):

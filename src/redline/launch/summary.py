@@ -20,6 +20,9 @@ from redline.telemetry.summary.targets import verdicts
 from redline.watch.outputs import Outputs
 from redline.watch.run_watch import RunWatch
 
+KINDS_SHOWN = 10
+"""Kinds of failures, the most frequent."""
+
 
 def summary(config: Config, outputs: Outputs, watch: RunWatch, version: int) -> dict[str, Any]:
     """Show a person how a run of `version` steps went, and return the same as data."""
@@ -53,6 +56,7 @@ def summary(config: Config, outputs: Outputs, watch: RunWatch, version: int) -> 
         "held_out": held_out.as_json() if held_out else None,
         "attempts": watch.rows.failures.num_attempts,
         "failures": watch.rows.failures.num_failed,
+        "failures_by_kind": [{"failure": str(one), "attempts": count} for one, count in watch.rows.failures.kinds(KINDS_SHOWN)],
         "failure_reason": str(watch.rows.failures.commonest) if watch.rows.failures.commonest else None,
         "targets": [asdict(verdict) for verdict in judged],
         "unaccounted_fraction": ledger.lanes["main"].unaccounted_fraction,

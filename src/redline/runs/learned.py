@@ -19,6 +19,7 @@ _OPENINGS = {
     "once": "Not known yet",
 }
 _OF_STEPS = (
+    "rollouts/attempts",
     "rollouts/failures",
     "rollouts/groups",
     "rollouts/groups_with_signal",

@@ -13,8 +13,9 @@ from redline.config.schema import RolloutsConfig
 from redline.rollouts.rewards.accuracy import accuracy, task_scores
 from redline.telemetry import MetricsLog, span
 from redline.telemetry.console.progress import SampleAnswer
+from redline.telemetry.summary.attempts import reward_metrics
 from redline.telemetry.summary.failed_attempts import WORTH_SAYING, FailureTally, reaches_target
-from redline.types import Task, Trajectory
+from redline.types import Task, Trajectory, by_attempt
 from redline.watch.outputs import Outputs
 from redline.watch.watched import Watched
 
@@ -50,7 +51,7 @@ class Evaluations:
         with span("run.evaluate", version=version):
             attempts = self._stages.evaluate(self._stages.held_out)
             failed = FailureTally()
-            failed.add(t for trajectories in attempts for t in trajectories)
+            failed.add(own[0] for trajectories in attempts for own in by_attempt(trajectories))
             if failed.all_failed and version == 0:
                 raise failed.stop("the first evaluation")
             seconds = time.perf_counter() - started
@@ -68,17 +69,16 @@ class Evaluations:
 
     def _row(self, attempts: Sequence[Sequence[Trajectory]], failed: FailureTally, seconds: float) -> dict[str, Any]:
         """An attempt that failed has no reward, and counts in no mean of rewards; it has not given the right answer."""
-        answers = [t for trajectories in attempts for t in trajectories]
-        rewards = [t.reward for t in answers if t.failure is None]
-        right = accuracy(answers)
+        by_role = [own for trajectories in attempts for own in by_attempt(trajectories, by_role=True)]
+        right = accuracy([own[0] for own in by_role])
         return {
-            "evaluation/reward_mean": sum(rewards) / len(rewards) if rewards else math.nan,
+            **reward_metrics("evaluation", by_role),
             **({} if right is None else {"evaluation/accuracy": right}),
             "evaluation/num_tasks": len(attempts),
-            "evaluation/num_answers": len(answers),
+            "evaluation/num_answers": failed.num_attempts,
             "evaluation/failures": failed.num_failed,
             "evaluation/seconds": seconds,
-            "evaluation/task_scores": task_scores(attempts),
+            "evaluation/task_scores": task_scores([[own[0] for own in by_attempt(ts, by_role=True)] for ts in attempts]),
             "evaluation/samples": [asdict(self._shown(*pair)) for pair in self._first_attempts(attempts)],
         }
 
@@ -87,7 +87,8 @@ class Evaluations:
         return list(zip(self._stages.held_out, first, strict=True))[:NUM_SAMPLES_SHOWN]
 
     def _shown(self, task: Task, attempt: Trajectory) -> SampleAnswer:
-        return SampleAnswer(task.messages[-1]["content"], self._rollouts.answer_prefix + attempt.text, attempt.reward)
+        asked = str(task.messages[-1]["content"]) if task.messages else task.id  # an environment may ask by itself
+        return SampleAnswer(asked, self._rollouts.answer_prefix + attempt.text, attempt.reward)
 
     def _keep(self, row: Mapping[str, Any]) -> None:
         """Remember what a row of `evaluations.jsonl` says, of this process or of an earlier one."""

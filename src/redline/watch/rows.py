@@ -10,17 +10,15 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-import numpy as np
-
 from redline.engine.stats import metrics_between
 from redline.telemetry import MetricsLog
 from redline.telemetry.files.failure import steps_logged
 from redline.telemetry.ledger import by_section
+from redline.telemetry.summary.attempts import attempt_metrics
 from redline.telemetry.summary.failed_attempts import FailureTally
-from redline.telemetry.summary.percentiles import latency_metrics
 from redline.telemetry.summary.phases import TRAINER_PARTS, EngineParts, part_seconds
 from redline.telemetry.summary.timeline import ROLLOUTS_PREFIX, by_phase, step_phases
-from redline.types import FinishReason, StepReport, TrainBatch, Trajectory, TrajectoryGroup, WeightUpdate
+from redline.types import StepReport, TrainBatch, Trajectory, TrajectoryGroup, WeightUpdate
 from redline.watch.outputs import Outputs
 from redline.watch.watched import Watched
 
@@ -43,8 +41,9 @@ class FinishedStep:
     """How many of the tokens in `groups` an earlier process sampled."""
 
     @property
-    def attempts(self) -> list[Trajectory]:
-        return [attempt for group in self.groups for attempt in group.trajectories]
+    def attempts(self) -> list[list[Trajectory]]:
+        """The sequences of each attempt that arrived."""
+        return [attempt for group in self.groups for attempt in group.attempts]
 
 
 class StepRows:
@@ -86,7 +85,7 @@ class StepRows:
         metrics |= _speed_beside(metrics)
         metrics |= self._stages.buffer_metrics()
         self._tell(step, metrics, made_here)
-        self.failures.add(t for group in self._groups[self._num_taken_over :] for t in group.trajectories)
+        self.failures.add(own[0] for group in self._groups[self._num_taken_over :] for own in group.attempts)
         self._groups, self._num_taken_over = [], 0
         return made_here
 
@@ -136,7 +135,7 @@ class StepRows:
 def failures_of(groups: Iterable[TrajectoryGroup]) -> FailureTally:
     """How the attempts in these groups went."""
     tally = FailureTally()
-    tally.add(t for group in groups for t in group.trajectories)
+    tally.add(own[0] for group in groups for own in group.attempts)
     return tally
 
 
@@ -158,11 +157,11 @@ def step_metrics(step: FinishedStep, peak_flops: float | None = None) -> dict[st
     """The metrics of one step that follow from what the loop saw of it."""
     sections = {section: ns / 1e9 for section, ns in by_section(step.span_ns).items()}
     phases = {phase: ns / 1e9 for phase, ns in by_phase(step.span_ns).items()}
-    new_tokens = sum(t.num_completion_tokens for t in step.attempts)
+    new_tokens = sum(t.num_completion_tokens for group in step.groups for t in group.trajectories)
     generation_s = phases.get("generation", sum(phases.values()))
     batch = step.batch
     return {
-        **_rollout_metrics(step),
+        **attempt_metrics(step.groups),
         "engine/new_tokens": new_tokens,
         "engine/tokens_per_s": (new_tokens - step.taken_over_tokens) / max(1e-9, generation_s),
         "buffer/policy_lag_steps": batch.lag,
@@ -172,28 +171,10 @@ def step_metrics(step: FinishedStep, peak_flops: float | None = None) -> dict[st
         "weight_sync/bytes_moved": step.update.bytes_moved,
         "weight_sync/total_s": phases.get("weight_sync", 0.0) + phases.get("wait_for_engine", 0.0),
         "run/step_s": sum(sections.values()),
-        "run/samples_per_s": batch.num_sequences_sampled / max(1e-9, sum(sections.values())),
+        "run/samples_per_s": batch.num_attempts_sampled / max(1e-9, sum(sections.values())),
         "run/time_s": time.time(),
         **{f"time/{section}_s": seconds for section, seconds in sections.items()},
         **{f"timeline/{phase}_s": seconds for phase, seconds in phases.items()},
-    }
-
-
-def _rollout_metrics(step: FinishedStep) -> dict[str, float]:
-    """An attempt that failed has no reward: it counts among the failures, and in no mean of rewards."""
-    attempts = step.attempts
-    scored = [t for t in attempts if t.failure is None]
-    parts = sorted({name for t in scored for name in t.reward_parts})
-    return {
-        "rollouts/reward_mean": _mean([t.reward for t in scored]),
-        **{f"rollouts/reward_{part}_mean": _mean([t.reward_parts.get(part, 0.0) for t in scored]) for part in parts},
-        "rollouts/reward_std": _std([t.reward for t in scored]),
-        "rollouts/groups": len(step.groups),
-        "rollouts/groups_with_signal": sum(group.has_signal for group in step.groups),
-        "rollouts/failures": sum(t.failure is not None for t in attempts),
-        "rollouts/stopped_fraction": _mean([t.finish_reason == FinishReason.STOP for t in attempts]),
-        "rollouts/completion_tokens_mean": _mean([t.num_completion_tokens for t in attempts]),
-        **latency_metrics(step.groups),
     }
 
 
@@ -236,13 +217,3 @@ def sampled(groups: Sequence[TrajectoryGroup]) -> list[dict[str, Any]]:
         for group in groups[:NUM_GROUPS_SHOWN]
         for attempt in group.trajectories
     ]
-
-
-def _std(values: Sequence[float]) -> float:
-    """Exactly 0 where all values are equal; NaN where there are none."""
-    return (float(np.std(values)) if len(set(values)) > 1 else 0.0) if values else math.nan
-
-
-def _mean(values: Sequence[float]) -> float:
-    """NaN where there are no values, which a row of metrics has as null."""
-    return sum(values) / len(values) if values else math.nan

@@ -12,8 +12,9 @@ PARTS = ("accuracy", "correct")
 
 
 def accuracy(attempts: Sequence[Trajectory]) -> float | None:
-    """Share of right answers, where the task says which are right: a part of the reward has one of the names of `PARTS`, and is
-    0 or 1 in every answer. An attempt that failed is not right. None where the task does not say so."""
+    """Share of right answers, from one sequence of each attempt, where the task says which are right: a part of the reward has
+    one of the names of `PARTS`, and is 0 or 1 in every answer. An attempt that failed is not right. None where the task does
+    not say so."""
     name = _part(attempts)
     return None if name is None else fmean(_is_right(attempt, name) for attempt in attempts)
 

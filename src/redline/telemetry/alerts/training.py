@@ -9,7 +9,7 @@ from statistics import fmean
 
 from redline.telemetry.alerts.detector import Detector, Episode, Finding, Row, number
 from redline.telemetry.alerts.robust import step_noise
-from redline.telemetry.summary.learning import has_signal
+from redline.telemetry.summary.learning import has_signal, num_attempts
 
 ALWAYS = ("trainer/loss", "trainer/grad_norm")
 """Every step has them."""
@@ -126,7 +126,7 @@ class NotLearning(Detector):
         signal = has_signal(row)
         if signal is None or not self._episode.see(not signal, row["step"]):
             return None
-        failed = (number(row, "rollouts/failures") or 0.0) / (row["rollouts/groups"] * self._group_size)
+        failed = (number(row, "rollouts/failures") or 0.0) / max(1, num_attempts(row, self._group_size))
         failures = f"; {failed:.0%} of the last step's attempts failed" if failed else ""
         return Finding(
             seen=f"in {self._steps} steps in a row all attempts of every group scored alike, so that nothing was learned; the"
@@ -161,7 +161,7 @@ class AbortStorm(Detector):
 
     def step(self, row: Row) -> Finding | None:
         given_up = self._given_up(row)
-        attempts = ((number(row, "rollouts/groups") or 0.0) + given_up) * self._group_size
+        attempts = num_attempts(row, self._group_size) + given_up * self._group_size
         if not attempts:
             return None
         failed = min(attempts, (number(row, "rollouts/failures") or 0.0) + given_up * self._group_size)

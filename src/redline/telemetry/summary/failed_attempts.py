@@ -36,6 +36,7 @@ class FailureTally:
         self._examples: dict[tuple[str, str], Failure] = {}
 
     def add(self, attempts: Iterable[Trajectory]) -> None:
+        """Count attempts, each by one of its sequences."""
         for attempt in attempts:
             self.num_attempts += 1
             if attempt.failure is not None:
@@ -61,6 +62,10 @@ class FailureTally:
     def commonest(self) -> Failure | None:
         """One of the kind that is most frequent, the first of it."""
         return self._examples[max(self._counts, key=lambda kind: self._counts[kind])] if self._counts else None
+
+    def kinds(self, most: int) -> list[tuple[Failure, int]]:
+        """The most frequent kinds of failure, one of each with how many there were."""
+        return [(self._examples[kind], count) for kind, count in self._counts.most_common(most)]
 
     def sentence(self) -> str:
         """`12 of 640 attempts failed (2%), most often with: reward: KeyError: 'x', at rewards.py:7, in score`."""

@@ -16,6 +16,12 @@ def has_signal(row: Row) -> bool | None:
     return bool(row.get("rollouts/groups_with_signal")) and row.get("rollouts/reward_std") != 0
 
 
+def num_attempts(row: Row, group_size: int) -> int:
+    """Attempts that arrived in a step; rows of earlier versions do not say, and then every group had `group_size`."""
+    found = row.get("rollouts/attempts")
+    return int(found) if isinstance(found, int | float) else int(row.get("rollouts/groups") or 0) * group_size
+
+
 class Learning:
     """What came of all steps of a run."""
 
@@ -27,7 +33,7 @@ class Learning:
         """Some step applied a gradient that was not zero."""
         self.steps_without_signal = 0
         """The last ones, in a row."""
-        self._skipped = self._groups = self._failed = 0
+        self._skipped = self._groups = self._attempts = self._failed = 0
         self._had_signal = False
         self._reward = 0.0
         """Sum over groups of their mean."""
@@ -47,6 +53,7 @@ class Learning:
             self.steps_without_signal = 0 if signal else self.steps_without_signal + 1
             self._had_signal |= signal
             self._groups += row["rollouts/groups"]
+            self._attempts += num_attempts(row, self._group_size)
             self._failed += row.get("rollouts/failures") or 0
             self._reward += (row.get("rollouts/reward_mean") or 0.0) * row["rollouts/groups"]
 
@@ -57,8 +64,7 @@ class Learning:
             return None
         if self._skipped == self.num_steps:
             return "every step was skipped, because its loss or gradient was not finite"
-        attempts = self._groups * self._group_size
-        if attempts and self._failed >= attempts:
+        if self._attempts and self._failed >= self._attempts:
             return "every attempt failed"
         if not self._had_signal:
             return f"in every group all attempts scored alike (mean reward {self._reward / max(1, self._groups):.3f})"

@@ -21,12 +21,29 @@ def percentiles_of(name: str, seconds: Iterable[float]) -> dict[str, float]:
 
 def latency_metrics(groups: Sequence[TrajectoryGroup]) -> dict[str, float]:
     """Percentiles of how long groups took that arrived in a step, their attempts, and the engine's part of these."""
-    attempts = [t.turns for group in groups for t in group.trajectories if t.turns]
+    attempts = [[turn for t in own for turn in t.turns] for group in groups for own in group.attempts]
     turns = [turn for attempt in attempts for turn in attempt]
     return {
         **percentiles_of("rollouts/latency", (group.latency_s for group in groups)),
-        **percentiles_of("rollouts/attempt_latency", (sum(turn.total_s for turn in attempt) for attempt in attempts)),
+        **percentiles_of("rollouts/attempt_latency", (sum(t.total_s for t in attempt) for attempt in attempts if attempt)),
         **percentiles_of("engine/queue", (turn.queue_s for turn in turns)),
         **percentiles_of("engine/first_token", (turn.first_token_s for turn in turns if turn.num_tokens)),
         **percentiles_of("engine/inter_token", (t.decode_s / (t.num_tokens - 1) for t in turns if t.num_tokens > 1)),
     }
+
+
+def phase_metrics(groups: Sequence[TrajectoryGroup]) -> dict[str, float]:
+    """Percentiles of each phase of the turns that arrived in a step, and of the scoring of their attempts. A phase that nothing
+    measured is left out: attempts of a single turn build their prompts and score their replies together."""
+    attempts = [own for group in groups for own in group.attempts]
+    turns = [turn for own in attempts for t in own for turn in t.turns]
+    phases = {
+        "rollouts/environment": [turn.environment_s for turn in turns],
+        "rollouts/prompt": [turn.prompt_s for turn in turns],
+        "engine/prefill": [turn.prefill_s for turn in turns],
+        "engine/decode": [turn.decode_s for turn in turns],
+        "rollouts/parse": [turn.parse_s for turn in turns],
+        "rollouts/score": [own[0].score_s for own in attempts],
+    }
+    measured = {name: seconds for name, seconds in phases.items() if any(value > 0 for value in seconds)}
+    return {key: value for name, seconds in measured.items() for key, value in percentiles_of(name, seconds).items()}

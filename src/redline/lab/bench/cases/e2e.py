@@ -76,10 +76,10 @@ class Clock:
             self.begun_s = now
         if step.update.version > self.skip:
             self.ends_s.append(now - self.begun_s)
-            self.rewards.append(statistics.fmean(t.reward for t in attempts) if attempts else self.rewards[-1])
-            self.tokens.append(sum(t.num_completion_tokens for t in attempts))
+            self.rewards.append(statistics.fmean(own[0].reward for own in attempts) if attempts else self.rewards[-1])
+            self.tokens.append(sum(t.num_completion_tokens for own in attempts for t in own))
             self.lags.append(step.batch.lag)
-            self.attempts.append(step.batch.num_sequences_sampled)
+            self.attempts.append(step.batch.num_attempts_sampled)
             self.fates.append(self.buffer_metrics())
             self.sampling_flops.append(sampling_flops(self.cost, step.groups) if self.cost else 0.0)
             self.training_flops.append(step.report.flops)

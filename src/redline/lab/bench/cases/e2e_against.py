@@ -81,8 +81,8 @@ class OwnSide:
         return SteppedRun(
             step_s=seconds,
             rollouts_s=sum(ns for name, ns in spent.items() if name.partition(".")[0] in ("rollouts", "engine")) / 1e9,
-            reward=statistics.fmean(t.reward for t in done.attempts),
-            mean_tokens=statistics.fmean(t.num_completion_tokens for t in done.attempts),
+            reward=statistics.fmean(own[0].reward for own in done.attempts),
+            mean_tokens=statistics.fmean(sum(t.num_completion_tokens for t in own) for own in done.attempts),
             sampling_flops=sampling_flops(self._cost, done.groups),
             training_flops=done.report.flops,
         )
