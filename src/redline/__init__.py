@@ -21,22 +21,26 @@ if TYPE_CHECKING:
     from redline.api.engine import Engine, Reply
     from redline.api.train import train
     from redline.errors import RedlineError
-    from redline.ports import Environment, Policy, TaskSource
+    from redline.ports import Environment, Game, Policy, TaskSource
     from redline.rollouts.tasks.held_out import split_held_out
     from redline.runs import Run
     from redline.telemetry.spans import user_span as span
-    from redline.types import Task
+    from redline.types import Reaction, Task, ToolCall, Turn
 
 __version__ = "0.1.0"
 __all__ = [
     "Engine",
     "Environment",
+    "Game",
     "Policy",
+    "Reaction",
     "RedlineError",
     "Reply",
     "Run",
     "Task",
     "TaskSource",
+    "ToolCall",
+    "Turn",
     "__version__",
     "span",
     "split_held_out",
@@ -46,12 +50,16 @@ __all__ = [
 _HOME = {
     "Engine": ("redline.api.engine", "Engine"),
     "Environment": ("redline.ports", "Environment"),
+    "Game": ("redline.ports", "Game"),
     "Policy": ("redline.ports", "Policy"),
+    "Reaction": ("redline.types", "Reaction"),
     "RedlineError": ("redline.errors", "RedlineError"),
     "Reply": ("redline.api.engine", "Reply"),
     "Run": ("redline.runs", "Run"),
     "Task": ("redline.types", "Task"),
     "TaskSource": ("redline.ports", "TaskSource"),
+    "ToolCall": ("redline.types", "ToolCall"),
+    "Turn": ("redline.types", "Turn"),
     "span": ("redline.telemetry.spans", "user_span"),
     "split_held_out": ("redline.rollouts.tasks.held_out", "split_held_out"),
     "train": ("redline.api.train", "train"),

@@ -201,19 +201,23 @@ redline compare A B OVERRIDES --a --b --case --effect --guard --json --max-minut
 redline perf --baselines --device --json --reason --update
 redline env list --json
 redline env check NAME PARAMS --json --limit --say --seed --tasks
-redline env play NAME PARAMS --api-key-env --json --max-tokens --seed --served-model-name --task --temperature --url
+redline env play NAME PARAMS --api-key-env --json --max-tokens --model --seed --served-model-name --task --temperature --url
 redline env warm NAME PARAMS --json --out --seed --states --workers
 """  # noqa: E501
 
 PYTHON = """
 Engine
 Environment
+Game
 Policy
+Reaction
 RedlineError
 Reply
 Run
 Task
 TaskSource
+ToolCall
+Turn
 __version__
 span
 split_held_out

@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 import os
 import sys
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
+
+from redline.errors import ConfigError
 
 if TYPE_CHECKING:
     from redline.lab.environments.players import Player
@@ -82,6 +84,9 @@ def play(
     name: Name,
     params: Params = None,
     task: Annotated[int, typer.Option(help="Which training task to play, counted from 0.", min=0)] = 0,
+    model: Annotated[
+        str | None, typer.Option(metavar="MODEL", help="A model plays: a run folder, a Hugging Face folder, a built-in, ….")
+    ] = None,
     url: Annotated[
         str | None, typer.Option(metavar="URL", help="A served model plays: the address of an OpenAI-compatible API, …/v1.")
     ] = None,
@@ -100,7 +105,7 @@ def play(
     from redline.lab.environments.play import play as play_one
 
     made = Made(name, read_params(params or []), seed)
-    player = _player(url, served_model_name, api_key_env, temperature, max_tokens)
+    player = _player(PlayerChoice(model, url, served_model_name, api_key_env), temperature, max_tokens, seed)
     try:
         played = play_one(made, task, player, lambda text: typer.echo(text, err=as_json), None)
     except KeyboardInterrupt:
@@ -115,14 +120,30 @@ def play(
     raise typer.Exit(played.exit_code)
 
 
-def _player(url: str | None, model_name: str | None, api_key_env: str, temperature: float, max_tokens: int | None) -> Player:
+@dataclass(slots=True, frozen=True)
+class PlayerChoice:
+    """Who plays, as the command line names it; a person where it names neither a model nor a server."""
+
+    model: str | None
+    url: str | None
+    served_model_name: str | None
+    api_key_env: str
+
+
+def _player(who: PlayerChoice, temperature: float, max_tokens: int | None, seed: int) -> Player:
     from redline.engine.adapters.json_client import JsonClient
     from redline.lab.environments.players import RETRIES, Person, Served
 
-    if url is None:
-        return Person(_read_line, lambda text: typer.echo(text, err=True))
-    client = JsonClient(url, os.environ.get(api_key_env), 600.0, RETRIES)
-    return Served(client, model_name, temperature, max_tokens)
+    if who.model is not None and who.url is not None:
+        raise ConfigError("--model and --url exclude each other", "give one of them")
+    if who.model is not None:
+        from redline.lab.environments.model_player import ModelPlayer
+
+        return ModelPlayer(who.model, temperature, max_tokens, seed)
+    if who.url is not None:
+        client = JsonClient(who.url, os.environ.get(who.api_key_env), 600.0, RETRIES)
+        return Served(client, who.served_model_name, temperature, max_tokens)
+    return Person(_read_line, lambda text: typer.echo(text, err=True))
 
 
 def _read_line(prompt: str) -> str | None:
