@@ -36,16 +36,6 @@ WAITING = {
     "redline.engine.adapters.seeds": "seeds for engines that know one per sequence",
     "redline.engine.adapters.sglang": "SGLang as the engine of a run",
     "redline.engine.adapters.vllm": "vLLM as the engine of a run",
-    "redline.environments.stepped": "games in steps, for runs with an environment",
-    "redline.environments.workers": "threads and processes of such games",
-    "redline.environments.workers.held": "objects that live there",
-    "redline.environments.workers.jobs": "calls that are made there",
-    "redline.environments.workers.kinds": "which of them to take",
-    "redline.environments.workers.loop": "calls in the event loop",
-    "redline.environments.workers.plain": "what travels to a process",
-    "redline.environments.workers.processes": "calls in processes",
-    "redline.environments.workers.program": "the program of a process",
-    "redline.environments.workers.threads": "calls in threads",
 }
 """Modules that no verb reaches yet, and what each is for. They pass the contract suite of engines and wait for runs whose
 stages are in several processes; until then no recipe key, hint or page offers them. One that is reached has to leave this

@@ -23,7 +23,7 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 
-Name = Annotated[str, typer.Argument(metavar="NAME", help="An environment of `redline env list`, or module:Class of your own.")]
+Name = Annotated[str, typer.Argument(metavar="NAME", help="An environment of `redline env list`, module:Class, or a recipe.")]
 Params = Annotated[
     list[str] | None, typer.Argument(metavar="KEY=VALUE", help="A parameter of the environment, as in its `params`.")
 ]

@@ -160,7 +160,8 @@ class Driver:
 async def _result(environment: Environment, task: Task, policy: _RecordedPolicy) -> Any:
     """What `play` returns. One that is not `async` is called in a thread, where `say` blocks."""
     if inspect.iscoroutinefunction(environment.play):
-        return await environment.play(task, policy)
+        value: Any = await environment.play(task, policy)
+        return await value if inspect.isawaitable(value) else value
     loop = asyncio.get_running_loop()
     future: asyncio.Future[Any] = loop.create_future()
     blocking = _BlockingPolicy(policy, loop)

@@ -37,6 +37,11 @@ class Stepped:
     def __init__(self, game: GameClass, workers: Workers) -> None:
         self._game, self._workers = game, workers
 
+    @property
+    def game_class(self) -> GameClass:
+        """What it plays."""
+        return self._game
+
     async def play(self, task: Task, policy: Policy) -> Score:
         game = await self._workers.make(self._game)
         try:

@@ -74,6 +74,8 @@ def check(made: Made, plan: Plan, tell: Callable[[str], None]) -> Report:
     if (problems := snapshot_problems(made, tasks[0], plan)) is not None:
         _add(report, "a game goes on from a snapshot as it would have gone on", problems)
     _measure(report, trials)
+    for environment in (first, second):
+        getattr(environment, "close", lambda: None)()
     return report
 
 
@@ -89,7 +91,7 @@ def _tasks(made: Made, objects: tuple[Any, Any], plan: Plan, report: Report) -> 
     for index in range(plan.tasks):
         with boundary() as caught:
             task, took_s = limited(f"train({index})", partial(sources[0].train, index), plan.limit_s)
-            tasks.append(check_task(task, f"train({index})"))
+            tasks.append(check_task(task, f"train({index})", bare=True))
             seconds.append(took_s)
             other, _ = limited(f"train({index})", partial(sources[1].train, index), plan.limit_s)
             if other != task:
@@ -110,7 +112,7 @@ def _tasks(made: Made, objects: tuple[Any, Any], plan: Plan, report: Report) -> 
 
 def _held_out_problems(held_out: Sequence[Any], tasks: Sequence[Task]) -> Iterator[str]:
     for index, task in enumerate(held_out):
-        check_task(task, f"held_out(8)[{index}]")
+        check_task(task, f"held_out(8)[{index}]", bare=True)
     trained = {(task.id, str(task.messages), str(task.data)) for task in tasks}
     for task in held_out:
         if (task.id, str(task.messages), str(task.data)) in trained:

@@ -1,21 +1,24 @@
-"""An environment by its name, made as often as it is wanted."""
+"""An environment by its name, or that of a recipe, made as often as it is wanted."""
 
 from __future__ import annotations
 
-import difflib
-import importlib
-import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-from redline.config.installation import how_to_install, missing_packages
-from redline.environments.registry import ENVIRONMENTS
-from redline.errors import ConfigError, RedlineError, TaskError, boundary
+from redline.config import Config, load_recipe
+from redline.config.sections.environment import EnvironmentConfig
+from redline.environments.single_turn import SingleTurn
+from redline.environments.stepped import Stepped
+from redline.errors import ConfigError, TaskError
+from redline.launch.environments import make_environment, task_source
 from redline.ports import Environment, Game, TaskSource
+from redline.rollouts import make_task_source
+
+RECIPES = (".yaml", ".yml")
 
 
 @dataclass(slots=True, frozen=True)
@@ -23,58 +26,41 @@ class Made:
     """What `redline env check NAME KEY=VALUE` names."""
 
     name: str
-    """Of `redline env list`, or `module:Class`."""
+    """Of `redline env list`, `module:Class`, or a recipe's file."""
     params: Mapping[str, Any] = field(default_factory=dict)
     seed: int = 0
 
     def make(self) -> Environment:
         """A new environment, made as a run makes it. Raises RedlineError where that does not work."""
-        return self._made()
+        config = self._recipe()
+        if config is None:
+            return make_environment(EnvironmentConfig(name=self.name, params=dict(self.params)), self.seed)
+        if config.rollouts.environment.name is None:
+            assert config.rollouts.task is not None, "a recipe has tasks or an environment"
+            return SingleTurn(make_task_source(config.rollouts.task, self.seed).score)  # type: ignore[arg-type]
+        params = {**config.rollouts.environment.params, **self.params}
+        return make_environment(config.rollouts.environment.model_copy(update={"params": params}), self.seed)
 
     def game(self) -> Game | None:
         """A new game, where that is what it is."""
-        return None
+        environment = self.make()
+        game: Game | None = environment.game_class.make() if isinstance(environment, Stepped) else None
+        return game
 
     def tasks(self, environment: Environment) -> TaskSource:
-        """Where its tasks come from."""
+        """Where its tasks come from: its recipe, or itself."""
+        config = self._recipe()
+        if config is not None:
+            return task_source(config, None if isinstance(environment, SingleTurn) else environment)
         if not all(callable(getattr(environment, method, None)) for method in ("train", "held_out")):
             raise TaskError(
-                f"{self.name} brings no tasks of its own", "give it the methods `train(index)` and `held_out(count)`"
+                f"{self.name} brings no tasks of its own",
+                "name a recipe that has its tasks instead, or give it the methods `train(index)` and `held_out(count)`",
             )
         return environment  # type: ignore[return-value] # nobody asks it for `score`
 
-    def _made(self) -> Any:
-        factory = self._factory()
-        with boundary() as caught:
-            made = factory(seed=self.seed, **self.params)
-        if isinstance(caught.error, RedlineError):
-            raise caught.error
-        if caught.error is not None:
-            raise TaskError(f"{self.name} could not be made: {type(caught.error).__name__}: {caught.error}") from caught.error
-        return made
-
-    def _factory(self) -> Callable[..., Any]:
-        module, _, name = self._path().partition(":")
-        if str(Path.cwd()) not in sys.path:
-            sys.path.append(str(Path.cwd()))
-        found: Callable[..., Any] | None = None
-        with boundary() as caught:
-            found = getattr(importlib.import_module(module), name)
-        if found is not None:
-            return found
-        raise TaskError(f"{self.name}: {caught.error}") from caught.error
-
-    def _path(self) -> str:
-        if ":" in self.name:
-            return self.name
-        if self.name not in ENVIRONMENTS:
-            near = difflib.get_close_matches(self.name, ENVIRONMENTS, n=1)
-            hint = f"did you mean {near[0]}?" if near else "`redline env list` prints all; your own is module:Class"
-            raise ConfigError(f"there is no environment {self.name!r}", hint)
-        shipped = ENVIRONMENTS[self.name]
-        if shipped.extra and (missing := missing_packages(shipped.extra)):
-            raise ConfigError(f"{self.name} needs {' and '.join(missing)}", how_to_install(shipped.extra))
-        return shipped.path
+    def _recipe(self) -> Config | None:
+        return load_recipe(Path(self.name)) if self.name.endswith(RECIPES) else None
 
 
 def read_params(overrides: Sequence[str]) -> dict[str, Any]:

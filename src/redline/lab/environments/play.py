@@ -61,7 +61,7 @@ def play(made: Made, index: int, player: Player, show: Callable[[str], None], li
     environment, _ = limited("making the environment", made.make, MAKE_S)
     source = made.tasks(environment)
     given, _ = limited(f"train({index})", partial(source.train, index), MAKE_S)
-    task = check_task(given, f"train({index})")
+    task = check_task(given, f"train({index})", bare=True)
     show(f"task {task.id}")
     transcript = Transcript(show)
 
@@ -74,6 +74,7 @@ def play(made: Made, index: int, player: Player, show: Callable[[str], None], li
         episode = driver.play(task, speak, limit_s)
     finally:
         driver.close()
+        getattr(environment, "close", lambda: None)()
     played = _scored(made.name, episode)
     for role, parts in played.parts.items():
         show(f"reward{f' of {role}' if role else ''}: {', '.join(f'{part} {value:g}' for part, value in parts.items())}")

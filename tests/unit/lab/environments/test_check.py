@@ -14,7 +14,7 @@ import pytest
 from redline.lab.environments.check import Report, check
 from redline.lab.environments.made import Made
 from redline.lab.environments.trials import Plan
-from redline.types import Task
+from redline.types import Reaction, Task
 
 HERE = "test_check"
 
@@ -120,6 +120,39 @@ class Holds(Guess):
         return 1.0
 
 
+class Counting:
+    """A game: count up to the task's answer."""
+
+    def __init__(self, seed: int) -> None:
+        self.count = 0
+
+    def train(self, index: int) -> Task:
+        return Task(f"count-{index}", [], answer=str(index + 3))
+
+    def held_out(self, count: int) -> list[Task]:
+        return []
+
+    def reset(self, task: Task) -> str:
+        self.count, self.goal = 0, int(task.answer)
+        return "Count."
+
+    def step(self, reply: str) -> Reaction:
+        self.count += 1
+        return Reaction(f"{self.count}", reward={"steps": 1.0}, done=self.count >= self.goal)
+
+    def snapshot(self) -> bytes:
+        return f"{self.count} {self.goal}".encode()
+
+    def restore(self, state: bytes) -> None:
+        self.count, self.goal = map(int, state.split())
+
+
+class LosesItsCount(Counting):
+    def restore(self, state: bytes) -> None:
+        super().restore(state)
+        self.count = 0
+
+
 def report_of(kind: type, limit_s: float = 10, tasks: int = 2) -> Report:
     return check(Made(f"{HERE}:{kind.__name__}"), Plan(tasks, limit_s), lambda text: None)
 
@@ -139,11 +172,26 @@ def test_nothing_is_wrong_with_a_sound_environment() -> None:
     assert set(report.times_s) >= {"make", "task", "to the first question", "between turns"}
 
 
+def test_a_game_goes_on_from_a_snapshot_as_it_would_have_gone_on() -> None:
+    report = report_of(Counting)
+    assert report.problems == []
+    assert "a game goes on from a snapshot as it would have gone on" in report.passed
+    assert report.rewards["steps"]["most"] == 4.0
+
+
+def test_a_recipe_is_checked_with_its_tasks() -> None:
+    made = Made("recipes/smoke.yaml")
+    report = check(made, Plan(2, 10), lambda text: None)
+    assert report.problems == []
+    assert report.counts["turns_most"] == 1
+
+
 @pytest.mark.parametrize(
     ("kind", "words"),
     [
         (RaisesOnOddReplies, "play raised ValueError: invalid literal for int"),
         (Forgetful, "played again with the same seed and replies, it asks something else in turn 2: 'Not that one; 0."),
+        (LosesItsCount, "a game restored after 1 moves answers move 2 with Reaction(observation='1'"),
         (Shared, "played beside other attempts, it scores"),
         (Retold, "append `turn.message`"),
         (Rewritten, "message 0 is not what it was in the turn before"),
@@ -185,5 +233,5 @@ def test_a_name_that_there_is_not_gets_a_hint() -> None:
     command = [sys.executable, "-m", "redline.cli", "env", "check", "diplomazy"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert (done.returncode, done.stdout) == (2, "")
-    assert "there is no environment 'diplomazy'" in done.stderr
+    assert "'diplomazy': no such environment" in done.stderr
     assert "hint: " in done.stderr

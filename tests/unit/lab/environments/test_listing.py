@@ -9,7 +9,7 @@ from redline.lab.environments.listing import listing
 def test_the_list_has_every_environment_and_every_kind_of_task_with_a_line_each() -> None:
     found = listing()
     assert [entry.name for entry in found.environments] == sorted(ENVIRONMENTS)
-    assert {"jsonl", "reasoning_gym", "import"} <= {entry.name for entry in found.task_kinds}
+    assert {"file", "reasoning_gym", "import"} <= {entry.name for entry in found.task_kinds}
     assert all(entry.what for entry in (*found.environments, *found.task_kinds))
 
 
