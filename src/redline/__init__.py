@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from redline.api.engine import Engine, Reply
     from redline.api.train import train
+    from redline.environments.schemas import schema_of
     from redline.errors import RedlineError
     from redline.ports import Environment, Game, Policy, TaskSource
     from redline.rollouts.tasks.held_out import split_held_out
@@ -42,6 +43,7 @@ __all__ = [
     "ToolCall",
     "Turn",
     "__version__",
+    "schema_of",
     "span",
     "split_held_out",
     "train",
@@ -60,6 +62,7 @@ _HOME = {
     "TaskSource": ("redline.ports", "TaskSource"),
     "ToolCall": ("redline.types", "ToolCall"),
     "Turn": ("redline.types", "Turn"),
+    "schema_of": ("redline.environments.schemas", "schema_of"),
     "span": ("redline.telemetry.spans", "user_span"),
     "split_held_out": ("redline.rollouts.tasks.held_out", "split_held_out"),
     "train": ("redline.api.train", "train"),

@@ -219,6 +219,7 @@ TaskSource
 ToolCall
 Turn
 __version__
+schema_of
 span
 split_held_out
 train

@@ -23,6 +23,7 @@ from redline.launch.environments import make_environment, task_source
 from redline.launch.placement import Placement, check_device, place
 from redline.ports import Environment, TaskSource
 from redline.rollouts import Chat
+from redline.rollouts.history import history_notes
 from redline.rollouts.prompts import Prompts, prompt_limit
 from redline.rollouts.rewards.parts import max_reward_workers
 from redline.rollouts.tasks.checks import held_out_tasks, training_task
@@ -172,6 +173,8 @@ def _check_model(config: Config, tasks: Sequence[Task], notes: list[str]) -> Non
     positions = check_folder(folder, with_weights=is_whole)
     rollouts = config.rollouts
     chat = Chat(load_tokenizer(folder), rollouts.system_prompt, rollouts.prompt_suffix, rollouts.answer_prefix)
+    if rollouts.environment.name is not None and rollouts.environment.keep_replies:
+        notes += history_notes(chat)
     longest = min(config.engine.max_model_len or positions, positions)
     prompts = Prompts(chat, config.rollouts, prompt_limit(config.rollouts, longest))
     if not tasks:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -132,13 +132,10 @@ class TaggedFormat:
     end: str
 
     def read(self, text: str) -> tuple[str, list[RawCall]]:
-        begin, end = (re.escape(part.strip()) for part in (self.begin, self.end))
-        begin = r"\s*".join(re.escape(part) for part in self.begin.split())
-        outside = re.split(begin, text)
-        calls = [self._call(part) for part in outside[1:]]
-        ends = re.compile(r"\s*".join(re.escape(part) for part in self.end.split()) or end)
-        after = [ends.split(part, maxsplit=1)[-1] if ends.search(part) else "" for part in outside[1:]]
-        return _joined([outside[0], *after]), calls
+        before, *parts = re.split(_with_any_spaces(self.begin), text)
+        ends = re.compile(_with_any_spaces(self.end) or r"\Z")
+        after = [part[end.end() :] if (end := ends.search(part)) else "" for part in parts]
+        return _joined([before, *after]), [self._call(part) for part in parts]
 
     def _call(self, text: str) -> RawCall:
         name_end, key_begin, key_end, value_end = (
@@ -162,6 +159,27 @@ class TaggedFormat:
         return self.begin + name + self.name_end + "".join(pairs) + self.end
 
 
+@dataclass(slots=True, frozen=True)
+class PublishedFormat:
+    """The format that the model's makers wrote down in its tokenizer, as transformers reads it."""
+
+    parse: Callable[[str], Mapping[str, Any]]
+    """A reply → its message. Raises ValueError."""
+    written: CallFormat
+
+    def read(self, text: str) -> tuple[str, list[RawCall]]:
+        try:
+            message = self.parse(text)
+        except ValueError as error:
+            raise UnreadableError(" ".join(str(error).split())) from None
+        functions = [call.get("function", {}) for call in message.get("tool_calls") or ()]
+        calls = [(str(function.get("name")), function.get("arguments")) for function in functions]
+        return message.get("content") or "", calls
+
+    def write(self, name: str, arguments: Mapping[str, Any]) -> str:
+        return self.written.write(name, arguments)
+
+
 HERMES = JsonFormat("<tool_call>\n", "\n</tool_call>")
 """For templates that have no format of their own."""
 
@@ -171,13 +189,15 @@ HERMES = JsonFormat("<tool_call>\n", "\n</tool_call>")
 
 def find_format(template: ChatTemplate) -> CallFormat | None:
     """The format in which a template writes calls; None where it writes none."""
-    for count in (2, 1):
-        for content in ("", None):
-            for as_text in (False, True):
-                body = _rendered_calls(template, count, content, as_text)
-                if body is not None and (found := _format_of(body)):
-                    return found
-    return None
+    bodies = [
+        body
+        for count in (2, 1)
+        for content in ("", None)
+        for as_text in (False, True)
+        if (body := _rendered_calls(template, count, content, as_text)) is not None
+    ]
+    found = (format_in(body) for format_in in (_json_format, _named_format, _tagged_format) for body in bodies)
+    return next((one for one in found if one is not None), None)
 
 
 def _rendered_calls(template: ChatTemplate, count: int, content: str | None, as_text: bool) -> str | None:
@@ -203,10 +223,6 @@ def _rendered_calls(template: ChatTemplate, count: int, content: str | None, as_
     shared = next((start for start in (head.rstrip(), begun.rstrip()) if text.startswith(start)), None)
     text = text[len(shared if shared is not None else _common_prefix(head, text)) :]
     return text.rstrip().removesuffix(tail.rstrip()) if tail.strip() else text
-
-
-def _format_of(body: str) -> CallFormat | None:
-    return _json_format(body) or _named_format(body) or _tagged_format(body)
 
 
 def _json_format(body: str) -> JsonFormat | None:
@@ -282,7 +298,11 @@ def _common_prefix(one: str, other: str) -> str:
 
 
 def _common_suffix(one: str, other: str) -> str:
-    return _common_prefix(one[::-1], other[::-1])[::-1]
+    """The longest text with which both end. It does not begin in the middle of a tag: `<calls><call>` and `</call><call>` share
+    `<call>`, and not the `>` before it."""
+    suffix = _common_prefix(one[::-1], other[::-1])[::-1]
+    tag = re.search(r"[<\[]", suffix)
+    return suffix[tag.start() :] if tag and suffix[: tag.start()].strip() else suffix
 
 
 def _path_to(value: Any, leaf: Any, depth: int = 2) -> tuple[str, ...] | None:
@@ -324,6 +344,11 @@ def _past(text: str, place: int, end: str) -> int:
     """The place behind `end`, where it stands there; a call that was stopped at its end lacks it."""
     found = re.compile(r"\s*" + re.escape(end)).match(text, place) if end else None
     return found.end() if found else place
+
+
+def _with_any_spaces(text: str) -> str:
+    """A pattern for a text in which there may be more or fewer spaces and line breaks."""
+    return r"\s*".join(re.escape(part) for part in text.split())
 
 
 def _joined(parts: Sequence[str]) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -18,6 +19,8 @@ if TYPE_CHECKING:
 
 SPACED = "Is n't it ? I 'm sure , and so 's he ."
 """Some tokenizers take spaces out of what they decode: they would of this."""
+LAST_PROMPTS = 64
+"""First prompts whose tokens are kept: the attempts at one task begin with the same."""
 
 
 @dataclass(slots=True, frozen=True)
@@ -36,16 +39,25 @@ class Chat:
     """Renders conversations with the model's own chat template, and reads the replies."""
 
     def __init__(
-        self, tokenizer: PreTrainedTokenizerBase, system_prompt: str | None, prompt_suffix: str, answer_prefix: str = ""
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        system_prompt: str | None,
+        prompt_suffix: str,
+        answer_prefix: str = "",
+        *,
+        keeps_replies: bool = True,
     ) -> None:
-        """`answer_prefix` begins the assistant's turn, and the policy goes on from there."""
+        """`answer_prefix` begins each of the assistant's turns, and the policy goes on from there. With `keeps_replies`,
+        replies stand in later prompts as they were sampled, and else as the template writes them."""
         self._template = ChatTemplate(tokenizer)
-        self._tool_use = ToolUse(self._template)
+        self.tool_use = ToolUse(self._template)
         self._tokenizer = tokenizer
         self._system_prompt = system_prompt
         self._prompt_suffix = prompt_suffix
         self.answer_prefix = answer_prefix
+        self.keeps_replies = keeps_replies
         self._decodes_in_bulk = _decodes_in_bulk(tokenizer)
+        self._encode = lru_cache(LAST_PROMPTS)(self._template.encode)
 
     # ── a task with one reply ──────────────────────────────────────────────────────────────────────────────────────────
 
@@ -84,16 +96,27 @@ class Chat:
         """Messages as the template takes them, where they begin a sequence: with the recipe's system prompt, its suffix at the
         last user message, and a description of the tools where the template writes none."""
         plain = self._with_recipe([self._template.plain(dict(message)) for message in messages])
-        return self._tool_use.described(self._tool_use.shown(plain), tools)
+        return self.tool_use.described(self.tool_use.shown(plain), tools)
 
     def prepared(self, messages: Sequence[Message], before: Sequence[Message] = ()) -> list[dict[str, Any]]:
         """Messages as the template takes them, where they go on from those `before`."""
-        return self._tool_use.shown([self._template.plain(dict(message)) for message in messages], before)
+        return self.tool_use.shown([self._template.plain(dict(message)) for message in messages], before)
+
+    def rendered(self, prepared: Sequence[Message], tools: Sequence[Mapping[str, Any]] = ()) -> str:
+        """The text of a prompt, ready for the assistant to reply."""
+        return self._template.render(prepared, self.tool_use.for_template(tools)) + self.answer_prefix
 
     def encoded(self, prepared: Sequence[Message], tools: Sequence[Mapping[str, Any]] = ()) -> np.ndarray:
         """int32[tokens], ready for the assistant to reply."""
-        text = self._template.render(prepared, self._tool_use.for_template(tools))
-        return np.array(self._template.encode(text + self.answer_prefix), dtype=np.int32)
+        return np.array(self._encode(self.rendered(prepared, tools)), dtype=np.int32)
+
+    def rendered_tail(
+        self, before: Sequence[Message], added: Sequence[Message], tools: Sequence[Mapping[str, Any]] = ()
+    ) -> str | None:
+        """The text between a reply to the messages `before` and the next one: the end of its turn, the messages `added`, and
+        the beginning of the next turn. None where the template cannot go on from a reply."""
+        tail = self._template.tail(before, added, self.tool_use.for_template(tools))
+        return None if tail is None else tail + self.answer_prefix
 
     def encoded_tail(
         self,
@@ -102,22 +125,19 @@ class Chat:
         tools: Sequence[Mapping[str, Any]],
         has_ended: bool,
     ) -> np.ndarray | None:
-        """int32[tokens] between a reply to the messages `before` and the next one: the end of its turn, unless it `has_ended`
-        that with a stop token, the messages `added`, and the beginning of the next turn. None where the template cannot go on
-        from a reply."""
-        tail = self._template.tail(before, added, self._tool_use.for_template(tools))
-        if tail is None:
-            return None
-        return np.array(self._template.encode_tail(tail + self.answer_prefix, has_ended), dtype=np.int32)
+        """int32[tokens] of `rendered_tail`, without the end of the turn where the reply `has_ended` it with a stop token."""
+        tail = self.rendered_tail(before, added, tools)
+        return None if tail is None else np.array(self._template.encode_tail(tail, has_ended), dtype=np.int32)
 
-    def said(self, token_ids: np.ndarray, tools: Sequence[Mapping[str, Any]], num_calls: int) -> Said:
-        """Read a reply to a conversation with `num_calls` calls of tools so far."""
+    def said(self, token_ids: np.ndarray, tools: Sequence[Mapping[str, Any]], has_ended: bool, num_calls: int) -> Said:
+        """Read a reply to a conversation with `num_calls` calls of tools so far. Where it `has_ended`, its last token is a stop
+        token."""
         [text] = self.texts([token_ids])
         if not tools:
             return Said(text, {"role": "assistant", "content": self.answer_prefix + text})
         # Some formats are made of special tokens.
-        whole = self._tokenizer.decode(token_ids.tolist(), skip_special_tokens=False)
-        read = self._tool_use.read(self.answer_prefix + whole, tools)
+        whole = self._tokenizer.decode(token_ids[: -1 if has_ended else None].tolist(), skip_special_tokens=False)
+        read = self.tool_use.read(self.answer_prefix + whole, tools)
         if not read.calls:
             return Said(text, {"role": "assistant", "content": self.answer_prefix + text}, (), read.problem)
         calls = [

@@ -9,7 +9,7 @@ A conversation goes on where the messages begin with those of the last ask, then
 compared by what they say and not by which object they are: an environment may copy its messages, and one that changes an
 earlier message in place is noticed. Then only what is new is rendered and encoded, and the prompt begins with the tokens that
 the engine has seen, thinking included, also where the template would leave the thinking of earlier turns out. Everything else
-begins a new sequence of tokens.
+begins a new sequence of tokens, and so does every turn where the recipe does not keep replies.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ class _Ask:
     """As the environment gave them."""
     prepared: list[Message]
     """As the template gets them."""
-    tools: Sequence[Mapping[str, Any]]
+    tools: list[Mapping[str, Any]]
 
 
 class Conversation:
@@ -95,7 +95,7 @@ class Conversation:
     def ask(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] = ()) -> Asked:
         """The prompt for the engine. An ask that got no reply leaves nothing behind: it may be asked again. Raises TaskError
         where the template refuses the messages."""
-        self._open = self._further(messages, tools) or self._anew(messages, tools)
+        self._open = self._further(messages, list(tools)) or self._anew(messages, list(tools))
         return Asked(self._open.prompt_ids, self._open.starts_anew)
 
     def replied(self, token_ids: np.ndarray) -> Reply:
@@ -108,31 +108,36 @@ class Conversation:
         start, end = len(ask.prompt_ids), len(ask.prompt_ids) + len(token_ids)
         sequence.token_ids = np.concatenate([ask.prompt_ids, token_ids]).astype(np.int32, copy=False)
         sequence.replies.append((start, end))
-        said = self._chat.said(token_ids, ask.tools, sum(len(message.get("tool_calls") or ()) for message in ask.messages))
+        num_calls = sum(len(message.get("tool_calls") or ()) for message in ask.messages)
+        said = self._chat.said(token_ids, ask.tools, self._has_ended(token_ids), num_calls)
         ask.messages.append(dict(said.message))
         ask.prepared += self._chat.prepared([said.message])
         self._asked, self._said = ask, said.text
         return Reply(said.text, said.message, said.tool_calls, said.problem, start, end)
 
-    def _anew(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]) -> _Ask:
+    def _anew(self, messages: Sequence[Message], tools: list[Mapping[str, Any]]) -> _Ask:
         prepared = self._chat.first_messages(messages, tools)
         return _Ask(self._chat.encoded(prepared, tools), True, [dict(message) for message in messages], [*prepared], tools)
 
-    def _further(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]) -> _Ask | None:
+    def _further(self, messages: Sequence[Message], tools: list[Mapping[str, Any]]) -> _Ask | None:
         """None where the messages do not go on from the last reply, or the template cannot."""
         last = self._asked
-        if last is None or tools != last.tools or not self._goes_on(messages, last.messages):
+        if last is None or not self._chat.keeps_replies:
+            return None
+        if tools != last.tools or not self._goes_on(messages, last.messages):
             return None
         added = [dict(message) for message in messages[len(last.messages) :]]
         prepared = self._chat.prepared(added, last.messages)
         tokens = self.sequences[-1].token_ids
         start, end = self.sequences[-1].replies[-1]
-        has_ended = start < end and int(tokens[-1]) in self._stop_token_ids
-        tail = self._chat.encoded_tail(last.prepared[:-1], prepared, tools, has_ended)
+        tail = self._chat.encoded_tail(last.prepared[:-1], prepared, tools, self._has_ended(tokens[start:end]))
         if tail is None:
             return None
         prompt = np.concatenate([tokens, tail])
         return _Ask(prompt, False, [*last.messages, *added], [*last.prepared, *prepared], tools)
+
+    def _has_ended(self, reply: np.ndarray) -> bool:
+        return len(reply) > 0 and int(reply[-1]) in self._stop_token_ids
 
     def _goes_on(self, messages: Sequence[Message], known: Sequence[Message]) -> bool:
         """Whether messages begin with what is known, the last of which is the reply."""

@@ -7,8 +7,8 @@ recipe and the policy itself write control tokens, so that nothing an environmen
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
-from functools import cached_property
+from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
 
 from redline.errors import TaskError, in_words
@@ -39,6 +39,13 @@ class ChatTemplate:
             hint = "use an instruction-tuned model, or put a chat_template.jinja into its folder"
             raise TaskError("the model's tokenizer has no chat template", hint)
         self._tokenizer = tokenizer
+
+    @property
+    def published_parser(self) -> Callable[[str], Mapping[str, Any]] | None:
+        """Reads a reply the way that the tokenizer's own `response_template` says; None where it has none."""
+        if getattr(self._tokenizer, "response_template", None) is None:
+            return None
+        return partial(self._tokenizer.parse_response, prefix="")
 
     # ── text ───────────────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -100,6 +107,10 @@ class ChatTemplate:
         longest_first = sorted((token for token in tokens if len(token.strip()) > 1), key=len, reverse=True)
         return re.compile("|".join(map(re.escape, longest_first)) or "(?!)")
 
+    @cached_property
+    def _end_of_turn(self) -> re.Pattern[str]:
+        return re.compile(rf"\s*({self._control_tokens.pattern})")
+
     # ── tokens ─────────────────────────────────────────────────────────────────────────────────────────────────────────
 
     def encode(self, text: str) -> list[int]:
@@ -113,8 +124,8 @@ class ChatTemplate:
     def encode_tail(self, tail: str, has_ended: bool) -> list[int]:
         """The tokens of a `tail`. Where the reply has ended its turn with a stop token, that one stands in place of the control
         token with which the template ends it."""
-        end = re.match(rf"\s*({self._control_tokens.pattern})", tail)
-        if not has_ended or not end or not end[1]:
+        end = self._end_of_turn.match(tail) if has_ended else None
+        if end is None:
             return self._encode_further_pieces(tail)
         rest = self.encode(tail[end.start(1) :])
         if rest[:1] == [self._tokenizer.convert_tokens_to_ids(end[1])]:

@@ -14,7 +14,7 @@ from functools import cached_property
 from typing import Any
 
 from redline.errors import TaskError
-from redline.rollouts.call_formats import HERMES, CallFormat, RawCall, UnreadableError, find_format
+from redline.rollouts.call_formats import HERMES, CallFormat, PublishedFormat, RawCall, UnreadableError, find_format
 from redline.rollouts.template import ChatTemplate
 from redline.types import ToolCall
 
@@ -60,7 +60,9 @@ class ToolUse:
 
     @cached_property
     def format(self) -> CallFormat:
-        return self._own_format or HERMES
+        written = self._own_format or HERMES
+        parse = self._template.published_parser
+        return PublishedFormat(parse, written) if parse and self._own_format else written
 
     @cached_property
     def _own_format(self) -> CallFormat | None:

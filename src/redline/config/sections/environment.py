@@ -28,6 +28,10 @@ class EnvironmentConfig(Section):
     """Threads or processes in which games run."""
     call_timeout_s: float | None = Field(60.0, gt=0)
     """Seconds that one call of a game's `reset` or `step` may take; then its attempt has failed. null waits for ever."""
+    keep_replies: bool = True
+    """Keep earlier replies in later prompts token by token as they were sampled, thinking included: an attempt is then one
+    sequence, and each prompt begins with the last. false renders every turn from the beginning, as a served model would see it:
+    a template that leaves earlier thinking out (Qwen3's does) then does, and each turn is a sequence of its own."""
     max_turns: PositiveInt | None = None
     """Most replies of the policy in one attempt, those of all roles together. The next `policy.say` raises
     `redline.errors.BudgetError`: an environment that catches it decides the reward; else the attempt ends there with reward 0

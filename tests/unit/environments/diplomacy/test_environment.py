@@ -101,19 +101,6 @@ def test_what_makes_it_fast_does_not_change_the_game(params: dict[str, Any]) -> 
     assert plain.score == fast.score
 
 
-@pytest.mark.slow
-def test_worker_processes_play_the_same_game() -> None:
-    environment = Diplomacy(years=2, workers=2)
-    try:
-        played = play(environment, order_giver(3))
-    finally:
-        environment.close()
-    assert played.error is None
-    here = play(Diplomacy(years=2), order_giver(3))
-    assert orders_in(played) == orders_in(here)
-    assert played.score == here.score
-
-
 @pytest.mark.parametrize(("memoise", "asked"), [(True, 2), (False, 14)])
 def test_legal_orders_are_asked_once_per_phase_or_once_per_power(
     memoise: bool, asked: int, monkeypatch: pytest.MonkeyPatch

@@ -1,0 +1,226 @@
+"""Tools: shown to the model and read from its replies in the format of its own template."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import numpy as np
+import pytest
+from support.chat_templates import tokenizer_with
+
+from redline.models.files.tiny import tiny_tokenizer
+from redline.rollouts.call_formats import HERMES, JsonFormat, NamedFormat, TaggedFormat
+from redline.rollouts.chat import Chat
+from redline.rollouts.conversation import Conversation, Reply
+from redline.types import ToolCall
+
+TOKENIZER = tiny_tokenizer()
+END = TOKENIZER.eos_token_id
+ADD = {
+    "type": "function",
+    "function": {
+        "name": "add",
+        "description": "Adds two numbers.",
+        "parameters": {
+            "type": "object",
+            "properties": {"x": {"type": "integer"}, "y": {"type": "integer"}, "note": {"type": "string"}},
+            "required": ["x", "y"],
+        },
+    },
+}
+QUESTION = {"role": "user", "content": "1 + 2?"}
+ONE_CALL = (ToolCall("add", {"x": 1, "y": 2}),)
+
+
+def ids(text: str) -> np.ndarray:
+    return np.array(TOKENIZER.encode(text, add_special_tokens=False), dtype=np.int32)
+
+
+def replied(name: str, text: str, answer_prefix: str = "") -> tuple[Conversation, Reply]:
+    conversation = Conversation(Chat(tokenizer_with(name), None, "", answer_prefix), [END])
+    conversation.ask([QUESTION], [ADD])
+    return conversation, conversation.replied(ids(text + "<|im_end|>"))
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("ChatML", HERMES),
+        ("strips", HERMES),
+        ("Hermes tools", JsonFormat("\n<tool_call>\n", "\n</tool_call>")),
+        ("Llama tools", JsonFormat("", "", ("name",), ("parameters",))),
+        ("Mistral tools", JsonFormat("[TOOL_CALLS]", "")),
+        ("DeepSeek calls", NamedFormat("<call>function<sep>", "\n```json\n", "\n```</call>")),
+        (
+            "XML tools",
+            TaggedFormat(
+                "\n<tool_call>\n<function=", ">\n", "<parameter=", ">\n", "\n</parameter>\n", "</function>\n</tool_call>"
+            ),
+        ),
+    ],
+)
+def test_the_format_of_calls_is_found_by_rendering_some(name: str, expected: Any) -> None:
+    found = Chat(tokenizer_with(name), None, "").tool_use.format
+    assert type(found) is type(expected)
+    assert {k: _stripped(getattr(found, k)) for k in found.__slots__} == {
+        k: _stripped(getattr(expected, k)) for k in expected.__slots__
+    }
+
+
+def _stripped(value: Any) -> Any:
+    return "".join(value.split()) if isinstance(value, str) else value
+
+
+CALLS = {
+    "ChatML": '<tool_call>\n{"name": "add", "arguments": {"x": 1, "y": 2}}\n</tool_call>',
+    "Hermes tools": 'I add.\n<tool_call>{"arguments": {"x": 1, "y": 2}, "name": "add"}</tool_call>',
+    "Llama tools": '{"name": "add", "parameters": {"x": 1, "y": 2}}',
+    "Mistral tools": '[TOOL_CALLS][{"name": "add", "arguments": {"x": 1, "y": 2}}]',
+    "DeepSeek calls": '<calls><call>function<sep>add\n```json\n{"x": 1, "y": 2}\n```</call></calls>',
+    "XML tools": "<tool_call>\n<function=add><parameter=x>\n1\n</parameter>\n<parameter=y>2</parameter></function></tool_call>",
+}
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_a_call_in_the_templates_own_format_is_read_and_its_result_shown(name: str) -> None:
+    conversation, reply = replied(name, CALLS[name])
+    assert (tuple(reply.tool_calls), reply.problem) == (ONE_CALL, "")
+    assert "tool_call" not in reply.message["content"]
+    asked = conversation.ask([QUESTION, reply.message, {"role": "tool", "content": "3"}], [ADD])
+    assert not asked.starts_anew
+    assert "3" in TOKENIZER.decode(asked.prompt_ids[reply.end :])
+    again = Conversation(Chat(tokenizer_with(name), None, ""), [END])
+    whole = TOKENIZER.decode(again.ask([QUESTION, reply.message, {"role": "tool", "content": "3"}], [ADD]).prompt_ids)
+    if name != "DeepSeek calls":  # it shows calls only where there is nothing else, not even an empty text
+        assert '"x": 1' in whole.partition("1 + 2?")[2] or "<parameter=x>" in whole, "rendered anew, the call is there too"
+
+
+def test_two_calls_in_one_reply_are_read_and_their_results_follow_in_order() -> None:
+    call = '<tool_call>\n{"name": "add", "arguments": {"x": 1, "y": %d}}\n</tool_call>'
+    conversation, reply = replied("ChatML", call % 2 + "\n" + call % 3)
+    assert [c.arguments["y"] for c in reply.tool_calls] == [2, 3]
+    results = [{"role": "tool", "content": "3"}, {"role": "tool", "content": "4"}]
+    asked = conversation.ask([QUESTION, reply.message, *results], [ADD])
+    text = TOKENIZER.decode(asked.prompt_ids[reply.end :])
+    assert text.count("<|im_start|>user") == 1, "as one message"
+    assert text.index("<tool_response>\n3\n") < text.index("<tool_response>\n4\n")
+    _, reply = replied(
+        "Mistral tools", "[TOOL_CALLS]" + json.dumps([{"name": "add", "arguments": {"x": 1, "y": y}} for y in (2, 3)])
+    )
+    assert [c.arguments["y"] for c in reply.tool_calls] == [2, 3]
+    assert [c["id"] for c in reply.message["tool_calls"]] == ["call00000", "call00001"]
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "problem"),
+    [
+        ("ChatML", '<tool_call>\n{"name": "add", "arguments": {"x": 1', "after <tool_call> comes no JSON"),
+        ("ChatML", "<tool_call>\n[1, 2]\n</tool_call>", 'an object with "name" and "arguments"'),
+        ("ChatML", '<tool_call>{"name": "sub", "arguments": {}}</tool_call>', "there is no function sub; there are: add"),
+        ("ChatML", '<tool_call>{"name": "add", "arguments": {"x": 1}}</tool_call>', "add needs the argument y"),
+        ("ChatML", '<tool_call>{"name": "add", "arguments": 3}</tool_call>', "the arguments of add are no JSON object"),
+        ("ChatML", '<tool_call>{"name": "add"}</tool_call>', "the arguments of add are no JSON object"),
+        (
+            "ChatML",
+            '<tool_call>{"name": "add", "arguments": {"x": "one", "y": 2}}</tool_call>',
+            'of type integer, and not "one"',
+        ),
+        ("ChatML", '<tool_call>{"name": "add", "arguments": {"x": true, "y": 2}}</tool_call>', "of type integer, and not true"),
+        ("Llama tools", '{"name": "add", "parameters": {"x": 1,', "comes no JSON"),
+        ("DeepSeek calls", "<call>function<sep>add", "come a name and"),
+        ("XML tools", "<tool_call><function=add><parameter=x>1", "does not end with </parameter>"),
+        ("XML tools", "<tool_call><function=>", "the name of the function is missing"),
+    ],
+)
+def test_a_call_that_cannot_be_read_is_a_problem_in_words(name: str, text: str, problem: str) -> None:
+    _, reply = replied(name, text)
+    assert problem in reply.problem
+    assert not reply.tool_calls
+    assert reply.message == {"role": "assistant", "content": text}, "the reply stays as it was"
+
+
+@pytest.mark.parametrize("text", ["Three.", "<think><tool_call>{</think>Three.", "<think>I could <tool_call>{", ""])
+@pytest.mark.parametrize("name", ["ChatML", "Llama tools"])
+def test_a_reply_without_a_call_is_text(name: str, text: str) -> None:
+    _, reply = replied(name, text)
+    assert (reply.text, reply.tool_calls, reply.problem) == (text, (), "")
+
+
+def test_no_call_is_looked_for_where_no_tools_were_offered() -> None:
+    conversation = Conversation(Chat(TOKENIZER, None, ""), [END])
+    conversation.ask([QUESTION])
+    reply = conversation.replied(ids(CALLS["ChatML"]))
+    assert (reply.tool_calls, reply.message["content"]) == ((), CALLS["ChatML"])
+
+
+def test_a_call_that_the_recipe_begins_is_read_whole() -> None:
+    _, reply = replied("ChatML", '{"name": "add", "arguments": {"x": 1, "y": 2}}', answer_prefix="<tool_call>\n")
+    assert tuple(reply.tool_calls) == ONE_CALL
+
+
+def test_a_format_made_of_special_tokens_is_read() -> None:
+    tokenizer = tiny_tokenizer()
+    tokenizer.add_special_tokens({"additional_special_tokens": ["[TOOL_CALLS]"]})
+    tokenizer.chat_template = tokenizer_with("Mistral tools").chat_template
+    conversation = Conversation(Chat(tokenizer, None, ""), [END])
+    conversation.ask([QUESTION], [ADD])
+    tokens = np.array(tokenizer.encode(CALLS["Mistral tools"] + "<|im_end|>", add_special_tokens=False), dtype=np.int32)
+    reply = conversation.replied(tokens)
+    assert tuple(reply.tool_calls) == ONE_CALL
+    assert "[TOOL_CALLS]" not in reply.text
+
+
+def test_a_template_without_tools_describes_them_in_the_system_message() -> None:
+    def prompt(name: str, *messages: Any) -> str:
+        chat = Chat(tokenizer_with(name), None, "")
+        return TOKENIZER.decode(Conversation(chat, [END]).ask([*messages, QUESTION], [ADD]).prompt_ids)
+
+    alone = prompt("ChatML")
+    assert alone.startswith("<|im_start|>system\n# Tools")
+    assert json.dumps(ADD) in alone
+    assert '<tool_call>\n{"name": "<function-name>"' in alone
+    beside = prompt("ChatML", {"role": "system", "content": "Be brief."})
+    assert beside.startswith("<|im_start|>system\nBe brief.\n\n# Tools")
+    refused = prompt("no system")
+    assert refused.startswith("<|im_start|>user\n# Tools")
+    assert refused.count("<|im_start|>user") == 1
+    own = prompt("DeepSeek calls")
+    assert "<call>function<sep><function-name>" in own, "in the format that the template writes calls in"
+
+
+def test_a_template_with_tools_gets_them_as_they_are_and_a_bare_function_too() -> None:
+    chat = Chat(tokenizer_with("Hermes tools"), None, "")
+    prompt = Conversation(chat, [END]).ask([QUESTION], [ADD]).prompt_ids
+    oracle = tokenizer_with("Hermes tools").apply_chat_template(
+        [QUESTION], tools=[ADD], add_generation_prompt=True, tokenize=False
+    )
+    assert TOKENIZER.decode(prompt) == oracle
+    assert Conversation(chat, [END]).ask([QUESTION], [ADD["function"]]).prompt_ids.tolist() == prompt.tolist()
+
+
+def test_values_between_tags_get_the_type_of_their_argument() -> None:
+    text = "<tool_call><function=add><parameter=x>1</parameter><parameter=y>2</parameter><parameter=note>\n3\n4\n</parameter>"
+    _, reply = replied("XML tools", text + "</function></tool_call>")
+    assert reply.tool_calls[0].arguments == {"x": 1, "y": 2, "note": "3\n4"}
+
+
+def test_a_tokenizer_that_says_how_replies_are_read_is_asked() -> None:
+    tokenizer = tiny_tokenizer()
+    tokenizer.chat_template = tokenizer_with("Hermes tools").chat_template
+    call = {"open": "<<", "close": ">>", "repeats": True, "content": "json"}
+    tokenizer.response_template = {
+        "defaults": {"role": "assistant"},
+        "start_anchor": "<|im_start|>assistant\n",
+        "fields": {
+            "tool_calls": call | {"transform": {"type": "function", "function": "{content}"}},
+            "content": {"close": "<|im_end|>", "content": "text"},
+        },
+    }
+    conversation = Conversation(Chat(tokenizer, None, ""), [END])
+    conversation.ask([QUESTION], [ADD])
+    assert (
+        tuple(conversation.replied(ids('<<{"name": "add", "arguments": {"x": 1, "y": 2}}>><|im_end|>')).tool_calls) == ONE_CALL
+    )
+    conversation.ask([QUESTION], [ADD])
+    assert "could not parse" in conversation.replied(ids('<<{"name": >><|im_end|>')).problem
