@@ -19,10 +19,14 @@ class Shipped:
 
 
 ENVIRONMENTS: dict[str, Shipped] = {
+    "calculator": Shipped(
+        "redline.environments.calculator:Calculator", "sums too large for the head, and a calculator to call"
+    ),
     "code": Shipped(
         "redline.environments.code.environment:Code", "answers are programs, run in a sandbox against tests; several tries"
     ),
     "diplomacy": Shipped(
         "redline.environments.diplomacy.environment:Diplomacy", "self-play of seven powers on the standard map", "diplomacy"
     ),
+    "guess_number": Shipped("redline.environments.guess_number:GuessNumber", "guess a number with the hints higher and lower"),
 }

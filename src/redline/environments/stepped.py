@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
-from redline.environments.workers.held import GameClass, Workers
-from redline.errors import TaskError
+from redline.environments.workers.held import GameClass, Held, Workers
+from redline.errors import BudgetError, TaskError
 from redline.ports import Environment, Policy, Score
 from redline.types import Message, Reaction, Task
 
@@ -45,15 +45,7 @@ class Stepped:
     async def play(self, task: Task, policy: Policy) -> Score:
         game = await self._workers.make(self._game)
         try:
-            messages = as_messages(await game.call("reset", task), "reset")
-            rewards: list[Score] = []
-            while True:
-                turn = await policy.say(messages)
-                reaction = _checked(await game.call("step", turn.text))
-                rewards.append(reaction.reward)
-                if reaction.done:
-                    return total(rewards)
-                messages = [*messages, turn.message, *as_messages(reaction.observation, "step")]
+            return await _played(game, task, policy)
         finally:
             game.drop()
 
@@ -74,6 +66,23 @@ class SteppedWithTasks(Stepped):
 
     def held_out(self, count: int) -> Sequence[Task]:
         return cast(Sequence[Task], self._tasks.held_out(count))
+
+
+async def _played(game: Held, task: Task, policy: Policy) -> Score:
+    messages = as_messages(await game.call("reset", task), "reset")
+    rewards: list[Score] = []
+    while True:
+        try:
+            turn = await policy.say(messages)
+        except BudgetError:
+            if not rewards:
+                raise
+            return total(rewards)  # what it has up to here
+        reaction = _checked(await game.call("step", turn.text))
+        rewards.append(reaction.reward)
+        if reaction.done:
+            return total(rewards)
+        messages = [*messages, turn.message, *as_messages(reaction.observation, "step")]
 
 
 def as_messages(observation: Any, method: str) -> list[Message]:
