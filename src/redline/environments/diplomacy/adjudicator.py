@@ -11,17 +11,11 @@ import threading
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from diplomacy import Game
+
 from redline.environments.diplomacy.options import WAIVE, Legal, Options
 from redline.environments.diplomacy.position import COMPLETED, POWERS, Holding, Position
 from redline.environments.diplomacy.prompts import Province
-from redline.errors import ConfigError
-
-try:
-    from diplomacy import Game
-except ImportError:
-    raise ConfigError(
-        "the environment diplomacy needs the package `diplomacy`, which is not installed", 'pip install "redline-rl[diplomacy]"'
-    ) from None
 
 Orders = Mapping[str, Sequence[str]]
 """Power → its orders, each a legal one. Units without one hold, disband or wait, as the rules say."""

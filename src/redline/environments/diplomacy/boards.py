@@ -3,13 +3,15 @@ game object of its own."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import lru_cache
-from typing import Protocol
+import json
+from collections.abc import Callable, Mapping, Sequence
+from functools import cache, lru_cache
+from typing import Any, Protocol
 
 from redline.environments.diplomacy.adjudicator import Adjudicator, LiveGame, Orders
-from redline.environments.diplomacy.options import Legal
-from redline.environments.diplomacy.position import POWERS, Position
+from redline.environments.diplomacy.options import Legal, Options
+from redline.environments.diplomacy.position import POWERS, Position, from_bytes
+from redline.environments.workers.held import Workers
 
 POSITIONS_KEPT = 256
 """Positions whose legal orders and prompts are kept: those where the attempts of the groups under way begin."""
@@ -54,6 +56,22 @@ class ValueBoard:
         self.position = self._rules.adjudicator.advance(self.position, orders)
 
 
+class WorkerBoard:
+    """A position; phases are computed in worker processes, which answer with the next position and what is legal in it."""
+
+    def __init__(self, rules: Rules, position: Position, workers: Workers) -> None:
+        self._workers, self.position = workers, position
+        self._legal = rules.legal(position)
+
+    def legal(self) -> Legal:
+        return self._legal
+
+    async def advance(self, orders: Orders) -> None:
+        state, legal = await self._workers.call(f"{__name__}:phase_after", self.position.to_bytes().decode(), orders)
+        self.position = from_bytes(state.encode())
+        self._legal = {power: Options(*fields) for power, fields in json.loads(legal).items()}
+
+
 class LiveBoard:
     """A game object of its own."""
 
@@ -75,3 +93,18 @@ def asked_for_each_power(ask: Callable[[], Legal]) -> Legal:
     """The same answer at seven times the cost, as programs get it that ask for a power's orders when its turn comes."""
     answers = {power: ask().get(power) for power in POWERS}
     return {power: options for power, options in answers.items() if options is not None}
+
+
+# ── in a worker process ────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def phase_after(state: str, orders: Mapping[str, Sequence[str]]) -> tuple[str, str]:
+    """The state after a phase, and what is legal in it as JSON: one text travels faster than the hundreds in it."""
+    position = _adjudicator().advance(from_bytes(state.encode()), orders)
+    legal: dict[str, Any] = {
+        power: [options.kind, options.due, options.by_subject] for power, options in _adjudicator().legal(position).items()
+    }
+    return position.to_bytes().decode(), json.dumps(legal)
+
+
+_adjudicator = cache(Adjudicator)

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from redline.environments.diplomacy.adjudicator import LiveGame
-from redline.environments.diplomacy.boards import POSITIONS_KEPT, Board, LiveBoard, Rules, ValueBoard
+from redline.environments.diplomacy.boards import POSITIONS_KEPT, Board, LiveBoard, Rules, ValueBoard, WorkerBoard
 from redline.environments.diplomacy.options import Options
 from redline.environments.diplomacy.orders import read_orders
 from redline.environments.diplomacy.position import POWERS, SOLO, Position, from_bytes
@@ -20,6 +20,8 @@ from redline.environments.diplomacy.prompts import board_text, own_text, system_
 from redline.environments.diplomacy.scripted import scripted_orders
 from redline.environments.diplomacy.settings import Settings
 from redline.environments.states import StateCache
+from redline.environments.workers.processes import ProcessWorkers
+from redline.errors import BudgetError
 from redline.ports import Policy
 from redline.types import Message, Task
 
@@ -29,6 +31,8 @@ STATE_KIND = "diplomacy 1, standard map"
 """Goes up when `Position.to_bytes` changes."""
 WARM_PHASES = 24
 """Most phases that a script plays to make a state for a file, where `warm_up` says nothing."""
+CALL_LIMIT_S = 60.0
+"""Seconds for a worker process to compute a phase; it takes milliseconds."""
 STATES_PER_GAME = 12
 """States of a file that come of one scripted game: each by itself would play its way there alone."""
 
@@ -75,6 +79,7 @@ class Diplomacy:
         self._provinces = self._rules.adjudicator.provinces()
         self._centres = frozenset(province.name for province in self._provinces if province.is_centre)
         self._states = self._open_states()
+        self._workers = ProcessWorkers(self.settings.workers, CALL_LIMIT_S) if self.settings.workers else None
         if self.settings.keep_prompts:
             self._system = lru_cache(1)(self._system)  # type: ignore[method-assign]
             self._board_text = lru_cache(POSITIONS_KEPT)(self._board_text)  # type: ignore[method-assign]
@@ -112,18 +117,27 @@ class Diplomacy:
     # ── an attempt ─────────────────────────────────────────────────────────────────────────────────────────────────────
 
     async def play(self, task: Task, policy: Policy) -> Mapping[str, Mapping[str, float]]:
-        """Play from the task's position to the horizon. Returns the parts of the reward of each power that was asked."""
+        """Play from the task's position to the horizon, or until the recipe's budget of turns or tokens is used up. Returns the
+        parts of the reward of each power that was asked."""
         board = self._board(task)
         start = board.position
         years = Years(start.year, start.ownership())
         seats: dict[str, Seat] = {}
         phase = 0
         while not self._is_over(board.position, start, phase, years):
-            await self._play_phase(board, seats, policy)
+            try:
+                await self._play_phase(board, seats, policy)
+            except BudgetError:
+                break  # the phase does not happen: nobody's units are ordered by half of a reply
             years.look(board.position)
             phase += 1
         end = board.position
         return {power: _reward(seats[power], power, start, end) for power in POWERS if power in seats}
+
+    def close(self) -> None:
+        """End the worker processes. Blocks for some seconds at most."""
+        if self._workers is not None:
+            self._workers.close()
 
     async def _play_phase(self, board: Board, seats: dict[str, Seat], policy: Policy) -> None:
         position, legal = board.position, board.legal()
@@ -160,6 +174,8 @@ class Diplomacy:
         position = self._start(int(task.data["start"]))
         if self.settings.clone == "deepcopy":
             return LiveBoard(LiveGame(position).copy(), memoise=self.settings.memoise)
+        if self._workers is not None:
+            return WorkerBoard(self._rules, position, self._workers)
         return ValueBoard(self._rules, position)
 
     def _start(self, start: int) -> Position:

@@ -19,7 +19,7 @@ from redline.environments.diplomacy.environment import Diplomacy, Years
 from redline.environments.diplomacy.position import POWERS, Holding, Position, from_bytes
 from redline.environments.driver import Asked, Driver, Episode, Reply, Speaker
 from redline.environments.states import write_states
-from redline.errors import ConfigError, TaskError
+from redline.errors import BudgetError, ConfigError, TaskError
 
 
 def play(environment: Diplomacy, speak: Speaker, index: int = 0) -> Episode:
@@ -101,6 +101,19 @@ def test_what_makes_it_fast_does_not_change_the_game(params: dict[str, Any]) -> 
     assert plain.score == fast.score
 
 
+@pytest.mark.slow
+def test_worker_processes_play_the_same_game() -> None:
+    environment = Diplomacy(years=2, workers=2)
+    try:
+        played = play(environment, order_giver(3))
+    finally:
+        environment.close()
+    assert played.error is None
+    here = play(Diplomacy(years=2), order_giver(3))
+    assert orders_in(played) == orders_in(here)
+    assert played.score == here.score
+
+
 @pytest.mark.parametrize(("memoise", "asked"), [(True, 2), (False, 14)])
 def test_legal_orders_are_asked_once_per_phase_or_once_per_power(
     memoise: bool, asked: int, monkeypatch: pytest.MonkeyPatch
@@ -161,6 +174,21 @@ def test_a_power_that_fails_takes_its_attempt_with_it_and_leaves_no_other_waitin
     assert isinstance(episode.error, TaskError)
     assert time.perf_counter() - began < 10
     assert cancelled == 6
+
+
+def test_a_game_without_turns_left_is_scored_as_it_stands() -> None:
+    legal, asked_before = order_giver(1), []
+
+    def speak(asked: Asked) -> Reply:
+        asked_before.append(asked)
+        if len(asked_before) > 10:
+            raise BudgetError("the attempt has had its 10 turns")
+        return legal(asked)  # type: ignore[return-value]
+
+    episode = play(Diplomacy(), speak)
+    assert episode.error is None
+    assert set(episode.score) == set(POWERS)
+    assert len(asked_before) <= 14
 
 
 def test_a_game_ends_at_its_horizon_in_years_or_phases() -> None:
