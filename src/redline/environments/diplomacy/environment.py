@@ -171,14 +171,16 @@ class Diplomacy:
     # ── where it begins, and what is shown ─────────────────────────────────────────────────────────────────────────────
 
     def _board(self, task: Task) -> Board:
-        position = self._start(int(task.data["start"]))
+        position = self.start(task)
         if self.settings.clone == "deepcopy":
             return LiveBoard(LiveGame(position).copy(), memoise=self.settings.memoise)
         if self._workers is not None:
             return WorkerBoard(self._rules, position, self._workers)
         return ValueBoard(self._rules, position)
 
-    def _start(self, start: int) -> Position:
+    def start(self, task: Task) -> Position:
+        """Where a task's game begins."""
+        start = int(task.data["start"])
         if self._states:
             return from_bytes(self._states[start])
         return self._scripted(start, self.settings.warm_up)

@@ -222,7 +222,7 @@ def test_a_year_is_quiet_when_no_centre_changed_hands_in_it() -> None:
 
 def starts(environment: Diplomacy, tasks: Any) -> Iterator[Position]:
     for task in tasks:
-        yield environment._start(task.data["start"])
+        yield environment.start(task)
 
 
 def test_games_begin_at_states_of_the_file_and_held_out_ones_at_others(states: Path) -> None:
@@ -236,7 +236,7 @@ def test_games_begin_at_states_of_the_file_and_held_out_ones_at_others(states: P
     episode = play(environment, order_giver(0))
     assert episode.error is None
     first = read_compact(str(episode.exchanges[0].asked.messages[-1]["content"]))
-    assert first.phase == environment._start(environment.train(0).data["start"]).phase
+    assert first.phase == environment.start(environment.train(0)).phase
 
 
 def test_states_are_at_movement_phases_of_several_years() -> None:
