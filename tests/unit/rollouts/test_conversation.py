@@ -177,6 +177,13 @@ def test_what_the_template_refuses_is_said() -> None:
     assert caught.value.hint
 
 
+def test_a_conversation_goes_on_where_the_template_would_refuse_what_came_before() -> None:
+    """As Mistral's refuses the result of a call that could not be read, but only once there are more messages."""
+    tokens = Chat(tokenizer_with("strips"), None, "").encoded_tail([user("a"), user("b")], [user("c")], (), has_ended=True)
+    assert tokens is not None
+    assert TOKENIZER.decode(tokens) == "\n<|im_start|>user\nc<|im_end|>\n<|im_start|>assistant\n"
+
+
 # ── what templates do to earlier turns ─────────────────────────────────────────────────────────────────────────────────
 
 
