@@ -29,4 +29,12 @@ ENVIRONMENTS: dict[str, Shipped] = {
         "redline.environments.diplomacy.environment:Diplomacy", "self-play of seven powers on the standard map", "diplomacy"
     ),
     "guess_number": Shipped("redline.environments.guess_number:GuessNumber", "guess a number with the hints higher and lower"),
+    "gymnasium": Shipped(
+        "redline.environments.gymnasium:Gymnasium",
+        "any gymnasium environment of named or numbered actions, as text",
+        "gymnasium",
+    ),
+    "textarena": Shipped(
+        "redline.environments.textarena:TextArena", "any game of TextArena by its id, alone or as self-play", "textarena"
+    ),
 }
