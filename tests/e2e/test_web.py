@@ -13,6 +13,8 @@ from pathlib import Path
 
 import pytest
 from support.browser import COLOURED, Watched, chromium
+from support.conversations import EVIL as GAME_EVIL
+from support.conversations import write_games
 from support.processes import only_run, started, succeed, wait_until, write_letters
 from support.run_folders import append, step_row, write_run, write_trajectories
 
@@ -122,6 +124,28 @@ def test_a_report_opens_with_alerts_and_with_whether_the_run_learned(watched: Wa
     assert not watched.page.get_by_text("slow at 1").is_visible()
     watched.page.get_by_text("2 earlier alerts").click()
     assert watched.page.get_by_text("slow at 1").is_visible()
+
+
+def test_a_game_is_read_turn_by_turn_and_what_was_said_in_it_is_harmless(watched: Watched, tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "run-001", 3)
+    write_games(folder.path)
+    watched.open(report(folder, tmp_path / "report.html"))
+    watched.page.click("details.group >> nth=0")
+    watched.page.click("details.game >> nth=0")
+    game = watched.page.locator("details.game >> nth=0")
+    for expected in ("white", "won 1", "advantage 0.500", "3 turns", "Your move?", "move(to='e4')", "decode 400 ms"):
+        assert expected in game.inner_text()
+    told = game.locator("pre.said.told").last.text_content() or ""
+    assert game.locator(".turn.trained pre.said.policy").count() == 3
+    assert "And you?" in told
+    assert any(GAME_EVIL in text for text in game.locator("pre.said.told").all_text_contents())
+    failed = watched.page.locator("details.game >> nth=1")
+    assert "failed" in failed.inner_text()
+    watched.page.click("details.game >> nth=1")
+    assert "not trained on: the attempt failed" in failed.inner_text()
+    assert failed.locator(".turn.trained").count() == 0
+    assert (watched.dialogs, watched.errors) == ([], [])
+    assert watched.page.locator("main img").count() == 0
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])

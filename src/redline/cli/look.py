@@ -18,6 +18,7 @@ def show(
     run: Annotated[Path, typer.Argument(metavar="RUN", help="A run folder.")],
     step: Annotated[int | None, typer.Option(help="Only the groups of this step, counted from 1.", min=1)] = None,
     group: Annotated[int | None, typer.Option(help="Only this group, with the text of its attempts.", min=0)] = None,
+    attempt: Annotated[int | None, typer.Option(help="With --group: this attempt, turn by turn.", min=0)] = None,
     failures: Annotated[bool, typer.Option("--failures", help="Only attempts that failed, with the reason.")] = False,
     limit: Annotated[int, typer.Option(help="Show this many groups, the newest; 0 shows all.", min=0)] = 20,
     ledger: Annotated[bool, typer.Option("--ledger", help="Print where the time went instead, lane by lane.")] = False,
@@ -31,13 +32,15 @@ def show(
 
     if step is not None and group is not None:
         raise ConfigError("--step and --group exclude each other", "give one of them")
+    if attempt is not None and (group is None or failures):
+        raise ConfigError("--attempt needs --group, and goes without --failures", "such as: --group 3 --attempt 0")
     recorded = Run.open(run)
     if ledger:
         _show_ledger(recorded, as_json=as_json)
         return
     if failure := recorded.failure:
         typer.echo(f"{recorded.name} {failure.line}", err=True)
-    wanted = Wanted(step, group, failures, limit)
+    wanted = Wanted(step, group, failures, attempt, limit)
     if as_json:
         typer.echo(json.dumps(document(recorded.folder.shown, wanted)))
     else:

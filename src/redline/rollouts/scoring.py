@@ -49,7 +49,7 @@ class Scoring:
         self, index: int, task: Task, trajectories: Sequence[Trajectory], began: float, num_cut_off: int = 0
     ) -> TrajectoryGroup:
         """A group with the advantages that it can know by itself. `began` is when its attempts did, on `time.perf_counter`."""
-        with span("rollouts.advantages"):
+        with span("rollouts.advantages", awaits=False):
             scores = [t.reward for t in trajectories]
             if self._config.overlong_fraction:
                 trajectories = self._punished_for_length(trajectories)

@@ -16,7 +16,12 @@ from rich.text import Text
 from redline.buffer.store.columns import Mark
 from redline.buffer.store.group_store import GroupState
 from redline.buffer.store.index import GroupRow
+from redline.errors import RunFolderError
+from redline.runs.conversations import played
+from redline.runs.decoding import Texts
+from redline.runs.run import Run
 from redline.runs.stored import StoredRun, step_of
+from redline.runs.told import printable, told
 from redline.telemetry.console.tables import Fitted
 
 TOKENS_SHOWN = 64
@@ -42,6 +47,8 @@ class Wanted:
     """This one, with its attempts."""
     failures: bool = False
     """Those with an attempt that failed, and of them those attempts alone."""
+    attempt: int | None = None
+    """Of the group `number`, this attempt alone, turn by turn."""
     limit: int = 20
     """At most this many, the last ones; 0 is all."""
 
@@ -52,9 +59,14 @@ class Wanted:
 
 
 def show(run: Path, wanted: Wanted, console: Console) -> None:
-    """Print groups of a run as a table; for one group, and for failures, their attempts below it."""
+    """Print groups of a run as a table; for one group, and for failures, their attempts below it; or one attempt by turns."""
     stored = StoredRun(run)
     found = _found(stored, wanted)
+    if wanted.attempt is not None:
+        [(group, rows)] = found
+        [attempt] = played(rows or ())
+        console.print(told(group.number, attempt, Texts.of(Run.open(run))), width=min(console.width, PANEL_WIDTH))
+        return
     console.print(Fitted(group_table([group for group, _ in found])))
     if wanted.number is not None or wanted.failures:
         for group, attempts in found:
@@ -77,8 +89,20 @@ def _found(stored: StoredRun, wanted: Wanted) -> list[tuple[GroupRow, list[dict[
     if wanted.failures:
         failed = list(stored.with_failures(groups))[-wanted.limit :]
         return [(group, [row for row in rows or () if row["failure"]]) for group, rows in stored.attempts(failed)]
+    if wanted.attempt is not None:
+        return [(group, _of_attempt(stored, group, rows, wanted.attempt)) for group, rows in stored.attempts(groups)]
     groups = groups[-wanted.limit :]
     return list(stored.attempts(groups)) if wanted.has_attempts else [(group, None) for group in groups]
+
+
+def _of_attempt(stored: StoredRun, group: GroupRow, rows: list[dict[str, Any]] | None, number: int) -> list[dict[str, Any]]:
+    if rows is None:
+        raise RunFolderError(f"group {group.number}: its attempts were let go, {stored.why_let_go()}", "choose a newer group")
+    found = [row for row in rows if row["attempt"] == number]
+    if not found:
+        there = ", ".join(str(attempt.number) for attempt in played(rows)) or "none yet"
+        raise RunFolderError(f"group {group.number} has no attempt {number}", f"its attempts: {there}")
+    return found
 
 
 # ── for people ─────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -128,7 +152,8 @@ def _panel(number: int, attempt: Mapping[str, Any]) -> Panel:
     if attempt["failure"]:
         lines.append(_line("failure", attempt["failure"], style="red"))
     lines += [Text(), _plain(attempt["text"]) if attempt["text"] else Text("(no text)", style="dim")]
-    title = Text(f"group {number}, attempt {attempt['attempt']}")
+    role = f", {printable(attempt['role'])}" if attempt["role"] else ""
+    title = Text(f"group {number}, attempt {attempt['attempt']}{role}")
     return Panel(Group(*lines), title=title, title_align="left", box=box.ROUNDED)
 
 
@@ -138,16 +163,11 @@ def _fate(version: int) -> str:
 
 
 def _line(name: str, value: str, style: str = "") -> Text:
-    return Text.assemble((f"{name:<9}", "dim"), Text(_printable(value), style=style))
+    return Text.assemble((f"{name:<9}", "dim"), Text(printable(value), style=style))
 
 
 def _plain(text: str) -> Text:
-    return Text(_printable(text))
-
-
-def _printable(text: str) -> str:
-    """What a model wrote, as characters: neither markup nor terminal codes are obeyed."""
-    return "".join(char if char.isprintable() or char == "\n" else "\N{REPLACEMENT CHARACTER}" for char in text)
+    return Text(printable(text))
 
 
 def _span(oldest: int | None, newest: int | None) -> str:

@@ -1,21 +1,24 @@
-"""What a run sampled, for people to read: the prompt, what was said, the parts of its reward, the versions it was said with."""
+"""What a run sampled, for people to read: the attempts of a group, and each as the conversation that it was."""
 
 from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Callable, Iterable, Sequence
-from pathlib import Path
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from redline.buffer.store.index import GroupRow
 from redline.errors import RunFolderError
 from redline.runs.columns import Json, spread
-from redline.runs.run import Run, setting
+from redline.runs.conversations import Message, Played, Row, conversation, played, prompt, prompt_tokens
+from redline.runs.decoding import Texts
+from redline.runs.run import Run
 from redline.runs.stored import StoredRun, step_of
 
 MAX_CHARACTERS = 20_000
 """Characters of one text on a page."""
+GROUP_CHARACTERS = 200_000
+"""Characters of all messages of a group; attempts beyond them are listed without theirs."""
 GROUPS_PER_STEP = 16
 STEPS_IN_REPORT = 6
 GROUPS_IN_REPORT = 3
@@ -29,7 +32,7 @@ class Trajectories:
 
     def __init__(self, run: Run) -> None:
         self._run = run.folder.shown
-        self._decode = functools.cache(lambda: _decoder(run))
+        self._texts = functools.cache(lambda: Texts.of(run))
         self._why_let_go = ""
 
     def of_step(self, step: int) -> dict[str, Json]:
@@ -55,7 +58,7 @@ class Trajectories:
             failed = self._pages(stored, newest[::-1], only_failed=True)
         except RunFolderError as error:
             return {"groups": [], "failed": [], "missing": error.message}
-        return {"groups": groups, "failed": failed}
+        return {"groups": groups, "failed": failed, "command": f"redline show {self._run} --group N --attempt M"}
 
     def _stored(self) -> StoredRun:
         if not (self._run / "trajectories").is_dir():  # a copy of the logs alone
@@ -66,64 +69,87 @@ class Trajectories:
 
     def _pages(self, stored: StoredRun, groups: Iterable[GroupRow], only_failed: bool = False) -> list[dict[str, Json]]:
         return [
-            self._page(
-                group, attempts is None, [attempt for attempt in attempts or () if attempt["failure"] or not only_failed]
-            )
-            for group, attempts in stored.attempts(groups)
+            self._page(group, rows is None, [row for row in rows or () if row["failure"] or not only_failed])
+            for group, rows in stored.attempts(groups)
         ]
 
-    def _page(self, group: GroupRow, is_evicted: bool, attempts: Sequence[dict[str, Any]]) -> dict[str, Json]:
+    def _page(self, group: GroupRow, is_evicted: bool, rows: Sequence[dict[str, Any]]) -> dict[str, Json]:
+        same_prompt = bool(rows) and all(prompt_tokens(row) == prompt_tokens(rows[0]) for row in rows)
+        asked = prompt(rows[0], self._texts()) if same_prompt else []
         return {
             "number": group.number,
             "state": f"{group.state}: {group.reason}" if group.reason else str(group.state),
             "step": step_of(group),
             "reward": group.reward,
             "let_go": self._why_let_go if is_evicted else None,
-            "task": attempts[0]["task_id"] if attempts else None,
-            "prompt": self._prompt(attempts[0]) if attempts else None,
-            "about": self._about(attempts[0]) if attempts else None,
-            "attempts": [self._attempt(attempt) for attempt in attempts],
+            "task": rows[0]["task_id"] if rows else None,
+            "about": self._about(rows[0]) if rows else None,
+            "has_texts": self._texts() is not None,
+            "prompt": [_message(found) for found in asked] or None,
+            "attempts": self._attempts(rows, same_prompt),
         }
 
-    def _prompt(self, attempt: dict[str, Any]) -> str | None:
-        decode = self._decode()
-        return None if decode is None else _cut(decode(_prompt_tokens(attempt), skip_special_tokens=False))
-
-    def _about(self, attempt: dict[str, Any]) -> str | None:
-        """What the user said last, on one line, as far as the chat template lets it be told; else the end of the prompt."""
-        decode = self._decode()
-        if decode is None:
+    def _about(self, row: dict[str, Any]) -> str | None:
+        """What the user said last, on one line; else the end of the prompt."""
+        texts = self._texts()
+        if texts is None:
             return None
-        lines = decode(_prompt_tokens(attempt), skip_special_tokens=True).split("\n")
-        last = max((i for i, line in enumerate(lines) if line.strip() == "user"), default=-1)
-        line = " ".join(" ".join(lines[last + 1 :]).split()).removesuffix(" assistant")
+        line = " ".join(next((text for by, text in reversed(self._prompt(row)) if by == "user"), "").split())
+        line = line or " ".join(texts.text(prompt_tokens(row), plain=True).split())
         return line if len(line) <= _ABOUT_CHARACTERS else f"… {line[-_ABOUT_CHARACTERS:]}"
 
-    def _attempt(self, attempt: dict[str, Any]) -> dict[str, Json]:
+    def _prompt(self, row: dict[str, Any]) -> list[tuple[str, str]]:
+        return [(message.by, message.text) for message in prompt(row, self._texts())]
+
+    def _attempts(self, rows: Sequence[dict[str, Any]], same_prompt: bool) -> list[dict[str, Json]]:
+        """The attempts, each with its messages as long as the group has room for them."""
+        found, room = [], GROUP_CHARACTERS
+        for attempt in played(rows):
+            sequences = [self._sequence(row, same_prompt) for row in attempt.rows] if room > 0 else []
+            room -= sum(len(message["text"]) for sequence in sequences for message in sequence["messages"])
+            found.append(_attempt(attempt) | {"sequences": sequences})
+        return found
+
+    def _sequence(self, row: Row, same_prompt: bool) -> dict[str, Json]:
+        messages = [*([] if same_prompt else prompt(row, self._texts())), *conversation(row, self._texts())]
         return {
-            "number": attempt["attempt"],
-            "reward": attempt["reward"],
-            "parts": attempt["reward_parts"],
-            "advantage": attempt["advantage"],
-            "versions": [attempt["oldest_version"], attempt["newest_version"]],
-            "tokens": sum(attempt["loss_mask"]),
-            "finish": attempt["finish_reason"],
-            "failure": attempt["failure"],
-            "said": self._said(attempt),
+            "role": row["role"],
+            "versions": [row["oldest_version"], row["newest_version"]],
+            "length": len(row["token_ids"]),
+            "tokens": sum(row["loss_mask"]),
+            "finish": row["finish_reason"],
+            "messages": [_message(found) for found in messages],
         }
 
-    def _said(self, attempt: dict[str, Any]) -> list[dict[str, Json]]:
-        """What the policy said, and between its turns what it was told."""
-        turns, decode, tokens = attempt["turns"], self._decode(), attempt["token_ids"]
-        if len(turns) < 2 or decode is None:
-            return [{"by": "policy", "text": _cut(attempt["text"])}]
-        said: list[dict[str, Json]] = []
-        for turn, following in zip(turns, [*turns[1:], None], strict=True):
-            said.append({"by": "policy", "text": _cut(decode(tokens[turn["start"] : turn["end"]], skip_special_tokens=False))})
-            told = tokens[turn["end"] : following["start"] if following else len(tokens)]
-            if told:
-                said.append({"by": "environment", "text": _cut(decode(told, skip_special_tokens=False))})
-        return said
+
+def _attempt(attempt: Played) -> dict[str, Json]:
+    return {
+        "number": attempt.number,
+        "roles": [
+            {"role": row["role"], "reward": row["reward"], "parts": row["reward_parts"], "advantage": row["advantage"]}
+            for row in attempt.by_role
+        ],
+        "turns": attempt.num_turns,
+        "tokens": attempt.num_tokens,
+        "retries": attempt.rows[0]["retries"] or 0,
+        "failure": attempt.failure,
+        "score_s": attempt.rows[0]["score_s"] or None,
+        "is_single": attempt.is_single_turn,
+    }
+
+
+def _message(message: Message) -> dict[str, Json]:
+    found: dict[str, Json] = {"by": message.by, "text": _cut(message.text)}
+    if message.turn is None:
+        return found
+    turn = message.turn
+    return found | {
+        "tokens": message.num_tokens,
+        "finish": turn["finish_reason"],
+        "versions": [turn["oldest_version"], turn["newest_version"]],
+        "seconds": {name: float(f"{value:.4g}") for name, value in message.seconds.items()},
+        "calls": [_cut(call) for call in message.calls],
+    }
 
 
 def _best(stored: StoredRun, step: int) -> list[GroupRow]:
@@ -131,44 +157,5 @@ def _best(stored: StoredRun, step: int) -> list[GroupRow]:
     return sorted(stored.groups(step=step), key=lambda group: (not group.has_signal, group.number))[:GROUPS_IN_REPORT]
 
 
-def _prompt_tokens(attempt: dict[str, Any]) -> list[int]:
-    tokens: list[int] = attempt["token_ids"]
-    return tokens[: attempt["turns"][0]["start"]] if attempt["turns"] else tokens
-
-
 def _cut(text: str) -> str:
     return text if len(text) <= MAX_CHARACTERS else f"{text[:MAX_CHARACTERS]} … {len(text) - MAX_CHARACTERS:,} more characters"
-
-
-def _decoder(run: Run) -> Callable[..., str] | None:
-    """Return a function from tokens to text; None where the tokenizer is not at hand, since nothing is fetched to show a
-    page."""
-    from tokenizers import Tokenizer
-
-    config = run.config
-    path = _tokenizer_file(run.path, str(setting(config, "model", "path", "")), int(setting(config, "run", "seed", 0)))
-    return None if path is None else Tokenizer.from_file(str(path)).decode
-
-
-def _tokenizer_file(run: Path, model: str, seed: int) -> Path | None:
-    for folder in (run / "model", Path(model).expanduser()):
-        if (folder / "tokenizer.json").is_file():
-            return folder / "tokenizer.json"
-    return _cached_tokenizer(model, seed)
-
-
-def _cached_tokenizer(model: str, seed: int) -> Path | None:
-    """The tokenizer of a built-in model, a converted .gguf file or a hub id, if it lies in the user's cache."""
-    from redline.models.files.sources import cached_folder
-
-    folder = cached_folder(model, seed)
-    if folder is not None:
-        return folder / "tokenizer.json" if (folder / "tokenizer.json").is_file() else None
-    from huggingface_hub import try_to_load_from_cache
-    from huggingface_hub.errors import HFValidationError
-
-    try:
-        cached = try_to_load_from_cache(model, "tokenizer.json")
-    except HFValidationError:
-        return None
-    return Path(cached) if isinstance(cached, str) else None

@@ -8,7 +8,8 @@ whenever one opens or closes, so that its sums are kept as it goes and always ad
 
 Coroutines take turns in one thread, and what one has opened is still open while another runs. Each asyncio task that opens a
 span therefore has a lane too, whose time runs on while it awaits; when the task is done, the next one takes its lane over. The
-lane of their thread sees one stretch, whatever was open when the event loop was started.
+lane of their thread sees one stretch, whatever was open when the event loop was started, and in it the spans that do not await
+and say so.
 """
 
 from __future__ import annotations
@@ -321,13 +322,15 @@ _span_class: type[Span] = Span
 _NOT_RECORDING: AbstractContextManager[None] = nullcontext()
 
 
-def span(name: str, *, device: bool = False, **args: object) -> AbstractContextManager[None]:
+def span(name: str, *, device: bool = False, awaits: bool = True, **args: object) -> AbstractContextManager[None]:
     """Time the block under this name in the recorder of the process; without one, do nothing. `device` times it on the device
-    as well, where there is one whose work only begins here."""
+    as well, where there is one whose work only begins here. A block of a coroutine that does not await says `awaits=False`: it
+    is booked in the lane of its thread, and its task needs none."""
     recorder = _current
     if recorder is None:
         return _NOT_RECORDING
-    lane = (recorder._here.lane or recorder._open_lane()) if _get_running_loop() is None else recorder._task_lane()
+    in_thread = not awaits or _get_running_loop() is None
+    lane = (recorder._here.lane or recorder._open_lane()) if in_thread else recorder._task_lane()
     if device and recorder._device is not None:
         return recorder._device.span(lane, name, args)
     return _span_class(lane, name, args)
@@ -339,9 +342,9 @@ def use_span_class(span_class: type[Span]) -> None:
     _span_class = span_class
 
 
-def user_span(name: str, *, device: bool = False, **args: object) -> AbstractContextManager[None]:
+def user_span(name: str, *, device: bool = False, awaits: bool = True, **args: object) -> AbstractContextManager[None]:
     """`redline.span`: a name without a section gets the section `user`."""
-    return span(name if "." in name else f"user.{name}", device=device, **args)
+    return span(name if "." in name else f"user.{name}", device=device, awaits=awaits, **args)
 
 
 def idle_as(name: str) -> None:

@@ -205,10 +205,10 @@ def test_attempts_come_with_the_step_they_were_trained_at(tmp_path: Path) -> Non
         (7, EVIL, 2),
     ]
     said, failed = found["groups"][1]["attempts"]
-    assert said["said"] == [{"by": "policy", "text": EVIL}]
-    assert said["parts"] == {EVIL: 1.0}
+    assert [(message["by"], message["text"]) for message in said["sequences"][0]["messages"]] == [("policy", EVIL)]
+    assert said["roles"][0]["parts"] == {EVIL: 1.0}
     assert EVIL in failed["failure"]
-    assert found["groups"][1]["prompt"] == "what now?"
+    assert found["groups"][1]["prompt"] == [{"by": "prompt", "text": "what now?"}]
     assert "nothing was trained" in Trajectories(Run(folder)).of_step(3)["missing"]
 
 

@@ -351,6 +351,25 @@ def test_a_task_takes_over_the_lane_of_one_that_is_done() -> None:
     assert lanes["main/task"].wall_ns == 2111, "it ended with its last task"
 
 
+def test_span_of_a_task_that_does_not_await_is_booked_in_the_lane_of_its_thread() -> None:
+    recorder = Recorder()
+
+    async def work() -> None:
+        for _ in range(3):
+            with span("rollouts.parse", awaits=False):
+                time.sleep(0.001)
+            await asyncio.sleep(0)
+
+    async def both() -> None:
+        await asyncio.gather(work(), work())
+
+    with recording(recorder), span("rollouts.environment"):
+        asyncio.run(both())
+    [lane] = recorder.ledger().lanes.values()
+    assert lane.rows["rollouts.parse"] >= 6_000_000
+    assert set(lane.rows) == {"rollouts.environment", "rollouts.parse"}
+
+
 def test_what_a_task_left_open_is_closed_with_it() -> None:
     clock = FakeClock()
 

@@ -124,14 +124,14 @@ class PlayedAttempt:
             raise TaskError("the attempt has ended", "ask the policy only while `play` runs")
         self._check_turns()
         line = self._line(role)
-        with span("rollouts.prompts"):
+        with span("rollouts.prompts", awaits=False):
             asked = line.conversation.ask(messages, tools)
             limit = self._limit(asked, line, stop, max_tokens)
         asked_at = time.perf_counter()
         line.is_asking = True  # and where it is cancelled, it stays so: nothing goes on from a reply that did not come
         completion = await self._completion(asked.prompt_ids, limit, stop)
         line.is_asking = False
-        with span("rollouts.parse"):
+        with span("rollouts.parse", awaits=False):
             turn = self._turn(line, completion, environment_s, asked_at - began)
             self._take(line, role, asked, completion, turn)
         self._since = time.perf_counter()

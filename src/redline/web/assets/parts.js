@@ -106,6 +106,7 @@ const DISTRIBUTIONS = [
   ["reward", "timeline/reward_s"],
   ["generated tokens per second", "engine/tokens_per_s"],
   ["trained tokens per second", "trainer/tokens_per_s"],
+  ["turns per attempt", "rollouts/turns_mean"],
   ["tokens per answer", "rollouts/completion_tokens_mean"],
   ["tokens per answer trained on", "buffer/trained_tokens_mean"],
   ["tokens per answer dropped as late (at least)", "buffer/dropped_tokens_mean"],
@@ -139,20 +140,73 @@ function alertsPart({ alerts, head }) {
 
 // ── what was sampled ──
 
+const versionsOf = ([oldest, newest]) => (oldest === newest ? `v${oldest}` : `v${oldest}–v${newest}`);
+const counted = (count, what) => `${grouped.format(count)} ${what}${count === 1 ? "" : "s"}`;
+const said = (by, text, kind = by) => h("pre", { class: `said ${kind}` }, by === kind ? null : h("span", { class: "by" }, by), text || " ");
+
 function groupPart(group) {
-  const versions = ([oldest, newest]) => (oldest === newest ? `v${oldest}` : `v${oldest}–v${newest}`);
-  const attempt = (found) => h("article", { class: "attempt" },
-    h("div", { class: "line" }, h("b", { class: found.reward > 0 ? "good" : "" }, `reward ${number(found.reward)}`),
-      Object.entries(found.parts).map(([name, value]) => h("span", {}, `${name} ${number(value)}`)),
-      h("span", {}, `advantage ${number(found.advantage)}`), h("span", {}, versions(found.versions)),
-      h("span", {}, `${grouped.format(found.tokens)} tokens, ended by ${found.finish}`)),
-    found.failure ? h("p", { class: "failure" }, found.failure) : null,
-    found.said.map((turn) => h("pre", { class: `said ${turn.by}` }, turn.text || " ")));
+  const single = group.attempts.every((attempt) => attempt.is_single);
+  const prompt = group.prompt?.map((message) => said(message.by, message.text, "prompt")) ?? (group.has_texts ? [] : [said("prompt", "the tokenizer is not at hand, so what the policy was told cannot be shown")]);
   const body = group.let_go ? h("p", { class: "muted" }, `its attempts were let go, ${group.let_go}`)
     : !group.attempts.length ? h("p", { class: "muted" }, "no attempt is complete")
-    : [h("pre", { class: "said prompt" }, group.prompt ?? "the tokenizer is not at hand, so the prompt cannot be shown"), h("div", { class: "attempts" }, group.attempts.map(attempt))];
+    : [...prompt, h("div", { class: single ? "attempts" : "games" }, group.attempts.map(single ? answerPart : gamePart))];
   return h("details", { class: "group" },
     h("summary", {}, h("span", {}, group.step === null ? group.state : `step ${group.step}`), h("span", { class: "muted" }, `group ${group.number}`), h("span", { class: "task" }, group.about ?? group.task ?? ""), h("span", {}, group.reward === null ? "" : `reward ${number(group.reward)}`)), body);
+}
+
+function rewardPart({ role, reward, parts, advantage }, failed) {
+  return [
+    role ? h("span", { class: "role" }, role) : null,
+    h("b", { class: reward > 0 ? "good" : "" }, failed ? "no reward" : `reward ${number(reward)}`),
+    Object.entries(parts).map(([name, value]) => h("span", {}, `${name} ${number(value)}`)),
+    h("span", {}, `advantage ${number(advantage)}`),
+  ];
+}
+
+// An attempt that is one reply: a card.
+function answerPart(attempt) {
+  const [sequence] = attempt.sequences;
+  return h("article", { class: "attempt" },
+    h("div", { class: "line" }, rewardPart(attempt.roles[0], attempt.failure), sequence ? h("span", {}, versionsOf(sequence.versions)) : null,
+      h("span", {}, sequence ? `${counted(attempt.tokens, "token")}, ended by ${sequence.finish}` : counted(attempt.tokens, "token"))),
+    attempt.failure ? h("p", { class: "failure" }, attempt.failure) : null,
+    sequence ? sequence.messages.map((message) => said(message.by, message.text)) : h("p", { class: "muted" }, LEFT_OUT));
+}
+
+const LEFT_OUT = "Its messages are left out of this page, which has room for so many; `redline show RUN --group N --attempt M` has them.";
+
+// An attempt of several turns or roles: a line that opens into its conversations.
+function gamePart(attempt) {
+  const won = (own) => h("span", {}, own.role ? h("span", { class: "role" }, `${own.role} `) : null, h("b", { class: own.reward > 0 ? "good" : "" }, attempt.failure ? "–" : number(own.reward)));
+  const summary = h("summary", {},
+    h("span", {}, `attempt ${attempt.number}`), h("span", { class: "won" }, attempt.failure ? h("span", { class: "failure" }, "failed") : attempt.roles.map(won)),
+    h("span", { class: "muted" }, `${counted(attempt.turns, "turn")}, ${counted(attempt.tokens, "token")}`));
+  const facts = [
+    attempt.retries ? `begun ${attempt.retries + 1} times` : "",
+    attempt.score_s ? `scored ${seconds(attempt.score_s)} after the last reply` : "",
+  ].filter(Boolean);
+  return h("details", { class: "game" }, summary,
+    attempt.failure ? h("p", { class: "failure" }, attempt.failure) : null,
+    h("div", { class: "scores" }, attempt.roles.map((own) => h("div", { class: "line" }, rewardPart(own, attempt.failure)))),
+    facts.length ? h("p", { class: "muted" }, facts.join(", ")) : null,
+    attempt.sequences.length ? attempt.sequences.map((sequence) => sequencePart(sequence, attempt)) : h("p", { class: "muted" }, LEFT_OUT));
+}
+
+function sequencePart(sequence, attempt) {
+  const title = [sequence.role, versionsOf(sequence.versions), `${grouped.format(sequence.tokens)} of ${counted(sequence.length, "token")} by the policy`].filter(Boolean).join(" · ");
+  const trained = !attempt.failure && attempt.roles.find((own) => own.role === sequence.role)?.advantage !== 0;
+  return h("section", { class: "sequence", "aria-label": title }, h("p", { class: "muted" }, title, trained ? "" : attempt.failure ? ", not trained on: the attempt failed" : ", without a gradient: its advantage is 0"),
+    sequence.messages.map((message) => (message.by === "policy" ? turnPart(message, sequence, trained) : said(message.by, message.text, "told"))));
+}
+
+// What the policy said: its tokens are those that the loss is over.
+function turnPart(turn, sequence, trained) {
+  const spent = Object.entries(turn.seconds ?? {}).map(([phase, value]) => `${phase} ${seconds(value)}`);
+  const facts = [turn.tokens === undefined ? "" : counted(turn.tokens, "token"), turn.finish && turn.finish !== "stop" ? `ended by ${turn.finish}` : "", ...spent].filter(Boolean);
+  return h("div", { class: `turn ${trained ? "trained" : ""}` },
+    h("pre", { class: "said policy" }, h("span", { class: "by" }, sequence.role || "policy"), turn.text || " "),
+    turn.calls?.length ? h("ul", { class: "calls" }, turn.calls.map((call) => h("li", {}, call))) : null,
+    facts.length ? h("p", { class: "spent" }, facts.map((fact) => h("span", {}, fact))) : null);
 }
 
 // ── every metric ──

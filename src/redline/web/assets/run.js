@@ -12,7 +12,9 @@ const CHARTS = [
   ["learning", "Clipped", "share of trained tokens", [{ key: "trainer/clip_fraction" }], { zero: true, format: percent }],
   ["learning", "Answer length", "tokens", [{ key: "rollouts/completion_tokens_mean", smooth: true }], { zero: true }],
   ["learning", "Groups with signal", "of those that arrived", [{ label: "with signal", key: "rollouts/groups_with_signal" }, { label: "all", key: "rollouts/groups", ...SECOND }], { zero: true }],
-  ["learning", "Failures", "attempts without a reward", [{ key: "rollouts/failures" }], { zero: true }],
+  ["learning", "Failures", "attempts without a reward", [{ label: "failed", key: "rollouts/failures" }, { label: "begun again", key: "rollouts/retries", ...SECOND }], { zero: true }],
+  ["learning", "Turns", "per attempt", [{ label: "mean", key: "rollouts/turns_mean", smooth: true }, { label: "most", key: "rollouts/turns_max", ...SECOND }], { zero: true }],
+  ["learning", "Truncated", "share of attempts that a limit ended", [{ key: "rollouts/truncated_fraction" }], { zero: true, format: percent }],
   ["speed", "Generation", "tokens per second", [{ key: "engine/tokens_per_s", smooth: true }], { zero: true }],
   ["speed", "Training", "tokens per second", [{ key: "trainer/tokens_per_s", smooth: true, colour: "training" }], { zero: true }],
   ["speed", "MFU", "share of the device's peak", [{ key: "trainer/mfu", smooth: true, colour: "training" }], { zero: true, format: percent }],
@@ -20,6 +22,8 @@ const CHARTS = [
   ["speed", "First token", "percentiles", [{ label: "50%", key: "engine/first_token_p50_s" }, { label: "90%", key: "engine/first_token_p90_s", ...SECOND }, { label: "99%", key: "engine/first_token_p99_s", ...THIRD }], { zero: true, format: seconds }],
   ["speed", "Between tokens", "percentiles", [{ label: "50%", key: "engine/inter_token_p50_s" }, { label: "90%", key: "engine/inter_token_p90_s", ...SECOND }, { label: "99%", key: "engine/inter_token_p99_s", ...THIRD }], { zero: true, format: seconds }],
   ["speed", "Rollout", "percentiles", [{ label: "50%", key: "rollouts/latency_p50_s" }, { label: "90%", key: "rollouts/latency_p90_s", ...SECOND }, { label: "99%", key: "rollouts/latency_p99_s", ...THIRD }], { zero: true, format: seconds }],
+  ["speed", "Environment", "before a turn, percentiles", [{ label: "50%", key: "rollouts/environment_p50_s" }, { label: "90%", key: "rollouts/environment_p90_s", ...SECOND }, { label: "99%", key: "rollouts/environment_p99_s", ...THIRD }], { zero: true, format: seconds }],
+  ["speed", "Engine's batch", "sequences decoded at once", [{ key: "engine/batch_size_mean", smooth: true }], { zero: true }],
   ["speed", "KV cache", "peak use", [{ key: "engine/kv_use_peak" }], { zero: true, format: percent }],
   ["speed", "Prefix cache", "prompt tokens found there", [{ key: "engine/prefix_hit_rate" }], { zero: true, format: percent }],
   ["speed", "Weight sync", "bytes moved", [{ key: "weight_sync/bytes_moved" }], { zero: true, format: bytes }],
@@ -100,7 +104,7 @@ class RunPage {
       speed: section("Speed and freshness", null, grid("speed"), this.flat.speed),
       memory: section("Memory and machine", "sampled over the run", grid("memory")),
       percentiles: section("Percentiles", null, part("percentiles")),
-      trajectories: section("Trajectories", "What the policy was asked and what it said, as text.", trajectories),
+      trajectories: section("Trajectories", "What the policy was asked and what it said, as text. Where an attempt has several turns, an ochre bar stands beside what is trained on.", trajectories),
       settings: section("Everything else", null, metricsPart(run), part("settings")),
     };
     this.head = h("div");
@@ -149,7 +153,7 @@ class RunPage {
   // What never changes is a sentence, not a chart.
   makeCharts() {
     const { run } = this, flat = { learning: [], speed: [] };
-    for (const [place, title, note, lines, options] of CHARTS) {
+    for (const [place, title, note, lines, options] of [...CHARTS, ...roleCharts(run)]) {
       const found = lines.filter((line) => run.steps[line.key]?.some(Number.isFinite));
       if (!found.length) continue;
       const levels = found.map((line) => (bandOf(run.thinned.steps, line.key) ? null : constant(run.steps[line.key])));
@@ -197,6 +201,13 @@ class RunPage {
   }
 }
 
+// Rewards of the roles of a game, beside each other.
+function roleCharts(run) {
+  const roles = Object.keys(run.steps).flatMap((key) => key.match(/^rollouts\/role_(.*)_reward_mean$/)?.[1] ?? []).sort().slice(0, MEMORY_COLOURS.length);
+  const line = (role, i) => ({ label: role, key: `rollouts/role_${role}_reward_mean`, colour: MEMORY_COLOURS[i], swatch: `p-${MEMORY_COLOURS[i].replace("-", "_")}` });
+  return roles.length ? [["learning", "Reward by role", "mean of a step's attempts", roles.map(line)]] : [];
+}
+
 // What the page does not show one by one, and what the run's files no longer hold.
 function noticeOf({ head, thinned }) {
   const { size, rows } = thinned.steps ?? {};
@@ -236,9 +247,9 @@ function memoryLayers(run) {
 
 // ── in a report ──
 
-function chosenGroups({ groups, failed, missing }) {
+function chosenGroups({ groups, failed, missing, command }) {
   if (missing) return h("p", { class: "muted" }, missing);
-  return h("div", {}, groups.map(groupPart), failed.length ? [h("p", { class: "picker muted" }, "Attempts that failed"), failed.map(groupPart)] : null);
+  return h("div", {}, h("p", { class: "flat muted" }, `Some groups of some steps; \`${command}\` tells any attempt turn by turn.`), groups.map(groupPart), failed.length ? [h("p", { class: "picker muted" }, "Attempts that failed"), failed.map(groupPart)] : null);
 }
 
 function openReport(text) {
