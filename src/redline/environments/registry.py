@@ -34,7 +34,18 @@ ENVIRONMENTS: dict[str, Shipped] = {
         "any gymnasium environment of named or numbered actions, as text",
         "gymnasium",
     ),
+    "openenv": Shipped(
+        "redline.environments.openenv:OpenEnvGame",
+        "an OpenEnv environment in this process: params.environment",
+        "openenv",
+    ),
+    "openenv_server": Shipped(
+        "redline.environments.openenv:OpenEnvServer", "an OpenEnv environment that runs as a server: params.url", "openenv"
+    ),
     "textarena": Shipped(
         "redline.environments.textarena:TextArena", "any game of TextArena by its id, alone or as self-play", "textarena"
+    ),
+    "verifiers": Shipped(
+        "redline.environments.verifiers:Verifiers", "an environment of verifiers, as it is: params.env", "verifiers"
     ),
 }

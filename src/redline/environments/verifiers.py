@@ -18,15 +18,14 @@ import logging
 import random
 import signal
 import sys
-import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from contextvars import ContextVar
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 from verifiers.clients import Client
+from verifiers.envs import environment as verifiers_environment
 from verifiers.types import Response, ResponseMessage, ToolCall, Usage
 
 from redline.errors import RedlineError, TaskError, boundary
@@ -48,8 +47,8 @@ class Verifiers:
         folder: str = ".",
         held_out_fraction: float = 0.1,
     ) -> None:
-        """`env` names the environment, `args` are what its `load_environment` takes. `held_out_fraction` is the share of its rows
-        that is kept for evaluation where it brings no rows for that."""
+        """`env` names the environment, `args` are what its `load_environment` takes. `held_out_fraction` is the share of its
+        rows that is kept for evaluation where it brings no rows for that."""
         self.env = _load(env, dict(args or {}), Path(folder).absolute())
         if self.env.requires_group_rollouts:
             raise TaskError(
@@ -172,8 +171,8 @@ class PolicyClient(Client):
     async def close(self) -> None:
         """There is nothing to close."""
 
-    to_native_tool = to_native_prompt = get_native_response = setup_client  # type: ignore[assignment] # never called
-    raise_from_native_response = from_native_response = setup_client  # type: ignore[assignment]
+    to_native_tool = to_native_prompt = get_native_response = setup_client  # the package wants them; never called
+    raise_from_native_response = from_native_response = setup_client
 
 
 def _message(message: Any) -> Message:
@@ -194,7 +193,9 @@ def _text(content: Any) -> str:
         return content or ""
     odd = next((part for part in content if part.get("text") is None), None)
     if odd is not None:
-        raise TaskError(f"a message has a part of type {odd.get('type')!r}; the policy reads text alone", "choose another environment")
+        raise TaskError(
+            f"a message has a part of type {odd.get('type')!r}; the policy reads text alone", "choose another environment"
+        )
     return "".join(part["text"] for part in content)
 
 
@@ -222,16 +223,17 @@ def _tool(tool: Any) -> dict[str, Any]:
 
 
 def _load(env: str, args: dict[str, Any], folder: Path) -> Any:
-    """The environment, made by its own function. The process keeps its handlers of signals, which verifiers replaces."""
+    """The environment, made by its own function."""
     name, _, function = env.partition(":")
     module = name.replace("-", "_").rpartition("/")[2]
     if str(folder) not in sys.path:
         sys.path.append(str(folder))
-    with boundary() as caught, _own_signals():
+    environment: Any = None
+    with boundary() as caught:
         load: Callable[..., Any] = getattr(importlib.import_module(module), function or "load_environment")
-        return load(**args)
-    error = caught.error
-    assert error is not None
+        environment = load(**args)
+    if (error := caught.error) is None:
+        return environment
     if isinstance(error, RedlineError):
         raise error
     if isinstance(error, ModuleNotFoundError) and error.name == module:
@@ -241,17 +243,19 @@ def _load(env: str, args: dict[str, Any], folder: Path) -> Any:
     raise TaskError(f"verifiers environment {env}: {type(error).__name__}: {error}", hint) from error
 
 
-@contextmanager
-def _own_signals() -> Iterator[None]:
-    """verifiers sets handlers for Ctrl-C and SIGTERM that end the process; a run has its own, which save it."""
-    if threading.current_thread() is not threading.main_thread():
-        raise TaskError("verifiers environments are made in the main thread alone", "call redline.train there")
-    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+class _NoSignals:
+    """What verifiers gets for the module `signal`: its environments set handlers for Ctrl-C and SIGTERM that end the process. A
+    run has its own, which save it; and in any thread but the main one there would be an error."""
+
+    SIGINT, SIGTERM = signal.SIGINT, signal.SIGTERM
+    default_int_handler = staticmethod(signal.default_int_handler)
+
+    @staticmethod
+    def signal(number: int, handler: object) -> None:
+        """Leave the handler as it is."""
+
+
+vars(verifiers_environment)["signal"] = _NoSignals
 
 
 def _hash(prompt: Any) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 import sys
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -181,7 +182,9 @@ def test_held_out_rows_are_those_it_brings_for_that_or_a_share_and_are_never_tra
         assert not held_out & train
         assert [task.id for task in environment.held_out(2)] == [task.id for task in environment.held_out(100)][:2]
     assert len(train) == 16
-    assert [make("guess", seed=1).train(index).id for index in range(16)] != [environment.train(index).id for index in range(16)]
+    assert [make("guess", seed=1).train(index).id for index in range(16)] != [
+        environment.train(index).id for index in range(16)
+    ]
 
 
 def test_a_reward_function_that_raises_fails_the_attempt_instead_of_scoring_nothing(make: Callable[..., Verifiers]) -> None:
@@ -198,7 +201,11 @@ def test_a_policy_that_cannot_answer_ends_the_attempt_with_its_reason(make: Call
 
 def test_the_handlers_of_signals_stay_the_runs(make: Callable[..., Verifiers]) -> None:
     before = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
-    make("single")
+    made: list[Verifiers] = [make("single")]
+    thread = threading.Thread(target=lambda: made.append(make("single")))
+    thread.start()
+    thread.join()
+    assert len(made) == 2, "it can be made in any thread"
     assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)] == before
 
 
