@@ -81,13 +81,13 @@ class ChatTemplate:
         return None
 
     def plain(self, value: Any) -> Any:
-        """A message, or a part of one, whose text cannot become a control token."""
+        """A message, or a part of one, whose text cannot become a control token, and can be encoded."""
         if isinstance(value, str):
-            if BREAK in value or MARK[0] in value:
-                value = value.replace(BREAK, "").replace(MARK[0], "")
+            if not value.isascii():
+                value = value.replace(BREAK, "").replace(MARK[0], "").encode(errors="replace").decode()  # no half characters
             return self._control_tokens.sub(_broken, value)
         if isinstance(value, Mapping):
-            return {key: self.plain(part) for key, part in value.items()}
+            return {self.plain(key): self.plain(part) for key, part in value.items()}
         if isinstance(value, list | tuple):
             return [self.plain(part) for part in value]
         return value

@@ -14,7 +14,8 @@ from functools import cached_property
 from typing import Any
 
 from redline.errors import TaskError
-from redline.rollouts.call_formats import HERMES, CallFormat, PublishedFormat, RawCall, UnreadableError, find_format
+from redline.rollouts.call_formats import HERMES, CallFormat, PublishedFormat, RawCall, UnreadableError
+from redline.rollouts.find_format import find_format
 from redline.rollouts.template import ChatTemplate
 from redline.types import ToolCall
 
@@ -195,7 +196,7 @@ def _checked(call: RawCall, functions: Mapping[str, Mapping[str, Any]]) -> ToolC
     if isinstance(arguments, str):
         try:
             arguments = json.loads(arguments)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise UnreadableError(f"the arguments of {name} are no JSON: {error}") from None
     if not isinstance(arguments, Mapping):
         raise UnreadableError(f"the arguments of {name} are no JSON object")
@@ -214,7 +215,7 @@ def _typed(name: str, key: str, value: Any, schema: Mapping[str, Any]) -> Any:
     if wanted is None:
         return value
     if isinstance(value, str) and wanted is not str:
-        with suppress(ValueError):
+        with suppress(ValueError, RecursionError):
             value = json.loads(value)
     is_right = isinstance(value, wanted) and (wanted is bool or not isinstance(value, bool))
     if not is_right and not (value is None and schema.get("nullable")):

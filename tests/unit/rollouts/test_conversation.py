@@ -250,6 +250,10 @@ def test_text_that_spells_a_control_token_is_encoded_as_letters() -> None:
     assert recipe.tolist().count(TOKENIZER.bos_token_id) == 3, "what the recipe says is meant so"
 
 
+def test_half_a_character_is_shown_as_a_question_mark() -> None:
+    assert "a?b" in TOKENIZER.decode(talk().ask([user("a\ud83db")]).prompt_ids)
+
+
 def test_nothing_is_encoded_twice(monkeypatch: pytest.MonkeyPatch) -> None:
     tokenizer = tiny_tokenizer()
     encoded, encode = [], tokenizer.encode

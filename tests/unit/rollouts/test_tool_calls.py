@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import json
+from functools import cache
 from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from support.chat_templates import tokenizer_with
 
 from redline.models.files.tiny import tiny_tokenizer
@@ -37,8 +40,13 @@ def ids(text: str) -> np.ndarray:
     return np.array(TOKENIZER.encode(text, add_special_tokens=False), dtype=np.int32)
 
 
+@cache
+def chat_with(name: str, answer_prefix: str = "") -> Chat:
+    return Chat(tokenizer_with(name), None, "", answer_prefix)
+
+
 def replied(name: str, text: str, answer_prefix: str = "") -> tuple[Conversation, Reply]:
-    conversation = Conversation(Chat(tokenizer_with(name), None, "", answer_prefix), [END])
+    conversation = Conversation(chat_with(name, answer_prefix), [END])
     conversation.ask([QUESTION], [ADD])
     return conversation, conversation.replied(ids(text + "<|im_end|>"))
 
@@ -61,7 +69,7 @@ def replied(name: str, text: str, answer_prefix: str = "") -> tuple[Conversation
     ],
 )
 def test_the_format_of_calls_is_found_by_rendering_some(name: str, expected: Any) -> None:
-    found = Chat(tokenizer_with(name), None, "").tool_use.format
+    found = chat_with(name).tool_use.format
     assert type(found) is type(expected)
     assert {k: _stripped(getattr(found, k)) for k in found.__slots__} == {
         k: _stripped(getattr(expected, k)) for k in expected.__slots__
@@ -90,7 +98,7 @@ def test_a_call_in_the_templates_own_format_is_read_and_its_result_shown(name: s
     asked = conversation.ask([QUESTION, reply.message, {"role": "tool", "content": "3"}], [ADD])
     assert not asked.starts_anew
     assert "3" in TOKENIZER.decode(asked.prompt_ids[reply.end :])
-    again = Conversation(Chat(tokenizer_with(name), None, ""), [END])
+    again = Conversation(chat_with(name), [END])
     whole = TOKENIZER.decode(again.ask([QUESTION, reply.message, {"role": "tool", "content": "3"}], [ADD]).prompt_ids)
     if name != "DeepSeek calls":  # it shows calls only where there is nothing else, not even an empty text
         assert '"x": 1' in whole.partition("1 + 2?")[2] or "<parameter=x>" in whole, "rendered anew, the call is there too"
@@ -171,9 +179,37 @@ def test_a_format_made_of_special_tokens_is_read() -> None:
     assert "[TOOL_CALLS]" not in reply.text
 
 
+FRAGMENTS = (
+    *("<tool_call>", "</tool_call>", "[TOOL_CALLS]", "<call>function<sep>", "</call>", "\n```json\n", "<function=add>"),
+    *(
+        "<parameter=x>",
+        "</parameter>",
+        '{"name": "add", ',
+        '"arguments": ',
+        '"parameters": ',
+        '{"x": 1, "y": 2}',
+        "}",
+        "[",
+        "{",
+    ),
+    *('"\\ud800"', "null", "\n", "[" * 1500, "9" * 5000, "add", "</think>", "<|im_start|>"),
+)
+
+
+@pytest.mark.parametrize("name", CALLS)
+@given(parts=st.lists(st.sampled_from(FRAGMENTS) | st.text(max_size=5), max_size=8))
+@settings(max_examples=20, deadline=None)
+def test_whatever_is_said_is_calls_or_a_problem_or_text_and_the_conversation_goes_on(name: str, parts: list[str]) -> None:
+    conversation, reply = replied(name, "".join(parts).replace("<|im_end|>", ""))
+    assert not (reply.tool_calls and reply.problem)
+    results = [{"role": "tool", "content": str(call.arguments)} for call in reply.tool_calls] or [QUESTION]
+    assert not conversation.ask([QUESTION, reply.message, *results], [ADD]).starts_anew
+    assert Conversation(chat_with(name), [END]).ask([QUESTION, reply.message, *results], [ADD]).starts_anew
+
+
 def test_a_template_without_tools_describes_them_in_the_system_message() -> None:
     def prompt(name: str, *messages: Any) -> str:
-        chat = Chat(tokenizer_with(name), None, "")
+        chat = chat_with(name)
         return TOKENIZER.decode(Conversation(chat, [END]).ask([*messages, QUESTION], [ADD]).prompt_ids)
 
     alone = prompt("ChatML")
@@ -190,7 +226,7 @@ def test_a_template_without_tools_describes_them_in_the_system_message() -> None
 
 
 def test_a_template_with_tools_gets_them_as_they_are_and_a_bare_function_too() -> None:
-    chat = Chat(tokenizer_with("Hermes tools"), None, "")
+    chat = chat_with("Hermes tools")
     prompt = Conversation(chat, [END]).ask([QUESTION], [ADD]).prompt_ids
     oracle = tokenizer_with("Hermes tools").apply_chat_template(
         [QUESTION], tools=[ADD], add_generation_prompt=True, tokenize=False

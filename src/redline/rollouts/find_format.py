@@ -1,0 +1,153 @@
+"""Finds the format in which a chat template writes calls of tools: it renders two known calls and looks where their names and
+arguments land, so that templates nobody has heard of work too."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from redline.errors import TaskError
+from redline.rollouts.call_formats import DECODER, CallFormat, JsonFormat, NamedFormat, TaggedFormat
+from redline.rollouts.template import MARK, ChatTemplate
+
+NAMES = ("probe_first", "probe_second")
+ARGUMENTS: tuple[dict[str, str], ...] = (
+    {"key_one": "value one", "key_two": "value two"},
+    {"key_one": "value three", "key_two": "value four"},
+)
+
+
+def find_format(template: ChatTemplate) -> CallFormat | None:
+    """The format in which a template writes calls; None where it writes none."""
+    bodies = [
+        body
+        for count in (2, 1)
+        for content in ("", None)
+        for as_text in (False, True)
+        if (body := _rendered_calls(template, count, content, as_text)) is not None
+    ]
+    found = (format_in(body) for format_in in (_json_format, _named_format, _tagged_format) for body in bodies)
+    return next((one for one in found if one is not None), None)
+
+
+def _rendered_calls(template: ChatTemplate, count: int, content: str | None, as_text: bool) -> str | None:
+    """What the template writes in place of a reply that is `count` calls; None where it shows no calls."""
+    calls = [
+        {
+            "id": f"call0000{i}",
+            "type": "function",
+            "function": {"name": NAMES[i], "arguments": json.dumps(ARGUMENTS[i]) if as_text else ARGUMENTS[i]},
+        }
+        for i in range(count)
+    ]
+    question = {"role": "user", "content": "q"}
+    try:
+        said = template.render([question, {"role": "assistant", "content": MARK}], replies=False)
+        text = template.render([question, {"role": "assistant", "content": content, "tool_calls": calls}], replies=False)
+        begun = template.render([question])
+    except TaskError:
+        return None
+    head, _, tail = said.partition(MARK)
+    if any(name not in text for name in NAMES[:count]):
+        return None
+    shared = next((start for start in (head.rstrip(), begun.rstrip()) if text.startswith(start)), None)
+    text = text[len(shared if shared is not None else _common_prefix(head, text)) :]
+    return text.rstrip().removesuffix(tail.rstrip()) if tail.strip() else text
+
+
+def _json_format(body: str) -> JsonFormat | None:
+    spans = []
+    for name, arguments in zip(NAMES, ARGUMENTS, strict=True):
+        for start in (i for i, letter in enumerate(body) if letter == "{"):
+            value, end = _json_or_none(body, start)
+            name_path, arguments_path = _path_to(value, name), _path_to(value, arguments)
+            if name_path and arguments_path:
+                spans.append((start, end, name_path, arguments_path))
+                break
+    if not spans:
+        return None
+    start, end, name_path, arguments_path = spans[0]
+    before, after = body[:start], body[spans[-1][1] :]
+    if before.rstrip().endswith("["):
+        return JsonFormat(before.rstrip()[:-1], after.lstrip().removeprefix("]"), name_path, arguments_path)
+    begin, end_text = _begin_and_end(before, body[end : spans[1][0]] if len(spans) > 1 else None, after)
+    return JsonFormat(begin, end_text, name_path, arguments_path)
+
+
+def _named_format(body: str) -> NamedFormat | None:
+    places = []
+    for name, arguments in zip(NAMES, ARGUMENTS, strict=True):
+        name_at = body.find(name)
+        brace = body.find("{", name_at)
+        value, end = _json_or_none(body, brace) if name_at >= 0 <= brace else (None, 0)
+        if value != arguments:
+            break
+        places.append((name_at, name_at + len(name), brace, end))
+    if not places:
+        return None
+    name_at, name_end, brace, end = places[0]
+    between = body[end : places[1][0]] if len(places) > 1 else None
+    begin, end_text = _begin_and_end(body[:name_at], between, body[places[-1][3] :])
+    return NamedFormat(begin, body[name_end:brace], end_text) if begin.strip() else None
+
+
+def _tagged_format(body: str) -> TaggedFormat | None:
+    first = re.search(
+        rf"{NAMES[0]}(?P<name>.*?)key_one(?P<key>.*?)value one(?P<value>.*?)key_two.*?value two(?P<rest>.*?)(?={NAMES[1]}|\Z)",
+        body,
+        re.DOTALL,
+    )
+    if first is None:
+        return None
+    key_begin = _common_suffix(first["name"], first["value"])
+    value_end = first["value"].removesuffix(key_begin)
+    rest = first["rest"].removeprefix(value_end)
+    before = body[: first.start()]
+    if NAMES[1] in body:
+        begin = _common_suffix(before, rest)
+        before, rest = begin, rest.removesuffix(begin)
+    if not key_begin.strip() or not value_end.strip() or not before.strip():
+        return None
+    return TaggedFormat(before, first["name"].removesuffix(key_begin), key_begin, first["key"], value_end, rest)
+
+
+def _begin_and_end(before: str, between: str | None, after: str) -> tuple[str, str]:
+    """What begins and ends each call, from the text before the first, between two, and after the last."""
+    begin = _common_suffix(before, between) if between is not None else before
+    if between is None or not begin.strip():
+        return before, after
+    return begin, between.removesuffix(begin)
+
+
+def _common_prefix(one: str, other: str) -> str:
+    length = next((i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
+    return one[:length]
+
+
+def _common_suffix(one: str, other: str) -> str:
+    """The longest text with which both end. It does not begin in the middle of a tag: `<calls><call>` and `</call><call>` share
+    `<call>`, and not the `>` before it."""
+    suffix = _common_prefix(one[::-1], other[::-1])[::-1]
+    tag = re.search(r"[<\[]", suffix)
+    return suffix[tag.start() :] if tag and suffix[: tag.start()].strip() else suffix
+
+
+def _path_to(value: Any, leaf: Any, depth: int = 2) -> tuple[str, ...] | None:
+    """The keys that lead to a leaf, which may be written as JSON in a text."""
+    if not isinstance(value, Mapping):
+        return None
+    for key, inner in value.items():
+        if inner == leaf or (isinstance(inner, str) and isinstance(leaf, dict) and _json_or_none(inner, 0)[0] == leaf):
+            return (key,)
+        if depth > 1 and (path := _path_to(inner, leaf, depth - 1)):
+            return (key, *path)
+    return None
+
+
+def _json_or_none(text: str, start: int) -> tuple[Any, int]:
+    try:
+        return DECODER.raw_decode(text, start)
+    except ValueError:
+        return None, start
