@@ -82,3 +82,17 @@ ODD = {
     "print": print_much,
     "fill": fill_the_log,
 }
+
+
+class CrashingGame:
+    """Ends its process at the first move, and says why on stderr."""
+
+    def __init__(self, seed: int = 0) -> None:
+        pass
+
+    def reset(self, task: Task) -> str:
+        return "go"
+
+    def step(self, reply: str) -> Reaction:
+        os.write(2, b"no coal left\n")
+        os._exit(3)

@@ -9,26 +9,25 @@
         def score(self, task: Task, answer: str, calls: Sequence[Called]) -> float:
             return float(task.answer in answer)
 
-The model sees each function's name, docstring and parameters in its chat template's own format, and gets what the function
-returns. What it raises is its result too: `error: KeyError: 'pear'`. A reply without a call is the answer.
+The model sees each function's name, docstring and arguments (`schemas.py`) in its chat template's own format, and gets what the
+function returns. What it raises is its result too: `error: KeyError: 'pear'`. A reply without a call is the answer.
 """
 
 from __future__ import annotations
 
 import inspect
 import json
-import typing
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal, cast, overload
+from typing import Any, TypeVar, cast, overload
 
+from redline.environments.schemas import schema_of
 from redline.environments.workers.threads import ThreadWorkers
 from redline.errors import TaskError, boundary, in_words
 from redline.ports import Policy, Score
 from redline.types import Message, Task, ToolCall
 
-TYPES = {str: "string", int: "integer", float: "number", bool: "boolean", list: "array", dict: "object"}
 MARK = "_redline_tool"
 NO_ANSWER = ""
 
@@ -55,7 +54,7 @@ class Tool:
     """Whether it may be called in the event loop."""
 
 
-F = typing.TypeVar("F", bound=Callable[..., Any])
+F = TypeVar("F", bound=Callable[..., Any])
 
 
 @overload
@@ -155,34 +154,3 @@ class ToolEnvironment:
 
 async def _awaited(value: Any) -> Any:
     return await value if inspect.isawaitable(value) else value
-
-
-def schema_of(function: Callable[..., Any]) -> dict[str, Any]:
-    """A function as a model is shown it: from its name, its docstring and the types of its parameters."""
-    hints = typing.get_type_hints(function, include_extras=True)
-    parameters = {
-        name: _schema(hints.get(name, str))
-        for name, parameter in inspect.signature(function).parameters.items()
-        if parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY)
-    }
-    signature = inspect.signature(function).parameters
-    required = [name for name in parameters if signature[name].default is inspect.Parameter.empty]
-    described = {"name": function.__name__, "description": inspect.cleandoc(function.__doc__ or "")}
-    schema = {"type": "object", "properties": parameters, "required": required}
-    return {"type": "function", "function": {**described, "parameters": schema}}
-
-
-def _schema(hint: Any) -> dict[str, Any]:
-    """The JSON schema of a type; `Annotated[int, "in euros"]` is described."""
-    if typing.get_origin(hint) is typing.Annotated:
-        kind, *notes = typing.get_args(hint)
-        words = [note for note in notes if isinstance(note, str)]
-        return _schema(kind) | ({"description": words[0]} if words else {})
-    if typing.get_origin(hint) is Literal:
-        choices = list(typing.get_args(hint))
-        return {"type": TYPES.get(type(choices[0]), "string"), "enum": choices}
-    kind = typing.get_origin(hint) or hint
-    schema: dict[str, Any] = {"type": TYPES.get(kind, "string")}
-    if kind is list:
-        schema["items"] = _schema(typing.get_args(hint)[0]) if typing.get_args(hint) else {}
-    return schema

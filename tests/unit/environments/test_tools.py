@@ -5,14 +5,14 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Sequence
-from typing import Annotated, Literal
+from typing import Literal
 
 import pytest
 
 from redline.environments.arithmetic import ArithmeticMistakeError, evaluate, shown
 from redline.environments.calculator import Calculator
 from redline.environments.driver import Asked, Driver, Episode, Reply
-from redline.environments.tools import Called, ToolEnvironment, schema_of, tool
+from redline.environments.tools import Called, ToolEnvironment, tool
 from redline.errors import ConfigError
 from redline.ports import Environment
 from redline.types import Task, ToolCall
@@ -24,7 +24,7 @@ class Shop(ToolEnvironment):
     tool_timeout_s = 0.3
 
     @tool
-    def price(self, article: Annotated[str, "in English"], currency: Literal["euro", "pound"] = "euro") -> float:
+    def price(self, article: str, currency: Literal["euro", "pound"] = "euro") -> float:
         """The price of an article."""
         return {"pear": 3.0}[article]
 
@@ -96,24 +96,14 @@ def test_calls_without_an_end_are_scored_without_an_answer() -> None:
     assert episode.score == pytest.approx(0.3)
 
 
-def test_the_model_sees_names_docstrings_and_types() -> None:
-    schema = schema_of(Shop().price)["function"]
-    assert schema == {
-        "name": "price",
-        "description": "The price of an article.",
-        "parameters": {
-            "type": "object",
-            "properties": {
-                "article": {"type": "string", "description": "in English"},
-                "currency": {"type": "string", "enum": ["euro", "pound"]},
-            },
-            "required": ["article"],
-        },
-    }
-    assert schema_of(Shop().stock)["function"]["parameters"]["properties"]["articles"] == {
-        "type": "array",
-        "items": {"type": "string"},
-    }
+def test_the_model_sees_the_functions_in_the_order_of_their_names() -> None:
+    shop = Shop()
+    asked = play(shop, Reply("3")).exchanges[0].asked
+    assert [tool["function"]["name"] for tool in asked.tools] == ["order", "price", "stock"]
+    price = asked.tools[1]["function"]
+    assert price["description"] == "The price of an article."
+    assert price["parameters"]["required"] == ["article"]
+    assert price["parameters"]["properties"]["currency"]["enum"] == ["euro", "pound"]
 
 
 def test_a_class_without_tools_says_so() -> None:
