@@ -136,7 +136,8 @@ class Dispatcher:
         """Inside, only this thread uses the engine or the tasks. Tasks and rewards under way are waited for, but no longer
         than `patience_s`."""
         self._raise_error()
-        with self.session.held(), self._workers.quiet() if self._workers else nullcontext():
+        resting = self._episodes.resting() if self._episodes else nullcontext()
+        with self.session.held(), self._workers.quiet() if self._workers else nullcontext(), resting:
             if self._workers:
                 self._wait_for_calls(self._workers, patience_s)
             yield

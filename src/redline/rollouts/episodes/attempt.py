@@ -125,7 +125,7 @@ class PlayedAttempt:
         self._check_turns()
         line = self._line(role)
         with span("rollouts.prompts", awaits=False):
-            asked = line.conversation.ask(messages, tools)
+            asked = self._prompt(line, messages, tools)
             limit = self._limit(asked, line, stop, max_tokens)
         asked_at = time.perf_counter()
         line.is_asking = True  # and where it is cancelled, it stays so: nothing goes on from a reply that did not come
@@ -143,8 +143,16 @@ class PlayedAttempt:
         for line in reversed(lines):
             if not line.is_asking:
                 return line
-        lines.append(_Line(Conversation(self._shared.chat, self._shared.stop_token_ids)))
+        conversation = Conversation(self._shared.chat, self._shared.stop_token_ids, self.group.first_prompts)
+        lines.append(_Line(conversation))
         return lines[-1]
+
+    def _prompt(self, line: _Line, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]) -> Asked:
+        try:
+            return line.conversation.ask(messages, tools)
+        except RedlineError as error:
+            self.refusal = error
+            raise
 
     async def _completion(self, prompt_ids: Any, limit: int, stop: tuple[str, ...]) -> Completion:
         reply: asyncio.Future[Completion] = self._shared.loop.loop.create_future()

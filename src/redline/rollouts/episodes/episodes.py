@@ -13,13 +13,16 @@ from __future__ import annotations
 import asyncio
 import inspect
 import threading
+import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
 from redline.errors import BudgetError, TaskError, boundary
 from redline.ports import Environment, Session
+from redline.rollouts.conversation import FirstPrompts
 from redline.rollouts.episodes.attempt import Limits, PlayedAttempt, Shared
 from redline.rollouts.episodes.broker import Broker
 from redline.rollouts.episodes.group import EpisodeGroup
@@ -58,7 +61,7 @@ class Episodes:
         self._broker = Broker(
             session,
             lambda *call: self._loop.post(*call),
-            self._engine_failed,
+            self._broke,
             seed=setup.seed,
             stop_token_ids=setup.stop_token_ids,
             most=setup.max_sequences,
@@ -68,6 +71,9 @@ class Episodes:
         self._shared = Shared(setup.chat, setup.stop_token_ids, limits, self._broker, self._loop, setup.check_request)
         self._threads = asyncio.Semaphore(MAX_THREADS)
         self._num_groups = 0
+        self._rested_s = 0.0
+        """Seconds in which attempts beside the trainer rested."""
+        self._rests_since: float | None = None
         self._error: BaseException | None = None
 
     # ── from the pipeline ──────────────────────────────────────────────────────────────────────────────────────────────
@@ -77,7 +83,7 @@ class Episodes:
     ) -> EpisodeGroup:
         """n attempts at a task, to be begun. With `oversamples`, as many more as the recipe says."""
         extra = self._config.oversample if oversamples else 0
-        return EpisodeGroup(index, task, n, n + extra, temperature, began, is_here)
+        return EpisodeGroup(index, task, n, n + extra, temperature, began, is_here, FirstPrompts(self._shared.chat))
 
     def begin(self, groups: Sequence[EpisodeGroup], ended: Callable[[EpisodeGroup], None]) -> None:
         """Begin all attempts of groups, in order. Does not block. `ended` is called in the loop's thread for each group that
@@ -122,6 +128,16 @@ class Episodes:
             group.is_over = True
         self._loop.post(self._cancel, groups)
 
+    @contextmanager
+    def resting(self) -> Iterator[None]:
+        """Inside, the time of attempts beside the trainer stands still: somebody else has the engine."""
+        self._rests_since = time.perf_counter()
+        try:
+            yield
+        finally:
+            self._rested_s += time.perf_counter() - self._rests_since
+            self._rests_since = None
+
     def sampled_tokens(self, group: EpisodeGroup) -> list[int]:
         """Tokens that the policy has chosen in each attempt so far. Does not block."""
         under_way = self._broker.sampled_tokens(group)
@@ -137,6 +153,14 @@ class Episodes:
         for group in groups:
             if not group.is_over:
                 group.tasks = [self._loop.loop.create_task(self._attempt(group, i)) for i in range(group.num_begun)]
+                for task in group.tasks:
+                    task.add_done_callback(self._attempt_ended)
+
+    def _attempt_ended(self, task: asyncio.Task[None]) -> None:
+        """What is wrong with an environment is a failure of the attempt: what an attempt raises is wrong with us."""
+        error = None if task.cancelled() else task.exception()
+        if error is not None:
+            self._broke(error)
 
     def _cancel(self, groups: Sequence[EpisodeGroup]) -> None:
         for group in groups:
@@ -144,7 +168,7 @@ class Episodes:
                 task.cancel()
             group.tasks = []
 
-    def _engine_failed(self, error: BaseException) -> None:
+    def _broke(self, error: BaseException) -> None:
         self._error = self._error or error
         self._fail(error)
 
@@ -177,7 +201,7 @@ class Episodes:
         """The sequences of one try, all with their reward or all with the failure."""
         play = self._loop.loop.create_task(self._result(attempt))
         try:
-            done, _ = await asyncio.wait({play}, timeout=self._config.timeout_s)
+            done = await self._ends_in_time(play, attempt.group)
             where = "" if done else _place(play)
         finally:  # also where the group is cancelled
             score_s = attempt.end()
@@ -199,6 +223,23 @@ class Episodes:
         if caught.error is not None:
             return self._failed(attempt, failure_of(STAGE, caught.error, self._environment.play), score_s)
         return self._rewarded(attempt, rewards, score_s)
+
+    async def _ends_in_time(self, play: asyncio.Task[Any], group: EpisodeGroup) -> bool:
+        """Wait for an attempt, but no longer than it may take. Time in which an evaluation has the engine does not count."""
+        limit_s, began = self._config.timeout_s, self._clock(group)
+        while not play.done():
+            left_s = None if limit_s is None else began + limit_s - self._clock(group)
+            if left_s is not None and left_s <= 0:
+                return False
+            await asyncio.wait({play}, timeout=left_s)
+        return True
+
+    def _clock(self, group: EpisodeGroup) -> float:
+        """Seconds; those of groups beside the trainer stand still while they rest."""
+        now = time.perf_counter()
+        if group.is_here:
+            return now
+        return (now if self._rests_since is None else self._rests_since) - self._rested_s
 
     async def _result(self, attempt: PlayedAttempt) -> tuple[Any, Exception | None]:
         """What `play` returns or raises. One that is not `async` is called in a thread, where `policy.say` blocks."""

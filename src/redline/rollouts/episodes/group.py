@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from redline.rollouts.conversation import FirstPrompts
 from redline.types import Task, Trajectory
 
 
@@ -25,6 +26,8 @@ class EpisodeGroup:
     """On `time.perf_counter`."""
     is_here: bool
     """Whether the caller's thread holds the engine and steps it for this group."""
+    first_prompts: FirstPrompts
+    """Shared by its attempts, many of which begin alike."""
     ended: Callable[[EpisodeGroup], None] = lambda group: None
     """Called in the loop's thread when the last attempt has ended."""
     order: int = 0
