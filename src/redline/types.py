@@ -388,7 +388,8 @@ class Trajectory:
     """Seconds from the last reply of the attempt to its reward: the end of the game, and the scoring. The same in all sequences
     of an attempt."""
     truncated: bool = False
-    """Whether the attempt had used up its turns or tokens (`rollouts.environment`). The same in all sequences of an attempt."""
+    """Whether the attempt had used up its turns or tokens (`rollouts.environment`). The same in all sequences of an attempt;
+    kept in memory only, for metrics."""
     retries: int = 0
     """How often the attempt was begun again because it had failed. The same in all sequences of an attempt."""
 

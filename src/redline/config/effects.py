@@ -66,6 +66,15 @@ def _has_environment(config: Config) -> bool:
 
 TABLE: tuple[Readers, ...] = (
     Readers("rollouts.environment.*", _has_environment, "rollouts.environment.name", "name"),
+    *(
+        Readers(key, lambda c: not _has_environment(c), why=why)
+        for key, why in {
+            "rollouts.reward_timeout_s": "the environment scores, within rollouts.environment.timeout_s",
+            "rollouts.max_reward_workers": "the environment scores",
+            "rollouts.reward_model.path": "the environment scores",
+            "rollouts.long_prompts": "the environment decides what is asked",
+        }.items()
+    ),
     Readers("rollouts.reward_model.*", lambda c: c.rollouts.reward_model.path is not None, "rollouts.reward_model.path"),
     Readers(
         "rollouts.evaluation.*",

@@ -21,6 +21,7 @@ from typing import Any
 import numpy as np
 
 from redline.rollouts.chat import Chat
+from redline.rollouts.first_prompts import FirstPrompts
 from redline.types import Message, ToolCall
 
 NO_TOKENS = np.zeros(0, dtype=np.int32)
@@ -79,9 +80,11 @@ class _Ask:
 class Conversation:
     """Turns messages into prompts, and sampled tokens into messages, for one role in one attempt."""
 
-    def __init__(self, chat: Chat, stop_token_ids: Sequence[int]) -> None:
-        """A reply that ends with one of `stop_token_ids` has ended its turn by itself."""
+    def __init__(self, chat: Chat, stop_token_ids: Sequence[int], first_prompts: FirstPrompts | None = None) -> None:
+        """A reply that ends with one of `stop_token_ids` has ended its turn by itself. Conversations that often begin alike
+        share `first_prompts`."""
         self._chat = chat
+        self._first_prompts = first_prompts or FirstPrompts(chat)
         self._stop_token_ids = frozenset(stop_token_ids)
         self._asked: _Ask | None = None
         """The last ask that has a reply, and after it the reply."""
@@ -116,8 +119,8 @@ class Conversation:
         return Reply(said.text, said.message, said.tool_calls, said.problem, start, end)
 
     def _anew(self, messages: Sequence[Message], tools: list[Mapping[str, Any]]) -> _Ask:
-        prepared = self._chat.first_messages(messages, tools)
-        return _Ask(self._chat.encoded(prepared, tools), True, [dict(message) for message in messages], [*prepared], tools)
+        first = self._first_prompts.find(messages, tools)
+        return _Ask(first.prompt_ids, True, [dict(message) for message in messages], [*first.prepared], tools)
 
     def _further(self, messages: Sequence[Message], tools: list[Mapping[str, Any]]) -> _Ask | None:
         """None where the messages do not go on from the last reply, or the template cannot."""

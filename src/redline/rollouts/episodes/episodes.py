@@ -22,12 +22,12 @@ from typing import Any
 
 from redline.errors import BudgetError, TaskError, boundary
 from redline.ports import Environment, Session
-from redline.rollouts.conversation import FirstPrompts
 from redline.rollouts.episodes.attempt import Limits, PlayedAttempt, Shared
 from redline.rollouts.episodes.broker import Broker
 from redline.rollouts.episodes.group import EpisodeGroup
 from redline.rollouts.episodes.loop import EpisodeLoop
 from redline.rollouts.episodes.scores import Scored, scores_of_roles, truncated_score
+from redline.rollouts.first_prompts import FirstPrompts
 from redline.rollouts.prompts import failed_attempts
 from redline.rollouts.setup import RolloutSetup
 from redline.rollouts.user_code.calls import failure_of

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from redline.rollouts.conversation import FirstPrompts
+from redline.rollouts.first_prompts import FirstPrompts
 from redline.types import Task, Trajectory
 
 

@@ -27,6 +27,7 @@ def attempt_metrics(groups: Sequence[TrajectoryGroup]) -> dict[str, float]:
         "rollouts/groups": len(groups),
         "rollouts/groups_with_signal": sum(group.has_signal for group in groups),
         "rollouts/attempts": len(attempts),
+        "rollouts/cut_off": sum(group.num_cut_off for group in groups),
         **_failure_metrics([own[0] for own in attempts]),
         "rollouts/stopped_fraction": _mean([all(reason == FinishReason.STOP for reason in _endings(own)) for own in attempts]),
         "rollouts/truncated_fraction": _mean([_is_truncated(own) for own in attempts]),
@@ -69,6 +70,7 @@ def _failure_metrics(attempts: Sequence[Trajectory]) -> dict[str, float]:
         "rollouts/failures": stages.total(),
         **{f"rollouts/failures_{stage}": count for stage, count in sorted(stages.items())},
         "rollouts/retries": sum(t.retries for t in attempts),
+        "rollouts/truncated": sum(t.truncated for t in attempts),
     }
 
 
