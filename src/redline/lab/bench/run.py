@@ -16,6 +16,7 @@ from redline.lab.bench.cases import (
     memory,
     n_sampling,
     rollout,
+    rollout_switches,
     serialize,
     telemetry,
     trainer,
@@ -65,7 +66,7 @@ def _measure(settings: BenchSettings, console: Console) -> Measured:
     if isinstance(settings, NSamplingSettings):
         return n_sampling.measure(settings, console)
     if isinstance(settings, RolloutSettings):
-        return rollout.measure(settings, console)
+        return rollout_switches.measure(settings, console) if settings.environment else rollout.measure(settings, console)
     if isinstance(settings, TrainerSettings):
         return trainer.measure(settings, console)
     if isinstance(settings, E2ESettings):

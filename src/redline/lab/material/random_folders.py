@@ -2,30 +2,38 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Literal
 
 import torch
 from safetensors.torch import save_file
 
 from redline.lab.material.networks import random_decoder
 from redline.lab.material.workloads import RANDOM, SHAPES
-from redline.models.files.hf import hf_tensors
+from redline.models.files.hf import hf_tensors, load_tokenizer
+from redline.models.files.tiny import tiny_tokenizer
 
 CHAT_TEMPLATE = "{% for message in messages %}{{ message['content'] }} {% endfor %}w0"
 PAD, EOS = "<pad>", "<eos>"
 
 
 @contextmanager
-def as_path(model: str, device: torch.device, dtype: torch.dtype, seed: int) -> Iterator[str]:
-    """What a recipe can be given as `model.path`: a folder for `random:NAME`, thrown away afterwards; all else as it is."""
+def as_path(
+    model: str, device: torch.device, dtype: torch.dtype, seed: int, tokenizer: Path | Literal["words", "tiny"] = "words"
+) -> Iterator[str]:
+    """What a recipe can be given as `model.path`: a folder for `random:NAME`, thrown away afterwards; all else as it is. Its
+    tokenizer has a word for each entry of the vocabulary, or a token for each byte (`tiny`), or is that of a folder."""
     if not model.startswith(RANDOM):
         yield model
         return
     with TemporaryDirectory(prefix="redline-bench-") as folder:
         write_random_model(Path(folder), model.removeprefix(RANDOM), device, dtype, seed)
+        if tokenizer != "words":
+            _replace_tokenizer(Path(folder), tokenizer)
         yield folder
 
 
@@ -45,6 +53,14 @@ def write_random_model(folder: Path, shape: str, device: torch.device, dtype: to
     decoder = random_decoder(config, device, dtype, seed)
     save_file({name: tensor.detach().cpu().contiguous() for name, tensor in hf_tensors(decoder)}, folder / "model.safetensors")
     word_tokenizer(vocab_size).save_pretrained(folder)
+
+
+def _replace_tokenizer(folder: Path, tokenizer: Path | str) -> None:
+    """Give a folder a tokenizer of text, and the id of its end of turn."""
+    found = tiny_tokenizer() if tokenizer == "tiny" else load_tokenizer(Path(tokenizer))
+    found.save_pretrained(folder)
+    config = json.loads((folder / "config.json").read_text()) | {"eos_token_id": found.eos_token_id}
+    (folder / "config.json").write_text(json.dumps(config))
 
 
 def word_tokenizer(vocab_size: int):  # type: ignore[no-untyped-def]  # transformers' tokenizers are not typed

@@ -21,6 +21,17 @@ SHAPES: Mapping[str, Mapping[str, Any]] = {
         "num_key_value_heads": 2,
         "tie_word_embeddings": True,
     },
+    "tiny-16k": {
+        **_QWEN,
+        "vocab_size": 512,
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 16384,
+        "tie_word_embeddings": True,
+    },
     "qwen2.5-7b": {
         **_QWEN,
         "vocab_size": 152064,
