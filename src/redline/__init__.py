@@ -21,7 +21,8 @@ if TYPE_CHECKING:
     from redline.api.engine import Engine, Reply
     from redline.api.train import train
     from redline.environments.schemas import schema_of
-    from redline.errors import RedlineError
+    from redline.environments.tools import ToolEnvironment, tool
+    from redline.errors import BudgetError, RedlineError
     from redline.ports import Environment, Game, Policy, TaskSource
     from redline.rollouts.tasks.held_out import split_held_out
     from redline.runs import Run
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 __all__ = [
+    "BudgetError",
     "Engine",
     "Environment",
     "Game",
@@ -41,15 +43,18 @@ __all__ = [
     "Task",
     "TaskSource",
     "ToolCall",
+    "ToolEnvironment",
     "Turn",
     "__version__",
     "schema_of",
     "span",
     "split_held_out",
+    "tool",
     "train",
 ]
 
 _HOME = {
+    "BudgetError": ("redline.errors", "BudgetError"),
     "Engine": ("redline.api.engine", "Engine"),
     "Environment": ("redline.ports", "Environment"),
     "Game": ("redline.ports", "Game"),
@@ -61,10 +66,12 @@ _HOME = {
     "Task": ("redline.types", "Task"),
     "TaskSource": ("redline.ports", "TaskSource"),
     "ToolCall": ("redline.types", "ToolCall"),
+    "ToolEnvironment": ("redline.environments.tools", "ToolEnvironment"),
     "Turn": ("redline.types", "Turn"),
     "schema_of": ("redline.environments.schemas", "schema_of"),
     "span": ("redline.telemetry.spans", "user_span"),
     "split_held_out": ("redline.rollouts.tasks.held_out", "split_held_out"),
+    "tool": ("redline.environments.tools", "tool"),
     "train": ("redline.api.train", "train"),
 }
 """Public name → the module that has it, and its name there."""

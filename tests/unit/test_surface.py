@@ -220,6 +220,7 @@ redline env warm NAME PARAMS --json --out --seed --states --workers
 """  # noqa: E501
 
 PYTHON = """
+BudgetError
 Engine
 Environment
 Game
@@ -231,11 +232,13 @@ Run
 Task
 TaskSource
 ToolCall
+ToolEnvironment
 Turn
 __version__
 schema_of
 span
 split_held_out
+tool
 train
 """
 
