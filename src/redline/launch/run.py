@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from redline.config import Config, Resolved
+from redline.launch.base import refuse_another_base, remember_base
 from redline.launch.build import build
 from redline.launch.checked_run import CheckedRun
 from redline.launch.nothing_to_do import nothing_to_do
@@ -93,9 +94,11 @@ def _set_up(
     stages = build(config, folder, outputs.progress, run.placement, run.tasks)
     checkpoints = Checkpoints(config.run, folder, stages.trainer, tell)
     if take_up:
-        _load(stages, checkpoints)
+        _load(config, folder, stages, checkpoints)
         _start_listeners(config, outputs, at_end)
         take_up()
+    else:
+        remember_base(folder, stages.model.folder)
     watchdog.begin(stages.queues)
     profiler = StepProfiler(folder, config, outputs.recorder, tell)
     at_end.callback(profiler.close)
@@ -106,10 +109,11 @@ def _set_up(
     return stages, watch, profiler
 
 
-def _load(stages: Stages, checkpoints: Checkpoints) -> None:
+def _load(config: Config, folder: RunFolder, stages: Stages, checkpoints: Checkpoints) -> None:
     """Bring trainer and buffer back to the newest checkpoint. Raises `RedlineError` where the run cannot go on."""
     try:
         with span("run.resume"):
+            refuse_another_base(config, folder, stages.model.folder)
             checkpoints.load_newest()
             stages.buffer.resume(stages.trainer.version)
     except BaseException:

@@ -5,7 +5,7 @@ runs/demo-001/
   environment.json    the machine and the versions   evaluations.jsonl   one row per evaluation
   ledger.json         where the time went            trace.json          spans, the first and the newest
   trajectories/       what was sampled (Arrow)       checkpoints/        to resume from       model/  the result
-  failure.json        why it ended with an error
+  failure.json        why it ended with an error     base_model.json     which weights it began with
 """
 
 from __future__ import annotations
@@ -92,6 +92,11 @@ class RunFolder:
         """Whether a step was logged, or a checkpoint is there."""
         logged = self.metrics.exists() and self.metrics.stat().st_size > 0
         return logged or any(self.checkpoints.glob("step-*"))
+
+    @property
+    def base_model(self) -> Path:
+        """Which weights the run began with."""
+        return self.path / "base_model.json"
 
     @property
     def environment(self) -> Path:
