@@ -31,8 +31,8 @@ CASES: list[tuple[str, dict[str, Any]]] = [
     ("textarena", {"env_id": "GuessTheNumber-v0"}),
     ("textarena", {"env_id": "TicTacToe-v0", "players": 2}),
 ]
-ELSEWHERE = {"code", "diplomacy"}
-"""These bring no tasks, or take long: their own tests play them."""
+ELSEWHERE = {"code", "diplomacy", "openenv", "openenv_server", "verifiers"}
+"""These bring no tasks, take long, or need packages that exclude each other: their own tests play them."""
 
 
 @pytest.mark.parametrize(("name", "params"), CASES, ids=lambda case: case if isinstance(case, str) else "")
