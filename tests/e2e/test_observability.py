@@ -48,6 +48,47 @@ def everything(tmp_path_factory: pytest.TempPathFactory) -> Run:
     )
 
 
+GAME = """
+from redline import Task
+
+
+class Game:
+    def __init__(self, seed=0):
+        self.plays = 0
+
+    def train(self, index):
+        return Task(f"game/{index}", [{"role": "user", "content": f"round {index}"}])
+
+    def held_out(self, count):
+        return [Task(f"held/{i}", [{"role": "user", "content": f"held {i}"}]) for i in range(count)]
+
+    async def play(self, task, policy):
+        self.plays += 1
+        play = self.plays
+        white = await policy.say(task.messages, role="white")
+        again = [*task.messages, white.message, {"role": "user", "content": "and now?"}]
+        white = await policy.say(again, role="white")
+        black = await policy.say([{"role": "user", "content": "your turn"}], role="black")
+        if play % 7 == 0:
+            raise RuntimeError("the board fell over")
+        return {"white": len(set(white.text)) / 8, "black": len(set(black.text)) / 8}
+"""
+
+
+@pytest.fixture(scope="module")
+def played(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    """A game of two roles, of which some attempts fail."""
+    folder = tmp_path_factory.mktemp("played")
+    (folder / "game.py").write_text(GAME)
+    rollouts = {"environment": {"name": "game:Game", "retries": 0}, "group_size": 4, "groups_per_step": 4}
+    rollouts |= {"max_new_tokens": 8, "evaluation": {"num_tasks": 2, "every": 2}}
+    settings = {"name": "game", "steps": 3, "device": "cpu", "num_threads": 1}
+    recipe = {"model": {"path": "builtin:tiny"}, "rollouts": rollouts, "run": settings, "buffer": {"max_lag": 1}}
+    (folder / "game.yaml").write_text(json.dumps(recipe))
+    summary = json.loads(succeed("train", "game.yaml", "--json", cwd=folder).splitlines()[-1])
+    return Run(only_run(folder), summary)
+
+
 def run(folder: Path, **sections: dict[str, Any]) -> Run:
     telemetry = {"sample_every_s": 0.05} | sections.pop("telemetry", {})
     sections["run"] = {"name": "letters", "num_threads": 1} | sections["run"]
@@ -90,8 +131,8 @@ def missing(runs: list[Run], file: str, entries: list[Explained]) -> set[str]:
 
 
 @pytest.mark.parametrize("file", FILES)
-def test_every_number_is_explained(lockstep: Run, everything: Run, file: str) -> None:
-    assert unexplained(lockstep, file) == unexplained(everything, file) == set()
+def test_every_number_is_explained(lockstep: Run, everything: Run, played: Run, file: str) -> None:
+    assert unexplained(lockstep, file) == unexplained(everything, file) == unexplained(played, file) == set()
 
 
 @pytest.mark.parametrize("file", FILES)
@@ -102,11 +143,27 @@ def test_what_is_explained_without_a_condition_is_in_every_run(lockstep: Run, ev
 
 
 @pytest.mark.parametrize("file", FILES)
-def test_what_is_explained_with_a_condition_is_there_where_it_holds(lockstep: Run, everything: Run, file: str) -> None:
+def test_what_is_explained_with_a_condition_is_there_where_it_holds(
+    lockstep: Run, everything: Run, played: Run, file: str
+) -> None:
     elsewhere = ("on a GPU", "there are children", "something is offloaded", "any were dropped", "any had one")
     elsewhere += ("the task says which are right", "some were")
     here = [entry for entry in explained(file) if entry.only_where and not entry.only_where.startswith(elsewhere)]
-    assert missing([lockstep, everything], file, here) == set()
+    assert missing([lockstep, everything, played], file, here) == set()
+
+
+def test_a_game_counts_attempts_and_its_environments_lane_accounts_for_its_time(played: Run) -> None:
+    rows = played.rows("metrics.jsonl")
+    assert sum(row["rollouts/attempts"] for row in rows) == 4 * sum(row["rollouts/groups"] for row in rows)
+    failed = sum(row["rollouts/failures"] for row in rows)
+    assert failed == sum(row.get("rollouts/failures_environment", 0) for row in rows) > 0
+    assert played.summary["failures_by_kind"][0]["attempts"] == failed
+    assert {row["rollouts/turns_max"] for row in rows if row["rollouts/groups"]} == {3}
+    lanes = json.loads(played.folder.ledger.read_text())["lanes"]
+    assert not [name for name in lanes if "/task" in name]
+    lane = lanes["environments"]
+    assert lane["unaccounted_ns"] < 0.01 * lane["wall_ns"]
+    assert {"rollouts.environment", "rollouts.prompts", "rollouts.parse", "wait.for_replies"} <= lane["rows"].keys()
 
 
 def test_what_a_gpu_tells_is_explained() -> None:

@@ -34,6 +34,7 @@ def game(attempt: int, *, version: int = 0, failure: Failure | None = None, retr
     """Three sequences: two of white, of two turns and of one that calls a tool, and one of black that was cut short."""
     white, black = (0.0, 0.0) if failure else REWARDS[attempt]
     common: dict[str, Any] = {"attempt": attempt, "failure": failure, "score_s": 0.5, "retries": retries, "version": version}
+    common["truncated"] = attempt == 1
     first = [turn(3, 5, version=version), turn(8, 10, version=version, environment_s=0.4)]
     call = turn(4, 8, version=version, tool_calls=(ToolCall("move", {"to": "e4"}),))
     cut = turn(2, 6, version=version, finish_reason=FinishReason.LENGTH)

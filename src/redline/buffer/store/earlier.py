@@ -20,7 +20,9 @@ ONE_SEQUENCE_EACH = pa.schema(
     ]
 )
 """Columns from when every attempt was a single sequence: `attempt` counts the rows of a group."""
-KNOWN = (SCHEMA, ONE_SEQUENCE_EACH)
+WITHOUT_TRUNCATED = pa.schema([field for field in SCHEMA if field.name != "truncated"])
+"""Columns from before it was kept whether an attempt had used up its budget."""
+KNOWN = (SCHEMA, WITHOUT_TRUNCATED, ONE_SEQUENCE_EACH)
 
 
 def known_schema(schema: pa.Schema) -> pa.Schema:
@@ -35,7 +37,9 @@ def as_of_now(batch: pa.RecordBatch) -> pa.RecordBatch:
     """The rows with the columns of `SCHEMA`, null where an earlier version kept nothing; large columns are not copied."""
     if batch.schema.equals(SCHEMA):
         return batch
-    derived = {"sequence": batch.column("attempt"), "role": pa.repeat("", batch.num_rows), "turns": _turns(batch)}
+    derived: dict[str, pa.Array] = {}
+    if "sequence" not in batch.schema.names:
+        derived = {"sequence": batch.column("attempt"), "role": pa.repeat("", batch.num_rows), "turns": _turns(batch)}
     columns = [
         derived[field.name]
         if field.name in derived

@@ -42,6 +42,7 @@ def _trajectory(row: Mapping[str, Any]) -> Trajectory:
         attempt=row["attempt"],
         role=row["role"],
         score_s=_seconds(row["score_s"]),
+        truncated=bool(row["truncated"]),
         retries=row["retries"] or 0,
     )
 

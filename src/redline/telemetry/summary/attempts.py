@@ -15,9 +15,6 @@ import numpy as np
 from redline.telemetry.summary.percentiles import latency_metrics, phase_metrics
 from redline.types import FinishReason, Trajectory, TrajectoryGroup, by_attempt
 
-TRUNCATED_PART = "truncated"
-"""The part of a reward that is 1 where a budget ended the attempt."""
-
 
 def attempt_metrics(groups: Sequence[TrajectoryGroup]) -> dict[str, float]:
     """The metrics of a step that its attempts alone decide."""
@@ -88,8 +85,8 @@ def _endings(attempt: Sequence[Trajectory]) -> list[FinishReason]:
 
 
 def _is_truncated(attempt: Sequence[Trajectory]) -> bool:
-    """Whether a limit ended a reply, or a budget the attempt."""
-    return FinishReason.LENGTH in _endings(attempt) or any(t.reward_parts.get(TRUNCATED_PART) for t in attempt)
+    """Whether a limit ended a reply, or the attempt had used up its budget."""
+    return attempt[0].truncated or FinishReason.LENGTH in _endings(attempt)
 
 
 def _std(values: Sequence[float]) -> float:

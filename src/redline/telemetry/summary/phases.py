@@ -6,37 +6,38 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 
 from redline.telemetry.spans import LaneState, Recorder
-from redline.telemetry.summary.timeline import ROLLOUTS_LANE, ROLLOUTS_PREFIX, by_phase
+from redline.telemetry.summary.timeline import LANES, by_phase
 
 ENGINE_PARTS = ("prefill", "decode", "collect")
 TRAINER_PARTS = ("pack", "forward", "backward", "optimizer")
 
 
 class EngineParts:
-    """Seconds of the engine's spans, in whichever thread, and what else that thread did if it is the one of the rollouts."""
+    """Seconds of the engine's spans, in whichever thread, and of everything in the lanes of rollouts and environments."""
 
     def __init__(self, recorder: Recorder) -> None:
         self._recorder = recorder
-        self._engine, self._rollouts = self._booked()
+        self._engine, self._lanes = self._booked()
 
     def mark(self) -> dict[str, float]:
-        """Since the last mark: `engine/prefill_s`, …, and `timeline_rollouts/generation_s`, …"""
-        before, rollouts_before = self._engine, self._rollouts
-        self._engine, self._rollouts = self._booked()
-        phases = by_phase({name: max(0, ns - rollouts_before[name]) for name, ns in self._rollouts.items()})
-        return {
-            **part_seconds("engine", ENGINE_PARTS, {name: ns - before[name] for name, ns in self._engine.items()}),
-            **{f"{ROLLOUTS_PREFIX}{phase}_s": ns / 1e9 for phase, ns in phases.items()},
-        }
+        """Since the last mark: `engine/prefill_s`, …, `timeline_rollouts/generation_s`, …"""
+        engine_before, lanes_before = self._engine, self._lanes
+        self._engine, self._lanes = self._booked()
+        found = part_seconds("engine", ENGINE_PARTS, {name: ns - engine_before[name] for name, ns in self._engine.items()})
+        for lane, booked in self._lanes.items():
+            before = lanes_before.get(lane, Counter())
+            phases = by_phase({name: max(0, ns - before[name]) for name, ns in booked.items()})
+            found |= {f"{LANES[lane]}{phase}_s": ns / 1e9 for phase, ns in phases.items()}
+        return found
 
-    def _booked(self) -> tuple[Counter[str], Counter[str]]:
-        """ns per span: of the engine in all lanes, and of the lane of the rollouts."""
-        engine, rollouts = Counter[str](), Counter[str]()
+    def _booked(self) -> tuple[Counter[str], dict[str, Counter[str]]]:
+        """ns per span: of the engine in all lanes, and of each of `LANES` that there is."""
+        engine, lanes = Counter[str](), dict[str, Counter[str]]()
         for lane in self._recorder.lane_states():
             engine.update({name: ns for name, ns in lane.booked_ns.items() if name.startswith("engine.")})
-            if lane.name == ROLLOUTS_LANE:
-                rollouts = _until(self._recorder.now_ns(), lane)
-        return engine, rollouts
+            if lane.name in LANES:
+                lanes[lane.name] = _until(self._recorder.now_ns(), lane)
+        return engine, lanes
 
 
 def _until(now_ns: int, lane: LaneState) -> Counter[str]:

@@ -23,6 +23,8 @@ ROLLOUTS_LANE = "rollouts"
 """Where they run beside the trainer: the thread that steps the engine."""
 ROLLOUTS_PREFIX = "timeline_rollouts/"
 """Prefix of the phases of that lane over the same time."""
+LANES = {ROLLOUTS_LANE: ROLLOUTS_PREFIX, "environments": "timeline_environments/"}
+"""Lanes beside the loop's whose phases are in the row of a step, with their prefixes."""
 _SPANS = {
     "engine.push_weights": "weight_sync",
     "engine.update_weights": "weight_sync",

@@ -41,7 +41,7 @@ def test_a_game_comes_back_as_it_was_played(tmp_path: Path) -> None:
     [found] = TrajectoryStore(tmp_path).arrived_after(0)
     assert [len(own) for own in found.attempts] == [3, 3, 3, 3]
     for mine, theirs in zip(found.trajectories, given.trajectories, strict=True):
-        for name in ("attempt", "role", "retries", "score_s", "reward", "reward_parts"):
+        for name in ("attempt", "role", "truncated", "retries", "score_s", "reward", "reward_parts"):
             assert getattr(mine, name) == getattr(theirs, name)
         assert (mine.failure is None) == (theirs.failure is None)
         for turn, said in zip(mine.turns, theirs.turns, strict=True):
@@ -117,7 +117,7 @@ def test_single_turns_take_a_few_percent_more_than_before(tmp_path: Path) -> Non
     store.close()
     [file] = segment_files(tmp_path)
     batch = pa.ipc.open_file(file.path).get_batch(0)
-    new = {"sequence", "role", "retries", "score_s"}
+    new = {"sequence", "role", "truncated", "retries", "score_s"}
     added = sum(batch.column(name).nbytes for name in new) / batch.num_rows
     turns = batch.column("turns").nbytes / batch.num_rows
     assert added + turns - 36 < 40, "a turn of an earlier version took 36 bytes"

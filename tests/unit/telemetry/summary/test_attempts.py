@@ -53,9 +53,10 @@ def test_turns_tokens_and_truncations_are_those_of_whole_attempts(found: dict[st
 
 
 def test_attempt_that_a_budget_ended_is_truncated_however_its_replies_ended() -> None:
-    ended = sequence([turn(1, 3)], 3, reward_parts={"truncated": 1.0}, attempt=0)
+    ended = sequence([turn(1, 3)], 3, truncated=True, attempt=0)
     whole = sequence([turn(1, 3)], 3, attempt=1)
-    found = attempt_metrics([TrajectoryGroup("t", [ended, whole], np.zeros(2, dtype=np.float32))])
+    found = attempt_metrics([TrajectoryGroup("t", [ended, whole], np.zeros(2, dtype=np.float32), num_cut_off=3)])
+    assert found["rollouts/cut_off"] == 3
     assert (found["rollouts/truncated_fraction"], found["rollouts/stopped_fraction"]) == (0.5, 1)
 
 
