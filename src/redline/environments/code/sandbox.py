@@ -103,13 +103,12 @@ class Sandbox:
 
     def call(self, program: str, calls: Sequence[str]) -> tuple[list[Called], Ran | None]:
         """Define a program's functions in one process and evaluate these expressions there, in order. Returns their values, and
-        how the process went; those after one that took too long are not evaluated."""
+        how the process went, None where it had to be ended; those after one that took too long are not evaluated."""
         ours, theirs = socket.socketpair()
         with ours, self._job({"kind": "serve", "program": program}, self.limits.time_s * (len(calls) + 1), theirs) as job:
-            channel = _Channel(ours)
-            found = _evaluate(channel, calls, self.limits.time_s)
+            found, hangs = _evaluate(_Channel(ours), calls, self.limits.time_s)
             ours.close()
-            ran = next(job.results(), None)
+            ran = None if hangs else next(job.results(), None)
         return found, ran
 
     def judge(self, program: str, asserts: Sequence[str]) -> list[str]:
@@ -285,21 +284,25 @@ def broken(reason: str) -> TaskError:
     )
 
 
-def _evaluate(channel: _Channel, calls: Sequence[str], time_s: float) -> list[Called]:
+def _evaluate(channel: _Channel, calls: Sequence[str], time_s: float) -> tuple[list[Called], bool]:
+    """The value of each call, and whether the program did not come to an end."""
     found: list[Called] = []
+    hangs = False
     try:
         if channel.reply(time_s + SET_UP_S).get("loaded") is not True:
-            return [Called(problem="the program did not load")] * len(calls)
+            return [Called(problem="the program did not load")] * len(calls), hangs
         for call in calls:
             channel.send({"eval": call})
             found.append(_called(channel.reply(time_s)))
     except TimeoutError:
+        hangs = True
         found.append(Called(problem=f"no result within {time_s:g} s"))
     except (EOFError, OSError):
         found.append(Called(problem="the program ended before it returned"))
     except NotPlainError as error:
         found.append(Called(problem=str(error)))
-    return [*found, *[Called(problem="not called: the call before it did not return")] * (len(calls) - len(found))]
+    not_called = Called(problem="not called: the call before it did not return")
+    return [*found, *[not_called] * (len(calls) - len(found))], hangs
 
 
 def _called(reply: Mapping[str, Any]) -> Called:
