@@ -15,7 +15,8 @@ ARGUMENT = re.compile(r"^\s*\*{0,2}(\w+)(?:\s*\([^)]*\))?:\s*(.+?)(?=^\s*\w+(?:\
 
 def schema_of(function: Callable[..., Any]) -> dict[str, Any]:
     """The schema of a function as `policy.say(tools=…)` takes it: its name, its docstring, and the types of its arguments. What
-    stands under `Args:` in the docstring describes the arguments. Raises TaskError where a type or the docstring is missing."""
+    stands under `Args:` in the docstring describes them, or the words of `Annotated[int, "in euros"]`. Raises TaskError where a
+    type or the docstring is missing."""
     name = getattr(function, "__name__", type(function).__name__)
     doc = inspect.getdoc(function)
     if not doc:
@@ -37,7 +38,8 @@ def _parameters(function: Callable[..., Any], name: str, described: dict[str, st
         if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD) or key not in hints:
             raise TaskError(f"the argument {key} of the tool {name} has no single type", f"write {key}: int, or another type")
         default = ... if parameter.default is parameter.empty else parameter.default
-        fields[key] = (hints[key], Field(default, description=described.get(key)))
+        notes = [note for note in getattr(hints[key], "__metadata__", ()) if isinstance(note, str)]
+        fields[key] = (hints[key], Field(default, description=described.get(key) or " ".join(notes) or None))
     try:
         schema = create_model(name, **fields).model_json_schema()
     except PydanticUserError as error:

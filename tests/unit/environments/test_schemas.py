@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import pytest
 from transformers.utils import get_json_schema
@@ -38,7 +38,7 @@ def move(
 
 
 class Map:
-    def look(self, steps: int) -> str:
+    def look(self, steps: Annotated[int, "at least one"]) -> str:
         """Looks ahead."""
         return str(steps)
 
@@ -61,7 +61,11 @@ def test_a_method_has_the_schema_of_its_own_arguments_and_needs_no_words_on_each
         "function": {
             "name": "look",
             "description": "Looks ahead.",
-            "parameters": {"type": "object", "properties": {"steps": {"type": "integer"}}, "required": ["steps"]},
+            "parameters": {
+                "type": "object",
+                "properties": {"steps": {"type": "integer", "description": "at least one"}},
+                "required": ["steps"],
+            },
         },
     }
 
