@@ -94,6 +94,20 @@ XML_TOOLS = (
     "{% endfor %}" + BEGINS
 )
 """As Qwen3-Coder's."""
+IDS_OF_CALLS = (
+    "{% for message in messages %}{% if message.tool_calls %}{{ message.content }}{% for call in message.tool_calls %}"
+    "[TOOL_CALLS]{{ call.function.name }}[CALL_ID]{{ call.id }}[ARGS]{{ call.function.arguments | tojson }}{% endfor %}"
+    "<|im_end|>{% elif message.role == 'tool' %}[RESULT]{{ message.content }}[/RESULT]"
+    "{% elif message.role == 'user' %}{{ tools | tojson if tools else '' }}[INST]{{ message.content }}[/INST]"
+    "{% else %}{{ message.content }}<|im_end|>{% endif %}{% endfor %}"
+)
+"""As Mistral-Small's: the model makes up an id for each call."""
+CALLS_IN_PYTHON = (
+    "{% if tools %}<|im_start|>system\n{{ tools | tojson }}<|im_end|>\n{% endif %}"
+    "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}{% if message.tool_calls %}["
+    "{% for call in message.tool_calls %}{{ call.function.name }}({% for key, value in call.function.arguments.items() %}"
+    "{{ key }}={{ value | tojson }}, {% endfor %}), {% endfor %}]{% endif %}<|im_end|>\n{% endfor %}" + BEGINS
+)
 TEMPLATES = {
     "ChatML": CHAT_TEMPLATE,
     "drops thinking": DROPS_THINKING,
@@ -108,6 +122,8 @@ TEMPLATES = {
     "Mistral tools": MISTRAL_TOOLS,
     "DeepSeek calls": DEEPSEEK_CALLS,
     "XML tools": XML_TOOLS,
+    "ids of calls": IDS_OF_CALLS,
+    "calls in Python": CALLS_IN_PYTHON,
 }
 STARTS_ANEW = {"last alone", "changes replies"}
 """Templates from whose replies no conversation can go on."""

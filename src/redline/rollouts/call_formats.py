@@ -14,6 +14,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+PROBE_ID = r"call0000\d"
+"""The ids of calls that a template is tried with: a model writes others in their place."""
 DECODER = json.JSONDecoder(strict=False)
 """Lets a string hold a line break, as models write them."""
 
@@ -94,17 +96,17 @@ class NamedFormat:
     end: str
 
     def read(self, text: str) -> tuple[str, list[RawCall]]:
-        begin, middle, end = self.begin.strip(), self.middle.strip(), self.end.strip()
+        begin = re.compile(_any_like(self.begin))
+        head = re.compile(rf"\s*([\w.\-]+?)\s*{_any_like(self.middle)}\s*(?={{)")
         outside, calls, place = [], list[RawCall](), 0
-        while (found := text.find(begin, place)) >= 0:
-            outside.append(text[place:found])
-            name_at = found + len(begin)
-            brace = text.find(middle or "{", name_at)
-            if brace < 0:
-                raise UnreadableError(f"after {begin} come a name and {middle}, then the arguments as a JSON object")
-            value, place = _json_at(text, brace + len(middle), middle or "the name")
-            calls.append((text[name_at:brace].strip(), value))
-            place = _past(text, place, end)
+        while found := begin.search(text, place):
+            outside.append(text[place : found.start()])
+            named = head.match(text, found.end())
+            if named is None:
+                raise UnreadableError(f"after {found[0]} come a name, {self.middle.strip()} and the arguments as a JSON object")
+            value, place = _json_at(text, named.end(), named[1])
+            calls.append((named[1], value))
+            place = _past(text, place, self.end)
         return _joined([*outside, text[place:]]), calls
 
     def write(self, name: str, arguments: Mapping[str, Any]) -> str:
@@ -123,8 +125,8 @@ class TaggedFormat:
     end: str
 
     def read(self, text: str) -> tuple[str, list[RawCall]]:
-        before, *parts = re.split(_with_any_spaces(self.begin), text)
-        ends = re.compile(_with_any_spaces(self.end) or r"\Z")
+        before, *parts = re.split(_any_like(self.begin), text)
+        ends = re.compile(_any_like(self.end) or r"\Z")
         after = [part[end.end() :] if (end := ends.search(part)) else "" for part in parts]
         return _joined([before, *after]), [self._call(part) for part in parts]
 
@@ -196,13 +198,19 @@ def _json_at(text: str, place: int, what: str) -> tuple[Any, int]:
 
 def _past(text: str, place: int, end: str) -> int:
     """The place behind `end`, where it stands there; a call that was stopped at its end lacks it."""
-    found = re.compile(r"\s*" + re.escape(end)).match(text, place) if end else None
+    found = re.compile(r"\s*" + _any_like(end)).match(text, place)
     return found.end() if found else place
 
 
-def _with_any_spaces(text: str) -> str:
-    """A pattern for a text in which there may be more or fewer spaces and line breaks."""
-    return r"\s*".join(re.escape(part) for part in text.split())
+def _any_like(text: str) -> str:
+    """A pattern for a text in which there may be more or fewer spaces and line breaks, other numbers, and other ids."""
+    parts = (re.split(rf"({PROBE_ID}|\d+)", part) for part in text.split())
+    loosened = ([_loosened(piece) if i % 2 else re.escape(piece) for i, piece in enumerate(part)] for part in parts)
+    return r"\s*".join("".join(part) for part in loosened)
+
+
+def _loosened(piece: str) -> str:
+    return r"\d+" if piece.isdigit() else r"[\w\-]*"
 
 
 def _joined(parts: Sequence[str]) -> str:

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from redline.errors import TaskError
-from redline.rollouts.call_formats import DECODER, CallFormat, JsonFormat, NamedFormat, TaggedFormat
+from redline.rollouts.call_formats import DECODER, CallFormat, JsonFormat, NamedFormat, TaggedFormat, UnreadableError
 from redline.rollouts.template import MARK, ChatTemplate
 
 NAMES = ("probe_first", "probe_second")
@@ -18,9 +18,16 @@ ARGUMENTS: tuple[dict[str, str], ...] = (
     {"key_one": "value three", "key_two": "value four"},
 )
 
+QUESTION = {"role": "user", "content": "q"}
+OFFERED = {
+    "type": "function",
+    "function": {"name": "f", "description": "d", "parameters": {"type": "object", "properties": {}}},
+}
+"""Some templates want to know of a tool before they show a call."""
+
 
 def find_format(template: ChatTemplate) -> CallFormat | None:
-    """The format in which a template writes calls; None where it writes none."""
+    """The format in which a template writes calls; None where it writes none, or in no way that can be read back."""
     bodies = [
         body
         for count in (2, 1)
@@ -28,8 +35,29 @@ def find_format(template: ChatTemplate) -> CallFormat | None:
         for as_text in (False, True)
         if (body := _rendered_calls(template, count, content, as_text)) is not None
     ]
-    found = (format_in(body) for format_in in (_json_format, _named_format, _tagged_format) for body in bodies)
-    return next((one for one in found if one is not None), None)
+    for format_in in (_json_format, _named_format, _tagged_format):
+        for body in bodies:
+            if (found := format_in(body)) is not None and _reads(found, body):
+                return found
+    return None
+
+
+def _reads(found: CallFormat, body: str) -> bool:
+    """Whether a format finds the calls again, those that the template wrote and one of its own."""
+    count = sum(name in body for name in NAMES)
+    known = list(zip(NAMES, ARGUMENTS, strict=True))[:count]
+    written = found.write("other", {"key": "value"})
+    try:
+        return NAMES[0] not in written and all(
+            [(name, _as_mapping(arguments)) for name, arguments in found.read(text)[1]] == calls
+            for text, calls in ((body, known), (written, [("other", {"key": "value"})]))
+        )
+    except UnreadableError:
+        return False
+
+
+def _as_mapping(arguments: Any) -> Any:
+    return _json_or_none(arguments, 0)[0] if isinstance(arguments, str) else arguments
 
 
 def _rendered_calls(template: ChatTemplate, count: int, content: str | None, as_text: bool) -> str | None:
@@ -42,18 +70,28 @@ def _rendered_calls(template: ChatTemplate, count: int, content: str | None, as_
         }
         for i in range(count)
     ]
-    question = {"role": "user", "content": "q"}
-    try:
-        said = template.render([question, {"role": "assistant", "content": MARK}], replies=False)
-        text = template.render([question, {"role": "assistant", "content": content, "tool_calls": calls}], replies=False)
-        begun = template.render([question])
-    except TaskError:
-        return None
-    head, _, tail = said.partition(MARK)
-    if any(name not in text for name in NAMES[:count]):
-        return None
-    shared = next((start for start in (head.rstrip(), begun.rstrip()) if text.startswith(start)), None)
-    text = text[len(shared if shared is not None else _common_prefix(head, text)) :]
+    said = {"role": "assistant", "content": content, "tool_calls": calls}
+    for tools in ([OFFERED], []):
+        try:
+            shown = template.render([QUESTION, {"role": "assistant", "content": MARK}], tools, replies=False)
+            text = template.render([QUESTION, said], tools, replies=False)
+            begun = template.render([QUESTION], tools)
+        except TaskError:
+            continue
+        if all(name in text for name in NAMES[:count]):
+            return _body(text, shown, begun)
+    return None
+
+
+def _body(text: str, shown: str, begun: str) -> str:
+    """The part of a rendering that stands in place of the reply."""
+    head, _, tail = shown.partition(MARK)
+    before = next((start for start in (head.rstrip(), begun.rstrip()) if text.startswith(start)), None)
+    if before is None:
+        before = _common_prefix(head, text)
+        if (tag := before.rfind("<")) > before.rfind(">"):
+            before = before[:tag]  # and not in the middle of a tag
+    text = text[len(before) :]
     return text.rstrip().removesuffix(tail.rstrip()) if tail.strip() else text
 
 

@@ -26,6 +26,8 @@ TOOL = {
 }
 CALL = {"id": "call00000", "type": "function", "function": {"name": "look_up", "arguments": {"word": "red"}}}
 
+PLAIN = "replies"
+
 
 @dataclass(slots=True, frozen=True)
 class Trial:
@@ -45,13 +47,15 @@ class Trial:
 def history_notes(chat: Chat) -> list[str]:
     """What to know of the template before attempts of several turns, each a sentence. None where the template writes earlier
     turns as they were said."""
-    notes = []
+    notes: dict[str, str] = {}
     for trial in _trials(chat):
         try:
-            notes += [f"chat template, {trial.what}: {said}" for said in _tried(chat, trial)]
+            said = _tried(chat, trial)
         except TaskError as error:
-            notes.append(f"chat template, {trial.what}: refused ({error.message})")
-    return notes
+            said = f"refused ({error.message})"
+        if said and said != notes.get(PLAIN):  # what holds of every reply is said once
+            notes[trial.what] = said
+    return [f"chat template, {what}: {said}" for what, said in notes.items()]
 
 
 def _trials(chat: Chat) -> list[Trial]:
@@ -59,7 +63,7 @@ def _trials(chat: Chat) -> list[Trial]:
     thought = "<think>\nHm.\n</think>\n\nYes."
     call = chat.tool_use.format.write("look_up", {"word": "red"}).strip()
     return [
-        Trial("replies", [question], "Yes.", _said("Yes."), question),
+        Trial(PLAIN, [question], "Yes.", _said("Yes."), question),
         Trial("a system prompt", [system, question], "Yes.", _said("Yes."), question),
         Trial("thinking", [question], thought, _said(thought), question),
         Trial("spaces around a reply", [question], " Yes. \n", _said(" Yes. \n"), question),
@@ -78,17 +82,17 @@ def _said(text: str) -> dict[str, Any]:
     return {"role": "assistant", "content": text}
 
 
-def _tried(chat: Chat, trial: Trial, num_replies: int = 3) -> list[str]:
-    """Say the same `num_replies` times, as it goes on and as it is written anew, and compare."""
+def _tried(chat: Chat, trial: Trial, num_replies: int = 3) -> str:
+    """Say the same `num_replies` times, as it goes on and as it is written anew. Returns how they differ, if they do."""
     messages = chat.first_messages(trial.begins, trial.tools)
     text = chat.rendered(messages, trial.tools)
     for _ in range(num_replies):
         answer = chat.prepared([trial.answer], [trial.message])
         tail = chat.rendered_tail(messages, answer, trial.tools)
         if tail is None:
-            return ["replies are not shown as they were, so that each turn begins a new sequence"]
+            return "replies are not shown as they were, so that each turn begins a new sequence"
         text += trial.reply + tail
         messages += [*chat.prepared([trial.message]), *answer]
     if text == chat.rendered(messages, trial.tools):
-        return []
-    return ["earlier turns are written differently from how they were said; here they stay as they were"]
+        return ""
+    return "earlier turns are written differently from how they were said; here they stay as they were"

@@ -42,6 +42,11 @@ TYPES: dict[str, type | tuple[type, ...]] = {
     "object": dict,
 }
 
+PROBE = {
+    "type": "function",
+    "function": {"name": "probe_tool", "description": "d", "parameters": {"type": "object", "properties": {}}},
+}
+
 
 @dataclass(slots=True, frozen=True)
 class ReadReply:
@@ -71,9 +76,10 @@ class ToolUse:
 
     @cached_property
     def are_described(self) -> bool:
-        """Whether the template itself describes tools to the model."""
-        tool = {"name": "probe_tool", "description": "d", "parameters": {"type": "object", "properties": {}}}
-        return "probe_tool" in self._or_nothing([{"role": "user", "content": "q"}], [{"type": "function", "function": tool}])
+        """Whether the template itself describes tools to the model. Where it does, and shows no calls that can be read, the
+        description is ours too, so that the model is told the format that is read."""
+        shown = self._or_nothing([{"role": "user", "content": "q"}], [PROBE])
+        return self._own_format is not None and "probe_tool" in shown
 
     @cached_property
     def _has_results(self) -> bool:
@@ -83,7 +89,8 @@ class ToolUse:
         call = {"id": "call00000", "type": "function", "function": {"name": "f", "arguments": {}}}
         result = {"role": "tool", "name": "f", "tool_call_id": "call00000", "content": "probe result"}
         for said in ({"content": "", "tool_calls": [call]}, {"content": "a"}):
-            if "probe result" in self._or_nothing([{"role": "user", "content": "q"}, {"role": "assistant", **said}, result]):
+            messages: list[dict[str, Any]] = [{"role": "user", "content": "q"}, {"role": "assistant", **said}, result]
+            if "probe result" in self._or_nothing(messages, [PROBE]):
                 return True
         return False
 

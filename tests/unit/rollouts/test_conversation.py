@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from support.chat_templates import STARTS_ANEW, TEMPLATES, tokenizer_with
-from support.conversations import EXCHANGES, Exchange, play
+from support.random_conversations import EXCHANGES, Exchange, play
 
 from redline.errors import TaskError
 from redline.models.files.tiny import tiny_tokenizer
@@ -208,7 +208,7 @@ def test_thinking_that_the_template_would_drop_stays_as_it_was_sampled() -> None
             "tools: earlier turns are written",
         ],
         "no system": ["a system prompt: refused"],
-        "last alone": ["a new sequence"] * 5,
+        "last alone": ["replies: replies are not shown as they were"],
     }.items(),
     ids=str,
 )

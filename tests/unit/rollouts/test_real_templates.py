@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.chat_templates import REAL, real_tokenizer
-from support.conversations import EXCHANGES, Exchange, play
+from support.random_conversations import EXCHANGES, Exchange, play
 
 from redline.rollouts.chat import Chat
 from redline.rollouts.conversation import Conversation

@@ -136,7 +136,7 @@ def test_two_calls_in_one_reply_are_read_and_their_results_follow_in_order() -> 
         ),
         ("ChatML", '<tool_call>{"name": "add", "arguments": {"x": true, "y": 2}}</tool_call>', "of type integer, and not true"),
         ("Llama tools", '{"name": "add", "parameters": {"x": 1,', "comes no JSON"),
-        ("DeepSeek calls", "<call>function<sep>add", "come a name and"),
+        ("DeepSeek calls", "<call>function<sep>add", "come a name, ```json and"),
         ("XML tools", "<tool_call><function=add><parameter=x>1", "does not end with </parameter>"),
         ("XML tools", "<tool_call><function=>", "the name of the function is missing"),
     ],
@@ -223,6 +223,21 @@ def test_a_template_without_tools_describes_them_in_the_system_message() -> None
     assert refused.count("<|im_start|>user") == 1
     own = prompt("DeepSeek calls")
     assert "<call>function<sep><function-name>" in own, "in the format that the template writes calls in"
+
+
+def test_the_ids_that_a_model_gives_its_calls_are_read_over() -> None:
+    text = 'Well.[TOOL_CALLS]add[CALL_ID]x7Jq[ARGS]{"x": 1, "y": 2}'
+    _, reply = replied("ids of calls", text)
+    assert tuple(reply.tool_calls) == ONE_CALL
+    assert reply.message["content"] == "Well."
+
+
+def test_a_template_whose_calls_cannot_be_read_gets_a_description_of_calls_that_can() -> None:
+    """As LFM2's, which writes calls as Python does."""
+    conversation, reply = replied("calls in Python", CALLS["ChatML"])
+    assert tuple(reply.tool_calls) == ONE_CALL
+    assert "# Tools" in TOKENIZER.decode(conversation.sequences[0].token_ids)
+    assert '"description": "Adds two numbers."' in TOKENIZER.decode(conversation.sequences[0].token_ids)
 
 
 def test_a_template_with_tools_gets_them_as_they_are_and_a_bare_function_too() -> None:
