@@ -21,15 +21,15 @@ SHAPES: Mapping[str, Mapping[str, Any]] = {
         "num_key_value_heads": 2,
         "tie_word_embeddings": True,
     },
-    "tiny-16k": {
+    "tiny-64k": {
         **_QWEN,
-        "vocab_size": 512,
+        "vocab_size": 49280,
         "hidden_size": 64,
         "intermediate_size": 128,
         "num_hidden_layers": 2,
         "num_attention_heads": 4,
         "num_key_value_heads": 2,
-        "max_position_embeddings": 16384,
+        "max_position_embeddings": 65536,
         "tie_word_embeddings": True,
     },
     "qwen2.5-7b": {

@@ -27,6 +27,7 @@ from redline.config.sections.engine import ServedEngineConfig
 from redline.engine import EngineSession, NativeEngine
 from redline.engine.native.lora import make_bank
 from redline.environments.states import write_states
+from redline.errors import TaskError
 from redline.lab.bench.settings import RolloutSettings
 from redline.lab.environments.made import Made
 from redline.lab.evidence.document import Bound, Measured, PeerFigure, Result
@@ -166,6 +167,7 @@ class Arm:
         while len(groups) < self._size:
             groups += self._rollouts.finished()
         synchronize(self._device)
+        _refuse_failures(groups)
         return ArmRun.of(groups, time.perf_counter() - began, before, self._engine.stats)
 
     def _load_adapter(self) -> None:
@@ -344,6 +346,13 @@ def beside(what: str, name: str, rounds: Sequence[Mapping[str, ArmRun]]) -> str:
         f" {_median(runs, 'computed_prompt_tokens'):,.0f} prompt tokens computed"
     )
     return f"{what}: {figures}" + (f"; other work: {', '.join(differs)}" if differs else "")
+
+
+def _refuse_failures(groups: Sequence[TrajectoryGroup]) -> None:
+    """Raise TaskError where no attempt was played to its end: the time of failures says nothing."""
+    failures = [t.failure for group in groups for t in group.trajectories]
+    if failures and all(failures):
+        raise TaskError(f"every attempt failed: {failures[0]}", failures[0].hint if failures[0] else "")
 
 
 def _median(runs: Sequence[ArmRun], name: str) -> float:
