@@ -211,6 +211,22 @@ def test_all_sequences_of_an_attempt_have_its_reward_and_its_advantage(make: Mak
     np.testing.assert_allclose(by_attempt[:, 0], (rewards - rewards.mean()) / (rewards.std() + 1e-6), atol=1e-4)
 
 
+@pytest.mark.parametrize("at_once", [False, True])
+def test_conversations_of_one_role_that_take_turns_are_one_sequence_each(make: Make, at_once: bool) -> None:
+    async def play(task: Task, policy: Policy) -> float:
+        talks = [[question("plan")], [question("solve")]]
+        for _ in range(3):
+            if at_once:
+                turns = await asyncio.gather(*(policy.say(talk) for talk in talks))
+            else:
+                turns = [await policy.say(talk) for talk in talks]
+            talks = [[*talk, turn.message, question("go on")] for talk, turn in zip(talks, turns, strict=True)]
+        return 1.0
+
+    group = played(make, play)
+    assert [[len(t.turns) for t in own] for own in group.attempts] == [[3, 3]] * GROUP_SIZE
+
+
 # ── where the environment's code runs ──────────────────────────────────────────────────────────────────────────────────
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -19,8 +18,6 @@ if TYPE_CHECKING:
 
 SPACED = "Is n't it ? I 'm sure , and so 's he ."
 """Some tokenizers take spaces out of what they decode: they would of this."""
-LAST_PROMPTS = 64
-"""First prompts whose tokens are kept: the attempts at one task begin with the same."""
 
 
 @dataclass(slots=True, frozen=True)
@@ -57,7 +54,6 @@ class Chat:
         self.answer_prefix = answer_prefix
         self.keeps_replies = keeps_replies
         self._decodes_in_bulk = _decodes_in_bulk(tokenizer)
-        self._encode = lru_cache(LAST_PROMPTS)(self._template.encode)
 
     # ── a task with one reply ──────────────────────────────────────────────────────────────────────────────────────────
 
@@ -108,7 +104,7 @@ class Chat:
 
     def encoded(self, prepared: Sequence[Message], tools: Sequence[Mapping[str, Any]] = ()) -> np.ndarray:
         """int32[tokens], ready for the assistant to reply."""
-        return np.array(self._encode(self.rendered(prepared, tools)), dtype=np.int32)
+        return np.array(self._template.encode(self.rendered(prepared, tools)), dtype=np.int32)
 
     def rendered_tail(
         self, before: Sequence[Message], added: Sequence[Message], tools: Sequence[Mapping[str, Any]] = ()

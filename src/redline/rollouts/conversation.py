@@ -125,9 +125,7 @@ class Conversation:
     def _further(self, messages: Sequence[Message], tools: list[Mapping[str, Any]]) -> _Ask | None:
         """None where the messages do not go on from the last reply, or the template cannot."""
         last = self._asked
-        if last is None or not self._chat.keeps_replies:
-            return None
-        if tools != last.tools or not self._goes_on(messages, last.messages):
+        if last is None or not self.goes_on(messages, tools):
             return None
         added = [dict(message) for message in messages[len(last.messages) :]]
         prepared = self._chat.prepared(added, last.messages)
@@ -142,9 +140,12 @@ class Conversation:
     def _has_ended(self, reply: np.ndarray) -> bool:
         return len(reply) > 0 and int(reply[-1]) in self._stop_token_ids
 
-    def _goes_on(self, messages: Sequence[Message], known: Sequence[Message]) -> bool:
-        """Whether messages begin with what is known, the last of which is the reply."""
-        count = len(known)
+    def goes_on(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] = ()) -> bool:
+        """Whether messages begin with those of the last ask and then say what the policy replied, so that its tokens are
+        kept."""
+        if self._asked is None or not self._chat.keeps_replies or list(tools) != self._asked.tools:
+            return False
+        known, count = self._asked.messages, len(self._asked.messages)
         if len(messages) < count or list(messages[: count - 1]) != known[:-1]:
             return False
         said = messages[count - 1]

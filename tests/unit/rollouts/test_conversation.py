@@ -14,6 +14,7 @@ from redline.errors import TaskError
 from redline.models.files.tiny import tiny_tokenizer
 from redline.rollouts.chat import Chat
 from redline.rollouts.conversation import Conversation
+from redline.rollouts.first_prompts import FirstPrompts
 from redline.rollouts.history import TOOL, history_notes
 from redline.types import Task
 
@@ -129,6 +130,15 @@ def test_what_does_not_go_on_from_the_last_reply_starts_anew(messages: list[Any]
     conversation.replied(ids("Yes"))
     assert len(conversation.sequences) == 2
     assert conversation.sequences[1].replies == [(len(asked.prompt_ids), len(asked.prompt_ids) + 3)]
+
+
+def test_a_conversation_says_whether_messages_go_on_from_its_last_reply() -> None:
+    conversation = talk()
+    assert not conversation.goes_on([user("Hi.")])
+    messages, said = begun(conversation)
+    assert conversation.goes_on([*messages, said])
+    assert not conversation.goes_on([*messages, said], [TOOL])
+    assert not conversation.goes_on([user("Ho."), said])
 
 
 def test_a_message_that_was_changed_in_place_starts_anew() -> None:
@@ -273,9 +283,7 @@ def test_nothing_is_encoded_twice(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_attempts_that_begin_alike_are_encoded_once(monkeypatch: pytest.MonkeyPatch) -> None:
     tokenizer = tiny_tokenizer()
     chat = Chat(tokenizer, None, "")
-    prompt = Conversation(chat, [END]).ask([user("a")]).prompt_ids
+    first_prompts = FirstPrompts(chat)
+    prompt = Conversation(chat, [END], first_prompts).ask([user("a")]).prompt_ids
     monkeypatch.setattr(tokenizer, "encode", lambda text, **options: pytest.fail("encoded again"))
-    again = Conversation(chat, [END]).ask([user("a")]).prompt_ids
-    assert again.tolist() == prompt.tolist()
-    again[0] += 1
-    assert Conversation(chat, [END]).ask([user("a")]).prompt_ids.tolist() == prompt.tolist(), "each has its own array"
+    assert Conversation(chat, [END], first_prompts).ask([user("a")]).prompt_ids.tolist() == prompt.tolist()

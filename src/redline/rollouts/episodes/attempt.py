@@ -123,7 +123,7 @@ class PlayedAttempt:
         if self.is_over:
             raise TaskError("the attempt has ended", "ask the policy only while `play` runs")
         self._check_turns()
-        line = self._line(role)
+        line = self._line(role, messages, tools)
         with span("rollouts.prompts", awaits=False):
             asked = self._prompt(line, messages, tools)
             limit = self._limit(asked, line, stop, max_tokens)
@@ -137,11 +137,12 @@ class PlayedAttempt:
         self._since = time.perf_counter()
         return turn
 
-    def _line(self, role: str) -> _Line:
-        """The conversation of a role that was asked last, or a new one where that one still waits for its reply."""
+    def _line(self, role: str, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]) -> _Line:
+        """The conversation of a role that goes on with these messages, or a new one: a role may have several, one after the
+        other, in turns or at once."""
         lines = self._lines.setdefault(role, [])
         for line in reversed(lines):
-            if not line.is_asking:
+            if not line.is_asking and line.conversation.goes_on(messages, tools):
                 return line
         conversation = Conversation(self._shared.chat, self._shared.stop_token_ids, self.group.first_prompts)
         lines.append(_Line(conversation))
