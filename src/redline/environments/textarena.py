@@ -1,6 +1,6 @@
 """TextArena's games, unchanged, by their ids: alone, or as self-play in which each player is a role.
 
-    observation of player 0 ──► policy.say(role="player 0") ──► env.step ──► observation of player 1 ──► …  ──► rewards
+    observation of player 0 ──► policy.say(role="player_0") ──► env.step ──► observation of player 1 ──► …  ──► rewards
 
 Each player has a conversation of his own. Where an observation goes on from the last one, only what is new is said, so that the
 conversation keeps its tokens; where it does not (a board that is drawn again), a new conversation begins.
@@ -78,7 +78,7 @@ class TextArena:
         return {self._role(player): rewards.get(player, 0.0) for player in range(self._players)}
 
     def _role(self, player: int) -> str:
-        return f"player {player}" if self._players > 1 else ""
+        return f"player_{player}" if self._players > 1 else ""
 
 
 class _Game:

@@ -58,19 +58,19 @@ def moves(asked: Asked) -> Reply:
 
 def test_two_play_against_each_other_as_two_roles_with_rewards_of_their_own() -> None:
     episode = play(TextArena("TicTacToe-v0", players=2), moves)
-    assert episode.roles == ("player 0", "player 1")
-    assert episode.score == {"player 0": 1.0, "player 1": -1.0}
+    assert episode.roles == ("player_0", "player_1")
+    assert episode.score == {"player_0": 1.0, "player_1": -1.0}
     firsts = [str(exchange.asked.messages[0]["content"]) for exchange in episode.exchanges]
     assert "You are Player 0" in firsts[0]
     assert "You are Player 1" in firsts[1]
-    zero = [exchange.asked.messages for exchange in episode.exchanges if exchange.asked.role == "player 0"]
+    zero = [exchange.asked.messages for exchange in episode.exchanges if exchange.asked.role == "player_0"]
     assert zero[1][:1] == zero[0], "a conversation goes on"
 
 
 def test_an_invalid_move_is_told_and_then_lost_as_the_game_has_it() -> None:
     episode = play(TextArena("TicTacToe-v0", players=2), lambda asked: Reply("hello"))
-    assert episode.score == {"player 0": -1.0, "player 1": 1.0}
-    assert [exchange.asked.role for exchange in episode.exchanges] == ["player 0", "player 0"]
+    assert episode.score == {"player_0": -1.0, "player_1": 1.0}
+    assert [exchange.asked.role for exchange in episode.exchanges] == ["player_0", "player_0"]
 
 
 def test_the_game_follows_from_the_task_also_with_others_beside_it() -> None:

@@ -4,10 +4,10 @@
     reaction = await game.call("step", "up")                               ┄► thread, or process ┄►  its value, or its error
     game.drop()                                                            does not block
 
-    run_in       a call that does not return           a crash of the interpreter      what a call costs here
-    loop         blocks everything                     ends the run                    2 µs
-    threads      leaves its thread behind              ends the run                    60 µs
-    processes    is killed with its process, and       fails the games of that         150 µs
+    run_in       a call that does not return           a crash of the interpreter      what a call costs
+    loop         blocks everything                     ends the run                    3 µs
+    threads      leaves its thread behind              ends the run                    0.2 ms
+    processes    is killed with its process, and       fails the games of that         0.9 ms
                  all games that lived in it fail       process, which is replaced
 
 Calls wait in queues that hold one call for each attempt at most, since an attempt awaits each of its calls. A coroutine that is

@@ -32,14 +32,14 @@ def odd(moves: int = 3, log: str = "") -> GameClass:
     return GameClass("support.odd_games:OddGame", {"moves": moves, "log": log}, SUPPORT, OddGame)
 
 
-@pytest.fixture(params=KINDS)
+@pytest.fixture(params=KINDS, scope="module")
 def workers(request: pytest.FixtureRequest) -> Iterator[Workers]:
     made = make_workers(request.param, 2, 20.0)
     yield made
     made.close()
 
 
-@pytest.fixture(params=KINDS[1:])
+@pytest.fixture(params=KINDS[1:], scope="module")
 def quick_workers(request: pytest.FixtureRequest) -> Iterator[Workers]:
     """Two workers that let a call last for half a second."""
     made = make_workers(request.param, 2, 0.5)
@@ -47,7 +47,7 @@ def quick_workers(request: pytest.FixtureRequest) -> Iterator[Workers]:
     made.close()
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def processes() -> Iterator[ProcessWorkers]:
     made = ProcessWorkers(2, 20.0)
     yield made
@@ -139,7 +139,9 @@ def test_threads_that_hang_do_not_use_up_the_workers() -> None:
     workers.close()
 
 
-@pytest.mark.parametrize("how", ["segfault", "exit", "kill", "hang in C"])
+@pytest.mark.parametrize(
+    "how", ["exit", *(pytest.param(how, marks=pytest.mark.slow) for how in ("segfault", "kill", "hang in C"))]
+)
 def test_a_process_that_dies_fails_the_games_that_lived_in_it_and_no_others(how: str) -> None:
     workers = ProcessWorkers(2, 1.0)
 
