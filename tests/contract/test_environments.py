@@ -31,7 +31,7 @@ CASES: list[tuple[str, dict[str, Any]]] = [
     ("textarena", {"env_id": "GuessTheNumber-v0"}),
     ("textarena", {"env_id": "TicTacToe-v0", "players": 2}),
 ]
-ELSEWHERE = {"code", "diplomacy", "openenv", "openenv_server", "verifiers"}
+ELSEWHERE = {"code", "code_rows", "diplomacy", "openenv", "openenv_server", "verifiers"}
 """These bring no tasks, take long, or need packages that exclude each other: their own tests play them."""
 
 

@@ -23,7 +23,10 @@ ENVIRONMENTS: dict[str, Shipped] = {
         "redline.environments.calculator:Calculator", "sums too large for the head, and a calculator to call"
     ),
     "code": Shipped(
-        "redline.environments.code.environment:Code", "answers are programs, run in a sandbox against tests; several tries"
+        "redline.environments.code.environment:Code", "programs for built-in problems, run in a sandbox against tests"
+    ),
+    "code_rows": Shipped(
+        "redline.environments.code.environment:CodeRows", "the same for tasks of rollouts.task, whose rows have a field `tests`"
     ),
     "diplomacy": Shipped(
         "redline.environments.diplomacy.environment:Diplomacy", "self-play of seven powers on the standard map", "diplomacy"

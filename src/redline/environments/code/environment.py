@@ -15,15 +15,15 @@ from redline.environments.code.inside.cell import Limits
 from redline.environments.code.problems.draw import BuiltInProblems
 from redline.environments.code.protections import check_required, in_words
 from redline.environments.code.sandbox import Program, Sandbox
-from redline.errors import ConfigError
+from redline.errors import BudgetError, ConfigError
 from redline.ports import Policy, Score
 from redline.types import Message, Task
 
 _LOG = logging.getLogger(__name__)
 
 
-class Code:
-    """Runs the policy's programs against tests. Implements `ports.Environment`, and brings tasks of its own."""
+class CodeRows:
+    """Runs the policy's programs against the tests that stand in a task's data. Implements `ports.Environment`."""
 
     def __init__(
         self,
@@ -49,35 +49,34 @@ class Code:
         protection is refused."""
         given = {"max_turns": max_turns, "time_s": time_s, "memory_mb": memory_mb, "files_mb": files_mb, "output_kb": output_kb}
         _check_positive({**given, "processes": processes, "runs_at_once": runs_at_once or 1})
-        self._problems = BuiltInProblems(seed)
+        self._seed = seed
         self._max_turns, self._tests_field, self._protection = max_turns, tests_field, protection
         self._command, self._file = tuple(command), file
         self._sandbox = Sandbox(Limits(time_s, memory_mb, files_mb, output_kb, processes), packages=packages)
         self._pool = ThreadPoolExecutor(runs_at_once or os.cpu_count() or 1, thread_name_prefix="code")
         self._is_checked = False
 
-    def train(self, index: int) -> Task:
-        """Built-in problem number `index`; the same index always gives the same problem."""
-        return self._problems.train(index)
-
-    def held_out(self, count: int) -> Sequence[Task]:
-        """Built-in problems that `train` never returns; the same whatever the seed."""
-        return self._problems.held_out(count)
-
     async def play(self, task: Task, policy: Policy) -> Score:
-        """Up to `max_turns` programs; the reward is that of the last."""
+        """Up to `max_turns` programs, as many as the attempt's budget allows; the reward is that of the last."""
         tests = read_tests(task.data.get(self._tests_field), f"task {task.id}: {self._tests_field}")
         messages: list[Message] = [*task.messages]
-        for turns_left in reversed(range(self._max_turns)):
-            turn = await policy.say(messages)
+        report: Report | None = None
+        for _ in range(self._max_turns):
+            try:
+                turn = await policy.say(messages)
+            except BudgetError:
+                if report is None:
+                    raise
+                break
             program = Program(program_of(turn.text), self._command, self._file)
             report = await asyncio.get_running_loop().run_in_executor(self._pool, self._examine, program, tests)
-            if report.is_correct or not turns_left:
-                return report.parts()
+            if report.is_correct:
+                break
             messages += [turn.message, {"role": "user", "content": report.feedback()}]
-        raise AssertionError("max_turns is at least 1")
+        assert report is not None, "max_turns is at least 1"
+        return report.parts()
 
-    def protections(self) -> list[str]:
+    def notes(self) -> list[str]:
         """Lines for `redline env check`: each protection, and whether it is on. Starts the sandbox."""
         return in_words(self._sandbox.protections)
 
@@ -90,8 +89,20 @@ class Code:
         if not self._is_checked:
             self._is_checked = True
             check_required(self._sandbox.protections, self._protection)
-            _LOG.info("programs are run with: %s", "; ".join(self.protections()))
+            _LOG.info("programs are run with: %s", "; ".join(self.notes()))
         return examine(self._sandbox, program, tests)
+
+
+class Code(CodeRows):
+    """The same with problems of its own."""
+
+    def train(self, index: int) -> Task:
+        """Built-in problem number `index`; the same index always gives the same problem."""
+        return BuiltInProblems(self._seed).train(index)
+
+    def held_out(self, count: int) -> Sequence[Task]:
+        """Built-in problems that `train` never returns; the same whatever the seed."""
+        return BuiltInProblems(self._seed).held_out(count)
 
 
 def _check_positive(given: Mapping[str, Any]) -> None:

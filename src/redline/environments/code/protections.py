@@ -18,14 +18,15 @@ MEANING = {
 def in_words(ground: Mapping[str, Any]) -> list[str]:
     """One line per protection."""
     missing: Mapping[str, str] = ground["missing"]
-    lines = ["limits: on (time, memory, files, output, open files)"]
+    lines = [f"a program could {gap}" for gap in gaps(ground)]
+    lines.append("limits on time, memory, files, output: on")
     for name, meaning in MEANING.items():
         if name in missing:
-            lines.append(f"{name}: off ({missing[name]}): without it not: {meaning}")
+            lines.append(f"{name}: off: {missing[name]}")
         elif name == "landlock" and ground["namespaces"]:
-            lines.append("landlock: not needed beside namespaces")
+            continue  # what it would refuse is not there
         else:
-            lines.append(f"{name}: on ({meaning})")
+            lines.append(f"{name}: on: {meaning}")
     return lines
 
 

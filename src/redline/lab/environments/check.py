@@ -74,6 +74,7 @@ def check(made: Made, plan: Plan, tell: Callable[[str], None]) -> Report:
     if (problems := snapshot_problems(made, tasks[0], plan)) is not None:
         _add(report, "a game goes on from a snapshot as it would have gone on", problems)
     _measure(report, trials)
+    report.notes += getattr(first, "notes", list)()
     for environment in (first, second):
         getattr(environment, "close", lambda: None)()
     return report

@@ -1,16 +1,19 @@
 from __future__ import annotations
 
+import asyncio
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 import pytest
 
 from redline.environments.code.environment import Code
 from redline.environments.code.examine import SHOWN, program_of
+from redline.environments.code.protections import check_required, in_words
 from redline.environments.driver import Asked, Driver, Reply
 from redline.environments.speakers import ScriptedSpeaker
-from redline.errors import ConfigError, TaskError
-from redline.types import Task
+from redline.errors import BudgetError, ConfigError, TaskError
+from redline.types import FinishReason, Message, Task, Turn, VersionSpan
 
 ADD = Task("add", [{"role": "user", "content": "add"}], data={"tests": ["assert add(1, 2) == 3", "assert add(2, 2) == 4"]})
 RIGHT, HALF = "Here:\n```python\ndef add(a, b):\n    return a + b\n```\nDone.", "```\ndef add(a, b):\n    return 3\n```"
@@ -101,3 +104,38 @@ def test_replies_without_a_program_cost_nothing_but_the_attempt(driver: Driver) 
     episode = driver.play(ADD, say, 30)
     assert episode.error is None
     assert episode.score == {"passed": 0.0, "correct": 0.0, "runs": 0.0}
+
+
+def test_a_check_says_which_protections_are_on(environment: Code) -> None:
+    lines = environment.notes()
+    assert any(line.startswith("limits on time") for line in lines)
+    assert all(any(line.startswith(name) for line in lines) for name in ("namespaces: o", "own_uid: o", "seccomp: o"))
+
+
+def test_a_machine_that_leaves_gaps_says_which_and_is_refused_where_none_may_be() -> None:
+    bare = {"missing": dict.fromkeys(("namespaces", "own_uid", "seccomp", "landlock"), "darwin does not have it")}
+    bare |= {"namespaces": "", "landlock": 0, "seccomp": False, "first_uid": 0}  # type: ignore[assignment]
+    assert [line for line in in_words(bare) if "could" in line] == [
+        "a program could read and write files that this user can",
+        "a program could use the network, and signal this user's processes",
+        "a program could start processes without end until its time is over",
+    ]
+    assert "seccomp: off: darwin does not have it" in in_words(bare)
+    with pytest.raises(ConfigError, match="protection = full"):
+        check_required(bare, "full")
+    check_required(bare, "auto")
+    for whole in ({**bare, "namespaces": "user"}, {**bare, "seccomp": True, "landlock": 4}):
+        check_required(whole, "full")
+
+
+def test_an_attempt_without_turns_left_has_the_reward_of_its_last_program(environment: Code) -> None:
+    class TwoTurns:
+        said = 0
+
+        async def say(self, messages: Sequence[Message], **asked: Any) -> Turn:
+            self.said += 1
+            if self.said > 1:
+                raise BudgetError("no turns left")
+            return Turn(HALF, 0, 1, VersionSpan(0, 0), FinishReason.STOP, 0, 0, 0, {"role": "assistant", "content": HALF})
+
+    assert asyncio.run(environment.play(ADD, TwoTurns())) == {"passed": 0.5, "correct": 0.0, "runs": 1.0}
