@@ -107,7 +107,7 @@ class ChatTemplate:
             except TaskError:
                 continue
         added = self._tokenizer.added_tokens_decoder.values()
-        tokens = [token.content for token in added if token.special or token.content in text]
+        tokens = [token.content for token in added if token.special or (token.content in text and not token.content.isalnum())]
         longest_first = sorted((token for token in tokens if len(token.strip()) > 1), key=len, reverse=True)
         return re.compile("|".join(map(re.escape, longest_first)) or "(?!)")
 

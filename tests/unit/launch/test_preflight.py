@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.chat_templates import DROPS_THINKING
 
 from redline.config import Config, resolve, validate
 from redline.errors import ConfigError, ModelError, RedlineError, TaskError
@@ -241,6 +242,19 @@ def test_a_reward_model_that_is_not_there_is_refused_with_its_key(recipes: Recip
     error = recipes.refusal(rollouts={"task": task, "reward_model": {"path": "/nowhere/judge"}})
     assert isinstance(error, ConfigError)
     assert error.message == "rollouts.reward_model.path = '/nowhere/judge': no such model folder"
+
+
+def test_what_the_chat_template_does_to_earlier_turns_is_said_where_there_are_several(recipes: Recipes, tmp_path: Path) -> None:
+    folder = tmp_path / "thinks"
+    shutil.copytree(recipes.model, folder)
+    (folder / "chat_template.jinja").write_text(DROPS_THINKING)
+    recipes.model = folder
+    said = "chat template, thinking: earlier turns are written differently"
+    environment = {"environment": {"name": "guess_number"}, "task": None}
+    assert any(said in note for note in recipes.check(rollouts=environment).notes)
+    environment["environment"]["keep_replies"] = False
+    assert not any(said in note for note in recipes.check(rollouts=environment).notes)
+    assert not any(said in note for note in recipes.check().notes)
 
 
 @pytest.mark.parametrize("path", ["builtin:tiny", "judge.gguf", __file__])

@@ -62,7 +62,7 @@ class RolloutsConfig(Section):
     system_prompt: str | None = None
     """First message of every conversation; null leaves it to the model's chat template."""
     prompt_suffix: str = ""
-    """Added to the last user message."""
+    """Added to the last user message of an attempt's first prompt."""
     answer_prefix: str = ""
     """Words that the assistant's turn begins with, such as `The final answer is`. They are a part of the prompt: the policy
     continues them and is not trained on them, and `score` sees only what the policy wrote. First answers become short and
