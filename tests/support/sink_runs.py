@@ -52,7 +52,7 @@ def tell(listeners: Listeners, steps: Sequence[int]) -> None:
 
 
 def trajectories(step: int) -> list[dict[str, Any]]:
-    common = {"task": "t", "version": step, "finish_reason": "stop", "tokens": 3}
+    common = {"task": "t", "version": step, "finish_reason": "stop", "tokens": 3, "attempt": 0, "role": ""}
     return [{**common, "answer": f"answer {n}", "reward": float(n)} for n in range(2)]
 
 

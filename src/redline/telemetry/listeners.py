@@ -62,7 +62,8 @@ class TrajectoryListener(Protocol):
     """A listener that also wants to see some of what was sampled."""
 
     def trajectories(self, row: Mapping[str, Any]) -> None:
-        """`{"step": …, "samples": [{"task", "version", "answer", "reward", "finish_reason", "tokens"}, …]}`."""
+        """`{"step": …, "samples": [{"task", "attempt", "role", "version", "answer", "reward", "finish_reason", "tokens"}, …]}`,
+        one for each sequence of an attempt."""
         ...
 
 

@@ -204,10 +204,12 @@ def _trainer_metrics(step: FinishedStep, seconds: float, peak_flops: float | Non
 
 
 def sampled(groups: Sequence[TrajectoryGroup]) -> list[dict[str, Any]]:
-    """The attempts of the first groups, for people to read."""
+    """The sequences of the attempts of the first groups, for people to read."""
     return [
         {
             "task": group.task_id,
+            "attempt": number,
+            "role": attempt.role,
             "version": attempt.versions.newest,
             "answer": attempt.text,
             "reward": attempt.reward,
@@ -215,5 +217,6 @@ def sampled(groups: Sequence[TrajectoryGroup]) -> list[dict[str, Any]]:
             "tokens": attempt.num_completion_tokens,
         }
         for group in groups[:NUM_GROUPS_SHOWN]
-        for attempt in group.trajectories
+        for number, sequences in enumerate(group.attempts)
+        for attempt in sequences
     ]

@@ -23,7 +23,7 @@ from redline.telemetry.sinks.sink import Sink, connection_error
 
 INIT_S = 30
 OR_OFFLINE = "or set telemetry.wandb.mode=offline and sync later"
-COLUMNS = ("task", "version", "answer", "reward", "finish_reason", "tokens")
+COLUMNS = ("task", "version", "answer", "reward", "finish_reason", "tokens", "attempt", "role")
 
 
 class WandbSink(Sink):
