@@ -16,6 +16,7 @@ from redline.telemetry.machine.samplers import read_samples
 from redline.telemetry.summary.failed_attempts import WORTH_SAYING
 from redline.telemetry.summary.held_out import HeldOut
 from redline.telemetry.summary.learning import Learning
+from redline.telemetry.summary.percentiles import median_phases
 from redline.telemetry.summary.targets import verdicts
 from redline.watch.outputs import Outputs
 from redline.watch.run_watch import RunWatch
@@ -56,6 +57,7 @@ def summary(config: Config, outputs: Outputs, watch: RunWatch, version: int) -> 
         "held_out": held_out.as_json() if held_out else None,
         "attempts": watch.rows.failures.num_attempts,
         "failures": watch.rows.failures.num_failed,
+        "turn_seconds": median_phases(MetricsLog.read(folder.metrics)),
         "failures_by_kind": [{"failure": str(one), "attempts": count} for one, count in watch.rows.failures.kinds(KINDS_SHOWN)],
         "failure_reason": str(watch.rows.failures.commonest) if watch.rows.failures.commonest else None,
         "targets": [asdict(verdict) for verdict in judged],

@@ -3,13 +3,25 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from statistics import median
+from typing import Any
 
 import numpy as np
 
 from redline.types import TrajectoryGroup
 
 PERCENTILES = (50, 90, 99)
+PHASES = {
+    "environment": "rollouts/environment",
+    "prompt": "rollouts/prompt",
+    "queue": "engine/queue",
+    "prefill": "engine/prefill",
+    "decode": "engine/decode",
+    "parse": "rollouts/parse",
+    "score": "rollouts/score",
+}
+"""Phases of a turn in the order in which they pass, and the scoring of its attempt, with the metric of each."""
 
 
 def percentiles_of(name: str, seconds: Iterable[float]) -> dict[str, float]:
@@ -47,3 +59,17 @@ def phase_metrics(groups: Sequence[TrajectoryGroup]) -> dict[str, float]:
     }
     measured = {name: seconds for name, seconds in phases.items() if any(value > 0 for value in seconds)}
     return {key: value for name, seconds in measured.items() for key, value in percentiles_of(name, seconds).items()}
+
+
+def median_phases(rows: Iterable[Mapping[str, Any]]) -> dict[str, dict[str, float]]:
+    """Seconds of each phase over the rows of a run: `{"decode": {"p50": …, "p90": …, "p99": …}, …}`, each the median of the
+    steps that have it; what nothing measured is left out."""
+    found: dict[str, dict[str, list[float]]] = {phase: {f"p{rank}": [] for rank in PERCENTILES} for phase in PHASES}
+    for row in rows:
+        for phase, name in PHASES.items():
+            for rank, values in found[phase].items():
+                value = row.get(f"{name}_{rank}_s")
+                if isinstance(value, int | float):
+                    values.append(value)
+    known = {phase: {rank: median(values) for rank, values in ranks.items() if values} for phase, ranks in found.items()}
+    return {phase: ranks for phase, ranks in known.items() if ranks}

@@ -122,7 +122,20 @@ function percentilesPart(run) {
     return h("tr", {}, h("td", {}, name), columns.map(([, q], k) => h("td", { class: "number" }, format(exact ? exact[key]?.[k] ?? NaN : quantile(sorted, q)))));
   });
   const of = exact ? `of the first ${grouped.format(thinned.rows)} steps` : thinned && first < thinned.points ? `of the points shown, means of ${grouped.format(thinned.size)} steps` : "of all steps shown";
-  return h("div", { class: "scroll" }, h("table", {}, h("thead", {}, h("tr", {}, h("th", {}, of), columns.map(([name]) => h("th", { class: "number" }, name)))), h("tbody", {}, rows)));
+  const table = (head, names, body) => h("div", { class: "scroll" }, h("table", {}, h("thead", {}, h("tr", {}, h("th", {}, head), names.map((name) => h("th", { class: "number" }, name)))), h("tbody", {}, body)));
+  const phases = turnPhases(run, first, end);
+  return h("div", {}, table(of, columns.map(([name]) => name), rows), phases.length ? h("div", { class: "turn-phases" }, table("of the turns of a step, the median step", TURN_RANKS, phases)) : null);
+}
+
+const TURN_RANKS = ["50%", "90%", "99%"];
+const TURN_PHASES = [["environment", "rollouts/environment"], ["prompt", "rollouts/prompt"], ["queue", "engine/queue"], ["prefill", "engine/prefill"], ["decode", "engine/decode"], ["parse", "rollouts/parse"], ["scoring of an attempt", "rollouts/score"]];
+
+// Where the time of a turn goes.
+function turnPhases(run, first, end) {
+  return TURN_PHASES.filter(([, key]) => run.steps[`${key}_p50_s`]).map(([name, key]) => h("tr", {}, h("td", {}, name), TURN_RANKS.map((rank) => {
+    const values = run.steps[`${key}_p${rank.slice(0, -1)}_s`] ?? [];
+    return h("td", { class: "number" }, seconds(quantile(Float64Array.from(values.slice(first, end).filter(Number.isFinite)).sort(), 0.5)));
+  })));
 }
 
 const ALERTS_SHOWN = 3;

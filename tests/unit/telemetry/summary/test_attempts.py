@@ -18,6 +18,7 @@ from redline.rollouts.rewards.accuracy import accuracy
 from redline.telemetry.alerts.training import AbortStorm, NotLearning
 from redline.telemetry.summary.attempts import attempt_metrics, reward_metrics
 from redline.telemetry.summary.learning import Learning
+from redline.telemetry.summary.percentiles import median_phases
 from redline.types import FinishReason, TrajectoryGroup, WeightUpdate, by_attempt
 from redline.watch.rows import FinishedStep, failures_of, step_metrics
 
@@ -109,6 +110,18 @@ def test_held_out_rewards_and_accuracy_are_over_attempts() -> None:
     right = [sequence([turn(1, 2)], 2, attempt=0, reward_parts={"correct": 1.0}) for _ in range(3)]
     wrong = sequence([turn(1, 2)], 2, attempt=1, reward_parts={"correct": 0.0})
     assert accuracy([own[0] for own in by_attempt([*right, wrong], by_role=True)]) == 0.5
+
+
+def test_a_run_sums_its_phases_up_as_the_median_of_its_steps() -> None:
+    rows = [
+        attempt_metrics([played(0)]),
+        {"engine/decode_p50_s": 9.0, "engine/queue_p50_s": None},
+        attempt_metrics([played(1)]),
+    ]
+    found = median_phases(rows)
+    assert list(found) == ["environment", "prompt", "queue", "prefill", "decode", "parse", "score"]
+    assert found["decode"] == pytest.approx({"p50": 0.4, "p90": 0.4, "p99": 0.4})
+    assert median_phases([{"rollouts/groups": 0}]) == {}
 
 
 # ── rows of metrics ────────────────────────────────────────────────────────────────────────────────────────────────────
