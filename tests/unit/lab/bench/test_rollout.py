@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
+from redline.errors import ConfigError
 from redline.lab.bench.cases import rollout
 from redline.lab.bench.settings import make_settings
 
@@ -47,3 +48,15 @@ def test_a_recipe_says_what_is_attempted_and_the_command_line_changes_its_sizes(
     sizes = config.rollouts
     assert (sizes.groups_per_step, sizes.group_size, sizes.max_new_tokens) == (3, 4, 5)
     assert (config.model.path, config.engine.max_num_seqs, config.run.num_threads) == ("builtin:tiny", 7, 1)
+
+
+def test_run_that_played_in_an_environment_is_refused_as_a_replay(tmp_path: Path) -> None:
+    run = tmp_path / "game-001"
+    run.mkdir()
+    (run / "config.json").write_text(
+        json.dumps({"rollouts": {"environment": {"name": "guess_number"}}, "run": {}, "engine": {}})
+    )
+    settings = make_settings("rollout", [*COMMON, f"replay={run}"])
+    with pytest.raises(ConfigError, match="its attempts were played in an environment") as caught:
+        rollout.recipe_of(settings)  # type: ignore[arg-type]
+    assert "environment=NAME" in caught.value.hint

@@ -12,6 +12,7 @@ import statistics
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -20,6 +21,7 @@ from rich.console import Console
 
 from redline.config import Config, load_recipe, refuse_without_effect, resolve, validate
 from redline.engine import EngineSession
+from redline.errors import ConfigError
 from redline.lab.bench.settings import RolloutSettings
 from redline.lab.evidence.document import Bound, Measured, Result
 from redline.lab.evidence.statistics import percentiles
@@ -174,6 +176,7 @@ def recipe_of(settings: RolloutSettings) -> Config:
     run = {"device": settings.device, "num_threads": settings.num_threads}
     if settings.replay is not None:
         recipe = Run.open(settings.replay).config
+        _refuse_conversations(settings.replay, recipe)
         recipe["run"] |= run
         recipe["engine"] |= settings.engine.model_dump(exclude_unset=True)
         return resolve(validate(recipe, "redline bench rollout")).config
@@ -194,6 +197,15 @@ def recipe_of(settings: RolloutSettings) -> Config:
         "engine": {"max_num_seqs": settings.groups_per_step * settings.group_size, **engine},
     }
     return resolve(validate(recipe, "redline bench rollout")).config
+
+
+def _refuse_conversations(run: Path, recipe: Mapping[str, Any]) -> None:
+    """Replies of one turn are replayed by their lengths; what an environment answered in between is not known any more."""
+    if recipe.get("rollouts", {}).get("environment"):
+        raise ConfigError(
+            f"replay = {run}: its attempts were played in an environment",
+            "measure the environment itself: redline bench rollout environment=NAME",
+        )
 
 
 # ── results ────────────────────────────────────────────────────────────────────────────────────────────────────────────
