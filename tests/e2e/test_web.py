@@ -135,10 +135,10 @@ def test_a_game_is_read_turn_by_turn_and_what_was_said_in_it_is_harmless(watched
     game = watched.page.locator("details.game >> nth=0")
     for expected in ("white", "won 1", "advantage 0.500", "3 turns", "Your move?", "move(to='e4')", "decode 400 ms"):
         assert expected in game.inner_text()
-    told = game.locator("pre.said.told").last.text_content() or ""
-    assert game.locator(".turn.trained pre.said.policy").count() == 3
+    told = game.locator(".said.told").last.text_content() or ""
+    assert game.locator(".turn.trained .said.policy").count() == 3
     assert "And you?" in told
-    assert any(GAME_EVIL in text for text in game.locator("pre.said.told").all_text_contents())
+    assert any(GAME_EVIL in text for text in game.locator(".said.told pre").all_text_contents())
     failed = watched.page.locator("details.game >> nth=1")
     assert "failed" in failed.inner_text()
     watched.page.click("details.game >> nth=1")

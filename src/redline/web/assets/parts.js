@@ -155,16 +155,22 @@ function alertsPart({ alerts, head }) {
 
 const versionsOf = ([oldest, newest]) => (oldest === newest ? `v${oldest}` : `v${oldest}–v${newest}`);
 const counted = (count, what) => `${grouped.format(count)} ${what}${count === 1 ? "" : "s"}`;
-const said = (by, text, kind = by) => h("pre", { class: `said ${kind}` }, by === kind ? null : h("span", { class: "by" }, by), text || " ");
+const said = (by, text, kind = by) => (by === kind ? h("pre", { class: `said ${kind}` }, text || " ") : h("div", { class: `said ${kind}` }, spoken(by, text)));
+const spoken = (by, text) => h("div", { class: "spoken" }, h("span", { class: "by" }, by), h("pre", {}, text || " "));
 
 function groupPart(group) {
   const single = group.attempts.every((attempt) => attempt.is_single);
-  const prompt = group.prompt?.map((message) => said(message.by, message.text, "prompt")) ?? (group.has_texts ? [] : [said("prompt", "the tokenizer is not at hand, so what the policy was told cannot be shown")]);
+  const prompt = group.prompt ? [promptPart(group.prompt)] : group.has_texts ? [] : [said("prompt", "the tokenizer is not at hand, so what the policy was told cannot be shown")];
   const body = group.let_go ? h("p", { class: "muted" }, `its attempts were let go, ${group.let_go}`)
     : !group.attempts.length ? h("p", { class: "muted" }, "no attempt is complete")
     : [...prompt, h("div", { class: single ? "attempts" : "games" }, group.attempts.map(single ? answerPart : gamePart))];
   return h("details", { class: "group" },
     h("summary", {}, h("span", {}, group.step === null ? group.state : `step ${group.step}`), h("span", { class: "muted" }, `group ${group.number}`), h("span", { class: "task" }, group.about ?? group.task ?? ""), h("span", {}, group.reward === null ? "" : `reward ${number(group.reward)}`)), body);
+}
+
+// What all attempts of a group were asked: the text as it is where its messages are not known.
+function promptPart(messages) {
+  return messages.length === 1 && messages[0].by === "prompt" ? said("prompt", messages[0].text) : h("div", { class: "said prompt" }, messages.map((message) => spoken(message.by, message.text)));
 }
 
 function rewardPart({ role, reward, parts, advantage }, failed) {
@@ -190,7 +196,7 @@ const LEFT_OUT = "Its messages are left out of this page, which has room for so 
 
 // An attempt of several turns or roles: a line that opens into its conversations.
 function gamePart(attempt) {
-  const won = (own) => h("span", {}, own.role ? h("span", { class: "role" }, `${own.role} `) : null, h("b", { class: own.reward > 0 ? "good" : "" }, attempt.failure ? "–" : number(own.reward)));
+  const won = (own) => h("span", {}, h("span", { class: "role" }, `${own.role || "reward"} `), h("b", { class: own.reward > 0 ? "good" : "" }, attempt.failure ? "–" : number(own.reward)));
   const summary = h("summary", {},
     h("span", {}, `attempt ${attempt.number}`), h("span", { class: "won" }, attempt.failure ? h("span", { class: "failure" }, "failed") : attempt.roles.map(won)),
     h("span", { class: "muted" }, `${counted(attempt.turns, "turn")}, ${counted(attempt.tokens, "token")}`));
@@ -217,7 +223,7 @@ function turnPart(turn, sequence, trained) {
   const spent = Object.entries(turn.seconds ?? {}).map(([phase, value]) => `${phase} ${seconds(value)}`);
   const facts = [turn.tokens === undefined ? "" : counted(turn.tokens, "token"), turn.finish && turn.finish !== "stop" ? `ended by ${turn.finish}` : "", ...spent].filter(Boolean);
   return h("div", { class: `turn ${trained ? "trained" : ""}` },
-    h("pre", { class: "said policy" }, h("span", { class: "by" }, sequence.role || "policy"), turn.text || " "),
+    h("div", { class: "said policy" }, spoken(sequence.role || "policy", turn.text)),
     turn.calls?.length ? h("ul", { class: "calls" }, turn.calls.map((call) => h("li", {}, call))) : null,
     facts.length ? h("p", { class: "spent" }, facts.map((fact) => h("span", {}, fact))) : null);
 }

@@ -249,7 +249,7 @@ function memoryLayers(run) {
 
 function chosenGroups({ groups, failed, missing, command }) {
   if (missing) return h("p", { class: "muted" }, missing);
-  return h("div", {}, h("p", { class: "flat muted" }, `Some groups of some steps; \`${command}\` tells any attempt turn by turn.`), groups.map(groupPart), failed.length ? [h("p", { class: "picker muted" }, "Attempts that failed"), failed.map(groupPart)] : null);
+  return h("div", {}, h("p", { class: "picker muted" }, "Some groups of some steps;", h("code", {}, command), "tells any attempt turn by turn."), groups.map(groupPart), failed.length ? [h("p", { class: "picker muted" }, "Attempts that failed"), failed.map(groupPart)] : null);
 }
 
 function openReport(text) {
