@@ -202,7 +202,7 @@ trainer.weight_decay
 COMMAND_LINE = """
 redline --version
 redline train RECIPE OVERRIDES --dry-run --from-scratch --json --resume
-redline show RUN --failures --group --json --ledger --limit --step
+redline show RUN --attempt --failures --group --json --ledger --limit --step
 redline report RUN --output
 redline dash RUNS --host --port
 redline serve MODEL OVERRIDES --allowed-host --api-key-env --device --dtype --host --lora --port --served-model-name
