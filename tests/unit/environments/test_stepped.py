@@ -144,6 +144,18 @@ def test_two_thousand_games_in_flight_take_a_few_kilobytes_each() -> None:
     assert asyncio.run(begin()) < 2000 * 8192
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("run_in", ["threads", "processes"])
+def test_two_thousand_games_at_once_end_with_two_workers(run_in: str) -> None:
+    environment = Stepped(ODD, make_workers(run_in, 2, 60.0))
+    driver = Driver(environment)
+    tasks = [Task(f"t{number}", TASK.messages) for number in range(2000)]
+    episodes = driver.play_all([(task, lambda asked: Reply("up")) for task in tasks], 120.0)
+    driver.close()
+    environment.close()
+    assert [episode.score for episode in episodes] == [{"moves": 3.0}] * 2000
+
+
 def test_reaction_of_a_guess() -> None:
     game = GuessNumber(largest=9, guesses=3)
     assert game.reset(Task("t", [{"role": "user", "content": "Guess."}], "5")) == "Guess."
