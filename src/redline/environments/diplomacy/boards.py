@@ -53,6 +53,9 @@ class ValueBoard:
         return self._rules.legal(self.position)
 
     async def advance(self, orders: Orders) -> None:
+        self.process(orders)
+
+    def process(self, orders: Orders) -> None:
         self.position = self._rules.adjudicator.advance(self.position, orders)
 
 
@@ -85,7 +88,14 @@ class LiveBoard:
     def legal(self) -> Legal:
         return self._game.legal() if self._memoise else asked_for_each_power(self._game.legal)
 
+    def copy(self) -> LiveBoard:
+        """A board of its own, with all its history."""
+        return LiveBoard(self._game.copy(), memoise=self._memoise)
+
     async def advance(self, orders: Orders) -> None:
+        self.process(orders)
+
+    def process(self, orders: Orders) -> None:
         self._game.advance(orders)
 
 

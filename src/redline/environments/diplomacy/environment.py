@@ -171,12 +171,20 @@ class Diplomacy:
     # ── where it begins, and what is shown ─────────────────────────────────────────────────────────────────────────────
 
     def _board(self, task: Task) -> Board:
-        position = self.start(task)
         if self.settings.clone == "deepcopy":
-            return LiveBoard(LiveGame(position).copy(), memoise=self.settings.memoise)
+            return self._live_board(task).copy()
+        position = self.start(task)
         if self._workers is not None:
             return WorkerBoard(self._rules, position, self._workers)
         return ValueBoard(self._rules, position)
+
+    def _live_board(self, task: Task) -> LiveBoard:
+        """A game object at the task's position, which has played its way there unless the position is of a file."""
+        if self._states:
+            return LiveBoard(LiveGame(self.start(task)), memoise=self.settings.memoise)
+        board = LiveBoard(LiveGame(), memoise=self.settings.memoise)
+        position = self._walk(board, int(task.data["start"]), self.settings.warm_up)
+        return board if board.position == position else LiveBoard(LiveGame(position), memoise=self.settings.memoise)
 
     def start(self, task: Task) -> Position:
         """Where a task's game begins."""
@@ -186,10 +194,14 @@ class Diplomacy:
         return self._scripted(start, self.settings.warm_up)
 
     def _scripted(self, seed: int, most_phases: int) -> Position:
-        """The first movement phase after up to so many phases of a scripted game; the last one where the game ends before."""
+        return self._walk(self._first_board(), seed, most_phases)
+
+    def _walk(self, board: ValueBoard | LiveBoard, seed: int, most_phases: int) -> Position:
+        """Let a script play up to so many phases on the board, and on to the next movement phase. Returns that position, or the
+        last movement phase where the game ends before."""
         phases = random.Random(f"{self._seed}/phases/{seed}").randint(0, most_phases)
         found = None
-        for place, position in enumerate(self._script(seed)):
+        for place, position in enumerate(self._script(seed, board)):
             found = position if position.kind == "M" or found is None else found
             if place >= phases and found is position:
                 break
@@ -198,17 +210,18 @@ class Diplomacy:
 
     def _movement_phases(self, game: int) -> Sequence[Position]:
         """Of the scripted game with this seed, as far as states are made of it."""
-        phases = itertools.islice(self._script(game), self.settings.warm_up or WARM_PHASES)
+        phases = itertools.islice(self._script(game, self._first_board()), self.settings.warm_up or WARM_PHASES)
         return [position for position in phases if position.kind == "M"]
 
-    def _script(self, seed: int) -> Iterator[Position]:
-        """The positions of a game that a script plays, from the beginning to its end."""
+    def _first_board(self) -> ValueBoard:
+        return ValueBoard(self._rules, self._rules.adjudicator.start())
+
+    def _script(self, seed: int, board: ValueBoard | LiveBoard) -> Iterator[Position]:
+        """The positions of a game that a script plays on the board, until it is over."""
         rng = random.Random(f"{self._seed}/script/{seed}")
-        position = self._rules.adjudicator.start()
-        while not position.is_over:
+        while not (position := board.position).is_over:
             yield position
-            legal = self._rules.legal(position)
-            position = self._rules.adjudicator.advance(position, scripted_orders(position, legal, self._centres, rng))
+            board.process(scripted_orders(position, board.legal(), self._centres, rng))
 
     def _open_states(self) -> StateCache | None:
         if not self.settings.states:

@@ -35,7 +35,7 @@ class Settings:
     memoise: bool = True
     """Legal orders are asked once per position, for all powers and attempts; else once for each power that is asked."""
     keep_prompts: bool = True
-    """A prompt is built once per position and power; else anew for each reply, the rules and the map included."""
+    """Rules and map are written once, the board once per position; else both anew for each reply."""
     gather: bool = True
     """All powers of a phase are asked at the same time; else one after another."""
     clone: str = "position"
