@@ -153,6 +153,8 @@ class Diplomacy:
         if not self.settings.conversation or not seat.messages:
             seat.messages = [{"role": "system", "content": self._system()}]
         own = own_text(power, options, compact=self.settings.compact)
+        if self.settings.suggest:
+            own += f"\nReply like this:\n{self._suggestion(position, power, options)}"
         seat.messages.append({"role": "user", "content": f"{self._board_text(position)}\n{own}"})
         room = self.settings.tokens_per_order * (options.due + 1)
         turn = await policy.say(seat.messages, role=power, max_tokens=room)
@@ -231,6 +233,11 @@ class Diplomacy:
 
     def _system(self) -> str:
         return system_text(self._provinces if self.settings.show_map else (), compact=self.settings.compact)
+
+    def _suggestion(self, position: Position, power: str, options: Options) -> str:
+        """Orders of the script, a line each; the same for all attempts at this position."""
+        rng = random.Random(f"{self._seed}/{power}/{position.phase}/{position.of(power)}")
+        return "\n".join(scripted_orders(position, {power: options}, self._centres, rng)[power])
 
     def _board_text(self, position: Position) -> str:
         return board_text(position, compact=self.settings.compact)

@@ -27,6 +27,9 @@ class Settings:
     """A power's phases are one conversation; else each phase is asked by itself, and the prompt says all there is to know."""
     show_map: bool = True
     """The prompt says which places are next to which. All legal orders are listed either way."""
+    suggest: bool = False
+    """The prompt ends with orders that a script would give, for a model that finds no legal ones by itself: it learns from
+    copying them, and then from leaving them."""
     tokens_per_order: int = 16
     """A reply may be so many tokens long for each order that is due, and as many again."""
 

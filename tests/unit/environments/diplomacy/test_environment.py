@@ -142,6 +142,16 @@ def test_each_phase_stands_by_itself_or_goes_on_from_the_last() -> None:
     assert second.asked.messages[2] is first.turn.message
 
 
+def test_a_policy_that_copies_what_is_suggested_gives_legal_orders() -> None:
+    def copy(asked: Asked) -> Reply:
+        return Reply(str(asked.messages[-1]["content"]).partition("Reply like this:\n")[2])
+
+    first, second = (play(Diplomacy(years=2, suggest=True), copy) for _ in range(2))
+    assert all(parts["illegal"] == 0 for parts in first.score.values())
+    assert sum(parts["centres"] for parts in first.score.values()) > 0
+    assert orders_in(first) == orders_in(second)
+
+
 def test_the_prompt_in_json_can_be_played_from() -> None:
     seen = []
 
