@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from redline.errors import TaskError
@@ -26,19 +27,30 @@ OFFERED = {
 """Some templates want to know of a tool before they show a call."""
 
 
-def find_format(template: ChatTemplate) -> CallFormat | None:
+@dataclass(slots=True, frozen=True)
+class OwnFormat:
+    """How a template takes calls in a message, and writes them."""
+
+    format: CallFormat
+    alone: bool
+    """Whether it shows calls only in a message whose content is null."""
+    as_text: bool
+    """Whether it wants arguments as JSON in a text."""
+
+
+def find_format(template: ChatTemplate) -> OwnFormat | None:
     """The format in which a template writes calls; None where it writes none, or in no way that can be read back."""
     bodies = [
-        body
+        (body, alone, as_text)
         for count in (2, 1)
-        for content in ("", None)
+        for alone in (False, True)
         for as_text in (False, True)
-        if (body := _rendered_calls(template, count, content, as_text)) is not None
+        if (body := _rendered_calls(template, count, None if alone else "", as_text)) is not None
     ]
     for format_in in (_json_format, _named_format, _tagged_format):
-        for body in bodies:
+        for body, alone, as_text in bodies:
             if (found := format_in(body)) is not None and _reads(found, body):
-                return found
+                return OwnFormat(found, alone, as_text)
     return None
 
 

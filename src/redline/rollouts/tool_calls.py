@@ -15,7 +15,7 @@ from typing import Any
 
 from redline.errors import TaskError
 from redline.rollouts.call_formats import HERMES, CallFormat, PublishedFormat, RawCall, UnreadableError
-from redline.rollouts.find_format import find_format
+from redline.rollouts.find_format import OwnFormat, find_format
 from redline.rollouts.template import ChatTemplate
 from redline.types import ToolCall
 
@@ -66,12 +66,12 @@ class ToolUse:
 
     @cached_property
     def format(self) -> CallFormat:
-        written = self._own_format or HERMES
+        written = self._own_format.format if self._own_format else HERMES
         parse = self._template.published_parser
         return PublishedFormat(parse, written) if parse and self._own_format else written
 
     @cached_property
-    def _own_format(self) -> CallFormat | None:
+    def _own_format(self) -> OwnFormat | None:
         return find_format(self._template)
 
     @cached_property
@@ -148,16 +148,19 @@ class ToolUse:
         return shown
 
     def _with_calls(self, message: Mapping[str, Any]) -> dict[str, Any]:
-        if self._own_format is not None:
-            return dict(message)
-        functions = [call["function"] for call in message["tool_calls"]]
-        calls = "\n".join(HERMES.write(function["name"], function["arguments"]) for function in functions)
-        content = "\n".join(part for part in (message.get("content"), calls) if part)
-        return {key: value for key, value in message.items() if key != "tool_calls"} | {"content": content}
+        """A message with calls, which a template that cannot show them beside its text gets as a part of the text."""
+        calls, own, content = [_call(call) for call in message["tool_calls"]], self._own_format, message.get("content")
+        if own is None or (own.alone and content):
+            written = [self.format.write(call["function"]["name"], call["function"]["arguments"]) for call in calls]
+            shown = {key: value for key, value in message.items() if key != "tool_calls"}
+            return shown | {"content": "\n".join([*([content] if content else []), *written])}
+        for call in calls if own.as_text else ():
+            call["function"]["arguments"] = json.dumps(call["function"]["arguments"], ensure_ascii=False)
+        return dict(message) | {"tool_calls": calls, "content": None if own.alone else content or ""}
 
     def _append_result(self, shown: list[dict[str, Any]], result: Mapping[str, Any], call: Mapping[str, Any]) -> None:
         if self._has_results:
-            named = {"tool_call_id": call.get("id", "call00000"), "name": call.get("function", {}).get("name", "")}
+            named = {"tool_call_id": call.get("id", "call00000"), "name": call.get("function", call).get("name", "")}
             shown.append({**named, **result})
             return
         text = f"<tool_response>\n{result['content']}\n</tool_response>"
@@ -189,6 +192,21 @@ def _open_calls(messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]
             return list(message.get("tool_calls") or ())[results:]
         results += message.get("role") == "tool"
     return []
+
+
+def _call(call: Mapping[str, Any]) -> dict[str, Any]:
+    """A call in a message, with its arguments as a mapping. Others' messages have them as JSON in a text."""
+    function = dict(call.get("function", call))
+    arguments = function.get("arguments") or {}
+    if isinstance(arguments, str):
+        with suppress(ValueError, RecursionError):
+            arguments = json.loads(arguments)
+    if not isinstance(arguments, Mapping):
+        raise TaskError(
+            f"the arguments of a call of {function.get('name')} are no JSON object", "append `turn.message` as it is"
+        )
+    named = {"name": str(function.get("name", "")), "arguments": dict(arguments)}
+    return {"type": "function", "id": call.get("id", "call00000"), "function": named}
 
 
 def _function(tool: Mapping[str, Any]) -> dict[str, Any]:

@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.chat_templates import tokenizer_with
 
+from redline.errors import TaskError
 from redline.models.files.tiny import tiny_tokenizer
 from redline.rollouts.call_formats import HERMES, JsonFormat, NamedFormat, TaggedFormat
 from redline.rollouts.chat import Chat
@@ -100,8 +101,27 @@ def test_a_call_in_the_templates_own_format_is_read_and_its_result_shown(name: s
     assert "3" in TOKENIZER.decode(asked.prompt_ids[reply.end :])
     again = Conversation(chat_with(name), [END])
     whole = TOKENIZER.decode(again.ask([QUESTION, reply.message, {"role": "tool", "content": "3"}], [ADD]).prompt_ids)
-    if name != "DeepSeek calls":  # it shows calls only where there is nothing else, not even an empty text
-        assert '"x": 1' in whole.partition("1 + 2?")[2] or "<parameter=x>" in whole, "rendered anew, the call is there too"
+    assert '"x": 1' in whole.partition("1 + 2?")[2] or "<parameter=x>" in whole, "rendered anew, the call is there too"
+
+
+def test_text_beside_a_call_is_shown_with_it_where_the_template_shows_calls_alone() -> None:
+    _, reply = replied("DeepSeek calls", "I add." + CALLS["DeepSeek calls"])
+    assert tuple(reply.tool_calls) == ONE_CALL
+    prompt = Conversation(chat_with("DeepSeek calls"), [END]).ask([QUESTION, reply.message, QUESTION], [ADD]).prompt_ids
+    assert "I add." in TOKENIZER.decode(prompt)
+    assert '<call>function<sep>add\n```json\n{"x": 1, "y": 2}' in TOKENIZER.decode(prompt)
+
+
+@pytest.mark.parametrize("name", ["ChatML", "Hermes tools"])
+def test_calls_in_messages_of_others_have_their_arguments_as_text(name: str) -> None:
+    call = {"id": "1", "type": "function", "function": {"name": "add", "arguments": '{"x": 1, "y": 2}'}}
+    said = {"role": "assistant", "content": None, "tool_calls": [call]}
+    prompt = Conversation(chat_with(name), [END]).ask([QUESTION, said, {"role": "tool", "content": "3"}], [ADD]).prompt_ids
+    assert '"arguments": {"x": 1, "y": 2}' in TOKENIZER.decode(prompt)
+    assert "None" not in TOKENIZER.decode(prompt)
+    call["function"]["arguments"] = "no JSON"  # type: ignore[index]
+    with pytest.raises(TaskError, match="the arguments of a call of add are no JSON object"):
+        Conversation(chat_with(name), [END]).ask([QUESTION, said], [ADD])
 
 
 def test_two_calls_in_one_reply_are_read_and_their_results_follow_in_order() -> None:
