@@ -175,6 +175,22 @@ attempt('udp', lambda: socket.socket(socket.AF_INET, socket.SOCK_DGRAM).sendto(b
 attempt('unix', lambda: socket.socket(socket.AF_UNIX).bind('\\0name'))
 attempt('netlink', lambda: socket.socket(socket.AF_NETLINK))
 """,
+    "datagrams from a pair of sockets": """
+def pair(kind):
+    one, other = socket.socketpair(socket.AF_UNIX, kind)
+    return one.bind(b'\\0redline')
+for kind in (socket.SOCK_DGRAM, socket.SOCK_SEQPACKET, socket.SOCK_STREAM):
+    attempt(str(kind), lambda: pair(kind))
+""",
+    "rights and times of files outside": """
+for name in (FOLDER + '/secret', os.__file__):
+    attempt('chmod', lambda: os.chmod(name, 0o777))
+    attempt('chown', lambda: os.chown(name, os.getuid(), os.getgid()))
+    attempt('utime', lambda: os.utime(name, (1, 1)))
+    attempt('setxattr', lambda: os.setxattr(name, 'user.x', b'x'))
+    attempt('truncate', lambda: os.truncate(name, 0))
+attempt('fchmod', lambda: os.fchmod(os.open(os.__file__, os.O_RDONLY), 0o777))
+""",
     "namespaces and mounts": """
 for name, flag in (('users', 0x10000000), ('mounts', 0x20000), ('processes', 0x20000000)): call(name, libc.unshare(flag))
 call('mount', libc.mount(b'x', b'/scratch', b'tmpfs', 0, None))
@@ -329,6 +345,14 @@ def f(x):
 """,
     "a value without end": """
 def f(x): return 'x' * (50 << 20)
+""",
+    "keys with one hash": """
+import os
+keys = ', '.join(f'[{i * (2**61 - 1)}, 0]' for i in range(1, 35_000))
+os.write(3, b'{"dict": [["loaded", true]]}' + bytes([10]))
+data = ('{"dict": [["value", {"dict": [' + keys + ']}]]}').encode() + bytes([10])
+while data: data = data[os.write(3, data):]
+def f(x): return 1
 """,
     "a value inside itself": """
 def f(x):

@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from redline.environments.code.inside.values import Members, Pairs
 from redline.errors import TaskError
 
 HINT = (
@@ -17,6 +18,7 @@ HINT = (
     "docs/code.md has the rest"
 )
 _CLOSE = 1e-9
+_SETS = set | frozenset | Members
 
 
 @dataclass(slots=True, frozen=True)
@@ -74,11 +76,13 @@ def same_value(value: Any, expected: Any) -> bool:
         return value is expected
     if isinstance(value, int | float) and isinstance(expected, int | float):
         return _same_number(value, expected)
-    if isinstance(value, dict) and isinstance(expected, dict):
+    if isinstance(value, dict | Pairs) and isinstance(expected, dict | Pairs):
         mine, theirs = _text_keys(value), _text_keys(expected)
         return mine.keys() == theirs.keys() and all(same_value(mine[key], theirs[key]) for key in mine)
-    if isinstance(value, set | frozenset) or isinstance(expected, set | frozenset):
+    if isinstance(value, _SETS) or isinstance(expected, _SETS):
         return _same_members(value, expected)
+    if isinstance(value, Pairs):
+        return False
     if isinstance(value, list | tuple) and isinstance(expected, list | tuple):
         return len(value) == len(expected) and all(map(same_value, value, expected))
     return type(value) is type(expected) and bool(value == expected)
@@ -138,11 +142,13 @@ def _same_number(one: float, other: float) -> bool:
         return False
 
 
-def _text_keys(mapping: Mapping[Any, Any]) -> dict[str, Any]:
-    return {key if isinstance(key, str) else json.dumps(key, default=repr): value for key, value in mapping.items()}
+def _text_keys(mapping: Mapping[Any, Any] | Pairs) -> dict[str, Any]:
+    """Keys as texts: those of a program are never hashed as numbers."""
+    pairs = mapping.items() if isinstance(mapping, Mapping) else mapping
+    return {key if isinstance(key, str) else json.dumps(key, default=repr): value for key, value in pairs}
 
 
 def _same_members(one: Any, other: Any) -> bool:
-    if not all(isinstance(side, list | tuple | set | frozenset) for side in (one, other)):
+    if not all(isinstance(side, list | tuple | set | frozenset) and not isinstance(side, Pairs) for side in (one, other)):
         return False
     return len(one) == len(other) and sorted(map(repr, one)) == sorted(map(repr, other))

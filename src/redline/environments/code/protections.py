@@ -39,6 +39,8 @@ def gaps(ground: Mapping[str, Any]) -> list[str]:
         found.append("use the network, and signal this user's processes")
     if not ground["seccomp"] and not ground["first_uid"] and ground["namespaces"] != "user":
         found.append("start processes without end until its time is over")
+    if not ground["seccomp"]:
+        found.append("use memory that no limit counts")
     return found
 
 

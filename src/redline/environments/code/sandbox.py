@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from redline.environments.code.inside.cell import Limits
-from redline.environments.code.inside.values import LONGEST, NotPlainError, pack, unpack
+from redline.environments.code.inside.values import LONGEST, NotPlainError, Pairs, pack, unpack
 from redline.errors import TaskError
 
 SOURCE = str(Path(__file__).parents[3])
@@ -189,6 +189,8 @@ class _Zygote:
             )  # fmt: skip
         self._control = ours
         self.ground: Mapping[str, Any] = json.loads(_first_line(ours, self.process))
+        if "broken" in self.ground:
+            raise broken(self.ground["broken"])
 
     def hand_over(self, descriptors: Sequence[int]) -> None:
         socket.send_fds(self._control, [b"job\n"], list(descriptors))
@@ -271,10 +273,10 @@ class _Channel:
                 raise EOFError
             self._rest += piece
         line, _, self._rest = self._rest.partition(b"\n")
-        reply = unpack(line)
-        if not isinstance(reply, dict):
+        reply = unpack(line, hashed=False)
+        if not isinstance(reply, Pairs):
             raise NotPlainError("not a reply")
-        return reply
+        return {key: value for key, value in reply[:3] if isinstance(key, str)}
 
 
 def broken(reason: str) -> TaskError:

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import os
+import tempfile
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 
 from redline.environments.code.inside.cell import Limits
 from redline.environments.code.sandbox import Program, Sandbox
+from redline.errors import TaskError
 
 
 @pytest.fixture(scope="module")
@@ -105,3 +109,14 @@ def test_a_limit_on_time_ends_a_program_and_those_after_it_are_not_run() -> None
     assert [ran.limit for ran in runs] == ["time"]
     assert time.monotonic() - began < 10
     sandbox.close()
+
+
+def test_a_scratch_folder_that_is_a_link_or_anothers_is_not_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    kept = tmp_path / "precious" / "7"
+    kept.mkdir(parents=True)
+    (kept / "lock").touch()
+    (tmp_path / f"redline-code-{os.geteuid()}").symlink_to(kept.parent)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    with pytest.raises(TaskError, match="not a folder of this user's alone"):
+        Sandbox(Limits(5, 256, 4, 16, 8)).run(Program("print(1)"), [""])
+    assert kept.exists()

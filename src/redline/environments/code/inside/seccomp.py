@@ -17,8 +17,8 @@ _NEWEST = 450
 """The last number that is known here; libraries fall back from newer ones."""
 
 REFUSED: dict[str, tuple[int | None, int | None]] = {
-    # the network, and sockets between processes: a pair of sockets within one program stays allowed
-    "socket": (41, 198),
+    # the network, and sockets between processes: a connected pair within one program stays allowed
+    "socket": (41, 198), "bind": (49, 200), "connect": (42, 203), "listen": (50, 201),
     # other processes
     "ptrace": (101, 117), "process_vm_readv": (310, 270), "process_vm_writev": (311, 271), "kcmp": (312, 272),
     "pidfd_getfd": (438, 438), "process_madvise": (440, 440), "process_mrelease": (448, 448),
@@ -49,18 +49,24 @@ REFUSED_BESIDE_OTHERS: dict[str, tuple[int | None, int | None]] = {
     "tkill": (200, 130), "rt_sigqueueinfo": (129, 138), "rt_tgsigqueueinfo": (297, 240), "pidfd_open": (434, 434),
     "pidfd_send_signal": (424, 424), "setpriority": (141, 140), "ioprio_set": (251, 30), "sched_setparam": (142, 118),
     "sched_setscheduler": (144, 119), "sched_setattr": (314, 274), "sched_setaffinity": (203, 122),
+    # what Landlock does not refuse: the rights, owners, times and attributes of other people's files
+    "chmod": (90, None), "fchmod": (91, 52), "fchmodat": (268, 53), "chown": (92, None), "fchown": (93, 55),
+    "lchown": (94, None), "fchownat": (260, 54), "utime": (132, None), "utimes": (235, None), "futimesat": (261, None),
+    "utimensat": (280, 88), "setxattr": (188, 5), "lsetxattr": (189, 6), "fsetxattr": (190, 7), "removexattr": (197, 14),
+    "lremovexattr": (198, 15), "fremovexattr": (199, 16), "truncate": (76, 45), "inotify_add_watch": (254, 27),
 }  # fmt: skip
-"""Refused as well where the program sees processes that are not its own."""
+"""Refused as well where the program sees processes and files that are not its own."""
 
 _CLONE, _CLONE3, _FORK, _VFORK = (56, 220), (435, 435), (57, None), (58, None)
 _KILL, _TGKILL, _PRLIMIT, _FCNTL, _IOCTL, _PRCTL = (62, 129), (234, 131), (302, 261), (72, 25), (16, 29), (157, 167)
+_SOCKETPAIR = (53, 199)
 _NAMESPACES = 0x7E020000
 _THREAD = 0x00010000
 _SIGNAL_OWNERS = (8, 10, 15)  # fcntl: F_SETOWN, F_SETSIG, F_SETOWN_EX: signals to others when a file is ready
 _SOCKET_OWNERS = (0x8901, 0x8902, 0x5412)  # ioctl: FIOSETOWN, SIOCSPGRP, TIOCSTI
 _PDEATHSIG, _DUMPABLE = 1, 4
 
-_LOAD, _EQUAL, _GREATER, _AT_LEAST, _ANY_BIT, _RETURN = 0x20, 0x15, 0x25, 0x35, 0x45, 0x06
+_LOAD, _EQUAL, _GREATER, _ANY_BIT, _RETURN, _AND = 0x20, 0x15, 0x25, 0x45, 0x06, 0x54
 _ALLOW, _KILL_PROCESS = 0x7FFF0000, 0x80000000
 _REFUSE, _UNKNOWN = 0x00050000 | errno.EPERM, 0x00050000 | errno.ENOSYS
 _NUMBER, _ARCH, _FIRST, _SECOND = 0, 4, 16, 24  # where struct seccomp_data has them; both machines are little-endian
@@ -94,6 +100,7 @@ def _filter(*, may_fork: bool, alone: bool, own_pid: int) -> list[Instruction]:
     if not may_fork:
         found += [*_when(_FORK, [(_RETURN, 0, 0, _REFUSE)]), *_when(_VFORK, [(_RETURN, 0, 0, _REFUSE)])]
     found += _when(_PRLIMIT, _only(_FIRST, (0,)))
+    found += _when(_SOCKETPAIR, _stream_pair())
     if not alone:
         found += _when(_KILL, _only(_FIRST, (0, own_pid)))
         found += _when(_TGKILL, _only(_FIRST, (own_pid,)))
@@ -116,6 +123,12 @@ def _clone(may_fork: bool) -> list[Instruction]:
     if not may_fork:
         found += [(_ANY_BIT, 1, 0, _THREAD), (_RETURN, 0, 0, _REFUSE)]
     return [*found, (_RETURN, 0, 0, _ALLOW)]
+
+
+def _stream_pair() -> list[Instruction]:
+    """A pair of connected streams. Datagrams could be sent from a pair to any address."""
+    kind = [(_LOAD, 0, 0, _SECOND), (_AND, 0, 0, 0xF), (_EQUAL, 0, 1, 1), (_RETURN, 0, 0, _ALLOW), (_RETURN, 0, 0, _REFUSE)]
+    return [(_LOAD, 0, 0, _FIRST), (_EQUAL, 1, 0, 1), (_RETURN, 0, 0, _REFUSE), *kind]
 
 
 def _only(place: int, values: tuple[int, ...]) -> list[Instruction]:

@@ -12,7 +12,18 @@ from typing import Any
 LONGEST = 1 << 20
 """Bytes of one message."""
 DEEPEST = 100
+
+
+class Members(list[Any]):
+    """The members of a set, in no order."""
+
+
+class Pairs(list[Any]):
+    """The keys and values of a mapping."""
+
+
 _KINDS: dict[str, Callable[[Any], Any]] = {"tuple": tuple, "set": frozenset, "bytes": bytes.fromhex, "dict": dict}
+_UNHASHED = {**_KINDS, "set": Members, "dict": Pairs}
 
 
 class NotPlainError(Exception):
@@ -32,10 +43,11 @@ def pack(value: Any) -> bytes:
     return line + b"\n"
 
 
-def unpack(line: bytes) -> Any:
-    """The value of a line. Raises NotPlainError where it is none; calls nothing that the line could name."""
+def unpack(line: bytes, *, hashed: bool = True) -> Any:
+    """The value of a line. Raises NotPlainError where it is none; calls nothing that the line could name. Without `hashed`,
+    sets and mappings come as lists: numbers can be chosen so that a table of them takes hours to fill."""
     try:
-        return _value(json.loads(line), DEEPEST)
+        return _value(json.loads(line), DEEPEST, _KINDS if hashed else _UNHASHED)
     except NotPlainError:
         raise
     except (ValueError, TypeError, RecursionError, AttributeError) as error:
@@ -62,14 +74,16 @@ def _plain(value: Any, depth: int) -> Any:
     raise NotPlainError(f"a value of type {kind.__name__} is no plain data")
 
 
-def _value(data: Any, depth: int) -> Any:
+def _value(data: Any, depth: int, kinds: dict[str, Callable[[Any], Any]]) -> Any:
     if depth == 0:
         raise NotPlainError(f"nested deeper than {DEEPEST}")
     if isinstance(data, list):
-        return [_value(one, depth - 1) for one in data]
+        return [_value(one, depth - 1, kinds) for one in data]
     if not isinstance(data, dict):
         return data
     ((kind, content),) = data.items()
     if kind not in _KINDS:
         raise NotPlainError(f"not a value: {kind!r}")
-    return _KINDS[kind](content if kind == "bytes" else [_value(one, depth - 1) for one in content])
+    if kind == "dict" and not all(isinstance(pair, list) and len(pair) == 2 for pair in content):
+        raise NotPlainError("not a mapping")
+    return kinds[kind](content if kind == "bytes" else [_value(one, depth - 1, kinds) for one in content])

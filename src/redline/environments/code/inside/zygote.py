@@ -14,7 +14,9 @@ import json
 import os
 import signal
 import socket
+import stat
 import sys
+from contextlib import suppress
 from typing import NoReturn
 
 from redline.environments.code.inside import cell, kernel
@@ -36,7 +38,11 @@ def main(control_fd: int, settings: str) -> None:
     control = socket.socket(fileno=control_fd)
     for name in PRELOADED:
         importlib.import_module(name)
-    folder = _claim_scratch(wanted["scratch"])
+    try:
+        folder = _claim_scratch(wanted["scratch"])
+    except OSError as error:
+        control.sendall(json.dumps({"broken": f"no folder for scratch files: {error}"}).encode() + b"\n")
+        return
     ground = survey(wanted["readable"], folder, wanted["without"])
     if ground.namespaces == "root" and ground.seccomp:
         kernel.unshare(kernel.NEW_NETWORK)  # one for all cells: making and clearing one takes longer than a run
@@ -77,13 +83,15 @@ def _become_warden(descriptors: list[int], ground: Ground, serial: int) -> NoRet
 
 def _claim_scratch(base: str) -> str:
     """A folder for scratch folders that is this process's while it, or a cell of it, lives. Those of the dead are removed."""
-    os.makedirs(base, mode=0o711, exist_ok=True)
-    if os.stat(base).st_uid != os.geteuid():
-        raise PermissionError(f"{base} belongs to another user")
+    with suppress(FileExistsError):
+        os.mkdir(base, 0o711)
+    found = os.lstat(base)  # in a folder where anybody may write, somebody else may have been here first
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid() or found.st_mode & 0o022:
+        raise PermissionError(f"{base} is not a folder of this user's alone")
     with open(f"{base}/lock", "w") as turns:
         fcntl.flock(turns, fcntl.LOCK_EX)
         for name in os.listdir(base):
-            if name != "lock" and _is_dead(f"{base}/{name}"):
+            if name.isdigit() and _is_dead(f"{base}/{name}"):
                 remove_folder(f"{base}/{name}")
         mine = f"{base}/{os.getpid()}"
         os.mkdir(mine, 0o711)
@@ -96,8 +104,6 @@ def _is_dead(folder: str) -> bool:
     try:
         with open(f"{folder}/lock") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except FileNotFoundError:
-        return True
     except OSError:
-        return False
+        return False  # held, or none of ours
     return True
