@@ -28,6 +28,7 @@ _MAX_DRAWS = 10_000
 """Draws without a new question after which there is none, for any data set worth training on."""
 _LOOKED_AT = 8
 """Answers that say whether those of a data set are numbers."""
+_NO_ANSWER = "?"
 _CORRECT = 0.99
 """Data sets give partial credit; only an exact answer counts as correct."""
 
@@ -43,8 +44,7 @@ class ReasoningGymTasks:
         self._chunk = lru_cache(maxsize=16)(lambda first: _create_dataset(config, first))
         self._scorer = self._chunk(0)
         self._extract: Extract = self._auto_extract() if config.extract == "auto" else config.extract
-        if config.extract == "last_number":
-            self._refuse_numbers_where_there_are_none()
+        self._refuse_what_cannot_teach()
 
     def train(self, index: int) -> Task:
         """The first candidate that is not held out. Candidates depend on the index alone, so any index is at hand at once."""
@@ -78,17 +78,25 @@ class ReasoningGymTasks:
         answer = extract_answer(text, self._extract)
         if answer is None:
             return {"correct": 0.0}
-        return {"correct": float(self._scorer.score_answer(answer, dict(task.data)) >= _CORRECT)}
+        score = 0.0
+        with boundary():  # some raise where an answer does not have the form that they expect: it is not right
+            score = self._scorer.score_answer(answer, dict(task.data))
+        return {"correct": float(score >= _CORRECT)}
 
     def _auto_extract(self) -> Extract:
         """The last number where every answer that is looked at is a number and nothing else, else the whole answer."""
-        answers = [self._entry(position)["answer"] for position in range(_LOOKED_AT)]
+        answers = (self._entry(position)["answer"] for position in range(_LOOKED_AT))  # seconds each, in some data sets
         are_numbers = all(answer and extract_answer(answer, "last_number") == answer for answer in answers)
         return "last_number" if are_numbers else "text"
 
-    def _refuse_numbers_where_there_are_none(self) -> None:
+    def _refuse_what_cannot_teach(self) -> None:
         task = self._task("", self._entry(0))
-        if task.answer and self.score(task, task.answer) != {"correct": 1.0}:
+        if self.score(task, _NO_ANSWER)["correct"]:
+            raise TaskError(
+                f"reasoning_gym data set {self._config.dataset}: its own scorer takes any answer for right: {_NO_ANSWER!r}",
+                "choose another data set, or score the answers in a task source of your own (rollouts.task.kind: import)",
+            )
+        if self._extract == "last_number" and task.answer and not self.score(task, task.answer)["correct"]:
             raise TaskError(
                 f"rollouts.task.extract = 'last_number': an answer of {self._config.dataset} is {task.answer[:60]!r}",
                 "leave it out, or set it to text or answer_tag",
@@ -119,10 +127,19 @@ def _registry() -> Any:
 
 def _create_dataset(config: ReasoningGymTask, seed: int) -> Any:
     with boundary() as caught:
-        dataset = _registry().create_dataset(config.dataset, seed=seed, size=_CHUNK, **config.params)
+        params = _specified(config.params) if config.dataset == "composite" else config.params
+        dataset = _registry().create_dataset(config.dataset, seed=seed, size=_CHUNK, **params)
     if caught.error is not None:
         raise _unusable(config, caught.error) from caught.error
     return dataset
+
+
+def _specified(params: Mapping[str, Any]) -> dict[str, Any]:
+    """The parameters of a mixture of data sets, each of them `a_name` or `{name: a_name, weight: 2, config: {...}}`."""
+    from reasoning_gym.composite import DatasetSpec
+
+    given = [{"name": spec} if isinstance(spec, str) else spec for spec in params.get("datasets", ())]
+    return {**params, "datasets": [DatasetSpec(**{"weight": 1.0, "config": {}, **spec}) for spec in given]}
 
 
 def _unusable(config: ReasoningGymTask, error: Exception) -> TaskError:

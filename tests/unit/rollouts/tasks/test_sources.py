@@ -106,6 +106,34 @@ def test_the_last_number_is_scored() -> None:
     assert source.score(task, f"{task.answer}, no, 99") == {"correct": 0.0}
 
 
+def test_a_data_set_whose_answers_are_no_numbers_is_scored_by_the_whole_answer() -> None:
+    source = gym(dataset="caesar_cipher", params={})
+    task = source.train(0)
+    assert source.score(task, f" {task.answer}\n") == {"correct": 1.0}
+    with pytest.raises(TaskError, match=r"(?s)extract = 'last_number': an answer of caesar_cipher is '.*hint: leave it out"):
+        gym(dataset="caesar_cipher", params={}, extract="last_number")
+    tagged = gym(dataset="caesar_cipher", params={}, extract="answer_tag")
+    assert tagged.score(task, f"It is <answer>{task.answer}</answer>.") == {"correct": 1.0}
+
+
+def test_data_sets_can_be_mixed() -> None:
+    specs = ["caesar_cipher", {"name": "chain_sum", "weight": 3, "config": TINY_SUMS}]
+    source = gym(dataset="composite", params={"datasets": specs})
+    tasks = [source.train(index) for index in range(40)]
+    assert {task.data["metadata"]["source_dataset"] for task in tasks} == {"caesar_cipher", "chain_sum"}
+    assert all(source.score(task, task.answer) == {"correct": 1.0} for task in tasks)
+
+
+def test_an_answer_that_a_scorer_chokes_on_is_wrong() -> None:
+    source = gym(dataset="prime_factorization", params={})
+    assert source.score(source.train(0), "I do not know") == {"correct": 0.0}
+
+
+def test_a_data_set_whose_scorer_takes_anything_for_right_is_refused() -> None:
+    with pytest.raises(TaskError, match="game_of_life_halting: its own scorer takes any answer for right"):
+        gym(dataset="game_of_life_halting", params={})
+
+
 def test_an_answer_without_a_number_scores_zero() -> None:
     assert gym().score(gym().train(0), "I do not know") == {"correct": 0.0}
 
