@@ -26,6 +26,9 @@ CHECKED_EXPRESSIONS = 20
 """References that math-verify reads before a run begins: it takes some ms for each."""
 
 
+_ENCODER = json.JSONEncoder(sort_keys=True)
+
+
 class FileTasks:
     """The rows of a file or a folder of files. All are checked when it is made; later each is read when its turn comes."""
 
@@ -117,11 +120,12 @@ class FileTasks:
         if not len(rows):
             raise TaskError(f"{self.path}: the file is empty", "write one JSON object per line")
         hashes = array("Q")
+        is_math = self._math is not None
         for index, row in enumerate(rows.scan([self._config.prompt_field, self._config.answer_field])):
             messages, answer = self._read(row, rows, index)
-            if self._math is not None and index < CHECKED_EXPRESSIONS:
+            if is_math and index < CHECKED_EXPRESSIONS:
                 self._check_expression(answer, f"{rows.where(index)}: {self._config.answer_field}")
-            hashes.append(stable_hash(json.dumps(messages, sort_keys=True)))
+            hashes.append(stable_hash(_ENCODER.encode(messages)))
         return np.frombuffer(hashes, dtype=np.uint64)
 
     def _task(self, rows: Rows, index: int) -> Task:
@@ -130,8 +134,8 @@ class FileTasks:
         return Task(rows.name(index), messages, answer, row)
 
     def _read(self, row: Row, rows: Rows, index: int) -> tuple[Sequence[Message], str]:
-        prompt, answer = (self._field(row, key, rows, index) for key in ("prompt_field", "answer_field"))
-        messages = _as_messages(prompt)
+        messages = _as_messages(self._field(row, "prompt_field", rows, index))
+        answer = self._field(row, "answer_field", rows, index)
         if messages is None:
             raise TaskError(
                 f"{rows.where(index)}: {self._config.prompt_field}: neither a text nor a list of messages, or empty",
