@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
+import tracemalloc
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -454,4 +455,37 @@ def test_closing_leaves_nothing_in_the_engine_and_waits_for_no_environment(make:
     began = time.monotonic()
     rollouts.close()
     assert time.monotonic() - began < 4
+    assert not engine.has_work
+
+
+# ── many ───────────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.slow
+def test_two_thousand_attempts_in_flight_stay_within_bounded_memory_and_leave_nothing(make: Make) -> None:
+    under_way: set[int] = set()
+    most = 0
+
+    async def play(task: Task, policy: Policy) -> float:
+        nonlocal most
+        under_way.add(id(policy))
+        most = max(most, len(under_way))
+        score = await two_turns(task, policy)
+        under_way.discard(id(policy))
+        return score
+
+    engine = SteadyEngine(answer=answer)
+    rollouts = make(play, engine, group_size=8, max_sequences=256)
+    rollouts.begin([0], 0)
+    all_of(rollouts, 1)  # what is made once is there
+    engine.calls.clear()
+    tracemalloc.start()
+    rollouts.begin(range(1, 251), 0)
+    groups = all_of(rollouts, 250)
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert most == 2000
+    assert max(count for what, count in engine.calls if what == "engine.step") <= 256
+    assert all(t.failure is None for group in groups.values() for t in group.trajectories)
+    assert peak < 2000 * 64 * 1024, f"{peak / 2000 / 1024:.0f} KiB an attempt"
     assert not engine.has_work

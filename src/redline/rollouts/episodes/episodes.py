@@ -58,6 +58,7 @@ class Episodes:
         self._config = setup.config.environment
         self._weights = setup.config.reward_weights
         self._version = 0
+        self._error: BaseException | None = None
         self._broker = Broker(
             session,
             lambda *call: self._loop.post(*call),
@@ -66,7 +67,7 @@ class Episodes:
             stop_token_ids=setup.stop_token_ids,
             most=setup.max_sequences,
         )
-        self._loop = EpisodeLoop(self._broker.hand_over_what_is_asked, fail, prepare_thread)
+        self._loop = EpisodeLoop(self._broker.hand_over_what_is_asked, self._broke, prepare_thread)
         limits = Limits(setup.config.max_new_tokens, setup.max_prompt_tokens, self._config.max_turns, self._config.max_tokens)
         self._shared = Shared(setup.chat, setup.stop_token_ids, limits, self._broker, self._loop, setup.check_request)
         self._threads = asyncio.Semaphore(MAX_THREADS)
@@ -74,7 +75,6 @@ class Episodes:
         self._rested_s = 0.0
         """Seconds in which attempts beside the trainer rested."""
         self._rests_since: float | None = None
-        self._error: BaseException | None = None
 
     # ── from the pipeline ──────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -168,7 +168,8 @@ class Episodes:
                 task.cancel()
             group.tasks = []
 
-    def _broke(self, error: BaseException) -> None:
+    def _broke(self, error: BaseException | None) -> None:
+        """The engine, the loop or this class cannot go on: the next call of the caller raises it."""
         self._error = self._error or error
         self._fail(error)
 

@@ -57,7 +57,7 @@ class EpisodeLoop:
         prepare_thread: Callable[[], None] = lambda: None,
     ) -> None:
         """`before_rest` is called whenever nothing is ready, and returns whether it made something ready. `ended` gets why the
-        loop ended where it was not asked to. `prepare_thread` is called first in the thread."""
+        loop ended where it was not asked to, or cannot go on. `prepare_thread` is called first in the thread."""
         self._flush, self._ended, self._prepare_thread = before_rest, ended, prepare_thread
         self._waiting: list[tuple[Callable[[], bool], threading.Event]] = []
         self._closing = False
@@ -80,7 +80,7 @@ class EpisodeLoop:
     def post(self, action: Callable[..., object], *arguments: Any) -> None:
         """Call it in the loop's thread. Any thread may ask; does not block. After the end, nothing happens."""
         try:
-            self.loop.call_soon_threadsafe(action, *arguments)
+            self.loop.call_soon_threadsafe(self._called, action, *arguments)
         except RuntimeError:
             assert self._closing or not self._thread.is_alive(), "only a loop that has ended takes nothing"
 
@@ -112,6 +112,13 @@ class EpisodeLoop:
             self._ended(caught.error)
         with boundary():  # tasks that are left behind may be in any state
             self.loop.close()
+
+    def _called(self, action: Callable[..., object], *arguments: Any) -> None:
+        """What is posted is ours, and asyncio would only log what is wrong with it."""
+        with boundary() as caught:
+            action(*arguments)
+        if caught.error is not None:
+            self._ended(caught.error)
 
     def _before_rest(self) -> bool:
         if self._flush():
