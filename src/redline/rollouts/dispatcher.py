@@ -81,7 +81,12 @@ class Dispatcher:
         self._workers = Workers(self, lock, setup.max_reward_workers, prepare_thread) if beside else None
         self._episodes = None if asks_once(environment) else Episodes(environment, setup, session, self.fail, prepare_thread)
         if self._workers:
-            session.start("rollouts", prepare_thread, self._workers.why_idle)
+            session.start("rollouts", prepare_thread, self._why_idle)
+
+    def _why_idle(self) -> str:
+        """Why the engine has nothing to compute: attempts are under way and in their environments, or what the workers say."""
+        assert self._workers is not None
+        return "wait.for_environments" if self._episodes and self._under_way else self._workers.why_idle()
 
     # ── from the loop ──────────────────────────────────────────────────────────────────────────────────────────────────
 

@@ -13,6 +13,10 @@ SMALL = 0.05
 _WORK = ("generation", "training")
 _GROUPS = ("wait_for_rollouts", "wait_for_late_groups")
 """Waits of the trainer for generation."""
+_ENVIRONMENTS = ("environment", "wait_for_environments")
+_ENVIRONMENTS_HINT = (
+    "The lane of the environments and rollouts/environment_pNN_s say where; more attempts at once keep the engine busier."
+)
 
 
 @dataclass(slots=True, frozen=True)
@@ -41,6 +45,10 @@ def bound_of(phases: Mapping[str, float], ledger: Ledger | None, max_lag: int) -
 
 def _lockstep(shares: Mapping[str, float]) -> Bound:
     """Engine and trainer take turns: what takes longer is what to make faster, and the shorter is what overlap could hide."""
+    environments = sum(shares.get(phase, 0.0) for phase in _ENVIRONMENTS)
+    if environments > max(shares.get(phase, 0.0) for phase in _WORK):
+        of = ", ".join(f"{phase} {shares.get(phase, 0.0):.0%}" for phase in _WORK)
+        return Bound(f"Environments bound this run: {environments:.0%} of a step, {of}.", (_ENVIRONMENTS_HINT,))
     first, second = sorted(_WORK, key=lambda phase: -shares.get(phase, 0.0))
     headline = (
         f"{first.capitalize()} bounds this run: {shares.get(first, 0):.0%} of a step, {second} {shares.get(second, 0):.0%}."
@@ -54,11 +62,16 @@ def _side_by_side(shares: Mapping[str, float], rollouts: LaneLedger) -> Bound:
     """The side that waits less is the one that bounds."""
     theirs = {phase: ns / rollouts.wall_ns for phase, ns in by_phase(rollouts.rows).items()}
     trainer_waits = sum(shares.get(phase, 0.0) for phase in _GROUPS)
-    rollouts_wait = sum(share for phase, share in theirs.items() if phase.startswith("wait"))
+    environments = theirs.get("wait_for_environments", 0.0)
+    all_waits = sum(share for phase, share in theirs.items() if phase.startswith("wait"))
+    rollouts_wait = all_waits - environments
     details = (
-        f"The trainer waited for rollouts {trainer_waits:.0%} of the time; rollouts waited {rollouts_wait:.0%} of theirs"
+        f"The trainer waited for rollouts {trainer_waits:.0%} of the time; rollouts waited {all_waits:.0%} of theirs"
         f"{_for_whom(theirs)}.",
     )
+    if trainer_waits >= SMALL and trainer_waits >= rollouts_wait and environments > theirs.get("generation", 0.0):
+        headline = f"Environments bound this run: the engine waits for them {environments:.0%} of the time."
+        return Bound(headline, (*details, _ENVIRONMENTS_HINT))
     if max(trainer_waits, rollouts_wait) < SMALL:
         return Bound("Neither side waits: generation and training keep each other busy.", details)
     if trainer_waits >= rollouts_wait:

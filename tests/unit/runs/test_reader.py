@@ -212,6 +212,18 @@ def test_attempts_come_with_the_step_they_were_trained_at(tmp_path: Path) -> Non
     assert "nothing was trained" in Trajectories(Run(folder)).of_step(3)["missing"]
 
 
+def test_slow_environments_are_said_to_bound_a_run_and_not_the_engine_that_waits_for_them() -> None:
+    lockstep = bound_of({"generation": 1.0, "training": 2.0, "wait_for_environments": 6.0, "environment": 1.0}, None, 0)
+    assert lockstep.headline == "Environments bound this run: 70% of a step, generation 10%, training 20%."
+    waits = {"engine.decode": 2 * 10**9, "wait.for_environments": 7 * 10**9, "wait.for_budget": 10**9}
+    beside = Ledger({"rollouts": LaneLedger(10 * 10**9, waits, 0)})
+    found = bound_of({"training": 4.0, "wait_for_rollouts": 6.0}, beside, 2)
+    assert found.headline == "Environments bound this run: the engine waits for them 70% of the time."
+    assert "rollouts waited 80% of theirs (for environments 70%, for budget 10%)" in found.details[0]
+    slow_trainer = bound_of({"training": 10.0}, beside, 2)
+    assert slow_trainer.headline.startswith("Training bounds this run")
+
+
 def test_a_report_chooses_steps_from_the_first_to_the_last_and_what_failed(tmp_path: Path) -> None:
     folder = write_run(tmp_path / "run-001", 7)
     write_trajectories(folder, ["one", "two", "three", "four"], step=7)

@@ -153,6 +153,7 @@ class RewardPool(Generic[Result]):
                 worker.index = None
                 self._note_load()
                 self._deliver(job.index, result)
+        idle_as(self._idle)  # books the wait until here: the lane of a thread that is gone ends with its last event
 
     def _next(self, worker: _Worker) -> _Job[Result] | None:
         """None ends the thread."""

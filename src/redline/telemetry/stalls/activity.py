@@ -12,8 +12,9 @@ from redline.telemetry.spans import LaneState, Recorder
 from redline.telemetry.stalls.calls import Call, calls_now, num_finished_calls
 from redline.telemetry.workers import WorkerState, workers_now
 
-WAITS_FOR_GROUPS = frozenset({"wait.for_rollouts", "wait.for_late_groups"})
-"""The trainer's: for enough groups, and for those that would grow too old if it went on without them."""
+WAITS_FOR_GROUPS = frozenset({"wait.for_rollouts", "wait.for_late_groups", "wait.for_environments"})
+"""The trainer's: for enough groups, for those that would grow too old if it went on without them, and in lockstep for the
+environments that they are played in."""
 IDLE_SECTIONS = frozenset({"wait", "telemetry", UNACCOUNTED})
 """Time that moves nothing: waiting, and looking at the run."""
 GROUP_SECTIONS = frozenset({"rollouts", "engine", "environment", "reward"})

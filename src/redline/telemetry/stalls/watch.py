@@ -48,6 +48,8 @@ MOVERS: Mapping[str, tuple[str, AbstractSet[str]]] = {
     "rollouts": ("rollouts", GROUP_SECTIONS),
     "late_groups": ("rollouts", GROUP_SECTIONS),
     "engine": ("rollouts", GROUP_SECTIONS),
+    "environments": ("environments", GROUP_SECTIONS),
+    "replies": ("rollouts", GROUP_SECTIONS),
     "rewards": ("rewards", GROUP_SECTIONS),
     "reward_model": ("rewards", GROUP_SECTIONS),
     "weights": ("main", _UPDATE),
