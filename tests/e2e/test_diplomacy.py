@@ -52,13 +52,13 @@ def test_a_run_plays_from_states_and_its_game_is_played_again(
     assert {row["attempt"] for row in rows} == {0, 1}
     assert all(row["failure"] is None for row in rows)
     assert all(len(row["turns"]) == 1 for row in rows)
-    example = load(ROOT / "examples" / "diplomacy_game.py")
+    program = load(ROOT / "benchmarks" / "diplomacy" / "show_game.py")
     group = rows[0]["group"]
-    phases = list(example.played_again(run, group, example.stored_rows(run, group, 1)))
+    phases = list(program.played_again(run, group, program.stored_rows(run, group, 1)))
     assert len(phases) == 2
     assert sum(len(phase.replies) for phase in phases) == sum(row["group"] == group and row["attempt"] == 1 for row in rows)
-    example.check_rewards(phases, example.stored_rows(run, group, 1))
-    example.print_table(phases[0])
+    program.check_rewards(phases, program.stored_rows(run, group, 1))
+    program.print_table(phases[0])
     assert phases[0].position.phase in capsys.readouterr().out
 
 

@@ -1,7 +1,7 @@
 """Show one game of Diplomacy that a run has stored: a table per phase, and the map of each as an SVG.
 
     redline train recipes/diplomacy.yaml
-    python examples/diplomacy_game.py runs/diplomacy-001 --group 3 --attempt 0 --maps game/
+    python benchmarks/diplomacy/show_game.py runs/diplomacy-001 --group 3 --attempt 0 --maps game/
 
 The game is played again from what the policy said: the position that its task begins with, then phase by phase the orders that
 can be read from the stored replies. What comes out must have the rewards that are stored beside them.
