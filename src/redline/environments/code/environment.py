@@ -49,6 +49,10 @@ class CodeRows:
         protection is refused."""
         given = {"max_turns": max_turns, "time_s": time_s, "memory_mb": memory_mb, "files_mb": files_mb, "output_kb": output_kb}
         _check_positive({**given, "processes": processes, "runs_at_once": runs_at_once or 1})
+        _check_lists({"command": command, "packages": packages})
+        for path in packages:
+            if not os.path.isdir(path):
+                raise ConfigError(f"rollouts.environment.params.packages: no folder {path}", "name folders that hold packages")
         self._seed = seed
         self._max_turns, self._tests_field, self._protection = max_turns, tests_field, protection
         self._command, self._file = tuple(command), file
@@ -103,6 +107,14 @@ class Code(CodeRows):
     def held_out(self, count: int) -> Sequence[Task]:
         """Built-in problems that `train` never returns; the same whatever the seed."""
         return BuiltInProblems(self._seed).held_out(count)
+
+
+def _check_lists(given: Mapping[str, Any]) -> None:
+    for name, value in given.items():
+        if isinstance(value, str) or not all(isinstance(one, str) for one in value):
+            raise ConfigError(
+                f"rollouts.environment.params.{name} = {value!r}: not a list of texts", 'write ["sh", "answer.sh"]'
+            )
 
 
 def _check_positive(given: Mapping[str, Any]) -> None:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from redline.environments.code.checks import Assert, Call, Example, Test, same_output, same_value
 from redline.environments.code.sandbox import Program, Ran, Sandbox
+from redline.errors import TaskError
 
 SHOWN = 600
 """Characters of an error or an output that the policy is shown, and of an input."""
@@ -69,6 +70,10 @@ def examine(sandbox: Sandbox, program: Program, tests: Sequence[Test]) -> Report
     examples = [test for test in tests if isinstance(test, Example)]
     if examples:
         return Report(_examples(sandbox, program, examples))
+    if program.command:
+        raise TaskError(
+            "calls and asserts are for Python programs, and a command runs these", "write tests with stdin and stdout"
+        )
     return Report(_calls(sandbox, program.text, tests))
 
 

@@ -19,8 +19,8 @@ import threading
 import time
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +30,9 @@ from redline.errors import TaskError
 
 SOURCE = str(Path(__file__).parents[3])
 """The folder that holds the package `redline`: the zygote imports its own part from there."""
+NO_RESULT = "a cell ended before it had a result: something outside has killed it"
+VERDICT_KB = 4
+"""Output of a judge for each assert, at most: 600 characters, each as an escape of JSON."""
 START_S, SET_UP_S = 60.0, 30.0
 """Seconds that a busy machine may take to start the zygote, and to set a cell up."""
 _ZYGOTE = "redline.environments.code.inside.zygote"
@@ -82,6 +85,7 @@ class Sandbox:
         self._settings = json.dumps({"readable": self._packages, "scratch": scratch, "without": list(without)})
         self._lock = threading.Lock()
         self._zygote: _Zygote | None = None
+        self._is_closed = False
 
     @property
     def protections(self) -> Mapping[str, Any]:
@@ -99,7 +103,10 @@ class Sandbox:
         """Run a program once for each input. Those after one that met a limit are not run."""
         request = {"kind": "run", "program": program.text, "command": program.command, "file": program.file, "inputs": inputs}
         with self._job(request, self.limits.time_s * len(inputs)) as job:
-            return list(job.results())
+            runs = list(job.results())
+        if len(runs) < len(inputs) and not (runs and runs[-1].limit):
+            raise broken(NO_RESULT)
+        return runs
 
     def call(self, program: str, calls: Sequence[str]) -> tuple[list[Called], Ran | None]:
         """Define a program's functions in one process and evaluate these expressions there, in order. Returns their values, and
@@ -109,6 +116,8 @@ class Sandbox:
             found, hangs = _evaluate(_Channel(ours), calls, self.limits.time_s)
             ours.close()
             ran = None if hangs else next(job.results(), None)
+        if ran is None and not hangs:
+            raise broken(NO_RESULT)
         return found, ran
 
     def judge(self, program: str, asserts: Sequence[str]) -> list[str]:
@@ -121,14 +130,15 @@ class Sandbox:
             self._job({"kind": "judge", "asserts": asserts}, seconds, other) as judging,
         ):
             ran = next(judging.results(), None)
+        if ran is None:
+            raise broken(NO_RESULT)
         return _verdicts(ran, len(asserts))
 
     def close(self) -> None:
         """End the zygote and every cell. Blocks for some seconds at most."""
         with self._lock:
-            if self._zygote:
-                self._zygote.close()
-            self._zygote = None
+            self._is_closed = True
+            self._end()
 
     # ── jobs ───────────────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -136,7 +146,9 @@ class Sandbox:
     def _job(self, request: Mapping[str, Any], seconds: float, channel: socket.socket | None = None) -> Iterator[_Job]:
         """A job under way. When the block ends, so does its cell: waits until it is gone."""
         ours, theirs = socket.socketpair()
-        limits = self.limits if request["kind"] == "run" else _for_all(self.limits, seconds)
+        limits = self.limits if request["kind"] == "run" else replace(self.limits, time_s=seconds)
+        if request["kind"] == "judge":
+            limits = replace(limits, output_kb=limits.output_kb + VERDICT_KB * len(request["asserts"]))
         whole = {
             "inputs": [""],
             "command": (),
@@ -165,9 +177,16 @@ class Sandbox:
                 except OSError:
                     if not again:
                         raise
-                    self._zygote = None  # it was ended from outside: another takes its place
+                    self._end()  # it was ended from outside: another takes its place
+
+    def _end(self) -> None:
+        if self._zygote:
+            self._zygote.close()
+        self._zygote = None
 
     def _started(self) -> _Zygote:
+        if self._is_closed:
+            raise broken("it is closed")
         if self._zygote is None:
             self._zygote = _Zygote(self._settings)
             weakref.finalize(self, self._zygote.close)
@@ -229,7 +248,8 @@ class _Job:
 
     def end(self) -> None:
         """Hang up, and wait until the cell is gone."""
-        self._socket.shutdown(socket.SHUT_WR)
+        with suppress(OSError):
+            self._socket.shutdown(socket.SHUT_WR)
         self._until = time.monotonic() + SET_UP_S
         while self._read(1 << 16):
             pass
@@ -313,18 +333,14 @@ def _called(reply: Mapping[str, Any]) -> Called:
     return Called(problem=str(reply.get("error", "no value"))[:2000])
 
 
-def _verdicts(ran: Ran | None, count: int) -> list[str]:
+def _verdicts(ran: Ran, count: int) -> list[str]:
     try:
-        found = json.loads(ran.stdout) if ran else []
+        found = json.loads(ran.stdout)
     except ValueError:
         found = []
     if len(found) != count:
-        return [f"no result within the limits ({ran.limit})" if ran and ran.limit else "the asserts did not end"] * count
+        return [f"no result within the limits ({ran.limit})" if ran.limit else "the asserts did not end"] * count
     return ["" if verdict is None else str(verdict) for verdict in found]
-
-
-def _for_all(limits: Limits, seconds: float) -> Limits:
-    return Limits(seconds, limits.memory_mb, limits.files_mb, limits.output_kb, limits.processes)
 
 
 def _first_line(ours: socket.socket, process: subprocess.Popen[bytes]) -> bytes:

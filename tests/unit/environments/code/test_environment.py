@@ -91,8 +91,9 @@ def test_a_task_without_tests_is_an_error_that_says_so(driver: Driver) -> None:
     assert "task t: tests: no list of tests" in episode.error.message
 
 
-def test_a_limit_that_is_no_number_above_zero_is_refused() -> None:
-    for name, value in (("time_s", 0), ("max_turns", -1), ("memory_mb", "much"), ("processes", True)):
+def test_a_parameter_that_cannot_be_meant_is_refused_by_its_name() -> None:
+    wrong = {"time_s": 0, "max_turns": -1, "memory_mb": "much", "processes": True, "command": "sh x", "packages": ["/nowhere"]}
+    for name, value in wrong.items():
         with pytest.raises(ConfigError, match=f"params.{name}"):
             Code(**{name: value})
 

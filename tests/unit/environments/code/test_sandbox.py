@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import tempfile
 import time
 from collections.abc import Iterator
@@ -10,6 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+from support.code_attacks import tree
 
 from redline.environments.code.inside.cell import Limits
 from redline.environments.code.sandbox import Program, Sandbox
@@ -81,6 +83,22 @@ def test_asserts_run_beside_the_program_and_call_into_it(sandbox: Sandbox) -> No
     assert "TypeError" in verdicts[3]
 
 
+def test_many_long_verdicts_of_asserts_all_come_back(sandbox: Sandbox) -> None:
+    verdicts = sandbox.judge("def f(x):\n    return x", ["assert f(1) == 2, '\\u2713' * 5000", "assert f(1) == 1"] * 10)
+    assert [bool(verdict) for verdict in verdicts] == [True, False] * 10
+
+
+def test_a_cell_that_is_killed_from_outside_is_no_fault_of_its_program(sandbox: Sandbox) -> None:
+    with ThreadPoolExecutor(1) as threads:
+        running = threads.submit(sandbox.run, Program("import time\ntime.sleep(9)"), [""])
+        while len(below := tree(sandbox.pid)) < 3:
+            time.sleep(0.01)
+        assert {Path(f"/proc/{pid}/oom_score_adj").read_text() for pid in below} == {"1000\n"}
+        os.kill(min(below), signal.SIGKILL)
+        with pytest.raises(TaskError, match="something outside has killed it"):
+            running.result()
+
+
 def test_another_language_runs_by_a_command(sandbox: Sandbox) -> None:
     (ran,) = sandbox.run(Program("read x; echo $((x + 1))", ("sh", "answer.sh"), "answer.sh"), ["41\n"])
     assert ran.stdout == "42\n"
@@ -95,8 +113,9 @@ def test_many_at_once_do_not_get_in_each_others_way(sandbox: Sandbox) -> None:
 def test_a_zygote_that_was_ended_is_started_again() -> None:
     sandbox = Sandbox(Limits(5, 256, 4, 16, 8))
     first = sandbox.pid
-    sandbox._zygote.process.kill()  # type: ignore[union-attr]
-    sandbox._zygote.process.wait()  # type: ignore[union-attr]
+    os.kill(first, signal.SIGKILL)
+    while tree(os.getpid()).count(first) and Path(f"/proc/{first}/stat").read_text().rpartition(")")[2].split()[0] != "Z":
+        time.sleep(0.01)
     assert sandbox.run(Program("print(1)"), [""])[0].stdout == "1\n"
     assert sandbox.pid != first
     sandbox.close()

@@ -14,6 +14,7 @@ FIRST_UID, NUM_UIDS = 1 << 30, 1 << 12
 """User ids from here on belong to jobs: so many to each zygote."""
 FIRST_SMALL_UID, NUM_SMALL_UIDS = 61_000, 4_000
 """Where a container has no large user ids."""
+UNKNOWN_MACHINE = f"system calls of {os.uname().machine} are not known by number"
 _SYSTEM = ("/usr", "/lib", "/lib32", "/lib64", "/bin", "/sbin", "/etc/ld.so.cache", "/etc/alternatives")
 
 
@@ -74,7 +75,9 @@ def become(uid: int) -> None:
 
 
 def _namespaces(ground: Ground) -> str:
-    why = ""
+    why = UNKNOWN_MACHINE
+    if not seccomp.is_known():
+        return why
     for kind in ("root", "user") if os.geteuid() == 0 else ("user",):
         why = _tried(lambda kind=kind: rooms.try_namespaces(kind, ground.readable))  # type: ignore[misc]
         if not why:
@@ -100,7 +103,7 @@ def _own_uid(ground: Ground) -> str:
 
 def _seccomp(ground: Ground) -> str:
     if not seccomp.is_known():
-        return f"system calls of {os.uname().machine} are not known by number"
+        return UNKNOWN_MACHINE
     ground.seccomp = not (why := _tried(_refuse_a_socket))
     return why
 

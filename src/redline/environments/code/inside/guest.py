@@ -24,6 +24,8 @@ from redline.environments.code.inside.values import LONGEST, NotPlainError, pack
 CHANNEL = 3
 """The file descriptor over which functions are called."""
 FILE = "answer.py"
+MOST_WORDS = 600
+"""Characters of a verdict: the verdicts of many asserts have to fit into the judge's output."""
 
 
 def run(source: str) -> int:
@@ -132,9 +134,9 @@ def _verdict(test: str, lines: Lines) -> str | None:
         names: dict[str, Any] = {name: _remote(name, lines) for name in used if not hasattr(builtins, name)}
         exec(compile(tree, "<test>", "exec", dont_inherit=True), names)
     except AssertionError as error:
-        return f"AssertionError: {error}"[:2000] if str(error) else "AssertionError"
+        return f"AssertionError: {error}"[:MOST_WORDS] if str(error) else "AssertionError"
     except BaseException as error:
-        return f"{type(error).__name__}: {error}"[:2000]
+        return f"{type(error).__name__}: {error}"[:MOST_WORDS]
     return None
 
 
