@@ -308,7 +308,8 @@ class Policy(Protocol):
         Append `turn.message` to the messages to go on from a reply. `role` names the player in a game of several: each has a
         conversation, rewards and advantages of its own. `tools` are JSON schemas of functions, shown to the model as its chat
         template does; `turn.tool_calls` has what it called. A reply also ends at any text of `stop`. `max_tokens` may lower
-        the recipe's limit for this reply, not raise it."""
+        the recipe's limit for this reply, not raise it. Raises `errors.BudgetError` where the attempt has no turns or tokens
+        left; one that is not caught ends the attempt, with the part `truncated` of its reward."""
         ...
 
 
@@ -316,7 +317,9 @@ class Environment(Protocol):
     """Plays attempts at tasks. Each attempt is a call of `play`; thousands are under way at once, in one event loop.
 
     An environment may bring its own tasks with the methods `train` and `held_out` of a `TaskSource`. One whose `play` is not
-    `async` is called in a thread, where `policy.say` blocks."""
+    `async` is called in a thread, where `policy.say` blocks. An `async` one must not block: all attempts share its thread. One
+    that awaits a single `policy.say(messages)` and nothing else may say so by an attribute `asks_once = True`: it is then
+    played without an event loop. `close()`, where there is one, is called when the run ends."""
 
     async def play(self, task: Task, policy: Policy) -> Score | Mapping[str, Score]:
         """Let the policy attempt the task. Returns the reward: a number, or its named parts; in a game of several roles, that

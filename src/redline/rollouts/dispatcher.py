@@ -7,6 +7,9 @@
     score             the caller, all together        threads "rewards", "rewards-2", …: one group each
     finished          does all of it                  waits for what comes
 
+An environment of several turns (`rollouts.environment`) samples and scores in turn: its attempts are tasks of an event loop
+in a thread "environments" (`episodes/`), which asks the engine for each reply and gives back attempts that have their rewards.
+
 Lockstep runs until all is done, in the caller's thread. Beside the trainer, the thread that steps the engine never waits for
 the user's code. Tasks and rewards may take long, and some never come: as many workers score as the buffer's controller asks
 for, and a group that is cancelled while its task is fetched or its rewards are computed leaves its worker behind, and another
@@ -82,11 +85,6 @@ class Dispatcher:
         self._episodes = None if asks_once(environment) else Episodes(environment, setup, session, self.fail, prepare_thread)
         if self._workers:
             session.start("rollouts", prepare_thread, self._why_idle)
-
-    def _why_idle(self) -> str:
-        """Why the engine has nothing to compute: attempts are under way and in their environments, or what the workers say."""
-        assert self._workers is not None
-        return "wait.for_environments" if self._episodes and self._under_way else self._workers.why_idle()
 
     # ── from the loop ──────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -177,10 +175,15 @@ class Dispatcher:
 
     def queues(self) -> Mapping[str, float]:
         """How much waits where; does not block."""
+        asked = self._episodes.queues() if self._episodes else {}
         if self._workers is None:
-            return {}
+            return asked
         rewards = self._workers.rewards
-        return {"rollouts: groups to score": rewards.num_to_score, "rollouts: workers that score": rewards.num_scoring}
+        return {
+            "rollouts: groups to score": rewards.num_to_score,
+            "rollouts: workers that score": rewards.num_scoring,
+            **asked,
+        }
 
     def memory(self) -> Mapping[str, int]:
         return self._scoring.memory()
@@ -352,6 +355,11 @@ class Dispatcher:
         self._finished.append(group)
         self._changed.notify_all()
         self.session.wake()
+
+    def _why_idle(self) -> str:
+        """Why the engine has nothing to do. Does not block."""
+        assert self._workers is not None
+        return "wait.for_environments" if self._episodes and self._under_way else self._workers.why_idle()
 
     def thread_ends(self) -> None:
         self._source.thread_ends()

@@ -37,6 +37,8 @@ from redline.types import Failure, Task, Trajectory
 
 STAGE = "environment"
 """What failures of environments are called."""
+PATIENCE_S = 1.0
+"""Seconds for the loop to take back what was asked, when a caller's groups are not wanted any more."""
 MAX_THREADS = 256
 """Attempts at once whose `play` is not `async`: each has a thread."""
 
@@ -101,6 +103,8 @@ class Episodes:
                 self._session.step_until(lambda: self._are_over(groups))
             except BaseException:  # an interrupt too: they are not wanted any more
                 self.cancel(groups)
+                with boundary():  # the loop itself may have ended
+                    self._loop.wait_until(lambda: True, PATIENCE_S)
                 self._broker.carry_out_orders()
                 raise
         return [group.trajectories for group in groups]
@@ -143,6 +147,10 @@ class Episodes:
         under_way = self._broker.sampled_tokens(group)
         return [group.num_sampled.get(i, 0) + under_way.get(i, 0) for i in range(group.num_begun)]
 
+    def queues(self) -> dict[str, float]:
+        """How much waits where, by name. Does not block."""
+        return {"rollouts: requests that wait for room in the engine": self._broker.num_waiting}
+
     def close(self, patience_s: float) -> None:
         """Cancel everything and end the loop. Blocks for `patience_s` at most: code that does not return is left behind."""
         self._loop.close(patience_s)
@@ -168,7 +176,7 @@ class Episodes:
                 task.cancel()
             group.tasks = []
 
-    def _broke(self, error: BaseException | None) -> None:
+    def _broke(self, error: BaseException) -> None:
         """The engine, the loop or this class cannot go on: the next call of the caller raises it."""
         self._error = self._error or error
         self._fail(error)

@@ -11,8 +11,10 @@ follows from the last step has then happened, in the order in which tasks were b
 from __future__ import annotations
 
 import asyncio
+import math
 import selectors
 import threading
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -53,7 +55,7 @@ class EpisodeLoop:
     def __init__(
         self,
         before_rest: Callable[[], bool],
-        ended: Callable[[BaseException | None], None],
+        ended: Callable[[BaseException], None],
         prepare_thread: Callable[[], None] = lambda: None,
     ) -> None:
         """`before_rest` is called whenever nothing is ready, and returns whether it made something ready. `ended` gets why the
@@ -84,15 +86,17 @@ class EpisodeLoop:
         except RuntimeError:
             assert self._closing or not self._thread.is_alive(), "only a loop that has ended takes nothing"
 
-    def wait_until(self, enough: Callable[[], bool]) -> None:
-        """Block until nothing in the loop is ready and `enough()`, which its thread asks, says yes. Raises TaskError where the
-        loop has ended."""
-        reached = threading.Event()
+    def wait_until(self, enough: Callable[[], bool], patience_s: float = math.inf) -> None:
+        """Block until nothing in the loop is ready and `enough()`, which its thread asks, says yes, or for `patience_s`. Raises
+        TaskError where the loop has ended."""
+        reached, until = threading.Event(), time.monotonic() + patience_s
         self.post(self._waiting.append, (enough, reached))
         with span("wait.for_environments"):
-            while not reached.wait(LOOK_S):
+            while not reached.wait(min(LOOK_S, max(0.0, until - time.monotonic()))):
                 if not self._thread.is_alive():
-                    raise TaskError("the event loop of the environments has ended", "let `play` raise no end of the program")
+                    raise has_ended()
+                if time.monotonic() >= until:
+                    return
 
     def close(self, patience_s: float) -> None:
         """Cancel all tasks and end the thread. Blocks for `patience_s` at most: code that does not return is left behind."""
@@ -109,7 +113,7 @@ class EpisodeLoop:
             with span("rollouts.environment"):  # what no other span here owns is the environments' own code
                 self.loop.run_forever()
         if not self._closing:
-            self._ended(caught.error)
+            self._ended(caught.error or has_ended())
         with boundary():  # tasks that are left behind may be in any state
             self.loop.close()
 
@@ -133,3 +137,8 @@ class EpisodeLoop:
             task.cancel()
             task._log_destroy_pending = False  # type: ignore[attr-defined] # one that does not end is left behind on purpose
         self.loop.call_soon(self.loop.stop)
+
+
+def has_ended() -> TaskError:
+    """Why nothing more comes of a loop whose thread has ended."""
+    return TaskError("the event loop of the environments has ended", "let `play` not stop it")
