@@ -71,7 +71,11 @@ def check(
 
     log = log_console()
     made = Made(name, read_params(params or []), seed)
-    report = look_at(made, Plan(tasks, limit, seed, tuple(say or ())), lambda text: log.print(text, style="dim"))
+    try:
+        report = look_at(made, Plan(tasks, limit, seed, tuple(say or ())), lambda text: log.print(text, style="dim"))
+    except KeyboardInterrupt:
+        typer.echo("stopped", err=True)
+        raise typer.Exit(130) from None
     for part in render(report):
         results_console(as_json=as_json).print(part, soft_wrap=True)
     if as_json:
