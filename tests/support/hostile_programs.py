@@ -161,7 +161,7 @@ attempt('list', lambda: os.listdir(FOLDER))
 attempt('list', lambda: os.listdir('/home'))
 """,
     "writes outside": """
-for name in (FOLDER + '/written', '/usr/written', '/written', os.__file__, '/dev/shm/written', '/var/tmp/written'):
+for name in (FOLDER + '/written', '/usr/written', '/written', os.__file__, '/var/tmp/written', '/sys/written'):
     attempt('write ' + name, lambda: open(name, 'a').write('x'))
 attempt('delete', lambda: os.unlink(FOLDER + '/secret'))
 attempt('rename', lambda: os.rename(FOLDER + '/secret', 'mine'))

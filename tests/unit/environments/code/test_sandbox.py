@@ -54,6 +54,20 @@ def test_threads_and_exit_handlers_of_a_program_are_waited_for(sandbox: Sandbox)
     assert sandbox.run(Program(text), [""])[0].stdout == "main\nthread\nlast\n"
 
 
+def test_a_program_finds_what_python_usually_has(sandbox: Sandbox) -> None:
+    text = "import sys\nprint(__name__, __file__, sys.argv, sys.orig_argv)\nif not input(): exit()\nprint('not here')"
+    (ran,) = sandbox.run(Program(text), ["\n"])
+    assert (ran.stdout, ran.status) == ("__main__ answer.py ['answer.py'] ['answer.py']\n", 0), ran
+
+
+def test_a_program_may_use_several_processes_where_they_are_counted(sandbox: Sandbox) -> None:
+    if not sandbox.protections["namespaces"] or not (sandbox.protections["first_uid"] or os.geteuid()):
+        pytest.skip("programs may not start processes here")
+    text = "import multiprocessing as m\nwith m.get_context('fork').Pool(2) as pool: print(pool.map(abs, [-1, -2]))"
+    (ran,) = sandbox.run(Program(text), [""])
+    assert ran.stdout == "[1, 2]\n", ran
+
+
 def test_functions_are_called_in_one_process_and_their_values_come_back_as_data(sandbox: Sandbox) -> None:
     calls = ["add(2, 3)", "[add(1, 1), (add('a', 'b'),)]", "add(1)", "missing()"]
     found, ran = sandbox.call("print('hello')\ndef add(a, b):\n    return a + b", calls)

@@ -80,7 +80,9 @@ class Lines:
 
 def _execute(source: str, name: str) -> dict[str, Any]:
     module = types.ModuleType(name)
+    module.__file__ = FILE
     sys.modules[name] = module
+    sys.argv[:] = sys.orig_argv[:] = [FILE]
     linecache.cache[FILE] = (len(source), None, source.splitlines(keepends=True), FILE)
     exec(compile(source, FILE, "exec", dont_inherit=True), module.__dict__)
     return module.__dict__

@@ -43,6 +43,7 @@ def furnish(readable: list[str], files_mb: int) -> None:
         _bind(path, room + path)
     os.mkdir(room + SCRATCH, 0o755)
     os.symlink(SCRATCH, f"{room}/tmp")
+    os.symlink(SCRATCH, f"{room}/dev/shm")  # locks of multiprocessing are files there
     kernel.enter_root(room)
     kernel.mount("", "/", None, kernel.REMOUNT | kernel.BIND | kernel.READ_ONLY | kernel.NO_SETUID)
     lay_scratch(files_mb)

@@ -13,6 +13,7 @@ import importlib
 import json
 import os
 import signal
+import site
 import socket
 import stat
 import sys
@@ -38,6 +39,7 @@ def main(control_fd: int, settings: str) -> None:
     control = socket.socket(fileno=control_fd)
     for name in PRELOADED:
         importlib.import_module(name)
+    site.setquit()  # programs call `exit()`, which Python has only with its packages
     try:
         folder = _claim_scratch(wanted["scratch"])
     except OSError as error:
