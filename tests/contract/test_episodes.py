@@ -15,7 +15,7 @@ from support.fakes import FakeEngine, FakeTasks, completion
 
 from redline.config.schema import RolloutsConfig
 from redline.engine import EngineSession
-from redline.errors import BudgetError, EngineError
+from redline.errors import BudgetError, EngineError, TaskError
 from redline.models.files.tiny import tiny_tokenizer
 from redline.ports import Policy
 from redline.rollouts import Chat, Dispatcher, RolloutSetup
@@ -456,6 +456,26 @@ def test_closing_leaves_nothing_in_the_engine_and_waits_for_no_environment(make:
     rollouts.close()
     assert time.monotonic() - began < 4
     assert not engine.has_work
+
+
+def test_an_async_environment_that_blocks_ends_the_wait_of_lockstep_with_its_place() -> None:
+    end = threading.Event()
+
+    async def blocks(task: Task, policy: Policy) -> float:
+        await policy.say(task.messages)
+        end.wait(SOON_S)
+        return 1.0
+
+    environment = {"name": "tests:Fake", "timeout_s": 0.3}
+    config = RolloutsConfig(**{**CONFIG.model_dump(), "environment": environment})
+    chat = Chat(TOKENIZER, None, "")
+    setup = RolloutSetup(FakeTasks(), lambda score: Environment(blocks), chat, config, (3,), 5)
+    rollouts = Dispatcher(EngineSession(SteadyEngine(answer=answer)), setup)
+    rollouts.begin([0], 0)
+    with pytest.raises(TaskError, match=r"blocked the event loop of all attempts for 0\.3 s, at .*in blocks: end\.wait"):
+        rollouts.finished()
+    end.set()
+    rollouts.close()
 
 
 # ── many ───────────────────────────────────────────────────────────────────────────────────────────────────────────────

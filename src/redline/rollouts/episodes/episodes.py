@@ -69,7 +69,7 @@ class Episodes:
             stop_token_ids=setup.stop_token_ids,
             most=setup.max_sequences,
         )
-        self._loop = EpisodeLoop(self._broker.hand_over_what_is_asked, self._broke, prepare_thread)
+        self._loop = EpisodeLoop(self._broker.hand_over_what_is_asked, self._broke, prepare_thread, self._config.timeout_s)
         limits = Limits(setup.config.max_new_tokens, setup.max_prompt_tokens, self._config.max_turns, self._config.max_tokens)
         self._shared = Shared(setup.chat, setup.stop_token_ids, limits, self._broker, self._loop, setup.check_request)
         self._threads = asyncio.Semaphore(MAX_THREADS)

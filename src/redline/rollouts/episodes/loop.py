@@ -15,11 +15,13 @@ import math
 import selectors
 import threading
 import time
+import traceback
 from collections.abc import Callable
 from typing import Any
 
 from redline.errors import TaskError, boundary
 from redline.telemetry import span
+from redline.telemetry.stalls.stacks import current_frames, place_of
 from redline.telemetry.workers import forget_worker, watch_worker
 
 NAME = "environments"
@@ -57,9 +59,14 @@ class EpisodeLoop:
         before_rest: Callable[[], bool],
         ended: Callable[[BaseException], None],
         prepare_thread: Callable[[], None] = lambda: None,
+        limit_s: float | None = None,
     ) -> None:
         """`before_rest` is called whenever nothing is ready, and returns whether it made something ready. `ended` gets why the
-        loop ended where it was not asked to, or cannot go on. `prepare_thread` is called first in the thread."""
+        loop ended where it was not asked to, or cannot go on. `prepare_thread` is called first in the thread. Code that blocks
+        the loop for `limit_s` seconds is reported to a caller that waits for it; None waits for ever."""
+        self._limit_s = math.inf if limit_s is None else limit_s
+        self._answered_at = time.monotonic()
+        """When the loop last ran what a waiting caller had posted, or the caller began to wait."""
         self._flush, self._ended, self._prepare_thread = before_rest, ended, prepare_thread
         self._waiting: list[tuple[Callable[[], bool], threading.Event]] = []
         self._closing = False
@@ -88,15 +95,30 @@ class EpisodeLoop:
 
     def wait_until(self, enough: Callable[[], bool], patience_s: float = math.inf) -> None:
         """Block until nothing in the loop is ready and `enough()`, which its thread asks, says yes, or for `patience_s`. Raises
-        TaskError where the loop has ended."""
-        reached, until = threading.Event(), time.monotonic() + patience_s
+        TaskError where the loop has ended, or where something has blocked it for longer than an attempt may take."""
+        reached, self._answered_at = threading.Event(), time.monotonic()
+        until = self._answered_at + patience_s
         self.post(self._waiting.append, (enough, reached))
         with span("wait.for_environments"):
-            while not reached.wait(min(LOOK_S, max(0.0, until - time.monotonic()))):
-                if not self._thread.is_alive():
-                    raise has_ended()
+            while not reached.wait(min(LOOK_S, self._limit_s / 2, max(0.0, until - time.monotonic()))):
+                self._check_that_it_answers()
                 if time.monotonic() >= until:
                     return
+
+    def _check_that_it_answers(self) -> None:
+        if not self._thread.is_alive():
+            raise has_ended()
+        if time.monotonic() - self._answered_at > self._limit_s:
+            frame = current_frames().get(self._thread.ident or 0)
+            where = f", at {place_of(traceback.extract_stack(frame))}" if frame else ""
+            raise TaskError(
+                f"an environment has blocked the event loop of all attempts for {self._limit_s:g} s{where}",
+                "await what takes long, or write `play` without async: it is then called in a thread",
+            )
+        self.post(self._answer)
+
+    def _answer(self) -> None:
+        self._answered_at = time.monotonic()
 
     def close(self, patience_s: float) -> None:
         """Cancel all tasks and end the thread. Blocks for `patience_s` at most: code that does not return is left behind."""
