@@ -51,6 +51,7 @@ def test_answers_with_the_same_value_are_equal_and_others_are_not(verifier: Math
     assert not any(reference == answer for reference, answer in EQUAL), "none of them is equal as a text"
 
 
+@pytest.mark.slow  # it starts more processes
 def test_threads_may_ask_at_once(verifier: MathVerifier) -> None:
     found: list[bool] = []
     threads = [threading.Thread(target=lambda n=n: found.append(verifier.equal(str(n), f"\\boxed{{{n}}}"))) for n in range(8)]
