@@ -26,6 +26,7 @@ from support.crashing_runs import (
     run_to_end,
 )
 from support.processes import TIMEOUT_S, digest, rows, write_letters
+from support.stored_groups import without_seconds
 
 from redline.buffer.store.group_store import GroupState
 from redline.buffer.store.index import GroupIndex, GroupRow
@@ -129,11 +130,11 @@ def index_of(folder: RunFolder, scratch: Path) -> list[GroupRow]:
 
 
 def trained_attempts(folder: RunFolder) -> list[dict[str, Any]]:
-    """Every attempt in the segments that a step was trained on, by number."""
+    """Every attempt in the segments that a step was trained on, by number, without the seconds it took."""
     paths = sorted(folder.trajectories.glob("segment-*.arrow"))
     table = pa.concat_tables(pa.ipc.open_file(path).read_all() for path in paths)
     table = table.filter(pc.field("version") >= 0)
-    return table.sort_by([("group", "ascending"), ("attempt", "ascending")]).to_pylist()
+    return list(map(without_seconds, table.sort_by([("group", "ascending"), ("attempt", "ascending")]).to_pylist()))
 
 
 def trained_versions(folder: RunFolder) -> dict[int, list[int]]:

@@ -28,6 +28,7 @@ from support.processes import (
     without_times,
     write_letters,
 )
+from support.stored_groups import without_seconds
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from redline.config.resolve import bfloat16_flags
@@ -148,7 +149,7 @@ def assert_same_trajectories(found: RunFolder, expected: RunFolder) -> None:
     """What was trained on, and when."""
     mine, right = (trained(folder) for folder in (found, expected))
     assert sorted(set(mine["version"].to_pylist())) == list(range(STEPS))
-    assert mine.equals(right)
+    assert list(map(without_seconds, mine.to_pylist())) == list(map(without_seconds, right.to_pylist()))
 
 
 def trained(folder: RunFolder) -> pa.Table:

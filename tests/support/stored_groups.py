@@ -65,3 +65,9 @@ def ready_numbers(store: GroupStore) -> list[int]:
 
 def num_segments(store: TrajectoryStore) -> int:
     return len(list(store.folder.glob("segment-*.arrow")))
+
+
+def without_seconds(row: dict[str, Any]) -> dict[str, Any]:
+    """A row of a segment without what differs from run to run: how long things took, and the checksum over that."""
+    turns = [{key: value for key, value in turn.items() if not key.endswith("_s")} for turn in row["turns"]]
+    return {key: value for key, value in row.items() if key not in ("checksum", "score_s")} | {"turns": turns}
