@@ -7,18 +7,21 @@ import threading
 import time
 import tracemalloc
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 from support.fakes import FakeEngine, FakeTasks, completion
 
-from redline.config.schema import RolloutsConfig
+from redline.config.schema import Config, RolloutsConfig
 from redline.engine import EngineSession
 from redline.errors import BudgetError, EngineError, TaskError
 from redline.models.files.tiny import tiny_tokenizer
 from redline.ports import Policy
 from redline.rollouts import Chat, Dispatcher, RolloutSetup
+from redline.telemetry import Recorder, RunFolder, recording
+from redline.telemetry.stalls.watchdog import Watchdog
 from redline.types import Completion, Delta, GenerateRequest, Task, Trajectory, TrajectoryGroup
 
 TOKENIZER = tiny_tokenizer()
@@ -458,7 +461,7 @@ def test_closing_leaves_nothing_in_the_engine_and_waits_for_no_environment(make:
     assert not engine.has_work
 
 
-def test_an_async_environment_that_blocks_ends_the_wait_of_lockstep_with_its_place() -> None:
+def test_an_async_environment_that_blocks_ends_the_run_with_its_place_and_the_fix(make: Make) -> None:
     end = threading.Event()
 
     async def blocks(task: Task, policy: Policy) -> float:
@@ -466,16 +469,53 @@ def test_an_async_environment_that_blocks_ends_the_wait_of_lockstep_with_its_pla
         end.wait(SOON_S)
         return 1.0
 
-    environment = {"name": "tests:Fake", "timeout_s": 0.3}
-    config = RolloutsConfig(**{**CONFIG.model_dump(), "environment": environment})
-    chat = Chat(TOKENIZER, None, "")
-    setup = RolloutSetup(FakeTasks(), lambda score: Environment(blocks), chat, config, (3,), 5)
-    rollouts = Dispatcher(EngineSession(SteadyEngine(answer=answer)), setup)
-    rollouts.begin([0], 0)
-    with pytest.raises(TaskError, match=r"blocked the event loop of all attempts for 0\.3 s, at .*in blocks: end\.wait"):
+    rollouts = make(blocks, environment={"timeout_s": 0.3})
+    rollouts.begin([0, 1], 0)
+    began = time.monotonic()
+    with pytest.raises(TaskError, match=r"event loop of all attempts for 0\.3 s, at .*in blocks: end\.wait") as caught:
         rollouts.finished()
+    assert time.monotonic() - began < SOON_S / 2
+    assert "await asyncio.to_thread(call)" in caught.value.hint
     end.set()
-    rollouts.close()
+
+
+def test_an_async_environment_that_blocks_is_told_of_as_a_stall_of_its_lane_and_place(make: Make, tmp_path: Path) -> None:
+    end = threading.Event()
+
+    async def blocks(task: Task, policy: Policy) -> float:
+        turn = await policy.say(task.messages)
+        end.wait(SOON_S)
+        return float(turn.num_tokens)
+
+    recorder = Recorder()
+    folder = RunFolder.create(tmp_path, "run")
+    alerts: list[Any] = []
+
+    def run() -> None:
+        rollouts.begin([0], 0)
+        rollouts.finished()
+
+    with recording(recorder):
+        rollouts = make(blocks)
+        caller = threading.Thread(target=run)
+        watchdog = Watchdog(recorder, send=alerts.append, every_s=0.02)
+        watchdog.started(folder, _watched(stall_after_s=0.3))
+        watchdog.begin(rollouts.queues)
+        caller.start()
+        deadline = time.monotonic() + SOON_S / 2
+        while not alerts and time.monotonic() < deadline:
+            time.sleep(0.01)
+        end.set()
+        caller.join(SOON_S)
+        watchdog.close()
+    assert alerts[0]["kind"] == "stalled_rollouts"
+    assert "in blocks: end.wait(SOON_S), in lane environments" in alerts[0]["seen"]
+
+
+def _watched(**telemetry: Any) -> Config:
+    return Config.model_validate(
+        {"model": {"path": "builtin:tiny"}, "rollouts": {"task": {"kind": "import", "path": "a:B"}}, "telemetry": telemetry}
+    )
 
 
 # ── many ───────────────────────────────────────────────────────────────────────────────────────────────────────────────

@@ -21,6 +21,7 @@ and the run goes on. What goes wrong with the engine reaches the caller.
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections import deque
@@ -31,6 +32,7 @@ from functools import partial
 from redline.ports import RewardWorkers, Session
 from redline.rollouts.episodes.episodes import Episodes
 from redline.rollouts.episodes.group import EpisodeGroup
+from redline.rollouts.episodes.loop import LOOK_S
 from redline.rollouts.evaluate import evaluate
 from redline.rollouts.play import GroupPlay, asks_once
 from redline.rollouts.posing import Posing, Refused
@@ -113,8 +115,16 @@ class Dispatcher:
         if self._workers is None:
             return self._run_until_idle()
         with span("wait.for_late_groups" if late else "wait.for_rollouts"), self._changed:
-            self._changed.wait_for(lambda: self._finished or self._error, patience_s)
+            self._wait_for_groups(patience_s)
         return self.arrived()
+
+    def _wait_for_groups(self, patience_s: float | None) -> None:
+        """Attempts of an environment that blocks its event loop cannot say so: the one that waits for them looks."""
+        until = math.inf if patience_s is None else time.monotonic() + patience_s
+        while not (self._finished or self._error) and (left_s := until - time.monotonic()) > 0:
+            self._changed.wait(min(left_s, LOOK_S))
+            if self._episodes:
+                self._episodes.check_that_they_go_on()
 
     def cancel(self, indices: Sequence[int]) -> None:
         """Attempt these no longer, wherever they are; none of them comes any more."""

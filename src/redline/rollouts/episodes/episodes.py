@@ -147,6 +147,10 @@ class Episodes:
         under_way = self._broker.sampled_tokens(group)
         return [group.num_sampled.get(i, 0) + under_way.get(i, 0) for i in range(group.num_begun)]
 
+    def check_that_they_go_on(self) -> None:
+        """Raise TaskError where an environment blocks all attempts for longer than one may take. Does not block."""
+        self._loop.check_that_it_answers()
+
     def queues(self) -> dict[str, float]:
         """How much waits where, by name. Does not block."""
         return {"rollouts: requests that wait for room in the engine": self._broker.num_waiting}

@@ -15,13 +15,12 @@ import math
 import selectors
 import threading
 import time
-import traceback
 from collections.abc import Callable
 from typing import Any
 
 from redline.errors import TaskError, boundary
 from redline.telemetry import span
-from redline.telemetry.stalls.stacks import current_frames, place_of
+from redline.telemetry.stalls.calls import Call, forget_call
 from redline.telemetry.workers import forget_worker, watch_worker
 
 NAME = "environments"
@@ -31,14 +30,25 @@ LOOK_S = 1.0
 
 
 class _RestingSelector(selectors.DefaultSelector):
-    """Says when the loop is about to wait: asyncio asks for a time limit other than 0 only where no callback is ready."""
+    """Says when the loop is about to wait: asyncio asks for a time limit other than 0 only where no callback is ready. What
+    runs between two selects is a `Call`, which other threads can look at."""
 
     def __init__(self, before_rest: Callable[[], bool]) -> None:
         super().__init__()
         self._before_rest = before_rest
         self.is_resting = False
+        self.call: Call | None = None
+        """The callbacks that run now."""
 
     def select(self, timeout: float | None = None) -> Any:
+        if self.call is not None:
+            self.call.__exit__(None, None, None)
+            self.call = None
+        ready = self._ready(timeout)
+        self.call = Call("play").__enter__()
+        return ready
+
+    def _ready(self, timeout: float | None) -> Any:
         if timeout is not None and timeout <= 0:
             return super().select(timeout)
         if self._before_rest():
@@ -62,11 +72,9 @@ class EpisodeLoop:
         limit_s: float | None = None,
     ) -> None:
         """`before_rest` is called whenever nothing is ready, and returns whether it made something ready. `ended` gets why the
-        loop ended where it was not asked to, or cannot go on. `prepare_thread` is called first in the thread. Code that blocks
-        the loop for `limit_s` seconds is reported to a caller that waits for it; None waits for ever."""
+        loop ended where it was not asked to, or cannot go on. `prepare_thread` is called first in the thread. Code may
+        keep the loop to itself for `limit_s` seconds, None for ever: `check_that_it_answers`."""
         self._limit_s = math.inf if limit_s is None else limit_s
-        self._answered_at = time.monotonic()
-        """When the loop last ran what a waiting caller had posted, or the caller began to wait."""
         self._flush, self._ended, self._prepare_thread = before_rest, ended, prepare_thread
         self._waiting: list[tuple[Callable[[], bool], threading.Event]] = []
         self._closing = False
@@ -96,29 +104,26 @@ class EpisodeLoop:
     def wait_until(self, enough: Callable[[], bool], patience_s: float = math.inf) -> None:
         """Block until nothing in the loop is ready and `enough()`, which its thread asks, says yes, or for `patience_s`. Raises
         TaskError where the loop has ended, or where something has blocked it for longer than an attempt may take."""
-        reached, self._answered_at = threading.Event(), time.monotonic()
-        until = self._answered_at + patience_s
+        reached, until = threading.Event(), time.monotonic() + patience_s
         self.post(self._waiting.append, (enough, reached))
         with span("wait.for_environments"):
-            while not reached.wait(min(LOOK_S, self._limit_s / 2, max(0.0, until - time.monotonic()))):
-                self._check_that_it_answers()
+            while not reached.wait(min(LOOK_S, max(0.0, until - time.monotonic()))):
+                self.check_that_it_answers()
                 if time.monotonic() >= until:
                     return
 
-    def _check_that_it_answers(self) -> None:
+    def check_that_it_answers(self) -> None:
+        """Raise TaskError where the loop has ended, or where something blocks it for longer than an attempt may take. Any
+        thread may ask; does not block."""
         if not self._thread.is_alive():
             raise has_ended()
-        if time.monotonic() - self._answered_at > self._limit_s:
-            frame = current_frames().get(self._thread.ident or 0)
-            where = f", at {place_of(traceback.extract_stack(frame))}" if frame else ""
+        call = self._selector.call
+        if call is not None and call.age_s() > self._limit_s:
             raise TaskError(
-                f"an environment has blocked the event loop of all attempts for {self._limit_s:g} s{where}",
-                "await what takes long, or write `play` without async: it is then called in a thread",
+                f"an environment has blocked the event loop of all attempts for {self._limit_s:g} s, at {call.place()}",
+                "await what takes long, as in `await asyncio.to_thread(call)`, or write `play` without async: it is then called"
+                " in a thread, as the calls of a game are with rollouts.environment.run_in=threads",
             )
-        self.post(self._answer)
-
-    def _answer(self) -> None:
-        self._answered_at = time.monotonic()
 
     def close(self, patience_s: float) -> None:
         """Cancel all tasks and end the thread. Blocks for `patience_s` at most: code that does not return is left behind."""
@@ -126,6 +131,8 @@ class EpisodeLoop:
         forget_worker(NAME)
         self.post(self._stop)
         self._thread.join(patience_s)
+        if (call := self._selector.call) is not None:
+            forget_call(call)
 
     # ── in the loop's thread ───────────────────────────────────────────────────────────────────────────────────────────
 

@@ -142,12 +142,12 @@ class StallWatch:
 
     def _write_call(self, now: Activity, step: int, call: Call) -> Stall:
         document = describe(now, self._queues(), own_stacks(), child_stacks(), step)
-        document["summary"] = (
-            f"`{call.what}` has not returned for {call.age_s():.0f} s, at {call.place()}; {document['summary']}"
-        )
+        seen = f"`{call.what}` has not returned for {call.age_s():.0f} s, at {call.place()}"
+        lanes = [lane.name for lane in now.lanes if lane.thread_id == call.thread_id]
+        document["summary"] = f"{seen}; {document['summary']}"
         self._calls[call], place = self._keep(document, f"After step {step}: {document['summary']}\n{render(document)}")
         finding = Finding(
-            seen=f"`{call.what}` has not returned for {call.age_s():.0f} s, at {call.place()}",
+            seen=seen + "".join(f", in lane {name}" for name in lanes),
             since=_moment(time.time() - call.age_s()),
             look_at=f"{place}: the stacks of every thread and process",
         )
