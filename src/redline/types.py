@@ -401,6 +401,9 @@ class Trajectory:
 
 def by_attempt(trajectories: Iterable[Trajectory], *, by_role: bool = False) -> list[list[Trajectory]]:
     """The sequences of each attempt, or with `by_role` of each role in each attempt, in the order of their first."""
+    trajectories = list(trajectories)
+    if all(trajectory.attempt is None for trajectory in trajectories):  # as in every run of single replies
+        return [[trajectory] for trajectory in trajectories]
     found: dict[tuple[int | None, int, str], list[Trajectory]] = {}
     for place, trajectory in enumerate(trajectories):
         alone = place if trajectory.attempt is None else -1

@@ -85,8 +85,8 @@ def _check_inputs(config: Config, placement: Placement) -> Checked:
         first = _first_tasks(config, tasks.source, notes)
     with span("models.load"):
         check_device(config.run.device)
-        # What an environment asks is known when it plays.
-        asked = [] if tasks.environment else [*first, *tasks.held_out[:NUM_LOOKED_AT]]
+        # An environment's tasks may be without messages: what it asks is then known when it plays.
+        asked = [task for task in [*first, *tasks.held_out[:NUM_LOOKED_AT]] if task.messages]
         _check_model(config, asked, notes)
         _check_reward_model(config)
     return Checked(placement, tasks, tuple(notes))
@@ -179,7 +179,14 @@ def _check_model(config: Config, tasks: Sequence[Task], notes: list[str]) -> Non
     prompts = Prompts(chat, config.rollouts, prompt_limit(config.rollouts, longest))
     if not tasks:
         return
-    lengths = _those_that_can(tasks, lambda task: _prompt_length(prompts, task), "prompts cannot be used", notes)
+    try:
+        lengths = _those_that_can(tasks, lambda task: _prompt_length(prompts, task), "prompts cannot be used", notes)
+    except TaskError as error:
+        if rollouts.environment.name is None:
+            raise
+        # It may ask something else than the messages of its tasks, so that this is no reason to refuse the run.
+        notes.append(f"none of {len(tasks)} tasks can be asked as its messages are: {error.message}; {error.hint}")
+        return
     notes.append(f"{len(lengths)} prompts looked at: {min(lengths)} to {max(lengths)} tokens, of {longest} with the answer")
 
 

@@ -43,6 +43,10 @@ def advantages_of_sequences(
     """float32[S]: the advantage of each sequence of a group, which is that of its attempt and role. An attempt is compared
     with the others in the same role, and counts once however many sequences it has. `scores` are the rewards before the
     penalty for length."""
+    if all(t.attempt is None and not t.role for t in trajectories):  # as in every run of single replies
+        rewards = np.array([t.reward for t in trajectories], dtype=np.float32)
+        failed = np.array([t.failure is not None for t in trajectories])
+        return group_advantages(rewards, failed, estimator, np.array(scores, dtype=np.float32))
     advantages = np.zeros(len(trajectories), dtype=np.float32)
     for attempts in places_of_attempts(trajectories).values():
         firsts = [places[0] for places in attempts]

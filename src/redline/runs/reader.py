@@ -279,8 +279,11 @@ def _ledger_json(ledger: Ledger) -> list[dict[str, Json]]:
 
 
 def _task_name(config: Mapping[str, Any]) -> str:
-    task = setting(config, "rollouts", "task", {})
-    return str(task.get("dataset") or task.get("path") or task.get("kind") or "") if isinstance(task, dict) else ""
+    """Of the tasks, or of the environment that brings them."""
+    task, environment = setting(config, "rollouts", "task", {}), setting(config, "rollouts", "environment", {})
+    if isinstance(task, dict) and task:
+        return str(task.get("dataset") or task.get("path") or task.get("kind") or "")
+    return str(environment.get("name") or "") if isinstance(environment, dict) else ""
 
 
 def _mtime(path: Path) -> float | None:

@@ -199,6 +199,31 @@ def test_prompts_that_leave_no_room_for_the_answer_are_refused(recipes: Recipes)
     assert "rollouts.max_new_tokens" in error.hint
 
 
+PLAYED = GOOD.replace("def score(self, task, text):", "async def play(self, task, policy):").replace(
+    """return {"correct": float(text == task.answer)}""", "return 1.0"
+)
+
+
+def played(recipes: Recipes, source: str, **keys: Any) -> tuple[str, ...]:
+    (recipes.folder / "played.py").write_text(source)
+    environment = {"name": "played:Source", "folder": str(recipes.folder)}
+    return recipes.check(rollouts={"task": None, "environment": environment, "evaluation": {"num_tasks": 4}, **keys}).notes
+
+
+def test_the_tasks_of_an_environment_are_looked_at_where_they_have_messages(recipes: Recipes) -> None:
+    assert any(note.startswith("20 prompts looked at: 25 to 28 tokens") for note in played(recipes, PLAYED))
+
+
+def test_tasks_of_an_environment_that_do_not_fit_the_model_are_a_note(recipes: Recipes) -> None:
+    [note] = [note for note in played(recipes, PLAYED, max_new_tokens=1000) if "none of 20 tasks" in note]
+    assert "a prompt of 25 tokens, but rollouts.max_new_tokens = 1000 leaves room for 24" in note
+
+
+def test_tasks_of_an_environment_without_messages_are_not_looked_at(recipes: Recipes) -> None:
+    bare = PLAYED.replace('[{"role": "user", "content": f"{index} + 1?"}]', "[]")
+    assert not any("prompts" in note or "tasks" in note for note in played(recipes, bare))
+
+
 def test_a_shorter_limit_of_the_engine_counts(recipes: Recipes) -> None:
     message = recipes.refusal(engine={"max_model_len": 200}).message
     assert message == "rollouts.max_new_tokens = 256: the engine takes 200 tokens, prompt included"

@@ -51,6 +51,14 @@ def test_columns_keep_their_places_when_keys_come_and_go() -> None:
 # ── a run ──────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
+def test_a_run_whose_environment_brings_the_tasks_is_named_after_it(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "run-001", 1)
+    config = json.loads(folder.config.read_text())
+    config["rollouts"] |= {"task": None, "environment": {"name": "calculator"}}
+    folder.config.write_text(json.dumps(config))
+    assert RunReader(folder.path).document()["head"]["task"] == "calculator"
+
+
 def test_only_what_is_new_is_sent(tmp_path: Path) -> None:
     folder = write_run(tmp_path / "run-001", 50, total=100)
     reader = RunReader(folder.path)

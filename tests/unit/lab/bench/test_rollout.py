@@ -6,12 +6,15 @@ import io
 import json
 from pathlib import Path
 
+import numpy as np
 import pytest
 from rich.console import Console
+from support.fakes import trajectory
 
 from redline.errors import ConfigError
 from redline.lab.bench.cases import rollout
 from redline.lab.bench.settings import make_settings
+from redline.types import TrajectoryGroup
 
 COMMON = ["device=cpu", "num_threads=1", "pairs=2", "warmup_s=0"]
 SMALL = ["groups_per_step=2", "group_size=2", "max_new_tokens=4"]
@@ -60,3 +63,9 @@ def test_run_that_played_in_an_environment_is_refused_as_a_replay(tmp_path: Path
     with pytest.raises(ConfigError, match="its attempts were played in an environment") as caught:
         rollout.recipe_of(settings)  # type: ignore[arg-type]
     assert "environment=NAME" in caught.value.hint
+
+
+def test_sequences_of_one_attempt_count_as_one_attempt() -> None:
+    sequences = [trajectory([1], [2, 3], reward=attempt, attempt=attempt) for attempt in (0, 0, 0, 1)]
+    run = rollout.RolloutRun.of([TrajectoryGroup("a", sequences, np.zeros(4, dtype=np.float32))], 1.0, {})
+    assert (run.attempts, run.new_tokens, run.reward) == (2, 8, 0.5)

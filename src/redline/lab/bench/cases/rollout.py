@@ -67,20 +67,21 @@ class RolloutRun:
 
     @classmethod
     def of(cls, groups: Sequence[TrajectoryGroup], seconds: float, part_ns: Mapping[str, int]) -> RolloutRun:
-        attempts: list[Trajectory] = [t for group in groups for t in group.trajectories]
-        turns = [turn for t in attempts for turn in t.turns]
+        sequences: list[Trajectory] = [t for group in groups for t in group.trajectories]
+        attempts = [own for group in groups for own in group.attempts]
+        turns = [turn for t in sequences for turn in t.turns]
         part_s = {name: ns / 1e9 for name, ns in part_ns.items()}
         return cls(
             seconds=seconds,
             attempts=len(attempts),
             prompt_tokens=sum(int(np.count_nonzero(~group.trajectories[0].loss_mask)) for group in groups),
-            new_tokens=sum(t.num_completion_tokens for t in attempts),
+            new_tokens=sum(t.num_completion_tokens for t in sequences),
             engine_s=sum(s for name, s in part_s.items() if name.startswith("engine.")),
             part_s=part_s,
             latency_s=[turn.total_s for turn in turns],
             first_token_s=[turn.first_token_s for turn in turns],
-            reward=statistics.fmean(t.reward for t in attempts),
-            failures=sum(t.failure is not None for t in attempts),
+            reward=statistics.fmean(own[0].reward for own in attempts),
+            failures=sum(own[0].failure is not None for own in attempts),
         )
 
     @property
