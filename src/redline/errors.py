@@ -104,37 +104,56 @@ class Caught:
 
 
 @contextmanager
-def boundary() -> Iterator[Caught]:
+def boundary(*, lets_close: bool = False) -> Iterator[Caught]:
     """Stop whatever a user's code raises, so that the caller can record it as a `Failure`. The only broad `except` here.
 
     Not only errors: a `sys.exit()` in a reward, or the panic of a library, would end its thread without a word. Ctrl-C goes
-    through; it reaches the main thread alone, so that a KeyboardInterrupt anywhere else is one that somebody raised.
+    through; it reaches the main thread alone, so that a KeyboardInterrupt anywhere else is one that somebody raised. With
+    `lets_close` a GeneratorExit goes through too: for a coroutine that awaits again after the block, and may be closed in it.
     """
     caught = Caught()
     try:
         yield caught
     except Exception as error:
         caught.error = error
-    except GeneratorExit:
-        raise
     except BaseException as error:
         if isinstance(error, KeyboardInterrupt) and threading.current_thread() is threading.main_thread():
+            raise
+        if isinstance(error, GeneratorExit) and lets_close:
             raise
         caught.error = no_end_of_the_program(error)
 
 
 def no_end_of_the_program(error: BaseException) -> TaskError:
     """What somebody's code raised to end everything, as an error of that code alone, from the same place."""
-    stopped = TaskError(f"{type(error).__name__}: {error}", "let it raise an error that is no end of the program")
-    return stopped.with_traceback(error.__traceback__)
+    stopped = TaskError(in_words(error), "let it raise an error that is no end of the program")
+    return stopped.with_traceback(first_inner(error).__traceback__)
+
+
+def first_inner(error: BaseException) -> BaseException:
+    """The first error of a group of errors (`asyncio.TaskGroup` raises one), and of groups in it; any other error itself."""
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    return error
 
 
 def in_words(error: BaseException) -> str:
-    """`ValueError: no number`; of an error of ours the message alone, which says it all."""
+    """`ValueError: no number`; of an error of ours the message alone, which says it all. A group of errors is followed by the
+    first error in it."""
     if isinstance(error, RedlineError):
         return error.message
     text = ""
     with boundary() as caught:  # the words are somebody's code as well
         text = str(error)
     said = f"its message raised {type(caught.error).__name__}" if caught.error else text
-    return f"{type(error).__name__}: {said}".removesuffix(": ")
+    inner = f": {in_words(first_inner(error))}" if isinstance(error, BaseExceptionGroup) else ""
+    return f"{type(error).__name__}: {said}".removesuffix(": ") + inner
+
+
+def shortened(text: str, most: int) -> str:
+    """The text; of one that is longer than `most` characters its beginning and its end, and how much is left out between them.
+    What no file can hold (half a character) is written as its number."""
+    text = (
+        text if len(text) <= most else f"{text[: most // 2]} … {len(text) - most:,} characters left out … {text[-most // 2 :]}"
+    )
+    return text.encode("utf-8", "backslashreplace").decode()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import threading
 import time
 import tracemalloc
@@ -346,6 +347,21 @@ async def hangs_whatever_is_done(task: Task, policy: Policy) -> None:
             continue
 
 
+async def closes_itself(task: Task, policy: Policy) -> None:
+    await policy.say(task.messages)
+    raise GeneratorExit
+
+
+async def fails_in_a_group(task: Task, policy: Policy) -> None:
+    async with asyncio.TaskGroup() as turns:
+        turns.create_task(raises(task, policy))
+
+
+def hangs_in_a_thread(task: Task, policy: Policy) -> None:
+    policy.say(task.messages)
+    time.sleep(1)
+
+
 async def leaves_a_role_out(task: Task, policy: Policy) -> dict[str, float]:
     await policy.say(task.messages, role="white")
     await policy.say(task.messages, role="black")
@@ -359,6 +375,13 @@ async def leaves_a_role_out(task: Task, policy: Policy) -> dict[str, float]:
         (never_asks, "the environment ended before it asked the policy", "in never_asks"),
         (returns_nothing, "`play` returned None; it must return a number, or named numbers", "in returns_nothing"),
         (ends_the_program, "SystemExit: 3", "in ends_the_program"),
+        (closes_itself, "GeneratorExit", "in closes_itself: raise GeneratorExit"),
+        (
+            fails_in_a_group,
+            "ExceptionGroup: unhandled errors in a TaskGroup (1 sub-exception): ValueError: no such move",
+            'in raises: raise ValueError("no such move")',
+        ),
+        (hangs_in_a_thread, "`play` did not return within 0.1 s", "in hangs_in_a_thread: time.sleep(1)"),
         (hangs, "`play` did not return within 0.1 s", "in hangs: await asyncio.Event().wait()"),
         (hangs_whatever_is_done, "`play` did not return within 0.1 s", "in hangs_whatever_is_done"),
         (leaves_a_role_out, "`play` returned a score for white and none for 'black', who has spoken", "in leaves_a_role_out"),
@@ -371,6 +394,29 @@ def test_what_goes_wrong_in_an_environment_is_a_failure_of_its_attempt_with_its_
     assert {(t.failure.stage, t.failure.reason) for t in group.trajectories if t.failure} == {("environment", reason)}
     assert all(t.failure is not None and place in t.failure.where and t.retries == 1 for t in group.trajectories)
     assert not group.has_signal
+    assert len(group.attempts) == GROUP_SIZE
+
+
+@pytest.mark.parametrize("is_async", [True, False])
+@pytest.mark.parametrize("wrong", [{"stop": [5]}, {"role": 5}, {"max_tokens": 0}, {"messages": []}], ids=str)
+def test_an_argument_of_say_that_cannot_be_used_is_a_failure_of_its_attempt_and_the_others_go_on(
+    make: Make, wrong: dict[str, Any], is_async: bool
+) -> None:
+    numbers = itertools.count()
+
+    async def play(task: Task, policy: Policy) -> float:
+        arguments: dict[str, Any] = {"messages": task.messages, **(wrong if next(numbers) == 0 else {})}
+        return float((await policy.say(**arguments)).num_tokens)
+
+    def play_in_a_thread(task: Task, policy: Any) -> float:
+        arguments = {"messages": task.messages, **(wrong if next(numbers) == 0 else {})}
+        return float(policy.say(**arguments).num_tokens)
+
+    group = played(make, play if is_async else play_in_a_thread, environment={"retries": 0})
+    [failure] = [t.failure for t in group.trajectories if t.failure]
+    assert failure.reason.startswith(f"`policy.say` was given {next(iter(wrong))} = ")
+    assert failure.hint.startswith("give ")
+    assert "in play" in failure.where
     assert len(group.attempts) == GROUP_SIZE
 
 

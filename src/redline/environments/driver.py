@@ -22,6 +22,7 @@ from typing import Any
 
 from redline.errors import TaskError, boundary
 from redline.ports import Environment
+from redline.say_arguments import check_messages, check_role, checked_max_tokens, checked_stop
 from redline.types import FinishReason, Message, Task, ToolCall, Turn, VersionSpan
 
 BEAT_S = 0.005
@@ -202,7 +203,9 @@ class _RecordedPolicy:
         max_tokens: int | None = None,
     ) -> Turn:
         asked_at = time.perf_counter()
-        asked = Asked(list(messages), role, list(tools), tuple(stop), max_tokens)
+        check_role(role)
+        check_messages(messages, tools)
+        asked = Asked(list(messages), role, list(tools), checked_stop(stop), checked_max_tokens(max_tokens))
         reply = self._speak(asked)
         if inspect.isawaitable(reply):
             reply = await reply

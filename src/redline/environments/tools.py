@@ -124,7 +124,7 @@ class ToolEnvironment:
         if call.name not in tools:
             return Called(call, f"error: there is no function {call.name}; there are: {', '.join(tools)}", failed=True)
         value = None
-        with boundary() as caught:
+        with boundary(lets_close=True) as caught:
             value = await self._value(tools[call.name], call.arguments)
         if caught.error is not None:
             return Called(call, f"error: {in_words(caught.error)}", failed=True)

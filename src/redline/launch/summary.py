@@ -59,7 +59,7 @@ def summary(config: Config, outputs: Outputs, watch: RunWatch, version: int) -> 
         "failures": watch.rows.failures.num_failed,
         "turn_seconds": median_phases(MetricsLog.read(folder.metrics)),
         "failures_by_kind": [{"failure": str(one), "attempts": count} for one, count in watch.rows.failures.kinds(KINDS_SHOWN)],
-        "failure_reason": str(watch.rows.failures.commonest) if watch.rows.failures.commonest else None,
+        "failure_reason": watch.rows.failures.line,
         "targets": [asdict(verdict) for verdict in judged],
         "unaccounted_fraction": ledger.lanes["main"].unaccounted_fraction,
         "wall_s": ledger.lanes["main"].wall_ns / 1e9,

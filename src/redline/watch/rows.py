@@ -142,8 +142,7 @@ def failures_of(groups: Iterable[TrajectoryGroup]) -> FailureTally:
 def _reason(groups: Iterable[TrajectoryGroup]) -> dict[str, str | None]:
     """Why most of a step's failures failed, or None. Groups of an earlier process count: a resumed run writes the same row as
     one that was never killed."""
-    failure = failures_of(groups).commonest
-    return {"rollouts/failure_reason": None if failure is None else str(failure)}
+    return {"rollouts/failure_reason": failures_of(groups).line}
 
 
 def _speed_beside(metrics: Mapping[str, float]) -> dict[str, float]:

@@ -107,6 +107,30 @@ def test_what_an_environment_raises_is_the_error_of_its_attempt() -> None:
     assert len(episode.exchanges) == 1
 
 
+def test_arguments_of_say_are_checked_as_in_a_run() -> None:
+    class Numbers:
+        async def play(self, task, policy):
+            await policy.say(task.messages, role=5)
+
+    episode = Driver(Numbers()).play(TASK, AnsweringSpeaker(TASK), limit_s=10)
+    assert "`policy.say` was given role = 5" in str(episode.error)
+    assert episode.exchanges == []
+
+
+@pytest.mark.parametrize("is_async", [True, False])
+def test_an_attempt_that_ends_as_a_generator_does_is_an_error_of_that_attempt(is_async: bool) -> None:
+    class Closes:
+        async def play(self, task, policy):
+            raise GeneratorExit
+
+    class ClosesInAThread:
+        def play(self, task, policy):
+            raise GeneratorExit
+
+    episode = Driver(Closes() if is_async else ClosesInAThread()).play(TASK, AnsweringSpeaker(TASK), limit_s=10)
+    assert "GeneratorExit" in str(episode.error)
+
+
 def test_many_attempts_are_under_way_at_once() -> None:
     class Waits:
         async def play(self, task, policy):

@@ -6,7 +6,9 @@ say ──► conversation: tokens ──► budget ──► broker ┄┄ the 
 from __future__ import annotations
 
 import asyncio
+import threading
 import time
+import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -18,7 +20,9 @@ from redline.rollouts.episodes.broker import Ask, Broker
 from redline.rollouts.episodes.group import EpisodeGroup
 from redline.rollouts.episodes.loop import EpisodeLoop
 from redline.rollouts.episodes.sequences import SequenceUnderWay
+from redline.say_arguments import check_messages, check_role, checked_max_tokens, checked_stop
 from redline.telemetry import span
+from redline.telemetry.stalls.stacks import current_frames, place_of
 from redline.types import Completion, GenerateRequest, Message, SamplingParams, Turn
 
 
@@ -78,11 +82,18 @@ class PlayedAttempt:
         self.is_truncated = False
         """Whether a budget was used up."""
         self.is_over = False
+        self.thread: threading.Thread | None = None
+        """The thread in which `play` runs, where it is not `async`."""
 
     @property
     def roles(self) -> list[str]:
         """Who has spoken."""
         return list(dict.fromkeys(sequence.role for sequence in self.sequences))
+
+    def place(self) -> str:
+        """The place in the user's code where the thread of the attempt is; empty where it has none."""
+        frame = current_frames().get(self.thread.ident or 0) if self.thread else None
+        return place_of(traceback.extract_stack(frame)) if frame else ""
 
     def end(self) -> float:
         """Nothing more is asked. Returns the seconds since the last reply."""
@@ -104,8 +115,11 @@ class PlayedAttempt:
         stop: Sequence[str] = (),
         max_tokens: int | None = None,
     ) -> Any:
-        """As `ports.Policy.say`: in the event loop what it returns is awaited, in any other thread it is the turn itself."""
-        reply = self._say(messages, role, tools, (stop,) if isinstance(stop, str) else tuple(stop), max_tokens)
+        """As `ports.Policy.say`: in the event loop what it returns is awaited, in any other thread it is the turn itself.
+        Raises TaskError for arguments that nothing can be made of."""
+        check_role(role)
+        check_messages(messages, tools)
+        reply = self._say(messages, role, tools, checked_stop(stop), checked_max_tokens(max_tokens))
         if self._shared.loop.is_here:
             return reply
         return asyncio.run_coroutine_threadsafe(reply, self._shared.loop.loop).result()

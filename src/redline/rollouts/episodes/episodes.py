@@ -215,7 +215,7 @@ class Episodes:
         play = self._loop.loop.create_task(self._result(attempt))
         try:
             done = await self._ends_in_time(play, attempt.group)
-            where = "" if done else _place(play)
+            where = "" if done else attempt.place() or _place(play)
         finally:  # also where the group is cancelled
             score_s = attempt.end()
             play.cancel()
@@ -262,22 +262,24 @@ class Episodes:
                 value = await self._environment.play(attempt.group.task, attempt)
             else:
                 async with self._threads:
-                    value = await self._in_a_thread(lambda: self._environment.play(attempt.group.task, attempt))
+                    value = await self._in_a_thread(attempt)
                 if inspect.isawaitable(value):
                     value = await value
         return value, caught.error
 
-    async def _in_a_thread(self, call: Callable[[], Any]) -> Any:
+    async def _in_a_thread(self, attempt: PlayedAttempt) -> Any:
         ended: asyncio.Future[tuple[Any, Exception | None]] = self._loop.loop.create_future()
 
         def run() -> None:
             value: Any = None
             with boundary() as caught:
-                value = call()
+                value = self._environment.play(attempt.group.task, attempt)
             self._loop.post(lambda: None if ended.cancelled() else ended.set_result((value, caught.error)))
 
-        threading.Thread(target=run, name="play", daemon=True).start()
+        attempt.thread = threading.Thread(target=run, name="play", daemon=True)
+        attempt.thread.start()
         value, error = await ended
+        attempt.thread = None
         if error is not None:
             raise error
         return value

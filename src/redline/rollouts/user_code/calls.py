@@ -17,7 +17,7 @@ import traceback
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
-from redline.errors import CallError, RedlineError, TaskError, boundary, in_words
+from redline.errors import CallError, RedlineError, TaskError, boundary, first_inner, in_words, shortened
 from redline.rollouts.user_code.coroutines import EventLoop
 from redline.rollouts.user_code.permits import MAX_LATE_IN_A_ROW, MAX_STUCK, Permit, Permits
 from redline.telemetry import idle_as, span
@@ -29,6 +29,9 @@ Result = TypeVar("Result")
 
 HELP_AFTER_S = 0.02
 """Seconds of waiting, and more than of computing, after which others help. To start them takes a millisecond."""
+MAX_REASON = 2000
+"""Characters of a failure's reason: it is stored with every attempt that failed so."""
+MAX_PLACE = 500
 PATIENCE_S = 1.0
 """For threads that have nothing to do, when all is to end."""
 
@@ -252,14 +255,16 @@ class _Worker:
 
 
 def failure_of(stage: str, error: BaseException, function: Callable[..., Any] | None = None) -> Failure:
-    """With the place in the user's code where it was raised; where that is none of theirs, the place of `function`."""
+    """The failure that an error becomes, with the place in the user's code where it was raised; where that is none of theirs,
+    the place of `function`. A group of errors has the place of the first in it. A long reason is shortened."""
+    reason, error = shortened(in_words(error), MAX_REASON), first_inner(error)
     frames = traceback.extract_tb(error.__traceback__)
     where = error.where if isinstance(error, CallError) and error.where else users_place(frames)
     if not where and isinstance(error, RedlineError):
         where = defined_at(function) if function else ""
     elif not where:
         where = place_of(frames)
-    return Failure(stage, in_words(error), where, error.hint if isinstance(error, RedlineError) else "")
+    return Failure(stage, reason, shortened(where, MAX_PLACE), error.hint if isinstance(error, RedlineError) else "")
 
 
 def defined_at(function: Callable[..., Any]) -> str:

@@ -6,13 +6,15 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
-from redline.errors import TaskError
+from redline.errors import TaskError, shortened
 
 if TYPE_CHECKING:
     from redline.types import Failure, Trajectory  # needs NumPy, which telemetry does without
 
 WORTH_SAYING = 0.03
 """Share of failed attempts above which a person is told of them."""
+MAX_LINE = 400
+"""Characters of a reason in a row of metrics and on the console; an attempt's own is stored with it."""
 MAX_REASONS = 1000
 """Kept apart. What a message holds may differ every time."""
 
@@ -63,6 +65,11 @@ class FailureTally:
         """One of the kind that is most frequent, the first of it."""
         return self._examples[max(self._counts, key=lambda kind: self._counts[kind])] if self._counts else None
 
+    @property
+    def line(self) -> str | None:
+        """The commonest failure in a line: a long reason is shortened."""
+        return None if self.commonest is None else shortened(str(self.commonest), MAX_LINE)
+
     def kinds(self, most: int) -> list[tuple[Failure, int]]:
         """The most frequent kinds of failure, one of each with how many there were."""
         return [(self._examples[kind], count) for kind, count in self._counts.most_common(most)]
@@ -70,7 +77,7 @@ class FailureTally:
     def sentence(self) -> str:
         """`12 of 640 attempts failed (2%), most often with: reward: KeyError: 'x', at rewards.py:7, in score`."""
         said = f"{self.num_failed} of {self.num_attempts} attempts failed ({self.share:.0%})"
-        return f"{said}, {'all' if len(self._counts) == 1 else 'most often'} with: {self.commonest}" if self.commonest else said
+        return f"{said}, {'all' if len(self._counts) == 1 else 'most often'} with: {self.line}" if self.commonest else said
 
     def stop(self, when: str) -> TaskError:
         """What ends a run that only makes failures."""
@@ -81,4 +88,4 @@ class FailureTally:
             "prompt": "the model's chat template must be able to render the task's messages",
             "reward": "`score(task, text)` must return a number, or named numbers, for any text",
         }.get(failure.stage, "see the reason")
-        return TaskError(f"every attempt of {when} failed ({self.num_failed} of {self.num_attempts}): {failure}", hint)
+        return TaskError(f"every attempt of {when} failed ({self.num_failed} of {self.num_attempts}): {self.line}", hint)

@@ -12,7 +12,7 @@ import pytest
 
 from redline.errors import TaskError
 from redline.rollouts.user_code import calls as calls_module
-from redline.rollouts.user_code.calls import UserCalls
+from redline.rollouts.user_code.calls import UserCalls, failure_of
 from redline.rollouts.user_code.coroutines import EventLoop
 from redline.rollouts.user_code.permits import MAX_LATE_IN_A_ROW
 from redline.telemetry import Recorder, recording
@@ -284,3 +284,24 @@ def test_a_coroutine_that_is_given_up_is_cancelled_and_its_thread_ends(loop: Eve
         thread.join(10)
     assert not any(thread.is_alive() for thread in left)
     calls.close()
+
+
+def test_a_long_reason_is_kept_with_its_beginning_and_its_end() -> None:
+    failure = failure_of("environment", ValueError("first" + "x" * 5_000_000 + "last"))
+    assert failure.reason.startswith("ValueError: first")
+    assert failure.reason.endswith("last")
+    assert "characters left out" in failure.reason
+    assert len(str(failure)) < 3000
+
+
+def test_a_group_of_errors_says_the_first_of_them_and_its_place() -> None:
+    def raises() -> None:
+        raise ValueError("no such move")
+
+    try:
+        raises()
+    except ValueError as error:
+        inner = error
+    failure = failure_of("environment", ExceptionGroup("several", [ExceptionGroup("more", [inner])]))
+    assert failure.reason == "ExceptionGroup: several (1 sub-exception): ValueError: no such move"
+    assert 'in raises: raise ValueError("no such move")' in failure.where
