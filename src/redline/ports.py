@@ -287,7 +287,8 @@ class TaskSource(Protocol):
     def score(self, task: Task, text: str) -> Score | Awaitable[Score]:
         """The reward for an answer to `task`: a number, or its named parts; may be `async def`. A part called `correct` or
         `accuracy` that is always 0 or 1 is shown as an accuracy. A source that several threads may ask at once says so by an
-        attribute `score_is_thread_safe = True`."""
+        attribute `score_is_thread_safe = True`. One that reads data, and an environment that does, may have a method
+        `fingerprint() -> str`: a run is not resumed where it returns another text than when the run began."""
         ...
 
 

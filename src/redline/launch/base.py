@@ -1,18 +1,20 @@
-"""The weights that a run began with. A run that trains an adapter, or keeps near a reference, needs them again to go on."""
+"""The weights and the data that a run began with. A run that trains an adapter, or keeps near a reference, needs those weights
+again to go on; every run needs its data, or questions that were held out would be trained on."""
 
 from __future__ import annotations
 
-import hashlib
 import json
 from pathlib import Path
 
 from redline.config import Config
-from redline.errors import ModelError
+from redline.errors import ModelError, TaskError, boundary
+from redline.launch.preflight import LoadedTasks
 from redline.telemetry import RunFolder, write_json
+from redline.telemetry.files.fingerprint import fingerprint_files
 
 WEIGHTS = ("*.safetensors", "*.bin")
-PIECES, PIECE_BYTES = 64, 4096
-"""What of each file is looked at, spread evenly: training changes all of it, and to read gigabytes takes too long."""
+PIECES = 64
+"""Of each file of weights, what is looked at: training changes all of it."""
 
 
 def remember_base(folder: RunFolder, model: Path) -> None:
@@ -35,12 +37,44 @@ def refuse_another_base(config: Config, folder: RunFolder, model: Path) -> None:
 
 def fingerprint(model: Path) -> str:
     """Differs between two folders whose weights differ."""
-    digest = hashlib.blake2b(digest_size=16)
-    for path in sorted(path for pattern in WEIGHTS for path in model.glob(pattern)):
-        size = path.stat().st_size
-        digest.update(f"{path.name}/{size}/".encode())
-        with path.open("rb") as file:
-            for place in range(0, size, max(PIECE_BYTES, size // PIECES)):
-                file.seek(place)
-                digest.update(file.read(PIECE_BYTES))
-    return digest.hexdigest()
+    return fingerprint_files((path for pattern in WEIGHTS for path in model.glob(pattern)), model, pieces=PIECES)
+
+
+# ── data ───────────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def remember_data(folder: RunFolder, tasks: LoadedTasks) -> None:
+    """Write down which data a new run begins with, where its task source or environment can tell."""
+    if found := data_fingerprint(tasks):
+        write_json(folder.task_data, {"fingerprint": found})
+
+
+def refuse_other_data(folder: RunFolder, tasks: LoadedTasks) -> None:
+    """Raise TaskError where a run that goes on would do so with other data than it began with. A run that was recorded before
+    data was written down goes on."""
+    if not folder.task_data.is_file():
+        return
+    if json.loads(folder.task_data.read_text())["fingerprint"] != data_fingerprint(tasks):
+        path = getattr(tasks.source, "path", None)
+        raise TaskError(
+            f"{path or 'the data of the tasks'}: not the data that {folder.path.name} began with",
+            "bring back the files that it began with, since others move held-out questions into training; or start a new run",
+        )
+
+
+def data_fingerprint(tasks: LoadedTasks) -> str:
+    """What the task source and the environment say of their data by a method `fingerprint`; empty where neither has one."""
+    return "/".join(filter(None, (_told_by(one) for one in (tasks.source, tasks.environment))))
+
+
+def _told_by(source: object) -> str:
+    tell = getattr(source, "fingerprint", None)
+    if not callable(tell):
+        return ""
+    found: object = None
+    with boundary() as caught:
+        found = tell()
+    if isinstance(found, str):
+        return found
+    why = f"raised {type(caught.error).__name__}: {caught.error}" if caught.error else f"gave a {type(found).__name__}"
+    raise TaskError(f"{type(source).__name__}.fingerprint() {why}", "return a text that changes when the data does")

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from redline.config import Config, Resolved
-from redline.launch.base import refuse_another_base, remember_base
+from redline.launch.base import refuse_another_base, refuse_other_data, remember_base, remember_data
 from redline.launch.build import build
 from redline.launch.checked_run import CheckedRun
 from redline.launch.nothing_to_do import nothing_to_do
@@ -87,6 +87,8 @@ def _set_up(
     """Start listeners, build the stages and set a watch over them. `take_up` is that of a run that goes on: called once nothing
     can be refused any more, and before anything is written to its folder."""
     config, folder, tell = run.resolved.config, outputs.folder, outputs.progress.note
+    if take_up:
+        refuse_other_data(folder, run.tasks)
     watchdog = _add_listeners(config, outputs)
     if not take_up:
         _start_listeners(config, outputs, at_end)
@@ -99,6 +101,7 @@ def _set_up(
         take_up()
     else:
         remember_base(folder, stages.model.folder)
+        remember_data(folder, run.tasks)
     watchdog.begin(stages.queues)
     profiler = StepProfiler(folder, config, outputs.recorder, tell)
     at_end.callback(profiler.close)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import itertools
 import random
 from collections.abc import Coroutine, Iterator, Mapping, Sequence
@@ -102,6 +103,15 @@ class Diplomacy:
             first, last = self._states.num_train, min(len(self._states), self._states.num_train + count)
             return [_task(f"diplomacy-held-out-{start}", start) for start in range(first, last)]
         return [_task(f"diplomacy-held-out-{index}", -1 - index) for index in range(count)]
+
+    def fingerprint(self) -> str:
+        """A text that changes when the states of the file do; empty without a file."""
+        if not self._states:
+            return ""
+        digest = hashlib.blake2b(f"{STATE_KIND}/{self._states.num_train}".encode(), digest_size=16)
+        for index in range(len(self._states)):
+            digest.update(self._states[index] + b"/")
+        return digest.hexdigest()
 
     @property
     def state_kind(self) -> str:

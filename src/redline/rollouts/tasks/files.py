@@ -18,10 +18,13 @@ from redline.rollouts.rewards.parts import extract_answer
 from redline.rollouts.tasks.held_out import held_out_count, stable_hash
 from redline.rollouts.tasks.rows import Row, Rows, open_rows
 from redline.rollouts.tasks.splits import choose_split, find_splits
+from redline.telemetry.files.fingerprint import fingerprint_files
 from redline.types import Failure, Message, Task
 
 CHECKED_ROWS = 10_000
 """Rows of a file whose prompts are rendered before a run begins."""
+WHOLE_BYTES, PIECES = 2**26, 4096
+"""Files of up to so many bytes are compared whole, and so many pieces of larger ones."""
 CHECKED_EXPRESSIONS = 20
 """References that math-verify reads before a run begins: it takes some ms for each."""
 
@@ -39,15 +42,18 @@ class FileTasks:
         self.score_is_thread_safe = True if self._math else None
         """math-verify takes ms, in processes of its own; other comparisons are done before a second thread has begun."""
         splits = find_splits(config.path)
-        folder = config.path if config.path.is_dir() else config.path.parent
-        self._rows = open_rows(choose_split(config.path, splits, config.split, "split"), folder)
+        self._folder = folder = config.path if config.path.is_dir() else config.path.parent
+        self._files = list(choose_split(config.path, splits, config.split, "split"))
+        self._rows = open_rows(self._files, folder)
         self._held_out_rows = self._rows
         prompts = self._hash_prompts(self._rows)
         if config.held_out_split is None:
             held_out = _first_rows(prompts, held_out_count(len(np.unique(prompts)), config.held_out_fraction))
             kept_out = prompts[held_out]
         else:
-            self._held_out_rows = open_rows(choose_split(config.path, splits, config.held_out_split, "held_out_split"), folder)
+            files = choose_split(config.path, splits, config.held_out_split, "held_out_split")
+            self._held_out_rows = open_rows(files, folder)
+            self._files += files
             kept_out = self._hash_prompts(self._held_out_rows)
             held_out = _first_rows(kept_out, len(kept_out))
         self._held_out, self._train = held_out, _grouped_by_prompt(prompts, kept_out)
@@ -57,6 +63,10 @@ class FileTasks:
                 "add rows with other prompts",
             )
         self._epoch = lru_cache(maxsize=2)(self._shuffled_rows)
+
+    def fingerprint(self) -> str:
+        """A text that changes when the files do. Blocks while they are read, for a second at most on a local disk."""
+        return fingerprint_files(set(self._files), self._folder, pieces=PIECES, whole_bytes=WHOLE_BYTES)
 
     def leave_out(self, refusal: Callable[[Task], Failure | None]) -> list[tuple[Task, Failure]]:
         """Go on without the rows that `refusal` has something against. Returns them. Looks at `CHECKED_ROWS` rows at most,

@@ -6,6 +6,7 @@ runs/demo-001/
   ledger.json         where the time went            trace.json          spans, the first and the newest
   trajectories/       what was sampled (Arrow)       checkpoints/        to resume from       model/  the result
   failure.json        why it ended with an error     base_model.json     which weights it began with
+  task_data.json      which data it began with, where its tasks can tell
 """
 
 from __future__ import annotations
@@ -92,6 +93,11 @@ class RunFolder:
         """Whether a step was logged, or a checkpoint is there."""
         logged = self.metrics.exists() and self.metrics.stat().st_size > 0
         return logged or any(self.checkpoints.glob("step-*"))
+
+    @property
+    def task_data(self) -> Path:
+        """Which data the run began with, where its tasks can tell."""
+        return self.path / "task_data.json"
 
     @property
     def base_model(self) -> Path:
