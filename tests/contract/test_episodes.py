@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 import threading
 import time
@@ -23,7 +24,7 @@ from redline.ports import Policy
 from redline.rollouts import Chat, Dispatcher, RolloutSetup
 from redline.telemetry import Recorder, RunFolder, recording
 from redline.telemetry.stalls.watchdog import Watchdog
-from redline.types import Completion, Delta, GenerateRequest, Task, Trajectory, TrajectoryGroup
+from redline.types import Completion, Delta, GenerateRequest, Task, Trajectory, TrajectoryGroup, Turn
 
 TOKENIZER = tiny_tokenizer()
 SOON_S = 30.0
@@ -292,6 +293,62 @@ def test_an_environment_may_end_an_attempt_by_itself_when_its_budget_is_used_up(
     assert {(t.reward, t.truncated) for t in group.trajectories} == {(0.5, True)}
 
 
+async def seven_at_once(task: Task, policy: Policy) -> float:
+    asks = [policy.say([question(f"you are {role}")], role=str(role)) for role in range(7)]
+    found = await asyncio.gather(*asks, return_exceptions=True)
+    assert all(isinstance(reply, Turn | BudgetError) for reply in found)
+    return 1.0
+
+
+def test_roles_that_speak_at_once_stay_within_the_tokens_of_an_attempt(make: Make) -> None:
+    engine = SteadyEngine(answer=lambda request, index: completion([5] * request.sampling.max_tokens))
+    group = played(make, seven_at_once, engine, environment={"max_tokens": 105})
+    for own in group.attempts:
+        assert 1 < len(own) < 7
+        assert sum(len(t.token_ids) for t in own) == 105, "the last reply is cut to what is left"
+        assert all(t.truncated and t.failure is None for t in own)
+
+
+def test_what_a_reply_did_not_use_of_the_tokens_or_a_cancelled_ask_was_to_get_is_given_back(make: Make) -> None:
+    async def play(task: Task, policy: Policy) -> float:
+        cancelled = asyncio.ensure_future(policy.say(task.messages, role="cancelled"))
+        await asyncio.sleep(0)
+        cancelled.cancel()
+        await asyncio.wait({cancelled})
+        messages = [*task.messages]
+        for _ in range(3):
+            turn = await policy.say(messages)
+            messages += [turn.message, question("go on")]
+        return 1.0
+
+    unbound = played(make, play, SteadyEngine(answer=answer), max_new_tokens=60)
+    most = max(sum(len(t.token_ids) for t in own) for own in unbound.attempts)
+    group = played(make, play, SteadyEngine(answer=answer), max_new_tokens=60, environment={"max_tokens": most + 1})
+    assert sampled(group) == sampled(unbound)
+    assert not any(t.truncated or t.failure for t in group.trajectories)
+
+
+def test_an_attempt_that_asks_on_whatever_is_raised_fails_alone(make: Make) -> None:
+    began: list[Policy] = []
+
+    async def play(task: Task, policy: Policy) -> float:
+        began.append(policy)
+        is_stubborn, messages = began[0] is policy, [*task.messages]
+        for _ in range(6):
+            turn = await policy.say(messages)
+            messages += [turn.message, question("go on")]
+            while is_stubborn and not end.is_set():
+                with contextlib.suppress(BaseException):
+                    await policy.say(messages)
+        return float(turn.num_tokens)
+
+    end = threading.Event()
+    group = played(make, play, environment={"max_turns": 6, "timeout_s": 1.0, "retries": 0})
+    end.set()
+    failures = [own[0].failure for own in group.attempts]
+    assert [failure and failure.reason for failure in failures] == ["`play` did not return within 1 s", None, None, None]
+
+
 def test_a_reply_may_be_shorter_than_the_recipe_allows_and_not_longer(make: Make) -> None:
     async def play(task: Task, policy: Policy) -> float:
         await policy.say(task.messages, max_tokens=4, stop=["\n"])
@@ -493,6 +550,34 @@ def test_an_evaluation_asks_the_same_every_time_and_leaves_groups_under_way_as_t
     assert [[t.token_ids.tolist() for t in own] for own in alone] == [[t.token_ids.tolist() for t in own] for own in again]
     assert [len({t.attempt for t in own}) for own in alone] == [3, 3]
     assert groups.keys() == {0, 1, 2}
+
+
+@pytest.mark.parametrize("make", ["beside"], indirect=True)
+def test_an_evaluation_does_not_wait_for_room_that_training_holds_nor_training_for_its(make: Make) -> None:
+    engine, most = SteadyEngine(answer=answer), 2 * GROUP_SIZE
+    rollouts = make(two_turns, engine, max_sequences=most, environment={"timeout_s": 5.0, "retries": 0})
+    for _ in range(3):
+        with rollouts.session.held():
+            rollouts.begin(range(6), 0)
+            _wait_until_the_engine_is_full(rollouts)
+            attempts = rollouts.evaluate(FakeTasks().held_out(4))
+        assert [t.failure for own in attempts for t in own] == [None] * sum(map(len, attempts))
+        groups = all_of(rollouts, 6)
+        assert all(t.failure is None for group in groups.values() for t in group.trajectories)
+        assert max(count for what, count in engine.calls if what == "engine.step") <= 2 * most
+    engine.calls.clear()
+    with rollouts.session.held():
+        rollouts.begin(range(6), 0)
+        _wait_until_the_engine_is_full(rollouts)
+    all_of(rollouts, 6)
+    assert max(count for what, count in engine.calls if what == "engine.step") == most, "all room has come back, and no more"
+
+
+def _wait_until_the_engine_is_full(rollouts: Dispatcher) -> None:
+    deadline = time.monotonic() + SOON_S
+    while not rollouts.queues()["rollouts: requests that wait for room in the engine"]:
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
 
 
 @pytest.mark.parametrize("play", [two_turns, hangs, hangs_whatever_is_done])

@@ -38,7 +38,8 @@ class EnvironmentConfig(Section):
     and the part `truncated` = 1, which `reward_weights.truncated` may weigh. null sets no limit."""
     max_tokens: PositiveInt | None = None
     """Most tokens of one attempt, each counted once: prompts, what the environment shows, replies. A reply is cut to what is
-    left; after that it is as with `max_turns`. null sets no limit."""
+    left, where replies under way count with the most that they may have; after that it is as with `max_turns`. null sets no
+    limit."""
     timeout_s: float | None = Field(1800.0, gt=0)
     """Seconds that one attempt may take, waits for the engine included; then it has failed. null waits for ever."""
     retries: int = Field(1, ge=0)

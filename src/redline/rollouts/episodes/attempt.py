@@ -25,6 +25,11 @@ from redline.telemetry import span
 from redline.telemetry.stalls.stacks import current_frames, place_of
 from redline.types import Completion, GenerateRequest, Message, SamplingParams, Turn
 
+REFUSALS_AT_ONCE = 100
+"""Asks of an attempt that are refused without a rest."""
+REFUSED_S = 0.01
+"""Seconds that each further one rests first."""
+
 
 @dataclass(slots=True, frozen=True)
 class Limits:
@@ -60,6 +65,11 @@ class _Line:
     sequence: SequenceUnderWay | None = None
     is_asking: bool = False
 
+    def going_on(self, asked: Asked) -> SequenceUnderWay | None:
+        """The sequence that a prompt goes on from; None where it begins a new one."""
+        goes_on = self.sequence is not None and not asked.starts_anew and self.sequence.goes_on_with(asked.prompt_ids)
+        return self.sequence if goes_on else None
+
 
 class PlayedAttempt:
     """One try at a task. Implements `ports.Policy`: for an environment whose `play` runs in a thread, `say` blocks."""
@@ -75,6 +85,8 @@ class PlayedAttempt:
         """Those that wait for a reply."""
         self._num_asks = 0
         self._num_tokens = 0
+        """Of all sequences, and the most that the asks which wait for a reply may add."""
+        self._num_refused = 0
         self._since = time.perf_counter()
         """When the environment's own time began: with the attempt, an ask or a reply."""
         self.refusal: Exception | None = None
@@ -134,22 +146,48 @@ class PlayedAttempt:
     ) -> Turn:
         began = time.perf_counter()
         environment_s, self._since = began - self._since, began
-        if self.is_over:
-            raise TaskError("the attempt has ended", "ask the policy only while `play` runs")
-        self._check_turns()
-        line = self._line(role, messages, tools)
-        with span("rollouts.prompts", awaits=False):
-            asked = self._prompt(line, messages, tools)
-            limit = self._limit(asked, line, stop, max_tokens)
+        try:
+            line, asked, limit = self._begin(messages, role, tools, stop, max_tokens)
+        except RedlineError:
+            await self._pause()
+            raise
         asked_at = time.perf_counter()
         line.is_asking = True  # and where it is cancelled, it stays so: nothing goes on from a reply that did not come
-        completion = await self._completion(asked.prompt_ids, limit, stop)
+        reserved = self._num_new(asked, line) + limit
+        self._num_tokens += reserved
+        try:
+            completion = await self._completion(asked.prompt_ids, limit, stop)
+        finally:
+            self._num_tokens -= reserved
         line.is_asking = False
         with span("rollouts.parse", awaits=False):
             turn = self._turn(line, completion, environment_s, asked_at - began)
             self._take(line, role, asked, completion, turn)
         self._since = time.perf_counter()
         return turn
+
+    def _begin(
+        self,
+        messages: Sequence[Message],
+        role: str,
+        tools: Sequence[Mapping[str, Any]],
+        stop: tuple[str, ...],
+        max_tokens: int | None,
+    ) -> tuple[_Line, Asked, int]:
+        """The conversation that goes on, its prompt, and the tokens that the reply may have. Raises why there is none."""
+        if self.is_over:
+            raise TaskError("the attempt has ended", "ask the policy only while `play` runs")
+        self._check_turns()
+        line = self._line(role, messages, tools)
+        with span("rollouts.prompts", awaits=False):
+            asked = self._prompt(line, messages, tools)
+            return line, asked, self._limit(asked, line, stop, max_tokens)
+
+    async def _pause(self) -> None:
+        """Let others run before an ask is refused: an environment that asks again whatever is raised would keep the loop for
+        itself, and its time limit could not end it. After many refusals it rests, since asks are handed over only then."""
+        self._num_refused += 1
+        await asyncio.sleep(0 if self._num_refused <= REFUSALS_AT_ONCE else REFUSED_S)
 
     def _line(self, role: str, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]) -> _Line:
         """The conversation of a role that goes on with these messages, or a new one: a role may have several, one after the
@@ -203,7 +241,7 @@ class PlayedAttempt:
 
     def _num_new(self, asked: Asked, line: _Line) -> int:
         """Tokens of a prompt that no earlier turn of the attempt has counted."""
-        sequence = None if asked.starts_anew else line.sequence
+        sequence = line.going_on(asked)
         return len(asked.prompt_ids) - (len(sequence.token_ids) if sequence else 0)
 
     def _check_with_engine(self, asked: Asked, sampling: SamplingParams) -> None:
@@ -247,8 +285,8 @@ class PlayedAttempt:
         )
 
     def _take(self, line: _Line, role: str, asked: Asked, completion: Completion, turn: Turn) -> None:
-        sequence = line.sequence
-        if sequence is None or asked.starts_anew or not sequence.goes_on_with(asked.prompt_ids):
+        sequence = line.going_on(asked)
+        if sequence is None:
             sequence = SequenceUnderWay(role)
             line.sequence = sequence
             self.sequences.append(sequence)

@@ -9,7 +9,8 @@ sampled follows from the run's seed, the task, the attempt and the place of the 
 Requests reach the engine in the order of their groups: what was begun first ends first. No more than `most` completions are
 under way at once, and the others wait here; one request always fits, so nothing waits for ever.
 
-For the groups of a caller that holds the engine (lockstep, an evaluation) that thread hands them over: `carry_out_orders`.
+For the groups of a caller that holds the engine (lockstep, an evaluation) that thread hands them over: `carry_out_orders`. They
+have a quota of their own: the caller steps the engine only once it has their requests, so these must not wait for others.
 """
 
 from __future__ import annotations
@@ -90,6 +91,33 @@ class BrokeredRequest:
         return all(ask.is_over for ask in self.asks)
 
 
+@dataclass(slots=True, eq=False)
+class Quota:
+    """How many completions may be under way at once, and the requests that wait until there is room."""
+
+    most: int | None
+    """None sets no limit."""
+    num_under_way: int = 0
+    """Completions that are to come of requests that were handed over."""
+    waiting: list[BrokeredRequest] = field(default_factory=list)
+
+    def wait_for_room(self, requests: Sequence[BrokeredRequest]) -> None:
+        if requests:
+            self.waiting = sorted([*self.waiting, *requests], key=lambda request: request.asks[0].order)
+
+    def take_what_fits(self) -> list[BrokeredRequest]:
+        """Requests that wait no longer, in the order of their groups. Returns one at least where nothing is under way."""
+        count = 0
+        while count < len(self.waiting) and self._fits(self.waiting[count]):
+            self.num_under_way += len(self.waiting[count].asks)
+            count += 1
+        found, self.waiting = self.waiting[:count], self.waiting[count:]
+        return found
+
+    def _fits(self, request: BrokeredRequest) -> bool:
+        return self.most is None or not self.num_under_way or self.num_under_way + len(request.asks) <= self.most
+
+
 class Broker:
     """Between the attempts of all groups and the engine. Implements `ports.Receiver`; all else is for the loop's thread, unless
     it says so."""
@@ -105,15 +133,14 @@ class Broker:
         most: int | None = None,
     ) -> None:
         """`post` has the loop's thread call something; `fail` gets what is wrong with the engine. `most`: completions under way
-        at once."""
+        at once, of the caller that holds the engine and of all others each."""
         self._session, self._post, self._fail = session, post, fail
-        self._seed, self._stop_token_ids, self._most = seed, stop_token_ids, most
+        self._seed, self._stop_token_ids = seed, stop_token_ids
         self._asked: list[Ask] = []
-        self._waiting: list[BrokeredRequest] = []
+        self._quotas = {is_here: Quota(most) for is_here in (True, False)}
+        """By whether the caller that holds the engine steps it for the group."""
         self._in_engine: dict[int, BrokeredRequest] = {}
         """By the session's number."""
-        self._num_in_engine = 0
-        """Completions that are to come of requests that were handed over."""
         self._orders: deque[Callable[[], None]] = deque()
         """What the caller's thread is to do, which holds the engine."""
         self.has_news = False
@@ -132,21 +159,15 @@ class Broker:
 
     def hand_over_what_is_asked(self) -> bool:
         """Called when nothing else is ready. Returns whether anything was handed over."""
-        if self._asked:
-            asked, self._asked = [ask for ask in self._asked if not ask.is_over], []
-            self._waiting += self._requests(asked)
-            self._waiting.sort(key=lambda request: request.asks[0].order)
-        count = 0
-        while count < len(self._waiting) and self._fits(self._waiting[count]):
-            request = self._waiting[count]
-            self._num_in_engine += len(request.asks)
+        asked, self._asked = [ask for ask in self._asked if not ask.is_over], []
+        requests = self._requests(asked)
+        found = []
+        for is_here, quota in self._quotas.items():
+            quota.wait_for_room([request for request in requests if request.group.is_here == is_here])
+            found += quota.take_what_fits()
+        for request in found:
             self._order(request.group, partial(self._submit, request))
-            count += 1
-        del self._waiting[:count]
-        return count > 0
-
-    def _fits(self, request: BrokeredRequest) -> bool:
-        return self._most is None or not self._num_in_engine or self._num_in_engine + len(request.asks) <= self._most
+        return bool(found)
 
     def _requests(self, asked: Sequence[Ask]) -> list[BrokeredRequest]:
         """Each has a run of attempts, so that a completion can have its attempt's index: what is sampled for an attempt then
@@ -199,7 +220,7 @@ class Broker:
         self._in_engine[number] = request
 
     def _took_back(self, request: BrokeredRequest) -> None:
-        self._num_in_engine -= request.num_missing
+        self._quotas[request.group.is_here].num_under_way -= request.num_missing
         request.num_missing = 0
 
     def receive(self, pieces: Sequence[tuple[int, Delta | Exception]]) -> None:
@@ -222,15 +243,16 @@ class Broker:
             if not ask.is_over:
                 ask.reply.set_result(piece.completion)
             request.num_missing -= 1
-            self._num_in_engine -= 1
+            self._quotas[request.group.is_here].num_under_way -= 1
             if not request.num_missing:
                 del self._in_engine[number]
 
     def take_back_what_is_over(self) -> None:
         """Abort requests for which no attempt waits any more."""
         self._asked = [ask for ask in self._asked if not ask.is_over]
-        self._waiting = [request for request in self._waiting if not request.is_over]
-        for number, request in [(n, r) for n, r in self._in_engine.items() if r.is_over and r.num_missing]:
+        for quota in self._quotas.values():
+            quota.waiting = [request for request in quota.waiting if not request.is_over]
+        for number, request in [(n, r) for n, r in list(self._in_engine.items()) if r.is_over and r.num_missing]:
             del self._in_engine[number]
             self._took_back(request)
             self._order(request.group, partial(self._session.abort, number))
@@ -255,7 +277,7 @@ class Broker:
     @property
     def num_waiting(self) -> int:
         """Requests that wait for room in the engine."""
-        return len(self._waiting)
+        return sum(len(quota.waiting) for quota in self._quotas.values())
 
 
 def seed_of(seed: int, retry: int, index: int) -> int:
