@@ -129,9 +129,7 @@ class PlayedAttempt:
     ) -> Any:
         """As `ports.Policy.say`: in the event loop what it returns is awaited, in any other thread it is the turn itself.
         Raises TaskError for arguments that nothing can be made of."""
-        check_role(role)
-        check_messages(messages, tools)
-        reply = self._say(messages, role, tools, checked_stop(stop), checked_max_tokens(max_tokens))
+        reply = self._say(messages, role, tools, stop, max_tokens)
         if self._shared.loop.is_here:
             return reply
         return asyncio.run_coroutine_threadsafe(reply, self._shared.loop.loop).result()
@@ -141,13 +139,16 @@ class PlayedAttempt:
         messages: Sequence[Message],
         role: str,
         tools: Sequence[Mapping[str, Any]],
-        stop: tuple[str, ...],
+        stop: Sequence[str],
         max_tokens: int | None,
     ) -> Turn:
         began = time.perf_counter()
         environment_s, self._since = began - self._since, began
         try:
-            line, asked, limit = self._begin(messages, role, tools, stop, max_tokens)
+            check_role(role)
+            check_messages(messages, tools)
+            stops = checked_stop(stop)
+            line, asked, limit = self._begin(messages, role, tools, stops, checked_max_tokens(max_tokens))
         except RedlineError:
             await self._pause()
             raise
@@ -156,7 +157,7 @@ class PlayedAttempt:
         reserved = self._num_new(asked, line) + limit
         self._num_tokens += reserved
         try:
-            completion = await self._completion(asked.prompt_ids, limit, stop)
+            completion = await self._completion(asked.prompt_ids, limit, stops)
         finally:
             self._num_tokens -= reserved
         line.is_asking = False
