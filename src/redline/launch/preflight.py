@@ -27,6 +27,7 @@ from redline.rollouts.history import history_notes
 from redline.rollouts.prompts import Prompts, prompt_limit
 from redline.rollouts.rewards.parts import max_reward_workers
 from redline.rollouts.tasks.checks import held_out_tasks, training_task
+from redline.rollouts.tasks.files import FileTasks
 from redline.rollouts.user_code.calls import UserCalls
 from redline.telemetry import span
 from redline.telemetry.stalls.slow_calls import saying_what_hangs
@@ -79,6 +80,8 @@ def _check_inputs(config: Config, placement: Placement) -> Checked:
     notes: list[str] = []
     with saying_what_hangs():
         tasks = load_tasks(config)
+    if isinstance(tasks.source, FileTasks):
+        notes += tasks.source.notes
     if config.rollouts.evaluation.num_tasks and not tasks.held_out:
         notes.append("the task source has no held-out tasks; nothing will be evaluated")
     with span("rollouts.setup"), saying_what_hangs():

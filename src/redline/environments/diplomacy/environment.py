@@ -34,6 +34,9 @@ WARM_PHASES = 24
 """Most phases that a script plays to make a state for a file, where `warm_up` says nothing."""
 CALL_LIMIT_S = 60.0
 """Seconds for a worker process to compute a phase; it takes milliseconds."""
+FIRST_PHASE = "S1901M"
+TRIES_PER_START = 20
+"""Scripted games, for each held-out game that is asked for, among which one is looked for."""
 STATES_PER_GAME = 12
 """States of a file that come of one scripted game: each by itself would play its way there alone."""
 
@@ -91,18 +94,38 @@ class Diplomacy:
     # ── tasks ──────────────────────────────────────────────────────────────────────────────────────────────────────────
 
     def train(self, index: int) -> Task:
-        """Where training game `index` begins."""
+        """Where training game `index` begins. With `warm_up` a script plays there, which takes milliseconds for each phase."""
         rng = random.Random(f"{self._seed}/train/{index}")
         start = rng.randrange(self._states.num_train) if self._states else rng.getrandbits(48)
+        while not self._states and self._is_held_out(start):
+            start = rng.getrandbits(48)
         return _task(f"diplomacy-{index}", start)
 
     def held_out(self, count: int) -> Sequence[Task]:
-        """At most `count` games that begin where no training game does. With neither `states` nor `warm_up` there is one start,
-        and they are told apart by their names alone."""
+        """At most `count` games that begin where no training game does, each at a position of its own. With neither `states`
+        nor `warm_up` there is one start, and they are told apart from training games by their names alone."""
         if self._states:
             first, last = self._states.num_train, min(len(self._states), self._states.num_train + count)
             return [_task(f"diplomacy-held-out-{start}", start) for start in range(first, last)]
-        return [_task(f"diplomacy-held-out-{index}", -1 - index) for index in range(count)]
+        if not self.settings.warm_up:
+            return [_task(f"diplomacy-held-out-{index}", -1 - index) for index in range(count)]
+        found: dict[Position, int] = {}
+        for start in range(-1, -1 - TRIES_PER_START * count, -1):
+            if len(found) == count:
+                break
+            if self._is_held_out(start):
+                found.setdefault(self._scripted(start, self.settings.warm_up), start)
+        return [_task(f"diplomacy-held-out-{index}", start) for index, start in enumerate(found.values())]
+
+    def _is_held_out(self, start: int) -> bool:
+        """Whether the position that a script comes to is kept for evaluation: half of all are, by their content, so that few
+        have to be drawn again. The beginning of a game is trained on."""
+        if not self.settings.warm_up:
+            return False
+        position = self._scripted(start, self.settings.warm_up)
+        if position.phase == FIRST_PHASE:
+            return False
+        return hashlib.blake2b(position.to_bytes(), digest_size=1).digest()[0] < 128
 
     def fingerprint(self) -> str:
         """A text that changes when the states of the file do; empty without a file."""

@@ -23,13 +23,46 @@ _WORDS = re.compile(r"[A-Za-z]{3,}|[A-Za-z]\s+[A-Za-z\d]")
 """Prose: `the`, `it is`, `is 5`; not `xy + 1`."""
 _ARITHMETIC = re.compile(r"[-\d.,+*/% ]*")
 """math-verify reads it as it stands; between dollar signs 1,000 would be a pair."""
+_BRACE = re.compile(r"\\.|[{}]", re.DOTALL)
+"""Braces, and what a backslash makes no brace."""
 
 
 @lru_cache(maxsize=256)
 def read(text: str) -> list[Any]:
-    """The expressions that math-verify finds. A text without words is one as it stands, also without dollar signs; of a
-    solution as GSM8K has it, what follows `####` counts."""
-    text = text.rpartition("####")[2].strip()
+    """The expressions that math-verify finds in the last box after the thoughts; without a box, in what follows `####`, as in
+    GSM8K. A text without words is an expression as it stands, also without dollar signs. An equation between numbers that does
+    not hold says nothing: 6 = 7 is not 7."""
+    found = _parsed(_said_last(text))
+    return [] if found and _is_false(found[0]) else found
+
+
+def _said_last(text: str) -> str:
+    r"""math-verify would read two boxes as a set, and \boxed{8}, no, \boxed{7} is not {7, 8}."""
+    text = text.rpartition("</think>")[2]
+    start = text.rfind("\\boxed{")
+    while start >= 0:
+        if end := _closing(text, start + len("\\boxed")):
+            return text[start : end + 1]
+        start = text.rfind("\\boxed{", 0, start)  # a reply may be cut off in the middle of its last box
+    return text.rpartition("####")[2].strip()
+
+
+def _closing(text: str, start: int) -> int:
+    """Where the brace closes that opens at `start`; 0 where it does not."""
+    depth = 0
+    for brace in _BRACE.finditer(text, start):
+        depth += {"{": 1, "}": -1}.get(brace.group(), 0)
+        if depth == 0:
+            return brace.start()
+    return 0
+
+
+def _is_false(found: Any) -> bool:
+    is_equation = getattr(found, "rel_op", None) == "==" and not found.free_symbols
+    return is_equation and not verify([found.lhs], [found.rhs], timeout_seconds=None)
+
+
+def _parsed(text: str) -> list[Any]:
     is_marked = "$" in text or "\\boxed" in text
     is_formula = not is_marked and not _ARITHMETIC.fullmatch(text) and not _WORDS.search(_COMMAND.sub("", text))
     found: list[Any] = parse(f"${text}$", parsing_timeout=None) if is_formula else []

@@ -15,8 +15,11 @@ from redline.ports import TaskSource
 Extract = Literal["last_number", "text", "answer_tag"]
 
 # A minus that follows a digit, a letter or a bracket is an operator or a hyphen (3-5, x-5, step-2), not a sign. A comma
-# belongs to the number only where it separates thousands.
-_NUMBER = re.compile(r"(?:(?<![\w)])-)?(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?", re.ASCII)
+# belongs to the number only where it separates thousands. A point begins a number where no word or other point is before it,
+# and 1e5 ends where a word would.
+_NUMBER = re.compile(
+    r"(?:(?<![\w)])-)?(?:(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?|(?<![\w.)])\.\d+)(?:[eE][+-]?\d{1,3}(?!\w))?", re.ASCII
+)
 
 _ANSWER_TAG = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
 
@@ -34,14 +37,19 @@ EXPECTED = 'end `{}` with `return 1.0`, or with `return {{"correct": 1.0, "forma
 def extract_answer(text: str, how: Extract) -> str | None:
     """The part of an answer that is scored; None when the text has no such part."""
     if how == "last_number":
-        numbers = _NUMBER.findall(text.replace("\N{MINUS SIGN}", "-"))
-        return numbers[-1].replace(",", "") if numbers else None
+        numbers = find_numbers(text)
+        return numbers[-1] if numbers else None
     if how == "text":
         return text.strip()
     if how == "answer_tag":
         tagged = _ANSWER_TAG.findall(text)
         return tagged[-1].strip() if tagged else None
     raise TaskError(f"extract = {how!r}: no such way to read an answer", "one of last_number, text, answer_tag")
+
+
+def find_numbers(text: str) -> list[str]:
+    """Every number in a text, without commas: -1,234.5, .5 and 1e5 are one each, 1/2 and 3:30 are two."""
+    return [number.replace(",", "") for number in _NUMBER.findall(text.replace("\N{MINUS SIGN}", "-"))]
 
 
 def max_reward_workers(wanted: int | None, tasks: TaskSource) -> int:

@@ -7,6 +7,7 @@ from array import array
 from collections.abc import Callable, Mapping, Sequence
 from decimal import Decimal
 from functools import lru_cache
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -14,10 +15,10 @@ import numpy as np
 from redline.config.sections.tasks import FileTask
 from redline.errors import TaskError
 from redline.rollouts.rewards.math import MathVerifier
-from redline.rollouts.rewards.parts import extract_answer
+from redline.rollouts.rewards.parts import extract_answer, find_numbers
 from redline.rollouts.tasks.held_out import held_out_count, stable_hash
 from redline.rollouts.tasks.rows import Row, Rows, open_rows
-from redline.rollouts.tasks.splits import choose_split, find_splits
+from redline.rollouts.tasks.splits import LEFT_OUT, choose_split, find_splits
 from redline.telemetry.files.fingerprint import fingerprint_files
 from redline.types import Failure, Message, Task
 
@@ -45,6 +46,8 @@ class FileTasks:
         self._folder = folder = config.path if config.path.is_dir() else config.path.parent
         self._files = list(choose_split(config.path, splits, config.split, "split"))
         self._rows = open_rows(self._files, folder)
+        self.notes = _left_out_notes(splits.get(LEFT_OUT, ()), folder)
+        """What a person should know of the data before a run begins."""
         self._held_out_rows = self._rows
         prompts = self._hash_prompts(self._rows)
         if config.held_out_split is None:
@@ -175,8 +178,8 @@ class FileTasks:
         if isinstance(answer, bool) or not isinstance(answer, str | int | float):
             what = f"{where}: a {type(answer).__name__}, not a text or a number"
             raise TaskError(what, 'write "answer": "42" or "answer": 42')
-        if self._config.extract == "last_number" and extract_answer(str(answer), "last_number") is None:
-            raise TaskError(f"{where} = {answer!r}: has no number to compare with", "set rollouts.task.extract=text")
+        if self._config.extract == "last_number":
+            _check_number(answer, where)
         return str(answer)
 
     def _check_expression(self, answer: str, where: str) -> None:
@@ -186,6 +189,25 @@ class FileTasks:
                 f"{where} = {answer!r}: math-verify finds no expression in it",
                 r"write it as LaTeX, such as \frac{1}{2} or \boxed{42}, or set rollouts.task.extract=text",
             )
+
+
+def _left_out_notes(files: Sequence[Path], folder: Path) -> list[str]:
+    if not files:
+        return []
+    names = ", ".join(str(file.relative_to(folder)) for file in files[:5]) + (", …" if len(files) > 5 else "")
+    return [f"{folder}: {len(files)} file(s) left out, since others name their split and these do not: {names}"]
+
+
+def _check_number(answer: str | float, where: str) -> None:
+    """A solution as GSM8K has it is one number after its `####`."""
+    numbers = find_numbers(str(answer).rpartition("####")[2])
+    if not numbers:
+        raise TaskError(f"{where} = {answer!r}: has no number to compare with", "set rollouts.task.extract=text")
+    if len(numbers) > 1:
+        raise TaskError(
+            f"{where} = {str(answer)[-60:]!r}: {len(numbers)} numbers, and one is compared",
+            "set rollouts.task.extract=text or math; or write the number by itself, or after ####",
+        )
 
 
 def _as_messages(prompt: Any) -> Sequence[Message] | None:

@@ -10,6 +10,7 @@ import codecs
 import json
 import os
 from array import array
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
@@ -79,11 +80,21 @@ class JsonlRows:
     def _read(self, line: bytes, index: int) -> Row:
         try:
             row = _DECODER.decode(line.removeprefix(codecs.BOM_UTF8).decode())
+            if b"\\ud" in line.lower():  # an escape of half a character, unless the other half follows
+                json.dumps(row, ensure_ascii=False).encode()
+        except UnicodeEncodeError as error:
+            what = f"{self.where(index)}: half a character, {ascii(error.object[error.start])[1:-1]}, which no text can hold"
+            raise TaskError(what, "write both halves of it, or leave it out") from error
         except UnicodeDecodeError as error:
             raise TaskError(f"{self.where(index)}: not UTF-8 text: {error.reason}", "save the file as UTF-8") from error
         except json.JSONDecodeError as error:
             what = f"{self.where(index)}: not valid JSON: {error.msg} at column {error.colno}"
             raise TaskError(what, "one JSON object per line") from error
+        except RecursionError as error:
+            raise TaskError(f"{self.where(index)}: a field is nested too deep to be read", "flatten it") from error
+        except ValueError as error:
+            what = f"{self.where(index)}: a number is too long to be read: {str(error).partition(';')[0]}"
+            raise TaskError(what, 'write it as a text: "answer": "123..."') from error
         if not isinstance(row, dict):
             what = f"{self.where(index)}: a {type(row).__name__}, not an object"
             raise TaskError(what, 'write {"prompt": ..., "answer": ...}')
@@ -110,18 +121,40 @@ class ArrowRows:
         for batch in self._batches:
             columns = [field if field in batch.schema.names else field.partition(".")[0] for field in fields]
             known = set(columns) <= set(batch.schema.names)
-            yield from (batch.select(list(dict.fromkeys(columns))) if known else batch).to_pylist()
+            yield from _as_rows(batch.select(list(dict.fromkeys(columns))) if known else batch)
 
     def __getitem__(self, index: int) -> Row:
         batch = int(np.searchsorted(self._offsets, index, side="right")) - 1
-        row: Row = self._batches[batch].slice(index - int(self._offsets[batch]), 1).to_pylist()[0]
-        return row
+        return _as_rows(self._batches[batch].slice(index - int(self._offsets[batch]), 1))[0]
 
     def where(self, index: int) -> str:
         return f"{self._path}:{index + 1}"
 
     def name(self, index: int) -> str:
         return f"{self._name}/{index + 1}"
+
+
+def _as_rows(batch: pa.RecordBatch) -> list[Row]:
+    """Python has no value for some of Arrow's, such as a time in nanoseconds; these are texts, or None where Arrow has none
+    for them either."""
+    try:
+        rows: list[Row] = batch.to_pylist()
+    except (ValueError, OverflowError):
+        columns = [_values(column) for column in batch.columns]
+        rows = [dict(zip(batch.schema.names, values, strict=True)) for values in zip(*columns, strict=True)]
+    return rows
+
+
+def _values(column: pa.Array) -> list[Any]:
+    found: list[Any]
+    try:
+        found = column.to_pylist()
+    except (ValueError, OverflowError):
+        try:
+            found = column.cast(pa.string()).to_pylist()
+        except pa.ArrowException:
+            found = [None] * len(column)
+    return found
 
 
 def _parquet_batches(path: Path) -> Iterator[pa.RecordBatch]:
@@ -172,8 +205,12 @@ class ShardedRows:
 
 
 def open_rows(files: Sequence[Path], folder: Path) -> Rows:
-    """The rows of these files. A task is named by its file, seen from the folder, and its row."""
-    shards = [_open(file, str(file.relative_to(folder).with_suffix(""))) for file in files]
+    """The rows of these files. A task is named by its file, seen from the folder, and its row; the file's suffix is part of the
+    name where another file has the same name without."""
+    relative = [file.relative_to(folder) for file in files]
+    named = Counter(name.with_suffix("") for name in relative)
+    names = [name if named[name.with_suffix("")] > 1 else name.with_suffix("") for name in relative]
+    shards = [_open(file, str(name)) for file, name in zip(files, names, strict=True)]
     return shards[0] if len(shards) == 1 else ShardedRows(shards)
 
 

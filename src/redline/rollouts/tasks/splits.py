@@ -19,12 +19,17 @@ _KEYWORDS = {
     "test": ("test", "testing", "eval", "evaluation"),
 }
 """Split → words in the names of its files or folders, as `datasets.load_dataset` knows them."""
+_PACKED = (".gz", ".bz2", ".xz", ".zst", ".lz4", ".zip")
+LEFT_OUT = "\0left out"
+"""Instead of a split's name: no recipe can ask for it."""
 _NOT_DATA = {"dataset_info.json", "dataset_infos.json", "dataset_dict.json", "state.json"}
 
 
 def find_splits(path: Path) -> Mapping[str, Files]:
-    """The files of each split, by its name; a single file is a data set without splits, named by an empty text."""
+    """The files of each split, by its name; a single file is a data set without splits, named by an empty text. Beside splits
+    with names, files that name none are under `LEFT_OUT`."""
     if path.is_file():
+        _refuse_packed(path)
         return {"": [path]}
     if not path.is_dir():
         raise TaskError(
@@ -40,6 +45,7 @@ def find_splits(path: Path) -> Mapping[str, Files]:
 
 def choose_split(path: Path, splits: Mapping[str, Files], wanted: str | None, key: str) -> Files:
     """The files of the split that the recipe's `key` names; where it names none, of `train` or of the only one."""
+    splits = {name: files for name, files in splits.items() if name != LEFT_OUT}
     if wanted is None:
         wanted = "train" if "train" in splits else next(iter(splits)) if len(splits) == 1 else None
     if wanted in splits and wanted is not None:
@@ -71,13 +77,22 @@ def _shards(folder: Path) -> Mapping[str, Files]:
     for file in sorted(folder.rglob("*")):
         relative = file.relative_to(folder)
         hidden = any(part.startswith(".") for part in relative.parts)
-        if file.is_file() and file.suffix in SUFFIXES and file.name not in _NOT_DATA and not hidden:
+        if hidden or not file.is_file() or file.name in _NOT_DATA:
+            continue
+        _refuse_packed(file)
+        if file.suffix in SUFFIXES:
             splits.setdefault(_split_of(relative), []).append(file)
     if not splits:
         raise TaskError(f"{folder}: no data in this folder", f"put files into it that end in {', '.join(SUFFIXES)}")
     if len(splits) > 1 and "" in splits:  # as `load_dataset` does, which then looks at the files that name a split alone
-        del splits[""]
+        splits[LEFT_OUT] = splits.pop("")
     return splits
+
+
+def _refuse_packed(file: Path) -> None:
+    """A run without it would train on a part of the data, and not say so."""
+    if file.suffix in _PACKED and Path(file.stem).suffix in SUFFIXES:
+        raise TaskError(f"{file}: packed files are not read", "unpack it (such as with gunzip), or move it out of the folder")
 
 
 def _split_of(file: Path) -> str:

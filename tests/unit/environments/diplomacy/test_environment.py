@@ -249,6 +249,24 @@ def test_games_begin_at_states_of_the_file_and_held_out_ones_at_others(states: P
     assert first.phase == environment.start(environment.train(0)).phase
 
 
+def test_held_out_games_begin_where_no_training_game_does_also_where_a_script_plays_there() -> None:
+    environment = Diplomacy(warm_up=1)
+    trained = set(starts(environment, (environment.train(index) for index in range(40))))
+    held_out = list(starts(environment, environment.held_out(10)))
+    assert len(set(held_out)) == len(held_out) == 10
+    assert not trained & set(held_out)
+    assert len(trained) > 5
+    assert "S1901M" not in {position.phase for position in held_out}
+
+
+def test_other_states_have_another_fingerprint(states: Path, tmp_path: Path) -> None:
+    for name, seed in (("same", 0), ("other", 50)):
+        write_states(tmp_path / name, Diplomacy(warm_up=6), 12, held_out_share=0.25, seed=seed)
+    known, same, other = (Diplomacy(states=str(path)).fingerprint() for path in (states, tmp_path / "same", tmp_path / "other"))
+    assert known == same != other
+    assert not Diplomacy().fingerprint()
+
+
 def test_states_are_at_movement_phases_of_several_years() -> None:
     environment = Diplomacy()
     positions = [from_bytes(environment.make_state(seed)) for seed in range(12)]

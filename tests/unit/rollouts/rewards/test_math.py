@@ -27,6 +27,14 @@ EQUAL = [
     (r"\begin{pmatrix}1\\2\end{pmatrix}", r"\boxed{\begin{pmatrix}1\\2\end{pmatrix}}"),
     ("3", "first 2, then 3"),
     ("$18", "18 dollars"),
+    ("7", r"At first \boxed{8}. But no, the answer is \boxed{7}."),
+    ("7", "\\boxed{7}\n#### Remarks\nnone"),
+    ("7", r"<think>\boxed{8}</think> It is 7"),
+    ("7", r"\boxed{7}, or rather \boxed{7"),
+    (r"\{1,2\}", r"\boxed{3}, no: \boxed{\{1,2\}}"),
+    ("7", r"\boxed{3+4=7}"),
+    ("0.5", r"\boxed{\frac{1}{2}=0.5}"),
+    ("7", r"\boxed{x=7}"),
 ]
 DIFFERENT = [
     ("42", r"\boxed{43}"),
@@ -37,6 +45,9 @@ DIFFERENT = [
     ("7", ""),
     ("(1,2)", "(2,1)"),
     ("-3", "3"),
+    ("8", r"At first \boxed{8}. But no, the answer is \boxed{7}."),
+    ("7", r"\boxed{6=7}"),
+    ("8", r"<think>\boxed{8}</think> It is 7"),
 ]
 
 

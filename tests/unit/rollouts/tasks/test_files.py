@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import threading
 from pathlib import Path
@@ -187,6 +188,43 @@ def test_a_damaged_file_is_refused(tmp_path: Path, suffix: str, kind: str) -> No
     path = write(tmp_path / f"rows{suffix}", sums(100))
     path.write_bytes(path.read_bytes()[:300])
     assert refusal(path)[0].startswith(f"rows{suffix}: cannot be read as {kind} file: ")
+
+
+def test_a_column_that_python_has_no_values_for_is_a_text(tmp_path: Path) -> None:
+    columns = pa.Table.from_pylist(sums(5)).append_column("when", pa.array([1] * 5, pa.timestamp("ns")))
+    parquet.write_table(columns, tmp_path / "rows.parquet")
+    source = open_tasks(tmp_path / "rows.parquet")
+    assert str(source.train(0).data["when"]) == "1970-01-01 00:00:00.000000001"
+
+
+def test_a_packed_file_is_refused_rather_than_left_out(tmp_path: Path) -> None:
+    write(tmp_path / "train-0.jsonl", sums(5))
+    (tmp_path / "train-1.jsonl.gz").write_bytes(gzip.compress(b"{}"))
+    with pytest.raises(TaskError, match=r"(?s)train-1.jsonl.gz: packed files are not read.*hint: unpack it"):
+        open_tasks(tmp_path)
+    with pytest.raises(TaskError, match="packed files are not read"):
+        open_tasks(tmp_path / "train-1.jsonl.gz")
+
+
+def test_a_file_that_names_no_split_beside_one_that_does_is_left_out_with_a_note(tmp_path: Path) -> None:
+    write(tmp_path / "train.jsonl", sums(5))
+    assert not open_tasks(tmp_path).notes
+    write(tmp_path / "extra.jsonl", sums(5, first=50))
+    source = open_tasks(tmp_path)
+    assert set.union(*questions(source)) == {row["prompt"] for row in sums(5)}
+    assert source.notes == [
+        f"{tmp_path}: 1 file(s) left out, since others name their split and these do not: extra.jsonl",
+    ]
+    assert refusal(tmp_path, split="x")[1] == "set rollouts.task.split to one of: train"
+
+
+def test_files_that_differ_by_their_suffix_alone_name_different_tasks(tmp_path: Path) -> None:
+    write(tmp_path / "train.jsonl", sums(10))
+    write(tmp_path / "train.parquet", sums(10, first=10))
+    source = open_tasks(tmp_path)
+    ids = [task.id for task in [*(source.train(index) for index in range(18)), *source.held_out(2)]]
+    assert len(set(ids)) == 20
+    assert {"train.jsonl/1", "train.parquet/1"} <= set(ids)
 
 
 def test_a_folder_without_data_is_refused(tmp_path: Path) -> None:

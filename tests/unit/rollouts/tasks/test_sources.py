@@ -280,6 +280,13 @@ def test_text_must_equal_the_reference_after_trimming(tmp_path: Path) -> None:
     assert source.score(source.train(0), "paris") == {"correct": 0.0}
 
 
+HALF = "write both halves of it, or leave it out"
+TOO_DEEP = "a field is nested too deep to be read"
+TOO_LONG = (
+    "a number is too long to be read: Exceeds the limit (4300 digits) for integer string conversion: value has 5000 digits"
+)
+
+
 def test_numbers_compare_as_numbers(tmp_path: Path) -> None:
     rows = [{"prompt": prompt, "answer": "… so #### 1,000"} for prompt in "ab"]
     source = jsonl(tmp_path, rows, extract="last_number")
@@ -323,6 +330,9 @@ def test_numbers_compare_as_numbers(tmp_path: Path) -> None:
             "answer: a NoneType, not a text or a number",
             'write "answer": "42" or "answer": 42',
         ),
+        ('{"prompt": "\\uD800", "answer": "1"}', "half a character, \\ud800, which no text can hold", HALF),
+        ('{"prompt": "1", "answer": "1", "x": ' + "[" * 100_000 + "]" * 100_000 + "}", TOO_DEEP, "flatten it"),
+        ('{"prompt": "1", "answer": ' + "9" * 5000 + "}", TOO_LONG, 'write it as a text: "answer": "123..."'),
         ({"prompt": "1", "answer": True}, "answer: a bool, not a text or a number", 'write "answer": "42" or "answer": 42'),
     ],
 )
@@ -335,6 +345,21 @@ def test_a_reference_without_a_number_is_refused_when_numbers_are_compared(tmp_p
         "sums.jsonl:1: answer = 'one': has no number to compare with",
         "set rollouts.task.extract=text",
     )
+
+
+@pytest.mark.parametrize("answer", ["1/2", "10^6", "3:30", "2 + 2 #### 1/2", "1 000"])
+def test_a_reference_of_several_numbers_is_refused_when_numbers_are_compared(tmp_path: Path, answer: str) -> None:
+    assert refusal(tmp_path, [{"prompt": "1", "answer": answer}], extract="last_number") == (
+        f"sums.jsonl:1: answer = {answer!r}: 2 numbers, and one is compared",
+        "set rollouts.task.extract=text or math; or write the number by itself, or after ####",
+    )
+
+
+@pytest.mark.parametrize(("answer", "right", "wrong"), [(".5", "0.5", "5"), ("1e5", "100,000", "5"), (1e22, "1e22", "22")])
+def test_points_and_powers_of_ten_belong_to_a_number(tmp_path: Path, answer: Any, right: str, wrong: str) -> None:
+    source = jsonl(tmp_path, [{"prompt": prompt, "answer": answer} for prompt in "ab"], extract="last_number")
+    assert source.score(source.train(0), f"it is {right}.") == {"correct": 1.0}
+    assert source.score(source.train(0), f"it is {wrong}.") == {"correct": 0.0}
 
 
 @pytest.mark.parametrize("rows", [[], ["", "  "]])
