@@ -72,7 +72,11 @@ def check(
     log = log_console()
     made = Made(name, read_params(params or []), seed)
     try:
-        report = look_at(made, Plan(tasks, limit, seed, tuple(say or ())), lambda text: log.print(text, style="dim"))
+        report = look_at(
+            made,
+            Plan(tasks, limit, seed, tuple(say or ()), other_process=":" in name),
+            lambda text: log.print(text, style="dim"),
+        )
     except KeyboardInterrupt:
         typer.echo("stopped", err=True)
         raise typer.Exit(130) from None

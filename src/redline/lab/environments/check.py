@@ -5,19 +5,18 @@ from __future__ import annotations
 import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 from redline.environments.driver import Episode, about_tokens
 from redline.errors import RedlineError, boundary
+from redline.lab.environments.alike import alike
 from redline.lab.environments.made import Made
+from redline.lab.environments.prompts import prompts
 from redline.lab.environments.snapshots import snapshot_problems
-from redline.lab.environments.trials import Plan, Trial, Trials, limited, plain, play_trials
+from redline.lab.environments.tasks import OtherProcess, look_at_tasks
+from redline.lab.environments.trials import Plan, Trial, Trials, limited, plain, play_trials, said
 from redline.lab.evidence.statistics import percentiles
 from redline.rollouts.rewards.parts import reward_parts
-from redline.rollouts.tasks.checks import check_task
-from redline.rollouts.user_code.calls import failure_of
-from redline.types import Task
 
 HOLD_S = 0.25
 """An attempt that keeps the event loop for longer holds up every other attempt of a run."""
@@ -66,58 +65,24 @@ def check(made: Made, plan: Plan, tell: Callable[[str], None]) -> Report:
     first, made_s = limited("making the environment", made.make, plan.limit_s)
     second, _ = limited("making the environment", made.make, plan.limit_s)
     report.times_s["make"] = percentiles([made_s])
-    tasks = _tasks(made, (first, second), plan, report)
-    if not tasks:
+    looked = look_at_tasks(made, (first, second), plan)
+    _add(report, "the same tasks under the same seed, others held out", looked.problems)
+    report.notes += looked.notes
+    if not looked.tasks:
         return report
-    trials = play_trials((first, second), tasks, plan, tell)
+    report.times_s["task"] = percentiles(looked.seconds)
+    other = OtherProcess(made, len(looked.tasks)) if plan.other_process and not looked.problems else None
+    trials = play_trials((first, second), looked.tasks, plan, tell)
     _judge(report, trials)
-    if (problems := snapshot_problems(made, tasks[0], plan)) is not None:
+    if other is not None and (problems := other.problems(looked.tasks, plan.limit_s)) is not None:
+        _add(report, "the same tasks in another process", problems)
+    if (problems := snapshot_problems(made, looked.tasks[0], plan)) is not None:
         _add(report, "a game goes on from a snapshot as it would have gone on", problems)
     _measure(report, trials)
     report.notes += getattr(first, "notes", list)()
     for environment in (first, second):
         getattr(environment, "close", lambda: None)()
     return report
-
-
-# ── tasks ──────────────────────────────────────────────────────────────────────────────────────────────────────────────
-
-
-def _tasks(made: Made, objects: tuple[Any, Any], plan: Plan, report: Report) -> list[Task]:
-    """Training tasks, as far as they can be used."""
-    sources = [made.tasks(one) for one in objects]
-    tasks: list[Task] = []
-    seconds: list[float] = []
-    problems: list[str] = []
-    for index in range(plan.tasks):
-        with boundary() as caught:
-            task, took_s = limited(f"train({index})", partial(sources[0].train, index), plan.limit_s)
-            tasks.append(check_task(task, f"train({index})", bare=True))
-            seconds.append(took_s)
-            other, _ = limited(f"train({index})", partial(sources[1].train, index), plan.limit_s)
-            if other != task:
-                problems.append(f"train({index}) gives another task in an environment that was made with the same seed")
-        if caught.error is not None:
-            problems.append(_said(f"train({index})", caught.error))
-            break
-    with boundary() as caught:
-        held_out, _ = limited("held_out(8)", lambda: list(sources[0].held_out(8)), plan.limit_s)
-        problems += _held_out_problems(held_out, tasks)
-    if caught.error is not None:
-        problems.append(_said("held_out(8)", caught.error))
-    if seconds:
-        report.times_s["task"] = percentiles(seconds)
-    _add(report, "the same tasks under the same seed, others held out", problems)
-    return tasks
-
-
-def _held_out_problems(held_out: Sequence[Any], tasks: Sequence[Task]) -> Iterator[str]:
-    for index, task in enumerate(held_out):
-        check_task(task, f"held_out(8)[{index}]", bare=True)
-    trained = {(task.id, str(task.messages), str(task.data)) for task in tasks}
-    for task in held_out:
-        if (task.id, str(task.messages), str(task.data)) in trained:
-            yield f"held-out task {task.id} is a training task as well: an evaluation would ask what training has shown"
 
 
 # ── attempts ───────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -130,9 +95,15 @@ def _judge(report: Report, trials: Trials) -> None:
     _add(
         report, "a reward of numbers for each role", sorted({text for one in trials.episodes for text in _score_problems(one)})
     )
-    stable, begun, broken = _prompts(trials)
-    _add(report, "prompts that go on from what was said", broken)
+    stable, begun, broken = prompts(trials)
     report.counts |= {"turns_that_go_on": stable, "turns_that_begin_anew": begun}
+    if begun and not stable and not broken:
+        report.notes.append(
+            "no turn goes on from an earlier one: each is a sequence of its own, whose whole prompt is computed; where an"
+            " attempt is one conversation, add `turn.message` and what follows to the same messages"
+        )
+    else:
+        _add(report, "prompts that go on from what was said", broken)
     if trials.longest_hold_s > HOLD_S:
         report.notes.append(
             f"it kept the event loop for up to {trials.longest_hold_s:.2f} s at a time, in which no other attempt goes on:"
@@ -146,7 +117,7 @@ def _errors(trials: Trials) -> list[str]:
     for trial in trials.trials:
         for episode in (trial.alone, trial.again, trial.together):
             if episode is not None and episode.error is not None:
-                found.setdefault(_said("play", episode.error), []).append(trial.name)
+                found.setdefault(said("play", episode.error), []).append(trial.name)
     return [
         f"{text} ({names[0]}{f', and {len(names) - 1} more attempts' if names[1:] else ''})" for text, names in found.items()
     ]
@@ -169,13 +140,13 @@ def _difference(name: str, how: str, one: Episode, other: Episode) -> Iterator[s
         mine, theirs = first.get(role, []), second.get(role, [])
         who = f" {role}" if role else ""
         for turn, (a, b) in enumerate(zip(mine, theirs, strict=False), start=1):
-            if a != b:
+            if not alike(a, b):
                 yield f"{name}: {how}, it asks{who} something else in turn {turn}: {_last(b)} instead of {_last(a)}"
                 return
         if len(mine) != len(theirs):
             yield f"{name}: {how}, it asks{who} {len(theirs)} times instead of {len(mine)}"
             return
-    if one.score != other.score:
+    if not alike(one.score, other.score):
         yield f"{name}: {how}, it scores {other.score} instead of {one.score}"
 
 
@@ -210,53 +181,6 @@ def _score_problems(episode: Episode) -> Iterator[str]:
             )
 
 
-# ── prompts ────────────────────────────────────────────────────────────────────────────────────────────────────────────
-
-
-def _prompts(trials: Trials) -> tuple[int, int, list[str]]:
-    """Turns that go on from an earlier one of their role, turns that begin a conversation anew, and what nearly goes on: an
-    earlier message that was changed, or a reply that is not as it was said."""
-    stable = begun = 0
-    broken: dict[str, None] = {}
-    for trial in trials.trials:
-        said: dict[str, list[tuple[Sequence[Any], Any]]] = {}
-        for turn, exchange in enumerate(trial.alone.exchanges, start=1):
-            earlier = said.setdefault(exchange.asked.role, [])
-            now = exchange.asked.messages
-            if any(_goes_on(now, messages, reply) for messages, reply in earlier):
-                stable += 1
-            elif earlier:
-                begun += 1
-                broken |= dict.fromkeys(_nearly(trial.name, turn, now, *earlier[-1]))
-            earlier.append((now, exchange.turn.message))
-    return stable, begun, list(broken)
-
-
-def _goes_on(now: Sequence[Any], messages: Sequence[Any], reply: Any) -> bool:
-    size = len(messages)
-    return len(now) > size and list(now[:size]) == list(messages) and _says(now[size], reply)
-
-
-def _says(message: Any, reply: Any) -> bool:
-    """Whether a message is the reply, or says the same in the assistant's name."""
-    return message == reply or (message.get("role") == "assistant" and message.get("content") == reply.get("content"))
-
-
-def _nearly(name: str, turn: int, now: Sequence[Any], messages: Sequence[Any], reply: Any) -> Iterator[str]:
-    size = len(messages)
-    if len(now) > size and list(now[:size]) == list(messages) and now[size].get("role") == "assistant":
-        yield (
-            f"{name}, turn {turn}: the reply before it is in the messages, but not as it was said: its tokens are made"
-            " anew, and the turn begins a new sequence; append `turn.message`"
-        )
-    elif any(message is reply for message in now):
-        index = next(index for index, (a, b) in enumerate(zip(now, messages, strict=False)) if a != b)
-        yield (
-            f"{name}, turn {turn}: message {index} is not what it was in the turn before: the whole prompt is computed again,"
-            " and the turn begins a new sequence; only add messages at the end"
-        )
-
-
 # ── figures ────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
@@ -271,17 +195,15 @@ def _measure(report: Report, trials: Trials) -> None:
     _measure_rewards(report, alone)
     turns = [len(one.exchanges) for one in alone]
     if turns:
-        prompts = [
-            sum(about_tokens(str(m.get("content", ""))) for m in x.asked.messages) for one in alone for x in one.exchanges
-        ]
+        sizes = [sum(about_tokens(str(m.get("content", ""))) for m in x.asked.messages) for one in alone for x in one.exchanges]
         report.counts |= {
             "attempts": len(trials.episodes),
             "roles": max(len(one.roles) for one in alone),
             "turns_least": min(turns),
             "turns_mean": statistics.fmean(turns),
             "turns_most": max(turns),
-            "prompt_tokens_mean": statistics.fmean(prompts) if prompts else 0.0,
-            "prompt_tokens_most": max(prompts, default=0),
+            "prompt_tokens_mean": statistics.fmean(sizes) if sizes else 0.0,
+            "prompt_tokens_most": max(sizes, default=0),
         }
 
 
@@ -306,10 +228,3 @@ def _add(report: Report, what: str, problems: Sequence[str] | Iterator[str]) -> 
     report.problems += found
     if not found:
         report.passed.append(what)
-
-
-def _said(what: str, error: Exception) -> str:
-    """`play raised ValueError: no number, at game.py:7, in play: …`; errors of ours have no kind."""
-    failure = failure_of("environment", error)
-    verb = ":" if isinstance(error, RedlineError) else " raised"
-    return f"{what}{verb} {failure.reason}" + (f", at {failure.where}" if failure.where else "")

@@ -5,19 +5,22 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
-from redline.environments.driver import Driver, Episode, Speaker
+from redline.environments.driver import Asked, Driver, Episode, Reply, Speaker
 from redline.environments.speakers import AnsweringSpeaker, RandomSpeaker, ScriptedSpeaker
-from redline.errors import TaskError, boundary
+from redline.errors import RedlineError, TaskError, boundary
 from redline.ports import Environment
+from redline.rollouts.user_code.calls import failure_of
 from redline.types import Task
 
 Value = TypeVar("Value")
 POLICIES = ("random", "scripted")
+ROLES = ("system", "developer", "user", "assistant", "tool")
+"""Whose name a message may be in."""
 
 
 @dataclass(slots=True, frozen=True)
@@ -31,6 +34,8 @@ class Plan:
     seed: int = 0
     says: Sequence[str] = ()
     """What the scripted policy says, in turn; without it, the task's answer."""
+    other_process: bool = False
+    """Whether tasks are asked for in another process as well."""
 
 
 @dataclass(slots=True)
@@ -92,8 +97,32 @@ def play_trials(
 def speaker(policy: str, task: Task, plan: Plan) -> Speaker:
     """A policy for one attempt, which says the same in every attempt at this task."""
     if policy == "random":
-        return RandomSpeaker(f"{plan.seed}/{task.id}")
-    return ScriptedSpeaker(plan.says) if plan.says else AnsweringSpeaker(task)
+        speak: Speaker = RandomSpeaker(f"{plan.seed}/{task.id}")
+    else:
+        speak = ScriptedSpeaker(plan.says) if plan.says else AnsweringSpeaker(task)
+
+    def look_and_speak(asked: Asked) -> Reply | Awaitable[Reply]:
+        check_messages(asked.messages)
+        return speak(asked)
+
+    return look_and_speak
+
+
+def check_messages(messages: Sequence[Any]) -> None:
+    """Raise TaskError where what a policy was asked is no list of messages that a chat template can render."""
+    for index, message in enumerate(messages):
+        if not isinstance(message, Mapping):
+            why = f"{message!r:.60}, a {type(message).__name__}, which is no message"
+        elif message.get("role") not in ROLES:
+            why = f"a message whose role is {message.get('role')!r:.60}, not one of {', '.join(ROLES)}"
+        elif not isinstance(message.get("content"), str) and not (message.get("content") is None and message.get("tool_calls")):
+            why = f"a message whose content is {message.get('content')!r:.60}, a {type(message.get('content')).__name__}"
+        else:
+            continue
+        raise TaskError(
+            f"`policy.say` was given, as message {index}, {why}",
+            'give it a list such as [{"role": "user", "content": "a text"}]',
+        )
 
 
 def _is_stuck(episode: Episode) -> bool:
@@ -128,3 +157,10 @@ def plain(episode: Episode) -> dict[str, list[Mapping[str, Any]]]:
         texts = {"messages": [dict(message) for message in one.messages], "tools": list(one.tools), "stop": list(one.stop)}
         asked.setdefault(one.role, []).append(texts)
     return asked
+
+
+def said(what: str, error: Exception) -> str:
+    """`play raised ValueError: no number, at game.py:7, in play: …`; errors of ours have no kind."""
+    failure = failure_of("environment", error)
+    verb = ":" if isinstance(error, RedlineError) else " raised"
+    return f"{what}{verb} {failure.reason}" + (f", at {failure.where}" if failure.where else "")

@@ -7,8 +7,10 @@ import random
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from redline.lab.environments.check import Report, check
@@ -108,6 +110,70 @@ class ChangingTasks(Guess):
         return Task(f"guess-{number}-{random.random()}", [{"role": "user", "content": "?"}], answer="1")
 
 
+class Numbered(Guess):
+    """Sound, of many tasks, with an array in each."""
+
+    def _task(self, number: int) -> Task:
+        return Task(
+            f"n-{number}", [{"role": "user", "content": f"{number}?"}], answer="1", data={"board": np.arange(3) + number}
+        )
+
+
+class DrawsInTurn(Numbered):
+    def __init__(self, seed: int) -> None:
+        super().__init__(seed)
+        self.rng = random.Random(seed)
+
+    def train(self, index: int) -> Task:
+        return self._task(2 * self.rng.randint(0, 10**6))
+
+
+class Hashed(Numbered):
+    def train(self, index: int) -> Task:
+        return self._task(2 * (hash(f"{self.seed}/{index}") % 10**6))
+
+
+class HoldsTrainingOut(Numbered):
+    def held_out(self, count: int) -> list[Task]:
+        return [replace(self.train(index), id=f"held-out-{index}") for index in range(count)]
+
+
+class HoldsOneOut(Numbered):
+    def held_out(self, count: int) -> list[Task]:
+        return [replace(self._task(1), id=f"held-out-{index}") for index in range(count)]
+
+
+class CountsInTheSystemMessage(Guess):
+    async def play(self, task, policy):
+        said = []
+        for turn in range(3):
+            reply = await policy.say([{"role": "system", "content": f"Turn {turn}."}, *task.messages, *said])
+            said += [{"role": "assistant", "content": reply.text}, {"role": "user", "content": "Again."}]
+        return 1.0
+
+
+class AsksAText(Guess):
+    async def play(self, task, policy):
+        await policy.say("hello")
+
+
+class AsksAsAWizard(Guess):
+    async def play(self, task, policy):
+        await policy.say([{"role": "wizard", "content": "hello"}])
+
+
+class AsksANumber(Guess):
+    async def play(self, task, policy):
+        await policy.say([{"role": "user", "content": 5}])
+
+
+class Anew(Guess):
+    async def play(self, task, policy):
+        for _ in range(2):
+            await policy.say(task.messages)
+        return 1.0
+
+
 class Sleeps(Guess):
     async def play(self, task, policy):
         time.sleep(30)
@@ -199,12 +265,36 @@ def test_a_recipe_is_checked_with_its_tasks() -> None:
         (RoleWithoutScore, "play returned no score for black"),
         (OwnHeldOut, "held-out task guess-0 is a training task as well"),
         (ChangingTasks, "train(0) gives another task in an environment that was made with the same seed"),
+        (DrawsInTurn, "train(1) gives another task when it is asked for again, in another order"),
+        (HoldsTrainingOut, "8 of 8 held-out tasks ask what one of the first 8 training tasks asks, under other ids"),
+        (HoldsOneOut, "all 8 held-out tasks ask the same"),
+        (CountsInTheSystemMessage, "message 0 is not what it was in the turn before"),
+        (AsksAText, "`policy.say` was given, as message 0, 'h', a str, which is no message"),
+        (AsksAsAWizard, "a message whose role is 'wizard', not one of system"),
+        (AsksANumber, "a message whose content is 5, a int"),
     ],
 )
 def test_what_is_wrong_is_said_in_a_sentence(kind: type, words: str) -> None:
     report = report_of(kind)
     assert report.exit_code == 1
     assert any(words in problem for problem in report.problems), report.problems
+
+
+def test_tasks_may_hold_arrays() -> None:
+    assert report_of(Numbered).problems == []
+
+
+def test_an_environment_that_holds_nothing_out_or_always_begins_anew_is_noted() -> None:
+    assert any("it holds no tasks out" in note for note in report_of(Counting, tasks=1).notes)
+    report = report_of(Anew, tasks=1)
+    assert any("no turn goes on from an earlier one" in note for note in report.notes)
+    assert "prompts that go on from what was said" not in report.passed
+
+
+def test_tasks_of_hashes_are_found_in_another_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(Path(__file__).parent)
+    report = check(Made(f"{HERE}:Hashed"), Plan(1, 60, other_process=True), lambda text: None)
+    assert ["train(0) gives another task in another process" in problem for problem in report.problems] == [True]
 
 
 def test_an_environment_that_never_ends_is_said_to_and_holds_up_nobody() -> None:
@@ -225,7 +315,9 @@ def test_the_verb_prints_one_document_and_exits_with_one(tmp_path: Path) -> None
     command = [sys.executable, "-m", "redline.cli", "env", "check", "games:NoNumber", "largest=5", "--json", "--tasks", "1"]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
     assert done.returncode == 1, done.stderr
-    assert json.loads(done.stdout)["ok"] is False
+    report = json.loads(done.stdout)
+    assert report["ok"] is False
+    assert "the same tasks in another process" in report["passed"]
     assert "WRONG  play returned 'well done'" in done.stderr
 
 
