@@ -63,10 +63,13 @@ def check(
 
     Exit code 0: nothing is wrong. 1: something is, a sentence each. 2: it cannot be made at all.
     """
+    from rich.text import Text
+
     from redline.lab.environments.check import check as look_at
     from redline.lab.environments.check_table import render
     from redline.lab.environments.made import Made, read_params
     from redline.lab.environments.trials import Plan
+    from redline.runs.told import printable
     from redline.telemetry.console.tables import log_console, results_console
 
     log = log_console()
@@ -75,7 +78,7 @@ def check(
         report = look_at(
             made,
             Plan(tasks, limit, seed, tuple(say or ()), other_process=":" in name),
-            lambda text: log.print(text, style="dim"),
+            lambda text: log.print(Text(printable(text), "dim")),
         )
     except KeyboardInterrupt:
         typer.echo("stopped", err=True)
@@ -111,18 +114,19 @@ def play(
     """
     from redline.lab.environments.made import Made, read_params
     from redline.lab.environments.play import play as play_one
+    from redline.runs.told import printable
 
     made = Made(name, read_params(params or []), seed)
     player = _player(PlayerChoice(model, url, served_model_name, api_key_env), temperature, max_tokens, seed)
     try:
-        played = play_one(made, task, player, lambda text: typer.echo(text, err=as_json), None)
+        played = play_one(made, task, player, lambda text: typer.echo(printable(text), err=as_json), None)
     except KeyboardInterrupt:
         typer.echo("stopped", err=True)
         raise typer.Exit(130) from None
     finally:
         player.close()
     if played.problem:
-        typer.echo(f"no reward: {played.problem}", err=True)
+        typer.echo(printable(f"no reward: {played.problem}"), err=True)
     if as_json:
         typer.echo(json.dumps(played.as_json()))
     raise typer.Exit(played.exit_code)
@@ -191,7 +195,7 @@ def warm(
             log.print(f"{count} of {states} states", style="dim")
 
     try:
-        header = make_file(Made(name, read_params(params or []), seed), wish, tell)
+        header = make_file(Made(name, read_params(params or []), seed), wish, tell, log.print)
     except KeyboardInterrupt:
         typer.echo("stopped; the same command goes on", err=True)
         raise typer.Exit(130) from None

@@ -76,7 +76,7 @@ def check(made: Made, plan: Plan, tell: Callable[[str], None]) -> Report:
     _judge(report, trials)
     if other is not None and (problems := other.problems(looked.tasks, plan.limit_s)) is not None:
         _add(report, "the same tasks in another process", problems)
-    if (problems := snapshot_problems(made, looked.tasks[0], plan)) is not None:
+    if (problems := snapshot_problems(made, looked.tasks, plan)) is not None:
         _add(report, "a game goes on from a snapshot as it would have gone on", problems)
     _measure(report, trials)
     report.notes += getattr(first, "notes", list)()
@@ -219,8 +219,20 @@ def _measure_rewards(report: Report, episodes: Sequence[Episode]) -> None:
     report.rewards = {
         name: {"least": min(values), "mean": statistics.fmean(values), "most": max(values)} for name, values in found.items()
     }
+    if all(episode.roles in ((), ("",)) for episode in episodes):
+        _note_missing_parts(report, found, len(episodes))
     if episodes and found and all(min(values) == max(values) for values in found.values()):
         report.notes.append("every attempt scored the same: a policy that does no better than random learns nothing from that")
+
+
+def _note_missing_parts(report: Report, found: Mapping[str, Sequence[float]], num_scores: int) -> None:
+    """Say which parts of the reward are in some scores alone, in a game without roles."""
+    for part, values in found.items():
+        if len(values) < num_scores:
+            report.notes.append(
+                f"the reward part {part} is in {len(values)} of {num_scores} scores: with a weight in `reward_weights`,"
+                " an attempt without it fails; give it each time, as 0 where it was not earned"
+            )
 
 
 def _add(report: Report, what: str, problems: Sequence[str] | Iterator[str]) -> None:

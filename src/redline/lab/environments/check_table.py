@@ -9,14 +9,15 @@ from rich.table import Table
 from rich.text import Text
 
 from redline.lab.environments.check import Report
+from redline.runs.told import printable
 from redline.telemetry.console.tables import Fitted
 
 
 def render(report: Report) -> Iterator[RenderableType]:
     """Sentences first, then figures."""
-    yield from (Text(f"ok     {text}") for text in report.passed)
-    yield from (Text(f"note   {text}") for text in report.notes)
-    yield from (Text(f"WRONG  {text}") for text in report.problems)
+    yield from (Text(printable(f"ok     {text}")) for text in report.passed)
+    yield from (Text(printable(f"note   {text}")) for text in report.notes)
+    yield from (Text(printable(f"WRONG  {text}")) for text in report.problems)
     if report.times_s:
         yield _table(
             "time of each part", ("p50", "p90", "p99"), {k: [_time(s) for s in v.values()] for k, v in report.times_s.items()}
@@ -33,7 +34,7 @@ def _table(title: str, columns: tuple[str, ...], rows: dict[str, list[str]]) -> 
     for column in columns:
         table.add_column(column, justify="right", no_wrap=True)
     for name, values in rows.items():
-        table.add_row(name, *values)
+        table.add_row(Text(printable(name)), *values)
     return Fitted(table)
 
 

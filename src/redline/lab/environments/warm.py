@@ -7,6 +7,9 @@ where the last one ended. When there are enough, the file appears as a whole and
 from __future__ import annotations
 
 import base64
+import binascii
+import fcntl
+import hashlib
 import json
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
@@ -33,16 +36,20 @@ class Wish:
     workers: int = 1
 
 
-def warm(made: Made, wish: Wish, progress: Callable[[int], None]) -> Header:
-    """Make the file. Blocks until it is there; `progress` is told how many states there are. Raises ConfigError for an
-    environment that makes no states."""
+def warm(made: Made, wish: Wish, progress: Callable[[int], None], tell: Callable[[str], None] = lambda text: None) -> Header:
+    """Make the file. Blocks until it is there; `progress` is told how many states there are, and `tell` what was damaged.
+    Raises ConfigError for an environment that makes no states, and for a file that cannot be written."""
+    if wish.out.is_dir():
+        raise ConfigError(f"--out {wish.out} is a folder", "name a file in it")
     environment: Any = made.make()
     if not callable(getattr(environment, "make_state", None)) or not hasattr(environment, "state_kind"):
         raise ConfigError(f"{made.name} makes no states to begin from", "it needs `make_state(seed) -> bytes` and `state_kind`")
     part = wish.out.with_name(f"{wish.out.name}.part")
     with KeptStates(part, environment, made, wish) as kept:
+        if kept.dropped:
+            tell(f"{part}: {kept.dropped} damaged line(s) dropped; their states are made again")
         header = write_states(wish.out, kept, wish.states, seed=wish.seed, progress=progress)
-    part.unlink(missing_ok=True)
+        part.unlink(missing_ok=True)  # while it is locked: nobody else begins to write to what goes
     return header
 
 
@@ -53,8 +60,10 @@ class KeptStates:
         self._path, self._environment, self._workers = path, environment, wish.workers
         self._known: dict[int, bytes] = {}
         """By seed."""
-        path.parent.mkdir(parents=True, exist_ok=True)
-        self._file = self._opened({"kind": environment.state_kind, "params": dict(made.params), "seed": made.seed})
+        self.dropped = 0
+        """Lines of the file that were damaged."""
+        self._file = _locked(path)
+        self._read({"kind": environment.state_kind, "params": dict(made.params), "seed": made.seed})
         spawn = get_context("spawn")
         self._pool = ProcessPoolExecutor(wish.workers, spawn, _prepare, (made,)) if wish.workers > 1 else None
 
@@ -86,25 +95,67 @@ class KeptStates:
         else:
             yield from self._pool.map(_make, chunks)
 
-    def _opened(self, head: dict[str, Any]) -> IO[str]:
-        """The file to append to, after what is in it was read. What another environment has left there is refused."""
-        lines = self._path.read_text().splitlines(keepends=True) if self._path.is_file() else []
-        whole = [line for line in lines if line.endswith("\n")]  # the last may have been cut off
-        if whole and json.loads(whole[0]) != head:
+    def _read(self, head: dict[str, Any]) -> None:
+        """Read what is in the file, and leave in it what is whole. What another environment has left there is refused."""
+        self._file.seek(0)
+        lines = self._file.read().splitlines(keepends=True)
+        first = json.dumps(head) + "\n"
+        if lines and lines[0].endswith("\n") and _json(lines[0]) != json.loads(first):
+            self._file.close()
             raise TaskError(
-                f"{self._path} was begun with other settings: {whole[0].strip()}", "go on with those, or remove the file"
+                f"{self._path} was begun with other settings, or is damaged: {lines[0].strip()[:200]!r}",
+                "go on with those, or remove the file",
             )
-        for line in whole[1:]:
-            seed, _, text = line.partition(" ")
-            self._known[int(seed)] = base64.b64decode(text)
-        file = self._path.open("w")
-        file.writelines(whole or [json.dumps(head) + "\n"])
-        file.flush()
-        return file
+        whole = [line for line in lines[1:] if line.endswith("\n")]  # the last may have been cut off
+        kept = {line: state for line in whole if (state := _state(line)) is not None}
+        self.dropped = len(whole) - len(kept)
+        self._known.update(kept.values())
+        self._file.truncate(0)
+        self._file.writelines([first, *kept])
+        self._file.flush()
+
+
+def _locked(path: Path) -> IO[str]:
+    """The file, open to append to. The kernel lets go of the lock however the process ends."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        file = path.open("a+", encoding="ascii", errors="replace", newline="\n")
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be written: {error.strerror}", "name another file with --out") from None
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        file.close()
+        raise TaskError(f"{path}: another process makes these states", "wait for it or stop it, or use another --out") from None
+    return file
+
+
+def _json(line: str) -> Any:
+    try:
+        return json.loads(line)
+    except ValueError:
+        return None
 
 
 def _line(seed: int, state: bytes) -> str:
-    return f"{seed} {base64.b64encode(state).decode()}\n"
+    said = f"{seed} {base64.b64encode(state).decode()}"
+    return f"{said} {_digest(said)}\n"
+
+
+def _state(line: str) -> tuple[int, bytes] | None:
+    """The seed and the state of a line; None for one that is not as it was written."""
+    said, _, digest = line.rstrip("\n").rpartition(" ")
+    if digest != _digest(said):
+        return None
+    seed, _, text = said.partition(" ")
+    try:
+        return int(seed), base64.b64decode(text, validate=True)
+    except (ValueError, binascii.Error):
+        return None
+
+
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 # ── in a process of its own ────────────────────────────────────────────────────────────────────────────────────────────

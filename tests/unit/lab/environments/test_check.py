@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import random
 import subprocess
@@ -12,8 +13,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from rich.console import Console
 
 from redline.lab.environments.check import Report, check
+from redline.lab.environments.check_table import render
 from redline.lab.environments.made import Made
 from redline.lab.environments.trials import Plan
 from redline.types import Reaction, Task
@@ -219,6 +222,17 @@ class LosesItsCount(Counting):
         self.count = 0
 
 
+class EmptySnapshot(Counting):
+    def snapshot(self) -> bytes:
+        return b""
+
+
+class PartOfSome(Guess):
+    async def play(self, task, policy):
+        is_right = (await policy.say(task.messages)).text == task.answer
+        return {"correct": 1.0, "bonus": 1.0} if is_right else {"correct": 0.0}
+
+
 def report_of(kind: type, limit_s: float = 10, tasks: int = 2) -> Report:
     return check(Made(f"{HERE}:{kind.__name__}"), Plan(tasks, limit_s), lambda text: None)
 
@@ -265,6 +279,7 @@ def test_a_recipe_is_checked_with_its_tasks() -> None:
         (RoleWithoutScore, "play returned no score for black"),
         (OwnHeldOut, "held-out task guess-0 is a training task as well"),
         (ChangingTasks, "train(0) gives another task in an environment that was made with the same seed"),
+        (EmptySnapshot, "snapshot() gives no bytes at all"),
         (DrawsInTurn, "train(1) gives another task when it is asked for again, in another order"),
         (HoldsTrainingOut, "8 of 8 held-out tasks ask what one of the first 8 training tasks asks, under other ids"),
         (HoldsOneOut, "all 8 held-out tasks ask the same"),
@@ -289,6 +304,21 @@ def test_an_environment_that_holds_nothing_out_or_always_begins_anew_is_noted() 
     report = report_of(Anew, tasks=1)
     assert any("no turn goes on from an earlier one" in note for note in report.notes)
     assert "prompts that go on from what was said" not in report.passed
+
+
+def test_a_part_of_the_reward_that_some_scores_lack_is_noted() -> None:
+    assert any("the reward part bonus is in 4 of 8 scores" in note for note in report_of(PartOfSome).notes)
+
+
+def test_what_is_printed_holds_no_terminal_codes() -> None:
+    report = Report("x", problems=["task \x1b[2Ja"], notes=["\x07"], rewards={"[/b]\x1b": {"least": 0.0}})
+    console = Console(file=io.StringIO(), width=100)
+    for part in render(report):
+        console.print(part)
+    printed = console.file.getvalue()
+    assert "\x1b" not in printed
+    assert "\x07" not in printed
+    assert "WRONG  task \N{REPLACEMENT CHARACTER}[2Ja" in printed
 
 
 def test_tasks_of_hashes_are_found_in_another_process(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import sys
 from pathlib import Path
 
@@ -109,3 +110,35 @@ def test_what_was_begun_with_other_settings_is_not_mixed_in(tmp_path: Path) -> N
 def test_an_environment_without_states_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="makes no states"):
         warm(Made("test_warm:NoStates"), Wish(20, tmp_path / "states.bin"), lambda count: None)
+
+
+@pytest.mark.parametrize("damage", ["junk\n", "x YQ== 0\n", "3 !!!! 0\n", "3 YWJj\n", "\0\0\0\n", "\xff\n"])
+def test_damaged_lines_are_dropped_with_a_word(tmp_path: Path, damage: str) -> None:
+    out, told = tmp_path / "states.bin", []
+    part = out.with_name("states.bin.part")
+    head = '{"kind": "numbers 1", "params": {}, "seed": 0}\n'
+    part.write_bytes((head + warm_module._line(0, b"0") + damage).encode("latin-1"))
+    warm(Made("test_warm:Numbers"), Wish(20, out), lambda count: None, told.append)
+    assert told == [f"{part}: 1 damaged line(s) dropped; their states are made again"]
+    assert min(MADE) == 1
+    assert sorted(map(int, states_of(out))) == list(range(20))
+
+
+def test_a_damaged_beginning_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "states.bin.part").write_bytes(b"\0garbage\n")
+    with pytest.raises(TaskError, match="or is damaged"):
+        warm(Made("test_warm:Numbers"), Wish(20, tmp_path / "states.bin"), lambda count: None)
+
+
+def test_a_second_writer_is_refused(tmp_path: Path) -> None:
+    with (tmp_path / "states.bin.part").open("a") as part:
+        fcntl.flock(part, fcntl.LOCK_EX)
+        with pytest.raises(TaskError, match="another process makes these states"):
+            warm(Made("test_warm:Numbers"), Wish(20, tmp_path / "states.bin"), lambda count: None)
+
+
+def test_a_folder_and_a_place_that_cannot_be_written_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    for out, words in ((tmp_path, "is a folder"), (tmp_path / "file" / "states.bin", "cannot be written")):
+        with pytest.raises(ConfigError, match=words):
+            warm(Made("test_warm:Numbers"), Wish(20, out), lambda count: None)
