@@ -284,9 +284,9 @@ def test_a_recipe_is_checked_with_its_tasks() -> None:
         (HoldsTrainingOut, "8 of 8 held-out tasks ask what one of the first 8 training tasks asks, under other ids"),
         (HoldsOneOut, "all 8 held-out tasks ask the same"),
         (CountsInTheSystemMessage, "message 0 is not what it was in the turn before"),
-        (AsksAText, "`policy.say` was given, as message 0, 'h', a str, which is no message"),
-        (AsksAsAWizard, "a message whose role is 'wizard', not one of system"),
-        (AsksANumber, "a message whose content is 5, a int"),
+        (AsksAText, "`policy.say` was given messages = 'hello', a str"),
+        (AsksAsAWizard, "one whose role is 'wizard', not one of system"),
+        (AsksANumber, "`policy.say` was given messages[0] = {"),
     ],
 )
 def test_what_is_wrong_is_said_in_a_sentence(kind: type, words: str) -> None:
