@@ -580,6 +580,54 @@ def _wait_until_the_engine_is_full(rollouts: Dispatcher) -> None:
         time.sleep(0.001)
 
 
+async def writes_into_its_task(task: Task, policy: Policy) -> float:
+    messages: Any = task.messages
+    turn = await policy.say(messages)
+    messages += [turn.message, question("And?")]
+    messages[0]["content"] += " LEAK"
+    task.data["seen"]["words"].append(turn.text)  # type: ignore[index]
+    if len(messages) != 3 or len(task.data["seen"]["words"]) != 1:
+        raise AssertionError("an earlier try wrote into this task")
+    await policy.say(messages)
+    return 1.0
+
+
+def writes_into_its_task_in_a_thread(task: Task, policy: Any) -> float:
+    task.data["seen"]["words"].append("")  # type: ignore[index]
+    policy.say(task.messages)
+    task.messages[0]["content"] += " LEAK"  # type: ignore[index]
+    return float(len(task.data["seen"]["words"]))
+
+
+@pytest.mark.parametrize("play", [writes_into_its_task, writes_into_its_task_in_a_thread])
+def test_what_an_attempt_writes_into_its_task_reaches_no_other_attempt_and_no_evaluation(make: Make, play: Any) -> None:
+    rollouts = make(play)
+    held_out = [Task("held/0", [question("exam")], data={"seen": {"words": []}, "shared": np.ones(2)})]
+    evaluations = [rollouts.evaluate(held_out) for _ in range(2)]
+    for [attempts] in evaluations:
+        assert [(t.failure, t.reward) for t in attempts if t.failure or t.reward != 1.0] == []
+    first, second = ([t.token_ids.tolist() for t in attempts] for [attempts] in evaluations)
+    assert first == second
+    assert held_out[0].messages == [question("exam")]
+    assert held_out[0].data["seen"] == {"words": []}
+
+
+def test_a_retry_gets_the_task_as_it_was(make: Make) -> None:
+    asked: list[str] = []
+
+    async def fails_once(task: Task, policy: Policy) -> float:
+        asked.append(task.messages[0]["content"])
+        task.messages[0]["content"] += " LEAK"  # type: ignore[index]
+        await policy.say(task.messages)
+        if len(asked) <= GROUP_SIZE:
+            raise ValueError("try again")
+        return 1.0
+
+    group = played(make, fails_once, environment={"retries": 1})
+    assert [t.failure for t in group.trajectories] == [None] * GROUP_SIZE
+    assert set(asked) == {"question 0"}
+
+
 @pytest.mark.parametrize("play", [two_turns, hangs, hangs_whatever_is_done])
 def test_closing_leaves_nothing_in_the_engine_and_waits_for_no_environment(make: Make, play: Any) -> None:
     engine = SteadyEngine(answer=answer)

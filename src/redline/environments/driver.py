@@ -134,7 +134,7 @@ class Driver:
         policy = _RecordedPolicy(episode, speak, self._watch)
         began = time.perf_counter()
         with boundary() as caught:
-            episode.score = await _result(self._environment, episode.task, policy)
+            episode.score = await _result(self._environment, episode.task.own_copy(), policy)
         now = time.perf_counter()
         episode.error, episode.end_s, episode.seconds = caught.error, now - policy.since, now - began
 

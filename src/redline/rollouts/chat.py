@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from redline.errors import TaskError
 from redline.rollouts.template import ChatTemplate
 from redline.rollouts.tool_calls import ToolUse
-from redline.types import Message, Task, ToolCall
+from redline.types import Message, Task, ToolCall, plain_copy
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -65,7 +66,7 @@ class Chat:
         """The same with at most `limit` tokens: the last user message loses its beginning, and keeps its end and the suffix.
         What cannot be made to fit that way comes as short as it gets."""
         prompt = self.prompt_ids(task)
-        messages = [dict(message) for message in task.messages]
+        messages = [_as_text(message) for message in task.messages]
         question = _last_question(messages)
         content = self._tokenizer.encode(question["content"], add_special_tokens=False)
         num_cut = 0
@@ -78,7 +79,7 @@ class Chat:
 
     def messages(self, task: Task) -> list[dict[str, Any]]:
         """The conversation with what the recipe adds to it."""
-        return self._with_recipe([dict(message) for message in task.messages])
+        return self._with_recipe([_as_text(message) for message in task.messages])
 
     def _with_recipe(self, messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
         _last_question(messages)["content"] += self._prompt_suffix
@@ -91,12 +92,12 @@ class Chat:
     def first_messages(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] = ()) -> list[dict[str, Any]]:
         """Messages as the template takes them, where they begin a sequence: with the recipe's system prompt, its suffix at the
         last user message, and a description of the tools where the template writes none."""
-        plain = self._with_recipe([self._template.plain(dict(message)) for message in messages])
+        plain = self._with_recipe([self._template.plain(_as_text(message)) for message in messages])
         return self.tool_use.described(self.tool_use.shown(plain), tools)
 
     def prepared(self, messages: Sequence[Message], before: Sequence[Message] = ()) -> list[dict[str, Any]]:
         """Messages as the template takes them, where they go on from those `before`."""
-        return self.tool_use.shown([self._template.plain(dict(message)) for message in messages], before)
+        return self.tool_use.shown([self._template.plain(_as_text(message)) for message in messages], before)
 
     def rendered(self, prepared: Sequence[Message], tools: Sequence[Mapping[str, Any]] = ()) -> str:
         """The text of a prompt, ready for the assistant to reply."""
@@ -140,7 +141,7 @@ class Chat:
             {
                 "id": f"call{num_calls + i:05d}",  # nine letters and digits, as Mistral's templates want them
                 "type": "function",
-                "function": {"name": call.name, "arguments": dict(call.arguments)},
+                "function": {"name": call.name, "arguments": plain_copy(dict(call.arguments))},
             }
             for i, call in enumerate(read.calls)
         ]
@@ -153,6 +154,24 @@ class Chat:
         if self._decodes_in_bulk:
             return self._tokenizer.backend_tokenizer.decode_batch(ids, skip_special_tokens=True)
         return [self._tokenizer.decode(one, skip_special_tokens=True) for one in ids]
+
+
+def _as_text(message: Message) -> dict[str, Any]:
+    """A message of its own, whose content is text where it came as parts. Raises TaskError where a part is no text."""
+    content = message.get("content")
+    if not isinstance(content, list | tuple) or not content or not all(_is_part(part) for part in content):
+        return dict(message)
+    for part in content:
+        if part["type"] != "text" or not isinstance(part.get("text"), str):
+            raise TaskError(
+                f"a message of role {message.get('role')} has a part of type {part['type']!r}; the policy reads text alone",
+                "say in words what the part shows, or leave it out",
+            )
+    return {**message, "content": "".join(part["text"] for part in content)}
+
+
+def _is_part(value: Any) -> bool:
+    return isinstance(value, Mapping) and "type" in value
 
 
 def _last_question(messages: list[dict[str, str]]) -> dict[str, str]:

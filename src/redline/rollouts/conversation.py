@@ -22,7 +22,7 @@ import numpy as np
 
 from redline.rollouts.chat import Chat
 from redline.rollouts.first_prompts import FirstPrompts
-from redline.types import Message, ToolCall
+from redline.types import Message, ToolCall, plain_copy
 
 NO_TOKENS = np.zeros(0, dtype=np.int32)
 
@@ -70,8 +70,10 @@ class _Ask:
 
     prompt_ids: np.ndarray
     starts_anew: bool
-    messages: list[Message]
+    given: list[Message]
     """As the environment gave them."""
+    messages: list[Message]
+    """The same, each reply as it was read; and the reply to this ask, once it is there."""
     prepared: list[Message]
     """As the template gets them."""
     tools: list[Mapping[str, Any]]
@@ -113,21 +115,22 @@ class Conversation:
         sequence.replies.append((start, end))
         num_calls = sum(len(message.get("tool_calls") or ()) for message in ask.messages)
         said = self._chat.said(token_ids, ask.tools, self._has_ended(token_ids), num_calls)
-        ask.messages.append(dict(said.message))
+        ask.messages.append(plain_copy(said.message))
         ask.prepared += self._chat.prepared([said.message])
         self._asked, self._said = ask, said.text
         return Reply(said.text, said.message, said.tool_calls, said.problem, start, end)
 
     def _anew(self, messages: Sequence[Message], tools: list[Mapping[str, Any]]) -> _Ask:
         first = self._first_prompts.find(messages, tools)
-        return _Ask(first.prompt_ids, True, [dict(message) for message in messages], [*first.prepared], tools)
+        given = _copies(messages)
+        return _Ask(first.prompt_ids, True, given, [*given], [*first.prepared], plain_copy(tools))
 
     def _further(self, messages: Sequence[Message], tools: list[Mapping[str, Any]]) -> _Ask | None:
         """None where the messages do not go on from the last reply, or the template cannot."""
         last = self._asked
         if last is None or not self.goes_on(messages, tools):
             return None
-        added = [dict(message) for message in messages[len(last.messages) :]]
+        said, *added = _copies(messages[len(last.given) :])
         prepared = self._chat.prepared(added, last.messages)
         tokens = self.sequences[-1].token_ids
         start, end = self.sequences[-1].replies[-1]
@@ -135,7 +138,8 @@ class Conversation:
         if tail is None:
             return None
         prompt = np.concatenate([tokens, tail])
-        return _Ask(prompt, False, [*last.messages, *added], [*last.prepared, *prepared], tools)
+        given = [*last.given, said, *added]
+        return _Ask(prompt, False, given, [*last.messages, *added], [*last.prepared, *prepared], last.tools)
 
     def _has_ended(self, reply: np.ndarray) -> bool:
         return len(reply) > 0 and int(reply[-1]) in self._stop_token_ids
@@ -145,8 +149,19 @@ class Conversation:
         kept."""
         if self._asked is None or not self._chat.keeps_replies or list(tools) != self._asked.tools:
             return False
-        known, count = self._asked.messages, len(self._asked.messages)
-        if len(messages) < count or list(messages[: count - 1]) != known[:-1]:
+        given, count = self._asked.given, len(self._asked.given)
+        if len(messages) <= count or list(messages[:count]) != given:
             return False
-        said = messages[count - 1]
-        return said == known[-1] or (said.get("role") == "assistant" and said.get("content") == self._said)
+        return self._is_the_reply(messages[count], self._asked.messages[-1])
+
+    def _is_the_reply(self, message: Message, reply: Message) -> bool:
+        """Whether a message says what the policy replied: as `turn.message` does, or with `turn.text`, and no other calls."""
+        if message == reply:
+            return True
+        is_text = message.get("role") == "assistant" and message.get("content") == self._said
+        return is_text and (not message.get("tool_calls") or message["tool_calls"] == reply.get("tool_calls"))
+
+
+def _copies(messages: Sequence[Message]) -> list[Message]:
+    """Messages that stay as they are, whatever the environment does to its own."""
+    return [plain_copy(dict(message)) for message in messages]

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from redline.rollouts.chat import Chat
-from redline.types import Message
+from redline.types import Message, plain_copy
 
 NUM_KNOWN = 32
 """Prompts that a group remembers: those of each role of a large game, and what its attempts ask next."""
@@ -37,10 +37,11 @@ class FirstPrompts:
     def find(self, messages: Sequence[Message], tools: Sequence[Any]) -> FirstPrompt:
         """Render messages, or return what came of the same ones. Raises TaskError where the template refuses them."""
         given = [dict(message) for message in messages]
+        tools = list(tools)
         for known in self._known:
             if known.messages == given and known.tools == tools:
                 return known
         prepared = self._chat.first_messages(messages, tools)
-        found = FirstPrompt(given, tools, prepared, self._chat.encoded(prepared, tools))
+        found = FirstPrompt(plain_copy(given), plain_copy(tools), prepared, self._chat.encoded(prepared, tools))
         self._known.append(found)
         return found

@@ -60,8 +60,8 @@ class Attempt:
     __slots__ = ("_play", "asked")
 
     def __init__(self, environment: Environment, task: Task) -> None:
-        """Run the environment until it asks the policy. Raises what the environment raises."""
-        self._play = environment.play(task, POLICY)
+        """Run the environment, with a copy of the task, until it asks the policy. Raises what the environment raises."""
+        self._play = environment.play(task.own_copy(), POLICY)
         try:
             ask = self._play.send(None)
         except StopIteration:

@@ -148,6 +148,87 @@ def test_a_message_that_was_changed_in_place_starts_anew() -> None:
     assert conversation.ask([*messages, said, user("Bye.")]).starts_anew
 
 
+def parts(*texts: str) -> dict[str, Any]:
+    return {"role": "user", "content": [{"type": "text", "text": text} for text in texts]}
+
+
+def test_a_part_of_a_message_that_was_changed_in_place_starts_anew_and_is_shown() -> None:
+    conversation = talk()
+    messages: list[Any] = [parts("board A")]
+    conversation.ask(messages)
+    said = conversation.replied(ids("Hello<|im_end|>")).message
+    messages[0]["content"][0]["text"] = "board ZZZ"
+    asked = conversation.ask([*messages, said, user("Bye.")])
+    assert asked.starts_anew
+    assert "board ZZZ" in TOKENIZER.decode(asked.prompt_ids)
+
+
+def test_a_first_prompt_is_not_taken_for_one_whose_part_was_changed_in_place() -> None:
+    chat = Chat(TOKENIZER, None, "")
+    prompts = FirstPrompts(chat)
+    messages: list[Any] = [parts("board A")]
+    Conversation(chat, [END], prompts).ask(messages)
+    messages[0]["content"][0]["text"] = "board ZZZ"
+    asked = Conversation(chat, [END], prompts).ask(messages)
+    assert "board ZZZ" in TOKENIZER.decode(asked.prompt_ids)
+
+
+CALL = '<tool_call>\n{"name": "look_up", "arguments": {"word": "red"}}\n</tool_call><|im_end|>'
+
+
+def test_a_call_that_was_changed_in_place_starts_anew() -> None:
+    conversation = talk("Hermes tools")
+    conversation.ask([user("Hi.")], [TOOL])
+    reply = conversation.replied(ids(CALL))
+    result = {"role": "tool", "content": "a colour"}
+    assert conversation.goes_on([user("Hi."), reply.message, result], [TOOL])
+    reply.message["tool_calls"][0]["function"]["arguments"]["word"] = "blue"
+    assert not conversation.goes_on([user("Hi."), reply.message, result], [TOOL])
+
+
+def test_parts_of_text_are_shown_as_text_with_the_suffix_behind_them() -> None:
+    asked = talk("ChatML", None, " Now.").ask([parts("See ", "here.")])
+    assert asked.prompt_ids.tolist() == talk("ChatML", None, " Now.").ask([user("See here.")]).prompt_ids.tolist()
+    assert new_text(talk(), [user("Hi.")], "Hello<|im_end|>", parts("Bye", ".")).startswith(
+        "\n<|im_start|>user\nBye.<|im_end|>"
+    )
+
+
+def test_a_part_that_is_no_text_is_refused() -> None:
+    image = {"role": "user", "content": [{"type": "image", "url": "board.png"}, {"type": "text", "text": "Your move."}]}
+    with pytest.raises(TaskError, match="a part of type 'image'"):
+        talk().ask([image])
+    conversation = talk()
+    messages, said = begun(conversation)
+    with pytest.raises(TaskError, match="a part of type 'image'"):
+        conversation.ask([*messages, said, image])
+
+
+@pytest.mark.parametrize(
+    ("template", "prefix", "sampled", "tools"),
+    [
+        ("ChatML", "It is", " 2<|im_end|>", []),
+        ("drops thinking", "", "<think>\nwell\n</think>\n\n2<|im_end|>", []),
+        ("Hermes tools", "", CALL, [TOOL]),
+    ],
+    ids=["an answer prefix", "thinking", "calls"],
+)
+def test_replies_given_back_as_their_text_go_on_turn_after_turn(template: str, prefix: str, sampled: str, tools: Any) -> None:
+    conversation, exact = (talk(template, None, "", prefix) for _ in range(2))
+    messages: list[Any] = [user("1 + 1?")]
+    exact_messages: list[Any] = [user("1 + 1?")]
+    answer = {"role": "tool", "content": "a colour"} if tools else user("Sure?")
+    for turn in range(4):
+        asked, same = conversation.ask(messages, tools), exact.ask(exact_messages, tools)
+        assert asked.starts_anew == same.starts_anew == (turn == 0)
+        assert asked.prompt_ids.tolist() == same.prompt_ids.tolist()
+        reply, exact_reply = conversation.replied(ids(sampled)), exact.replied(ids(sampled))
+        assert reply.message == exact_reply.message, "calls are counted alike"
+        messages += [{"role": "assistant", "content": reply.text}, answer]
+        exact_messages += [exact_reply.message, answer]
+    assert len(conversation.sequences) == 1
+
+
 def test_other_tools_start_anew() -> None:
     conversation = talk("Hermes tools")
     messages, said = begun(conversation)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from copy import deepcopy
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,6 +18,7 @@ from redline.lab.environments.tasks import OtherProcess, look_at_tasks
 from redline.lab.environments.trials import Plan, Trial, Trials, limited, plain, play_trials, said
 from redline.lab.evidence.statistics import percentiles
 from redline.rollouts.rewards.parts import reward_parts
+from redline.types import Task
 
 HOLD_S = 0.25
 """An attempt that keeps the event loop for longer holds up every other attempt of a run."""
@@ -72,7 +74,9 @@ def check(made: Made, plan: Plan, tell: Callable[[str], None]) -> Report:
         return report
     report.times_s["task"] = percentiles(looked.seconds)
     other = OtherProcess(made, len(looked.tasks)) if plan.other_process and not looked.problems else None
+    before = [_kept(task) for task in looked.tasks]
     trials = play_trials((first, second), looked.tasks, plan, tell)
+    report.problems += [text for pair in zip(looked.tasks, before, strict=True) for text in _changes(*pair)]
     _judge(report, trials)
     if other is not None and (problems := other.problems(looked.tasks, plan.limit_s)) is not None:
         _add(report, "the same tasks in another process", problems)
@@ -83,6 +87,24 @@ def check(made: Made, plan: Plan, tell: Callable[[str], None]) -> Report:
     for environment in (first, second):
         getattr(environment, "close", lambda: None)()
     return report
+
+
+def _kept(task: Task) -> Task | None:
+    """A copy down to its objects; None where it cannot be told whether that one and the task are the same."""
+    kept: list[Task] = []
+    with boundary():
+        copied = deepcopy(task)
+        kept += [copied] if copied == task else []
+    return kept[0] if kept else None
+
+
+def _changes(task: Task, before: Task | None) -> Iterator[str]:
+    for name in ("messages", "data") if before is not None else ():
+        if getattr(task, name) != getattr(before, name):
+            yield (
+                f"task {task.id}: play changed the task's {name}: an object in them, which all attempts share."
+                " Copy the object before you change it"
+            )
 
 
 # ── attempts ───────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -141,7 +163,7 @@ def _difference(name: str, how: str, one: Episode, other: Episode) -> Iterator[s
         who = f" {role}" if role else ""
         for turn, (a, b) in enumerate(zip(mine, theirs, strict=False), start=1):
             if not alike(a, b):
-                yield f"{name}: {how}, it asks{who} something else in turn {turn}: {_last(b)} instead of {_last(a)}"
+                yield f"{name}: {how}, it asks{who} something else in turn {turn}: {_where_they_differ(a, b)}"
                 return
         if len(mine) != len(theirs):
             yield f"{name}: {how}, it asks{who} {len(theirs)} times instead of {len(mine)}"
@@ -150,8 +172,23 @@ def _difference(name: str, how: str, one: Episode, other: Episode) -> Iterator[s
         yield f"{name}: {how}, it scores {other.score} instead of {one.score}"
 
 
-def _last(asked: Mapping[str, Any]) -> str:
-    text = str(asked["messages"][-1].get("content")) if asked["messages"] else ""
+def _where_they_differ(one: Mapping[str, Any], other: Mapping[str, Any]) -> str:
+    """The first message, or else the first option, that is another one in the second ask."""
+    mine, theirs = one["messages"], other["messages"]
+    for index, (a, b) in enumerate(zip(mine, theirs, strict=False)):
+        if a != b:
+            if a.get("content") != b.get("content"):
+                a, b = a.get("content"), b.get("content")
+            where = "" if index == len(mine) - 1 == len(theirs) - 1 else f" (message {index})"
+            return f"{_short(b)} instead of {_short(a)}{where}"
+    if len(mine) != len(theirs):
+        return f"{len(theirs)} messages instead of {len(mine)}"
+    key = next(key for key in one if one[key] != other.get(key))
+    return f"{key} {_short(other.get(key))} instead of {_short(one[key])}"
+
+
+def _short(value: Any) -> str:
+    text = str(value)
     return repr(text if len(text) <= SHOWN else text[:SHOWN] + "…")
 
 

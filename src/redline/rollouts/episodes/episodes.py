@@ -259,7 +259,7 @@ class Episodes:
         value: Any = None
         with boundary() as caught:
             if inspect.iscoroutinefunction(self._environment.play):
-                value = await self._environment.play(attempt.group.task, attempt)
+                value = await self._environment.play(attempt.group.task.own_copy(), attempt)
             else:
                 async with self._threads:
                     value = await self._in_a_thread(attempt)
@@ -273,7 +273,7 @@ class Episodes:
         def run() -> None:
             value: Any = None
             with boundary() as caught:
-                value = self._environment.play(attempt.group.task, attempt)
+                value = self._environment.play(attempt.group.task.own_copy(), attempt)
             self._loop.post(lambda: None if ended.cancelled() else ended.set_result((value, caught.error)))
 
         attempt.thread = threading.Thread(target=run, name="play", daemon=True)

@@ -73,6 +73,38 @@ class Shared(Guess):
         return float(len(self.said))
 
 
+class Board:
+    """An object of a task."""
+
+    def __init__(self) -> None:
+        self.moves = 0
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Board) and self.moves == other.moves
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+class WritesIntoTheTask(Guess):
+    async def play(self, task, policy):
+        messages = task.messages
+        messages += [(await policy.say(messages)).message, {"role": "user", "content": "Sure?"}]
+        messages[0]["content"] = "Else?"
+        await policy.say(task.messages[:1])
+        return 1.0
+
+
+class WritesIntoAnObject(Guess):
+    def _task(self, number: int) -> Task:
+        return Task(f"guess-{number}", [{"role": "user", "content": "?"}], answer="1", data={"board": Board()})
+
+    async def play(self, task, policy):
+        task.data["board"].moves += 1
+        first = {"role": "system", "content": f"Move {task.data['board'].moves}."}
+        await policy.say([first, *task.messages])
+        return 1.0
+
+
 class Retold(Guess):
     async def play(self, task, policy):
         turn = await policy.say(task.messages)
@@ -273,6 +305,8 @@ def test_a_recipe_is_checked_with_its_tasks() -> None:
         (Forgetful, "played again with the same seed and replies, it asks something else in turn 2: 'Not that one; 0."),
         (LosesItsCount, "a game restored after 1 moves answers move 2 with Reaction(observation='1'"),
         (Shared, "played beside other attempts, it scores"),
+        (WritesIntoAnObject, "task guess-0: play changed the task's data: an object in them, which all attempts share"),
+        (WritesIntoAnObject, "something else in turn 1: 'Move 2.' instead of 'Move 1.' (message 0)"),
         (Retold, "append `turn.message`"),
         (Rewritten, "message 0 is not what it was in the turn before"),
         (NoNumber, "play returned 'well done', a str; it must return a number"),
@@ -325,6 +359,10 @@ def test_tasks_of_hashes_are_found_in_another_process(monkeypatch: pytest.Monkey
     monkeypatch.chdir(Path(__file__).parent)
     report = check(Made(f"{HERE}:Hashed"), Plan(1, 60, other_process=True), lambda text: None)
     assert ["train(0) gives another task in another process" in problem for problem in report.problems] == [True]
+
+
+def test_an_attempt_may_write_into_its_own_copy_of_the_task() -> None:
+    assert report_of(WritesIntoTheTask).problems == []
 
 
 def test_an_environment_that_never_ends_is_said_to_and_holds_up_nobody() -> None:
