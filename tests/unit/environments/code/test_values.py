@@ -53,8 +53,13 @@ def test_what_is_too_deep_too_long_or_its_own_part_is_refused() -> None:
 @pytest.mark.parametrize(
     "line",
     [b"", b"x", b"{}", b'{"a": 1, "b": 2}', b'{"eval": 1}', b'{"bytes": 3}', b'{"set": [[]]}', b"[" * 100_000, b"\xff",
-     b'{"dict": [1]}'],
+     b'{"dict": [1]}', b'{"set": [1, 1]}'],
 )  # fmt: skip
 def test_no_line_does_more_than_fail(line: bytes) -> None:
     with pytest.raises(NotPlainError):
         unpack(line)
+
+
+def test_a_set_that_names_a_member_twice_is_refused_also_where_it_is_not_hashed() -> None:
+    with pytest.raises(NotPlainError, match="twice"):
+        unpack(b'{"set": [1, 2, 1]}', hashed=False)

@@ -86,4 +86,6 @@ def _value(data: Any, depth: int, kinds: dict[str, Callable[[Any], Any]]) -> Any
         raise NotPlainError(f"not a value: {kind!r}")
     if kind == "dict" and not all(isinstance(pair, list) and len(pair) == 2 for pair in content):
         raise NotPlainError("not a mapping")
+    if kind == "set" and len({json.dumps(one) for one in content}) < len(content):
+        raise NotPlainError("not a set: a member comes twice")
     return kinds[kind](content if kind == "bytes" else [_value(one, depth - 1, kinds) for one in content])
