@@ -153,3 +153,30 @@ def test_a_scratch_folder_that_is_a_link_or_anothers_is_not_used(tmp_path: Path,
     with pytest.raises(TaskError, match="not a folder of this user's alone"):
         Sandbox(Limits(5, 256, 4, 16, 8)).run(Program("print(1)"), [""])
     assert kept.exists()
+
+
+def test_errors_and_iterators_of_a_program_reach_asserts_as_what_they_are(sandbox: Sandbox) -> None:
+    program = (
+        "class Odd(KeyError): pass\n"
+        "def f(x):\n    if x < 0: raise ValueError('below')\n    raise Odd(x)\n"
+        "def count():\n    n = 0\n    while True:\n        yield n\n        n += 1\n"
+        "def upto(n):\n    return (i for i in range(n))\n"
+        "def stop(x): raise StopIteration\ndef false(): assert False\ndef text(): b'\\xff'.decode()\ndef all(x): return True"
+    )
+    tests = [
+        "try:\n    f(-1)\n    assert False\nexcept ValueError as error:\n    assert str(error) == 'below'",
+        "try:\n    f(1)\n    assert False\nexcept KeyError:\n    pass",
+        "try:\n    text()\n    assert False\nexcept ValueError:\n    pass",
+        "assert list(upto(3)) == [0, 1, 2]",
+        "import itertools\nassert list(itertools.islice(count(), 3)) == [0, 1, 2]",
+        "try:\n    f(1)\nexcept ValueError:\n    pass",
+        "assert all(map(stop, [1, 2])) == True",
+        "false()",
+        "assert all(x > 0 for x in upto(3)) == True",
+    ]
+    verdicts = sandbox.judge(program, tests)
+    assert verdicts[:5] == [""] * 5
+    assert verdicts[5].startswith("the program raised Odd")
+    assert verdicts[6].startswith("the program raised StopIteration")
+    assert verdicts[7].startswith("the program raised AssertionError")
+    assert verdicts[8] == "AssertionError"

@@ -9,6 +9,7 @@ from __future__ import annotations
 import ast
 import atexit
 import builtins
+import itertools
 import json
 import linecache
 import os
@@ -16,7 +17,7 @@ import sys
 import threading
 import traceback
 import types
-from collections.abc import Callable
+from collections.abc import Callable, ItemsView, Iterator, KeysView, ValuesView
 from typing import Any
 
 from redline.environments.code.inside.values import LONGEST, NotPlainError, pack, unpack
@@ -39,8 +40,9 @@ def serve(source: str) -> int:
     names: dict[str, Any] = {}
     failure = _status_of(lambda: names.update(_execute(source, "answer")), leave=False)
     lines.send(pack({"loaded": not failure}))
+    iterators: list[Iterator[Any]] = []
     while not failure and (line := lines.receive()):
-        lines.send(_reply(unpack(line), names))
+        lines.send(_reply(unpack(line), names, iterators))
     return failure
 
 
@@ -54,6 +56,10 @@ def judge(tests: list[str]) -> int:
     verdicts = [_verdict(test, lines) if loaded and unpack(loaded)["loaded"] else "the program did not load" for test in tests]
     os.write(verdicts_to, json.dumps(verdicts).encode())
     return 0
+
+
+class AnswerError(Exception):
+    """What the answer raised, in words."""
 
 
 class Lines:
@@ -118,15 +124,24 @@ def _print_error(error: BaseException) -> None:
     print("".join(line for line in lines if ours not in line), file=sys.stderr, end="")
 
 
-def _reply(request: dict[str, Any], names: dict[str, Any]) -> bytes:
+def _reply(request: dict[str, Any], names: dict[str, Any], iterators: list[Iterator[Any]]) -> bytes:
+    """The value of a call or an expression, the place of an iterator among `iterators`, or the error with the names of its
+    classes."""
     try:
+        if "next" in request:
+            return pack({"values": list(itertools.islice(iterators[request["next"]], 1))})
         if "call" in request:
-            return pack({"value": names[request["call"]](*request["args"], **request["named"])})
+            value = names[request["call"]](*request["args"], **request["named"])
+            if not isinstance(value, Iterator | KeysView | ValuesView | ItemsView | range):
+                return pack({"value": value})
+            iterators.append(iter(value))
+            return pack({"iterator": len(iterators) - 1})
         return pack({"value": eval(compile(request["eval"], "<test>", "eval"), names)})
     except NotPlainError as error:
         return pack({"error": f"{error}"})
     except BaseException as error:
-        return pack({"error": f"{type(error).__name__}: {error}"[:2000]})
+        kinds = [kind.__name__ for kind in type(error).__mro__ if kind.__module__ == "builtins"]
+        return pack({"error": f"{type(error).__name__}: {error}"[:2000], "kinds": kinds, "words": f"{error}"[:2000]})
 
 
 def _verdict(test: str, lines: Lines) -> str | None:
@@ -135,22 +150,51 @@ def _verdict(test: str, lines: Lines) -> str | None:
         used = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
         names: dict[str, Any] = {name: _remote(name, lines) for name in used if not hasattr(builtins, name)}
         exec(compile(tree, "<test>", "exec", dont_inherit=True), names)
-    except AssertionError as error:
-        return f"AssertionError: {error}"[:MOST_WORDS] if str(error) else "AssertionError"
     except BaseException as error:
-        return f"{type(error).__name__}: {error}"[:MOST_WORDS]
+        if isinstance(error.__cause__, AnswerError):
+            return f"the program raised {error.__cause__}"[:MOST_WORDS]
+        if not isinstance(error, AssertionError):
+            return f"{type(error).__name__}: {error}"[:MOST_WORDS]
+        return f"AssertionError: {error}"[:MOST_WORDS] if str(error) else "AssertionError"
     return None
 
 
 def _remote(name: str, lines: Lines) -> Callable[..., Any]:
     def call(*arguments: Any, **named: Any) -> Any:
-        lines.send(pack({"call": name, "args": arguments, "named": named}))
-        line = lines.receive()
-        if not line:
-            raise EOFError("the program ended")
-        reply = unpack(line)
-        if "error" in reply:
-            raise RuntimeError(reply["error"])
-        return reply["value"]
+        reply = _ask({"call": name, "args": arguments, "named": named}, lines)
+        return _values(reply["iterator"], lines) if "iterator" in reply else reply["value"]
 
     return call
+
+
+def _values(iterator: int, lines: Lines) -> Iterator[Any]:
+    while values := _ask({"next": iterator}, lines)["values"]:
+        yield values[0]
+
+
+def _ask(request: dict[str, Any], lines: Lines) -> dict[str, Any]:
+    lines.send(pack(request))
+    line = lines.receive()
+    if not line:
+        raise EOFError("the program ended")
+    reply: dict[str, Any] = unpack(line)
+    if "error" in reply:
+        raise _error(reply) from AnswerError(reply["error"])
+    return reply
+
+
+def _error(reply: dict[str, Any]) -> Exception:
+    """An error of the built-in class nearest to that of the answer's error. An end of iteration is none: `all(map(f, inputs))`
+    would take it for the end of the inputs."""
+    for name in reply.get("kinds", []):
+        kind = getattr(builtins, name, None)
+        if (
+            isinstance(kind, type)
+            and issubclass(kind, Exception)
+            and kind not in (StopIteration, StopAsyncIteration, Exception)
+        ):
+            try:
+                return kind(reply["words"])
+            except TypeError:
+                continue  # it is made from more than words; its base is not
+    return RuntimeError(reply["error"])
