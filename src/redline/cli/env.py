@@ -71,6 +71,7 @@ def check(
     from redline.lab.environments.trials import Plan
     from redline.runs.told import printable
     from redline.telemetry.console.tables import log_console, results_console
+    from redline.telemetry.console.unread_output import dropping_unread_output
 
     log = log_console()
     made = Made(name, read_params(params or []), seed)
@@ -83,10 +84,11 @@ def check(
     except KeyboardInterrupt:
         typer.echo("stopped", err=True)
         raise typer.Exit(130) from None
-    for part in render(report):
-        results_console(as_json=as_json).print(part, soft_wrap=True)
-    if as_json:
-        typer.echo(json.dumps(report.as_json()))
+    with dropping_unread_output():  # the exit code says what was found, whether or not anybody reads on
+        for part in render(report):
+            results_console(as_json=as_json).print(part, soft_wrap=True)
+        if as_json:
+            typer.echo(json.dumps(report.as_json()))
     raise typer.Exit(report.exit_code)
 
 

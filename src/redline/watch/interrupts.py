@@ -19,14 +19,16 @@ class Interrupts:
     def __init__(self, tell: Callable[[str], None]) -> None:
         self._tell = tell
         self.requested = False
+        self._listened_to: list[signal.Signals] = []
 
     @contextmanager
     def listening(self) -> Iterator[None]:
         """Inside the block the first Ctrl-C, SIGTERM or SIGHUP (its terminal was closed) asks the run to end after the step in
-        flight; the second ends the process at once. A run under nohup, which ignores SIGHUP, goes on ignoring it."""
+        flight; the second, of any kind, ends the process at once. A run under nohup, which ignores SIGHUP, still ignores it."""
         wanted = [signal.SIGINT, signal.SIGTERM]
         if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
             wanted.append(signal.SIGHUP)
+        self._listened_to = wanted
         before = {number: signal.signal(number, self._request_stop) for number in wanted}
         try:
             yield
@@ -36,7 +38,8 @@ class Interrupts:
 
     def _request_stop(self, number: int, frame: FrameType | None) -> None:
         self.requested = True
-        signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
+        for each in self._listened_to:
+            signal.signal(each, signal.default_int_handler if each == signal.SIGINT else signal.SIG_DFL)
         self._tell("stopping after this step; once more stops at once")
 
 

@@ -49,7 +49,8 @@ def test_a_first_signal_asks_the_run_to_stop_and_a_second_one_does_what_it_alway
         assert not watch.should_stop()
         os.kill(os.getpid(), number)
         assert watch.should_stop()
-        assert signal.getsignal(number) is (signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
+        for second in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # of whatever kind it is
+            assert signal.getsignal(second) is (signal.default_int_handler if second == signal.SIGINT else signal.SIG_DFL)
     assert signal.getsignal(number) is before
 
 

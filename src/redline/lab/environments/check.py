@@ -17,6 +17,7 @@ from redline.lab.environments.snapshots import snapshot_problems
 from redline.lab.environments.tasks import OtherProcess, look_at_tasks
 from redline.lab.environments.trials import Plan, Trial, Trials, limited, plain, play_trials, said
 from redline.lab.evidence.statistics import percentiles
+from redline.rollouts.episodes.scores import scores_of_roles
 from redline.rollouts.rewards.parts import reward_parts
 from redline.types import Task
 
@@ -117,6 +118,7 @@ def _judge(report: Report, trials: Trials) -> None:
     _add(
         report, "a reward of numbers for each role", sorted({text for one in trials.episodes for text in _score_problems(one)})
     )
+    report.notes += sorted({text for one in trials.episodes for text in _score_notes(one, trials)})
     stable, begun, broken = prompts(trials)
     report.counts |= {"turns_that_go_on": stable, "turns_that_begin_anew": begun}
     if begun and not stable and not broken:
@@ -193,17 +195,18 @@ def _short(value: Any) -> str:
 
 
 def scores_by_role(episode: Episode) -> Mapping[str, Any]:
-    """Role → what it scored; one without a name in a game without roles."""
-    if episode.roles in ((), ("",)):
-        return {"": episode.score}
-    return episode.score if isinstance(episode.score, Mapping) else {}
+    """Role → what it scored; one without a name in a game without roles, and where the score is that of all roles."""
+    score = episode.score
+    by_role = isinstance(score, Mapping) and any(role and role in score for role in episode.roles)
+    return score if by_role else {"": score}
 
 
 def _score_problems(episode: Episode) -> Iterator[str]:
     if episode.error is not None:
         return
     scores = scores_by_role(episode)
-    without = [role or "the role without a name" for role in episode.roles if role not in scores]
+    by_role = scores is episode.score
+    without = [role or "the role without a name" for role in episode.roles if by_role and role not in scores]
     if episode.exchanges and without:
         yield f"play returned no score for {', '.join(without)}: a game of several roles returns a mapping from role to score"
         return
@@ -211,11 +214,28 @@ def _score_problems(episode: Episode) -> Iterator[str]:
         yield f"play ended before it asked the policy anything (task {episode.task.id})"
     for score in scores.values():
         with boundary() as caught:
-            reward_parts(score)
+            reward_parts(score) if by_role else scores_of_roles(score, episode.roles or ("",), {})
         if caught.error is not None:
             yield (
-                caught.error.message.replace("`score`", "play") if isinstance(caught.error, RedlineError) else str(caught.error)
+                caught.error.message.replace("`score`", "play").replace("`play`", "play")
+                if isinstance(caught.error, RedlineError)
+                else str(caught.error)
             )
+
+
+def _score_notes(episode: Episode, trials: Trials) -> Iterator[str]:
+    """What is odd about a score, and may be meant so."""
+    score = episode.score
+    if episode.error is not None or not episode.exchanges:
+        return
+    if isinstance(score, Mapping) and not score:
+        yield "play returned {}, a reward without parts: it counts as 0"
+    elif any(episode.roles) and not (isinstance(score, Mapping) and any(role in score for role in episode.roles)):
+        yield f"roles spoke ({', '.join(episode.roles)}), and the score is not by role: all roles get the same score"
+    elif any(episode.roles):
+        spoken = {role for one in trials.episodes for role in one.roles}
+        if unknown := [str(name)[:SHOWN] for name in score if name not in spoken]:
+            yield f"play returned a score for {', '.join(unknown[:10])}, and no such role spoke in any attempt: it is left out"
 
 
 # ── figures ────────────────────────────────────────────────────────────────────────────────────────────────────────────

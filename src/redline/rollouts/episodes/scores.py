@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from redline.errors import TaskError
+from redline.errors import TaskError, shortened
 from redline.rollouts.rewards.parts import reward_parts, total_reward
 
 TRUNCATED_PART = "truncated"
@@ -23,10 +23,29 @@ def scores_of_roles(score: Any, roles: Sequence[str], weights: Mapping[str, floa
     missing = [role for role in roles if by_role and role not in score]
     if missing:
         raise TaskError(
-            f"`play` returned a score for {', '.join(map(str, score))} and none for {missing[0]!r}, who has spoken",
+            f"`play` returned a score for {', '.join(map(str, list(score)[:10]))} and none for {missing[0]!r}, who has spoken",
             "return a score for every role that `policy.say` was called with",
         )
+    if isinstance(score, Mapping) and not by_role:
+        _check_that_parts_are_meant(score, roles)
     return {role: _weighed(score[role] if by_role else score, weights) for role in roles}
+
+
+def _check_that_parts_are_meant(score: Mapping[Any, Any], roles: Sequence[str]) -> None:
+    """Raise TaskError where names that are no role of the attempt are those of roles all the same: each has named parts of its
+    own, or is written as a role is but for its case. As parts of one reward they would be added up."""
+    known = {role.strip().casefold() for role in roles if role}
+    are_roles = any(isinstance(value, Mapping) for value in score.values())
+    if are_roles or any(isinstance(name, str) and name.strip().casefold() in known for name in score):
+        spoke = f"the roles that have spoken are {_listed(roles)}" if known else "no role has spoken"
+        raise TaskError(
+            f"`play` returned scores for {_listed(list(score))}, and {spoke}",
+            "give `policy.say` the role that speaks, `role=`, by the name that its score has",
+        )
+
+
+def _listed(names: Sequence[Any]) -> str:
+    return ", ".join(shortened(repr(name), 60) for name in names[:10]) + (f" and {len(names) - 10} more" if names[10:] else "")
 
 
 def _weighed(score: Any, weights: Mapping[str, float]) -> Scored:

@@ -11,6 +11,7 @@ import numpy as np
 
 from redline.errors import TaskError
 from redline.ports import TaskSource
+from redline.say_arguments import MAX_NAME
 
 Extract = Literal["last_number", "text", "answer_tag"]
 
@@ -29,6 +30,8 @@ REWARD_MODEL_PART = "reward_model"
 """What a reward model's score is called among the parts of a reward, and in `rollouts.reward_weights`."""
 NUMBER_PART = "reward"
 """What a `score` that is one number is called among them."""
+MAX_PARTS = 64
+"""Named parts of one reward: each is a metric."""
 LARGEST = float(np.finfo(np.float32).max)
 EXPECTED = 'end `{}` with `return 1.0`, or with `return {{"correct": 1.0, "format": 0.5}}`'
 """`{}` is the function that returned something else."""
@@ -71,6 +74,8 @@ def reward_parts(score: object, what: str = "score") -> dict[str, float]:
     `reward`. Raises TaskError where it is neither, or holds what the trainer's float32 has no number for: a NaN would reach
     every weight."""
     if isinstance(score, Mapping):
+        if len(score) > MAX_PARTS:
+            raise TaskError(f"`{what}` returned {len(score)} named parts; {MAX_PARTS} are the most", "add some of them up")
         return {_part_name(name, what): _part_value(name, value, what) for name, value in score.items()}
     if not _is_number(score):
         raise TaskError(f"`{what}` returned {_shown(score)}; it must return a number, or named numbers", EXPECTED.format(what))
@@ -78,8 +83,11 @@ def reward_parts(score: object, what: str = "score") -> dict[str, float]:
 
 
 def _part_name(name: object, what: str) -> str:
-    if isinstance(name, str):
+    if isinstance(name, str) and len(name) <= MAX_NAME:
         return name
+    if isinstance(name, str):
+        hint = f"a name has at most {MAX_NAME} characters: it is that of a metric"
+        raise TaskError(f"`{what}` returned a part whose name has {len(name):,} characters: {name[:60]!r}…", hint)
     raise TaskError(f"`{what}` returned a part called {_shown(name)}; names are texts", EXPECTED.format(what))
 
 

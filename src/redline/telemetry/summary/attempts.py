@@ -15,6 +15,11 @@ import numpy as np
 from redline.telemetry.summary.percentiles import latency_metrics, phase_metrics
 from redline.types import FinishReason, Trajectory, TrajectoryGroup, by_attempt
 
+MAX_PARTS = 64
+"""Parts of rewards that have a metric in a row."""
+FEW_PARTS = 8
+"""So many have one in any case."""
+
 
 def attempt_metrics(groups: Sequence[TrajectoryGroup]) -> dict[str, float]:
     """The metrics of a step that its attempts alone decide."""
@@ -49,12 +54,16 @@ def reward_metrics(section: str, by_role: Sequence[Sequence[Trajectory]]) -> dic
 
 
 def _part_means(section: str, scored: Sequence[Trajectory]) -> dict[str, float]:
-    """A part that an attempt does not have counts as 0, among the roles of which some have it."""
+    """A part that an attempt does not have counts as 0, among the roles of which some have it. Where there are many parts,
+    those that one attempt alone has are only counted: names that are new every time would make metrics for ever."""
     roles: dict[str, set[str]] = {}
+    counts = Counter(name for t in scored for name in t.reward_parts)
+    shown = {name for name, count in counts.most_common(MAX_PARTS) if count > 1 or len(counts) <= FEW_PARTS}
     for t in scored:
-        for name in t.reward_parts:
+        for name in shown & t.reward_parts.keys():
             roles.setdefault(name, set()).add(t.role)
-    return {
+    left_out = {f"{section}/parts_left_out": len(counts) - len(shown)} if len(counts) > len(shown) else {}
+    return left_out | {
         f"{section}/reward_{name}_mean": _mean([t.reward_parts.get(name, 0.0) for t in scored if t.role in roles[name]])
         for name in sorted(roles)
     }

@@ -395,3 +395,39 @@ def test_a_name_that_there_is_not_gets_a_hint() -> None:
     assert (done.returncode, done.stdout) == (2, "")
     assert "'diplomazy': no such environment" in done.stderr
     assert "hint: " in done.stderr
+
+
+class ScoresAnother(Guess):
+    async def play(self, task, policy):
+        await policy.say(task.messages, role="white")
+        await policy.say(task.messages, role="black")
+        return {"white": 1.0, "black": 0.0, "format": 0.5}
+
+
+class SameForAll(Guess):
+    async def play(self, task, policy):
+        await policy.say(task.messages, role="white")
+        return 1.0
+
+
+class NoParts(Guess):
+    async def play(self, task, policy):
+        await policy.say(task.messages)
+        return {}
+
+
+@pytest.mark.parametrize(
+    ("name", "note"),
+    [
+        ("ScoresAnother", "play returned a score for format, and no such role spoke in any attempt: it is left out"),
+        ("SameForAll", "roles spoke (white), and the score is not by role: all roles get the same score"),
+        ("NoParts", "play returned {}, a reward without parts: it counts as 0"),
+    ],
+)
+def test_scores_that_are_odd_are_noted(name: str, note: str) -> None:
+    assert note in check(Made(f"{HERE}:{name}", {}, 0), Plan(1), lambda text: None).notes
+
+
+def test_the_exit_code_is_what_was_found_when_nobody_reads_the_whole_output() -> None:
+    command = f"{sys.executable} -m redline env check guess_number --tasks 1 2>/dev/null | true; exit ${{PIPESTATUS[0]}}"
+    assert subprocess.run(["bash", "-c", command], check=False).returncode == 0

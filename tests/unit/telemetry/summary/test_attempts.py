@@ -149,3 +149,11 @@ def test_alerts_take_the_attempts_that_were_made() -> None:
 
 def test_game_of_support_is_what_it_says() -> None:
     assert [t.finish_reason for t in game(0)] == [FinishReason.STOP, FinishReason.STOP, FinishReason.LENGTH]
+
+
+def test_parts_under_a_new_name_in_every_attempt_make_no_metrics_and_are_counted() -> None:
+    attempts = [[trajectory([1], [2], reward=1.0, reward_parts={"won": 1.0, f"new {i}": 1.0})] for i in range(20)]
+    metrics = reward_metrics("rollouts", attempts)
+    assert [name for name in metrics if name.startswith("rollouts/reward_") and "new" in name] == []
+    assert metrics["rollouts/reward_won_mean"] == 1.0
+    assert metrics["rollouts/parts_left_out"] == 20
