@@ -25,7 +25,7 @@ def test_verbs_stand_in_the_order_in_which_people_need_them() -> None:
     places = [text.index(f"│ {name} ") for name in NAMES]
     assert places == sorted(places)
     assert NAMES[0] == "train"
-    assert list(ROOT.commands) == NAMES
+    assert list(ROOT.commands) == [*NAMES, "env"]
     assert "redline train recipes/demo.yaml" in text
 
 

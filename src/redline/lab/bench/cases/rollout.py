@@ -202,7 +202,7 @@ def recipe_of(settings: RolloutSettings) -> Config:
 
 def _refuse_conversations(run: Path, recipe: Mapping[str, Any]) -> None:
     """Replies of one turn are replayed by their lengths; what an environment answered in between is not known any more."""
-    if recipe.get("rollouts", {}).get("environment"):
+    if (recipe.get("rollouts", {}).get("environment") or {}).get("name"):
         raise ConfigError(
             f"replay = {run}: its attempts were played in an environment",
             "measure the environment itself: redline bench rollout environment=NAME",
