@@ -10,6 +10,7 @@ RESULT_FIELDS = {"name", "value", "unit", "samples", "bound", "fraction_of_bound
 SMALL = ("model=builtin:tiny", "prompts=4", "new_tokens=8", "pairs=2", "num_threads=1")
 
 
+@pytest.mark.slow
 def test_generate_ends_with_a_document_that_has_every_field(tmp_path: Path) -> None:
     done = redline("bench", "generate", *SMALL, "--json", "--save", "results", cwd=tmp_path)
     assert done.returncode == 0, done.stderr

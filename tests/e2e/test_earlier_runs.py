@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import pytest
 from support.paths import ROOT
 from support.processes import only_run, rows, succeed
 
@@ -12,6 +13,7 @@ RECORDED = ROOT / "tests" / "unit" / "config" / "recorded" / "smoke.json"
 """The config.json that an earlier version wrote for recipes/smoke.yaml."""
 
 
+@pytest.mark.slow
 def test_a_run_with_the_config_of_an_earlier_version_is_resumed_and_shown(tmp_path: Path) -> None:
     recipe = ROOT / "recipes" / "smoke.yaml"
     succeed("train", recipe, "run.steps=2", "run.checkpoint_every=1", "run.device=cpu", "run.num_threads=1", cwd=tmp_path)

@@ -62,6 +62,7 @@ def ask_and_never_read(running: Site) -> socket.socket:
     return connect(running, f"{head}\r\n\r\n".encode() + body)
 
 
+@pytest.mark.slow
 def test_a_client_that_never_reads_the_end_does_not_keep_its_connection() -> None:
     with serving(client_timeout_s=0.3) as (server, _, running), ask_and_never_read(running):
         running.wait_until(lambda: running.engine.num_open == 1)

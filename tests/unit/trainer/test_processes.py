@@ -78,6 +78,7 @@ def assert_same_outcome(together: list[Outcome], alone: Outcome) -> None:
     assert_close(part_of(first.state, "exp_avg/"), part_of(alone.state, "exp_avg/"), tolerance=1e-4)
 
 
+@pytest.mark.slow
 @strategies(*QUICK)
 def test_three_steps_end_in_the_weights_of_a_single_process(
     strategy: dict[str, Any], two: Ranks, bench: Bench, batches: list[TrainBatch]

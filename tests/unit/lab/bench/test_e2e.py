@@ -41,6 +41,7 @@ def run(**values: object) -> E2ERun:
     return E2ERun(**{"ends_s": [1.0, 2.0, 3.0], "rewards": [0.1, 0.2, 0.6], **known, **values})  # type: ignore[arg-type]
 
 
+@pytest.mark.slow
 def test_every_lag_is_measured_and_compared_with_lockstep() -> None:
     settings = make_settings("e2e", [*COMMON, "pairs=2", "lags=0,2"])
     assert isinstance(settings, E2ESettings)
@@ -93,6 +94,7 @@ def test_late_groups_are_dropped_where_one_asks_for_it() -> None:
     assert [e2e.recipe(settings, lag, 0).buffer.late_groups for lag in (0, 2)] == ["wait", "drop"]
 
 
+@pytest.mark.slow
 def test_in_lockstep_the_two_sides_share_the_step_between_them() -> None:
     settings = make_settings("e2e", [*COMMON, "pairs=1", "lags=0"])
     result = e2e.measure(settings, Console(file=io.StringIO())).results[0]  # type: ignore[arg-type]

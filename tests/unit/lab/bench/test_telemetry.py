@@ -2,12 +2,14 @@ from __future__ import annotations
 
 import io
 
+import pytest
 from rich.console import Console
 
 from redline.lab.bench.run import bench
 from redline.lab.bench.settings import make_settings
 
 
+@pytest.mark.slow
 def test_the_case_times_spans_and_pairs_a_recorded_loop_with_one_that_is_not() -> None:
     settings = make_settings(
         "telemetry",

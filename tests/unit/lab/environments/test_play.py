@@ -153,6 +153,7 @@ def test_messages_without_calls_go_to_the_api_as_they_are() -> None:
     assert list(as_openai(messages)) == messages
 
 
+@pytest.mark.slow
 def test_the_verb_works_in_a_pipe(tmp_path: Path) -> None:
     (tmp_path / "sums.py").write_text(Path(__file__).read_text())
     command = [sys.executable, "-m", "redline.cli", "env", "play", "sums:Sums", "--json"]

@@ -102,6 +102,7 @@ def test_the_trainer_gets_the_lengths_of_each_step_and_the_same_tokens_for_a_see
             assert prompts[0] == prompts[1], "a group shares its prompt"
 
 
+@pytest.mark.slow
 def test_the_trainer_trains_on_them(run: Path) -> None:
     settings = make_settings("trainer", ["model=builtin:tiny", *COMMON, f"replay={run}", "peers=none", "pairs=2", "warmup_s=0"])
     measured = trainer.measure(settings, Console(file=io.StringIO()))  # type: ignore[arg-type]
