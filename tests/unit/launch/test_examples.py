@@ -24,7 +24,7 @@ def _examples_are_importable(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def reverse_word(seed: int = 0, **params: Any) -> TaskSource:
-    return make_task_source(ImportTask(kind="import", path="custom_task:ReverseWord", params=params), seed)
+    return make_task_source(ImportTask(kind="import", path="custom_task:ReverseWord", folder=EXAMPLES, params=params), seed)
 
 
 def test_the_gold_answer_scores_one() -> None:

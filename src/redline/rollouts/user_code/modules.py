@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import sys
-from contextlib import suppress
 from importlib.machinery import PathFinder
 from pathlib import Path
 from types import ModuleType
@@ -26,6 +25,8 @@ class FolderImports:
         self._folder: Path | None = None
         self._there_before: set[str] | None = None
         """Modules there were when the folder was put on `sys.path` here; None where it is there for another reason."""
+        self._entry: str | None = None
+        """The very object that was put on `sys.path` here."""
         self._names: set[str] = set()
         """Modules and packages at the top of the folder."""
         self._stamps: dict[str, Stamp] = {}
@@ -40,7 +41,8 @@ class FolderImports:
         self._folder = folder
         # Last, not first: a folder called `datasets` beside the recipe must not hide the package of that name.
         if str(folder) not in sys.path:
-            sys.path.append(str(folder))
+            self._entry = str(folder)
+            sys.path.append(self._entry)
             self._there_before = set(sys.modules)
         before = set(sys.modules)
         try:
@@ -65,8 +67,7 @@ class FolderImports:
             ours = {name for name in self._names if _lies_in(sys.modules.get(name), self._folder)}
             if self._there_before is not None:
                 ours |= self._new_since(self._there_before)  # with what a method of the task imported later
-                with suppress(ValueError):  # somebody else has removed it
-                    sys.path.remove(str(self._folder))
+                sys.path[:] = [entry for entry in sys.path if entry is not self._entry]  # and not somebody else's of that name
             for name in [name for name in sys.modules if name.partition(".")[0] in ours]:
                 del sys.modules[name]
         self._folder, self._there_before, self._names, self._stamps = None, None, set(), {}
