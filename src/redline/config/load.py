@@ -8,7 +8,7 @@ import difflib
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeVar, get_args
+from typing import Any, TypeVar, get_args, get_origin
 
 import yaml
 from pydantic import ValidationError
@@ -183,7 +183,9 @@ def _open_section(values: dict[str, Any], parts: Sequence[str], override: str) -
 def _is_text(parts: Sequence[str]) -> bool:
     """Whether the schema wants text here. Keys of a task depend on its kind, and stay as YAML reads them."""
     field = locate(parts).field
-    return field is not None and (field.annotation is str or str in get_args(field.annotation))
+    if field is None or get_origin(field.annotation) is dict:
+        return False  # the arguments of a mapping's type begin with that of its names
+    return field.annotation is str or str in get_args(field.annotation)
 
 
 def _only_looks_parsed(value: Any) -> bool:

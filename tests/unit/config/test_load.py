@@ -11,6 +11,7 @@ from pydantic import BaseModel
 
 from redline.config import Config, load_recipe, resolve, validate
 from redline.config.changes import changes
+from redline.config.load import make_config
 from redline.config.resolve import bfloat16_flags
 from redline.config.sections.tasks import FileTask
 from redline.config.sections.telemetry import TelemetryConfig
@@ -86,6 +87,13 @@ def test_an_override_may_fill_a_section_that_is_empty_in_the_recipe(tmp_path: Pa
 
 def test_an_override_reaches_the_parameters_of_a_task(tmp_path: Path) -> None:
     assert load(tmp_path, "", "rollouts.task.params.min_terms=3").rollouts.task.params == {"min_terms": 3}
+
+
+def test_an_override_of_an_environments_parameter_is_what_yaml_reads() -> None:
+    given = ("largest=7", "rate=1e-2", "is_hard=true", "word=seven")
+    overrides = [f"rollouts.environment.params.{one}" for one in given]
+    config = make_config({"model": {"path": "x"}, "rollouts": {"environment": {"name": "guess_number"}}}, overrides)
+    assert config.rollouts.environment.params == {"largest": 7, "rate": 0.01, "is_hard": True, "word": "seven"}
 
 
 def test_an_override_of_a_text_key_stays_text_when_it_looks_like_a_number_or_a_date(tmp_path: Path) -> None:
