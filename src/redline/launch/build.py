@@ -24,7 +24,7 @@ from redline.launch.models import LoadedModel, load_reward_model, load_trainable
 from redline.launch.placement import Placement
 from redline.launch.preflight import LoadedTasks
 from redline.launch.stages import Stages
-from redline.ports import Rollouts
+from redline.ports import Rollouts, SteppedEngine
 from redline.rollouts import Chat, Dispatcher, RolloutSetup
 from redline.rollouts.prompts import Prompts, prompt_limit
 from redline.rollouts.tasks.files import FileTasks
@@ -42,14 +42,22 @@ TRANSPORTS: Mapping[str, Callable[[Mapping[str, torch.Tensor]], Transport]] = {"
 """Name → a transport to an engine that reads these tensors."""
 
 
-def build(config: Config, folder: RunFolder, progress: Progress, placement: Placement, tasks: LoadedTasks) -> Stages:
-    """Load the model and make the five stages of a recipe, connected. `placement` and `tasks` are the recipe's own."""
+def build(
+    config: Config,
+    folder: RunFolder,
+    progress: Progress,
+    placement: Placement,
+    tasks: LoadedTasks,
+    around_engine: Callable[[SteppedEngine], SteppedEngine] = lambda engine: engine,
+) -> Stages:
+    """Load the model and make the five stages of a recipe, connected. `placement` and `tasks` are the recipe's own. A benchmark
+    that says more of the samples than a recipe can puts something `around_engine`."""
     tell = progress.note
     tell(f"loading {config.model.path}")
     model = load_trainable_policy(config)
     trainer = make_trainer(config, model, folder, tell)
     engine = make_engine(model.decoder, config.engine, model.tokenizer)
-    session = EngineSession(engine, wait_for_device=lambda: _wait_for(config.run.device))
+    session = EngineSession(around_engine(engine), wait_for_device=lambda: _wait_for(config.run.device))
     setup = make_rollout_setup(config, model, engine, tasks)
     held_out = _without_bad_prompts(tasks, setup, tell)
     weight_sync = make_weight_sync(placement, trainer, engine, session)

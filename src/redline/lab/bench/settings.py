@@ -229,6 +229,9 @@ class E2ESettings(EngineSettings):
     """Attempts per task."""
     max_new_tokens: PositiveInt = 64
     """Most tokens per attempt."""
+    lengths: Literal["sampled", "log-normal"] = "sampled"
+    """`sampled`: an attempt ends where the model ends it. `log-normal`: at a length that is drawn for it, most of them short,
+    none above `max_new_tokens`, about an eighth of that on average."""
     warmup_steps: PositiveInt = 3
     """Steps before the clock starts."""
     steps: PositiveInt = 12

@@ -1,15 +1,18 @@
-"""An engine that makes every attempt as long as it was in a recorded run."""
+"""An engine that makes every attempt as long as somebody says: as it was in a recorded run, or as drawn."""
 
 from __future__ import annotations
 
 import hashlib
 import itertools
+import math
+import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
 import numpy as np
 
 from redline.errors import EngineError
+from redline.lab.material.train_batches import SPREAD
 from redline.ports import SteppedEngine
 from redline.types import Delta, EngineStats, GenerateRequest, WeightUpdate
 
@@ -17,18 +20,39 @@ STREAM_BITS = 32
 """Low bits of a request's seed that hold the index of its group; the run's seed stands above."""
 
 
+class LogNormalLengths(Mapping[int, np.ndarray]):
+    """Index of a group → lengths of its attempts, log-normal with a mean of an eighth of `longest`, where they are cut. The
+    same seed gives the same group the same lengths."""
+
+    def __init__(self, longest: int, group_size: int, seed: int) -> None:
+        self._longest = longest
+        self._group_size = group_size
+        self._seed = seed
+
+    def __getitem__(self, index: int) -> np.ndarray:
+        median = self._longest / 8 / math.exp(SPREAD**2 / 2)
+        drawn = median * np.random.default_rng([self._seed, index]).lognormal(sigma=SPREAD, size=self._group_size)
+        return np.clip(drawn, 1, self._longest).astype(np.int64)
+
+    def __iter__(self) -> Iterator[int]:
+        return itertools.count()
+
+    def __len__(self) -> int:
+        return sys.maxsize
+
+
 class ForcedLengths:
-    """Each of a request's n completions becomes a request of its own that ends after as many tokens as were recorded, and
+    """Each of a request's n completions becomes a request of its own that ends after as many tokens as `lengths` says, and
     nowhere else. Implements `ports.SteppedEngine`.
 
     They share their prompt by the prefix cache, block by block, where one request of n computes it once."""
 
-    def __init__(self, engine: SteppedEngine) -> None:
+    def __init__(self, engine: SteppedEngine, lengths: Mapping[int, np.ndarray] | None = None) -> None:
         self._engine = engine
         self._ids = itertools.count()
         self._singles: dict[int, tuple[int, int]] = {}
         """The engine's number of a single request → that of the request it is a part of, and its attempt."""
-        self.lengths: Mapping[int, np.ndarray] = {}
+        self.lengths: Mapping[int, np.ndarray] = {} if lengths is None else lengths
         """Index of a group → tokens of each of its attempts."""
 
     def submit(self, request: GenerateRequest, *, streaming: bool = False) -> int:

@@ -14,19 +14,22 @@ from redline.launch.build import build
 from redline.launch.placement import place
 from redline.launch.preflight import load_tasks
 from redline.launch.stages import Stages
+from redline.ports import SteppedEngine
 from redline.telemetry import Progress, Recorder, RunFolder
 from redline.types import StepReport, TrainBatch, TrajectoryGroup, WeightUpdate
 from redline.watch.rows import FinishedStep
 
 
 @contextmanager
-def scratch_stages(config: Config) -> Iterator[Stages]:
+def scratch_stages(
+    config: Config, around_engine: Callable[[SteppedEngine], SteppedEngine] = lambda engine: engine
+) -> Iterator[Stages]:
     """The connected stages of a recipe, in this process and without a word on the console. Closes them at the end of the block.
-    Settings of the process are the caller's: call `prepare_process` first."""
+    Settings of the process are the caller's: call `prepare_process` first. Rollouts step what `around_engine` returns."""
     with tempfile.TemporaryDirectory(prefix="redline-lab-") as scratch:
         folder = RunFolder.create(Path(scratch), "scratch")
         quiet = Progress(config.run.steps, console=Console(quiet=True))
-        stages = build(config, folder, quiet, place(config), load_tasks(config))
+        stages = build(config, folder, quiet, place(config), load_tasks(config), around_engine)
         try:
             yield stages
         finally:

@@ -24,6 +24,7 @@ from redline.lab.bench.cases.e2e_lengths import Lengths, beside, length_results
 from redline.lab.bench.settings import E2ESettings
 from redline.lab.evidence.document import Bound, Measured, PeerFigure, Result
 from redline.lab.evidence.statistics import compare
+from redline.lab.material.forced_lengths import ForcedLengths, LogNormalLengths
 from redline.lab.material.random_folders import as_path
 from redline.lab.measure.machine import Machine, device_name, free_memory, measure_machine
 from redline.lab.measure.pairs import interleave
@@ -32,6 +33,7 @@ from redline.lab.plan.devices import CPU_PRICE, find_device
 from redline.launch.process import prepare_process
 from redline.launch.stages import Stages
 from redline.models.sizes.flops import NetworkCost
+from redline.ports import SteppedEngine
 from redline.telemetry import Recorder, recording
 from redline.types import TrajectoryGroup
 from redline.watch.rows import FinishedStep
@@ -157,14 +159,24 @@ def measure(settings: E2ESettings, console: Console) -> Measured:
 
 
 def _side(settings: E2ESettings, lag: int) -> Callable[[int], E2ERun]:
-    return lambda number: run_loop(recipe(settings, lag, settings.seed + number), settings.warmup_steps, settings.steps)
+    def run(number: int) -> E2ERun:
+        config = recipe(settings, lag, settings.seed + number)
+        return run_loop(config, settings.warmup_steps, settings.steps, settings.lengths == "log-normal")
+
+    return run
 
 
-def run_loop(config: Config, skip: int, steps: int) -> E2ERun:
+def run_loop(config: Config, skip: int, steps: int, draws_lengths: bool = False) -> E2ERun:
     """The loop of `redline train` in a folder that is thrown away."""
+
+    def around(engine: SteppedEngine) -> SteppedEngine:
+        rollouts = config.rollouts
+        lengths = LogNormalLengths(rollouts.max_new_tokens, rollouts.group_size, config.run.seed)
+        return ForcedLengths(engine, lengths) if draws_lengths else engine
+
     prepare_process(config)
     recorder = Recorder(keep_spans=False)
-    with recording(recorder), scratch_stages(config) as stages:
+    with recording(recorder), scratch_stages(config, around) as stages:
         clock = Clock(skip, NetworkCost.of(stages.model.decoder), stages.buffer_metrics)
         before = _until(stages, clock, skip, recorder)
         after = _until(stages, clock, skip + steps, recorder)
