@@ -11,6 +11,10 @@
     │   └── EngineMemoryError        the device had no memory to compute the request
     ├── TrainingError      a step produced numbers that must not be trained on
     │   └── NoRoomError              the trainer does not fit into the device's memory
+    ├── WireError          another process did not do what it was asked over a connection
+    │   ├── WireClosed               it has ended the connection, or cannot be reached
+    │   ├── WireTimeout              it did not answer in time
+    │   └── PeerError                it answered with an error of its own
     ├── CompareError       a side of a comparison cannot be run, or a saved result cannot be read
     └── RunFolderError     a run folder is missing, torn, or belongs to another run
         └── DamagedCheckpointError   one checkpoint cannot be read; another may do
@@ -82,6 +86,27 @@ class TrainingError(RedlineError):
 
 class NoRoomError(TrainingError):
     """The trainer does not fit into the device's memory, however small its micro-batches are."""
+
+
+class WireError(RedlineError):
+    """Another process did not do what it was asked over a connection, or sent what is no frame."""
+
+
+class WireClosed(WireError):  # noqa: N818  named for what happened
+    """Another process has ended the connection, or cannot be reached."""
+
+
+class WireTimeout(WireError):  # noqa: N818
+    """Another process did not answer in time."""
+
+
+class PeerError(WireError):
+    """Another process answered with an error of its own, whose words it has."""
+
+    def __init__(self, message: str, hint: str = "", kind: str = "") -> None:
+        super().__init__(message, hint)
+        self.kind = kind
+        """The class of the error there."""
 
 
 class CompareError(RedlineError):

@@ -36,6 +36,7 @@ WAITING = {
     "redline.engine.adapters.seeds": "seeds for engines that know one per sequence",
     "redline.engine.adapters.sglang": "SGLang as the engine of a run",
     "redline.engine.adapters.vllm": "vLLM as the engine of a run",
+    "redline.wire": "frames between the processes of a run",
 }
 """Modules that no verb reaches yet, and what each is for. They pass the contract suite of engines and wait for runs whose
 stages are in several processes; until then no recipe key, hint or page offers them. One that is reached has to leave this
