@@ -1,29 +1,29 @@
 """The one way to make each stage of a recipe, and to connect them.
 
-    recipe ─┬─► policy ─┬─► trainer ────────────────┐
-            │           └─► engine ─► session ─┬────┴─► weight_sync
-            ├─► tasks ─────────────────────────┴─► rollouts ─┐
-            └─► store ───────────────────────────────────────┴─► buffer
+    recipe ─┬─► policy ──► trainer ──────────────────────┬─► weight_sync
+            ├─► engine side ─► engine ─► session ─┬──────┘
+            ├─► tasks ────────────────────────────┴─► rollouts ─┐
+            └─► store ──────────────────────────────────────────┴─► buffer
 
-Engines by themselves are made in `engines.py`.
+The engine side is made in `engine_side.py`, engines by themselves in `engines.py`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 
 import torch
 
 from redline.buffer import GroupBuffer, GroupStore, MemoryStore, TrajectoryStore
 from redline.buffer.store.segments import SEGMENT_BYTES
 from redline.config import Config
-from redline.engine import EngineSession, NativeEngine
+from redline.engine import EngineSession
 from redline.environments.single_turn import SingleTurn
-from redline.launch.engines import make_engine
+from redline.launch.engine_side import colocated
 from redline.launch.models import LoadedModel, load_reward_model, load_trainable_policy
 from redline.launch.placement import Placement
 from redline.launch.preflight import LoadedTasks
-from redline.launch.stages import Stages
+from redline.launch.stages import RunEngine, Stages
 from redline.ports import Rollouts, SteppedEngine
 from redline.rollouts import Chat, Dispatcher, RolloutSetup
 from redline.rollouts.prompts import Prompts, prompt_limit
@@ -31,15 +31,13 @@ from redline.rollouts.tasks.files import FileTasks
 from redline.telemetry import Progress, RunFolder, span
 from redline.trainer import PolicyTrainer, Sampling
 from redline.types import Task
-from redline.weight_sync import SharedStorage, WeightProtocol
+from redline.weight_sync import WeightProtocol
 from redline.weight_sync.transport import Transport
 
 Tell = Callable[[str], None]
 QUEUE_DEPTH = 2
 """Replies that environments may have under way in the engine, in units of `engine.max_num_seqs`: enough that a row which
 becomes free finds the next prompt there, and few enough that groups begun earlier go first."""
-TRANSPORTS: Mapping[str, Callable[[Mapping[str, torch.Tensor]], Transport]] = {"shared": SharedStorage}
-"""Name → a transport to an engine that reads these tensors."""
 
 
 def build(
@@ -56,11 +54,11 @@ def build(
     tell(f"loading {config.model.path}")
     model = load_trainable_policy(config)
     trainer = make_trainer(config, model, folder, tell)
-    engine = make_engine(model.decoder, config.engine, model.tokenizer)
-    session = EngineSession(around_engine(engine), wait_for_device=lambda: _wait_for(config.run.device))
-    setup = make_rollout_setup(config, model, engine, tasks)
+    engines = colocated(config, model, trainer)
+    session = EngineSession(around_engine(engines.engine), wait_for_device=lambda: _wait_for(config.run.device))
+    setup = make_rollout_setup(config, model, engines.engine, tasks)
     held_out = _without_bad_prompts(tasks, setup, tell)
-    weight_sync = make_weight_sync(placement, trainer, engine, session)
+    weight_sync = make_weight_sync(placement, trainer, engines.transport, session)
     rollouts = make_rollouts(placement, setup, session)
     store = make_store(config, folder, tell)
     return Stages(
@@ -69,7 +67,8 @@ def build(
         trainer=trainer,
         weight_sync=weight_sync,
         synced_engine=weight_sync.engine,
-        engine=engine,
+        engine=engines.engine,
+        close_engines=engines.close,
         session=session,
         store=store,
         model=model,
@@ -91,7 +90,7 @@ def make_trainer(config: Config, model: LoadedModel, folder: RunFolder, tell: Te
         )
 
 
-def make_rollout_setup(config: Config, model: LoadedModel, engine: NativeEngine, tasks: LoadedTasks) -> RolloutSetup:
+def make_rollout_setup(config: Config, model: LoadedModel, engine: RunEngine, tasks: LoadedTasks) -> RolloutSetup:
     """Bring together what rollouts are made from: tasks, chat template, limits of the engine, a model that judges."""
     rollouts = config.rollouts
     return RolloutSetup(
@@ -133,17 +132,15 @@ def _without_bad_prompts(tasks: LoadedTasks, setup: RolloutSetup, tell: Tell) ->
 
 
 def make_weight_sync(
-    placement: Placement, trainer: PolicyTrainer, engine: NativeEngine, session: EngineSession
+    placement: Placement, trainer: PolicyTrainer, transport: Transport, session: EngineSession
 ) -> WeightProtocol:
-    """Connect the trainer to an engine in its process, which reads the tensors that the trainer writes."""
-    trained = trainer.weights().tensors
-    engine_tensors = {name: tensor.detach() for name, tensor in engine.decoder.named_parameters() if name in trained}
+    """Connect the trainer to its engines. One that reads the trainer's own tensors is held while a step overwrites them."""
 
     def wait_for_device() -> None:
         if not placement.is_lockstep:  # there both launch on one stream
             _wait_for(placement.stages["trainer"].device)
 
-    weight_sync = WeightProtocol(TRANSPORTS["shared"](engine_tensors), session, wait_for_device)
+    weight_sync = WeightProtocol(transport, session, wait_for_device)
     trainer.writing = weight_sync.writing
     return weight_sync
 

@@ -1,9 +1,9 @@
-"""The five stages of a process, connected. They are known here by what they can do, never by their classes."""
+"""The five stages of a run, connected. They are known here by what they can do, never by their classes."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Protocol
@@ -12,13 +12,23 @@ from torch import Tensor
 
 from redline import loop
 from redline.buffer import GroupStore
+from redline.engine.native.admission import Limits
 from redline.launch.models import LoadedModel
 from redline.ports import Buffer, Engine, Rollouts, Session, SteppedEngine, Trainer, Watch, WeightSync
-from redline.types import EngineStats, Task, Trajectory, TrajectoryGroup
+from redline.types import EngineStats, GenerateRequest, Task, Trajectory, TrajectoryGroup
 
 
 class RunEngine(SteppedEngine, Protocol):
-    """An engine that says how much memory it holds."""
+    """An engine that says what it can serve and how much memory it holds."""
+
+    @property
+    def limits(self) -> Limits:
+        """What it can serve."""
+        ...
+
+    def check(self, request: GenerateRequest) -> None:
+        """Raise EngineError where a request cannot be served as asked. Any thread may ask."""
+        ...
 
     def memory(self) -> Mapping[str, int]:
         """Bytes by kind that it holds besides the network."""
@@ -65,7 +75,7 @@ class RunBuffer(Buffer, Protocol):
 
 @dataclass(slots=True)
 class Stages:
-    """The stages of one process. Implements `watch.watched.Watched`."""
+    """The stages of one run. Implements `watch.watched.Watched`."""
 
     rollouts: Rollouts
     buffer: RunBuffer
@@ -74,13 +84,15 @@ class Stages:
     synced_engine: Engine
     """The engine as the loop has it: an update goes through `weight_sync`."""
     engine: RunEngine
-    """The engine itself."""
+    """The engine itself; several in other processes are one here."""
+    close_engines: Callable[[], None]
+    """Ends the processes that engines run in, where there are any."""
     session: Session
     """Owns the engine: hold it to use the engine between two steps."""
     store: GroupStore
     """Where the buffer keeps its groups."""
     model: LoadedModel
-    """The network that trainer and engine share."""
+    """The network that is trained. An engine in this process samples from it."""
     held_out: Sequence[Task]
 
     def run(self, watch: Watch, steps: int, trainer: Trainer | None = None) -> None:
@@ -131,5 +143,8 @@ class Stages:
 
     def close(self) -> None:
         """Cancel what is under way, end all threads and close the files. Blocks for some seconds at most."""
-        self.rollouts.close()
-        self.store.close()
+        try:
+            self.rollouts.close()
+        finally:
+            self.close_engines()
+            self.store.close()
