@@ -8,7 +8,8 @@
     ├── BudgetError        an attempt has no turns or tokens left; raised into the environment, which may catch it
     ├── EngineError        a request cannot be served as asked
     │   ├── BrokenModelError         the model gave numbers that cannot be sampled from
-    │   └── EngineMemoryError        the device had no memory to compute the request
+    │   ├── EngineMemoryError        the device had no memory to compute the request
+    │   └── EngineLostError          the process of an engine has ended, or does not answer
     ├── TrainingError      a step produced numbers that must not be trained on
     │   └── NoRoomError              the trainer does not fit into the device's memory
     ├── WireError          another process did not do what it was asked over a connection
@@ -78,6 +79,10 @@ class BrokenModelError(EngineError):
 
 class EngineMemoryError(EngineError):
     """The device had no memory to compute the request; other requests go on."""
+
+
+class EngineLostError(EngineError):
+    """The process of an engine has ended, does not answer, or did not start."""
 
 
 class TrainingError(RedlineError):

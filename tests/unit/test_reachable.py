@@ -36,6 +36,13 @@ WAITING = {
     "redline.engine.adapters.seeds": "seeds for engines that know one per sequence",
     "redline.engine.adapters.sglang": "SGLang as the engine of a run",
     "redline.engine.adapters.vllm": "vLLM as the engine of a run",
+    "redline.engine.remote": "an engine in another process",
+    "redline.engine.remote.client": "an engine in another process, as its user sees it",
+    "redline.engine.remote.records": "requests and pieces as frames",
+    "redline.engine.remote.service": "an engine in another process, as it answers",
+    "redline.launch.workers": "processes of a run beside its own",
+    "redline.launch.workers.engine_worker": "the program of an engine's process",
+    "redline.launch.workers.spawn": "how the process of an engine is started",
     "redline.wire": "frames between the processes of a run",
 }
 """Modules that no verb reaches yet, and what each is for. They pass the contract suite of engines and wait for runs whose

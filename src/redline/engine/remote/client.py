@@ -1,0 +1,304 @@
+"""An engine in another process, as this one sees it.
+
+The other process steps its engine by itself. `step` here only takes what has come, and waits a moment where nothing has. What
+is sampled depends on the request and the weights alone, so that it is the same as from an engine in this process.
+
+    submit, abort, call ──► connection ──► the other process
+    step ◄── arrived ◄── the reading thread ◄── pieces, returned, pulse
+
+The other process is lost when its connection ends, when nothing has come from it for `silence_s` seconds (it pulses twice a
+second), or when a step of it lasts longer than `step_s`. From then on every call raises `EngineLostError`, with the reason.
+"""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as FutureTimeout
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from redline.engine.native.admission import Limits, check_request
+from redline.engine.remote.records import engine_error, pieces_from, request_fields
+from redline.errors import EngineError, EngineLostError, WireError, WireTimeout
+from redline.types import Delta, EngineStats, GenerateRequest, WeightUpdate
+from redline.wire import Connection, Frame, connect
+
+Event = tuple[int, Delta | EngineError]
+WAIT_S = 0.005
+"""Seconds that a step waits for pieces. What a caller submits meanwhile is sent after it."""
+LISTEN_S = 0.5
+"""Seconds between two looks at how long nothing has come."""
+CALL_S = 600.0
+"""Seconds for a call between two steps: one of them may be the first of a large model."""
+
+
+@dataclass(slots=True, frozen=True)
+class Patience:
+    """When an engine that does not answer is taken for lost."""
+
+    connect_s: float = 30.0
+    """Seconds to open the connection and hear from the engine."""
+    silence_s: float = 15.0
+    """Seconds without a pulse: the process is stopped, or its machine cannot be reached."""
+    step_s: float = 900.0
+    """Seconds that one step may last; the first of a large model compiles kernels."""
+
+
+class RemoteEngine:
+    """Stands for an engine in another process. Implements `ports.SteppedEngine`. Methods are for one thread at a time, but
+    `sampled_tokens`, `stats` and `why_lost` for any."""
+
+    def __init__(
+        self,
+        connection: Connection,
+        name: str,
+        *,
+        patience: Patience | None = None,
+        why_ended: Callable[[], str] = lambda: "",
+        arrived: threading.Event | None = None,
+    ) -> None:
+        """`name` is what errors call the engine. `why_ended` says why its process has ended, and may wait a second for that.
+        `arrived` is set whenever something has come: engines that are waited for together share one. Blocks until the other
+        side has said what it can serve."""
+        self.name = connection.name = name
+        self._connection, self._why_ended = connection, why_ended
+        self._patience = patience or Patience()
+        about = self._first_frame()
+        self.limits = Limits(**about["limits"]) if about["limits"] else None
+        """What a request must satisfy; None where only the engine itself knows."""
+        self._adapters = tuple(about["adapters"])
+        self._stats = EngineStats(**about["stats"])
+        self._ids, self._calls = itertools.count(), itertools.count()
+        self._missing: dict[int, int] = {}
+        """Number of a request under way → completions that have not come."""
+        self._sampled: dict[int, dict[int, int]] = {}
+        self._waiting: dict[int, Future[Any]] = {}
+        self._events: list[Event] = []
+        self._lock = threading.Lock()
+        self._arrived = arrived or threading.Event()
+        self._lost: str | None = None
+        self._is_closed = False
+        threading.Thread(target=self._read, name=f"{name} reader", daemon=True).start()
+
+    def _first_frame(self) -> dict[str, Any]:
+        frame = self._connection.receive(self._patience.connect_s)
+        if frame.kind != "ready":
+            raise WireError(f"{self.name} began with {frame.kind!r}", "both sides must be of one version of redline")
+        return frame.fields
+
+    # ── requests ───────────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def check(self, request: GenerateRequest) -> None:
+        """Raises EngineError where it cannot be served as asked, as far as that is known here."""
+        if self.limits is not None:
+            check_request(request, self.limits, self._adapters)
+
+    def submit(self, request: GenerateRequest, *, streaming: bool = False) -> int:
+        """Send a request and return its number. What only the engine itself has against it comes with a later step. Raises
+        EngineError, and EngineLostError where the process is lost."""
+        self.check(request)
+        number = next(self._ids)
+        fields, buffers = request_fields(request)
+        with self._lock:
+            self._missing[number] = request.sampling.n
+        self._send("submit", {"id": number, "streaming": streaming, **fields}, buffers)
+        return number
+
+    def abort(self, request_id: int) -> None:
+        """End a request; nothing more of it comes. Unknown and finished ones are ignored."""
+        with self._lock:
+            known = self._missing.pop(request_id, None)
+            self._sampled.pop(request_id, None)
+            self._events = [event for event in self._events if event[0] != request_id]
+        if known is not None and self._lost is None:
+            self._send("abort", {"id": request_id})
+
+    def sampled_tokens(self, request_id: int) -> Mapping[int, int]:
+        """Index of each completion that is not finished → tokens it had at the last pulse."""
+        return self._sampled.get(request_id, {})
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self._missing or self._events or (self._lost is not None and not self._is_closed))
+
+    def step(self) -> list[Event]:
+        """Return what has come; wait for it for a moment where nothing has. Raises EngineLostError."""
+        self._arrived.wait(WAIT_S)
+        self._arrived.clear()
+        return self.take()
+
+    def take(self) -> list[Event]:
+        """Return what has come since the last call. Does not block. Raises EngineLostError once everything was taken."""
+        with self._lock:
+            events, self._events = self._events, []
+        if not events:
+            self._raise_if_lost()
+        return events
+
+    # ── between two steps ──────────────────────────────────────────────────────────────────────────────────────────────
+
+    def apply(self, update: WeightUpdate) -> None:
+        """Sample from this version from now on. Blocks until the engine has noted it."""
+        self.call("apply", **asdict(update))
+
+    def reset_prefix_cache(self) -> None:
+        """Find no prompt again that was computed before. Blocks until the engine's step has ended."""
+        self.call("reset_prefix_cache")
+
+    def sleep(self, *, weights: bool = False) -> Mapping[str, Any]:
+        """Give up the KV cache, and the weights where asked, and return what was freed. Blocks until the engine's step ends."""
+        freed: Mapping[str, Any] = self.call("sleep", weights=weights)
+        return freed
+
+    def wake(self) -> Mapping[str, Any]:
+        """Take back what `sleep` gave up. Blocks until it is there."""
+        taken: Mapping[str, Any] = self.call("wake")
+        return taken
+
+    def memory(self) -> dict[str, int]:
+        """Nothing: what the engine holds is in the other process."""
+        return {}
+
+    def call(self, name: str, **arguments: Any) -> Any:
+        """Have the other side do something between two steps, and return the result. Raises EngineError with the other side's
+        words, and EngineLostError."""
+        call, future = next(self._calls), Future[Any]()
+        self._waiting[call] = future
+        try:
+            self._send("call", {"id": call, "name": name, "arguments": arguments})
+            return future.result(CALL_S)
+        except FutureTimeout:
+            self._lose(f"did not answer {name!r} within {CALL_S:g} s")
+            raise self._lost_error() from None
+        finally:
+            self._waiting.pop(call, None)
+
+    @property
+    def stats(self) -> EngineStats:
+        """As of the last frame."""
+        return self._stats
+
+    # ── loss and end ───────────────────────────────────────────────────────────────────────────────────────────────────
+
+    @property
+    def why_lost(self) -> str | None:
+        """Why the process is lost; None while it is there."""
+        return self._lost
+
+    def close(self) -> None:
+        """End the connection. The other process aborts its requests, and ends where it was started for this engine alone."""
+        self._is_closed = True
+        self._connection.close()
+
+    def _send(self, kind: str, fields: Mapping[str, Any], buffers: Sequence[Any] = ()) -> None:
+        self._raise_if_lost()
+        try:
+            self._connection.send(kind, fields, buffers, self._patience.silence_s)
+        except WireTimeout:
+            self._lose(f"took nothing for {self._patience.silence_s:g} s")
+            raise self._lost_error() from None
+        except WireError as error:
+            self._lose(error.message)
+            raise self._lost_error() from None
+
+    def _raise_if_lost(self) -> None:
+        if self._lost is not None:
+            raise self._lost_error()
+
+    def _lost_error(self) -> EngineLostError:
+        return EngineLostError(f"{self.name} is lost: {self._lost}", "its last words are above; look at its machine")
+
+    def _lose(self, why: str) -> None:
+        """Take the process for lost. Everything that waits for it hears of it."""
+        self._connection.close()
+        said = "" if self._is_closed else self._why_ended()
+        with self._lock:
+            self._lost = self._lost or (f"{why}; {said}" if said else why)
+        for future in list(self._waiting.values()):
+            if not future.done():
+                future.set_exception(self._lost_error())
+        self._arrived.set()
+
+    # ── in the reading thread ──────────────────────────────────────────────────────────────────────────────────────────
+
+    def _read(self) -> None:
+        silent = 0
+        try:
+            while silent * LISTEN_S < self._patience.silence_s:
+                try:
+                    frame = self._connection.receive(LISTEN_S)
+                except WireTimeout:
+                    # Counted, not timed: while this process itself is stopped, nobody else is at fault.
+                    silent += 1
+                    continue
+                silent = 0
+                self._take_frame(frame)
+            self._lose(f"it sent no sign of life for {self._patience.silence_s:g} s")
+        except WireError as error:
+            self._lose(error.message)
+        except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
+            self._lose(f"it sent what cannot be read: {type(error).__name__}: {error}")
+
+    def _take_frame(self, frame: Frame) -> None:
+        fields = frame.fields
+        if "stats" in fields:
+            self._stats = EngineStats(**fields["stats"])
+        if frame.kind == "pieces":
+            self._take_pieces(pieces_from(fields["pieces"], frame.buffers))
+        elif frame.kind == "pulse":
+            self._take_pulse(fields)
+        elif frame.kind == "returned":
+            self._answered(fields["id"], lambda future: future.set_result(fields["value"]))
+        elif frame.kind == "raised":
+            self._answered(fields["id"], lambda future: future.set_exception(engine_error(fields)))
+        elif frame.kind == "ended":
+            self._lose(f"its engine has ended: {fields['message']}")
+        else:
+            self._lose(f"it sent a frame of kind {frame.kind!r}")
+
+    def _take_pieces(self, pieces: Sequence[Event]) -> None:
+        with self._lock:
+            for number, piece in pieces:
+                if number not in self._missing:  # aborted meanwhile
+                    continue
+                self._events.append((number, piece))
+                self._missing[number] -= isinstance(piece, EngineError) or piece.completion is not None
+                if isinstance(piece, EngineError) or not self._missing[number]:
+                    del self._missing[number]
+                    self._sampled.pop(number, None)
+        self._arrived.set()
+
+    def _take_pulse(self, fields: Mapping[str, Any]) -> None:
+        if fields["step_s"] > self._patience.step_s:
+            self._lose(f"a step has lasted longer than {self._patience.step_s:g} s")
+        with self._lock:
+            for number, sampled in fields["sampled"]:
+                if number in self._missing:
+                    self._sampled[number] = dict(sampled)
+
+    def _answered(self, call: int, settle: Callable[[Future[Any]], None]) -> None:
+        future = self._waiting.get(call)
+        if future is not None and not future.done():
+            settle(future)
+
+
+def open_engine(
+    address: str,
+    token: str,
+    name: str,
+    *,
+    patience: Patience | None = None,
+    why_ended: Callable[[], str] = lambda: "",
+    arrived: threading.Event | None = None,
+) -> RemoteEngine:
+    """Connect to the worker at `address`. Raises WireError where it cannot be reached."""
+    patience = patience or Patience()
+    connection = connect(address, token, "requests", patience.connect_s)
+    try:
+        return RemoteEngine(connection, name, patience=patience, why_ended=why_ended, arrived=arrived)
+    except BaseException:
+        connection.close()
+        raise

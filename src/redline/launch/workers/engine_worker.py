@@ -1,0 +1,143 @@
+"""The program of an engine's process: one engine, a session that steps it, and connections that say what for.
+
+    python -m redline.launch.workers.engine_worker [--ends-with-input]      with spec and token in its environment
+
+    stdout           {"address": "127.0.0.1:4711"}, once the model is loaded; everything else that is printed goes to stderr
+    role requests    submit, abort, calls ──►   ◄── pieces, results, pulses (engine/remote/service.py)
+
+The first connection for requests is its parent's: the process ends with it, and with its input where it was told to. It ends
+too where nobody has connected after `ALONE_S` seconds, or where its engine breaks, with the reason on stderr.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from redline.child import take_stdout
+from redline.engine import EngineSession
+from redline.engine.remote.service import RequestService, why_failed
+from redline.errors import ConfigError, RedlineError, WireError
+from redline.launch.engines import LoadedEngine, load_engine
+from redline.launch.process import prepare_process
+from redline.launch.workers.spawn import SPEC_VARIABLE, EngineSpec
+from redline.telemetry.processes import recording_process
+from redline.wire import Connection, Listener, error_fields, listen, token_from_environment
+
+ALONE_S = 300.0
+"""Seconds in which its parent has to connect."""
+CLOSE_S = 5.0
+"""Seconds that the last step has to end."""
+_is_serving = threading.Event()
+"""Whether the end of the parent's connection will end this process by itself."""
+
+
+def main() -> None:
+    """Serve one engine until its parent is gone. A failure that we understand is told on stderr in its own words."""
+    reply = take_stdout()
+    if "--ends-with-input" in sys.argv[1:]:
+        threading.Thread(target=_end_with_input, name="input", daemon=True).start()
+    try:
+        token, spec = token_from_environment(), _spec()
+        with recording_process(spec.name.replace(" ", "-"), Path(spec.spans) if spec.spans else None):
+            problem = serve(spec, token, reply)
+    except RedlineError as error:
+        problem = str(error)
+    if problem:
+        print(problem, file=sys.stderr, flush=True)
+    sys.stdout.flush()
+    os._exit(1 if problem else 0)  # at once: a step that never ends must not keep the process
+
+
+def _spec() -> EngineSpec:
+    text = os.environ.pop(SPEC_VARIABLE, "")
+    if not text:
+        raise ConfigError(f"{SPEC_VARIABLE} is not set", "this program is started by redline, which says what it is to hold")
+    return EngineSpec.from_json(text)
+
+
+def serve(spec: EngineSpec, token: str, reply: Callable[[Mapping[str, Any]], None]) -> str | None:
+    """Load the engine, tell the address, and answer connections until the parent's has ended. Returns why the engine broke,
+    where that ended it. Blocks."""
+    recipe = spec.engine_recipe()
+    prepare_process(recipe)
+    loaded = load_engine(recipe, tell=lambda text: print(text, file=sys.stderr, flush=True))
+    session = loaded.session()
+    session.start("engine", prepare_thread=lambda: torch.set_num_threads(spec.num_threads))
+    try:
+        with listen(spec.host, token=token) as listener:
+            _is_serving.set()
+            reply({"address": listener.address})
+            Roles(loaded, session, listener).answer()
+        return why_failed(session)
+    finally:
+        session.close(CLOSE_S)
+        loaded.close()
+
+
+class Roles:
+    """Answers each connection by its role, in a thread of its own."""
+
+    def __init__(self, loaded: LoadedEngine, session: EngineSession, listener: Listener) -> None:
+        self._loaded, self._session, self._listener = loaded, session, listener
+        self._parent_is_gone = threading.Event()
+        self._has_parent = threading.Event()
+        self._answers: dict[str, Callable[[Connection], None]] = {"requests": self._answer_requests}
+
+    def answer(self) -> None:
+        """Block until the parent's connection has ended, or nobody has come to be the parent."""
+        threading.Thread(target=self._accept, name="connections", daemon=True).start()
+        if self._has_parent.wait(ALONE_S):
+            self._parent_is_gone.wait()
+
+    def _accept(self) -> None:
+        while True:
+            try:
+                connection = self._listener.accept()
+            except WireError:
+                return
+            threading.Thread(target=self._answer, args=(connection,), name=connection.role, daemon=True).start()
+
+    def _answer(self, connection: Connection) -> None:
+        with connection:
+            if connection.role in self._answers:
+                self._answers[connection.role](connection)
+            else:
+                refusal = ConfigError(f"an engine answers no connection of the role {connection.role!r}")
+                connection.send("error", error_fields(refusal))
+
+    def _answer_requests(self, connection: Connection) -> None:
+        is_parent = not self._has_parent.is_set()
+        self._has_parent.set()
+        try:
+            RequestService(self._session, connection).serve(self._about())
+        finally:
+            if is_parent:
+                self._parent_is_gone.set()
+
+    def _about(self) -> dict[str, Any]:
+        """What the other side must know to refuse a request as the engine would."""
+        engine: Any = self._loaded.engine
+        limits = getattr(engine, "limits", None)
+        return {"limits": asdict(limits) if limits else None, "adapters": list(getattr(engine, "adapters", ()))}
+
+
+def _end_with_input() -> None:
+    """Where the model is loaded the parent's connection has ended as well, and the spans are still to be written."""
+    while sys.stdin.buffer.read(4096):
+        pass
+    if _is_serving.is_set():
+        time.sleep(2 * CLOSE_S)
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main()

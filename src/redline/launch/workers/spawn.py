@@ -1,0 +1,163 @@
+"""How the process of an engine is started, watched and ended: on this machine by `LocalProcesses`.
+
+    spawner.spawn(spec) ──► Spawned: address, token, is_alive(), kill(), why_ended()
+
+The spec and the token travel in the environment of the new process, which other users cannot read; neither is ever among its
+arguments. The process prints its address when it has loaded the model, and ends when its parent does.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import time
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any, Protocol
+
+from redline.child import Child, ChildError
+from redline.config import EngineRecipe
+from redline.errors import EngineLostError
+from redline.wire import TOKEN_VARIABLE, make_token
+
+SPEC_VARIABLE = "REDLINE_ENGINE_SPEC"
+WORKER = "redline.launch.workers.engine_worker"
+START_S = 600.0
+"""Seconds for a worker to load its model; the largest come from a disk at a gigabyte a second."""
+REAPED_S = 1.0
+"""Seconds until a process that has ended its connection is gone."""
+
+
+@dataclass(slots=True, frozen=True)
+class EngineSpec:
+    """What the process of an engine is to hold. All of it is JSON."""
+
+    recipe: Mapping[str, Any]
+    """The dump of an `EngineRecipe`."""
+    name: str = "engine 0"
+    """What messages and spans call it."""
+    device: str = "cpu"
+    """`cpu`, `cuda`, or `cuda:1` for one of those that this process sees."""
+    num_threads: int = 1
+    """Threads of its CPU kernels."""
+    host: str = "127.0.0.1"
+    """The address that it listens on."""
+    spans: str | None = None
+    """The run's folder of spans; None records none."""
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def from_json(cls, text: str) -> EngineSpec:
+        return cls(**json.loads(text))
+
+    def engine_recipe(self) -> EngineRecipe:
+        """The recipe with this spec's device and threads."""
+        run = {**self.recipe["run"], "device": self.device.partition(":")[0], "num_threads": self.num_threads}
+        return EngineRecipe.model_validate({**self.recipe, "run": run})
+
+    def environment(self, token: str) -> dict[str, str]:
+        """What its process finds in its environment: this spec, the token, and the GPU that it may use."""
+        found = {SPEC_VARIABLE: self.to_json(), TOKEN_VARIABLE: token}
+        _, _, index = self.device.partition(":")
+        if index:
+            visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")
+            found["CUDA_VISIBLE_DEVICES"] = visible.split(",")[int(index)] if visible else index
+        return found
+
+
+class Spawned(Protocol):
+    """A worker that was started, wherever it runs."""
+
+    @property
+    def address(self) -> str:
+        """`host:port`, where it listens."""
+        ...
+
+    @property
+    def token(self) -> str:
+        """What it demands of who connects."""
+        ...
+
+    def is_alive(self) -> bool: ...
+
+    def kill(self) -> None:
+        """End it at once, also where it is stopped. Returns when it is gone."""
+        ...
+
+    def why_ended(self) -> str:
+        """How it ended and the last lines that it wrote; empty while it is alive. Waits a second for one that is ending."""
+        ...
+
+
+class Spawner(Protocol):
+    """Starts workers."""
+
+    def spawn(self, spec: EngineSpec) -> Spawned:
+        """Start a worker and block until it listens. Raises EngineLostError, with what it said last, where it does not."""
+        ...
+
+
+class LocalProcesses:
+    """Starts workers on this machine. Implements `Spawner`."""
+
+    def __init__(self, start_s: float = START_S) -> None:
+        self._start_s = start_s
+
+    def spawn(self, spec: EngineSpec) -> LocalProcess:
+        """Start a worker and block until it listens. Raises EngineLostError, with what it said last, where it does not."""
+        token = make_token()
+        child = Child([sys.executable, "-m", WORKER, "--ends-with-input"], spec.environment(token), own_group=True)
+        try:
+            address = child.read(self._start_s)["address"]
+        except ChildError as error:
+            child.close()
+            raise EngineLostError(
+                f"{spec.name} did not start: {error}", "mend what it says, or set placement.engines=0"
+            ) from None
+        except BaseException:
+            child.kill()
+            child.close()
+            raise
+        return LocalProcess(child, address, token)
+
+
+class LocalProcess:
+    """A worker on this machine. Implements `Spawned`."""
+
+    def __init__(self, child: Child, address: str, token: str) -> None:
+        self._child, self._address, self._token = child, address, token
+
+    @property
+    def address(self) -> str:
+        return self._address
+
+    @property
+    def token(self) -> str:
+        return self._token
+
+    @property
+    def pid(self) -> int:
+        return self._child.pid
+
+    def is_alive(self) -> bool:
+        return self._child.is_alive
+
+    def kill(self) -> None:
+        """End it and what it started at once, also where it is stopped. Returns when it is gone."""
+        self._child.kill()
+
+    def why_ended(self) -> str:
+        """How it ended and the last lines that it wrote; empty while it is alive. Waits a second for one that is ending."""
+        deadline = time.monotonic() + REAPED_S
+        while self._child.is_alive and time.monotonic() < deadline:
+            time.sleep(0.02)
+        code = self._child.code
+        if code is None:
+            return ""
+        how = f"ended by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+        lines = self._child.last_lines()
+        return "\n".join([f"its process {self.pid} was {how}" if code < 0 else f"its process {self.pid} {how}", *lines])
