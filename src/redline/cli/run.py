@@ -88,6 +88,13 @@ def serve(
             metavar="NAME", help="A name that clients may reach this server by, beside --host. May be given several times."
         ),
     ] = None,
+    weights_token_env: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME",
+            help="Take new weights from clients that know the token in this environment variable. By default from nobody.",
+        ),
+    ] = None,
 ) -> None:
     """Serve a model over an OpenAI-compatible API."""
     from redline.serve.listener import bind
@@ -104,6 +111,7 @@ def serve(
         served_model_name=served_model_name,
         adapters=lora or [],
         allowed_hosts=allowed_host or [],
+        weights_token_env=weights_token_env,
     )
     for warning in settings.warnings:
         typer.echo(warning, err=True)

@@ -30,6 +30,7 @@ from redline.serve.middleware import CLIENT_LEFT, Measured, NeedsKey, OwnHost
 from redline.serve.pace import Pace
 from redline.serve.protocol import ApiError, ChatRequest, CompletionRequest, read_request
 from redline.serve.uploads import Uploads
+from redline.serve.weights import WeightsEndpoint
 
 SMALL_PROMPT = 1024
 """Characters that are tokenised on the event loop; more go to a thread, where the tokenizer lets others run."""
@@ -52,6 +53,8 @@ class Api:
     uploads: Uploads
     pace: Pace
     tokenisers: ThreadPoolExecutor
+    weights: WeightsEndpoint | None
+    """Where weights come in; None where they do not."""
 
     async def chat(self, request: Request) -> Response:
         return await self._generate(request, ChatRequest)
@@ -73,7 +76,12 @@ class Api:
             "owned_by": "redline",
             "max_model_len": self.served.max_positions,
             "parent": self.served.name if self.served.models[name] else None,
+            **self._version,
         }
+
+    @property
+    def _version(self) -> Json:
+        return {} if self.weights is None else {"version": self.weights.version}
 
     async def health(self, request: Request) -> Response:
         reason = None
@@ -83,7 +91,7 @@ class Api:
             limit = f"{self.limits.step_timeout_s:g} s (serve.step_timeout_s)"
             reason = f"a step of the engine has lasted {step_s:.0f} s, longer than the limit of {limit}"
         if reason is None:
-            return JSONResponse({"status": "ok"})
+            return JSONResponse({"status": "ok", **self._version})
         return JSONResponse({"status": "failed", "reason": reason}, status_code=503)
 
     async def show_metrics(self, request: Request) -> Response:
@@ -167,9 +175,10 @@ def make_app(
     api_key: str | None = None,
     limits: ServeLimits | None = None,
     hosts: Collection[str] = (),
+    weights: WeightsEndpoint | None = None,
 ) -> Starlette:
     """The whole application. With an `api_key`, everything but /health needs it; without one, only requests to a loopback
-    address or to one of `hosts` are answered."""
+    address or to one of `hosts` are answered. `weights` has a token of its own."""
     limits, metrics = limits or ServeLimits(), ServerMetrics()
     api = Api(
         engine,
@@ -181,6 +190,7 @@ def make_app(
         Uploads(limits.max_uploads, limits.client_timeout_s),
         Pace(),
         ThreadPoolExecutor(TOKENISERS, thread_name_prefix="redline-tokenise"),
+        weights,
     )
     guard = Middleware(NeedsKey, api_key) if api_key else Middleware(OwnHost, hosts)
     return Starlette(
@@ -191,6 +201,7 @@ def make_app(
             Route("/v1/models/{model:path}", api.model),
             Route("/health", api.health),
             Route("/metrics", api.show_metrics),
+            *(weights.routes() if weights else ()),
         ],
         middleware=[Middleware(Measured, metrics), guard],
         exception_handlers=dict.fromkeys((ApiError, EngineError, HTTPException, Exception), api.error),

@@ -50,6 +50,8 @@ class ServeLimits(Section):
     max_uploads: PositiveInt = 512
     """Bodies that may be on their way at once. Beyond them the one that was begun first is given up with 408, so that slow
     clients keep no other out."""
+    max_weights_bytes: PositiveInt = 2**32
+    """Bytes of a body with weights (`--weights-token-env`). Other bodies keep their own limit."""
     client_timeout_s: PositiveFloat = 60.0
     """Seconds a client may take to send a request, or to read what was written to it; then its connection ends."""
     step_timeout_s: PositiveFloat = 120.0

@@ -21,14 +21,14 @@ CLIENT_LEFT = 499
 
 
 class NeedsKey:
-    """Lets no request past without `Authorization: Bearer KEY`, except to /health."""
+    """Lets no request past without `Authorization: Bearer KEY`, except to /health, and to /weights, which has its own token."""
 
     def __init__(self, app: ASGIApp, key: str) -> None:
         self._app = app
         self._expected = f"Bearer {key}".encode()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and scope["path"] != "/health":
+        if scope["type"] == "http" and not _has_rule_of_its_own(scope["path"]):
             given = Headers(scope=scope).get("authorization", "").encode("latin-1")
             if not hmac.compare_digest(given, self._expected):
                 error = ApiError(401, "missing or wrong API key: send Authorization: Bearer KEY", code="invalid_api_key")
@@ -36,6 +36,10 @@ class NeedsKey:
                 await response(scope, receive, send)
                 return
         await self._app(scope, receive, send)
+
+
+def _has_rule_of_its_own(path: str) -> bool:
+    return path in ("/health", "/weights") or path.startswith("/weights/")
 
 
 class OwnHost:

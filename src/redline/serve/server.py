@@ -8,13 +8,15 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import uvicorn
 
-from redline.engine import EngineSession
+from redline.engine import EngineSession, NativeEngine
+from redline.engine.adapters.transformers_engine import TransformersEngine
+from redline.errors import ConfigError
 from redline.launch.engines import load_engine
 from redline.launch.process import prepare_process
 from redline.serve.app import make_app
@@ -22,9 +24,10 @@ from redline.serve.calls import Served
 from redline.serve.listener import cannot_listen
 from redline.serve.settings import ServeSettings
 from redline.serve.vocabulary import Vocabulary
+from redline.serve.weights import WeightsEndpoint
 
 if TYPE_CHECKING:
-    pass
+    from torch import Tensor
 
 SWITCH_S = 0.0005
 """A tenth of Python's own interval between two threads that both want to run."""
@@ -36,11 +39,11 @@ LAST_WORDS_S = 2.0
 
 def serve(settings: ServeSettings, listener: socket.socket) -> None:
     """Serve until a signal. SIGTERM returns, SIGINT raises KeyboardInterrupt, both when the last request is over."""
-    with running_engine(settings) as (engine, served):
+    with running_engine(settings) as (engine, served, live):
         _share_python_lock()
         # uvicorn sends itself the signal again once it has stopped; SIGTERM is then no reason to fail.
         signal.signal(signal.SIGTERM, lambda number, frame: None)
-        EngineServer(engine, served, settings).run(sockets=[listener])
+        EngineServer(engine, served, settings, live).run(sockets=[listener])
 
 
 def _share_python_lock() -> None:
@@ -52,8 +55,9 @@ def _share_python_lock() -> None:
 
 
 @contextmanager
-def running_engine(settings: ServeSettings) -> Iterator[tuple[EngineSession, Served]]:
-    """The model as the settings want it, stepped by a thread of its own until the block ends."""
+def running_engine(settings: ServeSettings) -> Iterator[tuple[EngineSession, Served, Mapping[str, Tensor]]]:
+    """The model as the settings want it, stepped by a thread of its own until the block ends, and the weights that it reads,
+    where they may be replaced."""
     prepare_process(settings.config)
     loaded = load_engine(settings.config, settings.adapters, step_timeout_s=settings.limits.step_timeout_s, tell=_tell)
     served = Served(
@@ -66,9 +70,20 @@ def running_engine(settings: ServeSettings) -> Iterator[tuple[EngineSession, Ser
     )
     try:
         with loaded.session() as engine:
-            yield engine, served
+            yield engine, served, _replaceable(settings, loaded.engine)
     finally:
         loaded.close()
+
+
+def _replaceable(settings: ServeSettings, engine: NativeEngine | TransformersEngine) -> Mapping[str, Tensor]:
+    if settings.weights_token is None:
+        return {}
+    if not isinstance(engine, NativeEngine):
+        raise ConfigError(
+            "--weights-token-env: a model on transformers' own attention takes no new weights",
+            "serve a model of the Llama or Qwen families, or leave the option out",
+        )
+    return dict(engine.decoder.named_parameters())
 
 
 def _tell(text: str) -> None:
@@ -78,8 +93,16 @@ def _tell(text: str) -> None:
 class EngineServer(uvicorn.Server):
     """Says where it listens once it does, and ends with its engine."""
 
-    def __init__(self, engine: EngineSession, served: Served, settings: ServeSettings) -> None:
-        app = make_app(engine, served, settings.api_key, settings.limits, settings.allowed_hosts)
+    def __init__(
+        self, engine: EngineSession, served: Served, settings: ServeSettings, live: Mapping[str, Tensor] | None = None
+    ) -> None:
+        """`live`: the weights that clients with the settings' token may replace."""
+        weights, limits = None, settings.limits
+        if settings.weights_token is not None:
+            weights = WeightsEndpoint(
+                engine, live or {}, settings.weights_token, limits.max_weights_bytes, limits.client_timeout_s
+            )
+        app = make_app(engine, served, settings.api_key, limits, settings.allowed_hosts, weights)
         super().__init__(uvicorn.Config(app, log_config=None, access_log=False, lifespan="off", ws="none"))
         self._engine = engine
         self._name = served.name

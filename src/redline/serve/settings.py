@@ -40,6 +40,8 @@ class ServeSettings:
     """How much one request may ask for."""
     allowed_hosts: tuple[str, ...]
     """Names that requests may be addressed to beside the loopback's, where there is no key."""
+    weights_token: str | None = None
+    """What a client must show to send weights; None takes none from anybody."""
     warnings: tuple[str, ...] = ()
     """What was asked for and will disappoint."""
 
@@ -56,6 +58,7 @@ def make_settings(
     served_model_name: str | None,
     adapters: Sequence[str] = (),
     allowed_hosts: Sequence[str] = (),
+    weights_token_env: str | None = None,
 ) -> ServeSettings:
     """Raises `ConfigError` for whatever cannot be served."""
     missing = [package for package in PACKAGES if importlib.util.find_spec(package) is None]
@@ -79,6 +82,7 @@ def make_settings(
         folders,
         limits,
         (host, *allowed_hosts),
+        _weights_token(weights_token_env, resolved.recipe),
         resolved.warnings,
     )
 
@@ -139,6 +143,22 @@ def _api_key(host: str, variable: str) -> str | None:
             f"export {variable}=... with a secret of your choice, or serve on 127.0.0.1",
         )
     return key
+
+
+def _weights_token(variable: str | None, recipe: EngineRecipe) -> str | None:
+    if variable is None:
+        return None
+    token = os.environ.get(variable) or None
+    if token is None:
+        raise ConfigError(
+            f"--weights-token-env {variable}: the variable holds no token",
+            f"export {variable}=... with a secret of your choice",
+        )
+    if recipe.engine.tensor_parallel_size > 1:
+        raise ConfigError(
+            "--weights-token-env: an engine of several processes takes no new weights", "leave out tensor_parallel_size"
+        )
+    return token
 
 
 def _adapters(given: Sequence[str], base: str) -> dict[str, Path]:

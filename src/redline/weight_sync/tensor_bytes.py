@@ -10,7 +10,7 @@ import hashlib
 import json
 import os
 import struct
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -41,7 +41,7 @@ MAX_HASHERS = 8
 def raw_bytes(tensor: Tensor) -> memoryview:
     """The bytes of a tensor in host memory: its own where it lies there in one piece, else those of a copy."""
     flat = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
-    return memoryview(flat.numpy())
+    return flat.numpy().data
 
 
 def digests(tensors: Mapping[str, Tensor]) -> dict[str, str]:
@@ -49,6 +49,20 @@ def digests(tensors: Mapping[str, Tensor]) -> dict[str, str]:
     with ThreadPoolExecutor(min(MAX_HASHERS, os.cpu_count() or 1), thread_name_prefix="digests") as pool:
         found = pool.map(lambda tensor: hashlib.sha256(raw_bytes(tensor)).hexdigest(), tensors.values())
         return dict(zip(tensors, found, strict=True))
+
+
+def in_groups(tensors: Mapping[str, Tensor], most_bytes: int) -> Iterator[dict[str, Tensor]]:
+    """Tensors in their order, in groups that each are closed once they hold `most_bytes`."""
+    group: dict[str, Tensor] = {}
+    size = 0
+    for name, tensor in tensors.items():
+        group[name] = tensor
+        size += tensor.nbytes
+        if size >= most_bytes:
+            yield group
+            group, size = {}, 0
+    if group:
+        yield group
 
 
 def pack(tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None) -> list[bytes | memoryview]:

@@ -33,7 +33,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from redline.errors import RunFolderError
-from redline.weight_sync.tensor_bytes import DTYPES, digests, pack
+from redline.weight_sync.tensor_bytes import DTYPES, digests, in_groups, pack
 
 SHARD_BYTES = 1 << 30
 """A shard is closed once it holds so many bytes."""
@@ -132,14 +132,13 @@ class VersionFolder:
     def _write_shards(self, version: int, tensors: Mapping[str, Tensor], found: Mapping[str, str]) -> dict[str, StoredTensor]:
         stored = {}
         run = secrets.token_hex(3)  # a run that went back to a checkpoint writes a version of the same number again
-        for number, names in enumerate(_shards(tensors, self._shard_bytes)):
+        for number, group in enumerate(in_groups(tensors, self._shard_bytes)):
             shard = f"{version:06}-{run}-{number:03}.safetensors"
             with (self.path / "shards" / shard).open("wb") as file:
-                for part in pack({name: tensors[name] for name in names}):
+                for part in pack(group):
                     file.write(part)
                 _flush(file)
-            for name in names:
-                t = tensors[name]
+            for name, t in group.items():
                 stored[name] = StoredTensor(shard, DTYPES[t.dtype], tuple(t.shape), found[name], t.nbytes)
         return stored
 
@@ -158,19 +157,6 @@ class VersionFolder:
         for shard in (self.path / "shards").iterdir():
             if shard.name not in named:
                 shard.unlink()
-
-
-def _shards(tensors: Mapping[str, Tensor], most: int) -> Iterator[list[str]]:
-    names: list[str] = []
-    size = 0
-    for name, tensor in tensors.items():
-        names.append(name)
-        size += tensor.nbytes
-        if size >= most:
-            yield names
-            names, size = [], 0
-    if names:
-        yield names
 
 
 def _write_atomically(path: Path, content: Any) -> None:
