@@ -12,6 +12,7 @@
     │   └── EngineLostError          the process of an engine has ended, or does not answer
     ├── TrainingError      a step produced numbers that must not be trained on
     │   └── NoRoomError              the trainer does not fit into the device's memory
+    ├── WeightSyncError    weights did not reach an engine, or it could not prove that it has them
     ├── WireError          another process did not do what it was asked over a connection
     │   ├── WireClosed               it has ended the connection, or cannot be reached
     │   ├── WireTimeout              it did not answer in time
@@ -91,6 +92,10 @@ class TrainingError(RedlineError):
 
 class NoRoomError(TrainingError):
     """The trainer does not fit into the device's memory, however small its micro-batches are."""
+
+
+class WeightSyncError(RedlineError):
+    """Weights did not reach an engine, or it could not prove that it has them. It samples from its old version."""
 
 
 class WireError(RedlineError):

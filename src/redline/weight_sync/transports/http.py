@@ -1,7 +1,7 @@
 """Weights to engines that are servers: `redline serve`, SGLang's and vLLM's.
 
     trainer                       a server
-    move ────── tensors ────────► beside those that it samples from (`redline serve`), or into a folder that it can read (SGLang, vLLM)
+    move ────── tensors ────────► beside those that it samples from; SGLang and vLLM: into a folder that they can read
     verify ────────────────────── the digests of what arrived
     adopt ──────────────────────► samples from them, between two steps
     revert ─────────────────────► back to the version before
@@ -30,8 +30,8 @@ BUCKET_BYTES = 1 << 28
 
 
 class WeightServer(Protocol):
-    """One server, in the words of its own protocol. `HttpWeights` calls `send`, `verify` and `adopt` in this order, `revert` after
-    any of them."""
+    """One server, in the words of its own protocol. `HttpWeights` calls `send`, `verify` and `adopt` in this order, `revert`
+    after any of them."""
 
     def send(self, version: int, tensors: Mapping[str, Tensor], found: Mapping[str, str]) -> int:
         """Bring a version into the server's reach; `found` are the digests of its tensors. Returns the bytes that were sent."""
@@ -152,4 +152,3 @@ class RedlineServer:
         version, there = self._before
         self._server.post(f"/weights/{version}/revert")
         self.version, self._there, self._sent, self._before = version, there, None, None
-
