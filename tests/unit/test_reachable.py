@@ -43,6 +43,9 @@ WAITING = {
     "redline.launch.workers": "processes of a run beside its own",
     "redline.launch.workers.engine_worker": "the program of an engine's process",
     "redline.launch.workers.spawn": "how the process of an engine is started",
+    "redline.weight_sync.transports.http": "weights to engines that are servers",
+    "redline.weight_sync.transports.http_calls": "calls of such servers",
+    "redline.weight_sync.version_folder": "versions of the weights in a folder",
     "redline.wire": "frames between the processes of a run",
 }
 """Modules that no verb reaches yet, and what each is for. They pass the contract suite of engines and wait for runs whose
