@@ -613,3 +613,6 @@ class WeightUpdate:
     """Names whose values changed."""
     bytes_moved: int
     """Bytes copied to get here; 0 when storage is shared."""
+    seconds: dict[str, float] = field(default_factory=dict, compare=False)
+    """Filled when it is applied: seconds of each part (`gather`, `transfer`, …), and `pause`, for which the engine that took
+    longest stood still."""

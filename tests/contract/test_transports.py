@@ -5,22 +5,28 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from types import MappingProxyType
 
 import pytest
 import torch
 from support.fakes import FakeEngine
+from support.linked_engines import LinkedEngine
 from torch import Tensor
 
 from redline.types import WeightSet, WeightUpdate
-from redline.weight_sync import SharedStorage, WeightProtocol
+from redline.weight_sync import CudaIpc, Sending, SharedStorage, WeightProtocol
 from redline.weight_sync.plan import TransferPlan
 from redline.weight_sync.transport import Transport
+from redline.weight_sync.verify import Probe
+from redline.wire import Connection
 
 
 class CopiedTensors:
     """Copies to one side, compares, and copies to where the engine reads. Implements `Transport`."""
 
     shares_storage = False
+    pause_s = None
+    parts: Mapping[str, float] = MappingProxyType({})
 
     def __init__(self, engine_tensors: Mapping[str, Tensor]) -> None:
         self.engine_tensors = dict(engine_tensors)
@@ -45,10 +51,19 @@ class CopiedTensors:
             assert (sent.shape, sent.dtype) == (read.shape, read.dtype), f"{name}: another form"
             assert torch.equal(there, sent), f"{name}: other bytes"
 
-    def adopt(self) -> None:
+    def adopt(self, probe: Probe | None = None) -> None:
         for name, tensor in self._arrived.items():
             self.engine_tensors[name].copy_(tensor)
         self._arrived = {}
+
+    def revert(self, version: int) -> None:
+        self._arrived = {}
+
+    def catch_up(self, channel: Connection, weights: WeightSet) -> None:
+        raise NotImplementedError
+
+    def close(self) -> None:
+        pass
 
 
 def make_tensors() -> dict[str, Tensor]:
@@ -65,9 +80,15 @@ def copied(trainer: Mapping[str, Tensor]) -> tuple[Transport, Mapping[str, Tenso
     return transport, transport.engine_tensors
 
 
+def cuda_ipc(trainer: Mapping[str, Tensor]) -> tuple[Transport, Mapping[str, Tensor]]:
+    linked = LinkedEngine(trainer)
+    return CudaIpc([linked.channel], trainer, Sending(timeout_s=10, bucket_bytes=32)), linked.tensors
+
+
 TRANSPORTS: dict[str, Callable[[Mapping[str, Tensor]], tuple[Transport, Mapping[str, Tensor]]]] = {
     "shared": shared,
     "copied": copied,
+    "cuda_ipc": cuda_ipc,
 }
 """Name → a transport for the trainer's tensors, and the tensors that its engine reads."""
 

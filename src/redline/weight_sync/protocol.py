@@ -1,4 +1,4 @@
-"""How a new version of the weights gets to the engine: hold → write → publish → receive → verify → resume.
+"""How a new version of the weights gets to the engines: hold → write → publish → receive → verify → resume.
 
     trainer, loop             weight_sync                        transport          engine
     ─────────────             ───────────                        ─────────          ──────
@@ -17,18 +17,20 @@ who waits   for whom                                                            
 trainer     an engine that shares its weights, before it overwrites them              the engine's step ends
 loop        the transport, and once more an engine that was not held                  the bytes are verified; its step ends
 engine      the trainer, while it overwrites weights they share; the protocol         resume
+catch_up    an update under way; the trainer's next write waits for it                the update is applied; it has the weights
 
 An engine that shares storage with the trainer is held from the first write until `resume`: in between the weights are no
 version of the policy. One that does not goes on sampling from its old version until `apply`, so that it stands still for
-`adopt` alone.
+`adopt` alone. An engine of another process holds itself in `adopt`, which gives it the weights and the version together.
 
-When a part fails, its error goes to the caller, and the engine is never given the new version:
+When a part fails, its error goes to the caller, and no engine is given the new version:
 
 - `hold` raises what ended the engine's thread. Nothing has been written.
 - An error inside `writing` leaves an engine that shares storage held: part of its weights may be new. Another engine does not
   notice.
-- `move` or `verify` raises: there is no `WeightUpdate` to apply. The engine keeps its old version, whole, and
+- `move` or `verify` raises: there is no `WeightUpdate` to apply. Every engine keeps its old version, whole, and
   goes on sampling from it, unless it shares storage: then it stays held.
+- `adopt` raises (an engine has ended, its probe failed): `revert` brings every engine back to the old version, and they go on.
 - `apply` raises: the engine stays held.
 
 A held engine samples no token from weights that were not verified, unless the thread that holds it steps it: in lockstep that
@@ -37,14 +39,22 @@ is the loop's, which the error ends.
 
 from __future__ import annotations
 
+import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Protocol
 
+from redline.errors import WeightSyncError
 from redline.telemetry import span
 from redline.types import Completion, GenerateRequest, WeightSet, WeightUpdate
 from redline.weight_sync.plan import plan_transfer
 from redline.weight_sync.transport import Transport
+from redline.weight_sync.verify import Probe
+from redline.wire import Connection
+
+CATCH_UP_S = 600.0
+"""How long an engine that was started again waits for an update under way."""
 
 
 class HeldEngine(Protocol):
@@ -62,56 +72,119 @@ class HeldEngine(Protocol):
 
 
 class WeightProtocol:
-    """Takes one engine from version to version. Implements `ports.WeightSync`."""
+    """Takes engines from version to version. Implements `ports.WeightSync`."""
 
-    def __init__(self, transport: Transport, engine: HeldEngine, wait_for_device: Callable[[], None] = lambda: None) -> None:
-        """`wait_for_device` blocks until the device has done all that the calling thread gave it."""
+    def __init__(
+        self,
+        transport: Transport,
+        engine: HeldEngine,
+        wait_for_device: Callable[[], None] = lambda: None,
+        probe: Callable[[], Probe] | None = None,
+    ) -> None:
+        """`wait_for_device` blocks until the device has done all that the calling thread gave it. `probe` computes what the
+        trainer makes of a fixed prompt now; every engine must come to the same before a version becomes visible."""
         self._transport = transport
         self._engine = engine
         self._wait_for_device = wait_for_device
-        self._is_held = False
+        self._probe = probe
+        self._held_since: float | None = None
         self._verified: int | None = None
         """The version that may be applied."""
+        self._expected: Probe | None = None
         self._version_there: int | None = None
-        """The version that the engine samples from."""
+        """The version that the engines sample from."""
+        self._current: WeightSet | None = None
+        """The weights of that version."""
+        self._is_quiet = True
+        """Whether the trainer's tensors are those of the version that the engines have."""
+        self._changed = threading.Condition()
         self.engine = SyncedEngine(engine, self)
         """What the loop applies updates to."""
 
     @contextmanager
     def writing(self) -> Iterator[None]:
-        """Open while the trainer overwrites its weights. Blocks until no engine that shares them is in a step."""
+        """Open while the trainer overwrites its weights. Blocks until no engine that shares them is in a step, and none is
+        being brought to the present version."""
+        with self._changed:
+            self._is_quiet = False
         if self._transport.shares_storage:
             self._hold()
         yield
         self._wait_for_device()
 
     def publish(self, weights: WeightSet) -> WeightUpdate:
-        """Bring the weights to the engine, and block until it is proven that it has them. It goes on with its old version until
-        the update that is returned is applied."""
-        with span("weight_sync.publish", version=weights.version):
+        """Bring the weights to the engines, and block until it is proven that they have them. They go on with their old version
+        until the update that is returned is applied."""
+        with span("weight_sync.publish", version=weights.version), self._changed:
             self._verified = None
+            self._is_quiet = False
             plan = plan_transfer(weights, self._version_there)
-            bytes_moved = self._transport.move(plan, weights) if plan.names else 0
-            self._transport.verify(weights)
-            self._verified = weights.version
+            try:
+                bytes_moved = self._transport.move(plan, weights) if plan.names else 0
+                self._transport.verify(weights)
+            except BaseException:
+                if plan.names:
+                    self._transport.revert(weights.version)
+                raise
+            self._expected = self._probe() if self._probe is not None and plan.names else None
+            self._verified, self._current = weights.version, weights
             return WeightUpdate(weights.version, plan.names, bytes_moved)
 
     def apply(self, update: WeightUpdate) -> None:
-        """Have the engine sample from the version that was published last, and let it go on."""
+        """Have the engines sample from the version that was published last, and let them go on. Where one cannot adopt it, all
+        go on with the old version and its error is raised."""
         assert update.version == self._verified, f"version {update.version} was not verified"
         self._hold()
-        with span("engine.update_weights"):
+        with span("engine.update_weights"), self._changed:
             if update.changed:
-                self._transport.adopt()
+                self._adopt(update.version)
             self._engine.apply(update)
             self._version_there = update.version
-            self._is_held = False
-            self._engine.resume()
+            self._is_quiet = True
+            self._changed.notify_all()
+            pause_s = self._resume()
+        own_s = self._transport.pause_s if update.changed else None
+        update.seconds.update(self._transport.parts if update.changed else {}, pause=pause_s if own_s is None else own_s)
+
+    def catch_up(self, channel: Connection, timeout_s: float = CATCH_UP_S) -> int:
+        """Bring one engine that joins, or was started again, to the version that the others have. Blocks until an update under
+        way is applied, and keeps the trainer from writing meanwhile. Returns the version."""
+        with self._changed:
+            if not self._changed.wait_for(lambda: self._is_quiet, timeout_s):
+                why = f"{channel.name} cannot join: the weights were being changed for {timeout_s:g} s"
+                raise WeightSyncError(why, "look at why the trainer's update does not end")
+            if self._current is None:
+                raise WeightSyncError(f"{channel.name} cannot join before the first version", "let it join afterwards")
+            with span("weight_sync.catch_up"):
+                self._transport.catch_up(channel, self._current)
+            return self._current.version
+
+    def close(self) -> None:
+        """Let go of what the transport has opened in the engines."""
+        with self._changed:
+            self._transport.close()
+
+    def _adopt(self, version: int) -> None:
+        try:
+            self._transport.adopt(self._expected)
+        except BaseException:
+            self._verified = None
+            self._transport.revert(version)
+            if not self._transport.shares_storage:
+                self._resume()
+            raise
 
     def _hold(self) -> None:
-        if not self._is_held:
+        if self._held_since is None:
             self._engine.hold()
-            self._is_held = True
+            self._held_since = time.perf_counter()
+
+    def _resume(self) -> float:
+        """Let the engine go on. Returns for how long it was held."""
+        assert self._held_since is not None
+        pause_s, self._held_since = time.perf_counter() - self._held_since, None
+        self._engine.resume()
+        return pause_s
 
 
 class SyncedEngine:

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Protocol
 
 from redline.types import WeightSet
 from redline.weight_sync.plan import TransferPlan
+from redline.weight_sync.verify import Probe
+from redline.wire import Connection
 
 
 class Transport(Protocol):
-    """Brings the trainer's tensors to one engine. `protocol.py` calls `move`, `verify` and `adopt` in this order, and none of
-    them again after one has raised. Every transport passes `tests/contract/test_transports.py`."""
+    """Brings the trainer's tensors to its engines. `protocol.py` calls `move`, `verify` and `adopt` in this order, and `revert`
+    after one of them has raised. Every transport passes `tests/contract/test_transports.py`."""
 
     @property
     def shares_storage(self) -> bool:
@@ -26,6 +29,31 @@ class Transport(Protocol):
         """Raise unless the engine would read exactly these tensors: the same names, shapes, types and bytes."""
         ...
 
-    def adopt(self) -> None:
-        """Have the engine read what was moved. The engine is held, and what was moved is verified."""
+    def adopt(self, probe: Probe | None = None) -> None:
+        """Have every engine read what was moved, and come to the probe's logprobs with it. What was moved is verified. An
+        engine in this process is held; one in another holds itself."""
+        ...
+
+    def revert(self, version: int) -> None:
+        """Give up the update to `version`: bring every engine that has adopted it back to the version it had before, whole.
+        Does not raise for one that cannot be reached."""
+        ...
+
+    def catch_up(self, channel: Connection, weights: WeightSet) -> None:
+        """Bring one engine that joins, or was started again, to these weights, and have it in every later update."""
+        ...
+
+    @property
+    def pause_s(self) -> float | None:
+        """How long the engine that took longest stood still for the last update; None where only the protocol knows."""
+        ...
+
+    @property
+    def parts(self) -> Mapping[str, float]:
+        """Seconds of each part of the last update (`gather`, `convert`, `serialise`, `transfer`, `load`, `verify`, `resume`);
+        parts that it does not have are left out."""
+        ...
+
+    def close(self) -> None:
+        """Let go of what the engines have opened. The connections stay open."""
         ...

@@ -1,10 +1,20 @@
-"""How the receiver knows that it has the right bytes."""
+"""How the receiver knows that it has the right bytes: by their address, or by a checksum of every bucket; and that it computes
+with them: by the logprobs of a fixed prompt."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
 
+import torch
 from torch import Tensor
+
+from redline.errors import WeightSyncError
+from redline.kernels.available import kernels_serve
+
+CHUNK = 2**17
+"""Words that are weighed at once without a kernel: 1 MiB, which stays in a cache."""
 
 
 class SameStorage:
@@ -38,3 +48,47 @@ class SameStorage:
 
 def _addresses(tensors: Mapping[str, Tensor]) -> dict[str, int]:
     return {name: tensor.data_ptr() for name, tensor in tensors.items()}
+
+
+def checksum(flat: Tensor) -> Tensor:
+    """Return Σ word_i · (2 i + 1) modulo 2⁶⁴ of a run of bytes, read as 64-bit words: int64[] on its device. Does not wait for
+    the device.
+
+    Every weight is odd, so that a change of one word always shows; the weights differ, so that words in another order show."""
+    assert flat.dtype == torch.uint8
+    assert flat.numel() % 8 == 0
+    words_N = flat.view(torch.int64)
+    if kernels_serve(words_N):
+        from redline.kernels.checksum import weighted_sum
+
+        return weighted_sum(words_N)
+    weights_C = 2 * torch.arange(min(CHUNK, words_N.numel()), device=flat.device) + 1
+    total = torch.zeros((), dtype=torch.int64, device=flat.device)
+    for start in range(0, words_N.numel(), CHUNK):
+        words_C = words_N[start : start + CHUNK]
+        total += (words_C * weights_C[: words_C.numel()]).sum() + 2 * start * words_C.sum()
+    return total
+
+
+@dataclass(slots=True, frozen=True)
+class Probe:
+    """A prompt and what the trainer makes of it: the engine must come to the same."""
+
+    tokens: Sequence[int]
+    logprobs: Sequence[float]
+    """Of each token after the first, under the weights that were sent."""
+    tolerance: float
+    """Most that the mean absolute difference may be."""
+
+    def to_json(self) -> dict[str, Any]:
+        return {name: value if name == "tolerance" else list(value) for name, value in asdict(self).items()}
+
+
+def check_logprobs(expected: Sequence[float], found: Sequence[float], tolerance: float) -> None:
+    """Raise WeightSyncError unless two lists of logprobs agree on average. NaN never does."""
+    if len(expected) != len(found):
+        raise WeightSyncError(f"the engine gave {len(found)} logprobs of a probe, the trainer {len(expected)}")
+    mean = sum(abs(a - b) for a, b in zip(expected, found, strict=True)) / max(1, len(expected))
+    if not mean <= tolerance:
+        why = f"the engine's logprobs of a fixed prompt are {mean:.3g} from the trainer's on average, more than {tolerance:g}"
+        raise WeightSyncError(why, "the bytes arrived, but the engine does not compute with them as the trainer does")

@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from types import MappingProxyType
 
 from torch import Tensor
 
 from redline.types import WeightSet
 from redline.weight_sync.plan import TransferPlan
-from redline.weight_sync.verify import SameStorage
+from redline.weight_sync.verify import Probe, SameStorage
+from redline.wire import Connection
 
 
 class SharedStorage:
     """For an engine in the trainer's process, on the trainer's device. Implements `Transport`."""
 
     shares_storage = True
+    pause_s = None
+    parts: Mapping[str, float] = MappingProxyType({})
 
     def __init__(self, engine_tensors: Mapping[str, Tensor]) -> None:
         """`engine_tensors`: those of the tensors the engine reads that the trainer trains, by the trainer's names."""
@@ -26,5 +30,14 @@ class SharedStorage:
     def verify(self, weights: WeightSet) -> None:
         self._storage.check(weights.tensors)
 
-    def adopt(self) -> None:
+    def adopt(self, probe: Probe | None = None) -> None:
         """The engine reads them already."""
+
+    def revert(self, version: int) -> None:
+        """There is one set of weights: the protocol keeps the engine held."""
+
+    def catch_up(self, channel: Connection, weights: WeightSet) -> None:
+        raise AssertionError("an engine of another process shares no storage with the trainer")
+
+    def close(self) -> None:
+        """Nothing was opened."""
