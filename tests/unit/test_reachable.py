@@ -29,13 +29,6 @@ STARTED = {
 }
 """Module → modules that it starts or loads by a name that is no whole string: programs beside it, and rows of a table."""
 WAITING = {
-    "redline.engine.adapters.limits": "what other engines can serve",
-    "redline.engine.adapters.openai_server": "a server that others run as the engine of a run",
-    "redline.engine.adapters.pushed_weights": "versions of weights that an engine holds for itself",
-    "redline.engine.adapters.scoring": "the model's own logprobs, from engines that return only those they sampled with",
-    "redline.engine.adapters.seeds": "seeds for engines that know one per sequence",
-    "redline.engine.adapters.sglang": "SGLang as the engine of a run",
-    "redline.engine.adapters.vllm": "vLLM as the engine of a run",
     "redline.engine.remote": "an engine in another process",
     "redline.engine.remote.client": "an engine in another process, as its user sees it",
     "redline.engine.remote.records": "requests and pieces as frames",

@@ -15,6 +15,7 @@ from pydantic import BaseModel
 from redline.config.algorithms import PRESETS, corrects, has_older_samples, recomputes_old_logprobs
 from redline.config.problems import Problem, spell
 from redline.config.schema import Config
+from redline.config.sections.engine import EngineKind
 from redline.config.sections.sinks import Sink
 from redline.config.sections.trainer import Loss
 from redline.errors import ConfigError
@@ -64,7 +65,27 @@ def _has_environment(config: Config) -> bool:
     return config.rollouts.environment.name is not None
 
 
+def _engine_is(*kinds: EngineKind) -> Callable[[Config], bool]:
+    return lambda config: config.engine.kind in kinds
+
+
+def _size_of_engine(key: str, *without: EngineKind) -> Readers:
+    """A size that these engines do not have, or keep to themselves."""
+    return Readers(key, lambda c: c.engine.kind not in without, "engine.kind to native")
+
+
 TABLE: tuple[Readers, ...] = (
+    *(
+        Readers(f"engine.{key}", _engine_is("openai"), "engine.kind to openai")
+        for key in ("url", "served_model", "api_key_env", "timeout_s")
+    ),
+    Readers("engine.options", _engine_is("vllm", "sglang"), "engine.kind to vllm"),
+    _size_of_engine("engine.max_num_batched_tokens", "openai"),
+    _size_of_engine("engine.max_model_len", "openai"),
+    _size_of_engine("engine.enable_prefix_caching", "openai", "transformers"),
+    _size_of_engine("engine.block_size", "openai", "transformers"),
+    _size_of_engine("engine.kv_cache_memory_bytes", "openai", "transformers", "sglang"),
+    _size_of_engine("engine.gpu_memory_utilization", "openai", "transformers"),
     Readers("rollouts.environment.*", _has_environment, "rollouts.environment.name", "name"),
     *(
         Readers(key, lambda c: not _has_environment(c), why=why)

@@ -1,6 +1,7 @@
 """The engine side of a run: what samples from the policy, and what brings the trainer's weights there.
 
-colocated ──► a NativeEngine in this process, which reads the tensors that the trainer writes; nothing moves
+colocated ──► engine.kind: native     an engine in this process, which reads the tensors that the trainer writes; nothing moves
+              any other kind          an engine of others, with weights of its own where it cannot share them (`kinds.py`)
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from dataclasses import dataclass
 
 from redline.config import Config
 from redline.launch.engines import make_engine
+from redline.launch.kinds import make_other_engine
 from redline.launch.models import LoadedModel
 from redline.launch.stages import RunEngine
 from redline.ports import Trainer
@@ -30,7 +32,10 @@ class EngineSide:
 
 
 def colocated(config: Config, model: LoadedModel, trainer: Trainer) -> EngineSide:
-    """Make an engine in this process. It samples from the trainer's own decoder, so that there is one set of weights."""
+    """Make an engine in this process. Ours samples from the trainer's own decoder, so that there is one set of weights."""
+    if config.engine.kind != "native":
+        other = make_other_engine(config, model, trainer)
+        return EngineSide(other.engine, other.transport, other.close)
     engine = make_engine(model.decoder, config.engine, model.tokenizer)
     trained = trainer.weights().tensors
     engine_tensors = {name: tensor.detach() for name, tensor in engine.decoder.named_parameters() if name in trained}

@@ -4,6 +4,7 @@ a decoder       ──make_engine──► NativeEngine            training, the
 EngineRecipe    ──load_engine──► LoadedEngine            redline serve, redline.Engine
                                    ├ NativeEngine            the model in this process
                                    ├ TensorParallelEngine    engine.tensor_parallel_size > 1: divided among processes
+                                   ├ engines of others       any other engine.kind (`kinds.py`)
                                    └ TransformersEngine      a family that does not run on our attention
 """
 
@@ -19,10 +20,12 @@ import torch
 from redline.config import EngineRecipe
 from redline.config.sections.engine import EngineConfig
 from redline.engine import EngineSession, NativeEngine
+from redline.engine.adapters.stepped import SteppedAdapter
 from redline.engine.adapters.transformers_engine import TransformersEngine
 from redline.engine.native.lora import make_bank
 from redline.engine.native.tensor_parallel import STEP_TIMEOUT_S, TensorParallelEngine
 from redline.errors import ModelError
+from redline.launch.kinds import load_other_engine
 from redline.launch.placement import check_engine_place
 from redline.models.files.hf import AnyDecoder, load_config, load_decoder, load_recompute_model, load_tokenizer, stop_token_ids
 from redline.models.files.sources import model_folder
@@ -36,7 +39,7 @@ if TYPE_CHECKING:
 class LoadedEngine:
     """An engine, and what its model's files say beside the weights."""
 
-    engine: NativeEngine | TransformersEngine
+    engine: NativeEngine | TransformersEngine | SteppedAdapter
     tokenizer: PreTrainedTokenizerBase
     stop_token_ids: tuple[int, ...]
     why_broken: Callable[[], str | None] | None = None
@@ -73,6 +76,8 @@ def load_engine(
     tokenizer = load_tokenizer(folder)
     ends = stop_token_ids(folder, tokenizer)
     device, dtype = torch.device(recipe.run.device), getattr(torch, recipe.model.dtype)
+    if recipe.engine.kind != "native":
+        return LoadedEngine(load_other_engine(recipe, folder, tokenizer, adapters or {}), tokenizer, ends)
     if recipe.engine.tensor_parallel_size > 1:
         divided = TensorParallelEngine(folder, recipe.engine, device, dtype, step_timeout_s=step_timeout_s)
         return LoadedEngine(divided, tokenizer, ends, divided.why_broken, divided.close)

@@ -20,6 +20,7 @@ from typing import TypeVar
 from redline.config import Config
 from redline.errors import ConfigError, RedlineError, TaskError, boundary
 from redline.launch.environments import make_environment, task_source
+from redline.launch.kinds import check_kind
 from redline.launch.placement import Placement, check_device, place
 from redline.ports import Environment, TaskSource
 from redline.rollouts import Chat
@@ -77,6 +78,7 @@ def check_inputs(config: Config) -> Checked:
 
 
 def _check_inputs(config: Config, placement: Placement) -> Checked:
+    check_kind(config)
     notes: list[str] = []
     with saying_what_hangs():
         tasks = load_tasks(config)

@@ -15,10 +15,10 @@ from typing import TYPE_CHECKING, Any
 import uvicorn
 
 from redline.engine import EngineSession, NativeEngine
-from redline.engine.adapters.transformers_engine import TransformersEngine
 from redline.errors import ConfigError
 from redline.launch.engines import load_engine
 from redline.launch.process import prepare_process
+from redline.ports import SteppedEngine
 from redline.serve.app import make_app
 from redline.serve.calls import Served
 from redline.serve.listener import cannot_listen
@@ -75,13 +75,13 @@ def running_engine(settings: ServeSettings) -> Iterator[tuple[EngineSession, Ser
         loaded.close()
 
 
-def _replaceable(settings: ServeSettings, engine: NativeEngine | TransformersEngine) -> Mapping[str, Tensor]:
+def _replaceable(settings: ServeSettings, engine: SteppedEngine) -> Mapping[str, Tensor]:
     if settings.weights_token is None:
         return {}
     if not isinstance(engine, NativeEngine):
         raise ConfigError(
-            "--weights-token-env: a model on transformers' own attention takes no new weights",
-            "serve a model of the Llama or Qwen families, or leave the option out",
+            "--weights-token-env: only the native engine takes new weights, and this model runs on another",
+            "serve a model of the Llama or Qwen families with engine.kind=native, or leave the option out",
         )
     return dict(engine.decoder.named_parameters())
 

@@ -2,12 +2,28 @@
 
 from __future__ import annotations
 
-from pydantic import Field, PositiveInt, model_validator
+from typing import Any, Literal
+
+from pydantic import Field, PositiveFloat, PositiveInt, model_validator
 
 from redline.config.section import Section
 
+EngineKind = Literal["native", "vllm", "sglang", "openai", "transformers"]
+
 
 class EngineConfig(Section):
+    kind: EngineKind = "native"
+    """What samples: redline's own engine, vLLM or SGLang in this process, a server with OpenAI's API, or transformers."""
+    url: str | None = None
+    """Address of the server of `kind: openai`; it ends in /v1."""
+    served_model: str | None = None
+    """The model's name on that server; by default the first that the server lists."""
+    api_key_env: str | None = None
+    """Environment variable that holds the server's API key."""
+    timeout_s: PositiveFloat = 600.0
+    """Seconds that the server may take for one completion."""
+    options: dict[str, Any] = Field(default_factory=dict)
+    """Further arguments of `vllm.LLM` or `sglang.Engine`, by their names."""
     max_num_seqs: PositiveInt = 256
     """Sequences decoded at once."""
     max_num_batched_tokens: PositiveInt = 8192
@@ -22,6 +38,12 @@ class EngineConfig(Section):
     """Size of the KV cache; by default 4 GiB on the CPU, and what `gpu_memory_utilization` leaves on a GPU."""
     gpu_memory_utilization: float = Field(default=0.5, gt=0, le=1)
     """Share of the GPU's memory that may be in use once the KV cache is made."""
+
+    @model_validator(mode="after")
+    def _a_server_has_an_address(self) -> EngineConfig:
+        if self.kind == "openai" and self.url is None:
+            raise ValueError("kind openai needs the address of a server; set url to http://HOST:PORT/v1")
+        return self
 
 
 class ServedEngineConfig(EngineConfig):

@@ -10,29 +10,30 @@ import math
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor, as_completed
-from functools import partial
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from typing import Any
 
 import numpy as np
 
 from redline.engine.adapters.json_client import Json, JsonClient
 from redline.engine.adapters.limits import UNLIMITED, limits_of
-from redline.engine.adapters.scoring import add_scores, check_room
+from redline.engine.adapters.scoring import scored, wants_scores
 from redline.engine.adapters.seeds import completion_seed
-from redline.engine.native.admission import check_request
+from redline.engine.adapters.stepped import Call, Came, SteppedAdapter
 from redline.errors import EngineError
 from redline.telemetry import span
-from redline.types import Completion, FinishReason, GenerateRequest, SamplingParams, TopLogprobs, VersionSpan, WeightUpdate
+from redline.types import Completion, FinishReason, GenerateRequest, SamplingParams, TopLogprobs, WeightUpdate
 
 LEAST_BIAS = -100.0
 """OpenAI's value for a token that must not come; JSON has no infinity."""
+ANSWERS_S = 0.05
+"""Seconds that a step waits for an answer: for as long others wait for the engine to be between two steps."""
 CERTAIN = -1e-3
 """A token that was the only choice has at least this logprob, rounding included."""
 
 
-class OpenAIServerEngine:
-    """A client of one server. Implements `ports.Engine`."""
+class OpenAIServerEngine(SteppedAdapter):
+    """A client of one server. Implements `ports.Engine` and `ports.SteppedEngine`; a step waits a moment for answers."""
 
     def __init__(
         self,
@@ -49,9 +50,7 @@ class OpenAIServerEngine:
         """`url` ends in /v1. The model is by default the first that the server lists, and the key is in the environment
         variable `api_key_env`. `push_weights` gets an update's weights to the server before it returns. `extra` goes into
         every request."""
-        self.version = 0
         self._client = JsonClient(url, _api_key(api_key_env), timeout_s, num_retries)
-        self._max_concurrent = max_concurrent
         self._push_weights = push_weights
         self._extra = dict(extra or {})
         self._checked: set[str] = set()
@@ -60,8 +59,10 @@ class OpenAIServerEngine:
         if self._model not in served:
             known = ", ".join(served) or "no model at all"
             raise EngineError(f"{url} does not serve the model {self._model!r}", f"it serves: {known}")
-        self._adapters = set(served) - {self._model}
-        self._limits = limits_of(served[self._model].get("max_model_len") or UNLIMITED)
+        limits = limits_of(served[self._model].get("max_model_len") or UNLIMITED)
+        super().__init__(limits, max_concurrent, set(served) - {self._model})
+        self._pool = ThreadPoolExecutor(max_concurrent, thread_name_prefix="openai-server")
+        self._futures: dict[Future[Completion], Call] = {}
 
     def apply(self, update: WeightUpdate) -> None:
         """A server keeps its weights unless somebody pushes new ones."""
@@ -73,40 +74,40 @@ class OpenAIServerEngine:
                 )
             with span("engine.push_weights", version=update.version):
                 self._push_weights(update)
-        self.version = update.version
-
-    def generate(self, requests: Sequence[GenerateRequest]) -> list[list[Completion]]:
-        """All n completions of every request, in the order asked. The first that fails ends the call."""
-        for request in requests:
-            check_request(request, self._limits, self._adapters)
-            check_room(request, self._limits.max_len)
-        for request in requests:
-            self._check_logprobs(request)
-        pairs = [(request, index) for request in requests for index in request.sampling.indices]
-        submitted = time.perf_counter()
-        with span("engine.generate", version=self.version):
-            flat = iter(self._at_once([partial(self._complete, request, index, submitted) for request, index in pairs]))
-        completions = [[next(flat) for _ in range(request.sampling.n)] for request in requests]
-        return add_scores(requests, completions, self._score)
-
-    def _at_once(self, calls: Sequence[Callable[[], Any]]) -> list[Any]:
-        """Their results, `max_concurrent` at a time. When one raises, the others are not waited for."""
-        pool = ThreadPoolExecutor(self._max_concurrent, thread_name_prefix="openai-server")
-        try:
-            futures = [pool.submit(call) for call in calls]
-            for future in as_completed(futures):
-                future.result()
-            return [future.result() for future in futures]
-        finally:
-            pool.shutdown(wait=False, cancel_futures=True)
+        super().apply(update)
 
     # ── one completion ─────────────────────────────────────────────────────────────────────────────────────────────────
 
-    def _complete(self, request: GenerateRequest, index: int, submitted: float) -> Completion:
-        started = time.perf_counter()
-        body = self._body(request) | _sampling_fields(request.sampling, index)
+    def prepare(self, request: GenerateRequest) -> None:
+        self._check_logprobs(request)
+
+    def begin(self, call: Call) -> None:
+        self._futures[self._pool.submit(self._complete, call)] = call
+
+    def advance(self) -> list[tuple[Call, Came]]:
+        """Wait a moment for an answer, and return all that are there."""
+        with span("engine.generate", version=self.version):
+            done, _ = wait(self._futures, ANSWERS_S, FIRST_COMPLETED)
+        return [(self._futures.pop(future), _outcome(future)) for future in done]
+
+    def cancel(self, calls: Sequence[Call]) -> None:
+        """The server goes on with a call that has begun: OpenAI's API cannot end one."""
+        for future in [future for future, call in self._futures.items() if call in calls]:
+            del self._futures[future]
+            future.cancel()
+
+    def close(self) -> None:
+        """Wait for no answer any more."""
+        self._pool.shutdown(wait=False, cancel_futures=True)
+
+    def _complete(self, call: Call) -> Completion:
+        started, request = time.monotonic(), call.request
+        body = self._body(request) | _sampling_fields(request.sampling, call.index)
         answer = self._client.post("/completions", body)
-        return self._completion(answer, request.sampling, started - submitted, time.perf_counter() - started)
+        completion = self._completion(answer, call, started - call.began, time.monotonic() - started)
+        if not wants_scores(request):
+            return completion
+        return scored(completion, request, self._score(np.concatenate([request.prompt_ids, completion.token_ids]), request))
 
     def _body(self, request: GenerateRequest) -> Json:
         return {
@@ -117,8 +118,8 @@ class OpenAIServerEngine:
             **self._extra,
         }
 
-    def _completion(self, answer: Json, sampling: SamplingParams, queue_s: float, answer_s: float) -> Completion:
-        choice = _choice(answer)
+    def _completion(self, answer: Json, call: Call, queue_s: float, answer_s: float) -> Completion:
+        choice, top = _choice(answer), call.request.sampling.top_logprobs
         if choice["finish_reason"] not in set(FinishReason):
             raise EngineError(f"the server ended a completion with {choice['finish_reason']!r}", "its log may say why")
         token_ids = _token_ids(choice)
@@ -128,27 +129,23 @@ class OpenAIServerEngine:
             token_ids=token_ids,
             logprobs=np.array(choice["logprobs"]["token_logprobs"], np.float32)[: len(token_ids)],
             finish_reason=FinishReason(choice["finish_reason"]),
-            versions=VersionSpan(self.version, self.version),
+            versions=self.versions_of(call),
             # The answer comes whole: we see the first token when we see the last.
             queue_s=queue_s,
             prefill_s=answer_s,
             decode_s=0.0,
             cached_tokens=cached.get("cached_tokens") or 0,
             stop=stop if isinstance(stop, str) else None,
-            top_logprobs=_top_logprobs(choice, len(token_ids), sampling.top_logprobs) if sampling.top_logprobs else None,
+            top_logprobs=_top_logprobs(choice, len(token_ids), top) if top else None,
         )
 
     # ── logprobs ───────────────────────────────────────────────────────────────────────────────────────────────────────
 
-    def _score(self, sequences: list[np.ndarray], requests: list[GenerateRequest]) -> list[np.ndarray]:
-        """The prompt echoed with its logprobs, as OpenAI's API has it."""
-
-        def score(sequence: np.ndarray, request: GenerateRequest) -> np.ndarray:
-            asked = {"prompt": sequence.tolist(), "echo": True, "logprobs": 0, "max_tokens": 1, "temperature": 0}
-            choice = _choice(self._client.post("/completions", self._body(request) | asked))
-            return np.array([np.nan, *choice["logprobs"]["token_logprobs"][1 : len(sequence)]], np.float32)
-
-        return self._at_once([partial(score, *pair) for pair in zip(sequences, requests, strict=True)])
+    def _score(self, sequence: np.ndarray, request: GenerateRequest) -> np.ndarray:
+        """Have the sequence echoed with its logprobs, as OpenAI's API has it."""
+        asked = {"prompt": sequence.tolist(), "echo": True, "logprobs": 0, "max_tokens": 1, "temperature": 0}
+        choice = _choice(self._client.post("/completions", self._body(request) | asked))
+        return np.array([np.nan, *choice["logprobs"]["token_logprobs"][1 : len(sequence)]], np.float32)
 
     def _check_logprobs(self, request: GenerateRequest) -> None:
         """Once per kind of request: where only one token can come, its logprob must be 0. A server that returns the model's
@@ -164,6 +161,13 @@ class OpenAIServerEngine:
                     "start vLLM with --logprobs-mode processed_logprobs, or sample at temperature 1 without filters",
                 )
             self._checked.add(kind)
+
+
+def _outcome(future: Future[Completion]) -> Completion | EngineError:
+    try:
+        return future.result()
+    except EngineError as error:
+        return error
 
 
 def _certainties(request: GenerateRequest) -> Iterator[tuple[str, Json]]:

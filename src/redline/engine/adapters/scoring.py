@@ -18,9 +18,9 @@ Scorer = Callable[[list[np.ndarray], list[GenerateRequest]], list[np.ndarray]]
 
 
 def check_room(request: GenerateRequest, max_len: int) -> None:
-    """A sequence is scored as a prompt, and after a prompt an engine samples."""
+    """Raise EngineError where the whole sequence has no room as a prompt, after which an engine samples one token more."""
     needed = len(request.prompt_ids) + request.sampling.max_tokens + 1
-    if _wants_scores(request) and needed > max_len:
+    if wants_scores(request) and needed > max_len:
         raise EngineError(
             f"raw_logprobs and prompt_logprobs need {needed} positions here, and the model has {max_len}",
             "lower max_tokens by one",
@@ -30,23 +30,25 @@ def check_room(request: GenerateRequest, max_len: int) -> None:
 def add_scores(
     requests: Sequence[GenerateRequest], completions: list[list[Completion]], score: Scorer
 ) -> list[list[Completion]]:
-    """The same completions, with `raw_logprobs` and `prompt_logprobs` where they were asked for."""
-    wanted = [(r, c) for r, group in zip(requests, completions, strict=True) if _wants_scores(r) for c in group]
+    """Return the same completions, with `raw_logprobs` and `prompt_logprobs` where they were asked for."""
+    wanted = [(r, c) for r, group in zip(requests, completions, strict=True) if wants_scores(r) for c in group]
     if not wanted:
         return completions
     wholes = [np.concatenate([request.prompt_ids, completion.token_ids]) for request, completion in wanted]
     scores = iter(score(wholes, [request for request, _ in wanted]))
     return [
-        [_scored(completion, request, next(scores)) for completion in group] if _wants_scores(request) else group
+        [scored(completion, request, next(scores)) for completion in group] if wants_scores(request) else group
         for request, group in zip(requests, completions, strict=True)
     ]
 
 
-def _wants_scores(request: GenerateRequest) -> bool:
+def wants_scores(request: GenerateRequest) -> bool:
+    """Whether a request asks for logprobs under the model itself."""
     return request.sampling.raw_logprobs or request.sampling.prompt_logprobs
 
 
-def _scored(completion: Completion, request: GenerateRequest, logprobs: np.ndarray) -> Completion:
+def scored(completion: Completion, request: GenerateRequest, logprobs: np.ndarray) -> Completion:
+    """The completion with its part of the logprobs of its whole sequence."""
     num_prompt, sampling = len(request.prompt_ids), request.sampling
     return replace(
         completion,

@@ -17,20 +17,20 @@ import numpy as np
 from redline.config.sections.engine import EngineConfig
 from redline.engine.adapters.limits import holds_tokenizer, limits_of
 from redline.engine.adapters.pushed_weights import PushedWeights
-from redline.engine.adapters.scoring import add_scores, check_room
+from redline.engine.adapters.scoring import add_scores
 from redline.engine.adapters.seeds import completion_seed
-from redline.engine.native.admission import check_request
+from redline.engine.adapters.stepped import Call, Came
 from redline.errors import EngineError
 from redline.models.files.hf import load_config
 from redline.telemetry import span
-from redline.types import Completion, FinishReason, GenerateRequest, SamplingParams, TopLogprobs, VersionSpan
+from redline.types import Completion, FinishReason, GenerateRequest, SamplingParams, TopLogprobs
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 
 class SglangEngine(PushedWeights):
-    """A `sglang.Engine`. Implements `ports.Engine`."""
+    """A `sglang.Engine`. Implements `ports.Engine` and `ports.SteppedEngine`; a step samples whole completions."""
 
     def __init__(
         self,
@@ -42,12 +42,13 @@ class SglangEngine(PushedWeights):
         **settings: Any,
     ) -> None:
         """A Hugging Face folder, LoRA adapters as PEFT folders by name, and whatever else `sglang.Engine` takes."""
-        super().__init__()
         self._adapters = dict(adapters or {})
         network = load_config(folder).get_text_config()
         has_tokenizer = holds_tokenizer(folder)
         max_len = min(config.max_model_len or network.max_position_embeddings, network.max_position_embeddings)
-        self._limits = limits_of(max_len, network.vocab_size, has_tokenizer=has_tokenizer)
+        limits = limits_of(max_len, network.vocab_size, has_tokenizer=has_tokenizer)
+        super().__init__(limits, config.max_num_seqs, self._adapters)
+        self._waiting: list[Call] = []
         lora = {"lora_paths": {name: str(path) for name, path in self._adapters.items()}} if self._adapters else {}
         arguments = {
             "dtype": dtype,
@@ -55,6 +56,7 @@ class SglangEngine(PushedWeights):
             "context_length": max_len,
             **_sizes(config),
             **lora,
+            **config.options,
             **settings,
             "enable_deterministic_inference": True,
         }
@@ -70,25 +72,54 @@ class SglangEngine(PushedWeights):
             raise EngineError(f"SGLang did not take the weights: {reason}", "its log may say why")
         self.weights_have_come()
 
-    # ── requests ───────────────────────────────────────────────────────────────────────────────────────────────────────
+    def reset_prefix_cache(self) -> None:
+        """Find no prompt again that was computed before."""
+        self._engine.flush_cache()
 
-    def generate(self, requests: Sequence[GenerateRequest]) -> list[list[Completion]]:
-        """All n completions of every request, in the order asked."""
-        for request in requests:
-            check_request(request, self._limits, self._adapters)
-            check_room(request, self._limits.max_len)
-            _check_sampling(request.sampling)
-        pairs = [(request, index) for request in requests for index in request.sampling.indices]
+    def sleep(self, level: int = 1) -> None:
+        """Give the device's memory back: level 1 that of the KV cache, level 2 that of the weights too, and then
+        `update_weights` must follow `wake`. SGLang must run with `engine.options: {enable_memory_saver: true}`."""
+        with span("engine.sleep"):
+            self._asleep = ["kv_cache", "weights"] if level > 1 else ["kv_cache"]
+            self._engine.release_memory_occupation(tags=self._asleep)
+
+    def wake(self) -> None:
+        """Take the memory back that `sleep` gave."""
+        with span("engine.wake"):
+            self._engine.resume_memory_occupation(tags=self._asleep)
+
+    _asleep: Sequence[str] = ()
+
+    # ── calls ──────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def check(self, request: GenerateRequest) -> None:
+        super().check(request)
+        _check_sampling(request.sampling)
+
+    def begin(self, call: Call) -> None:
+        self._waiting.append(call)
+
+    def cancel(self, calls: Sequence[Call]) -> None:
+        self._waiting = [call for call in self._waiting if call not in calls]
+
+    def advance(self) -> list[tuple[Call, Came]]:
+        """Sample all calls that wait, whole: SGLang's engine in this process has no step of its own."""
+        calls, self._waiting = self._waiting, []
+        try:
+            return list(zip(calls, self._complete(calls), strict=True))
+        except EngineError as error:
+            return [(call, error) for call in calls]
+
+    def _complete(self, calls: Sequence[Call]) -> list[Completion]:
         with span("engine.generate", version=self.version):
             answers = self._run(
-                [request.prompt_ids for request, _ in pairs],
-                [_sampling_fields(request.sampling, index) for request, index in pairs],
-                [request for request, _ in pairs],
-                top_logprobs_num=[request.sampling.top_logprobs for request, _ in pairs],
+                [call.request.prompt_ids for call in calls],
+                [_sampling_fields(call.request.sampling, call.index) for call in calls],
+                [call.request for call in calls],
+                top_logprobs_num=[call.request.sampling.top_logprobs for call in calls],
             )
-        flat = iter(self._completion(answer) for answer in answers)
-        completions = [[next(flat) for _ in range(request.sampling.n)] for request in requests]
-        return add_scores(requests, completions, self._score)
+        completions = [[self._completion(answer, call)] for answer, call in zip(answers, calls, strict=True)]
+        return [completion for [completion] in add_scores([call.request for call in calls], completions, self._score)]
 
     def _run(
         self, prompts: list[np.ndarray], sampling: list[dict[str, Any]], requests: list[GenerateRequest], **fields: Any
@@ -109,7 +140,7 @@ class SglangEngine(PushedWeights):
             for answer in answers
         ]
 
-    def _completion(self, answer: Mapping[str, Any]) -> Completion:
+    def _completion(self, answer: Mapping[str, Any], call: Call) -> Completion:
         about = answer["meta_info"]
         finish = about["finish_reason"]
         if finish["type"] not in (FinishReason.STOP, FinishReason.LENGTH):
@@ -122,7 +153,7 @@ class SglangEngine(PushedWeights):
             token_ids=np.array([token for _, token, *_ in sampled], np.int32),
             logprobs=np.array([logprob for logprob, *_ in sampled], np.float32),
             finish_reason=FinishReason(finish["type"]),
-            versions=VersionSpan(self.version, self.version),
+            versions=self.versions_of(call),
             queue_s=queue_s,
             prefill_s=first_token_s - queue_s,
             decode_s=total_s - first_token_s,

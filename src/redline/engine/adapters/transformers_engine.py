@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from redline.config.sections.engine import EngineConfig
 from redline.engine.adapters.transformers_batch import Batch, CachedBatch, RecomputedBatch, abilities_of
@@ -60,13 +61,19 @@ class TransformersEngine:
         self._unfinished: dict[int, list[Row]] = {}
         self._events: list[Event] = []
         self._steps = self._prompt_tokens = self._generated_tokens = self._num_finished = 0
+        self._decode_steps = self._decoded_rows = 0
+        self._why_stopped: str | None = None
         self._rate = Rate()
 
     # ── requests ───────────────────────────────────────────────────────────────────────────────────────────────────────
 
-    def submit(self, request: GenerateRequest, *, streaming: bool = False) -> int:
-        """Queue a request; its number. Raises EngineError where it cannot be served as asked."""
+    def check(self, request: GenerateRequest) -> None:
+        """Raise EngineError for a request that cannot be served as asked."""
         check_request(request, self.limits, ())
+
+    def submit(self, request: GenerateRequest, *, streaming: bool = False) -> int:
+        """Queue a request and return its number. Raises EngineError where it cannot be served as asked."""
+        self.check(request)
         request_id, now = next(self._ids), time.perf_counter()
         rows = [Row(request_id, index, request, now, streaming) for index in request.sampling.indices]
         self._unfinished[request_id] = list(rows)
@@ -87,7 +94,7 @@ class TransformersEngine:
     def generate(self, requests: Sequence[GenerateRequest]) -> list[list[Completion]]:
         """All n completions of every request, in the order asked. Where one fails, all are given up and it is said why."""
         for request in requests:
-            check_request(request, self.limits, ())
+            self.check(request)
         order = [self.submit(request) for request in requests]
         found: dict[tuple[int, int], Completion] = {}
         while any(number in self._unfinished for number in order) or self._events:
@@ -107,13 +114,21 @@ class TransformersEngine:
     def has_work(self) -> bool:
         return bool(self._unfinished) or bool(self._events)
 
+    def stop_sampling(self, reason: str) -> None:
+        """Raise an error with this reason in every later step."""
+        self._why_stopped = reason
+
     @torch.inference_mode()
     def step(self) -> list[Event]:
-        """Begin a batch, or advance the one under way by a token; what came out of it."""
+        """Begin a batch, or advance the one under way by a token, and return what came of it."""
+        if self._why_stopped is not None:
+            raise EngineError(f"the engine samples no more: {self._why_stopped}", "start the run again; it resumes")
         if self._running is None and self._waiting:
             self._begin()
         elif self._running is not None:
             with span("engine.decode", version=self.version):
+                self._decode_steps += 1
+                self._decoded_rows += sum(row.alive for row in self._running.rows)
                 self._take_in(self._running, self._running.advance())
         if self._running is not None and not any(row.alive for row in self._running.rows):
             self._running = None
@@ -262,9 +277,29 @@ class TransformersEngine:
 
     # ── weights, statistics ────────────────────────────────────────────────────────────────────────────────────────────
 
+    @property
+    def network(self) -> PreTrainedModel:
+        """What it samples from."""
+        return self._model
+
+    @torch.no_grad()
+    def update_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
+        """Copy tensors by their Hugging Face names into the network, where it does not share them. For the thread that has the
+        engine between two steps. Raises EngineError for a name that the network has not."""
+        own = self._model.state_dict()
+        with span("engine.update_weights"):
+            for name, tensor in weights:
+                if name not in own:
+                    raise EngineError(f"transformers' network has no weight {name}", "train a family that keeps its names")
+                own[name].copy_(tensor)
+
     def apply(self, update: WeightUpdate) -> None:
-        """The weights are whatever the model holds; only the version is noted."""
+        """Note the version; the weights are whatever the network holds."""
         self.version = update.version
+
+    def memory(self) -> dict[str, int]:
+        """Bytes by kind that it holds besides the network, as far as known: what a network keeps between tokens is its own."""
+        return {}
 
     def reset_prefix_cache(self) -> None:
         """Does nothing: no prompt is kept beyond its batch."""
@@ -288,4 +323,6 @@ class TransformersEngine:
             prompt_tokens=self._prompt_tokens,
             generated_tokens=self._generated_tokens,
             requests=self._num_finished,
+            decode_steps=self._decode_steps,
+            decoded_rows=self._decoded_rows,
         )

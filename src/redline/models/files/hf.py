@@ -162,6 +162,26 @@ def load_recompute_model(
     return model.to(device).eval()
 
 
+def load_sharing_model(folder: Path, decoder: AnyDecoder) -> PreTrainedModel:
+    """The folder as transformers has it, on the tensors of a decoder that was loaded from it: what is written to the decoder's
+    weights in place is written to both."""
+    weight = decoder.output_weight
+    network = load_recompute_model(folder, weight.device, weight.dtype)
+    for name, tensor in network_tensors(decoder).items():
+        module, _, parameter = name.rpartition(".")
+        setattr(network.get_submodule(module), parameter, torch.nn.Parameter(tensor, requires_grad=False))
+    network.tie_weights()
+    return network
+
+
+def network_tensors(decoder: AnyDecoder, tensors: Mapping[str, Tensor] | None = None) -> dict[str, Tensor]:
+    """Every parameter by its name in transformers' network, as views; `tensors` replaces some of the decoder's own values."""
+    values = {name: parameter.detach() for name, parameter in decoder.named_parameters()} | dict(tensors or {})
+    if isinstance(decoder, GenericDecoder):
+        return {name.removeprefix("network."): value for name, value in values.items()}
+    return dict(hf_tensors(decoder, values))
+
+
 def hf_tensors(decoder: AnyDecoder, tensors: Mapping[str, Tensor] | None = None) -> Iterator[tuple[str, Tensor]]:
     """(Hugging Face name, rows of our storage) for every weight; `tensors` replaces the decoder's own values."""
     values = dict(decoder.named_parameters()) if tensors is None else tensors

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from types import MappingProxyType
 
 from torch import Tensor
@@ -20,15 +20,21 @@ class SharedStorage:
     pause_s = None
     parts: Mapping[str, float] = MappingProxyType({})
 
-    def __init__(self, engine_tensors: Mapping[str, Tensor]) -> None:
-        """`engine_tensors`: those of the tensors the engine reads that the trainer trains, by the trainer's names."""
+    def __init__(
+        self,
+        engine_tensors: Mapping[str, Tensor],
+        in_engine: Callable[[Mapping[str, Tensor]], Mapping[str, Tensor]] = lambda tensors: tensors,
+    ) -> None:
+        """`engine_tensors`: those of the tensors the engine reads that the trainer trains, by the engine's names; `in_engine`
+        returns the trainer's tensors under those names, where they are others."""
         self._storage = SameStorage(engine_tensors)
+        self._in_engine = in_engine
 
     def move(self, plan: TransferPlan, weights: WeightSet) -> int:
         return 0
 
     def verify(self, weights: WeightSet) -> None:
-        self._storage.check(weights.tensors)
+        self._storage.check(self._in_engine(weights.tensors))
 
     def adopt(self, probe: Probe | None = None) -> None:
         """The engine reads them already."""

@@ -1,0 +1,156 @@
+"""Engines of others, by `engine.kind`, as the engine of a run or by themselves.
+
+kind          runs                     weights in training
+transformers  in this process          the trainer's own tensors; a merged copy where an adapter is trained
+vllm          in this process          loaded by vLLM at every version, under Hugging Face names
+sglang        beside it, by SGLang     the same, by SGLang
+openai        a server at engine.url   cannot be trained with: the server keeps its own
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from redline.config import Config, EngineRecipe
+from redline.config.installation import how_to_install
+from redline.config.sections.engine import EngineConfig
+from redline.engine.adapters.openai_server import OpenAIServerEngine
+from redline.engine.adapters.sglang import SglangEngine
+from redline.engine.adapters.stepped import SteppedAdapter
+from redline.engine.adapters.transformers_engine import TransformersEngine
+from redline.engine.adapters.vllm import VllmEngine
+from redline.errors import ConfigError
+from redline.launch.models import LoadedModel
+from redline.launch.stages import RunEngine
+from redline.models.decoder import Decoder
+from redline.models.files.hf import AnyDecoder, hf_tensors, load_recompute_model, load_sharing_model, network_tensors
+from redline.models.lora.trainable import merged_tensors
+from redline.ports import Trainer
+from redline.types import GenerateRequest, SamplingParams
+from redline.weight_sync import SharedStorage
+from redline.weight_sync.transport import Transport
+from redline.weight_sync.transports.pushed import Named, PushedTensors
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+PACKAGED: Mapping[str, type[VllmEngine] | type[SglangEngine]] = {"vllm": VllmEngine, "sglang": SglangEngine}
+"""Kinds that are packages of their own."""
+
+
+@dataclass(slots=True, frozen=True)
+class OtherEngine:
+    """An engine of others, and what brings the trainer's weights to it."""
+
+    engine: RunEngine
+    transport: Transport
+    close: Callable[[], None] = lambda: None
+
+
+def check_kind(config: Config) -> None:
+    """Raise `ConfigError` where the engine that a recipe names cannot be trained with on this machine. Loads no model."""
+    engine = config.engine
+    if engine.kind == "openai":
+        raise ConfigError(
+            "engine.kind = openai: a server with OpenAI's API takes no new weights, and would sample from the policy as it was"
+            " before training",
+            "train with another engine.kind; `redline bench generate`, `env play` and `serve` can use the server",
+        )
+    check_package(engine)
+    if engine.kind == "sglang" and config.run.device == "cpu":
+        raise ConfigError("engine.kind = sglang: it needs a GPU, and run.device = cpu", "set engine.kind to vllm or native")
+
+
+def check_package(engine: EngineConfig) -> None:
+    """Raise `ConfigError` where the engine's package is not installed."""
+    if engine.kind in PACKAGED and importlib.util.find_spec(engine.kind) is None:
+        raise ConfigError(
+            f"engine.kind = {engine.kind}: the package {engine.kind} is not installed", how_to_install(engine.kind)
+        )
+
+
+def load_other_engine(
+    recipe: EngineRecipe, folder: Path, tokenizer: PreTrainedTokenizerBase, adapters: Mapping[str, Path]
+) -> TransformersEngine | SteppedAdapter:
+    """Make an engine that is not ours from the files of its model, for a verb that does not train."""
+    engine, dtype = recipe.engine, recipe.model.dtype
+    check_package(engine)
+    if engine.kind == "openai":
+        _refuse_adapters(adapters, "openai", "start the server with them, and name one by the request's `model`")
+        return OpenAIServerEngine(
+            str(engine.url),
+            model=engine.served_model,
+            api_key_env=engine.api_key_env,
+            max_concurrent=engine.max_num_seqs,
+            timeout_s=engine.timeout_s,
+        )
+    if engine.kind == "transformers":
+        _refuse_adapters(adapters, "transformers", "leave the adapters out, or set engine.kind to native")
+        network = load_recompute_model(folder, torch.device(recipe.run.device), getattr(torch, dtype))
+        return TransformersEngine(network, engine, tokenizer)
+    ranks = {"vllm": "tensor_parallel_size", "sglang": "tp_size"}[engine.kind]
+    divided = {ranks: engine.tensor_parallel_size} if engine.tensor_parallel_size > 1 else {}
+    return PACKAGED[engine.kind](folder, engine, dtype=dtype, adapters=adapters, **divided)
+
+
+def _refuse_adapters(adapters: Mapping[str, Path], kind: str, hint: str) -> None:
+    if adapters:
+        raise ConfigError(f"engine.kind = {kind}: it loads no adapters ({', '.join(adapters)})", hint)
+
+
+def make_other_engine(config: Config, model: LoadedModel, trainer: Trainer) -> OtherEngine:
+    """Make the engine of a run that is not ours, with a transport to it."""
+    if config.engine.kind == "transformers":
+        return _transformers(config, model, trainer)
+    engine = PACKAGED[config.engine.kind](model.folder, config.engine, dtype=config.model.dtype)
+    return OtherEngine(engine, _pushed(engine, model.decoder))
+
+
+def _pushed(engine: TransformersEngine | VllmEngine | SglangEngine, decoder: AnyDecoder) -> PushedTensors:
+    """Make the transport to an engine that loads weights by their Hugging Face names."""
+
+    def logprobs(tokens: Sequence[int]) -> list[float] | None:
+        if engine.has_work:  # pieces of other requests would come with the probe's
+            return None
+        asked = GenerateRequest(np.array(tokens, np.int32), SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=True))
+        [[completion]] = engine.generate([asked])
+        assert completion.prompt_logprobs is not None
+        return completion.prompt_logprobs[1:].tolist()
+
+    return PushedTensors(engine, _named_by_hugging_face(decoder), logprobs)
+
+
+def _transformers(config: Config, model: LoadedModel, trainer: Trainer) -> OtherEngine:
+    decoder, weight = model.decoder, model.decoder.output_weight
+    if config.trainer.lora.rank:  # transformers' layers know nothing of our adapter
+        network = load_recompute_model(model.folder, weight.device, weight.dtype)
+        engine = TransformersEngine(network, config.engine, model.tokenizer)
+        return OtherEngine(engine, _pushed(engine, decoder))
+    engine = TransformersEngine(load_sharing_model(model.folder, decoder), config.engine, model.tokenizer)
+    read = dict(engine.network.named_parameters())
+
+    def in_engine(trained: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        return network_tensors(decoder, trained)
+
+    engine_tensors = {name: read[name].detach() for name in in_engine(trainer.weights().tensors)}
+    return OtherEngine(engine, SharedStorage(engine_tensors, in_engine))
+
+
+def _named_by_hugging_face(decoder: AnyDecoder) -> Callable[[Mapping[str, Tensor]], Named]:
+    """Return a function that gives every weight its Hugging Face name, an adapter merged into those it belongs to."""
+
+    def named(trained: Mapping[str, Tensor]) -> Named:
+        values = {name: parameter.detach() for name, parameter in decoder.named_parameters()} | dict(trained)
+        if isinstance(decoder, Decoder):
+            values = merged_tensors(decoder, values)
+        return hf_tensors(decoder, values)
+
+    return named

@@ -1,0 +1,87 @@
+"""An engine of others in the trainer's process: it has weights of its own, and loads ours by their Hugging Face names."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Protocol
+
+from torch import Tensor
+
+from redline.types import WeightSet
+from redline.weight_sync.plan import TransferPlan
+from redline.weight_sync.verify import Probe, check_logprobs
+from redline.wire import Connection
+
+Named = Iterable[tuple[str, Tensor]]
+
+
+class TakesWeights(Protocol):
+    """An engine that loads weights itself."""
+
+    def update_weights(self, weights: Named) -> None:
+        """Load tensors by their Hugging Face names, and forget what was computed with the old ones. Raises where it cannot."""
+        ...
+
+    def stop_sampling(self, reason: str) -> None:
+        """Raise an error with this reason in every later step."""
+        ...
+
+
+class PushedTensors:
+    """The engine reads the trainer's tensors once, while it is held: nothing is written meanwhile, so that no copy lies in
+    between. Implements `Transport`."""
+
+    shares_storage = False
+    pause_s = None
+
+    def __init__(
+        self,
+        engine: TakesWeights,
+        named: Callable[[Mapping[str, Tensor]], Named],
+        logprobs: Callable[[Sequence[int]], Sequence[float] | None] = lambda tokens: None,
+    ) -> None:
+        """`named` returns every weight of the policy under its Hugging Face name, given the tensors that the trainer trains.
+        `logprobs` returns what the engine makes of each token after the first; None where it cannot say now."""
+        self._engine = engine
+        self._named = named
+        self._logprobs = logprobs
+        self._moved: tuple[int, list[tuple[str, Tensor]]] | None = None
+        """A version, and its weights by their Hugging Face names."""
+        self._is_loading = False
+        self.parts: dict[str, float] = {}
+
+    def move(self, plan: TransferPlan, weights: WeightSet) -> int:
+        began = time.perf_counter()
+        named = list(self._named(weights.tensors))
+        self._moved = (weights.version, named)
+        self.parts = {"convert": time.perf_counter() - began}
+        return sum(tensor.nbytes for _, tensor in named)
+
+    def verify(self, weights: WeightSet) -> None:
+        """The tensors are the trainer's own; the engine checks names and shapes when it loads them."""
+        assert self._moved is None or self._moved[0] == weights.version, "other weights were moved"
+
+    def adopt(self, probe: Probe | None = None) -> None:
+        assert self._moved is not None, "nothing was moved"
+        self._is_loading = True
+        began = time.perf_counter()
+        self._engine.update_weights(self._moved[1])
+        loaded = time.perf_counter()
+        found = self._logprobs(probe.tokens) if probe is not None else None
+        if probe is not None and found is not None:
+            check_logprobs(probe.logprobs, found, probe.tolerance)
+        self.parts |= {"load": loaded - began, "verify": time.perf_counter() - loaded}
+        self._moved, self._is_loading = None, False
+
+    def revert(self, version: int) -> None:
+        """Forget what was moved. Nobody has the old weights any more once the engine has begun to load: it samples no more."""
+        self._moved = None
+        if self._is_loading:
+            self._engine.stop_sampling(f"its weights are part of version {version} and part of the one before")
+
+    def catch_up(self, channel: Connection, weights: WeightSet) -> None:
+        raise AssertionError("an engine of another process is given its weights by another transport")
+
+    def close(self) -> None:
+        """Nothing was opened."""

@@ -1,0 +1,133 @@
+"""`engine.kind` of a training run: another engine samples from the same policy, version by version."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from safetensors.torch import load_file
+from support.crashing_runs import newest_run, output, run_to_end
+from support.processes import rows, write_letters
+from support.small_models import write_model
+from transformers import LlamaConfig
+
+from redline.models.files.tiny import tiny_tokenizer
+
+STEPS = 4
+needs_vllm = pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vllm is not installed")
+
+
+def train(cwd: Path, **sections: dict[str, Any]) -> list[dict[str, Any]]:
+    """The rows of a run."""
+    cwd.mkdir()
+    sections = {"run": {"steps": STEPS}, "rollouts": {"evaluation": {"num_tasks": 2}}, **sections}
+    write_letters(cwd, **sections)
+    assert run_to_end(cwd, "train", "letters.yaml", is_profiled=False) == 0, output(cwd)
+    return rows(newest_run(cwd).metrics)
+
+
+def refusal(cwd: Path, *arguments: str) -> str:
+    """What a dry run says against a recipe."""
+    write_letters(cwd)
+    assert run_to_end(cwd, "train", "letters.yaml", "--dry-run", *arguments, is_profiled=False) == 2, output(cwd)
+    assert not (cwd / "runs").exists()
+    return output(cwd)
+
+
+def assert_same_training(ours: list[dict[str, Any]], theirs: list[dict[str, Any]]) -> None:
+    """The same tokens at every step, and gradients that differ by the order of a sum."""
+    assert len(ours) == len(theirs) == STEPS
+    for one, other in zip(ours, theirs, strict=True):
+        assert one["engine/generated_tokens"] == other["engine/generated_tokens"]
+        assert one["rollouts/reward_mean"] == other["rollouts/reward_mean"]
+        assert one["trainer/grad_norm"] == pytest.approx(other["trainer/grad_norm"], rel=1e-4)
+        assert one["trainer/loss"] == pytest.approx(other["trainer/loss"], abs=1e-6)
+        assert (other["trainer/mismatch_kl"] or 0.0) < 1e-9
+    assert any(row["trainer/mismatch_kl"] is not None for row in theirs)
+
+
+@pytest.fixture(scope="module")
+def native(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    return train(tmp_path_factory.mktemp("native") / "run")
+
+
+def test_transformers_trains_as_the_native_engine_does(native: list[dict[str, Any]], tmp_path: Path) -> None:
+    assert_same_training(native, train(tmp_path / "run", engine={"kind": "transformers"}))
+
+
+@pytest.mark.slow
+def test_transformers_trains_beside_the_trainer_within_the_lag(tmp_path: Path) -> None:
+    theirs = train(tmp_path / "run", engine={"kind": "transformers"}, buffer={"max_lag": 1})
+    assert len(theirs) == STEPS
+    assert all((row["trainer/mismatch_kl"] or 0.0) < 0.5 for row in theirs)
+    assert max(row["buffer/policy_lag_steps"] for row in theirs) <= 1
+
+
+@pytest.mark.slow
+def test_an_adapter_in_training_reaches_transformers_merged(tmp_path: Path) -> None:
+    lora: dict[str, dict[str, Any]] = {"trainer": {"lora": {"rank": 4}}}
+    ours = train(tmp_path / "ours", **lora)
+    assert_same_training(ours, train(tmp_path / "theirs", engine={"kind": "transformers"}, **lora))
+
+
+def test_a_server_that_keeps_its_weights_is_refused_before_anything_loads(tmp_path: Path) -> None:
+    said = refusal(tmp_path, "engine.kind=openai", "engine.url=http://127.0.0.1:1/v1")
+    assert "engine.kind = openai" in said
+    assert "takes no new weights" in said
+    assert "hint: " in said
+
+
+# ── vLLM ───────────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.fixture(scope="module")
+def wide(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model with heads of a width that vLLM's CPU attention has."""
+    folder = tmp_path_factory.mktemp("wide")
+    tokenizer = tiny_tokenizer()
+    tokenizer.save_pretrained(folder)
+    config = LlamaConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=32,
+        max_position_embeddings=256,
+        eos_token_id=tokenizer.eos_token_id,
+    )
+    write_model(folder, config, seed=3, std=0.1)
+    return folder
+
+
+def vllm_sections(model: Path, **more: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    return {
+        "model": {"path": str(model)},
+        "engine": {"kind": "vllm", "kv_cache_memory_bytes": 2**26, "options": {"enforce_eager": True}},
+        "rollouts": {"evaluation": {"num_tasks": 0}},
+        **more,
+    }
+
+
+@needs_vllm
+@pytest.mark.slow
+@pytest.mark.parametrize("max_lag", [0, 1])
+def test_vllm_runs_a_whole_training_job(wide: Path, max_lag: int, tmp_path: Path) -> None:
+    found = train(tmp_path / "run", **vllm_sections(wide, run={"steps": 12}, buffer={"max_lag": max_lag}))
+    assert [row["step"] for row in found] == list(range(1, 13))
+    # Version by version it samples from what the trainer has: the trainer's own logprobs of the same tokens say so.
+    assert all((row["trainer/mismatch_kl"] or 0.0) < (0.5 if max_lag else 1e-6) for row in found)
+    model = load_file(newest_run(tmp_path / "run").path / "model" / "model.safetensors")
+    before = load_file(wide / "model.safetensors")
+    assert any(not model[name].equal(before[name]) for name in before)
+
+
+@pytest.mark.skipif(importlib.util.find_spec("vllm") is not None, reason="vllm is installed")
+def test_without_its_package_vllm_is_refused_with_the_command_that_brings_it(tmp_path: Path) -> None:
+    said = refusal(tmp_path, "engine.kind=vllm")
+    assert "the package vllm is not installed" in said
+    assert sys.executable in said.replace("\n", "")
