@@ -12,6 +12,7 @@ from redline.config.section import Section
 from redline.config.sections.buffer import BufferConfig
 from redline.config.sections.engine import EngineConfig
 from redline.config.sections.model import ModelConfig
+from redline.config.sections.placement import PlacementConfig
 from redline.config.sections.rollouts import RolloutsConfig
 from redline.config.sections.run import RunConfig
 from redline.config.sections.telemetry import TelemetryConfig
@@ -33,6 +34,8 @@ class Config(Section):
     """Loss and optimizer."""
     engine: EngineConfig = EngineConfig()
     """The sampler."""
+    placement: PlacementConfig = PlacementConfig()
+    """Which process runs where."""
     telemetry: TelemetryConfig = TelemetryConfig()
     """What the run records about itself."""
 

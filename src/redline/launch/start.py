@@ -26,10 +26,14 @@ def train(run: CheckedRun, *, from_scratch: bool = False, began_ns: int | None =
     """Train to the last step or to an interrupt, and return what `redline train --json` prints. `from_scratch` sets aside what
     the folder of a run that goes on holds, and begins at step 0. `began_ns` is when the ledger begins, on the clock of the
     spans; by default with the process."""
+    from redline.launch.workers import ray_ranks
+
+    if ray_ranks.is_driver(run.resolved.config):
+        return ray_ranks.train_on_ray(run, from_scratch=from_scratch)
     from redline.launch.run import train as train_in
 
     wanted = run.resolved.config.run
-    folder = run.folder or RunFolder.create(wanted.folder, wanted.name, given=run.given)
+    folder = run.folder or ray_ranks.made_folder() or RunFolder.create(wanted.folder, wanted.name, given=run.given)
     return train_in(run, folder, from_scratch=from_scratch, began_ns=began_ns)
 
 

@@ -162,7 +162,7 @@ def test_a_mistyped_section_below_the_first_is_corrected(tmp_path: Path) -> None
 def test_a_section_like_no_other_gets_the_list_of_sections(tmp_path: Path) -> None:
     message, hint = refusal(tmp_path, "zzz: 1\n")
     assert message == "recipe.yaml: zzz: unknown section"
-    assert hint == "known sections: buffer, engine, model, rollouts, run, telemetry, trainer"
+    assert hint == "known sections: buffer, engine, model, placement, rollouts, run, telemetry, trainer"
 
 
 @pytest.mark.parametrize(

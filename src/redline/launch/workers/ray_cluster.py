@@ -1,0 +1,154 @@
+"""The Ray cluster of a run: joining it, and the room that is kept there for the run's processes.
+
+    placement group      bundle 0 … trainers-1: one trainer rank each        bundle trainers …: one engine each
+
+Every bundle has a CPU, and a GPU where the recipe's device is one. PACK puts them on as few nodes as there is room. The group
+belongs to the driver: when that ends, however it ends, Ray frees the room and ends every process in it.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from redline.config.installation import how_to_install
+from redline.config.sections.placement import PlacementConfig
+from redline.errors import ConfigError
+
+NAMESPACE = "redline"
+GROUP_VARIABLE = "REDLINE_RAY_GROUP"
+"""Names the placement group to the processes of a run; who has it was started by a driver, and is none itself."""
+ROOM_S = 300.0
+"""Seconds for Ray to find room: an autoscaler may have to start nodes."""
+REACH_S = 10.0
+"""Seconds for the head of a cluster to take a connection."""
+_QUIET = {"log_to_driver": False, "logging_level": "ERROR", "namespace": NAMESPACE}
+
+
+@dataclass(slots=True, frozen=True)
+class Bundle:
+    """Room for one process: a bundle of a placement group."""
+
+    group: Any
+    index: int
+    resources: Mapping[str, float]
+
+    def begin(self, actor: type) -> Any:
+        """Begin an actor of this class here, and return its handle at once."""
+        import ray
+        from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+        # Several calls at once: one waits for news while another sends a signal.
+        remote = ray.remote(actor).options(
+            num_cpus=self.resources["CPU"],
+            num_gpus=self.resources.get("GPU", 0),
+            max_concurrency=8,
+            max_restarts=0,
+            scheduling_strategy=PlacementGroupSchedulingStrategy(self.group, placement_group_bundle_index=self.index),
+        )
+        return remote.remote()
+
+
+@contextmanager
+def joined(placement: PlacementConfig, processes: int) -> Iterator[None]:
+    """Inside the block this process is a driver of the cluster that `placement.address` names. Raises `ConfigError` where there
+    is none."""
+    ray = import_ray()
+    if ray.is_initialized():  # a program that called `ray.init` itself
+        yield
+        return
+    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")  # without GPUs of its own a process keeps what it sees
+    try:
+        _check_reachable(placement.address)
+        if placement.address == "local":
+            cpus = max(os.cpu_count() or 1, processes)
+            ray.init(address="local", num_cpus=cpus, include_dashboard=False, **_QUIET)
+        else:
+            ray.init(address=placement.address, **_QUIET)
+    except (OSError, RuntimeError, ValueError) as error:
+        raise ConfigError(
+            f"placement.address = {placement.address!r}: no Ray cluster answers ({str(error).strip().splitlines()[0][:200]})",
+            "start one (`ray start --head`), or set placement.address=local for one on this machine",
+        ) from error
+    try:
+        yield
+    finally:
+        ray.shutdown()
+
+
+def _check_reachable(address: str) -> None:
+    """Raise OSError where nobody listens at an address: Ray itself would ask for minutes."""
+    address = os.environ.get("RAY_ADDRESS", address) if address == "auto" else address
+    if address in ("auto", "local"):
+        return
+    if "://" in address:
+        raise ConfigError(
+            f"placement.address = {address!r}: a run needs the cluster itself, not a client of it",
+            "give the address of its head, such as 10.0.0.1:6379, or use `ray job submit` (docs/ray.md)",
+        )
+    host, _, port = address.rpartition(":")
+    if not host or not port.isdecimal():
+        raise ValueError("it is neither local, auto nor host:port")
+    socket.create_connection((host, int(port)), REACH_S).close()
+
+
+def import_ray() -> Any:
+    """The package. Raises `ConfigError` where it is not installed."""
+    try:
+        import ray
+    except ImportError as error:
+        raise ConfigError("placement.cluster = 'ray': the package ray is not installed", how_to_install("ray")) from error
+    return ray
+
+
+def bundle_resources(device: str) -> dict[str, float]:
+    """What one process of a run takes."""
+    return {"CPU": 1, "GPU": 1} if device == "cuda" else {"CPU": 1}
+
+
+@contextmanager
+def room(count: int, resources: Mapping[str, float]) -> Iterator[list[Bundle]]:
+    """Inside the block there is room for `count` processes. Blocks until Ray has found it. Raises `ConfigError` where it finds
+    none within `ROOM_S` seconds."""
+    from ray.util.placement_group import placement_group, remove_placement_group
+
+    name = f"redline-{os.getpid()}-{time.time_ns()}"
+    group = placement_group([dict(resources)] * count, strategy="PACK", name=name)
+    try:
+        wait_for_room(group, count, resources)
+        yield [Bundle(group, index, resources) for index in range(count)]
+    finally:
+        remove_placement_group(group)
+
+
+def wait_for_room(group: Any, count: int, resources: Mapping[str, float]) -> None:
+    """Block until the group has its room; also after a node of it is gone, and Ray looks for another."""
+    if not group.wait(ROOM_S):
+        raise ConfigError(
+            f"the Ray cluster has no room for {count} processes with {_words(resources)} each within {ROOM_S:g} s; {_there()}",
+            "lower placement.trainers or placement.engines, end other jobs (`ray status` lists what is in use), or add nodes",
+        )
+
+
+def group_name(bundle: Bundle) -> str:
+    """The name by which another process of the run finds the bundle's group."""
+    from ray.util.placement_group import placement_group_table
+
+    return str(placement_group_table(bundle.group)["name"])
+
+
+def _words(resources: Mapping[str, float]) -> str:
+    return " and ".join(f"{amount:g} {name}" for name, amount in resources.items())
+
+
+def _there() -> str:
+    import ray
+
+    total, free = ray.cluster_resources(), ray.available_resources()
+    amounts = [f"{free.get(name, 0):g} of {total.get(name, 0):g} {name} free" for name in ("CPU", "GPU")]
+    return f"on {sum(node['Alive'] for node in ray.nodes())} nodes it has {', '.join(amounts)}"
