@@ -33,7 +33,6 @@ WAITING = {
     "redline.engine.remote.client": "an engine in another process, as its user sees it",
     "redline.engine.remote.records": "requests and pieces as frames",
     "redline.engine.remote.service": "an engine in another process, as it answers",
-    "redline.launch.workers": "processes of a run beside its own",
     "redline.launch.workers.engine_worker": "the program of an engine's process",
     "redline.launch.workers.spawn": "how the process of an engine is started",
     "redline.weight_sync.transports.http": "weights to engines that are servers",
