@@ -3,20 +3,25 @@ line in `TRANSPORTS`."""
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from types import MappingProxyType
 
 import pytest
 import torch
 from support.fakes import FakeEngine
 from support.linked_engines import LinkedEngine
+from support.weight_servers import weight_server
 from torch import Tensor
 
 from redline.types import WeightSet, WeightUpdate
-from redline.weight_sync import CudaIpc, Sending, SharedStorage, WeightProtocol
+from redline.weight_sync import CheckpointEngine, CudaIpc, Sending, SharedStorage, WeightProtocol
 from redline.weight_sync.plan import TransferPlan
 from redline.weight_sync.transport import Transport
+from redline.weight_sync.transports.http import HttpWeights, RedlineServer
+from redline.weight_sync.transports.http_calls import HttpServer
 from redline.weight_sync.verify import Probe
 from redline.wire import Connection
 
@@ -85,10 +90,23 @@ def cuda_ipc(trainer: Mapping[str, Tensor]) -> tuple[Transport, Mapping[str, Ten
     return CudaIpc([linked.channel], trainer, Sending(timeout_s=10, bucket_bytes=32)), linked.tensors
 
 
+def checkpoint_engine(trainer: Mapping[str, Tensor]) -> tuple[Transport, Mapping[str, Tensor]]:
+    linked, folder = LinkedEngine(trainer), Path(tempfile.mkdtemp())
+    return CheckpointEngine([linked.channel], trainer, folder, Sending(timeout_s=10, bucket_bytes=32)), linked.tensors
+
+
+def http(trainer: Mapping[str, Tensor]) -> tuple[Transport, Mapping[str, Tensor]]:
+    there = {name: torch.zeros_like(tensor, memory_format=torch.contiguous_format) for name, tensor in trainer.items()}
+    server = RedlineServer(HttpServer(*weight_server(there), 10), bucket_bytes=32)
+    return HttpWeights([server], trainer), there
+
+
 TRANSPORTS: dict[str, Callable[[Mapping[str, Tensor]], tuple[Transport, Mapping[str, Tensor]]]] = {
     "shared": shared,
     "copied": copied,
     "cuda_ipc": cuda_ipc,
+    "checkpoint_engine": checkpoint_engine,
+    "http": http,
 }
 """Name → a transport for the trainer's tensors, and the tensors that its engine reads."""
 

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import uvicorn
 from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import JSONResponse
+from starlette.types import Receive, Scope, Send
 
 from redline.config.sections.engine import EngineConfig
 from redline.engine import EngineSession, NativeEngine
@@ -19,8 +24,10 @@ from redline.models.files.tiny import tiny_tokenizer
 from redline.serve.app import make_app
 from redline.serve.calls import Served
 from redline.serve.limits import ServeLimits
+from redline.serve.protocol import ApiError
 from redline.serve.vocabulary import Vocabulary
 from redline.serve.weights import WeightsEndpoint
+from redline.types import WeightUpdate
 
 TOKEN = "weights-secret"
 MAX_BYTES = 1 << 20
@@ -64,3 +71,49 @@ def served(decoder: Decoder, api_key: str | None = None) -> Iterator[ServedPolic
         weights = WeightsEndpoint(session, dict(decoder.named_parameters()), TOKEN, MAX_BYTES, 10.0)
         with listening(make_app(session, about, api_key, ServeLimits(), weights=weights)) as url:
             yield ServedPolicy(url, decoder, session)
+
+
+@dataclass
+class VersionsOnly:
+    """An engine between two steps, always. Implements `serve.weights.EngineBetweenSteps`."""
+
+    version: int = 0
+    is_alive: bool = True
+
+    def apply(self, update: WeightUpdate) -> None:
+        self.version = update.version
+
+    async def run(self, action: Callable[[Any], Any]) -> Any:
+        return action(self)
+
+
+_endpoints: dict[str, WeightsEndpoint] = {}
+"""By token."""
+
+
+@functools.cache
+def _shared_server() -> str:
+    """The address of one server for all endpoints that a session of tests asks for."""
+
+    async def answer(scope: Scope, receive: Receive, send: Send) -> None:
+        token = dict(scope["headers"])[b"authorization"].decode().removeprefix("Bearer ")
+        app = Starlette(routes=_endpoints[token].routes(), exception_handlers={ApiError: _told})
+        await app(scope, receive, send)
+
+    server = uvicorn.Server(uvicorn.Config(answer, port=0, log_config=None, lifespan="off"))
+    threading.Thread(target=server.run, daemon=True).start()
+    while not server.started:
+        time.sleep(0.002)
+    return f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}"
+
+
+async def _told(request: Request, error: Exception) -> JSONResponse:
+    assert isinstance(error, ApiError)
+    return JSONResponse(error.body, status_code=error.status)
+
+
+def weight_server(tensors: Mapping[str, torch.Tensor]) -> tuple[str, str]:
+    """The address and the token of a server that takes weights into these tensors."""
+    token = f"token-{len(_endpoints)}"
+    _endpoints[token] = WeightsEndpoint(VersionsOnly(), tensors, token, MAX_BYTES, 10.0)
+    return _shared_server(), token

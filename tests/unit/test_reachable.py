@@ -37,7 +37,6 @@ WAITING = {
     "redline.launch.workers.spawn": "how the process of an engine is started",
     "redline.weight_sync.transports.http": "weights to engines that are servers",
     "redline.weight_sync.transports.http_calls": "calls of such servers",
-    "redline.weight_sync.version_folder": "versions of the weights in a folder",
 }
 """Modules that no verb reaches yet, and what each is for. They pass the contract suite of engines and wait for runs whose
 stages are in several processes; until then no recipe key, hint or page offers them. One that is reached has to leave this

@@ -4,7 +4,8 @@
 from redline.weight_sync.protocol import WeightProtocol
 from redline.weight_sync.receiver import WeightReceiver
 from redline.weight_sync.sender import Sending
+from redline.weight_sync.transports.checkpoint_engine import CheckpointEngine
 from redline.weight_sync.transports.cuda_ipc import CudaIpc
 from redline.weight_sync.transports.shared import SharedStorage
 
-__all__ = ["CudaIpc", "Sending", "SharedStorage", "WeightProtocol", "WeightReceiver"]
+__all__ = ["CheckpointEngine", "CudaIpc", "Sending", "SharedStorage", "WeightProtocol", "WeightReceiver"]

@@ -23,7 +23,7 @@ import fcntl
 import json
 import os
 import secrets
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -108,9 +108,8 @@ class VersionFolder:
         return manifest
 
     def make_current(self, version: int) -> None:
-        """Engines that come later join at this version."""
+        """Engines that come later join at this version. The one before stays until the next is written."""
         _write_atomically(self.path / "current.json", {"version": version})
-        self._prune()
 
     def close(self) -> None:
         """Let another process write; the versions stay."""
@@ -211,12 +210,33 @@ def reading(path: Path, version: int | None = None) -> Iterator[Manifest]:
     raise RunFolderError(f"{path}: {what}", "is it the folder that the trainer writes to?")
 
 
-def read_tensors(path: Path, manifest: Manifest) -> Iterator[tuple[str, Tensor]]:
-    """The tensors of a version that is being read, shard by shard, in host memory. Raises RunFolderError where the bytes of one
-    are not those that were written."""
-    for shard in sorted(manifest.shards):
-        names = [name for name, stored in manifest.tensors.items() if stored.shard == shard]
-        file = path / "shards" / shard
+class StoredTensors(Mapping[str, Tensor]):
+    """The tensors of a version that is being read, in host memory, read as they are asked for. The shard of the last one is
+    kept. Raises RunFolderError where bytes are not those that were written."""
+
+    def __init__(self, path: Path, manifest: Manifest, names: Collection[str] | None = None) -> None:
+        """`names`: those that will be asked for; by default all."""
+        self._path, self._manifest = path, manifest
+        self._names = dict.fromkeys(manifest.tensors if names is None else names)
+        self._shard, self._tensors = "", dict[str, Tensor]()
+
+    def __getitem__(self, name: str) -> Tensor:
+        shard = self._manifest.tensors[name].shard
+        if shard != self._shard:
+            self._shard, self._tensors = "", {}  # before the next one takes memory
+            self._tensors = self._read(shard)
+            self._shard = shard
+        return self._tensors[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._names)
+
+    def __len__(self) -> int:
+        return len(self._names)
+
+    def _read(self, shard: str) -> dict[str, Tensor]:
+        names = [name for name in self._names if self._manifest.tensors[name].shard == shard]
+        file = self._path / "shards" / shard
         try:
             with safe_open(file, framework="pt") as opened:
                 tensors = {name: opened.get_tensor(name) for name in names}
@@ -224,10 +244,10 @@ def read_tensors(path: Path, manifest: Manifest) -> Iterator[tuple[str, Tensor]]
             raise _damaged(file, error) from error
         found = digests(tensors)
         for name, tensor in tensors.items():
-            stored = manifest.tensors[name]
+            stored = self._manifest.tensors[name]
             if (DTYPES[tensor.dtype], tuple(tensor.shape), found[name]) != (stored.dtype, tuple(stored.shape), stored.sha256):
                 raise _damaged(file, f"{name} is not what was written")
-            yield name, tensor
+        return tensors
 
 
 def _manifest_path(path: Path, version: int) -> Path:

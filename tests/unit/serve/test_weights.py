@@ -52,7 +52,8 @@ def client(policy: ServedPolicy, token: str = TOKEN) -> httpx2.Client:
 
 
 def transport(*policies: ServedPolicy) -> HttpWeights:
-    return HttpWeights([RedlineServer(HttpServer(policy.url, TOKEN, 20), bucket_bytes=2000) for policy in policies])
+    servers = [RedlineServer(HttpServer(policy.url, TOKEN, 20), bucket_bytes=2000) for policy in policies]
+    return HttpWeights(servers, policies[0].tensors)
 
 
 def next_version(policy: ServedPolicy) -> int:
@@ -89,7 +90,7 @@ def test_weights_that_were_sent_are_sampled_from_once_they_are_adopted(here: Ser
     assert completion(here)["logprobs"] != before["logprobs"]
     assert httpx2.get(f"{here.url}/health").json() == {"status": "ok", "version": version}
     assert httpx2.get(f"{here.url}/v1/models").json()["data"][0]["version"] == version
-    http.revert()
+    http.revert(version)
     assert completion(here) == before, "whole, and the cached keys of the other version are not used"
     assert httpx2.get(f"{here.url}/health").json()["version"] == version - 1
 
@@ -108,7 +109,7 @@ def test_only_tensors_whose_bytes_changed_are_sent(here: ServedPolicy) -> None:
     assert next_version(here) == version + 3
     tensors["norm"] = tensors["norm"] * 2
     move(http, version + 3, tensors)
-    http.revert()  # was sent and not adopted
+    http.revert(version + 3)  # was sent and not adopted
     assert move(http, version + 3, tensors) == tensors["norm"].nbytes
 
 
@@ -164,8 +165,9 @@ def test_what_does_not_fit_is_refused_and_the_engine_keeps_its_version(here: Ser
         assert http.post(f"/weights/{version - 5}/revert").status_code == 409
     assert completion(here) == before
     assert next_version(here) == version
+    server = RedlineServer(HttpServer(here.url, TOKEN, 20))
     with pytest.raises(WeightSyncError, match="no such tensor"):
-        move(transport(here), version, {"other": norm})
+        move(HttpWeights([server], {"other": norm}), version, {"other": norm})
 
 
 def test_other_bodies_keep_their_limit(here: ServedPolicy) -> None:

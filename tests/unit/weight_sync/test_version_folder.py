@@ -14,7 +14,7 @@ from torch import Tensor
 from redline.errors import ModelError, RunFolderError
 from redline.weight_sync import version_folder
 from redline.weight_sync.tensor_bytes import digests, pack, unpack
-from redline.weight_sync.version_folder import VersionFolder, current_version, read_tensors, reading
+from redline.weight_sync.version_folder import StoredTensors, VersionFolder, current_version, reading
 
 
 def make_tensors(version: int) -> dict[str, Tensor]:
@@ -39,7 +39,7 @@ def publish(folder: VersionFolder, version: int) -> dict[str, Tensor]:
 
 def read(path: Path, version: int | None = None) -> tuple[int, dict[str, Tensor]]:
     with reading(path, version) as manifest:
-        return manifest.version, dict(read_tensors(path, manifest))
+        return manifest.version, dict(StoredTensors(path, manifest))
 
 
 def assert_same(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> None:
@@ -98,7 +98,7 @@ def test_old_versions_go_but_never_the_current_one_the_newest_or_one_that_is_bei
     with reading(tmp_path) as manifest:
         for version in (1, 2, 3):
             publish(folder, version)
-        assert_same(dict(read_tensors(tmp_path, manifest)), first)
+        assert_same(dict(StoredTensors(tmp_path, manifest)), first)
     folder.write(4, make_tensors(4))
     folder.write(5, make_tensors(5))
     assert sorted(path.stem for path in (tmp_path / "versions").iterdir()) == ["000003", "000005"]

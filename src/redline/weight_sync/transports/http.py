@@ -12,8 +12,10 @@ Tensors whose bytes the server has already are not sent.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Mapping, Sequence
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
 from typing import Any, Protocol
 
 from torch import Tensor
@@ -21,9 +23,12 @@ from torch import Tensor
 from redline.errors import WeightSyncError
 from redline.telemetry import span
 from redline.types import WeightSet
+from redline.weight_sync.buckets import form_of
 from redline.weight_sync.plan import TransferPlan
 from redline.weight_sync.tensor_bytes import DTYPES, digests, in_groups, pack
 from redline.weight_sync.transports.http_calls import HttpServer
+from redline.weight_sync.verify import Probe
+from redline.wire import Connection
 
 BUCKET_BYTES = 1 << 28
 """A body is closed once it holds so many bytes."""
@@ -37,7 +42,7 @@ class WeightServer(Protocol):
         """Bring a version into the server's reach; `found` are the digests of its tensors. Returns the bytes that were sent."""
         ...
 
-    def verify(self, tensors: Mapping[str, Tensor]) -> None:
+    def verify(self) -> None:
         """Raise WeightSyncError unless what was sent is whole, and the server could sample from it."""
         ...
 
@@ -55,29 +60,67 @@ class HttpWeights:
 
     shares_storage = False
 
-    def __init__(self, servers: Sequence[WeightServer]) -> None:
+    def __init__(self, servers: Sequence[WeightServer], tensors: Mapping[str, Tensor]) -> None:
+        """`tensors` are the trainer's: those that every update will have."""
         self._servers = list(servers)
+        self._forms = {name: form_of(name, tensor) for name, tensor in tensors.items()}
+        self._moved: int | None = None
+        """The version that was sent last."""
+        self._is_under_way = False
+        """Whether it is not adopted yet."""
+        self.parts: dict[str, float] = {}
+        """Seconds of each part of the last update."""
+        self.pause_s: float | None = None
 
     def move(self, plan: TransferPlan, weights: WeightSet) -> int:
-        with span("weight_sync.gather"):
+        """Send the version to every server, but for tensors that it has already. Returns the bytes sent."""
+        self._check_forms(weights)
+        self.parts, self._moved, self._is_under_way = {}, plan.version, True
+        with self._part("gather"):
             host = {name: tensor.detach().cpu() for name, tensor in weights.tensors.items()}
-        with span("weight_sync.serialise"):
+        with self._part("serialise"):
             found = digests(host)
-        with span("weight_sync.transfer"):
+        with self._part("transfer"):
             return sum(self._each(lambda server: server.send(plan.version, host, found)))
 
     def verify(self, weights: WeightSet) -> None:
-        with span("weight_sync.verify"):
-            self._each(lambda server: server.verify(weights.tensors))
+        self._check_forms(weights)
+        if self._is_under_way:
+            with self._part("verify"):
+                self._each(lambda server: server.verify())
 
-    def adopt(self) -> None:
-        with span("weight_sync.load"):
+    def adopt(self, probe: Probe | None = None) -> None:
+        """Have every server sample from what was sent. Servers compute no probe: they have compared digests."""
+        with self._part("load"):
             self._each(lambda server: server.adopt())
+        self._is_under_way = False
 
-    def revert(self) -> None:
-        """Every server back to the version before the one that was moved last. Asks all of them, and raises what the first that
-        could not said."""
-        self._each(lambda server: server.revert())
+    def revert(self, version: int) -> None:
+        """Every server that can be reached goes back to what it had before `version`."""
+        if self._moved == version:
+            self._moved, self._is_under_way = None, False
+            for server in self._servers:
+                with suppress(WeightSyncError):
+                    server.revert()
+
+    def catch_up(self, channel: Connection, weights: WeightSet) -> None:
+        """Servers are not started by a run; one that was started again is noticed by its version when weights are sent."""
+        raise AssertionError("servers have no connection of their own")
+
+    def close(self) -> None:
+        """Every call has a connection of its own: there is nothing to let go of."""
+
+    def _check_forms(self, weights: WeightSet) -> None:
+        found = {name: form_of(name, tensor) for name, tensor in weights.tensors.items()}
+        other = {name for name, _ in found.items() ^ self._forms.items()}
+        assert not other, f"other tensors than the servers were told of: {', '.join(sorted(other))}"
+
+    @contextmanager
+    def _part(self, name: str) -> Iterator[None]:
+        began = time.perf_counter()
+        with span(f"weight_sync.{name}"):
+            yield
+        self.parts[name] = self.parts.get(name, 0.0) + time.perf_counter() - began
 
     def _each(self, call: Callable[[WeightServer], Any]) -> list[Any]:
         """What each server gave. All are waited for, so that none is still at work when an error is raised."""
@@ -134,11 +177,10 @@ class RedlineServer:
         if sorted(said["names"]) != sorted(tensors):
             raise WeightSyncError(f"{self._server.url} took other tensors than were sent", "send them again")
 
-    def verify(self, tensors: Mapping[str, Tensor]) -> None:
+    def verify(self) -> None:
         """The server has compared the digest of every body, and the sum of every tensor on its device."""
-        self._check_form(tensors)
-        if self._sent is None or self._sent[1].keys() != tensors.keys():
-            raise WeightSyncError(f"{self._server.url} was sent other tensors", "send them again")
+        if self._sent is None:
+            raise WeightSyncError(f"{self._server.url} did not get all of the weights", "send them again")
 
     def adopt(self) -> None:
         assert self._sent is not None, "nothing was sent"

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from redline.errors import WeightSyncError
+from redline.weight_sync.transports.checkpoint_engine import FolderInlet
 from redline.weight_sync.transports.cuda_ipc import StagedInlet
 
 
@@ -22,7 +23,10 @@ class Inlet(Protocol):
     def close(self) -> None: ...
 
 
-INLETS: Mapping[str, Callable[[Mapping[str, Any], torch.device], Inlet]] = {"cuda_ipc": StagedInlet}
+INLETS: Mapping[str, Callable[[Mapping[str, Any], torch.device], Inlet]] = {
+    "checkpoint_engine": FolderInlet,
+    "cuda_ipc": StagedInlet,
+}
 """Name of a link → what opens its engine's end, from what the sender said of it."""
 
 
