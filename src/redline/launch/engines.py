@@ -20,12 +20,12 @@ import torch
 from redline.config import EngineRecipe
 from redline.config.sections.engine import EngineConfig
 from redline.engine import EngineSession, NativeEngine
-from redline.engine.adapters.stepped import SteppedAdapter
 from redline.engine.adapters.transformers_engine import TransformersEngine
 from redline.engine.native.lora import make_bank
 from redline.engine.native.tensor_parallel import STEP_TIMEOUT_S, TensorParallelEngine
-from redline.errors import ModelError
-from redline.launch.kinds import load_other_engine
+from redline.errors import ConfigError, ModelError
+from redline.launch.kinds import OtherEngine, load_other_engine, sample_from
+from redline.launch.models import LoadedModel
 from redline.launch.placement import check_engine_place
 from redline.models.files.hf import AnyDecoder, load_config, load_decoder, load_recompute_model, load_tokenizer, stop_token_ids
 from redline.models.files.sources import model_folder
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 class LoadedEngine:
     """An engine, and what its model's files say beside the weights."""
 
-    engine: NativeEngine | TransformersEngine | SteppedAdapter
+    engine: NativeEngine | OtherEngine
     tokenizer: PreTrainedTokenizerBase
     stop_token_ids: tuple[int, ...]
     why_broken: Callable[[], str | None] | None = None
@@ -58,8 +58,24 @@ class LoadedEngine:
 
 
 def make_engine(decoder: AnyDecoder, config: EngineConfig, tokenizer: PreTrainedTokenizerBase | None = None) -> NativeEngine:
-    """Make an engine that samples from a decoder where it lies, without a copy. It needs a tokenizer for stop strings only."""
+    """Make an engine of ours that samples from a decoder where it lies, without a copy. It needs a tokenizer for stop strings
+    only. Raises `ConfigError` for a recipe that names another engine."""
+    refuse_other_kinds(config)
     return NativeEngine(decoder, config, tokenizer)
+
+
+def refuse_other_kinds(config: EngineConfig) -> None:
+    """Raise `ConfigError` for a recipe that names another engine than ours, where only ours will do."""
+    if config.kind != "native":
+        why = f"engine.kind = {config.kind}: only redline's own engine does what is asked here"
+        raise ConfigError(why, "leave engine.kind out")
+
+
+def engine_of(model: LoadedModel, config: EngineConfig) -> NativeEngine | OtherEngine:
+    """Make the engine that `engine.kind` names for a policy that is loaded and not trained; a server has its own weights."""
+    if config.kind == "native":
+        return make_engine(model.decoder, config, model.tokenizer)
+    return sample_from(model.decoder, model.folder, config, model.tokenizer)
 
 
 def load_engine(

@@ -13,7 +13,7 @@ import importlib.util
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -46,8 +46,12 @@ PACKAGED: Mapping[str, type[VllmEngine] | type[SglangEngine]] = {"vllm": VllmEng
 """Kinds that are packages of their own."""
 
 
+OtherEngine = TransformersEngine | SteppedAdapter
+"""All that are not ours."""
+
+
 @dataclass(slots=True, frozen=True)
-class OtherEngine:
+class OtherSide:
     """An engine of others, and what brings the trainer's weights to it."""
 
     engine: RunEngine
@@ -79,26 +83,45 @@ def check_package(engine: EngineConfig) -> None:
 
 def load_other_engine(
     recipe: EngineRecipe, folder: Path, tokenizer: PreTrainedTokenizerBase, adapters: Mapping[str, Path]
-) -> TransformersEngine | SteppedAdapter:
+) -> OtherEngine:
     """Make an engine that is not ours from the files of its model, for a verb that does not train."""
     engine, dtype = recipe.engine, recipe.model.dtype
-    check_package(engine)
-    if engine.kind == "openai":
-        _refuse_adapters(adapters, "openai", "start the server with them, and name one by the request's `model`")
-        return OpenAIServerEngine(
-            str(engine.url),
-            model=engine.served_model,
-            api_key_env=engine.api_key_env,
-            max_concurrent=engine.max_num_seqs,
-            timeout_s=engine.timeout_s,
-        )
     if engine.kind == "transformers":
         _refuse_adapters(adapters, "transformers", "leave the adapters out, or set engine.kind to native")
         network = load_recompute_model(folder, torch.device(recipe.run.device), getattr(torch, dtype))
         return TransformersEngine(network, engine, tokenizer)
+    if engine.kind == "openai":
+        _refuse_adapters(adapters, "openai", "start the server with them, and name one by the request's `model`")
+        return _server(engine)
     ranks = {"vllm": "tensor_parallel_size", "sglang": "tp_size"}[engine.kind]
     divided = {ranks: engine.tensor_parallel_size} if engine.tensor_parallel_size > 1 else {}
-    return PACKAGED[engine.kind](folder, engine, dtype=dtype, adapters=adapters, **divided)
+    return _packaged(engine, folder, dtype, adapters=adapters, **divided)
+
+
+def sample_from(
+    decoder: AnyDecoder, folder: Path, config: EngineConfig, tokenizer: PreTrainedTokenizerBase | None = None
+) -> OtherEngine:
+    """Make an engine that is not ours beside a decoder that was loaded from a folder, in the same type."""
+    if config.kind == "transformers":
+        return TransformersEngine(load_sharing_model(folder, decoder), config, tokenizer)
+    if config.kind == "openai":
+        return _server(config)
+    return _packaged(config, folder, str(decoder.output_weight.dtype).removeprefix("torch."))
+
+
+def _packaged(config: EngineConfig, folder: Path, dtype: str, **settings: Any) -> VllmEngine | SglangEngine:
+    check_package(config)
+    return PACKAGED[config.kind](folder, config, dtype=dtype, **settings)
+
+
+def _server(config: EngineConfig) -> OpenAIServerEngine:
+    return OpenAIServerEngine(
+        str(config.url),
+        model=config.served_model,
+        api_key_env=config.api_key_env,
+        max_concurrent=config.max_num_seqs,
+        timeout_s=config.timeout_s,
+    )
 
 
 def _refuse_adapters(adapters: Mapping[str, Path], kind: str, hint: str) -> None:
@@ -106,12 +129,12 @@ def _refuse_adapters(adapters: Mapping[str, Path], kind: str, hint: str) -> None
         raise ConfigError(f"engine.kind = {kind}: it loads no adapters ({', '.join(adapters)})", hint)
 
 
-def make_other_engine(config: Config, model: LoadedModel, trainer: Trainer) -> OtherEngine:
+def make_other_engine(config: Config, model: LoadedModel, trainer: Trainer) -> OtherSide:
     """Make the engine of a run that is not ours, with a transport to it."""
     if config.engine.kind == "transformers":
         return _transformers(config, model, trainer)
-    engine = PACKAGED[config.engine.kind](model.folder, config.engine, dtype=config.model.dtype)
-    return OtherEngine(engine, _pushed(engine, model.decoder))
+    engine = _packaged(config.engine, model.folder, config.model.dtype)
+    return OtherSide(engine, _pushed(engine, model.decoder))
 
 
 def _pushed(engine: TransformersEngine | VllmEngine | SglangEngine, decoder: AnyDecoder) -> PushedTensors:
@@ -128,12 +151,12 @@ def _pushed(engine: TransformersEngine | VllmEngine | SglangEngine, decoder: Any
     return PushedTensors(engine, _named_by_hugging_face(decoder), logprobs)
 
 
-def _transformers(config: Config, model: LoadedModel, trainer: Trainer) -> OtherEngine:
+def _transformers(config: Config, model: LoadedModel, trainer: Trainer) -> OtherSide:
     decoder, weight = model.decoder, model.decoder.output_weight
     if config.trainer.lora.rank:  # transformers' layers know nothing of our adapter
         network = load_recompute_model(model.folder, weight.device, weight.dtype)
         engine = TransformersEngine(network, config.engine, model.tokenizer)
-        return OtherEngine(engine, _pushed(engine, decoder))
+        return OtherSide(engine, _pushed(engine, decoder))
     engine = TransformersEngine(load_sharing_model(model.folder, decoder), config.engine, model.tokenizer)
     read = dict(engine.network.named_parameters())
 
@@ -141,7 +164,7 @@ def _transformers(config: Config, model: LoadedModel, trainer: Trainer) -> Other
         return network_tensors(decoder, trained)
 
     engine_tensors = {name: read[name].detach() for name in in_engine(trainer.weights().tensors)}
-    return OtherEngine(engine, SharedStorage(engine_tensors, in_engine))
+    return OtherSide(engine, SharedStorage(engine_tensors, in_engine))
 
 
 def _named_by_hugging_face(decoder: AnyDecoder) -> Callable[[Mapping[str, Tensor]], Named]:

@@ -15,7 +15,7 @@ from redline.config import Config, EngineRecipe, refuse_without_effect, resolve,
 from redline.engine.adapters import json_client
 from redline.engine.adapters.transformers_engine import TransformersEngine
 from redline.errors import ConfigError, EngineError, WeightSyncError
-from redline.launch.engines import load_engine, make_engine
+from redline.launch.engines import engine_of, load_engine, make_engine
 from redline.launch.kinds import check_kind, make_other_engine
 from redline.launch.models import LoadedModel, load_policy
 from redline.types import WeightSet
@@ -109,6 +109,12 @@ def test_a_server_that_is_not_there_is_said_to_be_so(monkeypatch: pytest.MonkeyP
         load_engine(recipe(kind="openai", url="http://127.0.0.1:1/v1"), tell=lambda text: None)
 
 
+def test_where_only_our_engine_will_do_another_is_refused() -> None:
+    settings = config(max_num_seqs=8)
+    with pytest.raises(ConfigError, match="only redline's own engine"):
+        make_engine(load_policy(settings).decoder, config(kind="transformers").engine)
+
+
 # ── weights ────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
@@ -132,6 +138,13 @@ def test_transformers_reads_the_trainers_own_tensors() -> None:
     ours.reset_prefix_cache()
     assert_same(after, ours.generate([ask(9, 12)])[0])
     assert before[0].token_ids.tolist() != after[0].token_ids.tolist()
+
+
+def test_a_policy_that_is_not_trained_is_sampled_from_by_the_engine_that_is_named() -> None:
+    model = load_policy(config())
+    native, other = engine_of(model, config(max_num_seqs=8).engine), engine_of(model, config(kind="transformers").engine)
+    assert isinstance(other, TransformersEngine)
+    assert_same(native.generate([ask(9, 12)])[0], other.generate([ask(9, 12)])[0])
 
 
 def test_tensors_that_the_trainer_replaced_are_found_out() -> None:

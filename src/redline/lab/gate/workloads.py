@@ -44,7 +44,7 @@ def generation(model: str, device: torch.device) -> Iterator[Work]:
     decoder = make_network(model, device, torch.float32, seed=0).decoder
     engine = make_engine(decoder, EngineConfig(max_num_seqs=SEQUENCES, max_model_len=PROMPT_TOKENS + NEW_TOKENS))
     prompts: list[np.ndarray] = random_prompts(SEQUENCES, PROMPT_TOKENS, decoder.spec.vocab_size, (0,))
-    side = EngineSide(engine)
+    side = EngineSide(engine, device)
     yield lambda: side.run(Batch(prompts, 1, NEW_TOKENS, seed=0))
 
 

@@ -13,13 +13,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from redline.engine import NativeEngine
 from redline.errors import EngineError
 from redline.lab.measure.machine import Moment, moment, seconds_between, synchronize
-from redline.types import GenerateRequest, SamplingParams, WeightUpdate
+from redline.ports import Engine, SteppedEngine
+from redline.types import GenerateRequest, SamplingParams
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
+
+CPU = torch.device("cpu")
 
 
 @dataclass(slots=True, frozen=True)
@@ -73,15 +75,20 @@ class Side(Protocol):
     def close(self) -> None: ...
 
 
-class EngineSide:
-    """The native engine, all requests at once."""
+class BenchEngine(Engine, SteppedEngine, Protocol):
+    """Any engine that can be asked for whole batches and for pieces."""
 
-    def __init__(self, engine: NativeEngine) -> None:
+
+class EngineSide:
+    """The engine under test, all requests at once."""
+
+    def __init__(self, engine: BenchEngine, device: torch.device = CPU) -> None:
         self._engine = engine
+        self._device = device
 
     def run(self, batch: Batch) -> Run:
-        device, requests = self._engine.decoder.output_weight.device, batch.requests()
-        forget_prefixes(self._engine)
+        device, requests = self._device, batch.requests()
+        self._engine.reset_prefix_cache()  # what an earlier run cached must not help this one
         synchronize(device)
         started = time.perf_counter()
         groups = self._engine.generate(requests)
@@ -97,14 +104,14 @@ class EngineSide:
 
 
 class StreamSide:
-    """The native engine, watched token by token as a user who streams would."""
+    """The engine under test, watched token by token as a user who streams would."""
 
-    def __init__(self, engine: NativeEngine) -> None:
+    def __init__(self, engine: BenchEngine) -> None:
         self._engine = engine
 
     def run(self, batch: Batch) -> Run:
         requests = batch.requests()
-        forget_prefixes(self._engine)
+        self._engine.reset_prefix_cache()
         started = time.perf_counter()
         for request in requests:
             self._engine.submit(request, streaming=True)
@@ -125,11 +132,6 @@ class StreamSide:
 
     def close(self) -> None:
         pass
-
-
-def forget_prefixes(engine: NativeEngine) -> None:
-    """Blocks of an older version are never found again: what an earlier run cached must not help this one."""
-    engine.apply(WeightUpdate(engine.version + 1, (), 0))
 
 
 class TransformersSide:

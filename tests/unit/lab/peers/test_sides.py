@@ -17,6 +17,7 @@ from redline.lab.material.prompts import question, random_prompts
 from redline.lab.measure.machine import MemoryMeter, measure_machine
 from redline.lab.peers.generation_sides import Batch, EngineSide, StreamSide, TransformersSide
 from redline.lab.peers.vllm_side import VllmSide, vllm_arguments
+from redline.launch.kinds import sample_from
 from redline.models.files.hf import load_config, load_decoder
 
 CPU = torch.device("cpu")
@@ -54,6 +55,15 @@ def test_a_streamed_run_samples_the_same_and_sees_every_token_come(engine: Nativ
     assert streamed.first_token_s.shape == (6,)
     assert streamed.inter_token_s.shape == (6 * 5,)
     assert streamed.inter_token_s.min() >= 0
+
+
+def test_an_engine_of_others_can_take_the_place_of_ours(engine: NativeEngine, network: Network) -> None:
+    assert network.folder is not None
+    theirs = sample_from(network.decoder, network.folder, EngineConfig(kind="transformers", max_num_seqs=6, max_model_len=32))
+    whole, streamed = EngineSide(theirs).run(BATCH), StreamSide(theirs).run(BATCH)
+    assert whole.mean_logprob == pytest.approx(EngineSide(engine).run(BATCH).mean_logprob, abs=1e-5)
+    assert streamed.mean_logprob == pytest.approx(whole.mean_logprob, abs=1e-5)
+    assert streamed.inter_token_s.shape == (6 * 5,)
 
 
 def test_what_an_earlier_run_cached_does_not_help(engine: NativeEngine) -> None:

@@ -1,8 +1,8 @@
 """`redline bench generate`: tokens per second, latency and memory of generation, beside transformers and vLLM.
 
 Every side generates fixed-length completions of the same prompts at temperature 1 and returns the logprob of each sampled
-token. In every round all sides run once, in an order drawn by lot. Our engine runs twice: as a rollout stage uses it, and
-streamed, which is what latency between tokens is taken from.
+token. In every round all sides run once, in an order drawn by lot. Our engine, or the one that `engine.kind` names, runs twice:
+as a rollout stage uses it, and streamed, which is what latency between tokens is taken from.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from redline.config.sections.engine import EngineConfig
 from redline.engine import NativeEngine
 from redline.engine.native.cache.kv_cache import KVCache
 from redline.engine.native.cache.sizing import block_size_for
+from redline.errors import ConfigError
 from redline.lab.bench.settings import GenerateSettings, fit_engine
 from redline.lab.evidence.document import Bound, Measured, PeerFigure, Result
 from redline.lab.evidence.statistics import compare, percentiles
@@ -30,6 +31,7 @@ from redline.lab.measure.pairs import interleave
 from redline.lab.peers.contest import OURS, STREAMED, Contest
 from redline.lab.peers.generation_sides import Batch, EngineSide, Run, Side, StreamSide
 from redline.launch.engines import make_engine
+from redline.launch.kinds import OtherEngine, sample_from
 
 Rounds = Sequence[Mapping[str, Run]]
 
@@ -75,9 +77,11 @@ def measure(settings: GenerateSettings, console: Console) -> Measured:
         network = make_network(settings.model, device, dtype, settings.seed)
         workload = Workload(settings, network)
         fitted = fit_engine(settings.engine, settings.prompts * settings.n, workload.longest)
-        engine = make_engine(network.decoder, fitted)
+        engine = _make_engine(network, fitted)
+        if fitted.kind != "native":
+            console.print(f"engine.kind = {fitted.kind}: it samples in the place of redline's engine")
         contest = Contest(settings, workload, console)
-        contest.enter(OURS, EngineSide(engine), meter)
+        contest.enter(OURS, EngineSide(engine, device), meter)
         contest.enter(STREAMED, StreamSide(engine))
         for peer in settings.peers or ():
             contest.enter_peer(peer, network, fitted, stack)
@@ -89,8 +93,18 @@ def measure(settings: GenerateSettings, console: Console) -> Measured:
         runs = {name: _rounds_of(side, workload) for name, side in contest.sides.items()}
         rounds = interleave(runs, settings.pairs, settings.seed, tell)
     results = _results(rounds, contest, network, workload.load(fitted.max_num_seqs), machine)
-    results.append(_kv_cache(engine, fitted, workload.load(fitted.max_num_seqs)))
+    if isinstance(engine, NativeEngine):  # others keep to themselves how large theirs is
+        results.append(_kv_cache(engine, fitted, workload.load(fitted.max_num_seqs)))
     return Measured(settings.model_copy(update={"engine": fitted}), results, contest.versions, contest.warm_ups)
+
+
+def _make_engine(network: Network, config: EngineConfig) -> NativeEngine | OtherEngine:
+    """The engine under test: ours, or the one that `engine.kind` names."""
+    if config.kind == "native":
+        return make_engine(network.decoder, config)
+    if network.folder is None:
+        raise ConfigError(f"engine.kind = {config.kind}: it reads a model's folder, and a shape has none", "give model=FOLDER")
+    return sample_from(network.decoder, network.folder, config)
 
 
 def _import_everything() -> None:

@@ -41,7 +41,7 @@ class Arms:
         longest = settings.prompt_tokens + settings.new_tokens
         self.config = fit_engine(settings.engine, settings.prompts * max(settings.n), longest)
         self._plain, self._caching = (
-            EngineSide(make_engine(decoder, self.config.model_copy(update={"enable_prefix_caching": caching})))
+            EngineSide(make_engine(decoder, self.config.model_copy(update={"enable_prefix_caching": caching})), device)
             for caching in (False, True)
         )
 

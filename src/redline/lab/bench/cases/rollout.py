@@ -33,7 +33,7 @@ from redline.lab.measure.pairs import interleave
 from redline.lab.measure.warmup import warm_up
 from redline.lab.peers.contest import OURS
 from redline.launch.build import make_rollout_setup
-from redline.launch.engines import make_engine
+from redline.launch.engines import engine_of
 from redline.launch.models import load_policy
 from redline.launch.preflight import check_inputs, load_tasks
 from redline.launch.process import prepare_process
@@ -115,7 +115,7 @@ class RolloutStage:
         self._device = torch.device(config.run.device)
         model = load_policy(config)
         self.decoder = model.decoder
-        self.engine = make_engine(model.decoder, config.engine, model.tokenizer)
+        self.engine = engine_of(model, config.engine)
         self._forced = ForcedLengths(self.engine)
         setup = make_rollout_setup(config, model, self.engine, load_tasks(config))
         self._rollouts = Dispatcher(EngineSession(self._forced if recorded else self.engine), setup)

@@ -37,6 +37,7 @@ from redline.lab.material.switched_engine import SwitchedEngine
 from redline.lab.measure.machine import measure_machine, synchronize
 from redline.lab.measure.pairs import interleave
 from redline.launch.build import make_rollout_setup
+from redline.launch.engines import refuse_other_kinds
 from redline.launch.models import LoadedModel, load_policy
 from redline.launch.preflight import load_tasks
 from redline.models.decoder import Decoder
@@ -245,6 +246,7 @@ class Stage:
     def _make_engine(self, decoder: Decoder, *, caching: bool, adapter: Path | None) -> SwitchedEngine:
         """One of the two engines, which share the weights. The first to be made leaves memory for the other."""
         rank, engine = self._settings.adapter_rank, self.config.engine
+        refuse_other_kinds(engine)
         share = engine.gpu_memory_utilization / (2 if caching else 1)
         config = engine.model_copy(update={"enable_prefix_caching": caching, "gpu_memory_utilization": share})
         loras = {"max_loras": 1, "max_lora_rank": rank} if rank else {"max_loras": 0}
