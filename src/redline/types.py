@@ -233,6 +233,9 @@ class Completion:
     top_logprobs: TopLogprobs | None = None
     prompt_logprobs: np.ndarray | None = None
     """float32[prompt tokens]; NaN for the first, which nothing predicts."""
+    switches: Sequence[tuple[int, int]] = ()
+    """(token, version) where the weights changed under way: this version sampled it and those after it, up to the next one.
+    Tokens before the first are those of `versions.oldest`."""
 
     @property
     def first_token_s(self) -> float:
@@ -361,6 +364,16 @@ class Turn:
     """Seconds in which the messages became the prompt's tokens."""
     parse_s: float = 0.0
     """Seconds in which the sampled tokens became text, message and tool calls."""
+    switches: Sequence[tuple[int, int]] = ()
+    """(token, version) where the weights changed in the middle of it, as `Completion.switches`; tokens are counted from
+    `start`."""
+
+    def version_spans(self) -> list[tuple[int, int, int]]:
+        """(first token, one past the last, version) of each run of its tokens that one version sampled, counted from the
+        beginning of the sequence. Where it is not known where the weights changed, the whole turn counts as the oldest's."""
+        starts = [(self.start, self.versions.oldest), *((self.start + token, version) for token, version in self.switches)]
+        ends = [*(start for start, _ in starts[1:]), self.end]
+        return [(start, end, version) for (start, version), end in zip(starts, ends, strict=True) if end > start]
 
     @property
     def num_tokens(self) -> int:

@@ -171,4 +171,5 @@ def _turn(sampled: SampledAttempt, text: str) -> Turn:
         queue_s=completion.queue_s,
         prefill_s=completion.prefill_s,
         decode_s=completion.decode_s,
+        switches=completion.switches,
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -135,11 +136,16 @@ def attempt_panels(group: GroupRow, attempts: Sequence[Mapping[str, Any]] | None
     return Group(*(_panel(group.number, attempt) for attempt in attempts))
 
 
+def _turn(turn: Mapping[str, Any]) -> str:
+    """`12–40 by v3`, or `12–40 by v3–v4 (from token 25 by v4)` where the weights changed in the middle of it."""
+    begun = [f"from token {turn['start'] + token} by v{version}" for token, version in json.loads(turn["switches"] or "[]")]
+    where = f" ({', '.join(begun)})" if begun else ""
+    return f"{turn['start']}–{turn['end']} by {_span(turn['oldest_version'], turn['newest_version'])}{where}"
+
+
 def _panel(number: int, attempt: Mapping[str, Any]) -> Panel:
     parts = "  ".join(f"{name} {value:g}" for name, value in attempt["reward_parts"].items())
-    turns = "  ".join(
-        f"{turn['start']}–{turn['end']} by {_span(turn['oldest_version'], turn['newest_version'])}" for turn in attempt["turns"]
-    )
+    turns = "  ".join(_turn(turn) for turn in attempt["turns"])
     tokens = attempt["token_ids"]
     more = f" … {len(tokens) - TOKENS_SHOWN:,} more" if len(tokens) > TOKENS_SHOWN else ""
     lines = [

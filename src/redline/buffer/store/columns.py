@@ -25,10 +25,12 @@ TURN = pa.schema(
         *((name, pa.int32()) for name in ("start", "end", "oldest_version", "newest_version")),
         ("finish_reason", pa.string()),
         ("tool_calls", pa.string()),
+        ("switches", pa.string()),
         *((name, pa.float32()) for name in SECONDS),
     ]
 )
-"""One reply of the policy. `tool_calls` is JSON: a list of name and arguments, or of what is wrong with a call, or empty."""
+"""One reply of the policy. `tool_calls` is JSON: a list of name and arguments, or of what is wrong with a call, or empty.
+`switches` is JSON as well, empty where one version sampled all of it: `types.Turn` says what it is."""
 SCHEMA = pa.schema(
     [
         ("version", pa.int64()),
@@ -158,6 +160,7 @@ def _turns(turns_of_rows: Sequence[Sequence[Turn]]) -> _ColumnNodes:
         *(Node(len(turns), np.ascontiguousarray(column)) for column in places.T),
         _strings([str(turn.finish_reason) for turn in turns]),
         _strings([_calls(turn) for turn in turns]),
+        _strings([json.dumps(list(turn.switches)) if turn.switches else "" for turn in turns]),
         *(Node(len(turns), np.ascontiguousarray(column)) for column in seconds.T),
     )
 

@@ -20,9 +20,12 @@ ONE_SEQUENCE_EACH = pa.schema(
     ]
 )
 """Columns from when every attempt was a single sequence: `attempt` counts the rows of a group."""
-WITHOUT_TRUNCATED = pa.schema([field for field in SCHEMA if field.name != "truncated"])
+_TURN_OF_ONE_SPAN = pa.list_(pa.struct([field for field in TURN if field.name != "switches"]))
+WITHOUT_SWITCHES = SCHEMA.set(SCHEMA.get_field_index("turns"), pa.field("turns", _TURN_OF_ONE_SPAN))
+"""Columns from before it was kept where in a turn the weights changed."""
+WITHOUT_TRUNCATED = pa.schema([field for field in WITHOUT_SWITCHES if field.name != "truncated"])
 """Columns from before it was kept whether an attempt had used up its budget."""
-KNOWN = (SCHEMA, WITHOUT_TRUNCATED, ONE_SEQUENCE_EACH)
+KNOWN = (SCHEMA, WITHOUT_SWITCHES, WITHOUT_TRUNCATED, ONE_SEQUENCE_EACH)
 
 
 def known_schema(schema: pa.Schema) -> pa.Schema:
@@ -37,9 +40,9 @@ def as_of_now(batch: pa.RecordBatch) -> pa.RecordBatch:
     """The rows with the columns of `SCHEMA`, null where an earlier version kept nothing; large columns are not copied."""
     if batch.schema.equals(SCHEMA):
         return batch
-    derived: dict[str, pa.Array] = {}
+    derived: dict[str, pa.Array] = {"turns": _turns(batch)}
     if "sequence" not in batch.schema.names:
-        derived = {"sequence": batch.column("attempt"), "role": pa.repeat("", batch.num_rows), "turns": _turns(batch)}
+        derived |= {"sequence": batch.column("attempt"), "role": pa.repeat("", batch.num_rows)}
     columns = [
         derived[field.name]
         if field.name in derived

@@ -59,6 +59,7 @@ def _turn(turn: Mapping[str, Any], finish_reason: str) -> Turn:
         finish_reason=FinishReason(turn["finish_reason"] or finish_reason),
         tool_calls=[ToolCall(call["name"], call["arguments"]) for call in calls if "name" in call],
         problem=next((call["problem"] for call in calls if "problem" in call), ""),
+        switches=[(token, version) for token, version in json.loads(turn["switches"] or "[]")],
         **seconds,
     )
 

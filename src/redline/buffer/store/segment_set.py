@@ -175,7 +175,11 @@ class SegmentSet:
         return read_segment(self._segments[number].path), self._segments[number].totals.end_row
 
     def close_left_open(self, number: int, batch: pa.RecordBatch) -> None:
-        """These rows of it are all."""
+        """These rows of it are all. Where there are none (the disk was full before the first) the file is taken away."""
+        if not batch.num_rows:
+            self._mapped.pop(number, None)
+            self._segments.pop(number).path.unlink()
+            return
         path = segment_path(self._folder, number)
         seal(batch, path, replaces=self._segments[number].path)
         self._replaced(number, path)

@@ -40,6 +40,7 @@ def completion_of(sequence: Sequence, version: int) -> Completion:
         raw_logprobs=np.array(sequence.raw[:count], np.float32) if sampling.raw_logprobs else None,
         top_logprobs=_top(sequence.top[:count]) if sampling.top_logprobs else None,
         prompt_logprobs=sequence.prompt_logprobs.copy() if sampling.prompt_logprobs else None,
+        switches=tuple(switch for switch in sequence.switches if switch[0] < count),
     )
 
 

@@ -312,16 +312,19 @@ class NativeEngine:
         samples, now = results.wait(), time.perf_counter()
         tokens_SB, logprobs_SB = samples.tokens_SB.numpy(), samples.logprobs_SB.numpy()
         tenants = self._rows.epoch_R[results.rows_B] == results.epochs_B
+        sampled_before = self._rows.sampled_R[results.rows_B[tenants]]
         for step in range(len(tokens_SB)):
             live_B = self._rows.append(results.rows_B, results.epochs_B, tokens_SB[step], logprobs_SB[step])
             self._generated_tokens += int(live_B.sum())
             self._take_in_extras(results, step, live_B)
-        for row in results.rows_B[tenants].tolist():
+        for row, before in zip(results.rows_B[tenants].tolist(), sampled_before.tolist(), strict=True):
             sequence = self._at_row[row]
             if sequence is None:  # it went down with one of its siblings, just now
                 continue
             if results.is_first and not sequence.first_token:
                 sequence.first_token, sequence.oldest_version = now, results.version
+            elif sequence.newest_version != results.version:
+                sequence.switches.append((before, results.version))
             sequence.last_token, sequence.newest_version = now, results.version
             if sequence.streaming or sequence.request.sampling.stop or not self._rows.alive_R[row]:
                 self._look_at(sequence)

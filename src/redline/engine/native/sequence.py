@@ -107,6 +107,8 @@ class Sequence:
     last_token: float = 0.0
     oldest_version: int = -1
     newest_version: int = -1
+    switches: list[tuple[int, int]] = field(default_factory=list)
+    """As `Completion.switches`."""
     finish_reason: FinishReason | None = None
     stop: str | None = None
     streamed: int = 0

@@ -139,6 +139,7 @@ def _completion_fields(completion: Completion, arrays: ArrayWriter) -> Fields:
         "raw": arrays.put(completion.raw_logprobs),
         "top": _top_fields(completion.top_logprobs, arrays),
         "prompt": arrays.put(completion.prompt_logprobs),
+        "switches": list(completion.switches),
     }
 
 
@@ -157,6 +158,7 @@ def _completion_from(fields: Mapping[str, Any], arrays: ArrayReader) -> Completi
         raw_logprobs=None if fields["raw"] is None else arrays.float32(fields["raw"]),
         top_logprobs=_top_from(fields["top"], arrays),
         prompt_logprobs=None if fields["prompt"] is None else arrays.float32(fields["prompt"]),
+        switches=tuple((token, version) for token, version in fields["switches"]),
     )
 
 

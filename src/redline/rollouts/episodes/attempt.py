@@ -283,6 +283,7 @@ class PlayedAttempt:
             environment_s=environment_s,
             prompt_s=prompt_s,
             parse_s=time.perf_counter() - began,
+            switches=completion.switches,
         )
 
     def _take(self, line: _Line, role: str, asked: Asked, completion: Completion, turn: Turn) -> None:

@@ -45,6 +45,7 @@ def test_a_game_comes_back_as_it_was_played(tmp_path: Path) -> None:
             assert getattr(mine, name) == getattr(theirs, name)
         assert (mine.failure is None) == (theirs.failure is None)
         for turn, said in zip(mine.turns, theirs.turns, strict=True):
+            assert list(turn.switches) == list(said.switches)
             for name in ("start", "end", "versions", "finish_reason", "tool_calls", "problem"):
                 assert getattr(turn, name) == getattr(said, name) or (name, [*said.tool_calls]) == (
                     "tool_calls",

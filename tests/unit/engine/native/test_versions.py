@@ -197,3 +197,29 @@ def test_a_request_can_be_given_up_after_a_sleep(model: Model) -> None:
     engine.apply(WeightUpdate(1, (), 0))
     assert len(finish(engine)[numbers[1]][0].token_ids) == 30
     assert_nothing_held(engine)
+
+
+@pytest.mark.parametrize("room", [None, 10])
+def test_each_token_names_the_version_that_sampled_it(model: Model, room: int | None) -> None:
+    """Also where sequences are preempted in between (`room` for few tokens of the cache)."""
+    engine = model.engine() if room is None else model.engine(num_blocks=room)
+    ids = [engine.submit(GenerateRequest(prompt(4 + i), SamplingParams(24, temperature=1.0, seed=i))) for i in range(3)]
+    pieces: dict[int, Completion] = {}
+    version = 0
+    while len(pieces) < len(ids):
+        for number, piece in engine.step():
+            assert not isinstance(piece, EngineError)
+            if piece.completion is not None:
+                pieces[number] = piece.completion
+        sampled = max((sum(engine.sampled_tokens(i).values()) for i in ids), default=0)
+        if version < 2 and sampled > 8 * (version + 1):
+            version += 1
+            engine.apply(WeightUpdate(version, (), 0))
+    for completion in pieces.values():
+        versions = [completion.versions.oldest, *(v for _, v in completion.switches)]
+        starts = [0, *(token for token, _ in completion.switches)]
+        assert versions == sorted(set(versions))
+        assert starts == sorted(set(starts))
+        assert versions[-1] == completion.versions.newest
+        assert starts[-1] < len(completion.token_ids)
+    assert any(len(completion.switches) == 2 for completion in pieces.values())
