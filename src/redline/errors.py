@@ -11,7 +11,8 @@
     │   ├── EngineMemoryError        the device had no memory to compute the request
     │   └── EngineLostError          the process of an engine has ended, or does not answer
     ├── TrainingError      a step produced numbers that must not be trained on
-    │   └── NoRoomError              the trainer does not fit into the device's memory
+    │   ├── NoRoomError              the trainer does not fit into the device's memory
+    │   └── RankLostError            a process of the trainer was killed, ended with an error, or stands still
     ├── WeightSyncError    weights did not reach an engine, or it could not prove that it has them
     ├── WireError          another process did not do what it was asked over a connection
     │   ├── WireClosed               it has ended the connection, or cannot be reached
@@ -117,6 +118,10 @@ class PeerError(WireError):
         super().__init__(message, hint)
         self.kind = kind
         """The class of the error there."""
+
+
+class RankLostError(TrainingError):
+    """A process of the trainer was killed, ended with an error, or stands still; the message names it."""
 
 
 class CompareError(RedlineError):

@@ -24,8 +24,10 @@ from redline.trainer.batches.micro_batches import MicroBatch
 from redline.trainer.loss.logprobs import selected_logprobs
 from redline.trainer.optimizer.adamw import MasterAdamW
 from redline.trainer.parallel import weights as trainer_weights
+from redline.trainer.parallel.orders import Order
 from redline.trainer.parallel.place import Division
 from redline.trainer.parallel.processes import Parallel, connect
+from redline.trainer.parallel.ranks import join
 from redline.trainer.parallel.sequence_parallel import SequenceShare
 
 SPEC = DecoderSpec(
@@ -105,12 +107,15 @@ def train_in_small_buckets(case: Case) -> Outcome:
         trainer_weights.BUCKET_BYTES = before
 
 
-def talk() -> tuple[list[float], list[float], str]:
-    """Sums over processes that have micro-batches of their own, the largest of all, and what rank 0 says."""
-    parallel = meet()
+def talk() -> tuple[list[float], list[float], Order]:
+    """Sums over processes that have micro-batches of their own, the largest of all, and an order of rank 0."""
+    parallel, orders = meet(), join().orders
     rank = parallel.place.rank
-    said = parallel.announce("hello" if parallel.is_main else None)
-    return parallel.sum_of(torch.tensor([1.0, rank])).tolist(), parallel.max_of(torch.tensor([-rank, rank])).tolist(), said
+    order = Order("hello", {"to": ["all", 2, None]}, {"a": np.arange(3), "b": np.array([[True], [False]]), "c": np.zeros(0)})
+    if parallel.is_main:
+        orders.give(order)
+    heard = order if parallel.is_main else orders.take()
+    return parallel.sum_of(torch.tensor([1.0, rank])).tolist(), parallel.max_of(torch.tensor([-rank, rank])).tolist(), heard
 
 
 def meet(**keys: Any) -> Parallel:

@@ -126,10 +126,18 @@ def serve(
 
 
 def _train(path: Path, overrides: list[str], *, dry_run: bool, resume: bool, from_scratch: bool) -> dict[str, Any] | None:
-    """Return what the run came to; None after a dry run. Refuses what it can before there is a run folder."""
+    """Return what the run came to; None after a dry run, and in a process that follows rank 0. Refuses what it can before there
+    is a run folder."""
     from redline.config import load_recipe
     from redline.launch import start
+    from redline.launch.ranks import is_follower
 
+    if is_follower():
+        if not dry_run:
+            from redline.launch.follow import follow
+
+            follow()
+        return None
     if resume:
         checked = start.continued_run(path, overrides, lambda text: typer.echo(text, err=True))
     else:

@@ -75,7 +75,6 @@ def _advantages(normalized: Any, values: Values) -> None:
     _put(values, "rollouts.advantages", "group" if normalized else "group_centred")
 
 
-_ONE_PROCESS = "leave it out: this version trains a run with one process"
 _SERVED = "leave it out: only `redline serve` has it"
 
 EARLIER: Mapping[str, Earlier] = {
@@ -83,10 +82,7 @@ EARLIER: Mapping[str, Earlier] = {
         advice="write rollouts.advantages: group for true, group_centred for false", convert=_advantages
     ),
     "weight_sync.method": Earlier(advice="leave it out: engine and trainer share their weights, and nothing is copied"),
-    "trainer.sharding": Earlier(advice=_ONE_PROCESS),
-    "trainer.prefetch_layers": Earlier(advice=_ONE_PROCESS),
-    "trainer.data_parallel_size": Earlier(advice=_ONE_PROCESS),
-    "trainer.sequence_parallel_size": Earlier(advice=_ONE_PROCESS),
+    "trainer.data_parallel_size": Earlier(advice="leave it out: it is the ranks that are started / sequence_parallel_size"),
     "engine.tensor_parallel_size": Earlier(advice=_SERVED),
     "engine.max_loras": Earlier(advice=_SERVED),
     "engine.max_lora_rank": Earlier(advice=_SERVED),

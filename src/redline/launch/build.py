@@ -11,6 +11,7 @@ The engine side is made in `engine_side.py`, engines by themselves in `engines.p
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 
@@ -24,12 +25,13 @@ from redline.launch.models import LoadedModel, load_reward_model, load_trainable
 from redline.launch.placement import Placement
 from redline.launch.preflight import LoadedTasks
 from redline.launch.stages import RunEngine, Stages
+from redline.launch.trainers import make_trainer, meet_ranks
 from redline.ports import Rollouts, SteppedEngine
 from redline.rollouts import Chat, Dispatcher, RolloutSetup
 from redline.rollouts.prompts import Prompts, prompt_limit
 from redline.rollouts.tasks.files import FileTasks
 from redline.telemetry import Progress, RunFolder, span
-from redline.trainer import PolicyTrainer, Sampling
+from redline.trainer import PolicyTrainer
 from redline.types import Task
 from redline.weight_sync import WeightProtocol
 from redline.weight_sync.transport import Transport
@@ -52,8 +54,10 @@ def build(
     that says more of the samples than a recipe can puts something `around_engine`."""
     tell = progress.note
     tell(f"loading {config.model.path}")
+    parallel = meet_ranks(config, folder)
     model = load_trainable_policy(config)
-    trainer = make_trainer(config, model, folder, tell)
+    trainer = make_trainer(config, model, folder, tell, parallel)
+    model = replace(model, decoder=trainer.network)
     engines = colocated(config, model, trainer)
     session = EngineSession(around_engine(engines.engine), wait_for_device=lambda: _wait_for(config.run.device))
     setup = make_rollout_setup(config, model, engines.engine, tasks)
@@ -74,20 +78,6 @@ def build(
         model=model,
         held_out=held_out,
     )
-
-
-def make_trainer(config: Config, model: LoadedModel, folder: RunFolder, tell: Tell) -> PolicyTrainer:
-    """Make the trainer of a policy that was loaded in float32. Steps that went wrong leave their batches in the run folder."""
-    with span("trainer.setup"):
-        return PolicyTrainer(
-            model.decoder,
-            getattr(torch, config.model.dtype),
-            config.trainer,
-            Sampling(config.rollouts.temperature, config.rollouts.advantages, config.rollouts.max_new_tokens),
-            seed=config.run.seed,
-            bad_steps=folder.path / "bad-steps",
-            tell=tell,
-        )
 
 
 def make_rollout_setup(config: Config, model: LoadedModel, engine: RunEngine, tasks: LoadedTasks) -> RolloutSetup:

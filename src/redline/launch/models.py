@@ -12,11 +12,12 @@ from redline.config import Config
 from redline.errors import ModelError
 from redline.models.files.hf import AnyDecoder, load_decoder, load_tokenizer, stop_token_ids
 from redline.models.files.sources import model_folder
-from redline.rollouts.rewards.reward_model import RewardModel
 from redline.telemetry import span
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+    from redline.rollouts.rewards.reward_model import RewardModel
 
 
 @dataclass(slots=True, frozen=True)
@@ -61,6 +62,8 @@ def load_reward_model(config: Config) -> RewardModel | None:
     wanted, device = config.rollouts.reward_model, torch.device(config.run.device)
     if wanted.path is None:
         return None
+    from redline.rollouts.rewards.reward_model import RewardModel  # a rank that follows loads policies alone
+
     with span("models.load"):
         folder, dtype = model_folder(wanted.path, config.run.seed), getattr(torch, config.model.dtype)
         return RewardModel(folder, device, dtype, wanted.max_tokens_per_batch)

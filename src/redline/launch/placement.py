@@ -7,12 +7,12 @@ before anything loads and before there is a run folder. Importing this file load
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 from redline.config import Config, EngineRecipe
 from redline.errors import ConfigError
+from redline.launch.ranks import check_ranks
 
 MAIN = "main"
 """The thread of the loop."""
@@ -64,7 +64,7 @@ class Placement:
 
 def place(config: Config) -> Placement:
     """Place the stages of a resolved recipe. Raises `ConfigError` for one that needs what this version or machine lacks."""
-    _refuse_several_processes()
+    check_ranks(config)
     _refuse_offload_on_cpu(config)
     threads = config.run.num_threads or 1
     main = Place(MAIN, config.run.device, threads)
@@ -74,11 +74,6 @@ def place(config: Config) -> Placement:
         halves = (threads - threads // 2, threads // 2) if config.run.device == "cpu" else (threads, threads)
         main, beside = (Place(thread, config.run.device, max(1, n)) for thread, n in zip((MAIN, BESIDE), halves, strict=True))
     return Placement({"rollouts": beside, "engine": beside, "buffer": main, "trainer": main, "weight_sync": main})
-
-
-def _refuse_several_processes() -> None:
-    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        raise ConfigError("several processes were started, but this version trains a run with one", "start it without torchrun")
 
 
 def _refuse_offload_on_cpu(config: Config) -> None:

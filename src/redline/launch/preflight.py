@@ -22,6 +22,7 @@ from redline.errors import ConfigError, RedlineError, TaskError, boundary
 from redline.launch.environments import make_environment, task_source
 from redline.launch.kinds import check_kind
 from redline.launch.placement import Placement, check_device, place
+from redline.launch.ranks import check_model_for_ranks
 from redline.ports import Environment, TaskSource
 from redline.rollouts import Chat
 from redline.rollouts.history import history_notes
@@ -176,6 +177,7 @@ def _check_model(config: Config, tasks: Sequence[Task], notes: list[str]) -> Non
         return
     is_whole = Path(path).expanduser().is_dir() or path.startswith("builtin:") or path.endswith(".gguf")
     positions = check_folder(folder, with_weights=is_whole)
+    check_model_for_ranks(config, folder)
     rollouts = config.rollouts
     chat = Chat(load_tokenizer(folder), rollouts.system_prompt, rollouts.prompt_suffix, rollouts.answer_prefix)
     if rollouts.environment.name is not None and rollouts.environment.keep_replies:

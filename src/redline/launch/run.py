@@ -16,6 +16,7 @@ from redline.launch.build import build
 from redline.launch.checked_run import CheckedRun
 from redline.launch.nothing_to_do import nothing_to_do
 from redline.launch.process import prepare_process
+from redline.launch.ranks import remember_launch
 from redline.launch.result import save_model
 from redline.launch.stages import Stages
 from redline.launch.summary import summary
@@ -149,6 +150,7 @@ def _close_listeners(listeners: Listeners) -> None:
 def _describe(resolved: Resolved, folder: RunFolder) -> None:
     """Write what the run is and where it runs."""
     write_json(folder.config, resolved.recorded.model_dump(mode="json"))
+    remember_launch(folder)
     if not folder.environment.exists():
         write_json(folder.environment, describe_environment())
 

@@ -47,6 +47,10 @@ class RunTrainer(Trainer, Protocol):
         """Bytes by kind that it holds."""
         ...
 
+    def close(self) -> None:
+        """Part from the other ranks of the trainer, where there are some. Blocks until they have written their files."""
+        ...
+
 
 class RunBuffer(Buffer, Protocol):
     """A buffer that can be resumed and watched."""
@@ -148,3 +152,4 @@ class Stages:
         finally:
             self.close_engines()
             self.store.close()
+            self.trainer.close()

@@ -17,9 +17,14 @@ from redline.config import Config, Resolved, load_recipe, read_recorded, refuse_
 from redline.config.changes import changes
 from redline.errors import ConfigError
 from redline.launch.checked_run import CheckedRun
+from redline.launch.ranks import is_restart, leading, run_to_take_up
 from redline.telemetry import RunFolder
 
 Tell = Callable[[str], None]
+DIVISION = tuple(
+    f"trainer.{key}=" for key in ("sharding", "replicate", "prefetch_layers", "sequence_parallel_size", "rank_timeout_s")
+)
+"""Overrides that a run may go on with: they divide its work among ranks, and change nothing of what is computed."""
 
 
 def train(run: CheckedRun, *, from_scratch: bool = False, began_ns: int | None = None) -> dict[str, Any]:
@@ -33,12 +38,16 @@ def train(run: CheckedRun, *, from_scratch: bool = False, began_ns: int | None =
     from redline.launch.run import train as train_in
 
     wanted = run.resolved.config.run
-    folder = run.folder or ray_ranks.made_folder() or RunFolder.create(wanted.folder, wanted.name, given=run.given)
-    return train_in(run, folder, from_scratch=from_scratch, began_ns=began_ns)
+    with leading():
+        folder = run.folder or ray_ranks.made_folder() or RunFolder.create(wanted.folder, wanted.name, given=run.given)
+        return train_in(run, folder, from_scratch=from_scratch and not is_restart(), began_ns=began_ns)
 
 
 def new_run(config: Config) -> CheckedRun:
-    """Check a recipe. Raises `RedlineError` for whatever would end the run later; leaves nothing on the disk."""
+    """Check a recipe. Raises `RedlineError` for whatever would end the run later; leaves nothing on the disk. Where a launcher
+    has started its processes again, the run that they were at goes on."""
+    if taken_up := run_to_take_up(config.run):
+        return _checked(resolve(read_recorded(taken_up.config, [])), taken_up, config.run.folder)
     resolved = resolve(config)
     refuse_without_effect(resolved.config)
     return _checked(resolved, None, config.run.folder)
@@ -56,12 +65,13 @@ def run_to_continue(path: Path, overrides: Sequence[str], tell: Tell) -> tuple[R
         path = path.parent
     recipe = load_recipe(path, overrides) if path.is_file() else None
     folder = RunFolder.newest(recipe.run.folder, recipe.run.name, tell=tell) if recipe else RunFolder.open(path)
-    allowed = ("run.steps=", "run.name=", "run.folder=") if recipe else ("run.steps=",)
+    allowed = ("run.steps=", *DIVISION, *(("run.name=", "run.folder=") if recipe else ()))
     foreign = [override for override in overrides if not override.startswith(allowed)]
     if foreign:
         raise ConfigError(
             f"--resume continues a run as it was configured; it cannot take {', '.join(foreign)}",
-            "leave the override out (run.steps=N may be given, to train longer), or start a new run",
+            "leave the override out (run.steps=N may be given, to train longer, and what divides the work among ranks, such as"
+            " trainer.sharding), or start a new run",
         )
     config = read_recorded(folder.config, overrides)
     if recipe and (changed := changes(recipe, config)):

@@ -26,6 +26,7 @@ from redline.config.algorithms import recomputes_old_logprobs
 from redline.config.sections.rollouts import AdvantageEstimator
 from redline.config.sections.trainer import TrainerConfig
 from redline.errors import ConfigError
+from redline.models.copies import copy_network
 from redline.models.decoder import Decoder
 from redline.models.files.hf import AnyDecoder
 from redline.models.lora.trainable import add_adapter
@@ -40,7 +41,7 @@ from redline.trainer.batches.micro_batches import MicroBatch, MicroBatchPlan, pl
 from redline.trainer.batches.mini_batches import UpdatePlace, divide, part_of
 from redline.trainer.batches.staging import Staging, Values
 from redline.trainer.checkpoints.background import CheckpointWriter
-from redline.trainer.checkpoints.folder import load_checkpoint
+from redline.trainer.checkpoints.folder import Checkpoint, load_checkpoint
 from redline.trainer.checkpoints.random_state import restore_random_state
 from redline.trainer.loss.algorithm import LossInputs, policy_loss
 from redline.trainer.loss.off_policy import correction_for
@@ -107,9 +108,15 @@ class PolicyTrainer:
         self._critic_settings = critic_settings(config)
         self._critic_optimizer: MasterAdamW | None = None
         self._critic = self._make_critic(seed + 1) if sampling.advantages == "gae" else None
+        is_divided = self._parallel.division.sharding != "none"
+        self.network: AnyDecoder = decoder
+        """The policy as one network, to sample from: the trainer's own, or where ranks divide its weights a copy that rank 0
+        alone has and every step fills."""
+        if is_divided and self._parallel.is_main:
+            self.network = copy_network(decoder, dtype, trainable=False)
         self._weights = self._parallel.wrap(decoder, dtype)
         self._optimizer = MasterAdamW(self._weights.parameters, torch.float32 if self._weights.are_masters else dtype, config)
-        if self._parallel.division.sharding != "none":
+        if is_divided:
             self._optimizer.sum_squares = self._weights.sum_squares
         num_parameters = sum(parameter.numel() for parameter in decoder.parameters())
         self._cost = CostModel.of(decoder.spec, num_parameters)
@@ -121,7 +128,7 @@ class PolicyTrainer:
         self._budget: TokenBudget | None = None
         self._forward_budget = TokenBudget(0, "trainer.max_tokens_per_forward")
         self._critic_budget = TokenBudget(config.critic.max_tokens_per_micro_batch, "trainer.critic.max_tokens_per_micro_batch")
-        self._bad_steps = BadSteps(config.max_bad_steps, bad_steps)
+        self._bad_steps = BadSteps(config.max_bad_steps, bad_steps if self._parallel.is_main else None)
         self._writer = CheckpointWriter()
         self._version = 0
         self.writing: Callable[[], AbstractContextManager[None]] = nullcontext
@@ -154,8 +161,12 @@ class PolicyTrainer:
 
     @property
     def masters(self) -> dict[str, Tensor]:
-        """The float32 weights that are trained, by our parameter names."""
-        return self._optimizer.masters
+        """The float32 weights that are trained, by our parameter names. Where ranks divide them, all must ask at once, and
+        rank 0 gets them, in host memory."""
+        if self._parallel.division.sharding == "none":
+            return self._optimizer.masters
+        whole = self._weights.full(self._optimizer.masters, torch.float32)
+        return {name: tensor.cpu() for name, tensor in whole if self._parallel.is_main}
 
     # ── a step ─────────────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -303,6 +314,7 @@ class PolicyTrainer:
             self._optimizer.update(learning_rate, norms)
             self._weights.changed()
             if place.is_last:
+                self._fill_network()
                 self._written.close()
             seen = sent.read()
         if seen.skipped:
@@ -310,6 +322,18 @@ class PolicyTrainer:
             bad.append(BadStep(self._version, float(loss), seen.grad_norm, names, tokens, place.name))
             self._tell(f"skipped: {bad[-1]}")
         return seen
+
+    @torch.no_grad()
+    def _fill_network(self) -> None:
+        """Put the weights that ranks divide together in rank 0's copy, one tensor at a time."""
+        if self._parallel.division.sharding == "none":
+            return
+        with span("weight_sync.gather", device=True, version=self._version):
+            into = dict(self.network.named_parameters()) if self._parallel.is_main else {}
+            trained = {name: p for name, p in self._weights.parameters.items() if p.requires_grad}
+            for name, whole in self._weights.full(trained, self._dtype):
+                if self._parallel.is_main:
+                    into[name].copy_(whole)
 
     def _on_any_rank(self, here: bool) -> bool:
         if self._parallel.place.world == 1:
@@ -372,11 +396,19 @@ class PolicyTrainer:
         if self._budget is None:
             given = self._config.max_tokens_per_micro_batch
             budgets = Budgets(given, FORWARD_RATIO * given, "as the recipe says") if given else self._planned_budgets()
-            self._budget = TokenBudget(budgets.training)
-            self._forward_budget.current = self._config.max_tokens_per_forward or budgets.forward
+            training, forward = self._smallest_of(budgets.training, self._config.max_tokens_per_forward or budgets.forward)
+            self._budget = TokenBudget(training)
+            self._forward_budget.current = forward
             if not given:
-                self._tell(f"trainer.max_tokens_per_micro_batch = {budgets.training} ({budgets.reason})")
+                self._tell(f"trainer.max_tokens_per_micro_batch = {training} ({budgets.reason})")
         return self._budget
+
+    def _smallest_of(self, *numbers: int) -> list[int]:
+        """The least that any rank has of each: all must divide a batch in the same way."""
+        if self._parallel.place.world == 1:
+            return list(numbers)
+        device = self._decoder.output_weight.device
+        return [int(-n) for n in self._parallel.max_of(-torch.tensor(numbers, dtype=torch.float64, device=device)).tolist()]
 
     def _planned_budgets(self) -> Budgets:
         config, sharding = self._config, self._parallel.division.sharding
@@ -385,7 +417,7 @@ class PolicyTrainer:
             self._dtype,
             bytes_per_moments=bytes_per_moments(config.optimizer_states),
             offloaded=config.offload_optimizer,
-            num_shards=1 if sharding == "none" else self._parallel.place.world,
+            num_shards=1 if sharding == "none" else self._parallel.place.world // self._parallel.division.replicate,
             sharded_weights=sharding == "full",
         )
         own = parameters.weights + parameters.masters + parameters.moments
@@ -394,8 +426,9 @@ class PolicyTrainer:
     # ── what others get to see ─────────────────────────────────────────────────────────────────────────────────────────
 
     def weights(self) -> WeightSet:
-        trained = {name: p.detach() for name, p in self._decoder.named_parameters() if p.requires_grad}
-        return WeightSet(self._version, trained)
+        held = dict(self.network.named_parameters())
+        trained = [name for name, parameter in self._weights.parameters.items() if parameter.requires_grad]
+        return WeightSet(self._version, {name: held[name].detach() for name in trained})
 
     def memory(self) -> dict[str, int]:
         """Bytes by kind that it holds now; `offloaded` are those in host memory for a device."""
@@ -428,12 +461,20 @@ class PolicyTrainer:
         self._writer.flush()
 
     def load(self, folder: Path) -> None:
-        saved = load_checkpoint(folder)
+        self.load_state(load_checkpoint(folder))
+
+    def load_state(self, saved: Checkpoint) -> None:
+        """Go on from a checkpoint that was read. Where there are several ranks, all must be given the same one."""
         critic = {name.removeprefix(CRITIC): t for name, t in saved.tensors.items() if name.startswith(CRITIC)}
         policy = {name: tensor for name, tensor in saved.tensors.items() if not name.startswith(CRITIC)}
         self._optimizer.load_state(self._weights.local_state(policy, self._optimizer.state()))
         self._weights.changed()
+        self._fill_network()
         if self._critic_optimizer is not None:
             self._critic_optimizer.load_state(critic)
         restore_random_state(saved.random)
         self._version = saved.version
+
+    def close(self) -> None:
+        """Part from the other ranks, where there are some. Checkpoints are flushed by then."""
+        self._parallel.close()

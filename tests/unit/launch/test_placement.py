@@ -44,11 +44,26 @@ def test_with_a_lag_engine_and_trainer_have_threads_of_their_own_and_divide_the_
     assert placement.stages["buffer"] == placement.stages["weight_sync"] == placement.stages["trainer"]
 
 
-def test_what_was_started_as_several_processes_is_refused_with_a_hint_that_ends_there(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("ranks", "sections", "message"),
+    [
+        ("1", {"trainer": {"sharding": "full"}}, "there is one process"),
+        ("3", {"trainer": {"sequence_parallel_size": 2}}, "does not divide the trainer's 3 processes"),
+        ("2", {"trainer": {"algorithm": "ppo"}}, "the critic is trained by one process, and 2 were started"),
+        ("2", {"trainer": {"sharding": "full", "offload_optimizer": True}}, "the state is divided among the devices"),
+    ],
+)
+def test_what_the_started_processes_cannot_divide_is_refused(
+    ranks: str, sections: dict[str, Any], message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("WORLD_SIZE", ranks)
+    with pytest.raises(ConfigError, match=message):
+        place(recipe(**sections))
+
+
+def test_two_processes_may_train_a_run(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(ConfigError, match="several processes were started") as refused:
-        place(recipe())
-    assert refused.value.hint == "start it without torchrun"
+    place(recipe(trainer={"sharding": "full"}))
 
 
 @pytest.mark.parametrize(("devices", "hint"), [(1, "set it to 1"), (2, "set it to 2 or less")])

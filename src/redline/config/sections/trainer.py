@@ -11,6 +11,7 @@ from redline.config.sections.lora import LoraConfig
 
 Algorithm = Literal["grpo", "dr_grpo", "dapo", "rloo", "reinforce_pp", "gspo", "cispo", "ppo"]
 Loss = Literal["clip", "gspo", "cispo", "reinforce"]
+Sharding = Literal["none", "grad_op", "full"]
 Aggregation = Literal["sequence_mean", "token_mean", "constant"]
 KlEstimator = Literal["k1", "k2", "k3"]
 Mismatch = Literal[
@@ -142,6 +143,21 @@ class TrainerConfig(Section):
     max_tokens_per_forward: PositiveInt | None = None
     """Per device: tokens through the network at once in passes without gradients (reference, old logprobs); by default what
     memory holds."""
+    sharding: Sharding = "none"
+    """What several ranks (`torchrun --nproc-per-node N -m redline train …`) divide among them. `none`: each holds all weights.
+    `grad_op`: masters, gradients and optimizer state are divided. `full`: also the weights of layers that are not at work."""
+    replicate: PositiveInt = 1
+    """With `sharding`, groups of ranks that each hold all of the weights, divided inside the group: as many as there are nodes
+    keeps the gathering of weights inside a node. Must divide the number of ranks."""
+    prefetch_layers: int = Field(1, ge=0)
+    """With `sharding`, layers whose weights are fetched ahead of their turn; 0 leaves it to torch. More hides slower links and
+    takes the memory of as many layers."""
+    sequence_parallel_size: PositiveInt = 1
+    """Ranks that divide the tokens of a micro-batch (Ulysses), for contexts too long for one device. Must divide the number of
+    ranks and the model's attention heads; the token budget of a micro-batch grows with it."""
+    rank_timeout_s: float = Field(60.0, ge=5)
+    """With several ranks, seconds without a sign of life after which a rank is lost, and the others end with its name. A rank
+    that is alive but does not come to a meeting of its step has ten times as long."""
     lora: LoraConfig = LoraConfig()
     """The adapter that is trained, where one is."""
     reference_offload: bool = False

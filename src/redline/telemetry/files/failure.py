@@ -64,9 +64,14 @@ def recording_failure(folder: RunFolder, *, is_resumed: bool = False) -> Iterato
         elif isinstance(error, RedlineError) and not is_taken_up:
             pass
         elif isinstance(error, Exception):
-            with suppress(OSError, ValueError):
-                write_json(folder.failure, asdict(_described(error, folder)))
+            record_failure(folder, error)
         raise
+
+
+def record_failure(folder: RunFolder, error: Exception) -> None:
+    """Write down what ends the process. A disk that takes no record changes nothing."""
+    with suppress(OSError, ValueError):
+        write_json(folder.failure, asdict(_described(error, folder)))
 
 
 def read_failure(folder: RunFolder) -> RunFailure | None:

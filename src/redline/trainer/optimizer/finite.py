@@ -113,7 +113,8 @@ class BadStep:
 class BadSteps:
     """Counts them, and ends the run after too many in a row."""
 
-    def __init__(self, most_in_a_row: int, folder: Path) -> None:
+    def __init__(self, most_in_a_row: int, folder: Path | None) -> None:
+        """The last batch goes to `folder`; None keeps none, in a process that writes no files."""
         self._most = most_in_a_row
         self._folder = folder
         self.total = 0
@@ -129,10 +130,12 @@ class BadSteps:
         self.in_a_row += 1
         if self.in_a_row < self._most:
             return
-        kept = self._folder / f"step-{step.step:06d}"
-        save_batch(kept, batch, step)
+        kept = ""
+        if self._folder is not None:
+            save_batch(self._folder / f"step-{step.step:06d}", batch, step)
+            kept = f"\nthe batch is in {self._folder / f'step-{step.step:06d}'}"
         raise NonFiniteError(
-            f"{self.in_a_row} steps in a row that are not finite, the last: {step}\nthe batch is in {kept}",
+            f"{self.in_a_row} steps in a row that are not finite, the last: {step}{kept}",
             "lower trainer.learning_rate, or resume from the last checkpoint with model.dtype=float32",
         )
 

@@ -11,28 +11,23 @@ once a step:
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
 
+from redline.config.sections.trainer import Sharding, TrainerConfig
 from redline.errors import ConfigError
-
-Sharding = Literal["none", "grad_op", "full"]
 
 
 @dataclass(slots=True, frozen=True)
 class Division:
-    """How the trainer's processes divide its work. No key of a recipe: `redline train` is one process."""
+    """How the trainer's processes divide its work: the keys of the recipe's section `trainer`, which say what each means."""
 
     sharding: Sharding = "none"
-    """`none`: each process holds all weights. `grad_op`: masters, gradients and optimizer state are divided. `full`: the
-    weights of layers that are not at work as well."""
+    replicate: int = 1
     prefetch_layers: int = 1
-    """Layers whose weights are fetched ahead of their turn where they are sharded; 0 leaves it to torch. More hides slower
-    links and takes the memory of as many layers."""
-    data_parallel_size: int | None = None
-    """Groups of processes that get micro-batches of their own; by default processes / sequence_parallel_size."""
     sequence_parallel_size: int = 1
-    """Processes that divide the tokens of a micro-batch, for contexts too long for one device; must divide the number of
-    attention heads. The token budget of a micro-batch grows with it."""
+
+    @classmethod
+    def of(cls, config: TrainerConfig) -> Division:
+        return cls(config.sharding, config.replicate, config.prefetch_layers, config.sequence_parallel_size)
 
 
 @dataclass(slots=True, frozen=True)
@@ -64,22 +59,25 @@ def find_place(rank: int, world: int, division: Division) -> Place:
     sequence = division.sequence_parallel_size
     if world % sequence:
         raise ConfigError(
-            f"sequence_parallel_size = {sequence} does not divide the trainer's {_processes(world)}",
+            f"trainer.sequence_parallel_size = {sequence} does not divide the trainer's {_processes(world)}",
             f"start a multiple of {sequence} processes (torchrun --nproc-per-node), or set it to 1",
-        )
-    data = division.data_parallel_size or world // sequence
-    if data * sequence != world:
-        raise ConfigError(
-            f"data_parallel_size = {data} times sequence_parallel_size = {sequence} is {data * sequence},"
-            f" but the trainer has {_processes(world)}",
-            f"start {data * sequence} (torchrun --nproc-per-node), or leave data_parallel_size out",
         )
     if world == 1 and division.sharding != "none":
         raise ConfigError(
-            f"sharding = {division.sharding!r}: there is one process, and no other to share the parameters with",
-            "start several (torchrun --nproc-per-node), or leave sharding out",
+            f"trainer.sharding = {division.sharding!r}: there is one process, and no other to share the parameters with",
+            "start several (torchrun --nproc-per-node), or leave it out",
         )
-    return Place(rank, data, sequence)
+    if division.replicate > 1 and division.sharding == "none":
+        raise ConfigError(
+            f"trainer.replicate = {division.replicate}: without trainer.sharding every process holds all weights already",
+            "set trainer.sharding=full or grad_op under torchrun, or leave trainer.replicate out",
+        )
+    if world % division.replicate or division.replicate == world > 1:
+        raise ConfigError(
+            f"trainer.replicate = {division.replicate} makes no groups of several out of the trainer's {_processes(world)}",
+            "set it to the number of nodes (torchrun --nnodes), or leave it out",
+        )
+    return Place(rank, world // sequence, sequence)
 
 
 def _processes(count: int) -> str:

@@ -8,25 +8,24 @@ from __future__ import annotations
 
 import os
 from datetime import timedelta
-from typing import TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from redline.models.attention.ulysses import check_heads
 from redline.models.files.hf import AnyDecoder
 from redline.models.value_head import ValueNetwork
 from redline.trainer.batches.micro_batches import MicroBatch
 from redline.trainer.parallel.place import Division, Place, find_place
+from redline.trainer.parallel.ranks import join, own_rank, world_size
 from redline.trainer.parallel.sequence_parallel import SequenceShare
 from redline.trainer.parallel.weights import ReplicatedWeights, Weights
 
-PATIENCE = timedelta(days=1)
-"""How long a process waits for the others: sampling a batch may take hours, and only rank 0 sees it happen."""
-
-Message = TypeVar("Message")
+PATIENCE_S = 600.0
+"""How long a process waits for another inside a step, by default. Between steps it waits in `orders.py`, as long as rank 0
+lives."""
 
 
 class Parallel:
@@ -57,11 +56,6 @@ class Parallel:
         """The largest of each over all processes."""
         return values
 
-    def announce(self, message: Message | None = None) -> Message:
-        """Rank 0's message, on every process; the others pass nothing."""
-        assert message is not None
-        return message
-
     def close(self) -> None:
         """Part from the others."""
 
@@ -83,9 +77,15 @@ class Together(Parallel):
             return ReplicatedWeights(network)
         from redline.trainer.parallel.sharding import ShardedWeights
 
-        # Over all processes: those that share a micro-batch have different tokens, hence gradients to be summed as well.
-        mesh = init_device_mesh(self._device.type, (self.place.world,))
-        return ShardedWeights(network, mesh, dtype, self.division)
+        return ShardedWeights(network, self._shards(), dtype, self.division)
+
+    def _shards(self) -> DeviceMesh:
+        """All processes, since those that share a micro-batch have different tokens, hence gradients to be summed as well. With
+        `replicate`, groups of neighbours that each hold all weights."""
+        groups, world = self.division.replicate, self.place.world
+        if groups == 1:
+            return init_device_mesh(self._device.type, (world,))
+        return init_device_mesh(self._device.type, (groups, world // groups), mesh_dim_names=("replicate", "shard"))
 
     def share(self, micro_batch: MicroBatch) -> SequenceShare:
         rank, ranks = self.place.sequence_rank, self.place.sequence_ranks
@@ -101,12 +101,6 @@ class Together(Parallel):
         dist.all_reduce(largest, dist.ReduceOp.MAX)
         return largest
 
-    def announce(self, message: Message | None = None) -> Message:
-        messages = [message]
-        dist.broadcast_object_list(messages, 0)
-        assert messages[0] is not None
-        return messages[0]
-
     def close(self) -> None:
         dist.destroy_process_group()
 
@@ -116,14 +110,18 @@ def local_device(kind: str) -> torch.device:
     return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0"))) if kind == "cuda" else torch.device(kind)
 
 
-def connect(division: Division, device: torch.device) -> Parallel:
-    """Meet the processes that were started with this one (torchrun), or stay alone where there are none."""
-    place = find_place(int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1")), division)
+def connect(division: Division, device: torch.device, patience_s: float = PATIENCE_S) -> Parallel:
+    """Meet the processes that were started with this one (torchrun), or stay alone where there are none. Inside a step nobody
+    waits longer than `patience_s` for another."""
+    place = find_place(own_rank(), world_size(), division)
     if place.world == 1:
         return Parallel()
     if device.type == "cuda":
         torch.cuda.set_device(device)
     if not dist.is_initialized():
         # Messages go over the host, whatever the tensors do.
-        dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo", timeout=PATIENCE)
+        backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+        dist.init_process_group(
+            backend, store=join().store, rank=place.rank, world_size=place.world, timeout=timedelta(seconds=patience_s)
+        )
     return Together(place, device, division)

@@ -5,6 +5,9 @@ compute dtype, while it is at work.
     grad_op    from the first forward of a step to its end   a part
     full       only while their layer computes               a part
 
+With `replicate` (HSDP) there are several groups of processes. Each group holds all of the weights, divided inside it; gradients
+are summed over the processes of a group first, then over the groups.
+
 The parts are the master weights: the optimizer updates them in place and there is no other copy. Gradients leave every backward
 pass summed over the processes in float32, each process with its part.
 
@@ -36,7 +39,9 @@ class ShardedWeights(Weights):
     are_masters = True
 
     def __init__(self, network: nn.Module, mesh: DeviceMesh, dtype: torch.dtype, division: Division) -> None:
-        self._rank, self._world = mesh.get_local_rank(), mesh.size()
+        shards = mesh["shard"] if mesh.ndim > 1 else mesh
+        self._rank, self._world, self._group = shards.get_local_rank(), shards.size(), shards.get_group()
+        self._is_main = mesh.get_rank() == 0
         self._keep_whole = division.sharding == "grad_op"
         self._modules = _fully_shard(network, mesh, dtype, self._keep_whole)
         _prefetch(self._modules, division.prefetch_layers)
@@ -61,7 +66,7 @@ class ShardedWeights(Weights):
         """They come out of the backward pass summed."""
 
     def sum_squares(self, squares_P: Tensor) -> Tensor:
-        dist.all_reduce(squares_P)
+        dist.all_reduce(squares_P, group=self._group)
         return squares_P
 
     def changed(self) -> None:
@@ -84,7 +89,7 @@ class ShardedWeights(Weights):
                 whole = self._side_by_side(value)
             else:
                 whole = self._whole(name, value)
-            if self._rank == 0:
+            if self._is_main:
                 gathered[key] = whole.to("cpu", copy=True)
         return gathered
 
@@ -137,10 +142,10 @@ class ShardedWeights(Weights):
     def _side_by_side(self, value: Tensor) -> Tensor:
         """[processes, entries] of what has no place in the whole parameter, such as the scales of a part's blocks."""
         longest = torch.tensor(len(value))
-        dist.all_reduce(longest, dist.ReduceOp.MAX)
+        dist.all_reduce(longest, dist.ReduceOp.MAX, group=self._group)
         rows = value.new_zeros(self._world, int(longest), device=next(iter(self._sharded.values())).device)
         rows[self._rank, : len(value)] = value
-        dist.all_reduce(rows)
+        dist.all_reduce(rows, group=self._group)
         return rows
 
 

@@ -24,8 +24,9 @@ def test_one_process_is_a_place_too() -> None:
     [
         (3, {"sequence_parallel_size": 2}, "does not divide the trainer's 3 processes"),
         (1, {"sequence_parallel_size": 2}, "does not divide the trainer's one process"),
-        (4, {"data_parallel_size": 3}, "3 times sequence_parallel_size = 1 is 3, but the trainer has 4 processes"),
-        (4, {"data_parallel_size": 4, "sequence_parallel_size": 2}, "is 8, but the trainer has 4 processes"),
+        (4, {"replicate": 2}, "every process holds all weights already"),
+        (4, {"replicate": 3, "sharding": "full"}, "no groups of several out of the trainer's 4 processes"),
+        (2, {"replicate": 2, "sharding": "full"}, "no groups of several out of the trainer's 2 processes"),
         (1, {"sharding": "full"}, "there is one process"),
     ],
 )

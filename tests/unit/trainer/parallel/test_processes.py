@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from support.parallel_training import Case, Outcome, talk, train, train_in_small_buckets, train_with
@@ -161,8 +162,14 @@ def test_8_bit_states_of_another_number_of_processes_are_refused(two: Ranks) -> 
 
 
 def test_numbers_and_messages_reach_every_process(two: Ranks) -> None:
-    for sums, largest, message in two.run(talk):
-        assert (sums, largest, message) == ([2.0, 1.0], [0.0, 1.0], "hello")
+    for sums, largest, order in two.run(talk):
+        assert (sums, largest) == ([2.0, 1.0], [0.0, 1.0])
+        assert (order.kind, order.fields) == ("hello", {"to": ["all", 2, None]})
+        assert {name: (array.dtype, array.tolist()) for name, array in order.arrays.items()} == {
+            "a": (np.int64, [0, 1, 2]),
+            "b": (bool, [[True], [False]]),
+            "c": (np.float64, []),
+        }
 
 
 @pytest.mark.slow
@@ -173,6 +180,16 @@ def test_four_processes_in_every_arrangement(four: Ranks, sharding: str, sequenc
     config = {"sharding": sharding, "sequence_parallel_size": sequence}
     assert_same_training(four, Case(config, steps=3))
     assert_same_training(four, Case(config, micro_batches=8, tied=False, num_kv_heads=1))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "config", [{"sharding": "grad_op"}, {"sharding": "full"}, {"sharding": "full", "sequence_parallel_size": 2}]
+)
+def test_two_groups_of_two_that_each_hold_all_weights(four: Ranks, config: dict[str, Any]) -> None:
+    assert_same_training(four, Case({**config, "replicate": 2}, steps=3))
+    saved = four.run(train, Case({**config, "replicate": 2}, steps=2))[0].state
+    assert_close(saved, alone(Case(steps=2)).state)
 
 
 @pytest.mark.slow

@@ -1,0 +1,73 @@
+"""A trainer process that follows rank 0: it has no rollouts, engine, buffer or run folder, and imports none of them.
+
+join ──► order "begin": the resolved recipe ──► load the model ──► one order after the other ──► order "end"
+"""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from pathlib import Path
+from types import FrameType
+
+from redline.config import Config
+from redline.errors import RankLostError, in_words
+from redline.launch.models import load_trainable_policy
+from redline.launch.process import prepare_process
+from redline.launch.trainers import connect_ranks, make_following_trainer
+from redline.telemetry.processes import recording_process
+from redline.trainer.parallel.led import follow as follow_orders
+from redline.trainer.parallel.orders import END, Order
+from redline.trainer.parallel.ranks import Ranks, join
+
+
+def follow() -> None:
+    """Take part in the run of rank 0 until it is over. Raises what ended this rank, or `RankLostError` where another did."""
+    ranks = join()
+    try:
+        with _passing_signals_on(ranks):
+            begin = ranks.orders.take()
+            if begin.kind != END:
+                _take_part(ranks, begin)
+    except RankLostError:
+        raise
+    except BaseException as error:
+        ranks.pulse.ended(in_words(error))
+        raise
+    ranks.leave()
+
+
+def _take_part(ranks: Ranks, begin: Order) -> None:
+    config = Config.model_validate(begin.fields["config"])
+    with _recording(ranks.rank, Path(begin.fields["folder"])):
+        prepare_process(config)
+        parallel = connect_ranks(config, ranks)
+        trainer = make_following_trainer(config, load_trainable_policy(config), parallel)
+        try:
+            follow_orders(trainer, ranks)
+        finally:
+            trainer.close()
+
+
+def _recording(rank: int, folder: Path) -> AbstractContextManager[object]:
+    """Record spans into the run folder, where this machine sees it."""
+    return recording_process(f"rank-{rank}", folder / "spans") if folder.is_dir() else nullcontext()
+
+
+@contextmanager
+def _passing_signals_on(ranks: Ranks) -> Iterator[None]:
+    """Inside the block the first Ctrl-C or SIGTERM asks rank 0, which decides for all, to end the run after its step. The
+    second ends this process at once."""
+
+    def ask(number: int, frame: FrameType | None) -> None:
+        for each, handler in ((signal.SIGINT, signal.default_int_handler), (signal.SIGTERM, signal.SIG_DFL)):
+            signal.signal(each, handler)
+        ranks.ask_to_stop()
+
+    before = {number: signal.signal(number, ask) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

@@ -1,0 +1,132 @@
+"""A run of several trainer processes: which of them this is, what a launcher's restart means, and rank 0's end of it.
+Importing this file loads no torch.
+
+    torchrun --nproc-per-node 2 -m redline train RECIPE
+
+Every process runs the same command. Rank 0 is the run; the others follow it (`follow.py`).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from redline.config import Config
+from redline.config.sections.run import RunConfig
+from redline.errors import ConfigError, RedlineError
+from redline.telemetry import RunFolder, write_json
+
+LAUNCH = "launch.json"
+"""In a run folder: the launcher that began it, so that a restart by the same one goes on with the same run."""
+
+
+def num_ranks() -> int:
+    """Processes that were started for this run; 1 without torchrun."""
+    return int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def is_follower() -> bool:
+    """Whether this process follows rank 0."""
+    return int(os.environ.get("RANK", "0")) > 0
+
+
+@contextmanager
+def leading() -> Iterator[None]:
+    """Around a run in rank 0's process: whatever ends the block, the others hear of it. Does nothing without others."""
+    if num_ranks() == 1:
+        yield
+        return
+    from redline.trainer.parallel.ranks import join
+
+    ranks = join()
+    try:
+        yield
+    except BaseException:
+        ranks.dismiss()
+        raise
+    ranks.dismiss()
+    ranks.wait_until_left()
+
+
+# ── refused before anything loads ──────────────────────────────────────────────────────────────────────────────────────
+
+
+def check_ranks(config: Config) -> None:
+    """Raise `ConfigError` where so many processes cannot divide the recipe's work."""
+    from redline.trainer.parallel.place import Division, find_place
+
+    ranks, trainer = num_ranks(), config.trainer
+    find_place(0, ranks, Division.of(trainer))
+    if ranks == 1:
+        return
+    if config.rollouts.advantages == "gae":
+        raise ConfigError(
+            f"rollouts.advantages = gae: the critic is trained by one process, and {ranks} were started",
+            "start one, without torchrun, or take an algorithm without a critic",
+        )
+    if trainer.sharding != "none" and trainer.offload_optimizer:
+        raise ConfigError(
+            "trainer.offload_optimizer: with trainer.sharding the state is divided among the devices, and stays there",
+            "set trainer.offload_optimizer=false, or trainer.sharding=none",
+        )
+
+
+def check_model_for_ranks(config: Config, folder: Path) -> None:
+    """Raise `ConfigError` where the model in this folder cannot be divided as the recipe asks."""
+    if config.trainer.sequence_parallel_size == 1:
+        return
+    from redline.models.attention.ulysses import check_heads
+
+    heads = json.loads((folder / "config.json").read_text()).get("num_attention_heads")
+    if isinstance(heads, int):
+        check_heads(heads, config.trainer.sequence_parallel_size)
+
+
+# ── restarts ───────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def is_restart() -> bool:
+    """Whether the launcher has started these processes before (torchrun --max-restarts), and one of them ended."""
+    return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
+
+
+def remember_launch(folder: RunFolder) -> None:
+    """Write down which launcher began or continued the run, where there is one that may restart it."""
+    if launch := _launch():
+        write_json(folder.path / LAUNCH, {"launch": launch})
+
+
+def run_to_take_up(run: RunConfig) -> RunFolder | None:
+    """The run of this recipe that the same launcher began before a restart; None where it came to no run yet."""
+    launch = _launch()
+    if not is_restart() or not launch:
+        return None
+    for path in sorted(run.folder.glob(f"{run.name}-*/{LAUNCH}"), reverse=True):
+        if json.loads(path.read_text())["launch"] == launch and (path.parent / "config.json").is_file():
+            try:
+                return RunFolder.open(path.parent)
+            except RedlineError:
+                return None
+    return None
+
+
+def _launch() -> str:
+    """Names one run of torchrun: the id that it was given, or the process itself."""
+    if "TORCHELASTIC_RUN_ID" not in os.environ:
+        return ""
+    given, parent = os.environ["TORCHELASTIC_RUN_ID"], os.getppid()
+    if given != "none":
+        return given
+    return f"{socket.gethostname()} {parent} {_began(parent)}"
+
+
+def _began(pid: int) -> str:
+    """When the process was started, in ticks since the machine was; empty where the system does not say."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
+    except OSError:
+        return ""

@@ -1,0 +1,73 @@
+"""The one way to make a trainer, in the process that runs everything and in those that follow it. Imports no rollouts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+from redline.config import Config
+from redline.errors import RankLostError
+from redline.launch.models import LoadedModel
+from redline.launch.ranks import num_ranks
+from redline.telemetry import RunFolder, span
+from redline.telemetry.files.failure import record_failure
+from redline.trainer import PolicyTrainer, Sampling
+from redline.trainer.parallel.led import LeadingTrainer
+from redline.trainer.parallel.orders import Order
+from redline.trainer.parallel.place import Division
+from redline.trainer.parallel.processes import Parallel, connect, local_device
+from redline.trainer.parallel.pulse import HINT
+from redline.trainer.parallel.ranks import Ranks, join
+
+BEGIN = "begin"
+STUCK = 10
+"""How many times `trainer.rank_timeout_s` a rank that is alive may keep the others waiting inside a step."""
+
+Tell = Callable[[str], None]
+
+
+def meet_ranks(config: Config, folder: RunFolder) -> Parallel:
+    """Meet the other ranks, where there are some, and tell them what to do: called once by rank 0, before its model loads, so
+    that all load at the same time."""
+    if num_ranks() == 1:
+        return Parallel()
+    ranks = join()
+    ranks.pulse.at_loss = lambda message: record_failure(folder, RankLostError(message, HINT))
+    fields = {"config": config.model_dump(mode="json"), "folder": str(folder.path.absolute())}
+    ranks.orders.give(Order(BEGIN, fields))
+    return connect_ranks(config, ranks)
+
+
+def connect_ranks(config: Config, ranks: Ranks) -> Parallel:
+    """Connect to the ranks for the exchanges of a step. Blocks until all have called it."""
+    ranks.pulse.patience_s = config.trainer.rank_timeout_s
+    with span("wait.for_ranks"), ranks.naming_who_is_lost():
+        return connect(Division.of(config.trainer), local_device(config.run.device), STUCK * config.trainer.rank_timeout_s)
+
+
+def make_trainer(config: Config, model: LoadedModel, folder: RunFolder, tell: Tell, parallel: Parallel) -> PolicyTrainer:
+    """Make the trainer of a policy that was loaded in float32. Steps that went wrong leave their batches in the run folder."""
+    with span("trainer.setup"):
+        if parallel.place.world == 1:
+            return PolicyTrainer(*_policy(config, model), **_options(config, folder.path, tell))
+        ranks = join()
+        with ranks.naming_who_is_lost():
+            return LeadingTrainer(ranks, *_policy(config, model), **_options(config, folder.path, tell), parallel=parallel)
+
+
+def make_following_trainer(config: Config, model: LoadedModel, parallel: Parallel) -> PolicyTrainer:
+    """Make the trainer of a rank that follows: the same, but it writes and says nothing."""
+    with span("trainer.setup"):
+        return PolicyTrainer(*_policy(config, model), **_options(config, Path(), lambda text: None), parallel=parallel)
+
+
+def _policy(config: Config, model: LoadedModel) -> tuple:
+    rollouts = config.rollouts
+    sampling = Sampling(rollouts.temperature, rollouts.advantages, rollouts.max_new_tokens)
+    return model.decoder, getattr(torch, config.model.dtype), config.trainer, sampling
+
+
+def _options(config: Config, folder: Path, tell: Tell) -> dict:
+    return {"seed": config.run.seed, "bad_steps": folder / "bad-steps", "tell": tell}

@@ -1,0 +1,126 @@
+"""A trainer of several processes: rank 0 decides, and the others do the same at the same time.
+
+    rank 0    LeadingTrainer.step(batch) ── order "step", the batch ──► every other rank: PolicyTrainer.step(batch)
+              save, load, masters                                       the same, each with its part of the weights
+
+Only rank 0 knows of rollouts, the buffer and the run folder. A follower learns everything from orders.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import signal
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from redline.trainer.checkpoints.folder import Checkpoint, load_checkpoint
+from redline.trainer.parallel.orders import END, Order
+from redline.trainer.parallel.ranks import Ranks
+from redline.trainer.trainer import PolicyTrainer
+from redline.types import Flat, StepReport, TrainBatch, VersionSpan
+
+STEP, SAVE, LOAD, MASTERS = "step", "save", "load", "masters"
+
+
+class LeadingTrainer(PolicyTrainer):
+    """The trainer of rank 0, where there are others. Implements `ports.Trainer`."""
+
+    def __init__(self, ranks: Ranks, *arguments: Any, **named: Any) -> None:
+        super().__init__(*arguments, **named)
+        self._ranks = ranks
+        self._is_told_to_stop = False
+
+    def step(self, batch: TrainBatch) -> StepReport:
+        with self._together(batch_order(batch)):
+            report = super().step(batch)
+        self._ranks.orders.met()
+        if self._ranks.is_asked_to_stop and not self._is_told_to_stop:
+            self._is_told_to_stop = True
+            signal.raise_signal(signal.SIGTERM)  # what ends a run after its step listens to this
+        return report
+
+    def save(self, folder: Path) -> None:
+        with self._together(Order(SAVE)):
+            super().save(folder)
+
+    def load(self, folder: Path) -> None:
+        saved = load_checkpoint(folder)
+        shapes = {name: (str(each.dtype).removeprefix("torch."), list(each.shape)) for name, each in saved.tensors.items()}
+        with self._together(Order(LOAD, {"version": saved.version, "random": saved.random, "tensors": shapes})):
+            for tensor in saved.tensors.values():
+                dist.broadcast(tensor.contiguous(), 0)
+            self.load_state(saved)
+
+    @property
+    def masters(self) -> dict[str, Tensor]:
+        with self._together(Order(MASTERS)):
+            return super().masters
+
+    def close(self) -> None:
+        self._ranks.dismiss()
+        super().close()
+        self._ranks.wait_until_left()
+
+    @contextmanager
+    def _together(self, order: Order) -> Iterator[None]:
+        self._ranks.pulse.check()
+        with self._ranks.naming_who_is_lost():
+            self._ranks.orders.give(order)
+            yield
+
+
+def follow(trainer: PolicyTrainer, ranks: Ranks) -> None:
+    """Do what rank 0 says, until it says that it is over. A run that rank 0 ends in the middle of an order is over, too: rank 0
+    says why."""
+    while (order := ranks.orders.take()).kind != END:
+        try:
+            with ranks.naming_who_is_lost():
+                _obey(trainer, order)
+        except RuntimeError:
+            if not ranks.orders.is_over:
+                raise
+            return
+
+
+def _obey(trainer: PolicyTrainer, order: Order) -> None:
+    if order.kind == STEP:
+        trainer.step(ordered_batch(order))
+    elif order.kind == SAVE:
+        trainer.save(Path())  # its part goes to rank 0, which writes
+    elif order.kind == LOAD:
+        trainer.load_state(_received_checkpoint(order))
+    elif order.kind == MASTERS:
+        _ = trainer.masters
+    else:
+        raise AssertionError(f"unknown order {order.kind!r}")
+
+
+def batch_order(batch: TrainBatch) -> Order:
+    """A batch as JSON and arrays."""
+    values = {field.name: getattr(batch, field.name) for field in dataclasses.fields(batch)}
+    arrays = {name: np.ascontiguousarray(value) for name, value in values.items() if isinstance(value, Flat)}
+    others = {name: value for name, value in values.items() if name not in arrays}
+    return Order(STEP, others | {"versions": dataclasses.asdict(batch.versions)}, arrays)
+
+
+def ordered_batch(order: Order) -> TrainBatch:
+    """The batch that `batch_order` was given."""
+    listed = {name: tuple(value) for name, value in order.fields.items() if isinstance(value, list)}  # JSON knows no tuples
+    versions = VersionSpan(**order.fields["versions"])
+    return TrainBatch(**{**order.fields, **listed, **order.arrays, "versions": versions})
+
+
+def _received_checkpoint(order: Order) -> Checkpoint:
+    shapes: Mapping[str, tuple[str, list[int]]] = order.fields["tensors"]
+    tensors = {}
+    for name, (dtype, shape) in shapes.items():
+        tensors[name] = torch.empty(shape, dtype=getattr(torch, dtype))
+        dist.broadcast(tensors[name], 0)
+    return Checkpoint(order.fields["version"], tensors, random=order.fields["random"])

@@ -1,0 +1,144 @@
+"""Who of a run's processes is alive, as each tells the others once a second through the store of torch.distributed.
+
+    rank k   beat ──► store ──► rank 0 watches all of them
+    rank 0   beat ──► store ──► every other watches rank 0, and the name that rank 0 writes when it misses one
+
+A process that says nothing for `patience_s` is lost: it was killed, its machine is gone, or it stands still. Whoever waits in
+`Pulse.check` is told with an error; a process whose main thread waits inside a collective, which nothing can interrupt, ends
+after `GRACE_S` with the message on stderr. So no process outlives another by more than patience_s + GRACE_S and some seconds.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch.distributed as dist
+
+from redline.errors import RankLostError
+
+EVERY_S = 1.0
+GRACE_S = 5.0
+"""Seconds that the main thread has to end by itself once a rank is lost."""
+PATIENCE_S = 60.0
+"""How long a process may be silent before the recipe's `trainer.rank_timeout_s` is known."""
+EXIT_CODE = 1
+LOST, STOP = "lost", "stop"
+HINT = "continue with --resume; under torchrun --max-restarts N the run resumes by itself"
+
+
+class Pulse:
+    """The thread that beats and listens. `start` it once; `close` it before the process leaves the others."""
+
+    def __init__(self, store: dist.Store, rank: int, world: int) -> None:
+        self._store = store.clone()  # type: ignore[attr-defined]  # the main thread may wait in the other
+        self._rank, self._watched = rank, [0] if rank else list(range(1, world))
+        self.patience_s = PATIENCE_S
+        self.at_loss: Callable[[str], None] = lambda message: None
+        """Called with the message before a process that cannot raise it ends."""
+        self.lost: str = ""
+        """The message about a rank that is lost; empty while all are there."""
+        self._heard: dict[int, tuple[str, float]] = {}
+        """Rank → its last beat, and when it came."""
+        self._closing = threading.Event()
+        self._thread = threading.Thread(target=self._work, name="pulse", daemon=True)
+
+    def start(self) -> None:
+        self._beat(0)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Stop listening: the others may leave from now on."""
+        self._closing.set()
+        if self._thread.is_alive() and threading.current_thread() is not self._thread:
+            self._thread.join(2 * EVERY_S)
+
+    def check(self) -> None:
+        """Raise `RankLostError` where a rank is lost."""
+        if self.lost:
+            raise RankLostError(self.lost, HINT)
+
+    def ended(self, why: str) -> None:
+        """Tell the others that this process ends with an error, and which."""
+        self._closing.set()
+        self._store.set(f"ended/{self._rank}", why[:2000])
+
+    def find_lost(self, within_s: float) -> str:
+        """Look for a rank that has ended or is silent, for so many seconds; returns the message, empty where all are there."""
+        until = time.monotonic() + within_s
+        while not self.lost and time.monotonic() < until and not self._closing.wait(EVERY_S / 10):
+            self._listen()
+        return self.lost
+
+    def _work(self) -> None:
+        count = 0
+        while not self._closing.wait(EVERY_S):
+            count += 1
+            try:
+                self._beat(count)
+                self._listen()
+            except (dist.DistError, RuntimeError) as error:
+                self.lost = f"the store of the ranks, beside rank 0, does not answer any more: {str(error).splitlines()[0]}"
+            if self.lost:
+                self._end()
+                return
+
+    def _beat(self, count: int) -> None:
+        document = {"count": count, "pid": os.getpid(), "host": socket.gethostname(), "sight": _sight()}
+        self._store.set(f"beat/{self._rank}", json.dumps(document))
+
+    def _listen(self) -> None:
+        if self._rank and self._store.check([LOST]):
+            self.lost = self._store.get(LOST).decode()
+            return
+        for rank in self._watched:
+            if why := self._missing(rank):
+                self.lost = why
+                if not self._rank:
+                    self._store.set(LOST, why)
+                return
+
+    def _missing(self, rank: int) -> str:
+        if not self._store.check([f"beat/{rank}"]):
+            return ""  # it has not begun: its launcher watches that
+        beat, now = self._store.get(f"beat/{rank}").decode(), time.monotonic()
+        if self._heard.get(rank, ("", 0.0))[0] != beat:
+            self._heard[rank] = beat, now
+        told = json.loads(beat)
+        name = f"rank {rank} of the trainer (process {told['pid']} on {told['host']})"
+        if self._store.check([f"ended/{rank}"]):
+            return f"{name} ended: {self._store.get(f'ended/{rank}').decode()}"
+        if told["sight"] and told["sight"] == _sight() and _is_gone(told["pid"]):
+            return f"{name} is gone"
+        silent_s = now - self._heard[rank][1]
+        return f"{name} has given no sign of life for {silent_s:.0f} s" if silent_s > self.patience_s else ""
+
+    def _end(self) -> None:
+        """The main thread raises it where it can. Where it waits in a collective, the process ends here."""
+        if self._closing.wait(GRACE_S):
+            return
+        self.at_loss(self.lost)
+        print(f"error: {self.lost}; rank {self._rank} waited for it and ends\n\nhint: {HINT}", file=sys.stderr, flush=True)
+        os._exit(EXIT_CODE)
+
+
+def _is_gone(pid: int) -> bool:
+    """Whether a process of this machine has ended, its parent having heard of it or not."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in "ZX"
+    except (FileNotFoundError, ProcessLookupError):
+        return True
+
+
+def _sight() -> str:
+    """Names the processes that this one can see; empty where the system does not say."""
+    try:
+        return f"{Path('/proc/sys/kernel/random/boot_id').read_text().strip()} {os.readlink('/proc/self/ns/pid')}"
+    except OSError:
+        return ""
