@@ -33,8 +33,8 @@ from redline.weight_sync.transports.inlets import Inlet, open_inlet
 from redline.weight_sync.verify import check_logprobs, checksum
 from redline.wire import Connection, Frame, error_fields
 
-SCRATCH_BYTES = 32 * 2**20
-"""Through which live weights and shadow are exchanged: it stays in a device's cache."""
+SCRATCH_BYTES = {"cuda": 32 * 2**20, "cpu": 2**18}
+"""Through which live weights and shadow are exchanged, by device: it stays in the cache."""
 
 Logprobs = Callable[[Sequence[int]], Sequence[float]]
 """Tokens of a prompt → the logprob of each after the first, under the weights as they are."""
@@ -193,7 +193,7 @@ class WeightReceiver:
         for pieces, bucket in zip(shadow.layout.buckets, shadow.buckets, strict=True):
             live += views(pieces, self._tensors)
             second += slots(pieces, bucket)
-        exchange(live, second, torch.empty(SCRATCH_BYTES, dtype=torch.uint8, device=self._device))
+        exchange(live, second, torch.empty(SCRATCH_BYTES[self._device.type], dtype=torch.uint8, device=self._device))
         self._wait()
 
     def _take(self, version: int, shadow: _Shadow) -> None:

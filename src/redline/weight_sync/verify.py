@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -15,6 +16,7 @@ from redline.kernels.available import kernels_serve
 
 CHUNK = 2**17
 """Words that are weighed at once without a kernel: 1 MiB, which stays in a cache."""
+COLUMNS = 2**10
 
 
 class SameStorage:
@@ -62,12 +64,33 @@ def checksum(flat: Tensor) -> Tensor:
         from redline.kernels.checksum import weighted_sum
 
         return weighted_sum(words_N)
-    weights_C = 2 * torch.arange(min(CHUNK, words_N.numel()), device=flat.device) + 1
-    total = torch.zeros((), dtype=torch.int64, device=flat.device)
+    return _sum_on_cpu(words_N) if words_N.device.type == "cpu" else _sum_by_torch(words_N)
+
+
+def _sum_by_torch(words_N: Tensor) -> Tensor:
+    weights_C = 2 * torch.arange(min(CHUNK, words_N.numel()), device=words_N.device) + 1
+    total = torch.zeros((), dtype=torch.int64, device=words_N.device)
     for start in range(0, words_N.numel(), CHUNK):
         words_C = words_N[start : start + CHUNK]
         total += (words_C * weights_C[: words_C.numel()]).sum() + 2 * start * words_C.sum()
     return total
+
+
+def _sum_on_cpu(words_N: Tensor) -> Tensor:
+    """The same by rows and columns of a square, whose sums alone are weighed: additions are vectorised, products of 64 bits are
+    not. Word r · COLUMNS + c of a chunk weighs 2 c + 1 for its column and 2 · COLUMNS · r for its row."""
+    words, weights = words_N.numpy(), np.arange(CHUNK // COLUMNS, dtype=np.int64)
+    total = np.zeros((), np.int64)
+    with np.errstate(over="ignore"):
+        for start in range(0, len(words), CHUNK):
+            chunk = words[start : start + CHUNK]
+            rows = len(chunk) // COLUMNS
+            square, rest = chunk[: rows * COLUMNS].reshape(rows, COLUMNS), chunk[rows * COLUMNS :]
+            columns_C, rows_R = np.add.reduce(square, 0), np.add.reduce(square, 1)
+            total += np.dot(columns_C, 2 * np.arange(COLUMNS) + 1) + 2 * COLUMNS * np.dot(rows_R, weights[:rows])
+            total += np.dot(rest, 2 * (rows * COLUMNS + np.arange(len(rest))) + 1)
+            total += 2 * start * (np.add.reduce(columns_C) + np.add.reduce(rest))
+    return torch.from_numpy(total)
 
 
 @dataclass(slots=True, frozen=True)

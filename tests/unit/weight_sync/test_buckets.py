@@ -17,7 +17,7 @@ from redline.weight_sync import CudaIpc, Sending
 from redline.weight_sync.buckets import ALIGNMENT, Form, exchange, form_from_json, form_of, lay_out, slots, views
 from redline.weight_sync.plan import TransferPlan
 from redline.weight_sync.transports.cuda_ipc import StagedInlet
-from redline.weight_sync.verify import Probe, checksum
+from redline.weight_sync.verify import Probe, _sum_by_torch, checksum
 from redline.wire import Connection
 
 
@@ -85,10 +85,10 @@ def plain_sum(flat: Tensor) -> int:
     return total - 2**64 if total >= 2**63 else total
 
 
-@pytest.mark.parametrize("words", [1, 5, 2**17, 2**17 + 3])
+@pytest.mark.parametrize("words", [1, 5, 1024, 2**17, 2**17 + 3, 2**17 + 2500])
 def test_a_checksum_is_the_weighted_sum_of_the_words(words: int) -> None:
     flat = torch.randint(0, 256, (8 * words,), dtype=torch.uint8)
-    assert int(checksum(flat)) == plain_sum(flat)
+    assert int(checksum(flat)) == plain_sum(flat) == int(_sum_by_torch(flat.view(torch.int64)))
 
 
 def test_any_changed_byte_and_any_two_exchanged_words_show() -> None:

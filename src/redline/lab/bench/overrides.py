@@ -35,6 +35,7 @@ def read_overrides(case: str, kind: type[Settings], overrides: Sequence[str]) ->
 
 def _put(values: dict[str, Any], override: str, allowed: Sequence[str]) -> None:
     key, equals, text = override.partition("=")
+    key = key.removeprefix("--").replace("-", "_")  # as other programs spell their options
     *sections, name = key.split(".")
     if not equals or not name or (sections and sections[0] not in allowed):
         example = EXAMPLES[allowed[0]] if allowed else "pairs=6"

@@ -22,6 +22,7 @@ from redline.telemetry import RunFolder
 
 Peer = Literal["transformers", "vllm", "redline"]
 TrainingPeer = Literal["transformers", "redline"]
+SyncStrategy = Literal["shared", "cuda_ipc"]
 StoragePeer = Literal["pickle", "padded", "safetensors", "tensordict", "consolidated"]
 MICRO_BATCH_TOKENS = 16384
 
@@ -311,7 +312,32 @@ class RolloutSettings(EngineSettings):
 
 
 class WeightSyncSettings(PairedSettings):
-    """A set of weights, to another set on the same device."""
+    """A set of weights, to an engine in this process or in another."""
+
+    model_size: Literal["0.5b", "7b", "32b", "70b"] | None = None
+    """Random weights of a model of this size instead of `model`. Where they do not fit, some layers are measured and the rest
+    is by count."""
+    strategy: SyncStrategy | None = None
+    """One transport, beside a copy on the device; null takes shared storage, a copy and a file."""
+    compare_all: bool = False
+    """Every transport, a copy and a file."""
+    iterations: PositiveInt | None = None
+    """Rounds: another name for `pairs`."""
+
+    @field_validator("model_size", "strategy", mode="before")
+    @classmethod
+    def _read_names(cls, value: Any) -> Any:
+        return value.lower().replace("-", "_") if isinstance(value, str) else value
+
+    @model_validator(mode="after")
+    def _one_of_each(self) -> WeightSyncSettings:
+        if self.model_size is not None and "model" in self.model_fields_set:
+            raise ValueError("model and model_size both say which weights; leave one out")
+        if self.compare_all and self.strategy is not None:
+            raise ValueError("compare_all takes every strategy; leave strategy out")
+        if self.iterations is not None and "pairs" in self.model_fields_set:
+            raise ValueError("iterations is another name for pairs; leave one out")
+        return self
 
 
 class TransferSettings(PairedSettings):
@@ -385,6 +411,8 @@ def make_settings(case: str, overrides: Sequence[str] = ()) -> BenchSettings:
         RunFolder.open(settings.replay)
     if isinstance(settings, E2ESettings):
         chosen |= _against(settings)
+    if isinstance(settings, WeightSyncSettings):
+        chosen |= {"pairs": settings.iterations or settings.pairs}
     if isinstance(settings, MemorySettings):
         chosen |= {"peers": _training_peers(settings.peers)}
         _refuse_all_of_the_host(settings, config.run.device)

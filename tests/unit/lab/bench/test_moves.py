@@ -12,7 +12,9 @@ from rich.console import Console
 from redline.errors import ConfigError
 from redline.lab.bench.cases import transfer, weight_sync
 from redline.lab.bench.cases.weight_sync import COPY, FILE, SHARED, Weights
-from redline.lab.bench.settings import make_settings
+from redline.lab.bench.settings import WeightSyncSettings, make_settings
+from redline.lab.material import sized_weights
+from redline.lab.material.sized_weights import make_weights
 
 COMMON = ["device=cpu", "num_threads=1", "pairs=2", "warmup_s=0"]
 
@@ -83,3 +85,38 @@ def test_weights_that_did_not_arrive_are_noticed(tmp_path: pytest.TempPathFactor
     monkeypatch.setattr(weights, "_copy", lambda: weights.num_bytes)
     with pytest.raises(AssertionError, match="not the same"):
         weights.run(COPY, 1)
+
+
+def test_options_may_be_spelled_with_hyphens() -> None:
+    settings = make_settings("weight-sync", ["--model-size=7B", "strategy=cuda-ipc", "iterations=3", "device=cpu"])
+    assert isinstance(settings, WeightSyncSettings)
+    assert (settings.model_size, settings.strategy, settings.pairs) == ("7b", "cuda_ipc", 3)
+
+
+@pytest.mark.parametrize("given", [["model_size=7b", "model=builtin:tiny"], ["compare_all=true", "strategy=shared"]])
+def test_two_keys_that_say_the_same_are_refused(given: list[str]) -> None:
+    with pytest.raises(ConfigError, match="leave"):
+        make_settings("weight-sync", given)
+
+
+def test_a_model_that_does_not_fit_is_measured_by_some_of_its_layers(monkeypatch: pytest.MonkeyPatch) -> None:
+    settings = make_settings("weight-sync", ["model_size=0.5b", "device=cpu", "dtype=float32"])
+    monkeypatch.setattr(sized_weights, "_free_bytes", lambda device: 2 * 800 * 2**20)
+    monkeypatch.setattr(sized_weights, "_draw", lambda spec, device, dtype, seed: sized_weights._undrawn(spec, dtype))
+    sized = make_weights(settings, 2)  # type: ignore[arg-type]
+    assert 1 <= sized.num_layers < sized.whole_layers == 24
+    assert sized.num_bytes < 800 * 2**20
+    assert sized.whole_bytes == 4 * 494_032_768, "Qwen2.5 0.5B"
+    assert f"{sized.num_layers} of 24 layers" in sized.note
+
+
+@pytest.mark.slow
+def test_an_engine_in_another_process_gets_every_byte_and_tells_the_parts() -> None:
+    settings = make_settings("weight-sync", ["model=builtin:tiny", "strategy=cuda_ipc", *COMMON])
+    results = weight_sync.measure(settings, Console(file=io.StringIO())).results  # type: ignore[arg-type]
+    assert [result.name for result in results] == ["cuda_ipc", COPY]
+    own = results[0].details
+    assert own["bytes_moved"] == results[1].details["bytes_moved"]
+    assert own["min_s"] <= own["mean_s"] <= own["max_s"]
+    assert 0 < own["pause_s"] < own["max_s"]
+    assert {"gather", "serialise", "transfer", "load", "verify", "resume", "pause"} == own["parts"].keys()

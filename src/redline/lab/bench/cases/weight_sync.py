@@ -1,10 +1,10 @@
 """`redline bench weight-sync`: what it takes until the engine samples from the trainer's new weights.
 
-Three ways. Ours: the protocol and the transport of a run (`weight_sync/`), where the engine reads the trainer's own storage and
-a version is published by counting. Beside it two of the usual ways, written as plainly as can be: a second set of weights on
-the same device gets a copy of each tensor; a safetensors file is written by one side, read by the other, and copied into the
-second set. After every round of these all tensors of the second set are compared with the trainer's, which change from round to
-round; the time for that is not counted.
+Ours: the protocol and a transport of a run (`weight_sync/`). With `shared` the engine reads the trainer's own storage, and a
+version is published by counting; with the others it is in another process, with a second set of weights (`weight_engine.py`).
+Beside them two of the usual ways, written as plainly as can be: a second set of weights on the same device gets a copy of each
+tensor; a safetensors file is written by one side, read by the other, and copied into the second set. After every round all
+tensors of the second set are compared with the trainer's, which change from round to round; the time for that is not counted.
 """
 
 from __future__ import annotations
@@ -14,17 +14,19 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 import torch
 from rich.console import Console
 
 from redline.lab.bench.settings import WeightSyncSettings
+from redline.lab.bench.weight_engines import APART, EngineApart
 from redline.lab.evidence.document import Bound, Measured, PeerFigure, Result
 from redline.lab.evidence.statistics import compare
-from redline.lab.material.networks import make_network
-from redline.lab.measure.disk import DiskRates, measure_disk
+from redline.lab.material.sized_weights import make_weights
+from redline.lab.measure.disk import measure_disk
 from redline.lab.measure.machine import best_seconds, stream_rate, synchronize
 from redline.lab.measure.pairs import interleave
 from redline.lab.measure.warmup import WarmUp, warm_up
@@ -39,6 +41,8 @@ class Sync:
     seconds: float
     bytes_moved: int
     """Written to wherever the engine reads them, and to a file on the way."""
+    parts: dict[str, float] = field(default_factory=dict)
+    """Seconds of each part, where the transport tells; `pause` is how long the engine stood still."""
 
 
 Rounds = Sequence[Mapping[str, Sync]]
@@ -63,48 +67,77 @@ class IdleEngine:
         raise NotImplementedError("it has weights and no network")
 
 
-class Weights:
-    """The trainer's, and a second set that an engine of its own would have."""
+def ways_of(settings: WeightSyncSettings) -> list[str]:
+    """The ways that are measured, ours first."""
+    if settings.compare_all:
+        return [SHARED, *APART, COPY, FILE]
+    if settings.strategy is None:
+        return [SHARED, COPY, FILE]
+    return [SHARED if settings.strategy == "shared" else settings.strategy, COPY]
 
-    def __init__(self, settings: WeightSyncSettings, folder: Path) -> None:
-        self._device, dtype = torch.device(settings.device), getattr(torch, settings.dtype)
-        decoder = make_network(settings.model, self._device, dtype, settings.seed).decoder
-        self.trainer = {name: tensor.detach() for name, tensor in decoder.named_parameters()}
-        self.engine = {name: torch.zeros_like(tensor) for name, tensor in self.trainer.items()}
-        self._engine = IdleEngine()
-        self._sync = WeightProtocol(SharedStorage(self.trainer), self._engine)
+
+class Weights:
+    """The trainer's, a second set that an engine of its own would have, and engines in other processes."""
+
+    def __init__(self, settings: WeightSyncSettings, folder: Path, ways: Sequence[str] = (SHARED, COPY, FILE)) -> None:
+        self._device = torch.device(settings.device)
+        names = [way for way in ways if way in APART]
+        copies = [way for way in ways if way in (COPY, FILE)]
+        self.sized = make_weights(settings, 1 + bool(copies) + (FILE in ways) + 2 * len(names))
+        self.trainer = dict(self.sized.tensors)
+        self.engine = {name: torch.zeros_like(tensor) for name, tensor in self.trainer.items()} if copies else {}
+        self._apart: dict[str, EngineApart] = {}
+        self._syncs: dict[str, WeightProtocol] = {SHARED: WeightProtocol(SharedStorage(self.trainer), IdleEngine())}
+        with ExitStack() as stack:  # an engine that does not start ends those that did
+            for name in names:
+                self._apart[name] = stack.enter_context(EngineApart(name, self.trainer))
+                self._syncs[name] = WeightProtocol(self._apart[name].transport, IdleEngine())
+            self._stack = stack.pop_all()
         self._file = folder / "weights.safetensors"
         self._version = 0
 
     @property
     def num_bytes(self) -> int:
-        return sum(tensor.nbytes for tensor in self.trainer.values())
+        return self.sized.num_bytes
+
+    def close(self) -> None:
+        """End the other processes."""
+        self._stack.close()
 
     def run(self, way: str, number: int) -> Sync:
-        ways: dict[str, Callable[[], int]] = {SHARED: self._share, COPY: self._copy, FILE: self._by_file}
-        with self._sync.writing():
-            self._train()
+        self._train()
         synchronize(self._device)
         started = time.perf_counter()
-        moved = ways[way]()
+        if way in self._syncs:
+            moved, parts = self._publish(way)
+        else:
+            others: dict[str, Callable[[], int]] = {COPY: self._copy, FILE: self._by_file}
+            moved, parts = others[way](), {}
         synchronize(self._device)
         seconds = time.perf_counter() - started
-        if way == SHARED:
-            assert self._engine.version == self._version
-        else:
+        self._check(way)
+        return Sync(seconds, moved, parts)
+
+    def _check(self, way: str) -> None:
+        if way in self._apart:
+            self._apart[way].check(self.trainer)
+        elif way != SHARED:
             assert all(torch.equal(self.engine[name], tensor) for name, tensor in self.trainer.items()), f"{way}: not the same"
-        return Sync(seconds, moved)
 
     def _train(self) -> None:
         """Every tensor changes, so that a tensor that was left out would show."""
         self._version += 1
-        for tensor in self.trainer.values():
-            tensor.view(-1)[0] = self._version % 256
+        with ExitStack() as stack:
+            for sync in self._syncs.values():
+                stack.enter_context(sync.writing())
+            for tensor in self.trainer.values():
+                tensor.view(-1)[0] = self._version % 256
 
-    def _share(self) -> int:
-        update = self._sync.publish(WeightSet(self._version, self.trainer))
-        self._sync.engine.apply(update)
-        return update.bytes_moved
+    def _publish(self, way: str) -> tuple[int, dict[str, float]]:
+        sync = self._syncs[way]
+        update = sync.publish(WeightSet(self._version, self.trainer))
+        sync.engine.apply(update)
+        return update.bytes_moved, update.seconds
 
     def _copy(self) -> int:
         torch._foreach_copy_(list(self.engine.values()), list(self.trainer.values()))
@@ -120,10 +153,11 @@ class Weights:
 
 
 def measure(settings: WeightSyncSettings, console: Console) -> Measured:
-    with tempfile.TemporaryDirectory(prefix="redline-weight-sync-") as scratch, torch.no_grad():
-        rates = measure_disk(Path(scratch))
-        weights = Weights(settings, Path(scratch))
-        sides = {way: functools.partial(weights.run, way) for way in (SHARED, COPY, FILE)}
+    ways = ways_of(settings)
+    with tempfile.TemporaryDirectory(prefix="redline-weight-sync-") as scratch, torch.no_grad(), ExitStack() as stack:
+        weights = Weights(settings, Path(scratch), ways)
+        stack.callback(weights.close)
+        sides = {way: functools.partial(weights.run, way) for way in ways}
         warm_ups: dict[str, WarmUp] = {}
         for way, side in sides.items():
             _, warm_ups[way] = warm_up(side, max_seconds=settings.warmup_s)
@@ -133,44 +167,54 @@ def measure(settings: WeightSyncSettings, console: Console) -> Measured:
             console.print(f"round {number + 1}/{settings.pairs}: {each}", soft_wrap=True)
 
         rounds = interleave(sides, settings.pairs, settings.seed, tell)
-        bounds = _bounds(weights, stream_rate(weights.num_bytes, torch.device(settings.device)), rates)
-    results = [
-        _result(rounds, SHARED, COPY, bounds[SHARED]),
-        _result(rounds, SHARED, FILE, bounds[SHARED]),
-        _result(rounds, COPY, FILE, bounds[COPY]),
-        _result(rounds, FILE, None, bounds[FILE]),
-    ]
+        if weights.sized.note:
+            console.print(weights.sized.note, soft_wrap=True)
+        bounds = {way: _bound(way, weights, Path(scratch)) for way in ways}
+    pairs = [(way, peer) for index, way in enumerate(ways) for peer in _peers_of(way, ways[index + 1 :])]
+    results = [_result(rounds, way, peer, bounds[way], weights) for way, peer in pairs]
     return Measured(settings, results, warm_ups=warm_ups)
 
 
-def _bounds(weights: Weights, bandwidth: float, rates: DiskRates) -> dict[str, Bound]:
-    size, tensors = weights.num_bytes, list(weights.trainer.values())
-    look_s = best_seconds(lambda: [tensor.data_ptr() for tensor in tensors], torch.device("cpu"))
+def _peers_of(way: str, after: Sequence[str]) -> list[str | None]:
+    """What a way is compared with: the two plain ways, where they were measured."""
+    plain = [peer for peer in after if peer in (COPY, FILE)]
+    return list(plain) or [None]
+
+
+def _bound(way: str, weights: Weights, folder: Path) -> Bound:
+    device, size, scale = torch.device(weights._device), weights.num_bytes, weights.sized.scale
+    tensors = list(weights.trainer.values())
+    if way == SHARED:
+        look_s = best_seconds(lambda: [tensor.data_ptr() for tensor in tensors], torch.device("cpu"))
+        why = f"no byte moves; what is left is to look whether all {len(tensors)} tensors are where they were"
+        return Bound(scale * look_s, why)
+    bandwidth = stream_rate(size, device)
     copy_s, how = 2 * size / bandwidth, f"{bandwidth / 1e9:.3g} GB/s of so many bytes, measured here"
-    return {
-        SHARED: Bound(look_s, f"no byte moves; what is left is to look whether all {len(tensors)} tensors are where they were"),
-        COPY: Bound(copy_s, f"{size:,} bytes, read and written; {how}"),
-        FILE: Bound(
-            size / rates.write + size / rates.read + copy_s,
-            f"{size:,} bytes written to a file, read from it, and copied; {rates.how}; {how}",
-        ),
-    }
+    if way == FILE:
+        rates = measure_disk(folder)
+        why = f"{size:,} bytes written to a file, read from it, and copied; {rates.how}; {how}"
+        return Bound(scale * (size / rates.write + size / rates.read + copy_s), why)
+    return Bound(scale * copy_s, f"{size:,} bytes, read and written once; {how}")
 
 
-def _result(rounds: Rounds, way: str, peer: str | None, bound: Bound) -> Result:
-    own, figure = [row[way].seconds for row in rounds], None
+def _result(rounds: Rounds, way: str, peer: str | None, bound: Bound, weights: Weights) -> Result:
+    scale = weights.sized.scale
+    own, figure = [scale * row[way].seconds for row in rounds], None
     if peer is not None:
-        theirs = [row[peer].seconds for row in rounds]
+        theirs = [scale * row[peer].seconds for row in rounds]
         comparison = compare(theirs, own)
         figure = PeerFigure(peer, statistics.median(theirs), comparison.ratio, comparison)
-    value, moved = statistics.median(own), rounds[0][way].bytes_moved
-    return Result(
-        way,
-        value,
-        "s",
-        [{name: asdict(row[name]) for name in (way, peer) if name is not None} for row in rounds],
-        bound,
-        figure,
-        larger_is_better=False,
-        details={"bytes_moved": moved, "bytes_per_s": moved / value},
-    )
+    value, moved = statistics.median(own), round(scale * rounds[0][way].bytes_moved)
+    parts = {name: scale * statistics.median(row[way].parts[name] for row in rounds) for name in rounds[0][way].parts}
+    details = {
+        "bytes_moved": moved,
+        "bytes_per_s": moved / value,
+        "mean_s": statistics.mean(own),
+        "min_s": min(own),
+        "max_s": max(own),
+        **({"pause_s": parts["pause"]} if "pause" in parts else {}),
+        **({"parts": parts} if len(parts) > 1 else {}),
+        **({"beside": weights.sized.note} if weights.sized.note else {}),
+    }
+    samples = [{name: asdict(row[name]) for name in (way, peer) if name is not None} for row in rounds]
+    return Result(way, value, "s", samples, bound, figure, larger_is_better=False, details=details)
