@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import random
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -113,3 +115,70 @@ def test_no_cluster_at_the_address_is_refused_and_leaves_nothing(tmp_path: Path)
     assert "no Ray cluster answers" in done.stderr
     assert "ray start --head" in done.stderr
     assert not (folder / "runs").exists() or not list((folder / "runs").iterdir())
+
+
+# ── engines ────────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+ENGINE = """
+import os, sys, threading, time
+from redline.config import EngineRecipe
+from redline.config.sections.placement import PlacementConfig
+from redline.engine import EngineSession
+from redline.engine.remote.client import open_engine
+from redline.errors import EngineLostError
+from redline.launch.workers.ray_cluster import GROUP_VARIABLE, group_name, joined, room
+from redline.launch.workers.ray_engines import RayActors
+from redline.launch.workers.spawn import EngineSpec
+from redline.types import GenerateRequest, SamplingParams
+import numpy as np
+
+recipe = {"model": {"path": "builtin:tiny", "dtype": "float32"}}
+spec = EngineSpec(EngineRecipe.model_validate(recipe).model_dump(mode="json"), name="engine 0")
+request = GenerateRequest(np.arange(3, 9, dtype=np.int32), SamplingParams(max_tokens=8, seed=3))
+
+def sampled(worker):
+    engine = open_engine(worker.address, worker.token, "engine 0", why_ended=worker.why_ended)
+    try:
+        return EngineSession(engine).generate([request])[0][0].token_ids.tolist()
+    finally:
+        engine.close()
+
+def ended(worker):
+    began = time.monotonic()
+    while worker.is_alive():
+        assert time.monotonic() < began + 30
+        time.sleep(0.05)
+    return worker.why_ended()
+
+with joined(PlacementConfig(cluster="ray", address="local"), 1), room(1, {"CPU": 1}) as bundles:
+    os.environ[GROUP_VARIABLE] = group_name(bundles[0])
+    actors = RayActors(0)
+    first = actors.spawn(spec)
+    assert first.address.startswith("127.0.0.1:") and first.is_alive() and first.why_ended() == "", first.why_ended()
+    tokens = sampled(first)
+    assert "exit code 0" in ended(first), first.why_ended()  # its parent's connection has ended
+    first.kill()
+    second = actors.spawn(spec)
+    os.kill(second.pid, 9)
+    assert "engine 0 on" in ended(second) and "SIGKILL" in second.why_ended(), second.why_ended()
+    second.kill()
+    third = actors.spawn(spec)
+    os.kill(int(open(f"/proc/{third.pid}/stat").read().rpartition(")")[2].split()[1]), 9)  # its actor
+    assert "lost its actor" in ended(third), third.why_ended()
+    fourth = actors.spawn(spec)
+    assert sampled(fourth) == tokens
+    fourth.kill()
+    broken = EngineSpec({**spec.recipe, "model": {"path": "/nothing"}}, name="engine 0")
+    try:
+        actors.spawn(broken)
+    except EngineLostError as error:
+        assert "engine 0 did not start" in error.message and "/nothing" in error.message, error.message
+        print("all is well")
+"""
+
+
+def test_an_engine_in_an_actor_samples_and_every_end_of_it_is_told(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", ENGINE], cwd=tmp_path, capture_output=True, text=True, timeout=240, check=False
+    )
+    assert done.stdout.endswith("all is well\n"), done.stderr

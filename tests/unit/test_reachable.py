@@ -34,6 +34,7 @@ WAITING = {
     "redline.engine.remote.records": "requests and pieces as frames",
     "redline.engine.remote.service": "an engine in another process, as it answers",
     "redline.launch.workers.engine_worker": "the program of an engine's process",
+    "redline.launch.workers.ray_engines": "engines on a Ray cluster",
     "redline.launch.workers.spawn": "how the process of an engine is started",
     "redline.weight_sync.transports.http": "weights to engines that are servers",
     "redline.weight_sync.transports.http_calls": "calls of such servers",

@@ -126,6 +126,24 @@ def room(count: int, resources: Mapping[str, float]) -> Iterator[list[Bundle]]:
         remove_placement_group(group)
 
 
+def join_as_rank() -> None:
+    """Make this process, which a driver has started, a member of the driver's cluster. What it begins there ends with it."""
+    import ray
+
+    if not ray.is_initialized():
+        ray.init(address=os.environ["RAY_ADDRESS"], **_QUIET)
+
+
+def kept_room() -> tuple[list[Bundle], int]:
+    """The bundles that the driver of this process keeps for its run, and how many machines the cluster has."""
+    import ray
+    from ray.util import get_placement_group
+
+    group = get_placement_group(os.environ[GROUP_VARIABLE])
+    bundles = [Bundle(group, index, resources) for index, resources in enumerate(group.bundle_specs)]
+    return bundles, len({node["NodeManagerAddress"] for node in ray.nodes() if node["Alive"]})
+
+
 def wait_for_room(group: Any, count: int, resources: Mapping[str, float]) -> None:
     """Block until the group has its room; also after a node of it is gone, and Ray looks for another."""
     if not group.wait(ROOM_S):

@@ -29,6 +29,8 @@ import redline
 
 NEWS_S = 5.0
 """Seconds that an actor waits for something to tell."""
+LINES_KEPT = 10_000
+"""Lines that wait to be asked for; older ones are let go."""
 _SET_BY_RAY = ("OMP_NUM_THREADS",)
 """What Ray sets in its workers by the number of their CPUs; a recipe decides it here."""
 
@@ -158,4 +160,7 @@ class ProcessHost:
         stream = self._process.stdout if kind == "out" else self._process.stderr
         assert stream is not None
         for line in stream:
+            if self._news.qsize() > LINES_KEPT:  # nobody has asked for long
+                with suppress(queue.Empty):
+                    self._news.get_nowait()
             self._news.put((kind, line.rstrip("\n")))

@@ -146,6 +146,8 @@ def news_of(processes: Sequence[HostedProcess], wait_s: float = 1.0) -> Iterator
     import ray
 
     asked = {process.question(): process for process in processes if process.is_alive}
+    if not asked:
+        return
     ray.wait(list(asked), timeout=wait_s)  # one of them; and all that have answered meanwhile
     ready, silent = ray.wait(list(asked), num_returns=len(asked), timeout=0)
     for question in silent:
