@@ -23,6 +23,7 @@ from typing import Any
 from redline.engine.native.admission import Limits, check_request
 from redline.engine.remote.records import engine_error, pieces_from, request_fields
 from redline.errors import EngineError, EngineLostError, WireError, WireTimeout
+from redline.telemetry import span
 from redline.types import Delta, EngineStats, GenerateRequest, WeightUpdate
 from redline.wire import Connection, Frame, connect
 
@@ -77,6 +78,7 @@ class RemoteEngine:
         self._sampled: dict[int, dict[int, int]] = {}
         self._waiting: dict[int, Future[Any]] = {}
         self._events: list[Event] = []
+        self._unsent: list[tuple[dict[str, Any], Sequence[Any]]] = []
         self._lock = threading.Lock()
         self._arrived = arrived or threading.Event()
         self._lost: str | None = None
@@ -100,11 +102,12 @@ class RemoteEngine:
         """Send a request and return its number. What only the engine itself has against it comes with a later step. Raises
         EngineError, and EngineLostError where the process is lost."""
         self.check(request)
+        self._raise_if_lost()
         number = next(self._ids)
         fields, buffers = request_fields(request)
         with self._lock:
             self._missing[number] = request.sampling.n
-        self._send("submit", {"id": number, "streaming": streaming, **fields}, buffers)
+        self._unsent.append(({"id": number, "streaming": streaming, **fields}, buffers))
         return number
 
     def abort(self, request_id: int) -> None:
@@ -113,7 +116,9 @@ class RemoteEngine:
             known = self._missing.pop(request_id, None)
             self._sampled.pop(request_id, None)
             self._events = [event for event in self._events if event[0] != request_id]
-        if known is not None and self._lost is None:
+        before = len(self._unsent)
+        self._unsent = [request for request in self._unsent if request[0]["id"] != request_id]
+        if known is not None and self._lost is None and len(self._unsent) == before:
             self._send("abort", {"id": request_id})
 
     def sampled_tokens(self, request_id: int) -> Mapping[int, int]:
@@ -126,9 +131,20 @@ class RemoteEngine:
 
     def step(self) -> list[Event]:
         """Return what has come; wait for it for a moment where nothing has. Raises EngineLostError."""
-        self._arrived.wait(WAIT_S)
+        self.flush()
+        with span("engine.remote"):
+            self._arrived.wait(WAIT_S)
         self._arrived.clear()
         return self.take()
+
+    def flush(self) -> None:
+        """Send what was submitted since the last step, all in one frame: the engine begins with all of it at once, so that its
+        batches are those of an engine in this process, and so is every rounding."""
+        if self._unsent:
+            unsent, self._unsent = self._unsent, []
+            self._send(
+                "submit", {"requests": [fields for fields, _ in unsent]}, [part for _, parts in unsent for part in parts]
+            )
 
     def take(self) -> list[Event]:
         """Return what has come since the last call. Does not block. Raises EngineLostError once everything was taken."""

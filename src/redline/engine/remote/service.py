@@ -71,16 +71,22 @@ class RequestService:
             self._connection.close()
 
     def _submit(self, frame: Frame) -> None:
-        theirs = frame.fields["id"]
+        """Hand over requests that came together. The engine is held meanwhile: it begins with all of them in one step."""
+        with boundary() as caught, self._session.held():
+            for fields, buffer in zip(frame.fields["requests"], frame.buffers, strict=True):
+                self._submit_one(fields, [buffer])
+        if caught.error is not None:
+            self._put("ended", error_fields(caught.error))
+
+    def _submit_one(self, fields: Mapping[str, Any], buffers: Sequence[memoryview]) -> None:
+        theirs = fields["id"]
         with boundary() as caught:
-            request = request_from(frame.fields, frame.buffers)
+            request = request_from(fields, buffers)
             # Under the lock, so that the first pieces find the number.
             with self._lock:
-                number = self._session.submit(request, self, streaming=frame.fields["streaming"])
+                number = self._session.submit(request, self, streaming=fields["streaming"])
                 self._ids[number], self._missing[theirs] = theirs, request.sampling.n
-        if self._session.failure is not None:
-            self._put("ended", error_fields(self._session.failure))
-        elif caught.error is not None:
+        if caught.error is not None:
             self._put("pieces", *self._with_stats([(theirs, caught.error)]))
 
     def _abort(self, theirs: int) -> None:

@@ -4,6 +4,7 @@
 
     stdout           {"address": "127.0.0.1:4711"}, once the model is loaded; everything else that is printed goes to stderr
     role requests    submit, abort, calls ──►   ◄── pieces, results, pulses (engine/remote/service.py)
+    role weights     buckets, adopt, revert ──►   ◄── checksums, pauses (weight_sync/receiver.py)
 
 The first connection for requests is its parent's: the process ends with it, and with its input where it was told to. It ends
 too where nobody has connected after `ALONE_S` seconds, or where its engine breaks, with the reason on stderr.
@@ -23,13 +24,16 @@ from typing import Any
 import torch
 
 from redline.child import take_stdout
-from redline.engine import EngineSession
+from redline.engine import EngineSession, NativeEngine
+from redline.engine.native.tensor_parallel import TensorParallelEngine
 from redline.engine.remote.service import RequestService, why_failed
 from redline.errors import ConfigError, RedlineError, WireError
 from redline.launch.engines import LoadedEngine, load_engine
 from redline.launch.process import prepare_process
 from redline.launch.workers.spawn import SPEC_VARIABLE, EngineSpec
+from redline.models.prompt_logprobs import prompt_logprobs
 from redline.telemetry.processes import recording_process
+from redline.weight_sync.receiver import WeightReceiver
 from redline.wire import Connection, Listener, error_fields, listen, token_from_environment
 
 ALONE_S = 300.0
@@ -90,7 +94,10 @@ class Roles:
         self._loaded, self._session, self._listener = loaded, session, listener
         self._parent_is_gone = threading.Event()
         self._has_parent = threading.Event()
-        self._answers: dict[str, Callable[[Connection], None]] = {"requests": self._answer_requests}
+        self._answers: dict[str, Callable[[Connection], None]] = {
+            "requests": self._answer_requests,
+            "weights": self._answer_weights,
+        }
 
     def answer(self) -> None:
         """Block until the parent's connection has ended, or nobody has come to be the parent."""
@@ -122,6 +129,16 @@ class Roles:
         finally:
             if is_parent:
                 self._parent_is_gone.set()
+
+    def _answer_weights(self, connection: Connection) -> None:
+        engine = self._loaded.engine
+        if not isinstance(engine, NativeEngine) or isinstance(engine, TensorParallelEngine):
+            why = f"{type(engine).__name__} takes no weights over a connection: it does not hold the trainer's tensors whole"
+            connection.send("error", error_fields(ConfigError(why, "set engine.kind=native and engine.tensor_parallel_size=1")))
+            return
+        tensors, decoder = dict(engine.decoder.named_parameters()), engine.decoder
+        receiver = WeightReceiver(tensors, self._session, lambda tokens: prompt_logprobs(decoder, tokens), engine.version)
+        receiver.serve(connection)
 
     def _about(self) -> dict[str, Any]:
         """What the other side must know to refuse a request as the engine would."""

@@ -156,8 +156,21 @@ def test_what_cannot_be_served_is_refused_here_and_what_only_the_engine_knows_co
     engine.close()
 
 
+def test_what_was_submitted_together_begins_in_one_step(remote: RemoteEngine, far: Far) -> None:
+    """Its batches, and so its roundings, are then those of an engine in this process."""
+    for seed in range(8):
+        remote.submit(ask(4, 20, seed=seed))
+    given_up = remote.submit(ask(4, 20, seed=9))
+    remote.abort(given_up)
+    while remote.has_work:
+        remote.step()
+    assert far.engine.stats.decoded_rows == 8 * far.engine.stats.decode_steps
+    assert far.engine.stats.requests == 8
+
+
 def test_an_aborted_request_leaves_both_sides(remote: RemoteEngine, far: Far) -> None:
     number = remote.submit(ask(4, 240))
+    remote.flush()
     _soon(lambda: far.engine.stats.running == 1)
     remote.abort(number)
     assert not remote.has_work
@@ -167,6 +180,7 @@ def test_an_aborted_request_leaves_both_sides(remote: RemoteEngine, far: Far) ->
 def test_the_end_of_the_connection_aborts_what_is_under_way(remote: RemoteEngine, far: Far) -> None:
     for seed in range(4):
         remote.submit(ask(4, 240, seed=seed))
+    remote.flush()
     _soon(lambda: far.engine.stats.running + far.engine.stats.waiting == 4)
     remote.close()
     _soon(lambda: far.engine.stats.requests == 4 and not far.engine.has_work)
@@ -193,6 +207,7 @@ def test_sleep_and_wake_keep_requests_and_their_errors_come_back_in_words(remote
 
 def test_progress_is_told_while_a_request_is_under_way(remote: RemoteEngine, far: Far) -> None:
     number = remote.submit(ask(4, 250, n=2))
+    remote.flush()
     _soon(lambda: far.engine.stats.running == 2)
     far.session.hold()
     try:
@@ -236,6 +251,7 @@ def test_an_engine_that_breaks_there_is_lost_here_with_its_words(model: Model) -
     with listen(token=TOKEN) as listener:
         engine = Far(broken, session, listener).open()
         engine.submit(GenerateRequest(np.array([3], np.int32), SamplingParams(max_tokens=2)))
+        engine.flush()
         _soon(lambda: engine.why_lost is not None)
         assert "the device is gone" in str(engine.why_lost)
 
@@ -250,7 +266,7 @@ def test_a_reader_that_takes_nothing_stops_the_engine_and_not_its_memory(model: 
         service._send = lambda: None  # type: ignore[method-assign]
         threading.Thread(target=service.serve, args=({},), daemon=True).start()
         fields, buffers = request_fields(ask(4, 200))
-        mute.send("submit", {"id": 1, "streaming": True, **fields}, buffers)
+        mute.send("submit", {"requests": [{"id": 1, "streaming": True, **fields}]}, buffers)
         _soon(lambda: service._outbox.full())
         steps = engine.stats.steps
         time.sleep(0.2)

@@ -1,0 +1,138 @@
+"""The processes of a run's engines: started together, each connected twice, and started again one by one.
+
+spec ──► spawner ──► process ──┬─ requests ──► RemoteEngine
+                               └─ weights ───► a channel of the transport
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+
+from redline.engine.remote.client import Patience, RemoteEngine, open_engine
+from redline.errors import EngineLostError, WireError
+from redline.launch.workers.spawn import EngineSpec, Spawned, Spawner
+from redline.telemetry import span
+from redline.wire import Connection, connect
+
+CLOSE_S = 10.0
+"""Seconds that the processes have to end by themselves, with their spans written."""
+
+
+@dataclass(slots=True)
+class EngineProcess:
+    """One process, and the two connections to it."""
+
+    spawned: Spawned
+    engine: RemoteEngine
+    channel: Connection
+
+    def close(self) -> None:
+        self.channel.close()
+        self.engine.close()
+
+
+class EnginePool:
+    """All engine processes of a run."""
+
+    def __init__(self, spawner: Spawner, specs: Sequence[EngineSpec], patience: Patience | None = None) -> None:
+        """Start all of them at once and block until each has loaded its model. Where one does not start all are ended, and its
+        EngineLostError is raised."""
+        self._spawner, self._specs, self._patience = spawner, list(specs), patience or Patience()
+        self.arrived = threading.Event()
+        """Set when something has come from any of them."""
+        self.catch_up: Callable[[Connection], object] = lambda channel: None
+        """Brings the engine at the end of this channel to the current version: `WeightProtocol.catch_up`."""
+        self._lock = threading.Lock()
+        self._is_closed = False
+        with span("engine.setup"):
+            self._processes = self._start_all()
+
+    @property
+    def engines(self) -> list[RemoteEngine]:
+        return [process.engine for process in self._processes]
+
+    @property
+    def channels(self) -> list[Connection]:
+        """The connections for weights, one for each engine."""
+        return [process.channel for process in self._processes]
+
+    @property
+    def spawned(self) -> list[Spawned]:
+        return [process.spawned for process in self._processes]
+
+    def restart(self, index: int) -> RemoteEngine:
+        """End what is left of an engine, start it again and bring it to the current version. Blocks until then. Raises
+        EngineLostError or another RedlineError where that fails; nothing is left behind then."""
+        old = self._processes[index]
+        old.close()
+        old.spawned.kill()
+        new = self._start(index)
+        try:
+            self.catch_up(new.channel)
+        except BaseException:
+            new.close()
+            new.spawned.kill()
+            raise
+        with self._lock:
+            if self._is_closed:
+                new.close()
+                new.spawned.kill()
+                raise EngineLostError(f"{self._specs[index].name} is no longer needed")
+            self._processes[index] = new
+        return new.engine
+
+    def lose(self, channel: Connection, error: WireError) -> None:
+        """End the process whose channel for weights failed: it would go on with old weights. That it is lost is then noticed as
+        always."""
+        for process in self._processes:
+            if process.channel is channel:
+                process.spawned.kill()
+
+    def close(self) -> None:
+        """End all processes. Blocks until each is gone: they have some seconds to write their spans."""
+        with self._lock:
+            self._is_closed = True
+        for process in self._processes:
+            process.close()
+        until = time.monotonic() + CLOSE_S
+        for process in self._processes:
+            while process.spawned.is_alive() and time.monotonic() < until:
+                time.sleep(0.02)
+            process.spawned.kill()
+
+    def _start_all(self) -> list[EngineProcess]:
+        with ThreadPoolExecutor(len(self._specs), "engine start") as threads:
+            futures = [threads.submit(self._start, index) for index in range(len(self._specs))]
+        started = [future.result() for future in futures if future.exception() is None]
+        if len(started) < len(futures):
+            for process in started:
+                process.close()
+                process.spawned.kill()
+            raise next(error for future in futures if (error := future.exception()) is not None)
+        return started
+
+    def _start(self, index: int) -> EngineProcess:
+        spec = self._specs[index]
+        spawned = self._spawner.spawn(spec)
+        try:
+            engine = open_engine(
+                spawned.address,
+                spawned.token,
+                spec.name,
+                patience=self._patience,
+                why_ended=spawned.why_ended,
+                arrived=self.arrived,
+            )
+            channel = connect(spawned.address, spawned.token, "weights", self._patience.connect_s)
+        except WireError as error:
+            spawned.kill()
+            raise EngineLostError(f"{spec.name} did not answer: {error.message}; {spawned.why_ended()}", error.hint) from None
+        except BaseException:
+            spawned.kill()
+            raise
+        channel.name = spec.name
+        return EngineProcess(spawned, engine, channel)
