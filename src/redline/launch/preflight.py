@@ -31,6 +31,7 @@ from redline.rollouts.rewards.parts import max_reward_workers
 from redline.rollouts.tasks.checks import held_out_tasks, training_task
 from redline.rollouts.tasks.files import FileTasks
 from redline.rollouts.user_code.calls import UserCalls
+from redline.rollouts.user_code.jobs import UserFunction
 from redline.telemetry import span
 from redline.telemetry.stalls.slow_calls import saying_what_hangs
 from redline.types import Failure, Task
@@ -100,10 +101,11 @@ def _check_inputs(config: Config, placement: Placement) -> Checked:
 
 def _first_tasks(config: Config, source: TaskSource, notes: list[str]) -> list[Task]:
     """Training tasks, each within the time that the run would give it."""
-    calls = UserCalls("task", "train", config.rollouts.task_timeout_s, "rollouts.task_timeout_s")
+    calls = UserCalls(UserFunction("task", "train", config.rollouts.task_timeout_s, "rollouts.task_timeout_s"))
     bare = config.rollouts.environment.name is not None
     outcomes = calls.results([partial(training_task, source, index, bare=bare) for index in range(NUM_LOOKED_AT)])
     calls.close()
+    calls.join(1.0)
     return _those_that_can(outcomes, _unless_failed, "training tasks cannot be made", notes)
 
 

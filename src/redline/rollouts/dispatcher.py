@@ -13,7 +13,7 @@ in a thread "environments" (`episodes/`), which asks the engine for each reply a
 Lockstep runs until all is done, in the caller's thread. Beside the trainer, the thread that steps the engine never waits for
 the user's code. Tasks and rewards may take long, and some never come: as many workers score as the buffer's controller asks
 for, and a group that is cancelled while its task is fetched or its rewards are computed leaves its worker behind, and another
-goes on with the next one (`rewards/pool.py`).
+goes on with the next one. It is the same class that makes the calls in lockstep (`user_code/calls.py`).
 
 What goes wrong with one task or one reply is a `Failure` of its attempts: they have no advantage, are stored with the reason,
 and the run goes on. What goes wrong with the engine reaches the caller.
@@ -39,6 +39,7 @@ from redline.rollouts.posing import Posing, Refused
 from redline.rollouts.prompts import failed_attempts
 from redline.rollouts.scoring import Scoring
 from redline.rollouts.setup import RolloutSetup
+from redline.rollouts.user_code.jobs import Job
 from redline.rollouts.user_code.source import CalledSource
 from redline.rollouts.workers import Workers
 from redline.telemetry import span
@@ -83,7 +84,7 @@ class Dispatcher:
         """Groups for which a caller steps the engine."""
         self._finished: deque[TrajectoryGroup] = deque()
         self._error: BaseException | None = None
-        self._workers = Workers(self, lock, setup.max_reward_workers, prepare_thread) if beside else None
+        self._workers = Workers(self, self._source, lock, setup.max_reward_workers, prepare_thread) if beside else None
         self._episodes = None if asks_once(environment) else Episodes(environment, setup, session, self.fail, prepare_thread)
         if self._workers:
             session.start("rollouts", prepare_thread, self._why_idle)
@@ -100,7 +101,7 @@ class Dispatcher:
                 self._begun += indices
                 return
             for index in indices:
-                self._workers.tasks.put(index, partial(self._pose_one, index, version))
+                self._workers.tasks.put(self._posing_job(index, version))
         self.session.wake()
 
     def arrived(self) -> list[TrajectoryGroup]:
@@ -245,7 +246,7 @@ class Dispatcher:
         if plays:
             self._sample_here(plays)
         self._source.try_again("score")
-        scored = iter(self._scoring.scored(plays, as_batch=True))
+        scored = iter(self._scoring.scored(plays))
         return [failed_attempts(p.failure, n, version) if isinstance(p, Refused) else next(scored) for p in posed]
 
     def _sample_here(self, plays: Sequence[GroupPlay]) -> None:
@@ -317,13 +318,9 @@ class Dispatcher:
         for finished in play.numbers:
             del self._sampling[finished]
         if self._workers and play.index in self._under_way:
-            self._workers.rewards.put(play.index, partial(self._group, play))
+            self._workers.rewards.put(self._scoring.job(play, self.deliver))
         else:
             self._num_sampling_here -= 1
-
-    def _group(self, play: GroupPlay) -> TrajectoryGroup:
-        [trajectories] = self._scoring.scored([play], as_batch=False)
-        return self._grouped(play, trajectories)
 
     def _grouped(self, posed: Posed, trajectories: Sequence[Trajectory]) -> TrajectoryGroup:
         num_cut_off = posed.num_cut_off if isinstance(posed, EpisodeGroup) else 0
@@ -331,12 +328,24 @@ class Dispatcher:
 
     # ── beside the trainer ─────────────────────────────────────────────────────────────────────────────────────────────
 
-    def _pose_one(self, index: int, version: int) -> GroupPlay | EpisodeGroup | TrajectoryGroup:
-        """In the thread of the tasks. A group of failed attempts where there is nothing to ask the engine for."""
-        [posed] = self._pose([index])
-        if isinstance(posed, Refused):
-            return self._grouped(posed, failed_attempts(posed.failure, self.config.group_size, version))
-        return posed
+    def _posing_job(self, index: int, version: int) -> Job:
+        """Fetches a task and begins the attempts at it, in the thread of the tasks."""
+        began = 0.0
+
+        def begin() -> list[Callable[[], Task]]:
+            nonlocal began
+            began = time.perf_counter()
+            return [self._source.fetching(index)]
+
+        def end(tasks: Sequence[Task | Failure]) -> GroupPlay | EpisodeGroup | TrajectoryGroup:
+            """A group of failed attempts where there is nothing to ask the engine for."""
+            with span("rollouts.prompts"):
+                posed = self._posed(tasks[0], index, began)
+            if isinstance(posed, Refused):
+                return self._grouped(posed, failed_attempts(posed.failure, self.config.group_size, version))
+            return posed
+
+        return Job(index, begin, end, partial(self.take_posed, index))
 
     def take_posed(self, index: int, posed: GroupPlay | EpisodeGroup | TrajectoryGroup) -> None:
         """In the thread of the tasks, which holds the lock."""
@@ -370,9 +379,6 @@ class Dispatcher:
         """Why the engine has nothing to do. Does not block."""
         assert self._workers is not None
         return "wait.for_environments" if self._episodes and self._under_way else self._workers.why_idle()
-
-    def thread_ends(self) -> None:
-        self._source.thread_ends()
 
     def fail(self, error: BaseException | None) -> None:
         """The next call of the loop raises it."""

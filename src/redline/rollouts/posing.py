@@ -11,7 +11,7 @@ from redline.ports import Environment
 from redline.rollouts.play import Attempt, GroupPlay, SharedRequest
 from redline.rollouts.prompts import Prompts
 from redline.rollouts.setup import RolloutSetup
-from redline.rollouts.user_code.calls import failure_of
+from redline.rollouts.user_code.failures import failure_of
 from redline.types import Failure, Message, SamplingParams, Task
 
 

@@ -9,7 +9,7 @@ import numpy as np
 from redline.config.sections.rollouts import RolloutsConfig
 from redline.errors import ConfigError, TaskError, boundary
 from redline.rollouts.chat import Chat
-from redline.rollouts.user_code.calls import failure_of
+from redline.rollouts.user_code.failures import failure_of
 from redline.types import Failure, FinishReason, GenerateRequest, SamplingParams, Task, Trajectory, VersionSpan
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -20,7 +20,8 @@ from redline.rollouts.advantages import advantages_of_sequences, places_of_attem
 from redline.rollouts.play import GroupPlay, SampledAttempt
 from redline.rollouts.rewards.parts import REWARD_MODEL_PART, overlong_penalty, reward_parts, total_reward
 from redline.rollouts.setup import RolloutSetup
-from redline.rollouts.user_code.calls import failure_of
+from redline.rollouts.user_code.failures import failure_of
+from redline.rollouts.user_code.jobs import Job
 from redline.rollouts.user_code.source import CalledSource
 from redline.telemetry import span
 from redline.types import Failure, Task, Trajectory, TrajectoryGroup, Turn
@@ -29,21 +30,36 @@ Parts = dict[str, float]
 
 
 class Scoring:
-    """Computes rewards, with the user's code and a reward model, in the calling thread and those that help it."""
+    """Computes rewards, with the user's code and a reward model: of whole batches, for a caller that waits for them, or of one
+    group each, as a job for threads that score beside the trainer."""
 
     def __init__(self, setup: RolloutSetup, source: CalledSource) -> None:
         self._source = source
+        self.texts = setup.chat.texts
         self._chat, self._config, self._reward_model = setup.chat, setup.config, setup.reward_model
         self._score = setup.tasks.score
         self._judging = threading.Lock()
         """The reward model is used by one thread at a time."""
 
-    def scored(self, plays: Sequence[GroupPlay], *, as_batch: bool) -> list[list[Trajectory]]:
-        """The attempts of each group with their rewards, in order. Blocks until all are there. With `as_batch`, as many threads
-        help as may score at once."""
+    def scored(self, plays: Sequence[GroupPlay]) -> list[list[Trajectory]]:
+        """The attempts of each group with their rewards, in order. Blocks until all are there. As many threads help as may
+        score at once."""
         with span("rollouts.reward"):
-            attempts = self._scored(plays, as_batch)
+            replies = _Replies(self, plays)
+            attempts = replies.trajectories(self._source.results(replies.calls()))
         return self._judged(plays, attempts)
+
+    def job(self, play: GroupPlay, deliver: Callable[[int, TrajectoryGroup], None]) -> Job:
+        """What makes a group of a task's attempts, in a thread that scores."""
+        replies = _Replies(self, [play])
+
+        def end(outcomes: Sequence[Parts | Failure]) -> TrajectoryGroup:
+            with span("rollouts.reward"):
+                attempts = replies.trajectories(outcomes)
+            [trajectories] = self._judged([play], attempts)
+            return self.group(play.index, play.task, trajectories, play.began)
+
+        return Job(play.index, replies.calls, end, partial(deliver, play.index))
 
     def group(
         self, index: int, task: Task, trajectories: Sequence[Trajectory], began: float, num_cut_off: int = 0
@@ -62,16 +78,7 @@ class Scoring:
 
     # ── the environment's score ────────────────────────────────────────────────────────────────────────────────────────
 
-    def _scored(self, plays: Sequence[GroupPlay], as_batch: bool) -> list[list[Trajectory]]:
-        sampled = [attempt for play in plays for attempt in play.sampled()]
-        texts = self._chat.texts([attempt.completion.token_ids for attempt in sampled])
-        turns = [_turn(attempt, text) for attempt, text in zip(sampled, texts, strict=True)]
-        works = [partial(self._parts, attempt, turn) for attempt, turn in zip(sampled, turns, strict=True)]
-        outcomes = zip(sampled, turns, self._source.results(works, as_batch=as_batch), strict=True)
-        scored = (self._trajectory(attempt, turn, parts) for attempt, turn, parts in outcomes)
-        return [[next(scored) for _ in play.attempts] for play in plays]
-
-    def _parts(self, sampled: SampledAttempt, turn: Turn) -> Parts | Failure:
+    def parts(self, sampled: SampledAttempt, turn: Turn) -> Parts | Failure:
         """The named parts of an attempt's score. Called by any thread. What is wrong with the value is the fault of the
         function that returned it."""
         if not sampled.play.is_wanted:
@@ -83,7 +90,7 @@ class Scoring:
                 total_reward(parts, self._config.reward_weights)
         return parts if caught.error is None else failure_of("reward", caught.error, self._score)
 
-    def _trajectory(self, sampled: SampledAttempt, turn: Turn, parts: Parts | Failure) -> Trajectory:
+    def trajectory(self, sampled: SampledAttempt, turn: Turn, parts: Parts | Failure) -> Trajectory:
         prompt_ids, completion = sampled.request.prompt_ids, sampled.completion
         failure = parts if isinstance(parts, Failure) else None
         found = {} if isinstance(parts, Failure) else parts
@@ -154,6 +161,27 @@ class Scoring:
         penalty = overlong_penalty(length, self._config.max_new_tokens, self._config.overlong_fraction)
         parts = {**trajectory.reward_parts, "overlong": penalty}
         return replace(trajectory, reward=trajectory.reward + penalty, reward_parts=parts)
+
+
+class _Replies:
+    """What the engine has sampled for some groups: the calls that score it, and attempts with what came of them."""
+
+    def __init__(self, scoring: Scoring, plays: Sequence[GroupPlay]) -> None:
+        self._scoring, self._plays = scoring, plays
+        self._sampled: list[SampledAttempt] = []
+        self._turns: list[Turn] = []
+
+    def calls(self) -> list[Callable[[], Parts | Failure]]:
+        """One for each attempt. Decodes the replies."""
+        self._sampled = [attempt for play in self._plays for attempt in play.sampled()]
+        texts = self._scoring.texts([attempt.completion.token_ids for attempt in self._sampled])
+        self._turns = [_turn(attempt, text) for attempt, text in zip(self._sampled, texts, strict=True)]
+        return [partial(self._scoring.parts, *reply) for reply in zip(self._sampled, self._turns, strict=True)]
+
+    def trajectories(self, outcomes: Sequence[Parts | Failure]) -> list[list[Trajectory]]:
+        """The attempts of each group, given what came of the calls."""
+        scored = map(self._scoring.trajectory, self._sampled, self._turns, outcomes)
+        return [[next(scored) for _ in play.attempts] for play in self._plays]
 
 
 def _longest_reply(trajectory: Trajectory) -> int:

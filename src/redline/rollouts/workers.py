@@ -7,10 +7,9 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-from redline.rollouts.episodes.group import EpisodeGroup
-from redline.rollouts.play import GroupPlay
-from redline.rollouts.rewards.pool import RewardPool
-from redline.types import TrajectoryGroup
+from redline.rollouts.user_code.calls import UserCalls
+from redline.rollouts.user_code.jobs import ThreadKind
+from redline.rollouts.user_code.source import CalledSource
 
 if TYPE_CHECKING:
     from redline.rollouts.dispatcher import Dispatcher
@@ -20,22 +19,17 @@ class Workers:
     """The threads that call the user's code beside the trainer."""
 
     def __init__(
-        self, dispatcher: Dispatcher, lock: threading.RLock, max_reward_workers: int, prepare_thread: Callable[[], None]
+        self,
+        dispatcher: Dispatcher,
+        source: CalledSource,
+        lock: threading.RLock,
+        max_reward_workers: int,
+        prepare_thread: Callable[[], None],
     ) -> None:
-        ends = dispatcher.thread_ends
-        self.rewards: RewardPool[TrajectoryGroup] = RewardPool(
-            "rewards", max_reward_workers, dispatcher.deliver, dispatcher.fail, lock, prepare_thread, finish_thread=ends
-        )
-        self.tasks: RewardPool[GroupPlay | EpisodeGroup | TrajectoryGroup] = RewardPool(
-            "tasks",
-            1,
-            dispatcher.take_posed,
-            dispatcher.fail,
-            lock,
-            prepare_thread,
-            finish_thread=ends,
-            idle="wait.for_budget",
-        )
+        rewards = ThreadKind("rewards", max_reward_workers, "rollouts.reward", "wait.for_completions", prepare_thread)
+        self.rewards = UserCalls(source.score_function, rewards, fail=dispatcher.fail, lock=lock)
+        tasks = ThreadKind("tasks", 1, "rollouts.tasks", "wait.for_budget", prepare_thread)
+        self.tasks = UserCalls(source.train_function, tasks, fail=dispatcher.fail, lock=lock)
 
     def why_idle(self) -> str:
         """Why the engine has nothing to do: others still owe it requests, or what follows from its answers, or may begin no

@@ -318,7 +318,7 @@ def test_a_worker_that_was_left_behind_ends_and_takes_the_thread_of_its_calls_al
     before = set(threading.enumerate())
     hanging.begin([1], 0)
     assert Hanging.hangs.wait(60)
-    [calls] = [thread for thread in set(threading.enumerate()) - before if thread.name == "rewards/score"]
+    [calls] = [thread for thread in set(threading.enumerate()) - before if thread.name == "rewards"]
     hanging.cancel([1])
     Hanging.goes_on.set()
     calls.join(10)

@@ -16,7 +16,7 @@ from redline.lab.environments.players import HOW_TO_CALL, EndOfInputError, Playe
 from redline.lab.environments.trials import limited
 from redline.rollouts.rewards.parts import reward_parts
 from redline.rollouts.tasks.checks import check_task
-from redline.rollouts.user_code.calls import failure_of
+from redline.rollouts.user_code.failures import failure_of
 from redline.types import Message
 
 MAKE_S = 300.0

@@ -14,7 +14,7 @@ from redline.environments.driver import Asked, Driver, Episode, Reply, Speaker
 from redline.environments.speakers import AnsweringSpeaker, RandomSpeaker, ScriptedSpeaker
 from redline.errors import RedlineError, TaskError, boundary
 from redline.ports import Environment
-from redline.rollouts.user_code.calls import failure_of
+from redline.rollouts.user_code.failures import failure_of
 from redline.types import Task
 
 Value = TypeVar("Value")

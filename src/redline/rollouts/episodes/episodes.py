@@ -30,7 +30,7 @@ from redline.rollouts.episodes.scores import Scored, scores_of_roles, truncated_
 from redline.rollouts.first_prompts import FirstPrompts
 from redline.rollouts.prompts import failed_attempts
 from redline.rollouts.setup import RolloutSetup
-from redline.rollouts.user_code.calls import failure_of
+from redline.rollouts.user_code.failures import failure_of
 from redline.telemetry.stalls.calls import suspended_frames
 from redline.telemetry.stalls.stacks import place_of
 from redline.types import Failure, Task, Trajectory

@@ -1,276 +1,416 @@
 """Calls of the user's functions, in threads of their own: one that hangs is given up, and its thread left behind.
 
-    results ──► works ──► thread ──► outcomes, in their order
-                            │
-    limit_s passes ─────────┴── a Failure; the thread is left behind, and another takes its place
+    put, results ──► jobs ──► thread ──► begin ──► its calls, one after the other ──► end ──► deliver
+                                │
+    limit_s passes ─────────────┤  the call is a Failure, and another thread goes on with the job
+    cancel ─────────────────────┘  the job is not wanted any more
 
-The caller waits for the results. One thread makes the calls, one after the other; where several may, others help as
+In either case the thread is left behind, and another takes its place. In lockstep a caller waits for the `results` of one job,
+and all threads may make its calls; beside the trainer each job is a group, with one thread at a time. One thread makes the
+calls until more are wanted: beside the trainer the buffer's controller says how many (`hold`), and in lockstep others help as
 soon as the calls wait for something (a service, a process, a disk): computing in Python would not become faster.
+
+A thread that is not wanted at present waits like one that has nothing to do: if it ended, it would come back as another lane.
 """
 
 from __future__ import annotations
 
-import inspect
 import threading
 import time
-import traceback
+from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from collections.abc import Set as AbstractSet
+from functools import partial
+from typing import TypeVar
 
-from redline.errors import CallError, RedlineError, TaskError, boundary, first_inner, in_words, shortened
-from redline.rollouts.user_code.coroutines import EventLoop
-from redline.rollouts.user_code.permits import MAX_LATE_IN_A_ROW, MAX_STUCK, Permit, Permits
+from redline.errors import TaskError, boundary
+from redline.rollouts.user_code.failures import failure_of
+from redline.rollouts.user_code.jobs import Job, Load, ThreadKind, UserFunction, Work, Worker, new_thread
+from redline.rollouts.user_code.permits import MAX_LATE_IN_A_ROW, MAX_STUCK, Permits
 from redline.telemetry import idle_as, span
 from redline.telemetry.stalls.calls import Call, calling, forget_call
-from redline.telemetry.stalls.stacks import place_of, users_place
+from redline.telemetry.workers import forget_worker, watch_worker
 from redline.types import Failure
 
 Result = TypeVar("Result")
 
 HELP_AFTER_S = 0.02
 """Seconds of waiting, and more than of computing, after which others help. To start them takes a millisecond."""
-MAX_REASON = 2000
-"""Characters of a failure's reason: it is stored with every attempt that failed so."""
-MAX_PLACE = 500
-PATIENCE_S = 1.0
-"""For threads that have nothing to do, when all is to end."""
 
 
 class UserCalls:
-    """Makes calls for one thread at a time. Its own threads live until `close`."""
+    """Threads that call one function of the user's. They start when they are needed, and live until `close`. Implements
+    `ports.RewardWorkers`."""
 
     def __init__(
         self,
-        stage: str,
-        what: str,
-        limit_s: float | None,
-        limit_key: str,
+        function: UserFunction,
+        kind: ThreadKind | None = None,
         *,
-        most: int = 1,
-        loop: EventLoop | None = None,
-        permits: Permits | None = None,
+        fail: Callable[[Exception], None] | None = None,
+        lock: threading.RLock | None = None,
     ) -> None:
-        """`what` is the name of the function, `stage` that of its failures. A call may last `limit_s` seconds, which the key
-        `limit_key` says; without a limit, and with one thread, the caller makes the calls. `most`: threads that may call at
-        once. `loop` runs coroutines that the works wait for. `permits` are shared with others that call the same function, and
-        the code that shares them says when to `try_again`; without them every call of `results` does."""
-        self._stage, self._what, self._limit_s, self._limit_key = stage, what, limit_s, limit_key
-        self._most = most
-        self._loop = loop or EventLoop()
-        self._permits = permits or Permits()
-        self._has_own_permits = permits is None
-        self._changed = threading.Condition()
-        self._workers: list[_Worker] = []
+        """`fail` is told why no more calls can be made; without it, `results` raises that. Jobs are delivered, and `fail` is
+        called, with `lock` held."""
+        self._function = function
+        self._kind = kind or ThreadKind(function.name)
+        self._busy = self._kind.busy or f"user.{function.name}"
+        self.most = self._kind.most
+        self._fail = fail or self._raise_in_results
+        self._error: Exception | None = None
+        self._permits = function.permits or Permits()
+        self._changed = threading.Condition(lock or threading.RLock())
+        self._jobs: list[Job] = []
+        """Those that are not over, in the order in which they came."""
+        self._open: deque[Job] = deque()
+        """Those that want a thread, and some that no longer do."""
+        self._workers: list[Worker] = []
         """Without those that were left behind."""
+        self._left: list[Worker] = []
+        """Those that were left behind with a call that is still within its limit: until then it keeps its permit."""
+        self._num_wanted = 1
+        """How many of the workers, from the first, may begin something."""
         self._num_started = 0
-        self._works: Sequence[Callable[[], Any]] = ()
-        self._next = 0
-        self._outcomes: dict[int, Any] = {}
-        self._needs_help = False
-        self._caller = 0
-        self._closed = False
+        self._quiet_for = 0
+        self._load = Load()
+        self._limits_watch: threading.Thread | None = None
+        self._closed = threading.Event()
+
+    # ── what is to be called ───────────────────────────────────────────────────────────────────────────────────────────
 
     def results(self, works: Sequence[Callable[[], Result]]) -> list[Result | Failure]:
-        """What came of each, in their order: the value, or why there is none. Blocks until all are there. In the lanes of the
-        threads that make the calls their time is called `user.score`, after the function; the caller's own spans stay open."""
-        if self._has_own_permits:
+        """What came of each, in their order: the value, or why there is none. Blocks until all are there. Without a limit, and
+        with one thread, the caller makes the calls."""
+        if self._function.permits is None:
             self._permits.try_again()
-        if self._limit_s is None and self._most == 1:
+        if self._function.limit_s is None and self.most == 1:
             return [self._own_outcome(work) for work in works]
         if not works:
             return []
+        job = Job(-1, lambda: works, list, lambda _: self._changed.notify_all(), self.most, threading.get_ident(), works)
         with self._changed:
-            self._works, self._next, self._outcomes = works, 0, {}
-            self._needs_help = False
-            self._caller = threading.get_ident()
-            self._fail_the_rest_if_hopeless()
-            self._start(1)
+            self._num_wanted, self._error = 1, None
             try:
-                while len(self._outcomes) < len(works):
-                    self._changed.wait(self._patience_s())
-                    self._give_up_late_ones()
-                    self._start(self._most if self._needs_help else 1)
+                self._fail_the_rest_if_hopeless(job)
+                self.put(job)
+                while not job.is_over and self._error is None:
+                    self._changed.wait()
             finally:  # after an interrupt some are missing, and they are not wanted any more
-                self._works = ()
-                for worker in [worker for worker in self._workers if worker.index is not None]:
-                    self._leave_behind(worker)
-            return [self._outcomes[index] for index in range(len(works))]
+                self._cancel(job)
+            if self._error is not None:
+                raise self._error
+            return [job.outcomes[place] for place in range(len(works))]
+
+    def put(self, job: Job) -> None:
+        """Have it done, after those before it. Does not block."""
+        with self._changed:
+            self._jobs.append(job)
+            self._open.append(job)
+            self._start_missing()
+            self._note_load()
+            self._changed.notify_all()
+
+    def cancel(self, indices: AbstractSet[int]) -> None:
+        """None of them is delivered any more."""
+        with self._changed:
+            for job in [job for job in self._jobs if job.index in indices]:
+                self._cancel(job)
+
+    @property
+    def num_scoring(self) -> int:
+        """Jobs that have begun."""
+        return sum(job.has_begun for job in self._jobs)
+
+    @property
+    def num_to_score(self) -> int:
+        """Jobs that wait, and those that have begun."""
+        return len(self._jobs)
+
+    def be_quiet(self, *, quiet: bool) -> None:
+        """Begin no job until as many have taken it back as have asked for it."""
+        with self._changed:
+            self._quiet_for += 1 if quiet else -1
+            self._note_load()
+            self._changed.notify_all()
+
+    # ── who calls it ───────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def hold(self, count: int) -> None:
+        """So many threads from now on. One too many completes the job that it is at."""
+        with self._changed:
+            self._num_wanted = max(1, min(count, self.most))
+            self._start_missing()
+            self._changed.notify_all()
+
+    def take_load(self) -> tuple[float, ...]:
+        with self._changed:
+            return self._load.take()
 
     def close(self) -> None:
-        """End the threads that have nothing to do; one whose call never returns ends with the process."""
+        """Threads end as soon as they can; `join` waits for them."""
         with self._changed:
-            self._closed = True
+            for worker in self._workers:
+                forget_worker(worker.thread.name)
+            self._closed.set()
             self._changed.notify_all()
-        deadline = time.monotonic() + PATIENCE_S
-        for worker in list(self._workers):
-            worker.thread.join(max(0.0, deadline - time.monotonic()))
 
-    # ── in the caller's thread, which holds the lock ───────────────────────────────────────────────────────────────────
+    def join(self, patience_s: float) -> None:
+        """Wait until all threads have ended, but no longer than this. One whose call never returns ends with the process."""
+        deadline = time.monotonic() + patience_s
+        watch = [self._limits_watch] if self._limits_watch else []
+        for thread in [*(worker.thread for worker in list(self._workers)), *watch]:
+            thread.join(max(0.0, deadline - time.monotonic()))
 
-    def _start(self, count: int) -> None:
-        """Have at least so many threads, but no more than there is to do."""
-        count = min(count, len(self._works) - self._next + sum(worker.index is not None for worker in self._workers))
-        while len(self._workers) < count:
-            self._num_started += 1
-            worker = _Worker()
-            name = f"{threading.current_thread().name}/{self._what}" if self._most == 1 else self._what
-            name = name.removeprefix("MainThread/") + (f"-{self._num_started}" if self._num_started > 1 else "")
-            worker.thread = threading.Thread(target=self._work, args=(worker,), name=name, daemon=True)
+    # ── with the lock held ─────────────────────────────────────────────────────────────────────────────────────────────
+
+    def _start_missing(self) -> None:
+        """Have as many threads as are wanted, if there is something for them to do."""
+        if self._closed.is_set() or not any(job.wants_a_thread for job in self._open):
+            return
+        if self._limits_watch is None and self._function.limit_s is not None:
+            watch = threading.Thread(target=self._watch_limits, name=f"limits of {self._kind.name}", daemon=True)
+            self._begin(watch)
+            self._limits_watch = watch
+        while len(self._workers) < self._num_wanted:
+            worker = Worker()
+            number = self._num_started + 1
+            name = self._kind.name if number == 1 else f"{self._kind.name}-{number}"
+            worker.thread = new_thread(name, partial(self._work, worker), partial(self._ended, worker))
             self._begin(worker.thread)
+            self._num_started = number
             self._workers.append(worker)
-        self._changed.notify_all()
+            watch_worker(name, worker.thread)
 
     def _begin(self, thread: threading.Thread) -> None:
         try:
             thread.start()
         except RuntimeError as error:
-            num_stuck = self._num_started - 1 - len(self._workers)
             raise TaskError(
-                f"no thread can be started to call `{self._what}`: {error}; {num_stuck} calls were given up",
+                f"no thread can be started to call `{self._function.name}`: {error}; {self._permits.num_stuck} calls were"
+                " given up",
                 "give what it waits for a limit of its own, so that calls end",
             ) from error
 
-    def _patience_s(self) -> float | None:
-        if self._limit_s is None:
-            return None
-        ages = [worker.call.age_s() for worker in self._workers if worker.call]
-        return max(0.0, self._limit_s - max(ages, default=0.0))
-
-    def _give_up_late_ones(self) -> None:
-        for worker in list(self._workers):
-            if self._limit_s is None or worker.call is None or worker.call.age_s() < self._limit_s:
-                continue
-            assert worker.index is not None
-            reason = f"`{self._what}` did not return within {self._limit_s:g} s"
-            self._outcomes[worker.index] = Failure(self._stage, reason, worker.call.place(), self._hint)
-            if worker.permit:  # a call that outlasts its limit is taken for dead: it is not waited for any more
-                worker.permit.end()
+    def _cancel(self, job: Job) -> None:
+        if job.is_over:
+            return
+        job.is_over = True
+        if job in self._jobs:
+            self._jobs.remove(job)
+        left = [worker for worker in self._workers if worker.job is job]
+        for worker in left:
             self._leave_behind(worker)
-            self._loop.leave_if_blocked()
-            self._permits.was_late(worker.thread)
-            self._end_if_too_many_are_stuck()
-            self._fail_the_rest_if_hopeless()
+            if worker.call and job.for_thread is not None:
+                forget_call(worker.call)
+        if left:
+            self._start_missing()
+        self._note_load()
+        self._changed.notify_all()
 
-    def _end_if_too_many_are_stuck(self) -> None:
-        num_stuck = self._permits.num_stuck
-        if num_stuck > MAX_STUCK:
-            raise TaskError(
-                f"{num_stuck} calls of `{self._what}` were given up after {self._limit_s:g} s and still run, each in a"
-                " thread of its own",
-                "give what it waits for a limit of its own, or compute in a process that can be ended, so that calls end",
-            )
+    def _leave_behind(self, worker: Worker) -> None:
+        worker.is_left = True
+        self._workers.remove(worker)
+        self._left.append(worker)
+        forget_worker(worker.thread.name)
 
-    def _fail_the_rest_if_hopeless(self) -> None:
+    def _note_load(self) -> None:
+        self._load.change(Load.QUIET if self._quiet_for else len(self._jobs))
+
+    def _raise_in_results(self, error: Exception) -> None:
+        self._error = error
+        self._changed.notify_all()
+
+    def _fail_the_rest_if_hopeless(self, job: Job) -> None:
         if not self._permits.are_hopeless:
             return
+        assert job.calls is not None
         reason = (
-            f"`{self._what}` was not called: the {MAX_LATE_IN_A_ROW} calls before did not return within {self._limit_s:g} s"
+            f"`{self._function.name}` was not called: the {MAX_LATE_IN_A_ROW} calls before did not return within"
+            f" {self._function.limit_s:g} s"
         )
-        for index in range(self._next, len(self._works)):
-            self._outcomes[index] = Failure(self._stage, reason, hint=self._hint)
-        self._next = len(self._works)
+        for place in range(job.next, len(job.calls)):
+            job.outcomes[place] = Failure(self._function.stage, reason, hint=self._function.hint)
+        job.next = len(job.calls)
 
-    @property
-    def _hint(self) -> str:
-        return f"give what it waits for a limit of its own, or raise {self._limit_key} (null waits for ever)"
+    # ── in a thread that calls ─────────────────────────────────────────────────────────────────────────────────────────
 
-    def _leave_behind(self, worker: _Worker) -> None:
-        self._workers.remove(worker)
-        if worker.call:
-            forget_call(worker.call)
+    def _work(self, worker: Worker) -> None:
+        self._kind.prepare()
+        idle_as(self._kind.idle)
+        while (job := self._next_job(worker)) is not None:
+            with span(self._busy):  # for all that it does in one go: there may be thousands of calls in a second
+                is_complete = self._work_through(job, worker)
+            if is_complete:
+                self._end(job, worker)
+        idle_as(self._kind.idle)  # books the wait until here: the lane of a thread that is gone ends with its last event
 
-    # ── in a thread of its own ─────────────────────────────────────────────────────────────────────────────────────────
-
-    def _work(self, worker: _Worker) -> None:
-        idle_as("wait.for_calls")
-        while self._waits_for_work(worker):
-            with span(f"user.{self._what}"):  # for all that it does in one go: there may be thousands of calls in a second
-                self._work_through(worker)
-
-    def _waits_for_work(self, worker: _Worker) -> bool:
-        """False ends the thread."""
+    def _next_job(self, worker: Worker) -> Job | None:
+        """Block until there is a job for this thread. None ends it."""
         with self._changed:
-            while not self._closed and worker in self._workers:
-                if self._next < len(self._works):
-                    return True
+            worker.job = None
+            while not self._closed.is_set() and not worker.is_left:
+                if worker in self._workers[: self._num_wanted] and (job := self._open_job()) is not None:
+                    worker.job, job.has_begun = job, True
+                    return job
                 self._changed.wait()
-            return False
+            worker.call = None
+            if worker in self._left:
+                self._left.remove(worker)
+            return None
 
-    def _work_through(self, worker: _Worker) -> None:
+    def _open_job(self) -> Job | None:
+        while self._open and not self._open[0].wants_a_thread:
+            self._open.popleft()
+        if not self._open or (self._quiet_for and not self._open[0].has_begun):
+            return None
+        return self._open[0] if self._open[0].most > 1 else self._open.popleft()
+
+    def _work_through(self, job: Job, worker: Worker) -> bool:
+        """Make calls of a job until none is left. Returns whether this thread is to make something of their outcomes."""
+        if job.calls is None:
+            calls = job.begin()
+            with self._changed:
+                job.calls = calls
+                self._fail_the_rest_if_hopeless(job)
         began_s, began_computing_s = time.perf_counter(), time.thread_time()
-        while True:
-            with self._changed:
-                if worker not in self._workers or self._next >= len(self._works):
-                    return
-                index, work = self._next, self._works[self._next]
-                self._next += 1
-                worker.index = index
-            permit = self._permits.take()
-            with self._changed:
-                worker.permit = permit
-                if worker not in self._workers:
-                    permit.end()
-                    return
-            outcome = self._outcome(work, worker)
-            permit.end()
+        with self._changed:
+            work = self._next_call(job, worker)
+        while work is not None:
+            outcome = self._permitted_outcome(work, job, worker)
             computed_s = time.thread_time() - began_computing_s
             waited_s = time.perf_counter() - began_s - computed_s
             with self._changed:
-                if worker not in self._workers:
-                    return
-                worker.index = worker.call = None
-                self._outcomes[index] = outcome
+                if worker.is_left:
+                    return False
+                worker.call = None
+                job.outcomes[worker.place] = outcome
                 self._permits.returned()
-                self._needs_help = self._most > 1 and (self._needs_help or waited_s > max(HELP_AFTER_S, computed_s))
-                if len(self._outcomes) == len(self._works) or (self._needs_help and len(self._workers) < self._most):
-                    self._changed.notify_all()
+                if job.most > 1 and self._num_wanted < self.most and waited_s > max(HELP_AFTER_S, computed_s):
+                    self._get_help(job)
+                work = self._next_call(job, worker)
+        with self._changed:
+            is_complete = job.wants_a_thread and not worker.is_left
+            job.is_ending |= is_complete
+            return is_complete
+
+    def _next_call(self, job: Job, worker: Worker) -> Work | None:
+        assert job.calls is not None
+        if worker.is_left or job.next >= len(job.calls):
+            return None
+        worker.place = job.next
+        job.next += 1
+        return job.calls[worker.place]
+
+    def _get_help(self, job: Job) -> None:
+        assert job.calls is not None
+        self._num_wanted = min(self.most, len(self._workers) + len(job.calls) - job.next)
+        self._start_missing()
+        self._changed.notify_all()
+
+    def _permitted_outcome(self, work: Work, job: Job, worker: Worker) -> object:
+        permit = self._permits.take()
+        try:
+            with self._changed:
+                worker.permit = permit
+                if worker.is_left:
+                    return None
+            with calling(self._function.name, job.for_thread) as call:
+                worker.call = call
+                return self._outcome(work)
+        finally:
+            permit.end()
 
     def _own_outcome(self, work: Callable[[], Result]) -> Result | Failure:
         permit = self._permits.take()
         try:
-            return self._outcome(work, None)
+            with calling(self._function.name):
+                return self._outcome(work)
         finally:
             permit.end()
 
-    def _outcome(self, work: Callable[[], Result], worker: _Worker | None) -> Result | Failure:
-        with calling(self._what, self._caller if worker else None) as call:
-            if worker:
-                worker.call = call
-            with boundary() as caught:
-                result = work()
-        return result if caught.error is None else failure_of(self._stage, caught.error)
+    def _outcome(self, work: Callable[[], Result]) -> Result | Failure:
+        with boundary() as caught:
+            result = work()
+        return result if caught.error is None else failure_of(self._function.stage, caught.error)
 
+    def _end(self, job: Job, worker: Worker) -> None:
+        result = job.end([job.outcomes[place] for place in range(len(job.outcomes))])
+        with self._changed:
+            if worker.is_left:
+                return
+            worker.job = None
+            self._deliver(job, result)
 
-class _Worker:
-    """A thread, and the call that it makes."""
+    def _deliver(self, job: Job, result: object) -> None:
+        job.is_over = True
+        self._jobs.remove(job)
+        self._note_load()
+        job.deliver(result)
 
-    thread: threading.Thread
+    def _ended(self, worker: Worker, error: Exception | None) -> None:
+        with self._changed:
+            if not worker.is_left and error is not None:  # it stays among the workers that are to live: an alert says so
+                self._workers.remove(worker)
+                self._fail(error)
 
-    def __init__(self) -> None:
-        self.index: int | None = None
-        """Which of the works it is at."""
-        self.call: Call | None = None
-        self.permit: Permit | None = None
-        """The permit of the call that it makes or made last."""
+    # ── in the thread that watches the limit ───────────────────────────────────────────────────────────────────────────
 
+    def _watch_limits(self) -> None:
+        assert self._function.limit_s is not None
+        patience_s = self._function.limit_s
+        while not self._closed.wait(patience_s):
+            with self._changed:
+                late = [(worker, call) for worker, call in self._calls_now() if call.age_s() >= self._function.limit_s]
+            if late:
+                self._function.loop.leave_if_blocked()
+            with self._changed, boundary() as caught:
+                for worker, call in late:
+                    if worker.call is call:
+                        self._give_up(worker, call)
+            with self._changed:
+                if caught.error is not None:
+                    self._fail(caught.error)
+                ages = [call.age_s() for _, call in self._calls_now()]
+            # Until the oldest is late. A call that begins meanwhile is late after that.
+            patience_s = max(0.001, self._function.limit_s - max(ages, default=0.0))
 
-def failure_of(stage: str, error: BaseException, function: Callable[..., Any] | None = None) -> Failure:
-    """The failure that an error becomes, with the place in the user's code where it was raised; where that is none of theirs,
-    the place of `function`. A group of errors has the place of the first in it. A long reason is shortened."""
-    reason, error = shortened(in_words(error), MAX_REASON), first_inner(error)
-    frames = traceback.extract_tb(error.__traceback__)
-    where = error.where if isinstance(error, CallError) and error.where else users_place(frames)
-    if not where and isinstance(error, RedlineError):
-        where = defined_at(function) if function else ""
-    elif not where:
-        where = place_of(frames)
-    return Failure(stage, reason, shortened(where, MAX_PLACE), error.hint if isinstance(error, RedlineError) else "")
+    def _calls_now(self) -> list[tuple[Worker, Call]]:
+        return [(worker, worker.call) for worker in (*self._workers, *self._left) if worker.call is not None]
 
+    def _give_up(self, worker: Worker, call: Call) -> None:
+        """A call that outlasts its limit is taken for dead: it is not waited for any more, and another may begin."""
+        place = call.place()
+        if worker.permit:
+            worker.permit.end()
+        self._permits.was_late(worker.thread)
+        was_wanted = not worker.is_left
+        if was_wanted:
+            self._leave_behind(worker)
+        self._left.remove(worker)
+        forget_call(call)
+        if was_wanted:
+            assert worker.job is not None
+            self._go_on_without(worker.place, worker.job, place)
 
-def defined_at(function: Callable[..., Any]) -> str:
-    """`rewards.py:7, in score`; empty where it is not written in Python."""
-    code = getattr(inspect.unwrap(getattr(function, "__func__", function)), "__code__", None)
-    if code is None:
-        return ""
-    frame = traceback.FrameSummary(code.co_filename, code.co_firstlineno, code.co_name, line="")
-    return users_place(traceback.StackSummary.from_list([frame]))
+    def _go_on_without(self, which: int, job: Job, place: str) -> None:
+        """Another thread takes the job, also where only its end is left, unless a caller waits for it. Raises where too many
+        threads are stuck."""
+        reason = f"`{self._function.name}` did not return within {self._function.limit_s:g} s"
+        job.outcomes[which] = Failure(self._function.stage, reason, place, self._function.hint)
+        self._refuse_where_too_many_are_stuck()
+        self._fail_the_rest_if_hopeless(job)
+        if job.is_complete and job.for_thread is not None:
+            self._deliver(job, None)
+        elif job.wants_a_thread and job not in self._open:
+            self._open.appendleft(job)
+        self._start_missing()
+        self._changed.notify_all()
+
+    def _refuse_where_too_many_are_stuck(self) -> None:
+        num_stuck = self._permits.num_stuck
+        if num_stuck > MAX_STUCK:
+            raise TaskError(
+                f"{num_stuck} calls of `{self._function.name}` were given up after {self._function.limit_s:g} s and still run,"
+                " each in a thread of its own",
+                "give what it waits for a limit of its own, or compute in a process that can be ended, so that calls end",
+            )

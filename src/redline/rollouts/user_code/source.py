@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Literal, TypeVar
@@ -12,10 +11,14 @@ from redline.rollouts.setup import RolloutSetup
 from redline.rollouts.tasks.checks import check_task
 from redline.rollouts.user_code.calls import UserCalls
 from redline.rollouts.user_code.coroutines import EventLoop
+from redline.rollouts.user_code.jobs import ThreadKind, UserFunction
 from redline.rollouts.user_code.permits import Permits
 from redline.types import Failure, Task
 
 Result = TypeVar("Result")
+
+PATIENCE_S = 1.0
+"""Seconds for threads that have nothing to do, when all is to end."""
 
 
 class CalledSource:
@@ -27,15 +30,21 @@ class CalledSource:
         self._train_permits = Permits()
         self._score_permits = Permits(1 if setup.max_reward_workers == 1 else None, setup.group_timeout_s)
         """Where one thread may score, no second call is made while one is under way, in any thread."""
-        self._batch_calls = self._score_calls(setup.max_reward_workers)
-        """For the rewards of a whole batch."""
-        self._of_this_thread = threading.local()
-        self._all_calls = [self._batch_calls]
+        limit_s, key = self._config.task_timeout_s, "rollouts.task_timeout_s"
+        self.train_function = UserFunction("task", "train", limit_s, key, self._loop, self._train_permits)
+        limit_s, key = self._config.reward_timeout_s, "rollouts.reward_timeout_s"
+        self.score_function = UserFunction("reward", "score", limit_s, key, self._loop, self._score_permits)
+        self._train_calls = UserCalls(self.train_function)
+        self._score_calls = UserCalls(self.score_function, ThreadKind("score", setup.max_reward_workers))
         self._version = 0
 
     def train(self, indices: Sequence[int]) -> list[Task | Failure]:
         """The training tasks of these indices, in order. Blocks until all are there or were given up."""
-        return self._own_calls("train").results([partial(self._train, index) for index in indices])
+        return self._train_calls.results([self.fetching(index) for index in indices])
+
+    def fetching(self, index: int) -> Callable[[], Task]:
+        """The call that fetches a training task."""
+        return partial(self._train, index)
 
     def _train(self, index: int) -> Task:
         return check_task(self._tasks.train(index), f"train({index})", bare=self._config.environment.name is not None)
@@ -46,10 +55,10 @@ class CalledSource:
         score: Score = self._loop.result(self._tasks.score(task, text))
         return score
 
-    def results(self, works: Sequence[Callable[[], Result]], *, as_batch: bool) -> list[Result | Failure]:
-        """What comes of works that score, in order. Blocks until all are there or were given up. With `as_batch`, as many
-        threads help as may score at once; without, the calling thread has one that scores for it."""
-        return (self._batch_calls if as_batch else self._own_calls("score")).results(works)
+    def results(self, works: Sequence[Callable[[], Result]]) -> list[Result | Failure]:
+        """What comes of works that score, in order. Blocks until all are there or were given up. As many threads help as may
+        score at once."""
+        return self._score_calls.results(works)
 
     def step_begins(self, version: int) -> None:
         """A new version gives calls that did not return in time another chance: some of each step, not some of each group."""
@@ -62,31 +71,9 @@ class CalledSource:
         """Forget which calls did not return in time."""
         (self._train_permits if what == "train" else self._score_permits).try_again()
 
-    def thread_ends(self) -> None:
-        """Called last in a thread that has fetched tasks or scored: those that made its calls end too."""
-        for calls in vars(self._of_this_thread).values():
-            self._all_calls.remove(calls)
-            calls.close()
-
     def close(self) -> None:
         """End its threads; one whose call never returns ends with the process."""
-        for calls in list(self._all_calls):
+        for calls in (self._train_calls, self._score_calls):
             calls.close()
+            calls.join(PATIENCE_S)
         self._loop.close()
-
-    def _own_calls(self, what: Literal["train", "score"]) -> UserCalls:
-        """Those of the calling thread: one that is left behind may be waiting for its own for ever."""
-        calls: UserCalls | None = getattr(self._of_this_thread, what, None)
-        if calls is None:
-            calls = self._train_calls() if what == "train" else self._score_calls(1)
-            setattr(self._of_this_thread, what, calls)
-            self._all_calls.append(calls)
-        return calls
-
-    def _train_calls(self) -> UserCalls:
-        limit_s, key = self._config.task_timeout_s, "rollouts.task_timeout_s"
-        return UserCalls("task", "train", limit_s, key, loop=self._loop, permits=self._train_permits)
-
-    def _score_calls(self, most: int) -> UserCalls:
-        limit_s, key = self._config.reward_timeout_s, "rollouts.reward_timeout_s"
-        return UserCalls("reward", "score", limit_s, key, most=most, loop=self._loop, permits=self._score_permits)

@@ -12,8 +12,10 @@ import pytest
 
 from redline.errors import TaskError
 from redline.rollouts.user_code import calls as calls_module
-from redline.rollouts.user_code.calls import UserCalls, failure_of
+from redline.rollouts.user_code.calls import UserCalls
 from redline.rollouts.user_code.coroutines import EventLoop
+from redline.rollouts.user_code.failures import failure_of
+from redline.rollouts.user_code.jobs import ThreadKind, UserFunction
 from redline.rollouts.user_code.permits import MAX_LATE_IN_A_ROW
 from redline.telemetry import Recorder, recording
 from redline.telemetry.stalls.calls import calls_now
@@ -25,16 +27,18 @@ OTHERS: set[threading.Thread] = set()
 
 @pytest.fixture
 def many() -> Iterator[UserCalls]:
-    calls = UserCalls("reward", "score", None, "rollouts.reward_timeout_s", most=4)
+    calls = UserCalls(UserFunction("reward", "score", None, "rollouts.reward_timeout_s"), ThreadKind("score", most=4))
     yield calls
     calls.close()
+    calls.join(1.0)
 
 
 @pytest.fixture
 def limited() -> Iterator[UserCalls]:
-    calls = UserCalls("reward", "score", 0.5, "rollouts.reward_timeout_s")
+    calls = UserCalls(UserFunction("reward", "score", 0.5, "rollouts.reward_timeout_s"))
     yield calls
     calls.close()
+    calls.join(1.0)
 
 
 @pytest.fixture(autouse=True)
@@ -92,7 +96,7 @@ def test_answers_that_take_no_time_need_no_help(many: UserCalls) -> None:
 
 
 def test_without_a_limit_and_with_one_thread_the_caller_makes_the_calls() -> None:
-    calls = UserCalls("reward", "score", None, "rollouts.reward_timeout_s")
+    calls = UserCalls(UserFunction("reward", "score", None, "rollouts.reward_timeout_s"))
     works = [lambda: (time.sleep(0.03), threading.current_thread())[1]] * 3
     assert calls.results(works) == [threading.current_thread()] * 3
 
@@ -126,11 +130,11 @@ def test_after_some_that_hang_in_a_row_the_rest_is_not_called(limited: UserCalls
 
 def test_calls_that_were_given_up_are_bounded_and_daemonic(hanging: Hanging, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(calls_module, "MAX_STUCK", 4)
-    calls = UserCalls("reward", "score", 0.05, "rollouts.reward_timeout_s")
+    calls = UserCalls(UserFunction("reward", "score", 0.05, "rollouts.reward_timeout_s"))
     before = set(threading.enumerate())
     for _ in range(2):
         assert isinstance(calls.results([hanging, hanging, lambda: 1])[0], Failure)
-    stuck = set(threading.enumerate()) - before
+    stuck = {thread for thread in set(threading.enumerate()) - before if thread.name.startswith("score")}
     assert all(thread.daemon for thread in stuck)
     with pytest.raises(TaskError, match=r"5 calls of `score` were given up after 0\.05 s"):
         calls.results([hanging])
@@ -139,6 +143,7 @@ def test_calls_that_were_given_up_are_bounded_and_daemonic(hanging: Hanging, mon
         thread.join(10)
     assert calls.results([lambda: 2]) == [2], "those that have returned do not count"
     calls.close()
+    calls.join(1.0)
 
 
 def test_many_quick_calls_may_take_longer_than_the_limit_together(limited: UserCalls) -> None:
@@ -186,9 +191,10 @@ def test_where_no_thread_can_be_started_it_is_said_and_nobody_waits_for_it(
 
 def test_the_lane_of_the_thread_adds_up_and_has_one_span_for_all_calls() -> None:
     with recording(Recorder()) as recorder:
-        calls = UserCalls("reward", "score", 60.0, "rollouts.reward_timeout_s")
+        calls = UserCalls(UserFunction("reward", "score", 60.0, "rollouts.reward_timeout_s"))
         calls.results([waiting(n) for n in range(4)])
         calls.close()
+        calls.join(1.0)
         lane = recorder.ledger().lanes["score"]
         spans = [mine for mine in recorder.drain() if mine.name == SPAN]
     assert lane.rows[SPAN] >= 4 * 0.03e9
@@ -221,12 +227,13 @@ def test_what_can_be_awaited_is_and_all_of_it_in_one_loop(loop: EventLoop) -> No
 
 
 def test_coroutines_of_several_threads_wait_side_by_side(loop: EventLoop) -> None:
-    calls = UserCalls("reward", "score", 10.0, "key", most=8, loop=loop)
+    calls = UserCalls(UserFunction("reward", "score", 10.0, "key", loop=loop), ThreadKind("score", most=8))
     began = time.perf_counter()
     works = [lambda n=n: loop.result(doubled(n, 0.1)) for n in range(17)]  # type: ignore[misc]
     assert calls.results(works) == [2 * n for n in range(17)]
     assert time.perf_counter() - began < 1.0, "17 of them by one thread take 1.7 s"
     calls.close()
+    calls.join(1.0)
 
 
 @pytest.mark.parametrize("blocks", [False, True])
@@ -240,13 +247,14 @@ def test_a_coroutine_that_hangs_is_left_behind_with_its_place(loop: EventLoop, b
             await asyncio.sleep(30)
         return 1
 
-    calls = UserCalls("reward", "score", 0.2, "key", loop=loop)
+    calls = UserCalls(UserFunction("reward", "score", 0.2, "key", loop=loop))
     late, fine = calls.results([lambda: loop.result(hang()), lambda: loop.result(doubled(1))])
     assert fine == 2
     assert isinstance(late, Failure)
     assert "in hang:" in late.where
     end.set()
     calls.close()
+    calls.join(1.0)
 
 
 @pytest.mark.parametrize("error", [SystemExit(3), KeyboardInterrupt()])
@@ -254,7 +262,7 @@ def test_a_coroutine_that_exits_fails_its_call_and_the_loop_goes_on(loop: EventL
     async def leave() -> int:
         raise error
 
-    calls = UserCalls("reward", "score", 20.0, "key", loop=loop)
+    calls = UserCalls(UserFunction("reward", "score", 20.0, "key", loop=loop))
     began = time.perf_counter()
     failed, fine = calls.results([lambda: loop.result(leave()), lambda: loop.result(doubled(1))])
     assert time.perf_counter() - began < 10, "nobody waits for the limit"
@@ -263,6 +271,7 @@ def test_a_coroutine_that_exits_fails_its_call_and_the_loop_goes_on(loop: EventL
     assert failed.reason.startswith(type(error).__name__)
     assert failed.where.endswith("in leave: raise error")
     calls.close()
+    calls.join(1.0)
 
 
 def test_a_coroutine_that_is_given_up_is_cancelled_and_its_thread_ends(loop: EventLoop) -> None:
@@ -275,7 +284,7 @@ def test_a_coroutine_that_is_given_up_is_cancelled_and_its_thread_ends(loop: Eve
             cancelled.set()
 
     before = set(threading.enumerate())
-    calls = UserCalls("reward", "score", 0.1, "key", loop=loop)
+    calls = UserCalls(UserFunction("reward", "score", 0.1, "key", loop=loop))
     for _ in range(3):
         assert isinstance(calls.results([lambda: loop.result(hang())])[0], Failure)
     assert cancelled.wait(10), "what it holds, such as a connection, is let go"
@@ -284,6 +293,7 @@ def test_a_coroutine_that_is_given_up_is_cancelled_and_its_thread_ends(loop: Eve
         thread.join(10)
     assert not any(thread.is_alive() for thread in left)
     calls.close()
+    calls.join(1.0)
 
 
 def test_a_long_reason_is_kept_with_its_beginning_and_its_end() -> None:

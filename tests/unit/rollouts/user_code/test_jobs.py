@@ -1,15 +1,17 @@
-"""Workers for rewards: real threads, which tests hold and let go."""
+"""Jobs that are put to threads which score beside the trainer: real threads, which tests hold and let go."""
 
 from __future__ import annotations
 
 import threading
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 
 import pytest
 
 from redline.errors import TaskError
-from redline.rollouts.rewards.pool import RewardPool
+from redline.rollouts.user_code.calls import UserCalls
+from redline.rollouts.user_code.jobs import Job, ThreadKind, UserFunction
 from redline.telemetry import Recorder, recording, span
 from redline.telemetry.stalls.activity import ActivityProbe
 from redline.telemetry.stalls.stacks import own_stacks
@@ -26,7 +28,12 @@ class Deliveries:
         self.found: dict[int, object] = {}
         self.order: list[int] = []
         self.errors: list[Exception] = []
-        self.pool: RewardPool[object] = RewardPool("rewards", most, self._take, self._fail, lock, prepare_thread)
+        kind = ThreadKind("rewards", most, "rollouts.reward", "wait.for_completions", prepare_thread)
+        self.pool = UserCalls(UserFunction("reward", "score", None, "key"), kind, fail=self._fail, lock=lock)
+
+    def put(self, number: int, work: Callable[[], object]) -> None:
+        """A job of one call, which delivers what the call returns."""
+        self.pool.put(Job(number, lambda: [work], lambda outcomes: outcomes[0], partial(self._take, number)))
 
     def _take(self, number: int, result: object) -> None:
         self.found[number] = result
@@ -65,7 +72,7 @@ def many() -> Iterator[Deliveries]:
 def held(deliveries: Deliveries, count: int) -> list[Held]:
     works = [Held() for _ in range(count)]
     for number, work in enumerate(works):
-        deliveries.pool.put(number, work)
+        deliveries.put(number, work)
     return works
 
 
@@ -76,7 +83,7 @@ def let_go(works: list[Held]) -> None:
 
 def test_one_worker_takes_one_after_the_other_in_order(many: Deliveries) -> None:
     for number in range(20):
-        many.pool.put(number, lambda: threading.current_thread().name)
+        many.put(number, lambda: threading.current_thread().name)
     many.wait_for(lambda: len(many.found) == 20)
     assert many.order == list(range(20))
     assert set(many.found.values()) == {"rewards"}
@@ -135,7 +142,7 @@ def test_what_was_left_behind_may_end_as_it_likes(many: Deliveries) -> None:
     many.pool.cancel({0})
     works[0].goes_on.wait = lambda timeout: False  # type: ignore[method-assign]  # its assert fails when it wakes up
     works[0].goes_on.set()
-    many.pool.put(1, lambda: "done")
+    many.put(1, lambda: "done")
     many.wait_for(lambda: 1 in many.found)
     assert not many.errors
 
@@ -145,10 +152,10 @@ def test_what_was_left_behind_may_end_as_it_likes(many: Deliveries) -> None:
 def test_work_that_ends_its_worker_is_told_and_the_worker_is_dead(
     many: Deliveries, raised: BaseException, found: type[Exception]
 ) -> None:
-    def work() -> None:
+    def end(outcomes: object) -> None:
         raise raised
 
-    many.pool.put(0, work)
+    many.pool.put(Job(0, list, end, lambda _: None))
     many.wait_for(lambda: many.errors)
     assert isinstance(many.errors[0], found)
     deadline = time.monotonic() + 10
@@ -185,7 +192,7 @@ def test_the_load_is_how_long_how_many_were_to_be_scored(many: Deliveries) -> No
     many.wait_for(lambda: len(many.found) == 3)
     many.pool.take_load()
     many.pool.be_quiet(quiet=True)
-    many.pool.put(3, lambda: None)
+    many.put(3, lambda: None)
     time.sleep(0.02)
     assert sum(many.pool.take_load()[1:]) == 0, "nobody could have scored it"
     many.pool.be_quiet(quiet=False)
@@ -203,7 +210,7 @@ def test_each_thread_is_prepared_and_has_a_lane_of_its_own_that_adds_up() -> Non
                 time.sleep(0.01)
 
         for number in range(9):
-            deliveries.pool.put(number, work)
+            deliveries.put(number, work)
         deliveries.wait_for(lambda: len(deliveries.found) == 9)
         deliveries.pool.close()
         deliveries.pool.join(10)
@@ -228,7 +235,7 @@ def test_a_stall_names_the_worker_that_hangs_and_where() -> None:
             with span("rollouts.reward"):
                 return work()
 
-        deliveries.pool.put(0, hang)
+        deliveries.put(0, hang)
         assert work.begun.wait(30)
         with span("wait.for_rollouts"):
             document = describe(ActivityProbe(recorder).look(), {}, own_stacks(), [], step=3)
