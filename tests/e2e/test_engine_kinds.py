@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
+import re
+import subprocess
 import sys
+import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 from safetensors.torch import load_file
 from support.crashing_runs import newest_run, output, run_to_end
-from support.processes import rows, write_letters
+from support.processes import REDLINE, redline, rows, write_letters
 from support.small_models import write_model
 from transformers import LlamaConfig
 
@@ -20,11 +25,14 @@ STEPS = 4
 needs_vllm = pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vllm is not installed")
 
 
+def write(cwd: Path, **sections: dict[str, Any]) -> None:
+    cwd.mkdir()
+    write_letters(cwd, **{"run": {"steps": STEPS}, "rollouts": {"evaluation": {"num_tasks": 2}}, **sections})
+
+
 def train(cwd: Path, **sections: dict[str, Any]) -> list[dict[str, Any]]:
     """The rows of a run."""
-    cwd.mkdir()
-    sections = {"run": {"steps": STEPS}, "rollouts": {"evaluation": {"num_tasks": 2}}, **sections}
-    write_letters(cwd, **sections)
+    write(cwd, **sections)
     assert run_to_end(cwd, "train", "letters.yaml", is_profiled=False) == 0, output(cwd)
     return rows(newest_run(cwd).metrics)
 
@@ -78,6 +86,47 @@ def test_a_server_that_keeps_its_weights_is_refused_before_anything_loads(tmp_pa
     assert "engine.kind = openai" in said
     assert "takes no new weights" in said
     assert "hint: " in said
+
+
+# ── a server ───────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@contextlib.contextmanager
+def serving(cwd: Path, token_env: str) -> Iterator[str]:
+    """The address of a `redline serve` of the run's model."""
+    log = cwd / "serve.log"
+    arguments = ["serve", "builtin:tiny", "--port", "0", "--device", "cpu", "--dtype", "float32", "run.num_threads=1"]
+    with log.open("wb") as stream:
+        command = [REDLINE, *arguments, "--weights-token-env", token_env]
+        process = subprocess.Popen(command, cwd=cwd, stderr=stream, stdout=stream)
+    try:
+        deadline = time.monotonic() + 120
+        while (found := re.search(r"http://[\d.]+:\d+", log.read_text())) is None:
+            assert process.poll() is None, log.read_text()
+            assert time.monotonic() < deadline, log.read_text()
+            time.sleep(0.05)
+        yield found[0]
+    finally:
+        process.terminate()
+        process.wait(30)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("max_lag", [0, 1])
+def test_a_server_that_takes_weights_is_trained(max_lag: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("uvicorn")
+    monkeypatch.setenv("KINDS_TOKEN", "a-secret-of-this-test")
+    with serving(tmp_path, "KINDS_TOKEN") as address:
+        engine = {"kind": "openai", "url": f"{address}/v1", "weights_token_env": "KINDS_TOKEN", "max_num_seqs": 32}
+        write(tmp_path / "run", engine=engine, buffer={"max_lag": max_lag})
+        ended = redline("train", "letters.yaml", cwd=tmp_path / "run")  # forked ones have the environment of their server
+    assert ended.returncode == 0, ended.stderr
+    found = rows(newest_run(tmp_path / "run").metrics)
+    assert len(found) == STEPS
+    # The server's logprobs are the trainer's own, version by version: the weights came.
+    mismatches = [row["trainer/mismatch_kl"] for row in found if row["trainer/mismatch_kl"] is not None]
+    assert len(mismatches) > 1
+    assert max(mismatches) < (0.5 if max_lag else 1e-9)
 
 
 # ── vLLM ───────────────────────────────────────────────────────────────────────────────────────────────────────────────

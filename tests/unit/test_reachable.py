@@ -40,8 +40,6 @@ WAITING = {
     "redline.launch.workers.pool": "the processes of a run's engines",
     "redline.launch.workers.spawn": "how the process of an engine is started",
     "redline.models.prompt_logprobs": "what a network makes of a prompt",
-    "redline.weight_sync.transports.http": "weights to engines that are servers",
-    "redline.weight_sync.transports.http_calls": "calls of such servers",
 }
 """Modules that no verb reaches yet, and what each is for. They pass the contract suite of engines and wait for runs whose
 stages are in several processes; until then no recipe key, hint or page offers them. One that is reached has to leave this

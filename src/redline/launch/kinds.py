@@ -4,12 +4,13 @@ kind          runs                     weights in training
 transformers  in this process          the trainer's own tensors; a merged copy where an adapter is trained
 vllm          in this process          loaded by vLLM at every version, under Hugging Face names
 sglang        beside it, by SGLang     the same, by SGLang
-openai        a server at engine.url   cannot be trained with: the server keeps its own
+openai        a server at engine.url   sent to a `redline serve` that takes them; any other server keeps its own
 """
 
 from __future__ import annotations
 
 import importlib.util
+import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -34,9 +35,11 @@ from redline.models.decoder import Decoder
 from redline.models.files.hf import AnyDecoder, hf_tensors, load_recompute_model, load_sharing_model, network_tensors
 from redline.models.lora.trainable import merged_tensors
 from redline.ports import Trainer
-from redline.types import GenerateRequest, SamplingParams
+from redline.types import GenerateRequest, SamplingParams, WeightUpdate
 from redline.weight_sync import SharedStorage
 from redline.weight_sync.transport import Transport
+from redline.weight_sync.transports.http import HttpWeights, RedlineServer
+from redline.weight_sync.transports.http_calls import HttpServer
 from redline.weight_sync.transports.pushed import Named, PushedTensors
 
 if TYPE_CHECKING:
@@ -63,14 +66,28 @@ def check_kind(config: Config) -> None:
     """Raise `ConfigError` where the engine that a recipe names cannot be trained with on this machine. Loads no model."""
     engine = config.engine
     if engine.kind == "openai":
-        raise ConfigError(
-            "engine.kind = openai: a server with OpenAI's API takes no new weights, and would sample from the policy as it was"
-            " before training",
-            "train with another engine.kind; `redline bench generate`, `env play` and `serve` can use the server",
-        )
+        _check_server(config)
     check_package(engine)
     if engine.kind == "sglang" and config.run.device == "cpu":
         raise ConfigError("engine.kind = sglang: it needs a GPU, and run.device = cpu", "set engine.kind to vllm or native")
+
+
+def _check_server(config: Config) -> None:
+    """Raise `ConfigError` unless the server takes what is trained. Does not ask the server."""
+    variable = config.engine.weights_token_env
+    if variable is None:
+        raise ConfigError(
+            "engine.kind = openai: a server with OpenAI's API takes no new weights, and would sample from the policy as it was"
+            " before training",
+            "start `redline serve MODEL --weights-token-env NAME` and set engine.weights_token_env=NAME, or train with another"
+            " engine.kind; `redline bench generate` and `env play` can use any server",
+        )
+    if not os.environ.get(variable):
+        why = f"engine.weights_token_env = {variable}: the environment variable is not set"
+        raise ConfigError(why, f"export {variable}=<the token that the server was started with>")
+    if config.trainer.lora.rank:
+        why = "engine.kind = openai: the server takes the policy's weights, and trainer.lora trains an adapter beside them"
+        raise ConfigError(why, "set trainer.lora.rank=0, or train with another engine.kind")
 
 
 def check_package(engine: EngineConfig) -> None:
@@ -114,13 +131,14 @@ def _packaged(config: EngineConfig, folder: Path, dtype: str, **settings: Any) -
     return PACKAGED[config.kind](folder, config, dtype=dtype, **settings)
 
 
-def _server(config: EngineConfig) -> OpenAIServerEngine:
+def _server(config: EngineConfig, push_weights: Callable[[WeightUpdate], None] | None = None) -> OpenAIServerEngine:
     return OpenAIServerEngine(
         str(config.url),
         model=config.served_model,
         api_key_env=config.api_key_env,
         max_concurrent=config.max_num_seqs,
         timeout_s=config.timeout_s,
+        push_weights=push_weights,
     )
 
 
@@ -133,6 +151,8 @@ def make_other_engine(config: Config, model: LoadedModel, trainer: Trainer) -> O
     """Make the engine of a run that is not ours, with a transport to it."""
     if config.engine.kind == "transformers":
         return _transformers(config, model, trainer)
+    if config.engine.kind == "openai":
+        return _trained_server(config.engine, trainer)
     engine = _packaged(config.engine, model.folder, config.model.dtype)
     return OtherSide(engine, _pushed(engine, model.decoder))
 
@@ -149,6 +169,15 @@ def _pushed(engine: TransformersEngine | VllmEngine | SglangEngine, decoder: Any
         return completion.prompt_logprobs[1:].tolist()
 
     return PushedTensors(engine, _named_by_hugging_face(decoder), logprobs)
+
+
+def _trained_server(config: EngineConfig, trainer: Trainer) -> OtherSide:
+    """A `redline serve` whose weights follow the trainer's. What it samples meanwhile says so by its versions."""
+    address = str(config.url).rstrip("/").removesuffix("/v1")
+    token = os.environ[str(config.weights_token_env)]
+    sender = RedlineServer(HttpServer(address, token, config.timeout_s))
+    engine = _server(config, push_weights=lambda update: None)  # the transport has brought them
+    return OtherSide(engine, HttpWeights([sender], trainer.weights().tensors), engine.close)
 
 
 def _transformers(config: Config, model: LoadedModel, trainer: Trainer) -> OtherSide:

@@ -67,6 +67,23 @@ def test_training_with_a_server_that_keeps_its_weights_is_refused() -> None:
         check_kind(config(kind="openai", url="http://127.0.0.1:1/v1"))
 
 
+SERVER = {"kind": "openai", "url": "http://127.0.0.1:1/v1", "weights_token_env": "KINDS_TOKEN"}
+
+
+def test_a_token_that_is_not_set_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("KINDS_TOKEN", raising=False)
+    with pytest.raises(ConfigError, match="the environment variable is not set"):
+        check_kind(config(**SERVER))
+    monkeypatch.setenv("KINDS_TOKEN", "secret")
+    check_kind(config(**SERVER))
+
+
+def test_an_adapter_is_not_trained_on_a_server(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KINDS_TOKEN", "secret")
+    with pytest.raises(ConfigError, match=r"trainer\.lora trains an adapter"):
+        check_kind(config(lora=4, **SERVER))
+
+
 @pytest.mark.parametrize("kind", ["vllm", "sglang"])
 def test_an_engine_whose_package_is_not_there_is_refused(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
@@ -87,6 +104,7 @@ def test_sglang_without_a_gpu_is_refused(monkeypatch: pytest.MonkeyPatch) -> Non
         ({"api_key_env": "KEY"}, "engine.api_key_env"),
         ({"served_model": "policy"}, "engine.served_model"),
         ({"timeout_s": 5.0}, "engine.timeout_s"),
+        ({"weights_token_env": "KEY"}, "engine.weights_token_env"),
         ({"options": {"enforce_eager": True}}, "engine.options"),
         ({"kind": "transformers", "block_size": 16}, "engine.block_size"),
         ({"kind": "transformers", "kv_cache_memory_bytes": 2**20}, "engine.kv_cache_memory_bytes"),

@@ -20,6 +20,9 @@ class EngineConfig(Section):
     """The model's name on that server; by default the first that the server lists."""
     api_key_env: str | None = None
     """Environment variable that holds the server's API key."""
+    weights_token_env: str | None = None
+    """Environment variable with the token that the server takes new weights with: that of `redline serve --weights-token-env`.
+    Training needs it; without it the server keeps its weights."""
     timeout_s: PositiveFloat = 600.0
     """Seconds that the server may take for one completion."""
     options: dict[str, Any] = Field(default_factory=dict)
