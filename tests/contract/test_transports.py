@@ -17,7 +17,7 @@ from support.weight_servers import weight_server
 from torch import Tensor
 
 from redline.types import WeightSet, WeightUpdate
-from redline.weight_sync import CheckpointEngine, CudaIpc, Sending, SharedStorage, WeightProtocol
+from redline.weight_sync import Broadcast, CheckpointEngine, CudaIpc, Sending, SharedStorage, WeightProtocol
 from redline.weight_sync.plan import TransferPlan
 from redline.weight_sync.transport import Transport
 from redline.weight_sync.transports.http import HttpWeights, RedlineServer
@@ -101,10 +101,16 @@ def http(trainer: Mapping[str, Tensor]) -> tuple[Transport, Mapping[str, Tensor]
     return HttpWeights([server], trainer), there
 
 
+def broadcast(trainer: Mapping[str, Tensor]) -> tuple[Transport, Mapping[str, Tensor]]:
+    linked = LinkedEngine(trainer)
+    return Broadcast([linked.channel], trainer, Sending(timeout_s=10, bucket_bytes=32)), linked.tensors
+
+
 TRANSPORTS: dict[str, Callable[[Mapping[str, Tensor]], tuple[Transport, Mapping[str, Tensor]]]] = {
     "shared": shared,
     "copied": copied,
     "cuda_ipc": cuda_ipc,
+    "broadcast": broadcast,
     "checkpoint_engine": checkpoint_engine,
     "http": http,
 }

@@ -4,8 +4,9 @@
 from redline.weight_sync.protocol import WeightProtocol
 from redline.weight_sync.receiver import WeightReceiver
 from redline.weight_sync.sender import Sending
+from redline.weight_sync.transports.broadcast import Broadcast
 from redline.weight_sync.transports.checkpoint_engine import CheckpointEngine
 from redline.weight_sync.transports.cuda_ipc import CudaIpc
 from redline.weight_sync.transports.shared import SharedStorage
 
-__all__ = ["CheckpointEngine", "CudaIpc", "Sending", "SharedStorage", "WeightProtocol", "WeightReceiver"]
+__all__ = ["Broadcast", "CheckpointEngine", "CudaIpc", "Sending", "SharedStorage", "WeightProtocol", "WeightReceiver"]

@@ -1,6 +1,7 @@
 """The engine's end of a transport that copies: a second set of weights, exchanged with the first between two steps.
 
     frame            what it does                                                     reply
+    device           nothing                                                          device: its GPU, if it has one
     open             check the names and forms of what is trained, open the link      opened
     begin            make room for the second set (shadow)                            ready
     bucket           copy a bucket into the shadow, sum it there                      loaded: checksum, seconds
@@ -29,6 +30,7 @@ from redline.errors import WeightSyncError, WireError, boundary
 from redline.telemetry import span
 from redline.types import WeightUpdate
 from redline.weight_sync.buckets import Layout, exchange, form_from_json, form_of, lay_out, slots, views
+from redline.weight_sync.transports.cuda_ipc import gpu_id
 from redline.weight_sync.transports.inlets import Inlet, open_inlet
 from redline.weight_sync.verify import check_logprobs, checksum
 from redline.wire import Connection, Frame, error_fields
@@ -99,6 +101,7 @@ class WeightReceiver:
     def answer(self, frame: Frame) -> Frame:
         """Do what a frame asks, and return the reply. Raises where that failed; the engine then has its old version, whole."""
         answers: dict[str, Callable[..., Frame]] = {
+            "device": self._tell_device,
             "open": self._open,
             "begin": self._begin,
             "bucket": self._load,
@@ -118,6 +121,9 @@ class WeightReceiver:
             inlet.close()
 
     # ── one frame each ─────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def _tell_device(self) -> Frame:
+        return Frame("device", {"gpu": gpu_id(self._device) if self._device.type == "cuda" else ""})
 
     def _open(self, link: str, forms: list[Any], bucket_bytes: int, **how: Any) -> Frame:
         trained = {form.name: form for form in map(form_from_json, forms)}

@@ -196,6 +196,8 @@ class BucketTransport:
             self.move(TransferPlan(weights.version, tuple(weights.tensors)), weights)
             self.verify(weights)
             self.adopt()
+            if not self.channels:
+                raise WireClosed(f"{channel.name} was lost while it was brought to version {weights.version}")
         finally:
             self.channels = others
             self._update = None
@@ -308,6 +310,7 @@ class BucketTransport:
         if self._sending.on_lost is None:
             raise error
         self.channels = [other for other in self.channels if other is not channel]
+        self._waiting[channel].clear()
         self._sending.on_lost(channel, error)
 
     def _drain(self, channel: Connection) -> None:

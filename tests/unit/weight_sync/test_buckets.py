@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Callable, Iterator, Mapping
+from typing import Any
 
 import pytest
 import torch
@@ -13,9 +14,11 @@ from torch import Tensor
 
 from redline.errors import PeerError, WeightSyncError, WireClosed, WireError, WireTimeout
 from redline.types import WeightSet
-from redline.weight_sync import CudaIpc, Sending
+from redline.weight_sync import Broadcast, CudaIpc, Sending
 from redline.weight_sync.buckets import ALIGNMENT, Form, exchange, form_from_json, form_of, lay_out, slots, views
 from redline.weight_sync.plan import TransferPlan
+from redline.weight_sync.sender import BucketTransport
+from redline.weight_sync.transports.broadcast import GroupInlet
 from redline.weight_sync.transports.cuda_ipc import StagedInlet
 from redline.weight_sync.verify import Probe, _sum_by_torch, checksum
 from redline.wire import Connection
@@ -108,13 +111,13 @@ def test_any_changed_byte_and_any_two_exchanged_words_show() -> None:
 
 
 class Run:
-    """A trainer and engines, connected by `cuda_ipc`."""
+    """A trainer and engines, connected."""
 
-    def __init__(self, engines: int = 1, on_lost: Callable[[Connection, WireError], None] | None = None) -> None:
+    def __init__(self, kind: Any, engines: int = 1, on_lost: Callable[[Connection, WireError], None] | None = None) -> None:
         self.trainer = make_tensors()
         self.engines = [LinkedEngine(self.trainer, f"engine-{index}") for index in range(engines)]
         sending = Sending(timeout_s=2, bucket_bytes=64, on_lost=on_lost)
-        self.transport = CudaIpc([engine.channel for engine in self.engines], self.trainer, sending)
+        self.transport: BucketTransport = kind([engine.channel for engine in self.engines], self.trainer, sending)
 
     def write(self, version: int) -> WeightSet:
         for tensor in self.trainer.values():
@@ -139,12 +142,12 @@ class Run:
             assert not engine.engine.is_held
 
 
-@pytest.fixture
-def make_run() -> Iterator[Callable[..., Run]]:
+@pytest.fixture(params=[CudaIpc, Broadcast])
+def make_run(request: pytest.FixtureRequest) -> Iterator[Callable[..., Run]]:
     runs: list[Run] = []
 
-    def make(*args: object, **kwargs: object) -> Run:
-        runs.append(Run(*args, **kwargs))  # type: ignore[arg-type]
+    def make(**kwargs: Any) -> Run:
+        runs.append(Run(request.param, **kwargs))
         return runs[-1]
 
     yield make
@@ -215,14 +218,14 @@ def test_a_bucket_whose_bytes_were_lost_is_named_and_never_adopted(
     run.take(1)
     old = copies(run.trainer)
     loads = iter(range(100))
-    whole = StagedInlet.load
+    for inlet in (StagedInlet, GroupInlet):
 
-    def load(self: StagedInlet, slot: int, into: Tensor) -> None:
-        whole(self, slot, into)
-        if next(loads) == 1:
-            into[3] ^= 4
+        def load(self: Any, slot: int, into: Tensor, whole: Callable[..., None] = inlet.load) -> None:
+            whole(self, slot, into)
+            if next(loads) == 1:
+                into[3] ^= 4
 
-    monkeypatch.setattr(StagedInlet, "load", load)
+        monkeypatch.setattr(inlet, "load", load)
     weights = run.move(2)
     with pytest.raises(WeightSyncError, match=r"engine-0 has other bytes than were sent in 1 of \d+ buckets \(embed\)"):
         run.transport.verify(weights)

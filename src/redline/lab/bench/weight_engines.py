@@ -14,13 +14,16 @@ from torch import Tensor
 
 from redline.child import Child
 from redline.lab.bench.weight_engine import CONNECT_S, sums_of
-from redline.weight_sync import CudaIpc, Sending
+from redline.weight_sync import Broadcast, CudaIpc, Sending
 from redline.weight_sync.buckets import form_of
 from redline.weight_sync.transport import Transport
 from redline.wire import TOKEN_VARIABLE, Connection, connect, make_token
 
 START_S = 300.0
-APART: Mapping[str, Callable[[Sequence[Connection], Mapping[str, Tensor], Sending], Transport]] = {"cuda_ipc": CudaIpc}
+APART: Mapping[str, Callable[[Sequence[Connection], Mapping[str, Tensor], Sending], Transport]] = {
+    "cuda_ipc": CudaIpc,
+    "broadcast": Broadcast,
+}
 """Name → a transport to engines of other processes."""
 
 

@@ -52,7 +52,7 @@ class StagedOutlet:
     def describe(self, channel: Connection) -> dict[str, Any]:
         """Return what opens the buckets in another process. Each process gets handles of its own: torch counts their users."""
         if self._device.type == "cuda":
-            return {"gpu": _gpu_id(self._device), "handles": [_exported(slot) for slot in self.slots]}
+            return {"gpu": gpu_id(self._device), "handles": [_exported(slot) for slot in self.slots]}
         return {"process": os.getpid(), "files": self._files}
 
     def join(self, channels: Sequence[Connection]) -> None:
@@ -123,13 +123,14 @@ def _mapped(file: int, nbytes: int) -> Tensor:
 # ── device memory ──────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def _gpu_id(device: torch.device) -> str:
+def gpu_id(device: torch.device) -> str:
+    """What a GPU is called in every process."""
     return str(torch.cuda.get_device_properties(device).uuid)
 
 
 def _index_of(gpu: str) -> int:
     """The number that a GPU has in this process, which may see others than the trainer's does."""
-    seen = [_gpu_id(torch.device("cuda", index)) for index in range(torch.cuda.device_count())]
+    seen = [gpu_id(torch.device("cuda", index)) for index in range(torch.cuda.device_count())]
     if gpu not in seen:
         raise WeightSyncError(f"the engine does not see the trainer's GPU {gpu}", "set placement.transport=broadcast")
     return seen.index(gpu)

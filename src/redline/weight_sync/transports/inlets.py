@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from redline.errors import WeightSyncError
+from redline.weight_sync.transports.broadcast import GroupInlet
 from redline.weight_sync.transports.checkpoint_engine import FolderInlet
 from redline.weight_sync.transports.cuda_ipc import StagedInlet
 
@@ -24,6 +25,7 @@ class Inlet(Protocol):
 
 
 INLETS: Mapping[str, Callable[[Mapping[str, Any], torch.device], Inlet]] = {
+    "broadcast": GroupInlet,
     "checkpoint_engine": FolderInlet,
     "cuda_ipc": StagedInlet,
 }

@@ -1,0 +1,278 @@
+"""Trainer and engines anywhere: one broadcast of every bucket, in a process group of their own (NCCL or gloo).
+
+    trainer    pack bucket 0 ─► broadcast 0 ─► gather and pack 1 ─► broadcast 1 ─► …      rank 0
+    engines    load 0, sum it ─► load 1, sum it ─► …                                       ranks 1, 2, …
+
+The group is apart from the trainer's own. It is formed at the first bucket, after every engine was told its rank, and formed
+again when an engine joins or leaves. NCCL where every member has a GPU of its own, else gloo, through host memory where weights
+are on a GPU. The group meets at a store that listens on loopback unless `Sending.host` says otherwise. Neither knows a token:
+use another host on networks that you trust.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import socket
+from collections.abc import Callable, Mapping, Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from redline.addresses import is_loopback
+from redline.errors import ConfigError, WeightSyncError, WireError
+from redline.types import WeightSet
+from redline.weight_sync.plan import TransferPlan
+from redline.weight_sync.sender import BucketTransport, Sending
+from redline.weight_sync.transports.cuda_ipc import gpu_id
+from redline.wire import Connection
+
+NUM_SLOTS = 2
+BUCKET_BYTES = {"cuda": 256 * 2**20, "cpu": 16 * 2**20}
+"""By device."""
+
+
+class Broadcast(BucketTransport):
+    """For engines in other processes, on this machine or on others. Implements `Transport`."""
+
+    def __init__(self, channels: Sequence[Connection], tensors: Mapping[str, Tensor], sending: Sending | None = None) -> None:
+        """`tensors` are the trainer's: those that every update will have."""
+        self._is_moving = True
+        super().__init__(channels, tensors, self._make_outlet, sending or Sending(), BUCKET_BYTES)
+        self._is_moving = False
+
+    def _make_outlet(self, bucket_bytes: int, device: torch.device, sending: Sending) -> GroupOutlet:
+        self._group = GroupOutlet(bucket_bytes, device, sending)
+        return self._group
+
+    def move(self, plan: TransferPlan, weights: WeightSet) -> int:
+        """Broadcast the tensors of the plan. Where an engine is lost and the others may go on, they begin again without it."""
+        self._is_moving = True
+        try:
+            while self.channels:
+                try:
+                    if not self._group.is_open:
+                        self._open(self.channels)
+                    return super().move(plan, weights)
+                except _MemberLost:
+                    self._leave()
+            return 0
+        finally:
+            self._is_moving = False
+
+    def revert(self, version: int) -> None:
+        """Bring every engine that has adopted `version` and can be reached back to the one it had before, whole."""
+        self._group.leave()  # whoever waits in a broadcast hears that it will not come
+        super().revert(version)
+
+    def _open(self, channels: Sequence[Connection]) -> None:
+        gpus = [self._gpu_of(channel) for channel in channels] if self._device.type == "cuda" else []
+        self._group.prepare(channels, gpus)
+        super()._open(channels)
+
+    def _gpu_of(self, channel: Connection) -> str:
+        self._send(channel, "device", {})
+        reply = self._receive(channel, "device")
+        return str(reply.fields["gpu"]) if reply is not None else ""
+
+    def _lose(self, channel: Connection, error: WireError) -> None:
+        super()._lose(channel, error)
+        self._group.leave()
+        if self._is_moving:
+            raise _MemberLost
+
+    def _leave(self) -> None:
+        """Take the answers of the engines that are left, whose broadcast failed with that of the lost one."""
+        self._group.leave()
+        for channel in list(self.channels):
+            try:
+                self._drain(channel)
+            except WireError as error:
+                self.channels = [other for other in self.channels if other is not channel]
+                if self._sending.on_lost is not None:
+                    self._sending.on_lost(channel, error)
+
+
+class _MemberLost(Exception):  # noqa: N818  no error: the others begin again
+    """An engine of the group is gone, and those that are left may go on."""
+
+
+class GroupOutlet:
+    """The trainer's end: rank 0. Implements `sender.Outlet`."""
+
+    link = "broadcast"
+    is_group = True
+
+    def __init__(self, bucket_bytes: int, device: torch.device, sending: Sending) -> None:
+        self._timeout_s, self._host = sending.timeout_s / 2, sending.host
+        self.slots: Sequence[Tensor] = [torch.zeros(bucket_bytes, dtype=torch.uint8, device=device) for _ in range(NUM_SLOTS)]
+        self._port, self._store = _listening_store(sending.host, sending.timeout_s)
+        self._members: list[Connection] = []
+        self._place: dict[str, Any] = {}
+        self._group: Group | None = None
+        self._under_way: dict[int, dist.Work] = {}
+        self._failure = ""
+        self.is_open = False
+        """Whether every member was told of the present group."""
+
+    def prepare(self, channels: Sequence[Connection], gpus: Sequence[str]) -> None:
+        """Begin a new group of these members, and of nobody else. `gpus` are theirs, where the trainer's weights are on one."""
+        self.leave()
+        self._members = list(channels)
+        device = self.slots[0].device
+        every = [gpu_id(device), *gpus] if device.type == "cuda" else []
+        apart = bool(every) and all(every) and len(set(every)) == len(every)
+        self._place = {
+            "host": self._host,
+            "port": self._port,
+            "group": secrets.token_hex(8),
+            "size": 1 + len(channels),
+            "backend": "nccl" if apart and dist.is_nccl_available() else "gloo",
+            "timeout_s": self._timeout_s,
+        }
+        self.is_open = True
+
+    def describe(self, channel: Connection) -> dict[str, Any]:
+        return self._place | {"rank": 1 + self._members.index(channel)}
+
+    def join(self, channels: Sequence[Connection]) -> None:
+        """The group is formed at the first bucket, when all have answered."""
+
+    def offer(self, slot: int, nbytes: int) -> None:
+        """Begin to broadcast a bucket. What fails is raised by `reclaim`, after the engines have said who failed."""
+        try:
+            if self._group is None:
+                self._group = Group(self._place | {"rank": 0}, self._store, self.slots[slot].device)
+            self._under_way[slot] = self._group.begin(self.slots[slot][:nbytes], slot)
+        except (RuntimeError, ValueError) as error:
+            self._failure = str(error).partition("\n")[0]
+
+    def reclaim(self, slot: int) -> None:
+        work = self._under_way.pop(slot, None)
+        try:
+            if work is not None:
+                work.wait()
+        except RuntimeError as error:
+            self._failure = str(error).partition("\n")[0]
+        if self._failure:
+            raise WeightSyncError(f"a broadcast of the weights failed: {self._failure}", "look at what the engines say")
+
+    def leave(self) -> None:
+        """Leave the group: whoever waits in it hears of it."""
+        group, self._group, self.is_open, self._failure = self._group, None, False, ""
+        self._under_way.clear()
+        if group is not None:
+            group.close()
+
+    def close(self) -> None:
+        self.leave()
+        self.slots = []
+
+
+class GroupInlet:
+    """An engine's end: one of the ranks above 0. Implements `inlets.Inlet`."""
+
+    def __init__(self, how: Mapping[str, Any], device: torch.device) -> None:
+        timeout = timedelta(seconds=float(how["timeout_s"]))
+        host, port = str(how["host"]), int(how["port"])
+        try:
+            self._store = dist.TCPStore(host, port, None, False, timeout, wait_for_workers=False)
+        except (RuntimeError, ValueError) as error:
+            why = f"the engine cannot reach the trainer at {host}:{port}: {str(error).partition(chr(10))[0]}"
+            raise WeightSyncError(why, "set placement.listen to an address that engines can reach") from None
+        self._how, self._device = dict(how), device
+        self._group: Group | None = None
+
+    def load(self, slot: int, into: Tensor) -> None:
+        try:
+            if self._group is None:
+                self._group = Group(self._how, self._store, self._device)
+            self._group.receive(into)
+        except (RuntimeError, ValueError) as error:
+            raise WeightSyncError(f"a broadcast of the weights failed: {str(error).partition(chr(10))[0]}") from None
+
+    def close(self) -> None:
+        group, self._group = self._group, None
+        if group is not None:
+            group.close()
+
+
+class Group:
+    """A process group that knows nothing of any other in this process. Broadcasts from rank 0 alone."""
+
+    def __init__(self, place: Mapping[str, Any], store: dist.Store, device: torch.device) -> None:
+        """Blocks until every member is there, or raises RuntimeError when the time is up."""
+        make: dict[str, Callable[..., Any]] = {"gloo": _gloo, "nccl": _nccl}
+        inner = dist.PrefixStore(str(place["group"]), store)
+        timeout = timedelta(seconds=float(place["timeout_s"]))
+        self._backend = make[place["backend"]](inner, int(place["rank"]), int(place["size"]), timeout, str(place["host"]))
+        self._on_host = device.type == "cuda" and place["backend"] == "gloo"
+        self._host_memory: dict[int, Tensor] = {}
+
+    def begin(self, bucket: Tensor, slot: int) -> dist.Work:
+        """Begin to send a bucket; it must not change until the work is done."""
+        return self._broadcast(self._staged(bucket, slot).copy_(bucket) if self._on_host else bucket)
+
+    def receive(self, into: Tensor) -> None:
+        """Fill a run of bytes with the next bucket. Blocks until it is there."""
+        target = self._staged(into, 0) if self._on_host else into
+        self._broadcast(target).wait()
+        if self._on_host:
+            into.copy_(target)
+
+    def close(self) -> None:
+        self._host_memory.clear()
+        self._backend.abort()
+        self._backend = None
+
+    def _staged(self, bucket: Tensor, slot: int) -> Tensor:
+        """Host memory for a bucket that is on a device, pinned so that copies are fast."""
+        if slot not in self._host_memory or self._host_memory[slot].numel() < bucket.numel():
+            self._host_memory[slot] = torch.empty(bucket.numel(), dtype=torch.uint8, pin_memory=True)
+        return self._host_memory[slot][: bucket.numel()]
+
+    def _broadcast(self, tensor: Tensor) -> dist.Work:
+        options = dist.BroadcastOptions()
+        options.rootRank = options.rootTensor = 0
+        work: dist.Work = self._backend.broadcast([tensor], options)
+        return work
+
+
+def _gloo(store: dist.Store, rank: int, size: int, timeout: timedelta, host: str) -> dist.ProcessGroupGloo:
+    options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
+    options._devices = [dist.ProcessGroupGloo.create_device(hostname=_own_address(host))]
+    options._timeout, options._threads = timeout, 2
+    return dist.ProcessGroupGloo(store, rank, size, options)
+
+
+def _nccl(store: dist.Store, rank: int, size: int, timeout: timedelta, host: str) -> dist.ProcessGroupNCCL:
+    # Where a member is lost, end the communicator and not the process.
+    os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "2")
+    options = dist.ProcessGroupNCCL.Options()
+    options._timeout = timeout
+    return dist.ProcessGroupNCCL(store, rank, size, options)
+
+
+def _listening_store(host: str, timeout_s: float) -> tuple[int, dist.Store]:
+    """A store that listens at this address alone; by itself torch's would listen on every network."""
+    try:
+        family = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0][0]
+        listening = socket.create_server((host, 0), family=family)
+    except OSError as error:
+        raise ConfigError(f"cannot listen on {host}: {error.strerror or error}", "set placement.listen to an address") from None
+    port = int(listening.getsockname()[1])
+    timeout = timedelta(seconds=timeout_s)
+    store = dist.TCPStore(host, port, None, True, timeout, wait_for_workers=False, master_listen_fd=listening.detach())
+    return port, store
+
+
+def _own_address(host: str) -> str:
+    """The address of this machine that `host` would see."""
+    if is_loopback(host):
+        return host
+    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect((host, 9))  # sends nothing: only chooses the route
+        return str(probe.getsockname()[0])
