@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from math import prod
 from typing import Any
 
@@ -151,11 +152,10 @@ def _is_words(run: Tensor) -> bool:
 
 
 def exchange(ours: Sequence[Tensor], theirs: Sequence[Tensor], scratch: Tensor) -> None:
-    """Exchange two lists of runs of bytes, through `scratch`: small enough to stay in a cache, it costs little more than to
-    read and write both."""
+    """Exchange two lists of runs of bytes through `scratch`, a lot of that size at a time."""
     for left, right in _at_most(scratch.numel(), ours, theirs):
-        ends = torch.tensor([0, *(aligned(run.numel()) for run in left)]).cumsum(0).tolist()
-        kept = [scratch[begin : begin + run.numel()] for begin, run in zip(ends, left, strict=False)]
+        begins = accumulate((aligned(run.numel()) for run in left[:-1]), initial=0)
+        kept = [scratch[begin : begin + run.numel()] for begin, run in zip(begins, left, strict=True)]
         copy_all(kept, left)
         copy_all(left, right)
         copy_all(right, kept)

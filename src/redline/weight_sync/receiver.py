@@ -35,8 +35,8 @@ from redline.weight_sync.transports.inlets import Inlet, open_inlet
 from redline.weight_sync.verify import check_logprobs, checksum
 from redline.wire import Connection, Frame, error_fields
 
-SCRATCH_BYTES = {"cuda": 32 * 2**20, "cpu": 2**18}
-"""Through which live weights and shadow are exchanged, by device: it stays in the cache."""
+SCRATCH_BYTES = {"cuda": 128 * 2**20, "cpu": 4 * 2**20}
+"""Through which live weights and shadow are exchanged, by device: enough that copies, not their launches, take the time."""
 
 Logprobs = Callable[[Sequence[int]], Sequence[float]]
 """Tokens of a prompt → the logprob of each after the first, under the weights as they are."""
