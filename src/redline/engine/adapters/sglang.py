@@ -105,6 +105,8 @@ class SglangEngine(PushedWeights):
     def advance(self) -> list[tuple[Call, Came]]:
         """Sample all calls that wait, whole: SGLang's engine in this process has no step of its own."""
         calls, self._waiting = self._waiting, []
+        for call in calls:
+            call.version = self.version  # it waited until now
         try:
             return list(zip(calls, self._complete(calls), strict=True))
         except EngineError as error:

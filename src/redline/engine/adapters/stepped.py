@@ -16,7 +16,7 @@ import itertools
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -44,6 +44,8 @@ class Call:
     num_tokens: int = 0
     """Sampled so far, as far as the engine has said."""
     num_streamed: int = 0
+    switches: list[tuple[int, int]] = field(default_factory=list)
+    """As `Completion.switches`, where the engine says how many tokens there are."""
 
 
 @dataclass(slots=True, frozen=True)
@@ -60,6 +62,9 @@ Came = Tokens | Completion | EngineError
 
 class SteppedAdapter(ABC):
     """Implements `ports.Engine` and `ports.SteppedEngine`."""
+
+    tells_progress = False
+    """Whether `advance` returns the tokens of calls that go on."""
 
     def __init__(self, limits: Limits, max_num_seqs: int, adapters: Collection[str] = ()) -> None:
         self.version = 0
@@ -190,6 +195,7 @@ class SteppedAdapter(ABC):
 
     def _finish(self, call: Call, completion: Completion) -> Delta:
         self._count(call, len(completion.token_ids))
+        completion = replace(completion, switches=tuple(switch for switch in call.switches if switch[0] < call.num_tokens))
         self._num_prompt += len(call.request.prompt_ids)
         self._num_cached += completion.cached_tokens
         siblings = self._open[call.request_id]
@@ -213,6 +219,9 @@ class SteppedAdapter(ABC):
 
     def apply(self, update: WeightUpdate) -> None:
         """Sample from this version from now on."""
+        if self.tells_progress and update.version != self.version:
+            for call in itertools.chain(*self._open.values()):
+                call.switches.append((call.num_tokens, update.version))
         self.version = update.version
         self._peak_before, self._peak = self._peak, self._num_open
 

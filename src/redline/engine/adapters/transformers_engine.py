@@ -270,6 +270,7 @@ class TransformersEngine:
             prefill_s=first - started,
             decode_s=(row.last_token or first) - first,
             stop=row.stop,
+            switches=tuple(switch for switch in row.switches if switch[0] < len(row.token_ids)),
             raw_logprobs=np.array(row.raw, np.float32) if sampling.raw_logprobs else None,
             top_logprobs=top_logprobs(row.top),
             prompt_logprobs=row.prompt_logprobs,
@@ -295,6 +296,9 @@ class TransformersEngine:
 
     def apply(self, update: WeightUpdate) -> None:
         """Note the version; the weights are whatever the network holds."""
+        if update.version != self.version and self._running is not None:
+            for row in self._running.rows:
+                row.switches.append((len(row.token_ids), update.version))
         self.version = update.version
 
     def memory(self) -> dict[str, int]:

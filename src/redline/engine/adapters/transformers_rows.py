@@ -37,6 +37,8 @@ class Row:
     first_token: float = 0.0
     last_token: float = 0.0
     oldest_version: int = 0
+    switches: list[tuple[int, int]] = field(default_factory=list)
+    """As `Completion.switches`."""
     finish_reason: FinishReason | None = None
     failed: bool = False
     stop: str | None = None

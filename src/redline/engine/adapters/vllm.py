@@ -51,6 +51,8 @@ SIZES = {
 class VllmEngine(PushedWeights):
     """A `vllm.LLM`, stepped by our session. Implements `ports.Engine` and `ports.SteppedEngine`."""
 
+    tells_progress = True
+
     def __init__(
         self,
         folder: Path,

@@ -18,6 +18,8 @@ from redline.types import Completion, Delta, FinishReason, GenerateRequest, Samp
 class CountingEngine(SteppedAdapter):
     """Each step adds a token to every call: 1, 2, 3, … Prompts that begin with 13 fail, and 14 is refused."""
 
+    tells_progress = True
+
     def __init__(self) -> None:
         super().__init__(limits_of(64), max_num_seqs=4)
         self.calls: list[Call] = []
@@ -130,6 +132,7 @@ def test_a_call_that_outlives_an_update_carries_both_versions() -> None:
     engine.apply(WeightUpdate(1, (), 0))
     [(_, piece)] = pieces_of(engine)
     assert piece.completion.versions == VersionSpan(0, 1)
+    assert piece.completion.switches == ((1, 1),)
 
 
 def test_statistics_count_what_was_sampled() -> None:

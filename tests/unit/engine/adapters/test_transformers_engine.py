@@ -213,6 +213,7 @@ def test_completions_carry_the_versions_they_were_sampled_with(bloom: PreTrained
     engine.apply(WeightUpdate(4, (), 0))
     events = [event for _ in range(2) for event in engine.step()]
     assert events[-1][1].completion.versions == VersionSpan(3, 4)
+    assert events[-1][1].completion.switches == ((1, 4),)
 
 
 @pytest.mark.parametrize(
