@@ -6,6 +6,7 @@ join ──► order "begin": the resolved recipe ──► load the model ─�
 from __future__ import annotations
 
 import signal
+import threading
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
@@ -20,6 +21,9 @@ from redline.telemetry.processes import recording_process
 from redline.trainer.parallel.led import follow as follow_orders
 from redline.trainer.parallel.orders import END, Order
 from redline.trainer.parallel.ranks import Ranks, join
+
+LAUNCHER_S = 2.0
+"""A launcher that ends a run sends the signal to every rank; rank 0 is not told a second time by us before it has got it."""
 
 
 def follow() -> None:
@@ -63,7 +67,9 @@ def _passing_signals_on(ranks: Ranks) -> Iterator[None]:
     def ask(number: int, frame: FrameType | None) -> None:
         for each, handler in ((signal.SIGINT, signal.default_int_handler), (signal.SIGTERM, signal.SIG_DFL)):
             signal.signal(each, handler)
-        ranks.ask_to_stop()
+        later = threading.Timer(LAUNCHER_S, ranks.ask_to_stop)
+        later.daemon = True
+        later.start()
 
     before = {number: signal.signal(number, ask) for number in (signal.SIGINT, signal.SIGTERM)}
     try:

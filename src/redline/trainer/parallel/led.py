@@ -35,16 +35,19 @@ class LeadingTrainer(PolicyTrainer):
     def __init__(self, ranks: Ranks, *arguments: Any, **named: Any) -> None:
         super().__init__(*arguments, **named)
         self._ranks = ranks
-        self._is_told_to_stop = False
 
     def step(self, batch: TrainBatch) -> StepReport:
         with self._together(batch_order(batch)):
             report = super().step(batch)
         self._ranks.orders.met()
-        if self._ranks.is_asked_to_stop and not self._is_told_to_stop:
-            self._is_told_to_stop = True
-            signal.raise_signal(signal.SIGTERM)  # what ends a run after its step listens to this
+        self._stop_where_asked()
         return report
+
+    def _stop_where_asked(self) -> None:
+        """Have a signal that another rank got end the run after its step, unless this process has got one already: what listens
+        to the first ends the process at once at the second."""
+        if callable(signal.getsignal(signal.SIGTERM)) and self._ranks.is_asked_to_stop:
+            signal.raise_signal(signal.SIGTERM)
 
     def save(self, folder: Path) -> None:
         with self._together(Order(SAVE)):

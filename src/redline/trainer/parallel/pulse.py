@@ -37,7 +37,8 @@ class Pulse:
     """The thread that beats and listens. `start` it once; `close` it before the process leaves the others."""
 
     def __init__(self, store: dist.Store, rank: int, world: int) -> None:
-        self._store = store.clone()  # type: ignore[attr-defined]  # the main thread may wait in the other
+        """`store` is a connection of its own: the main thread may wait in another."""
+        self._store = store
         self._rank, self._watched = rank, [0] if rank else list(range(1, world))
         self.patience_s = PATIENCE_S
         self.at_loss: Callable[[str], None] = lambda message: None
@@ -63,6 +64,10 @@ class Pulse:
         """Raise `RankLostError` where a rank is lost."""
         if self.lost:
             raise RankLostError(self.lost, HINT)
+
+    def say(self, key: str, value: str) -> None:
+        """Write a word into the store that all ranks see."""
+        self._store.set(key, value)
 
     def ended(self, why: str) -> None:
         """Tell the others that this process ends with an error, and which."""

@@ -42,8 +42,11 @@ class Ranks:
     """The processes of a run, seen from this one."""
 
     def __init__(self) -> None:
-        self.store, self.rank, self.world = next(dist.rendezvous("env://", timeout=MEETING))
-        self.pulse = Pulse(self.store, self.rank, self.world)
+        given, self.rank, self.world = next(dist.rendezvous("env://", timeout=MEETING))
+        # A launcher's store outlives its processes: what those before a restart wrote is not ours.
+        prefix = f"redline/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
+        self.store = dist.PrefixStore(prefix, given)
+        self.pulse = Pulse(dist.PrefixStore(prefix, given.clone()), self.rank, self.world)
         self.orders = Orders(self.store, self.pulse, self.world)
         self._dismissed = False
         self.pulse.start()
@@ -59,8 +62,8 @@ class Ranks:
             raise
 
     def ask_to_stop(self) -> None:
-        """Have rank 0 end the run after its step, as if it had got the signal itself."""
-        self.store.set(STOP, str(self.rank))
+        """Have rank 0 end the run after its step, as if it had got the signal itself. Any thread may."""
+        self.pulse.say(STOP, str(self.rank))
 
     @property
     def is_asked_to_stop(self) -> bool:

@@ -1,0 +1,174 @@
+"""`torchrun -m redline train`: several ranks train one run, as one process would, and survive what befalls them."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from redline.telemetry.files.metrics import MetricsLog
+
+pytestmark = pytest.mark.slow
+
+RECIPE = Path(__file__).parents[2] / "recipes" / "smoke.yaml"
+PATIENCE_S = 300
+KEYS = ("step", "trainer/loss", "trainer/grad_norm", "rollouts/reward_mean", "trainer/entropy", "trainer/trained_tokens")
+
+
+def rows(folder: Path) -> list[dict[str, Any]]:
+    return list(MetricsLog.read(folder / "metrics.jsonl"))
+
+
+def only_run(folder: Path) -> Path:
+    (run,) = folder.glob("smoke-*")
+    return run
+
+
+@contextmanager
+def started(command: list[str], log: Path) -> Iterator[subprocess.Popen[bytes]]:
+    with log.open("wb") as out:
+        process = subprocess.Popen(command, stdout=out, stderr=out, env={**os.environ, "OMP_NUM_THREADS": "1"})
+    try:
+        yield process
+    finally:
+        if process.poll() is None:
+            process.terminate()  # torchrun ends its ranks
+            process.wait(60)
+
+
+def torchrun(*arguments: str, restarts: int = 0) -> list[str]:
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    return [*launcher, "--max-restarts", str(restarts), "-m", "redline", "train", *arguments]
+
+
+def finish(command: list[str], log: Path) -> str:
+    with started(command, log) as process:
+        code = process.wait(PATIENCE_S)
+    said = log.read_text(errors="replace")
+    assert code == 0, said[-4000:]
+    return said
+
+
+def keys(folder: Path, steps: int, *more: str) -> list[str]:
+    return [f"run.folder={folder}", f"run.steps={steps}", "run.checkpoint_every=2", *more]
+
+
+def assert_same_steps(found: Path, expected: Path) -> None:
+    assert [row["step"] for row in rows(found)] == [row["step"] for row in rows(expected)]
+    for one, other in zip(rows(found), rows(expected), strict=True):
+        assert [one[key] for key in KEYS] == pytest.approx([other[key] for key in KEYS], rel=1e-4, abs=1e-6)
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The run of one process: four steps."""
+    folder = tmp_path_factory.mktemp("alone")
+    finish([sys.executable, "-m", "redline", "train", str(RECIPE), *keys(folder, 4)], folder / "log")
+    return only_run(folder)
+
+
+@pytest.mark.parametrize(
+    "division",
+    [
+        [],
+        ["trainer.sharding=grad_op"],
+        ["trainer.sharding=full", "buffer.max_lag=0"],
+        ["trainer.sequence_parallel_size=2"],
+    ],
+    ids=lambda division: " ".join(division) or "data",
+)
+def test_two_ranks_take_the_steps_of_one_process(alone: Path, division: list[str], tmp_path: Path) -> None:
+    said = finish(torchrun(str(RECIPE), *keys(tmp_path, 4, *division)), tmp_path / "log")
+    run = only_run(tmp_path)
+    assert_same_steps(run, alone)
+    assert said.count("run folder ") == 1, "rank 0 alone talks"
+    lanes = json.loads((run / "ledger.json").read_text())["lanes"]
+    (follower,) = (rows for name, rows in lanes.items() if name.startswith("rank-1-"))
+    assert "trainer.backward" in json.dumps(follower)
+    assert (run / "model" / "config.json").is_file()
+
+
+@pytest.mark.parametrize("before", ["one process", "two that divide the weights"])
+def test_a_run_goes_on_with_another_number_of_ranks(alone: Path, before: str, tmp_path: Path) -> None:
+    single, full = [sys.executable, "-m", "redline", "train"], "trainer.sharding=full"
+    began_alone = before == "one process"
+    first = [*single, str(RECIPE), *keys(tmp_path, 2)] if began_alone else torchrun(str(RECIPE), *keys(tmp_path, 2, full))
+    finish(first, tmp_path / "log")
+    run = str(only_run(tmp_path))
+    goes_on = [run, "--resume", "run.steps=4", full if began_alone else "trainer.sharding=none"]
+    finish(torchrun(*goes_on) if began_alone else [*single, *goes_on], tmp_path / "log")
+    assert_same_steps(Path(run), alone)
+
+
+def rank_ids(launcher: int) -> dict[int, int]:
+    """Rank → process, of the ranks that a torchrun has started."""
+    children = Path(f"/proc/{launcher}/task/{launcher}/children").read_text().split()
+    environments = {int(child): Path(f"/proc/{child}/environ").read_bytes().split(b"\0") for child in children}
+    return {
+        int(entry.removeprefix(b"RANK=")): child
+        for child, entries in environments.items()
+        for entry in entries
+        if entry.startswith(b"RANK=")
+    }
+
+
+def wait_for_step(folder: Path, step: int, process: subprocess.Popen[bytes], log: Path) -> None:
+    until = time.monotonic() + PATIENCE_S
+    while not any(len(rows(run)) >= step for run in folder.glob("smoke-*") if (run / "metrics.jsonl").exists()):
+        assert process.poll() is None, log.read_text(errors="replace")[-4000:]
+        assert time.monotonic() < until
+        time.sleep(0.1)
+
+
+@pytest.mark.parametrize("killed", [0, 1])
+def test_a_killed_rank_costs_a_restart_that_resumes(killed: int, alone: Path, tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    with started(torchrun(str(RECIPE), *keys(tmp_path, 4), restarts=1), log) as process:
+        wait_for_step(tmp_path, 3, process, log)
+        os.kill(rank_ids(process.pid)[killed], signal.SIGKILL)
+        assert process.wait(PATIENCE_S) == 0, log.read_text(errors="replace")[-4000:]
+    assert_same_steps(only_run(tmp_path), alone)
+
+
+def in_the_middle(tmp_path: Path, act: Callable[[subprocess.Popen[bytes], dict[int, int]], None]) -> tuple[Path, str, float]:
+    """A long run to whose third step something happens: the run, what was said, and the seconds until rank 0 had ended."""
+    log = tmp_path / "log"
+    with started(torchrun(str(RECIPE), *keys(tmp_path, 500, "trainer.rank_timeout_s=5")), log) as process:
+        wait_for_step(tmp_path, 3, process, log)
+        ranks, began = rank_ids(process.pid), time.monotonic()
+        act(process, ranks)
+        while Path(f"/proc/{ranks[0]}/exe").exists():
+            assert time.monotonic() - began < 60, log.read_text(errors="replace")[-4000:]
+            time.sleep(0.1)
+        took_s = time.monotonic() - began
+        os.kill(ranks[1], signal.SIGCONT) if Path(f"/proc/{ranks[1]}").exists() else None
+        assert process.wait(PATIENCE_S) != 0
+    return only_run(tmp_path), log.read_text(errors="replace"), took_s
+
+
+def test_a_rank_that_stands_still_ends_the_others_with_its_name(tmp_path: Path) -> None:
+    run, said, took_s = in_the_middle(tmp_path, lambda process, ranks: os.kill(ranks[1], signal.SIGSTOP))
+    assert "rank 1 of the trainer (process " in said
+    assert "has given no sign of life" in said
+    assert took_s < 30
+    assert "rank 1" in json.loads((run / "failure.json").read_text())["message"]
+
+
+@pytest.mark.parametrize("whom", ["torchrun", "rank 1"])
+def test_a_signal_ends_the_run_after_its_step_with_a_checkpoint(whom: str, tmp_path: Path) -> None:
+    def act(process: subprocess.Popen[bytes], ranks: dict[int, int]) -> None:
+        os.kill(process.pid if whom == "torchrun" else ranks[1], signal.SIGTERM)
+
+    run, said, _ = in_the_middle(tmp_path, act)
+    last = rows(run)[-1]["step"]
+    assert f"stopped after step {last}; continue with" in said
+    assert (run / "checkpoints" / f"step-{last:06d}").is_dir()
