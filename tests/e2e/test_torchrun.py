@@ -21,7 +21,7 @@ pytestmark = pytest.mark.slow
 
 RECIPE = Path(__file__).parents[2] / "recipes" / "smoke.yaml"
 PATIENCE_S = 300
-KEYS = ("step", "trainer/loss", "trainer/grad_norm", "rollouts/reward_mean", "trainer/entropy", "trainer/trained_tokens")
+KEYS = ("step", "trainer/loss", "trainer/grad_norm", "rollouts/reward_mean", "trainer/trained_tokens")
 
 
 def rows(folder: Path) -> list[dict[str, Any]]:
@@ -81,7 +81,7 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> Path:
     [
         [],
         ["trainer.sharding=grad_op"],
-        ["trainer.sharding=full", "buffer.max_lag=0"],
+        ["trainer.sharding=full"],
         ["trainer.sequence_parallel_size=2"],
     ],
     ids=lambda division: " ".join(division) or "data",
