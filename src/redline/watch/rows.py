@@ -168,6 +168,7 @@ def step_metrics(step: FinishedStep, peak_flops: float | None = None) -> dict[st
         "buffer/policy_lag_max_steps": max(batch.lags, default=batch.lag),
         **_trainer_metrics(step, sections.get("trainer", 0.0), peak_flops),
         "weight_sync/bytes_moved": step.update.bytes_moved,
+        **{f"weight_sync/{part}_s": seconds for part, seconds in step.update.seconds.items()},
         "weight_sync/total_s": phases.get("weight_sync", 0.0) + phases.get("wait_for_engine", 0.0),
         "run/step_s": sum(sections.values()),
         "run/samples_per_s": batch.num_attempts_sampled / max(1e-9, sum(sections.values())),
