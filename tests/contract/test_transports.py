@@ -4,7 +4,7 @@ line in `TRANSPORTS`."""
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
@@ -22,6 +22,7 @@ from redline.weight_sync.plan import TransferPlan
 from redline.weight_sync.transport import Transport
 from redline.weight_sync.transports.http import HttpWeights, RedlineServer
 from redline.weight_sync.transports.http_calls import HttpServer
+from redline.weight_sync.transports.pushed import PushedTensors
 from redline.weight_sync.verify import Probe
 from redline.wire import Connection
 
@@ -106,6 +107,25 @@ def broadcast(trainer: Mapping[str, Tensor]) -> tuple[Transport, Mapping[str, Te
     return Broadcast([linked.channel], trainer, Sending(timeout_s=10, bucket_bytes=32)), linked.tensors
 
 
+class LoadingEngine:
+    """Copies what it is given into tensors of its own."""
+
+    def __init__(self, tensors: Mapping[str, Tensor]) -> None:
+        self.tensors = {name: tensor.clone() for name, tensor in tensors.items()}
+
+    def update_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
+        for name, tensor in weights:
+            self.tensors[name].copy_(tensor)
+
+    def stop_sampling(self, reason: str) -> None:
+        raise AssertionError(reason)
+
+
+def pushed(trainer: Mapping[str, Tensor]) -> tuple[Transport, Mapping[str, Tensor]]:
+    engine = LoadingEngine(trainer)
+    return PushedTensors(engine, trainer, lambda tensors: tensors.items()), engine.tensors
+
+
 TRANSPORTS: dict[str, Callable[[Mapping[str, Tensor]], tuple[Transport, Mapping[str, Tensor]]]] = {
     "shared": shared,
     "copied": copied,
@@ -113,6 +133,7 @@ TRANSPORTS: dict[str, Callable[[Mapping[str, Tensor]], tuple[Transport, Mapping[
     "broadcast": broadcast,
     "checkpoint_engine": checkpoint_engine,
     "http": http,
+    "pushed": pushed,
 }
 """Name → a transport for the trainer's tensors, and the tensors that its engine reads."""
 

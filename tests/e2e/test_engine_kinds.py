@@ -63,7 +63,9 @@ def native(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
 
 
 def test_transformers_trains_as_the_native_engine_does(native: list[dict[str, Any]], tmp_path: Path) -> None:
-    assert_same_training(native, train(tmp_path / "run", engine={"kind": "transformers"}))
+    theirs = train(tmp_path / "run", engine={"kind": "transformers"})
+    assert_same_training(native, theirs)
+    assert {row["weight_sync/bytes_moved"] for row in theirs} == {0}  # it reads the trainer's own tensors
 
 
 @pytest.mark.slow
@@ -78,7 +80,9 @@ def test_transformers_trains_beside_the_trainer_within_the_lag(tmp_path: Path) -
 def test_an_adapter_in_training_reaches_transformers_merged(tmp_path: Path) -> None:
     lora: dict[str, dict[str, Any]] = {"trainer": {"lora": {"rank": 4}}}
     ours = train(tmp_path / "ours", **lora)
-    assert_same_training(ours, train(tmp_path / "theirs", engine={"kind": "transformers"}, **lora))
+    theirs = train(tmp_path / "theirs", engine={"kind": "transformers"}, **lora)
+    assert_same_training(ours, theirs)
+    assert all(row["weight_sync/bytes_moved"] > 0 for row in theirs)
 
 
 def test_a_server_that_keeps_its_weights_is_refused_before_anything_loads(tmp_path: Path) -> None:
@@ -168,6 +172,7 @@ def vllm_sections(model: Path, **more: dict[str, Any]) -> dict[str, dict[str, An
 def test_vllm_runs_a_whole_training_job(wide: Path, max_lag: int, tmp_path: Path) -> None:
     found = train(tmp_path / "run", **vllm_sections(wide, run={"steps": 12}, buffer={"max_lag": max_lag}))
     assert [row["step"] for row in found] == list(range(1, 13))
+    assert all(row["weight_sync/bytes_moved"] > 0 for row in found)
     # Version by version it samples from what the trainer has: the trainer's own logprobs of the same tokens say so.
     assert all((row["trainer/mismatch_kl"] or 0.0) < (0.5 if max_lag else 1e-6) for row in found)
     model = load_file(newest_run(tmp_path / "run").path / "model" / "model.safetensors")

@@ -154,10 +154,10 @@ def make_other_engine(config: Config, model: LoadedModel, trainer: Trainer) -> O
     if config.engine.kind == "openai":
         return _trained_server(config.engine, trainer)
     engine = _packaged(config.engine, model.folder, config.model.dtype)
-    return OtherSide(engine, _pushed(engine, model.decoder))
+    return OtherSide(engine, _pushed(engine, model.decoder, trainer))
 
 
-def _pushed(engine: TransformersEngine | VllmEngine | SglangEngine, decoder: AnyDecoder) -> PushedTensors:
+def _pushed(engine: TransformersEngine | VllmEngine | SglangEngine, decoder: AnyDecoder, trainer: Trainer) -> PushedTensors:
     """Make the transport to an engine that loads weights by their Hugging Face names."""
 
     def logprobs(tokens: Sequence[int]) -> list[float] | None:
@@ -168,7 +168,7 @@ def _pushed(engine: TransformersEngine | VllmEngine | SglangEngine, decoder: Any
         assert completion.prompt_logprobs is not None
         return completion.prompt_logprobs[1:].tolist()
 
-    return PushedTensors(engine, _named_by_hugging_face(decoder), logprobs)
+    return PushedTensors(engine, trainer.weights().tensors, _named_by_hugging_face(decoder), logprobs)
 
 
 def _trained_server(config: EngineConfig, trainer: Trainer) -> OtherSide:
@@ -185,7 +185,7 @@ def _transformers(config: Config, model: LoadedModel, trainer: Trainer) -> Other
     if config.trainer.lora.rank:  # transformers' layers know nothing of our adapter
         network = load_recompute_model(model.folder, weight.device, weight.dtype)
         engine = TransformersEngine(network, config.engine, model.tokenizer)
-        return OtherSide(engine, _pushed(engine, decoder))
+        return OtherSide(engine, _pushed(engine, decoder, trainer))
     engine = TransformersEngine(load_sharing_model(model.folder, decoder), config.engine, model.tokenizer)
     read = dict(engine.network.named_parameters())
 

@@ -195,8 +195,8 @@ class Loading:
 
 def test_pushed_weights_are_loaded_when_the_engine_is_held_and_not_before() -> None:
     engine = Loading()
-    transport = PushedTensors(engine, lambda tensors: [(f"their.{name}", tensor) for name, tensor in tensors.items()])
     weights = WeightSet(3, {"w": torch.ones(4)})
+    transport = PushedTensors(engine, weights.tensors, lambda tensors: [(f"their.{name}", t) for name, t in tensors.items()])
     assert transport.move(TransferPlan(3, ("w",)), weights) == 16
     transport.verify(weights)
     assert engine.loaded == []
@@ -205,7 +205,7 @@ def test_pushed_weights_are_loaded_when_the_engine_is_held_and_not_before() -> N
 
 
 def pushed(engine: Loading, found: list[float]) -> PushedTensors:
-    return PushedTensors(engine, lambda tensors: list(tensors.items()), lambda tokens: found)
+    return PushedTensors(engine, {"w": torch.ones(4)}, lambda tensors: list(tensors.items()), lambda tokens: found)
 
 
 def test_an_engine_that_failed_to_load_samples_no_more() -> None:

@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
 from redline.types import WeightSet
@@ -38,12 +39,15 @@ class PushedTensors:
     def __init__(
         self,
         engine: TakesWeights,
+        trained: Mapping[str, Tensor],
         named: Callable[[Mapping[str, Tensor]], Named],
         logprobs: Callable[[Sequence[int]], Sequence[float] | None] = lambda tokens: None,
     ) -> None:
-        """`named` returns every weight of the policy under its Hugging Face name, given the tensors that the trainer trains.
+        """`trained` are the tensors that the trainer trains; `named` returns every weight of the policy under its Hugging Face
+        name, given those.
         `logprobs` returns what the engine makes of each token after the first; None where it cannot say now."""
         self._engine = engine
+        self._forms = _forms(trained)
         self._named = named
         self._logprobs = logprobs
         self._moved: tuple[int, list[tuple[str, Tensor]]] | None = None
@@ -52,6 +56,7 @@ class PushedTensors:
         self.parts: dict[str, float] = {}
 
     def move(self, plan: TransferPlan, weights: WeightSet) -> int:
+        self._check(weights)
         began = time.perf_counter()
         named = list(self._named(weights.tensors))
         self._moved = (weights.version, named)
@@ -59,7 +64,8 @@ class PushedTensors:
         return sum(tensor.nbytes for _, tensor in named)
 
     def verify(self, weights: WeightSet) -> None:
-        """The tensors are the trainer's own; the engine checks names and shapes when it loads them."""
+        """The bytes are the trainer's own; the engine checks what it gets when it loads them."""
+        self._check(weights)
         assert self._moved is None or self._moved[0] == weights.version, "other weights were moved"
 
     def adopt(self, probe: Probe | None = None) -> None:
@@ -80,8 +86,16 @@ class PushedTensors:
         if self._is_loading:
             self._engine.stop_sampling(f"its weights are part of version {version} and part of the one before")
 
+    def _check(self, weights: WeightSet) -> None:
+        other = {name for name, _ in _forms(weights.tensors).items() ^ self._forms.items()}
+        assert not other, f"other tensors than the engine was made for: {', '.join(sorted(other))}"
+
     def catch_up(self, channel: Connection, weights: WeightSet) -> None:
         raise AssertionError("an engine of another process is given its weights by another transport")
 
     def close(self) -> None:
         """Nothing was opened."""
+
+
+def _forms(tensors: Mapping[str, Tensor]) -> dict[str, tuple[torch.Size, torch.dtype]]:
+    return {name: (tensor.shape, tensor.dtype) for name, tensor in tensors.items()}
