@@ -8,7 +8,9 @@ import signal
 import subprocess
 import sys
 import time
+import uuid
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import psutil
@@ -27,21 +29,22 @@ def quiet_ray(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """No token in the home folder, no statistics, and no process of Ray left behind."""
     monkeypatch.setenv("RAY_AUTH_MODE", "disabled")
     monkeypatch.setenv("RAY_USAGE_STATS_ENABLED", "0")
-    before = ray_processes()
+    mark = uuid.uuid4().hex
+    monkeypatch.setenv("REDLINE_TEST", mark)
     yield
     deadline = time.monotonic() + 30
-    while (left := ray_processes() - before) and time.monotonic() < deadline:
+    while (left := processes_with(mark)) and time.monotonic() < deadline:
         time.sleep(0.5)
     assert not left
 
 
-def ray_processes() -> set[int]:
-    """Processes of Ray, and those that its actors started."""
-    found = set()
-    for process in psutil.process_iter(["pid", "name", "cmdline"]):
-        words = " ".join([process.info["name"] or "", *(process.info["cmdline"] or ())])
-        if "raylet" in words or "gcs_server" in words or "ray::" in words or "ray_hosted" in words:
-            found.add(process.info["pid"])
+def processes_with(mark: str) -> list[str]:
+    """Processes that a test started, of Ray or by its actors: they inherit what marks the test."""
+    found = []
+    for process in psutil.process_iter():
+        with suppress(psutil.Error):
+            if process.environ().get("REDLINE_TEST") == mark:
+                found.append(" ".join(process.cmdline()))
     return found
 
 
@@ -69,18 +72,46 @@ def test_a_run_on_ray_has_the_losses_of_one_process(tmp_path: Path, alone: list[
     assert losses(folder) == alone
 
 
-@pytest.mark.parametrize("victim", ["rank", "actor"])
-def test_a_killed_rank_goes_on_from_its_newest_checkpoint(tmp_path: Path, alone: list[float], victim: str) -> None:
+def rank_of(folder: Path, index: int) -> psutil.Process | None:
+    """The process of a rank of the run in this folder, once it has begun its work."""
+    for process in psutil.process_iter(["cmdline"]):
+        if "redline.launch.workers.ray_hosted" in (process.info["cmdline"] or ()):
+            with suppress(psutil.Error):
+                env = process.environ()
+                if env.get("RANK") == str(index) and env.get("REDLINE_RUN_FOLDER", "").startswith(str(folder)):
+                    return process
+    return None
+
+
+def test_two_ranks_on_ray_have_the_losses_of_one_process_but_for_rounding(tmp_path: Path, alone: list[float]) -> None:
     folder = tmp_path / "run"
-    with started("train", letters(folder), *RAY, cwd=folder) as driver:
+    succeed("train", letters(folder), *RAY, "placement.trainers=2", "trainer.sharding=full", cwd=folder)
+    assert losses(folder) == pytest.approx(alone, rel=1e-3, abs=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("trainers", "victims"), [(1, ["rank 0"]), (1, ["actor 0"]), (2, ["rank 1", "actor 1"]), (2, ["rank 0", "actor 0"])]
+)
+def test_a_run_goes_on_after_a_kill_from_its_newest_checkpoint(
+    tmp_path: Path, alone: list[float], trainers: int, victims: list[str]
+) -> None:
+    """Each victim is killed at a random moment of the steps after a checkpoint; nothing is trained twice."""
+    folder = tmp_path / "run"
+    with started("train", letters(folder), *RAY, f"placement.trainers={trainers}", cwd=folder) as driver:
         own = folder / "runs" / "letters-001"
-        assert wait_until(lambda: (own / "checkpoints" / "step-000002").exists(), driver)
-        time.sleep(random.random())
-        rank = psutil.Process(int((own / ".lock").read_text()))
-        (rank if victim == "rank" else rank.parent()).kill()
-        assert driver.wait(120) == 0
-    assert losses(folder) == alone
-    assert "restart 1 of 3" in (folder / "stderr.txt").read_text()
+        for kills, victim in enumerate(victims):
+            step = f"step-{2 * kills + 2:06d}"
+            assert wait_until(lambda step=step: (own / "checkpoints" / step).exists(), driver)
+            time.sleep(random.random() / 2)
+            what, _, index = victim.partition(" ")
+            rank = rank_of(folder, int(index))
+            assert rank is not None
+            (rank if what == "rank" else rank.parent()).kill()
+        assert driver.wait(240) == 0, (folder / "stderr.txt").read_text()
+    if trainers == 1:
+        assert losses(folder) == alone
+    assert losses(folder) == pytest.approx(alone, rel=1e-3, abs=1e-5)
+    assert f"restart {len(victims)} of 3" in (folder / "stderr.txt").read_text()
 
 
 def test_a_run_that_is_lost_too_often_ends_with_the_reason(tmp_path: Path) -> None:

@@ -59,7 +59,8 @@ def check_ranks(config: Config) -> None:
     """Raise `ConfigError` where so many processes cannot divide the recipe's work."""
     from redline.trainer.parallel.place import Division, find_place
 
-    ranks, trainer = num_ranks(), config.trainer
+    ranks = config.placement.trainers if config.placement.cluster else num_ranks()
+    trainer = config.trainer
     find_place(0, ranks, Division.of(trainer))
     if ranks == 1:
         return

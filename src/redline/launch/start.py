@@ -65,7 +65,7 @@ def run_to_continue(path: Path, overrides: Sequence[str], tell: Tell) -> tuple[R
         path = path.parent
     recipe = load_recipe(path, overrides) if path.is_file() else None
     folder = RunFolder.newest(recipe.run.folder, recipe.run.name, tell=tell) if recipe else RunFolder.open(path)
-    allowed = ("run.steps=", *DIVISION, *(("run.name=", "run.folder=") if recipe else ()))
+    allowed = ("run.steps=", "placement.", *DIVISION, *(("run.name=", "run.folder=") if recipe else ()))
     foreign = [override for override in overrides if not override.startswith(allowed)]
     if foreign:
         raise ConfigError(

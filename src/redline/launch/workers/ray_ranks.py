@@ -128,8 +128,9 @@ class _Driver:
     def _jobs(self, from_scratch: bool) -> Iterator[Job]:
         config, ranks = self.run.resolved.recorded, self._ranks
         if self.folder.config.exists():
-            arguments = ["train", str(self.folder.path), f"run.steps={config.run.steps}", "--resume", "--json"]
-            files = {}
+            kept = {"run.steps": config.run.steps} | {f"placement.{key}": value for key, value in config.placement}
+            overrides = [f"{key}={json.dumps(value)}" for key, value in kept.items()]
+            arguments, files = ["train", str(self.folder.path), *overrides, "--resume", "--json"], {}
         else:
             arguments, files = ["train", "{files}/recipe.yaml", "--json"], {"recipe.yaml": as_recipe(config)}
         if from_scratch:
