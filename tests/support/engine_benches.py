@@ -11,11 +11,12 @@ import re
 import socket
 import subprocess
 import sys
+import threading
 import time
 import urllib.request
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -33,12 +34,15 @@ from transformers import (
 )
 
 from redline.config.sections.engine import EngineConfig
-from redline.engine import NativeEngine
+from redline.engine import EngineSession, NativeEngine
 from redline.engine.adapters.openai_server import OpenAIServerEngine
 from redline.engine.adapters.vllm import VllmEngine
+from redline.engine.remote.client import open_engine
+from redline.engine.remote.service import RequestService
 from redline.models.files.hf import load_decoder, load_tokenizer
 from redline.ports import Engine
 from redline.types import WeightUpdate
+from redline.wire import listen, make_token
 
 KV_CACHE_BYTES = 64 * 2**20
 START_S = 240
@@ -105,6 +109,24 @@ class NativeBench:
         action()
         hook.remove()
         return sum(counts)
+
+
+class RemoteBench(NativeBench):
+    """The native engine behind a connection, both ends in this process."""
+
+    def __init__(self, folder: Path, size: Size, owned: ExitStack) -> None:
+        super().__init__(folder, size)
+        there, token = owned.enter_context(EngineSession(self.engine)), make_token()
+        about = {"limits": asdict(self.engine.limits), "adapters": []}
+        listener = owned.enter_context(listen(token=token))
+
+        def serve() -> None:
+            RequestService(there, listener.accept(START_S)).serve(about)
+
+        threading.Thread(target=serve, daemon=True).start()
+        remote = open_engine(listener.address, token, "engine 0")
+        owned.callback(remote.close)
+        self.engine: Engine = EngineSession(remote)  # type: ignore[assignment]
 
 
 class VllmBench:
@@ -267,6 +289,14 @@ class Kind:
 
 ENGINES: dict[str, Kind] = {
     "native": Kind(NativeBench, CONFIGS, is_costly=False, refuses_large_n=True, shows_tokens=True),
+    "remote": Kind(
+        RemoteBench,
+        {"llama, untied": CONFIGS["llama, untied"]},
+        is_server=True,
+        refuses_large_n=True,
+        shows_tokens=True,
+        marks=(pytest.mark.slow,),
+    ),
     "vllm": Kind(
         VllmBench,
         WITH_WIDE_HEADS,
