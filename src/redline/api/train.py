@@ -17,6 +17,7 @@ from redline.config import load_recipe, make_config
 from redline.errors import ConfigError
 from redline.launch import start
 from redline.launch.checked_run import CheckedRun
+from redline.launch.ranks import num_ranks
 from redline.runs import Run
 
 Recipe = str | os.PathLike[str] | Mapping[str, Any]
@@ -40,6 +41,11 @@ def train(recipe: Recipe, overrides: Mapping[str, Any] | None = None, *, resume:
         raise ConfigError(
             "redline.train was called in a thread; Ctrl-C and the ledger need the main one",
             "call it in the main thread, or start `redline train` as a process",
+        )
+    if num_ranks() > 1:
+        raise ConfigError(
+            f"redline.train runs in one process, and {num_ranks()} were started",
+            "start them with the command: torchrun --nproc-per-node N -m redline train RECIPE",
         )
     with _outside_event_loop():
         summary = start.train(_checked(recipe, {} if overrides is None else overrides, resume), began_ns=began_ns)

@@ -22,7 +22,7 @@ from redline.errors import ConfigError, RedlineError, TaskError, boundary
 from redline.launch.environments import make_environment, task_source
 from redline.launch.kinds import check_kind
 from redline.launch.placement import Placement, check_device, place
-from redline.launch.ranks import check_model_for_ranks
+from redline.launch.ranks import check_gpus_for_ranks, check_model_for_ranks
 from redline.ports import Environment, TaskSource
 from redline.rollouts import Chat
 from redline.rollouts.history import history_notes
@@ -92,6 +92,7 @@ def _check_inputs(config: Config, placement: Placement) -> Checked:
         first = _first_tasks(config, tasks.source, notes)
     with span("models.load"):
         check_device(config.run.device)
+        check_gpus_for_ranks(config)
         # An environment's tasks may be without messages: what it asks is then known when it plays.
         asked = [task for task in [*first, *tasks.held_out[:NUM_LOOKED_AT]] if task.messages]
         _check_model(config, asked, notes)

@@ -76,6 +76,20 @@ def check_ranks(config: Config) -> None:
         )
 
 
+def check_gpus_for_ranks(config: Config) -> None:
+    """Raise `ConfigError` where the ranks of this machine have not each a GPU of their own. Imports torch."""
+    here = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    if config.run.device != "cuda" or here == 1:
+        return
+    import torch
+
+    if here > (gpus := torch.cuda.device_count()):
+        raise ConfigError(
+            f"{here} ranks were started on this machine, and each needs a GPU of its own: there {_are(gpus)}",
+            f"start {gpus} here (torchrun --nproc-per-node {gpus})",
+        )
+
+
 def check_model_for_ranks(config: Config, folder: Path) -> None:
     """Raise `ConfigError` where the model in this folder cannot be divided as the recipe asks."""
     if config.trainer.sequence_parallel_size == 1:
@@ -131,3 +145,7 @@ def _began(pid: int) -> str:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
     except OSError:
         return ""
+
+
+def _are(count: int) -> str:
+    return "is 1" if count == 1 else f"are {count}"

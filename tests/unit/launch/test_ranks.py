@@ -1,0 +1,95 @@
+"""Which process of a run this is, and what a launcher's restart means."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+import torch
+
+import redline
+from redline.config import Config, resolve, validate
+from redline.config.sections.run import RunConfig
+from redline.errors import ConfigError
+from redline.launch.ranks import check_gpus_for_ranks, check_model_for_ranks, is_follower, remember_launch, run_to_take_up
+from redline.telemetry import RunFolder
+
+
+def recipe(**trainer: object) -> Config:
+    values = {
+        "run": {"device": "cpu"},
+        "model": {"path": "builtin:tiny"},
+        "rollouts": {"task": {"kind": "import", "path": "tests:Fake"}},
+        "trainer": trainer,
+    }
+    return resolve(validate(values)).config
+
+
+@pytest.fixture
+def launched(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
+    """A process that torchrun started, for the first time."""
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "0")
+    return monkeypatch
+
+
+def recorded_run(folder: Path) -> RunFolder:
+    run = RunFolder.create(folder, "demo")
+    run.config.write_text("{}")
+    remember_launch(run)
+    return run
+
+
+def test_a_restart_takes_up_the_newest_run_of_its_launcher(launched: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    wanted = RunConfig(name="demo", folder=tmp_path)
+    recorded_run(tmp_path)
+    own = recorded_run(tmp_path)
+    other = recorded_run(tmp_path)
+    (other.path / "launch.json").write_text(json.dumps({"launch": "another"}))
+    assert run_to_take_up(wanted) is None, "the first start begins a run"
+    launched.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    found = run_to_take_up(wanted)
+    assert found is not None
+    assert found.path == own.path
+
+
+def test_a_restart_before_there_was_a_run_begins_one(launched: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    launched.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    RunFolder.create(tmp_path, "demo")
+    assert run_to_take_up(RunConfig(name="demo", folder=tmp_path)) is None
+
+
+def test_without_a_launcher_nothing_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
+    run = recorded_run(tmp_path)
+    assert not (run.path / "launch.json").exists()
+
+
+@pytest.mark.parametrize(("rank", "follows"), [(None, False), ("0", False), ("3", True)])
+def test_rank_0_leads(rank: str | None, follows: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("RANK", raising=False) if rank is None else monkeypatch.setenv("RANK", rank)
+    assert is_follower() is follows
+
+
+def test_heads_that_ranks_cannot_divide_are_refused_from_the_models_files(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"num_attention_heads": 9}))
+    check_model_for_ranks(recipe(sequence_parallel_size=3), tmp_path)
+    with pytest.raises(ConfigError, match="9 attention heads cannot be divided"):
+        check_model_for_ranks(recipe(sequence_parallel_size=2), tmp_path)
+
+
+def test_ranks_without_a_gpu_of_their_own_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = recipe()
+    config = config.model_copy(update={"run": config.run.model_copy(update={"device": "cuda"})})
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    with pytest.raises(ConfigError, match="each needs a GPU of its own: there is 1"):
+        check_gpus_for_ranks(config)
+
+
+def test_the_function_train_refuses_several_processes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(os.environ, "WORLD_SIZE", "2")
+    with pytest.raises(ConfigError, match="runs in one process, and 2 were started"):
+        redline.train({})
