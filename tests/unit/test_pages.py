@@ -16,7 +16,7 @@ from redline.config.schema import Config
 
 COMMANDS = sorted({command for page in PAGES for command in commands(page)})
 VERBS = typer.main.get_command(app).commands  # type: ignore[attr-defined]
-SECTIONS = "run|model|rollouts|buffer|trainer|weight_sync|engine|telemetry"
+SECTIONS = "run|model|rollouts|buffer|trainer|weight_sync|engine|placement|telemetry"
 _KEY = re.compile(rf"`((?:{SECTIONS})\.(?!py`)[a-z_]+(?:\.[a-z_]+)*)(?=[`:=])")
 _LINK = re.compile(r"\]\(([^)#\s:]*)(#[^)\s]*)?\)")
 

@@ -29,21 +29,11 @@ STARTED = {
 }
 """Module → modules that it starts or loads by a name that is no whole string: programs beside it, and rows of a table."""
 WAITING = {
-    "redline.engine.prefix_routes": "which engine has the beginning of a prompt",
-    "redline.engine.remote": "an engine in another process",
-    "redline.engine.remote.client": "an engine in another process, as its user sees it",
-    "redline.engine.remote.records": "requests and pieces as frames",
-    "redline.engine.remote.service": "an engine in another process, as it answers",
-    "redline.engine.replicas": "several engines as one",
-    "redline.launch.workers.engine_worker": "the program of an engine's process",
     "redline.launch.workers.ray_engines": "engines on a Ray cluster",
-    "redline.launch.workers.pool": "the processes of a run's engines",
-    "redline.launch.workers.spawn": "how the process of an engine is started",
-    "redline.models.prompt_logprobs": "what a network makes of a prompt",
 }
 """Modules that no verb reaches yet, and what each is for. They pass the contract suite of engines and wait for runs whose
 stages are in several processes; until then no recipe key, hint or page offers them. One that is reached has to leave this
-table. `connect` of trainer/parallel/processes.py and `sleep` of the native engine wait with them."""
+table."""
 
 
 def modules() -> dict[str, Path]:

@@ -137,6 +137,11 @@ TABLE: tuple[Readers, ...] = (
         "trainer.kl_coef to more than 0, or trainer.mini_batches to 2 or more",
     ),
     Readers("trainer.lora.*", lambda c: c.trainer.lora.rank > 0, "trainer.lora.rank to 16"),
+    Readers(
+        "placement.max_restarts",
+        lambda c: c.placement.engines > 0 or c.placement.cluster is not None,
+        "placement.engines to 1 or more",
+    ),
     Readers("placement.address", lambda c: c.placement.cluster is not None, "placement.cluster to ray"),
     Readers("placement.trainers", lambda c: c.placement.cluster is not None, "placement.cluster to ray"),
     Readers("telemetry.profile.steps", lambda c: c.telemetry.profile.what is not None, "telemetry.profile to e2e"),

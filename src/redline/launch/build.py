@@ -11,7 +11,7 @@ The engine side is made in `engine_side.py`, engines by themselves in `engines.p
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -20,12 +20,13 @@ from redline.buffer.store.segments import SEGMENT_BYTES
 from redline.config import Config
 from redline.engine import EngineSession
 from redline.environments.single_turn import SingleTurn
-from redline.launch.engine_side import colocated
+from redline.launch.engine_side import EngineSide, apart, colocated
 from redline.launch.models import LoadedModel, load_reward_model, load_trainable_policy
 from redline.launch.placement import Placement
 from redline.launch.preflight import LoadedTasks
 from redline.launch.stages import RunEngine, Stages
 from redline.launch.trainers import make_trainer, meet_ranks
+from redline.models.prompt_logprobs import prompt_logprobs
 from redline.ports import Rollouts, SteppedEngine
 from redline.rollouts import Chat, Dispatcher, RolloutSetup
 from redline.rollouts.prompts import Prompts, prompt_limit
@@ -35,11 +36,17 @@ from redline.trainer import PolicyTrainer
 from redline.types import Task
 from redline.weight_sync import WeightProtocol
 from redline.weight_sync.transport import Transport
+from redline.weight_sync.verify import Probe
 
 Tell = Callable[[str], None]
 QUEUE_DEPTH = 2
 """Replies that environments may have under way in the engine, in units of `engine.max_num_seqs`: enough that a row which
 becomes free finds the next prompt there, and few enough that groups begun earlier go first."""
+
+PROBE_TOKENS = 32
+"""Tokens of the prompt by which engines in other processes prove that they compute with the trainer's weights."""
+PROBE_TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.05}
+"""Mean difference of logprobs that rounding explains, by the network's type."""
 
 
 def build(
@@ -58,13 +65,43 @@ def build(
     model = load_trainable_policy(config)
     trainer = make_trainer(config, model, folder, tell, parallel)
     model = replace(model, decoder=trainer.network)
-    engines = colocated(config, model, trainer)
-    session = EngineSession(around_engine(engines.engine), wait_for_device=lambda: _wait_for(config.run.device))
+    engines = apart(config, placement, trainer, folder, tell) if placement.engines else colocated(config, model, trainer)
+    try:
+        return _connected(_Made(config, folder, tell, model, trainer, engines), placement, tasks, around_engine)
+    except BaseException:
+        engines.close()
+        raise
+
+
+@dataclass(slots=True, frozen=True)
+class _Made:
+    """Both sides of a run, not connected yet."""
+
+    config: Config
+    folder: RunFolder
+    tell: Tell
+    model: LoadedModel
+    trainer: PolicyTrainer
+    engines: EngineSide
+
+
+def _connected(
+    made: _Made, placement: Placement, tasks: LoadedTasks, around_engine: Callable[[SteppedEngine], SteppedEngine]
+) -> Stages:
+    config, model, trainer, engines = made.config, made.model, made.trainer, made.engines
+    # Engines of other processes wait for their own devices.
+    device = "cpu" if placement.engines else config.run.device
+    session = EngineSession(around_engine(engines.engine), wait_for_device=lambda: _wait_for(device))
     setup = make_rollout_setup(config, model, engines.engine, tasks)
-    held_out = _without_bad_prompts(tasks, setup, tell)
-    weight_sync = make_weight_sync(placement, trainer, engines.transport, session)
+    held_out = _without_bad_prompts(tasks, setup, made.tell)
+    probe = make_probe(model) if placement.engines else None
+    weight_sync = make_weight_sync(placement, trainer, engines.transport, session, probe)
+    if placement.engines:
+        # At once: a transport that does not work ends the run before it begins, and a restarted engine finds a version.
+        weight_sync.engine.apply(weight_sync.publish(trainer.weights()))
+        engines.join(weight_sync.catch_up)
     rollouts = make_rollouts(placement, setup, session)
-    store = make_store(config, folder, tell)
+    store = make_store(config, made.folder, made.tell)
     return Stages(
         rollouts=rollouts,
         buffer=make_buffer(config, store, rollouts),
@@ -77,6 +114,7 @@ def build(
         store=store,
         model=model,
         held_out=held_out,
+        sleeper=engines.sleeper,
     )
 
 
@@ -122,24 +160,38 @@ def _without_bad_prompts(tasks: LoadedTasks, setup: RolloutSetup, tell: Tell) ->
 
 
 def make_weight_sync(
-    placement: Placement, trainer: PolicyTrainer, transport: Transport, session: EngineSession
+    placement: Placement,
+    trainer: PolicyTrainer,
+    transport: Transport,
+    session: EngineSession,
+    probe: Callable[[], Probe] | None = None,
 ) -> WeightProtocol:
-    """Connect the trainer to its engines. One that reads the trainer's own tensors is held while a step overwrites them."""
+    """Connect the trainer to its engines. One that reads the trainer's own tensors is held while a step overwrites them. With a
+    `probe`, engines prove after each update that they come to the trainer's own logprobs."""
 
     def wait_for_device() -> None:
         if not placement.is_lockstep:  # there both launch on one stream
             _wait_for(placement.stages["trainer"].device)
 
-    weight_sync = WeightProtocol(transport, session, wait_for_device)
+    weight_sync = WeightProtocol(transport, session, wait_for_device, probe)
     trainer.writing = weight_sync.writing
     return weight_sync
+
+
+def make_probe(model: LoadedModel) -> Callable[[], Probe]:
+    """Return a function that says what the trainer's network makes of a fixed prompt now."""
+    decoder = model.decoder
+    vocabulary = decoder.spec.vocab_size
+    tokens = [(1 + 7919 * position) % vocabulary for position in range(PROBE_TOKENS)]
+    tolerance = PROBE_TOLERANCE[decoder.output_weight.dtype]
+    return lambda: Probe(tokens, prompt_logprobs(decoder, tokens), tolerance)
 
 
 def make_rollouts(placement: Placement, setup: RolloutSetup, session: EngineSession) -> Rollouts:
     """In lockstep rollouts and trainer take turns in one thread, else each has its own, and on a CPU its own cores."""
     if placement.is_lockstep:
         return Dispatcher(session, setup)
-    place = placement.stages["engine"]
+    place = placement.stages["rollouts"]
 
     def prepare_thread() -> None:
         if place.device == "cuda":

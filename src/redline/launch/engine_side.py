@@ -2,6 +2,7 @@
 
 colocated ──► engine.kind: native     an engine in this process, which reads the tensors that the trainer writes; nothing moves
               any other kind          an engine of others, with weights of its own where it cannot share them (`kinds.py`)
+apart     ──► engines in processes of their own, with weights of their own, as one; a transport moves new weights there
 """
 
 from __future__ import annotations
@@ -10,13 +11,27 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from redline.config import Config
+from redline.engine.replicas import Replicas
+from redline.launch.engine_processes import engine_specs
 from redline.launch.engines import make_engine
 from redline.launch.kinds import make_other_engine
 from redline.launch.models import LoadedModel
+from redline.launch.placement import Placement
+from redline.launch.sleeping import Sleeper
 from redline.launch.stages import RunEngine
+from redline.launch.workers.pool import EnginePool
+from redline.launch.workers.spawn import LocalProcesses
 from redline.ports import Trainer
-from redline.weight_sync import SharedStorage
+from redline.telemetry import RunFolder
+from redline.weight_sync import CudaIpc, Sending, SharedStorage
 from redline.weight_sync.transport import Transport
+from redline.wire import Connection
+
+TRANSPORTS = {"cuda_ipc": CudaIpc}
+"""Name → what brings weights to engines in processes of their own; `shared` is for one in this process."""
+
+CatchUp = Callable[[Connection], object]
+"""Brings the engine at the end of a connection to the current version."""
 
 
 @dataclass(slots=True, frozen=True)
@@ -29,6 +44,10 @@ class EngineSide:
     """Brings the trainer's weights to every one of them."""
     close: Callable[[], None] = lambda: None
     """Ends the processes that they run in. Called when no request is under way any more."""
+    join: Callable[[CatchUp], None] = lambda catch_up: None
+    """Says how an engine that was started again gets the current weights."""
+    sleeper: Sleeper | None = None
+    """The engine, where it sleeps while the trainer works."""
 
 
 def colocated(config: Config, model: LoadedModel, trainer: Trainer) -> EngineSide:
@@ -39,4 +58,29 @@ def colocated(config: Config, model: LoadedModel, trainer: Trainer) -> EngineSid
     engine = make_engine(model.decoder, config.engine, model.tokenizer)
     trained = trainer.weights().tensors
     engine_tensors = {name: tensor.detach() for name, tensor in engine.decoder.named_parameters() if name in trained}
-    return EngineSide(engine, SharedStorage(engine_tensors))
+    return EngineSide(engine, SharedStorage(engine_tensors), sleeper=engine if config.placement.sleep else None)
+
+
+def apart(config: Config, placement: Placement, trainer: Trainer, folder: RunFolder, tell: Callable[[str], None]) -> EngineSide:
+    """Start the processes of the placement's engines and connect to them. Blocks until each has loaded its model. Raises
+    EngineLostError where one does not start; none is left behind then."""
+    tensors = trainer.weights().tensors
+    specs = engine_specs(config, placement, folder, sum(tensor.nbytes for tensor in tensors.values()))
+    pool = EnginePool(LocalProcesses(), specs)
+    try:
+        transport = TRANSPORTS[placement.transport](pool.channels, tensors, Sending(on_lost=pool.lose))
+        max_restarts = config.placement.max_restarts
+        engines = Replicas(pool.engines, pool.restart, max_restarts=max_restarts, arrived=pool.arrived, tell=tell)
+    except BaseException:
+        pool.close()
+        raise
+
+    def join(catch_up: CatchUp) -> None:
+        pool.catch_up = catch_up
+
+    def close() -> None:
+        engines.close()
+        pool.close()
+        transport.close()
+
+    return EngineSide(engines, transport, close, join)

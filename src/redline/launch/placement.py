@@ -1,14 +1,17 @@
-"""What runs where: which stage in which process and thread, on which device. A recipe that cannot be placed is refused here,
-before anything loads and before there is a run folder. Importing this file loads no torch.
+"""What runs where: which stage in which process and thread, on which device, and how weights get to the engines. A recipe that
+cannot be placed is refused here, before anything loads and before there is a run folder. Importing this file loads no torch.
 
-    buffer.max_lag: 0     main: rollouts ─► engine ─► buffer ─► trainer ─► weight_sync, in turn
-    buffer.max_lag: 1…    main: buffer ─► trainer ─► weight_sync        rollouts: rollouts ─► engine, beside it
+    buffer.max_lag: 0         main: rollouts ─► engine ─► buffer ─► trainer ─► weight_sync, in turn
+    buffer.max_lag: 1…        main: buffer ─► trainer ─► weight_sync        rollouts: rollouts ─► engine, beside it
+    placement.engines: 1…     the same threads, but engines in processes of their own; rollouts send requests there
 """
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 
 from redline.config import Config, EngineRecipe
 from redline.errors import ConfigError
@@ -18,6 +21,15 @@ MAIN = "main"
 """The thread of the loop."""
 BESIDE = "rollouts"
 """The thread of rollouts that run beside the trainer."""
+ENGINE = "engine"
+"""The thread of an engine in a process of its own."""
+TRAINER_GPU = "cuda:0"
+"""The trainer's GPU, as this process counts them."""
+WHY_TRANSPORT = {
+    "shared": "engine and trainer have one set of weights",
+    "cuda_ipc": "engines are on the trainer's machine",
+}
+"""Transport → why `auto` takes it."""
 
 
 @dataclass(slots=True, frozen=True)
@@ -27,11 +39,11 @@ class Place:
     thread: str
     """The thread's lane in the ledger."""
     device: str
-    """`cpu` or `cuda`: where its tensors are."""
+    """`cpu`, `cuda` or `cuda:1`: where its tensors are."""
     cpu_threads: int
     """Threads of its CPU kernels."""
     process: int = 0
-    """0 is the process of the loop."""
+    """0 is the process of the loop; engines of their own have 1, 2, …"""
 
     def __str__(self) -> str:
         kernels = f", {self.cpu_threads} CPU thread{'s' if self.cpu_threads > 1 else ''}" if self.device == "cpu" else ""
@@ -43,37 +55,146 @@ class Placement:
     """Every stage of a run and its place."""
 
     stages: Mapping[str, Place]
-    """Name of the stage → its place."""
+    """Name of the stage → its place. Engines in processes of their own are not among them."""
+    transport: str = "shared"
+    """What brings weights to the engines."""
+    engines: tuple[Place, ...] = ()
+    """Engines in processes of their own."""
+    notes: tuple[str, ...] = ()
+    """What a person may want to know: who shares what."""
 
     @property
     def num_processes(self) -> int:
-        return 1 + max(place.process for place in self.stages.values())
+        return 1 + len(self.engines)
 
     @property
     def is_lockstep(self) -> bool:
-        """Whether engine and trainer take turns in one thread."""
-        return self.stages["engine"].thread == self.stages["trainer"].thread
+        """Whether rollouts and trainer take turns in one thread."""
+        return self.stages["rollouts"].thread == self.stages["trainer"].thread
+
+    def shares_gpu(self, place: Place) -> bool:
+        """Whether an engine in a process of its own has a GPU together with the trainer or with another engine."""
+        return place.device != "cpu" and (place.device == TRAINER_GPU or self.engines_on(place.device) > 1)
+
+    def engines_on(self, device: str) -> int:
+        """How many processes of engines there are on a device."""
+        return sum(place.device == device for place in self.engines)
 
     def __str__(self) -> str:
         """`rollouts, engine: process 0, thread rollouts (cpu, 1 CPU thread); buffer, …`."""
         there: dict[Place, list[str]] = {}
-        for stage, place in self.stages.items():
+        for stage, place in (*self.stages.items(), *(("engine", place) for place in self.engines)):
             there.setdefault(place, []).append(stage)
-        return "; ".join(f"{', '.join(stages)}: {place}" for place, stages in there.items())
+        stages = "; ".join(f"{', '.join(stages)}: {place}" for place, stages in there.items())
+        how = f"; weights by {self.transport}: {WHY_TRANSPORT[self.transport]}" if self.engines else ""
+        return stages + how + "".join(f"; {note}" for note in self.notes)
 
 
-def place(config: Config) -> Placement:
-    """Place the stages of a resolved recipe. Raises `ConfigError` for one that needs what this version or machine lacks."""
+def place(config: Config, num_gpus: int | None = None) -> Placement:
+    """Place the stages of a resolved recipe. Raises `ConfigError` for one that needs what this version or machine lacks.
+    `num_gpus` is what the machine has, by default as many as this process sees."""
     check_ranks(config)
     _refuse_offload_on_cpu(config)
-    threads = config.run.num_threads or 1
-    main = Place(MAIN, config.run.device, threads)
-    beside = main
-    if config.buffer.max_lag:
-        # On a CPU the two threads divide the cores; on a GPU their kernels run there, and each may use all cores meanwhile.
-        halves = (threads - threads // 2, threads // 2) if config.run.device == "cpu" else (threads, threads)
-        main, beside = (Place(thread, config.run.device, max(1, n)) for thread, n in zip((MAIN, BESIDE), halves, strict=True))
-    return Placement({"rollouts": beside, "engine": beside, "buffer": main, "trainer": main, "weight_sync": main})
+    _refuse_sleep_without_effect(config)
+    _refuse_engines_elsewhere(config)
+    transport = _transport(config)
+    threads, device = config.run.num_threads or 1, config.run.device
+    # On a CPU two threads that work at once divide the cores; on a GPU their kernels run there, and each may use all cores.
+    divides = bool(config.buffer.max_lag) and device == "cpu"
+    of_main, of_engines = (threads - threads // 2, threads // 2) if divides else (threads, threads)
+    main = Place(MAIN, device, max(1, of_main))
+    beside = Place(BESIDE, device, max(1, of_engines)) if config.buffer.max_lag else main
+    stages = {"rollouts": beside, "engine": beside, "buffer": main, "trainer": main, "weight_sync": main}
+    if not config.placement.engines:
+        return Placement(stages)
+    del stages["engine"]
+    engines = _engine_places(config, of_engines, visible_gpus() if num_gpus is None else num_gpus)
+    return Placement(stages, transport, engines, tuple(_who_shares(config, engines, threads)))
+
+
+def _transport(config: Config) -> str:
+    """The transport of a recipe. Raises `ConfigError` for one that cannot reach the recipe's engines."""
+    wanted, engines = config.placement.transport, config.placement.engines
+    fits = "cuda_ipc" if engines else "shared"
+    if wanted == "shared" and engines:
+        raise ConfigError(
+            f"placement.transport = shared: {engines} engines in processes of their own do not read the trainer's weights",
+            f"leave it out, which takes {fits}; or set placement.engines=0 to sample in the trainer's process",
+        )
+    if wanted not in ("auto", "shared") and not engines:
+        raise ConfigError(
+            f"placement.transport = {wanted}: the engine is in the trainer's process and reads its weights; nothing moves",
+            "leave it out; or set placement.engines=1 for an engine in a process of its own",
+        )
+    return fits if wanted == "auto" else wanted
+
+
+def _engine_places(config: Config, cpu_threads: int, num_gpus: int) -> tuple[Place, ...]:
+    """A place for each engine: on a CPU with its part of the cores; on GPUs that the trainer leaves, else on its own."""
+    count = config.placement.engines
+    if config.run.device == "cpu":
+        return tuple(Place(ENGINE, "cpu", max(1, cpu_threads // count), number) for number in range(1, count + 1))
+    trainers = min(int(os.environ.get("LOCAL_WORLD_SIZE", "1")), num_gpus)
+    left = list(range(trainers, num_gpus)) or [0]
+    return tuple(Place(ENGINE, f"cuda:{left[i % len(left)]}", cpu_threads, i + 1) for i in range(count))
+
+
+def _who_shares(config: Config, engines: tuple[Place, ...], cores: int) -> list[str]:
+    if config.run.device == "cpu":
+        needed = sum(place.cpu_threads for place in engines)
+        return [f"{needed} threads of engines share {cores} cores"] if needed > cores else []
+    notes, whole = [], f"engine.gpu_memory_utilization = {config.engine.gpu_memory_utilization:g} of its memory"
+    for device in sorted({place.device for place in engines}):
+        count = sum(place.device == device for place in engines)
+        if device == TRAINER_GPU:
+            who = "the engine gets" if count == 1 else f"{count} engines get equal parts of"
+            notes.append(f"trainer and engines share {device}: {who} what the trainer leaves of {whole}")
+        elif count > 1:
+            notes.append(f"{count} engines share {device}: each gets an equal part of {whole}")
+    return notes
+
+
+def visible_gpus() -> int:
+    """How many NVIDIA GPUs this process sees, without torch."""
+    named = os.environ.get("CUDA_VISIBLE_DEVICES")
+    there = sum(path.name.removeprefix("nvidia").isdecimal() for path in Path("/dev").glob("nvidia*"))
+    return there if named is None else len([name for name in named.split(",") if name.strip() not in ("", "-1")])
+
+
+def _refuse_engines_elsewhere(config: Config) -> None:
+    """Refuse engines in processes of their own where something keeps the engine in the trainer's process."""
+    if not config.placement.engines:
+        return
+    if config.trainer.lora.rank:
+        why = f"an adapter (trainer.lora.rank = {config.trainer.lora.rank}) is trained in the process of its engine"
+        fix = "set placement.engines=0, or trainer.lora.rank=0 to train all weights"
+    elif config.engine.kind != "native":
+        why, fix = f"engine.kind = {config.engine.kind} has processes of its own making", "set placement.engines=0"
+    elif config.placement.cluster is not None:
+        why, fix = (
+            f"with placement.cluster = {config.placement.cluster} each engine is with its trainer",
+            "set placement.engines=0",
+        )
+    else:
+        return
+    raise ConfigError(f"placement.engines = {config.placement.engines}: {why}", fix)
+
+
+def _refuse_sleep_without_effect(config: Config) -> None:
+    """Refuse a sleep that frees nothing for the trainer, each with the one change that makes it work or superfluous."""
+    if not config.placement.sleep:
+        return
+    if config.run.device == "cpu":
+        why, fix = "on the CPU a KV cache takes memory only once it is used", "set placement.sleep=false"
+    elif config.engine.kind != "native":
+        why, fix = f"engine.kind = {config.engine.kind} keeps its cache", "set placement.sleep=false, or engine.kind=native"
+    elif config.placement.engines:
+        why, fix = "engines in processes of their own sample while the trainer works", "set placement.sleep=false"
+    elif config.buffer.max_lag:
+        why, fix = "with a lag the engine samples while the trainer works", "set placement.sleep=false, or buffer.max_lag=0"
+    else:
+        return
+    raise ConfigError(f"placement.sleep = true: {why}", fix)
 
 
 def _refuse_offload_on_cpu(config: Config) -> None:

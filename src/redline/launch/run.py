@@ -76,7 +76,7 @@ def train(run: CheckedRun, folder: RunFolder, *, from_scratch: bool = False, beg
 
 
 def _say_what_begins(run: CheckedRun, outputs: Outputs, aside: Path | None) -> None:
-    for note in (f"run folder {outputs.folder.shown}", *run.resolved.warnings):
+    for note in (f"run folder {outputs.folder.shown}", f"placement: {run.placement}", *run.resolved.warnings):
         outputs.progress.note(note)
     if aside:
         outputs.progress.note(f"beginning at step 0; what was there is in {aside}")

@@ -14,6 +14,7 @@ from redline import loop
 from redline.buffer import GroupStore
 from redline.engine.native.admission import Limits
 from redline.launch.models import LoadedModel
+from redline.launch.sleeping import Sleeper, TrainerOfSleeper
 from redline.ports import Buffer, Engine, Rollouts, Session, SteppedEngine, Trainer, Watch, WeightSync
 from redline.types import EngineStats, GenerateRequest, Task, Trajectory, TrajectoryGroup
 
@@ -98,11 +99,15 @@ class Stages:
     model: LoadedModel
     """The network that is trained. An engine in this process samples from it."""
     held_out: Sequence[Task]
+    sleeper: Sleeper | None = None
+    """The engine, where it sleeps while the trainer works."""
 
     def run(self, watch: Watch, steps: int, trainer: Trainer | None = None) -> None:
         """Run the loop until the trainer has taken `steps` steps in all, or the watch ends it. `trainer` stands in for the
         stages' own: the same one, with something around it."""
         trainer = trainer or self.trainer
+        if self.sleeper:
+            trainer = TrainerOfSleeper(trainer, self.sleeper, self.session)
         loop.run(self.rollouts, self.buffer, trainer, self.weight_sync, self.synced_engine, steps=steps, watch=watch)
 
     def evaluate(self, tasks: Sequence[Task]) -> list[list[Trajectory]]:

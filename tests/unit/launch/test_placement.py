@@ -11,7 +11,7 @@ import torch
 
 from redline.config import Config, EngineRecipe, resolve, validate
 from redline.errors import ConfigError
-from redline.launch.placement import check_engine_place, place
+from redline.launch.placement import check_engine_place, place, visible_gpus
 
 
 def recipe(num_threads: int = 1, **sections: dict[str, Any]) -> Config:
@@ -64,6 +64,83 @@ def test_what_the_started_processes_cannot_divide_is_refused(
 def test_two_processes_may_train_a_run(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WORLD_SIZE", "2")
     place(recipe(trainer={"sharding": "full"}))
+
+
+# ── engines in processes of their own ──────────────────────────────────────────────────────────────────────────────────
+
+
+def on_cuda(**sections: dict[str, Any]) -> Config:
+    config = recipe(8, **sections)
+    return config.model_copy(update={"run": config.run.model_copy(update={"device": "cuda"})})
+
+
+@pytest.mark.parametrize(
+    ("cores", "engines", "lag", "of_trainer", "of_each"),
+    [(8, 1, 0, 8, 8), (8, 2, 0, 8, 4), (8, 2, 1, 4, 2), (2, 1, 1, 1, 1), (3, 2, 0, 3, 1), (2, 4, 1, 1, 1)],
+)
+def test_engines_divide_the_cores_that_the_trainer_leaves_while_they_work(
+    cores: int, engines: int, lag: int, of_trainer: int, of_each: int
+) -> None:
+    placement = place(recipe(cores, placement={"engines": engines}, buffer={"max_lag": lag}))
+    assert placement.num_processes == 1 + engines
+    assert [(place.process, place.cpu_threads) for place in placement.engines] == [(i + 1, of_each) for i in range(engines)]
+    assert placement.stages["trainer"].cpu_threads == of_trainer
+    assert "engine" not in placement.stages
+    assert placement.is_lockstep == (lag == 0)
+
+
+def test_a_placement_says_who_runs_where_and_how_weights_get_there_and_who_shares_what() -> None:
+    assert str(place(recipe(4, placement={"engines": 1}))) == (
+        "rollouts, buffer, trainer, weight_sync: process 0, thread main (cpu, 4 CPU threads); engine: process 1, thread engine"
+        " (cpu, 4 CPU threads); weights by cuda_ipc: engines are on the trainer's machine"
+    )
+    assert str(place(recipe(2, placement={"engines": 3}))).endswith("; 3 threads of engines share 2 cores")
+
+
+@pytest.mark.parametrize(
+    ("gpus", "engines", "devices", "shares"),
+    [
+        (1, 1, ["cuda:0"], "the engine gets what the trainer leaves of engine.gpu_memory_utilization = 0.5"),
+        (1, 2, ["cuda:0", "cuda:0"], "2 engines get equal parts of what the trainer leaves"),
+        (2, 1, ["cuda:1"], None),
+        (3, 3, ["cuda:1", "cuda:2", "cuda:1"], "2 engines share cuda:1: each gets an equal part"),
+    ],
+)
+def test_engines_take_the_gpus_that_the_trainer_leaves_and_share_where_there_are_too_few(
+    gpus: int, engines: int, devices: list[str], shares: str | None
+) -> None:
+    placement = place(on_cuda(placement={"engines": engines}), gpus)
+    assert [place.device for place in placement.engines] == devices
+    assert [shares in note for note in placement.notes] == [True] if shares else placement.notes == ()
+
+
+@pytest.mark.parametrize(("engines", "transport"), [(0, "cuda_ipc"), (2, "shared")])
+def test_a_transport_that_does_not_reach_the_engines_is_refused_and_each_way_out_is_one(engines: int, transport: str) -> None:
+    with pytest.raises(ConfigError, match=f"placement.transport = {transport}") as refused:
+        place(recipe(placement={"engines": engines, "transport": transport}))
+    assert "leave it out" in str(refused.value.hint)
+    place(recipe(placement={"engines": engines}))
+    place(recipe(placement={"engines": 1 - min(engines, 1), "transport": transport}))
+
+
+@pytest.mark.parametrize(
+    ("config", "why"),
+    [
+        (recipe(placement={"sleep": True}), "on the CPU"),
+        (on_cuda(placement={"sleep": True, "engines": 1}), "processes of their own"),
+        (on_cuda(placement={"sleep": True}, buffer={"max_lag": 1}), "with a lag"),
+    ],
+)
+def test_a_sleep_that_frees_nothing_for_the_trainer_is_refused(config: Config, why: str) -> None:
+    with pytest.raises(ConfigError, match=f"placement.sleep = true: .*{why}"):
+        place(config, 1)
+    place(on_cuda(placement={"sleep": True}), 1)
+
+
+@pytest.mark.parametrize(("named", "count"), [("", 0), ("-1", 0), ("0", 1), ("0,2", 2), ("GPU-a, GPU-b", 2)])
+def test_gpus_are_those_that_the_environment_shows(named: str, count: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", named)
+    assert visible_gpus() == count
 
 
 @pytest.mark.parametrize(("devices", "hint"), [(1, "set it to 1"), (2, "set it to 2 or less")])

@@ -1,4 +1,4 @@
-"""Section `placement`: which process runs where."""
+"""Section `placement`: which process runs where, and how weights get to engines."""
 
 from __future__ import annotations
 
@@ -9,9 +9,19 @@ from pydantic import Field, PositiveInt
 from redline.config.section import Section
 
 Cluster = Literal["ray"]
+TransportName = Literal["auto", "shared", "cuda_ipc"]
 
 
 class PlacementConfig(Section):
+    engines: int = Field(0, ge=0, le=64)
+    """Processes that sample, each with an engine and weights of its own; 0 samples in the trainer's process, from the trainer's
+    own weights. On a CPU they divide the cores; GPUs that the trainer leaves are theirs, else they share its GPU."""
+    transport: TransportName = "auto"
+    """How new weights get to the engines. `shared`: they read the trainer's own (one process). `cuda_ipc`: through memory that
+    both processes map, of the GPU or on a CPU of the machine. `auto` takes what fits `engines`."""
+    sleep: bool = False
+    """The engine in the trainer's process gives up its KV cache while a step is trained on, and makes it again afterwards: both
+    may then use most of the GPU (`engine.gpu_memory_utilization`), for some time at every step."""
     cluster: Cluster | None = None
     """What starts the processes of a run: `ray`, or null for this one alone."""
     address: str = "auto"
@@ -20,4 +30,5 @@ class PlacementConfig(Section):
     trainers: PositiveInt = 1
     """Trainer ranks that a cluster starts, each a process with a CPU, or with a GPU where `run.device` is cuda."""
     max_restarts: int = Field(3, ge=0)
-    """Times that a run goes on from its newest checkpoint after a process or a node was lost; then it ends with the reason."""
+    """Times that an engine which has died is started again, and with a cluster that a run goes on from its newest checkpoint
+    after a process or a node was lost; then the run ends with the reason."""
