@@ -39,6 +39,8 @@ class FakeSglang:
     answers: list[dict[str, Any]] = field(default_factory=list)
     updates: list[list[tuple[str, torch.Tensor]]] = field(default_factory=list)
     update_result: tuple[bool, str] = (True, "Success")
+    told: list[Any] = field(default_factory=list)
+    """Calls about memory, caches and the end."""
 
     def make(self, **arguments: Any) -> FakeSglang:
         self.arguments = arguments
@@ -53,6 +55,18 @@ class FakeSglang:
         assert flush_cache
         self.updates.append(named_tensors)
         return self.update_result
+
+    def flush_cache(self) -> None:
+        self.told.append("flush")
+
+    def release_memory_occupation(self, tags: list[str]) -> None:
+        self.told.append(("release", *tags))
+
+    def resume_memory_occupation(self, tags: list[str]) -> None:
+        self.told.append(("resume", *tags))
+
+    def shutdown(self) -> None:
+        self.told.append("shutdown")
 
 
 @pytest.fixture
@@ -98,6 +112,39 @@ def test_the_engine_is_made_so_that_seeds_count(fake: FakeSglang, folder: Path) 
         "tp_size": 2,
         "enable_deterministic_inference": True,
     }
+
+
+def test_what_sglang_knows_beyond_our_keys_is_passed_on(fake: FakeSglang, folder: Path) -> None:
+    config = EngineConfig(max_num_seqs=8, options={"enable_memory_saver": True, "mem_fraction_static": 0.7})
+    SglangEngine(folder, config)
+    assert (fake.arguments["enable_memory_saver"], fake.arguments["mem_fraction_static"]) == (True, 0.7)
+
+
+def test_memory_that_was_given_back_is_taken_back(fake: FakeSglang, folder: Path) -> None:
+    engine = make(folder)
+    for level in (1, 2):
+        engine.sleep(level)
+        engine.wake()
+    kv, both = ("kv_cache",), ("kv_cache", "weights")
+    assert fake.told == [("release", *kv), ("resume", *kv), ("release", *both), ("resume", *both)]
+
+
+def test_the_radix_cache_is_flushed_and_the_processes_end_when_told(fake: FakeSglang, folder: Path) -> None:
+    engine = make(folder)
+    engine.reset_prefix_cache()
+    engine.close()
+    assert fake.told == ["flush", "shutdown"]
+
+
+def test_a_call_that_waited_for_an_update_is_of_the_new_version(fake: FakeSglang, folder: Path) -> None:
+    engine = make(folder)
+    engine.submit(ask())
+    engine.update_weights([("w", torch.ones(1))])
+    engine.apply(WeightUpdate(1, ("w",), 4))
+    [(_, piece)] = engine.step()
+    assert not isinstance(piece, EngineError)
+    assert piece.completion is not None
+    assert (piece.completion.versions.oldest, piece.completion.versions.newest) == (1, 1)
 
 
 def test_every_completion_is_a_request_with_a_seed_of_its_own(fake: FakeSglang, folder: Path) -> None:

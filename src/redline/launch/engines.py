@@ -20,6 +20,7 @@ import torch
 from redline.config import EngineRecipe
 from redline.config.sections.engine import EngineConfig
 from redline.engine import EngineSession, NativeEngine
+from redline.engine.adapters.stepped import SteppedAdapter
 from redline.engine.adapters.transformers_engine import TransformersEngine
 from redline.engine.native.lora import make_bank
 from redline.engine.native.tensor_parallel import STEP_TIMEOUT_S, TensorParallelEngine
@@ -93,7 +94,9 @@ def load_engine(
     ends = stop_token_ids(folder, tokenizer)
     device, dtype = torch.device(recipe.run.device), getattr(torch, recipe.model.dtype)
     if recipe.engine.kind != "native":
-        return LoadedEngine(load_other_engine(recipe, folder, tokenizer, adapters or {}), tokenizer, ends)
+        other = load_other_engine(recipe, folder, tokenizer, adapters or {})
+        close = other.close if isinstance(other, SteppedAdapter) else lambda: None
+        return LoadedEngine(other, tokenizer, ends, close=close)
     if recipe.engine.tensor_parallel_size > 1:
         divided = TensorParallelEngine(folder, recipe.engine, device, dtype, step_timeout_s=step_timeout_s)
         return LoadedEngine(divided, tokenizer, ends, divided.why_broken, divided.close)

@@ -154,7 +154,7 @@ def make_other_engine(config: Config, model: LoadedModel, trainer: Trainer) -> O
     if config.engine.kind == "openai":
         return _trained_server(config.engine, trainer)
     engine = _packaged(config.engine, model.folder, config.model.dtype)
-    return OtherSide(engine, _pushed(engine, model.decoder, trainer))
+    return OtherSide(engine, _pushed(engine, model.decoder, trainer), engine.close)
 
 
 def _pushed(engine: TransformersEngine | VllmEngine | SglangEngine, decoder: AnyDecoder, trainer: Trainer) -> PushedTensors:

@@ -90,6 +90,10 @@ class SglangEngine(PushedWeights):
 
     _asleep: Sequence[str] = ()
 
+    def close(self) -> None:
+        """End SGLang's processes."""
+        self._engine.shutdown()
+
     # ── calls ──────────────────────────────────────────────────────────────────────────────────────────────────────────
 
     def check(self, request: GenerateRequest) -> None:

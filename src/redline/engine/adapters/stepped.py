@@ -228,6 +228,9 @@ class SteppedAdapter(ABC):
     def reset_prefix_cache(self) -> None:  # noqa: B027 - some have none, or none of ours
         """Find no prompt again that was computed before, where the engine can be told so."""
 
+    def close(self) -> None:  # noqa: B027 - most need nothing
+        """Let go of what the engine has started. Does not wait for calls under way."""
+
     def memory(self) -> dict[str, int]:
         """Bytes by kind that it holds in this process besides the network, as far as known."""
         return {}
