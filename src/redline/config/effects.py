@@ -77,7 +77,7 @@ def _size_of_engine(key: str, *without: EngineKind) -> Readers:
 TABLE: tuple[Readers, ...] = (
     *(
         Readers(f"engine.{key}", _engine_is("openai"), "engine.kind to openai")
-        for key in ("url", "served_model", "api_key_env", "weights_token_env", "timeout_s")
+        for key in ("url", "served_model", "api_key_env", "weights_token_env", "weights_folder", "weights_server", "timeout_s")
     ),
     Readers("engine.options", _engine_is("vllm", "sglang"), "engine.kind to vllm"),
     _size_of_engine("engine.max_num_batched_tokens", "openai"),

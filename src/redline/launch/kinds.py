@@ -4,7 +4,7 @@ kind          runs                     weights in training
 transformers  in this process          the trainer's own tensors; a merged copy where an adapter is trained
 vllm          in this process          loaded by vLLM at every version, under Hugging Face names
 sglang        beside it, by SGLang     the same, by SGLang
-openai        a server at engine.url   sent to a `redline serve` that takes them; any other server keeps its own
+openai        a server at engine.url   sent to `redline serve`, or written where SGLang or vLLM load them
 """
 
 from __future__ import annotations
@@ -32,14 +32,22 @@ from redline.errors import ConfigError
 from redline.launch.models import LoadedModel
 from redline.launch.stages import RunEngine
 from redline.models.decoder import Decoder
-from redline.models.files.hf import AnyDecoder, hf_tensors, load_recompute_model, load_sharing_model, network_tensors
+from redline.models.files.hf import (
+    AnyDecoder,
+    hf_tensors,
+    load_recompute_model,
+    load_sharing_model,
+    network_tensors,
+    save_folder,
+)
 from redline.models.lora.trainable import merged_tensors
 from redline.ports import Trainer
 from redline.types import GenerateRequest, SamplingParams, WeightUpdate
 from redline.weight_sync import SharedStorage
 from redline.weight_sync.transport import Transport
-from redline.weight_sync.transports.http import HttpWeights, RedlineServer
+from redline.weight_sync.transports.http import HttpWeights, RedlineServer, WeightServer
 from redline.weight_sync.transports.http_calls import HttpServer
+from redline.weight_sync.transports.model_servers import SglangServer, VllmServer
 from redline.weight_sync.transports.pushed import Named, PushedTensors
 
 if TYPE_CHECKING:
@@ -75,19 +83,17 @@ def check_kind(config: Config) -> None:
 def _check_server(config: Config) -> None:
     """Raise `ConfigError` unless the server takes what is trained. Does not ask the server."""
     variable = config.engine.weights_token_env
-    if variable is None:
+    if variable is None and config.engine.weights_folder is None:
         raise ConfigError(
             "engine.kind = openai: a server with OpenAI's API takes no new weights, and would sample from the policy as it was"
             " before training",
-            "start `redline serve MODEL --weights-token-env NAME` and set engine.weights_token_env=NAME, or train with another"
-            " engine.kind; `redline bench generate` and `env play` can use any server",
+            "start `redline serve MODEL --weights-token-env NAME` and set engine.weights_token_env=NAME, or set"
+            " engine.weights_folder and engine.weights_server, or train with another engine.kind; `redline bench generate` and"
+            " `env play` can use any server",
         )
-    if not os.environ.get(variable):
+    if variable is not None and not os.environ.get(variable):
         why = f"engine.weights_token_env = {variable}: the environment variable is not set"
         raise ConfigError(why, f"export {variable}=<the token that the server was started with>")
-    if config.trainer.lora.rank:
-        why = "engine.kind = openai: the server takes the policy's weights, and trainer.lora trains an adapter beside them"
-        raise ConfigError(why, "set trainer.lora.rank=0, or train with another engine.kind")
 
 
 def check_package(engine: EngineConfig) -> None:
@@ -152,7 +158,7 @@ def make_other_engine(config: Config, model: LoadedModel, trainer: Trainer) -> O
     if config.engine.kind == "transformers":
         return _transformers(config, model, trainer)
     if config.engine.kind == "openai":
-        return _trained_server(config.engine, trainer)
+        return _trained_server(config, model, trainer)
     engine = _packaged(config.engine, model.folder, config.model.dtype)
     return OtherSide(engine, _pushed(engine, model.decoder, trainer), engine.close)
 
@@ -171,13 +177,30 @@ def _pushed(engine: TransformersEngine | VllmEngine | SglangEngine, decoder: Any
     return PushedTensors(engine, trainer.weights().tensors, _named_by_hugging_face(decoder), logprobs)
 
 
-def _trained_server(config: EngineConfig, trainer: Trainer) -> OtherSide:
-    """A `redline serve` whose weights follow the trainer's. What it samples meanwhile says so by its versions."""
-    address = str(config.url).rstrip("/").removesuffix("/v1")
-    token = os.environ[str(config.weights_token_env)]
-    sender = RedlineServer(HttpServer(address, token, config.timeout_s))
-    engine = _server(config, push_weights=lambda update: None)  # the transport has brought them
-    return OtherSide(engine, HttpWeights([sender], trainer.weights().tensors), engine.close)
+def _trained_server(config: Config, model: LoadedModel, trainer: Trainer) -> OtherSide:
+    """A server whose weights follow the trainer's. What it samples meanwhile says so by its versions. An adapter reaches it
+    merged: of the weights only those that it changes are sent again."""
+    dtype = getattr(torch, config.model.dtype)
+
+    def whole(trained: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        return {name: tensor.to(dtype) for name, tensor in _whole(model.decoder, trained).items()}
+
+    sender = _sender(config.engine, model, dtype)
+    engine = _server(config.engine, push_weights=lambda update: None)  # the transport has brought them
+    return OtherSide(engine, HttpWeights([sender], trainer.weights().tensors, whole), engine.close)
+
+
+def _sender(config: EngineConfig, model: LoadedModel, dtype: torch.dtype) -> WeightServer:
+    token = os.environ[config.weights_token_env] if config.weights_token_env else None
+    server = HttpServer(str(config.url).rstrip("/").removesuffix("/v1"), token, config.timeout_s)
+    if config.weights_server is None:
+        return RedlineServer(server)
+
+    def write(folder: Path, tensors: Mapping[str, Tensor]) -> None:
+        save_folder(folder, model.decoder, model.folder, dtype, tensors)
+
+    kinds = {"sglang": SglangServer, "vllm": VllmServer}
+    return kinds[config.weights_server](server, Path(str(config.weights_folder)), write, model.folder)
 
 
 def _transformers(config: Config, model: LoadedModel, trainer: Trainer) -> OtherSide:
@@ -196,13 +219,12 @@ def _transformers(config: Config, model: LoadedModel, trainer: Trainer) -> Other
     return OtherSide(engine, SharedStorage(engine_tensors, in_engine))
 
 
+def _whole(decoder: AnyDecoder, trained: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Every weight by our name, given those that are trained; an adapter is merged into those it belongs to."""
+    values = {name: parameter.detach() for name, parameter in decoder.named_parameters()} | dict(trained)
+    return merged_tensors(decoder, values) if isinstance(decoder, Decoder) else values
+
+
 def _named_by_hugging_face(decoder: AnyDecoder) -> Callable[[Mapping[str, Tensor]], Named]:
     """Return a function that gives every weight its Hugging Face name, an adapter merged into those it belongs to."""
-
-    def named(trained: Mapping[str, Tensor]) -> Named:
-        values = {name: parameter.detach() for name, parameter in decoder.named_parameters()} | dict(trained)
-        if isinstance(decoder, Decoder):
-            values = merged_tensors(decoder, values)
-        return hf_tensors(decoder, values)
-
-    return named
+    return lambda trained: hf_tensors(decoder, _whole(decoder, trained))

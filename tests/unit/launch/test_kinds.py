@@ -78,10 +78,10 @@ def test_a_token_that_is_not_set_is_refused(monkeypatch: pytest.MonkeyPatch) -> 
     check_kind(config(**SERVER))
 
 
-def test_an_adapter_is_not_trained_on_a_server(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("KINDS_TOKEN", "secret")
-    with pytest.raises(ConfigError, match=r"trainer\.lora trains an adapter"):
-        check_kind(config(lora=4, **SERVER))
+def test_a_folder_for_a_server_says_whose_it_is() -> None:
+    with pytest.raises(ConfigError, match="weights_folder and weights_server belong together"):
+        config(kind="openai", url="http://127.0.0.1:1/v1", weights_folder="weights")
+    check_kind(config(kind="openai", url="http://127.0.0.1:1/v1", weights_folder="weights", weights_server="vllm"))
 
 
 @pytest.mark.parametrize("kind", ["vllm", "sglang"])

@@ -9,6 +9,7 @@ from pydantic import Field, PositiveFloat, PositiveInt, model_validator
 from redline.config.section import Section
 
 EngineKind = Literal["native", "vllm", "sglang", "openai", "transformers"]
+WeightServerName = Literal["sglang", "vllm"]
 
 
 class EngineConfig(Section):
@@ -22,7 +23,11 @@ class EngineConfig(Section):
     """Environment variable that holds the server's API key."""
     weights_token_env: str | None = None
     """Environment variable with the token that the server takes new weights with: that of `redline serve --weights-token-env`.
-    Training needs it; without it the server keeps its weights."""
+    Training needs it, or `weights_folder`; without either the server keeps its weights."""
+    weights_folder: str | None = None
+    """Folder that the trainer writes new weights to, and a server of SGLang or vLLM reads them from under the same path."""
+    weights_server: WeightServerName | None = None
+    """Whose server loads from `weights_folder`."""
     timeout_s: PositiveFloat = 600.0
     """Seconds that the server may take for one completion."""
     options: dict[str, Any] = Field(default_factory=dict)
@@ -46,6 +51,8 @@ class EngineConfig(Section):
     def _a_server_has_an_address(self) -> EngineConfig:
         if self.kind == "openai" and self.url is None:
             raise ValueError("kind openai needs the address of a server; set url to http://HOST:PORT/v1")
+        if (self.weights_folder is None) != (self.weights_server is None):
+            raise ValueError("weights_folder and weights_server belong together: set both, or neither")
         return self
 
 

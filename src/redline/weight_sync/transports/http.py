@@ -34,6 +34,9 @@ BUCKET_BYTES = 1 << 28
 """A body is closed once it holds so many bytes."""
 
 
+Convert = Callable[[Mapping[str, Tensor]], Mapping[str, Tensor]]
+
+
 class WeightServer(Protocol):
     """One server, in the words of its own protocol. `HttpWeights` calls `send`, `verify` and `adopt` in this order, `revert`
     after any of them."""
@@ -60,9 +63,11 @@ class HttpWeights:
 
     shares_storage = False
 
-    def __init__(self, servers: Sequence[WeightServer], tensors: Mapping[str, Tensor]) -> None:
-        """`tensors` are the trainer's: those that every update will have."""
-        self._servers = list(servers)
+    def __init__(
+        self, servers: Sequence[WeightServer], tensors: Mapping[str, Tensor], convert: Convert = lambda tensors: tensors
+    ) -> None:
+        """`tensors` are the trainer's: those that every update will have. `convert` makes of them what the servers are sent."""
+        self._servers, self._convert = list(servers), convert
         self._forms = {name: form_of(name, tensor) for name, tensor in tensors.items()}
         self._moved: int | None = None
         """The version that was sent last."""
@@ -76,8 +81,10 @@ class HttpWeights:
         """Send the version to every server, but for tensors that it has already. Returns the bytes sent."""
         self._check_forms(weights)
         self.parts, self._moved, self._is_under_way = {}, plan.version, True
+        with self._part("convert"):
+            sent = self._convert(weights.tensors)
         with self._part("gather"):
-            host = {name: tensor.detach().cpu() for name, tensor in weights.tensors.items()}
+            host = {name: tensor.detach().cpu() for name, tensor in sent.items()}
         with self._part("serialise"):
             found = digests(host)
         with self._part("transfer"):

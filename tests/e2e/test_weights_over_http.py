@@ -1,0 +1,76 @@
+"""A run whose engine is a server: `redline serve` in a process of its own, which gets every version over HTTP."""
+
+from __future__ import annotations
+
+import os
+import re
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx2
+import pytest
+from safetensors.torch import load_file
+from support.processes import only_run, rows, started, succeed, write_letters
+
+from redline.models.files.sources import model_folder
+
+STEPS = 3
+TOKEN = "a-secret-of-the-test"
+pytestmark = pytest.mark.slow
+
+
+@contextmanager
+def serving(cwd: Path) -> Iterator[str]:
+    """The address of `redline serve` with the model of the recipe."""
+    os.environ["WEIGHTS_TOKEN"] = TOKEN
+    arguments = (
+        "builtin:tiny",
+        "--port",
+        "0",
+        "--dtype",
+        "float32",
+        "--weights-token-env",
+        "WEIGHTS_TOKEN",
+        "run.num_threads=1",
+    )
+    with started("serve", *arguments, cwd=cwd) as process:
+        deadline = time.monotonic() + 120
+        while not (found := re.search(r"at (http://\S+)/v1", (cwd / "stderr.txt").read_text())):
+            assert process.poll() is None, (cwd / "stderr.txt").read_text()
+            assert time.monotonic() < deadline
+            time.sleep(0.1)
+        yield found[1]
+    del os.environ["WEIGHTS_TOKEN"]
+
+
+def overrides(url: str) -> list[str]:
+    return [f"engine.url={url}/v1", "engine.kind=openai", "engine.weights_token_env=WEIGHTS_TOKEN"]
+
+
+def version(url: str) -> int:
+    return httpx2.get(f"{url}/health").json()["version"]
+
+
+def assert_synced(steps: list[dict[str, Any]]) -> None:
+    """The server sampled every step from the trainer's own policy: their logprobs agree to rounding."""
+    assert len(steps) == STEPS
+    known = [row["trainer/mismatch_kl"] for row in steps if row["trainer/mismatch_kl"] is not None]
+    assert known
+    assert max(known) < 1e-9
+    assert len({row["trainer/grad_norm"] for row in steps}) > 1
+
+
+def test_an_adapter_that_is_trained_reaches_the_server_merged(tmp_path: Path) -> None:
+    run = {"name": "letters", "num_threads": 1, "steps": STEPS}
+    trainer = {"learning_rate": 3e-3, "lora": {"rank": 4}}
+    write_letters(tmp_path, run=run, rollouts={"evaluation": {"num_tasks": 2}}, trainer=trainer)
+    with serving(tmp_path) as url:
+        succeed("train", "letters.yaml", *overrides(url), cwd=tmp_path)
+        assert version(url) == STEPS
+    steps = rows(only_run(tmp_path).metrics)
+    assert_synced(steps)
+    whole = sum(tensor.nbytes for tensor in load_file(model_folder("builtin:tiny") / "model.safetensors").values())
+    assert all(0 < row["weight_sync/bytes_moved"] < whole for row in steps[1:]), "only what the adapter changes"

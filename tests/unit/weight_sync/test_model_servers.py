@@ -1,0 +1,120 @@
+"""Weights to SGLang's and vLLM's servers, as their documentation has the calls; the servers here only write them down."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from redline.errors import WeightSyncError
+from redline.types import WeightSet
+from redline.weight_sync.plan import TransferPlan
+from redline.weight_sync.transports.http import HttpWeights
+from redline.weight_sync.transports.http_calls import HttpServer
+from redline.weight_sync.transports.model_servers import FolderServer, SglangServer, VllmServer
+
+
+@dataclass
+class Documented:
+    """Answers as the two servers do, and loads what it is told to."""
+
+    calls: list[str] = field(default_factory=list)
+    loaded: dict[str, Tensor] = field(default_factory=dict)
+    version: str = ""
+    is_paused: bool = False
+    fails: bool = False
+
+    def answer(self, path: str, body: dict[str, Any]) -> tuple[int, Any]:
+        path = path.partition("?")[0]
+        self.calls.append(path)
+        if path in ("/pause_generation", "/pause"):
+            self.is_paused = True
+        elif path in ("/continue_generation", "/resume"):
+            self.is_paused = False
+        elif path == "/update_weights_from_disk":
+            return 200, {"success": self._load(body["model_path"], body["weight_version"]), "message": "no such model"}
+        elif path == "/collective_rpc":
+            assert body["method"] == "reload_weights"
+            return (200, {"results": [None]}) if self._load(body["kwargs"]["weights_path"], "") else (500, {"error": "lost"})
+        elif path == "/update_weight_version":
+            self.version = body["new_version"]
+        else:
+            assert path == "/reset_prefix_cache"
+        return 200, {"success": True}
+
+    def _load(self, path: str, version: str) -> bool:
+        assert self.is_paused, "only between two steps"
+        if self.fails:
+            self.fails = False
+            return False
+        self.loaded, self.version = load_file(Path(path) / "model.safetensors"), version
+        return True
+
+
+@contextmanager
+def listening(server: Documented) -> Iterator[str]:
+    class Handler(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            body = json.loads(self.rfile.read(int(self.headers["content-length"])) or b"{}")
+            status, content = server.answer(self.path, body)
+            self.send_response(status)
+            self.end_headers()
+            self.wfile.write(json.dumps(content).encode())
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as http:
+        threading.Thread(target=http.serve_forever, daemon=True).start()
+        yield f"http://127.0.0.1:{http.server_port}"
+        http.shutdown()
+
+
+def write(folder: Path, tensors: Mapping[str, Tensor]) -> None:
+    folder.mkdir(parents=True)
+    save_file(dict(tensors), folder / "model.safetensors")
+
+
+@pytest.mark.parametrize("kind", [SglangServer, VllmServer])
+def test_a_server_loads_every_version_from_the_folder_and_goes_back_where_one_fails(
+    kind: type[FolderServer], tmp_path: Path
+) -> None:
+    tensors = {"weight": torch.zeros(3)}
+    write(tmp_path / "model", tensors)
+    there = Documented()
+    with listening(there) as url:
+        transport = HttpWeights([kind(HttpServer(url, None, 10), tmp_path / "versions", write, tmp_path / "model")], tensors)
+
+        def take(version: int) -> None:
+            weights = WeightSet(version, tensors)
+            assert transport.move(TransferPlan(version, ("weight",)), weights) > 0
+            transport.verify(weights)
+            transport.adopt()
+
+        for version in (1, 2, 3):
+            tensors["weight"].fill_(version)
+            take(version)
+            assert torch.equal(there.loaded["weight"], tensors["weight"])
+            assert there.version == str(version)
+            assert not there.is_paused
+        assert len(list((tmp_path / "versions").iterdir())) <= 2
+        tensors["weight"].fill_(4)
+        there.fails = True
+        with pytest.raises(WeightSyncError, match=url):
+            take(4)
+        transport.revert(4)
+        assert torch.equal(there.loaded["weight"], torch.full((3,), 3.0)), "whole again, before it goes on"
+        assert not there.is_paused
+        take(4)
+        transport.revert(4)
+        assert torch.equal(there.loaded["weight"], torch.full((3,), 3.0))
