@@ -112,12 +112,10 @@ def _wrong_limit(problem: Mapping[str, Any]) -> ConfigError:
 
 def _resolved(recipe: dict[str, dict[str, Any]], overrides: Sequence[str]) -> ResolvedEngine:
     """The command line as a recipe, so that one place knows what a key may hold."""
-    wanted = validate_engine(recipe, "redline serve")
     for override in overrides:
         section, key, value = _override(override)
         recipe[section][key] = value
-        wanted = validate_engine(recipe, "redline serve")
-    return resolve_engine(wanted)
+    return resolve_engine(validate_engine(recipe, "redline serve"))
 
 
 def _override(text: str) -> tuple[str, str, Any]:

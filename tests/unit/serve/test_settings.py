@@ -43,6 +43,11 @@ def test_a_wrong_override_is_refused(override: str, message: str) -> None:
         settings(override)
 
 
+def test_keys_that_need_each_other_may_come_in_any_order() -> None:
+    keys = ["engine.kind=openai", "engine.url=http://127.0.0.1:1/v1"]
+    assert settings(*keys).config.engine == settings(*reversed(keys)).config.engine
+
+
 def test_limits_are_keys_of_their_own() -> None:
     limits = settings("serve.max_stops=16", "serve.max_choices=64", "max_num_seqs=8").limits
     assert (limits.max_stops, limits.max_choices, limits.max_biases) == (16, 64, 4096)
