@@ -17,6 +17,7 @@ from redline.errors import RankLostError, in_words
 from redline.launch.models import load_trainable_policy
 from redline.launch.process import prepare_process
 from redline.launch.trainers import connect_ranks, make_following_trainer
+from redline.telemetry import Recorder
 from redline.telemetry.processes import recording_process
 from redline.trainer.parallel.led import follow as follow_orders
 from redline.trainer.parallel.orders import END, Order
@@ -44,7 +45,9 @@ def follow() -> None:
 
 def _take_part(ranks: Ranks, begin: Order) -> None:
     config = Config.model_validate(begin.fields["config"])
-    with _recording(ranks.rank, Path(begin.fields["folder"])):
+    with _recording(ranks.rank, Path(begin.fields["folder"])) as recorder:
+        if recorder is not None:
+            ranks.pulse.doing = lambda: next((lane.innermost for lane in recorder.lane_states() if lane.name == "main"), "")
         prepare_process(config)
         parallel = connect_ranks(config, ranks)
         trainer = make_following_trainer(config, load_trainable_policy(config), parallel)
@@ -54,7 +57,7 @@ def _take_part(ranks: Ranks, begin: Order) -> None:
             trainer.close()
 
 
-def _recording(rank: int, folder: Path) -> AbstractContextManager[object]:
+def _recording(rank: int, folder: Path) -> AbstractContextManager[Recorder | None]:
     """Record spans into the run folder, where this machine sees it."""
     return recording_process(f"rank-{rank}", folder / "spans") if folder.is_dir() else nullcontext()
 

@@ -48,6 +48,10 @@ class RunTrainer(Trainer, Protocol):
         """Bytes by kind that it holds."""
         ...
 
+    def queues(self) -> Mapping[str, float]:
+        """For how long the other ranks have been silent, by name. Does not block."""
+        ...
+
     def close(self) -> None:
         """Part from the other ranks of the trainer, where there are some. Blocks until they have written their files."""
         ...
@@ -130,6 +134,7 @@ class Stages:
             "buffer: groups under way": metrics["buffer/in_flight"],
             "buffer: groups that may be under way or waiting": metrics["buffer/target"],
             **self.rollouts.queues(),
+            **self.trainer.queues(),
             "engine: sequences running": stats.running,
             "engine: sequences waiting": stats.waiting,
             "engine: KV blocks in use": stats.kv_blocks_used,

@@ -446,6 +446,10 @@ class PolicyTrainer:
             **({"offloaded": offloaded} if offloaded else {}),
         }
 
+    def queues(self) -> dict[str, float]:
+        """For how long the other ranks have been silent, by name; none where there are no others. Does not block."""
+        return {}
+
     # ── checkpoints ────────────────────────────────────────────────────────────────────────────────────────────────────
 
     def save(self, folder: Path) -> None:

@@ -66,6 +66,9 @@ class LeadingTrainer(PolicyTrainer):
         with self._together(Order(MASTERS)):
             return super().masters
 
+    def queues(self) -> dict[str, float]:
+        return self._ranks.pulse.silences()
+
     def close(self) -> None:
         self._ranks.dismiss()
         super().close()

@@ -29,6 +29,8 @@ GRACE_S = 5.0
 PATIENCE_S = 60.0
 """How long a process may be silent before the recipe's `trainer.rank_timeout_s` is known."""
 EXIT_CODE = 1
+MOST_SHOWN = 16
+"""Ranks that a stall file names."""
 LOST, STOP = "lost", "stop"
 HINT = "continue with --resume; under torchrun --max-restarts N the run resumes by itself"
 
@@ -43,6 +45,8 @@ class Pulse:
         self.patience_s = PATIENCE_S
         self.at_loss: Callable[[str], None] = lambda message: None
         """Called with the message before a process that cannot raise it ends."""
+        self.doing: Callable[[], str] = lambda: ""
+        """Says what this process is at, in a word."""
         self.lost: str = ""
         """The message about a rank that is lost; empty while all are there."""
         self._heard: dict[int, tuple[str, float]] = {}
@@ -64,6 +68,16 @@ class Pulse:
         """Raise `RankLostError` where a rank is lost."""
         if self.lost:
             raise RankLostError(self.lost, HINT)
+
+    def silences(self) -> dict[str, float]:
+        """Rank 0: how long each of the others has given no sign of life, those first that have not for longest. Does not
+        block."""
+        now = time.monotonic()
+        heard = sorted(dict(self._heard).items(), key=lambda item: item[1][1])[:MOST_SHOWN]
+        return {
+            f"trainer: seconds since rank {rank}, in {json.loads(beat)['at'] or 'its setup'}, gave a sign of life": now - at
+            for rank, (beat, at) in heard
+        }
 
     def say(self, key: str, value: str) -> None:
         """Write a word into the store that all ranks see."""
@@ -95,7 +109,7 @@ class Pulse:
                 return
 
     def _beat(self, count: int) -> None:
-        document = {"count": count, "pid": os.getpid(), "host": socket.gethostname(), "sight": _sight()}
+        document = {"count": count, "pid": os.getpid(), "host": socket.gethostname(), "sight": _sight(), "at": self.doing()}
         self._store.set(f"beat/{self._rank}", json.dumps(document))
 
     def _listen(self) -> None:

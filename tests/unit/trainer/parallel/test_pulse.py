@@ -1,0 +1,79 @@
+"""Who is alive, told by one process to another through a store."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+
+import pytest
+import torch.distributed as dist
+
+from redline.errors import RankLostError
+from redline.trainer.parallel.pulse import Pulse
+
+
+def silent_rank(store: dist.Store, rank: int, **beat: object) -> None:
+    """A rank that beat once, on a machine out of sight."""
+    store.set(
+        f"beat/{rank}", json.dumps({"count": 1, "pid": 7, "host": "far", "sight": "there", "at": "trainer.backward", **beat})
+    )
+
+
+@pytest.fixture
+def rank_0() -> tuple[Pulse, dist.Store]:
+    store = dist.HashStore()
+    return Pulse(store, 0, 3), store
+
+
+def test_a_rank_that_has_not_begun_is_not_missed(rank_0: tuple[Pulse, dist.Store]) -> None:
+    pulse, _ = rank_0
+    assert pulse.find_lost(0.15) == ""
+    pulse.check()
+
+
+def test_a_silent_rank_is_lost_after_the_patience_and_named_to_all(rank_0: tuple[Pulse, dist.Store]) -> None:
+    pulse, store = rank_0
+    silent_rank(store, 2)
+    pulse.patience_s = 0.2
+    assert "rank 2 of the trainer (process 7 on far) has given no sign of life" in pulse.find_lost(2.0)
+    with pytest.raises(RankLostError, match="rank 2"):
+        pulse.check()
+    assert "rank 2" in Pulse(store, 1, 3).find_lost(1.0), "rank 0 tells the others"
+
+
+def test_a_rank_that_goes_on_beating_is_not_lost(rank_0: tuple[Pulse, dist.Store]) -> None:
+    pulse, store = rank_0
+    pulse.patience_s = 0.4
+    for count in range(4):
+        silent_rank(store, 1, count=count)
+        assert pulse.find_lost(0.2) == ""
+
+
+def test_a_process_of_this_machine_that_has_ended_is_missed_at_once(rank_0: tuple[Pulse, dist.Store]) -> None:
+    pulse, store = rank_0
+    other = Pulse(store, 1, 3)
+    other._beat(0)
+    with subprocess.Popen([sys.executable, "-c", ""]) as gone:
+        gone.wait()
+    store.set("beat/1", json.dumps(json.loads(store.get("beat/1")) | {"pid": gone.pid}))
+    began = time.monotonic()
+    assert f"(process {gone.pid} on" in pulse.find_lost(5.0)
+    assert time.monotonic() - began < 2
+
+
+def test_a_rank_that_ends_with_an_error_says_why(rank_0: tuple[Pulse, dist.Store]) -> None:
+    pulse, store = rank_0
+    silent_rank(store, 1)
+    Pulse(store, 1, 3).ended("NoRoomError: too long")
+    assert pulse.find_lost(1.0) == "rank 1 of the trainer (process 7 on far) ended: NoRoomError: too long"
+
+
+def test_a_stall_file_gets_what_each_rank_was_at(rank_0: tuple[Pulse, dist.Store]) -> None:
+    pulse, store = rank_0
+    silent_rank(store, 1)
+    pulse.find_lost(0.15)
+    ((name, silent_s),) = pulse.silences().items()
+    assert name == "trainer: seconds since rank 1, in trainer.backward, gave a sign of life"
+    assert 0 <= silent_s < 5
