@@ -114,6 +114,32 @@ def test_a_run_goes_on_after_a_kill_from_its_newest_checkpoint(
     assert f"restart {len(victims)} of 3" in (folder / "stderr.txt").read_text()
 
 
+@pytest.mark.parametrize("victim", ["none", "engine", "actor"])
+def test_engines_on_ray_leave_the_losses_as_they_are_also_where_one_is_killed(
+    tmp_path: Path, alone: list[float], victim: str
+) -> None:
+    folder = tmp_path / "run"
+    with started("train", letters(folder), *RAY, "placement.engines=2", cwd=folder) as driver:
+        if victim != "none":
+            own = folder / "runs" / "letters-001"
+            assert wait_until(lambda: (own / "checkpoints" / "step-000002").exists(), driver)
+            engine = next(process for process in psutil.process_iter(["cmdline"]) if is_engine_of(process))
+            (engine if victim == "engine" else engine.parent()).kill()
+        assert driver.wait(240) == 0, (folder / "stderr.txt").read_text()
+    assert losses(folder) == alone
+    assert "restart 1 of" not in (folder / "stderr.txt").read_text(), "the ranks were not lost"
+
+
+def is_engine_of(process: psutil.Process) -> bool:
+    """Whether the process is an engine that the running test has begun on Ray."""
+    words = process.info["cmdline"] or ()
+    if not {"redline.launch.workers.ray_hosted", "redline.launch.workers.engine_worker"} <= set(words):
+        return False
+    with suppress(psutil.Error):
+        return process.environ().get("REDLINE_TEST") == os.environ["REDLINE_TEST"]
+    return False
+
+
 def test_a_run_that_is_lost_too_often_ends_with_the_reason(tmp_path: Path) -> None:
     folder = tmp_path / "run"
     with started("train", letters(folder), *RAY, "placement.max_restarts=0", cwd=folder) as driver:

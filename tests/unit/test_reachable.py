@@ -28,9 +28,7 @@ STARTED = {
     ),
 }
 """Module → modules that it starts or loads by a name that is no whole string: programs beside it, and rows of a table."""
-WAITING = {
-    "redline.launch.workers.ray_engines": "engines on a Ray cluster",
-}
+WAITING = {}
 """Modules that no verb reaches yet, and what each is for. They pass the contract suite of engines and wait for runs whose
 stages are in several processes; until then no recipe key, hint or page offers them. One that is reached has to leave this
 table."""

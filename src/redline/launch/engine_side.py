@@ -20,7 +20,8 @@ from redline.launch.placement import Placement
 from redline.launch.sleeping import Sleeper
 from redline.launch.stages import RunEngine
 from redline.launch.workers.pool import EnginePool
-from redline.launch.workers.spawn import LocalProcesses
+from redline.launch.workers.ray_engines import RayActors
+from redline.launch.workers.spawn import LocalProcesses, Spawner
 from redline.ports import Trainer
 from redline.telemetry import RunFolder
 from redline.weight_sync import CudaIpc, Sending, SharedStorage
@@ -66,7 +67,7 @@ def apart(config: Config, placement: Placement, trainer: Trainer, folder: RunFol
     EngineLostError where one does not start; none is left behind then."""
     tensors = trainer.weights().tensors
     specs = engine_specs(config, placement, folder, sum(tensor.nbytes for tensor in tensors.values()))
-    pool = EnginePool(LocalProcesses(), specs)
+    pool = EnginePool(_spawner(config), specs)
     try:
         transport = TRANSPORTS[placement.transport](pool.channels, tensors, Sending(on_lost=pool.lose))
         max_restarts = config.placement.max_restarts
@@ -84,3 +85,10 @@ def apart(config: Config, placement: Placement, trainer: Trainer, folder: RunFol
         transport.close()
 
     return EngineSide(engines, transport, close, join)
+
+
+def _spawner(config: Config) -> Spawner:
+    """What starts the processes of engines: this machine, or the cluster on which a driver has kept room for them."""
+    if config.placement.cluster == "ray":
+        return RayActors(first_bundle=config.placement.trainers)
+    return LocalProcesses()

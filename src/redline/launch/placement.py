@@ -134,6 +134,8 @@ def _engine_places(config: Config, cpu_threads: int, num_gpus: int) -> tuple[Pla
     count = config.placement.engines
     if config.run.device == "cpu":
         return tuple(Place(ENGINE, "cpu", max(1, cpu_threads // count), number) for number in range(1, count + 1))
+    if config.placement.cluster:  # it shows each process one GPU of its own; here they are numbered as its bundles are
+        return tuple(Place(ENGINE, f"cuda:{config.placement.trainers + i}", cpu_threads, i + 1) for i in range(count))
     trainers = min(int(os.environ.get("LOCAL_WORLD_SIZE", "1")), num_gpus)
     left = list(range(trainers, num_gpus)) or [0]
     return tuple(Place(ENGINE, f"cuda:{left[i % len(left)]}", cpu_threads, i + 1) for i in range(count))
@@ -170,11 +172,6 @@ def _refuse_engines_elsewhere(config: Config) -> None:
         fix = "set placement.engines=0, or trainer.lora.rank=0 to train all weights"
     elif config.engine.kind != "native":
         why, fix = f"engine.kind = {config.engine.kind} has processes of its own making", "set placement.engines=0"
-    elif config.placement.cluster is not None:
-        why, fix = (
-            f"with placement.cluster = {config.placement.cluster} each engine is with its trainer",
-            "set placement.engines=0",
-        )
     else:
         return
     raise ConfigError(f"placement.engines = {config.placement.engines}: {why}", fix)

@@ -112,13 +112,14 @@ def bundle_resources(device: str) -> dict[str, float]:
 
 
 @contextmanager
-def room(count: int, resources: Mapping[str, float]) -> Iterator[list[Bundle]]:
-    """Inside the block there is room for `count` processes. Blocks until Ray has found it. Raises `ConfigError` where it finds
-    none within `ROOM_S` seconds."""
+def room(count: int, resources: Mapping[str, float], *, one_node: bool = False) -> Iterator[list[Bundle]]:
+    """Inside the block there is room for `count` processes, with `one_node` all on the same one. Blocks until Ray has found it.
+    Raises `ConfigError` where it finds none within `ROOM_S` seconds."""
     from ray.util.placement_group import placement_group, remove_placement_group
 
     name = f"redline-{os.getpid()}-{time.time_ns()}"
-    group = placement_group([dict(resources)] * count, strategy="PACK", name=name)
+    strategy = "STRICT_PACK" if one_node else "PACK"
+    group = placement_group([dict(resources)] * count, strategy=strategy, name=name)
     try:
         wait_for_room(group, count, resources)
         yield [Bundle(group, index, resources) for index in range(count)]
@@ -147,17 +148,27 @@ def kept_room() -> tuple[list[Bundle], int]:
 def wait_for_room(group: Any, count: int, resources: Mapping[str, float]) -> None:
     """Block until the group has its room; also after a node of it is gone, and Ray looks for another."""
     if not group.wait(ROOM_S):
+        where = "on one node of the Ray cluster" if group_strategy(group) == "STRICT_PACK" else "on the Ray cluster"
         raise ConfigError(
-            f"the Ray cluster has no room for {count} processes with {_words(resources)} each within {ROOM_S:g} s; {_there()}",
+            f"{where} is no room for {count} processes with {_words(resources)} each within {ROOM_S:g} s; {_there()}",
             "lower placement.trainers or placement.engines, end other jobs (`ray status` lists what is in use), or add nodes",
         )
 
 
 def group_name(bundle: Bundle) -> str:
     """The name by which another process of the run finds the bundle's group."""
+    return str(_about(bundle.group)["name"])
+
+
+def group_strategy(group: Any) -> str:
+    """How Ray is to place the bundles of a group."""
+    return str(_about(group)["strategy"])
+
+
+def _about(group: Any) -> dict[str, Any]:
     from ray.util.placement_group import placement_group_table
 
-    return str(placement_group_table(bundle.group)["name"])
+    return dict(placement_group_table(group))
 
 
 def _words(resources: Mapping[str, float]) -> str:

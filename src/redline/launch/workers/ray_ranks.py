@@ -61,9 +61,10 @@ def is_driver(config: Config) -> bool:
 def train_on_ray(run: CheckedRun, *, from_scratch: bool = False) -> dict[str, Any]:
     """Train to the last step or to an interrupt, and return what `redline train --json` prints. Everything that was started has
     ended by then."""
-    config = run.resolved.config
-    count, resources = config.placement.trainers, bundle_resources(config.run.device)
-    with joined(config.placement, count), room(count, resources) as bundles:
+    config, wanted = run.resolved.config, run.resolved.config.placement
+    count = wanted.trainers + wanted.engines
+    one_node = wanted.engines > 0 and run.placement.transport == "cuda_ipc"
+    with joined(wanted, count), room(count, bundle_resources(config.run.device), one_node=one_node) as bundles:
         folder = run.folder or RunFolder.create(config.run.folder, config.run.name, given=run.given)
         try:
             return _Driver(run, folder, bundles).train(from_scratch)
@@ -106,7 +107,8 @@ class _Driver:
     def _try(self, from_scratch: bool) -> str:
         """Start all ranks and watch them to their end. Returns why one was lost; empty where all ended by themselves."""
         wait_for_room(self.bundles[0].group, len(self.bundles), self.bundles[0].resources)
-        self._ranks = [HostedProcess(f"rank {index}", bundle) for index, bundle in enumerate(self.bundles)]
+        trainers = self.run.resolved.config.placement.trainers  # the bundles after theirs are for engines, which rank 0 begins
+        self._ranks = [HostedProcess(f"rank {index}", bundle) for index, bundle in enumerate(self.bundles[:trainers])]
         try:
             self._meet()
             for rank, job in zip(self._ranks, self._jobs(from_scratch), strict=True):
@@ -139,8 +141,8 @@ class _Driver:
         for index, rank in enumerate(ranks):
             beside = [other for other in ranks if other.address == rank.address]
             own = {"RANK": str(index), "LOCAL_RANK": str(beside.index(rank)), "LOCAL_WORLD_SIZE": str(len(beside))}
-            if config.run.device == "cuda":  # Ray shows each of its workers one GPU, which is then the first
-                own["LOCAL_RANK"] = "0"
+            if config.run.device == "cuda":  # Ray shows each of its workers one GPU: to itself it is alone on its machine
+                own |= {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
             folder = os.getcwd() if rank.call("has_folder", os.getcwd()) else None
             yield Job("redline", arguments, {**shared, **own}, folder, files)
 
