@@ -55,7 +55,7 @@ def colocated(config: Config, model: LoadedModel, trainer: Trainer) -> EngineSid
     """Make an engine in this process. Ours samples from the trainer's own decoder, so that there is one set of weights."""
     if config.engine.kind != "native":
         other = make_other_engine(config, model, trainer)
-        return EngineSide(other.engine, other.transport, other.close)
+        return EngineSide(other.engine, other.transport, other.close, sleeper=other.sleeper)
     engine = make_engine(model.decoder, config.engine, model.tokenizer)
     trained = trainer.weights().tensors
     engine_tensors = {name: tensor.detach() for name, tensor in engine.decoder.named_parameters() if name in trained}

@@ -30,6 +30,7 @@ from redline.engine.adapters.transformers_engine import TransformersEngine
 from redline.engine.adapters.vllm import VllmEngine
 from redline.errors import ConfigError
 from redline.launch.models import LoadedModel
+from redline.launch.sleeping import Sleeper
 from redline.launch.stages import RunEngine
 from redline.models.decoder import Decoder
 from redline.models.files.hf import (
@@ -55,7 +56,8 @@ if TYPE_CHECKING:
 
 PACKAGED: Mapping[str, type[VllmEngine] | type[SglangEngine]] = {"vllm": VllmEngine, "sglang": SglangEngine}
 """Kinds that are packages of their own."""
-
+SLEEP_MODE = {"vllm": "enable_sleep_mode", "sglang": "enable_memory_saver"}
+"""Kind → the argument without which it cannot sleep."""
 
 OtherEngine = TransformersEngine | SteppedAdapter
 """All that are not ours."""
@@ -68,6 +70,8 @@ class OtherSide:
     engine: RunEngine
     transport: Transport
     close: Callable[[], None] = lambda: None
+    sleeper: Sleeper | None = None
+    """The engine, where it sleeps while the trainer works."""
 
 
 def check_kind(config: Config) -> None:
@@ -159,8 +163,10 @@ def make_other_engine(config: Config, model: LoadedModel, trainer: Trainer) -> O
         return _transformers(config, model, trainer)
     if config.engine.kind == "openai":
         return _trained_server(config, model, trainer)
-    engine = _packaged(config.engine, model.folder, config.model.dtype)
-    return OtherSide(engine, _pushed(engine, model.decoder, trainer), engine.close)
+    settings = {SLEEP_MODE[config.engine.kind]: True} if config.placement.sleep else {}
+    engine = _packaged(config.engine, model.folder, config.model.dtype, **settings)
+    sleeper = engine if config.placement.sleep else None
+    return OtherSide(engine, _pushed(engine, model.decoder, trainer), engine.close, sleeper)
 
 
 def _pushed(engine: TransformersEngine | VllmEngine | SglangEngine, decoder: AnyDecoder, trainer: Trainer) -> PushedTensors:

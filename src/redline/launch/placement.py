@@ -183,7 +183,7 @@ def _refuse_sleep_without_effect(config: Config) -> None:
         return
     if config.run.device == "cpu":
         why, fix = "on the CPU a KV cache takes memory only once it is used", "set placement.sleep=false"
-    elif config.engine.kind != "native":
+    elif config.engine.kind in ("transformers", "openai"):
         why, fix = f"engine.kind = {config.engine.kind} keeps its cache", "set placement.sleep=false, or engine.kind=native"
     elif config.placement.engines:
         why, fix = "engines in processes of their own sample while the trainer works", "set placement.sleep=false"

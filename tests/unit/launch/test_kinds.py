@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import importlib.util
+import sys
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -175,6 +177,44 @@ def test_tensors_that_the_trainer_replaced_are_found_out() -> None:
         other.transport.verify(WeightSet(1, tensors))
 
 
+class FakeSglang:
+    """An `sglang.Engine` that remembers how it was made and what it was told."""
+
+    def __init__(self, **arguments: Any) -> None:
+        self.arguments = arguments
+        self.told: list[tuple[str, ...]] = []
+
+    def release_memory_occupation(self, tags: list[str]) -> None:
+        self.told.append(("release", *tags))
+
+    def resume_memory_occupation(self, tags: list[str]) -> None:
+        self.told.append(("resume", *tags))
+
+
+@pytest.mark.parametrize("sleep", [False, True])
+def test_an_engine_that_is_to_sleep_is_made_so_that_it_can(sleep: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[FakeSglang] = []
+
+    def make(**arguments: Any) -> FakeSglang:
+        made.append(FakeSglang(**arguments))
+        return made[-1]
+
+    module = ModuleType("sglang")
+    module.Engine = make  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "sglang", module)
+    settings = config(kind="sglang")
+    settings = settings.model_copy(update={"placement": settings.placement.model_copy(update={"sleep": sleep})})
+    model = load_policy(settings)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
+    other = make_other_engine(settings, model, Trained(model))  # type: ignore[arg-type]
+    assert made[0].arguments.get("enable_memory_saver", False) is sleep
+    assert (other.sleeper is not None) is sleep
+    if other.sleeper is not None:
+        other.sleeper.sleep()
+        other.sleeper.wake()
+        assert made[0].told == [("release", "kv_cache"), ("resume", "kv_cache")]
+
+
 class Loading:
     """An engine that keeps what it was given."""
 
@@ -224,7 +264,7 @@ def test_an_engine_that_failed_to_load_samples_no_more() -> None:
 
 def test_an_engine_that_computes_otherwise_than_the_trainer_is_found_out() -> None:
     probe, weights = Probe((5, 6, 7), (-1.0, -2.0), tolerance=0.01), WeightSet(3, {"w": torch.ones(4)})
-    right, wrong = pushed(Loading(), [-1.0, -2.001]), pushed(Loading(), [-1.0, -2.5])
+    right, wrong = pushed(Loading(), [-1.0, -2.05]), pushed(Loading(), [-1.0, -2.5])
     for transport in (right, wrong):
         transport.move(TransferPlan(3, ("w",)), weights)
     right.adopt(probe)
