@@ -74,6 +74,9 @@ def _size_of_engine(key: str, *without: EngineKind) -> Readers:
     return Readers(key, lambda c: c.engine.kind not in without, "engine.kind to native")
 
 
+_A_MISMATCH = "trainer.mismatch.kind to token_truncate; over a recipe that sets it, trainer.mismatch=null leaves it out"
+
+
 TABLE: tuple[Readers, ...] = (
     *(
         Readers(f"engine.{key}", _engine_is("openai"), "engine.kind to openai")
@@ -121,8 +124,8 @@ TABLE: tuple[Readers, ...] = (
     *_of_a_ratio("trainer.clip_low", "clip", "gspo", "cispo"),
     *_of_a_ratio("trainer.clip_high", "clip", "gspo", "cispo"),
     *_of_a_ratio("trainer.dual_clip", "clip"),
-    Readers("trainer.mismatch.low", corrects, "trainer.mismatch.kind to token_truncate"),
-    Readers("trainer.mismatch.high", corrects, "trainer.mismatch.kind to token_truncate"),
+    Readers("trainer.mismatch.low", corrects, _A_MISMATCH),
+    Readers("trainer.mismatch.high", corrects, _A_MISMATCH),
     Readers(
         "trainer.mismatch.correct_lag",
         lambda c: has_older_samples(c) and c.trainer.mismatch.kind == "none",

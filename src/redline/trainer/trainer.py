@@ -480,5 +480,9 @@ class PolicyTrainer:
         self._version = saved.version
 
     def close(self) -> None:
-        """Part from the other ranks, where there are some. Checkpoints are flushed by then."""
-        self._parallel.close()
+        """Write the last checkpoint to its end, end the thread that writes them, and part from the other ranks, where there are
+        some."""
+        try:
+            self._writer.close()
+        finally:
+            self._parallel.close()

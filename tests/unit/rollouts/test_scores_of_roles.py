@@ -17,6 +17,8 @@ from redline.rollouts.rewards.parts import MAX_PARTS
         ({"A": 1.0, "B": -1.0}, ["a", "b"], "scores for 'A', 'B', and the roles that have spoken are 'a', 'b'"),
         ({"white": {"won": 1.0}}, ["w", "b"], "scores for 'white', and the roles that have spoken are 'w', 'b'"),
         ({"white": {"won": 1.0}}, [""], "scores for 'white', and no role has spoken"),
+        ({"a": 1.0, "b": 0.0, "B": -1.0}, ["a", "b"], "a score for 'B', and the roles that have spoken are 'a', 'b'"),
+        ({"a": 1.0, "b": 0.0, 7: 1.0}, ["a", "b"], "a score for 7, and the roles that have spoken are 'a', 'b'"),
     ],
 )
 def test_names_of_roles_that_have_not_spoken_are_no_parts(score: Any, roles: list[str], reason: str) -> None:
@@ -26,6 +28,7 @@ def test_names_of_roles_that_have_not_spoken_are_no_parts(score: Any, roles: lis
 
 def test_a_score_in_parts_is_that_of_all_roles_and_one_by_role_may_name_a_role_that_had_no_turn() -> None:
     assert scores_of_roles({"won": 1.0}, ["a", "b"], {})["b"] == (1.0, {"won": 1.0})
+    assert scores_of_roles(0.5, ["a", "b"], {}) == dict.fromkeys(("a", "b"), (0.5, {"reward": 0.5})), "so is one number"
     assert scores_of_roles({"a": 1.0, "b": 0.0}, ["a"], {}) == {"a": (1.0, {"reward": 1.0})}
 
 

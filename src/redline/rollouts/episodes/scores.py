@@ -18,7 +18,8 @@ Scored = tuple[float, dict[str, float]]
 def scores_of_roles(score: Any, roles: Sequence[str], weights: Mapping[str, float]) -> dict[str, Scored]:
     """The reward of each role that has spoken. Raises TaskError where `score` is none, or leaves a role out.
 
-    A mapping that has a role of the attempt among its names is by role; every other score is that of all roles alike."""
+    A mapping that has a role of the attempt among its names is by role, and may name roles that had no turn; every other score,
+    such as one number, is that of all roles alike."""
     by_role = isinstance(score, Mapping) and any(role and role in score for role in roles)
     missing = [role for role in roles if by_role and role not in score]
     if missing:
@@ -28,6 +29,8 @@ def scores_of_roles(score: Any, roles: Sequence[str], weights: Mapping[str, floa
         )
     if isinstance(score, Mapping) and not by_role:
         _check_that_parts_are_meant(score, roles)
+    if by_role:
+        _check_that_others_are_roles(score, roles)
     return {role: _weighed(score[role] if by_role else score, weights) for role in roles}
 
 
@@ -42,6 +45,18 @@ def _check_that_parts_are_meant(score: Mapping[Any, Any], roles: Sequence[str]) 
             f"`play` returned scores for {_listed(list(score))}, and {spoke}",
             "give `policy.say` the role that speaks, `role=`, by the name that its score has",
         )
+
+
+def _check_that_others_are_roles(score: Mapping[Any, Any], roles: Sequence[str]) -> None:
+    """Raise TaskError where a score by role has a name beside its roles that is none: a role's but for its case, or no text. It
+    would count for nothing."""
+    known = {role.strip().casefold() for role in roles}
+    for name in score:
+        if name not in roles and (not isinstance(name, str) or not name or name.strip().casefold() in known):
+            raise TaskError(
+                f"`play` returned a score for {shortened(repr(name), 60)}, and the roles that have spoken are {_listed(roles)}",
+                "return one score for each role, by the name that `policy.say` was called with",
+            )
 
 
 def _listed(names: Sequence[Any]) -> str:

@@ -172,9 +172,11 @@ class FileTasks:
         return found
 
     def _reference(self, answer: Any, rows: Rows, index: int) -> str:
+        where = f"{rows.where(index)}: {self._config.answer_field}"
+        if isinstance(answer, str) and not answer.strip():
+            raise TaskError(f"{where}: empty, which an empty reply would equal", "write the right answer, or leave the row out")
         if type(answer) is str and self._config.extract in ("text", "math"):
             return answer
-        where = f"{rows.where(index)}: {self._config.answer_field}"
         if isinstance(answer, bool) or not isinstance(answer, str | int | float):
             what = f"{where}: a {type(answer).__name__}, not a text or a number"
             raise TaskError(what, 'write "answer": "42" or "answer": 42')

@@ -19,6 +19,7 @@ _KEYWORDS = {
     "test": ("test", "testing", "eval", "evaluation"),
 }
 """Split → words in the names of its files or folders, as `datasets.load_dataset` knows them."""
+_TABLES = (".csv", ".tsv")
 _PACKED = (".gz", ".bz2", ".xz", ".zst", ".lz4", ".zip")
 LEFT_OUT = "\0left out"
 """Instead of a split's name: no recipe can ask for it."""
@@ -29,7 +30,7 @@ def find_splits(path: Path) -> Mapping[str, Files]:
     """The files of each split, by its name; a single file is a data set without splits, named by an empty text. Beside splits
     with names, files that name none are under `LEFT_OUT`."""
     if path.is_file():
-        _refuse_packed(path)
+        _refuse_unread(path)
         return {"": [path]}
     if not path.is_dir():
         raise TaskError(
@@ -79,7 +80,7 @@ def _shards(folder: Path) -> Mapping[str, Files]:
         hidden = any(part.startswith(".") for part in relative.parts)
         if hidden or not file.is_file() or file.name in _NOT_DATA:
             continue
-        _refuse_packed(file)
+        _refuse_unread(file)
         if file.suffix in SUFFIXES:
             splits.setdefault(_split_of(relative), []).append(file)
     if not splits:
@@ -89,8 +90,13 @@ def _shards(folder: Path) -> Mapping[str, Files]:
     return splits
 
 
-def _refuse_packed(file: Path) -> None:
-    """A run without it would train on a part of the data, and not say so."""
+def _refuse_unread(file: Path) -> None:
+    """Raise TaskError for data that is not read: a run without it would train on a part of the data, and not say so."""
+    if file.suffix.lower() in _TABLES:
+        raise TaskError(
+            f"{file}: {file.suffix} files are not read",
+            "write it as .jsonl or .parquet (with pandas: read_csv(...).to_parquet(...)), or move it out of the folder",
+        )
     if file.suffix in _PACKED and Path(file.stem).suffix in SUFFIXES:
         raise TaskError(f"{file}: packed files are not read", "unpack it (such as with gunzip), or move it out of the folder")
 

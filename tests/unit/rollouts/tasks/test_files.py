@@ -206,6 +206,23 @@ def test_a_packed_file_is_refused_rather_than_left_out(tmp_path: Path) -> None:
         open_tasks(tmp_path / "train-1.jsonl.gz")
 
 
+def test_a_csv_file_is_refused_rather_than_left_out(tmp_path: Path) -> None:
+    write(tmp_path / "train-0.jsonl", sums(5))
+    (tmp_path / "train-1.csv").write_text("prompt,answer\n1+1,2\n")
+    with pytest.raises(TaskError, match=r"(?s)train-1.csv: .csv files are not read.*hint: write it as .jsonl or .parquet"):
+        open_tasks(tmp_path)
+    with pytest.raises(TaskError, match=r"\.csv files are not read"):
+        open_tasks(tmp_path / "train-1.csv")
+
+
+@pytest.mark.parametrize("answer", ["", " \n"])
+def test_an_empty_reference_is_refused_since_an_empty_reply_would_equal_it(tmp_path: Path, answer: str) -> None:
+    path = write(tmp_path / "rows.jsonl", [*sums(5), {"prompt": "1+1", "answer": answer}])
+    message, hint = refusal(path)
+    assert message == "rows.jsonl:6: answer: empty, which an empty reply would equal"
+    assert hint == "write the right answer, or leave the row out"
+
+
 def test_a_file_that_names_no_split_beside_one_that_does_is_left_out_with_a_note(tmp_path: Path) -> None:
     write(tmp_path / "train.jsonl", sums(5))
     assert not open_tasks(tmp_path).notes

@@ -18,6 +18,8 @@ import pytest
 import torch
 from rich.console import Console
 from support.fakes import FakeTrainer
+from support.policy_training import make_trainer, recipe
+from support.small_models import CONFIGS, write_model
 from support.watched_stages import FakeStages
 
 from redline.config import validate
@@ -73,6 +75,17 @@ def test_saving_returns_before_the_disk_has_it(writer: CheckpointWriter, disk: t
     disk.set()
     writer.flush()
     assert load_checkpoint(tmp_path / "step-000001").version == 1
+
+
+def test_a_trainer_that_is_closed_has_written_its_checkpoint_and_leaves_no_thread(tmp_path: Path) -> None:
+    before = set(threading.enumerate())
+    write_model(tmp_path / "model", CONFIGS["llama, tied"])
+    trainer = make_trainer(tmp_path / "model", recipe())
+    trainer.save(tmp_path / "step-000001")
+    trainer.close()
+    assert load_checkpoint(tmp_path / "step-000001").version == 0
+    left = [thread for thread in set(threading.enumerate()) - before if thread.name.startswith("checkpoints")]
+    assert not left, "each call of redline.train in a process would leave one"
 
 
 def test_a_second_checkpoint_waits_for_the_first(writer: CheckpointWriter, disk: threading.Event, tmp_path: Path) -> None:
