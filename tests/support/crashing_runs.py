@@ -8,7 +8,6 @@ profiler writes down which tasks were attempted and which groups were trained on
 from __future__ import annotations
 
 import json
-import multiprocessing
 import os
 import signal
 import sys
@@ -23,6 +22,7 @@ from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any, Literal
 
+from support.forks import FORKS
 from support.processes import TIMEOUT_S
 
 import redline
@@ -37,16 +37,6 @@ CALLS = "calls.json"
 OUTPUT = "output.txt"
 AROUND_THE_LOOP = ("cli", "launch", "watch")
 Unread = Literal["pipe", "closed"] | None
-_FORKS = multiprocessing.get_context("forkserver")
-_FORKS.set_forkserver_preload(
-    [
-        "redline.cli",
-        "redline.launch.run",
-        "redline.models.files.tiny",
-        "transformers.modeling_utils",
-        "transformers.models.auto",
-    ]
-)
 
 
 @dataclass(slots=True, frozen=True)
@@ -66,7 +56,7 @@ def forked(
 ) -> Iterator[ForkServerProcess]:
     """`redline` with these arguments; ours to signal, and gone when the block ends. It prints into `output.txt`, or into a pipe
     that nobody reads, or into nothing at all."""
-    process = _FORKS.Process(target=_run, args=(cwd, arguments, kill_at, is_profiled, unread))
+    process = FORKS.Process(target=_run, args=(cwd, arguments, kill_at, is_profiled, unread))
     process.start()
     try:
         yield process

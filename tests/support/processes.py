@@ -10,12 +10,14 @@ import os
 import re
 import subprocess
 import sys
+import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import yaml
+from support.forks import Forked
 
 from redline.telemetry import RunFolder
 
@@ -69,15 +71,36 @@ def write_letters(folder: Path, **sections: dict[str, Any]) -> Path:
 
 def redline(*arguments: str | Path, cwd: Path, env: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
     """Run to the end."""
-    return subprocess.run(
-        [REDLINE, *arguments],
-        cwd=cwd,
-        env=os.environ | {"NO_COLOR": "1"} | (env or {}),
-        capture_output=True,
-        text=True,
-        timeout=TIMEOUT_S,
-        check=False,
-    )
+    if not _may_be_forked(arguments, env):
+        return subprocess.run(
+            [REDLINE, *arguments],
+            cwd=cwd,
+            env=_environment(env),
+            capture_output=True,
+            text=True,
+            timeout=TIMEOUT_S,
+            check=False,
+        )
+    with tempfile.TemporaryDirectory() as folder:
+        outputs = Path(folder, "stdout"), Path(folder, "stderr")
+        process = Forked([str(argument) for argument in arguments], cwd, _environment(None), *outputs)
+        try:
+            process.wait(TIMEOUT_S)
+        finally:
+            process.kill()
+            process.wait()
+        return subprocess.CompletedProcess(arguments, process.wait(), *(path.read_text() for path in outputs))
+
+
+def _environment(env: dict[str, str] | None) -> dict[str, str]:
+    return os.environ | {"NO_COLOR": "1"} | (env or {})
+
+
+def _may_be_forked(arguments: Sequence[str | Path], env: dict[str, str] | None) -> bool:
+    """Whether a process that has imported everything before will do: not where the environment of the imports is another, or
+    the process starts others that are to be as itself."""
+    is_placed = any(str(argument).startswith("placement.") for argument in arguments)
+    return not env and str(arguments[0]) in ("train", "env") and not is_placed
 
 
 def succeed(*arguments: str | Path, cwd: Path, env: dict[str, str] | None = None) -> str:
@@ -88,27 +111,35 @@ def succeed(*arguments: str | Path, cwd: Path, env: dict[str, str] | None = None
 
 
 @contextlib.contextmanager
-def started(*arguments: str | Path, cwd: Path) -> Iterator[subprocess.Popen[str]]:
+def started(*arguments: str | Path, cwd: Path) -> Iterator[subprocess.Popen[str] | Forked]:
     """A process that is ours to signal, and gone when the block ends."""
+    with _popen(arguments, cwd) if not _may_be_forked(arguments, None) else _forked(arguments, cwd) as process:
+        try:
+            yield process
+        finally:
+            if process.poll() is None:
+                process.kill()
+            process.wait()
+
+
+@contextlib.contextmanager
+def _popen(arguments: Sequence[str | Path], cwd: Path) -> Iterator[subprocess.Popen[str]]:
     with (cwd / "stderr.txt").open("a") as stderr:
         process = subprocess.Popen(
-            [REDLINE, *arguments],
-            cwd=cwd,
-            env=os.environ | {"NO_COLOR": "1"},
-            stdout=subprocess.PIPE,
-            stderr=stderr,
-            text=True,
+            [REDLINE, *arguments], cwd=cwd, env=_environment(None), stdout=subprocess.PIPE, stderr=stderr, text=True
         )
-    try:
-        yield process
-    finally:
-        if process.poll() is None:
-            process.kill()
-        process.wait()
-        process.stdout.close()
+    yield process
+    process.stdout.close()
 
 
-def wait_until(condition: Callable[[], bool], process: subprocess.Popen[str]) -> bool:
+@contextlib.contextmanager
+def _forked(arguments: Sequence[str | Path], cwd: Path) -> Iterator[Forked]:
+    with tempfile.TemporaryDirectory() as folder:
+        stdout, stderr = Path(folder, "stdout"), cwd / "stderr.txt"
+        yield Forked([str(argument) for argument in arguments], cwd, _environment(None), stdout, stderr)
+
+
+def wait_until(condition: Callable[[], bool], process: subprocess.Popen[str] | Forked) -> bool:
     """Look a few times per millisecond; False when the process ended first."""
     deadline = time.monotonic() + TIMEOUT_S
     while not condition():
@@ -122,7 +153,7 @@ def wait_until(condition: Callable[[], bool], process: subprocess.Popen[str]) ->
 # ── what a run leaves ──────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def wait_for_run(cwd: Path, process: subprocess.Popen[str]) -> RunFolder:
+def wait_for_run(cwd: Path, process: subprocess.Popen[str] | Forked) -> RunFolder:
     """The folder that the process makes, or has made."""
     assert wait_until(lambda: any(cwd.glob("runs/*")), process), "the process ended before it had a run folder"
     return only_run(cwd)
