@@ -12,6 +12,7 @@ from typing import Any
 
 import psutil
 import pytest
+from safetensors.torch import load_file
 from support.processes import (
     digest,
     num_rows,
@@ -195,3 +196,20 @@ def test_a_dry_run_prints_the_placement_and_starts_nothing(tmp_path: Path) -> No
     assert done.returncode == 0, done.stderr
     assert "engine: process 2, thread engine (cpu, 1 CPU thread); weights by cuda_ipc" in done.stderr
     assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("transport", ["cuda_ipc", "checkpoint_engine"])
+def test_an_adapter_alone_moves_and_the_losses_are_those_of_one_process(tmp_path: Path, transport: str) -> None:
+    found = {}
+    for engines in (0, 1):
+        cwd = tmp_path / str(engines)
+        write_recipe(cwd, engines)
+        apart = [f"placement.transport={transport}"] if engines else []
+        succeed("train", "letters.yaml", "trainer.lora.rank=4", *apart, cwd=cwd)
+        found[engines] = only_run(cwd)
+    assert losses(found[0]) == losses(found[1])
+    adapter = load_file(found[1].path / "adapter" / "adapter_model.safetensors")
+    moved = [row["weight_sync/bytes_moved"] for row in rows(found[1].metrics)]
+    assert any(moved)
+    assert all(count <= 2 * sum(tensor.nbytes for tensor in adapter.values()) for count in moved)

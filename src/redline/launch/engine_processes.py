@@ -25,6 +25,7 @@ def engine_specs(config: Config, placement: Placement, folder: RunFolder, weight
             device=place.device,
             num_threads=place.cpu_threads,
             spans=str(folder.spans.absolute()),
+            lora=config.trainer.lora.model_dump(mode="json") if config.trainer.lora.rank else None,
         )
         for place in placement.engines
     ]
@@ -33,6 +34,9 @@ def engine_specs(config: Config, placement: Placement, folder: RunFolder, weight
 def _recipe(config: Config, placement: Placement, place: Place, weight_bytes: int) -> EngineRecipe:
     engine = config.engine.model_dump()
     if placement.shares_gpu(place) and engine["kv_cache_memory_bytes"] is None:
+        if config.trainer.lora.rank:  # what the frozen weights take is not among those that are sent
+            why = f"placement.engines = {config.placement.engines}: with an adapter their share of {place.device} is not known"
+            raise ConfigError(why, "set engine.kv_cache_memory_bytes")
         engine["kv_cache_memory_bytes"] = _kv_cache_bytes(config, placement, place.device, weight_bytes)
     return EngineRecipe(run=config.run, model=config.model, engine=ServedEngineConfig.model_validate(engine))
 

@@ -7,8 +7,10 @@ apart     ──► engines in processes of their own, with weights of their own
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+
+from torch import Tensor
 
 from redline.config import Config
 from redline.engine.replicas import Replicas
@@ -24,12 +26,9 @@ from redline.launch.workers.ray_engines import RayActors
 from redline.launch.workers.spawn import LocalProcesses, Spawner
 from redline.ports import Trainer
 from redline.telemetry import RunFolder
-from redline.weight_sync import CudaIpc, Sending, SharedStorage
+from redline.weight_sync import CheckpointEngine, CudaIpc, Sending, SharedStorage
 from redline.weight_sync.transport import Transport
 from redline.wire import Connection
-
-TRANSPORTS = {"cuda_ipc": CudaIpc}
-"""Name → what brings weights to engines in processes of their own; `shared` is for one in this process."""
 
 CatchUp = Callable[[Connection], object]
 """Brings the engine at the end of a connection to the current version."""
@@ -69,7 +68,7 @@ def apart(config: Config, placement: Placement, trainer: Trainer, folder: RunFol
     specs = engine_specs(config, placement, folder, sum(tensor.nbytes for tensor in tensors.values()))
     pool = EnginePool(_spawner(config), specs)
     try:
-        transport = TRANSPORTS[placement.transport](pool.channels, tensors, Sending(on_lost=pool.lose))
+        transport = _transport(placement.transport, pool, tensors, folder)
         max_restarts = config.placement.max_restarts
         engines = Replicas(pool.engines, pool.restart, max_restarts=max_restarts, arrived=pool.arrived, tell=tell)
     except BaseException:
@@ -92,3 +91,13 @@ def _spawner(config: Config) -> Spawner:
     if config.placement.cluster == "ray":
         return RayActors(first_bundle=config.placement.trainers)
     return LocalProcesses()
+
+
+def _transport(name: str, pool: EnginePool, tensors: Mapping[str, Tensor], folder: RunFolder) -> Transport:
+    """What brings weights to engines in processes of their own; `shared` is for one in this process."""
+    sending = Sending(on_lost=pool.lose)
+    if name == "cuda_ipc":
+        return CudaIpc(pool.channels, tensors, sending)
+    if name == "checkpoint_engine":
+        return CheckpointEngine(pool.channels, tensors, folder.path / "weights", sending)
+    raise AssertionError(f"no transport {name}")

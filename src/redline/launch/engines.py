@@ -19,6 +19,7 @@ import torch
 
 from redline.config import EngineRecipe
 from redline.config.sections.engine import EngineConfig
+from redline.config.sections.lora import LoraConfig
 from redline.engine import EngineSession, NativeEngine
 from redline.engine.adapters.stepped import SteppedAdapter
 from redline.engine.adapters.transformers_engine import TransformersEngine
@@ -30,6 +31,7 @@ from redline.launch.models import LoadedModel
 from redline.launch.placement import check_engine_place
 from redline.models.files.hf import AnyDecoder, load_config, load_decoder, load_recompute_model, load_tokenizer, stop_token_ids
 from redline.models.files.sources import model_folder
+from redline.models.lora.trainable import add_adapter
 from redline.models.spec import is_ours
 
 if TYPE_CHECKING:
@@ -83,11 +85,13 @@ def load_engine(
     recipe: EngineRecipe,
     adapters: Mapping[str, Path] | None = None,
     *,
+    lora: LoraConfig | None = None,
     step_timeout_s: float = STEP_TIMEOUT_S,
     tell: Callable[[str], None] = lambda text: None,
 ) -> LoadedEngine:
-    """Load the model of a resolved recipe into the fastest engine that runs it, with LoRA adapters by name. A step of an engine
-    of several processes may take `step_timeout_s`. Raises `RedlineError` for a model that there is not, or that none runs."""
+    """Load the model of a resolved recipe into the fastest engine that runs it, with LoRA adapters by name. With `lora` the
+    network itself has an adapter, as the trainer's has that trains one. A step of an engine of several processes may take
+    `step_timeout_s`. Raises `RedlineError` for a model that there is not, or that none runs."""
     check_engine_place(recipe)
     folder = model_folder(recipe.model.path, recipe.run.seed)
     tokenizer = load_tokenizer(folder)
@@ -102,6 +106,9 @@ def load_engine(
         return LoadedEngine(divided, tokenizer, ends, divided.why_broken, divided.close)
     try:
         decoder = load_decoder(folder, device, dtype)
+        if lora is not None:
+            add_adapter(decoder, lora, dtype, recipe.run.seed)
+            decoder.to(dtype)
         native = NativeEngine(decoder, recipe.engine, tokenizer, bank=make_bank(decoder, recipe.engine))
     except ModelError as error:
         if is_ours(load_config(folder)):

@@ -28,8 +28,9 @@ TRAINER_GPU = "cuda:0"
 WHY_TRANSPORT = {
     "shared": "engine and trainer have one set of weights",
     "cuda_ipc": "engines are on the trainer's machine",
+    "checkpoint_engine": "every version is written to the run folder, and engines read it there",
 }
-"""Transport → why `auto` takes it."""
+"""Transport → why it is taken, or what it does."""
 
 
 @dataclass(slots=True, frozen=True)
@@ -167,10 +168,7 @@ def _refuse_engines_elsewhere(config: Config) -> None:
     """Refuse engines in processes of their own where something keeps the engine in the trainer's process."""
     if not config.placement.engines:
         return
-    if config.trainer.lora.rank:
-        why = f"an adapter (trainer.lora.rank = {config.trainer.lora.rank}) is trained in the process of its engine"
-        fix = "set placement.engines=0, or trainer.lora.rank=0 to train all weights"
-    elif config.engine.kind != "native":
+    if config.engine.kind != "native":
         why, fix = f"engine.kind = {config.engine.kind} has processes of its own making", "set placement.engines=0"
     else:
         return

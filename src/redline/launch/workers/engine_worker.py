@@ -24,6 +24,7 @@ from typing import Any
 import torch
 
 from redline.child import take_stdout
+from redline.config.sections.lora import LoraConfig
 from redline.engine import EngineSession, NativeEngine
 from redline.engine.native.tensor_parallel import TensorParallelEngine
 from redline.engine.remote.service import RequestService, why_failed
@@ -73,7 +74,8 @@ def serve(spec: EngineSpec, token: str, reply: Callable[[Mapping[str, Any]], Non
     where that ended it. Blocks."""
     recipe = spec.engine_recipe()
     prepare_process(recipe)
-    loaded = load_engine(recipe, tell=lambda text: print(text, file=sys.stderr, flush=True))
+    lora = LoraConfig.model_validate(spec.lora) if spec.lora else None
+    loaded = load_engine(recipe, lora=lora, tell=lambda text: print(text, file=sys.stderr, flush=True))
     session = loaded.session()
     session.start("engine", prepare_thread=lambda: torch.set_num_threads(spec.num_threads))
     try:

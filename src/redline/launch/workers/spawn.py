@@ -46,6 +46,8 @@ class EngineSpec:
     """The address that it listens on."""
     spans: str | None = None
     """The run's folder of spans; None records none."""
+    lora: Mapping[str, Any] | None = None
+    """The dump of a `LoraConfig`, where the policy is a frozen network with an adapter that the trainer trains."""
 
     def to_json(self) -> str:
         return json.dumps(asdict(self))
