@@ -22,7 +22,7 @@ from redline.telemetry import RunFolder
 
 Peer = Literal["transformers", "vllm", "redline"]
 TrainingPeer = Literal["transformers", "redline"]
-SyncStrategy = Literal["shared", "cuda_ipc", "broadcast"]
+SyncStrategy = Literal["shared", "cuda_ipc", "broadcast", "checkpoint_engine"]
 StoragePeer = Literal["pickle", "padded", "safetensors", "tensordict", "consolidated"]
 MICRO_BATCH_TOKENS = 16384
 

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import json
 import sys
+import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
 from types import TracebackType
 from typing import Self
 
@@ -14,15 +17,28 @@ from torch import Tensor
 
 from redline.child import Child
 from redline.lab.bench.weight_engine import CONNECT_S, sums_of
-from redline.weight_sync import Broadcast, CudaIpc, Sending
+from redline.weight_sync import Broadcast, CheckpointEngine, CudaIpc, Sending
 from redline.weight_sync.buckets import form_of
 from redline.weight_sync.transport import Transport
 from redline.wire import TOKEN_VARIABLE, Connection, connect, make_token
 
 START_S = 300.0
-APART: Mapping[str, Callable[[Sequence[Connection], Mapping[str, Tensor], Sending], Transport]] = {
-    "cuda_ipc": CudaIpc,
-    "broadcast": Broadcast,
+
+
+@dataclass(slots=True, frozen=True)
+class Link:
+    """What a transport is made of."""
+
+    channels: Sequence[Connection]
+    tensors: Mapping[str, Tensor]
+    folder: Path
+    sending: Sending
+
+
+APART: Mapping[str, Callable[[Link], Transport]] = {
+    "cuda_ipc": lambda link: CudaIpc(link.channels, link.tensors, link.sending),
+    "broadcast": lambda link: Broadcast(link.channels, link.tensors, link.sending),
+    "checkpoint_engine": lambda link: CheckpointEngine(link.channels, link.tensors, link.folder, link.sending),
 }
 """Name → a transport to engines of other processes."""
 
@@ -30,7 +46,9 @@ APART: Mapping[str, Callable[[Sequence[Connection], Mapping[str, Tensor], Sendin
 class EngineApart:
     """One engine in another process, with a second set of weights, and the transport to it. A context manager that ends it."""
 
-    def __init__(self, name: str, tensors: Mapping[str, Tensor]) -> None:
+    def __init__(self, name: str, tensors: Mapping[str, Tensor], sending: Sending | None = None) -> None:
+        """Start the process and open the transport of this name to it. Blocks until both are there."""
+        self._folder = tempfile.TemporaryDirectory(prefix="redline-weight-sync-")
         token = make_token()
         self._child = Child([sys.executable, "-m", "redline.lab.bench.weight_engine"], {TOKEN_VARIABLE: token}, own_group=True)
         try:
@@ -39,10 +57,16 @@ class EngineApart:
             address = self._child.ask(json.dumps({"forms": forms, "device": device.type}), START_S)["address"]
             self._connection = connect(address, token, "weights", CONNECT_S)
             self._connection.name = f"the engine of {name}"
-            self.transport = APART[name]([self._connection], tensors, Sending())
+            link = Link([self._connection], tensors, Path(self._folder.name), sending or Sending())
+            self.transport = APART[name](link)
         except BaseException:
             self._child.kill()
+            self._folder.cleanup()
             raise
+
+    @property
+    def pid(self) -> int:
+        return self._child.pid
 
     def check(self, tensors: Mapping[str, Tensor]) -> None:
         """Raise AssertionError unless the other process would read exactly these bytes."""
@@ -59,3 +83,4 @@ class EngineApart:
             self.transport.close()
         self._connection.close()
         self._child.close()
+        self._folder.cleanup()

@@ -111,12 +111,14 @@ def test_a_model_that_does_not_fit_is_measured_by_some_of_its_layers(monkeypatch
 
 
 @pytest.mark.slow
-def test_an_engine_in_another_process_gets_every_byte_and_tells_the_parts() -> None:
-    settings = make_settings("weight-sync", ["model=builtin:tiny", "strategy=cuda_ipc", *COMMON])
+def test_engines_in_other_processes_get_every_byte_and_tell_the_parts() -> None:
+    settings = make_settings("weight-sync", ["model=builtin:tiny", "compare_all=true", *COMMON])
     results = weight_sync.measure(settings, Console(file=io.StringIO())).results  # type: ignore[arg-type]
-    assert [result.name for result in results] == ["cuda_ipc", COPY]
-    own = results[0].details
-    assert own["bytes_moved"] == results[1].details["bytes_moved"]
+    names = list(dict.fromkeys(result.name for result in results))
+    assert names == [SHARED, "cuda_ipc", "broadcast", "checkpoint_engine", COPY, FILE]
+    found = {result.name: result.details for result in results}
+    own = found["cuda_ipc"]
+    assert own["bytes_moved"] == found["broadcast"]["bytes_moved"] == found[COPY]["bytes_moved"]
     assert own["min_s"] <= own["mean_s"] <= own["max_s"]
     assert 0 < own["pause_s"] < own["max_s"]
     assert {"gather", "serialise", "transfer", "load", "verify", "resume", "pause"} == own["parts"].keys()
