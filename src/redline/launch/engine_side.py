@@ -26,7 +26,7 @@ from redline.launch.workers.ray_engines import RayActors
 from redline.launch.workers.spawn import LocalProcesses, Spawner
 from redline.ports import Trainer
 from redline.telemetry import RunFolder
-from redline.weight_sync import CheckpointEngine, CudaIpc, Sending, SharedStorage
+from redline.weight_sync import Broadcast, CheckpointEngine, CudaIpc, Sending, SharedStorage
 from redline.weight_sync.transport import Transport
 from redline.wire import Connection
 
@@ -98,6 +98,8 @@ def _transport(name: str, pool: EnginePool, tensors: Mapping[str, Tensor], folde
     sending = Sending(on_lost=pool.lose)
     if name == "cuda_ipc":
         return CudaIpc(pool.channels, tensors, sending)
+    if name == "broadcast":
+        return Broadcast(pool.channels, tensors, sending)
     if name == "checkpoint_engine":
         return CheckpointEngine(pool.channels, tensors, folder.path / "weights", sending)
     raise AssertionError(f"no transport {name}")

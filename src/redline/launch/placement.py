@@ -28,6 +28,7 @@ TRAINER_GPU = "cuda:0"
 WHY_TRANSPORT = {
     "shared": "engine and trainer have one set of weights",
     "cuda_ipc": "engines are on the trainer's machine",
+    "broadcast": "trainer and engines form a process group",
     "checkpoint_engine": "every version is written to the run folder, and engines read it there",
 }
 """Transport → why it is taken, or what it does."""

@@ -182,7 +182,7 @@ class GroupInlet:
             self._store = dist.TCPStore(host, port, None, False, timeout, wait_for_workers=False)
         except (RuntimeError, ValueError) as error:
             why = f"the engine cannot reach the trainer at {host}:{port}: {str(error).partition(chr(10))[0]}"
-            raise WeightSyncError(why, "set placement.listen to an address that engines can reach") from None
+            raise WeightSyncError(why, "engines must be on the trainer's machine") from None
         self._how, self._device = dict(how), device
         self._group: Group | None = None
 
@@ -262,7 +262,9 @@ def _listening_store(host: str, timeout_s: float) -> tuple[int, dist.Store]:
         family = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0][0]
         listening = socket.create_server((host, 0), family=family)
     except OSError as error:
-        raise ConfigError(f"cannot listen on {host}: {error.strerror or error}", "set placement.listen to an address") from None
+        raise ConfigError(
+            f"cannot listen on {host}: {error.strerror or error}", "it must be an address of this machine"
+        ) from None
     port = int(listening.getsockname()[1])
     timeout = timedelta(seconds=timeout_s)
     store = dist.TCPStore(host, port, None, True, timeout, wait_for_workers=False, master_listen_fd=listening.detach())
