@@ -21,7 +21,8 @@ pytest.importorskip("ray")
 pytestmark = pytest.mark.slow
 
 RAY = ("placement.cluster=ray", "placement.address=local")
-STEPS = 8
+STEPS = 30
+"""So many that a run is still under way when something of it is killed, after step 2 or 4."""
 
 
 @pytest.fixture(autouse=True)
