@@ -20,7 +20,6 @@ from typing import TypeVar
 from redline.config import Config
 from redline.errors import ConfigError, RedlineError, TaskError, boundary
 from redline.launch.environments import make_environment, task_source
-from redline.launch.kinds import check_kind
 from redline.launch.placement import Placement, check_device, place
 from redline.launch.ranks import check_gpus_for_ranks, check_model_for_ranks
 from redline.ports import Environment, TaskSource
@@ -80,6 +79,8 @@ def check_inputs(config: Config) -> Checked:
 
 
 def _check_inputs(config: Config, placement: Placement) -> Checked:
+    from redline.launch.kinds import check_kind  # imports torch: what is wrong with the recipe and its folder is said before
+
     check_kind(config)
     notes: list[str] = []
     with saying_what_hangs():
