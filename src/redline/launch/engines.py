@@ -57,7 +57,13 @@ class LoadedEngine:
 
     def session(self) -> EngineSession:
         """The owner of the engine; `start` gives it a thread."""
-        return EngineSession(self.engine, self.why_broken)
+        return EngineSession(self.engine, self.why_broken, _wait_for_devices)
+
+
+def _wait_for_devices() -> None:
+    """Block until the GPUs have done what they were given: who holds an engine may write its weights."""
+    if torch.cuda.is_initialized():
+        torch.cuda.synchronize()
 
 
 def make_engine(decoder: AnyDecoder, config: EngineConfig, tokenizer: PreTrainedTokenizerBase | None = None) -> NativeEngine:

@@ -15,6 +15,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import asdict, is_dataclass
 from typing import Any
 
@@ -55,39 +56,46 @@ class RequestService:
             pass
         finally:
             self._connection.close()
-            self._abort_all()
+            with suppress(EngineError):  # a session that has ended has nothing to abort
+                self._session.between_steps(lambda engine: self._abort_all())
 
     # ── from the other side ────────────────────────────────────────────────────────────────────────────────────────────
 
     def _take(self, frame: Frame) -> None:
+        fields, buffers = frame.fields, frame.buffers
         if frame.kind == "submit":
-            self._submit(frame)
+            self._order(lambda: self._submit(fields["requests"], buffers))
         elif frame.kind == "abort":
-            self._abort(frame.fields["id"])
+            self._order(lambda: self._abort(fields["id"]))
         elif frame.kind == "call":
-            self._call(frame.fields["id"], frame.fields["name"], frame.fields.get("arguments", {}))
+            self._call(fields["id"], fields["name"], fields.get("arguments", {}))
         else:
-            self._connection.send("ended", error_fields(EngineError(f"there is no frame of kind {frame.kind!r}")))
-            self._connection.close()
+            self._put("ended", error_fields(EngineError(f"there is no frame of kind {frame.kind!r}")))
 
-    def _submit(self, frame: Frame) -> None:
-        """Hand over requests that came together. The engine is held meanwhile: it begins with all of them in one step."""
-        with boundary() as caught, self._session.held():
-            for fields, buffer in zip(frame.fields["requests"], frame.buffers, strict=True):
-                self._submit_one(fields, [buffer])
-        if caught.error is not None:
-            self._put("ended", error_fields(caught.error))
+    def _order(self, action: Callable[[], None]) -> None:
+        """Have the stepping thread do it between two steps, in the order of the frames: requests that came together then begin
+        in one step, without a wait for the device."""
 
-    def _submit_one(self, fields: Mapping[str, Any], buffers: Sequence[memoryview]) -> None:
-        theirs = fields["id"]
-        with boundary() as caught:
-            request = request_from(fields, buffers)
-            # Under the lock, so that the first pieces find the number.
-            with self._lock:
+        def look(done: Future[Any]) -> None:
+            error = done.exception()
+            if error is not None:  # a frame that cannot be read: the other side must not wait for what comes of it
+                self._put("ended", error_fields(self._session.failure or error))
+
+        try:
+            self._session.between_steps(lambda engine: action()).add_done_callback(look)
+        except EngineError as error:
+            self._put("ended", error_fields(self._session.failure or error))
+
+    def _submit(self, requests: Sequence[Mapping[str, Any]], buffers: Sequence[memoryview]) -> None:
+        for fields, buffer in zip(requests, buffers, strict=True):
+            theirs = fields["id"]
+            with boundary() as caught:
+                request = request_from(fields, [buffer])
                 number = self._session.submit(request, self, streaming=fields["streaming"])
-                self._ids[number], self._missing[theirs] = theirs, request.sampling.n
-        if caught.error is not None:
-            self._put("pieces", *self._with_stats([(theirs, caught.error)]))
+                with self._lock:
+                    self._ids[number], self._missing[theirs] = theirs, request.sampling.n
+            if caught.error is not None:
+                self._put("pieces", *self._with_stats([(theirs, caught.error)]))
 
     def _abort(self, theirs: int) -> None:
         with self._lock:
@@ -100,8 +108,7 @@ class RequestService:
 
     def _abort_all(self) -> None:
         for theirs in list(self._missing):
-            with boundary():  # a session that has ended has nothing to abort
-                self._abort(theirs)
+            self._abort(theirs)
 
     def _call(self, call: int, name: str, arguments: Mapping[str, Any]) -> None:
         """Have the stepping thread do something between two steps; its result goes back with the number of the call."""
