@@ -122,6 +122,14 @@ def test_weights_moved_at_every_step_and_the_row_says_how_many_bytes(apart: RunF
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("transport", ["broadcast", "checkpoint_engine"])
+def test_by_any_transport_the_steps_are_the_same(transport: str, one_process: RunFolder, tmp_path: Path) -> None:
+    write_recipe(tmp_path, 1)
+    succeed("train", "letters.yaml", f"placement.transport={transport}", cwd=tmp_path)
+    assert_same_run(only_run(tmp_path), one_process)
+
+
+@pytest.mark.slow
 def test_two_engines_take_the_same_steps(one_process: RunFolder, tmp_path: Path) -> None:
     assert_same_run(trained(tmp_path / "two", 2), one_process)
 

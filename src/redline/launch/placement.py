@@ -99,7 +99,6 @@ def place(config: Config, num_gpus: int | None = None) -> Placement:
     _refuse_offload_on_cpu(config)
     _refuse_sleep_without_effect(config)
     _refuse_engines_elsewhere(config)
-    transport = _transport(config)
     threads, device = config.run.num_threads or 1, config.run.device
     # On a CPU two threads that work at once divide the cores; on a GPU their kernels run there, and each may use all cores.
     divides = bool(config.buffer.max_lag) and device == "cpu"
@@ -108,25 +107,31 @@ def place(config: Config, num_gpus: int | None = None) -> Placement:
     beside = Place(BESIDE, device, max(1, of_engines)) if config.buffer.max_lag else main
     stages = {"rollouts": beside, "engine": beside, "buffer": main, "trainer": main, "weight_sync": main}
     if not config.placement.engines:
-        return Placement(stages)
+        return Placement(stages, _transport(config, ()))
     del stages["engine"]
     engines = _engine_places(config, of_engines, visible_gpus() if num_gpus is None else num_gpus)
-    return Placement(stages, transport, engines, tuple(_who_shares(config, engines, threads)))
+    return Placement(stages, _transport(config, engines), engines, tuple(_who_shares(config, engines, threads)))
 
 
-def _transport(config: Config) -> str:
+def _transport(config: Config, engines: tuple[Place, ...]) -> str:
     """The transport of a recipe. Raises `ConfigError` for one that cannot reach the recipe's engines."""
-    wanted, engines = config.placement.transport, config.placement.engines
-    fits = "cuda_ipc" if engines else "shared"
+    wanted = config.placement.transport
+    elsewhere = [place.device for place in engines if place.device not in ("cpu", TRAINER_GPU)]
+    fits = "shared" if not engines else "broadcast" if elsewhere else "cuda_ipc"
     if wanted == "shared" and engines:
         raise ConfigError(
-            f"placement.transport = shared: {engines} engines in processes of their own do not read the trainer's weights",
+            f"placement.transport = shared: {len(engines)} engines in processes of their own do not read the trainer's weights",
             f"leave it out, which takes {fits}; or set placement.engines=0 to sample in the trainer's process",
         )
     if wanted not in ("auto", "shared") and not engines:
         raise ConfigError(
             f"placement.transport = {wanted}: the engine is in the trainer's process and reads its weights; nothing moves",
             "leave it out; or set placement.engines=1 for an engine in a process of its own",
+        )
+    if wanted == "cuda_ipc" and elsewhere:
+        raise ConfigError(
+            f"placement.transport = cuda_ipc: the trainer is on {TRAINER_GPU}, and an engine on {elsewhere[0]} does not see it",
+            f"leave it out, which takes {fits}",
         )
     return fits if wanted == "auto" else wanted
 

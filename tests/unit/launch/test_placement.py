@@ -112,9 +112,18 @@ def test_engines_take_the_gpus_that_the_trainer_leaves_and_share_where_there_are
     placement = place(on_cuda(placement={"engines": engines}), gpus)
     assert [place.device for place in placement.engines] == devices
     assert [shares in note for note in placement.notes] == [True] if shares else placement.notes == ()
+    assert placement.transport == ("cuda_ipc" if gpus == 1 else "broadcast")
 
 
-@pytest.mark.parametrize(("engines", "transport"), [(0, "cuda_ipc"), (2, "shared")])
+def test_memory_of_one_gpu_is_not_shared_with_an_engine_on_another() -> None:
+    config = on_cuda(placement={"engines": 1, "transport": "cuda_ipc"})
+    assert place(config, 1).transport == "cuda_ipc"
+    with pytest.raises(ConfigError, match="an engine on cuda:1 does not see it") as refused:
+        place(config, 2)
+    assert refused.value.hint == "leave it out, which takes broadcast"
+
+
+@pytest.mark.parametrize(("engines", "transport"), [(0, "cuda_ipc"), (0, "broadcast"), (0, "checkpoint_engine"), (2, "shared")])
 def test_a_transport_that_does_not_reach_the_engines_is_refused_and_each_way_out_is_one(engines: int, transport: str) -> None:
     with pytest.raises(ConfigError, match=f"placement.transport = {transport}") as refused:
         place(recipe(placement={"engines": engines, "transport": transport}))
