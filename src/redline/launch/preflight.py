@@ -68,9 +68,8 @@ def check(config: Config, run: Path | None = None) -> Checked:
     """Check a resolved recipe. `run` is the folder of a run that goes on. Raises `RedlineError` for whatever would end the run
     later. Imports torch and transformers, and fetches the small files of a model from the hub."""
     _check_torch()
-    placement = place(config)
     _check_writable(config.run.folder, "run.folder") if run is None else _check_writable(run, "the run folder")
-    return _check_inputs(config, placement)
+    return _check_inputs(config, place(config))  # which imports torch
 
 
 def check_inputs(config: Config) -> Checked:
