@@ -34,7 +34,8 @@ def blocks(page: Path) -> list[Block]:
 
 def commands(page: Path) -> list[str]:
     """Every `redline …` of a page's blocks, without comments and without what is a placeholder or an ellipsis."""
-    lines = [line for block in blocks(page) if block.language in ("", "sh", "console") for line in block.text.splitlines()]
+    texts = [re.sub(r"\\\n\s*", "", block.text) for block in blocks(page) if block.language in ("", "sh", "console")]
+    lines = [line for text in texts for line in text.splitlines()]
     found = [re.sub(r"\s+#\s.*$|\s{4,}.*$", "", line).removeprefix("$ ").strip() for line in lines]
     found = [re.sub(r"^(?:\S*/)?redline ", "redline ", line).removesuffix("&").strip() for line in found]
     return [line for line in found if line.startswith("redline ") and "…" not in line and "..." not in line]
