@@ -28,15 +28,31 @@ buffer.max_bytes
 buffer.max_lag
 buffer.max_reuses
 buffer.order
+engine.api_key_env
 engine.block_size
 engine.enable_prefix_caching
 engine.gpu_memory_utilization
+engine.kind
 engine.kv_cache_memory_bytes
 engine.max_model_len
 engine.max_num_batched_tokens
 engine.max_num_seqs
+engine.options
+engine.served_model
+engine.timeout_s
+engine.url
+engine.weights_folder
+engine.weights_server
+engine.weights_token_env
 model.dtype
 model.path
+placement.address
+placement.cluster
+placement.engines
+placement.max_restarts
+placement.sleep
+placement.trainers
+placement.transport
 rollouts.advantages
 rollouts.answer_prefix
 rollouts.environment.call_timeout_s
@@ -189,13 +205,18 @@ trainer.mismatch: kind
 trainer.mismatch: low
 trainer.offload_optimizer
 trainer.optimizer_states
+trainer.prefetch_layers
+trainer.rank_timeout_s
 trainer.recompute_old_logprobs
 trainer.reference_offload
+trainer.replicate
 trainer.schedule:
 trainer.schedule: decay_steps
 trainer.schedule: kind
 trainer.schedule: min_ratio
 trainer.schedule: warmup_steps
+trainer.sequence_parallel_size
+trainer.sharding
 trainer.weight_decay
 """
 
@@ -205,7 +226,7 @@ redline train RECIPE OVERRIDES --dry-run --from-scratch --json --resume
 redline show RUN --attempt --failures --group --json --ledger --limit --step
 redline report RUN --output
 redline dash RUNS --host --port
-redline serve MODEL OVERRIDES --allowed-host --api-key-env --device --dtype --host --lora --port --served-model-name
+redline serve MODEL OVERRIDES --allowed-host --api-key-env --device --dtype --host --lora --port --served-model-name --weights-token-env
 redline keys PREFIX --markdown
 redline plan RECIPE OVERRIDES --gpu --gpus --json --new-tokens --price --prompt-tokens --sharding --tensor-parallel
 redline profile RUN --steps --wait --what
