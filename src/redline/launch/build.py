@@ -21,6 +21,7 @@ from redline.config import Config
 from redline.engine import EngineSession
 from redline.environments.single_turn import SingleTurn
 from redline.launch.engine_side import EngineSide, apart, colocated
+from redline.launch.kinds import PACKAGED
 from redline.launch.models import LoadedModel, load_reward_model, load_trainable_policy
 from redline.launch.placement import Placement
 from redline.launch.preflight import LoadedTasks
@@ -94,7 +95,7 @@ def _connected(
     session = EngineSession(around_engine(engines.engine), wait_for_device=lambda: _wait_for(device))
     setup = make_rollout_setup(config, model, engines.engine, tasks)
     held_out = _without_bad_prompts(tasks, setup, made.tell)
-    probe = make_probe(model) if placement.engines else None
+    probe = make_probe(model) if placement.engines or config.engine.kind in PACKAGED else None
     weight_sync = make_weight_sync(placement, trainer, engines.transport, session, probe)
     if placement.engines:
         # At once: a transport that does not work ends the run before it begins, and a restarted engine finds a version.
