@@ -92,7 +92,7 @@ def serve(
         str | None,
         typer.Option(
             metavar="NAME",
-            help="Take new weights from clients that know the token in this environment variable. By default from nobody.",
+            help="Take new weights from clients that know the token in this environment variable. By default no client may.",
         ),
     ] = None,
 ) -> None:

@@ -324,6 +324,7 @@ def test_what_needs_another_device_is_refused(recipes: Recipes) -> None:
     assert recipes.refusal(trainer={"offload_optimizer": True}).message.startswith("trainer.offload_optimizer: on the CPU")
 
 
-def test_several_processes_are_refused(recipes: Recipes, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    assert "several processes were started" in recipes.refusal().message
+def test_processes_that_cannot_divide_the_work_are_refused(recipes: Recipes, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "3")
+    refusal = recipes.refusal(trainer={"sequence_parallel_size": 2})
+    assert "sequence_parallel_size = 2 does not divide the trainer's 3 processes" in refusal.message
