@@ -192,7 +192,9 @@ def assert_finite(row: dict[str, Any]) -> None:
         absent |= {"trainer/entropy", "trainer/clip_fraction", "trainer/mismatch_kl", "trainer/max_ratio"}
     if row["rollouts/groups"] == 0:
         absent |= {f"rollouts/{name}" for name in ("reward_mean", "reward_std", "stopped_fraction", "completion_tokens_mean")}
+        absent |= {f"rollouts/{name}" for name in ("truncated_fraction", "sequences_mean", "turns_mean", "turns_max")}
     if row["rollouts/completion_tokens_mean"] in (None, 1.0):  # percentiles of nothing, or of the gaps between single tokens
         absent |= {key for key in row if re.search(r"_p\d\d_s$", key)}
     expected = row.keys() - absent
-    assert not {key: row[key] for key in expected if not isinstance(row[key], int | float) or not math.isfinite(row[key])}
+    bad = {key: row[key] for key in expected if not isinstance(row[key], int | float) or not math.isfinite(row[key])}
+    assert not bad, f"step {row['step']}: {bad}"
