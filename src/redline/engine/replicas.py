@@ -436,8 +436,8 @@ class Replicas:
                 return
             try:
                 engine = self._restart(slot.index)
-            except RedlineError as error:
-                why = error.message
+            except Exception as error:  # whatever it is, waiting for ever would not mend it
+                why = error.message if isinstance(error, RedlineError) else f"{slot.name}: {type(error).__name__}: {error}"
                 continue
             recovery = Recovery(slot.name, why, noticed, time.monotonic() - noticed)
             self._returned(slot, engine, recovery)

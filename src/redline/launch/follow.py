@@ -64,17 +64,18 @@ def _recording(rank: int, folder: Path) -> AbstractContextManager[Recorder | Non
 
 @contextmanager
 def _passing_signals_on(ranks: Ranks) -> Iterator[None]:
-    """Inside the block the first Ctrl-C or SIGTERM asks rank 0, which decides for all, to end the run after its step. The
-    second ends this process at once."""
+    """Inside the block the first Ctrl-C, SIGTERM or SIGHUP asks rank 0, which decides for all, to end the run after its step.
+    The second ends this process at once. A SIGHUP that is ignored (nohup) stays so."""
+    heard = [number for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP) if signal.getsignal(number) != signal.SIG_IGN]
 
     def ask(number: int, frame: FrameType | None) -> None:
-        for each, handler in ((signal.SIGINT, signal.default_int_handler), (signal.SIGTERM, signal.SIG_DFL)):
-            signal.signal(each, handler)
+        for each in heard:
+            signal.signal(each, signal.default_int_handler if each is signal.SIGINT else signal.SIG_DFL)
         later = threading.Timer(LAUNCHER_S, ranks.ask_to_stop)
         later.daemon = True
         later.start()
 
-    before = {number: signal.signal(number, ask) for number in (signal.SIGINT, signal.SIGTERM)}
+    before = {number: signal.signal(number, ask) for number in heard}
     try:
         yield
     finally:

@@ -20,6 +20,8 @@ from redline.config.sections.run import RunConfig
 from redline.errors import ConfigError, RedlineError
 from redline.telemetry import RunFolder, write_json
 
+DIVISION = ("sharding", "replicate", "prefetch_layers", "sequence_parallel_size", "rank_timeout_s")
+"""Keys of the trainer that a run may go on with: they divide its work among ranks, and change nothing of what is computed."""
 LAUNCH = "launch.json"
 """In a run folder: the launcher that began it, so that a restart by the same one goes on with the same run."""
 
@@ -64,6 +66,11 @@ def check_ranks(config: Config) -> None:
     find_place(0, ranks, Division.of(trainer))
     if ranks == 1:
         return
+    if int(os.environ.get("GROUP_WORLD_SIZE", "1")) > 1 and int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0")):
+        raise ConfigError(
+            "torchrun --max-restarts on several nodes: each node counts restarts for itself, and ranks would not meet again",
+            "start it with --max-restarts 0, and go on after a loss with: redline train RUN --resume",
+        )
     if config.rollouts.advantages == "gae":
         raise ConfigError(
             f"rollouts.advantages = gae: the critic is trained by one process, and {ranks} were started",

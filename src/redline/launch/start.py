@@ -17,14 +17,10 @@ from redline.config import Config, Resolved, load_recipe, read_recorded, refuse_
 from redline.config.changes import changes
 from redline.errors import ConfigError
 from redline.launch.checked_run import CheckedRun
-from redline.launch.ranks import is_restart, leading, run_to_take_up
+from redline.launch.ranks import DIVISION, is_restart, leading, run_to_take_up
 from redline.telemetry import RunFolder
 
 Tell = Callable[[str], None]
-DIVISION = tuple(
-    f"trainer.{key}=" for key in ("sharding", "replicate", "prefetch_layers", "sequence_parallel_size", "rank_timeout_s")
-)
-"""Overrides that a run may go on with: they divide its work among ranks, and change nothing of what is computed."""
 
 
 def train(run: CheckedRun, *, from_scratch: bool = False, began_ns: int | None = None) -> dict[str, Any]:
@@ -65,7 +61,12 @@ def run_to_continue(path: Path, overrides: Sequence[str], tell: Tell) -> tuple[R
         path = path.parent
     recipe = load_recipe(path, overrides) if path.is_file() else None
     folder = RunFolder.newest(recipe.run.folder, recipe.run.name, tell=tell) if recipe else RunFolder.open(path)
-    allowed = ("run.steps=", "placement.", *DIVISION, *(("run.name=", "run.folder=") if recipe else ()))
+    allowed = (
+        "run.steps=",
+        "placement.",
+        *(f"trainer.{key}=" for key in DIVISION),
+        *(("run.name=", "run.folder=") if recipe else ()),
+    )
     foreign = [override for override in overrides if not override.startswith(allowed)]
     if foreign:
         raise ConfigError(

@@ -73,16 +73,17 @@ def make_settings(
     }
     limits, others = _limits(overrides)
     resolved = _resolved(recipe, others)
+    api_key = _api_key(host, api_key_env)
     return ServeSettings(
         resolved.recipe,
         name,
         host,
         port,
-        _api_key(host, api_key_env),
+        api_key,
         folders,
         limits,
         (host, *allowed_hosts),
-        _weights_token(weights_token_env, resolved.recipe),
+        _weights_token(weights_token_env, resolved.recipe, api_key),
         resolved.warnings,
     )
 
@@ -143,7 +144,7 @@ def _api_key(host: str, variable: str) -> str | None:
     return key
 
 
-def _weights_token(variable: str | None, recipe: EngineRecipe) -> str | None:
+def _weights_token(variable: str | None, recipe: EngineRecipe, api_key: str | None) -> str | None:
     if variable is None:
         return None
     token = os.environ.get(variable) or None
@@ -151,6 +152,11 @@ def _weights_token(variable: str | None, recipe: EngineRecipe) -> str | None:
         raise ConfigError(
             f"--weights-token-env {variable}: the variable holds no token",
             f"export {variable}=... with a secret of your choice",
+        )
+    if token == api_key:
+        raise ConfigError(
+            f"--weights-token-env {variable}: the token is the API key, so that every client could replace the model",
+            f"export {variable}=... with another secret",
         )
     if recipe.engine.tensor_parallel_size > 1:
         raise ConfigError(

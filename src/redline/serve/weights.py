@@ -111,6 +111,7 @@ class WeightsEndpoint:
             self._standby.check_staged(version, names)
             self._standby.adopt()
             engine.apply(WeightUpdate(version, tuple(names), 0))
+            engine.reset_prefix_cache()  # another run may have sent other weights under this number
 
         return await self._between_steps(adopt)
 
@@ -122,6 +123,7 @@ class WeightsEndpoint:
             self._standby.revert(version)
             if engine.version != version:
                 engine.apply(WeightUpdate(version, (), 0))
+                engine.reset_prefix_cache()
 
         return await self._between_steps(revert)
 

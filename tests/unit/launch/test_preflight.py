@@ -328,3 +328,9 @@ def test_processes_that_cannot_divide_the_work_are_refused(recipes: Recipes, mon
     monkeypatch.setenv("WORLD_SIZE", "3")
     refusal = recipes.refusal(trainer={"sequence_parallel_size": 2})
     assert "sequence_parallel_size = 2 does not divide the trainer's 3 processes" in refusal.message
+
+
+def test_restarts_that_each_node_would_count_for_itself_are_refused(recipes: Recipes, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {"WORLD_SIZE": "2", "GROUP_WORLD_SIZE": "2", "TORCHELASTIC_MAX_RESTARTS": "3"}.items():
+        monkeypatch.setenv(name, value)
+    assert "--max-restarts on several nodes" in recipes.refusal().message

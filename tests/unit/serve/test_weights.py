@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import httpx2
@@ -68,8 +68,8 @@ def move(http: HttpWeights, version: int, tensors: dict[str, torch.Tensor]) -> i
     return moved
 
 
-def completion(policy: ServedPolicy) -> dict:
-    body = {"model": "m", "prompt": [5, 6, 7], "max_tokens": 6, "logprobs": 0, "seed": 3, "temperature": 1.0}
+def completion(policy: ServedPolicy, prompt: Sequence[int] = (5, 6, 7)) -> dict:
+    body = {"model": "m", "prompt": list(prompt), "max_tokens": 6, "logprobs": 0, "seed": 3, "temperature": 1.0}
     answer = httpx2.post(f"{policy.url}/v1/completions", json=body, timeout=20).json()
     return answer["choices"][0]
 
@@ -93,6 +93,20 @@ def test_weights_that_were_sent_are_sampled_from_once_they_are_adopted(here: Ser
     http.revert(version)
     assert completion(here) == before, "whole, and the cached keys of the other version are not used"
     assert httpx2.get(f"{here.url}/health").json()["version"] == version - 1
+
+
+def test_a_number_that_another_run_had_used_finds_none_of_its_cached_keys(here: ServedPolicy) -> None:
+    version, prompt = next_version(here), list(range(2, 50))
+    other = {name: tensor + 0.25 * torch.randn_like(tensor) for name, tensor in here.tensors.items()}
+    mine = {name: tensor + 0.25 * torch.randn_like(tensor) for name, tensor in here.tensors.items()}
+    found = []
+    for number, tensors in ((version, other), (version + 1, other), (version, mine), (version + 5, mine)):
+        http = transport(here)
+        move(http, number, tensors)
+        http.adopt()
+        found.append(completion(here, prompt))
+    assert found[2]["logprobs"] == found[3]["logprobs"]
+    assert found[2]["logprobs"] != found[0]["logprobs"]
 
 
 def test_only_tensors_whose_bytes_changed_are_sent(here: ServedPolicy) -> None:
@@ -209,6 +223,10 @@ def test_weights_are_taken_only_where_a_token_is_set(monkeypatch: pytest.MonkeyP
     monkeypatch.setenv("A_TOKEN", "secret")
     settings = make_settings("builtin:tiny", port=0, weights_token_env="A_TOKEN", **options)  # type: ignore[arg-type]
     assert settings.weights_token == "secret"
+    monkeypatch.setenv("A_KEY", "secret")
+    with pytest.raises(ConfigError, match="the token is the API key"):
+        make_settings("builtin:tiny", port=0, weights_token_env="A_TOKEN", **options)  # type: ignore[arg-type]
+    monkeypatch.delenv("A_KEY")
     with pytest.raises(ConfigError, match="several processes"):
         make_settings(
             "builtin:tiny",

@@ -91,6 +91,7 @@ def test_a_server_loads_every_version_from_the_folder_and_goes_back_where_one_fa
 ) -> None:
     tensors = {"weight": torch.zeros(3)}
     write(tmp_path / "model", tensors)
+    write(tmp_path / "versions" / "somebody-else's", tensors)
     there = Documented()
     with listening(there) as url:
         transport = HttpWeights([kind(HttpServer(url, None, 10), tmp_path / "versions", write, tmp_path / "model")], tensors)
@@ -107,7 +108,8 @@ def test_a_server_loads_every_version_from_the_folder_and_goes_back_where_one_fa
             assert torch.equal(there.loaded["weight"], tensors["weight"])
             assert there.version == str(version)
             assert not there.is_paused
-        assert len(list((tmp_path / "versions").iterdir())) <= 2
+        assert len(list((tmp_path / "versions").iterdir())) <= 3
+        assert (tmp_path / "versions" / "somebody-else's" / "model.safetensors").exists()
         tensors["weight"].fill_(4)
         there.fails = True
         with pytest.raises(WeightSyncError, match=url):

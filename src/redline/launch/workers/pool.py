@@ -35,6 +35,10 @@ class EngineProcess:
         self.engine.close()
 
 
+def _no_weights_yet(channel: Connection) -> None:
+    raise EngineLostError(f"{channel.name} died before the run began", "look at what it wrote, and start the run again")
+
+
 class EnginePool:
     """All engine processes of a run."""
 
@@ -44,8 +48,9 @@ class EnginePool:
         self._spawner, self._specs, self._patience = spawner, list(specs), patience or Patience()
         self.arrived = threading.Event()
         """Set when something has come from any of them."""
-        self.catch_up: Callable[[Connection], object] = lambda channel: None
-        """Brings the engine at the end of this channel to the current version: `WeightProtocol.catch_up`."""
+        self.catch_up: Callable[[Connection], object] = _no_weights_yet
+        """Brings the engine at the end of this channel to the current version: `WeightProtocol.catch_up`. Until it is set, an
+        engine that was lost is not taken back: it would sample from the weights that it has loaded, whatever its version."""
         self._lock = threading.Lock()
         self._is_closed = False
         with span("engine.setup"):

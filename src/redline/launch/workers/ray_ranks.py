@@ -31,6 +31,7 @@ import redline
 from redline.config import Config
 from redline.errors import ConfigError, RedlineError, RunFolderError
 from redline.launch.checked_run import CheckedRun
+from redline.launch.ranks import DIVISION
 from redline.launch.workers.ray_cluster import GROUP_VARIABLE, Bundle, bundle_resources, group_name, joined, room, wait_for_room
 from redline.launch.workers.ray_host import Job
 from redline.launch.workers.ray_process import ActorGoneError, HostedProcess, news_of
@@ -131,6 +132,7 @@ class _Driver:
         config, ranks = self.run.resolved.recorded, self._ranks
         if self.folder.config.exists():
             kept = {"run.steps": config.run.steps} | {f"placement.{key}": value for key, value in config.placement}
+            kept |= {f"trainer.{key}": getattr(config.trainer, key) for key in DIVISION}
             overrides = [f"{key}={json.dumps(value)}" for key, value in kept.items()]
             arguments, files = ["train", str(self.folder.path), *overrides, "--resume", "--json"], {}
         else:

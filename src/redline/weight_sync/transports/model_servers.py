@@ -36,6 +36,8 @@ class FolderServer(ABC):
         self._current, self._sent = model, Path()
         self._version, self._sent_version = 0, 0
         self._before: tuple[int, Path] | None = None
+        self._written: list[Path] = []
+        """Versions that are in the folder by this object's doing; it deletes no others."""
         folder.mkdir(parents=True, exist_ok=True)
 
     def send(self, version: int, tensors: Mapping[str, Tensor], found: Mapping[str, str]) -> int:
@@ -43,16 +45,17 @@ class FolderServer(ABC):
         part = path.with_name(path.name + ".part")
         self._write(part, tensors)
         part.rename(path)
+        self._written.append(path)
         self._before = self._version, self._current
         self._sent_version, self._sent = version, path
         self._prune()
         return sum(file.stat().st_size for file in path.glob("*.safetensors"))
 
     def _prune(self) -> None:
-        needed = {self._sent, self._current}
-        for path in self._folder.iterdir():
-            if path.is_dir() and path not in needed:
-                shutil.rmtree(path)
+        needed = (self._sent, self._current)
+        for path in [path for path in self._written if path not in needed]:
+            shutil.rmtree(path)
+            self._written.remove(path)
 
     def verify(self) -> None:
         if not any(self._sent.glob("*.safetensors")):
