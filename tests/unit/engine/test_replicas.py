@@ -330,6 +330,17 @@ def test_an_engine_that_does_not_start_again_is_tried_as_often_as_it_may_be(flee
     assert tries == [0, 0]
 
 
+def test_a_restart_that_fails_for_a_reason_of_the_machine_ends_everything_too(fleet: Callable[..., Fleet]) -> None:
+    def has_no_room(index: int) -> FakeEngine:
+        raise OSError(28, "No space left on device")
+
+    several = fleet(1, max_restarts=1, start=has_no_room)
+    session = EngineSession(several.replicas)
+    several.engines[0].why_lost = "ended by SIGKILL"
+    with pytest.raises(EngineLostError, match="No space left on device"):
+        session.generate([ask(20)])
+
+
 def test_the_loss_of_an_engine_that_has_nothing_to_do_is_noticed(fleet: Callable[..., Fleet]) -> None:
     several = fleet(2)
     several.engines[1].why_lost = "ended by SIGKILL"
