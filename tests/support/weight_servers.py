@@ -86,6 +86,9 @@ class VersionsOnly:
     async def run(self, action: Callable[[Any], Any]) -> Any:
         return action(self)
 
+    def reset_prefix_cache(self) -> None:
+        """It computes nothing."""
+
 
 _endpoints: dict[str, WeightsEndpoint] = {}
 """By token."""
