@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 
+from redline.models.files.tiny import write_tiny_model
 from redline.telemetry.files.metrics import MetricsLog
 
 pytestmark = pytest.mark.slow
@@ -172,3 +173,23 @@ def test_a_signal_ends_the_run_after_its_step_with_a_checkpoint(whom: str, tmp_p
     last = rows(run)[-1]["step"]
     assert f"stopped after step {last}; continue with" in said
     assert (run / "checkpoints" / f"step-{last:06d}").is_dir()
+
+
+def test_ranks_that_have_loaded_different_weights_are_refused(tmp_path: Path) -> None:
+    for rank in (0, 1):
+        folder = tmp_path / f"cache-{rank}" / "redline" / "models" / "tiny-0"
+        folder.mkdir(parents=True)
+        write_tiny_model(folder, rank)
+    script = tmp_path / "rank.sh"
+    script.write_text(f'export XDG_CACHE_HOME={tmp_path}/cache-$RANK\nexec {sys.executable} -m redline train "$@"\n')
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "--no-python"]
+    done = subprocess.run(
+        [*launcher, "bash", str(script), str(RECIPE), *keys(tmp_path / "runs", 2)],
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE_S,
+        check=False,
+    )
+    assert done.returncode != 0
+    assert "the ranks have loaded different weights" in done.stderr
+    assert not list((tmp_path / "runs").glob("*/metrics.jsonl"))

@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 
 from redline.config import Config
-from redline.errors import RankLostError
+from redline.errors import ModelError, RankLostError
 from redline.launch.models import LoadedModel
 from redline.launch.ranks import num_ranks
 from redline.telemetry import RunFolder, span
@@ -54,13 +54,28 @@ def make_trainer(config: Config, model: LoadedModel, folder: RunFolder, tell: Te
             return PolicyTrainer(*_policy(config, model), **_options(config, folder.path, tell))
         ranks = join()
         with ranks.naming_who_is_lost():
+            check_same_weights(config, model, parallel)
             return LeadingTrainer(ranks, *_policy(config, model), **_options(config, folder.path, tell), parallel=parallel)
 
 
 def make_following_trainer(config: Config, model: LoadedModel, parallel: Parallel) -> PolicyTrainer:
     """Make the trainer of a rank that follows: the same, but it writes and says nothing."""
     with span("trainer.setup"):
+        check_same_weights(config, model, parallel)
         return PolicyTrainer(*_policy(config, model), **_options(config, Path(), lambda text: None), parallel=parallel)
+
+
+def check_same_weights(config: Config, model: LoadedModel, parallel: Parallel) -> None:
+    """Raise ModelError, on every rank, unless all have loaded the same weights: each reads them from its own disk or cache, and
+    gradients of two models would be added up without a word. Blocks until all ranks have called it."""
+    tensors = [parameter.detach().contiguous().view(torch.int32) for parameter in model.decoder.parameters()]
+    digest = torch.stack([place * tensor.sum(dtype=torch.int64) for place, tensor in enumerate(tensors, start=1)]).sum()
+    largest, smallest = parallel.max_of(torch.stack([digest, -digest])).tolist()
+    if largest != -smallest:
+        raise ModelError(
+            f"model.path = {config.model.path}: the ranks have loaded different weights",
+            "every rank reads them from its own disk or cache: bring the same files to each",
+        )
 
 
 def _policy(config: Config, model: LoadedModel) -> tuple:
