@@ -103,13 +103,15 @@ class Driver:
         return self.play_all([(task, speak)], limit_s)[0]
 
     def play_all(self, attempts: Sequence[tuple[Task, Speaker]], limit_s: float | None) -> list[Episode]:
-        """Play several attempts at once. Blocks until all have ended, for `limit_s` seconds at most."""
-        loop = self._running()
+        """Play several attempts at once: each is asked for its first turn before any gets a reply. Blocks until all have ended,
+        for `limit_s` seconds at most."""
+        loop, all_are_there = self._running(), asyncio.Event()
         episodes = [Episode(task) for task, _ in attempts]
         futures = [
-            asyncio.run_coroutine_threadsafe(self._played(episode, speak), loop)
+            asyncio.run_coroutine_threadsafe(self._played(episode, speak, all_are_there), loop)
             for episode, (_, speak) in zip(episodes, attempts, strict=True)
         ]
+        loop.call_soon_threadsafe(all_are_there.set)
         began = time.perf_counter()
         return [self._ended(episode, future, began, limit_s) for episode, future in zip(episodes, futures, strict=True)]
 
@@ -130,7 +132,8 @@ class Driver:
             return Episode(episode.task, list(episode.exchanges), error=late, seconds=limit_s or 0.0)
         return episode
 
-    async def _played(self, episode: Episode, speak: Speaker) -> None:
+    async def _played(self, episode: Episode, speak: Speaker, begin: asyncio.Event) -> None:
+        await begin.wait()
         policy = _RecordedPolicy(episode, speak, self._watch)
         began = time.perf_counter()
         with boundary() as caught:
