@@ -99,7 +99,7 @@ def test_the_engine_is_as_fast_as_its_own_time_says(finished: Finished) -> None:
 
 def test_every_group_is_somewhere_and_was_trained_on_within_the_budget(finished: Finished) -> None:
     found = index_of(finished.folder)
-    assert [row.number for row in found] == list(range(len(found)))
+    assert [row.index for row in found] == list(range(len(found)))
     trained = [row for row in found if row.state is GroupState.TRAINED]
     assert sorted(row.trained_version or 0 for row in trained) == sorted(list(range(STEPS)) * GROUPS)
     for row in trained:
@@ -323,7 +323,7 @@ def test_a_group_whose_reward_never_comes_is_given_up_and_the_run_goes_on(tmp_pa
     rewrite(tmp_path, '        if "q"', '        if task.id == "letters/2":\n            time.sleep(1000)\n        if "q"')
     assert_ended_with(0, tmp_path)
     folder = newest_run(tmp_path)
-    fate = {row.number: (row.state, row.reason) for row in index_of(folder)}
+    fate = {row.index: (row.state, row.reason) for row in index_of(folder)}
     assert fate[2] == (GroupState.DROPPED, "timed_out")
     *_, last = rows(folder.metrics)
     assert last["step"] == 6

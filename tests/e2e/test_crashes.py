@@ -156,10 +156,10 @@ def lineage(cwd: Path) -> dict[int, tuple[int, ...]]:
 def assert_whole(cwd: Path) -> None:
     """Index, segments and trainer tell the same story, in which every group has one place."""
     folder, found = newest_run(cwd), index_of(newest_run(cwd), cwd / "scratch")
-    assert [row.number for row in found] == list(range(len(found)))
-    assert not [row.number for row in found if row.state is GroupState.LEASED]
-    assert not [row.number for row in found if (row.state is GroupState.DROPPED) != (row.reason is not None)]
-    trained = {row.number: row.trained_version for row in found if row.state is GroupState.TRAINED}
+    assert [row.index for row in found] == list(range(len(found)))
+    assert not [row.index for row in found if row.state is GroupState.LEASED]
+    assert not [row.index for row in found if (row.state is GroupState.DROPPED) != (row.reason is not None)]
+    trained = {row.index: row.trained_version for row in found if row.state is GroupState.TRAINED}
     assert trained_versions(folder) == {number: [version] * ATTEMPTS for number, version in trained.items()}
     learnt = lineage(cwd)
     assert {version: len(numbers) for version, numbers in learnt.items()} == dict.fromkeys(range(STEPS), GROUPS)
@@ -190,7 +190,7 @@ def still_there(cwd: Path, max_lag: int) -> set[int]:
     folder = newest_run(cwd)
     checkpoint = max((int(path.name[5:]) for path in folder.checkpoints.glob("step-*")), default=0)
     found = index_of(folder, cwd / "scratch") if (folder.trajectories / "index.sqlite").exists() else []
-    kept = {row.number for row in found if row.newest_version is not None and row.newest_version <= checkpoint}
+    kept = {row.index for row in found if row.newest_version is not None and row.newest_version <= checkpoint}
     if max_lag == 0 and len(kept) % GROUPS:  # part of a batch is computed again as a whole
         kept -= set(range(checkpoint * GROUPS, (checkpoint + 1) * GROUPS))
     return kept

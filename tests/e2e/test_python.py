@@ -58,7 +58,7 @@ def test_trajectories_are_what_redline_show_prints(trained: redline.Run) -> None
         ours = trained.trajectories(step=step).to_pylist()
         assert len(ours) == 8
         for row, (group, attempt) in zip(ours, attempts, strict=True):
-            assert (row["step"], row["group"], row["state"]) == (group["step"], group["number"], group["state"])
+            assert (row["step"], row["group"], row["state"]) == (group["step"], group["index"], group["state"])
             for key in ("attempt", "task_id", "reward", "text", "token_ids", "logprobs", "finish_reason", "failure"):
                 assert row[key] == attempt[key]
 

@@ -216,7 +216,7 @@ def make_store(config: Config, folder: RunFolder, tell: Tell) -> GroupStore:
     small part of what may be kept."""
     buffer = config.buffer
     if not buffer.keep_trajectories:
-        return MemoryStore(horizon=buffer.max_lag, numbers=folder.numbers)
+        return MemoryStore(horizon=buffer.max_lag, under_way=folder.under_way)
     keep_steps = buffer.max_lag + 1 + config.run.keep_checkpoints * config.run.checkpoint_every
     segment_bytes = SEGMENT_BYTES if buffer.max_bytes is None else min(SEGMENT_BYTES, buffer.max_bytes // 8)
     return TrajectoryStore(

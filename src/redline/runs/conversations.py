@@ -49,7 +49,7 @@ class Message:
 class Played:
     """One attempt: its sequences, in the order in which they began."""
 
-    number: int
+    index: int
     rows: Sequence[Row]
 
     @property
@@ -80,7 +80,7 @@ def played(rows: Sequence[Row]) -> list[Played]:
     attempts: dict[int, list[Row]] = {}
     for row in rows:
         attempts.setdefault(row["attempt"], []).append(row)
-    return [Played(number, own) for number, own in attempts.items()]
+    return [Played(index, own) for index, own in attempts.items()]
 
 
 def prompt_tokens(row: Row) -> list[int]:

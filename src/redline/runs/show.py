@@ -44,19 +44,19 @@ class Wanted:
 
     step: int | None = None
     """Those that this step, counted from 1, was trained on; with their attempts."""
-    number: int | None = None
+    index: int | None = None
     """This one, with its attempts."""
     failures: bool = False
     """Those with an attempt that failed, and of them those attempts alone."""
     attempt: int | None = None
-    """Of the group `number`, this attempt alone, turn by turn."""
+    """Of the group `index`, this attempt alone, turn by turn."""
     limit: int = 20
     """At most this many, the last ones; 0 is all."""
 
     @property
     def has_attempts(self) -> bool:
         """Whether attempts are wanted, not groups alone."""
-        return self.failures or self.step is not None or self.number is not None
+        return self.failures or self.step is not None or self.index is not None
 
 
 def show(run: Path, wanted: Wanted, console: Console) -> None:
@@ -66,10 +66,10 @@ def show(run: Path, wanted: Wanted, console: Console) -> None:
     if wanted.attempt is not None:
         [(group, rows)] = found
         [attempt] = played(rows or ())
-        console.print(told(group.number, attempt, Texts.of(Run.open(run))), width=min(console.width, PANEL_WIDTH))
+        console.print(told(group.index, attempt, Texts.of(Run.open(run))), width=min(console.width, PANEL_WIDTH))
         return
     console.print(Fitted(group_table([group for group, _ in found])))
-    if wanted.number is not None or wanted.failures:
+    if wanted.index is not None or wanted.failures:
         for group, attempts in found:
             console.print(attempt_panels(group, attempts, stored.why_let_go()), width=min(console.width, PANEL_WIDTH))
     elif missing := stored.let_go():
@@ -86,7 +86,7 @@ def document(run: Path, wanted: Wanted) -> dict[str, Any]:
 
 def _found(stored: StoredRun, wanted: Wanted) -> list[tuple[GroupRow, list[dict[str, Any]] | None]]:
     """Return the wanted groups, each with its attempts where those are wanted and still there, else None."""
-    groups = stored.groups(step=wanted.step, number=wanted.number)
+    groups = stored.groups(step=wanted.step, index=wanted.index)
     if wanted.failures:
         failed = list(stored.with_failures(groups))[-wanted.limit :]
         return [(group, [row for row in rows or () if row["failure"]]) for group, rows in stored.attempts(failed)]
@@ -96,13 +96,13 @@ def _found(stored: StoredRun, wanted: Wanted) -> list[tuple[GroupRow, list[dict[
     return list(stored.attempts(groups)) if wanted.has_attempts else [(group, None) for group in groups]
 
 
-def _of_attempt(stored: StoredRun, group: GroupRow, rows: list[dict[str, Any]] | None, number: int) -> list[dict[str, Any]]:
+def _of_attempt(stored: StoredRun, group: GroupRow, rows: list[dict[str, Any]] | None, index: int) -> list[dict[str, Any]]:
     if rows is None:
-        raise RunFolderError(f"group {group.number}: its attempts were let go, {stored.why_let_go()}", "choose a newer group")
-    found = [row for row in rows if row["attempt"] == number]
+        raise RunFolderError(f"group {group.index}: its attempts were let go, {stored.why_let_go()}", "choose a newer group")
+    found = [row for row in rows if row["attempt"] == index]
     if not found:
-        there = ", ".join(str(attempt.number) for attempt in played(rows)) or "none yet"
-        raise RunFolderError(f"group {group.number} has no attempt {number}", f"its attempts: {there}")
+        there = ", ".join(str(attempt.index) for attempt in played(rows)) or "none yet"
+        raise RunFolderError(f"group {group.index} has no attempt {index}", f"its attempts: {there}")
     return found
 
 
@@ -116,7 +116,7 @@ def group_table(groups: Sequence[GroupRow]) -> Table:
     for group in groups:
         complete = group.num_attempts > 0
         table.add_row(
-            str(group.number),
+            str(group.index),
             Text(f"{group.state}: {group.reason}" if group.reason else group.state.value, style=_STYLES[group.state]),
             _span(group.oldest_version, group.newest_version) if complete else f"from {group.begun_version}",
             "" if (step := step_of(group)) is None else str(step),
@@ -130,10 +130,10 @@ def group_table(groups: Sequence[GroupRow]) -> Table:
 
 def attempt_panels(group: GroupRow, attempts: Sequence[Mapping[str, Any]] | None, why_let_go: str) -> Group | Text:
     if attempts is None:
-        return Text(f"group {group.number}: its attempts were let go, {why_let_go}", style="dim")
+        return Text(f"group {group.index}: its attempts were let go, {why_let_go}", style="dim")
     if not attempts:
-        return Text(f"group {group.number}: no attempt is complete", style="dim")
-    return Group(*(_panel(group.number, attempt) for attempt in attempts))
+        return Text(f"group {group.index}: no attempt is complete", style="dim")
+    return Group(*(_panel(group.index, attempt) for attempt in attempts))
 
 
 def _turn(turn: Mapping[str, Any]) -> str:
@@ -143,7 +143,7 @@ def _turn(turn: Mapping[str, Any]) -> str:
     return f"{turn['start']}–{turn['end']} by {_span(turn['oldest_version'], turn['newest_version'])}{where}"
 
 
-def _panel(number: int, attempt: Mapping[str, Any]) -> Panel:
+def _panel(group: int, attempt: Mapping[str, Any]) -> Panel:
     parts = "  ".join(f"{name} {value:g}" for name, value in attempt["reward_parts"].items())
     turns = "  ".join(_turn(turn) for turn in attempt["turns"])
     tokens = attempt["token_ids"]
@@ -159,7 +159,7 @@ def _panel(number: int, attempt: Mapping[str, Any]) -> Panel:
         lines.append(_line("failure", attempt["failure"], style="red"))
     lines += [Text(), _plain(attempt["text"]) if attempt["text"] else Text("(no text)", style="dim")]
     role = f", {printable(attempt['role'])}" if attempt["role"] else ""
-    title = Text(f"group {number}, attempt {attempt['attempt']}{role}")
+    title = Text(f"group {group}, attempt {attempt['attempt']}{role}")
     return Panel(Group(*lines), title=title, title_align="left", box=box.ROUNDED)
 
 

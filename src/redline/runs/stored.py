@@ -51,17 +51,17 @@ class StoredRun:
                 else "it kept none (buffer.max_bytes: 0), or they were not copied",
             )
 
-    def groups(self, *, step: int | None = None, number: int | None = None) -> list[GroupRow]:
-        """Return the groups by number: all, those that a step was trained on, or one."""
+    def groups(self, *, step: int | None = None, index: int | None = None) -> list[GroupRow]:
+        """Return the groups by index: all, those that a step was trained on, or one."""
         wanted: tuple[Any, ...] = ()
-        if number is not None:
-            wanted = ("number = ?", number)
+        if index is not None:
+            wanted = ("group_index = ?", index)
         elif step is not None:
             wanted = ("trained_version = ? AND state = 'trained'", step - 1)
         with self._index() as index:
             found = list(index.rows(*wanted))
-        if not found and number is not None:
-            raise RunFolderError(f"{self._run}: no group {number}", f"list them with: redline show {self._run}")
+        if not found and index is not None:
+            raise RunFolderError(f"{self._run}: no group {index}", f"list them with: redline show {self._run}")
         if not found and step is not None:
             raise RunFolderError(
                 f"{self._run}: nothing was trained at step {step}", f"steps count from 1: redline show {self._run}"
@@ -165,7 +165,7 @@ class StoredRun:
                 if group.segment not in mapped:
                     mapped = {group.segment: Rows(read_segment(paths[group.segment]))}
                 if must_be_intact and not mapped[group.segment].is_intact(group.first_row, group.end_row):
-                    raise DamagedSegmentError(f"{paths[group.segment]}: group {group.number} is not what was written")
+                    raise DamagedSegmentError(f"{paths[group.segment]}: group {group.index} is not what was written")
             except DamagedSegmentError as error:
                 raise self._damaged(error) from error
             yield group, mapped[group.segment]

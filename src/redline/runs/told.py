@@ -24,7 +24,7 @@ def _head(group: int, attempt: Played) -> Iterator[RenderableType]:
     first = attempt.rows[0]
     retried = f"  begun {first['retries'] + 1} times" if first["retries"] else ""
     scored = f"  scored {seconds(first['score_s'])} after the last reply" if first["score_s"] else ""
-    yield Text(f"group {group}, attempt {attempt.number}", style="bold")
+    yield Text(f"group {group}, attempt {attempt.index}", style="bold")
     yield Text(
         f"task {printable(first['task_id'])}  {_count(attempt.num_turns, 'turn')}, {_count(attempt.num_tokens, 'token')}"
         + retried

@@ -77,7 +77,7 @@ class Trajectories:
         same_prompt = bool(rows) and all(prompt_tokens(row) == prompt_tokens(rows[0]) for row in rows)
         asked = prompt(rows[0], self._texts()) if same_prompt else []
         return {
-            "number": group.number,
+            "index": group.index,
             "state": f"{group.state}: {group.reason}" if group.reason else str(group.state),
             "step": step_of(group),
             "reward": group.reward,
@@ -124,7 +124,7 @@ class Trajectories:
 
 def _attempt(attempt: Played) -> dict[str, Json]:
     return {
-        "number": attempt.number,
+        "index": attempt.index,
         "roles": [
             {"role": row["role"], "reward": row["reward"], "parts": row["reward_parts"], "advantage": row["advantage"]}
             for row in attempt.by_role
@@ -154,7 +154,7 @@ def _message(message: Message) -> dict[str, Json]:
 
 def _best(stored: StoredRun, step: int) -> list[GroupRow]:
     """Groups of a step, those that taught something before the others."""
-    return sorted(stored.groups(step=step), key=lambda group: (not group.has_signal, group.number))[:GROUPS_IN_REPORT]
+    return sorted(stored.groups(step=step), key=lambda group: (not group.has_signal, group.index))[:GROUPS_IN_REPORT]
 
 
 def _cut(text: str) -> str:

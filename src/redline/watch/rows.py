@@ -208,7 +208,7 @@ def sampled(groups: Sequence[TrajectoryGroup]) -> list[dict[str, Any]]:
     return [
         {
             "task": group.task_id,
-            "attempt": number,
+            "attempt": index,
             "role": attempt.role,
             "version": attempt.versions.newest,
             "answer": attempt.text,
@@ -217,6 +217,6 @@ def sampled(groups: Sequence[TrajectoryGroup]) -> list[dict[str, Any]]:
             "tokens": attempt.num_completion_tokens,
         }
         for group in groups[:NUM_GROUPS_SHOWN]
-        for number, sequences in enumerate(group.attempts)
+        for index, sequences in enumerate(group.attempts)
         for attempt in sequences
     ]

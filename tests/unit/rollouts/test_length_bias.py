@@ -200,10 +200,10 @@ def test_a_run_that_is_killed_again_and_again_trains_on_every_group_once() -> No
 
 def test_a_run_that_keeps_no_trajectories_goes_on_with_the_groups_that_were_under_way(tmp_path: Path) -> None:
     """Another process knows only what was written with the checkpoint: which groups were begun and not trained on."""
-    killed = SimulatedRun(2, {}, store=MemoryStore(2, tmp_path / "numbers.json")).run(0, 10, steps=40)
+    killed = SimulatedRun(2, {}, store=MemoryStore(2, tmp_path / "under_way.json")).run(0, 10, steps=40)
     killed.store.flush()
     killed.run_on(10, 13)
-    resumed = SimulatedRun(2, {}, store=MemoryStore(2, tmp_path / "numbers.json")).run(10, 40, steps=40)
+    resumed = SimulatedRun(2, {}, store=MemoryStore(2, tmp_path / "under_way.json")).run(10, 40, steps=40)
     assert sorted(killed.trained[: 10 * BATCH] + resumed.trained) == list(range(40 * BATCH)), "each once, long or short"
 
 

@@ -58,7 +58,7 @@ def test_a_run_is_listed_group_by_group(run: Path) -> None:
 
 
 def test_the_last_groups_are_shown_unless_more_are_wanted(run: Path) -> None:
-    assert [group["number"] for group in document(run, "--limit", "2")["groups"]] == [4, 5]
+    assert [group["index"] for group in document(run, "--limit", "2")["groups"]] == [4, 5]
     assert len(document(run, "--limit", "0")["groups"]) == 6
 
 
@@ -92,7 +92,7 @@ def test_a_machine_gets_every_token(run: Path) -> None:
 
 def test_a_step_is_the_groups_it_was_trained_on(run: Path) -> None:
     groups = document(run, "--step", "5")["groups"]
-    assert [group["number"] for group in groups] == [0, 1, 2]
+    assert [group["index"] for group in groups] == [0, 1, 2]
     assert all(attempt["version"] == 4 for group in groups for attempt in group["attempts"])
     assert {group["step"] for group in groups} == {5}
     assert "ready" not in shown(run, "--step", "5")
@@ -100,7 +100,7 @@ def test_a_step_is_the_groups_it_was_trained_on(run: Path) -> None:
 
 def test_failures_are_found_among_all_attempts(run: Path) -> None:
     (group,) = document(run, "--failures")["groups"]
-    assert (group["number"], [attempt["attempt"] for attempt in group["attempts"]]) == (3, [2])
+    assert (group["index"], [attempt["attempt"] for attempt in group["attempts"]]) == (3, [2])
     text = shown(run, "--failures")
     assert "ValueError" in text
     assert "ünïcode" not in text

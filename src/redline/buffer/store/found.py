@@ -17,10 +17,10 @@ from redline.buffer.store.stored_groups import Run
 
 @dataclass(slots=True, frozen=True)
 class FoundGroup:
-    """Rows that belong together, by their group's number."""
+    """Rows that belong together, by their group's index."""
 
     batch: pa.RecordBatch
-    number: int
+    index: int
     first: int
     last: int
     is_intact: bool
@@ -35,7 +35,7 @@ class FoundGroup:
         num_rows, num_attempts = self.last - self.first, len(np.unique(run.column("attempt")))
         state = GroupState.TRAINED if is_trained else GroupState.DROPPED if self.mark == Mark.DROPPED else GroupState.READY
         return GroupRow(
-            number=self.number,
+            index=self.index,
             state=state,
             begun_version=int(run.column("begun_version")[0]),
             begun_at=now if known is None else known.begun_at,
@@ -56,12 +56,12 @@ class FoundGroup:
 
 
 def found_groups(batch: pa.RecordBatch, first: int = 0) -> Iterator[FoundGroup]:
-    """From row `first` on. A group begins where its rows are counted from 0 again, or the number is another."""
+    """From row `first` on. A group begins where its rows are counted from 0 again, or the index is another."""
     rows = Rows(batch)
     counter = "sequence" if "sequence" in batch.schema.names else "attempt"  # of a time when each attempt was one row
-    numbers, sequences, marks = (rows.values(name) for name in ("group", counter, "version"))
-    numbers, sequences = numbers[first:], sequences[first:]
-    begins = np.flatnonzero((np.diff(numbers, prepend=-1) != 0) | (sequences == 0)) + first
+    indices, sequences, marks = (rows.values(name) for name in ("group", counter, "version"))
+    indices, sequences = indices[first:], sequences[first:]
+    begins = np.flatnonzero((np.diff(indices, prepend=-1) != 0) | (sequences == 0)) + first
     for start, end in zip(begins, [*begins[1:], batch.num_rows][: len(begins)], strict=True):
         intact = rows.is_intact(int(start), int(end))
-        yield FoundGroup(batch, int(numbers[start - first]), int(start), int(end), intact, int(marks[start]))
+        yield FoundGroup(batch, int(indices[start - first]), int(start), int(end), intact, int(marks[start]))

@@ -35,7 +35,8 @@ class DamagedIndexError(Exception):
 class GroupRow:
     """A group as the index has it. Times are seconds since 1970."""
 
-    number: int
+    index: int
+    """Of the group in its run."""
     state: GroupState
     begun_version: int
     begun_at: float
@@ -80,12 +81,13 @@ class GroupRow:
         return self.state in (GroupState.READY, GroupState.LEASED)
 
 
-COLUMNS = tuple(field.name for field in fields(GroupRow))
-_STATE, _SIGNAL = COLUMNS.index("state"), COLUMNS.index("has_signal")
-_get_all = attrgetter(*COLUMNS)
+FIELDS = tuple(field.name for field in fields(GroupRow))
+COLUMNS = ("group_index", *FIELDS[1:])  # `index` is a word of SQL
+_STATE, _SIGNAL = FIELDS.index("state"), FIELDS.index("has_signal")
+_get_all = attrgetter(*FIELDS)
 _TABLE = f"""
 CREATE TABLE IF NOT EXISTS groups (
-  number INTEGER PRIMARY KEY, state TEXT NOT NULL, begun_version INTEGER NOT NULL, begun_at REAL NOT NULL, reason TEXT,
+  group_index INTEGER PRIMARY KEY, state TEXT NOT NULL, begun_version INTEGER NOT NULL, begun_at REAL NOT NULL, reason TEXT,
   oldest_version INTEGER, newest_version INTEGER, reward REAL, num_tokens INTEGER NOT NULL, num_attempts INTEGER NOT NULL,
   has_signal INTEGER NOT NULL, segment INTEGER, first_row INTEGER NOT NULL, ready_at REAL, trained_version INTEGER,
   settled_at REAL, checksum INTEGER NOT NULL, num_sequences INTEGER,
@@ -102,7 +104,7 @@ _NEWEST = "MAX(MAX(begun_version, COALESCE(trained_version, 0)))"
 _TOTALS = f"""SELECT segment, SUM({_LIVE}), {_NEWEST},
   MAX(first_row + COALESCE(num_sequences, num_attempts)) FROM groups
 WHERE segment IS NOT NULL GROUP BY segment"""
-_LAST = f"SELECT COALESCE(MAX(number) + 1, 0), COALESCE({_NEWEST}, 0) FROM groups"
+_LAST = f"SELECT COALESCE(MAX(group_index) + 1, 0), COALESCE({_NEWEST}, 0) FROM groups"
 
 
 @dataclass(slots=True)
@@ -143,14 +145,23 @@ class GroupIndex:
             self._database.execute(_TABLE)
             if is_new:
                 self._put_flushed(0, 0)
-        names = {name for _, name, *_ in self._database.execute("PRAGMA table_info(groups)")}
-        if names and "num_sequences" not in names:  # an index from when each attempt was a single sequence
-            if mode == "ro":
-                self._get = _GET.replace("num_sequences", "NULL")
-            else:
-                self._database.execute("ALTER TABLE groups ADD COLUMN num_sequences INTEGER")
+        self._meet_earlier(can_write=mode != "ro")
         if mode != "rwc":
             self._database.execute(f"{self._get} LIMIT 0")
+
+    def _meet_earlier(self, *, can_write: bool) -> None:
+        """Give an index that an earlier version wrote today's columns; one that is only read is asked by its own names."""
+        names = {name for _, name, *_ in self._database.execute("PRAGMA table_info(groups)")}
+        if "number" in names:  # from when a group's index was called its number
+            if can_write:
+                self._database.execute("ALTER TABLE groups RENAME COLUMN number TO group_index")
+            else:
+                self._get = self._get.replace("group_index", "number AS group_index")
+        if names and "num_sequences" not in names:  # from when each attempt was a single sequence
+            if can_write:
+                self._database.execute("ALTER TABLE groups ADD COLUMN num_sequences INTEGER")
+            else:
+                self._get = self._get.replace("num_sequences", "NULL")
 
     def put(self, rows: Iterable[GroupRow]) -> None:
         """All or none of them."""
@@ -158,9 +169,9 @@ class GroupIndex:
             self._database.executemany(_PUT, [_values(row) for row in rows])
 
     def rows(self, where: str = "", *values: Any) -> Iterator[GroupRow]:
-        """By number, each compared with its checksum; `where` is SQL."""
+        """By index, each compared with its checksum; `where` is SQL."""
         with _explained(self.path):
-            for found in self._database.execute(f"{self._get} {where and 'WHERE ' + where} ORDER BY number", values):
+            for found in self._database.execute(f"{self._get} {where and 'WHERE ' + where} ORDER BY group_index", values):
                 yield _row(self.path, found)
 
     def stored_after(self, count: int) -> Iterator[GroupRow]:
@@ -171,33 +182,33 @@ class GroupIndex:
                 yield _row(self.path, found)
 
     def newest(self) -> Iterator[GroupRow]:
-        """Those that are stored, from the last number back."""
+        """Those that are stored, from the last index back."""
         with _explained(self.path):
-            for found in self._database.execute(f"{self._get} WHERE segment IS NOT NULL ORDER BY number DESC"):
+            for found in self._database.execute(f"{self._get} WHERE segment IS NOT NULL ORDER BY group_index DESC"):
                 yield _row(self.path, found)
 
     def trained_steps(self, segments: Iterable[int]) -> list[int]:
         """Versions that were trained on a group of one of these segments, in order."""
-        there = ", ".join(str(int(number)) for number in segments)
+        there = ", ".join(str(int(segment)) for segment in segments)
         found = f"SELECT DISTINCT trained_version FROM groups WHERE state = 'trained' AND segment IN ({there}) ORDER BY 1"
         with _explained(self.path):
             return [version for (version,) in self._database.execute(found)]
 
-    def get(self, number: int) -> GroupRow | None:
-        return next(self.rows("number = ?", number), None)
+    def get(self, index: int) -> GroupRow | None:
+        return next(self.rows("group_index = ?", index), None)
 
     def totals(self) -> tuple[dict[GroupState, int], dict[int, SegmentTotals], int, int]:
-        """Groups in each state; of each segment; the next number; the last version. Without reading row by row."""
+        """Groups in each state; of each segment; the next index; the last version. Without reading row by row."""
         with _explained(self.path):
             counts = self._database.execute("SELECT state, COUNT(*) FROM groups GROUP BY state").fetchall()
             segments = self._database.execute(_TOTALS).fetchall()
-            number, version = self._database.execute(_LAST).fetchone()
-        if not all(isinstance(value, int) for found in (*segments, (number, version)) for value in found):
+            next_index, version = self._database.execute(_LAST).fetchone()
+        if not all(isinstance(value, int) for found in (*segments, (next_index, version)) for value in found):
             raise DamagedIndexError(f"{self.path}: something else where there should be a whole number")
         return (
             {GroupState(state): count for state, count in counts},
             {segment: SegmentTotals(*found) for segment, *found in segments},
-            number,
+            next_index,
             version,
         )
 
@@ -208,7 +219,7 @@ class GroupIndex:
 
     def count_outside(self, segments: Iterable[int]) -> int:
         """Groups that were stored in another segment than these."""
-        there = ", ".join(str(int(number)) for number in segments)
+        there = ", ".join(str(int(segment)) for segment in segments)
         counted = f"SELECT COUNT(*) FROM groups WHERE segment IS NOT NULL AND segment NOT IN ({there})"
         with _explained(self.path):
             return int(self._database.execute(counted).fetchone()[0])

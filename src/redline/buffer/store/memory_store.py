@@ -18,8 +18,10 @@ from redline.errors import RunFolderError
 from redline.telemetry.files.durable import write_json
 from redline.types import TrajectoryGroup
 
+EARLIER_NAME = "numbers.json"
+"""What an earlier version called the file; its `next_index` was `next_number`."""
 KEPT_VERSIONS = 16
-"""Checkpoints that the file of numbers knows of: more than a run keeps, and one of them may be damaged."""
+"""Checkpoints that the file knows of: more than a run keeps, and one of them may be damaged."""
 SETTLED = (GroupState.TRAINED, GroupState.DROPPED)
 
 
@@ -38,10 +40,10 @@ class _Entry:
 class MemoryStore:
     """Implements `GroupStore`."""
 
-    def __init__(self, horizon: int | None = None, numbers: Path | None = None) -> None:
+    def __init__(self, horizon: int | None = None, under_way: Path | None = None) -> None:
         """What was trained or dropped more than `horizon` versions ago is let go, and only counted; None keeps everything, so
-        that `resume` may go back as far as it likes. `numbers` is the file for a run that is resumed by another process."""
-        self._numbers = numbers
+        that `resume` may go back as far as it likes. `under_way` is the file for a run that is resumed by another process."""
+        self._under_way = under_way
         self._entries: dict[int, _Entry] = {}
         self._let_go: Counter[GroupState] = Counter()
         self._dropped_and_gone: Counter[str] = Counter()
@@ -115,21 +117,22 @@ class MemoryStore:
 
     def flush(self) -> None:
         """Write what a run that goes back to here attempts again."""
-        if self._numbers is None:
+        if self._under_way is None:
             return
         unsettled = [index for index, entry in self._entries.items() if entry.state not in SETTLED]
-        known = _read_numbers(self._numbers)
-        known[self._version + 1] = {"next_number": self._next_index, "unsettled": sorted(unsettled)}
-        write_json(self._numbers, {str(version): known[version] for version in sorted(known)[-KEPT_VERSIONS:]})
+        known = _read_under_way(self._under_way)
+        known[self._version + 1] = {"next_index": self._next_index, "unsettled": sorted(unsettled)}
+        write_json(self._under_way, {str(version): known[version] for version in sorted(known)[-KEPT_VERSIONS:]})
 
     def _take_over(self, version: int) -> None:
         """The indices of an earlier process, as they were at the checkpoint of `version`; later ones are forgotten."""
-        if self._numbers is None or not self._numbers.exists():
+        found = _read_under_way(self._under_way) if self._under_way is not None else {}
+        if self._under_way is None or not found:
             return
-        known = {key: value for key, value in _read_numbers(self._numbers).items() if key <= version}
-        write_json(self._numbers, {str(key): value for key, value in known.items()})
+        known = {key: value for key, value in found.items() if key <= version}
+        write_json(self._under_way, {str(key): value for key, value in known.items()})
         if version in known:
-            self._next_index = known[version]["next_number"]
+            self._next_index = known[version]["next_index"]
             self._entries = {index: _Entry(GroupState.IN_FLIGHT, version) for index in known[version]["unsettled"]}
 
     def close(self) -> None:
@@ -152,12 +155,14 @@ class MemoryStore:
                 self._dropped_and_gone[entry.reason] += 1
 
 
-def _read_numbers(path: Path) -> dict[int, dict[str, Any]]:
+def _read_under_way(path: Path) -> dict[int, dict[str, Any]]:
     """Version → the indices at its checkpoint; none where there is no file."""
+    path = path if path.exists() else path.with_name(EARLIER_NAME)
     if not path.exists():
         return {}
     try:
-        return {int(version): dict(indices) for version, indices in json.loads(path.read_text()).items()}
+        text = path.read_text().replace('"next_number"', '"next_index"')
+        return {int(version): dict(indices) for version, indices in json.loads(text).items()}
     except (ValueError, TypeError, AttributeError) as error:
         raise RunFolderError(
             f"{path}: damaged: {error}", "delete it, and --resume goes on without the groups that were under way"

@@ -141,10 +141,10 @@ class _Salvaged:
         """The intact groups in a segment of their own, of the same number; returns the rows that changed."""
         moved, pieces, end_row = {}, [], 0
         for group in self.groups:
-            row = rows.get(group.number)
+            row = rows.get(group.index)
             pieces.append(group.batch.slice(group.first, group.last - group.first))
             if row is not None and (row.segment, row.first_row) == (self.file.number, group.first):
-                moved[row.number] = replace(row, first_row=end_row)
+                moved[row.index] = replace(row, first_row=end_row)
             end_row += group.last - group.first
         path = segment_path(folder, self.file.number)
         if pieces:
@@ -184,7 +184,7 @@ def _read_index(folder: Path, report: RepairReport, *, expected: bool) -> dict[i
         index = GroupIndex(folder, "rw" if expected else "rwc")
         try:
             index.check()
-            return {row.number: row for row in index.rows()}
+            return {row.index: row for row in index.rows()}
         finally:
             index.close()
     except DamagedIndexError as error:
@@ -199,10 +199,10 @@ def _rebuilt(segments: Mapping[int, _Salvaged]) -> dict[int, GroupRow]:
     forgotten = set()
     for number, segment in segments.items():
         for group in segment.groups:
-            forgotten.discard(group.number)
+            forgotten.discard(group.index)
             if group.mark == Mark.FORGOTTEN:
-                forgotten.add(group.number)
-            rows[group.number] = group.row(number)
+                forgotten.add(group.index)
+            rows[group.index] = group.row(number)
     first = min(rows, default=0) if min(segments, default=0) > 0 else 0
     missing = (set(range(first, max(rows, default=-1) + 1)) - set(rows)) | forgotten
     now = time.time()
@@ -214,13 +214,13 @@ def _rebuilt(segments: Mapping[int, _Salvaged]) -> dict[int, GroupRow]:
 
 def _corrected(known: Mapping[int, GroupRow], segments: Mapping[int, _Salvaged]) -> dict[int, GroupRow]:
     """The index's own rows; what was still to be trained on and is lost is being attempted again."""
-    intact = {(number, group.first): group.number for number, segment in segments.items() for group in segment.groups}
+    intact = {(number, group.first): group.index for number, segment in segments.items() for group in segment.groups}
     rows = dict(known)
     for row in known.values():
-        if row.segment is not None and intact.get((row.segment, row.first_row)) != row.number:
+        if row.segment is not None and intact.get((row.segment, row.first_row)) != row.index:
             gone = replace(row, segment=None)
-            begun = GroupRow(row.number, GroupState.IN_FLIGHT, row.begun_version, row.begun_at)
-            rows[row.number] = begun if row.is_live else gone
+            begun = GroupRow(row.index, GroupState.IN_FLIGHT, row.begun_version, row.begun_at)
+            rows[row.index] = begun if row.is_live else gone
     return rows
 
 

@@ -168,7 +168,7 @@ class SegmentSet:
             stored = Rows(read_segment(path))
             for row in members:
                 if not stored.is_intact(row.first_row, row.end_row):
-                    raise DamagedSegmentError(f"{path}: group {row.number} is not what was written")
+                    raise DamagedSegmentError(f"{path}: group {row.index} is not what was written")
 
     def tail(self, number: int) -> tuple[pa.RecordBatch, int]:
         """A segment, and the first row of it that the index does not know."""

@@ -53,7 +53,7 @@ class StoredInfo(GroupInfo):
         assert row.oldest_version is not None
         assert row.newest_version is not None
         versions = VersionSpan(row.oldest_version, row.newest_version)
-        return StoredInfo(row.number, versions, row.has_signal, row.reward, row.num_tokens, row.begun_version)
+        return StoredInfo(row.index, versions, row.has_signal, row.reward, row.num_tokens, row.begun_version)
 
 
 class TrajectoryStore:
@@ -179,10 +179,10 @@ class TrajectoryStore:
             for row in self._index.rows(UNDECIDED, version, version):
                 now = _as_of(row, version, is_there=row.segment in self._segments)
                 if now.state is GroupState.IN_FLIGHT:
-                    again.append(row.number)
+                    again.append(row.index)
                 if now != row:
                     changed.append(now)
-                    before[row.number] = row
+                    before[row.index] = row
                     marks.setdefault(_mark_of(now), []).append(row)
         for mark, marked in marks.items():
             self._mark(marked, mark)
@@ -224,7 +224,7 @@ class TrajectoryStore:
     def _move(self, indices: Iterable[int], version: int, to: GroupState, *origins: GroupState, **changes: object) -> None:
         rows = [self._rows[index] for index in indices]
         for row in rows:
-            assert row.state in origins, f"group {row.number} is {row.state}, and cannot become {to}"
+            assert row.state in origins, f"group {row.index} is {row.state}, and cannot become {to}"
         self._put([replace(row, state=to, **changes) for row in rows], version)  # type: ignore[arg-type]
 
     def _put(self, rows: Sequence[GroupRow], version: int) -> None:
@@ -236,21 +236,21 @@ class TrajectoryStore:
     def _remember(self, rows: Iterable[GroupRow], before: Mapping[int, GroupRow]) -> None:
         """Keep what is in memory up with the index."""
         for row in rows:
-            old = before.get(row.number)
+            old = before.get(row.index)
             if old is not None:
                 self._count(old, -1)
             self._count(row, 1)
             self._keep(row)
-            self._next_index = max(self._next_index, row.number + 1)
+            self._next_index = max(self._next_index, row.index + 1)
 
     def _keep(self, row: GroupRow) -> None:
         """In memory, as long as it is not settled."""
-        self._rows.pop(row.number, None)
-        self._ready.pop(row.number, None)
+        self._rows.pop(row.index, None)
+        self._ready.pop(row.index, None)
         if row.state not in SETTLED:
-            self._rows[row.number] = row
+            self._rows[row.index] = row
         if row.state is GroupState.READY:
-            self._ready[row.number] = StoredInfo.of_row(row)
+            self._ready[row.index] = StoredInfo.of_row(row)
 
     def _count(self, row: GroupRow, change: int) -> None:
         self._counts[row.state] += change
@@ -294,9 +294,9 @@ class TrajectoryStore:
             self._segments.know(totals)
             for row in self._index.rows(UNSETTLED):
                 self._keep(row)
-            self._segments.check(number for number, found in totals.items() if found.num_live)
-            for number in self._segments.left_open:
-                self._take_in(number)
+            self._segments.check(segment for segment, found in totals.items() if found.num_live)
+            for segment in self._segments.left_open:
+                self._take_in(segment)
         except BaseException:
             self._index.close()
             raise
@@ -309,7 +309,7 @@ class TrajectoryStore:
             return
         segment, row = flushed
         since = self._index.rows("segment > ? OR (segment = ? AND first_row >= ?)", segment, segment, row)
-        lost = {row.number for row in self._segments.lost(since)}
+        lost = {row.index for row in self._segments.lost(since)}
         if not lost:
             return
         self._index.close()
@@ -322,17 +322,17 @@ class TrajectoryStore:
         for line in report.lines:
             self._tell(f"  {line}")
 
-    def _take_in(self, number: int) -> None:
+    def _take_in(self, segment: int) -> None:
         """A segment that was open when its process ended: what the index does not know yet, and then without the gaps."""
-        batch, end_row = self._segments.tail(number)
+        batch, end_row = self._segments.tail(segment)
         rows = []
         for found in found_groups(batch, end_row):
-            known = self._known(found.number)
+            known = self._known(found.index)
             is_news = known is None or known.state is GroupState.IN_FLIGHT
             if is_news and found.is_intact and found.mark == Mark.WAITING:
-                rows.append(found.row(number, known))
+                rows.append(found.row(segment, known))
                 end_row = rows[-1].end_row
-        self._segments.close_left_open(number, batch.slice(0, end_row))
+        self._segments.close_left_open(segment, batch.slice(0, end_row))
         if rows:
             self._put(rows, self._version)
 
@@ -371,7 +371,7 @@ def _ready_row(group: TrajectoryGroup, begun: GroupRow, segment: int, first_row:
 
 def _as_of(row: GroupRow, version: int, *, is_there: bool) -> GroupRow:
     """A group when the trainer goes back to `version`."""
-    begun = GroupRow(row.number, GroupState.IN_FLIGHT, row.begun_version, row.begun_at)
+    begun = GroupRow(row.index, GroupState.IN_FLIGHT, row.begun_version, row.begun_at)
     leased_to = row.trained_version
     if leased_to is not None and leased_to < version and row.state in (GroupState.LEASED, GroupState.TRAINED):
         return replace(row, state=GroupState.TRAINED, settled_at=row.settled_at or time.time())

@@ -20,8 +20,8 @@ from redline.runs.stored import StoredRun
 class RecordedStep:
     """The S attempts of the groups that one step was trained on."""
 
-    numbers: tuple[int, ...]
-    """Indices of the groups; their tasks follow from them."""
+    indices: tuple[int, ...]
+    """Of the groups; their tasks follow from them."""
     prompt_lengths: np.ndarray
     """int64[S]: tokens that the policy did not choose."""
     lengths: np.ndarray
@@ -39,9 +39,9 @@ class RecordedStep:
         own = self.new_tokens
         return TrainLoad.of_families(own, self.prompt_lengths, self.prompt_lengths[self.group_offsets[:-1]], int(own.sum()))
 
-    def of_group(self, number: int) -> np.ndarray:
+    def of_group(self, index: int) -> np.ndarray:
         """Tokens that the policy chose in each attempt of that group."""
-        place = self.numbers.index(number)
+        place = self.indices.index(index)
         return self.new_tokens[self.group_offsets[place] : self.group_offsets[place + 1]]
 
 
@@ -52,13 +52,13 @@ def recorded_steps(run: Path) -> list[RecordedStep]:
     stored = StoredRun(run)
     trained = sorted(
         (group for group in stored.groups() if group.state == "trained" and group.trained_version is not None),
-        key=lambda group: (group.trained_version, group.number),
+        key=lambda group: (group.trained_version, group.index),
     )
     steps = []
     for _, members in groupby(stored.lengths(trained), key=lambda found: found[0].trained_version):
         found = list(members)
         if all(lengths is not None for _, lengths in found):
-            steps.append(_step([(group.number, lengths) for group, lengths in found if lengths is not None]))
+            steps.append(_step([(group.index, lengths) for group, lengths in found if lengths is not None]))
     if not steps:
         raise RunFolderError(f"{run}: no step of it can be replayed", "take a run that has trained and kept its trajectories")
     return steps

@@ -74,8 +74,8 @@ class _Line:
 class PlayedAttempt:
     """One try at a task. Implements `ports.Policy`: for an environment whose `play` runs in a thread, `say` blocks."""
 
-    def __init__(self, group: EpisodeGroup, number: int, retry: int, shared: Shared) -> None:
-        self.group, self.number, self.retry = group, number, retry
+    def __init__(self, group: EpisodeGroup, index: int, retry: int, shared: Shared) -> None:
+        self.group, self.index, self.retry = group, index, retry
         self._shared = shared
         self._lines: dict[str, list[_Line]] = {}
         """By role."""
@@ -210,7 +210,7 @@ class PlayedAttempt:
 
     async def _completion(self, prompt_ids: Any, limit: int, stop: tuple[str, ...]) -> Completion:
         reply: asyncio.Future[Completion] = self._shared.loop.loop.create_future()
-        ask = Ask(self.group, self.number, self.retry, self._num_asks, prompt_ids, limit, stop, reply)
+        ask = Ask(self.group, self.index, self.retry, self._num_asks, prompt_ids, limit, stop, reply)
         self._num_asks += 1
         self._asks.append(ask)
         try:
@@ -295,4 +295,4 @@ class PlayedAttempt:
         self._num_tokens += len(asked.prompt_ids) + turn.num_tokens - len(sequence.token_ids)
         sequence.take(asked.prompt_ids, completion, turn)
         sampled = self.group.num_sampled
-        sampled[self.number] = sampled.get(self.number, 0) + turn.num_tokens
+        sampled[self.index] = sampled.get(self.index, 0) + turn.num_tokens

@@ -185,23 +185,23 @@ class Episodes:
         self._error = self._error or error
         self._fail(error)
 
-    async def _attempt(self, group: EpisodeGroup, number: int) -> None:
+    async def _attempt(self, group: EpisodeGroup, index: int) -> None:
         """Play one attempt until it has a score, or has failed as often as it may."""
-        trajectories = await self._try(group, number, 0)
+        trajectories = await self._try(group, index, 0)
         for retry in range(1, self._config.retries + 1):
             failure = trajectories[0].failure
             if failure is None or failure.stage != STAGE:
                 break
-            trajectories = await self._try(group, number, retry)
-        group.outcomes[number] = trajectories
+            trajectories = await self._try(group, index, retry)
+        group.outcomes[index] = trajectories
         if group.has_enough and not group.is_over:
             group.is_over = True
             self._cancel_the_rest(group)
             group.ended(group)
 
-    async def _try(self, group: EpisodeGroup, number: int, retry: int) -> list[Trajectory]:
-        group.num_sampled[number] = 0
-        return await self._played(PlayedAttempt(group, number, retry, self._shared))
+    async def _try(self, group: EpisodeGroup, index: int, retry: int) -> list[Trajectory]:
+        group.num_sampled[index] = 0
+        return await self._played(PlayedAttempt(group, index, retry, self._shared))
 
     def _cancel_the_rest(self, group: EpisodeGroup) -> None:
         own = asyncio.current_task()
@@ -290,7 +290,7 @@ class Episodes:
         found = []
         for sequence in attempt.sequences:
             reward, parts = rewards[sequence.role]
-            trajectory = sequence.trajectory(attempt.number, attempt.retry, score_s)
+            trajectory = sequence.trajectory(attempt.index, attempt.retry, score_s)
             found.append(replace(trajectory, reward=reward, reward_parts=parts, truncated=attempt.is_truncated))
         return found
 
@@ -298,8 +298,8 @@ class Episodes:
         """What was sampled, with the failure; a single token that nobody sampled where that is nothing."""
         if not attempt.sequences:
             [nothing] = failed_attempts(failure, 1, self._version)
-            return [replace(nothing, attempt=attempt.number, retries=attempt.retry, score_s=score_s)]
-        made = [sequence.trajectory(attempt.number, attempt.retry, score_s) for sequence in attempt.sequences]
+            return [replace(nothing, attempt=attempt.index, retries=attempt.retry, score_s=score_s)]
+        made = [sequence.trajectory(attempt.index, attempt.retry, score_s) for sequence in attempt.sequences]
         return [replace(trajectory, failure=failure, truncated=attempt.is_truncated) for trajectory in made]
 
     def begins_at(self, version: int) -> None:

@@ -160,9 +160,9 @@ class RunFolder:
         return self.path / "profiles"
 
     @property
-    def numbers(self) -> Path:
+    def under_way(self) -> Path:
         """Groups that a resumed run attempts again, where trajectories are not kept."""
-        return self.path / "numbers.json"
+        return self.path / "under_way.json"
 
     @property
     def trajectories(self) -> Path:

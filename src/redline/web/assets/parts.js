@@ -165,7 +165,7 @@ function groupPart(group) {
     : !group.attempts.length ? h("p", { class: "muted" }, "no attempt is complete")
     : [...prompt, h("div", { class: single ? "attempts" : "games" }, group.attempts.map(single ? answerPart : gamePart))];
   return h("details", { class: "group" },
-    h("summary", {}, h("span", {}, group.step === null ? group.state : `step ${group.step}`), h("span", { class: "muted" }, `group ${group.number}`), h("span", { class: "task" }, group.about ?? group.task ?? ""), h("span", {}, group.reward === null ? "" : `reward ${number(group.reward)}`)), body);
+    h("summary", {}, h("span", {}, group.step === null ? group.state : `step ${group.step}`), h("span", { class: "muted" }, `group ${group.index}`), h("span", { class: "task" }, group.about ?? group.task ?? ""), h("span", {}, group.reward === null ? "" : `reward ${number(group.reward)}`)), body);
 }
 
 // What all attempts of a group were asked: the text as it is where its messages are not known.
@@ -198,7 +198,7 @@ const LEFT_OUT = "Its messages are left out of this page, which has room for so 
 function gamePart(attempt) {
   const won = (own) => h("span", {}, h("span", { class: "role" }, `${own.role || "reward"} `), h("b", { class: own.reward > 0 ? "good" : "" }, attempt.failure ? "–" : number(own.reward)));
   const summary = h("summary", {},
-    h("span", {}, `attempt ${attempt.number}`), h("span", { class: "won" }, attempt.failure ? h("span", { class: "failure" }, "failed") : attempt.roles.map(won)),
+    h("span", {}, `attempt ${attempt.index}`), h("span", { class: "won" }, attempt.failure ? h("span", { class: "failure" }, "failed") : attempt.roles.map(won)),
     h("span", { class: "muted" }, `${counted(attempt.turns, "turn")}, ${counted(attempt.tokens, "token")}`));
   const facts = [
     attempt.retries ? `begun ${attempt.retries + 1} times` : "",

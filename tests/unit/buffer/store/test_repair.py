@@ -152,15 +152,15 @@ def test_a_segment_cut_at_any_byte_gives_back_the_groups_before_the_cut(folder: 
     store.add(TrajectoryGroup("last", attempts(), np.zeros(3, dtype=np.float32), 6))
     store.close()
     (whole,) = segment_files(folder)
-    expected = {group.number: _rows(group) for group in _Salvaged.of(whole).groups}
+    expected = {group.index: _rows(group) for group in _Salvaged.of(whole).groups}
     assert len(expected) == 7
     size, counts = whole.path.stat().st_size, []
     for length in [size, *range(size - 1, 0, -step), 0]:
         cut(whole.path, length)
         found = _Salvaged.of(whole)
         assert bool(found.damage) == (length < size)
-        assert all(_rows(group) == expected[group.number] for group in found.groups)
-        assert [group.number for group in found.groups] == list(range(len(found.groups)))
+        assert all(_rows(group) == expected[group.index] for group in found.groups)
+        assert [group.index for group in found.groups] == list(range(len(found.groups)))
         counts.append(len(found.groups))
     assert counts == sorted(counts, reverse=True), "what a shorter file has, a longer one has too"
     assert set(counts) >= {7, 0}
@@ -233,12 +233,12 @@ def test_a_bit_flipped_anywhere_never_gives_a_group_that_was_not_sampled(folder:
     store.close()
     (segment,) = segment_files(folder)
     data = segment.path.read_bytes()
-    expected = {group.number: _rows(group) for group in _Salvaged.of(segment).groups}
+    expected = {group.index: _rows(group) for group in _Salvaged.of(segment).groups}
     for place in range(0, len(data), 11):
         flip(segment.path, place)
         for group in _Salvaged.of(segment).groups:
             found = _rows(group)
-            for row, right in zip(found, expected[group.number], strict=True):
+            for row, right in zip(found, expected[group.index], strict=True):
                 assert row | {"version": -1} == right, "the step that trained on it is not part of the checksum"
         segment.path.write_bytes(data)
 
@@ -483,7 +483,7 @@ def test_a_bit_flipped_in_the_index_is_noticed_or_changes_nothing(folder: Path) 
 def test_what_should_be_a_number_and_is_none_is_noticed(folder: Path, column: str, value: object) -> None:
     lived(folder).close()
     with contextlib.closing(sqlite3.connect(folder / "index.sqlite")) as database, database:
-        database.execute(f"UPDATE groups SET {column} = ? WHERE number = 5", [value])
+        database.execute(f"UPDATE groups SET {column} = ? WHERE group_index = 5", [value])
     assert "index.sqlite: " in refusal(folder)
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import shutil
+import sqlite3
+from contextlib import closing
 from pathlib import Path
 
 import numpy as np
@@ -60,7 +62,7 @@ def test_index_counts_attempts_and_rewards_once_and_knows_the_rows_of_a_game(tmp
     assert store.read([0, 1, 2]).group_offsets.tolist() == [0, 2, 14, 16]
     store.close()
     index = GroupIndex(tmp_path, "ro")
-    rows = {row.number: row for row in index.rows()}
+    rows = {row.index: row for row in index.rows()}
     index.close()
     assert [(row.num_attempts, row.num_sequences, row.num_rows) for row in rows.values()] == [
         (2, None, 2),
@@ -79,7 +81,7 @@ def test_index_that_is_made_again_from_the_segments_says_the_same_of_a_game(tmp_
         path.unlink()
     assert repair(tmp_path).index_rebuilt
     for old, new in zip(before, _rows(tmp_path), strict=True):
-        for name in ("number", "num_attempts", "num_sequences", "num_tokens", "has_signal", "first_row"):
+        for name in ("index", "num_attempts", "num_sequences", "num_tokens", "has_signal", "first_row"):
             assert getattr(old, name) == getattr(new, name)
         assert old.reward == pytest.approx(new.reward)
 
@@ -132,7 +134,7 @@ def test_trajectories_of_an_earlier_version_are_shown_as_they_were(earlier: Path
     assert table["attempt"].to_pylist() == [0, 1] * 3 + [0, 1, 2, 0, 1] == table["sequence"].to_pylist()
     assert set(table["role"].to_pylist()) == {""}
     assert table["state"].to_pylist() == ["trained"] * 6 + ["ready"] * 3 + ["dropped"] * 2
-    [(_, rows)] = list(StoredRun(earlier).attempts(StoredRun(earlier).groups(number=3)))
+    [(_, rows)] = list(StoredRun(earlier).attempts(StoredRun(earlier).groups(index=3)))
     assert rows is not None
     assert [[(t["start"], t["end"], t["oldest_version"]) for t in row["turns"]] for row in rows] == [
         [(2, 5, 6)],
@@ -161,6 +163,20 @@ def test_run_of_an_earlier_version_goes_on_in_new_segments(earlier: Path, is_ope
     assert [pa.ipc.open_file(file.path).schema.equals(SCHEMA) for file in segment_files(folder)] == [False, True]
     assert StoredRun(earlier).table().num_rows == 8 + 14
     assert repair(folder).is_healthy
+
+
+def test_index_in_which_groups_had_numbers_is_shown_as_it_is_and_renamed_by_a_run_that_goes_on(tmp_path: Path) -> None:
+    store = TrajectoryStore(tmp_path)
+    store.add(numbered(0), played(1), numbered(2))
+    store.close()
+    before = _rows(tmp_path)
+    path = tmp_path / "index.sqlite"
+    with closing(sqlite3.connect(path)) as database:
+        database.execute("ALTER TABLE groups RENAME COLUMN group_index TO number")
+    assert _rows(tmp_path) == before
+    assert ready_numbers(TrajectoryStore(tmp_path)) == [0, 1, 2]
+    with closing(sqlite3.connect(path)) as database:
+        assert database.execute("SELECT group_index FROM groups").fetchall() == [(0,), (1,), (2,)]
 
 
 def test_cut_segment_of_an_earlier_version_is_repaired(earlier: Path) -> None:

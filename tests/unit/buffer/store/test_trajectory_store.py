@@ -590,8 +590,8 @@ def test_a_resume_looks_at_every_group_that_may_be_in_another_state_then(tmp_pat
     index = GroupIndex(tmp_path)
     index.put(rows)
     for version in range(5):
-        looked_at = {row.number for row in index.rows(UNDECIDED, version, version)}
-        left_out = [row for row in rows if row.number not in looked_at]
+        looked_at = {row.index for row in index.rows(UNDECIDED, version, version)}
+        left_out = [row for row in rows if row.index not in looked_at]
         assert all(_as_of(row, version, is_there=there) == row for row in left_out for there in (False, True))
         assert left_out
     index.close()

@@ -69,7 +69,7 @@ def run(tmp_path: Path) -> Path:
 
 def test_every_trained_step_has_its_lengths_and_groups(run: Path) -> None:
     first, second = recorded_steps(run)
-    assert (first.numbers, second.numbers) == ((0, 1), (2, 3))
+    assert (first.indices, second.indices) == ((0, 1), (2, 3))
     assert first.new_tokens.tolist() == [4, 9, 2, 2]
     assert first.prompt_lengths.tolist() == [len(PROMPT)] * 4
     assert second.group_offsets.tolist() == [0, 2, 4]

@@ -122,26 +122,26 @@ class RolloutStage:
 
     def run(self, number: int) -> RolloutRun:
         """The groups of step `number`; a replay begins again where the run ended."""
-        numbers = self._numbers(number)
+        indices = self._indices(number)
         recorder = Recorder(keep_spans=False)
         self.engine.reset_prefix_cache()
         synchronize(self._device)
         with recording(recorder):
             recorder.step_mark()
             started = time.perf_counter()
-            self._rollouts.begin(numbers, 0)
+            self._rollouts.begin(indices, 0)
             groups = self._rollouts.finished()
             synchronize(self._device)
             seconds = time.perf_counter() - started
             return RolloutRun.of(groups, seconds, recorder.step_mark())
 
-    def _numbers(self, number: int) -> Sequence[int]:
+    def _indices(self, number: int) -> Sequence[int]:
         if not self._recorded:
             size = self._config.rollouts.groups_per_step
             return range(number * size, (number + 1) * size)
         step = self._recorded[number % len(self._recorded)]
-        self._forced.lengths = {group: step.of_group(group) for group in step.numbers}
-        return step.numbers
+        self._forced.lengths = {group: step.of_group(group) for group in step.indices}
+        return step.indices
 
 
 def measure(settings: RolloutSettings, console: Console) -> Measured:
