@@ -127,7 +127,7 @@ def test_lengths_that_cannot_be_are_refused() -> None:
 
 
 def test_a_peer_that_is_not_installed_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("redline.lab.bench.settings.is_installed", lambda package: package != "tensordict")
+    monkeypatch.setattr("redline.lab.bench.settings.make.is_installed", lambda package: package != "tensordict")
     with pytest.raises(ConfigError, match="consolidated needs a package"):
         make_settings("serialize", ["peers=pickle,consolidated"])
     assert small().peers == ("pickle", "padded", "safetensors")
