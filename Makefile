@@ -6,8 +6,9 @@ BIN := .venv/bin
 DEMO_READY := .venv/.demo-ready
 TEST_READY := .venv/.test-ready
 DEMO_MODEL := .venv/.demo-model
-# A file's tests share what they have set up, so they stay in one process. The slow ones measure, and run one after the other.
-ON_EVERY_CORE := -n logical --maxprocesses 8 --dist loadfile
+# A file's tests share what they have set up, so they stay in one process. Files come in the order of their names: the long ones
+# of tests/e2e first, so that no core waits for the other at the end. The slow tests measure, and run one after the other.
+ON_EVERY_CORE := -n logical --maxprocesses 8 --dist loadfile --no-loadscope-reorder
 PIP_INSTALL := $(BIN)/python -m pip install -qq --disable-pip-version-check --no-input -c constraints.txt
 SAY := @printf '%s\n' >&2
 
@@ -25,6 +26,7 @@ demo: $(DEMO_READY) $(DEMO_MODEL) ## train a small model on this machine
 
 test: check ## the static checks and every quick test
 	$(SAY) "test: the quick tests"
+	@$(BIN)/python -m compileall -q src
 	@$(BIN)/pytest -q $(ON_EVERY_CORE)
 
 test-all: check ## the static checks and every test that needs no GPU
@@ -35,7 +37,7 @@ check: $(TEST_READY) ## lint, format, types and import contracts
 	$(SAY) "check: lint, format, types, import contracts"
 	@$(BIN)/ruff check
 	@$(BIN)/ruff format --check
-	@$(BIN)/mypy
+	@$(BIN)/mypy --num-workers auto
 	@$(BIN)/lint-imports --no-logo
 
 perf: $(DEMO_READY) ## hold counts and ratios of small workloads against the baseline of this device

@@ -204,8 +204,8 @@ def test_the_store_does_what_the_one_in_memory_does(tmp_path_factory: pytest.Tem
 def batch_of(store: GroupStore, numbers: list[int]) -> TrainBatch:
     groups = store.read(numbers)
     if isinstance(groups, StoredGroups):
-        return pack_stored(groups, 9, keep_silent=True)
-    return pack(groups, 9, keep_silent=True)
+        return pack_stored(groups, 9, keep_no_signal=True)
+    return pack(groups, 9, keep_no_signal=True)
 
 
 def assert_same(batch: TrainBatch, expected: TrainBatch) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 import shutil
 import time
@@ -167,6 +168,9 @@ def assert_whole(cwd: Path) -> None:
     assert [row["step"] for row in rows(folder.metrics)] == list(range(1, STEPS + 1))
     assert sum(row["rollouts/groups"] for row in rows(folder.metrics)) == sum(row.is_stored for row in found), "all are counted"
     assert [row["step"] for row in rows(folder.evaluations)] == [0, 4, STEPS]
+    starts = sorted({event["pid"] for event in json.loads(folder.trace.read_text())})
+    assert starts == list(range(1, len(starts) + 1)), "one process for each start that came as far"
+    assert len(starts) >= len([process for process in deeds(cwd) if process.trained])
 
 
 def assert_same(cwd: Path, straight: Straight) -> None:

@@ -35,8 +35,8 @@ from redline.config.resolve import bfloat16_flags
 from redline.models.files.tiny import tiny_tokenizer
 from redline.telemetry import RunFolder
 
-STEPS = 12
-CHECKPOINT_EVERY = 4
+STEPS = 8
+CHECKPOINT_EVERY = 3
 DTYPES = ("float32", "bfloat16") if bfloat16_flags() else ("float32",)
 needs_bfloat16 = pytest.mark.skipif(
     "bfloat16" not in DTYPES, reason="this CPU has no bfloat16 instructions: a run would take many minutes"
@@ -78,7 +78,7 @@ def prepare(cwd: Path, model: Path, dtype: str, num_threads: int = 1) -> Path:
             "groups_per_step": 2,
             "group_size": 4,
             "max_new_tokens": 12,
-            "evaluation": {"num_tasks": 2, "every": 6},
+            "evaluation": {"num_tasks": 2, "every": 4},
         },
         trainer={
             "learning_rate": 1e-3,
@@ -229,6 +229,7 @@ def test_the_two_dtypes_give_different_runs_so_that_sameness_means_something(uni
         assert_same_metrics(uninterrupted["bfloat16"], uninterrupted["float32"])
 
 
+@pytest.mark.slow  # test_crashes.py kills faster runs, and looks at their evaluations too
 def test_no_evaluation_is_there_twice_after_a_kill_before_the_first_checkpoint(
     killed: dict[str, RunFolder], uninterrupted: dict[str, RunFolder]
 ) -> None:
@@ -242,6 +243,7 @@ def test_no_evaluation_is_there_twice_after_a_kill_at_the_end(
     assert_same_evaluations(killed["bfloat16"], uninterrupted["bfloat16"])
 
 
+@pytest.mark.slow  # test_crashes.py opens the traces of the runs that it kills
 def test_a_killed_runs_trace_still_opens_with_one_process_per_start(killed: dict[str, RunFolder]) -> None:
     events = json.loads(killed["float32"].trace.read_text())
     assert {event["pid"] for event in events} == {1, 2, 3, 4}

@@ -12,7 +12,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from support.fakes import group as made_group
 
 from redline.buffer.buffer import GroupBuffer
-from redline.buffer.drops import SILENT, STALE
+from redline.buffer.drops import NO_SIGNAL, STALE
 from redline.buffer.store.group_store import GroupState
 from redline.buffer.store.memory_store import MemoryStore
 from redline.config.sections.buffer import BufferConfig
@@ -287,7 +287,7 @@ class Schedules(RuleBasedStateMachine):
                 can_wait = self.config.max_lag > 0 and self.config.late_groups == "wait"
                 assert not can_wait or known.silent, "a group with signal grew too old"
             else:
-                assert (reason, known.silent) == (SILENT, True)
+                assert (reason, known.silent) == (NO_SIGNAL, True)
                 self.replaced_at[self.version] += 1
                 assert self.replaced_at[self.version] <= self.extra_rounds * self.size, "too many replaced at one step"
             known.state = GroupState.DROPPED

@@ -2,7 +2,7 @@
 
     admit ──indices──► rollouts ──offer──► ready ──next_batch──► trainer ──trained──► done, or kept for a replay
       ▲                                      │
-      └───────────── room ◄──────────────────┴── dropped: silent under dynamic sampling, timed out, or late with
+      └───────────── room ◄──────────────────┴── dropped: no signal under dynamic sampling, timed out, or late with
                                                  `buffer.late_groups: drop`
 
 The store remembers what became of every index. Here is only what ends with the process: which groups are under way, how often
@@ -23,7 +23,7 @@ import numpy as np
 from redline.buffer.admission import must_wait, room
 from redline.buffer.control.groups import Controller, Decision, Waits
 from redline.buffer.control.workers import Controllers, WorkerController
-from redline.buffer.drops import LATE, OVERDUE, SILENT, STALE, TIMED_OUT, LateDrops
+from redline.buffer.drops import LATE, NO_SIGNAL, OVERDUE, STALE, TIMED_OUT, LateDrops
 from redline.buffer.packing import pack
 from redline.buffer.selection import choose
 from redline.buffer.store.group_store import GroupInfo, GroupStore
@@ -60,19 +60,19 @@ class GroupBuffer:
         groups_per_step: int,
         store: GroupStore,
         *,
-        keep_silent: bool = False,
+        keep_no_signal: bool = False,
         max_extra_rounds: int = 0,
         clock: Callable[[], float] = time.monotonic,
         workers: RewardWorkers | None = None,
         steps: int | None = None,
         sampled_tokens: Callable[[int], Sequence[int]] = lambda index: (),
     ) -> None:
-        """`keep_silent`: attempts without an advantage have a gradient all the same. `max_extra_rounds`: groups without signal
-        are replaced, at most this many times a batch of them per step. `workers`: who computes rewards beside the trainer.
+        """`keep_no_signal`: attempts without an advantage have a gradient all the same. `max_extra_rounds`: groups without
+        signal are replaced, at most this many times a batch of them per step. `workers`: who computes rewards beside the trainer.
         `steps`: of the whole run; nothing is begun that none of them would train on. `sampled_tokens`: tokens that each attempt
         of a group under way has so far."""
         self._config, self._groups_per_step, self._store = config, groups_per_step, store
-        self._keep_silent = keep_silent
+        self._keep_no_signal = keep_no_signal
         self._max_replaced = max_extra_rounds * groups_per_step
         self._steps, self._sampled_tokens = steps, sampled_tokens
         self._late = LateDrops()
@@ -295,7 +295,10 @@ class GroupBuffer:
             **({"buffer/reward_workers": self.worker_decision.new} if self._workers else {}),
             "buffer/in_flight": len(self._in_flight),
             "buffer/replays": self._totals["replays"],
-            **{f"buffer/dropped_{reason}": self._totals[f"dropped_{reason}"] for reason in (STALE, SILENT, OVERDUE, TIMED_OUT)},
+            **{
+                f"buffer/dropped_{reason}": self._totals[f"dropped_{reason}"]
+                for reason in (STALE, NO_SIGNAL, OVERDUE, TIMED_OUT)
+            },
             **{f"buffer/{name}": count for name, count in self._totals.items()},
         }
 
@@ -319,14 +322,14 @@ class GroupBuffer:
             self._version, self._num_replaced = version, 0
         ready = [group for group in self._store.ready() if group.index not in self._repeated]
         stale = {group.index for group in ready if group.versions.lag(version) > self._config.max_lag}
-        silent = [group.index for group in ready if not group.has_signal and group.index not in stale]
-        replaced = set(silent[: self._max_replaced - self._num_replaced])
+        no_signal = [group.index for group in ready if not group.has_signal and group.index not in stale]
+        replaced = set(no_signal[: self._max_replaced - self._num_replaced])
         self._num_replaced += len(replaced)
         for group in ready:
             if group.index in stale:
                 self._late.add(self._lengths(group.index), group.reward)
         self._drop(sorted(stale), STALE)
-        self._drop(sorted(replaced), SILENT)
+        self._drop(sorted(replaced), NO_SIGNAL)
         return [group for group in ready if group.index not in stale | replaced]
 
     def _lengths(self, index: int) -> list[int]:
@@ -340,8 +343,8 @@ class GroupBuffer:
 
     def _packed(self, groups: StoredGroups | Sequence[TrajectoryGroup], version: int) -> TrainBatch:
         if isinstance(groups, StoredGroups):
-            return pack_stored(groups, version, keep_silent=self._keep_silent)
-        return pack(groups, version, keep_silent=self._keep_silent)
+            return pack_stored(groups, version, keep_no_signal=self._keep_no_signal)
+        return pack(groups, version, keep_no_signal=self._keep_no_signal)
 
     def _drop(self, indices: Sequence[int], reason: str) -> None:
         if indices:
@@ -369,5 +372,5 @@ class GroupBuffer:
             for index, replay in self._replays.items()
             if replay.uses <= self._config.max_reuses
             and replay.group.versions.lag(version) <= self._config.max_lag
-            and (replay.group.has_signal or self._keep_silent)
+            and (replay.group.has_signal or self._keep_no_signal)
         }

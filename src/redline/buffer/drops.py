@@ -16,7 +16,7 @@ OVERDUE = "overdue"
 """Was under way when it grew so old that it could no longer be trained on."""
 TIMED_OUT = "timed_out"
 """Was under way for longer than `buffer.group_timeout_s`."""
-SILENT = "silent"
+NO_SIGNAL = "no_signal"
 """Had no signal, and another task was attempted in its place."""
 LATE = (STALE, OVERDUE, TIMED_OUT)
 

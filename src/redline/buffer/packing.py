@@ -9,12 +9,12 @@ import numpy as np
 from redline.types import TrainBatch, TrajectoryGroup, VersionSpan, by_attempt
 
 
-def pack(groups: Sequence[TrajectoryGroup], version: int, *, keep_silent: bool) -> TrainBatch:
+def pack(groups: Sequence[TrajectoryGroup], version: int, *, keep_no_signal: bool) -> TrainBatch:
     """Lay the sequences of all groups end to end. Those of a failed attempt are left out, and so are those whose advantage is
-    0, unless `keep_silent`: they have no gradient, and only their prompts would be computed for nothing. A group that nothing
-    is left of stays, empty: what is left out for want of signal counts in the means, and what failed does not."""
+    0, unless `keep_no_signal`: they have no gradient, and only their prompts would be computed for nothing. A group of which
+    nothing is left stays, empty: what is left out for want of signal counts in the means, and what failed does not."""
     pairs = [list(zip(g.trajectories, g.advantages, strict=True)) for g in groups]
-    kept = [[(t, a) for t, a in group if t.failure is None and (keep_silent or a != 0)] for group in pairs]
+    kept = [[(t, a) for t, a in group if t.failure is None and (keep_no_signal or a != 0)] for group in pairs]
     trajectories = [t for group in kept for t, _ in group]
     counted = [[t for t in g.trajectories if t.failure is None] for g in groups]
     return TrainBatch(

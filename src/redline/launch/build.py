@@ -235,7 +235,7 @@ def make_buffer(config: Config, store: GroupStore, rollouts: Rollouts) -> GroupB
         config.buffer,
         config.rollouts.groups_per_step,
         store,
-        keep_silent=config.trains_on_every_attempt,
+        keep_no_signal=config.trains_on_every_attempt,
         max_extra_rounds=config.rollouts.max_extra_rounds,
         workers=rollouts.reward_workers,
         steps=config.run.steps,

@@ -242,13 +242,13 @@ def test_groups_without_signal_are_replaced_by_other_tasks() -> None:
     for number in buffer.admit(0):
         buffer.offer(numbered(number, 0, silent=number == 0))
     assert not buffer.has_batch(0)
-    assert store.fate(0) == (GroupState.DROPPED, "silent")
+    assert store.fate(0) == (GroupState.DROPPED, "no_signal")
     assert buffer.admit(0) == [2]
     buffer.offer(numbered(2, 0))
     batch = buffer.next_batch(0)
     assert batch.indices == (1, 2)
     assert batch.num_sequences_sampled == 4, "what was replaced is not part of the mean"
-    assert buffer.metrics["buffer/dropped_silent"] == 1
+    assert buffer.metrics["buffer/dropped_no_signal"] == 1
 
 
 def test_where_signal_stays_rare_a_batch_is_filled_with_groups_without() -> None:
@@ -269,7 +269,7 @@ def test_each_step_has_its_own_extra_rounds() -> None:
             for number in buffer.admit(version):
                 buffer.offer(numbered(number, version, silent=True))
         buffer.trained(buffer.next_batch(version))
-    assert buffer.metrics["buffer/dropped_silent"] == 3
+    assert buffer.metrics["buffer/dropped_no_signal"] == 3
 
 
 def test_without_dynamic_sampling_groups_are_taken_as_they_come() -> None:
@@ -390,7 +390,7 @@ advantage_lists = st.lists(st.lists(st.sampled_from([0.0, 1.0, -0.5]), min_size=
 @given(advantage_lists)
 def test_a_batch_holds_the_attempts_with_an_advantage_end_to_end(advantages: list[list[float]]) -> None:
     groups = [group(values, task_id=str(g), prompt_length=g + 1) for g, values in enumerate(advantages)]
-    batch = pack(groups, version=0, keep_silent=False)
+    batch = pack(groups, version=0, keep_no_signal=False)
     kept = [[(t, a) for t, a in zip(g.trajectories, g.advantages, strict=True) if a != 0] for g in groups]
     flat = [pair for pairs in kept for pair in pairs]
     assert batch.num_sequences == len(flat)
@@ -407,31 +407,31 @@ def test_a_batch_holds_the_attempts_with_an_advantage_end_to_end(advantages: lis
 @given(advantage_lists)
 def test_attempts_that_are_left_out_still_count_in_the_mean(advantages: list[list[float]]) -> None:
     groups = [group(values) for values in advantages]
-    batch = pack(groups, version=0, keep_silent=False)
+    batch = pack(groups, version=0, keep_no_signal=False)
     assert batch.num_sequences_sampled == sum(len(values) for values in advantages)
     assert batch.num_tokens_sampled == sum(t.num_completion_tokens for g in groups for t in g.trajectories)
 
 
 @given(advantage_lists)
 def test_attempts_without_an_advantage_are_kept_where_something_else_moves_them(advantages: list[list[float]]) -> None:
-    batch = pack([group(values) for values in advantages], version=0, keep_silent=True)
+    batch = pack([group(values) for values in advantages], version=0, keep_no_signal=True)
     assert batch.advantages.tolist() == [value for values in advantages for value in values]
     assert batch.num_sequences == batch.num_sequences_sampled
     assert np.diff(batch.group_offsets).tolist() == [len(values) for values in advantages]
     assert batch.num_tokens_left_out == 0
 
 
-@pytest.mark.parametrize("keep_silent", [True, False])
-def test_a_failed_attempt_is_never_trained_on_and_counts_in_no_mean(keep_silent: bool) -> None:
+@pytest.mark.parametrize("keep_no_signal", [True, False])
+def test_a_failed_attempt_is_never_trained_on_and_counts_in_no_mean(keep_no_signal: bool) -> None:
     attempts = [trajectory([1], [2, 3]), trajectory([1], [4, 5, 6], failure=Failure("reward", "broken"))]
     made = TrajectoryGroup("task", attempts, np.array([1, 0], dtype=np.float32))
-    batch = pack([made], version=0, keep_silent=keep_silent)
+    batch = pack([made], version=0, keep_no_signal=keep_no_signal)
     assert batch.tokens.tolist() == [1, 2, 3]
     assert (batch.num_sequences_sampled, batch.num_tokens_sampled, batch.num_tokens_left_out) == (1, 2, 0)
 
 
 def test_a_batch_without_any_signal_is_empty_but_well_formed() -> None:
-    batch = pack([group([0.0, 0.0], version=3)], version=3, keep_silent=False)
+    batch = pack([group([0.0, 0.0], version=3)], version=3, keep_no_signal=False)
     assert (batch.num_sequences, batch.num_sequences_sampled, batch.lag) == (0, 2, 0)
     assert (batch.cu_seqlens.tolist(), batch.group_offsets.tolist()) == ([0], [0, 0])
     assert len(batch.tokens) == len(batch.loss_mask) == len(batch.old_logprobs) == len(batch.advantages) == 0
@@ -439,7 +439,7 @@ def test_a_batch_without_any_signal_is_empty_but_well_formed() -> None:
 
 @pytest.mark.parametrize("advantages", [[1.0, -1.0], [0.0, 0.0]], ids=["with signal", "without"])
 def test_arrays_have_the_types_that_the_record_promises(advantages: list[float]) -> None:
-    batch = pack([group(advantages)], version=0, keep_silent=False)
+    batch = pack([group(advantages)], version=0, keep_no_signal=False)
     promised = {
         "tokens": np.int32,
         "cu_seqlens": np.int64,

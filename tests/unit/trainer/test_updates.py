@@ -60,13 +60,13 @@ def random_groups(seed: int, silent: Sequence[int] = ()) -> Batch:
     return groups
 
 
-def packed(groups: Batch, *, keep_silent: bool = False) -> TrainBatch:
+def packed(groups: Batch, *, keep_no_signal: bool = False) -> TrainBatch:
     """As the buffer hands them to the trainer."""
     made = []
     for group in groups:
         attempts = [trajectory(attempt.prompt, attempt.answer) for attempt in group]
         made.append(TrajectoryGroup("task", attempts, np.array([attempt.outcome for attempt in group], dtype=np.float32)))
-    return pack(made, version=0, keep_silent=keep_silent)
+    return pack(made, version=0, keep_no_signal=keep_no_signal)
 
 
 def settings(**changes: Any) -> Settings:
@@ -114,7 +114,7 @@ def test_ppo_and_its_critic_equal_an_independent_implementation_over_ten_steps(b
     trainer, clipped, values_clipped = trainer_of(bench, algorithm="ppo"), [], []
     for step in range(STEPS):
         groups = random_groups(100 + step)
-        report, told = trainer.step(packed(groups, keep_silent=True)), theirs.step(groups)
+        report, told = trainer.step(packed(groups, keep_no_signal=True)), theirs.step(groups)
         assert_told_alike(report, told)
         assert report.extra["value_loss"] == pytest.approx(np.mean(told.value_losses), rel=2e-3)
         found = report.extra["value_clip_fraction"]
@@ -209,7 +209,7 @@ KINDS: dict[str, dict[str, Any]] = {
 
 
 def batches(count: int, **keys: Any) -> list[TrainBatch]:
-    return [packed(random_groups(seed), keep_silent=keys.get("algorithm") == "ppo") for seed in range(count)]
+    return [packed(random_groups(seed), keep_no_signal=keys.get("algorithm") == "ppo") for seed in range(count)]
 
 
 @pytest.mark.parametrize("kind", KINDS)

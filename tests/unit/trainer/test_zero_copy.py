@@ -114,7 +114,7 @@ def pieces(values: np.ndarray | Pieces) -> tuple[np.ndarray, ...]:
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 @pytest.mark.parametrize("numbers", CHOICES.values(), ids=CHOICES)
 def test_every_piece_of_a_batch_lies_in_a_mapped_file(store: TrajectoryStore, numbers: list[int]) -> None:
-    batch = pack_stored(store.read(numbers), 0, keep_silent=False)
+    batch = pack_stored(store.read(numbers), 0, keep_no_signal=False)
     ranges = mapped_ranges(store.folder)
     for array in (*pieces(batch.tokens), *pieces(batch.old_logprobs)):
         address = array.__array_interface__["data"][0]
@@ -127,7 +127,7 @@ def test_nothing_is_copied_between_the_files_and_the_staging_buffer(
     store: TrajectoryStore, numbers: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     guard(monkeypatch)
-    batch = pack_stored(store.read(numbers), 0, keep_silent=False)
+    batch = pack_stored(store.read(numbers), 0, keep_no_signal=False)
     for micro in plan_micro_batches(batch, 400).of_rank(0):
         arrays = {"tokens": micro.tokens, "targets": micro.targets, "old_logprobs_M": micro.old_logprobs}
         buffer = torch.empty(packed_size(arrays), dtype=torch.uint8)
@@ -143,13 +143,13 @@ def test_a_step_of_the_trainer_copies_nothing_either_and_is_the_same_bit_for_bit
     store: TrajectoryStore, numbers: list[int], bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     keys = {"max_tokens_per_micro_batch": 400, "kl_coef": 0.1, "kl_in": "loss", "recompute_old_logprobs": True}
-    plain = pack_stored(store.read(numbers), 0, keep_silent=False)
+    plain = pack_stored(store.read(numbers), 0, keep_no_signal=False)
     plain = replace(plain, tokens=np.array(plain.tokens), old_logprobs=np.array(plain.old_logprobs))
     alone = bench.trainer(**keys)
     expected = alone.step(plain)
     guard(monkeypatch)
     trainer = bench.trainer(**keys)
-    found = trainer.step(pack_stored(store.read(numbers), 0, keep_silent=False))
+    found = trainer.step(pack_stored(store.read(numbers), 0, keep_no_signal=False))
     assert found == expected
     for name, master in trainer.masters.items():
         assert torch.equal(master, alone.masters[name]), name
@@ -157,7 +157,7 @@ def test_a_step_of_the_trainer_copies_nothing_either_and_is_the_same_bit_for_bit
 
 def test_the_critic_copies_nothing(store: TrajectoryStore, bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     guard(monkeypatch)
-    batch = pack_stored(store.read([0, 4, 9]), 0, keep_silent=True)
+    batch = pack_stored(store.read([0, 4, 9]), 0, keep_no_signal=True)
     bench.trainer(advantages="gae", algorithm="ppo").step(batch)
 
 
@@ -195,7 +195,7 @@ def test_a_copy_before_the_staging_buffer_would_be_noticed(
         out[:] = values[index]
 
     guard(monkeypatch)
-    batch = pack_stored(store.read([1, 2]), 0, keep_silent=False)
+    batch = pack_stored(store.read([1, 2]), 0, keep_no_signal=False)
     monkeypatch.setattr(staging, "take", by_hand)
     with pytest.raises(CopiedError):
         bench.trainer().step(batch)
@@ -245,7 +245,7 @@ def test_another_dtype_would_need_a_copy_and_is_refused(parts: Pieces) -> None:
 
 @pytest.mark.gpu
 def test_on_a_gpu_what_is_taken_arrives_whole(store: TrajectoryStore) -> None:
-    batch: TrainBatch = pack_stored(store.read(CHOICES["groups in several files"]), 0, keep_silent=False)
+    batch: TrainBatch = pack_stored(store.read(CHOICES["groups in several files"]), 0, keep_no_signal=False)
     tokens = np.array(batch.tokens)
     sent = [(n, {"tokens": Taken(batch.tokens, np.arange(n, len(tokens), 3))}) for n in range(3)]
     for number, tensors in Staging(torch.device("cuda")).sent(sent):

@@ -97,8 +97,8 @@ _FLUSHED = "CREATE TABLE IF NOT EXISTS flushed (segment INTEGER NOT NULL, end_ro
 """One row: how far the segments were on the disk for certain. An index of an earlier version has no such table."""
 _PUT = f"REPLACE INTO groups ({', '.join(COLUMNS)}, checksum) VALUES ({', '.join('?' * (len(COLUMNS) + 1))})"
 _GET = f"SELECT {', '.join(COLUMNS)}, checksum FROM groups"
-
-
+_REASONS = """SELECT CASE reason WHEN 'silent' THEN 'no_signal' ELSE reason END, COUNT(*) FROM groups WHERE state = 'dropped'
+GROUP BY 1"""  # `silent` is an earlier version's word
 _LIVE = "state IN ('ready', 'leased')"
 _NEWEST = "MAX(MAX(begun_version, COALESCE(trained_version, 0)))"
 _TOTALS = f"""SELECT segment, SUM({_LIVE}), {_NEWEST},
@@ -215,7 +215,7 @@ class GroupIndex:
     def reasons(self) -> dict[str, int]:
         """Why groups were dropped, and how many for each reason."""
         with _explained(self.path):
-            return dict(self._database.execute("SELECT reason, COUNT(*) FROM groups WHERE state = 'dropped' GROUP BY reason"))
+            return dict(self._database.execute(_REASONS))
 
     def count_outside(self, segments: Iterable[int]) -> int:
         """Groups that were stored in another segment than these."""

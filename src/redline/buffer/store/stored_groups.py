@@ -100,15 +100,15 @@ def stored_groups(indices: Sequence[int], sizes: Sequence[int], runs: Sequence[R
     )
 
 
-def pack_stored(groups: StoredGroups, version: int, *, keep_silent: bool) -> TrainBatch:
+def pack_stored(groups: StoredGroups, version: int, *, keep_no_signal: bool) -> TrainBatch:
     """The batch of `version`, its tokens those of the store.
 
-    A sequence of an attempt that failed is not trained on, and neither is one whose advantage is 0, unless `keep_silent`. To
+    A sequence of an attempt that failed is not trained on, and neither is one whose advantage is 0, unless `keep_no_signal`. To
     leave it out of the tokens would mean to copy all others; instead its loss mask is cleared, which costs a byte per token,
     and the trainer computes no sequence without a trained token. What is masked for want of signal counts in the means, and
     what failed does not.
     """
-    kept_S = ~groups.failed & (keep_silent | (groups.advantages != 0))
+    kept_S = ~groups.failed & (keep_no_signal | (groups.advantages != 0))
     kept_T = np.repeat(kept_S, np.diff(groups.offsets))
     counted_S = ~groups.failed
     chosen_S = np.add.reduceat(groups.loss_mask, groups.offsets[:-1], dtype=np.int64) * counted_S

@@ -143,7 +143,7 @@ class StoreFiles:
         found, firsts = np.unique(numbers, return_index=True)
         order = found[np.argsort(firsts)].tolist()
         return pack_stored(
-            stored_groups(order, [int((numbers == number).sum()) for number in order], runs), 0, keep_silent=True
+            stored_groups(order, [int((numbers == number).sum()) for number in order], runs), 0, keep_no_signal=True
         )
 
 

@@ -115,12 +115,12 @@ class StoreSide:
     def batches(self, folder: Path) -> Iterator[TrainBatch]:
         store = TrajectoryStore(folder)
         for first in range(0, store.next_index, self._groups_per_step):
-            yield pack_stored(store.read(range(first, first + self._groups_per_step)), 0, keep_silent=True)
+            yield pack_stored(store.read(range(first, first + self._groups_per_step)), 0, keep_no_signal=True)
         store.close()
 
     def last_batch(self, folder: Path) -> TrainBatch:
         store = TrajectoryStore(folder)
-        batch = pack_stored(store.read([info.index for info in store.ready()]), 0, keep_silent=True)
+        batch = pack_stored(store.read([info.index for info in store.ready()]), 0, keep_no_signal=True)
         store.close()
         return batch
 
@@ -233,7 +233,7 @@ def batch_of_rows(rows: Sequence[Mapping[str, Any]]) -> TrainBatch:
     by_group: dict[int, list[Mapping[str, Any]]] = {}
     for row in rows:
         by_group.setdefault(row["group"], []).append(row)
-    return pack([_from_dicts(members) for members in by_group.values()], 0, keep_silent=True)
+    return pack([_from_dicts(members) for members in by_group.values()], 0, keep_no_signal=True)
 
 
 def _as_dict(group: TrajectoryGroup, attempt: int) -> dict[str, Any]:

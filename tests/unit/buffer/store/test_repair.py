@@ -393,7 +393,7 @@ def lived(folder: Path) -> TrajectoryStore:
     for step in range(3):
         store.lease(range(4 * step, 4 * step + 4), step)
         store.trained(range(4 * step, 4 * step + 4), step)
-    store.drop([12, 13], "silent")
+    store.drop([12, 13], "no_signal")
     store.begin([30], 3)
     return store
 

@@ -107,7 +107,7 @@ def test_open_segment_that_a_kill_left_with_a_game_is_taken_in(tmp_path: Path) -
 def test_batch_counts_sequences_in_its_means_and_knows_the_attempts(tmp_path: Path) -> None:
     store = TrajectoryStore(tmp_path)
     store.add(played(0), numbered(1))
-    batch = pack_stored(store.read([0, 1]), 0, keep_silent=True)
+    batch = pack_stored(store.read([0, 1]), 0, keep_no_signal=True)
     assert batch.group_sequences.tolist() == [9, 2]
     assert (batch.num_sequences_sampled, batch.num_attempts_sampled) == (11, 5)
     assert not batch.loss_mask[batch.cu_seqlens[9] : batch.cu_seqlens[12]].any(), "the attempt that failed"

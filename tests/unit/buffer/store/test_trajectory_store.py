@@ -171,7 +171,7 @@ def test_states_survive_the_process(tmp_path: Path) -> None:
     store.begin([5], 1)
     store.lease([0, 1], 1)
     store.trained([0], 1)
-    store.drop([2], "silent")
+    store.drop([2], "no_signal")
     store.close()
     again = TrajectoryStore(tmp_path)
     assert again.counts == {"in_flight": 1, "ready": 2, "leased": 1, "trained": 1, "dropped": 1}
@@ -392,12 +392,12 @@ def test_a_resumed_run_knows_what_was_dropped_before_its_checkpoint(tmp_path: Pa
         [instead] = before.admit(version)
         before.offer(numbered(instead, version=version))
         before.trained(before.next_batch(version))
-    assert before.metrics["buffer/dropped_silent"] == 2
+    assert before.metrics["buffer/dropped_no_signal"] == 2
     store.close()
     store = TrajectoryStore(tmp_path)
     resumed = GroupBuffer(BufferConfig(), 2, store, max_extra_rounds=1)
     resumed.resume(1)
-    assert resumed.metrics["buffer/dropped_silent"] == 1, "the other was dropped by a step that is taken again"
+    assert resumed.metrics["buffer/dropped_no_signal"] == 1, "the other was dropped by a step that is taken again"
     store.close()
 
 
@@ -475,7 +475,7 @@ def test_a_batch_of_neighbours_is_a_view_of_the_file(tmp_path: Path, closed: boo
         store.close()
         store = TrajectoryStore(tmp_path)
     groups = store.read(range(2, 9))
-    batch = pack_stored(groups, 0, keep_silent=False)
+    batch = pack_stored(groups, 0, keep_no_signal=False)
     assert groups.num_runs == 1
     for array in (batch.tokens, batch.loss_mask, batch.old_logprobs):
         assert is_mapped(array, tmp_path)
@@ -495,15 +495,15 @@ def test_groups_that_are_not_neighbours_are_read_as_one(tmp_path: Path) -> None:
 
 def test_a_view_outlives_its_file(tmp_path: Path) -> None:
     store = filled(tmp_path, 30, segment_bytes=SMALL, max_bytes=1)
-    batch = pack_stored(store.read([0, 1]), 0, keep_silent=True)
+    batch = pack_stored(store.read([0, 1]), 0, keep_no_signal=True)
     before = batch.tokens.copy()
     train_all(store, range(30), 0)
     assert not (tmp_path / "segment-000000.arrow").exists()
     np.testing.assert_array_equal(batch.tokens, before)
 
 
-@pytest.mark.parametrize("keep_silent", [True, False])
-def test_what_is_not_trained_on_is_masked_and_nothing_is_copied_for_it(tmp_path: Path, keep_silent: bool) -> None:
+@pytest.mark.parametrize("keep_no_signal", [True, False])
+def test_what_is_not_trained_on_is_masked_and_nothing_is_copied_for_it(tmp_path: Path, keep_no_signal: bool) -> None:
     """The trainer computes the same sequences as if they had been left out."""
     from redline.trainer.batches.micro_batches import micro_batches
 
@@ -516,8 +516,8 @@ def test_what_is_not_trained_on_is_masked_and_nothing_is_copied_for_it(tmp_path:
     store = TrajectoryStore(tmp_path)
     for group in groups:
         store.add(group)
-    batch = pack_stored(store.read(range(4)), 6, keep_silent=keep_silent)
-    expected = pack(groups, 6, keep_silent=keep_silent)
+    batch = pack_stored(store.read(range(4)), 6, keep_no_signal=keep_no_signal)
+    expected = pack(groups, 6, keep_no_signal=keep_no_signal)
     assert np.shares_memory(batch.tokens, store.read(range(4)).tokens)
     assert batch.num_sequences_sampled == expected.num_sequences_sampled == 9, "one attempt failed"
     assert batch.num_tokens_sampled == expected.num_tokens_sampled

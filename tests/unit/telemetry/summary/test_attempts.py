@@ -100,7 +100,7 @@ def test_late_games_count_the_tokens_of_whole_attempts(tmp_path: Path) -> None:
 
 
 def test_packed_groups_keep_sequences_of_attempts_that_did_not_fail() -> None:
-    batch = pack([played(0)], 0, keep_silent=True)
+    batch = pack([played(0)], 0, keep_no_signal=True)
     assert (batch.num_sequences, batch.num_attempts_sampled) == (9, 3)
 
 
