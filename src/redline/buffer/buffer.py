@@ -68,9 +68,9 @@ class GroupBuffer:
         sampled_tokens: Callable[[int], Sequence[int]] = lambda index: (),
     ) -> None:
         """`keep_no_signal`: attempts without an advantage have a gradient all the same. `max_extra_rounds`: groups without
-        signal are replaced, at most this many times a batch of them per step. `workers`: who computes rewards beside the trainer.
-        `steps`: of the whole run; nothing is begun that none of them would train on. `sampled_tokens`: tokens that each attempt
-        of a group under way has so far."""
+        signal are replaced, at most this many times a batch of them per step. `workers`: who computes rewards beside the
+        trainer. `steps`: of the whole run; nothing is begun that none of them would train on. `sampled_tokens`: tokens that
+        each attempt of a group under way has so far."""
         self._config, self._groups_per_step, self._store = config, groups_per_step, store
         self._keep_no_signal = keep_no_signal
         self._max_replaced = max_extra_rounds * groups_per_step
