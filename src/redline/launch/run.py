@@ -11,13 +11,14 @@ from typing import Any
 import torch
 
 from redline.config import Config, Resolved
-from redline.launch.base import refuse_another_base, refuse_other_data, remember_base, remember_data
 from redline.launch.build import build
 from redline.launch.checked_run import CheckedRun
-from redline.launch.nothing_to_do import nothing_to_do
 from redline.launch.process import prepare_process
 from redline.launch.ranks import remember_launch
 from redline.launch.result import save_model
+from redline.launch.resume.began_with import refuse_other_data, remember_base, remember_data
+from redline.launch.resume.nothing_to_do import nothing_to_do
+from redline.launch.resume.state import go_on, load
 from redline.launch.stages import Stages
 from redline.launch.summary import summary
 from redline.models.sizes.in_use import MemoryUse
@@ -97,7 +98,7 @@ def _set_up(
     stages = build(config, folder, outputs.progress, run.placement, run.tasks)
     checkpoints = Checkpoints(config.run, folder, stages.trainer, tell)
     if take_up:
-        _load(config, folder, stages, checkpoints)
+        load(config, folder, stages, checkpoints)
         _start_listeners(config, outputs, at_end)
         take_up()
     else:
@@ -109,20 +110,9 @@ def _set_up(
     peak_flops = _peak_flops(config, outputs.progress)
     watch = RunWatch(config, outputs, stages, peak_flops=peak_flops, profiler=profiler, checkpoints=checkpoints)
     if take_up:
-        _go_on(run.resolved, outputs, stages, watch)
+        go_on(outputs, stages, watch)
+        _describe(run.resolved, folder)  # run.steps may have another value now
     return stages, watch, profiler
-
-
-def _load(config: Config, folder: RunFolder, stages: Stages, checkpoints: Checkpoints) -> None:
-    """Bring trainer and buffer back to the newest checkpoint. Raises `RedlineError` where the run cannot go on."""
-    try:
-        with span("run.resume"):
-            refuse_another_base(config, folder, stages.model.folder)
-            checkpoints.load_newest()
-            stages.buffer.resume(stages.trainer.version)
-    except BaseException:
-        stages.close()
-        raise
 
 
 def _add_listeners(config: Config, outputs: Outputs) -> Watchdog:
@@ -163,15 +153,6 @@ def _peak_flops(config: Config, progress: Progress) -> float | None:
         return None
     progress.note(f"MFU is a share of {peak.flops / 1e12:,.4g} TFLOP/s, {peak.why}")
     return peak.flops
-
-
-def _go_on(resolved: Resolved, outputs: Outputs, stages: Stages, watch: RunWatch) -> None:
-    """Take the logs back to the checkpoint that was loaded."""
-    watch.resume()
-    _describe(resolved, outputs.folder)  # run.steps may be a new number
-    if watch.rows.num_groups_counted is not None:
-        watch.take_over(stages.buffer.not_counted(watch.rows.num_groups_counted))
-    outputs.progress.note(f"continuing after step {stages.trainer.version}")
 
 
 def _sampling(config: Config, outputs: Outputs, stages: Stages) -> AbstractContextManager[object]:

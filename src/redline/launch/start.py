@@ -13,14 +13,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from redline.config import Config, Resolved, load_recipe, read_recorded, refuse_without_effect, resolve
-from redline.config.changes import changes
-from redline.errors import ConfigError
+from redline.config import Config, Resolved, read_recorded, refuse_without_effect, resolve
 from redline.launch.checked_run import CheckedRun
-from redline.launch.ranks import DIVISION, is_restart, leading, run_to_take_up
+from redline.launch.ranks import is_restart, leading, run_to_take_up
+from redline.launch.resume.which_run import run_to_continue
 from redline.telemetry import RunFolder
-
-Tell = Callable[[str], None]
 
 
 def train(run: CheckedRun, *, from_scratch: bool = False, began_ns: int | None = None) -> dict[str, Any]:
@@ -49,35 +46,10 @@ def new_run(config: Config) -> CheckedRun:
     return _checked(resolved, None, config.run.folder)
 
 
-def continued_run(path: Path, overrides: Sequence[str], tell: Tell) -> CheckedRun:
+def continued_run(path: Path, overrides: Sequence[str], tell: Callable[[str], None]) -> CheckedRun:
     """Check the run that `path` names, to continue it as it began. `tell` hears what a person may want to know."""
     folder, config = run_to_continue(path, overrides, tell)
     return _checked(resolve(config), folder, config.run.folder)
-
-
-def run_to_continue(path: Path, overrides: Sequence[str], tell: Tell) -> tuple[RunFolder, Config]:
-    """Return the run folder that `path` is, or the newest one made from the recipe that it is, with the run's own config."""
-    if path.name == "config.json":  # of a run: as a recipe it would stand for the newest run of that name
-        path = path.parent
-    recipe = load_recipe(path, overrides) if path.is_file() else None
-    folder = RunFolder.newest(recipe.run.folder, recipe.run.name, tell=tell) if recipe else RunFolder.open(path)
-    allowed = (
-        "run.steps=",
-        "placement.",
-        *(f"trainer.{key}=" for key in DIVISION),
-        *(("run.name=", "run.folder=") if recipe else ()),
-    )
-    foreign = [override for override in overrides if not override.startswith(allowed)]
-    if foreign:
-        raise ConfigError(
-            f"--resume continues a run as it was configured; it cannot take {', '.join(foreign)}",
-            "leave the override out (run.steps=N may be given, to train longer, and what divides the work among ranks, such as"
-            " trainer.sharding), or start a new run",
-        )
-    config = read_recorded(folder.config, overrides)
-    if recipe and (changed := changes(recipe, config)):
-        tell(f"{folder.path.name} goes on as it began; {path} says otherwise: {'; '.join(changed)}")
-    return folder, config
 
 
 def _checked(resolved: Resolved, folder: RunFolder | None, given: Path) -> CheckedRun:

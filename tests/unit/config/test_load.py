@@ -16,7 +16,7 @@ from redline.config.resolve import bfloat16_flags
 from redline.config.sections.tasks import FileTask
 from redline.config.sections.telemetry import TelemetryConfig
 from redline.errors import ConfigError
-from redline.launch.start import run_to_continue
+from redline.launch.resume.which_run import run_to_continue
 from redline.telemetry import RunFolder, write_json
 
 MINIMAL = """\

@@ -8,7 +8,7 @@ import pytest
 from redline.config import Config, resolve, validate
 from redline.config.sections.trainer import TrainerConfig
 from redline.errors import ConfigError
-from redline.launch.start import run_to_continue
+from redline.launch.resume.which_run import run_to_continue
 from redline.telemetry import RunFolder, write_json
 from redline.trainer.optimizer.schedule import learning_rate
 

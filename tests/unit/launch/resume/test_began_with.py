@@ -12,8 +12,8 @@ from support.fakes import FakeTasks
 from redline.config import Config
 from redline.config.sections.tasks import FileTask
 from redline.errors import ModelError, TaskError
-from redline.launch.base import fingerprint, refuse_another_base, refuse_other_data, remember_base, remember_data
 from redline.launch.preflight import LoadedTasks
+from redline.launch.resume.began_with import fingerprint, refuse_another_base, refuse_other_data, remember_base, remember_data
 from redline.rollouts.tasks.files import FileTasks
 from redline.telemetry import RunFolder
 
