@@ -29,8 +29,8 @@ from redline.rollouts.prompts import Prompts, prompt_limit
 from redline.rollouts.rewards.parts import max_reward_workers
 from redline.rollouts.tasks.checks import held_out_tasks, training_task
 from redline.rollouts.tasks.files import FileTasks
-from redline.rollouts.user_code.calls import UserCalls
 from redline.rollouts.user_code.jobs import UserFunction
+from redline.rollouts.user_code.limited_calls import UserCalls
 from redline.telemetry import span
 from redline.telemetry.stalls.slow_calls import saying_what_hangs
 from redline.types import Failure, Task

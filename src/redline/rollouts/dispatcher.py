@@ -13,7 +13,7 @@ in a thread "environments" (`episodes/`), which asks the engine for each reply a
 Lockstep runs until all is done, in the caller's thread. Beside the trainer, the thread that steps the engine never waits for
 the user's code. Tasks and rewards may take long, and some never come: as many workers score as the buffer's controller asks
 for, and a group that is cancelled while its task is fetched or its rewards are computed leaves its worker behind, and another
-goes on with the next one. It is the same class that makes the calls in lockstep (`user_code/calls.py`).
+goes on with the next one. It is the same class that makes the calls in lockstep (`user_code/limited_calls.py`).
 
 What goes wrong with one task or one reply is a `Failure` of its attempts: they have no advantage, are stored with the reason,
 and the run goes on. What goes wrong with the engine reaches the caller.

@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-from redline.rollouts.user_code.calls import UserCalls
 from redline.rollouts.user_code.jobs import ThreadKind
+from redline.rollouts.user_code.limited_calls import UserCalls
 from redline.rollouts.user_code.source import CalledSource
 
 if TYPE_CHECKING:

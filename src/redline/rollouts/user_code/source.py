@@ -9,9 +9,9 @@ from typing import Literal, TypeVar
 from redline.ports import Score
 from redline.rollouts.setup import RolloutSetup
 from redline.rollouts.tasks.checks import check_task
-from redline.rollouts.user_code.calls import UserCalls
 from redline.rollouts.user_code.coroutines import EventLoop
 from redline.rollouts.user_code.jobs import ThreadKind, UserFunction
+from redline.rollouts.user_code.limited_calls import UserCalls
 from redline.rollouts.user_code.permits import Permits
 from redline.types import Failure, Task
 

@@ -3,8 +3,8 @@
     with calling("score") as call:
         ...
 
-A call may be made in a thread of its own, for the sake of one that waits for it (`rollouts/user_code/calls.py`): its lane is
-that of the one that waits.
+A call may be made in a thread of its own, for the sake of one that waits for it (`rollouts/user_code/limited_calls.py`): its
+lane is that of the one that waits.
 """
 
 from __future__ import annotations

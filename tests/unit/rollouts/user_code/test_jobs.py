@@ -10,8 +10,8 @@ from functools import partial
 import pytest
 
 from redline.errors import TaskError
-from redline.rollouts.user_code.calls import UserCalls
 from redline.rollouts.user_code.jobs import Job, ThreadKind, UserFunction
+from redline.rollouts.user_code.limited_calls import UserCalls
 from redline.telemetry import Recorder, recording, span
 from redline.telemetry.stalls.activity import ActivityProbe
 from redline.telemetry.stalls.stacks import own_stacks

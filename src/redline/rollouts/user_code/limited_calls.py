@@ -1,4 +1,5 @@
-"""Calls of the user's functions, in threads of their own: one that hangs is given up, and its thread left behind.
+"""Calls of the user's functions, in threads of their own, each within its limit (`rollouts.reward_timeout_s`,
+`rollouts.task_timeout_s`): one that hangs is given up, and its thread left behind.
 
     put, results ──► jobs ──► thread ──► begin ──► its calls, one after the other ──► end ──► deliver
                                 │
@@ -366,7 +367,7 @@ class UserCalls:
             with self._changed, boundary() as caught:
                 for worker, call in late:
                     if worker.call is call:
-                        self._give_up(worker, call)
+                        self._cancel_late(worker, call)
             with self._changed:
                 if caught.error is not None:
                     self._fail(caught.error)
@@ -377,7 +378,7 @@ class UserCalls:
     def _calls_now(self) -> list[tuple[Worker, Call]]:
         return [(worker, worker.call) for worker in (*self._workers, *self._left) if worker.call is not None]
 
-    def _give_up(self, worker: Worker, call: Call) -> None:
+    def _cancel_late(self, worker: Worker, call: Call) -> None:
         """A call that outlasts its limit is taken for dead: it is not waited for any more, and another may begin."""
         place = call.place()
         if worker.permit:

@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 
 from redline.errors import TaskError
-from redline.rollouts.user_code import calls as calls_module
-from redline.rollouts.user_code.calls import UserCalls
+from redline.rollouts.user_code import limited_calls as calls_module
 from redline.rollouts.user_code.coroutines import EventLoop
 from redline.rollouts.user_code.failures import failure_of
 from redline.rollouts.user_code.jobs import ThreadKind, UserFunction
+from redline.rollouts.user_code.limited_calls import UserCalls
 from redline.rollouts.user_code.permits import MAX_LATE_IN_A_ROW
 from redline.telemetry import Recorder, recording
 from redline.telemetry.stalls.calls import calls_now
