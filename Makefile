@@ -31,7 +31,7 @@ test: check ## the static checks and every quick test
 
 test-all: check ## the static checks and every test that needs no GPU
 	$(SAY) "test: all tests that need no GPU"
-	@$(BIN)/pytest -q -m "not gpu"
+	@$(BIN)/pytest -q -m "not gpu" --hypothesis-profile thorough
 
 check: $(TEST_READY) ## lint, format, types and import contracts
 	$(SAY) "check: lint, format, types, import contracts"

@@ -19,7 +19,8 @@ if not Path("/dev/nvidiactl").exists():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # without a GPU, Triton's kernels run in its interpreter
 
 # The first example of a property pays for imports and warm-up; time is the suite's business, not an example's.
-settings.register_profile("redline", deadline=None)
+settings.register_profile("redline", deadline=None, max_examples=40)
+settings.register_profile("thorough", deadline=None)  # `make test-all` has the time
 settings.load_profile("redline")
 
 USERS_CACHE = os.environ.get("XDG_CACHE_HOME")

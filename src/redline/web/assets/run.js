@@ -35,7 +35,7 @@ const NONE = [];
 class Run {
   constructor() {
     this.clear();
-    this.axis = new Axis((step, from) => (from < step ? `steps ${grouped.format(from)}–${grouped.format(step)}` : `step ${grouped.format(step)}`), (ticks) => ticks.map((tick) => grouped.format(tick)));
+    this.axis = new Axis((step, from) => (from < step ? `steps ${grouped.format(from)}–${grouped.format(step)}` : `step ${grouped.format(step)}`), (ticks) => ticks.map((tick) => (Number.isInteger(tick) ? grouped.format(tick) : "")));
     this.clock = new Axis((time) => `after ${seconds(time)}`, (ticks) => ticksOf(ticks, seconds));
   }
 

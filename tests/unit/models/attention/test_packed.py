@@ -66,18 +66,16 @@ def random_heads(packing: Packing, heads: tuple[int, int, int], seed: int, scale
 
 
 def naive_attention(packing: Packing, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Each sequence on its own, each query on its own, in float64; nothing is shared."""
+    """Each sequence on its own, in float64; nothing is shared."""
     heads_per_key = q.shape[1] // k.shape[1]
     rows: dict[int, Tensor] = {}
     for segment in range(len(packing.lengths)):
-        sequence = packing.whole(segment)
-        before = len(sequence) - packing.lengths[segment]
-        for step, token in enumerate(packing.own(segment)):
-            seen = sequence[: before + step + 1]
-            keys = k[seen].double().repeat_interleave(heads_per_key, dim=1)
-            values = v[seen].double().repeat_interleave(heads_per_key, dim=1)
-            scores = torch.einsum("hd,nhd->hn", q[token].double(), keys) / math.sqrt(q.shape[2])
-            rows[token] = torch.einsum("hn,nhd->hd", torch.softmax(scores, dim=-1), values)
+        sequence, own = packing.whole(segment), packing.own(segment)
+        keys, values = (x[sequence].double().repeat_interleave(heads_per_key, dim=1) for x in (k, v))
+        scores = torch.einsum("qhd,nhd->hqn", q[own].double(), keys) / math.sqrt(q.shape[2])
+        later = torch.ones(len(own), len(sequence), dtype=torch.bool).triu(len(sequence) - len(own) + 1)
+        attended = torch.einsum("hqn,nhd->qhd", torch.softmax(scores.masked_fill(later, -torch.inf), dim=-1), values)
+        rows |= dict(zip(own, attended, strict=True))
     return torch.stack([rows[token] for token in range(packing.num_tokens)])
 
 
