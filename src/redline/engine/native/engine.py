@@ -3,9 +3,9 @@
 A step has four parts. The scheduler plans it; the runner launches it; results of earlier steps come in; what has finished
 leaves. On a GPU the device is always one step ahead of the host: a step's tokens are looked at while the next one runs.
 
-    submit ──► Scheduler ──Plan──► Runner ──Results──► Rows ──► Delta, Completion
-                   ▲                                     │
-                   └──────────── finished, preempted ────┘
+    submit ──► Scheduler ──Plan──► Runner ──Results──► UnderWay ──► Delta, Completion
+                   ▲                                      │
+                   └──────────── finished, preempted ─────┘
 """
 
 from __future__ import annotations
@@ -25,28 +25,25 @@ from redline.engine.native.admission import Limits, check_request
 from redline.engine.native.cache.blocks import BlockPool
 from redline.engine.native.cache.kv_cache import KVCache
 from redline.engine.native.cache.sizing import block_size_for, num_blocks_for
-from redline.engine.native.completions import completion_of, delta_of
 from redline.engine.native.lora import Adapters, LoraCounts, Source
 from redline.engine.native.running.device_rows import MAX_STOPS, DeviceRows
 from redline.engine.native.running.rows import Rows
 from redline.engine.native.running.runner import Results, Runner, Samples, wants_of
 from redline.engine.native.scheduler import Plan, Scheduler
-from redline.engine.native.sequence import NO_ROW, Sampled, Sequence, Stage, Wants
+from redline.engine.native.sequence import Sequence, Wants
 from redline.engine.native.sleep import MemoryMoved, OffloadedWeights, Stopwatch
-from redline.engine.native.text.stop_strings import StopSearch
+from redline.engine.native.under_way import Event, UnderWay
 from redline.engine.stats import Rate
-from redline.errors import BrokenModelError, EngineError, EngineMemoryError
+from redline.errors import EngineError, EngineMemoryError
 from redline.kernels.available import kernels_serve
 from redline.models.files.hf import AnyDecoder
 from redline.models.lora.per_token import LoraBank, PreparedAdapter
 from redline.telemetry import span
-from redline.types import Completion, Delta, EngineStats, FinishReason, GenerateRequest, WeightUpdate
+from redline.types import Completion, EngineStats, GenerateRequest, WeightUpdate
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-Event = tuple[int, Delta | EngineError]
-"""A request's number, and a piece of one of its completions or why it has none."""
 MAX_TOP_LOGPROBS = 20
 
 
@@ -74,7 +71,6 @@ class NativeEngine:
         self.decoder = decoder
         self.version = 0
         self._config = config
-        self._tokenizer = tokenizer
         self._max_len = min(config.max_model_len or spec.max_positions, spec.max_positions)
         self._block_size = block_size_for(config, weight.device)
         self._adapters = Adapters(bank)
@@ -89,6 +85,7 @@ class NativeEngine:
             self._salt_of,
             enable_prefix_caching=config.enable_prefix_caching,
         )
+        self._under_way = UnderWay(self._rows, self._scheduler, self._pool, self._adapters, tokenizer, lambda: self._awake)
         self._runner: Runner | None = self._make_runner()
         self._offloaded: OffloadedWeights | None = None
         self.limits = Limits(
@@ -102,14 +99,11 @@ class NativeEngine:
             block_size=self._block_size,
         )
         self._ids = itertools.count()
-        self._unfinished: dict[int, list[Sequence]] = {}
         self._alone_left = 0
         """Prompts to compute by themselves, after several at once had no memory."""
-        self._at_row: list[Sequence | None] = [None] * config.max_num_seqs
         self._in_flight: deque[Results] = deque()
-        self._events: list[Event] = []
         self._kv_blocks_peak = self._kv_blocks_peak_before = 0
-        self._steps = self._batch_size = self._prompt_tokens = self._generated_tokens = self._num_finished = 0
+        self._steps = self._batch_size = self._prompt_tokens = 0
         self._decode_steps = self._decoded_rows = 0
         self._rate = Rate()
 
@@ -147,27 +141,19 @@ class NativeEngine:
             Sequence(request_id, index, request, now, wants, streaming, slot, tokens=request.prompt_ids)
             for index in request.sampling.indices
         ]
-        self._unfinished[request_id] = sequences
+        self._under_way.add(request_id, sequences)
         self._scheduler.add(sequences)
         return request_id
 
     @torch.inference_mode()
     def abort(self, request_id: int) -> None:
         """End a request; each of its completions so far comes with the next step. Unknown and finished ones are ignored."""
-        for sequence in list(self._unfinished.get(request_id, ())):
-            sequence.finish_reason = FinishReason.ABORT
-            self._retire(sequence)
+        self._under_way.abort(request_id, self.version)
 
     def sampled_tokens(self, request_id: int) -> dict[int, int]:
         """Index of each completion of a request that is not finished → tokens it has so far. Any thread may ask; while a step
         runs, a number may be a step old."""
-        found = {}
-        for sequence in list(self._unfinished.get(request_id, ())):
-            if sequence.stage is Stage.DECODE:
-                found[sequence.index] = int(self._rows.sampled_R[sequence.row])
-            else:
-                found[sequence.index] = len(sequence.sampled.token_ids) if sequence.sampled else 0
-        return found
+        return self._under_way.sampled_tokens(request_id)
 
     @torch.inference_mode()
     def generate(self, requests: Sequence_[GenerateRequest]) -> list[list[Completion]]:
@@ -195,7 +181,7 @@ class NativeEngine:
         finally:
             for number in found:
                 self.abort(number)
-            self._events = others + [event for event in self._events if event[0] not in found]
+            self._under_way.events = others + [event for event in self._under_way.events if event[0] not in found]
         return [[completions[index] for index in sorted(completions)] for completions in found.values()]
 
     # ── a step ─────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -203,7 +189,7 @@ class NativeEngine:
     @property
     def has_work(self) -> bool:
         """Whether a step would bring anything forward; never while it sleeps."""
-        return self._runner is not None and (self._scheduler.has_work or bool(self._in_flight) or bool(self._events))
+        return self._runner is not None and (self._scheduler.has_work or bool(self._in_flight) or bool(self._under_way.events))
 
     @torch.inference_mode()
     def step(self) -> list[Event]:
@@ -218,8 +204,8 @@ class NativeEngine:
         launched = len(self._in_flight) - before
         self._collect(keep=launched if self._awake.runs_ahead else 0)
         self._steps += 1
-        self._rate.add(time.perf_counter(), self._generated_tokens)
-        events, self._events = self._events, []
+        self._rate.add(time.perf_counter(), self._under_way.generated_tokens)
+        events, self._under_way.events = self._under_way.events, []
         return events
 
     def _num_steps(self) -> int:
@@ -235,8 +221,7 @@ class NativeEngine:
 
     def _launch(self, plan: Plan) -> None:
         self._awake.prepare(plan)
-        for sequence in plan.admitted:
-            self._at_row[sequence.row] = sequence
+        self._under_way.enter(plan.admitted)
         self._batch_size = len(plan.decode)
         try:
             self._decode(plan)
@@ -282,148 +267,28 @@ class NativeEngine:
             raise error
         rows = self._scheduler.undo_prefills(plan)
         self._awake.rows.kill(rows)
-        for row in rows:
-            self._at_row[row] = None
+        self._under_way.leave(rows)
         if self.decoder.output_weight.device.type == "cuda":
             torch.cuda.empty_cache()
 
     def _fail_for_memory(self, sequences: Sequence_[Sequence], error: torch.OutOfMemoryError) -> None:
         """Cancel the requests of these sequences; the others go on."""
         for sequence in sequences:
-            if sequence.request_id in self._unfinished:
+            if sequence.request_id in self._under_way:
                 n, first_line = sequence.request.sampling.n, str(error).partition("\n")[0]
                 message = f"no memory for a prompt of {sequence.num_prompt} tokens with n = {n}: {first_line}"
                 hint = "shorten it, lower n, or leave more memory free (engine.gpu_memory_utilization)"
-                self._fail(sequence, EngineMemoryError(message, hint))
+                self._under_way.fail(sequence, EngineMemoryError(message, hint))
 
     def _expect(self, rows_B: np.ndarray, samples: Samples, *, is_first: bool) -> None:
         fetched, arrived = self._awake.fetch(samples)
         self._in_flight.append(Results(rows_B, self._rows.epoch_R[rows_B], self.version, is_first, fetched, arrived))
 
-    # ── what comes back ────────────────────────────────────────────────────────────────────────────────────────────────
-
     def _collect(self, keep: int) -> None:
         """Take in results, oldest first, until `keep` of them are left in flight."""
         while len(self._in_flight) > keep:
             with span("engine.collect", version=self.version):
-                self._take_in(self._in_flight.popleft())
-
-    def _take_in(self, results: Results) -> None:
-        samples, now = results.wait(), time.perf_counter()
-        tokens_SB, logprobs_SB = samples.tokens_SB.numpy(), samples.logprobs_SB.numpy()
-        tenants = self._rows.epoch_R[results.rows_B] == results.epochs_B
-        sampled_before = self._rows.sampled_R[results.rows_B[tenants]]
-        for step in range(len(tokens_SB)):
-            live_B = self._rows.append(results.rows_B, results.epochs_B, tokens_SB[step], logprobs_SB[step])
-            self._generated_tokens += int(live_B.sum())
-            self._take_in_extras(results, step, live_B)
-        for row, before in zip(results.rows_B[tenants].tolist(), sampled_before.tolist(), strict=True):
-            sequence = self._at_row[row]
-            if sequence is None:  # it went down with one of its siblings, just now
-                continue
-            if results.is_first and not sequence.first_token:
-                sequence.first_token, sequence.oldest_version = now, results.version
-            elif sequence.newest_version != results.version:
-                sequence.switches.append((before, results.version))
-            sequence.last_token, sequence.newest_version = now, results.version
-            if sequence.streaming or sequence.request.sampling.stop or not self._rows.alive_R[row]:
-                self._look_at(sequence)
-
-    def _take_in_extras(self, results: Results, step: int, live_B: np.ndarray) -> None:
-        """Raw and top logprobs, for the few requests that want them."""
-        samples = results.samples
-        if samples.raw_SB is None and samples.top_ids_SBK is None:
-            return
-        for b in np.flatnonzero(live_B).tolist():
-            sequence = self._at_row[results.rows_B[b]]
-            assert sequence is not None
-            if samples.raw_SB is not None and sequence.wants.raw:
-                sequence.raw.append(float(samples.raw_SB[step, b]))
-            if samples.top_ids_SBK is not None and samples.top_logprobs_SBK is not None and sequence.wants.top:
-                k = sequence.wants.top
-                sequence.top.append((samples.top_ids_SBK[step, b, :k].numpy(), samples.top_logprobs_SBK[step, b, :k].numpy()))
-
-    def _look_at(self, sequence: Sequence) -> None:
-        """Has it ended, and is there a piece to hand out?"""
-        row, sampling = sequence.row, sequence.request.sampling
-        if np.isnan(self._rows.logprobs_RN[row, self._rows.sampled_R[row] - 1]):
-            adapter = sequence.request.adapter
-            message = f"the model gave NaN for request {sequence.request_id}" + (
-                f" with adapter {adapter!r}" if adapter else ""
-            )
-            self._fail(sequence, BrokenModelError(message, "look for NaN in the weights; lower trainer.learning_rate"))
-            return
-        if not self._rows.alive_R[row]:
-            stopped = self._rows.tokens_RN[row, self._rows.sampled_R[row] - 1] in sampling.stop_token_ids
-            sequence.finish_reason = FinishReason.STOP if stopped else FinishReason.LENGTH
-        if sampling.stop:
-            self._look_for_stop(sequence)
-        if sequence.finish_reason is not None:
-            self._retire(sequence)
-        elif sequence.streaming:
-            self._hand_out(sequence, None)
-
-    def _look_for_stop(self, sequence: Sequence) -> None:
-        assert self._tokenizer is not None
-        sampling, count = sequence.request.sampling, int(self._rows.sampled_R[sequence.row])
-        tokens = self._rows.tokens_RN[sequence.row, :count]
-        if sequence.stop_search is None:
-            sequence.stop_search = StopSearch(self._tokenizer, sampling.stop, sampling.min_tokens - 1)
-        found = sequence.stop_search.look(tokens)
-        if found is not None:
-            self._rows.sampled_R[sequence.row], sequence.stop = found
-            sequence.finish_reason = FinishReason.STOP
-
-    def _retire(self, sequence: Sequence) -> None:
-        """Out of the engine, its completion to the caller."""
-        self._release(sequence)
-        self._hand_out(sequence, completion_of(sequence, self.version))
-        self._forget(sequence)
-
-    def _release(self, sequence: Sequence) -> None:
-        blocks = sequence.blocks
-        if sequence.stage is Stage.DECODE:
-            if self._rows.alive_R[sequence.row]:  # a stop string or an abort ended it, of which the device knows nothing
-                self._awake.rows.kill([sequence.row])
-            self._at_row[sequence.row] = None
-            self._scheduler.finish(sequence)
-        else:
-            self._scheduler.withdraw(sequence)
-            self._clean(blocks)  # what they hold was not looked at
-
-    def _clean(self, blocks: Sequence_[int]) -> None:
-        """Blocks were given back that may hold NaN. Where others still hold them, it is theirs to notice."""
-        idle = [block for block in blocks if self._pool.num_idle([block])]
-        if idle:
-            self._pool.forget(self._awake.scrub(idle))
-
-    def _forget(self, sequence: Sequence) -> None:
-        siblings = self._unfinished[sequence.request_id]
-        siblings.remove(sequence)
-        if not siblings:
-            del self._unfinished[sequence.request_id]
-            self._adapters.release(sequence.request.adapter)
-            self._num_finished += 1
-
-    def _fail(self, sequence: Sequence, error: EngineError) -> None:
-        """Cancel its request: a part of it is of no use."""
-        siblings = list(self._unfinished[sequence.request_id])
-        blocks = {block for sibling in siblings for block in sibling.blocks}
-        for sibling in siblings:
-            sibling.cacheable = False
-            self._release(sibling)
-            self._forget(sibling)
-        self._clean(sorted(blocks))
-        self._events.append((sequence.request_id, error))
-
-    # ── what goes out ──────────────────────────────────────────────────────────────────────────────────────────────────
-
-    def _hand_out(self, sequence: Sequence, completion: Completion | None) -> None:
-        if sequence.row != NO_ROW:
-            sampled = self._rows.take(sequence.row)
-        else:
-            sampled = sequence.sampled or Sampled.nothing()
-        self._events.append((sequence.request_id, delta_of(sequence, sampled, completion)))
+                self._under_way.take_in(self._in_flight.popleft())
 
     # ── adapters ───────────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -476,7 +341,7 @@ class NativeEngine:
         watch = Stopwatch(self.decoder.output_weight.device)
         self._collect(keep=0)
         self._scheduler.suspend()
-        self._at_row = [None] * len(self._at_row)
+        self._under_way.leave_all()
         freed, self._runner = self._runner.cache.bytes, None
         self._offloaded = OffloadedWeights(self.decoder) if weights else None
         if self.decoder.output_weight.device.type == "cuda":
@@ -524,8 +389,8 @@ class NativeEngine:
             prefix_query_tokens=counts.prefix_query_tokens,
             prefix_hit_tokens=counts.prefix_hit_tokens,
             prompt_tokens=self._prompt_tokens,
-            generated_tokens=self._generated_tokens,
-            requests=self._num_finished,
+            generated_tokens=self._under_way.generated_tokens,
+            requests=self._under_way.num_finished,
             adapters=self._adapters.num_resident,
             decode_steps=self._decode_steps,
             decoded_rows=self._decoded_rows,
