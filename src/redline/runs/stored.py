@@ -58,8 +58,8 @@ class StoredRun:
             wanted = ("group_index = ?", index)
         elif step is not None:
             wanted = ("trained_version = ? AND state = 'trained'", step - 1)
-        with self._index() as index:
-            found = list(index.rows(*wanted))
+        with self._index() as database:
+            found = list(database.rows(*wanted))
         if not found and index is not None:
             raise RunFolderError(f"{self._run}: no group {index}", f"list them with: redline show {self._run}")
         if not found and step is not None:
