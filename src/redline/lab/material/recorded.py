@@ -69,7 +69,7 @@ def _step(groups: Sequence[tuple[int, tuple[np.ndarray, np.ndarray]]]) -> Record
     sizes = [len(lengths) for lengths in totals]
     whole = np.concatenate(totals)
     return RecordedStep(
-        numbers=tuple(index for index, _ in groups),
+        indices=tuple(index for index, _ in groups),
         prompt_lengths=whole - np.concatenate(chosen),
         lengths=whole,
         group_offsets=np.concatenate([[0], np.cumsum(sizes)]).astype(np.int64),
