@@ -1,4 +1,5 @@
-"""Names and addresses of this machine, as servers bind them and as the Host header of a request gives them.
+"""Names and addresses: of this machine, as servers bind them and as the Host header of a request gives them, and of servers
+that are asked over HTTP.
 
 A page of a foreign site may let its own name resolve to 127.0.0.1 and so become, to the browser, of one origin with a server
 here (DNS rebinding). The browser still sends the page's name as Host: a server without a secret answers only to its own names.
@@ -8,6 +9,7 @@ from __future__ import annotations
 
 import ipaddress
 from collections.abc import Collection
+from urllib.parse import urlsplit
 
 LOOPBACK = ("localhost", "127.0.0.1", "::1")
 
@@ -29,3 +31,17 @@ def host_name(header: str) -> str:
     """`[::1]:8080` → `::1`; `LocalHost:8080` → `localhost`."""
     name = header[1:].partition("]")[0] if header.startswith("[") else header.rpartition(":")[0] or header
     return name.lower()
+
+
+def is_server_address(url: str) -> bool:
+    """Whether a text is the address of a server over HTTP: `http://127.0.0.1:8000/v1`."""
+    try:
+        parts = urlsplit(url)
+        return parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:  # the port is no number, or too large
+        return False
+
+
+def fits_header(secret: str) -> bool:
+    """Whether an HTTP header can carry a secret: printable characters of ASCII, and no line break."""
+    return secret.isascii() and secret.isprintable()

@@ -14,6 +14,7 @@
     │   ├── NoRoomError              the trainer does not fit into the device's memory
     │   └── RankLostError            a process of the trainer was killed, ended with an error, or stands still
     ├── WeightSyncError    weights did not reach an engine, or it could not prove that it has them
+    │   └── ServerAwayError          a server that takes weights is not there, or does not answer
     ├── WireError          another process did not do what it was asked over a connection
     │   ├── WireClosed               it has ended the connection, or cannot be reached
     │   ├── WireTimeout              it did not answer in time
@@ -97,6 +98,10 @@ class NoRoomError(TrainingError):
 
 class WeightSyncError(RedlineError):
     """Weights did not reach an engine, or it could not prove that it has them. It samples from its old version."""
+
+
+class ServerAwayError(WeightSyncError):
+    """A server that takes weights is not there, or does not answer. It may come back."""
 
 
 class WireError(RedlineError):

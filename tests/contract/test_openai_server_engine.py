@@ -15,7 +15,7 @@ import pytest
 
 from redline.engine.adapters import json_client
 from redline.engine.adapters.openai_server import OpenAIServerEngine
-from redline.errors import EngineError
+from redline.errors import EngineError, EngineLostError, WeightSyncError
 from redline.types import FinishReason, GenerateRequest, SamplingParams, WeightUpdate
 
 Json = dict[str, Any]
@@ -232,6 +232,40 @@ def test_another_end_than_those_we_know_is_an_error(server: FakeServer) -> None:
         server.engine().generate([ask()])
 
 
+MALFORMED: dict[str, Answer] = {
+    "fewer logprobs than tokens": choice([7, 7], logprobs={"token_logprobs": [-0.1]}),
+    "more logprobs than tokens": choice([7], logprobs={"token_logprobs": [-0.1, -0.2]}),
+    "a logprob that is null": choice([7, 7], logprobs={"token_logprobs": [-0.1, None]}),
+    "a logprob that is no number": choice([7], logprobs={"token_logprobs": [float("nan")]}),
+    "a probability above one": choice([7], logprobs={"token_logprobs": [0.5]}),
+    "no list of logprobs": choice([7], logprobs={"tokens": ["x"]}),
+    "a token that is none": choice([7], token_ids=["7"]),
+    "a token below zero": choice([7], token_ids=[-1]),
+    "more tokens than were asked for": choice([7, 7, 7]),
+    "no token": choice([]),
+    "an end that is an abort": choice([7], finish_reason="abort"),
+    "no end": (200, {"choices": [{"token_ids": [7], "logprobs": {"token_logprobs": [-0.1]}}]}),
+    "no choice": (200, {"choices": []}),
+    "two choices": (200, {"choices": [{}, {}]}),
+    "a choice that is a text": (200, {"choices": ["hello"]}),
+    "no likeliest tokens": choice([7], logprobs={"token_logprobs": [-0.1], "top_logprobs": [{}]}),
+}
+
+
+@pytest.mark.parametrize("what", MALFORMED)
+def test_a_malformed_answer_is_an_error_that_names_the_server(server: FakeServer, what: str) -> None:
+    server.answer = lambda body: MALFORMED[what]
+    with pytest.raises(EngineError, match=rf"the server {server.url} "):
+        server.engine().generate([ask(top_logprobs=1 if "likeliest" in what else 0)])
+
+
+@pytest.mark.parametrize("content", [{}, {"data": None}, {"data": ["policy"]}, {"data": [{"name": "policy"}]}])
+def test_a_list_of_models_that_is_none_is_refused(server: FakeServer, content: Json) -> None:
+    server.models = (200, content)
+    with pytest.raises(EngineError, match="does not list its models"):
+        server.engine()
+
+
 # ── logprobs that nothing was sampled with ─────────────────────────────────────────────────────────────────────────────
 
 
@@ -389,3 +423,187 @@ def test_weights_are_pushed_before_their_version_counts(server: FakeServer) -> N
     engine.apply(WeightUpdate(1, (), 0))
     assert pushed == [(1, 0)]
     assert engine.generate([ask()])[0][0].versions.oldest == 1
+
+
+def test_a_key_with_a_line_break_is_refused_without_showing_it(server: FakeServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("THE_KEY", "se-cret\n")
+    with pytest.raises(EngineError, match="THE_KEY has a character") as caught:
+        server.engine(api_key_env="THE_KEY")
+    assert "se-cret" not in str(caught.value)
+
+
+def test_what_is_sampled_while_the_server_adopts_a_version_may_be_of_it(server: FakeServer) -> None:
+    asked, released = threading.Semaphore(0), threading.Semaphore(0)
+
+    def answer(body: Json) -> Answer:
+        asked.release()
+        released.acquire(timeout=5)
+        return choice([7, 7])
+
+    server.answer = answer
+    engine = server.engine(push_weights=lambda update: None, max_concurrent=1)
+    engine.submit(ask(n=3))
+    asked.acquire(timeout=5)
+    engine.adopting(1)  # the server may have version 1 from here on
+    released.release()  # the first ends before we know
+    asked.acquire(timeout=5)
+    engine.apply(WeightUpdate(1, ("w",), 0))
+    released.release(2)
+    found = {}
+    while engine.has_work:
+        found |= {piece.index: piece.completion.versions for _, piece in engine.step()}  # type: ignore[union-attr]
+    assert [(found[i].oldest, found[i].newest) for i in range(3)] == [(0, 1), (0, 1), (1, 1)]
+
+
+def test_threads_that_wait_for_a_server_do_not_hold_up_the_end_of_the_process(server: FakeServer) -> None:
+    released = threading.Event()
+    server.answer = lambda body: (released.wait(5), choice([7]))[1]
+    engine, before = server.engine(), set(threading.enumerate())
+    engine.submit(ask(n=3))
+    waiting = [thread for thread in set(threading.enumerate()) - before if thread.name.startswith("openai-server")]
+    assert len(waiting) == 3
+    assert all(thread.daemon for thread in waiting)
+    engine.close()
+    released.set()
+
+
+# ── weights that get lost ──────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@dataclass
+class Weights:
+    """The weights of a server. Implements `openai_server.WeightsThere`."""
+
+    server: FakeServer
+    num_losses: int = 0
+    are_lost: bool = False
+    restored: int = 0
+    fails: bool = False
+    released: threading.Event = field(default_factory=threading.Event)
+
+    def lose(self) -> None:
+        """The server is started again: it answers 9 until its weights are back."""
+        self.are_lost = True
+        self.server.answer = lambda body: choice([9, 9])
+
+    def are_there(self) -> bool:
+        self.num_losses += self.are_lost
+        return not self.are_lost
+
+    def restore(self) -> None:
+        self.released.wait(5)
+        if self.fails:
+            raise WeightSyncError("it has another model", "serve the run's")
+        self.restored += 1
+        self.are_lost = False
+        self.server.answer = lambda body: choice([7, 7])
+
+
+def drained(engine: OpenAIServerEngine) -> list[list[int]]:
+    found: list[list[int]] = []
+    while engine.has_work:
+        for _, event in engine.step():
+            if isinstance(event, EngineError):
+                raise event
+            found += [event.completion.token_ids.tolist()] if event.completion else []
+    return found
+
+
+def test_what_a_server_sampled_without_our_weights_is_asked_again(server: FakeServer) -> None:
+    weights, engine = Weights(server), server.engine()
+    engine.watch(weights)
+    weights.lose()
+    engine.submit(ask(n=4))
+    while not weights.num_losses:
+        assert engine.step() == []
+    other = engine.submit(ask())  # while it has not got them back
+    dropped = engine.submit(ask())
+    engine.abort(dropped)
+    assert engine.step() == []
+    asked = len(server.bodies)
+    time.sleep(0.02)
+    assert len(server.bodies) == asked, "nobody is asked meanwhile"
+    weights.released.set()
+    assert drained(engine) == [[7, 7]] * 5
+    assert weights.restored == 1
+    assert not engine.sampled_tokens(other)
+
+
+def test_what_was_under_way_when_an_update_found_the_weights_lost_is_asked_again(server: FakeServer) -> None:
+    weights, engine = Weights(server), server.engine()
+    engine.watch(weights)
+    weights.released.set()
+    late = threading.Event()
+    server.answer = lambda body: (late.wait(5), choice([9, 9]))[1]
+    engine.submit(ask(n=2))
+    weights.num_losses += 1  # the transport has noticed, and has sent everything
+    server.answer = lambda body: choice([7, 7])
+    assert drained(engine) == [[7, 7]] * 2
+    late.set()
+
+
+@pytest.mark.usefixtures("no_pauses")
+def test_a_server_that_was_away_is_asked_again_when_it_is_back(server: FakeServer) -> None:
+    weights, engine = Weights(server), server.engine()
+    engine.watch(weights)
+    weights.released.set()
+    server.answer = lambda body: (0, None)
+    engine.submit(ask(n=2))
+    assert drained(engine) == [[7, 7]] * 2
+    assert weights.restored == 1
+
+
+def test_a_server_that_does_not_get_its_weights_back_ends_everything_with_the_reason(server: FakeServer) -> None:
+    weights, engine = Weights(server, fails=True), server.engine()
+    engine.watch(weights)
+    weights.released.set()
+    weights.lose()
+    engine.submit(ask())
+    with pytest.raises(EngineLostError, match=r"has lost the weights that it was sent.*another model") as caught:
+        drained(engine)
+    assert caught.value.hint == "serve the run's"
+
+
+def test_a_server_that_loses_its_weights_over_and_over_ends_everything(server: FakeServer) -> None:
+    weights, engine = Weights(server), server.engine()
+    engine.watch(weights)
+    weights.released.set()
+    server.answer = lambda body: (0, None)
+    weights.restore = lambda: None  # type: ignore[method-assign]
+    engine.submit(ask())
+    with pytest.raises(EngineLostError, match="5 times in a row"):
+        drained(engine)
+
+
+# ── SGLang's server ────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.fixture
+def sglang(server: FakeServer) -> FakeServer:
+    entries = [{"id": "policy", "parent": None}, {"id": "poet", "parent": "policy"}]
+    server.models = (200, {"data": [{"owned_by": "sglang", "max_model_len": 64, **entry} for entry in entries]})
+    return server
+
+
+def test_sglang_is_not_told_to_ignore_ends_where_there_are_stop_tokens(sglang: FakeServer) -> None:
+    sglang.engine().generate([ask(stop_token_ids=(5,))])
+    sglang.engine().generate([ask()])
+    assert [body["ignore_eos"] for body in sglang.bodies] == [False, True]
+
+
+def test_sglang_echoes_logprobs_only_where_it_is_asked_for_more_than_none(sglang: FakeServer) -> None:
+    sglang.answer = lambda body: choice([7], logprobs={"token_logprobs": [None, -1.0, -2.0, -0.5]})
+    assert sglang.engine().prompt_logprobs([3, 4, 5]) == [-1.0, -2.0]
+    assert sglang.bodies[0]["logprobs"] == 1
+
+
+def test_sglang_has_an_adapter_behind_the_name_of_its_base(sglang: FakeServer) -> None:
+    engine = sglang.engine(model="poet")
+    assert engine.base_of_adapter == "policy"
+    engine.generate([ask()])
+    assert sglang.bodies[0]["model"] == "policy:poet"
+
+
+def test_a_server_that_echoes_no_prompt_is_said_to_be_one(server: FakeServer) -> None:
+    with pytest.raises(EngineError, match="does not echo a prompt"):
+        server.engine().prompt_logprobs([3, 4, 5])

@@ -20,9 +20,10 @@ from redline.types import WeightSet, WeightUpdate
 from redline.weight_sync import Broadcast, CheckpointEngine, CudaIpc, Sending, SharedStorage, WeightProtocol
 from redline.weight_sync.plan import TransferPlan
 from redline.weight_sync.transport import Transport
-from redline.weight_sync.transports.http import HttpWeights, RedlineServer
+from redline.weight_sync.transports.http import HttpWeights
 from redline.weight_sync.transports.http_calls import HttpServer
 from redline.weight_sync.transports.pushed import PushedTensors
+from redline.weight_sync.transports.redline_server import RedlineServer
 from redline.weight_sync.verify import Probe
 from redline.wire import Connection
 

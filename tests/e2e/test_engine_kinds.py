@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
+import json
+import os
 import re
+import socket
 import subprocess
 import sys
 import time
+import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -178,6 +182,53 @@ def test_vllm_runs_a_whole_training_job(wide: Path, max_lag: int, tmp_path: Path
     model = load_file(newest_run(tmp_path / "run").path / "model" / "model.safetensors")
     before = load_file(wide / "model.safetensors")
     assert any(not model[name].equal(before[name]) for name in before)
+
+
+@contextlib.contextmanager
+def vllm_serving(model: Path, cwd: Path) -> Iterator[str]:
+    """The address of vLLM's own server, with the calls by which it takes weights."""
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        port = listener.getsockname()[1]
+    # Not `vllm serve`, which wants a distribution of that name, and vLLM for CPUs comes under another.
+    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model), "--port", str(port)]
+    options = ["--dtype", "float32", "--enforce-eager", "--no-enable-chunked-prefill", "--generation-config", "vllm"]
+    more = ["--logprobs-mode", "processed_logprobs", "--kv-cache-memory-bytes", str(2**26)]
+    with (cwd / "vllm.log").open("wb") as log:
+        environment = os.environ | {"VLLM_SERVER_DEV_MODE": "1"}
+        process = subprocess.Popen([*command, *options, *more], cwd=cwd, env=environment, stdout=log, stderr=log)
+    try:
+        deadline = time.monotonic() + 240
+        while True:
+            with contextlib.suppress(OSError), urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=5):
+                break
+            assert process.poll() is None, (cwd / "vllm.log").read_text()
+            assert time.monotonic() < deadline, (cwd / "vllm.log").read_text()
+            time.sleep(0.2)
+        yield f"http://127.0.0.1:{port}"
+    finally:
+        process.terminate()
+        process.wait(30)
+
+
+@needs_vllm
+@pytest.mark.slow
+@pytest.mark.parametrize("lora", [0, 4])
+def test_vllms_own_server_trains_from_a_folder(wide: Path, lora: int, tmp_path: Path) -> None:
+    with vllm_serving(wide, tmp_path) as address:
+        folder = {"weights_folder": str(tmp_path / "weights"), "weights_server": "vllm"}
+        engine = {"kind": "openai", "url": f"{address}/v1", "max_num_seqs": 32, **folder}
+        sections = vllm_sections(wide, engine=engine, trainer={"learning_rate": 3e-3, "lora": {"rank": lora}})
+        write(tmp_path / "run", **sections)
+        ended = redline("train", "letters.yaml", cwd=tmp_path / "run")
+        with urllib.request.urlopen(f"{address}/weight_info", timeout=5) as answer:
+            assert json.load(answer)["weight_version"].startswith(f"{STEPS:06}-")
+    assert ended.returncode == 0, ended.stderr
+    found = rows(newest_run(tmp_path / "run").metrics)
+    assert len(found) == STEPS
+    mismatches = [row["trainer/mismatch_kl"] for row in found if row["trainer/mismatch_kl"] is not None]
+    assert len(mismatches) > 1
+    assert max(mismatches) < 1e-6
 
 
 @pytest.mark.skipif(importlib.util.find_spec("vllm") is not None, reason="vllm is installed")

@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 import re
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -23,13 +23,13 @@ pytestmark = pytest.mark.slow
 
 
 @contextmanager
-def serving(cwd: Path) -> Iterator[str]:
+def serving(cwd: Path, port: int = 0) -> Iterator[str]:
     """The address of `redline serve` with the model of the recipe."""
     os.environ["WEIGHTS_TOKEN"] = TOKEN
     arguments = (
         "builtin:tiny",
         "--port",
-        "0",
+        str(port),
         "--dtype",
         "float32",
         "--weights-token-env",
@@ -74,3 +74,32 @@ def test_an_adapter_that_is_trained_reaches_the_server_merged(tmp_path: Path) ->
     assert_synced(steps)
     whole = sum(tensor.nbytes for tensor in load_file(model_folder("builtin:tiny") / "model.safetensors").values())
     assert all(0 < row["weight_sync/bytes_moved"] < whole for row in steps[1:]), "only what the adapter changes"
+
+
+@pytest.mark.parametrize("max_lag", [0, 1])
+def test_a_server_that_is_killed_and_started_again_is_brought_to_the_current_version(max_lag: int, tmp_path: Path) -> None:
+    steps, there = 12, {name: tmp_path / name for name in ("first", "second", "run")}
+    for folder in there.values():
+        folder.mkdir()
+    run = {"name": "letters", "num_threads": 1, "steps": steps}
+    rollouts = {"groups_per_step": 8, "evaluation": {"num_tasks": 0}}
+    write_letters(there["run"], run=run, rollouts=rollouts, trainer={"learning_rate": 3e-2}, buffer={"max_lag": max_lag})
+    with ExitStack() as first:
+        url = first.enter_context(serving(there["first"]))
+        with started("train", "letters.yaml", *overrides(url), cwd=there["run"]) as process:
+            wait_until(lambda: version(url) >= 3)
+            first.close()  # its process is killed, whatever it was at
+            with serving(there["second"], port=int(url.rpartition(":")[2])) as again:
+                assert process.wait(240) == 0, (there["run"] / "stderr.txt").read_text()
+                assert version(again) == steps
+    found = rows(only_run(there["run"]).metrics)
+    assert len(found) == steps
+    known = [row["trainer/mismatch_kl"] for row in found if row["trainer/mismatch_kl"] is not None]
+    assert max(known) < (0.5 if max_lag else 1e-9), "no token of the weights that it was started with was trained on"
+
+
+def wait_until(condition: Callable[[], bool], patience_s: float = 120) -> None:
+    deadline = time.monotonic() + patience_s
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)

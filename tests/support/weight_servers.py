@@ -55,6 +55,17 @@ class ServedPolicy:
     url: str
     decoder: Decoder
     session: EngineSession
+    endpoint: WeightsEndpoint
+    model: dict[str, torch.Tensor]
+    """What it was started with."""
+
+    @torch.no_grad()
+    def start_again(self) -> None:
+        """Leave it as a new process would be: with the weights of its model, which nobody has sent."""
+        for name, tensor in self.tensors.items():
+            tensor.copy_(self.model[name])
+        fresh = WeightsEndpoint(self.session, self.tensors, TOKEN, MAX_BYTES, 10.0)
+        self.endpoint.__dict__.update(fresh.__dict__)
 
     @property
     def tensors(self) -> dict[str, torch.Tensor]:
@@ -62,15 +73,22 @@ class ServedPolicy:
 
 
 @contextlib.contextmanager
-def served(decoder: Decoder, api_key: str | None = None) -> Iterator[ServedPolicy]:
-    """A server that takes weights for a native engine on this decoder."""
+def served(
+    decoder: Decoder,
+    api_key: str | None = None,
+    live: Mapping[str, torch.Tensor] | None = None,
+    adapters: tuple[str, ...] = (),
+) -> Iterator[ServedPolicy]:
+    """A server that takes weights for a native engine on this decoder, or puts them into other tensors. It lists adapters that
+    it does not have."""
     tokenizer = tiny_tokenizer()
     engine = NativeEngine(decoder, EngineConfig(max_num_seqs=8, kv_cache_memory_bytes=1 << 20), tokenizer)
     with EngineSession(engine) as session:
-        about = Served("m", Vocabulary(tokenizer), (tokenizer.eos_token_id,), engine.limits.max_len, rows=8)
-        weights = WeightsEndpoint(session, dict(decoder.named_parameters()), TOKEN, MAX_BYTES, 10.0)
+        about = Served("m", Vocabulary(tokenizer), (tokenizer.eos_token_id,), engine.limits.max_len, adapters, rows=8)
+        weights = WeightsEndpoint(session, live or dict(decoder.named_parameters()), TOKEN, MAX_BYTES, 10.0)
+        model = {name: parameter.detach().clone() for name, parameter in decoder.named_parameters()}
         with listening(make_app(session, about, api_key, ServeLimits(), weights=weights)) as url:
-            yield ServedPolicy(url, decoder, session)
+            yield ServedPolicy(url, decoder, session, weights, model)
 
 
 @dataclass

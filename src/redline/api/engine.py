@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Self, TypedDict, Unpack, overload
 import numpy as np
 from jinja2 import TemplateError
 
-from redline.config import EngineRecipe, resolve_engine, validate_engine
+from redline.config import EngineRecipe, refuse_engine_keys_without_effect, resolve_engine, validate_engine
 from redline.errors import EngineError, ModelError
 from redline.types import Completion, GenerateRequest, Message, SamplingParams
 
@@ -78,6 +78,7 @@ class Engine:
             )
         model, run = {"path": os.fspath(path), "dtype": dtype}, {"device": device}
         recipe = validate_engine({"model": model, "run": run, "engine": settings}, "Engine.load")
+        refuse_engine_keys_without_effect(recipe)
         return cls(_load(resolve_engine(recipe).recipe))
 
     @overload

@@ -1,6 +1,6 @@
 """Recipes: schema, loading, and the values we fill in. Torch-free, so that a wrong key is refused at once."""
 
-from redline.config.effects import refuse_without_effect
+from redline.config.effects import refuse_engine_keys_without_effect, refuse_without_effect
 from redline.config.engine_recipe import EngineRecipe
 from redline.config.load import load_recipe, make_config, read_recorded, validate, validate_engine
 from redline.config.resolve import Resolved, ResolvedEngine, resolve, resolve_engine
@@ -14,6 +14,7 @@ __all__ = [
     "load_recipe",
     "make_config",
     "read_recorded",
+    "refuse_engine_keys_without_effect",
     "refuse_without_effect",
     "resolve",
     "resolve_engine",

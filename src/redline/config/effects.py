@@ -6,13 +6,14 @@ A value counts as set when it is neither the schema's default nor what `trainer.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, get_args
 
 from pydantic import BaseModel
 
 from redline.config.algorithms import PRESETS, corrects, has_older_samples, recomputes_old_logprobs
+from redline.config.engine_recipe import EngineRecipe
 from redline.config.problems import Problem, spell
 from redline.config.schema import Config
 from redline.config.sections.engine import EngineKind
@@ -65,30 +66,28 @@ def _has_environment(config: Config) -> bool:
     return config.rollouts.environment.name is not None
 
 
-def _engine_is(*kinds: EngineKind) -> Callable[[Config], bool]:
-    return lambda config: config.engine.kind in kinds
+ENGINE_KEYS: Mapping[str, tuple[EngineKind, ...]] = {
+    **dict.fromkeys(("url", "served_model", "api_key_env", "timeout_s"), ("openai",)),
+    **dict.fromkeys(("weights_token_env", "weights_folder", "weights_server"), ("openai",)),
+    "options": ("vllm", "sglang"),
+    **dict.fromkeys(("max_num_batched_tokens", "max_model_len"), ("native", "vllm", "sglang", "transformers")),
+    **dict.fromkeys(("enable_prefix_caching", "block_size", "gpu_memory_utilization"), ("native", "vllm", "sglang")),
+    "kv_cache_memory_bytes": ("native", "vllm"),
+}
+"""Keys of `engine` that only some kinds of engine read, and which. Sizes are left out of those that keep them to themselves."""
+OF_TRAINING = ("weights_token_env", "weights_folder", "weights_server")
+"""Keys of `engine` that only a run reads, which sends weights to its engine."""
 
 
-def _size_of_engine(key: str, *without: EngineKind) -> Readers:
-    """A size that these engines do not have, or keep to themselves."""
-    return Readers(key, lambda c: c.engine.kind not in without, "engine.kind to native")
+def _read_by(key: str, kinds: tuple[EngineKind, ...]) -> Readers:
+    return Readers(f"engine.{key}", lambda c: c.engine.kind in kinds, f"engine.kind to {kinds[0]}")
 
 
 _A_MISMATCH = "trainer.mismatch.kind to token_truncate; over a recipe that sets it, trainer.mismatch=null leaves it out"
 
 
 TABLE: tuple[Readers, ...] = (
-    *(
-        Readers(f"engine.{key}", _engine_is("openai"), "engine.kind to openai")
-        for key in ("url", "served_model", "api_key_env", "weights_token_env", "weights_folder", "weights_server", "timeout_s")
-    ),
-    Readers("engine.options", _engine_is("vllm", "sglang"), "engine.kind to vllm"),
-    _size_of_engine("engine.max_num_batched_tokens", "openai"),
-    _size_of_engine("engine.max_model_len", "openai"),
-    _size_of_engine("engine.enable_prefix_caching", "openai", "transformers"),
-    _size_of_engine("engine.block_size", "openai", "transformers"),
-    _size_of_engine("engine.kv_cache_memory_bytes", "openai", "transformers", "sglang"),
-    _size_of_engine("engine.gpu_memory_utilization", "openai", "transformers"),
+    *(_read_by(key, kinds) for key, kinds in ENGINE_KEYS.items()),
     Readers("rollouts.environment.*", _has_environment, "rollouts.environment.name", "name"),
     *(
         Readers(key, lambda c: not _has_environment(c), why=why)
@@ -162,7 +161,25 @@ def refuse_without_effect(config: Config) -> None:
     recomputes, _ = recomputes_old_logprobs(config.trainer, config.model.dtype)
     decided = config.trainer.model_copy(update={"recompute_old_logprobs": recomputes})
     config = config.model_copy(update={"trainer": decided})
-    problems = [*_unread(config), *_warmups_longer_than_the_run(config), *_rewards_without_weight(config)]
+    _refuse([*_unread(config), *_warmups_longer_than_the_run(config), *_rewards_without_weight(config)])
+
+
+def refuse_engine_keys_without_effect(recipe: EngineRecipe) -> None:
+    """Raise `ConfigError` with every key of `engine` that is set in vain where an engine runs alone."""
+    engine, problems = recipe.engine, []
+    for key, kinds in ENGINE_KEYS.items():
+        value, default = _value(recipe, f"engine.{key}")
+        what = f"engine.{key} = {spell(value)}: without effect here"
+        if value == default:
+            continue
+        if key in OF_TRAINING:
+            problems.append(Problem(f"{what}: only training sends weights to a server", "leave it out"))
+        elif engine.kind not in kinds:
+            problems.append(Problem(what, f"leave it out, or set engine.kind to {kinds[0]}"))
+    _refuse(problems)
+
+
+def _refuse(problems: Sequence[Problem]) -> None:
     if not problems:
         return
     if len(problems) == 1:
@@ -197,7 +214,7 @@ def keys_of(readers: Readers) -> list[str]:
     return [f"{path}.{name}" for name in section.model_fields if name != readers.switch]
 
 
-def _value(config: Config, key: str) -> tuple[Any, Any]:
+def _value(config: Config | EngineRecipe, key: str) -> tuple[Any, Any]:
     """What a config has, and what it would have by default."""
     section, _, name = key.rpartition(".")
     place: Any = config

@@ -95,12 +95,13 @@ def _connected(
     session = EngineSession(around_engine(engines.engine), wait_for_device=lambda: _wait_for(device))
     setup = make_rollout_setup(config, model, engines.engine, tasks)
     held_out = _without_bad_prompts(tasks, setup, made.tell)
-    probe = make_probe(model) if placement.engines or config.engine.kind in PACKAGED else None
+    has_own_weights = placement.engines or config.engine.kind in (*PACKAGED, "openai")
+    probe = make_probe(model) if has_own_weights else None
     weight_sync = make_weight_sync(placement, trainer, engines.transport, session, probe)
     if placement.engines:
         # At once: a transport that does not work ends the run before it begins, and a restarted engine finds a version.
         weight_sync.engine.apply(weight_sync.publish(trainer.weights()))
-        engines.join(weight_sync.catch_up)
+    engines.join(weight_sync)
     rollouts = make_rollouts(placement, setup, session)
     store = make_store(config, made.folder, made.tell)
     return Stages(

@@ -26,12 +26,8 @@ from redline.launch.workers.ray_engines import RayActors
 from redline.launch.workers.spawn import LocalProcesses, Spawner
 from redline.ports import Trainer
 from redline.telemetry import RunFolder
-from redline.weight_sync import Broadcast, CheckpointEngine, CudaIpc, Sending, SharedStorage
+from redline.weight_sync import Broadcast, CheckpointEngine, CudaIpc, Sending, SharedStorage, WeightProtocol
 from redline.weight_sync.transport import Transport
-from redline.wire import Connection
-
-CatchUp = Callable[[Connection], object]
-"""Brings the engine at the end of a connection to the current version."""
 
 
 @dataclass(slots=True, frozen=True)
@@ -44,8 +40,8 @@ class EngineSide:
     """Brings the trainer's weights to every one of them."""
     close: Callable[[], None] = lambda: None
     """Ends the processes that they run in. Called when no request is under way any more."""
-    join: Callable[[CatchUp], None] = lambda catch_up: None
-    """Says how an engine that was started again gets the current weights."""
+    join: Callable[[WeightProtocol], None] = lambda weight_sync: None
+    """Says who brings an engine that was started again to the current version."""
     sleeper: Sleeper | None = None
     """The engine, where it sleeps while the trainer works."""
 
@@ -54,7 +50,7 @@ def colocated(config: Config, model: LoadedModel, trainer: Trainer) -> EngineSid
     """Make an engine in this process. Ours samples from the trainer's own decoder, so that there is one set of weights."""
     if config.engine.kind != "native":
         other = make_other_engine(config, model, trainer)
-        return EngineSide(other.engine, other.transport, other.close, sleeper=other.sleeper)
+        return EngineSide(other.engine, other.transport, other.close, other.join, other.sleeper)
     engine = make_engine(model.decoder, config.engine, model.tokenizer)
     trained = trainer.weights().tensors
     engine_tensors = {name: tensor.detach() for name, tensor in engine.decoder.named_parameters() if name in trained}
@@ -75,8 +71,8 @@ def apart(config: Config, placement: Placement, trainer: Trainer, folder: RunFol
         pool.close()
         raise
 
-    def join(catch_up: CatchUp) -> None:
-        pool.catch_up = catch_up
+    def join(weight_sync: WeightProtocol) -> None:
+        pool.catch_up = weight_sync.catch_up
 
     def close() -> None:
         engines.close()

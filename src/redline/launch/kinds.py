@@ -20,6 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from redline.addresses import fits_header
 from redline.config import Config, EngineRecipe
 from redline.config.installation import how_to_install
 from redline.config.sections.engine import EngineConfig
@@ -44,12 +45,14 @@ from redline.models.files.hf import (
 from redline.models.lora.trainable import merged_tensors
 from redline.ports import Trainer
 from redline.types import GenerateRequest, SamplingParams, WeightUpdate
-from redline.weight_sync import SharedStorage
+from redline.weight_sync import SharedStorage, WeightProtocol
 from redline.weight_sync.transport import Transport
-from redline.weight_sync.transports.http import HttpWeights, RedlineServer, WeightServer
+from redline.weight_sync.transports.http import HttpWeights, WeightServer
 from redline.weight_sync.transports.http_calls import HttpServer
 from redline.weight_sync.transports.model_servers import SglangServer, VllmServer
 from redline.weight_sync.transports.pushed import Named, PushedTensors
+from redline.weight_sync.transports.redline_server import RedlineServer
+from redline.weight_sync.transports.watched_servers import WatchedServers
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -72,6 +75,8 @@ class OtherSide:
     close: Callable[[], None] = lambda: None
     sleeper: Sleeper | None = None
     """The engine, where it sleeps while the trainer works."""
+    join: Callable[[WeightProtocol], None] = lambda weight_sync: None
+    """Says who brings an engine that was started again to the current version."""
 
 
 def check_kind(config: Config) -> None:
@@ -98,6 +103,9 @@ def _check_server(config: Config) -> None:
     if variable is not None and not os.environ.get(variable):
         why = f"engine.weights_token_env = {variable}: the environment variable is not set"
         raise ConfigError(why, f"export {variable}=<the token that the server was started with>")
+    if variable is not None and not fits_header(os.environ[variable]):
+        why = f"engine.weights_token_env = {variable}: the token has a character that no HTTP header takes"
+        raise ConfigError(why, f"has it a line break? export {variable} without it")
 
 
 def check_package(engine: EngineConfig) -> None:
@@ -185,7 +193,8 @@ def _pushed(engine: TransformersEngine | VllmEngine | SglangEngine, decoder: Any
 
 def _trained_server(config: Config, model: LoadedModel, trainer: Trainer) -> OtherSide:
     """A server whose weights follow the trainer's. What it samples meanwhile says so by its versions. An adapter reaches it
-    merged: of the weights only those that it changes are sent again."""
+    merged: of the weights only those that it changes are sent again. Raises `ConfigError` for a server that samples from an
+    adapter of its own: what is sent are the weights of its base."""
     dtype = getattr(torch, config.model.dtype)
 
     def whole(trained: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -193,7 +202,15 @@ def _trained_server(config: Config, model: LoadedModel, trainer: Trainer) -> Oth
 
     sender = _sender(config.engine, model, dtype)
     engine = _server(config.engine, push_weights=lambda update: None)  # the transport has brought them
-    return OtherSide(engine, HttpWeights([sender], trainer.weights().tensors, whole), engine.close)
+    if (base := engine.base_of_adapter) is not None:
+        why = f"engine.served_model = {config.engine.served_model}: the server has an adapter of {base} under this name"
+        raise ConfigError(why, f"set engine.served_model to {base}, whose weights are trained, or leave it out")
+    transport = HttpWeights([sender], trainer.weights().tensors, whole, engine)
+
+    def join(weight_sync: WeightProtocol) -> None:
+        engine.watch(WatchedServers(transport, weight_sync.at_rest))
+
+    return OtherSide(engine, transport, engine.close, join=join)
 
 
 def _sender(config: EngineConfig, model: LoadedModel, dtype: torch.dtype) -> WeightServer:

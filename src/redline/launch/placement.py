@@ -30,6 +30,7 @@ WHY_TRANSPORT = {
     "cuda_ipc": "engines are on the trainer's machine",
     "broadcast": "trainer and engines form a process group",
     "checkpoint_engine": "every version is written to the run folder, and engines read it there",
+    "http": "the engine is a server",
 }
 """Transport → why it is taken, or what it does."""
 
@@ -88,7 +89,7 @@ class Placement:
         for stage, place in (*self.stages.items(), *(("engine", place) for place in self.engines)):
             there.setdefault(place, []).append(stage)
         stages = "; ".join(f"{', '.join(stages)}: {place}" for place, stages in there.items())
-        how = f"; weights by {self.transport}: {WHY_TRANSPORT[self.transport]}" if self.engines else ""
+        how = f"; weights by {self.transport}: {WHY_TRANSPORT[self.transport]}" if self.transport != "shared" else ""
         return stages + how + "".join(f"; {note}" for note in self.notes)
 
 
@@ -116,6 +117,8 @@ def place(config: Config, num_gpus: int | None = None) -> Placement:
 def _transport(config: Config, engines: tuple[Place, ...]) -> str:
     """The transport of a recipe. Raises `ConfigError` for one that cannot reach the recipe's engines."""
     wanted = config.placement.transport
+    if config.engine.kind == "openai" or wanted == "http":
+        return _transport_to_server(config)
     elsewhere = [place.device for place in engines if place.device not in ("cpu", TRAINER_GPU)]
     fits = "shared" if not engines else "broadcast" if elsewhere else "cuda_ipc"
     if wanted == "shared" and engines:
@@ -134,6 +137,21 @@ def _transport(config: Config, engines: tuple[Place, ...]) -> str:
             f"leave it out, which takes {fits}",
         )
     return fits if wanted == "auto" else wanted
+
+
+def _transport_to_server(config: Config) -> str:
+    wanted, is_server = config.placement.transport, config.engine.kind == "openai"
+    if is_server and wanted in ("auto", "http"):
+        return "http"
+    if is_server:
+        raise ConfigError(
+            f"placement.transport = {wanted}: the engine is a server (engine.kind = openai), which takes weights over HTTP",
+            "leave it out, which takes http; or set engine.kind=native",
+        )
+    raise ConfigError(
+        f"placement.transport = http: engine.kind = {config.engine.kind} is no server",
+        "leave it out; or set engine.kind=openai and engine.url to the address of one",
+    )
 
 
 def _engine_places(config: Config, cpu_threads: int, num_gpus: int) -> tuple[Place, ...]:

@@ -13,8 +13,8 @@ from typing import Any
 import yaml
 from pydantic import ValidationError
 
-from redline.addresses import is_loopback
-from redline.config import EngineRecipe, ResolvedEngine, resolve_engine, validate_engine
+from redline.addresses import fits_header, is_loopback
+from redline.config import EngineRecipe, ResolvedEngine, refuse_engine_keys_without_effect, resolve_engine, validate_engine
 from redline.config.installation import how_to_install
 from redline.errors import ConfigError
 from redline.serve.limits import ServeLimits
@@ -116,7 +116,9 @@ def _resolved(recipe: dict[str, dict[str, Any]], overrides: Sequence[str]) -> Re
     for override in overrides:
         section, key, value = _override(override)
         recipe[section][key] = value
-    return resolve_engine(validate_engine(recipe, "redline serve"))
+    asked = validate_engine(recipe, "redline serve")
+    refuse_engine_keys_without_effect(asked)
+    return resolve_engine(asked)
 
 
 def _override(text: str) -> tuple[str, str, Any]:
@@ -136,6 +138,11 @@ def _override(text: str) -> tuple[str, str, Any]:
 
 def _api_key(host: str, variable: str) -> str | None:
     key = os.environ.get(variable) or None
+    if key is not None and not fits_header(key):
+        raise ConfigError(
+            f"{variable}: the API key has a character that no HTTP header takes, so that nobody could send it",
+            f"has it a line break? export {variable} without it",
+        )
     if key is None and not is_loopback(host):
         raise ConfigError(
             f"--host {host} is reachable from other machines, and {variable} holds no API key",
@@ -152,6 +159,11 @@ def _weights_token(variable: str | None, recipe: EngineRecipe, api_key: str | No
         raise ConfigError(
             f"--weights-token-env {variable}: the variable holds no token",
             f"export {variable}=... with a secret of your choice",
+        )
+    if not fits_header(token):
+        raise ConfigError(
+            f"--weights-token-env {variable}: the token has a character that no HTTP header takes, so nobody could send it",
+            f"has it a line break? export {variable} without it",
         )
     if token == api_key:
         raise ConfigError(

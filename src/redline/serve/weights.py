@@ -1,12 +1,22 @@
 """The endpoint through which weights come in: off unless there is a token of its own for it.
 
-    GET  /weights                    the version, and the name, type and shape of every tensor
-    PUT  /weights/7/tensors          a bucket of version 7: a safetensors body, its SHA-256 in the header x-sha256
-    POST /weights/7/adopt            {"names": […]}: all that was sent; the engine samples from version 7 between two steps
+    GET  /weights                    the version, its digest, and the name, type and shape of every tensor
+    GET  /weights/current            the version and its digest alone
+    PUT  /weights/7/tensors          a bucket of version 7: a safetensors body, its SHA-256 in the header x-sha256, and in the
+                                     header x-sender who puts this version together
+    POST /weights/7/adopt            the engine samples from version 7 between two steps; the body says what was sent
     POST /weights/6/revert           back to the version before, or drop what was sent
 
-The engine goes on with its old version, whole, until a new one is whole and adopted. One version is put together at a time: the
-first bucket of another drops what came of the one before.
+The engine goes on with its old version, whole, until a new one is whole and adopted. One version is put together at a time, by
+one sender: the first bucket of another drops what came before. The body of `adopt` is
+
+    names     the tensors that were sent
+    sender    the x-sender of their buckets
+    base      the digest of the version that the other tensors are of; null where all were sent
+    digest    a name for what the engine samples from afterwards, which the sender makes of all its tensors' bytes
+
+A server that was started again has no digest, and one that somebody else has given weights has another: by this a sender
+notices that the server no longer samples from what it was sent.
 """
 
 from __future__ import annotations
@@ -16,6 +26,7 @@ import hashlib
 import hmac
 import json
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 from starlette.requests import ClientDisconnect, Request
@@ -32,6 +43,7 @@ from redline.weight_sync.tensor_bytes import DTYPES, unpack
 
 MAX_NAMES_BYTES = 1 << 24
 """The largest list of names."""
+MAX_VERSION_DIGITS = 18
 
 
 class EngineBetweenSteps(Protocol):
@@ -45,6 +57,16 @@ class EngineBetweenSteps(Protocol):
         ...
 
 
+@dataclass(slots=True, frozen=True)
+class Adoption:
+    """What a sender says it has sent."""
+
+    names: list[str]
+    sender: str = ""
+    base: str | None = None
+    digest: str | None = None
+
+
 class WeightsEndpoint:
     """Takes versions of the weights for one engine."""
 
@@ -56,6 +78,12 @@ class WeightsEndpoint:
         self._standby = StandbyWeights(live)
         self._expected = f"Bearer {token}".encode()
         self._max_bytes, self._timeout_s = max_bytes, timeout_s
+        self._sender = ""
+        """Who puts the staged version together."""
+        self._digest: str | None = None
+        """Of what the engine samples from; None where nobody has said so."""
+        self._digest_before: str | None = None
+        """Of what `revert` goes back to."""
         self._turn = asyncio.Lock()
         """Buckets are staged, and versions adopted, one at a time."""
 
@@ -67,9 +95,10 @@ class WeightsEndpoint:
     def routes(self) -> list[Route]:
         return [
             Route("/weights", self._show),
-            Route("/weights/{version:int}/tensors", self._put, methods=["PUT"]),
-            Route("/weights/{version:int}/adopt", self._adopt, methods=["POST"]),
-            Route("/weights/{version:int}/revert", self._revert, methods=["POST"]),
+            Route("/weights/current", self._show_current),
+            Route("/weights/{version}/tensors", self._put, methods=["PUT"]),
+            Route("/weights/{version}/adopt", self._adopt, methods=["POST"]),
+            Route("/weights/{version}/revert", self._revert, methods=["POST"]),
         ]
 
     async def _show(self, request: Request) -> Response:
@@ -77,24 +106,37 @@ class WeightsEndpoint:
         tensors = {
             name: {"dtype": DTYPES[tensor.dtype], "shape": list(tensor.shape)} for name, tensor in self._standby.live.items()
         }
-        return JSONResponse({"version": self.version, "staged": self._standby.staged_version, "tensors": tensors})
+        return JSONResponse({**self._current, "staged": self._standby.staged_version, "tensors": tensors})
+
+    async def _show_current(self, request: Request) -> Response:
+        self._check_token(request)
+        return JSONResponse(self._current)
+
+    @property
+    def _current(self) -> dict[str, Any]:
+        return {"version": self.version, "digest": self._digest}
 
     async def _put(self, request: Request) -> Response:
         self._check_token(request)
+        version, said = _version(request), request.headers.get("x-sha256", "").lower()
         body = await self._body(request, self._max_bytes)
-        version, said = request.path_params["version"], request.headers.get("x-sha256", "").lower()
         async with self._turn:
-            names = await asyncio.to_thread(self._stage, version, body, said)
+            names = await asyncio.to_thread(self._stage, version, request.headers.get("x-sender", ""), body, said)
         return JSONResponse({"version": self.version, "staged": version, "names": names})
 
-    def _stage(self, version: int, body: bytes, said: str) -> list[str]:
+    def _begin(self, version: int, sender: str) -> None:
+        """Drop what came of another version, or from another sender."""
+        if (version, sender) != (self._standby.staged_version, self._sender):
+            self._standby.begin(version)
+            self._sender = sender
+
+    def _stage(self, version: int, sender: str, body: bytes, said: str) -> list[str]:
         found = hashlib.sha256(body).hexdigest()
         if found != said:
             raise ApiError(422, f"the body's SHA-256 is {found}, and x-sha256 says {said or 'nothing'}", code="wrong_checksum")
         try:
             tensors = unpack(body)
-            if version != self._standby.staged_version:
-                self._standby.begin(version)
+            self._begin(version, sender)
             self._standby.put(tensors)
         except (ModelError, EngineError) as error:
             raise _refused(error) from error
@@ -102,25 +144,41 @@ class WeightsEndpoint:
 
     async def _adopt(self, request: Request) -> Response:
         self._check_token(request)
-        names = await self._names(request)
-        version = request.path_params["version"]
+        version, asked = _version(request), await self._adoption(request)
 
         def adopt(engine: Any) -> None:
-            if not names and self._standby.staged_version is None:  # a version whose bytes are those of the one before
-                self._standby.begin(version)
-            self._standby.check_staged(version, names)
+            self._check(version, asked)
             self._standby.adopt()
-            engine.apply(WeightUpdate(version, tuple(names), 0))
+            self._digest_before, self._digest = self._digest, asked.digest
+            engine.apply(WeightUpdate(version, tuple(asked.names), 0))
             engine.reset_prefix_cache()  # another run may have sent other weights under this number
 
         return await self._between_steps(adopt)
 
+    def _check(self, version: int, asked: Adoption) -> None:
+        """Raise EngineError unless what is staged, with what the engine reads, is what the sender means."""
+        if not asked.names and self._standby.staged_version is None:  # a version whose bytes are those of the one before
+            self._begin(version, asked.sender)
+        self._standby.check_staged(version, asked.names)
+        if asked.sender != self._sender:
+            raise EngineError(f"another sender has begun to send a version {version}", "let one run at a time send weights")
+        missing = self._standby.live.keys() - set(asked.names)
+        if asked.base is None and missing:
+            why = f"version {version} is not whole: {len(missing)} tensors were not sent, among them {min(missing)}"
+            raise EngineError(why, "send every tensor, or say which version the others are of (base)")
+        if asked.base is not None and asked.base != self._digest:
+            why = f"version {version} builds on weights that the engine does not have"
+            raise EngineError(why, "another sender has replaced them, or the server was started again: send every tensor")
+
     async def _revert(self, request: Request) -> Response:
         self._check_token(request)
-        version = request.path_params["version"]
+        version = _version(request)
 
         def revert(engine: Any) -> None:
+            left = self.version
             self._standby.revert(version)
+            if version != left:
+                self._digest = self._digest_before
             if engine.version != version:
                 engine.apply(WeightUpdate(version, (), 0))
                 engine.reset_prefix_cache()
@@ -172,14 +230,25 @@ class WeightsEndpoint:
             raise ApiError(CLIENT_LEFT, "the client left") from error
         return bytes(body)
 
-    async def _names(self, request: Request) -> list[str]:
+    async def _adoption(self, request: Request) -> Adoption:
         try:
-            names = json.loads(await self._body(request, MAX_NAMES_BYTES))["names"]
-        except (ValueError, KeyError, TypeError) as error:
-            raise ApiError(400, 'the body must be JSON: {"names": [...]}', param="names") from error
-        if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+            said = json.loads(await self._body(request, MAX_NAMES_BYTES))
+            asked = Adoption(**said)
+        except (ValueError, TypeError) as error:
+            raise ApiError(400, 'the body must be JSON: {"names": [...], ...}', param="names") from error
+        if not isinstance(said["names"], list) or not all(isinstance(name, str) for name in said["names"]):
             raise ApiError(400, "names must be a list of texts", param="names")
-        return names
+        if not all(said.get(key) is None or isinstance(said[key], str) for key in ("sender", "base", "digest")):
+            raise ApiError(400, "sender, base and digest must be texts", param="sender")
+        return asked
+
+
+def _version(request: Request) -> int:
+    """The version of a path. Raises ApiError for one that is no number, or that no policy will ever have."""
+    text = request.path_params["version"]
+    if not (text.isascii() and text.isdecimal() and len(text) <= MAX_VERSION_DIGITS):
+        raise ApiError(404, "no such version: a version is a number")
+    return int(text)
 
 
 def _refused(error: RedlineError) -> ApiError:

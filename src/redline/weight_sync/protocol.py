@@ -149,15 +149,21 @@ class WeightProtocol:
     def catch_up(self, channel: Connection, timeout_s: float = CATCH_UP_S) -> int:
         """Bring one engine that joins, or was started again, to the version that the others have. Blocks until an update under
         way is applied, and keeps the trainer from writing meanwhile. Returns the version."""
+        with self.at_rest(channel.name, timeout_s) as weights, span("weight_sync.catch_up"):
+            self._transport.catch_up(channel, weights)
+            return weights.version
+
+    @contextmanager
+    def at_rest(self, who: str, timeout_s: float = CATCH_UP_S) -> Iterator[WeightSet]:
+        """Open while somebody reads the weights that the engines have. Blocks until an update under way is applied, and keeps
+        the trainer from writing meanwhile."""
         with self._changed:
             if not self._changed.wait_for(lambda: self._is_quiet, timeout_s):
-                why = f"{channel.name} cannot join: the weights were being changed for {timeout_s:g} s"
+                why = f"{who} cannot join: the weights were being changed for {timeout_s:g} s"
                 raise WeightSyncError(why, "look at why the trainer's update does not end")
             if self._current is None:
-                raise WeightSyncError(f"{channel.name} cannot join before the first version", "let it join afterwards")
-            with span("weight_sync.catch_up"):
-                self._transport.catch_up(channel, self._current)
-            return self._current.version
+                raise WeightSyncError(f"{who} cannot join before the first version", "let it join afterwards")
+            yield self._current
 
     def close(self) -> None:
         """Let go of what the transport has opened in the engines."""

@@ -113,5 +113,9 @@ def check_logprobs(expected: Sequence[float], found: Sequence[float], tolerance:
         raise WeightSyncError(f"the engine gave {len(found)} logprobs of a probe, the trainer {len(expected)}")
     mean = sum(abs(a - b) for a, b in zip(expected, found, strict=True)) / max(1, len(expected))
     if not mean <= tolerance:
-        why = f"the engine's logprobs of a fixed prompt are {mean:.3g} from the trainer's on average, more than {tolerance:g}"
+        of_engine, of_trainer = (sum(logprobs) / len(logprobs) for logprobs in (found, expected))
+        why = (
+            f"the engine's logprobs of a fixed prompt are {mean:.3g} from the trainer's on average, more than {tolerance:g}"
+            f" (their means: {of_engine:.4g} and {of_trainer:.4g})"
+        )
         raise WeightSyncError(why, "the bytes arrived, but the engine does not compute with them as the trainer does")

@@ -174,3 +174,16 @@ def test_a_device_that_torch_cannot_use_is_refused(monkeypatch: pytest.MonkeyPat
 def test_placing_a_recipe_loads_no_torch() -> None:
     code = "import sys, redline.launch.placement; print('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "False\n"
+
+
+def test_weights_reach_a_server_over_http_and_no_other_engine() -> None:
+    server = {"kind": "openai", "url": "http://127.0.0.1:1/v1"}
+    for transport in ("auto", "http"):
+        placement = place(recipe(engine=server, placement={"transport": transport}))
+        assert placement.transport == "http"
+        assert str(placement).endswith("; weights by http: the engine is a server")
+    with pytest.raises(ConfigError, match=r"placement\.transport = cuda_ipc: the engine is a server"):
+        place(recipe(engine=server, placement={"transport": "cuda_ipc"}))
+    for sections in ({}, {"placement": {"engines": 1, "transport": "http"}}):
+        with pytest.raises(ConfigError, match=r"engine\.kind = native is no server"):
+            place(recipe(**{"placement": {"transport": "http"}, **sections}))

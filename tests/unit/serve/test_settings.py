@@ -48,6 +48,31 @@ def test_keys_that_need_each_other_may_come_in_any_order() -> None:
     assert settings(*keys).config.engine == settings(*reversed(keys)).config.engine
 
 
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        (["url=http://127.0.0.1:1/v1"], "engine.url = .*: without effect here"),
+        (["timeout_s=3"], "engine.timeout_s = 3.0: without effect here"),
+        (["options={a: 1}"], "engine.options = .*: without effect here"),
+        (["weights_token_env=A"], "engine.weights_token_env = 'A': without effect here: only training sends weights"),
+        (["weights_folder=/x", "weights_server=vllm"], "2 keys without effect"),
+        (["kind=openai", "url=http://127.0.0.1:1/v1", "weights_token_env=A"], "only training sends weights"),
+        (["kind=openai", "url=http://127.0.0.1:1/v1", "block_size=16"], "engine.block_size = 16: without effect here"),
+        (["kind=openai", "url=127.0.0.1:1/v1"], "no address of a server"),
+    ],
+)
+def test_a_key_without_effect_is_refused(override: list[str], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        settings(*override)
+
+
+def test_secrets_that_no_client_could_send_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("A_KEY", "s3cret\n")
+    with pytest.raises(ConfigError, match="A_KEY: the API key has a character") as caught:
+        settings()
+    assert "s3cret" not in str(caught.value)
+
+
 def test_limits_are_keys_of_their_own() -> None:
     limits = settings("serve.max_stops=16", "serve.max_choices=64", "max_num_seqs=8").limits
     assert (limits.max_stops, limits.max_choices, limits.max_biases) == (16, 64, 4096)

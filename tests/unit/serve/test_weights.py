@@ -19,8 +19,9 @@ from redline.serve.settings import make_settings
 from redline.types import WeightSet
 from redline.weight_sync.plan import TransferPlan
 from redline.weight_sync.tensor_bytes import pack
-from redline.weight_sync.transports.http import HttpWeights, RedlineServer
+from redline.weight_sync.transports.http import HttpWeights
 from redline.weight_sync.transports.http_calls import HttpServer
+from redline.weight_sync.transports.redline_server import RedlineServer
 
 FAMILY = "llama, untied"
 
@@ -138,6 +139,80 @@ def test_a_server_that_was_started_again_gets_everything(here: ServedPolicy) -> 
     assert move(http, version + 1, tensors) == sum(tensor.nbytes for tensor in tensors.values())
     http.adopt()
     assert all(torch.equal(here.tensors[name], tensor) for name, tensor in tensors.items())
+
+
+def other_weights(policy: ServedPolicy) -> dict[str, torch.Tensor]:
+    return {name: tensor + 0.25 * torch.randn_like(tensor) for name, tensor in policy.tensors.items()}
+
+
+def test_two_senders_of_one_version_do_not_mix(here: ServedPolicy) -> None:
+    version, before = next_version(here), completion(here)
+    one, two = transport(here), transport(here)
+    first, second = other_weights(here), other_weights(here)
+    move(one, version, first)
+    move(two, version, second)
+    with pytest.raises(WeightSyncError, match="another sender has begun to send a version"):
+        one.adopt()
+    assert completion(here) == before
+    two.adopt()
+    assert all(torch.equal(here.tensors[name], tensor) for name, tensor in second.items())
+
+
+def test_a_version_that_builds_on_weights_which_another_sender_replaced_is_refused(here: ServedPolicy) -> None:
+    version, one, two = next_version(here), transport(here), transport(here)
+    mine = other_weights(here)
+    move(one, version, mine)
+    one.adopt()
+    mine["norm"] = mine["norm"] * 2
+    move(one, version + 1, mine)  # of the norm alone
+    theirs = other_weights(here)
+    with client(here) as http:
+        http.post(f"/weights/{version}/revert")  # drops what was sent, as another sender's first bucket would
+    move(two, version + 2, theirs)
+    two.adopt()
+    move(one, version + 3, mine)
+    one.adopt()
+    assert all(torch.equal(here.tensors[name], tensor) for name, tensor in mine.items()), "everything was sent again"
+    with client(here) as http:
+        body = b"".join(pack({"norm": mine["norm"]}))
+        assert put(http, version + 4, body).status_code == 200
+        asked = {"names": ["norm"], "base": "of another", "digest": "x"}
+        answer = http.post(f"/weights/{version + 4}/adopt", json=asked)
+    assert (answer.status_code, "weights that the engine does not have" in answer.text) == (409, True)
+
+
+def test_part_of_the_tensors_is_no_version_by_itself(here: ServedPolicy) -> None:
+    version, norm = next_version(here), here.tensors["norm"]
+    with client(here) as http:
+        assert put(http, version, b"".join(pack({"norm": norm * 3}))).status_code == 200
+        answer = http.post(f"/weights/{version}/adopt", json={"names": ["norm"]})
+    assert (answer.status_code, "is not whole" in answer.text) == (409, True)
+    server = RedlineServer(HttpServer(here.url, TOKEN, 20))
+    with pytest.raises(WeightSyncError, match="tensors that the trainer does not have"):
+        move(HttpWeights([server], {"norm": norm}), version, {"norm": norm})
+
+
+def test_a_server_without_the_weights_that_it_was_left_with_is_noticed_and_gets_them_again(here: ServedPolicy) -> None:
+    version, http, other = next_version(here), transport(here), transport(here)
+    mine = other_weights(here)
+    move(http, version, mine)
+    http.adopt()
+    assert http.look()
+    move(other, version, other_weights(here))  # under the same number
+    assert http.look(), "sent and not adopted"
+    other.adopt()
+    assert not http.look()
+    http.restore(WeightSet(version, mine))
+    assert http.look()
+    assert http.num_losses == 2
+    assert all(torch.equal(here.tensors[name], tensor) for name, tensor in mine.items())
+
+
+def test_a_version_that_is_no_number_is_not_there(here: ServedPolicy) -> None:
+    for version in ("9" * 5000, "-1", "x", "½"):
+        assert httpx2.post(f"{here.url}/weights/{version}/adopt").status_code == 401
+        with client(here) as http:
+            assert http.post(f"/weights/{version}/adopt", json={"names": []}).status_code == 404
 
 
 def test_versions_come_and_go_while_requests_are_answered(here: ServedPolicy) -> None:

@@ -32,7 +32,8 @@ class Documented:
     loaded: dict[str, Tensor] = field(default_factory=dict)
     version: str = ""
     is_paused: bool = False
-    fails: bool = False
+    fails: int = 0
+    """Folders that it will not load."""
 
     def answer(self, path: str, body: dict[str, Any]) -> tuple[int, Any]:
         path = path.partition("?")[0]
@@ -48,6 +49,8 @@ class Documented:
             return (200, {"results": [None]}) if self._load(body["kwargs"]["weights_path"], "") else (500, {"error": "lost"})
         elif path == "/update_weight_version":
             self.version = body["new_version"]
+        elif path in ("/model_info", "/weight_info"):
+            return 200, {"weight_version": self.version}
         else:
             assert path == "/reset_prefix_cache"
         return 200, {"success": True}
@@ -55,7 +58,7 @@ class Documented:
     def _load(self, path: str, version: str) -> bool:
         assert self.is_paused, "only between two steps"
         if self.fails:
-            self.fails = False
+            self.fails -= 1
             return False
         self.loaded, self.version = load_file(Path(path) / "model.safetensors"), version
         return True
@@ -65,17 +68,19 @@ class Documented:
 def listening(server: Documented) -> Iterator[str]:
     class Handler(BaseHTTPRequestHandler):
         def do_POST(self) -> None:
-            body = json.loads(self.rfile.read(int(self.headers["content-length"])) or b"{}")
+            body = json.loads(self.rfile.read(int(self.headers.get("content-length", 0))) or b"{}")
             status, content = server.answer(self.path, body)
             self.send_response(status)
             self.end_headers()
             self.wfile.write(json.dumps(content).encode())
 
+        do_GET = do_POST
+
         def log_message(self, *_: object) -> None:
             pass
 
     with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as http:
-        threading.Thread(target=http.serve_forever, daemon=True).start()
+        threading.Thread(target=http.serve_forever, args=(0.01,), daemon=True).start()
         yield f"http://127.0.0.1:{http.server_port}"
         http.shutdown()
 
@@ -106,17 +111,55 @@ def test_a_server_loads_every_version_from_the_folder_and_goes_back_where_one_fa
             tensors["weight"].fill_(version)
             take(version)
             assert torch.equal(there.loaded["weight"], tensors["weight"])
-            assert there.version == str(version)
+            assert there.version.startswith(f"{version:06}-"), "no other run has given its weights this label"
+            assert transport.look()
             assert not there.is_paused
         assert len(list((tmp_path / "versions").iterdir())) <= 3
         assert (tmp_path / "versions" / "somebody-else's" / "model.safetensors").exists()
         tensors["weight"].fill_(4)
-        there.fails = True
+        there.fails, before = 1, len(there.calls)
         with pytest.raises(WeightSyncError, match=url):
             take(4)
+        since = there.calls[before:]
+        assert len([call for call in since if "pause" in call]) == 1, "it does not go on until it is whole again"
         transport.revert(4)
         assert torch.equal(there.loaded["weight"], torch.full((3,), 3.0)), "whole again, before it goes on"
         assert not there.is_paused
         take(4)
         transport.revert(4)
         assert torch.equal(there.loaded["weight"], torch.full((3,), 3.0))
+
+
+@pytest.mark.parametrize("kind", [SglangServer, VllmServer])
+def test_a_server_that_was_started_again_is_noticed_and_loads_the_version_again(
+    kind: type[FolderServer], tmp_path: Path
+) -> None:
+    tensors, there = {"weight": torch.ones(3)}, Documented(version="default")
+    write(tmp_path / "model", tensors)
+    with listening(there) as url:
+        transport = HttpWeights([kind(HttpServer(url, None, 10), tmp_path / "versions", write, tmp_path / "model")], tensors)
+        weights = WeightSet(7, tensors)
+        transport.move(TransferPlan(7, ("weight",)), weights)
+        transport.verify(weights)
+        transport.adopt()
+        assert transport.look()
+        there.version, there.loaded = "default", {}
+        assert not transport.look()
+        transport.restore(weights)
+        assert transport.look()
+        assert torch.equal(there.loaded["weight"], tensors["weight"])
+
+
+@pytest.mark.parametrize("kind", [SglangServer, VllmServer])
+def test_a_server_that_loads_no_folder_at_all_stays_paused(kind: type[FolderServer], tmp_path: Path) -> None:
+    tensors, there = {"weight": torch.ones(3)}, Documented(fails=2)
+    write(tmp_path / "model", tensors)
+    with listening(there) as url:
+        transport = HttpWeights([kind(HttpServer(url, None, 10), tmp_path / "versions", write, tmp_path / "model")], tensors)
+        weights = WeightSet(1, tensors)
+        transport.move(TransferPlan(1, ("weight",)), weights)
+        transport.verify(weights)
+        with pytest.raises(WeightSyncError, match="is paused"):
+            transport.adopt()
+        transport.revert(1)
+        assert there.is_paused

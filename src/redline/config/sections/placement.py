@@ -9,7 +9,7 @@ from pydantic import Field, PositiveInt
 from redline.config.section import Section
 
 Cluster = Literal["ray"]
-TransportName = Literal["auto", "shared", "cuda_ipc", "broadcast", "checkpoint_engine"]
+TransportName = Literal["auto", "shared", "cuda_ipc", "broadcast", "checkpoint_engine", "http"]
 
 
 class PlacementConfig(Section):
@@ -19,8 +19,8 @@ class PlacementConfig(Section):
     transport: TransportName = "auto"
     """How new weights get to the engines. `shared`: they read the trainer's own (one process). `cuda_ipc`: through memory that
     both processes map, of the GPU or on a CPU of the machine. `broadcast`: in a process group (NCCL, gloo).
-    `checkpoint_engine`: through files in the run folder, of which only what changed is written. `auto` takes what fits
-    `engines`."""
+    `checkpoint_engine`: through files in the run folder, of which only what changed is written. `http`: to a server
+    (`engine.kind: openai`). `auto` takes what fits `engines` and `engine.kind`."""
     sleep: bool = False
     """The engine in the trainer's process gives up its KV cache while a step is trained on, and makes it again afterwards: both
     may then use most of the GPU (`engine.gpu_memory_utilization`), for some time at every step."""

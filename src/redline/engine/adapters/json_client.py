@@ -11,7 +11,7 @@ from typing import Any
 from urllib.error import HTTPError, URLError
 from urllib.request import Request, urlopen
 
-from redline.errors import EngineError
+from redline.errors import EngineError, EngineLostError
 
 Json = dict[str, Any]
 
@@ -21,8 +21,8 @@ FIRST_PAUSE_S = 0.5
 LONGEST_PAUSE_S = 30.0
 
 
-class _PassingError(EngineError):
-    """What may be over soon: a server that restarts, is busy, or dropped the connection."""
+class _BusyError(EngineError):
+    """The server has no room now, or fails for a moment."""
 
 
 class JsonClient:
@@ -35,16 +35,19 @@ class JsonClient:
         self._num_retries = num_retries
 
     def get(self, path: str) -> Json:
+        """Return what the server answers. Blocks, for all retries together where it is busy or away; raises EngineError, and
+        EngineLostError where it cannot be reached."""
         return self._call(Request(self.url + path, headers=self._headers))
 
     def post(self, path: str, body: Json) -> Json:
+        """Send JSON and return what the server answers; blocks and raises as `get` does."""
         return self._call(Request(self.url + path, json.dumps(body).encode(), self._headers))
 
     def _call(self, request: Request) -> Json:
         for pause_s in self._pauses():
             try:
                 return self._send(request)
-            except _PassingError:
+            except (_BusyError, EngineLostError):
                 time.sleep(pause_s)
         return self._send(request)
 
@@ -60,7 +63,7 @@ class JsonClient:
                 content = json.loads(response.read())
         except HTTPError as error:
             raise self._refusal(error) from error
-        except (OSError, HTTPException) as error:
+        except (OSError, HTTPException, OverflowError) as error:  # the last of a port that there is not
             raise self._unreachable(error) from error
         except ValueError as error:
             raise self._not_ours() from error
@@ -71,7 +74,7 @@ class JsonClient:
     def _refusal(self, error: HTTPError) -> EngineError:
         said = _message(error.read())
         if error.code in BUSY:
-            return _PassingError(f"{self.url} failed with status {error.code}: {said}", "its log may say why")
+            return _BusyError(f"{self.url} failed with status {error.code}: {said}", "its log may say why")
         if error.code in (401, 403):
             return EngineError(f"{self.url} wants another API key: {said}", "name the variable that holds it: api_key_env")
         if error.code == 404:
@@ -82,7 +85,7 @@ class JsonClient:
         reason = error.reason if isinstance(error, URLError) else error
         if isinstance(reason, TimeoutError):
             return EngineError(f"{self.url} did not answer within {self._timeout_s:g} s", "raise timeout_s")
-        return _PassingError(f"cannot reach {self.url}: {reason}", "start the server, and check that the URL ends in /v1")
+        return EngineLostError(f"cannot reach {self.url}: {reason}", "start the server, and check that the URL ends in /v1")
 
     def _not_ours(self) -> EngineError:
         return EngineError(f"{self.url} does not answer in JSON", "is it an OpenAI-compatible server, and does it end in /v1?")

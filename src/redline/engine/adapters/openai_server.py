@@ -2,34 +2,58 @@
 
 Prompts go as token ids to /v1/completions and token ids come back, so nothing is ever tokenised twice. Every completion is an
 HTTP request of its own, with a seed of its own, since servers disagree on what a seed means for n > 1.
+
+A server that is trained may be started again at any moment, with the weights of its model. An answer counts once the server has
+said after it that it still has the weights that it was left with; else everything under way is asked again, as soon as
+`WeightsThere` has brought them back.
 """
 
 from __future__ import annotations
 
-import math
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, wait
+from typing import Any, Protocol
 
 import numpy as np
 
+from redline.addresses import fits_header
+from redline.engine.adapters.call_threads import CallThreads, in_thread
 from redline.engine.adapters.json_client import Json, JsonClient
 from redline.engine.adapters.limits import UNLIMITED, limits_of
+from redline.engine.adapters.openai_answers import Answers
+from redline.engine.adapters.openai_requests import certainties, sampling_fields
 from redline.engine.adapters.scoring import scored, wants_scores
-from redline.engine.adapters.seeds import completion_seed
 from redline.engine.adapters.stepped import Call, Came, SteppedAdapter
-from redline.errors import EngineError
+from redline.errors import EngineError, EngineLostError, WeightSyncError
 from redline.telemetry import span
-from redline.types import Completion, FinishReason, GenerateRequest, SamplingParams, TopLogprobs, WeightUpdate
+from redline.types import Completion, GenerateRequest, SamplingParams, VersionSpan, WeightUpdate
 
-LEAST_BIAS = -100.0
-"""OpenAI's value for a token that must not come; JSON has no infinity."""
 ANSWERS_S = 0.05
 """Seconds that a step waits for an answer: for as long others wait for the engine to be between two steps."""
 CERTAIN = -1e-3
 """A token that was the only choice has at least this logprob, rounding included."""
+MAX_RESTORES = 5
+"""How often in a row a server may lose its weights before it has answered anything."""
+
+
+class WeightsThere(Protocol):
+    """The weights of a server that is trained, between two updates: `weight_sync.transports.watched_servers.WatchedServers`."""
+
+    @property
+    def num_losses(self) -> int:
+        """How often the server was found without the weights that it was left with."""
+        ...
+
+    def are_there(self) -> bool:
+        """Whether the server says that it has the weights that it was left with. Blocks for its answer."""
+        ...
+
+    def restore(self) -> None:
+        """Block until the server has the current version again. Raises WeightSyncError or EngineLostError where it does not
+        get it."""
+        ...
 
 
 class OpenAIServerEngine(SteppedAdapter):
@@ -47,22 +71,47 @@ class OpenAIServerEngine(SteppedAdapter):
         push_weights: Callable[[WeightUpdate], None] | None = None,
         extra: Mapping[str, Any] | None = None,
     ) -> None:
-        """`url` ends in /v1. The model is by default the first that the server lists, and the key is in the environment
-        variable `api_key_env`. `push_weights` gets an update's weights to the server before it returns. `extra` goes into
-        every request."""
+        """`url` ends in /v1. The model is by default the first that the server lists; the key is in the variable `api_key_env`.
+        `push_weights` gets an update's weights to the server before it returns. `extra` goes into every request."""
         self._client = JsonClient(url, _api_key(api_key_env), timeout_s, num_retries)
+        self._answers = Answers(self._client.url)
         self._push_weights = push_weights
         self._extra = dict(extra or {})
         self._checked: set[str] = set()
-        served = {entry["id"]: entry for entry in self._client.get("/models").get("data", ())}
-        self._model = next(iter(served), "") if model is None else model
-        if self._model not in served:
-            known = ", ".join(served) or "no model at all"
+        self._served = _served(self._client)
+        self._model = next(iter(self._served), "") if model is None else model
+        if self._model not in self._served:
+            known = ", ".join(self._served) or "no model at all"
             raise EngineError(f"{url} does not serve the model {self._model!r}", f"it serves: {known}")
-        limits = limits_of(served[self._model].get("max_model_len") or UNLIMITED)
-        super().__init__(limits, max_concurrent, set(served) - {self._model})
-        self._pool = ThreadPoolExecutor(max_concurrent, thread_name_prefix="openai-server")
+        limits = limits_of(self._served[self._model].get("max_model_len") or UNLIMITED)
+        super().__init__(limits, max_concurrent, set(self._served) - {self._model})
+        self._threads = CallThreads(max_concurrent, "openai-server")
         self._futures: dict[Future[Completion], Call] = {}
+        self._newest = 0
+        """The newest version that the server may sample from."""
+        self._weights: WeightsThere | None = None
+        self._num_losses = 0
+        self._restoring: Future[None] | None = None
+        """Ends when the server has its weights again."""
+        self._again: list[Call] = []
+        """Calls that wait for that."""
+        self._num_restores = 0
+        """Since the last answer."""
+
+    @property
+    def base_of_adapter(self) -> str | None:
+        """The model whose adapter it samples from; None where it samples from a model itself."""
+        return self._served[self._model].get("parent")
+
+    # ── weights ────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def watch(self, weights: WeightsThere) -> None:
+        """Use answers from now on only where the server still has the weights that it was left with."""
+        self._weights = weights
+
+    def adopting(self, version: int) -> None:
+        """The server may sample from this version from now on."""
+        self._newest = version
 
     def apply(self, update: WeightUpdate) -> None:
         """A server keeps its weights unless somebody pushes new ones."""
@@ -74,88 +123,150 @@ class OpenAIServerEngine(SteppedAdapter):
                 )
             with span("engine.push_weights", version=update.version):
                 self._push_weights(update)
+        self._newest = update.version
         super().apply(update)
 
-    # ── one completion ─────────────────────────────────────────────────────────────────────────────────────────────────
+    def versions_of(self, call: Call) -> VersionSpan:
+        """From the version that the server had when it was asked to the newest that it may have now."""
+        return VersionSpan(call.version, max(call.version, self._newest))
+
+    # ── calls ──────────────────────────────────────────────────────────────────────────────────────────────────────────
 
     def prepare(self, request: GenerateRequest) -> None:
         self._check_logprobs(request)
 
     def begin(self, call: Call) -> None:
-        self._futures[self._pool.submit(self._complete, call)] = call
+        if self._restoring is not None:
+            self._again.append(call)
+        else:
+            self._futures[self._threads.submit(lambda: self._complete(call))] = call
 
     def advance(self) -> list[tuple[Call, Came]]:
         """Wait a moment for an answer, and return all that are there."""
+        if self._restoring is not None:
+            self._begin_again(self._restoring)
+            return []
         with span("engine.generate", version=self.version):
             done, _ = wait(self._futures, ANSWERS_S, FIRST_COMPLETED)
-        return [(self._futures.pop(future), _outcome(future)) for future in done]
+        came: list[tuple[Call, Came]] = [(self._futures.pop(future), _outcome(future)) for future in done]
+        if self._weights is None or not self._is_lost(self._weights, came):
+            self._num_restores = 0 if came else self._num_restores
+            return came
+        self._restore(self._weights, [call for call, _ in came])
+        return []
+
+    def _restore(self, weights: WeightsThere, calls: Sequence[Call]) -> None:
+        """Begin to bring the weights back. These calls and all that are under way are made again afterwards."""
+        self._num_restores += 1
+        if self._num_restores > MAX_RESTORES:
+            why = f"{self._client.url} was lost {MAX_RESTORES} times in a row before it had answered anything"
+            raise EngineLostError(why, "its log may say why; one of the requests may end it")
+        self._again = [*calls, *self._futures.values()]
+        self._forget(list(self._futures))
+        self._restoring = in_thread(weights.restore, "openai-server-weights")
+
+    def _is_lost(self, weights: WeightsThere, came: Sequence[tuple[Call, Came]]) -> bool:
+        """Whether the server was away, or without its weights, since calls under way began."""
+        if any(isinstance(outcome, EngineLostError) for _, outcome in came):
+            return True
+        return (bool(came) and not weights.are_there()) or weights.num_losses != self._num_losses
+
+    def _begin_again(self, restoring: Future[None]) -> None:
+        with span("engine.generate", version=self.version):
+            done, _ = wait([restoring], ANSWERS_S)
+        if not done:
+            return
+        try:
+            restoring.result()
+        except (WeightSyncError, EngineLostError) as error:
+            why = f"{self._client.url} has lost the weights that it was sent, and does not get them back: {error.message}"
+            raise EngineLostError(why, error.hint) from error
+        assert self._weights is not None
+        calls, self._again, self._restoring = self._again, [], None
+        self._num_losses = self._weights.num_losses
+        for call in calls:
+            self.begin(call)
 
     def cancel(self, calls: Sequence[Call]) -> None:
         """The server goes on with a call that has begun: OpenAI's API cannot end one."""
-        for future in [future for future, call in self._futures.items() if call in calls]:
+        self._again = [call for call in self._again if call not in calls]
+        self._forget([future for future, call in self._futures.items() if call in calls])
+
+    def _forget(self, futures: Sequence[Future[Completion]]) -> None:
+        for future in futures:
             del self._futures[future]
             future.cancel()
 
     def close(self) -> None:
         """Wait for no answer any more."""
-        self._pool.shutdown(wait=False, cancel_futures=True)
+        self._threads.close()
+
+    # ── one completion ─────────────────────────────────────────────────────────────────────────────────────────────────
 
     def _complete(self, call: Call) -> Completion:
         started, request = time.monotonic(), call.request
-        body = self._body(request) | _sampling_fields(request.sampling, call.index)
+        call.version = self.version  # it waited for a thread until now
+        body = self._body(request) | sampling_fields(request.sampling, call.index)
         answer = self._client.post("/completions", body)
-        completion = self._completion(answer, call, started - call.began, time.monotonic() - started)
+        sampled = self._answers.completion(answer, request.sampling.max_tokens, request.sampling.top_logprobs)
+        completion = Completion(
+            token_ids=sampled.token_ids,
+            logprobs=sampled.logprobs,
+            finish_reason=sampled.finish_reason,
+            versions=self.versions_of(call),
+            # The answer comes whole: we see the first token when we see the last.
+            queue_s=started - call.began,
+            prefill_s=time.monotonic() - started,
+            decode_s=0.0,
+            cached_tokens=sampled.cached_tokens,
+            stop=sampled.stop,
+            top_logprobs=sampled.top_logprobs,
+        )
         if not wants_scores(request):
             return completion
-        return scored(completion, request, self._score(np.concatenate([request.prompt_ids, completion.token_ids]), request))
+        whole = np.concatenate([request.prompt_ids, completion.token_ids])
+        return scored(completion, request, np.array([np.nan, *self._scores(self._body(request), whole.tolist())], np.float32))
 
     def _body(self, request: GenerateRequest) -> Json:
         return {
-            "model": request.adapter or self._model,
+            "model": self._name(request.adapter or self._model),
             "prompt": request.prompt_ids.tolist(),
             "return_token_ids": True,
-            "ignore_eos": True,  # the request's own stop tokens are all there are
+            # The request's own stop tokens are all there are; but SGLang heeds none of them where it ignores the model's own.
+            "ignore_eos": not (self._is_sglang and request.sampling.stop_token_ids),
             **self._extra,
         }
 
-    def _completion(self, answer: Json, call: Call, queue_s: float, answer_s: float) -> Completion:
-        choice, top = _choice(answer), call.request.sampling.top_logprobs
-        if choice["finish_reason"] not in set(FinishReason):
-            raise EngineError(f"the server ended a completion with {choice['finish_reason']!r}", "its log may say why")
-        token_ids = _token_ids(choice)
-        cached = (answer.get("usage") or {}).get("prompt_tokens_details") or {}
-        stop = choice.get("stop_reason", choice.get("matched_stop"))
-        return Completion(
-            token_ids=token_ids,
-            logprobs=np.array(choice["logprobs"]["token_logprobs"], np.float32)[: len(token_ids)],
-            finish_reason=FinishReason(choice["finish_reason"]),
-            versions=self.versions_of(call),
-            # The answer comes whole: we see the first token when we see the last.
-            queue_s=queue_s,
-            prefill_s=answer_s,
-            decode_s=0.0,
-            cached_tokens=cached.get("cached_tokens") or 0,
-            stop=stop if isinstance(stop, str) else None,
-            top_logprobs=_top_logprobs(choice, len(token_ids), top) if top else None,
-        )
+    def _name(self, model: str) -> str:
+        """A model as the server is asked for it. SGLang takes the name of an adapter alone for that of its base."""
+        parent = self._served[model].get("parent")
+        return f"{parent}:{model}" if self._is_sglang and parent else model
+
+    @property
+    def _is_sglang(self) -> bool:
+        return self._served[self._model].get("owned_by") == "sglang"
 
     # ── logprobs ───────────────────────────────────────────────────────────────────────────────────────────────────────
 
-    def _score(self, sequence: np.ndarray, request: GenerateRequest) -> np.ndarray:
-        """Have the sequence echoed with its logprobs, as OpenAI's API has it."""
-        asked = {"prompt": sequence.tolist(), "echo": True, "logprobs": 0, "max_tokens": 1, "temperature": 0}
-        choice = _choice(self._client.post("/completions", self._body(request) | asked))
-        return np.array([np.nan, *choice["logprobs"]["token_logprobs"][1 : len(sequence)]], np.float32)
+    def prompt_logprobs(self, tokens: Sequence[int]) -> list[float]:
+        """The logprob of each token after the first, as the server's model has them. Blocks until the server has answered."""
+        request = GenerateRequest(np.array(tokens, np.int32), SamplingParams(max_tokens=1))
+        return self._scores(self._body(request), list(tokens))
+
+    def _scores(self, body: Json, sequence: list[int]) -> list[float]:
+        """Have the sequence echoed with its logprobs, as OpenAI's API has it. SGLang echoes none where `logprobs` is 0."""
+        asked = {"prompt": sequence, "echo": True, "logprobs": int(self._is_sglang), "max_tokens": 1, "temperature": 0}
+        return self._answers.prompt_logprobs(self._client.post("/completions", body | asked), len(sequence))
 
     def _check_logprobs(self, request: GenerateRequest) -> None:
         """Once per kind of request: where only one token can come, its logprob must be 0. A server that returns the model's
         own logprobs would have us train on probabilities that nothing was sampled with."""
-        for kind, fields in _certainties(request):
+        for kind, fields in certainties(request):
             if kind in self._checked:
                 continue
             asked = {"max_tokens": 1, "temperature": 1.0, "top_p": 1.0, "logprobs": 0, **fields}
-            choice = _choice(self._client.post("/completions", self._body(request) | asked))
-            if choice["logprobs"]["token_logprobs"][0] < CERTAIN:
+            answer = self._client.post("/completions", self._body(request) | asked)
+            if self._answers.certain_logprob(answer) < CERTAIN:
                 raise EngineError(
                     f"the server's logprobs are not those of the distribution it samples from: they leave out {kind}",
                     "start vLLM with --logprobs-mode processed_logprobs, or sample at temperature 1 without filters",
@@ -170,72 +281,14 @@ def _outcome(future: Future[Completion]) -> Completion | EngineError:
         return error
 
 
-def _certainties(request: GenerateRequest) -> Iterator[tuple[str, Json]]:
-    """What makes the distribution sampled from another than the model's, and fields that do so in the extreme."""
-    sampling = request.sampling
-    if sampling.top_k or sampling.top_p < 1 or sampling.min_p:
-        yield "top_k, top_p and min_p", {"top_k": 1}
-    is_masked = sampling.allowed_token_ids is not None or sampling.min_tokens > 0
-    if sampling.temperature not in (0, 1) or sampling.logit_bias or is_masked:
-        yield "temperature and logit_bias", {"logit_bias": {str(request.prompt_ids[0]): -LEAST_BIAS}}
-
-
-def _sampling_fields(sampling: SamplingParams, index: int) -> Json:
-    """All that a server might otherwise take from the model's generation_config.json, and the rest where it says something."""
-    fields: Json = {
-        "max_tokens": sampling.max_tokens,
-        "temperature": sampling.temperature,
-        "top_k": sampling.top_k or -1,  # all of them know -1 as "all", not all of them 0
-        "top_p": sampling.top_p,
-        "min_p": sampling.min_p,
-        "repetition_penalty": 1.0,
-        "seed": completion_seed(sampling.seed, index),
-        "logprobs": sampling.top_logprobs,
-    }
-    optional = {
-        "stop": list(sampling.stop),
-        "stop_token_ids": list(sampling.stop_token_ids),
-        "min_tokens": sampling.min_tokens,
-        "logit_bias": {str(t): LEAST_BIAS if bias == -math.inf else bias for t, bias in sampling.logit_bias.items()},
-        "return_tokens_as_token_ids": sampling.top_logprobs > 0,
-    }
-    if sampling.allowed_token_ids is not None:
-        fields["allowed_token_ids"] = list(sampling.allowed_token_ids)
-    return fields | {name: value for name, value in optional.items() if value}
-
-
-def _choice(answer: Json) -> Json:
-    choices = answer.get("choices") or [{}]
-    if not choices[0].get("logprobs"):
+def _served(client: JsonClient) -> dict[str, Json]:
+    """The models that a server lists, by name."""
+    entries = client.get("/models").get("data")
+    if not isinstance(entries, list) or not all(isinstance(entry, dict) and "id" in entry for entry in entries):
         raise EngineError(
-            "the server's answer has no logprobs", "use one whose /v1/completions knows `logprobs`, as vLLM's does"
+            f"{client.url} does not list its models", "is it an OpenAI-compatible server, and does it end in /v1?"
         )
-    return choices[0]
-
-
-def _token_ids(choice: Json) -> np.ndarray:
-    ids = choice.get("token_ids")
-    if ids is None:
-        ids = [_id_in(token) for token in choice["logprobs"]["tokens"]]
-    return np.array(ids, np.int32)
-
-
-def _top_logprobs(choice: Json, num_tokens: int, k: int) -> TopLogprobs:
-    """The likeliest k of each position; a server adds the sampled token where it is not among them."""
-    rows = [sorted(top.items(), key=lambda item: -item[1])[:k] for top in choice["logprobs"]["top_logprobs"][:num_tokens]]
-    ids = [[_id_in(token) for token, _ in row] for row in rows]
-    return TopLogprobs(np.array(ids, np.int32), np.array([[logprob for _, logprob in row] for row in rows], np.float32))
-
-
-def _id_in(token: str) -> int:
-    """The id in "token_id:123"."""
-    prefix, _, number = token.partition(":")
-    if prefix != "token_id" or not number.isdigit():
-        raise EngineError(
-            "the server names tokens by their text, which does not say which they are",
-            "use one that knows return_token_ids and return_tokens_as_token_ids, as vLLM does",
-        )
-    return int(number)
+    return {str(entry["id"]): entry for entry in entries}
 
 
 def _api_key(variable: str | None) -> str | None:
@@ -243,4 +296,6 @@ def _api_key(variable: str | None) -> str | None:
         return None
     if not (key := os.environ.get(variable)):
         raise EngineError(f"the environment variable {variable} is not set", f"export {variable}=<the server's API key>")
+    if not fits_header(key):
+        raise EngineError(f"the key in {variable} has a character that no HTTP header takes", "has it a line break?")
     return key

@@ -4,42 +4,49 @@
     move ────── tensors ────────► beside those that it samples from; SGLang and vLLM: into a folder that they can read
     verify ────────────────────── the digests of what arrived
     adopt ──────────────────────► samples from them, between two steps
+          ────── probe ─────────► as any request for samples: its logprobs must be the trainer's own
     revert ─────────────────────► back to the version before
 
-Tensors whose bytes the server has already are not sent.
+Tensors whose bytes the server has already are not sent. A server may be started again at any time, or be given weights by
+somebody else: it is asked what it has before an update, and whenever an answer of it is used (`watched_servers.py`).
 """
 
 from __future__ import annotations
 
-import hashlib
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 from torch import Tensor
 
-from redline.errors import WeightSyncError
+from redline.errors import EngineLostError, ServerAwayError, WeightSyncError
 from redline.telemetry import span
 from redline.types import WeightSet
 from redline.weight_sync.buckets import form_of
 from redline.weight_sync.plan import TransferPlan
-from redline.weight_sync.tensor_bytes import DTYPES, digests, in_groups, pack
-from redline.weight_sync.transports.http_calls import HttpServer
-from redline.weight_sync.verify import Probe
+from redline.weight_sync.tensor_bytes import digests
+from redline.weight_sync.transports.pushed import OTHER_KERNELS
+from redline.weight_sync.verify import Probe, check_logprobs
 from redline.wire import Connection
 
-BUCKET_BYTES = 1 << 28
-"""A body is closed once it holds so many bytes."""
-
-
+PATIENCE_S = 300.0
+"""How long a server that is away may take to come back."""
+PAUSE_S = 1.0
+"""Between two attempts to reach it."""
+Result = TypeVar("Result")
 Convert = Callable[[Mapping[str, Tensor]], Mapping[str, Tensor]]
 
 
 class WeightServer(Protocol):
     """One server, in the words of its own protocol. `HttpWeights` calls `send`, `verify` and `adopt` in this order, `revert`
     after any of them."""
+
+    def is_lost(self) -> bool:
+        """Whether the server no longer has the weights that it was left with: it was started again, or somebody else has sent
+        others. Raises WeightSyncError where it does not say."""
+        ...
 
     def send(self, version: int, tensors: Mapping[str, Tensor], found: Mapping[str, str]) -> int:
         """Bring a version into the server's reach; `found` are the digests of its tensors. Returns the bytes that were sent."""
@@ -58,29 +65,74 @@ class WeightServer(Protocol):
         ...
 
 
+class Sampler(Protocol):
+    """What samples from the servers, as far as their weights matter to it."""
+
+    def adopting(self, version: int) -> None:
+        """The servers may sample from this version from now on."""
+        ...
+
+    def prompt_logprobs(self, tokens: Sequence[int]) -> Sequence[float]:
+        """The logprob of each token after the first, as the servers compute it for a request. Blocks."""
+        ...
+
+
 class HttpWeights:
     """Brings weights to several servers at once. Implements `Transport`."""
 
     shares_storage = False
 
     def __init__(
-        self, servers: Sequence[WeightServer], tensors: Mapping[str, Tensor], convert: Convert = lambda tensors: tensors
+        self,
+        servers: Sequence[WeightServer],
+        tensors: Mapping[str, Tensor],
+        convert: Convert = lambda tensors: tensors,
+        sampler: Sampler | None = None,
+        patience_s: float = PATIENCE_S,
     ) -> None:
-        """`tensors` are the trainer's: those that every update will have. `convert` makes of them what the servers are sent."""
-        self._servers, self._convert = list(servers), convert
+        """`tensors` are the trainer's: those that every update will have. `convert` makes of them what the servers are sent.
+        Without a `sampler` no probe is computed. A server that is away may take `patience_s` to come back."""
+        self._servers, self._convert, self._sampler, self.patience_s = list(servers), convert, sampler, patience_s
         self._forms = {name: form_of(name, tensor) for name, tensor in tensors.items()}
-        self._moved: int | None = None
+        self._moved: WeightSet | None = None
         """The version that was sent last."""
         self._is_under_way = False
         """Whether it is not adopted yet."""
+        self._version = 0
+        """The version that the servers have."""
+        self._probe: Probe | None = None
+        """What the trainer made of a prompt under that version."""
+        self.num_losses = 0
+        """How often a server was found without the weights that it was left with."""
         self.parts: dict[str, float] = {}
         """Seconds of each part of the last update."""
         self.pause_s: float | None = None
 
     def move(self, plan: TransferPlan, weights: WeightSet) -> int:
-        """Send the version to every server, but for tensors that it has already. Returns the bytes sent."""
+        """Send the version to every server, but for tensors that it has already. Returns the bytes sent. Waits for a server
+        that is away."""
         self._check_forms(weights)
-        self.parts, self._moved, self._is_under_way = {}, plan.version, True
+        self.parts, self._moved, self._is_under_way = {}, weights, True
+        self._patiently(self.look)
+        return self._patiently(lambda: self._send(weights))
+
+    def look(self) -> bool:
+        """Ask every server whether it still has the weights that it was left with. Returns False where one has not, and counts
+        it. Raises WeightSyncError where one does not say."""
+        lost = sum(self._each(lambda server: server.is_lost()))
+        self.num_losses += lost
+        return not lost
+
+    def restore(self, weights: WeightSet) -> None:
+        """Bring servers that have lost their weights to these: those of the version that they had."""
+        if self.look():
+            self._examine()
+        else:
+            self._send(weights)
+            self._each(lambda server: server.verify())
+            self._take()
+
+    def _send(self, weights: WeightSet) -> int:
         with self._part("convert"):
             sent = self._convert(weights.tensors)
         with self._part("gather"):
@@ -88,7 +140,7 @@ class HttpWeights:
         with self._part("serialise"):
             found = digests(host)
         with self._part("transfer"):
-            return sum(self._each(lambda server: server.send(plan.version, host, found)))
+            return sum(self._each(lambda server: server.send(weights.version, host, found)))
 
     def verify(self, weights: WeightSet) -> None:
         self._check_forms(weights)
@@ -97,21 +149,64 @@ class HttpWeights:
                 self._each(lambda server: server.verify())
 
     def adopt(self, probe: Probe | None = None) -> None:
-        """Have every server sample from what was sent. Servers compute no probe: they have compared digests."""
+        """Have every server sample from what was sent, and compare what it makes of a prompt with the trainer's own. One that
+        is started again meanwhile is waited for, and gets everything."""
+        assert self._moved is not None, "nothing was moved"
+        weights, self._probe = self._moved, probe
+        self._tell(weights.version)
+        try:
+            self._take()
+        except (WeightSyncError, EngineLostError):
+            if self._patiently(self.look):  # it was there all the time: the version is not to its liking, or ours
+                raise
+            self._patiently(lambda: self.restore(weights))
+        self._version, self._is_under_way = weights.version, False
+
+    def _take(self) -> None:
         with self._part("load"):
             self._each(lambda server: server.adopt())
-        self._is_under_way = False
+        with self._part("verify"):
+            self._examine()
+
+    def _patiently(self, action: Callable[[], Result]) -> Result:
+        """What `action` gives, again and again while a server is away."""
+        deadline = time.monotonic() + self.patience_s
+        while True:
+            try:
+                return action()
+            except (ServerAwayError, EngineLostError):
+                if time.monotonic() > deadline:
+                    raise
+            time.sleep(PAUSE_S)
+
+    def _examine(self) -> None:
+        if self._probe is None or self._sampler is None:
+            return
+        found = self._sampler.prompt_logprobs(self._probe.tokens)
+        try:
+            check_logprobs(self._probe.logprobs, found, OTHER_KERNELS * self._probe.tolerance)
+        except WeightSyncError as error:
+            raise WeightSyncError(
+                f"the server does not sample from the weights that it was sent: {error.message}",
+                "is engine.served_model an adapter or another model, does engine.url lead elsewhere than the weights,"
+                " or does the server quantise them?",
+            ) from error
+
+    def _tell(self, version: int) -> None:
+        if self._sampler is not None:
+            self._sampler.adopting(version)
 
     def revert(self, version: int) -> None:
         """Every server that can be reached goes back to what it had before `version`."""
-        if self._moved == version:
+        if self._moved is not None and self._moved.version == version:
             self._moved, self._is_under_way = None, False
             for server in self._servers:
                 with suppress(WeightSyncError):
                     server.revert()
+            self._tell(self._version)
 
     def catch_up(self, channel: Connection, weights: WeightSet) -> None:
-        """Servers are not started by a run; one that was started again is noticed by its version when weights are sent."""
+        """Servers are not started by a run: `watched_servers.py` notices one that was started again."""
         raise AssertionError("servers have no connection of their own")
 
     def close(self) -> None:
@@ -131,73 +226,8 @@ class HttpWeights:
 
     def _each(self, call: Callable[[WeightServer], Any]) -> list[Any]:
         """What each server gave. All are waited for, so that none is still at work when an error is raised."""
+        if len(self._servers) == 1:
+            return [call(self._servers[0])]
         with ThreadPoolExecutor(max(1, len(self._servers)), thread_name_prefix="http-weights") as pool:
             futures = [pool.submit(call, server) for server in self._servers]
         return [future.result() for future in futures]
-
-
-class RedlineServer:
-    """A `redline serve --weights-token-env …`. Implements `WeightServer`."""
-
-    def __init__(self, server: HttpServer, bucket_bytes: int = BUCKET_BYTES) -> None:
-        """Ask the server what it has. Raises WeightSyncError where it takes no weights, or not with this token."""
-        self._server = server
-        self._bucket_bytes = bucket_bytes
-        said = server.get("/weights")
-        self._forms: dict[str, Any] = said["tensors"]
-        self.version: int = said["version"]
-        """The version that it samples from."""
-        self._there: dict[str, str] = {}
-        """Digests of what it samples from, as far as we sent it."""
-        self._sent: tuple[int, dict[str, str], tuple[str, ...]] | None = None
-        """The version under way, its digests, and the names of what was sent."""
-        self._before: tuple[int, dict[str, str]] | None = None
-        """What `revert` goes back to."""
-
-    def send(self, version: int, tensors: Mapping[str, Tensor], found: Mapping[str, str]) -> int:
-        self._check_form(tensors)
-        if self._server.get("/weights")["version"] != self.version:  # it was started again, with the weights of its model
-            self._there = {}
-        changed = {name: tensor for name, tensor in tensors.items() if found[name] != self._there.get(name)}
-        self._before, self._sent = (self.version, self._there), None
-        for bucket in in_groups(changed, self._bucket_bytes):
-            self._put(version, bucket)
-        self._sent = version, dict(found), tuple(changed)
-        return sum(tensor.nbytes for tensor in changed.values())
-
-    def _check_form(self, tensors: Mapping[str, Tensor]) -> None:
-        for name, tensor in tensors.items():
-            form = {"dtype": DTYPES[tensor.dtype], "shape": list(tensor.shape)}
-            if (there := self._forms.get(name)) != form:
-                raise WeightSyncError(
-                    f"{name}: the trainer has {form}, {self._server.url} has {there or 'no such tensor'}",
-                    "serve the model that the run begins with, in the run's type (--dtype)",
-                )
-
-    def _put(self, version: int, tensors: Mapping[str, Tensor]) -> None:
-        parts = pack(tensors)
-        digest = hashlib.sha256()
-        for part in parts:
-            digest.update(part)
-        headers = {"Content-Type": "application/octet-stream", "X-Sha256": digest.hexdigest()}
-        said = self._server.call("PUT", f"/weights/{version}/tensors", parts, headers)
-        if sorted(said["names"]) != sorted(tensors):
-            raise WeightSyncError(f"{self._server.url} took other tensors than were sent", "send them again")
-
-    def verify(self) -> None:
-        """The server has compared the digest of every body, and the sum of every tensor on its device."""
-        if self._sent is None:
-            raise WeightSyncError(f"{self._server.url} did not get all of the weights", "send them again")
-
-    def adopt(self) -> None:
-        assert self._sent is not None, "nothing was sent"
-        version, found, names = self._sent
-        self._server.post(f"/weights/{version}/adopt", {"names": names})
-        self.version, self._there, self._sent = version, found, None
-
-    def revert(self) -> None:
-        if self._before is None:
-            return
-        version, there = self._before
-        self._server.post(f"/weights/{version}/revert")
-        self.version, self._there, self._sent, self._before = version, there, None, None

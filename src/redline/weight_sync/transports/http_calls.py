@@ -9,10 +9,13 @@ from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import urlsplit
 
-from redline.errors import ConfigError, WeightSyncError
+from redline.addresses import fits_header, is_server_address
+from redline.errors import ConfigError, ServerAwayError, WeightSyncError
 
 Json = dict[str, Any]
 MAX_ANSWER_BYTES = 1 << 26
+KINDS = {"http": http.client.HTTPConnection, "https": http.client.HTTPSConnection}
+"""What opens a connection, by the scheme of an address."""
 
 
 @dataclass(slots=True, frozen=True)
@@ -20,10 +23,17 @@ class HttpServer:
     """One server. Usable from several threads: every call has a connection of its own."""
 
     url: str
-    """Without a path: `http://127.0.0.1:8000`."""
+    """`http://127.0.0.1:8000`; calls go below its path, where it has one."""
     token: str | None = field(default=None, repr=False)
     timeout_s: float = 600.0
     """Seconds that one call may take."""
+
+    def __post_init__(self) -> None:
+        """Raises ConfigError for an address or a token that no request could have. What it says never holds the token."""
+        if not is_server_address(self.url):
+            raise ConfigError(f"{self.url!r} is no address of a server", "for example http://127.0.0.1:8000")
+        if self.token is not None and not fits_header(self.token):
+            raise ConfigError(f"the token for {self.url} has a character that no HTTP header takes", "has it a line break?")
 
     def get(self, path: str) -> Json:
         return self.call("GET", path)
@@ -40,15 +50,16 @@ class HttpServer:
         try:
             length = sum(memoryview(part).nbytes for part in parts)
             sent = {"Content-Length": str(length), **(headers or {})}
-            connection.request(method, path, iter(parts) if parts else None, sent | self._authorization())
+            prefix = urlsplit(self.url).path.rstrip("/")
+            connection.request(method, prefix + path, iter(parts) if parts else None, sent | self._authorization())
             response = connection.getresponse()
             body = response.read(MAX_ANSWER_BYTES)
         except TimeoutError:
             why = f"{self.url} did not answer {method} {path} within {self.timeout_s:g} s"
-            raise WeightSyncError(why, "look whether that server still runs") from None
+            raise ServerAwayError(why, "look whether that server still runs") from None
         except (OSError, http.client.HTTPException) as error:
             why = f"{self.url} did not take {method} {path}: {error}"
-            raise WeightSyncError(why, "look whether that server still runs, and at what it said last") from error
+            raise ServerAwayError(why, "look whether that server still runs, and at what it said last") from error
         finally:
             connection.close()
         return self._answer(method, path, response.status, body)
@@ -66,10 +77,8 @@ class HttpServer:
 
     def _connection(self) -> http.client.HTTPConnection:
         parts = urlsplit(self.url)
-        kinds = {"http": http.client.HTTPConnection, "https": http.client.HTTPSConnection}
-        if parts.scheme not in kinds or not parts.hostname:
-            raise ConfigError(f"{self.url!r} is no address of a server", "for example http://127.0.0.1:8000")
-        return kinds[parts.scheme](parts.hostname, parts.port, timeout=self.timeout_s)
+        assert parts.hostname is not None
+        return KINDS[parts.scheme](parts.hostname, parts.port, timeout=self.timeout_s)
 
     def _authorization(self) -> dict[str, str]:
         return {"Authorization": f"Bearer {self.token}"} if self.token else {}
