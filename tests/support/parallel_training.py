@@ -4,8 +4,12 @@ Run by the tests themselves for the single process, and by the processes of `ran
 
 from __future__ import annotations
 
+import itertools
+import os
+import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields, replace
+from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
@@ -21,6 +25,9 @@ from redline.models.lora.trainable import add_adapter
 from redline.models.spec import DecoderSpec
 from redline.models.value_head import ValueNetwork
 from redline.trainer.batches.micro_batches import MicroBatch
+from redline.trainer.checkpoints.background import CheckpointWriter
+from redline.trainer.checkpoints.folder import load_checkpoint
+from redline.trainer.checkpoints.tensors import SavedTensors
 from redline.trainer.loss.logprobs import selected_logprobs
 from redline.trainer.optimizer.adamw import MasterAdamW
 from redline.trainer.parallel import weights as trainer_weights
@@ -55,6 +62,8 @@ OPTIMIZER: dict[str, Any] = {"learning_rate": 1e-2, "eps": 1e-3, "weight_decay":
 """With so large an eps, a gradient that differs by rounding makes an update that differs by rounding."""
 
 Network = Decoder | ValueNetwork
+CHECKPOINTS = itertools.count()
+"""How many this process has written."""
 
 
 @dataclass
@@ -73,8 +82,8 @@ class Case:
     """A loss that looks at whole sequences at once."""
     look: bool = False
     """Pass a micro-batch through the network, without gradients, before the weights change."""
-    start: dict[str, Tensor] = field(default_factory=dict)
-    """A saved state to begin from."""
+    start: Path | None = None
+    """The checkpoint to begin from."""
     first_step: int = 0
     """Decides the data."""
 
@@ -87,9 +96,11 @@ class Outcome:
     weights: dict[str, Tensor]
     """Masters, at the end."""
     state: dict[str, Tensor]
-    """As a checkpoint holds it; rank 0 only."""
+    """As the checkpoint holds it, whole; rank 0 only."""
     totals: list[float]
     """Trained tokens and loss of the last step, over all processes."""
+    folder: Path = Path()
+    """The checkpoint."""
 
 
 def train(case: Case) -> Outcome:
@@ -136,7 +147,7 @@ def train_with(parallel: Parallel, case: Case) -> Outcome:
     optimizer = MasterAdamW(weights.parameters, torch.float32 if weights.are_masters else case.dtype, config)
     optimizer.sum_squares = weights.sum_squares
     if case.start:
-        optimizer.load_state(weights.local_state(case.start, optimizer.state()))
+        optimizer.load_state(weights.own_state(opened(case.start)))
         weights.changed()
     outcome = Outcome({}, [], {}, {}, [])
     for step in range(case.first_step, case.first_step + case.steps):
@@ -159,8 +170,28 @@ def train_with(parallel: Parallel, case: Case) -> Outcome:
         weights.changed()
         outcome.totals = parallel.sum_of(totals).tolist()
     outcome.weights = {name: whole.clone() for name, whole in weights.full(optimizer.masters, torch.float32)}
-    outcome.state = {key: value.clone() for key, value in weights.full_state(optimizer.state()).items()}
+    outcome.folder = save(parallel, optimizer)
+    if parallel.is_main:
+        outcome.state = {key: value.clone() for key, value in opened(outcome.folder).items()}
     return outcome
+
+
+def save(parallel: Parallel, optimizer: MasterAdamW) -> Path:
+    """Write a checkpoint, each process its part, to a folder that all name alike."""
+    name = f"redline-{os.getppid() if parallel.place.world > 1 else os.getpid()}-{parallel.place.world}-{next(CHECKPOINTS)}"
+    folder = Path(tempfile.gettempdir()) / name / "step-000001"
+    if parallel.is_main or parallel.is_divided:
+        writer = CheckpointWriter(parallel.checkpoint())
+        writer.save(folder, 1, optimizer.state())
+        writer.close()
+    parallel.max_of(torch.zeros(1))  # it is whole once rank 0 has come here
+    return folder
+
+
+def opened(folder: Path) -> SavedTensors:
+    tensors = load_checkpoint(folder).tensors
+    assert isinstance(tensors, SavedTensors)
+    return tensors
 
 
 def loss_of(share: SequenceShare, network: Network, micro_batch: MicroBatch, case: Case) -> Tensor:

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import gc
+import itertools
+import os
+import shutil
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+import threading
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,7 +17,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from safetensors.torch import load_file
 from support.fakes import Attempt, train_batch
 from support.parallel_training import parted
 from support.small_models import CONFIGS, VOCAB_SIZE, write_model
@@ -24,11 +28,15 @@ from redline.config.algorithms import fill_algorithm
 from redline.config.load import validate
 from redline.config.schema import Config
 from redline.models.decoder import DecoderLayer
-from redline.models.files.hf import AnyDecoder, hf_tensors, load_decoder
+from redline.models.files.hf import AnyDecoder, hf_tensors, load_decoder, unloaded_decoder
+from redline.models.files.stored import StoredWeights
 from redline.trainer import PolicyTrainer, Sampling
-from redline.trainer.parallel.processes import connect
+from redline.trainer.checkpoints.folder import load_checkpoint
+from redline.trainer.parallel.processes import Parallel, connect
 from redline.types import StepReport, TrainBatch
 
+STATES = itertools.count()
+"""How many states this process has looked at."""
 TEMPERATURE = 0.8
 MAX_NEW_TOKENS = 30
 OPTIMIZER: dict[str, Any] = {"learning_rate": 1e-2, "betas": (0.0, 0.9), "eps": 1e-3, "weight_decay": 0.1, "max_grad_norm": 1e9}
@@ -102,12 +110,16 @@ def random_attempt(model: PreTrainedModel, prompt: list[int], generator: np.rand
 
 
 def state_of(trainer: PolicyTrainer) -> dict[str, Tensor]:
-    """As its checkpoint has it."""
-    with tempfile.TemporaryDirectory() as folder:
-        trainer.save(Path(folder) / "checkpoint")
-        trainer.flush()
-        path = Path(folder) / "checkpoint" / "trainer.safetensors"
-        return load_file(path) if path.exists() else {}
+    """As its checkpoint has it; on rank 0 alone, where there are several."""
+    parallel = trainer._parallel
+    parent = os.getppid() if parallel.place.world > 1 else os.getpid()
+    folder = Path(tempfile.gettempdir()) / f"redline-{parent}-{next(STATES)}" / "checkpoint"
+    trainer.save(folder)
+    trainer.flush()
+    found = {name: tensor.clone() for name, tensor in load_checkpoint(folder).tensors.items()} if parallel.is_main else {}
+    if parallel.is_main:
+        shutil.rmtree(folder.parent)
+    return found
 
 
 def part_of(state: dict[str, Tensor], prefix: str) -> dict[str, Tensor]:
@@ -176,7 +188,8 @@ def train(
     config = recipe(**of_trainer)
     parallel = connect(division, torch.device("cpu"))
     told: list[str] = []
-    trainer = make_trainer(folder, config, parallel=parallel, tell=told.append, bad_steps=folder / "bad-steps")
+    options: dict[str, Any] = {"parallel": parallel, "tell": told.append, "bad_steps": folder / "bad-steps"}
+    trainer = make_trainer(folder, config, **options, **weights_of(folder, parallel))
     if start:
         trainer.load(start)
     with room_for((room_of_rank or {}).get(parallel.place.rank, sys.maxsize)):
@@ -185,6 +198,75 @@ def train(
         trainer.save(end)
         trainer.flush()
     return Outcome(reports, told, state_of(trainer))
+
+
+def weights_of(folder: Path, parallel: Parallel) -> dict[str, Any]:
+    """As `launch` gives a trainer its policy: whole, or without weights where ranks divide it."""
+    if not parallel.is_divided:
+        return {}
+    decoder = unloaded_decoder(folder)
+    return {"decoder": decoder, "stored": StoredWeights(folder, decoder.spec)}
+
+
+@dataclass
+class Grown:
+    """How much more memory of its own a process had, at most, than before (`RssAnon`: files that it maps do not count)."""
+
+    start: int
+    """While the trainer was made."""
+    save: int
+    """While a checkpoint was written."""
+    resume: int
+    """While it was loaded by a second trainer."""
+    part: int
+    """Bytes of the float32 weights that are this process's."""
+    memory: dict[str, int]
+    """What the trainer says that it holds."""
+
+
+def grow(folder: Path, checkpoint: Path, keys: dict[str, Any]) -> Grown:
+    """Load a model, save a checkpoint and load that, on processes that divide the weights. No step is taken."""
+    division, of_trainer = parted(keys)
+    parallel = connect(division, torch.device("cpu"))
+    made: list[PolicyTrainer] = []
+
+    def make() -> None:
+        made.append(
+            make_trainer(folder, recipe(**of_trainer), torch.bfloat16, parallel=parallel, **weights_of(folder, parallel))
+        )
+
+    def save() -> None:
+        made[0].save(checkpoint)
+        made[0].flush()
+
+    start, saved = peak_of(make), peak_of(save)
+    parallel.max_of(torch.zeros(1))
+    part, memory = sum(master.nbytes for master in made[0]._optimizer.masters.values()), made[0].memory()
+    made.clear()
+    make()
+    return Grown(start, saved, peak_of(lambda: made[0].load(checkpoint)), part, memory)
+
+
+def peak_of(action: Callable[[], None]) -> int:
+    """Bytes of its own that the process came to have, at most, beyond those before."""
+    gc.collect()
+    before, highest, done = own_bytes(), [0], threading.Event()
+
+    def watch() -> None:
+        while not done.wait(0.002):
+            highest[0] = max(highest[0], own_bytes())
+
+    watcher = threading.Thread(target=watch)
+    watcher.start()
+    action()
+    done.set()
+    watcher.join()
+    return max(highest[0], own_bytes()) - before
+
+
+def own_bytes() -> int:
+    (line,) = (line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("RssAnon"))
+    return 1024 * int(line.split()[1])
 
 
 @contextmanager

@@ -13,12 +13,13 @@ from pathlib import Path
 from types import FrameType
 
 from redline.config import Config
-from redline.errors import RankLostError, in_words
+from redline.errors import RankLostError, RunFolderError, in_words
 from redline.launch.models import load_trainable_policy
 from redline.launch.process import prepare_process
 from redline.launch.trainers import connect_ranks, make_following_trainer
 from redline.telemetry import Recorder
 from redline.telemetry.processes import recording_process
+from redline.trainer.parallel.checkpoint_parts import ALL_MUST_SEE, WHY_ALL
 from redline.trainer.parallel.led import follow as follow_orders
 from redline.trainer.parallel.orders import END, Order
 from redline.trainer.parallel.ranks import Ranks, join
@@ -44,8 +45,10 @@ def follow() -> None:
 
 
 def _take_part(ranks: Ranks, begin: Order) -> None:
-    config = Config.model_validate(begin.fields["config"])
-    with _recording(ranks.rank, Path(begin.fields["folder"])) as recorder:
+    config, folder = Config.model_validate(begin.fields["config"]), Path(begin.fields["folder"])
+    if config.trainer.sharding != "none" and not folder.is_dir():
+        raise RunFolderError(f"{folder}: this machine does not see this folder, {WHY_ALL}", ALL_MUST_SEE)
+    with _recording(ranks.rank, folder) as recorder:
         if recorder is not None:
             ranks.pulse.doing = lambda: next((lane.innermost for lane in recorder.lane_states() if lane.name == "main"), "")
         prepare_process(config)

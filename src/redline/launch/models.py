@@ -10,8 +10,9 @@ import torch
 
 from redline.config import Config
 from redline.errors import ModelError
-from redline.models.files.hf import AnyDecoder, load_decoder, load_tokenizer, stop_token_ids
+from redline.models.files.hf import AnyDecoder, load_decoder, load_tokenizer, stop_token_ids, unloaded_decoder
 from redline.models.files.sources import model_folder
+from redline.models.files.stored import StoredWeights
 from redline.telemetry import span
 
 if TYPE_CHECKING:
@@ -27,6 +28,8 @@ class LoadedModel:
     decoder: AnyDecoder
     tokenizer: PreTrainedTokenizerBase
     folder: Path
+    stored: StoredWeights | None = None
+    """Where the decoder has no weights yet, because ranks divide them: what each reads its part from."""
 
     @property
     def stop_token_ids(self) -> tuple[int, ...]:
@@ -40,7 +43,10 @@ def load_policy(config: Config) -> LoadedModel:
 
 
 def load_trainable_policy(config: Config) -> LoadedModel:
-    """Load the policy of a recipe to train it, in float32. Raises `ModelError` where the trainer cannot compute its loss."""
+    """Load the policy of a recipe to train it, in float32; where ranks divide its weights, the network without them. Raises
+    `ModelError` where the trainer cannot compute its loss."""
+    if config.trainer.sharding != "none":
+        return _load_for_ranks(config)
     model = _load(config, torch.float32)
     if not model.decoder.plain_head:
         raise ModelError(
@@ -55,6 +61,13 @@ def _load(config: Config, dtype: torch.dtype) -> LoadedModel:
         folder = model_folder(config.model.path, config.run.seed)
         tokenizer = load_tokenizer(folder)
         return LoadedModel(load_decoder(folder, torch.device(config.run.device), dtype), tokenizer, folder)
+
+
+def _load_for_ranks(config: Config) -> LoadedModel:
+    with span("models.load"):
+        folder = model_folder(config.model.path, config.run.seed)
+        decoder = unloaded_decoder(folder, torch.device(config.run.device))
+        return LoadedModel(decoder, load_tokenizer(folder), folder, StoredWeights(folder, decoder.spec))
 
 
 def load_reward_model(config: Config) -> RewardModel | None:

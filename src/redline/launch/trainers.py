@@ -16,12 +16,14 @@ from redline.telemetry.files.failure import record_failure
 from redline.trainer import PolicyTrainer, Sampling
 from redline.trainer.parallel.led import LeadingTrainer
 from redline.trainer.parallel.orders import Order
-from redline.trainer.parallel.place import Division
+from redline.trainer.parallel.place import Division, part_rows
 from redline.trainer.parallel.processes import Parallel, connect, local_device
 from redline.trainer.parallel.pulse import HINT
 from redline.trainer.parallel.ranks import Ranks, join
 
 BEGIN = "begin"
+DIGESTS = 2**62
+"""Digests of weights are below it, so that an int64 holds them and their negatives."""
 STUCK = 10
 """How many times `trainer.rank_timeout_s` a rank that is alive may keep the others waiting inside a step."""
 
@@ -51,31 +53,59 @@ def make_trainer(config: Config, model: LoadedModel, folder: RunFolder, tell: Te
     """Make the trainer of a policy that was loaded in float32. Steps that went wrong leave their batches in the run folder."""
     with span("trainer.setup"):
         if parallel.place.world == 1:
-            return PolicyTrainer(*_policy(config, model), **_options(config, folder.path, tell))
+            return PolicyTrainer(*_policy(config, model), **_options(config, model, folder.path, tell))
         ranks = join()
         with ranks.naming_who_is_lost():
             check_same_weights(config, model, parallel)
-            return LeadingTrainer(ranks, *_policy(config, model), **_options(config, folder.path, tell), parallel=parallel)
+            options = _options(config, model, folder.path, tell)
+            trainer = LeadingTrainer(ranks, *_policy(config, model), **options, parallel=parallel)
+            ranks.pulse.is_writing = lambda: trainer.is_saving
+            return trainer
 
 
 def make_following_trainer(config: Config, model: LoadedModel, parallel: Parallel) -> PolicyTrainer:
     """Make the trainer of a rank that follows: the same, but it writes and says nothing."""
     with span("trainer.setup"):
         check_same_weights(config, model, parallel)
-        return PolicyTrainer(*_policy(config, model), **_options(config, Path(), lambda text: None), parallel=parallel)
+        options = _options(config, model, Path(), lambda text: None)
+        trainer = PolicyTrainer(*_policy(config, model), **options, parallel=parallel)
+        join().pulse.is_writing = lambda: trainer.is_saving
+        return trainer
 
 
 def check_same_weights(config: Config, model: LoadedModel, parallel: Parallel) -> None:
     """Raise ModelError, on every rank, unless all have loaded the same weights: each reads them from its own disk or cache, and
     gradients of two models would be added up without a word. Blocks until all ranks have called it."""
-    tensors = [parameter.detach().contiguous().view(torch.int32) for parameter in model.decoder.parameters()]
-    digest = torch.stack([place * tensor.sum(dtype=torch.int64) for place, tensor in enumerate(tensors, start=1)]).sum()
-    largest, smallest = parallel.max_of(torch.stack([digest, -digest])).tolist()
-    if largest != -smallest:
+    digests = _digests(model, parallel) if model.stored else [_digest(model)]
+    nobody = torch.iinfo(torch.int64).min
+    highest = parallel.max_of(torch.tensor([nobody if digest is None else digest for digest in digests]))
+    lowest = -parallel.max_of(torch.tensor([nobody if digest is None else -digest for digest in digests]))
+    if (highest != lowest).any():
         raise ModelError(
             f"model.path = {config.model.path}: the ranks have loaded different weights",
             "every rank reads them from its own disk or cache: bring the same files to each",
         )
+
+
+def _digest(model: LoadedModel) -> int:
+    """A number that differs, as good as always, where weights do."""
+    tensors = [parameter.detach().contiguous().view(torch.int32) for parameter in model.decoder.parameters()]
+    return sum(place * int(tensor.sum(dtype=torch.int64)) for place, tensor in enumerate(tensors, start=1)) % DIGESTS
+
+
+def _digests(model: LoadedModel, parallel: Parallel) -> list[int | None]:
+    """For each part of the weights a number of that kind, from this rank's files: of the part that it will hold and of the next
+    one, which another rank holds. None of the others, so that no rank reads them all."""
+    assert model.stored is not None
+    own, parts = parallel.part, parallel.num_parts
+    found: list[int | None] = [None] * parts
+    for part in {own, (own + 1) % parts}:
+        digests = (
+            model.stored.digest(name, *part_rows(len(parameter), part, parts), parameter.shape[1:])
+            for name, parameter in model.decoder.named_parameters()
+        )
+        found[part] = sum(digests) % DIGESTS
+    return found
 
 
 def _policy(config: Config, model: LoadedModel) -> tuple:
@@ -84,5 +114,5 @@ def _policy(config: Config, model: LoadedModel) -> tuple:
     return model.decoder, getattr(torch, config.model.dtype), config.trainer, sampling
 
 
-def _options(config: Config, folder: Path, tell: Tell) -> dict:
-    return {"seed": config.run.seed, "bad_steps": folder / "bad-steps", "tell": tell}
+def _options(config: Config, model: LoadedModel, folder: Path, tell: Tell) -> dict:
+    return {"seed": config.run.seed, "stored": model.stored, "bad_steps": folder / "bad-steps", "tell": tell}

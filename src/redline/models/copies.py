@@ -23,6 +23,15 @@ def copy_network(
     return copy.deepcopy(network, copies)
 
 
+def empty_copy(network: Network, dtype: torch.dtype, device: torch.device) -> Network:
+    """A frozen network of the same shape, whose parameters are still to be written; buffers are copied."""
+    empty = {
+        id(parameter): nn.Parameter(torch.empty(parameter.shape, dtype=dtype, device=device), requires_grad=False)
+        for parameter in network.parameters()
+    }
+    return copy.deepcopy(network, empty)
+
+
 def second_network(network: Network) -> Network:
     """Another network on the very same parameters: modules of its own, no memory for weights."""
     shared = {id(parameter): parameter for parameter in network.parameters()}

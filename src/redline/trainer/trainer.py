@@ -16,7 +16,7 @@ from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -26,12 +26,13 @@ from redline.config.algorithms import recomputes_old_logprobs
 from redline.config.sections.rollouts import AdvantageEstimator
 from redline.config.sections.trainer import TrainerConfig
 from redline.errors import ConfigError
-from redline.models.copies import copy_network
+from redline.models.copies import empty_copy
 from redline.models.decoder import Decoder
 from redline.models.files.hf import AnyDecoder
+from redline.models.files.stored import StoredWeights
 from redline.models.lora.trainable import add_adapter
 from redline.models.sizes.flops import NetworkCost, training_flops
-from redline.models.sizes.in_use import weight_bytes
+from redline.models.sizes.in_use import tensor_bytes
 from redline.models.sizes.memory import parameter_bytes, token_bytes
 from redline.models.value_head import value_network
 from redline.telemetry import span
@@ -43,6 +44,7 @@ from redline.trainer.batches.staging import Staging, Values
 from redline.trainer.checkpoints.background import CheckpointWriter
 from redline.trainer.checkpoints.folder import Checkpoint, load_checkpoint
 from redline.trainer.checkpoints.random_state import restore_random_state
+from redline.trainer.checkpoints.tensors import SavedTensors
 from redline.trainer.loss.algorithm import LossInputs, policy_loss
 from redline.trainer.loss.off_policy import correction_for
 from redline.trainer.loss.token_numbers import TokenNumbers, batch_advantages, batch_weights, reward_kl
@@ -87,15 +89,17 @@ class PolicyTrainer:
         *,
         seed: int = 0,
         parallel: Parallel | None = None,
+        stored: StoredWeights | None = None,
         bad_steps: Path = Path("bad-steps"),
         tell: Callable[[str], None] = lambda _: None,
     ) -> None:
-        """Takes the network over: converts it to `dtype`, and freezes it where an adapter is trained. A batch that is not
-        finite may end in the folder `bad_steps`; `tell` is called with what a user had better know."""
+        """Takes the network over: converts it to `dtype`, and freezes it where an adapter is trained. Ranks that divide a
+        network without weights read each its part from `stored`. A batch that is not finite may end in the folder `bad_steps`;
+        `tell` is called with what a user had better know."""
         recomputes, _ = recomputes_old_logprobs(config, str(dtype).removeprefix("torch."))
         config = config.model_copy(update={"recompute_old_logprobs": recomputes})
         self._has_anchor = recomputes and config.updates_per_step > 1
-        self._seed = seed
+        self._seed, self._version = seed, 0
         self._decoder, self._dtype, self._config, self._sampling = decoder, dtype, config, sampling
         self._parallel = parallel or Parallel()
         self._tell = tell
@@ -104,20 +108,28 @@ class PolicyTrainer:
         self._recompute_in_backward()
         self._reference: Reference | None = None
         if config.kl_coef:
-            self._reference = Reference(decoder, dtype, sampling.temperature, offload=config.reference_offload)
+            self._reference = Reference(
+                decoder,
+                dtype,
+                sampling.temperature,
+                offload=config.reference_offload,
+                wrap=lambda network: self._parallel.wrap(network, dtype, stored),
+            )
         self._critic_settings = critic_settings(config)
         self._critic_optimizer: MasterAdamW | None = None
         self._critic = self._make_critic(seed + 1) if sampling.advantages == "gae" else None
-        is_divided = self._parallel.division.sharding != "none"
+        is_divided = self._parallel.is_divided
         self.network: AnyDecoder = decoder
         """The policy as one network, to sample from: the trainer's own, or where ranks divide its weights a copy that rank 0
         alone has and every step fills."""
         if is_divided and self._parallel.is_main:
-            self.network = copy_network(decoder, dtype, trainable=False)
-        self._weights = self._parallel.wrap(decoder, dtype)
-        self._optimizer = MasterAdamW(self._weights.parameters, torch.float32 if self._weights.are_masters else dtype, config)
+            assert self._parallel.device is not None
+            self.network = empty_copy(decoder, dtype, self._parallel.device)
+        self._weights = self._parallel.wrap(decoder, dtype, stored)
+        self._optimizer = MasterAdamW(self._weights.owned, torch.float32 if self._weights.are_masters else dtype, config)
         if is_divided:
             self._optimizer.sum_squares = self._weights.sum_squares
+            self._fill_network(self._weights.parameters)
         num_parameters = sum(parameter.numel() for parameter in decoder.parameters())
         self._cost = CostModel.of(decoder.spec, num_parameters)
         self._flops = NetworkCost.of(decoder)
@@ -129,8 +141,7 @@ class PolicyTrainer:
         self._forward_budget = TokenBudget(0, "trainer.max_tokens_per_forward")
         self._critic_budget = TokenBudget(config.critic.max_tokens_per_micro_batch, "trainer.critic.max_tokens_per_micro_batch")
         self._bad_steps = BadSteps(config.max_bad_steps, bad_steps if self._parallel.is_main else None)
-        self._writer = CheckpointWriter()
-        self._version = 0
+        self._writer = CheckpointWriter(self._parallel.checkpoint())
         self.writing: Callable[[], AbstractContextManager[None]] = nullcontext
         """What is open while a step overwrites the weights, from its first update to its last: in between they are no version
         of the policy. `ports.WeightSync.writing` keeps an engine that reads them waiting."""
@@ -163,7 +174,7 @@ class PolicyTrainer:
     def masters(self) -> dict[str, Tensor]:
         """The float32 weights that are trained, by our parameter names. Where ranks divide them, all must ask at once, and
         rank 0 gets them, in host memory."""
-        if self._parallel.division.sharding == "none":
+        if not self._parallel.is_divided:
             return self._optimizer.masters
         whole = self._weights.full(self._optimizer.masters, torch.float32)
         return {name: tensor.cpu() for name, tensor in whole if self._parallel.is_main}
@@ -314,7 +325,7 @@ class PolicyTrainer:
             self._optimizer.update(learning_rate, norms)
             self._weights.changed()
             if place.is_last:
-                self._fill_network()
+                self._fill_network(self._weights.owned)
                 self._written.close()
             seen = sent.read()
         if seen.skipped:
@@ -324,14 +335,13 @@ class PolicyTrainer:
         return seen
 
     @torch.no_grad()
-    def _fill_network(self) -> None:
-        """Put the weights that ranks divide together in rank 0's copy, one tensor at a time."""
-        if self._parallel.division.sharding == "none":
+    def _fill_network(self, parts: Mapping[str, Tensor]) -> None:
+        """Put weights that ranks divide together in rank 0's copy, one tensor at a time."""
+        if not self._parallel.is_divided:
             return
         with span("weight_sync.gather", device=True, version=self._version):
             into = dict(self.network.named_parameters()) if self._parallel.is_main else {}
-            trained = {name: p for name, p in self._weights.parameters.items() if p.requires_grad}
-            for name, whole in self._weights.full(trained, self._dtype):
+            for name, whole in self._weights.full(parts, self._dtype):
                 if self._parallel.is_main:
                     into[name].copy_(whole)
 
@@ -411,30 +421,37 @@ class PolicyTrainer:
         return [int(-n) for n in self._parallel.max_of(-torch.tensor(numbers, dtype=torch.float64, device=device)).tolist()]
 
     def _planned_budgets(self) -> Budgets:
-        config, sharding = self._config, self._parallel.division.sharding
+        config, weights = self._config, self._weights
         parameters = parameter_bytes(
             self._decoder,
             self._dtype,
             bytes_per_moments=bytes_per_moments(config.optimizer_states),
             offloaded=config.offload_optimizer,
-            num_shards=1 if sharding == "none" else self._parallel.place.world // self._parallel.division.replicate,
-            sharded_weights=sharding == "full",
         )
         own = parameters.weights + parameters.masters + parameters.moments
+        if weights.are_masters:
+            parameters = weights.planned_bytes(self._dtype, moments=self._optimizer.state_bytes)
+            own = parameters.masters + parameters.moments  # weights are put together later
         return find_budgets(self._decoder, self._dtype, parameters, own, config.gradient_checkpointing)
 
     # ── what others get to see ─────────────────────────────────────────────────────────────────────────────────────────
 
     def weights(self) -> WeightSet:
         held = dict(self.network.named_parameters())
-        trained = [name for name, parameter in self._weights.parameters.items() if parameter.requires_grad]
-        return WeightSet(self._version, {name: held[name].detach() for name in trained})
+        return WeightSet(self._version, {name: held[name].detach() for name in self._weights.owned})
 
     def memory(self) -> dict[str, int]:
-        """Bytes by kind that it holds now; `offloaded` are those in host memory for a device."""
+        """Bytes by kind that this process holds now; `offloaded` are those in host memory for a device. Of weights that ranks
+        divide, its part counts, and on rank 0 the copy to sample from; what a pass puts together counts as activations."""
         device = self._decoder.output_weight.device.type
-        others = (self._reference, self._critic)
-        weights = weight_bytes([self._decoder, *(other.network for other in others if other is not None)])
+        weights = tensor_bytes(
+            (
+                *self._weights.parameters.values(),
+                *(self.network.parameters() if self._parallel.is_divided and self._parallel.is_main else ()),
+                *(self._reference.parameters if self._reference else ()),
+                *(self._critic.network.parameters() if self._critic else ()),
+            )
+        )
         optimizers = [self._optimizer, *([self._critic_optimizer] if self._critic_optimizer else [])]
         states, away = sum(optimizer.state_bytes for optimizer in optimizers), self._config.offload_optimizer
         offloaded = weights.total() - weights[device] + (states if away else 0)
@@ -453,12 +470,19 @@ class PolicyTrainer:
     # ── checkpoints ────────────────────────────────────────────────────────────────────────────────────────────────────
 
     def save(self, folder: Path) -> None:
-        """Copies the state and returns; `flush` waits until it is on the disk."""
-        state = self._weights.full_state(self._optimizer.state())
+        """Copies the state and returns; `flush` waits until it is on the disk. Where ranks divide the weights, all must call
+        it, and each writes its part."""
+        if not (self._parallel.is_main or self._parallel.is_divided):
+            return
+        state = self._optimizer.state()
         if self._critic_optimizer is not None:
             state |= {CRITIC + name: tensor for name, tensor in self._critic_optimizer.state().items()}
-        if self._parallel.is_main:
-            self._writer.save(folder, self._version, state)
+        self._writer.save(folder, self._version, state)
+
+    @property
+    def is_saving(self) -> bool:
+        """Whether a checkpoint is on its way to the disk. Does not block."""
+        return self._writer.is_writing
 
     def flush(self) -> None:
         """Wait until the last checkpoint is on the disk; raises what went wrong with it."""
@@ -468,16 +492,27 @@ class PolicyTrainer:
         self.load_state(load_checkpoint(folder))
 
     def load_state(self, saved: Checkpoint) -> None:
-        """Go on from a checkpoint that was read. Where there are several ranks, all must be given the same one."""
-        critic = {name.removeprefix(CRITIC): t for name, t in saved.tensors.items() if name.startswith(CRITIC)}
-        policy = {name: tensor for name, tensor in saved.tensors.items() if not name.startswith(CRITIC)}
-        self._optimizer.load_state(self._weights.local_state(policy, self._optimizer.state()))
+        """Go on from a checkpoint that was opened. Where ranks divide the weights, all must be given the same one; each reads
+        what it holds, one tensor at a time."""
+        tensors = saved.tensors
+        self._optimizer.load_state(self._weights.own_state(tensors) if isinstance(tensors, SavedTensors) else tensors)
         self._weights.changed()
-        self._fill_network()
+        self._fill_network(self._weights.owned)
         if self._critic_optimizer is not None:
+            critic = {name.removeprefix(CRITIC): tensors[name] for name in tensors if name.startswith(CRITIC)}
             self._critic_optimizer.load_state(critic)
         restore_random_state(saved.random)
         self._version = saved.version
+
+    def share_state(self, version: int, random: Mapping[str, Any]) -> None:
+        """Take over what rank 0 has loaded, tensor by tensor: for ranks that each hold all of it. All must call it at once."""
+        state = self._optimizer.state()
+        for tensor in state.values():
+            self._parallel.broadcast(tensor)
+        if not self._parallel.is_main:
+            self._optimizer.load_state(state)
+            restore_random_state(random)
+            self._version = version
 
     def close(self) -> None:
         """Write the last checkpoint to its end, end the thread that writes them, and part from the other ranks, where there are

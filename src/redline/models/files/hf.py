@@ -1,6 +1,6 @@
 """Hugging Face folders in and out: config.json, safetensors, tokenizer files.
 
-Our fused parameters are the row-wise concatenation of theirs; `_layout` is the one place that knows which. Families that we do
+Our fused parameters are the row-wise concatenation of theirs; `stored.py` knows which. Families that we do
 not have a network for are read, and named on the way out, by transformers."""
 
 from __future__ import annotations
@@ -10,27 +10,25 @@ import io
 import json
 import shutil
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 from torch import Tensor
 
 from redline.errors import ModelError
 from redline.models.decoder import Decoder
 from redline.models.files.modes import give_usual_mode
+from redline.models.files.stored import MISMATCH, StoredTensors, layout_of
 from redline.models.generic import GenericDecoder
 from redline.models.layers.rope import rotary_frequencies
-from redline.models.spec import DecoderSpec, fixed_positions, is_ours, refuse_quantized, spec_from_config
+from redline.models.spec import fixed_positions, is_ours, refuse_quantized, spec_from_config
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 AnyDecoder = Decoder | GenericDecoder
-
-MISMATCH = "the weights do not belong to this config.json"
 
 TOKENIZER_FILES = (
     "tokenizer.json",
@@ -42,14 +40,6 @@ TOKENIZER_FILES = (
     "tokenizer.model",
     "added_tokens.json",
 )
-
-
-@dataclass(slots=True, frozen=True)
-class _Source:
-    """One of our parameters as rows of theirs."""
-
-    names: tuple[str, ...]
-    rows: tuple[int, ...]
 
 
 def load_config(folder: Path) -> PretrainedConfig:
@@ -90,12 +80,27 @@ def load_decoder(folder: Path, device: torch.device | str = "cpu", dtype: torch.
     if not is_ours(config):
         return GenericDecoder(load_recompute_model(folder, device, dtype))
     decoder = empty_decoder(config, device, dtype)
-    weights = _Weights(folder)
+    weights = StoredTensors(folder)
     with torch.no_grad():
-        for name, source in _layout(decoder.spec).items():
+        for name, source in layout_of(decoder.spec).items():
             ours = decoder.get_parameter(name).split(source.rows)
             for theirs, rows in zip(source.names, ours, strict=True):
                 rows.copy_(weights.read(theirs, rows.shape))
+    return decoder
+
+
+def unloaded_decoder(folder: Path, device: torch.device | str = "cpu") -> Decoder:
+    """The network in float32, without weights: for processes that divide it among them before each reads its part
+    (`stored.StoredWeights`). `device` is where they will compute. Raises `ModelError` for a family that transformers runs."""
+    config = load_config(folder)
+    refuse_quantized(config)
+    if not is_ours(config):
+        raise ModelError(
+            f"trainer.sharding: model family {config.model_type!r} is run by transformers, and its layers are not divided",
+            "leave trainer.sharding out",
+        )
+    decoder = empty_decoder(config, "meta")
+    decoder.rotary_frequencies = rotary_frequencies(config)[0].to(device)
     return decoder
 
 
@@ -107,12 +112,12 @@ def check_folder(folder: Path, *, with_weights: bool = True) -> int:
     if not is_ours(config):
         _check_foreign(config)
         if with_weights:
-            _Weights(folder)
+            StoredTensors(folder)
         return fixed_positions(config)
     spec = spec_from_config(config)
     if with_weights:
-        weights = _Weights(folder)
-        for source in _layout(spec).values():
+        weights = StoredTensors(folder)
+        for source in layout_of(spec).values():
             for name, rows in zip(source.names, source.rows, strict=True):
                 weights.check_rows(name, rows)
     return spec.max_positions
@@ -145,7 +150,7 @@ def load_recompute_model(
     from transformers import AutoModelForCausalLM
 
     load_config(folder)
-    _Weights(folder)
+    StoredTensors(folder)
     options = {"dtype": dtype, "attn_implementation": "eager", "use_safetensors": True, "output_loading_info": True}
     try:
         with contextlib.redirect_stderr(io.StringIO()):  # the progress bars of others would cut through our own display
@@ -188,7 +193,7 @@ def hf_tensors(decoder: AnyDecoder, tensors: Mapping[str, Tensor] | None = None)
     if isinstance(decoder, GenericDecoder):
         yield from _checkpoint_tensors(decoder, values)
         return
-    for name, source in _layout(decoder.spec).items():
+    for name, source in layout_of(decoder.spec).items():
         yield from zip(source.names, values[name].detach().split(source.rows), strict=True)
 
 
@@ -236,71 +241,3 @@ def stop_token_ids(folder: Path, tokenizer: PreTrainedTokenizerBase) -> tuple[in
         listed = json.loads(path.read_text()).get("eos_token_id")
         found |= set(listed if isinstance(listed, list) else [listed]) - {None}
     return tuple(sorted(found))
-
-
-def _layout(spec: DecoderSpec) -> dict[str, _Source]:
-    """Our parameter name → their names and row counts."""
-    whole = {"embed": "model.embed_tokens.weight", "norm": "model.norm.weight"}
-    if not spec.tied_embeddings:
-        whole["lm_head"] = "lm_head.weight"
-    rows = {"embed": spec.vocab_size, "norm": spec.hidden_size, "lm_head": spec.vocab_size}
-    layout = {ours: _Source((theirs,), (rows[ours],)) for ours, theirs in whole.items()}
-    for index in range(spec.num_layers):
-        layout |= {f"layers.{index}.{ours}": source for ours, source in _layer_layout(spec, f"model.layers.{index}").items()}
-    return layout
-
-
-def _layer_layout(spec: DecoderSpec, prefix: str) -> dict[str, _Source]:
-    def norm(name: str, size: int) -> _Source:
-        return _Source((f"{prefix}.{name}.weight",), (size,))
-
-    layout = {
-        "attn_norm": norm("input_layernorm", spec.hidden_size),
-        "mlp_norm": norm("post_attention_layernorm", spec.hidden_size),
-    }
-    if spec.qk_norm:
-        layout["q_norm"] = norm("self_attn.q_norm", spec.head_dim)
-        layout["k_norm"] = norm("self_attn.k_norm", spec.head_dim)
-    linears = {
-        "qkv": (("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"), spec.qkv_sizes, spec.qkv_bias),
-        "o": (("self_attn.o_proj",), (spec.hidden_size,), spec.o_bias),
-        "gate_up": (("mlp.gate_proj", "mlp.up_proj"), (spec.intermediate_size,) * 2, spec.mlp_bias),
-        "down": (("mlp.down_proj",), (spec.hidden_size,), spec.mlp_bias),
-    }
-    for ours, (theirs, rows, has_bias) in linears.items():
-        for kind in ("weight", "bias") if has_bias else ("weight",):
-            layout[f"{ours}.{kind}"] = _Source(tuple(f"{prefix}.{name}.{kind}" for name in theirs), rows)
-    return layout
-
-
-class _Weights:
-    """The folder's safetensors shards as one mapping, read on demand."""
-
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
-        self._shards: dict[str, safe_open] = {}
-        paths = sorted(folder.glob("*.safetensors"))
-        if not paths:
-            raise ModelError(f"{folder}: no *.safetensors file", "give a folder with safetensors weights")
-        for path in paths:
-            try:
-                shard = safe_open(path, framework="pt")
-            except (SafetensorError, OSError) as error:
-                raise ModelError(f"{path}: damaged: {error}", "download or convert the model again") from error
-            self._shards |= dict.fromkeys(shard.keys(), shard)
-
-    def check_rows(self, name: str, rows: int) -> None:
-        """Whether a weight is there, and has as many rows as config.json says, without reading it."""
-        if name not in self._shards:
-            raise ModelError(f"{self._folder}: the weights lack {name}", MISMATCH)
-        shape = self._shards[name].get_slice(name).get_shape()
-        if shape[0] != rows:
-            raise ModelError(f"{self._folder}: {name} is {shape}, config.json says {rows} rows", MISMATCH)
-
-    def read(self, name: str, shape: torch.Size) -> Tensor:
-        if name not in self._shards:
-            raise ModelError(f"{self._folder}: the weights lack {name}", MISMATCH)
-        tensor = self._shards[name].get_tensor(name)
-        if tensor.shape != shape:
-            raise ModelError(f"{self._folder}: {name} is {list(tensor.shape)}, config.json says {list(shape)}", MISMATCH)
-        return tensor

@@ -88,7 +88,8 @@ class AdaptedLinear(nn.Linear):
         self.rows = dict(rows)
         """Projection → its rows of the output, in order."""
         self.scale = config.scale
-        device = linear.weight.device
+        # A network without weights is divided before it is filled: its adapter is drawn whole on the host, and divided there.
+        device = torch.device("cpu") if linear.weight.is_meta else linear.weight.device
         a_CI = torch.empty(len(rows) * config.rank, linear.in_features)
         nn.init.kaiming_uniform_(a_CI, a=math.sqrt(5), generator=generator)
         self.lora_a = nn.Parameter(a_CI.to(device))

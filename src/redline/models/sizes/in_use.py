@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterable, Mapping
 
 import psutil
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 Kinds = Mapping[str, int]
 """`weights`, `kv_cache`, … → bytes on the device of the run. Beside them may stand `offloaded`, in host memory, and
@@ -61,9 +61,13 @@ class MemoryUse:
 
 
 def weight_bytes(networks: Iterable[nn.Module]) -> Counter[str]:
-    """By the type of device that the parameters lie on; one that several networks share counts once."""
-    parameters = {id(parameter): parameter for network in networks for parameter in network.parameters()}
+    """Bytes of the parameters by the type of device that they lie on; one that several networks share counts once."""
+    return tensor_bytes(parameter for network in networks for parameter in network.parameters())
+
+
+def tensor_bytes(tensors: Iterable[Tensor]) -> Counter[str]:
+    """Bytes by the type of device that the tensors lie on; each counts once, however often it comes."""
     sizes = Counter[str]()
-    for parameter in parameters.values():
-        sizes[parameter.device.type] += parameter.numel() * parameter.element_size()
+    for tensor in {id(tensor): tensor for tensor in tensors}.values():
+        sizes[tensor.device.type] += tensor.nbytes
     return sizes

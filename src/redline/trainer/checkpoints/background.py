@@ -22,26 +22,41 @@ from torch import Tensor
 
 from redline.errors import RunFolderError
 from redline.telemetry import idle_as, span
-from redline.trainer.checkpoints.folder import Checkpoint, save_checkpoint
+from redline.trainer.checkpoints.folder import Checkpoint, publish, scratch_of, write_file
+from redline.trainer.checkpoints.parts import WholeCheckpoint
 from redline.trainer.optimizer.offload import host_tensors
 
 
 class CheckpointWriter:
     """Takes a state at once, and writes it in its own time."""
 
-    def __init__(self) -> None:
+    def __init__(self, checkpoint: WholeCheckpoint | None = None) -> None:
+        """`checkpoint` says what of each is this process's; by default everything."""
+        self._whole = checkpoint or WholeCheckpoint()
         # The interpreter waits for the pool's thread when it exits.
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoints")
         self._pending: Future[None] | None = None
         self._host: dict[str, Tensor] = {}
 
     def save(self, folder: Path, version: int, state: Mapping[str, Tensor], data: Mapping[str, Any] | None = None) -> None:
-        """Copy the state and return; `folder` appears when everything is on the disk. A folder that is there stays as it is."""
+        """Copy the state and return; `folder` appears when everything is on the disk. A folder that is there stays as it is.
+        Where several processes write, blocks until all have called it."""
         self.flush()
-        if folder.exists():
+        if not self._whole.begin(folder):
             return
-        copied = self._copy(state)
-        self._pending = self._thread.submit(_write, folder, Checkpoint(version, self._host, dict(data or {})), copied)
+        copied = self._copy({name: tensor for name, tensor in state.items() if self._is_written(tensor)})
+        checkpoint = Checkpoint(version, self._host, dict(data or {}))
+        self._pending = self._thread.submit(_write, self._whole, folder, checkpoint, copied)
+
+    def _is_written(self, tensor: Tensor) -> bool:
+        """Of several processes the first writes what is not divided; parts without a row are nobody's."""
+        return tensor.numel() > 0 and (tensor.dim() > 0 or self._whole.part == 0)
+
+    @property
+    def is_writing(self) -> bool:
+        """Whether a checkpoint is on its way to the disk. Does not block; any thread may ask."""
+        pending = self._pending
+        return pending is not None and not pending.done()
 
     def flush(self) -> None:
         """Wait until the last checkpoint is on the disk; raise what went wrong with it."""
@@ -69,15 +84,20 @@ class CheckpointWriter:
         return torch.cuda.current_stream(device).record_event() if device.type == "cuda" else None
 
 
-def _write(folder: Path, checkpoint: Checkpoint, copied: torch.cuda.Event | None) -> None:
+def _write(whole: WholeCheckpoint, folder: Path, checkpoint: Checkpoint, copied: torch.cuda.Event | None) -> None:
     idle_as("wait.for_checkpoints")
     if copied is not None:
         copied.synchronize()
     try:
         with span("run.write_checkpoint", version=checkpoint.version):
-            save_checkpoint(folder, checkpoint)
+            whole.prepare(folder)
+            digest = write_file(scratch_of(folder) / whole.file, checkpoint.tensors)
+            if files := whole.finish(folder, digest):
+                publish(folder, checkpoint, files)
     except (OSError, SafetensorError) as error:
-        shutil.rmtree(folder.with_name(f".{folder.name}.partial"), ignore_errors=True)
+        if not whole.fail(folder, str(error)):
+            return
+        shutil.rmtree(scratch_of(folder), ignore_errors=True)
         raise RunFolderError(
             f"{folder}: the checkpoint could not be written: {error}", "make room on the disk, then resume from the one before"
         ) from error

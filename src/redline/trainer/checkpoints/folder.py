@@ -2,9 +2,10 @@
 
 step-000040/
   trainer.safetensors   master weights, Adam's moments
-  state.json            {"format": 2, "sha256": of "content", "content": {"version", "data", "random", "files": {name: sha256}}}
+  state.json            {"format", "sha256": of "content", "content": {"version", "data", "random", "files": {name: sha256}}}
 
-The schedule is a function of the version and needs no file.
+Ranks that divide the weights write a file each, `trainer-1-of-4.safetensors` and so on: a tensor is its rows of the first file,
+then those of the second (`tensors.py`). The schedule is a function of the version and needs no file.
 """
 
 from __future__ import annotations
@@ -14,22 +15,26 @@ import json
 import os
 import shutil
 from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch import Tensor
 
 from redline.errors import DamagedCheckpointError, RunFolderError
 from redline.models.files.modes import give_usual_mode
 from redline.trainer.checkpoints.random_state import random_state
+from redline.trainer.checkpoints.tensors import SavedTensors
 
-FORMAT = 2
-TENSORS = "trainer.safetensors"
+ONE_FILE, SEVERAL_FILES = 2, 3
+"""Formats; this version reads both. One that knows only the first would otherwise take the second for damaged."""
 STATE = "state.json"
+READERS = 4
+"""Files whose digests are computed at once."""
 
 
 @dataclass(slots=True, frozen=True)
@@ -46,46 +51,89 @@ class Checkpoint:
     """The generators of the process (`random_state.py`)."""
 
 
+# ── written ────────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
 def save_checkpoint(folder: Path, checkpoint: Checkpoint) -> None:
     """Write everything beside `folder`, flush it to the disk, then rename. A kill at any moment leaves the old state.
 
     A folder that is there already is this step's, and whole: nothing is written over it."""
     if folder.exists():
         return
-    scratch = folder.with_name(f".{folder.name}.partial")
-    shutil.rmtree(scratch, ignore_errors=True)
-    scratch.mkdir(parents=True)
-    save_file({name: tensor.contiguous() for name, tensor in checkpoint.tensors.items()}, scratch / TENSORS)
-    give_usual_mode(scratch / TENSORS)
+    make_scratch(folder)
+    name = file_name(0, 1)
+    publish(folder, checkpoint, {name: write_file(scratch_of(folder) / name, checkpoint.tensors)})
+
+
+def scratch_of(folder: Path) -> Path:
+    """Where a checkpoint is written before it is whole."""
+    return folder.with_name(f".{folder.name}.partial")
+
+
+def make_scratch(folder: Path) -> None:
+    """Make it anew, empty."""
+    shutil.rmtree(scratch_of(folder), ignore_errors=True)
+    scratch_of(folder).mkdir(parents=True)
+
+
+def file_name(part: int, parts: int) -> str:
+    """The file of one part of the tensors, counted from 0."""
+    return "trainer.safetensors" if parts == 1 else f"trainer-{part + 1}-of-{parts}.safetensors"
+
+
+def write_file(path: Path, tensors: Mapping[str, Tensor]) -> str:
+    """Write tensors to a file and flush it to the disk. Returns its digest."""
+    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, path)
+    give_usual_mode(path)
+    digest = _file_digest(path)
+    _flush(path)
+    return digest
+
+
+def publish(folder: Path, checkpoint: Checkpoint, files: Mapping[str, str]) -> None:
+    """Make a checkpoint of the `files` (name → digest) that were written beside `folder`: the last of them, and the rename."""
+    scratch = scratch_of(folder)
     content = {
         "version": checkpoint.version,
         "data": dict(checkpoint.data),
         "random": dict(checkpoint.random),
-        "files": {TENSORS: _file_digest(scratch / TENSORS)},
+        "files": dict(files),
     }
-    document = {"format": FORMAT, "sha256": _content_digest(content), "content": content}
+    number = ONE_FILE if len(files) == 1 else SEVERAL_FILES
+    document = {"format": number, "sha256": _content_digest(content), "content": content}
     (scratch / STATE).write_text(json.dumps(document))
-    for path in (scratch / TENSORS, scratch / STATE, scratch):
-        _flush(path)
+    _flush(scratch / STATE)
+    _flush(scratch)
     scratch.rename(folder)
     _flush(folder.parent)
 
 
+# ── read ───────────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
 def load_checkpoint(folder: Path) -> Checkpoint:
-    """What `save_checkpoint` wrote, every bit of it. Raises `DamagedCheckpointError` where a file is missing or is not what was
-    written, and a plain `RunFolderError` where the files cannot be read at the moment: then nothing is known to be wrong with
-    them."""
-    content = verified_content(folder)
+    """What `save_checkpoint` wrote, every bit of it; tensors are read when they are asked for. Raises `DamagedCheckpointError`
+    where a file is missing or is not what was written, and a plain `RunFolderError` where the files cannot be read at the
+    moment: then nothing is known to be wrong with them."""
+    verified_content(folder)
+    return open_checkpoint(folder)
+
+
+def open_checkpoint(folder: Path) -> Checkpoint:
+    """A checkpoint whose files another rank has verified."""
     with _explained(folder):
-        return Checkpoint(content["version"], load_file(folder / TENSORS), content["data"], content["random"])
+        content = _read_content(folder)
+        tensors = SavedTensors([folder / name for name in content["files"]])
+        return Checkpoint(content["version"], tensors, content["data"], content["random"])
 
 
 def verified_content(folder: Path) -> dict[str, Any]:
     """Read every file of a checkpoint and return what its state file says. Raises what `load_checkpoint` raises."""
-    with _explained(folder):
+    with _explained(folder), ThreadPoolExecutor(READERS, "digests") as readers:
         content = _read_content(folder)
-        for name, digest in content["files"].items():
-            if _file_digest(folder / name) != digest:
+        found = readers.map(_file_digest, [folder / name for name in content["files"]])
+        for (name, digest), now in zip(content["files"].items(), found, strict=True):
+            if now != digest:
                 raise _damaged(folder, f"{name} has changed since it was written")
         return content
 
@@ -95,7 +143,7 @@ def _explained(folder: Path) -> Iterator[None]:
     try:
         yield
     except FileNotFoundError as error:
-        raise _damaged(folder, f"{Path(error.filename or TENSORS).name} is missing") from error
+        raise _damaged(folder, f"{Path(error.filename or file_name(0, 1)).name} is missing") from error
     except (OSError, SafetensorError) as error:  # the digest was right, if it came so far
         raise RunFolderError(
             f"{folder}: the checkpoint cannot be read at the moment: {error}",
@@ -107,9 +155,9 @@ def _read_content(folder: Path) -> dict[str, Any]:
     data = (folder / STATE).read_bytes()
     try:
         document = json.loads(data)
-        if document["format"] != FORMAT:
+        if document["format"] not in (ONE_FILE, SEVERAL_FILES):
             raise RunFolderError(
-                f"{folder}: checkpoint format {document['format']}, this version reads {FORMAT}",
+                f"{folder}: checkpoint format {document['format']}, this version reads {ONE_FILE} and {SEVERAL_FILES}",
                 "finish the run with the version of redline that began it",
             )
         content: dict[str, Any] = document["content"]

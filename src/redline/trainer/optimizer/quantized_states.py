@@ -64,7 +64,7 @@ class Int8Codec:
         generator = torch.Generator(skip.device).manual_seed(seed)
         first, first_scale = _encode(moments[0], FIRST_LEVELS, FIRST_OCTAVES, generator)
         second, second_scale = _encode(moments[1], SECOND_LEVELS, SECOND_OCTAVES, generator)
-        second = torch.where(moments[1] > 0, second.clamp(min=1), second)
+        second = _rounded_up(second, moments[1])
         fresh = {"exp_avg": first, "exp_avg_scale": first_scale, "exp_avg_sq": second, "exp_avg_sq_scale": second_scale}
         for name, tensor in kept.items():
             if name in fresh:
@@ -79,6 +79,34 @@ def bytes_per_moments(states: str) -> float:
     """Bytes that both moments of one parameter take, its share of the blocks' scales included, with these
     `trainer.optimizer_states`."""
     return sum(dtype.itemsize / elements for dtype, elements in CODECS[states].kept.values())
+
+
+# ── a part of one moment, cut anywhere ─────────────────────────────────────────────────────────────────────────────────
+
+SPREAD = {"exp_avg": (FIRST_LEVELS, FIRST_OCTAVES), "exp_avg_sq": (SECOND_LEVELS, SECOND_OCTAVES)}
+
+
+def decode_moment(kind: str, codes_N: Tensor, scales: Tensor, first: int) -> Tensor:
+    """float32 of codes that begin at element `first` of a flat tensor whose blocks have these scales."""
+    begin, padded = first % BLOCK, torch.zeros(-(-(first % BLOCK + len(codes_N)) // BLOCK) * BLOCK, dtype=codes_N.dtype)
+    padded[begin : begin + len(codes_N)] = codes_N
+    blocks = slice(first // BLOCK, first // BLOCK + len(padded) // BLOCK)
+    return _decode(padded, scales[blocks], *SPREAD[kind])[begin : begin + len(codes_N)]
+
+
+def encode_moment(kind: str, values_N: Tensor, seed: int) -> tuple[Tensor, Tensor]:
+    """The codes of float32 values whose first begins a block, and the scales of their blocks."""
+    padded = torch.zeros(-(-len(values_N) // BLOCK) * BLOCK)
+    padded[: len(values_N)] = values_N
+    codes, scales = _encode(padded, *SPREAD[kind], torch.Generator().manual_seed(seed))
+    if kind == "exp_avg_sq":
+        codes = _rounded_up(codes, padded)
+    return codes[: len(values_N)].to(Int8Codec.kept[kind][0]), scales
+
+
+def _rounded_up(codes_N: Tensor, values_N: Tensor) -> Tensor:
+    """The second moment's levels: none is zero unless the value is."""
+    return torch.where(values_N > 0, codes_N.clamp(min=1), codes_N)
 
 
 def _decode(codes_N: Tensor, scales: Tensor, levels: int, octaves: int) -> Tensor:

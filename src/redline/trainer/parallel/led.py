@@ -10,23 +10,21 @@ from __future__ import annotations
 
 import dataclasses
 import signal
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
-import torch.distributed as dist
 from torch import Tensor
 
-from redline.trainer.checkpoints.folder import Checkpoint, load_checkpoint
+from redline.trainer.checkpoints.folder import load_checkpoint, open_checkpoint
 from redline.trainer.parallel.orders import END, Order
 from redline.trainer.parallel.ranks import Ranks
 from redline.trainer.trainer import PolicyTrainer
 from redline.types import Flat, StepReport, TrainBatch, VersionSpan
 
-STEP, SAVE, LOAD, MASTERS = "step", "save", "load", "masters"
+STEP, SAVE, LOAD, SHARE, MASTERS = "step", "save", "load", "share", "masters"
 
 
 class LeadingTrainer(PolicyTrainer):
@@ -50,16 +48,22 @@ class LeadingTrainer(PolicyTrainer):
             signal.raise_signal(signal.SIGTERM)
 
     def save(self, folder: Path) -> None:
-        with self._together(Order(SAVE)):
+        if not self._parallel.is_divided:
+            super().save(folder)
+            return
+        self.flush()
+        with self._together(Order(SAVE, {"folder": str(folder.absolute())})):
             super().save(folder)
 
     def load(self, folder: Path) -> None:
         saved = load_checkpoint(folder)
-        shapes = {name: (str(each.dtype).removeprefix("torch."), list(each.shape)) for name, each in saved.tensors.items()}
-        with self._together(Order(LOAD, {"version": saved.version, "random": saved.random, "tensors": shapes})):
-            for tensor in saved.tensors.values():
-                dist.broadcast(tensor.contiguous(), 0)
-            self.load_state(saved)
+        if self._parallel.is_divided:
+            with self._together(Order(LOAD, {"folder": str(folder.absolute())})):
+                self.load_state(saved)
+            return
+        self.load_state(saved)
+        with self._together(Order(SHARE, {"version": saved.version, "random": saved.random})):
+            self.share_state(saved.version, saved.random)
 
     @property
     def masters(self) -> dict[str, Tensor]:
@@ -99,9 +103,11 @@ def _obey(trainer: PolicyTrainer, order: Order) -> None:
     if order.kind == STEP:
         trainer.step(ordered_batch(order))
     elif order.kind == SAVE:
-        trainer.save(Path())  # its part goes to rank 0, which writes
+        trainer.save(Path(order.fields["folder"]))
     elif order.kind == LOAD:
-        trainer.load_state(_received_checkpoint(order))
+        trainer.load_state(open_checkpoint(Path(order.fields["folder"])))
+    elif order.kind == SHARE:
+        trainer.share_state(**order.fields)
     elif order.kind == MASTERS:
         _ = trainer.masters
     else:
@@ -121,12 +127,3 @@ def ordered_batch(order: Order) -> TrainBatch:
     listed = {name: tuple(value) for name, value in order.fields.items() if isinstance(value, list)}  # JSON knows no tuples
     versions = VersionSpan(**order.fields["versions"])
     return TrainBatch(**{**order.fields, **listed, **order.arrays, "versions": versions})
-
-
-def _received_checkpoint(order: Order) -> Checkpoint:
-    shapes: Mapping[str, tuple[str, list[int]]] = order.fields["tensors"]
-    tensors = {}
-    for name, (dtype, shape) in shapes.items():
-        tensors[name] = torch.empty(shape, dtype=getattr(torch, dtype))
-        dist.broadcast(tensors[name], 0)
-    return Checkpoint(order.fields["version"], tensors, random=order.fields["random"])

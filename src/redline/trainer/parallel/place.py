@@ -54,6 +54,13 @@ class Place:
         return self.rank % self.sequence_ranks
 
 
+def part_rows(rows: int, part: int, parts: int) -> tuple[int, int]:
+    """First row and end of one part of a tensor that is divided along its first dimension as FSDP2 does (`torch.chunk`): the
+    last parts may be shorter, or empty."""
+    size = -(-rows // parts)
+    return min(rows, part * size), min(rows, (part + 1) * size)
+
+
 def find_place(rank: int, world: int, division: Division) -> Place:
     """The place of process `rank` among `world`. Raises `ConfigError` for a division that so many processes cannot make."""
     sequence = division.sequence_parallel_size

@@ -16,8 +16,11 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from redline.models.attention.ulysses import check_heads
 from redline.models.files.hf import AnyDecoder
+from redline.models.files.stored import StoredWeights
 from redline.models.value_head import ValueNetwork
 from redline.trainer.batches.micro_batches import MicroBatch
+from redline.trainer.checkpoints.parts import WholeCheckpoint
+from redline.trainer.parallel.checkpoint_parts import RankCheckpoint
 from redline.trainer.parallel.place import Division, Place, find_place
 from redline.trainer.parallel.ranks import join, own_rank, world_size
 from redline.trainer.parallel.sequence_parallel import SequenceShare
@@ -34,15 +37,37 @@ class Parallel:
     def __init__(self, place: Place | None = None, division: Division | None = None) -> None:
         self.place = place or Place()
         self.division = division or Division()
+        self.device: torch.device | None = None
+        """Where several processes put their parts of a network; one leaves it where it lies."""
 
     @property
     def is_main(self) -> bool:
         """Whether this process writes files and talks to the other stages."""
         return self.place.rank == 0
 
-    def wrap(self, network: AnyDecoder | ValueNetwork, dtype: torch.dtype) -> Weights:
-        """Prepare a network in place, before its optimizer is made. `dtype` is the compute dtype."""
+    @property
+    def is_divided(self) -> bool:
+        """Whether each process holds a part of the weights only."""
+        return self.division.sharding != "none"
+
+    @property
+    def num_parts(self) -> int:
+        """Processes that divide one set of weights: world / replicate."""
+        return self.place.world // self.division.replicate if self.is_divided else 1
+
+    @property
+    def part(self) -> int:
+        """Which part of the weights is here: rank % num_parts."""
+        return self.place.rank % self.num_parts
+
+    def wrap(self, network: AnyDecoder | ValueNetwork, dtype: torch.dtype, stored: StoredWeights | None = None) -> Weights:
+        """Prepare a network in place, before its optimizer is made. `dtype` is the compute dtype; a network without weights
+        gets what this process holds of them from `stored`."""
         return Weights(network)
+
+    def checkpoint(self) -> WholeCheckpoint:
+        """What this process writes of a checkpoint."""
+        return WholeCheckpoint()
 
     def share(self, micro_batch: MicroBatch) -> SequenceShare:
         """What of it this process computes."""
@@ -56,6 +81,9 @@ class Parallel:
         """The largest of each over all processes."""
         return values
 
+    def broadcast(self, tensor: Tensor) -> None:
+        """Overwrite it with rank 0's."""
+
     def close(self) -> None:
         """Part from the others."""
 
@@ -65,27 +93,35 @@ class Together(Parallel):
 
     def __init__(self, place: Place, device: torch.device, division: Division) -> None:
         super().__init__(place, division)
-        self._device = device
+        self.device: torch.device = device
         mesh = init_device_mesh(device.type, (place.data_ranks, place.sequence_ranks), mesh_dim_names=("data", "sequence"))
         self._data_group = mesh["data"].get_group()
         self._sequence_group = mesh["sequence"].get_group() if place.sequence_ranks > 1 else None
 
-    def wrap(self, network: AnyDecoder | ValueNetwork, dtype: torch.dtype) -> Weights:
+    def wrap(self, network: AnyDecoder | ValueNetwork, dtype: torch.dtype, stored: StoredWeights | None = None) -> Weights:
         spec = network.trunk.spec if isinstance(network, ValueNetwork) else network.spec
         check_heads(spec.num_heads, self.place.sequence_ranks)
-        if self.division.sharding == "none":
+        if not self.is_divided:
             return ReplicatedWeights(network)
         from redline.trainer.parallel.sharding import ShardedWeights
 
-        return ShardedWeights(network, self._shards(), dtype, self.division)
+        return ShardedWeights(network, self._shards(), dtype, self.division, stored)
 
     def _shards(self) -> DeviceMesh:
         """All processes, since those that share a micro-batch have different tokens, hence gradients to be summed as well. With
         `replicate`, groups of neighbours that each hold all weights."""
         groups, world = self.division.replicate, self.place.world
         if groups == 1:
-            return init_device_mesh(self._device.type, (world,))
-        return init_device_mesh(self._device.type, (groups, world // groups), mesh_dim_names=("replicate", "shard"))
+            return init_device_mesh(self.device.type, (world,))
+        return init_device_mesh(self.device.type, (groups, world // groups), mesh_dim_names=("replicate", "shard"))
+
+    def checkpoint(self) -> WholeCheckpoint:
+        if not self.is_divided:
+            return WholeCheckpoint()
+        ranks = join()
+        return RankCheckpoint(
+            ranks.connection(), ranks.pulse, self.part, self.num_parts, self.place.rank, lambda values: self.max_of(values)
+        )
 
     def share(self, micro_batch: MicroBatch) -> SequenceShare:
         rank, ranks = self.place.sequence_rank, self.place.sequence_ranks
@@ -100,6 +136,9 @@ class Together(Parallel):
         largest = values.detach().clone()
         dist.all_reduce(largest, dist.ReduceOp.MAX)
         return largest
+
+    def broadcast(self, tensor: Tensor) -> None:
+        dist.broadcast(tensor, 0)
 
     def close(self) -> None:
         dist.destroy_process_group()

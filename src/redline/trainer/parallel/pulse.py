@@ -5,7 +5,8 @@
 
 A process that says nothing for `patience_s` is lost: it was killed, its machine is gone, or it stands still. Whoever waits in
 `Pulse.check` is told with an error; a process whose main thread waits inside a collective, which nothing can interrupt, ends
-after `GRACE_S` with the message on stderr. So no process outlives another by more than patience_s + GRACE_S and some seconds.
+after `GRACE_S` with the message on stderr, or once the checkpoint that it is writing is on the disk. So no process outlives
+another by more than patience_s + GRACE_S + WRITING_S and some seconds.
 """
 
 from __future__ import annotations
@@ -26,6 +27,8 @@ from redline.errors import RankLostError
 EVERY_S = 1.0
 GRACE_S = 5.0
 """Seconds that the main thread has to end by itself once a rank is lost."""
+WRITING_S = 20.0
+"""Seconds more that a checkpoint has to come to the disk; torchrun kills what is left of a run after 30."""
 PATIENCE_S = 60.0
 """How long a process may be silent before the recipe's `trainer.rank_timeout_s` is known."""
 EXIT_CODE = 1
@@ -49,6 +52,10 @@ class Pulse:
         """Says what this process is at, in a word."""
         self.lost: str = ""
         """The message about a rank that is lost; empty while all are there."""
+        self.lost_rank: int | None = None
+        """Which it is, where this rank found it itself."""
+        self.is_writing: Callable[[], bool] = lambda: False
+        """Says whether files are on their way to the disk that had better come to their end."""
         self._heard: dict[int, tuple[str, float]] = {}
         """Rank → its last beat, and when it came."""
         self._closing = threading.Event()
@@ -118,7 +125,7 @@ class Pulse:
             return
         for rank in self._watched:
             if why := self._missing(rank):
-                self.lost = why
+                self.lost_rank, self.lost = rank, why
                 if not self._rank:
                     self._store.set(LOST, why)
                 return
@@ -143,6 +150,10 @@ class Pulse:
         if self._closing.wait(GRACE_S):
             return
         self.at_loss(self.lost)
+        until = time.monotonic() + WRITING_S
+        while self.is_writing() and time.monotonic() < until:
+            if self._closing.wait(EVERY_S / 10):
+                return
         print(f"error: {self.lost}; rank {self._rank} waited for it and ends\n\nhint: {HINT}", file=sys.stderr, flush=True)
         os._exit(EXIT_CODE)
 

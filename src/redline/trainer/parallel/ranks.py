@@ -45,11 +45,16 @@ class Ranks:
         given, self.rank, self.world = next(dist.rendezvous("env://", timeout=MEETING))
         # A launcher's store outlives its processes: what those before a restart wrote is not ours.
         prefix = f"redline/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
+        self._given, self._prefix = given, prefix
         self.store = dist.PrefixStore(prefix, given)
-        self.pulse = Pulse(dist.PrefixStore(prefix, given.clone()), self.rank, self.world)
+        self.pulse = Pulse(self.connection(), self.rank, self.world)
         self.orders = Orders(self.store, self.pulse, self.world)
         self._dismissed = False
         self.pulse.start()
+
+    def connection(self) -> dist.Store:
+        """Another connection to the store, for another thread: one that waits keeps the first."""
+        return dist.PrefixStore(self._prefix, self._given.clone())
 
     @contextmanager
     def naming_who_is_lost(self) -> Iterator[None]:

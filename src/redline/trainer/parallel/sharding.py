@@ -27,9 +27,12 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
-from redline.errors import ConfigError, RunFolderError
+from redline.errors import ConfigError
 from redline.models.decoder import DecoderLayer
-from redline.trainer.parallel.place import Division
+from redline.models.files.stored import StoredWeights
+from redline.models.sizes.memory import FLOAT32, ParameterBytes
+from redline.trainer.checkpoints.tensors import OwnState, SavedTensors
+from redline.trainer.parallel.place import Division, part_rows
 from redline.trainer.parallel.weights import Weights
 
 
@@ -38,13 +41,25 @@ class ShardedWeights(Weights):
 
     are_masters = True
 
-    def __init__(self, network: nn.Module, mesh: DeviceMesh, dtype: torch.dtype, division: Division) -> None:
+    def __init__(
+        self,
+        network: nn.Module,
+        mesh: DeviceMesh,
+        dtype: torch.dtype,
+        division: Division,
+        stored: StoredWeights | None = None,
+    ) -> None:
+        """Divides the network in place. Of parameters that have no values yet, this process allocates its part, in float32
+        where they are trained, and reads its rows from `stored`: no process ever has a whole one."""
         shards = mesh["shard"] if mesh.ndim > 1 else mesh
         self._rank, self._world, self._group = shards.get_local_rank(), shards.size(), shards.get_group()
-        self._is_main = mesh.get_rank() == 0
         self._keep_whole = division.sharding == "grad_op"
+        self._prefetched = division.prefetch_layers
+        self._layers = [name for name, module in network.named_modules() if isinstance(module, DecoderLayer)]
         self._modules = _fully_shard(network, mesh, dtype, self._keep_whole)
         _prefetch(self._modules, division.prefetch_layers)
+        if stored is not None:
+            _fill(network, stored, torch.device(mesh.device_type), self._rank, self._world)
         self._sharded: dict[str, DTensor] = {}
         self.parameters = {}
         for name, parameter in network.named_parameters():
@@ -52,6 +67,21 @@ class ShardedWeights(Weights):
             self._sharded[name] = parameter
             with torch.no_grad():
                 self.parameters[name] = nn.Parameter(parameter.to_local(), requires_grad=parameter.requires_grad)
+
+    def planned_bytes(self, dtype: torch.dtype, moments: int) -> ParameterBytes:
+        """Parts are masters and have float32 gradients. Beside them are whole weights in the compute dtype: with `grad_op` all,
+        with `full` the layer at work and its gradients, layers that were asked for ahead, and what belongs to no layer."""
+        sizes = {name: parameter.numel() for name, parameter in self._sharded.items()}
+        layers = [sum(size for name, size in sizes.items() if name.startswith(f"{layer}.")) for layer in self._layers]
+        whole = sum(sizes.values())
+        if not self._keep_whole:
+            whole -= sum(layers) - max(layers) * min(len(layers), 2 + self._prefetched)
+        return ParameterBytes(
+            weights=dtype.itemsize * whole,
+            masters=sum(parameter.nbytes for parameter in self.parameters.values()),
+            gradients=FLOAT32 * sum(parameter.numel() for parameter in self.owned.values()),
+            moments=moments,
+        )
 
     @contextmanager
     def micro_batch(self, last: bool) -> Iterator[None]:
@@ -77,59 +107,9 @@ class ShardedWeights(Weights):
         for name, part in held.items():
             yield name, self._whole(name, part.detach().to(dtype))
 
-    def full_state(self, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Gathered one tensor at a time, so that no device ever holds more than one."""
-        gathered: dict[str, Tensor] = {}
-        own_layout = self._kinds_of_own_layout(state)
-        for key, value in state.items():
-            kind, _, name = key.partition("/")
-            if name not in self.parameters:
-                whole = value
-            elif kind in own_layout:
-                whole = self._side_by_side(value)
-            else:
-                whole = self._whole(name, value)
-            if self._is_main:
-                gathered[key] = whole.to("cpu", copy=True)
-        return gathered
-
-    def local_state(self, state: Mapping[str, Tensor], like: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        parts: dict[str, Tensor] = {}
-        own_layout = self._kinds_of_own_layout(like)
-        for key, value in state.items():
-            kind, _, name = key.partition("/")
-            if name not in self.parameters:
-                parts[key] = value
-            elif kind in own_layout:
-                parts[key] = self._own_row(key, value)[: len(like[key])]
-            else:
-                parts[key] = self._part(name, value)
-        return parts
-
-    def _kinds_of_own_layout(self, state: Mapping[str, Tensor]) -> set[str]:
-        """Kinds of a state that are not shaped like the parameters, such as the scales of 8-bit moments. Told by all parameters
-        together: one alone may have the shape of its scales by chance, and on one process only."""
-        split = {key: key.partition("/") for key in state}
-        return {
-            kind
-            for key, (kind, _, name) in split.items()
-            if name in self.parameters and state[key].shape != self.parameters[name].shape
-        }
-
-    def _part(self, name: str, whole: Tensor) -> Tensor:
-        """As FSDP2 cuts: the last parts may be shorter, or empty."""
-        if whole.shape != self._sharded[name].shape:
-            return whole  # of another model, which the optimizer will say
-        parts = whole.chunk(self._world)
-        return parts[self._rank] if self._rank < len(parts) else whole[:0]
-
-    def _own_row(self, key: str, rows: Tensor) -> Tensor:
-        if rows.dim() != 2 or len(rows) != self._world:
-            raise RunFolderError(
-                f"the checkpoint's {key} is not of {self._world} processes, and 8-bit states cannot be divided anew",
-                "resume with as many processes as before and the same sharding",
-            )
-        return rows[self._rank]
+    def own_state(self, saved: SavedTensors) -> OwnState:
+        whole = {name: len(self._sharded[name]) for name in self.owned}
+        return OwnState(saved, {name: part_rows(rows, self._rank, self._world) for name, rows in whole.items()}, whole)
 
     def _whole(self, name: str, part: Tensor) -> Tensor:
         like = self._sharded[name]
@@ -138,15 +118,6 @@ class ShardedWeights(Weights):
         return DTensor.from_local(
             local, like.device_mesh, like.placements, run_check=False, shape=shape, stride=stride
         ).full_tensor()
-
-    def _side_by_side(self, value: Tensor) -> Tensor:
-        """[processes, entries] of what has no place in the whole parameter, such as the scales of a part's blocks."""
-        longest = torch.tensor(len(value))
-        dist.all_reduce(longest, dist.ReduceOp.MAX, group=self._group)
-        rows = value.new_zeros(self._world, int(longest), device=next(iter(self._sharded.values())).device)
-        rows[self._rank, : len(value)] = value
-        dist.all_reduce(rows, group=self._group)
-        return rows
 
 
 def _fully_shard(network: nn.Module, mesh: DeviceMesh, dtype: torch.dtype, keep_whole: bool) -> list[FSDPModule]:
@@ -168,6 +139,17 @@ def _fully_shard(network: nn.Module, mesh: DeviceMesh, dtype: torch.dtype, keep_
         module.set_gradient_divide_factor(1.0)
         module.set_force_sum_reduction_for_comms(True)
     return modules
+
+
+@torch.no_grad()
+def _fill(network: nn.Module, stored: StoredWeights, device: torch.device, part: int, parts: int) -> None:
+    """Allocate and read this process's part of every parameter that has no values."""
+    missing = [name for name, parameter in network.named_parameters() if parameter.is_meta]
+    network._apply(lambda tensor: torch.empty_like(tensor, device=device) if tensor.is_meta else tensor)
+    for name in missing:
+        parameter = network.get_parameter(name)
+        assert isinstance(parameter, DTensor)
+        stored.fill(name, part_rows(len(parameter), part, parts)[0], parameter.to_local())
 
 
 def _prefetch(modules: list[FSDPModule], count: int) -> None:

@@ -20,6 +20,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from redline.models.sizes.memory import ParameterBytes
+from redline.trainer.checkpoints.tensors import OwnState, SavedTensors
+
 BUCKET_BYTES = 64 * 2**20
 """Gradients sent at once: enough that sending, not starting to send, takes the time."""
 MAX_IN_FLIGHT = 2
@@ -35,7 +38,16 @@ class Weights:
 
     def __init__(self, network: nn.Module) -> None:
         self.parameters: dict[str, nn.Parameter] = dict(network.named_parameters())
-        """What the optimizer shall own, by our names; those that are frozen too."""
+        """What this process holds, by our names; those that are frozen too."""
+
+    @property
+    def owned(self) -> dict[str, nn.Parameter]:
+        """What is trained of them."""
+        return {name: parameter for name, parameter in self.parameters.items() if parameter.requires_grad}
+
+    def planned_bytes(self, dtype: torch.dtype, moments: int) -> ParameterBytes:
+        """What a process that holds a part of the weights has on its device in a step, beside `moments` bytes of moments."""
+        raise AssertionError("for weights that processes divide")
 
     def micro_batch(self, last: bool) -> AbstractContextManager[None]:
         """Around forward and backward, `last` of the step. Afterwards the gradients are with `parameters`."""
@@ -57,13 +69,10 @@ class Weights:
         for name, tensor in held.items():
             yield name, tensor.detach().to(dtype)
 
-    def full_state(self, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """An optimizer's state (`kind/name`) as a single process would have it, on rank 0; nothing on the others."""
-        return dict(state)
-
-    def local_state(self, state: Mapping[str, Tensor], like: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """What this process holds of such a state; `like` is the optimizer's present one."""
-        return dict(state)
+    def own_state(self, saved: SavedTensors) -> OwnState:
+        """What this process holds of a saved optimizer's state."""
+        whole = {name: len(parameter) for name, parameter in self.owned.items()}
+        return OwnState(saved, {name: (0, rows) for name, rows in whole.items()}, whole)
 
 
 class ReplicatedWeights(Weights):
@@ -77,9 +86,6 @@ class ReplicatedWeights(Weights):
                 in_flight.popleft().receive()
         for bucket in in_flight:
             bucket.receive()
-
-    def full_state(self, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        return dict(state) if dist.get_rank() == 0 else {}
 
 
 @dataclass(slots=True)

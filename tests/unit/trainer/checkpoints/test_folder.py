@@ -90,10 +90,10 @@ def test_a_checkpoint_that_cannot_be_read_at_the_moment_is_not_a_damaged_one(
     folder = tmp_path / "step-000012"
     save_checkpoint(folder, Checkpoint(12, STATE))
 
-    def no_memory(path: Path) -> dict[str, torch.Tensor]:
+    def no_memory(path: Path, framework: str) -> None:
         raise OSError(errno.ENOMEM, "Cannot allocate memory")
 
-    monkeypatch.setattr("redline.trainer.checkpoints.folder.load_file", no_memory)
+    monkeypatch.setattr("redline.trainer.checkpoints.tensors.safe_open", no_memory)
     with pytest.raises(RunFolderError, match=r"cannot be read at the moment: .*Cannot allocate memory") as caught:
         load_checkpoint(folder)
     assert not isinstance(caught.value, DamagedCheckpointError)

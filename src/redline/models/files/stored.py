@@ -1,0 +1,145 @@
+"""Weights as they lie in a Hugging Face folder: theirs by name, and ours as rows of theirs.
+
+Our fused parameters are the row-wise concatenation of theirs; `layout_of` is the one place that knows which. Files are mapped
+into memory, so that a run of rows is read without the rest of its tensor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from redline.errors import ModelError
+from redline.models.spec import DecoderSpec
+
+MISMATCH = "the weights do not belong to this config.json"
+BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+"""Bytes of an element → the integer type that its bits are."""
+
+
+@dataclass(slots=True, frozen=True)
+class Source:
+    """One of our parameters as rows of theirs."""
+
+    names: tuple[str, ...]
+    rows: tuple[int, ...]
+
+    def overlaps(self, start: int, stop: int) -> Iterator[tuple[str, int, int]]:
+        """Their names with the rows of each that are our rows `start` to `stop`, in order."""
+        first = 0
+        for name, count in zip(self.names, self.rows, strict=True):
+            begin, end = max(start - first, 0), min(stop - first, count)
+            if begin < end:
+                yield name, begin, end
+            first += count
+
+
+def layout_of(spec: DecoderSpec) -> dict[str, Source]:
+    """Our parameter name → their names and row counts."""
+    whole = {"embed": "model.embed_tokens.weight", "norm": "model.norm.weight"}
+    if not spec.tied_embeddings:
+        whole["lm_head"] = "lm_head.weight"
+    rows = {"embed": spec.vocab_size, "norm": spec.hidden_size, "lm_head": spec.vocab_size}
+    layout = {ours: Source((theirs,), (rows[ours],)) for ours, theirs in whole.items()}
+    for index in range(spec.num_layers):
+        layout |= {f"layers.{index}.{ours}": source for ours, source in _layer_layout(spec, f"model.layers.{index}").items()}
+    return layout
+
+
+def _layer_layout(spec: DecoderSpec, prefix: str) -> dict[str, Source]:
+    def norm(name: str, size: int) -> Source:
+        return Source((f"{prefix}.{name}.weight",), (size,))
+
+    layout = {
+        "attn_norm": norm("input_layernorm", spec.hidden_size),
+        "mlp_norm": norm("post_attention_layernorm", spec.hidden_size),
+    }
+    if spec.qk_norm:
+        layout["q_norm"] = norm("self_attn.q_norm", spec.head_dim)
+        layout["k_norm"] = norm("self_attn.k_norm", spec.head_dim)
+    linears = {
+        "qkv": (("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"), spec.qkv_sizes, spec.qkv_bias),
+        "o": (("self_attn.o_proj",), (spec.hidden_size,), spec.o_bias),
+        "gate_up": (("mlp.gate_proj", "mlp.up_proj"), (spec.intermediate_size,) * 2, spec.mlp_bias),
+        "down": (("mlp.down_proj",), (spec.hidden_size,), spec.mlp_bias),
+    }
+    for ours, (theirs, rows, has_bias) in linears.items():
+        for kind in ("weight", "bias") if has_bias else ("weight",):
+            layout[f"{ours}.{kind}"] = Source(tuple(f"{prefix}.{name}.{kind}" for name in theirs), rows)
+    return layout
+
+
+class StoredTensors:
+    """The folder's safetensors files as one mapping, by their names, read on demand."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._shards: dict[str, safe_open] = {}
+        paths = sorted(folder.glob("*.safetensors"))
+        if not paths:
+            raise ModelError(f"{folder}: no *.safetensors file", "give a folder with safetensors weights")
+        for path in paths:
+            try:
+                shard = safe_open(path, framework="pt")
+            except (SafetensorError, OSError) as error:
+                raise ModelError(f"{path}: damaged: {error}", "download or convert the model again") from error
+            self._shards |= dict.fromkeys(shard.keys(), shard)
+
+    def check_rows(self, name: str, rows: int) -> None:
+        """Whether a weight is there, and has as many rows as config.json says, without reading it."""
+        shape = self._shard(name).get_slice(name).get_shape()
+        if shape[0] != rows:
+            raise ModelError(f"{self._folder}: {name} is {shape}, config.json says {rows} rows", MISMATCH)
+
+    def read(self, name: str, shape: torch.Size) -> Tensor:
+        """A whole tensor."""
+        tensor = self._shard(name).get_tensor(name)
+        if tensor.shape != shape:
+            raise ModelError(f"{self._folder}: {name} is {list(tensor.shape)}, config.json says {list(shape)}", MISMATCH)
+        return tensor
+
+    def read_rows(self, name: str, start: int, stop: int, columns: torch.Size) -> Tensor:
+        """Rows `start` to `stop` of a tensor whose rows have this shape."""
+        rows: Tensor = self._shard(name).get_slice(name)[start:stop]
+        if rows.shape != (stop - start, *columns):
+            expected = [stop - start, *columns]
+            raise ModelError(f"{self._folder}: {name} has rows {list(rows.shape)}, config.json says {expected}", MISMATCH)
+        return rows
+
+    def _shard(self, name: str) -> safe_open:
+        if name not in self._shards:
+            raise ModelError(f"{self._folder}: the weights lack {name}", MISMATCH)
+        return self._shards[name]
+
+
+class StoredWeights:
+    """The weights of a folder by our names, for a process that holds a part of each: only its rows are read, in the dtype of
+    the file."""
+
+    def __init__(self, folder: Path, spec: DecoderSpec) -> None:
+        self._tensors, self._layout = StoredTensors(folder), layout_of(spec)
+        self._places = {name: place for place, name in enumerate(self._layout, start=1)}
+
+    def fill(self, name: str, start: int, into: Tensor) -> None:
+        """Copy as many rows of a parameter as `into` has, from `start` on."""
+        filled = 0
+        for rows in self._rows(name, start, start + len(into), into.shape[1:]):
+            into[filled : filled + len(rows)].copy_(rows)
+            filled += len(rows)
+
+    def digest(self, name: str, start: int, stop: int, columns: torch.Size) -> int:
+        """A number that differs, as good as always, where the bits of these rows do; those of several runs of rows add up."""
+        found = sum(
+            int(rows.contiguous().view(BITS[rows.itemsize]).sum(dtype=torch.int64))
+            for rows in self._rows(name, start, stop, columns)
+        )
+        return self._places[name] * found
+
+    def _rows(self, name: str, start: int, stop: int, columns: torch.Size) -> Iterator[Tensor]:
+        for theirs, begin, end in self._layout[name].overlaps(start, stop):
+            yield self._tensors.read_rows(theirs, begin, end, columns)
