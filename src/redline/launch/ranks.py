@@ -22,18 +22,41 @@ from redline.telemetry import RunFolder, write_json
 
 DIVISION = ("sharding", "replicate", "prefetch_layers", "sequence_parallel_size", "rank_timeout_s")
 """Keys of the trainer that a run may go on with: they divide its work among ranks, and change nothing of what is computed."""
+IN_RANK_0 = ("vllm", "sglang")
+"""Kinds of engines that run in the trainer's process or are started by it, and expect to be the only ones who meet others."""
 LAUNCH = "launch.json"
 """In a run folder: the launcher that began it, so that a restart by the same one goes on with the same run."""
 
 
 def num_ranks() -> int:
     """Processes that were started for this run; 1 without torchrun."""
-    return int(os.environ.get("WORLD_SIZE", "1"))
+    return _number("WORLD_SIZE", 1)
 
 
 def is_follower() -> bool:
-    """Whether this process follows rank 0."""
-    return int(os.environ.get("RANK", "0")) > 0
+    """Whether this process follows rank 0. Raises `ConfigError` where the environment says that there are other ranks, and not
+    where to meet them."""
+    rank = _number("RANK", 0)
+    missing = [name for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT") if not os.environ.get(name)]
+    if missing and (rank or num_ranks() > 1):
+        told = ", ".join(f"{name}={os.environ[name]}" for name in ("RANK", "WORLD_SIZE") if os.environ.get(name))
+        raise ConfigError(
+            f"the environment has {told}: this is one rank of several, and without {' and '.join(missing)} they cannot meet",
+            "start the ranks with torchrun --nproc-per-node N -m redline train RECIPE, which sets all of it; or unset RANK and"
+            " WORLD_SIZE to train in one process",
+        )
+    return rank > 0
+
+
+def _number(variable: str, alone: int) -> int:
+    """What a launcher says by a variable of the environment; `alone` without one."""
+    text = os.environ.get(variable) or str(alone)
+    if not text.isdecimal():
+        raise ConfigError(
+            f"{variable}={text} in the environment is no number of a rank",
+            f"unset {variable}, or start the ranks with torchrun",
+        )
+    return int(text)
 
 
 @contextmanager
@@ -76,6 +99,17 @@ def check_ranks(config: Config) -> None:
             f"rollouts.advantages = gae: the critic is trained by one process, and {ranks} were started",
             "start one, without torchrun, or take an algorithm without a critic",
         )
+    if config.engine.kind in IN_RANK_0 and not config.placement.engines:
+        raise ConfigError(
+            f"engine.kind = {config.engine.kind}: it makes a process group of its own, and inside rank 0 it would take"
+            f" the group of the {ranks} ranks for that",
+            "set engine.kind=native; or start it as a server beside the run, and set engine.kind=openai with engine.url",
+        )
+    if trainer.sharding != "none" and trainer.reference_offload:
+        raise ConfigError(
+            "trainer.reference_offload: with trainer.sharding the reference is divided among the devices, and stays there",
+            "set trainer.reference_offload=false, or trainer.sharding=none",
+        )
     if trainer.sharding != "none" and trainer.offload_optimizer:
         raise ConfigError(
             "trainer.offload_optimizer: with trainer.sharding the state is divided among the devices, and stays there",
@@ -99,11 +133,20 @@ def check_gpus_for_ranks(config: Config) -> None:
 
 def check_model_for_ranks(config: Config, folder: Path) -> None:
     """Raise `ConfigError` where the model in this folder cannot be divided as the recipe asks."""
+    from redline.models.spec import FAMILIES
+
+    described = json.loads((folder / "config.json").read_text())
+    family = described.get("model_type")
+    if config.trainer.sharding != "none" and family not in FAMILIES:
+        raise ConfigError(
+            f"trainer.sharding: model family {family!r} is run by transformers, and its layers are not divided",
+            "leave trainer.sharding out",
+        )
     if config.trainer.sequence_parallel_size == 1:
         return
     from redline.models.attention.ulysses import check_heads
 
-    heads = json.loads((folder / "config.json").read_text()).get("num_attention_heads")
+    heads = described.get("num_attention_heads")
     if isinstance(heads, int):
         check_heads(heads, config.trainer.sequence_parallel_size)
 

@@ -14,7 +14,7 @@ from redline.config import Config, Resolved
 from redline.launch.build import build
 from redline.launch.checked_run import CheckedRun
 from redline.launch.process import prepare_process
-from redline.launch.ranks import remember_launch
+from redline.launch.ranks import num_ranks, remember_launch
 from redline.launch.result import save_model
 from redline.launch.resume.began_with import refuse_other_data, remember_base, remember_data
 from redline.launch.resume.nothing_to_do import nothing_to_do
@@ -146,13 +146,15 @@ def _describe(resolved: Resolved, folder: RunFolder) -> None:
 
 
 def _peak_flops(config: Config, progress: Progress) -> float | None:
-    """What the trainer's device can do in a second, where that is known."""
+    """What the devices of all ranks can do in a second, where that is known: a step counts the work of all."""
     device, dtype = torch.device(config.run.device), getattr(torch, config.model.dtype)
     peak = find_peak(device, dtype, config.telemetry.peak_tflops)
     if peak is None:
         return None
-    progress.note(f"MFU is a share of {peak.flops / 1e12:,.4g} TFLOP/s, {peak.why}")
-    return peak.flops
+    ranks = num_ranks()
+    several = f"{ranks} times " if ranks > 1 else ""
+    progress.note(f"MFU is a share of {several}{peak.flops / 1e12:,.4g} TFLOP/s, {peak.why}")
+    return ranks * peak.flops
 
 
 def _sampling(config: Config, outputs: Outputs, stages: Stages) -> AbstractContextManager[object]:

@@ -50,7 +50,7 @@ class StepRows:
     """Collects the groups of a step and writes its row: to the file, to the listeners and to the console."""
 
     def __init__(self, outputs: Outputs, stages: Watched, peak_flops: float | None = None) -> None:
-        """`peak_flops` is what the trainer's device can do in a second; without it a row has no MFU."""
+        """`peak_flops` is what the trainer's devices can do in a second; without it a row has no MFU."""
         self._outputs = outputs
         self._stages = stages
         self._peak_flops = peak_flops

@@ -38,7 +38,7 @@ class RunWatch:
         profiler: StepProfiler | None = None,
         checkpoints: Checkpoints | None = None,
     ) -> None:
-        """`peak_flops` is what the trainer's device can do in a second; without it no step has an MFU. `checkpoints` may have
+        """`peak_flops` is what the trainer's devices can do in a second; without it no step has an MFU. `checkpoints` may have
         loaded one already."""
         self._config = config
         self._outputs = outputs

@@ -2,19 +2,29 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 from pathlib import Path
 
 import pytest
 import torch
+from rich.console import Console
 
 import redline
 from redline.config import Config, resolve, validate
 from redline.config.sections.run import RunConfig
 from redline.errors import ConfigError
-from redline.launch.ranks import check_gpus_for_ranks, check_model_for_ranks, is_follower, remember_launch, run_to_take_up
-from redline.telemetry import RunFolder
+from redline.launch.ranks import (
+    check_gpus_for_ranks,
+    check_model_for_ranks,
+    check_ranks,
+    is_follower,
+    remember_launch,
+    run_to_take_up,
+)
+from redline.launch.run import _peak_flops
+from redline.telemetry import Progress, RunFolder
 
 
 def recipe(**trainer: object) -> Config:
@@ -70,11 +80,65 @@ def test_without_a_launcher_nothing_is_written(tmp_path: Path, monkeypatch: pyte
 @pytest.mark.parametrize(("rank", "follows"), [(None, False), ("0", False), ("3", True)])
 def test_rank_0_leads(rank: str | None, follows: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("RANK", raising=False) if rank is None else monkeypatch.setenv("RANK", rank)
+    for name in ("WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.delenv(name, raising=False) if rank is None else monkeypatch.setenv(name, "4")
     assert is_follower() is follows
 
 
+@pytest.mark.parametrize(
+    ("variables", "reason"),
+    [
+        ({"RANK": "0", "WORLD_SIZE": "2"}, "without MASTER_ADDR and MASTER_PORT they cannot meet"),
+        ({"RANK": "1", "MASTER_ADDR": "there", "MASTER_PORT": "1"}, "without WORLD_SIZE they cannot meet"),
+        ({"WORLD_SIZE": "two"}, "WORLD_SIZE=two in the environment is no number"),
+    ],
+)
+def test_half_of_what_a_launcher_says_is_refused(
+    variables: dict[str, str], reason: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(ConfigError, match=reason) as caught:
+        is_follower()
+    assert "torchrun" in caught.value.hint
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"engine": {"kind": "vllm"}}, "a process group of its own"),
+        ({"trainer": {"sharding": "full", "kl_coef": 0.1, "reference_offload": True}}, "the reference is divided"),
+    ],
+)
+def test_what_ranks_cannot_do_is_refused_before_anything_loads(
+    changes: dict[str, dict[str, object]], reason: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    config = recipe(**changes.get("trainer", {}))
+    engine = config.engine.model_copy(update=changes.get("engine", {}))
+    with pytest.raises(ConfigError, match=reason):
+        check_ranks(config.model_copy(update={"engine": engine}))
+
+
+def test_a_model_that_transformers_runs_is_not_divided(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "gpt2"}))
+    with pytest.raises(ConfigError, match="'gpt2' is run by transformers"):
+        check_model_for_ranks(recipe(sharding="full"), tmp_path)
+
+
+def test_mfu_is_a_share_of_what_all_ranks_can_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = recipe()
+    config = config.model_copy(update={"telemetry": config.telemetry.model_copy(update={"peak_tflops": 2.0})})
+    console = Console(file=io.StringIO())
+    monkeypatch.setenv("WORLD_SIZE", "3")
+    assert _peak_flops(config, Progress(1, console=console)) == 6e12
+    assert "3 times 2 TFLOP/s" in console.file.getvalue()  # type: ignore[attr-defined]
+
+
 def test_heads_that_ranks_cannot_divide_are_refused_from_the_models_files(tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text(json.dumps({"num_attention_heads": 9}))
+    (tmp_path / "config.json").write_text(json.dumps({"num_attention_heads": 9, "model_type": "llama"}))
     check_model_for_ranks(recipe(sequence_parallel_size=3), tmp_path)
     with pytest.raises(ConfigError, match="9 attention heads cannot be divided"):
         check_model_for_ranks(recipe(sequence_parallel_size=2), tmp_path)

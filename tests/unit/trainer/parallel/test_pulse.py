@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 import time
@@ -68,6 +69,25 @@ def test_a_rank_that_ends_with_an_error_says_why(rank_0: tuple[Pulse, dist.Store
     silent_rank(store, 1)
     Pulse(store, 1, 3).ended("NoRoomError: too long")
     assert pulse.find_lost(1.0) == "rank 1 of the trainer (process 7 on far) ended: NoRoomError: too long"
+
+
+def test_a_checkpoint_that_is_being_written_comes_to_its_end_first(
+    rank_0: tuple[Pulse, dist.Store], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The main thread waits in a collective, where nothing can tell it; the process is ended for it."""
+    pulse, _ = rank_0
+    ended: list[float] = []
+    monkeypatch.setattr(os, "_exit", lambda code: ended.append(time.monotonic()))
+    monkeypatch.setattr("redline.trainer.parallel.pulse.GRACE_S", 0.01)
+    pulse.lost = "rank 1 is gone"
+    written = time.monotonic() + 0.3
+    pulse.is_writing = lambda: time.monotonic() < written
+    pulse._end()
+    assert ended[0] >= written
+    monkeypatch.setattr("redline.trainer.parallel.pulse.WRITING_S", 0.1)
+    pulse.is_writing = lambda: True
+    pulse._end()
+    assert ended[1] - ended[0] < 2, "but not for ever"
 
 
 def test_a_stall_file_gets_what_each_rank_was_at(rank_0: tuple[Pulse, dist.Store]) -> None:
