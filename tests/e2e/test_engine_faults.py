@@ -17,7 +17,7 @@ from support.tiny_engines import Model, ask, make_model
 
 from redline.config import EngineRecipe
 from redline.engine import EngineSession, NativeEngine
-from redline.engine.remote.client import Patience
+from redline.engine.remote.patience import Patience
 from redline.engine.replicas import Replicas
 from redline.launch.workers.pool import EnginePool
 from redline.launch.workers.spawn import EngineSpec, LocalProcess, LocalProcesses

@@ -9,13 +9,14 @@ import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 
 import numpy as np
 import pytest
 
 from redline import wire
 from redline.errors import ConfigError, EngineError, PeerError, WireClosed, WireError, WireTimeout
-from redline.wire import Connection, Listener, connect, error_fields, listen, make_token
+from redline.wire import Connection, Listener, connect, error_fields, listen, make_token, opening
 
 TOKEN = make_token()
 
@@ -99,6 +100,55 @@ def test_waiting_for_a_frame_may_time_out_and_go_on(ends: tuple[Connection, Conn
     assert theirs.receive(5).kind == "late"
 
 
+def in_parts(sock: socket.socket, sent: bytes, parts: int, pause_s: float) -> None:
+    size = -(-len(sent) // parts)
+    for start in range(0, len(sent), size):
+        sock.sendall(sent[start : start + size])
+        time.sleep(pause_s)
+
+
+FRAME = struct.pack("!4sIQ", b"RLW1", 15, 40) + b'["a", {}, [40]]' + bytes(40)
+
+
+def test_a_frame_that_goes_on_may_take_longer_than_the_wait_for_it_and_than_any_pause(
+    ends: tuple[Connection, Connection],
+) -> None:
+    ours, theirs = ends
+    theirs.stall_s = 0.25
+    ours._sock.setblocking(True)
+    with ThreadPoolExecutor(1) as pool:
+        sending = pool.submit(in_parts, ours._sock, FRAME, parts=8, pause_s=0.05)
+        assert bytes(theirs.receive(0.1).buffers[0]) == bytes(40)
+        sending.result()
+    ours._sock.setblocking(False)
+    ours.send("next")
+    assert theirs.receive(5).kind == "next"
+
+
+def test_a_frame_that_stands_still_is_given_up_with_who_and_how_long(ends: tuple[Connection, Connection]) -> None:
+    ours, theirs = ends
+    theirs.name, theirs.stall_s = "engine 2", 0.1
+    ours._sock.send(FRAME[:30])
+    with pytest.raises(WireTimeout, match=r"engine 2 sent part of a frame, and no more of it for 0\.1 s"):
+        theirs.receive(5)
+    assert theirs.is_closed
+
+
+def test_a_frame_that_is_taken_slowly_is_sent_whole(ends: tuple[Connection, Connection]) -> None:
+    ours, theirs = ends
+    theirs._sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 16)
+    size, taken = 8 << 20, 0
+    with ThreadPoolExecutor(1) as pool:
+        sending = pool.submit(ours.send, "weights", {}, [np.zeros(size, np.uint8)], 0.2)
+        began = time.monotonic()
+        while taken < size:
+            time.sleep(0.01)
+            with suppress(BlockingIOError):
+                taken += len(theirs._sock.recv(1 << 18))
+        sending.result(5)
+    assert time.monotonic() - began > 0.25, "it took longer than the limit of a pause"
+
+
 def test_who_takes_nothing_is_noticed_after_the_time_limit(ends: tuple[Connection, Connection]) -> None:
     ours, _ = ends
     with pytest.raises(WireTimeout, match=r"took nothing of 'weights' for 0\.2 s"):
@@ -162,6 +212,37 @@ def test_a_peer_without_the_token_is_turned_away_and_learns_nothing_of_it(listen
         with pytest.raises(WireTimeout):
             listener.accept(0.2)
     assert listener.num_refused == 2
+
+
+@pytest.mark.parametrize("proof", ["\u00e9", "\ud800", 7, None, ["a"]])
+def test_a_proof_that_is_none_is_turned_away_whatever_it_is(listener: Listener, proof: object) -> None:
+    host, port = listener.address.split(":")
+    with Connection(socket.create_connection((host, int(port)), 5), "listener") as stranger:
+        stranger.send("hello", {"role": "weights", "challenge": "a"})
+        stranger.receive(5)
+        stranger.send("proof", {"proof": proof})
+        assert stranger.receive(5).kind == "refused"
+    with connect(listener.address, TOKEN, "test", 5):
+        assert listener.accept(5).role == "test"
+
+
+def test_a_stranger_who_sends_byte_by_byte_is_turned_away_in_time(listener: Listener, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(opening, "HELLO_S", 0.2)
+    host, port = listener.address.split(":")
+    with socket.create_connection((host, int(port)), 5) as stranger:
+        began = time.monotonic()
+        with suppress(OSError):
+            while time.monotonic() - began < 5:
+                stranger.send(FRAME[:1])
+                time.sleep(0.05)
+    assert time.monotonic() - began < 2
+
+
+@pytest.mark.parametrize("address", ["", "10.0.0.1", "host:", ":80", "host:http", "host:99999"])
+def test_what_is_no_address_is_refused(address: str) -> None:
+    with pytest.raises(ConfigError, match="no address to connect to") as refused:
+        connect(address, TOKEN, "test", 1)
+    assert "HOST:PORT" in refused.value.hint
 
 
 def test_a_listener_that_does_not_know_the_token_is_found_out(listener: Listener) -> None:

@@ -117,6 +117,7 @@ def _connected(
         model=model,
         held_out=held_out,
         sleeper=engines.sleeper,
+        elsewhere=engines.elsewhere,
     )
 
 

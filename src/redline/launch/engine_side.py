@@ -20,7 +20,7 @@ from redline.launch.kinds import make_other_engine
 from redline.launch.models import LoadedModel
 from redline.launch.placement import Placement
 from redline.launch.sleeping import Sleeper
-from redline.launch.stages import RunEngine
+from redline.launch.stages import EnginesElsewhere, RunEngine
 from redline.launch.workers.pool import EnginePool
 from redline.launch.workers.ray_engines import RayActors
 from redline.launch.workers.spawn import LocalProcesses, Spawner
@@ -44,6 +44,8 @@ class EngineSide:
     """Says who brings an engine that was started again to the current version."""
     sleeper: Sleeper | None = None
     """The engine, where it sleeps while the trainer works."""
+    elsewhere: EnginesElsewhere | None = None
+    """The engines, where they have processes of their own."""
 
 
 def colocated(config: Config, model: LoadedModel, trainer: Trainer) -> EngineSide:
@@ -79,7 +81,7 @@ def apart(config: Config, placement: Placement, trainer: Trainer, folder: RunFol
         pool.close()
         transport.close()
 
-    return EngineSide(engines, transport, close, join)
+    return EngineSide(engines, transport, close, join, elsewhere=engines)
 
 
 def _spawner(config: Config) -> Spawner:

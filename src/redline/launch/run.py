@@ -104,7 +104,7 @@ def _set_up(
     else:
         remember_base(folder, stages.model.folder)
         remember_data(folder, run.tasks)
-    watchdog.begin(stages.queues)
+    watchdog.begin(stages.queues, stages.stacks_elsewhere)
     profiler = StepProfiler(folder, config, outputs.recorder, tell)
     at_end.callback(profiler.close)
     peak_flops = _peak_flops(config, outputs.progress)

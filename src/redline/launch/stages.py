@@ -36,6 +36,18 @@ class RunEngine(SteppedEngine, Protocol):
         ...
 
 
+class EnginesElsewhere(Protocol):
+    """Engines in processes of their own, as a person looks at them who wants to know why nothing moves."""
+
+    def unanswered(self) -> Mapping[str, float]:
+        """What each engine was asked and has not answered, in words → seconds since. Does not block."""
+        ...
+
+    def stacks(self) -> Mapping[str, Sequence[str]]:
+        """Engine → where its process was at its last sign of life, of those whose step lasts long. Does not block."""
+        ...
+
+
 class RunTrainer(Trainer, Protocol):
     """A trainer whose weights can be written to a file."""
 
@@ -105,6 +117,8 @@ class Stages:
     held_out: Sequence[Task]
     sleeper: Sleeper | None = None
     """The engine, where it sleeps while the trainer works."""
+    elsewhere: EnginesElsewhere | None = None
+    """The engines, where they have processes of their own."""
 
     def run(self, watch: Watch, steps: int, trainer: Trainer | None = None) -> None:
         """Run the loop until the trainer has taken `steps` steps in all, or the watch ends it. `trainer` stands in for the
@@ -139,7 +153,12 @@ class Stages:
             "engine: sequences waiting": stats.waiting,
             "engine: KV blocks in use": stats.kv_blocks_used,
             "engine: KV blocks": stats.kv_blocks_total,
+            **(self.elsewhere.unanswered() if self.elsewhere else {}),
         }
+
+    def stacks_elsewhere(self) -> Mapping[str, Sequence[str]]:
+        """Process → its stack, of those that no other process of this machine can look at. Does not block."""
+        return self.elsewhere.stacks() if self.elsewhere else {}
 
     def engine_stats(self) -> EngineStats:
         """What the engine has done so far. Does not block."""

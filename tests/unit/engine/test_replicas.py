@@ -124,7 +124,16 @@ class FakeEngine:
 
     @property
     def stats(self) -> EngineStats:
-        return EngineStats(running=len(self.under_way), requests=self.num_done, kv_blocks_total=10, version=self.version)
+        rate = 500.0 if self.num_done else 0.0
+        return EngineStats(
+            running=len(self.under_way), requests=self.num_done, kv_blocks_total=10, version=self.version, tokens_per_s=rate
+        )
+
+    def unanswered(self) -> Mapping[str, float]:
+        return {"seconds since it was heard of": 3.0}
+
+    def stack(self) -> Sequence[str]:
+        return ["thread engine"] if self.steps_held else []
 
     def close(self) -> None:
         self.is_closed = True
@@ -380,6 +389,34 @@ def test_sums_of_lost_engines_stay_in_the_statistics(fleet: Callable[..., Fleet]
     several.finish()
     assert several.replicas.stats.requests == 2
     assert several.replicas.stats.kv_blocks_total == 10
+
+
+def test_what_a_lost_engine_was_doing_is_no_longer_said(fleet: Callable[..., Fleet]) -> None:
+    several = fleet(1, start=lambda index: never_comes())
+    several.replicas.submit(ask(20))
+    several.finish()
+    assert several.replicas.stats.tokens_per_s == 500.0
+    several.engines[0].why_lost = "ended by SIGKILL"
+    several.replicas.step()
+    assert several.replicas.stats.tokens_per_s == 0.0
+
+
+def never_comes() -> FakeEngine:
+    time.sleep(1)
+    raise EngineLostError("engine 0 did not start")
+
+
+def test_a_person_sees_what_each_engine_has_not_answered_and_where_it_is(fleet: Callable[..., Fleet]) -> None:
+    several = fleet(2, start=lambda index: never_comes())
+    several.engines[1].steps_held = True
+    assert several.replicas.unanswered() == {f"engine {index}: seconds since it was heard of": 3.0 for index in range(2)}
+    assert several.replicas.stacks() == {"engine 1": ["thread engine"]}
+    several.engines[0].why_lost = "ended by SIGKILL"
+    several.replicas.step()
+    assert set(several.replicas.unanswered()) == {
+        "engine 0: seconds since it is started again",
+        "engine 1: seconds since it was heard of",
+    }
 
 
 def soon(holds: Callable[[], bool]) -> None:

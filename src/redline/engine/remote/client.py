@@ -7,45 +7,36 @@ is sampled depends on the request and the weights alone, so that it is the same 
     step ◄── arrived ◄── the reading thread ◄── pieces, returned, pulse
 
 The other process is lost when its connection ends, when nothing has come from it for `silence_s` seconds (it pulses twice a
-second), or when a step of it lasts longer than `step_s`. From then on every call raises `EngineLostError`, with the reason.
+second), or when a step of it lasts longer than `step_s`. From then on every call raises `EngineLostError`, with the reason and
+with what it was asked and had not answered.
 """
 
 from __future__ import annotations
 
 import itertools
 import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from typing import Any
 
 from redline.engine.native.admission import Limits, check_request
+from redline.engine.remote.calls import Calls
+from redline.engine.remote.patience import Patience
 from redline.engine.remote.records import engine_error, pieces_from, request_fields
-from redline.errors import EngineError, EngineLostError, WireError, WireTimeout
+from redline.engine.remote.under_way import Event, UnderWay
+from redline.errors import EngineLostError, WireError, WireTimeout
 from redline.telemetry import span
-from redline.types import Delta, EngineStats, GenerateRequest, WeightUpdate
+from redline.types import EngineStats, GenerateRequest, WeightUpdate
 from redline.wire import Connection, Frame, connect
 
-Event = tuple[int, Delta | EngineError]
 WAIT_S = 0.005
 """Seconds that a step waits for pieces. What a caller submits meanwhile is sent after it."""
 LISTEN_S = 0.5
 """Seconds between two looks at how long nothing has come."""
 CALL_S = 600.0
 """Seconds for a call between two steps: one of them may be the first of a large model."""
-
-
-@dataclass(slots=True, frozen=True)
-class Patience:
-    """When an engine that does not answer is taken for lost."""
-
-    connect_s: float = 30.0
-    """Seconds to open the connection and hear from the engine."""
-    silence_s: float = 15.0
-    """Seconds without a pulse: the process is stopped, or its machine cannot be reached."""
-    step_s: float = 900.0
-    """Seconds that one step may last; the first of a large model compiles kernels."""
 
 
 class RemoteEngine:
@@ -67,17 +58,16 @@ class RemoteEngine:
         self.name = connection.name = name
         self._connection, self._why_ended = connection, why_ended
         self._patience = patience or Patience()
+        connection.stall_s = self._patience.silence_s
         about = self._first_frame()
         self.limits = Limits(**about["limits"]) if about["limits"] else None
         """What a request must satisfy; None where only the engine itself knows."""
         self._adapters = tuple(about["adapters"])
         self._stats = EngineStats(**about["stats"])
-        self._ids, self._calls = itertools.count(), itertools.count()
-        self._missing: dict[int, int] = {}
-        """Number of a request under way → completions that have not come."""
-        self._sampled: dict[int, dict[int, int]] = {}
-        self._waiting: dict[int, Future[Any]] = {}
-        self._events: list[Event] = []
+        self._ids, self._calls = itertools.count(), Calls()
+        self._under_way = UnderWay()
+        self._heard = time.monotonic()
+        self._stack: Sequence[str] = ()
         self._unsent: list[tuple[dict[str, Any], Sequence[Any]]] = []
         self._lock = threading.Lock()
         self._arrived = arrived or threading.Event()
@@ -105,29 +95,25 @@ class RemoteEngine:
         self._raise_if_lost()
         number = next(self._ids)
         fields, buffers = request_fields(request)
-        with self._lock:
-            self._missing[number] = request.sampling.n
+        self._under_way.add(number, request.sampling.n)
         self._unsent.append(({"id": number, "streaming": streaming, **fields}, buffers))
         return number
 
     def abort(self, request_id: int) -> None:
         """End a request; nothing more of it comes. Unknown and finished ones are ignored."""
-        with self._lock:
-            known = self._missing.pop(request_id, None)
-            self._sampled.pop(request_id, None)
-            self._events = [event for event in self._events if event[0] != request_id]
+        was_under_way = self._under_way.drop(request_id)
         before = len(self._unsent)
         self._unsent = [request for request in self._unsent if request[0]["id"] != request_id]
-        if known is not None and self._lost is None and len(self._unsent) == before:
+        if was_under_way and self._lost is None and len(self._unsent) == before:
             self._send("abort", {"id": request_id})
 
     def sampled_tokens(self, request_id: int) -> Mapping[int, int]:
         """Index of each completion that is not finished → tokens it had at the last pulse."""
-        return self._sampled.get(request_id, {})
+        return self._under_way.sampled(request_id)
 
     @property
     def has_work(self) -> bool:
-        return bool(self._missing or self._events or (self._lost is not None and not self._is_closed))
+        return bool(self._under_way or (self._lost is not None and not self._is_closed))
 
     def step(self) -> list[Event]:
         """Return what has come; wait for it for a moment where nothing has. Raises EngineLostError."""
@@ -142,14 +128,14 @@ class RemoteEngine:
         batches are those of an engine in this process, and so is every rounding."""
         if self._unsent:
             unsent, self._unsent = self._unsent, []
+            self._under_way.sent(fields["id"] for fields, _ in unsent)
             self._send(
                 "submit", {"requests": [fields for fields, _ in unsent]}, [part for _, parts in unsent for part in parts]
             )
 
     def take(self) -> list[Event]:
         """Return what has come since the last call. Does not block. Raises EngineLostError once everything was taken."""
-        with self._lock:
-            events, self._events = self._events, []
+        events = self._under_way.take()
         if not events:
             self._raise_if_lost()
         return events
@@ -181,21 +167,32 @@ class RemoteEngine:
     def call(self, name: str, **arguments: Any) -> Any:
         """Have the other side do something between two steps, and return the result. Raises EngineError with the other side's
         words, and EngineLostError."""
-        call, future = next(self._calls), Future[Any]()
-        self._waiting[call] = future
+        number, call = self._calls.begin(name)
         try:
-            self._send("call", {"id": call, "name": name, "arguments": arguments})
-            return future.result(CALL_S)
+            self._send("call", {"id": number, "name": name, "arguments": arguments})
+            return call.answer.result(CALL_S)
         except FutureTimeout:
             self._lose(f"did not answer {name!r} within {CALL_S:g} s")
             raise self._lost_error() from None
         finally:
-            self._waiting.pop(call, None)
+            self._calls.end(number)
 
     @property
     def stats(self) -> EngineStats:
         """As of the last frame."""
         return self._stats
+
+    def unanswered(self) -> dict[str, float]:
+        """What it was asked and has not answered, in words → seconds since. Does not block."""
+        found = {f"seconds without an answer to {name!r}": age_s for name, age_s in self._calls.ages().items()}
+        count, oldest_s = self._under_way.oldest
+        if count:
+            found[f"seconds since the oldest of {count} requests was sent"] = oldest_s
+        return {"seconds since it was heard of": time.monotonic() - self._heard, **found}
+
+    def stack(self) -> Sequence[str]:
+        """Where its threads were at its last sign of life, where its step lasts long; else nothing. Does not block."""
+        return self._stack
 
     # ── loss and end ───────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -232,11 +229,17 @@ class RemoteEngine:
         self._connection.close()
         said = "" if self._is_closed else self._why_ended()
         with self._lock:
-            self._lost = self._lost or (f"{why}; {said}" if said else why)
-        for future in list(self._waiting.values()):
-            if not future.done():
-                future.set_exception(self._lost_error())
+            self._lost = self._lost or "; ".join(part for part in (why, said, self._had()) if part)
+        self._calls.fail(self._lost_error())
         self._arrived.set()
+
+    def _had(self) -> str:
+        """What it was asked and had not answered, for a person."""
+        parts = [f"{name!r} for {age_s:.0f} s" for name, age_s in self._calls.ages().items()]
+        count, oldest_s = self._under_way.oldest
+        if count:
+            parts.append(f"{count} requests for {oldest_s:.0f} s")
+        return f"it had not answered {', '.join(parts)}" if parts else ""
 
     # ── in the reading thread ──────────────────────────────────────────────────────────────────────────────────────────
 
@@ -247,10 +250,12 @@ class RemoteEngine:
                 try:
                     frame = self._connection.receive(LISTEN_S)
                 except WireTimeout:
+                    if self._connection.is_closed:  # it stopped within a frame
+                        raise
                     # Counted, not timed: while this process itself is stopped, nobody else is at fault.
                     silent += 1
                     continue
-                silent = 0
+                silent, self._heard = 0, time.monotonic()
                 self._take_frame(frame)
             self._lose(f"it sent no sign of life for {self._patience.silence_s:g} s")
         except WireError as error:
@@ -263,58 +268,32 @@ class RemoteEngine:
         if "stats" in fields:
             self._stats = EngineStats(**fields["stats"])
         if frame.kind == "pieces":
-            self._take_pieces(pieces_from(fields["pieces"], frame.buffers))
+            self._under_way.deliver(pieces_from(fields["pieces"], frame.buffers))
+            self._arrived.set()
         elif frame.kind == "pulse":
             self._take_pulse(fields)
         elif frame.kind == "returned":
-            self._answered(fields["id"], lambda future: future.set_result(fields["value"]))
+            self._calls.settle(fields["id"], lambda answer: answer.set_result(fields["value"]))
         elif frame.kind == "raised":
-            self._answered(fields["id"], lambda future: future.set_exception(engine_error(fields)))
+            self._calls.settle(fields["id"], lambda answer: answer.set_exception(engine_error(fields)))
         elif frame.kind == "ended":
             self._lose(f"its engine has ended: {fields['message']}")
         else:
             self._lose(f"it sent a frame of kind {frame.kind!r}")
 
-    def _take_pieces(self, pieces: Sequence[Event]) -> None:
-        with self._lock:
-            for number, piece in pieces:
-                if number not in self._missing:  # aborted meanwhile
-                    continue
-                self._events.append((number, piece))
-                self._missing[number] -= isinstance(piece, EngineError) or piece.completion is not None
-                if isinstance(piece, EngineError) or not self._missing[number]:
-                    del self._missing[number]
-                    self._sampled.pop(number, None)
-        self._arrived.set()
-
     def _take_pulse(self, fields: Mapping[str, Any]) -> None:
+        self._stack = fields.get("stack", ())
         if fields["step_s"] > self._patience.step_s:
             self._lose(f"a step has lasted longer than {self._patience.step_s:g} s")
-        with self._lock:
-            for number, sampled in fields["sampled"]:
-                if number in self._missing:
-                    self._sampled[number] = dict(sampled)
-
-    def _answered(self, call: int, settle: Callable[[Future[Any]], None]) -> None:
-        future = self._waiting.get(call)
-        if future is not None and not future.done():
-            settle(future)
+        self._under_way.note_sampled(fields["sampled"])
 
 
-def open_engine(
-    address: str,
-    token: str,
-    name: str,
-    *,
-    patience: Patience | None = None,
-    why_ended: Callable[[], str] = lambda: "",
-    arrived: threading.Event | None = None,
-) -> RemoteEngine:
-    """Connect to the worker at `address`. Raises WireError where it cannot be reached."""
+def open_engine(address: str, token: str, name: str, *, patience: Patience | None = None, **options: Any) -> RemoteEngine:
+    """Connect to the worker at `address`, with `options` of `RemoteEngine`. Raises WireError where it cannot be reached."""
     patience = patience or Patience()
     connection = connect(address, token, "requests", patience.connect_s)
     try:
-        return RemoteEngine(connection, name, patience=patience, why_ended=why_ended, arrived=arrived)
+        return RemoteEngine(connection, name, patience=patience, **options)
     except BaseException:
         connection.close()
         raise

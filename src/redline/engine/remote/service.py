@@ -5,7 +5,7 @@
 
 The engine steps on by itself while there is work. The outbox is bounded: where the other side takes nothing, the engine stops
 between two steps until it does. A pulse tells the other side twice a second that this process lives, how long its step under
-way has lasted, and how far each sequence is.
+way has lasted, where its threads are if that is long, and how far each sequence is.
 """
 
 from __future__ import annotations
@@ -22,10 +22,14 @@ from typing import Any
 from redline.engine.remote.records import Piece, pieces_fields, request_from
 from redline.engine.session import EngineSession
 from redline.errors import EngineError, WireError, boundary, in_words
+from redline.telemetry.stalls.stacks import own_stacks
 from redline.types import WeightUpdate
 from redline.wire import Connection, Frame, error_fields
 
 PULSE_S = 0.5
+LONG_STEP_S = 5.0
+"""A step that lasts longer is told with the stacks of this process."""
+MAX_STACK_LINES = 400
 OUTBOX_FRAMES = 64
 """Frames that wait to be sent: each has what one step brought."""
 
@@ -178,7 +182,15 @@ class RequestService:
         with self._lock:
             known = list(self._ids.items())
         sampled = [[theirs, list(self._session.sampled_tokens(number).items())] for number, theirs in known]
-        return {"step_s": self._session.step_s, "sampled": sampled, "stats": asdict(self._session.stats)}
+        step_s = self._session.step_s
+        stack = {"stack": _own_stack()} if step_s > LONG_STEP_S else {}
+        return {"step_s": step_s, "sampled": sampled, "stats": asdict(self._session.stats), **stack}
+
+
+def _own_stack() -> list[str]:
+    """Where the threads of this process are, for a person who looks at a run that stands still."""
+    lines = [line for thread in own_stacks() for line in (f"thread {thread.name}", *(f"  {at}" for at in thread.lines))]
+    return lines[-MAX_STACK_LINES:]
 
 
 # ── what may be called between two steps ───────────────────────────────────────────────────────────────────────────────

@@ -12,7 +12,8 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
-from redline.engine.remote.client import Patience, RemoteEngine, open_engine
+from redline.engine.remote.client import RemoteEngine, open_engine
+from redline.engine.remote.patience import Patience
 from redline.errors import EngineLostError, WireError
 from redline.launch.workers.spawn import EngineSpec, Spawned, Spawner
 from redline.telemetry import span

@@ -13,7 +13,7 @@ from __future__ import annotations
 import faulthandler
 import re
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from contextlib import suppress
 from dataclasses import dataclass
@@ -57,6 +57,8 @@ MOVERS: Mapping[str, tuple[str, AbstractSet[str]]] = {
     "requests": ("rewards", GROUP_SECTIONS),
 }
 """`wait.for_X` → the lane it is for, where no other lane is in one of these sections."""
+ELSEWHERE = {"engines"}
+"""What `wait.for_X` waits for in processes that have no lanes here."""
 
 
 @dataclass(slots=True, frozen=True)
@@ -77,6 +79,7 @@ class StallWatch:
         self._folder = folder
         self._after_s = after_s
         self._queues: Callable[[], Mapping[str, float]] = dict
+        self._elsewhere: Callable[[], Mapping[str, Sequence[str]]] = dict
         self._is_setup = True
         self._steps = 0
         self._longest_s = 0.0
@@ -102,9 +105,12 @@ class StallWatch:
     def _frozen_after_s(self) -> float:
         return max(self._frozen_floor_s, FROZEN_TIMES * self.after_s)
 
-    def begin(self, queues: Callable[[], Mapping[str, float]]) -> None:
-        """The stages are there. `queues` gives the depth of every queue, by its name; it must not wait for anything."""
-        self._queues, self._is_setup = queues, False
+    def begin(
+        self, queues: Callable[[], Mapping[str, float]], elsewhere: Callable[[], Mapping[str, Sequence[str]]] = dict
+    ) -> None:
+        """Note that the stages are there. `queues` gives the depth of every queue, by its name, and `elsewhere` the stacks of
+        processes that are not among our descendants; neither may wait for anything."""
+        self._queues, self._elsewhere, self._is_setup = queues, elsewhere, False
 
     def step(self) -> None:
         self._steps += 1
@@ -140,8 +146,13 @@ class StallWatch:
             how = "was given up" if call.is_given_up else "returned"
             _add_line(self._calls.pop(call), f"It moved again after {call.age_s():.0f} s: `{call.what}` {how}.")
 
+    def _other_stacks(self) -> list[ChildStack]:
+        """The stacks of our descendants, and those that processes elsewhere have sent."""
+        sent = [ChildStack(0, name, "as it last said", list(lines)) for name, lines in self._elsewhere().items()]
+        return [*child_stacks(), *sent]
+
     def _write_call(self, now: Activity, step: int, call: Call) -> Stall:
-        document = describe(now, self._queues(), own_stacks(), child_stacks(), step)
+        document = describe(now, self._queues(), own_stacks(), self._other_stacks(), step)
         seen = f"`{call.what}` has not returned for {call.age_s():.0f} s, at {call.place()}"
         lanes = [lane.name for lane in now.lanes if lane.thread_id == call.thread_id]
         document["summary"] = f"{seen}; {document['summary']}"
@@ -154,7 +165,7 @@ class StallWatch:
         return Stall(self._calls[call], finding, in_rollouts=True)
 
     def _write(self, now: Activity, step: int) -> Stall:
-        document = describe(now, self._queues(), own_stacks(), child_stacks(), step)
+        document = describe(now, self._queues(), own_stacks(), self._other_stacks(), step)
         self._current, place = self._keep(document, render(document))
         finding = Finding(
             seen=f"nothing has moved for {now.quiet_s:.0f} s: {document['summary']}",
@@ -271,7 +282,7 @@ def render(document: Mapping[str, Any]) -> str:
         lane = f", lane {thread['lane']}" if thread["lane"] else ""
         parts.append(_section(f"Thread {thread['name']}{lane}", thread["stack"]))
     for child in document["processes"]:
-        title = f"Process {child['pid']}, {child['state']}: {child['command']}"
+        title = f"Process {child['pid'] or 'elsewhere'}, {child['state']}: {child['command']}"
         parts.append(_section(title, child["stack"]))
     return "\n".join(parts) + "\n"
 
@@ -309,6 +320,8 @@ def _sentence(lane: LaneState, now: Activity, threads: Mapping[int | None, Threa
     if not lane.innermost.startswith("wait.for_"):
         return _at(lane, threads) + ("" if _works(lane) else ", which keeps no other lane waiting")
     whom = lane.innermost.removeprefix("wait.for_")
+    if whom in ELSEWHERE:
+        return f"{lane.name} waits for {whom}, which are processes of their own and have done nothing for {now.quiet_s:.0f} s"
     name, sections = MOVERS.get(whom, (whom, {whom}))
     others = [other for other in now.lanes if other.name != lane.name]
     movers = [other for other in others if _works(other) and other.innermost.partition(".")[0] in sections]

@@ -11,7 +11,7 @@ do not.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from redline.config.schema import Config
@@ -73,10 +73,13 @@ class Watchdog:
         self._thread = threading.Thread(target=self._work, name="watchdog", daemon=True)
         self._thread.start()
 
-    def begin(self, queues: Callable[[], Mapping[str, float]]) -> None:
-        """The stages are there. `queues` gives the depth of every queue, by its name; it must not wait for anything."""
+    def begin(
+        self, queues: Callable[[], Mapping[str, float]], elsewhere: Callable[[], Mapping[str, Sequence[str]]] = dict
+    ) -> None:
+        """Note that the stages are there. `queues` gives the depth of every queue, by its name, and `elsewhere` the stacks of
+        processes that are not among our descendants; neither may wait for anything."""
         if self._stalls:
-            self._stalls.begin(queues)
+            self._stalls.begin(queues, elsewhere)
 
     def step(self, row: Mapping[str, Any]) -> None:
         assert self._alerts is not None, "started first"

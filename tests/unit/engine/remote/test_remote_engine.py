@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import struct
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -14,7 +16,9 @@ import pytest
 from support.tiny_engines import MIXED, Letters, Model, ask, assert_same, make_model
 
 from redline.engine import EngineSession, NativeEngine
-from redline.engine.remote.client import Patience, RemoteEngine, open_engine
+from redline.engine.remote import client, service
+from redline.engine.remote.client import RemoteEngine, open_engine
+from redline.engine.remote.patience import Patience
 from redline.engine.remote.records import pieces_fields, pieces_from, request_fields, request_from
 from redline.engine.remote.service import RequestService
 from redline.errors import BrokenModelError, EngineError, EngineLostError
@@ -238,6 +242,69 @@ def test_a_silent_peer_is_taken_for_lost_after_its_time() -> None:
         engine = open_engine(listener.address, TOKEN, "engine 7", patience=Patience(silence_s=0.5))
         _soon(lambda: engine.why_lost is not None)
         assert engine.why_lost == "it sent no sign of life for 0.5 s"
+
+
+def test_what_a_silent_engine_was_asked_is_said_and_part_of_why_it_is_lost() -> None:
+    with listen(token=TOKEN) as listener:
+
+        def say_hello_and_nothing_more() -> None:
+            listener.accept(SOON_S).send("ready", {"limits": None, "adapters": [], "stats": {}})
+            time.sleep(3)
+
+        threading.Thread(target=say_hello_and_nothing_more, daemon=True).start()
+        engine = open_engine(listener.address, TOKEN, "engine 7", patience=Patience(silence_s=1.0))
+        for seed in range(3):
+            engine.submit(ask(4, seed=seed))
+        engine.flush()
+
+        def call() -> None:
+            with suppress(EngineLostError):
+                engine.reset_prefix_cache()
+
+        asking = threading.Thread(target=call)
+        asking.start()
+        words = ["heard of", "the oldest of 3 requests was sent", "an answer to 'reset_prefix_cache'"]
+        _soon(lambda: all(any(word in what for what in engine.unanswered()) for word in words))
+        asking.join(SOON_S)
+        assert "no sign of life for 1 s; it had not answered 'reset_prefix_cache' for" in str(engine.why_lost)
+        assert "3 requests for" in str(engine.why_lost)
+
+
+def test_a_large_frame_that_lasts_longer_than_a_look_loses_no_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(client, "LISTEN_S", 0.05)
+    fields, buffers = pieces_fields([])
+    with listen(token=TOKEN) as listener:
+        begun, done = threading.Event(), threading.Event()
+
+        def send_slowly() -> None:
+            connection = listener.accept(SOON_S)
+            connection.send("ready", {"limits": None, "adapters": [], "stats": {}})
+            sent = json.dumps(["pieces", {"pieces": fields}, [buffer.nbytes for buffer in buffers]]).encode()
+            whole = struct.pack("!4sIQ", b"RLW1", len(sent), sum(buffer.nbytes for buffer in buffers)) + sent
+            begun.wait(SOON_S)
+            for start in range(0, len(whole), 8):
+                connection._sock.sendall(whole[start : start + 8])
+                time.sleep(0.06)
+            connection.send("pulse", {"step_s": 0.0, "sampled": [], "stats": {"requests": 7}})
+            done.wait(SOON_S)
+
+        threading.Thread(target=send_slowly, daemon=True).start()
+        engine = open_engine(listener.address, TOKEN, "engine 7", patience=Patience(silence_s=0.5))
+        begun.set()
+        _soon(lambda: engine.stats.requests == 7)
+        assert engine.why_lost is None
+        done.set()
+
+
+def test_where_a_long_step_stands_is_told_with_the_pulse(
+    remote: RemoteEngine, far: Far, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(service, "LONG_STEP_S", 0.0)
+    monkeypatch.setattr(far.engine, "step", lambda: time.sleep(1.2) or [])
+    remote.submit(ask(4, 20))
+    remote.flush()
+    _soon(lambda: any("in _work" in line for line in remote.stack()))
+    assert any(line.startswith("thread ") for line in remote.stack())
 
 
 def test_an_engine_that_breaks_there_is_lost_here_with_its_words(model: Model) -> None:

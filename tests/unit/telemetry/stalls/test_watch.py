@@ -105,6 +105,18 @@ def test_the_file_names_what_hangs_who_waits_for_it_and_what_is_queued(watched: 
     assert "in hanging_environment" in text
 
 
+def test_an_engine_elsewhere_that_does_not_answer_is_named_with_what_it_was_asked_and_where_it_is(watched: Watched) -> None:
+    asked = {"engine 2 at 10.0.0.2:4711: seconds without an answer to 'apply'": 31.5}
+    watched.stalls.begin(lambda: asked, lambda: {"engine 2 at 10.0.0.2:4711": ["thread engine", "  sampler.py:7, in draw"]})
+    with span("wait.for_engines"):
+        stall = watched.pass_time(AFTER_S + 1)
+    assert stall is not None
+    text = stall.path.read_text()
+    assert "main waits for engines, which are processes of their own and have done nothing for 11 s" in text
+    assert "engine 2 at 10.0.0.2:4711: seconds without an answer to 'apply': 31.5" in text
+    assert "Process elsewhere, as it last said: engine 2 at 10.0.0.2:4711\n  thread engine\n    sampler.py:7, in draw" in text
+
+
 def test_lanes_that_wait_for_each_other_are_said_to(watched: Watched) -> None:
     def rollouts(end: threading.Event) -> None:
         with span("wait.for_budget"):
