@@ -12,6 +12,7 @@ import json
 import os
 import queue
 import signal
+import stat
 import subprocess
 import tempfile
 import threading
@@ -27,6 +28,8 @@ KILLED = -9
 """Exit code of a process that the kernel ended, usually for want of memory."""
 LOG_BYTES = 4 << 20
 """A child's stderr is kept up to this; what it wrote before is then let go."""
+KEPT_BYTES = 64 << 10
+"""The newest part of it that a child keeps itself."""
 
 
 class ChildError(Exception):
@@ -154,6 +157,17 @@ class Child:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
         self.close()
+
+
+def bound_stderr() -> None:
+    """Called by a child now and then: where its stderr is a file that has outgrown `LOG_BYTES`, keep the newest part of it
+    alone."""
+    status = os.fstat(2)
+    if stat.S_ISREG(status.st_mode) and status.st_size > LOG_BYTES:
+        newest = os.pread(2, KEPT_BYTES, status.st_size - KEPT_BYTES)
+        os.ftruncate(2, 0)
+        os.lseek(2, 0, os.SEEK_SET)
+        os.write(2, newest)
 
 
 def only_answer(command: Sequence[str], limit_s: float | None = None) -> dict[str, Any]:

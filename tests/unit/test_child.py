@@ -55,6 +55,29 @@ def test_a_child_that_ends_shows_its_exit_code_and_its_last_lines(tmp_path: Path
     assert str(caught.value).startswith("ended with exit code 3:\nline 25\n")
 
 
+def test_a_child_that_writes_without_end_keeps_the_newest_of_it(tmp_path: Path) -> None:
+    wordy = """
+        import os, sys
+        from redline import child
+        child.LOG_BYTES, child.KEPT_BYTES = 40_000, 1_000
+        reply = child.take_stdout()
+        sizes = []
+        for number in range(3000):
+            print(f"line {number}", file=sys.stderr, flush=True)
+            print("x" * 100, file=sys.stderr, flush=True)
+            child.bound_stderr()
+            sizes.append(os.fstat(2).st_size)
+        print("last words", file=sys.stderr, flush=True)
+        reply({"largest": max(sizes)})
+    """
+    with Child(command(tmp_path, wordy)) as child:
+        assert child.read()["largest"] < 41_000
+        child.finish()
+        lines = child.last_lines()
+    assert lines[-1] == "last words"
+    assert "line 2999" in lines
+
+
 def test_a_child_that_is_gone_when_it_is_asked_says_why(tmp_path: Path) -> None:
     with Child(command(tmp_path, "import sys\nsys.exit('no model')")) as child:
         child._process.wait()

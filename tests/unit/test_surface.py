@@ -49,7 +49,10 @@ model.path
 placement.address
 placement.cluster
 placement.engines
+placement.join_timeout_s
+placement.listen
 placement.max_restarts
+placement.remote_engines
 placement.sleep
 placement.trainers
 placement.transport
@@ -227,6 +230,7 @@ redline show RUN --attempt --failures --group --json --ledger --limit --step
 redline report RUN --output
 redline dash RUNS --host --port
 redline serve MODEL OVERRIDES --allowed-host --api-key-env --device --dtype --host --lora --port --served-model-name --weights-token-env
+redline join ADDRESS --device --model --port --threads --wait
 redline keys PREFIX --markdown
 redline plan RECIPE OVERRIDES --gpu --gpus --json --new-tokens --price --prompt-tokens --sharding --tensor-parallel
 redline profile RUN --steps --wait --what

@@ -14,7 +14,7 @@ from redline.cli import env
 from redline.cli.explain import keys
 from redline.cli.look import dash, repair, report, show
 from redline.cli.measure import bench, compare, perf, plan, profile
-from redline.cli.run import serve, train
+from redline.cli.run import join, serve, train
 from redline.errors import RedlineError
 
 app = typer.Typer(
@@ -35,7 +35,7 @@ def _root(version: Annotated[bool, typer.Option("--version", help="Print the ver
 
 
 VERBS = {
-    "Train and look": (train, show, report, dash, serve),
+    "Train and look": (train, show, report, dash, serve, join),
     "Write a recipe": (keys, plan),
     "Look deeper, mend": (profile, repair),
     "Measure": (bench, compare, perf),

@@ -125,6 +125,31 @@ def serve(
         raise typer.Exit(130) from None
 
 
+def join(
+    address: Annotated[str, typer.Argument(metavar="HOST:PORT", help="Where the run listens: its placement.listen.")],
+    model: Annotated[str | None, typer.Option(help="The model on this machine. By default the recipe's own path.")] = None,
+    device: Annotated[
+        str | None, typer.Option(help="Where the engine runs: cpu, cuda or cuda:1. By default as in the recipe.")
+    ] = None,
+    threads: Annotated[int | None, typer.Option(help="CPU threads of the engine. By default all cores.", min=1)] = None,
+    port: Annotated[int, typer.Option(help="The port that the engine listens on; 0 takes a free one.", min=0, max=65535)] = 0,
+    wait: Annotated[
+        float, typer.Option(help="Seconds to try while the run cannot be reached, at first and after a loss.", min=0)
+    ] = 600.0,
+) -> None:
+    """Sample on this machine for a run elsewhere that has placement.remote_engines."""
+    from redline.launch.joining import take_token
+    from redline.launch.workers.join import Hold, check_device_name
+    from redline.launch.workers.join import join as join_run
+
+    check_device_name(device)
+    try:
+        join_run(address, take_token(), Hold(model, device, threads, port), wait, lambda text: typer.echo(text, err=True))
+    except KeyboardInterrupt:
+        typer.echo("stopped", err=True)
+        raise typer.Exit(130) from None
+
+
 def _train(path: Path, overrides: list[str], *, dry_run: bool, resume: bool, from_scratch: bool) -> dict[str, Any] | None:
     """Return what the run came to; None after a dry run, and in a process that follows rank 0. Refuses what it can before there
     is a run folder."""

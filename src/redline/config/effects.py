@@ -144,6 +144,8 @@ TABLE: tuple[Readers, ...] = (
         lambda c: c.placement.engines > 0 or c.placement.cluster is not None,
         "placement.engines to 1 or more",
     ),
+    Readers("placement.listen", lambda c: c.placement.remote_engines > 0, "placement.remote_engines to 1 or more"),
+    Readers("placement.join_timeout_s", lambda c: c.placement.remote_engines > 0, "placement.remote_engines to 1 or more"),
     Readers("placement.address", lambda c: c.placement.cluster is not None, "placement.cluster to ray"),
     Readers("placement.trainers", lambda c: c.placement.cluster is not None, "placement.cluster to ray"),
     Readers("telemetry.profile.steps", lambda c: c.telemetry.profile.what is not None, "telemetry.profile to e2e"),

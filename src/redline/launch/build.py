@@ -26,6 +26,7 @@ from redline.launch.models import LoadedModel, load_reward_model, load_trainable
 from redline.launch.placement import Placement
 from redline.launch.preflight import LoadedTasks
 from redline.launch.stages import RunEngine, Stages
+from redline.launch.starting_engines import StartingEngines
 from redline.launch.trainers import make_trainer, meet_ranks
 from redline.models.prompt_logprobs import prompt_logprobs
 from redline.ports import Rollouts, SteppedEngine
@@ -63,10 +64,16 @@ def build(
     tell = progress.note
     tell(f"loading {config.model.path}")
     parallel = meet_ranks(config, folder)
-    model = load_trainable_policy(config)
-    trainer = make_trainer(config, model, folder, tell, parallel)
-    model = replace(model, decoder=trainer.network)
-    engines = apart(config, placement, trainer, folder, tell) if placement.engines else colocated(config, model, trainer)
+    starting = StartingEngines(config, placement, folder, tell) if placement.engines else None
+    try:
+        model = load_trainable_policy(config)
+        trainer = make_trainer(config, model, folder, tell, parallel)
+        model = replace(model, decoder=trainer.network)
+        engines = apart(config, placement, starting, trainer, tell) if starting else colocated(config, model, trainer)
+    except BaseException:
+        if starting:
+            starting.close()
+        raise
     try:
         return _connected(_Made(config, folder, tell, model, trainer, engines), placement, tasks, around_engine)
     except BaseException:

@@ -15,9 +15,9 @@ ENGINE_OVERHEAD_BYTES = 2 << 30
 """What an engine's process takes of a GPU besides weights and KV cache: the context, graphs, workspaces."""
 
 
-def engine_specs(config: Config, placement: Placement, folder: RunFolder, weight_bytes: int) -> list[EngineSpec]:
-    """What each process of an engine is to hold. `weight_bytes` is the size of one set of weights. On a GPU that engines share,
-    call this when the trainer is made: they get what it leaves."""
+def engine_specs(config: Config, placement: Placement, folder: RunFolder, weight_bytes: int = 0) -> list[EngineSpec]:
+    """What each process of an engine is to hold. Engines that share a GPU get what the trainer leaves of it: call this when the
+    trainer is made, with the size of one set of weights."""
     return [
         EngineSpec(
             recipe=_recipe(config, placement, place, weight_bytes).model_dump(mode="json"),
@@ -26,6 +26,7 @@ def engine_specs(config: Config, placement: Placement, folder: RunFolder, weight
             num_threads=place.cpu_threads,
             spans=str(folder.spans.absolute()),
             lora=config.trainer.lora.model_dump(mode="json") if config.trainer.lora.rank else None,
+            remote=bool(place.joins_at),
         )
         for place in placement.engines
     ]

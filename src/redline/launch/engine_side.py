@@ -7,23 +7,23 @@ apart     ──► engines in processes of their own, with weights of their own
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
 
+from redline.addresses import is_loopback
 from redline.config import Config
 from redline.engine.replicas import Replicas
-from redline.launch.engine_processes import engine_specs
 from redline.launch.engines import make_engine
 from redline.launch.kinds import make_other_engine
 from redline.launch.models import LoadedModel
 from redline.launch.placement import Placement
 from redline.launch.sleeping import Sleeper
 from redline.launch.stages import EnginesElsewhere, RunEngine
+from redline.launch.starting_engines import StartingEngines
 from redline.launch.workers.pool import EnginePool
-from redline.launch.workers.ray_engines import RayActors
-from redline.launch.workers.spawn import LocalProcesses, Spawner
+from redline.launch.workers.spawn import address_towards
 from redline.ports import Trainer
 from redline.telemetry import RunFolder
 from redline.weight_sync import Broadcast, CheckpointEngine, CudaIpc, Sending, SharedStorage, WeightProtocol
@@ -59,41 +59,31 @@ def colocated(config: Config, model: LoadedModel, trainer: Trainer) -> EngineSid
     return EngineSide(engine, SharedStorage(engine_tensors), sleeper=engine if config.placement.sleep else None)
 
 
-def apart(config: Config, placement: Placement, trainer: Trainer, folder: RunFolder, tell: Callable[[str], None]) -> EngineSide:
-    """Start the processes of the placement's engines and connect to them. Blocks until each has loaded its model. Raises
-    EngineLostError where one does not start; none is left behind then."""
+def apart(
+    config: Config, placement: Placement, starting: StartingEngines, trainer: Trainer, tell: Callable[[str], None]
+) -> EngineSide:
+    """Connect the trainer to engines in processes of their own. Blocks until each has loaded its model. Raises EngineLostError
+    where one does not start; the caller then closes `starting`."""
     tensors = trainer.weights().tensors
-    specs = engine_specs(config, placement, folder, sum(tensor.nbytes for tensor in tensors.values()))
-    pool = EnginePool(_spawner(config), specs)
-    try:
-        transport = _transport(placement.transport, pool, tensors, folder)
-        max_restarts = config.placement.max_restarts
-        engines = Replicas(pool.engines, pool.restart, max_restarts=max_restarts, arrived=pool.arrived, tell=tell)
-    except BaseException:
-        pool.close()
-        raise
+    pool = starting.pool(sum(tensor.nbytes for tensor in tensors.values()))
+    transport = _transport(placement.transport, pool, tensors, starting.folder)
+    max_restarts = config.placement.max_restarts
+    engines = Replicas(pool.engines, pool.restart, max_restarts=max_restarts, arrived=pool.arrived, tell=tell)
 
     def join(weight_sync: WeightProtocol) -> None:
         pool.catch_up = weight_sync.catch_up
 
     def close() -> None:
         engines.close()
-        pool.close()
+        starting.close()
         transport.close()
 
     return EngineSide(engines, transport, close, join, elsewhere=engines)
 
 
-def _spawner(config: Config) -> Spawner:
-    """What starts the processes of engines: this machine, or the cluster on which a driver has kept room for them."""
-    if config.placement.cluster == "ray":
-        return RayActors(first_bundle=config.placement.trainers)
-    return LocalProcesses()
-
-
 def _transport(name: str, pool: EnginePool, tensors: Mapping[str, Tensor], folder: RunFolder) -> Transport:
     """What brings weights to engines in processes of their own; `shared` is for one in this process."""
-    sending = Sending(on_lost=pool.lose)
+    sending = Sending(on_lost=pool.lose, host=_own_address([spawned.address for spawned in pool.spawned]))
     if name == "cuda_ipc":
         return CudaIpc(pool.channels, tensors, sending)
     if name == "broadcast":
@@ -101,3 +91,9 @@ def _transport(name: str, pool: EnginePool, tensors: Mapping[str, Tensor], folde
     if name == "checkpoint_engine":
         return CheckpointEngine(pool.channels, tensors, folder.path / "weights", sending)
     raise AssertionError(f"no transport {name}")
+
+
+def _own_address(engines: Sequence[str]) -> str:
+    """The address of this machine that all engines reach: loopback where they are all here."""
+    elsewhere = [address for address in engines if not is_loopback(address.rpartition(":")[0].strip("[]"))]
+    return address_towards(elsewhere[0]) if elsewhere else "127.0.0.1"

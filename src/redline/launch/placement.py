@@ -4,6 +4,7 @@ cannot be placed is refused here, before anything loads and before there is a ru
     buffer.max_lag: 0         main: rollouts ─► engine ─► buffer ─► trainer ─► weight_sync, in turn
     buffer.max_lag: 1…        main: buffer ─► trainer ─► weight_sync        rollouts: rollouts ─► engine, beside it
     placement.engines: 1…     the same threads, but engines in processes of their own; rollouts send requests there
+    placement.remote_engines  some of these processes are on other machines, and join the run from there
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from pathlib import Path
 
 from redline.config import Config, EngineRecipe
 from redline.errors import ConfigError
+from redline.launch.joining import address_to_join, note_on
 from redline.launch.ranks import check_ranks
 
 MAIN = "main"
@@ -47,8 +49,12 @@ class Place:
     """Threads of its CPU kernels."""
     process: int = 0
     """0 is the process of the loop; engines of their own have 1, 2, …"""
+    joins_at: str = ""
+    """`host:port` of the run, where the process is on another machine and joins from there; empty on this one."""
 
     def __str__(self) -> str:
+        if self.joins_at:
+            return f"process {self.process}, on a machine that joins at {self.joins_at} ({self.device})"
         kernels = f", {self.cpu_threads} CPU thread{'s' if self.cpu_threads > 1 else ''}" if self.device == "cpu" else ""
         return f"process {self.process}, thread {self.thread} ({self.device}{kernels})"
 
@@ -77,11 +83,12 @@ class Placement:
 
     def shares_gpu(self, place: Place) -> bool:
         """Whether an engine in a process of its own has a GPU together with the trainer or with another engine."""
-        return place.device != "cpu" and (place.device == TRAINER_GPU or self.engines_on(place.device) > 1)
+        is_here = place.device != "cpu" and not place.joins_at
+        return is_here and (place.device == TRAINER_GPU or self.engines_on(place.device) > 1)
 
     def engines_on(self, device: str) -> int:
-        """How many processes of engines there are on a device."""
-        return sum(place.device == device for place in self.engines)
+        """How many processes of engines there are on a device of this machine."""
+        return sum(place.device == device and not place.joins_at for place in self.engines)
 
     def __str__(self) -> str:
         """`rollouts, engine: process 0, thread rollouts (cpu, 1 CPU thread); buffer, …`."""
@@ -100,18 +107,22 @@ def place(config: Config, num_gpus: int | None = None) -> Placement:
     _refuse_offload_on_cpu(config)
     _refuse_sleep_without_effect(config)
     _refuse_engines_elsewhere(config)
+    joins_at = address_to_join(config) if config.placement.remote_engines else ""
     threads, device = config.run.num_threads or 1, config.run.device
     # On a CPU two threads that work at once divide the cores; on a GPU their kernels run there, and each may use all cores.
-    divides = bool(config.buffer.max_lag) and device == "cpu"
+    count, remote = config.placement.engines, config.placement.remote_engines
+    divides = bool(config.buffer.max_lag) and device == "cpu" and (not count or remote < count)
     of_main, of_engines = (threads - threads // 2, threads // 2) if divides else (threads, threads)
     main = Place(MAIN, device, max(1, of_main))
     beside = Place(BESIDE, device, max(1, of_engines)) if config.buffer.max_lag else main
     stages = {"rollouts": beside, "engine": beside, "buffer": main, "trainer": main, "weight_sync": main}
-    if not config.placement.engines:
+    if not count:
         return Placement(stages, _transport(config, ()))
     del stages["engine"]
-    engines = _engine_places(config, of_engines, visible_gpus() if num_gpus is None else num_gpus)
-    return Placement(stages, _transport(config, engines), engines, tuple(_who_shares(config, engines, threads)))
+    here = _engine_places(config, of_engines, visible_gpus() if num_gpus is None else num_gpus)
+    engines = (*here, *(Place(ENGINE, device, 0, process, joins_at) for process in range(count - remote + 1, count + 1)))
+    notes = _who_shares(config, here, threads) + ([note_on(config)] if remote else [])
+    return Placement(stages, _transport(config, engines), engines, tuple(filter(None, notes)))
 
 
 def _transport(config: Config, engines: tuple[Place, ...]) -> str:
@@ -119,8 +130,9 @@ def _transport(config: Config, engines: tuple[Place, ...]) -> str:
     wanted = config.placement.transport
     if config.engine.kind == "openai" or wanted == "http":
         return _transport_to_server(config)
-    elsewhere = [place.device for place in engines if place.device not in ("cpu", TRAINER_GPU)]
-    fits = "shared" if not engines else "broadcast" if elsewhere else "cuda_ipc"
+    remote = any(place.joins_at for place in engines)
+    elsewhere = [place.device for place in engines if place.device not in ("cpu", TRAINER_GPU) and not place.joins_at]
+    fits = "shared" if not engines else "broadcast" if elsewhere or remote else "cuda_ipc"
     if wanted == "shared" and engines:
         raise ConfigError(
             f"placement.transport = shared: {len(engines)} engines in processes of their own do not read the trainer's weights",
@@ -130,6 +142,11 @@ def _transport(config: Config, engines: tuple[Place, ...]) -> str:
         raise ConfigError(
             f"placement.transport = {wanted}: the engine is in the trainer's process and reads its weights; nothing moves",
             "leave it out; or set placement.engines=1 for an engine in a process of its own",
+        )
+    if wanted == "cuda_ipc" and remote:
+        raise ConfigError(
+            "placement.transport = cuda_ipc: engines on other machines do not see the memory of this one",
+            f"leave it out, which takes {fits}; or checkpoint_engine, where all machines see the run folder",
         )
     if wanted == "cuda_ipc" and elsewhere:
         raise ConfigError(
@@ -155,8 +172,9 @@ def _transport_to_server(config: Config) -> str:
 
 
 def _engine_places(config: Config, cpu_threads: int, num_gpus: int) -> tuple[Place, ...]:
-    """A place for each engine: on a CPU with its part of the cores; on GPUs that the trainer leaves, else on its own."""
-    count = config.placement.engines
+    """A place for each engine of this machine: on a CPU with its part of the cores; on GPUs that the trainer leaves, else on
+    its own."""
+    count = config.placement.engines - config.placement.remote_engines
     if config.run.device == "cpu":
         return tuple(Place(ENGINE, "cpu", max(1, cpu_threads // count), number) for number in range(1, count + 1))
     if config.placement.cluster:  # it shows each process one GPU of its own; here they are numbered as its bundles are
@@ -194,9 +212,7 @@ def _refuse_engines_elsewhere(config: Config) -> None:
         return
     if config.engine.kind != "native":
         why, fix = f"engine.kind = {config.engine.kind} has processes of its own making", "set placement.engines=0"
-    else:
-        return
-    raise ConfigError(f"placement.engines = {config.placement.engines}: {why}", fix)
+        raise ConfigError(f"placement.engines = {config.placement.engines}: {why}", fix)
 
 
 def _refuse_sleep_without_effect(config: Config) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from redline.config import Config, Resolved
+from redline.errors import EngineLostError
 from redline.launch.build import build
 from redline.launch.checked_run import CheckedRun
 from redline.launch.process import prepare_process
@@ -175,7 +176,11 @@ def _take_steps(config: Config, outputs: Outputs, stages: Stages, watch: RunWatc
             watch.evaluate(0)
         with outputs.progress:
             watch.begin()
-            stages.run(watch, config.run.steps, profiler.around(stages.trainer))
+            try:
+                stages.run(watch, config.run.steps, profiler.around(stages.trainer))
+            except EngineLostError:  # the trainer is not at fault, and has what no engine has
+                watch.keep()
+                raise
     if not watch.is_complete:
         watch.checkpoint()
         return

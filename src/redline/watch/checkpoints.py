@@ -30,14 +30,21 @@ class Checkpoints:
         self._tell = tell
         self._damaged: list[Path] | None = None
         """Newer than the checkpoint that was loaded; None before one was looked for."""
+        self._saved: int | None = None
+        """The version that was saved last."""
 
     def is_due(self, version: int) -> bool:
         return bool(self._run.checkpoint_every) and version % self._run.checkpoint_every == 0
+
+    def has(self, version: int) -> bool:
+        """Whether a checkpoint of this version was saved, or is being written."""
+        return self._saved == version
 
     def save(self) -> None:
         """Save the trainer, then delete the oldest checkpoints. The trainer may go on writing in the background; a checkpoint
         does not count before all of it is on the disk."""
         self._trainer.save(self._folder.checkpoints / f"step-{self._trainer.version:06d}")
+        self._saved = self._trainer.version
         self._prune()
 
     def finish(self) -> None:

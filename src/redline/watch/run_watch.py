@@ -51,6 +51,8 @@ class RunWatch:
         self.interrupts = Interrupts(outputs.progress.note)
         self._failed_in_a_row = 0
         """Steps of which every attempt failed, up to the last."""
+        self._finished: int | None = None
+        """The version whose step is written down whole; None before the first step of this process."""
         self._any_reward = False
         """Whether an attempt that this process made has got one."""
 
@@ -78,6 +80,7 @@ class RunWatch:
         if self._profiler and not last:
             self._profiler.step_begins(version + 1)
         self.rows.mark()
+        self._finished = version
 
     def should_stop(self) -> bool:
         return self.interrupts.requested or self.is_complete
@@ -134,6 +137,14 @@ class RunWatch:
             self.rows.flush()
             self.evaluations.flush()
             self._checkpoints.save()
+
+    def keep(self) -> None:
+        """Save what this process has trained, before an error that is not the trainer's ends the run. Does nothing where the
+        last step was not finished, or its checkpoint is there."""
+        version = self._stages.trainer.version
+        if self._finished == version and not self._checkpoints.has(version):
+            self.checkpoint()
+            self._finish_checkpoints()
 
     def _finish_checkpoints(self) -> None:
         with span("run.checkpoint"):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import socket
 import subprocess
 import sys
 from typing import Any
@@ -11,6 +13,7 @@ import torch
 
 from redline.config import Config, EngineRecipe, resolve, validate
 from redline.errors import ConfigError
+from redline.launch import joining
 from redline.launch.placement import check_engine_place, place, visible_gpus
 
 
@@ -130,6 +133,98 @@ def test_a_transport_that_does_not_reach_the_engines_is_refused_and_each_way_out
     assert "leave it out" in str(refused.value.hint)
     place(recipe(placement={"engines": engines}))
     place(recipe(placement={"engines": 1 - min(engines, 1), "transport": transport}))
+
+
+# ── engines on other machines ──────────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.fixture
+def token(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("REDLINE_TOKEN", "0123456789abcdef")
+
+
+def remote(engines: int, remote_engines: int, **keys: Any) -> dict[str, Any]:
+    return {"engines": engines, "remote_engines": remote_engines, **keys}
+
+
+@pytest.mark.usefixtures("token")
+def test_engines_of_other_machines_are_said_with_where_they_join_and_how_weights_get_there() -> None:
+    placement = place(recipe(4, placement=remote(2, 1, listen="127.0.0.1")))
+    assert [place.joins_at for place in placement.engines] == ["", "127.0.0.1:29600"]
+    assert [place.cpu_threads for place in placement.engines] == [4, 0]
+    assert str(placement).endswith(
+        "engine: process 1, thread engine (cpu, 4 CPU threads); engine: process 2, on a machine that joins at 127.0.0.1:29600"
+        " (cpu); weights by broadcast: trainer and engines form a process group; placement.listen = 127.0.0.1: this machine"
+        " alone can join"
+    )
+
+
+@pytest.mark.usefixtures("token")
+def test_engines_of_other_machines_take_no_core_and_no_gpu_from_the_trainer() -> None:
+    assert place(recipe(8, placement=remote(2, 2), buffer={"max_lag": 1})).stages["trainer"].cpu_threads == 8
+    assert place(recipe(8, placement=remote(2, 1), buffer={"max_lag": 1})).stages["trainer"].cpu_threads == 4
+    placement = place(on_cuda(placement=remote(3, 2)), 2)
+    assert [place.device for place in placement.engines] == ["cuda:1", "cuda", "cuda"]
+    assert not any(map(placement.shares_gpu, placement.engines))
+
+
+@pytest.mark.usefixtures("token")
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        (remote(1, 2), "there are 1 engines in all"),
+        (remote(0, 1), "there are 0 engines in all"),
+        (remote(1, 1, cluster="ray"), "placement.cluster = ray starts engines on its nodes"),
+        (remote(1, 1, transport="cuda_ipc"), "engines on other machines do not see the memory of this one"),
+        (remote(1, 1, transport="shared"), "do not read the trainer's weights"),
+        (remote(1, 1, listen="192.0.2.7"), "placement.listen = 192.0.2.7: "),
+        (remote(1, 1, listen="no.such.host.invalid:80"), "placement.listen = no.such.host.invalid:80: "),
+        (remote(1, 1, listen=":80"), "it is no address"),
+        (remote(1, 1, listen="127.0.0.1:http"), "it is no address"),
+        (remote(1, 1, listen="127.0.0.1:99999"), "it is no address"),
+    ],
+)
+def test_engines_of_other_machines_that_could_not_join_are_refused(keys: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message) as refused:
+        place(recipe(placement=keys))
+    assert refused.value.hint
+
+
+@pytest.mark.usefixtures("token")
+@pytest.mark.parametrize(
+    ("listen", "joins_at"),
+    [("127.0.0.1", "127.0.0.1:29600"), ("localhost:29601", "localhost:29601"), ("::1", "[::1]:29600"), ("[::1]:7", "[::1]:7")],
+)
+def test_an_address_to_join_may_name_a_port_or_not(listen: str, joins_at: str) -> None:
+    if "::" in listen and not has_ipv6():
+        pytest.skip("this machine has no IPv6")
+    assert place(recipe(placement=remote(1, 1, listen=listen))).engines[0].joins_at == joins_at
+
+
+def has_ipv6() -> bool:
+    try:
+        with socket.socket(socket.AF_INET6) as probe:
+            probe.bind(("::1", 0))
+    except OSError:
+        return False
+    return True
+
+
+@pytest.mark.parametrize(("token", "what"), [("", "is not set"), ("short", "has 5 characters, fewer than 16")])
+def test_without_a_good_token_nobody_may_join(token: str, what: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(joining, "_taken", [])
+    monkeypatch.setenv("REDLINE_TOKEN", token)
+    with pytest.raises(ConfigError, match=f"REDLINE_TOKEN {what}") as refused:
+        place(recipe(placement=remote(1, 1)))
+    assert "openssl rand" in refused.value.hint
+
+
+def test_the_token_leaves_the_environment_and_a_later_run_of_the_process_still_has_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(joining, "_taken", [])
+    monkeypatch.setenv("REDLINE_TOKEN", "0123456789abcdef")
+    assert joining.take_token() == "0123456789abcdef"
+    assert "REDLINE_TOKEN" not in os.environ
+    assert joining.take_token() == "0123456789abcdef"
 
 
 @pytest.mark.parametrize(

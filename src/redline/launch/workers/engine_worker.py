@@ -1,13 +1,14 @@
 """The program of an engine's process: one engine, a session that steps it, and connections that say what for.
 
-    python -m redline.launch.workers.engine_worker [--ends-with-input]      with spec and token in its environment
+    python -m redline.launch.workers.engine_worker [--ends-with PID]      with spec and token in its environment
 
     stdout           {"address": "127.0.0.1:4711"}, once the model is loaded; everything else that is printed goes to stderr
     role requests    submit, abort, calls ──►   ◄── pieces, results, pulses (engine/remote/service.py)
     role weights     buckets, adopt, revert ──►   ◄── checksums, pauses (weight_sync/receiver.py)
 
-The first connection for requests is its parent's: the process ends with it, and with its input where it was told to. It ends
-too where nobody has connected after `ALONE_S` seconds, or where its engine breaks, with the reason on stderr.
+The first connection for requests is its parent's: the process ends with it. It ends too with the process that started it,
+whatever that one has left behind; where no parent has connected after `ALONE_S` seconds; and where its engine breaks, with the
+reason on stderr.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from typing import Any
 
 import torch
 
-from redline.child import take_stdout
+from redline.child import bound_stderr, take_stdout
 from redline.config.sections.lora import LoraConfig
 from redline.engine import EngineSession, NativeEngine
 from redline.engine.native.tensor_parallel import TensorParallelEngine
@@ -41,6 +42,8 @@ ALONE_S = 300.0
 """Seconds in which its parent has to connect."""
 CLOSE_S = 5.0
 """Seconds that the last step has to end."""
+LOOK_S = 0.5
+"""Seconds between two looks at whether the process that started this one is alive."""
 _is_serving = threading.Event()
 """Whether the end of the parent's connection will end this process by itself."""
 
@@ -48,8 +51,9 @@ _is_serving = threading.Event()
 def main() -> None:
     """Serve one engine until its parent is gone. A failure that we understand is told on stderr in its own words."""
     reply = take_stdout()
-    if "--ends-with-input" in sys.argv[1:]:
-        threading.Thread(target=_end_with_input, name="input", daemon=True).start()
+    if "--ends-with" in sys.argv[1:]:
+        parent = int(sys.argv[sys.argv.index("--ends-with") + 1])
+        threading.Thread(target=_end_with, args=(parent,), name="parent", daemon=True).start()
     try:
         token, spec = token_from_environment(), _spec()
         with recording_process(spec.name.replace(" ", "-"), Path(spec.spans) if spec.spans else None):
@@ -79,7 +83,7 @@ def serve(spec: EngineSpec, token: str, reply: Callable[[Mapping[str, Any]], Non
     session = loaded.session()
     session.start("engine", prepare_thread=lambda: torch.set_num_threads(spec.num_threads))
     try:
-        with listen(spec.host, token=token) as listener:
+        with listen(spec.host, spec.port, token=token) as listener:
             _is_serving.set()
             reply({"address": listener.address})
             Roles(loaded, session, listener).answer()
@@ -149,10 +153,13 @@ class Roles:
         return {"limits": asdict(limits) if limits else None, "adapters": list(getattr(engine, "adapters", ()))}
 
 
-def _end_with_input() -> None:
-    """Where the model is loaded the parent's connection has ended as well, and the spans are still to be written."""
-    while sys.stdin.buffer.read(4096):
-        pass
+def _end_with(parent: int) -> None:
+    """End this process once its parent is gone, and keep its stderr from growing without end. The parent is known by its id: a
+    pipe would stay open in whatever else it has started. Where the model is loaded, the parent's connection has ended as well,
+    and the spans are still to be written."""
+    while os.getppid() == parent:
+        bound_stderr()
+        time.sleep(LOOK_S)
     if _is_serving.is_set():
         time.sleep(2 * CLOSE_S)
     os._exit(0)

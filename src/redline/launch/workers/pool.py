@@ -9,14 +9,14 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future
 from dataclasses import dataclass
 
+from redline.addresses import is_loopback
 from redline.engine.remote.client import RemoteEngine, open_engine
 from redline.engine.remote.patience import Patience
 from redline.errors import EngineLostError, WireError
 from redline.launch.workers.spawn import EngineSpec, Spawned, Spawner
-from redline.telemetry import span
 from redline.wire import Connection, connect
 
 CLOSE_S = 10.0
@@ -54,8 +54,7 @@ class EnginePool:
         engine that was lost is not taken back: it would sample from the weights that it has loaded, whatever its version."""
         self._lock = threading.Lock()
         self._is_closed = False
-        with span("engine.setup"):
-            self._processes = self._start_all()
+        self._processes = self._start_all()
 
     @property
     def engines(self) -> list[RemoteEngine]:
@@ -111,8 +110,7 @@ class EnginePool:
             process.spawned.kill()
 
     def _start_all(self) -> list[EngineProcess]:
-        with ThreadPoolExecutor(len(self._specs), "engine start") as threads:
-            futures = [threads.submit(self._start, index) for index in range(len(self._specs))]
+        futures = [_in_thread(self._start, index) for index in range(len(self._specs))]
         started = [future.result() for future in futures if future.exception() is None]
         if len(started) < len(futures):
             for process in started:
@@ -124,11 +122,13 @@ class EnginePool:
     def _start(self, index: int) -> EngineProcess:
         spec = self._specs[index]
         spawned = self._spawner.spawn(spec)
+        host = spawned.address.rpartition(":")[0].strip("[]")
+        name = spec.name if is_loopback(host) else f"{spec.name} at {host}"
         try:
             engine = open_engine(
                 spawned.address,
                 spawned.token,
-                spec.name,
+                name,
                 patience=self._patience,
                 why_ended=spawned.why_ended,
                 arrived=self.arrived,
@@ -136,9 +136,23 @@ class EnginePool:
             channel = connect(spawned.address, spawned.token, "weights", self._patience.connect_s)
         except WireError as error:
             spawned.kill()
-            raise EngineLostError(f"{spec.name} did not answer: {error.message}; {spawned.why_ended()}", error.hint) from None
+            raise EngineLostError(f"{name} did not answer: {error.message}; {spawned.why_ended()}", error.hint) from None
         except BaseException:
             spawned.kill()
             raise
-        channel.name = spec.name
+        channel.name = name
         return EngineProcess(spawned, engine, channel)
+
+
+def _in_thread(start: Callable[[int], EngineProcess], index: int) -> Future[EngineProcess]:
+    """Start an engine in a thread that does not keep this process from ending."""
+    started: Future[EngineProcess] = Future()
+
+    def run() -> None:
+        try:
+            started.set_result(start(index))
+        except BaseException as error:
+            started.set_exception(error)
+
+    threading.Thread(target=run, name="engine start", daemon=True).start()
+    return started

@@ -1,4 +1,4 @@
-"""How the process of an engine is started, watched and ended: on this machine by `LocalProcesses`.
+"""How the process of an engine is started, watched and ended: on this machine by `LocalProcesses`, on others by `joined.py`.
 
     spawner.spawn(spec) ──► Spawned: address, token, is_alive(), kill(), why_ended()
 
@@ -11,7 +11,9 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 import sys
+import threading
 import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
@@ -44,6 +46,10 @@ class EngineSpec:
     """Threads of its CPU kernels."""
     host: str = "127.0.0.1"
     """The address that it listens on."""
+    port: int = 0
+    """The port that it listens on; 0 is any that is free."""
+    remote: bool = False
+    """Whether it runs on another machine, where somebody has started `redline join`."""
     spans: str | None = None
     """The run's folder of spans; None records none."""
     lora: Mapping[str, Any] | None = None
@@ -108,30 +114,58 @@ class LocalProcesses:
 
     def __init__(self, start_s: float = START_S) -> None:
         self._start_s = start_s
+        self._lock = threading.Lock()
+        self._starting: set[LocalProcess] = set()
+        self._is_closed = False
 
-    def spawn(self, spec: EngineSpec) -> LocalProcess:
-        """Start a worker and block until it listens. Raises EngineLostError, with what it said last, where it does not."""
-        token = make_token()
-        child = Child([sys.executable, "-m", WORKER, "--ends-with-input"], spec.environment(token), own_group=True)
+    def spawn(self, spec: EngineSpec, token: str | None = None) -> LocalProcess:
+        """Start a worker and block until it listens. It demands `token`, by default a new one. Raises EngineLostError, with
+        what it said last, where it does not listen."""
+        process = self._begin(spec, token or make_token())
         try:
-            address = child.read(self._start_s)["address"]
+            process.wait(self._start_s)
         except ChildError as error:
-            child.close()
             raise EngineLostError(
                 f"{spec.name} did not start: {error}", "mend what it says, or set placement.engines=0"
             ) from None
         except BaseException:
-            child.kill()
-            child.close()
+            process.kill()
             raise
-        return LocalProcess(child, address, token)
+        finally:
+            with self._lock:
+                self._starting.discard(process)
+        return process
+
+    def close(self) -> None:
+        """End the workers that do not listen yet. Whoever waits for one gets an EngineLostError. Starts none any more."""
+        with self._lock:
+            self._is_closed, starting = True, list(self._starting)
+        for process in starting:
+            process.kill()
+
+    def _begin(self, spec: EngineSpec, token: str) -> LocalProcess:
+        command = [sys.executable, "-m", WORKER, "--ends-with", str(os.getpid())]
+        with self._lock:
+            if self._is_closed:
+                raise EngineLostError(f"{spec.name} is no longer needed")
+            process = LocalProcess(Child(command, spec.environment(token), own_group=True), token)
+            self._starting.add(process)
+        return process
 
 
 class LocalProcess:
     """A worker on this machine. Implements `Spawned`."""
 
-    def __init__(self, child: Child, address: str, token: str) -> None:
-        self._child, self._address, self._token = child, address, token
+    def __init__(self, child: Child, token: str) -> None:
+        self._child, self._address, self._token = child, "", token
+
+    def wait(self, limit_s: float) -> None:
+        """Block until it listens. Raises ChildError where it ends first, or takes longer; it is gone then."""
+        try:
+            self._address = self._child.read(limit_s)["address"]
+        except ChildError:
+            self._child.close()
+            raise
 
     @property
     def address(self) -> str:
@@ -163,3 +197,12 @@ class LocalProcess:
         how = f"ended by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
         lines = self._child.last_lines()
         return "\n".join([f"its process {self.pid} was {how}" if code < 0 else f"its process {self.pid} {how}", *lines])
+
+
+def address_towards(address: str) -> str:
+    """Return the address of this machine by which the one at `address` (`host:port`) reaches it. Sends nothing."""
+    host = address.rpartition(":")[0].strip("[]")
+    family, *_, there = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, socket.SOCK_DGRAM) as probe:
+        probe.connect(there)
+        return str(probe.getsockname()[0])

@@ -9,6 +9,8 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -75,22 +77,29 @@ def test_a_worker_that_takes_too_long_to_start_is_killed_and_named(model: Model)
 
 
 PARENT = """
-import json, sys, time
+import json, os, sys, time
 from redline.launch.workers.spawn import EngineSpec, LocalProcesses
 from redline.engine.remote.client import open_engine
 worker = LocalProcesses().spawn(EngineSpec.from_json(sys.stdin.readline()))
-if sys.argv[1] == "connected":
+if sys.argv[1].startswith("connected"):
     engine = open_engine(worker.address, worker.token, "engine 0")
+if sys.argv[1].endswith("with a child") and os.fork() == 0:
+    time.sleep(600)
 print(json.dumps({"pid": worker.pid}), flush=True)
 time.sleep(600)
 """
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("how", ["connected", "not yet connected"])
-def test_a_worker_ends_with_its_parent_however_that_ends(model: Model, how: str) -> None:
+@pytest.mark.parametrize("how", ["connected", "not yet connected", "connected with a child"])
+def test_a_worker_ends_with_its_parent_however_that_ends_and_whatever_it_leaves_behind(model: Model, how: str) -> None:
     parent = subprocess.Popen(
-        [sys.executable, "-c", PARENT, how], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=dict(os.environ)
+        [sys.executable, "-c", PARENT, how],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        env=dict(os.environ),
+        start_new_session=True,
     )
     assert parent.stdin is not None
     assert parent.stdout is not None
@@ -98,7 +107,26 @@ def test_a_worker_ends_with_its_parent_however_that_ends(model: Model, how: str)
     pid = json.loads(parent.stdout.readline())["pid"]
     parent.send_signal(signal.SIGKILL)
     parent.wait()
-    soon(lambda: not Path(f"/proc/{pid}").exists())
+    try:
+        soon(lambda: not Path(f"/proc/{pid}").exists())
+    finally:
+        with suppress(ProcessLookupError):
+            os.killpg(parent.pid, signal.SIGKILL)
+
+
+@pytest.mark.slow
+def test_a_worker_that_is_no_longer_wanted_while_it_starts_is_ended_at_once(model: Model) -> None:
+    processes = LocalProcesses()
+    with ThreadPoolExecutor(1) as pool:
+        starting = pool.submit(processes.spawn, spec_of(model))
+        time.sleep(0.3)
+        began = time.monotonic()
+        processes.close()
+        with pytest.raises(EngineLostError, match="engine 0 did not start"):
+            starting.result(10)
+        assert time.monotonic() - began < 3
+    with pytest.raises(EngineLostError, match="no longer needed"):
+        processes.spawn(spec_of(model))
 
 
 def soon(holds: Callable[[], bool]) -> None:
