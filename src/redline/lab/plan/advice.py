@@ -236,7 +236,8 @@ def _choose_tensor_parallel(setup: Setup, rates: Rates) -> tuple[Setup, Choice]:
     each = ", ".join(
         f"{size}: {rate:,.0f} tok/s{'' if ok else ', does not fit'}" for size, (_, rate, ok) in sorted(options.items())
     )
-    why = f"{setup.gpus // best} replicas; all devices together at {each}"
+    serves = "" if best == 1 else "; a run has whole engines (placement.engines), `redline serve` divides one"
+    why = f"{setup.gpus // best} replicas; all devices together at {each}{serves}"
     return options[best][0], Choice("tensor parallel", str(best), why)
 
 
