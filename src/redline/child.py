@@ -69,6 +69,8 @@ class Child:
             start_new_session=own_group,
         )
         self._answers: queue.SimpleQueue[str | None] = queue.SimpleQueue()
+        self._first: list[str | None] = []
+        """The answer that `has_answer` has seen."""
         threading.Thread(target=self._receive, name="child answers", daemon=True).start()
 
     def _receive(self) -> None:
@@ -88,11 +90,17 @@ class Child:
             raise self._ended() from None
         return self.read(limit_s)
 
+    def has_answer(self, limit_s: float) -> bool:
+        """Blocks until `read` would not, because of an answer or of its end, but for `limit_s` seconds at most."""
+        with contextlib.suppress(queue.Empty):
+            self._first = self._first or [self._answers.get(timeout=limit_s)]
+        return bool(self._first)
+
     def read(self, limit_s: float | None = None) -> dict[str, Any]:
         """Blocks until its next answer. Raises `ChildError` where it ends without one, and kills it where none has come after
         `limit_s` seconds."""
         try:
-            line = self._answers.get(timeout=limit_s)
+            line = self._first.pop() if self._first else self._answers.get(timeout=limit_s)
         except queue.Empty:
             self.kill()
             raise ChildError(None, self.last_lines(), limit_s) from None

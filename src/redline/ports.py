@@ -195,6 +195,10 @@ class Rollouts(Protocol):
         """How much waits where, by name. Does not block."""
         ...
 
+    def num_workers(self) -> Mapping[str, int]:
+        """Worker processes that there are now, by what they do; empty where there can be none. Does not block."""
+        ...
+
     def memory(self) -> Mapping[str, int]:
         """Bytes by kind that it holds on the device."""
         ...

@@ -8,55 +8,22 @@ import signal
 import subprocess
 import sys
 import time
-import uuid
-from collections.abc import Iterator
-from contextlib import suppress
 from pathlib import Path
 
-import psutil
 import pytest
-from support.processes import only_run, redline, rows, started, succeed, wait_until, write_letters
+from support.processes import num_rows, redline, started, succeed, wait_until, write_letters
+from support.ray_runs import LOCAL, engines, losses, quiet_ray, ranks  # noqa: F401  the fixture is for every test here
 
 pytest.importorskip("ray")
 pytestmark = pytest.mark.slow
 
-RAY = ("placement.cluster=ray", "placement.address=local")
 STEPS = 30
 """So many that a run is still under way when something of it is killed, after step 2 or 4."""
-
-
-@pytest.fixture(autouse=True)
-def quiet_ray(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """No token in the home folder, no statistics, and no process of Ray left behind."""
-    monkeypatch.setenv("RAY_AUTH_MODE", "disabled")
-    monkeypatch.setenv("RAY_USAGE_STATS_ENABLED", "0")
-    mark = uuid.uuid4().hex
-    monkeypatch.setenv("REDLINE_TEST", mark)
-    yield
-    deadline = time.monotonic() + 30
-    while (left := processes_with(mark)) and time.monotonic() < deadline:
-        time.sleep(0.5)
-    assert not left
-
-
-def processes_with(mark: str) -> list[str]:
-    """Processes that a test started, of Ray or by its actors: they inherit what marks the test."""
-    found = []
-    for process in psutil.process_iter():
-        with suppress(psutil.Error):
-            if process.environ().get("REDLINE_TEST") == mark:
-                found.append(" ".join(process.cmdline()))
-    return found
 
 
 def letters(folder: Path) -> Path:
     folder.mkdir()
     return write_letters(folder, run={"steps": STEPS, "checkpoint_every": 2})
-
-
-def losses(folder: Path) -> list[float]:
-    """Of every step, in order."""
-    return [row["trainer/loss"] for row in rows(only_run(folder).metrics)]
 
 
 @pytest.fixture(scope="module")
@@ -69,24 +36,13 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
 
 def test_a_run_on_ray_has_the_losses_of_one_process(tmp_path: Path, alone: list[float]) -> None:
     folder = tmp_path / "run"
-    succeed("train", letters(folder), *RAY, cwd=folder)
+    succeed("train", letters(folder), *LOCAL, cwd=folder)
     assert losses(folder) == alone
-
-
-def rank_of(folder: Path, index: int) -> psutil.Process | None:
-    """The process of a rank of the run in this folder, once it has begun its work."""
-    for process in psutil.process_iter(["cmdline"]):
-        if "redline.launch.workers.ray_hosted" in (process.info["cmdline"] or ()):
-            with suppress(psutil.Error):
-                env = process.environ()
-                if env.get("RANK") == str(index) and env.get("REDLINE_RUN_FOLDER", "").startswith(str(folder)):
-                    return process
-    return None
 
 
 def test_two_ranks_on_ray_have_the_losses_of_one_process_but_for_rounding(tmp_path: Path, alone: list[float]) -> None:
     folder = tmp_path / "run"
-    succeed("train", letters(folder), *RAY, "placement.trainers=2", "trainer.sharding=full", cwd=folder)
+    succeed("train", letters(folder), *LOCAL, "placement.trainers=2", "trainer.sharding=full", cwd=folder)
     assert losses(folder) == pytest.approx(alone, rel=1e-3, abs=1e-5)
 
 
@@ -98,15 +54,14 @@ def test_a_run_goes_on_after_a_kill_from_its_newest_checkpoint(
 ) -> None:
     """Each victim is killed at a random moment of the steps after a checkpoint; nothing is trained twice."""
     folder = tmp_path / "run"
-    with started("train", letters(folder), *RAY, f"placement.trainers={trainers}", cwd=folder) as driver:
+    with started("train", letters(folder), *LOCAL, f"placement.trainers={trainers}", cwd=folder) as driver:
         own = folder / "runs" / "letters-001"
         for kills, victim in enumerate(victims):
             step = f"step-{2 * kills + 2:06d}"
             assert wait_until(lambda step=step: (own / "checkpoints" / step).exists(), driver)
             time.sleep(random.random() / 2)
             what, _, index = victim.partition(" ")
-            rank = rank_of(folder, int(index))
-            assert rank is not None
+            [rank] = ranks(int(index))
             (rank if what == "rank" else rank.parent()).kill()
         assert driver.wait(240) == 0, (folder / "stderr.txt").read_text()
     if trainers == 1:
@@ -120,30 +75,20 @@ def test_engines_on_ray_leave_the_losses_as_they_are_also_where_one_is_killed(
     tmp_path: Path, alone: list[float], victim: str
 ) -> None:
     folder = tmp_path / "run"
-    with started("train", letters(folder), *RAY, "placement.engines=2", cwd=folder) as driver:
+    with started("train", letters(folder), *LOCAL, "placement.engines=2", cwd=folder) as driver:
         if victim != "none":
             own = folder / "runs" / "letters-001"
             assert wait_until(lambda: (own / "checkpoints" / "step-000002").exists(), driver)
-            engine = next(process for process in psutil.process_iter(["cmdline"]) if is_engine_of(process))
+            engine = engines()[0]
             (engine if victim == "engine" else engine.parent()).kill()
         assert driver.wait(240) == 0, (folder / "stderr.txt").read_text()
     assert losses(folder) == alone
     assert "restart 1 of" not in (folder / "stderr.txt").read_text(), "the ranks were not lost"
 
 
-def is_engine_of(process: psutil.Process) -> bool:
-    """Whether the process is an engine that the running test has begun on Ray."""
-    words = process.info["cmdline"] or ()
-    if not {"redline.launch.workers.ray_hosted", "redline.launch.workers.engine_worker"} <= set(words):
-        return False
-    with suppress(psutil.Error):
-        return process.environ().get("REDLINE_TEST") == os.environ["REDLINE_TEST"]
-    return False
-
-
 def test_a_run_that_is_lost_too_often_ends_with_the_reason(tmp_path: Path) -> None:
     folder = tmp_path / "run"
-    with started("train", letters(folder), *RAY, "placement.max_restarts=0", cwd=folder) as driver:
+    with started("train", letters(folder), *LOCAL, "placement.max_restarts=0", cwd=folder) as driver:
         own = folder / "runs" / "letters-001"
         assert wait_until(lambda: (own / "checkpoints" / "step-000002").exists(), driver)
         os.kill(int((own / ".lock").read_text()), signal.SIGKILL)
@@ -157,13 +102,67 @@ def test_a_run_that_is_lost_too_often_ends_with_the_reason(tmp_path: Path) -> No
 
 def test_ctrl_c_ends_after_the_step_with_a_checkpoint(tmp_path: Path) -> None:
     folder = tmp_path / "run"
-    with started("train", letters(folder), *RAY, "run.steps=5000", "run.checkpoint_every=0", cwd=folder) as driver:
+    with started("train", letters(folder), *LOCAL, "run.steps=5000", "run.checkpoint_every=0", cwd=folder) as driver:
         own = folder / "runs" / "letters-001"
         assert wait_until(lambda: (own / "metrics.jsonl").exists() and (own / "metrics.jsonl").stat().st_size > 0, driver)
         driver.send_signal(signal.SIGINT)
         assert driver.wait(60) == 130
     assert list((own / "checkpoints").glob("step-*"))
     assert "--resume" in (folder / "stderr.txt").read_text()
+
+
+SLOW_FILES = """
+import os, time
+if os.environ.get("RANK") == "0" and "REDLINE_RAY_GROUP" in os.environ:
+    import redline.trainer.checkpoints.folder as folder
+    flush = folder._flush
+    def slow_flush(path):
+        if str(path).endswith("trainer.safetensors"):
+            time.sleep(40)
+        flush(path)
+    folder._flush = slow_flush
+"""
+
+
+def test_a_checkpoint_at_ctrl_c_may_take_longer_than_the_end_of_other_ranks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    slow = tmp_path / "slow"
+    slow.mkdir()
+    (slow / "sitecustomize.py").write_text(SLOW_FILES)
+    monkeypatch.setenv("PYTHONPATH", f"{slow}:{os.environ['PYTHONPATH']}")
+    folder = tmp_path / "run"
+    more = ("run.steps=5000", "run.checkpoint_every=0", "placement.trainers=2")
+    with started("train", letters(folder), *LOCAL, *more, cwd=folder) as driver:
+        own = folder / "runs" / "letters-001"
+        assert wait_until(lambda: num_rows(own / "metrics.jsonl") > 1, driver)
+        driver.send_signal(signal.SIGINT)
+        assert driver.wait(120) == 130, (folder / "stderr.txt").read_text()
+    assert list((own / "checkpoints").glob("step-*"))
+
+
+DIES_EARLY = """
+import os, signal
+if os.environ.get("RANK") == "0" and "REDLINE_RAY_GROUP" in os.environ and not os.path.exists({mark!r}):
+    open({mark!r}, "w").close()
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_from_scratch_is_not_forgotten_where_the_first_start_dies_early(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "run"
+    succeed("train", letters(folder), "run.steps=4", cwd=folder)
+    before, early = losses(folder), tmp_path / "early"
+    early.mkdir()
+    (early / "sitecustomize.py").write_text(DIES_EARLY.format(mark=str(tmp_path / "died")))
+    monkeypatch.setenv("PYTHONPATH", f"{early}:{os.environ['PYTHONPATH']}")
+    with started("train", "runs/letters-001", *LOCAL, "--resume", "--from-scratch", cwd=folder) as driver:
+        assert driver.wait(240) == 0, (folder / "stderr.txt").read_text()
+    assert "restart 1 of 3" in (folder / "stderr.txt").read_text()
+    assert losses(folder) == before, "all steps were taken again"
+    assert list((folder / "runs" / "letters-001" / "set-aside-001" / "checkpoints").iterdir())
 
 
 def test_no_cluster_at_the_address_is_refused_and_leaves_nothing(tmp_path: Path) -> None:

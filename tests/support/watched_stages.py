@@ -23,6 +23,9 @@ class FakeStages:
     def engine_stats(self) -> EngineStats:
         return EngineStats()
 
+    def worker_metrics(self) -> Mapping[str, float]:
+        return {}
+
     def buffer_metrics(self) -> Mapping[str, float]:
         return {}
 

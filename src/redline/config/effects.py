@@ -79,6 +79,15 @@ OF_TRAINING = ("weights_token_env", "weights_folder", "weights_server")
 """Keys of `engine` that only a run reads, which sends weights to its engine."""
 
 
+def _scores_own_tasks(config: Config) -> bool:
+    return not _has_environment(config) and getattr(config.rollouts.task, "kind", "") == "import"
+
+
+def _has_worker_processes(config: Config) -> bool:
+    rollouts = config.rollouts
+    return rollouts.reward_run_in == "processes" or (_has_environment(config) and rollouts.environment.run_in == "processes")
+
+
 def _read_by(key: str, kinds: tuple[EngineKind, ...]) -> Readers:
     return Readers(f"engine.{key}", lambda c: c.engine.kind in kinds, f"engine.kind to {kinds[0]}")
 
@@ -97,6 +106,11 @@ TABLE: tuple[Readers, ...] = (
             "rollouts.reward_model.path": "the environment scores",
             "rollouts.long_prompts": "the environment decides what is asked",
         }.items()
+    ),
+    Readers("rollouts.reward_run_in", _scores_own_tasks, why="only the score of a task of your own (import) may be slow"),
+    *(
+        Readers(key, _has_worker_processes, "rollouts.environment.run_in or rollouts.reward_run_in to processes")
+        for key in ("rollouts.min_workers", "rollouts.worker_idle_s")
     ),
     Readers("rollouts.reward_model.*", lambda c: c.rollouts.reward_model.path is not None, "rollouts.reward_model.path"),
     Readers(

@@ -49,6 +49,11 @@ class Stepped:
         finally:
             game.drop()
 
+    @property
+    def num_worker_processes(self) -> int | None:
+        """Worker processes that take calls now; None where games run in this process."""
+        return getattr(self._workers, "num_running", None)
+
     def close(self) -> None:
         """End the workers. Blocks for some seconds at most."""
         self._workers.close()

@@ -28,6 +28,7 @@ from redline.launch.preflight import LoadedTasks
 from redline.launch.stages import RunEngine, Stages
 from redline.launch.starting_engines import StartingEngines
 from redline.launch.trainers import make_trainer, meet_ranks
+from redline.launch.workers.ray_workers import place_workers
 from redline.models.prompt_logprobs import prompt_logprobs
 from redline.ports import Rollouts, SteppedEngine
 from redline.rollouts import Chat, Dispatcher, RolloutSetup
@@ -63,6 +64,7 @@ def build(
     that says more of the samples than a recipe can puts something `around_engine`."""
     tell = progress.note
     tell(f"loading {config.model.path}")
+    place_workers(config)
     parallel = meet_ranks(config, folder)
     starting = StartingEngines(config, placement, folder, tell) if placement.engines else None
     try:
@@ -132,7 +134,7 @@ def make_rollout_setup(config: Config, model: LoadedModel, engine: RunEngine, ta
     """Bring together what rollouts are made from: tasks, chat template, limits of the engine, a model that judges."""
     rollouts = config.rollouts
     return RolloutSetup(
-        tasks=tasks.source,
+        tasks=tasks.scored or tasks.source,
         environment=lambda score: tasks.environment or SingleTurn(score),
         chat=Chat(
             model.tokenizer,

@@ -12,13 +12,18 @@ from typing import Any, cast
 from redline.config import Config
 from redline.config.installation import how_to_install, missing_packages
 from redline.config.sections.environment import EnvironmentConfig
+from redline.config.sections.rollouts import RolloutsConfig
+from redline.config.sections.tasks import ImportTask
 from redline.environments.registry import ENVIRONMENTS
 from redline.environments.stepped import as_environment, is_game
 from redline.environments.workers.held import GameClass
 from redline.environments.workers.kinds import make_workers
+from redline.environments.workers.processes import ProcessWorkers, Scale
 from redline.errors import TaskError
 from redline.ports import Environment, TaskSource
 from redline.rollouts import make_task_source
+from redline.rollouts.rewards.parts import REWARD_WORKERS
+from redline.rollouts.user_code.elsewhere import ScoredElsewhere
 from redline.rollouts.user_code.imports import ImportPath
 from redline.types import Task
 
@@ -26,24 +31,32 @@ KEY = "rollouts.environment.name"
 A_PLAY = "give it `async def play(self, task, policy)`, which returns the reward; see redline.ports.Environment"
 
 
-def make_environment(config: EnvironmentConfig, seed: int) -> Environment:
-    """The environment that a recipe's `rollouts.environment` names. Raises TaskError for whatever is wrong with it."""
+def make_environment(config: EnvironmentConfig, seed: int, scale: Scale | None = None) -> Environment:
+    """The environment that a recipe's `rollouts.environment` names. The number of its worker processes, where it has some,
+    follows `scale`. Raises TaskError for whatever is wrong with it."""
     assert config.name is not None
     path, factory = _found(config, config.name)
     if is_game(factory):
-        return _played_in_steps(config, path, factory, seed)
+        path.make(factory, seed)  # each attempt makes one; here, so that what is wrong with its parameters is found
+        return _played_in_steps(config, GameClass(path.path, {"seed": seed, **config.params}, _folder(config), factory), scale)
     environment = path.make(factory, seed)
     _check_play(environment, config.name)
     return cast(Environment, environment)
 
 
-def _played_in_steps(config: EnvironmentConfig, path: ImportPath, factory: Any, seed: int) -> Environment:
-    """A game is made anew for each attempt, and once here, so that what is wrong with its parameters is found."""
-    path.make(factory, seed)
-    folder = str(config.folder or Path.cwd()) if ":" in str(config.name) else None
-    game = GameClass(path.path, {"seed": seed, **config.params}, folder, factory)
+def _folder(config: EnvironmentConfig) -> str | None:
+    """Where worker processes find the module of an environment that does not ship with us."""
+    return str(config.folder or Path.cwd()) if ":" in str(config.name) else None
+
+
+def _played_in_steps(config: EnvironmentConfig, game: GameClass, scale: Scale | None) -> Environment:
     run_in = "threads" if config.run_in == "auto" else config.run_in
-    return as_environment(game, make_workers(run_in, config.workers, config.call_timeout_s))
+    return as_environment(game, make_workers(run_in, config.workers, config.call_timeout_s, scale))
+
+
+def worker_scale(rollouts: RolloutsConfig) -> Scale:
+    """How a recipe wants the number of worker processes to follow what there is to do."""
+    return Scale(rollouts.min_workers, rollouts.worker_idle_s)
 
 
 def _found(config: EnvironmentConfig, name: str) -> tuple[ImportPath, Any]:
@@ -105,3 +118,15 @@ def task_source(config: Config, environment: Environment | None) -> TaskSource:
             f"rollouts.task: {rollouts.environment.name} brings its own tasks ({', '.join(own)})", "leave rollouts.task out"
         )
     return make_task_source(rollouts.task, config.run.seed)
+
+
+def scored_elsewhere(config: Config, source: TaskSource) -> ScoredElsewhere:
+    """A source of the user's own whose `score` is called in worker processes. None is started before there is something to
+    score."""
+    rollouts, task = config.rollouts, config.rollouts.task
+    assert isinstance(task, ImportTask), "config/effects.py refuses any other"
+    keywords = {"seed": config.run.seed, **task.params}
+    made_as = {"path": task.path, "folder": str(task.folder or Path.cwd()), "keywords": keywords}
+    count = rollouts.max_reward_workers or REWARD_WORKERS
+    processes = ProcessWorkers(count, rollouts.reward_timeout_s, worker_scale(rollouts), name="reward process")
+    return ScoredElsewhere(source, made_as, processes)

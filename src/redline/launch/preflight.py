@@ -19,7 +19,7 @@ from typing import TypeVar
 
 from redline.config import Config
 from redline.errors import ConfigError, RedlineError, TaskError, boundary
-from redline.launch.environments import make_environment, task_source
+from redline.launch.environments import make_environment, scored_elsewhere, task_source, worker_scale
 from redline.launch.placement import Placement, check_device, place
 from redline.launch.ranks import check_gpus_for_ranks, check_model_for_ranks
 from redline.ports import Environment, TaskSource
@@ -52,6 +52,8 @@ class LoadedTasks:
     held_out: list[Task]
     environment: Environment | None = None
     """What attempts are played in; None where each is one reply, which the source scores."""
+    scored: TaskSource | None = None
+    """The source, with a `score` in worker processes; None where the source scores in this process."""
 
 
 @dataclass(slots=True, frozen=True)
@@ -122,11 +124,16 @@ def load_tasks(config: Config) -> LoadedTasks:
     wanted = config.rollouts.evaluation.num_tasks
     with span("rollouts.setup"):
         wants_environment = config.rollouts.environment.name is not None
-        environment = make_environment(config.rollouts.environment, config.run.seed) if wants_environment else None
+        environment = _environment(config) if wants_environment else None
         source = task_source(config, environment)
         held_out = held_out_tasks(source, wanted, bare=wants_environment) if wanted else []
-        num_workers = max_reward_workers(config.rollouts.max_reward_workers, source)
-        return LoadedTasks(source, num_workers, held_out, environment)
+        scored = scored_elsewhere(config, source) if config.rollouts.reward_run_in == "processes" else None
+        num_workers = max_reward_workers(config.rollouts.max_reward_workers, scored or source)
+        return LoadedTasks(source, num_workers, held_out, environment, scored)
+
+
+def _environment(config: Config) -> Environment:
+    return make_environment(config.rollouts.environment, config.run.seed, worker_scale(config.rollouts))
 
 
 # ── the process it runs in ─────────────────────────────────────────────────────────────────────────────────────────────

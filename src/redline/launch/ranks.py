@@ -18,7 +18,9 @@ from pathlib import Path
 from redline.config import Config
 from redline.config.sections.run import RunConfig
 from redline.errors import ConfigError, RedlineError
+from redline.launch.workers.ray_cluster import GROUP_VARIABLE
 from redline.telemetry import RunFolder, write_json
+from redline.telemetry.files.durable import read_json
 
 DIVISION = ("sharding", "replicate", "prefetch_layers", "sequence_parallel_size", "rank_timeout_s")
 """Keys of the trainer that a run may go on with: they divide its work among ranks, and change nothing of what is computed."""
@@ -159,6 +161,12 @@ def is_restart() -> bool:
     return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
 
 
+def has_begun(folder: RunFolder | None) -> bool:
+    """Whether the launcher of this process has begun or continued the run in this folder before, and now starts it again."""
+    launch = _launch()
+    return bool(launch) and folder is not None and read_json(folder.path / LAUNCH).get("launch") == launch
+
+
 def remember_launch(folder: RunFolder) -> None:
     """Write down which launcher began or continued the run, where there is one that may restart it."""
     if launch := _launch():
@@ -180,7 +188,10 @@ def run_to_take_up(run: RunConfig) -> RunFolder | None:
 
 
 def _launch() -> str:
-    """Names one run of torchrun: the id that it was given, or the process itself."""
+    """Names one run of a launcher: the room that a driver keeps on a Ray cluster; the id that torchrun was given, or its
+    process."""
+    if GROUP_VARIABLE in os.environ:
+        return os.environ[GROUP_VARIABLE]
     if "TORCHELASTIC_RUN_ID" not in os.environ:
         return ""
     given, parent = os.environ["TORCHELASTIC_RUN_ID"], os.getppid()

@@ -148,6 +148,7 @@ class Stages:
             "buffer: groups under way": metrics["buffer/in_flight"],
             "buffer: groups that may be under way or waiting": metrics["buffer/target"],
             **self.rollouts.queues(),
+            **{f"rollouts: {kind} workers": count for kind, count in self.rollouts.num_workers().items()},
             **self.trainer.queues(),
             "engine: sequences running": stats.running,
             "engine: sequences waiting": stats.waiting,
@@ -166,6 +167,9 @@ class Stages:
 
     def buffer_metrics(self) -> Mapping[str, float]:
         return self.buffer.metrics
+
+    def worker_metrics(self) -> Mapping[str, float]:
+        return {f"rollouts/{kind}_workers": count for kind, count in self.rollouts.num_workers().items()}
 
     def news(self) -> Sequence[str]:
         return self.buffer.news()

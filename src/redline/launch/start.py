@@ -15,7 +15,7 @@ from typing import Any
 
 from redline.config import Config, Resolved, read_recorded, refuse_without_effect, resolve
 from redline.launch.checked_run import CheckedRun
-from redline.launch.ranks import is_restart, leading, run_to_take_up
+from redline.launch.ranks import has_begun, leading, run_to_take_up
 from redline.launch.resume.which_run import run_to_continue
 from redline.telemetry import RunFolder
 
@@ -33,7 +33,7 @@ def train(run: CheckedRun, *, from_scratch: bool = False, began_ns: int | None =
     wanted = run.resolved.config.run
     with leading():
         folder = run.folder or ray_ranks.made_folder() or RunFolder.create(wanted.folder, wanted.name, given=run.given)
-        return train_in(run, folder, from_scratch=from_scratch and not is_restart(), began_ns=began_ns)
+        return train_in(run, folder, from_scratch=from_scratch and not has_begun(run.folder), began_ns=began_ns)
 
 
 def new_run(config: Config) -> CheckedRun:

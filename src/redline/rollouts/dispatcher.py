@@ -196,6 +196,11 @@ class Dispatcher:
             **asked,
         }
 
+    def num_workers(self) -> Mapping[str, int]:
+        found = {"environment": self._environment, "reward": self._source.scored_by}
+        counts = {kind: getattr(of, "num_worker_processes", None) for kind, of in found.items()}
+        return {kind: count for kind, count in counts.items() if count is not None}
+
     def memory(self) -> Mapping[str, int]:
         return self._scoring.memory()
 

@@ -84,6 +84,7 @@ class StepRows:
         metrics |= self._engine_parts.mark()
         metrics |= _speed_beside(metrics)
         metrics |= self._stages.buffer_metrics()
+        metrics |= self._stages.worker_metrics()
         self._tell(step, metrics, made_here)
         self.failures.add(own[0] for group in self._groups[self._num_taken_over :] for own in group.attempts)
         self._groups, self._num_taken_over = [], 0

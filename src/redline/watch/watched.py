@@ -32,6 +32,10 @@ class Watched(Protocol):
         """The buffer's part of a step's row."""
         ...
 
+    def worker_metrics(self) -> Mapping[str, float]:
+        """How many worker processes there are, as a step's row has it. Does not block."""
+        ...
+
     def news(self) -> Sequence[str]:
         """Sentences for a person about what the stages decided during the step."""
         ...

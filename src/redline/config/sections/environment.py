@@ -22,10 +22,12 @@ class EnvironmentConfig(Section):
     run_in: Literal["auto", "loop", "threads", "processes"] = "auto"
     """Where a game's `reset` and `step` run. `threads`: a call that does not return in time costs its attempt and leaves its
     thread behind. `processes`: such a call, and a crash of the interpreter, costs the games of its process, which is replaced;
-    the game's class must be importable. `loop`: in the event loop itself, the least time a call, but one that blocks holds up
-    all attempts. auto is threads. `async def play` runs in the event loop, and a `play` that is not async in a thread."""
+    the game's class must be importable; with `placement.cluster: ray` they are actors, spread over the nodes. `loop`: in the
+    event loop itself, the least time a call, but one that blocks holds up all attempts. auto is threads. `async def play` runs
+    in the event loop, and a `play` that is not async in a thread."""
     workers: PositiveInt = 8
-    """Threads or processes in which games run."""
+    """Most threads or processes in which games run. Processes begin when there is more to do, and end when they are idle
+    (`rollouts.worker_idle_s`)."""
     call_timeout_s: float | None = Field(60.0, gt=0)
     """Seconds that one call of a game's `reset` or `step` may take; then its attempt has failed. null waits for ever."""
     keep_replies: bool = True

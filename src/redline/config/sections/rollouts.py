@@ -89,6 +89,16 @@ class RolloutsConfig(Section):
     many do. null is 8 for a source with `score_is_thread_safe = True` and 1 for any other: only its author knows whether two
     calls get in each other's way, and what was written for one thread must stay right. Threads help rewards that wait, for a
     service, a process or a disk; those that compute in Python take turns, however many there are."""
+    reward_run_in: Literal["threads", "processes"] = "threads"
+    """Where `score` of a task of your own (`task.kind: import`) runs. `threads`: in the run's process. `processes`: in worker
+    processes, each with a source of its own, made with the same parameters; there are as many as there are calls at once, up to
+    `max_reward_workers` (null is then 8). A call that does not return, or a crash of the interpreter, costs its own attempt.
+    With `placement.cluster: ray` they are actors, spread over the nodes."""
+    min_workers: int = Field(1, ge=0)
+    """Worker processes of games, and as many of rewards, that stay once they have begun."""
+    worker_idle_s: float | None = Field(300.0, gt=0)
+    """Seconds after which a worker process beyond `min_workers` ends that has had nothing to do; null keeps all. Another begins
+    as soon as there is more to do than there are processes, up to `environment.workers` and `max_reward_workers`."""
     overlong_fraction: float = Field(0.0, ge=0, le=1)
     """Share of `max_new_tokens`, at its end, over which the reward falls by 1 in a straight line (DAPO's soft overlong
     punishment); 0 punishes no length. It shapes groups whose attempts score differently without it, and moves no others, unless

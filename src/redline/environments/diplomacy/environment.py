@@ -172,6 +172,11 @@ class Diplomacy:
         if self._workers is not None:
             self._workers.close()
 
+    @property
+    def num_worker_processes(self) -> int | None:
+        """Worker processes that take calls now; None where everything runs in this process."""
+        return self._workers.num_running if self._workers else None
+
     async def _play_phase(self, board: Board, seats: dict[str, Seat], policy: Policy) -> None:
         position, legal = board.position, board.legal()
         asked = []

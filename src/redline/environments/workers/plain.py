@@ -65,5 +65,6 @@ _TAGGED: Mapping[str, Callable[[Any], Any]] = {
 def _cannot_travel(what: str) -> TaskError:
     return TaskError(
         f"{what} cannot travel between a run and a worker process",
-        "use text, numbers, bytes, lists and mappings with text as keys, or set rollouts.environment.run_in=threads",
+        "use text, numbers, bytes, lists and mappings with text as keys, or set rollouts.environment.run_in=threads, and for"
+        " rewards rollouts.reward_run_in=threads",
     )

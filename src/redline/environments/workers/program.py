@@ -20,15 +20,17 @@ import json
 import os
 import queue
 import signal
+import socket
 import sys
 import threading
 import traceback
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from redline.child import take_stdout
 from redline.environments.workers.plain import from_plain, to_plain
-from redline.errors import RedlineError, boundary, in_words
+from redline.errors import RedlineError, TaskError, boundary, in_words
 
 PR_SET_PDEATHSIG = 1
 
@@ -43,16 +45,19 @@ def main() -> None:
     objects: dict[int, Any] = {}
     reply({"value": "ready"})
     while True:
-        message = json.loads(lines.get())
-        with boundary() as caught:
-            answer = {"value": to_plain(_do(message, objects))}
-        reply({"error": _in_plain_words(caught.error)} if caught.error else answer)
+        reply(answer(json.loads(lines.get()), objects))
+
+
+def answer(message: Mapping[str, Any], objects: dict[int, Any]) -> dict[str, Any]:
+    """Do what a message asks, with the objects that earlier messages made. Returns the value, or the error in words."""
+    with boundary() as caught:
+        done = {"value": to_plain(_do(message, objects))}
+    return {"error": _in_plain_words(caught.error)} if caught.error else done
 
 
 def _do(message: Mapping[str, Any], objects: dict[int, Any]) -> Any:
     if message["do"] == "load":
-        imported(message["path"], message["folder"])
-        return None
+        return load(message["path"], message["folder"])
     if message["do"] == "make":
         made = imported(message["path"], message["folder"])(**from_plain(message["keywords"]))
         objects[message["id"]] = made
@@ -63,6 +68,22 @@ def _do(message: Mapping[str, Any], objects: dict[int, Any]) -> Any:
         return closed(objects.pop(message["id"], None))
     assert message["do"] == "function", message
     return imported(message["path"], message["folder"])(*from_plain(message["arguments"]))
+
+
+def load(path: str, folder: str | None) -> None:
+    """Import the module. Raises TaskError, with this machine's name, where this process does not find it."""
+    name = path.partition(":")[0]
+    try:
+        imported(path, folder)
+    except ModuleNotFoundError as error:
+        if not f"{name}.".startswith(f"{error.name}."):
+            raise
+        there = "" if folder is None else f" in {folder}{'' if Path(folder).is_dir() else ', which is not there'}, or"
+        raise TaskError(
+            f"a worker process on {socket.gethostname()} finds no module {error.name!r}{there} among the installed packages",
+            "on a cluster, put it into a folder that all nodes share, install it on every node, or submit the run with"
+            " `ray job submit --working-dir`",
+        ) from None
 
 
 def imported(path: str, folder: str | None) -> Any:

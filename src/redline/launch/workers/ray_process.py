@@ -86,10 +86,10 @@ class HostedProcess:
         with suppress(Exception):
             self._actor.signal.remote(number)
 
-    def end(self) -> None:
-        """End it at once, where it is alive. Does not block."""
+    def end(self, why: str) -> None:
+        """End it at once, where it is alive, and remember why. Does not block."""
         if self.is_alive:
-            self.was_ended, self.gone = True, "was ended"
+            self.was_ended, self.gone = True, f"was ended: {why}"
             self.kill()
 
     def kill(self) -> None:
@@ -132,7 +132,7 @@ class HostedProcess:
         except ray.exceptions.GetTimeoutError:
             raise self._lost(f"did not answer for {timeout_s:g} s") from None
         except ray.exceptions.RayActorError as error:
-            raise self._lost(_in_one_line(error)) from None
+            raise self._lost(in_one_line(error)) from None
 
     def _lost(self, reason: str) -> ActorGoneError:
         self.gone = reason
@@ -161,8 +161,9 @@ def _ended(code: int) -> str:
     return f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
 
 
-def _in_one_line(error: Exception) -> str:
+def in_one_line(error: Exception) -> str:
     """Ray's reason in one line: its messages go on for pages."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    told = next((line for line in lines if "node" in line.lower() and "died" in line.lower()), lines[0] if lines else "")
+    telling = ("modulenotfounderror", "node died", "was killed", "died")
+    told = next((line for what in telling for line in lines if what in line.lower()), lines[0] if lines else "")
     return f"lost its actor: {told[:300]}"

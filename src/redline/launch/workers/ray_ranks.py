@@ -40,7 +40,7 @@ from redline.telemetry import RunFolder
 FOLDER_VARIABLE = "REDLINE_RUN_FOLDER"
 """The folder that the driver has made for a new run."""
 END_S = 30.0
-"""Seconds for the other ranks to end once one has."""
+"""Seconds for the others to end once a rank was lost or rank 0 has ended, and for all after a second Ctrl-C."""
 PASSED_ON = ("GLOO_", "HF_", "NCCL_", "NO_COLOR", "OMP_NUM_THREADS", "TORCH")
 """Beginnings of variables that ranks get from the driver's environment; all others are the node's."""
 REFUSED, INTERRUPTED = 2, 130
@@ -90,7 +90,7 @@ class _Driver:
         for restart in range(most + 1):
             try:
                 with self._listening():
-                    lost = self._try(from_scratch and restart == 0)
+                    lost = self._try(from_scratch)  # ranks know whether an earlier start has begun from scratch already
             finally:
                 for rank in self._ranks:
                     rank.kill()
@@ -164,7 +164,7 @@ class _Driver:
         }
 
     def _watch(self) -> None:
-        """Forward what rank 0 says until every rank has ended. Once one has, the others have `END_S` seconds."""
+        """Forward what rank 0 says until every rank has ended. Those that must end have `END_S` seconds for it."""
         deadline, sent = float("inf"), 0
         while any(rank.is_alive for rank in self._ranks):
             for rank, kind, line in news_of(self._ranks):
@@ -173,12 +173,11 @@ class _Driver:
             if sent < self.stops:
                 sent = self.stops
                 self._ranks[0].send_signal(signal.SIGINT)
-                deadline = min(deadline, time.monotonic() + END_S) if self.stops > 1 else deadline
-            if not all(rank.is_alive for rank in self._ranks):
+            if must_end(self._ranks, self.stops):
                 deadline = min(deadline, time.monotonic() + END_S)
             if time.monotonic() > deadline:
                 for rank in self._ranks:
-                    rank.end()
+                    rank.end(f"{END_S:g} s had passed since it should have")
 
     def _forward(self, kind: str, line: str) -> None:
         if kind == "err":
@@ -197,8 +196,12 @@ class _Driver:
             return self.summary
         if code == INTERRUPTED or self.stops:
             raise KeyboardInterrupt
-        ended = next(rank for rank in self._ranks if rank.code)
-        raise RedlineError(ended.why_ended() if ended is not self._ranks[0] else f"{ended.where} ended with the error above")
+        ended = next((rank for rank in self._ranks if rank.code), self._ranks[0])
+        if ended.code and ended is self._ranks[0]:
+            raise RedlineError(f"{ended.where} ended with the error above")
+        raise RedlineError(
+            ended.why_ended(), f"`redline train {self.folder.shown} --resume` goes on from the newest checkpoint"
+        )
 
     @contextmanager
     def _listening(self) -> Iterator[None]:
@@ -252,6 +255,12 @@ def made_folder() -> RunFolder | None:
     for path in (folder.trajectories, folder.checkpoints):
         path.mkdir(parents=True, exist_ok=True)  # a start that failed early has removed them
     return folder
+
+
+def must_end(ranks: Sequence[HostedProcess], stops: int) -> bool:
+    """Whether the ranks that are alive are to end soon: after a second Ctrl-C, after the end of rank 0, and after a rank that
+    did not end well. Where all others ended well, rank 0 has the time that it takes: it may be at a checkpoint."""
+    return stops > 1 or not ranks[0].is_alive or any(not rank.is_alive and rank.code != 0 for rank in ranks)
 
 
 def _is_lost(rank: HostedProcess) -> bool:

@@ -56,8 +56,8 @@ def find_numbers(text: str) -> list[str]:
 
 
 def max_reward_workers(wanted: int | None, tasks: TaskSource) -> int:
-    """Threads that may call `tasks.score` at once. A source says what it can bear with `score_is_thread_safe`, True or False;
-    one that says nothing is called by one thread, unless the recipe has a number."""
+    """Threads that may call `tasks.score` at once, or wait for it. A source says what it can bear with `score_is_thread_safe`,
+    True or False; one that says nothing is called by one thread, unless the recipe has a number."""
     is_safe = getattr(tasks, "score_is_thread_safe", None)
     if wanted is None:
         return REWARD_WORKERS if is_safe else 1

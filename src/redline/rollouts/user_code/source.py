@@ -6,10 +6,11 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Literal, TypeVar
 
-from redline.ports import Score
+from redline.ports import Score, TaskSource
 from redline.rollouts.setup import RolloutSetup
 from redline.rollouts.tasks.checks import check_task
 from redline.rollouts.user_code.coroutines import EventLoop
+from redline.rollouts.user_code.elsewhere import ScoredElsewhere
 from redline.rollouts.user_code.jobs import ThreadKind, UserFunction
 from redline.rollouts.user_code.limited_calls import UserCalls
 from redline.rollouts.user_code.permits import Permits
@@ -60,6 +61,11 @@ class CalledSource:
         score at once."""
         return self._score_calls.results(works)
 
+    @property
+    def scored_by(self) -> TaskSource:
+        """The source whose `score` is called."""
+        return self._tasks
+
     def step_begins(self, version: int) -> None:
         """A new version gives calls that did not return in time another chance: some of each step, not some of each group."""
         if version != self._version:
@@ -77,3 +83,5 @@ class CalledSource:
             calls.close()
             calls.join(PATIENCE_S)
         self._loop.close()
+        if isinstance(self._tasks, ScoredElsewhere):
+            self._tasks.close()

@@ -14,7 +14,8 @@ from support.paths import ROOT
 
 import redline
 from redline.config import Config, load_recipe, resolve
-from redline.errors import ConfigError, RunFolderError
+from redline.errors import ConfigError, RedlineError, RunFolderError
+from redline.launch.ranks import has_begun, remember_launch
 from redline.launch.workers import ray_ranks
 from redline.launch.workers.ray_host import Job, ProcessHost
 from redline.launch.workers.ray_process import HostedProcess
@@ -89,6 +90,54 @@ def test_a_rank_that_was_killed_is_lost_and_one_that_refuses_is_not() -> None:
     assert [ray_ranks._is_lost(ended(code=code)) for code in (0, 2, 130, 1, -9)] == [False, False, False, True, True]
     assert ray_ranks._is_lost(ended(gone="lost its actor", code=None))
     assert not ray_ranks._is_lost(ended(gone="was ended", was_ended=True, code=None))
+
+
+def test_rank_0_has_time_for_its_checkpoint_where_the_others_ended_well() -> None:
+    def rank(code: int | None) -> Any:
+        return SimpleNamespace(code=code, is_alive=code is None)
+
+    assert not ray_ranks.must_end([rank(None), rank(None)], stops=1)
+    assert not ray_ranks.must_end([rank(None), rank(0)], stops=1), "rank 0 may be at a checkpoint"
+    assert ray_ranks.must_end([rank(0), rank(None)], stops=0)
+    assert ray_ranks.must_end([rank(None), rank(-9)], stops=0)
+    assert ray_ranks.must_end([rank(None), rank(None)], stops=2)
+
+
+def ended_driver(tmp_path: Path, **how: Any) -> Any:
+    """A driver whose only rank has ended so."""
+    rank = HostedProcess.__new__(HostedProcess)
+    given: dict[str, Any] = {"name": "rank 0", "host": "node-7", "address": "10.0.0.7", "code": None, "gone": "", "_err": []}
+    for name, value in (given | how).items():
+        setattr(rank, name, value)
+    driver = ray_ranks._Driver(cast(Any, None), RunFolder(tmp_path), [])
+    driver._ranks = [rank]
+    return driver
+
+
+def test_a_rank_that_the_driver_had_to_end_is_an_error_with_its_reason(tmp_path: Path) -> None:
+    driver = ended_driver(tmp_path, gone="was ended: 30 s had passed since it should have")
+    with pytest.raises(RedlineError, match=r"rank 0 on node-7 \(10.0.0.7\) was ended: 30 s") as caught:
+        driver._result()
+    assert "--resume" in caught.value.hint
+
+
+def test_an_error_of_rank_0_is_told_once(tmp_path: Path) -> None:
+    with pytest.raises(RedlineError, match="ended with the error above"):
+        ended_driver(tmp_path, code=2)._result()
+
+
+def test_a_start_after_a_loss_begins_from_scratch_unless_an_earlier_one_has(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = RunFolder(tmp_path)
+    assert not has_begun(folder), "nothing may restart it"
+    monkeypatch.setenv("REDLINE_RAY_GROUP", "redline-1")
+    assert not has_begun(folder)
+    assert not has_begun(None)
+    remember_launch(folder)
+    assert has_begun(folder)
+    monkeypatch.setenv("REDLINE_RAY_GROUP", "redline-2")
+    assert not has_begun(folder), "another driver's"
 
 
 def news_until_the_end(host: ProcessHost) -> list[tuple[str, Any]]:

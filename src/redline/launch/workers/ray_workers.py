@@ -1,0 +1,108 @@
+"""Workers of environments and rewards on a Ray cluster: each is an actor that holds games and calls functions, as the program
+of a local worker process does.
+
+    Worker (a thread of rank 0) ──► RayWorker.ask ── a line of JSON ──► actor: `program.answer` ──► the user's code
+                                                  ◄─ a line of JSON ──
+
+Actors are spread over the nodes (SPREAD), each with one CPU. One that finds no room waits for it, where Ray's autoscaler sees
+it. What goes there and back is text; nothing is a tensor, and nothing of the user's is unpickled.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+from collections.abc import Mapping
+from contextlib import suppress
+from typing import Any
+
+from redline.config import Config
+from redline.environments.workers.process import EndedError, start_processes_with
+from redline.environments.workers.program import answer
+from redline.launch.workers.ray_cluster import GROUP_VARIABLE, ROOM_S, join_as_rank
+from redline.launch.workers.ray_process import in_one_line
+
+
+def place_workers(config: Config) -> None:
+    """Have this process, where it is rank 0 of a run on a Ray cluster, start worker processes there. Joins the cluster; call it
+    in the main thread."""
+    rollouts = config.rollouts
+    if GROUP_VARIABLE not in os.environ or (rollouts.environment.name is None and rollouts.reward_run_in == "threads"):
+        return
+    join_as_rank()
+    # A cluster that is this machine for the length of the run has the room that the recipe asks for.
+    num_cpus = 0 if config.placement.address == "local" else 1
+    start_processes_with(lambda name: RayWorker(name, num_cpus))
+
+
+class WorkerActor:
+    """What the actor does. One call at a time, in the main thread of its process."""
+
+    def __init__(self) -> None:
+        self._objects: dict[int, Any] = {}
+
+    def describe(self) -> tuple[str, int]:
+        """The name of this node, and the actor's process id."""
+        return socket.gethostname(), os.getpid()
+
+    def answer(self, message: str) -> str:
+        """Do what a message of `program.py` asks. Both are JSON."""
+        return json.dumps(answer(json.loads(message), self._objects))
+
+
+class RayWorker:
+    """An actor, as the worker that owns it sees it. Implements `WorkerProcess`."""
+
+    start_s = ROOM_S
+
+    def __init__(self, name: str, num_cpus: float = 1) -> None:
+        """Ask Ray for an actor and return at once."""
+        import ray
+
+        # Nothing else may be called while a game is: a second thread would be inside the user's code.
+        remote = ray.remote(WorkerActor).options(num_cpus=num_cpus, max_restarts=0, scheduling_strategy="SPREAD")
+        self._name, self._actor = name, remote.remote()
+        self._began = self._actor.describe.remote()
+        self._host, self.pid = "", 0
+
+    @property
+    def where(self) -> str:
+        """`environment process 3 on node-7`."""
+        return f"{self._name} on {self._host}" if self._host else self._name
+
+    def wait_until_ready(self, limit_s: float) -> bool:
+        import ray
+
+        if not ray.wait([self._began], timeout=limit_s)[0]:
+            return False
+        self._host, self.pid = self._get(self._began, 0.0)
+        return True
+
+    def ask(self, message: Mapping[str, Any], limit_s: float | None) -> Mapping[str, Any]:
+        found: Mapping[str, Any] = json.loads(self._get(self._actor.answer.remote(json.dumps(message)), limit_s))
+        return found
+
+    def why_ended(self) -> str:
+        """Always empty: an actor that is gone says so when it is asked, and who asks may ask another."""
+        return ""
+
+    def kill(self) -> None:
+        import ray
+
+        with suppress(Exception):  # it is dead already, or the cluster gone
+            ray.kill(self._actor)
+
+    def close(self) -> None:
+        self.kill()
+
+    def _get(self, asked: Any, limit_s: float | None) -> Any:
+        import ray
+
+        try:
+            return ray.get(asked, timeout=limit_s)
+        except ray.exceptions.GetTimeoutError:
+            self.kill()
+            raise EndedError(f"{self.where} was ended: it did not answer in time", is_late=True) from None
+        except ray.exceptions.RayError as error:
+            raise EndedError(f"{self.where} {in_one_line(error)}") from None

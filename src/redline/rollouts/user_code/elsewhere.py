@@ -1,0 +1,55 @@
+"""A task source whose `score` is called in worker processes, on this machine or on the nodes of a cluster."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Protocol, cast
+
+from redline.ports import Score, TaskSource
+from redline.types import Task
+
+SCORER = "redline.environments.workers.scorer:score"
+"""What the processes are asked for."""
+
+
+class ProcessPool(Protocol):
+    """Calls functions in processes."""
+
+    @property
+    def num_running(self) -> int:
+        """Processes that take calls now."""
+        ...
+
+    async def call(self, function: str, *arguments: Any) -> Any:
+        """What the function returns. Raises CallError for what it raises, where it takes too long, and where its process is
+        lost for the second time."""
+        ...
+
+    def close(self) -> None:
+        """End all processes. Blocks for some seconds at most."""
+        ...
+
+
+class ScoredElsewhere:
+    """Fetches tasks from a source in this process, and scores with others like it in worker processes. Implements
+    `ports.TaskSource`."""
+
+    score_is_thread_safe = True
+    """Each process makes one call at a time."""
+
+    def __init__(self, source: TaskSource, made_as: Mapping[str, Any], processes: ProcessPool) -> None:
+        """`made_as` has the source's `path`, `folder` and `keywords`, by which processes make it again."""
+        self.train, self.held_out = source.train, source.held_out
+        self._made_as, self._processes = made_as, processes
+
+    async def score(self, task: Task, text: str) -> Score:
+        return cast(Score, await self._processes.call(SCORER, self._made_as, task, text))
+
+    @property
+    def num_worker_processes(self) -> int:
+        """Processes that score, or wait for something to score."""
+        return self._processes.num_running
+
+    def close(self) -> None:
+        """End the processes. Blocks for some seconds at most."""
+        self._processes.close()
