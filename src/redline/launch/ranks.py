@@ -163,8 +163,8 @@ def is_restart() -> bool:
 
 def has_begun(folder: RunFolder | None) -> bool:
     """Whether the launcher of this process has begun or continued the run in this folder before, and now starts it again."""
-    launch = _launch()
-    return bool(launch) and folder is not None and read_json(folder.path / LAUNCH).get("launch") == launch
+    may_be = is_restart() or GROUP_VARIABLE in os.environ  # an id that torchrun was given may name an earlier run of it
+    return may_be and folder is not None and read_json(folder.path / LAUNCH).get("launch") == _launch()
 
 
 def remember_launch(folder: RunFolder) -> None:

@@ -107,8 +107,9 @@ class ProcessWorkers:
             worker.is_ready = False
             return True
 
-    def _hand_on(self, worker: Worker) -> None:
-        """Give what waits for a process that does not begin to workers whose processes have."""
+    def _hand_on(self, worker: Worker) -> bool:
+        """Give what waits for a process that does not begin to workers whose processes have. Returns whether the process is
+        still wanted: there is more to do than there are processes."""
         ready = [other for other in self._workers if other.is_ready]
         for job in worker.take_new_jobs() if ready else ():
             with self._lock:
@@ -119,6 +120,7 @@ class ProcessWorkers:
                 other.put(job)
             except TaskError as error:  # they are closed
                 job.settle(None, error)
+        return not ready or sum(other.num_games + other.num_calls for other in ready) > len(ready)
 
     def leave(self, worker: Worker) -> None:
         """A game has left a worker."""

@@ -69,11 +69,11 @@ class Worker:
         limit_s: float | None,
         idle_s: float | None,
         may_end: Callable[[Worker], bool],
-        hand_on: Callable[[Worker], None],
+        hand_on: Callable[[Worker], bool],
     ) -> None:
         """A call may last `limit_s` seconds; None is for ever. After `idle_s` seconds without a game the process ends, if
         `may_end` says so, which then counts it no longer. `hand_on` is called again and again while the process does not
-        begin."""
+        begin, and says whether it is still wanted."""
         self.name = name
         self._limit_s, self._idle_s, self._may_end, self._hand_on = limit_s, idle_s, may_end, hand_on
         self.num_games = 0
@@ -94,8 +94,12 @@ class Worker:
     @property
     def load(self) -> tuple[bool, int, int, bool]:
         """What a new job would share the process with: the least loaded worker takes it, of several one that has begun."""
-        num_calls = len(self._waiting) + (self._job is not None)
-        return self.is_late, self.num_games, num_calls, not self.is_ready
+        return self.is_late, self.num_games, self.num_calls, not self.is_ready
+
+    @property
+    def num_calls(self) -> int:
+        """Calls that wait for the process, and the one that it makes."""
+        return len(self._waiting) + (self._job is not None)
 
     @property
     def is_late(self) -> bool:
@@ -253,11 +257,10 @@ class Worker:
         try:
             while not self._closed and not process.wait_until_ready(LOOK_S):
                 waited_s = time.monotonic() - began
-                if waited_s > process.start_s:
-                    raise EndedError(f"it had {process.start_s:g} s")
                 if waited_s > LATE_S:
                     self._late_until = time.monotonic() + AGAIN_S
-                    self._hand_on(self)
+                if waited_s > process.start_s or (self.is_late and not self._hand_on(self)):
+                    raise EndedError(f"it had {process.start_s:g} s")
         except BaseException:
             with self._changed:
                 self.process = None

@@ -8,6 +8,7 @@ belongs to the driver: when that ends, however it ends, Ray frees the room and e
 
 from __future__ import annotations
 
+import json
 import os
 import socket
 import time
@@ -23,6 +24,8 @@ from redline.errors import ConfigError
 NAMESPACE = "redline"
 GROUP_VARIABLE = "REDLINE_RAY_GROUP"
 """Names the placement group to the processes of a run; who has it was started by a driver, and is none itself."""
+RUNTIME_VARIABLE = "REDLINE_RAY_RUNTIME_ENV"
+"""Tells the processes of a run which runtime environment the driver's job has, such as a folder that was submitted with it."""
 ROOM_S = 300.0
 """Seconds for Ray to find room: an autoscaler may have to start nodes."""
 REACH_S = 10.0
@@ -128,11 +131,21 @@ def room(count: int, resources: Mapping[str, float], *, one_node: bool = False) 
 
 
 def join_as_rank() -> None:
-    """Make this process, which a driver has started, a member of the driver's cluster. What it begins there ends with it."""
+    """Make this process, which a driver has started, a member of the driver's cluster. What it begins there ends with it, and
+    finds the modules that the driver's job brought along."""
     import ray
 
     if not ray.is_initialized():
-        ray.init(address=os.environ["RAY_ADDRESS"], **_QUIET)
+        runtime_env = json.loads(os.environ.get(RUNTIME_VARIABLE, "{}"))
+        ray.init(address=os.environ["RAY_ADDRESS"], runtime_env=runtime_env or None, **_QUIET)
+
+
+def runtime_env_of_job() -> str:
+    """The runtime environment of this driver's job as JSON, for `RUNTIME_VARIABLE`."""
+    import ray
+
+    kept = {key: value for key, value in dict(ray.get_runtime_context().runtime_env).items() if not key.startswith("_")}
+    return json.dumps(kept)
 
 
 def kept_room() -> tuple[list[Bundle], int]:

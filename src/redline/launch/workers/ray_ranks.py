@@ -32,7 +32,17 @@ from redline.config import Config
 from redline.errors import ConfigError, RedlineError, RunFolderError
 from redline.launch.checked_run import CheckedRun
 from redline.launch.ranks import DIVISION
-from redline.launch.workers.ray_cluster import GROUP_VARIABLE, Bundle, bundle_resources, group_name, joined, room, wait_for_room
+from redline.launch.workers.ray_cluster import (
+    GROUP_VARIABLE,
+    RUNTIME_VARIABLE,
+    Bundle,
+    bundle_resources,
+    group_name,
+    joined,
+    room,
+    runtime_env_of_job,
+    wait_for_room,
+)
 from redline.launch.workers.ray_host import Job
 from redline.launch.workers.ray_process import ActorGoneError, HostedProcess, news_of
 from redline.telemetry import RunFolder
@@ -159,6 +169,7 @@ class _Driver:
             "MASTER_PORT": str(first.call("free_port")),
             "WORLD_SIZE": str(len(self._ranks)),
             "RAY_ADDRESS": ray.get_runtime_context().gcs_address,
+            RUNTIME_VARIABLE: runtime_env_of_job(),
             GROUP_VARIABLE: group_name(self.bundles[0]),
             FOLDER_VARIABLE: str(self.folder.path),
         }

@@ -42,9 +42,11 @@ class WorkerActor:
     def __init__(self) -> None:
         self._objects: dict[int, Any] = {}
 
-    def describe(self) -> tuple[str, int]:
-        """The name of this node, and the actor's process id."""
-        return socket.gethostname(), os.getpid()
+    def describe(self) -> tuple[str, int, str]:
+        """The name of this machine, the actor's process id, and what Ray calls this node."""
+        import ray
+
+        return socket.gethostname(), os.getpid(), str(ray.get_runtime_context().get_node_id())
 
     def answer(self, message: str) -> str:
         """Do what a message of `program.py` asks. Both are JSON."""
@@ -64,7 +66,8 @@ class RayWorker:
         remote = ray.remote(WorkerActor).options(num_cpus=num_cpus, max_restarts=0, scheduling_strategy="SPREAD")
         self._name, self._actor = name, remote.remote()
         self._began = self._actor.describe.remote()
-        self._host, self.pid = "", 0
+        self._host, self.pid, self.node = "", 0, ""
+        """Of its node, once it has begun."""
 
     @property
     def where(self) -> str:
@@ -76,7 +79,7 @@ class RayWorker:
 
         if not ray.wait([self._began], timeout=limit_s)[0]:
             return False
-        self._host, self.pid = self._get(self._began, 0.0)
+        self._host, self.pid, self.node = self._get(self._began, 0.0)
         return True
 
     def ask(self, message: Mapping[str, Any], limit_s: float | None) -> Mapping[str, Any]:

@@ -1,0 +1,64 @@
+"""Runs over several nodes of a Ray cluster, all on this machine: what is placed where, and the loss of a node."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from support.processes import only_run, rows, started, succeed, wait_until, write_letters
+from support.ray_runs import cluster, losses, quiet_ray  # noqa: F401  the fixture is for every test here
+
+pytest.importorskip("ray")
+pytestmark = pytest.mark.slow
+
+STEPS = 30
+
+
+def letters(folder: Path) -> Path:
+    folder.mkdir()
+    return write_letters(folder, run={"steps": STEPS, "checkpoint_every": 2})
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
+    """Losses of one process."""
+    folder = tmp_path_factory.mktemp("alone") / "run"
+    succeed("train", letters(folder), cwd=folder)
+    return losses(folder)
+
+
+@pytest.mark.parametrize("lost", [False, True])
+def test_ranks_on_two_nodes_go_on_where_one_node_is_lost_and_another_has_room(
+    tmp_path: Path, alone: list[float], lost: bool
+) -> None:
+    folder = tmp_path / "run"
+    with cluster(1, 1, 1) as (address, raylets):
+        ray = ("placement.cluster=ray", f"placement.address={address}", "placement.trainers=2")
+        with started("train", letters(folder), *ray, cwd=folder) as driver:
+            own = folder / "runs" / "letters-001"
+            assert wait_until(lambda: (own / "checkpoints" / "step-000002").exists(), driver)
+            if lost:
+                busy = next(raylet for raylet in raylets[1:] if raylet_hosts_a_rank(raylet))
+                busy.kill()
+            assert driver.wait(240) == 0, (folder / "stderr.txt").read_text()
+    assert losses(folder) == pytest.approx(alone, rel=1e-3, abs=1e-5)
+    assert ("restart 1 of 3" in (folder / "stderr.txt").read_text()) == lost
+
+
+def raylet_hosts_a_rank(raylet: object) -> bool:
+    """Whether a node has an actor of the run."""
+    children = raylet.children(recursive=True)  # type: ignore[attr-defined]
+    return any("redline.launch.workers.ray_hosted" in process.cmdline() for process in children)
+
+
+def test_a_node_with_workers_of_rewards_is_lost_and_the_run_goes_on(tmp_path: Path, alone: list[float]) -> None:
+    folder = tmp_path / "run"
+    with cluster(2, 2) as (address, raylets):
+        ray = ("placement.cluster=ray", f"placement.address={address}")
+        more = ("rollouts.reward_run_in=processes", "rollouts.max_reward_workers=2", "placement.max_restarts=3")
+        with started("train", letters(folder), *ray, *more, cwd=folder) as driver:
+            own = folder / "runs" / "letters-001"
+            assert wait_until(lambda: (own / "checkpoints" / "step-000002").exists(), driver)
+            raylets[1].kill()
+            assert driver.wait(240) == 0, (folder / "stderr.txt").read_text()
+    assert len(rows(only_run(folder).metrics)) == STEPS
