@@ -47,10 +47,19 @@ def letters(folder: Path, **environment: object) -> Path:
     return recipe
 
 
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
+    """Losses of one process."""
+    folder = tmp_path_factory.mktemp("alone") / "run"
+    succeed("train", letters(folder), cwd=folder)
+    return losses(folder)
+
+
 @pytest.mark.parametrize("victim", ["none", "worker"])
-def test_rewards_in_actors_leave_the_losses_as_they_are_also_where_one_is_killed(tmp_path: Path, victim: str) -> None:
-    alone, folder = tmp_path / "alone", tmp_path / "run"
-    succeed("train", letters(alone), cwd=alone)
+def test_rewards_in_actors_leave_the_losses_as_they_are_also_where_one_is_killed(
+    tmp_path: Path, alone: list[float], victim: str
+) -> None:
+    folder = tmp_path / "run"
     more = ("rollouts.reward_run_in=processes", "rollouts.max_reward_workers=2")
     with started("train", letters(folder), *LOCAL, *more, cwd=folder) as driver:
         if victim == "worker":
@@ -58,7 +67,7 @@ def test_rewards_in_actors_leave_the_losses_as_they_are_also_where_one_is_killed
             assert wait_until(lambda: (own / "checkpoints" / "step-000002").exists(), driver)
             workers()[0].kill()
         assert driver.wait(240) == 0, (folder / "stderr.txt").read_text()
-    assert losses(folder) == losses(alone)
+    assert losses(folder) == alone
     assert max(row["rollouts/reward_workers"] for row in rows(only_run(folder).metrics)) in (1, 2)
 
 

@@ -91,9 +91,7 @@ def cluster(*cpus: int) -> Iterator[tuple[str, list[psutil.Process]]]:
 
     made = Cluster(initialize_head=True, head_node_args={"num_cpus": cpus[0], "include_dashboard": False})
     try:
-        for count in cpus[1:]:
-            made.add_node(num_cpus=count)
-        nodes = [made.head_node, *sorted(made.worker_nodes, key=lambda node: node.node_index)]
+        nodes = [made.head_node, *(made.add_node(num_cpus=count) for count in cpus[1:])]
         raylets = [psutil.Process(node.all_processes["raylet"][0].process.pid) for node in nodes]
         yield made.address, raylets
     finally:
