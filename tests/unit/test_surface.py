@@ -82,10 +82,12 @@ rollouts.max_extra_rounds
 rollouts.max_new_tokens
 rollouts.max_prompt_tokens
 rollouts.max_reward_workers
+rollouts.min_workers
 rollouts.overlong_fraction
 rollouts.prompt_suffix
 rollouts.reward_model.max_tokens_per_batch
 rollouts.reward_model.path
+rollouts.reward_run_in
 rollouts.reward_timeout_s
 rollouts.reward_weights
 rollouts.system_prompt
@@ -108,6 +110,7 @@ rollouts.task(reasoning_gym).kind
 rollouts.task(reasoning_gym).params
 rollouts.task_timeout_s
 rollouts.temperature
+rollouts.worker_idle_s
 run.checkpoint_every
 run.device
 run.folder

@@ -55,6 +55,8 @@ def test_a_config_that_an_earlier_version_recorded_is_read(name: str) -> None:
     untouched = ("run", "model", "rollouts")
     read = config.model_dump(mode="json")
     assert EnvironmentConfig(**read["rollouts"].pop("environment")) == EnvironmentConfig(), "a section that came later"
+    later = {key: read["rollouts"].pop(key) for key in ("reward_run_in", "min_workers", "worker_idle_s")}
+    assert later == {"reward_run_in": "threads", "min_workers": 1, "worker_idle_s": 300.0}, "keys that came later"
     assert {section: read[section] for section in untouched} == {s: recorded[s] for s in untouched}
 
 
