@@ -14,7 +14,8 @@
     │   ├── NoRoomError              the trainer does not fit into the device's memory
     │   └── RankLostError            a process of the trainer was killed, ended with an error, or stands still
     ├── WeightSyncError    weights did not reach an engine, or it could not prove that it has them
-    │   └── ServerAwayError          a server that takes weights is not there, or does not answer
+    │   ├── ServerAwayError          a server that takes weights is not there, or does not answer
+    │   └── TornWeightsError         an engine has part of one version and part of another
     ├── WireError          another process did not do what it was asked over a connection
     │   ├── WireClosed               it has ended the connection, or cannot be reached
     │   ├── WireTimeout              it did not answer in time
@@ -102,6 +103,10 @@ class WeightSyncError(RedlineError):
 
 class ServerAwayError(WeightSyncError):
     """A server that takes weights is not there, or does not answer. It may come back."""
+
+
+class TornWeightsError(WeightSyncError):
+    """An engine has part of one version and part of another, and cannot go back: it must not sample any more."""
 
 
 class WireError(RedlineError):

@@ -66,7 +66,7 @@ class CopiedTensors:
     def revert(self, version: int) -> None:
         self._arrived = {}
 
-    def catch_up(self, channel: Connection, weights: WeightSet) -> None:
+    def catch_up(self, channel: Connection, weights: WeightSet, probe: Probe | None = None) -> None:
         raise NotImplementedError
 
     def close(self) -> None:

@@ -24,7 +24,7 @@ from redline.launch.workers.spawn import EngineSpec, LocalProcess, LocalProcesse
 from redline.models.files.tiny import tiny_tokenizer
 from redline.types import GenerateRequest, WeightSet
 from redline.weight_sync import WeightProtocol
-from redline.weight_sync.sender import Sending
+from redline.weight_sync.asked import Sending
 from redline.weight_sync.transports.cuda_ipc import CudaIpc
 
 ROUNDS = 20

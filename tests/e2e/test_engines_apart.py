@@ -213,7 +213,7 @@ def test_a_dry_run_prints_the_placement_and_starts_nothing(tmp_path: Path) -> No
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("transport", ["cuda_ipc", "checkpoint_engine"])
+@pytest.mark.parametrize("transport", ["cuda_ipc", "broadcast", "checkpoint_engine"])
 def test_an_adapter_alone_moves_and_the_losses_are_those_of_one_process(tmp_path: Path, transport: str) -> None:
     found = {}
     for engines in (0, 1):
@@ -227,3 +227,24 @@ def test_an_adapter_alone_moves_and_the_losses_are_those_of_one_process(tmp_path
     moved = [row["weight_sync/bytes_moved"] for row in rows(found[1].metrics)]
     assert any(moved)
     assert all(count <= 2 * sum(tensor.nbytes for tensor in adapter.values()) for count in moved)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("transport", ["cuda_ipc", "broadcast"])
+def test_weights_that_did_not_change_do_not_move_and_the_losses_are_those_of_one_process(
+    tmp_path: Path, transport: str
+) -> None:
+    """A step so small that float32 cannot tell: what is left to move is what was zero before, if anything."""
+    found = {}
+    for engines in (0, 1):
+        cwd = tmp_path / str(engines)
+        write_recipe(cwd, engines, steps=3)
+        apart = [f"placement.transport={transport}"] if engines else []
+        succeed("train", "letters.yaml", "trainer.learning_rate=1e-30", *apart, cwd=cwd)
+        found[engines] = only_run(cwd)
+    assert losses(found[0]) == losses(found[1])
+    size = sum(tensor.nbytes for path in found[1].model.glob("*.safetensors") for tensor in load_file(path).values())
+    moved = [row["weight_sync/bytes_moved"] for row in rows(found[1].metrics)]
+    assert len(moved) == 3
+    assert all(count < size / 2 for count in moved), moved
+    assert all(row["weight_sync/pause_s"] > 0 for row in rows(found[1].metrics)), "it is a version all the same"

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from redline.errors import RedlineError
 from redline.types import WeightUpdate
 from redline.weight_sync import WeightReceiver
 from redline.wire import Connection, connect, listen, make_token
@@ -34,6 +35,8 @@ class WorkerEngine:
     num_holds: int = 0
     refuses: int | None = None
     """The version that it does not take."""
+    failure: RedlineError | None = None
+    """Why it takes no further step."""
 
     @contextmanager
     def held(self) -> Iterator[None]:
@@ -49,6 +52,9 @@ class WorkerEngine:
             raise RuntimeError("the engine does not take it")
         self.versions.append(update.version)
 
+    def fail(self, error: RedlineError) -> None:
+        self.failure = error
+
 
 class LinkedEngine:
     """A worker with a second set of weights."""
@@ -58,11 +64,13 @@ class LinkedEngine:
         tensors: Mapping[str, Tensor],
         name: str = "engine-0",
         logprobs: Callable[[Sequence[int]], Sequence[float]] | None = None,
+        engine: WorkerEngine | None = None,
+        make_receiver: Callable[..., WeightReceiver] = WeightReceiver,
     ) -> None:
         contiguous = torch.contiguous_format
         self.tensors = {key: torch.zeros_like(tensor, memory_format=contiguous) for key, tensor in tensors.items()}
-        self.engine = WorkerEngine()
-        self.receiver = WeightReceiver(self.tensors, self.engine, logprobs)
+        self.engine = engine or WorkerEngine()
+        self.receiver = make_receiver(self.tensors, self.engine, logprobs)
         self.channel, self.worker = connected(name)
         self._thread = threading.Thread(target=self.receiver.serve, args=(self.worker,), daemon=True)
         self._thread.start()

@@ -19,6 +19,7 @@ from starlette.types import Receive, Scope, Send
 
 from redline.config.sections.engine import EngineConfig
 from redline.engine import EngineSession, NativeEngine
+from redline.errors import RedlineError
 from redline.models.decoder import Decoder
 from redline.models.files.tiny import tiny_tokenizer
 from redline.serve.app import make_app
@@ -106,6 +107,9 @@ class VersionsOnly:
 
     def reset_prefix_cache(self) -> None:
         """It computes nothing."""
+
+    def fail(self, error: RedlineError) -> None:
+        self.is_alive = False
 
 
 _endpoints: dict[str, WeightsEndpoint] = {}

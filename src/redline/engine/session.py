@@ -244,6 +244,14 @@ class EngineSession:
             self._holder = None
         self._changed.notify_all()
 
+    def fail(self, error: RedlineError) -> None:
+        """Take no further step, since the engine must not go on: everybody who waits hears this error, and so does every later
+        call. Any thread may; does not block."""
+        with self._changed:
+            self.failure = self.failure or error
+            self._stopping = True
+            self._changed.notify_all()
+
     @contextmanager
     def held(self) -> Iterator[None]:
         """`hold`, and `resume` when the block ends."""
@@ -322,7 +330,8 @@ class EngineSession:
             if not self._may_go_on():
                 return False
             self._take_orders()
-            self._step()
+            if self.failure is None:  # an order may have ended it
+                self._step()
             return True
 
     def _may_go_on(self) -> bool:

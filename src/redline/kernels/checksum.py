@@ -11,18 +11,21 @@ from torch import Tensor
 TURN = 2048
 """Words of one turn: 16 KiB."""
 TURNS = 16
-"""Turns of one program, so that a bucket of 512 MiB has 2048 partial sums."""
+"""Turns of one program, so that a bucket of 512 MiB has 2048 sums."""
+PROGRAM = TURN * TURNS
+"""Words of one program: a block of `weight_sync/verify.py`."""
 
 
-def weighted_sum(words_N: Tensor) -> Tensor:
-    """Σ word_i · (2 i + 1) modulo 2⁶⁴: int64[], on the device."""
+def weighted_sums(words_N: Tensor) -> Tensor:
+    """Return Σ word_i · (2 i + 1) modulo 2⁶⁴ over each block of words, where i counts from the first word of all:
+    int64[blocks], on the device."""
     assert words_N.dtype == torch.int64
     assert words_N.is_contiguous()
     count = words_N.numel()
-    programs = triton.cdiv(count, TURN * TURNS)
+    programs = triton.cdiv(count, PROGRAM)
     partial_P = torch.empty(programs, dtype=torch.int64, device=words_N.device)
     _weighted_sum[(programs,)](words_N, partial_P, count, N=TURN, T=TURNS, num_warps=8)
-    return partial_P.sum()
+    return partial_P
 
 
 @triton.jit

@@ -66,7 +66,7 @@ def apart(
     where one does not start; the caller then closes `starting`."""
     tensors = trainer.weights().tensors
     pool = starting.pool(sum(tensor.nbytes for tensor in tensors.values()))
-    transport = _transport(placement.transport, pool, tensors, starting.folder)
+    transport = _transport(placement, pool, tensors, starting.folder)
     max_restarts = config.placement.max_restarts
     engines = Replicas(pool.engines, pool.restart, max_restarts=max_restarts, arrived=pool.arrived, tell=tell)
 
@@ -81,9 +81,12 @@ def apart(
     return EngineSide(engines, transport, close, join, elsewhere=engines)
 
 
-def _transport(name: str, pool: EnginePool, tensors: Mapping[str, Tensor], folder: RunFolder) -> Transport:
+def _transport(placement: Placement, pool: EnginePool, tensors: Mapping[str, Tensor], folder: RunFolder) -> Transport:
     """What brings weights to engines in processes of their own; `shared` is for one in this process."""
-    sending = Sending(on_lost=pool.lose, host=_own_address([spawned.address for spawned in pool.spawned]))
+    name = placement.transport
+    shares_gpu = any(placement.shares_gpu(place) for place in placement.engines)
+    host = _own_address([spawned.address for spawned in pool.spawned])
+    sending = Sending(on_lost=pool.lose, host=host, holds_engines=shares_gpu)
     if name == "cuda_ipc":
         return CudaIpc(pool.channels, tensors, sending)
     if name == "broadcast":

@@ -34,11 +34,11 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 from torch import Tensor
 
-from redline.errors import EngineError, ModelError, RedlineError
+from redline.errors import EngineError, ModelError, RedlineError, TornWeightsError
 from redline.serve.middleware import CLIENT_LEFT
 from redline.serve.protocol import ApiError
 from redline.types import WeightUpdate
-from redline.weight_sync.standby import StandbyWeights
+from redline.weight_sync.second_set import SecondSet, Take
 from redline.weight_sync.tensor_bytes import DTYPES, unpack
 
 MAX_NAMES_BYTES = 1 << 24
@@ -54,6 +54,10 @@ class EngineBetweenSteps(Protocol):
 
     async def run(self, action: Callable[[Any], Any]) -> Any:
         """What `action(engine)` returns, called between two steps."""
+        ...
+
+    def fail(self, error: RedlineError) -> None:
+        """Take no further step; every later call raises this error."""
         ...
 
 
@@ -75,7 +79,7 @@ class WeightsEndpoint:
     ) -> None:
         """`live`: the tensors that the engine reads. A body has at most `max_bytes`, and `timeout_s` seconds to arrive."""
         self._engine = engine
-        self._standby = StandbyWeights(live)
+        self._second = SecondSet(live)
         self._expected = f"Bearer {token}".encode()
         self._max_bytes, self._timeout_s = max_bytes, timeout_s
         self._sender = ""
@@ -90,7 +94,7 @@ class WeightsEndpoint:
     @property
     def version(self) -> int:
         """The version that the engine samples from."""
-        return self._standby.version
+        return self._second.version
 
     def routes(self) -> list[Route]:
         return [
@@ -104,9 +108,9 @@ class WeightsEndpoint:
     async def _show(self, request: Request) -> Response:
         self._check_token(request)
         tensors = {
-            name: {"dtype": DTYPES[tensor.dtype], "shape": list(tensor.shape)} for name, tensor in self._standby.live.items()
+            name: {"dtype": DTYPES[tensor.dtype], "shape": list(tensor.shape)} for name, tensor in self._second.live.items()
         }
-        return JSONResponse({**self._current, "staged": self._standby.staged_version, "tensors": tensors})
+        return JSONResponse({**self._current, "staged": self._second.coming, "tensors": tensors})
 
     async def _show_current(self, request: Request) -> Response:
         self._check_token(request)
@@ -126,8 +130,8 @@ class WeightsEndpoint:
 
     def _begin(self, version: int, sender: str) -> None:
         """Drop what came of another version, or from another sender."""
-        if (version, sender) != (self._standby.staged_version, self._sender):
-            self._standby.begin(version)
+        if (version, sender) != (self._second.coming, self._sender):
+            self._second.begin(version)
             self._sender = sender
 
     def _stage(self, version: int, sender: str, body: bytes, said: str) -> list[str]:
@@ -137,7 +141,7 @@ class WeightsEndpoint:
         try:
             tensors = unpack(body)
             self._begin(version, sender)
-            self._standby.put(tensors)
+            self._second.put(tensors)
         except (ModelError, EngineError) as error:
             raise _refused(error) from error
         return list(tensors)
@@ -148,21 +152,19 @@ class WeightsEndpoint:
 
         def adopt(engine: Any) -> None:
             self._check(version, asked)
-            self._standby.adopt()
+            self._second.adopt(_noted_by(engine))
             self._digest_before, self._digest = self._digest, asked.digest
-            engine.apply(WeightUpdate(version, tuple(asked.names), 0))
-            engine.reset_prefix_cache()  # another run may have sent other weights under this number
 
         return await self._between_steps(adopt)
 
     def _check(self, version: int, asked: Adoption) -> None:
         """Raise EngineError unless what is staged, with what the engine reads, is what the sender means."""
-        if not asked.names and self._standby.staged_version is None:  # a version whose bytes are those of the one before
+        if not asked.names and self._second.coming is None:  # a version whose bytes are those of the one before
             self._begin(version, asked.sender)
-        self._standby.check_staged(version, asked.names)
+        self._second.check_whole(version, asked.names)
         if asked.sender != self._sender:
             raise EngineError(f"another sender has begun to send a version {version}", "let one run at a time send weights")
-        missing = self._standby.live.keys() - set(asked.names)
+        missing = self._second.live.keys() - set(asked.names)
         if asked.base is None and missing:
             why = f"version {version} is not whole: {len(missing)} tensors were not sent, among them {min(missing)}"
             raise EngineError(why, "send every tensor, or say which version the others are of (base)")
@@ -176,20 +178,24 @@ class WeightsEndpoint:
 
         def revert(engine: Any) -> None:
             left = self.version
-            self._standby.revert(version)
+            self._second.revert(version, _noted_by(engine))
             if version != left:
                 self._digest = self._digest_before
-            if engine.version != version:
-                engine.apply(WeightUpdate(version, (), 0))
-                engine.reset_prefix_cache()
 
         return await self._between_steps(revert)
 
     async def _between_steps(self, action: Callable[[Any], None]) -> Response:
+        def act(engine: Any) -> None:
+            try:
+                action(engine)
+            except TornWeightsError as error:
+                self._engine.fail(error)
+                raise
+
         async with self._turn:
             try:
-                await self._engine.run(action)
-            except EngineError as error:
+                await self._engine.run(act)
+            except (EngineError, TornWeightsError) as error:
                 if not self._engine.is_alive:
                     raise
                 raise _refused(error) from error
@@ -249,6 +255,16 @@ def _version(request: Request) -> int:
     if not (text.isascii() and text.isdecimal() and len(text) <= MAX_VERSION_DIGITS):
         raise ApiError(404, "no such version: a version is a number")
     return int(text)
+
+
+def _noted_by(engine: Any) -> Take:
+    """Have the engine note a version. It forgets its prompts: another run may have sent other weights under this number."""
+
+    def take(version: int, names: tuple[str, ...], nbytes: int) -> None:
+        engine.apply(WeightUpdate(version, names, nbytes))
+        engine.reset_prefix_cache()
+
+    return take
 
 
 def _refused(error: RedlineError) -> ApiError:

@@ -30,4 +30,4 @@ class WeightUpdate:
     """Bytes copied to get here; 0 when storage is shared."""
     seconds: dict[str, float] = field(default_factory=dict, compare=False)
     """Filled when it is applied: seconds of each part (`gather`, `transfer`, …), and `pause`, for which the engine that took
-    longest stood still."""
+    longest stood still; where it shares the trainer's storage the pause holds `write`, the trainer's own writing."""

@@ -9,7 +9,8 @@ embedding is. Both sides compute the layout from names, forms and the size of a 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import accumulate
 from math import prod
@@ -18,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from redline.errors import WeightSyncError
+from redline.errors import TornWeightsError, WeightSyncError, in_words
 
 ALIGNMENT = 16
 """Bytes: pieces begin at multiples of it, so that every type can be read there and copies move whole words."""
@@ -74,6 +75,10 @@ class Piece:
     nbytes: int
 
 
+Range = tuple[int, int]
+"""Bytes of a bucket: the first of them, and the first behind them."""
+
+
 @dataclass(slots=True, frozen=True)
 class Layout:
     """Which bytes are in which bucket, in the order in which they travel."""
@@ -123,6 +128,17 @@ def flat_bytes(tensor: Tensor) -> Tensor:
     return tensor.detach().reshape(-1).view(torch.uint8)
 
 
+def within(pieces: Iterable[Piece], ranges: Sequence[Range]) -> list[Piece]:
+    """What ranges of a bucket hold of its pieces."""
+    found = []
+    for piece in pieces:
+        for begin, end in ranges:
+            first, last = max(piece.offset, begin), min(piece.offset + piece.nbytes, end)
+            if first < last:
+                found.append(Piece(piece.name, piece.start + first - piece.offset, first, last - first))
+    return found
+
+
 def views(pieces: Sequence[Piece], tensors: Mapping[str, Tensor]) -> list[Tensor]:
     """The bytes that each piece stands for, from tensors by name; each is asked for once in a row."""
     found, name, flat = [], None, torch.empty(0)
@@ -152,13 +168,47 @@ def _is_words(run: Tensor) -> bool:
 
 
 def exchange(ours: Sequence[Tensor], theirs: Sequence[Tensor], scratch: Tensor) -> None:
-    """Exchange two lists of runs of bytes through `scratch`, a lot of that size at a time."""
-    for left, right in _at_most(scratch.numel(), ours, theirs):
-        begins = accumulate((aligned(run.numel()) for run in left[:-1]), initial=0)
-        kept = [scratch[begin : begin + run.numel()] for begin, run in zip(begins, left, strict=True)]
-        copy_all(kept, left)
+    """Exchange two lists of runs of bytes through `scratch`, a lot of that size at a time. All or nothing: where a copy fails,
+    what was exchanged is exchanged back and the error is raised; TornWeightsError where that fails too."""
+    done: list[tuple[list[Tensor], list[Tensor]]] = []
+    try:
+        for left, right in _at_most(scratch.numel(), ours, theirs):
+            _exchange_lot(left, right, scratch)
+            done.append((left, right))
+    except TornWeightsError:
+        raise
+    except BaseException as error:
+        with _or_torn(error):
+            for left, right in reversed(done):
+                _exchange_lot(left, right, scratch)
+        raise
+
+
+def _exchange_lot(left: list[Tensor], right: list[Tensor], scratch: Tensor) -> None:
+    """Exchange one lot that fits into `scratch`, or leave both sides as they were and raise."""
+    begins = accumulate((aligned(run.numel()) for run in left[:-1]), initial=0)
+    kept = [scratch[begin : begin + run.numel()] for begin, run in zip(begins, left, strict=True)]
+    copy_all(kept, left)
+    back = [(left, kept)]
+    try:
         copy_all(left, right)
+        back = [(right, left), (left, kept)]
         copy_all(right, kept)
+    except BaseException as error:
+        with _or_torn(error):
+            for into, values in back:
+                copy_all(into, values)
+        raise
+
+
+@contextmanager
+def _or_torn(error: BaseException) -> Iterator[None]:
+    """What is done here brings weights back after an error. Where it fails, they are torn."""
+    try:
+        yield
+    except BaseException as second:
+        why = f"weights were exchanged in part and cannot be brought back: {in_words(error)}"
+        raise TornWeightsError(why, "start the engine again") from second
 
 
 def _at_most(limit: int, ours: Sequence[Tensor], theirs: Sequence[Tensor]) -> Iterable[tuple[list[Tensor], list[Tensor]]]:

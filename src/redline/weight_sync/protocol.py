@@ -88,9 +88,12 @@ class WeightProtocol:
         self._wait_for_device = wait_for_device
         self._probe = probe
         self._held_since: float | None = None
+        self._write_s = 0.0
+        """How long the trainer wrote its weights last."""
         self._verified: int | None = None
         """The version that may be applied."""
         self._expected: Probe | None = None
+        """What the trainer makes of the version that was published last."""
         self._version_there: int | None = None
         """The version that the engines sample from."""
         self._current: WeightSet | None = None
@@ -109,8 +112,10 @@ class WeightProtocol:
             self._is_quiet = False
         if self._transport.shares_storage:
             self._hold()
+        began = time.perf_counter()
         yield
         self._wait_for_device()
+        self._write_s = time.perf_counter() - began
 
     def publish(self, weights: WeightSet) -> WeightUpdate:
         """Bring the weights to the engines, and block until it is proven that they have them. They go on with their old version
@@ -122,11 +127,12 @@ class WeightProtocol:
             try:
                 bytes_moved = self._transport.move(plan, weights) if plan.names else 0
                 self._transport.verify(weights)
+                if plan.names:
+                    self._expected = self._probe() if self._probe is not None else None
             except BaseException:
                 if plan.names:
                     self._transport.revert(weights.version)
                 raise
-            self._expected = self._probe() if self._probe is not None and plan.names else None
             self._verified, self._current = weights.version, weights
             return WeightUpdate(weights.version, plan.names, bytes_moved)
 
@@ -145,12 +151,16 @@ class WeightProtocol:
             pause_s = self._resume()
         own_s = self._transport.pause_s if update.changed else None
         update.seconds.update(self._transport.parts if update.changed else {}, pause=pause_s if own_s is None else own_s)
+        if self._transport.shares_storage:  # the pause holds it
+            update.seconds["write"] = min(self._write_s, pause_s)
+        self._write_s = 0.0
 
     def catch_up(self, channel: Connection, timeout_s: float = CATCH_UP_S) -> int:
-        """Bring one engine that joins, or was started again, to the version that the others have. Blocks until an update under
-        way is applied, and keeps the trainer from writing meanwhile. Returns the version."""
+        """Bring one engine that joins, or was started again, to the version that the others have, and have it prove that as in
+        every update. Blocks until an update under way is applied, and keeps the trainer from writing meanwhile. Returns the
+        version."""
         with self.at_rest(channel.name, timeout_s) as weights, span("weight_sync.catch_up"):
-            self._transport.catch_up(channel, weights)
+            self._transport.catch_up(channel, weights, self._expected)
             return weights.version
 
     @contextmanager

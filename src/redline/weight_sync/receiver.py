@@ -1,45 +1,47 @@
-"""The engine's end of a transport that copies: a second set of weights, exchanged with the first between two steps.
+"""The engine's end of a transport that copies: frames fill its second set of weights, which it exchanges with the first.
 
     frame            what it does                                                     reply
     device           nothing                                                          device: its GPU, if it has one
-    open             check the names and forms of what is trained, open the link      opened
-    begin            make room for the second set (shadow)                            ready
-    bucket           copy a bucket into the shadow, sum it there                      loaded: checksum, seconds
-    adopt            hold the engine, exchange shadow and live, probe, go on          adopted: pause in seconds
+    open             check the names and forms of what is trained, open the link      opened: version
+    begin            make room for a version; hold the engine, where asked            ready: version
+    bucket           begin to copy part of a bucket, and to sum it                    loaded: with `tell` once there, sums
+    sums             nothing                                                          summed: sums of buckets not told yet
+    adopt            hold the engine, exchange both sets, probe, go on                adopted: pause in seconds
     revert           exchange back, where it has adopted that version                 reverted: version
-    close            let go of the link and of the shadow                             closed
+    close            let go of the link and of the second set                         closed
 
-The engine samples on while buckets come. It stands still for `adopt` alone, in which the new version and its number become
-visible together. After the exchange the shadow holds the old version whole: a probe that fails, or another engine that did,
-brings it back. The live tensors stay where they are, since graphs of the device remember addresses.
+The engine samples on while buckets come, unless it was asked to stand still; otherwise it does so for `adopt` alone, in which
+the new version and its number become visible together. Afterwards the second set holds the old version whole: a probe that
+fails, or another engine that did, brings it back. The trainer's next frame is what confirms an adoption: where the connection
+ends before it, nobody knows that this engine has the new version, and it goes back.
+
+The host waits for the device when the sums of buckets are asked for (the trainer then fills their memory again), and for a
+probe: once an update of two buckets, however many tensors it has.
 """
 
 from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext, suppress
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from redline.errors import WeightSyncError, WireError, boundary
+from redline.errors import RedlineError, TornWeightsError, WeightSyncError, WireError, boundary
 from redline.telemetry import span
 from redline.types import WeightUpdate
-from redline.weight_sync.buckets import Layout, exchange, form_from_json, form_of, lay_out, slots, views
+from redline.weight_sync.buckets import Layout, Range, form_from_json, form_of, lay_out
+from redline.weight_sync.second_set import SecondSet
 from redline.weight_sync.transports.cuda_ipc import gpu_id
 from redline.weight_sync.transports.inlets import Inlet, open_inlet
-from redline.weight_sync.verify import check_logprobs, checksum
+from redline.weight_sync.verify import BLOCK, block_sums, check_logprobs
 from redline.wire import Connection, Frame, error_fields
 
-SCRATCH_BYTES = {"cuda": 128 * 2**20, "cpu": 4 * 2**20}
-"""Through which live weights and shadow are exchanged, by device: enough that copies, not their launches, take the time."""
-
 Logprobs = Callable[[Sequence[int]], Sequence[float]]
-"""Tokens of a prompt → the logprob of each after the first, under the weights as they are."""
+"""Tokens of a prompt → the logprob of each after the first, under the weights as they are. Waits for the device."""
 
 
 class UpdatedEngine(Protocol):
@@ -49,15 +51,7 @@ class UpdatedEngine(Protocol):
 
     def apply(self, update: WeightUpdate) -> None: ...
 
-
-@dataclass(slots=True)
-class _Shadow:
-    """The second set of weights, as far as an update moves them."""
-
-    layout: Layout
-    buckets: list[Tensor]
-    names: tuple[str, ...]
-    is_loaded: list[bool] = field(default_factory=list)
+    def fail(self, error: RedlineError) -> None: ...
 
 
 class WeightReceiver:
@@ -67,22 +61,29 @@ class WeightReceiver:
         self, tensors: Mapping[str, Tensor], engine: UpdatedEngine, logprobs: Logprobs | None = None, version: int = 0
     ) -> None:
         """`tensors` are those the engine reads, by the trainer's names; `version` is theirs. `logprobs` computes a probe."""
-        self._tensors = {name: tensor.detach() for name, tensor in tensors.items()}
-        assert all(tensor.is_contiguous() for tensor in self._tensors.values()), "weights lie in one piece each"
-        self._engine = engine
-        self._logprobs = logprobs
-        self.version = version
-        """Whose weights are live."""
-        self._before: int | None = None
-        """The version that the shadow holds since the last `adopt`; None where it holds none."""
+        self._second = SecondSet(tensors, version)
+        self._engine, self._logprobs = engine, logprobs
         self._trained: dict[str, Any] = {}
         self._bucket_bytes = 0
+        self._layouts: dict[tuple[str, ...], Layout] = {}
         self._inlet: Inlet | None = None
-        self._shadow: _Shadow | None = None
-        device = next(iter(self._tensors.values())).device
-        self._device = device
-        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._is_confirmed = True
+        """Whether the trainer knows which version this engine has."""
+        self._held = ExitStack()
+        self._held_since: float | None = None
+        self._untold: list[Tensor] = []
+        """The sums of buckets that were not told yet: int64[] each, on the device."""
+        self._seconds = {"load_s": 0.0, "verify_s": 0.0}
+        self._device = self._second.device
+        self._stream = torch.cuda.Stream(self._device) if self._device.type == "cuda" else None
         self._answering = threading.Lock()
+        self.num_waits = 0
+        """How often the host has waited for the device: where processes share a GPU, each time costs a turn of all of them."""
+
+    @property
+    def version(self) -> int:
+        """Whose weights are live."""
+        return self._second.version
 
     def serve(self, connection: Connection) -> None:
         """Answer the frames of a connection until it ends. What fails is told to the other side."""
@@ -90,7 +91,8 @@ class WeightReceiver:
             while not connection.is_closed:
                 reply = self._answered(connection.receive())
                 connection.send(reply.kind, reply.fields)
-        self.close()
+        with boundary():
+            self._end()
 
     def _answered(self, frame: Frame) -> Frame:
         reply = Frame("error", {})
@@ -105,6 +107,7 @@ class WeightReceiver:
             "open": self._open,
             "begin": self._begin,
             "bucket": self._load,
+            "sums": self._tell_sums,
             "adopt": self._adopt,
             "revert": self._revert,
             "close": self._close,
@@ -112,13 +115,23 @@ class WeightReceiver:
         if frame.kind not in answers:
             raise WeightSyncError(f"{frame.kind!r}: no such frame for weights", "both sides must be of one version")
         with self._answering, torch.no_grad(), self._on_stream():
+            self._is_confirmed = True
             return answers[frame.kind](**frame.fields)
 
     def close(self) -> None:
-        """Let go of the link and of the shadow."""
-        inlet, self._inlet, self._shadow, self._before = self._inlet, None, None, None
+        """Let go of the link and of the second set. The engine goes on."""
+        inlet, self._inlet = self._inlet, None
+        self._second.drop()
+        self._untold = []
+        self._release()
         if inlet is not None:
             inlet.close()
+
+    def _end(self) -> None:
+        with self._answering, torch.no_grad(), self._on_stream():
+            if not self._is_confirmed:
+                self._go_back()
+            self.close()
 
     # ── one frame each ─────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -127,95 +140,123 @@ class WeightReceiver:
 
     def _open(self, link: str, forms: list[Any], bucket_bytes: int, **how: Any) -> Frame:
         trained = {form.name: form for form in map(form_from_json, forms)}
+        live = self._second.live
         for name, form in trained.items():
-            if name not in self._tensors:
+            if name not in live:
                 raise WeightSyncError(f"the engine has no tensor {name}", "trainer and engine must load one model")
-            if form_of(name, self._tensors[name]) != form:
-                here = form_of(name, self._tensors[name])
+            if form_of(name, live[name]) != form:
+                here = form_of(name, live[name])
                 raise WeightSyncError(f"the trainer writes {form}, the engine reads {here}", "load one model in one dtype")
         self.close()
-        self._trained, self._bucket_bytes = trained, bucket_bytes
+        self._trained, self._bucket_bytes, self._layouts = trained, bucket_bytes, {}
         self._inlet = open_inlet(link, how, self._device)
         return Frame("opened", {"version": self.version})
 
-    def _begin(self, names: list[str]) -> Frame:
+    def _begin(self, version: int, names: list[str], hold: bool = False) -> Frame:
         assert self._inlet is not None, "open comes first"
-        self._before = None
-        if self._shadow is None or self._shadow.names != tuple(names):
-            self._shadow = None  # before the next is made
-            layout = lay_out([self._trained[name] for name in names], self._bucket_bytes)
-            buckets = [torch.empty(size, dtype=torch.uint8, device=self._device) for size in layout.sizes]
-            self._shadow = _Shadow(layout, buckets, tuple(names))
-        self._shadow.is_loaded = [False] * len(self._shadow.buckets)
-        return Frame("ready", {})
+        key = tuple(names)
+        if key not in self._layouts:
+            self._layouts = {key: lay_out([self._trained[name] for name in names], self._bucket_bytes)}
+        self._second.begin(version, self._layouts[key])
+        self._untold, self._seconds = [], {"load_s": 0.0, "verify_s": 0.0}
+        if hold:
+            self._hold()
+        return Frame("ready", {"version": self.version})
 
-    def _load(self, index: int, slot: int) -> Frame:
-        assert self._shadow is not None, "begin comes first"
-        assert self._inlet is not None
-        bucket = self._shadow.buckets[index]
+    def _load(self, index: int, slot: int, ranges: list[Range], tell: bool) -> Frame:
+        assert self._inlet is not None, "open comes first"
+        memory = self._second.buckets[index].memory
         began = time.perf_counter()
         with span("weight_sync.load"):
-            self._inlet.load(slot, bucket)
-            self._wait()
+            self._inlet.load(slot, memory, ranges)
         loaded = time.perf_counter()
         with span("weight_sync.verify"):
-            found = int(checksum(bucket))
-        self._shadow.is_loaded[index] = True
-        return Frame("loaded", {"checksum": found, "load_s": loaded - began, "verify_s": time.perf_counter() - loaded})
+            sums_P = block_sums(memory)
+            parts = [sums_P[begin // (8 * BLOCK) : -(-end // (8 * BLOCK))].sum() for begin, end in ranges]
+            self._untold.append(torch.stack(parts).sum())
+        self._second.loaded(index, ranges)
+        self._seconds["load_s"] += loaded - began
+        self._seconds["verify_s"] += time.perf_counter() - loaded
+        return Frame("loaded", self._tell_sums().fields if tell else {"sums": []})
+
+    def _tell_sums(self) -> Frame:
+        untold, self._untold = self._untold, []
+        began = time.perf_counter()
+        with span("weight_sync.verify"):
+            sums = torch.stack(untold).tolist() if untold else []
+        self.num_waits += bool(untold)
+        self._seconds["verify_s"] += time.perf_counter() - began
+        return Frame("summed", {"sums": sums, **self._seconds})
 
     def _adopt(self, version: int, probe: dict[str, Any] | None = None) -> Frame:
-        shadow = self._shadow
-        assert shadow is not None, "begin comes first"
-        assert all(shadow.is_loaded), "every bucket comes first"
-        with self._engine.held():
-            held = time.perf_counter()
-            with span("weight_sync.resume"):
-                self._exchange(shadow)
-                self._before, before = self.version, self.version
-                try:
-                    self._take(version, shadow)
-                    self._check(probe)
-                except BaseException:
-                    self._go_back(before, shadow)
-                    raise
-        return Frame("adopted", {"version": version, "pause_s": time.perf_counter() - held})
+        assert version == self._second.coming, "begin comes first"
+        self._hold()
+        try:
+            with span("weight_sync.resume"), self._failing_where_torn():
+                self._second.adopt(self._take, lambda: self._check(probe))
+            self._is_confirmed = False
+        finally:
+            pause_s = self._release()
+        return Frame("adopted", {"version": version, "pause_s": pause_s})
 
     def _revert(self, version: int) -> Frame:
-        if self.version == version and self._before is not None and self._shadow is not None:
-            with self._engine.held():
-                self._go_back(self._before, self._shadow)
-        if self._shadow is not None:
-            self._shadow.is_loaded = [False] * len(self._shadow.buckets)
+        try:
+            if version == self.version and self._second.before is not None:
+                self._go_back()
+            else:
+                self._second.revert(self.version, self._take)
+        finally:
+            self._release()
         return Frame("reverted", {"version": self.version})
 
     def _close(self) -> Frame:
         self.close()
         return Frame("closed", {})
 
-    # ── live and shadow ────────────────────────────────────────────────────────────────────────────────────────────────
+    # ── the engine ─────────────────────────────────────────────────────────────────────────────────────────────────────
 
-    def _exchange(self, shadow: _Shadow) -> None:
-        live, second = [], []
-        for pieces, bucket in zip(shadow.layout.buckets, shadow.buckets, strict=True):
-            live += views(pieces, self._tensors)
-            second += slots(pieces, bucket)
-        exchange(live, second, torch.empty(SCRATCH_BYTES[self._device.type], dtype=torch.uint8, device=self._device))
-        self._wait()
+    def _hold(self) -> None:
+        """Have the engine stand still between two steps, from now on until `_release`. Blocks until it does."""
+        if self._held_since is None:
+            self._held.enter_context(self._engine.held())
+            self._held_since = time.perf_counter()
 
-    def _take(self, version: int, shadow: _Shadow) -> None:
-        self._engine.apply(WeightUpdate(version, shadow.names, shadow.layout.nbytes))
-        self.version = version
+    def _release(self) -> float:
+        """Let the engine go on. Returns for how many seconds it stood still."""
+        since, self._held_since = self._held_since, None
+        pause_s = time.perf_counter() - since if since is not None else 0.0
+        self._held.close()
+        return pause_s
 
-    def _go_back(self, version: int, shadow: _Shadow) -> None:
-        self._exchange(shadow)
-        self._take(version, shadow)
-        self._before = None
+    def _go_back(self) -> None:
+        """Bring back the version before the live one."""
+        before = self._second.before
+        if before is not None:
+            with self._engine.held(), self._failing_where_torn():
+                self._second.revert(before, self._take)
+                self._wait()
+
+    @contextmanager
+    def _failing_where_torn(self) -> Iterator[None]:
+        """The engine takes no further step where its weights are torn."""
+        try:
+            yield
+        except TornWeightsError as error:
+            self._engine.fail(error)
+            raise
+
+    def _take(self, version: int, names: tuple[str, ...], nbytes: int) -> None:
+        self._engine.apply(WeightUpdate(version, names, nbytes))
 
     def _check(self, probe: dict[str, Any] | None) -> None:
+        """Compute the probe with what is live now, or wait at least until it is. Its kernels come after those of the
+        exchange."""
         if probe is None or self._logprobs is None:
+            self._wait()
             return
         with span("weight_sync.verify"):
             found = self._logprobs(probe["tokens"])
+            self.num_waits += 1
             check_logprobs(probe["logprobs"], found, probe["tolerance"])
 
     # ── the device ─────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -225,5 +266,6 @@ class WeightReceiver:
         return torch.cuda.stream(self._stream) if self._stream is not None else nullcontext()
 
     def _wait(self) -> None:
+        self.num_waits += 1
         if self._stream is not None:
             self._stream.synchronize()

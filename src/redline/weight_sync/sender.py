@@ -3,8 +3,9 @@
     trainer     gather ─► pack bucket 0 ─► pack bucket 1 ─► wait for 0 ─► pack bucket 2 (where 0 was) ─► …
     engines                                load 0, sum it    load 1, sum it …
 
-Two buckets are enough that one side packs while the other loads. Every answer has a time limit; an engine that does not keep it
-is named. `on_lost` decides what a lost engine means: by default an error; a pool of engines goes on without it.
+Two buckets are enough that one side packs while the other loads. Every bucket is summed in blocks as it is packed; blocks whose
+sum is that of the version which all engines have did not change, and do not travel. Where the engines' version is not known for
+certain (the first one, after a revert, an engine that joins), everything does.
 """
 
 from __future__ import annotations
@@ -12,39 +13,28 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
-from redline.errors import PeerError, WeightSyncError, WireClosed, WireError, WireTimeout
+from redline.errors import WeightSyncError
 from redline.telemetry import span
 from redline.types import WeightSet
-from redline.weight_sync.buckets import Form, Layout, aligned, copy_all, form_of, lay_out, slots, views
+from redline.weight_sync.asked import AskedEngines, Sending
+from redline.weight_sync.buckets import Form, Layout, Range, aligned, copy_all, form_of, lay_out, slots, views, within
+from redline.weight_sync.changes import changed_ranges, sum_of
 from redline.weight_sync.plan import TransferPlan
-from redline.weight_sync.verify import Probe, checksum
-from redline.wire import Connection, Frame, peer_error
+from redline.weight_sync.verify import Probe, block_sums
+from redline.wire import Connection
 
-TIMEOUT_S = 120.0
 PARTS = ("gather", "serialise", "transfer", "load", "verify", "resume")
 """What an update is made of, by the names of its spans. Packing is `serialise`; `load` and `verify` are those of the slowest
-engine, and lie within the trainer's `transfer`."""
-
-
-@dataclass(slots=True, frozen=True)
-class Sending:
-    """How to send."""
-
-    timeout_s: float = TIMEOUT_S
-    """How long an engine may take for one answer."""
-    bucket_bytes: int | None = None
-    """The size of a bucket; None takes the transport's own for the device."""
-    on_lost: Callable[[Connection, WireError], None] | None = None
-    """Told of an engine that went away or did not answer; the others go on. None raises."""
-    host: str = "127.0.0.1"
-    """Where engines reach the trainer, if the link needs more than the connections."""
+engine, and lie within the trainer's `transfer`. Tensors that do not lie as they travel have a part `convert` too."""
 
 
 class Outlet(Protocol):
@@ -61,6 +51,11 @@ class Outlet(Protocol):
         ...
 
     @property
+    def takes_parts(self) -> bool:
+        """Whether part of a bucket can travel."""
+        ...
+
+    @property
     def slots(self) -> Sequence[Tensor]:
         """The buckets to pack into."""
         ...
@@ -73,7 +68,7 @@ class Outlet(Protocol):
         """Called when all of them were told how to open their end, before they have answered."""
         ...
 
-    def offer(self, slot: int, nbytes: int) -> None:
+    def offer(self, slot: int, ranges: Sequence[Range]) -> None:
         """Called when a bucket is packed and the engines were told of it."""
         ...
 
@@ -84,6 +79,16 @@ class Outlet(Protocol):
     def close(self) -> None: ...
 
 
+@dataclass(slots=True, frozen=True)
+class Known:
+    """The bytes of a version that all engines have, as far as they are told apart from others."""
+
+    version: int
+    names: tuple[str, ...]
+    blocks: list[NDArray[np.int64]]
+    """The sums of each bucket's blocks."""
+
+
 @dataclass(slots=True)
 class Update:
     """What the update under way has done so far."""
@@ -91,10 +96,14 @@ class Update:
     version: int
     names: tuple[str, ...]
     layout: Layout
-    sums: list[int] = field(default_factory=list)
-    """The checksum of each bucket, as it was packed."""
+    blocks: list[NDArray[np.int64]] = field(default_factory=list)
+    """The sums of each bucket's blocks, as it was packed."""
+    sent: list[tuple[int, int]] = field(default_factory=list)
+    """The index of each bucket that was sent, and the sum of what was."""
+    nbytes: int = 0
+    """Bytes of tensors that were sent to each engine."""
     found: dict[Connection, list[int]] = field(default_factory=dict)
-    """The checksums that each engine found."""
+    """The sums that each engine found."""
     parts: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PARTS, 0.0))
 
 
@@ -111,7 +120,7 @@ class BucketTransport:
         sending: Sending,
         bucket_bytes: Mapping[str, int],
     ) -> None:
-        self.channels = list(channels)
+        self._engines = AskedEngines(channels, sending)
         self._forms = {name: form_of(name, tensor) for name, tensor in tensors.items()}
         self._sending = sending
         self._device = next(iter(tensors.values())).device
@@ -119,36 +128,47 @@ class BucketTransport:
         self._bucket_bytes = min(aligned(sending.bucket_bytes or bucket_bytes[self._device.type]), whole)
         self._outlet = make_outlet(self._bucket_bytes, self._device, sending)
         self._layouts: dict[tuple[str, ...], Layout] = {}
-        self._waiting: dict[Connection, deque[str]] = {channel: deque() for channel in self.channels}
-        """What each engine was asked and has not answered."""
         self._update: Update | None = None
+        self._known: Known | None = None
+        """What all engines have; None where that is not certain."""
         self.parts: dict[str, float] = {}
         """Seconds of each part of the last update."""
         self.pause_s = 0.0
         """How long the engine that took longest stood still for it."""
+        self.num_waits = 0
+        """How often this process has waited for its device in updates."""
         self._open(self.channels)
+
+    @property
+    def channels(self) -> list[Connection]:
+        """The engines that are there."""
+        return self._engines.channels
 
     # ── the port ───────────────────────────────────────────────────────────────────────────────────────────────────────
 
     @torch.no_grad()
     def move(self, plan: TransferPlan, weights: WeightSet) -> int:
-        """Bring the tensors of the plan into every engine's shadow. Blocks until all are there; returns the bytes sent."""
+        """Bring what changed of the plan's tensors into every engine's second set. Blocks until it is there; returns the bytes
+        sent."""
         self._check_names(weights)
-        layout = self._layout(plan.names)
-        self._update = update = Update(plan.version, plan.names, layout)
-        self._ask_all("begin", {"names": list(plan.names)})
+        self._update = update = Update(plan.version, plan.names, self._layout(plan.names))
+        begin = {"version": plan.version, "names": list(plan.names), "hold": self._sending.holds_engines}
+        known = self._what_all_have(self._engines.ask_all("begin", begin), plan.names)
         gathered = _Gathered(weights.tensors, self._forms, update.parts)
-        for index in range(len(layout.buckets)):
-            slot = index % len(self._outlet.slots)
-            if index >= len(self._outlet.slots):
-                self._take_loaded(slot)
+        in_slots: deque[int] = deque()
+        for index in range(len(update.layout.buckets)):
+            if len(in_slots) == len(self._outlet.slots):
+                self._take_loaded(in_slots.popleft())
+            slot = len(update.sent) % len(self._outlet.slots)
             self._pack(index, slot, gathered)
-            with _timed("transfer", update.parts):
-                self._send_all("bucket", {"index": index, "slot": slot})
-                self._outlet.offer(slot, layout.sizes[index])
-        for index in range(max(0, len(layout.buckets) - len(self._outlet.slots)), len(layout.buckets)):
-            self._take_loaded(index % len(self._outlet.slots))
-        return layout.nbytes * max(1, len(self.channels))
+            ranges = changed_ranges(update.blocks[index], known.blocks[index] if known else None, update.layout.sizes[index])
+            if ranges:
+                self._send_bucket(index, slot, ranges)
+                in_slots.append(slot)
+        for slot in in_slots:
+            self._take_loaded(slot)
+        self._take_sums()
+        return update.nbytes * max(1, len(self.channels))
 
     def verify(self, weights: WeightSet) -> None:
         """Raise WeightSyncError unless every engine found the sums of the buckets that were sent."""
@@ -158,11 +178,11 @@ class BucketTransport:
             return  # every engine has this version already
         for channel in self.channels:
             found = update.found.get(channel, [])
-            wrong = [index for index, total in enumerate(update.sums) if found[index : index + 1] != [total]]
+            wrong = [index for at, (index, total) in enumerate(update.sent) if found[at : at + 1] != [total]]
             if wrong:
                 names = update.layout.names(wrong[0])
                 which = names[0] if len(names) == 1 else f"{names[0]} … {names[-1]}"
-                why = f"{channel.name} has other bytes than were sent in {len(wrong)} of {len(update.sums)} buckets ({which})"
+                why = f"{channel.name} has other bytes than were sent in {len(wrong)} of {len(update.sent)} buckets ({which})"
                 raise WeightSyncError(why, "try again; where it happens again, look for faults of the memory")
 
     def adopt(self, probe: Probe | None = None) -> None:
@@ -172,53 +192,55 @@ class BucketTransport:
         assert update is not None, "move comes first"
         fields = {"version": update.version, "probe": probe.to_json() if probe is not None else None}
         with _timed("resume", update.parts):
-            self._send_all("adopt", fields)
-            replies = self._answers("adopt")
+            replies = self._engines.ask_all("adopt", fields)
         self.pause_s = max((reply.fields["pause_s"] for reply in replies.values()), default=0.0)
         self.parts = dict(update.parts)
+        self._known = Known(update.version, update.names, update.blocks)
 
     def revert(self, version: int) -> None:
         """Bring every engine that has adopted `version` and can be reached back to the one it had before, whole."""
-        self._update = None
-        for channel in self.channels:
-            with suppress(WireError):
-                self._drain(channel)
-                channel.ask("revert", {"version": version}, timeout_s=self._sending.timeout_s)
+        self._update = self._known = None
+        self._engines.tell_each("revert", {"version": version})
 
     @torch.no_grad()
-    def catch_up(self, channel: Connection, weights: WeightSet) -> None:
-        """Bring one engine that joins, or was started again, to these weights, and have it in every later update."""
-        others = self.channels
-        self._waiting[channel] = deque()
+    def catch_up(self, channel: Connection, weights: WeightSet, probe: Probe | None = None) -> None:
+        """Bring one engine that joins, or was started again, to these weights, have it prove that as in every update, and have
+        it in every later one."""
+        known = self._known
         try:
-            self.channels = [channel]
-            self._open([channel])
-            self.move(TransferPlan(weights.version, tuple(weights.tensors)), weights)
-            self.verify(weights)
-            self.adopt()
-            if not self.channels:
-                raise WireClosed(f"{channel.name} was lost while it was brought to version {weights.version}")
+            with self._engines.alone(channel):
+                self._open([channel])
+                self._bring(weights, probe)
         finally:
-            self.channels = others
-            self._update = None
-        self.channels = [*others, channel]
+            self._update, self._known = None, known
         if self._outlet.is_group:
             self._open(self.channels)
 
     def close(self) -> None:
         """Let go of the link. The connections stay open."""
-        for channel in self.channels:
-            with suppress(WireError):
-                self._drain(channel)
-                channel.ask("close", timeout_s=self._sending.timeout_s)
+        self._engines.tell_each("close", {})
         self._outlet.close()
 
     # ── buckets ────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def _bring(self, weights: WeightSet, probe: Probe | None) -> None:
+        self._known = None
+        self.move(TransferPlan(weights.version, tuple(weights.tensors)), weights)
+        self.verify(weights)
+        if self.channels:
+            self.adopt(probe)
 
     def _layout(self, names: tuple[str, ...]) -> Layout:
         if names not in self._layouts:
             self._layouts = {names: lay_out([self._forms[name] for name in names], self._bucket_bytes)}
         return self._layouts[names]
+
+    def _what_all_have(self, ready: Mapping[Connection, Any], names: tuple[str, ...]) -> Known | None:
+        """What need not travel; None where an engine says that it has another version than we know of."""
+        known = self._known
+        if known is None or not self._outlet.takes_parts or known.names != names:
+            return None
+        return known if all(reply.fields["version"] == known.version for reply in ready.values()) else None
 
     def _pack(self, index: int, slot: int, gathered: Mapping[str, Tensor]) -> None:
         update = self._update
@@ -227,102 +249,60 @@ class BucketTransport:
         values = views(pieces, gathered)
         with _timed("serialise", update.parts):
             copy_all(slots(pieces, bucket), values)
-            update.sums.append(int(checksum(bucket[: update.layout.sizes[index]])))  # waits for the device
+            update.blocks.append(block_sums(bucket[: update.layout.sizes[index]]).cpu().numpy())  # waits for the device
+            self.num_waits += 1
+
+    def _send_bucket(self, index: int, slot: int, ranges: list[Range]) -> None:
+        """Have the engines load a bucket. They tell its sum at once only where the slot may be wanted again: for that they wait
+        for their device."""
+        update = self._update
+        assert update is not None
+        update.sent.append((index, sum_of(update.blocks[index], ranges)))
+        update.nbytes += sum(piece.nbytes for piece in within(update.layout.buckets[index], ranges))
+        left = len(update.layout.buckets) - 1 - index
+        fields = {"index": index, "slot": slot, "ranges": ranges, "tell": left >= len(self._outlet.slots) or not left}
+        with _timed("transfer", update.parts):
+            self._engines.send_all("bucket", fields)
+            self._outlet.offer(slot, ranges)
 
     def _take_loaded(self, slot: int) -> None:
         update = self._update
         assert update is not None
         with _timed("transfer", update.parts):
-            replies = self._answers("bucket")
+            replies = self._engines.answers("bucket")
             self._outlet.reclaim(slot)
+        self._note_sums(replies)
+
+    def _take_sums(self) -> None:
+        """Ask for the sums that were not told, where the last buckets did not change and were not sent."""
+        update = self._update
+        assert update is not None
+        if any(len(update.found.get(channel, [])) < len(update.sent) for channel in self.channels):
+            with _timed("transfer", update.parts):
+                replies = self._engines.ask_all("sums", {})
+            self._note_sums(replies)
+
+    def _note_sums(self, replies: Mapping[Connection, Any]) -> None:
+        update = self._update
+        assert update is not None
         for channel, reply in replies.items():
-            update.found.setdefault(channel, []).append(int(reply.fields["checksum"]))
+            update.found.setdefault(channel, []).extend(int(total) for total in reply.fields["sums"])
         for part in ("load", "verify"):
-            update.parts[part] += max((reply.fields[f"{part}_s"] for reply in replies.values()), default=0.0)
+            update.parts[part] = max([update.parts[part], *(reply.fields.get(f"{part}_s", 0.0) for reply in replies.values())])
 
     def _check_names(self, weights: WeightSet) -> None:
         other = weights.tensors.keys() ^ self._forms.keys()
         assert not other, f"other tensors than the engines were told of: {', '.join(sorted(other))}"
 
-    # ── engines ────────────────────────────────────────────────────────────────────────────────────────────────────────
-
     def _open(self, channels: Sequence[Connection]) -> None:
         forms = [form.to_json() for form in self._forms.values()]
         common = {"link": self._outlet.link, "forms": forms, "bucket_bytes": self._bucket_bytes}
-        opening = [channel for channel in channels if self._send(channel, "open", common | self._outlet.describe(channel))]
+        opening = [
+            channel for channel in channels if self._engines.send(channel, "open", common | self._outlet.describe(channel))
+        ]
         self._outlet.join(opening)
         for channel in opening:
-            self._receive(channel, "open")
-
-    def _ask_all(self, kind: str, fields: dict[str, Any]) -> dict[Connection, Frame]:
-        self._send_all(kind, fields)
-        return self._answers(kind)
-
-    def _send_all(self, kind: str, fields: dict[str, Any]) -> None:
-        for channel in list(self.channels):
-            self._send(channel, kind, fields)
-
-    def _send(self, channel: Connection, kind: str, fields: dict[str, Any]) -> bool:
-        try:
-            channel.send(kind, fields, timeout_s=self._sending.timeout_s)
-        except WireError as error:
-            self._lose(channel, error)
-            return False
-        self._waiting[channel].append(kind)
-        return True
-
-    def _answers(self, kind: str) -> dict[Connection, Frame]:
-        """The answer of every engine to the oldest question of this kind. Blocks until each has answered or its time is up;
-        what one answers with is raised when all have."""
-        replies: dict[Connection, Frame] = {}
-        failed: list[PeerError] = []
-        for channel in list(self.channels):
-            try:
-                reply = self._receive(channel, kind)
-            except PeerError as error:
-                failed.append(error)
-                continue
-            if reply is not None:
-                replies[channel] = reply
-        if failed:
-            raise failed[0]
-        return replies
-
-    def _receive(self, channel: Connection, kind: str) -> Frame | None:
-        """The answer of one engine; None where it is lost."""
-        assert self._waiting[channel][0] == kind
-        try:
-            reply = channel.receive(self._sending.timeout_s)
-        except WireTimeout as error:
-            channel.close()  # a late answer must not be taken for the next one
-            why = f"{channel.name} did not answer {kind!r} of the weights within {self._sending.timeout_s:g} s"
-            self._lose(channel, WireTimeout(why, error.hint))
-            return None
-        except WireError as error:
-            self._lose(channel, error)
-            return None
-        self._waiting[channel].popleft()
-        if reply.kind == "error":
-            raise peer_error(channel.name, reply)
-        return reply
-
-    def _lose(self, channel: Connection, error: WireError) -> None:
-        if self._sending.on_lost is None:
-            raise error
-        self.channels = [other for other in self.channels if other is not channel]
-        self._waiting[channel].clear()
-        self._sending.on_lost(channel, error)
-
-    def _drain(self, channel: Connection) -> None:
-        """Take the answers to what was asked before something failed."""
-        while self._waiting[channel]:
-            try:
-                channel.receive(self._sending.timeout_s)
-            except WireError:
-                channel.close()
-                self._waiting[channel].clear()
-                raise WireClosed(f"the connection to {channel.name} was closed") from None
-            self._waiting[channel].popleft()
+            self._engines.receive(channel, "open")
 
 
 class _Gathered(Mapping[str, Tensor]):
@@ -337,9 +317,13 @@ class _Gathered(Mapping[str, Tensor]):
     def __getitem__(self, name: str) -> Tensor:
         if name != self._name:
             with _timed("gather", self._parts):
-                self._last, self._name = self._tensors[name].contiguous(), name
-            found = form_of(name, self._last)
-            assert found == self._forms[name], f"the trainer has {found}, the engines were told of {self._forms[name]}"
+                found = self._tensors[name]
+            if not found.is_contiguous():
+                with _timed("convert", self._parts):
+                    found = found.contiguous()
+            self._last, self._name = found, name
+            form = form_of(name, found)
+            assert form == self._forms[name], f"the trainer has {form}, the engines were told of {self._forms[name]}"
         return self._last
 
     def __iter__(self) -> Iterator[str]:
@@ -354,4 +338,4 @@ def _timed(part: str, parts: dict[str, float]) -> Iterator[None]:
     began = time.perf_counter()
     with span(f"weight_sync.{part}"):
         yield
-    parts[part] += time.perf_counter() - began
+    parts[part] = parts.get(part, 0.0) + time.perf_counter() - began

@@ -39,8 +39,9 @@ class Transport(Protocol):
         Does not raise for one that cannot be reached."""
         ...
 
-    def catch_up(self, channel: Connection, weights: WeightSet) -> None:
-        """Bring one engine that joins, or was started again, to these weights, and have it in every later update."""
+    def catch_up(self, channel: Connection, weights: WeightSet, probe: Probe | None = None) -> None:
+        """Bring one engine that joins, or was started again, to these weights, have it prove that as in every update, and have
+        it in every later one."""
         ...
 
     @property

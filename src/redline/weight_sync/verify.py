@@ -9,13 +9,18 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.nn.functional as F
+from numpy.typing import NDArray
 from torch import Tensor
 
 from redline.errors import WeightSyncError
 from redline.kernels.available import kernels_serve
 
-CHUNK = 2**17
-"""Words that are weighed at once without a kernel: 1 MiB, which stays in a cache."""
+BLOCK = 2**15
+"""Words of a block, 256 KiB: what is summed by itself, and the least that is left out where it did not change. At most so many
+that a change by which every element of a type moves alike always shows: their weights sum to 2³⁰ times an odd number."""
+AT_ONCE = 4
+"""Blocks that are weighed at once without a kernel: 1 MiB, which stays in a cache."""
 COLUMNS = 2**10
 
 
@@ -57,40 +62,60 @@ def checksum(flat: Tensor) -> Tensor:
     the device.
 
     Every weight is odd, so that a change of one word always shows; the weights differ, so that words in another order show."""
+    return block_sums(flat).sum()
+
+
+def block_sums(flat: Tensor) -> Tensor:
+    """Return the part that each block of a run of bytes has in its checksum: int64[blocks] on its device. Does not wait for the
+    device."""
     assert flat.dtype == torch.uint8
     assert flat.numel() % 8 == 0
     words_N = flat.view(torch.int64)
     if kernels_serve(words_N):
-        from redline.kernels.checksum import weighted_sum
+        from redline.kernels.checksum import PROGRAM, weighted_sums
 
-        return weighted_sum(words_N)
-    return _sum_on_cpu(words_N) if words_N.device.type == "cpu" else _sum_by_torch(words_N)
-
-
-def _sum_by_torch(words_N: Tensor) -> Tensor:
-    weights_C = 2 * torch.arange(min(CHUNK, words_N.numel()), device=words_N.device) + 1
-    total = torch.zeros((), dtype=torch.int64, device=words_N.device)
-    for start in range(0, words_N.numel(), CHUNK):
-        words_C = words_N[start : start + CHUNK]
-        total += (words_C * weights_C[: words_C.numel()]).sum() + 2 * start * words_C.sum()
-    return total
+        assert PROGRAM == BLOCK
+        return weighted_sums(words_N)
+    return _sums_on_cpu(words_N) if words_N.device.type == "cpu" else _sums_by_torch(words_N)
 
 
-def _sum_on_cpu(words_N: Tensor) -> Tensor:
+def _sums_by_torch(words_N: Tensor) -> Tensor:
+    weights_W = 2 * torch.arange(BLOCK, device=words_N.device) + 1
+    sums = [torch.zeros(0, dtype=torch.int64, device=words_N.device)]
+    for start in range(0, words_N.numel(), AT_ONCE * BLOCK):
+        words_C = words_N[start : start + AT_ONCE * BLOCK]
+        words_BW = F.pad(words_C, (0, -words_C.numel() % BLOCK)).view(-1, BLOCK)
+        starts_B = start + BLOCK * torch.arange(len(words_BW), device=words_N.device)
+        sums.append((words_BW * weights_W).sum(1) + 2 * starts_B * words_BW.sum(1))
+    return torch.cat(sums)
+
+
+def _sums_on_cpu(words_N: Tensor) -> Tensor:
     """The same by rows and columns of a square, whose sums alone are weighed: additions are vectorised, products of 64 bits are
-    not. Word r · COLUMNS + c of a chunk weighs 2 c + 1 for its column and 2 · COLUMNS · r for its row."""
-    words, weights = words_N.numpy(), np.arange(CHUNK // COLUMNS, dtype=np.int64)
-    total = np.zeros((), np.int64)
+    not. Word r · COLUMNS + c of a block weighs 2 c + 1 for its column and 2 · COLUMNS · r for its row."""
+    words = words_N.numpy()
+    whole = len(words) // BLOCK
+    sums = np.zeros(-(-len(words) // BLOCK), np.int64)
     with np.errstate(over="ignore"):
-        for start in range(0, len(words), CHUNK):
-            chunk = words[start : start + CHUNK]
-            rows = len(chunk) // COLUMNS
-            square, rest = chunk[: rows * COLUMNS].reshape(rows, COLUMNS), chunk[rows * COLUMNS :]
-            columns_C, rows_R = np.add.reduce(square, 0), np.add.reduce(square, 1)
-            total += np.dot(columns_C, 2 * np.arange(COLUMNS) + 1) + 2 * COLUMNS * np.dot(rows_R, weights[:rows])
-            total += np.dot(rest, 2 * (rows * COLUMNS + np.arange(len(rest))) + 1)
-            total += 2 * start * (np.add.reduce(columns_C) + np.add.reduce(rest))
-    return torch.from_numpy(total)
+        for first in range(0, whole, AT_ONCE):
+            end = min(whole, first + AT_ONCE)
+            sums[first:end] = _weighed(words[first * BLOCK : end * BLOCK].reshape(end - first, -1, COLUMNS), first)
+        rest = words[whole * BLOCK :]
+        square, last = rest[: len(rest) // COLUMNS * COLUMNS], rest[len(rest) // COLUMNS * COLUMNS :]
+        if len(square):
+            sums[whole] = _weighed(square.reshape(1, -1, COLUMNS), whole)[0]
+        if len(last):
+            sums[whole] += np.dot(last, 2 * np.arange(len(words) - len(last), len(words)) + 1)
+    return torch.from_numpy(sums)
+
+
+def _weighed(words_BRC: NDArray[np.int64], first: int) -> NDArray[np.int64]:
+    """The sums of blocks, of which the first has this index."""
+    columns_BC, rows_BR = np.add.reduce(words_BRC, 1), np.add.reduce(words_BRC, 2)
+    starts_B = 2 * BLOCK * np.arange(first, first + len(words_BRC))
+    weighed_B = columns_BC @ (2 * np.arange(COLUMNS) + 1) + 2 * COLUMNS * (rows_BR @ np.arange(rows_BR.shape[1]))
+    found: NDArray[np.int64] = weighed_B + starts_B * np.add.reduce(rows_BR, 1)
+    return found
 
 
 @dataclass(slots=True, frozen=True)

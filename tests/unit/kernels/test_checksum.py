@@ -16,8 +16,9 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 @pytest.mark.parametrize("words", [1, 2047, 2048 * 16 + 5])
 def test_the_kernel_sums_as_the_definition_does(words: int) -> None:
-    from redline.kernels.checksum import weighted_sum
+    from redline.kernels.checksum import PROGRAM, weighted_sums
 
     words_N = torch.randint(-(2**62), 2**62, (words,), dtype=torch.int64)
-    expected = sum(word * (2 * index + 1) for index, word in enumerate(words_N.tolist())) % 2**64
-    assert int(weighted_sum(words_N.to(DEVICE))) % 2**64 == expected
+    weighed = [word * (2 * index + 1) for index, word in enumerate(words_N.tolist())]
+    expected = [sum(weighed[start : start + PROGRAM]) % 2**64 for start in range(0, words, PROGRAM)]
+    assert [total % 2**64 for total in weighted_sums(words_N.to(DEVICE)).tolist()] == expected

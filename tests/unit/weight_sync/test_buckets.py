@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import pytest
@@ -12,7 +12,7 @@ import torch
 from support.linked_engines import LinkedEngine, connected
 from torch import Tensor
 
-from redline.errors import PeerError, WeightSyncError, WireClosed, WireError, WireTimeout
+from redline.errors import PeerError, TornWeightsError, WeightSyncError, WireClosed, WireError, WireTimeout
 from redline.types import WeightSet
 from redline.weight_sync import Broadcast, CudaIpc, Sending
 from redline.weight_sync.buckets import ALIGNMENT, Form, exchange, form_from_json, form_of, lay_out, slots, views
@@ -20,7 +20,7 @@ from redline.weight_sync.plan import TransferPlan
 from redline.weight_sync.sender import BucketTransport
 from redline.weight_sync.transports.broadcast import GroupInlet
 from redline.weight_sync.transports.cuda_ipc import StagedInlet
-from redline.weight_sync.verify import Probe, _sum_by_torch, checksum
+from redline.weight_sync.verify import BLOCK, Probe, _sums_by_torch, block_sums, checksum
 from redline.wire import Connection
 
 
@@ -79,6 +79,45 @@ def test_two_sets_are_exchanged_through_any_scratch_and_back(scratch: int) -> No
     assert all(torch.equal(live[name], tensor) for name, tensor in before.items())
 
 
+@pytest.mark.parametrize("fails_at", range(6))
+def test_an_exchange_that_fails_at_any_copy_leaves_both_sets_as_they_were(
+    fails_at: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ours, theirs = [torch.zeros(32, dtype=torch.uint8)], [torch.ones(32, dtype=torch.uint8)]
+    plant(monkeypatch, [fails_at])
+    with pytest.raises(RuntimeError, match="planted"):
+        exchange(ours, theirs, torch.empty(16, dtype=torch.uint8))  # two lots of three copies
+    assert not ours[0].any()
+    assert theirs[0].all()
+
+
+def test_an_exchange_that_cannot_be_taken_back_says_that_weights_are_torn(monkeypatch: pytest.MonkeyPatch) -> None:
+    for fails_at in ([1, 2], [4, 6], [5, 6]):
+        plant(monkeypatch, fails_at)
+        with pytest.raises(TornWeightsError, match=r"cannot be brought back: RuntimeError: planted"):
+            exchange(
+                [torch.zeros(32, dtype=torch.uint8)],
+                [torch.ones(32, dtype=torch.uint8)],
+                torch.empty(16).view(torch.uint8)[:16],
+            )
+
+
+def plant(monkeypatch: pytest.MonkeyPatch, fails_at: Sequence[int]) -> None:
+    """These of the copies that follow write part of what they should, and fail."""
+    copies, copy = iter(range(100)), PLAIN_COPY
+
+    def failing(into: list[Tensor], values: list[Tensor]) -> None:
+        if next(copies) in fails_at:
+            into[0].view(-1)[:1].copy_(values[0].view(-1)[:1])
+            raise RuntimeError("planted")
+        copy(into, values)
+
+    monkeypatch.setattr(torch, "_foreach_copy_", failing)
+
+
+PLAIN_COPY = torch._foreach_copy_
+
+
 # ── checksums ──────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
@@ -91,7 +130,18 @@ def plain_sum(flat: Tensor) -> int:
 @pytest.mark.parametrize("words", [1, 5, 1024, 2**17, 2**17 + 3, 2**17 + 2500])
 def test_a_checksum_is_the_weighted_sum_of_the_words(words: int) -> None:
     flat = torch.randint(0, 256, (8 * words,), dtype=torch.uint8)
-    assert int(checksum(flat)) == plain_sum(flat) == int(_sum_by_torch(flat.view(torch.int64)))
+    assert int(checksum(flat)) == plain_sum(flat)
+    assert torch.equal(block_sums(flat), _sums_by_torch(flat.view(torch.int64)))
+    assert len(block_sums(flat)) == -(-words // BLOCK)
+
+
+@pytest.mark.parametrize(("before", "after"), [(0.0, 2.0), (1.0, 2.0), (1.0, -1.0), (1e-5, 3e-5)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_a_change_of_every_element_alike_shows_in_every_block(before: float, after: float, dtype: torch.dtype) -> None:
+    blocks = 5
+    flat = torch.full((blocks * BLOCK * 8 // dtype.itemsize,), before, dtype=dtype)
+    old = block_sums(flat.view(torch.uint8))
+    assert bool((block_sums(flat.fill_(after).view(torch.uint8)) != old).all())
 
 
 def test_any_changed_byte_and_any_two_exchanged_words_show() -> None:
@@ -220,8 +270,8 @@ def test_a_bucket_whose_bytes_were_lost_is_named_and_never_adopted(
     loads = iter(range(100))
     for inlet in (StagedInlet, GroupInlet):
 
-        def load(self: Any, slot: int, into: Tensor, whole: Callable[..., None] = inlet.load) -> None:
-            whole(self, slot, into)
+        def load(self: Any, slot: int, into: Tensor, ranges: Any, whole: Callable[..., None] = inlet.load) -> None:
+            whole(self, slot, into, ranges)
             if next(loads) == 1:
                 into[3] ^= 4
 

@@ -143,7 +143,8 @@ class RemoteEngine:
     # ── between two steps ──────────────────────────────────────────────────────────────────────────────────────────────
 
     def apply(self, update: WeightUpdate) -> None:
-        """Sample from this version from now on. Blocks until the engine has noted it."""
+        """Have the engine confirm that it samples from this version, which its weights have brought. Blocks until its step has
+        ended. Raises EngineError where it has another."""
         self.call("apply", **asdict(update))
 
     def reset_prefix_cache(self) -> None:

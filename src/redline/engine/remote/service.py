@@ -23,7 +23,6 @@ from redline.engine.remote.records import Piece, pieces_fields, request_from
 from redline.engine.session import EngineSession
 from redline.errors import EngineError, WireError, boundary, in_words
 from redline.telemetry.stalls.stacks import own_stacks
-from redline.types import WeightUpdate
 from redline.wire import Connection, Frame, error_fields
 
 PULSE_S = 0.5
@@ -197,10 +196,13 @@ def _own_stack() -> list[str]:
 
 
 def _apply(engine: Any, arguments: Mapping[str, Any]) -> None:
-    """Note the version; weights that came over a connection of their own have brought it already."""
-    update = WeightUpdate(arguments["version"], tuple(arguments["changed"]), arguments["bytes_moved"])
-    if engine.stats.version != update.version:
-        engine.apply(update)
+    """Raise EngineError unless the engine has this version. Weights come over a connection of their own and bring it along: one
+    that did not come that way would be a number without its weights."""
+    if engine.stats.version != arguments["version"]:
+        raise EngineError(
+            f"version {arguments['version']} never came to this engine; it has version {engine.stats.version}",
+            "send its weights first",
+        )
 
 
 def _sleep(engine: Any, arguments: Mapping[str, Any]) -> Any:

@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from redline.child import take_stdout
+from redline.errors import RedlineError
 from redline.types import WeightUpdate
 from redline.weight_sync import WeightReceiver
 from redline.weight_sync.buckets import ALIGNMENT, flat_bytes, form_from_json
@@ -34,6 +35,9 @@ class BetweenSteps:
 
     def apply(self, update: WeightUpdate) -> None:
         pass
+
+    def fail(self, error: RedlineError) -> None:
+        raise error
 
 
 def sums_of(tensors: Mapping[str, Tensor]) -> dict[str, int]:

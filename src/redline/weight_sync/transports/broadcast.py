@@ -14,7 +14,8 @@ from __future__ import annotations
 import os
 import secrets
 import socket
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import Any
 
@@ -25,8 +26,10 @@ from torch import Tensor
 from redline.addresses import is_loopback
 from redline.errors import ConfigError, WeightSyncError, WireError
 from redline.types import WeightSet
+from redline.weight_sync.asked import Sending
+from redline.weight_sync.buckets import Range
 from redline.weight_sync.plan import TransferPlan
-from redline.weight_sync.sender import BucketTransport, Sending
+from redline.weight_sync.sender import BucketTransport
 from redline.weight_sync.transports.cuda_ipc import gpu_id
 from redline.wire import Connection
 
@@ -40,9 +43,7 @@ class Broadcast(BucketTransport):
 
     def __init__(self, channels: Sequence[Connection], tensors: Mapping[str, Tensor], sending: Sending | None = None) -> None:
         """`tensors` are the trainer's: those that every update will have."""
-        self._is_moving = True
         super().__init__(channels, tensors, self._make_outlet, sending or Sending(), BUCKET_BYTES)
-        self._is_moving = False
 
     def _make_outlet(self, bucket_bytes: int, device: torch.device, sending: Sending) -> GroupOutlet:
         self._group = GroupOutlet(bucket_bytes, device, sending)
@@ -50,18 +51,15 @@ class Broadcast(BucketTransport):
 
     def move(self, plan: TransferPlan, weights: WeightSet) -> int:
         """Broadcast the tensors of the plan. Where an engine is lost and the others may go on, they begin again without it."""
-        self._is_moving = True
-        try:
-            while self.channels:
-                try:
-                    if not self._group.is_open:
-                        self._open(self.channels)
+        while self.channels:
+            try:
+                if not self._group.is_open:
+                    self._open(self.channels)
+                with self._noticing_losses():
                     return super().move(plan, weights)
-                except _MemberLost:
-                    self._leave()
-            return 0
-        finally:
-            self._is_moving = False
+            except _MemberLost:
+                self._leave()
+        return 0
 
     def revert(self, version: int) -> None:
         """Bring every engine that has adopted `version` and can be reached back to the one it had before, whole."""
@@ -69,31 +67,43 @@ class Broadcast(BucketTransport):
         super().revert(version)
 
     def _open(self, channels: Sequence[Connection]) -> None:
-        gpus = [self._gpu_of(channel) for channel in channels] if self._device.type == "cuda" else []
-        self._group.prepare(channels, gpus)
-        super()._open(channels)
+        """Form a group with these engines; without one that is lost meanwhile, where the others may go on."""
+        while channels:
+            try:
+                with self._noticing_losses():
+                    gpus = [self._gpu_of(channel) for channel in channels] if self._device.type == "cuda" else []
+                    self._group.prepare(channels, gpus)
+                    super()._open(channels)
+                return
+            except _MemberLost:
+                self._leave()
+                channels = [channel for channel in channels if channel in self.channels]
 
     def _gpu_of(self, channel: Connection) -> str:
-        self._send(channel, "device", {})
-        reply = self._receive(channel, "device")
+        self._engines.send(channel, "device", {})
+        reply = self._engines.receive(channel, "device")
         return str(reply.fields["gpu"]) if reply is not None else ""
 
-    def _lose(self, channel: Connection, error: WireError) -> None:
-        super()._lose(channel, error)
-        self._group.leave()
-        if self._is_moving:
+    @contextmanager
+    def _noticing_losses(self) -> Iterator[None]:
+        """Raise `_MemberLost` as soon as an engine is lost: nobody of its group gets anything any more."""
+
+        def leave(channel: Connection, error: WireError) -> None:
+            self._group.leave()
             raise _MemberLost
+
+        before, self._engines.after_loss = self._engines.after_loss, leave
+        try:
+            yield
+        finally:
+            self._engines.after_loss = before
 
     def _leave(self) -> None:
         """Take the answers of the engines that are left, whose broadcast failed with that of the lost one."""
         self._group.leave()
         for channel in list(self.channels):
-            try:
-                self._drain(channel)
-            except WireError as error:
-                self.channels = [other for other in self.channels if other is not channel]
-                if self._sending.on_lost is not None:
-                    self._sending.on_lost(channel, error)
+            with suppress(WireError):
+                self._engines.drain(channel)
 
 
 class _MemberLost(Exception):  # noqa: N818  no error: the others begin again
@@ -105,6 +115,7 @@ class GroupOutlet:
 
     link = "broadcast"
     is_group = True
+    takes_parts = True
 
     def __init__(self, bucket_bytes: int, device: torch.device, sending: Sending) -> None:
         self._timeout_s, self._host = sending.timeout_s / 2, sending.host
@@ -113,7 +124,7 @@ class GroupOutlet:
         self._members: list[Connection] = []
         self._place: dict[str, Any] = {}
         self._group: Group | None = None
-        self._under_way: dict[int, dist.Work] = {}
+        self._under_way: dict[int, list[dist.Work]] = {}
         self._failure = ""
         self.is_open = False
         """Whether every member was told of the present group."""
@@ -141,19 +152,18 @@ class GroupOutlet:
     def join(self, channels: Sequence[Connection]) -> None:
         """The group is formed at the first bucket, when all have answered."""
 
-    def offer(self, slot: int, nbytes: int) -> None:
+    def offer(self, slot: int, ranges: Sequence[Range]) -> None:
         """Begin to broadcast a bucket. What fails is raised by `reclaim`, after the engines have said who failed."""
         try:
             if self._group is None:
                 self._group = Group(self._place | {"rank": 0}, self._store, self.slots[slot].device)
-            self._under_way[slot] = self._group.begin(self.slots[slot][:nbytes], slot)
+            self._under_way[slot] = self._group.begin(self.slots[slot], ranges, slot)
         except (RuntimeError, ValueError) as error:
             self._failure = str(error).partition("\n")[0]
 
     def reclaim(self, slot: int) -> None:
-        work = self._under_way.pop(slot, None)
         try:
-            if work is not None:
+            for work in self._under_way.pop(slot, []):
                 work.wait()
         except RuntimeError as error:
             self._failure = str(error).partition("\n")[0]
@@ -186,11 +196,11 @@ class GroupInlet:
         self._how, self._device = dict(how), device
         self._group: Group | None = None
 
-    def load(self, slot: int, into: Tensor) -> None:
+    def load(self, slot: int, into: Tensor, ranges: Sequence[Range]) -> None:
         try:
             if self._group is None:
                 self._group = Group(self._how, self._store, self._device)
-            self._group.receive(into)
+            self._group.receive(into, ranges)
         except (RuntimeError, ValueError) as error:
             raise WeightSyncError(f"a broadcast of the weights failed: {str(error).partition(chr(10))[0]}") from None
 
@@ -212,16 +222,22 @@ class Group:
         self._on_host = device.type == "cuda" and place["backend"] == "gloo"
         self._host_memory: dict[int, Tensor] = {}
 
-    def begin(self, bucket: Tensor, slot: int) -> dist.Work:
-        """Begin to send a bucket; it must not change until the work is done."""
-        return self._broadcast(self._staged(bucket, slot).copy_(bucket) if self._on_host else bucket)
-
-    def receive(self, into: Tensor) -> None:
-        """Fill a run of bytes with the next bucket. Blocks until it is there."""
-        target = self._staged(into, 0) if self._on_host else into
-        self._broadcast(target).wait()
+    def begin(self, bucket: Tensor, ranges: Sequence[Range], slot: int) -> list[dist.Work]:
+        """Begin to send ranges of a bucket; it must not change until all of the work is done."""
+        parts = [bucket[begin:end] for begin, end in ranges]
         if self._on_host:
-            into.copy_(target)
+            staged = self._staged(bucket, slot)
+            parts = [staged[begin:end].copy_(part) for (begin, end), part in zip(ranges, parts, strict=True)]
+        return [self._broadcast(part) for part in parts]
+
+    def receive(self, into: Tensor, ranges: Sequence[Range]) -> None:
+        """Fill ranges of a run of bytes with the next bucket's. Blocks until they are there."""
+        target = self._staged(into, 0) if self._on_host else into
+        for work in [self._broadcast(target[begin:end]) for begin, end in ranges]:
+            work.wait()
+        if self._on_host:
+            for begin, end in ranges:
+                into[begin:end].copy_(target[begin:end])
 
     def close(self) -> None:
         self._host_memory.clear()

@@ -9,6 +9,7 @@ from. Tensors whose bytes did not change since the version that the engines have
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -19,9 +20,10 @@ from torch import Tensor
 
 from redline.telemetry import span
 from redline.types import WeightSet
-from redline.weight_sync.buckets import Form, Layout, copy_all, lay_out, slots, views
+from redline.weight_sync.asked import Sending
+from redline.weight_sync.buckets import Form, Layout, Range, copy_all, lay_out, slots, views
 from redline.weight_sync.plan import TransferPlan
-from redline.weight_sync.sender import BucketTransport, Sending
+from redline.weight_sync.sender import BucketTransport
 from redline.weight_sync.tensor_bytes import DTYPES
 from redline.weight_sync.verify import Probe
 from redline.weight_sync.version_folder import Manifest, StoredTensors, VersionFolder, reading
@@ -56,14 +58,18 @@ class CheckpointEngine(BucketTransport):
         """Write the version, and have every engine read what it lacks of it. Returns the bytes that were written."""
         self._check_names(weights)
         if self._there is not None and self._there.version == plan.version:  # for an engine that joins
-            changed, bytes_written = plan.names, 0
+            changed, bytes_written, write_s = plan.names, 0, 0.0
         else:
+            began = time.perf_counter()
             with span("weight_sync.serialise"):
                 self._written = self._folder.write(plan.version, weights.tensors)
+            write_s = time.perf_counter() - began
             changed, bytes_written = self._changed(self._written, plan.names), self._written.bytes_written
         self._reads.begin(plan.version, changed)
         self._open(self.channels)
         super().move(TransferPlan(plan.version, changed), weights)
+        assert self._update is not None
+        self._update.parts["serialise"] += write_s
         return bytes_written
 
     def _changed(self, written: Manifest, names: Sequence[str]) -> tuple[str, ...]:
@@ -97,6 +103,7 @@ class FolderOutlet:
 
     link = "checkpoint_engine"
     is_group = False
+    takes_parts = False
 
     def __init__(self, folder: Path, bucket_bytes: int, device: torch.device) -> None:
         self._folder, self._bucket_bytes = folder, bucket_bytes
@@ -122,7 +129,7 @@ class FolderOutlet:
     def join(self, channels: Sequence[Connection]) -> None:
         pass
 
-    def offer(self, slot: int, nbytes: int) -> None:
+    def offer(self, slot: int, ranges: Sequence[Range]) -> None:
         pass
 
     def reclaim(self, slot: int) -> None:
@@ -147,7 +154,7 @@ class FolderInlet:
         self._tensors = StoredTensors(folder, manifest, names)
         self._layout = lay_out([_form(manifest, name) for name in names], int(how["bucket_size"]))
 
-    def load(self, slot: int, into: Tensor) -> None:
+    def load(self, slot: int, into: Tensor, ranges: Sequence[Range]) -> None:
         pieces = self._layout.buckets[self._next]
         self._next += 1
         into.zero_()

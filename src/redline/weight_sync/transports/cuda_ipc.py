@@ -17,7 +17,9 @@ import torch
 from torch import Tensor
 
 from redline.errors import WeightSyncError
-from redline.weight_sync.sender import BucketTransport, Sending
+from redline.weight_sync.asked import Sending
+from redline.weight_sync.buckets import Range, copy_all
+from redline.weight_sync.sender import BucketTransport
 from redline.wire import Connection
 
 NUM_SLOTS = 2
@@ -39,6 +41,7 @@ class StagedOutlet:
 
     link = "cuda_ipc"
     is_group = False
+    takes_parts = True
 
     def __init__(self, bucket_bytes: int, device: torch.device, sending: Sending) -> None:
         self._device = device
@@ -58,7 +61,7 @@ class StagedOutlet:
     def join(self, channels: Sequence[Connection]) -> None:
         """The other side has mapped the buckets when it has answered."""
 
-    def offer(self, slot: int, nbytes: int) -> None:
+    def offer(self, slot: int, ranges: Sequence[Range]) -> None:
         """The bytes are there."""
 
     def reclaim(self, slot: int) -> None:
@@ -83,8 +86,9 @@ class StagedInlet:
         else:
             self._slots = [_opened(int(how["process"]), int(file)) for file in how["files"]]
 
-    def load(self, slot: int, into: Tensor) -> None:
-        into.copy_(self._slots[slot][: into.numel()], non_blocking=True)
+    def load(self, slot: int, into: Tensor, ranges: Sequence[Range]) -> None:
+        staged = self._slots[slot]
+        copy_all([into[begin:end] for begin, end in ranges], [staged[begin:end] for begin, end in ranges])
 
     def close(self) -> None:
         self._slots = []

@@ -205,7 +205,7 @@ class HttpWeights:
                     server.revert()
             self._tell(self._version)
 
-    def catch_up(self, channel: Connection, weights: WeightSet) -> None:
+    def catch_up(self, channel: Connection, weights: WeightSet, probe: Probe | None = None) -> None:
         """Servers are not started by a run: `watched_servers.py` notices one that was started again."""
         raise AssertionError("servers have no connection of their own")
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from redline.errors import WeightSyncError
+from redline.weight_sync.buckets import Range
 from redline.weight_sync.transports.broadcast import GroupInlet
 from redline.weight_sync.transports.checkpoint_engine import FolderInlet
 from redline.weight_sync.transports.cuda_ipc import StagedInlet
@@ -17,8 +18,9 @@ from redline.weight_sync.transports.cuda_ipc import StagedInlet
 class Inlet(Protocol):
     """One engine's end of a link."""
 
-    def load(self, slot: int, into: Tensor) -> None:
-        """Fill `into`, a run of bytes, with what the sender has put into a slot. May leave the copy to the device's stream."""
+    def load(self, slot: int, into: Tensor, ranges: Sequence[Range]) -> None:
+        """Fill these ranges of `into`, a run of bytes, with what the sender has put into a slot. May leave the copy to the
+        device's stream."""
         ...
 
     def close(self) -> None: ...

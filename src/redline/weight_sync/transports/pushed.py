@@ -92,7 +92,7 @@ class PushedTensors:
         other = {name for name, _ in _forms(weights.tensors).items() ^ self._forms.items()}
         assert not other, f"other tensors than the engine was made for: {', '.join(sorted(other))}"
 
-    def catch_up(self, channel: Connection, weights: WeightSet) -> None:
+    def catch_up(self, channel: Connection, weights: WeightSet, probe: Probe | None = None) -> None:
         raise AssertionError("an engine of another process is given its weights by another transport")
 
     def close(self) -> None:

@@ -42,7 +42,7 @@ class SharedStorage:
     def revert(self, version: int) -> None:
         """There is one set of weights: the protocol keeps the engine held."""
 
-    def catch_up(self, channel: Connection, weights: WeightSet) -> None:
+    def catch_up(self, channel: Connection, weights: WeightSet, probe: Probe | None = None) -> None:
         raise AssertionError("an engine of another process shares no storage with the trainer")
 
     def close(self) -> None:
