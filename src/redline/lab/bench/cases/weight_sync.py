@@ -14,7 +14,7 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
@@ -32,7 +32,10 @@ from redline.lab.measure.pairs import interleave
 from redline.lab.measure.warmup import WarmUp, warm_up
 from redline.types import Completion, GenerateRequest, WeightSet, WeightUpdate
 from redline.weight_sync import SharedStorage, WeightProtocol
+from redline.weight_sync.changes import BLOCK_BYTES
 
+PARTS = ("gather", "convert", "serialise", "transfer", "load", "verify", "resume", "pause")
+"""In the order in which they happen; `load` and `verify` of the engine lie within `transfer`."""
 SHARED, COPY, FILE = "shared storage", "copy on the device", "safetensors file"
 
 
@@ -105,7 +108,7 @@ class Weights:
         self._stack.close()
 
     def run(self, way: str, number: int) -> Sync:
-        self._train()
+        self._train(way)
         synchronize(self._device)
         started = time.perf_counter()
         if way in self._syncs:
@@ -124,20 +127,20 @@ class Weights:
         elif way != SHARED:
             assert all(torch.equal(self.engine[name], tensor) for name, tensor in self.trainer.items()), f"{way}: not the same"
 
-    def _train(self) -> None:
-        """Every tensor changes, so that a tensor that was left out would show."""
+    def _train(self, way: str) -> None:
+        """Change every block of every tensor: one that was left out would show, and none may be."""
         self._version += 1
-        with ExitStack() as stack:
-            for sync in self._syncs.values():
-                stack.enter_context(sync.writing())
+        with self._syncs[way].writing() if way in self._syncs else nullcontext():
             for tensor in self.trainer.values():
-                tensor.view(-1)[0] = self._version % 256
+                tensor.view(-1)[:: BLOCK_BYTES // 8] = self._version % 256
 
     def _publish(self, way: str) -> tuple[int, dict[str, float]]:
         sync = self._syncs[way]
         update = sync.publish(WeightSet(self._version, self.trainer))
         sync.engine.apply(update)
-        return update.bytes_moved, update.seconds
+        parts = dict(update.seconds)
+        parts["pause"] -= parts.pop("write", 0.0)  # the trainer's own time, with any transport
+        return update.bytes_moved, parts
 
     def _copy(self) -> int:
         torch._foreach_copy_(list(self.engine.values()), list(self.trainer.values()))
@@ -167,12 +170,20 @@ def measure(settings: WeightSyncSettings, console: Console) -> Measured:
             console.print(f"round {number + 1}/{settings.pairs}: {each}", soft_wrap=True)
 
         rounds = interleave(sides, settings.pairs, settings.seed, tell)
+        for way in ways:
+            console.print(parts_line(way, rounds), soft_wrap=True)
         if weights.sized.note:
             console.print(weights.sized.note, soft_wrap=True)
         bounds = {way: _bound(way, weights, Path(scratch)) for way in ways}
     pairs = [(way, peer) for index, way in enumerate(ways) for peer in _peers_of(way, ways[index + 1 :])]
     results = [_result(rounds, way, peer, bounds[way], weights) for way, peer in pairs]
     return Measured(settings, results, warm_ups=warm_ups)
+
+
+def parts_line(way: str, rounds: Rounds) -> str:
+    """Every part of an update by its median, those that a way has; `pause` is how long the engine stood still."""
+    parts = {part: statistics.median(row[way].parts[part] for row in rounds) for part in PARTS if part in rounds[0][way].parts}
+    return f"{way}: {', '.join(f'{part} {1e3 * seconds:.3g} ms' for part, seconds in parts.items()) or 'one copy, no parts'}"
 
 
 def _peers_of(way: str, after: Sequence[str]) -> list[str | None]:
