@@ -161,13 +161,14 @@ class Scheduler:
                 self._preempt(last, plan)
                 if last is sequence:
                     return
-            self._append_block(sequence, self.pool.allocate(), plan)
+            self._append_blocks(sequence, [self.pool.allocate()], plan)
 
-    def _append_block(self, sequence: Sequence, block: int, plan: Plan) -> None:
-        plan.new_blocks.append((sequence.row, len(sequence.blocks), block))
-        self._rows.blocks_RN[sequence.row, len(sequence.blocks)] = block
-        sequence.blocks.append(block)
-        self._rows.num_blocks_R[sequence.row] = len(sequence.blocks)
+    def _append_blocks(self, sequence: Sequence, blocks: list[int], plan: Plan) -> None:
+        row, first = sequence.row, len(sequence.blocks)
+        plan.new_blocks += [(row, place, block) for place, block in enumerate(blocks, first)]
+        self._rows.blocks_RN[row, first : first + len(blocks)] = blocks
+        sequence.blocks += blocks
+        self._rows.num_blocks_R[row] = len(sequence.blocks)
 
     def _preempt(self, sequence: Sequence, plan: Plan) -> None:
         plan.new_blocks = [entry for entry in plan.new_blocks if entry[0] != sequence.row]
@@ -208,10 +209,8 @@ class Scheduler:
             self._rows.enter(sequence)
             sequence.stage = Stage.FOLLOWING
         plan.admitted += [leader, *followers]
-        for block in found:
-            self._append_block(leader, self.pool.share(block), plan)
-        for _ in range(own):
-            self._append_block(leader, self.pool.allocate(), plan)
+        self._append_blocks(leader, [self.pool.share(block) for block in found], plan)
+        self._append_blocks(leader, [self.pool.allocate() for _ in range(own)], plan)
         if copies:
             for follower in followers:
                 follower.blocks = [self.pool.allocate()]
@@ -281,11 +280,9 @@ class Scheduler:
 
     def _fork(self, leader: Sequence, follower: Sequence, plan: Plan) -> None:
         partial, follower.blocks = follower.blocks, []
-        for block in leader.blocks[: len(leader.tokens) // self.pool.block_size]:
-            self._append_block(follower, self.pool.share(block), plan)
-        for block in partial:
-            plan.copies.append((leader.blocks[-1], block))
-            self._append_block(follower, block, plan)
+        whole = leader.blocks[: len(leader.tokens) // self.pool.block_size]
+        self._append_blocks(follower, [*(self.pool.share(block) for block in whole), *partial], plan)
+        plan.copies += [(leader.blocks[-1], block) for block in partial]
         follower.keys, follower.salt, follower.cacheable = leader.keys, leader.salt, leader.cacheable
         follower.prompt_logprobs = leader.prompt_logprobs
 
@@ -357,11 +354,15 @@ class Scheduler:
         self.pool.forget_all()
 
     def _file_blocks(self, sequence: Sequence) -> None:
-        """File the full blocks of prompt and completion: a next turn may begin with both."""
+        """File the full blocks of prompt and completion: a next turn may begin with both. Those of the prompt have their keys;
+        to hash a long one again for each of its completions would hold up the step."""
         if not (self._prefix_caching and sequence.cacheable and sequence.sampled is not None):
             return
+        if sequence.request.sampling.prompt_logprobs:
+            return  # it was never looked for, so it has no salt, and nothing would find it
         tokens = np.concatenate([sequence.request.prompt_ids, sequence.sampled.token_ids])
-        sequence.keys = list(block_keys(tokens, self.pool.block_size, sequence.salt))
+        known = sequence.keys[: len(tokens) // self.pool.block_size]
+        sequence.keys = [*known, *block_keys(tokens, self.pool.block_size, sequence.salt, known)]
         # The keys and values of the newest token are not computed yet.
         self._file(sequence, min(len(tokens) - 1, int(self._rows.launched_position_R[sequence.row])))
 

@@ -13,7 +13,8 @@ from rich.console import Console
 
 from redline.errors import ConfigError, TaskError
 from redline.lab.bench.cases import rollout_switches
-from redline.lab.bench.cases.rollout_switches import OFF, ON, ArmRun, beside
+from redline.lab.bench.cases.rollout_arms import OFF, ON, ArmRun, refuse_failures
+from redline.lab.bench.cases.rollout_switches import beside
 from redline.lab.bench.settings import make_settings
 from redline.lab.material.switched_engine import SwitchedEngine
 from redline.types import Delta, GenerateRequest, SamplingParams
@@ -65,7 +66,7 @@ def test_an_arm_that_did_other_work_is_said_to() -> None:
 def test_rounds_of_nothing_but_failures_are_refused() -> None:
     failed = SimpleNamespace(failure=SimpleNamespace(hint="make it shorter", __str__=lambda self: "prompt: too long"))
     with pytest.raises(TaskError, match="every attempt failed"):
-        rollout_switches._refuse_failures([SimpleNamespace(trajectories=[failed])])  # type: ignore[list-item]
+        refuse_failures([SimpleNamespace(trajectories=[failed])])  # type: ignore[list-item]
 
 
 def test_an_environment_and_a_recipe_exclude_each_other() -> None:

@@ -108,10 +108,12 @@ class BlockPool:
             del self._block_of[key]
 
 
-def block_keys(tokens: np.ndarray, block_size: int, salt: bytes) -> Iterator[bytes]:
-    """The key of every full block of `tokens`, each a hash over the one before it. `salt` names version and adapter."""
-    key = salt
-    data = np.ascontiguousarray(tokens, dtype=np.int32)
-    for start in range(0, len(data) - block_size + 1, block_size):
-        key = hashlib.blake2b(key + data[start : start + block_size].tobytes(), digest_size=16).digest()
+def block_keys(tokens: np.ndarray, block_size: int, salt: bytes, known: Sequence[bytes] = ()) -> Iterator[bytes]:
+    """The key of every full block of `tokens` after the `known` ones, each a hash over the one before it. `salt` names version
+    and adapter."""
+    key = known[-1] if known else salt
+    data = np.ascontiguousarray(tokens, dtype=np.int32).tobytes()
+    width = 4 * block_size
+    for start in range(len(known) * width, len(data) - width + 1, width):
+        key = hashlib.blake2b(key + data[start : start + width], digest_size=16).digest()
         yield key

@@ -236,6 +236,13 @@ def test_blocks_have_the_same_key_exactly_where_everything_up_to_their_end_is_th
     assert len(set(keys)) == len(keys)
 
 
+@given(st.lists(st.integers(0, 3), max_size=20), st.integers(1, 5), st.integers(0, 20))
+def test_keys_go_on_from_those_that_are_known(tokens: list[int], size: int, count: int) -> None:
+    keys = keys_of(tokens, size=size)
+    known = keys[:count]
+    assert [*known, *block_keys(np.array(tokens, np.int32), size, b"0/", known)] == keys
+
+
 def test_the_salt_reaches_every_block() -> None:
     tokens = list(range(12))
     assert not set(keys_of(tokens, b"0/")) & set(keys_of(tokens, b"1/"))
