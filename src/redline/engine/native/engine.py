@@ -28,7 +28,7 @@ from redline.engine.native.cache.sizing import block_size_for, num_blocks_for
 from redline.engine.native.lora import Adapters, LoraCounts, Source
 from redline.engine.native.running.device_rows import MAX_STOPS, DeviceRows
 from redline.engine.native.running.rows import Rows
-from redline.engine.native.running.runner import Results, Runner, Samples, wants_of
+from redline.engine.native.running.runner import Decoding, Results, Runner, Samples, wants_of
 from redline.engine.native.scheduler import Plan, Scheduler
 from redline.engine.native.sequence import Sequence, Wants
 from redline.engine.native.sleep import MemoryMoved, OffloadedWeights, Stopwatch
@@ -223,20 +223,30 @@ class NativeEngine:
         self._awake.prepare(plan)
         self._under_way.enter(plan.admitted)
         self._batch_size = len(plan.decode)
-        try:
-            self._decode(plan)
-        except torch.OutOfMemoryError as error:
-            self._undo_prefills(plan, error)
-            self._fail_for_memory(plan.decode, error)
+        is_one_pass = self._awake.decodes_with_prompts and bool(plan.decode and plan.chunks)
+        if not is_one_pass and not self._try_decode(plan):
             return
         try:
-            self._prefill(plan)
+            self._prefill(plan, plan.decode if is_one_pass else ())
         except torch.OutOfMemoryError as error:
+            if is_one_pass and not self._try_decode(plan):
+                return
             self._undo_prefills(plan, error)
             if len(plan.chunks) > 1:  # one of them may be too much, and the others not
                 self._alone_left, self._scheduler.prompts_at_once = len(plan.chunks), 1
             else:
                 self._fail_for_memory([plan.chunks[0].sequence], error)
+
+    def _try_decode(self, plan: Plan) -> bool:
+        """Decode, and return whether there was memory for it. Where there was none, the sequences fail, and the prompts of the
+        plan wait again."""
+        try:
+            self._decode(plan)
+        except torch.OutOfMemoryError as error:
+            self._undo_prefills(plan, error)
+            self._fail_for_memory(plan.decode, error)
+            return False
+        return True
 
     def _decode(self, plan: Plan) -> None:
         if plan.decode:
@@ -250,16 +260,30 @@ class NativeEngine:
                 samples = self._awake.decode(rows_B, positions_B, plan.num_steps, wants_of(plan.decode), prefixes)
                 self._expect(rows_B, samples, is_first=False)
 
-    def _prefill(self, plan: Plan) -> None:
-        if plan.chunks:
-            with span("engine.prefill", device=True, version=self.version):
-                samplers = [s for c in plan.chunks for s in c.samplers]
-                self._prompt_tokens += sum(c.end - c.start for c in plan.chunks)
-                first = self._awake.prefill(plan.chunks, plan.copies, wants_of(samplers))
-                if first is not None:
-                    self._expect(np.array([s.row for s in samplers]), first, is_first=True)
-            self._alone_left = max(0, self._alone_left - 1)
-            self._scheduler.prompts_at_once = 1 if self._alone_left else None
+    def _prefill(self, plan: Plan, decode: Sequence_[Sequence] = ()) -> None:
+        """Compute the chunks of a plan, and in the same pass a token of each sequence in `decode`."""
+        if not plan.chunks:
+            return
+        with span("engine.prefill", device=True, version=self.version):
+            samplers = [s for c in plan.chunks for s in c.samplers]
+            samples = self._awake.prefill(plan.chunks, plan.copies, wants_of([*samplers, *decode]), self._decoding(decode))
+            self._prompt_tokens += sum(c.end - c.start for c in plan.chunks)
+            if decode and samples is not None:
+                self._decode_steps += 1
+                self._decoded_rows += len(decode)
+                rows_B = np.array([s.row for s in decode])
+                self._expect(rows_B, samples.of_rows(len(samplers), None), is_first=False)
+            if samplers and samples is not None:
+                self._expect(np.array([s.row for s in samplers]), samples.of_rows(0, len(samplers)), is_first=True)
+        self._alone_left = max(0, self._alone_left - 1)
+        self._scheduler.prompts_at_once = 1 if self._alone_left else None
+
+    def _decoding(self, sequences: Sequence_[Sequence]) -> Decoding | None:
+        if not sequences:
+            return None
+        rows, rows_B = self._rows, np.array([s.row for s in sequences])
+        tables_BN = rows.blocks_RN[rows_B, : rows.num_blocks_R[rows_B].max()]
+        return Decoding(rows_B, rows.launched_position_R[rows_B] - 1, tables_BN, any(s.wants.lora for s in sequences))
 
     def _undo_prefills(self, plan: Plan, error: torch.OutOfMemoryError) -> None:
         """The prompts of a plan wait again, as if they had not been admitted. Raises where other ranks have computed them."""

@@ -257,9 +257,11 @@ class Scheduler:
             self._file(sequence, end)
         return end - start
 
-    def _file(self, sequence: Sequence, num_tokens: int) -> None:
+    def _file(self, sequence: Sequence, num_tokens: int, first: int = 0) -> None:
+        """File the full blocks of its first tokens, from block `first` on."""
         if self._prefix_caching and sequence.cacheable:
-            for block, key in zip(sequence.blocks[: num_tokens // self.pool.block_size], sequence.keys, strict=False):
+            last = num_tokens // self.pool.block_size
+            for block, key in zip(sequence.blocks[first:last], sequence.keys[first:], strict=False):
                 self.pool.file(block, key)
 
     def _end_prefills(self, plan: Plan) -> None:
@@ -354,8 +356,8 @@ class Scheduler:
         self.pool.forget_all()
 
     def _file_blocks(self, sequence: Sequence) -> None:
-        """File the full blocks of prompt and completion: a next turn may begin with both. Those of the prompt have their keys;
-        to hash a long one again for each of its completions would hold up the step."""
+        """File the full blocks of prompt and completion: a next turn may begin with both. Those of the prompt were filed when
+        they were computed; to hash a long one again for each of its completions would hold up the step."""
         if not (self._prefix_caching and sequence.cacheable and sequence.sampled is not None):
             return
         if sequence.request.sampling.prompt_logprobs:
@@ -364,7 +366,7 @@ class Scheduler:
         known = sequence.keys[: len(tokens) // self.pool.block_size]
         sequence.keys = [*known, *block_keys(tokens, self.pool.block_size, sequence.salt, known)]
         # The keys and values of the newest token are not computed yet.
-        self._file(sequence, min(len(tokens) - 1, int(self._rows.launched_position_R[sequence.row])))
+        self._file(sequence, min(len(tokens) - 1, int(self._rows.launched_position_R[sequence.row])), len(known))
 
     def _give_back(self, sequence: Sequence) -> None:
         # Last block first: of a chain, the end is the first to be reused.

@@ -80,6 +80,32 @@ def test_sampled_logprobs_equal_a_teacher_forced_recomputation(model: Model, set
             np.testing.assert_allclose(completion.logprobs, expected, atol=1e-4)
 
 
+def test_a_prompt_and_what_decodes_meanwhile_go_through_the_network_in_one_pass(
+    model: Model, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = model.engine()
+    assert engine._runner is not None
+    sizes: list[int] = []
+    forward = engine._runner._forward
+
+    def counted(tokens_T: Any, *rest: Any) -> Any:
+        sizes.append(len(tokens_T))
+        return forward(tokens_T, *rest)
+
+    monkeypatch.setattr(engine._runner, "_forward", counted)
+    early, late = ask(9, 8, seed=1, n=2), ask(33, 4, seed=2, n=3)
+    first = engine.submit(early)
+    events = [*engine.step(), *engine.step()]
+    second = engine.submit(late)
+    events += engine.step()
+    assert sizes == [9, 2, 33 + 2]
+    while engine.has_work:
+        events += engine.step()
+    for number, request in ((first, early), (second, late)):
+        whole = {piece.index: piece.completion for found, piece in events if found == number and isinstance(piece, Delta)}
+        assert_same([completion for _, completion in sorted(whole.items()) if completion], model.alone(request))
+
+
 @pytest.mark.parametrize("settings", FEW.values(), ids=FEW)
 def test_a_request_gives_the_same_in_any_company(
     model: Model, each_alone: list[list[Completion]], settings: dict[str, Any]

@@ -80,6 +80,8 @@ def test_a_step_that_the_device_has_no_memory_for_fails_its_requests_and_the_eng
     first = engine.submit(ask(9, 6, seed=1, n=2))
     engine.step()
     monkeypatch.setattr(engine._runner, "decode", ShortOfMemory(engine._runner.decode, lambda *_: True))
+    beside_prompts = ShortOfMemory(engine._runner.prefill, lambda chunks, copies, wants, decoding: decoding is not None)
+    monkeypatch.setattr(engine._runner, "prefill", beside_prompts)
     second = engine.submit(ask(20, 6, seed=2))
     found = dict(engine.step())
     assert isinstance(found[first], EngineMemoryError)

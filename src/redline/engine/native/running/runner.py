@@ -51,6 +51,10 @@ class Samples:
         """The first steps of the first rows."""
         return Samples(*(None if part is None else part[:num_steps, :num_rows] for part in self.parts))  # type: ignore[arg-type]
 
+    def of_rows(self, begin: int, end: int | None) -> Samples:
+        """All steps of some rows."""
+        return Samples(*(None if part is None else part[:, begin:end] for part in self.parts))  # type: ignore[arg-type]
+
     def put(self, step: Tensor, sampled: Sampled) -> None:
         """Store one step's samples at the number that `step` [1] holds on the device."""
         for part, fresh in zip(self.parts, Samples.of(sampled).parts, strict=True):
@@ -76,6 +80,18 @@ class Results:
         return self.samples
 
 
+@dataclass(slots=True, frozen=True)
+class Decoding:
+    """Rows that decode one token each."""
+
+    rows_B: np.ndarray
+    positions_B: np.ndarray
+    """Those of their newest tokens."""
+    tables_BN: np.ndarray
+    """int: the blocks of each."""
+    uses_lora: bool
+
+
 class Runner:
     """The network, its cache and its rows on one device. Every call only launches; `Results.wait` waits."""
 
@@ -85,6 +101,9 @@ class Runner:
     """Whether launching returns before the work is done."""
     reads_prefixes_once = False
     """Whether `decode` makes use of what rows have in common."""
+    decodes_with_prompts = True
+    """Whether `prefill` takes rows that decode along in its pass. A second pass would make those wait for all its small calls,
+    as many as the first pass has, whenever a prompt comes in."""
 
     def __init__(self, decoder: AnyDecoder, cache: KVCache, rows: DeviceRows) -> None:
         self._decoder = decoder
@@ -132,34 +151,46 @@ class Runner:
 
     # ── prefill ────────────────────────────────────────────────────────────────────────────────────────────────────────
 
-    def prefill(self, chunks: Sequence[Chunk], copies: Sequence[tuple[int, int]], wants: Wants) -> Samples | None:
-        """Put the chunks through the network; a sample for each of their `samplers`, in order."""
-        tokens = np.concatenate([c.sequence.tokens[c.start : c.end] for c in chunks])
-        starts, ends = np.array([c.start for c in chunks]), np.array([c.end for c in chunks])
-        runs = Runs(starts, ends - starts, _tables(chunks))
+    def prefill(
+        self, chunks: Sequence[Chunk], copies: Sequence[tuple[int, int]], wants: Wants, decoding: Decoding | None = None
+    ) -> Samples | None:
+        """Put the chunks through the network, and rows that decode beside them; a sample for each of the chunks' `samplers`, in
+        order, and then for each of those rows."""
+        runs = _runs(chunks, decoding)
         attend, positions_T = self._prefill_attention(runs)
-        hidden_TE = self._forward(self.rows.upload(tokens, torch.int64), positions_T, attend, self._slots_of(chunks))
+        tokens_T = self.rows.upload(np.concatenate([c.sequence.tokens[c.start : c.end] for c in chunks]), torch.int64)
+        if decoding is not None:
+            decoding_B = self.rows.upload(decoding.rows_B, torch.int64)
+            tokens_T = torch.cat([tokens_T, self.rows.next_token_R[decoding_B]])
+        hidden_TE = self._forward(tokens_T, positions_T, attend, self._slots_of(chunks, decoding))
+        if decoding is not None:
+            self.rows.position_R.index_add_(0, decoding_B, self.rows.alive_R[decoding_B].long())
         if copies:
             sources, targets = self.rows.upload(np.array(copies).T.copy(), torch.int64)
             self.cache.copy(sources, targets)
         self._score_prompts(chunks, runs, hidden_TE)
-        return self._sample_first(chunks, runs, hidden_TE, wants)
+        return self._sample_ends(chunks, decoding, runs, hidden_TE, wants)
 
-    def _slots_of(self, chunks: Sequence[Chunk]) -> Tensor | None:
-        """int64[T]: the adapter slot of every token; None where no chunk has an adapter."""
-        if not any(c.sequence.wants.lora for c in chunks):
+    def _slots_of(self, chunks: Sequence[Chunk], decoding: Decoding | None) -> Tensor | None:
+        """int64[T]: the adapter slot of every token; None where none has an adapter."""
+        if not any(c.sequence.wants.lora for c in chunks) and not (decoding and decoding.uses_lora):
             return None
         slots = np.repeat([c.sequence.adapter_slot for c in chunks], [c.end - c.start for c in chunks])
-        return self.rows.upload(slots, torch.int64)
+        slots_T = self.rows.upload(slots, torch.int64)
+        if decoding is None:
+            return slots_T
+        return torch.cat([slots_T, self.rows.adapter_slot_R[self.rows.upload(decoding.rows_B, torch.int64)]])
 
     def _prefill_attention(self, runs: Runs) -> tuple[AnyAttend, Tensor]:
         attend = GatherAttention(self.cache, runs, self._dtype)
         return attend, attend.positions_T
 
-    def _sample_first(self, chunks: Sequence[Chunk], runs: Runs, hidden_TE: Tensor, wants: Wants) -> Samples | None:
+    def _sample_ends(
+        self, chunks: Sequence[Chunk], decoding: Decoding | None, runs: Runs, hidden_TE: Tensor, wants: Wants
+    ) -> Samples | None:
         """The samplers of a prompt share its last hidden state."""
-        ends = runs.offsets[1:] - 1
-        last = [(end, len(c.samplers)) for end, c in zip(ends, chunks, strict=True) if c.samplers]
+        counts = [len(c.samplers) for c in chunks] + [1] * (len(runs.lengths_S) - len(chunks))
+        last = [(end, count) for end, count in zip(runs.offsets[1:] - 1, counts, strict=True) if count]
         if not last:
             return None
         index_P = self.rows.upload([end for end, _ in last], torch.int64)
@@ -167,6 +198,8 @@ class Runner:
         which_B = self.rows.upload(np.repeat(np.arange(len(last)), [n for _, n in last]), torch.int64)
         rows_B = self.rows.upload([s.row for c in chunks for s in c.samplers], torch.int64)
         self.rows.wake(rows_B)
+        if decoding is not None:
+            rows_B = torch.cat([rows_B, self.rows.upload(decoding.rows_B, torch.int64)])
         logits_BV = logits_PV if len(which_B) == len(last) else logits_PV[which_B]
         return Samples.of(self.rows.sample(rows_B, logits_BV, wants))
 
@@ -204,12 +237,17 @@ class Runner:
         return spoilt.tolist()
 
 
-def _tables(chunks: Sequence[Chunk]) -> np.ndarray:
-    """The blocks of each chunk's sequence; the device has the same, but asking it would mean waiting."""
-    tables_SN = np.zeros((len(chunks), max(len(c.sequence.blocks) for c in chunks)), np.int64)
-    for table, chunk in zip(tables_SN, chunks, strict=True):
-        table[: len(chunk.sequence.blocks)] = chunk.sequence.blocks
-    return tables_SN
+def _runs(chunks: Sequence[Chunk], decoding: Decoding | None) -> Runs:
+    """The chunks, and after them the rows that decode. The device has their blocks too, but asking it would mean waiting."""
+    starts, ends = np.array([c.start for c in chunks]), np.array([c.end for c in chunks])
+    tables = [np.array(c.sequence.blocks) for c in chunks]
+    if decoding is not None:
+        starts, ends = np.concatenate([starts, decoding.positions_B]), np.concatenate([ends, decoding.positions_B + 1])
+        tables += list(decoding.tables_BN)
+    tables_SN = np.zeros((len(tables), max(map(len, tables))), np.int64)
+    for row, table in zip(tables_SN, tables, strict=True):
+        row[: len(table)] = table
+    return Runs(starts, ends - starts, tables_SN)
 
 
 def wants_of(sequences: Sequence[Sequence_]) -> Wants:
