@@ -159,11 +159,11 @@ class Runner:
         runs = _runs(chunks, decoding)
         attend, positions_T = self._prefill_attention(runs)
         tokens_T = self.rows.upload(np.concatenate([c.sequence.tokens[c.start : c.end] for c in chunks]), torch.int64)
-        if decoding is not None:
-            decoding_B = self.rows.upload(decoding.rows_B, torch.int64)
+        decoding_B = None if decoding is None else self.rows.upload(decoding.rows_B, torch.int64)
+        if decoding_B is not None:
             tokens_T = torch.cat([tokens_T, self.rows.next_token_R[decoding_B]])
         hidden_TE = self._forward(tokens_T, positions_T, attend, self._slots_of(chunks, decoding))
-        if decoding is not None:
+        if decoding_B is not None:
             self.rows.position_R.index_add_(0, decoding_B, self.rows.alive_R[decoding_B].long())
         if copies:
             sources, targets = self.rows.upload(np.array(copies).T.copy(), torch.int64)
