@@ -125,7 +125,7 @@ def test_rollouts_are_as_long_as_they_were_and_the_same_for_a_seed(run: Path) ->
 def test_each_attempt_has_its_own_length_and_its_own_randomness(run: Path) -> None:
     config = rollout.recipe_of(make_settings("rollout", [*COMMON, f"replay={run}"]))  # type: ignore[arg-type]
     stage = rollout.RolloutStage(config, recorded_steps(run))
-    stage._rollouts.begin(stage._numbers(1), 0)
+    stage._rollouts.begin(stage._indices(1), 0)
     groups = stage._rollouts.finished()
     assert [[t.num_completion_tokens for t in group.trajectories] for group in groups] == STEPS[1]
     last = [t.token_ids[-n:].tolist() for t, n in zip(groups[1].trajectories, STEPS[1][1], strict=True)]
