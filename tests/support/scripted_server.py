@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import socket
 import threading
 import time
 from collections.abc import AsyncGenerator, Callable, Iterator
@@ -166,18 +167,21 @@ def site(
     limits: ServeLimits | None = None,
     hosts: tuple[str, ...] = (),
     rows: int = 256,
+    send_bytes: int | None = None,
 ) -> Iterator[Site]:
+    """`send_bytes`: how much the system keeps of what is sent to one client and not read; None for what it likes, megabytes."""
     served = Served("m", Vocabulary(TOKENIZER), (END,), MAX_POSITIONS, adapters, rows=rows)
     app = make_app(engine, served, api_key, limits, hosts)
-    config = uvicorn.Config(app, port=0, log_config=None, lifespan="off")
-    server = uvicorn.Server(config)
-    thread = threading.Thread(target=server.run)
+    server = uvicorn.Server(uvicorn.Config(app, log_config=None, lifespan="off"))
+    listener = socket.create_server(("127.0.0.1", 0))
+    if send_bytes is not None:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, send_bytes)
+    thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
     thread.start()
     try:
         while not server.started:
             time.sleep(0.002)
-        port = server.servers[0].sockets[0].getsockname()[1]
-        yield Site(engine, f"http://127.0.0.1:{port}")
+        yield Site(engine, f"http://127.0.0.1:{listener.getsockname()[1]}")
     finally:
         server.should_exit = True
         thread.join()

@@ -188,7 +188,7 @@ def test_a_body_that_does_not_arrive_is_not_waited_for(here: Site) -> None:
 
 
 def test_a_client_that_reads_nothing_is_given_up() -> None:
-    with site(ScriptedEngine(is_endless=True), limits=ServeLimits(client_timeout_s=0.5)) as endless:
+    with site(ScriptedEngine(is_endless=True), limits=ServeLimits(client_timeout_s=0.5), send_bytes=4096) as endless:
         body = json.dumps({"prompt": "hi", "stream": True, "logprobs": 20}).encode()
         with socket.socket() as deaf:
             deaf.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
