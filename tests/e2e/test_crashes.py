@@ -243,7 +243,7 @@ def killed(crash_one: Callable[[Path, Straight, int], bool], straight: Straight,
 
 def test_a_run_killed_anywhere_ends_as_if_it_had_not_been(lockstep: Straight, tmp_path: Path) -> None:
     assert_whole(lockstep.cwd)
-    killed(crash_in_lockstep, lockstep, tmp_path, 0, 3)
+    killed(crash_in_lockstep, lockstep, tmp_path, 0, 2)
 
 
 @pytest.mark.slow
@@ -254,7 +254,7 @@ def test_fifty_kills_anywhere_and_every_run_ends_as_if_it_had_not_been(ten: int,
 
 def test_a_run_beside_its_rollouts_killed_anywhere_loses_nothing(beside: Straight, tmp_path: Path) -> None:
     assert_whole(beside.cwd)
-    killed(crash_beside, beside, tmp_path, 0, 3)
+    killed(crash_beside, beside, tmp_path, 0, 2)
 
 
 @pytest.mark.slow

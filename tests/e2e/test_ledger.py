@@ -64,7 +64,7 @@ def totals(ledger: Ledger) -> Counter[str]:
     return sum((Counter(lane.rows) for lane in ledger.lanes.values()), Counter[str]())
 
 
-@pytest.mark.parametrize("max_lag", [0, 2])
+@pytest.mark.parametrize("max_lag", [pytest.param(0, marks=pytest.mark.slow), 2])  # test_train.py looks at a lockstep run
 def test_every_lane_accounts_for_its_time(tmp_path: Path, max_lag: int) -> None:
     ledger = run(tmp_path, max_lag)
     assert ("rollouts" in ledger.lanes) == (max_lag > 0)

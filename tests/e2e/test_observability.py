@@ -33,7 +33,7 @@ class Run:
 
 @pytest.fixture(scope="module")
 def lockstep(tmp_path_factory: pytest.TempPathFactory) -> Run:
-    return run(tmp_path_factory.mktemp("lockstep"), run={"steps": 6})
+    return run(tmp_path_factory.mktemp("lockstep"), run={"steps": 4})
 
 
 @pytest.fixture(scope="module")
@@ -41,7 +41,7 @@ def everything(tmp_path_factory: pytest.TempPathFactory) -> Run:
     """Rollouts beside the trainer, which corrects for their lag; a critic, a reference and a known peak."""
     return run(
         tmp_path_factory.mktemp("everything"),
-        run={"steps": 6},
+        run={"steps": 4},
         buffer={"max_lag": 2},
         trainer={"algorithm": "ppo", "kl_coef": 0.1},
         telemetry={"peak_tflops": 1.0},

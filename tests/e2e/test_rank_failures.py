@@ -19,7 +19,7 @@ from redline.engine.native.tensor_parallel import TensorParallelEngine
 from redline.errors import EngineError
 from redline.types import Completion, GenerateRequest, SamplingParams
 
-STEP_TIMEOUT_S = 4.0
+STEP_TIMEOUT_S = 2.0
 SOON_S = 30.0
 """Long enough for a busy machine, and far below a year."""
 
@@ -63,7 +63,7 @@ def outcome(running: EngineSession) -> list[Completion]:
 
 @pytest.mark.parametrize(
     ("number", "reason"),
-    [(signal.SIGKILL, "rank 1 of the engine has ended with code -9"), (signal.SIGSTOP, "limit 4 s")],
+    [(signal.SIGKILL, "rank 1 of the engine has ended with code -9"), (signal.SIGSTOP, "limit 2 s")],
 )
 def test_a_rank_that_is_lost_inside_a_step_ends_the_engine(tmp_path: Path, number: signal.Signals, reason: str) -> None:
     engine = make_engine(tmp_path)

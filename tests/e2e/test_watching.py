@@ -79,7 +79,7 @@ def test_a_healthy_run_raises_no_alert_and_no_stall(max_lag: int, tmp_path: Path
 @pytest.mark.parametrize("max_lag", [pytest.param(0, marks=pytest.mark.slow), 2])
 def test_a_reward_that_hangs_yields_the_file_that_names_it_and_one_alert(max_lag: int, tmp_path: Path) -> None:
     """It hangs until the file is there: the run could not end without it."""
-    succeed("train", recipe(tmp_path, "Hanging", max_lag, stall_after_s=1.5), cwd=tmp_path)
+    succeed("train", recipe(tmp_path, "Hanging", max_lag, stall_after_s=1.5), "run.steps=18", cwd=tmp_path)
     folder = only_run(tmp_path)
     document = json.loads((folder.stalls / "stall-001.json").read_text())
     assert document["summary"].startswith("`score` has not returned for ")
@@ -92,7 +92,7 @@ def test_a_reward_that_hangs_yields_the_file_that_names_it_and_one_alert(max_lag
     assert "in wait_for_a_sandbox_that_is_down: time.sleep(0.01)" in text
     assert "It moved again after " in text
     assert kinds(folder.path) == ["stalled_rollouts"]
-    assert rows(folder.metrics)[-1]["step"] == 30
+    assert rows(folder.metrics)[-1]["step"] == 18
 
 
 @pytest.mark.slow

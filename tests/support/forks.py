@@ -24,6 +24,7 @@ FORKS.set_forkserver_preload(
         "redline.cli",
         "redline.launch.run",
         "redline.launch.start",
+        "redline.serve.server",
         "redline.models.files.tiny",
         "transformers.modeling_utils",
         "transformers.models.auto",
@@ -39,6 +40,7 @@ class Forked:
     def __init__(self, arguments: Sequence[str], cwd: Path, environ: dict[str, str], stdout: Path, stderr: Path) -> None:
         """Output is added to the files `stdout` and `stderr`."""
         stdout.touch()
+        stderr.touch()
         self._process = FORKS.Process(target=_run, args=(arguments, cwd, environ, stdout, stderr))
         self._process.start()
         assert self._process.pid is not None
