@@ -37,7 +37,7 @@ check: $(TEST_READY) ## lint, format, types and import contracts
 	$(SAY) "check: lint, format, types, import contracts"
 	@$(BIN)/ruff check
 	@$(BIN)/ruff format --check
-	@$(BIN)/mypy --num-workers auto
+	@$(BIN)/mypy
 	@$(BIN)/lint-imports --no-logo
 
 perf: $(DEMO_READY) ## hold counts and ratios of small workloads against the baseline of this device
