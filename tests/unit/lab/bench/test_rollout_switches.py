@@ -20,7 +20,7 @@ from redline.lab.material.switched_engine import SwitchedEngine
 from redline.types import Delta, GenerateRequest, SamplingParams
 
 COMMON = ["device=cpu", "num_threads=1", "pairs=2", "groups_per_step=2", "group_size=3", "max_new_tokens=6"]
-RUN = ArmRun(1.0, 10, 100, 500, 200, 4.0, 0.5, 6, 0)
+RUN = ArmRun(1.0, 0.8, 10, 100, 500, 200, 4.0, 0.5, 6, 0)
 
 
 @pytest.mark.slow

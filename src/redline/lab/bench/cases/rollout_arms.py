@@ -58,10 +58,27 @@ ROLES: Mapping[str, int] = {"diplomacy": 7}
 
 
 @dataclass(slots=True, frozen=True)
+class Times:
+    """A reading of two clocks, in seconds; or the difference of two readings."""
+
+    wall_s: float
+    cpu_s: float
+
+    @classmethod
+    def now(cls) -> Times:
+        return cls(time.perf_counter(), time.process_time())
+
+    def since(self, earlier: Times) -> Times:
+        return Times(self.wall_s - earlier.wall_s, self.cpu_s - earlier.cpu_s)
+
+
+@dataclass(slots=True, frozen=True)
 class ArmRun:
     """The groups of one step, by one arm."""
 
     seconds: float
+    cpu_s: float
+    """CPU time of this process, with all its threads."""
     turns: int
     new_tokens: int
     prompt_tokens: int
@@ -75,13 +92,14 @@ class ArmRun:
     failures: int
 
     @classmethod
-    def of(cls, groups: Sequence[TrajectoryGroup], seconds: float, before: EngineStats, after: EngineStats) -> ArmRun:
+    def of(cls, groups: Sequence[TrajectoryGroup], times: Times, before: EngineStats, after: EngineStats) -> ArmRun:
         every = [t for group in groups for t in group.trajectories]
         queried = after.prefix_query_tokens - before.prefix_query_tokens
         computed = after.prompt_tokens - before.prompt_tokens
         hits = after.prefix_hit_tokens - before.prefix_hit_tokens
         return cls(
-            seconds=seconds,
+            seconds=times.wall_s,
+            cpu_s=times.cpu_s,
             turns=sum(len(t.turns) for t in every),
             new_tokens=sum(t.num_completion_tokens for t in every),
             prompt_tokens=sum(turn.start for t in every for turn in t.turns),
@@ -99,6 +117,10 @@ class ArmRun:
     @property
     def s_per_turn(self) -> float:
         return self.seconds / max(1, self.turns)
+
+    @property
+    def cpu_s_per_turn(self) -> float:
+        return self.cpu_s / max(1, self.turns)
 
 
 class OneByOne:
@@ -131,7 +153,7 @@ class Arm:
         self._engine.reset_prefix_cache()
         before = self._engine.stats
         synchronize(self._device)
-        began = time.perf_counter()
+        began = Times.now()
         self._load_adapter()
         self._rollouts.begin(range(number * self._size, (number + 1) * self._size), 0)
         groups: list[TrajectoryGroup] = []
@@ -139,7 +161,7 @@ class Arm:
             groups += self._rollouts.finished()
         synchronize(self._device)
         refuse_failures(groups)
-        return ArmRun.of(groups, time.perf_counter() - began, before, self._engine.stats)
+        return ArmRun.of(groups, Times.now().since(began), before, self._engine.stats)
 
     def _load_adapter(self) -> None:
         for _ in range(self._size if self._reloads else 1):

@@ -43,7 +43,7 @@ from redline.lab.bench.cases.rollout_arms import (
 from redline.lab.bench.settings import RolloutSettings
 from redline.lab.environments.made import Made
 from redline.lab.evidence.document import Bound, Measured, PeerFigure, Result
-from redline.lab.evidence.statistics import compare
+from redline.lab.evidence.statistics import Comparison, compare
 from redline.lab.material.random_folders import as_path
 from redline.lab.material.switched_engine import SwitchedEngine
 from redline.lab.measure.machine import measure_machine
@@ -191,10 +191,10 @@ class Stage:
 
     def _gain(self, name: str, rounds: Sequence[Mapping[str, ArmRun]], fastest: Bound) -> Result:
         comparison = compare([row[name].s_per_turn for row in rounds], [row[ON].s_per_turn for row in rounds])
+        by_cpu = compare([row[name].cpu_s_per_turn for row in rounds], [row[ON].cpu_s_per_turn for row in rounds])
         without = statistics.median(row[name].seconds for row in rounds)
         least = statistics.median(row[ON].new_tokens for row in rounds) / fastest.value
         what = next((switch.what for switch in self.switches if name.endswith(switch.name)), "everything is off")
-        interval = None if comparison.interval is None else list(comparison.interval)
         return Result(
             f"gain of {'everything' if name == OFF else name.removeprefix('without ')}",
             comparison.ratio,
@@ -202,7 +202,12 @@ class Stage:
             [{ON: asdict(row[ON]), name: asdict(row[name])} for row in rounds],
             Bound(without / least, f"{without:.3g} s against the tokens of a round at the fastest this machine allows"),
             PeerFigure(ON, 1.0, comparison.ratio, comparison),
-            details={"beside": beside(what, name, rounds), "interval_95": interval, "pairs": comparison.pairs},
+            details={
+                "beside": f"{beside(what, name, rounds)}; by CPU time {_said(by_cpu)}",
+                "interval_95": comparison.interval,
+                "cpu_time": {"ratio": by_cpu.ratio, "interval_95": by_cpu.interval},
+                "pairs": comparison.pairs,
+            },
         )
 
     def _fastest(self, rounds: Sequence[Mapping[str, ArmRun]]) -> Bound:
@@ -233,6 +238,11 @@ def beside(what: str, name: str, rounds: Sequence[Mapping[str, ArmRun]]) -> str:
     return f"{what}: {figures}" + (f"; other work: {', '.join(differs)}" if differs else "")
 
 
+def _said(comparison: Comparison) -> str:
+    interval = comparison.interval
+    return f"{comparison.ratio:.2f}×" + (f" ({interval[0]:.2f}–{interval[1]:.2f})" if interval else "")
+
+
 def _median(runs: Sequence[ArmRun], name: str) -> float:
     return statistics.median(getattr(run, name) for run in runs)
 
@@ -243,6 +253,7 @@ def _later(arm: Arm) -> Callable[[int], ArmRun]:
 
 COLUMNS: Mapping[str, str] = {
     "seconds": "{:.2f} s",
+    "cpu_s": "{:.2f} s",
     "mean_batch": "{:.1f}",
     "new_tokens": "{:,.0f}",
     "turns": "{:,.0f}",
