@@ -184,6 +184,7 @@ class OpenAIServerEngine(SteppedAdapter):
         assert self._weights is not None
         calls, self._again, self._restoring = self._again, [], None
         self._num_losses = self._weights.num_losses
+        self._checked.clear()  # it may have been started in another way
         for call in calls:
             self.begin(call)
 
