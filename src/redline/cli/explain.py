@@ -1,12 +1,14 @@
-"""The verbs that explain: keys."""
+"""The verbs that explain: keys and doctor."""
 
 from __future__ import annotations
 
 import difflib
+import json
 import shutil
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -46,6 +48,19 @@ def keys(
     is_terminal = sys.stdout is not None and sys.stdout.isatty()  # None: the shell closed it, `>&-`
     width = min(shutil.get_terminal_size((WIDTH, 0)).columns, WIDTH) if is_terminal else WIDTH
     typer.echo(text_of(chosen(prefix), width), nl=False)
+
+
+def doctor(
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="A run folder.")],
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document.")] = False,
+) -> None:
+    """Say what bounds a run, and what to change: each cause with its evidence, its gain and how to prove it."""
+    from redline.lab.doctor.doctor import diagnose
+    from redline.lab.doctor.text import lines_of
+    from redline.runs import Run
+
+    diagnosis = diagnose(Run.open(run))
+    typer.echo(json.dumps(diagnosis.as_json()) if as_json else "\n".join(lines_of(diagnosis)))
 
 
 def groups() -> tuple[Group, ...]:

@@ -1,6 +1,7 @@
 """A and B of `redline compare` as they are written → what each side runs, or reads. Loads no torch.
 
 recipes/demo.yaml                       a recipe, run by this source
+runs/demo-001                           the recipe of a recorded run, run by this source
 git:REV                                 a revision of the repository in the current folder, in a worktree while it is needed
 PATH                                    a source tree: the folder that holds src/redline
 results.json, results.json#transformers a saved result, and a side of it
@@ -29,6 +30,8 @@ GIT = "git:"
 OWN_SOURCE = Path(redline.__file__).parents[1]
 DEFAULT_FIELD = {"tok/s": "tokens_per_s"}
 """The field of a sample that counts, by the unit of the result; elsewhere the first."""
+RECORDED = "config.json"
+"""The recipe in a run folder."""
 SHOWN = 120
 """Characters of a sample in a message."""
 
@@ -46,7 +49,7 @@ class What:
 
 
 def is_saved(side: str) -> bool:
-    return side.partition("#")[0].endswith(".json")
+    return side.partition("#")[0].endswith(".json") and not _is_recipe(side)
 
 
 @contextlib.contextmanager
@@ -68,7 +71,7 @@ def _job(side: str, what: What, own: Sequence[str], stack: contextlib.ExitStack)
     if _is_recipe(side):
         if what.recipe is not None or what.case is not None:
             raise ConfigError(f"{side} is a recipe, and --recipe or --case says to run something else", "leave the option out")
-        return Job(OWN_SOURCE, _recipe_task(Path(side), overrides), name)
+        return Job(OWN_SOURCE, _recipe_task(_recipe_path(side), overrides), name)
     if (what.recipe is None) == (what.case is None):
         raise ConfigError(
             f"{side} is a source to run something with", "say what: --recipe recipes/smoke.yaml, or --case trainer"
@@ -95,14 +98,19 @@ def _recipe_task(recipe: Path, overrides: Sequence[str], is_own: bool = True) ->
 
 
 def _is_recipe(side: str) -> bool:
-    return side.endswith((".yaml", ".yml"))
+    return _recipe_path(side).suffix in (".yaml", ".yml") or _recipe_path(side).name == RECORDED
+
+
+def _recipe_path(side: str) -> Path:
+    """The file of a recipe; that of a run folder is what the run recorded."""
+    return Path(side) / RECORDED if (Path(side) / RECORDED).is_file() else Path(side)
 
 
 def _tree(side: str) -> Path:
     source = Path(side).resolve() / "src"
     if not (source / "redline" / "__init__.py").is_file():
         raise ConfigError(
-            f"{side}: neither a recipe (.yaml), a saved result (.json), a revision (git:REV) nor a folder with src/redline",
+            f"{side}: neither a recipe (.yaml), a run folder, a saved result (.json), a revision (git:REV) nor a folder with src/redline",
             "for example: redline compare git:HEAD~1 . --case trainer",
         )
     return source

@@ -1,0 +1,109 @@
+"""Diagnoses a run: what bounds it in one sentence, then what to change, the most recoverable time first."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from redline.lab.doctor.facts import FEWEST, Facts
+from redline.lab.doctor.finding import Abstention, Answer, Finding
+from redline.lab.doctor.rules import engine, machine, moving, rollouts, trainer
+from redline.runs.run import Run, setting
+from redline.runs.verdict import Bound, bound_of
+from redline.telemetry.summary.timeline import PREFIX
+
+WORTH = 0.03
+"""Share of the time from which on a finding is worth a change."""
+Rule = Callable[[Facts], Answer]
+RULES: Mapping[str, Rule] = {
+    "slow_reward": rollouts.slow_reward,
+    "serial_episodes": rollouts.serial_episodes,
+    "retokenising": rollouts.retokenising,
+    "loading_stall": rollouts.loading_stall,
+    "failed_attempts": rollouts.failures,
+    "low_concurrency": engine.low_concurrency,
+    "prefix_cache_off": engine.prefix_cache_off,
+    "preemption": engine.preemption,
+    "kv_cache_too_small": engine.kv_cache_too_small,
+    "kv_cache_too_large": engine.kv_cache_too_large,
+    "too_much_tensor_parallelism": engine.too_much_tensor_parallelism,
+    "micro_batch_too_small": trainer.micro_batch_too_small,
+    "checkpointing_not_needed": trainer.checkpointing_not_needed,
+    "offload_not_needed": trainer.offload_not_needed,
+    "double_forward": trainer.double_forward,
+    "imbalance": trainer.imbalance,
+    "long_tail": moving.long_tail,
+    "no_overlap": moving.no_overlap,
+    "staleness_waits": moving.staleness_waits,
+    "sync_stall": moving.sync_stall,
+    "serialisation": moving.serialisation,
+    "io_bound": moving.io_bound,
+    "slow_first_step": machine.slow_first_step,
+    "noisy_neighbour": machine.noisy_neighbour,
+    "cpu_bound": machine.cpu_bound,
+    "throttling": machine.throttling,
+    "memory_spike": machine.memory_spike,
+}
+"""Cause → the rule that looks for it."""
+
+
+@dataclass(slots=True, frozen=True)
+class Diagnosis:
+    """What the doctor says of a run."""
+
+    run: str
+    """The folder, as it was given."""
+    bound: Bound
+    findings: tuple[Finding, ...]
+    """Those worth a change, the most recoverable time first."""
+    abstentions: tuple[Abstention, ...]
+    wall_s: float
+    """Seconds of the steps that the findings are about."""
+    num_steps: int
+
+    @property
+    def verdict(self) -> str:
+        """One sentence: how many findings there are, that there is none, or that nothing can be said."""
+        if self.num_steps < FEWEST:
+            return f"{self.num_steps} steps after the first ones are too few to tell: record at least {FEWEST + 2}."
+        if not self.findings:
+            return "Nothing worth fixing."
+        return f"{len(self.findings)} finding{'s' if len(self.findings) > 1 else ''}, the largest gain first."
+
+    def share(self, seconds: float) -> float:
+        """Seconds as a share of the recorded time."""
+        return seconds / self.wall_s if self.wall_s else 0.0
+
+    def as_json(self) -> dict[str, Any]:
+        return {
+            "run": self.run,
+            "bound": asdict(self.bound),
+            "verdict": self.verdict,
+            "wall_s": self.wall_s,
+            "steps": self.num_steps,
+            "findings": [
+                {**asdict(finding), "share": self.share(finding.gain.likely_s), "prove": finding.proof(self.run)}
+                for finding in self.findings
+            ],
+            "abstentions": [asdict(abstention) for abstention in self.abstentions],
+        }
+
+
+def diagnose(run: Run) -> Diagnosis:
+    """Look at a run for every known cause. Blocks for as long as its logs take to read; the run may still go on."""
+    facts = Facts.of(run)
+    phases = {
+        name.removeprefix(PREFIX).removesuffix("_s"): facts.total(name) for name in facts.steps if name.startswith(PREFIX)
+    }
+    bound = bound_of(phases, facts.ledger, setting(run.config, "buffer", "max_lag", 0))
+    findings, abstentions = examined(facts) if facts.num_steps >= FEWEST else ((), ())
+    return Diagnosis(str(run.folder.shown), bound, findings, abstentions, facts.wall_s, facts.num_steps)
+
+
+def examined(facts: Facts) -> tuple[tuple[Finding, ...], tuple[Abstention, ...]]:
+    """What all rules say of the facts: findings worth a change by recoverable time, and what could not be told."""
+    answers = [rule(facts) for rule in RULES.values()]
+    worth = [a for a in answers if isinstance(a, Finding) and a.gain.likely_s >= WORTH * facts.wall_s]
+    ranked = sorted(worth, key=lambda finding: -finding.gain.likely_s)
+    return tuple(ranked), tuple(answer for answer in answers if isinstance(answer, Abstention))

@@ -1,0 +1,177 @@
+"""Causes in the engine: how many sequences it decodes at once, its KV cache, prompts that are computed twice."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from redline.lab.doctor.facts import Facts
+from redline.lab.doctor.finding import Abstention, Answer, Evidence, Finding
+
+FULL = 0.95
+"""Share of the KV cache's blocks from which on it is full: the rest are in the prefix cache or held back."""
+
+
+def low_concurrency(facts: Facts) -> Answer:
+    """More attempts are there than the engine may decode at once."""
+    limit = facts.setting("engine.max_num_seqs", 256)
+    attempts = facts.setting("rollouts.groups_per_step", 0) * facts.setting("rollouts.group_size", 0)
+    if not attempts or attempts <= limit:
+        return None
+    queue, latency = facts.mean("engine/queue_p50_s"), facts.mean("rollouts/attempt_latency_p50_s")
+    if queue is None or not latency:
+        return Abstention("low_concurrency", "the times of requests in the engine's queue were not recorded")
+    if queue < 0.1 * latency:
+        return None
+    waves = attempts / limit
+    return Finding(
+        cause="low_concurrency",
+        title=f"{attempts} attempts share {limit} rows of the engine.",
+        why="The rest wait in its queue, and a decode step costs little more with more rows.",
+        evidence=(
+            Evidence("engine.max_num_seqs", limit, "sequences decoded at once, at most"),
+            facts.evidence("engine/batch_size_mean", "sequences decoded at once"),
+            facts.evidence("engine/queue_p50_s", "seconds that a request waits for a row"),
+            facts.evidence("rollouts/attempt_latency_p50_s", "seconds of an attempt, that wait among them"),
+        ),
+        gain=facts.saved(
+            "rollouts",
+            facts.phase("generation", "rollouts"),
+            0.1 * (1 - 1 / waves),
+            0.6 * (1 - 1 / waves),
+            1 - 1 / waves,
+            "a decode step of more rows costs less than those rows cost one after the other",
+        ),  # fmt: skip
+        change={"engine.max_num_seqs": int(min(attempts, 8 * limit))},
+    )
+
+
+def prefix_cache_off(facts: Facts) -> Answer:
+    """Every attempt of a group computes the same prompt."""
+    if facts.setting("engine.enable_prefix_caching", True):
+        return None
+    prefill = np.nan_to_num(facts.steps.get("engine/prefill_s", np.zeros(facts.num_steps)))
+    again = 1 - 1 / max(1, facts.setting("rollouts.group_size", 1) * (facts.mean("rollouts/turns_mean") or 1))
+    return Finding(
+        cause="prefix_cache_off",
+        title="Prompts are computed once per attempt.",
+        why="Attempts of a group, and turns of an attempt, begin alike; with engine.enable_prefix_caching=false each computes all.",
+        evidence=(
+            Evidence("engine.enable_prefix_caching", False, "keys and values of equal beginnings are not shared"),
+            facts.evidence("engine/prompt_tokens", "tokens of prompts computed, a step"),
+            facts.evidence("engine/prefill_s", "seconds a step"),
+        ),
+        gain=facts.saved("rollouts", prefill * again, 0.5, 0.9, 1.0, "prompts of a group are equal"),
+        change={"engine.enable_prefix_caching": True},
+    )
+
+
+def preemption(facts: Facts) -> Answer:
+    """Blocks run out, sequences are put back, and what they had is computed again."""
+    preempted, attempts = facts.total("engine/preemptions"), facts.total("rollouts/attempts")
+    if not preempted or not attempts:
+        return None
+    again = np.nan_to_num(facts.steps["engine/preemptions"]) / np.maximum(1.0, np.nan_to_num(facts.steps["rollouts/attempts"]))
+    lost = facts.phase("generation", "rollouts") * np.minimum(1.0, again / 2)
+    return Finding(
+        cause="preemption",
+        title="The KV cache runs out, and sequences are put back.",
+        why="A sequence that is put back computes its prompt and what it had sampled once more.",
+        evidence=(
+            facts.evidence("engine/preemptions", "sequences put back, a step"),
+            facts.evidence("engine/kv_use_peak", "share of the cache's blocks held at most"),
+        ),
+        gain=facts.saved("rollouts", lost, 0.3, 0.8, 1.0, "a sequence is put back at half of its length, on average"),
+        change=_larger_cache(facts),
+    )
+
+
+def kv_cache_too_small(facts: Facts) -> Answer:
+    """Requests wait for blocks although there are rows."""
+    peak, batch = facts.mean("engine/kv_use_peak"), facts.mean("engine/batch_size_mean")
+    if facts.total("engine/preemptions") or peak is None or batch is None or peak < FULL:
+        return None
+    rows = min(
+        facts.setting("engine.max_num_seqs", 256),
+        facts.setting("rollouts.groups_per_step", 1) * facts.setting("rollouts.group_size", 1),
+    )
+    queue, latency = facts.mean("engine/queue_p50_s") or 0.0, facts.mean("rollouts/attempt_latency_p50_s") or 0.0
+    if queue < 0.1 * latency or batch > 0.8 * rows:
+        return None
+    idle = 1 - batch / rows
+    return Finding(
+        cause="kv_cache_too_small",
+        title=f"The KV cache holds {batch:.0f} sequences where {rows} could be decoded at once.",
+        why="The others wait for blocks.",
+        evidence=(
+            facts.evidence("engine/kv_use_peak", "share of the cache's blocks held at most"),
+            facts.evidence("engine/batch_size_mean", "sequences decoded at once"),
+            facts.evidence("engine/queue_p50_s", "seconds that a request waits"),
+        ),
+        gain=facts.saved(
+            "rollouts",
+            facts.phase("generation", "rollouts"),
+            0.1 * idle,
+            0.6 * idle,
+            idle,
+            "a decode step of more rows costs less than those rows cost one after the other",
+        ),  # fmt: skip
+        change=_larger_cache(facts),
+    )
+
+
+def kv_cache_too_large(facts: Facts) -> Answer:
+    """Memory of the GPU lies in the cache unused, while the trainer spares memory at the cost of time."""
+    if facts.setting("run.device", "cpu") != "cuda":
+        return None
+    peak, share = facts.mean("engine/kv_use_peak"), facts.setting("engine.gpu_memory_utilization", 0.5)
+    spares = facts.setting("trainer.gradient_checkpointing", "none") != "none" or facts.setting(
+        "trainer.offload_optimizer", False
+    )
+    if peak is None or peak > 0.4 or not spares:
+        return None
+    training = facts.phase("training")
+    return Finding(
+        cause="kv_cache_too_large",
+        title=f"At most {peak:.0%} of the KV cache is ever used.",
+        why="The trainer computes activations twice, or keeps states in host memory, for want of memory that the cache holds.",
+        evidence=(
+            facts.evidence("engine/kv_use_peak", "share of the cache's blocks held at most"),
+            Evidence("engine.gpu_memory_utilization", share, "share of the GPU's memory in use once the cache is made"),
+        ),
+        gain=facts.saved("trainer", training, 0.05, 0.2, 0.35, "the memory is enough to train without recomputing"),
+        change={
+            "engine.gpu_memory_utilization": round(max(0.1, share * (0.2 + peak)), 2),
+            "trainer.gradient_checkpointing": "none",
+        },
+    )
+
+
+def too_much_tensor_parallelism(facts: Facts) -> Answer:
+    """A model that one GPU holds is divided among several."""
+    size = facts.setting("engine.options", {}).get("tensor_parallel_size", 1)
+    weights, memory = facts.sampled("memory/weights_bytes"), facts.sampled("gpu/0/memory_total_bytes")
+    if size <= 1:
+        return None
+    if weights is None or memory is None:
+        return Abstention(
+            "too_much_tensor_parallelism", "the sizes of weights and GPU were not recorded; telemetry.sample_every_s=1 does"
+        )
+    if weights > 0.4 * memory:
+        return None
+    return Finding(
+        cause="too_much_tensor_parallelism",
+        title=f"A model of {weights / 1e9:.1f} GB is divided among {size} GPUs.",
+        why="Every layer waits for two sums over all of them; as several engines each GPU works by itself.",
+        evidence=(
+            Evidence("engine.options.tensor_parallel_size", size, "GPUs that divide the model"),
+            Evidence("memory/weights_bytes", weights, "bytes of weights"),
+        ),
+        gain=facts.saved("rollouts", facts.phase("generation", "rollouts"), 0.05, 0.25, 0.5, "requests are many enough for all engines"),
+        change={"engine.options.tensor_parallel_size": 1, "placement.engines": size},
+    )  # fmt: skip
+
+
+def _larger_cache(facts: Facts) -> dict[str, object]:
+    if facts.setting("run.device", "cpu") == "cuda" and not facts.setting("engine.kv_cache_memory_bytes"):
+        return {"engine.gpu_memory_utilization": round(min(0.9, facts.setting("engine.gpu_memory_utilization", 0.5) + 0.2), 2)}
+    return {"engine.kv_cache_memory_bytes": 2 * facts.setting("engine.kv_cache_memory_bytes", 4 << 30)}

@@ -1,0 +1,154 @@
+"""Causes in the trainer: micro-batches, recomputed activations, offloaded states, passes that could be left out."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from redline.lab.doctor.facts import Facts
+from redline.lab.doctor.finding import Abstention, Answer, Evidence, Finding
+
+FEW_TOKENS = {"cpu": 256, "cuda": 4096}
+"""Tokens of a micro-batch under which the products of a layer no longer fill the device."""
+HEADROOM = 0.3
+"""Share of the memory that must be free before a setting that spares memory is called needless."""
+
+
+def micro_batch_too_small(facts: Facts) -> Answer:
+    """A batch is trained on in many small pieces, although its tokens would fit into fewer."""
+    pieces, tokens = facts.mean("trainer/micro_batches"), facts.mean("trainer/tokens")
+    if not pieces or not tokens or pieces < 2:
+        return None
+    each, few = tokens / pieces, FEW_TOKENS[_device(facts)]
+    if each >= few:
+        return None
+    now = facts.setting("trainer.max_tokens_per_micro_batch")
+    if now is None:
+        return Abstention(
+            "micro_batch_too_small", "the trainer chose the size of its micro-batches by memory; `redline plan` says more"
+        )
+    part = 1 - each / few
+    return Finding(
+        cause="micro_batch_too_small",
+        title=f"A batch is trained on in {pieces:.0f} pieces of {each:.0f} tokens.",
+        why="Each piece reads all weights and starts all kernels once.",
+        evidence=(
+            Evidence("trainer.max_tokens_per_micro_batch", now, "tokens of a piece, at most"),
+            facts.evidence("trainer/micro_batches", "pieces of a batch"),
+            facts.evidence("trainer/tokens", "tokens of a batch"),
+            facts.evidence("trainer/tokens_per_s", "tokens a second"),
+        ),
+        gain=facts.saved("trainer", _passes(facts), 0.1 * part, 0.45 * part, 0.8 * part, "larger products are faster, up to a few thousand tokens"),
+        change={"trainer.max_tokens_per_micro_batch": int(min(max(few, 2 * now), 1.2 * tokens + 1))},
+    )  # fmt: skip
+
+
+def checkpointing_not_needed(facts: Facts) -> Answer:
+    """Activations are computed twice although the memory would hold them."""
+    kind = facts.setting("trainer.gradient_checkpointing", "none")
+    if kind == "none":
+        return None
+    free = _free_share(facts)
+    if free is None:
+        return Abstention("checkpointing_not_needed", "memory was not recorded; telemetry.sample_every_s=1 does")
+    if free < HEADROOM:
+        return None
+    again = {"full": 0.25, "selective": 0.12, "light": 0.05}.get(kind, 0.1)
+    return Finding(
+        cause="checkpointing_not_needed",
+        title=f"Activations are computed twice, with {free:.0%} of the memory free.",
+        why=f"trainer.gradient_checkpointing={kind} runs forward passes again during backward to spare memory.",
+        evidence=(
+            Evidence("trainer.gradient_checkpointing", kind, "what is computed again"),
+            Evidence("free memory", free, "share of the device's memory at its fullest"),
+            facts.evidence("trainer/backward_s", "seconds a step"),
+        ),
+        gain=facts.saved("trainer", _passes(facts), 0.4 * again, again, 1.3 * again, "a forward pass is a third of forward and backward"),
+        change={"trainer.gradient_checkpointing": "none"},
+    )  # fmt: skip
+
+
+def offload_not_needed(facts: Facts) -> Answer:
+    """Optimizer states or the reference travel between host and device although the device would hold them."""
+    keys = [key for key in ("trainer.offload_optimizer", "trainer.reference_offload") if facts.setting(key, False)]
+    if not keys:
+        return None
+    memory, used = facts.sampled("gpu/0/memory_total_bytes"), facts.sampled("memory/peak_bytes")
+    away = facts.sampled("memory/offloaded_bytes")
+    if memory is None or used is None or away is None:
+        return Abstention("offload_not_needed", "memory of the GPU was not recorded; install the extra `gpu`")
+    if used + away > (1 - HEADROOM / 2) * memory:
+        return None
+    lost = np.nan_to_num(facts.steps.get("trainer/optimizer_s", np.zeros(facts.num_steps)))
+    return Finding(
+        cause="offload_not_needed",
+        title=f"{away / 1e9:.1f} GB travel to the GPU at every step, and would fit there.",
+        why="The bus is fifty times slower than the GPU's memory.",
+        evidence=(
+            Evidence("memory/offloaded_bytes", away, "bytes in host memory"),
+            Evidence("memory/peak_bytes", used, "bytes used on the GPU at most"),
+            facts.evidence("trainer/optimizer_s", "seconds a step"),
+        ),
+        gain=facts.saved("trainer", lost, 0.3, 0.7, 0.95, "most of the update's time is the way of its states"),
+        change=dict.fromkeys(keys, False),
+    )
+
+
+def double_forward(facts: Facts) -> Answer:
+    """Logprobs that the engine has recorded are computed once more."""
+    again = np.nan_to_num(facts.steps.get("trainer/recompute_s", np.zeros(facts.num_steps)))
+    if not again.any() or facts.setting("trainer.recompute_old_logprobs", "auto") not in (True, "true"):
+        return None
+    several = facts.setting("trainer.mini_batches", 1) * facts.setting("trainer.epochs", 1) > 1
+    mismatch = facts.mean("trainer/mismatch_kl")
+    if several or mismatch is None or mismatch > 1e-4:
+        return None
+    return Finding(
+        cause="double_forward",
+        title="Logprobs of the sampled tokens are computed twice.",
+        why="The engine has recorded them, and they agree with the trainer's.",
+        evidence=(
+            facts.evidence("trainer/recompute_s", "seconds a step"),
+            facts.evidence("trainer/mismatch_kl", "nats between engine and trainer: next to nothing"),
+            Evidence("trainer.mini_batches × epochs", 1, "one update a step: old logprobs are the sampled ones"),
+        ),
+        gain=facts.saved("trainer", again, 0.9, 1.0, 1.0, "engine and trainer go on agreeing"),
+        change={"trainer.recompute_old_logprobs": "auto"},
+    )
+
+
+def imbalance(facts: Facts) -> Answer:
+    """One rank has more to do than the others, and these wait."""
+    waits = facts.phase("wait_for_ranks")
+    if not waits.any():
+        return None
+    return Finding(
+        cause="imbalance",
+        title="Trainer ranks wait for each other.",
+        why="A step ends when the rank with the dearest micro-batches has done them.",
+        evidence=(
+            Evidence("timeline/wait_for_ranks_s", float(waits.mean()), "seconds a step"),
+            facts.evidence("trainer/imbalance", "cost of the dearest micro-batch over the mean"),
+        ),
+        gain=facts.saved("trainer", waits, 0.2, 0.5, 0.9, "the work can be divided evenly"),
+        change={},
+        advice="Let a step have more groups, so that they can be divided more evenly; look for a slow GPU with `redline show RUN --ledger`.",
+    )  # fmt: skip
+
+
+def _passes(facts: Facts) -> np.ndarray:
+    """Seconds of forward and backward passes in each steady step."""
+    parts = [facts.steps.get(f"trainer/{part}_s", np.zeros(facts.num_steps)) for part in ("forward", "backward")]
+    return np.nan_to_num(np.sum(parts, axis=0))
+
+
+def _free_share(facts: Facts) -> float | None:
+    """Share of the device's memory that was free when most was used; None where it was not recorded."""
+    if _device(facts) == "cuda":
+        total, used = facts.samples.get("gpu/0/memory_total_bytes"), facts.samples.get("gpu/0/memory_used_bytes")
+        return None if total is None or used is None else float(1 - np.nanmax(used) / np.nanmax(total))
+    total, available = facts.samples.get("host/total_bytes"), facts.samples.get("host/available_bytes")
+    return None if total is None or available is None else float(np.nanmin(available) / np.nanmax(total))
+
+
+def _device(facts: Facts) -> str:
+    return "cuda" if str(facts.setting("run.device", "cpu")).startswith("cuda") else "cpu"
