@@ -13,6 +13,7 @@ from redline.lab.doctor.finding import Evidence, Gain
 from redline.lab.evidence.statistics import hodges_lehmann
 from redline.runs.run import Run, rows_of
 from redline.telemetry import Ledger
+from redline.telemetry.ledger import MAIN_LANE
 from redline.telemetry.summary.timeline import PREFIX, ROLLOUTS_PREFIX
 
 Side = Literal["trainer", "rollouts"]
@@ -98,6 +99,14 @@ class Facts:
     def phases(self, names: Iterable[str], side: Side = "trainer") -> np.ndarray:
         """The sum of several phases in each steady step."""
         return np.sum([self.phase(name, side) for name in names], axis=0)
+
+    def spans(self, *names: str) -> np.ndarray:
+        """Seconds of spans in the main thread in each steady step; only their sum over the run is known, so they are all alike.
+        Zeros until the run has ended."""
+        lane = self.ledger.lanes.get(MAIN_LANE) if self.ledger else None
+        steps = self.num_steps + len(self.first.get("run/step_s", ()))
+        seconds = sum(lane.rows.get(name, 0) for name in names) / 1e9 if lane else 0.0
+        return np.full(self.num_steps, seconds / max(1, steps))
 
     def setting(self, key: str, default: Any = None) -> Any:
         """The recipe's value under a dotted key, such as `trainer.lora.rank`."""

@@ -40,7 +40,7 @@ def low_concurrency(facts: Facts) -> Answer:
             0.6 * (1 - 1 / waves),
             1 - 1 / waves,
             "a decode step of more rows costs less than those rows cost one after the other",
-        ),  # fmt: skip
+        ),
         change={"engine.max_num_seqs": int(min(attempts, 8 * limit))},
     )
 
@@ -54,7 +54,7 @@ def prefix_cache_off(facts: Facts) -> Answer:
     return Finding(
         cause="prefix_cache_off",
         title="Prompts are computed once per attempt.",
-        why="Attempts of a group, and turns of an attempt, begin alike; with engine.enable_prefix_caching=false each computes all.",
+        why="Attempts of a group, and turns of an attempt, begin alike; without the prefix cache each computes all.",
         evidence=(
             Evidence("engine.enable_prefix_caching", False, "keys and values of equal beginnings are not shared"),
             facts.evidence("engine/prompt_tokens", "tokens of prompts computed, a step"),
@@ -114,7 +114,7 @@ def kv_cache_too_small(facts: Facts) -> Answer:
             0.6 * idle,
             idle,
             "a decode step of more rows costs less than those rows cost one after the other",
-        ),  # fmt: skip
+        ),
         change=_larger_cache(facts),
     )
 
@@ -166,9 +166,11 @@ def too_much_tensor_parallelism(facts: Facts) -> Answer:
             Evidence("engine.options.tensor_parallel_size", size, "GPUs that divide the model"),
             Evidence("memory/weights_bytes", weights, "bytes of weights"),
         ),
-        gain=facts.saved("rollouts", facts.phase("generation", "rollouts"), 0.05, 0.25, 0.5, "requests are many enough for all engines"),
+        gain=facts.saved(
+            "rollouts", facts.phase("generation", "rollouts"), 0.05, 0.25, 0.5, "requests are many enough for all engines"
+        ),
         change={"engine.options.tensor_parallel_size": 1, "placement.engines": size},
-    )  # fmt: skip
+    )
 
 
 def _larger_cache(facts: Facts) -> dict[str, object]:

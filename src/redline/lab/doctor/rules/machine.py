@@ -6,7 +6,7 @@ import os
 
 import numpy as np
 
-from redline.lab.doctor.facts import Facts
+from redline.lab.doctor.facts import Facts, Side
 from redline.lab.doctor.finding import Abstention, Answer, Evidence, Finding
 
 
@@ -41,7 +41,7 @@ def noisy_neighbour(facts: Facts) -> Answer:
     machine, own = facts.sampled("host/machine_cpu_percent"), facts.sampled("host/cpu_percent")
     if machine is None or own is None:
         return Abstention("noisy_neighbour", "the machine was not sampled; telemetry.sample_every_s=1 does")
-    cores = facts.environment.get("cpu_count") or os.cpu_count() or 1
+    cores = facts.environment.get("cpu", {}).get("usable_cores") or os.cpu_count() or 1
     children = facts.sampled("host/children_cpu_percent") or 0.0
     others = machine - (own + children) / cores
     if others < 15 or machine < 85:
@@ -56,10 +56,17 @@ def noisy_neighbour(facts: Facts) -> Answer:
             Evidence("host/cpu_percent", own, "% of one core, this process"),
             Evidence("host/children_cpu_percent", children, "% of one core, its children"),
         ),
-        gain=facts.saved(_worker(facts), facts.steps["run/step_s"], 0.3 * taken, 0.8 * taken, min(1.0, 1.2 * taken), "they compete for the same cores"),
+        gain=facts.saved(
+            _worker(facts),
+            facts.steps["run/step_s"],
+            0.3 * taken,
+            0.8 * taken,
+            min(1.0, 1.2 * taken),
+            "they compete for the same cores",
+        ),
         change={},
         advice="Stop them, or give this run cores of its own (taskset, a container); compare runs only when they are gone.",
-    )  # fmt: skip
+    )
 
 
 def cpu_bound(facts: Facts) -> Answer:
@@ -81,10 +88,12 @@ def cpu_bound(facts: Facts) -> Answer:
             Evidence("gpu/0/utilization_percent", busy, "% of the time in which some kernel ran"),
             Evidence("host/cpu_percent", own, "% of one core"),
         ),
-        gain=facts.saved(_worker(facts), facts.steps["run/step_s"] * idle, 0.2, 0.5, 0.9, "larger batches need fewer launches per token"),
+        gain=facts.saved(
+            _worker(facts), facts.steps["run/step_s"] * idle, 0.2, 0.5, 0.9, "larger batches need fewer launches per token"
+        ),
         change={"rollouts.groups_per_step": 2 * facts.setting("rollouts.groups_per_step", 8)},
         advice="More work per launch: more groups a step, larger micro-batches. `redline profile` shows the host's part.",
-    )  # fmt: skip
+    )
 
 
 def throttling(facts: Facts) -> Answer:
@@ -127,10 +136,15 @@ def memory_spike(facts: Facts) -> Answer:
         why="A pass that does not fit is taken again in halves: its time is lost.",
         evidence=(facts.evidence("trainer/out_of_memory", "passes taken again, a step"),),
         gain=facts.saved("trainer", facts.phase("training"), 0.05, 0.2, 0.5, "micro-batches that fit need no second try"),
-        change={"trainer.max_tokens_per_micro_batch": int((facts.mean("trainer/tokens") or 4096) / (facts.mean("trainer/micro_batches") or 1) / 2) or 1},
-    )  # fmt: skip
+        change={
+            "trainer.max_tokens_per_micro_batch": int(
+                (facts.mean("trainer/tokens") or 4096) / (facts.mean("trainer/micro_batches") or 1) / 2
+            )
+            or 1
+        },
+    )
 
 
-def _worker(facts: Facts) -> str:
+def _worker(facts: Facts) -> Side:
     """The side that bounds the run; in lockstep either."""
     return facts.bounding or "trainer"

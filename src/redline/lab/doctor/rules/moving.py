@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from redline.lab.doctor.facts import Facts
-from redline.lab.doctor.finding import Answer, Evidence, Finding
+from redline.lab.doctor.finding import Abstention, Answer, Evidence, Finding
 
 
 def long_tail(facts: Facts) -> Answer:
@@ -67,13 +67,10 @@ def staleness_waits(facts: Facts) -> Answer:
     return Finding(
         cause="staleness_waits",
         title="Trainer and rollouts wait for each other.",
-        why=f"At most {lag} steps of lag are allowed: rollouts stop when they are that far ahead, and the trainer waits when they"
-        " begin again.",
+        why=f"Rollouts stop when they are {lag} steps ahead (buffer.max_lag), and the trainer waits when they begin again.",
         evidence=(
-            Evidence("timeline_rollouts/wait_for_budget_s", float(budget.mean()), "seconds a step that rollouts may not go on"),
-            Evidence(
-                "timeline/wait_for_rollouts_s", float(facts.trainer_waits.mean()), "seconds a step that the trainer waits"
-            ),
+            Evidence("timeline_rollouts/wait_for_budget_s", float(budget.mean()), "seconds a step that rollouts wait"),
+            Evidence("timeline/wait_for_rollouts_s", float(facts.trainer_waits.mean()), "seconds a step that the trainer does"),
             facts.evidence("buffer/lag_mean", "steps of lag of what was trained on"),
         ),
         gain=facts.saved("rollouts", lost, 0.2, 0.6, 1.0, "one more step of lag is enough to keep both at work"),
@@ -107,41 +104,37 @@ def sync_stall(facts: Facts) -> Answer:
 
 def serialisation(facts: Facts) -> Answer:
     """Objects are turned into bytes: batches to disk or to ranks, weights to a server."""
-    lost = np.nan_to_num(facts.steps.get("weight_sync/serialise_s", np.zeros(facts.num_steps)))
-    main = facts.ledger.lanes.get("main") if facts.ledger else None
-    packed = (main.rows.get("buffer.pack", 0) + main.rows.get("buffer.store", 0)) / 1e9 if main else 0.0
-    steps = facts.num_steps + len(facts.first.get("run/step_s", ()))
-    lost = lost + (packed / steps if steps else 0.0)
+    weights = np.nan_to_num(facts.steps.get("weight_sync/serialise_s", np.zeros(facts.num_steps)))
+    batches = facts.spans("buffer.pack", "buffer.store")
+    lost = weights + batches
     return Finding(
         cause="serialisation",
         title="Turning batches or weights into bytes holds up the loop.",
         why="The main thread writes them while engine and trainer wait.",
         evidence=(
             facts.evidence("weight_sync/serialise_s", "seconds a step for weights"),
-            Evidence("buffer.pack + buffer.store", packed, "seconds of the whole run for batches, in the main thread"),
+            Evidence("buffer.pack + buffer.store", float(batches.mean()), "seconds a step for batches, in the main thread"),
         ),
         gain=facts.saved("trainer", lost, 0.2, 0.5, 0.9, "fewer bytes, or another thread"),
         change={},
-        advice="Store less (buffer.max_bytes), put the run folder on a faster disk, or move weights by memory (placement.transport=auto).",
-    )  # fmt: skip
+        advice="Store less (buffer.max_bytes), put the run folder on a faster disk, or move weights through memory"
+        " (placement.transport=auto).",
+    )
 
 
 def io_bound(facts: Facts) -> Answer:
     """The loop waits for a disk: checkpoints, trajectories, logs."""
-    main = facts.ledger.lanes.get("main") if facts.ledger else None
-    if main is None:
-        return None
-    rows = {name: main.rows.get(name, 0) / 1e9 for name in ("run.checkpoint", "wait.for_checkpoints", "telemetry.metrics")}
-    per_step = sum(rows.values()) / max(1, facts.num_steps + len(facts.first.get("run/step_s", ())))
+    if facts.ledger is None:
+        return Abstention("io_bound", "there is no ledger yet; it is written when the run ends")
+    parts = {name: facts.spans(name) for name in ("run.checkpoint", "wait.for_checkpoints", "telemetry.metrics")}
+    lost = np.sum(list(parts.values()), axis=0)
     every = facts.setting("run.checkpoint_every", 10)
     return Finding(
         cause="io_bound",
         title="Writing checkpoints and logs holds up the loop.",
         why=f"A checkpoint is taken every {every} steps, and the next may not begin before the last is written.",
-        evidence=tuple(Evidence(name, seconds, "seconds of the run in the main thread") for name, seconds in rows.items()),
-        gain=facts.saved(
-            "trainer", np.full(facts.num_steps, per_step), 0.3, 0.7, 0.9, "checkpoints can be rarer, or the disk faster"
-        ),
+        evidence=tuple(Evidence(name, float(each.mean()), "seconds a step in the main thread") for name, each in parts.items()),
+        gain=facts.saved("trainer", lost, 0.3, 0.7, 0.9, "checkpoints can be rarer, or the disk faster"),
         change={"run.checkpoint_every": 5 * every} if every else {},
     )
 

@@ -22,9 +22,7 @@ def slow_reward(facts: Facts) -> Answer:
         title="Rewards hold up the run.",
         why="Everything else waits while the reward of attempts is computed.",
         evidence=(
-            Evidence(
-                "timeline/reward_s + wait_for_rewards_s", float(lost.mean()), "seconds a step in rewards or waiting for them"
-            ),
+            Evidence("timeline/reward_s + wait_for_rewards_s", float(lost.mean()), "seconds a step in or for rewards"),
             facts.evidence("rollouts/score_p50_s", "seconds from an attempt's last reply to its reward"),
         ),
         gain=facts.saved("rollouts", lost, 0.2, 0.6, 0.95, "rewards of several attempts can be computed at once"),
@@ -89,7 +87,8 @@ def loading_stall(facts: Facts) -> Answer:
     """Everything waits for tasks or prompts: reading data, drawing tasks, encoding."""
     lost = facts.phases(("wait_for_task", "wait_for_tasks", "wait_for_calls"), "rollouts")
     if not facts.setting("rollouts.environment.name"):
-        lost = lost + facts.phase("data", "rollouts")
+        buffered = facts.spans("buffer.pack", "buffer.store", "buffer.choose", "buffer.settle", "buffer.admit")
+        lost = lost + np.maximum(0.0, facts.phase("data", "rollouts") - buffered)
     return Finding(
         cause="loading_stall",
         title="Tasks or their prompts take long to make.",
@@ -100,7 +99,7 @@ def loading_stall(facts: Facts) -> Answer:
         ),
         gain=facts.saved("rollouts", lost, 0.3, 0.7, 0.95, "the work can be done ahead, or once"),
         change={},
-        advice="Do in the task source's `__init__` what does not change from task to task; keep data in memory or in Arrow files.",
+        advice="Do in the task source's `__init__` what does not change from task to task; keep data in Arrow files.",
     )
 
 

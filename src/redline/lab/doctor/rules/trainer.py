@@ -37,9 +37,16 @@ def micro_batch_too_small(facts: Facts) -> Answer:
             facts.evidence("trainer/tokens", "tokens of a batch"),
             facts.evidence("trainer/tokens_per_s", "tokens a second"),
         ),
-        gain=facts.saved("trainer", _passes(facts), 0.1 * part, 0.45 * part, 0.8 * part, "larger products are faster, up to a few thousand tokens"),
+        gain=facts.saved(
+            "trainer",
+            _passes(facts),
+            0.1 * part,
+            0.45 * part,
+            0.8 * part,
+            "larger products are faster, up to a few thousand tokens",
+        ),
         change={"trainer.max_tokens_per_micro_batch": int(min(max(few, 2 * now), 1.2 * tokens + 1))},
-    )  # fmt: skip
+    )
 
 
 def checkpointing_not_needed(facts: Facts) -> Answer:
@@ -62,9 +69,11 @@ def checkpointing_not_needed(facts: Facts) -> Answer:
             Evidence("free memory", free, "share of the device's memory at its fullest"),
             facts.evidence("trainer/backward_s", "seconds a step"),
         ),
-        gain=facts.saved("trainer", _passes(facts), 0.4 * again, again, 1.3 * again, "a forward pass is a third of forward and backward"),
+        gain=facts.saved(
+            "trainer", _passes(facts), 0.4 * again, again, 1.3 * again, "a forward pass is a third of forward and backward"
+        ),
         change={"trainer.gradient_checkpointing": "none"},
-    )  # fmt: skip
+    )
 
 
 def offload_not_needed(facts: Facts) -> Answer:
@@ -131,8 +140,8 @@ def imbalance(facts: Facts) -> Answer:
         ),
         gain=facts.saved("trainer", waits, 0.2, 0.5, 0.9, "the work can be divided evenly"),
         change={},
-        advice="Let a step have more groups, so that they can be divided more evenly; look for a slow GPU with `redline show RUN --ledger`.",
-    )  # fmt: skip
+        advice="More groups a step can be divided more evenly; `redline show RUN --ledger` shows whether one GPU is slower.",
+    )
 
 
 def _passes(facts: Facts) -> np.ndarray:

@@ -1,0 +1,221 @@
+"""Every cause, planted in the figures of a healthy run: the doctor names it first, and finds nothing in the healthy one."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import pytest
+
+from redline.lab.doctor.doctor import RULES, examined
+from redline.lab.doctor.facts import Facts
+from redline.lab.doctor.finding import Abstention, Finding
+from redline.telemetry.ledger import LaneLedger, Ledger
+
+STEPS = 12
+RECIPE: dict[str, Any] = {
+    "run": {"device": "cpu", "checkpoint_every": 10},
+    "rollouts": {"groups_per_step": 8, "group_size": 8, "environment": {"name": None, "workers": 8}},
+    "engine": {"max_num_seqs": 256, "enable_prefix_caching": True, "gpu_memory_utilization": 0.5, "options": {}},
+    "trainer": {"gradient_checkpointing": "none", "mini_batches": 1, "epochs": 1, "recompute_old_logprobs": "auto"},
+    "buffer": {"max_lag": 0},
+    "placement": {"engines": 0, "transport": "auto"},
+}
+LOCKSTEP = {
+    "run/step_s": 1.0,
+    "timeline/generation_s": 0.5,
+    "timeline/training_s": 0.48,
+    "timeline/data_s": 0.005,
+    "timeline/unaccounted_s": 0.015,
+    "rollouts/attempts": 64,
+    "rollouts/failures": 0,
+    "rollouts/retries": 0,
+    "rollouts/attempt_latency_p50_s": 0.4,
+    "rollouts/attempt_latency_p99_s": 0.5,
+    "engine/queue_p50_s": 0.001,
+    "engine/batch_size_mean": 60,
+    "engine/prefill_s": 0.05,
+    "engine/preemptions": 0,
+    "engine/kv_use_peak": 0.5,
+    "engine/prompt_tokens": 4000,
+    "trainer/micro_batches": 4,
+    "trainer/tokens": 16_000,
+    "trainer/forward_s": 0.15,
+    "trainer/backward_s": 0.3,
+    "trainer/optimizer_s": 0.02,
+    "trainer/mismatch_kl": 1e-7,
+    "weight_sync/total_s": 0.001,
+}
+BESIDE = {
+    **LOCKSTEP,
+    "timeline/generation_s": 0.0,
+    "timeline/training_s": 0.97,
+    "timeline/wait_for_rollouts_s": 0.01,
+    "timeline_rollouts/generation_s": 0.97,
+    "timeline_rollouts/wait_for_budget_s": 0.02,
+    "buffer/groups_to_score": 0.1,
+}
+QUIET = {
+    "host/machine_cpu_percent": 95.0,
+    "host/cpu_percent": 185.0,
+    "host/children_cpu_percent": 0.0,
+    "host/total_bytes": 24e9,
+    "host/available_bytes": 20e9,
+}
+GPU = {
+    "gpu/0/utilization_percent": 95.0,
+    "gpu/0/memory_total_bytes": 140e9,
+    "gpu/0/memory_used_bytes": 100e9,
+    "gpu/0/sm_clock_mhz": 1900.0,
+    "gpu/0/temperature_c": 60.0,
+    "gpu/0/power_w": 500.0,
+    "gpu/0/power_limit_w": 700.0,
+    "memory/weights_bytes": 1e9,
+    "memory/peak_bytes": 60e9,
+    "memory/offloaded_bytes": 0.0,
+}
+
+
+def facts(
+    steps: Mapping[str, float] = LOCKSTEP,
+    keys: Mapping[str, Any] | None = None,
+    samples: Mapping[str, Any] = QUIET,
+    spans: Mapping[str, float] | None = None,
+    first_s: float = 1.1,
+) -> Facts:
+    """A run of steps that are alike but for 2% of noise."""
+    noise = 1 + 0.02 * np.random.default_rng(0).standard_normal(STEPS)
+    config = {name: dict(section) for name, section in RECIPE.items()}
+    for key, value in (keys or {}).items():
+        *path, last = key.split(".")
+        section = config
+        for part in path:
+            section[part] = section = dict(section.get(part) or {})
+        section[last] = value
+    rows = {name: round(seconds * 1e9) for name, seconds in (spans or {}).items()}
+    main = LaneLedger(sum(rows.values()), rows, 0)
+    return Facts(
+        config=config,
+        steps={name: value * noise for name, value in steps.items()},
+        first={"run/step_s": np.array([first_s, 1.0])},
+        samples={name: np.atleast_1d(np.asarray(value, float)) for name, value in samples.items()},
+        ledger=Ledger({"main": main}),
+        environment={"cpu": {"usable_cores": 2}},
+    )
+
+
+CUDA = {"run.device": "cuda"}
+ON_GPU = {**QUIET, **GPU}
+PLANTED: dict[str, Facts] = {
+    "slow_reward": facts({**LOCKSTEP, "timeline/reward_s": 0.4}),
+    "slow_reward with a lag": facts(
+        {
+            **BESIDE,
+            "timeline/wait_for_rollouts_s": 0.5,
+            "timeline_rollouts/wait_for_budget_s": 0.5,
+            "buffer/groups_to_score": 9,
+        },
+        {"buffer.max_lag": 1},
+    ),
+    "serial_episodes": facts(
+        {**LOCKSTEP, "timeline/wait_for_environments_s": 0.4}, {"rollouts.environment.name": "calculator"}
+    ),
+    "retokenising": facts(
+        {**LOCKSTEP, "rollouts/turns_mean": 5, "engine/prefill_s": 0.3},
+        {"rollouts.environment.name": "calculator", "rollouts.environment.keep_replies": False},
+    ),
+    "loading_stall": facts({**LOCKSTEP, "timeline/data_s": 0.3}),
+    "failed_attempts": facts({**LOCKSTEP, "rollouts/failures": 20}),
+    "low_concurrency": facts({**LOCKSTEP, "engine/queue_p50_s": 0.2, "engine/batch_size_mean": 8}, {"engine.max_num_seqs": 8}),
+    "prefix_cache_off": facts({**LOCKSTEP, "engine/prefill_s": 0.3}, {"engine.enable_prefix_caching": False}),
+    "preemption": facts({**LOCKSTEP, "engine/preemptions": 30, "engine/kv_use_peak": 1.0}),
+    "kv_cache_too_small": facts(
+        {**LOCKSTEP, "engine/kv_use_peak": 1.0, "engine/batch_size_mean": 20, "engine/queue_p50_s": 0.2}
+    ),
+    "kv_cache_too_large": facts(
+        {**LOCKSTEP, "engine/kv_use_peak": 0.1},
+        {**CUDA, "trainer.gradient_checkpointing": "full"},
+        {**ON_GPU, "gpu/0/memory_used_bytes": 130e9},
+    ),
+    "too_much_tensor_parallelism": facts(LOCKSTEP, {**CUDA, "engine.options.tensor_parallel_size": 4}, ON_GPU),
+    "micro_batch_too_small": facts(
+        {**LOCKSTEP, "trainer/micro_batches": 64, "trainer/tokens": 4000}, {"trainer.max_tokens_per_micro_batch": 64}
+    ),
+    "checkpointing_not_needed": facts(LOCKSTEP, {"trainer.gradient_checkpointing": "full"}),
+    "offload_not_needed": facts(
+        {**LOCKSTEP, "trainer/optimizer_s": 0.2},
+        {**CUDA, "trainer.offload_optimizer": True},
+        {**ON_GPU, "memory/offloaded_bytes": 4e9},
+    ),
+    "double_forward": facts({**LOCKSTEP, "trainer/recompute_s": 0.15}, {"trainer.recompute_old_logprobs": True}),
+    "imbalance": facts({**LOCKSTEP, "timeline/wait_for_ranks_s": 0.3}),
+    "long_tail": facts({**LOCKSTEP, "rollouts/attempt_latency_p99_s": 2.0, "engine/batch_size_mean": 12}),
+    "no_overlap": facts(LOCKSTEP, {**CUDA, "placement.engines": 1}, ON_GPU),
+    "staleness_waits": facts(
+        {**BESIDE, "timeline/wait_for_rollouts_s": 0.3, "timeline_rollouts/wait_for_budget_s": 0.3}, {"buffer.max_lag": 1}
+    ),
+    "sync_stall": facts({**LOCKSTEP, "timeline/weight_sync_s": 0.25}),
+    "serialisation": facts(LOCKSTEP, spans={"buffer.pack": 3.0}),
+    "io_bound": facts(LOCKSTEP, spans={"wait.for_checkpoints": 3.0}),
+    "slow_first_step": facts(first_s=9.0),
+    "noisy_neighbour": facts(samples={**QUIET, "host/cpu_percent": 80.0}),
+    "cpu_bound": facts(
+        LOCKSTEP,
+        CUDA,
+        {**ON_GPU, "gpu/0/utilization_percent": 35.0, "host/cpu_percent": 100.0, "host/machine_cpu_percent": 50.0},
+    ),
+    "throttling": facts(
+        LOCKSTEP, CUDA, {**ON_GPU, "gpu/0/sm_clock_mhz": [1900, 1300, 1250, 1250], "gpu/0/temperature_c": 90.0}
+    ),
+    "memory_spike": facts({**LOCKSTEP, "trainer/out_of_memory": 0.5}, CUDA, ON_GPU),
+}
+
+
+@pytest.mark.parametrize("name", PLANTED)
+def test_a_planted_cause_is_the_first_finding(name: str) -> None:
+    findings, _ = examined(PLANTED[name])
+    assert [finding.cause for finding in findings][:1] == [name.split()[0]]
+
+
+def test_every_rule_has_a_planted_cause() -> None:
+    assert {name.split()[0] for name in PLANTED} == set(RULES)
+
+
+@pytest.mark.parametrize(
+    "healthy",
+    [facts(), facts(LOCKSTEP, CUDA, ON_GPU), facts(BESIDE, {"buffer.max_lag": 1})],
+    ids=["lockstep", "on a GPU", "with a lag"],
+)
+def test_a_healthy_run_gets_no_finding(healthy: Facts) -> None:
+    assert examined(healthy)[0] == ()
+
+
+@pytest.mark.parametrize("name", PLANTED)
+def test_a_gain_is_an_interval_within_the_recorded_time_and_a_change_is_written_as_an_override(name: str) -> None:
+    for finding in examined(PLANTED[name])[0]:
+        gain = finding.gain
+        assert 0 <= gain.low_s <= gain.likely_s <= gain.high_s <= PLANTED[name].wall_s * 1.001
+        assert gain.assumption
+        assert finding.evidence
+        assert all("=" in override for override in finding.overrides)
+
+
+def test_on_the_side_that_waits_nothing_is_gained() -> None:
+    """With a lag the trainer bounds this run; a slower reward is hidden behind it."""
+    waits = {
+        **BESIDE,
+        "timeline_rollouts/wait_for_budget_s": 0.5,
+        "timeline_rollouts/reward_s": 0.3,
+        "timeline/wait_for_rollouts_s": 0,
+    }
+    found = RULES["slow_reward"](facts(waits, {"buffer.max_lag": 1}))
+    assert isinstance(found, Finding)
+    assert found.gain.likely_s == 0
+
+
+def test_what_was_not_recorded_is_said() -> None:
+    unsampled = facts(LOCKSTEP, {**CUDA, "trainer.offload_optimizer": True}, {})
+    assert {"noisy_neighbour", "throttling", "cpu_bound", "offload_not_needed"} <= {
+        answer.cause for answer in examined(unsampled)[1] if isinstance(answer, Abstention)
+    }
