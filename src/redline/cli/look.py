@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -69,8 +69,14 @@ def report(
     from redline.web.report import write_report
 
     target = output or run / "report.html"
-    write_report(run, target)
+    write_report(run, target, _explained)
     typer.echo(target)
+
+
+def _explained(run: Run) -> dict[str, Any]:
+    from redline.lab.doctor.doctor import diagnose
+
+    return diagnose(run).as_json()
 
 
 def dash(
@@ -91,7 +97,7 @@ def dash(
 
     try:
         with bind(host, port) as listener:
-            serve_pages(runs or [Path("runs")], host, listener)
+            serve_pages(runs or [Path("runs")], host, listener, _explained)
     except KeyboardInterrupt:
         raise typer.Exit(130) from None
 

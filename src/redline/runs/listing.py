@@ -10,7 +10,7 @@ from pathlib import Path
 
 from redline.errors import RunFolderError
 from redline.runs.columns import Json
-from redline.runs.reader import RunReader
+from redline.runs.reader import Explain, RunReader
 from redline.runs.trajectories import Trajectories
 
 _DEPTH = 2
@@ -20,8 +20,9 @@ _DEPTH = 2
 class Runs:
     """Safe to use from several threads."""
 
-    def __init__(self, paths: Sequence[Path]) -> None:
-        """Each is a run, or a folder with runs in it, now or later."""
+    def __init__(self, paths: Sequence[Path], explain: Explain | None = None) -> None:
+        """Each path is a run, or a folder with runs in it, now or later."""
+        self._explain = explain
         for path in paths:
             if not path.is_dir():
                 raise RunFolderError(f"{path}: no such folder", "give a run folder, or a folder that holds some")
@@ -43,7 +44,7 @@ class Runs:
             for folder in found:
                 if folder not in self._ids:
                     self._ids[folder] = name = self._free_name(folder)
-                    self._readers[name] = RunReader(folder)
+                    self._readers[name] = RunReader(folder, self._explain)
             for folder in self._ids.keys() - set(found):
                 name = self._ids.pop(folder)
                 del self._readers[name]

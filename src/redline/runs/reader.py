@@ -16,7 +16,7 @@ import threading
 import time
 import zlib
 from collections import Counter, deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -43,6 +43,10 @@ MOST_EVALUATIONS = 500
 MOST_ALERTS = 500
 """The newest, of those that a page gets at once."""
 _SPARK_POINTS = 120
+Explain = Callable[[Run], Mapping[str, Json]]
+"""What explains a run on its page: `lab.doctor` does, and whoever makes a reader brings it along."""
+AGAIN = 1.1
+"""A run is explained again when it has grown by this factor, and when it ends."""
 
 
 @dataclass(slots=True, frozen=True)
@@ -76,8 +80,11 @@ class Cursor:
 class RunReader:
     """Reads a run's files, of which it keeps the numbers; safe to use from several threads."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, explain: Explain | None = None) -> None:
         self.run = Run.open(path)
+        self._explain = explain
+        self._explained: tuple[int, bool, Mapping[str, Json]] = (0, False, {})
+        """After how many steps, whether the run had ended, and what was said."""
         self.folder = self.run.folder
         self._lock = threading.Lock()
         self._left_out = LeftOut(self.folder)
@@ -215,12 +222,20 @@ class RunReader:
             **facts,
             "learned": self._learned.document(self.steps, is_running=facts["status"] in ("starting", "running")),
             "verdict": asdict(bound_of(self._phases, ledger, max_lag)),
+            "doctor": self._doctor(ledger is not None),
             "targets": self._targets(config),
             "ledger": _ledger_json(ledger) if ledger else None,
             "phases": dict(self._phases),
             "alerts": len(self._alerts),
             "left_out": self._left_out.sentences(self._samples_left_out()),
         }
+
+    def _doctor(self, has_ended: bool) -> Mapping[str, Json]:
+        """What explains the run; not anew for every step, since it reads all of them."""
+        steps, ended, _ = self._explained
+        if self._explain and (len(self.steps) > AGAIN * steps or ended != has_ended):
+            self._explained = (len(self.steps), has_ended, self._explain(self.run))
+        return self._explained[2]
 
     def _targets(self, config: Mapping[str, Any]) -> list[dict[str, Json]]:
         """Judged again when there is something new to judge."""

@@ -26,6 +26,7 @@ from starlette.routing import Route
 from redline.addresses import is_loopback
 from redline.runs.columns import Json
 from redline.runs.listing import Runs
+from redline.runs.reader import Explain
 from redline.web.guard import Guard
 from redline.web.page import live_page, script, style
 
@@ -93,9 +94,9 @@ def make_app(runs: Runs, host: str = "127.0.0.1", token: str | None = None) -> S
     )
 
 
-def serve(paths: Sequence[Path], host: str, listener: socket.socket) -> None:
+def serve(paths: Sequence[Path], host: str, listener: socket.socket, explain: Explain | None = None) -> None:
     """Serve until a signal. An address that others can reach gets a token, which is part of the address printed."""
-    runs = Runs(paths)
+    runs = Runs(paths, explain)
     token = None if is_loopback(host) else secrets.token_urlsafe(24)
     names = runs.names()
     path = f"/run/{quote(names[0], safe='')}" if len(names) == 1 and len(paths) == 1 else "/"

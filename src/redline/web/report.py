@@ -5,15 +5,15 @@ from __future__ import annotations
 from pathlib import Path
 
 from redline.errors import RunFolderError
-from redline.runs.reader import RunReader
+from redline.runs.reader import Explain, RunReader
 from redline.runs.trajectories import Trajectories
 from redline.telemetry.files.durable import replace_file
 from redline.web.page import report_page
 
 
-def write_report(run: Path, target: Path) -> None:
-    """The page of a run that has ended, or of one as far as it has come."""
-    reader = RunReader(run)
+def write_report(run: Path, target: Path, explain: Explain | None = None) -> None:
+    """Write the page of a run that has ended, or of one as far as it has come."""
+    reader = RunReader(run, explain)
     document = reader.document()
     document["trajectories"] = Trajectories(reader.run).chosen()
     try:

@@ -57,6 +57,31 @@ function verdictPart({ head }) {
   ];
 }
 
+// Findings of the doctor: the first is open, since it is the one to begin with.
+function doctorPart({ head: { doctor } }) {
+  const share = (value) => percent(doctor.wall_s ? value / doctor.wall_s : 0);
+  const finding = (found, place) => h("details", { class: "finding", open: place === 0 },
+    h("summary", {}, h("b", {}, found.title), h("span", { class: "gain" }, `about ${share(found.gain.likely_s)} of the time`)),
+    h("p", {}, `${found.why} Predicted: ${share(found.gain.low_s)} to ${share(found.gain.high_s)}, if ${found.gain.assumption}.`),
+    h("dl", { class: "evidence" }, found.evidence.map((each) => [
+      h("dt", {}, each.name), h("dd", {}, typeof each.value === "number" ? number(each.value) : String(each.value), h("small", {}, ` ${each.says}`), seriesOf(each))])),
+    found.advice ? h("p", {}, found.advice) : null,
+    found.prove ? h("pre", { class: "prove" }, found.prove) : null);
+  const untold = doctor.abstentions.map(({ cause, why }) => `${cause.replaceAll("_", " ")} (${why})`);
+  return [
+    h("p", { class: "details" }, doctor.verdict),
+    ...doctor.findings.map(finding),
+    untold.length ? h("p", { class: "flat muted" }, `What the recording cannot tell: ${untold.join("; ")}.`) : null,
+  ];
+}
+
+function seriesOf({ series, name }) {
+  if (series.length < 2) return null;
+  const canvas = h("canvas", { class: "spark", role: "img", "aria-label": `${name} over the steps` });
+  spark(canvas, series, "muted");
+  return canvas;
+}
+
 function targetsPart({ head }) {
   const words = { true: ["met", "●"], false: ["missed", "▲"] };
   const shown = head.targets.filter((target) => target.value !== null), rest = head.targets.filter((target) => target.value === null);

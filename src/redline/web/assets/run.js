@@ -85,6 +85,7 @@ class RunPage {
   constructor(run, trajectories) {
     this.run = run;
     this.made = new Map();
+    this.texts = new Map();
     this.flat = { learning: h("p", { class: "flat muted" }), speed: h("p", { class: "flat muted" }) };
     const part = (name) => (this[name] = h("div"));
     const grid = (name) => (this[name] = h("div", { class: "charts" }));
@@ -97,6 +98,7 @@ class RunPage {
       alerts: section("Alerts", null, part("alerts")),
       learned: section("Did it learn?", null, part("outcome"), grid("learned")),
       bound: section("What took the time?", null, part("bound")),
+      doctor: section("What to change", "the most recoverable time first", part("doctor")),
       targets: section("Key metrics", "against their targets", part("targets")),
       learning: section("Learning", h("span", { class: "on-screen" }, "Drag over a chart to zoom, double-click to see all."), grid("learning"), this.flat.learning),
       timeline: section("Steps", "where each step's time went, in the lane of the loop", grid("timeline")),
@@ -127,9 +129,10 @@ class RunPage {
     this.bound.replaceChildren(...verdictPart(run).filter(Boolean));
     this.notice.textContent = noticeOf(run);
     this.notice.hidden = !this.notice.textContent;
+    this.fillOnce("doctor", head.doctor, head.doctor?.verdict, () => doctorPart(run).filter(Boolean));
     this.fill("targets", head.targets.length, () => targetsPart(run).filter(Boolean));
     this.fill("alerts", run.alerts.length, () => alertsPart(run));
-    this.fillLedger(head.ledger);
+    this.fillOnce("ledger", head.ledger, head.ledger?.length, () => ledgerPart(run));
     this.fill("percentiles", run.steps.step.length, () => [percentilesPart(run)]);
     this.makeCharts();
     for (const name of ["learning", "timeline", "speed", "memory"]) this.sections[name].hidden = !this[name].childElementCount;
@@ -142,12 +145,12 @@ class RunPage {
     if (is) this[name].replaceChildren(...make());
   }
 
-  // It is written once, at the end; opened lanes stay open meanwhile.
-  fillLedger(ledger) {
-    const text = JSON.stringify(ledger);
-    if (text === this.ledgerText) return;
-    this.ledgerText = text;
-    this.fill("ledger", ledger?.length, () => ledgerPart(this.run));
+  // Only where it has changed: what a person has opened stays open meanwhile.
+  fillOnce(name, value, is, make) {
+    const text = JSON.stringify(value);
+    if (text === this.texts.get(name)) return;
+    this.texts.set(name, text);
+    this.fill(name, is, make);
   }
 
   // What never changes is a sentence, not a chart.
