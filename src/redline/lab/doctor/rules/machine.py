@@ -58,7 +58,7 @@ def noisy_neighbour(facts: Facts) -> Answer:
         ),
         gain=facts.saved(
             _worker(facts),
-            facts.steps["run/step_s"],
+            facts.phases(("generation", "training"), _worker(facts)),
             0.3 * taken,
             0.8 * taken,
             min(1.0, 1.2 * taken),

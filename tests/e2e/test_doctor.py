@@ -1,0 +1,51 @@
+"""`redline doctor`: a run with a known fault has that fault as its first finding, with a command that proves the remedy."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from support.processes import only_run, redline, succeed, write_letters
+
+SLOW = """
+import time
+from redline import Task
+
+
+class Slow:
+    def __init__(self, seed=0):
+        pass
+
+    def train(self, index):
+        return Task(f"slow/{index}", [{"role": "user", "content": f"say {index}"}])
+
+    def held_out(self, count):
+        return []
+
+    def score(self, task, text):
+        time.sleep(0.02)
+        return float(len(text) % 3)
+"""
+
+
+def test_a_slow_reward_is_the_first_finding_of_the_verb_and_of_the_report(tmp_path: Path) -> None:
+    (tmp_path / "slow.py").write_text(SLOW)
+    task = {"kind": "import", "path": "slow:Slow", "folder": "."}
+    write_letters(tmp_path, run={"steps": 7}, rollouts={"task": task, "evaluation": {"num_tasks": 0}})
+    succeed("train", "letters.yaml", cwd=tmp_path)
+    folder = only_run(tmp_path)
+    found = json.loads(succeed("doctor", folder.path, "--json", cwd=tmp_path))
+    first = next(finding for finding in found["findings"] if finding["cause"] != "noisy_neighbour")  # other tests may run
+    assert first["cause"] == "slow_reward"
+    assert first["share"] > 0.1
+    said = succeed("doctor", folder.path.relative_to(tmp_path), cwd=tmp_path)
+    assert "Rewards hold up the run." in said
+    assert "prove: redline compare runs/" in said
+    succeed("report", folder.path, cwd=tmp_path)
+    assert "Rewards hold up the run." in (folder.path / "report.html").read_text()
+
+
+def test_what_is_no_run_is_refused_in_a_sentence(tmp_path: Path) -> None:
+    refused = redline("doctor", tmp_path, cwd=tmp_path)
+    assert refused.returncode == 2
+    assert "not a run folder" in refused.stderr
