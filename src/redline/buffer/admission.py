@@ -20,7 +20,7 @@ places that `num_urgent` keeps for the oldest, no group is ever too old, and all
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 
 def most_at_once(max_lag: int, groups_per_step: int) -> int:
@@ -40,10 +40,14 @@ def room(num_alive: int, target: int, max_lag: int, groups_per_step: int, steps_
 
 def must_wait(begun_versions: Iterable[int], version: int, max_lag: int, groups_per_step: int) -> bool:
     """Whether a batch at `version` would leave too few later batches for the groups under way, begun at `begun_versions`."""
-    slack = Counter(begun + max_lag - version for begun in begun_versions)
+    return must_wait_of(Counter(begun_versions), version, max_lag, groups_per_step)
+
+
+def must_wait_of(begun: Mapping[int, int], version: int, max_lag: int, groups_per_step: int) -> bool:
+    """The same where the groups under way are counted: version → how many were begun at it."""
     under_way = 0
     for k in range(max_lag + 1):
-        under_way += slack[k]
+        under_way += begun.get(version - max_lag + k, 0)
         if under_way > k * groups_per_step:
             return True
     return False
@@ -56,9 +60,13 @@ def num_urgent(oldest_versions: Iterable[int], version: int, max_lag: int, group
     batches from this one on; the later ones take k · B, and what is more than that is due now. Groups beyond the budget are not
     counted: nothing saves them.
     """
-    slack = Counter(oldest + max_lag - version for oldest in oldest_versions)
+    return num_urgent_of(Counter(oldest_versions), version, max_lag, groups_per_step)
+
+
+def num_urgent_of(oldest: Mapping[int, int], version: int, max_lag: int, groups_per_step: int) -> int:
+    """The same where the groups are counted: oldest version → how many there are."""
     due = due_so_far = 0
     for k in range(max_lag + 1):
-        due_so_far += slack[k]
+        due_so_far += oldest.get(version - max_lag + k, 0)
         due = max(due, due_so_far - k * groups_per_step)
     return min(due, groups_per_step)

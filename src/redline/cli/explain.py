@@ -1,4 +1,4 @@
-"""The verbs that explain: keys and doctor."""
+"""The verbs that explain: keys, doctor and simulate."""
 
 from __future__ import annotations
 
@@ -61,6 +61,24 @@ def doctor(
 
     diagnosis = diagnose(Run.open(run))
     typer.echo(json.dumps(diagnosis.as_json()) if as_json else "\n".join(lines_of(diagnosis)))
+
+
+def simulate(
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="A run folder.")],
+    overrides: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="KEY=VALUE", help="What to change: buffer.max_lag=1, placement.engines=4, lengths=2, …"),
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document.")] = False,
+) -> None:
+    """Say how long a step would take with other settings, from what a run recorded."""
+    from redline.lab.simulate.recorded import Recording
+    from redline.lab.simulate.text import lines_of
+    from redline.lab.simulate.whatif import simulate as answered
+    from redline.runs import Run
+
+    answer = answered(Recording.of(Run.open(run)), overrides or [])
+    typer.echo(json.dumps(answer.as_json()) if as_json else "\n".join(lines_of(answer)))
 
 
 def groups() -> tuple[Group, ...]:

@@ -1,0 +1,84 @@
+"""What work costs, as functions of its size: fitted to a recorded run, with the range that the recording supports."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+
+@dataclass(slots=True, frozen=True)
+class Range:
+    """Sizes that were seen."""
+
+    low: float
+    high: float
+
+    def beyond(self, size: float) -> float:
+        """How many times outside of the range a size is; 1 inside."""
+        if size > self.high > 0:
+            return size / self.high
+        return self.low / size if 0 < size < self.low else 1.0
+
+
+@dataclass(slots=True, frozen=True)
+class EngineCost:
+    """Seconds of an engine's step, and of prompts."""
+
+    step_s: float
+    """However few rows there are."""
+    row_s: float
+    """For each row more."""
+    prompt_token_s: float
+    """For each token of a prompt that is computed."""
+    rows: Range
+    error: float
+    """Share of the recorded time by which the fit is off, per step of the run (root of the mean square)."""
+
+    def decode_s(self, rows: float) -> float:
+        """Seconds until each of so many rows has its next token."""
+        return self.step_s + self.row_s * rows
+
+
+@dataclass(slots=True, frozen=True)
+class TrainerCost:
+    """Seconds of a training step."""
+
+    step_s: float
+    token_s: float
+    tokens: Range
+    error: float
+
+    def seconds(self, tokens: float) -> float:
+        return self.step_s + self.token_s * tokens
+
+
+def engine_cost(seconds: np.ndarray, steps: np.ndarray, tokens: np.ndarray, prompts: np.ndarray) -> EngineCost:
+    """Fit the cost of an engine to what it took in each step of a run: seconds, its own steps, tokens sampled, and tokens of
+    prompts computed. No part is negative."""
+    (step_s, row_s, prompt_s), error = _fitted(np.stack([steps, tokens, prompts], axis=1), seconds)
+    rows = tokens / np.maximum(1, steps)
+    return EngineCost(step_s, row_s, prompt_s, Range(1.0, float(rows.max(initial=1.0))), error)
+
+
+def trainer_cost(seconds: np.ndarray, tokens: np.ndarray) -> TrainerCost:
+    """Fit the cost of a training step to what it took in each step of a run."""
+    (step_s, token_s), error = _fitted(np.stack([np.ones_like(tokens), tokens], axis=1), seconds)
+    return TrainerCost(step_s, token_s, Range(float(tokens.min(initial=0.0)), float(tokens.max(initial=0.0))), error)
+
+
+def _fitted(sizes: np.ndarray, seconds: np.ndarray) -> tuple[Sequence[float], float]:
+    """Least squares without negative parts: a part that would be negative is left out, and the others are fitted again."""
+    used = [column for column in range(sizes.shape[1]) if sizes[:, column].any()]
+    scale = np.abs(sizes).max(axis=0, initial=1e-30)
+    parts = np.zeros(sizes.shape[1])
+    while used:
+        found = np.linalg.lstsq(sizes[:, used] / scale[used], seconds, rcond=None)[0] / scale[used]
+        if (found >= 0).all():
+            parts[used] = found
+            break
+        used.pop(int(np.argmin(found)))
+    predicted = sizes @ parts
+    error = float(np.sqrt(np.mean((predicted - seconds) ** 2)) / max(1e-12, float(np.mean(seconds))))
+    return parts.tolist(), error

@@ -1,0 +1,109 @@
+"""What a simulation needs of a recorded run: how long attempts are, what each stage takes, how the run was set up."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from redline.errors import RunFolderError
+from redline.lab.doctor.facts import FEWEST, TRAINER_WAITS, Facts
+from redline.lab.simulate.costs import EngineCost, TrainerCost, engine_cost, trainer_cost
+from redline.runs.run import Run
+from redline.telemetry.summary.timeline import PREFIX
+
+_SIMULATED = (
+    *TRAINER_WAITS, "generation", "training", "environment", "reward", "weight_sync",
+    "wait_for_engine", "wait_for_environments", "wait_for_rewards",
+)  # fmt: skip
+"""Phases of the main thread that the simulation makes itself; everything else is `other_s`."""
+
+
+@dataclass(slots=True, frozen=True)
+class Group:
+    """A group as it was sampled."""
+
+    tokens: tuple[int, ...]
+    """Sampled in each attempt."""
+    environment_s: tuple[float, ...]
+    """Of each attempt, between its turns and for its reward."""
+    prompt_tokens: int
+
+
+@dataclass(slots=True, frozen=True)
+class Recording:
+    """A run, as a simulation takes it."""
+
+    groups: tuple[Group, ...]
+    engine: EngineCost
+    trainer: TrainerCost
+    sync_s: float
+    other_s: float
+    """Seconds of a step in the main thread for everything else."""
+    trained_share: float
+    """Tokens through the trainer over those sampled: prompts come on top, and count once per micro-batch."""
+    config: dict[str, Any]
+    step_s: np.ndarray
+    """As measured, of the steady steps."""
+    lags: np.ndarray
+    """Mean lag of the batches, as measured."""
+
+    @classmethod
+    def of(cls, run: Run) -> Recording:
+        """Read a run. Raises `RunFolderError` where it recorded too little. Blocks for as long as its logs take to read."""
+        facts = Facts.of(run)
+        if facts.num_steps < FEWEST:
+            raise RunFolderError(
+                f"{run.folder.shown}: {facts.num_steps} steps after the first ones are too few to simulate from",
+                f"record at least {FEWEST + 2} steps",
+            )
+        groups = _groups(run)
+        generation = facts.phase("generation", "rollouts")
+        sampled = np.maximum(1.0, _column(facts, "engine/generated_tokens"))
+        return cls(
+            groups=groups,
+            engine=engine_cost(generation, _column(facts, "engine/steps"), sampled, _column(facts, "engine/prompt_tokens")),
+            trainer=trainer_cost(facts.phase("training"), _column(facts, "trainer/tokens")),
+            sync_s=float((facts.phase("weight_sync")).mean()),
+            other_s=_other_s(facts),
+            trained_share=float(_column(facts, "trainer/tokens").mean() / max(1.0, _sampled_per_step(groups, facts))),
+            config=dict(run.config),
+            step_s=_column(facts, "run/step_s"),
+            lags=_column(facts, "buffer/lag_mean"),
+        )
+
+
+def _column(facts: Facts, metric: str) -> np.ndarray:
+    return np.nan_to_num(facts.steps.get(metric, np.zeros(facts.num_steps)))
+
+
+def _groups(run: Run) -> tuple[Group, ...]:
+    table = run.trajectories().select(["group", "attempt", "turns", "score_s", "loss_mask"]).to_pylist()
+    found: dict[int, dict[int, list[dict[str, Any]]]] = {}
+    for row in table:
+        found.setdefault(row["group"], {}).setdefault(row["attempt"], []).append(row)
+    groups = tuple(_group(attempts) for attempts in found.values())
+    if not groups:
+        raise RunFolderError(f"{run.folder.shown}: no attempt is stored", "set buffer.max_bytes so that the store keeps some")
+    return groups
+
+
+def _group(attempts: dict[int, list[dict[str, Any]]]) -> Group:
+    tokens, environment, prompts = [], [], []
+    for rows in attempts.values():
+        tokens.append(sum(sum(row["loss_mask"]) for row in rows))
+        turns = [turn for row in rows for turn in row["turns"]]
+        environment.append(sum(turn["environment_s"] or 0.0 for turn in turns) + max(row["score_s"] or 0.0 for row in rows))
+        prompts.append(sum(len(row["loss_mask"]) - sum(row["loss_mask"]) for row in rows))
+    return Group(tuple(tokens), tuple(environment), min(prompts))
+
+
+def _sampled_per_step(groups: tuple[Group, ...], facts: Facts) -> float:
+    mean = float(np.mean([sum(group.tokens) for group in groups]))
+    return mean * float(facts.setting("rollouts.groups_per_step", 1))
+
+
+def _other_s(facts: Facts) -> float:
+    names = {name.removeprefix(PREFIX).removesuffix("_s") for name in facts.steps if name.startswith(PREFIX)}
+    return float(facts.phases(sorted(names - set(_SIMULATED))).mean()) if names else 0.0

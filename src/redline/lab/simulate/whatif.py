@@ -1,0 +1,246 @@
+"""`redline simulate RUN KEY=VALUE …`: what is changed, whether the recording supports it, and what comes of it beside the
+recorded run replayed, whose step time is known."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from random import Random
+from typing import Any
+
+import numpy as np
+
+from redline.errors import ConfigError
+from redline.lab.simulate.events import Loop, Simulator
+from redline.lab.simulate.recorded import Group, Recording
+
+SEEDS = 5
+MOST_ATTEMPTS = 60_000
+"""Attempts of one simulated run: fewer steps are taken where steps are large, and the rest is alike."""
+FEWEST_STEPS = 12
+SKIPPED = 2
+"""First steps, which fill the pipeline."""
+MOST_BEYOND = 4.0
+"""How far outside of what was recorded a size may be, as a factor."""
+MOST_OFF = 0.25
+"""How far the replay of the recorded run may be from its measurement before nothing is said."""
+PER_DOUBLING = {"tensor_parallel": 1.6, "trainers": 1.8}
+"""Times faster with twice the devices: assumed, since one run records one number of them."""
+
+
+@dataclass(slots=True, frozen=True)
+class WhatIf:
+    """The settings of a simulated loop."""
+
+    engines: int
+    """Engines that sample; `placement.engines`, where 0 is one in the trainer's process."""
+    max_num_seqs: int
+    groups_per_step: int
+    group_size: int
+    max_lag: int
+    lengths: float = 1.0
+    """Tokens of every answer, over those recorded."""
+    environments: float = 1.0
+    """Seconds of environments and rewards, over those recorded."""
+    tensor_parallel: int = 1
+    """Devices of each engine, over those recorded."""
+    trainers: int = 1
+    """Trainer ranks, over those recorded."""
+    steps: int = 1000
+    failure_every_h: float = 0.0
+    """Mean hours between two losses of one engine; 0: never."""
+    recovery_s: float = 60.0
+
+
+KEYS = {
+    "placement.engines": "engines",
+    "engine.max_num_seqs": "max_num_seqs",
+    "rollouts.groups_per_step": "groups_per_step",
+    "rollouts.group_size": "group_size",
+    "buffer.max_lag": "max_lag",
+    "run.steps": "steps",
+    "lengths": "lengths",
+    "environments": "environments",
+    "tensor_parallel": "tensor_parallel",
+    "trainers": "trainers",
+    "failure_every_h": "failure_every_h",
+    "recovery_s": "recovery_s",
+}
+"""What may be changed: a recipe's key where there is one, else a word → the field of `WhatIf`."""
+
+
+@dataclass(slots=True, frozen=True)
+class Prediction:
+    """A step's time, simulated with several seeds."""
+
+    step_s: float
+    low_s: float
+    high_s: float
+    lags: Mapping[int, float]
+    """Lag → share of the groups that were trained on at it."""
+    trainer_waits: float
+    """Share of the time."""
+    engines_busy: float
+    """Share of the engines' time with at least one row."""
+    samples_per_s: float
+
+
+@dataclass(slots=True, frozen=True)
+class Answer:
+    """A what-if beside what was measured."""
+
+    measured_s: float
+    replayed: Prediction
+    """The recorded settings."""
+    simulated: Prediction
+    assumptions: tuple[str, ...]
+
+    @property
+    def error(self) -> float:
+        """By how much the replay is off: above 0, it is slower than the run was."""
+        return self.replayed.step_s / self.measured_s - 1
+
+    @property
+    def speedup(self) -> float:
+        """Samples per second over those of the replay."""
+        return self.simulated.samples_per_s / self.replayed.samples_per_s
+
+    def as_json(self) -> dict[str, Any]:
+        return {**asdict(self), "error": self.error, "speedup": self.speedup}
+
+
+def recorded_settings(config: Mapping[str, Any]) -> WhatIf:
+    """The settings that a run was recorded with."""
+    of = lambda section, key, default: (config.get(section) or {}).get(key) or default  # noqa: E731
+    return WhatIf(
+        engines=of("placement", "engines", 1),
+        max_num_seqs=of("engine", "max_num_seqs", 256),
+        groups_per_step=of("rollouts", "groups_per_step", 8),
+        group_size=of("rollouts", "group_size", 8),
+        max_lag=of("buffer", "max_lag", 0),
+    )
+
+
+def changed(settings: WhatIf, overrides: Sequence[str]) -> WhatIf:
+    """Apply `key=value` texts. Raises `ConfigError` for what cannot be simulated."""
+    values: dict[str, Any] = {}
+    for override in overrides:
+        key, is_given, text = override.partition("=")
+        if key not in KEYS or not is_given:
+            raise ConfigError(f"{override}: cannot be simulated", f"one of {', '.join(f'{known}=' for known in KEYS)}")
+        field = KEYS[key]
+        kind = type(getattr(settings, field))
+        try:
+            value = kind(text)
+        except ValueError:
+            raise ConfigError(f"{override}: not a {'whole ' if kind is int else ''}number", f"such as {key}=2") from None
+        least = 0 if field in ("max_lag", "failure_every_h", "engines") else 1 if kind is int else 1e-9
+        if value < least:
+            raise ConfigError(f"{override}: less than {least:g}", f"such as {key}=2")
+        values[field] = max(1, value) if field == "engines" else value
+    return replace(settings, **values)
+
+
+def simulate(recording: Recording, overrides: Sequence[str]) -> Answer:
+    """Answer a what-if. Raises `ConfigError` outside of what the recording supports. Blocks for seconds."""
+    recorded = recorded_settings(recording.config)
+    wanted = changed(recorded, overrides)
+    assumptions = tuple(_supported(recording, recorded, wanted))
+    measured_s, replayed = float(recording.step_s.mean()), _predicted(recording, recorded, recorded)
+    if abs(replayed.step_s / measured_s - 1) > MOST_OFF:
+        raise ConfigError(
+            f"the recorded run itself cannot be explained: replayed, its steps take {replayed.step_s:.3g} s, and they took"
+            f" {measured_s:.3g} s",
+            "record more steps on a quiet machine; `redline doctor RUN` says what else took the time",
+        )
+    return Answer(measured_s, replayed, _predicted(recording, recorded, wanted), assumptions)
+
+
+def _supported(recording: Recording, recorded: WhatIf, wanted: WhatIf) -> list[str]:
+    """What has to be assumed. Raises `ConfigError` where too much would have to be."""
+    attempts = wanted.groups_per_step * wanted.group_size * (wanted.max_lag + 1)
+    rows = min(wanted.max_num_seqs, attempts / wanted.engines)
+    beyond = recording.engine.rows.beyond(rows)
+    if beyond > MOST_BEYOND:
+        raise ConfigError(
+            f"an engine would decode about {rows:.0f} rows at once, and {recording.engine.rows.high:.0f} were recorded",
+            "record a run with larger batches, or add engines",
+        )
+    assumed = []
+    if beyond > 1:
+        assumed.append(f"a step of {rows:.0f} rows costs what smaller ones say; {recording.engine.rows.high:.0f} were recorded")
+    for field, factor in PER_DOUBLING.items():
+        if getattr(wanted, field) > 1:
+            assumed.append(f"{field.replace('_', ' ')}: twice the devices are {factor:g} times as fast")
+    if wanted.lengths != 1:
+        assumed.append("all answers are longer or shorter by the same factor")
+    if recorded.max_lag == 0 < wanted.max_lag and _one_device(recording):
+        assumed.append("trainer and engine have the device in turn while both work")
+    return assumed
+
+
+def _one_device(recording: Recording) -> bool:
+    return not (recording.config.get("placement") or {}).get("engines")
+
+
+def _predicted(recording: Recording, recorded: WhatIf, wanted: WhatIf) -> Prediction:
+    attempts = wanted.groups_per_step * wanted.group_size
+    steps = SKIPPED + max(FEWEST_STEPS, min(wanted.steps, MOST_ATTEMPTS // attempts))
+    outcomes = [Simulator(_loop(recording, recorded, wanted, steps, seed)).run() for seed in range(SEEDS)]
+    means = [float(np.mean(outcome.step_s[SKIPPED:])) for outcome in outcomes]
+    lags = Counter(lag for outcome in outcomes for lag in outcome.lags)
+    step_s = float(np.mean(means))
+    return Prediction(
+        step_s=step_s,
+        low_s=min(means),
+        high_s=max(means),
+        lags={lag: count / lags.total() for lag, count in sorted(lags.items())},
+        trainer_waits=_mean(outcome.trainer_waits_s / outcome.seconds for outcome in outcomes),
+        engines_busy=_mean(outcome.busy_s / outcome.seconds / wanted.engines for outcome in outcomes),
+        samples_per_s=attempts / step_s,
+    )
+
+
+def _loop(recording: Recording, recorded: WhatIf, wanted: WhatIf, steps: int, seed: int) -> Loop:
+    engine, trainer = recording.engine, recording.trainer
+    faster = _times_faster("tensor_parallel", wanted.tensor_parallel)
+    per_token = trainer.token_s * recording.trained_share / _times_faster("trainers", wanted.trainers)
+    return Loop(
+        groups=tuple(_changed_group(group, wanted, Random(seed)) for group in recording.groups),
+        engine=replace(
+            engine, step_s=engine.step_s / faster, row_s=engine.row_s / faster, prompt_token_s=engine.prompt_token_s / faster
+        ),
+        engines=wanted.engines,
+        rows=wanted.max_num_seqs,
+        groups_per_step=wanted.groups_per_step,
+        max_lag=wanted.max_lag,
+        train_s=per_token,
+        step_s=trainer.step_s + recording.other_s,
+        sync_s=recording.sync_s,
+        steps=steps,
+        shares_device=recorded.max_lag == 0 < wanted.max_lag and _one_device(recording),
+        failure_every_s=3600 * wanted.failure_every_h / wanted.engines,
+        recovery_s=wanted.recovery_s,
+        seed=seed,
+    )
+
+
+def _changed_group(group: Group, wanted: WhatIf, draw: Random) -> Group:
+    """A group with as many attempts as wanted, drawn from its own."""
+    chosen = range(len(group.tokens))
+    if len(chosen) != wanted.group_size:
+        chosen = [draw.randrange(len(group.tokens)) for _ in range(wanted.group_size)]  # type: ignore[assignment]
+    return Group(
+        tuple(max(1, round(group.tokens[index] * wanted.lengths)) for index in chosen),
+        tuple(group.environment_s[index] * wanted.environments for index in chosen),
+        group.prompt_tokens,
+    )
+
+
+def _times_faster(what: str, times: int) -> float:
+    return float(PER_DOUBLING[what] ** np.log2(times))
+
+
+def _mean(values: Any) -> float:
+    return float(np.mean(list(values)))
