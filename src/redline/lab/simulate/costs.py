@@ -54,12 +54,13 @@ class TrainerCost:
         return self.step_s + self.token_s * tokens
 
 
-def engine_cost(seconds: np.ndarray, steps: np.ndarray, tokens: np.ndarray, prompts: np.ndarray) -> EngineCost:
+def engine_cost(
+    seconds: np.ndarray, steps: np.ndarray, tokens: np.ndarray, prompts: np.ndarray, most_rows: float
+) -> EngineCost:
     """Fit the cost of an engine to what it took in each step of a run: seconds, its own steps, tokens sampled, and tokens of
-    prompts computed. No part is negative."""
+    prompts computed; `most_rows` were decoded at once. No part is negative."""
     (step_s, row_s, prompt_s), error = _fitted(np.stack([steps, tokens, prompts], axis=1), seconds)
-    rows = tokens / np.maximum(1, steps)
-    return EngineCost(step_s, row_s, prompt_s, Range(1.0, float(rows.max(initial=1.0))), error)
+    return EngineCost(step_s, row_s, prompt_s, Range(1.0, most_rows), error)
 
 
 def trainer_cost(seconds: np.ndarray, tokens: np.ndarray) -> TrainerCost:

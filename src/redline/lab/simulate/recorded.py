@@ -63,7 +63,9 @@ class Recording:
         sampled = np.maximum(1.0, _column(facts, "engine/generated_tokens"))
         return cls(
             groups=groups,
-            engine=engine_cost(generation, _column(facts, "engine/steps"), sampled, _column(facts, "engine/prompt_tokens")),
+            engine=engine_cost(
+                generation, _column(facts, "engine/steps"), sampled, _column(facts, "engine/prompt_tokens"), _most_rows(facts)
+            ),
             trainer=trainer_cost(facts.phase("training"), _column(facts, "trainer/tokens")),
             sync_s=float((facts.phase("weight_sync")).mean()),
             other_s=_other_s(facts),
@@ -97,6 +99,13 @@ def _group(attempts: dict[int, list[dict[str, Any]]]) -> Group:
         environment.append(sum(turn["environment_s"] or 0.0 for turn in turns) + max(row["score_s"] or 0.0 for row in rows))
         prompts.append(sum(len(row["loss_mask"]) - sum(row["loss_mask"]) for row in rows))
     return Group(tuple(tokens), tuple(environment), min(prompts))
+
+
+def _most_rows(facts: Facts) -> float:
+    """Rows of an engine that had work at once: a whole batch begins together."""
+    attempts = facts.setting("rollouts.groups_per_step", 8) * facts.setting("rollouts.group_size", 8)
+    at_once = attempts * (facts.setting("buffer.max_lag", 0) + 1) / max(1, facts.setting("placement.engines", 0))
+    return float(min(facts.setting("engine.max_num_seqs", 256), at_once))
 
 
 def _sampled_per_step(groups: tuple[Group, ...], facts: Facts) -> float:

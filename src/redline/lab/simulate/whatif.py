@@ -16,7 +16,7 @@ from redline.lab.simulate.events import Loop, Simulator
 from redline.lab.simulate.recorded import Group, Recording
 
 SEEDS = 5
-MOST_ATTEMPTS = 60_000
+MOST_ATTEMPTS = 6_000
 """Attempts of one simulated run: fewer steps are taken where steps are large, and the rest is alike."""
 FEWEST_STEPS = 12
 SKIPPED = 2

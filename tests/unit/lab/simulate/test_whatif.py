@@ -1,0 +1,79 @@
+"""A what-if from a recording: its costs are found again, what it cannot support is refused."""
+
+from __future__ import annotations
+
+from random import Random
+
+import numpy as np
+import pytest
+
+from redline.errors import ConfigError
+from redline.lab.simulate.costs import engine_cost, trainer_cost
+from redline.lab.simulate.events import Loop, Simulator
+from redline.lab.simulate.recorded import Group, Recording
+from redline.lab.simulate.whatif import changed, recorded_settings, simulate
+
+CONFIG = {
+    "placement": {"engines": 0},
+    "engine": {"max_num_seqs": 64},
+    "rollouts": {"groups_per_step": 4, "group_size": 4},
+    "buffer": {"max_lag": 0},
+}
+
+
+def recording(step_s: float | None = None) -> Recording:
+    """A run that took what its costs say, of answers of 50 to 150 tokens."""
+    draw = Random(0)
+    groups = tuple(Group(tuple(draw.randint(50, 150) for _ in range(4)), (0.0,) * 4, 10) for _ in range(100))
+    steps, tokens, prompts = np.array([150, 140, 160.0]), np.array([1600, 1500, 1900.0]), np.array([40, 60, 50.0])
+    engine = engine_cost(0.01 * steps + 0.001 * tokens + 0.002 * prompts, steps, tokens, prompts, 16)
+    trainer = trainer_cost(0.2 + 0.0005 * tokens, tokens)
+    loop = Loop(groups, engine, 1, 64, 4, 0, trainer.token_s, trainer.step_s + 0.1, 0.01, 200)
+    measured = step_s or float(np.mean(Simulator(loop).run().step_s))
+    return Recording(groups, engine, trainer, 0.01, 0.1, 1.0, CONFIG, np.full(10, measured), np.zeros(10))
+
+
+def test_costs_are_found_again_and_none_is_negative() -> None:
+    found = recording()
+    assert (found.engine.step_s, found.engine.row_s, found.engine.prompt_token_s) == pytest.approx((0.01, 0.001, 0.002))
+    assert (found.trainer.step_s, found.trainer.token_s) == pytest.approx((0.2, 0.0005))
+    falling = trainer_cost(np.array([3.0, 2.0, 1.0]), np.array([1.0, 2.0, 3.0]))
+    assert (falling.step_s, falling.token_s) == (pytest.approx(2.0), 0.0)
+
+
+def test_the_replay_is_the_measurement_and_longer_answers_take_longer() -> None:
+    answer = simulate(recording(), ["lengths=2"])
+    assert abs(answer.error) < 0.02
+    assert 1.7 < answer.simulated.step_s / answer.replayed.step_s < 2.0
+    assert "all answers are longer" in answer.assumptions[0]
+
+
+def test_more_engines_and_a_lag_are_faster_and_what_is_assumed_is_said() -> None:
+    answer = simulate(recording(), ["placement.engines=4", "buffer.max_lag=1", "trainers=2"])
+    assert answer.speedup > 1.5
+    assert any("trainers" in assumption for assumption in answer.assumptions)
+
+
+@pytest.mark.parametrize(
+    ("override", "words"),
+    [
+        ("trainer.learning_rate=1", "cannot be simulated"),
+        ("lengths", "cannot be simulated"),
+        ("lengths=long", "not a number"),
+        ("placement.engines=1.5", "not a whole number"),
+        ("rollouts.group_size=0", "less than 1"),
+        ("rollouts.groups_per_step=400", "rows at once"),
+    ],
+)
+def test_what_cannot_be_answered_is_refused(override: str, words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        simulate(recording(), ["engine.max_num_seqs=4000", override])
+
+
+def test_a_run_that_the_model_does_not_explain_is_refused() -> None:
+    with pytest.raises(ConfigError, match="cannot be explained"):
+        simulate(recording(step_s=9.0), [])
+
+
+def test_an_engine_in_the_trainers_process_is_one() -> None:
+    assert changed(recorded_settings(CONFIG), ["placement.engines=0"]).engines == 1
