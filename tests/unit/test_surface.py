@@ -236,6 +236,8 @@ redline serve MODEL OVERRIDES --allowed-host --api-key-env --device --dtype --ho
 redline join ADDRESS --device --model --port --threads --wait
 redline keys PREFIX --markdown
 redline plan RECIPE OVERRIDES --gpu --gpus --json --new-tokens --price --prompt-tokens --sharding --tensor-parallel
+redline doctor RUN --json
+redline simulate RUN OVERRIDES --json
 redline profile RUN --steps --wait --what
 redline repair RUN --json
 redline bench CASE OVERRIDES --against --json --profile --quick --save --trl-python
