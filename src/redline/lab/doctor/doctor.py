@@ -43,7 +43,6 @@ RULES: Mapping[str, Rule] = {
     "noisy_neighbour": machine.noisy_neighbour,
     "cpu_bound": machine.cpu_bound,
     "throttling": machine.throttling,
-    "memory_spike": machine.memory_spike,
 }
 """Cause → the rule that looks for it."""
 

@@ -168,7 +168,6 @@ PLANTED: dict[str, Facts] = {
     "throttling": facts(
         LOCKSTEP, CUDA, {**ON_GPU, "gpu/0/sm_clock_mhz": [1900, 1300, 1250, 1250], "gpu/0/temperature_c": 90.0}
     ),
-    "memory_spike": facts({**LOCKSTEP, "trainer/out_of_memory": 0.5}, CUDA, ON_GPU),
 }
 
 

@@ -125,26 +125,6 @@ def throttling(facts: Facts) -> Answer:
     )
 
 
-def memory_spike(facts: Facts) -> Answer:
-    """Memory was exhausted, and passes were taken again in smaller pieces."""
-    again = facts.total("trainer/out_of_memory")
-    if not again:
-        return None
-    return Finding(
-        cause="memory_spike",
-        title=f"Memory ran out {again:.0f} times, and micro-batches were divided.",
-        why="A pass that does not fit is taken again in halves: its time is lost.",
-        evidence=(facts.evidence("trainer/out_of_memory", "passes taken again, a step"),),
-        gain=facts.saved("trainer", facts.phase("training"), 0.05, 0.2, 0.5, "micro-batches that fit need no second try"),
-        change={
-            "trainer.max_tokens_per_micro_batch": int(
-                (facts.mean("trainer/tokens") or 4096) / (facts.mean("trainer/micro_batches") or 1) / 2
-            )
-            or 1
-        },
-    )
-
-
 def _worker(facts: Facts) -> Side:
     """The side that bounds the run; in lockstep either."""
     return facts.bounding or "trainer"
