@@ -110,7 +110,7 @@ def _tree(side: str) -> Path:
     source = Path(side).resolve() / "src"
     if not (source / "redline" / "__init__.py").is_file():
         raise ConfigError(
-            f"{side}: neither a recipe (.yaml), a run folder, a saved result (.json), a revision (git:REV) nor a folder with src/redline",
+            f"{side}: no recipe (.yaml), run folder, saved result (.json), revision (git:REV) or folder with src/redline",
             "for example: redline compare git:HEAD~1 . --case trainer",
         )
     return source
