@@ -8,6 +8,7 @@ here (DNS rebinding). The browser still sends the page's name as Host: a server 
 from __future__ import annotations
 
 import ipaddress
+import socket
 from collections.abc import Collection
 from urllib.parse import urlsplit
 
@@ -45,3 +46,12 @@ def is_server_address(url: str) -> bool:
 def fits_header(secret: str) -> bool:
     """Whether an HTTP header can carry a secret: printable characters of ASCII, and no line break."""
     return secret.isascii() and secret.isprintable()
+
+
+def address_towards(address: str) -> str:
+    """Return the address of this machine by which the one at `address` (`host:port`) reaches it. Sends nothing."""
+    host = address.rpartition(":")[0].strip("[]")
+    family, *_, there = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, socket.SOCK_DGRAM) as probe:
+        probe.connect(there)
+        return str(probe.getsockname()[0])

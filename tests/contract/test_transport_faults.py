@@ -1,8 +1,9 @@
-"""What every transport to engines of other processes owes the protocol when one of two engines is killed, hangs or gets other
-bytes, at any stage of an update: both have their old version, whole, with the same tokens; the error names who and what."""
+"""What every transport to engines elsewhere owes the protocol when one of two engines is killed, hangs or gets other bytes, at
+any stage of an update: both have their old version, whole, with the same tokens; the error names who and what."""
 
 from __future__ import annotations
 
+import asyncio
 import tempfile
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -13,14 +14,18 @@ from typing import Any
 import pytest
 import torch
 from support.linked_engines import LinkedEngine, WorkerEngine
+from support.weight_servers import VersionsOnly, weight_server
 from torch import Tensor
 
-from redline.errors import RedlineError
+from redline.errors import EngineError, RedlineError
 from redline.types import Completion, GenerateRequest, WeightSet, WeightUpdate
 from redline.weight_sync import Broadcast, CheckpointEngine, CudaIpc, Sending, WeightProtocol, WeightReceiver
 from redline.weight_sync.buckets import Range
 from redline.weight_sync.transport import Transport
+from redline.weight_sync.transports.http import HttpWeights
+from redline.weight_sync.transports.http_calls import HttpServer
 from redline.weight_sync.transports.inlets import Inlet
+from redline.weight_sync.transports.redline_server import RedlineServer
 from redline.weight_sync.verify import Probe
 from redline.wire import Connection, Frame
 
@@ -273,3 +278,97 @@ def test_an_engine_that_joins_proves_what_it_got_as_in_every_update(
     run.take(2)
     assert again.sample() == run.policies[0].sample()
     late.linked.close()
+
+
+# ── servers ────────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@dataclass(frozen=True)
+class FaultyServer(HttpServer):
+    """A server to which other bytes go than were sent."""
+
+    fault: Fault = field(default_factory=Fault)
+
+    def call(
+        self, method: str, path: str, parts: Sequence[bytes | memoryview] = (), headers: Mapping[str, str] | None = None
+    ) -> dict[str, Any]:
+        if method == "PUT" and self.fault.strikes("move"):
+            body = bytearray(b"".join(parts))
+            body[-1] ^= 64
+            parts = [bytes(body)]
+        return super().call(method, path, parts, headers)
+
+
+@dataclass
+class FaultyVersions(VersionsOnly):
+    """The engine of a server, to which something happens."""
+
+    fault: Fault = field(default_factory=Fault)
+
+    def apply(self, update: WeightUpdate) -> None:
+        if self.fault.strikes("apply"):
+            raise EngineError("the engine does not take it")
+        super().apply(update)
+
+    async def run(self, action: Callable[[Any], Any]) -> Any:
+        if self.fault.strikes("adopt"):
+            await asyncio.sleep(1.5)
+        return await super().run(action)
+
+
+class Servers:
+    """A trainer and two servers, of which the second has the faults. Implements `http.Sampler`."""
+
+    def __init__(self, timeout_s: float) -> None:
+        torch.manual_seed(0)
+        self.trainer = {"embed": torch.randn(12, 3), "norm": torch.randn(12), "head": torch.randn(4, 12)}
+        self.fault, self.here = Fault(), Here()
+        self.engines = [VersionsOnly(), FaultyVersions(fault=self.fault)]
+        self.tensors = [{name: torch.zeros_like(tensor) for name, tensor in self.trainer.items()} for _ in self.engines]
+        (url, first), (_, second) = (weight_server(*both) for both in zip(self.tensors, self.engines, strict=True))
+        other = url.replace("127.0.0.1", "localhost")  # the same by another name
+        servers = [HttpServer(url, first, 10), FaultyServer(other, second, timeout_s, self.fault)]
+        transport = HttpWeights([RedlineServer(server, 64) for server in servers], self.trainer, sampler=self, patience_s=0)
+        tokens = [0, 3, 5, 7, 11]
+        probe = lambda: Probe(tokens, logprobs_of(self.trainer, tokens), 1e-3)  # noqa: E731
+        self.protocol = WeightProtocol(transport, self.here, probe=probe)
+
+    def adopting(self, version: int) -> None:
+        """It samples nothing meanwhile."""
+
+    def prompt_logprobs(self, tokens: Sequence[int]) -> list[float]:
+        return [float("nan")] * (len(tokens) - 1) if self.fault.strikes("probe") else logprobs_of(self.tensors[1], tokens)
+
+    def take(self, version: int) -> None:
+        with self.protocol.writing():
+            for tensor in self.trainer.values():
+                tensor.add_(torch.randn_like(tensor))
+        self.protocol.engine.apply(self.protocol.publish(WeightSet(version, self.trainer)))
+
+    def state(self) -> list[tuple[int, list[float]]]:
+        """The version of each server, and what it makes of a prompt."""
+        both = zip(self.engines, self.tensors, strict=True)
+        return [(engine.version, logprobs_of(tensors, range(12))) for engine, tensors in both]
+
+
+@pytest.mark.parametrize(
+    ("stage", "words"),
+    [
+        ("move", r"localhost:\d+ refuses PUT /weights/2/tensors \(422\): the body's SHA-256 is"),
+        ("apply", r"localhost:\d+ refuses POST /weights/2/adopt \(409\): the engine does not take it"),
+        ("adopt", r"localhost:\d+ did not answer POST /weights/2/adopt within 1 s"),
+        ("probe", "the server does not sample from the weights that it was sent"),
+    ],
+)
+def test_a_fault_at_any_stage_leaves_every_server_at_its_old_version(stage: str, words: str) -> None:
+    servers = Servers(1 if stage == "adopt" else 10)
+    servers.take(1)
+    before = servers.state()
+    servers.fault.stage, servers.fault.how = stage, "corrupt"
+    with pytest.raises(RedlineError, match=words):
+        servers.take(2)
+    assert servers.state() == before
+    assert [version for version, _ in before] == [1, 1]
+    assert (servers.here.version, servers.here.num_holds) == (1, 0)
+    servers.take(3)
+    assert servers.state() == [(3, logprobs_of(servers.trainer, range(12)))] * 2

@@ -137,8 +137,8 @@ async def _told(request: Request, error: Exception) -> JSONResponse:
     return JSONResponse(error.body, status_code=error.status)
 
 
-def weight_server(tensors: Mapping[str, torch.Tensor]) -> tuple[str, str]:
+def weight_server(tensors: Mapping[str, torch.Tensor], engine: VersionsOnly | None = None) -> tuple[str, str]:
     """The address and the token of a server that takes weights into these tensors."""
     token = f"token-{len(_endpoints)}"
-    _endpoints[token] = WeightsEndpoint(VersionsOnly(), tensors, token, MAX_BYTES, 10.0)
+    _endpoints[token] = WeightsEndpoint(engine or VersionsOnly(), tensors, token, MAX_BYTES, 10.0)
     return _shared_server(), token

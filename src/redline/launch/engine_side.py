@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from redline.addresses import is_loopback
+from redline.addresses import address_towards, is_loopback
 from redline.config import Config
 from redline.engine.replicas import Replicas
 from redline.launch.engines import make_engine
@@ -23,7 +23,6 @@ from redline.launch.sleeping import Sleeper
 from redline.launch.stages import EnginesElsewhere, RunEngine
 from redline.launch.starting_engines import StartingEngines
 from redline.launch.workers.pool import EnginePool
-from redline.launch.workers.spawn import address_towards
 from redline.ports import Trainer
 from redline.telemetry import RunFolder
 from redline.weight_sync import Broadcast, CheckpointEngine, CudaIpc, Sending, SharedStorage, WeightProtocol

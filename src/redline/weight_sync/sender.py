@@ -10,10 +10,8 @@ certain (the first one, after a revert, an engine that joins), everything does.
 
 from __future__ import annotations
 
-import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -23,18 +21,18 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from redline.errors import WeightSyncError
-from redline.telemetry import span
 from redline.types import WeightSet
 from redline.weight_sync.asked import AskedEngines, Sending
-from redline.weight_sync.buckets import Form, Layout, Range, aligned, copy_all, form_of, lay_out, slots, views, within
+from redline.weight_sync.buckets import Layout, Range, aligned, copy_all, form_of, lay_out, slots, views, within
 from redline.weight_sync.changes import changed_ranges, sum_of
+from redline.weight_sync.gathered import Gathered
+from redline.weight_sync.parts import PARTS, timed
 from redline.weight_sync.plan import TransferPlan
 from redline.weight_sync.verify import Probe, block_sums
 from redline.wire import Connection
 
-PARTS = ("gather", "serialise", "transfer", "load", "verify", "resume")
-"""What an update is made of, by the names of its spans. Packing is `serialise`; `load` and `verify` are those of the slowest
-engine, and lie within the trainer's `transfer`. Tensors that do not lie as they travel have a part `convert` too."""
+OWN_PARTS = tuple(part for part in PARTS if part != "convert")
+"""Parts that every update by buckets has; tensors that do not lie as they travel have `convert` too."""
 
 
 class Outlet(Protocol):
@@ -104,7 +102,7 @@ class Update:
     """Bytes of tensors that were sent to each engine."""
     found: dict[Connection, list[int]] = field(default_factory=dict)
     """The sums that each engine found."""
-    parts: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PARTS, 0.0))
+    parts: dict[str, float] = field(default_factory=lambda: dict.fromkeys(OWN_PARTS, 0.0))
 
 
 class BucketTransport:
@@ -154,7 +152,7 @@ class BucketTransport:
         self._update = update = Update(plan.version, plan.names, self._layout(plan.names))
         begin = {"version": plan.version, "names": list(plan.names), "hold": self._sending.holds_engines}
         known = self._what_all_have(self._engines.ask_all("begin", begin), plan.names)
-        gathered = _Gathered(weights.tensors, self._forms, update.parts)
+        gathered = Gathered(weights.tensors, self._forms, update.parts)
         in_slots: deque[int] = deque()
         for index in range(len(update.layout.buckets)):
             if len(in_slots) == len(self._outlet.slots):
@@ -191,7 +189,7 @@ class BucketTransport:
         update = self._update
         assert update is not None, "move comes first"
         fields = {"version": update.version, "probe": probe.to_json() if probe is not None else None}
-        with _timed("resume", update.parts):
+        with timed("resume", update.parts):
             replies = self._engines.ask_all("adopt", fields)
         self.pause_s = max((reply.fields["pause_s"] for reply in replies.values()), default=0.0)
         self.parts = dict(update.parts)
@@ -247,7 +245,7 @@ class BucketTransport:
         assert update is not None
         pieces, bucket = update.layout.buckets[index], self._outlet.slots[slot]
         values = views(pieces, gathered)
-        with _timed("serialise", update.parts):
+        with timed("serialise", update.parts):
             copy_all(slots(pieces, bucket), values)
             update.blocks.append(block_sums(bucket[: update.layout.sizes[index]]).cpu().numpy())  # waits for the device
             self.num_waits += 1
@@ -261,14 +259,14 @@ class BucketTransport:
         update.nbytes += sum(piece.nbytes for piece in within(update.layout.buckets[index], ranges))
         left = len(update.layout.buckets) - 1 - index
         fields = {"index": index, "slot": slot, "ranges": ranges, "tell": left >= len(self._outlet.slots) or not left}
-        with _timed("transfer", update.parts):
+        with timed("transfer", update.parts):
             self._engines.send_all("bucket", fields)
             self._outlet.offer(slot, ranges)
 
     def _take_loaded(self, slot: int) -> None:
         update = self._update
         assert update is not None
-        with _timed("transfer", update.parts):
+        with timed("transfer", update.parts):
             replies = self._engines.answers("bucket")
             self._outlet.reclaim(slot)
         self._note_sums(replies)
@@ -278,7 +276,7 @@ class BucketTransport:
         update = self._update
         assert update is not None
         if any(len(update.found.get(channel, [])) < len(update.sent) for channel in self.channels):
-            with _timed("transfer", update.parts):
+            with timed("transfer", update.parts):
                 replies = self._engines.ask_all("sums", {})
             self._note_sums(replies)
 
@@ -303,39 +301,3 @@ class BucketTransport:
         self._outlet.join(opening)
         for channel in opening:
             self._engines.receive(channel, "open")
-
-
-class _Gathered(Mapping[str, Tensor]):
-    """The trainer's tensors as they are asked for: of ranks that share them each is put together then. The last one is kept,
-    since it may go on in the next bucket."""
-
-    def __init__(self, tensors: Mapping[str, Tensor], forms: Mapping[str, Form], parts: dict[str, float]) -> None:
-        self._tensors, self._forms, self._parts = tensors, forms, parts
-        self._name: str | None = None
-        self._last = torch.empty(0)
-
-    def __getitem__(self, name: str) -> Tensor:
-        if name != self._name:
-            with _timed("gather", self._parts):
-                found = self._tensors[name]
-            if not found.is_contiguous():
-                with _timed("convert", self._parts):
-                    found = found.contiguous()
-            self._last, self._name = found, name
-            form = form_of(name, found)
-            assert form == self._forms[name], f"the trainer has {form}, the engines were told of {self._forms[name]}"
-        return self._last
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._tensors)
-
-    def __len__(self) -> int:
-        return len(self._tensors)
-
-
-@contextmanager
-def _timed(part: str, parts: dict[str, float]) -> Iterator[None]:
-    began = time.perf_counter()
-    with span(f"weight_sync.{part}"):
-        yield
-    parts[part] = parts.get(part, 0.0) + time.perf_counter() - began

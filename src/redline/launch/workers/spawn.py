@@ -11,7 +11,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import socket
 import sys
 import threading
 import time
@@ -197,12 +196,3 @@ class LocalProcess:
         how = f"ended by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
         lines = self._child.last_lines()
         return "\n".join([f"its process {self.pid} was {how}" if code < 0 else f"its process {self.pid} {how}", *lines])
-
-
-def address_towards(address: str) -> str:
-    """Return the address of this machine by which the one at `address` (`host:port`) reaches it. Sends nothing."""
-    host = address.rpartition(":")[0].strip("[]")
-    family, *_, there = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
-    with socket.socket(family, socket.SOCK_DGRAM) as probe:
-        probe.connect(there)
-        return str(probe.getsockname()[0])

@@ -5,8 +5,9 @@
 
 The group is apart from the trainer's own. It is formed at the first bucket, after every engine was told its rank, and formed
 again when an engine joins or leaves. NCCL where every member has a GPU of its own, else gloo, through host memory where weights
-are on a GPU. The group meets at a store that listens on loopback unless `Sending.host` says otherwise. Neither knows a token:
-use another host on networks that you trust.
+are on a GPU. The group meets at a store that listens at `Sending.host` alone: loopback, or where engines are on other machines
+the trainer's address on the way there; members talk over the interface of the same way. Neither knows a token: use it on
+networks that you trust.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from redline.addresses import is_loopback
+from redline.addresses import address_towards, is_loopback
 from redline.errors import ConfigError, WeightSyncError, WireError
 from redline.types import WeightSet
 from redline.weight_sync.asked import Sending
@@ -192,7 +193,7 @@ class GroupInlet:
             self._store = dist.TCPStore(host, port, None, False, timeout, wait_for_workers=False)
         except (RuntimeError, ValueError) as error:
             why = f"the engine cannot reach the trainer at {host}:{port}: {str(error).partition(chr(10))[0]}"
-            raise WeightSyncError(why, "engines must be on the trainer's machine") from None
+            raise WeightSyncError(why, "look whether a firewall lies between their machines") from None
         self._how, self._device = dict(how), device
         self._group: Group | None = None
 
@@ -291,6 +292,4 @@ def _own_address(host: str) -> str:
     """The address of this machine that `host` would see."""
     if is_loopback(host):
         return host
-    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        probe.connect((host, 9))  # sends nothing: only chooses the route
-        return str(probe.getsockname()[0])
+    return address_towards(f"[{host}]:0")

@@ -9,7 +9,6 @@ from. Tensors whose bytes did not change since the version that the engines have
 
 from __future__ import annotations
 
-import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -18,10 +17,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from redline.telemetry import span
 from redline.types import WeightSet
 from redline.weight_sync.asked import Sending
 from redline.weight_sync.buckets import Form, Layout, Range, copy_all, lay_out, slots, views
+from redline.weight_sync.parts import timed
 from redline.weight_sync.plan import TransferPlan
 from redline.weight_sync.sender import BucketTransport
 from redline.weight_sync.tensor_bytes import DTYPES
@@ -57,19 +56,18 @@ class CheckpointEngine(BucketTransport):
     def move(self, plan: TransferPlan, weights: WeightSet) -> int:
         """Write the version, and have every engine read what it lacks of it. Returns the bytes that were written."""
         self._check_names(weights)
+        writing: dict[str, float] = {}
         if self._there is not None and self._there.version == plan.version:  # for an engine that joins
-            changed, bytes_written, write_s = plan.names, 0, 0.0
+            changed, bytes_written = plan.names, 0
         else:
-            began = time.perf_counter()
-            with span("weight_sync.serialise"):
+            with timed("serialise", writing):
                 self._written = self._folder.write(plan.version, weights.tensors)
-            write_s = time.perf_counter() - began
             changed, bytes_written = self._changed(self._written, plan.names), self._written.bytes_written
         self._reads.begin(plan.version, changed)
         self._open(self.channels)
         super().move(TransferPlan(plan.version, changed), weights)
         assert self._update is not None
-        self._update.parts["serialise"] += write_s
+        self._update.parts["serialise"] += writing.get("serialise", 0.0)
         return bytes_written
 
     def _changed(self, written: Manifest, names: Sequence[str]) -> tuple[str, ...]:

@@ -14,17 +14,17 @@ somebody else: it is asked what it has before an update, and whenever an answer 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from typing import Any, Protocol, TypeVar
 
 from torch import Tensor
 
 from redline.errors import EngineLostError, ServerAwayError, WeightSyncError
-from redline.telemetry import span
 from redline.types import WeightSet
 from redline.weight_sync.buckets import form_of
+from redline.weight_sync.parts import timed
 from redline.weight_sync.plan import TransferPlan
 from redline.weight_sync.tensor_bytes import digests
 from redline.weight_sync.transports.pushed import OTHER_KERNELS
@@ -133,19 +133,19 @@ class HttpWeights:
             self._take()
 
     def _send(self, weights: WeightSet) -> int:
-        with self._part("convert"):
+        with timed("convert", self.parts):
             sent = self._convert(weights.tensors)
-        with self._part("gather"):
+        with timed("gather", self.parts):
             host = {name: tensor.detach().cpu() for name, tensor in sent.items()}
-        with self._part("serialise"):
+        with timed("serialise", self.parts):
             found = digests(host)
-        with self._part("transfer"):
+        with timed("transfer", self.parts):
             return sum(self._each(lambda server: server.send(weights.version, host, found)))
 
     def verify(self, weights: WeightSet) -> None:
         self._check_forms(weights)
         if self._is_under_way:
-            with self._part("verify"):
+            with timed("verify", self.parts):
                 self._each(lambda server: server.verify())
 
     def adopt(self, probe: Probe | None = None) -> None:
@@ -163,9 +163,9 @@ class HttpWeights:
         self._version, self._is_under_way = weights.version, False
 
     def _take(self) -> None:
-        with self._part("load"):
+        with timed("load", self.parts):
             self._each(lambda server: server.adopt())
-        with self._part("verify"):
+        with timed("verify", self.parts):
             self._examine()
 
     def _patiently(self, action: Callable[[], Result]) -> Result:
@@ -216,13 +216,6 @@ class HttpWeights:
         found = {name: form_of(name, tensor) for name, tensor in weights.tensors.items()}
         other = {name for name, _ in found.items() ^ self._forms.items()}
         assert not other, f"other tensors than the servers were told of: {', '.join(sorted(other))}"
-
-    @contextmanager
-    def _part(self, name: str) -> Iterator[None]:
-        began = time.perf_counter()
-        with span(f"weight_sync.{name}"):
-            yield
-        self.parts[name] = self.parts.get(name, 0.0) + time.perf_counter() - began
 
     def _each(self, call: Callable[[WeightServer], Any]) -> list[Any]:
         """What each server gave. All are waited for, so that none is still at work when an error is raised."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Protocol
 
@@ -10,6 +9,7 @@ import torch
 from torch import Tensor
 
 from redline.types import WeightSet
+from redline.weight_sync.parts import timed
 from redline.weight_sync.plan import TransferPlan
 from redline.weight_sync.verify import Probe, check_logprobs
 from redline.wire import Connection
@@ -59,10 +59,10 @@ class PushedTensors:
 
     def move(self, plan: TransferPlan, weights: WeightSet) -> int:
         self._check(weights)
-        began = time.perf_counter()
-        named = list(self._named(weights.tensors))
+        self.parts = {}
+        with timed("convert", self.parts):
+            named = list(self._named(weights.tensors))
         self._moved = (weights.version, named)
-        self.parts = {"convert": time.perf_counter() - began}
         return sum(tensor.nbytes for _, tensor in named)
 
     def verify(self, weights: WeightSet) -> None:
@@ -73,13 +73,12 @@ class PushedTensors:
     def adopt(self, probe: Probe | None = None) -> None:
         assert self._moved is not None, "nothing was moved"
         self._is_loading = True
-        began = time.perf_counter()
-        self._engine.update_weights(self._moved[1])
-        loaded = time.perf_counter()
-        found = self._logprobs(probe.tokens) if probe is not None else None
-        if probe is not None and found is not None:
-            check_logprobs(probe.logprobs, found, OTHER_KERNELS * probe.tolerance)
-        self.parts |= {"load": loaded - began, "verify": time.perf_counter() - loaded}
+        with timed("load", self.parts):
+            self._engine.update_weights(self._moved[1])
+        with timed("verify", self.parts):
+            found = self._logprobs(probe.tokens) if probe is not None else None
+            if probe is not None and found is not None:
+                check_logprobs(probe.logprobs, found, OTHER_KERNELS * probe.tolerance)
         self._moved, self._is_loading = None, False
 
     def revert(self, version: int) -> None:

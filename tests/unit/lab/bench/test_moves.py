@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import re
 
 import pytest
 import torch
@@ -67,7 +68,9 @@ def test_pinned_and_pageable_memory_go_both_ways() -> None:
 
 def test_shared_storage_moves_nothing_and_the_others_all_of_it() -> None:
     settings = make_settings("weight-sync", ["model=builtin:tiny", *COMMON])
-    measured = weight_sync.measure(settings, Console(file=io.StringIO()))  # type: ignore[arg-type]
+    said = io.StringIO()
+    measured = weight_sync.measure(settings, Console(file=said, width=300))  # type: ignore[arg-type]
+    assert re.search(r"^shared storage: pause [\d.e-]+ ms$", said.getvalue(), re.MULTILINE)
     results = {(result.name, result.peer and result.peer.name): result for result in measured.results}
     assert list(results) == [(SHARED, COPY), (SHARED, FILE), (COPY, FILE), (FILE, None)]
     copied = results[COPY, FILE].details["bytes_moved"]
@@ -75,6 +78,8 @@ def test_shared_storage_moves_nothing_and_the_others_all_of_it() -> None:
     assert results[FILE, None].details["bytes_moved"] == 2 * copied > 0
     assert results[SHARED, FILE].peer.ratio > 1
     assert measured.warm_ups.keys() == {SHARED, COPY, FILE}
+    for sample in results[SHARED, COPY].samples:
+        assert sample[SHARED]["parts"]["pause"] <= sample[SHARED]["seconds"], "the trainer's own write is no part of it"
     assert all(json.dumps(result.as_json(), allow_nan=False) for result in measured.results)
 
 
@@ -113,7 +118,13 @@ def test_a_model_that_does_not_fit_is_measured_by_some_of_its_layers(monkeypatch
 @pytest.mark.slow
 def test_engines_in_other_processes_get_every_byte_and_tell_the_parts() -> None:
     settings = make_settings("weight-sync", ["model=builtin:tiny", "compare_all=true", *COMMON])
-    results = weight_sync.measure(settings, Console(file=io.StringIO())).results  # type: ignore[arg-type]
+    said = io.StringIO()
+    results = weight_sync.measure(settings, Console(file=said, width=300)).results  # type: ignore[arg-type]
+    every = ", ".join(
+        rf"{part} [\d.e-]+ ms" for part in ("gather", "serialise", "transfer", "load", "verify", "resume", "pause")
+    )
+    for name in ("cuda_ipc", "broadcast", "checkpoint_engine"):
+        assert re.search(rf"^{name}: {every}$", said.getvalue(), re.MULTILINE), said.getvalue()
     names = list(dict.fromkeys(result.name for result in results))
     assert names == [SHARED, "cuda_ipc", "broadcast", "checkpoint_engine", COPY, FILE]
     found = {result.name: result.details for result in results}

@@ -33,9 +33,8 @@ from redline.lab.measure.warmup import WarmUp, warm_up
 from redline.types import Completion, GenerateRequest, WeightSet, WeightUpdate
 from redline.weight_sync import SharedStorage, WeightProtocol
 from redline.weight_sync.changes import BLOCK_BYTES
+from redline.weight_sync.parts import PARTS
 
-PARTS = ("gather", "convert", "serialise", "transfer", "load", "verify", "resume", "pause")
-"""In the order in which they happen; `load` and `verify` of the engine lie within `transfer`."""
 SHARED, COPY, FILE = "shared storage", "copy on the device", "safetensors file"
 
 
@@ -182,8 +181,9 @@ def measure(settings: WeightSyncSettings, console: Console) -> Measured:
 
 def parts_line(way: str, rounds: Rounds) -> str:
     """Every part of an update by its median, those that a way has; `pause` is how long the engine stood still."""
-    parts = {part: statistics.median(row[way].parts[part] for row in rounds) for part in PARTS if part in rounds[0][way].parts}
-    return f"{way}: {', '.join(f'{part} {1e3 * seconds:.3g} ms' for part, seconds in parts.items()) or 'one copy, no parts'}"
+    names = [part for part in (*PARTS, "pause") if part in rounds[0][way].parts]
+    parts = {part: statistics.median(row[way].parts[part] for row in rounds) for part in names}
+    return f"{way}: {', '.join(f'{part} {1e3 * seconds:.3g} ms' for part, seconds in parts.items()) or 'one part'}"
 
 
 def _peers_of(way: str, after: Sequence[str]) -> list[str | None]:
