@@ -84,6 +84,7 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ["trainer.sharding=grad_op"],
         ["trainer.sharding=full"],
         ["trainer.sequence_parallel_size=2"],
+        ["trainer.pipeline_parallel_size=2"],
     ],
     ids=lambda division: " ".join(division) or "data",
 )
@@ -95,7 +96,18 @@ def test_two_ranks_take_the_steps_of_one_process(alone: Path, division: list[str
     lanes = json.loads((run / "ledger.json").read_text())["lanes"]
     (follower,) = (rows for name, rows in lanes.items() if name.startswith("rank-1-"))
     assert "trainer.backward" in json.dumps(follower)
+    assert ("wait.for_stages" in json.dumps(follower)) == ("trainer.pipeline_parallel_size=2" in division)
     assert (run / "model" / "config.json").is_file()
+
+
+def test_a_run_in_stages_goes_on_in_shards_and_in_one_process(alone: Path, tmp_path: Path) -> None:
+    stages, shards = "trainer.pipeline_parallel_size", "trainer.sharding"
+    finish(torchrun(str(RECIPE), *keys(tmp_path, 1, f"{stages}=2")), tmp_path / "log")
+    run = str(only_run(tmp_path))
+    finish(torchrun(run, "--resume", "run.steps=2", f"{stages}=1", f"{shards}=full"), tmp_path / "log")
+    finish(torchrun(run, "--resume", "run.steps=3", f"{stages}=2", f"{shards}=none"), tmp_path / "log")
+    finish([sys.executable, "-m", "redline", "train", run, "--resume", "run.steps=4", f"{stages}=1"], tmp_path / "log")
+    assert_same_steps(Path(run), alone)
 
 
 @pytest.mark.parametrize("before", ["one process", "two that divide the weights"])
@@ -140,10 +152,12 @@ def test_a_killed_rank_costs_a_restart_that_resumes(killed: int, alone: Path, tm
     assert_same_steps(only_run(tmp_path), alone)
 
 
-def in_the_middle(tmp_path: Path, act: Callable[[subprocess.Popen[bytes], dict[int, int]], None]) -> tuple[Path, str, float]:
+def in_the_middle(
+    tmp_path: Path, act: Callable[[subprocess.Popen[bytes], dict[int, int]], None], *division: str
+) -> tuple[Path, str, float]:
     """A long run to whose third step something happens: the run, what was said, and the seconds until rank 0 had ended."""
     log = tmp_path / "log"
-    with started(torchrun(str(RECIPE), *keys(tmp_path, 500, "trainer.rank_timeout_s=5")), log) as process:
+    with started(torchrun(str(RECIPE), *keys(tmp_path, 500, "trainer.rank_timeout_s=5", *division)), log) as process:
         wait_for_step(tmp_path, 3, process, log)
         ranks, began = rank_ids(process.pid), time.monotonic()
         act(process, ranks)
@@ -160,6 +174,14 @@ def test_a_rank_that_stands_still_ends_the_others_with_its_name(tmp_path: Path) 
     run, said, took_s = in_the_middle(tmp_path, lambda process, ranks: os.kill(ranks[1], signal.SIGSTOP))
     assert "rank 1 of the trainer (process " in said
     assert "has given no sign of life" in said
+    assert took_s < 30
+    assert "rank 1" in json.loads((run / "failure.json").read_text())["message"]
+
+
+def test_a_stage_that_is_killed_ends_the_others_with_its_name(tmp_path: Path) -> None:
+    stages = "trainer.pipeline_parallel_size=2"
+    run, said, took_s = in_the_middle(tmp_path, lambda process, ranks: os.kill(ranks[1], signal.SIGKILL), stages)
+    assert "rank 1 of the trainer (process " in said
     assert took_s < 30
     assert "rank 1" in json.loads((run / "failure.json").read_text())["message"]
 

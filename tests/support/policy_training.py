@@ -172,6 +172,8 @@ class Outcome:
     told: list[str]
     state: dict[str, Tensor]
     """As a checkpoint has it; rank 0 only."""
+    sampled_from: dict[str, Tensor]
+    """The weights that an engine would sample from; rank 0 only."""
 
 
 def train(
@@ -181,6 +183,7 @@ def train(
     start: Path | None = None,
     end: Path | None = None,
     room_of_rank: dict[int, int] | None = None,
+    dtype: torch.dtype = torch.float32,
 ) -> Outcome:
     """On as many processes as there are, from the checkpoint `start` to the checkpoint `end`, where they are given. A rank may
     have room for so many tokens only."""
@@ -189,7 +192,7 @@ def train(
     parallel = connect(division, torch.device("cpu"))
     told: list[str] = []
     options: dict[str, Any] = {"parallel": parallel, "tell": told.append, "bad_steps": folder / "bad-steps"}
-    trainer = make_trainer(folder, config, **options, **weights_of(folder, parallel))
+    trainer = make_trainer(folder, config, dtype, **options, **weights_of(folder, parallel))
     if start:
         trainer.load(start)
     with room_for((room_of_rank or {}).get(parallel.place.rank, sys.maxsize)):
@@ -197,7 +200,8 @@ def train(
     if end:
         trainer.save(end)
         trainer.flush()
-    return Outcome(reports, told, state_of(trainer))
+    sampled_from = {name: tensor.clone() for name, tensor in trainer.weights().tensors.items()} if parallel.is_main else {}
+    return Outcome(reports, told, state_of(trainer), sampled_from)
 
 
 def weights_of(folder: Path, parallel: Parallel) -> dict[str, Any]:

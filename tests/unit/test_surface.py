@@ -211,6 +211,7 @@ trainer.mismatch: kind
 trainer.mismatch: low
 trainer.offload_optimizer
 trainer.optimizer_states
+trainer.pipeline_parallel_size
 trainer.prefetch_layers
 trainer.rank_timeout_s
 trainer.recompute_old_logprobs

@@ -22,6 +22,7 @@ from redline.telemetry.processes import recording_process
 from redline.trainer.parallel.checkpoint_parts import ALL_MUST_SEE, WHY_ALL
 from redline.trainer.parallel.led import follow as follow_orders
 from redline.trainer.parallel.orders import END, Order
+from redline.trainer.parallel.place import Division
 from redline.trainer.parallel.ranks import Ranks, join
 
 LAUNCHER_S = 2.0
@@ -46,7 +47,7 @@ def follow() -> None:
 
 def _take_part(ranks: Ranks, begin: Order) -> None:
     config, folder = Config.model_validate(begin.fields["config"]), Path(begin.fields["folder"])
-    if config.trainer.sharding != "none" and not folder.is_dir():
+    if Division.of(config.trainer).divides_weights and not folder.is_dir():
         raise RunFolderError(f"{folder}: this machine does not see this folder, {WHY_ALL}", ALL_MUST_SEE)
     with _recording(ranks.rank, folder) as recorder:
         if recorder is not None:

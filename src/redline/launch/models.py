@@ -14,6 +14,7 @@ from redline.models.files.hf import AnyDecoder, load_decoder, load_tokenizer, st
 from redline.models.files.sources import model_folder
 from redline.models.files.stored import StoredWeights
 from redline.telemetry import span
+from redline.trainer.parallel.place import Division
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -45,7 +46,7 @@ def load_policy(config: Config) -> LoadedModel:
 def load_trainable_policy(config: Config) -> LoadedModel:
     """Load the policy of a recipe to train it, in float32; where ranks divide its weights, the network without them. Raises
     `ModelError` where the trainer cannot compute its loss."""
-    if config.trainer.sharding != "none":
+    if Division.of(config.trainer).divides_weights:
         return _load_for_ranks(config)
     model = _load(config, torch.float32)
     if not model.decoder.plain_head:

@@ -22,7 +22,14 @@ from redline.launch.workers.ray_cluster import GROUP_VARIABLE
 from redline.telemetry import RunFolder, write_json
 from redline.telemetry.files.durable import read_json
 
-DIVISION = ("sharding", "replicate", "prefetch_layers", "sequence_parallel_size", "rank_timeout_s")
+DIVISION = (
+    "sharding",
+    "replicate",
+    "prefetch_layers",
+    "sequence_parallel_size",
+    "pipeline_parallel_size",
+    "rank_timeout_s",
+)
 """Keys of the trainer that a run may go on with: they divide its work among ranks, and change nothing of what is computed."""
 IN_RANK_0 = ("vllm", "sglang")
 """Kinds of engines that run in the trainer's process or are started by it, and expect to be the only ones who meet others."""
@@ -107,15 +114,18 @@ def check_ranks(config: Config) -> None:
             f" the group of the {ranks} ranks for that",
             "set engine.kind=native; or start it as a server beside the run, and set engine.kind=openai with engine.url",
         )
-    if trainer.sharding != "none" and trainer.reference_offload:
+    if not Division.of(trainer).divides_weights:
+        return
+    key = "trainer.sharding" if trainer.sharding != "none" else "trainer.pipeline_parallel_size"
+    if trainer.reference_offload:
         raise ConfigError(
-            "trainer.reference_offload: with trainer.sharding the reference is divided among the devices, and stays there",
-            "set trainer.reference_offload=false, or trainer.sharding=none",
+            f"trainer.reference_offload: with {key} the reference is divided among the devices, and stays there",
+            f"set trainer.reference_offload=false, or leave {key} out",
         )
-    if trainer.sharding != "none" and trainer.offload_optimizer:
+    if trainer.offload_optimizer:
         raise ConfigError(
-            "trainer.offload_optimizer: with trainer.sharding the state is divided among the devices, and stays there",
-            "set trainer.offload_optimizer=false, or trainer.sharding=none",
+            f"trainer.offload_optimizer: with {key} the state is divided among the devices, and stays there",
+            f"set trainer.offload_optimizer=false, or leave {key} out",
         )
 
 
@@ -134,7 +144,7 @@ def check_gpus_for_ranks(config: Config) -> None:
 
 
 def check_model_for_ranks(config: Config, folder: Path) -> None:
-    """Raise `ConfigError` where the model in this folder cannot be divided as the recipe asks."""
+    """Raise `ConfigError` or `ModelError` where the model in this folder cannot be divided as the recipe asks."""
     from redline.models.spec import FAMILIES
 
     described = json.loads((folder / "config.json").read_text())
@@ -144,13 +154,16 @@ def check_model_for_ranks(config: Config, folder: Path) -> None:
             f"trainer.sharding: model family {family!r} is run by transformers, and its layers are not divided",
             "leave trainer.sharding out",
         )
-    if config.trainer.sequence_parallel_size == 1:
-        return
-    from redline.models.attention.ulysses import check_heads
-
     heads = described.get("num_attention_heads")
-    if isinstance(heads, int):
+    if config.trainer.sequence_parallel_size > 1 and isinstance(heads, int):
+        from redline.models.attention.ulysses import check_heads
+
         check_heads(heads, config.trainer.sequence_parallel_size)
+    if config.trainer.pipeline_parallel_size > 1:
+        from redline.models.files.hf import load_config
+        from redline.models.stage import check_stages
+
+        check_stages(load_config(folder), config.trainer.pipeline_parallel_size)
 
 
 # ── restarts ───────────────────────────────────────────────────────────────────────────────────────────────────────────

@@ -16,7 +16,7 @@ from redline.telemetry.files.failure import record_failure
 from redline.trainer import PolicyTrainer, Sampling
 from redline.trainer.parallel.led import LeadingTrainer
 from redline.trainer.parallel.orders import Order
-from redline.trainer.parallel.place import Division, part_rows
+from redline.trainer.parallel.place import Division
 from redline.trainer.parallel.processes import Parallel, connect, local_device
 from redline.trainer.parallel.pulse import HINT
 from redline.trainer.parallel.ranks import Ranks, join
@@ -97,11 +97,11 @@ def _digests(model: LoadedModel, parallel: Parallel) -> list[int | None]:
     """For each part of the weights a number of that kind, from this rank's files: of the part that it will hold and of the next
     one, which another rank holds. None of the others, so that no rank reads them all."""
     assert model.stored is not None
-    own, parts = parallel.part, parallel.num_parts
+    own, parts, layers = parallel.part, parallel.num_parts, model.decoder.spec.num_layers
     found: list[int | None] = [None] * parts
     for part in {own, (own + 1) % parts}:
         digests = (
-            model.stored.digest(name, *part_rows(len(parameter), part, parts), parameter.shape[1:])
+            model.stored.digest(name, *parallel.rows_of(part, name, len(parameter), layers), parameter.shape[1:])
             for name, parameter in model.decoder.named_parameters()
         )
         found[part] = sum(digests) % DIGESTS

@@ -153,7 +153,8 @@ class Decoder(nn.Module):
 
     def training_code(self, dtype: torch.dtype) -> LayerCode:
         """What runs its layers in a training step that computes in `dtype`."""
-        return layer_code(self.spec, dtype, self.checkpointing, kernels=kernels_serve(self.embed), whole=self._are_whole)
+        kernels = kernels_serve(next(self.parameters()))
+        return layer_code(self.spec, dtype, self.checkpointing, kernels=kernels, whole=self._are_whole)
 
     @property
     def _are_whole(self) -> bool:
@@ -166,18 +167,23 @@ class Decoder(nn.Module):
 
     def forward(self, tokens_T: Tensor, positions_T: Tensor, attend: AnyAttend, lora: ActiveLora | None = None) -> Tensor:
         """Hidden states [T, E] after the final norm."""
-        x_TE, delta_TE = embedding(tokens_T, self.embed), None
-        rotary = None
+        x_TE, delta_TE = self._through_layers(embedding(tokens_T, self.embed), positions_T, attend, lora)
+        return add_rms_norm(x_TE, delta_TE, self.norm, self.spec.norm_eps)[1]
+
+    def _through_layers(
+        self, x_TE: Tensor, positions_T: Tensor, attend: AnyAttend, lora: ActiveLora | None
+    ) -> tuple[Tensor, Tensor | None]:
+        """The residual stream after all layers, and what is still to be added to it."""
+        delta_TE, rotary = None, None
         if not isinstance(attend, FusedAttend):
             rotary = rotary_table(self.rotary_frequencies, self.rotary_factor, positions_T, x_TE.dtype)
         if rotary is not None and self._runs_at_once(x_TE, attend, lora):
             from redline.models.layers.fused import fused_layers
 
-            x_TE, delta_TE = fused_layers(self.layers, x_TE, rotary, attend)  # type: ignore[arg-type]
-            return add_rms_norm(x_TE, delta_TE, self.norm, self.spec.norm_eps)[1]
+            return fused_layers(self.layers, x_TE, rotary, attend)  # type: ignore[arg-type]
         for layer in self.layers:
             x_TE, delta_TE = _again_in_backward(layer, self.checkpointing == "full")(x_TE, delta_TE, rotary, attend, lora)
-        return add_rms_norm(x_TE, delta_TE, self.norm, self.spec.norm_eps)[1]
+        return x_TE, delta_TE
 
     def _runs_at_once(self, x_TE: Tensor, attend: AnyAttend, lora: ActiveLora | None) -> bool:
         """Whether `fused_layers` may take all layers at once: only the sums want the weights' gradients."""

@@ -14,9 +14,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 import torch
@@ -34,6 +34,7 @@ from redline.models.lora.trainable import add_adapter
 from redline.models.sizes.flops import NetworkCost, training_flops
 from redline.models.sizes.in_use import tensor_bytes
 from redline.models.sizes.memory import parameter_bytes, token_bytes
+from redline.models.stage import Stage
 from redline.models.value_head import value_network
 from redline.telemetry import span
 from redline.trainer.batches.budget import Budgets, TokenBudget, find_budgets, with_oom_retry
@@ -47,18 +48,23 @@ from redline.trainer.checkpoints.random_state import restore_random_state
 from redline.trainer.checkpoints.tensors import SavedTensors
 from redline.trainer.loss.algorithm import LossInputs, policy_loss
 from redline.trainer.loss.off_policy import correction_for
+from redline.trainer.loss.policy import PolicyLoss
 from redline.trainer.loss.token_numbers import TokenNumbers, batch_advantages, batch_weights, reward_kl
 from redline.trainer.optimizer import schedule
 from redline.trainer.optimizer.adamw import MasterAdamW
 from redline.trainer.optimizer.finite import BadStep, BadSteps
 from redline.trainer.optimizer.quantized_states import bytes_per_moments
+from redline.trainer.parallel.passing import Found, Items, Passing
 from redline.trainer.parallel.processes import Parallel
 from redline.trainer.passes.critic import Critic, CriticReport, critic_settings, explained_variance
-from redline.trainer.passes.forward import by_token, chosen_logprobs, network_inputs, recompute
+from redline.trainer.passes.forward import Recompute, by_token, chosen_logprobs, network_inputs, recompute
 from redline.trainer.passes.reference import Reference
 from redline.trainer.passes.reports import of_step
 from redline.trainer.passes.totals import PlannedStep, SeenStep, StepTotals
 from redline.types import StepReport, TrainBatch, WeightSet
+
+if TYPE_CHECKING:
+    from redline.trainer.parallel.pipeline import Pipeline
 
 FORWARD_RATIO = 4
 """Tokens of a pass without gradients for each of one with them, where only the latter's budget is given."""
@@ -106,6 +112,20 @@ class PolicyTrainer:
         if config.lora.rank:
             add_adapter(decoder, config.lora, dtype, seed)
         self._recompute_in_backward()
+        self._trained = [name for name, parameter in decoder.named_parameters() if parameter.requires_grad]
+        num_parameters = sum(parameter.numel() for parameter in decoder.parameters())
+        self._cost = CostModel.of(decoder.spec, num_parameters)
+        self._flops = NetworkCost.of(decoder)
+        is_divided = self._parallel.is_divided
+        whole: AnyDecoder | None = None
+        if is_divided and self._parallel.is_main:
+            assert self._parallel.device is not None
+            whole = empty_copy(decoder, dtype, self._parallel.device)
+        self._decoder = decoder = self._parallel.cut(decoder)
+        self.network: AnyDecoder = decoder if whole is None else whole
+        """The policy as one network, to sample from: the trainer's own, or where ranks divide its weights a copy that rank 0
+        alone has and every step fills."""
+        self._pipeline = self._parallel.pipeline(dtype)
         self._reference: Reference | None = None
         if config.kl_coef:
             self._reference = Reference(
@@ -118,25 +138,16 @@ class PolicyTrainer:
         self._critic_settings = critic_settings(config)
         self._critic_optimizer: MasterAdamW | None = None
         self._critic = self._make_critic(seed + 1) if sampling.advantages == "gae" else None
-        is_divided = self._parallel.is_divided
-        self.network: AnyDecoder = decoder
-        """The policy as one network, to sample from: the trainer's own, or where ranks divide its weights a copy that rank 0
-        alone has and every step fills."""
-        if is_divided and self._parallel.is_main:
-            assert self._parallel.device is not None
-            self.network = empty_copy(decoder, dtype, self._parallel.device)
         self._weights = self._parallel.wrap(decoder, dtype, stored)
+        self._device = next(iter(self._weights.parameters.values())).device
         self._optimizer = MasterAdamW(self._weights.owned, torch.float32 if self._weights.are_masters else dtype, config)
         if is_divided:
             self._optimizer.sum_squares = self._weights.sum_squares
             self._fill_network(self._weights.parameters)
-        num_parameters = sum(parameter.numel() for parameter in decoder.parameters())
-        self._cost = CostModel.of(decoder.spec, num_parameters)
-        self._flops = NetworkCost.of(decoder)
         code = decoder.training_code(dtype)
         self._token_bytes = token_bytes(decoder.spec, num_parameters, dtype, config.gradient_checkpointing, code)
         self._largest_micro_batch = 0
-        self._staging = Staging(decoder.output_weight.device)
+        self._staging = Staging(self._device)
         self._budget: TokenBudget | None = None
         self._forward_budget = TokenBudget(0, "trainer.max_tokens_per_forward")
         self._critic_budget = TokenBudget(config.critic.max_tokens_per_micro_batch, "trainer.critic.max_tokens_per_micro_batch")
@@ -248,9 +259,9 @@ class PolicyTrainer:
     def _plan(self, batch: TrainBatch, max_tokens: int) -> MicroBatchPlan:
         place = self._parallel.place
         with span("trainer.pack", version=self._version):
-            return plan_micro_batches(
-                batch, max_tokens * place.sequence_ranks, place.data_ranks, self._cost, self._decoder.spec.max_positions
-            )
+            ranks, limit = place.data_ranks * place.stages, self._decoder.spec.max_positions
+            plan = plan_micro_batches(batch, max_tokens * place.sequence_ranks, ranks, self._cost, limit)
+            return plan if place.stages == 1 else plan.in_turn(place.data_ranks)
 
     def _in_memory(
         self,
@@ -261,17 +272,20 @@ class PolicyTrainer:
     ) -> Result:
         """`run` a plan under the budget, again under a smaller one where memory runs out: what `optimizer` has got by then is
         discarded."""
-        if self._parallel.division.sharding != "none" or self._parallel.place.sequence_ranks > 1:
-            # Ranks that meet in every layer would wait forever for one that ran out.
+        if self._parallel.is_divided or self._parallel.place.sequence_ranks > 1:
+            # Ranks that meet inside a pass would wait forever for one that ran out.
             return run(self._plan(batch, budget.current))
         undo = optimizer.discard if optimizer else lambda: None
         return with_oom_retry(budget, lambda tokens: self._plan(batch, tokens), run, undo, self._tell, self._on_any_rank)
 
     def _run(self, plan: MicroBatchPlan, numbers: Callable[[], TokenNumbers]) -> StepTotals:
         """Forward and backward of every micro-batch."""
-        totals = StepTotals.on(self._decoder.output_weight.device)
+        totals = StepTotals.on(self._device)
         config = correction_for(plan.batch.lags, self._config)
-        for number, (micro_batch, inputs) in enumerate(self._staging.sent(self._inputs(plan))):
+        items = self._staging.sent(self._inputs(plan))
+        if self._pipeline is not None:
+            return self._run_stage(self._pipeline, plan, items, numbers, config, totals)
+        for number, (micro_batch, inputs) in enumerate(items):
             with self._weights.micro_batch(last=number == plan.num_micro_batches - 1):
                 self._train_on(micro_batch, inputs, numbers, config, totals)
             self._optimizer.accumulate()
@@ -297,20 +311,55 @@ class PolicyTrainer:
     ) -> None:
         share = self._parallel.share(micro_batch)
         with span("trainer.forward", device=True, version=self._version):
-            logprobs_M, entropy_M = chosen_logprobs(self._decoder, micro_batch, share, inputs, self._sampling.temperature)
-            with span("trainer.pack", version=self._version):
-                given = self._staging.send(numbers().of(micro_batch))
-            bonus_M = entropy_M if config.entropy_coef else None
-            policy = policy_loss(LossInputs(logprobs_M, **given, entropy_M=bonus_M), config)
+            found = chosen_logprobs(self._decoder, micro_batch, share, inputs, self._sampling.temperature)
+            policy, seen = self._loss(micro_batch, found, numbers, config)
         with span("trainer.backward", device=True, version=self._version):
             policy.loss.backward()
+        totals.add(micro_batch, policy, seen, found[1].detach())
+
+    def _loss(
+        self,
+        micro_batch: MicroBatch,
+        found: Found,
+        numbers: Callable[[], TokenNumbers],
+        config: TrainerConfig,
+    ) -> tuple[PolicyLoss, dict[str, Tensor]]:
+        """The loss of a micro-batch from the logprobs and entropies of its trained tokens, and what of them totals look at."""
+        logprobs_M, entropy_M = found
+        with span("trainer.pack", version=self._version):
+            given = self._staging.send(numbers().of(micro_batch))
+        bonus_M = entropy_M if config.entropy_coef else None
         seen = {
             "logprob": logprobs_M.detach(),
             "old logprob": given["old_logprobs_M"],
             "advantage": given["advantages_M"],
             **({"anchor logprob": given["anchor_logprobs_M"]} if self._has_anchor else {}),
         }
-        totals.add(micro_batch, policy, seen, entropy_M.detach())
+        return policy_loss(LossInputs(logprobs_M, **given, entropy_M=bonus_M), config), seen
+
+    def _run_stage(
+        self,
+        pipeline: Pipeline,
+        plan: MicroBatchPlan,
+        items: Items,
+        numbers: Callable[[], TokenNumbers],
+        config: TrainerConfig,
+        totals: StepTotals,
+    ) -> StepTotals:
+        """This stage's part of `_run`. The last stage alone computes the loss, and has totals of its own."""
+
+        def finish(micro_batch: MicroBatch, found: Found) -> Tensor:
+            policy, seen = self._loss(micro_batch, found, numbers, config)
+            totals.add(micro_batch, policy, seen, found[1].detach())
+            return policy.loss
+
+        longest = int(plan.tokens_RN[self._parallel.place.data_rank].max(initial=1))
+        size, temperature = (plan.num_micro_batches, longest), self._sampling.temperature
+        assert isinstance(self._decoder, Stage)
+        pipeline.train(Passing(self._decoder, items, *size, temperature, finish, version=self._version))
+        self._optimizer.accumulate()
+        totals.agree(self._parallel)
+        return totals
 
     def _update(self, totals: StepTotals, learning_rate: float, place: UpdatePlace, bad: list[BadStep]) -> SeenStep:
         """Update the weights, unless the loss or the gradient is not finite, and return what was seen of it. The step's
@@ -329,7 +378,7 @@ class PolicyTrainer:
                 self._written.close()
             seen = sent.read()
         if seen.skipped:
-            names, tokens = tuple(norms.bad_parameters()), tuple(totals.bad_tokens())
+            names, tokens = tuple(norms.bad_parameters()), tuple(totals.bad_tokens(self._parallel))
             bad.append(BadStep(self._version, float(loss), seen.grad_norm, names, tokens, place.name))
             self._tell(f"skipped: {bad[-1]}")
         return seen
@@ -348,8 +397,7 @@ class PolicyTrainer:
     def _on_any_rank(self, here: bool) -> bool:
         if self._parallel.place.world == 1:
             return here  # asking the device would wait for all it was given to do
-        device = self._decoder.output_weight.device
-        return bool(self._parallel.max_of(torch.tensor([float(here)], device=device)))
+        return bool(self._parallel.max_of(torch.tensor([float(here)], device=self._device)))
 
     # ── what a step needs to know first ────────────────────────────────────────────────────────────────────────────────
 
@@ -372,22 +420,28 @@ class PolicyTrainer:
 
     def _look(self, plan: MicroBatchPlan) -> tuple[list[MicroBatch], dict[str, list[Tensor]]]:
         """Passes without gradients over this process's micro-batches: float32[M] of each, by what they are."""
-        parts, share = list(plan.of_rank(self._parallel.place.data_rank)), self._parallel.share
+        parts = list(plan.of_rank(self._parallel.place.data_rank))
         found: dict[str, list[Tensor]] = {}
         if self._reference:
-            found["reference"] = self._reference.logprobs(parts, share)
+            found["reference"] = self._reference.logprobs(parts, self._way("trainer.reference"))
         if self._has_anchor:
             with span("trainer.recompute", version=self._version):
-                found["anchor"] = recompute(self._decoder, parts, self._sampling.temperature, share_of=share)
+                compute = self._way("trainer.recompute")
+                found["anchor"] = compute(self._decoder, parts, self._sampling.temperature, None)
         if self._critic:
             found["values"] = self._critic.values(parts)
         return parts, found
 
+    def _way(self, doing: str) -> Recompute:
+        """How micro-batches pass through a network without gradients; `doing` is the span of a stage that does."""
+        if self._pipeline is not None:
+            return partial(self._pipeline.recompute, doing=doing)
+        return partial(recompute, share_of=self._parallel.share)
+
     def _by_token(self, batch: TrainBatch, parts: list[MicroBatch], values: list[Tensor]) -> np.ndarray:
         """float32[T], of all processes."""
         mine_T = torch.from_numpy(by_token(parts, values, len(batch.tokens)))
-        device = self._decoder.output_weight.device
-        return self._parallel.sum_of(mine_T.to(device)).cpu().numpy()
+        return self._parallel.sum_of(mine_T.to(self._device)).cpu().numpy()
 
     def _train_critic(self, batch: TrainBatch, numbers: TokenNumbers, values_T: np.ndarray) -> CriticReport:
         critic, returns_T = self._critic, numbers.returns_T
@@ -417,8 +471,8 @@ class PolicyTrainer:
         """The least that any rank has of each: all must divide a batch in the same way."""
         if self._parallel.place.world == 1:
             return list(numbers)
-        device = self._decoder.output_weight.device
-        return [int(-n) for n in self._parallel.max_of(-torch.tensor(numbers, dtype=torch.float64, device=device)).tolist()]
+        own = torch.tensor(numbers, dtype=torch.float64, device=self._device)
+        return [int(-n) for n in self._parallel.max_of(-own).tolist()]
 
     def _planned_budgets(self) -> Budgets:
         config, weights = self._config, self._weights
@@ -438,12 +492,12 @@ class PolicyTrainer:
 
     def weights(self) -> WeightSet:
         held = dict(self.network.named_parameters())
-        return WeightSet(self._version, {name: held[name].detach() for name in self._weights.owned})
+        return WeightSet(self._version, {name: held[name].detach() for name in self._trained})
 
     def memory(self) -> dict[str, int]:
         """Bytes by kind that this process holds now; `offloaded` are those in host memory for a device. Of weights that ranks
         divide, its part counts, and on rank 0 the copy to sample from; what a pass puts together counts as activations."""
-        device = self._decoder.output_weight.device.type
+        device = self._device.type
         weights = tensor_bytes(
             (
                 *self._weights.parameters.values(),
@@ -474,7 +528,7 @@ class PolicyTrainer:
         it, and each writes its part."""
         if not (self._parallel.is_main or self._parallel.is_divided):
             return
-        state = self._optimizer.state()
+        state = dict(self._weights.written(self._optimizer.state()))
         if self._critic_optimizer is not None:
             state |= {CRITIC + name: tensor for name, tensor in self._critic_optimizer.state().items()}
         self._writer.save(folder, self._version, state)

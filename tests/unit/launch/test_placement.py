@@ -54,6 +54,13 @@ def test_with_a_lag_engine_and_trainer_have_threads_of_their_own_and_divide_the_
         ("3", {"trainer": {"sequence_parallel_size": 2}}, "does not divide the trainer's 3 processes"),
         ("2", {"trainer": {"algorithm": "ppo"}}, "the critic is trained by one process, and 2 were started"),
         ("2", {"trainer": {"sharding": "full", "offload_optimizer": True}}, "the state is divided among the devices"),
+        ("3", {"trainer": {"pipeline_parallel_size": 2}}, "does not divide the trainer's 3 processes"),
+        ("2", {"trainer": {"pipeline_parallel_size": 2, "algorithm": "ppo"}}, "the critic is trained by one process"),
+        (
+            "2",
+            {"trainer": {"pipeline_parallel_size": 2, "offload_optimizer": True}},
+            "pipeline_parallel_size the state is",
+        ),
     ],
 )
 def test_what_the_started_processes_cannot_divide_is_refused(

@@ -330,6 +330,13 @@ def test_processes_that_cannot_divide_the_work_are_refused(recipes: Recipes, mon
     assert "sequence_parallel_size = 2 does not divide the trainer's 3 processes" in refusal.message
 
 
+def test_more_stages_than_the_model_has_layers_are_refused(recipes: Recipes, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "64")
+    refusal = recipes.refusal(trainer={"pipeline_parallel_size": 64})
+    assert "trainer.pipeline_parallel_size = 64: the model has" in refusal.message
+    assert "or less" in refusal.hint
+
+
 def test_restarts_that_each_node_would_count_for_itself_are_refused(recipes: Recipes, monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in {"WORLD_SIZE": "2", "GROUP_WORLD_SIZE": "2", "TORCHELASTIC_MAX_RESTARTS": "3"}.items():
         monkeypatch.setenv(name, value)

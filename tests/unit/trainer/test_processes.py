@@ -24,6 +24,7 @@ STRATEGIES: dict[str, dict[str, Any]] = {
     "data, full": {"sharding": "full"},
     "sequence": {"sequence_parallel_size": 2},
     "sequence, full": {"sequence_parallel_size": 2, "sharding": "full"},
+    "stages": {"pipeline_parallel_size": 2},
 }
 QUICK = ("data", "data, full", "sequence")
 RECIPES: dict[str, dict[str, Any]] = {

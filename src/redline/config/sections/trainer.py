@@ -155,6 +155,10 @@ class TrainerConfig(Section):
     sequence_parallel_size: PositiveInt = 1
     """Ranks that divide the tokens of a micro-batch (Ulysses), for contexts too long for one device. Must divide the number of
     ranks and the model's attention heads; the token budget of a micro-batch grows with it."""
+    pipeline_parallel_size: PositiveInt = 1
+    """Ranks that divide the layers: each has neighbouring ones with their gradients and optimizer state, and passes
+    micro-batches on to the next. Must divide the number of ranks; others get micro-batches of their own. A step has at least as
+    many micro-batches as stages, and the more there are, the less the stages wait for each other."""
     rank_timeout_s: float = Field(60.0, ge=5)
     """With several ranks, seconds without a sign of life after which a rank is lost, and the others end with its name. A rank
     that is alive but does not come to a meeting of its step has ten times as long."""

@@ -96,8 +96,8 @@ def unloaded_decoder(folder: Path, device: torch.device | str = "cpu") -> Decode
     refuse_quantized(config)
     if not is_ours(config):
         raise ModelError(
-            f"trainer.sharding: model family {config.model_type!r} is run by transformers, and its layers are not divided",
-            "leave trainer.sharding out",
+            f"model family {config.model_type!r} is run by transformers, and ranks cannot divide its layers",
+            "leave trainer.sharding and trainer.pipeline_parallel_size out",
         )
     decoder = empty_decoder(config, "meta")
     decoder.rotary_frequencies = rotary_frequencies(config)[0].to(device)

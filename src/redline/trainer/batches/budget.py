@@ -91,7 +91,7 @@ def find_budgets(
     network: AnyDecoder, dtype: torch.dtype, parameters: ParameterBytes, own_bytes: int, checkpointing: Checkpointing
 ) -> Budgets:
     """For a network on its device. `own_bytes` of the memory now in use are of kinds that `parameters` counts."""
-    device = network.output_weight.device
+    device = next(network.parameters()).device
     if device.type != "cuda":
         return cpu_budgets()
     num_parameters = sum(parameter.numel() for parameter in network.parameters())

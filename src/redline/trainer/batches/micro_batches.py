@@ -121,6 +121,18 @@ class MicroBatchPlan:
         own_S = np.diff(self.batch.cu_seqlens)[planned_S] - before_S
         return TrainLoad.of_families(own_S, before_S, prompt_F, int(np.count_nonzero(self.batch.loss_mask)))
 
+    def in_turn(self, ranks: int) -> MicroBatchPlan:
+        """The same micro-batches for fewer ranks: each takes those of as many neighbours, a round after the other."""
+
+        def merged(values_RN: np.ndarray) -> np.ndarray:
+            planned, rounds = values_RN.shape
+            return values_RN.reshape(ranks, planned // ranks, rounds).swapaxes(1, 2).reshape(ranks, -1)
+
+        order_RN = merged(np.arange(self.cost_RN.size).reshape(self.cost_RN.shape))
+        every = [sequences for rank in self.sequences_RN for sequences in rank]
+        sequences_RN = tuple(tuple(every[index] for index in row) for row in order_RN)
+        return MicroBatchPlan(self.batch, self.prompt_S, sequences_RN, merged(self.cost_RN), merged(self.tokens_RN))
+
     def of_rank(self, rank: int) -> Iterator[MicroBatch]:
         """Its micro-batches, each laid out when it is asked for."""
         for sequences in self.sequences_RN[rank]:

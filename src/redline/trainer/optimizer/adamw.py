@@ -64,8 +64,8 @@ class MasterAdamW:
         self._gradients: Tensor | None = None
         self._gradient_views: dict[str, Tensor] = {}
         self._arrived: set[str] = set()
-        self.sum_squares: Callable[[Tensor], Tensor] | None = None
-        """Sums the squared norms of the gradients over the processes that hold a part of each, where there are several."""
+        self.sum_squares: Callable[[tuple[str, ...], Tensor], tuple[tuple[str, ...], Tensor]] | None = None
+        """Makes names and squared norms of the gradients here those of all, where several processes divide them."""
         _take_gradients(self)
 
     def _make_kernel(self) -> AdamWKernel:
@@ -166,9 +166,10 @@ class MasterAdamW:
         if self.sum_squares is None and self._device.type == "cuda":  # in one pass: what lies between the gradients is zero
             assert self._gradients is not None
             return gradient_norms(torch.linalg.vector_norm(self._gradients), tuple(gradients), norms_P, loss)
-        squares_P = norms_P().square()
-        squares_P = squares_P if self.sum_squares is None else self.sum_squares(squares_P)
-        return gradient_norms(squares_P.sum().sqrt(), tuple(gradients), squares_P.sqrt, loss)
+        names, squares_P = tuple(gradients), norms_P().square()
+        if self.sum_squares is not None:
+            names, squares_P = self.sum_squares(names, squares_P)
+        return gradient_norms(squares_P.sum().sqrt(), names, squares_P.sqrt, loss)
 
     @torch.no_grad()
     def update(self, learning_rate: float, norms: GradientNorms) -> None:

@@ -21,8 +21,8 @@ AFTER_LOSS_S = 15.0
 """How long the first rank waits for parts that are still being written once a rank is lost that has written its own."""
 WRITTEN, FAILED = "written ", "failed "
 BEGIN, SKIP = 1.0, 0.0
-WHY_ALL = "and with trainer.sharding every rank writes its part of a checkpoint there"
-ALL_MUST_SEE = "put run.folder on a file system that all machines have, or train with trainer.sharding=none"
+WHY_ALL = "and with trainer.sharding or trainer.pipeline_parallel_size every rank writes its part of a checkpoint there"
+ALL_MUST_SEE = "put run.folder on a file system that all machines have, or leave the two out"
 
 
 class RankCheckpoint(WholeCheckpoint):

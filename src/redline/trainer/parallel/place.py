@@ -1,9 +1,13 @@
-"""Which process of the trainer this is: the mesh (data, sequence).
+"""Which process of the trainer this is: the mesh (data, sequence), or (data, stage).
 
-Neighbouring ranks work on one micro-batch together, since what they exchange in every layer is more than what others exchange
-once a step:
+Neighbouring ranks work on one micro-batch together, since what they exchange in every layer, or of every micro-batch, is more
+than what others exchange once a step:
 
     sequence_parallel_size = 2     sequence 0   sequence 1
+                      data 0         rank 0       rank 1
+                      data 1         rank 2       rank 3
+
+    pipeline_parallel_size = 2     stage 0      stage 1
                       data 0         rank 0       rank 1
                       data 1         rank 2       rank 3
 """
@@ -24,10 +28,22 @@ class Division:
     replicate: int = 1
     prefetch_layers: int = 1
     sequence_parallel_size: int = 1
+    pipeline_parallel_size: int = 1
 
     @classmethod
     def of(cls, config: TrainerConfig) -> Division:
-        return cls(config.sharding, config.replicate, config.prefetch_layers, config.sequence_parallel_size)
+        return cls(
+            config.sharding,
+            config.replicate,
+            config.prefetch_layers,
+            config.sequence_parallel_size,
+            config.pipeline_parallel_size,
+        )
+
+    @property
+    def divides_weights(self) -> bool:
+        """Whether no process has all weights to itself."""
+        return self.sharding != "none" or self.pipeline_parallel_size > 1
 
 
 @dataclass(slots=True, frozen=True)
@@ -37,16 +53,23 @@ class Place:
     """Groups of processes that get micro-batches of their own."""
     sequence_ranks: int = 1
     """Processes that divide the tokens of a micro-batch."""
+    stages: int = 1
+    """Processes that divide the layers, and pass each micro-batch on; 1 wherever `sequence_ranks` is more."""
 
     @property
     def world(self) -> int:
-        """data_ranks x sequence_ranks."""
-        return self.data_ranks * self.sequence_ranks
+        """data_ranks x sequence_ranks x stages."""
+        return self.data_ranks * self.sequence_ranks * self.stages
 
     @property
     def data_rank(self) -> int:
-        """rank // sequence_ranks."""
-        return self.rank // self.sequence_ranks
+        """rank // (sequence_ranks x stages)."""
+        return self.rank // (self.sequence_ranks * self.stages)
+
+    @property
+    def stage(self) -> int:
+        """rank % stages."""
+        return self.rank % self.stages
 
     @property
     def sequence_rank(self) -> int:
@@ -69,6 +92,9 @@ def find_place(rank: int, world: int, division: Division) -> Place:
             f"trainer.sequence_parallel_size = {sequence} does not divide the trainer's {_processes(world)}",
             f"start a multiple of {sequence} processes (torchrun --nproc-per-node), or set it to 1",
         )
+    stages = division.pipeline_parallel_size
+    if stages > 1:
+        _check_stages(world, division)
     if world == 1 and division.sharding != "none":
         raise ConfigError(
             f"trainer.sharding = {division.sharding!r}: there is one process, and no other to share the parameters with",
@@ -84,7 +110,26 @@ def find_place(rank: int, world: int, division: Division) -> Place:
             f"trainer.replicate = {division.replicate} makes no groups of several out of the trainer's {_processes(world)}",
             "set it to the number of nodes (torchrun --nnodes), or leave it out",
         )
-    return Place(rank, world // sequence, sequence)
+    return Place(rank, world // (sequence * stages), sequence, stages)
+
+
+def _check_stages(world: int, division: Division) -> None:
+    stages, key = division.pipeline_parallel_size, "trainer.pipeline_parallel_size"
+    if world % stages:
+        raise ConfigError(
+            f"{key} = {stages} does not divide the trainer's {_processes(world)}",
+            f"start a multiple of {stages} processes (torchrun --nproc-per-node), or set it to 1",
+        )
+    if division.sequence_parallel_size > 1:
+        raise ConfigError(
+            f"{key} = {stages}: stages pass whole micro-batches on, and trainer.sequence_parallel_size divides their tokens",
+            "set one of the two to 1; under torchrun either divides the memory of long contexts",
+        )
+    if division.sharding != "none":
+        raise ConfigError(
+            f"{key} = {stages}: stages divide the weights already, and trainer.sharding = {division.sharding!r} would again",
+            "set trainer.sharding=none; further ranks of torchrun get micro-batches of their own",
+        )
 
 
 def _processes(count: int) -> str:

@@ -1,13 +1,15 @@
 """The processes that take a step together, as the trainer sees them.
 
 `Parallel` is a single process: every method does what one process would do anyway, and nothing is sent. `Together` is one of
-several. Both give, for each network, its `Weights`, and for each micro-batch this process's share.
+several, `stages.Staged` one of those that divide the layers. All give, for each network, its `Weights`, and for each
+micro-batch this process's share.
 """
 
 from __future__ import annotations
 
 import os
 from datetime import timedelta
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -21,10 +23,13 @@ from redline.models.value_head import ValueNetwork
 from redline.trainer.batches.micro_batches import MicroBatch
 from redline.trainer.checkpoints.parts import WholeCheckpoint
 from redline.trainer.parallel.checkpoint_parts import RankCheckpoint
-from redline.trainer.parallel.place import Division, Place, find_place
+from redline.trainer.parallel.place import Division, Place, find_place, part_rows
 from redline.trainer.parallel.ranks import join, own_rank, world_size
 from redline.trainer.parallel.sequence_parallel import SequenceShare
 from redline.trainer.parallel.weights import ReplicatedWeights, Weights
+
+if TYPE_CHECKING:
+    from redline.trainer.parallel.pipeline import Pipeline
 
 PATIENCE_S = 600.0
 """How long a process waits for another inside a step, by default. Between steps it waits in `orders.py`, as long as rank 0
@@ -48,17 +53,31 @@ class Parallel:
     @property
     def is_divided(self) -> bool:
         """Whether each process holds a part of the weights only."""
-        return self.division.sharding != "none"
+        return self.division.divides_weights
 
     @property
     def num_parts(self) -> int:
-        """Processes that divide one set of weights: world / replicate."""
+        """Processes that divide one set of weights: the stages of a pipeline, or world / replicate."""
+        if self.place.stages > 1:
+            return self.place.stages
         return self.place.world // self.division.replicate if self.is_divided else 1
 
     @property
     def part(self) -> int:
         """Which part of the weights is here: rank % num_parts."""
         return self.place.rank % self.num_parts
+
+    def rows_of(self, part: int, name: str, num_rows: int, num_layers: int) -> tuple[int, int]:
+        """First row and end of what a part of the weights has of a parameter, in a network of so many layers."""
+        return part_rows(num_rows, part, self.num_parts)
+
+    def cut(self, network: AnyDecoder) -> AnyDecoder:
+        """What of the policy this process computes: all of it, or a stage."""
+        return network
+
+    def pipeline(self, dtype: torch.dtype) -> Pipeline | None:
+        """What passes micro-batches through the stages, where this process has one. `dtype` is the compute dtype."""
+        return None
 
     def wrap(self, network: AnyDecoder | ValueNetwork, dtype: torch.dtype, stored: StoredWeights | None = None) -> Weights:
         """Prepare a network in place, before its optimizer is made. `dtype` is the compute dtype; a network without weights
@@ -116,12 +135,7 @@ class Together(Parallel):
         return init_device_mesh(self.device.type, (groups, world // groups), mesh_dim_names=("replicate", "shard"))
 
     def checkpoint(self) -> WholeCheckpoint:
-        if not self.is_divided:
-            return WholeCheckpoint()
-        ranks = join()
-        return RankCheckpoint(
-            ranks.connection(), ranks.pulse, self.part, self.num_parts, self.place.rank, lambda values: self.max_of(values)
-        )
+        return rank_checkpoint(self) if self.is_divided else WholeCheckpoint()
 
     def share(self, micro_batch: MicroBatch) -> SequenceShare:
         rank, ranks = self.place.sequence_rank, self.place.sequence_ranks
@@ -144,6 +158,12 @@ class Together(Parallel):
         dist.destroy_process_group()
 
 
+def rank_checkpoint(parallel: Parallel) -> RankCheckpoint:
+    """What one of the processes that divide the weights writes of a checkpoint."""
+    ranks, rank = join(), parallel.place.rank
+    return RankCheckpoint(ranks.connection(), ranks.pulse, parallel.part, parallel.num_parts, rank, parallel.max_of)
+
+
 def local_device(kind: str) -> torch.device:
     """The device of this process: a GPU for each process of a machine."""
     return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0"))) if kind == "cuda" else torch.device(kind)
@@ -163,4 +183,8 @@ def connect(division: Division, device: torch.device, patience_s: float = PATIEN
         dist.init_process_group(
             backend, store=join().store, rank=place.rank, world_size=place.world, timeout=timedelta(seconds=patience_s)
         )
-    return Together(place, device, division)
+    if place.stages == 1:
+        return Together(place, device, division)
+    from redline.trainer.parallel.stages import Staged  # takes torch's pipelining along
+
+    return Staged(place, device, division, timedelta(seconds=patience_s))

@@ -95,9 +95,9 @@ class ShardedWeights(Weights):
     def sum_gradients(self, gradients: Mapping[str, Tensor]) -> None:
         """They come out of the backward pass summed."""
 
-    def sum_squares(self, squares_P: Tensor) -> Tensor:
+    def sum_squares(self, names: tuple[str, ...], squares_P: Tensor) -> tuple[tuple[str, ...], Tensor]:
         dist.all_reduce(squares_P, group=self._group)
-        return squares_P
+        return names, squares_P
 
     def changed(self) -> None:
         for module in self._modules:

@@ -6,7 +6,8 @@
     changed             after the optimizer or a checkpoint has written the weights
 
 Because every token's weight in the mean is known for the whole batch, gradients are summed over processes, never averaged.
-`Weights` is a single process, `ReplicatedWeights` one of several with the same weights; `sharding.py` divides them.
+`Weights` is a single process, `ReplicatedWeights` one of several with the same weights; `sharding.py` divides each of them,
+`stages.py` by layers.
 """
 
 from __future__ import annotations
@@ -56,9 +57,9 @@ class Weights:
     def sum_gradients(self, gradients: Mapping[str, Tensor]) -> None:
         """Over all processes, in place; each process gives the same names."""
 
-    def sum_squares(self, squares_P: Tensor) -> Tensor:
-        """The squared norm of each whole gradient, from those of what is here of it."""
-        return squares_P
+    def sum_squares(self, names: tuple[str, ...], squares_P: Tensor) -> tuple[tuple[str, ...], Tensor]:
+        """Every trained parameter of the network, and the squared norm of its whole gradient, from those of what is here."""
+        return names, squares_P
 
     def changed(self) -> None:
         """Forget copies of the weights that were made before."""
@@ -68,6 +69,10 @@ class Weights:
         Every process must go through all of them."""
         for name, tensor in held.items():
             yield name, tensor.detach().to(dtype)
+
+    def written(self, state: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        """What of its optimizer's state this process writes to a checkpoint: not what another one that has it too does."""
+        return state
 
     def own_state(self, saved: SavedTensors) -> OwnState:
         """What this process holds of a saved optimizer's state."""
@@ -79,13 +84,18 @@ class ReplicatedWeights(Weights):
     """All here, as in every other process: the same sums of gradients keep them equal to the bit."""
 
     def sum_gradients(self, gradients: Mapping[str, Tensor]) -> None:
-        in_flight: deque[_Bucket] = deque()
-        for bucket in _buckets(list(gradients.values())):
-            in_flight.append(bucket)
-            if len(in_flight) > MAX_IN_FLIGHT:
-                in_flight.popleft().receive()
-        for bucket in in_flight:
-            bucket.receive()
+        sum_over(None, gradients)
+
+
+def sum_over(group: dist.ProcessGroup | None, gradients: Mapping[str, Tensor]) -> None:
+    """Sum over the processes of a group, by default all, in place; each process gives the same names in the same order."""
+    in_flight: deque[_Bucket] = deque()
+    for bucket in _buckets(group, list(gradients.values())):
+        in_flight.append(bucket)
+        if len(in_flight) > MAX_IN_FLIGHT:
+            in_flight.popleft().receive()
+    for bucket in in_flight:
+        bucket.receive()
 
 
 @dataclass(slots=True)
@@ -97,10 +107,10 @@ class _Bucket:
     work: dist.Work
 
     @classmethod
-    def sent(cls, gradients: list[Tensor]) -> _Bucket:
+    def sent(cls, group: dist.ProcessGroup | None, gradients: list[Tensor]) -> _Bucket:
         alone = len(gradients) == 1 and gradients[0].is_contiguous()
         flat = gradients[0].view(-1) if alone else torch.cat([gradient.flatten() for gradient in gradients])
-        work = dist.all_reduce(flat, async_op=True)
+        work = dist.all_reduce(flat, group=group, async_op=True)
         assert work is not None
         return cls([] if alone else gradients, flat, work)
 
@@ -111,15 +121,15 @@ class _Bucket:
             gradient.copy_(part.view_as(gradient))
 
 
-def _buckets(gradients: list[Tensor]) -> Iterator[_Bucket]:
+def _buckets(group: dist.ProcessGroup | None, gradients: list[Tensor]) -> Iterator[_Bucket]:
     """In order, each as full as it may be and on its way; a larger gradient goes alone, and is not copied."""
     together: list[Tensor] = []
     size = 0
     for gradient in gradients:
         if together and size + gradient.nbytes > BUCKET_BYTES:
-            yield _Bucket.sent(together)
+            yield _Bucket.sent(group, together)
             together, size = [], 0
         together.append(gradient)
         size += gradient.nbytes
     if together:
-        yield _Bucket.sent(together)
+        yield _Bucket.sent(group, together)

@@ -26,6 +26,8 @@ def whole(micro_batch: MicroBatch) -> SequenceShare:
 
 
 ShareOf = Callable[[MicroBatch], SequenceShare]
+Recompute = Callable[[AnyDecoder, Iterable[MicroBatch], float, ActiveLora | None], list[Tensor]]
+"""`recompute`, or the same through the stages of a pipeline."""
 
 
 def network_inputs(micro_batch: MicroBatch, share: SequenceShare) -> dict[str, Values]:
@@ -46,13 +48,27 @@ def chosen_logprobs(
     lora: ActiveLora | None = None,
 ) -> tuple[Tensor, Tensor]:
     """float32[M] each: logprobs of the trained tokens, and the entropies of the distributions they were chosen from."""
-    attend, positions_T = _attention(decoder, micro_batch, share, inputs["tokens"].device)
-    adapters = () if lora is None else (lora,)
-    hidden_TE = decoder(inputs["tokens"].long(), positions_T, attend, *adapters)
-    hidden_ME = selected_rows(hidden_TE, inputs["predicted_from"])
-    # Where weights are sharded, the head is whole only after the forward pass.
-    found = selected_logprobs(hidden_ME, decoder.output_weight, inputs["targets"].long(), temperature)
+    hidden_TE = hidden_states(decoder, micro_batch, share, inputs["tokens"].long(), lora)
+    found = predicted(decoder, hidden_TE, inputs, temperature)
     return share.gather(found[0]), share.gather(found[1])
+
+
+def hidden_states(
+    decoder: AnyDecoder, micro_batch: MicroBatch, share: SequenceShare, given: Tensor, lora: ActiveLora | None = None
+) -> Tensor:
+    """[T, E] of the tokens that are `given`; of a stage, its residual stream from the one of the stage before."""
+    attend, positions_T = _attention(decoder, micro_batch, share, given.device)
+    adapters = () if lora is None else (lora,)
+    return decoder(given, positions_T, attend, *adapters)
+
+
+def predicted(
+    decoder: AnyDecoder, hidden_TE: Tensor, inputs: Mapping[str, Tensor], temperature: float
+) -> tuple[Tensor, Tensor]:
+    """float32 each: logprobs of the trained tokens that these hidden states predict, and the entropies. Where weights are
+    sharded, the head is whole only after the forward pass."""
+    hidden_ME = selected_rows(hidden_TE, inputs["predicted_from"])
+    return selected_logprobs(hidden_ME, decoder.output_weight, inputs["targets"].long(), temperature)
 
 
 def chosen_values(network: ValueNetwork, micro_batch: MicroBatch) -> Tensor:

@@ -15,7 +15,7 @@ from redline.models.lora.trainable import has_adapter
 from redline.telemetry import span
 from redline.trainer.batches.micro_batches import MicroBatch
 from redline.trainer.parallel.weights import Weights
-from redline.trainer.passes.forward import ShareOf, recompute, whole
+from redline.trainer.passes.forward import Recompute, recompute
 
 
 class Reference:
@@ -36,7 +36,7 @@ class Reference:
     ) -> None:
         """`wrap` prepares the copy as the processes of the trainer hold it: where they divide it, each has its part."""
         self._temperature = temperature
-        self._device = decoder.output_weight.device
+        self._device = next(decoder.parameters()).device
         self._without_adapter = has_adapter(decoder)
         self._is_away = offload and not self._without_adapter
         if self._without_adapter:
@@ -53,11 +53,11 @@ class Reference:
         """What this process holds for its sake: none where the policy without its adapter is the reference."""
         return () if self._weights is None else self._weights.parameters.values()
 
-    def logprobs(self, micro_batches: Iterable[MicroBatch], share_of: ShareOf = whole) -> list[Tensor]:
+    def logprobs(self, micro_batches: Iterable[MicroBatch], compute: Recompute = recompute) -> list[Tensor]:
         """float32[M] for each micro-batch, of its trained tokens under the reference."""
         with span("trainer.reference"), self._at_hand():
             lora = BARE if self._without_adapter else None
-            found = recompute(self._network, micro_batches, self._temperature, lora, share_of)
+            found = compute(self._network, micro_batches, self._temperature, lora)
             if self._weights is not None:
                 self._weights.changed()  # what was put together for the pass is not needed before the next
             return found

@@ -7,7 +7,7 @@ the device still writes the weights, and whatever the host does next is done mea
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -23,6 +23,10 @@ from redline.types import StepReport
 
 SUMS = ("loss", "entropy", "clipped", "mismatch", "kl", "masked", "update_kl")
 COUNTS = ("trained", "tokens")
+QUANTITIES = ("logprob", "old logprob", "advantage", "anchor logprob")
+"""What of a trained token decides whether a step is good."""
+MOST_TOLD = 64
+"""Bad tokens that each of several processes tells the others of."""
 
 
 @dataclass(slots=True, frozen=True)
@@ -93,8 +97,8 @@ class StepTotals:
 
     @torch.no_grad()
     def add(self, micro_batch: MicroBatch, policy: PolicyLoss, numbers: Mapping[str, Tensor], entropy_M: Tensor) -> None:
-        """`numbers` are logprobs, old logprobs and advantages, and where a pass has made them the logprobs at the beginning of
-        the step: then those are what the engine's are compared with. Nothing here waits for the device."""
+        """`numbers` are `QUANTITIES`, the last where a pass has made them: the logprobs at the beginning of the step, which are
+        then what the engine's are compared with. Nothing here waits for the device."""
         anchor_M = numbers.get("anchor logprob")
         log_ratio_M = ((numbers["logprob"] if anchor_M is None else anchor_M) - numbers["old logprob"]).double()
         self.has_anchor = anchor_M is not None
@@ -114,6 +118,11 @@ class StepTotals:
         if len(log_ratio_M):
             self.largest = torch.maximum(self.largest, log_ratio_M.max())
         self.seen.append((torch.from_numpy(micro_batch.sequence_M), numbers))
+
+    def agree(self, parallel: Parallel) -> None:
+        """Take over which means there are from the processes that compute the loss, where others do not."""
+        known = torch.tensor([self.has_kl, self.has_mask, self.has_anchor]).to(self.sums)
+        self.has_kl, self.has_mask, self.has_anchor = (bool(each) for each in parallel.max_of(known).tolist())
 
     @property
     def loss(self) -> Tensor:
@@ -158,7 +167,15 @@ class StepTotals:
             extra={name: sums[name] / trained for name, there in optional.items() if there} | dict(extra),
         )
 
-    def bad_tokens(self) -> Iterator[BadToken]:
-        """Trained tokens of this process with a number that is not finite."""
-        for sequence_M, numbers in self.seen:
-            yield from bad_tokens(numbers, sequence_M)
+    def bad_tokens(self, parallel: Parallel) -> list[BadToken]:
+        """Trained tokens with a number that is not finite; of several processes, which must ask at once, the first of each."""
+        own = [token for sequence_M, numbers in self.seen for token in bad_tokens(numbers, sequence_M)]
+        place = parallel.place
+        if place.world == 1:
+            return own
+        table = torch.full((place.world, MOST_TOLD, 3), -1)
+        for row, token in zip(table[place.rank], own, strict=False):
+            row[:] = torch.tensor([token.sequence, token.token, QUANTITIES.index(token.quantity)])
+        found = parallel.max_of(table.to(self.sums.device)).flatten(0, 1).tolist()
+        # Processes that share a micro-batch tell of the same tokens.
+        return [BadToken(s, t, QUANTITIES[q]) for s, t, q in dict.fromkeys(map(tuple, found)) if s >= 0]

@@ -15,6 +15,12 @@ def test_neighbours_share_a_micro_batch() -> None:
     assert {(place.data_ranks, place.sequence_ranks, place.world) for place in places} == {(3, 2, 6)}
 
 
+def test_neighbours_have_stages_that_follow_each_other() -> None:
+    places = [find_place(rank, 6, Division(pipeline_parallel_size=3)) for rank in range(6)]
+    assert [(place.data_rank, place.stage) for place in places] == [(0, 0), (0, 1), (0, 2), (1, 0), (1, 1), (1, 2)]
+    assert {(place.data_ranks, place.stages, place.world) for place in places} == {(2, 3, 6)}
+
+
 def test_one_process_is_a_place_too() -> None:
     assert find_place(0, 1, Division()) == Place()
 
@@ -24,6 +30,10 @@ def test_one_process_is_a_place_too() -> None:
     [
         (3, {"sequence_parallel_size": 2}, "does not divide the trainer's 3 processes"),
         (1, {"sequence_parallel_size": 2}, "does not divide the trainer's one process"),
+        (3, {"pipeline_parallel_size": 2}, "does not divide the trainer's 3 processes"),
+        (1, {"pipeline_parallel_size": 2}, "does not divide the trainer's one process"),
+        (4, {"pipeline_parallel_size": 2, "sequence_parallel_size": 2}, "stages pass whole micro-batches on"),
+        (4, {"pipeline_parallel_size": 2, "sharding": "full"}, "stages divide the weights already"),
         (4, {"replicate": 2}, "every process holds all weights already"),
         (4, {"replicate": 3, "sharding": "full"}, "no groups of several out of the trainer's 4 processes"),
         (2, {"replicate": 2, "sharding": "full"}, "no groups of several out of the trainer's 2 processes"),
