@@ -10,12 +10,22 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from support.fakes import Attempt, train_batch
 from support.policy_training import Bench, Outcome, assert_close, part_of, train
 from support.rank_processes import Ranks, started_ranks
 from support.small_models import llama, write_model
+from torch import Tensor
 
+from redline.models.files.hf import load_decoder
+from redline.models.stage import cut_stage
+from redline.trainer.batches.micro_batches import micro_batches
+from redline.trainer.batches.staging import Staging
+from redline.trainer.parallel.passing import Passing
+from redline.trainer.passes.forward import network_inputs, whole
 from redline.types import TrainBatch
+
+pytestmark = pytest.mark.slow  # torch's pipelining takes seconds to import, in every process
 
 SMALL_BATCHES = {"max_tokens_per_micro_batch": 50, "max_tokens_per_forward": 90}
 STAGES: dict[str, Any] = {"pipeline_parallel_size": 2}
@@ -81,7 +91,6 @@ ARRANGEMENTS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
 @pytest.mark.parametrize("arrangement", ARRANGEMENTS.values(), ids=ARRANGEMENTS)
 def test_four_processes_in_every_arrangement(
@@ -89,12 +98,11 @@ def test_four_processes_in_every_arrangement(
 ) -> None:
     folder = (bench if tied else untied).folder
     for keys in ({"kl_coef": 0.3, **CLIPPED}, {"lora": {"rank": 3}, "kl_coef": 0.3}, {"mini_batches": 3, "epochs": 2}):
-        assert_same(
-            four.run(train, folder, batches, keys | SMALL_BATCHES | arrangement), train(folder, batches, keys | SMALL_BATCHES)
-        )
+        together = four.run(train, folder, batches, keys | SMALL_BATCHES | arrangement)
+        # An adapter begins at zero, where AdamW makes more of a rounding.
+        assert_same(together, train(folder, batches, keys | SMALL_BATCHES), 1e-4 if "lora" in keys else 1e-5)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("checkpointing", ["light", "selective", "full"])
 def test_a_stage_may_compute_again_instead_of_keeping(
     checkpointing: str, two: Ranks, bench: Bench, batches: list[TrainBatch]
@@ -103,7 +111,6 @@ def test_a_stage_may_compute_again_instead_of_keeping(
     assert_same(two.run(train, bench.folder, batches, keys | STAGES), train(bench.folder, batches, keys))
 
 
-@pytest.mark.slow
 def test_in_bfloat16_only_the_rounding_differs(two: Ranks, bench: Bench, batches: list[TrainBatch]) -> None:
     keys = {"kl_coef": 0.3} | SMALL_BATCHES
     run = (None, None, None, torch.bfloat16)
@@ -114,7 +121,6 @@ def test_in_bfloat16_only_the_rounding_differs(two: Ranks, bench: Bench, batches
     assert {tensor.dtype for tensor in first.sampled_from.values()} == {torch.bfloat16}
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("states", ["float32", "int8"])
 def test_a_checkpoint_of_stages_continues_on_ranks_of_any_kind_and_back(
     states: str, two: Ranks, bench: Bench, batches: list[TrainBatch], tmp_path: Path
@@ -133,7 +139,6 @@ def test_a_checkpoint_of_stages_continues_on_ranks_of_any_kind_and_back(
     assert {name: t.shape for name, t in first.state.items()} == {name: t.shape for name, t in alone.state.items()}
 
 
-@pytest.mark.slow
 def test_one_attempt_none_and_many(two: Ranks, bench: Bench, batches: list[TrainBatch]) -> None:
     """Two stages want two micro-batches: the second of one attempt is a token that nobody is trained on."""
     lonely = train_batch([[Attempt([([3, 4, 5], False), ([6, 7], True)], 1.0, [-4.0, -5.0])]])
@@ -146,7 +151,6 @@ def test_one_attempt_none_and_many(two: Ranks, bench: Bench, batches: list[Train
     assert_close(part_of(first.state, "master/"), part_of(train(bench.folder, steps, keys).state, "master/"))
 
 
-@pytest.mark.slow
 def test_a_step_that_is_not_finite_is_skipped_by_all_and_explained_by_rank_0(
     two: Ranks, bench: Bench, batches: list[TrainBatch]
 ) -> None:
@@ -160,7 +164,24 @@ def test_a_step_that_is_not_finite_is_skipped_by_all_and_explained_by_rank_0(
     assert_close(part_of(first.state, "master/"), part_of(alone.state, "master/"))
 
 
-@pytest.mark.slow
-def test_a_stage_that_runs_out_of_memory_says_so(two: Ranks, bench: Bench, batches: list[TrainBatch]) -> None:
-    with pytest.raises(AssertionError, match="OutOfMemoryError: no room for"):
-        two.run(train, bench.folder, batches[:1], SMALL_BATCHES | STAGES, None, None, {0: 3, 1: 3})
+@pytest.fixture
+def single_group() -> Iterator[dist.ProcessGroup]:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    assert dist.group.WORLD is not None
+    yield dist.group.WORLD
+    dist.destroy_process_group()
+
+
+def test_what_a_stage_raises_comes_out_as_it_is(bench: Bench, single_group: dist.ProcessGroup) -> None:
+    """Such as that memory ran out, which torch would wrap."""
+    from redline.trainer.parallel.pipeline import Pipeline
+
+    def refuse(*_: Any) -> Tensor:
+        raise torch.OutOfMemoryError("no room")
+
+    parts = list(micro_batches(bench.batches(1)[0], 50))
+    items = Staging(torch.device("cpu")).sent((part, network_inputs(part, whole(part))) for part in parts)
+    longest = max(len(part.tokens) for part in parts)
+    passing = Passing(cut_stage(load_decoder(bench.folder), 0, 1), items, len(parts), longest, 1.0, refuse)
+    with pytest.raises(torch.OutOfMemoryError, match="no room"):
+        Pipeline(torch.device("cpu"), torch.float32, single_group).train(passing)
