@@ -73,7 +73,7 @@ def assert_same(together: list[Outcome], alone: Outcome, tolerance: float = 1e-5
         assert ours.extra == pytest.approx(theirs.extra, rel=1e-3, abs=1e-6)
     assert_close(part_of(first.state, "master/"), part_of(alone.state, "master/"), tolerance)
     for moment in ("exp_avg/", "exp_avg_sq/"):
-        assert_close(part_of(first.state, moment), part_of(alone.state, moment), tolerance=1e-4)
+        assert_close(part_of(first.state, moment), part_of(alone.state, moment), tolerance=10 * tolerance)
     assert_close(first.sampled_from, alone.sampled_from, tolerance)
 
 
@@ -97,10 +97,13 @@ def test_four_processes_in_every_arrangement(
     arrangement: dict[str, Any], tied: bool, four: Ranks, bench: Bench, untied: Bench, batches: list[TrainBatch]
 ) -> None:
     folder = (bench if tied else untied).folder
-    for keys in ({"kl_coef": 0.3, **CLIPPED}, {"lora": {"rank": 3}, "kl_coef": 0.3}, {"mini_batches": 3, "epochs": 2}):
+    for keys, tolerance in (
+        ({"kl_coef": 0.3, **CLIPPED}, 1e-5),
+        ({"lora": {"rank": 3}, "kl_coef": 0.3}, 1e-4),  # begins at zero, where AdamW makes more of a rounding
+        ({"mini_batches": 3, "epochs": 2}, 1e-4),  # eighteen updates
+    ):
         together = four.run(train, folder, batches, keys | SMALL_BATCHES | arrangement)
-        # An adapter begins at zero, where AdamW makes more of a rounding.
-        assert_same(together, train(folder, batches, keys | SMALL_BATCHES), 1e-4 if "lora" in keys else 1e-5)
+        assert_same(together, train(folder, batches, keys | SMALL_BATCHES), tolerance)
 
 
 @pytest.mark.parametrize("checkpointing", ["light", "selective", "full"])
