@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from pathlib import Path
 
+import psutil
 import pytest
 from support.processes import only_run, rows, started, succeed, wait_until, write_letters
 from support.ray_runs import cluster, losses, quiet_ray  # noqa: F401  the fixture is for every test here
@@ -12,6 +14,7 @@ pytest.importorskip("ray")
 pytestmark = pytest.mark.slow
 
 STEPS = 30
+HOSTED, ENGINE = "redline.launch.workers.ray_hosted", "redline.launch.workers.engine_worker"
 
 
 def letters(folder: Path) -> Path:
@@ -38,17 +41,40 @@ def test_ranks_on_two_nodes_go_on_where_one_node_is_lost_and_another_has_room(
             own = folder / "runs" / "letters-001"
             assert wait_until(lambda: (own / "checkpoints" / "step-000002").exists(), driver)
             if lost:
-                busy = next(raylet for raylet in raylets[1:] if raylet_hosts_a_rank(raylet))
+                busy = next(raylet for raylet in raylets[1:] if hosts(raylet, "redline"))
                 busy.kill()
             assert driver.wait(240) == 0, (folder / "stderr.txt").read_text()
     assert losses(folder) == pytest.approx(alone, rel=1e-3, abs=1e-5)
     assert ("restart 1 of 3" in (folder / "stderr.txt").read_text()) == lost
 
 
-def raylet_hosts_a_rank(raylet: object) -> bool:
-    """Whether a node has an actor of the run."""
-    children = raylet.children(recursive=True)  # type: ignore[attr-defined]
-    return any("redline.launch.workers.ray_hosted" in process.cmdline() for process in children)
+@pytest.mark.parametrize("lost", [False, True])
+def test_an_engine_on_another_node_samples_and_is_started_again_on_a_third(
+    tmp_path: Path, alone: list[float], lost: bool
+) -> None:
+    folder = tmp_path / "run"
+    with cluster(1, 1, 1) as (address, raylets):
+        ray = ("placement.cluster=ray", f"placement.address={address}", "placement.engines=1", "placement.transport=broadcast")
+        with started("train", letters(folder), *ray, cwd=folder) as driver:
+            own = folder / "runs" / "letters-001"
+            assert wait_until(lambda: (own / "checkpoints" / "step-000002").exists(), driver)
+            there = [hosts(raylet, ENGINE) for raylet in raylets]
+            assert there.count(True) == 1
+            assert not hosts(raylets[there.index(True)], "--json"), "rank 0 is on another node"
+            if lost and there.index(True):  # the head's loss is the cluster's
+                raylets[there.index(True)].kill()
+            assert driver.wait(240) == 0, (folder / "stderr.txt").read_text()
+    assert losses(folder) == pytest.approx(alone, rel=1e-3, abs=1e-5)
+
+
+def hosts(raylet: psutil.Process, word: str) -> bool:
+    """Whether a node has a process of the run with this word in its command."""
+    found = False
+    for process in raylet.children(recursive=True):
+        with suppress(psutil.Error):
+            words = process.cmdline()
+            found |= HOSTED in words and word in words
+    return found
 
 
 def test_a_node_with_workers_of_rewards_is_lost_and_the_run_goes_on(tmp_path: Path, alone: list[float]) -> None:

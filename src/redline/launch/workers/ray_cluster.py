@@ -161,10 +161,13 @@ def kept_room() -> tuple[list[Bundle], int]:
 def wait_for_room(group: Any, count: int, resources: Mapping[str, float]) -> None:
     """Block until the group has its room; also after a node of it is gone, and Ray looks for another."""
     if not group.wait(ROOM_S):
-        where = "on one node of the Ray cluster" if group_strategy(group) == "STRICT_PACK" else "on the Ray cluster"
+        one_node = group_strategy(group) == "STRICT_PACK"
+        where = "on one node of the Ray cluster" if one_node else "on the Ray cluster"
+        more = "; or set placement.transport=broadcast, which reaches engines on other nodes" if one_node else ""
         raise ConfigError(
             f"{where} is no room for {count} processes with {_words(resources)} each within {ROOM_S:g} s; {_there()}",
-            "lower placement.trainers or placement.engines, end other jobs (`ray status` lists what is in use), or add nodes",
+            "lower placement.trainers or placement.engines, end other jobs (`ray status` lists what is in use), or add nodes"
+            + more,
         )
 
 

@@ -74,7 +74,7 @@ def train_on_ray(run: CheckedRun, *, from_scratch: bool = False) -> dict[str, An
     ended by then."""
     config, wanted = run.resolved.config, run.resolved.config.placement
     count = wanted.trainers + wanted.engines
-    one_node = wanted.engines > 0 and run.placement.transport in ("cuda_ipc", "broadcast")
+    one_node = wanted.engines > 0 and run.placement.transport == "cuda_ipc"
     with joined(wanted, count), room(count, bundle_resources(config.run.device), one_node=one_node) as bundles:
         folder = run.folder or RunFolder.create(config.run.folder, config.run.name, given=run.given)
         try:
