@@ -26,6 +26,8 @@ GROUP_VARIABLE = "REDLINE_RAY_GROUP"
 """Names the placement group to the processes of a run; who has it was started by a driver, and is none itself."""
 RUNTIME_VARIABLE = "REDLINE_RAY_RUNTIME_ENV"
 """Tells the processes of a run which runtime environment the driver's job has, such as a folder that was submitted with it."""
+PASSED_ON = ("GLOO_", "HF_", "NCCL_", "TORCH")
+"""Beginnings of variables that all processes of a run get from the driver's environment; all others are the node's."""
 ROOM_S = 300.0
 """Seconds for Ray to find room: an autoscaler may have to start nodes."""
 REACH_S = 10.0
@@ -132,7 +134,7 @@ def room(count: int, resources: Mapping[str, float], *, one_node: bool = False) 
 
 def join_as_rank() -> None:
     """Make this process, which a driver has started, a member of the driver's cluster. What it begins there ends with it, and
-    finds the modules that the driver's job brought along."""
+    finds the modules that the driver's job brought along and the variables that ranks have from the driver."""
     import ray
 
     if not ray.is_initialized():
@@ -141,11 +143,14 @@ def join_as_rank() -> None:
 
 
 def runtime_env_of_job() -> str:
-    """The runtime environment of this driver's job as JSON, for `RUNTIME_VARIABLE`."""
+    """The runtime environment for what the ranks of this driver begin, as JSON: that of the driver's job, and the variables that
+    are passed on. Without any, Ray gives an actor a process that waits already."""
     import ray
 
-    kept = {key: value for key, value in dict(ray.get_runtime_context().runtime_env).items() if not key.startswith("_")}
-    return json.dumps(kept)
+    env = {key: value for key, value in dict(ray.get_runtime_context().runtime_env).items() if not key.startswith("_")}
+    if passed_on := {name: value for name, value in os.environ.items() if name.startswith(PASSED_ON)}:
+        env["env_vars"] = {**passed_on, **env.get("env_vars", {})}
+    return json.dumps(env)
 
 
 def kept_room() -> tuple[list[Bundle], int]:

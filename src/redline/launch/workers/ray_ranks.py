@@ -34,6 +34,7 @@ from redline.launch.checked_run import CheckedRun
 from redline.launch.ranks import DIVISION
 from redline.launch.workers.ray_cluster import (
     GROUP_VARIABLE,
+    PASSED_ON,
     RUNTIME_VARIABLE,
     Bundle,
     bundle_resources,
@@ -51,8 +52,8 @@ FOLDER_VARIABLE = "REDLINE_RUN_FOLDER"
 """The folder that the driver has made for a new run."""
 END_S = 30.0
 """Seconds for the others to end once a rank was lost or rank 0 has ended, and for all after a second Ctrl-C."""
-PASSED_ON = ("GLOO_", "HF_", "NCCL_", "NO_COLOR", "OMP_NUM_THREADS", "TORCH")
-"""Beginnings of variables that ranks get from the driver's environment; all others are the node's."""
+FOR_RANKS = (*PASSED_ON, "NO_COLOR", "OMP_NUM_THREADS")
+"""Beginnings of variables that ranks get from the driver's environment."""
 REFUSED, INTERRUPTED = 2, 130
 """Exit codes of a `redline train` that ended on purpose."""
 
@@ -164,7 +165,7 @@ class _Driver:
         first = self._ranks[0]
         one_node = all(rank.address == first.address for rank in self._ranks)
         return {
-            **{name: value for name, value in os.environ.items() if name.startswith(PASSED_ON)},
+            **{name: value for name, value in os.environ.items() if name.startswith(FOR_RANKS)},
             "MASTER_ADDR": "127.0.0.1" if one_node else first.address,
             "MASTER_PORT": str(first.call("free_port")),
             "WORLD_SIZE": str(len(self._ranks)),
