@@ -143,7 +143,7 @@ def join_as_rank() -> None:
 
 
 def runtime_env_of_job() -> str:
-    """The runtime environment for what the ranks of this driver begin, as JSON: that of the driver's job, and the variables that
+    """The runtime environment for what the ranks of this driver begin, as JSON: that of its job, and the variables that
     are passed on. Without any, Ray gives an actor a process that waits already."""
     import ray
 
