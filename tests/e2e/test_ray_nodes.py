@@ -35,7 +35,7 @@ def test_ranks_on_two_nodes_go_on_where_one_node_is_lost_and_another_has_room(
     tmp_path: Path, alone: list[float], lost: bool
 ) -> None:
     folder = tmp_path / "run"
-    with cluster(1, 1, 1) as (address, raylets):
+    with cluster(0, 1, 1, 1) as (address, raylets):  # the loss of the head is that of the cluster
         ray = ("placement.cluster=ray", f"placement.address={address}", "placement.trainers=2")
         with started("train", letters(folder), *ray, cwd=folder) as driver:
             own = folder / "runs" / "letters-001"
@@ -53,7 +53,7 @@ def test_an_engine_on_another_node_samples_and_is_started_again_on_a_third(
     tmp_path: Path, alone: list[float], lost: bool
 ) -> None:
     folder = tmp_path / "run"
-    with cluster(1, 1, 1) as (address, raylets):
+    with cluster(0, 1, 1, 1) as (address, raylets):  # the loss of the head is that of the cluster
         ray = ("placement.cluster=ray", f"placement.address={address}", "placement.engines=1", "placement.transport=broadcast")
         with started("train", letters(folder), *ray, cwd=folder) as driver:
             own = folder / "runs" / "letters-001"
@@ -61,7 +61,7 @@ def test_an_engine_on_another_node_samples_and_is_started_again_on_a_third(
             there = [hosts(raylet, ENGINE) for raylet in raylets]
             assert there.count(True) == 1
             assert not hosts(raylets[there.index(True)], "--json"), "rank 0 is on another node"
-            if lost and there.index(True):  # the head's loss is the cluster's
+            if lost:
                 raylets[there.index(True)].kill()
             assert driver.wait(240) == 0, (folder / "stderr.txt").read_text()
     assert losses(folder) == pytest.approx(alone, rel=1e-3, abs=1e-5)
