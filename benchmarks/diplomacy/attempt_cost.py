@@ -27,7 +27,7 @@ from redline.environments.states import write_states
 from redline.lab.evidence.statistics import compare
 from redline.lab.measure.pairs import interleave
 
-TASKS, ATTEMPTS = 6, 4
+TASKS, ATTEMPTS = 3, 4
 WARM_UP = 8
 STATES = 64
 ON = "everything on"

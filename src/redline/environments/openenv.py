@@ -27,6 +27,7 @@ from openenv.core.env_server.serialization import serialize_observation
 from openenv.core.env_server.types import Action
 from openenv.core.generic_client import GenericEnvClient
 from pydantic import ValidationError
+from websockets.exceptions import ConnectionClosed
 
 from redline.errors import RedlineError, TaskError, boundary
 from redline.ports import Policy
@@ -177,6 +178,11 @@ class OpenEnvServer(Episodes):
             client = GenericEnvClient(self._url, connect_timeout_s=CONNECT_TIMEOUT_S)
             try:
                 return await self._played(client, task, policy)
+            except ConnectionClosed as error:  # it may close before the client has read why
+                raise TaskError(
+                    f"the OpenEnv server closed the connection ({error}); it may have no room for {self._sessions} sessions",
+                    "lower `sessions`, or raise the server's max_concurrent_envs",
+                ) from error
             finally:
                 await client.close()
 

@@ -193,7 +193,10 @@ def test_a_server_plays_as_many_attempts_at_once_as_it_has_sessions(folder: Path
     assert (babble.error, babble.score, len(babble.exchanges)) == (None, 0.0, 3)
     assert babble.exchanges[1].asked.messages[-1]["content"].startswith("No action: ")
     too_many = played(OpenEnvServer(0, url, sessions=6), halving, count=6)
-    assert any("CAPACITY" in str(episode.error) for episode in too_many if episode.error), "each is said, none hangs"
+    refused = [str(episode.error) for episode in too_many if episode.error]
+    assert refused
+    # The server says CAPACITY_REACHED and closes; where that comes first, its client never reads it.
+    assert all("CAPACITY" in error or "no room for 6 sessions" in error for error in refused), "each is said, none hangs"
 
 
 def test_what_cannot_be_played_is_refused(folder: Path) -> None:

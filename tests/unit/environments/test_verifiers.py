@@ -161,6 +161,7 @@ def test_tools_are_offered_called_by_the_environment_and_answered(make: Callable
 
 
 def test_an_environment_that_ships_with_verifiers_is_played_by_its_import_path() -> None:
+    pytest.importorskip("reasoning_gym", reason="the extra `demo` has it")
     args = {"gym": "chain_sum", "num_train_examples": 10, "num_eval_examples": 4}
     path = "verifiers.envs.integrations.reasoninggym_env:ReasoningGymEnv"
     environment = Verifiers(0, path, args)
