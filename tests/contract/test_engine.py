@@ -171,6 +171,7 @@ def test_greedy_logprobs_are_those_at_temperature_one(setup: Setup) -> None:
 
 def test_logprobs_in_bfloat16_are_near_the_float32_ones(setup: Setup) -> None:
     """Rounding at eight bits moves them, a mistake would move them by nats."""
+    setup.needs("computes_bfloat16")
     requests = [ask(length, 30, seed=length, n=3) for length in (6, 25, 80)]
     gaps = []
     for request, completions in zip(requests, setup.bench(dtype=torch.bfloat16).engine.generate(requests), strict=True):

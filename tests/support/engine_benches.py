@@ -33,6 +33,7 @@ from transformers import (
     Qwen3Config,
 )
 
+from redline.config.resolve import bfloat16_flags
 from redline.config.sections.engine import EngineConfig
 from redline.engine import EngineSession, NativeEngine
 from redline.engine.adapters.openai_server import OpenAIServerEngine
@@ -284,6 +285,8 @@ class Kind:
     """Its network can be watched."""
     names_tops_by_id: bool = True
     """`top_logprobs` come with token ids."""
+    computes_bfloat16: bool = True
+    """On this machine: vLLM's kernels for ARM end the process where its CPU has no instructions for it."""
     marks: tuple[Any, ...] = ()
 
 
@@ -301,6 +304,7 @@ ENGINES: dict[str, Kind] = {
         VllmBench,
         WITH_WIDE_HEADS,
         takes_chunks=False,
+        computes_bfloat16=bool(bfloat16_flags()),
         marks=(NEEDS_VLLM,),
     ),
     "redline_serve": Kind(
@@ -318,6 +322,7 @@ ENGINES: dict[str, Kind] = {
         is_server=True,
         takes_max_num_seqs=False,
         takes_chunks=False,
+        computes_bfloat16=bool(bfloat16_flags()),
         marks=(pytest.mark.slow, NEEDS_VLLM),
     ),
 }

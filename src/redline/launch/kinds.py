@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import platform
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,6 +24,7 @@ from torch import Tensor
 from redline.addresses import fits_header
 from redline.config import Config, EngineRecipe
 from redline.config.installation import how_to_install
+from redline.config.resolve import bfloat16_flags
 from redline.config.sections.engine import EngineConfig
 from redline.engine.adapters.openai_server import OpenAIServerEngine
 from redline.engine.adapters.sglang import SglangEngine
@@ -87,6 +89,14 @@ def check_kind(config: Config) -> None:
     check_package(engine)
     if engine.kind == "sglang" and config.run.device == "cpu":
         raise ConfigError("engine.kind = sglang: it needs a GPU, and run.device = cpu", "set engine.kind to vllm or native")
+    _check_bfloat16(engine.kind, config.model.dtype, config.run.device)
+
+
+def _check_bfloat16(kind: str, dtype: str, device: str) -> None:
+    """Raise `ConfigError` where vLLM would end the process by an instruction that the CPU does not have."""
+    if (kind, dtype, device) == ("vllm", "bfloat16", "cpu") and platform.machine() == "aarch64" and not bfloat16_flags():
+        why = "model.dtype = bfloat16: vLLM's kernels for ARM need a CPU with instructions for it, and this one has none"
+        raise ConfigError(why, "set model.dtype=float32, or engine.kind=native")
 
 
 def _check_server(config: Config) -> None:
@@ -128,6 +138,7 @@ def load_other_engine(
     if engine.kind == "openai":
         _refuse_adapters(adapters, "openai", "start the server with them, and name one by the request's `model`")
         return _server(engine)
+    _check_bfloat16(engine.kind, dtype, recipe.run.device)
     ranks = {"vllm": "tensor_parallel_size", "sglang": "tp_size"}[engine.kind]
     divided = {ranks: engine.tensor_parallel_size} if engine.tensor_parallel_size > 1 else {}
     return _packaged(engine, folder, dtype, adapters=adapters, **divided)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import platform
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -17,6 +18,7 @@ from redline.config import Config, EngineRecipe, refuse_without_effect, resolve,
 from redline.engine.adapters import json_client
 from redline.engine.adapters.transformers_engine import TransformersEngine
 from redline.errors import ConfigError, EngineError, WeightSyncError
+from redline.launch import kinds
 from redline.launch.engines import engine_of, load_engine, make_engine
 from redline.launch.kinds import check_kind, make_other_engine
 from redline.launch.models import LoadedModel, load_policy
@@ -97,6 +99,16 @@ def test_sglang_without_a_gpu_is_refused(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
     with pytest.raises(ConfigError, match="sglang: it needs a GPU"):
         check_kind(config(kind="sglang"))
+
+
+def test_a_type_that_would_end_vllms_process_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
+    monkeypatch.setattr(kinds, "bfloat16_flags", list)
+    monkeypatch.setattr(platform, "machine", lambda: "aarch64")
+    plain = config(kind="vllm")
+    check_kind(plain)
+    with pytest.raises(ConfigError, match="vLLM's kernels for ARM"):
+        check_kind(plain.model_copy(update={"model": plain.model.model_copy(update={"dtype": "bfloat16"})}))
 
 
 @pytest.mark.parametrize(
