@@ -15,7 +15,7 @@ from support.small_models import CONFIGS, VOCAB_SIZE, write_model
 
 from redline.config.sections.engine import EngineConfig
 from redline.engine import EngineSession, NativeEngine
-from redline.errors import EngineError
+from redline.errors import EngineError, TornWeightsError
 from redline.models.files.hf import load_decoder
 from redline.types import (
     Completion,
@@ -677,3 +677,24 @@ def test_threads_take_turns_in_a_session_that_was_not_started(native: NativeEngi
         session.reset_prefix_cache()
     thread.join(SOON_S)
     assert order == ["first", "second"]
+
+
+@pytest.mark.parametrize("by", ["an order", "its holder"])
+def test_an_engine_that_must_not_go_on_takes_no_further_step_and_everybody_hears_why(native: NativeEngine, by: str) -> None:
+    steps, plain, pieces = list[str](), native.step, Pieces()
+    native.step = lambda: (steps.append("step"), plain())[1]  # type: ignore[method-assign]
+    torn = TornWeightsError("its weights are of two versions", "start the engine again")
+    with EngineSession(native) as session:
+        with session.held():
+            number = session.submit(LONG, pieces)
+            if by == "its holder":
+                session.fail(torn)
+        if by == "an order":
+            session.between_steps(lambda engine: (session.fail(torn), steps.clear()))
+        wait_for(lambda: number in pieces.errors)
+        assert steps == []
+        assert "its weights are of two versions" in str(pieces.errors[number])
+        with pytest.raises(TornWeightsError):
+            session.hold()
+        with pytest.raises(EngineError, match="its weights are of two versions"):
+            session.submit(ask(5), Pieces())

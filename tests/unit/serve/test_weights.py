@@ -259,6 +259,29 @@ def test_what_does_not_fit_is_refused_and_the_engine_keeps_its_version(here: Ser
         move(HttpWeights([server], {"other": norm}), version, {"other": norm})
 
 
+def test_an_error_in_the_middle_of_an_adoption_leaves_the_old_weights_under_the_old_number(
+    here: ServedPolicy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    version, before, http = next_version(here), completion(here), transport(here)
+    tensors = {name: tensor + 0.25 * torch.randn_like(tensor) for name, tensor in here.tensors.items()}
+    move(http, version, tensors)
+    copies, plain = iter(range(100)), torch._foreach_copy_
+
+    def failing(into: list[torch.Tensor], values: list[torch.Tensor]) -> None:
+        if next(copies) == 1:  # the second of three: what the engine reads is being overwritten
+            plain(into[:1], values[:1])
+            raise torch.OutOfMemoryError("planted")
+        plain(into, values)
+
+    with monkeypatch.context() as planted:
+        planted.setattr(torch, "_foreach_copy_", failing)
+        with pytest.raises(WeightSyncError, match="/adopt"):
+            http.adopt()
+    assert next(copies) > 1, "it did not happen"
+    assert completion(here) == before
+    assert next_version(here) == version
+
+
 def test_other_bodies_keep_their_limit(here: ServedPolicy) -> None:
     body = b'{"prompt": "' + b"x" * (MAX_BYTES // 2) + b'"}'
     response = httpx2.post(f"{here.url}/v1/completions", content=body, headers={"content-type": "application/json"})
