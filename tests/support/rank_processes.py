@@ -1,8 +1,7 @@
-"""A few processes that talk through gloo, started once and given one function after the other."""
+"""A few processes that talk through gloo, forked from one that has imported torch, and given one function after the other."""
 
 from __future__ import annotations
 
-import multiprocessing as mp
 import os
 import socket
 import traceback
@@ -10,6 +9,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from multiprocessing.connection import Connection
 from typing import Any
+
+from support.forks import FORKS
 
 PATIENCE_S = 120
 
@@ -32,12 +33,11 @@ class Ranks:
 
 @contextmanager
 def started_ranks(world: int) -> Iterator[Ranks]:
-    context = mp.get_context("spawn")
     port = _free_port()
     pipes, processes = [], []
     for rank in range(world):
-        ours, theirs = context.Pipe()
-        process = context.Process(target=_serve, args=(theirs, rank, world, port), daemon=True)
+        ours, theirs = FORKS.Pipe()
+        process = FORKS.Process(target=_serve, args=(theirs, rank, world, port), daemon=True)
         process.start()
         pipes.append(ours)
         processes.append(process)

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 from support.fakes import Attempt, train_batch
-from support.small_models import CONFIGS, SHAPE, VOCAB_SIZE, random_model, write_model
+from support.small_models import CONFIGS, SHAPE, VOCAB_SIZE, llama, random_model, write_model
 from torch import Tensor, nn
 from transformers import AutoConfig, PreTrainedModel
 
@@ -301,7 +301,7 @@ def test_micro_batches_add_up(tmp_path: Path) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("lora", [NO_LORA, LORA], ids=["copy", "adapter"])
 def test_the_trainers_optimizer_drives_the_critic(dtype: torch.dtype, lora: LoraConfig, tmp_path: Path) -> None:
-    write_model(tmp_path, CONFIGS["llama, tied"])
+    write_model(tmp_path, llama(hidden_size=24, intermediate_size=32, num_attention_heads=3, num_key_value_heads=1))
     settings, batch = critic_settings(TrainerConfig(critic={"learning_rate": 1e-2})), random_batch()
     policy = load_decoder(tmp_path)
     if lora.rank:

@@ -438,11 +438,21 @@ def test_an_adapter_is_all_that_is_trained(dtype: torch.dtype, bench: Bench, bat
     assert all(master.dtype == torch.float32 for master in trainer.masters.values())
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+RESUMED: dict[str, dict[str, Any]] = {
+    "lora": {"lora": {"rank": 4}, "kl_coef": 0.1},
+    "ppo": {"algorithm": "ppo"},
+    "ppo, lora": {"algorithm": "ppo", "lora": {"rank": 4}, "kl_coef": 0.1},
+}
+
+
 @pytest.mark.parametrize(
-    "keys",
-    [{"lora": {"rank": 4}, "kl_coef": 0.1}, {"algorithm": "ppo"}, {"algorithm": "ppo", "lora": {"rank": 4}, "kl_coef": 0.1}],
-    ids=["lora", "ppo", "ppo, lora"],
+    ("keys", "dtype"),
+    [
+        *((RESUMED[name], torch.float32) for name in RESUMED),
+        (RESUMED["lora"], torch.bfloat16),
+        *(pytest.param(RESUMED[name], torch.bfloat16, marks=pytest.mark.slow) for name in ("ppo", "ppo, lora")),
+    ],
+    ids=[*RESUMED, *(f"{name}, bfloat16" for name in RESUMED)],
 )
 def test_a_resumed_run_ends_in_the_same_weights_to_the_bit(
     keys: dict[str, Any], dtype: torch.dtype, bench: Bench, tmp_path: Path

@@ -97,6 +97,7 @@ def test_the_other_process_says_when_it_cannot_go_on() -> None:
             handover._connection.recv_bytes()
 
 
+@pytest.mark.slow  # the routes are tested above, the document below
 def test_handing_over_is_part_of_the_document() -> None:
     settings = small("trajectories=16", "pairs=2", "peers=pickle,safetensors", "handed_over=2")
     results = bench("serialize", settings, Console(quiet=True)).results
