@@ -158,17 +158,17 @@ def test_where_no_engine_comes_back_the_run_ends_with_the_reason_and_a_checkpoin
     hosts: TwoHosts, tmp_path: Path
 ) -> None:
     write_recipe(tmp_path, steps=10_000)
-    short = ("placement.join_timeout_s=3", "placement.max_restarts=1")
-    with both(hosts, tmp_path, *short, wait_s=5) as pair:
+    short = ("placement.join_timeout_s=20", "placement.max_restarts=1")
+    with both(hosts, tmp_path, *short, wait_s=20) as pair:
         pair.wait_for_steps(2)
         with hosts.failing("drop"):
             began = time.monotonic()
-            assert pair.run.wait(60) == 2
-            assert time.monotonic() - began < NOTICED_S + 30
-            assert pair.join.wait(60) == 2
-    assert f"no machine has joined at {hosts.address_a}:29600 within 3 s; it was started again 1 times" in pair.run_said
+            assert pair.run.wait(SOON_S) == 2
+            assert time.monotonic() - began < NOTICED_S + 50
+            assert pair.join.wait(SOON_S) == 2
+    assert f"no machine has joined at {hosts.address_a}:29600 within 20 s; it was started again 1 times" in pair.run_said
     assert "Traceback" not in pair.run_said + pair.join_said
-    assert "tried for 5 s" in pair.join_said
+    assert "tried for 20 s" in pair.join_said
     trained = rows(pair.folder.metrics)[-1]["step"]
     assert [path.name for path in pair.folder.checkpoints.iterdir()] == [f"step-{trained:06d}"]
     here = ["placement.engines=0", "placement.remote_engines=0", f"run.steps={trained + 1}"]
