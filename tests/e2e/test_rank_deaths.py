@@ -29,7 +29,7 @@ from redline.telemetry.files.metrics import MetricsLog
 pytestmark = pytest.mark.slow
 
 RECIPE = Path(__file__).parents[2] / "recipes" / "smoke.yaml"
-ROUNDS = int(os.environ.get("REDLINE_RANK_ROUNDS", "4"))
+ROUNDS, FIRST = int(os.environ.get("REDLINE_RANK_ROUNDS", "4")), int(os.environ.get("REDLINE_RANK_FIRST_ROUND", "0"))
 STEPS = 8
 PATIENCE_S = 600
 KEYS = ("step", "trainer/loss", "trainer/grad_norm", "rollouts/reward_mean", "trainer/trained_tokens")
@@ -143,19 +143,27 @@ def strike(folder: Path, blow: Blow) -> Round:
     return Round(blow, min(after) - struck if after else None, log)
 
 
-def test_every_run_completes_and_nothing_is_trained_twice(undisturbed: dict[str, Path], tmp_path: Path) -> None:
-    done = []
-    for number in range(ROUNDS):
-        folder = tmp_path / f"round-{number}"
-        done.append(strike(folder, Blow.of_round(number)))
-        blow, expected = done[-1].blow, undisturbed[Blow.of_round(number).sharding]
-        print(f"round {number}: {blow}: {done[-1].recovered_s} s", flush=True)
-        assert [row["step"] for row in rows(folder)] == list(range(1, STEPS + 1)), blow
-        assert trained(folder) == trained(expected), blow
-        for one, other in zip(rows(folder), rows(expected), strict=True):
-            assert [one[key] for key in KEYS] == pytest.approx([other[key] for key in KEYS], rel=1e-4, abs=1e-6), blow
+@pytest.fixture(scope="module")
+def done() -> Iterator[list[Round]]:
+    """The rounds that went well; how long recovery took is printed behind the last."""
+    rounds: list[Round] = []
+    yield rounds
     for kind in (signal.SIGKILL, signal.SIGSTOP):
-        times = sorted(one.recovered_s for one in done if one.recovered_s is not None and one.blow.signal is kind)
+        times = sorted(one.recovered_s for one in rounds if one.recovered_s is not None and one.blow.signal is kind)
         if times:
             middle = statistics.median(times)
-            print(f"{kind.name}: {len(times)} rounds, {times[0]:.0f} / {middle:.0f} / {times[-1]:.0f} s (min / median / max)")
+            print(f"\n{kind.name}: {len(times)} rounds, {times[0]:.0f} / {middle:.0f} / {times[-1]:.0f} s (min / median / max)")
+
+
+@pytest.mark.parametrize("number", range(FIRST, FIRST + ROUNDS))
+def test_the_run_completes_and_nothing_is_trained_twice(
+    number: int, undisturbed: dict[str, Path], done: list[Round], tmp_path: Path
+) -> None:
+    blow = Blow.of_round(number)
+    expected, folder = undisturbed[blow.sharding], tmp_path / "runs"
+    done.append(strike(folder, blow))
+    print(f"round {number}: {blow}: {done[-1].recovered_s} s", flush=True)
+    assert [row["step"] for row in rows(folder)] == list(range(1, STEPS + 1))
+    assert trained(folder) == trained(expected)
+    for one, other in zip(rows(folder), rows(expected), strict=True):
+        assert [one[key] for key in KEYS] == pytest.approx([other[key] for key in KEYS], rel=1e-4, abs=1e-6)

@@ -71,7 +71,7 @@ class LeadingTrainer(PolicyTrainer):
             return super().masters
 
     def queues(self) -> dict[str, float]:
-        return self._ranks.pulse.silences()
+        return self._ranks.pulse.silences() | self._ranks.pulse.stuck()
 
     def close(self) -> None:
         self._ranks.dismiss()

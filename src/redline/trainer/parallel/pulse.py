@@ -34,6 +34,10 @@ PATIENCE_S = 60.0
 EXIT_CODE = 1
 MOST_SHOWN = 16
 """Ranks that a stall file names."""
+STOOD_S = 5.0
+"""From so many seconds at one line on, a rank that waits for no other is named."""
+WAITING = ("torch/distributed/", "trainer/parallel/orders.py")
+"""Files in which a rank waits for others."""
 LOST, STOP = "lost", "stop"
 HINT = "continue with --resume; under torchrun --max-restarts N the run resumes by itself"
 
@@ -58,6 +62,8 @@ class Pulse:
         """Says whether files are on their way to the disk that had better come to their end."""
         self._heard: dict[int, tuple[str, float]] = {}
         """Rank → its last beat, and when it came."""
+        self._stood = "", time.monotonic()
+        """Where the main thread was at the last beat, and since when."""
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._work, name="pulse", daemon=True)
 
@@ -84,6 +90,16 @@ class Pulse:
         return {
             f"trainer: seconds since rank {rank}, in {json.loads(beat)['at'] or 'its setup'}, gave a sign of life": now - at
             for rank, (beat, at) in heard
+        }
+
+    def stuck(self) -> dict[str, float]:
+        """Rank 0: how long each of the others that wait for nobody has stood at one line, though it gives signs of life: the
+        others wait for such a one. Does not block."""
+        told = {rank: json.loads(beat) for rank, (beat, _) in sorted(dict(self._heard).items())}
+        standing = {rank: beat for rank, beat in told.items() if beat.get("stood_s", 0.0) > STOOD_S and not beat["waits"]}
+        return {
+            f"trainer: seconds that rank {rank} has stood at {beat['where']}, waiting for no other": beat["stood_s"]
+            for rank, beat in list(standing.items())[:MOST_SHOWN]
         }
 
     def say(self, key: str, value: str) -> None:
@@ -116,7 +132,19 @@ class Pulse:
                 return
 
     def _beat(self, count: int) -> None:
-        document = {"count": count, "pid": os.getpid(), "host": socket.gethostname(), "sight": _sight(), "at": self.doing()}
+        where, waits = _place_of_main_thread()
+        if where != self._stood[0]:
+            self._stood = where, time.monotonic()
+        document = {
+            "count": count,
+            "pid": os.getpid(),
+            "host": socket.gethostname(),
+            "sight": _sight(),
+            "at": self.doing(),
+            "where": where,
+            "waits": waits,
+            "stood_s": time.monotonic() - self._stood[1],
+        }
         self._store.set(f"beat/{self._rank}", json.dumps(document))
 
     def _listen(self) -> None:
@@ -156,6 +184,19 @@ class Pulse:
                 return
         print(f"error: {self.lost}; rank {self._rank} waited for it and ends\n\nhint: {HINT}", file=sys.stderr, flush=True)
         os._exit(EXIT_CODE)
+
+
+def _place_of_main_thread() -> tuple[str, bool]:
+    """File, line and function of the innermost call in the main thread, and whether it waits there for another rank."""
+    frame = sys._current_frames().get(threading.main_thread().ident or 0)
+    if frame is None:
+        return "", False
+    place = f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}, in {frame.f_code.co_name}"
+    waits, outer = False, frame
+    while outer is not None and not waits:
+        waits = any(part in outer.f_code.co_filename for part in WAITING)
+        outer = outer.f_back
+    return place, waits
 
 
 def _is_gone(pid: int) -> bool:

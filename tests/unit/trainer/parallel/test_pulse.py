@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch.distributed as dist
@@ -88,6 +89,25 @@ def test_a_checkpoint_that_is_being_written_comes_to_its_end_first(
     pulse.is_writing = lambda: True
     pulse._end()
     assert ended[1] - ended[0] < 2, "but not for ever"
+
+
+def test_a_rank_that_beats_and_stands_still_is_named_with_its_line(rank_0: tuple[Pulse, dist.Store]) -> None:
+    """Its thread says that it lives; what the others wait for is its main thread."""
+    pulse, store = rank_0
+    silent_rank(store, 1, where="loss.py:7, in forward", waits=False, stood_s=31.0)
+    silent_rank(store, 2, where="distributed_c10d.py:99, in all_gather", waits=True, stood_s=31.0)
+    pulse.find_lost(0.15)
+    assert pulse.stuck() == {"trainer: seconds that rank 1 has stood at loss.py:7, in forward, waiting for no other": 31.0}
+
+
+def test_a_beat_says_where_the_main_thread_is(rank_0: tuple[Pulse, dist.Store]) -> None:
+    pulse, store = rank_0
+    with ThreadPoolExecutor(1) as beating:
+        beating.submit(pulse._beat, 1).result()
+    told = json.loads(store.get("beat/0"))
+    assert ".py:" in told["where"]
+    assert not told["waits"]
+    assert told["stood_s"] >= 0
 
 
 def test_a_stall_file_gets_what_each_rank_was_at(rank_0: tuple[Pulse, dist.Store]) -> None:
