@@ -17,6 +17,7 @@ import socket
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Callable
 from pathlib import Path
 
@@ -192,11 +193,8 @@ def _place_of_main_thread() -> tuple[str, bool]:
     if frame is None:
         return "", False
     place = f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}, in {frame.f_code.co_name}"
-    waits, outer = False, frame
-    while outer is not None and not waits:
-        waits = any(part in outer.f_code.co_filename for part in WAITING)
-        outer = outer.f_back
-    return place, waits
+    files = [each.f_code.co_filename for each, _ in traceback.walk_stack(frame)]
+    return place, any(part in file for file in files for part in WAITING)
 
 
 def _is_gone(pid: int) -> bool:
