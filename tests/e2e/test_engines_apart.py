@@ -200,7 +200,10 @@ def test_a_run_that_ends_early_leaves_no_process_behind_and_goes_on(
     assert_all_gone(engines)
     assert shared_memory() <= before
     succeed("train", "letters.yaml", "--resume", cwd=tmp_path)
-    assert losses(folder) == losses(one_process)
+    for resumed, straight in zip(losses(folder), losses(one_process), strict=True):
+        assert resumed == pytest.approx(
+            straight, rel=1e-6
+        )  # means of rewards that were read back from the store are of float32
     assert weights(folder) == weights(one_process)
 
 

@@ -394,9 +394,12 @@ def test_a_longer_run_that_is_interrupted_resumes_without_being_told_again(copie
 
 
 @pytest.mark.slow
-def test_resuming_to_fewer_steps_than_there_are_is_a_finished_run(copied: Path) -> None:
-    document = json.loads(succeed("train", "letters.yaml", "run.steps=3", "--resume", "--json", cwd=copied))
-    assert (document["finished"], document["steps"]) == (True, STEPS)
+def test_resuming_to_fewer_steps_than_there_are_is_refused_and_changes_nothing(copied: Path) -> None:
+    before = {path: digest(path) for path in copied.rglob("*") if path.is_file()}
+    refused = redline("train", "letters.yaml", "run.steps=3", "--resume", cwd=copied)
+    assert refused.returncode == 2
+    assert f"has taken {STEPS} steps already; nothing was changed" in refused.stderr
+    assert {path: digest(path) for path in copied.rglob("*") if path.is_file()} == before
 
 
 @pytest.mark.slow

@@ -143,7 +143,7 @@ def test_an_adapter_has_a_folder_of_its_own_that_peft_merges_into_the_model(fini
     [
         ("trainer.sharding=full", "leave it out"),
         ("trainer.offload_optimizer=true", "set trainer.offload_optimizer=false"),
-        ("trainer.sequence_parallel_size=2", "leave it out"),
+        ("trainer.sequence_parallel_size=2", "set it to 1"),
         ("rollouts.reward_model.path=builtin:tiny", "a sequence classifier with one label"),
     ],
 )
