@@ -100,17 +100,18 @@ def test_a_run_completes_however_often_actors_of_a_kind_are_killed(tmp_path: Pat
 
 
 def _kill_one(find: Callable[[], list[psutil.Process]], metrics: Path, driver: subprocess.Popen[str], folder: Path) -> float:
-    """Kill a process of the kind, or the actor that holds it. Returns the seconds until another is there and the run has taken
-    a step that it had not taken before."""
+    """Kill a process of the kind, or the actor that holds it. Returns the seconds until a new one is there and the run has
+    taken a step that it had not taken before."""
     _wait(lambda: bool(find()), driver, folder)
-    victim = random.choice(find())
+    before = find()
+    victim = random.choice(before)
     last = max((row["step"] for row in rows(metrics)), default=0)
     parent = victim.parent()
     is_hosted = parent is not None and parent.name().startswith("ray::ProcessHost")
     (parent if is_hosted and random.random() < 0.5 else victim).kill()
     began = time.monotonic()
     _wait(lambda: max((row["step"] for row in rows(metrics)), default=0) > last, driver, folder)
-    _wait(lambda: any(process.pid != victim.pid for process in find()), driver, folder)
+    _wait(lambda: any(process not in before for process in find()), driver, folder)
     return time.monotonic() - began
 
 
