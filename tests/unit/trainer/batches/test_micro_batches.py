@@ -295,3 +295,15 @@ def test_ten_thousand_sequences_are_planned_in_a_fraction_of_a_second() -> None:
     plan = plan_micro_batches(batch, 4096, num_ranks=8)
     assert time.process_time() - start < 0.5  # 0.02 s on a core of its own
     assert plan.rank_imbalance < 1.01
+
+
+def test_micro_batches_of_several_ranks_may_be_taken_in_turn_by_fewer() -> None:
+    batch = train_batch([[Attempt([([1, 2, n], False), ([n] * (n + 1), True)], 1.0, [-1.0] * (n + 1))] for n in range(11)])
+    planned = plan_micro_batches(batch, 12, 4)
+    merged = planned.in_turn(2)
+    assert (len(merged.sequences_RN), merged.num_micro_batches) == (2, 2 * planned.num_micro_batches)
+    assert [list(s) for s in merged.sequences_RN[0][:2]] == [list(planned.sequences_RN[rank][0]) for rank in (0, 1)]
+    for plan in (planned, merged):
+        assert sorted(n for rank in plan.sequences_RN for each in rank for n in each) == list(range(11))
+    assert merged.tokens_RN.sum() == planned.tokens_RN.sum()
+    assert merged.cost_RN.shape == merged.tokens_RN.shape == (2, merged.num_micro_batches)
