@@ -93,7 +93,7 @@ class Restarts:
 
     def _bring_back(self, slot: Slot, why: str, noticed: float) -> None:
         """Start an engine again until it is there, or was started as often as it may be."""
-        self._rule.tell(f"{why}; it is started again")
+        self._rule.tell(f"{why}; it is started again" if slot.restarts < self._rule.max_restarts else why)
         for attempt in itertools.count():
             slot.restarts += 1
             if slot.restarts > self._rule.max_restarts:
