@@ -220,7 +220,7 @@ def test_an_optimizer_that_is_gone_takes_no_gradients() -> None:
 
 def test_the_squared_norms_may_be_summed_over_processes() -> None:
     network, optimizer = make()
-    optimizer.sum_squares = lambda squares_P: 4 * squares_P
+    optimizer.sum_squares = lambda names, squares_P: (names, 4 * squares_P)
     loss_on(network, 0).backward()
     norm = nn.utils.get_total_norm(list(copied(optimizer.gradients()).values()))
     assert optimizer.step(1e-2) == pytest.approx(2 * float(norm), rel=1e-6)
