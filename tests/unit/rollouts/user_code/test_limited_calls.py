@@ -108,7 +108,7 @@ def test_a_call_that_hangs_is_a_failure_with_its_place_and_the_others_are_made(l
     assert 0.5 <= time.perf_counter() - began < 10
     assert isinstance(late, Failure)
     assert late.reason == "`score` did not return within 0.5 s"
-    assert late.where.startswith("test_calls.py:")
+    assert late.where.startswith("test_limited_calls.py:")
     assert "self.end.wait(30)" in late.where
     assert "rollouts.reward_timeout_s" in late.hint
     assert not calls_now(), "nobody waits for it any more"
