@@ -67,7 +67,7 @@ def simulate(
     run: Annotated[Path, typer.Argument(metavar="RUN", help="A run folder.")],
     overrides: Annotated[
         list[str] | None,
-        typer.Argument(metavar="KEY=VALUE", help="What to change: buffer.max_lag=1, placement.engines=4, lengths=2, …"),
+        typer.Argument(metavar="KEY=VALUE", help="What to change, such as buffer.max_lag=1, placement.engines=4 or lengths=2."),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document.")] = False,
 ) -> None:

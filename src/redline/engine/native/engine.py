@@ -223,7 +223,8 @@ class NativeEngine:
         self._awake.prepare(plan)
         self._under_way.enter(plan.admitted)
         self._batch_size = len(plan.decode)
-        is_one_pass = self._awake.decodes_with_prompts and bool(plan.decode and plan.chunks)
+        # A pass with prompts decodes one token of each row: where steps are launched ahead, some may have ended by then.
+        is_one_pass = not self._awake.runs_ahead and bool(plan.decode and plan.chunks)
         if not is_one_pass and not self._try_decode(plan):
             return
         try:

@@ -123,7 +123,6 @@ class CudaRunner(Runner):
     max_steps = MAX_STEPS
     runs_ahead = True
     reads_prefixes_once = True
-    decodes_with_prompts = False
 
     def __init__(self, decoder: Decoder, cache: KVCache, rows: DeviceRows) -> None:
         super().__init__(decoder, cache, rows)

@@ -101,9 +101,6 @@ class Runner:
     """Whether launching returns before the work is done."""
     reads_prefixes_once = False
     """Whether `decode` makes use of what rows have in common."""
-    decodes_with_prompts = True
-    """Whether `prefill` takes rows that decode along in its pass. A second pass would make those wait for all its small calls,
-    as many as the first pass has, whenever a prompt comes in."""
 
     def __init__(self, decoder: AnyDecoder, cache: KVCache, rows: DeviceRows) -> None:
         self._decoder = decoder
@@ -155,7 +152,8 @@ class Runner:
         self, chunks: Sequence[Chunk], copies: Sequence[tuple[int, int]], wants: Wants, decoding: Decoding | None = None
     ) -> Samples | None:
         """Put the chunks through the network, and rows that decode beside them; a sample for each of the chunks' `samplers`, in
-        order, and then for each of those rows."""
+        order, and then for each of those rows. In a pass of their own those would wait for all its small calls, as many as
+        this one has, whenever a prompt comes in."""
         runs = _runs(chunks, decoding)
         attend, positions_T = self._prefill_attention(runs)
         tokens_T = self.rows.upload(np.concatenate([c.sequence.tokens[c.start : c.end] for c in chunks]), torch.int64)
