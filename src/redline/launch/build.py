@@ -107,8 +107,9 @@ def _connected(
     has_own_weights = placement.engines or config.engine.kind in (*PACKAGED, "openai")
     probe = make_probe(model) if has_own_weights else None
     weight_sync = make_weight_sync(placement, trainer, engines.transport, session, probe)
-    if placement.engines:
-        # At once: a transport that does not work ends the run before it begins, and a restarted engine finds a version.
+    if placement.engines or config.engine.kind == "openai":
+        # At once: a transport that does not work ends the run before it begins, and a restarted engine finds a version. Until
+        # then a server may have the weights of another run, and the first evaluation would measure those.
         weight_sync.engine.apply(weight_sync.publish(trainer.weights()))
     engines.join(weight_sync)
     rollouts = make_rollouts(placement, setup, session)

@@ -21,6 +21,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from redline.errors import boundary
 from redline.runs.columns import MOST_POINTS, Columns, Json, spread
 from redline.runs.learned import Learned
 from redline.runs.left_out import LeftOut
@@ -234,8 +235,16 @@ class RunReader:
         """What explains the run; not anew for every step, since it reads all of them."""
         steps, ended, _ = self._explained
         if self._explain and (len(self.steps) > AGAIN * steps or ended != has_ended):
-            self._explained = (len(self.steps), has_ended, self._explain(self.run))
+            self._explained = (len(self.steps), has_ended, self._said(self._explain))
         return self._explained[2]
+
+    def _said(self, explain: Explain) -> Mapping[str, Json]:
+        """What explains the run; nothing where that fails: the page is there for more."""
+        found: Mapping[str, Json] = {}
+        with boundary() as caught:
+            found = explain(self.run)
+            json.dumps(found, allow_nan=False)
+        return {} if caught.error else found
 
     def _targets(self, config: Mapping[str, Any]) -> list[dict[str, Json]]:
         """Judged again when there is something new to judge."""

@@ -126,11 +126,11 @@ def test_a_run_whose_checkpoint_cannot_be_read_at_the_moment_is_refused_and_noth
     folder, _ = trained_run(model, tmp_path)
     before = content(folder)
 
-    def fails(path: Path) -> dict[str, torch.Tensor]:
+    def fails(path: Path, framework: str) -> None:
         raise OSError(errno.EIO, "Input/output error")
 
     with monkeypatch.context() as patch:
-        patch.setattr("redline.trainer.checkpoints.folder.load_file", fails)
+        patch.setattr("redline.trainer.checkpoints.tensors.safe_open", fails)
         with pytest.raises(RunFolderError, match="step-000002: the checkpoint cannot be read at the moment"):
             make_watch(folder, make_trainer(model, torch.float32)).resume()
     assert content(folder) == before

@@ -37,6 +37,9 @@ Metrics = dict[str, float]
 Play = Callable[[], tuple[Metrics, list[str]]]
 """One round: its metrics, and those of them that are better when larger."""
 
+MOST_STEPS = 1_000_000
+"""Steps of a side, more than any comparison takes."""
+
 
 def main() -> None:
     reply, task = take_stdout(), json.loads(sys.argv[1])
@@ -98,6 +101,7 @@ def _recipe(task: dict[str, Any]) -> Config:
     path, overrides = Path(task["recipe"]), list(task["overrides"])
     config = load_recipe(path, overrides)
     own = [f"run.seed={config.run.seed + task['seed']}", "run.checkpoint_every=0"]
+    own.append(f"run.steps={max(config.run.steps, MOST_STEPS)}")  # or the buffer would begin nothing after the recipe's last
     own += ["rollouts.evaluation.num_tasks=0", "rollouts.evaluation.stop_at=null"]
     if config.model.path.startswith("builtin:"):
         own.append(f"model.path={model_folder(config.model.path, config.run.seed)}")

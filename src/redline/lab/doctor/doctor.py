@@ -38,7 +38,6 @@ RULES: Mapping[str, Rule] = {
     "staleness_waits": moving.staleness_waits,
     "sync_stall": moving.sync_stall,
     "serialisation": moving.serialisation,
-    "io_bound": moving.io_bound,
     "slow_first_step": machine.slow_first_step,
     "noisy_neighbour": machine.noisy_neighbour,
     "cpu_bound": machine.cpu_bound,
@@ -60,12 +59,15 @@ class Diagnosis:
     wall_s: float
     """Seconds of the steps that the findings are about."""
     num_steps: int
+    has_phases: bool = True
 
     @property
     def verdict(self) -> str:
         """One sentence: how many findings there are, that there is none, or that nothing can be said."""
         if self.num_steps < FEWEST:
             return f"{self.num_steps} steps after the first ones are too few to tell: record at least {FEWEST + 2}."
+        if not self.has_phases:
+            return "The steps do not say what their time went to: an earlier version recorded them."
         if not self.findings:
             return "Nothing worth fixing."
         return f"{len(self.findings)} finding{'s' if len(self.findings) > 1 else ''}, the largest gain first."
@@ -96,8 +98,8 @@ def diagnose(run: Run) -> Diagnosis:
         name.removeprefix(PREFIX).removesuffix("_s"): facts.total(name) for name in facts.steps if name.startswith(PREFIX)
     }
     bound = bound_of(phases, facts.ledger, setting(run.config, "buffer", "max_lag", 0))
-    findings, abstentions = examined(facts) if facts.num_steps >= FEWEST else ((), ())
-    return Diagnosis(str(run.folder.shown), bound, findings, abstentions, facts.wall_s, facts.num_steps)
+    findings, abstentions = examined(facts) if facts.num_steps >= FEWEST and phases else ((), ())
+    return Diagnosis(str(run.folder.shown), bound, findings, abstentions, facts.wall_s, facts.num_steps, bool(phases))
 
 
 def examined(facts: Facts) -> tuple[tuple[Finding, ...], tuple[Abstention, ...]]:

@@ -24,7 +24,7 @@ MOST_POINTS = 200
 """Of a series that evidence carries."""
 TRAINER_WAITS = ("wait_for_rollouts", "wait_for_late_groups", "wait")
 """Waits of the main thread for the other side."""
-ROLLOUTS_WAITS = ("wait_for_budget", "wait_for_requests", "wait_for_weights", "wait")
+ROLLOUTS_WAITS = ("wait_for_budget", "wait_for_weights", "wait")
 """Waits of the rollouts' thread for the other side."""
 
 
@@ -115,12 +115,14 @@ class Facts:
             if not isinstance(found, Mapping) or part not in found:
                 return default
             found = found[part]
-        return default if found is None else found
+        kind = (int, float) if isinstance(default, float) else type(default)
+        is_odd = default is not None and not isinstance(found, kind)  # another version, or another program, wrote it
+        return default if found is None or is_odd else found
 
     def series(self, metric: str) -> tuple[float, ...]:
         """A metric step by step, thinned where it is long; what is not a number is left out."""
         values = self.steps.get(metric, np.empty(0))
-        values = values[np.isfinite(values)]
+        values = values[np.isfinite(values)]  # JSON has no other numbers
         return tuple(values[:: max(1, math.ceil(len(values) / MOST_POINTS))].tolist())
 
     def evidence(self, metric: str, says: str) -> Evidence:
@@ -161,7 +163,8 @@ class Facts:
         interval = hodges_lehmann(seconds.tolist()[:MOST_POINTS]).interval if len(seconds) else None
         mean, count = float(seconds.mean()) if len(seconds) else 0.0, len(seconds)
         least, most = (max(0.0, min(interval[0], mean)), max(interval[1], mean)) if interval else (mean, mean)
-        return Gain(least * low * count, mean * likely * count, min(most * high, self.step_s) * count, assumption)
+        parts = np.maximum.accumulate(np.minimum([least * low, mean * likely, most * high], self.step_s)) * count
+        return Gain(float(parts[0]), float(parts[1]), float(parts[2]), assumption)
 
 
 def _columns(rows: list[dict[str, Any]]) -> dict[str, np.ndarray]:
@@ -170,7 +173,10 @@ def _columns(rows: list[dict[str, Any]]) -> dict[str, np.ndarray]:
 
 
 def _number(value: Any) -> float:
-    return float(value) if isinstance(value, int | float) else math.nan
+    try:
+        return float(value) if isinstance(value, int | float) else math.nan
+    except OverflowError:
+        return math.nan
 
 
 def _mean(values: np.ndarray | None) -> float | None:

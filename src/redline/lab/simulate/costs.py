@@ -55,12 +55,12 @@ class TrainerCost:
 
 
 def engine_cost(
-    seconds: np.ndarray, steps: np.ndarray, tokens: np.ndarray, prompts: np.ndarray, most_rows: float
+    seconds: np.ndarray, steps: np.ndarray, tokens: np.ndarray, prompt_token_s: float, most_rows: float
 ) -> EngineCost:
-    """Fit the cost of an engine to what it took in each step of a run: seconds, its own steps, tokens sampled, and tokens of
-    prompts computed; `most_rows` were decoded at once. No part is negative."""
-    (step_s, row_s, prompt_s), error = _fitted(np.stack([steps, tokens, prompts], axis=1), seconds)
-    return EngineCost(step_s, row_s, prompt_s, Range(1.0, most_rows), error)
+    """Fit the cost of an engine to what it took in each step of a run: seconds of decoding, its own steps, tokens sampled, and
+    seconds per token of prompts; `most_rows` were decoded at once. No part is negative."""
+    (step_s, row_s), error = _fitted(np.stack([steps, tokens], axis=1), seconds)
+    return EngineCost(step_s, row_s, prompt_token_s, Range(1.0, most_rows), error)
 
 
 def trainer_cost(seconds: np.ndarray, tokens: np.ndarray) -> TrainerCost:

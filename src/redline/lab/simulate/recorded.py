@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -58,14 +58,22 @@ class Recording:
                 f"{run.folder.shown}: {facts.num_steps} steps after the first ones are too few to simulate from",
                 f"record at least {FEWEST + 2} steps",
             )
-        groups = _groups(run)
+        groups = _groups(run, facts)
         generation = facts.phase("generation", "rollouts")
-        sampled = np.maximum(1.0, _column(facts, "engine/generated_tokens"))
+        prefill, computed = _column(facts, "engine/prefill_s"), _column(facts, "engine/prompt_tokens")
+        engines = max(1, int(facts.setting("placement.engines", 0)))  # their steps and tokens are recorded as sums
+        engine = engine_cost(
+            seconds=np.maximum(0.0, generation - prefill),
+            steps=_column(facts, "engine/steps") / engines,
+            tokens=_column(facts, "engine/generated_tokens") / engines,
+            prompt_token_s=float(prefill.sum() / computed.sum()) if computed.sum() else 0.0,
+            most_rows=_most_rows(facts),
+        )
+        if engine.decode_s(1) <= 0:
+            raise RunFolderError(f"{run.folder.shown}: no time of decoding is recorded", "simulate a run whose engine sampled")
         return cls(
             groups=groups,
-            engine=engine_cost(
-                generation, _column(facts, "engine/steps"), sampled, _column(facts, "engine/prompt_tokens"), _most_rows(facts)
-            ),
+            engine=engine,
             trainer=trainer_cost(facts.phase("training"), _column(facts, "trainer/tokens")),
             sync_s=float((facts.phase("weight_sync")).mean()),
             other_s=_other_s(facts),
@@ -80,7 +88,7 @@ def _column(facts: Facts, metric: str) -> np.ndarray:
     return np.nan_to_num(facts.steps.get(metric, np.zeros(facts.num_steps)))
 
 
-def _groups(run: Run) -> tuple[Group, ...]:
+def _groups(run: Run, facts: Facts) -> tuple[Group, ...]:
     table = run.trajectories().select(["group", "attempt", "turns", "score_s", "loss_mask"]).to_pylist()
     found: dict[int, dict[int, list[dict[str, Any]]]] = {}
     for row in table:
@@ -88,7 +96,10 @@ def _groups(run: Run) -> tuple[Group, ...]:
     groups = tuple(_group(attempts) for attempts in found.values())
     if not groups:
         raise RunFolderError(f"{run.folder.shown}: no attempt is stored", "set buffer.max_bytes so that the store keeps some")
-    return groups
+    # What the prefix cache had of a prompt was not computed.
+    asked = float(np.mean([group.prompt_tokens for group in groups])) * facts.setting("rollouts.groups_per_step", 1)
+    share = min(1.0, float(_column(facts, "engine/prompt_tokens").mean()) / max(1.0, asked))
+    return tuple(replace(group, prompt_tokens=round(group.prompt_tokens * share)) for group in groups)
 
 
 def _group(attempts: dict[int, list[dict[str, Any]]]) -> Group:

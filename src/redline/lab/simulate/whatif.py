@@ -3,6 +3,7 @@ recorded run replayed, whose step time is known."""
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -135,6 +136,8 @@ def changed(settings: WhatIf, overrides: Sequence[str]) -> WhatIf:
             value = kind(text)
         except ValueError:
             raise ConfigError(f"{override}: not a {'whole ' if kind is int else ''}number", f"such as {key}=2") from None
+        if not math.isfinite(value):
+            raise ConfigError(f"{override}: not a number", f"such as {key}=2")
         least = 0 if field in ("max_lag", "failure_every_h", "engines") else 1 if kind is int else 1e-9
         if value < least:
             raise ConfigError(f"{override}: less than {least:g}", f"such as {key}=2")
@@ -167,6 +170,13 @@ def _supported(recording: Recording, recorded: WhatIf, wanted: WhatIf) -> list[s
             f"an engine would decode about {rows:.0f} rows at once, and {recording.engine.rows.high:.0f} were recorded",
             "record a run with larger batches, or add engines",
         )
+    if not 1 / MOST_BEYOND <= wanted.lengths <= MOST_BEYOND:
+        raise ConfigError(f"lengths = {wanted.lengths:g}: answers of such lengths were not recorded", "between 0.25 and 4")
+    if 0 < 3600 * wanted.failure_every_h < MOST_BEYOND * wanted.recovery_s:
+        raise ConfigError(
+            f"failure_every_h = {wanted.failure_every_h:g}: engines would be lost faster than they come back",
+            "give a longer time, or a shorter recovery_s",
+        )
     assumed = []
     if beyond > 1:
         assumed.append(f"a step of {rows:.0f} rows costs what smaller ones say; {recording.engine.rows.high:.0f} were recorded")
@@ -175,7 +185,7 @@ def _supported(recording: Recording, recorded: WhatIf, wanted: WhatIf) -> list[s
             assumed.append(f"{field.replace('_', ' ')}: twice the devices are {factor:g} times as fast")
     if wanted.lengths != 1:
         assumed.append("all answers are longer or shorter by the same factor")
-    if recorded.max_lag == 0 < wanted.max_lag and _one_device(recording):
+    if recorded.max_lag == 0 < wanted.max_lag and _one_device(recording) and wanted.engines == 1:
         assumed.append("trainer and engine have the device in turn while both work")
     return assumed
 
@@ -219,7 +229,7 @@ def _loop(recording: Recording, recorded: WhatIf, wanted: WhatIf, steps: int, se
         step_s=trainer.step_s + recording.other_s,
         sync_s=recording.sync_s,
         steps=steps,
-        shares_device=recorded.max_lag == 0 < wanted.max_lag and _one_device(recording),
+        shares_device=recorded.max_lag == 0 < wanted.max_lag and _one_device(recording) and wanted.engines == 1,
         failure_every_s=3600 * wanted.failure_every_h / wanted.engines,
         recovery_s=wanted.recovery_s,
         seed=seed,

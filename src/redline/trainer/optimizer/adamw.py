@@ -35,6 +35,9 @@ if TYPE_CHECKING:
 
 CLIP_EPS = 1e-6
 """Added to the norm before dividing by it, as torch's clip_grad_norm_ does."""
+SEEDS_PER_UPDATE = 1 << 40
+"""More than any layout has elements, and the same for all: an embedding that lies at the beginning of the first and of the last
+stage is rounded by the same draws on both."""
 
 
 class MasterAdamW:
@@ -212,7 +215,7 @@ class MasterAdamW:
             grad_scale=update.clip,
             found_inf=update.skip,
         )
-        self._codec.encode(moments, here, update.skip, seed=update.seed * self._layout.num_elements + stretch.start)
+        self._codec.encode(moments, here, update.skip, seed=update.seed * SEEDS_PER_UPDATE + stretch.start)
         if masters is not weights:
             torch._foreach_copy_(weights, masters)
 

@@ -74,8 +74,11 @@ class LeadingTrainer(PolicyTrainer):
         return self._ranks.pulse.silences() | self._ranks.pulse.stuck()
 
     def close(self) -> None:
-        self._ranks.dismiss()
-        super().close()
+        try:
+            self._writer.flush()  # while the pulse listens: a rank that is lost with its part of a checkpoint is noticed
+        finally:
+            self._ranks.dismiss()
+            super().close()
         self._ranks.wait_until_left()
 
     @contextmanager

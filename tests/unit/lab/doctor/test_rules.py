@@ -157,7 +157,6 @@ PLANTED: dict[str, Facts] = {
     ),
     "sync_stall": facts({**LOCKSTEP, "timeline/weight_sync_s": 0.25}),
     "serialisation": facts(LOCKSTEP, spans={"buffer.pack": 3.0}),
-    "io_bound": facts(LOCKSTEP, spans={"wait.for_checkpoints": 3.0}),
     "slow_first_step": facts(first_s=9.0),
     "noisy_neighbour": facts(samples={**QUIET, "host/cpu_percent": 80.0}),
     "cpu_bound": facts(

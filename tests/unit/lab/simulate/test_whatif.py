@@ -25,8 +25,8 @@ def recording(step_s: float | None = None) -> Recording:
     """A run that took what its costs say, of answers of 50 to 150 tokens."""
     draw = Random(0)
     groups = tuple(Group(tuple(draw.randint(50, 150) for _ in range(4)), (0.0,) * 4, 10) for _ in range(100))
-    steps, tokens, prompts = np.array([150, 140, 160.0]), np.array([1600, 1500, 1900.0]), np.array([40, 60, 50.0])
-    engine = engine_cost(0.01 * steps + 0.001 * tokens + 0.002 * prompts, steps, tokens, prompts, 16)
+    steps, tokens = np.array([150, 140, 160.0]), np.array([1600, 1500, 1900.0])
+    engine = engine_cost(0.01 * steps + 0.001 * tokens, steps, tokens, 0.002, 16)
     trainer = trainer_cost(0.2 + 0.0005 * tokens, tokens)
     loop = Loop(groups, engine, 1, 64, 4, 0, trainer.token_s, trainer.step_s + 0.1, 0.01, 200)
     measured = step_s or float(np.mean(Simulator(loop).run().step_s))
@@ -60,6 +60,9 @@ def test_more_engines_and_a_lag_are_faster_and_what_is_assumed_is_said() -> None
         ("trainer.learning_rate=1", "cannot be simulated"),
         ("lengths", "cannot be simulated"),
         ("lengths=long", "not a number"),
+        ("lengths=nan", "not a number"),
+        ("lengths=1000", "were not recorded"),
+        ("failure_every_h=0.001", "faster than they come back"),
         ("placement.engines=1.5", "not a whole number"),
         ("rollouts.group_size=0", "less than 1"),
         ("rollouts.groups_per_step=400", "rows at once"),

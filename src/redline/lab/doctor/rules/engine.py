@@ -124,10 +124,9 @@ def kv_cache_too_large(facts: Facts) -> Answer:
     if facts.setting("run.device", "cpu") != "cuda":
         return None
     peak, share = facts.mean("engine/kv_use_peak"), facts.setting("engine.gpu_memory_utilization", 0.5)
-    spares = facts.setting("trainer.gradient_checkpointing", "none") != "none" or facts.setting(
-        "trainer.offload_optimizer", False
-    )
-    if peak is None or peak > 0.4 or not spares:
+    recomputes = facts.setting("trainer.gradient_checkpointing", "none") != "none"
+    offloads = facts.setting("trainer.offload_optimizer", False) and not recomputes
+    if peak is None or peak > 0.4 or not (recomputes or offloads):
         return None
     training = facts.phase("training")
     return Finding(
@@ -141,7 +140,7 @@ def kv_cache_too_large(facts: Facts) -> Answer:
         gain=facts.saved("trainer", training, 0.05, 0.2, 0.35, "the memory is enough to train without recomputing"),
         change={
             "engine.gpu_memory_utilization": round(max(0.1, share * (0.2 + peak)), 2),
-            "trainer.gradient_checkpointing": "none",
+            **({"trainer.offload_optimizer": False} if offloads else {"trainer.gradient_checkpointing": "none"}),
         },
     )
 
@@ -174,6 +173,7 @@ def too_much_tensor_parallelism(facts: Facts) -> Answer:
 
 
 def _larger_cache(facts: Facts) -> dict[str, object]:
+    share = facts.setting("engine.gpu_memory_utilization", 0.5)
     if facts.setting("run.device", "cpu") == "cuda" and not facts.setting("engine.kv_cache_memory_bytes"):
-        return {"engine.gpu_memory_utilization": round(min(0.9, facts.setting("engine.gpu_memory_utilization", 0.5) + 0.2), 2)}
+        return {"engine.gpu_memory_utilization": round(max(share, min(0.9, share + 0.2)), 2)}
     return {"engine.kv_cache_memory_bytes": 2 * facts.setting("engine.kv_cache_memory_bytes", 4 << 30)}

@@ -104,6 +104,8 @@ def sync_stall(facts: Facts) -> Answer:
 
 def serialisation(facts: Facts) -> Answer:
     """Objects are turned into bytes: batches to disk or to ranks, weights to a server."""
+    if facts.ledger is None:
+        return Abstention("serialisation", "there is no ledger yet; it is written when the run ends")
     weights = np.nan_to_num(facts.steps.get("weight_sync/serialise_s", np.zeros(facts.num_steps)))
     batches = facts.spans("buffer.pack", "buffer.store")
     lost = weights + batches
@@ -119,23 +121,6 @@ def serialisation(facts: Facts) -> Answer:
         change={},
         advice="Store less (buffer.max_bytes), put the run folder on a faster disk, or move weights through memory"
         " (placement.transport=auto).",
-    )
-
-
-def io_bound(facts: Facts) -> Answer:
-    """The loop waits for a disk: checkpoints, trajectories, logs."""
-    if facts.ledger is None:
-        return Abstention("io_bound", "there is no ledger yet; it is written when the run ends")
-    parts = {name: facts.spans(name) for name in ("run.checkpoint", "wait.for_checkpoints", "telemetry.metrics")}
-    lost = np.sum(list(parts.values()), axis=0)
-    every = facts.setting("run.checkpoint_every", 10)
-    return Finding(
-        cause="io_bound",
-        title="Writing checkpoints and logs holds up the loop.",
-        why=f"A checkpoint is taken every {every} steps, and the next may not begin before the last is written.",
-        evidence=tuple(Evidence(name, float(each.mean()), "seconds a step in the main thread") for name, each in parts.items()),
-        gain=facts.saved("trainer", lost, 0.3, 0.7, 0.9, "checkpoints can be rarer, or the disk faster"),
-        change={"run.checkpoint_every": 5 * every} if every else {},
     )
 
 

@@ -38,6 +38,8 @@ def serial_episodes(facts: Facts) -> Answer:
     lost = facts.phases(("environment", "wait_for_environments"), "rollouts")
     workers = facts.setting("rollouts.environment.workers", 8)
     attempts = facts.mean("rollouts/attempts") or 0.0
+    if workers >= attempts:
+        return None  # each attempt has one: more would stand idle
     run_in = facts.setting("rollouts.environment.run_in", "auto")
     change: dict[str, object] = {"rollouts.environment.workers": int(min(256, max(2 * workers, attempts)))}
     if run_in == "loop":
@@ -85,7 +87,11 @@ def retokenising(facts: Facts) -> Answer:
 
 def loading_stall(facts: Facts) -> Answer:
     """Everything waits for tasks or prompts: reading data, drawing tasks, encoding."""
+    if facts.ledger is None:
+        return Abstention("loading_stall", "there is no ledger yet; it is written when the run ends")
     lost = facts.phases(("wait_for_task", "wait_for_tasks", "wait_for_calls"), "rollouts")
+    if not facts.is_lockstep and (facts.mean("buffer/groups_to_score") or 0) < 1:
+        lost = lost + facts.phase("wait_for_requests", "rollouts")
     if not facts.setting("rollouts.environment.name"):
         buffered = facts.spans("buffer.pack", "buffer.store", "buffer.choose", "buffer.settle", "buffer.admit")
         lost = lost + np.maximum(0.0, facts.phase("data", "rollouts") - buffered)

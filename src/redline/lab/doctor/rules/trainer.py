@@ -16,7 +16,8 @@ HEADROOM = 0.3
 def micro_batch_too_small(facts: Facts) -> Answer:
     """A batch is trained on in many small pieces, although its tokens would fit into fewer."""
     pieces, tokens = facts.mean("trainer/micro_batches"), facts.mean("trainer/tokens")
-    if not pieces or not tokens or pieces < 2:
+    updates = facts.mean("trainer/updates") or 1.0
+    if not pieces or not tokens or pieces < 2 * updates:
         return None
     each, few = tokens / pieces, FEW_TOKENS[_device(facts)]
     if each >= few:
@@ -45,7 +46,7 @@ def micro_batch_too_small(facts: Facts) -> Answer:
             0.8 * part,
             "larger products are faster, up to a few thousand tokens",
         ),
-        change={"trainer.max_tokens_per_micro_batch": int(min(max(few, 2 * now), 1.2 * tokens + 1))},
+        change={"trainer.max_tokens_per_micro_batch": int(max(2 * now, min(few, 1.2 * tokens / updates + 1)))},
     )
 
 
@@ -105,7 +106,7 @@ def offload_not_needed(facts: Facts) -> Answer:
 def double_forward(facts: Facts) -> Answer:
     """Logprobs that the engine has recorded are computed once more."""
     again = np.nan_to_num(facts.steps.get("trainer/recompute_s", np.zeros(facts.num_steps)))
-    if not again.any() or facts.setting("trainer.recompute_old_logprobs", "auto") not in (True, "true"):
+    if not again.any() or facts.setting("trainer.recompute_old_logprobs") not in (True, "true"):
         return None
     several = facts.setting("trainer.mini_batches", 1) * facts.setting("trainer.epochs", 1) > 1
     mismatch = facts.mean("trainer/mismatch_kl")
