@@ -41,7 +41,6 @@ class Facts:
     """Figure of the machine → its value in each sample while steps were taken."""
     ledger: Ledger | None = None
     environment: Mapping[str, Any] = field(default_factory=dict)
-    alerts: tuple[Mapping[str, Any], ...] = ()
 
     @classmethod
     def of(cls, run: Run) -> Facts:
@@ -57,7 +56,6 @@ class Facts:
             samples=_columns(samples),
             ledger=run.ledger,
             environment=run.environment,
-            alerts=tuple(rows_of(run.folder.alerts)),
         )
 
     # ── figures ────────────────────────────────────────────────────────────────────────────────────────────────────────

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -58,7 +59,8 @@ class Finding:
         """The command that measures the change against the run's own recipe; empty where no key is changed."""
         if not self.change:
             return ""
-        return f"redline compare {run} {run} " + " ".join(f"--b {override}" for override in self.overrides)
+        side = shlex.quote(run)
+        return f"redline compare {side} {side} " + " ".join(f"--b {shlex.quote(override)}" for override in self.overrides)
 
 
 @dataclass(slots=True, frozen=True)

@@ -46,8 +46,6 @@ class Recording:
     config: dict[str, Any]
     step_s: np.ndarray
     """As measured, of the steady steps."""
-    lags: np.ndarray
-    """Mean lag of the batches, as measured."""
 
     @classmethod
     def of(cls, run: Run) -> Recording:
@@ -80,7 +78,6 @@ class Recording:
             trained_share=float(_column(facts, "trainer/tokens").mean() / max(1.0, _sampled_per_step(groups, facts))),
             config=dict(run.config),
             step_s=_column(facts, "run/step_s"),
-            lags=_column(facts, "buffer/lag_mean"),
         )
 
 

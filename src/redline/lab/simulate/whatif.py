@@ -19,7 +19,7 @@ from redline.lab.simulate.recorded import Group, Recording
 SEEDS = 5
 MOST_ATTEMPTS = 6_000
 """Attempts of one simulated run: fewer steps are taken where steps are large, and the rest is alike."""
-FEWEST_STEPS = 12
+FEWEST_STEPS, MOST_STEPS = 12, 200
 SKIPPED = 2
 """First steps, which fill the pipeline."""
 MOST_BEYOND = 4.0
@@ -48,7 +48,6 @@ class WhatIf:
     """Devices of each engine, over those recorded."""
     trainers: int = 1
     """Trainer ranks, over those recorded."""
-    steps: int = 1000
     failure_every_h: float = 0.0
     """Mean hours between two losses of one engine; 0: never."""
     recovery_s: float = 60.0
@@ -60,7 +59,6 @@ KEYS = {
     "rollouts.groups_per_step": "groups_per_step",
     "rollouts.group_size": "group_size",
     "buffer.max_lag": "max_lag",
-    "run.steps": "steps",
     "lengths": "lengths",
     "environments": "environments",
     "tensor_parallel": "tensor_parallel",
@@ -186,7 +184,7 @@ def _supported(recording: Recording, recorded: WhatIf, wanted: WhatIf) -> list[s
     if wanted.lengths != 1:
         assumed.append("all answers are longer or shorter by the same factor")
     if recorded.max_lag == 0 < wanted.max_lag and _one_device(recording) and wanted.engines == 1:
-        assumed.append("trainer and engine have the device in turn while both work")
+        assumed.append("training takes twice as long where the engine has work when it begins, and so does sampling beside it")
     return assumed
 
 
@@ -196,7 +194,7 @@ def _one_device(recording: Recording) -> bool:
 
 def _predicted(recording: Recording, recorded: WhatIf, wanted: WhatIf) -> Prediction:
     attempts = wanted.groups_per_step * wanted.group_size
-    steps = SKIPPED + max(FEWEST_STEPS, min(wanted.steps, MOST_ATTEMPTS // attempts))
+    steps = SKIPPED + max(FEWEST_STEPS, min(MOST_STEPS, MOST_ATTEMPTS // attempts))
     outcomes = [Simulator(_loop(recording, recorded, wanted, steps, seed)).run() for seed in range(SEEDS)]
     means = [float(np.mean(outcome.step_s[SKIPPED:])) for outcome in outcomes]
     lags = Counter(lag for outcome in outcomes for lag in outcome.lags)

@@ -30,7 +30,7 @@ def recording(step_s: float | None = None) -> Recording:
     trainer = trainer_cost(0.2 + 0.0005 * tokens, tokens)
     loop = Loop(groups, engine, 1, 64, 4, 0, trainer.token_s, trainer.step_s + 0.1, 0.01, 200)
     measured = step_s or float(np.mean(Simulator(loop).run().step_s))
-    return Recording(groups, engine, trainer, 0.01, 0.1, 1.0, CONFIG, np.full(10, measured), np.zeros(10))
+    return Recording(groups, engine, trainer, 0.01, 0.1, 1.0, CONFIG, np.full(10, measured))
 
 
 def test_costs_are_found_again_and_none_is_negative() -> None:
