@@ -6,7 +6,8 @@ from redline.types import EngineStats
 
 
 def metrics_between(before: EngineStats, after: EngineStats) -> dict[str, float]:
-    """Metrics of what an engine did from `before` to `after`: from the end of one training step to that of the next."""
+    """Metrics of what an engine did from `before` to `after`: from the end of one training step to that of the next. An engine
+    beside a trainer works on between the update of its weights and the step's end, so that the peak covers both sides of it."""
     queried = after.prefix_query_tokens - before.prefix_query_tokens
     hits = after.prefix_hit_tokens - before.prefix_hit_tokens
     decode_steps = after.decode_steps - before.decode_steps
@@ -20,7 +21,7 @@ def metrics_between(before: EngineStats, after: EngineStats) -> dict[str, float]
         "engine/prefix_hit_rate": hits / max(1, queried),
         "engine/preemptions": after.preemptions - before.preemptions,
         "engine/kv_use": after.kv_use,
-        "engine/kv_use_peak": after.kv_blocks_peak_before / after.kv_blocks_total,
+        "engine/kv_use_peak": max(after.kv_blocks_peak_before, after.kv_blocks_peak) / after.kv_blocks_total,
     }
 
 

@@ -24,6 +24,7 @@ from redline.trainer.parallel.led import follow as follow_orders
 from redline.trainer.parallel.orders import END, Order
 from redline.trainer.parallel.place import Division
 from redline.trainer.parallel.ranks import Ranks, join
+from redline.watch.awake import staying_awake
 
 LAUNCHER_S = 2.0
 """A launcher that ends a run sends the signal to every rank; rank 0 is not told a second time by us before it has got it."""
@@ -81,7 +82,8 @@ def _passing_signals_on(ranks: Ranks) -> Iterator[None]:
 
     before = {number: signal.signal(number, ask) for number in heard}
     try:
-        yield
+        with staying_awake():
+            yield
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)

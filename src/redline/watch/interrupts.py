@@ -10,6 +10,7 @@ from types import FrameType
 from rich.console import Console
 
 from redline.telemetry import RunFolder
+from redline.watch.awake import staying_awake
 from redline.watch.checkpoints import checkpoints
 
 
@@ -31,7 +32,8 @@ class Interrupts:
         self._listened_to = wanted
         before = {number: signal.signal(number, self._request_stop) for number in wanted}
         try:
-            yield
+            with staying_awake():
+                yield
         finally:
             for number, handler in before.items():
                 signal.signal(number, handler)

@@ -1,0 +1,55 @@
+"""A main thread that handles every signal, also one that comes while it goes to sleep.
+
+Python runs the handlers of signals in the main thread, between two instructions. A signal that arrives after the last
+instruction before a wait without a limit (of a lock, a queue, a thread), or in another thread, is not handled until something
+else ends that wait: the second of two quick Ctrl-C would be lost. So a thread hears of each signal from the interpreter itself
+and interrupts the main thread's wait until the handler must have run.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+NUDGE = signal.SIGURG
+"""Harmless: ignored unless somebody asks for it."""
+NUDGES = 20
+"""After each signal. One suffices unless it, too, comes while the main thread goes to sleep."""
+BETWEEN_S = 0.05
+
+
+@contextmanager
+def staying_awake() -> Iterator[None]:
+    """Inside the block no signal waits longer than a few hundredths of a second for its handler. For the main thread only."""
+    reader, writer = os.pipe()
+    os.set_blocking(writer, False)
+    ended = threading.Event()
+    thread = threading.Thread(target=_nudge_after_signals, args=(reader, ended), name="signals", daemon=True)
+    before = signal.signal(NUDGE, lambda number, frame: None)
+    wakeup = signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
+    thread.start()
+    try:
+        yield
+    finally:
+        signal.set_wakeup_fd(wakeup)
+        ended.set()
+        os.close(writer)
+        thread.join()
+        os.close(reader)
+        signal.signal(NUDGE, before)
+
+
+def _nudge_after_signals(reader: int, ended: threading.Event) -> None:
+    main = threading.main_thread().ident
+    assert main is not None
+    while numbers := os.read(reader, 64):
+        if set(numbers) == {NUDGE}:
+            continue
+        for _ in range(NUDGES):
+            if ended.is_set():
+                return
+            signal.pthread_kill(main, NUDGE)
+            ended.wait(BETWEEN_S)

@@ -1,0 +1,41 @@
+"""Signals that come while the main thread waits."""
+
+from __future__ import annotations
+
+import signal
+import threading
+
+import pytest
+
+from redline.watch.awake import NUDGE, staying_awake
+
+LONG_S = 60.0
+
+
+@pytest.fixture
+def handled() -> threading.Event:
+    return threading.Event()
+
+
+def raise_in_another_thread() -> None:
+    """The kernel may hand a signal to any thread, and then nothing ends the wait of the main one."""
+    threading.Thread(target=lambda: signal.pthread_kill(threading.get_ident(), signal.SIGUSR1)).start()
+
+
+def test_a_signal_that_another_thread_got_ends_a_wait_of_the_main_thread(handled: threading.Event) -> None:
+    before = signal.signal(signal.SIGUSR1, lambda number, frame: handled.set())
+    try:
+        with staying_awake():
+            threading.Timer(0.1, raise_in_another_thread).start()
+            assert handled.wait(LONG_S)
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+
+
+def test_everything_is_as_before_afterwards() -> None:
+    before, wakeup = signal.getsignal(NUDGE), signal.set_wakeup_fd(-1)
+    with staying_awake():
+        assert signal.getsignal(NUDGE) is not before
+    assert signal.getsignal(NUDGE) is before
+    assert signal.set_wakeup_fd(wakeup) == -1
+    assert "signals" not in {thread.name for thread in threading.enumerate()}
