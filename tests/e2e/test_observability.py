@@ -205,7 +205,8 @@ def test_nothing_is_padded_and_the_cache_was_used(lockstep: Run, everything: Run
             assert 0 < row["engine/kv_use_peak"] < 1
             assert row["engine/batch_size_mean"] <= 256
     for row in each_row(lockstep):
-        assert row["engine/generated_tokens"] and row["engine/batch_size_mean"] >= 1
+        assert row["engine/generated_tokens"]
+        assert row["engine/batch_size_mean"] >= 1
 
 
 def test_in_lockstep_the_engine_generates_what_arrives(lockstep: Run) -> None:

@@ -68,7 +68,7 @@ class World:
 
     def __post_init__(self) -> None:
         self.pool = BlockPool(self.num_blocks + 1, self.block_size)
-        self.rows = Rows(self.num_rows, 128)
+        self.rows = Rows(self.num_rows, 128, 128)
         self.scheduler = Scheduler(
             self.pool,
             self.rows,

@@ -77,7 +77,8 @@ class NativeEngine:
         num_blocks = num_blocks_for(config, spec, self._block_size, self._max_len, weight.device, weight.dtype)
         self._ranks = ranks
         self._pool = BlockPool(ranks.smallest(num_blocks) if ranks else num_blocks, self._block_size)
-        self._rows = Rows(config.max_num_seqs, self._max_len)
+        self._max_blocks = -(-self._max_len // self._block_size)
+        self._rows = Rows(config.max_num_seqs, self._max_len, self._max_blocks)
         self._scheduler = Scheduler(
             self._pool,
             self._rows,
@@ -110,8 +111,7 @@ class NativeEngine:
     def _make_runner(self) -> Runner:
         weight, spec = self.decoder.output_weight, self.decoder.spec
         cache = KVCache(spec, self._pool.num_blocks + 1, self._block_size, weight.device, weight.dtype)
-        max_blocks = -(-self._max_len // self._block_size)
-        rows = DeviceRows(self._config.max_num_seqs, max_blocks, spec.vocab_size, weight.device)
+        rows = DeviceRows(self._config.max_num_seqs, self._max_blocks, spec.vocab_size, weight.device)
         rows.share_samples = self._ranks.share_samples if self._ranks else None
         runner = Runner(self.decoder, cache, rows)
         if kernels_serve(weight):
@@ -256,7 +256,7 @@ class NativeEngine:
             with span("engine.decode", device=True, version=self.version):
                 rows_B, prefixes = np.array([s.row for s in plan.decode]), None
                 if self._awake.reads_prefixes_once:
-                    rows_B, prefixes = self._rows.side_by_side(rows_B)
+                    rows_B, prefixes = self._rows.table.side_by_side(rows_B)
                 positions_B = self._rows.launched_position_R[rows_B] - 1
                 samples = self._awake.decode(rows_B, positions_B, plan.num_steps, wants_of(plan.decode), prefixes)
                 self._expect(rows_B, samples, is_first=False)
@@ -283,8 +283,8 @@ class NativeEngine:
         if not sequences:
             return None
         rows, rows_B = self._rows, np.array([s.row for s in sequences])
-        tables_BN = rows.blocks_RN[rows_B, : rows.num_blocks_R[rows_B].max()]
-        return Decoding(rows_B, rows.launched_position_R[rows_B] - 1, tables_BN, any(s.wants.lora for s in sequences))
+        uses_lora = any(s.wants.lora for s in sequences)
+        return Decoding(rows_B, rows.launched_position_R[rows_B] - 1, rows.table.of(rows_B), uses_lora)
 
     def _undo_prefills(self, plan: Plan, error: torch.OutOfMemoryError) -> None:
         """The prompts of a plan wait again, as if they had not been admitted. Raises where other ranks have computed them."""

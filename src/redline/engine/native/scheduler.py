@@ -114,7 +114,7 @@ class Scheduler:
     def can_grow(self, num_steps: int) -> bool:
         """Whether every decoding sequence finds blocks for that many tokens without a preemption."""
         rows = _rows_of(self.decoding)
-        missing = self._blocks_after(rows, num_steps) - self._rows.num_blocks_R[rows]
+        missing = self._blocks_after(rows, num_steps) - self._rows.table.num_blocks_R[rows]
         return int(np.maximum(missing, 0).sum()) <= self.pool.num_free
 
     def schedule(self, num_steps: int = 1) -> Plan:
@@ -137,7 +137,7 @@ class Scheduler:
 
     def _schedule_decode(self, plan: Plan) -> None:
         rows = _rows_of(self.decoding)
-        short = self._blocks_after(rows, plan.num_steps) > self._rows.num_blocks_R[rows]
+        short = self._blocks_after(rows, plan.num_steps) > self._rows.table.num_blocks_R[rows]
         for sequence in [s for s, is_short in zip(self.decoding, short, strict=True) if is_short]:
             if sequence.stage is Stage.DECODE:  # or it has given way to an earlier one
                 self._grow(sequence, plan)
@@ -166,9 +166,8 @@ class Scheduler:
     def _append_blocks(self, sequence: Sequence, blocks: list[int], plan: Plan) -> None:
         row, first = sequence.row, len(sequence.blocks)
         plan.new_blocks += [(row, place, block) for place, block in enumerate(blocks, first)]
-        self._rows.blocks_RN[row, first : first + len(blocks)] = blocks
         sequence.blocks += blocks
-        self._rows.num_blocks_R[row] = len(sequence.blocks)
+        self._rows.table.append(row, blocks)
 
     def _preempt(self, sequence: Sequence, plan: Plan) -> None:
         plan.new_blocks = [entry for entry in plan.new_blocks if entry[0] != sequence.row]

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from redline.engine.native.cache.prefixes import Prefixes, side_by_side
+from redline.engine.native.cache.block_table import BlockTable
 from redline.engine.native.sequence import Sampled, Sequence
 
 NO_TOKEN = -1
@@ -17,7 +17,8 @@ NO_TOKEN = -1
 class Rows:
     """Arrays over the `max_num_seqs` rows, so that a step costs a few array operations, not a loop over sequences."""
 
-    def __init__(self, num_rows: int, max_len: int) -> None:
+    def __init__(self, num_rows: int, max_len: int, max_blocks: int) -> None:
+        self.table = BlockTable(num_rows, max_blocks)
         self.tokens_RN = np.empty((num_rows, max_len), np.int32)
         self.logprobs_RN = np.empty((num_rows, max_len), np.float32)
         self.sampled_R = np.zeros(num_rows, np.int64)
@@ -32,9 +33,6 @@ class Rows:
         """Tokens with keys and values in the cache, everything launched included."""
         self.launched_R = np.zeros(num_rows, np.int64)
         """Tokens sampled, everything launched included."""
-        self.num_blocks_R = np.zeros(num_rows, np.int64)
-        self.blocks_RN = np.zeros((num_rows, max_len), np.int32)
-        """The blocks that hold the row's tokens, in order."""
 
     def enter(self, sequence: Sequence) -> None:
         """A new tenant, with what it sampled before it was preempted."""
@@ -51,7 +49,8 @@ class Rows:
         self.stops_RS[row, : len(sampling.stop_token_ids)] = sampling.stop_token_ids
         self.alive_R[row] = True
         self.epoch_R[row] += 1
-        self.launched_position_R[row] = self.num_blocks_R[row] = 0
+        self.launched_position_R[row] = 0
+        self.table.clear(row)
 
     def _widen_stops(self, width: int) -> None:
         if width > self.stops_RS.shape[1]:
@@ -66,12 +65,6 @@ class Rows:
         """What the row has sampled; a copy."""
         count = self.sampled_R[row]
         return Sampled(self.tokens_RN[row, :count].copy(), self.logprobs_RN[row, :count].copy())
-
-    def side_by_side(self, rows_B: np.ndarray) -> tuple[np.ndarray, Prefixes | None]:
-        """The rows in an order that puts those with a common beginning next to each other, and which those are."""
-        num_blocks_B = self.num_blocks_R[rows_B]
-        order_B, prefixes = side_by_side(self.blocks_RN[:, : num_blocks_B.max()][rows_B], num_blocks_B)
-        return rows_B[order_B], prefixes
 
     def append(self, rows_B: np.ndarray, epochs_B: np.ndarray, tokens_B: np.ndarray, logprobs_B: np.ndarray) -> np.ndarray:
         """One sampled token for each row that still has the tenant it was sampled for. Returns which ones had."""
