@@ -27,7 +27,7 @@ from redline.telemetry.stalls.watchdog import Watchdog
 from redline.types import Completion, Delta, GenerateRequest, Task, Trajectory, TrajectoryGroup, Turn
 
 TOKENIZER = tiny_tokenizer()
-SOON_S = 30.0
+SOON_S = 300.0
 GROUP_SIZE = 4
 CONFIG = RolloutsConfig(
     task={"kind": "import", "path": "tests:Fake"},  # type: ignore[arg-type]
@@ -343,10 +343,10 @@ def test_an_attempt_that_asks_on_whatever_is_raised_fails_alone(make: Make) -> N
         return float(turn.num_tokens)
 
     end = threading.Event()
-    group = played(make, play, environment={"max_turns": 6, "timeout_s": 1.0, "retries": 0})
+    group = played(make, play, environment={"max_turns": 6, "timeout_s": 2.0, "retries": 0})
     end.set()
     failures = [own[0].failure for own in group.attempts]
-    assert [failure and failure.reason for failure in failures] == ["`play` did not return within 1 s", None, None, None]
+    assert [failure and failure.reason for failure in failures] == ["`play` did not return within 2 s", None, None, None]
 
 
 def test_a_reply_may_be_shorter_than_the_recipe_allows_and_not_longer(make: Make) -> None:
@@ -390,9 +390,12 @@ async def ends_the_program(task: Task, policy: Policy) -> None:
     raise SystemExit(3)
 
 
+FOR_EVER = threading.Event()
+"""What a thread waits for that hangs: set after the test."""
+
+
 async def hangs(task: Task, policy: Policy) -> None:
-    await policy.say(task.messages)
-    await asyncio.Event().wait()
+    _ = await policy.say(task.messages), await asyncio.Event().wait()  # one line: where it is, however slow the reply comes
 
 
 async def hangs_whatever_is_done(task: Task, policy: Policy) -> None:
@@ -414,9 +417,8 @@ async def fails_in_a_group(task: Task, policy: Policy) -> None:
         turns.create_task(raises(task, policy))
 
 
-def hangs_in_a_thread(task: Task, policy: Policy) -> None:
-    policy.say(task.messages)
-    time.sleep(1)
+def hangs_in_a_thread(task: Task, policy: Any) -> None:
+    _ = policy.say(task.messages), FOR_EVER.wait(SOON_S)
 
 
 async def leaves_a_role_out(task: Task, policy: Policy) -> dict[str, float]:
@@ -426,28 +428,36 @@ async def leaves_a_role_out(task: Task, policy: Policy) -> dict[str, float]:
 
 
 @pytest.mark.parametrize(
-    ("play", "reason", "place"),
+    ("play", "reason", "place", "limit_s"),
     [
-        (raises, "ValueError: no such move", 'in raises: raise ValueError("no such move")'),
-        (never_asks, "the environment ended before it asked the policy", "in never_asks"),
-        (returns_nothing, "`play` returned None; it must return a number, or named numbers", "in returns_nothing"),
-        (ends_the_program, "SystemExit: 3", "in ends_the_program"),
-        (closes_itself, "GeneratorExit", "in closes_itself: raise GeneratorExit"),
+        (raises, "ValueError: no such move", 'in raises: raise ValueError("no such move")', SOON_S),
+        (never_asks, "the environment ended before it asked the policy", "in never_asks", SOON_S),
+        (returns_nothing, "`play` returned None; it must return a number, or named numbers", "in returns_nothing", SOON_S),
+        (ends_the_program, "SystemExit: 3", "in ends_the_program", SOON_S),
+        (closes_itself, "GeneratorExit", "in closes_itself: raise GeneratorExit", SOON_S),
         (
             fails_in_a_group,
             "ExceptionGroup: unhandled errors in a TaskGroup (1 sub-exception): ValueError: no such move",
             'in raises: raise ValueError("no such move")',
+            SOON_S,
         ),
-        (hangs_in_a_thread, "`play` did not return within 0.1 s", "in hangs_in_a_thread: time.sleep(1)"),
-        (hangs, "`play` did not return within 0.1 s", "in hangs: await asyncio.Event().wait()"),
-        (hangs_whatever_is_done, "`play` did not return within 0.1 s", "in hangs_whatever_is_done"),
-        (leaves_a_role_out, "`play` returned a score for white and none for 'black', who has spoken", "in leaves_a_role_out"),
+        (hangs_in_a_thread, "`play` did not return within 0.3 s", "FOR_EVER.wait(SOON_S)", 0.3),
+        (hangs, "`play` did not return within 0.1 s", "await asyncio.Event().wait()", 0.1),
+        (hangs_whatever_is_done, "`play` did not return within 0.1 s", "in hangs_whatever_is_done", 0.1),
+        (
+            leaves_a_role_out,
+            "`play` returned a score for white and none for 'black', who has spoken",
+            "in leaves_a_role_out",
+            SOON_S,
+        ),
     ],
 )
 def test_what_goes_wrong_in_an_environment_is_a_failure_of_its_attempt_with_its_place(
-    make: Make, play: Any, reason: str, place: str
+    make: Make, play: Any, reason: str, place: str, limit_s: float
 ) -> None:
-    group = played(make, play, environment={"timeout_s": 0.1, "retries": 1})
+    FOR_EVER.clear()
+    group = played(make, play, environment={"timeout_s": limit_s, "retries": 1})
+    FOR_EVER.set()
     assert {(t.failure.stage, t.failure.reason) for t in group.trajectories if t.failure} == {("environment", reason)}
     assert all(t.failure is not None and place in t.failure.where and t.retries == 1 for t in group.trajectories)
     assert not group.has_signal
@@ -555,7 +565,7 @@ def test_an_evaluation_asks_the_same_every_time_and_leaves_groups_under_way_as_t
 @pytest.mark.parametrize("make", ["beside"], indirect=True)
 def test_an_evaluation_does_not_wait_for_room_that_training_holds_nor_training_for_its(make: Make) -> None:
     engine, most = SteadyEngine(answer=answer), 2 * GROUP_SIZE
-    rollouts = make(two_turns, engine, max_sequences=most, environment={"timeout_s": 5.0, "retries": 0})
+    rollouts = make(two_turns, engine, max_sequences=most, environment={"timeout_s": SOON_S, "retries": 0})
     for _ in range(3):
         with rollouts.session.held():
             rollouts.begin(range(6), 0)
@@ -634,26 +644,24 @@ def test_closing_leaves_nothing_in_the_engine_and_waits_for_no_environment(make:
     rollouts = make(play, engine)
     with rollouts.session.held():
         rollouts.begin(range(8), 0)
-    began = time.monotonic()
-    rollouts.close()
-    assert time.monotonic() - began < 4
+    rollouts.close()  # which comes back, though two of them never do
     assert not engine.has_work
 
 
 def test_an_async_environment_that_blocks_ends_the_run_with_its_place_and_the_fix(make: Make) -> None:
-    end = threading.Event()
+    end, ended = threading.Event(), threading.Event()
 
     async def blocks(task: Task, policy: Policy) -> float:
         await policy.say(task.messages)
         end.wait(SOON_S)
+        ended.set()
         return 1.0
 
-    rollouts = make(blocks, environment={"timeout_s": 0.3})
+    rollouts = make(blocks, environment={"timeout_s": 0.8})
     rollouts.begin([0, 1], 0)
-    began = time.monotonic()
-    with pytest.raises(TaskError, match=r"event loop of all attempts for 0\.3 s, at .*in blocks: end\.wait") as caught:
+    with pytest.raises(TaskError, match=r"event loop of all attempts for 0\.8 s, at .*in blocks: end\.wait") as caught:
         rollouts.finished()
-    assert time.monotonic() - began < SOON_S / 2
+    assert not ended.is_set(), "nobody waited for it"
     assert "await asyncio.to_thread(call)" in caught.value.hint
     end.set()
 
@@ -678,11 +686,10 @@ def test_an_async_environment_that_blocks_is_told_of_as_a_stall_of_its_lane_and_
         rollouts = make(blocks)
         caller = threading.Thread(target=run)
         watchdog = Watchdog(recorder, send=alerts.append, every_s=0.02)
-        watchdog.started(folder, _watched(stall_after_s=0.3))
+        watchdog.started(folder, _watched(stall_after_s=1.0))
         watchdog.begin(rollouts.queues)
         caller.start()
-        deadline = time.monotonic() + SOON_S / 2
-        while not alerts and time.monotonic() < deadline:
+        while not alerts:
             time.sleep(0.01)
         end.set()
         caller.join(SOON_S)

@@ -41,15 +41,16 @@ class FakeServer:
     url: str = ""
 
     def engine(self, **options: Any) -> OpenAIServerEngine:
-        return OpenAIServerEngine(self.url, **{"num_retries": 0, "timeout_s": 5.0, **options})
+        return OpenAIServerEngine(self.url, **{"num_retries": 0, "timeout_s": 300.0, **options})
 
     def respond(self, method: str, path: str, body: bytes, headers: Mapping[str, str]) -> Answer:
         self.headers.append(headers)
         if (method, path) == ("GET", "/v1/models"):
             return self.models
         assert (method, path) == ("POST", "/v1/completions")
-        self.bodies.append(json.loads(body))
-        return self.answer(self.bodies[-1])
+        asked = json.loads(body)
+        self.bodies.append(asked)
+        return self.answer(asked)
 
 
 class Listener(ThreadingHTTPServer):
@@ -157,7 +158,7 @@ def test_extra_fields_go_into_every_request(server: FakeServer) -> None:
 
 
 def test_requests_are_under_way_at_the_same_time(server: FakeServer) -> None:
-    together = threading.Barrier(6, timeout=5)
+    together = threading.Barrier(6, timeout=300)
 
     def answer(body: Json) -> Answer:
         together.wait()
@@ -365,7 +366,7 @@ def test_a_refusal_is_final_and_in_the_servers_words(
 
 def test_a_server_that_takes_too_long_is_not_asked_again(server: FakeServer) -> None:
     released = threading.Event()
-    server.answer = lambda body: (released.wait(5), choice([7]))[1]
+    server.answer = lambda body: (released.wait(300), choice([7]))[1]
     with pytest.raises(EngineError, match=r"within 0\.5 s") as caught:
         server.engine(num_retries=3, timeout_s=0.5).generate([ask()])
     released.set()
@@ -379,7 +380,7 @@ def test_the_first_failure_ends_the_call_without_waiting_for_the_others(server: 
     def answer(body: Json) -> Answer:
         if body["prompt"] == [1]:
             return 400, {"error": {"message": "not this one"}}
-        released.wait(5)
+        released.wait(300)
         return choice([7])
 
     server.answer = answer
@@ -437,16 +438,16 @@ def test_what_is_sampled_while_the_server_adopts_a_version_may_be_of_it(server: 
 
     def answer(body: Json) -> Answer:
         asked.release()
-        released.acquire(timeout=5)
+        released.acquire(timeout=300)
         return choice([7, 7])
 
     server.answer = answer
     engine = server.engine(push_weights=lambda update: None, max_concurrent=1)
     engine.submit(ask(n=3))
-    asked.acquire(timeout=5)
+    asked.acquire(timeout=300)
     engine.adopting(1)  # the server may have version 1 from here on
     released.release()  # the first ends before we know
-    asked.acquire(timeout=5)
+    asked.acquire(timeout=300)
     engine.apply(WeightUpdate(1, ("w",), 0))
     released.release(2)
     found = {}
@@ -457,7 +458,7 @@ def test_what_is_sampled_while_the_server_adopts_a_version_may_be_of_it(server: 
 
 def test_threads_that_wait_for_a_server_do_not_hold_up_the_end_of_the_process(server: FakeServer) -> None:
     released = threading.Event()
-    server.answer = lambda body: (released.wait(5), choice([7]))[1]
+    server.answer = lambda body: (released.wait(300), choice([7]))[1]
     engine, before = server.engine(), set(threading.enumerate())
     engine.submit(ask(n=3))
     waiting = [thread for thread in set(threading.enumerate()) - before if thread.name.startswith("openai-server")]
@@ -491,7 +492,7 @@ class Weights:
         return not self.are_lost
 
     def restore(self) -> None:
-        self.released.wait(5)
+        self.released.wait(300)
         if self.fails:
             raise WeightSyncError("it has another model", "serve the run's")
         self.restored += 1
@@ -513,6 +514,8 @@ def test_what_a_server_sampled_without_our_weights_is_asked_again(server: FakeSe
     weights, engine = Weights(server), server.engine()
     engine.watch(weights)
     weights.lose()
+    all_asked = threading.Barrier(4, timeout=300)
+    server.answer = lambda body: (all_asked.wait(), choice([9, 9]))[1]
     engine.submit(ask(n=4))
     while not weights.num_losses:
         assert engine.step() == []
@@ -534,7 +537,7 @@ def test_what_was_under_way_when_an_update_found_the_weights_lost_is_asked_again
     engine.watch(weights)
     weights.released.set()
     late = threading.Event()
-    server.answer = lambda body: (late.wait(5), choice([9, 9]))[1]
+    server.answer = lambda body: (late.wait(300), choice([9, 9]))[1]
     engine.submit(ask(n=2))
     weights.num_losses += 1  # the transport has noticed, and has sent everything
     server.answer = lambda body: choice([7, 7])

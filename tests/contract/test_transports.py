@@ -89,12 +89,12 @@ def copied(trainer: Mapping[str, Tensor]) -> tuple[Transport, Mapping[str, Tenso
 
 def cuda_ipc(trainer: Mapping[str, Tensor]) -> tuple[Transport, Mapping[str, Tensor]]:
     linked = LinkedEngine(trainer)
-    return CudaIpc([linked.channel], trainer, Sending(timeout_s=10, bucket_bytes=32)), linked.tensors
+    return CudaIpc([linked.channel], trainer, Sending(timeout_s=60, bucket_bytes=32)), linked.tensors
 
 
 def checkpoint_engine(trainer: Mapping[str, Tensor]) -> tuple[Transport, Mapping[str, Tensor]]:
     linked, folder = LinkedEngine(trainer), Path(tempfile.mkdtemp())
-    return CheckpointEngine([linked.channel], trainer, folder, Sending(timeout_s=10, bucket_bytes=32)), linked.tensors
+    return CheckpointEngine([linked.channel], trainer, folder, Sending(timeout_s=60, bucket_bytes=32)), linked.tensors
 
 
 def http(trainer: Mapping[str, Tensor]) -> tuple[Transport, Mapping[str, Tensor]]:
@@ -105,7 +105,7 @@ def http(trainer: Mapping[str, Tensor]) -> tuple[Transport, Mapping[str, Tensor]
 
 def broadcast(trainer: Mapping[str, Tensor]) -> tuple[Transport, Mapping[str, Tensor]]:
     linked = LinkedEngine(trainer)
-    return Broadcast([linked.channel], trainer, Sending(timeout_s=10, bucket_bytes=32)), linked.tensors
+    return Broadcast([linked.channel], trainer, Sending(timeout_s=60, bucket_bytes=32)), linked.tensors
 
 
 class LoadingEngine:

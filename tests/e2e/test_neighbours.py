@@ -35,6 +35,8 @@ STALL_S = 0.25
 """No gap is longer, unless the quiet ones are: a single long one hides from the 99th percentile."""
 PAIRS = 4
 
+pytestmark = pytest.mark.slow  # it is about time alone
+
 
 def body(**fields: Any) -> bytes:
     return json.dumps(fields).encode()
@@ -157,7 +159,6 @@ def test_a_steady_client_is_not_slowed_down(here: Site, what: str) -> None:
     assert_undisturbed(here, what, 150)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("what", BAD)
 def test_a_steady_client_is_not_slowed_down_by_anything_we_thought_of(here: Site, what: str) -> None:
     assert_undisturbed(here, what, 600)

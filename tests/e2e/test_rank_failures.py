@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import signal
-import time
 from pathlib import Path
 
 import numpy as np
@@ -19,15 +18,16 @@ from redline.engine.native.tensor_parallel import TensorParallelEngine
 from redline.errors import EngineError
 from redline.types import Completion, GenerateRequest, SamplingParams
 
-STEP_TIMEOUT_S = 2.0
-SOON_S = 30.0
+STEP_TIMEOUT_S = 4.0
+"""Of a step that will never end."""
+SOON_S = 300.0
 """Long enough for a busy machine, and far below a year."""
 
 
-def make_engine(tmp_path: Path) -> TensorParallelEngine:
+def make_engine(tmp_path: Path, step_timeout_s: float = SOON_S) -> TensorParallelEngine:
     write_model(tmp_path, CONFIGS["qwen3, biases"], seed=5, std=0.3)
     config = ServedEngineConfig(max_num_seqs=4, tensor_parallel_size=2)
-    return TensorParallelEngine(tmp_path, config, torch.device("cpu"), torch.float32, step_timeout_s=STEP_TIMEOUT_S)
+    return TensorParallelEngine(tmp_path, config, torch.device("cpu"), torch.float32, step_timeout_s=step_timeout_s)
 
 
 def ask() -> GenerateRequest:
@@ -41,18 +41,17 @@ def worker() -> psutil.Process:
     return found
 
 
-def lose(running: EngineSession, number: signal.Signals) -> tuple[str, float]:
-    """Signal the worker while a request is under way: what its caller hears, and after how many seconds."""
+def lose(running: EngineSession, number: signal.Signals) -> str:
+    """Signal the worker while a request is under way: what its caller hears."""
 
-    async def run() -> tuple[str, float]:
+    async def run() -> str:
         call = asyncio.create_task(running.complete(ask()))
         while running.stats.steps < 3:
             await asyncio.sleep(0.001)
         worker().send_signal(number)
-        struck = time.monotonic()
         with pytest.raises(EngineError) as caught:
             await asyncio.wait_for(call, SOON_S)
-        return caught.value.message, time.monotonic() - struck
+        return caught.value.message
 
     return asyncio.run(run())
 
@@ -63,16 +62,15 @@ def outcome(running: EngineSession) -> list[Completion]:
 
 @pytest.mark.parametrize(
     ("number", "reason"),
-    [(signal.SIGKILL, "rank 1 of the engine has ended with code -9"), (signal.SIGSTOP, "limit 2 s")],
+    [(signal.SIGKILL, "rank 1 of the engine has ended with code -9"), (signal.SIGSTOP, "limit 4 s")],
 )
 def test_a_rank_that_is_lost_inside_a_step_ends_the_engine(tmp_path: Path, number: signal.Signals, reason: str) -> None:
-    engine = make_engine(tmp_path)
+    engine = make_engine(tmp_path, STEP_TIMEOUT_S if number == signal.SIGSTOP else SOON_S)
     process = worker()
     try:
         with EngineSession(engine, engine.why_broken) as running:
-            message, seconds = lose(running, number)
+            message = lose(running, number)
             assert reason in message
-            assert seconds < STEP_TIMEOUT_S + 10
             assert not running.is_alive
             with pytest.raises(EngineError, match="the engine has stopped"):
                 outcome(running)

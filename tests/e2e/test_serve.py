@@ -92,7 +92,7 @@ def reference() -> Reference:
 
 
 def soon(condition: Callable[[], bool]) -> bool:
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + 300
     while not condition():
         if time.monotonic() > deadline:
             return False

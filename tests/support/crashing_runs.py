@@ -85,7 +85,7 @@ def wait_until(condition: Callable[[], bool], process: ForkServerProcess, timeou
     """Fails where the process ends first."""
     deadline = time.monotonic() + timeout_s
     while not condition():
-        assert process.is_alive(), "it ended before the moment came"
+        assert process.is_alive() or condition(), "it ended before the moment came"
         assert time.monotonic() < deadline, "it neither happened nor ended"
         time.sleep(0.001)
 

@@ -20,8 +20,8 @@ def connected(name: str = "engine-0") -> tuple[Connection, Connection]:
     """Two ends of one connection: the trainer's, and that of the engine which it knows by this name."""
     token = make_token()
     with listen(token=token) as listener:
-        ours = connect(listener.address, token, "weights", 10)
-        theirs = listener.accept(10)
+        ours = connect(listener.address, token, "weights", 60)
+        theirs = listener.accept(60)
     ours.name = name
     return ours, theirs
 
@@ -80,5 +80,5 @@ class LinkedEngine:
 
     def close(self) -> None:
         self.channel.close()
-        self._thread.join(10)
+        self._thread.join(60)
         assert not self._thread.is_alive()

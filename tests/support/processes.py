@@ -22,7 +22,7 @@ from support.forks import Forked
 from redline.telemetry import RunFolder
 
 REDLINE = Path(sys.executable).with_name("redline")
-TIMEOUT_S = 240
+TIMEOUT_S = 600
 
 LETTERS = '''
 """A task that even a tiny random model learns within a minute: write the letter e, and never a q."""

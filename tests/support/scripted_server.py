@@ -16,6 +16,7 @@ import httpx2
 import numpy as np
 import openai
 import uvicorn
+from support.eventually import eventually
 
 from redline.errors import EngineError
 from redline.models.files.tiny import tiny_tokenizer
@@ -140,7 +141,7 @@ class Site:
 
     def post(self, path: str, body: Any, **options: Any) -> httpx2.Response:
         headers = {"content-type": "application/json"} | options.pop("headers", {})
-        return httpx2.post(self.url + path, content=json.dumps(body), headers=headers, **options)
+        return httpx2.post(self.url + path, content=json.dumps(body), headers=headers, **{"timeout": 300, **options})
 
     def chat(self, **fields: Any) -> Any:
         return self.client.chat.completions.create(model="m", messages=[{"role": "user", "content": "hi"}], **fields)
@@ -149,14 +150,12 @@ class Site:
         return self.client.completions.create(model="m", prompt=prompt, **fields)
 
     def metric(self, line: str) -> float:
-        found = [row for row in httpx2.get(f"{self.url}/metrics").text.splitlines() if row.startswith(line + " ")]
+        found = [row for row in httpx2.get(f"{self.url}/metrics", timeout=300).text.splitlines() if row.startswith(line + " ")]
         return float(found[0].rpartition(" ")[2])
 
     def wait_until(self, condition: Callable[[], bool]) -> None:
-        deadline = time.monotonic() + 30
-        while not condition():
-            assert time.monotonic() < deadline
-            time.sleep(0.005)
+        """Block until a condition holds."""
+        eventually(condition)
 
 
 @contextlib.contextmanager

@@ -65,7 +65,7 @@ class ServedPolicy:
         """Leave it as a new process would be: with the weights of its model, which nobody has sent."""
         for name, tensor in self.tensors.items():
             tensor.copy_(self.model[name])
-        fresh = WeightsEndpoint(self.session, self.tensors, TOKEN, MAX_BYTES, 10.0)
+        fresh = WeightsEndpoint(self.session, self.tensors, TOKEN, MAX_BYTES, 60.0)
         self.endpoint.__dict__.update(fresh.__dict__)
 
     @property
@@ -86,7 +86,7 @@ def served(
     engine = NativeEngine(decoder, EngineConfig(max_num_seqs=8, kv_cache_memory_bytes=1 << 20), tokenizer)
     with EngineSession(engine) as session:
         about = Served("m", Vocabulary(tokenizer), (tokenizer.eos_token_id,), engine.limits.max_len, adapters, rows=8)
-        weights = WeightsEndpoint(session, live or dict(decoder.named_parameters()), TOKEN, MAX_BYTES, 10.0)
+        weights = WeightsEndpoint(session, live or dict(decoder.named_parameters()), TOKEN, MAX_BYTES, 60.0)
         model = {name: parameter.detach().clone() for name, parameter in decoder.named_parameters()}
         with listening(make_app(session, about, api_key, ServeLimits(), weights=weights)) as url:
             yield ServedPolicy(url, decoder, session, weights, model)
@@ -140,5 +140,5 @@ async def _told(request: Request, error: Exception) -> JSONResponse:
 def weight_server(tensors: Mapping[str, torch.Tensor], engine: VersionsOnly | None = None) -> tuple[str, str]:
     """The address and the token of a server that takes weights into these tensors."""
     token = f"token-{len(_endpoints)}"
-    _endpoints[token] = WeightsEndpoint(engine or VersionsOnly(), tensors, token, MAX_BYTES, 10.0)
+    _endpoints[token] = WeightsEndpoint(engine or VersionsOnly(), tensors, token, MAX_BYTES, 60.0)
     return _shared_server(), token

@@ -5,6 +5,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 HEAVY = ("torch", "transformers", "ray", "numpy", "pyarrow", "pydantic", "safetensors", "huggingface_hub", "reasoning_gym")
 REDLINE = Path(sys.executable).with_name("redline")
 
@@ -44,6 +46,13 @@ def test_telemetry_loads_no_torch() -> None:
     assert not loaded_after("import redline.telemetry") & {"torch", "transformers", "ray"}
 
 
+def test_help_loads_nothing_heavy() -> None:
+    shown = "import contextlib, io, sys, redline.cli\nsys.argv = ['redline', '--help']"
+    quietly = "with contextlib.suppress(SystemExit), contextlib.redirect_stdout(io.StringIO()): redline.cli.main()"
+    assert loaded_after(f"{shown}\n{quietly}") == set()
+
+
+@pytest.mark.slow  # a processor that is slow for a while takes longer
 def test_help_takes_less_than_half_a_second() -> None:
     """The best of five, in CPU time: the machine may be busy, the command may not be slow."""
     seconds = []

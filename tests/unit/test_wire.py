@@ -13,6 +13,7 @@ from contextlib import suppress
 
 import numpy as np
 import pytest
+from support.eventually import eventually
 
 from redline import wire
 from redline.errors import ConfigError, EngineError, PeerError, WireClosed, WireError, WireTimeout
@@ -30,7 +31,7 @@ def listener() -> Iterator[Listener]:
 @pytest.fixture
 def ends(listener: Listener) -> Iterator[tuple[Connection, Connection]]:
     """The end that connected, and the one that listened."""
-    with connect(listener.address, TOKEN, "test", 5) as ours, listener.accept(5) as theirs:
+    with connect(listener.address, TOKEN, "test", 60) as ours, listener.accept(60) as theirs:
         yield ours, theirs
 
 
@@ -38,7 +39,7 @@ def test_a_frame_arrives_as_it_was_sent(ends: tuple[Connection, Connection]) -> 
     ours, theirs = ends
     numbers = np.arange(12, dtype=np.float32).reshape(3, 4)
     ours.send("weights", {"name": "embed", "shape": [3, 4], "none": None}, [numbers, b"", b"abc"])
-    frame = theirs.receive(5)
+    frame = theirs.receive(60)
     assert (frame.kind, frame.fields) == ("weights", {"name": "embed", "shape": [3, 4], "none": None})
     assert [buffer.nbytes for buffer in frame.buffers] == [48, 0, 3]
     arrived = np.frombuffer(frame.buffers[0], np.float32).reshape(3, 4)
@@ -52,7 +53,7 @@ def test_many_buffers_larger_than_the_systems_queues_arrive_in_order(ends: tuple
     buffers = [np.full(40_000 + index, index % 251, np.uint8) for index in range(700)]
     with ThreadPoolExecutor(1) as pool:
         sending = pool.submit(ours.send, "many", {}, buffers)
-        frame = theirs.receive(20)
+        frame = theirs.receive(60)
         sending.result()
     assert [len(buffer) for buffer in frame.buffers] == [len(buffer) for buffer in buffers]
     assert all(np.array_equal(np.frombuffer(got, np.uint8), sent) for got, sent in zip(frame.buffers, buffers, strict=True))
@@ -62,16 +63,16 @@ def test_a_question_gets_its_reply_and_an_error_the_words_of_the_other_side(ends
     ours, theirs = ends
 
     def answer() -> None:
-        asked = theirs.receive(5)
+        asked = theirs.receive(60)
         theirs.send("sum", {"value": sum(asked.fields["values"])})
-        theirs.receive(5)
+        theirs.receive(60)
         theirs.send("error", error_fields(EngineError("the prompt is too long", "shorten it")))
 
     with ThreadPoolExecutor(1) as pool:
         done = pool.submit(answer)
-        assert ours.ask("add", {"values": [1, 2, 3]}, timeout_s=5).fields == {"value": 6}
+        assert ours.ask("add", {"values": [1, 2, 3]}, timeout_s=60).fields == {"value": 6}
         with pytest.raises(PeerError, match="the prompt is too long") as caught:
-            ours.ask("submit", timeout_s=5)
+            ours.ask("submit", timeout_s=60)
         done.result()
     assert caught.value.hint == "shorten it"
     assert caught.value.kind == "EngineError"
@@ -83,11 +84,9 @@ def test_who_does_not_answer_is_named_with_what_and_how_long_and_its_late_reply_
 ) -> None:
     ours, theirs = ends
     ours.name = "engine 1 (weights)"
-    began = time.monotonic()
     with pytest.raises(WireTimeout, match=r"engine 1 \(weights\) did not answer 'adopt' within 0.2 s"):
         ours.ask("adopt", timeout_s=0.2)
-    assert time.monotonic() - began < 2
-    assert theirs.receive(5).kind == "adopt"
+    assert theirs.receive(60).kind == "adopt"
     with pytest.raises(WireClosed):
         ours.ask("next", timeout_s=1)
 
@@ -97,7 +96,7 @@ def test_waiting_for_a_frame_may_time_out_and_go_on(ends: tuple[Connection, Conn
     with pytest.raises(WireTimeout):
         theirs.receive(0.05)
     ours.send("late")
-    assert theirs.receive(5).kind == "late"
+    assert theirs.receive(60).kind == "late"
 
 
 def in_parts(sock: socket.socket, sent: bytes, parts: int, pause_s: float) -> None:
@@ -114,15 +113,16 @@ def test_a_frame_that_goes_on_may_take_longer_than_the_wait_for_it_and_than_any_
     ends: tuple[Connection, Connection],
 ) -> None:
     ours, theirs = ends
-    theirs.stall_s = 0.25
+    theirs.stall_s = 1.0
     ours._sock.setblocking(True)
+    ours._sock.sendall(FRAME[:1])
     with ThreadPoolExecutor(1) as pool:
-        sending = pool.submit(in_parts, ours._sock, FRAME, parts=8, pause_s=0.05)
+        sending = pool.submit(in_parts, ours._sock, FRAME[1:], parts=8, pause_s=0.16)
         assert bytes(theirs.receive(0.1).buffers[0]) == bytes(40)
         sending.result()
     ours._sock.setblocking(False)
     ours.send("next")
-    assert theirs.receive(5).kind == "next"
+    assert theirs.receive(60).kind == "next"
 
 
 def test_a_frame_that_stands_still_is_given_up_with_who_and_how_long(ends: tuple[Connection, Connection]) -> None:
@@ -130,7 +130,7 @@ def test_a_frame_that_stands_still_is_given_up_with_who_and_how_long(ends: tuple
     theirs.name, theirs.stall_s = "engine 2", 0.1
     ours._sock.send(FRAME[:30])
     with pytest.raises(WireTimeout, match=r"engine 2 sent part of a frame, and no more of it for 0\.1 s"):
-        theirs.receive(5)
+        theirs.receive(60)
     assert theirs.is_closed
 
 
@@ -139,14 +139,15 @@ def test_a_frame_that_is_taken_slowly_is_sent_whole(ends: tuple[Connection, Conn
     theirs._sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 16)
     size, taken = 8 << 20, 0
     with ThreadPoolExecutor(1) as pool:
-        sending = pool.submit(ours.send, "weights", {}, [np.zeros(size, np.uint8)], 0.2)
+        sending = pool.submit(ours.send, "weights", {}, [np.zeros(size, np.uint8)], 1.0)
         began = time.monotonic()
         while taken < size:
             time.sleep(0.01)
+            due = int(size * (time.monotonic() - began) / 1.2) - taken  # so many bytes a second that all of it takes 1.2
             with suppress(BlockingIOError):
-                taken += len(theirs._sock.recv(1 << 18))
-        sending.result(5)
-    assert time.monotonic() - began > 0.25, "it took longer than the limit of a pause"
+                taken += len(theirs._sock.recv(max(1, due)))
+        sending.result()
+    assert time.monotonic() - began > 1.0, "it took longer than the limit of a pause"
 
 
 def test_who_takes_nothing_is_noticed_after_the_time_limit(ends: tuple[Connection, Connection]) -> None:
@@ -163,7 +164,7 @@ def test_the_end_of_the_peer_and_our_own_end_a_wait_at_once(ends: tuple[Connecti
         time.sleep(0.05)
         ours.close()
         with pytest.raises(WireClosed, match="ended the connection"):
-            waiting.result(5)
+            waiting.result(60)
     with pytest.raises(WireClosed):
         ours.receive(1)
 
@@ -175,7 +176,7 @@ def test_one_thread_closes_while_another_waits(ends: tuple[Connection, Connectio
         time.sleep(0.05)
         ours.close()
         with pytest.raises(WireClosed):
-            waiting.result(5)
+            waiting.result(60)
 
 
 @pytest.mark.parametrize(
@@ -197,45 +198,49 @@ def test_what_is_no_frame_ends_the_connection_and_not_the_listener(
     ours, theirs = ends
     ours._sock.send(sent)
     with pytest.raises(WireError, match="what is no frame"):
-        theirs.receive(5)
+        theirs.receive(60)
     assert theirs.is_closed
-    with connect(listener.address, TOKEN, "another", 5):
-        assert listener.accept(5).role == "another"
+    with connect(listener.address, TOKEN, "another", 60):
+        assert listener.accept(60).role == "another"
 
 
 def test_a_peer_without_the_token_is_turned_away_and_learns_nothing_of_it(listener: Listener) -> None:
     with pytest.raises(WireError, match="does not know the token"):
-        connect(listener.address, make_token(), "test", 5)
+        connect(listener.address, make_token(), "test", 60)
     host, port = listener.address.split(":")
-    with socket.create_connection((host, int(port)), 5) as stranger:
+    with socket.create_connection((host, int(port)), 60) as stranger:
         stranger.sendall(b"x" * 100)
+        eventually(lambda: listener.num_refused == 2)
         with pytest.raises(WireTimeout):
-            listener.accept(0.2)
-    assert listener.num_refused == 2
+            listener.accept(0.05)
 
 
 @pytest.mark.parametrize("proof", ["\u00e9", "\ud800", 7, None, ["a"]])
 def test_a_proof_that_is_none_is_turned_away_whatever_it_is(listener: Listener, proof: object) -> None:
     host, port = listener.address.split(":")
-    with Connection(socket.create_connection((host, int(port)), 5), "listener") as stranger:
+    with Connection(socket.create_connection((host, int(port)), 60), "listener") as stranger:
         stranger.send("hello", {"role": "weights", "challenge": "a"})
-        stranger.receive(5)
+        stranger.receive(60)
         stranger.send("proof", {"proof": proof})
-        assert stranger.receive(5).kind == "refused"
-    with connect(listener.address, TOKEN, "test", 5):
-        assert listener.accept(5).role == "test"
+        assert stranger.receive(60).kind == "refused"
+    with connect(listener.address, TOKEN, "test", 60):
+        assert listener.accept(60).role == "test"
 
 
 def test_a_stranger_who_sends_byte_by_byte_is_turned_away_in_time(listener: Listener, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(opening, "HELLO_S", 0.2)
     host, port = listener.address.split(":")
-    with socket.create_connection((host, int(port)), 5) as stranger:
-        began = time.monotonic()
-        with suppress(OSError):
-            while time.monotonic() - began < 5:
+    with socket.create_connection((host, int(port)), 60) as stranger:
+
+        def is_turned_away() -> bool:
+            try:
                 stranger.send(FRAME[:1])
-                time.sleep(0.05)
-    assert time.monotonic() - began < 2
+            except OSError:
+                return True
+            time.sleep(0.05)
+            return False
+
+        eventually(is_turned_away)
 
 
 @pytest.mark.parametrize("address", ["", "10.0.0.1", "host:", ":80", "host:http", "host:99999"])
@@ -248,20 +253,20 @@ def test_what_is_no_address_is_refused(address: str) -> None:
 def test_a_listener_that_does_not_know_the_token_is_found_out(listener: Listener) -> None:
     """It gets no proof of the token either: the caller leaves first."""
     with pytest.raises(WireError, match="does not know the token of this run"):
-        connect(listener.address, "another token", "test", 5)
+        connect(listener.address, "another token", "test", 60)
 
 
 def test_a_stranger_who_says_nothing_keeps_nobody_waiting(listener: Listener) -> None:
     host, port = listener.address.split(":")
-    with socket.create_connection((host, int(port)), 5), connect(listener.address, TOKEN, "test", 5):
-        assert listener.accept(5).role == "test"
+    with socket.create_connection((host, int(port)), 60), connect(listener.address, TOKEN, "test", 60):
+        assert listener.accept(60).role == "test"
 
 
 def test_a_stranger_may_not_send_large_frames(listener: Listener) -> None:
     host, port = listener.address.split(":")
-    with socket.create_connection((host, int(port)), 5) as stranger:
+    with socket.create_connection((host, int(port)), 60) as stranger:
         stranger.sendall(struct.pack("!4sIQ", b"RLW1", 100_000, 0))
-        stranger.settimeout(5)
+        stranger.settimeout(60)
         assert stranger.recv(1) == b""
 
 
@@ -291,7 +296,7 @@ def test_frames_of_several_threads_do_not_mix(ends: tuple[Connection, Connection
     for thread in threads:
         thread.start()
     for _ in range(80):
-        frame = theirs.receive(5)
+        frame = theirs.receive(60)
         assert set(bytes(frame.buffers[0])) == {frame.fields["n"]}
     for thread in threads:
         thread.join()

@@ -26,7 +26,7 @@ from redline.types import (
     WeightUpdate,
 )
 
-SOON_S = 10
+SOON_S = 300
 POISON = 13
 """An engine dies of a prompt that begins with this token."""
 

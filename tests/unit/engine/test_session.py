@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 from support.small_models import CONFIGS, VOCAB_SIZE, write_model
+from support.standing import standing
 
 from redline.config.sections.engine import EngineConfig
 from redline.engine import EngineSession, NativeEngine
@@ -29,7 +30,7 @@ from redline.types import (
 )
 
 CONFIG = EngineConfig(max_num_seqs=8, block_size=4)
-SOON_S = 20
+SOON_S = 300
 """Long enough for a busy machine."""
 
 
@@ -160,11 +161,14 @@ def test_two_event_loops_in_two_threads_use_one_engine(running: EngineSession, a
 # ── giving up ──────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def test_closing_a_stream_gives_its_request_up(running: EngineSession) -> None:
+def test_closing_a_stream_gives_its_request_up(running: EngineSession, native: NativeEngine) -> None:
+    goes_on = standing(native, lambda stats: stats.generated_tokens > 3)
+
     async def close_early() -> EngineStats:
         stream = running.stream(LONG)
         await anext(stream)
         await stream.aclose()
+        goes_on.set()
         return await idle(running)
 
     stats = run(close_early())
@@ -172,7 +176,9 @@ def test_closing_a_stream_gives_its_request_up(running: EngineSession) -> None:
     assert stats.generated_tokens < 240
 
 
-def test_cancelling_a_call_gives_its_request_up(running: EngineSession, alone: Any) -> None:
+def test_cancelling_a_call_gives_its_request_up(running: EngineSession, native: NativeEngine, alone: Any) -> None:
+    goes_on = standing(native, lambda stats: stats.running == 2)
+
     async def cancel() -> EngineStats:
         call = asyncio.create_task(running.complete(LONG))
         other = asyncio.create_task(running.complete(ask(5, 30, seed=2)))
@@ -180,6 +186,7 @@ def test_cancelling_a_call_gives_its_request_up(running: EngineSession, alone: A
         call.cancel()
         with pytest.raises(asyncio.CancelledError):
             await call
+        goes_on.set()
         assert tokens(await other) == alone(ask(5, 30, seed=2))
         return await idle(running)
 
@@ -296,20 +303,22 @@ def test_a_step_that_can_never_end_is_given_up_when_its_reason_is_known(folder: 
 def test_the_time_of_a_step_counts_only_while_there_is_one(running: EngineSession) -> None:
     assert running.step_s == 0
     run(running.complete(ask(5)))
-    run(idle(running))
-    assert running.step_s == 0
+    run(until(lambda: running.step_s == 0))
 
 
 # ── the end ────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def test_stopping_tells_everybody_who_still_waits(native: NativeEngine) -> None:
-    running = EngineSession(native)
+    running, goes_on = EngineSession(native), standing(native, lambda stats: stats.running == 2)
 
     async def stop_in_between() -> list[Any]:
         calls = [asyncio.create_task(running.complete(LONG)), asyncio.create_task(collect(running, LONG))]
         await until(lambda: running.stats.running == 2)
-        await asyncio.to_thread(running.close)
+        closing = asyncio.create_task(asyncio.to_thread(running.close))
+        await until(lambda: not running.is_alive)
+        goes_on.set()
+        await closing
         return await asyncio.gather(*calls, return_exceptions=True)
 
     with running:
@@ -349,6 +358,8 @@ def test_nobody_waits_for_ever_however_close_to_the_end_he_comes(native: NativeE
             await asyncio.sleep(0)
             if seed == 50:
                 stopper.start()
+            if seed == 198:
+                await asyncio.to_thread(stopper.join)
         return await asyncio.gather(*calls, return_exceptions=True)
 
     for _ in range(3):
@@ -367,13 +378,18 @@ def test_nobody_waits_for_ever_however_close_to_the_end_he_comes(native: NativeE
 # ── between two steps ──────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def test_an_action_runs_on_the_engines_thread_between_two_steps(running: EngineSession) -> None:
+def test_an_action_runs_on_the_engines_thread_between_two_steps(running: EngineSession, native: NativeEngine) -> None:
+    goes_on = standing(native, lambda stats: stats.generated_tokens > 3)
+
     async def update_under_way() -> tuple[Any, list[Completion]]:
         call = asyncio.create_task(running.complete(ask(5, 100)))
         await until(lambda: running.stats.generated_tokens > 3)
-        name = await running.run(lambda engine: threading.current_thread().name)
-        await running.run(lambda engine: engine.apply(WeightUpdate(7, (), 0)))
-        return name, await call
+        name = asyncio.create_task(running.run(lambda engine: threading.current_thread().name))
+        update = asyncio.create_task(running.run(lambda engine: engine.apply(WeightUpdate(7, (), 0))))
+        await asyncio.sleep(0)
+        goes_on.set()
+        await update
+        return await name, await call
 
     name, [completion] = run(update_under_way())
     assert name == "redline-engine"
@@ -382,11 +398,16 @@ def test_an_action_runs_on_the_engines_thread_between_two_steps(running: EngineS
     assert running.stats.version == 7
 
 
-def test_requests_under_way_wait_while_the_engine_sleeps(running: EngineSession, alone: Any) -> None:
+def test_requests_under_way_wait_while_the_engine_sleeps(running: EngineSession, native: NativeEngine, alone: Any) -> None:
+    goes_on = standing(native, lambda stats: stats.generated_tokens > 3)
+
     async def sleep_in_between() -> list[list[Completion]]:
         calls = [asyncio.create_task(running.complete(ask(5, 60, seed=1)))]
         await until(lambda: running.stats.generated_tokens > 3)
-        await running.run(lambda engine: engine.sleep())
+        asleep = asyncio.create_task(running.run(lambda engine: engine.sleep()))
+        await asyncio.sleep(0)
+        goes_on.set()
+        await asleep
         calls.append(asyncio.create_task(running.complete(ask(5, 10, seed=2))))
         await asyncio.sleep(0.05)
         assert not any(call.done() for call in calls)

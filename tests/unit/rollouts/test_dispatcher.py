@@ -144,11 +144,11 @@ def test_a_task_that_never_comes_holds_up_no_pause_and_no_other_group(engine: Na
     rollouts = beside(engine, Hanging(), task_timeout_s=2.0)
     rollouts.begin([0, 1, 2], 0)
     assert begun.wait(30)
-    began = time.monotonic()
     rollouts.session.hold()
     rollouts.session.resume()
-    assert time.monotonic() - began < 1.0, "weights are updated meanwhile"
-    groups = all_of(rollouts, 3)
+    groups = {group.index: group for group in rollouts.finished(0)}
+    assert 1 not in groups, "weights are updated before its time is up"
+    groups |= all_of(rollouts, 3 - len(groups))
     assert [t.failure is None for t in (groups[n].trajectories[0] for n in range(3))] == [True, False, True]
     end.set()
     rollouts.close()
@@ -297,15 +297,15 @@ def test_if_every_score_hangs_three_calls_a_step_are_given_up_and_all_groups_fai
             return super().score(task, text)
 
     tasks = AllHang()
-    rollouts = beside(engine, tasks, reward_timeout_s=0.2)
+    rollouts = beside(engine, tasks, reward_timeout_s=0.3)
     for version in (0, 1):
         rollouts.begin(range(8 * version, 8 * version + 8), version)
         groups = all_of(rollouts, 8)
         assert tasks.num_calls == 3 * (version + 1), "24 attempts of a step, and one step tries no more than three"
         reasons = {t.failure.reason for group in groups.values() for t in group.trajectories if t.failure}
         assert reasons == {
-            "`score` did not return within 0.2 s",
-            "`score` was not called: the 3 calls before did not return within 0.2 s",
+            "`score` did not return within 0.3 s",
+            "`score` was not called: the 3 calls before did not return within 0.3 s",
         }
         assert all(t.failure for group in groups.values() for t in group.trajectories)
     end.set()
@@ -321,7 +321,7 @@ def test_a_worker_that_was_left_behind_ends_and_takes_the_thread_of_its_calls_al
     [calls] = [thread for thread in set(threading.enumerate()) - before if thread.name == "rewards"]
     hanging.cancel([1])
     Hanging.goes_on.set()
-    calls.join(10)
+    calls.join(60)
     assert not calls.is_alive(), "a run that cancels many groups would keep a thread of each"
     hanging.begin([2], 0)
     assert list(all_of(hanging, 1)) == [2]
@@ -348,14 +348,13 @@ def test_attempts_that_are_still_sampled_count_with_what_they_have(
     background: Dispatcher, engine: NativeEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each step of the engine waits until the test has looked."""
-    may_step, step = threading.Semaphore(0), engine.step
-    monkeypatch.setattr(engine, "step", lambda: (may_step.acquire(timeout=60), step())[1])
+    may_step, has_stepped, step = threading.Semaphore(0), threading.Semaphore(0), engine.step
+    monkeypatch.setattr(engine, "step", lambda: (may_step.acquire(timeout=60), step(), has_stepped.release())[1])
     background.begin([0], 0)
     so_far: list[int] = []
-    deadline = time.monotonic() + 30
-    while max(so_far, default=0) < 4 and time.monotonic() < deadline:
+    while max(so_far, default=0) < 4:
         may_step.release()
-        time.sleep(0.01)
+        assert has_stepped.acquire(timeout=60)
         so_far = background.sampled_tokens(0)
     assert 4 <= max(so_far) < 12
     for _ in range(60):

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from support.eventually import eventually
 from support.fakes import FakeEngine, FakeTasks, completion
 from transformers import PreTrainedTokenizerFast
 
@@ -595,20 +596,27 @@ def test_a_tokenizer_without_a_chat_template_is_refused_with_a_hint() -> None:
 
 def test_several_threads_score_a_batch_as_one_does() -> None:
     names: set[str] = set()
+    calls: list[str] = []
 
     def score(task: Task, text: str) -> dict[str, float]:
         names.add(threading.current_thread().name)
-        time.sleep(0.025 if text == "one" else 0.035)
+        calls.append(text)
+        time.sleep(0.025 if len(calls) == 1 else 0.0)  # others help once one has waited
+        eventually(lambda: len(calls) == 1 or len(names) == num_workers)
         if task.id == "task/4" and text == "two":
             raise ValueError("not this one")
         return {"length": len(text) + 1 / (1 + len(task.id)), "number": float(task.id.removeprefix("task/"))}
 
     def batch(workers: int) -> Sequence[TrajectoryGroup]:
+        nonlocal num_workers
+        num_workers = workers
+        calls.clear()
         rollouts = make_rollouts(FakeTasks(scores=score), say("one", "two", "three"), workers=workers, group_size=3)
         groups = collect(rollouts, 6, 0)
         rollouts.close()
         return groups
 
+    num_workers = 1
     alone, together = batch(1), batch(4)
     assert names == {"score", "score-2", "score-3", "score-4"}
     assert [group.index for group in together] == [group.index for group in alone] == list(range(6))

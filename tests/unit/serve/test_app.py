@@ -33,7 +33,7 @@ def here(shared: Site) -> Iterator[Site]:
     untouched = ScriptedEngine()
     shared.engine.__dict__.update(untouched.__dict__)
     yield shared
-    assert shared.engine.num_open == 0
+    shared.wait_until(lambda: shared.engine.num_open == 0)
 
 
 def streamed(chunks: Any) -> dict[int, str]:
@@ -419,7 +419,7 @@ def test_a_client_that_leaves_a_stream_ends_its_request(here: Site) -> None:
 def test_a_client_that_leaves_while_it_waits_ends_its_request(here: Site) -> None:
     here.engine.is_endless = True
     with pytest.raises(httpx2.TimeoutException):
-        here.post("/v1/completions", {"prompt": ["a", "b"]}, timeout=0.2)
+        here.post("/v1/completions", {"prompt": ["a", "b"]}, timeout=1.0)
     here.wait_until(lambda: here.engine.num_open == 0)
 
 

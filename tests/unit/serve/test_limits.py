@@ -29,7 +29,7 @@ from redline.serve.vocabulary import Vocabulary
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
 DIGITS = int("9" * 4300)
 """The longest number that Python prints; twice as much is too long."""
-LIMITS = ServeLimits(max_body_bytes=300_000, max_body_values=20_000, client_timeout_s=1.0)
+LIMITS = ServeLimits(max_body_bytes=300_000, max_body_values=20_000, client_timeout_s=300.0)
 
 
 @pytest.fixture(scope="module")
@@ -154,9 +154,9 @@ def test_a_request_that_could_never_wait_is_not_told_to_come_again() -> None:
 )
 def test_a_body_is_looked_at_in_one_pass(here: Site, body: bytes, status: int) -> None:
     began = time.perf_counter()
-    answer = httpx2.post(here.url + TEXT, content=body, headers={"content-type": "application/json"}, timeout=60)
+    answer = httpx2.post(here.url + TEXT, content=body, headers={"content-type": "application/json"}, timeout=300)
     assert answer.status_code == status
-    assert time.perf_counter() - began < 10
+    assert time.perf_counter() - began < 100
 
 
 def test_what_is_just_not_too_much_is_answered(here: Site) -> None:
@@ -168,7 +168,7 @@ def test_what_is_just_not_too_much_is_answered(here: Site) -> None:
 
 def test_a_body_without_an_announced_length_is_bounded_too(here: Site) -> None:
     parts = (b"x" * 50_000 for _ in range(20))
-    answer = httpx2.post(here.url + TEXT, content=parts, headers={"content-type": "application/json"})
+    answer = httpx2.post(here.url + TEXT, content=parts, headers={"content-type": "application/json"}, timeout=300)
     assert refusal(answer) == (413, None, "request_too_large")
 
 
@@ -178,12 +178,8 @@ def test_a_body_within_a_limit_beyond_what_we_would_drop_is_read(here: Site, mon
     assert refusal(here.post(*chat(user="a" * 400_000))) == (413, None, "request_too_large")
 
 
-def test_a_body_that_does_not_arrive_is_not_waited_for(here: Site) -> None:
-    port = int(here.url.rpartition(":")[2])
-    with socket.create_connection(("127.0.0.1", port)) as slow:
-        slow.settimeout(20)
-        slow.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n")
-        slow.sendall(b"Content-Length: 100\r\n\r\n{")
+def test_a_body_that_does_not_arrive_is_not_waited_for() -> None:
+    with site(ScriptedEngine(), limits=ServeLimits(client_timeout_s=1.0)) as here, slow_upload(here) as slow:
         assert b" 408 " in slow.recv(1000).splitlines()[0]
 
 
@@ -195,7 +191,7 @@ def test_a_client_that_reads_nothing_is_given_up() -> None:
             deaf.connect(("127.0.0.1", int(endless.url.rpartition(":")[2])))
             head = f"POST {TEXT} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: {len(body)}"
             deaf.sendall(f"{head}\r\n\r\n".encode() + body)
-            endless.wait_until(lambda: endless.engine.num_open == 1)
+            endless.wait_until(lambda: len(endless.engine.requests) == 1)
             endless.wait_until(lambda: endless.engine.num_open == 0)
 
 
@@ -209,20 +205,21 @@ def test_every_limit_is_in_the_manual_with_its_default() -> None:
         )
 
 
-def slow_upload(port: int) -> socket.socket:
-    """A request whose body never comes whole."""
-    slow = socket.create_connection(("127.0.0.1", port))
-    slow.settimeout(20)
+def slow_upload(running: Site) -> socket.socket:
+    """A request whose body never comes whole. Blocks until the server waits for it, which it says to who asks."""
+    slow = socket.create_connection(("127.0.0.1", httpx2.URL(running.url).port or 0))
+    slow.settimeout(300)
     slow.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n")
-    slow.sendall(b"Content-Length: 100\r\n\r\n{")
+    slow.sendall(b"Expect: 100-continue\r\nContent-Length: 100\r\n\r\n")
+    assert b" 100 " in slow.recv(1000)
+    slow.sendall(b"{")
     return slow
 
 
 def test_slow_uploads_hold_no_place_of_requests_that_are_ready() -> None:
-    limits = ServeLimits(max_queued_choices=1, max_uploads=100, client_timeout_s=30.0)
+    limits = ServeLimits(max_queued_choices=1, max_uploads=100, client_timeout_s=300.0)
     with site(ScriptedEngine(), limits=limits, rows=4) as few:
-        slow = [slow_upload(httpx2.URL(few.url).port or 0) for _ in range(20)]
-        time.sleep(0.2)
+        slow = [slow_upload(few) for _ in range(20)]
         assert few.chat().choices[0].message.content == "hello", "20 bodies are on their way, and there are 5 places"
         for one in slow:
             one.close()
@@ -231,17 +228,16 @@ def test_slow_uploads_hold_no_place_of_requests_that_are_ready() -> None:
 def test_beyond_the_most_uploads_the_one_begun_first_is_given_up_and_a_burst_is_told_to_come_again(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(uploads, "GRACE_S", 60.0)
-    limits = ServeLimits(max_uploads=3, client_timeout_s=30.0)
+    monkeypatch.setattr(uploads, "GRACE_S", 600.0)
+    limits = ServeLimits(max_uploads=3, client_timeout_s=300.0)
     with site(ScriptedEngine(), limits=limits, rows=4) as few:
-        slow = [slow_upload(httpx2.URL(few.url).port or 0) for _ in range(3)]
-        time.sleep(0.2)
+        slow = [slow_upload(few) for _ in range(3)]
         assert refusal(few.post(*chat())) == (429, None, "rate_limit_exceeded")
         monkeypatch.setattr(uploads, "GRACE_S", 0.0)
         began = time.monotonic()
         assert few.chat().choices[0].message.content == "hello"
         assert b" 408 " in slow[0].recv(1000).splitlines()[0]
-        assert time.monotonic() - began < 10, "it did not wait for the limit of a body"
+        assert time.monotonic() - began < 200, "it did not wait for the limit of a body"
         for one in slow:
             one.close()
 
@@ -343,7 +339,7 @@ def turns(admission: Admission, *requests: tuple[int, int]) -> list[int]:
             tasks += [asyncio.create_task(prompt(place, number, n)) for _ in range(prompts)]
             await asyncio.sleep(0)
         while not all(task.done() for task in (*tasks, *portions)):
-            (await asyncio.wait_for(done.get(), 5)).set()
+            (await asyncio.wait_for(done.get(), 300)).set()
             await asyncio.sleep(0)
             await asyncio.sleep(0)
         return order
@@ -418,6 +414,16 @@ def test_a_place_that_cannot_grow_says_when_there_may_be_room() -> None:
 # ── pace ───────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
+@pytest.mark.parametrize("body", [b'{"prompt": "' + b"word " * 800_000 + b'"}', b"[" + b"[]," * 1_300_000 + b"1]"])
+def test_a_look_at_the_structure_of_a_large_body_is_many_short_ones(body: bytes) -> None:
+    looking, num_pieces = check_structure(body, 2**17), 0
+    with contextlib.suppress(ApiError):
+        for _ in looking:
+            num_pieces += 1
+    assert num_pieces > 50
+
+
+@pytest.mark.slow  # a processor that is slow for a while holds it for longer
 @pytest.mark.parametrize("body", [b'{"prompt": "' + b"word " * 800_000 + b'"}', b"[" + b"[]," * 1_300_000 + b"1]"])
 def test_a_look_at_the_structure_of_a_large_body_never_holds_pythons_lock_for_long(body: bytes) -> None:
     """In seconds of the processor, which others on this machine do not change."""

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.eventually import eventually
 from support.sink_runs import SAMPLES, killed_and_resumed, listening, make_config, row, tell, tensorboard_events, wandb_history
 
 from redline.errors import ConfigError
@@ -209,13 +210,14 @@ def test_prometheus_is_scraped_over_http_on_loopback(tmp_path: Path) -> None:
 
 def scraped(url: str, wanted: str) -> str:
     """The page once it has a line; the sink's thread may be a moment behind."""
-    text = ""
-    for _ in range(200):
-        text = urllib.request.urlopen(url).read().decode()
-        if wanted in text:
-            return text
-        time.sleep(0.01)
-    raise AssertionError(text)
+    pages: list[str] = []
+
+    def is_there() -> bool:
+        pages.append(urllib.request.urlopen(url).read().decode())
+        return wanted in pages[-1]
+
+    eventually(is_there)
+    return pages[-1]
 
 
 def test_prometheus_says_at_once_when_its_port_is_taken(tmp_path: Path) -> None:
@@ -260,16 +262,18 @@ def test_opentelemetry_sends_rows_spans_and_alerts_to_a_collector(tmp_path: Path
     recorder = Recorder()
     with recorder.span("trainer.step", version=2), recorder.span("trainer.forward"):
         time.sleep(0.002)
-    with recorder.span("engine.decode"):  # shorter than what is sent
+    with recorder.span("engine.decode"):
         pass
+    spans = recorder.drain()
+    spans[-1].end_ns = spans[-1].start_ns + 1000  # shorter than what is sent
     handler = type("Kept", (Collector,), {"received": []})
     with serving(handler) as server:
         config = make_config("opentelemetry", endpoint=f"http://127.0.0.1:{server.server_port}")
         with listening(tmp_path, config) as listeners:
             tell(listeners, [1, 2])
-            listeners.spans({"step": 2, "spans": recorder.drain()})
+            listeners.spans({"step": 2, "spans": spans})
     points: dict[str, list[float]] = {}
-    spans = []
+    sent = []
     for path, body in handler.received:
         if path == "/v1/metrics":
             for resource in ExportMetricsServiceRequest.FromString(body).resource_metrics:
@@ -278,11 +282,11 @@ def test_opentelemetry_sends_rows_spans_and_alerts_to_a_collector(tmp_path: Path
                     points.setdefault(metric.name, []).append(point.as_double or float(point.as_int))
         else:
             assert path == "/v1/traces"
-            spans += ExportTraceServiceRequest.FromString(body).resource_spans[0].scope_spans[0].spans
+            sent += ExportTraceServiceRequest.FromString(body).resource_spans[0].scope_spans[0].spans
     assert points["trainer/loss"] == [0.1, 0.2]
     assert points["run/step"] == [1, 2]
     assert points["evaluation/reward_mean"] == [0.5]
-    by_name = {span.name: span for span in spans}
+    by_name = {span.name: span for span in sent}
     assert by_name.keys() == {"alert reward_collapse", "step 2", "trainer.step", "trainer.forward"}
     assert by_name["trainer.forward"].parent_span_id == by_name["trainer.step"].span_id
     assert by_name["trainer.step"].parent_span_id == by_name["step 2"].span_id

@@ -42,7 +42,7 @@ def take(transport: Broadcast, version: int, tensors: Mapping[str, Tensor]) -> N
 def test_an_engine_that_is_gone_when_the_group_is_formed_is_named_and_the_others_go_on() -> None:
     lost, engines = Losses(), [LinkedEngine(TENSORS, f"engine-{index}") for index in range(3)]
     engines[1].worker.close()
-    transport = Broadcast([engine.channel for engine in engines], TENSORS, Sending(timeout_s=5, on_lost=lost))
+    transport = Broadcast([engine.channel for engine in engines], TENSORS, Sending(timeout_s=60, on_lost=lost))
     assert lost.said == ["engine-1 has ended the connection"]
     take(transport, 1, TENSORS)
     assert engines[0].has(TENSORS)
@@ -54,12 +54,12 @@ def test_without_a_pool_an_engine_that_is_gone_when_the_group_is_formed_ends_it_
     engine = LinkedEngine(TENSORS, "engine-0")
     engine.worker.close()
     with pytest.raises(WireClosed, match="engine-0 has ended the connection"):
-        Broadcast([engine.channel], TENSORS, Sending(timeout_s=5))
+        Broadcast([engine.channel], TENSORS, Sending(timeout_s=60))
 
 
 def test_an_engine_that_is_lost_while_it_joins_is_named_and_one_that_joins_later_gets_the_weights() -> None:
     lost, first = Losses(), LinkedEngine(TENSORS, "engine-0")
-    transport = Broadcast([first.channel], TENSORS, Sending(timeout_s=5, on_lost=lost))
+    transport = Broadcast([first.channel], TENSORS, Sending(timeout_s=60, on_lost=lost))
     take(transport, 1, TENSORS)
     for name in ("engine-1", "engine-2"):
         gone = LinkedEngine(TENSORS, name)
@@ -97,7 +97,7 @@ class Asked(Mapping[str, Tensor]):
 
 def test_the_next_bucket_is_gathered_while_one_travels(monkeypatch: pytest.MonkeyPatch) -> None:
     engine, new = LinkedEngine(TENSORS), {name: tensor + 1 for name, tensor in TENSORS.items()}
-    asked, transport = Asked(new), Broadcast([engine.channel], TENSORS, Sending(timeout_s=5, bucket_bytes=64))
+    asked, transport = Asked(new), Broadcast([engine.channel], TENSORS, Sending(timeout_s=60, bucket_bytes=64))
     take(transport, 1, TENSORS)  # forms the group
     load, order = GroupInlet.load, list[str]()
 
@@ -105,7 +105,7 @@ def test_the_next_bucket_is_gathered_while_one_travels(monkeypatch: pytest.Monke
         """An engine that takes no bucket before the trainer has gathered the tensor of the next."""
         name = ["first", "second", "third"][len(order)]
         after = {"first": "second", "second": "third", "third": "third"}[name]
-        assert asked.gathered[after].wait(5), f"{after} is not gathered while {name} travels"
+        assert asked.gathered[after].wait(60), f"{after} is not gathered while {name} travels"
         order.append(name)
         load(self, slot, into, ranges)
 
@@ -131,7 +131,7 @@ def test_a_group_meets_at_the_address_that_it_is_given() -> None:
     host = own_address()
     assert host is not None
     engine = LinkedEngine(TENSORS)
-    transport = Broadcast([engine.channel], TENSORS, Sending(timeout_s=5, host=host))
+    transport = Broadcast([engine.channel], TENSORS, Sending(timeout_s=60, host=host))
     port = transport._group._port
     take(transport, 1, TENSORS)
     assert engine.has(TENSORS)

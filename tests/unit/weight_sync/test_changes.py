@@ -53,7 +53,7 @@ class Run:
     def __init__(self, kind: Any, engines: int = 2) -> None:
         self.trainer = {"embed": torch.zeros(MIB), "layer": torch.zeros(MIB), "head": torch.zeros(MIB // 2 + 3)}
         self.engines = [LinkedEngine(self.trainer, f"engine-{index}") for index in range(engines)]
-        sending = Sending(timeout_s=5, bucket_bytes=3 * MIB)
+        sending = Sending(timeout_s=60, bucket_bytes=3 * MIB)
         self.transport: BucketTransport = kind([engine.channel for engine in self.engines], self.trainer, sending)
 
     @property

@@ -15,7 +15,7 @@ from redline.weight_sync import CheckpointEngine, Sending
 from redline.weight_sync.plan import TransferPlan
 from redline.weight_sync.version_folder import StoredTensors, current_version, reading
 
-SENDING = Sending(timeout_s=10, bucket_bytes=64)
+SENDING = Sending(timeout_s=60, bucket_bytes=64)
 
 
 def make_tensors() -> dict[str, Tensor]:

@@ -47,7 +47,7 @@ class Apart:
             LinkedEngine(self.trainer, "engine-0", lambda tokens: [-2.0] * (len(tokens) - 1)),
             LinkedEngine(self.trainer, "engine-1", lambda tokens: [self.logprob] * (len(tokens) - 1)),
         ]
-        self.transport = CudaIpc([engine.channel for engine in self.engines], self.trainer, Sending(timeout_s=5))
+        self.transport = CudaIpc([engine.channel for engine in self.engines], self.trainer, Sending(timeout_s=60))
         self.here = HereEngine()
         self.protocol = WeightProtocol(self.transport, self.here, probe=lambda: Probe([1, 2, 3], [-2.0, -2.0], 0.05))
 
@@ -112,12 +112,12 @@ def test_an_engine_joins_only_between_updates_and_gets_the_version_of_the_others
     weights = apart.write(2)
     apart.engines.append(LinkedEngine(apart.trainer, "engine-2"))
     joined: list[int] = []
-    thread = threading.Thread(target=lambda: joined.append(apart.protocol.catch_up(apart.engines[2].channel, 10)))
+    thread = threading.Thread(target=lambda: joined.append(apart.protocol.catch_up(apart.engines[2].channel, 60)))
     thread.start()
     time.sleep(0.05)
     assert joined == [], "what the trainer has written is no version of the engines yet"
     apart.protocol.engine.apply(apart.protocol.publish(weights))
-    thread.join(10)
+    thread.join(60)
     assert joined == [2]
     assert apart.versions() == [(2, 2.0)] * 3
     apart.take(3)
@@ -128,10 +128,10 @@ def test_the_trainer_writes_only_when_an_engine_that_joins_has_its_weights(apart
     apart.take(1)
     for version in range(2, 12):
         apart.engines.append(LinkedEngine(apart.trainer, f"engine-{version}"))
-        thread = threading.Thread(target=apart.protocol.catch_up, args=(apart.engines[-1].channel, 10))
+        thread = threading.Thread(target=apart.protocol.catch_up, args=(apart.engines[-1].channel, 60))
         thread.start()
         apart.take(version)
-        thread.join(10)
+        thread.join(60)
         assert set(apart.versions()) == {(version, float(version))}, "it was part of the update, or came after it"
 
 

@@ -30,7 +30,7 @@ class Run:
             LinkedEngine(self.trainer, f"engine-{index}", lambda tokens: [-2.0] * (len(tokens) - 1)) for index in range(engines)
         ]
         channels = [engine.channel for engine in self.engines]
-        self.transport = CudaIpc(channels, self.trainer, Sending(timeout_s=5, bucket_bytes=256, **sending))
+        self.transport = CudaIpc(channels, self.trainer, Sending(timeout_s=60, bucket_bytes=256, **sending))
 
     def move(self, version: int) -> WeightSet:
         for tensor in self.trainer.values():
@@ -79,7 +79,7 @@ def test_an_update_is_few_copies_however_many_tensors_it_has(make_run: Callable[
     run = make_run(2, engines=1)
     many = {f"small.{index}": torch.zeros(8) for index in range(200)}
     linked = LinkedEngine(many)
-    transport = CudaIpc([linked.channel], many, Sending(timeout_s=5))
+    transport = CudaIpc([linked.channel], many, Sending(timeout_s=60))
     run.engines.append(linked)
     copied: list[int] = []
     plain = torch._foreach_copy_

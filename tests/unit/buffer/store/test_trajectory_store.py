@@ -220,8 +220,8 @@ def test_a_kill_loses_no_group_that_was_added(tmp_path: Path) -> None:
     for round_ in range(4):
         process = subprocess.Popen([sys.executable, "-c", WRITER, tests, str(tmp_path)], stdout=subprocess.PIPE, text=True)
         assert process.stdout is not None
-        added.append(int(process.stdout.readline()))
-        time.sleep(0.05 + 0.037 * round_)
+        added += [int(process.stdout.readline()) for _ in range(10 + 7 * round_)]
+        time.sleep(0.0037 * round_)
         os.kill(process.pid, signal.SIGKILL)
         added += [int(line) for line in process.stdout.read().splitlines()]
         process.wait()

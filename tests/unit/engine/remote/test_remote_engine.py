@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from support.standing import standing
 from support.tiny_engines import MIXED, Letters, Model, ask, assert_same, make_model
 
 from redline.engine import EngineSession, NativeEngine
@@ -26,7 +27,7 @@ from redline.types import Completion, Delta, FinishReason, GenerateRequest, Samp
 from redline.wire import Listener, connect, listen, make_token
 
 TOKEN = make_token()
-SOON_S = 20
+SOON_S = 300
 
 
 @dataclass
@@ -173,20 +174,24 @@ def test_what_was_submitted_together_begins_in_one_step(remote: RemoteEngine, fa
 
 
 def test_an_aborted_request_leaves_both_sides(remote: RemoteEngine, far: Far) -> None:
+    goes_on = standing(far.engine, lambda stats: stats.running == 1)
     number = remote.submit(ask(4, 240))
     remote.flush()
     _soon(lambda: far.engine.stats.running == 1)
     remote.abort(number)
     assert not remote.has_work
+    goes_on.set()
     _soon(lambda: far.engine.stats.running == 0 and far.engine.stats.waiting == 0 and far.engine.stats.requests == 1)
 
 
 def test_the_end_of_the_connection_aborts_what_is_under_way(remote: RemoteEngine, far: Far) -> None:
+    goes_on = standing(far.engine, lambda stats: stats.running + stats.waiting == 4)
     for seed in range(4):
         remote.submit(ask(4, 240, seed=seed))
     remote.flush()
     _soon(lambda: far.engine.stats.running + far.engine.stats.waiting == 4)
     remote.close()
+    goes_on.set()
     _soon(lambda: far.engine.stats.requests == 4 and not far.engine.has_work)
 
 
@@ -213,9 +218,11 @@ def test_sleep_and_wake_keep_requests_and_their_errors_come_back_in_words(remote
 
 
 def test_progress_is_told_while_a_request_is_under_way(remote: RemoteEngine, far: Far) -> None:
+    goes_on = standing(far.engine, lambda stats: stats.running == 2)
     number = remote.submit(ask(4, 250, n=2))
     remote.flush()
     _soon(lambda: far.engine.stats.running == 2)
+    goes_on.set()
     far.session.hold()
     try:
         _soon(lambda: set(remote.sampled_tokens(number)) == {0, 1})
@@ -239,7 +246,7 @@ def test_a_silent_peer_is_taken_for_lost_after_its_time() -> None:
 
         def say_hello_and_nothing_more() -> None:
             listener.accept(SOON_S).send("ready", {"limits": None, "adapters": [], "stats": {}})
-            time.sleep(3)
+            time.sleep(SOON_S)
 
         threading.Thread(target=say_hello_and_nothing_more, daemon=True).start()
         engine = open_engine(listener.address, TOKEN, "engine 7", patience=Patience(silence_s=0.5))
@@ -252,10 +259,10 @@ def test_what_a_silent_engine_was_asked_is_said_and_part_of_why_it_is_lost() -> 
 
         def say_hello_and_nothing_more() -> None:
             listener.accept(SOON_S).send("ready", {"limits": None, "adapters": [], "stats": {}})
-            time.sleep(3)
+            time.sleep(SOON_S)
 
         threading.Thread(target=say_hello_and_nothing_more, daemon=True).start()
-        engine = open_engine(listener.address, TOKEN, "engine 7", patience=Patience(silence_s=1.0))
+        engine = open_engine(listener.address, TOKEN, "engine 7", patience=Patience(silence_s=2.0))
         for seed in range(3):
             engine.submit(ask(4, seed=seed))
         engine.flush()
@@ -269,7 +276,7 @@ def test_what_a_silent_engine_was_asked_is_said_and_part_of_why_it_is_lost() -> 
         words = ["heard of", "the oldest of 3 requests was sent", "an answer to 'reset_prefix_cache'"]
         _soon(lambda: all(any(word in what for what in engine.unanswered()) for word in words))
         asking.join(SOON_S)
-        assert "no sign of life for 1 s; it had not answered 'reset_prefix_cache' for" in str(engine.why_lost)
+        assert "no sign of life for 2 s; it had not answered 'reset_prefix_cache' for" in str(engine.why_lost)
         assert "3 requests for" in str(engine.why_lost)
 
 
@@ -292,7 +299,7 @@ def test_a_large_frame_that_lasts_longer_than_a_look_loses_no_engine(monkeypatch
             done.wait(SOON_S)
 
         threading.Thread(target=send_slowly, daemon=True).start()
-        engine = open_engine(listener.address, TOKEN, "engine 7", patience=Patience(silence_s=0.5))
+        engine = open_engine(listener.address, TOKEN, "engine 7", patience=Patience(silence_s=SOON_S))
         begun.set()
         _soon(lambda: engine.stats.requests == 7)
         assert engine.why_lost is None
@@ -330,8 +337,8 @@ def test_a_reader_that_takes_nothing_stops_the_engine_and_not_its_memory(model: 
     """The outbox is bounded: pieces that nobody takes keep the engine between two steps."""
     engine = model.engine(max_num_seqs=2)
     with EngineSession(engine) as session, listen(token=TOKEN) as listener:
-        mute = connect(listener.address, TOKEN, "requests", 5)
-        service = RequestService(session, listener.accept(5))
+        mute = connect(listener.address, TOKEN, "requests", SOON_S)
+        service = RequestService(session, listener.accept(SOON_S))
         service._connection.send = lambda *frame, **rest: time.sleep(0.01)  # type: ignore[method-assign]
         service._send = lambda: None  # type: ignore[method-assign]
         threading.Thread(target=service.serve, args=({},), daemon=True).start()

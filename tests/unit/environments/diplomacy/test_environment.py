@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -173,16 +172,14 @@ def test_a_power_that_fails_takes_its_attempt_with_it_and_leaves_no_other_waitin
         if asked.role == "ITALY":
             raise TaskError("the engine is gone")
         try:
-            await asyncio.sleep(60)
+            await asyncio.sleep(3600)
         except asyncio.CancelledError:
             cancelled += 1
             raise
         raise AssertionError
 
-    began = time.perf_counter()
     episode = play(Diplomacy(), speak)
     assert isinstance(episode.error, TaskError)
-    assert time.perf_counter() - began < 10
     assert cancelled == 6
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.eventually import eventually
 from support.odd_games import OddGame
 
 from redline.environments.workers import process as processes_here
@@ -73,15 +74,8 @@ def begun(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[FakeProcess]]:
     start_processes_with(processes_here.LocalProcess)
 
 
-def wait_for(reached: Any) -> None:
-    until = time.monotonic() + 5
-    while not reached():
-        assert time.monotonic() < until
-        time.sleep(0.01)
-
-
 def test_processes_follow_the_number_of_games_up_to_the_limit_and_end_when_idle(begun: list[FakeProcess]) -> None:
-    workers = ProcessWorkers(3, 5.0, Scale(least=1, idle_s=0.1))
+    workers = ProcessWorkers(3, 300.0, Scale(least=1, idle_s=0.1))
 
     async def play(count: int) -> int:
         games = [await workers.make(ODD) for _ in range(count)]
@@ -93,7 +87,7 @@ def test_processes_follow_the_number_of_games_up_to_the_limit_and_end_when_idle(
     assert workers.num_running == 0, "none before there is something to do"
     assert asyncio.run(play(2)) == 2
     assert asyncio.run(play(7)) == 3
-    wait_for(lambda: workers.num_running == 1)
+    eventually(lambda: workers.num_running == 1)
     time.sleep(0.3)
     assert workers.num_running == 1, "the least that stays"
     assert asyncio.run(play(2)) == 2, "up again at once"
@@ -101,11 +95,12 @@ def test_processes_follow_the_number_of_games_up_to_the_limit_and_end_when_idle(
 
 
 def test_a_process_with_a_game_does_not_end_however_long_the_game_rests(begun: list[FakeProcess]) -> None:
-    workers = ProcessWorkers(2, 5.0, Scale(least=0, idle_s=0.05))
+    workers = ProcessWorkers(2, 300.0, Scale(least=0, idle_s=0.05))
 
     async def play() -> None:
         games = [await workers.make(ODD), await workers.make(ODD)]
         games[0].drop()
+        await asyncio.to_thread(eventually, lambda: workers.num_running == 1)
         await asyncio.sleep(0.3)
         assert workers.num_running == 1
         assert "move 1" in (await games[1].call("step", "up")).observation
@@ -124,10 +119,10 @@ def test_what_waits_for_a_process_without_room_is_given_to_those_that_have_it(mo
         return began[-1]
 
     start_processes_with(start)
-    workers = ProcessWorkers(2, 5.0)
+    workers = ProcessWorkers(2, 300.0)
 
     async def play() -> None:
-        games = [await asyncio.wait_for(workers.make(ODD), 5) for _ in range(3)]
+        games = [await asyncio.wait_for(workers.make(ODD), 300) for _ in range(3)]
         assert [game.process for game in games] == [began[0]] * 3
         assert "move 1" in (await games[2].call("step", "up")).observation
         assert workers.num_running == 1
@@ -141,7 +136,7 @@ def test_what_waits_for_a_process_without_room_is_given_to_those_that_have_it(mo
 
 def test_where_no_process_begins_every_call_is_told_so(begun: list[FakeProcess], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(FakeProcess, "wait_until_ready", lambda self, limit_s: bool(time.sleep(limit_s)))
-    workers = ProcessWorkers(1, 5.0)
+    workers = ProcessWorkers(1, 300.0)
 
     async def play() -> None:
         made = await asyncio.gather(workers.make(ODD), workers.call("operator:add", 1, 2), return_exceptions=True)
@@ -153,7 +148,7 @@ def test_where_no_process_begins_every_call_is_told_so(begun: list[FakeProcess],
 
 
 def test_a_function_whose_process_is_lost_is_called_in_another_once(begun: list[FakeProcess]) -> None:
-    workers = ProcessWorkers(1, 5.0)
+    workers = ProcessWorkers(1, 300.0)
 
     async def play() -> None:
         assert await workers.call("operator:add", 1, 2) == 3

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+from support.eventually import eventually
 from support.odd_games import OddGame
 
 from redline.environments.workers.held import GameClass, Workers
@@ -34,22 +35,22 @@ def odd(moves: int = 3, log: str = "") -> GameClass:
 
 @pytest.fixture(params=KINDS, scope="module")
 def workers(request: pytest.FixtureRequest) -> Iterator[Workers]:
-    made = make_workers(request.param, 2, 20.0)
+    made = make_workers(request.param, 2, 300.0)
     yield made
     made.close()
 
 
 @pytest.fixture(params=KINDS[1:], scope="module")
 def quick_workers(request: pytest.FixtureRequest) -> Iterator[Workers]:
-    """Two workers that let a call last for half a second."""
-    made = make_workers(request.param, 2, 0.5)
+    """Two workers that let a call last for a second and a half."""
+    made = make_workers(request.param, 2, 1.5)
     yield made
     made.close()
 
 
 @pytest.fixture(scope="module")
 def processes() -> Iterator[ProcessWorkers]:
-    made = ProcessWorkers(2, 20.0)
+    made = ProcessWorkers(2, 300.0)
     yield made
     made.close()
 
@@ -99,13 +100,9 @@ def test_a_dropped_game_is_closed(workers: Workers, tmp_path: Path) -> None:
     async def play() -> None:
         game = await workers.make(odd(log=str(log)))
         game.drop()
-        for _ in range(200):
-            if log.exists():
-                return
-            await asyncio.sleep(0.02)
+        await asyncio.to_thread(eventually, lambda: log.exists() and log.read_text() == "closed\n")
 
     asyncio.run(play())
-    assert log.read_text() == "closed\n"
 
 
 def test_a_call_that_does_not_return_fails_and_others_go_on(quick_workers: Workers) -> None:
@@ -113,10 +110,8 @@ def test_a_call_that_does_not_return_fails_and_others_go_on(quick_workers: Worke
         games = [await quick_workers.make(odd()) for _ in range(4)]
         for game in games:
             await game.call("reset", TASK)
-        began = time.monotonic()
-        with pytest.raises(CallError, match=r"`step` did not return within 0\.5 s"):
+        with pytest.raises(CallError, match=r"`step` did not return within 1\.5 s"):
             await games[0].call("step", "hang")
-        assert time.monotonic() - began < 5
         assert "move 1" in (await games[1].call("step", "up")).observation, "it lives elsewhere"
         again = await quick_workers.make(odd())
         assert await again.call("reset", TASK) == "t1: hello"
@@ -125,12 +120,12 @@ def test_a_call_that_does_not_return_fails_and_others_go_on(quick_workers: Worke
 
 
 def test_threads_that_hang_do_not_use_up_the_workers() -> None:
-    workers = ThreadWorkers(2, 0.1)
+    workers = ThreadWorkers(2, 0.3)
 
     async def play() -> None:
         for _ in range(3):
             games = [await workers.make(odd()) for _ in range(2)]
-            late = await asyncio.gather(*(game.call("step", "sleep 1") for game in games), return_exceptions=True)
+            late = await asyncio.gather(*(game.call("step", "sleep 60") for game in games), return_exceptions=True)
             assert [type(error) for error in late] == [CallError, CallError]
             assert "odd_games.py" in late[0].where
         assert (await (await workers.make(odd())).call("step", "up")).observation
@@ -143,7 +138,7 @@ def test_threads_that_hang_do_not_use_up_the_workers() -> None:
     "how", ["exit", *(pytest.param(how, marks=pytest.mark.slow) for how in ("segfault", "kill", "hang in C"))]
 )
 def test_a_process_that_dies_fails_the_games_that_lived_in_it_and_no_others(how: str) -> None:
-    workers = ProcessWorkers(2, 1.0)
+    workers = ProcessWorkers(2, 1.0 if how == "hang in C" else 300.0)
 
     async def play() -> None:
         games = [await workers.make(odd(moves=99)) for _ in range(4)]
@@ -218,12 +213,10 @@ def test_closing_with_calls_under_way_ends_within_seconds_and_leaves_nothing(kin
 
     async def play() -> None:
         games = [await workers.make(odd()) for _ in range(4)]
-        calls = [asyncio.ensure_future(game.call("step", "sleep 4")) for game in games]
+        calls = [asyncio.ensure_future(game.call("step", "sleep 900")) for game in games]
         await asyncio.sleep(0.3)
         pids = workers.pids if isinstance(workers, ProcessWorkers) else []
-        began = time.monotonic()
-        await asyncio.to_thread(workers.close)
-        assert time.monotonic() - began < 3.5
+        await asyncio.to_thread(workers.close)  # which comes back long before they do
         failed = await asyncio.gather(*calls, return_exceptions=True)
         assert [str(error) for error in failed] == ["the environment's workers were closed"] * 4
         assert not any(psutil.pid_exists(pid) for pid in pids)
@@ -232,7 +225,7 @@ def test_closing_with_calls_under_way_ends_within_seconds_and_leaves_nothing(kin
 
     asyncio.run(play())
     if kind == "processes":
-        wait_until(lambda: set(threading.enumerate()) <= threads)
+        eventually(lambda: set(threading.enumerate()) <= threads)
         assert open_descriptors() <= descriptors
 
 
@@ -241,11 +234,14 @@ def test_a_cancelled_call_that_waits_is_never_made() -> None:
     made: list[str] = []
 
     async def play() -> None:
-        first = asyncio.ensure_future(workers.call(time.sleep, 0.2))
-        await asyncio.sleep(0.05)
+        begun, goes_on = threading.Event(), threading.Event()
+        first = asyncio.ensure_future(workers.call(lambda: (begun.set(), goes_on.wait(300))))
+        await asyncio.to_thread(begun.wait, 300)
         second = asyncio.ensure_future(workers.call(made.append, "called"))
         await asyncio.sleep(0.05)
         second.cancel()
+        await asyncio.sleep(0)
+        goes_on.set()
         await first
         await workers.call(time.sleep, 0.0)
 
@@ -282,7 +278,7 @@ def test_worker_processes_end_with_a_run_that_is_killed(tmp_path: Path) -> None:
     run.kill()
     run.wait()
     run.stdout.close()
-    wait_until(lambda: not any(is_running(pid) for pid in pids))
+    eventually(lambda: not any(is_running(pid) for pid in pids))
 
 
 def is_running(pid: int) -> bool:
@@ -294,11 +290,3 @@ def is_running(pid: int) -> bool:
 
 def open_descriptors() -> int:
     return len(os.listdir("/proc/self/fd"))
-
-
-def wait_until(condition: object, limit_s: float = 5.0) -> None:
-    assert callable(condition)
-    deadline = time.monotonic() + limit_s
-    while not condition():
-        assert time.monotonic() < deadline, "it never came"
-        time.sleep(0.02)

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import re
 import threading
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
 
 import pytest
+from support.eventually import eventually
 
 from redline.errors import TaskError
+from redline.rollouts.user_code import limited_calls as calls_module
 from redline.rollouts.user_code.jobs import Job, ThreadKind, UserFunction
 from redline.rollouts.user_code.limited_calls import UserCalls
 from redline.telemetry import Recorder, recording, span
@@ -46,7 +49,7 @@ class Deliveries:
 
     def wait_for(self, condition: Callable[[], object]) -> None:
         with self.changed:
-            assert self.changed.wait_for(condition, 30)
+            assert self.changed.wait_for(condition, 300)
 
 
 class Held:
@@ -57,7 +60,7 @@ class Held:
 
     def __call__(self) -> str:
         self.begun.set()
-        assert self.goes_on.wait(30)
+        assert self.goes_on.wait(300)
         return threading.current_thread().name
 
 
@@ -66,7 +69,7 @@ def many() -> Iterator[Deliveries]:
     deliveries = Deliveries(most=4)
     yield deliveries
     deliveries.pool.close()
-    deliveries.pool.join(10)
+    deliveries.pool.join(60)
 
 
 def held(deliveries: Deliveries, count: int) -> list[Held]:
@@ -91,13 +94,13 @@ def test_one_worker_takes_one_after_the_other_in_order(many: Deliveries) -> None
 
 def test_as_many_are_at_work_as_it_is_told_but_no_more_than_there_may_be(many: Deliveries) -> None:
     works = held(many, 6)
-    assert works[0].begun.wait(30)
+    assert works[0].begun.wait(300)
     assert not works[1].begun.wait(0.02)
     many.pool.hold(3)
-    assert all(work.begun.wait(30) for work in works[:3])
+    assert all(work.begun.wait(300) for work in works[:3])
     assert (many.pool.num_scoring, many.pool.num_to_score) == (3, 6)
     many.pool.hold(100)
-    assert works[3].begun.wait(30)
+    assert works[3].begun.wait(300)
     assert not works[4].begun.wait(0.02)
     let_go(works)
     many.wait_for(lambda: len(many.found) == 6)
@@ -107,15 +110,15 @@ def test_as_many_are_at_work_as_it_is_told_but_no_more_than_there_may_be(many: D
 def test_one_too_many_completes_what_it_is_at_and_comes_back_under_its_name(many: Deliveries) -> None:
     many.pool.hold(2)
     first = held(many, 2)
-    assert all(work.begun.wait(30) for work in first)
+    assert all(work.begun.wait(300) for work in first)
     many.pool.hold(1)
     let_go(first)
     many.wait_for(lambda: len(many.found) == 2)
     second = held(many, 2)
-    assert second[0].begun.wait(30)
+    assert second[0].begun.wait(300)
     assert not second[1].begun.wait(0.02)
     many.pool.hold(2)
-    assert second[1].begun.wait(30)
+    assert second[1].begun.wait(300)
     let_go(second)
     many.wait_for(lambda: many.pool.num_to_score == 0)
     assert set(many.found.values()) == {"rewards", "rewards-2"}
@@ -124,9 +127,9 @@ def test_one_too_many_completes_what_it_is_at_and_comes_back_under_its_name(many
 def test_what_is_cancelled_leaves_its_worker_behind_and_another_takes_its_place(many: Deliveries) -> None:
     many.pool.hold(2)
     works = held(many, 4)
-    assert all(work.begun.wait(30) for work in works[:2])
+    assert all(work.begun.wait(300) for work in works[:2])
     many.pool.cancel({0, 3})
-    assert works[2].begun.wait(30), "the other one is still at work"
+    assert works[2].begun.wait(300), "the other one is still at work"
     assert not works[3].begun.is_set()
     let_go(works)
     many.wait_for(lambda: len(many.found) == 2)
@@ -138,7 +141,7 @@ def test_what_is_cancelled_leaves_its_worker_behind_and_another_takes_its_place(
 
 def test_what_was_left_behind_may_end_as_it_likes(many: Deliveries) -> None:
     works = held(many, 1)
-    assert works[0].begun.wait(30)
+    assert works[0].begun.wait(300)
     many.pool.cancel({0})
     works[0].goes_on.wait = lambda timeout: False  # type: ignore[method-assign]  # its assert fails when it wakes up
     works[0].goes_on.set()
@@ -158,10 +161,7 @@ def test_work_that_ends_its_worker_is_told_and_the_worker_is_dead(
     many.pool.put(Job(0, list, end, lambda _: None))
     many.wait_for(lambda: many.errors)
     assert isinstance(many.errors[0], found)
-    deadline = time.monotonic() + 10
-    while any(state.name == "rewards" and state.is_alive for state in workers_now()):
-        assert time.monotonic() < deadline
-        time.sleep(0.001)
+    eventually(lambda: not any(state.name == "rewards" and state.is_alive for state in workers_now()))
     many.pool.close()
     assert [state.end for state in workers_now() if state.name == "rewards"] == ["its thread ended"], "for the alert"
 
@@ -173,21 +173,21 @@ def test_nothing_is_begun_while_it_is_to_be_quiet(many: Deliveries) -> None:
     many.pool.be_quiet(quiet=False)
     assert not work.begun.wait(0.02)
     many.pool.be_quiet(quiet=False)
-    assert work.begun.wait(30)
+    assert work.begun.wait(300)
     let_go([work])
 
 
 def test_the_load_is_how_long_how_many_were_to_be_scored(many: Deliveries) -> None:
-    many.pool.take_load()
     before = time.perf_counter()
+    many.pool.take_load()
     works = held(many, 3)
-    assert works[0].begun.wait(30)
+    assert works[0].begun.wait(300)
     time.sleep(0.05)
     load = many.pool.take_load()
     passed = time.perf_counter() - before
     assert len(load) == 4
     assert 0.05 <= load[3] <= passed
-    assert sum(load) <= passed + 0.01
+    assert sum(load) <= passed
     let_go(works)
     many.wait_for(lambda: len(many.found) == 3)
     many.pool.take_load()
@@ -200,20 +200,20 @@ def test_the_load_is_how_long_how_many_were_to_be_scored(many: Deliveries) -> No
 
 def test_each_thread_is_prepared_and_has_a_lane_of_its_own_that_adds_up() -> None:
     prepared: list[str] = []
-    recorder = Recorder()
+    recorder, together = Recorder(), threading.Barrier(3, timeout=300)
     with recording(recorder):
         deliveries = Deliveries(3, lambda: prepared.append(threading.current_thread().name))
         deliveries.pool.hold(3)
 
         def work() -> None:
             with span("rollouts.reward"):
-                time.sleep(0.01)
+                together.wait()
 
         for number in range(9):
             deliveries.put(number, work)
         deliveries.wait_for(lambda: len(deliveries.found) == 9)
         deliveries.pool.close()
-        deliveries.pool.join(10)
+        deliveries.pool.join(60)
         lanes = recorder.ledger().lanes
     names = {"rewards", "rewards-2", "rewards-3"}
     assert set(prepared) == names
@@ -236,27 +236,47 @@ def test_a_stall_names_the_worker_that_hangs_and_where() -> None:
                 return work()
 
         deliveries.put(0, hang)
-        assert work.begun.wait(30)
+        assert work.begun.wait(300)
         with span("wait.for_rollouts"):
             document = describe(ActivityProbe(recorder).look(), {}, own_stacks(), [], step=3)
         work.goes_on.set()
         deliveries.wait_for(lambda: 0 in deliveries.found)
         deliveries.pool.close()
     name = deliveries.found[0]
-    assert document["summary"].startswith(f"{name} has been in rollouts.reward for 0 s, at ")
-    assert f"main has waited for rollouts for 0 s, that is for lane {name}" in document["who_waits_for_whom"]
+    assert re.match(rf"{name} has been in rollouts\.reward for \d+ s, at ", document["summary"])
+    waits = [re.sub(r"for \d+ s", "for 0 s", line) for line in document["who_waits_for_whom"]]
+    assert f"main has waited for rollouts for 0 s, that is for lane {name}" in waits
     assert {"rewards", "rewards-2"} <= {worker["name"] for worker in document["workers"] if worker["is_alive"]}
     assert {"rewards", "rewards-2"} <= {thread["name"] for thread in document["threads"]}
 
 
-def test_closing_waits_for_all_of_them_together_and_no_longer() -> None:
+class Clock:
+    """A time that passes only while a thread is waited for."""
+
+    def __init__(self) -> None:
+        self.now_s = 0.0
+        self.waited_s: list[float] = []
+
+    def monotonic(self) -> float:
+        return self.now_s
+
+    def join(self, thread: threading.Thread, timeout_s: float) -> None:
+        """Wait in vain."""
+        self.waited_s.append(timeout_s)
+        self.now_s += timeout_s
+
+
+def test_closing_waits_for_all_of_them_together_and_no_longer(monkeypatch: pytest.MonkeyPatch) -> None:
     deliveries = Deliveries(4)
     deliveries.pool.hold(4)
     works = held(deliveries, 4)
-    assert all(work.begun.wait(30) for work in works)
-    began = time.monotonic()
+    assert all(work.begun.wait(300) for work in works)
+    clock = Clock()
     deliveries.pool.close()
-    deliveries.pool.join(0.1)
-    assert 0.09 < time.monotonic() - began < 0.35, "four of them, one patience"
+    with monkeypatch.context() as patched:
+        patched.setattr(calls_module, "time", clock)
+        patched.setattr(threading.Thread, "join", lambda thread, timeout_s: clock.join(thread, timeout_s))
+        deliveries.pool.join(0.1)
+    assert clock.waited_s == [0.1, 0, 0, 0], "four of them, one patience"
     assert not any(state.name.startswith("rewards") for state in workers_now())
     let_go(works)

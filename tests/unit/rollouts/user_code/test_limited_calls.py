@@ -70,7 +70,7 @@ class Hanging:
 
     def __call__(self) -> int:
         self.begun += 1
-        self.end.wait(30)
+        self.end.wait(300)
         return 0
 
 
@@ -82,14 +82,21 @@ def hanging() -> Iterator[Hanging]:
 
 
 def test_answers_that_wait_are_scored_together_and_come_in_order(many: UserCalls) -> None:
-    began = time.perf_counter()
-    assert many.results([waiting(n) for n in range(16)]) == list(range(16))
-    assert time.perf_counter() - began < 0.7 * 16 * 0.035
+    together = threading.Barrier(4, timeout=300)
+    """Passed by the calls after the first, which waits so long that others help: only four at once get through."""
+
+    def met(number: int) -> int:
+        together.wait()
+        return number
+
+    works = [waiting(0), *(lambda n=n: met(n) for n in range(1, 13)), *(waiting(n) for n in range(13, 16))]  # type: ignore[misc]
+    assert many.results(works) == list(range(16))
     assert num_threads() == 4
     assert many.results([waiting(n) for n in range(3)]) == list(range(3))
 
 
-def test_answers_that_take_no_time_need_no_help(many: UserCalls) -> None:
+def test_answers_that_take_no_time_need_no_help(many: UserCalls, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(calls_module, "HELP_AFTER_S", 60.0)  # a busy machine may keep a thread waiting for longer than that
     assert many.results([lambda: sum(range(100)) for _ in range(10)]) == [4950] * 10
     assert many.results([]) == []
     assert num_threads() == 1
@@ -105,11 +112,11 @@ def test_a_call_that_hangs_is_a_failure_with_its_place_and_the_others_are_made(l
     began = time.perf_counter()
     first, late, last = limited.results([lambda: 1, hanging, lambda: 3])
     assert (first, last) == (1, 3)
-    assert 0.5 <= time.perf_counter() - began < 10
+    assert time.perf_counter() - began >= 0.5
     assert isinstance(late, Failure)
     assert late.reason == "`score` did not return within 0.5 s"
     assert late.where.startswith("test_limited_calls.py:")
-    assert "self.end.wait(30)" in late.where
+    assert "self.end.wait(300)" in late.where
     assert "rollouts.reward_timeout_s" in late.hint
     assert not calls_now(), "nobody waits for it any more"
 
@@ -130,17 +137,17 @@ def test_after_some_that_hang_in_a_row_the_rest_is_not_called(limited: UserCalls
 
 def test_calls_that_were_given_up_are_bounded_and_daemonic(hanging: Hanging, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(calls_module, "MAX_STUCK", 4)
-    calls = UserCalls(UserFunction("reward", "score", 0.05, "rollouts.reward_timeout_s"))
+    calls = UserCalls(UserFunction("reward", "score", 0.2, "rollouts.reward_timeout_s"))
     before = set(threading.enumerate())
     for _ in range(2):
         assert isinstance(calls.results([hanging, hanging, lambda: 1])[0], Failure)
     stuck = {thread for thread in set(threading.enumerate()) - before if thread.name.startswith("score")}
     assert all(thread.daemon for thread in stuck)
-    with pytest.raises(TaskError, match=r"5 calls of `score` were given up after 0\.05 s"):
+    with pytest.raises(TaskError, match=r"5 calls of `score` were given up after 0\.2 s"):
         calls.results([hanging])
     hanging.end.set()
     for thread in stuck:
-        thread.join(10)
+        thread.join(60)
     assert calls.results([lambda: 2]) == [2], "those that have returned do not count"
     calls.close()
     calls.join(1.0)
@@ -227,11 +234,18 @@ def test_what_can_be_awaited_is_and_all_of_it_in_one_loop(loop: EventLoop) -> No
 
 
 def test_coroutines_of_several_threads_wait_side_by_side(loop: EventLoop) -> None:
-    calls = UserCalls(UserFunction("reward", "score", 10.0, "key", loop=loop), ThreadKind("score", most=8))
-    began = time.perf_counter()
-    works = [lambda n=n: loop.result(doubled(n, 0.1)) for n in range(17)]  # type: ignore[misc]
+    calls = UserCalls(UserFunction("reward", "score", 300.0, "key", loop=loop), ThreadKind("score", most=8))
+    waiting: list[int] = []
+
+    async def together(number: int) -> int:
+        """Waits until eight do. The first waits for itself: others help once one has waited."""
+        waiting.append(number)
+        while number and len(waiting) < 9:
+            await asyncio.sleep(0.001)
+        return await doubled(number, 0.1 if number == 0 else 0.0)
+
+    works = [lambda n=n: loop.result(together(n)) for n in range(17)]  # type: ignore[misc]
     assert calls.results(works) == [2 * n for n in range(17)]
-    assert time.perf_counter() - began < 1.0, "17 of them by one thread take 1.7 s"
     calls.close()
     calls.join(1.0)
 
@@ -242,12 +256,12 @@ def test_a_coroutine_that_hangs_is_left_behind_with_its_place(loop: EventLoop, b
 
     async def hang() -> int:
         if blocks:
-            end.wait(30)  # which keeps every other coroutine of the loop from running
+            end.wait(300)  # which keeps every other coroutine of the loop from running
         else:
-            await asyncio.sleep(30)
+            await asyncio.sleep(300)
         return 1
 
-    calls = UserCalls(UserFunction("reward", "score", 0.2, "key", loop=loop))
+    calls = UserCalls(UserFunction("reward", "score", 0.5, "key", loop=loop))
     late, fine = calls.results([lambda: loop.result(hang()), lambda: loop.result(doubled(1))])
     assert fine == 2
     assert isinstance(late, Failure)
@@ -262,10 +276,8 @@ def test_a_coroutine_that_exits_fails_its_call_and_the_loop_goes_on(loop: EventL
     async def leave() -> int:
         raise error
 
-    calls = UserCalls(UserFunction("reward", "score", 20.0, "key", loop=loop))
-    began = time.perf_counter()
+    calls = UserCalls(UserFunction("reward", "score", 300.0, "key", loop=loop))
     failed, fine = calls.results([lambda: loop.result(leave()), lambda: loop.result(doubled(1))])
-    assert time.perf_counter() - began < 10, "nobody waits for the limit"
     assert fine == 2
     assert isinstance(failed, Failure)
     assert failed.reason.startswith(type(error).__name__)
@@ -287,10 +299,10 @@ def test_a_coroutine_that_is_given_up_is_cancelled_and_its_thread_ends(loop: Eve
     calls = UserCalls(UserFunction("reward", "score", 0.1, "key", loop=loop))
     for _ in range(3):
         assert isinstance(calls.results([lambda: loop.result(hang())])[0], Failure)
-    assert cancelled.wait(10), "what it holds, such as a connection, is let go"
+    assert cancelled.wait(60), "what it holds, such as a connection, is let go"
     left = [thread for thread in threading.enumerate() if thread not in before and thread.name.startswith("score")]
     for thread in left:
-        thread.join(10)
+        thread.join(60)
     assert not any(thread.is_alive() for thread in left)
     calls.close()
     calls.join(1.0)

@@ -2,14 +2,15 @@ from __future__ import annotations
 
 import contextlib
 import json
+import re
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from support.eventually import eventually
 
 from redline.config.installation import how_to_install
 from redline.telemetry import Recorder, recording, span
@@ -55,17 +56,16 @@ def watched(tmp_path: Path) -> Iterator[Watched]:
 
 @contextlib.contextmanager
 def in_thread(name: str, work: Callable[[threading.Event], None]) -> Iterator[None]:
-    """Work that goes on until the block ends; begins when it has set its first event."""
-    begun, end = threading.Event(), threading.Event()
+    """Work that goes on until the block ends; the block begins when the thread waits for that."""
+    end = threading.Event()
 
-    def run() -> None:
-        begun.set()
-        work(end)
+    def is_waiting() -> bool:
+        frame = sys._current_frames().get(thread.ident or 0)
+        return frame is not None and (frame.f_code.co_filename, frame.f_code.co_name) == (threading.__file__, "wait")
 
-    thread = threading.Thread(target=run, name=name)
+    thread = threading.Thread(target=work, args=(end,), name=name)
     thread.start()
-    begun.wait()
-    time.sleep(0.02)  # until it is where it will hang
+    eventually(is_waiting)
     try:
         yield
     finally:
@@ -217,9 +217,9 @@ from redline.telemetry.stalls.activity import ActivityProbe
 from redline.telemetry.stalls.watch import StallWatch
 
 def keeps_the_interpreter_to_itself():
-    ctypes.PyDLL(None).usleep(600_000)  # PyDLL does not let go of the interpreter
+    ctypes.PyDLL(None).usleep(1_500_000)  # PyDLL does not let go of the interpreter
 
-watch = StallWatch(pathlib.Path(sys.argv[1]), 0.05, frozen_floor_s=0.2)
+watch = StallWatch(pathlib.Path(sys.argv[1]), 0.4, frozen_floor_s=0.4)
 watch.begin(dict)
 probe = ActivityProbe(Recorder())
 assert watch.tick(probe.look(), 3) is None
@@ -234,13 +234,13 @@ print(stall.path.read_text())
 def test_code_that_keeps_the_interpreter_to_itself_is_found_all_the_same(tmp_path: Path) -> None:
     """In a process of its own: faulthandler writes a hundred threads, newest first, and other tests leave many behind."""
     command = [sys.executable, "-c", FREEZES, str(tmp_path / "stalls")]
-    told = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60)
+    told = subprocess.run(command, capture_output=True, text=True, check=True, timeout=300)
     assert "in keeps_the_interpreter_to_itself" in told.stdout
 
 
 # ── other processes ────────────────────────────────────────────────────────────────────────────────────────────────────
 
-CHILD = "import time\ndef stuck_here():\n    print('here', flush=True)\n    time.sleep(60)\nstuck_here()"
+CHILD = "import time\ndef stuck_here():\n    print('here', flush=True)\n    time.sleep(600)\nstuck_here()"
 
 
 @pytest.fixture
@@ -296,7 +296,7 @@ def tell_tale(tmp_path: Path, after_s: float | None = None) -> Watched:
 def test_the_first_call_that_lasts_is_told_within_half_a_minute_whatever_else_moves(tmp_path: Path) -> None:
     assert CALL_S <= 25
     watched = tell_tale(tmp_path)
-    with calls("score", CALL_S - 1):
+    with calls("score", CALL_S - 15):
         assert watched.stalls.tick(watched.probe.look(), 0) is None
     with calls("score", CALL_S + 3 * CALL_S):
         with span("engine.decode"):
@@ -305,11 +305,11 @@ def test_the_first_call_that_lasts_is_told_within_half_a_minute_whatever_else_mo
         assert watched.stalls.tick(watched.probe.look(), 0) is None, "told once"
     assert stall is not None
     assert stall.in_rollouts
-    assert stall.finding.seen.startswith("`score` has not returned for 80 s, at test_watch.py:")
+    assert re.match(r"`score` has not returned for 8\d s, at test_watch\.py:", stall.finding.seen)
     assert "in hanging_environment: end.wait()" in stall.finding.seen
     watched.stalls.tick(watched.probe.look(), 0)
     text = stall.path.read_text()
-    assert "`score` has not returned for 80 s" in text
+    assert re.search(r"`score` has not returned for 8\d s", text)
     assert text.rstrip().endswith("`score` returned.")
     watched.stalls.close()
 
@@ -361,14 +361,15 @@ def test_whoever_waits_for_a_call_is_where_the_call_is(watched: Watched) -> None
 
     with span("rollouts.reward"), in_thread("score", work):
         document = describe(watched.probe.look(), {}, stacks.own_stacks(), [], 3)
-    assert document["summary"].startswith("main has been in rollouts.reward for 0 s, at test_watch.py:")
+    assert re.match(r"main has been in rollouts\.reward for \d+ s, at test_watch\.py:", document["summary"])
     assert document["summary"].endswith("in hanging_environment: end.wait()")
 
 
 def test_before_there_is_a_run_a_call_that_lasts_is_told_as_well(capsys: pytest.CaptureFixture[str]) -> None:
+    said: list[str] = []
     with calls("held_out", CALL_S + 1), saying_what_hangs(every_s=0.01):
-        time.sleep(0.3)
-    assert capsys.readouterr().err.startswith("`held_out` has not returned for 21 s, at test_watch.py:")
+        eventually(lambda: said.append(capsys.readouterr().err) or "\n" in "".join(said))  # type: ignore[func-returns-value]
+    assert re.match(r"`held_out` has not returned for 2\d s, at test_watch\.py:", "".join(said))
 
 
 COLLECTED_MEANWHILE = """
@@ -384,9 +385,9 @@ def work():
     with calling("score") as call:
         calls.append(call)
         begun.set()
-        end.wait(60)
+        end.wait(600)
 
-faulthandler.dump_traceback_later(30, exit=True)
+faulthandler.dump_traceback_later(300, exit=True)
 for _ in range(5):
     calls, begun, end = [], threading.Event(), threading.Event()
     thread = threading.Thread(target=work, daemon=True)
@@ -410,5 +411,5 @@ for _ in range(5):
 
 
 def test_garbage_that_is_due_while_stacks_are_read_does_not_stop_the_process() -> None:
-    done = subprocess.run([sys.executable, "-c", COLLECTED_MEANWHILE], capture_output=True, text=True, timeout=120, check=False)
+    done = subprocess.run([sys.executable, "-c", COLLECTED_MEANWHILE], capture_output=True, text=True, timeout=400, check=False)
     assert done.returncode == 0, done.stderr

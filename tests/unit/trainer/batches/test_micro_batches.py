@@ -291,9 +291,9 @@ def test_ten_thousand_sequences_are_planned_in_a_fraction_of_a_second() -> None:
             for group in range(1250)
         ]
     )
-    start = time.process_time()
+    start = time.thread_time()
     plan = plan_micro_batches(batch, 4096, num_ranks=8)
-    assert time.process_time() - start < 0.5  # 0.02 s on a core of its own
+    assert time.thread_time() - start < 5.0  # 0.02 s on a core of its own; what grows with the square takes minutes
     assert plan.rank_imbalance < 1.01
 
 

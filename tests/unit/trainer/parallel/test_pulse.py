@@ -39,18 +39,18 @@ def test_a_silent_rank_is_lost_after_the_patience_and_named_to_all(rank_0: tuple
     pulse, store = rank_0
     silent_rank(store, 2)
     pulse.patience_s = 0.2
-    assert "rank 2 of the trainer (process 7 on far) has given no sign of life" in pulse.find_lost(2.0)
+    assert "rank 2 of the trainer (process 7 on far) has given no sign of life" in pulse.find_lost(60.0)
     with pytest.raises(RankLostError, match="rank 2"):
         pulse.check()
-    assert "rank 2" in Pulse(store, 1, 3).find_lost(1.0), "rank 0 tells the others"
+    assert "rank 2" in Pulse(store, 1, 3).find_lost(60.0), "rank 0 tells the others"
 
 
 def test_a_rank_that_goes_on_beating_is_not_lost(rank_0: tuple[Pulse, dist.Store]) -> None:
     pulse, store = rank_0
-    pulse.patience_s = 0.4
+    pulse.patience_s = 1.0
     for count in range(4):
         silent_rank(store, 1, count=count)
-        assert pulse.find_lost(0.2) == ""
+        assert pulse.find_lost(0.3) == ""
 
 
 def test_a_process_of_this_machine_that_has_ended_is_missed_at_once(rank_0: tuple[Pulse, dist.Store]) -> None:
@@ -60,16 +60,16 @@ def test_a_process_of_this_machine_that_has_ended_is_missed_at_once(rank_0: tupl
     with subprocess.Popen([sys.executable, "-c", ""]) as gone:
         gone.wait()
     store.set("beat/1", json.dumps(json.loads(store.get("beat/1")) | {"pid": gone.pid}))
-    began = time.monotonic()
-    assert f"(process {gone.pid} on" in pulse.find_lost(5.0)
-    assert time.monotonic() - began < 2
+    missed = pulse.find_lost(60.0)
+    assert f"(process {gone.pid} on" in missed
+    assert missed.endswith("is gone"), "nobody waited for a sign of life"
 
 
 def test_a_rank_that_ends_with_an_error_says_why(rank_0: tuple[Pulse, dist.Store]) -> None:
     pulse, store = rank_0
     silent_rank(store, 1)
     Pulse(store, 1, 3).ended("NoRoomError: too long")
-    assert pulse.find_lost(1.0) == "rank 1 of the trainer (process 7 on far) ended: NoRoomError: too long"
+    assert pulse.find_lost(60.0) == "rank 1 of the trainer (process 7 on far) ended: NoRoomError: too long"
 
 
 def test_a_checkpoint_that_is_being_written_comes_to_its_end_first(
@@ -88,7 +88,7 @@ def test_a_checkpoint_that_is_being_written_comes_to_its_end_first(
     monkeypatch.setattr("redline.trainer.parallel.pulse.WRITING_S", 0.1)
     pulse.is_writing = lambda: True
     pulse._end()
-    assert ended[1] - ended[0] < 2, "but not for ever"
+    assert len(ended) == 2, "but not for ever"
 
 
 def test_a_rank_that_beats_and_stands_still_is_named_with_its_line(rank_0: tuple[Pulse, dist.Store]) -> None:
@@ -96,7 +96,7 @@ def test_a_rank_that_beats_and_stands_still_is_named_with_its_line(rank_0: tuple
     pulse, store = rank_0
     silent_rank(store, 1, where="loss.py:7, in forward", waits=False, stood_s=31.0)
     silent_rank(store, 2, where="distributed_c10d.py:99, in all_gather", waits=True, stood_s=31.0)
-    pulse.find_lost(0.15)
+    pulse._listen()
     assert pulse.stuck() == {"trainer: seconds that rank 1 has stood at loss.py:7, in forward, waiting for no other": 31.0}
 
 
@@ -113,7 +113,8 @@ def test_a_beat_says_where_the_main_thread_is(rank_0: tuple[Pulse, dist.Store]) 
 def test_a_stall_file_gets_what_each_rank_was_at(rank_0: tuple[Pulse, dist.Store]) -> None:
     pulse, store = rank_0
     silent_rank(store, 1)
-    pulse.find_lost(0.15)
+    began = time.monotonic()
+    pulse._listen()
     ((name, silent_s),) = pulse.silences().items()
     assert name == "trainer: seconds since rank 1, in trainer.backward, gave a sign of life"
-    assert 0 <= silent_s < 5
+    assert 0 <= silent_s <= time.monotonic() - began
