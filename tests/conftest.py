@@ -10,7 +10,7 @@ import tempfile
 from pathlib import Path
 
 import pytest
-from hypothesis import settings
+from hypothesis import HealthCheck, settings
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # the networks here are so small that a second thread only waits
@@ -18,9 +18,10 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 if not Path("/dev/nvidiactl").exists():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # without a GPU, Triton's kernels run in its interpreter
 
-# The first example of a property pays for imports and warm-up; time is the suite's business, not an example's.
-settings.register_profile("redline", deadline=None, max_examples=40)
-settings.register_profile("thorough", deadline=None)  # `make test-all` has the time
+# The first example of a property pays for imports and warm-up, and the machine may be busy; time is the suite's business, not
+# an example's.
+settings.register_profile("redline", deadline=None, suppress_health_check=[HealthCheck.too_slow], max_examples=40)
+settings.register_profile("thorough", settings.get_profile("redline"), max_examples=100)  # `make test-all` has the time
 settings.load_profile("redline")
 
 USERS_CACHE = os.environ.get("XDG_CACHE_HOME")

@@ -29,7 +29,7 @@ def test_the_example_imports_redline_alone() -> None:
 def test_nothing_is_wrong_with_the_example(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     shutil.copy(EXAMPLE, tmp_path)
     monkeypatch.chdir(tmp_path)
-    report = check(Made("haggle:Haggle"), Plan(tasks=2, limit_s=20), lambda text: None)
+    report = check(Made("haggle:Haggle"), Plan(tasks=2, limit_s=300), lambda text: None)
     assert report.problems == []
     assert report.counts["roles"] == 2
 

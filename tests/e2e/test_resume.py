@@ -15,6 +15,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pytest
 from support.processes import (
+    LETTERS,
     TIMEOUT_S,
     digest,
     num_rows,
@@ -214,6 +215,7 @@ def test_killed_before_during_and_after_a_checkpoint_the_run_ends_bit_for_bit_th
     assert_same_run(killed["float32"], uninterrupted["float32"])
 
 
+@pytest.mark.slow  # test_crashes.py kills faster runs, at moments that need not be caught
 @needs_bfloat16
 def test_killed_between_checkpoints_and_at_the_end_the_run_ends_bit_for_bit_the_same_in_bfloat16(
     killed: dict[str, RunFolder], uninterrupted: dict[str, RunFolder]
@@ -236,6 +238,7 @@ def test_no_evaluation_is_there_twice_after_a_kill_before_the_first_checkpoint(
     assert_same_evaluations(killed["float32"], uninterrupted["float32"])
 
 
+@pytest.mark.slow
 @needs_bfloat16
 def test_no_evaluation_is_there_twice_after_a_kill_at_the_end(
     killed: dict[str, RunFolder], uninterrupted: dict[str, RunFolder]
@@ -252,11 +255,22 @@ def test_a_killed_runs_trace_still_opens_with_one_process_per_start(killed: dict
 # ── interrupted ────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
+HELD = """        import pathlib, time
+
+        while task.id == "letters/6" and pathlib.Path("hold").exists():
+            time.sleep(0.01)
+        if "q\""""
+
+
 def interrupt(cwd: Path, number: signal.Signals) -> None:
+    """In the fourth step, whose first reward waits for that."""
+    (cwd / "letters.py").write_text(LETTERS.replace('        if "q"', HELD))
+    (cwd / "hold").touch()
     with started("train", "letters.yaml", "--json", cwd=cwd) as process:
         folder = wait_for_run(cwd, process)
         assert wait_until(lambda: rows_logged(3)(folder), process)
         process.send_signal(number)
+        (cwd / "hold").unlink()
         stdout = process.stdout.read()
         assert process.wait(TIMEOUT_S) == 130
     document = json.loads(stdout.splitlines()[-1])

@@ -8,7 +8,6 @@ import functools
 import importlib.util
 import os
 import re
-import socket
 import subprocess
 import sys
 import threading
@@ -22,6 +21,7 @@ from typing import Any, Protocol
 
 import pytest
 import torch
+from support.ports import free_port
 from support.small_models import CONFIGS, SHAPE, llama, rope
 from tokenizers import Tokenizer, decoders, models
 from transformers import (
@@ -156,7 +156,7 @@ class RedlineServeBench:
 
 class VllmServeBench:
     def __init__(self, folder: Path, size: Size, owned: ExitStack) -> None:
-        port = _free_port()
+        port = free_port()
         # Not `vllm serve`, which wants a distribution of that name, and vLLM for CPUs comes under another.
         command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(folder), "--port", str(port)]
         # Its CPU worker cannot take a seeded request's prompt in chunks.
@@ -220,12 +220,6 @@ def _wait(condition: Callable[[], Any], server: _Server) -> Any:
         assert time.monotonic() < deadline, server.log()
         time.sleep(0.1)
     return found
-
-
-def _free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return listener.getsockname()[1]
 
 
 # ── models ─────────────────────────────────────────────────────────────────────────────────────────────────────────────

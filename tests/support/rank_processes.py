@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import socket
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -11,8 +10,9 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 from support.forks import FORKS
+from support.ports import free_port
 
-PATIENCE_S = 120
+PATIENCE_S = 600
 
 
 class Ranks:
@@ -33,7 +33,7 @@ class Ranks:
 
 @contextmanager
 def started_ranks(world: int) -> Iterator[Ranks]:
-    port = _free_port()
+    port = free_port()
     pipes, processes = [], []
     for rank in range(world):
         ours, theirs = FORKS.Pipe()
@@ -61,9 +61,3 @@ def _serve(pipe: Connection, rank: int, world: int, port: int) -> None:
             pipe.send((None, function(*arguments)))
         except Exception:
             pipe.send((traceback.format_exc(), None))
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]

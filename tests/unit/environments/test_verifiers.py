@@ -108,7 +108,7 @@ def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Verif
 
 def played(environment: Verifiers, speak: Callable[[Asked], Reply], index: int = 0) -> Episode:
     driver = Driver(environment)
-    episode = driver.play(environment.train(index), speak, limit_s=20)
+    episode = driver.play(environment.train(index), speak, limit_s=300)
     driver.close()
     return episode
 

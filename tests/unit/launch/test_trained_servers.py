@@ -49,7 +49,7 @@ def server(shared: ServedPolicy, monkeypatch: pytest.MonkeyPatch) -> ServedPolic
 
 
 def config(url: str, **engine: Any) -> Config:
-    at = {"kind": "openai", "url": f"{url}/v1", "weights_token_env": "SERVERS_TOKEN", "timeout_s": 20, **engine}
+    at = {"kind": "openai", "url": f"{url}/v1", "weights_token_env": "SERVERS_TOKEN", "timeout_s": 120, **engine}
     model = {"path": "builtin:tiny", "dtype": "float32"}
     task = {"kind": "import", "path": "letters:Letters"}
     return resolve(validate({"run": {"device": "cpu"}, "model": model, "rollouts": {"task": task}, "engine": at})).config

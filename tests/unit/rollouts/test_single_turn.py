@@ -359,12 +359,12 @@ def test_a_reward_that_does_not_return_in_time_fails_its_attempt_alone() -> None
     end = threading.Event()
 
     def score(task: Task, text: str) -> float:
-        return float(end.wait(30)) if text == "slow" else 1.0
+        return float(end.wait(300)) if text == "slow" else 1.0
 
-    rollouts = make_rollouts(FakeTasks(score), say("quick", "slow", "x"), group_size=3, reward_timeout_s=0.2)  # type: ignore[arg-type]
+    rollouts = make_rollouts(FakeTasks(score), say("quick", "slow", "x"), group_size=3, reward_timeout_s=0.8)  # type: ignore[arg-type]
     [group] = collect(rollouts, 1, version=0)
     end.set()
-    assert [t.failure and t.failure.reason for t in group.trajectories] == [None, "`score` did not return within 0.2 s", None]
+    assert [t.failure and t.failure.reason for t in group.trajectories] == [None, "`score` did not return within 0.8 s", None]
     rollouts.close()
 
 
@@ -444,15 +444,15 @@ def test_a_task_that_does_not_come_in_time_fails_and_the_others_are_attempted() 
     class Slow(FakeTasks):
         def train(self, index: int) -> Task:
             if index == 1:
-                end.wait(30)
+                end.wait(300)
             return super().train(index)
 
-    rollouts = make_rollouts(Slow(), say("x"), task_timeout_s=0.2)
+    rollouts = make_rollouts(Slow(), say("x"), task_timeout_s=0.8)
     groups = collect(rollouts, 3, version=0)
     end.set()
     failures = [group.trajectories[0].failure for group in groups]
     assert failures[0] is failures[2] is None
-    assert "`train` did not return within 0.2 s" in str(failures[1])
+    assert "`train` did not return within 0.8 s" in str(failures[1])
     rollouts.close()
 
 

@@ -49,7 +49,7 @@ def here(shared: ServedPolicy, model: Path) -> ServedPolicy:
 
 
 def client(policy: ServedPolicy, token: str = TOKEN) -> httpx2.Client:
-    return httpx2.Client(base_url=policy.url, headers={"authorization": f"Bearer {token}"}, timeout=20)
+    return httpx2.Client(base_url=policy.url, headers={"authorization": f"Bearer {token}"}, timeout=120)
 
 
 def transport(*policies: ServedPolicy) -> HttpWeights:
@@ -71,7 +71,7 @@ def move(http: HttpWeights, version: int, tensors: dict[str, torch.Tensor]) -> i
 
 def completion(policy: ServedPolicy, prompt: Sequence[int] = (5, 6, 7)) -> dict:
     body = {"model": "m", "prompt": list(prompt), "max_tokens": 6, "logprobs": 0, "seed": 3, "temperature": 1.0}
-    answer = httpx2.post(f"{policy.url}/v1/completions", json=body, timeout=20).json()
+    answer = httpx2.post(f"{policy.url}/v1/completions", json=body, timeout=120).json()
     return answer["choices"][0]
 
 

@@ -18,6 +18,7 @@ from typing import Any
 
 import pytest
 from support.eventually import eventually
+from support.ports import free_port
 from support.sink_runs import SAMPLES, killed_and_resumed, listening, make_config, row, tell, tensorboard_events, wandb_history
 
 from redline.errors import ConfigError
@@ -37,12 +38,6 @@ def serving(handler: type[http.server.BaseHTTPRequestHandler]) -> Iterator[http.
         finally:
             server.shutdown()
             thread.join()
-
-
-def free_port() -> int:
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        return int(taken.getsockname()[1])
 
 
 # ── before any library ─────────────────────────────────────────────────────────────────────────────────────────────────

@@ -82,7 +82,7 @@ def weights(version: int) -> WeightSet:
     return WeightSet(version, {"w": torch.ones(2)})
 
 
-def transport(server: Server, patience_s: float = 10.0) -> HttpWeights:
+def transport(server: Server, patience_s: float = 300.0) -> HttpWeights:
     return HttpWeights([server], weights(0).tensors, sampler=server, patience_s=patience_s)
 
 
