@@ -52,7 +52,7 @@ DIFFERENT = [
 
 @pytest.fixture(scope="module")
 def verifier() -> MathVerifier:
-    return MathVerifier(limit_s=2)
+    return MathVerifier(limit_s=3)
 
 
 def test_answers_with_the_same_value_are_equal_and_others_are_not(verifier: MathVerifier) -> None:
