@@ -24,7 +24,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from redline.telemetry.ledger import UNACCOUNTED, LaneLedger, Ledger
 
@@ -74,6 +74,9 @@ class Span:
             lane.finished.append(self)
         else:
             lane.unwind(self, now)
+
+
+SpanClass = TypeVar("SpanClass", bound=Span)
 
 
 @dataclass(slots=True, frozen=True)
@@ -318,7 +321,12 @@ class Recorder:
 
 
 _current: Recorder | None = None
+_plain_class: type[Span] = Span
+"""What spans are made of, but for delays."""
+_pause: Callable[[str], None] | None = None
+"""Called in every span that opens, with its name; None while nothing is delayed."""
 _span_class: type[Span] = Span
+"""`_plain_class`, with `_pause` where there is one: a span that is not delayed does not even ask."""
 _NOT_RECORDING: AbstractContextManager[None] = nullcontext()
 
 
@@ -337,9 +345,32 @@ def span(name: str, *, device: bool = False, awaits: bool = True, **args: object
 
 
 def use_span_class(span_class: type[Span]) -> None:
-    """From now on every span is made by this function, in any thread."""
-    global _span_class
-    _span_class = span_class
+    """Make every span of this class from now on, in any thread."""
+    global _plain_class, _span_class
+    _plain_class = span_class
+    _span_class = with_pause(span_class)
+
+
+def pause_spans(pause: Callable[[str], None] | None) -> None:
+    """Call `pause` with the name of every span that opens from now on, in any thread: its time is the span's own. None ends
+    that."""
+    global _pause, _span_class
+    _pause = pause
+    _span_class = with_pause(_plain_class)
+
+
+def with_pause(span_class: type[SpanClass]) -> type[SpanClass]:
+    """Return the class whose spans call what `pause_spans` was given: the class itself where it was given nothing."""
+    return span_class if _pause is None else _paused(span_class, _pause)
+
+
+@functools.lru_cache(maxsize=8)
+def _paused(span_class: type[SpanClass], pause: Callable[[str], None]) -> type[SpanClass]:
+    def enter(self: Span) -> None:
+        span_class.__enter__(self)  # type: ignore[arg-type]
+        pause(self.name)
+
+    return type(f"Paused{span_class.__name__}", (span_class,), {"__slots__": (), "__enter__": enter})
 
 
 def user_span(name: str, *, device: bool = False, awaits: bool = True, **args: object) -> AbstractContextManager[None]:

@@ -254,6 +254,8 @@ class PolicyTrainer:
             extra |= CriticReport.of_step(critic, explained).metrics
         if correction_for(batch.lags, self._config) is not self._config:
             extra["lag_corrected"] = 1.0
+        if retries := sum(budget.take_retries() for budget in (self._budgets(), self._forward_budget, self._critic_budget)):
+            extra["oom_retries"] = float(retries)
         return replace(report, extra=extra)
 
     def _plan(self, batch: TrainBatch, max_tokens: int) -> MicroBatchPlan:

@@ -12,6 +12,7 @@ from typing import Any
 
 from redline.engine.stats import metrics_between
 from redline.telemetry import MetricsLog
+from redline.telemetry.delays import Delays
 from redline.telemetry.files.failure import steps_logged
 from redline.telemetry.ledger import by_section
 from redline.telemetry.summary.attempts import attempt_metrics
@@ -49,9 +50,14 @@ class FinishedStep:
 class StepRows:
     """Collects the groups of a step and writes its row: to the file, to the listeners and to the console."""
 
-    def __init__(self, outputs: Outputs, stages: Watched, peak_flops: float | None = None) -> None:
-        """`peak_flops` is what the trainer's devices can do in a second; without it a row has no MFU."""
+    def __init__(
+        self, outputs: Outputs, stages: Watched, peak_flops: float | None = None, delays: Delays | None = None
+    ) -> None:
+        """`peak_flops` is what the trainer's devices can do in a second; without it a row has no MFU. Steps that `delays` made
+        longer say so."""
         self._outputs = outputs
+        self._delays = delays
+        self._began_s = time.time()
         self._stages = stages
         self._peak_flops = peak_flops
         self._log = MetricsLog(outputs.folder.metrics)
@@ -85,6 +91,7 @@ class StepRows:
         metrics |= _speed_beside(metrics)
         metrics |= self._stages.buffer_metrics()
         metrics |= self._stages.worker_metrics()
+        metrics["run/began_s"] = self._began_s
         self._tell(step, metrics, made_here)
         self.failures.add(own[0] for group in self._groups[self._num_taken_over :] for own in group.attempts)
         self._groups, self._num_taken_over = [], 0
@@ -98,7 +105,8 @@ class StepRows:
         outputs, version = self._outputs, step.update.version
         for sentence in self._stages.news():
             outputs.progress.note(sentence)
-        outputs.listeners.step(self._log.append(version, {**metrics, **_reason(step.groups)}))
+        delayed = self._delays.mark() if self._delays else {}
+        outputs.listeners.step(self._log.append(version, {**metrics, **_reason(step.groups), **delayed}))
         if step.groups:
             if not math.isnan(metrics["rollouts/reward_mean"]):
                 self._reward = metrics["rollouts/reward_mean"]

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 
 from redline.config.schema import Config
 from redline.telemetry import span
+from redline.telemetry.delays import Delays
 from redline.telemetry.profiling.profiler import StepProfiler
 from redline.telemetry.summary.failed_attempts import FailureTally
 from redline.types import StepReport, TrainBatch, TrajectoryGroup, WeightUpdate
@@ -46,7 +47,8 @@ class RunWatch:
         self._profiler = profiler
         self._spans = SpanFiles(config.telemetry, outputs)
         self._checkpoints = checkpoints or Checkpoints(config.run, outputs.folder, stages.trainer, outputs.progress.note)
-        self.rows = StepRows(outputs, stages, peak_flops)
+        self._delays = Delays(outputs.folder, outputs.progress.note)
+        self.rows = StepRows(outputs, stages, peak_flops, self._delays)
         self.evaluations = Evaluations(config.rollouts, outputs, stages)
         self.interrupts = Interrupts(outputs.progress.note)
         self._failed_in_a_row = 0
@@ -77,8 +79,8 @@ class RunWatch:
             self.checkpoint()
         if last:
             self._finish_checkpoints()
-        if self._profiler and not last:
-            self._profiler.step_begins(version + 1)
+        if not last:
+            self._step_begins(version + 1)
         self.rows.mark()
         self._finished = version
 
@@ -122,9 +124,14 @@ class RunWatch:
 
     def begin(self) -> None:
         """Begin the first step here: the time up to now belongs to no step."""
-        if self._profiler:
-            self._profiler.step_begins(self._stages.trainer.version + 1)
+        self._step_begins(self._stages.trainer.version + 1)
         self.rows.mark()
+
+    def _step_begins(self, step: int) -> None:
+        """Take up what somebody has asked of the run meanwhile: a profile, delays."""
+        if self._profiler:
+            self._profiler.step_begins(step)
+        self._delays.step_begins()
 
     def evaluate(self, version: int) -> None:
         """Block until the current policy has attempted the held-out tasks."""
@@ -152,6 +159,7 @@ class RunWatch:
 
     def close(self) -> None:
         """Write the checkpoint that is under way, the ledger and everything still in memory."""
+        self._delays.close()
         try:
             self._finish_checkpoints()
         finally:

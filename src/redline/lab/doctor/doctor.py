@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from redline.lab.doctor.facts import FEWEST, Facts
@@ -21,6 +22,7 @@ RULES: Mapping[str, Rule] = {
     "serial_episodes": rollouts.serial_episodes,
     "retokenising": rollouts.retokenising,
     "loading_stall": rollouts.loading_stall,
+    "frequent_evaluation": rollouts.frequent_evaluation,
     "failed_attempts": rollouts.failures,
     "low_concurrency": engine.low_concurrency,
     "prefix_cache_off": engine.prefix_cache_off,
@@ -33,11 +35,13 @@ RULES: Mapping[str, Rule] = {
     "offload_not_needed": trainer.offload_not_needed,
     "double_forward": trainer.double_forward,
     "imbalance": trainer.imbalance,
+    "memory_spike": trainer.memory_spike,
     "long_tail": moving.long_tail,
     "no_overlap": moving.no_overlap,
     "staleness_waits": moving.staleness_waits,
     "sync_stall": moving.sync_stall,
     "serialisation": moving.serialisation,
+    "io_bound": moving.io_bound,
     "slow_first_step": machine.slow_first_step,
     "noisy_neighbour": machine.noisy_neighbour,
     "cpu_bound": machine.cpu_bound,
@@ -91,9 +95,10 @@ class Diagnosis:
         }
 
 
-def diagnose(run: Run) -> Diagnosis:
-    """Look at a run for every known cause. Blocks for as long as its logs take to read; the run may still go on."""
-    facts = Facts.of(run)
+def diagnose(run: Run, *, with_delays: bool = False) -> Diagnosis:
+    """Look at a run for every known cause. Blocks for a second or two while its newest steps are read; the run may still go on.
+    Steps that were delayed on purpose do not count, unless they are asked for."""
+    facts = Facts.of(run, with_delays=with_delays)
     phases = {
         name.removeprefix(PREFIX).removesuffix("_s"): facts.total(name) for name in facts.steps if name.startswith(PREFIX)
     }
@@ -103,8 +108,25 @@ def diagnose(run: Run) -> Diagnosis:
 
 
 def examined(facts: Facts) -> tuple[tuple[Finding, ...], tuple[Abstention, ...]]:
-    """What all rules say of the facts: findings worth a change by recoverable time, and what could not be told."""
+    """What all rules say of the facts: findings worth a change by recoverable time, and what could not be told. Each gain is
+    what is left for it once those before it are mended, so that together they never come to more than there is."""
     answers = [rule(facts) for rule in RULES.values()]
-    worth = [a for a in answers if isinstance(a, Finding) and a.gain.likely_s >= WORTH * facts.wall_s]
-    ranked = sorted(worth, key=lambda finding: -finding.gain.likely_s)
+    left = [a for a in answers if isinstance(a, Finding) and a.gain.likely_s > 0]
+    ranked: list[Finding] = []
+    saved: Counter[str] = Counter()
+    while left:
+        rest = {found.cause: _what_is_left(found, saved, facts.wall_s) for found in left}
+        best = max(left, key=lambda found: rest[found.cause].gain.likely_s)
+        if rest[best.cause].gain.likely_s < WORTH * facts.wall_s:
+            break
+        ranked.append(rest[best.cause])
+        saved[best.gain.of] += rest[best.cause].gain.likely_s
+        left.remove(best)
     return tuple(ranked), tuple(answer for answer in answers if isinstance(answer, Abstention))
+
+
+def _what_is_left(found: Finding, saved: Counter[str], wall_s: float) -> Finding:
+    """The finding with the gain that remains once `saved` seconds of each kind of time are gone."""
+    own = 1 - saved[found.gain.of] / max(found.gain.of_s, 1e-9)
+    every = 1 - sum(saved.values()) / max(wall_s, 1e-9)
+    return replace(found, gain=found.gain.scaled(max(0.0, min(own, every if found.gain.of == "step" else 1.0, 1.0))))

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
@@ -13,19 +14,48 @@ from redline.lab.doctor.finding import Evidence, Gain
 from redline.lab.evidence.statistics import hodges_lehmann
 from redline.runs.run import Run, rows_of
 from redline.telemetry import Ledger
+from redline.telemetry.delays import PLAN, TOTAL
+from redline.telemetry.files.metrics import rows_from_the_last
 from redline.telemetry.ledger import MAIN_LANE
 from redline.telemetry.summary.timeline import PREFIX, ROLLOUTS_PREFIX
 
-Side = Literal["trainer", "rollouts"]
-"""Who does the work. In lockstep both take turns in one thread; with a lag they work at once, and one of them waits."""
+Side = Literal["trainer", "rollouts", "both"]
+"""Who does the work. In lockstep trainer and rollouts take turns in one thread; with a lag they work at once, and one of them
+waits. `both`: what holds up either of them."""
 FEWEST = 4
 """Steady steps that a claim needs."""
+FIRST = 2
+"""Steps that are apart: they compile, load and fill caches."""
+MOST_STEPS = 2000
+"""Steps that are looked at, the newest: what a run was like hours ago is not what it is like."""
 MOST_POINTS = 200
 """Of a series that evidence carries."""
 TRAINER_WAITS = ("wait_for_rollouts", "wait_for_late_groups", "wait")
 """Waits of the main thread for the other side."""
 ROLLOUTS_WAITS = ("wait_for_budget", "wait_for_weights", "wait")
 """Waits of the rollouts' thread for the other side."""
+Pool = Literal["generation", "training", "rewards", "environments", "tasks", "weights", "ranks", "between", "step"]
+"""Time that a finding is about. Two findings that are about the same time cannot both have all of it."""
+POOLS: Mapping[Pool, tuple[str, ...]] = {
+    "generation": ("generation",),
+    "training": ("training",),
+    "rewards": ("reward", "wait_for_rewards", "wait_for_reward_model"),
+    "environments": ("environment", "wait_for_environments"),
+    "tasks": ("data", "wait_for_task", "wait_for_tasks", "wait_for_calls", "wait_for_requests"),
+    "weights": ("weight_sync", "wait_for_engine"),
+    "ranks": ("wait_for_ranks", "wait_for_stages"),
+}
+"""Pool → its phases. `between` is the time between steps, `step` is all."""
+BETWEEN, EVALUATION = "run/between_s", "run/evaluation_s"
+"""Columns made here: seconds before each step that belong to none, and those of them in which the policy was evaluated."""
+
+
+class Parts(NamedTuple):
+    """Parts of some lost time that a change takes away."""
+
+    low: float
+    likely: float
+    high: float
 
 
 @dataclass(slots=True, frozen=True)
@@ -41,21 +71,33 @@ class Facts:
     """Figure of the machine → its value in each sample while steps were taken."""
     ledger: Ledger | None = None
     environment: Mapping[str, Any] = field(default_factory=dict)
+    ledger_steps: int = 0
+    """Steps that the ledger is about; 0: as many as there are here."""
+    slept: Mapping[str, float] = field(default_factory=dict)
+    """Span → seconds of the ledger that it slept in steps that are left out."""
 
     @classmethod
-    def of(cls, run: Run) -> Facts:
-        """Read a run. Blocks for as long as its logs take to read."""
-        rows = list(rows_of(run.folder.metrics))
-        apart = min(2, max(0, len(rows) - FEWEST))
+    def of(cls, run: Run, *, with_delays: bool = False) -> Facts:
+        """Read the newest steps of the run's last process. Blocks for as long as that takes: a second or two, however long the
+        run is. Steps that were delayed on purpose are left out, unless somebody asks for them."""
+        rows = _newest_rows(run)
+        is_beginning = len(rows) < MOST_STEPS
+        before = dict[str, Any]() if is_beginning else rows.pop(0)
+        _add_time_between(rows, before, run)
+        delayed = [row for row in rows if not with_delays and PLAN in row]
+        process_steps = len(rows) if is_beginning else int(_number(rows[-1].get("step", len(rows))))
+        rows = [row for row in rows if with_delays or PLAN not in row]
+        apart = min(FIRST, max(0, len(rows) - FEWEST)) if is_beginning else 0
         begun, ended = (rows[apart].get("run/time_s"), rows[-1].get("run/time_s")) if rows else (None, None)
-        samples = [row for row in rows_of(run.folder.samples) if _is_between(row.get("time"), begun, ended)]
         return cls(
             config=run.config,
             steps=_columns(rows[apart:]),
             first=_columns(rows[:apart]),
-            samples=_columns(samples),
+            samples=_columns(_samples_between(run, begun, ended)),
             ledger=run.ledger,
             environment=run.environment,
+            ledger_steps=process_steps,
+            slept=_slept(delayed),
         )
 
     # ── figures ────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -72,8 +114,17 @@ class Facts:
 
     @property
     def wall_s(self) -> float:
-        """Seconds of all steady steps."""
-        return self.total("run/step_s")
+        """Seconds of all steady steps, and of what lies between them: evaluations, checkpoints, logs."""
+        return self.total("run/step_s") + self.total(BETWEEN)
+
+    @property
+    def period_s(self) -> float:
+        """Seconds from one steady step to the next: wall_s / num_steps."""
+        return self.wall_s / max(1, self.num_steps)
+
+    def column(self, metric: str) -> np.ndarray:
+        """A metric in each steady step; 0 where a step has none."""
+        return np.nan_to_num(self.steps.get(metric, np.zeros(self.num_steps)))
 
     def mean(self, metric: str) -> float | None:
         """The mean over the steady steps, those without a value left out; None where there is none."""
@@ -102,9 +153,9 @@ class Facts:
         """Seconds of spans in the main thread in each steady step; only their sum over the run is known, so they are all alike.
         Zeros until the run has ended."""
         lane = self.ledger.lanes.get(MAIN_LANE) if self.ledger else None
-        steps = self.num_steps + len(self.first.get("run/step_s", ()))
-        seconds = sum(lane.rows.get(name, 0) for name in names) / 1e9 if lane else 0.0
-        return np.full(self.num_steps, seconds / max(1, steps))
+        steps = self.ledger_steps or self.num_steps + len(self.first.get("run/step_s", ()))
+        seconds = sum(lane.rows.get(name, 0) / 1e9 - self.slept.get(name, 0.0) for name in names) if lane else 0.0
+        return np.full(self.num_steps, max(0.0, seconds) / max(1, steps))
 
     def setting(self, key: str, default: Any = None) -> Any:
         """The recipe's value under a dotted key, such as `trainer.lora.rank`."""
@@ -151,18 +202,68 @@ class Facts:
             return None
         return "rollouts" if self.trainer_waits.sum() >= self.rollouts_wait.sum() else "trainer"
 
-    def saved(self, side: Side, seconds: np.ndarray, low: float, likely: float, high: float, assumption: str) -> Gain:
+    def saved(self, side: Side, seconds: np.ndarray, pool: Pool, parts: Parts, assumption: str) -> Gain:
         """What is gained where a side loses `seconds` in each step, of which a change takes away the given parts. Beside a lag
         that is at most what the other side waits, and nothing on the side that waits itself."""
-        if not self.is_lockstep:
+        total_s, name = self._pool_s(pool), str(pool)
+        if not self.is_lockstep and side != "both":
             if side != self.bounding:
-                return Gain(0.0, 0.0, 0.0, f"the {self.bounding} side bounds the run; {assumption}")
-            seconds = np.minimum(seconds, self.trainer_waits if side == "rollouts" else self.rollouts_wait)
+                return Gain(0.0, 0.0, 0.0, f"the {self.bounding} side bounds the run; {assumption}", name, total_s)
+            waits = self.trainer_waits if side == "rollouts" else self.rollouts_wait
+            seconds, total_s, name = np.minimum(seconds, waits), float(waits.sum()), f"waits for {side}"
         interval = hodges_lehmann(seconds.tolist()[:MOST_POINTS]).interval if len(seconds) else None
         mean, count = float(seconds.mean()) if len(seconds) else 0.0, len(seconds)
         least, most = (max(0.0, min(interval[0], mean)), max(interval[1], mean)) if interval else (mean, mean)
-        parts = np.maximum.accumulate(np.minimum([least * low, mean * likely, most * high], self.step_s)) * count
-        return Gain(float(parts[0]), float(parts[1]), float(parts[2]), assumption)
+        found = np.maximum.accumulate(np.minimum([least * parts.low, mean * parts.likely, most * parts.high], self.period_s))
+        low, likely, high = (float(value) * count for value in found)
+        return Gain(low, likely, high, assumption, name, max(total_s, likely))
+
+    def _pool_s(self, pool: Pool) -> float:
+        """Seconds of all steady steps that findings about a pool can share."""
+        if pool == "step":
+            return self.wall_s
+        if pool == "between":
+            return self.total(BETWEEN)
+        return float(sum(self.phases(POOLS[pool], side).sum() for side in ("trainer", "rollouts"))) / (
+            2 if self.is_lockstep else 1
+        )
+
+
+def _newest_rows(run: Run) -> list[dict[str, Any]]:
+    """Rows of the run's last process in order, the newest `MOST_STEPS` of them."""
+    found = rows_from_the_last(run.folder.metrics)
+    newest = next(found, None)
+    if newest is None:
+        return []
+    same = itertools.takewhile(lambda row: row.get("run/began_s") == newest.get("run/began_s"), found)
+    return [newest, *itertools.islice(same, MOST_STEPS - 1)][::-1]
+
+
+def _add_time_between(rows: list[dict[str, Any]], before: Mapping[str, Any], run: Run) -> None:
+    """Give each row the seconds between the step before it and its own; 0 for the first of a process."""
+    evaluated = {row.get("step"): row.get("evaluation/seconds") for row in rows_of(run.folder.evaluations)}
+    for last, row in zip([before, *rows], rows, strict=False):
+        passed = _number(row.get("run/time_s")) - _number(last.get("run/time_s")) - _number(row.get("run/step_s"))
+        between = max(0.0, passed) if math.isfinite(passed) else 0.0
+        row[BETWEEN] = between
+        seconds = evaluated.get(last.get("step"))
+        row[EVALUATION] = min(between, _number(seconds)) if isinstance(seconds, int | float) else 0.0
+
+
+def _slept(rows: list[dict[str, Any]]) -> dict[str, float]:
+    """Span → seconds that it slept in the steps of these rows."""
+    names = {key for row in rows for key in row if key.startswith("delays/") and key.endswith("_s") and key != TOTAL}
+    return {key.removeprefix("delays/").removesuffix("_s"): sum(_number(row.get(key, 0)) for row in rows) for key in names}
+
+
+def _samples_between(run: Run, begun: Any, ended: Any) -> list[dict[str, Any]]:
+    """Samples of the machine while the steps were taken, at most as many as there may be steps."""
+    found = itertools.takewhile(
+        lambda row: not isinstance(begun, int | float) or (_number(row.get("time")) >= begun),
+        rows_from_the_last(run.folder.samples),
+    )
+    newest = itertools.islice(found, 10 * MOST_STEPS)
+    return [row for row in newest if _is_between(row.get("time"), begun, ended)][::-1]
 
 
 def _columns(rows: list[dict[str, Any]]) -> dict[str, np.ndarray]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import shlex
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 
@@ -31,6 +31,14 @@ class Gain:
     high_s: float
     assumption: str
     """What must hold for that."""
+    of: str
+    """The time that it is a part of, such as `generation`: what another finding saves of the same is gone."""
+    of_s: float
+    """Seconds of that time in all."""
+
+    def scaled(self, factor: float) -> Gain:
+        """The same gain, of a part of the time."""
+        return replace(self, low_s=self.low_s * factor, likely_s=self.likely_s * factor, high_s=self.high_s * factor)
 
 
 @dataclass(slots=True, frozen=True)

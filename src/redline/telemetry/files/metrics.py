@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import os
@@ -95,6 +96,18 @@ def _steps_from_the_last(path: Path) -> Iterator[tuple[int, int]]:
                 if (step := _step(line)) is not None:
                     yield end, step
                 end -= len(line)
+
+
+def rows_from_the_last(path: Path) -> Iterator[dict[str, Any]]:
+    """Give the rows of a log, the newest first, block by block: a caller that needs the newest reads no more than those. None
+    where there is no such file; a last line that is not whole, or one that a disk has damaged, is left out."""
+    with contextlib.suppress(FileNotFoundError), path.open("rb") as file:
+        end = file.seek(0, os.SEEK_END)
+        while end:
+            for line in reversed(_lines_before(file, end)):
+                end -= len(line)
+                if line.endswith(b"\n") and (row := parse_row(line)) is not None:
+                    yield row
 
 
 def _step(line: bytes) -> int | None:

@@ -16,7 +16,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from redline.telemetry.spans import Lane, Span
+from redline.telemetry.spans import Lane, Span, with_pause
 
 ANCHOR_NS = 1_000_000_000
 """How far behind the event may be from which times are measured."""
@@ -107,7 +107,7 @@ class DeviceTimer:
         self._origin_ns = self._anchor_ns = clock()
 
     def span(self, lane: Lane, name: str, args: dict[str, object]) -> DeviceSpan:
-        return DeviceSpan(self, lane, name, args)
+        return with_pause(DeviceSpan)(self, lane, name, args)
 
     def mark(self) -> DeviceEvent:
         try:

@@ -12,6 +12,7 @@ import psutil
 CHILDREN_EVERY_S = 10.0
 """How often to look for new children: that means to read every process of the machine."""
 CGROUP = Path("/sys/fs/cgroup")
+THREADS = Path("/proc/self/task")
 
 
 class Host:
@@ -22,6 +23,7 @@ class Host:
         self._children: dict[int, _Watched] = {}
         self._children_known_until = 0.0
         self._network = _network_bytes()
+        self._waited_ns = waits_for_cores()
         self._at = time.monotonic()
         psutil.cpu_percent()
         self._find_children()
@@ -38,10 +40,13 @@ class Host:
         everyone = [me, *children.values()]
         before, self._network = self._network, _network_bytes()
         memory = memory_limits()
+        waited_before, self._waited_ns = self._waited_ns, waits_for_cores()
+        waited = [ns - waited_before.get(thread, 0) for thread, ns in self._waited_ns.items()]
         return {
             "host/cpu_percent": me.cpu_percent,
             "host/children_cpu_percent": sum(use.cpu_percent for use in children.values()),
             "host/machine_cpu_percent": psutil.cpu_percent(),
+            **({"host/core_wait_percent": 100 * max(waited) / 1e9 / seconds} if waited else {}),
             "host/processes": len(everyone),
             "host/threads": sum(use.threads for use in everyone),
             "host/open_files": self._me.num_open_files(),
@@ -104,6 +109,15 @@ class _Watched:
     def num_open_files(self) -> int:
         """Counted by listing a directory, since the kernel keeps no count: for this process only, not for every child."""
         return int(self._process.num_fds())
+
+
+def waits_for_cores(threads: Path = THREADS) -> dict[str, int]:
+    """Thread of this process → ns in which it could have run and had no core. Empty where the kernel does not count that."""
+    waited = {}
+    for thread in threads.glob("*/schedstat"):
+        with contextlib.suppress(OSError, ValueError, IndexError):  # it has ended meanwhile
+            waited[thread.parent.name] = int(thread.read_text().split()[1])
+    return waited
 
 
 class _Network(NamedTuple):

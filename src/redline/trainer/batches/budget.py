@@ -147,6 +147,13 @@ class TokenBudget:
     current: int
     key: str = "trainer.max_tokens_per_micro_batch"
     """What a recipe calls it."""
+    retries: int = 0
+    """Times that memory ran out and a pass began again, since `take_retries`."""
+
+    def take_retries(self) -> int:
+        """Return how often memory ran out since the last call."""
+        taken, self.retries = self.retries, 0
+        return taken
 
     def after_oom(self, tried: int, longest: int) -> str:
         """Shrink below `tried`, the largest micro-batch that was planned, by at least a sequence of `longest` tokens; says what
@@ -158,6 +165,7 @@ class TokenBudget:
                 " (engine.gpu_memory_utilization)",
             )
         self.current = max(longest, min(int(SHRINK * tried), tried - longest))
+        self.retries += 1
         return (
             f"out of memory with {tried:,} tokens in a micro-batch; the step begins again with at most {self.current:,}."
             f" {self.key}={self.current} would have spared it"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -105,6 +106,14 @@ def facts(
     )
 
 
+def spiked() -> Facts:
+    """Memory runs out in every third step, which then takes twice as long."""
+    found = facts(LOCKSTEP)
+    third = np.arange(STEPS) % 3 == 0
+    longer = {name: found.steps[name] + 0.5 * third for name in ("run/step_s", "timeline/training_s")}
+    return replace(found, steps={**found.steps, **longer, "trainer/oom_retries": np.where(third, 1.0, np.nan)})
+
+
 CUDA = {"run.device": "cuda"}
 ON_GPU = {**QUIET, **GPU}
 PLANTED: dict[str, Facts] = {
@@ -119,7 +128,8 @@ PLANTED: dict[str, Facts] = {
         {"buffer.max_lag": 1},
     ),
     "serial_episodes": facts(
-        {**LOCKSTEP, "timeline/wait_for_environments_s": 0.4}, {"rollouts.environment.name": "calculator"}
+        {**LOCKSTEP, "timeline/wait_for_environments_s": 0.4},
+        {"rollouts.environment.name": "calculator", "rollouts.environment.run_in": "processes"},
     ),
     "retokenising": facts(
         {**LOCKSTEP, "rollouts/turns_mean": 5, "engine/prefill_s": 0.3},
@@ -148,17 +158,27 @@ PLANTED: dict[str, Facts] = {
         {**CUDA, "trainer.offload_optimizer": True},
         {**ON_GPU, "memory/offloaded_bytes": 4e9},
     ),
-    "double_forward": facts({**LOCKSTEP, "trainer/recompute_s": 0.15}, {"trainer.recompute_old_logprobs": True}),
+    "double_forward": facts({**LOCKSTEP, "trainer/recompute_s": 0.15}, {"trainer.mini_batches": 4}),
     "imbalance": facts({**LOCKSTEP, "timeline/wait_for_ranks_s": 0.3}),
     "long_tail": facts({**LOCKSTEP, "rollouts/attempt_latency_p99_s": 2.0, "engine/batch_size_mean": 12}),
     "no_overlap": facts(LOCKSTEP, {**CUDA, "placement.engines": 1}, ON_GPU),
+    "no_overlap with environments": facts(
+        {**LOCKSTEP, "timeline/wait_for_environments_s": 0.4},
+        {"rollouts.environment.name": "web", "rollouts.environment.workers": 64},
+    ),
+    "io_bound": facts({**LOCKSTEP, "run/between_s": 0.3}),
+    "frequent_evaluation": facts(
+        {**LOCKSTEP, "run/between_s": 0.3, "run/evaluation_s": 0.3}, {"rollouts.evaluation": {"every": 1}}
+    ),
+    "memory_spike": spiked(),
     "staleness_waits": facts(
         {**BESIDE, "timeline/wait_for_rollouts_s": 0.3, "timeline_rollouts/wait_for_budget_s": 0.3}, {"buffer.max_lag": 1}
     ),
     "sync_stall": facts({**LOCKSTEP, "timeline/weight_sync_s": 0.25}),
     "serialisation": facts(LOCKSTEP, spans={"buffer.pack": 3.0}),
     "slow_first_step": facts(first_s=9.0),
-    "noisy_neighbour": facts(samples={**QUIET, "host/cpu_percent": 80.0}),
+    "noisy_neighbour": facts(samples={**QUIET, "host/cpu_percent": 80.0, "host/core_wait_percent": 50.0}),
+    "noisy_neighbour of a kernel that counts no waits": facts(samples={**QUIET, "host/cpu_percent": 80.0}),
     "cpu_bound": facts(
         LOCKSTEP,
         CUDA,
@@ -217,3 +237,62 @@ def test_what_was_not_recorded_is_said() -> None:
     assert {"noisy_neighbour", "throttling", "cpu_bound", "offload_not_needed"} <= {
         answer.cause for answer in examined(unsampled)[1] if isinstance(answer, Abstention)
     }
+
+
+def test_findings_together_never_save_more_than_there_is() -> None:
+    """Many causes that all claim the same time of generation."""
+    worst = facts(
+        {
+            **LOCKSTEP,
+            "engine/queue_p50_s": 0.2,
+            "engine/batch_size_mean": 8,
+            "engine/kv_use_peak": 1.0,
+            "rollouts/failures": 30,
+            "rollouts/attempt_latency_p99_s": 2.0,
+            "engine/prefill_s": 0.3,
+            "rollouts/turns_mean": 5,
+        },
+        {
+            "engine.max_num_seqs": 32,
+            "engine.enable_prefix_caching": False,
+            "rollouts.environment.name": "x",
+            "rollouts.environment.keep_replies": False,
+        },
+    )
+    findings, _ = examined(worst)
+    of_generation = [finding.gain.likely_s for finding in findings if finding.gain.of == "generation"]
+    assert len(of_generation) > 1
+    assert sum(of_generation) <= worst.phase("generation").sum()
+    assert sum(finding.gain.likely_s for finding in findings) <= worst.wall_s
+
+
+def test_rows_are_counted_for_each_engine_and_every_step_of_lag() -> None:
+    """Four engines that decode sixteen rows each have no room left, and a lag of three fills as many rows four times."""
+    full = facts({**LOCKSTEP, "engine/batch_size_mean": 16, "rollouts/attempt_latency_p99_s": 0.9}, {"placement.engines": 4})
+    assert "long_tail" not in {finding.cause for finding in examined(full)[0]}
+    waits = {**BESIDE, "timeline/wait_for_rollouts_s": 0.5, "timeline/training_s": 0.47, "engine/queue_p50_s": 0.3}
+    short = facts(waits, {"buffer.max_lag": 3, "engine.max_num_seqs": 64})
+    assert "low_concurrency" in {finding.cause for finding in examined(short)[0]}
+
+
+def test_a_slow_reward_model_is_not_given_more_threads_and_a_task_of_ones_own_gets_processes() -> None:
+    slow = {**LOCKSTEP, "timeline/reward_s": 0.4}
+    judged = RULES["slow_reward"](facts(slow, {"rollouts.reward_model.path": "judge"}))
+    own = RULES["slow_reward"](facts(slow, {"rollouts.task.kind": "import"}))
+    assert isinstance(judged, Finding)
+    assert isinstance(own, Finding)
+    assert list(judged.change) == ["rollouts.reward_model.max_tokens_per_batch"]
+    assert own.change["rollouts.reward_run_in"] == "processes"
+
+
+def test_the_proof_of_a_bound_host_changes_no_batch() -> None:
+    keys = {**CUDA, "trainer.max_tokens_per_micro_batch": 1024}
+    samples = {**ON_GPU, "gpu/0/utilization_percent": 35.0, "host/cpu_percent": 100.0}
+    found = RULES["cpu_bound"](facts(LOCKSTEP, keys, samples))
+    assert isinstance(found, Finding)
+    assert found.change == {"trainer.max_tokens_per_micro_batch": 4096}
+
+
+def test_a_neighbour_on_a_core_of_its_own_costs_nothing() -> None:
+    beside = {**QUIET, "host/cpu_percent": 95.0, "host/core_wait_percent": 0.5}
+    assert "noisy_neighbour" not in {finding.cause for finding in examined(facts(samples=beside))[0]}

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 
-from redline.lab.doctor.facts import Facts
+from redline.lab.doctor.facts import Facts, Parts
 from redline.lab.doctor.finding import Abstention, Answer, Evidence, Finding
+from redline.lab.doctor.rules.sizes import attempts_at_once, num_engines, rows_of_an_engine
 
 FULL = 0.95
 """Share of the KV cache's blocks from which on it is full: the rest are in the prefix cache or held back."""
@@ -13,19 +16,20 @@ FULL = 0.95
 
 def low_concurrency(facts: Facts) -> Answer:
     """More attempts are there than the engine may decode at once."""
-    limit = facts.setting("engine.max_num_seqs", 256)
-    attempts = facts.setting("rollouts.groups_per_step", 0) * facts.setting("rollouts.group_size", 0)
-    if not attempts or attempts <= limit:
+    limit, engines = facts.setting("engine.max_num_seqs", 256), num_engines(facts)
+    attempts = math.ceil(attempts_at_once(facts) / engines)
+    if attempts <= limit:
         return None
     queue, latency = facts.mean("engine/queue_p50_s"), facts.mean("rollouts/attempt_latency_p50_s")
     if queue is None or not latency:
         return Abstention("low_concurrency", "the times of requests in the engine's queue were not recorded")
     if queue < 0.1 * latency:
         return None
-    waves = attempts / limit
+    more = int(min(attempts, 8 * limit))
+    waves = more / limit
     return Finding(
         cause="low_concurrency",
-        title=f"{attempts} attempts share {limit} rows of the engine.",
+        title=f"{attempts} attempts share {limit} rows of {'the' if engines == 1 else 'each'} engine.",
         why="The rest wait in its queue, and a decode step costs little more with more rows.",
         evidence=(
             Evidence("engine.max_num_seqs", limit, "sequences decoded at once, at most"),
@@ -36,12 +40,11 @@ def low_concurrency(facts: Facts) -> Answer:
         gain=facts.saved(
             "rollouts",
             facts.phase("generation", "rollouts"),
-            0.1 * (1 - 1 / waves),
-            0.6 * (1 - 1 / waves),
-            1 - 1 / waves,
+            "generation",
+            Parts(0.2 * (1 - 1 / waves), 0.7 * (1 - 1 / waves), 1 - 1 / waves),
             "a decode step of more rows costs less than those rows cost one after the other",
         ),
-        change={"engine.max_num_seqs": int(min(attempts, 8 * limit))},
+        change={"engine.max_num_seqs": more},
     )
 
 
@@ -49,7 +52,7 @@ def prefix_cache_off(facts: Facts) -> Answer:
     """Every attempt of a group computes the same prompt."""
     if facts.setting("engine.enable_prefix_caching", True):
         return None
-    prefill = np.nan_to_num(facts.steps.get("engine/prefill_s", np.zeros(facts.num_steps)))
+    prefill = facts.column("engine/prefill_s")
     again = 1 - 1 / max(1, facts.setting("rollouts.group_size", 1) * (facts.mean("rollouts/turns_mean") or 1))
     return Finding(
         cause="prefix_cache_off",
@@ -60,7 +63,9 @@ def prefix_cache_off(facts: Facts) -> Answer:
             facts.evidence("engine/prompt_tokens", "tokens of prompts computed, a step"),
             facts.evidence("engine/prefill_s", "seconds a step"),
         ),
-        gain=facts.saved("rollouts", prefill * again, 0.5, 0.9, 1.0, "prompts of a group are equal"),
+        gain=facts.saved(
+            "rollouts", prefill * again, "generation", Parts(0.5, 0.9, 1.0), "prompts of a group, and of its turns, begin alike"
+        ),
         change={"engine.enable_prefix_caching": True},
     )
 
@@ -70,7 +75,7 @@ def preemption(facts: Facts) -> Answer:
     preempted, attempts = facts.total("engine/preemptions"), facts.total("rollouts/attempts")
     if not preempted or not attempts:
         return None
-    again = np.nan_to_num(facts.steps["engine/preemptions"]) / np.maximum(1.0, np.nan_to_num(facts.steps["rollouts/attempts"]))
+    again = facts.column("engine/preemptions") / np.maximum(1.0, facts.column("rollouts/attempts"))
     lost = facts.phase("generation", "rollouts") * np.minimum(1.0, again / 2)
     return Finding(
         cause="preemption",
@@ -80,7 +85,9 @@ def preemption(facts: Facts) -> Answer:
             facts.evidence("engine/preemptions", "sequences put back, a step"),
             facts.evidence("engine/kv_use_peak", "share of the cache's blocks held at most"),
         ),
-        gain=facts.saved("rollouts", lost, 0.3, 0.8, 1.0, "a sequence is put back at half of its length, on average"),
+        gain=facts.saved(
+            "rollouts", lost, "generation", Parts(0.3, 0.8, 1.0), "a sequence is put back at half of its length, on average"
+        ),
         change=_larger_cache(facts),
     )
 
@@ -90,17 +97,14 @@ def kv_cache_too_small(facts: Facts) -> Answer:
     peak, batch = facts.mean("engine/kv_use_peak"), facts.mean("engine/batch_size_mean")
     if facts.total("engine/preemptions") or peak is None or batch is None or peak < FULL:
         return None
-    rows = min(
-        facts.setting("engine.max_num_seqs", 256),
-        facts.setting("rollouts.groups_per_step", 1) * facts.setting("rollouts.group_size", 1),
-    )
+    rows = rows_of_an_engine(facts)
     queue, latency = facts.mean("engine/queue_p50_s") or 0.0, facts.mean("rollouts/attempt_latency_p50_s") or 0.0
     if queue < 0.1 * latency or batch > 0.8 * rows:
         return None
     idle = 1 - batch / rows
     return Finding(
         cause="kv_cache_too_small",
-        title=f"The KV cache holds {batch:.0f} sequences where {rows} could be decoded at once.",
+        title=f"The KV cache holds {batch:.0f} sequences where {rows:.0f} could be decoded at once.",
         why="The others wait for blocks.",
         evidence=(
             facts.evidence("engine/kv_use_peak", "share of the cache's blocks held at most"),
@@ -110,9 +114,8 @@ def kv_cache_too_small(facts: Facts) -> Answer:
         gain=facts.saved(
             "rollouts",
             facts.phase("generation", "rollouts"),
-            0.1 * idle,
-            0.6 * idle,
-            idle,
+            "generation",
+            Parts(0.1 * idle, 0.6 * idle, idle),
             "a decode step of more rows costs less than those rows cost one after the other",
         ),
         change=_larger_cache(facts),
@@ -137,7 +140,9 @@ def kv_cache_too_large(facts: Facts) -> Answer:
             facts.evidence("engine/kv_use_peak", "share of the cache's blocks held at most"),
             Evidence("engine.gpu_memory_utilization", share, "share of the GPU's memory in use once the cache is made"),
         ),
-        gain=facts.saved("trainer", training, 0.05, 0.2, 0.35, "the memory is enough to train without recomputing"),
+        gain=facts.saved(
+            "trainer", training, "training", Parts(0.05, 0.2, 0.35), "the memory is enough to train without recomputing"
+        ),
         change={
             "engine.gpu_memory_utilization": round(max(0.1, share * (0.2 + peak)), 2),
             **({"trainer.offload_optimizer": False} if offloads else {"trainer.gradient_checkpointing": "none"}),
@@ -166,7 +171,11 @@ def too_much_tensor_parallelism(facts: Facts) -> Answer:
             Evidence("memory/weights_bytes", weights, "bytes of weights"),
         ),
         gain=facts.saved(
-            "rollouts", facts.phase("generation", "rollouts"), 0.05, 0.25, 0.5, "requests are many enough for all engines"
+            "rollouts",
+            facts.phase("generation", "rollouts"),
+            "generation",
+            Parts(0.05, 0.25, 0.5),
+            "requests are many enough for all engines",
         ),
         change={"engine.options.tensor_parallel_size": 1, "placement.engines": size},
     )

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-import os
-
 import numpy as np
 
-from redline.lab.doctor.facts import Facts, Side
+from redline.lab.doctor.facts import Facts, Parts, Side
 from redline.lab.doctor.finding import Abstention, Answer, Evidence, Finding
+from redline.lab.doctor.rules.sizes import usable_cores
+
+ONCE_S = 1.0
+"""Seconds, paid once in a run, that are nobody's bottleneck."""
 
 
 def slow_first_step(facts: Facts) -> Answer:
@@ -17,11 +19,8 @@ def slow_first_step(facts: Facts) -> Answer:
         return None
     beyond = float(np.sum(np.maximum(0.0, first - facts.step_s)))
     spread = float(np.std(facts.steps["run/step_s"]))
-    if beyond < 3 * spread:
+    if beyond < max(ONCE_S, 3 * spread):
         return None
-    gain = facts.saved(
-        "trainer", np.full(facts.num_steps, beyond / facts.num_steps), 0.2, 0.5, 0.9, "it can be kept from run to run"
-    )
     return Finding(
         cause="slow_first_step",
         title=f"The first steps take {beyond:.1f} s more than the others.",
@@ -30,7 +29,13 @@ def slow_first_step(facts: Facts) -> Answer:
             Evidence("run/step_s", float(first[0]), "seconds of the first step", tuple(first.tolist())),
             facts.evidence("run/step_s", "seconds of a steady step"),
         ),
-        gain=gain,
+        gain=facts.saved(
+            "both",
+            np.full(facts.num_steps, beyond / facts.num_steps),
+            "step",
+            Parts(0.2, 0.7, 1.0),
+            "it can be kept from run to run",
+        ),
         change={},
         advice="It is paid once: longer runs feel it less. Keep torch's and Triton's caches on a disk that lasts.",
     )
@@ -41,29 +46,30 @@ def noisy_neighbour(facts: Facts) -> Answer:
     machine, own = facts.sampled("host/machine_cpu_percent"), facts.sampled("host/cpu_percent")
     if machine is None or own is None:
         return Abstention("noisy_neighbour", "the machine was not sampled; telemetry.sample_every_s=1 does")
-    cores = facts.environment.get("cpu", {}).get("usable_cores") or os.cpu_count() or 1
+    cores = usable_cores(facts)
     children = facts.sampled("host/children_cpu_percent") or 0.0
     others = machine - (own + children) / cores
-    if others < 15 or machine < 85:
+    if others < 15:
         return None
-    taken = others / 100
+    waited = facts.sampled("host/core_wait_percent")
+    if waited is None and machine < 85:
+        return None
+    # What its own threads wanted at once, in % of one core: beyond the cores that there are they were in each other's way.
+    wanted = own + children + (waited or 0.0)
+    theirs = 1.0 if wanted <= 100 * cores else others / max(1e-9, others + (own + children) / cores)
+    taken = others / 100 if waited is None else min(1.0, waited / 100) * theirs
+    seconds = facts.phases(("generation", "training")) if waited is None else facts.column("run/step_s")
     return Finding(
         cause="noisy_neighbour",
         title=f"Other processes take {others:.0f}% of the machine.",
-        why="The cores are busy, and a part of that is not this run.",
+        why="This run's threads wait for cores that other processes have.",
         evidence=(
             Evidence("host/machine_cpu_percent", machine, "% of all cores, busy with whatever"),
             Evidence("host/cpu_percent", own, "% of one core, this process"),
             Evidence("host/children_cpu_percent", children, "% of one core, its children"),
+            *((Evidence("host/core_wait_percent", waited, "% of the time a thread waited for a core"),) if waited else ()),
         ),
-        gain=facts.saved(
-            _worker(facts),
-            facts.phases(("generation", "training"), _worker(facts)),
-            0.3 * taken,
-            0.8 * taken,
-            min(1.0, 1.2 * taken),
-            "they compete for the same cores",
-        ),
+        gain=facts.saved("both", seconds * taken, "step", Parts(0.5, 0.9, 1.2), "they compete for the same cores"),
         change={},
         advice="Stop them, or give this run cores of its own (taskset, a container); compare runs only when they are gone.",
     )
@@ -87,13 +93,33 @@ def cpu_bound(facts: Facts) -> Answer:
         evidence=(
             Evidence("gpu/0/utilization_percent", busy, "% of the time in which some kernel ran"),
             Evidence("host/cpu_percent", own, "% of one core"),
+            facts.evidence("trainer/micro_batches", "pieces of a batch, each launched by itself"),
+            facts.evidence("engine/batch_size_mean", "sequences decoded by one launch"),
         ),
         gain=facts.saved(
-            _worker(facts), facts.steps["run/step_s"] * idle, 0.2, 0.5, 0.9, "larger batches need fewer launches per token"
+            _worker(facts),
+            facts.column("run/step_s") * idle,
+            "step",
+            Parts(0.1, 0.4, 0.9),
+            "the same work takes fewer launches",
         ),
-        change={"rollouts.groups_per_step": 2 * facts.setting("rollouts.groups_per_step", 8)},
-        advice="More work per launch: more groups a step, larger micro-batches. `redline profile` shows the host's part.",
+        change=_fewer_launches(facts),
+        advice="The time of a token falls with more work per launch: larger micro-batches, more sequences decoded at once, and,"
+        " where the algorithm allows it, more groups a step. `redline profile` shows the host's part.",
     )
+
+
+def _fewer_launches(facts: Facts) -> dict[str, object]:
+    """Keys that let the same batch be computed in fewer launches; none where nothing limits them. A larger batch would be
+    another training, and comparing its steps would prove nothing."""
+    change: dict[str, object] = {}
+    now = facts.setting("trainer.max_tokens_per_micro_batch")
+    if isinstance(now, int) and (facts.mean("trainer/micro_batches") or 0.0) > (facts.mean("trainer/updates") or 1.0):
+        change["trainer.max_tokens_per_micro_batch"] = 4 * now
+    rows = facts.setting("engine.max_num_seqs", 256)
+    if (facts.mean("engine/batch_size_mean") or 0.0) > 0.8 * rows:
+        change["engine.max_num_seqs"] = 4 * rows
+    return change
 
 
 def throttling(facts: Facts) -> Answer:
@@ -110,16 +136,17 @@ def throttling(facts: Facts) -> Answer:
     at_limit = power is not None and limit is not None and power > 0.95 * limit
     if lost < 0.05 or not (at_limit or hot > 80):
         return None
+    course = tuple(clock[np.isfinite(clock)][:200].tolist())
     return Finding(
         cause="throttling",
         title=f"The GPU's clock is {lost:.0%} below what it reaches.",
         why="It is at its limit of power." if at_limit else "It is hot.",
         evidence=(
-            Evidence("gpu/0/sm_clock_mhz", mean, f"MHz on average, {fastest:.0f} at best", tuple(clock[:200].tolist())),
+            Evidence("gpu/0/sm_clock_mhz", mean, f"MHz on average, {fastest:.0f} at best", course),
             Evidence("gpu/0/temperature_c", hot, "°C"),
             Evidence("gpu/0/power_w", power or 0.0, f"W, of {limit or 0:.0f} allowed"),
         ),
-        gain=facts.saved(_worker(facts), facts.steps["run/step_s"], 0.2 * lost, 0.7 * lost, lost, "the work follows the clock"),
+        gain=facts.saved("both", facts.column("run/step_s") * lost, "step", Parts(0.2, 0.7, 1.0), "the work follows the clock"),
         change={},
         advice="Look at cooling and at `nvidia-smi -q -d PERFORMANCE,POWER`; raise the limit if it was lowered.",
     )

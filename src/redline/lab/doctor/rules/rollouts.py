@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
-import os
+import math
+from dataclasses import dataclass
 
 import numpy as np
 
-from redline.lab.doctor.facts import Facts
+from redline.lab.doctor.facts import EVALUATION, Facts, Parts
 from redline.lab.doctor.finding import Abstention, Answer, Evidence, Finding
+from redline.lab.doctor.rules.sizes import usable_cores
+
+REWARD_WORKERS = 8
+"""Calls of `score` at once where the recipe leaves that open and the task allows several."""
+WORTH_EVALUATING = 0.05
+"""Share of the time that evaluations may take."""
 
 
 def slow_reward(facts: Facts) -> Answer:
@@ -15,48 +22,109 @@ def slow_reward(facts: Facts) -> Answer:
     own = facts.phases(("reward", "wait_for_rewards", "wait_for_reward_model"), "rollouts")
     waiting = np.minimum(facts.trainer_waits, facts.rollouts_wait) if (facts.mean("buffer/groups_to_score") or 0) >= 1 else 0
     lost = own + waiting
-    workers = facts.setting("rollouts.max_reward_workers")
-    more = max(4, 2 * workers) if isinstance(workers, int) else 2 * max(4, os.cpu_count() or 1)
+    remedy = _more_rewards_at_once(facts)
     return Finding(
         cause="slow_reward",
         title="Rewards hold up the run.",
         why="Everything else waits while the reward of attempts is computed.",
         evidence=(
             Evidence("timeline/reward_s + wait_for_rewards_s", float(lost.mean()), "seconds a step in or for rewards"),
-            facts.evidence("rollouts/score_p50_s", "seconds from an attempt's last reply to its reward"),
+            facts.evidence("buffer/groups_to_score", "groups sampled and without a reward"),
+            Evidence("rollouts.max_reward_workers", remedy.now, "calls of `score` at once, at most"),
         ),
-        gain=facts.saved("rollouts", lost, 0.2, 0.6, 0.95, "rewards of several attempts can be computed at once"),
-        change={"rollouts.max_reward_workers": more},
-        advice="Make the reward itself faster, or compute several at once; `redline profile` shows which line takes the time.",
+        gain=facts.saved("both" if np.any(waiting) else "rollouts", lost, "rewards", remedy.parts, remedy.assumption),
+        change=remedy.change,
+        advice=remedy.advice,
     )
+
+
+@dataclass(slots=True, frozen=True)
+class _Remedy:
+    """What would make rewards faster."""
+
+    now: int
+    """Calls at once as it is."""
+    change: dict[str, object]
+    parts: Parts
+    assumption: str
+    advice: str
+
+
+def _more_rewards_at_once(facts: Facts) -> _Remedy:
+    """A reward model takes all answers at once; a task of one's own can score in processes, where two calls never meet; any
+    other may need one thread, and only its author knows."""
+    given = facts.setting("rollouts.max_reward_workers")
+    in_processes = facts.setting("rollouts.reward_run_in", "threads") == "processes"
+    now = given if isinstance(given, int) else REWARD_WORKERS if in_processes else 1
+    more = max(REWARD_WORKERS, 2 * now)
+    profile = "Make the reward itself faster: `redline profile RUN` shows which line takes the time."
+    if facts.setting("rollouts.reward_model.path"):
+        size = facts.setting("rollouts.reward_model.max_tokens_per_batch", 16384)
+        return _Remedy(
+            now,
+            {"rollouts.reward_model.max_tokens_per_batch": 2 * size},
+            Parts(0.0, 0.2, 0.5),
+            "most of the time is the reward model's, and larger batches suit it",
+            "A reward model scores all answers together; a smaller one is faster. With a lag it works beside the trainer.",
+        )
+    spare = 1 - now / min(more, max(now, usable_cores(facts)))
+    parts = Parts(0.5 * spare, 0.85 * (1 - now / more), 1 - now / more)
+    if facts.setting("rollouts.environment.name"):
+        return _Remedy(now, {}, Parts(0.1, 0.5, 0.9), "the environment's score can be faster", profile)
+    if facts.setting("rollouts.task.kind") == "import":
+        change: dict[str, object] = {"rollouts.reward_run_in": "processes", "rollouts.max_reward_workers": more}
+        return _Remedy(now, change, parts, f"rewards wait for something, or {more} cores are free", profile)
+    safe = "Several threads are right only where `score` is thread-safe, and help where it waits: they compute one at a time."
+    return _Remedy(now, {"rollouts.max_reward_workers": more}, parts, "`score` waits, and is thread-safe", f"{safe} {profile}")
 
 
 def serial_episodes(facts: Facts) -> Answer:
     """The engine waits for environments, of which too few work at once."""
-    if not facts.setting("rollouts.environment.name"):
+    if not has_few_workers(facts):
         return None
     lost = facts.phases(("environment", "wait_for_environments"), "rollouts")
     workers = facts.setting("rollouts.environment.workers", 8)
     attempts = facts.mean("rollouts/attempts") or 0.0
-    if workers >= attempts:
-        return None  # each attempt has one: more would stand idle
     run_in = facts.setting("rollouts.environment.run_in", "auto")
-    change: dict[str, object] = {"rollouts.environment.workers": int(min(256, max(2 * workers, attempts)))}
+    now = 1 if run_in == "loop" else workers
+    more = int(min(256, max(2 * workers, attempts)))
+    change: dict[str, object] = {"rollouts.environment.workers": more}
     if run_in == "loop":
         change["rollouts.environment.run_in"] = "threads"
     return Finding(
         cause="serial_episodes",
         title="The engine waits for environments.",
-        why=f"At most {workers} calls of environments run at once, and {attempts:.0f} attempts are under way in a step.",
+        why=f"At most {now} calls of environments run at once, and {attempts:.0f} attempts are under way in a step.",
         evidence=(
             Evidence("timeline/environment_s + wait_for_environments_s", float(lost.mean()), "seconds a step for environments"),
             facts.evidence("rollouts/environment_p50_s", "seconds of the environment's own code before a turn"),
             facts.evidence("engine/batch_size_mean", "sequences decoded at once"),
             Evidence("rollouts.environment.workers", workers, "calls of environments at once"),
         ),
-        gain=facts.saved("rollouts", lost, 0.2, 0.6, 0.95, "the environment's time is waiting or has cores to spare"),
+        gain=facts.saved(
+            "rollouts",
+            lost,
+            "environments",
+            Parts(0.2, 0.85 * (1 - now / more), 1 - now / more),
+            "the environment's time is waiting, or has cores to spare",
+        ),
         change=change,
     )
+
+
+def has_few_workers(facts: Facts) -> bool:
+    """Whether fewer calls of an environment are made at once than there are attempts. An `async` one needs no workers, and
+    awaits in the event loop, all attempts at once; where that cannot be told, it is taken to need them."""
+    if not facts.setting("rollouts.environment.name"):
+        return False
+    run_in = facts.setting("rollouts.environment.run_in", "auto")
+    if run_in == "loop":
+        return True
+    if facts.setting("rollouts.environment.workers", 8) >= (facts.mean("rollouts/attempts") or 0.0):
+        return False
+    if facts.ledger is None or run_in == "processes":
+        return True
+    return any(lane.startswith("environment-") for lane in facts.ledger.lanes)
 
 
 def retokenising(facts: Facts) -> Answer:
@@ -64,11 +132,10 @@ def retokenising(facts: Facts) -> Answer:
     if facts.setting("rollouts.environment.keep_replies", True):
         return None
     lost = facts.phase("data", "rollouts")
-    again = facts.steps.get("engine/prompt_tokens", np.zeros(facts.num_steps))
     turns = facts.mean("rollouts/turns_mean") or 1.0
     if turns <= 1:
         return None
-    prefill = np.nan_to_num(facts.steps.get("engine/prefill_s", np.zeros(facts.num_steps)))
+    prefill = facts.column("engine/prefill_s")
     return Finding(
         cause="retokenising",
         title="Replies are encoded again in every turn.",
@@ -77,10 +144,16 @@ def retokenising(facts: Facts) -> Answer:
         evidence=(
             Evidence("rollouts.environment.keep_replies", False, "replies are turned into text and back"),
             facts.evidence("rollouts/turns_mean", "turns of an attempt"),
-            Evidence("engine/prompt_tokens", float(np.nanmean(again)), "tokens of prompts that were computed, a step"),
+            facts.evidence("engine/prompt_tokens", "tokens of prompts that were computed, a step"),
             facts.evidence("engine/prefill_s", "seconds a step"),
         ),
-        gain=facts.saved("rollouts", lost + prefill * (1 - 1 / turns), 0.2, 0.7, 1.0, "most of a turn's prompt is older turns"),
+        gain=facts.saved(
+            "rollouts",
+            lost + prefill * (1 - 1 / turns),
+            "generation",
+            Parts(0.2, 0.7, 1.0),
+            "most of a turn's prompt is older turns",
+        ),
         change={"rollouts.environment.keep_replies": True},
     )
 
@@ -103,9 +176,39 @@ def loading_stall(facts: Facts) -> Answer:
             facts.evidence("timeline/data_s", "seconds a step for tasks, prompts and the buffer"),
             facts.evidence("rollouts/prompt_p50_s", "seconds from messages to tokens"),
         ),
-        gain=facts.saved("rollouts", lost, 0.3, 0.7, 0.95, "the work can be done ahead, or once"),
+        gain=facts.saved("rollouts", lost, "tasks", Parts(0.3, 0.8, 1.0), "the work can be done ahead, or once"),
         change={},
         advice="Do in the task source's `__init__` what does not change from task to task; keep data in Arrow files.",
+    )
+
+
+def frequent_evaluation(facts: Facts) -> Answer:
+    """The run stands still for evaluations."""
+    lost, every = facts.column(EVALUATION), facts.setting("rollouts.evaluation.every", 0)
+    if not every or not lost.any():
+        return None
+    each = float(lost[lost > 0].mean())
+    rarely = max(every, math.ceil(each / max(1e-9, WORTH_EVALUATING * facts.step_s)))
+    if rarely == every:
+        return None
+    return Finding(
+        cause="frequent_evaluation",
+        title=f"Evaluations take {lost.sum() / facts.wall_s:.0%} of the time.",
+        why="Nothing is trained on while held-out tasks are attempted.",
+        evidence=(
+            Evidence("evaluation/seconds", each, "seconds of an evaluation"),
+            Evidence("rollouts.evaluation.every", every, "steps from one to the next"),
+            facts.evidence("run/step_s", "seconds of a step"),
+        ),
+        gain=facts.saved(
+            "both",
+            lost,
+            "between",
+            Parts(0.8 * (1 - every / rarely), 1 - every / rarely, 1 - every / rarely),
+            f"a point of the curve every {rarely} steps is enough",
+        ),
+        change={"rollouts.evaluation.every": rarely},
+        advice="Fewer held-out tasks (rollouts.evaluation.num_tasks) save as much, with wider intervals.",
     )
 
 
@@ -123,7 +226,13 @@ def failures(facts: Facts) -> Answer:
             facts.evidence("rollouts/failures", "attempts a step"),
             facts.evidence("rollouts/retries", "attempts a step"),
         ),
-        gain=facts.saved("rollouts", facts.phase("generation", "rollouts") * share, 0.5, 0.9, 1.0, "failures can be mended"),
+        gain=facts.saved(
+            "rollouts",
+            facts.phase("generation", "rollouts") * share,
+            "generation",
+            Parts(0.5, 0.9, 1.0),
+            "failures can be mended: each step then has as many more attempts to train on",
+        ),
         change={},
         advice="`redline show RUN --failures` names the reason and the line of code.",
     )

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import numpy as np
 
-from redline.lab.doctor.facts import Facts
+from redline.lab.doctor.facts import Facts, Parts
 from redline.lab.doctor.finding import Abstention, Answer, Evidence, Finding
 
 FEW_TOKENS = {"cpu": 256, "cuda": 4096}
 """Tokens of a micro-batch under which the products of a layer no longer fill the device."""
+AGREES_KL = 1e-6
+"""Nats up to which the engine's logprobs are the trainer's, but for rounding."""
 HEADROOM = 0.3
 """Share of the memory that must be free before a setting that spares memory is called needless."""
 
@@ -41,9 +43,8 @@ def micro_batch_too_small(facts: Facts) -> Answer:
         gain=facts.saved(
             "trainer",
             _passes(facts),
-            0.1 * part,
-            0.45 * part,
-            0.8 * part,
+            "training",
+            Parts(0.1 * part, 0.45 * part, 0.8 * part),
             "larger products are faster, up to a few thousand tokens",
         ),
         change={"trainer.max_tokens_per_micro_batch": int(max(2 * now, min(few, 1.2 * tokens / updates + 1)))},
@@ -71,7 +72,11 @@ def checkpointing_not_needed(facts: Facts) -> Answer:
             facts.evidence("trainer/backward_s", "seconds a step"),
         ),
         gain=facts.saved(
-            "trainer", _passes(facts), 0.4 * again, again, 1.3 * again, "a forward pass is a third of forward and backward"
+            "trainer",
+            _passes(facts),
+            "training",
+            Parts(0.4 * again, again, 1.3 * again),
+            "a forward pass is a third of forward and backward",
         ),
         change={"trainer.gradient_checkpointing": "none"},
     )
@@ -88,7 +93,7 @@ def offload_not_needed(facts: Facts) -> Answer:
         return Abstention("offload_not_needed", "memory of the GPU was not recorded; install the extra `gpu`")
     if used + away > (1 - HEADROOM / 2) * memory:
         return None
-    lost = np.nan_to_num(facts.steps.get("trainer/optimizer_s", np.zeros(facts.num_steps)))
+    lost = facts.column("trainer/optimizer_s")
     return Finding(
         cause="offload_not_needed",
         title=f"{away / 1e9:.1f} GB travel to the GPU at every step, and would fit there.",
@@ -98,31 +103,31 @@ def offload_not_needed(facts: Facts) -> Answer:
             Evidence("memory/peak_bytes", used, "bytes used on the GPU at most"),
             facts.evidence("trainer/optimizer_s", "seconds a step"),
         ),
-        gain=facts.saved("trainer", lost, 0.3, 0.7, 0.95, "most of the update's time is the way of its states"),
+        gain=facts.saved(
+            "trainer", lost, "training", Parts(0.3, 0.7, 0.95), "most of the update's time is the way of its states"
+        ),
         change=dict.fromkeys(keys, False),
     )
 
 
 def double_forward(facts: Facts) -> Answer:
     """Logprobs that the engine has recorded are computed once more."""
-    again = np.nan_to_num(facts.steps.get("trainer/recompute_s", np.zeros(facts.num_steps)))
-    if not again.any() or facts.setting("trainer.recompute_old_logprobs") not in (True, "true"):
+    again, mismatch = facts.column("trainer/recompute_s"), facts.mean("trainer/mismatch_kl")
+    if not again.any() or facts.setting("trainer.recompute_old_logprobs", "auto") is False:
         return None
-    several = facts.setting("trainer.mini_batches", 1) * facts.setting("trainer.epochs", 1) > 1
-    mismatch = facts.mean("trainer/mismatch_kl")
-    if several or mismatch is None or mismatch > 1e-4:
-        return None
+    if not facts.is_lockstep or mismatch is None or mismatch > AGREES_KL:
+        return None  # the engine's are those of another policy, or rounded otherwise
     return Finding(
         cause="double_forward",
         title="Logprobs of the sampled tokens are computed twice.",
-        why="The engine has recorded them, and they agree with the trainer's.",
+        why="The engine has recorded them, and they agree with the trainer's, of whose first update they are the old ones.",
         evidence=(
             facts.evidence("trainer/recompute_s", "seconds a step"),
             facts.evidence("trainer/mismatch_kl", "nats between engine and trainer: next to nothing"),
-            Evidence("trainer.mini_batches × epochs", 1, "one update a step: old logprobs are the sampled ones"),
+            Evidence("buffer.max_lag", 0, "what is trained on was sampled by the policy that the step begins with"),
         ),
-        gain=facts.saved("trainer", again, 0.9, 1.0, 1.0, "engine and trainer go on agreeing"),
-        change={"trainer.recompute_old_logprobs": "auto"},
+        gain=facts.saved("trainer", again, "training", Parts(0.9, 1.0, 1.0), "engine and trainer go on agreeing"),
+        change={"trainer.recompute_old_logprobs": False},
     )
 
 
@@ -139,16 +144,44 @@ def imbalance(facts: Facts) -> Answer:
             Evidence("timeline/wait_for_ranks_s", float(waits.mean()), "seconds a step"),
             facts.evidence("trainer/imbalance", "cost of the dearest micro-batch over the mean"),
         ),
-        gain=facts.saved("trainer", waits, 0.2, 0.5, 0.9, "the work can be divided evenly"),
+        gain=facts.saved("trainer", waits, "ranks", Parts(0.2, 0.5, 0.9), "the work can be divided evenly"),
         change={},
         advice="More groups a step can be divided more evenly; `redline show RUN --ledger` shows whether one GPU is slower.",
     )
 
 
+def memory_spike(facts: Facts) -> Answer:
+    """Memory ran out now and then, and passes began again."""
+    retries = facts.column("trainer/oom_retries")
+    if not retries.any():
+        return None
+    training = facts.phase("training")
+    usual = float(np.median(training[retries == 0])) if (retries == 0).any() else 0.0
+    now = facts.setting("trainer.max_tokens_per_micro_batch")
+    return Finding(
+        cause="memory_spike",
+        title=f"The trainer ran out of memory {retries.sum():.0f} times, and began again.",
+        why="What it had computed by then is lost, and its micro-batches are smaller from then on.",
+        evidence=(
+            facts.evidence("trainer/oom_retries", "passes that began again, in steps with any"),
+            Evidence("timeline/training_s", usual, "seconds of a step in which memory was enough"),
+        ),
+        gain=facts.saved(
+            "trainer",
+            np.where(retries > 0, np.maximum(0.0, training - usual), 0.0),
+            "training",
+            Parts(0.5, 0.9, 1.0),
+            "smaller micro-batches from the beginning are enough",
+        ),
+        change={"trainer.max_tokens_per_micro_batch": int(0.75 * now)} if isinstance(now, int) else {},
+        advice="The run's own words name the size that would have spared it; engine.gpu_memory_utilization leaves the trainer"
+        " more, trainer.gradient_checkpointing needs less.",
+    )
+
+
 def _passes(facts: Facts) -> np.ndarray:
     """Seconds of forward and backward passes in each steady step."""
-    parts = [facts.steps.get(f"trainer/{part}_s", np.zeros(facts.num_steps)) for part in ("forward", "backward")]
-    return np.nan_to_num(np.sum(parts, axis=0))
+    return facts.column("trainer/forward_s") + facts.column("trainer/backward_s")
 
 
 def _free_share(facts: Facts) -> float | None:
