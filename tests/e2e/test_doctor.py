@@ -3,9 +3,21 @@
 from __future__ import annotations
 
 import json
+import subprocess
 from pathlib import Path
 
-from support.processes import only_run, redline, succeed, write_letters
+import pytest
+from support.processes import (
+    REDLINE,
+    num_rows,
+    only_run,
+    redline,
+    started,
+    succeed,
+    wait_for_run,
+    wait_until,
+    write_letters,
+)
 
 SLOW = """
 import time
@@ -49,3 +61,24 @@ def test_what_is_no_run_is_refused_in_a_sentence(tmp_path: Path) -> None:
     refused = redline("doctor", tmp_path, cwd=tmp_path)
     assert refused.returncode == 2
     assert "not a run folder" in refused.stderr
+
+
+@pytest.mark.slow
+def test_a_probe_of_a_run_that_goes_on_bears_its_finding_out_and_leaves_nothing_behind(tmp_path: Path) -> None:
+    """The first probe is killed in the middle of its delays, which end by themselves; the second is not."""
+    (tmp_path / "slow.py").write_text(SLOW)
+    task = {"kind": "import", "path": "slow:Slow", "folder": "."}
+    write_letters(tmp_path, run={"steps": 2000}, rollouts={"task": task, "evaluation": {"num_tasks": 0}})
+    with started("train", "letters.yaml", cwd=tmp_path) as training:
+        folder = wait_for_run(tmp_path, training)
+        assert wait_until(lambda: num_rows(folder.metrics) >= 8, training)
+        with subprocess.Popen([REDLINE, "doctor", folder.path, "--probe"], cwd=tmp_path, stderr=subprocess.DEVNULL) as probe:
+            assert wait_until(lambda: b"delays/total_s" in folder.metrics.read_bytes(), training)
+            probe.kill()
+        assert wait_until(lambda: b"delays/plan" not in folder.metrics.read_bytes().splitlines()[-1], training)
+        found = json.loads(succeed("doctor", folder.path, "--probe", "--json", cwd=tmp_path))
+        assert not (folder.path / "delays.json").exists()
+    parts = {part["part"]: part for part in found["probe"]["parts"]}
+    assert parts["rewards"]["says"] != "hidden"  # in lockstep nothing is
+    assert "slow_reward" in found["probe"]["findings"]
+    assert json.loads(succeed("doctor", folder.path, "--json", cwd=tmp_path))["delayed_steps"] > 0

@@ -237,7 +237,7 @@ redline serve MODEL OVERRIDES --allowed-host --api-key-env --device --dtype --ho
 redline join ADDRESS --device --model --port --threads --wait
 redline keys PREFIX --markdown
 redline plan RECIPE OVERRIDES --gpu --gpus --json --new-tokens --price --prompt-tokens --sharding --tensor-parallel
-redline doctor RUN --json
+redline doctor RUN --json --probe
 redline simulate RUN OVERRIDES --json
 redline profile RUN --steps --wait --what
 redline repair RUN --json

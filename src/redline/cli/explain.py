@@ -52,6 +52,9 @@ def keys(
 
 def doctor(
     run: Annotated[Path, typer.Argument(metavar="RUN", help="A run folder.")],
+    probes: Annotated[
+        bool, typer.Option("--probe", help="Delay parts of a run that goes on, for some dozen steps, and see what bounds it.")
+    ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document.")] = False,
 ) -> None:
     """Say what bounds a run, and what to change: each cause with its evidence, its gain and how to prove it."""
@@ -59,6 +62,13 @@ def doctor(
     from redline.lab.doctor.text import lines_of
     from redline.runs import Run
 
+    if probes:
+        from redline.lab.doctor.probe import probe
+
+        proof = probe(Run.open(run), lambda line: typer.echo(line, err=True))
+        said = [*lines_of(proof.diagnosis), "", *proof.lines()]
+        typer.echo(json.dumps(proof.as_json()) if as_json else "\n".join(said))
+        return
     diagnosis = diagnose(Run.open(run))
     typer.echo(json.dumps(diagnosis.as_json()) if as_json else "\n".join(lines_of(diagnosis)))
 

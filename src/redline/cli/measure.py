@@ -19,13 +19,14 @@ def bench(
         typer.Argument(
             metavar="CASE",
             help="What to measure: generate, n-sampling, rollout, trainer, e2e, weight-sync, memory, transfer, serialize,"
-            " telemetry, or all.",
+            " telemetry, or all; doctor runs planted bottlenecks.",
         ),
     ],
     overrides: Annotated[
         list[str] | None,
         typer.Argument(
-            metavar="KEY=VALUE", help="A setting of the case, such as workload=W1; `redline keys bench` lists them."
+            metavar="KEY=VALUE",
+            help="A setting of the case, such as workload=W1; `redline keys bench` lists them. For doctor: names of plants.",
         ),
     ] = None,
     quick: Annotated[bool, typer.Option("--quick", help="Take small sizes: a few seconds for each case.")] = False,
@@ -41,8 +42,11 @@ def bench(
 ) -> None:
     """Measure one part of redline, beside the limit of the hardware and beside other libraries.
 
-    Exit code 1: with `all`, a case failed.
+    Exit code 1: with `all`, a case failed; with `doctor`, too many causes were not found.
     """
+    if case == "doctor":
+        _bench_doctor(overrides or [], quick, [against, trl_python, profile or None], as_json, save)
+        return
     from redline.lab.bench.every import ALL, bench_all
     from redline.lab.bench.settings import make_settings, quick_overrides
     from redline.lab.bench.table import render
@@ -69,6 +73,29 @@ def bench(
     elif path:
         typer.echo(path)
     raise typer.Exit(document.exit_code)
+
+
+def _bench_doctor(names: list[str], quick: bool, others: list[object], as_json: bool, save: Path | None) -> None:
+    """Run the library of planted bottlenecks; `quick` leaves out the runs without them."""
+    from redline.errors import ConfigError
+    from redline.lab.doctor.planted.library import render, run_library
+    from redline.telemetry.console.tables import log_console, results_console
+
+    if any(option is not None for option in others):
+        raise ConfigError("--against, --trl-python and --profile are not for bench doctor", "leave them out")
+    log = log_console()
+    try:
+        library = run_library(names, lambda line: log.print(line, soft_wrap=True, highlight=False), with_fixes=not quick)
+    except KeyboardInterrupt:
+        typer.echo("stopped; nothing was saved", err=True)
+        raise typer.Exit(130) from None
+    path = library.save(save) if save else None
+    results_console(as_json=as_json).print(render(library))
+    if as_json:
+        typer.echo(json.dumps(library.as_json()))
+    elif path:
+        typer.echo(path)
+    raise typer.Exit(library.exit_code)
 
 
 def compare(

@@ -64,10 +64,14 @@ class Diagnosis:
     """Seconds of the steps that the findings are about."""
     num_steps: int
     has_phases: bool = True
+    num_delayed: int = 0
+    """Steps that do not count, since they were delayed on purpose."""
 
     @property
     def verdict(self) -> str:
         """One sentence: how many findings there are, that there is none, or that nothing can be said."""
+        if self.num_delayed and self.num_steps < FEWEST:
+            return f"{self.num_delayed} steps were delayed on purpose, and {self.num_steps} others are too few to tell."
         if self.num_steps < FEWEST:
             return f"{self.num_steps} steps after the first ones are too few to tell: record at least {FEWEST + 2}."
         if not self.has_phases:
@@ -87,6 +91,7 @@ class Diagnosis:
             "verdict": self.verdict,
             "wall_s": self.wall_s,
             "steps": self.num_steps,
+            "delayed_steps": self.num_delayed,
             "findings": [
                 {**asdict(finding), "share": self.share(finding.gain.likely_s), "prove": finding.proof(self.run)}
                 for finding in self.findings
@@ -104,7 +109,16 @@ def diagnose(run: Run, *, with_delays: bool = False) -> Diagnosis:
     }
     bound = bound_of(phases, facts.ledger, setting(run.config, "buffer", "max_lag", 0))
     findings, abstentions = examined(facts) if facts.num_steps >= FEWEST and phases else ((), ())
-    return Diagnosis(str(run.folder.shown), bound, findings, abstentions, facts.wall_s, facts.num_steps, bool(phases))
+    return Diagnosis(
+        run=str(run.folder.shown),
+        bound=bound,
+        findings=findings,
+        abstentions=abstentions,
+        wall_s=facts.wall_s,
+        num_steps=facts.num_steps,
+        has_phases=bool(phases),
+        num_delayed=facts.num_delayed,
+    )
 
 
 def examined(facts: Facts) -> tuple[tuple[Finding, ...], tuple[Abstention, ...]]:

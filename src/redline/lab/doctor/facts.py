@@ -75,6 +75,8 @@ class Facts:
     """Steps that the ledger is about; 0: as many as there are here."""
     slept: Mapping[str, float] = field(default_factory=dict)
     """Span → seconds of the ledger that it slept in steps that are left out."""
+    num_delayed: int = 0
+    """Steps that are left out, since they were delayed on purpose."""
 
     @classmethod
     def of(cls, run: Run, *, with_delays: bool = False) -> Facts:
@@ -98,6 +100,7 @@ class Facts:
             environment=run.environment,
             ledger_steps=process_steps,
             slept=_slept(delayed),
+            num_delayed=len(delayed),
         )
 
     # ── figures ────────────────────────────────────────────────────────────────────────────────────────────────────────

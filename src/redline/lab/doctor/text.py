@@ -13,6 +13,8 @@ def lines_of(diagnosis: Diagnosis) -> Iterator[str]:
     yield diagnosis.bound.headline
     yield from diagnosis.bound.details
     yield diagnosis.verdict
+    if diagnosis.num_delayed:
+        yield f"{diagnosis.num_delayed} steps do not count: they were delayed on purpose (delays/plan in their rows)."
     for place, finding in enumerate(diagnosis.findings, 1):
         yield ""
         yield from _finding(place, finding, diagnosis)

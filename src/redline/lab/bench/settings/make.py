@@ -46,7 +46,7 @@ SETTINGS: Mapping[str, type[BenchSettings]] = {
 def make_settings(case: str, overrides: Sequence[str] = ()) -> BenchSettings:
     """Settings with nothing left open but what depends on the prompts. Raises `ConfigError`."""
     if case not in SETTINGS:
-        raise ConfigError(f"{case!r} is no case of redline bench", f"one of {', '.join(SETTINGS)}, or all")
+        raise ConfigError(f"{case!r} is no case of redline bench", f"one of {', '.join(SETTINGS)}, doctor, or all")
     settings = read_overrides(case, SETTINGS[case], overrides)
     try:
         config = as_recipe(settings)

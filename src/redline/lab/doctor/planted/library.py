@@ -1,0 +1,238 @@
+"""Runs the library: each plant as it is, then without its bottleneck; what the doctor said of it beside what was measured."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, astuple, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from rich import box
+from rich.table import Table
+from rich.text import Text
+
+from redline.child import Child, ChildError
+from redline.errors import ConfigError
+from redline.lab.doctor.planted.calibration import Point, calibration_svg
+from redline.lab.doctor.planted.plants import PLANTS, Plant
+from redline.telemetry import describe_environment, write_json
+from redline.telemetry.files.durable import replace_file
+
+CASE = "doctor"
+PATIENCE_S = 180.0
+"""Seconds that one run may take, its start included."""
+WANTED = 0.9
+"""Share of the plants whose cause must be the first finding."""
+NEIGHBOUR = "noisy_neighbour"
+
+
+@dataclass(slots=True, frozen=True)
+class Share:
+    """A part of the time, with its interval."""
+
+    low: float
+    likely: float
+    high: float
+
+
+@dataclass(slots=True, frozen=True)
+class Outcome:
+    """What became of one plant."""
+
+    name: str
+    what: str
+    expected: str | None
+    """The planted cause; None for a healthy run."""
+    found: str | None
+    """The first finding; None where there is none. A neighbour that was not planted is passed over: it is there, and somebody
+    else's."""
+    had_neighbours: bool
+    """Whether the machine had something else to do."""
+    findings: Sequence[Mapping[str, Any]]
+    predicted: Share | None = None
+    """What the doctor said that the fix would save of the time."""
+    measured: Share | None = None
+    """What it saved."""
+    fix: Mapping[str, Any] = field(default_factory=dict)
+    error: str = ""
+    """Why there is no outcome."""
+
+    @property
+    def is_right(self) -> bool:
+        return not self.error and self.found == self.expected
+
+
+@dataclass(slots=True)
+class Library:
+    """The outcome of all plants that ran."""
+
+    outcomes: list[Outcome] = field(default_factory=list)
+    identity: dict[str, Any] = field(default_factory=describe_environment)
+
+    @property
+    def share_right(self) -> float:
+        """Plants whose cause is the first finding, of those that have one."""
+        sick = [outcome.is_right for outcome in self.outcomes if outcome.expected]
+        return sum(sick) / len(sick) if sick else 1.0
+
+    @property
+    def are_healthy_right(self) -> bool:
+        """Whether no healthy run has a finding."""
+        return all(outcome.is_right for outcome in self.outcomes if not outcome.expected)
+
+    @property
+    def verdict(self) -> str:
+        sick, healthy = ([o for o in self.outcomes if bool(o.expected) is kind] for kind in (True, False))
+        right = sum(outcome.is_right for outcome in sick), sum(outcome.is_right for outcome in healthy)
+        return f"{right[0]} of {len(sick)} causes are the first finding; {right[1]} of {len(healthy)} healthy runs have none."
+
+    @property
+    def exit_code(self) -> int:
+        """1 where fewer causes are found first than must be, or a healthy run has a finding."""
+        return 0 if self.share_right >= WANTED and self.are_healthy_right else 1
+
+    def as_json(self) -> dict[str, Any]:
+        results = [{**asdict(outcome), "is_right": outcome.is_right} for outcome in self.outcomes]
+        return {"case": CASE, "identity": self.identity, "verdict": self.verdict, "results": results}
+
+    def save(self, folder: Path) -> Path:
+        """Write the document to `doctor.json` in a folder, and beside it a picture of its gains. Returns its path."""
+        folder.mkdir(parents=True, exist_ok=True)
+        path = folder / f"{CASE}.json"
+        write_json(path, self.as_json())
+        points = [
+            Point(outcome.expected or "", astuple(outcome.predicted), astuple(outcome.measured))
+            for outcome in self.outcomes
+            if outcome.predicted and outcome.measured
+        ]
+        replace_file(folder / f"{CASE}.svg", calibration_svg(points).encode())
+        return path
+
+
+def run_library(names: Sequence[str], tell: Callable[[str], None], *, with_fixes: bool = True) -> Library:
+    """Run the plants of these names, all where none is given. Blocks for about 15 s a plant. Raises ConfigError where there is
+    no such plant; without `with_fixes`, no gain is measured."""
+    if unknown := [name for name in names if name not in PLANTS]:
+        raise ConfigError(f"{unknown[0]!r} is no plant", f"one of {', '.join(PLANTS)}")
+    library = Library()
+    for place, name in enumerate(names or PLANTS, 1):
+        outcome = run_plant(name, PLANTS[name], with_fixes)
+        library.outcomes.append(outcome)
+        tell(f"{place}/{len(names or PLANTS)} {line_of(outcome)}")
+    return library
+
+
+def line_of(outcome: Outcome) -> str:
+    """One outcome for a person."""
+    if outcome.error:
+        return f"{outcome.name}: {outcome.error}"
+    mark = "right" if outcome.is_right else "WRONG"
+    said = f"{outcome.name}: {mark}, expected {outcome.expected or 'nothing'}, found {outcome.found or 'nothing'}"
+    if outcome.predicted and outcome.measured:
+        likely = f"{outcome.predicted.likely:.0%} ({outcome.predicted.low:.0%} to {outcome.predicted.high:.0%})"
+        said += f"; predicted {likely}, measured {outcome.measured.likely:.0%}"
+    return said
+
+
+def render(library: Library) -> Table:
+    """The outcomes as a table for people."""
+    table = Table(box=box.SIMPLE_HEAD, caption=library.verdict, caption_justify="left")
+    for title in ("plant", "expected", "found first"):
+        table.add_column(title, no_wrap=True)
+    for title in ("predicted", "measured"):
+        table.add_column(title, justify="right", no_wrap=True)
+    for outcome in library.outcomes:
+        found = outcome.error.partition("\n")[0] or outcome.found or "nothing"
+        shares = [_percents(share) for share in (outcome.predicted, outcome.measured)]
+        table.add_row(
+            Text(outcome.name),
+            outcome.expected or "nothing",
+            Text(found, style="" if outcome.is_right else "bold red"),
+            *shares,
+        )
+    return table
+
+
+def _percents(share: Share | None) -> str:
+    return f"{share.likely:.0%} ({share.low:.0%} to {share.high:.0%})" if share else ""
+
+
+def run_plant(name: str, plant: Plant, with_fix: bool = True) -> Outcome:
+    """Run a plant, and where it has a bottleneck the same without it."""
+    with tempfile.TemporaryDirectory(prefix="redline-planted-") as scratch:
+        command = [sys.executable, "-m", "redline.lab.doctor.planted.process", scratch]
+        try:
+            with Child(command, own_group=True) as child:
+                with neighbours(plant.neighbours):
+                    before = child.ask(json.dumps(_asked(plant)), PATIENCE_S)
+                fix = _fix_of(plant, before["findings"])
+                after = child.ask(json.dumps(_asked(plant, fix)), PATIENCE_S) if with_fix and fix is not None else None
+        except ChildError as error:
+            return Outcome(name, plant.what, plant.cause, None, False, [], error=f"the run failed: {error}")
+    return _judged(name, plant, before, after, fix or {})
+
+
+@contextlib.contextmanager
+def neighbours(count: int) -> Iterator[None]:
+    """Inside the block as many processes keep a core busy each."""
+    busy = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(count)]
+    try:
+        yield
+    finally:
+        for process in busy:
+            process.kill()
+            process.wait()
+
+
+def _asked(plant: Plant, fix: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """What the process is told: the plant, or the plant with its fix."""
+    is_same_world = fix is None or plant.fix is None
+    return {
+        "keys": {**plant.keys, **(fix or {})},
+        "delays": dict(plant.delays) if is_same_world else {},
+        "first_delays": dict(plant.first_delays) if is_same_world else {},
+        "with_first": bool(plant.first_delays),
+    }
+
+
+def _fix_of(plant: Plant, findings: Sequence[Mapping[str, Any]]) -> Mapping[str, Any] | None:
+    """The keys that take the bottleneck away: the plant's own, else those of the finding; None where nothing is to mend."""
+    if plant.cause is None or plant.fix is not None:
+        return plant.fix
+    return next((finding["change"] for finding in findings if finding["cause"] == plant.cause and finding["change"]), None)
+
+
+def _judged(
+    name: str, plant: Plant, before: Mapping[str, Any], after: Mapping[str, Any] | None, fix: Mapping[str, Any]
+) -> Outcome:
+    findings = before["findings"]
+    had_neighbours = not plant.neighbours and any(finding["cause"] == NEIGHBOUR for finding in findings)
+    counted = [finding for finding in findings if plant.neighbours or finding["cause"] != NEIGHBOUR]
+    own = next((finding for finding in findings if finding["cause"] == plant.cause), None)
+    wall_s = sum(before["step_s"])
+    return Outcome(
+        name=name,
+        what=plant.what,
+        expected=plant.cause,
+        found=counted[0]["cause"] if counted else None,
+        had_neighbours=had_neighbours,
+        findings=findings,
+        predicted=Share(*(own["gain"][key] / wall_s for key in ("low_s", "likely_s", "high_s"))) if own else None,
+        measured=saved_share(before, after) if after else None,
+        fix=fix,
+    )
+
+
+def saved_share(before: Mapping[str, Any], after: Mapping[str, Any]) -> Share:
+    """1 - (seconds per attempt after) / (before), with two standard errors of the steps' spread to either side."""
+    sides = [np.asarray(side["step_s"]) for side in (before, after)]
+    per_attempt = [steps.sum() / max(1.0, side["attempts"]) for steps, side in zip(sides, (before, after), strict=True)]
+    ratio = float(per_attempt[1] / per_attempt[0])
+    error = 2 * ratio * float(np.sqrt(sum(np.var(steps) / steps.mean() ** 2 / len(steps) for steps in sides)))
+    return Share(1 - ratio - error, 1 - ratio, 1 - ratio + error)

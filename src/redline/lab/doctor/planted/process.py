@@ -1,0 +1,71 @@
+"""A process that trains one plant, and then the same without its bottleneck, each when it is told to.
+
+    python -m redline.lab.doctor.planted.process FOLDER
+    {"keys": {...}, "delays": {...}, "first_delays": {...}, "with_first": false}
+    →  {"bound": "...", "findings": [...], "step_s": [...], "attempts": ...}
+
+Both runs in one process load torch once, and are warm alike.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from redline.child import take_stdout
+from redline.config import make_config
+from redline.lab.doctor.doctor import Diagnosis, diagnose
+from redline.lab.doctor.facts import BETWEEN, Facts
+from redline.lab.doctor.planted.plants import RECIPE, STEPS
+from redline.launch.run import train
+from redline.launch.start import new_run
+from redline.runs import Run
+from redline.telemetry import RunFolder
+from redline.telemetry.delays import ask
+
+LIFE_S = 600.0
+"""Seconds after which delays end, whatever happens."""
+
+
+def main() -> None:
+    reply, folder = take_stdout(), Path(sys.argv[1])
+    for line in sys.stdin:
+        reply(planted(folder, json.loads(line)))
+
+
+def planted(parent: Path, wanted: Mapping[str, Any]) -> dict[str, Any]:
+    """Train one run in a folder below `parent`, and say what the doctor and the clock say of it."""
+    overrides = [f"{key}={json.dumps(value)}" for key, value in wanted["keys"].items()]
+    checked = new_run(make_config(RECIPE, [*overrides, f"run.folder={json.dumps(str(parent))}"]))
+    folder = RunFolder.create(parent, "planted")
+    always, first = wanted["delays"], wanted["first_delays"]
+    if always or first:
+        ask(folder, os.getpid(), [{**always, **first}, *([always] * STEPS)], LIFE_S)
+    train(checked, folder, began_ns=time.perf_counter_ns())
+    run = Run.open(folder.path)
+    return {**_said(diagnose(run, with_delays=True)), **_measured(Facts.of(run, with_delays=True), wanted["with_first"])}
+
+
+def _said(diagnosis: Diagnosis) -> dict[str, Any]:
+    found = diagnosis.as_json()
+    findings = [{key: finding[key] for key in ("cause", "title", "gain", "change")} for finding in found["findings"]]
+    return {"bound": found["bound"]["headline"], "findings": findings}
+
+
+def _measured(facts: Facts, with_first: bool) -> dict[str, Any]:
+    """Seconds of each step, what lies before it included, and attempts of all of them that did not fail."""
+    columns = [facts.first, facts.steps] if with_first else [facts.steps]
+    step_s = np.concatenate([part["run/step_s"] + np.nan_to_num(part[BETWEEN]) for part in columns])
+    attempts = sum(float(np.nansum(part["rollouts/attempts"] - part["rollouts/failures"])) for part in columns)
+    return {"step_s": step_s.tolist(), "attempts": attempts}
+
+
+if __name__ == "__main__":
+    main()
