@@ -10,6 +10,7 @@ import psutil
 import pytest
 
 from redline.telemetry import MetricsLog
+from redline.telemetry.files.metrics import rows_from_the_last
 
 
 def log_of(path: Path, steps: int) -> MetricsLog:
@@ -121,3 +122,12 @@ def test_a_damaged_row_is_left_out_and_hides_no_other(tmp_path: Path, damage: by
         assert [row["step"] for row in MetricsLog.read(path)] == [1, 2, 4]
         log.rewind(2)
     assert [row["step"] for row in MetricsLog.read(path)] == [1, 2]
+
+
+def test_rows_come_from_the_last_on_and_a_torn_or_damaged_one_is_left_out(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    log_of(path, 5).close()
+    lines = path.read_bytes().splitlines(keepends=True)
+    path.write_bytes(b"".join([*lines[:2], b"\xff\xfe\n", *lines[3:], b'{"step": 6, "tra']))
+    assert [row["step"] for row in rows_from_the_last(path)] == [5, 4, 2, 1]
+    assert list(rows_from_the_last(tmp_path / "nothing.jsonl")) == []

@@ -17,7 +17,7 @@ import psutil
 import pytest
 
 from redline.telemetry import Recorder, recording
-from redline.telemetry.machine.host import Host, memory_limits
+from redline.telemetry.machine.host import Host, memory_limits, waits_for_cores
 from redline.telemetry.machine.samplers import Sampler, read_samples
 
 MIB = 2**20
@@ -102,6 +102,14 @@ def test_bytes_written_to_the_disk_are_counted_since_the_last_sample(tmp_path: P
     written = psutil.Process().io_counters().write_bytes - before
     assert (host()["host/disk_written_bytes_per_s"] > 0) == (written > 0)  # a file system in memory writes to no disk
     assert host()["host/disk_written_bytes_per_s"] == 0
+
+
+def test_what_each_thread_waited_for_a_core_is_read_and_one_that_has_ended_is_left_out(tmp_path: Path) -> None:
+    for thread, told in (("17", "5000 42000 3\n"), ("18", "")):
+        (tmp_path / thread).mkdir()
+        (tmp_path / thread / "schedstat").write_text(told)
+    assert waits_for_cores(tmp_path) == {"17": 42000}
+    assert waits_for_cores(tmp_path / "nothing") == {}
 
 
 def test_a_container_has_the_memory_that_its_limit_leaves(tmp_path: Path) -> None:

@@ -244,6 +244,7 @@ def test_all_ranks_begin_again_where_one_ran_out_of_memory() -> None:
     assert result == "done"
     assert len(undone) == 1
     assert plans == [1000, budget.current]
+    assert [budget.take_retries(), budget.take_retries()] == [1, 0]
 
 
 @pytest.mark.parametrize(("tried", "longest"), [(16_384, 100), (1000, 400), (1000, 999), (2, 1)])

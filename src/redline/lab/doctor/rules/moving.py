@@ -9,7 +9,7 @@ import numpy as np
 from redline.lab.doctor.facts import BETWEEN, EVALUATION, Facts, Parts
 from redline.lab.doctor.finding import Abstention, Answer, Evidence, Finding
 from redline.lab.doctor.rules.rollouts import has_few_workers
-from redline.lab.doctor.rules.sizes import rows_of_an_engine
+from redline.lab.doctor.rules.sizes import is_bookkeeping, rows_of_an_engine
 
 WORTH_WRITING = 0.02
 """Share of the time that checkpoints may take."""
@@ -53,7 +53,8 @@ def no_overlap(facts: Facts) -> Answer:
         return None
     apart = np.zeros(facts.num_steps)
     if not has_few_workers(facts):  # more of them come first
-        apart = apart + facts.phases(("environment", "wait_for_environments"))
+        computing = facts.column("timeline_environments/environment_s") + facts.column("timeline_environments/data_s")
+        apart = apart + np.maximum(0.0, facts.phase("wait_for_environments") - computing)
     if facts.setting("placement.engines", 0):
         apart = apart + facts.phases(("generation", "wait_for_engine"))
     lost = np.minimum(apart, facts.phase("training"))
@@ -62,7 +63,7 @@ def no_overlap(facts: Facts) -> Answer:
         title="Rollouts and trainer take turns, though neither is in the other's way.",
         why="With buffer.max_lag=0 the trainer stands still while environments, or engines of their own, are at work.",
         evidence=(
-            Evidence("seconds of others", float(apart.mean()), "seconds a step of environments, or of engines apart"),
+            Evidence("waits", float(apart.mean()), "seconds a step that environments wait, or engines apart work"),
             facts.evidence("timeline/training_s", "seconds a step"),
             Evidence("placement.engines", facts.setting("placement.engines", 0), "engines in processes of their own"),
         ),
@@ -125,6 +126,8 @@ def serialisation(facts: Facts) -> Answer:
         return Abstention("serialisation", "there is no ledger yet; it is written when the run ends")
     weights = facts.column("weight_sync/serialise_s")
     batches = facts.spans("buffer.pack", "buffer.store")
+    if is_bookkeeping(weights + batches):
+        return None
     return Finding(
         cause="serialisation",
         title="Turning batches or weights into bytes holds up the loop.",
@@ -133,7 +136,7 @@ def serialisation(facts: Facts) -> Answer:
             facts.evidence("weight_sync/serialise_s", "seconds a step for weights"),
             Evidence("buffer.pack + buffer.store", float(batches.mean()), "seconds a step for batches, in the main thread"),
         ),
-        gain=facts.saved("trainer", weights + batches, "tasks", Parts(0.3, 0.7, 1.0), "fewer bytes, or another thread"),
+        gain=facts.saved("trainer", weights + batches, "tasks", Parts(0.2, 0.7, 1.0), "fewer bytes, or another thread"),
         change={},
         advice="Store less (buffer.max_bytes), put the run folder on a faster disk, or move weights through memory"
         " (placement.transport=auto).",
@@ -152,6 +155,8 @@ def io_bound(facts: Facts) -> Answer:
     writes = np.where(after, np.minimum(lost, each), 0.0)
     is_checkpoints = writes.sum() >= 0.5 * lost.sum() and rarely > every
     kept = every / rarely if is_checkpoints else 0.3
+    if is_bookkeeping(lost):
+        return None
     return Finding(
         cause="io_bound",
         title="Writing checkpoints and logs holds up the loop.",

@@ -9,7 +9,7 @@ import numpy as np
 
 from redline.lab.doctor.facts import EVALUATION, Facts, Parts
 from redline.lab.doctor.finding import Abstention, Answer, Evidence, Finding
-from redline.lab.doctor.rules.sizes import usable_cores
+from redline.lab.doctor.rules.sizes import is_bookkeeping, usable_cores
 
 REWARD_WORKERS = 8
 """Calls of `score` at once where the recipe leaves that open and the task allows several."""
@@ -22,6 +22,8 @@ def slow_reward(facts: Facts) -> Answer:
     own = facts.phases(("reward", "wait_for_rewards", "wait_for_reward_model"), "rollouts")
     waiting = np.minimum(facts.trainer_waits, facts.rollouts_wait) if (facts.mean("buffer/groups_to_score") or 0) >= 1 else 0
     lost = own + waiting
+    if is_bookkeeping(lost):
+        return None
     remedy = _more_rewards_at_once(facts)
     return Finding(
         cause="slow_reward",
@@ -128,33 +130,27 @@ def has_few_workers(facts: Facts) -> bool:
 
 
 def retokenising(facts: Facts) -> Answer:
-    """Conversations are encoded again in every turn, or prompts take long to make."""
-    if facts.setting("rollouts.environment.keep_replies", True):
-        return None
-    lost = facts.phase("data", "rollouts")
+    """Conversations are encoded again in every turn, and trained on as a sequence for each."""
     turns = facts.mean("rollouts/turns_mean") or 1.0
-    if turns <= 1:
+    if facts.setting("rollouts.environment.keep_replies", True) or turns <= 1:
         return None
-    prefill = facts.column("engine/prefill_s")
+    once = 2 / (turns + 1)  # n turns of one length have n (n + 1) / 2 lengths where each begins again, and n where none does
+    again = facts.column("timeline_environments/data_s") + facts.column("engine/prefill_s") + facts.phase("training")
     return Finding(
         cause="retokenising",
         title="Replies are encoded again in every turn.",
-        why="With rollouts.environment.keep_replies=false a turn's tokens are not those that were sampled, so that they are"
-        " encoded again and the prefix cache misses them.",
+        why="With rollouts.environment.keep_replies=false a turn's tokens are not those that were sampled: they are encoded"
+        " again, the prefix cache misses them, and each turn is trained on as a sequence of its own.",
         evidence=(
             Evidence("rollouts.environment.keep_replies", False, "replies are turned into text and back"),
             facts.evidence("rollouts/turns_mean", "turns of an attempt"),
+            facts.evidence("rollouts/sequences_mean", "sequences that an attempt is trained as"),
             facts.evidence("engine/prompt_tokens", "tokens of prompts that were computed, a step"),
-            facts.evidence("engine/prefill_s", "seconds a step"),
+            facts.evidence("trainer/tokens", "tokens through the trainer, a step"),
         ),
-        gain=facts.saved(
-            "rollouts",
-            lost + prefill * (1 - 1 / turns),
-            "generation",
-            Parts(0.2, 0.7, 1.0),
-            "most of a turn's prompt is older turns",
-        ),
+        gain=facts.saved("both", again * (1 - once), "step", Parts(0.2, 0.8, 1.0), "most of a turn's prompt is older turns"),
         change={"rollouts.environment.keep_replies": True},
+        advice="Where the chat template leaves earlier thinking out, the policy then sees what a served model would not.",
     )
 
 
@@ -168,6 +164,8 @@ def loading_stall(facts: Facts) -> Answer:
     if not facts.setting("rollouts.environment.name"):
         buffered = facts.spans("buffer.pack", "buffer.store", "buffer.choose", "buffer.settle", "buffer.admit")
         lost = lost + np.maximum(0.0, facts.phase("data", "rollouts") - buffered)
+    if is_bookkeeping(lost):
+        return None
     return Finding(
         cause="loading_stall",
         title="Tasks or their prompts take long to make.",

@@ -1,10 +1,20 @@
-"""How many attempts and rows there are, with every engine and every step of lag counted."""
+"""What several rules ask: attempts and rows, with every engine and every step of lag counted; cores; what is no cost."""
 
 from __future__ import annotations
 
 import os
 
+import numpy as np
+
 from redline.lab.doctor.facts import Facts
+
+BOOKKEEPING_S = 0.02
+"""Seconds a step that tasks, rows of logs and batches take in any run, on any machine."""
+
+
+def is_bookkeeping(seconds: np.ndarray) -> bool:
+    """Whether the seconds of each step are no more than any run takes for its books."""
+    return float(seconds.mean()) < BOOKKEEPING_S
 
 
 def attempts_at_once(facts: Facts) -> int:
