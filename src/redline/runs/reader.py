@@ -84,8 +84,6 @@ class RunReader:
     def __init__(self, path: Path, explain: Explain | None = None) -> None:
         self.run = Run.open(path)
         self._explain = explain
-        self._explained: tuple[int, bool, Mapping[str, Json]] = (0, False, {})
-        """After how many steps, whether the run had ended, and what was said."""
         self.folder = self.run.folder
         self._lock = threading.Lock()
         self._left_out = LeftOut(self.folder)
@@ -93,6 +91,8 @@ class RunReader:
         self._forget()
 
     def _forget(self) -> None:
+        self._explained: tuple[int, bool, Mapping[str, Json]] = (0, False, {})
+        """After how many steps, whether the run had ended, and what was said."""
         self._epoch = f"{time.time_ns():x}-{self._num_resets}"
         self._num_resets += 1
         self._tails = {name: Tail(self.folder.path / f"{name}.jsonl") for name in _LOGS}

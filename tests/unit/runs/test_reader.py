@@ -89,6 +89,14 @@ def test_a_resumed_run_is_sent_anew_to_those_who_have_what_it_forgot(tmp_path: P
     assert again["head"]["steps_done"] == 30
 
 
+def test_a_resumed_run_is_explained_anew(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "run-001", 50, total=100)
+    reader = RunReader(folder.path, lambda run: {"steps": run.steps})
+    assert reader.document()["head"]["doctor"] == {"steps": 50}
+    folder.metrics.write_text("".join(json.dumps(step_row(step, 100)) + "\n" for step in range(1, 31)))
+    assert reader.document()["head"]["doctor"] == {"steps": 30}
+
+
 @pytest.mark.parametrize("cursor", ["nonsense", "a.b.c.d.e.f", "x.-1.0.0.0.y", "x.1.0.0.0.y", "." * 5])
 def test_a_cursor_that_is_none_gets_everything(tmp_path: Path, cursor: str) -> None:
     reader = RunReader(write_run(tmp_path / "run-001", 3).path)

@@ -140,7 +140,11 @@ def examined(facts: Facts) -> tuple[tuple[Finding, ...], tuple[Abstention, ...]]
 
 
 def _what_is_left(found: Finding, saved: Counter[str], wall_s: float) -> Finding:
-    """The finding with the gain that remains once `saved` seconds of each kind of time are gone."""
-    own = 1 - saved[found.gain.of] / max(found.gain.of_s, 1e-9)
-    every = 1 - sum(saved.values()) / max(wall_s, 1e-9)
-    return replace(found, gain=found.gain.scaled(max(0.0, min(own, every if found.gain.of == "step" else 1.0, 1.0))))
+    """The finding with the gain that remains once `saved` seconds of each kind of time are gone. What is saved of all of a step
+    is gone from each of its parts too."""
+    gain, rest_s = found.gain, wall_s - sum(saved.values())
+    if gain.of == "step":
+        factor = rest_s / max(wall_s, 1e-9)
+    else:
+        factor = (1 - saved[gain.of] / max(gain.of_s, 1e-9)) * (1 - saved["step"] / max(wall_s, 1e-9))
+    return replace(found, gain=gain.scaled(max(0.0, min(factor, 1.0, rest_s / max(gain.likely_s, 1e-9)))))
