@@ -20,7 +20,7 @@ import os
 import threading
 import time
 import uuid
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -106,7 +106,7 @@ class Delays:
         self._taken = 0
         """Entries of the plan that were used."""
         self._now: Mapping[str, float] = {}
-        self._slept: Counter[str] = Counter()
+        self._slept: defaultdict[str, float] = defaultdict(float)
         self._lock = threading.Lock()
 
     def step_begins(self) -> None:
@@ -132,7 +132,7 @@ class Delays:
         if self._plan is None:
             return {}
         with self._lock:
-            slept, self._slept = self._slept, Counter()
+            slept, self._slept = self._slept, defaultdict(float)
         return {
             PLAN: self._plan.id,
             TOTAL: sum(slept.values()),
@@ -154,8 +154,9 @@ class Delays:
         plan = self._plan
         if not seconds or plan is None or time.time() >= plan.expires:
             return
-        if sum(self._slept.values()) + seconds > MOST_PER_STEP_S:
-            return
+        with self._lock:
+            if sum(self._slept.values()) + seconds > MOST_PER_STEP_S:
+                return
         began = time.perf_counter()
         time.sleep(seconds)
         took = time.perf_counter() - began

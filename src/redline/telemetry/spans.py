@@ -24,7 +24,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, TypeVar, cast
 
 from redline.telemetry.ledger import UNACCOUNTED, LaneLedger, Ledger
 
@@ -325,6 +325,8 @@ _plain_class: type[Span] = Span
 """What spans are made of, but for delays."""
 _pause: Callable[[str], None] | None = None
 """Called in every span that opens, with its name; None while nothing is delayed."""
+_paused: dict[type[Span], type[Span]] = {}
+"""Class → the one whose spans call `_pause`."""
 _span_class: type[Span] = Span
 """`_plain_class`, with `_pause` where there is one: a span that is not delayed does not even ask."""
 _NOT_RECORDING: AbstractContextManager[None] = nullcontext()
@@ -354,23 +356,25 @@ def use_span_class(span_class: type[Span]) -> None:
 def pause_spans(pause: Callable[[str], None] | None) -> None:
     """Call `pause` with the name of every span that opens from now on, in any thread: its time is the span's own. None ends
     that."""
-    global _pause, _span_class
-    _pause = pause
+    global _pause, _paused, _span_class
+    _pause, _paused = pause, {}
     _span_class = with_pause(_plain_class)
 
 
 def with_pause(span_class: type[SpanClass]) -> type[SpanClass]:
     """Return the class whose spans call what `pause_spans` was given: the class itself where it was given nothing."""
-    return span_class if _pause is None else _paused(span_class, _pause)
+    pause = _pause
+    if pause is None:
+        return span_class
+    made = _paused.get(span_class)
+    if made is None:
 
+        def enter(self: Span) -> None:
+            span_class.__enter__(self)
+            pause(self.name)
 
-@functools.lru_cache(maxsize=8)
-def _paused(span_class: type[SpanClass], pause: Callable[[str], None]) -> type[SpanClass]:
-    def enter(self: Span) -> None:
-        span_class.__enter__(self)  # type: ignore[arg-type]
-        pause(self.name)
-
-    return type(f"Paused{span_class.__name__}", (span_class,), {"__slots__": (), "__enter__": enter})
+        made = _paused[span_class] = type(f"Paused{span_class.__name__}", (span_class,), {"__slots__": (), "__enter__": enter})
+    return cast(type[SpanClass], made)
 
 
 def user_span(name: str, *, device: bool = False, awaits: bool = True, **args: object) -> AbstractContextManager[None]:

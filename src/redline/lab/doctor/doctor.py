@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any
@@ -127,7 +127,7 @@ def examined(facts: Facts) -> tuple[tuple[Finding, ...], tuple[Abstention, ...]]
     answers = [rule(facts) for rule in RULES.values()]
     left = [a for a in answers if isinstance(a, Finding) and a.gain.likely_s > 0]
     ranked: list[Finding] = []
-    saved: Counter[str] = Counter()
+    saved: defaultdict[str, float] = defaultdict(float)
     while left:
         rest = {found.cause: _what_is_left(found, saved, facts.wall_s) for found in left}
         best = max(left, key=lambda found: rest[found.cause].gain.likely_s)
@@ -139,12 +139,12 @@ def examined(facts: Facts) -> tuple[tuple[Finding, ...], tuple[Abstention, ...]]
     return tuple(ranked), tuple(answer for answer in answers if isinstance(answer, Abstention))
 
 
-def _what_is_left(found: Finding, saved: Counter[str], wall_s: float) -> Finding:
+def _what_is_left(found: Finding, saved: Mapping[str, float], wall_s: float) -> Finding:
     """The finding with the gain that remains once `saved` seconds of each kind of time are gone. What is saved of all of a step
     is gone from each of its parts too."""
     gain, rest_s = found.gain, wall_s - sum(saved.values())
     if gain.of == "step":
         factor = rest_s / max(wall_s, 1e-9)
     else:
-        factor = (1 - saved[gain.of] / max(gain.of_s, 1e-9)) * (1 - saved["step"] / max(wall_s, 1e-9))
+        factor = (1 - saved.get(gain.of, 0.0) / max(gain.of_s, 1e-9)) * (1 - saved.get("step", 0.0) / max(wall_s, 1e-9))
     return replace(found, gain=gain.scaled(max(0.0, min(factor, 1.0, rest_s / max(gain.likely_s, 1e-9)))))
