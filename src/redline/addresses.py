@@ -8,11 +8,14 @@ here (DNS rebinding). The browser still sends the page's name as Host: a server 
 from __future__ import annotations
 
 import ipaddress
+import re
 import socket
 from collections.abc import Collection
 from urllib.parse import urlsplit
 
 LOOPBACK = ("localhost", "127.0.0.1", "::1")
+_LOGIN = re.compile(r"://[^\s'\"]*@")
+"""Up to the last @: a password may hold a slash."""
 
 
 def is_loopback(host: str) -> bool:
@@ -41,6 +44,17 @@ def is_server_address(url: str) -> bool:
         return parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
     except ValueError:  # the port is no number, or too large
         return False
+
+
+def holds_login(url: str) -> bool:
+    """Whether an address names a user or a password: `http://name:secret@127.0.0.1:8000`. Nothing here sends them, and an
+    address is written into records and errors."""
+    return without_login(url) != url
+
+
+def without_login(text: str) -> str:
+    """Return a text with a star in place of the user and the password of every address in it."""
+    return _LOGIN.sub("://*@", text)
 
 
 def fits_header(secret: str) -> bool:

@@ -480,6 +480,10 @@ class Weights:
     are_lost: bool = False
     restored: int = 0
     fails: bool = False
+    answer: Callable[[Json], Answer] = lambda body: choice([7, 7])
+    """Of the server that has its weights again."""
+    missed: threading.Event = field(default_factory=threading.Event)
+    """Set when somebody waits for them."""
     released: threading.Event = field(default_factory=threading.Event)
 
     def lose(self) -> None:
@@ -492,12 +496,13 @@ class Weights:
         return not self.are_lost
 
     def restore(self) -> None:
+        self.missed.set()
         self.released.wait(300)
         if self.fails:
             raise WeightSyncError("it has another model", "serve the run's")
         self.restored += 1
         self.are_lost = False
-        self.server.answer = lambda body: choice([7, 7])
+        self.server.answer = self.answer
 
 
 def drained(engine: OpenAIServerEngine) -> list[list[int]]:
@@ -554,6 +559,40 @@ def test_a_server_that_was_away_is_asked_again_when_it_is_back(server: FakeServe
     engine.submit(ask(n=2))
     assert drained(engine) == [[7, 7]] * 2
     assert weights.restored == 1
+
+
+def test_a_new_kind_of_request_waits_for_a_server_that_is_away_and_is_examined_when_it_is_back(server: FakeServer) -> None:
+    weights, engine = Weights(server, answer=lambda body: choice([7] * body["max_tokens"], logprob=0.0)), server.engine()
+    engine.watch(weights)
+    server.answer = lambda body: (0, None)
+    engine.submit(ask(temperature=0.5))
+    while not weights.missed.is_set():
+        assert engine.step() == []
+    engine.submit(ask(top_p=0.9))  # of another kind, while it has not got them back
+    before = len(server.bodies)
+    weights.released.set()
+    assert drained(engine) == [[7, 7]] * 2
+    examined = [body for body in server.bodies[before:] if body["max_tokens"] == 1]
+    assert {"logit_bias" in body for body in examined} == {True, False}, "for both kinds"
+
+
+def test_a_server_that_comes_back_with_the_models_own_logprobs_is_found_out(server: FakeServer) -> None:
+    weights, engine = Weights(server), server.engine()
+    engine.watch(weights)
+    weights.released.set()
+    server.answer = lambda body: choice([7] * body["max_tokens"], logprob=0.0)
+    engine.generate([ask(temperature=0.5)])
+    weights.lose()
+    engine.submit(ask(temperature=0.5))
+    with pytest.raises(EngineError, match="they leave out temperature"):
+        drained(engine)
+
+
+def test_a_server_that_is_not_trained_and_away_is_not_waited_for(server: FakeServer) -> None:
+    engine = server.engine()
+    server.answer = lambda body: (0, None)
+    with pytest.raises(EngineLostError, match="cannot reach"):
+        engine.submit(ask(temperature=0.5))
 
 
 def test_a_server_that_does_not_get_its_weights_back_ends_everything_with_the_reason(server: FakeServer) -> None:

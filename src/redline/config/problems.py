@@ -11,6 +11,7 @@ from typing import Any, get_args
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
+from redline.addresses import without_login
 from redline.config.earlier import EARLIER, EARLIER_TASK_KINDS
 from redline.config.schema import Config
 from redline.config.section import Entries
@@ -188,9 +189,9 @@ def _did_you_mean(word: Any, known: Sequence[str]) -> str:
 
 
 def spell(value: Any) -> str:
-    """As a recipe would have it, cut to what fits a line."""
+    """As a recipe would have it, cut to what fits a line, without the passwords of addresses."""
     words = {None: "null", True: "true", False: "false"}
-    text = words[value] if value is None or isinstance(value, bool) else repr(value)
+    text = words[value] if value is None or isinstance(value, bool) else without_login(repr(value))
     return text if len(text) <= 60 else f"{text[:57]}..."
 
 

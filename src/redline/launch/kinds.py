@@ -221,7 +221,11 @@ def _trained_server(config: Config, model: LoadedModel, trainer: Trainer) -> Oth
     def join(weight_sync: WeightProtocol) -> None:
         engine.watch(WatchedServers(transport, weight_sync.at_rest))
 
-    return OtherSide(engine, transport, engine.close, join=join)
+    def close() -> None:
+        engine.close()
+        transport.close()
+
+    return OtherSide(engine, transport, close, join=join)
 
 
 def _sender(config: EngineConfig, model: LoadedModel, dtype: torch.dtype) -> WeightServer:

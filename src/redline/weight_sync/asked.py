@@ -136,6 +136,7 @@ class AskedEngines:
     def _lose(self, channel: Connection, error: WireError) -> None:
         if self._sending.on_lost is None:
             raise error
+        channel.close()
         self.channels = [other for other in self.channels if other is not channel]
         self._waiting[channel].clear()
         self._sending.on_lost(channel, error)

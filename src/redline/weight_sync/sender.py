@@ -44,11 +44,6 @@ class Outlet(Protocol):
         ...
 
     @property
-    def is_group(self) -> bool:
-        """Whether the engines have to open their ends together: one that joins or leaves makes all of them do it again."""
-        ...
-
-    @property
     def takes_parts(self) -> bool:
         """Whether part of a bucket can travel."""
         ...
@@ -211,8 +206,6 @@ class BucketTransport:
                 self._bring(weights, probe)
         finally:
             self._update, self._known = None, known
-        if self._outlet.is_group:
-            self._open(self.channels)
 
     def close(self) -> None:
         """Let go of the link. The connections stay open."""

@@ -10,18 +10,19 @@ from typing import Any
 import numpy as np
 import torch
 import torch.nn.functional as F
-from numpy.typing import NDArray
 from torch import Tensor
 
 from redline.errors import WeightSyncError
 from redline.kernels.available import kernels_serve
 
 BLOCK = 2**15
-"""Words of a block, 256 KiB: what is summed by itself, and the least that is left out where it did not change. At most so many
-that a change by which every element of a type moves alike always shows: their weights sum to 2³⁰ times an odd number."""
+"""Words of a block, 256 KiB: what is summed by itself, and the least that is left out where it did not change."""
 AT_ONCE = 4
-"""Blocks that are weighed at once without a kernel: 1 MiB, which stays in a cache."""
-COLUMNS = 2**10
+"""Blocks that torch mixes at once, on a device without a kernel of ours."""
+STRIDE = 0x9E3779B97F4A7C15
+"""What a word's place counts: 2⁶⁴ over the golden ratio, odd."""
+FACTOR = 0xD6E8FEB86659FD93
+"""Of both rounds of `mix` in `checksum`: the mixer of degski. Its shifts by 32 cost a GPU one instruction each."""
 
 
 class SameStorage:
@@ -58,10 +59,13 @@ def _addresses(tensors: Mapping[str, Tensor]) -> dict[str, int]:
 
 
 def checksum(flat: Tensor) -> Tensor:
-    """Return Σ word_i · (2 i + 1) modulo 2⁶⁴ of a run of bytes, read as 64-bit words: int64[] on its device. Does not wait for
-    the device.
+    """Return Σ mix(word_i + (i + 1) · STRIDE) modulo 2⁶⁴ of a run of bytes, read as 64-bit words: int64[] on its device. Does
+    not wait for the device.
 
-    Every weight is odd, so that a change of one word always shows; the weights differ, so that words in another order show."""
+        mix(x):  x ← (x ⊕ x ≫ 32) · FACTOR;  x ← (x ⊕ x ≫ 32) · FACTOR;  x ⊕ x ≫ 32
+
+    Every step of `mix` can be undone, so that a change of one word always shows. Each bit of a word and of its place moves
+    every bit of what is summed: several changes, or words in another order, sum to the same only by a chance of 64 bits."""
     return block_sums(flat).sum()
 
 
@@ -72,50 +76,57 @@ def block_sums(flat: Tensor) -> Tensor:
     assert flat.numel() % 8 == 0
     words_N = flat.view(torch.int64)
     if kernels_serve(words_N):
-        from redline.kernels.checksum import PROGRAM, weighted_sums
+        from redline.kernels.checksum import PROGRAM, mixed_sums
 
         assert PROGRAM == BLOCK
-        return weighted_sums(words_N)
+        return mixed_sums(words_N)
     return _sums_on_cpu(words_N) if words_N.device.type == "cpu" else _sums_by_torch(words_N)
 
 
 def _sums_by_torch(words_N: Tensor) -> Tensor:
-    weights_W = 2 * torch.arange(BLOCK, device=words_N.device) + 1
+    places_W = (torch.arange(BLOCK, device=words_N.device) + 1) * _signed(STRIDE)
     sums = [torch.zeros(0, dtype=torch.int64, device=words_N.device)]
     for start in range(0, words_N.numel(), AT_ONCE * BLOCK):
         words_C = words_N[start : start + AT_ONCE * BLOCK]
         words_BW = F.pad(words_C, (0, -words_C.numel() % BLOCK)).view(-1, BLOCK)
-        starts_B = start + BLOCK * torch.arange(len(words_BW), device=words_N.device)
-        sums.append((words_BW * weights_W).sum(1) + 2 * starts_B * words_BW.sum(1))
+        starts_B = (start + BLOCK * torch.arange(len(words_BW), device=words_N.device)) * _signed(STRIDE)
+        mixed_BW = _mixed_by_torch(words_BW + places_W + starts_B[:, None])
+        mixed_BW.view(-1)[words_C.numel() :] = 0
+        sums.append(mixed_BW.sum(1))
     return torch.cat(sums)
 
 
+def _mixed_by_torch(x: Tensor) -> Tensor:
+    for _ in range(2):
+        x = (x ^ _upper(x)) * _signed(FACTOR)
+    return x ^ _upper(x)
+
+
+def _upper(x: Tensor) -> Tensor:
+    """The upper half of each word, zeros above it: torch's own shift brings copies of the sign."""
+    return (x >> 32) & (2**32 - 1)
+
+
+def _signed(value: int) -> int:
+    return value - 2**64 if value >= 2**63 else value
+
+
 def _sums_on_cpu(words_N: Tensor) -> Tensor:
-    """The same by rows and columns of a square, whose sums alone are weighed: additions are vectorised, products of 64 bits are
-    not. Word r · COLUMNS + c of a block weighs 2 c + 1 for its column and 2 · COLUMNS · r for its row."""
-    words = words_N.numpy()
-    whole = len(words) // BLOCK
-    sums = np.zeros(-(-len(words) // BLOCK), np.int64)
-    with np.errstate(over="ignore"):
-        for first in range(0, whole, AT_ONCE):
-            end = min(whole, first + AT_ONCE)
-            sums[first:end] = _weighed(words[first * BLOCK : end * BLOCK].reshape(end - first, -1, COLUMNS), first)
-        rest = words[whole * BLOCK :]
-        square, last = rest[: len(rest) // COLUMNS * COLUMNS], rest[len(rest) // COLUMNS * COLUMNS :]
-        if len(square):
-            sums[whole] = _weighed(square.reshape(1, -1, COLUMNS), whole)[0]
-        if len(last):
-            sums[whole] += np.dot(last, 2 * np.arange(len(words) - len(last), len(words)) + 1)
-    return torch.from_numpy(sums)
-
-
-def _weighed(words_BRC: NDArray[np.int64], first: int) -> NDArray[np.int64]:
-    """The sums of blocks, of which the first has this index."""
-    columns_BC, rows_BR = np.add.reduce(words_BRC, 1), np.add.reduce(words_BRC, 2)
-    starts_B = 2 * BLOCK * np.arange(first, first + len(words_BRC))
-    weighed_B = columns_BC @ (2 * np.arange(COLUMNS) + 1) + 2 * COLUMNS * (rows_BR @ np.arange(rows_BR.shape[1]))
-    found: NDArray[np.int64] = weighed_B + starts_B * np.add.reduce(rows_BR, 1)
-    return found
+    words = words_N.numpy().view(np.uint64)
+    places_W = np.arange(1, min(BLOCK, len(words)) + 1, dtype=np.uint64) * np.uint64(STRIDE)
+    mixed_W, upper_W = np.empty_like(places_W), np.empty_like(places_W)
+    sums = np.zeros(-(-len(words) // BLOCK), np.uint64)
+    for block, start in enumerate(range(0, len(words), BLOCK)):
+        part = words[start : start + BLOCK]
+        x, upper = mixed_W[: len(part)], upper_W[: len(part)]
+        np.add(part, places_W[: len(part)], out=x)
+        x += np.uint64(start * STRIDE % 2**64)
+        for _ in range(2):
+            x ^= np.right_shift(x, 32, out=upper)
+            x *= np.uint64(FACTOR)
+        x ^= np.right_shift(x, 32, out=upper)
+        sums[block] = np.add.reduce(x)
+    return torch.from_numpy(sums.view(np.int64))
 
 
 @dataclass(slots=True, frozen=True)

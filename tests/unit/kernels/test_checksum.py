@@ -6,6 +6,7 @@ import os
 
 import pytest
 import torch
+from support.mixed_words import mixed_sum
 
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # read when triton is imported
@@ -16,9 +17,9 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 @pytest.mark.parametrize("words", [1, 2047, 2048 * 16 + 5])
 def test_the_kernel_sums_as_the_definition_does(words: int) -> None:
-    from redline.kernels.checksum import PROGRAM, weighted_sums
+    from redline.kernels.checksum import PROGRAM, mixed_sums
 
-    words_N = torch.randint(-(2**62), 2**62, (words,), dtype=torch.int64)
-    weighed = [word * (2 * index + 1) for index, word in enumerate(words_N.tolist())]
-    expected = [sum(weighed[start : start + PROGRAM]) % 2**64 for start in range(0, words, PROGRAM)]
-    assert [total % 2**64 for total in weighted_sums(words_N.to(DEVICE)).tolist()] == expected
+    words_N = torch.randint(-(2**63), 2**63 - 1, (words,), dtype=torch.int64)
+    plain = words_N.tolist()
+    expected = [mixed_sum(plain[start : start + PROGRAM], start) for start in range(0, words, PROGRAM)]
+    assert mixed_sums(words_N.to(DEVICE)).tolist() == expected

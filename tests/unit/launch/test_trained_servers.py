@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from concurrent.futures import wait
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from support.tiny_engines import ask
@@ -14,7 +16,7 @@ from redline.config import Config, resolve, validate
 from redline.config.sections.lora import LoraConfig
 from redline.engine import EngineSession
 from redline.engine.adapters.openai_server import OpenAIServerEngine
-from redline.errors import ConfigError, WeightSyncError
+from redline.errors import ConfigError, ServerAwayError, WeightSyncError
 from redline.launch.build import make_probe
 from redline.launch.kinds import make_other_engine
 from redline.launch.models import load_policy
@@ -23,8 +25,10 @@ from redline.models.files.hf import load_decoder
 from redline.models.files.sources import model_folder
 from redline.models.lora.trainable import add_adapter
 from redline.models.prompt_logprobs import prompt_logprobs
-from redline.types import VersionSpan, WeightSet
+from redline.types import Completion, VersionSpan, WeightSet
 from redline.weight_sync import WeightProtocol
+from redline.weight_sync.transports import http
+from redline.weight_sync.transports.http_calls import HttpServer, Json
 
 TOKENS = [5, 9, 3, 17, 4, 8]
 
@@ -142,3 +146,59 @@ def test_a_server_that_was_started_again_is_brought_to_the_current_version(serve
     run.step()
     run.update()
     assert run.engine.prompt_logprobs(TOKENS) == run.expected()
+
+
+class DiesInAnUpload:
+    """Starts the server again under the first bucket that is sent to it. With the next one it asks the new server for
+    completions, as rollouts beside the trainer do."""
+
+    def __init__(self, run: Run, server: ServedPolicy, monkeypatch: pytest.MonkeyPatch, *, looks: bool) -> None:
+        self._run, self._server, self._looks, self._call = run, server, looks, HttpServer.call
+        self._num_puts = 0
+        self.came: list[Completion] = []
+        """What counts of the answers."""
+        monkeypatch.setattr(HttpServer, "call", lambda *asked: self.call(*asked))
+        monkeypatch.setattr(http, "PAUSE_S", 0.01)
+
+    def call(self, to: HttpServer, method: str, *rest: Any) -> Json:
+        self._num_puts += method == "PUT"
+        if method == "PUT" and self._num_puts == 1:
+            self._server.start_again()
+            raise ServerAwayError("the connection was reset")
+        if method == "PUT" and self._num_puts == 2:
+            self._ask()
+        return self._call(to, method, *rest)
+
+    def _ask(self) -> None:
+        """Returns when the answers are there; where it looks, when the engine has looked at them too."""
+        engine = self._run.engine
+        engine.submit(ask(6, 8, n=2))
+        wait(engine._futures)
+        while self._looks and not self.came and engine._restoring is None:
+            self.step()
+
+    def step(self) -> None:
+        for _, piece in self._run.engine.step():
+            assert not isinstance(piece, Exception)
+            assert piece.completion is not None
+            self.came.append(piece.completion)
+
+
+@pytest.mark.parametrize("looks", [True, False], ids=["while weights are sent", "after the update"])
+def test_what_a_server_answers_from_its_own_model_while_an_update_is_sent_is_asked_again(
+    server: ServedPolicy, looks: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = Run(server.url)
+    for _ in range(2):
+        run.update()
+        run.step()
+    dies = DiesInAnUpload(run, server, monkeypatch, looks=looks)
+    run.update()
+    while run.engine.has_work:
+        dies.step()
+    assert len(dies.came) == 2
+    prompt = ask(6, 8).prompt_ids
+    for completion in dies.came:
+        whole = prompt_logprobs(run.decoder, np.concatenate([prompt, completion.token_ids]).tolist())
+        assert completion.versions == VersionSpan(2, 2)
+        assert completion.logprobs.tolist() == pytest.approx(whole[len(prompt) - 1 :], abs=1e-3)

@@ -66,6 +66,14 @@ def test_a_key_without_effect_is_refused(override: list[str], message: str) -> N
         settings(*override)
 
 
+@pytest.mark.parametrize("mistake", ["kind=openai", "kind=native", "weights_folder=/x"])
+@pytest.mark.parametrize("url", ["http://me:s3cret@127.0.0.1:1/v1", "http://s3cret@host", "http://me:s3cret/1@host/v1"])
+def test_a_password_in_the_address_of_a_server_is_refused_without_showing_it(mistake: str, url: str) -> None:
+    with pytest.raises(ConfigError, match="url holds a name or a password") as caught:
+        settings(f"url={url}", mistake)
+    assert "s3cret" not in str(caught.value)
+
+
 def test_secrets_that_no_client_could_send_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("A_KEY", "s3cret\n")
     with pytest.raises(ConfigError, match="A_KEY: the API key has a character") as caught:

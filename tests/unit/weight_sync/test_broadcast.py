@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import socket
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 
 import pytest
 import torch
@@ -13,11 +13,12 @@ from torch import Tensor
 
 from redline.errors import RedlineError, WireClosed, WireError
 from redline.types import WeightSet
-from redline.weight_sync import Broadcast, Sending
+from redline.weight_sync import Broadcast, Sending, WeightReceiver
 from redline.weight_sync.buckets import Range
 from redline.weight_sync.plan import TransferPlan
 from redline.weight_sync.transports.broadcast import GroupInlet, _own_address
-from redline.wire import Connection
+from redline.weight_sync.verify import Probe
+from redline.wire import Connection, Frame
 
 TENSORS = {"first": torch.ones(16), "second": torch.ones(16), "third": torch.ones(16)}
 
@@ -74,6 +75,70 @@ def test_an_engine_that_is_lost_while_it_joins_is_named_and_one_that_joins_later
     take(transport, 2, new)
     assert first.has(new)
     assert late.has(new)
+    transport.close()
+
+
+class Leaves(WeightReceiver):
+    """A receiver whose connection ends under one of its frames."""
+
+    left = 10**9
+    """Frames of the kind below that it answers before."""
+    kind = ""
+    leave: Callable[[], None]
+
+    def answer(self, frame: Frame) -> Frame:
+        self.left -= frame.kind == self.kind
+        if self.left < 0:
+            self.leave()
+        return super().answer(frame)
+
+
+def leaving(name: str, kind: str, after: int) -> LinkedEngine:
+    """An engine that goes away under a frame of this kind, after so many of them."""
+    engine = LinkedEngine(TENSORS, name, make_receiver=Leaves)
+    assert isinstance(engine.receiver, Leaves)
+    engine.receiver.leave, engine.receiver.kind, engine.receiver.left = engine.worker.close, kind, after
+    return engine
+
+
+def plus(number: int) -> dict[str, Tensor]:
+    return {name: tensor + number for name, tensor in TENSORS.items()}
+
+
+def test_when_an_engine_is_lost_in_adopt_the_others_take_the_next_update() -> None:
+    lost, first, second = Losses(), LinkedEngine(TENSORS, "engine-0"), leaving("engine-1", "adopt", after=1)
+    transport = Broadcast([first.channel, second.channel], TENSORS, Sending(timeout_s=60, on_lost=lost))
+    for version in (1, 2, 3):
+        take(transport, version, plus(version))
+        assert first.has(plus(version))
+        assert lost.said == ([] if version == 1 else ["engine-1 has ended the connection"])
+    transport.close()
+
+
+def test_when_an_engine_that_joins_fails_its_probe_the_others_take_the_next_update() -> None:
+    first = LinkedEngine(TENSORS, "engine-0")
+    transport = Broadcast([first.channel], TENSORS, Sending(timeout_s=60, on_lost=Losses()))
+    take(transport, 1, plus(1))
+    wrong = LinkedEngine(TENSORS, "engine-1", logprobs=lambda tokens: [-9.0])
+    with pytest.raises(RedlineError, match=r"engine-1.* of a fixed prompt"):
+        transport.catch_up(wrong.channel, WeightSet(1, plus(1)), Probe((1, 2), (-1.0,), 0.001))
+    wrong.close()
+    for version in (2, 3):
+        take(transport, version, plus(version))
+        assert first.has(plus(version))
+    transport.close()
+
+
+def test_an_engine_that_goes_away_once_it_has_joined_is_named_in_the_next_update() -> None:
+    lost, first, late = Losses(), LinkedEngine(TENSORS, "engine-0"), leaving("engine-1", "open", after=1)
+    transport = Broadcast([first.channel], TENSORS, Sending(timeout_s=60, on_lost=lost))
+    take(transport, 1, plus(1))
+    transport.catch_up(late.channel, WeightSet(1, plus(1)))
+    assert (late.has(plus(1)), lost.said) == (True, [])
+    take(transport, 2, plus(2))
+    assert lost.said == ["engine-1 has ended the connection"]
+    assert late.channel.is_closed, "who has started it sees that it gets no weights any more"
+    assert first.has(plus(2))
     transport.close()
 
 

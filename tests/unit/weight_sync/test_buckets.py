@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from support.linked_engines import LinkedEngine, connected
+from support.mixed_words import mixed_sum
 from torch import Tensor
 
 from redline.errors import PeerError, TornWeightsError, WeightSyncError, WireClosed, WireError, WireTimeout
@@ -20,7 +21,7 @@ from redline.weight_sync.plan import TransferPlan
 from redline.weight_sync.sender import BucketTransport
 from redline.weight_sync.transports.broadcast import GroupInlet
 from redline.weight_sync.transports.cuda_ipc import StagedInlet
-from redline.weight_sync.verify import BLOCK, Probe, _sums_by_torch, block_sums, checksum
+from redline.weight_sync.verify import BLOCK, Probe, _mixed_by_torch, _sums_by_torch, block_sums, checksum
 from redline.wire import Connection
 
 
@@ -121,16 +122,10 @@ PLAIN_COPY = torch._foreach_copy_
 # ── checksums ──────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def plain_sum(flat: Tensor) -> int:
-    """The definition, in whole numbers."""
-    total = sum(word * (2 * index + 1) for index, word in enumerate(flat.view(torch.int64).tolist())) % 2**64
-    return total - 2**64 if total >= 2**63 else total
-
-
-@pytest.mark.parametrize("words", [1, 5, 1024, 2**17, 2**17 + 3, 2**17 + 2500])
-def test_a_checksum_is_the_weighted_sum_of_the_words(words: int) -> None:
+@pytest.mark.parametrize("words", [1, 5, 1024, 2**17, 2**17 + 3])
+def test_a_checksum_is_the_sum_of_the_mixed_words(words: int) -> None:
     flat = torch.randint(0, 256, (8 * words,), dtype=torch.uint8)
-    assert int(checksum(flat)) == plain_sum(flat)
+    assert int(checksum(flat)) == mixed_sum(flat.view(torch.int64).tolist())
     assert torch.equal(block_sums(flat), _sums_by_torch(flat.view(torch.int64)))
     assert len(block_sums(flat)) == -(-words // BLOCK)
 
@@ -142,6 +137,44 @@ def test_a_change_of_every_element_alike_shows_in_every_block(before: float, aft
     flat = torch.full((blocks * BLOCK * 8 // dtype.itemsize,), before, dtype=dtype)
     old = block_sums(flat.view(torch.uint8))
     assert bool((block_sums(flat.fill_(after).view(torch.uint8)) != old).all())
+
+
+def two_ulps(flat: Tensor) -> None:
+    """Two weights, in words whose indices make 2¹⁵ - 1 together."""
+    flat.view(torch.int16)[[3, 4 * (BLOCK - 1) + 3]] += 1
+
+
+def two_signs(flat: Tensor) -> None:
+    flat[[43, 3111]] *= -1
+
+
+def every_fourth(flat: Tensor) -> None:
+    flat.view(torch.int16)[3::4] += 1
+
+
+def two_of_float32(flat: Tensor) -> None:
+    flat.view(torch.float32)[[1, 511]] *= 2
+
+
+def two_signs_of_float32(flat: Tensor) -> None:
+    flat.view(torch.float32)[[1, 1001]] *= -1
+
+
+@pytest.mark.parametrize("change", [two_ulps, two_signs, every_fourth, two_of_float32, two_signs_of_float32])
+def test_changes_that_are_each_others_opposites_show(change: Callable[[Tensor], None]) -> None:
+    flat = torch.randn(2 * BLOCK, generator=torch.Generator().manual_seed(0)).view(torch.bfloat16).nan_to_num(1.0)
+    old = block_sums(flat.view(torch.uint8))
+    change(flat)
+    assert int(block_sums(flat.view(torch.uint8))[0]) != int(old[0])
+
+
+def test_no_two_weights_that_move_by_one_cancel_wherever_they_lie_in_a_block() -> None:
+    """Every weight of a block of bfloat16 moves up by one, or down, alone: what each adds to the sum has a size of its own."""
+    words_W = torch.randint(-(2**63), 2**63 - 1, (BLOCK,), generator=torch.Generator().manual_seed(0))
+    places_W = (torch.arange(BLOCK) + 1) * (0x9E3779B97F4A7C15 - 2**64)
+    moves = [sign << 16 * lane for lane in range(4) for sign in (1, -1)]
+    alone = torch.stack([_mixed_by_torch(words_W + places_W + move) - _mixed_by_torch(words_W + places_W) for move in moves])
+    assert len(alone.abs().unique()) == len(moves) * BLOCK
 
 
 def test_any_changed_byte_and_any_two_exchanged_words_show() -> None:

@@ -44,6 +44,12 @@ def test_an_address_that_is_none_is_refused(url: str) -> None:
         HttpServer(url)
 
 
+def test_an_address_with_a_password_is_refused_without_showing_it() -> None:
+    with pytest.raises(ConfigError, match="holds a name or a password") as caught:
+        HttpServer("http://me:s3cret@127.0.0.1:1")
+    assert "s3cret" not in str(caught.value)
+
+
 def test_a_server_that_is_not_there_may_come_back() -> None:
     with pytest.raises(ServerAwayError, match=r"127\.0\.0\.1:1 did not take GET /weights"):
         HttpServer("http://127.0.0.1:1", "token", 5).get("/weights")

@@ -99,7 +99,7 @@ def test_a_server_loads_every_version_from_the_folder_and_goes_back_where_one_fa
     write(tmp_path / "versions" / "somebody-else's", tensors)
     there = Documented()
     with listening(there) as url:
-        transport = HttpWeights([kind(HttpServer(url, None, 10), tmp_path / "versions", write, tmp_path / "model")], tensors)
+        transport = HttpWeights([kind(HttpServer(url, None, 60), tmp_path / "versions", write, tmp_path / "model")], tensors)
 
         def take(version: int) -> None:
             weights = WeightSet(version, tensors)
@@ -128,6 +128,9 @@ def test_a_server_loads_every_version_from_the_folder_and_goes_back_where_one_fa
         take(4)
         transport.revert(4)
         assert torch.equal(there.loaded["weight"], torch.full((3,), 3.0))
+        assert (tmp_path / "versions").exists()
+        transport.close()
+        assert [path.name for path in (tmp_path / "versions").iterdir()] == ["somebody-else's"], "nothing of ours stays"
 
 
 @pytest.mark.parametrize("kind", [SglangServer, VllmServer])
@@ -137,7 +140,7 @@ def test_a_server_that_was_started_again_is_noticed_and_loads_the_version_again(
     tensors, there = {"weight": torch.ones(3)}, Documented(version="default")
     write(tmp_path / "model", tensors)
     with listening(there) as url:
-        transport = HttpWeights([kind(HttpServer(url, None, 10), tmp_path / "versions", write, tmp_path / "model")], tensors)
+        transport = HttpWeights([kind(HttpServer(url, None, 60), tmp_path / "versions", write, tmp_path / "model")], tensors)
         weights = WeightSet(7, tensors)
         transport.move(TransferPlan(7, ("weight",)), weights)
         transport.verify(weights)
@@ -151,11 +154,42 @@ def test_a_server_that_was_started_again_is_noticed_and_loads_the_version_again(
 
 
 @pytest.mark.parametrize("kind", [SglangServer, VllmServer])
+def test_a_server_that_is_started_again_after_a_version_was_written_is_counted_when_it_loads_it(
+    kind: type[FolderServer], tmp_path: Path
+) -> None:
+    tensors, there = {"weight": torch.ones(3)}, Documented(version="default")
+    write(tmp_path / "model", tensors)
+    with listening(there) as url:
+        transport = HttpWeights([kind(HttpServer(url, None, 60), tmp_path / "versions", write, tmp_path / "model")], tensors)
+        for version in (1, 2, 3):
+            weights = WeightSet(version, tensors)
+            transport.move(TransferPlan(version, ("weight",)), weights)
+            transport.verify(weights)
+            if version == 3:
+                there.version = "default"  # what it samples from now on is its own model's
+            transport.adopt()
+            assert transport.look()
+            assert transport.num_losses == (version == 3)
+
+
+def test_a_folder_that_could_not_be_written_whole_does_not_stay(tmp_path: Path) -> None:
+    def fails(folder: Path, tensors: Mapping[str, Tensor]) -> None:
+        write(folder, tensors)
+        raise OSError("no space left on device")
+
+    server = VllmServer(HttpServer("http://127.0.0.1:1"), tmp_path / "versions", fails, tmp_path / "model")
+    with pytest.raises(OSError, match="no space"):
+        server.send(1, {"weight": torch.ones(3)}, {})
+    server.close()
+    assert not list((tmp_path / "versions").iterdir())
+
+
+@pytest.mark.parametrize("kind", [SglangServer, VllmServer])
 def test_a_server_that_loads_no_folder_at_all_stays_paused(kind: type[FolderServer], tmp_path: Path) -> None:
     tensors, there = {"weight": torch.ones(3)}, Documented(fails=2)
     write(tmp_path / "model", tensors)
     with listening(there) as url:
-        transport = HttpWeights([kind(HttpServer(url, None, 10), tmp_path / "versions", write, tmp_path / "model")], tensors)
+        transport = HttpWeights([kind(HttpServer(url, None, 60), tmp_path / "versions", write, tmp_path / "model")], tensors)
         weights = WeightSet(1, tensors)
         transport.move(TransferPlan(1, ("weight",)), weights)
         transport.verify(weights)

@@ -53,14 +53,18 @@ class Server:
     def verify(self) -> None:
         assert self.sent is not None
 
-    def adopt(self) -> None:
-        self._answer()
+    def adopt(self) -> bool:
+        was_lost = self.is_lost()
         if self.sent is None:
             raise WeightSyncError("that version was not sent")
         self.has = self.left = self.sent
+        return was_lost
 
     def revert(self) -> None:
         self.has = self.left
+
+    def close(self) -> None:
+        """It has nothing to delete."""
 
     def adopting(self, version: int) -> None:
         self.told.append(version)
@@ -139,6 +143,30 @@ def test_a_server_that_stays_away_is_given_up() -> None:
 @contextmanager
 def at_rest(who: str) -> Iterator[WeightSet]:
     yield weights(3)
+
+
+def test_a_server_that_gets_a_version_in_place_of_its_own_model_is_lost_until_then_and_counted_right_after() -> None:
+    server = Server()
+    sent = at(3, server)
+    watched = WatchedServers(sent, at_rest)
+    move(sent, 4)
+    sent.adopt(PROBE)
+    assert watched.num_losses == 0, "nothing was lost in an update like any other"
+    server.start_again(away=1)
+    move(sent, 5)
+    assert (watched.are_there(), watched.num_losses) == (False, 0), "what it answers now is of its own model"
+    sent.adopt(PROBE)
+    assert (watched.are_there(), watched.num_losses) == (True, 1), "and what it answered before does not count"
+
+
+def test_after_an_adoption_that_failed_nothing_that_was_under_way_counts() -> None:
+    server = Server()
+    sent = at(3, server)
+    move(sent, 4)
+    server.logprob = -2.0
+    with pytest.raises(WeightSyncError, match="does not sample from the weights"):
+        sent.adopt(PROBE)
+    assert sent.num_losses == 1
 
 
 @pytest.mark.parametrize("away", [0, 3])

@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 from pydantic import Field, PositiveFloat, PositiveInt, model_validator
 
-from redline.addresses import is_server_address
+from redline.addresses import holds_login, is_server_address
 from redline.config.section import Section
 
 EngineKind = Literal["native", "vllm", "sglang", "openai", "transformers"]
@@ -52,6 +52,8 @@ class EngineConfig(Section):
     def _a_server_has_an_address(self) -> EngineConfig:
         if self.kind == "openai" and self.url is None:
             raise ValueError("kind openai needs the address of a server; set url to http://HOST:PORT/v1")
+        if self.url is not None and holds_login(self.url):
+            raise ValueError("url holds a name or a password, which every record would show; set api_key_env in place of them")
         if self.url is not None and not is_server_address(self.url):
             raise ValueError(f"url = {self.url!r} is no address of a server; set it to http://HOST:PORT/v1")
         if (self.weights_folder is None) != (self.weights_server is None):

@@ -3,9 +3,9 @@
 Prompts go as token ids to /v1/completions and token ids come back, so nothing is ever tokenised twice. Every completion is an
 HTTP request of its own, with a seed of its own, since servers disagree on what a seed means for n > 1.
 
-A server that is trained may be started again at any moment, with the weights of its model. An answer counts once the server has
-said after it that it still has the weights that it was left with; else everything under way is asked again, as soon as
-`WeightsThere` has brought them back.
+A server that is trained may be started again at any moment, with the weights of its model. An answer counts where the server
+says after it that it has the weights that it was left with, and has not got them back since it was asked; else everything under
+way is asked again, as soon as `WeightsThere` has brought them back.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class WeightsThere(Protocol):
 
     @property
     def num_losses(self) -> int:
-        """How often the server was found without the weights that it was left with."""
+        """How often the server was given weights in place of others than it was left with. Goes up right after."""
         ...
 
     def are_there(self) -> bool:
@@ -91,6 +91,7 @@ class OpenAIServerEngine(SteppedAdapter):
         """The newest version that the server may sample from."""
         self._weights: WeightsThere | None = None
         self._num_losses = 0
+        """What `WeightsThere` had counted before the calls that are under way began."""
         self._restoring: Future[None] | None = None
         """Ends when the server has its weights again."""
         self._again: list[Call] = []
@@ -133,7 +134,14 @@ class OpenAIServerEngine(SteppedAdapter):
     # ── calls ──────────────────────────────────────────────────────────────────────────────────────────────────────────
 
     def prepare(self, request: GenerateRequest) -> None:
-        self._check_logprobs(request)
+        """Examine the server's logprobs. One that is trained and away now is examined by the call itself, when it is back."""
+        if self._restoring is not None:
+            return
+        try:
+            self._check_logprobs(request)
+        except EngineLostError:
+            if self._weights is None:
+                raise
 
     def begin(self, call: Call) -> None:
         if self._restoring is not None:
@@ -205,7 +213,9 @@ class OpenAIServerEngine(SteppedAdapter):
     # ── one completion ─────────────────────────────────────────────────────────────────────────────────────────────────
 
     def _complete(self, call: Call) -> Completion:
-        started, request = time.monotonic(), call.request
+        request = call.request
+        self._check_logprobs(request)
+        started = time.monotonic()
         call.version = self.version  # it waited for a thread until now
         body = self._body(request) | sampling_fields(request.sampling, call.index)
         answer = self._client.post("/completions", body)

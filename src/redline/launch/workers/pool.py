@@ -83,19 +83,21 @@ class EnginePool:
             new.spawned.kill()
             raise
         with self._lock:
-            if self._is_closed:
-                new.close()
-                new.spawned.kill()
-                raise EngineLostError(f"{self._specs[index].name} is no longer needed")
-            self._processes[index] = new
-        return new.engine
+            why = "is no longer needed" if self._is_closed else "was lost as soon as it had its weights"
+            if not self._is_closed and not new.channel.is_closed:
+                self._processes[index] = new
+                return new.engine
+        new.close()
+        new.spawned.kill()
+        raise EngineLostError(f"{self._specs[index].name} {why}")
 
     def lose(self, channel: Connection, error: WireError) -> None:
         """End the process whose channel for weights failed: it would go on with old weights. That it is lost is then noticed as
-        always."""
-        for process in self._processes:
-            if process.channel is channel:
-                process.spawned.kill()
+        always. One that is being started is not among them yet: `restart` sees that its channel is closed."""
+        with self._lock:
+            lost = [process for process in self._processes if process.channel is channel]
+        for process in lost:
+            process.spawned.kill()
 
     def close(self) -> None:
         """End all processes. Blocks until each is gone: they have some seconds to write their spans."""

@@ -3,11 +3,12 @@
     trainer    pack bucket 0 ─► broadcast 0 ─► gather and pack 1 ─► broadcast 1 ─► …      rank 0
     engines    load 0, sum it ─► load 1, sum it ─► …                                       ranks 1, 2, …
 
-The group is apart from the trainer's own. It is formed at the first bucket, after every engine was told its rank, and formed
-again when an engine joins or leaves. NCCL where every member has a GPU of its own, else gloo, through host memory where weights
-are on a GPU. The group meets at a store that listens at `Sending.host` alone: loopback, or where engines are on other machines
-the trainer's address on the way there; members talk over the interface of the same way. Neither knows a token: use it on
-networks that you trust.
+The group is apart from the trainer's own. It is formed at the first bucket, after every engine was told its rank. Where an
+engine joins or is lost, whenever that is, the trainer leaves the group, and the next update forms one of those that are there.
+NCCL where every member has a GPU of its own, else gloo, through host memory where weights are on a GPU. The group meets at a
+store that listens at `Sending.host` alone: loopback, or where engines are on other machines the trainer's address on the way
+there. Members of gloo talk over the interface of the same way; NCCL chooses one itself (NCCL_SOCKET_IFNAME). None of them knows
+a token: use it on networks that you trust.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ from redline.weight_sync.buckets import Range
 from redline.weight_sync.plan import TransferPlan
 from redline.weight_sync.sender import BucketTransport
 from redline.weight_sync.transports.cuda_ipc import gpu_id
+from redline.weight_sync.verify import Probe
 from redline.wire import Connection
 
 NUM_SLOTS = 2
@@ -45,6 +47,7 @@ class Broadcast(BucketTransport):
     def __init__(self, channels: Sequence[Connection], tensors: Mapping[str, Tensor], sending: Sending | None = None) -> None:
         """`tensors` are the trainer's: those that every update will have."""
         super().__init__(channels, tensors, self._make_outlet, sending or Sending(), BUCKET_BYTES)
+        self._engines.after_loss = lambda channel, error: self._group.leave()
 
     def _make_outlet(self, bucket_bytes: int, device: torch.device, sending: Sending) -> GroupOutlet:
         self._group = GroupOutlet(bucket_bytes, device, sending)
@@ -66,6 +69,13 @@ class Broadcast(BucketTransport):
         """Bring every engine that has adopted `version` and can be reached back to the one it had before, whole."""
         self._group.leave()  # whoever waits in a broadcast hears that it will not come
         super().revert(version)
+
+    def catch_up(self, channel: Connection, weights: WeightSet, probe: Probe | None = None) -> None:
+        """Bring one engine to these weights in a group with it alone. The next update forms one of all."""
+        try:
+            super().catch_up(channel, weights, probe)
+        finally:
+            self._group.leave()
 
     def _open(self, channels: Sequence[Connection]) -> None:
         """Form a group with these engines; without one that is lost meanwhile, where the others may go on."""
@@ -115,7 +125,6 @@ class GroupOutlet:
     """The trainer's end: rank 0. Implements `sender.Outlet`."""
 
     link = "broadcast"
-    is_group = True
     takes_parts = True
 
     def __init__(self, bucket_bytes: int, device: torch.device, sending: Sending) -> None:

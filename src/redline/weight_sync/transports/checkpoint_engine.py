@@ -100,7 +100,6 @@ class FolderOutlet:
     """The trainer's end: it says which version to read. Buckets are packed to be summed. Implements `sender.Outlet`."""
 
     link = "checkpoint_engine"
-    is_group = False
     takes_parts = False
 
     def __init__(self, folder: Path, bucket_bytes: int, device: torch.device) -> None:

@@ -40,7 +40,6 @@ class StagedOutlet:
     """The trainer's end: the two buckets. Implements `sender.Outlet`."""
 
     link = "cuda_ipc"
-    is_group = False
     takes_parts = True
 
     def __init__(self, bucket_bytes: int, device: torch.device, sending: Sending) -> None:

@@ -8,11 +8,14 @@
     revert ─────────────────────► back to the version before
 
 Tensors whose bytes the server has already are not sent. A server may be started again at any time, or be given weights by
-somebody else: it is asked what it has before an update, and whenever an answer of it is used (`watched_servers.py`).
+somebody else. It is asked what it has whenever an answer of it is used (`watched_servers.py`). An update takes such a server
+from weights of others to ours, so that afterwards it says that all is well: every adoption therefore tells what the server had
+right before, and `num_losses` counts it. Who asks for answers trusts none that was under way when it went up.
 """
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -56,12 +59,17 @@ class WeightServer(Protocol):
         """Raise WeightSyncError unless what was sent is whole, and the server could sample from it."""
         ...
 
-    def adopt(self) -> None:
-        """Have the server sample from what was sent."""
+    def adopt(self) -> bool:
+        """Have the server sample from what was sent. Returns whether it had lost the weights that it was left with: what it
+        answered until now may be of any."""
         ...
 
     def revert(self) -> None:
         """Have the server sample from the version before the one that was sent, whether or not that was adopted."""
+        ...
+
+    def close(self) -> None:
+        """Delete what was written for the server alone. It keeps the weights that it has."""
         ...
 
 
@@ -103,7 +111,9 @@ class HttpWeights:
         self._probe: Probe | None = None
         """What the trainer made of a prompt under that version."""
         self.num_losses = 0
-        """How often a server was found without the weights that it was left with."""
+        """How often a server was given weights in place of others than it was left with, or may have been: it goes up right
+        after."""
+        self._counting = threading.Lock()
         self.parts: dict[str, float] = {}
         """Seconds of each part of the last update."""
         self.pause_s: float | None = None
@@ -113,15 +123,12 @@ class HttpWeights:
         that is away."""
         self._check_forms(weights)
         self.parts, self._moved, self._is_under_way = {}, weights, True
-        self._patiently(self.look)
         return self._patiently(lambda: self._send(weights))
 
     def look(self) -> bool:
-        """Ask every server whether it still has the weights that it was left with. Returns False where one has not, and counts
-        it. Raises WeightSyncError where one does not say."""
-        lost = sum(self._each(lambda server: server.is_lost()))
-        self.num_losses += lost
-        return not lost
+        """Ask every server whether it still has the weights that it was left with. Returns False where one has not. Raises
+        WeightSyncError where one does not say."""
+        return not any(self._each(lambda server: server.is_lost()))
 
     def restore(self, weights: WeightSet) -> None:
         """Bring servers that have lost their weights to these: those of the version that they had."""
@@ -157,6 +164,7 @@ class HttpWeights:
         try:
             self._take()
         except (WeightSyncError, EngineLostError):
+            self._count_loss()
             if self._patiently(self.look):  # it was there all the time: the version is not to its liking, or ours
                 raise
             self._patiently(lambda: self.restore(weights))
@@ -164,9 +172,17 @@ class HttpWeights:
 
     def _take(self) -> None:
         with timed("load", self.parts):
-            self._each(lambda server: server.adopt())
+            self._each(self._adopt_by)
         with timed("verify", self.parts):
             self._examine()
+
+    def _adopt_by(self, server: WeightServer) -> None:
+        if server.adopt():
+            self._count_loss()
+
+    def _count_loss(self) -> None:
+        with self._counting:
+            self.num_losses += 1
 
     def _patiently(self, action: Callable[[], Result]) -> Result:
         """What `action` gives, again and again while a server is away."""
@@ -210,7 +226,9 @@ class HttpWeights:
         raise AssertionError("servers have no connection of their own")
 
     def close(self) -> None:
-        """Every call has a connection of its own: there is nothing to let go of."""
+        """Delete what was written for the servers. They go on with the weights that they have."""
+        for server in self._servers:
+            server.close()
 
     def _check_forms(self, weights: WeightSet) -> None:
         found = {name: form_of(name, tensor) for name, tensor in weights.tensors.items()}

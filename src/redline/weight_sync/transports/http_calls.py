@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import urlsplit
 
-from redline.addresses import fits_header, is_server_address
+from redline.addresses import fits_header, holds_login, is_server_address
 from redline.errors import ConfigError, ServerAwayError, WeightSyncError
 
 Json = dict[str, Any]
@@ -29,7 +29,9 @@ class HttpServer:
     """Seconds that one call may take."""
 
     def __post_init__(self) -> None:
-        """Raises ConfigError for an address or a token that no request could have. What it says never holds the token."""
+        """Raises ConfigError for an address or a token that no request could have. What it says never holds a secret."""
+        if holds_login(self.url):
+            raise ConfigError("the address of a server holds a name or a password", "leave them out: it is asked with a token")
         if not is_server_address(self.url):
             raise ConfigError(f"{self.url!r} is no address of a server", "for example http://127.0.0.1:8000")
         if self.token is not None and not fits_header(self.token):

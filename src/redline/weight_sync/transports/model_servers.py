@@ -15,7 +15,7 @@ from __future__ import annotations
 import secrets
 import shutil
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from urllib.parse import urlencode
 
@@ -47,18 +47,25 @@ class FolderServer(ABC):
     def send(self, version: int, tensors: Mapping[str, Tensor], found: Mapping[str, str]) -> int:
         path = self._folder / f"{version:06}-{secrets.token_hex(3)}"
         part = path.with_name(path.name + ".part")
+        self._written += [part, path]
         self._write(part, tensors)
         part.rename(path)
-        self._written.append(path)
         self._before, self._sent = self._current, path
         self._prune()
         return sum(file.stat().st_size for file in path.glob("*.safetensors"))
 
     def _prune(self) -> None:
         needed = (self._sent, self._current)
-        for path in [path for path in self._written if path not in needed]:
-            shutil.rmtree(path)
+        self._delete([path for path in self._written if path not in needed])
+
+    def _delete(self, paths: Sequence[Path]) -> None:
+        for path in paths:
+            shutil.rmtree(path, ignore_errors=True)
             self._written.remove(path)
+
+    def close(self) -> None:
+        """Delete the versions that were written: the server has loaded the last one, and the run keeps its own."""
+        self._delete(list(self._written))
 
     def verify(self) -> None:
         if not any(self._sent.glob("*.safetensors")):
@@ -67,10 +74,12 @@ class FolderServer(ABC):
     def is_lost(self) -> bool:
         return self._label is not None and self.label() != self._label
 
-    def adopt(self) -> None:
-        """Load what was sent. Where that fails the version before is loaded again, and only then the server goes on."""
+    def adopt(self) -> bool:
+        """Load what was sent. Where that fails the version before is loaded again, and only then the server goes on. Returns
+        whether it had lost what it was left with, which it is asked once it is paused."""
         self.pause()
         try:
+            was_lost = self.is_lost()
             self._take(self._sent)
         except ServerAwayError:  # it has ended, or is paused still
             raise
@@ -79,6 +88,7 @@ class FolderServer(ABC):
             self.resume()
             raise
         self.resume()
+        return was_lost
 
     def revert(self) -> None:
         """Load the version before once more. A server that cannot stays paused: part of its weights may be new."""

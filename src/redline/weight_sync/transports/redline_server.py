@@ -16,6 +16,8 @@ from redline.weight_sync.transports.http_calls import HttpServer, Json
 
 BUCKET_BYTES = 1 << 28
 """A body is closed once it holds so many bytes."""
+OF_OTHERS = ""
+"""Stands for the digest of weights that we did not send, after we had sent some. No server gives it."""
 
 
 @dataclass(slots=True, frozen=True)
@@ -26,7 +28,7 @@ class _Left:
     found: Mapping[str, str]
     """Digests of its tensors, as far as we sent them."""
     digest: str | None
-    """Of all of them; None where we do not know them."""
+    """Of all of them; None before the first adoption, where we know nothing of them."""
 
 
 @dataclass(slots=True, frozen=True)
@@ -36,6 +38,8 @@ class _Sent:
     left: _Left
     """What the server has once it is adopted."""
     adoption: Json
+    after_loss: bool
+    """Whether the server had weights of others when it was begun."""
 
 
 class RedlineServer:
@@ -64,18 +68,25 @@ class RedlineServer:
         return self._left.digest is not None and self._server.get("/weights/current").get("digest") != self._left.digest
 
     def send(self, version: int, tensors: Mapping[str, Tensor], found: Mapping[str, str]) -> int:
+        """Raises WeightSyncError. What the server was left with stays in mind until the adoption: until then one that was
+        started again is lost, however much of the new version it has."""
         self._check_form(tensors)
-        there = self._server.get("/weights/current")
-        if self._left.digest is None or there["digest"] != self._left.digest:  # all that we know of it is its version
-            self._left = _Left(there["version"], {}, None)
-        changed = {name: tensor for name, tensor in tensors.items() if found[name] != self._left.found.get(name)}
-        self._before, self._sent = self._left, None
+        self._sent, self._before = None, self._found_there()
+        base = self._before
+        changed = {name: tensor for name, tensor in tensors.items() if found[name] != base.found.get(name)}
         sender, digest = secrets.token_hex(8), _digest(found)
         for bucket in in_groups(changed, self._bucket_bytes):
             self._put(version, sender, bucket)
-        adoption = {"names": list(changed), "sender": sender, "base": self._left.digest, "digest": digest}
-        self._sent = _Sent(_Left(version, dict(found), digest), adoption)
+        adoption = {"names": list(changed), "sender": sender, "base": base.digest or None, "digest": digest}
+        self._sent = _Sent(_Left(version, dict(found), digest), adoption, base.digest == OF_OTHERS)
         return sum(tensor.nbytes for tensor in changed.values())
+
+    def _found_there(self) -> _Left:
+        """What the server has: what it was left with, or weights of which we know the version alone."""
+        there = self._server.get("/weights/current")
+        if self._left.digest is None:
+            return _Left(there["version"], {}, None)
+        return self._left if there["digest"] == self._left.digest else _Left(there["version"], {}, OF_OTHERS)
 
     def _check_form(self, tensors: Mapping[str, Tensor]) -> None:
         """Raise WeightSyncError unless the server has these tensors, in these forms, and no others."""
@@ -104,16 +115,23 @@ class RedlineServer:
         if self._sent is None:
             raise WeightSyncError(f"{self._server.url} did not get all of the weights", "send them again")
 
-    def adopt(self) -> None:
-        assert self._sent is not None, "nothing was sent"
-        self._server.post(f"/weights/{self._sent.left.version}/adopt", self._sent.adoption)
-        self._left, self._sent = self._sent.left, None
+    def adopt(self) -> bool:
+        """Returns what `send` has found. A server that is started again in between refuses: it has nothing of what was sent, or
+        not the weights that the rest is of."""
+        sent = self._sent
+        assert sent is not None, "nothing was sent"
+        self._server.post(f"/weights/{sent.left.version}/adopt", sent.adoption)
+        self._left, self._sent = sent.left, None
+        return sent.after_loss
 
     def revert(self) -> None:
         if self._before is None:
             return
         self._server.post(f"/weights/{self._before.version}/revert")
         self._left, self._sent, self._before = self._before, None, None
+
+    def close(self) -> None:
+        """Nothing was written."""
 
 
 def _digest(found: Mapping[str, str]) -> str:

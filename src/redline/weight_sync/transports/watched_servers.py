@@ -5,6 +5,9 @@ has an answer ──► are_there ────► do they still have the weights
                   yes             the answer was sampled from them: a server does not get them back by itself
                   no              the answer counts for nothing
                     restore ────► the current version once more, and a probe; then the engine asks again
+
+An update brings weights back too, and `are_there` then says yes of answers that came before it. `num_losses` goes up right
+after such an update, and the engine asks again what was under way.
 """
 
 from __future__ import annotations
@@ -30,7 +33,7 @@ class WatchedServers:
 
     @property
     def num_losses(self) -> int:
-        """How often a server was found without the weights that it was left with."""
+        """How often a server was given weights in place of others than it was left with."""
         return self._transport.num_losses
 
     def are_there(self) -> bool:
