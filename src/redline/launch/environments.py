@@ -28,6 +28,8 @@ from redline.rollouts.user_code.imports import ImportPath
 from redline.types import Task
 
 KEY = "rollouts.environment.name"
+ENDED_AFTER_S = 2.0
+"""Seconds from the limit of a call of `score` until the process that makes it is ended."""
 A_PLAY = "give it `async def play(self, task, policy)`, which returns the reward; see redline.ports.Environment"
 
 
@@ -128,5 +130,7 @@ def scored_elsewhere(config: Config, source: TaskSource) -> ScoredElsewhere:
     keywords = {"seed": config.run.seed, **task.params}
     made_as = {"path": task.path, "folder": str(task.folder or Path.cwd()), "keywords": keywords}
     count = rollouts.max_reward_workers or REWARD_WORKERS
-    processes = ProcessWorkers(count, rollouts.reward_timeout_s, worker_scale(rollouts), name="reward process")
+    # The thread that waits gives a late call up, and says so; the process that made it is ended after that.
+    limit_s = None if rollouts.reward_timeout_s is None else rollouts.reward_timeout_s + ENDED_AFTER_S
+    processes = ProcessWorkers(count, limit_s, worker_scale(rollouts), name="reward process")
     return ScoredElsewhere(source, made_as, processes)

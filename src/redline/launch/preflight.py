@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from redline.config import Config
+from redline.environments.workers.plain import to_plain
 from redline.errors import ConfigError, RedlineError, TaskError, boundary
 from redline.launch.environments import make_environment, scored_elsewhere, task_source, worker_scale
 from redline.launch.placement import Placement, check_device, place
@@ -92,6 +93,8 @@ def _check_inputs(config: Config, placement: Placement) -> Checked:
         notes.append("the task source has no held-out tasks; nothing will be evaluated")
     with span("rollouts.setup"), saying_what_hangs():
         first = _first_tasks(config, tasks.source, notes)
+    if tasks.scored is not None:
+        _check_that_they_travel([*first, *tasks.held_out[:NUM_LOOKED_AT]])
     with span("models.load"):
         check_device(config.run.device)
         check_gpus_for_ranks(config)
@@ -110,6 +113,15 @@ def _first_tasks(config: Config, source: TaskSource, notes: list[str]) -> list[T
     calls.close()
     calls.join(1.0)
     return _those_that_can(outcomes, _unless_failed, "training tasks cannot be made", notes)
+
+
+def _check_that_they_travel(tasks: Iterable[Task]) -> None:
+    """Raise TaskError for a task that worker processes would not get as it is."""
+    for task in tasks:
+        try:
+            to_plain(task)
+        except TaskError as error:
+            raise TaskError(f"rollouts.reward_run_in = processes: task {task.id!r}: {error.message}", error.hint) from None
 
 
 def _unless_failed(outcome: Task | Failure) -> Task:

@@ -112,6 +112,13 @@ def test_a_training_task_that_cannot_be_used_is_refused(recipes: Recipes, train:
     assert said in error.message
 
 
+def test_a_task_that_worker_processes_would_not_get_as_it_is_is_refused_where_they_score(recipes: Recipes) -> None:
+    with_a_set = without("str(index + 1))", "str(index + 1), {'seen': {1, 2}})")
+    recipes.check(with_a_set)
+    error = recipes.refusal(with_a_set, rollouts={"reward_run_in": "processes"})
+    assert "rollouts.reward_run_in = processes: task 'sum-0': a set cannot travel" in error.message
+
+
 def test_what_raises_is_named_with_its_file_and_line(recipes: Recipes) -> None:
     error = recipes.refusal(without("return task(index)\n    def held_out", "return 1 / 0\n    def held_out"))
     assert "tasks_" in error.hint

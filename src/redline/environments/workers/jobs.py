@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import threading
+from collections import deque
 from contextlib import suppress
 from typing import Any
 
@@ -28,9 +30,15 @@ class Job:
     def is_wanted(self) -> bool:
         return self._future is None or not self._future.done()
 
-    async def result(self) -> Any:
+    async def result(self, waiting: deque[Job], lock: threading.Condition) -> Any:
+        """What comes of it. A coroutine that is cancelled takes the job out of `waiting`, if it is still there."""
         assert self._future is not None
-        return await self._future
+        try:
+            return await self._future
+        except asyncio.CancelledError:
+            with lock, suppress(ValueError):
+                waiting.remove(self)
+            raise
 
     def settle(self, value: Any, error: BaseException | None = None) -> None:
         """Give the coroutine what came of the call. Any thread may; what comes second is dropped."""

@@ -24,8 +24,9 @@ from redline.environments.workers.held import GameClass
 from redline.environments.workers.jobs import PATIENCE_S, Job
 from redline.environments.workers.plain import to_plain
 from redline.environments.workers.process import WorkerProcess
-from redline.environments.workers.worker import Ask, Worker
+from redline.environments.workers.worker import Ask, Message, Worker
 from redline.errors import TaskError
+from redline.telemetry.stalls.calls import Call
 
 
 @dataclass(slots=True, frozen=True)
@@ -69,20 +70,32 @@ class ProcessWorkers:
         try:
             message = {"do": "make", "id": held.id, "path": game.path, "folder": game.folder}
             message["keywords"] = to_plain(game.keywords)
-            await held.worker.answer(Ask(game.path.partition(":")[2], message, held))
+            first = [_import_of(game.path, game.folder)]
+            await held.worker.answer(Ask(game.path.partition(":")[2], message, held, first=first))
         except BaseException:
             held.drop()
             raise
         return held
 
-    async def call(self, function: str | Callable[..., Any], *arguments: Any) -> Any:
+    async def call(
+        self,
+        function: str | Callable[..., Any],
+        *arguments: Any,
+        first: tuple[Any, ...] = (),
+        timed: Call | None = None,
+    ) -> Any:
+        """What a function, named by import path, returns. `first` is another, and its arguments, that each process calls once
+        before; the time of `timed` counts when the process has begun and has done so."""
         if not isinstance(function, str):
             raise TaskError(
                 f"{function!r} is called in worker processes, which know functions by their names",
                 'name it as "module:function", or set rollouts.environment.run_in=threads',
             )
-        message = {"do": "function", "path": function, "folder": None, "arguments": to_plain(arguments)}
-        return await self._least_loaded().answer(Ask(function.partition(":")[2], message))
+        before = [_import_of(function, None)]
+        if first:
+            before.append((f"{first[0].partition(':')[2]}", _call_of(*first)))
+        ask = Ask(function.partition(":")[2], _call_of(function, *arguments), first=before, timed=timed)
+        return await self._least_loaded().answer(ask)
 
     def close(self) -> None:
         for worker in self._workers:
@@ -128,6 +141,14 @@ class ProcessWorkers:
             worker.num_games -= 1
 
 
+def _import_of(path: str, folder: str | None) -> tuple[str, Message]:
+    return f"import of {path}", {"do": "load", "path": path, "folder": folder}
+
+
+def _call_of(function: str, *arguments: Any) -> Message:
+    return {"do": "function", "path": function, "folder": None, "arguments": to_plain(list(arguments))}
+
+
 class HeldInProcess:
     """Implements `Held`."""
 
@@ -140,7 +161,7 @@ class HeldInProcess:
         self._is_dropped = False
 
     async def call(self, name: str, *arguments: Any) -> Any:
-        message = {"do": "call", "id": self.id, "name": name, "arguments": to_plain(arguments)}
+        message = {"do": "call", "id": self.id, "name": name, "arguments": to_plain(list(arguments))}
         return await self.worker.answer(Ask(name, message, self))
 
     def drop(self) -> None:

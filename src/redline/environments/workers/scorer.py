@@ -1,6 +1,6 @@
-"""Scores replies in a worker process, with the user's task source, which is made there once.
+"""Scores replies in a worker process, with the user's task source, which is made there once, before the first call.
 
-ProcessWorkers.call("redline.environments.workers.scorer:score", source, task, text) ──► what its `score` returns
+ProcessWorkers.call("…scorer:score", source, task, text, first=("…scorer:make", source)) ──► what its `score` returns
 """
 
 from __future__ import annotations
@@ -14,6 +14,11 @@ from typing import Any
 
 from redline.environments.workers.program import imported, load
 from redline.types import Task
+
+
+def make(source: Mapping[str, Any]) -> None:
+    """Import the source's module and make the source, so that no call has to."""
+    _made(json.dumps(source, sort_keys=True))
 
 
 def score(source: Mapping[str, Any], task: Task, text: str) -> Any:

@@ -48,12 +48,7 @@ class ThreadWorkers:
         """What `work` returns, in one of the threads; raises what it raises, or CallError where it takes too long."""
         job = Job(what, work)
         self.put(job)
-        try:
-            return await job.result()
-        except asyncio.CancelledError:
-            with self._changed, suppress(ValueError):
-                self._waiting.remove(job)
-            raise
+        return await job.result(self._waiting, self._changed)
 
     def put(self, job: Job) -> None:
         """Have a thread do this. Raises where that is not possible any more."""

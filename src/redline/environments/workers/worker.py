@@ -7,12 +7,11 @@ another process once. Every other job belongs to a game, and fails with the proc
 
 from __future__ import annotations
 
-import asyncio
+import json
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 from redline.environments.workers.jobs import Job, is_closed, late
@@ -20,6 +19,7 @@ from redline.environments.workers.plain import from_plain
 from redline.environments.workers.process import START_S, EndedError, WorkerProcess, start_process
 from redline.errors import CallError, boundary
 from redline.telemetry import idle_as, span
+from redline.telemetry.stalls.calls import Call
 
 LOOK_S = 1.0
 """Seconds between two looks at a process that begins."""
@@ -38,13 +38,29 @@ class Living(Protocol):
     """None until it is made."""
 
 
+Message = Mapping[str, Any]
+"""What a process is told (`program.py`)."""
+
+
 class Ask:
     """What a process is asked, and the game that it is about."""
 
-    __slots__ = ("held", "message", "was_lost", "what")
+    __slots__ = ("first", "held", "message", "timed", "was_lost", "what")
 
-    def __init__(self, what: str, message: Mapping[str, Any], held: Living | None = None) -> None:
+    def __init__(
+        self,
+        what: str,
+        message: Message,
+        held: Living | None = None,
+        *,
+        first: Sequence[tuple[str, Message]] = (),
+        timed: Call | None = None,
+    ) -> None:
         self.what, self.message, self.held = what, message, held
+        self.first = first
+        """What a process must have done once before, such as an import, in words and as it is told: no part of the call."""
+        self.timed = timed
+        """The call of the run whose time is that of this one: put off until the process is asked."""
         self.was_lost = False
         """Whether the process that it was given to was lost."""
 
@@ -84,8 +100,8 @@ class Worker:
         self._ends: dict[WorkerProcess, str] = {}
         """Why each process ended of which a game may still be asked; the newest few."""
         self._changed = threading.Condition()
-        self._loaded: set[str] = set()
-        """What the process has imported."""
+        self._prepared: set[str] = set()
+        """What the process has done of what comes first."""
         self._waiting: deque[Job] = deque()
         self._job: Job | None = None
         self._thread: threading.Thread | None = None
@@ -108,14 +124,11 @@ class Worker:
 
     async def answer(self, ask: Ask) -> Any:
         """What comes of it. Raises CallError where it raised there, took too long, or its process has ended."""
+        if ask.timed is not None:
+            ask.timed.put_off()
         job = Job(ask.what, ask)
         self.put(job)
-        try:
-            return await job.result()
-        except asyncio.CancelledError:
-            with self._changed, suppress(ValueError):
-                self._waiting.remove(job)
-            raise
+        return await job.result(self._waiting, self._changed)
 
     def put(self, job: Job) -> None:
         with self._changed:
@@ -131,7 +144,8 @@ class Worker:
         """Take from it the jobs that another worker may do."""
         with self._changed:
             found = [job for job in self._waiting if job.work.is_new]
-            self._waiting = deque(job for job in self._waiting if not job.work.is_new)
+            for job in found:
+                self._waiting.remove(job)
             return found
 
     def close(self) -> None:
@@ -203,6 +217,8 @@ class Worker:
             self._job = None
             if isinstance(caught.error, LostCall) and job.work.is_new and not job.work.was_lost and not self._closed:
                 job.work.was_lost = True
+                if job.work.timed is not None:
+                    job.work.timed.put_off()
                 self._waiting.appendleft(job)
                 return
         job.settle(value, caught.error)
@@ -216,9 +232,12 @@ class Worker:
         assert process is not None
         if ask.is_new and ask.held is not None:
             ask.held.process = process
-        if (path := ask.message.get("path")) is not None and path not in self._loaded:
-            self._answer(process, {"do": "load", "path": path, "folder": ask.message["folder"]}, START_S, f"import of {path}")
-            self._loaded.add(path)
+        for what, message in ask.first:
+            if (key := json.dumps(message, sort_keys=True)) not in self._prepared:
+                self._answer(process, message, START_S, what)
+                self._prepared.add(key)
+        if ask.timed is not None:
+            ask.timed.begin()
         return self._answer(process, ask.message, self._limit_s, ask.what)
 
     def _answer(self, process: WorkerProcess, message: Mapping[str, Any], limit_s: float | None, what: str) -> Any:
@@ -253,7 +272,7 @@ class Worker:
         """Block until the process takes messages. Raises EndedError where it does not within its time."""
         began = time.monotonic()
         with self._changed:
-            self.process, self._loaded = process, set()
+            self.process, self._prepared = process, set()
         try:
             while not self._closed and not process.wait_until_ready(LOOK_S):
                 waited_s = time.monotonic() - began

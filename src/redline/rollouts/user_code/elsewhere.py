@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Awaitable, Mapping
 from typing import Any, Protocol, cast
 
 from redline.ports import Score, TaskSource
+from redline.telemetry.stalls.calls import Call, current_call
 from redline.types import Task
 
-SCORER = "redline.environments.workers.scorer:score"
-"""What the processes are asked for."""
+SCORER, MAKER = "redline.environments.workers.scorer:score", "redline.environments.workers.scorer:make"
+"""What the processes are asked for, and what each is asked for once before."""
 
 
 class ProcessPool(Protocol):
@@ -20,9 +21,10 @@ class ProcessPool(Protocol):
         """Processes that take calls now."""
         ...
 
-    async def call(self, function: str, *arguments: Any) -> Any:
+    async def call(self, function: str, *arguments: Any, first: tuple[Any, ...], timed: Call | None) -> Any:
         """What the function returns. Raises CallError for what it raises, where it takes too long, and where its process is
-        lost for the second time."""
+        lost for the second time. `first` is a function, and its arguments, that each process calls once before; the time of
+        `timed` counts when the process has done so."""
         ...
 
     def close(self) -> None:
@@ -42,8 +44,14 @@ class ScoredElsewhere:
         self.train, self.held_out = source.train, source.held_out
         self._made_as, self._processes = made_as, processes
 
-    async def score(self, task: Task, text: str) -> Score:
-        return cast(Score, await self._processes.call(SCORER, self._made_as, task, text))
+    def score(self, task: Task, text: str) -> Awaitable[Score]:
+        """What the source's `score` returns. The start of a process, and the import of the source there, are no part of the
+        time of the call that the calling thread makes."""
+        return self._score(task, text, current_call())
+
+    async def _score(self, task: Task, text: str, timed: Call | None) -> Score:
+        arguments = (self._made_as, task, text)
+        return cast(Score, await self._processes.call(SCORER, *arguments, first=(MAKER, self._made_as), timed=timed))
 
     @property
     def num_worker_processes(self) -> int:

@@ -34,7 +34,8 @@ class Call:
         self.thread_id = threading.get_ident()
         self.for_thread = for_thread or self.thread_id
         """The thread that waits for it."""
-        self.began_s = time.monotonic()
+        self.began_s: float | None = time.monotonic()
+        """None while it is put off."""
         self.is_given_up = False
         """It is not waited for any more."""
         self.coroutine: Any = None
@@ -52,8 +53,18 @@ class Call:
         if _running.get(self.thread_id) is self:
             del _running[self.thread_id]
 
+    def put_off(self) -> None:
+        """Count none of its time until `begin`: what makes the call is not there yet. Any thread may."""
+        self.began_s = None
+
+    def begin(self) -> None:
+        """Count its time from now on. Any thread may."""
+        self.began_s = time.monotonic()
+
     def age_s(self) -> float:
-        return time.monotonic() - self.began_s
+        """Seconds since it began; 0 while it is put off."""
+        began_s = self.began_s
+        return 0.0 if began_s is None else time.monotonic() - began_s
 
     def place(self) -> str:
         """Where it is: `letters.py:17, in score: time.sleep(1)`."""
