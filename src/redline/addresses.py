@@ -26,6 +26,14 @@ def is_loopback(host: str) -> bool:
         return host == "localhost"
 
 
+def could_be_host(name: str) -> bool:
+    """Whether a text may be asked of a resolver, as a name or an address: `a..b` and labels of more than 63 letters may not."""
+    try:
+        return bool(name.encode("idna"))
+    except UnicodeError:
+        return False
+
+
 def is_own_name(header: str, names: Collection[str]) -> bool:
     """Whether a Host header names this machine's loopback or one of `names`."""
     return host_name(header) in (*LOOPBACK, *names)

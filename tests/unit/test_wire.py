@@ -243,11 +243,19 @@ def test_a_stranger_who_sends_byte_by_byte_is_turned_away_in_time(listener: List
         eventually(is_turned_away)
 
 
-@pytest.mark.parametrize("address", ["", "10.0.0.1", "host:", ":80", "host:http", "host:99999"])
+@pytest.mark.parametrize(
+    "address", ["", "10.0.0.1", "host:", ":80", "host:http", "host:99999", "a..b:80", f"{'x' * 64}:80", "\udcff:80"]
+)
 def test_what_is_no_address_is_refused(address: str) -> None:
     with pytest.raises(ConfigError, match="no address to connect to") as refused:
         connect(address, TOKEN, "test", 1)
     assert "HOST:PORT" in refused.value.hint
+
+
+@pytest.mark.parametrize("host", ["a..b", "x" * 64, ""])
+def test_what_is_no_hosts_name_is_refused_by_a_listener(host: str) -> None:
+    with pytest.raises(ConfigError, match="it is no host's name"):
+        listen(host, token=TOKEN)
 
 
 def test_a_listener_that_does_not_know_the_token_is_found_out(listener: Listener) -> None:
@@ -260,6 +268,35 @@ def test_a_stranger_who_says_nothing_keeps_nobody_waiting(listener: Listener) ->
     host, port = listener.address.split(":")
     with socket.create_connection((host, int(port)), 60), connect(listener.address, TOKEN, "test", 60):
         assert listener.accept(60).role == "test"
+
+
+def test_strangers_who_say_nothing_keep_nobody_out_however_many_they_are(
+    listener: Listener, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(opening, "MAX_HELLOS", 3)
+    host, port = listener.address.split(":")
+    strangers = [socket.create_connection((host, int(port)), 5) for _ in range(5)]
+    with connect(listener.address, TOKEN, "test", 5):
+        assert listener.accept(5).role == "test"
+    for stranger in strangers[:3]:
+        assert stranger.recv(1) == b"", "the oldest made room"
+    for stranger in strangers:
+        stranger.close()
+
+
+def test_a_machine_with_many_silent_connections_makes_room_before_others_do(
+    listener: Listener, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(opening, "MAX_HELLOS", 3)
+    host, port = listener.address.split(":")
+    first = socket.create_connection((host, int(port)), 5)
+    crowd = [socket.create_connection((host, int(port)), 5, ("127.0.0.2", 0)) for _ in range(8)]
+    assert [stranger.recv(1) for stranger in crowd[:6]] == [b""] * 6
+    first.setblocking(False)
+    with pytest.raises(BlockingIOError):
+        first.recv(1)
+    for stranger in (first, *crowd):
+        stranger.close()
 
 
 def test_a_stranger_may_not_send_large_frames(listener: Listener) -> None:

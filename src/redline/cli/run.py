@@ -139,10 +139,11 @@ def join(
 ) -> None:
     """Sample on this machine for a run elsewhere that has placement.remote_engines."""
     from redline.launch.joining import take_token
-    from redline.launch.workers.join import Hold, check_device_name
+    from redline.launch.workers.join import Hold, check_device
     from redline.launch.workers.join import join as join_run
 
-    check_device_name(device)
+    if device is not None:
+        check_device(device)
     try:
         join_run(address, take_token(), Hold(model, device, threads, port), wait, lambda text: typer.echo(text, err=True))
     except KeyboardInterrupt:

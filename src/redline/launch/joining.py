@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import socket
 
-from redline.addresses import is_loopback
+from redline.addresses import could_be_host, is_loopback
 from redline.config import Config
 from redline.config.sections.placement import JOIN_PORT
 from redline.errors import ConfigError
@@ -75,7 +75,7 @@ def _host_and_port(text: str) -> tuple[str, int]:
     host, port = text, str(JOIN_PORT)
     if text.count(":") == 1 or "]:" in text:
         host, _, port = text.rpartition(":")
-    if not host.strip("[]") or not port.isdecimal() or not 0 < int(port) < 65536:
+    if not could_be_host(host.strip("[]")) or not port.isdecimal() or not 0 < int(port) < 65536:
         raise ConfigError(f"placement.listen = {text}: it is no address", "write HOST or HOST:PORT, such as 10.0.0.1:29600")
     return host.strip("[]"), int(port)
 

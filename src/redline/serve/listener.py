@@ -5,11 +5,14 @@ from __future__ import annotations
 import errno
 import socket
 
+from redline.addresses import could_be_host
 from redline.errors import ConfigError
 
 
 def bind(host: str, port: int) -> socket.socket:
     """A socket of our own, not listening yet: until there is a model, clients are turned away."""
+    if not could_be_host(host):
+        raise ConfigError(f"--host {host}: it is no host's name", "give an address of this machine")
     try:
         family, kind, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
     except socket.gaierror as error:

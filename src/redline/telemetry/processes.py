@@ -14,6 +14,7 @@ Two processes of one machine share a clock. For others, `measure_offset` asks ov
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import sys
@@ -88,10 +89,15 @@ class ProcessRecord:
     left_out: int = 0
     """Spans that it let go."""
 
+    @property
+    def label(self) -> str:
+        """The name of its file, which no other process of the run has: `rewards-4711`."""
+        return self.file.removesuffix(".jsonl")
+
     def lanes(self) -> dict[str, LaneLedger]:
         """Under names no other process has: `rewards-4711/main`. Those of a killed process last as long as their spans."""
         ledger = self.ledger or ledger_from_spans(self.spans)
-        return {f"{self.name}-{self.os_pid}/{lane}": rows for lane, rows in ledger.lanes.items()}
+        return {f"{self.label}/{lane}": rows for lane, rows in ledger.lanes.items()}
 
 
 # ── in the worker ──────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -106,8 +112,27 @@ def recording_process(name: str, folder: Path | None = None) -> Iterator[Recorde
         yield None
         return
     place.mkdir(parents=True, exist_ok=True)
-    with recording(Recorder()) as recorder, _SpanFile(place / f"{name}-{os.getpid()}.jsonl", name, recorder):
+    file = new_span_file(place, f"{name}-{os.getpid()}")
+    with recording(Recorder()) as recorder, _SpanFile(file, name, recorder):
         yield recorder
+
+
+def new_span_file(folder: Path, label: str) -> Path:
+    """Make an empty file of this name and return its path. Where there is one, the name gets a number: on two machines, or in
+    two containers, processes may have the same id. A file that cannot be made is left to those who write it."""
+    names = itertools.chain([label], (f"{label}-{number}" for number in itertools.count(2)))
+    return next(path for name in names if _is_free(path := folder / f"{name}.jsonl"))
+
+
+def _is_free(path: Path) -> bool:
+    """Whether no other process has the file, which is then made."""
+    try:
+        path.open("xb").close()
+    except FileExistsError:
+        return not path.is_file()
+    except OSError:
+        pass
+    return True
 
 
 class _SpanFile:

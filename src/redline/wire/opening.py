@@ -17,10 +17,12 @@ import queue
 import secrets
 import socket
 import threading
+from collections import Counter
 from contextlib import suppress
 from types import TracebackType
 from typing import Self
 
+from redline.addresses import could_be_host
 from redline.errors import ConfigError, WireClosed, WireError, WireTimeout
 from redline.wire.connection import MAX_FRAME_BYTES, TIMEOUT_HINT, Connection, Deadline
 
@@ -32,7 +34,7 @@ HELLO_S = 10.0
 """Seconds in which a peer has to show the token."""
 MAX_PORT = 65535
 MAX_HELLOS = 64
-"""Peers that may be about to show the token at once; others are turned away."""
+"""Peers that may be about to show the token at once; one more takes the place of another."""
 
 
 def make_token() -> str:
@@ -57,7 +59,7 @@ def connect(address: str, token: str, role: str, timeout_s: float, *, max_bytes:
     WireTimeout, WireClosed, or WireError where the other side does not know the token."""
     name = f"{address} ({role})"
     host, _, port = address.rpartition(":")
-    if not host or not port.isdecimal() or int(port) > MAX_PORT:
+    if not could_be_host(host.strip("[]")) or not port.isdecimal() or int(port) > MAX_PORT:
         raise ConfigError(f"{address!r} is no address to connect to", "write HOST:PORT, such as 10.0.0.1:29600")
     deadline = Deadline(timeout_s)
     try:
@@ -122,6 +124,8 @@ def listen(host: str = "127.0.0.1", port: int = 0, *, token: str, max_bytes: int
     """Take connections of peers that know the token, from this machine alone unless `host` says otherwise; port 0 is any that
     is free. Raises ConfigError where the address cannot be had."""
     assert token, "whatever listens has a token"
+    if not could_be_host(host):
+        raise ConfigError(f"cannot listen on {host}:{port}: it is no host's name", "choose another address")
     try:
         family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
         sock = socket.create_server((host, port), family=family, backlog=MAX_HELLOS)
@@ -131,7 +135,8 @@ def listen(host: str = "127.0.0.1", port: int = 0, *, token: str, max_bytes: int
 
 
 class Listener:
-    """Takes connections; peers show the token in threads of their own, so that a slow one keeps nobody waiting."""
+    """Takes connections; peers show the token in threads of their own, so that a slow one keeps nobody waiting. Strangers that
+    say nothing keep nobody out either: where there are too many, the oldest of the machine with the most makes room."""
 
     def __init__(self, sock: socket.socket, token: str, max_bytes: int) -> None:
         self._sock, self._token, self._max_bytes = sock, token, max_bytes
@@ -142,7 +147,9 @@ class Listener:
         self.num_refused = 0
         """Peers that did not show the token."""
         self._accepted: queue.SimpleQueue[Connection | None] = queue.SimpleQueue()
-        self._hellos = threading.BoundedSemaphore(MAX_HELLOS)
+        self._greeting: dict[socket.socket, str] = {}
+        """Peers that have not shown the token yet, with their machine, in the order in which they came."""
+        self._lock = threading.Lock()
         threading.Thread(target=self._take, name="wire-listener", daemon=True).start()
 
     def accept(self, timeout_s: float | None = None) -> Connection:
@@ -172,16 +179,25 @@ class Listener:
     def _take(self) -> None:
         while True:
             try:
-                sock, _ = self._sock.accept()
+                sock, (machine, *_) = self._sock.accept()
             except ConnectionAbortedError:
                 continue
             except OSError:
                 self._accepted.put(None)
                 return
-            if self._hellos.acquire(blocking=False):
-                threading.Thread(target=self._greet, args=(sock,), name="wire-hello", daemon=True).start()
-            else:
-                sock.close()
+            with self._lock:
+                if len(self._greeting) >= MAX_HELLOS:
+                    self._make_room()
+                self._greeting[sock] = machine
+            threading.Thread(target=self._greet, args=(sock,), name="wire-hello", daemon=True).start()
+
+    def _make_room(self) -> None:
+        """End the connection to the oldest peer of the machine that has the most: its thread notices. Under the lock."""
+        crowd = Counter(self._greeting.values()).most_common(1)[0][0]
+        oldest = next(sock for sock, machine in self._greeting.items() if machine == crowd)
+        del self._greeting[oldest]
+        with suppress(OSError):
+            oldest.shutdown(socket.SHUT_RDWR)
 
     def _greet(self, sock: socket.socket) -> None:
         connection, role = None, None
@@ -192,7 +208,8 @@ class Listener:
         except (WireError, OSError):
             pass
         finally:
-            self._hellos.release()
+            with self._lock:
+                self._greeting.pop(sock, None)
         if connection is None or role is None:
             self.num_refused += 1
             sock.close()

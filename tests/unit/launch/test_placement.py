@@ -187,6 +187,7 @@ def test_engines_of_other_machines_take_no_core_and_no_gpu_from_the_trainer() ->
         (remote(1, 1, listen="192.0.2.7"), "placement.listen = 192.0.2.7: "),
         (remote(1, 1, listen="no.such.host.invalid:80"), "placement.listen = no.such.host.invalid:80: "),
         (remote(1, 1, listen=":80"), "it is no address"),
+        (remote(1, 1, listen="a..b:80"), "it is no address"),
         (remote(1, 1, listen="127.0.0.1:http"), "it is no address"),
         (remote(1, 1, listen="127.0.0.1:99999"), "it is no address"),
     ],

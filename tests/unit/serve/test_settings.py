@@ -8,6 +8,7 @@ import pytest
 
 from redline.errors import ConfigError
 from redline.serve.limits import body_limits
+from redline.serve.listener import bind
 from redline.serve.settings import ServeSettings, make_settings
 
 
@@ -123,6 +124,12 @@ def test_the_model_is_called_what_it_was_asked_for_as() -> None:
 
 
 # ── who may reach it ───────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize("host", ["a..b", "x" * 64])
+def test_a_host_that_is_no_name_is_refused(host: str) -> None:
+    with pytest.raises(ConfigError, match="it is no host's name"):
+        bind(host, 0)
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "127.8.8.8", "::1", "localhost"])

@@ -81,6 +81,15 @@ def test_a_workers_lanes_join_the_runs_ledger_and_add_up(tmp_path: Path) -> None
     assert Ledger.from_json(ledger.to_json()) == ledger
 
 
+def test_a_process_that_has_the_id_of_another_machines_process_writes_a_file_of_its_own(tmp_path: Path) -> None:
+    for _ in range(2):
+        with recording_process("rewards", tmp_path), span("reward.score"):
+            pass
+    records = list(read_processes(tmp_path))
+    assert [record.file for record in records] == [f"rewards-{os.getpid()}-2.jsonl", f"rewards-{os.getpid()}.jsonl"]
+    assert len(with_processes(Recorder().ledger(), records).lanes) == sum(len(record.lanes()) for record in records)
+
+
 def test_what_a_killed_worker_wrote_is_kept(tmp_path: Path) -> None:
     with expecting_processes(tmp_path):
         process = worker("hang")

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import redline
-from redline.errors import ConfigError, RedlineError, WireClosed, WireError, WireTimeout
+from redline.errors import ConfigError, WireClosed, WireError, WireTimeout, boundary, in_words
 from redline.launch.workers.machines import ANSWER_S, PULSE_S, ROLE, SILENCE_S
 from redline.launch.workers.span_copies import SpanSource
 from redline.launch.workers.spawn import EngineSpec, LocalProcesses, Spawned
@@ -60,10 +60,20 @@ class Hold:
         )
 
 
-def check_device_name(device: str | None) -> None:
-    """Raise ConfigError for what is no device's name."""
-    if device is not None and not re.fullmatch(r"cpu|cuda(:\d+)?", device):
+def check_device(device: str) -> None:
+    """Raise ConfigError for what is no device's name, and for a GPU that this process does not see. Imports torch for a GPU."""
+    found = re.fullmatch(r"cpu|cuda(?::(\d+))?", device)
+    if found is None:
         raise ConfigError(f"--device {device}: there is no such device", "give cpu, cuda, or cuda:1")
+    if device == "cpu":
+        return
+    import torch
+
+    count = torch.cuda.device_count()
+    if int(found[1] or 0) >= count:
+        seen = f"{count} GPU{'s' * (count > 1)}" if count else "no GPU"
+        hint = f"give cpu or cuda:0 to cuda:{count - 1}" if count else "give --device cpu"
+        raise ConfigError(f"--device {device}: redline sees {seen} here", f"{hint}; CUDA_VISIBLE_DEVICES may hide others")
 
 
 def join(address: str, token: str, hold: Hold, wait_s: float, tell: Callable[[str], None]) -> None:
@@ -166,19 +176,25 @@ class Visit:
     def _start(self, fields: Mapping[str, Any]) -> None:
         """Start an engine, tell its address, and at last how it ended."""
         number = fields["number"]
-        try:
-            spec = self._hold.applied_to(EngineSpec(**fields["spec"]), self._connection.own_host, self._folder)
-            self._tell(f"{spec.name} is started, with {spec.recipe['model']['path']}")
-            engine = self._engine = self._processes.spawn(spec, self._token)
-        except (RedlineError, TypeError, KeyError) as error:
-            self._ended(number, error.message if isinstance(error, RedlineError) else f"{type(error).__name__}: {error}")
+        with boundary() as caught:
+            engine = self._engine = self._spawned(fields["spec"])
+        if caught.error is not None:  # whatever it is, the run must hear of it: it waits
+            self._ended(number, in_words(caught.error))
             return
-        self._tell(f"{spec.name} listens at {engine.address}")
         with suppress(WireError):
             self._connection.send("started", {"number": number, "address": engine.address}, timeout_s=ANSWER_S)
         while engine.is_alive():
             time.sleep(0.05)
         self._ended(number, engine.why_ended())
+
+    def _spawned(self, fields: Mapping[str, Any]) -> Spawned:
+        """Start the engine of a spec and block until it listens."""
+        spec = self._hold.applied_to(EngineSpec(**fields), self._connection.own_host, self._folder)
+        check_device(spec.device)
+        self._tell(f"{spec.name} is started, with {spec.recipe['model']['path']}")
+        engine = self._processes.spawn(spec, self._token)
+        self._tell(f"{spec.name} listens at {engine.address}")
+        return engine
 
     def _ended(self, number: int, why: str) -> None:
         self._engine = None

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import threading
-import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict
@@ -14,7 +13,7 @@ from typing import Any
 import redline
 from redline.errors import EngineLostError, WireError, WireTimeout
 from redline.launch.workers.span_copies import SpanCopies
-from redline.launch.workers.spawn import START_S, EngineSpec
+from redline.launch.workers.spawn import START_S, EngineSpec, wait_for_end
 from redline.telemetry.processes import measure_offset
 from redline.wire import Connection, Frame
 
@@ -156,16 +155,8 @@ class JoinedEngine:
     """An engine on a machine that has joined. Implements `Spawned`."""
 
     def __init__(self, machine: Machine, number: int, token: str) -> None:
-        self._machine, self._number, self._token = machine, number, token
-        self._address = machine.address
-
-    @property
-    def address(self) -> str:
-        return self._address
-
-    @property
-    def token(self) -> str:
-        return self._token
+        self._machine, self._number = machine, number
+        self.address, self.token = machine.address, token
 
     @property
     def where(self) -> str:
@@ -181,8 +172,6 @@ class JoinedEngine:
 
     def why_ended(self) -> str:
         """How it ended and the last lines that it wrote; empty while it is alive. Waits a second for one that is ending."""
-        until = time.monotonic() + 1.0
-        while self.is_alive() and time.monotonic() < until:
-            time.sleep(0.02)
+        wait_for_end(self.is_alive)
         why = self._machine.why_ended(self._number)
         return f"on {self._machine.where}: {why}" if why else ""

@@ -20,7 +20,7 @@ from redline.errors import ConfigError, EngineLostError
 from redline.launch.workers.ray_cluster import GROUP_VARIABLE, join_as_rank, kept_room
 from redline.launch.workers.ray_host import Job
 from redline.launch.workers.ray_process import ActorGoneError, HostedProcess, news_of
-from redline.launch.workers.spawn import START_S, WORKER, EngineSpec
+from redline.launch.workers.spawn import START_S, WORKER, EngineSpec, wait_for_end
 from redline.wire import make_token
 
 KILL_S = 10.0
@@ -78,16 +78,8 @@ class RayEngine:
     """A worker in an actor. Implements `Spawned`."""
 
     def __init__(self, process: HostedProcess, address: str, token: str) -> None:
-        self._process, self._address, self._token = process, address, token
+        self._process, self.address, self.token = process, address, token
         self._lock = threading.Lock()
-
-    @property
-    def address(self) -> str:
-        return self._address
-
-    @property
-    def token(self) -> str:
-        return self._token
 
     @property
     def pid(self) -> int:
@@ -108,9 +100,7 @@ class RayEngine:
 
     def why_ended(self) -> str:
         """How it ended and the last lines that it wrote; empty while it is alive. Waits a second for one that is ending."""
-        deadline = time.monotonic() + 1.0
-        while self.is_alive() and time.monotonic() < deadline:
-            time.sleep(0.05)
+        wait_for_end(self.is_alive)
         return self._process.why_ended()
 
 

@@ -10,7 +10,7 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-from redline.telemetry.processes import ClockOffset, keep_offset, span_files
+from redline.telemetry.processes import ClockOffset, keep_offset, new_span_file, span_files
 
 MAX_BYTES = 1 << 20
 """The most of a file that is sent at once."""
@@ -42,11 +42,14 @@ class SpanSource:
 
 
 class SpanCopies:
-    """Writes what another machine tells of its spans into the run's folder."""
+    """Writes what another machine tells of its spans into the run's folder, into files of its own: a process of a third machine
+    may have the same name and id."""
 
     def __init__(self, folder: Path | None, clock: ClockOffset) -> None:
         """`clock` says how far the other machine's clock is from ours. Without a folder nothing is written."""
         self._folder, self._clock = folder, clock
+        self._copies: dict[str, Path] = {}
+        """Name of a file there → its copy here."""
 
     def write(self, name: str, place: int, data: bytes) -> None:
         """Put bytes into a file, and cut it off behind them. Raises ValueError for a name that is no span file's."""
@@ -54,9 +57,10 @@ class SpanCopies:
             raise ValueError(f"{name!r} is no file of spans")
         if self._folder is None:
             return
-        self._folder.mkdir(parents=True, exist_ok=True)
-        path = self._folder / name
-        with path.open("r+b" if path.exists() else "w+b") as file:
+        if (path := self._copies.get(name)) is None:
+            self._folder.mkdir(parents=True, exist_ok=True)
+            path = self._copies[name] = new_span_file(self._folder, name.removesuffix(".jsonl"))
+        with path.open("r+b") as file:
             file.seek(place)
             file.write(data)
             file.truncate()

@@ -14,13 +14,13 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Protocol
 
 from redline.child import Child, ChildError
 from redline.config import EngineRecipe
-from redline.errors import EngineLostError
+from redline.errors import ConfigError, EngineLostError
 from redline.wire import TOKEN_VARIABLE, make_token
 
 SPEC_VARIABLE = "REDLINE_ENGINE_SPEC"
@@ -72,8 +72,15 @@ class EngineSpec:
         _, _, index = self.device.partition(":")
         if index:
             visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")
-            found["CUDA_VISIBLE_DEVICES"] = visible.split(",")[int(index)] if visible else index
+            found["CUDA_VISIBLE_DEVICES"] = _visible_gpu(visible.split(","), int(index)) if visible else index
         return found
+
+
+def _visible_gpu(visible: Sequence[str], index: int) -> str:
+    if index >= len(visible):
+        why = f"cuda:{index}: CUDA_VISIBLE_DEVICES = {','.join(visible)} shows {len(visible)}"
+        raise ConfigError(why, "name one of those, from cuda:0 on")
+    return visible[index]
 
 
 class Spawned(Protocol):
@@ -98,6 +105,13 @@ class Spawned(Protocol):
     def why_ended(self) -> str:
         """How it ended and the last lines that it wrote; empty while it is alive. Waits a second for one that is ending."""
         ...
+
+
+def wait_for_end(is_alive: Callable[[], bool]) -> None:
+    """Block until a process that may be ending is gone, for `REAPED_S` seconds at most."""
+    deadline = time.monotonic() + REAPED_S
+    while is_alive() and time.monotonic() < deadline:
+        time.sleep(0.02)
 
 
 class Spawner(Protocol):
@@ -156,23 +170,15 @@ class LocalProcess:
     """A worker on this machine. Implements `Spawned`."""
 
     def __init__(self, child: Child, token: str) -> None:
-        self._child, self._address, self._token = child, "", token
+        self._child, self.address, self.token = child, "", token
 
     def wait(self, limit_s: float) -> None:
         """Block until it listens. Raises ChildError where it ends first, or takes longer; it is gone then."""
         try:
-            self._address = self._child.read(limit_s)["address"]
+            self.address = self._child.read(limit_s)["address"]
         except ChildError:
             self._child.close()
             raise
-
-    @property
-    def address(self) -> str:
-        return self._address
-
-    @property
-    def token(self) -> str:
-        return self._token
 
     @property
     def pid(self) -> int:
@@ -187,9 +193,7 @@ class LocalProcess:
 
     def why_ended(self) -> str:
         """How it ended and the last lines that it wrote; empty while it is alive. Waits a second for one that is ending."""
-        deadline = time.monotonic() + REAPED_S
-        while self._child.is_alive and time.monotonic() < deadline:
-            time.sleep(0.02)
+        wait_for_end(self.is_alive)
         code = self._child.code
         if code is None:
             return ""

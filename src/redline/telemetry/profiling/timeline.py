@@ -80,7 +80,7 @@ def worker_events(processes: Iterable[ProcessRecord], window: Window) -> list[Ev
     """Names and spans of the run's other processes, those that reach into the window."""
     events: list[Event] = []
     for process in processes:
-        pid = f"{process.name}-{process.os_pid}"
+        pid = process.label
         spans = [span for span in process.spans if span.end_ns >= window.start_ns and span.start_ns <= window.end_ns]
         tids = {lane: number for number, lane in enumerate(dict.fromkeys(span.lane for span in spans), 1)}
         events += [{"ph": "M", "name": "process_name", "pid": pid, "tid": 0, "args": {"name": pid}}] if spans else []

@@ -139,6 +139,48 @@ def test_an_engine_that_does_not_start_is_told_with_the_machine(run: JoinedEngin
     assert run.spawn(SPEC).is_alive()
 
 
+def test_a_machine_that_cannot_start_anything_says_why_at_once(
+    run: JoinedEngines, machine: FakeMachine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(spec: EngineSpec, token: str | None = None) -> FakeProcess:
+        raise OSError("no room for a process")
+
+    monkeypatch.setattr(machine.processes, "spawn", fail)
+    with pytest.raises(EngineLostError, match="OSError: no room for a process"):
+        run.spawn(SPEC)
+
+
+@pytest.mark.parametrize("device", ["cuda:3", "cuda"])
+def test_a_gpu_that_a_machine_does_not_have_is_told_to_the_run(
+    device: str, run: JoinedEngines, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
+    machine = FakeMachine(run, tmp_path, Hold(device=device))
+    with pytest.raises(EngineLostError, match=f"--device {device}: redline sees no GPU here"):
+        run.spawn(SPEC)
+    assert machine.processes.started == []
+    machine.leave()
+
+
+@pytest.mark.parametrize(
+    ("device", "said"), [("cuda:2", "redline sees 2 GPUs here"), ("cuda:x", "no such device"), ("tpu", "no such device")]
+)
+def test_a_device_that_is_not_there_is_refused_before_anything_is_joined(
+    device: str, said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
+    with pytest.raises(ConfigError, match=f"--device {device}: .*{said}"):
+        join_side.check_device(device)
+    join_side.check_device("cuda:1")
+
+
+def test_an_index_beyond_the_visible_gpus_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,6")
+    assert EngineSpec(RECIPE, device="cuda:1").environment(TOKEN)["CUDA_VISIBLE_DEVICES"] == "6"
+    with pytest.raises(ConfigError, match="cuda:2: CUDA_VISIBLE_DEVICES = 4,6 shows 2"):
+        EngineSpec(RECIPE, device="cuda:2").environment(TOKEN)
+
+
 def test_a_run_that_nobody_joins_says_what_to_start_and_gives_up_in_time(tmp_path: Path, told: list[str]) -> None:
     joined = JoinedEngines(("127.0.0.1", 0), TOKEN, 0.3, None, told.append)
     with pytest.raises(EngineLostError, match=f"engine 2: no machine has joined at {joined.address} within 0.3 s") as lost:
@@ -273,6 +315,19 @@ def test_spans_of_a_machine_are_copied_into_the_run_and_those_that_were_let_go_o
     engine.kill()
     [record] = read_processes(tmp_path / "spans")
     assert len(record.spans) == 1
+
+
+def test_processes_of_two_machines_with_one_name_and_id_have_files_and_lanes_of_their_own(tmp_path: Path) -> None:
+    header = b'{"process":"engine-2","os_pid":8,"boot":"%s","spans_ns":0,"wall_ns":0}\n'
+    row = b'{"lane":"engine","name":"engine.decode","start_ns":0,"end_ns":%d}\n'
+    for boot, end_ns in ((b"a", 10), (b"b", 30)):
+        copies = SpanCopies(tmp_path, ClockOffset(0, 0, "the same"))
+        copies.write("engine-2-8.jsonl", 0, header % boot)
+        copies.write("engine-2-8.jsonl", len(header % boot), row % end_ns)
+    records = list(read_processes(tmp_path))
+    assert [len(record.spans) for record in records] == [1, 1]
+    lanes = {lane: ledger.wall_ns for record in records for lane, ledger in record.lanes().items()}
+    assert lanes == {"engine-2-8/engine": 10, "engine-2-8-2/engine": 30}
 
 
 @pytest.mark.parametrize("name", ["../a.jsonl", "a/b.jsonl", "a.json", "", "..jsonl"])
