@@ -21,8 +21,8 @@ from support.eventually import eventually
 from redline.errors import EngineError
 from redline.models.files.tiny import tiny_tokenizer
 from redline.serve.app import make_app
-from redline.serve.calls import Served
-from redline.serve.limits import ServeLimits
+from redline.serve.requests.calls import Served
+from redline.serve.requests.limits import ServeLimits
 from redline.serve.vocabulary import Vocabulary
 from redline.types import Completion, Delta, EngineStats, FinishReason, GenerateRequest, TopLogprobs, VersionSpan
 

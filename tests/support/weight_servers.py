@@ -23,9 +23,9 @@ from redline.errors import RedlineError
 from redline.models.decoder import Decoder
 from redline.models.files.tiny import tiny_tokenizer
 from redline.serve.app import make_app
-from redline.serve.calls import Served
-from redline.serve.limits import ServeLimits
-from redline.serve.protocol import ApiError
+from redline.serve.requests.calls import Served
+from redline.serve.requests.limits import ServeLimits
+from redline.serve.requests.protocol import ApiError
 from redline.serve.vocabulary import Vocabulary
 from redline.serve.weights import WeightsEndpoint
 from redline.types import WeightUpdate

@@ -97,7 +97,7 @@ def groups() -> tuple[Group, ...]:
     from redline.config.schema import Config
     from redline.config.sections.engine import EngineConfig, ServedEngineConfig
     from redline.lab.bench.settings import SETTINGS
-    from redline.serve.limits import ServeLimits
+    from redline.serve.requests.limits import ServeLimits
 
     shared = {f"engine.{name}" for name in EngineConfig.model_fields}
     served = [key for key in keys_of(ServedEngineConfig, "engine.") if key.name not in shared]

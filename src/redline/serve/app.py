@@ -19,17 +19,17 @@ from starlette.routing import Route
 from starlette.types import Message, Receive, Scope, Send
 
 from redline.errors import BrokenModelError, EngineError, EngineMemoryError
-from redline.serve.admission import Admission, Place
-from redline.serve.answers import Json
-from redline.serve.bodies import parsed_body, read_body
-from redline.serve.calls import Call, Served, check_model, make_call, num_characters
-from redline.serve.generation import SMALL_ANSWER, RunningEngine, answer, chunks
-from redline.serve.limits import BodyLimits, ServeLimits, body_limits, check_values
+from redline.serve.answers.documents import Json
+from redline.serve.answers.generation import SMALL_ANSWER, RunningEngine, answer, chunks
 from redline.serve.metrics import CONTENT_TYPE, ServerMetrics
 from redline.serve.middleware import CLIENT_LEFT, Measured, NeedsKey, OwnHost
 from redline.serve.pace import Pace
-from redline.serve.protocol import ApiError, ChatRequest, CompletionRequest, read_request
-from redline.serve.uploads import Uploads
+from redline.serve.requests.admission import Admission, Place
+from redline.serve.requests.bodies import parsed_body, read_body
+from redline.serve.requests.calls import Call, Served, check_model, make_call, num_characters
+from redline.serve.requests.limits import BodyLimits, ServeLimits, body_limits, check_values
+from redline.serve.requests.protocol import ApiError, ChatRequest, CompletionRequest, read_request
+from redline.serve.requests.uploads import Uploads
 from redline.serve.weights import WeightsEndpoint
 
 SMALL_PROMPT = 1024

@@ -12,7 +12,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from redline.addresses import host_name, is_own_name
 from redline.serve.metrics import ServerMetrics
-from redline.serve.protocol import ApiError
+from redline.serve.requests.protocol import ApiError
 
 ENDPOINTS = {"/v1/chat/completions": "chat", "/v1/completions": "completions"}
 """Path → the label of its metrics."""

@@ -20,8 +20,8 @@ from redline.launch.engines import load_engine
 from redline.launch.process import prepare_process
 from redline.ports import SteppedEngine
 from redline.serve.app import make_app
-from redline.serve.calls import Served
 from redline.serve.listener import cannot_listen
+from redline.serve.requests.calls import Served
 from redline.serve.settings import ServeSettings
 from redline.serve.vocabulary import Vocabulary
 from redline.serve.weights import WeightsEndpoint

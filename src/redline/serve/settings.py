@@ -17,7 +17,7 @@ from redline.addresses import fits_header, is_loopback
 from redline.config import EngineRecipe, ResolvedEngine, refuse_engine_keys_without_effect, resolve_engine, validate_engine
 from redline.config.installation import how_to_install
 from redline.errors import ConfigError
-from redline.serve.limits import ServeLimits
+from redline.serve.requests.limits import ServeLimits
 
 PACKAGES = ("starlette", "uvicorn")
 """What the extra `serve` brings."""

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from jinja2 import TemplateError
 
-from redline.serve.protocol import ApiError, ChatMessage
+from redline.serve.requests.protocol import ApiError, ChatMessage
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

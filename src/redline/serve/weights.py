@@ -36,7 +36,7 @@ from torch import Tensor
 
 from redline.errors import EngineError, ModelError, RedlineError, TornWeightsError
 from redline.serve.middleware import CLIENT_LEFT
-from redline.serve.protocol import ApiError
+from redline.serve.requests.protocol import ApiError
 from redline.types import WeightUpdate
 from redline.weight_sync.second_set import SecondSet, Take
 from redline.weight_sync.tensor_bytes import DTYPES, unpack

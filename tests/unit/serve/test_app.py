@@ -13,10 +13,10 @@ import pytest
 from support.scripted_server import END, MAX_POSITIONS, TOKENIZER, ScriptedEngine, Site, ids, refusal, site
 
 from redline.serve import answers, app, generation
-from redline.serve.answers import Choice
-from redline.serve.calls import Served, make_call
-from redline.serve.limits import ServeLimits
-from redline.serve.protocol import CompletionRequest
+from redline.serve.answers.documents import Choice
+from redline.serve.requests.calls import Served, make_call
+from redline.serve.requests.limits import ServeLimits
+from redline.serve.requests.protocol import CompletionRequest
 from redline.serve.vocabulary import Vocabulary
 from redline.types import Completion, FinishReason, VersionSpan
 

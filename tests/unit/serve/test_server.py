@@ -14,9 +14,9 @@ import pytest
 from support.scripted_server import END, TOKENIZER, ScriptedEngine, Site
 
 from redline.serve import server as server_module
-from redline.serve.calls import Served
-from redline.serve.limits import ServeLimits
 from redline.serve.listener import bind
+from redline.serve.requests.calls import Served
+from redline.serve.requests.limits import ServeLimits
 from redline.serve.server import EngineServer
 from redline.serve.settings import make_settings
 from redline.serve.vocabulary import Vocabulary

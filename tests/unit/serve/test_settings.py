@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from redline.errors import ConfigError
-from redline.serve.limits import body_limits
 from redline.serve.listener import bind
+from redline.serve.requests.limits import body_limits
 from redline.serve.settings import ServeSettings, make_settings
 
 

@@ -5,7 +5,7 @@ from tokenizers import Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast
 
 from redline.models.files.tiny import tiny_tokenizer
-from redline.serve.protocol import ApiError, ChatMessage
+from redline.serve.requests.protocol import ApiError, ChatMessage
 from redline.serve.vocabulary import TooLongError, Vocabulary
 
 

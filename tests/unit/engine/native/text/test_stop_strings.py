@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from redline.engine.native.text.stop_strings import StopSearch
-from redline.serve.detokenizer import CompletionText
+from redline.serve.answers.detokenizer import CompletionText
 
 TOKENS = [b"a", b"b", b"ab", b"bab", b"\xe2", b"\x82", b"\xac", b"b\xe2", b"\xaca", "€".encode(), b""]
 """Whole characters, parts of one, both, and nothing."""

@@ -13,12 +13,12 @@ from functools import partial
 from typing import Any, Protocol, TypeVar
 
 from redline.errors import EngineError
-from redline.serve import answers
-from redline.serve.admission import Place
-from redline.serve.answers import Choice, Json
-from redline.serve.calls import Call
+from redline.serve.answers import documents
+from redline.serve.answers.documents import Choice, Json
 from redline.serve.metrics import ServerMetrics
 from redline.serve.pace import Pace
+from redline.serve.requests.admission import Place
+from redline.serve.requests.calls import Call
 from redline.serve.vocabulary import Vocabulary
 from redline.types import Completion, Delta, EngineStats, GenerateRequest
 
@@ -73,7 +73,7 @@ async def answer(
     for prompt, group_completions in zip(call.prompts, completions, strict=True):
         metrics.generated(len(prompt.ids), group_completions)
     choices = await pace.finish(_whole_choices(call, completions, vocabulary), is_small=call.num_shown <= SMALL_ANSWER)
-    return answers.whole(call, choices, answers.usage(call, completions))
+    return documents.whole(call, choices, documents.usage(call, completions))
 
 
 def _whole_choices(
@@ -118,7 +118,7 @@ async def chunks(
                     del choices[key]
                 json = choice.chunk(delta)
                 if json is not None:
-                    said.append(answers.chunk(call, [json], is_first=is_first))
+                    said.append(documents.chunk(call, [json], is_first=is_first))
                     is_first = False
             if said:
                 yield said
@@ -126,7 +126,7 @@ async def chunks(
     for prompt, of_prompt in zip(call.prompts, completions, strict=True):
         metrics.generated(len(prompt.ids), of_prompt)
     if call.body.stream_options.include_usage:
-        yield [answers.chunk(call, [], usage=answers.usage(call, completions))]
+        yield [documents.chunk(call, [], usage=documents.usage(call, completions))]
 
 
 async def in_portions(

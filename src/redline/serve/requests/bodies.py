@@ -8,11 +8,11 @@ from typing import Any
 from pydantic_core import from_json
 from starlette.requests import ClientDisconnect, Request
 
-from redline.serve.limits import BodyLimits, check_structure
 from redline.serve.middleware import CLIENT_LEFT
 from redline.serve.pace import Pace
-from redline.serve.protocol import ApiError
-from redline.serve.uploads import Uploads
+from redline.serve.requests.limits import BodyLimits, check_structure
+from redline.serve.requests.protocol import ApiError
+from redline.serve.requests.uploads import Uploads
 
 SMALL_BYTES = 16_384
 """Up to here a body is parsed where it stands."""

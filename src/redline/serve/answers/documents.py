@@ -10,9 +10,9 @@ from typing import Any
 
 import numpy as np
 
-from redline.serve.calls import Call
-from redline.serve.detokenizer import CompletionText
-from redline.serve.protocol import ChatRequest, CompletionRequest
+from redline.serve.answers.detokenizer import CompletionText
+from redline.serve.requests.calls import Call
+from redline.serve.requests.protocol import ChatRequest, CompletionRequest
 from redline.serve.vocabulary import Vocabulary
 from redline.types import Completion, Delta, FinishReason, TopLogprobs
 

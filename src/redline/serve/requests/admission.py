@@ -14,7 +14,7 @@ import time
 from collections import deque
 from dataclasses import dataclass
 
-from redline.serve.protocol import ApiError
+from redline.serve.requests.protocol import ApiError
 
 KEPT_SHARE = 16
 """One row in so many is kept for requests that have none."""

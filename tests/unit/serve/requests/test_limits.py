@@ -19,11 +19,11 @@ from support.paths import ROOT
 from support.scripted_server import TOKENIZER, ScriptedEngine, Site, ids, refusal, site
 
 from redline.serve import bodies, uploads
-from redline.serve.admission import Admission, Place
-from redline.serve.calls import Served, make_call
-from redline.serve.limits import ServeLimits, check_structure
 from redline.serve.pace import Pace
-from redline.serve.protocol import ApiError, CompletionRequest
+from redline.serve.requests.admission import Admission, Place
+from redline.serve.requests.calls import Served, make_call
+from redline.serve.requests.limits import ServeLimits, check_structure
+from redline.serve.requests.protocol import ApiError, CompletionRequest
 from redline.serve.vocabulary import Vocabulary
 
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"

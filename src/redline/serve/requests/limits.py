@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from pydantic import PositiveFloat, PositiveInt
 
 from redline.config.section import Section
-from redline.serve.protocol import ApiError
+from redline.serve.requests.protocol import ApiError
 
 LARGEST = 2**63
 """Stands for any larger number: one of thousands of digits cannot even be printed."""

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from redline.engine.native.text.detokenizer import Detokenizer
-from redline.serve.detokenizer import CompletionText
+from redline.serve.answers.detokenizer import CompletionText
 
 
 def decode_bytes(ids: list[int]) -> str:

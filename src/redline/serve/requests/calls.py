@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from redline.serve.limits import ServeLimits, refuse_many_logprobs
-from redline.serve.protocol import ApiError, ChatRequest, CompletionRequest
+from redline.serve.requests.limits import ServeLimits, refuse_many_logprobs
+from redline.serve.requests.protocol import ApiError, ChatRequest, CompletionRequest
 from redline.serve.vocabulary import TooLongError, Vocabulary
 from redline.types import GenerateRequest
 

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
 
-from redline.serve.protocol import ApiError
+from redline.serve.requests.protocol import ApiError
 
 GRACE_S = 1.0
 """A body that has been on its way for less is not given up for another."""
