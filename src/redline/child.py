@@ -14,6 +14,7 @@ import queue
 import signal
 import stat
 import subprocess
+import sys
 import tempfile
 import threading
 from collections.abc import Callable, Mapping, Sequence
@@ -30,6 +31,7 @@ LOG_BYTES = 4 << 20
 """A child's stderr is kept up to this; what it wrote before is then let go."""
 KEPT_BYTES = 64 << 10
 """The newest part of it that a child keeps itself."""
+_PR_SET_PDEATHSIG = 1
 
 
 class ChildError(Exception):
@@ -176,6 +178,17 @@ def bound_stderr() -> None:
         os.ftruncate(2, 0)
         os.lseek(2, 0, os.SEEK_SET)
         os.write(2, newest)
+
+
+def die_with(parent: int) -> None:
+    """Called by a child: have the kernel kill this process when the thread that started it ends, also while C code holds the
+    interpreter."""
+    import ctypes  # for children alone: their parents need it not
+
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    if os.getppid() != parent:  # it ended before it could be said
+        os._exit(1)
 
 
 def only_answer(command: Sequence[str], limit_s: float | None = None) -> dict[str, Any]:

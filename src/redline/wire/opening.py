@@ -18,6 +18,7 @@ import secrets
 import socket
 import threading
 from collections import Counter
+from collections.abc import Callable
 from contextlib import suppress
 from types import TracebackType
 from typing import Self
@@ -162,6 +163,16 @@ class Listener:
             self._accepted.put(None)  # for whoever asks next
             raise WireClosed(f"{self.address} takes no more connections")
         return connection
+
+    def answer_each(self, answer: Callable[[Connection], None]) -> None:
+        """Call `answer` for every peer that shows the token, each in a thread of its own, until `close`. Returns at once."""
+        threading.Thread(target=self._answer_each, args=(answer,), name="connections", daemon=True).start()
+
+    def _answer_each(self, answer: Callable[[Connection], None]) -> None:
+        with suppress(WireClosed):
+            while True:
+                connection = self.accept()
+                threading.Thread(target=answer, args=(connection,), name=connection.role, daemon=True).start()
 
     def close(self) -> None:
         """Take no more connections; those that were accepted go on."""

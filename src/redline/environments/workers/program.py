@@ -14,12 +14,10 @@ One call at a time. The process ends with its run: when its input ends, or its p
 
 from __future__ import annotations
 
-import ctypes
 import importlib
 import json
 import os
 import queue
-import signal
 import socket
 import sys
 import threading
@@ -28,17 +26,14 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from redline.child import take_stdout
+from redline.child import die_with, take_stdout
 from redline.environments.workers.plain import from_plain, to_plain
 from redline.errors import RedlineError, TaskError, boundary, in_words
-
-PR_SET_PDEATHSIG = 1
 
 
 def main() -> None:
     """Answer until the input ends."""
-    parent = int(sys.argv[1])
-    _die_with(parent)
+    die_with(int(sys.argv[1]))
     reply = take_stdout()
     lines: queue.SimpleQueue[str] = queue.SimpleQueue()
     threading.Thread(target=_read_input, args=(lines,), name="input", daemon=True).start()
@@ -117,14 +112,6 @@ def _read_input(lines: queue.SimpleQueue[str]) -> None:
     for line in sys.stdin:
         lines.put(line)
     os._exit(0)  # at once: the main thread may be in a call that never returns
-
-
-def _die_with(parent: int) -> None:
-    """Have the kernel kill this process when the thread that started it ends: also while a game in C holds the interpreter."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-    if os.getppid() != parent:  # it ended before it could be said
-        os._exit(0)
 
 
 if __name__ == "__main__":

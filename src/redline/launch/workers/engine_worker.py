@@ -29,7 +29,7 @@ from redline.config.sections.lora import LoraConfig
 from redline.engine import EngineSession, NativeEngine
 from redline.engine.native.tensor_parallel import TensorParallelEngine
 from redline.engine.remote.service import RequestService, why_failed
-from redline.errors import ConfigError, RedlineError, WireError
+from redline.errors import ConfigError, RedlineError
 from redline.launch.engines import LoadedEngine, load_engine
 from redline.launch.process import prepare_process
 from redline.launch.workers.spawn import SPEC_VARIABLE, EngineSpec
@@ -107,17 +107,9 @@ class Roles:
 
     def answer(self) -> None:
         """Block until the parent's connection has ended, or nobody has come to be the parent."""
-        threading.Thread(target=self._accept, name="connections", daemon=True).start()
+        self._listener.answer_each(self._answer)
         if self._has_parent.wait(ALONE_S):
             self._parent_is_gone.wait()
-
-    def _accept(self) -> None:
-        while True:
-            try:
-                connection = self._listener.accept()
-            except WireError:
-                return
-            threading.Thread(target=self._answer, args=(connection,), name=connection.role, daemon=True).start()
 
     def _answer(self, connection: Connection) -> None:
         with connection:

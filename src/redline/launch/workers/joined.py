@@ -40,7 +40,7 @@ class JoinedEngines:
         self._machines: list[Machine] = []
         """All that are there, in the order in which they joined."""
         self._is_stopped = self._is_closed = False
-        threading.Thread(target=self._accept, name="joining", daemon=True).start()
+        self._listener.answer_each(self._meet)
         threading.Thread(target=self._pulse, name="joined pulse", daemon=True).start()
 
     @property
@@ -98,14 +98,6 @@ class JoinedEngines:
             self._changed.notify_all()
 
     # ── in threads of their own ────────────────────────────────────────────────────────────────────────────────────────
-
-    def _accept(self) -> None:
-        while True:
-            try:
-                connection = self._listener.accept()
-            except WireError:
-                return
-            threading.Thread(target=self._meet, args=(connection,), name="joined", daemon=True).start()
 
     def _meet(self, connection: Connection) -> None:
         """Take a machine in, and hear of it until it is gone."""

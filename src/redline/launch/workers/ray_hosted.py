@@ -8,34 +8,25 @@ to signals.
 
 from __future__ import annotations
 
-import ctypes
-import os
 import runpy
 import signal
 import sys
 
-PR_SET_PDEATHSIG = 1
+from redline.child import die_with
+
 STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 def main() -> None:
     """Run the module that the arguments name."""
     parent, module = int(sys.argv[1]), sys.argv[2]
-    _end_with(parent)
+    die_with(parent)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, STOPS)
     signal.signal(signal.SIGINT, signal.default_int_handler)
     for stop in STOPS[1:]:
         signal.signal(stop, signal.SIG_DFL)
     sys.argv = sys.argv[2:]
     runpy.run_module(module, run_name="__main__", alter_sys=True)
-
-
-def _end_with(parent: int) -> None:
-    """Have the kernel kill this process when the thread that started it ends, also while C code holds the interpreter."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-    if os.getppid() != parent:  # it ended before it could be said
-        os._exit(1)
 
 
 if __name__ == "__main__":
