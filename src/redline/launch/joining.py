@@ -17,7 +17,7 @@ from redline.errors import ConfigError
 TOKEN_VARIABLE = "REDLINE_TOKEN"
 """The environment variable that holds the token of a run, here and on the machines that join it."""
 MIN_TOKEN = 16
-"""The shortest token, in characters: whoever knows it may use the run's engines."""
+"""The shortest token, in characters: it lets its holder use the run's engines."""
 _HINT = f"export {TOKEN_VARIABLE}=$(openssl rand -hex 32), and the same value on every machine that joins"
 
 

@@ -160,7 +160,7 @@ class Listener:
         except queue.Empty:
             raise WireTimeout(f"nobody has connected to {self.address} within {timeout_s:g} s", TIMEOUT_HINT) from None
         if connection is None:
-            self._accepted.put(None)  # for whoever asks next
+            self._accepted.put(None)  # for the next that asks
             raise WireClosed(f"{self.address} takes no more connections")
         return connection
 

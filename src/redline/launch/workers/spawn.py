@@ -150,7 +150,7 @@ class LocalProcesses:
         return process
 
     def close(self) -> None:
-        """End the workers that do not listen yet. Whoever waits for one gets an EngineLostError. Starts none any more."""
+        """End the workers that do not listen yet. A thread that waits for one gets an EngineLostError. Starts none any more."""
         with self._lock:
             self._is_closed, starting = True, list(self._starting)
         for process in starting:
