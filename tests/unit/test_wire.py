@@ -141,7 +141,7 @@ def test_a_frame_that_is_taken_slowly_is_sent_whole(ends: tuple[Connection, Conn
     with ThreadPoolExecutor(1) as pool:
         sending = pool.submit(ours.send, "weights", {}, [np.zeros(size, np.uint8)], 1.0)
         began = time.monotonic()
-        while taken < size:
+        while taken < size and not sending.done():  # where it has failed there is no more to take
             time.sleep(0.01)
             due = int(size * (time.monotonic() - began) / 1.2) - taken  # so many bytes a second that all of it takes 1.2
             with suppress(BlockingIOError):

@@ -12,7 +12,8 @@ import openai
 import pytest
 from support.scripted_server import END, MAX_POSITIONS, TOKENIZER, ScriptedEngine, Site, ids, refusal, site
 
-from redline.serve import answers, app, generation
+from redline.serve import app
+from redline.serve.answers import documents, generation
 from redline.serve.answers.documents import Choice
 from redline.serve.requests.calls import Served, make_call
 from redline.serve.requests.limits import ServeLimits
@@ -264,7 +265,7 @@ def test_a_long_answer_is_made_in_parts_and_says_the_same(here: Site, monkeypatc
     at_once = [here.post(path, body).json() for path, body in asked]
     for module in (app, generation):
         monkeypatch.setattr(module, "SMALL_ANSWER", 0)
-    monkeypatch.setattr(answers, "PART_LOGPROBS", 9)
+    monkeypatch.setattr(documents, "PART_LOGPROBS", 9)
     for (path, body), expected in zip(asked, at_once, strict=True):
         answer = here.post(path, body)
         assert answer.headers["content-type"] == "application/json"

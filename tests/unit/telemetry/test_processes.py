@@ -87,7 +87,7 @@ def test_a_process_that_has_the_id_of_another_machines_process_writes_a_file_of_
             pass
     records = list(read_processes(tmp_path))
     assert [record.file for record in records] == [f"rewards-{os.getpid()}-2.jsonl", f"rewards-{os.getpid()}.jsonl"]
-    assert len(with_processes(Recorder().ledger(), records).lanes) == sum(len(record.lanes()) for record in records)
+    assert len(with_processes(Recorder().ledger(), records).lanes) == 1 + sum(len(record.lanes()) for record in records)
 
 
 def test_what_a_killed_worker_wrote_is_kept(tmp_path: Path) -> None:

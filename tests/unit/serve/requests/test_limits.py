@@ -18,8 +18,8 @@ import pytest
 from support.paths import ROOT
 from support.scripted_server import TOKENIZER, ScriptedEngine, Site, ids, refusal, site
 
-from redline.serve import bodies, uploads
 from redline.serve.pace import Pace
+from redline.serve.requests import bodies, uploads
 from redline.serve.requests.admission import Admission, Place
 from redline.serve.requests.calls import Served, make_call
 from redline.serve.requests.limits import ServeLimits, check_structure
