@@ -21,6 +21,7 @@
     │   ├── WireTimeout              it did not answer in time
     │   └── PeerError                it answered with an error of its own
     ├── CompareError       a side of a comparison cannot be run, or a saved result cannot be read
+    │   └── SideError                the process of a side ended without its answer, or gave none in time
     └── RunFolderError     a run folder is missing, torn, or belongs to another run
         └── DamagedCheckpointError   one checkpoint cannot be read; another may do
 
@@ -136,6 +137,17 @@ class RankLostError(TrainingError):
 
 class CompareError(RedlineError):
     """A side of a comparison cannot be run, or a saved result cannot be read."""
+
+
+class SideError(CompareError):
+    """The process of one side of a comparison ended without its answer, or gave none in time."""
+
+    def __init__(self, message: str, hint: str = "", *, side: str = "", code: int | None = None) -> None:
+        super().__init__(message, hint)
+        self.side = side
+        """The side's name."""
+        self.code = code
+        """Its exit code; None where it did not answer in time, and was killed."""
 
 
 class RunFolderError(RedlineError):

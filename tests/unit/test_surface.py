@@ -239,6 +239,7 @@ redline keys PREFIX --markdown
 redline plan RECIPE OVERRIDES --gpu --gpus --json --new-tokens --price --prompt-tokens --sharding --tensor-parallel
 redline doctor RUN --json --probe
 redline simulate RUN OVERRIDES --json
+redline tune RECIPE OVERRIDES --effect --json --max-lag --minutes --out --trials
 redline profile RUN --steps --wait --what
 redline repair RUN --json
 redline bench CASE OVERRIDES --against --json --profile --quick --save --trl-python

@@ -11,7 +11,7 @@ import typer
 
 from redline import __version__
 from redline.cli import env
-from redline.cli.explain import doctor, keys, simulate
+from redline.cli.explain import doctor, keys, simulate, tune
 from redline.cli.look import dash, repair, report, show
 from redline.cli.measure import bench, compare, perf, plan, profile
 from redline.cli.run import join, serve, train
@@ -37,7 +37,7 @@ def _root(version: Annotated[bool, typer.Option("--version", help="Print the ver
 VERBS = {
     "Train and look": (train, show, report, dash, serve, join),
     "Write a recipe": (keys, plan),
-    "Look deeper, mend": (doctor, simulate, profile, repair),
+    "Look deeper, mend": (doctor, simulate, tune, profile, repair),
     "Measure": (bench, compare, perf),
 }
 """The verbs by what they are for, in the order in which `redline --help` lists them: what people do first comes first."""

@@ -1,4 +1,4 @@
-"""The verbs that explain: keys, doctor and simulate."""
+"""The verbs that explain and improve: keys, doctor, simulate and tune."""
 
 from __future__ import annotations
 
@@ -89,6 +89,47 @@ def simulate(
 
     answer = answered(Recording.of(Run.open(run)), overrides or [])
     typer.echo(json.dumps(answer.as_json()) if as_json else "\n".join(lines_of(answer)))
+
+
+def tune(
+    recipe: Annotated[Path, typer.Argument(metavar="RECIPE", help="A YAML recipe.")],
+    overrides: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="SECTION.KEY=VALUE", help="Replace a value of the recipe before it is tuned."),
+    ] = None,
+    out: Annotated[
+        Path | None,
+        typer.Option(metavar="DIR", help="Where log, proof and tuned recipe go; by default tuned/NAME of the recipe."),
+    ] = None,
+    trials: Annotated[int, typer.Option(help="Changes to try at most, those of earlier calls included.", min=0)] = 30,
+    minutes: Annotated[float, typer.Option(help="Minutes that this call may take, the proof included.", min=0)] = 60,
+    max_lag: Annotated[
+        int, typer.Option(help="The largest buffer.max_lag to try. A lag trains on older samples; 0 leaves it alone.", min=0)
+    ] = 1,
+    effect: Annotated[float, typer.Option(help="The smallest gain worth a trial: 0.03 is 3%.", min=0.001, max=1)] = 0.03,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document.")] = False,
+) -> None:
+    """Make a recipe faster: try settings in pairs of short runs, keep what pays, prove the result.
+
+    What is learned stays: no setting of the algorithm is touched. The same command goes on after a stop. Exit code 0: the tuned
+    recipe is not slower. 1: it is, or a guard is broken. 2: no verdict, or an error.
+    """
+    from redline.lab.tune.command import Asked
+    from redline.lab.tune.command import tune as run_tune
+    from redline.lab.tune.text import lines_of
+    from redline.lab.tune.tune import Budget
+    from redline.telemetry.console.tables import log_console
+
+    asked = Asked(recipe, overrides or (), out or Path("tuned") / recipe.stem, Budget(trials, 60 * minutes, effect), max_lag)
+    try:
+        result = run_tune(asked, log_console())
+    except KeyboardInterrupt:
+        typer.echo("stopped; the same command goes on where it was", err=True)
+        raise typer.Exit(130) from None
+    for line in lines_of(result.tuned, result.report.verdict.sentence if result.report else ""):
+        typer.echo(line, err=as_json)
+    typer.echo(json.dumps(result.as_json()) if as_json else result.recipe)
+    raise typer.Exit(result.exit_code)
 
 
 def groups() -> tuple[Group, ...]:

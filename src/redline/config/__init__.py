@@ -2,7 +2,7 @@
 
 from redline.config.effects import refuse_engine_keys_without_effect, refuse_without_effect
 from redline.config.engine_recipe import EngineRecipe
-from redline.config.load import load_recipe, make_config, read_recorded, validate, validate_engine
+from redline.config.load import load_recipe, make_config, read_recorded, recipe_values, validate, validate_engine
 from redline.config.resolve import Resolved, ResolvedEngine, resolve, resolve_engine
 from redline.config.schema import Config
 
@@ -14,6 +14,7 @@ __all__ = [
     "load_recipe",
     "make_config",
     "read_recorded",
+    "recipe_values",
     "refuse_engine_keys_without_effect",
     "refuse_without_effect",
     "resolve",

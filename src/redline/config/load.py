@@ -38,6 +38,15 @@ def load_recipe(path: Path, overrides: Sequence[str] = ()) -> Config:
     return make_config(as_of_now(values) if path.name == "config.json" else values, overrides, str(path))
 
 
+def recipe_values(path: Path, overrides: Sequence[str] = ()) -> dict[str, Any]:
+    """Return the values that a recipe itself gives, with the overrides applied: nothing is filled in."""
+    load_recipe(path, overrides)  # says what is wrong with either
+    values = as_of_now(_read_mapping(path)) if path.name == "config.json" else _read_mapping(path)
+    for override in overrides:
+        _apply_override(values, override)
+    return values
+
+
 def read_recorded(path: Path, overrides: Sequence[str] = ()) -> Config:
     """Read the `config.json` of a run folder, of this version or an earlier one. A key that an earlier version did not have
     gets its default, whatever the algorithm is: a run that has begun is not filled in half-way."""

@@ -111,13 +111,13 @@ def compare(request: Request, console: Console) -> Report:
         raise ConfigError(f"--rounds {request.rounds}: each side is to be first as often as the other", "give an even number")
     if is_saved(request.a) and is_saved(request.b):
         return _compare_saved(request)
-    with _stopping_cleanly(), jobs(request.a, request.b, request.what) as (a, b):
+    with stopping_cleanly(), jobs(request.a, request.b, request.what) as (a, b):
         return _compare_runs(request, a, b, console)
 
 
 @contextlib.contextmanager
-def _stopping_cleanly() -> Iterator[None]:
-    """However it is stopped, processes end and worktrees go: SIGTERM, which a CI sends when the time is up, is a Ctrl-C."""
+def stopping_cleanly() -> Iterator[None]:
+    """Inside the block SIGTERM, which a CI sends when the time is up, is a Ctrl-C: processes end, and worktrees go."""
     numbers = (signal.SIGINT, signal.SIGTERM)
     before = [signal.signal(number, signal.default_int_handler) for number in numbers]
     try:
@@ -217,9 +217,14 @@ def _compare_runs(request: Request, a: Job, b: Job, console: Console) -> Report:
         f"{session.metric.name}: a pair is two fresh processes, {how}, {turns.rounds} rounds each", style="dim", soft_wrap=True
     )
     experiment = run(session.metric, request.wish, session.measure, time.monotonic, session.tell)
+    return report_of(request, experiment, session.identities)
+
+
+def report_of(request: Request, experiment: Experiment, identities: Sequence[Mapping[str, Any]] = ()) -> Report:
+    """Judge what was measured; returns the document of it."""
     verdict = judge(experiment, request.guards)
     samples, values = [pair.as_json() for pair in experiment.pairs], _medians(experiment)
-    return Report(request, session.metric, verdict, values, samples, _noise(experiment), session.identities)
+    return Report(request, experiment.metric, verdict, values, samples, _noise(experiment), identities)
 
 
 def _fitting_rounds(told: Told) -> int:

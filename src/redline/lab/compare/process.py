@@ -81,7 +81,7 @@ def _steps(task: dict[str, Any]) -> Iterator[tuple[torch.device, Play]]:
             recorder.step_mark()
             with _resumed(stages.session):
                 stages.run(watch, stages.trainer.version + 1)
-            row = rows.pop() | metrics_between(stats, stages.engine_stats())
+            row = rows.pop() | metrics_between(stats, stages.engine_stats()) | dict(stages.buffer_metrics())
             return row, [name for name in row if name.endswith(("_per_s", "hit_rate")) or "reward" in name]
 
         yield torch.device(config.run.device), step

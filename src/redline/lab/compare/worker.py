@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from redline.child import Child, ChildError
-from redline.errors import CompareError
+from redline.errors import CompareError, SideError
 from redline.lab.evidence.experiment import Pair, Round
 from redline.lab.measure.warmup import is_steady
 
@@ -46,33 +46,35 @@ class Worker:
     identity: dict[str, Any] = field(default_factory=dict)
     larger_is_better: Sequence[str] = ()
     startup_s: float = 0.0
+    limit_s: float | None = None
+    """Seconds that it may take to start, and for a round; then it is killed. None waits for ever."""
 
     @classmethod
     @contextlib.contextmanager
-    def of(cls, job: Job, seed: int) -> Iterator[Worker]:
+    def of(cls, job: Job, seed: int, limit_s: float | None = None) -> Iterator[Worker]:
         """Starts the process at once; `wait` blocks until it is ready. It is gone when the block ends."""
         # -P: no module of that folder may stand in for one of the standard library.
         command = [sys.executable, "-P", str(_program(job.source)), json.dumps({**job.task, "seed": seed})]
         with Child(command, {"PYTHONPATH": str(job.source)}) as child:
-            yield cls(job, child)
+            yield cls(job, child, limit_s=limit_s)
 
     def wait(self) -> None:
         with self._explained():
-            ready = self.child.read()
+            ready = self.child.read(self.limit_s)
         self.device, self.identity = ready["device"], ready["identity"]
         self.startup_s = time.perf_counter() - self.started_s
 
     def round(self) -> dict[str, float]:
         """Blocks until it has run a round; returns its metrics."""
         with self._explained():
-            answer = self.child.ask("round")
+            answer = self.child.ask("round", self.limit_s)
         self.larger_is_better = answer["larger_is_better"]
         return answer["metrics"]
 
     def peak_bytes(self) -> float:
         """The last thing it can be asked."""
         with self._explained():
-            return float(self.child.ask("end")["peak_bytes"])
+            return float(self.child.ask("end", self.limit_s)["peak_bytes"])
 
     @contextlib.contextmanager
     def _explained(self) -> Iterator[None]:
@@ -80,7 +82,7 @@ class Worker:
             yield
         except ChildError as failed:
             hint = "run it alone first; an older revision may not know all keys"
-            raise CompareError(f"{self.job.name} {failed}", hint) from None
+            raise SideError(f"{self.job.name} {failed}", hint, side=self.job.name, code=failed.code) from None
 
 
 @dataclass(slots=True, frozen=True)
@@ -90,6 +92,8 @@ class Turns:
     rounds: int
     alternate: bool
     """Else one side ends before the other starts, which a GPU's memory may ask for; who is first is drawn for the pair."""
+    limit_s: float | None = None
+    """Seconds that a start or a round may take. A side that takes longer is killed, and `SideError` raised. None waits."""
 
 
 @dataclass(slots=True, frozen=True)
@@ -114,7 +118,7 @@ def measure_pair(a: Job, b: Job, turns: Turns, number: int, seed: int) -> tuple[
 
 
 def _alternating(a: Job, b: Job, turns: Turns, number: int, lot: random.Random) -> tuple[Pair, Told]:
-    with Worker.of(a, number) as first, Worker.of(b, number) as second:
+    with Worker.of(a, number, turns.limit_s) as first, Worker.of(b, number, turns.limit_s) as second:
         workers = (first, second)
         for worker in workers:
             worker.wait()
@@ -132,7 +136,7 @@ def _one_after_the_other(a: Job, b: Job, turns: Turns, number: int, lot: random.
     found: dict[int, list[dict[str, float]]] = {}
     peaks, workers = [0.0, 0.0], list[Worker]()
     for side in (0, 1) if a_first else (1, 0):
-        with Worker.of((a, b)[side], number) as worker:
+        with Worker.of((a, b)[side], number, turns.limit_s) as worker:
             worker.wait()
             _warm_up([worker])
             found[side] = [worker.round() for _ in range(turns.rounds)]

@@ -1,0 +1,125 @@
+"""What is proposed for a recipe, by whom it is predicted, and in which order it is tried."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from random import Random
+
+import numpy as np
+import pytest
+from support.paths import ROOT
+
+from redline.config import load_recipe, resolve
+from redline.errors import ConfigError
+from redline.lab.doctor.doctor import Diagnosis
+from redline.lab.doctor.finding import Finding, Gain
+from redline.lab.simulate.costs import engine_cost, trainer_cost
+from redline.lab.simulate.events import Loop, Simulator
+from redline.lab.simulate.recorded import Group, Recording
+from redline.lab.tune.bench import ProcessBench
+from redline.lab.tune.command import Asked, tune
+from redline.lab.tune.proposals import proposals
+from redline.lab.tune.space import Situation, changes, name_of
+from redline.lab.tune.tune import Budget
+from redline.runs.verdict import Bound
+from redline.telemetry.console.tables import log_console
+
+SMOKE = ROOT / "recipes" / "smoke.yaml"
+
+
+def situation(*overrides: str, **facts: float) -> Situation:
+    config = resolve(load_recipe(SMOKE, ["run.device=cpu", "run.num_threads=2", *overrides])).config
+    return Situation(config, max_lag=1, cores=2, **{"tokens": 1500.0, "prompt_tokens": 400.0, **facts})
+
+
+def names(*overrides: str) -> list[str]:
+    return [name_of(change) for change in changes(situation(*overrides))]
+
+
+def test_a_recipe_that_leaves_everything_open_has_little_to_try() -> None:
+    assert not [name for name in names() if name.startswith(("engine.", "trainer.gradient", "trainer.offload"))]
+    assert "buffer.max_lag=1" in names()
+    assert "buffer.max_lag=1 placement.engines=1" in names()
+    assert "buffer.max_lag=2" not in names("buffer.max_lag=1")
+
+
+def test_every_known_mistake_has_its_remedy_among_the_changes() -> None:
+    found = names(
+        "engine.max_num_seqs=8", "trainer.max_tokens_per_micro_batch=24", "trainer.gradient_checkpointing=full",
+        "engine.enable_prefix_caching=false", "run.num_threads=1", "engine.max_num_batched_tokens=128",
+    )  # fmt: skip
+    for name in (
+        "engine.max_num_seqs=64", "trainer.max_tokens_per_micro_batch=null", "trainer.gradient_checkpointing=none",
+        "engine.enable_prefix_caching=true", "run.num_threads=2", "engine.max_num_batched_tokens=512", "buffer.max_lag=1",
+    ):  # fmt: skip
+        assert name in found
+
+
+def test_sizes_that_are_alike_are_tried_once() -> None:
+    assert [n for n in names("trainer.max_tokens_per_micro_batch=1800") if "micro_batch" in n] == [
+        "trainer.max_tokens_per_micro_batch=null", "trainer.max_tokens_per_micro_batch=938",
+        "trainer.max_tokens_per_micro_batch=469",
+    ]  # fmt: skip
+    assert not [n for n in names("engine.max_num_seqs=200") if "max_num_seqs" in n]
+
+
+def recording() -> Recording:
+    draw = Random(0)
+    groups = tuple(Group(tuple(draw.randint(8, 16) for _ in range(8)), (0.0,) * 8, 10) for _ in range(100))
+    steps, tokens = np.array([150, 140, 160.0]), np.array([1600, 1500, 1900.0])
+    engine = engine_cost(0.01 * steps + 0.001 * tokens, steps, tokens, 0.002, 16)
+    trainer = trainer_cost(0.2 + 0.0005 * tokens, tokens)
+    config = {"engine": {"max_num_seqs": 16}, "rollouts": {"groups_per_step": 8, "group_size": 8}}
+    loop = Loop(groups, engine, 1, 16, 8, 0, trainer.token_s, trainer.step_s + 0.1, 0.01, 50)
+    measured = float(np.mean(Simulator(loop).run().step_s))
+    return Recording(groups, engine, trainer, 0.01, 0.1, 1.0, config, np.full(10, measured))
+
+
+def finding(cause: str, share: float, **change: object) -> Finding:
+    keys = {key.replace("__", "."): value for key, value in change.items()}
+    return Finding(cause, f"{cause}.", "why", (), Gain(share * 5, share * 10, share * 12, "if so"), keys)
+
+
+def diagnosed(*findings: Finding) -> Diagnosis:
+    return Diagnosis("run", Bound("bound by it", ()), findings, (), wall_s=10.0, num_steps=8)
+
+
+def test_the_doctor_the_simulator_and_the_planner_predict_what_each_knows() -> None:
+    diagnosis = diagnosed(
+        finding("micro_batch_too_small", 0.3, trainer__max_tokens_per_micro_batch=999),
+        finding("cpu_bound", 0.9, rollouts__groups_per_step=16),
+    )
+    own = [{"engine.max_num_seqs": 32}, {"trainer.gradient_checkpointing": "none"}, {"run.num_threads": 2}]
+    planned = {"trainer.gradient_checkpointing=none": 1.1}
+    found = proposals(own, diagnosis, recording(), lambda change: planned.get(name_of(change)))
+    by_name = {proposal.name: proposal.prediction for proposal in found}
+    assert "rollouts.groups_per_step=16" not in by_name  # the algorithm's
+    doctor = by_name["trainer.max_tokens_per_micro_batch=999"]
+    assert doctor is not None
+    assert (doctor.source, doctor.low, doctor.likely, doctor.high) == ("doctor", 1 / 0.85, 1 / 0.7, 1 / 0.64)
+    simulated = by_name["engine.max_num_seqs=32"]
+    assert simulated is not None
+    assert simulated.source == "simulator"
+    assert simulated.likely > 1
+    planner = by_name["trainer.gradient_checkpointing=none"]
+    assert planner is not None
+    assert (planner.source, planner.likely, planner.high) == ("planner", 1.1, None)
+    assert by_name["run.num_threads=2"] is None
+    assert found[-1].name == "run.num_threads=2"
+    likely = [proposal.prediction.likely for proposal in found if proposal.prediction]
+    assert likely == sorted(likely, reverse=True)
+
+
+def test_what_the_recipes_rules_or_the_lag_refuse_is_ruled_out_with_the_reason(tmp_path: Path) -> None:
+    bench = ProcessBench(SMOKE, ("run.device=cpu",), tmp_path, max_lag=1)
+    assert "lag of more than 1" in bench._refusal({"buffer.max_lag": 2}, None)
+    assert "rollouts.group_size = 8" in bench._refusal({"engine.max_num_seqs": 4}, None)
+    assert bench._takes_turns({})
+    assert not bench._takes_turns({"placement.engines": 1, "buffer.max_lag": 1})
+
+
+def test_recipes_whose_processes_are_elsewhere_are_refused_before_anything_is_written(tmp_path: Path) -> None:
+    asked = Asked(SMOKE, ["placement.cluster=ray"], tmp_path / "out", Budget(), 1)
+    with pytest.raises(ConfigError, match=r"placement\.cluster = ray"):
+        tune(asked, log_console())
+    assert not (tmp_path / "out").exists()
