@@ -1,0 +1,229 @@
+"""Hold the simulator against ten measured configurations: one is recorded, and all ten are predicted from that recording alone.
+
+python benchmarks/simulate/ten.py --save benchmarks/results/cpu --figure docs/images/simulate.svg    five minutes, two quiet cores
+
+Every configuration is a run of `redline train` with a tiny model, in a process of its own; rewards take some milliseconds. The
+table is on stderr, one JSON document is saved. Exit code 1: a step time is more than 10% off, or a distribution of lags is.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import numpy as np
+import yaml
+
+from redline.lab.doctor.facts import Facts
+from redline.lab.simulate.recorded import Recording
+from redline.lab.simulate.whatif import simulate
+from redline.runs import Run
+from redline.telemetry import describe_environment, write_json
+
+STEPS = 40
+TOLERANCE = 0.10
+"""Share by which a predicted step time may be off, and of the groups that may be predicted at another lag."""
+TASK = '''
+import time
+
+from redline import Task
+
+
+class Timed:
+    """Questions whose reward takes a while."""
+
+    score_is_thread_safe = True
+
+    def __init__(self, seed=0, pause_s=0.0):
+        self.pause_s = pause_s
+
+    def train(self, index):
+        return Task(f"timed/{index}", [{"role": "user", "content": f"say {index % 10}"}])
+
+    def held_out(self, count):
+        return []
+
+    def score(self, task, text):
+        time.sleep(self.pause_s)
+        return float(sum(map(ord, text)) % 5)
+'''
+PAUSE_S = 0.1
+"""Of a reward, as recorded."""
+RECIPE = {
+    "run": {"steps": STEPS, "checkpoint_every": 0, "num_threads": 1, "device": "cpu"},
+    "model": {"path": "builtin:tiny", "dtype": "float32"},
+    "rollouts": {
+        "task": {"kind": "import", "path": "timed:Timed", "folder": ".", "params": {"pause_s": PAUSE_S}},
+        "groups_per_step": 8, "group_size": 8, "max_new_tokens": 48, "max_reward_workers": 64,
+        "evaluation": {"num_tasks": 0},
+    },
+    "trainer": {"learning_rate": 1e-4},
+    "placement": {"engines": 1},
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Configuration:
+    """What is run, and what the simulator is asked."""
+
+    name: str
+    overrides: Sequence[str]
+    asked: Sequence[str]
+
+
+def same(name: str, *overrides: str) -> Configuration:
+    """The simulator knows these keys by their own names."""
+    return Configuration(name, overrides, overrides)
+
+
+CONFIGURATIONS = (
+    same("recorded"),
+    same("16 groups", "rollouts.groups_per_step=16"),
+    same("4 groups", "rollouts.groups_per_step=4"),
+    same("groups of 16", "rollouts.group_size=16"),
+    same("groups of 4", "rollouts.group_size=4"),
+    same("32 rows", "engine.max_num_seqs=32"),
+    same("lag 1", "buffer.max_lag=1"),
+    same("lag 2", "buffer.max_lag=2"),
+    Configuration("answers twice as long", ("rollouts.max_new_tokens=96",), ("lengths=2",)),
+    Configuration("rewards three times as slow", (f"rollouts.task.params.pause_s={3 * PAUSE_S}",), ("environments=3",)),
+)
+
+
+@dataclass(frozen=True)
+class Row:
+    """One configuration, predicted and measured."""
+
+    name: str
+    predicted_s: float
+    low_s: float
+    high_s: float
+    measured_s: float
+    spread_s: float
+    """Standard deviation of the measured steps."""
+    lags_off: float
+    """Share of the groups that were predicted at another lag than they had."""
+
+    @property
+    def error(self) -> float:
+        return self.predicted_s / self.measured_s - 1
+
+    @property
+    def holds(self) -> bool:
+        return abs(self.error) <= TOLERANCE and self.lags_off <= TOLERANCE
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--save", type=Path)
+    parser.add_argument("--figure", type=Path)
+    parser.add_argument("--keep", type=Path, help="folder for the runs, instead of one that is thrown away")
+    asked = parser.parse_args()
+    with tempfile.TemporaryDirectory() as scratch:
+        rows = compared((asked.keep or Path(scratch)).resolve())
+    document = {
+        "case": "simulate",
+        "identity": describe_environment() | {"config": RECIPE},
+        "results": [asdict(row) | {"error": row.error, "holds": row.holds} for row in rows],
+    }
+    if asked.save:
+        write_json(asked.save / "simulate.json", document)
+    if asked.figure:
+        asked.figure.write_text(figure(rows))
+    print(json.dumps(document["results"]))
+    sys.exit(0 if all(row.holds for row in rows) else 1)
+
+
+def compared(folder: Path) -> list[Row]:
+    """Run all configurations, then predict each from the first. Blocks for minutes."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "timed.py").write_text(TASK)
+    (folder / "recipe.yaml").write_text(yaml.safe_dump(RECIPE))
+    runs = [run(folder, place, each) for place, each in enumerate(CONFIGURATIONS)]
+    recording = Recording.of(runs[0])
+    rows = [row_of(recording, each, measured) for each, measured in zip(CONFIGURATIONS, runs, strict=True)]
+    for row in rows:
+        print(
+            f"{row.name:<28} predicted {row.predicted_s:.3f} s, measured {row.measured_s:.3f} s: {row.error:+.1%},"
+            f" lags {row.lags_off:.0%} off",
+            file=sys.stderr,
+        )
+    return rows
+
+
+def run(folder: Path, place: int, configuration: Configuration) -> Run:
+    name = f"ten{place}"
+    if not (folder / "runs" / f"{name}-001" / "ledger.json").exists():
+        command = [sys.executable, "-m", "redline", "train", "recipe.yaml", f"run.name={name}", *configuration.overrides]
+        subprocess.run(command, cwd=folder, check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env=os.environ)
+    return Run.open(folder / "runs" / f"{name}-001")
+
+
+def row_of(recording: Recording, configuration: Configuration, measured: Run) -> Row:
+    predicted, facts = simulate(recording, configuration.asked).simulated, Facts.of(measured)
+    steps = facts.steps["run/step_s"]
+    return Row(
+        configuration.name, predicted.step_s, predicted.low_s, predicted.high_s, float(steps.mean()), float(steps.std()),
+        distance(predicted.lags, lags_of(facts)),
+    )  # fmt: skip
+
+
+def lags_of(facts: Facts) -> dict[int, float]:
+    """Lag → share of the groups that were trained on at it."""
+    counts = {
+        int(name.rpartition("_")[2]): float(np.nansum(values))
+        for name, values in facts.steps.items()
+        if name.startswith("buffer/groups_at_lag_")
+    }
+    total = sum(counts.values()) or 1.0
+    return {lag: count / total for lag, count in counts.items()}
+
+
+def distance(a: Mapping[int, float], b: Mapping[int, float]) -> float:
+    return sum(abs(a.get(lag, 0.0) - b.get(lag, 0.0)) for lag in a.keys() | b.keys()) / 2
+
+
+# ── the figure ─────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+SIDE, MARGIN = 420, 60
+
+
+def figure(rows: Sequence[Row]) -> str:
+    """Predicted over measured seconds of a step, both axes logarithmic; the grey band is 10%."""
+    values = [value for row in rows for value in (row.measured_s, row.predicted_s)]
+    low, high = min(values) / 1.3, max(values) * 1.3
+    at = lambda value: MARGIN + SIDE * (np.log(value / low) / np.log(high / low))  # noqa: E731
+    up = lambda value: MARGIN + SIDE - (at(value) - MARGIN)  # noqa: E731
+    edge = [(low, low * 0.9), (high, high * 0.9), (high, high * 1.1), (low, low * 1.1)]
+    band = " ".join(f"{at(x):.1f},{up(min(high, max(low, y))):.1f}" for x, y in edge)
+    parts = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {SIDE + 2 * MARGIN + 120} {SIDE + 2 * MARGIN}"'
+        ' font-family="sans-serif" font-size="12">',
+        '<rect width="100%" height="100%" fill="white"/>',
+        f'<rect x="{MARGIN}" y="{MARGIN}" width="{SIDE}" height="{SIDE}" fill="none" stroke="#999"/>',
+        f'<polygon points="{band}" fill="#eee"/>',
+        f'<line x1="{at(low):.1f}" y1="{up(low):.1f}" x2="{at(high):.1f}" y2="{up(high):.1f}" stroke="#bbb"/>',
+        f'<text x="{MARGIN + SIDE / 2}" y="{SIDE + 2 * MARGIN - 15}" text-anchor="middle">measured, s a step</text>',
+        f'<text x="18" y="{MARGIN + SIDE / 2}" text-anchor="middle" transform="rotate(-90 18 {MARGIN + SIDE / 2})">'
+        "predicted, s a step</text>",
+    ]  # fmt: skip
+    for tick in (0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10):
+        if low <= tick <= high:
+            parts.append(f'<text x="{at(tick):.1f}" y="{MARGIN + SIDE + 16}" text-anchor="middle" fill="#666">{tick:g}</text>')
+            parts.append(f'<text x="{MARGIN - 8}" y="{up(tick) + 4:.1f}" text-anchor="end" fill="#666">{tick:g}</text>')
+    for row in rows:
+        x, y = at(row.measured_s), up(row.predicted_s)
+        parts.append(f'<circle cx="{x:.1f}" cy="{y:.1f}" r="4" fill="{"#1a6faf" if row.holds else "#c0392b"}"/>')
+        parts.append(f'<text x="{x + 8:.1f}" y="{y + 4:.1f}" fill="#333">{row.name} {row.error:+.0%}</text>')
+    return "\n".join([*parts, "</svg>", ""])
+
+
+if __name__ == "__main__":
+    main()

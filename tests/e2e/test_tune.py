@@ -1,0 +1,88 @@
+"""`redline tune` with real processes: from every known mistake to what is best by hand, and through a kill."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.paths import ROOT
+from support.processes import REDLINE, rows, started, wait_until
+
+from redline.config import load_recipe
+from redline.lab.evidence.statistics import of_log_ratios
+from redline.lab.tune.bench import ProcessBench
+from redline.lab.tune.space import overrides_of
+from redline.lab.tune.trials import METRIC
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(3600)]
+
+SMOKE = ROOT / "recipes" / "smoke.yaml"
+WORK = ("run.device=cpu", "rollouts.max_new_tokens=32")
+MISTAKES = {
+    "trainer.gradient_checkpointing": "full",
+    "engine.max_num_seqs": 8,
+    "engine.enable_prefix_caching": False,
+    "buffer.max_lag": 0,
+}
+"""Checkpointing where memory is free, few rows, no prefix cache, no lag; and micro-batches of one or two attempts."""
+ONE_ATTEMPT = 40
+"""Tokens of a micro-batch that holds one attempt."""
+BY_HAND = {"run.num_threads": 1}
+"""What was found best by hand on two cores, beside the recipe's defaults: docs/tune.md has the figures."""
+PAIRS = 6
+
+
+def tune(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [REDLINE, "tune", SMOKE, *WORK, *arguments]
+    return subprocess.run(command, cwd=folder, env=os.environ | {"NO_COLOR": "1"}, capture_output=True, text=True, check=False)
+
+
+@pytest.mark.parametrize("attempts", [1, 2])
+def test_a_recipe_with_every_known_mistake_comes_to_nine_tenths_of_the_best_by_hand(tmp_path: Path, attempts: int) -> None:
+    mistakes = {**MISTAKES, "trainer.max_tokens_per_micro_batch": attempts * ONE_ATTEMPT}
+    done = tune(tmp_path, *overrides_of(mistakes), "--trials", "30", "--minutes", "40", "--json")
+    assert done.returncode == 0, done.stderr
+    document: dict[str, Any] = json.loads(done.stdout)
+    print(done.stderr)
+    assert document["proof"]["verdict"] == "faster"
+    assert len(document["trials"]) <= 30
+    found = load_recipe(tmp_path / document["recipe"])
+    assert found.trainer.learning_rate == load_recipe(SMOKE).trainer.learning_rate
+    bench = ProcessBench(SMOKE, WORK, tmp_path / "hand", max_lag=1)
+    tuned = {**mistakes, **document["kept"]}
+    logs = [bench.measure(BY_HAND, tuned, 1 + place).log_ratio(METRIC) for place in range(PAIRS)]
+    comparison = of_log_ratios(logs)
+    print(f"tuned over by hand: {comparison.ratio:.3f} {comparison.interval}")
+    assert comparison.ratio >= 0.9
+
+
+def test_a_tuning_that_is_killed_goes_on_and_leaves_no_process(tmp_path: Path) -> None:
+    arguments = ["tune", SMOKE, *WORK, "engine.max_num_seqs=8", "--trials", "1", "--minutes", "8", "--max-lag", "0"]
+    log = tmp_path / "tuned" / "smoke" / "log.jsonl"
+    with started(*arguments, cwd=tmp_path) as process:
+        assert wait_until(lambda: any(row["kind"] == "noise" for row in rows(log)), process)
+        children = _children(process.pid)
+        process.kill()
+    before = log.read_text()
+    done = subprocess.run([REDLINE, *arguments], cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert log.read_text().startswith(before)
+    kinds = [row["kind"] for row in rows(log)]
+    assert kinds.count("begun") == 1
+    assert kinds.count("noise") == 3
+    assert kinds.count("trial") == 1
+    assert (tmp_path / "tuned" / "smoke" / "compare.json").exists() == (rows(log)[-1]["kind"] == "proof")
+    assert not [pid for pid in children if Path(f"/proc/{pid}/cmdline").exists() and "process.py" in _command(pid)]
+    load_recipe(tmp_path / "tuned" / "smoke" / "recipe.yaml")
+
+
+def _children(pid: int) -> list[int]:
+    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+def _command(pid: int) -> str:
+    return Path(f"/proc/{pid}/cmdline").read_text().replace("\0", " ")
