@@ -1,6 +1,6 @@
 """Hold the simulator against ten measured configurations: one is recorded, and all ten are predicted from that recording alone.
 
-python benchmarks/simulate/ten.py --save benchmarks/results/cpu --figure docs/images/simulate.svg    five minutes, two quiet cores
+python benchmarks/simulate/ten.py --save benchmarks/results/cpu --figure docs/images/simulate.svg    (five minutes)
 
 Every configuration is a run of `redline train` with a tiny model, in a process of its own; rewards take some milliseconds. The
 table is on stderr, one JSON document is saved. Exit code 1: a step time is more than 10% off, or a distribution of lags is.

@@ -38,10 +38,9 @@ RECORDED_STEPS = 10
 """Steps of a recording: the first two are apart, and eight are enough for the doctor and the simulator."""
 FEWEST_ROUNDS, MOST_ROUNDS = 6, 24
 """Rounds of a pair: six are the fewest that have an exact interval."""
-PATIENCE = 20.0
-"""A step may take so many times as long as the longest so far, start included."""
-LEAST_S = 120.0
-"""Seconds that it may take in any case, beyond that."""
+FIRST_S, LEAST_S, PATIENCE = 1800.0, 120.0, 20.0
+"""What a start or a step may take before it counts as a hang: seconds while nothing is known, seconds in any case, and times
+the longest so far."""
 
 
 @dataclass(slots=True)
@@ -192,8 +191,7 @@ class ProcessBench:
         return 2 * math.ceil(min(MOST_ROUNDS, max(FEWEST_ROUNDS, wanted)) / 2)
 
     def _limit_s(self, steps: int = 1) -> float:
-        """Seconds that a start and so many steps may take before they count as a hang."""
-        return LEAST_S + PATIENCE * self.longest_s * steps
+        return max(LEAST_S, PATIENCE * self.longest_s) * steps if self.longest_s else FIRST_S
 
 
 def _recording(run: Run | None) -> Recording | None:
