@@ -8,6 +8,10 @@ from dataclasses import dataclass
 import numpy as np
 
 
+ROW_OVER_PROMPT = 1.0
+"""Seconds of a row's next token over those of a token of a prompt: about what it is where nothing else says."""
+
+
 @dataclass(slots=True, frozen=True)
 class Range:
     """Sizes that were seen."""
@@ -59,8 +63,17 @@ def engine_cost(
 ) -> EngineCost:
     """Fit the cost of an engine to what it took in each step of a run: seconds of decoding, its own steps, tokens sampled, and
     seconds per token of prompts; `most_rows` were decoded at once. No part is negative."""
-    (step_s, row_s), error = _fitted(np.stack([steps, tokens], axis=1), seconds)
-    return EngineCost(step_s, row_s, prompt_token_s, Range(1.0, most_rows), error)
+    sizes = np.stack([steps, tokens], axis=1)
+    parts, error = _fitted(sizes, seconds)
+    if prompt_token_s > 0 and tokens.any():
+        # Where all steps of a run decode about as many rows, they do not tell the two parts apart: then a row costs about what
+        # a token of a prompt does. The weaker the steps say otherwise, the more that counts.
+        expected_s = ROW_OVER_PROMPT * prompt_token_s * float(tokens.mean())
+        weight = max(error, 1e-6) * float(seconds.mean()) / expected_s
+        known = weight * np.array([[0.0, float(tokens.mean())]])
+        parts, _ = _fitted(np.concatenate([sizes, known]), np.append(seconds, weight * expected_s))
+        error = _error(sizes, parts, seconds)
+    return EngineCost(parts[0], parts[1], prompt_token_s, Range(1.0, most_rows), error)
 
 
 def trainer_cost(seconds: np.ndarray, tokens: np.ndarray) -> TrainerCost:
@@ -80,6 +93,10 @@ def _fitted(sizes: np.ndarray, seconds: np.ndarray) -> tuple[Sequence[float], fl
             parts[used] = found
             break
         used.pop(int(np.argmin(found)))
-    predicted = sizes @ parts
-    error = float(np.sqrt(np.mean((predicted - seconds) ** 2)) / max(1e-12, float(np.mean(seconds))))
-    return parts.tolist(), error
+    return parts.tolist(), _error(sizes, parts, seconds)
+
+
+def _error(sizes: np.ndarray, parts: Sequence[float] | np.ndarray, seconds: np.ndarray) -> float:
+    """Root of the mean square of what a fit is off by, as a share of the mean."""
+    off = sizes @ np.asarray(parts) - seconds
+    return float(np.sqrt(np.mean(off**2)) / max(1e-12, float(np.mean(seconds))))

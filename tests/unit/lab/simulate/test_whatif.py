@@ -41,6 +41,15 @@ def test_costs_are_found_again_and_none_is_negative() -> None:
     assert (falling.step_s, falling.token_s) == (pytest.approx(2.0), 0.0)
 
 
+def test_where_all_steps_decode_as_many_rows_a_row_costs_about_what_a_token_of_a_prompt_does() -> None:
+    steps, noise = np.full(20, 16.0), np.random.default_rng(0).normal(1.0, 0.02, 20)
+    found = engine_cost(noise * 16 * (0.01 + 64 * 0.0001), steps, 64 * steps, 0.0001, 64)
+    assert found.row_s == pytest.approx(0.0001, rel=0.1)
+    assert found.decode_s(64) == pytest.approx(0.0164, rel=0.02)
+    told_apart = engine_cost(0.01 * steps + 0.0003 * steps * np.arange(20), steps, steps * np.arange(20), 0.0001, 64)
+    assert told_apart.row_s == pytest.approx(0.0003, rel=0.01)
+
+
 def test_the_replay_is_the_measurement_and_longer_answers_take_longer() -> None:
     answer = simulate(recording(), ["lengths=2"])
     assert abs(answer.error) < 0.02
