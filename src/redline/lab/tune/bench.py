@@ -129,9 +129,15 @@ class ProcessBench:
         return self._plans[name]
 
     def _planned_ratio(self, settings: Change, change: Change, facts: Facts | None) -> float | None:
-        before = self._plan(settings, facts)
-        after = None if self._refusal({**settings, **change}, facts) else self._plan({**settings, **change}, facts)
-        return before.time.step_s / after.time.step_s if before and after else None
+        """How many times as fast the planner takes a change for: what it says of the phase, by the phase's recorded share."""
+        if facts is None or not facts.step_s or self._refusal({**settings, **change}, facts):
+            return None
+        phase = "training" if next(iter(change)).startswith("trainer.") else "generation"
+        before, after = self._plan(settings, facts), self._plan({**settings, **change}, facts)
+        if before is None or after is None or not before.time.seconds_of(phase):
+            return None
+        share = min(1.0, float(facts.phase(phase).mean()) / facts.step_s)
+        return 1 / (1 - share * (1 - after.time.seconds_of(phase) / before.time.seconds_of(phase)))
 
     # ── recordings ─────────────────────────────────────────────────────────────────────────────────────────────────────
 

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from redline.errors import ConfigError
 from redline.lab.doctor.doctor import Diagnosis
-from redline.lab.doctor.finding import Finding
 from redline.lab.simulate.recorded import Recording
 from redline.lab.simulate.whatif import KEYS, Answer, simulate
 from redline.lab.tune.space import SPACE, Change, name_of, overrides_of
@@ -90,8 +89,8 @@ def _simulated(change: Change, recording: Recording | None) -> Prediction | None
         return None
     measured, now = answer.replayed.step_s, answer.simulated
     why = "; ".join(answer.assumptions) or f"replayed, the run is {answer.error:+.1%} beside its measurement"
-    bounds = (None, None) if answer.assumptions else (measured / now.high_s, measured / now.low_s)
-    return Prediction(answer.speedup, *bounds, "simulator", why)
+    low, high = (None, None) if answer.assumptions else (measured / now.high_s, measured / now.low_s)
+    return Prediction(answer.speedup, low, high, "simulator", why)
 
 
 def _diagnosed(change: Change, diagnosis: Diagnosis | None) -> Prediction | None:
@@ -99,14 +98,14 @@ def _diagnosed(change: Change, diagnosis: Diagnosis | None) -> Prediction | None
     finding = next((f for f in (diagnosis.findings if diagnosis else ()) if f.change.keys() == change.keys()), None)
     if finding is None or diagnosis is None:
         return None
-    return Prediction(*_times(finding, diagnosis), "doctor", f"{finding.title} {finding.gain.assumption}")
+    gain, why = finding.gain, f"{finding.title} {finding.gain.assumption}"
+    low, likely, high = (_times(seconds, diagnosis) for seconds in (gain.low_s, gain.likely_s, gain.high_s))
+    return Prediction(likely, low, high, "doctor", why)
 
 
-def _times(finding: Finding, diagnosis: Diagnosis) -> Sequence[float]:
-    """Likely, low and high, as times as fast: saving a third is 1.5 times."""
-    gain = finding.gain
-    shares = (min(MOST_SHARE, diagnosis.share(seconds)) for seconds in (gain.likely_s, gain.low_s, gain.high_s))
-    return [1 / (1 - share) for share in shares]
+def _times(saved_s: float, diagnosis: Diagnosis) -> float:
+    """How many times as fast a run is that saves so many seconds of those recorded: a third is 1.5 times."""
+    return 1 / (1 - min(MOST_SHARE, diagnosis.share(saved_s)))
 
 
 PLANNED: Mapping[str, str] = {
