@@ -38,6 +38,8 @@ RECORDED_STEPS = 10
 """Steps of a recording: the first two are apart, and eight are enough for the doctor and the simulator."""
 FEWEST_ROUNDS, MOST_ROUNDS = 6, 24
 """Rounds of a pair: six are the fewest that have an exact interval."""
+PHASES = {"training": ("forward/backward", "optimizer step"), "generation": ("generation",)}
+"""Phase of a step → the planner's names of its parts."""
 FIRST_S, LEAST_S, PATIENCE = 1800.0, 120.0, 20.0
 """What a start or a step may take before it counts as a hang: seconds while nothing is known, seconds in any case, and times
 the longest so far."""
@@ -133,11 +135,10 @@ class ProcessBench:
         if facts is None or not facts.step_s or self._refusal({**settings, **change}, facts):
             return None
         phase = "training" if next(iter(change)).startswith("trainer.") else "generation"
-        before, after = self._plan(settings, facts), self._plan({**settings, **change}, facts)
-        if before is None or after is None or not before.time.seconds_of(phase):
-            return None
+        plans = self._plan(settings, facts), self._plan({**settings, **change}, facts)
+        before, after = (sum(plan.time.seconds_of(name) for name in PHASES[phase]) if plan else 0.0 for plan in plans)
         share = min(1.0, float(facts.phase(phase).mean()) / facts.step_s)
-        return 1 / (1 - share * (1 - after.time.seconds_of(phase) / before.time.seconds_of(phase)))
+        return 1 / (1 - share * (1 - after / before)) if before and after else None
 
     # ── recordings ─────────────────────────────────────────────────────────────────────────────────────────────────────
 
