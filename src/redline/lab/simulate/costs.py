@@ -7,7 +7,6 @@ from dataclasses import dataclass
 
 import numpy as np
 
-
 ROW_OVER_PROMPT = 1.0
 """Seconds of a row's next token over those of a token of a prompt: about what it is where nothing else says."""
 
