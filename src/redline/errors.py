@@ -22,6 +22,7 @@
     │   └── PeerError                it answered with an error of its own
     ├── CompareError       a side of a comparison cannot be run, or a saved result cannot be read
     │   └── SideError                the process of a side ended without its answer, or gave none in time
+    ├── TraceError         a profile of another program cannot be read, or is none
     └── RunFolderError     a run folder is missing, torn, or belongs to another run
         └── DamagedCheckpointError   one checkpoint cannot be read; another may do
 
@@ -148,6 +149,10 @@ class SideError(CompareError):
         """The side's name."""
         self.code = code
         """Its exit code; None where it did not answer in time, and was killed."""
+
+
+class TraceError(RedlineError):
+    """A profile of another program cannot be read, or is none."""
 
 
 class RunFolderError(RedlineError):

@@ -237,7 +237,7 @@ redline serve MODEL OVERRIDES --allowed-host --api-key-env --device --dtype --ho
 redline join ADDRESS --device --model --port --threads --wait
 redline keys PREFIX --markdown
 redline plan RECIPE OVERRIDES --gpu --gpus --json --new-tokens --price --prompt-tokens --sharding --tensor-parallel
-redline doctor RUN --json --probe
+redline doctor RUN TRACES --json --output --probe
 redline simulate RUN OVERRIDES --json
 redline tune RECIPE OVERRIDES --effect --json --max-lag --minutes --out --trials
 redline profile RUN --steps --wait --what

@@ -51,13 +51,32 @@ def keys(
 
 
 def doctor(
-    run: Annotated[Path, typer.Argument(metavar="RUN", help="A run folder.")],
+    run: Annotated[
+        Path, typer.Argument(metavar="RUN", help="A run folder; or a trace of another program, or a folder of them.")
+    ],
+    traces: Annotated[list[Path] | None, typer.Argument(metavar="TRACE", help="More traces: other ranks.")] = None,
+    output: Annotated[
+        Path | None,
+        typer.Option("--output", "-o", metavar="FILE", help="Traces: write the timeline of each cause as an HTML page."),
+    ] = None,
     probes: Annotated[
         bool, typer.Option("--probe", help="Delay parts of a run that goes on, for some dozen steps, and see what bounds it.")
     ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document.")] = False,
 ) -> None:
-    """Say what bounds a run, and what to change: each cause with its evidence, its gain and how to prove it."""
+    """Say what bounds a run, and what to change: each cause with its evidence, its gain and how to prove it.
+
+    Of traces of torch.profiler and nsys, say when devices waited for the CPU, and for which call of which process.
+    """
+    from redline.lab.traces.read import is_trace
+
+    if traces or is_trace(run):
+        if probes:
+            raise ConfigError("--probe delays a run that goes on; a trace is over", "leave it out")
+        _doctor_of_traces([run, *(traces or [])], output, as_json=as_json)
+        return
+    if output is not None:
+        raise ConfigError("--output is for traces", "`redline report RUN` writes the page of a run")
     from redline.lab.doctor.doctor import diagnose
     from redline.lab.doctor.text import lines_of
     from redline.runs import Run
@@ -71,6 +90,23 @@ def doctor(
         return
     diagnosis = diagnose(Run.open(run))
     typer.echo(json.dumps(diagnosis.as_json()) if as_json else "\n".join(lines_of(diagnosis)))
+
+
+def _doctor_of_traces(traces: list[Path], output: Path | None, *, as_json: bool) -> None:
+    from redline.lab.traces.diagnosis import diagnose
+    from redline.lab.traces.evidence import document_of
+    from redline.lab.traces.text import lines_of
+    from redline.web.traces import write_trace_page
+
+    diagnosis = diagnose(traces)
+    if output is not None:
+        write_trace_page(document_of(diagnosis), output)
+    if as_json:
+        typer.echo(json.dumps(diagnosis.as_json()))
+        return
+    typer.echo("\n".join(lines_of(diagnosis)))
+    if output is not None:
+        typer.echo(f"\nthe timeline of each cause: {output}")
 
 
 def simulate(

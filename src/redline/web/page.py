@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 ASSETS = Path(__file__).parent / "assets"
-SCRIPTS = ("page.js", "chart.js", "parts.js", "run.js", "list.js", "start.js")
+SCRIPTS = ("page.js", "chart.js", "parts.js", "run.js", "list.js", "trace.js", "start.js")
 """In the order in which they build upon each other."""
 
 

@@ -255,8 +255,8 @@ function chosenGroups({ groups, failed, missing, command }) {
   return h("div", {}, h("p", { class: "picker muted" }, "Some groups of some steps;", h("code", {}, command), "tells any attempt turn by turn."), groups.map(groupPart), failed.length ? [h("p", { class: "picker muted" }, "Attempts that failed"), failed.map(groupPart)] : null);
 }
 
-function openReport(text) {
-  const document_ = JSON.parse(text), run = new Run();
+function openReport(document_) {
+  const run = new Run();
   run.take(document_);
   mount(new RunPage(run, chosenGroups(document_.trajectories)).element);
 }

@@ -1,0 +1,130 @@
+"""Finds out what files are, and reads them into one timeline."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from redline.errors import TraceError
+from redline.lab.traces import kineto, nsys
+from redline.lab.traces.builder import Builder
+from redline.lab.traces.json_stream import not_a_trace, opened
+from redline.lab.traces.names import is_graph_launch
+from redline.lab.traces.timeline import Kind, Timeline
+
+SUFFIXES = (".json", ".json.gz", ".sqlite", ".sqlite3", ".db")
+SQLITE = b"SQLite format 3\x00"
+REPORTS = (".nsys-rep", ".qdrep")
+
+
+def is_trace(path: Path) -> bool:
+    """Whether a path is for the reader of traces: a file, or a folder that holds some and is no run's."""
+    if path.is_dir():
+        return not (path / "config.json").exists() and bool(_inside(path))
+    return path.is_file()
+
+
+def read(paths: Sequence[Path], most_ranges: int | None = None) -> Timeline:
+    """Read files, and folders of files, into one timeline. Blocks for about 20 seconds per GB of JSON.
+
+    Raises `TraceError` where one is missing, or is neither a Chrome trace nor an export of nsys.
+    """
+    into = Builder(most_ranges) if most_ranges else Builder()
+    files = [file for path in paths for file in (_inside(path) if path.is_dir() else [path])]
+    if not files:
+        raise TraceError(f"{paths[0]}: no traces in this folder", f"traces end in {', '.join(SUFFIXES[:3])}")
+    for file in dict.fromkeys(files):
+        _reader(file)(file, into)
+    timeline = into.build()
+    if not len(timeline.ranges) and not len(timeline.work):
+        raise not_a_trace(files[0], "it holds no events with a length")
+    timeline.lacks.extend(shortcomings(timeline))
+    return timeline
+
+
+def _inside(folder: Path) -> list[Path]:
+    return sorted(path for path in folder.iterdir() if path.name.endswith(SUFFIXES) and path.is_file() and _looks_alike(path))
+
+
+def _looks_alike(path: Path) -> bool:
+    """Whether a file in a folder begins like a trace; others in it are left alone."""
+    try:
+        with opened(path) as file:
+            head = file.read(1 << 14)
+    except (OSError, EOFError, zlib.error):
+        return False
+    return head.startswith(SQLITE) or b'"traceEvents"' in head or b'"schemaVersion"' in head or b'"ph"' in head
+
+
+def _reader(path: Path) -> Callable[[Path, Builder], None]:
+    """Return what reads a file, by its first bytes."""
+    if not path.exists():
+        raise TraceError(f"{path}: no such file or folder", "give a run folder, or traces of torch.profiler or nsys")
+    if path.name.endswith(REPORTS):
+        raise TraceError(
+            f"{path}: a report of nsys, which only nsys reads",
+            f"export it: nsys export --type sqlite -o {path.stem}.sqlite {path}",
+        )
+    try:
+        with opened(path) as file:
+            head = file.read(64)
+    except (OSError, EOFError, zlib.error) as error:
+        raise not_a_trace(path, "it cannot be read, or is a damaged gzip file") from error
+    if head.startswith(SQLITE):
+        return nsys.read
+    if head.lstrip()[:1] in (b"{", b"["):
+        return kineto.read
+    raise not_a_trace(path, "it is empty" if not head else "it is neither JSON nor SQLite")
+
+
+def shortcomings(timeline: Timeline) -> list[str]:
+    """Say what a capture lacks as a whole: sides, ranks, replays."""
+    return [*_sides(timeline), *_ranks(timeline), *_replays(timeline)]
+
+
+def _sides(timeline: Timeline) -> list[str]:
+    ranges, work = timeline.ranges, timeline.work
+    if not len(work):
+        return ["There is no device work: what is counted as lost is time in which a rank waited in a collective for another."]
+    found = []
+    calls = int((ranges.kind == Kind.RUNTIME).sum())
+    if not calls:
+        found.append("There are no calls into CUDA: which thread launched late, and what it did meanwhile, cannot be told.")
+    elif calls == len(ranges):
+        found.append("Threads recorded calls into CUDA and nothing else: what they did in between cannot be told.")
+    silent = [p.label for i, p in enumerate(timeline.processes) if not (timeline.work_process == i).any()]
+    busy = len(timeline.processes) - len(silent)
+    if silent and any(timeline.processes[i].rank is not None for i in range(len(timeline.processes))):
+        found.append(f"{', '.join(silent)} recorded no device work, unlike {busy} others.")
+    return found
+
+
+def _ranks(timeline: Timeline) -> list[str]:
+    """Name ranks that the job has and the capture has not, and files that are the same rank twice."""
+    worlds = [p.world for p in timeline.processes if p.world]
+    have = [p.rank for p in timeline.processes if p.rank is not None]
+    found = []
+    twice = sorted({rank for rank in have if have.count(rank) > 1})
+    engines = max((have.count(rank) for rank in have), default=1)
+    if twice and worlds and engines * max(worlds) > len(have):
+        found.append(f"Rank {', '.join(map(str, twice))} is there more than once: of several engines, or one file twice.")
+    most = max([*worlds, *timeline.has_groups.values()], default=0)
+    missing = sorted(set(range(most)) - set(have))
+    if missing and len(timeline.processes) < most:
+        names = ", ".join(map(str, missing)) if have else f"{most - len(timeline.processes)} of {most}"
+        found.append(f"Ranks are missing: {names}. What they did, and whether they were late, cannot be told.")
+    return found
+
+
+def _replays(timeline: Timeline) -> list[str]:
+    """Count launches of CUDA graphs whose replay is not in the capture."""
+    ranges, work = timeline.ranges, timeline.work
+    if not len(work) or not len(ranges):
+        return []
+    rows = timeline.named(is_graph_launch)[ranges.name]
+    launched = set(zip(timeline.range_process[rows].tolist(), ranges.correlation[rows].tolist(), strict=True))
+    seen = set(zip(timeline.work_process.tolist(), work.correlation.tolist(), strict=True)) if launched else set()
+    if gone := len(launched - seen):
+        return [f"{gone:,} of {len(launched):,} launches of CUDA graphs have no device work: some idle time may be replays."]
+    return []
