@@ -45,7 +45,8 @@ def record(folder: str, steps: int, with_stack: bool) -> Stamps:
     stamps = Stamps()
     named: Range = (lambda name: nullcontext()) if with_stack else torch.profiler.record_function
     one_step(0, Stamps(), torch.profiler.record_function)  # connects, and pays for what is done once
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], with_stack=with_stack) as profiler:
+    activities = [torch.profiler.ProfilerActivity.CPU]
+    with torch.profiler.profile(activities=activities, with_stack=with_stack, record_shapes=not with_stack) as profiler:
         for step in range(steps):
             one_step(step, stamps, named)
     profiler.export_chrome_trace(f"{folder}/profile-{os.environ['RANK']}.pt.trace.json.gz")
@@ -72,9 +73,9 @@ def share_context(step: int, stamps: Stamps, named: Range) -> None:
         found = grown(step)
         with named("broadcast_context"):
             with named("pickle.dumps"), stamped(stamps.packed):
-                data = bytearray(pickle.dumps(found))
+                data = pickle.dumps(found)
             dist.broadcast(torch.tensor([len(data)]), 0)
-            dist.broadcast(torch.frombuffer(data, dtype=torch.uint8), 0)
+            dist.broadcast(torch.frombuffer(bytearray(data), dtype=torch.uint8), 0)
         return
     stamps.asked.append(time.time_ns())
     with named("broadcast_context"):
@@ -82,8 +83,9 @@ def share_context(step: int, stamps: Stamps, named: Range) -> None:
         dist.broadcast(size, 0)
         received = torch.empty(int(size), dtype=torch.uint8)
         dist.broadcast(received, 0)
+        data = received.numpy().tobytes()
         with named("pickle.loads"), stamped(stamps.unpacked):
-            pickle.loads(received.numpy().tobytes())
+            pickle.loads(data)
 
 
 @contextmanager

@@ -87,7 +87,7 @@ class Builder:
             self._drop_shortest()
 
     def work(self, start: int, end: int, stream: int, name: int, kind: int, correlation: int = -1) -> None:
-        if end < start:
+        if end <= start:  # says nothing of idle time
             self.no_duration += 1
             return
         for column, value in zip(self._work, (start, end, stream, name, kind, correlation), strict=True):

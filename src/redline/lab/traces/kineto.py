@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -184,7 +185,14 @@ def _size(arguments: dict[str, Any]) -> float:
     shapes = arguments.get("Input Dims")
     if not isinstance(shapes, list):
         return math.nan
-    counts = [
-        math.prod(shape) for shape in shapes if isinstance(shape, list) and all(isinstance(n, int) for n in shape) and shape
-    ]
-    return float(max(counts)) if counts else math.nan
+    return float(max((math.prod(shape) for shape in _shapes(shapes)), default=math.nan))
+
+
+def _shapes(nested: list[Any]) -> Iterator[list[int]]:
+    """Give every shape of a list of shapes; an input that is a list of tensors is a list of them itself."""
+    for shape in nested:
+        if isinstance(shape, list) and shape:
+            if all(isinstance(size, int) for size in shape):
+                yield shape
+            else:
+                yield from _shapes(shape)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from redline.lab.traces.names import is_collective, is_cpu_collective
+from redline.lab.traces.names import is_collective, is_cpu_collective, is_transfer
 from redline.lab.traces.timeline import Timeline, Work
 
 TOLERANCE_NS = {"kernel": 30_000, "graph": 300_000, "cpu": 5_000_000}
@@ -49,7 +49,6 @@ def joints(timeline: Timeline) -> list[Joint]:
     work, ranges = timeline.work, timeline.ranges
     kernel = timeline.named(is_collective)[work.name] if len(work) else np.empty(0, bool)
     graph = work.kind == Work.GRAPH
-    cpu = timeline.named(is_cpu_collective)[ranges.name] if len(ranges) else np.empty(0, bool)
     found = []
     for process in range(len(timeline.processes)):
         mine = timeline.work_process == process if len(work) else kernel
@@ -57,11 +56,21 @@ def joints(timeline: Timeline) -> list[Joint]:
         if (mine & graph).any():
             rows, kind = np.flatnonzero(mine & (graph | kernel)), "graph"
         if not mine.any() and len(ranges):
-            rows, kind = np.flatnonzero((timeline.range_process == process) & cpu), "cpu"
-        table = ranges if kind == "cpu" else work
-        rows = rows[np.argsort(table.end[rows], kind="stable")]
-        found.append(Joint(table.start[rows], table.end[rows], table.name[rows], rows, kind))
+            found.append(_on_cpu(timeline, process))
+            continue
+        rows = rows[np.argsort(work.end[rows], kind="stable")]
+        found.append(Joint(work.start[rows], work.end[rows], work.name[rows], rows, kind))
     return found
+
+
+def _on_cpu(timeline: Timeline, process: int) -> Joint:
+    """Return the calls of collectives in their order. A call may return before its transfer is over, which ends on all ranks
+    at once: that is the end, where the backend recorded one transfer for each call."""
+    ranges, mine = timeline.ranges, timeline.range_process == process
+    rows = np.flatnonzero(mine & timeline.named(is_cpu_collective)[ranges.name])
+    transfers = np.flatnonzero(mine & timeline.named(is_transfer)[ranges.name])
+    end = ranges.end[transfers] if len(transfers) == len(rows) else ranges.end[rows]
+    return Joint(ranges.start[rows], np.maximum.accumulate(end) if len(end) else end, ranges.name[rows], rows, "cpu")
 
 
 def match(a: Joint, b: Joint) -> Match:

@@ -14,7 +14,7 @@ CLASSES = {
     "synchronisation": r"synchroni[sz]e|_local_scalar_dense|\baten::(item|nonzero|is_nonzero|equal)\b|barrier|EventQuery|"
     r"StreamWaitEvent",
     "ipc": r"zmq|bcast|broadcast|send|recv|socket|\bshm|shared_memory|message_?queue|pipe|epoll|\bp?poll\b|\bselect\b|queue|"
-    r"\brpc|\bray::|\bsem_|futex|pthread_cond|\bread(v)?\b|\bwrite(v)?\b|^c10d::|^(gloo|mpi|ucc):|scatter_object|gather_object",
+    r"\brpc|\bray::|\bsem_|futex|pthread_cond|\bread(v)?\b|\bwrite(v)?\b|^_?c10d|^(gloo|mpi|ucc):|scatter_object|gather_object",
     "scheduling": r"sched|prepare|batch|context|metadata|\bplan|inputs?\b|block_table|slot|admit|preempt|allocat",
 }
 """Class → what names of such calls hold. A name belongs to the first that fits: the more specific ones come first."""
@@ -34,7 +34,8 @@ _COLLECTIVE = re.compile(
     re.IGNORECASE,
 )
 _GRAPH_LAUNCH = re.compile(r"^(cuda|cu|hip)GraphLaunch")
-_CPU_COLLECTIVE = re.compile(r"^(gloo|mpi|ucc|nccl):", re.IGNORECASE)
+_CPU_COLLECTIVE = re.compile(r"^_?c10d(_functional)?::(?!.*(send|recv|wait))")
+_TRANSFER = re.compile(r"^(gloo|mpi|ucc):")
 _DIGITS = re.compile(r"0x[0-9a-fA-F]+|\d+")
 _BATCH = re.compile(r"(?:batch(?:_?size)?|\bbs|num_seqs|num_reqs|reqs|rows|generation)[\s_=:(#]*(\d+)", re.IGNORECASE)
 _LENGTH = re.compile(r"(?:seq_?len|length|\blen|context_len|tokens|kv_len|ctx_len)[\s_=:(#]*(\d+)", re.IGNORECASE)
@@ -68,8 +69,13 @@ def is_graph_launch(name: str) -> bool:
 
 
 def is_cpu_collective(name: str) -> bool:
-    """Whether a range of this name is a collective that the CPU takes part in."""
+    """Whether a range of this name is the call of a collective, on the thread that makes it."""
     return bool(_CPU_COLLECTIVE.match(name))
+
+
+def is_transfer(name: str) -> bool:
+    """Whether a range of this name is what a backend does for such a call, in a thread of its own."""
+    return bool(_TRANSFER.match(name))
 
 
 @functools.lru_cache(maxsize=100_000)

@@ -74,7 +74,7 @@ function timelinePart(cause, cut) {
   const picture = svg("svg", { viewBox: `0 0 ${WIDE} ${top + 6}`, class: "lanes", role: "img", "aria-label": `timeline of a stall of ${cause.title}` },
     svg("rect", { x: from, y: 20, width: Math.max(1, to - from), height: top - 20, class: "stall" }),
     svg("text", { x: (from + to) / 2, y: 13, class: "mark" }, `${seconds(cut.stall[1] - cut.stall[0])} lost`),
-    placed.map(({ lane, at }) => laneOf(lane, at, x)));
+    placed.map(({ lane, at }, place) => laneOf(lane, at, x, cut.lanes[place - 1]?.name !== lane.name)));
   const left = cut.lanes.reduce((sum, lane) => sum + lane.left_out, 0);
   const legend = [["call", "call"], ["cause", "the cause"], ["launch", "call into CUDA"], ["kernel", "kernel"], ["collective", "collective"], ["copy", "copy"]].filter(([kind]) =>
     cut.lanes.some((lane) => lane.pieces.some((piece) => piece[3] === kind)));
@@ -83,10 +83,10 @@ function timelinePart(cause, cut) {
       h("small", {}, `${seconds(cut.end_s - cut.start_s)} of the capture from ${seconds(cut.start_s)} on, one stall of ${cause.stalls}${left ? `; ${counted(left, "shorter piece")} not drawn` : ""}`)));
 }
 
-function laneOf(lane, at, x) {
+function laneOf(lane, at, x, isFirst) {
   return svg("g", {},
-    svg("text", { x: 0, y: at + 12, class: "lane-name" }, lane.what === "device" ? lane.name : "", svg("title", {}, lane.name)),
-    svg("text", { x: LABEL - 10, y: at + 12, class: "lane-what" }, lane.what === "device" ? "device" : "CPU"),
+    isFirst ? svg("text", { x: 0, y: at + 12, class: "lane-name" }, lane.name.length > 22 ? `${lane.name.slice(0, 21)}…` : lane.name, svg("title", {}, lane.name)) : null,
+    svg("text", { x: LABEL - 10, y: at + 12, class: "lane-what" }, lane.what),
     svg("line", { x1: LABEL, x2: WIDE - 8, y1: at + lane.depth * ROW + 0.5, y2: at + lane.depth * ROW + 0.5, class: "under" }),
     lane.pieces.map((piece) => pieceOf(piece, at, x)));
 }
