@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from array import array
 from collections import Counter
+from typing import Any
 
 import numpy as np
 
@@ -36,8 +37,8 @@ class Builder:
         self._threads: dict[tuple[int, int], Thread] = {}
         self._thread_at: dict[tuple[int, int], int] = {}
         self._stream_at: dict[tuple[int, int, int], int] = {}
-        self._ranges = [array(code) for code in "qqiibqd"]
-        self._work = [array(code) for code in "qqiibq"]
+        self._ranges: list[array[Any]] = [array(code) for code in "qqiibqd"]
+        self._work: list[array[Any]] = [array(code) for code in "qqiibq"]
         self._floor_ns, self._left_out = 0, 0
         self._launches: set[int] = set()
         self._collectives: set[int] = set()

@@ -10,13 +10,15 @@ function svg(tag, attributes, ...children) {
   return element;
 }
 
+const plain = (text) => text.replaceAll("`", "");
+
 function openTrace(capture) {
   const name = capture.traces[0].split("/").pop();
   document.title = `${name} · redline`;
   const more = capture.traces.length - 1;
   mount(h("div", {},
     h("div", { class: "title" }, h("h1", {}, name), more ? h("span", { class: "muted" }, `and ${more} more`) : null),
-    h("section", { "aria-label": "Verdict" }, h("p", { class: "headline" }, capture.verdict)),
+    h("section", { "aria-label": "Verdict" }, h("p", { class: "headline" }, plain(capture.verdict))),
     capture.lacks.length ? lacksPart(capture.lacks) : null,
     capture.engines.map(enginePart)));
 }
@@ -51,7 +53,7 @@ function ranksTable(engine) {
 
 function causePart(cause, place, engine) {
   return h("details", { class: "finding cause", open: place < 3 },
-    h("summary", {}, h("b", {}, cause.title), h("span", { class: "gain" }, `${cause.class} · ${seconds(cause.lost_s)} · ${percent(cause.share)} of the time`)),
+    h("summary", {}, h("b", {}, plain(cause.title)), h("span", { class: "gain" }, `${cause.class} · ${seconds(cause.lost_s)} · ${percent(cause.share)} of the time`)),
     h("p", { class: "walk" }, cause.walk),
     cause.grows ? h("p", {}, `It grows ${cause.grows}.`) : null,
     cause.basis ? h("p", {}, `Why this class: ${cause.basis}.`) : null,
