@@ -53,10 +53,11 @@ def test_the_verb_prints_one_document_and_refuses_what_is_no_trace(tmp_path: Pat
 @pytest.mark.slow
 @pytest.mark.skipif(not PICTURES, reason="writes a picture of the documentation, with REDLINE_PICTURES")
 def test_the_picture_of_the_documentation(tmp_path: Path) -> None:
-    kineto_files.write_ranks(Scenario(engines=1).record(), tmp_path)
-    succeed("doctor", tmp_path, "-o", "doctor.html", cwd=tmp_path)
+    (tmp_path / "decode-tp4").mkdir()
+    kineto_files.write_ranks(Scenario(engines=1).record(), tmp_path / "decode-tp4")
+    succeed("doctor", "decode-tp4", "-o", "doctor.html", cwd=tmp_path)
     with chromium() as browser:
         page = Watched(browser)
         page.open((tmp_path / "doctor.html").as_uri())
-        page.picture(Path(str(PICTURES)) / "traces.png", height=1000)
+        page.picture(Path(str(PICTURES)) / "traces.png", height=1190)
         page.context.close()
