@@ -77,7 +77,7 @@ def recording() -> Recording:
 
 def finding(cause: str, share: float, **change: object) -> Finding:
     keys = {key.replace("__", "."): value for key, value in change.items()}
-    return Finding(cause, f"{cause}.", "why", (), Gain(share * 5, share * 10, share * 12, "if so"), keys)
+    return Finding(cause, f"{cause}.", "why", (), Gain(share * 5, share * 10, share * 12, "if so", "training", 10.0), keys)
 
 
 def diagnosed(*findings: Finding) -> Diagnosis:
