@@ -231,13 +231,13 @@ COMMAND_LINE = """
 redline --version
 redline train RECIPE OVERRIDES --dry-run --from-scratch --json --resume
 redline show RUN --attempt --failures --group --json --ledger --limit --step
-redline report RUN --output
+redline report RUN --devices --json --output --price --target
 redline dash RUNS --host --port
 redline serve MODEL OVERRIDES --allowed-host --api-key-env --device --dtype --host --lora --port --served-model-name --weights-token-env
 redline join ADDRESS --device --model --port --threads --wait
 redline keys PREFIX --markdown
 redline plan RECIPE OVERRIDES --gpu --gpus --json --new-tokens --price --prompt-tokens --sharding --tensor-parallel
-redline doctor RUN TRACES --json --output --probe
+redline doctor RUN TRACES --devices --json --output --price --probe --target
 redline simulate RUN OVERRIDES --json
 redline tune RECIPE OVERRIDES --effect --json --max-lag --minutes --out --trials
 redline profile RUN --steps --wait --what

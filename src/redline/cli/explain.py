@@ -9,7 +9,7 @@ import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -17,7 +17,15 @@ from redline.errors import ConfigError
 
 if TYPE_CHECKING:
     from redline.config.reference import Key
+    from redline.lab.cost.cost import Asked
+    from redline.lab.doctor.doctor import Diagnosis
+    from redline.runs import Run
 
+Price = Annotated[float | None, typer.Option(help="What an hour of one device costs: says what idle time and a target cost.")]
+Devices = Annotated[int | None, typer.Option(help="How many devices are paid for, where the run does not say.")]
+Target = Annotated[
+    float | None, typer.Option(help="A mean reward: when it is reached. By default rollouts.evaluation.stop_at.")
+]
 WIDTH = 80
 """Columns of a pipe, and the most that text needs where a terminal has more."""
 
@@ -52,7 +60,8 @@ def keys(
 
 def doctor(
     run: Annotated[
-        Path, typer.Argument(metavar="RUN", help="A run folder; or a trace of another program, or a folder of them.")
+        Path,
+        typer.Argument(metavar="RUN", help="A run folder; a log of TRL, verl or prime-rl; or a trace, or a folder of them."),
     ],
     traces: Annotated[list[Path] | None, typer.Argument(metavar="TRACE", help="More traces: other ranks.")] = None,
     output: Annotated[
@@ -63,24 +72,31 @@ def doctor(
         bool, typer.Option("--probe", help="Delay parts of a run that goes on, for some dozen steps, and see what bounds it.")
     ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document.")] = False,
+    price: Price = None,
+    devices: Devices = None,
+    target: Target = None,
 ) -> None:
     """Say what bounds a run, and what to change: each cause with its evidence, its gain and how to prove it.
 
     Of traces of torch.profiler and nsys, say when devices waited for the CPU, and for which call of which process.
     """
     from redline.lab.traces.read import is_trace
+    from redline.runs.others import is_log, open_run
 
-    if traces or is_trace(run):
+    if traces or (is_trace(run) and not is_log(run)):
         if probes:
             raise ConfigError("--probe delays a run that goes on; a trace is over", "leave it out")
+        if not (price is devices is target is None):
+            raise ConfigError("--price, --devices and --target are for runs", "leave them out")
         _doctor_of_traces([run, *(traces or [])], output, as_json=as_json)
         return
     if output is not None:
         raise ConfigError("--output is for traces", "`redline report RUN` writes the page of a run")
-    from redline.lab.doctor.doctor import diagnose
+    from redline.lab.cost.cost import Asked, cost_of
     from redline.lab.doctor.text import lines_of
     from redline.runs import Run
 
+    asked = Asked(price, devices, target)
     if probes:
         from redline.lab.doctor.probe import probe
 
@@ -88,8 +104,30 @@ def doctor(
         said = [*lines_of(proof.diagnosis), "", *proof.lines()]
         typer.echo(json.dumps(proof.as_json()) if as_json else "\n".join(said))
         return
-    diagnosis = diagnose(Run.open(run))
-    typer.echo(json.dumps(diagnosis.as_json()) if as_json else "\n".join(lines_of(diagnosis)))
+    recorded = open_run(run)
+    diagnosis = diagnosed(recorded)
+    cost = None if asked.is_nothing else cost_of(recorded, asked)
+    if as_json:
+        typer.echo(json.dumps(diagnosis.as_json() | ({"cost": cost.as_json()} if cost else {})))
+        return
+    typer.echo("\n".join([*lines_of(diagnosis), *(["", *cost.sentences] if cost else [])]))
+
+
+def diagnosed(run: Run) -> Diagnosis:
+    """What the doctor says of a run of ours, or of another framework."""
+    from redline.lab.doctor.doctor import diagnose
+    from redline.lab.others.diagnose import diagnose as diagnose_other
+    from redline.runs.others import OtherRun
+
+    return diagnose_other(run) if isinstance(run, OtherRun) else diagnose(run)
+
+
+def explained(run: Run, asked: Asked | None = None) -> dict[str, Any]:
+    """What the page of a run says beside its figures: the doctor's findings, and what it costs where somebody asks."""
+    from redline.lab.cost.cost import cost_of
+
+    cost = {} if asked is None or asked.is_nothing else {"cost": cost_of(run, asked).as_json()}
+    return diagnosed(run).as_json() | cost
 
 
 def _doctor_of_traces(traces: list[Path], output: Path | None, *, as_json: bool) -> None:

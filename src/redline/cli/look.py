@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from redline.cli.explain import Devices, Price, Target, explained
 from redline.errors import ConfigError, RunFolderError
 
 if TYPE_CHECKING:
@@ -60,23 +62,29 @@ def _show_ledger(run: Run, *, as_json: bool) -> None:
 
 
 def report(
-    run: Annotated[Path, typer.Argument(metavar="RUN", help="A run folder.")],
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="A run folder, or a log of TRL, verl or prime-rl.")],
     output: Annotated[
-        Path | None, typer.Option("--output", "-o", metavar="FILE", help="The file to write. By default RUN/report.html.")
+        Path | None, typer.Option("--output", "-o", metavar="FILE", help="The file to write. By default report.html beside it.")
     ] = None,
+    price: Price = None,
+    devices: Devices = None,
+    target: Target = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print what the page says as one JSON document instead.")] = False,
 ) -> None:
     """Write everything about a run into one HTML file."""
+    from redline.lab.cost.cost import Asked
+    from redline.runs.others import open_run
+    from redline.runs.reader import RunReader
     from redline.web.report import write_report
 
-    target = output or run / "report.html"
-    write_report(run, target, _explained)
-    typer.echo(target)
-
-
-def _explained(run: Run) -> dict[str, Any]:
-    from redline.lab.doctor.doctor import diagnose
-
-    return diagnose(run).as_json()
+    explain = partial(explained, asked=Asked(price, devices, target))
+    recorded = open_run(run)
+    if as_json:
+        typer.echo(json.dumps({"run": str(run), **RunReader(recorded, explain).document()["head"]}, allow_nan=False))
+        return
+    page = output or (run if run.is_dir() else run.parent) / "report.html"
+    write_report(recorded, page, explain)
+    typer.echo(page)
 
 
 def dash(
@@ -97,7 +105,7 @@ def dash(
 
     try:
         with bind(host, port) as listener:
-            serve_pages(runs or [Path("runs")], host, listener, _explained)
+            serve_pages(runs or [Path("runs")], host, listener, explained)
     except KeyboardInterrupt:
         raise typer.Exit(130) from None
 

@@ -24,18 +24,15 @@ from typing import Any
 from redline.errors import boundary
 from redline.runs.columns import MOST_POINTS, Columns, Json, spread
 from redline.runs.learned import Learned
-from redline.runs.left_out import LeftOut
-from redline.runs.run import Run, setting
+from redline.runs.run import LogName, Run, setting
 from redline.runs.targets import judged
-from redline.runs.verdict import bound_of
 from redline.telemetry import Ledger
 from redline.telemetry.files.failure import RunFailure
-from redline.telemetry.files.tail import Tail
 from redline.telemetry.machine.samplers import LEFT_OUT
 from redline.telemetry.summary.targets import Evidence
 from redline.telemetry.summary.timeline import bottleneck, in_words, phase_of, step_phases
 
-_LOGS = ("metrics", "samples", "evaluations", "alerts")
+_LOGS: tuple[LogName, ...] = ("metrics", "samples", "evaluations", "alerts")
 RECENT_STEPS = 20
 """What `now` means: the bottleneck, the speed and the ETA of a run that goes on."""
 MOST_HELD = 2 * MOST_POINTS
@@ -81,12 +78,12 @@ class Cursor:
 class RunReader:
     """Reads a run's files, of which it keeps the numbers; safe to use from several threads."""
 
-    def __init__(self, path: Path, explain: Explain | None = None) -> None:
-        self.run = Run.open(path)
+    def __init__(self, run: Run | Path, explain: Explain | None = None) -> None:
+        """`run` is one that was opened, or the folder of one of ours."""
+        self.run = run if isinstance(run, Run) else Run.open(run)
         self._explain = explain
         self.folder = self.run.folder
         self._lock = threading.Lock()
-        self._left_out = LeftOut(self.folder)
         self._num_resets = 0
         self._forget()
 
@@ -95,7 +92,7 @@ class RunReader:
         """After how many steps, whether the run had ended, and what was said."""
         self._epoch = f"{time.time_ns():x}-{self._num_resets}"
         self._num_resets += 1
-        self._tails = {name: Tail(self.folder.path / f"{name}.jsonl") for name in _LOGS}
+        self._tails = {name: self.run.tail(name) for name in _LOGS}
         self.steps, self._samples = Columns("step"), Columns("time")
         self._evaluations: list[dict[str, Any]] = []
         self._alerts: list[dict[str, Any]] = []
@@ -116,7 +113,7 @@ class RunReader:
             while self._take_block(name):
                 pass
 
-    def _take_block(self, name: str) -> bool:
+    def _take_block(self, name: LogName) -> bool:
         """Whether there may be more in that log. Where one was written anew, all are read again from the beginning."""
         restarted, rows = self._tails[name].read()
         if restarted and name == "samples":  # the sampler thins its own log now and then
@@ -139,7 +136,8 @@ class RunReader:
         self._recent.append(phases)
         self._phases.update(phases)
         seconds = row.get("run/step_s")
-        self._train_s += seconds if isinstance(seconds, int | float) and math.isfinite(seconds) else 0.0
+        if isinstance(seconds, int | float) and math.isfinite(seconds):
+            self._train_s += seconds * row.get("run/steps", 1)
         if phases and f"timeline/{next(iter(phases))}_s" not in row:  # written before there was one
             row |= {f"timeline/{phase}_s": seconds for phase, seconds in phases.items()}
         self.steps.add(row)
@@ -217,18 +215,17 @@ class RunReader:
 
     def _head(self) -> dict[str, Json]:
         config, ledger = self.run.config, self.run.ledger
-        max_lag = setting(config, "buffer", "max_lag", 0)
         facts = self._facts(config)
         return {
             **facts,
             "learned": self._learned.document(self.steps, is_running=facts["status"] in ("starting", "running")),
-            "verdict": asdict(bound_of(self._phases, ledger, max_lag)),
+            "verdict": asdict(self.run.bound(self._phases, ledger)),
             "doctor": self._doctor(ledger is not None),
             "targets": self._targets(config),
             "ledger": _ledger_json(ledger) if ledger else None,
             "phases": dict(self._phases),
             "alerts": len(self._alerts),
-            "left_out": self._left_out.sentences(self._samples_left_out()),
+            "left_out": self.run.left_out(self._samples_left_out()),
         }
 
     def _doctor(self, has_ended: bool) -> Mapping[str, Json]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, Protocol
 
 import numpy as np
 import pyarrow as pa
@@ -18,6 +18,7 @@ from redline.runs.status import Status, is_closed, status_of, why
 from redline.runs.stored import StoredRun
 from redline.runs.tables import table_of
 from redline.runs.targets import judged
+from redline.runs.verdict import Bound, bound_of
 from redline.telemetry import Ledger, RunFolder
 from redline.telemetry.files.durable import read_json
 from redline.telemetry.files.failure import RunFailure, read_failure, steps_logged
@@ -25,6 +26,17 @@ from redline.telemetry.files.tail import Tail
 from redline.telemetry.machine.samplers import samples_left_out
 from redline.telemetry.summary.failed_attempts import reaches_target
 from redline.telemetry.summary.targets import Evidence, Verdict
+
+LogName = Literal["metrics", "samples", "evaluations", "alerts"]
+"""The logs of a run, each a file NAME.jsonl."""
+
+
+class Rows(Protocol):
+    """What gives the rows of a log as it grows: `Tail` does."""
+
+    at_end: bool
+
+    def read(self) -> tuple[bool, list[dict[str, Any]]]: ...
 
 
 class Run:
@@ -34,6 +46,7 @@ class Run:
     def __init__(self, folder: RunFolder) -> None:
         self.folder = folder
         """The names of the run's files."""
+        self._left_out = LeftOut(folder)
 
     @classmethod
     def open(cls, folder: str | os.PathLike[str]) -> Run:
@@ -105,7 +118,7 @@ class Run:
     @property
     def status(self) -> Status:
         """Whether the run goes on, or how it ended, with the reason."""
-        return self.status_after(self.steps, rows_of(self.folder.evaluations))
+        return self.status_after(self.steps, self.rows("evaluations"))
 
     def status_after(self, steps: int, evaluations: Iterable[Mapping[str, Any]]) -> Status:
         """The same for a caller who has read the logs already: its last step, and the rows of its evaluations."""
@@ -117,21 +130,29 @@ class Run:
 
     # ── logs and trajectories ──────────────────────────────────────────────────────────────────────────────────────────
 
+    def rows(self, log: LogName) -> Iterator[dict[str, Any]]:
+        """Give the rows of a log as it is now, block by block; none where there is no such file."""
+        return rows_of(self.folder.path / f"{log}.jsonl")
+
+    def tail(self, log: LogName) -> Rows:
+        """Return what reads a log as it grows, from its first row on."""
+        return Tail(self.folder.path / f"{log}.jsonl")
+
     def metrics(self) -> pa.Table:
         """One row per step, `step` from 1, with a column for each metric of `metrics.jsonl`."""
-        return self._table(self.folder.metrics)
+        return table_of(self.rows("metrics"))
 
     def evaluations(self) -> pa.Table:
         """One row per evaluation of the held-out tasks; `step` is the number of steps taken before it."""
-        return self._table(self.folder.evaluations)
+        return table_of(self.rows("evaluations"))
 
     def samples(self) -> pa.Table:
         """What host and devices were doing, one row per sample."""
-        return self._table(self.folder.samples)
+        return table_of(self.rows("samples"))
 
     def alerts(self) -> pa.Table:
         """One row for each thing that looked wrong."""
-        return self._table(self.folder.alerts)
+        return table_of(self.rows("alerts"))
 
     def trajectories(self, step: int | None = None) -> pa.Table:
         """One row per attempt that is still stored, or per attempt that `step`, counted from 1, was trained on. Raises
@@ -145,18 +166,21 @@ class Run:
     def targets(self) -> list[Verdict]:
         """The key metrics beside the targets of the recipe; none where this version cannot read the recipe."""
         evidence = Evidence()
-        for row in rows_of(self.folder.metrics):
+        for row in self.rows("metrics"):
             evidence.add_row(row)
-        for sample in rows_of(self.folder.samples):
+        for sample in self.rows("samples"):
             evidence.add_sample(sample)
         return judged(evidence, self.config)
 
-    def left_out(self) -> list[str]:
-        """What the files no longer hold, a sentence for each file that let something go."""
-        return LeftOut(self.folder).sentences(samples_left_out(self.folder.samples))
+    def bound(self, phases: Mapping[str, float], ledger: Ledger | None) -> Bound:
+        """What bounded the run, in words. `phases` is the time of all steps in the main lane."""
+        return bound_of(phases, ledger, setting(self.config, "buffer", "max_lag", 0))
 
-    def _table(self, path: Path) -> pa.Table:
-        return table_of(rows_of(path))
+    def left_out(self, num_samples: int | None = None) -> list[str]:
+        """What the files no longer hold, a sentence for each file that let something go. `num_samples` is how many samples were
+        let go, for a caller who has read them already."""
+        count = samples_left_out(self.folder.samples) if num_samples is None else num_samples
+        return self._left_out.sentences(count)
 
 
 def rows_of(path: Path) -> Iterator[dict[str, Any]]:

@@ -10,7 +10,7 @@ from typing import Literal
 
 from redline.telemetry import RunFolder
 
-State = Literal["starting", "running", "finished", "stopped", "failed", "killed", "unreadable"]
+State = Literal["starting", "running", "finished", "stopped", "failed", "killed", "unreadable", "log"]
 
 
 @dataclass(slots=True, frozen=True)
@@ -20,7 +20,8 @@ class Status:
     state: State
     """`finished` took all steps, or ended because an evaluation reached its target; `stopped` closed its files before that;
     `killed` did not close them; `failed` left a failure.json. `starting` has a process, but no step yet.
-    `unreadable` has no process, and a config.json that does not say how many steps there are."""
+    `unreadable` has no process, and a config.json that does not say how many steps there are. `log` is one of another
+    framework, whose log does not tell."""
     why: str
     """One line for a person: how far it came, what ended it, how to continue."""
 

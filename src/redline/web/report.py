@@ -5,13 +5,14 @@ from __future__ import annotations
 from pathlib import Path
 
 from redline.errors import RunFolderError
+from redline.runs import Run
 from redline.runs.reader import Explain, RunReader
 from redline.runs.trajectories import Trajectories
 from redline.telemetry.files.durable import replace_file
 from redline.web.page import report_page
 
 
-def write_report(run: Path, target: Path, explain: Explain | None = None) -> None:
+def write_report(run: Run | Path, target: Path, explain: Explain | None = None) -> None:
     """Write the page of a run that has ended, or of one as far as it has come."""
     reader = RunReader(run, explain)
     document = reader.document()

@@ -10,8 +10,8 @@ from typing import Any
 from redline.lab.doctor.facts import FEWEST, Facts
 from redline.lab.doctor.finding import Abstention, Answer, Finding
 from redline.lab.doctor.rules import engine, machine, moving, rollouts, trainer
-from redline.runs.run import Run, setting
-from redline.runs.verdict import Bound, bound_of
+from redline.runs.run import Run
+from redline.runs.verdict import Bound
 from redline.telemetry.summary.timeline import PREFIX
 
 WORTH = 0.03
@@ -66,12 +66,16 @@ class Diagnosis:
     has_phases: bool = True
     num_delayed: int = 0
     """Steps that do not count, since they were delayed on purpose."""
+    cannot: str = ""
+    """Why nothing can be said, where the recording is not ours."""
 
     @property
     def verdict(self) -> str:
         """One sentence: how many findings there are, that there is none, or that nothing can be said."""
         if self.num_delayed and self.num_steps < FEWEST:
             return f"{self.num_delayed} steps were delayed on purpose, and {self.num_steps} others are too few to tell."
+        if self.cannot:
+            return self.cannot
         if self.num_steps < FEWEST:
             return f"{self.num_steps} steps after the first ones are too few to tell: record at least {FEWEST + 2}."
         if not self.has_phases:
@@ -107,7 +111,7 @@ def diagnose(run: Run, *, with_delays: bool = False) -> Diagnosis:
     phases = {
         name.removeprefix(PREFIX).removesuffix("_s"): facts.total(name) for name in facts.steps if name.startswith(PREFIX)
     }
-    bound = bound_of(phases, facts.ledger, setting(run.config, "buffer", "max_lag", 0))
+    bound = run.bound(phases, facts.ledger)
     findings, abstentions = examined(facts) if facts.num_steps >= FEWEST and phases else ((), ())
     return Diagnosis(
         run=str(run.folder.shown),
@@ -121,10 +125,10 @@ def diagnose(run: Run, *, with_delays: bool = False) -> Diagnosis:
     )
 
 
-def examined(facts: Facts) -> tuple[tuple[Finding, ...], tuple[Abstention, ...]]:
+def examined(facts: Facts, rules: Mapping[str, Rule] = RULES) -> tuple[tuple[Finding, ...], tuple[Abstention, ...]]:
     """What all rules say of the facts: findings worth a change by recoverable time, and what could not be told. Each gain is
     what is left for it once those before it are mended, so that together they never come to more than there is."""
-    answers = [rule(facts) for rule in RULES.values()]
+    answers = [rule(facts) for rule in rules.values()]
     left = [a for a in answers if isinstance(a, Finding) and a.gain.likely_s > 0]
     ranked: list[Finding] = []
     saved: defaultdict[str, float] = defaultdict(float)

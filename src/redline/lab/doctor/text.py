@@ -21,7 +21,9 @@ def lines_of(diagnosis: Diagnosis) -> Iterator[str]:
     if diagnosis.abstentions:
         yield ""
         yield "What the recording cannot tell:"
-        yield from (f"  {abstention.cause}: {abstention.why}" for abstention in diagnosis.abstentions)
+        for why in dict.fromkeys(abstention.why for abstention in diagnosis.abstentions):
+            causes = [abstention.cause for abstention in diagnosis.abstentions if abstention.why == why]
+            yield f"  {', '.join(causes)}: {why}"
 
 
 def _finding(place: int, finding: Finding, diagnosis: Diagnosis) -> Iterator[str]:

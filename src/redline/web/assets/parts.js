@@ -2,12 +2,12 @@
 
 function headPart(run) {
   const { head, environment } = run;
-  const words = { starting: "starting", running: "running", finished: "finished", stopped: "stopped", failed: "failed", killed: "ended without closing its files", unreadable: "config.json cannot be read" };
+  const words = { starting: "starting", running: "running", finished: "finished", stopped: "stopped", failed: "failed", killed: "ended without closing its files", unreadable: "config.json cannot be read", log: head.why };
   const device = environment.gpus?.length ? `${environment.gpus.length} × ${environment.gpus[0].name ?? "GPU"}` : environment.cpu?.model ? `${environment.cpu.usable_cores} cores, ${environment.cpu.model}` : null;
   const facts = [
     ["model", head.model],
     ["task", head.task],
-    ["algorithm", head.max_lag ? `${head.algorithm}, lag ≤ ${head.max_lag}` : `${head.algorithm}, lockstep`],
+    ["algorithm", [head.algorithm, head.status === "log" ? "" : head.max_lag ? `lag ≤ ${head.max_lag}` : "lockstep"].filter(Boolean).join(", ")],
     ["device", device],
     ["started", head.started?.replace("T", " ").replace(/(\+00:00|Z)$/, " UTC")],
     ["time in steps", seconds(head.train_s)],
@@ -15,10 +15,10 @@ function headPart(run) {
     head.eta_s ? ["to go", seconds(head.eta_s)] : null,
   ];
   return [
-    h("div", { class: "title" }, h("h1", {}, head.name), h("span", { class: `status ${head.status}` }, `${words[head.status]}, step ${grouped.format(head.steps_done)} of ${grouped.format(head.total_steps)}`)),
+    h("div", { class: "title" }, h("h1", {}, head.name), h("span", { class: `status ${head.status}` }, head.status === "log" ? words.log : `${words[head.status]}, step ${grouped.format(head.steps_done)} of ${grouped.format(head.total_steps)}`)),
     head.failure ? failurePart(head.failure) : null,
     h("dl", { class: "facts" }, facts.filter((fact) => fact?.[1]).map(([name, value]) => h("div", {}, h("dt", {}, name), h("dd", {}, value)))),
-    h("div", { class: "progress" }, h("div", { width: `${Math.min(100, (100 * head.steps_done) / (head.total_steps || 1))}%` })),
+    head.total_steps || head.status !== "log" ? h("div", { class: "progress" }, h("div", { width: `${Math.min(100, (100 * head.steps_done) / (head.total_steps || 1))}%` })) : null,
   ];
 }
 
@@ -67,12 +67,20 @@ function doctorPart({ head: { doctor } }) {
       h("dt", {}, each.name), h("dd", {}, typeof each.value === "number" ? number(each.value) : String(each.value), h("small", {}, ` ${each.says}`), seriesOf(each))])),
     found.advice ? h("p", {}, found.advice) : null,
     found.prove ? h("pre", { class: "prove" }, found.prove) : null);
-  const untold = doctor.abstentions.map(({ cause, why }) => `${cause.replaceAll("_", " ")} (${why})`);
+  const causes = new Map();
+  for (const { cause, why } of doctor.abstentions) causes.set(why, [...(causes.get(why) ?? []), cause.replaceAll("_", " ")]);
+  const untold = [...causes].map(([why, each]) => `${each.join(", ")} (${why})`);
   return [
     h("p", { class: "details" }, doctor.verdict),
     ...doctor.findings.map(finding),
     untold.length ? h("p", { class: "flat muted" }, `What the recording cannot tell: ${untold.join("; ")}.`) : null,
   ];
+}
+
+// What it has cost, and what a target takes; only where somebody gave a price or a target.
+function costPart({ head: { doctor: { cost } } }) {
+  const [first, ...rest] = cost.sentences;
+  return [h("p", { class: "headline" }, first), ...rest.map((sentence) => h("p", { class: "details" }, sentence))];
 }
 
 function seriesOf({ series, name }) {
@@ -278,7 +286,8 @@ function thinned(values, most) {
   return thin;
 }
 
-function settingsPart({ config, environment }) {
+function settingsPart({ config, environment, head }) {
   const fold = (name, value) => h("details", { class: "fold" }, h("summary", {}, name), h("pre", {}, JSON.stringify(value, null, 2)));
+  if (head.status === "log") return [fold("settings, as far as the log holds them", config)];
   return [fold("config.json, the resolved recipe", config), fold("environment.json, the machine and the versions", environment)];
 }

@@ -99,6 +99,7 @@ class RunPage {
       learned: section("Did it learn?", null, part("outcome"), grid("learned")),
       bound: section("What took the time?", null, part("bound")),
       doctor: section("What to change", "the most recoverable time first", part("doctor")),
+      cost: section("What does it cost?", null, part("cost")),
       targets: section("Key metrics", "against their targets", part("targets")),
       learning: section("Learning", h("span", { class: "on-screen" }, "Drag over a chart to zoom, double-click to see all."), grid("learning"), this.flat.learning),
       timeline: section("Steps", "where each step's time went, in the lane of the loop", grid("timeline")),
@@ -130,6 +131,7 @@ class RunPage {
     this.notice.textContent = noticeOf(run);
     this.notice.hidden = !this.notice.textContent;
     this.fillOnce("doctor", head.doctor, head.doctor?.verdict, () => doctorPart(run).filter(Boolean));
+    this.fillOnce("cost", head.doctor?.cost ?? null, head.doctor?.cost, () => costPart(run));
     this.fill("targets", head.targets.length, () => targetsPart(run).filter(Boolean));
     this.fill("alerts", run.alerts.length, () => alertsPart(run));
     this.fillOnce("ledger", head.ledger, head.ledger?.length, () => ledgerPart(run));

@@ -1,0 +1,111 @@
+"""How long the devices of a run stood still."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from redline.runs.run import Run, setting
+from redline.telemetry.summary.timeline import PREFIX, ROLLOUTS_PREFIX
+
+Row = Mapping[str, Any]
+_TRAINER_WORK = ("training", "weight_sync")
+_ENGINE_WORK = ("generation", "weight_sync")
+
+
+@dataclass(slots=True, frozen=True)
+class Idle:
+    """Device-seconds in which nothing was computed."""
+
+    low_s: float
+    high_s: float
+    source: str
+    """What that is told from."""
+
+
+@dataclass(slots=True, frozen=True)
+class Devices:
+    """Who has how many devices."""
+
+    count: int
+    engines: int = 0
+    """Of these, for engines alone; 0 where engine and trainer share all."""
+    why: str = ""
+    """Where the number comes from."""
+
+
+def devices_of(run: Run, given: int | None) -> Devices:
+    """How many devices a run has, by the flag, or else as far as its files say."""
+    config = run.config
+    engines = setting(config, "placement", "engines", 0)
+    size = setting(config, "engine", "options", {}).get("tensor_parallel_size", 1)
+    own = engines * (size if isinstance(size, int) else 1) if setting(config, "run", "device", "cpu") == "cuda" else 0
+    trainers = setting(config, "placement", "trainers", 1)
+    listed = len(run.environment.get("gpus") or ()) if "placement" not in config else 0
+    count = given or listed or max(1, trainers + own)
+    why = "" if given else "read from the log" if listed else "read from the recipe" if own else "assumed"
+    return Devices(count, min(own, count - 1), why)
+
+
+def idle_of(run: Run, rows: Sequence[Row], devices: Devices) -> Idle | None:
+    """How long the devices stood still during these steps; None where neither samples nor phases tell."""
+    total = sum(_step_s(row) * _steps(row) for row in rows)
+    return _from_samples(run.rows("samples"), rows, total, devices) or _from_phases(run, rows, total, devices)
+
+
+def _from_samples(samples: Iterable[Row], rows: Sequence[Row], total: float, devices: Devices) -> Idle | None:
+    """By the share of the time in which a kernel ran, where every device was sampled."""
+    times = [row["run/time_s"] for row in rows if isinstance(row.get("run/time_s"), int | float)]
+    if not times or not total:
+        return None
+    begun, ended = times[0] - _step_s(rows[0]), times[-1]
+    found = [
+        (sample["time"], busy) for sample in samples if begun <= sample.get("time", 0) <= ended and (busy := _busy(sample))
+    ]
+    if len(found) < 3 or min(len(busy) for _, busy in found) < devices.count:
+        return None
+    moments = np.array([time for time, _ in found])
+    weights = np.diff(moments, append=moments[-1] + np.median(np.diff(moments)))  # older samples are thinned
+    share = float(np.average([1 - np.mean(busy) / 100 for _, busy in found], weights=np.maximum(weights, 1e-9)))
+    seconds = max(0.0, share) * total * devices.count
+    return Idle(seconds, seconds, "samples of the GPUs: no kernel ran")
+
+
+def _busy(sample: Row) -> list[float]:
+    return [value for name, value in sample.items() if name.startswith("gpu/") and name.endswith("/utilization_percent")]
+
+
+def _from_phases(run: Run, rows: Sequence[Row], total: float, devices: Devices) -> Idle | None:
+    """By what the loop, and rollouts beside it, were doing."""
+    if not total or not any(name.startswith(PREFIX) for row in rows for name in row):
+        return None
+    training, generation = _seconds(rows, PREFIX, _TRAINER_WORK), _seconds(rows, PREFIX, _ENGINE_WORK)
+    is_beside = bool(setting(run.config, "buffer", "max_lag", 0))
+    if is_beside:
+        generation = _seconds(rows, ROLLOUTS_PREFIX, _ENGINE_WORK)
+    if devices.engines:
+        trainers = devices.count - devices.engines
+        idle = trainers * max(0.0, total - training) + devices.engines * max(0.0, total - generation)
+        return Idle(idle, idle, "phases of the steps: neither side shares its devices")
+    work = training + generation - _seconds(rows, PREFIX, ("weight_sync",)) * (not is_beside)
+    low, high = max(0.0, total - work), max(0.0, total - (max(training, generation) if is_beside else work))
+    return Idle(low * devices.count, high * devices.count, "phases of the steps: time in neither sampling nor training")
+
+
+def _seconds(rows: Sequence[Row], prefix: str, phases: Sequence[str]) -> float:
+    return sum(_number(row.get(f"{prefix}{phase}_s")) * _steps(row) for row in rows for phase in phases)
+
+
+def _step_s(row: Row) -> float:
+    return _number(row.get("run/step_s"))
+
+
+def _steps(row: Row) -> float:
+    return _number(row.get("run/steps", 1))
+
+
+def _number(value: Any) -> float:
+    return float(value) if isinstance(value, int | float) and np.isfinite(value) else 0.0

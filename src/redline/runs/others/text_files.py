@@ -1,0 +1,94 @@
+"""Logs that are text: the state of transformers' trainer, rows of JSON, and lines that verl prints."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from redline.errors import RunFolderError
+from redline.runs.others.log import Log, Row
+
+_PRINTED = re.compile(r"\bstep:(\d+) - (.*)")
+"""A line of verl's console logger, behind whatever Ray puts before it: `step:1 - actor/lr:1e-06 - perf/…`."""
+_NUMPY = re.compile(r"np\.\w+\((.*)\)")
+"""How numpy prints its scalars: `np.float64(0.5)`."""
+
+
+def read_state(path: Path) -> Log:
+    """Read `trainer_state.json`, which transformers' trainer writes into its checkpoints."""
+    try:
+        state = json.loads(path.read_text(encoding="utf-8", errors="replace"))
+    except ValueError as error:
+        raise RunFolderError(f"{path}: damaged: {error}", "give the trainer_state.json of another checkpoint") from error
+    history = state.get("log_history") if isinstance(state, dict) else None
+    if not isinstance(history, list):
+        raise RunFolderError(f"{path}: it has no log_history", "give a trainer_state.json that transformers' trainer wrote")
+    rows = [Row(numbers(entry, "step"), _whole(entry.get("step"))) for entry in history if isinstance(entry, dict)]
+    config = {key: state[key] for key in ("max_steps", "num_train_epochs", "logging_steps") if key in state}
+    return Log(path, "JSON", tuple(rows), config)
+
+
+def read_rows(path: Path) -> Log:
+    """Read a file of JSON rows: `{"step": 1, "data": {…}}` of verl, `{"step": 1, "time": …, …}` of prime-rl."""
+    rows, bad, is_cut = list[Row](), 0, False
+    with path.open("rb") as file:
+        for line in file:
+            found = _object(line)
+            if found is None:
+                is_cut = not line.endswith(b"\n")
+                bad += bool(line.strip()) and not is_cut
+                continue
+            data, time = found.get("data"), found.get("time")
+            values = numbers(data, "step") if isinstance(data, dict) else numbers(found, "step", "time")
+            rows.append(Row(values, _whole(found.get("step")), float(time) if _is_number(time) else None))
+    damage = [f"{bad} of its lines are no JSON and left out"] if bad else []
+    return Log(path, "JSON", tuple(rows), damage="; ".join(damage + ["its last line is cut short"] * is_cut))
+
+
+def read_console(path: Path) -> Log:
+    """Read what verl's console logger printed, among whatever else the file holds."""
+    with path.open(encoding="utf-8", errors="replace") as file:
+        return Log(path, "console", tuple(_printed(file)))
+
+
+def _printed(lines: Iterator[str]) -> Iterator[Row]:
+    for line in lines:
+        if found := _PRINTED.search(line):
+            pairs = (part.rpartition(":") for part in found[2].split(" - "))
+            values = {name: value for name, _, text in pairs if name and (value := _number(text)) is not None}
+            yield Row(values, int(found[1]))
+
+
+def numbers(entry: Mapping[str, Any], *apart: str) -> dict[str, float]:
+    """Return the finite numbers of a row, without the names that are not figures."""
+    return {name: float(value) for name, value in entry.items() if name not in apart and _is_number(value)}
+
+
+def _number(text: str) -> float | None:
+    text = text.strip()
+    numpy = _NUMPY.fullmatch(text)
+    try:
+        value = float(numpy[1] if numpy else text)
+    except ValueError:
+        return None
+    return value if math.isfinite(value) else None
+
+
+def _object(line: bytes) -> dict[str, Any] | None:
+    try:
+        found = json.loads(line)
+    except ValueError:
+        return None
+    return found if isinstance(found, dict) else None
+
+
+def _whole(value: Any) -> int | None:
+    return int(value) if _is_number(value) else None
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)

@@ -1,0 +1,175 @@
+"""Figures of others under our names and in our units."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from support.other_logs import RECORDED, verl_rows, write_prime, write_verl, write_verl_console
+from tensorboardX import SummaryWriter
+
+from redline.runs.others import OtherRun, open_run
+
+STATE, EVENTS, WANDB = (RECORDED / name for name in ("trainer_state.json", "events.out.tfevents.tiny", "run-tiny.wandb"))
+
+
+def opened(path: Path) -> OtherRun:
+    run = open_run(path)
+    assert isinstance(run, OtherRun)
+    return run
+
+
+def steps_of(run: OtherRun) -> list[dict]:
+    return list(run.rows("metrics"))
+
+
+# ── verl ───────────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_a_step_of_verl_has_our_names_and_units(tmp_path: Path) -> None:
+    first, *_ = steps_of(opened(write_verl(tmp_path / "tiny.jsonl")))
+    wanted = {
+        "step": 1,
+        "run/step_s": 100.0,
+        "rollouts/reward_mean": 0.22,
+        "rollouts/completion_tokens_mean": 250.0,
+        "rollouts/truncated_fraction": 0.05,
+        "trainer/learning_rate": 1e-6,
+        "trainer/recompute_s": 12.0,
+        "trainer/imbalance": 1.1,
+        "memory/peak_bytes": 60 * 2**30,
+        "engine/tokens_per_s": 4000.0,
+        "verl/perf/throughput": 50.0,
+    }
+    assert {name: first[name] for name in wanted} == pytest.approx(wanted)
+
+
+def test_the_phases_of_a_step_of_verl_add_up_and_count_nothing_twice(tmp_path: Path) -> None:
+    first, *_ = steps_of(opened(write_verl(tmp_path / "tiny.jsonl")))
+    phases = {name: value for name, value in first.items() if name.startswith("timeline/")}
+    assert phases == pytest.approx(
+        {
+            "timeline/generation_s": 30.0,
+            "timeline/reward_s": 6.0,
+            "timeline/training_s": 52.0,
+            "timeline/data_s": 1.0,
+            "timeline/weight_sync_s": 8.0,
+            "timeline/unaccounted_s": 3.0,
+        }
+    )
+    assert sum(phases.values()) == pytest.approx(first["run/step_s"])
+
+
+def test_the_evaluation_before_the_first_step_is_no_step(tmp_path: Path) -> None:
+    run = opened(write_verl(tmp_path / "tiny.jsonl"))
+    assert [row["step"] for row in run.rows("evaluations")] == [0]
+    assert [row["step"] for row in steps_of(run)] == list(range(1, 11))
+
+
+def test_what_verl_prints_writes_and_puts_on_a_board_is_one_run(tmp_path: Path) -> None:
+    with SummaryWriter(str(tmp_path / "board")) as writer:
+        for step, row in verl_rows(10):
+            for name, value in row.items():
+                writer.add_scalar(name, value, step, walltime=0.0)
+    written = steps_of(opened(write_verl(tmp_path / "tiny.jsonl")))
+    printed = steps_of(opened(write_verl_console(tmp_path / "console.log")))
+    board = steps_of(opened(tmp_path / "board"))
+    assert printed == written
+    for ours, theirs in zip(board, written, strict=True):
+        assert {name: ours[name] for name in theirs} == pytest.approx(theirs, rel=1e-6)  # a board has floats of 32 bits
+
+
+def test_rollouts_of_verl_beside_the_trainer_are_waited_for(tmp_path: Path) -> None:
+    path = tmp_path / "tiny.jsonl"
+    rows = [(step, row | {"fully_async/count/current_param_version": step}) for step, row in verl_rows(6)]
+    path.write_text("".join(json.dumps({"step": step, "data": row}) + "\n" for step, row in rows))
+    run = opened(path)
+    assert steps_of(run)[0]["timeline/wait_for_rollouts_s"] == 30.0
+    assert run.config["buffer"]["max_lag"] == 1
+
+
+# ── prime-rl ───────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_steps_of_trainer_and_orchestrator_are_told_apart(tmp_path: Path) -> None:
+    run = opened(write_prime(tmp_path / "metrics.jsonl"))
+    first, *_ = steps_of(run)
+    wanted = {
+        "step": 1,
+        "run/step_s": 20.0,
+        "run/time_s": 1020.0,
+        "rollouts/reward_mean": 0.2,
+        "rollouts/no_signal_fraction": 0.3,
+        "rollouts/attempts": 64,
+        "buffer/lag_mean": 1.5,
+        "trainer/mfu": 0.35,
+        "memory/peak_bytes": 40 * 2**30,
+        "timeline/wait_for_rollouts_s": 8.0,
+        "timeline/training_s": 9.0,
+        "timeline/weight_sync_s": 1.5,
+        "timeline/checkpoint_s": 1.0,
+        "timeline_rollouts/wait_for_budget_s": 6.0,
+        "timeline_rollouts/generation_s": 11.5,
+    }
+    assert {name: first[name] for name in wanted} == pytest.approx(wanted)
+    assert list(run.rows("evaluations")) == [{"step": 10, "evaluation/reward_mean": 0.5}]
+
+
+# ── TRL ────────────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize("path", [STATE, EVENTS, WANDB], ids=lambda path: path.suffix)
+def test_every_log_of_a_run_of_TRL_says_the_same(path: Path) -> None:
+    history = [row for row in json.loads(STATE.read_text())["log_history"] if "reward" in row]
+    rows = steps_of(opened(path))
+    assert [row["step"] for row in rows] == [row["step"] for row in history]
+    for name, ours in (("reward", "rollouts/reward_mean"), ("step_time", "run/step_s"), ("grad_norm", "trainer/grad_norm")):
+        assert [row[ours] for row in rows] == pytest.approx([row[name] for row in history], rel=1e-5)
+
+
+@pytest.mark.parametrize("path", [STATE, EVENTS, WANDB], ids=lambda path: path.suffix)
+def test_evaluations_of_TRL_are_evaluations(path: Path) -> None:
+    wanted = [row["eval_reward"] for row in json.loads(STATE.read_text())["log_history"] if "eval_reward" in row]
+    assert [row["evaluation/reward_mean"] for row in opened(path).rows("evaluations")] == pytest.approx(wanted, rel=1e-5)
+
+
+def test_what_TRL_profiles_for_wandb_becomes_the_phases_of_a_step() -> None:
+    for row in steps_of(opened(WANDB)):
+        phases = {name: value for name, value in row.items() if name.startswith("timeline/")}
+        assert phases["timeline/generation_s"] > 0
+        assert phases["timeline/training_s"] > 0
+        assert sum(phases.values()) == pytest.approx(row["run/step_s"])
+
+
+def test_a_log_without_phases_says_so() -> None:
+    run = opened(STATE)
+    assert not any(name.startswith("timeline/") for row in steps_of(run) for name in row)
+    assert run.not_told[0].startswith("The log of TRL does not say what the time of a step went to.")
+    assert "report_to=wandb" in run.not_told[0]
+    assert run.bound({}, None).headline == "The log of TRL does not say what the time of a step went to."
+
+
+def test_settings_of_TRL_come_from_the_log() -> None:
+    for path in (EVENTS, WANDB):
+        config = opened(path).config
+        assert config["rollouts"]["group_size"] == 4
+        assert config["run"]["steps"] == 16
+        assert config["trl"]["max_completion_length"] == 8
+
+
+def test_a_row_for_several_steps_counts_as_several(tmp_path: Path) -> None:
+    history = [{"step": step, "reward": 0.5, "step_time": 2.0, "frac_reward_zero_std": 0.0} for step in (10, 20, 30, 50)]
+    state = tmp_path / "trainer_state.json"
+    state.write_text(json.dumps({"log_history": history, "max_steps": 50}))
+    assert [row["run/steps"] for row in steps_of(opened(state))] == [10, 10, 10, 20]
+
+
+def test_a_step_that_was_logged_again_after_a_resume_counts_once(tmp_path: Path) -> None:
+    path = write_verl(tmp_path / "tiny.jsonl", 4)
+    with path.open("a") as file:
+        for step, row in list(verl_rows(6))[3:]:
+            file.write(json.dumps({"step": step, "data": row | {"critic/score/mean": 0.9}}) + "\n")
+    rows = steps_of(opened(path))
+    assert [row["step"] for row in rows] == [1, 2, 3, 4, 5, 6]
+    assert [row["rollouts/reward_mean"] for row in rows[2:]] == [0.9] * 4
