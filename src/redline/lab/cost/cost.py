@@ -92,7 +92,8 @@ class Cost:
     @property
     def sentences(self) -> tuple[str, ...]:
         """Everything, for people."""
-        return tuple(filter(None, (self._spent, self._idle, self.target and self._target(self.target))))
+        target = self._target(self.target) if self.target else ""
+        return tuple(filter(None, (self._spent, self._idle, target)))
 
     @property
     def _spent(self) -> str:

@@ -139,9 +139,8 @@ def long_tail(facts: Facts) -> Answer:
         gain=facts.saved(
             "rollouts",
             lost * empty,
-            0.05,
-            0.4,
-            0.9,
+            "generation",
+            Parts(0.05, 0.4, 0.9),
             "the engine decodes all answers of a step at once",
         ),
         change={},
@@ -207,7 +206,11 @@ def _for_nothing(facts: Facts, cause: str, metric: str, says: str) -> Answer:
             Evidence("generation", float(generation.mean()), "seconds a step"),
         ),
         gain=facts.saved(
-            "rollouts", generation * np.nan_to_num(share), 0.1, 0.5, 1.0, "other tasks can be sampled in their place"
+            "rollouts",
+            generation * np.nan_to_num(share),
+            "generation",
+            Parts(0.1, 0.5, 1.0),
+            "others can be sampled in their place",
         ),
         change={},
     )

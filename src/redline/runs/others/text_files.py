@@ -42,9 +42,9 @@ def read_rows(path: Path) -> Log:
                 is_cut = not line.endswith(b"\n")
                 bad += bool(line.strip()) and not is_cut
                 continue
-            data, time = found.get("data"), found.get("time")
+            data, time = found.get("data"), numbers(found).get("time")
             values = numbers(data, "step") if isinstance(data, dict) else numbers(found, "step", "time")
-            rows.append(Row(values, _whole(found.get("step")), float(time) if _is_number(time) else None))
+            rows.append(Row(values, _whole(found.get("step")), time))
     damage = [f"{bad} of its lines are no JSON and left out"] if bad else []
     return Log(path, "JSON", tuple(rows), damage="; ".join(damage + ["its last line is cut short"] * is_cut))
 
