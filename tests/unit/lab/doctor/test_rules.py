@@ -138,7 +138,9 @@ PLANTED: dict[str, Facts] = {
     "loading_stall": facts({**LOCKSTEP, "timeline/data_s": 0.3}),
     "failed_attempts": facts({**LOCKSTEP, "rollouts/failures": 20}),
     "low_concurrency": facts({**LOCKSTEP, "engine/queue_p50_s": 0.2, "engine/batch_size_mean": 8}, {"engine.max_num_seqs": 8}),
-    "prefix_cache_off": facts({**LOCKSTEP, "engine/prefill_s": 0.3}, {"engine.enable_prefix_caching": False}),
+    "prefix_cache_off": facts(
+        {**LOCKSTEP, "engine/prefill_s": 0.3, "rollouts/turns_mean": 5}, {"engine.enable_prefix_caching": False}
+    ),
     "preemption": facts({**LOCKSTEP, "engine/preemptions": 30, "engine/kv_use_peak": 1.0}),
     "kv_cache_too_small": facts(
         {**LOCKSTEP, "engine/kv_use_peak": 1.0, "engine/batch_size_mean": 20, "engine/queue_p50_s": 0.2}

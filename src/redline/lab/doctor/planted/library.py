@@ -216,6 +216,8 @@ def _judged(
     counted = [finding for finding in findings if plant.neighbours or finding["cause"] != NEIGHBOUR]
     own = next((finding for finding in findings if finding["cause"] == plant.cause), None)
     wall_s = sum(before["step_s"])
+    if had_neighbours and findings[0]["cause"] == NEIGHBOUR:  # what the doctor says of the rest is of what they leave
+        wall_s -= findings[0]["gain"]["likely_s"]
     return Outcome(
         name=name,
         what=plant.what,

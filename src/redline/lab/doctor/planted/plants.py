@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-STEPS = 14
+STEPS = 12
 MATERIAL = "redline.lab.doctor.planted.material"
 TASKS = {"kind": "import", "path": f"{MATERIAL}:Puzzles"}
 RECIPE: Mapping[str, Any] = {
@@ -18,7 +18,7 @@ RECIPE: Mapping[str, Any] = {
     "model": {"path": "builtin:tiny", "dtype": "float32"},
     "rollouts": {
         "task": TASKS,
-        "groups_per_step": 8,
+        "groups_per_step": 4,
         "group_size": 8,
         "max_new_tokens": 16,
         "evaluation": {"num_tasks": 0},
@@ -77,8 +77,13 @@ def puzzles(**params: Any) -> dict[str, Any]:
 PLANTS: Mapping[str, Plant] = {
     # ── healthy ──
     "healthy": Plant(None, "nothing"),
-    "healthy-small": Plant(None, "small batches", {"rollouts.groups_per_step": 4, "rollouts.group_size": 4}),
+    "healthy-large": Plant(None, "large batches", {"rollouts.groups_per_step": 8}),
     "healthy-long-prompts": Plant(None, "prompts of 200 tokens, shared by their groups", puzzles(prompt_chars=200)),
+    "healthy-no-prefix-cache": Plant(
+        None,
+        "no prefix cache, and prompts that their groups share anyway",
+        {**puzzles(prompt_chars=200), "engine.enable_prefix_caching": False},
+    ),
     "healthy-talk": Plant(None, "conversations of two turns", talk()),
     "healthy-rare": Plant(
         None,
@@ -86,51 +91,51 @@ PLANTS: Mapping[str, Plant] = {
         {"run.checkpoint_every": 10, "rollouts.evaluation": {"num_tasks": 4, "every": 10}},
     ),
     # ── rewards, tasks, environments ──
-    "reward-waits": Plant("slow_reward", "each score waits 10 ms for something", puzzles(score_s=0.01)),
-    "reward-computes": Plant("slow_reward", "each score computes for a while in Python", puzzles(score_loops=150_000)),
+    "reward-waits": Plant("slow_reward", "each score waits 20 ms for something", puzzles(score_s=0.02)),
+    "reward-computes": Plant("slow_reward", "each score computes for a while in Python", puzzles(score_loops=200_000)),
     "reward-delayed": Plant("slow_reward", "the rewards of a step take 0.4 s longer", fix={}, delays={"rollouts.reward": 0.4}),
     "reward-waits-lag": Plant(
-        "slow_reward", "each score waits 20 ms, beside the trainer", {**puzzles(score_s=0.02), "buffer.max_lag": 1}
+        "slow_reward", "each score waits 30 ms, beside the trainer", {**puzzles(score_s=0.03), "buffer.max_lag": 1}
     ),
-    "task-waits": Plant("loading_stall", "each task is read in 40 ms", puzzles(task_s=0.04), puzzles(task_s=0.0)),
+    "task-waits": Plant("loading_stall", "each task is read in 60 ms", puzzles(task_s=0.06), puzzles(task_s=0.0)),
     "prompts-delayed": Plant("loading_stall", "a slow tokenizer", fix={}, delays={"rollouts.prompts": 0.3}),
     "scores-fail": Plant("failed_attempts", "a third of the scores raises", puzzles(fails=0.33), puzzles(fails=0.0)),
-    "one-worker": Plant("serial_episodes", "games take turns in one thread", board(0.005, workers=1)),
-    "four-workers": Plant("serial_episodes", "64 games share four threads", board(0.02, workers=4)),
-    "game-in-the-loop": Plant("serial_episodes", "games block the event loop", board(0.004, run_in="loop")),
+    "one-worker": Plant("serial_episodes", "games take turns in one thread", board(0.008, workers=1)),
+    "four-workers": Plant("serial_episodes", "32 games share four threads", board(0.03, workers=4)),
+    "game-in-the-loop": Plant("serial_episodes", "games block the event loop", board(0.006, run_in="loop")),
     "environments-lockstep": Plant("no_overlap", "environments that await, and a lag of 0", talk(turns=3, wait_s=0.15)),
     "replies-again": Plant(
         "retokenising",
-        "each of six turns is rendered and encoded from the beginning",
-        {**talk(turns=6, says=60), "rollouts.environment.keep_replies": False},
+        "each of four turns is rendered and encoded from the beginning",
+        {**talk(turns=4, says=24), "rollouts.environment.keep_replies": False},
     ),
     "evaluates-always": Plant(
         "frequent_evaluation",
-        "64 held-out tasks after each step",
-        {"rollouts.evaluation": {"num_tasks": 64, "every": 1}},
+        "32 held-out tasks after each step",
+        {"rollouts.evaluation": {"num_tasks": 32, "every": 1}},
     ),
     # ── engine ──
     "eight-rows": Plant("low_concurrency", "eight sequences are decoded at once", {"engine.max_num_seqs": 8}),
     "sixteen-rows": Plant("low_concurrency", "sixteen sequences are decoded at once", {"engine.max_num_seqs": 16}),
-    "no-prefix-cache": Plant(
-        "prefix_cache_off",
-        "prompts of 300 tokens, and no prefix cache",
-        {**puzzles(prompt_chars=300), "engine.enable_prefix_caching": False},
-    ),
     "no-prefix-cache-talk": Plant(
         "prefix_cache_off",
-        "conversations of five turns, and no prefix cache",
-        {**talk(turns=5, says=60), "engine.enable_prefix_caching": False},
+        "conversations of four turns, and no prefix cache",
+        {**talk(turns=4, says=24), "engine.enable_prefix_caching": False},
+    ),
+    "no-prefix-cache-long-talk": Plant(
+        "prefix_cache_off",
+        "conversations of six turns, and no prefix cache",
+        {**talk(turns=6, says=24), "engine.enable_prefix_caching": False},
     ),
     "small-cache": Plant(
         "preemption",
-        "a KV cache of 200 blocks for answers of 64 tokens",
-        {"engine.kv_cache_memory_bytes": 200 << 13, "rollouts.max_new_tokens": 64},
+        "a KV cache of 70 blocks for answers of 64 tokens",
+        {"engine.kv_cache_memory_bytes": 70 << 13, "rollouts.max_new_tokens": 64},
     ),
     "small-cache-long-prompts": Plant(
         "kv_cache_too_small",
         "a KV cache that holds a quarter of the prompts",
-        {**puzzles(prompt_chars=400), "engine.kv_cache_memory_bytes": 60 << 13, "rollouts.max_new_tokens": 8},
+        {**puzzles(prompt_chars=400), "engine.kv_cache_memory_bytes": 40 << 13, "rollouts.max_new_tokens": 8},
     ),
     # ── trainer ──
     "small-pieces": Plant("micro_batch_too_small", "micro-batches of 64 tokens", {"trainer.max_tokens_per_micro_batch": 64}),

@@ -10,8 +10,8 @@ from redline.lab.doctor.facts import Facts, Parts
 from redline.lab.doctor.finding import Abstention, Answer, Evidence, Finding
 from redline.lab.doctor.rules.sizes import attempts_at_once, num_engines, rows_of_an_engine
 
-FULL = 0.95
-"""Share of the KV cache's blocks from which on it is full: the rest are in the prefix cache or held back."""
+FULL = 0.5
+"""Share of the KV cache's blocks from which on it may be too full for one more group, whose blocks are given all at once."""
 
 
 def low_concurrency(facts: Facts) -> Answer:
@@ -49,22 +49,31 @@ def low_concurrency(facts: Facts) -> Answer:
 
 
 def prefix_cache_off(facts: Facts) -> Answer:
-    """Every attempt of a group computes the same prompt."""
+    """Every turn, or every attempt of a group, computes what an earlier one has computed."""
     if facts.setting("engine.enable_prefix_caching", True):
         return None
-    prefill = facts.column("engine/prefill_s")
-    again = 1 - 1 / max(1, facts.setting("rollouts.group_size", 1) * (facts.mean("rollouts/turns_mean") or 1))
+    turns = facts.mean("rollouts/turns_mean") or 1.0
+    once = 2 / (turns + 1)  # n turns of one length have n (n + 1) / 2 lengths where each begins again, and n where none does
+    if facts.setting("engine.kind", "native") != "native":
+        once /= max(1, facts.setting("rollouts.group_size", 1))  # ours computes the prompt of a group once in any case
+    if once >= 1:
+        return None
     return Finding(
         cause="prefix_cache_off",
-        title="Prompts are computed once per attempt.",
-        why="Attempts of a group, and turns of an attempt, begin alike; without the prefix cache each computes all.",
+        title="Prompts are computed again that begin like earlier ones.",
+        why="Turns of an attempt begin with the turns before them; without the prefix cache each computes all.",
         evidence=(
             Evidence("engine.enable_prefix_caching", False, "keys and values of equal beginnings are not shared"),
+            facts.evidence("rollouts/turns_mean", "turns of an attempt"),
             facts.evidence("engine/prompt_tokens", "tokens of prompts computed, a step"),
             facts.evidence("engine/prefill_s", "seconds a step"),
         ),
         gain=facts.saved(
-            "rollouts", prefill * again, "generation", Parts(0.5, 0.9, 1.0), "prompts of a group, and of its turns, begin alike"
+            "rollouts",
+            facts.column("engine/prefill_s") * (1 - once),
+            "generation",
+            Parts(0.5, 0.9, 1.0),
+            "most of a turn's prompt is older turns",
         ),
         change={"engine.enable_prefix_caching": True},
     )
@@ -76,18 +85,18 @@ def preemption(facts: Facts) -> Answer:
     if not preempted or not attempts:
         return None
     again = facts.column("engine/preemptions") / np.maximum(1.0, facts.column("rollouts/attempts"))
-    lost = facts.phase("generation", "rollouts") * np.minimum(1.0, again / 2)
+    idle = max(0.0, 1 - (facts.mean("engine/batch_size_mean") or 0.0) / rows_of_an_engine(facts))
+    lost = facts.phase("generation", "rollouts") * np.maximum(idle, np.minimum(1.0, again / 2))
     return Finding(
         cause="preemption",
         title="The KV cache runs out, and sequences are put back.",
-        why="A sequence that is put back computes its prompt and what it had sampled once more.",
+        why="A sequence that is put back computes its prompt and what it had sampled again, and its row is empty until then.",
         evidence=(
             facts.evidence("engine/preemptions", "sequences put back, a step"),
+            facts.evidence("engine/batch_size_mean", "sequences decoded at once"),
             facts.evidence("engine/kv_use_peak", "share of the cache's blocks held at most"),
         ),
-        gain=facts.saved(
-            "rollouts", lost, "generation", Parts(0.3, 0.8, 1.0), "a sequence is put back at half of its length, on average"
-        ),
+        gain=facts.saved("rollouts", lost, "generation", Parts(0.2, 0.7, 1.0), "a decode step of more rows costs little more"),
         change=_larger_cache(facts),
     )
 

@@ -84,6 +84,8 @@ def serial_episodes(facts: Facts) -> Answer:
     """The engine waits for environments, of which too few work at once."""
     if not has_few_workers(facts):
         return None
+    if facts.ledger is None and facts.setting("rollouts.environment.run_in", "auto") in ("auto", "threads"):
+        return Abstention("serial_episodes", "whether calls of the environment take turns is known when the run has ended")
     lost = facts.phases(("environment", "wait_for_environments"), "rollouts")
     workers = facts.setting("rollouts.environment.workers", 8)
     attempts = facts.mean("rollouts/attempts") or 0.0
