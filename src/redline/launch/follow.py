@@ -31,7 +31,8 @@ LAUNCHER_S = 2.0
 
 
 def follow() -> None:
-    """Take part in the run of rank 0 until it is over. Raises what ended this rank, or `RankLostError` where another did."""
+    """Take part in the run of rank 0 until it is over. Raises what ended this rank, or `RankLostError` where another did, once
+    rank 0 has closed the run, where it does."""
     ranks = join()
     try:
         with _passing_signals_on(ranks):
@@ -39,6 +40,11 @@ def follow() -> None:
             if begin.kind != END:
                 _take_part(ranks, begin)
     except RankLostError:
+        ranks.wait_for_rank_0()
+        raise
+    except Exception as error:
+        ranks.pulse.ended(in_words(error))
+        ranks.wait_for_rank_0()
         raise
     except BaseException as error:
         ranks.pulse.ended(in_words(error))

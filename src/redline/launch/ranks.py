@@ -70,7 +70,8 @@ def _number(variable: str, alone: int) -> int:
 
 @contextmanager
 def leading() -> Iterator[None]:
-    """Around a run in rank 0's process: whatever ends the block, the others hear of it. Does nothing without others."""
+    """Around a run in rank 0's process: whatever ends the block, the others hear of it. Does nothing without others. The block
+    leaves nothing to be written."""
     if num_ranks() == 1:
         yield
         return
@@ -81,6 +82,7 @@ def leading() -> Iterator[None]:
         yield
     except BaseException:
         ranks.dismiss()
+        ranks.closed()
         raise
     ranks.dismiss()
     ranks.wait_until_left()

@@ -25,7 +25,7 @@ from redline.launch.summary import summary
 from redline.models.sizes.in_use import MemoryUse
 from redline.models.sizes.peak import find_peak
 from redline.telemetry import Progress, Recorder, RunFolder, describe_environment, process_start_ns, recording, span, write_json
-from redline.telemetry.files.failure import recording_failure
+from redline.telemetry.files.failure import recording_at_once, recording_failure
 from redline.telemetry.files.set_aside import set_everything_aside
 from redline.telemetry.listeners import Listeners
 from redline.telemetry.machine.device_time import DeviceTimer
@@ -171,7 +171,7 @@ def _sampling(config: Config, outputs: Outputs, stages: Stages) -> AbstractConte
 
 def _take_steps(config: Config, outputs: Outputs, stages: Stages, watch: RunWatch, profiler: StepProfiler) -> None:
     """Evaluate, run the loop, evaluate again and save the model; or, after an interrupt, a checkpoint."""
-    with watch.interrupts.listening():
+    with watch.interrupts.listening(), recording_at_once(outputs.folder):
         if stages.trainer.version == 0:
             watch.evaluate(0)
         with outputs.progress:

@@ -68,6 +68,16 @@ def recording_failure(folder: RunFolder, *, is_resumed: bool = False) -> Iterato
         raise
 
 
+@contextmanager
+def recording_at_once(folder: RunFolder) -> Iterator[None]:
+    """Write down the exception that leaves the block before anything is closed: a launcher may end the process meanwhile."""
+    try:
+        yield
+    except Exception as error:
+        record_failure(folder, error)
+        raise
+
+
 def record_failure(folder: RunFolder, error: Exception) -> None:
     """Write down what ends the process. A disk that takes no record changes nothing."""
     with suppress(OSError, ValueError):

@@ -20,11 +20,14 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor
 
-from redline.errors import RunFolderError
+from redline.errors import RedlineError, RunFolderError, in_words
 from redline.telemetry import idle_as, span
 from redline.trainer.checkpoints.folder import Checkpoint, publish, scratch_of, write_file
 from redline.trainer.checkpoints.parts import WholeCheckpoint
 from redline.trainer.optimizer.offload import host_tensors
+
+NO_ROOM: dict[type[Exception], str] = {OSError: "on the disk", SafetensorError: "on the disk", MemoryError: "in host memory"}
+"""What a user can do something about, and where."""
 
 
 class CheckpointWriter:
@@ -86,18 +89,25 @@ class CheckpointWriter:
 
 def _write(whole: WholeCheckpoint, folder: Path, checkpoint: Checkpoint, copied: torch.cuda.Event | None) -> None:
     idle_as("wait.for_checkpoints")
-    if copied is not None:
-        copied.synchronize()
     try:
+        if copied is not None:
+            copied.synchronize()
         with span("run.write_checkpoint", version=checkpoint.version):
             whole.prepare(folder)
             digest = write_file(scratch_of(folder) / whole.file, checkpoint.tensors)
             if files := whole.finish(folder, digest):
                 publish(folder, checkpoint, files)
-    except (OSError, SafetensorError) as error:
-        if not whole.fail(folder, str(error)):
-            return
-        shutil.rmtree(scratch_of(folder), ignore_errors=True)
-        raise RunFolderError(
-            f"{folder}: the checkpoint could not be written: {error}", "make room on the disk, then resume from the one before"
-        ) from error
+    except RedlineError:
+        raise  # another process could not write its part, or is lost
+    except Exception as error:  # of whatever kind: the process that waits for this part must hear of it
+        raise_here = whole.fail(folder, str(error) or in_words(error))
+        if raise_here:
+            shutil.rmtree(scratch_of(folder), ignore_errors=True)
+        place = next((place for kind, place in NO_ROOM.items() if isinstance(error, kind)), None)
+        if place is None:
+            raise  # a fault of ours, which keeps its traceback
+        if raise_here:
+            raise RunFolderError(
+                f"{folder}: the checkpoint could not be written: {str(error) or in_words(error)}",
+                f"make room {place}, then resume from the one before",
+            ) from error

@@ -98,7 +98,7 @@ class RankCheckpoint(WholeCheckpoint):
         if said.startswith(FAILED):
             raise RunFolderError(
                 f"{folder}: rank {part} of the trainer could not write its part of the checkpoint: {said.removeprefix(FAILED)}",
-                "make room on the disk, then resume from the one before",
+                "make room there, on the disk or in memory, then resume from the one before",
             )
         return said.removeprefix(WRITTEN)
 

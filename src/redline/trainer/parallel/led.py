@@ -83,10 +83,15 @@ class LeadingTrainer(PolicyTrainer):
 
     @contextmanager
     def _together(self, order: Order) -> Iterator[None]:
-        self._ranks.pulse.check()
-        with self._ranks.naming_who_is_lost():
-            self._ranks.orders.give(order)
-            yield
+        """Inside the block every rank obeys the order. Whatever leaves it with an error ends the run."""
+        try:
+            self._ranks.pulse.check()
+            with self._ranks.naming_who_is_lost():
+                self._ranks.orders.give(order)
+                yield
+        except BaseException:
+            self._ranks.closes()
+            raise
 
 
 def follow(trainer: PolicyTrainer, ranks: Ranks) -> None:

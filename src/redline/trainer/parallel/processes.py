@@ -1,20 +1,25 @@
 """The processes that take a step together, as the trainer sees them.
 
-`Parallel` is a single process: every method does what one process would do anyway, and nothing is sent. `Together` is one of
-several, `stages.Staged` one of those that divide the layers. All give, for each network, its `Weights`, and for each
-micro-batch this process's share.
+`Parallel` is a single process: every method does what one process would do anyway, and nothing is sent. `Several` is what
+processes have in common however they divide the work; `Together` is one of those that compute whole networks, `stages.Staged`
+one of those that divide the layers. All give, for each network, its `Weights`, and for each micro-batch this process's share.
+
+Nobody waits longer than the patience of `connect` for another, whichever group they are in: torch gives every group that it is
+not told about half an hour.
 """
 
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from datetime import timedelta
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 
 from redline.models.attention.ulysses import check_heads
 from redline.models.files.hf import AnyDecoder
@@ -107,44 +112,19 @@ class Parallel:
         """Part from the others."""
 
 
-class Together(Parallel):
-    """One process of several."""
+class Several(Parallel):
+    """One process of several, that knows how to talk to the others."""
 
-    def __init__(self, place: Place, device: torch.device, division: Division) -> None:
+    def __init__(self, place: Place, device: torch.device, division: Division, patience: timedelta) -> None:
         super().__init__(place, division)
         self.device: torch.device = device
-        mesh = init_device_mesh(device.type, (place.data_ranks, place.sequence_ranks), mesh_dim_names=("data", "sequence"))
-        self._data_group = mesh["data"].get_group()
-        self._sequence_group = mesh["sequence"].get_group() if place.sequence_ranks > 1 else None
-
-    def wrap(self, network: AnyDecoder | ValueNetwork, dtype: torch.dtype, stored: StoredWeights | None = None) -> Weights:
-        spec = network.trunk.spec if isinstance(network, ValueNetwork) else network.spec
-        check_heads(spec.num_heads, self.place.sequence_ranks)
-        if not self.is_divided:
-            return ReplicatedWeights(network)
-        from redline.trainer.parallel.sharding import ShardedWeights
-
-        return ShardedWeights(network, self._shards(), dtype, self.division, stored)
-
-    def _shards(self) -> DeviceMesh:
-        """All processes, since those that share a micro-batch have different tokens, hence gradients to be summed as well. With
-        `replicate`, groups of neighbours that each hold all weights."""
-        groups, world = self.division.replicate, self.place.world
-        if groups == 1:
-            return init_device_mesh(self.device.type, (world,))
-        return init_device_mesh(self.device.type, (groups, world // groups), mesh_dim_names=("replicate", "shard"))
+        self._patience = patience
 
     def checkpoint(self) -> WholeCheckpoint:
-        return rank_checkpoint(self) if self.is_divided else WholeCheckpoint()
-
-    def share(self, micro_batch: MicroBatch) -> SequenceShare:
-        rank, ranks = self.place.sequence_rank, self.place.sequence_ranks
-        return SequenceShare(len(micro_batch.tokens), micro_batch.predicted_from_M, rank, ranks, self._sequence_group)
-
-    def sum_of(self, values: Tensor) -> Tensor:
-        summed = values.detach().clone()
-        dist.all_reduce(summed, dist.ReduceOp.SUM, self._data_group)
-        return summed
+        if not self.is_divided:
+            return WholeCheckpoint()
+        ranks = join()
+        return RankCheckpoint(ranks.connection(), ranks.pulse, self.part, self.num_parts, self.place.rank, self.max_of)
 
     def max_of(self, values: Tensor) -> Tensor:
         largest = values.detach().clone()
@@ -157,11 +137,62 @@ class Together(Parallel):
     def close(self) -> None:
         dist.destroy_process_group()
 
+    def _own_group(self, groups: Sequence[Sequence[int]]) -> dist.ProcessGroup | None:
+        """Make groups of ranks, and return the one that this process is in, if any. All processes must make all groups, in the
+        same order."""
+        made = [(ranks, dist.new_group(list(ranks), timeout=self._patience)) for ranks in groups]
+        return next((group for ranks, group in made if self.place.rank in ranks), None)
 
-def rank_checkpoint(parallel: Parallel) -> RankCheckpoint:
-    """What one of the processes that divide the weights writes of a checkpoint."""
-    ranks, rank = join(), parallel.place.rank
-    return RankCheckpoint(ranks.connection(), ranks.pulse, parallel.part, parallel.num_parts, rank, parallel.max_of)
+    def _neighbours(self, size: int) -> list[range]:
+        """All ranks in groups of `size` that follow each other."""
+        return [range(first, first + size) for first in range(0, self.place.world, size)]
+
+    def _across(self, size: int) -> list[range]:
+        """Those at the same place in their groups of neighbours."""
+        return [range(first, self.place.world, size) for first in range(size)]
+
+
+class Together(Several):
+    """One process of several that each compute with the whole network."""
+
+    def __init__(self, place: Place, device: torch.device, division: Division, patience: timedelta) -> None:
+        super().__init__(place, device, division, patience)
+        self._data_group: dist.ProcessGroup | None = None  # all of them
+        self._sequence_group: dist.ProcessGroup | None = None
+        if place.sequence_ranks > 1:
+            self._data_group = self._own_group(self._across(place.sequence_ranks))
+            self._sequence_group = self._own_group(self._neighbours(place.sequence_ranks))
+
+    def wrap(self, network: AnyDecoder | ValueNetwork, dtype: torch.dtype, stored: StoredWeights | None = None) -> Weights:
+        spec = network.trunk.spec if isinstance(network, ValueNetwork) else network.spec
+        check_heads(spec.num_heads, self.place.sequence_ranks)
+        if not self.is_divided:
+            return ReplicatedWeights(network)
+        from redline.trainer.parallel.sharding import ShardedWeights
+
+        return ShardedWeights(network, self._shards, dtype, self.division, stored)
+
+    @cached_property
+    def _shards(self) -> DeviceMesh:
+        """All processes, since those that share a micro-batch have different tokens, hence gradients to be summed as well. With
+        `replicate`, groups of neighbours that each hold all weights. The first time all processes must ask at once."""
+        groups, world = self.division.replicate, self.place.world
+        assert dist.group.WORLD is not None
+        if groups == 1:
+            return DeviceMesh.from_group(dist.group.WORLD, self.device.type)
+        size = world // groups
+        made = [group for group in (self._own_group(self._across(size)), self._own_group(self._neighbours(size))) if group]
+        ranks = torch.arange(world).view(groups, size)
+        return DeviceMesh.from_group(made, self.device.type, ranks, mesh_dim_names=("replicate", "shard"))
+
+    def share(self, micro_batch: MicroBatch) -> SequenceShare:
+        rank, ranks = self.place.sequence_rank, self.place.sequence_ranks
+        return SequenceShare(len(micro_batch.tokens), micro_batch.predicted_from_M, rank, ranks, self._sequence_group)
+
+    def sum_of(self, values: Tensor) -> Tensor:
+        summed = values.detach().clone()
+        dist.all_reduce(summed, dist.ReduceOp.SUM, self._data_group)
+        return summed
 
 
 def local_device(kind: str) -> torch.device:
@@ -177,14 +208,13 @@ def connect(division: Division, device: torch.device, patience_s: float = PATIEN
         return Parallel()
     if device.type == "cuda":
         torch.cuda.set_device(device)
+    patience = timedelta(seconds=patience_s)
     if not dist.is_initialized():
         # Messages go over the host, whatever the tensors do.
         backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
-        dist.init_process_group(
-            backend, store=join().store, rank=place.rank, world_size=place.world, timeout=timedelta(seconds=patience_s)
-        )
+        dist.init_process_group(backend, store=join().store, rank=place.rank, world_size=place.world, timeout=patience)
     if place.stages == 1:
-        return Together(place, device, division)
+        return Together(place, device, division, patience)
     from redline.trainer.parallel.stages import Staged  # takes torch's pipelining along
 
-    return Staged(place, device, division, timedelta(seconds=patience_s))
+    return Staged(place, device, division, patience)

@@ -3,10 +3,11 @@
     rank k   beat ──► store ──► rank 0 watches all of them
     rank 0   beat ──► store ──► every other watches rank 0, and the name that rank 0 writes when it misses one
 
-A process that says nothing for `patience_s` is lost: it was killed, its machine is gone, or it stands still. Whoever waits in
-`Pulse.check` is told with an error; a process whose main thread waits inside a collective, which nothing can interrupt, ends
-after `GRACE_S` with the message on stderr, or once the checkpoint that it is writing is on the disk. So no process outlives
-another by more than patience_s + GRACE_S + WRITING_S and some seconds.
+A process that says nothing for `patience_s` is lost: it was killed, its machine is gone, or it stands still. A main thread that
+calls `Pulse.check` gets an error. A process whose main thread waits inside a collective, which nothing can interrupt, ends
+after `GRACE_S` with the message on stderr, or once the checkpoint that it is writing is on the disk; one whose main thread has
+got an error and closes its run has `CLOSING_S`. So no process outlives another by more than patience_s + CLOSING_S + WRITING_S
+and some seconds.
 """
 
 from __future__ import annotations
@@ -28,6 +29,8 @@ from redline.errors import RankLostError
 EVERY_S = 1.0
 GRACE_S = 5.0
 """Seconds that the main thread has to end by itself once a rank is lost."""
+CLOSING_S = 60.0
+"""Seconds that it has to close its run, where it has got an error by then."""
 WRITING_S = 20.0
 """Seconds more that a checkpoint has to come to the disk; torchrun kills what is left of a run after 30."""
 PATIENCE_S = 60.0
@@ -55,6 +58,8 @@ class Pulse:
         """Called with the message before a process that cannot raise it ends."""
         self.doing: Callable[[], str] = lambda: ""
         """Says what this process is at, in a word."""
+        self.is_closing = False
+        """Whether the main thread has got an error and closes the run: it ends by itself."""
         self.lost: str = ""
         """The message about a rank that is lost; empty while all are there."""
         self.lost_rank: int | None = None
@@ -169,15 +174,23 @@ class Pulse:
         name = f"rank {rank} of the trainer (process {told['pid']} on {told['host']})"
         if self._store.check([f"ended/{rank}"]):
             return f"{name} ended: {self._store.get(f'ended/{rank}').decode()}"
-        if told["sight"] and told["sight"] == _sight() and _is_gone(told["pid"]):
+        if self.is_gone(rank):
             return f"{name} is gone"
         silent_s = now - self._heard[rank][1]
         return f"{name} has given no sign of life for {silent_s:.0f} s" if silent_s > self.patience_s else ""
 
+    def is_gone(self, rank: int) -> bool:
+        """Whether a rank that has begun is seen to have ended. False where its process is out of sight. Any thread may ask; does
+        not block."""
+        told = json.loads(self._store.get(f"beat/{rank}"))
+        return bool(told["sight"]) and told["sight"] == _sight() and _is_gone(told["pid"])
+
     def _end(self) -> None:
-        """The main thread raises it where it can. Where it waits in a collective, the process ends here."""
-        if self._closing.wait(GRACE_S):
-            return
+        """Give the main thread the time to raise and to close its run. Where it waits in a collective, end the process."""
+        since = time.monotonic()
+        while time.monotonic() - since < (CLOSING_S if self.is_closing else GRACE_S):
+            if self._closing.wait(EVERY_S / 100):
+                return
         self.at_loss(self.lost)
         until = time.monotonic() + WRITING_S
         while self.is_writing() and time.monotonic() < until:

@@ -3,6 +3,12 @@
     rank 0     join ──► orders.give ──► … ──► dismiss ──► wait_until_left
     the rest   join ──► orders.take ──► … ──► leave
 
+A launcher ends all ranks as soon as one has ended with an error, and rank 0 is the one that writes down why. So where an order
+fails on every rank, the others end last:
+
+    rank 0     error ──► closes ──► the run is written ──► closed
+    the rest   error ──► wait_for_rank_0 ─────────────────► end
+
 A process is one rank of one run, as it has one `RANK` in its environment, so `join` returns the same `Ranks` each time.
 """
 
@@ -11,7 +17,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from functools import cache
 
@@ -19,7 +25,7 @@ import torch.distributed as dist
 
 from redline.errors import RankLostError
 from redline.trainer.parallel.orders import END, Order, Orders
-from redline.trainer.parallel.pulse import HINT, STOP, Pulse
+from redline.trainer.parallel.pulse import CLOSING_S, HINT, STOP, Pulse
 
 MEETING = timedelta(minutes=10)
 """How long a process looks for the store of the others at its start."""
@@ -27,6 +33,12 @@ LEAVING_S = 20.0
 """How long rank 0 waits for the others to write their files and leave."""
 LOOK_AROUND_S = 5.0
 """After a collective failed, how long to look for the rank that is to blame."""
+SAME_ERROR_S = 2.0
+"""How much later than another rank rank 0 may come to the error that every rank raises. Less than what rank 0 has before it is
+ended, where it waits for that other one inside a collective."""
+LAST_WORDS_S = 2.0
+"""What rank 0 has to print its error, once its files are written."""
+CLOSES, CLOSED = "closes", "closed"
 
 
 def world_size() -> int:
@@ -87,6 +99,30 @@ class Ranks:
         until = time.monotonic() + (0 if self.pulse.lost else LEAVING_S)
         while self.store.add("left", 0) < self.world - 1 and time.monotonic() < until:
             time.sleep(0.02)
+
+    def closes(self) -> None:
+        """Rank 0: say that an order has failed here, and that the run is being closed. Does not block."""
+        self.pulse.is_closing = True
+        with suppress(dist.DistError, RuntimeError):  # the error that is on its way counts
+            self.store.set(CLOSES, "")
+
+    def closed(self) -> None:
+        """Rank 0: say that everything about a run that failed is written. Does not block."""
+        with suppress(dist.DistError, RuntimeError):
+            self.store.set(CLOSED, "")
+
+    def wait_for_rank_0(self) -> None:
+        """Another rank, which ends with an error: block until rank 0, where it has got one too, has written its files. Returns
+        after `SAME_ERROR_S` where it has not."""
+        until = time.monotonic() + SAME_ERROR_S
+        closes = closed = False
+        with suppress(dist.DistError, RuntimeError):  # the store was beside rank 0
+            while time.monotonic() < until and not self.pulse.is_gone(0):
+                if not closes and self.store.check([CLOSES]):
+                    closes, until = True, time.monotonic() + CLOSING_S
+                if closes and not closed and self.store.check([CLOSED]):
+                    closed, until = True, time.monotonic() + LAST_WORDS_S
+                time.sleep(0.02)
 
     def leave(self) -> None:
         """Another rank: say that nothing more will come from here."""

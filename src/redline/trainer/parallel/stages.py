@@ -19,25 +19,22 @@ from redline.models.files.hf import AnyDecoder
 from redline.models.files.stored import StoredWeights
 from redline.models.stage import EMBED, Stage, cut_stage, stage_layers, stage_of
 from redline.models.value_head import ValueNetwork
-from redline.trainer.checkpoints.parts import WholeCheckpoint
 from redline.trainer.parallel.pipeline import Pipeline
 from redline.trainer.parallel.place import Division, Place
-from redline.trainer.parallel.processes import Parallel, rank_checkpoint
+from redline.trainer.parallel.processes import Several
 from redline.trainer.parallel.weights import Weights, sum_over
 
 
-class Staged(Parallel):
+class Staged(Several):
     """One process of a pipeline, or of several pipelines that get micro-batches of their own."""
 
     def __init__(self, place: Place, device: torch.device, division: Division, patience: timedelta) -> None:
-        super().__init__(place, division)
-        self.device: torch.device = device
-        pipelines = [list(range(first, first + place.stages)) for first in range(0, place.world, place.stages)]
-        by_stage = [list(range(stage, place.world, place.stages)) for stage in range(place.stages)]
-        ends = [[ranks[0], ranks[-1]] for ranks in pipelines]
-        self._pipeline_group = _own_group(pipelines, place.rank, patience)
-        self._data_group = _own_group(by_stage, place.rank, patience)
-        self._ends_group = _own_group(ends, place.rank, patience)
+        super().__init__(place, device, division, patience)
+        pipelines = self._neighbours(place.stages)
+        ends = [[pipeline[0], pipeline[-1]] for pipeline in pipelines]
+        self._pipeline_group = self._own_group(pipelines)
+        self._data_group = self._own_group(self._across(place.stages))
+        self._ends_group = self._own_group(ends)  # None between the ends
 
     def cut(self, network: AnyDecoder) -> AnyDecoder:
         return cut_stage(network, self.place.stage, self.place.stages)
@@ -57,31 +54,11 @@ class Staged(Parallel):
         data_group = self._data_group if self.place.data_ranks > 1 else None
         return StageWeights(network, self.place, self._pipeline_group, data_group, self._ends_group)
 
-    def checkpoint(self) -> WholeCheckpoint:
-        return rank_checkpoint(self)
-
     def sum_of(self, values: Tensor) -> Tensor:
         """Over all processes. The last stages have the values of their micro-batches, the others have zeros."""
         summed = values.detach().clone()
         dist.all_reduce(summed)
         return summed
-
-    def max_of(self, values: Tensor) -> Tensor:
-        largest = values.detach().clone()
-        dist.all_reduce(largest, dist.ReduceOp.MAX)
-        return largest
-
-    def broadcast(self, tensor: Tensor) -> None:
-        dist.broadcast(tensor, 0)
-
-    def close(self) -> None:
-        dist.destroy_process_group()
-
-
-def _own_group(groups: list[list[int]], rank: int, patience: timedelta) -> dist.ProcessGroup | None:
-    """The group that this process is in; None where it is in none. All processes must make all groups, in the same order."""
-    made = [(ranks, dist.new_group(ranks, timeout=patience)) for ranks in groups]
-    return next((group for ranks, group in made if rank in ranks), None)
 
 
 @torch.no_grad()
