@@ -186,6 +186,42 @@ def test_a_stage_that_is_killed_ends_the_others_with_its_name(tmp_path: Path) ->
     assert "rank 1" in json.loads((run / "failure.json").read_text())["message"]
 
 
+FAILING = """
+import sys, time
+from redline import cli
+from redline.errors import TrainingError
+from redline.launch.stages import Stages
+from redline.trainer import PolicyTrainer
+
+step, close = PolicyTrainer.step, Stages.close
+
+def failing_step(trainer, batch):
+    if trainer.version == 1:
+        raise TrainingError("every rank says no", "nothing helps")
+    return step(trainer, batch)
+
+def long_close(stages):
+    time.sleep(8)  # longer than a rank has that is told of another's end, and than torchrun needs to hear of it
+    close(stages)
+
+PolicyTrainer.step, Stages.close = failing_step, long_close
+sys.argv = ["redline", "train", *sys.argv[1:]]
+cli.main()
+"""
+
+
+def test_an_error_that_every_rank_raises_is_written_down_with_the_ledger(tmp_path: Path) -> None:
+    script, log = tmp_path / "failing.py", tmp_path / "log"
+    script.write_text(FAILING)
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    with started([*launcher, str(script), str(RECIPE), *keys(tmp_path, 4)], log) as process:
+        assert process.wait(PATIENCE_S) != 0
+    run, said = only_run(tmp_path), log.read_text(errors="replace")
+    failure = json.loads((run / "failure.json").read_text())
+    assert (failure["error"], failure["message"], failure["step"]) == ("TrainingError", "every rank says no", 1), said[-4000:]
+    assert (run / "ledger.json").is_file(), said[-4000:]
+
+
 @pytest.mark.parametrize("whom", ["torchrun", "rank 1"])
 def test_a_signal_ends_the_run_after_its_step_with_a_checkpoint(whom: str, tmp_path: Path) -> None:
     def act(process: subprocess.Popen[bytes], ranks: dict[int, int]) -> None:

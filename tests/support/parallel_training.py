@@ -14,6 +14,7 @@ from typing import Any, Literal
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from redline.config.sections.lora import LoraConfig
@@ -30,10 +31,11 @@ from redline.trainer.checkpoints.folder import load_checkpoint
 from redline.trainer.checkpoints.tensors import SavedTensors
 from redline.trainer.loss.logprobs import selected_logprobs
 from redline.trainer.optimizer.adamw import MasterAdamW
+from redline.trainer.parallel import ranks
 from redline.trainer.parallel import weights as trainer_weights
 from redline.trainer.parallel.orders import Order
 from redline.trainer.parallel.place import Division
-from redline.trainer.parallel.processes import Parallel, connect
+from redline.trainer.parallel.processes import Parallel, Together, connect
 from redline.trainer.parallel.ranks import join
 from redline.trainer.parallel.sequence_parallel import SequenceShare
 
@@ -127,6 +129,35 @@ def talk() -> tuple[list[float], list[float], Order]:
         orders.give(order)
     heard = order if parallel.is_main else orders.take()
     return parallel.sum_of(torch.tensor([1.0, rank])).tolist(), parallel.max_of(torch.tensor([-rank, rank])).tolist(), heard
+
+
+def fail_together() -> bool:
+    """What ranks do that have all got the same error. Returns, on a rank that follows, whether rank 0 had written everything
+    when it went on."""
+    meet()
+    ranks.LAST_WORDS_S = 0.0
+    own = join()
+    if own.rank == 0:
+        own.closes()
+        own.store.wait(["test/waits"])
+        own.store.set("test/written", "")
+        own.closed()
+        return True
+    own.store.wait([ranks.CLOSES])  # however much later it comes on a busy machine
+    own.store.set("test/waits", "")
+    own.wait_for_rank_0()
+    return bool(own.store.check(["test/written"]))
+
+
+def patience_of_groups(patience_s: float, keys: dict[str, Any]) -> dict[str, float]:
+    """How long torch waits in each group of processes."""
+    parallel = connect(parted(keys)[0], torch.device("cpu"), patience_s)
+    groups = {name.strip("_"): group for name, group in vars(parallel).items() if isinstance(group, dist.ProcessGroup)}
+    if isinstance(parallel, Together) and parallel.is_divided:
+        mesh = parallel._shards
+        groups |= {name: mesh.get_group(name) for name in mesh.mesh_dim_names or ()}
+    cpu = torch.device("cpu")
+    return {name: group._get_backend(cpu).options._timeout.total_seconds() for name, group in groups.items()}
 
 
 def meet(**keys: Any) -> Parallel:

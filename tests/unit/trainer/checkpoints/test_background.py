@@ -10,11 +10,13 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 from rich.console import Console
 from support.eventually import eventually
 from support.fakes import FakeTrainer
@@ -27,6 +29,8 @@ from redline.errors import RunFolderError
 from redline.telemetry import Progress, Recorder, RunFolder
 from redline.trainer.checkpoints.background import CheckpointWriter
 from redline.trainer.checkpoints.folder import load_checkpoint
+from redline.trainer.parallel.checkpoint_parts import RankCheckpoint
+from redline.trainer.parallel.pulse import Pulse
 from redline.watch.checkpoints import checkpoints
 from redline.watch.outputs import Outputs
 from redline.watch.run_watch import RunWatch
@@ -113,6 +117,43 @@ def test_a_write_that_failed_is_raised_by_the_next_call_and_leaves_nothing(write
     writer.save(parent / "step-000003", 3, state(3.0))
     writer.flush()
     assert [path.name for path in parent.iterdir()] == ["step-000003"]
+
+
+def test_where_host_memory_runs_out_the_error_says_so(
+    writer: CheckpointWriter, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def no_room(descriptor: int) -> None:
+        raise MemoryError
+
+    monkeypatch.setattr(os, "fsync", no_room)
+    writer.save(tmp_path / "step-000001", 1, state(1.0))
+    with pytest.raises(RunFolderError, match="the checkpoint could not be written: MemoryError") as caught:
+        writer.flush()
+    assert "make room in host memory" in caught.value.hint
+    assert list(tmp_path.iterdir()) == []
+
+
+def rank_writer(store: dist.Store, rank: int, agreed: list[float]) -> CheckpointWriter:
+    """That of one of two ranks, which hear in turn what all of them have agreed on."""
+    answers = iter(agreed)
+    whole = RankCheckpoint(store, Pulse(store, rank, 2), rank, 2, rank, lambda values: torch.tensor([next(answers)]))
+    return CheckpointWriter(whole)
+
+
+def test_a_part_that_fails_with_whatever_error_is_told_to_the_rank_that_waits_for_it(tmp_path: Path) -> None:
+    store, folder = dist.HashStore(), tmp_path / "step-000001"
+    first, second = (rank_writer(store, rank, [1.0, -1.0]) for rank in (0, 1))
+    first.save(folder, 1, state(1.0))
+    second.save(folder, 1, {"master/a": torch.zeros(2, dtype=torch.complex128)})  # which no file of tensors can hold
+    with ThreadPoolExecutor(1) as flushing:
+        told = flushing.submit(first.flush).exception(timeout=60)
+    assert isinstance(told, RunFolderError)
+    assert "rank 1 of the trainer could not write its part of the checkpoint" in told.message
+    assert "complex128" in told.message
+    with pytest.raises(Exception, match="complex128") as caught:
+        second.flush()
+    assert not isinstance(caught.value, RunFolderError), "a fault of ours keeps its traceback"
+    assert not folder.exists()
 
 
 def test_saving_a_step_twice_writes_it_once(writer: CheckpointWriter, tmp_path: Path) -> None:

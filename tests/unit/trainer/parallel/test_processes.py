@@ -8,7 +8,16 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from support.parallel_training import Case, Outcome, talk, train, train_in_small_buckets, train_with
+from support.parallel_training import (
+    Case,
+    Outcome,
+    fail_together,
+    patience_of_groups,
+    talk,
+    train,
+    train_in_small_buckets,
+    train_with,
+)
 from support.rank_processes import Ranks, started_ranks
 from torch import Tensor
 
@@ -176,6 +185,22 @@ def test_numbers_and_messages_reach_every_process(two: Ranks) -> None:
             "b": (bool, [[True], [False]]),
             "c": (np.float64, []),
         }
+
+
+def test_where_every_rank_fails_the_others_end_once_rank_0_has_written_why(two: Ranks) -> None:
+    """A launcher ends all ranks as soon as one has ended."""
+    assert two.run(fail_together) == [True, True]
+
+
+def test_ranks_that_share_a_micro_batch_wait_no_longer_than_the_run_says(two: Ranks) -> None:
+    for patience in two.run(patience_of_groups, 50.0, {"sequence_parallel_size": 2}):
+        assert patience == {"data_group": 50.0, "sequence_group": 50.0}
+
+
+@pytest.mark.slow
+def test_nor_do_ranks_in_groups_that_each_hold_all_weights(four: Ranks) -> None:
+    for patience in four.run(patience_of_groups, 50.0, {"sharding": "full", "replicate": 2}):
+        assert patience == {"replicate": 50.0, "shard": 50.0}
 
 
 @pytest.mark.slow

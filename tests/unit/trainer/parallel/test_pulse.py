@@ -91,6 +91,23 @@ def test_a_checkpoint_that_is_being_written_comes_to_its_end_first(
     assert len(ended) == 2, "but not for ever"
 
 
+def test_a_main_thread_that_has_an_error_of_its_own_closes_its_run_undisturbed(
+    rank_0: tuple[Pulse, dist.Store], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every rank has raised the same: the others have ended, and this one has files to write."""
+    pulse, _ = rank_0
+    ended: list[int] = []
+    monkeypatch.setattr(os, "_exit", ended.append)
+    monkeypatch.setattr("redline.trainer.parallel.pulse.GRACE_S", 0.01)
+    pulse.lost, pulse.is_closing = "rank 1 ended: three steps in a row were not finite", True
+    with ThreadPoolExecutor(1) as ending:
+        end = ending.submit(pulse._end)
+        time.sleep(0.1)
+        pulse.close()
+        end.result()
+    assert ended == []
+
+
 def test_a_rank_that_beats_and_stands_still_is_named_with_its_line(rank_0: tuple[Pulse, dist.Store]) -> None:
     """Its thread says that it lives; what the others wait for is its main thread."""
     pulse, store = rank_0
