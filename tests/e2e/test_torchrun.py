@@ -222,6 +222,43 @@ def test_an_error_that_every_rank_raises_is_written_down_with_the_ledger(tmp_pat
     assert (run / "ledger.json").is_file(), said[-4000:]
 
 
+LITTLE_ROOM = """
+import os, sys
+import torch
+from torch.nn.modules.module import register_module_forward_hook
+from redline import cli
+from redline.models.decoder import DecoderLayer
+
+def look(module, inputs, outputs):
+    if isinstance(module, DecoderLayer) and os.environ["RANK"] == "1" and len(outputs[0]) > 300:
+        raise torch.OutOfMemoryError("no room")
+
+register_module_forward_hook(look)
+sys.argv = ["redline", "train", *sys.argv[1:]]
+cli.main()
+"""
+
+
+@pytest.mark.parametrize("division", ["trainer.sharding=full", "trainer.pipeline_parallel_size=2"])
+def test_a_rank_that_runs_out_of_memory_ends_the_run_with_the_key_that_lets_it_go_on(
+    alone: Path, division: str, tmp_path: Path
+) -> None:
+    """The other one waits for it in the middle of a pass."""
+    script, log = tmp_path / "little_room.py", tmp_path / "log"
+    script.write_text(LITTLE_ROOM)
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script)]
+    with started([*launcher, str(RECIPE), *keys(tmp_path, 4, division)], log) as process:
+        assert process.wait(PATIENCE_S) != 0
+    run, said = only_run(tmp_path), log.read_text(errors="replace")
+    failure = json.loads((run / "failure.json").read_text())
+    assert failure["message"].startswith("rank 1 of the trainer (process "), said[-4000:]
+    assert "out of memory with " in failure["message"]
+    key = "trainer.max_tokens_per_micro_batch"
+    assert key in failure["message"]
+    finish([*launcher, str(run), "--resume", f"{key}=120", "trainer.max_tokens_per_forward=120"], log)
+    assert_same_steps(run, alone)
+
+
 @pytest.mark.parametrize("whom", ["torchrun", "rank 1"])
 def test_a_signal_ends_the_run_after_its_step_with_a_checkpoint(whom: str, tmp_path: Path) -> None:
     def act(process: subprocess.Popen[bytes], ranks: dict[int, int]) -> None:

@@ -29,8 +29,12 @@ DIVISION = (
     "sequence_parallel_size",
     "pipeline_parallel_size",
     "rank_timeout_s",
+    "max_tokens_per_micro_batch",
+    "max_tokens_per_forward",
+    "gradient_checkpointing",
 )
-"""Keys of the trainer that a run may go on with: they divide its work among ranks, and change nothing of what is computed."""
+"""Keys of the trainer that a run may go on with: they divide its work among ranks and micro-batches, and change nothing of what
+is computed."""
 IN_RANK_0 = ("vllm", "sglang")
 """Kinds of engines that run in the trainer's process or are started by it, and expect to be the only ones who meet others."""
 LAUNCH = "launch.json"

@@ -1,5 +1,6 @@
 """Stage 3: improving the policy."""
 
-from redline.trainer.trainer import PolicyTrainer, Sampling
+from redline.trainer.sampling import Sampling
+from redline.trainer.trainer import PolicyTrainer
 
 __all__ = ["PolicyTrainer", "Sampling"]

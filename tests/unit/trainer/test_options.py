@@ -36,11 +36,12 @@ from torch import Tensor, nn
 
 from redline.config.sections.engine import EngineConfig
 from redline.engine import NativeEngine
-from redline.errors import ConfigError, RunFolderError, TrainingError
+from redline.errors import ConfigError, NoRoomError, RunFolderError, TrainingError
 from redline.models.files.hf import load_decoder
 from redline.models.layer_code import Checkpointing
 from redline.models.lora.trainable import is_adapter
 from redline.trainer import PolicyTrainer
+from redline.trainer.parallel.processes import Parallel
 from redline.types import GenerateRequest, SamplingParams, StepReport, TrainBatch, WeightUpdate
 
 EVERYTHING_AT_ONCE = 10**6
@@ -400,6 +401,24 @@ def test_a_sequence_that_does_not_fit_alone_ends_the_run_with_what_to_do(bench: 
     with room_for(20), pytest.raises(TrainingError, match=r"a sequence of \d+ tokens does not fit, even alone") as caught:
         trainer.step(batches[0])
     assert "trainer.gradient_checkpointing=full" in caught.value.hint
+
+
+class Meeting(Parallel):
+    """A process that others wait for in the middle of a pass."""
+
+    meets_in_passes = True
+
+
+def test_a_rank_that_others_wait_for_in_a_pass_ends_with_what_to_do(bench: Bench, batches: list[TrainBatch]) -> None:
+    """It cannot begin again while they wait; they hear its message as the reason why it ended."""
+    trainer = bench.trainer(options={"parallel": Meeting()})
+    key = "trainer.max_tokens_per_micro_batch"
+    with (
+        room_for(70),
+        pytest.raises(NoRoomError, match=rf"out of memory with \d+ tokens in a micro-batch; {key}=\d+") as caught,
+    ):
+        trainer.step(batches[0])
+    assert f"--resume {key}=" in caught.value.hint
 
 
 EXTRA_PASSES: dict[str, dict[str, Any]] = {

@@ -12,8 +12,7 @@ from redline.engine.native.cache.sizing import CPU_CACHE_BYTES, block_size_for
 from redline.errors import NoRoomError
 from redline.lab.plan.held import held_terms, per_token, policy_bytes
 from redline.lab.plan.setup import Setup
-from redline.trainer.batches.budget import Budgets, MemoryPlan, cpu_budgets, logits_bytes, tokens_kept
-from redline.trainer.trainer import FORWARD_RATIO
+from redline.trainer.batches.budget import FORWARD_RATIO, Budgets, MemoryPlan, cpu_budgets, logits_bytes, tokens_kept
 
 CUDA_CONTEXT = 700 * 2**20
 """Bytes of one process for the driver, cuBLAS and Triton modules. 500 to 800 MiB on Hopper."""

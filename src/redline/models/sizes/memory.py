@@ -96,6 +96,13 @@ class TokenBytes:
     forward: int
     """Without gradients."""
 
+    def beside(self, other: TokenBytes) -> TokenBytes:
+        """The bytes of both."""
+        return TokenBytes(self.training + other.training, self.forward + other.forward)
+
+
+NO_BYTES = TokenBytes(0, 0)
+
 
 @dataclass(slots=True, frozen=True)
 class LayerBytes:
@@ -195,6 +202,16 @@ def token_bytes(
     """Bytes of all layers, of the one whose backward pass is at work, and of the hidden states around the head."""
     layer = layer_bytes(shape, num_parameters, dtype, code)
     return layer.through(shape.num_layers, checkpointing, around_bytes(shape, dtype, code))
+
+
+def message_bytes(shape: ModelShape, dtype: torch.dtype, stages: int, stage: int = 0) -> TokenBytes:
+    """What a stage of a pipeline holds of a token that it passes on. Of every micro-batch under way, stages - stage of them, it
+    has the residual stream that came and the one that went, and of one the gradients of both; without gradients those of one
+    micro-batch, and of the one before what is still being sent."""
+    if stages == 1:
+        return NO_BYTES
+    stream = dtype.itemsize * shape.hidden_size
+    return TokenBytes(training=2 * (stages - stage + 1) * stream, forward=3 * stream)
 
 
 def around_bytes(shape: ModelShape, dtype: torch.dtype, code: LayerCode) -> int:

@@ -20,7 +20,7 @@ import torch
 from redline.errors import NoRoomError
 from redline.models.files.hf import AnyDecoder
 from redline.models.layer_code import Checkpointing
-from redline.models.sizes.memory import FLOAT32, ParameterBytes, TokenBytes, token_bytes
+from redline.models.sizes.memory import FLOAT32, NO_BYTES, ParameterBytes, TokenBytes, token_bytes
 from redline.models.spec import ModelShape
 from redline.trainer.batches.micro_batches import MicroBatchPlan
 from redline.trainer.loss.logprobs import CHUNK_BYTES, KEPT_BYTES
@@ -33,6 +33,8 @@ MOST_TOKENS = 131_072
 """More at once make no device faster."""
 STEP = 256
 """Budgets are multiples of this."""
+FORWARD_RATIO = 4
+"""Tokens of a pass without gradients for each of one with them, where only the latter's budget is given."""
 CPU_TOKENS = 4096
 """Products with this many rows keep every core busy; more of them only take more memory."""
 SHRINK = 0.75
@@ -88,9 +90,15 @@ class MemoryPlan:
 
 
 def find_budgets(
-    network: AnyDecoder, dtype: torch.dtype, parameters: ParameterBytes, own_bytes: int, checkpointing: Checkpointing
+    network: AnyDecoder,
+    dtype: torch.dtype,
+    parameters: ParameterBytes,
+    own_bytes: int,
+    checkpointing: Checkpointing,
+    messages: TokenBytes = NO_BYTES,
 ) -> Budgets:
-    """For a network on its device. `own_bytes` of the memory now in use are of kinds that `parameters` counts."""
+    """For a network on its device. `own_bytes` of the memory now in use are of kinds that `parameters` counts; `messages` are
+    what stages hold of a token that they pass on."""
     device = next(network.parameters()).device
     if device.type != "cuda":
         return cpu_budgets()
@@ -104,7 +112,7 @@ def find_budgets(
         parameters=parameters,
         logits=logits_bytes(network.spec, dtype),
         keeps=tokens_kept(network.spec, dtype),
-        per_token=token_bytes(network.spec, num_parameters, dtype, checkpointing, code),
+        per_token=messages.beside(token_bytes(network.spec, num_parameters, dtype, checkpointing, code)),
     )
     return plan.budgets()
 
@@ -156,20 +164,33 @@ class TokenBudget:
         return taken
 
     def after_oom(self, tried: int, longest: int) -> str:
-        """Shrink below `tried`, the largest micro-batch that was planned, by at least a sequence of `longest` tokens; says what
-        it did. No micro-batch is smaller than its longest sequence, so that one which is no larger cannot be helped."""
+        """Shrink below `tried`, the largest micro-batch that was planned; says what it did. Raises what `smaller` does."""
+        self.current = self.smaller(tried, longest)
+        self.retries += 1
+        return (
+            f"out of memory with {tried:,} tokens in a micro-batch; the step begins again with at most {self.current:,}."
+            f" {self.key}={self.current} would have spared it"
+        )
+
+    def no_room(self, tried: int, longest: int) -> NoRoomError:
+        """The error of a rank that ran out where others wait for it, so that nothing begins again. Raises what `smaller`
+        does."""
+        smaller = self.smaller(tried, longest)
+        return NoRoomError(
+            f"out of memory with {tried:,} tokens in a micro-batch; {self.key}={smaller} may be enough",
+            f"continue with --resume {self.key}={smaller}; trainer.gradient_checkpointing=full needs less for each token",
+        )
+
+    def smaller(self, tried: int, longest: int) -> int:
+        """Tokens below `tried`, by at least a sequence of `longest`. Raises `NoRoomError` for a micro-batch that is no larger
+        than its longest sequence: nothing makes it smaller."""
         if tried <= longest:
             raise NoRoomError(
                 f"out of memory: a sequence of {longest:,} tokens does not fit, even alone",
                 "lower rollouts.max_new_tokens, set trainer.gradient_checkpointing=full, or leave the trainer more memory"
                 " (engine.gpu_memory_utilization)",
             )
-        self.current = max(longest, min(int(SHRINK * tried), tried - longest))
-        self.retries += 1
-        return (
-            f"out of memory with {tried:,} tokens in a micro-batch; the step begins again with at most {self.current:,}."
-            f" {self.key}={self.current} would have spared it"
-        )
+        return max(longest, min(int(SHRINK * tried), tried - longest))
 
 
 def with_oom_retry(

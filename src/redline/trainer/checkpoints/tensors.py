@@ -17,6 +17,7 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
+from redline.kernels.flat_state import BLOCK
 from redline.trainer.optimizer.quantized_states import decode_moment, encode_moment
 
 SCALE = "_scale"
@@ -97,11 +98,27 @@ class OwnState(Mapping[str, Tensor]):
         if name not in self._rows:
             return self._saved[key]
         moment = kind.removesuffix(SCALE)
-        if self._saved.part_rows(f"{moment}/{name}")[-1][1] != self._num_rows[name]:
+        if not self._is_ours(moment, name):
             return self._saved[key]  # of another model, which the optimizer will say
         if f"{moment}{SCALE}/{name}" not in self._saved:
             return self._saved.rows(key, self._rows[name])
         return self._quantized(moment, name)[kind]
+
+    def like(self, key: str) -> Tensor | None:
+        """What `get` returns, or a tensor of its shape and dtype where the values would have to be encoded."""
+        kind, _, name = key.partition("/")
+        moment = kind.removesuffix(SCALE)
+        codes, scales = f"{moment}/{name}", f"{moment}{SCALE}/{name}"
+        is_quantized = name in self._rows and scales in self._saved and self._is_ours(moment, name)
+        if not is_quantized or self._rows[name] in self._saved.part_rows(codes):
+            return self.get(key)
+        rows = self._saved.rows(codes, self._rows[name])
+        blocks = -(-rows.numel() // BLOCK)
+        return rows if kind == moment else torch.empty(blocks, dtype=self._saved.part(scales, 0).dtype, device="meta")
+
+    def _is_ours(self, moment: str, name: str) -> bool:
+        """Whether the parameter has as many rows as were saved."""
+        return self._saved.part_rows(f"{moment}/{name}")[-1][1] == self._num_rows[name]
 
     def _quantized(self, moment: str, name: str) -> dict[str, Tensor]:
         """Codes and scales of this process's rows, by their kinds."""

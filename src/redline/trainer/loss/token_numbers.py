@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -15,6 +16,7 @@ from redline.trainer.batches.staging import Taken, Values
 from redline.trainer.loss.advantages import token_advantages
 from redline.trainer.loss.kl import kl_estimates
 from redline.trainer.loss.policy import aggregation_weights
+from redline.trainer.sampling import Sampling
 from redline.types import TrainBatch
 
 
@@ -43,6 +45,24 @@ class TokenNumbers:
         }
         taken = {name: Taken(array, micro_batch.index_M) for name, array in arrays.items() if array is not None}
         return {**taken, "old_logprobs_M": micro_batch.old_logprobs, "sequence_M": micro_batch.local_sequence_M}
+
+
+def token_numbers(
+    batch: TrainBatch, config: TrainerConfig, sampling: Sampling, found: Mapping[str, np.ndarray]
+) -> TokenNumbers:
+    """What each token of a batch brings into the loss. `found` has, by name, what other passes say of each token."""
+    reference_T = found.get("reference")
+    kl_M = reward_kl(batch, config, reference_T)
+    advantages_T, returns_T = batch_advantages(batch, sampling.advantages, config, kl_M, found.get("values"))
+    weights_T = batch_weights(batch, config, sampling.max_new_tokens)
+    in_loss = reference_T if config.kl_in == "loss" else None
+    mean_kl = None if kl_M is None else float(kl_M.mean())
+    return TokenNumbers(weights_T, advantages_T, found.get("anchor"), in_loss, returns_T, mean_kl)
+
+
+def weighed(numbers: TokenNumbers, part: TrainBatch, config: TrainerConfig, sampling: Sampling) -> TokenNumbers:
+    """The numbers of a batch, with the weights of the mean over a part of it."""
+    return replace(numbers, weights_T=batch_weights(part, config, sampling.max_new_tokens))
 
 
 def batch_weights(batch: TrainBatch, config: TrainerConfig, max_new_tokens: int) -> np.ndarray:

@@ -229,20 +229,21 @@ class MasterAdamW:
         return state | {"step": self._taken, "updates": torch.tensor(self._updates)}
 
     @torch.no_grad()
-    def load_state(self, state: Mapping[str, Tensor]) -> None:
-        """Take over a saved state, in place where the network shares the storage."""
+    def load_state(self, state: Mapping[str, Tensor], like: Callable[[str], Tensor | None] | None = None) -> None:
+        """Take over a saved state, in place where the network shares the storage. `like` returns a tensor of the same shape and
+        dtype as one that takes long to read; by default the state is read twice."""
         mine = self.state()
-        self._check(state, mine)
-        for key, tensor in mine.items():
-            tensor.copy_(state[key])
+        self._check(like or state.get, mine)
+        for key in sorted(mine, key=_of_parameter):
+            mine[key].copy_(state[key])
         self._updates = int(state["updates"])
         for name, master in self.masters.items():
             self._parameters[name].copy_(master)
         self.discard()
 
-    def _check(self, state: Mapping[str, Tensor], mine: Mapping[str, Tensor]) -> None:
+    def _check(self, like: Callable[[str], Tensor | None], mine: Mapping[str, Tensor]) -> None:
         for key, tensor in mine.items():
-            saved, (kind, _, name) = state.get(key), key.partition("/")
+            saved, (kind, _, name) = like(key), key.partition("/")
             if saved is not None and saved.shape == tensor.shape and saved.dtype == tensor.dtype:
                 continue
             if kind == "master":
@@ -253,6 +254,12 @@ class MasterAdamW:
                 f"the checkpoint's optimizer states are not {self._config.optimizer_states}: {key} differs",
                 "resume with the trainer.optimizer_states it began with",
             )
+
+
+def _of_parameter(key: str) -> tuple[str, str]:
+    """Sorts keys of a state by parameter: the codes and the scales of a moment follow each other."""
+    kind, _, name = key.partition("/")
+    return name, kind
 
 
 def _memory(kept: Kept, num_elements: int, device: torch.device, offload: bool) -> StateMemory:

@@ -26,8 +26,6 @@ class Passing:
     items: Items
     count: int
     """Micro-batches."""
-    longest: int
-    """Tokens of the longest of them."""
     temperature: float
     finish: Callable[[MicroBatch, Found], Tensor]
     """Called by the last stage alone, with what it found: the loss of a micro-batch."""

@@ -4,13 +4,14 @@
     stage 1       F0 B0 F1 B1 F2 B2 F3 B3
 
 1F1B: a stage keeps the activations of as many micro-batches as there are stages behind it, and itself. GPipe would keep all of
-them and wait as long, so that it runs only passes without gradients, which keep nothing.
+them and wait as long. A pass without gradients runs by the same schedule, with nothing to do for B: so a stage never has more
+messages than of the micro-batches under way.
 
 Every process has the whole batch and plans it alike, so that each knows a micro-batch's segments and length by its number: the
-residual stream, and its gradient, are all that is sent. torch wants every message of a pass in one shape that is known before,
-or else it infers the shape by pickled objects, which nothing here may read. So messages are as long as the longest micro-batch
-of the pass. A stage takes the tokens that there are and computes nothing for the rest; micro-batches are even, so that it is
-little.
+residual stream, and its gradient, are all that is sent. torch would rather have every message of a pass in one shape, and make
+room for all of them before the first, so that one long sequence would cost its length times the micro-batches. Here the shape
+that torch is told has no tokens. A stage makes room for a message when it asks for it, as long as the micro-batch is, and gives
+the room back once it is used.
 
 The time in a pass that this stage does not compute in is `wait.for_stages`: the bubble, and the transfers. Importing this file
 takes torch's pipelining along, which takes seconds.
@@ -23,9 +24,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 
 from redline.models.files.hf import AnyDecoder
 from redline.models.lora.per_token import ActiveLora
@@ -68,8 +68,7 @@ class Pipeline:
             return numbers[0]
 
         items = Staging(self._device).sent((part, network_inputs(part, whole(part))) for part in parts)
-        longest = max((len(part.tokens) for part in parts), default=0)
-        self._run(Passing(network, items, len(parts), longest, temperature, keep, doing, lora=lora), trains=False)
+        self._run(Passing(network, items, len(parts), temperature, keep, doing, lora=lora), trains=False)
         return found if network.is_last else [torch.zeros(len(part.targets)) for part in parts]
 
     def _run(self, passing: Passing, *, trains: bool) -> None:
@@ -77,7 +76,7 @@ class Pipeline:
             return
         network, count = passing.network, passing.count
         stage = self._stage(passing, trains)
-        schedule = Schedule1F1B(stage, count, _loss, scale_grads=False) if trains else ScheduleGPipe(stage, count)
+        schedule = Schedule1F1B(stage, count, _loss if trains else None, scale_grads=False)
         numbers = torch.arange(count)  # torch divides a batch into micro-batches; ours is their numbers
         first = (numbers,) if network.is_first else ()
         target = numbers if network.is_last and trains else None
@@ -93,9 +92,9 @@ class Pipeline:
         network = passing.network
         with torch.device("meta"):
             number = torch.empty(1, dtype=torch.int64)
-            stream = torch.empty(passing.longest, network.spec.hidden_size, dtype=self._dtype, requires_grad=trains)
+            stream = torch.empty(0, network.spec.hidden_size, dtype=self._dtype, requires_grad=trains)
             loss = torch.empty((), requires_grad=trains)
-        return _TimedStage(
+        return _OwnStage(
             _OnePass(passing),
             network.index,
             network.count,
@@ -117,25 +116,70 @@ class _OnePass(nn.Module):
     def __init__(self, passing: Passing) -> None:
         super().__init__()
         self.network, self.passing = passing.network, passing
+        self._taken: tuple[MicroBatch, dict[str, Tensor]] | None = None
+
+    def take(self) -> int:
+        """Go to the next micro-batch, and return its tokens. Called once before each `forward`."""
+        self._taken = next(self.passing.items)
+        return len(self._taken[0].tokens)
 
     def forward(self, given: Tensor, number: Tensor) -> Tensor:
         """`given` is the residual stream of the stage before, and nothing of use on the first."""
         passing, network = self.passing, self.network
-        micro_batch, inputs = next(passing.items)
+        assert self._taken is not None
+        micro_batch, inputs = self._taken
+        self._taken = None
         with span(passing.doing, device=True, **passing.told):
-            own = inputs["tokens"].long() if network.is_first else given[: len(micro_batch.tokens)]
+            own = inputs["tokens"].long() if network.is_first else given
             stream_TE = hidden_states(network, micro_batch, whole(micro_batch), own, passing.lora)
             if not network.is_last:
-                return F.pad(stream_TE, (0, 0, 0, passing.longest - len(stream_TE)))
+                return stream_TE
             return passing.finish(micro_batch, predicted(network, stream_TE, inputs, passing.temperature))
 
 
-class _TimedStage(PipelineStage):
-    """torch's stage, whose backward passes are spans."""
+class _OwnStage(PipelineStage):
+    """torch's stage, with room for the messages of one micro-batch at a time, and spans around its backward passes."""
 
     submod: _OnePass
 
-    def backward_one_chunk(self, *arguments: Any, **named: Any) -> None:
-        if self.has_backward:
-            with span("trainer.backward", device=True, **self.submod.passing.told):
-                super().backward_one_chunk(*arguments, **named)
+    def __init__(self, *arguments: Any, **named: Any) -> None:
+        super().__init__(*arguments, **named)
+        self._runtime_validate = False  # against the shape without tokens
+
+    def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
+        tokens = self.submod.take()
+        for info in self.args_recv_info[fwd_chunk_id]:
+            if info.buffer is not None:
+                info.buffer = info.buffer.new_empty(tokens, *info.buffer.shape[1:])
+        return super().get_fwd_recv_ops(fwd_chunk_id)
+
+    def forward_one_chunk(self, fwd_chunk_id: int, *arguments: Any, **named: Any) -> Any:
+        output = super().forward_one_chunk(fwd_chunk_id, *arguments, **named)
+        _give_room_back(self.args_recv_info[fwd_chunk_id])  # what the backward pass needs of it, it has
+        return output
+
+    def get_fwd_send_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
+        sends = super().get_fwd_send_ops(fwd_chunk_id)
+        if not self.has_backward:
+            del self.fwd_cache[fwd_chunk_id]  # kept for a backward pass
+        return sends
+
+    def get_bwd_recv_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
+        if self.has_backward and not self.is_last:
+            (sent,), _ = self.fwd_cache[bwd_chunk_id]
+            for info in self.grad_recv_info[bwd_chunk_id]:
+                info.buffer = torch.empty_like(sent, requires_grad=False)
+        return super().get_bwd_recv_ops(bwd_chunk_id)
+
+    def backward_one_chunk(self, bwd_chunk_id: int, *arguments: Any, **named: Any) -> None:
+        if not self.has_backward:
+            return
+        with span("trainer.backward", device=True, **self.submod.passing.told):
+            super().backward_one_chunk(bwd_chunk_id, *arguments, **named)
+        _give_room_back(self.grad_recv_info[bwd_chunk_id])
+
+
+def _give_room_back(infos: Iterable[Any]) -> None:
+    for info in infos:
+        if info.buffer is not None:
+            info.buffer = info.buffer.detach()[:0].clone()

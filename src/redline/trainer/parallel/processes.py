@@ -61,6 +61,11 @@ class Parallel:
         return self.division.divides_weights
 
     @property
+    def meets_in_passes(self) -> bool:
+        """Whether processes wait for each other inside a forward or backward pass."""
+        return self.is_divided or self.place.sequence_ranks > 1
+
+    @property
     def num_parts(self) -> int:
         """Processes that divide one set of weights: the stages of a pipeline, or world / replicate."""
         if self.place.stages > 1:

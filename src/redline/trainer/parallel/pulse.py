@@ -180,7 +180,7 @@ class Pulse:
         return f"{name} has given no sign of life for {silent_s:.0f} s" if silent_s > self.patience_s else ""
 
     def is_gone(self, rank: int) -> bool:
-        """Whether a rank has begun and is seen to have ended: not where it is out of sight. Any thread may ask; does not block."""
+        """Whether a rank is seen to have ended: not where it is out of sight, or has not begun. Any thread may ask."""
         if not self._store.check([f"beat/{rank}"]):
             return False
         told = json.loads(self._store.get(f"beat/{rank}"))

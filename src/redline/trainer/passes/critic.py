@@ -12,10 +12,16 @@ import torch
 from torch import Tensor
 
 from redline.config.sections.trainer import TrainerConfig
-from redline.models.value_head import ValueNetwork
+from redline.models.files.hf import AnyDecoder
+from redline.models.value_head import ValueNetwork, value_network
 from redline.telemetry import span
-from redline.trainer.batches.micro_batches import MicroBatch
+from redline.trainer.batches.micro_batches import MicroBatch, MicroBatchPlan
+from redline.trainer.loss.token_numbers import TokenNumbers
+from redline.trainer.optimizer import schedule
+from redline.trainer.optimizer.adamw import MasterAdamW
 from redline.trainer.passes.forward import chosen_values
+from redline.trainer.passes.room import Room
+from redline.types import TrainBatch
 
 
 class Optimizer(Protocol):
@@ -152,6 +158,27 @@ class Critic:
         found.loss.backward()
         self._optimizer.accumulate()
         return found
+
+
+class TrainedCritic(Critic):
+    """The critic of a policy: beside its network, with an optimizer and a schedule of its own."""
+
+    def __init__(self, policy: AnyDecoder, dtype: torch.dtype, config: TrainerConfig, seed: int) -> None:
+        self._settings = settings = critic_settings(config)
+        network = value_network(policy, settings.lora, dtype, seed)
+        self.optimizer = MasterAdamW(network, dtype, settings)
+        super().__init__(network, self.optimizer, settings.critic.clip)
+
+    def train(self, batch: TrainBatch, numbers: TokenNumbers, values_T: np.ndarray, room: Room, version: int) -> CriticReport:
+        """One update by a mini-batch. `values_T` are those that the advantages were made with."""
+        returns_T = numbers.returns_T
+        assert returns_T is not None
+        learning_rate = schedule.learning_rate(self._settings, version)
+
+        def step(plan: MicroBatchPlan) -> CriticReport:
+            return self.step(plan.of_rank(0), values_T, returns_T, numbers.weights_T, learning_rate)
+
+        return room.run(batch, room.critic, step, version, self.optimizer)
 
 
 @dataclass(slots=True)

@@ -2,10 +2,42 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
-from redline.types import StepReport
+import numpy as np
+
+from redline.config.sections.trainer import TrainerConfig
+from redline.trainer.loss.off_policy import correction_for
+from redline.trainer.loss.token_numbers import TokenNumbers
+from redline.trainer.passes.critic import CriticReport, explained_variance
+from redline.types import StepReport, TrainBatch
+
+
+def step_report(
+    batch: TrainBatch,
+    config: TrainerConfig,
+    numbers: TokenNumbers,
+    found: Mapping[str, np.ndarray],
+    updates: Sequence[StepReport],
+    critic: Sequence[CriticReport],
+    retries: int,
+) -> StepReport:
+    """The report of a step: of its updates, and of what the recipe has beside them. `found` is what was looked at first,
+    `retries` how often memory ran out."""
+    report = of_step(updates) if config.updates_per_step > 1 else updates[0]
+    extra = dict(report.extra)
+    if numbers.reward_kl is not None:
+        extra["kl"] = numbers.reward_kl
+    if critic:
+        assert numbers.returns_T is not None
+        explained = explained_variance(found["values"][batch.loss_mask], numbers.returns_T[batch.loss_mask])
+        extra |= CriticReport.of_step(critic, explained).metrics
+    if correction_for(batch.lags, config) is not config:
+        extra["lag_corrected"] = 1.0
+    if retries:
+        extra["oom_retries"] = float(retries)
+    return replace(report, extra=extra)
 
 
 def of_step(updates: Sequence[StepReport]) -> StepReport:

@@ -7,10 +7,12 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import save_file
-from torch import Tensor
+from torch import Tensor, nn
 
+from redline.config.sections.trainer import TrainerConfig
 from redline.kernels.flat_state import BLOCK
 from redline.trainer.checkpoints.tensors import OwnState, SavedTensors
+from redline.trainer.optimizer.adamw import MasterAdamW
 from redline.trainer.optimizer.quantized_states import decode_moment, encode_moment
 from redline.trainer.parallel.place import part_rows
 
@@ -76,6 +78,21 @@ def test_8_bit_moments_of_as_many_processes_as_before_are_not_touched(whole: dic
         state = own_state(saved, part, 3)
         assert torch.equal(state["exp_avg/a"], saved.part("exp_avg/a", part))
         assert torch.equal(state["exp_avg_scale/a"], saved.part("exp_avg_scale/a", part))
+
+
+def test_a_moment_is_encoded_anew_once_where_a_state_is_loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = TrainerConfig(optimizer_states="int8")
+    save_file(MasterAdamW({"a": nn.Parameter(torch.ones(ROWS, COLUMNS))}, torch.float32, config).state(), tmp_path / "whole")
+    own = OwnState(SavedTensors([tmp_path / "whole"]), {"a": (0, 31)}, {"a": ROWS})
+    encoded: list[str] = []
+
+    def count(kind: str, values_N: Tensor, seed: int) -> tuple[Tensor, Tensor]:
+        encoded.append(kind)
+        return encode_moment(kind, values_N, seed)
+
+    monkeypatch.setattr("redline.trainer.checkpoints.tensors.encode_moment", count)
+    MasterAdamW({"a": nn.Parameter(torch.zeros(31, COLUMNS))}, torch.float32, config).load_state(own, own.like)
+    assert encoded == ["exp_avg", "exp_avg_sq"]
 
 
 def test_a_part_that_is_decoded_anywhere_is_that_of_the_whole() -> None:

@@ -15,6 +15,7 @@ from support.fakes import Attempt, train_batch
 from support.policy_training import Bench, Outcome, assert_close, part_of, train
 from support.rank_processes import Ranks, started_ranks
 from support.small_models import llama, write_model
+from support.stage_messages import message_tokens
 from torch import Tensor
 
 from redline.models.files.hf import load_decoder
@@ -167,6 +168,18 @@ def test_a_step_that_is_not_finite_is_skipped_by_all_and_explained_by_rank_0(
     assert_close(part_of(first.state, "master/"), part_of(alone.state, "master/"))
 
 
+def test_a_stage_has_room_for_the_messages_under_way_alone(two: Ranks, bench: Bench) -> None:
+    """Many short micro-batches and a long one: not as many messages as there are, each as long as the longest."""
+    short = [[Attempt([([3] * 3, False), ([5] * 4, True)], 1.0, [-4.0] * 4)] for _ in range(30)]
+    long = [[Attempt([([3] * 90, False), ([5] * 4, True)], 1.0, [-4.0] * 4)]]
+    keys = {"max_tokens_per_micro_batch": 8, "max_tokens_per_forward": 8, "kl_coef": 0.3, **STAGES}
+    for rank, found in enumerate(two.run(message_tokens, bench.folder, train_batch(short + long), keys)):
+        assert found.micro_batches > 30
+        assert max(found.of_inputs) <= 94, rank
+        assert max(found.of_gradients) <= 94, rank
+        assert sum(found.of_inputs) + sum(found.of_gradients) < 4 * (30 * 7 + 94), "each as long as its micro-batch"
+
+
 @pytest.fixture
 def single_group() -> Iterator[dist.ProcessGroup]:
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
@@ -184,7 +197,6 @@ def test_what_a_stage_raises_comes_out_as_it_is(bench: Bench, single_group: dist
 
     parts = list(micro_batches(bench.batches(1)[0], 50))
     items = Staging(torch.device("cpu")).sent((part, network_inputs(part, whole(part))) for part in parts)
-    longest = max(len(part.tokens) for part in parts)
-    passing = Passing(cut_stage(load_decoder(bench.folder), 0, 1), items, len(parts), longest, 1.0, refuse)
+    passing = Passing(cut_stage(load_decoder(bench.folder), 0, 1), items, len(parts), 1.0, refuse)
     with pytest.raises(torch.OutOfMemoryError, match="no room"):
         Pipeline(torch.device("cpu"), torch.float32, single_group).train(passing)
