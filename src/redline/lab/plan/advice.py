@@ -12,6 +12,7 @@ from redline.lab.plan.memory import MemoryEstimate, estimate_memory
 from redline.lab.plan.rates import Rates
 from redline.lab.plan.setup import Setup
 from redline.lab.plan.sizes import kv_bytes_needed
+from redline.lab.plan.stages import KEY, layers_of
 from redline.lab.plan.timing import estimate_time
 from redline.models.layer_code import Checkpointing
 from redline.trainer.parallel.place import Sharding
@@ -132,7 +133,7 @@ def _options(setup: Setup, rates: Rates, memory: MemoryEstimate) -> Iterator[_Op
         yield _trainer("gradient_checkpointing", kind, words[kind])
     if trainer.optimizer_states == "float32":
         yield _trainer("optimizer_states", "int8", "rounding of Adam's means, right on average")
-    if setup.device.is_gpu and not trainer.offload_optimizer:
+    if setup.device.is_gpu and not trainer.offload_optimizer and not setup.divides_weights:
         yield _trainer("offload_optimizer", True, "masters and means cross the bus in every step; host memory")
     if not trainer.lora.rank and config.rollouts.advantages != "gae":
         lora = trainer.lora.model_copy(update={"rank": LORA_RANK})
@@ -141,7 +142,7 @@ def _options(setup: Setup, rates: Rates, memory: MemoryEstimate) -> Iterator[_Op
             "what a low rank cannot say; usually a ten times larger learning rate",
             lambda s: s.changed(trainer={"lora": lora}),
         )
-    if config.needs_reference and not trainer.reference_offload and not trainer.lora.rank:
+    if config.needs_reference and not trainer.reference_offload and not trainer.lora.rank and not setup.divides_weights:
         yield _trainer("reference_offload", True, "the reference crosses the bus in every step; host memory")
     yield from _smaller(setup, memory)
     yield from _more_devices(setup, rates)
@@ -175,7 +176,7 @@ def _more_devices(setup: Setup, rates: Rates) -> Iterator[_Option]:
         return lambda s: choose_parallel(replace(s, gpus=gpus), rates)[0]
 
     for gpus in (2, 4, 8):
-        if gpus > setup.gpus:
+        if gpus > setup.gpus and gpus % setup.stages == 0:
             yield _Option((f"--gpus={gpus}",), f"{gpus / setup.gpus:g} times the price of an hour", spread(gpus))
 
 
@@ -198,15 +199,23 @@ def choose_parallel(setup: Setup, rates: Rates) -> tuple[Setup, list[Choice]]:
     """How several devices divide the trainer's state and the engine, where the recipe leaves it to us."""
     if setup.gpus == 1:
         return setup, []
-    setup, sharding = _choose_sharding(setup)
+    setup, divided = (setup, _stages(setup)) if setup.stages > 1 else _choose_sharding(setup)
     setup, parallel = _choose_tensor_parallel(setup, rates)
-    return setup, [sharding, parallel]
+    return setup, [divided, parallel]
+
+
+def _stages(setup: Setup) -> Choice:
+    first, last = layers_of(setup.model, setup.stages)
+    layers = f"{first} layers" if first == last else f"{last} to {first} layers"
+    why = f"as {KEY} says: {layers} on each device, {setup.data_ranks} {'pipeline' if setup.data_ranks == 1 else 'pipelines'}"
+    return Choice("stages", str(setup.stages), why)
 
 
 def _choose_sharding(setup: Setup) -> tuple[Setup, Choice]:
     """The least that fits: what is divided has to be put together again over the link."""
     if "sharding" in setup.given:
-        return setup, Choice("sharding", setup.sharding, "as --sharding says")
+        key = "trainer.sharding" if setup.config.trainer.sharding == setup.sharding else "--sharding"
+        return setup, Choice("sharding", setup.sharding, f"as {key} says")
     tried: dict[str, int] = {}
     chosen = setup
     for kind in get_args(Sharding):

@@ -14,17 +14,19 @@ from redline.models.sizes.memory import (
     around_bytes,
     counted_bytes,
     layer_bytes,
+    message_bytes,
 )
 from redline.trainer.loss.logprobs import KEPT_BYTES, chunk_rows
 from redline.trainer.optimizer.quantized_states import bytes_per_moments
 
 
 def policy_bytes(setup: Setup) -> ParameterBytes:
-    """The trainer's parameters, on one device. With FSDP the parts are float32 masters, and whole weights exist beside them."""
+    """The trainer's parameters, on one device: the fullest, where stages divide the layers. With FSDP the parts are float32
+    masters, and whole weights exist beside them."""
     trainer = setup.config.trainer
     return counted_bytes(
-        setup.model.parameters + setup.adapter,
-        setup.trained,
+        setup.own_parameters + setup.own_adapter,
+        setup.own_trained,
         setup.dtype,
         bytes_per_moments=bytes_per_moments(trainer.optimizer_states),
         offloaded=trainer.offload_optimizer and setup.device.is_gpu,
@@ -40,7 +42,7 @@ def held_terms(setup: Setup) -> dict[str, int]:
     if not setup.engine_shares_weights:
         terms["engine weights"] = size * setup.model.parameters // setup.tensor_parallel_size
     if config.needs_reference and not config.trainer.lora.rank and not config.trainer.reference_offload:
-        terms["reference"] = size * setup.model.parameters
+        terms["reference"] = -(-size * setup.own_parameters // setup.shards)  # divided as the policy is
     if config.needs_critic:
         critic = critic_bytes(setup)
         terms["critic"] = critic.weights + critic.masters + critic.moments
@@ -78,9 +80,11 @@ def layer(setup: Setup, tokens: int) -> LayerBytes:
 
 
 def per_token(setup: Setup, tokens: int) -> TokenBytes:
-    """What each of so many tokens adds to a micro-batch."""
+    """What each of so many tokens adds to a micro-batch, as the trainer counts it: a stage has fewer layers, and keeps as many
+    more micro-batches."""
     around = around_bytes(setup.model.shape, setup.dtype, setup.layer_code)
-    return layer(setup, tokens).through(setup.model.shape.num_layers, setup.checkpointing, around)
+    messages = message_bytes(setup.model.shape, setup.dtype, setup.stages)
+    return messages.beside(layer(setup, tokens).through(setup.model.shape.num_layers, setup.checkpointing, around))
 
 
 def kept_logits(setup: Setup, predicted: int) -> tuple[int, int]:

@@ -22,7 +22,8 @@ import torch
 from redline.lab.plan.held import critic_bytes, held_terms, kept_logits, layer, per_token, policy_bytes
 from redline.lab.plan.setup import Setup
 from redline.lab.plan.sizes import CUDA_CONTEXT, Sizes, choose_sizes
-from redline.models.sizes.memory import FLOAT32, around_bytes
+from redline.lab.plan.stages import layers_of
+from redline.models.sizes.memory import FLOAT32, around_bytes, message_bytes
 from redline.trainer.loss.logprobs import CHUNK_BYTES
 from redline.trainer.optimizer.offload import STRETCH_ELEMENTS
 from redline.trainer.optimizer.quantized_states import bytes_per_moments
@@ -110,7 +111,7 @@ def _loading(setup: Setup) -> dict[str, int]:
     divide it are taken to read a part each."""
     held, own = held_terms(setup), policy_bytes(setup)
     base = {"CUDA context": CUDA_CONTEXT} if setup.device.is_gpu else {"process": setup.process_bytes}
-    whole = FLOAT32 * setup.model.parameters // setup.shards
+    whole = FLOAT32 * setup.own_parameters // setup.shards
     rest = {name: size for name, size in held.items() if name not in ("weights", "gradients", "engine weights")}
     return {"weights": max(whole, own.weights), **rest, **base}
 
@@ -140,6 +141,8 @@ def _passes(setup: Setup, sizes: Sizes) -> dict[str, int]:
     chunk = max(passing, min(CHUNK_BYTES[setup.kind], kept))
     if setup.config.trainer.reference_offload and setup.config.needs_reference and not setup.adapter:
         terms["reference"] = setup.dtype.itemsize * setup.model.parameters
+    if gathered := _gathered_in_passes(setup):
+        terms["gathered weights"] = gathered
     return terms | {"logits": chunk}
 
 
@@ -151,21 +154,33 @@ def trained_share(setup: Setup) -> float:
 
 
 def _training(setup: Setup, tokens: int) -> dict[str, int]:
-    """At the peak: everything is kept, and either the head or the last layer is at work."""
+    """At the peak: everything is kept, and either the head or the last layer is at work. Of stages the one that takes more: the
+    first, with a micro-batch for every stage, or the last, with the head."""
+    first, last = layers_of(setup.model, setup.stages)
+    at_end = _training_of(setup, tokens, setup.stages - 1, last) | _head_gradient(setup)
+    at_begin = _training_of(setup, tokens, 0, setup.stages * first)
+    return max(at_end, at_begin, key=lambda terms: sum(terms.values())) if setup.stages > 1 else at_end
+
+
+def _training_of(setup: Setup, tokens: int, stage: int, layers: int) -> dict[str, int]:
+    """Of a stage that keeps the activations of so many layers, of all micro-batches under way."""
     each, kind, shape = layer(setup, tokens), setup.checkpointing, setup.model.shape
-    size, own = setup.dtype.itemsize, policy_bytes(setup)
-    activations = tokens * (shape.num_layers * each.kept_with(kind) + around_bytes(shape, setup.dtype, setup.layer_code))
+    size, has_head = setup.dtype.itemsize, stage == setup.stages - 1
+    around = around_bytes(shape, setup.dtype, setup.layer_code) if has_head else 0
+    activations = tokens * (layers * each.kept_with(kind) + around)
     if not setup.device.is_gpu:
         activations += round(FLOAT32 * setup.scores_per_token(tokens) * tokens)  # the mask, once for all layers
-    kept, passing = kept_logits(setup, round(tokens * trained_share(setup)))
-    at_head = kept + passing + tokens * size * shape.hidden_size
+    kept, passing = kept_logits(setup, round(tokens * trained_share(setup))) if has_head else (0, 0)
+    at_head = kept + passing + tokens * size * shape.hidden_size if has_head else 0
     at_layer = tokens * (each.again(kind) + each.backward)
-    terms = {"gradients": own.gradients, "activations": activations} | (
+    terms = {"gradients": policy_bytes(setup).gradients, "activations": activations} | (
         {"logits": at_head} if at_head > at_layer else {"layer at work": at_layer}
     )
+    if setup.stages > 1:
+        terms["messages"] = tokens * message_bytes(shape, setup.dtype, setup.stages, stage).training
     if setup.shards > 1:
         terms["gathered weights"] = _gathered(setup)
-    return terms | _head_gradient(setup)
+    return terms
 
 
 def _head_gradient(setup: Setup) -> dict[str, int]:
@@ -187,8 +202,17 @@ def _gathered(setup: Setup) -> int:
     return size * (around + (2 + Division().prefetch_layers) * per_layer)
 
 
+def _gathered_in_passes(setup: Setup) -> int:
+    """The same in passes without gradients: those of a reference of its own come together with either sharding."""
+    if setup.shards == 1:
+        return 0
+    if setup.sharding == "grad_op":
+        return setup.dtype.itemsize * setup.model.parameters if setup.config.needs_reference and not setup.adapter else 0
+    return _gathered(setup)
+
+
 def _optimizer(setup: Setup) -> dict[str, int]:
-    trainer, stretch = setup.config.trainer, min(STRETCH_ELEMENTS, -(-setup.trained // setup.shards))
+    trainer, stretch = setup.config.trainer, min(STRETCH_ELEMENTS, -(-setup.own_trained // setup.shards))
     scratch = 0
     if trainer.optimizer_states == "int8" and not setup.device.is_gpu:  # there one kernel does it
         scratch += QUANTIZED_SCRATCH * FLOAT32 * stretch
@@ -221,11 +245,11 @@ def host_terms(setup: Setup) -> dict[str, int]:
     on_device = setup.device.is_gpu
     terms = {"process": setup.process_bytes}
     kept = policy_bytes(setup.changed(trainer={"offload_optimizer": False}))
-    state = (kept.masters or FLOAT32 * -(-setup.trained // setup.shards)) + kept.moments
+    state = (kept.masters or FLOAT32 * -(-setup.own_trained // setup.shards)) + kept.moments
     if on_device and config.trainer.offload_optimizer:
         terms["offloaded state"] = kept.masters + kept.moments
     if on_device and config.trainer.reference_offload and config.needs_reference and not setup.adapter:
         terms["reference"] = size * setup.model.parameters
     if config.run.checkpoint_every:
-        terms["checkpoint"] = state * setup.shards
+        terms["checkpoint"] = state  # its part
     return terms

@@ -117,7 +117,7 @@ class Hardware:
     prices: Sequence[str] = ()
     """`DEVICE=DOLLARS` of an hour, instead of ours."""
     sharding: Sharding | None = None
-    """What trainers on several devices divide; None for the least that fits."""
+    """What trainers on several devices divide; None for what the recipe says, or the least that fits."""
     tensor_parallel_size: int | None = None
     """Devices that divide one engine; None for what samples fastest."""
 
@@ -135,7 +135,8 @@ def make_plan(
     device, process_bytes = _device(config, hardware.device)
     priced = with_prices(device, hardware.prices)
     setup = make_setup(config, priced, hardware.count, prompt_tokens, mean_new_tokens, process_bytes)
-    return plan_setup(divided(setup, hardware.sharding, hardware.tensor_parallel_size), rates_of(device, results))
+    asked = config.trainer.sharding if hardware.count > 1 and config.trainer.sharding != "none" else None
+    return plan_setup(divided(setup, hardware.sharding or asked, hardware.tensor_parallel_size), rates_of(device, results))
 
 
 def plan_setup(setup: Setup, rates: Rates) -> Plan:

@@ -13,6 +13,7 @@ from redline.errors import ConfigError
 from redline.lab.material.workloads import RANDOM
 from redline.lab.plan.devices import Device
 from redline.lab.plan.shapes import Model, describe_model
+from redline.lab.plan.stages import KEY, check_stages, layers_of, parameters_of
 from redline.models.attention.packed import MAX_SCORES
 from redline.models.layer_code import Checkpointing, LayerCode, layer_code
 from redline.trainer.batches.cost import CostModel
@@ -94,14 +95,44 @@ class Setup:
         return self.trained if self.config.trainer.lora.rank else 0
 
     @property
+    def stages(self) -> int:
+        """Devices that divide the trainer's layers."""
+        return self.config.trainer.pipeline_parallel_size
+
+    @property
+    def data_ranks(self) -> int:
+        """Trainers that get micro-batches of their own: devices / stages."""
+        return self.gpus // self.stages
+
+    @property
+    def own_parameters(self) -> int:
+        """Parameters of the model that one device computes with: all, or those of the fullest stage. Shards divide them."""
+        return parameters_of(self.model, self.stages)
+
+    @property
+    def own_adapter(self) -> int:
+        """Of an adapter, the same."""
+        return -(-self.adapter * layers_of(self.model, self.stages)[0] // self.model.shape.num_layers) if self.adapter else 0
+
+    @property
+    def own_trained(self) -> int:
+        """What of both gets gradients."""
+        return self.own_adapter or self.own_parameters
+
+    @property
     def shards(self) -> int:
         """Processes that divide gradients and optimizer state among them."""
         return 1 if self.sharding == "none" else self.gpus
 
     @property
+    def divides_weights(self) -> bool:
+        """Whether no device of the trainer has all weights to itself."""
+        return self.sharding != "none" or self.stages > 1
+
+    @property
     def engine_shares_weights(self) -> bool:
         """Engine and trainer read one storage: neither divides the weights."""
-        return self.tensor_parallel_size == 1 and self.sharding == "none"
+        return self.tensor_parallel_size == 1 and not self.divides_weights
 
     @property
     def layer_code(self) -> LayerCode:
@@ -117,12 +148,12 @@ class Setup:
 
     @property
     def tokens_per_rank(self) -> int:
-        """Through one trainer in a step, if every attempt is as long as it may be."""
-        return self._tokens(self.work.share(self.gpus).groups, self.work.max_new_tokens)
+        """Through one trainer in a step, all its stages, if every attempt is as long as it may be."""
+        return self._tokens(self.work.share(self.data_ranks).groups, self.work.max_new_tokens)
 
     @property
     def mean_tokens_per_rank(self) -> int:
-        return self._tokens(self.work.share(self.gpus).groups, self.work.mean_new_tokens)
+        return self._tokens(self.work.share(self.data_ranks).groups, self.work.mean_new_tokens)
 
     def _tokens(self, groups: int, new_tokens: float) -> int:
         work = self.work
@@ -186,6 +217,12 @@ def divided(setup: Setup, sharding: Sharding | None, tensor_parallel_size: int |
     if tensor_parallel_size is not None and setup.gpus % tensor_parallel_size:
         raise ConfigError(
             f"--tensor-parallel {tensor_parallel_size}: does not divide the {setup.gpus} devices", "give a divisor of --gpus"
+        )
+    check_stages(setup.model, setup.stages, setup.gpus)
+    if setup.stages > 1 and sharding not in (None, "none"):
+        raise ConfigError(
+            f"--sharding {sharding}: with {KEY} = {setup.stages} stages divide the weights already",
+            f"leave it out, or set {KEY}=1",
         )
     asked = {"sharding": sharding, "tensor_parallel_size": tensor_parallel_size}
     return replace(

@@ -45,7 +45,8 @@ def choose_sizes(setup: Setup) -> Sizes:
     else:
         budgets = cpu_budgets()
     forward = setup.config.trainer.max_tokens_per_forward or budgets.forward
-    training, forward = (balanced(limit, max(most, setup.longest)) for most in (budgets.training, forward))
+    most = max(setup.longest, -(-limit // setup.stages))  # at least a micro-batch for every stage
+    training, forward = (balanced(limit, min(most, max(tokens, setup.longest))) for tokens in (budgets.training, forward))
     of = f"; a step has {limit:,}" if budgets.training > limit else ""
     reasons["trainer.max_tokens_per_micro_batch"] = f"{budgets.training:,} ({budgets.reason}{of})"
     return Sizes(cache.num_bytes, cache.num_tokens, training, forward, tuple(refused), reasons)

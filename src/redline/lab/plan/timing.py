@@ -25,6 +25,7 @@ from redline.lab.plan.memory import MemoryEstimate, trained_share
 from redline.lab.plan.rates import Cost, Efficiency, Rates
 from redline.lab.plan.setup import Setup
 from redline.lab.plan.shapes import Model
+from redline.lab.plan.stages import time_share
 from redline.models.sizes.memory import FLOAT32
 from redline.models.spec import DecoderSpec
 
@@ -185,22 +186,31 @@ def training_cost(setup: Setup, tokens: float, micro_batches: float, rates: Rate
     logits = 4 * predicted * shape.vocab_size * size
     weights = micro_batches * (2 * size * setup.model.parameters + 2 * FLOAT32 * setup.trained)
     passes = 2 + {"none": 0, "light": 0, "selective": 0.5, "full": 1}[setup.checkpointing]
-    gathered = _gather_seconds(setup, micro_batches)
+    link = _gather_seconds(setup, micro_batches) + _message_seconds(setup, 2 * tokens)
+    share = time_share(setup.stages, micro_batches)
     return Cost(
-        products=flops / rates.flops,
-        memory=(traffic + logits + weights) / rates.bandwidth,
-        link=gathered,
-        layers=passes * micro_batches * shape.num_layers,
+        products=share * flops / rates.flops,
+        memory=share * (traffic + logits + weights) / rates.bandwidth,
+        link=link,
+        layers=share * passes * micro_batches * shape.num_layers,
     )
+
+
+def _message_seconds(setup: Setup, tokens: float) -> float:
+    """Seconds in which stages send or get the residual stream of so many tokens, or its gradient: they wait for it."""
+    if setup.stages == 1:
+        return 0.0
+    moved = tokens * setup.model.shape.hidden_size * setup.dtype.itemsize
+    return moved / (LINK_SHARE * setup.device.link_bandwidth)
 
 
 def _gather_seconds(setup: Setup, micro_batches: float) -> float:
     """Seconds of moving weights and gradients between devices that products do not hide: half is assumed to be hidden."""
-    if setup.gpus == 1:
+    if setup.data_ranks == 1:
         return 0.0
     sharding, size = setup.sharding, setup.dtype.itemsize
-    part = (setup.gpus - 1) / setup.gpus
-    gradients = FLOAT32 * setup.trained * part * (2 if sharding == "none" else 1)
+    part = (setup.data_ranks - 1) / setup.data_ranks
+    gradients = FLOAT32 * setup.own_trained * part * (2 if sharding == "none" else 1)
     times = {"none": 0.0, "grad_op": 1.0, "full": 2 * micro_batches}[sharding]
     weights = size * setup.model.parameters * part * times
     return 0.5 * (gradients + weights) / (LINK_SHARE * setup.device.link_bandwidth)
@@ -212,13 +222,14 @@ def pass_cost(setup: Setup, tokens: float, micro_batches: float, rates: Rates) -
     predicted = tokens * trained_share(setup)
     flops = 2 * cost.body_params * tokens + 2 * cost.head_params * predicted + cost.attention_flops * pairs_of(setup, tokens)
     traffic = tokens * shape.num_layers * layer(setup, 0).forward + 2 * predicted * shape.vocab_size * setup.dtype.itemsize
-    return Cost(flops / rates.flops, traffic / rates.bandwidth, layers=micro_batches * shape.num_layers)
+    share, link = time_share(setup.stages, micro_batches), _message_seconds(setup, tokens)
+    return Cost(share * flops / rates.flops, share * traffic / rates.bandwidth, link, share * micro_batches * shape.num_layers)
 
 
 def optimizer_cost(setup: Setup, rates: Rates) -> Cost:
     """The gradient is read twice, for its norm and for the update; masters and moments are read and written."""
     own, trainer = policy_bytes(setup.changed(trainer={"offload_optimizer": False})), setup.config.trainer
-    part = setup.trained / setup.shards
+    part = setup.own_trained / setup.shards
     state = own.masters + own.moments
     moved = 2 * own.gradients + 2 * state + setup.dtype.itemsize * part
     if trainer.optimizer_states == "int8" and not setup.device.is_gpu:  # there one kernel does it
@@ -239,10 +250,10 @@ def estimate_time(setup: Setup, memory: MemoryEstimate, rates: Rates) -> TimeEst
     epochs, updates = config.trainer.epochs, config.trainer.updates_per_step
     passes = int(config.needs_reference) + int(config.needs_anchor) + int(config.needs_critic)
     if passes:
-        each = pass_cost(setup, tokens, math.ceil(tokens / sizes.forward_tokens), rates)
+        each = pass_cost(setup, tokens, max(setup.stages, math.ceil(tokens / sizes.forward_tokens)), rates)
         phases.append(_timed("logprob passes", each.times(passes), rates.training))
     mini_batches = config.trainer.mini_batches
-    micro_batches = mini_batches * math.ceil(tokens / mini_batches / sizes.training_tokens)
+    micro_batches = mini_batches * max(setup.stages, math.ceil(tokens / mini_batches / sizes.training_tokens))
     step = training_cost(setup, tokens, micro_batches, rates).times(epochs)
     optimizer = optimizer_cost(setup, rates).times(updates)
     phases.append(_timed("forward/backward", step, rates.training))

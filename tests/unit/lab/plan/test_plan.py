@@ -29,14 +29,17 @@ from redline.lab.plan.plan import Hardware, Plan, make_plan, plan_setup
 from redline.lab.plan.setup import Setup, make_setup
 from redline.lab.plan.shapes import NAMED, describe_model
 from redline.lab.plan.sizes import balanced
+from redline.lab.plan.stages import parameters_of, time_share
 from redline.models.files.hf import empty_decoder, load_config, load_decoder
 from redline.models.files.sources import packaged_smollm2
+from redline.models.stage import cut_stage
 from redline.trainer import PolicyTrainer, Sampling
 from redline.trainer.loss import logprobs
 from redline.trainer.loss.logprobs import selected_logprobs
 
 GB = 10**9
 SEVEN, HALF = "random:qwen2.5-7b", "random:qwen2.5-0.5b"
+H100X4 = Hardware("h100", 4)
 
 
 def recipe(path: str = HALF, **sections: dict[str, Any]) -> Config:
@@ -245,6 +248,88 @@ def test_processes_that_divide_the_state_hold_a_part_each() -> None:
     assert held_terms(part)["moments"] * 8 == pytest.approx(held_terms(whole)["moments"], rel=1e-6)
     assert held_terms(part)["engine weights"] == 2 * part.model.parameters  # which it can no longer share
     assert worst(part) < 0.52 * worst(whole)
+
+
+def test_a_reference_is_divided_as_the_policy_is() -> None:
+    whole = setup_of(SEVEN, gpus=8, trainer={"kl_coef": 0.1})
+    for sharding in ("grad_op", "full"):
+        part = replace(whole, sharding=sharding)
+        assert held_terms(part)["reference"] * 8 == pytest.approx(held_terms(whole)["reference"], rel=1e-6)
+        assert estimate_memory(part).phase("logprob passes").terms["gathered weights"] > 0, "a layer at a time, or all"
+
+
+# ── stages ─────────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize("family", ["llama, tied", "qwen3, biases"])
+@pytest.mark.parametrize("stages", [2, 3])
+def test_the_fullest_stage_is_counted_as_it_is_cut(tmp_path: Path, family: str, stages: int) -> None:
+    write_model(tmp_path, CONFIGS[family], seed=1)
+    decoder = load_decoder(tmp_path)
+    if decoder.spec.num_layers < stages:
+        pytest.skip("fewer layers than stages")
+    counts = [sum(p.numel() for p in cut_stage(decoder, index, stages).parameters()) for index in range(stages)]
+    norm = decoder.spec.hidden_size
+    assert parameters_of(describe_model(str(tmp_path)), stages) == pytest.approx(max(counts), abs=norm)
+
+
+def staged(stages: int, gpus: int, **trainer: Any) -> Setup:
+    return setup_of(SEVEN, gpus=gpus, trainer={"pipeline_parallel_size": stages, **trainer})
+
+
+def test_stages_hold_their_layers_and_a_reference_of_them() -> None:
+    whole, part = (held_terms(staged(stages, 4, kl_coef=0.1)) for stages in (1, 4))
+    for name in ("weights", "masters", "moments", "reference"):
+        assert 0.25 < part[name] / whole[name] < 0.35, "an embedding or the head beside a quarter of the layers"
+    assert part["engine weights"] == whole["weights"], "which the trainer has no longer"
+
+
+def test_messages_between_stages_are_counted_and_those_under_way_keep_their_activations() -> None:
+    given = {"max_tokens_per_micro_batch": 2048}
+    one, four = (estimate_memory(staged(stages, 4, **given)).phase("forward/backward") for stages in (1, 4))
+    assert four.terms["messages"] > 0
+    assert "messages" not in one.terms
+    assert four.terms["activations"] == pytest.approx(one.terms["activations"], rel=0.1), "four times a quarter of the layers"
+
+
+def test_a_pipeline_waits_less_the_more_micro_batches_it_has() -> None:
+    def seconds(stages: int, tokens: int) -> float:
+        plan = make_plan(
+            recipe(SEVEN, trainer={"pipeline_parallel_size": stages, "max_tokens_per_micro_batch": tokens}), H100X4
+        )
+        return plan.time.seconds_of("forward/backward")
+
+    assert seconds(4, 4096) > seconds(4, 1024) > 0
+    assert time_share(4, 4) == pytest.approx(7 / 16)
+    assert time_share(4, 10**6) == pytest.approx(1 / 4, rel=1e-4)
+    assert time_share(1, 5) == 1
+
+
+def test_a_plan_in_stages_says_so_and_advises_nothing_that_a_run_would_refuse() -> None:
+    plan = make_plan(recipe(SEVEN, trainer={"pipeline_parallel_size": 4, "kl_coef": 0.1}), H100X4)
+    assert choice(plan, "stages").value == "4"
+    assert not [each for each in plan.choices if each.key == "sharding"]
+    settings = " ".join(setting for cut in plan.cuts for setting in cut.settings)
+    assert "offload" not in settings
+
+
+@pytest.mark.parametrize(
+    ("stages", "hardware", "message"),
+    [
+        (2, {"count": 1}, "= 2: does not divide the one device"),
+        (3, {"count": 4}, "= 3: does not divide the 4 devices"),
+        (4, {"count": 4, "sharding": "full"}, "stages divide the weights already"),
+        (32, {"count": 32}, "the model has 28 layers, and every stage needs one"),
+    ],
+)
+def test_stages_that_the_devices_cannot_make_are_refused(stages: int, hardware: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        make_plan(recipe(SEVEN, trainer={"pipeline_parallel_size": stages}), Hardware("h100", **hardware))
+
+
+def test_a_sharding_of_the_recipe_is_planned() -> None:
+    plan = make_plan(recipe(HALF, trainer={"sharding": "full"}), H100X4)
+    assert (choice(plan, "sharding").value, choice(plan, "sharding").why) == ("full", "as trainer.sharding says")
 
 
 # ── the example that guides begin with ─────────────────────────────────────────────────────────────────────────────────
