@@ -1,5 +1,5 @@
-"""Devices that divide the layers of the trainer's networks (`trainer.pipeline_parallel_size`): what is in the fullest stage, and
-what a step waits for.
+"""Devices that divide the layers of the trainer's networks (`trainer.pipeline_parallel_size`): what is in the fullest stage,
+and what a step waits for.
 
     memory    the first stage keeps the activations of as many micro-batches as there are stages, of its own layers; the last
               those of one, and the logits
