@@ -239,15 +239,12 @@ cli.main()
 """
 
 
-@pytest.mark.parametrize("division", ["trainer.sharding=full", "trainer.pipeline_parallel_size=2"])
-def test_a_rank_that_runs_out_of_memory_ends_the_run_with_the_key_that_lets_it_go_on(
-    alone: Path, division: str, tmp_path: Path
-) -> None:
-    """The other one waits for it in the middle of a pass."""
+def test_a_rank_that_runs_out_of_memory_ends_the_run_with_the_key_that_lets_it_go_on(alone: Path, tmp_path: Path) -> None:
+    """The other one waits for it inside a layer."""
     script, log = tmp_path / "little_room.py", tmp_path / "log"
     script.write_text(LITTLE_ROOM)
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script)]
-    with started([*launcher, str(RECIPE), *keys(tmp_path, 4, division)], log) as process:
+    with started([*launcher, str(RECIPE), *keys(tmp_path, 4, "trainer.sharding=full")], log) as process:
         assert process.wait(PATIENCE_S) != 0
     run, said = only_run(tmp_path), log.read_text(errors="replace")
     failure = json.loads((run / "failure.json").read_text())
@@ -257,6 +254,15 @@ def test_a_rank_that_runs_out_of_memory_ends_the_run_with_the_key_that_lets_it_g
     assert key in failure["message"]
     finish([*launcher, str(run), "--resume", f"{key}=60"], log)
     assert_same_steps(run, alone)
+
+
+def test_a_stage_that_runs_out_of_memory_begins_again_with_the_others(alone: Path, tmp_path: Path) -> None:
+    script = tmp_path / "little_room.py"
+    script.write_text(LITTLE_ROOM)
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script)]
+    said = finish([*launcher, str(RECIPE), *keys(tmp_path, 4, "trainer.pipeline_parallel_size=2")], tmp_path / "log")
+    assert "the step begins again with at most" in said
+    assert_same_steps(only_run(tmp_path), alone)
 
 
 @pytest.mark.parametrize("whom", ["torchrun", "rank 1"])

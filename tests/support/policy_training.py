@@ -278,13 +278,17 @@ def room_for(room: int) -> Iterator[list[int]]:
     """Inside, more tokens than this run out of memory: in the first layer's backward pass, when the last layer's gradients are
     summed already, or in the forward pass where there is no other. Gives the tokens of every attempt that did not fit."""
     refused: list[int] = []
+    first: list[int] = []  # the layer that runs first in this process
 
     def refuse(tokens: int) -> None:
         refused.append(tokens)
         raise torch.OutOfMemoryError(f"no room for {tokens} tokens")
 
     def look(module: nn.Module, inputs: Any, outputs: Any) -> None:
-        if not isinstance(module, DecoderLayer) or module.index or len(outputs[0]) <= room:
+        if not isinstance(module, DecoderLayer):
+            return
+        first.append(module.index)
+        if module.index != first[0] or len(outputs[0]) <= room:
             return
         tokens = len(outputs[0])
         if outputs[1].requires_grad:

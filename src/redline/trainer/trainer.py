@@ -184,6 +184,8 @@ class PolicyTrainer:
         """One update of the policy by a mini-batch. One that is not finite is skipped, and `bad` gets to know why."""
         version = self._version
         plan, totals = self._room.train(part, lambda plan: self._training.run(plan, numbers, version), self._optimizer, version)
+        if self._parallel.place.stages > 1:
+            totals.agree(self._parallel)
         known = PlannedStep.of(plan, self._optimizer.learning_rate(version), training_flops(self._flops, plan.load))
         return totals.report(known, self._update(totals, known.learning_rate, place, bad), {})
 

@@ -404,12 +404,12 @@ def test_a_sequence_that_does_not_fit_alone_ends_the_run_with_what_to_do(bench: 
 
 
 class Meeting(Parallel):
-    """A process that others wait for in the middle of a pass."""
+    """A process that others wait for in every layer."""
 
-    meets_in_passes = True
+    meets_in_layers = True
 
 
-def test_a_rank_that_others_wait_for_in_a_pass_ends_with_what_to_do(bench: Bench, batches: list[TrainBatch]) -> None:
+def test_a_rank_that_others_wait_for_in_layers_ends_with_what_to_do(bench: Bench, batches: list[TrainBatch]) -> None:
     """It cannot begin again while they wait; they hear its message as the reason why it ended."""
     trainer = bench.trainer(options={"parallel": Meeting()})
     key = "trainer.max_tokens_per_micro_batch"

@@ -151,10 +151,18 @@ def test_no_process_ever_has_more_than_its_part_and_one_tensor(two: Ranks, tmp_p
     ]
 
 
-def test_where_one_process_runs_out_of_memory_all_begin_again(two: Ranks, bench: Bench, batches: list[TrainBatch]) -> None:
+@pytest.mark.parametrize(
+    ("strategy", "rank"),
+    [({}, 1), *(pytest.param(STRATEGIES["stages"], rank, marks=pytest.mark.slow) for rank in (0, 1))],
+    ids=["data", "the first stage", "the last stage"],
+)
+def test_where_one_process_runs_out_of_memory_all_begin_again(
+    strategy: dict[str, Any], rank: int, two: Ranks, bench: Bench, batches: list[TrainBatch]
+) -> None:
+    """Without gradients in the forward pass, with them in the backward pass; a stage is waited for in the middle of one."""
     keys = {"max_tokens_per_micro_batch": 10**6, "max_tokens_per_forward": 10**6, "kl_coef": 0.3}
     alone = train(bench.folder, batches, keys)
-    together = two.run(train, bench.folder, batches, keys, None, None, {1: 60})
+    together = two.run(train, bench.folder, batches, keys | strategy, None, None, {rank: 60})
     assert_same_outcome(together, alone)
     assert together[0].told == together[1].told
     assert any("the step begins again" in told for told in together[0].told)

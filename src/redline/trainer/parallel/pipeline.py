@@ -13,13 +13,16 @@ room for all of them before the first, so that one long sequence would cost its 
 that torch is told has no tokens. A stage makes room for a message when it asks for it, as long as the micro-batch is, and gives
 the room back once it is used.
 
+A stage that runs out of memory computes nothing more, and sends zeros instead until the pass is over: which messages there are,
+and how long, depends on the plan alone, so that the others come to its end, too. Then it raises, and all can begin again.
+
 The time in a pass that this stage does not compute in is `wait.for_stages`: the bubble, and the transfers. Importing this file
 takes torch's pipelining along, which takes seconds.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -27,6 +30,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 
+from redline.errors import NoRoomError
 from redline.models.files.hf import AnyDecoder
 from redline.models.lora.per_token import ActiveLora
 from redline.models.stage import Stage
@@ -35,6 +39,8 @@ from redline.trainer.batches.micro_batches import MicroBatch
 from redline.trainer.batches.staging import Staging
 from redline.trainer.parallel.passing import Found, Passing
 from redline.trainer.passes.forward import hidden_states, network_inputs, predicted, whole
+
+SMALLER_MESSAGES = "continue with --resume and a smaller trainer.max_tokens_per_micro_batch"
 
 
 class Pipeline:
@@ -45,7 +51,7 @@ class Pipeline:
 
     def train(self, passing: Passing) -> None:
         """Forward and backward of every micro-batch: the gradients of this stage are with its parameters. Blocks until this
-        stage has done its part."""
+        stage has done its part. Raises `torch.OutOfMemoryError`, at the end of the pass, where memory ran out here."""
         self._run(passing, trains=True)
 
     @torch.no_grad()
@@ -83,12 +89,18 @@ class Pipeline:
         with span("wait.for_stages"):
             try:
                 schedule.step(*first, number=numbers, target=target, return_outputs=False)
+            except torch.OutOfMemoryError as error:
+                raise NoRoomError(
+                    "out of memory for a message between two stages, for which the other one waits", SMALLER_MESSAGES
+                ) from error
             except RuntimeError as error:
                 if error.__cause__ is None:
                     raise
-                raise error.__cause__ from None  # what a stage raised, such as that memory ran out; torch wraps it
+                raise error.__cause__ from None  # what a stage raised; torch wraps it
+        if stage.ran_out is not None:
+            raise torch.OutOfMemoryError(stage.ran_out)
 
-    def _stage(self, passing: Passing, trains: bool) -> PipelineStage:
+    def _stage(self, passing: Passing, trains: bool) -> _OwnStage:
         network = passing.network
         with torch.device("meta"):
             number = torch.empty(1, dtype=torch.int64)
@@ -145,17 +157,26 @@ class _OwnStage(PipelineStage):
     def __init__(self, *arguments: Any, **named: Any) -> None:
         super().__init__(*arguments, **named)
         self._runtime_validate = False  # against the shape without tokens
+        self._tokens: dict[int, int] = {}
+        """Micro-batch → its length."""
+        self.ran_out: str | None = None
+        """What torch said when memory ran out; None where it did not."""
 
     def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
-        tokens = self.submod.take()
+        self._tokens[fwd_chunk_id] = tokens = self.submod.take()
         for info in self.args_recv_info[fwd_chunk_id]:
             if info.buffer is not None:
                 info.buffer = info.buffer.new_empty(tokens, *info.buffer.shape[1:])
         return super().get_fwd_recv_ops(fwd_chunk_id)
 
     def forward_one_chunk(self, fwd_chunk_id: int, *arguments: Any, **named: Any) -> Any:
-        output = super().forward_one_chunk(fwd_chunk_id, *arguments, **named)
+        forward = super().forward_one_chunk
+        done = self._unless_out_of_memory(lambda: forward(fwd_chunk_id, *arguments, **named))
         _give_room_back(self.args_recv_info[fwd_chunk_id])  # what the backward pass needs of it, it has
+        if done:
+            return done[0]
+        output = torch.zeros((), device=self.device) if self.is_last else self._zeros(fwd_chunk_id, self._stage_meta.outputs)
+        self.fwd_cache[fwd_chunk_id] = (output,), []
         return output
 
     def get_fwd_send_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
@@ -174,9 +195,31 @@ class _OwnStage(PipelineStage):
     def backward_one_chunk(self, bwd_chunk_id: int, *arguments: Any, **named: Any) -> None:
         if not self.has_backward:
             return
+        backward = super().backward_one_chunk
         with span("trainer.backward", device=True, **self.submod.passing.told):
-            super().backward_one_chunk(bwd_chunk_id, *arguments, **named)
+            done = self._unless_out_of_memory(lambda: backward(bwd_chunk_id, *arguments, **named))
         _give_room_back(self.grad_recv_info[bwd_chunk_id])
+        if not done:
+            self.fwd_cache.pop(bwd_chunk_id, None)
+            self.bwd_cache[bwd_chunk_id] = () if self.is_first else (self._zeros(bwd_chunk_id, self._stage_meta.inputs),)
+
+    def _unless_out_of_memory(self, compute: Callable[[], Any]) -> tuple[Any] | None:
+        """What `compute` returns; from the time on when memory ran out, None. The error, which keeps alive the tensors of all
+        frames that it passed, is gone by then."""
+        if self.ran_out is not None:
+            return None
+        try:
+            return (compute(),)
+        except RuntimeError as error:
+            found = error.__cause__ or error  # torch wraps what a stage raises
+            if not isinstance(found, torch.OutOfMemoryError):
+                raise
+            self.ran_out = str(found)
+            return None
+
+    def _zeros(self, index: int, metas: Any) -> Tensor:
+        """What is sent of a micro-batch instead of the stream, or of its gradient."""
+        return torch.zeros(self._tokens[index], *metas[0].shape[1:], dtype=metas[0].dtype, device=self.device)
 
 
 def _give_room_back(infos: Iterable[Any]) -> None:

@@ -61,9 +61,9 @@ class Parallel:
         return self.division.divides_weights
 
     @property
-    def meets_in_passes(self) -> bool:
-        """Whether processes wait for each other inside a forward or backward pass."""
-        return self.is_divided or self.place.sequence_ranks > 1
+    def meets_in_layers(self) -> bool:
+        """Whether processes wait for each other inside the layers of a network."""
+        return self.division.sharding != "none" or self.place.sequence_ranks > 1
 
     @property
     def num_parts(self) -> int:

@@ -1,10 +1,11 @@
 """How many tokens go through the network at once, on every rank alike, and what happens where memory runs out.
 
-    one process, ranks that meet between passes      the step begins again with smaller micro-batches, on all ranks
-    ranks that meet inside a pass                    all end with the rank, the tokens and the keys to change
+    one process, ranks with all weights, stages      the step begins again with smaller micro-batches, on all ranks
+    ranks that divide weights or tokens              all end, with the rank, its tokens and the key to change
 
-Ranks that divide weights, layers or tokens wait for each other in the middle of a pass, and nothing but the end of a process
-frees them from it: neither gloo nor NCCL gives up a message that one side does not send.
+Ranks that divide weights or tokens wait for each other inside every layer, and nothing but the end of a process frees them from
+it: neither gloo nor NCCL gives up what one side does not send. A stage that runs out still sends what the others wait for
+(`parallel/pipeline.py`).
 """
 
 from __future__ import annotations
@@ -92,7 +93,7 @@ class Room:
             with span("trainer.pack", version=version):
                 return self._plan(batch, max_tokens)
 
-        if self._policy.parallel.meets_in_passes:
+        if self._policy.parallel.meets_in_layers:
             return self._run_once(budget, plan(budget.current), run)
         undo = optimizer.discard if optimizer else lambda: None
         return with_oom_retry(budget, plan, run, undo, self._tell, self._on_any_rank)

@@ -53,7 +53,8 @@ class TrainingPass:
         self._staging = Staging(policy.device)
 
     def run(self, plan: MicroBatchPlan, numbers: Numbers, version: int) -> StepTotals:
-        """Forward and backward of every micro-batch: the gradients of this process are with the optimizer."""
+        """Forward and backward of every micro-batch: the gradients of this process are with the optimizer. Of stages the last
+        alone has totals, until all `StepTotals.agree`."""
         totals, config = StepTotals.on(self._policy.device), correction_for(plan.batch.lags, self._config)
         update = _Update(plan, numbers, config, totals, version)
         items = self._staging.sent(self._inputs(update))
@@ -102,7 +103,7 @@ class TrainingPass:
         return policy_loss(LossInputs(logprobs_M, **given, entropy_M=bonus_M), update.config), seen
 
     def _run_stage(self, update: _Update, items: Items) -> None:
-        """This stage's part of `run`. The last stage alone computes the loss, and has totals of its own."""
+        """This stage's part of `run`. The last stage alone computes the loss."""
         policy = self._policy
 
         def finish(micro_batch: MicroBatch, found: Found) -> Tensor:
@@ -115,4 +116,3 @@ class TrainingPass:
         count = update.plan.num_micro_batches
         policy.pipeline.train(Passing(policy.decoder, items, count, policy.temperature, finish, version=update.version))
         self._optimizer.accumulate()
-        update.totals.agree(policy.parallel)
