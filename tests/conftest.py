@@ -42,6 +42,14 @@ def users_cache(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv("XDG_CACHE_HOME", USERS_CACHE)
 
 
+@pytest.fixture
+def no_calls_of_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Calls of users' code that tests before have left behind are none of this test's."""
+    from redline.telemetry.stalls import calls
+
+    monkeypatch.setattr(calls, "_running", {})
+
+
 @pytest.fixture(scope="session")
 def interpreter() -> None:
     """Triton's, which runs kernels on tensors of the CPU. Where there is a GPU, kernels are compiled for that."""

@@ -26,6 +26,8 @@ from redline.telemetry import Recorder, RunFolder, recording
 from redline.telemetry.stalls.watchdog import Watchdog
 from redline.types import Completion, Delta, GenerateRequest, Task, Trajectory, TrajectoryGroup, Turn
 
+pytestmark = pytest.mark.usefixtures("no_calls_of_others")
+
 TOKENIZER = tiny_tokenizer()
 SOON_S = 300.0
 GROUP_SIZE = 4

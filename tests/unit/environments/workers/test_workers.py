@@ -15,7 +15,7 @@ from pathlib import Path
 import psutil
 import pytest
 from support.eventually import eventually
-from support.odd_games import OddGame
+from support.odd_games import OVER, OddGame
 
 from redline.environments.workers.held import GameClass, Workers
 from redline.environments.workers.kinds import make_workers
@@ -31,6 +31,14 @@ KINDS = ("loop", "threads", "processes")
 
 def odd(moves: int = 3, log: str = "") -> GameClass:
     return GameClass("support.odd_games:OddGame", {"moves": moves, "log": log}, SUPPORT, OddGame)
+
+
+@pytest.fixture(autouse=True)
+def nobody_sleeps_on() -> Iterator[None]:
+    """No thread that a test leaves behind is one of the tests after it."""
+    OVER.clear()
+    yield
+    OVER.set()
 
 
 @pytest.fixture(params=KINDS, scope="module")

@@ -21,6 +21,8 @@ from redline.telemetry.stalls.stacks import own_stacks
 from redline.telemetry.stalls.watch import describe
 from redline.telemetry.workers import workers_now
 
+pytestmark = pytest.mark.usefixtures("no_calls_of_others")
+
 
 class Deliveries:
     """A pool, and what came of it."""

@@ -21,6 +21,8 @@ from redline.telemetry import Recorder, recording
 from redline.telemetry.stalls.calls import calls_now
 from redline.types import Failure
 
+pytestmark = pytest.mark.usefixtures("no_calls_of_others")
+
 SPAN = "user.score"
 OTHERS: set[threading.Thread] = set()
 

@@ -20,6 +20,8 @@ from redline.telemetry.stalls.calls import Call, calling, forget_call
 from redline.telemetry.stalls.slow_calls import CALL_S, saying_what_hangs
 from redline.telemetry.stalls.watch import FIRST_KEPT, FIRST_S, FLOOR_S, LAST_KEPT, MIN_STEPS, Stall, StallWatch, describe
 
+pytestmark = pytest.mark.usefixtures("no_calls_of_others")
+
 AFTER_S = 10.0
 
 

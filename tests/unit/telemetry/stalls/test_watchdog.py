@@ -22,6 +22,8 @@ from redline.telemetry.alerts.webhook import Webhook, webhook_url
 from redline.telemetry.stalls.watchdog import Watchdog
 from redline.telemetry.workers import WorkerState, forget_worker, watch_worker, workers_now
 
+pytestmark = pytest.mark.usefixtures("no_calls_of_others")
+
 PATIENCE_S = 300.0
 
 
