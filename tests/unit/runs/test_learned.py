@@ -77,7 +77,7 @@ def test_damaged_rows_are_passed_over(tmp_path: Path) -> None:
     broken = {"step": 5, "evaluation/reward_mean": 0.5, "evaluation/accuracy": "x", "evaluation/num_answers": [1]}
     folder = run_with(tmp_path, {"step": 1}, {"step": "x", "evaluation/reward_mean": 1.0}, broken)
     append(folder.metrics, [{"step": 21, "rollouts/groups": "eight", "trainer/learning_rate": None}])
-    assert learned(folder)["headline"] == "Not known yet: held-out reward is 0.500 (0 answers at step 5)."
+    assert learned(folder)["headline"] == "Not known yet: held-out reward is 0.500 (an unknown number of answers at step 5)."
 
 
 def test_the_headline_follows_a_run_that_goes_on(tmp_path: Path) -> None:

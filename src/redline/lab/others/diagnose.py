@@ -74,7 +74,7 @@ def diagnose(run: OtherRun) -> Diagnosis:
         wall_s=facts.wall_s,
         num_steps=facts.num_steps,
         has_phases=bool(phases),
-        cannot="" if findings or phases else next(iter(run.not_told), ""),
+        cannot="" if findings or phases else run.how_to_tell,
     )
 
 

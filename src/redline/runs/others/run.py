@@ -101,7 +101,7 @@ class OtherRun(Run):
         names = self._names
         has_phases = any(name.startswith("timeline/") for name in names)
         missing = {
-            f"{self._who} does not say what the time of a step went to.{self._hint}": not has_phases,
+            f"{self._who} does not say what the time of a step went to. {self.how_to_tell}": not has_phases,
             f"{self._who} does not say how long a step took.": "run/step_s" not in names,
             f"{self._who} holds no reward.": "rollouts/reward_mean" not in names,
             f"{self._who} holds no samples of the machine.": not self._rows["samples"],
@@ -114,9 +114,11 @@ class OtherRun(Run):
         return f"The log of {self.framework.name}"
 
     @property
-    def _hint(self) -> str:
-        is_state = self.framework.key == "trl" and self.logs[0].kind != "W&B"
-        return " TRL writes that to W&B alone (report_to=wandb, WANDB_MODE=offline)." if is_state else ""
+    def how_to_tell(self) -> str:
+        """What to log so that the phases of a step are known, or what follows from not knowing them."""
+        if self.framework.key == "trl" and self.logs[0].kind != "W&B":
+            return "TRL writes that to W&B alone (report_to=wandb, WANDB_MODE=offline)."
+        return "Without that no cause of lost time can be told."
 
     def bound(self, phases: Mapping[str, float], ledger: Ledger | None) -> Bound:
         """What took the time, as far as the log tells."""

@@ -111,14 +111,15 @@ class HeldOut:
 
     @property
     def word(self) -> Word:
-        """What may be said: the measure rose or fell, or the interval has 0 in it, or no task was scored in both."""
+        """What may be said: the measure rose or fell, or the interval has 0 in it, or no task was scored in both, or it is not
+        known how many answers there were."""
         if self.before.step == self.after.step:
             return "once"
         if self.left_out and not self._pairs:
             return "unclear"
         if not self.change:
             return "same"
-        if self.interval and self.interval[0] <= 0 <= self.interval[1]:
+        if not self.after.answers or (self.interval and self.interval[0] <= 0 <= self.interval[1]):
             return "unclear"
         return "rose" if self.change > 0 else "fell"
 
@@ -127,7 +128,7 @@ class HeldOut:
         """`held-out accuracy rose from 10.0% to 93.0%, by 83.0 points (95% interval 75.4 to 90.6, 100 answers)`."""
         before, after = (shown(value, self.measure) for value in self.values)
         if self.word == "once":
-            return f"held-out {self.measure} is {before} ({self.after.answers:,} answers at step {self.after.step})"
+            return f"held-out {self.measure} is {before} ({self._answers} at step {self.after.step})"
         if self.word == "same":
             return f"held-out {self.measure} stayed at {before} ({self._interval_words})"
         verb = {"rose": "rose", "fell": "fell"}.get(self.word, "went")
@@ -137,12 +138,16 @@ class HeldOut:
 
     @property
     def _interval_words(self) -> str:
-        answers = f"{self.after.answers:,} answers" + (f"; {self.left_out_words}" if self.left_out else "")
+        answers = self._answers + (f"; {self.left_out_words}" if self.left_out else "")
         if self.interval is None or self.word == "same":
             return answers
         low, high = self.interval if self.change > 0 or self.word == "unclear" else (-self.interval[1], -self.interval[0])
         ends = (shown_change(end, self.measure, unit=False, signed=False) for end in (low, high))
         return f"95% interval {' to '.join(ends)}, {answers}"
+
+    @property
+    def _answers(self) -> str:
+        return f"{self.after.answers:,} answers" if self.after.answers else "an unknown number of answers"
 
     @property
     def left_out_words(self) -> str:

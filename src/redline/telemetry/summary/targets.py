@@ -79,13 +79,13 @@ class Evidence:
         self.phases[ROLLOUTS_PREFIX].update(rollouts_phases(row))
 
     def add_sample(self, sample: Row) -> None:
-        """A row of `samples.jsonl`."""
+        """A row of `samples.jsonl`; of another framework it may lack what ours have."""
         self.gpu_utilization.extend(_of_gpus(sample, "utilization_percent"))
         peak = sample.get("memory/peak_bytes", 0)
-        for used, total in zip(_of_gpus(sample, "memory_used_bytes"), _of_gpus(sample, "memory_total_bytes"), strict=True):
+        for used, total in zip(_of_gpus(sample, "memory_used_bytes"), _of_gpus(sample, "memory_total_bytes"), strict=False):
             self.gpu_memory_share = max(self.gpu_memory_share, max(used, peak) / total)
-        if "host/rss_bytes" in sample:
-            resident = max(sample["host/rss_bytes"], peak) + sample["host/children_rss_bytes"]
+        if "host/rss_bytes" in sample and "host/total_bytes" in sample:
+            resident = max(sample["host/rss_bytes"], peak) + sample.get("host/children_rss_bytes", 0)
             self.host_memory_share = max(self.host_memory_share, resident / sample["host/total_bytes"])
 
 

@@ -73,7 +73,8 @@ def test_a_log_without_times_is_not_diagnosed_and_says_why(tmp_path: Path) -> No
     (tmp_path / "trainer_state.json").write_text(json.dumps(state))
     diagnosis = diagnosed(tmp_path / "trainer_state.json")
     assert diagnosis.findings == ()
-    assert diagnosis.verdict.startswith("The log of TRL does not say what the time of a step went to.")
+    assert diagnosis.bound.headline == "The log of TRL does not say what the time of a step went to."
+    assert diagnosis.verdict == "TRL writes that to W&B alone (report_to=wandb, WANDB_MODE=offline)."
 
 
 def test_what_TRL_logged_to_wandb_is_diagnosed() -> None:
@@ -108,6 +109,15 @@ def test_the_doctor_and_the_report_take_a_log_of_others(tmp_path: Path) -> None:
     assert head["status"] == "log"
     assert head["doctor"]["cost"]["money"] == pytest.approx(12 * 100 / 3600 * 2)
     assert head["train_s"] == pytest.approx(1200)
+
+
+def test_every_log_makes_a_page_without_a_claim_that_it_cannot_support(tmp_path: Path) -> None:
+    for name in ("trainer_state.json", "events.out.tfevents.tiny", "run-tiny.wandb"):
+        page = tmp_path / f"{name}.html"
+        made = CliRunner().invoke(app, ["report", str(RECORDED / name), "-o", str(page), "--price", "2", "--target", "0.6"])
+        assert made.exception is None
+        assert "It is not clear that it learned: held-out reward went from" in page.read_text()
+        assert "0 answers" not in page.read_text()
 
 
 def test_what_is_no_log_is_refused_with_a_hint(tmp_path: Path) -> None:
