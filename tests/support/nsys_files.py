@@ -64,7 +64,7 @@ def packed(pid: int, tid: int = 0) -> int:
 def write(recorded: Recorded, path: Path, *, graphs: str = "graph", without: tuple[str, ...] = ()) -> Path:
     """Write all processes into one export. `graphs` is what --cuda-graph-trace was; `without` leaves tables out."""
     with sqlite3.connect(path) as database:
-        database.executescript(SCHEMA)
+        database.executescript("PRAGMA journal_mode = OFF; PRAGMA synchronous = OFF;" + SCHEMA)
         strings = _Strings(database)
         _processes(database, recorded, strings)
         if "calls" not in without:
@@ -93,7 +93,7 @@ def _processes(database: sqlite3.Connection, recorded: Recorded, strings: _Strin
 
 
 def _calls(database: sqlite3.Connection, recorded: Recorded, strings: _Strings) -> None:
-    database.executescript(RUNTIME + NVTX)
+    database.executescript(RUNTIME + NVTX + (OSRT if any(call.kind == "system" for call in recorded.calls) else ""))
     for number, call in enumerate(recorded.calls):
         thread = packed(call.pid, call.tid)
         if call.kind == "range":
@@ -105,7 +105,6 @@ def _calls(database: sqlite3.Connection, recorded: Recorded, strings: _Strings) 
             row = (call.start, call.end, 0, thread, call.correlation, strings(VERSIONED[call.name]), 0, None)
             database.execute("INSERT INTO CUPTI_ACTIVITY_KIND_RUNTIME VALUES (?, ?, ?, ?, ?, ?, ?, ?)", row)
         else:
-            database.executescript(OSRT.replace("TABLE", "TABLE IF NOT EXISTS"))
             database.execute(
                 "INSERT INTO OSRT_API VALUES (?, ?, 27, ?, ?, 0, 0, 1)", (call.start, call.end, thread, strings(call.name))
             )

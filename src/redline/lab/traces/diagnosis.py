@@ -11,7 +11,7 @@ from typing import Any
 from redline.lab.traces.blame import Walker
 from redline.lab.traces.causes import ON_DEVICE, UNRECORDED, Cause, causes
 from redline.lab.traces.engines import engines
-from redline.lab.traces.names import HOST_WORK
+from redline.lab.traces.names import HOST_WORK, short
 from redline.lab.traces.read import read
 from redline.lab.traces.stalls import Launches, Lost, lost
 from redline.lab.traces.timeline import Timeline
@@ -73,7 +73,7 @@ class Diagnosis:
             kinds[cause.kind] += cause.lost
         kind, ns = kinds.most_common(1)[0]
         first = next(cause for cause in worst.causes if cause.kind == kind)
-        where = f"`{first.call}` in {self.label(first.process)}" if first.call else self.label(first.process)
+        where = f"`{short(first.call)}` in {self.label(first.process)}" if first.call else self.label(first.process)
         return (
             f"{self.engine_name(worst)} lost {seconds(worst.lost.total)} of {seconds(worst.lost.window)} ({share:.0%}), "
             f"{seconds(ns)} of it to {kind}, most of all {where}."

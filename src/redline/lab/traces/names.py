@@ -12,10 +12,12 @@ CLASSES = {
     "gil": r"\bgil\b|take_gil|drop_gil|PyEval_(Acquire|Restore)|PyGILState",
     "copy": r"memcpy|memset|\baten::(to|copy_|_to_copy|clone|contiguous|pin_memory)\b|pin_memory|HostAlloc|HostRegister",
     "synchronisation": r"synchroni[sz]e|_local_scalar_dense|\baten::(item|nonzero|is_nonzero|equal)\b|barrier|EventQuery|"
-    r"StreamWaitEvent",
-    "ipc": r"zmq|bcast|broadcast|send|recv|socket|\bshm|shared_memory|message_?queue|pipe|epoll|\bp?poll\b|\bselect\b|queue|"
-    r"\brpc|\bray::|\bsem_|futex|pthread_cond|\bread(v)?\b|\bwrite(v)?\b|^_?c10d|^(gloo|mpi|ucc):|scatter_object|gather_object",
-    "scheduling": r"sched|prepare|batch|context|metadata|\bplan|inputs?\b|block_table|slot|admit|preempt|allocat",
+    r"StreamWaitEvent|\bwait\b",
+    "ipc": r"zmq|bcast|broadcast(?!_tensors|able|ed)|send|recv|socket|\bshm|shared_memory|message_?queue|\bpipes?\b|epoll|"
+    r"\bp?poll\b|\bselect\b|queue|\brpc|\bray::|\bsem_|futex|pthread_cond|\breadv?\b|\bwritev?\b|^_?c10d|^(gloo|mpi|ucc):|"
+    r"scatter_object|gather_object",
+    "scheduling": r"sched|prepare|(gen|make|build|init)_?context|(next|new|build|filter|merge|running)_batch|metadata|\bplan\b|"
+    r"block_table|slot_?mapping|allocate_|admit|preempt",
 }
 """Class → what names of such calls hold. A name belongs to the first that fits: the more specific ones come first."""
 HOST_WORK = "host work"
@@ -26,7 +28,12 @@ _WAITS = re.compile(
     r"\bread\b|accept|^gloo:|barrier|\bresult\b",
     re.IGNORECASE,
 )
-_SENDS = re.compile(r"send|bcast|broadcast|publish|\bput\b|enqueue|\bwrite\b|notify|\bpost\b|sem_post|\bset\b", re.IGNORECASE)
+_SENDS = re.compile(
+    r"send|bcast|broadcast(?!_tensors|able|ed)|publish|\bput\b|enqueue|\bwrite\b|notify|\bpost\b|sem_post|\bset\b",
+    re.IGNORECASE,
+)
+_PLUMBING = re.compile(r"(^|/)(_?contextlib|functools|_ops|_classes)\.py\(|nn\.Module: ")
+"""Python's frames around the call of another function, which are not what it does."""
 _CUDA = re.compile(r"^(cuda|cu[A-Z]|hip)")
 _COLLECTIVE = re.compile(
     r"nccl(?!.*(init|destroy|comm_|group))|rccl|all_?reduce|all_?gather|reduce_?scatter|all_?to_?all|cross_device_reduce|multimem|"
@@ -44,6 +51,8 @@ _LENGTH = re.compile(r"(?:seq_?len|length|\blen|context_len|tokens|kv_len|ctx_le
 @functools.lru_cache(maxsize=100_000)
 def class_of(name: str) -> str | None:
     """Return the class of a call by its name, or None where the name does not tell."""
+    if _PLUMBING.search(name):
+        return None
     return next((found for found, pattern in _CLASSES.items() if pattern.search(name)), None)
 
 
@@ -82,6 +91,12 @@ def is_transfer(name: str) -> bool:
 def normal(name: str) -> str:
     """Return a name without its numbers, by which calls of different steps are the same call."""
     return _DIGITS.sub("#", name)
+
+
+def short(name: str, most: int = 64) -> str:
+    """Return a name that fits into a line: a file without its folders, and the end left out where it is long."""
+    name = re.sub(r"^.*/(?=[^/]+\.py\(\d+\): )", "", name)
+    return name if len(name) <= most else f"{name[: most - 1]}…"
 
 
 @functools.lru_cache(maxsize=100_000)

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 from redline.lab.traces.causes import ON_DEVICE, UNRECORDED, Cause
 from redline.lab.traces.diagnosis import ADVICE, Diagnosis, EngineFindings, seconds
+from redline.lab.traces.names import short
 from redline.lab.traces.stalls import RankTime
 
 
@@ -51,7 +52,7 @@ def title_of(diagnosis: Diagnosis, cause: Cause) -> str:
         return f"{where} recorded nothing while the device waited"
     if cause.kind == ON_DEVICE:
         return f"work of {where} was launched, and began late on the device"
-    return f"`{cause.call}` in {where}"
+    return f"`{short(cause.call)}` in {where}"
 
 
 def _cause(diagnosis: Diagnosis, place: int, cause: Cause, window: int) -> Iterator[str]:
@@ -71,7 +72,8 @@ def walk_of(diagnosis: Diagnosis, cause: Cause) -> str:
     steps = [f"late: {diagnosis.label(late)} ({count:,} of {len(cause.stalls):,} stalls)"]
     if cause.process != late:
         steps.append(f"waits for {diagnosis.label(cause.process)}")
-    return " → ".join([*steps, *cause.path[-3:], *([cause.call] if cause.call else [])])
+    calls = [*cause.path[-3:], *([cause.call] if cause.call else [])]
+    return " → ".join([*steps, *map(short, calls)])
 
 
 def growth_of(cause: Cause) -> str:

@@ -49,7 +49,7 @@ EVENTS = st.fixed_dictionaries(
 HEADS = st.fixed_dictionaries({}, optional={"baseTimeNanoseconds": ANY, "distributedInfo": ARGUMENTS, "WARNING": ANY})
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(st.lists(EVENTS, max_size=25), HEADS)
 def test_odd_events_are_counted_and_never_a_traceback(events: list[dict], head: dict) -> None:
     with tempfile.TemporaryDirectory() as folder:
