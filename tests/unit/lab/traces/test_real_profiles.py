@@ -10,7 +10,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 from support.rank_processes import Ranks, started_ranks
-from support.small_models import VOCAB_SIZE, llama, write_model
 from support.stalled_ranks import Stamps, record, schedule
 
 from redline.lab.traces.causes import Cause
@@ -74,6 +73,7 @@ def test_that_there_is_no_device_work_is_said(profiled: tuple[Diagnosis, list[St
 def test_on_a_gpu_the_engine_waits_for_a_process_that_packs(tmp_path: Path) -> None:
     """Our own engine, whose steps need an object of another process: the doctor finds process, call and lost time."""
     import torch
+    from support.small_models import llama, write_model
 
     write_model(tmp_path / "model", llama(hidden_size=256, num_attention_heads=4, num_key_value_heads=2), seed=5, std=0.15)
     spawned = multiprocessing.get_context("spawn")
@@ -110,6 +110,7 @@ def test_on_a_gpu_the_engine_waits_for_a_process_that_packs(tmp_path: Path) -> N
 def engine_with_work(folder: Path):
     """Return an engine on the GPU whose graphs are captured, with requests for more steps than the test takes."""
     import torch
+    from support.small_models import VOCAB_SIZE
 
     from redline.config.sections.engine import EngineConfig
     from redline.engine import NativeEngine
