@@ -103,7 +103,7 @@ def schedule(pipe: Connection, path: str) -> None:
     named, stamps, step = torch.profiler.record_function, Stamps(), 0
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiler:
         while pipe.recv_bytes() == b"step":
-            found = grown(10 * step)
+            found = grown(4 * step)
             pipe.send_bytes(b"")
             pipe.recv_bytes()
             with named("broadcast_context"):

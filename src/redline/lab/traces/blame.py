@@ -16,10 +16,8 @@ from redline.lab.traces.timeline import Timeline
 
 MOST_HOPS = 4
 """Messages that are followed at most."""
-NEAR_NS = 200_000
-"""How much later than the message a call that sent it may return."""
 WOKEN_NS = 1_000_000
-"""How long a thread may take to wake up after what it waits for was sent."""
+"""How long a thread may take to wake up when what it waits for was sent, or when it has sent."""
 APART = 0.2
 """Share of a call by which the sender must begin later, or be done earlier, to be told from a peer that waits as well."""
 LOOKED_AT = 256
@@ -139,8 +137,7 @@ class Walker:
         ranges, owner = self.timeline.ranges, self._owner
         start, end = int(ranges.start[row]), int(ranges.end[row])
         rows = self._named(str(self._normal[ranges.name[row]])).before(end)
-        elsewhere = owner[ranges.thread[rows]] != owner[ranges.thread[row]]
-        rows = rows[elsewhere & (ranges.end[rows] > moment) & (ranges.end[rows] <= end + NEAR_NS)]
+        rows = rows[(owner[ranges.thread[rows]] != owner[ranges.thread[row]]) & (ranges.end[rows] > moment)]
         apart = (end - start) * APART
         rows = rows[(ranges.start[rows] > start + apart) | (ranges.end[rows] < end - apart)]
         if not len(rows):
@@ -149,19 +146,19 @@ class Walker:
         return int(ranges.thread[first]), int(min(ranges.end[first], end))
 
     def _sender(self, row: int, moment: int) -> tuple[int, int] | None:
-        """Look in other threads for the call that sends and was done last before this wait was over, not long before."""
+        """Look in other threads for the call that sends and was done when this wait was over, as nearly as threads wake up."""
         ranges = self.timeline.ranges
         end = int(ranges.end[row])
-        since = max(moment, end - max(WOKEN_NS, int(APART * (end - ranges.start[row]))))
+        near = max(WOKEN_NS, int(APART * (end - ranges.start[row])))
         if self._sending is None:
             self._sending = self._calls(self.timeline.named(sends))
         rows = self._sending.before(end)
-        elsewhere = ranges.thread[rows] != ranges.thread[row]
-        rows = rows[elsewhere & (ranges.end[rows] > since) & (ranges.end[rows] <= end + NEAR_NS)]
-        if not len(rows):
+        apart = np.abs(ranges.end[rows] - end)
+        is_it = (ranges.thread[rows] != ranges.thread[row]) & (ranges.end[rows] > moment) & (apart <= near)
+        if not is_it.any():
             return None
-        last = rows[np.argmax(ranges.end[rows])]
-        return int(ranges.thread[last]), int(min(ranges.end[last], end))
+        nearest = rows[is_it][np.argmin(apart[is_it])]
+        return int(ranges.thread[nearest]), int(min(ranges.end[nearest], end))
 
     def _named(self, name: str) -> _Calls:
         if name not in self._same:
