@@ -16,7 +16,8 @@ FEWER = 0.01
 """Share of the attempts of a step that may be missing."""
 LOST = 0.02
 """Share of groups or attempts that may be dropped or fail beyond those before."""
-MISMATCH = 0.5
+MISMATCH = "mismatch"
+RISEN = 0.5
 """Share by which the mismatch of engine and trainer may rise."""
 SAME = 0.02
 """Changes smaller than this share are not told."""
@@ -34,8 +35,8 @@ class Kept:
     @property
     def is_told(self) -> bool:
         """Whether it changed by so much that a person should know."""
-        scale = max(abs(self.before), abs(self.after))
-        return self.is_broken or (scale > 0 and abs(self.after - self.before) > SAME * scale)
+        scale, least = max(abs(self.before), abs(self.after)), KL_FLOOR if self.name == MISMATCH else 0.0
+        return self.is_broken or (scale > least and abs(self.after - self.before) > SAME * scale)
 
     @property
     def words(self) -> str:
@@ -89,7 +90,7 @@ FIGURES: Mapping[str, Callable[[Sample], float | None]] = {
     "tokens an attempt": lambda row: row.get("buffer/trained_tokens_mean", row.get("rollouts/completion_tokens_mean")),
     "dropped groups": lambda row: row.get("buffer/dropped_late_fraction"),
     "failed attempts": _failures,
-    "mismatch": lambda row: row.get("trainer/mismatch_kl"),
+    MISMATCH: lambda row: row.get("trainer/mismatch_kl"),
     "lag": lambda row: row.get("buffer/lag_mean", row.get("buffer/policy_lag_steps")),
     "reward": lambda row: row.get("rollouts/reward_mean"),
 }
@@ -106,12 +107,12 @@ BROKEN: Mapping[str, Callable[[float, float], bool]] = {
     "samples a step": lambda before, after: after < (1 - FEWER) * before,
     "dropped groups": lambda before, after: after > before + LOST,
     "failed attempts": lambda before, after: after > before + LOST,
-    "mismatch": lambda before, after: after > before + max(KL_FLOOR, MISMATCH * before),
+    MISMATCH: lambda before, after: after > before + max(KL_FLOOR, RISEN * before),
 }
 """Figures that end a change however fast it is."""
-OF_LAG = ("mismatch",)
+OF_LAG = (MISMATCH,)
 """Figures that older samples change by themselves: with a larger lag they are told, and end nothing."""
-UNITS = {"lag": "steps", "mismatch": "nats"}
+UNITS = {"lag": "steps", MISMATCH: "nats"}
 
 
 def _bytes(value: float) -> str:
