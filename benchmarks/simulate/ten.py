@@ -2,8 +2,9 @@
 
 python benchmarks/simulate/ten.py --save benchmarks/results/cpu --figure docs/images/simulate.svg    (five minutes)
 
-Every configuration is a run of `redline train` with a tiny model, in a process of its own; rewards take some milliseconds. The
-table is on stderr, one JSON document is saved. Exit code 1: a step time is more than 10% off, or a distribution of lags is.
+Every configuration is a run of `redline train` with a tiny model, in a process of its own, with an engine in another; its
+environment takes a tenth of a second after every reply. The table is on stderr, one JSON document is saved. Exit code 1: a step
+time is more than 10% off, or a distribution of lags is.
 """
 
 from __future__ import annotations
@@ -30,16 +31,14 @@ from redline.telemetry import describe_environment, write_json
 STEPS = 40
 TOLERANCE = 0.10
 """Share by which a predicted step time may be off, and of the groups that may be predicted at another lag."""
-TASK = '''
-import time
+ENVIRONMENT = '''
+import asyncio
 
 from redline import Task
 
 
 class Timed:
-    """Questions whose reward takes a while."""
-
-    score_is_thread_safe = True
+    """Questions whose score takes a while."""
 
     def __init__(self, seed=0, pause_s=0.0):
         self.pause_s = pause_s
@@ -50,18 +49,19 @@ class Timed:
     def held_out(self, count):
         return []
 
-    def score(self, task, text):
-        time.sleep(self.pause_s)
-        return float(sum(map(ord, text)) % 5)
+    async def play(self, task, policy):
+        turn = await policy.say(task.messages)
+        await asyncio.sleep(self.pause_s)
+        return float(sum(map(ord, turn.text)) % 5)
 '''
 PAUSE_S = 0.1
-"""Of a reward, as recorded."""
+"""Seconds of the environment after a reply, as recorded."""
 RECIPE = {
     "run": {"steps": STEPS, "checkpoint_every": 0, "num_threads": 1, "device": "cpu"},
     "model": {"path": "builtin:tiny", "dtype": "float32"},
     "rollouts": {
-        "task": {"kind": "import", "path": "timed:Timed", "folder": ".", "params": {"pause_s": PAUSE_S}},
-        "groups_per_step": 8, "group_size": 8, "max_new_tokens": 48, "max_reward_workers": 64,
+        "environment": {"name": "timed:Timed", "params": {"pause_s": PAUSE_S}},
+        "groups_per_step": 8, "group_size": 8, "max_new_tokens": 48,
         "evaluation": {"num_tasks": 0},
     },
     "trainer": {"learning_rate": 1e-4},
@@ -93,7 +93,9 @@ CONFIGURATIONS = (
     same("lag 1", "buffer.max_lag=1"),
     same("lag 2", "buffer.max_lag=2"),
     Configuration("answers twice as long", ("rollouts.max_new_tokens=96",), ("lengths=2",)),
-    Configuration("rewards three times as slow", (f"rollouts.task.params.pause_s={3 * PAUSE_S}",), ("environments=3",)),
+    Configuration(
+        "environments three times as slow", (f"rollouts.environment.params.pause_s={3 * PAUSE_S}",), ("environments=3",)
+    ),
 )
 
 
@@ -144,7 +146,7 @@ def main() -> None:
 def compared(folder: Path) -> list[Row]:
     """Run all configurations, then predict each from the first. Blocks for minutes."""
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "timed.py").write_text(TASK)
+    (folder / "timed.py").write_text(ENVIRONMENT)
     (folder / "recipe.yaml").write_text(yaml.safe_dump(RECIPE))
     runs = [run(folder, place, each) for place, each in enumerate(CONFIGURATIONS)]
     recording = Recording.of(runs[0])

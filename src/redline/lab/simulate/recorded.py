@@ -58,7 +58,8 @@ class Recording:
             )
         groups = _groups(run, facts)
         generation = facts.phase("generation", "rollouts")
-        prefill, computed = _column(facts, "engine/prefill_s"), _column(facts, "engine/prompt_tokens")
+        computed = _column(facts, "engine/prompt_tokens")
+        prefill = _prefill_s(run, facts)
         engines = max(1, int(facts.setting("placement.engines", 0)))  # their steps and tokens are recorded as sums
         engine = engine_cost(
             seconds=np.maximum(0.0, generation - prefill),
@@ -85,12 +86,33 @@ def _column(facts: Facts, metric: str) -> np.ndarray:
     return np.nan_to_num(facts.steps.get(metric, np.zeros(facts.num_steps)))
 
 
+def _prefill_s(run: Run, facts: Facts) -> np.ndarray:
+    """Seconds of prompts in each step. Engines in processes of their own keep their spans to themselves: then as long as the
+    attempts say, for each wave of rows."""
+    own = _column(facts, "engine/prefill_s")
+    if own.any() or not facts.setting("placement.engines", 0):
+        return own
+    turns = [turn for row in run.trajectories().select(["turns"]).to_pylist() for turn in row["turns"]]
+    usual = float(np.median([turn["prefill_s"] or 0.0 for turn in turns])) if turns else 0.0
+    attempts = facts.setting("rollouts.groups_per_step", 1) * facts.setting("rollouts.group_size", 1)
+    return np.full(facts.num_steps, usual * max(1.0, attempts / facts.setting("engine.max_num_seqs", 256)))
+
+
+def _scored_s(facts: Facts) -> float:
+    """Seconds from the last reply of a step to its last reward, where the source scores after sampling, in lockstep. Attempts
+    of environments say that themselves."""
+    if facts.setting("rollouts.environment.name") or not facts.is_lockstep:
+        return 0.0
+    return float(facts.phases(("reward", "wait_for_rewards")).mean())
+
+
 def _groups(run: Run, facts: Facts) -> tuple[Group, ...]:
     table = run.trajectories().select(["group", "attempt", "turns", "score_s", "loss_mask"]).to_pylist()
     found: dict[int, dict[int, list[dict[str, Any]]]] = {}
     for row in table:
         found.setdefault(row["group"], {}).setdefault(row["attempt"], []).append(row)
-    groups = tuple(_group(attempts) for attempts in found.values())
+    scored_s = _scored_s(facts)
+    groups = tuple(_group(attempts, scored_s) for attempts in found.values())
     if not groups:
         raise RunFolderError(f"{run.folder.shown}: no attempt is stored", "set buffer.max_bytes so that the store keeps some")
     # What the prefix cache had of a prompt was not computed.
@@ -99,12 +121,13 @@ def _groups(run: Run, facts: Facts) -> tuple[Group, ...]:
     return tuple(replace(group, prompt_tokens=round(group.prompt_tokens * share)) for group in groups)
 
 
-def _group(attempts: dict[int, list[dict[str, Any]]]) -> Group:
+def _group(attempts: dict[int, list[dict[str, Any]]], scored_s: float) -> Group:
     tokens, environment, prompts = [], [], []
     for rows in attempts.values():
         tokens.append(sum(sum(row["loss_mask"]) for row in rows))
         turns = [turn for row in rows for turn in row["turns"]]
-        environment.append(sum(turn["environment_s"] or 0.0 for turn in turns) + max(row["score_s"] or 0.0 for row in rows))
+        own_s = max(row["score_s"] or 0.0 for row in rows)
+        environment.append(sum(turn["environment_s"] or 0.0 for turn in turns) + (own_s or scored_s))
         prompts.append(sum(len(row["loss_mask"]) - sum(row["loss_mask"]) for row in rows))
     return Group(tuple(tokens), tuple(environment), min(prompts))
 

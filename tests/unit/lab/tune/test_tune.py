@@ -19,6 +19,7 @@ from redline.errors import ConfigError, SideError
 from redline.lab.compare.command import Request, report_of
 from redline.lab.compare.sides import What
 from redline.lab.evidence.experiment import Pair, Round, Wish
+from redline.lab.tune.guards import Kept
 from redline.lab.tune.log import TrialLog
 from redline.lab.tune.proposals import Prediction, Proposal
 from redline.lab.tune.recipe import written
@@ -246,6 +247,11 @@ def test_a_lag_is_kept_with_what_it_does_to_the_samples_beside_it(tmp_path: Path
     assert "peak memory 1.00 GB → 1.20 GB" in line
     without = tuned(tmp_path / "without", Machine(max_lag=0))
     assert "buffer.max_lag" not in without.state.kept
+
+
+def test_a_mismatch_that_is_rounding_is_not_told() -> None:
+    assert not Kept("mismatch", 4e-14, 8e-14, is_broken=False).is_told
+    assert Kept("mismatch", 1e-3, 2e-3, is_broken=False).is_told
 
 
 def test_where_nothing_pays_nothing_is_kept_and_no_proof_is_needed(tmp_path: Path) -> None:
