@@ -217,8 +217,8 @@ def _is_number(value: Any) -> bool:
 
 
 def _why_not(found: Reaching) -> str:
-    low, likely, high = found.rise
-    gained = f"over the last fifth of the steps the reward changes by {likely:+.3f} ({low:+.3f} to {high:+.3f})"
+    low, likely, high = (f"{round(gain, 3) + 0.0:+.3f}" for gain in found.rise)  # + 0.0: no -0.000
+    gained = f"over the last fifth of the steps the reward changes by {likely} ({low} to {high})"
     if found.low is not None:
         return f": {found.share:.0%} of the curves that fit the points reach it by step {found.horizon:,}; {gained}"
     return (

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from redline.runs.others import OtherRun
 from redline.runs.run import Run, setting
 from redline.telemetry.summary.timeline import PREFIX, ROLLOUTS_PREFIX
 
@@ -31,23 +32,32 @@ class Devices:
     """Who has how many devices."""
 
     count: int
-    engines: int = 0
-    """Of these, for engines alone; 0 where engine and trainer share all."""
+    engines: int | None = 0
+    """Of these, for engines alone; 0 where engine and trainer share all, None where they share none and nobody knows how many
+    each has."""
     why: str = ""
-    """Where the number comes from."""
+    """Where the number comes from; empty where somebody gave it."""
 
 
 def devices_of(run: Run, given: int | None) -> Devices:
     """How many devices a run has, by the flag, or else as far as its files say."""
+    if isinstance(run, OtherRun):
+        return _devices_of_other(run, given)
     config = run.config
     engines = setting(config, "placement", "engines", 0)
     size = setting(config, "engine", "options", {}).get("tensor_parallel_size", 1)
     own = engines * (size if isinstance(size, int) else 1) if setting(config, "run", "device", "cpu") == "cuda" else 0
-    trainers = setting(config, "placement", "trainers", 1)
-    listed = len(run.environment.get("gpus") or ()) if "placement" not in config else 0
-    count = given or listed or max(1, trainers + own)
-    why = "" if given else "read from the log" if listed else "read from the recipe" if own else "assumed"
-    return Devices(count, min(own, count - 1), why)
+    count = given or max(1, setting(config, "placement", "trainers", 1) + own)
+    return Devices(count, min(own, count - 1), "" if given else "read from the recipe" if own else "assumed")
+
+
+def _devices_of_other(run: OtherRun, given: int | None) -> Devices:
+    trainers, engines = run.devices
+    found = sum(run.devices) or len(run.environment.get("gpus") or ())
+    count = given or found or 1 + run.framework.samples_apart
+    known = engines if engines and trainers + engines == count else None
+    is_apart = run.framework.samples_apart or bool(engines)
+    return Devices(count, known if is_apart else 0, "" if given else "read from the log" if found else "assumed")
 
 
 def idle_of(run: Run, rows: Sequence[Row], devices: Devices) -> Idle | None:
@@ -86,9 +96,14 @@ def _from_phases(run: Run, rows: Sequence[Row], total: float, devices: Devices) 
     is_beside = bool(setting(run.config, "buffer", "max_lag", 0))
     if is_beside:
         generation = _seconds(rows, ROLLOUTS_PREFIX, _ENGINE_WORK)
+    of_trainer, of_engine = max(0.0, total - training), max(0.0, total - generation)
+    if devices.engines is None:
+        ends = sorted((of_trainer * devices.count, of_engine * devices.count))
+        return Idle(
+            ends[0], ends[1], "phases of the steps: neither side shares its devices, and how many each has is not known"
+        )
     if devices.engines:
-        trainers = devices.count - devices.engines
-        idle = trainers * max(0.0, total - training) + devices.engines * max(0.0, total - generation)
+        idle = (devices.count - devices.engines) * of_trainer + devices.engines * of_engine
         return Idle(idle, idle, "phases of the steps: neither side shares its devices")
     work = training + generation - _seconds(rows, PREFIX, ("weight_sync",)) * (not is_beside)
     low, high = max(0.0, total - work), max(0.0, total - (max(training, generation) if is_beside else work))

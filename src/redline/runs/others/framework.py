@@ -35,8 +35,10 @@ class Framework:
     """The mean reward of an evaluation in a row; None where it has none."""
     settings: Callable[[Mapping[str, Any]], dict[str, dict[str, Any]]]
     """Of its own settings, those that we have keys for, by section."""
-    devices: Callable[[Mapping[str, Any]], int | None]
-    """GPUs of the run, from its settings; None where they do not say."""
+    devices: Callable[[Mapping[str, Any]], tuple[int, int]]
+    """GPUs that train, and others that only sample, from its settings; 0 where these do not say."""
+    samples_apart: bool = False
+    """Whether engines always have devices of their own."""
 
     def wrote(self, log: Log) -> bool:
         """Whether a log has names that only this framework writes."""

@@ -120,9 +120,9 @@ def _settings(config: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
     }
 
 
-def _devices(config: Mapping[str, Any]) -> int | None:
+def _devices(config: Mapping[str, Any]) -> tuple[int, int]:
     trainers, engines = (whole(setting(config, f"deployment.num_{part}_gpus")) for part in ("train", "infer"))
-    return trainers + engines if trainers and engines else None
+    return trainers or 0, engines or 0
 
 
 PRIME_RL = Framework(
@@ -135,4 +135,5 @@ PRIME_RL = Framework(
     _evaluated,
     _settings,
     _devices,
+    samples_apart=True,
 )

@@ -64,8 +64,13 @@ class OtherRun(Run):
     @property
     def environment(self) -> dict[str, Any]:
         """The GPUs, where settings or samples say how many there were."""
-        count = self.framework.devices(self._theirs) or len(self._gpus)
+        count = sum(self.devices) or len(self._gpus)
         return {"gpus": [{"name": "GPU"}] * count} if count else {}
+
+    @property
+    def devices(self) -> tuple[int, int]:
+        """GPUs that train, and others that only sample, as the settings say; 0 where they do not."""
+        return self.framework.devices(self._theirs)
 
     @property
     def failure(self) -> RunFailure | None:

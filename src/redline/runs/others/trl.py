@@ -97,8 +97,8 @@ def _settings(config: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
     }
 
 
-def _devices(config: Mapping[str, Any]) -> int | None:
-    return None
+def _devices(config: Mapping[str, Any]) -> tuple[int, int]:
+    return 0, 0
 
 
 TRL = Framework(

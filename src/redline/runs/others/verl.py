@@ -105,9 +105,14 @@ def _settings(config: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
     }
 
 
-def _devices(config: Mapping[str, Any]) -> int | None:
-    nodes, each = whole(setting(config, "trainer.nnodes")), whole(setting(config, "trainer.n_gpus_per_node"))
-    return nodes * each if nodes and each else None
+def _devices(config: Mapping[str, Any]) -> tuple[int, int]:
+    """Return those of `trainer`, which sample too unless there is a section `rollout` beside it."""
+    return _gpus(config, "trainer"), _gpus(config, "rollout")
+
+
+def _gpus(config: Mapping[str, Any], section: str) -> int:
+    nodes, each = (whole(setting(config, f"{section}.{name}")) for name in ("nnodes", "n_gpus_per_node"))
+    return (nodes or 0) * (each or 0)
 
 
 VERL = Framework(

@@ -149,6 +149,15 @@ def test_a_log_of_verl_has_idle_time_and_a_curve(tmp_path: Path) -> None:
     assert found.target.found.step == pytest.approx(25, rel=0.03)
 
 
+def test_trainer_and_engines_of_prime_rl_never_share_a_device(tmp_path: Path) -> None:
+    run = open_run(write_prime(tmp_path / "metrics.jsonl", 12))
+    unknown = cost_of(run, Asked(price=1.0))
+    assert (unknown.devices.count, unknown.devices.engines) == (2, None)
+    assert unknown.idle is not None
+    trainer, engine = 20 - 9 - 1.5, 20 - 11.5
+    assert (unknown.idle.low_s, unknown.idle.high_s) == (pytest.approx(12 * 2 * engine), pytest.approx(12 * 2 * trainer))
+
+
 def test_rows_that_stand_for_several_steps_are_paid_for_as_several(tmp_path: Path) -> None:
     history = [{"step": 10 * n, "reward": 0.01 * n, "step_time": 2.0, "frac_reward_zero_std": 0.0} for n in range(1, 11)]
     state = tmp_path / "trainer_state.json"
