@@ -20,6 +20,8 @@ WOKEN_NS = 1_000_000
 """How long a thread may take to wake up when what it waits for was sent, or when it has sent."""
 APART = 0.2
 """Share of a call by which the sender must begin later, or be done earlier, to be told from a peer that waits as well."""
+FINEST = 0.002
+"""Share of a stall below which a range is not looked at by itself."""
 LOOKED_AT = 256
 """Calls of one name that are looked at for a sender, back from the end of the wait."""
 
@@ -66,16 +68,23 @@ class ThreadView:
         return place
 
     def pieces(self, start: int, end: int) -> Iterator[tuple[int, int, int]]:
-        """Give the stretches between two moments, each with its innermost range's place or −1."""
-        moment = start
-        while moment < end:
-            place = self.innermost(moment)
-            after = int(np.searchsorted(self.start, moment, side="right"))
-            until = min(end, int(self.start[after]) if after < len(self.start) else end)
-            if place >= 0:
-                until = min(until, int(self.end[place]))
-            yield moment, until, place
-            moment = until
+        """Give the stretches between two moments, each with its innermost range's place or −1.
+
+        Ranges below a `FINEST` part of the whole count for what holds them: there may be thousands of them.
+        """
+        first, last = np.searchsorted(self.start, start, side="right"), np.searchsorted(self.start, end)
+        large = self.end[first:last] - self.start[first:last] >= (end - start) * FINEST
+        stack, moment = self.chain(self.innermost(start)), start
+        for place in [*(first + np.flatnonzero(large)).tolist(), -1]:
+            begins = int(self.start[place]) if place >= 0 else end
+            while moment < begins:
+                until = min(begins, int(self.end[stack[-1]])) if stack else begins
+                if until > moment:
+                    yield moment, until, stack[-1] if stack else -1
+                moment = max(moment, until)
+                while stack and self.end[stack[-1]] <= moment:
+                    stack.pop()
+            stack.append(place)
 
     def chain(self, place: int) -> list[int]:
         """Return the places from the outermost range to this one."""

@@ -26,7 +26,7 @@ def is_trace(path: Path) -> bool:
 
 
 def read(paths: Sequence[Path], most_ranges: int | None = None) -> Timeline:
-    """Read files, and folders of files, into one timeline. Blocks for about 20 seconds per GB of JSON.
+    """Read files, and folders of files, into one timeline. Blocks for about a minute per GB of JSON.
 
     Raises `TraceError` where one is missing, or is neither a Chrome trace nor an export of nsys.
     """

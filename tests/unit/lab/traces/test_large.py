@@ -29,23 +29,15 @@ def write_large(folder: Path) -> tuple[list[Path], int]:
     paths = []
     for pid, (_, rank) in recorded.ranks.items():
         path = folder / f"rank{rank}.json"
-        calls = [call for call in recorded.calls if call.pid == pid]
         *parts, tail = kineto_files.lines(recorded, pid, rank, 2)
-        operation = kineto_files.event(
-            "cpu_op",
-            "aten::add_",
-            pid,
-            pid + 7,
-            0,
-            0,
-            '"External id": 12,"Record function id": 0, "Ev Idx": 77, "Sequence number": 5',
-        ).replace('"ts": 500.000, "dur": 0.000', '"ts": {ts}, "dur": 0.900')
-        operation = operation.replace("{\n", "{{\n").replace("}", "}}").replace("{{ts}}", "{ts}")
+        arguments = '"External id": 12,"Record function id": 0, "Ev Idx": 77, "Sequence number": 5'
+        operation = kineto_files.event("cpu_op", "aten::add_", pid, pid + 7, 0, 0, arguments)
+        before, after = operation.split('"ts": 500.000, "dur": 0.000')
+        count = MEGABYTES * 2**20 // 2 // len(operation)
+        end = max(call.end for call in recorded.calls if call.pid == pid) // 1000
         with path.open("w") as file:
             file.writelines(parts)
-            end = max(call.end for call in calls) // 1000
-            for moment in range(MEGABYTES * 2**20 // 2 // len(operation)):
-                file.write(operation.format(ts=500 + moment * end // (MEGABYTES * 2**20 // 2 // len(operation))))
+            file.writelines(f'{before}"ts": {500 + moment * end // count}.000, "dur": 0.900{after}' for moment in range(count))
             file.write(tail)
         paths.append(path)
     return paths, sum(recorded.packing[1:]) + sum(recorded.unpacking[1:])
