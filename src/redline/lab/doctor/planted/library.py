@@ -29,7 +29,8 @@ PATIENCE_S = 180.0
 """Seconds that one run may take, its start included."""
 WANTED = 0.9
 """Share of the plants whose cause must be the first finding."""
-NEIGHBOUR = "noisy_neighbour"
+BUSY = 0.05
+"""Share of the time that neighbours of a measurement may take."""
 
 
 @dataclass(slots=True, frozen=True)
@@ -50,10 +51,9 @@ class Outcome:
     expected: str | None
     """The planted cause; None for a healthy run."""
     found: str | None
-    """The first finding; None where there is none. A neighbour that was not planted is passed over: it is there, and somebody
-    else's."""
-    had_neighbours: bool
-    """Whether the machine had something else to do."""
+    """The first finding; None where there is none. Neighbours that were not planted do not count: they are somebody else's."""
+    neighbours: float
+    """Share of the time that such neighbours took."""
     findings: Sequence[Mapping[str, Any]]
     predicted: Share | None = None
     """What the doctor said that the fix would save of the time."""
@@ -90,7 +90,11 @@ class Library:
     def verdict(self) -> str:
         sick, healthy = ([o for o in self.outcomes if bool(o.expected) is kind] for kind in (True, False))
         right = sum(outcome.is_right for outcome in sick), sum(outcome.is_right for outcome in healthy)
-        return f"{right[0]} of {len(sick)} causes are the first finding; {right[1]} of {len(healthy)} healthy runs have none."
+        said = f"{right[0]} of {len(sick)} causes are the first finding; {right[1]} of {len(healthy)} healthy runs have none."
+        worst = max((outcome.neighbours for outcome in self.outcomes), default=0.0)
+        return (
+            said if worst < BUSY else f"{said} Other processes took up to {worst:.0%} of the time: gains are not measured well."
+        )
 
     @property
     def exit_code(self) -> int:
@@ -174,7 +178,7 @@ def run_plant(name: str, plant: Plant, with_fix: bool = True) -> Outcome:
                 fix = _fix_of(plant, before["findings"])
                 after = child.ask(json.dumps(_asked(plant, fix)), PATIENCE_S) if with_fix and fix is not None else None
         except ChildError as error:
-            return Outcome(name, plant.what, plant.cause, None, False, [], error=f"the run failed: {error}")
+            return Outcome(name, plant.what, plant.cause, None, 0.0, [], error=f"the run failed: {error}")
     return _judged(name, plant, before, after, fix or {})
 
 
@@ -198,6 +202,7 @@ def _asked(plant: Plant, fix: Mapping[str, Any] | None = None) -> dict[str, Any]
         "delays": dict(plant.delays) if is_same_world else {},
         "first_delays": dict(plant.first_delays) if is_same_world else {},
         "with_first": bool(plant.first_delays),
+        "has_neighbours": plant.neighbours > 0,
     }
 
 
@@ -211,19 +216,14 @@ def _fix_of(plant: Plant, findings: Sequence[Mapping[str, Any]]) -> Mapping[str,
 def _judged(
     name: str, plant: Plant, before: Mapping[str, Any], after: Mapping[str, Any] | None, fix: Mapping[str, Any]
 ) -> Outcome:
-    findings = before["findings"]
-    had_neighbours = not plant.neighbours and any(finding["cause"] == NEIGHBOUR for finding in findings)
-    counted = [finding for finding in findings if plant.neighbours or finding["cause"] != NEIGHBOUR]
+    findings, wall_s = before["findings"], sum(before["step_s"])
     own = next((finding for finding in findings if finding["cause"] == plant.cause), None)
-    wall_s = sum(before["step_s"])
-    if had_neighbours and findings[0]["cause"] == NEIGHBOUR:  # what the doctor says of the rest is of what they leave
-        wall_s -= findings[0]["gain"]["likely_s"]
     return Outcome(
         name=name,
         what=plant.what,
         expected=plant.cause,
-        found=counted[0]["cause"] if counted else None,
-        had_neighbours=had_neighbours,
+        found=findings[0]["cause"] if findings else None,
+        neighbours=0.0 if plant.neighbours else before["neighbours_s"] / wall_s,
         findings=findings,
         predicted=Share(*(own["gain"][key] / wall_s for key in ("low_s", "likely_s", "high_s"))) if own else None,
         measured=saved_share(before, after) if after else None,

@@ -163,9 +163,9 @@ PLANTS: Mapping[str, Plant] = {
     "store-delayed": Plant("serialisation", "a batch is packed in 0.25 s", fix={}, delays={"buffer.pack": 0.25}),
     "slow-disk": Plant(
         "io_bound",
-        "a checkpoint after each step, on a disk that takes 0.5 s",
+        "a checkpoint after each step, on a disk that takes 1 s",
         {"run.checkpoint_every": 1},
-        delays={"run.write_checkpoint": 0.5},
+        delays={"run.write_checkpoint": 1.0},
     ),
     # ── machine ──
     "first-step": Plant("slow_first_step", "something takes 4 s once", fix={}, first_delays={"trainer.forward": 4.0}),

@@ -1,8 +1,8 @@
 """A process that trains one plant, and then the same without its bottleneck, each when it is told to.
 
     python -m redline.lab.doctor.planted.process FOLDER
-    {"keys": {...}, "delays": {...}, "first_delays": {...}, "with_first": false}
-    →  {"bound": "...", "findings": [...], "step_s": [...], "attempts": ...}
+    {"keys": {...}, "delays": {...}, "first_delays": {...}, "with_first": false, "has_neighbours": false}
+    →  {"findings": [...], "neighbours_s": ..., "step_s": [...], "attempts": ...}
 
 Both runs in one process load torch once, and are warm alike.
 """
@@ -14,6 +14,7 @@ import os
 import sys
 import time
 from collections.abc import Mapping
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +22,9 @@ import numpy as np
 
 from redline.child import take_stdout
 from redline.config import make_config
-from redline.lab.doctor.doctor import Diagnosis, diagnose
+from redline.lab.doctor.doctor import RULES, examined
 from redline.lab.doctor.facts import BETWEEN, Facts
+from redline.lab.doctor.finding import Finding
 from redline.lab.doctor.planted.plants import RECIPE, STEPS
 from redline.launch.run import train
 from redline.launch.start import new_run
@@ -30,6 +32,7 @@ from redline.runs import Run
 from redline.telemetry import RunFolder
 from redline.telemetry.delays import ask
 
+NEIGHBOUR = "noisy_neighbour"
 LIFE_S = 600.0
 """Seconds after which delays end, whatever happens."""
 
@@ -49,14 +52,20 @@ def planted(parent: Path, wanted: Mapping[str, Any]) -> dict[str, Any]:
     if always or first:
         ask(folder, os.getpid(), [{**always, **first}, *([always] * STEPS)], LIFE_S)
     train(checked, folder, began_ns=time.perf_counter_ns())
-    run = Run.open(folder.path)
-    return {**_said(diagnose(run, with_delays=True)), **_measured(Facts.of(run, with_delays=True), wanted["with_first"])}
+    facts = Facts.of(Run.open(folder.path), with_delays=True)
+    return {**_said(facts, wanted["has_neighbours"]), **_measured(facts, wanted["with_first"])}
 
 
-def _said(diagnosis: Diagnosis) -> dict[str, Any]:
-    found = diagnosis.as_json()
-    findings = [{key: finding[key] for key in ("cause", "title", "gain", "change")} for finding in found["findings"]]
-    return {"bound": found["bound"]["headline"], "findings": findings}
+def _said(facts: Facts, has_neighbours: bool) -> dict[str, Any]:
+    """The doctor's findings. Neighbours that nobody planted are looked for apart: they are there, and somebody else's."""
+    rules = {cause: rule for cause, rule in RULES.items() if has_neighbours or cause != NEIGHBOUR}
+    findings, _ = examined(facts, rules)
+    keys = ("cause", "title", "gain", "change")
+    others = RULES[NEIGHBOUR](facts)
+    return {
+        "findings": [{key: value for key, value in asdict(finding).items() if key in keys} for finding in findings],
+        "neighbours_s": others.gain.likely_s if isinstance(others, Finding) else 0.0,
+    }
 
 
 def _measured(facts: Facts, with_first: bool) -> dict[str, Any]:
