@@ -85,16 +85,17 @@ def _bench_doctor(names: list[str], quick: bool, others: list[object], as_json: 
         raise ConfigError("--against, --trl-python and --profile are not for bench doctor", "leave them out")
     log = log_console()
     try:
-        library = run_library(names, lambda line: log.print(line, soft_wrap=True, highlight=False), with_fixes=not quick)
+        library = run_library(
+            names, lambda line: log.print(line, soft_wrap=True, highlight=False), with_fixes=not quick, save=save
+        )
     except KeyboardInterrupt:
-        typer.echo("stopped; nothing was saved", err=True)
+        typer.echo("stopped; what was run so far is saved" if save else "stopped; nothing was saved", err=True)
         raise typer.Exit(130) from None
-    path = library.save(save) if save else None
     results_console(as_json=as_json).print(render(library))
     if as_json:
         typer.echo(json.dumps(library.as_json()))
-    elif path:
-        typer.echo(path)
+    elif save:
+        typer.echo(save / "doctor.json")
     raise typer.Exit(library.exit_code)
 
 

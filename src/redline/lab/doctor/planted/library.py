@@ -25,7 +25,7 @@ from redline.telemetry import describe_environment, write_json
 from redline.telemetry.files.durable import replace_file
 
 CASE = "doctor"
-PATIENCE_S = 180.0
+PATIENCE_S = 300.0
 """Seconds that one run may take, its start included."""
 WANTED = 0.9
 """Share of the plants whose cause must be the first finding."""
@@ -119,17 +119,52 @@ class Library:
         return path
 
 
-def run_library(names: Sequence[str], tell: Callable[[str], None], *, with_fixes: bool = True) -> Library:
+def run_library(
+    names: Sequence[str], tell: Callable[[str], None], *, with_fixes: bool = True, save: Path | None = None
+) -> Library:
     """Run the plants of these names, all where none is given. Blocks for about 15 s a plant. Raises ConfigError where there is
-    no such plant; without `with_fixes`, no gain is measured."""
+    no such plant; without `with_fixes`, no gain is measured. The folder `save` has the document after every plant."""
     if unknown := [name for name in names if name not in PLANTS]:
         raise ConfigError(f"{unknown[0]!r} is no plant", f"one of {', '.join(PLANTS)}")
     library = Library()
-    for place, name in enumerate(names or PLANTS, 1):
-        outcome = run_plant(name, PLANTS[name], with_fixes)
-        library.outcomes.append(outcome)
-        tell(f"{place}/{len(names or PLANTS)} {line_of(outcome)}")
+    with Runner() as runner:
+        for place, name in enumerate(names or PLANTS, 1):
+            outcome = run_plant(name, PLANTS[name], runner, with_fixes)
+            library.outcomes.append(outcome)
+            if save:
+                library.save(save)
+            tell(f"{place}/{len(names or PLANTS)} {line_of(outcome)}")
     return library
+
+
+class Runner:
+    """A process that trains plants one after the other, so that torch is loaded once; another takes its place where it fails. A
+    context manager; the process and its run folders are gone when the block ends."""
+
+    def __init__(self) -> None:
+        self._scratch = tempfile.TemporaryDirectory(prefix="redline-planted-")
+        self._child: Child | None = None
+
+    def run(self, wanted: Mapping[str, Any]) -> dict[str, Any]:
+        """Train one run and return what the process says of it. Blocks; raises ChildError where it fails or takes too long."""
+        if self._child is None:
+            command = [sys.executable, "-m", "redline.lab.doctor.planted.process", self._scratch.name]
+            self._child = Child(command, own_group=True)
+        try:
+            return self._child.ask(json.dumps(wanted), PATIENCE_S)
+        except ChildError:
+            child, self._child = self._child, None
+            child.kill()
+            child.close()
+            raise
+
+    def __enter__(self) -> Runner:
+        return self
+
+    def __exit__(self, kind: object, error: object, traceback: object) -> None:
+        if self._child is not None:
+            self._child.close() if error is None else self._child.kill()
+        self._scratch.cleanup()
 
 
 def line_of(outcome: Outcome) -> str:
@@ -167,18 +202,15 @@ def _percents(share: Share | None) -> str:
     return f"{share.likely:.0%} ({share.low:.0%} to {share.high:.0%})" if share else ""
 
 
-def run_plant(name: str, plant: Plant, with_fix: bool = True) -> Outcome:
+def run_plant(name: str, plant: Plant, runner: Runner, with_fix: bool = True) -> Outcome:
     """Run a plant, and where it has a bottleneck the same without it."""
-    with tempfile.TemporaryDirectory(prefix="redline-planted-") as scratch:
-        command = [sys.executable, "-m", "redline.lab.doctor.planted.process", scratch]
-        try:
-            with Child(command, own_group=True) as child:
-                with neighbours(plant.neighbours):
-                    before = child.ask(json.dumps(_asked(plant)), PATIENCE_S)
-                fix = _fix_of(plant, before["findings"])
-                after = child.ask(json.dumps(_asked(plant, fix)), PATIENCE_S) if with_fix and fix is not None else None
-        except ChildError as error:
-            return Outcome(name, plant.what, plant.cause, None, 0.0, [], error=f"the run failed: {error}")
+    try:
+        with neighbours(plant.neighbours):
+            before = runner.run(_asked(plant))
+        fix = _fix_of(plant, before["findings"])
+        after = runner.run(_asked(plant, fix)) if with_fix and fix is not None else None
+    except ChildError as error:
+        return Outcome(name, plant.what, plant.cause, None, 0.0, [], error=f"the run failed: {error}")
     return _judged(name, plant, before, after, fix or {})
 
 

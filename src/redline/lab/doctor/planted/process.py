@@ -1,10 +1,10 @@
-"""A process that trains one plant, and then the same without its bottleneck, each when it is told to.
+"""A process that trains plants, and the same without their bottleneck, each when it is told to.
 
     python -m redline.lab.doctor.planted.process FOLDER
     {"keys": {...}, "delays": {...}, "first_delays": {...}, "with_first": false, "has_neighbours": false}
     →  {"findings": [...], "neighbours_s": ..., "step_s": [...], "attempts": ...}
 
-Both runs in one process load torch once, and are warm alike.
+Runs in one process load torch once, and are warm alike.
 """
 
 from __future__ import annotations

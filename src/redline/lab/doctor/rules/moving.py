@@ -136,7 +136,7 @@ def serialisation(facts: Facts) -> Answer:
             facts.evidence("weight_sync/serialise_s", "seconds a step for weights"),
             Evidence("buffer.pack + buffer.store", float(batches.mean()), "seconds a step for batches, in the main thread"),
         ),
-        gain=facts.saved("trainer", weights + batches, "tasks", Parts(0.2, 0.7, 1.0), "fewer bytes, or another thread"),
+        gain=facts.saved("trainer", weights + batches, "tasks", Parts(0.2, 0.5, 1.0), "fewer bytes, or another thread"),
         change={},
         advice="Store less (buffer.max_bytes), put the run folder on a faster disk, or move weights through memory"
         " (placement.transport=auto).",
