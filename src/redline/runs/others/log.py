@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -21,6 +23,22 @@ class Row:
     """The step that the file gives it; None where it gives none."""
     time: float | None = None
     """When it was logged, in seconds since 1970."""
+
+
+def is_number(value: Any) -> bool:
+    """Whether a value of a log is a figure: a finite number that a float can hold."""
+    try:
+        return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    except OverflowError:
+        return False
+
+
+def from_json(text: str | bytes) -> Any:
+    """Return what a text says in JSON; None where it says nothing, or is nested deeper than anybody's log."""
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        return None
 
 
 @dataclass(frozen=True)

@@ -75,6 +75,8 @@ def _of_one_framework(path: Path, logs: Sequence[Log]) -> Source:
     found = [framework for framework, own in by_framework.items() if own]
     if not found:
         names = sorted({name for log in logs for name in log.names})
+        if "run/step_s" in names:
+            raise RunFolderError(f"{path}: a log of a run of ours, not its folder", f"give the folder: {path.parent}")
         has = f"it has {', '.join(names[:_SHOWN])}" if names else "no figure could be read from it"
         raise RunFolderError(f"{path}: not a log of {KNOWN}: {has}", "give the log of a reinforcement-learning run of theirs")
     if len(found) > 1:

@@ -5,14 +5,13 @@ frame   length u64 · masked CRC-32C of the length u32 · the event · masked CR
 
 from __future__ import annotations
 
-import json
 import struct
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
 
 from redline.runs.others import protobuf
-from redline.runs.others.log import Log, Row
+from redline.runs.others.log import Log, Row, from_json, is_number
 
 _POLYNOMIAL = 0x82F63B78
 """Of CRC-32C, mirrored."""
@@ -83,6 +82,7 @@ class _Events:
                 for kind, summary in protobuf.fields(protobuf.message(value)):
                     if kind == 1:
                         self._add(protobuf.message(summary), values)
+        values = {tag: value for tag, value in values.items() if is_number(value)}
         if values:
             self.rows.append(Row(values, step, time))
 
@@ -111,10 +111,7 @@ def _scalar(tensor: dict[int, protobuf.Value]) -> float | None:
 
 
 def _settings(text: str) -> dict[str, Any]:
-    try:
-        found = json.loads(text)
-    except ValueError:
-        return {}
+    found = from_json(text)
     return found if isinstance(found, dict) else {}
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import re
 from collections.abc import Iterator, Mapping
@@ -10,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from redline.errors import RunFolderError
-from redline.runs.others.log import Log, Row
+from redline.runs.others.log import Log, Row, from_json, is_number
 
 _PRINTED = re.compile(r"\bstep:(\d+) - (.*)")
 """A line of verl's console logger, behind whatever Ray puts before it: `step:1 - actor/lr:1e-06 - perf/…`."""
@@ -20,10 +19,9 @@ _NUMPY = re.compile(r"np\.\w+\((.*)\)")
 
 def read_state(path: Path) -> Log:
     """Read `trainer_state.json`, which transformers' trainer writes into its checkpoints."""
-    try:
-        state = json.loads(path.read_text(encoding="utf-8", errors="replace"))
-    except ValueError as error:
-        raise RunFolderError(f"{path}: damaged: {error}", "give the trainer_state.json of another checkpoint") from error
+    state = from_json(path.read_text(encoding="utf-8", errors="replace"))
+    if state is None:
+        raise RunFolderError(f"{path}: damaged: it is no JSON", "give the trainer_state.json of another checkpoint")
     history = state.get("log_history") if isinstance(state, dict) else None
     if not isinstance(history, list):
         raise RunFolderError(f"{path}: it has no log_history", "give a trainer_state.json that transformers' trainer wrote")
@@ -65,7 +63,7 @@ def _printed(lines: Iterator[str]) -> Iterator[Row]:
 
 def numbers(entry: Mapping[str, Any], *apart: str) -> dict[str, float]:
     """Return the finite numbers of a row, without the names that are not figures."""
-    return {name: float(value) for name, value in entry.items() if name not in apart and _is_number(value)}
+    return {name: float(value) for name, value in entry.items() if name not in apart and is_number(value)}
 
 
 def _number(text: str) -> float | None:
@@ -79,16 +77,9 @@ def _number(text: str) -> float | None:
 
 
 def _object(line: bytes) -> dict[str, Any] | None:
-    try:
-        found = json.loads(line)
-    except ValueError:
-        return None
+    found = from_json(line)
     return found if isinstance(found, dict) else None
 
 
 def _whole(value: Any) -> int | None:
-    return int(value) if _is_number(value) else None
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    return int(value) if is_number(value) else None

@@ -7,8 +7,6 @@
 
 from __future__ import annotations
 
-import json
-import math
 import re
 import struct
 import zlib
@@ -18,7 +16,7 @@ from typing import Any
 
 from redline.errors import RunFolderError
 from redline.runs.others import protobuf
-from redline.runs.others.log import Log, Row
+from redline.runs.others.log import Log, Row, from_json, is_number
 
 _HEADER = struct.pack("<4sHB", b":W&B", 0xBEE1, 0)
 _BLOCK = 32768
@@ -135,7 +133,7 @@ class _Found:
     def _take_history(self, record: bytes) -> None:
         """Add a row; `_step` counts calls of `wandb.log`, which is the step only where a framework says so itself."""
         found = dict(_items(record, 1))
-        values = {name: float(value) for name, value in found.items() if _is_number(value)}
+        values = {name: float(value) for name, value in found.items() if is_number(value)}
         time, step = values.pop("_timestamp", None), values.pop("_step", None)
         for number, value in protobuf.fields(record):
             if number == 2 and step is None:
@@ -156,7 +154,7 @@ class _Found:
                 stamp = dict(protobuf.fields(protobuf.message(value)))
                 sample["time"] = protobuf.integer(stamp.get(1, 0)) + protobuf.integer(stamp.get(2, 0)) / 1e9
         for name, value in _items(record, 3):
-            if _is_number(value) and (ours := _figure(name)):
+            if is_number(value) and (ours := _figure(name)):
                 sample[ours[0]] = float(value) * ours[1]
         if "time" in sample and len(sample) > 1:
             self.samples.append(sample)
@@ -173,10 +171,7 @@ def _items(record: bytes, number: int) -> Iterator[tuple[str, Any]]:
                 parts.append(protobuf.text(own))
             elif part == _JSON:
                 content = protobuf.message(own)
-        try:
-            yield ".".join(filter(None, parts)), json.loads(content)
-        except ValueError:
-            continue
+        yield ".".join(filter(None, parts)), from_json(content)
 
 
 def _figure(name: str) -> tuple[str, float] | None:
@@ -189,7 +184,3 @@ def _figure(name: str) -> tuple[str, float] | None:
         return None
     ours, factor = _GPU[found[2]]
     return f"gpu/{found[1]}/{ours}", factor
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)

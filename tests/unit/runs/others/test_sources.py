@@ -80,6 +80,24 @@ def test_a_log_of_nobody_that_we_know_is_refused_with_what_it_has(tmp_path: Path
         open_run(tmp_path)
 
 
+def test_the_log_of_a_run_of_ours_is_refused_with_its_folder(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "run-001", 3)
+    with pytest.raises(RunFolderError, match="a run of ours") as refused:
+        open_run(folder.metrics)
+    assert refused.value.hint == f"give the folder: {folder.path}"
+
+
+def test_figures_that_no_float_holds_are_left_out(tmp_path: Path) -> None:
+    path = write_verl(tmp_path / "tiny.jsonl", 3)
+    with path.open("a") as file:
+        file.write('{"step": 4, "data": {"critic/score/mean": NaN, "actor/lr": 1%s, "actor/grad_norm": 0.5}}\n' % ("0" * 400))
+        file.write("[" * 100_000 + "\n")
+    run = open_run(path)
+    [*_, last] = run.rows("metrics")
+    assert last == {"step": 4, "trainer/grad_norm": 0.5}
+    assert run.left_out()[0] == "tiny.jsonl: 1 of its lines are no JSON and left out."
+
+
 def test_supervised_training_of_transformers_is_no_run(tmp_path: Path) -> None:
     state = tmp_path / "trainer_state.json"
     state.write_text(json.dumps({"log_history": [{"step": 1, "loss": 2.0, "learning_rate": 1e-5}]}))
