@@ -38,7 +38,7 @@ from redline.config.sections.engine import EngineConfig
 from redline.engine import EngineSession, NativeEngine
 from redline.engine.adapters.openai_server import OpenAIServerEngine
 from redline.engine.adapters.vllm import VllmEngine
-from redline.engine.remote.client import open_engine
+from redline.engine.remote.client import RemoteEngine, open_engine
 from redline.engine.remote.service import RequestService
 from redline.models.files.hf import load_decoder, load_tokenizer
 from redline.ports import Engine
@@ -127,7 +127,19 @@ class RemoteBench(NativeBench):
         threading.Thread(target=serve, daemon=True).start()
         remote = open_engine(listener.address, token, "engine 0")
         owned.callback(remote.close)
-        self.engine: Engine = EngineSession(remote)  # type: ignore[assignment]
+        self.engine: Engine = _Delivered(remote, there)  # type: ignore[assignment]
+
+
+class _Delivered(EngineSession):
+    """A version reaches the other process with its weights, over a connection of their own, before this side applies it."""
+
+    def __init__(self, remote: RemoteEngine, there: EngineSession) -> None:
+        super().__init__(remote)
+        self._there = there
+
+    def apply(self, update: WeightUpdate) -> None:
+        self._there.between_steps(lambda engine: engine.apply(update)).result()
+        super().apply(update)
 
 
 class VllmBench:

@@ -3,7 +3,7 @@
 With L = `max_lag` and B groups per batch, a group begun at version v must be trained on by version v + L. The batches of v, …,
 v + L have room for (L + 1) · B groups; group (L + 1) · B + 1 would be begun for nothing. Hence
 
-    in flight + ready + leased ≤ (L + 1) · B,
+    in flight + ready + leased (replays included) ≤ (L + 1) · B,
 
 and, since no more than B groups are trained at each version before v, groups begun and not dropped ≤ (v + L + 1) · B over the
 run. With L = 0 that is lockstep: B groups at a time, begun when the step before them is done.

@@ -114,8 +114,8 @@ class GroupBuffer:
 
     def _admitted(self, version: int) -> list[int]:
         self._waits.trainer_is_free()
-        num_leased = sum(group.index not in self._replays for group in self._leased)
-        num_alive = len(self._in_flight) + len(self._settled(version)) + num_leased
+        # Replays among the leased count too: what is begun now has no place in a batch that has left.
+        num_alive = len(self._in_flight) + len(self._settled(version)) + len(self._leased)
         steps_left = None if self._steps is None else self._steps - version
         wanted = room(num_alive, self.controller.target, self._config.max_lag, self._groups_per_step, steps_left)
         again, self._again = self._again[:wanted], self._again[wanted:]

@@ -223,6 +223,16 @@ def test_a_replay_never_takes_the_place_of_a_new_group() -> None:
     assert [step(buffer, version) for version in range(3)] == [(0,), (1,), (2,)]
 
 
+def test_beside_a_batch_of_replays_no_more_is_begun_than_the_later_batches_have_room_for() -> None:
+    buffer = make(3, max_lag=2, depth=3, max_reuses=1)
+    first, others = (indices := buffer.admit(0))[:3], indices[3:]
+    buffer.offer(*(numbered(index, 0) for index in first))
+    buffer.trained(buffer.next_batch(0))
+    buffer.cancel(others, "no longer wanted")
+    assert buffer.next_batch(1).indices == (0, 1, 2)
+    assert len(buffer.admit(1)) == 6, "the batches of versions 2 and 3"
+
+
 def test_nothing_is_replayed_by_default_or_without_signal() -> None:
     buffer = make(1, max_lag=2, depth=1)
     step(buffer, 0)

@@ -78,7 +78,8 @@ def assert_same_outcome(together: list[Outcome], alone: Outcome) -> None:
         for name in ("loss", "grad_norm", "entropy", "clip_fraction", "mismatch_kl", "max_ratio", "num_trained_tokens"):
             assert getattr(ours, name) == pytest.approx(getattr(theirs, name), rel=1e-4, abs=1e-6), name
         assert ours.extra == pytest.approx(theirs.extra, rel=1e-3, abs=1e-6)
-    assert_close(part_of(first.state, "master/"), part_of(alone.state, "master/"))
+    # AdamW divides by the root of the second moment: where a gradient is all rounding, a step of six amplifies it.
+    assert_close(part_of(first.state, "master/"), part_of(alone.state, "master/"), tolerance=3e-5)
     assert_close(part_of(first.state, "exp_avg/"), part_of(alone.state, "exp_avg/"), tolerance=1e-4)
 
 
