@@ -78,7 +78,7 @@ def doctor(
 ) -> None:
     """Say what bounds a run, and what to change: each cause with its evidence, its gain and how to prove it.
 
-    Of traces of torch.profiler and nsys, say when devices waited for the CPU, and for which call of which process.
+    For traces of torch.profiler and nsys, say when devices waited for the CPU, and for which call of which process.
     """
     from redline.lab.traces.read import is_trace
     from redline.runs.others import is_log, open_run

@@ -53,7 +53,9 @@ def engines(timeline: Timeline) -> list[Engine]:
             groups.append([process])
     if moved := {process: -matched.offset_ns for (_, process), matched in matches.items() if matched.offset_ns}:
         timeline.shift(moved)
-        timeline.lacks.extend(_moved(timeline, *pair, matched) for pair, matched in matches.items() if matched.offset_ns)
+        for (first, process), matched in matches.items():
+            if matched.offset_ns:
+                timeline.lacks.append(_moved(timeline, first, process, matched, TOLERANCE_NS[found[first].kind]))
         found = joints(timeline)
     groups = _by_world(timeline, groups)
     groups.sort(key=lambda group: (-len(group), group[0]))
@@ -91,11 +93,11 @@ def _engine(
     return Engine(index, tuple(order), tuple(found[p] for p in order), places, has_device)
 
 
-def _moved(timeline: Timeline, first: int, process: int, matched: Match) -> str:
+def _moved(timeline: Timeline, first: int, process: int, matched: Match, within_ns: int) -> str:
     """Say that a process was moved to the clock of another, by the ends of what they did together."""
     ahead = "ahead of" if matched.offset_ns > 0 else "behind"
     a, b = (timeline.processes[p].label for p in (process, first))
     return (
         f"The clock of {a} is {abs(matched.offset_ns) / 1e6:.1f} ms {ahead} that of {b}, by the ends of {len(matched.first):,} "
-        f"common events; its times were corrected, to about {TOLERANCE_NS['kernel'] / 1e3:.0f} µs."
+        f"common events; its times were corrected, to within {within_ns / 1e3:.0f} µs."
     )

@@ -137,33 +137,37 @@ class _Reader:
     def finish(self, stream: EventStream) -> None:
         """Take what the document says about the job, and name what it lacks."""
         into, head, name = self._into, stream.head, self._path.name
-        said_of_job = head.get("distributedInfo")
-        info: dict[str, Any] = said_of_job if isinstance(said_of_job, dict) else {}
         for label, index in self._processes.items():
-            process = into.processes[index]
-            shown = f"[{label}] {process.pid}" if label else str(process.pid)
+            self._identify(label, into.processes[index], head)
+            shown = f"[{label}] {into.processes[index].pid}" if label else str(into.processes[index].pid)
             for (pid, tid), words in self._thread_names.items():
                 if pid == shown:
                     into.name_thread(index, tid, words)
-            base = head.get("baseTimeNanoseconds")
-            process.base_ns = base if isinstance(base, int) and 0 <= base < LATEST else 0
-            if len(self._processes) == 1:
-                rank = _RANK.search(name)
-                said = info.get("rank")
-                process.rank = said if isinstance(said, int) else int(rank[1] or rank[2]) if rank else None
-            process.world = info["world_size"] if isinstance(info.get("world_size"), int) else None
         if stream.is_truncated:
             into.lacks.append(f"{name}: the file ends in the middle; what came after is missing.")
-        if stream.num_damaged:
-            into.lacks.append(f"{name}: {stream.num_damaged:,} events are no JSON, and were left out.")
-        if self._odd:
-            into.lacks.append(f"{name}: {self._odd:,} events are not as Kineto writes them, and were left out.")
-        if opened := sum(map(len, self._open.values())):
-            into.lacks.append(f"{name}: {opened:,} ranges never end, and were left out.")
+        opened = sum(map(len, self._open.values()))
+        for count, what in (
+            (stream.num_damaged, "events are no JSON"),
+            (self._odd, "events are not as Kineto writes them"),
+            (opened, "ranges never end"),
+        ):
+            if count:
+                into.lacks.append(f"{name}: {count:,} {what}, and were left out.")
         for level in ("ERROR", "WARNING"):
             said = head.get(level)
             dropped = [str(line) for line in said if "drop" in str(line).lower()] if isinstance(said, list) else []
             into.lacks.extend(f"{name}: the profiler says: {line}" for line in dropped[:2])
+
+    def _identify(self, label: str, process: Process, head: dict[str, Any]) -> None:
+        """Take clock, rank and number of ranks of a process from the document, or its rank from the file's name."""
+        info = head.get("distributedInfo")
+        info = info if isinstance(info, dict) else {}
+        base, said = head.get("baseTimeNanoseconds"), info.get("rank")
+        process.base_ns = base if isinstance(base, int) and 0 <= base < LATEST else 0
+        process.world = info["world_size"] if isinstance(info.get("world_size"), int) else None
+        if not label:
+            named = _RANK.search(self._path.name)
+            process.rank = said if isinstance(said, int) else int(named[1] or named[2]) if named else None
 
 
 def _correlation(arguments: dict[str, Any]) -> int:
