@@ -14,7 +14,8 @@ from redline.telemetry.summary.timeline import PREFIX, ROLLOUTS_PREFIX
 
 Row = Mapping[str, Any]
 _TRAINER_WORK = ("training", "weight_sync")
-_ENGINE_WORK = ("generation", "weight_sync")
+_ENGINE_WORK = ("generation", "evaluation", "weight_sync")
+"""Phases in which an engine's device works. A model that scores (`rollouts.reward_model`) works too."""
 
 
 @dataclass(slots=True, frozen=True)
@@ -92,10 +93,12 @@ def _from_phases(run: Run, rows: Sequence[Row], total: float, devices: Devices) 
     """By what the loop, and rollouts beside it, were doing."""
     if not total or not any(name.startswith(PREFIX) for row in rows for name in row):
         return None
-    training, generation = _seconds(rows, PREFIX, _TRAINER_WORK), _seconds(rows, PREFIX, _ENGINE_WORK)
+    has_judge = setting(run.config, "rollouts", "reward_model", {}).get("path")
+    work_of_engine = (*_ENGINE_WORK, "reward") if has_judge else _ENGINE_WORK
+    training, generation = _seconds(rows, PREFIX, _TRAINER_WORK), _seconds(rows, PREFIX, work_of_engine)
     is_beside = bool(setting(run.config, "buffer", "max_lag", 0))
     if is_beside:
-        generation = _seconds(rows, ROLLOUTS_PREFIX, _ENGINE_WORK)
+        generation = _seconds(rows, ROLLOUTS_PREFIX, work_of_engine)
     of_trainer, of_engine = max(0.0, total - training), max(0.0, total - generation)
     if devices.engines is None:
         ends = sorted((of_trainer * devices.count, of_engine * devices.count))

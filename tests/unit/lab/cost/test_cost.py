@@ -56,6 +56,13 @@ def test_in_lockstep_idle_is_what_is_neither_sampling_nor_training(tmp_path: Pat
     assert "Devices stood still 20% of the time, which cost 0.2 " in found.sentences[1]
 
 
+def test_a_model_that_scores_works_too(tmp_path: Path) -> None:
+    run = run_of(tmp_path / "run", [step(number) for number in range(1, 11)], rollouts={"reward_model": {"path": "judge"}})
+    found = costed(run, price=1.0)
+    assert found.idle is not None
+    assert found.idle.low_s == pytest.approx(10 * 0.5)
+
+
 def test_engines_on_gpus_of_their_own_stand_still_while_the_trainer_works(tmp_path: Path) -> None:
     config = {"run": {"steps": 36, "device": "cuda"}, "placement": {"engines": 3, "trainers": 1}}
     found = costed(run_of(tmp_path / "run", [step(number) for number in range(1, 37)], **config), price=1.0)

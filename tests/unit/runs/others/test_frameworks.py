@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 from pathlib import Path
 
@@ -14,6 +15,7 @@ from redline.runs.others import OtherRun, open_run
 STATE, EVENTS, WANDB = (RECORDED / name for name in ("trainer_state.json", "events.out.tfevents.tiny", "run-tiny.wandb"))
 
 
+@functools.cache
 def opened(path: Path) -> OtherRun:
     run = open_run(path)
     assert isinstance(run, OtherRun)
