@@ -30,6 +30,8 @@ class Server:
     sent: int | None = None
     away: int = 0
     """Calls that it does not answer."""
+    ends_in_adopt: int = 0
+    """Versions that it loses under their adoption, since it is started again."""
     told: list[int] = field(default_factory=list)
     logprob: float = -1.0
 
@@ -55,6 +57,9 @@ class Server:
 
     def adopt(self) -> bool:
         was_lost = self.is_lost()
+        if self.ends_in_adopt:
+            self.ends_in_adopt -= 1
+            self.start_again()
         if self.sent is None:
             raise WeightSyncError("that version was not sent")
         self.has = self.left = self.sent
@@ -180,6 +185,29 @@ def test_weights_that_were_lost_between_two_updates_are_brought_back(away: int) 
     assert watched.are_there()
     assert server.has == 3
     assert watched.num_losses > 0
+
+
+def test_a_server_that_is_started_again_while_it_gets_its_weights_back_gets_them_once_more() -> None:
+    server = Server()
+    sent = at(3, server)
+    watched = WatchedServers(sent, at_rest)
+    server.start_again()
+    server.ends_in_adopt = 2
+    watched.restore()
+    assert (server.has, watched.are_there()) == (3, True)
+    move(sent, 4)
+    server.ends_in_adopt = 2
+    sent.adopt(PROBE)
+    assert (server.has, watched.are_there()) == (4, True)
+
+
+def test_a_server_that_refuses_the_version_whenever_it_gets_it_is_not_sent_it_for_ever() -> None:
+    server = Server()
+    watched = WatchedServers(at(3, server), at_rest)
+    server.start_again()
+    server.ends_in_adopt = 10**9
+    with pytest.raises(WeightSyncError, match="was not sent"):
+        watched.restore()
 
 
 def test_a_server_that_comes_back_and_computes_otherwise_is_not_used() -> None:

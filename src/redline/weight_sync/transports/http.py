@@ -38,6 +38,8 @@ PATIENCE_S = 300.0
 """How long a server that is away may take to come back."""
 PAUSE_S = 1.0
 """Between two attempts to reach it."""
+MAX_ATTEMPTS = 4
+"""How often servers are brought to a version when one loses it again meanwhile, before its error is raised."""
 Result = TypeVar("Result")
 Convert = Callable[[Mapping[str, Tensor]], Mapping[str, Tensor]]
 
@@ -131,7 +133,19 @@ class HttpWeights:
         return not any(self._each(lambda server: server.is_lost()))
 
     def restore(self, weights: WeightSet) -> None:
-        """Bring servers that have lost their weights to these: those of the version that they had."""
+        """Bring servers that have lost their weights to these: those of the version that they had. A few times, where one is
+        started again meanwhile. Raises WeightSyncError or EngineLostError where one is away, or does not get them."""
+        for _ in range(MAX_ATTEMPTS - 1):
+            try:
+                return self._restore(weights)
+            except ServerAwayError:
+                raise
+            except WeightSyncError:
+                if self.look():  # it was there all the time
+                    raise
+        return self._restore(weights)
+
+    def _restore(self, weights: WeightSet) -> None:
         if self.look():
             self._examine()
         else:
