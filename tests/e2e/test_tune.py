@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import math
 import os
+import statistics
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -13,9 +15,8 @@ from support.paths import ROOT
 from support.processes import REDLINE, rows, started, wait_until
 
 from redline.config import load_recipe
-from redline.lab.evidence.statistics import of_log_ratios
 from redline.lab.tune.bench import ProcessBench
-from redline.lab.tune.space import overrides_of
+from redline.lab.tune.space import name_of, overrides_of
 from redline.lab.tune.trials import METRIC
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(3600)]
@@ -31,9 +32,18 @@ MISTAKES = {
 """Checkpointing where memory is free, few rows, no prefix cache, no lag; and micro-batches of one or two attempts."""
 ONE_ATTEMPT = 40
 """Tokens of a micro-batch that holds one attempt."""
-BY_HAND = {"run.num_threads": 1}
-"""What was found best by hand on two cores, beside the recipe's defaults: docs/tune.md has the figures."""
-PAIRS = 6
+BY_HAND: tuple[dict[str, Any], ...] = (
+    {},
+    {"run.num_threads": 2},
+    {"buffer.max_lag": 1, "run.num_threads": 2},
+    {"buffer.max_lag": 1, "placement.engines": 1, "run.num_threads": 2},
+    {"trainer.max_tokens_per_micro_batch": 1024},
+    {"trainer.max_tokens_per_micro_batch": 1024, "buffer.max_lag": 1, "run.num_threads": 2},
+    {"engine.max_num_seqs": 64, "engine.max_num_batched_tokens": 2048},
+)
+"""What a person who knows recipe and machine would set instead of the mistakes. The best of these is the best by hand."""
+PAIRS = 2
+"""Of each with the tuned recipe."""
 
 
 def tune(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
@@ -54,10 +64,15 @@ def test_a_recipe_with_every_known_mistake_comes_to_nine_tenths_of_the_best_by_h
     assert found.trainer.learning_rate == load_recipe(SMOKE).trainer.learning_rate
     bench = ProcessBench(SMOKE, WORK, tmp_path / "hand", max_lag=1)
     tuned = {**mistakes, **document["kept"]}
-    logs = [bench.measure(BY_HAND, tuned, 1 + place).log_ratio(METRIC) for place in range(PAIRS)]
-    comparison = of_log_ratios(logs)
-    print(f"tuned over by hand: {comparison.ratio:.3f} {comparison.interval}")
-    assert comparison.ratio >= 0.9
+    by_hand = {name_of(hand): _times_as_fast(bench, tuned, hand) for hand in BY_HAND}
+    print(json.dumps(by_hand, indent=2))
+    assert min(by_hand.values()) >= 0.9, by_hand
+
+
+def _times_as_fast(bench: ProcessBench, tuned: dict[str, Any], hand: dict[str, Any]) -> float:
+    """How many times as fast the tuned recipe is as one with other settings."""
+    logs = [bench.measure(hand, tuned, 1 + place).log_ratio(METRIC) for place in range(PAIRS)]
+    return math.exp(statistics.fmean(logs))
 
 
 def test_a_tuning_that_is_killed_goes_on_and_leaves_no_process(tmp_path: Path) -> None:
