@@ -23,7 +23,7 @@ from redline.lab.tune.bench import ProcessBench
 from redline.lab.tune.log import TrialLog
 from redline.lab.tune.recipe import written
 from redline.lab.tune.space import overrides_of
-from redline.lab.tune.text import line_of
+from redline.lab.tune.text import counted, line_of
 from redline.lab.tune.tune import Budget, Tuned, Tuning, as_json, explained, tolerances
 from redline.launch.preflight import check_inputs
 from redline.telemetry import describe_environment
@@ -77,7 +77,7 @@ def tune(asked: Asked, console: Console) -> Result:
             line_of(number, trial), soft_wrap=True, highlight=False, markup=False
         )
         if log.state.trials:
-            tell(f"{asked.out}: goes on after {len(log.state.trials)} trials")
+            tell(f"{asked.out}: goes on after {counted(log.state.trials)}")
         tuning = Tuning(bench, log, asked.budget, tell, tell_trial=tell_trial)
         try:
             tuned = tuning.run()
@@ -114,7 +114,7 @@ def _saved(asked: Asked, tuned: Tuned, values: dict[str, Any]) -> Result:
 def _head(asked: Asked, tuned: Tuned, report: Report | None) -> list[str]:
     """The first comments of the tuned recipe."""
     given = " ".join([str(asked.recipe), *asked.overrides])
-    trials = f"{len(tuned.state.trials)} trials; {tuned.ended}."
+    trials = f"{counted(tuned.state.trials)}; {tuned.ended}."
     if report is None:
         return [f"{given}, tuned by redline: nothing is changed, since nothing was shown to be faster.", trials]
     said = f"A is the recipe as it was, B this one: {report.verdict.sentence}."

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from redline.lab.tune.proposals import Prediction
 from redline.lab.tune.space import overrides_of
@@ -31,12 +31,17 @@ def lines_of(tuned: Tuned, proof: str) -> Iterator[str]:
     """Give the lines: how it ended, what was kept, what it comes to. `proof` is the sentence of the comparison."""
     trials = tuned.state.trials
     outcomes = [sum(trial.outcome == outcome for trial in trials) for outcome in ("kept", "reverted", "failed")]
-    yield f"{len(trials)} trials: {outcomes[0]} kept, {outcomes[1]} reverted, {outcomes[2]} failed; {tuned.ended}"
+    yield f"{counted(trials)}: {outcomes[0]} kept, {outcomes[1]} reverted, {outcomes[2]} failed; {tuned.ended}"
     if not tuned.state.kept:
         yield "nothing was kept: no change is shown to make this recipe faster here"
         return
     yield f"kept: {' '.join(overrides_of(tuned.state.kept))}"
     yield f"A is the recipe as it was, B as it is now: {proof}"
+
+
+def counted(trials: Sequence[Trial]) -> str:
+    """`1 trial`, `12 trials`."""
+    return f"{len(trials)} trial{'' if len(trials) == 1 else 's'}"
 
 
 def _times(gain: Gain | None) -> str:

@@ -17,7 +17,7 @@ from typing import Any, Protocol
 
 from redline.errors import SideError
 from redline.lab.evidence.experiment import Experiment, Pair, Wish
-from redline.lab.evidence.guards import KL, MEMORY, REWARD, TOLERANCES
+from redline.lab.evidence.guards import KL, MEMORY, TOLERANCES
 from redline.lab.evidence.sample_size import MIN_PAIRS
 from redline.lab.tune.choice import next_proposal
 from redline.lab.tune.log import State, TrialLog
@@ -115,9 +115,9 @@ class Tuning:
         state, budget, look = self.log.state, self.budget, None
         while True:
             if len(state.trials) >= budget.trials:
-                return look, f"{budget.trials} trials are done"
+                return look, "as many as were allowed"
             if self._left_s() < (MIN_PAIRS + 1) * self.pair_s * bool(state.kept):
-                return look, "the time is up"
+                return look, "then the time was up"
             look = self._look()
             step_s = look.step_s or self._step_s()
             proposal = next_proposal(look.proposals, state.trials, state.kept, step_s, budget.worth)
@@ -194,7 +194,7 @@ class Tuning:
 
 def tolerances(kept: Change) -> dict[str, float]:
     """What the proof may not break. Memory is there to be used, and a larger lag moves the policies apart: both are told."""
-    return {**TOLERANCES, REWARD: TOLERANCES[REWARD], MEMORY: ANY, KL: ANY if "buffer.max_lag" in kept else TOLERANCES[KL]}
+    return {**TOLERANCES, MEMORY: ANY, **({KL: ANY} if "buffer.max_lag" in kept else {})}
 
 
 def explained(error: SideError) -> SideError:
