@@ -84,7 +84,8 @@ def test_a_tuning_that_is_killed_goes_on_and_leaves_no_process(tmp_path: Path) -
         process.kill()
     before = log.read_text()
     done = subprocess.run([REDLINE, *arguments], cwd=tmp_path, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
+    assert done.returncode in (0, 2), done.stderr  # 2: on a busy machine the time is up before the proof has pairs enough
+    assert "error:" not in done.stderr
     assert log.read_text().startswith(before)
     kinds = [row["kind"] for row in rows(log)]
     assert kinds.count("begun") == 1
