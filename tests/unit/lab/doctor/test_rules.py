@@ -127,6 +127,15 @@ PLANTED: dict[str, Facts] = {
         },
         {"buffer.max_lag": 1},
     ),
+    "slow_reward that leaves the engine without requests": facts(
+        {
+            **BESIDE,
+            "timeline/wait_for_rollouts_s": 0.5,
+            "timeline_rollouts/wait_for_requests_s": 0.45,
+            "buffer/groups_to_score": 3,
+        },
+        {"buffer.max_lag": 1},
+    ),
     "serial_episodes": facts(
         {**LOCKSTEP, "timeline/wait_for_environments_s": 0.4},
         {"rollouts.environment.name": "calculator", "rollouts.environment.run_in": "processes"},

@@ -20,7 +20,9 @@ WORTH_EVALUATING = 0.05
 def slow_reward(facts: Facts) -> Answer:
     """The engine and the trainer stand still while rewards are computed."""
     own = facts.phases(("reward", "wait_for_rewards", "wait_for_reward_model"), "rollouts")
-    waiting = np.minimum(facts.trainer_waits, facts.rollouts_wait) if (facts.mean("buffer/groups_to_score") or 0) >= 1 else 0
+    waiting = np.zeros(facts.num_steps)
+    if (facts.mean("buffer/groups_to_score") or 0) >= 1:  # then the trainer waits for them, and the engine for new requests
+        waiting = np.minimum(facts.trainer_waits, facts.rollouts_wait + facts.phase("wait_for_requests", "rollouts"))
     lost = own + waiting
     if is_bookkeeping(lost):
         return None
@@ -34,7 +36,7 @@ def slow_reward(facts: Facts) -> Answer:
             facts.evidence("buffer/groups_to_score", "groups sampled and without a reward"),
             Evidence("rollouts.max_reward_workers", remedy.now, "calls of `score` at once, at most"),
         ),
-        gain=facts.saved("both" if np.any(waiting) else "rollouts", lost, "rewards", remedy.parts, remedy.assumption),
+        gain=facts.saved("both" if waiting.any() else "rollouts", lost, "rewards", remedy.parts, remedy.assumption),
         change=remedy.change,
         advice=remedy.advice,
     )
