@@ -255,16 +255,20 @@ def test_a_killed_runs_trace_still_opens_with_one_process_per_start(killed: dict
 # ── interrupted ────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-HELD = """        import pathlib, time
+HELD = """
 
-        while task.id == "letters/6" and pathlib.Path("hold").exists():
-            time.sleep(0.01)
-        if "q\""""
+def is_held(task):
+    import pathlib, time
+
+    while task.id == "letters/6" and pathlib.Path("hold").exists():
+        time.sleep(0.01)
+"""
 
 
 def interrupt(cwd: Path, number: signal.Signals) -> None:
     """In the fourth step, whose first reward waits for that."""
-    (cwd / "letters.py").write_text(LETTERS.replace('        if "q"', HELD))
+    assert 'if "q"' in LETTERS
+    (cwd / "letters.py").write_text(LETTERS.replace('if "q"', 'if is_held(task) or "q"') + HELD)
     (cwd / "hold").touch()
     with started("train", "letters.yaml", "--json", cwd=cwd) as process:
         folder = wait_for_run(cwd, process)
