@@ -5,13 +5,15 @@ import math
 import subprocess
 import sys
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
 from redline.errors import RunFolderError
 from redline.telemetry import RunFolder, write_json
-from redline.telemetry.files.failure import recording_failure
+from redline.telemetry.files.failure import read_failure, recording_at_once, recording_failure
 
 HOLD_THE_LOCK = """
 import sys, pathlib
@@ -161,3 +163,22 @@ def test_a_run_that_has_lost_its_config_keeps_its_steps(tmp_path: Path) -> None:
     with pytest.raises(RuntimeError), recording_failure(folder):
         raise RuntimeError
     assert folder.metrics.exists()
+
+
+def test_what_ends_the_steps_of_a_run_is_written_before_anything_is_closed(tmp_path: Path) -> None:
+    """A launcher may end the process while it closes what it has."""
+    folder = RunFolder.create(tmp_path, "run")
+    folder.config.write_text("{}")
+    seen: list[str] = []
+
+    @contextmanager
+    def closing() -> Iterator[None]:
+        try:
+            yield
+        finally:
+            found = read_failure(folder)
+            seen.append(found.message if found else "nothing")
+
+    with pytest.raises(RuntimeError), recording_failure(folder), closing(), recording_at_once(folder):
+        raise RuntimeError("no more")
+    assert seen == ["no more"]
