@@ -8,7 +8,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 
 import numpy as np
@@ -134,6 +134,11 @@ def test_a_frame_that_stands_still_is_given_up_with_who_and_how_long(ends: tuple
     assert theirs.is_closed
 
 
+def has_failed(sending: Future[None]) -> bool:
+    """Whether no more of a frame comes."""
+    return sending.done() and sending.exception() is not None
+
+
 def test_a_frame_that_is_taken_slowly_is_sent_whole(ends: tuple[Connection, Connection]) -> None:
     ours, theirs = ends
     theirs._sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 16)
@@ -141,7 +146,7 @@ def test_a_frame_that_is_taken_slowly_is_sent_whole(ends: tuple[Connection, Conn
     with ThreadPoolExecutor(1) as pool:
         sending = pool.submit(ours.send, "weights", {}, [np.zeros(size, np.uint8)], 2.0)
         began = time.monotonic()
-        while taken < size and not sending.done():  # where it has failed there is no more to take
+        while taken < size and not has_failed(sending):
             time.sleep(0.01)
             due = int(size * (time.monotonic() - began) / 2.4) - taken  # so many bytes a second that all of it takes 2.4
             with suppress(BlockingIOError):
