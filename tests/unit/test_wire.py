@@ -141,6 +141,7 @@ def has_failed(sending: Future[None]) -> bool:
 
 def test_a_frame_that_is_taken_slowly_is_sent_whole(ends: tuple[Connection, Connection]) -> None:
     ours, theirs = ends
+    ours._sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 16)  # so that the system keeps little of it
     theirs._sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 16)
     size, taken = 8 << 20, 0
     with ThreadPoolExecutor(1) as pool:
