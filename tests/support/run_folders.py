@@ -38,7 +38,10 @@ def write_run(path: Path, steps: int, *, total: int | None = None, max_lag: int 
     append(path / "samples.jsonl", (sample_row(second) for second in range(min(steps, 2000))))
     append(
         folder.evaluations,
-        ({"step": step, "evaluation/reward_mean": learnt(step, total)} for step in range(0, steps + 1, max(1, steps // 8))),
+        (
+            {"step": step, "evaluation/reward_mean": learnt(step, total), "evaluation/num_answers": 200}
+            for step in range(0, steps + 1, max(1, steps // 8))
+        ),
     )
     if closed:
         folder.ledger.write_text(json.dumps({"lanes": {"main": lane("trainer.backward"), "rollouts": lane("engine.decode")}}))

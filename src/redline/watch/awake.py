@@ -36,8 +36,9 @@ def staying_awake() -> Iterator[None]:
     finally:
         signal.set_wakeup_fd(wakeup)
         ended.set()
-        os.close(writer)
+        os.write(writer, b"\0")  # closing it would end no read: a child that somebody forked may hold a copy
         thread.join()
+        os.close(writer)
         os.close(reader)
         signal.signal(NUDGE, before)
 
@@ -45,10 +46,9 @@ def staying_awake() -> Iterator[None]:
 def _nudge_after_signals(reader: int, ended: threading.Event) -> None:
     main = threading.main_thread().ident
     assert main is not None
-    while numbers := os.read(reader, 64):
-        if set(numbers) == {NUDGE}:
-            continue
-        for _ in range(NUDGES):
+    while not ended.is_set():
+        numbers = os.read(reader, 64)
+        for _ in range(NUDGES if set(numbers) - {NUDGE} else 0):
             if ended.is_set():
                 return
             signal.pthread_kill(main, NUDGE)

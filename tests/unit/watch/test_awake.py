@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import threading
 
@@ -39,3 +40,12 @@ def test_everything_is_as_before_afterwards() -> None:
     assert signal.getsignal(NUDGE) is before
     assert signal.set_wakeup_fd(wakeup) == -1
     assert "signals" not in {thread.name for thread in threading.enumerate()}
+
+
+def test_a_child_that_was_forked_inside_keeps_nobody_waiting() -> None:
+    with staying_awake():
+        child = os.fork()
+        if child == 0:
+            signal.pause()
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)

@@ -18,12 +18,12 @@ from redline.types import Task
 
 def make(source: Mapping[str, Any]) -> None:
     """Import the source's module and make the source, so that no call has to."""
-    _made(json.dumps(source, sort_keys=True))
+    _made(json.dumps(source))
 
 
 def score(source: Mapping[str, Any], task: Task, text: str) -> Any:
     """What the source's `score` returns, awaited where it is a coroutine. `source` has its `path`, `folder` and `keywords`."""
-    value = _made(json.dumps(source, sort_keys=True)).score(task, text)
+    value = _made(json.dumps(source)).score(task, text)
     return _loop().run_until_complete(value) if inspect.isawaitable(value) else value
 
 

@@ -3,6 +3,7 @@ a critic. Passes without gradients, over micro-batches of their own."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 
 import numpy as np
@@ -33,18 +34,36 @@ class FirstLook:
         return bool(self._reference or self._critic or self._recomputes)
 
     def look(self, plan: MicroBatchPlan, version: int) -> Looked:
-        """Pass this process's micro-batches through each network: `reference`, `anchor`, `values`."""
-        policy = self._policy
-        parts = list(plan.of_rank(policy.parallel.place.data_rank))
+        """Pass this process's micro-batches through each network: `reference`, `anchor`, `values`. A stage that runs out of
+        memory in one pass goes through the others before it raises: the other stages wait for its messages there."""
+        parts = list(plan.of_rank(self._policy.parallel.place.data_rank))
         found: dict[str, list[Tensor]] = {}
-        if self._reference:
-            found["reference"] = self._reference.logprobs(parts, self._way("trainer.reference"))
-        if self._recomputes:
-            with span("trainer.recompute", version=version):
-                found["anchor"] = self._way("trainer.recompute")(policy.decoder, parts, policy.temperature, None)
-        if self._critic:
-            found["values"] = self._critic.values(parts)
+        ran_out: torch.OutOfMemoryError | None = None
+        for name, values in self._passes(parts, version).items():
+            try:
+                found[name] = values()
+            except torch.OutOfMemoryError as error:
+                if self._policy.pipeline is None:
+                    raise
+                ran_out = error.with_traceback(None)  # its frames would hold on to what took the memory
+        if ran_out is not None:
+            raise ran_out
         return parts, found
+
+    def _passes(self, parts: list[MicroBatch], version: int) -> dict[str, Callable[[], list[Tensor]]]:
+        policy, passes = self._policy, {}
+        if reference := self._reference:
+            passes["reference"] = lambda: reference.logprobs(parts, self._way("trainer.reference"))
+        if self._recomputes:
+
+            def anchor() -> list[Tensor]:
+                with span("trainer.recompute", version=version):
+                    return self._way("trainer.recompute")(policy.decoder, parts, policy.temperature, None)
+
+            passes["anchor"] = anchor
+        if critic := self._critic:
+            passes["values"] = lambda: critic.values(parts)
+        return passes
 
     def of_all(self, batch: TrainBatch, looked: Looked) -> dict[str, np.ndarray]:
         """By name float32[T] over the tokens of the batch, of what all processes have found. All must call it at once."""
