@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -11,23 +12,30 @@ from pathlib import Path
 from typing import Any
 
 import httpx2
+import numpy as np
 import pytest
-from safetensors.torch import load_file
+import torch
+from safetensors.torch import load_file, save_file
 from support.processes import only_run, rows, started, succeed, write_letters
 
+from redline import Run
 from redline.models.files.sources import model_folder
 
 STEPS = 3
 TOKEN = "a-secret-of-the-test"
+EVEN_ODDS = float(np.log(259))
+"""Less the logprob of every token of the built-in tiny model's 259, where each is as likely as any other."""
 pytestmark = pytest.mark.slow
 
 
 @contextmanager
-def serving(cwd: Path, port: int = 0) -> Iterator[str]:
-    """The address of `redline serve` with the model of the recipe."""
+def serving(cwd: Path, port: int = 0, model: str = "builtin:tiny") -> Iterator[str]:
+    """The address of `redline serve` with a model of the recipe's form."""
     os.environ["WEIGHTS_TOKEN"] = TOKEN
     arguments = (
-        "builtin:tiny",
+        model,
+        "--served-model-name",
+        "policy",
         "--port",
         str(port),
         "--dtype",
@@ -89,13 +97,26 @@ def test_a_server_that_is_killed_and_started_again_is_brought_to_the_current_ver
         with started("train", "letters.yaml", *overrides(url), cwd=there["run"]) as process:
             wait_until(lambda: version(url) >= 3)
             first.close()  # its process is killed, whatever it was at
-            with serving(there["second"], port=int(url.rpartition(":")[2])) as again:
+            with serving(there["second"], int(url.rpartition(":")[2]), str(without_preference(tmp_path / "flat"))) as again:
                 assert process.wait(240) == 0, (there["run"] / "stderr.txt").read_text()
                 assert version(again) == steps
     found = rows(only_run(there["run"]).metrics)
     assert len(found) == steps
     known = [row["trainer/mismatch_kl"] for row in found if row["trainer/mismatch_kl"] is not None]
-    assert max(known) < (0.5 if max_lag else 1e-9), "no token of the weights that it was started with was trained on"
+    assert max_lag or max(known) < 1e-9, "the server sampled from the trainer's own policy"
+    logprobs = [np.array(values) for values in Run.open(only_run(there["run"]).path).trajectories()["logprobs"].to_pylist()]
+    sampled = [values[values < 0] for values in logprobs]
+    assert sum(map(len, sampled)) > 0
+    of_its_own = [values for values in sampled if len(values) > 1 and np.abs(values + EVEN_ODDS).max() < 1e-4]
+    assert not of_its_own, "nothing counts that it sampled from the weights that it was started with"
+
+
+def without_preference(folder: Path) -> Path:
+    """A model of the recipe's form whose weights are all 0: every token is as likely as any other, always."""
+    shutil.copytree(model_folder("builtin:tiny"), folder)
+    tensors = load_file(folder / "model.safetensors")
+    save_file({name: torch.zeros_like(tensor) for name, tensor in tensors.items()}, folder / "model.safetensors")
+    return folder
 
 
 def wait_until(condition: Callable[[], bool], patience_s: float = 120) -> None:
