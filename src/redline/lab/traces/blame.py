@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from redline.lab.traces.names import class_of, is_cpu_collective, normal, sends, waits
-from redline.lab.traces.timeline import Timeline
+from redline.lab.traces.timeline import Kind, Timeline
 
 MOST_HOPS = 4
 """Messages that are followed at most."""
@@ -135,9 +135,10 @@ class Walker:
         for waiting in reversed(view.chain(place)):
             row = int(view.rows[waiting])
             name = self.name(row)
-            if is_cpu_collective(name) or (class_of(name) == "ipc" and not waits(name)):
+            is_ipc = class_of(name) == "ipc"
+            if is_cpu_collective(name) or (is_ipc and not waits(name)):
                 return self._peer(row, moment)  # the same call elsewhere; of calls that only wait there are many
-            if waits(name):
+            if waits(name) and (is_ipc or self.timeline.ranges.kind[row] == Kind.SYSTEM):
                 return self._sender(row, moment)
         return None
 

@@ -63,6 +63,12 @@ class Builder:
     def stream(self, process: int, device: int, stream: int) -> int:
         return self._stream_at.setdefault((process, device, stream), len(self._stream_at))
 
+    def move_device(self, process: int, device: int, to: int) -> None:
+        """Give the work of a device to another process, which has none on it yet."""
+        self._stream_at = {
+            (to if key[:2] == (process, device) else key[0], *key[1:]): at for key, at in self._stream_at.items()
+        }
+
     def name(self, text: str) -> int:
         found = self._names.get(text)
         if found is None:
@@ -135,7 +141,9 @@ class Builder:
                 f"{self._left_out:,} ranges of threads below {self._floor_ns / 1e3:.0f} µs were left out, to bound memory."
             )
         if self.no_duration:
-            self.lacks.append(f"{self.no_duration:,} events have no length, or end before they start, and were left out.")
+            self.lacks.append(
+                f"{self.no_duration:,} events have no length or no thread, or end before they start, and were left out."
+            )
         ranges, work = (_columns(columns) for columns in (self._ranges, self._work))
         self._ranges, self._work = [], []
         streams = [Stream(*key) for key in self._stream_at]

@@ -126,6 +126,7 @@ class Diagnosis:
                 {
                     "process": self.label(rank.process),
                     "pid": self.timeline.processes[rank.process].pid,
+                    "device": rank.device if rank.device >= 0 else None,
                     "busy_s": rank.busy / 1e9,
                     "waiting_s": rank.waiting / 1e9,
                     "idle_s": rank.idle / 1e9,

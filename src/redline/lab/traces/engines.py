@@ -44,7 +44,8 @@ def engines(timeline: Timeline) -> list[Engine]:
     matches: dict[tuple[int, int], Match] = {}
     for process in active:
         for group in groups:
-            matched = match(found[group[0]], found[process])
+            one_clock = timeline.processes[group[0]].source == timeline.processes[process].source
+            matched = match(found[group[0]], found[process], one_clock=one_clock)
             if matched.score >= TOGETHER:
                 matches[group[0], process] = matched
                 group.append(process)

@@ -103,6 +103,8 @@ class EventStream:
                     continue
                 self.is_truncated = True
                 return _CUT
+            except (ValueError, RecursionError):  # a number of thousands of digits, or lists within lists without end
+                return _DAMAGED
             if end == len(self._text) and self._more():  # a number may go on
                 continue
             self._at = end

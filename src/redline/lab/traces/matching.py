@@ -73,19 +73,22 @@ def _on_cpu(timeline: Timeline, process: int) -> Joint:
     return Joint(ranges.start[rows], np.maximum.accumulate(end) if len(end) else end, ranges.name[rows], rows, "cpu")
 
 
-def match(a: Joint, b: Joint) -> Match:
-    """Compare two processes: by the order of their events where it is the same, else by ends that are near each other."""
+def match(a: Joint, b: Joint, *, one_clock: bool = False) -> Match:
+    """Compare two processes: by the order of their events where it is the same, else by ends that are near each other.
+
+    With `one_clock` events that are further apart than the tolerance are not the same, however regular they are.
+    """
     none = Match(0.0, 0, np.empty(0, int), np.empty(0, int))
     if min(len(a), len(b)) < FEWEST or a.kind != b.kind:
         return none
     tolerance = TOLERANCE_NS[a.kind]
-    by_order = _by_order(a, b, tolerance)
+    by_order = _by_order(a, b, tolerance, one_clock=one_clock)
     if by_order.score >= 1.0:
         return by_order
     return max(by_order, _by_ends(a, b, tolerance), key=lambda found: found.score)
 
 
-def _by_order(a: Joint, b: Joint, tolerance: int) -> Match:
+def _by_order(a: Joint, b: Joint, tolerance: int, *, one_clock: bool) -> Match:
     """Take the events in their order: the same names, and ends that differ by one offset."""
     if len(a) != len(b) or not np.array_equal(a.name, b.name):
         return Match(0.0, 0, np.empty(0, int), np.empty(0, int))
@@ -93,6 +96,7 @@ def _by_order(a: Joint, b: Joint, tolerance: int) -> Match:
     offset = int(np.median(apart))
     pause = float(np.median(np.diff(a.end))) if len(a) > 1 else 0.0
     is_one = float(np.median(np.abs(apart - offset))) <= min(tolerance, max(pause / 4, 1_000))
+    is_one = is_one and not (one_clock and abs(offset) > tolerance)
     places = np.arange(len(a))
     return Match(1.0 if is_one else 0.0, offset if abs(offset) > tolerance else 0, places, places)
 

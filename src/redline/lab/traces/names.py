@@ -13,7 +13,8 @@ CLASSES = {
     "copy": r"memcpy|memset|\baten::(to|copy_|_to_copy|clone|contiguous|pin_memory)\b|pin_memory|HostAlloc|HostRegister",
     "synchronisation": r"synchroni[sz]e|_local_scalar_dense|\baten::(item|nonzero|is_nonzero|equal)\b|barrier|EventQuery|"
     r"StreamWaitEvent|\bwait\b",
-    "ipc": r"zmq|bcast|broadcast(?!_tensors|able|ed)|send|recv|socket|\bshm|shared_memory|message_?queue|\bpipes?\b|epoll|"
+    "ipc": r"zmq|bcast|broadcast(?!_tensors|_to\b|_shapes|able|ed)|send|recv|receive|socket|"
+    r"\bshm|shared_memory|message_?queue|\bpipes?\b|epoll|"
     r"\bp?poll\b|\bselect\b|queue|\brpc|\bray::|\bsem_|futex|pthread_cond|\breadv?\b|\bwritev?\b|^_?c10d|^(gloo|mpi|ucc):|"
     r"scatter_object|gather_object",
     "scheduling": r"sched|prepare|(gen|make|build|init)_?context|(next|new|build|filter|merge|running)_batch|metadata|\bplan\b|"
@@ -24,17 +25,19 @@ HOST_WORK = "host work"
 """The class of CPU work whose name says nothing."""
 _CLASSES = {name: re.compile(pattern, re.IGNORECASE) for name, pattern in CLASSES.items()}
 _WAITS = re.compile(
-    r"recv|receive|\bp?poll\b|epoll|\bselect\b|wait|acquire|\bsem_|futex|pthread_cond|pthread_mutex_lock|queue.*\bget\b|\bget_nowait|"
-    r"\bread\b|accept|^gloo:|barrier|\bresult\b",
+    r"recv|receive|\bp?poll\b|epoll|\bselect\b|\bwait\b|\bwait(_for|pid|id)|_wait\b|\bacquire\b|\bsem_|futex|pthread_cond|"
+    r"pthread_mutex_lock|queue.*\bget\b|\bget_nowait|\bread\b|\baccept4?\b|^gloo:|\bbarrier\b|\bresult\b",
     re.IGNORECASE,
 )
 _SENDS = re.compile(
-    r"send|bcast|broadcast(?!_tensors|able|ed)|publish|\bput\b|enqueue|\bwrite\b|notify|\bpost\b|sem_post|\bset\b",
+    r"send|bcast|broadcast(?!_tensors|_to\b|_shapes|able|ed)|publish|\bput\b|enqueue|\bwrite\b|notify|\bpost\b|sem_post|\bset\b",
     re.IGNORECASE,
 )
 _PLUMBING = re.compile(r"(^|/)(_?contextlib|functools|_ops|_classes)\.py\(|nn\.Module: ")
 """Python's frames around the call of another function, which are not what it does."""
 _CUDA = re.compile(r"^(cuda|cu[A-Z]|hip)")
+_TENSOR = re.compile(r"^aten::|^<built-in method \w+ of (Tensor|type) object")
+"""Operations on tensors: `select` and `broadcast_to` among them have nothing to do with messages."""
 _COLLECTIVE = re.compile(
     r"nccl(?!.*(init|destroy|comm_|group))|rccl|all_?reduce|all_?gather|reduce_?scatter|all_?to_?all|cross_device_reduce|multimem|"
     r"one_?shot|two_?shot|lamport",
@@ -53,19 +56,20 @@ def class_of(name: str) -> str | None:
     """Return the class of a call by its name, or None where the name does not tell."""
     if _PLUMBING.search(name):
         return None
-    return next((found for found, pattern in _CLASSES.items() if pattern.search(name)), None)
+    found = next((found for found, pattern in _CLASSES.items() if pattern.search(name)), None)
+    return None if found == "ipc" and _TENSOR.match(name) else found
 
 
 @functools.lru_cache(maxsize=100_000)
 def waits(name: str) -> bool:
     """Whether a call of this name waits for another thread or process; a call that waits for the device does not."""
-    return bool(_WAITS.search(name)) and not _CUDA.match(name)
+    return bool(_WAITS.search(name)) and not _CUDA.match(name) and not _TENSOR.match(name)
 
 
 @functools.lru_cache(maxsize=100_000)
 def sends(name: str) -> bool:
     """Whether a call of this name hands something to another thread or process."""
-    return bool(_SENDS.search(name)) and not _CUDA.match(name)
+    return bool(_SENDS.search(name)) and not _CUDA.match(name) and not _TENSOR.match(name)
 
 
 def is_collective(name: str) -> bool:

@@ -16,7 +16,7 @@ from typing import Any
 
 from redline.errors import TraceError
 from redline.lab.traces.builder import Builder
-from redline.lab.traces.timeline import Kind, Process, Work
+from redline.lab.traces.timeline import LATEST, Kind, Process, Work
 
 DEVICE = {
     "CUPTI_ACTIVITY_KIND_KERNEL": (Work.KERNEL, ("demangledName", "shortName", "name")),
@@ -46,7 +46,7 @@ def read(path: Path, into: Builder) -> None:
     try:
         database.text_factory = lambda raw: raw.decode("utf-8", "replace")
         _Export(database, path, into).read()
-    except sqlite3.DatabaseError as error:
+    except sqlite3.Error as error:
         raise TraceError(
             f"{path}: damaged: {error}", "export it again: nsys export --type sqlite --force-overwrite true …"
         ) from error
@@ -83,12 +83,12 @@ class _Export:
     def _describe(self) -> None:
         """Take strings, processes and the clock."""
         into = self._into
-        self._strings = {number: text or "" for number, text in self._rows("StringIds", ("id", "value"))}
-        self._pids = {self._pid(packed): name or "" for packed, name in self._rows("PROCESSES", ("globalPid", "name"))}
+        self._strings = {number: _words(text) for number, text in self._rows("StringIds", ("id", "value"))}
+        self._pids = {self._pid(packed): _words(name) for packed, name in self._rows("PROCESSES", ("globalPid", "name"))}
         epoch = next(iter(self._rows("TARGET_INFO_SESSION_START_TIME", ("utcEpochNs",))), (0,))[0]
-        self._base = epoch if isinstance(epoch, int) else 0
+        self._base = epoch if isinstance(epoch, int) and 0 <= epoch < LATEST else 0
         for name_id, packed in self._rows("ThreadNames", ("nameId", "globalTid")):
-            if packed is not None and self._strings.get(name_id):
+            if isinstance(packed, int) and self._strings.get(name_id):
                 into.name_thread(self._process(packed), packed & 0xFFFFFF, self._strings[name_id])
 
     def _device(self, table: str, work: Work, name_columns: tuple[str, ...]) -> None:
@@ -100,16 +100,16 @@ class _Export:
             found = dict(zip(wanted, row, strict=True))
             if not self._are_times(found["start"], found["end"]):
                 continue
-            process = self._process(found.get("globalPid") or 0)
+            process = self._process(found.get("globalPid"))
             text = self._text(found[column]) if column else f"{WORDS[work]} {COPIES.get(found.get('copyKind', 0), '')}".strip()
-            stream = into.stream(process, found["deviceId"] or 0, found["streamId"] or 0)
+            stream = into.stream(process, _whole(found["deviceId"]), _whole(found["streamId"]))
             into.work(found["start"], found["end"], stream, into.name(text), work, _correlation(found["correlationId"]))
 
     def _calls(self, table: str, kind: Kind) -> None:
         into, has = self._into, self._columns(table)
         column = "correlationId" if "correlationId" in has else "NULL"
         for start, end, packed, name_id, correlation in self._rows(table, ("start", "end", "globalTid", "nameId", column)):
-            if isinstance(packed, int) and self._are_times(start, end):
+            if self._are_times(start, end, packed):
                 thread = into.thread(self._process(packed), packed & 0xFFFFFF)
                 into.range(start, end, thread, self._name(name_id), kind, _correlation(correlation))
 
@@ -128,7 +128,7 @@ class _Export:
                 continue
             if not self._are_times(start, end):
                 continue
-            name = self._into.name(str(words) if words is not None else self._strings.get(text_id, ""))
+            name = self._into.name(_words(words) if words is not None else self._strings.get(text_id, ""))
             size = next((float(number) for number in numbers if isinstance(number, int | float)), math.nan)
             thread = self._into.thread(self._process(packed), packed & 0xFFFFFF)
             self._into.range(start, end, thread, name, Kind.ANNOTATION, -1, size)
@@ -139,16 +139,16 @@ class _Export:
         """Name what nsys itself says went wrong."""
         if "DIAGNOSTIC_EVENT" in self._tables:
             rows = self._rows("DIAGNOSTIC_EVENT", ("severity", "text"))
-            bad = list(dict.fromkeys(str(text) for severity, text in rows if (severity or 0) > 1 and text))
+            bad = list(dict.fromkeys(_words(text) for severity, text in rows if _whole(severity) > 1 and text))
             self._into.lacks.extend(f"{self._path.name}: nsys says: {text.splitlines()[0]}" for text in bad[:5])
 
-    def _are_times(self, start: Any, end: Any) -> bool:
-        """Whether an event has a length; one that has none is counted."""
-        good = isinstance(start, int) and isinstance(end, int) and start <= end
+    def _are_times(self, start: Any, end: Any, thread: Any = 0) -> bool:
+        """Whether an event has a length, and a thread where it is of one; one that has not is counted."""
+        good = isinstance(start, int) and isinstance(end, int) and isinstance(thread, int) and -LATEST < start <= end < LATEST
         self._into.no_duration += not good
         return good
 
-    def _process(self, packed: int) -> int:
+    def _process(self, packed: Any) -> int:
         pid = self._pid(packed)
         if pid not in self._processes:
             name = Path(self._pids.get(pid, "process")).name
@@ -156,8 +156,8 @@ class _Export:
         return self._processes[pid]
 
     @staticmethod
-    def _pid(packed: int | None) -> int:
-        return ((packed or 0) >> 24) & 0xFFFFFF
+    def _pid(packed: Any) -> int:
+        return (_whole(packed) >> 24) & 0xFFFFFF
 
     def _name(self, number: int) -> int:
         if number not in self._names:
@@ -165,7 +165,7 @@ class _Export:
         return self._names[number]
 
     def _text(self, value: Any) -> str:
-        return self._strings.get(value, str(value)) if isinstance(value, int) else str(value)
+        return self._strings.get(value, str(value)) if isinstance(value, int) else _words(value)
 
     def _columns(self, table: str) -> set[str]:
         return {row[1] for row in self._database.execute(f'PRAGMA table_info("{table}")')}
@@ -181,6 +181,15 @@ class _Export:
             )
         columns = ", ".join(name if name == "NULL" else f'"{name}"' for name in wanted)
         return self._database.execute(f'SELECT {columns} FROM "{table}" {where}')
+
+
+def _whole(value: Any) -> int:
+    """Return a number; 0 for what is none, since SQLite holds anything in any column."""
+    return value if isinstance(value, int) else 0
+
+
+def _words(value: Any) -> str:
+    return value.decode("utf-8", "replace") if isinstance(value, bytes) else "" if value is None else str(value)
 
 
 def _correlation(value: Any) -> int:

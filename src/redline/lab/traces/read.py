@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Callable, Sequence
+from itertools import islice
 from pathlib import Path
 
 from redline.errors import TraceError
@@ -16,6 +17,8 @@ from redline.lab.traces.timeline import Kind, Timeline
 SUFFIXES = (".json", ".json.gz", ".sqlite", ".sqlite3", ".db")
 SQLITE = b"SQLite format 3\x00"
 REPORTS = (".nsys-rep", ".qdrep")
+MOST_NAMED = 32
+"""Missing ranks that are named one by one."""
 
 
 def is_trace(path: Path) -> bool:
@@ -32,9 +35,12 @@ def read(paths: Sequence[Path], most_ranges: int | None = None) -> Timeline:
     """
     into = Builder(most_ranges) if most_ranges else Builder()
     files = [file for path in paths for file in (_inside(path) if path.is_dir() else [path])]
+    damaged = [file.name for path in paths if path.is_dir() for file in _candidates(path) if _begins(file) is None]
     if not files:
-        raise TraceError(f"{paths[0]}: no traces in this folder", f"traces end in {', '.join(SUFFIXES[:3])}")
-    for file in dict.fromkeys(files):
+        why = f": {', '.join(damaged)} cannot be read" if damaged else ""
+        raise TraceError(f"{paths[0]}: no traces in this folder{why}", f"traces end in {', '.join(SUFFIXES[:3])}")
+    into.lacks.extend(f"{name}: it is empty or damaged, and was left out." for name in dict.fromkeys(damaged))
+    for file in {file.resolve(): file for file in files}.values():
         _reader(file)(file, into)
     timeline = into.build()
     if not len(timeline.ranges) and not len(timeline.work):
@@ -43,17 +49,25 @@ def read(paths: Sequence[Path], most_ranges: int | None = None) -> Timeline:
     return timeline
 
 
+def _candidates(folder: Path) -> list[Path]:
+    """Return the files of a folder that end as traces do."""
+    return sorted(path for path in folder.iterdir() if path.name.endswith(SUFFIXES) and path.is_file())
+
+
 def _inside(folder: Path) -> list[Path]:
-    return sorted(path for path in folder.iterdir() if path.name.endswith(SUFFIXES) and path.is_file() and _looks_alike(path))
+    """Return the traces in a folder; other files in it are left alone."""
+    return [path for path in _candidates(folder) if _begins(path)]
 
 
-def _looks_alike(path: Path) -> bool:
-    """Whether a file in a folder begins like a trace; others in it are left alone."""
+def _begins(path: Path) -> bool | None:
+    """Whether a file begins like a trace; None where it is empty, cannot be read, or is neither JSON nor SQLite."""
     try:
         with opened(path) as file:
             head = file.read(1 << 14)
     except (OSError, EOFError, zlib.error):
-        return False
+        return None
+    if not head.startswith(SQLITE) and head.lstrip()[:1] not in (b"{", b"["):
+        return None
     return head.startswith(SQLITE) or b'"traceEvents"' in head or b'"schemaVersion"' in head or b'"ph"' in head
 
 
@@ -110,9 +124,11 @@ def _ranks(timeline: Timeline) -> list[str]:
     if twice and worlds and engines * max(worlds) > len(have):
         found.append(f"Rank {', '.join(map(str, twice))} is there more than once: of several engines, or one file twice.")
     most = max([*worlds, *timeline.has_groups.values()], default=0)
-    missing = sorted(set(range(most)) - set(have))
+    known = set(have)
+    missing = list(islice((rank for rank in range(most) if rank not in known), MOST_NAMED + 1))
     if missing and len(timeline.processes) < most:
-        names = ", ".join(map(str, missing)) if have else f"{most - len(timeline.processes)} of {most}"
+        names = ", ".join(map(str, missing[:MOST_NAMED])) if have else f"{most - len(timeline.processes):,} of {most:,}"
+        names += " and more" if have and len(missing) > MOST_NAMED else ""
         found.append(f"Ranks are missing: {names}. What they did, and whether they were late, cannot be told.")
     return found
 

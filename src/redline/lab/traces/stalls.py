@@ -36,7 +36,7 @@ class Stall:
     thread: int
     """The thread that launched that work; −1 where the capture does not tell."""
     launched: int
-    """When it was launched; −1 where the capture does not tell."""
+    """When the call that launched it was over; −1 where the capture does not tell."""
 
     @property
     def length(self) -> int:
@@ -45,12 +45,14 @@ class Stall:
 
 @dataclass(slots=True, frozen=True)
 class RankTime:
-    """What the device of one rank did, in nanoseconds of the engine's window."""
+    """What one device of one rank did, in nanoseconds of the engine's window."""
 
     process: int
+    device: int
+    """−1 for a rank without one."""
     busy: int
     waiting: int
-    """Part of `busy` in which it waited for other ranks."""
+    """Part of `busy` in which it did nothing but wait for other ranks."""
     idle: int
     replays: int
     """CUDA graphs that it launched."""
@@ -108,10 +110,9 @@ def lost(timeline: Timeline, engine: Engine, launches: Launches) -> Lost:
 
 
 def _on_devices(timeline: Timeline, engine: Engine, launches: Launches) -> Lost:
-    busy = [timeline.busy(process) for process in engine.processes]
-    start, end = _window(timeline, engine, busy)
-    waits = _waits(engine)
-    useful = {p: b.without(w) for p, b, w in zip(engine.processes, busy, waits, strict=True)}
+    start, end = _window(timeline, engine, [timeline.busy(process) for process in engine.processes])
+    devices = _devices(timeline, engine)
+    useful = {p: any_of([found.useful for found in devices if found.process == p]) for p in engine.processes}
     pauses = any_of(list(useful.values())).outside(start, end)
     long = (pauses.end - pauses.start) >= SHORT_NS
     rows = np.flatnonzero(np.isin(timeline.work_process, engine.processes))
@@ -121,11 +122,8 @@ def _on_devices(timeline: Timeline, engine: Engine, launches: Launches) -> Lost:
         for place, (since, until) in zip(places, Intervals(pauses.start[long], pauses.end[long]), strict=True)
     ]
     stalls = _joined(stalls, useful)
-    replays = _replays(timeline, engine)
-    ranks = tuple(
-        _rank(process, b.clipped(start, end), w.clipped(start, end), end - start, replay)
-        for process, b, w, replay in zip(engine.processes, busy, waits, replays, strict=True)
-    )
+    replays = dict(zip(engine.processes, _replays(timeline, engine), strict=True))
+    ranks = tuple(_rank(found, start, end, replays.pop(found.process, (0, np.empty(0)))) for found in devices)
     return Lost(engine, start, end, tuple(stalls), int((pauses.end - pauses.start)[~long].sum()), ranks)
 
 
@@ -139,17 +137,36 @@ def _window(timeline: Timeline, engine: Engine, busy: list[Intervals]) -> tuple[
     return start, end
 
 
-def _waits(engine: Engine) -> list[Intervals]:
-    """Return for each rank when its collectives waited for the rank that began last."""
+@dataclass(slots=True, frozen=True)
+class _Device:
+    """When one device of one process had work, and when that was more than waiting for others."""
+
+    process: int
+    device: int
+    busy: Intervals
+    useful: Intervals
+
+
+def _devices(timeline: Timeline, engine: Engine) -> list[_Device]:
+    """Return the devices of all ranks; a process without device work has one without any."""
+    work, found = timeline.work, []
+    device_of = np.array([stream.device for stream in timeline.streams], object)[work.stream]
     start, end = engine.meetings()
-    if not len(start):
-        return [any_of([])] * len(engine.processes)
-    last = np.nanmax(start, axis=1)
-    there = ~np.isnan(start)
-    return [
-        Intervals.union(start[there[:, r], r].astype(np.int64), np.minimum(last, end[:, r])[there[:, r]].astype(np.int64))
-        for r in range(start.shape[1])
-    ]
+    last = np.nanmax(start, axis=1) if len(start) else np.empty(0)
+    for rank, (process, joint) in enumerate(zip(engine.processes, engine.joints, strict=True)):
+        mine, joins = timeline.work_process == process, np.zeros(len(work), bool)
+        joins[joint.row if joint.kind != "cpu" else []] = True
+        met = np.flatnonzero(engine.places[:, rank] >= 0)
+        rows = joint.row[engine.places[met, rank]]
+        for device in dict.fromkeys(device_of[mine].tolist()) or [-1]:
+            here = mine & (device_of == device)
+            meets = met[device_of[rows] == device] if joint.kind != "cpu" else met[:0]
+            waits = Intervals.union(
+                start[meets, rank].astype(np.int64), np.minimum(last[meets], end[meets, rank]).astype(np.int64)
+            )
+            others, shared = (Intervals.union(work.start[m], work.end[m]) for m in (here & ~joins, here & joins))
+            found.append(_Device(process, device, any_of([others, shared]), any_of([others, shared.without(waits)])))
+    return found
 
 
 def _stall(timeline: Timeline, row: int, launches: Launches, start: int, end: int) -> Stall:
@@ -159,7 +176,7 @@ def _stall(timeline: Timeline, row: int, launches: Launches, start: int, end: in
     call = launches.row(process, int(work.correlation[row]))
     if call < 0:
         return Stall(start, end, process, -1, -1)
-    return Stall(start, end, process, int(timeline.ranges.thread[call]), int(timeline.ranges.start[call]))
+    return Stall(start, end, process, int(timeline.ranges.thread[call]), int(timeline.ranges.end[call]))
 
 
 def _joined(stalls: list[Stall], useful: dict[int, Intervals]) -> list[Stall]:
@@ -178,13 +195,12 @@ def _joined(stalls: list[Stall], useful: dict[int, Intervals]) -> list[Stall]:
     return found
 
 
-def _rank(process: int, busy: Intervals, waits: Intervals, window: int, replay: tuple[int, np.ndarray]) -> RankTime:
+def _rank(found: _Device, start: int, end: int, replay: tuple[int, np.ndarray]) -> RankTime:
     count, late = replay
     late = late[late > LATE_NS]
-    waiting = busy.total - busy.without(waits).total
-    return RankTime(
-        process, busy.total, waiting, window - busy.total, count, len(late), int(np.median(late)) if len(late) else 0
-    )
+    busy, useful = found.busy.clipped(start, end).total, found.useful.clipped(start, end).total
+    late_by = int(np.median(late)) if len(late) else 0
+    return RankTime(found.process, found.device, busy, busy - useful, end - start - busy, count, len(late), late_by)
 
 
 def _replays(timeline: Timeline, engine: Engine) -> list[tuple[int, np.ndarray]]:
@@ -220,21 +236,36 @@ def _spans(timeline: Timeline, process: int, graph: np.ndarray) -> tuple[np.ndar
 
 
 def _on_cpus(timeline: Timeline, engine: Engine) -> Lost:
-    """Without device work: a stall lasts from the first rank's arrival at a collective to the last one's."""
+    """Without device work: a stall lasts from the first rank's arrival at a collective to the last one's.
+
+    Collectives may overlap: a moment counts once, for the one that began first.
+    """
     arrival, _ = engine.meetings()
     if not len(arrival):
         return Lost(engine, 0, 0, (), 0, ())
-    stalls, short = [], 0
-    for event in range(len(arrival)):
-        last, first = int(np.nanargmax(arrival[event])), float(np.nanmin(arrival[event]))
-        until = float(arrival[event, last])
-        if until - first < SHORT_WAIT_NS:
-            short += int(until - first)
+    ranges, owner = timeline.ranges, timeline.range_process
+    low, high = _window(
+        timeline, engine, [Intervals.union(ranges.start[owner == p], ranges.end[owner == p]) for p in engine.processes]
+    )
+    stalls, short, covered = [], 0, low
+    first, last = np.nanmin(arrival, axis=1), np.nanargmax(arrival, axis=1)
+    for event in np.argsort(first, kind="stable").tolist():
+        rank = int(last[event])
+        since, until = max(int(first[event]), covered), min(int(arrival[event, rank]), high)
+        covered = max(covered, until)
+        if until - since < SHORT_WAIT_NS:
+            short += max(0, until - since)
             continue
-        row = engine.joints[last].row[engine.places[event, last]]
-        stalls.append(Stall(int(first), int(until), engine.processes[last], int(timeline.ranges.thread[row]), int(until)))
-    mine = [timeline.range_process == process for process in engine.processes]
-    window = max(int(timeline.ranges.start[m].min()) for m in mine), min(int(timeline.ranges.end[m].max()) for m in mine)
-    waiting = np.nanmax(arrival, axis=1)[:, None] - arrival
-    ranks = tuple(RankTime(process, 0, int(np.nansum(waiting[:, r])), 0, 0, 0, 0) for r, process in enumerate(engine.processes))
-    return Lost(engine, *window, tuple(stalls), short, ranks)
+        row = engine.joints[rank].row[engine.places[event, rank]]
+        stalls.append(Stall(since, until, engine.processes[rank], int(ranges.thread[row]), until))
+    ranks = tuple(
+        RankTime(process, -1, 0, _waited(arrival, r).clipped(low, high).total, 0, 0, 0, 0)
+        for r, process in enumerate(engine.processes)
+    )
+    return Lost(engine, low, high, tuple(stalls), short, ranks)
+
+
+def _waited(arrival: np.ndarray, rank: int) -> Intervals:
+    """Return when a rank waited for the last one in some collective."""
+    there = ~np.isnan(arrival[:, rank])
+    return Intervals.union(arrival[there, rank].astype(np.int64), np.nanmax(arrival[there], axis=1).astype(np.int64))

@@ -11,7 +11,22 @@ from redline.lab.traces.stalls import RankTime
 
 
 def lines_of(diagnosis: Diagnosis) -> Iterator[str]:
-    """Give the lines: the verdict, each engine with its ranks and causes, and what the capture lacks."""
+    """Give the lines: the verdict, each engine with its ranks and causes, and what the capture lacks.
+
+    Names come from the capture: a character that a terminal would obey is shown as its escape.
+    """
+    yield from map(_printable, _lines(diagnosis))
+
+
+def _printable(line: str) -> str:
+    return (
+        line
+        if line.isprintable()
+        else "".join(char if char.isprintable() else char.encode("unicode_escape").decode("ascii") for char in line)
+    )
+
+
+def _lines(diagnosis: Diagnosis) -> Iterator[str]:
     yield diagnosis.verdict
     for found in diagnosis.engines:
         yield ""
@@ -36,8 +51,10 @@ def _engine(diagnosis: Diagnosis, found: EngineFindings) -> Iterator[str]:
 
 def _rank(diagnosis: Diagnosis, rank: RankTime, window: int) -> str:
     name = diagnosis.label(rank.process)
-    if not rank.busy:
+    if rank.device < 0:
         return f"{name}: waited {seconds(rank.waiting)} for others in collectives"
+    if sum(stream.process == rank.process for stream in diagnosis.timeline.devices) > 1:
+        name += f" on GPU {rank.device}"
     words = f"{name}: device idle {rank.idle / max(1, window):.0%}, waiting for other ranks {rank.waiting / max(1, window):.0%}"
     if rank.replays:
         words += f"; {rank.replays:,} graph launches, {rank.late:,} late"

@@ -18,6 +18,8 @@ MOST_RANGES = 8_000_000
 """Ranges of threads that are held at most: 370 MB."""
 MOST_WORK = 8_000_000
 """Pieces of device work that are held at most before neighbours of one launch become one piece."""
+LATEST = 1 << 62
+"""Nanoseconds that no time reaches."""
 CLOSE_NS = 5_000
 """Pieces of one launch on one stream that are no further apart may become one."""
 
@@ -149,6 +151,11 @@ class Timeline:
     def work_process(self) -> np.ndarray:
         """Process of every piece of device work."""
         return _owners(self.streams)[self.work.stream]
+
+    @property
+    def devices(self) -> list[Stream]:
+        """A stream of every device of every process."""
+        return list({(stream.process, stream.device): stream for stream in self.streams}.values())
 
     def named(self, is_it: Callable[[str], object]) -> np.ndarray:
         """Return for each name whether it is such a one; index it with a column of names."""
