@@ -13,7 +13,7 @@ from redline.lab.traces.causes import ON_DEVICE, UNRECORDED, Cause, causes
 from redline.lab.traces.engines import engines
 from redline.lab.traces.names import HOST_WORK, short
 from redline.lab.traces.read import read
-from redline.lab.traces.stalls import Launches, Lost, lost
+from redline.lab.traces.stalls import Launches, Lost, RankTime, lost
 from redline.lab.traces.timeline import Timeline
 
 WORTH = 0.01
@@ -98,6 +98,11 @@ class Diagnosis:
         same = [p for p in self.timeline.processes if p.label == found.label]
         return found.label if len(same) == 1 else f"{found.label} ({Path(found.source).name})"
 
+    def rank_label(self, rank: RankTime) -> str:
+        """How a person tells a device of a rank from the others: with the device where its process has several."""
+        devices = {stream.device for stream in self.timeline.streams if stream.process == rank.process}
+        return f"{self.label(rank.process)} on GPU {rank.device}" if len(devices) > 1 else self.label(rank.process)
+
     def engine_name(self, found: EngineFindings) -> str:
         """How a person tells an engine from the others: by its processes."""
         names = [self.label(process) for process in found.lost.engine.processes]
@@ -124,7 +129,7 @@ class Diagnosis:
             "rest_s": found.rest / 1e9,
             "ranks": [
                 {
-                    "process": self.label(rank.process),
+                    "process": self.rank_label(rank),
                     "pid": self.timeline.processes[rank.process].pid,
                     "device": rank.device if rank.device >= 0 else None,
                     "busy_s": rank.busy / 1e9,

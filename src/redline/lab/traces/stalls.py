@@ -150,7 +150,8 @@ class _Device:
 def _devices(timeline: Timeline, engine: Engine) -> list[_Device]:
     """Return the devices of all ranks; a process without device work has one without any."""
     work, found = timeline.work, []
-    device_of = np.array([stream.device for stream in timeline.streams], object)[work.stream]
+    devices = list(dict.fromkeys(stream.device for stream in timeline.streams))
+    device_of = np.array([devices.index(stream.device) for stream in timeline.streams], np.int32)[work.stream]
     start, end = engine.meetings()
     last = np.nanmax(start, axis=1) if len(start) else np.empty(0)
     for rank, (process, joint) in enumerate(zip(engine.processes, engine.joints, strict=True)):
@@ -158,14 +159,15 @@ def _devices(timeline: Timeline, engine: Engine) -> list[_Device]:
         joins[joint.row if joint.kind != "cpu" else []] = True
         met = np.flatnonzero(engine.places[:, rank] >= 0)
         rows = joint.row[engine.places[met, rank]]
-        for device in dict.fromkeys(device_of[mine].tolist()) or [-1]:
+        for device in np.unique(device_of[mine]).tolist() or [-1]:
             here = mine & (device_of == device)
             meets = met[device_of[rows] == device] if joint.kind != "cpu" else met[:0]
             waits = Intervals.union(
                 start[meets, rank].astype(np.int64), np.minimum(last[meets], end[meets, rank]).astype(np.int64)
             )
             others, shared = (Intervals.union(work.start[m], work.end[m]) for m in (here & ~joins, here & joins))
-            found.append(_Device(process, device, any_of([others, shared]), any_of([others, shared.without(waits)])))
+            index = devices[device] if device >= 0 else -1
+            found.append(_Device(process, index, any_of([others, shared]), any_of([others, shared.without(waits)])))
     return found
 
 

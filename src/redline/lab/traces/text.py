@@ -50,11 +50,9 @@ def _engine(diagnosis: Diagnosis, found: EngineFindings) -> Iterator[str]:
 
 
 def _rank(diagnosis: Diagnosis, rank: RankTime, window: int) -> str:
-    name = diagnosis.label(rank.process)
+    name = diagnosis.rank_label(rank)
     if rank.device < 0:
         return f"{name}: waited {seconds(rank.waiting)} for others in collectives"
-    if sum(stream.process == rank.process for stream in diagnosis.timeline.devices) > 1:
-        name += f" on GPU {rank.device}"
     words = f"{name}: device idle {rank.idle / max(1, window):.0%}, waiting for other ranks {rank.waiting / max(1, window):.0%}"
     if rank.replays:
         words += f"; {rank.replays:,} graph launches, {rank.late:,} late"

@@ -152,11 +152,6 @@ class Timeline:
         """Process of every piece of device work."""
         return _owners(self.streams)[self.work.stream]
 
-    @property
-    def devices(self) -> list[Stream]:
-        """A stream of every device of every process."""
-        return list({(stream.process, stream.device): stream for stream in self.streams}.values())
-
     def named(self, is_it: Callable[[str], object]) -> np.ndarray:
         """Return for each name whether it is such a one; index it with a column of names."""
         return np.array([bool(is_it(name)) for name in self.names] or [False])
