@@ -56,11 +56,16 @@ def read_recorded(path: Path, overrides: Sequence[str] = ()) -> Config:
 
 def _read_mapping(path: Path) -> dict[str, Any]:
     try:
-        values = _parse_yaml(path.read_text(encoding="utf-8"), str(path))
+        return values_of(path.read_text(encoding="utf-8"), str(path))
     except UnicodeDecodeError as error:
         raise ConfigError(f"{path}: not a text file: {error}", "save the recipe as UTF-8") from error
+
+
+def values_of(text: str, name: str) -> dict[str, Any]:
+    """Return what the text of a recipe says, unchecked. `name` is what errors call it."""
+    values = _parse_yaml(text, name)
     if not isinstance(values, dict):
-        raise ConfigError(f"{path}: a recipe is a mapping of sections", "start with `model:` and `rollouts:`")
+        raise ConfigError(f"{name}: a recipe is a mapping of sections", "start with `model:` and `rollouts:`")
     return values
 
 
@@ -133,9 +138,14 @@ def _check_node(node: yaml.Node, name: str, seen: set[int]) -> None:
             _check_node(value, name, seen)
 
 
+def reads_as_number(text: str) -> bool:
+    """Whether a recipe that has this text without quotes has a number, although plain YAML has text."""
+    return _EXPONENT.fullmatch(text) is not None
+
+
 def _read_exponents(node: yaml.ScalarNode) -> None:
     """YAML 1.1 reads an unquoted 1e-5 as text (it wants 1.0e-5); people mean the number. Quoted text stays text."""
-    if node.style is None and node.tag == "tag:yaml.org,2002:str" and _EXPONENT.fullmatch(node.value):
+    if node.style is None and node.tag == "tag:yaml.org,2002:str" and reads_as_number(node.value):
         node.tag = "tag:yaml.org,2002:float"
 
 

@@ -120,6 +120,7 @@ class Delays:
         if self._plan is None or self._plan.id != found.id:
             self._tell(f"spans are being delayed for {len(found.steps)} steps: an experiment, no measurement of this run")
             self._plan, self._taken = found, 0
+            self._forget()
         if self._taken >= len(found.steps):
             self.close()
             return
@@ -128,15 +129,16 @@ class Delays:
         pause_spans(self._pause if self._now else None)
 
     def mark(self) -> dict[str, float | str]:
-        """What the row of the step says of its delays; empty where the step belongs to no plan."""
+        """End the step, and return what its row says of its delays: nothing where it belongs to no plan. Until the next step
+        begins nothing is delayed, such as an evaluation."""
         if self._plan is None:
             return {}
-        with self._lock:
-            slept, self._slept = self._slept, defaultdict(float)
+        now, self._now = self._now, {}
+        slept = self._forget()
         return {
             PLAN: self._plan.id,
             TOTAL: sum(slept.values()),
-            **{f"delays/{name}_s": slept[name] for name in {*self._now, *slept}},
+            **{f"delays/{name}_s": slept[name] for name in {*now, *slept}},
         }
 
     def close(self) -> None:
@@ -145,8 +147,15 @@ class Delays:
             self._tell("spans are no longer delayed")
         pause_spans(None)
         self._plan, self._now = None, {}
+        self._forget()
         with suppress(OSError):  # nothing can be written there
             self._path.unlink(missing_ok=True)
+
+    def _forget(self) -> defaultdict[str, float]:
+        """Return what was slept until now, and begin again with nothing."""
+        with self._lock:
+            slept, self._slept = self._slept, defaultdict(float)
+        return slept
 
     def _pause(self, span: str) -> None:
         """Called by any thread whose span has just opened."""
@@ -170,7 +179,7 @@ def _read(path: Path) -> DelayPlan | None:
         found = json.loads(path.read_text())
         steps = [{str(name): float(seconds) for name, seconds in step.items()} for step in found["steps"]]
         plan = DelayPlan(str(found["id"]), int(found["pid"]), float(found["expires"]), steps)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError):
         return None
     is_bounded = all(0 <= seconds <= MOST_S for step in steps for seconds in step.values()) and len(steps) <= MOST_STEPS
     return plan if is_bounded and math.isfinite(plan.expires) and plan.expires <= time.time() + MOST_LIFE_S else None

@@ -91,8 +91,15 @@ def test_an_expired_plan_delays_nothing_and_is_removed(folder: RunFolder, delays
 
 @pytest.mark.parametrize(
     "document",
-    ["not json", "[]", '{"id": "x"}', '{"id": "x", "pid": 1, "expires": 1e300, "steps": [{"a": 1}]}'],
-    ids=["no JSON", "a list", "half", "for ever"],
+    [
+        "not json",
+        "[]",
+        '{"id": "x"}',
+        '{"id": "x", "pid": 1, "expires": 1e300, "steps": [{"a": 1}]}',
+        '{"id": "x", "pid": 1e999, "expires": 1, "steps": []}',
+        "[" * 200_000,
+    ],
+    ids=["no JSON", "a list", "half", "for ever", "an endless number", "deep"],
 )
 def test_what_is_no_plan_is_removed(folder: RunFolder, delays: Delays, document: str) -> None:
     delays_path(folder).write_text(document)
@@ -142,3 +149,22 @@ def test_a_profiler_that_changes_the_class_of_spans_leaves_delays_in_place(folde
         assert spans_module._span_class is Shown
     finally:
         use_span_class(Span)
+
+
+def test_between_steps_nothing_is_delayed(folder: RunFolder, delays: Delays) -> None:
+    plan = ask(folder, os.getpid(), [{"rollouts.reward": SLEEP_S}, {}], 60)
+    assert seconds_in(step(delays), "rollouts.reward") >= SLEEP_S
+    with recording(Recorder()), span("rollouts.reward"):  # an evaluation
+        pass
+    assert not delays._slept
+    assert step(delays) == {PLAN: plan.id, TOTAL: 0}
+
+
+def test_what_was_slept_under_one_plan_is_not_told_under_the_next(folder: RunFolder, delays: Delays) -> None:
+    ask(folder, os.getpid(), [{"rollouts.reward": SLEEP_S}], 60)
+    delays.step_begins()
+    with recording(Recorder()), span("rollouts.reward"):
+        pass
+    delays_path(folder).unlink()
+    plan = ask(folder, os.getpid(), [{}], 60)
+    assert step(delays) == {PLAN: plan.id, TOTAL: 0}

@@ -12,7 +12,9 @@ import numpy as np
 from redline.errors import ConfigError
 from redline.lab.cost.curve import FEWEST, HORIZON, Reaching, reaching
 from redline.lab.cost.idle import Devices, Idle, devices_of, idle_of
+from redline.runs.others.log import is_number
 from redline.runs.run import Run, setting
+from redline.telemetry.delays import PLAN
 
 Row = Mapping[str, Any]
 HOUR_S = 3600.0
@@ -45,7 +47,7 @@ class Asked:
 
 @dataclass(slots=True, frozen=True)
 class Target:
-    """When a mean reward is reached, and what that takes from the first step on."""
+    """When a mean reward is reached, and what that takes from the first recorded step on."""
 
     reward: float
     of: str
@@ -83,6 +85,8 @@ class Cost:
     steps: int
     idle: Idle | None
     target: Target | None
+    missing: int = 0
+    """Steps before the first that is recorded: what they cost is not known."""
 
     def money(self, seconds: float, devices: int | None = None) -> float | None:
         """What the devices cost for so many seconds; None without a price."""
@@ -93,7 +97,13 @@ class Cost:
     def sentences(self) -> tuple[str, ...]:
         """Everything, for people."""
         target = self._target(self.target) if self.target else ""
-        return tuple(filter(None, (self._spent, self._idle, target)))
+        return tuple(filter(None, (self._spent, self._before, self._idle, target)))
+
+    @property
+    def _before(self) -> str:
+        if not self.missing:
+            return ""
+        return f"The log begins at step {self.missing + 1:,}: what the steps before it cost is not known, and not included."
 
     @property
     def _spent(self) -> str:
@@ -133,7 +143,8 @@ class Cost:
         paid = "" if money is None else f", {amount(money)}"
         if least is not None and most is not None:
             paid += f" ({amount(least)} to {amount(most)})"
-        return f"{target.sentence} From the first step on that takes {duration(likely)}{spread}{paid}."
+        first = f"step {self.missing + 1:,}, the first of the log," if self.missing else "the first step"
+        return f"{target.sentence} From {first} on that takes {duration(likely)}{spread}{paid}."
 
     def as_json(self) -> dict[str, Any]:
         target = self.target
@@ -142,6 +153,7 @@ class Cost:
             "devices": asdict(self.devices),
             "seconds": self.seconds,
             "steps": self.steps,
+            "steps_missing": self.missing,
             "money": self.money(self.seconds),
             "idle": self.idle
             and {**asdict(self.idle), "money": [self.money(s, 1) for s in (self.idle.low_s, self.idle.high_s)]},
@@ -159,11 +171,18 @@ class Cost:
 
 def cost_of(run: Run, asked: Asked) -> Cost:
     """Read what a run has cost, and will. Blocks for as long as its logs take to read."""
-    rows = [row for row in run.rows("metrics") if isinstance(row.get("step"), int | float)]
+    rows = [row for row in run.rows("metrics") if is_number(row.get("step"))]
     devices = devices_of(run, asked.devices)
     seconds = float(sum(_seconds(rows)))
-    steps = int(rows[-1]["step"]) if rows else 0
-    return Cost(asked, devices, seconds, steps, idle_of(run, rows, devices), _target(run, rows, asked.target))
+    missing = _missing(rows)
+    steps = int(rows[-1]["step"]) - missing if rows else 0
+    idle, target = idle_of(run, rows, devices), _target(run, rows, asked.target)
+    return Cost(asked, devices, seconds, steps, idle, target, missing)
+
+
+def _missing(rows: Sequence[Row]) -> int:
+    """Steps before those that the first row stands for: the log of a resumed run may begin with them taken."""
+    return max(0, int(rows[0]["step"] - _steps(rows[0]))) if rows else 0
 
 
 def _target(run: Run, rows: Sequence[Row], given: float | None) -> Target | None:
@@ -182,7 +201,7 @@ def _target(run: Run, rows: Sequence[Row], given: float | None) -> Target | None
 
 def _points(rows: Any, name: str) -> list[tuple[float, float]]:
     found = [(row.get("step"), row.get(name)) for row in rows]
-    return [(step, value) for step, value in found if _is_number(step) and _is_number(value) and step > 0]
+    return [(step, value) for step, value in found if is_number(step) and is_number(value) and step > 0]
 
 
 def _time_of(rows: Sequence[Row], step: float | None) -> float | None:
@@ -193,24 +212,21 @@ def _time_of(rows: Sequence[Row], step: float | None) -> float | None:
     steps = [row["step"] for row in rows]
     passed = np.cumsum(seconds)
     if step <= steps[-1]:
-        return float(np.interp(step, [0.0, *steps], [0.0, *passed]))
-    recent = rows[-max(1, len(rows) // 4) :]
+        return float(np.interp(step, [float(_missing(rows)), *steps], [0.0, *passed]))
+    usual = [row for row in rows if PLAN not in row] or rows  # others were delayed on purpose
+    recent = usual[-max(1, len(usual) // 4) :]
     rate = sum(_seconds(recent)) / sum(_steps(row) for row in recent)
     return float(passed[-1] + (step - steps[-1]) * rate)
 
 
 def _seconds(rows: Sequence[Row]) -> list[float]:
     """Seconds of the steps that each row stands for."""
-    return [(row["run/step_s"] if _is_number(row.get("run/step_s")) else 0.0) * _steps(row) for row in rows]
+    return [(row["run/step_s"] if is_number(row.get("run/step_s")) else 0.0) * _steps(row) for row in rows]
 
 
 def _steps(row: Row) -> float:
     count = row.get("run/steps", 1)
-    return float(count) if _is_number(count) else 1.0
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and math.isfinite(value)
+    return float(count) if is_number(count) else 1.0
 
 
 # ── in words ───────────────────────────────────────────────────────────────────────────────────────────────────────────

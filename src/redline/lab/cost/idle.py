@@ -9,10 +9,13 @@ from typing import Any
 import numpy as np
 
 from redline.runs.others import OtherRun
+from redline.runs.others.log import is_number
 from redline.runs.run import Run, setting
 from redline.telemetry.summary.timeline import PREFIX, ROLLOUTS_PREFIX
 
 Row = Mapping[str, Any]
+_NEIGHBOURS, _MOST_GAPS = 4, 3.0
+"""A sample stands for no more than so many times the median gap of so many samples before and after it."""
 _TRAINER_WORK = ("training", "weight_sync")
 _ENGINE_WORK = ("generation", "evaluation", "weight_sync")
 """Phases in which an engine's device works. A model that scores (`rollouts.reward_model`) works too."""
@@ -74,19 +77,37 @@ def _from_samples(samples: Iterable[Row], rows: Sequence[Row], total: float, dev
         return None
     begun, ended = times[0] - _step_s(rows[0]), times[-1]
     found = [
-        (sample["time"], busy) for sample in samples if begun <= sample.get("time", 0) <= ended and (busy := _busy(sample))
+        (sample["time"], busy)
+        for sample in samples
+        if begun <= _number(sample.get("time")) <= ended and (busy := _busy(sample))
     ]
     if len(found) < 3 or min(len(busy) for _, busy in found) < devices.count:
         return None
-    moments = np.array([time for time, _ in found])
-    weights = np.diff(moments, append=moments[-1] + np.median(np.diff(moments)))  # older samples are thinned
-    share = float(np.average([1 - np.mean(busy) / 100 for _, busy in found], weights=np.maximum(weights, 1e-9)))
-    seconds = max(0.0, share) * total * devices.count
-    return Idle(seconds, seconds, "samples of the GPUs: no kernel ran")
+    weights = _weights(np.array([time for time, _ in found]))
+    names = {name for _, busy in found for name in busy}
+    shares = [np.average([busy.get(name, 0.0) / 100 for _, busy in found], weights=weights) for name in names]
+    of_run = sorted(shares)[-devices.count :]
+    seconds = max(0.0, 1 - float(np.mean(of_run))) * total * devices.count
+    whose = f"the {devices.count} busiest GPUs of {len(names)}" if len(names) > devices.count else "the GPUs"
+    return Idle(seconds, seconds, f"samples of {whose}: no kernel ran")
 
 
-def _busy(sample: Row) -> list[float]:
-    return [value for name, value in sample.items() if name.startswith("gpu/") and name.endswith("/utilization_percent")]
+def _weights(moments: np.ndarray) -> np.ndarray:
+    """Seconds that each sample stands for: up to the next one, since older samples are thinned, but no more than a few times
+    what its neighbours stand for, since nothing ran while a run was stopped."""
+    gaps = np.diff(moments, append=moments[-1])
+    gaps[-1] = np.median(gaps[:-1])
+    around = np.lib.stride_tricks.sliding_window_view(np.pad(gaps, _NEIGHBOURS, mode="edge"), 2 * _NEIGHBOURS + 1)
+    return np.clip(gaps, 1e-9, np.maximum(_MOST_GAPS * np.median(around, axis=1), 1e-9))
+
+
+def _busy(sample: Row) -> dict[str, float]:
+    """Device → percent of the time in which a kernel ran."""
+    return {
+        name: min(100.0, max(0.0, _number(value)))
+        for name, value in sample.items()
+        if name.startswith("gpu/") and name.endswith("/utilization_percent")
+    }
 
 
 def _from_phases(run: Run, rows: Sequence[Row], total: float, devices: Devices) -> Idle | None:
@@ -126,4 +147,4 @@ def _steps(row: Row) -> float:
 
 
 def _number(value: Any) -> float:
-    return float(value) if isinstance(value, int | float) and np.isfinite(value) else 0.0
+    return float(value) if is_number(value) else 0.0

@@ -15,7 +15,7 @@ from redline.lab.evidence.statistics import hodges_lehmann
 from redline.runs.run import Run, rows_of
 from redline.telemetry import Ledger
 from redline.telemetry.delays import PLAN, TOTAL
-from redline.telemetry.files.metrics import rows_from_the_last
+from redline.telemetry.files.metrics import first_row_where, rows_from_the_last
 from redline.telemetry.ledger import MAIN_LANE
 from redline.telemetry.summary.timeline import PREFIX, ROLLOUTS_PREFIX
 
@@ -87,7 +87,7 @@ class Facts:
         before = dict[str, Any]() if is_beginning else rows.pop(0)
         _add_time_between(rows, before, run)
         delayed = [row for row in rows if not with_delays and PLAN in row]
-        process_steps = len(rows) if is_beginning else int(_number(rows[-1].get("step", len(rows))))
+        process_steps = len(rows) if is_beginning else _steps_since_its_first(run, rows[-1])
         rows = [row for row in rows if with_delays or PLAN not in row]
         apart = min(FIRST, max(0, len(rows) - FEWEST)) if is_beginning else 0
         begun, ended = (rows[apart].get("run/time_s"), rows[-1].get("run/time_s")) if rows else (None, None)
@@ -130,7 +130,10 @@ class Facts:
         return np.nan_to_num(self.steps.get(metric, np.zeros(self.num_steps)))
 
     def mean(self, metric: str) -> float | None:
-        """The mean over the steady steps, those without a value left out; None where there is none."""
+        """The mean over the steady steps; None where none has a value. A step without a phase spent no time in it; of other
+        metrics, steps without a value are left out."""
+        if metric.startswith((PREFIX, ROLLOUTS_PREFIX)) and metric in self.steps:
+            return self.total(metric) / self.num_steps if self.num_steps else None
         return _mean(self.steps.get(metric))
 
     def total(self, metric: str) -> float:
@@ -240,6 +243,14 @@ def _newest_rows(run: Run) -> list[dict[str, Any]]:
         return []
     same = itertools.takewhile(lambda row: row.get("run/began_s") == newest.get("run/began_s"), found)
     return [newest, *itertools.islice(same, MOST_STEPS - 1)][::-1]
+
+
+def _steps_since_its_first(run: Run, newest: Mapping[str, Any]) -> int:
+    """Steps that the last process has taken, up to its newest row. A resumed one did not begin with the first of the run."""
+    began = newest.get("run/began_s")
+    first = first_row_where(run.folder.metrics, lambda row: row.get("run/began_s") == began) or newest
+    steps = _number(newest.get("step")) - _number(first.get("step")) + 1
+    return int(steps) if math.isfinite(steps) else MOST_STEPS
 
 
 def _add_time_between(rows: list[dict[str, Any]], before: Mapping[str, Any], run: Run) -> None:

@@ -7,7 +7,7 @@ OUT/compare.json   the proof            OUT/recordings/    runs of a few steps t
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -76,6 +76,7 @@ def tune(asked: Asked, console: Console) -> Result:
         tell_trial = lambda number, trial: console.print(  # noqa: E731
             line_of(number, trial), soft_wrap=True, highlight=False, markup=False
         )
+        _refuse_lower_lag(asked, log.state.kept)
         if log.state.trials:
             tell(f"{asked.out}: goes on after {counted(log.state.trials)}")
         tuning = Tuning(bench, log, asked.budget, tell, tell_trial=tell_trial)
@@ -96,6 +97,15 @@ def _refuse(config: Config) -> None:
             raise ConfigError(
                 f"{key} = {value}: trials run in processes of this machine", f"leave {key} out and tune one machine's part"
             )
+
+
+def _refuse_lower_lag(asked: Asked, kept: Mapping[str, Any]) -> None:
+    """A tuning that has kept a lag already does not go on below it."""
+    if (lag := kept.get("buffer.max_lag", 0)) > asked.max_lag:
+        raise ConfigError(
+            f"--max-lag {asked.max_lag}: the tuning in {asked.out} has kept buffer.max_lag={lag} already",
+            f"go on with --max-lag {lag}, or give another --out",
+        )
 
 
 def _saved(asked: Asked, tuned: Tuned, values: dict[str, Any]) -> Result:

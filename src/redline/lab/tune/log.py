@@ -20,7 +20,6 @@ from redline.errors import ConfigError
 from redline.lab.evidence.experiment import Pair
 from redline.lab.tune.space import Change
 from redline.lab.tune.trials import Trial, pair_from_json
-from redline.runs.run import rows_of
 from redline.telemetry.files.durable import drop_torn_line
 
 NAME = "log.jsonl"
@@ -73,14 +72,17 @@ class TrialLog:
                 raise ConfigError(f"{folder}: another process is tuning there", "wait for it, or give another --out") from None
             path = folder / NAME
             drop_torn_line(path)
-            rows = list(rows_of(path))
+            rows = _rows(path)
             if rows and rows[0].get("identity") != json.loads(json.dumps(identity)):
                 raise ConfigError(f"{folder}: {_differs(rows[0], identity)}", "give another --out, or remove that folder")
             log = cls(path, State())
             if not rows:
                 log.append("begun", identity=identity)
-            for row in rows:
-                log.state.take(row)
+            for number, row in enumerate(rows, 1):
+                try:
+                    log.state.take(row)
+                except (KeyError, TypeError, ValueError, AttributeError):
+                    raise _damaged(path, number) from None
             yield log
 
     def append(self, kind: str, **fields: Any) -> None:
@@ -91,6 +93,27 @@ class TrialLog:
             file.flush()
             os.fsync(file.fileno())
         self.state.take(row)
+
+
+def _rows(path: Path) -> list[dict[str, Any]]:
+    """Return the lines of a log. Raises `ConfigError` where one is damaged: what was kept, and why, would not be known."""
+    rows = []
+    for number, line in enumerate(path.read_bytes().splitlines() if path.exists() else (), 1):
+        try:
+            row = json.loads(line)
+        except (ValueError, RecursionError):
+            raise _damaged(path, number) from None
+        if not isinstance(row, dict) or not isinstance(row.get("kind"), str):
+            raise _damaged(path, number)
+        rows.append(row)
+    return rows
+
+
+def _damaged(path: Path, number: int) -> ConfigError:
+    return ConfigError(
+        f"{path}: line {number} is damaged, and what came after it rests on it",
+        f"cut the file before line {number} to go on from there, or give another --out",
+    )
 
 
 def _differs(first: Mapping[str, Any], identity: Mapping[str, Any]) -> str:

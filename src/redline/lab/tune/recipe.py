@@ -7,6 +7,8 @@ from typing import Any
 
 import yaml
 
+from redline.config.load import reads_as_number, values_of
+from redline.errors import ConfigError
 from redline.lab.tune.space import Change
 from redline.lab.tune.trials import Trial
 
@@ -14,13 +16,35 @@ WIDTH = 128
 
 
 def written(values: Mapping[str, Any], kept: Change, trials: Sequence[Trial], head: Sequence[str]) -> str:
-    """The file's text. `values` are those of the recipe, overrides included; `head` are its first comments."""
+    """Return the file's text. `values` are those of the recipe, overrides included; `head` are its first comments. Raises
+    `ConfigError` where a recipe cannot say these values."""
     merged = _copied(values)
     for key, value in kept.items():
         _put(merged, key.split("."), value)
     reasons = {key: _reason(values, key, trials) for key in kept}
-    lines = [*(f"# {line}".rstrip() for line in head), *_lines(merged, reasons)]
-    return "\n".join(lines) + "\n"
+    comments = [_printable(line) for text in head for line in text.splitlines() or [""]]
+    text = "\n".join([*(f"# {line}".rstrip() for line in comments), *_lines(merged, reasons)]) + "\n"
+    if values_of(text, "the tuned recipe") != merged:
+        raise ConfigError("the tuned recipe would not say what was measured", f"give {' '.join(kept)} as overrides instead")
+    return text
+
+
+def _printable(line: str) -> str:
+    return "".join(letter if letter.isprintable() else " " for letter in line)
+
+
+class _Dumper(yaml.SafeDumper):
+    """Quotes text that a recipe would read as a number, such as 1e5."""
+
+    def represent_text(self, text: str) -> yaml.ScalarNode:
+        return self.represent_scalar("tag:yaml.org,2002:str", text, style="'" if reads_as_number(text) else None)
+
+
+_Dumper.add_representer(str, _Dumper.represent_text)
+
+
+def _dumped(value: Any, **options: Any) -> list[str]:
+    return str(yaml.dump(value, Dumper=_Dumper, sort_keys=False, width=WIDTH, allow_unicode=True, **options)).splitlines()
 
 
 def _reason(values: Mapping[str, Any], key: str, trials: Sequence[Trial]) -> str:
@@ -54,12 +78,11 @@ def _lines(values: Mapping[str, Any], reasons: Mapping[str, str], prefix: str = 
             yield f"{indent}{name}:"
             yield from _lines(value, reasons, f"{key}.")
         else:
-            dumped = yaml.safe_dump({name: value}, sort_keys=False, width=WIDTH, allow_unicode=True)
-            yield from (f"{indent}{line}" for line in dumped.splitlines())
+            yield from (f"{indent}{line}" for line in _dumped({name: value}))
 
 
 def _scalar(value: Any) -> str:
-    return yaml.safe_dump(value, default_flow_style=True, width=WIDTH).splitlines()[0]
+    return _dumped(value, default_flow_style=True)[0]
 
 
 def _copied(values: Mapping[str, Any]) -> dict[str, Any]:

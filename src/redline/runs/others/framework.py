@@ -13,6 +13,10 @@ Metrics = Mapping[str, tuple[str, float]]
 """Their name → ours, and what to multiply their value with to have our unit."""
 Figures = dict[str, Any]
 """A row of metrics in the making, by our names."""
+LAST_STEP = 10**12
+"""No run takes more steps: a row that says so is damaged."""
+LARGEST = 1e60
+"""No figure of a run is larger: sums and squares of larger ones are no numbers any more."""
 
 
 @dataclass(slots=True, frozen=True, eq=False)
@@ -80,9 +84,9 @@ def translate(framework: Framework, logs: Sequence[Log]) -> Translated:
 def _by_step(rows: Iterable[Row]) -> dict[int, tuple[dict[str, float], float | None]]:
     found: dict[int, tuple[dict[str, float], float | None]] = {}
     for row in rows:
-        if row.step is not None:
+        if row.step is not None and row.step <= LAST_STEP:
             values, time = found.setdefault(row.step, ({}, None))
-            values.update(row.values)
+            values.update({name: value for name, value in row.values.items() if abs(value) <= LARGEST})
             found[row.step] = (values, max(filter(None, (row.time, time)), default=None))
     return found
 

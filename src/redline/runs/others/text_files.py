@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -48,12 +48,16 @@ def read_rows(path: Path) -> Log:
 
 
 def read_console(path: Path) -> Log:
-    """Read what verl's console logger printed, among whatever else the file holds."""
-    with path.open(encoding="utf-8", errors="replace") as file:
-        return Log(path, "console", tuple(_printed(file)))
+    """Read what verl's console logger printed, among whatever else the file holds. A last line without its end is left out: a
+    number that is cut is another number."""
+    with path.open(encoding="utf-8", errors="replace", newline="\n") as file:
+        lines = list(filter(_PRINTED.search, file))
+    is_cut = bool(lines) and not lines[-1].endswith("\n")
+    rows = tuple(_printed(lines[:-1] if is_cut else lines))
+    return Log(path, "console", rows, damage="its last line is cut short and left out" if is_cut else "")
 
 
-def _printed(lines: Iterator[str]) -> Iterator[Row]:
+def _printed(lines: Iterable[str]) -> Iterator[Row]:
     for line in lines:
         if found := _PRINTED.search(line):
             pairs = (part.rpartition(":") for part in found[2].split(" - "))

@@ -40,26 +40,58 @@ _PHASES = {
     "_calculate_rewards": "reward",
 }
 """Parts of `_prepare_inputs` that are in no other part, and what they are."""
+_WHOLE = "_prepare_inputs"
 
 
 def _rows(log: Log) -> Iterator[Row]:
     """Give the rows by their step, without the prefixes of the integrations; an evaluation's names begin with `eval/`. What was
-    profiled since the row before is summed into the row that follows, and left out where that is an evaluation."""
-    profiled: dict[str, float] = {}
+    profiled is summed into the next row that has the time of steps. Rows without a step are somebody else's."""
+    profiled = _Profiled(whole(log.config.get("gradient_accumulation_steps")) or 1)
     for row in log.rows:
+        profiled.take(row.values)
         own = {name: value for name, value in row.values.items() if not name.startswith(_PROFILED)}
-        for name, value in row.values.items():
+        step = own.pop("train/global_step", row.step if log.kind != "W&B" else None)
+        if step is None or not own:
+            continue
+        plain = {_plain(name): value for name, value in own.items()}
+        if "step_time" in plain:
+            plain |= {f"profiled/{part}": seconds for part, seconds in profiled.logged(int(step)).items()}
+        elif any(name.startswith("eval/") for name in plain):
+            profiled.evaluated(int(step))
+        yield Row(plain, int(step), row.time)
+
+
+class _Profiled:
+    """What was profiled since the last row that has the time of steps. Every micro-batch ends with one `_prepare_inputs`, also
+    in an evaluation: how many of them are of training follows from the steps taken."""
+
+    def __init__(self, per_step: int) -> None:
+        """`per_step`: micro-batches of a step."""
+        self._per_step = per_step
+        self._step = 0
+        self._parts: list[dict[str, float]] = [{}]
+        """Part → seconds, for each micro-batch; the last has not ended."""
+
+    def take(self, values: Mapping[str, float]) -> None:
+        for name, seconds in values.items():
             if name.startswith(_PROFILED):
                 part = name.removeprefix(_PROFILED).partition(".")[2]
-                profiled[part] = profiled.get(part, 0.0) + value
-        if not own:
-            continue
-        step = own.pop("train/global_step", row.step if log.kind != "W&B" else None)
-        plain = {_plain(name): value for name, value in own.items()}
-        if not any(name.startswith("eval/") for name in plain):
-            plain |= {f"profiled/{part}": seconds for part, seconds in profiled.items()}
-        profiled = {}
-        yield Row(plain, None if step is None else int(step), row.time)
+                self._parts[-1][part] = self._parts[-1].get(part, 0.0) + seconds
+                if part == _WHOLE:
+                    self._parts.append({})
+
+    def evaluated(self, step: int) -> None:
+        """Leave out what is of an evaluation after this step."""
+        self._parts = [*self._parts[:-1][: max(0, step - self._step) * self._per_step], {}]
+
+    def logged(self, step: int) -> dict[str, float]:
+        """Return the sums, and begin again after this step."""
+        found: dict[str, float] = {}
+        for parts in self._parts:
+            for part, seconds in parts.items():
+                found[part] = found.get(part, 0.0) + seconds
+        self._step, self._parts = step, [{}]
+        return found
 
 
 def _plain(name: str) -> str:

@@ -58,6 +58,8 @@ _PHASES = {
     "timing_s/save_checkpoint": "checkpoint",
 }
 """`marked_timer` directly inside `timing_s/step`; others lie inside these."""
+_MAY_BE_AFTER = ("timing_s/testing", "timing_s/save_checkpoint")
+"""Inside `timing_s/step` or after it, as the version has it."""
 _BESIDE = ("timing_s/sync_rollout_weights", "timing_s/param_sync", "fully_async/")
 """Names of the recipes in which rollouts run beside the trainer: its `gen` is then a wait for them."""
 _HELD_OUT = re.compile(r"val-core/.*/mean@\d+")
@@ -79,6 +81,7 @@ def _derive(theirs: Mapping[str, float], row: Figures) -> None:
     """Add the phases, the engine's speed, and how evenly sequences were divided among ranks."""
     table = {**_PHASES, "timing_s/gen": "wait_for_rollouts"} if is_beside(theirs) else _PHASES
     phases(row, theirs, table)
+    _add_what_came_after(theirs, row)
     if "critic/rewards/mean" in theirs:
         row.setdefault("rollouts/reward_mean", theirs["critic/rewards/mean"])
     per_token_ms = theirs.get("timing_per_token_ms/gen")
@@ -87,6 +90,14 @@ def _derive(theirs: Mapping[str, float], row: Figures) -> None:
     mean, most = theirs.get("global_seqlen/mean"), theirs.get("global_seqlen/balanced_max")
     if mean and most:
         row["trainer/imbalance"] = most / mean
+
+
+def _add_what_came_after(theirs: Mapping[str, float], row: Figures) -> None:
+    """Make the step as long as its phases, where these say that it was tested or saved after `timing_s/step` had ended."""
+    known = sum(value for name, value in row.items() if name.startswith("timeline/"))
+    for name in _MAY_BE_AFTER:
+        if name in theirs and "run/step_s" in row and known > row["run/step_s"] * (1 + 1e-6):
+            row["run/step_s"] += theirs[name]
 
 
 def _evaluated(theirs: Mapping[str, float]) -> float | None:

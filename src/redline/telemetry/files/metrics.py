@@ -7,7 +7,7 @@ import json
 import math
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any, BinaryIO
@@ -108,6 +108,30 @@ def rows_from_the_last(path: Path) -> Iterator[dict[str, Any]]:
                 end -= len(line)
                 if line.endswith(b"\n") and (row := parse_row(line)) is not None:
                     yield row
+
+
+def first_row_where(path: Path, is_found: Callable[[dict[str, Any]], bool]) -> dict[str, Any] | None:
+    """Return the first row of a log that `is_found`, where all rows after such a one are found too; None where no row is. It
+    halves the file, so that a long one costs no more than a few dozen lines."""
+    with contextlib.suppress(FileNotFoundError), path.open("rb") as file:
+        low, high = 0, file.seek(0, os.SEEK_END)
+        while low < high:
+            middle = (low + high) // 2
+            row = _row_from(file, middle)
+            low, high = (low, middle) if row is None or is_found(row) else (middle + 1, high)
+        return _row_from(file, low)
+    return None
+
+
+def _row_from(file: BinaryIO, place: int) -> dict[str, Any] | None:
+    """The first whole row that begins there or later."""
+    file.seek(max(0, place - 1))
+    if place:
+        file.readline()
+    for line in file:
+        if line.endswith(b"\n") and (row := parse_row(line)) is not None:
+            return row
+    return None
 
 
 def _step(line: bytes) -> int | None:

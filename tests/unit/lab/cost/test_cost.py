@@ -194,3 +194,48 @@ def test_the_doctor_prints_the_cost_where_somebody_gives_a_price(tmp_path: Path)
 def test_numbers_are_written_for_people() -> None:
     assert [amount(value) for value in (0, 0.01234, 1.5, 12345.678)] == ["0.00", "0.0123", "1.50", "12,345.68"]
     assert [duration(value) for value in (3.14159, 600, 86400)] == ["3.14 s", "10 min", "24 h"]
+
+
+def used(moment: float, *percents: float) -> dict[str, float]:
+    return {"time": moment, **{f"gpu/{index}/utilization_percent": value for index, value in enumerate(percents)}}
+
+
+def test_the_sample_before_a_stop_does_not_stand_for_all_of_it(tmp_path: Path) -> None:
+    rows = [step(number, **({"run/time_s": 41000.0 + 10 * number} if number > 10 else {})) for number in range(1, 21)]
+    samples = [used(time, 0.0 if time == 1100 else 100.0) for start in (1000, 41100) for time in range(start, start + 101)]
+    found = costed(run_of(tmp_path / "run", rows, samples), price=1.0)
+    assert found.idle is not None
+    assert found.idle.high_s == pytest.approx(200 * 3 / 204)
+
+
+def test_of_more_gpus_than_are_paid_for_the_busiest_count(tmp_path: Path) -> None:
+    samples = [used(1000.0 + moment, 5.0, 80.0, 0.0, 60.0) for moment in range(0, 101, 5)]
+    found = costed(run_of(tmp_path / "run", [step(number) for number in range(1, 11)], samples), price=1.0, devices=2)
+    assert found.idle is not None
+    assert found.idle.low_s == pytest.approx(0.3 * 100 * 2)
+    assert "the 2 busiest GPUs of 4" in found.idle.source
+
+
+def test_steps_before_the_first_of_a_log_are_named_and_neither_free_nor_paid(tmp_path: Path) -> None:
+    rows = [step(number, **{"rollouts/reward_mean": number / 2000}) for number in range(501, 1001)]
+    found = costed(run_of(tmp_path / "run", rows), price=3.6, devices=1, target=0.4)
+    assert (found.steps, found.missing) == (500, 500)
+    assert found.sentences[1].startswith("The log begins at step 501: ")
+    assert found.target is not None
+    assert found.target.seconds[1] == pytest.approx(300 * 10.0, rel=0.02)
+    assert "From step 501, the first of the log, on that takes" in found.sentences[-1]
+
+
+def test_steps_that_were_delayed_on_purpose_say_nothing_of_those_to_come(tmp_path: Path) -> None:
+    slow = {"run/step_s": 90.0, "delays/plan": "x"}
+    rows = [{**row, **(slow if row["step"] > 24 else {})} for row in rising(36)]
+    plain, delayed = (costed(run_of(tmp_path / name, given), target=0.8) for name, given in (("a", rising(36)), ("b", rows)))
+    assert plain.target is not None
+    assert delayed.target is not None
+    assert plain.target.seconds[1] is not None
+    assert delayed.target.seconds[1] == pytest.approx(plain.target.seconds[1] + 12 * 80.0)
+
+
+def test_a_step_that_no_float_holds_is_no_step(tmp_path: Path) -> None:
+    found = costed(run_of(tmp_path / "run", [*rising(10), {"step": 10**400, "run/step_s": 1.0}]), price=1.0)
+    assert found.steps == 10

@@ -64,3 +64,26 @@ def test_steps_that_were_delayed_on_purpose_are_left_out_unless_they_are_asked_f
     assert found.steps["run/step_s"].max() == 1.0
     assert found.spans("buffer.pack").mean() == pytest.approx((22 - 5 * 4) / 15)
     assert Facts.of(run, with_delays=True).num_steps == 13
+
+
+def test_the_ledger_of_a_resumed_process_is_divided_by_its_own_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(facts_module, "MOST_STEPS", 50)
+    old = [row(step, float(step), **{"run/began_s": 5.0}) for step in range(1, 1001)]
+    new = [row(step, 5000.0 + step, **{"run/began_s": 5990.0}) for step in range(1001, 1101)]
+    run = recorded(tmp_path / "run", old + new)
+    lanes = {"main": {"wall_ns": 100 * 10**9, "rows": {"buffer.pack": 30 * 10**9}, "unaccounted_ns": 70 * 10**9}}
+    run.folder.ledger.write_text(json.dumps({"lanes": lanes}))
+    found = Facts.of(run)
+    assert found.ledger_steps == 100
+    assert found.spans("buffer.pack").mean() == pytest.approx(0.3)
+
+
+def test_a_step_without_a_phase_spent_no_time_in_it() -> None:
+    steps = {
+        "run/step_s": np.ones(4),
+        "timeline/evaluation_s": np.array([np.nan, 0.4, np.nan, 0.4]),
+        "x": np.array([np.nan, 2.0]),
+    }
+    found = Facts({}, steps)
+    assert found.mean("timeline/evaluation_s") == pytest.approx(0.2)
+    assert found.mean("x") == 2.0

@@ -15,10 +15,12 @@ import pytest
 from support.paths import ROOT
 
 from redline.config import Config, load_recipe, recipe_values, resolve
+from redline.config.load import values_of
 from redline.errors import ConfigError, SideError
 from redline.lab.compare.command import Request, report_of
 from redline.lab.compare.sides import What
 from redline.lab.evidence.experiment import Pair, Round, Wish
+from redline.lab.tune.command import Asked, _refuse_lower_lag
 from redline.lab.tune.guards import Kept
 from redline.lab.tune.log import TrialLog
 from redline.lab.tune.proposals import Prediction, Proposal
@@ -309,3 +311,33 @@ def test_the_tuned_recipe_is_one_that_train_takes_with_the_reasons_in_it(tmp_pat
     assert "# was 8; " in text
     assert "# was left out; " in text or "# was full; " in text
     assert text.startswith("# smoke, tuned\n")
+
+
+def test_a_recipe_is_written_so_that_it_reads_as_what_it_was() -> None:
+    values = {"model": {"path": "x", "revision": "5e10387"}, "rollouts": {"system_prompt": "Be brief.\nOr 1e5", "level": "1e5"}}
+    text = written(values, {}, [], ["x.yaml rollouts.system_prompt=Be brief.\nbuffer: {store: true}\u2028a: 1\x07"])
+    assert values_of(text, "x") == values
+    assert text.startswith("# x.yaml rollouts.system_prompt=Be brief.\n# buffer: {store: true}\n# a: 1\n")
+
+
+@pytest.mark.parametrize("line", ['{"kind": "tri', '{"kind": "trial"}', '{"no": "kind"}', "[1]"])
+def test_a_log_with_a_damaged_line_is_refused_unless_it_is_the_last_and_cut(tmp_path: Path, line: str) -> None:
+    own = {"recipe": "a"}
+    with TrialLog.opened(tmp_path, own) as log:
+        log.append("look", settings={})
+    path = tmp_path / "log.jsonl"
+    whole = path.read_text()
+    path.write_text(whole + '{"kind": "tri')
+    with TrialLog.opened(tmp_path, own) as log:
+        assert log.state.looked == [{}]
+    first, second = whole.splitlines(keepends=True)
+    path.write_text(first + line + "\n" + second)
+    with pytest.raises(ConfigError, match="line 2 is damaged"), TrialLog.opened(tmp_path, own):
+        pass
+
+
+def test_a_tuning_that_kept_a_lag_does_not_go_on_below_it(tmp_path: Path) -> None:
+    asked = Asked(SMOKE, (), tmp_path, Budget(), max_lag=0)
+    _refuse_lower_lag(asked, {})
+    with pytest.raises(ConfigError, match=r"has kept buffer\.max_lag=1 already"):
+        _refuse_lower_lag(asked, {"buffer.max_lag": 1})

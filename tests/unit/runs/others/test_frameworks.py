@@ -11,6 +11,10 @@ from support.other_logs import RECORDED, verl_rows, write_prime, write_verl, wri
 from tensorboardX import SummaryWriter
 
 from redline.runs.others import OtherRun, open_run
+from redline.runs.others.framework import translate
+from redline.runs.others.log import Log, Row
+from redline.runs.others.trl import TRL
+from redline.runs.others.verl import VERL
 
 STATE, EVENTS, WANDB = (RECORDED / name for name in ("trainer_state.json", "events.out.tfevents.tiny", "run-tiny.wandb"))
 
@@ -175,3 +179,60 @@ def test_a_step_that_was_logged_again_after_a_resume_counts_once(tmp_path: Path)
     rows = steps_of(opened(path))
     assert [row["step"] for row in rows] == [1, 2, 3, 4, 5, 6]
     assert [row["rollouts/reward_mean"] for row in rows[2:]] == [0.9] * 4
+
+
+PREPARED, GENERATED, SCORED = (
+    f"profiling/Time taken: GRPOTrainer.{name}" for name in ("_prepare_inputs", "vLLM.generate", "_calculate_rewards")
+)
+
+
+def micro_batch() -> list[Row]:
+    """What TRL profiles of a micro-batch, with a row of the user's own in the middle."""
+    return [Row({GENERATED: 6.0}), Row({"my_reward/format": 0.3}), Row({SCORED: 1.0}), Row({PREPARED: 8.0})]
+
+
+def phases_of(rows: list[Row], **config: int) -> list[dict[str, float]]:
+    found = translate(TRL, [Log(Path("x"), "W&B", tuple(rows), config)]).steps
+    return [{name: row[name] for name in row if name.startswith("timeline/")} for row in found]
+
+
+def trained(step: int, seconds: float = 10.0) -> Row:
+    return Row({"train/global_step": float(step), "train/step_time": seconds, "train/reward": 0.5})
+
+
+WANTED = {"generation": 6.0, "reward": 1.0, "other": 1.0, "training": 2.0, "unaccounted": 0.0}
+
+
+def wanted(times: int = 1) -> dict[str, float]:
+    return pytest.approx({f"timeline/{name}_s": seconds * times for name, seconds in WANTED.items()})
+
+
+def test_rows_of_the_users_own_take_nothing_from_what_TRL_profiled() -> None:
+    rows = [row for step in (1, 2, 3) for row in (*micro_batch(), trained(step))]
+    assert phases_of(rows) == [wanted()] * 3
+
+
+@pytest.mark.parametrize("accumulation", [1, 2])
+def test_an_evaluation_of_TRL_between_two_rows_takes_only_its_own_time(accumulation: int) -> None:
+    rows: list[Row] = []
+    for step in range(1, 41):
+        rows += micro_batch() * accumulation
+        if step % 10 == 0:
+            rows.append(trained(step, 10.0 * accumulation))
+        if step % 5 == 0:
+            rows += [*micro_batch(), Row({"train/global_step": float(step), "eval/reward": 0.5})]
+    assert phases_of(rows, gradient_accumulation_steps=accumulation) == [wanted(accumulation)] * 4
+
+
+@pytest.mark.parametrize(("inside", "seconds"), [(0.0, 150.0), (10.0, 150.0), (50.0, 150.0)], ids=["after", "saving in", "in"])
+def test_a_test_of_verl_lies_in_the_step_or_after_it_as_the_version_has_it(inside: float, seconds: float) -> None:
+    tested = {"timing_s/gen": 60.0, "timing_s/update_actor": 40.0, "timing_s/testing": 40.0, "timing_s/save_checkpoint": 10.0}
+    row, *_ = translate(VERL, [Log(Path("x"), "JSON", (Row({**tested, "timing_s/step": 100.0 + inside}, 1),))]).steps
+    assert row["run/step_s"] == seconds
+    assert row["timeline/unaccounted_s"] == 0.0
+
+
+def test_steps_and_figures_that_no_run_has_are_left_out() -> None:
+    rows = (Row({"timing_s/step": 1.0, "timing_s/gen": 1.7e308}, 1), Row({"timing_s/step": 1.0}, 10**20))
+    (row,) = translate(VERL, [Log(Path("x"), "JSON", rows)]).steps
+    assert row == {"step": 1, "run/step_s": 1.0}

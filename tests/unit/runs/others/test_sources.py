@@ -136,3 +136,11 @@ def test_lines_that_are_no_json_are_counted_and_a_last_one_that_is_cut_is_named(
     run = open_run(path)
     assert run.steps == 5
     assert run.left_out()[0] == "tiny.jsonl: 1 of its lines are no JSON and left out; its last line is cut short."
+
+
+def test_a_printed_line_that_is_cut_inside_a_number_is_left_out_and_named(tmp_path: Path) -> None:
+    path = tmp_path / "console.log"
+    path.write_text("step:1 - timing_s/step:100.0\nstep:2 - timing_s/step:100.0\nstep:3 - timing_s/step:1")
+    run = open_run(path)
+    assert [row["run/step_s"] for row in run.rows("metrics")] == [100.0, 100.0]
+    assert run.left_out()[0] == "console.log: its last line is cut short and left out."
