@@ -65,10 +65,10 @@ def diagnose(run: OtherRun) -> Diagnosis:
     timed = [name for name in facts.steps if name.startswith(PREFIX)]
     phases = {name.removeprefix(PREFIX).removesuffix("_s"): facts.total(name) for name in timed}
     findings, abstentions = examined(facts, RULES_OF_OTHERS) if facts.num_steps >= FEWEST else ((), ())
-    advice = ADVICE[run.framework.key]
+    advice, bound = ADVICE[run.framework.key], run.bound(phases, None)
     return Diagnosis(
         run=str(run.folder.shown),
-        bound=run.bound(phases, None),
+        bound=replace(bound, details=(*bound.details, *run.damage)),
         findings=tuple(replace(found, advice=advice.get(found.cause, found.advice)) for found in findings),
         abstentions=(*abstentions, *_untold()),
         wall_s=facts.wall_s,

@@ -98,7 +98,12 @@ class OtherRun(Run):
 
     def left_out(self, num_samples: int | None = None) -> list[str]:
         """What of the files could not be read, and what they do not hold."""
-        return [*(f"{log.path.name}: {log.damage}." for log in self.logs if log.damage), *self.not_told]
+        return [*self.damage, *self.not_told]
+
+    @property
+    def damage(self) -> tuple[str, ...]:
+        """What of the files could not be read, in sentences."""
+        return tuple(f"{log.path.name}: {log.damage}." for log in self.logs if log.damage)
 
     @property
     def not_told(self) -> tuple[str, ...]:

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
-from support.other_logs import RECORDED, verl_row, write_prime, write_verl
+from support.other_logs import RECORDED, verl_row, write_prime, write_verl, write_verl_console
 from typer.testing import CliRunner
 
 from redline.cli import app
@@ -125,3 +125,9 @@ def test_what_is_no_log_is_refused_with_a_hint(tmp_path: Path) -> None:
     for verb in ("doctor", "report"):
         refused = CliRunner().invoke(app, [verb, str(tmp_path / "notes.txt")])
         assert "not a log of TRL, verl or prime-rl" in str(refused.exception)
+
+
+def test_a_log_that_is_cut_is_said_to_be_cut(tmp_path: Path) -> None:
+    path = write_verl_console(tmp_path / "console.log")
+    path.write_text(path.read_text() + "step:11 - timing_s/step:1")
+    assert diagnosed(path).bound.details[-1] == "console.log: its last line is cut short and left out."
