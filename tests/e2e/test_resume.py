@@ -276,7 +276,7 @@ def interrupt(cwd: Path, number: signal.Signals) -> None:
         process.send_signal(number)
         (cwd / "hold").unlink()
         stdout = process.stdout.read()
-        assert process.wait(TIMEOUT_S) == 130
+        assert process.wait(TIMEOUT_S) == 130, (cwd / "stderr.txt").read_text()
     document = json.loads(stdout.splitlines()[-1])
     stopped_at = document["steps"]
     assert (document["finished"], document["model"]) == (False, None)

@@ -79,16 +79,25 @@ def _passing_signals_on(ranks: Ranks) -> Iterator[None]:
     The second ends this process at once. A SIGHUP that is ignored (nohup) stays so."""
     heard = [number for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP) if signal.getsignal(number) != signal.SIG_IGN]
 
+    is_asked = is_passed_on = False
+
     def ask(number: int, frame: FrameType | None) -> None:
+        nonlocal is_asked
+        is_asked = True
         for each in heard:
             signal.signal(each, signal.default_int_handler if each is signal.SIGINT else signal.SIG_DFL)
-        later = threading.Timer(LAUNCHER_S, ranks.ask_to_stop)
-        later.daemon = True
-        later.start()
+
+    def pass_on() -> None:
+        nonlocal is_passed_on
+        if is_asked and not is_passed_on:
+            is_passed_on = True
+            later = threading.Timer(LAUNCHER_S, ranks.ask_to_stop)
+            later.daemon = True
+            later.start()
 
     before = {number: signal.signal(number, ask) for number in heard}
     try:
-        with staying_awake():
+        with staying_awake(pass_on):
             yield
     finally:
         for number, handler in before.items():

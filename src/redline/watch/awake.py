@@ -4,6 +4,9 @@ Python runs the handlers of signals in the main thread, between two instructions
 instruction before a wait without a limit (of a lock, a queue, a thread), or in another thread, is not handled until something
 else ends that wait: the second of two quick Ctrl-C would be lost. So a thread hears of each signal from the interpreter itself
 and interrupts the main thread's wait until the handler must have run.
+
+That thread also does what a handler must not: a handler may interrupt the main thread in the middle of a print or of starting a
+thread, and printing there raises, starting one there waits for ever.
 """
 
 from __future__ import annotations
@@ -11,7 +14,7 @@ from __future__ import annotations
 import os
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 NUDGE = signal.SIGURG
@@ -22,12 +25,15 @@ BETWEEN_S = 0.05
 
 
 @contextmanager
-def staying_awake() -> Iterator[None]:
-    """Inside the block no signal waits longer than a few hundredths of a second for its handler. For the main thread only."""
+def staying_awake(notice: Callable[[], None] = lambda: None) -> Iterator[None]:
+    """Inside the block no signal waits longer than a few hundredths of a second for its handler. For the main thread only.
+
+    Another thread calls `notice` a few times after each signal: soon before or after its handler, which may leave word there.
+    """
     reader, writer = os.pipe()
     os.set_blocking(writer, False)
     ended = threading.Event()
-    thread = threading.Thread(target=_nudge_after_signals, args=(reader, ended), name="signals", daemon=True)
+    thread = threading.Thread(target=_nudge_after_signals, args=(reader, ended, notice), name="signals", daemon=True)
     before = signal.signal(NUDGE, lambda number, frame: None)
     wakeup = signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
     thread.start()
@@ -43,7 +49,7 @@ def staying_awake() -> Iterator[None]:
         signal.signal(NUDGE, before)
 
 
-def _nudge_after_signals(reader: int, ended: threading.Event) -> None:
+def _nudge_after_signals(reader: int, ended: threading.Event, notice: Callable[[], None]) -> None:
     main = threading.main_thread().ident
     assert main is not None
     while not ended.is_set():
@@ -53,3 +59,4 @@ def _nudge_after_signals(reader: int, ended: threading.Event) -> None:
                 return
             signal.pthread_kill(main, NUDGE)
             ended.wait(BETWEEN_S)
+            notice()

@@ -20,6 +20,7 @@ class Interrupts:
     def __init__(self, tell: Callable[[str], None]) -> None:
         self._tell = tell
         self.requested = False
+        self._is_told = False
         self._listened_to: list[signal.Signals] = []
 
     @contextmanager
@@ -32,17 +33,23 @@ class Interrupts:
         self._listened_to = wanted
         before = {number: signal.signal(number, self._request_stop) for number in wanted}
         try:
-            with staying_awake():
+            with staying_awake(self._tell_once):
                 yield
         finally:
+            self._tell_once()
             for number, handler in before.items():
                 signal.signal(number, handler)
 
     def _request_stop(self, number: int, frame: FrameType | None) -> None:
+        """Prints nothing: the main thread may be in the middle of a line."""
         self.requested = True
         for each in self._listened_to:
             signal.signal(each, signal.default_int_handler if each == signal.SIGINT else signal.SIG_DFL)
-        self._tell("stopping after this step; once more stops at once")
+
+    def _tell_once(self) -> None:
+        if self.requested and not self._is_told:
+            self._is_told = True
+            self._tell("stopping after this step; once more stops at once")
 
 
 @contextmanager

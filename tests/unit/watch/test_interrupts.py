@@ -5,13 +5,17 @@ from __future__ import annotations
 import errno
 import io
 import os
+import select
 import signal
 import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TextIO
 
 import pytest
 from rich.console import Console
+from support.eventually import eventually
 from support.fakes import FakeTrainer
 from support.watched_stages import FakeStages
 
@@ -22,11 +26,11 @@ from redline.watch.outputs import Outputs
 from redline.watch.run_watch import RunWatch
 
 
-def make_watch(parent: Path) -> RunWatch:
+def make_watch(parent: Path, output: TextIO | None = None) -> RunWatch:
     config = validate(
         {"model": {"path": "builtin:tiny"}, "rollouts": {"task": {"kind": "import", "path": "tests:Fake"}}}, "a test"
     )
-    progress = Progress(10, console=Console(file=io.StringIO()))
+    progress = Progress(10, console=Console(file=output or io.StringIO(), width=100_000))
     folder = RunFolder.create(parent, "run")
     return RunWatch(config, Outputs(folder, Recorder(), progress), FakeStages(FakeTrainer([])))
 
@@ -52,6 +56,33 @@ def test_a_first_signal_asks_the_run_to_stop_and_a_second_one_does_what_it_alway
         for second in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # of whatever kind it is
             assert signal.getsignal(second) is (signal.default_int_handler if second == signal.SIGINT else signal.SIG_DFL)
     assert signal.getsignal(number) is before
+
+
+def test_a_signal_in_the_middle_of_a_line_is_told_after_it(tmp_path: Path) -> None:
+    """A handler that printed would interrupt the print of the main thread, which the stream refuses."""
+    reader, writer = os.pipe()
+    output = os.fdopen(writer, "w", buffering=1)
+    watch = make_watch(tmp_path, output)
+    read = bytearray()
+
+    def interrupt_and_read() -> None:
+        eventually(lambda: not select.select([], [writer], [], 0)[1])  # the pipe is full: the line is being written
+        os.kill(os.getpid(), signal.SIGINT)
+        eventually(lambda: watch.interrupts.requested)
+        while block := os.read(reader, 2**16):
+            read.extend(block)
+
+    other = threading.Thread(target=interrupt_and_read)
+    with watch.interrupts.listening():
+        other.start()
+        print("x" * 2**20, file=output)
+        assert watch.should_stop()
+    output.close()
+    other.join()
+    os.close(reader)
+    line, told = read.decode().splitlines()
+    assert line == "x" * 2**20
+    assert told == "stopping after this step; once more stops at once"
 
 
 @pytest.mark.usefixtures("hang_up")
