@@ -12,13 +12,19 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from redline.kernels.decode.few_rows import launched
 
 SILU_BLOCK = 1024
 """Columns of one program of `silu_mul`: 128 threads with one 16-byte load of gate and of up each."""
 
 
-def add_rms_norm(x_TE: Tensor, delta_TE: Tensor | None, weight_E: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """The residual stream after `delta`, and its RMS norm. Without a delta the stream is returned as it came."""
+def add_rms_norm(
+    x_TE: Tensor, delta_TE: Tensor | None, weight_E: Tensor, eps: float, *, early: bool = False
+) -> tuple[Tensor, Tensor]:
+    """The residual stream after `delta`, and its RMS norm. Without a delta the stream is returned as it came. With `early` the
+    launch begins before the one in front of it has ended."""
     assert not (torch.is_grad_enabled() and x_TE.requires_grad), "the fused norm has no gradient"
     assert x_TE.is_contiguous()
     assert delta_TE is None or delta_TE.is_contiguous()
@@ -27,7 +33,19 @@ def add_rms_norm(x_TE: Tensor, delta_TE: Tensor | None, weight_E: Tensor, eps: f
     sum_TE = x_TE if delta_TE is None else torch.empty_like(x_TE)
     block = triton.next_power_of_2(E)
     if T:
-        _add_rms_norm[(T,)](x_TE, delta_TE, weight_E, sum_TE, normed_TE, eps, E=E, BLOCK=block, num_warps=_norm_warps(block))
+        _add_rms_norm[(T,)](
+            x_TE,
+            delta_TE,
+            weight_E,
+            sum_TE,
+            normed_TE,
+            eps,
+            E=E,
+            BLOCK=block,
+            EARLY=early,
+            num_warps=_norm_warps(block),
+            **launched(early),
+        )
     return sum_TE, normed_TE
 
 
@@ -48,7 +66,10 @@ def _norm_warps(block: int) -> int:
 
 
 @triton.jit
-def _add_rms_norm(x, delta, weight, x_sum, normed, eps, E: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+def _add_rms_norm(x, delta, weight, x_sum, normed, eps, E: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr):  # type: ignore[no-untyped-def]
+    if EARLY:
+        gdc_wait()
+        gdc_launch_dependents()
     column = tl.arange(0, BLOCK)
     inside = column < E
     at = tl.program_id(0).to(tl.int64) * E + column

@@ -157,10 +157,16 @@ class Case:
                     donor = next(r for r in range(start, start + size) if self.positions[r] >= 0)
                     self.table[self.rows[row], :blocks] = self.table[self.rows[donor], :blocks]
 
-    def run(self, num_splits: int = 1, prefixes: SharedPrefixes | None = None, tile: Tile | None = None) -> Tensor:
+    def run(
+        self,
+        num_splits: int = 1,
+        prefixes: SharedPrefixes | None = None,
+        tile: Tile | None = None,
+        arrived: Tensor | None = None,
+    ) -> Tensor:
         positions = torch.tensor(self.positions, device=DEVICE)
         batch = DecodeBatch(positions, self.rows.int().to(DEVICE), self.table.to(DEVICE), num_splits, prefixes)
-        return decode_attention(self.heads, self.keys, self.values, batch, self.rotary, self.norms, EPS, tile=tile)
+        return decode_attention(self.heads, self.keys, self.values, batch, self.rotary, self.norms, EPS, tile, arrived=arrived)
 
     def expected(self) -> tuple[Tensor, Tensor, Tensor]:
         """Outputs in float32, and the two caches with the new tokens in."""
@@ -185,9 +191,15 @@ class Case:
         return out, keys, values
 
 
-def check(case: Case, num_splits: int = 1, prefixes: SharedPrefixes | None = None, tile: Tile | None = None) -> None:
+def check(
+    case: Case,
+    num_splits: int = 1,
+    prefixes: SharedPrefixes | None = None,
+    tile: Tile | None = None,
+    arrived: Tensor | None = None,
+) -> None:
     expected, keys, values = case.expected()
-    out = case.run(num_splits, prefixes, tile)
+    out = case.run(num_splits, prefixes, tile, arrived)
     tolerance = TOLERANCE[case.dtype]
     torch.testing.assert_close(out.float(), expected, rtol=tolerance, atol=tolerance)
     torch.testing.assert_close(case.keys, keys, rtol=tolerance, atol=tolerance, equal_nan=True)
@@ -204,6 +216,15 @@ def test_every_length_around_the_ends_of_pages_and_tiles() -> None:
 
 def test_every_length_around_the_ends_of_splits() -> None:
     check(Case([0, 1, 32, 33, 65, 96, 97], group=3), num_splits=2)
+
+
+@pytest.mark.parametrize("num_splits", [1, 4])
+def test_the_last_program_of_a_head_may_merge_its_parts(num_splits: int) -> None:
+    positions = [0, 33, -1, 97]
+    arrived = torch.zeros(16, dtype=torch.int32, device=DEVICE)
+    for _ in range(2):  # the second finds the counters as it needs them
+        check(Case(positions, group=3), num_splits, arrived=arrived)
+        assert not arrived.any()
 
 
 @pytest.mark.parametrize("group", [1, 3, 4, 7])

@@ -28,7 +28,9 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from redline.kernels.decode.few_rows import launched
 from redline.kernels.decode.paged_softmax import attend, pages, split_bounds
 from redline.kernels.decode.rotary import angles, rotated
 from redline.kernels.decode.shared_prefix import SharedPrefixes, shared_prefix
@@ -55,6 +57,8 @@ class Tile(NamedTuple):
 
 TILES = {16: Tile(64, 1, 3), 32: Tile(64, 1, 3), 64: Tile(32, 1, 3), 128: Tile(32, 2, 3), 256: Tile(32, 4, 2)}
 """By head size; these are the sizes that `decode_attention` takes."""
+FEW_ROWS_TILES = TILES | {64: Tile(128, 8, 1)}
+"""The same for so few rows that one tile takes longer than all are worth: as many tokens as there are threads for."""
 SHARED_TILES = {16: Tile(64, 4, 3), 32: Tile(64, 4, 3), 64: Tile(64, 4, 3), 128: Tile(64, 4, 2), 256: Tile(32, 4, 2)}
 """The same for shared prefixes."""
 
@@ -97,12 +101,17 @@ def decode_attention(
     norms: tuple[Tensor, Tensor] | None = None,
     norm_eps: float = 0.0,
     tile: Tile | None = None,
+    *,
+    early: bool = False,
+    arrived: Tensor | None = None,
 ) -> Tensor:
     """[B, H, D]: attention of each row's new token to itself and all before it; zeros for rows that are not live.
 
     `heads_BND` is the output of the fused projection: H queries, K keys and K values of each row, before norm and rotation.
     `keys` and `values` are one layer's cache [blocks, K, block size, D], and the new token's are written there. `rotary` is cos
     and sin [2, positions, D / 2] as `rotary_table` makes them, `norms` the weights [D] of the RMS norms on query and key heads.
+    With `early` its launches begin before the one in front of them has ended (`few_rows`). With `arrived`, int32 zeros for each
+    row and key/value head, the program of a head that ends last merges its parts: one launch less where no prefix is shared.
     """
     (_, K, page, D), (B, N, _) = keys.shape, heads_BND.shape
     assert D in TILES, f"no kernel for heads of {D}"
@@ -115,11 +124,12 @@ def decode_attention(
     cache = {"keys": keys, "values": values, "PAGE": page, "scale": D**-0.5 * math.log2(math.e)}
     cache |= {"rows": batch.rows_B, "block_table": batch.block_table_RM, "table_stride": batch.block_table_RM.stride(0)}
     queries_BHD = torch.empty_like(out_BHD) if batch.prefixes else None
+    arrived = None if batch.prefixes else arrived
     q_norm, k_norm = norms or (None, None)
     _decode[(B, K, batch.num_splits)](
-        heads_BND, q_norm, k_norm, norm_eps, rotary, rotary.shape[1], queries_BHD, out_BHD, **rows, **cache,
-        SPLITS=batch.num_splits, BLOCK_Q=max(MIN_ROWS, triton.next_power_of_2(rows["H"] // K)), **_compiled(tile or TILES[D]),
-        enable_fp_fusion=False,
+        heads_BND, q_norm, k_norm, norm_eps, rotary, rotary.shape[1], queries_BHD, out_BHD, arrived, **rows, **cache,
+        SPLITS=batch.num_splits, BLOCK_Q=max(MIN_ROWS, triton.next_power_of_2(rows["H"] // K)), EARLY=early,
+        enable_fp_fusion=False, **_compiled(tile or TILES[D]), **launched(early),
     )  # fmt: skip
     if batch.prefixes and queries_BHD is not None:
         tiles = triton.cdiv(batch.prefixes.max_size * (rows["H"] // K), SHARED_ROWS)
@@ -128,7 +138,7 @@ def decode_attention(
             queries_BHD, **groups, **rows, **cache, FIRST_PART=batch.num_splits, SPLITS=batch.prefixes.num_splits,
             BLOCK_M=triton.next_power_of_2(batch.prefixes.max_size), BLOCK_Q=SHARED_ROWS, **_compiled(SHARED_TILES[D]),
         )  # fmt: skip
-    if batch.num_parts > 1:
+    if batch.num_parts > 1 and arrived is None:
         _merge[(B, K)](out_BHD, **rows, SPLITS=batch.num_splits, PARTS=batch.num_parts, num_warps=4)
     return out_BHD
 
@@ -156,15 +166,18 @@ def _compiled(tile: Tile) -> dict[str, int]:
 
 @triton.jit(do_not_specialize=["B", "table_stride", "num_positions"])
 def _decode(  # type: ignore[no-untyped-def]
-    heads, q_norm, k_norm, eps, rotary, num_positions, queries, out,
+    heads, q_norm, k_norm, eps, rotary, num_positions, queries, out, arrived,
     positions, prefixes, peaks, totals, sums, B,
     keys, values, scale, rows, block_table, table_stride,
     H: tl.constexpr, K: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr,
-    SPLITS: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_N: tl.constexpr,
+    SPLITS: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_N: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """One row, one key/value head, one split: the new token (in split 0) and the cached tokens that no prefix covers."""
     G: tl.constexpr = H // K
     DIRECT: tl.constexpr = (SPLITS == 1) & (prefixes is None)
+    if EARLY:
+        gdc_wait()
+        gdc_launch_dependents()
     row, kv_head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     query_Q = tl.arange(0, BLOCK_Q)
     d = tl.arange(0, D)
@@ -173,7 +186,7 @@ def _decode(  # type: ignore[no-untyped-def]
     inside_Q = query_Q < G
     position = tl.load(positions + row).to(tl.int32)
     if position < 0:
-        if DIRECT:
+        if DIRECT or arrived is not None:
             tl.store(out + at_QD, tl.zeros([BLOCK_Q, D], out.dtype.element_ty), mask=inside_Q[:, None])
         return
     prefix = 0
@@ -217,6 +230,14 @@ def _decode(  # type: ignore[no-untyped-def]
         tl.store(peaks + part + head_Q, peak_Q, mask=inside_Q)
         tl.store(totals + part + head_Q, total_Q, mask=inside_Q)
         tl.store(sums + part * D + at_QD, sum_QD, mask=inside_Q[:, None])
+        if arrived is not None:
+            tl.debug_barrier()
+            counter = arrived + row * K + kv_head
+            if tl.atomic_add(counter, 1, sem="acq_rel") == SPLITS - 1:
+                tl.debug_barrier()
+                merged_QD = _merged(peaks, totals, sums, SPLITS, B * H, head_Q, at_QD, inside_Q, BLOCK_Q, D)
+                tl.store(out + at_QD, merged_QD.to(out.dtype.element_ty), mask=inside_Q[:, None])
+                tl.store(counter, 0)
 
 
 @triton.jit(do_not_specialize=["B"])
@@ -237,18 +258,27 @@ def _merge(  # type: ignore[no-untyped-def]
     if prefixes is not None:
         num_parts = tl.where(tl.load(prefixes + row) > 0, PARTS, SPLITS)
     num_parts = tl.where(tl.load(positions + row) < 0, 0, num_parts)
+    merged_QD = _merged(peaks, totals, sums, num_parts, B * H, head_Q, at_QD, inside_Q, BLOCK_Q, D)
+    tl.store(out + at_QD, merged_QD.to(out.dtype.element_ty), mask=inside_Q[:, None])
+
+
+@triton.jit
+def _merged(  # type: ignore[no-untyped-def]
+    peaks, totals, sums, num_parts, heads_of_a_part, head_Q, at_QD, inside_Q, BLOCK_Q: tl.constexpr, D: tl.constexpr
+):
+    """The finished softmax of some heads, float32 [BLOCK_Q, D]. A row that is not live has no parts, and gets zeros."""
     peak_Q = tl.full([BLOCK_Q], float("-inf"), tl.float32)
     total_Q = tl.zeros([BLOCK_Q], tl.float32)
     sum_QD = tl.zeros([BLOCK_Q, D], tl.float32)
     for part in tl.range(num_parts, loop_unroll_factor=4):  # four parts' loads in flight
-        base = tl.cast(part, tl.int64) * B * H
-        part_peak_Q = tl.load(peaks + base + head_Q, mask=inside_Q, other=0.0)
-        part_total_Q = tl.load(totals + base + head_Q, mask=inside_Q, other=0.0)
-        part_sum_QD = tl.load(sums + base * D + at_QD, mask=inside_Q[:, None], other=0.0)
+        base = tl.cast(part, tl.int64) * heads_of_a_part
+        # Programs of the same launch may have written them, elsewhere: the nearest cache does not know.
+        part_peak_Q = tl.load(peaks + base + head_Q, mask=inside_Q, other=0.0, cache_modifier=".cg")
+        part_total_Q = tl.load(totals + base + head_Q, mask=inside_Q, other=0.0, cache_modifier=".cg")
+        part_sum_QD = tl.load(sums + base * D + at_QD, mask=inside_Q[:, None], other=0.0, cache_modifier=".cg")
         new_peak_Q = tl.maximum(peak_Q, part_peak_Q)
         fade_Q, weight_Q = tl.exp2(peak_Q - new_peak_Q), tl.exp2(part_peak_Q - new_peak_Q)
         total_Q = total_Q * fade_Q + part_total_Q * weight_Q
         sum_QD = sum_QD * fade_Q[:, None] + part_sum_QD * weight_Q[:, None]
         peak_Q = new_peak_Q
-    total_Q = tl.where(total_Q > 0, total_Q, 1.0)  # a row that is not live has no parts, and gets zeros
-    tl.store(out + at_QD, (sum_QD / total_Q[:, None]).to(out.dtype.element_ty), mask=inside_Q[:, None])
+    return sum_QD / tl.where(total_Q > 0, total_Q, 1.0)[:, None]

@@ -19,14 +19,16 @@ from redline.engine.native.cache.attention import Runs
 from redline.engine.native.cache.kv_cache import KVCache
 from redline.engine.native.cache.prefixes import MAX_SIZE, Prefixes
 from redline.engine.native.running.device_rows import DeviceRows
+from redline.engine.native.running.few_rows import FewRows
 from redline.engine.native.running.graphs import GraphCache
 from redline.engine.native.running.runner import Runner, Samples
 from redline.engine.native.sequence import Wants
-from redline.kernels.decode.attention import SHARED_ROWS, TILES, DecodeBatch, choose_splits, decode_attention
+from redline.kernels.decode.attention import FEW_ROWS_TILES, SHARED_ROWS, TILES, DecodeBatch, choose_splits, decode_attention
+from redline.kernels.decode.few_rows import MOST_ROWS
 from redline.kernels.decode.rotate_and_store import rotate_and_store
 from redline.kernels.decode.sampling import sample_plain
 from redline.kernels.decode.shared_prefix import SharedPrefixes
-from redline.kernels.decode.step import begin_step, end_step
+from redline.kernels.decode.step import StepInputs, begin_step, end_step
 from redline.models.decoder import Decoder, DecoderLayer
 from redline.models.files.hf import AnyDecoder
 from redline.models.layers.rope import rotary_table
@@ -54,14 +56,19 @@ def serves(decoder: AnyDecoder, dtype: torch.dtype, block_size: int) -> TypeGuar
 class PagedDecodeAttention:
     """Norm, rotation, cache write and attention of one new token per row, in one kernel. A `FusedAttend`."""
 
-    def __init__(self, cache: KVCache, rotary: Tensor, batch: DecodeBatch) -> None:
+    def __init__(self, cache: KVCache, rotary: Tensor, batch: DecodeBatch, few_rows: FewRows | None = None) -> None:
         self._cache = cache
         self._rotary = rotary
         self._batch = batch
+        self._few_rows = few_rows
 
     def attend_fused(self, layer: DecoderLayer, heads: Tensor) -> Tensor:
         keys, values = self._cache.blocks[layer.index]
-        return decode_attention(heads, keys, values, self._batch, self._rotary, _norms(layer), layer.spec.norm_eps)
+        own = (_norms(layer), layer.spec.norm_eps)
+        if self._few_rows is None:
+            return decode_attention(heads, keys, values, self._batch, self._rotary, *own)
+        tile, few_rows = FEW_ROWS_TILES[layer.spec.head_dim], {"early": self._few_rows.early, "arrived": self._few_rows.arrived}
+        return decode_attention(heads, keys, values, self._batch, self._rotary, *own, tile, **few_rows)
 
 
 class FlashPrefillAttention:
@@ -141,6 +148,7 @@ class CudaRunner(Runner):
         self._prefix_B = torch.zeros_like(self._rows32_B)
         """Tokens that an entry of the batch has in common with its group."""
         self._sizes = batch_sizes(rows.dead_row)
+        self._few_rows = FewRows(decoder) if FewRows.serves(decoder) else None
         self._pool: Any = None
         """Memory that the graphs share: they never run at the same time."""
         self.graphs: GraphCache[tuple[int, int, Wants], _DecodeGraph] = GraphCache()
@@ -208,9 +216,7 @@ class CudaRunner(Runner):
     def _decode_step(self, size: int, max_groups: int, wants: Wants, samples: Samples) -> None:
         rows_B = self._rows_B[:size]
         inputs = begin_step(self.rows, rows_B)
-        attend, slots_B = self._decode_attention(max_groups, inputs.positions_B), self.rows.adapter_slots(rows_B, wants)
-        hidden_BE = self._forward(inputs.tokens_B, inputs.positions_B, attend, slots_B)
-        logits_BV = self._decoder.logits(hidden_BE)
+        logits_BV = self._logits(rows_B, inputs, max_groups, wants)
         if wants.is_plain:
             tokens_B, logprobs_B = torch.empty_like(inputs.tokens_B), torch.empty_like(inputs.temperature_B)
             sample_plain(logits_BV, inputs.temperature_B, inputs.streams_B, inputs.counters_B, tokens_B, logprobs_B)
@@ -223,13 +229,22 @@ class CudaRunner(Runner):
             samples.put(self._step, self.rows.sample(rows_B, logits_BV, wants))
             self._step += 1
 
-    def _decode_attention(self, max_groups: int, positions_B: Tensor) -> PagedDecodeAttention:
+    def _logits(self, rows_B: Tensor, inputs: StepInputs, max_groups: int, wants: Wants) -> Tensor:
+        """[B, V]."""
+        slots_B = self.rows.adapter_slots(rows_B, wants)
+        if self._few_rows is not None and slots_B is None and len(rows_B) <= MOST_ROWS:
+            attend = self._decode_attention(max_groups, inputs.positions_B, self._few_rows)
+            return self._few_rows.logits(inputs.tokens_B, attend)
+        attend = self._decode_attention(max_groups, inputs.positions_B)
+        return self._decoder.logits(self._forward(inputs.tokens_B, inputs.positions_B, attend, slots_B))
+
+    def _decode_attention(self, max_groups: int, positions_B: Tensor, few_rows: FewRows | None = None) -> PagedDecodeAttention:
         spec, size = self._decoder.spec, len(positions_B)
         max_tokens = self.rows.tables_RN.shape[1] * self.cache.block_size
         splits = min(MAX_SPLITS, choose_splits(size, spec.num_kv_heads, max_tokens, spec.head_dim))
         prefixes = self._shared_prefixes(max_groups, size, max_tokens) if max_groups else None
         batch = DecodeBatch(positions_B, self._rows32_B[:size], self.rows.tables_RN, splits, prefixes)
-        return PagedDecodeAttention(self.cache, self._rotary, batch)
+        return PagedDecodeAttention(self.cache, self._rotary, batch, few_rows)
 
     def _shared_prefixes(self, max_groups: int, size: int, max_tokens: int) -> SharedPrefixes:
         spec = self._decoder.spec
