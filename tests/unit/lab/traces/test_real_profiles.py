@@ -123,7 +123,7 @@ def engine_with_work(folder: Path):
     drawn = np.random.default_rng(0)
     for number in range(8):
         prompt = drawn.integers(2, VOCAB_SIZE, 20).astype(np.int32)
-        engine.submit(GenerateRequest(prompt, SamplingParams(max_tokens=80, seed=number)))
-    for _ in range(8):
+        engine.submit(GenerateRequest(prompt, SamplingParams(max_tokens=220, seed=number)))
+    for _ in range(4):  # a step is up to eight tokens of each
         engine.step()
     return engine
