@@ -64,11 +64,11 @@ class PagedDecodeAttention:
 
     def attend_fused(self, layer: DecoderLayer, heads: Tensor) -> Tensor:
         keys, values = self._cache.blocks[layer.index]
-        own = (_norms(layer), layer.spec.norm_eps)
-        if self._few_rows is None:
-            return decode_attention(heads, keys, values, self._batch, self._rotary, *own)
-        tile, few_rows = FEW_ROWS_TILES[layer.spec.head_dim], {"early": self._few_rows.early, "arrived": self._few_rows.arrived}
-        return decode_attention(heads, keys, values, self._batch, self._rotary, *own, tile, **few_rows)
+        own, few = (self._batch, self._rotary, _norms(layer), layer.spec.norm_eps), self._few_rows
+        if few is None:
+            return decode_attention(heads, keys, values, *own)
+        tile = FEW_ROWS_TILES[layer.spec.head_dim]
+        return decode_attention(heads, keys, values, *own, tile, early=few.early, arrived=few.arrived)
 
 
 class FlashPrefillAttention:
