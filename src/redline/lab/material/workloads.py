@@ -46,6 +46,7 @@ SHAPES: Mapping[str, Mapping[str, Any]] = {
 """Shapes of family qwen2, in the words of its config.json."""
 
 _ON_GPU = {"device": "cuda", "dtype": "bfloat16", "engine": {"max_num_batched_tokens": 32768}}
+_W5 = {"model": "random:qwen2.5-0.5b", "prompt_tokens": 128, "new_tokens": 512, **_ON_GPU}
 _T1 = {"model": "random:qwen2.5-0.5b", "device": "cuda", "dtype": "bfloat16"}
 _C2 = {"model": "builtin:smollm2-135m-instruct", "device": "cpu", "dtype": "bfloat16"}
 
@@ -54,6 +55,9 @@ WORKLOADS: Mapping[str, Mapping[str, Mapping[str, Any]]] = {
         "W1": {"model": "random:qwen2.5-0.5b", "prompts": 512, "prompt_tokens": 128, "new_tokens": 512, **_ON_GPU},
         "W2": {"model": "random:qwen2.5-0.5b", "prompts": 64, "prompt_tokens": 512, "n": 8, "new_tokens": 512, **_ON_GPU},
         "W3": {"model": "random:qwen2.5-7b", "prompts": 512, "prompt_tokens": 128, "new_tokens": 256, **_ON_GPU},
+        "W5-1": {"prompts": 1, **_W5},
+        "W5-4": {"prompts": 4, **_W5},
+        "W5-16": {"prompts": 16, **_W5},
         "C1": {
             "model": "builtin:smollm2-135m-instruct",
             "prompts": 64,
