@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import datetime
 import difflib
+import json
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -50,15 +51,38 @@ def recipe_values(path: Path, overrides: Sequence[str] = ()) -> dict[str, Any]:
 def read_recorded(path: Path, overrides: Sequence[str] = ()) -> Config:
     """Read the `config.json` of a run folder, of this version or an earlier one. A key that an earlier version did not have
     gets its default, whatever the algorithm is: a run that has begun is not filled in half-way."""
-    config = make_config(as_of_now(_read_mapping(path)), overrides, str(path))  # JSON is YAML
+    config = make_config(as_of_now(_read_mapping(path)), overrides, str(path))
     return validate(config.model_dump(mode="json"), str(path))
 
 
 def _read_mapping(path: Path) -> dict[str, Any]:
     try:
-        return values_of(path.read_text(encoding="utf-8"), str(path))
+        text = path.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
         raise ConfigError(f"{path}: not a text file: {error}", "save the recipe as UTF-8") from error
+    recorded = _parse_json(text) if path.name == "config.json" else None
+    return values_of(text, str(path)) if recorded is None else recorded
+
+
+def _parse_json(text: str) -> dict[str, Any] | None:
+    """Return what a run recorded, to the letter: YAML reads most JSON, but some line breaks inside a text as spaces. None where
+    somebody changed it into what is no JSON, or has a key twice: YAML says what is wrong with it."""
+    try:
+        values = json.loads(text, object_pairs_hook=_each_key_once, parse_constant=_no_number)
+    except (ValueError, RecursionError):
+        return None
+    return values if isinstance(values, dict) else None
+
+
+def _each_key_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    values = dict(pairs)
+    if len(values) < len(pairs):
+        raise ValueError("a key is there twice")
+    return values
+
+
+def _no_number(name: str) -> Any:
+    raise ValueError(f"{name} is no number of JSON")
 
 
 def values_of(text: str, name: str) -> dict[str, Any]:
@@ -119,6 +143,8 @@ def _parse_yaml(text: str, name: str) -> Any:
         raise ConfigError(f"{name}: {line}not valid YAML: {error.problem}", "fix it there, or quote the value") from error
     except yaml.YAMLError as error:
         raise ConfigError(f"{name}: not valid YAML: {error}", "save it as plain UTF-8 text") from error
+    except (ValueError, KeyError, AttributeError) as error:  # a value looks like a date or a number, and is none
+        raise ConfigError(f"{name}: not valid YAML: {error}", "put the value in quotes") from error
     finally:
         loader.dispose()
 

@@ -15,6 +15,7 @@ from redline.addresses import without_login
 from redline.config.earlier import EARLIER, EARLIER_TASK_KINDS
 from redline.config.schema import Config
 from redline.config.section import Entries
+from redline.errors import boundary
 
 
 @dataclass(slots=True, frozen=True)
@@ -191,7 +192,9 @@ def _did_you_mean(word: Any, known: Sequence[str]) -> str:
 def spell(value: Any) -> str:
     """As a recipe would have it, cut to what fits a line, without the passwords of addresses."""
     words = {None: "null", True: "true", False: "false"}
-    text = words[value] if value is None or isinstance(value, bool) else without_login(repr(value))
+    text = f"a {type(value).__name__}"
+    with boundary():  # a value from Python may have no words, and a number too many digits
+        text = words[value] if value is None or isinstance(value, bool) else without_login(repr(value))
     return text if len(text) <= 60 else f"{text[:57]}..."
 
 

@@ -9,6 +9,11 @@ from typing import Annotated, Any, ClassVar
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, model_validator
 
+from redline.config.as_json import refuse_what_json_changes
+
+FreeMapping = Annotated[dict[str, Any], AfterValidator(refuse_what_json_changes)]
+"""What somebody else's code is given, under names of its own. A run that goes on reads it from its config.json: it holds only
+what is the same after that."""
 LocalPath = Annotated[Path, AfterValidator(lambda path: Path(os.path.expanduser(path)))]
 """`~` is the user's folder: no shell sees a recipe."""
 

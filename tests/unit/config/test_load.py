@@ -1,19 +1,21 @@
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, get_args
 
+import numpy as np
 import pytest
 from pydantic import BaseModel
 
 from redline.config import Config, load_recipe, resolve, validate
 from redline.config.changes import changes
-from redline.config.load import make_config
+from redline.config.load import make_config, read_recorded
 from redline.config.resolve import bfloat16_flags
-from redline.config.sections.tasks import FileTask
+from redline.config.sections.tasks import FileTask, ImportTask
 from redline.config.sections.telemetry import TelemetryConfig
 from redline.errors import ConfigError
 from redline.launch.resume.which_run import run_to_continue
@@ -27,6 +29,7 @@ rollouts:
     kind: reasoning_gym
     dataset: chain_sum
 """
+IMPORTED = {"kind": "import", "path": "letters:Letters"}
 DRY_RUN = "--dry-run` checks again without loading anything"
 
 
@@ -512,3 +515,48 @@ def test_the_config_of_a_run_stands_for_that_run_and_not_for_the_newest_of_its_n
     recipe = tmp_path / "demo.json"
     write_json(recipe, values)
     assert run_to_continue(recipe, [], pytest.fail)[0] == folders[1]
+
+
+@pytest.mark.parametrize(
+    ("params", "what", "hint"),
+    [
+        ("{levels: {1: easy}}", "levels has the key 1, a int", "put the key in quotes"),
+        ("{a: [{null: 1}]}", r"a\[0\] has the key None, a NoneType", "put the key in quotes"),
+        ("{day: 2024-01-01}", r"day is datetime\.date\(2024, 1, 1\), a date", "put it in quotes"),
+        ("{most: .inf}", "most is inf, no finite number", "leave it out"),
+        ("{names: !!set {a}}", "names is {'a'}, a set", "write a list"),
+        ("{raw: !!binary aGk=}", "raw is b'hi', a bytes", "put it in quotes"),
+        (r'{half: "\ud800"}', "half a character", "give whole characters"),
+        ("{itself: &x [*x]}", "holds itself", "make it flatter"),
+    ],
+)
+@pytest.mark.parametrize("key", ["rollouts.task.params", "rollouts.environment.params", "engine.options"])
+def test_params_that_a_resumed_run_would_not_have_are_refused(
+    tmp_path: Path, key: str, params: str, what: str, hint: str
+) -> None:
+    message, fix = refusal(tmp_path, "", f"{key}={params}")
+    assert re.search(f"{key} = .*: .*{what}", message), message
+    assert hint in fix
+
+
+def test_params_from_python_that_a_resumed_run_would_not_have_are_refused() -> None:
+    for value, what in (((1, 2), "a tuple"), (Path("a"), "a PosixPath"), (10**5000, "bits"), (np.float64(0.5), "a float64")):
+        with pytest.raises(ConfigError, match=what):
+            validate({"model": {"path": "m"}, "rollouts": {"task": {**IMPORTED, "params": {"p": value}}}})
+
+
+def test_a_run_that_goes_on_has_the_texts_that_it_began_with(tmp_path: Path) -> None:
+    """YAML would read some line breaks inside a text as spaces, and take no unprintable letters."""
+    odd = {"text": "a\u2028b\x85c\x7fd\U0001f600", "x" * 2000: [1e-5, 1e16, 2**70, None, True, "2024-01-01", {}]}
+    config = validate({"model": {"path": "m"}, "rollouts": {"task": {**IMPORTED, "params": odd}}})
+    write_json(tmp_path / "config.json", config.model_dump(mode="json"))
+    task = read_recorded(tmp_path / "config.json").rollouts.task
+    assert isinstance(task, ImportTask)
+    assert (task.params, list(task.params)) == (odd, list(odd))
+
+
+@pytest.mark.parametrize("text", ["2024-13-01", "2024-01-01 25:00:00", "1" * 5000, "!!bool maybe", "!!timestamp x"])
+def test_what_looks_like_a_date_or_a_number_and_is_none_is_refused(tmp_path: Path, text: str) -> None:
+    message, fix = refusal(tmp_path, "", f"rollouts.task.params={{a: {text}}}")
+    assert "not valid YAML" in message
+    assert fix == "put the value in quotes"

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Literal
 
 from pydantic import Field, PositiveFloat, PositiveInt, model_validator
 
 from redline.addresses import holds_login, is_server_address
-from redline.config.section import Section
+from redline.config.section import FreeMapping, Section
 
 EngineKind = Literal["native", "vllm", "sglang", "openai", "transformers"]
 WeightServerName = Literal["sglang", "vllm"]
@@ -31,7 +31,7 @@ class EngineConfig(Section):
     """Whose server loads from `weights_folder`."""
     timeout_s: PositiveFloat = 600.0
     """Seconds that the server may take for one completion."""
-    options: dict[str, Any] = Field(default_factory=dict)
+    options: FreeMapping = Field(default_factory=dict)
     """Further arguments of `vllm.LLM` or `sglang.Engine`, by their names."""
     max_num_seqs: PositiveInt = 256
     """Sequences decoded at once."""

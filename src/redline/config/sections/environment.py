@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Literal
 
 from pydantic import Field, PositiveInt
 
-from redline.config.section import LocalPath, Section
+from redline.config.section import FreeMapping, LocalPath, Section
 
 
 class EnvironmentConfig(Section):
@@ -14,7 +14,7 @@ class EnvironmentConfig(Section):
     """An environment of `redline env list`, or `package.module:Class` of your own, with `async def play(task, policy)` (see
     `redline.ports.Environment`) or the `reset` and `step` of a game (`redline.ports.Game`). It is called with `params` and
     `seed`. null asks each task's question once and scores the reply with the task's `score`."""
-    params: dict[str, Any] = Field(default_factory=dict)
+    params: FreeMapping = Field(default_factory=dict)
     """Keyword arguments for it."""
     folder: LocalPath | None = None
     """Where the module of your own is looked for when it is not an installed package; null is the folder in which redline is

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from pydantic import Field
 
-from redline.config.section import LocalPath, Section
+from redline.config.section import FreeMapping, LocalPath, Section
 
 
 class ReasoningGymTask(Section):
@@ -14,7 +14,7 @@ class ReasoningGymTask(Section):
     """Procedural puzzles with checkable answers."""
     dataset: str
     """A data set of the reasoning_gym package, such as `chain_sum`."""
-    params: dict[str, Any] = Field(default_factory=dict)
+    params: FreeMapping = Field(default_factory=dict)
     """Its own parameters, such as `{min_terms: 2, max_terms: 2}`."""
     extract: Literal["auto", "last_number", "text", "answer_tag"] = "auto"
     """What of the answer is scored: all of it, the last number, or what is inside the last `<answer>` tag. auto is the last
@@ -51,7 +51,7 @@ class ImportTask(Section):
     `score` (see `redline.ports.TaskSource`)."""
     folder: LocalPath | None = None
     """Where the module is looked for when it is not an installed package; null is the folder in which redline is called."""
-    params: dict[str, Any] = Field(default_factory=dict)
+    params: FreeMapping = Field(default_factory=dict)
     """Keyword arguments for it."""
 
 
