@@ -57,7 +57,11 @@ def is_server_address(url: str) -> bool:
 def holds_login(url: str) -> bool:
     """Whether an address names a user or a password: `http://name:secret@127.0.0.1:8000`. Nothing here sends them, and an
     address is written into records and errors."""
-    return without_login(url) != url
+    try:
+        parts = urlsplit(url)
+    except ValueError:  # no address at all
+        return False
+    return parts.username is not None or parts.password is not None
 
 
 def without_login(text: str) -> str:
