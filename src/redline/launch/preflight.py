@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from redline.config import Config
+from redline.environments.stepped import Stepped
 from redline.environments.workers.plain import to_plain
 from redline.errors import ConfigError, RedlineError, TaskError, boundary
 from redline.launch.environments import make_environment, scored_elsewhere, task_source, worker_scale
@@ -93,8 +94,7 @@ def _check_inputs(config: Config, placement: Placement) -> Checked:
         notes.append("the task source has no held-out tasks; nothing will be evaluated")
     with span("rollouts.setup"), saying_what_hangs():
         first = _first_tasks(config, tasks.source, notes)
-    if tasks.scored is not None:
-        _check_that_they_travel([*first, *tasks.held_out[:NUM_LOOKED_AT]])
+    _check_that_they_travel(config, tasks, [*first, *tasks.held_out[:NUM_LOOKED_AT]])
     with span("models.load"):
         check_device(config.run.device)
         check_gpus_for_ranks(config)
@@ -115,13 +115,19 @@ def _first_tasks(config: Config, source: TaskSource, notes: list[str]) -> list[T
     return _those_that_can(outcomes, _unless_failed, "training tasks cannot be made", notes)
 
 
-def _check_that_they_travel(tasks: Iterable[Task]) -> None:
-    """Raise TaskError for a task that worker processes would not get as it is."""
+def _check_that_they_travel(config: Config, loaded: LoadedTasks, tasks: Sequence[Task]) -> None:
+    """Raise TaskError for a task that worker processes, where there are some, would not get as it is."""
+    if loaded.scored is not None:
+        key = "rollouts.reward_run_in"
+    elif isinstance(loaded.environment, Stepped) and config.rollouts.environment.run_in == "processes":
+        key = "rollouts.environment.run_in"
+    else:
+        return
     for task in tasks:
         try:
             to_plain(task)
         except TaskError as error:
-            raise TaskError(f"rollouts.reward_run_in = processes: task {task.id!r}: {error.message}", error.hint) from None
+            raise TaskError(f"{key} = processes: task {task.id!r}: {error.message}", error.hint) from None
 
 
 def _unless_failed(outcome: Task | Failure) -> Task:

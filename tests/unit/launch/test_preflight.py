@@ -33,6 +33,22 @@ class Source:
         return {"correct": float(text == task.answer)}
 """
 
+GAME = """
+from redline.types import Reaction, Task
+
+class Game:
+    def __init__(self, seed):
+        pass
+    def train(self, index):
+        return Task(f"game-{index}", [], data={"seen": {1, 2}})
+    def held_out(self, count):
+        return []
+    def reset(self, task):
+        return "go"
+    def step(self, reply):
+        return Reaction("over", 1.0, True)
+"""
+
 
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -117,6 +133,28 @@ def test_a_task_that_worker_processes_would_not_get_as_it_is_is_refused_where_th
     recipes.check(with_a_set)
     error = recipes.refusal(with_a_set, rollouts={"reward_run_in": "processes"})
     assert "rollouts.reward_run_in = processes: task 'sum-0': a set cannot travel" in error.message
+
+
+def test_a_value_in_a_task_that_processes_would_not_get_is_named_with_its_key(recipes: Recipes) -> None:
+    a_counter = without("str(index + 1))", "str(index + 1), {'seen': [__import__('collections').Counter('aab')]})")
+    error = recipes.refusal(a_counter, rollouts={"reward_run_in": "processes"})
+    assert error.message.endswith("a Counter cannot travel between a run and a worker process: it is data['seen'][0]")
+
+
+def test_params_that_processes_would_not_get_are_refused_with_the_recipe(recipes: Recipes) -> None:
+    task = {"kind": "import", "path": "tasks:Source", "params": {"levels": {1: "easy"}}}
+    with pytest.raises(ConfigError, match=r"rollouts\.task\.params = .*: levels has the key 1"):
+        recipes.recipe(rollouts={"task": task, "reward_run_in": "processes"})
+
+
+def test_a_task_that_the_processes_of_a_game_would_not_get_is_refused(recipes: Recipes) -> None:
+    (recipes.folder / "stepped_game.py").write_text(GAME)
+    environment = {"name": "stepped_game:Game", "folder": str(recipes.folder)}
+    keys: dict[str, Any] = {"task": None, "environment": environment}
+    recipes.check(rollouts=keys)
+    environment["run_in"] = "processes"
+    said = "rollouts.environment.run_in = processes: task 'game-0': a set cannot travel"
+    assert said in recipes.refusal(rollouts=keys).message
 
 
 def test_what_raises_is_named_with_its_file_and_line(recipes: Recipes) -> None:

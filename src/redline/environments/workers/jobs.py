@@ -62,6 +62,15 @@ def late(what: str, limit_s: float, where: str = "") -> CallError:
     return CallError(f"`{what}` did not return within {limit_s:g} s", hint, where)
 
 
+def late_beginning(what: str, limit_s: float) -> CallError:
+    """Why a call failed whose process was not ready for it in time: the call itself had not begun."""
+    return CallError(
+        f"{what} took more than {limit_s:g} s in a worker process",
+        "each process does this once, before its first call, and no key gives it more time: let the module do less while it is"
+        " imported, or let the first call do it; in threads (run_in, reward_run_in) it is done once for all",
+    )
+
+
 def is_closed() -> TaskError:
     """Why a call fails that comes after the end, or is under way then."""
     return TaskError("the environment's workers were closed")

@@ -84,8 +84,9 @@ class ProcessWorkers:
         first: tuple[Any, ...] = (),
         timed: Call | None = None,
     ) -> Any:
-        """What a function, named by import path, returns. `first` is another, and its arguments, that each process calls once
-        before; the time of `timed` counts when the process has begun and has done so."""
+        """What a function, named by import path, returns. `first` is what each process does once
+        before, in words, and the function, with its arguments, that does it; the time of `timed` counts when the process has
+        begun and has done so."""
         if not isinstance(function, str):
             raise TaskError(
                 f"{function!r} is called in worker processes, which know functions by their names",
@@ -93,7 +94,7 @@ class ProcessWorkers:
             )
         before = [_import_of(function, None)]
         if first:
-            before.append((f"{first[0].partition(':')[2]}", _call_of(*first)))
+            before.append((first[0], _call_of(*first[1:])))
         ask = Ask(function.partition(":")[2], _call_of(function, *arguments), first=before, timed=timed)
         return await self._least_loaded().answer(ask)
 
@@ -146,7 +147,7 @@ def _import_of(path: str, folder: str | None) -> tuple[str, Message]:
 
 
 def _call_of(function: str, *arguments: Any) -> Message:
-    return {"do": "function", "path": function, "folder": None, "arguments": to_plain(list(arguments))}
+    return {"do": "function", "path": function, "folder": None, "arguments": [to_plain(argument) for argument in arguments]}
 
 
 class HeldInProcess:
@@ -161,7 +162,7 @@ class HeldInProcess:
         self._is_dropped = False
 
     async def call(self, name: str, *arguments: Any) -> Any:
-        message = {"do": "call", "id": self.id, "name": name, "arguments": to_plain(list(arguments))}
+        message = {"do": "call", "id": self.id, "name": name, "arguments": [to_plain(argument) for argument in arguments]}
         return await self.worker.answer(Ask(name, message, self))
 
     def drop(self) -> None:

@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from functools import lru_cache
 from typing import Any
 
+from redline.environments.workers.plain import as_floats
 from redline.environments.workers.program import imported, load
 from redline.types import Task
 
@@ -22,9 +23,10 @@ def make(source: Mapping[str, Any]) -> None:
 
 
 def score(source: Mapping[str, Any], task: Task, text: str) -> Any:
-    """What the source's `score` returns, awaited where it is a coroutine. `source` has its `path`, `folder` and `keywords`."""
+    """What the source's `score` returns, awaited where it is a coroutine, and its numbers as floats. `source` has its `path`,
+    `folder` and `keywords`."""
     value = _made(json.dumps(source)).score(task, text)
-    return _loop().run_until_complete(value) if inspect.isawaitable(value) else value
+    return as_floats(_loop().run_until_complete(value) if inspect.isawaitable(value) else value)
 
 
 @lru_cache(maxsize=4)

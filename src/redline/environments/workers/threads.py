@@ -66,6 +66,8 @@ class ThreadWorkers:
             self._closed.set()
             jobs = [*self._waiting, *(thread.job for thread in self._threads if thread.job)]
             self._waiting.clear()
+            for call in [thread.call for thread in self._threads if thread.call]:
+                forget_call(call)  # it may never end, and is not waited for
             self._changed.notify_all()
         for job in jobs:
             job.settle(None, is_closed())
@@ -102,7 +104,7 @@ class ThreadWorkers:
         while (job := self._next(thread)) is not None:
             value = None
             with span(f"user.{job.what}"), calling(job.what) as call, boundary() as caught:
-                thread.call = call
+                self._begin(thread, call)
                 value = job.work()
             with self._changed:
                 thread.job = thread.call = None
@@ -118,6 +120,13 @@ class ThreadWorkers:
                     return thread.job
                 self._changed.wait()
             return None
+
+    def _begin(self, thread: _Thread, call: Call) -> None:
+        """A call begins. Raises TaskError where all was closed meanwhile, and it is not wanted any more."""
+        with self._changed:
+            if self._closed.is_set():
+                raise is_closed()
+            thread.call = call
 
     # ── in the thread that watches limits ──────────────────────────────────────────────────────────────────────────────
 

@@ -14,7 +14,7 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
-from redline.environments.workers.jobs import Job, is_closed, late
+from redline.environments.workers.jobs import Job, is_closed, late, late_beginning
 from redline.environments.workers.plain import from_plain
 from redline.environments.workers.process import START_S, EndedError, WorkerProcess, start_process
 from redline.errors import CallError, boundary
@@ -40,6 +40,8 @@ class Living(Protocol):
 
 Message = Mapping[str, Any]
 """What a process is told (`program.py`)."""
+WhyLate = Callable[[str, float], CallError]
+"""Why a call failed that took more than so many seconds."""
 
 
 class Ask:
@@ -58,7 +60,7 @@ class Ask:
     ) -> None:
         self.what, self.message, self.held = what, message, held
         self.first = first
-        """What a process must have done once before, such as an import, in words and as it is told: no part of the call."""
+        """What a process must have done before, in words (`import of game:Game`) and as it is told: no part of the call."""
         self.timed = timed
         """The call of the run whose time is that of this one: put off until the process is asked."""
         self.was_lost = False
@@ -234,17 +236,22 @@ class Worker:
             ask.held.process = process
         for what, message in ask.first:
             if (key := json.dumps(message, sort_keys=True)) not in self._prepared:
-                self._answer(process, message, START_S, what)
+                self._answer(process, message, START_S, what, late_beginning)
                 self._prepared.add(key)
         if ask.timed is not None:
             ask.timed.begin()
-        return self._answer(process, ask.message, self._limit_s, ask.what)
+        return self._answer(process, ask.message, self._limit_s, ask.what, late)
 
-    def _answer(self, process: WorkerProcess, message: Mapping[str, Any], limit_s: float | None, what: str) -> Any:
+    def _answer(self, process: WorkerProcess, message: Message, limit_s: float | None, what: str, why_late: WhyLate) -> Any:
         try:
             answer = process.ask(message, limit_s)
         except EndedError as error:
-            raise self._lost(process, error, what, limit_s) from None
+            if error.is_late and limit_s is not None:
+                of_another = f"`{what}` of another game there took more than {limit_s:g} s"
+                self._lost(process, f"its worker process was ended: {of_another}")
+                raise why_late(what, limit_s) from None
+            self._lost(process, error.reason)
+            raise LostCall(error.reason, _LOST_HINT) from None
         if (problem := answer.get("error")) is not None:
             raise CallError(problem["reason"], problem["hint"], problem["where"])
         return from_plain(answer["value"])
@@ -255,7 +262,7 @@ class Worker:
         """Have a process that takes messages, begun now where there is none. Returns False where it does not begin: what waited
         for it has failed, or was given to others."""
         if self.process is not None and (why := self.process.why_ended()):
-            self._lost(self.process, EndedError(why), "", None)
+            self._lost(self.process, why)
         if self.process is not None:
             return True
         with boundary() as caught:
@@ -291,20 +298,11 @@ class Worker:
             if self._closed:
                 process.kill()
 
-    def _lost(self, process: WorkerProcess, error: EndedError, what: str, limit_s: float | None) -> CallError:
-        """The process has ended, or was ended because it was late: why, for the call under way and for all games in it."""
+    def _lost(self, process: WorkerProcess, reason: str) -> None:
+        """The process has ended, or was ended: remember why, for all games in it."""
         with self._changed:
             self.process, self.is_ready = None, False
         process.close()
-        if error.is_late and limit_s is not None:
-            self._remember(
-                process, f"its worker process was ended: `{what}` of another game there took more than {limit_s:g} s"
-            )
-            return late(what, limit_s)
-        self._remember(process, error.reason)
-        return LostCall(error.reason, _LOST_HINT)
-
-    def _remember(self, process: WorkerProcess, reason: str) -> None:
         self._ends[process] = reason
         while len(self._ends) > ENDS_KEPT:
             del self._ends[next(iter(self._ends))]

@@ -14,8 +14,8 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from redline.errors import EngineLostError, WireError
@@ -25,6 +25,8 @@ from redline.wire import Connection, Listener, listen
 
 REMIND_S = 60.0
 """Seconds after which a run that waits says so again."""
+MEET_S = 2.0
+"""Seconds for machines that are just joining to hear that the run is over."""
 
 
 class JoinedEngines:
@@ -39,6 +41,8 @@ class JoinedEngines:
         self._changed = threading.Condition()
         self._machines: list[Machine] = []
         """All that are there, in the order in which they joined."""
+        self._num_meeting = 0
+        """Machines that are connected, and not among them yet."""
         self._is_stopped = self._is_closed = False
         self._listener.answer_each(self._meet)
         threading.Thread(target=self._pulse, name="joined pulse", daemon=True).start()
@@ -64,13 +68,16 @@ class JoinedEngines:
             self._changed.notify_all()
 
     def close(self) -> None:
-        """Tell all machines that the run is over: `redline join` ends there. No machine can join any more."""
+        """Tell all machines that the run is over, those too that are just joining: `redline join` ends there. No machine can
+        join any more. Blocks for some seconds at most."""
         self.stop_starting()
         self._listener.close()
         with self._changed:
             self._is_closed, machines = True, list(self._machines)
         for machine in machines:
             machine.end()
+        with self._changed:
+            self._changed.wait_for(lambda: not self._num_meeting, MEET_S)
 
     def _free_machine(self, spec: EngineSpec) -> Machine:
         """Take a machine that has no engine. Blocks until there is one."""
@@ -104,15 +111,10 @@ class JoinedEngines:
         with connection, suppress(WireError, KeyError, TypeError, ValueError):
             if connection.role != ROLE:
                 return
-            machine = Machine(connection, self._spans)
-            if (refusal := machine.refusal()) is not None:
-                self._tell(refusal)
-                connection.send("over", {"error": refusal}, timeout_s=ANSWER_S)
+            with self._meeting():
+                machine = self._met(connection)
+            if machine is None:
                 return
-            connection.send("joined", timeout_s=ANSWER_S)
-            with self._changed:
-                self._machines.append(machine)
-                self._changed.notify_all()
             self._tell(f"{machine.where} has joined")
             try:
                 machine.hear(on_change=self._wake)
@@ -120,6 +122,34 @@ class JoinedEngines:
                 with self._changed:
                     self._machines.remove(machine)
                     self._changed.notify_all()
+
+    @contextmanager
+    def _meeting(self) -> Iterator[None]:
+        """Inside the block a machine is just joining."""
+        with self._changed:
+            self._num_meeting += 1
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._num_meeting -= 1
+                self._changed.notify_all()
+
+    def _met(self, connection: Connection) -> Machine | None:
+        """Hear who it is, and count it among the machines. Returns None, and tells it, where it cannot be used or the run is
+        over."""
+        machine = Machine(connection, self._spans)
+        if (refusal := machine.refusal()) is not None:
+            self._tell(refusal)
+            connection.send("over", {"error": refusal}, timeout_s=ANSWER_S)
+            return None
+        connection.send("joined", timeout_s=ANSWER_S)
+        with self._changed:
+            if not self._is_closed:
+                self._machines.append(machine)
+                return machine
+        machine.end()
+        return None
 
     def _pulse(self) -> None:
         while not self._is_closed:

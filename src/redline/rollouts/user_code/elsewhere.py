@@ -6,6 +6,7 @@ from collections.abc import Awaitable, Mapping
 from typing import Any, Protocol, cast
 
 from redline.ports import Score, TaskSource
+from redline.rollouts.user_code.failures import defined_at
 from redline.telemetry.stalls.calls import Call, current_call
 from redline.types import Task
 
@@ -23,8 +24,8 @@ class ProcessPool(Protocol):
 
     async def call(self, function: str, *arguments: Any, first: tuple[Any, ...], timed: Call | None) -> Any:
         """What the function returns. Raises CallError for what it raises, where it takes too long, and where its process is
-        lost for the second time. `first` is a function, and its arguments, that each process calls once before; the time of
-        `timed` counts when the process has done so."""
+        lost for the second time. `first` is what each process does once before, in words, and the function, with its
+        arguments, that does it; the time of `timed` counts when the process has done so."""
         ...
 
     def close(self) -> None:
@@ -43,15 +44,20 @@ class ScoredElsewhere:
         """`made_as` has the source's `path`, `folder` and `keywords`, by which processes make it again."""
         self.train, self.held_out = source.train, source.held_out
         self._made_as, self._processes = made_as, processes
+        self._defined_at = defined_at(source.score)
 
     def score(self, task: Task, text: str) -> Awaitable[Score]:
         """What the source's `score` returns. The start of a process, and the import of the source there, are no part of the
         time of the call that the calling thread makes."""
-        return self._score(task, text, current_call())
+        call = current_call()
+        if call is not None:
+            call.made_at = self._defined_at
+        return self._score(task, text, call)
 
     async def _score(self, task: Task, text: str, timed: Call | None) -> Score:
         arguments = (self._made_as, task, text)
-        return cast(Score, await self._processes.call(SCORER, *arguments, first=(MAKER, self._made_as), timed=timed))
+        first = (f"import of {self._made_as['path']}", MAKER, self._made_as)
+        return cast(Score, await self._processes.call(SCORER, *arguments, first=first, timed=timed))
 
     @property
     def num_worker_processes(self) -> int:

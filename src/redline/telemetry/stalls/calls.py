@@ -26,7 +26,7 @@ _num_finished = 0
 class Call:
     """A call, and a context manager while it lasts."""
 
-    __slots__ = ("began_s", "cancel", "coroutine", "for_thread", "is_given_up", "thread_id", "what")
+    __slots__ = ("began_s", "cancel", "coroutine", "for_thread", "is_given_up", "made_at", "thread_id", "what")
 
     def __init__(self, what: str, for_thread: int | None = None) -> None:
         self.what = what
@@ -42,6 +42,8 @@ class Call:
         """What it waits for, where the function is a coroutine: its stack is not the thread's."""
         self.cancel: Callable[[], object] | None = None
         """Ends that coroutine, and the call with it."""
+        self.made_at = ""
+        """Where the function is defined, where another process runs it: nothing here knows at which line it is."""
 
     def __enter__(self) -> Call:
         _running[self.thread_id] = self
@@ -67,7 +69,9 @@ class Call:
         return 0.0 if began_s is None else time.monotonic() - began_s
 
     def place(self) -> str:
-        """Where it is: `letters.py:17, in score: time.sleep(1)`."""
+        """Where it is: `letters.py:17, in score: time.sleep(1)`; of a function that another process runs, where it begins."""
+        if self.made_at:
+            return self.made_at
         if self.coroutine is not None:
             return place_of(traceback.StackSummary.extract(suspended_frames(self.coroutine)))
         frame = current_frames().get(self.thread_id)

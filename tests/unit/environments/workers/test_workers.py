@@ -17,11 +17,13 @@ import pytest
 from support.eventually import eventually
 from support.odd_games import OVER, OddGame
 
+from redline.environments.workers import threads
 from redline.environments.workers.held import GameClass, Workers
 from redline.environments.workers.kinds import make_workers
 from redline.environments.workers.processes import ProcessWorkers
 from redline.environments.workers.threads import ThreadWorkers
 from redline.errors import CallError, TaskError
+from redline.telemetry.stalls.calls import calls_now
 from redline.types import Task
 
 TASK = Task("t1", [{"role": "user", "content": "hello"}], data={"size": 3})
@@ -140,6 +142,28 @@ def test_threads_that_hang_do_not_use_up_the_workers() -> None:
 
     asyncio.run(play())
     workers.close()
+
+
+def test_a_call_under_way_when_all_is_closed_is_watched_no_longer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It may never return, and is not waited for: a watch over slow calls would tell of it for ever."""
+    monkeypatch.setattr(threads, "PATIENCE_S", 0.0)
+    workers, began, over = ThreadWorkers(1, None), threading.Event(), threading.Event()
+
+    def a_call_that_blocks() -> None:
+        began.set()
+        over.wait()
+
+    async def play() -> None:
+        call = asyncio.ensure_future(workers.call(a_call_that_blocks))
+        await asyncio.to_thread(began.wait)
+        assert "a_call_that_blocks" in [call.what for call in calls_now()]
+        workers.close()
+        assert "a_call_that_blocks" not in [call.what for call in calls_now()]
+        with pytest.raises(TaskError, match="workers were closed"):
+            await call
+
+    asyncio.run(play())
+    over.set()
 
 
 @pytest.mark.parametrize(

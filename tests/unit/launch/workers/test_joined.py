@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+import redline
 from redline.config import EngineRecipe
 from redline.errors import ConfigError, EngineLostError, WireError
 from redline.launch.workers import join as join_side
@@ -290,6 +291,21 @@ def test_who_cannot_reach_the_run_gives_up_in_time_and_another_token_at_once(run
     with pytest.raises(WireError, match=rf"{run.address} \(join\) cannot be reached: .*; tried for 0.5 s"):
         join_side.join(run.address, TOKEN, Hold(), 0.5, told.append)
     assert time.monotonic() - began < SOON_S
+
+
+def test_a_machine_that_is_just_joining_when_the_run_ends_is_told(run: JoinedEngines) -> None:
+    with connect(run.address, TOKEN, ROLE, 60.0) as connection:
+        connection.send("here", {"host": "node-7", "redline": redline.__version__})
+        frame = connection.receive(60.0)
+        assert frame.kind == "clock"
+        closing = threading.Thread(target=run.close)
+        closing.start()
+        soon(lambda: run._is_closed)
+        while frame.kind != "over":
+            if frame.kind == "clock":
+                connection.send("clock", {"ns": 0})
+            frame = connection.receive(60.0)
+        closing.join()
 
 
 def test_a_stranger_with_the_token_and_another_role_is_turned_away(run: JoinedEngines) -> None:

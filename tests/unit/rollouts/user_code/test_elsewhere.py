@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import enum
+import inspect
+import signal
+from collections import Counter, OrderedDict
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,6 +15,9 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 
+from redline.environments.workers import worker
+from redline.environments.workers.plain import to_plain
+from redline.environments.workers.process import EndedError
 from redline.environments.workers.processes import ProcessWorkers
 from redline.errors import CallError, TaskError
 from redline.rollouts.user_code.coroutines import EventLoop
@@ -18,7 +25,7 @@ from redline.rollouts.user_code.elsewhere import ScoredElsewhere
 from redline.rollouts.user_code.jobs import ThreadKind, UserFunction
 from redline.rollouts.user_code.limited_calls import UserCalls
 from redline.telemetry.stalls.calls import Call
-from redline.types import Task
+from redline.types import Failure, Reaction, Task
 
 SOURCE = """
 import asyncio, os
@@ -27,13 +34,16 @@ import numpy
 
 Path(__file__).with_name(f"imported-{os.getpid()}").touch()
 DATA = {"pair": (1, ("a", 2.5)), "list": [1, 2], "bytes": b"ab", "array": numpy.arange(6, dtype="int16").reshape(2, 3)}
+DATA |= {"number": numpy.float32(0.1), "count": numpy.int8(3), "yes": numpy.bool_(True), "double": numpy.float64(0.1)}
+DATA |= {"word": numpy.str_("a"), "bytearray": bytearray(b"ab"), "wide": -3**5000, "tagged": {"$int": 1}}
+DATA |= {"empty": numpy.zeros((0, 3)), "complex": numpy.complex64(1j)}
 
 def kinds(value):
     if isinstance(value, dict):
         return {key: kinds(part) for key, part in value.items()}
     if isinstance(value, (list, tuple)):
         return type(value)(kinds(part) for part in value)
-    return type(value), str(value), str(getattr(value, "dtype", ""))
+    return type(value), hex(value) if type(value) is int else str(value), str(getattr(value, "dtype", ""))
 
 class Lengths:
     def __init__(self, seed, most=10):
@@ -59,6 +69,16 @@ class Sees(Lengths):
     def score(self, task, text):
         return {"same": kinds(task.data) == kinds(DATA), "messages": type(task.messages) is tuple}
 
+class Tensor:
+    shape = ()
+    def __float__(self):
+        return 1.0
+
+class Odd(Lengths):
+    def score(self, task, text):
+        one = {"tensor": Tensor(), "long double": numpy.longdouble(1), "array": numpy.array(1)}
+        return one[text] if text in one else {**one, "text": "a"}
+
 class Waits(Lengths):
     async def score(self, task, text):
         await asyncio.sleep(0)
@@ -75,13 +95,21 @@ class OwnTask(Task):
     pass
 
 
+class Kind(enum.StrEnum):
+    SUM = "sum"
+
+
+def score_here(task: Task, text: str) -> float:
+    raise AssertionError("another process does")
+
+
 @pytest.fixture(scope="module")
 def scored(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
     """Makes a source of a class that scores in one process, the same for all."""
     folder = tmp_path_factory.mktemp("source")
     (folder / "lengths_of_texts.py").write_text(SOURCE)
     processes = ProcessWorkers(1, 20.0)
-    here = SimpleNamespace(train=lambda index: Task(f"{index}", []), held_out=lambda count: [])
+    here = SimpleNamespace(train=lambda index: Task(f"{index}", []), held_out=lambda count: [], score=score_here)
 
     def make(name: str, where: Path = folder, **params: Any) -> ScoredElsewhere:
         path = name if ":" in name else f"lengths_of_texts:{name}"
@@ -111,6 +139,103 @@ def test_a_score_sees_the_values_that_it_would_see_without_processes(scored: Any
 def test_what_would_be_another_value_there_is_refused(value: object, scored: Any) -> None:
     with pytest.raises(TaskError, match="cannot travel between a run and a worker process"):
         asyncio.run(scored("Sees").score(Task("t", [], data={"value": value}), ""))
+
+
+@pytest.mark.parametrize(
+    ("value", "name"),
+    [
+        (Kind.SUM, "a Kind"),
+        (signal.SIGINT, "a Signals"),
+        (Counter("aab"), "a Counter"),
+        (OrderedDict(a=1), "a OrderedDict"),
+        ({Kind.SUM: 1}, "a mapping with the key <Kind.SUM: 'sum'>"),
+        (np.longdouble(1.5), "a longdouble"),
+        (np.ones(2, np.longdouble), "a ndarray"),
+        (np.datetime64("2020-01-01"), "a datetime64"),
+    ],
+)
+def test_what_only_equals_a_plain_value_is_refused_with_its_place(value: object, name: str) -> None:
+    """`is Kind.SUM` holds in threads, and would not there."""
+    with pytest.raises(TaskError) as caught:
+        to_plain(Task("t", [], data={"a": [0, {"b": (value,)}]}))
+    assert caught.value.message == (f"{name} cannot travel between a run and a worker process: it is data['a'][1]['b'][0]")
+    assert "of an enum its value" in caught.value.hint
+    with pytest.raises(TaskError, match=r"cannot travel.*: it is answer"):
+        to_plain(Task("t", [], answer=value))  # type: ignore[arg-type]
+
+
+def test_a_value_that_holds_itself_is_refused() -> None:
+    itself: list[Any] = []
+    itself.append(itself)
+    with pytest.raises(TaskError, match="holds itself"):
+        to_plain(Task("t", [], data={"a": itself}))
+
+
+def test_a_reward_of_any_kind_of_number_is_the_float_that_it_is_without_processes(scored: Any) -> None:
+    source = scored("Odd")
+    for text in ("tensor", "long double", "array"):
+        assert asyncio.run(source.score(Task("t", []), text)) == 1.0
+    parts = asyncio.run(source.score(Task("t", []), "all"))
+    assert parts == {"tensor": 1.0, "long double": 1.0, "array": 1.0, "text": "a"}
+    assert to_plain(Reaction("", {"a": np.longdouble(1)})) == {"$reaction": ["", {"a": 1.0}, False]}
+
+
+class Silent:
+    """Processes that never answer."""
+
+    num_running = 1
+
+    async def call(self, function: str, *arguments: Any, first: tuple[Any, ...], timed: Call | None) -> Any:
+        await asyncio.Event().wait()
+
+    def close(self) -> None:
+        """Nothing is to end."""
+
+
+def test_a_late_reward_names_the_users_function() -> None:
+    """Not the line of ours at which this process waits."""
+    source = ScoredElsewhere(SimpleNamespace(train=None, held_out=None, score=score_here), {"path": "a:B"}, Silent())
+    loop = EventLoop()
+    calls = UserCalls(UserFunction("reward", "score", 0.01, "rollouts.reward_timeout_s", loop))
+    [late] = calls.results([lambda: loop.result(source.score(Task("t", []), "for ever"))])
+    line = inspect.getsourcelines(score_here)[1]
+    assert isinstance(late, Failure)
+    assert (late.reason, late.where) == ("`score` did not return within 0.01 s", f"test_elsewhere.py:{line}, in score_here")
+    calls.close()
+    loop.close()
+
+
+class LateProcess:
+    """A process that answers everything but the import of the user's module. Implements `WorkerProcess`."""
+
+    start_s, pid = 1.0, 0
+
+    def wait_until_ready(self, limit_s: float) -> bool:
+        return True
+
+    def ask(self, message: Any, limit_s: float | None) -> Any:
+        if message["do"] == "load":
+            return {"value": None}
+        raise EndedError("late", is_late=True)
+
+    def why_ended(self) -> str:
+        return ""
+
+    def kill(self) -> None:
+        """There is none."""
+
+    close = kill
+
+
+def test_an_import_that_never_ends_is_no_late_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(worker, "start_process", lambda name: LateProcess())
+    here = SimpleNamespace(train=None, held_out=None, score=score_here)
+    source = ScoredElsewhere(here, {"path": "my_tasks:Lengths", "folder": "", "keywords": {}}, ProcessWorkers(1, 300.0))
+    with pytest.raises(CallError, match=r"^import of my_tasks:Lengths took more than 120 s in a worker process") as caught:
+        asyncio.run(source.score(Task("t", []), ""))
+    assert "call_timeout_s" not in caught.value.hint
+    assert "no key gives it more time" in caught.value.hint
+    source.close()
 
 
 class NotedCall(Call):
@@ -157,7 +282,7 @@ def test_an_import_that_takes_longer_than_a_call_may_costs_no_attempt(tmp_path: 
     (tmp_path / "slow_to_import.py").write_text(f"import time\ntime.sleep(4)\n{SOURCE}")
     processes, loop = ProcessWorkers(2, 4.0), EventLoop()
     made_as = {"path": "slow_to_import:Lengths", "folder": str(tmp_path), "keywords": {"seed": 0}}
-    source = ScoredElsewhere(SimpleNamespace(train=None, held_out=None), made_as, processes)
+    source = ScoredElsewhere(SimpleNamespace(train=None, held_out=None, score=score_here), made_as, processes)
     calls = UserCalls(UserFunction("reward", "score", 2.0, "rollouts.reward_timeout_s", loop), ThreadKind("score", 2))
     outcomes = calls.results([lambda: loop.result(source.score(Task("t", []), "four"))] * 4)
     assert outcomes == [{"length": 4, "right": False}] * 4
