@@ -94,7 +94,8 @@ class RolloutsConfig(Section):
     processes, each with a source of its own, made with the same parameters; there are as many as there are calls at once, up to
     `max_reward_workers` (null is then 8). A call that does not return, or a crash of the interpreter, costs its own attempt;
     the start of a process, and the import of your module there, are no part of a call. A task whose data would not arrive as it
-    is (a set, an object of your own) is refused. With `placement.cluster: ray` they are actors, spread over the nodes."""
+    is (a set, an enum, an object of your own) is refused. With `placement.cluster: ray` they are actors, spread over the
+    nodes."""
     min_workers: int = Field(1, ge=0)
     """Worker processes of games, and as many of rewards, that stay once they have begun."""
     worker_idle_s: float | None = Field(300.0, gt=0)

@@ -52,11 +52,13 @@ END_S = 10.0
 class Ranks:
     """The processes of one engine, and what they send each other."""
 
-    def __init__(self, shard: Shard, device: torch.device, port: int, step_timeout_s: float = STEP_TIMEOUT_S) -> None:
+    def __init__(
+        self, shard: Shard, device: torch.device, meeting: dist.TCPStore, step_timeout_s: float = STEP_TIMEOUT_S
+    ) -> None:
+        """Blocks until all ranks have met at `meeting`, which rank 0 made."""
         backend = "nccl" if device.type == "cuda" else "gloo"
-        address = f"tcp://127.0.0.1:{port}"
         world, step = shard.world, timedelta(seconds=step_timeout_s)
-        dist.init_process_group(backend, init_method=address, rank=shard.rank, world_size=world, timeout=START_PATIENCE)
+        dist.init_process_group(backend, store=meeting, rank=shard.rank, world_size=world, timeout=START_PATIENCE)
         self._steps = dist.new_group(backend=backend, timeout=step)
         """Everything inside a step."""
         # Messages to people's processes go over the host: a log entry is no work for a GPU.
@@ -119,11 +121,11 @@ class TensorParallelEngine(NativeEngine):
         if config.max_loras:
             raise EngineError("LoRA adapters are not divided among processes", "set engine.max_loras=0")
         world = config.tensor_parallel_size
-        port = _free_port()
-        settings = _worker_settings(folder, config, device, dtype, port) | {"step_timeout_s": step_timeout_s}
+        meeting = new_meeting()
+        settings = _worker_settings(folder, config, device, dtype, meeting.port) | {"step_timeout_s": step_timeout_s}
         self._step_timeout_s = step_timeout_s
         self._workers = [_start_worker(settings, rank) for rank in range(1, world)]
-        self.ranks = Ranks(Shard(0, world), device, port, step_timeout_s)
+        self.ranks = Ranks(Shard(0, world), device, meeting, step_timeout_s)
         self._log: list[dict[str, Any]] = []
         self._has_failed = False
         decoder, tokenizer = _load(folder, self.ranks, device, dtype)
@@ -223,10 +225,18 @@ def _load(
     return shard_decoder(whole, ranks.shard, device, ranks.sum), tokenizer
 
 
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
+def new_meeting() -> dist.TCPStore:
+    """Where the ranks of a new engine meet: at a port of this machine's own, which is held from now on, so that another engine
+    that starts meanwhile gets another. Returns at once."""
+    listening = socket.create_server(("127.0.0.1", 0))
+    host, port = listening.getsockname()
+    held = listening.detach()
+    return dist.TCPStore(host, port, None, True, START_PATIENCE, wait_for_workers=False, master_listen_fd=held)
+
+
+def join_meeting(port: int) -> dist.TCPStore:
+    """The same, for another rank."""
+    return dist.TCPStore("127.0.0.1", port, None, False, START_PATIENCE, wait_for_workers=False)
 
 
 def _worker_settings(
@@ -257,7 +267,7 @@ def _run_worker(settings: dict[str, Any]) -> None:
         device = torch.device("cuda", settings["rank"])
         torch.cuda.set_device(device)
     shard = Shard(settings["rank"], config.tensor_parallel_size)
-    ranks = Ranks(shard, device, settings["port"], settings["step_timeout_s"])
+    ranks = Ranks(shard, device, join_meeting(settings["port"]), settings["step_timeout_s"])
     decoder, tokenizer = _load(Path(settings["folder"]), ranks, device, dtype)
     follow(NativeEngine(decoder, config, tokenizer, ranks), ranks)
     ranks.leave()
