@@ -11,11 +11,12 @@ follows from the last step has then happened, in the order in which tasks were b
 from __future__ import annotations
 
 import asyncio
+import inspect
 import math
 import selectors
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from redline.errors import TaskError, boundary
@@ -144,6 +145,7 @@ class EpisodeLoop:
         if not self._closing:
             self._ended(caught.error or has_ended())
         with boundary():  # tasks that are left behind may be in any state
+            _let_go(asyncio.all_tasks(self.loop))
             self.loop.close()
 
     def _called(self, action: Callable[..., object], *arguments: Any) -> None:
@@ -164,8 +166,16 @@ class EpisodeLoop:
     def _stop(self) -> None:
         for task in asyncio.all_tasks(self.loop):
             task.cancel()
-            task._log_destroy_pending = False  # type: ignore[attr-defined] # one that does not end is left behind on purpose
         self.loop.call_soon(self.loop.stop)
+
+
+def _let_go(tasks: Iterable[asyncio.Task[Any]]) -> None:
+    """Leave tasks behind on purpose, without a word of asyncio's: their loop has ended. Those that had not begun never will."""
+    for task in tasks:
+        task._log_destroy_pending = False  # type: ignore[attr-defined]
+        coroutine = task.get_coro()
+        if inspect.iscoroutine(coroutine) and inspect.getcoroutinestate(coroutine) == inspect.CORO_CREATED:
+            coroutine.close()
 
 
 def has_ended() -> TaskError:
