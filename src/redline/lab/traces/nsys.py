@@ -9,10 +9,12 @@ the correlation of its launch.
 from __future__ import annotations
 
 import math
+import os
 import sqlite3
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 from redline.errors import TraceError
 from redline.lab.traces.builder import Builder
@@ -38,15 +40,13 @@ WORDS = {Work.COPY: "Memcpy", Work.SET: "Memset", Work.GRAPH: "CUDA graph replay
 def read(path: Path, into: Builder) -> None:
     """Read one export. Raises `TraceError` where it is no such export; what it lacks is added to `into.lacks`."""
     try:
-        database = sqlite3.connect(
-            f"file:{path.resolve().as_posix().replace('?', '%3f').replace('#', '%23')}?mode=ro", uri=True
-        )
+        database = sqlite3.connect(f"file:{quote(os.fsencode(path.resolve()))}?mode=ro", uri=True)
     except sqlite3.Error as error:
         raise TraceError(f"{path}: cannot be opened: {error}", "check the file, or export it again") from error
     try:
         database.text_factory = lambda raw: raw.decode("utf-8", "replace")
         _Export(database, path, into).read()
-    except sqlite3.Error as error:
+    except (sqlite3.Error, UnicodeDecodeError) as error:  # names in what SQLite says may be damaged too
         raise TraceError(
             f"{path}: damaged: {error}", "export it again: nsys export --type sqlite --force-overwrite true …"
         ) from error

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
@@ -32,9 +33,9 @@ class Framework:
     """Names, or beginnings of names that end in a slash, that no other framework logs: it is known by them."""
     rows: Callable[[Log], Iterator[Row]]
     """Its rows, each with the step that it belongs to, under the names of `metrics`."""
-    derive: Callable[[Mapping[str, float], Figures], None]
+    derive: Callable[[Mapping[str, float], Figures, AbstractSet[str]], None]
     """Add what takes several of their figures, such as the phases of a step. `run/steps` is there already, where a row stands
-    for several."""
+    for several. The last argument is every name that a row of the run has."""
     evaluated: Callable[[Mapping[str, float]], float | None]
     """The mean reward of an evaluation in a row; None where it has none."""
     settings: Callable[[Mapping[str, Any]], dict[str, dict[str, Any]]]
@@ -62,9 +63,10 @@ class Translated:
 
 def translate(framework: Framework, logs: Sequence[Log]) -> Translated:
     """Put the rows of the logs together by step, and give every figure our name and unit. Where a step was logged twice, as
-    after a resume, the later figures stand."""
+    after a resume, the later figures stand. Times below zero are damage, and left out."""
     found = Translated()
     by_step = _by_step(row for log in logs for row in framework.rows(log))
+    names = frozenset(name for theirs, _ in by_step.values() for name in theirs)
     counts = _steps_of_rows(step for step, (theirs, _) in by_step.items() if theirs.keys() & framework.metrics.keys())
     for step, (theirs, time) in sorted(by_step.items()):
         reward = framework.evaluated(theirs)
@@ -74,8 +76,9 @@ def translate(framework: Framework, logs: Sequence[Log]) -> Translated:
             row: Figures = {"step": step} | ({"run/steps": counts[step]} if counts[step] > 1 else {})
             for name, value in theirs.items():
                 ours, factor = framework.metrics.get(name, (f"{framework.key}/{name}", 1.0))
-                row[ours] = value * factor
-            framework.derive(theirs, row)
+                if value >= 0 or not ours.endswith("_s"):
+                    row[ours] = value * factor
+            framework.derive(theirs, row, names)
             _finish(row, time)
             found.steps.append(row)
     return found
@@ -114,8 +117,14 @@ def _steps_of_rows(steps: Iterable[int]) -> dict[int, int]:
 def phases(row: Figures, theirs: Mapping[str, float], table: Mapping[str, str], prefix: str = "timeline/") -> None:
     """Add the seconds of their parts to our phases: `table` is their name → the phase."""
     for name, phase in table.items():
-        if name in theirs:
-            row[f"{prefix}{phase}_s"] = row.get(f"{prefix}{phase}_s", 0.0) + theirs[name]
+        if (seconds := time_of(theirs, name)) is not None:
+            row[f"{prefix}{phase}_s"] = row.get(f"{prefix}{phase}_s", 0.0) + seconds
+
+
+def time_of(theirs: Mapping[str, float], name: str) -> float | None:
+    """Return a figure that is a time; None where there is none, or it is below zero."""
+    value = theirs.get(name)
+    return None if value is None or value < 0 else value
 
 
 def whole(value: Any) -> int | None:

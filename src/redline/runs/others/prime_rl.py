@@ -5,10 +5,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
+from collections.abc import Set as AbstractSet
 from statistics import fmean
 from typing import Any
 
-from redline.runs.others.framework import Figures, Framework, Metrics, phases, setting, whole
+from redline.runs.others.framework import Figures, Framework, Metrics, phases, setting, time_of, whole
 from redline.runs.others.log import Log, Row
 
 GIB = 2.0**30
@@ -93,11 +94,11 @@ def _joined(values: Mapping[str, float]) -> dict[str, float]:
     return joined | ({"no_signal": sum(alike) / agents} if agents else {})
 
 
-def _derive(theirs: Mapping[str, float], row: Figures) -> None:
+def _derive(theirs: Mapping[str, float], row: Figures, names: AbstractSet[str]) -> None:
     """Add the phases of the trainer's step, and of the orchestrator's beside it."""
     phases(row, theirs, _PHASES)
     phases(row, theirs, _ROLLOUTS_PHASES, "timeline_rollouts/")
-    step = theirs.get("orchestrator/time/step")
+    step = time_of(theirs, "orchestrator/time/step")
     if step is not None:
         known = sum(value for name, value in row.items() if name.startswith("timeline_rollouts/"))
         row["timeline_rollouts/generation_s"] = max(0.0, step - known)

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from collections.abc import Set as AbstractSet
 from typing import Any
 
-from redline.runs.others.framework import Figures, Framework, Metrics, phases, whole
+from redline.runs.others.framework import Figures, Framework, Metrics, phases, time_of, whole
 from redline.runs.others.log import Log, Row
 
 METRICS: Metrics = {
@@ -100,11 +101,11 @@ def _plain(name: str) -> str:
     return f"eval/{name.removeprefix('eval_')}" if name.startswith("eval_") else name
 
 
-def _derive(theirs: Mapping[str, float], row: Figures) -> None:
+def _derive(theirs: Mapping[str, float], row: Figures, names: AbstractSet[str]) -> None:
     """Add the phases, where the parts of a step were profiled: training is what is left of it after `_prepare_inputs`."""
     for name in [name for name in row if name.startswith("trl/profiled/")]:
         row[name] /= row.get("run/steps", 1)
-    step, prepared = theirs.get("step_time"), row.get("trl/profiled/_prepare_inputs")
+    step, prepared = time_of(theirs, "step_time"), time_of(row, "trl/profiled/_prepare_inputs")
     if step is None or prepared is None:
         return
     phases(row, row, {f"trl/profiled/{part}": phase for part, phase in _PHASES.items()})

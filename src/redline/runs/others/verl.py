@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
+from collections.abc import Set as AbstractSet
 from statistics import fmean
 from typing import Any
 
-from redline.runs.others.framework import Figures, Framework, Metrics, phases, setting, whole
+from redline.runs.others.framework import Figures, Framework, Metrics, phases, setting, time_of, whole
 from redline.runs.others.log import Log, Row
 
 GIB = 2.0**30
@@ -65,7 +66,7 @@ _BESIDE = ("timing_s/sync_rollout_weights", "timing_s/param_sync", "fully_async/
 _HELD_OUT = re.compile(r"val-core/.*/mean@\d+")
 
 
-def is_beside(names: Mapping[str, float] | set[str]) -> bool:
+def is_beside(names: AbstractSet[str]) -> bool:
     """Whether rollouts ran beside the trainer."""
     return any(name.startswith(_BESIDE) for name in names)
 
@@ -77,15 +78,16 @@ def _rows(log: Log) -> Iterator[Row]:
         yield Row(row.values, None if step is None else int(step), row.time)
 
 
-def _derive(theirs: Mapping[str, float], row: Figures) -> None:
-    """Add the phases, the engine's speed, and how evenly sequences were divided among ranks."""
-    table = {**_PHASES, "timing_s/gen": "wait_for_rollouts"} if is_beside(theirs) else _PHASES
+def _derive(theirs: Mapping[str, float], row: Figures, names: AbstractSet[str]) -> None:
+    """Add the phases, the engine's speed, and how evenly sequences were divided among ranks. The names of all rows say whether
+    rollouts ran beside the trainer: weights may be synchronised in a few of them alone."""
+    table = {**_PHASES, "timing_s/gen": "wait_for_rollouts"} if is_beside(names) else _PHASES
     phases(row, theirs, table)
     _add_what_came_after(theirs, row)
     if "critic/rewards/mean" in theirs:
         row.setdefault("rollouts/reward_mean", theirs["critic/rewards/mean"])
     per_token_ms = theirs.get("timing_per_token_ms/gen")
-    if per_token_ms and not is_beside(theirs):
+    if per_token_ms and per_token_ms > 0 and not is_beside(names):
         row["engine/tokens_per_s"] = 1e3 / per_token_ms
     mean, most = theirs.get("global_seqlen/mean"), theirs.get("global_seqlen/balanced_max")
     if mean and most:
@@ -96,8 +98,9 @@ def _add_what_came_after(theirs: Mapping[str, float], row: Figures) -> None:
     """Make the step as long as its phases, where these say that it was tested or saved after `timing_s/step` had ended."""
     known = sum(value for name, value in row.items() if name.startswith("timeline/"))
     for name in _MAY_BE_AFTER:
-        if name in theirs and "run/step_s" in row and known > row["run/step_s"] * (1 + 1e-6):
-            row["run/step_s"] += theirs[name]
+        seconds = time_of(theirs, name)
+        if seconds is not None and "run/step_s" in row and known > row["run/step_s"] * (1 + 1e-6):
+            row["run/step_s"] += seconds
 
 
 def _evaluated(theirs: Mapping[str, float]) -> float | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sqlite3
 from dataclasses import replace
 from pathlib import Path
@@ -144,3 +145,19 @@ def test_a_database_of_something_else_is_refused(tmp_path: Path) -> None:
     assert "no export of nsys" in refused(path)
     path.write_bytes(path.read_bytes()[:600] + b"\x00" * 4000)
     assert "damaged" in refused(path) or "no export" in refused(path)
+
+
+def test_a_database_whose_damage_is_in_a_name_is_refused(tmp_path: Path) -> None:
+    """SQLite names the damaged table, in bytes that are no text."""
+    path = tmp_path / "other.sqlite"
+    with sqlite3.connect(path) as database:
+        database.execute("CREATE TABLE users (name TEXT)")
+    database.close()
+    path.write_bytes(path.read_bytes().replace(b"users", b"us\xffrs").replace(b"CREATE TABLE", b"CREATE \xffABLE"))
+    assert "damaged" in refused(path)
+
+
+def test_a_file_may_have_any_name(recorded: Recorded, tmp_path: Path) -> None:
+    path = nsys_files.write(recorded, tmp_path / "report.sqlite")
+    odd = path.rename(tmp_path / os.fsdecode(b"100%41 of #1?\xff.sqlite"))
+    assert lacks(diagnose([odd])) == ""

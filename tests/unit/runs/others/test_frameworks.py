@@ -95,6 +95,14 @@ def test_rollouts_of_verl_beside_the_trainer_are_waited_for(tmp_path: Path) -> N
     assert run.config["buffer"]["max_lag"] == 1
 
 
+def test_rollouts_of_verl_that_get_weights_every_few_steps_are_waited_for_in_all_of_them() -> None:
+    step = {"timing_s/step": 10.0, "timing_s/gen": 6.0, "timing_s/update_actor": 3.0}
+    rows = tuple(Row(step | ({"timing_s/param_sync": 1.0} if index % 4 == 0 else {}), index) for index in range(1, 9))
+    steps = translate(VERL, [Log(Path("x"), "JSON", rows)]).steps
+    assert [row.get("timeline/wait_for_rollouts_s") for row in steps] == [6.0] * 8
+    assert not any("timeline/generation_s" in row for row in steps)
+
+
 # ── prime-rl ───────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
@@ -236,3 +244,13 @@ def test_steps_and_figures_that_no_run_has_are_left_out() -> None:
     rows = (Row({"timing_s/step": 1.0, "timing_s/gen": 1.7e308}, 1), Row({"timing_s/step": 1.0}, 10**20))
     (row,) = translate(VERL, [Log(Path("x"), "JSON", rows)]).steps
     assert row == {"step": 1, "run/step_s": 1.0}
+
+
+def test_times_below_zero_are_left_out() -> None:
+    times = {"timing_s/step": -0.01, "timing_s/gen": -3.0, "timing_s/testing": -1.0, "timing_s/update_actor": 3.0}
+    (row,) = translate(VERL, [Log(Path("x"), "JSON", (Row({**times, "critic/score/mean": -0.5}, 1),))]).steps
+    assert {name: value for name, value in row.items() if not name.startswith("verl/")} == {
+        "step": 1,
+        "timeline/training_s": 3.0,
+        "rollouts/reward_mean": -0.5,
+    }
