@@ -41,9 +41,11 @@ def serve(settings: ServeSettings, listener: socket.socket) -> None:
     """Serve until a signal. SIGTERM returns, SIGINT raises KeyboardInterrupt, both when the last request is over."""
     with running_engine(settings) as (engine, served, live):
         _share_python_lock()
-        # uvicorn sends itself the signal again once it has stopped; SIGTERM is then no reason to fail.
-        signal.signal(signal.SIGTERM, lambda number, frame: None)
-        EngineServer(engine, served, settings, live).run(sockets=[listener])
+        server = EngineServer(engine, served, settings, live)
+        # uvicorn sends itself the signal again once it has stopped: SIGTERM is then no reason to fail, and before that one to
+        # end.
+        signal.signal(signal.SIGTERM, lambda number, frame: setattr(server, "should_exit", True))
+        server.run(sockets=[listener])
 
 
 def _share_python_lock() -> None:

@@ -15,26 +15,30 @@ import os
 import signal
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 NUDGE = signal.SIGURG
 """Harmless: ignored unless somebody asks for it."""
 NUDGES = 20
 """After each signal. One suffices unless it, too, comes while the main thread goes to sleep."""
 BETWEEN_S = 0.05
+HANDLED = b"\0"
+"""What the main thread writes when it has run handlers: no signal has this number."""
 
 
 @contextmanager
 def staying_awake(notice: Callable[[], None] = lambda: None) -> Iterator[None]:
     """Inside the block no signal waits longer than a few hundredths of a second for its handler. For the main thread only.
 
-    Another thread calls `notice` a few times after each signal: soon before or after its handler, which may leave word there.
+    Another thread calls `notice` a few times after each signal, and once more after its handler has run, which may leave word
+    there: the main thread may be in C code for long, and runs handlers only when it comes back.
     """
     reader, writer = os.pipe()
     os.set_blocking(writer, False)
     ended = threading.Event()
     thread = threading.Thread(target=_nudge_after_signals, args=(reader, ended, notice), name="signals", daemon=True)
-    before = signal.signal(NUDGE, lambda number, frame: None)
+    # Python runs the handlers of all signals that have come in the order of their numbers: this one after Ctrl-C's.
+    before = signal.signal(NUDGE, lambda number, frame: _say_handled(writer))
     wakeup = signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
     thread.start()
     try:
@@ -42,21 +46,28 @@ def staying_awake(notice: Callable[[], None] = lambda: None) -> Iterator[None]:
     finally:
         signal.set_wakeup_fd(wakeup)
         ended.set()
-        os.write(writer, b"\0")  # closing it would end no read: a child that somebody forked may hold a copy
+        _say_handled(writer)  # closing it would end no read: a child that somebody forked may hold a copy
         thread.join()
+        signal.signal(NUDGE, before)
         os.close(writer)
         os.close(reader)
-        signal.signal(NUDGE, before)
+
+
+def _say_handled(writer: int) -> None:
+    with suppress(BlockingIOError):  # it is full: there is enough to read
+        os.write(writer, HANDLED)
 
 
 def _nudge_after_signals(reader: int, ended: threading.Event, notice: Callable[[], None]) -> None:
     main = threading.main_thread().ident
     assert main is not None
     while not ended.is_set():
-        numbers = os.read(reader, 64)
-        for _ in range(NUDGES if set(numbers) - {NUDGE} else 0):
+        read = set(os.read(reader, 64))
+        for _ in range(NUDGES if read - {NUDGE, *HANDLED} else 0):
             if ended.is_set():
                 return
             signal.pthread_kill(main, NUDGE)
             ended.wait(BETWEEN_S)
+            notice()
+        if read & {*HANDLED} and not ended.is_set():
             notice()

@@ -100,9 +100,10 @@ def serve(paths: Sequence[Path], host: str, listener: socket.socket, explain: Ex
     token = None if is_loopback(host) else secrets.token_urlsafe(24)
     names = runs.names()
     path = f"/run/{quote(names[0], safe='')}" if len(names) == 1 and len(paths) == 1 else "/"
-    # uvicorn sends itself the signal again once it has stopped; SIGTERM is then no reason to fail.
-    signal.signal(signal.SIGTERM, lambda number, frame: None)
-    DashServer(make_app(runs, host, token), path + (f"?token={token}" if token else "")).run(sockets=[listener])
+    server = DashServer(make_app(runs, host, token), path + (f"?token={token}" if token else ""))
+    # uvicorn sends itself the signal again once it has stopped: SIGTERM is then no reason to fail, and before that one to end.
+    signal.signal(signal.SIGTERM, lambda number, frame: setattr(server, "should_exit", True))
+    server.run(sockets=[listener])
 
 
 class DashServer(uvicorn.Server):

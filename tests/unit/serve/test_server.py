@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 import socket
 import threading
 from collections.abc import Iterator
@@ -18,8 +20,10 @@ from redline.serve.listener import bind
 from redline.serve.requests.calls import Served
 from redline.serve.requests.limits import ServeLimits
 from redline.serve.server import EngineServer
-from redline.serve.settings import make_settings
+from redline.serve.settings import ServeSettings, make_settings
 from redline.serve.vocabulary import Vocabulary
+
+OPTIONS: dict[str, Any] = {"device": "cpu", "dtype": "float32", "api_key_env": "A_KEY", "served_model_name": "m"}
 
 
 class StoppableEngine(ScriptedEngine):
@@ -31,8 +35,7 @@ class StoppableEngine(ScriptedEngine):
 @contextmanager
 def serving(client_timeout_s: float) -> Iterator[tuple[EngineServer, threading.Thread, Site]]:
     """What `redline serve` runs, over a scripted engine that never ends."""
-    options: dict[str, Any] = {"device": "cpu", "dtype": "float32", "api_key_env": "A_KEY", "served_model_name": "m"}
-    settings = make_settings("builtin:tiny", host="127.0.0.1", port=0, **options)
+    settings = make_settings("builtin:tiny", host="127.0.0.1", port=0, **OPTIONS)
     settings = replace(settings, limits=ServeLimits(client_timeout_s=client_timeout_s))
     engine = StoppableEngine(is_endless=True)
     server = EngineServer(engine, Served("m", Vocabulary(TOKENIZER), (END,), 200), settings)  # type: ignore[arg-type]
@@ -100,3 +103,25 @@ def test_a_body_that_never_comes_does_not_keep_the_server_from_ending(monkeypatc
         server.should_exit = True
         thread.join(60)
         assert not thread.is_alive()
+
+
+def test_a_signal_before_the_server_listens_for_it_ends_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A service manager may stop what it has just started."""
+    run, before = EngineServer.run, signal.getsignal(signal.SIGTERM)
+
+    @contextmanager
+    def scripted(settings: ServeSettings) -> Iterator[Any]:
+        yield StoppableEngine(), Served("m", Vocabulary(TOKENIZER), (END,), 200), {}
+
+    def run_after_a_signal(self: EngineServer, sockets: list[socket.socket] | None = None) -> None:
+        os.kill(os.getpid(), signal.SIGTERM)
+        run(self, sockets)
+
+    monkeypatch.setattr(server_module, "running_engine", scripted)
+    monkeypatch.setattr(server_module, "_share_python_lock", lambda: None)
+    monkeypatch.setattr(EngineServer, "run", run_after_a_signal)
+    try:
+        with bind("127.0.0.1", 0) as listener:
+            server_module.serve(make_settings("builtin:tiny", host="127.0.0.1", port=0, **OPTIONS), listener)
+    finally:
+        signal.signal(signal.SIGTERM, before)

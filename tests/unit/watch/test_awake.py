@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import signal
 import threading
+from pathlib import Path
 
 import pytest
+from support.eventually import eventually
 
+from redline.watch import awake
 from redline.watch.awake import NUDGE, staying_awake
 
 LONG_S = 60.0
@@ -49,3 +53,36 @@ def test_a_child_that_was_forked_inside_keeps_nobody_waiting() -> None:
             signal.pause()
     os.kill(child, signal.SIGKILL)
     os.waitpid(child, 0)
+
+
+def test_a_handler_that_runs_late_is_noticed(handled: threading.Event, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The main thread may be in C code, such as a sum over ranks, until long after the last nudge."""
+    monkeypatch.setattr(awake, "NUDGES", 1)
+    libc, mutex, holds = ctypes.CDLL(None), ctypes.create_string_buffer(64), threading.Event()
+    looked, noticed = threading.Semaphore(0), threading.Event()
+
+    def notice() -> None:
+        looked.release()
+        if handled.is_set():
+            noticed.set()
+
+    def keep_the_main_thread_waiting() -> None:
+        libc.pthread_mutex_lock(mutex)
+        holds.set()
+        status = Path(f"/proc/self/task/{threading.main_thread().native_id}/stat")
+        eventually(lambda: status.read_text().rpartition(")")[2].split()[0] == "S")
+        os.kill(os.getpid(), signal.SIGUSR1)
+        looked.acquire()
+        libc.pthread_mutex_unlock(mutex)
+
+    before = signal.signal(signal.SIGUSR1, lambda number, frame: handled.set())
+    try:
+        with staying_awake(notice):
+            other = threading.Thread(target=keep_the_main_thread_waiting)
+            other.start()
+            holds.wait()
+            libc.pthread_mutex_lock(mutex)  # no signal ends this
+            other.join()
+            assert noticed.wait(LONG_S)
+    finally:
+        signal.signal(signal.SIGUSR1, before)

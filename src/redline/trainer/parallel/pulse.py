@@ -25,6 +25,7 @@ from pathlib import Path
 import torch.distributed as dist
 
 from redline.errors import RankLostError
+from redline.telemetry.stalls.stacks import current_frames
 
 EVERY_S = 1.0
 GRACE_S = 5.0
@@ -203,7 +204,7 @@ class Pulse:
 
 def _place_of_main_thread() -> tuple[str, bool]:
     """File, line and function of the innermost call in the main thread, and whether it waits there for another rank."""
-    frame = sys._current_frames().get(threading.main_thread().ident or 0)
+    frame = current_frames().get(threading.main_thread().ident or 0)
     if frame is None:
         return "", False
     place = f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}, in {frame.f_code.co_name}"
