@@ -391,8 +391,23 @@ def test_sums_of_lost_engines_stay_in_the_statistics(fleet: Callable[..., Fleet]
     assert several.replicas.stats.kv_blocks_total == 10
 
 
-def test_what_a_lost_engine_was_doing_is_no_longer_said(fleet: Callable[..., Fleet]) -> None:
-    several = fleet(1, start=lambda index: never_comes())
+@pytest.fixture
+def never() -> Iterator[Callable[[int], FakeEngine]]:
+    """Starts an engine that does not come while a test lasts."""
+    is_over = threading.Event()
+
+    def start(index: int) -> FakeEngine:
+        is_over.wait(SOON_S)
+        raise EngineLostError("engine 0 did not start")
+
+    yield start
+    is_over.set()
+
+
+def test_what_a_lost_engine_was_doing_is_no_longer_said(
+    fleet: Callable[..., Fleet], never: Callable[[int], FakeEngine]
+) -> None:
+    several = fleet(1, start=never)
     several.replicas.submit(ask(20))
     several.finish()
     assert several.replicas.stats.tokens_per_s == 500.0
@@ -401,13 +416,10 @@ def test_what_a_lost_engine_was_doing_is_no_longer_said(fleet: Callable[..., Fle
     assert several.replicas.stats.tokens_per_s == 0.0
 
 
-def never_comes() -> FakeEngine:
-    time.sleep(1)
-    raise EngineLostError("engine 0 did not start")
-
-
-def test_a_person_sees_what_each_engine_has_not_answered_and_where_it_is(fleet: Callable[..., Fleet]) -> None:
-    several = fleet(2, start=lambda index: never_comes())
+def test_a_person_sees_what_each_engine_has_not_answered_and_where_it_is(
+    fleet: Callable[..., Fleet], never: Callable[[int], FakeEngine]
+) -> None:
+    several = fleet(2, start=never)
     several.engines[1].steps_held = True
     assert several.replicas.unanswered() == {f"engine {index}: seconds since it was heard of": 3.0 for index in range(2)}
     assert several.replicas.stacks() == {"engine 1": ["thread engine"]}

@@ -285,7 +285,9 @@ class Worker:
                 waited_s = time.monotonic() - began
                 if waited_s > LATE_S:
                     self._late_until = time.monotonic() + AGAIN_S
-                if waited_s > process.start_s or (self.is_late and not self._hand_on(self)):
+                # What others can take goes to them also where all of its time has passed since the last look.
+                is_wanted = not self.is_late or self._hand_on(self)
+                if waited_s > process.start_s or not is_wanted:
                     raise EndedError(f"it had {process.start_s:g} s")
         except BaseException:
             with self._changed:

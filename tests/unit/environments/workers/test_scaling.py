@@ -109,9 +109,13 @@ def test_a_process_with_a_game_does_not_end_however_long_the_game_rests(begun: l
     workers.close()
 
 
-def test_what_waits_for_a_process_without_room_is_given_to_those_that_have_it(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("start_s", [0.5, 0.0], ids=["in time", "after a pause of the machine that lasted longer"])
+def test_what_waits_for_a_process_without_room_is_given_to_those_that_have_it(
+    start_s: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(FakeProcess, "start_s", start_s)
     monkeypatch.setattr(worker, "LOOK_S", 0.01)
-    monkeypatch.setattr(worker, "LATE_S", 0.05)
+    monkeypatch.setattr(worker, "LATE_S", min(0.05, start_s))
     began: list[FakeProcess] = []
 
     def start(name: str) -> WorkerProcess:
