@@ -87,7 +87,7 @@ def _no_number(name: str) -> Any:
 
 def values_of(text: str, name: str) -> dict[str, Any]:
     """Return what the text of a recipe says, unchecked. `name` is what errors call it."""
-    values = _parse_yaml(text, name)
+    values = parse_yaml(text, name)
     if not isinstance(values, dict):
         raise ConfigError(f"{name}: a recipe is a mapping of sections", "start with `model:` and `rollouts:`")
     return values
@@ -128,8 +128,8 @@ def _validate(schema: type[Recipe], values: Mapping[str, Any], name: str, hint: 
 # ── YAML ───────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def _parse_yaml(text: str, name: str) -> Any:
-    """Plain YAML, except that a key given twice is refused and 1e-5 is a number."""
+def parse_yaml(text: str, name: str) -> Any:
+    """Return what YAML says, except that a key given twice is refused and 1e-5 is a number. `name` is what errors call it."""
     loader = yaml.SafeLoader(text)
     loader.name = name
     try:
@@ -195,7 +195,7 @@ def _apply_override(values: dict[str, Any], override: str) -> None:
         near = [f"did you mean {section}.{override}?" for section in sections_with_key(key) if equals]
         hint = near[0] if near else "for example run.steps=20"
         raise ConfigError(f"override {override!r} is not of the form section.key=value", hint)
-    value = _parse_yaml(text, f"override {override!r}")
+    value = parse_yaml(text, f"override {override!r}")
     put(values, parts, text if _is_text(parts) and _only_looks_parsed(value) else value, override)
 
 

@@ -7,9 +7,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from redline.config import Config, load_recipe
+from redline.config.as_json import refuse_what_json_changes
+from redline.config.load import parse_yaml
 from redline.config.sections.environment import EnvironmentConfig
 from redline.environments.single_turn import SingleTurn
 from redline.environments.stepped import Stepped
@@ -64,14 +64,15 @@ class Made:
 
 
 def read_params(overrides: Sequence[str]) -> dict[str, Any]:
-    """`KEY=VALUE` words as keyword arguments; values are YAML."""
+    """`KEY=VALUE` words as keyword arguments, read as the `params` of a recipe are. Raises ConfigError."""
     params: dict[str, Any] = {}
     for override in overrides:
         key, equals, text = override.partition("=")
         if not equals or not key.isidentifier():
             raise ConfigError(f"{override!r} is not of the form KEY=VALUE", "for example largest=100")
-        try:
-            params[key] = yaml.safe_load(text)
-        except yaml.YAMLError as error:
-            raise ConfigError(f"{override!r}: not valid YAML", "quote the value") from error
-    return params
+        params[key] = parse_yaml(text, repr(override))
+    try:
+        return refuse_what_json_changes(params)
+    except ValueError as error:
+        reason, _, fix = str(error).partition("; ")
+        raise ConfigError(reason, fix) from None

@@ -1,0 +1,28 @@
+"""What `redline env check NAME KEY=VALUE` names."""
+
+from __future__ import annotations
+
+import pytest
+
+from redline.errors import ConfigError
+from redline.lab.environments.made import read_params
+
+
+def test_parameters_are_read_as_those_of_a_recipe() -> None:
+    assert read_params(["rate=1e-2", "sizes=[1, 2]", "name='1e-2'"]) == {"rate": 0.01, "sizes": [1, 2], "name": "1e-2"}
+
+
+@pytest.mark.parametrize(
+    ("given", "reason", "hint"),
+    [
+        ("day=2024-01-01", "day is datetime", "put it in quotes"),
+        ("day=2024-13-01", "not valid YAML", "put the value in quotes"),
+        ("levels={1: easy}", "levels has the key 1", "put the key in quotes"),
+        ("sizes=[", "not valid YAML", "quote the value"),
+        ("7=1", "is not of the form KEY=VALUE", "for example"),
+    ],
+)
+def test_parameters_that_a_recipe_cannot_have_are_refused(given: str, reason: str, hint: str) -> None:
+    with pytest.raises(ConfigError, match=reason) as caught:
+        read_params([given])
+    assert hint in caught.value.hint
