@@ -56,11 +56,11 @@ def is_server_address(url: str) -> bool:
 
 def holds_login(url: str) -> bool:
     """Whether an address names a user or a password: `http://name:secret@127.0.0.1:8000`. Nothing here sends them, and an
-    address is written into records and errors."""
-    try:
-        parts = urlsplit(url)
-    except ValueError:  # no address at all
-        return False
+    address is written into records and errors. An @ in the path of an address is none of it, unless there is no server before
+    it: a password may hold a slash."""
+    if not is_server_address(url):
+        return without_login(url) != url
+    parts = urlsplit(url)
     return parts.username is not None or parts.password is not None
 
 

@@ -10,12 +10,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import yaml
 from pydantic import ValidationError
 
 from redline.addresses import fits_header, is_loopback
 from redline.config import EngineRecipe, ResolvedEngine, refuse_engine_keys_without_effect, resolve_engine, validate_engine
 from redline.config.installation import how_to_install
+from redline.config.load import parse_yaml
 from redline.errors import ConfigError
 from redline.serve.requests.limits import ServeLimits
 
@@ -130,10 +130,7 @@ def _override(text: str) -> tuple[str, str, Any]:
             f"override {text!r} is not of the form key=value, engine.key=value, run.key=value or serve.key=value",
             "for example max_num_seqs=64",
         )
-    try:
-        return section or "engine", key, yaml.safe_load(value)
-    except yaml.YAMLError as error:
-        raise ConfigError(f"override {text!r}: not valid YAML", "quote the value") from error
+    return section or "engine", key, parse_yaml(value, f"override {text!r}")
 
 
 def _api_key(host: str, variable: str) -> str | None:

@@ -34,6 +34,7 @@ def test_the_engine_is_configured_as_in_a_recipe() -> None:
     [
         ("max_num_seqs", "not of the form key=value"),
         ("trainer.eps=1", "not of the form key=value"),
+        ("max_num_seqs=2024-13-01", "not valid YAML"),
         ("max_num_seqs=0", "engine.max_num_seqs = 0: must be more than 0"),
         ("max_num_seq=4", "engine.max_num_seq: unknown key"),
         ("max_num_seqs=[", "not valid YAML"),

@@ -6,7 +6,7 @@ from typing import Literal
 
 from pydantic import Field, PositiveFloat, PositiveInt, model_validator
 
-from redline.addresses import holds_login, is_server_address, without_login
+from redline.addresses import holds_login, is_server_address
 from redline.config.section import FreeMapping, Section
 
 EngineKind = Literal["native", "vllm", "sglang", "openai", "transformers"]
@@ -55,7 +55,7 @@ class EngineConfig(Section):
         if self.url is not None and holds_login(self.url):
             raise ValueError("url holds a name or a password, which every record would show; set api_key_env in place of them")
         if self.url is not None and not is_server_address(self.url):
-            raise ValueError(f"url = {without_login(self.url)!r} is no address of a server; set it to http://HOST:PORT/v1")
+            raise ValueError(f"url = {self.url!r} is no address of a server; set it to http://HOST:PORT/v1")
         if (self.weights_folder is None) != (self.weights_server is None):
             raise ValueError("weights_folder and weights_server belong together: set both, or neither")
         return self

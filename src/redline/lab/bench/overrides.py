@@ -6,11 +6,10 @@ import difflib
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar
 
-import yaml
 from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 
-from redline.config.load import put
+from redline.config.load import parse_yaml, put
 from redline.config.problems import earlier_key
 from redline.errors import ConfigError
 from redline.lab.material.workloads import WORKLOADS
@@ -40,11 +39,7 @@ def _put(values: dict[str, Any], override: str, allowed: Sequence[str]) -> None:
     if not equals or not name or (sections and sections[0] not in allowed):
         example = EXAMPLES[allowed[0]] if allowed else "pairs=6"
         raise ConfigError(f"{override!r} is not of the form key=value", f"for example {example}")
-    try:
-        value = yaml.safe_load(text)
-    except yaml.YAMLError as error:
-        raise ConfigError(f"{override!r}: not valid YAML", "quote the value") from error
-    put(values, [*sections, name], value, override)
+    put(values, [*sections, name], parse_yaml(text, repr(override)), override)
 
 
 def _preset(case: str, name: Any) -> Mapping[str, Any]:

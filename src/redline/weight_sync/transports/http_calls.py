@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import urlsplit
 
-from redline.addresses import fits_header, holds_login, is_server_address, without_login
+from redline.addresses import fits_header, holds_login, is_server_address
 from redline.errors import ConfigError, ServerAwayError, WeightSyncError
 
 Json = dict[str, Any]
@@ -33,7 +33,7 @@ class HttpServer:
         if holds_login(self.url):
             raise ConfigError("the address of a server holds a name or a password", "leave them out: it is asked with a token")
         if not is_server_address(self.url):
-            raise ConfigError(f"{without_login(self.url)!r} is no address of a server", "for example http://127.0.0.1:8000")
+            raise ConfigError(f"{self.url!r} is no address of a server", "for example http://127.0.0.1:8000")
         if self.token is not None and not fits_header(self.token):
             raise ConfigError(f"the token for {self.url} has a character that no HTTP header takes", "has it a line break?")
 

@@ -106,6 +106,7 @@ def test_what_the_user_says_of_the_engine_stands() -> None:
         ("generate", "prompts=0", "prompts = 0: input should be greater than 0", "submitted at once"),
         ("generate", "peers=trl", "peers = 'trl'", "A/A run"),
         ("generate", "prompts=[", "not valid YAML", "quote"),
+        ("generate", "prompts=2024-13-01", "not valid YAML", "quotes"),
         ("generate", "workload=W9", "workload = 'W9'", "W1"),
         ("generate", "model=random:gpt", "model = 'random:gpt': no such shape", "random:qwen2.5-0.5b"),
         ("generate", "model=builtin:huge", "no such built-in model", "builtin:tiny"),
