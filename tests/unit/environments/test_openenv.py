@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.ports import free_port
 
 from redline.environments.driver import Asked, Driver, Episode, Reply
 from redline.environments.stepped import as_environment
@@ -158,12 +159,10 @@ def server(folder: Path) -> Iterator[Callable[[str], str]]:
     started: list[subprocess.Popen[bytes]] = []
 
     def start(app: str) -> str:
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port = free.getsockname()[1]
+        port = free_port()
         command = [sys.executable, "-m", "uvicorn", app, "--port", str(port), "--log-level", "warning"]
         started.append(subprocess.Popen(command, cwd=folder))
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + 300
         while time.monotonic() < deadline:
             with socket.socket() as probe:
                 if probe.connect_ex(("127.0.0.1", port)) == 0:
