@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from redline.rollouts.tasks.held_out import split_held_out
     from redline.runs import Run
     from redline.telemetry.spans import user_span as span
-    from redline.types import Reaction, Task, ToolCall, Turn
+    from redline.types import Reaction, ReplySoFar, Task, ToolCall, Turn
 
 __version__ = "0.1.0"
 __all__ = [
@@ -39,6 +39,7 @@ __all__ = [
     "Reaction",
     "RedlineError",
     "Reply",
+    "ReplySoFar",
     "Run",
     "Task",
     "TaskSource",
@@ -62,6 +63,7 @@ _HOME = {
     "Reaction": ("redline.types", "Reaction"),
     "RedlineError": ("redline.errors", "RedlineError"),
     "Reply": ("redline.api.engine", "Reply"),
+    "ReplySoFar": ("redline.types", "ReplySoFar"),
     "Run": ("redline.runs", "Run"),
     "Task": ("redline.types", "Task"),
     "TaskSource": ("redline.ports", "TaskSource"),

@@ -22,6 +22,7 @@ from redline.types import (
     Trajectory,
     TrajectoryGroup,
     Turn,
+    Until,
     WeightSet,
     WeightUpdate,
 )
@@ -45,12 +46,19 @@ class Engine(Protocol):
 class SteppedEngine(Protocol):
     """An engine that advances when it is told to, and takes requests at any time between two steps."""
 
-    def submit(self, request: GenerateRequest, *, streaming: bool = False) -> int:
-        """Queue a request and return its number. Raises EngineError where it cannot be served as asked."""
+    def submit(self, request: GenerateRequest, *, streaming: int = 0) -> int:
+        """Queue a request and return its number. Raises EngineError where it cannot be served as asked. `streaming`: pieces
+        of about so many tokens come as they are sampled; 1 brings every token as soon as it is there, 0 the whole alone. Where
+        an engine is lost under way, what has come in pieces of more than one token may differ from the whole, which counts."""
         ...
 
     def abort(self, request_id: int) -> None:
         """End a request. Unknown and finished ones are ignored."""
+        ...
+
+    def end(self, request_id: int, index: int) -> None:
+        """Sample no more of one completion of a request: what it has, at least all that came in pieces, comes as its whole with
+        a later step. An engine that cannot samples it to its end. Unknown and finished ones are ignored."""
         ...
 
     def sampled_tokens(self, request_id: int) -> Mapping[int, int]:
@@ -99,12 +107,17 @@ class Session(Protocol):
         span in which it waits while there is nothing to compute, and must not block."""
         ...
 
-    def submit(self, request: GenerateRequest, receiver: Receiver, *, streaming: bool = False) -> int:
-        """Queue a request and return its number; the receiver gets its pieces, or why it failed."""
+    def submit(self, request: GenerateRequest, receiver: Receiver, *, streaming: int = 0) -> int:
+        """Queue a request and return its number; the receiver gets its pieces, or why it failed. `streaming` as
+        `SteppedEngine.submit`."""
         ...
 
     def abort(self, number: int) -> None:
         """Give a request up; nothing more of it is delivered."""
+        ...
+
+    def end(self, number: int, index: int) -> None:
+        """Sample no more of one completion of a request, as `SteppedEngine.end`; its whole is delivered as ever."""
         ...
 
     def sampled_tokens(self, number: int) -> Mapping[int, int]:
@@ -307,13 +320,18 @@ class Policy(Protocol):
         tools: Sequence[Mapping[str, Any]] = (),
         stop: Sequence[str] = (),
         max_tokens: int | None = None,
+        until: Until | None = None,
     ) -> Turn:
         """The policy's reply to a conversation, sampled under the recipe's settings.
 
         Append `turn.message` to the messages to go on from a reply. `role` names the player in a game of several: each has a
         conversation, rewards and advantages of its own. `tools` are JSON schemas of functions, shown to the model as its chat
         template does; `turn.tool_calls` has what it called. A reply also ends at any text of `stop`. `max_tokens` may lower
-        the recipe's limit for this reply, not raise it. Raises `errors.BudgetError` where the attempt has no turns or tokens
+        the recipe's limit for this reply, not raise it.
+
+        `until` is asked about the reply while it is sampled, after each token that adds text or completes a call, and ends it
+        there once it returns something true: that token is the last of the reply, whichever engine samples it. It runs in
+        the event loop and must not block. Raises `errors.BudgetError` where the attempt has no turns or tokens
         left; one that is not caught ends the attempt, with the part `truncated` of its reward."""
         ...
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterable, Mapping, Sequence
 from operator import index
 from typing import Any
@@ -30,6 +31,12 @@ def checked_max_tokens(max_tokens: Any) -> int | None:
     if number < 1:
         raise _wrong("max_tokens", max_tokens, "give a whole number of 1 or more, or leave `max_tokens` out")
     return number
+
+
+def check_until(until: Any) -> None:
+    """Raise TaskError where it is neither something to call nor None, or cannot be asked while the reply is sampled."""
+    if until is not None and (not callable(until) or inspect.iscoroutinefunction(until)):
+        raise _wrong("until", until, "give a function of the reply so far, such as until=lambda reply: reply.tool_calls")
 
 
 def check_role(role: Any) -> None:

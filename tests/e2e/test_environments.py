@@ -12,6 +12,7 @@ from support.processes import digest, num_rows, only_run, rows, started, succeed
 
 import redline
 from redline.errors import TaskError
+from redline.models.files.tiny import tiny_tokenizer
 from redline.telemetry import RunFolder
 
 LETTERS = '''
@@ -21,8 +22,11 @@ from redline.types import Task
 class Letters:
     """In every round the policy is asked for more; the reward is the share of e in all that it wrote."""
 
-    def __init__(self, seed, rounds=2):
-        self.rounds = rounds
+    def __init__(self, seed, rounds=2, until=None):
+        self.rounds, self.until = rounds, until
+
+    def is_said(self, reply):
+        return self.until in reply.text
 
     def train(self, index):
         return Task(f"letters/{index}", [{"role": "user", "content": f"word {index % 7}"}])
@@ -33,7 +37,7 @@ class Letters:
     async def play(self, task, policy):
         messages, text = list(task.messages), ""
         for _ in range(self.rounds):
-            turn = await policy.say(messages)
+            turn = await policy.say(messages, until=self.is_said if self.until else None)
             messages += [turn.message, {"role": "user", "content": "more"}]
             text += turn.text
         return {"letter": text.count("e") / max(1, len(text))}
@@ -82,6 +86,20 @@ def test_in_lockstep_a_run_of_several_turns_trains_and_repeats_itself(tmp_path: 
     written = rows(folders[0].metrics)
     assert [row["rollouts/turns_mean"] for row in written] == [2.0] * STEPS
     assert {row["rollouts/attempts"] for row in written} == {8}
+    assert any(row["trainer/grad_norm"] > 0 for row in written)
+
+
+def test_replies_that_the_environment_ends_are_trained_on_up_to_there(tmp_path: Path) -> None:
+    environment = {"name": "rounds_of_letters:Letters", "folder": str(tmp_path), "params": {"until": "e"}}
+    run = redline.train(write_recipe(tmp_path, rollouts={"environment": environment, "max_new_tokens": 200}))
+    turns = [(row, turn) for row in run.trajectories().to_pylist() for turn in row["turns"]]
+    texts = [tiny_tokenizer().decode(row["token_ids"][turn["start"] : turn["end"]]) for row, turn in turns]
+    assert {turn["finish_reason"] for (_, turn), text in zip(turns, texts, strict=True) if text.endswith("e")} == {"stop"}
+    assert not any("e" in text[:-1] for text in texts), "nothing comes after the first"
+    written = rows(only_run(tmp_path).metrics)
+    kept = sum(row["rollouts/completion_tokens_mean"] * row["rollouts/attempts"] for row in written)
+    assert sum(turn["end"] - turn["start"] for _, turn in turns) == pytest.approx(kept)
+    assert kept < sum(row["engine/new_tokens"] for row in written) < 1.1 * kept, "what is thrown away was sampled too"
     assert any(row["trainer/grad_norm"] > 0 for row in written)
 
 

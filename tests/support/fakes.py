@@ -244,6 +244,9 @@ class FakeEngine:
     def abort(self, request_id: int) -> None:
         self.submitted.pop(request_id, None)
 
+    def end(self, request_id: int, index: int) -> None:
+        pass
+
     def sampled_tokens(self, request_id: int) -> dict[int, int]:
         return {}
 

@@ -17,7 +17,8 @@ class Submission:
 
     request: GenerateRequest
     receiver: Receiver
-    streaming: bool
+    streaming: int
+    """Tokens of a piece at least; 0 where only the whole is wanted."""
     number: int
     """The session's name for it."""
     request_id: int = -1
@@ -42,7 +43,7 @@ class Requests:
 
     # ── from any thread ────────────────────────────────────────────────────────────────────────────────────────────────
 
-    def add(self, request: GenerateRequest, receiver: Receiver, *, streaming: bool) -> Submission:
+    def add(self, request: GenerateRequest, receiver: Receiver, *, streaming: int) -> Submission:
         submission = Submission(request, receiver, streaming, next(self._numbers))
         self._open[submission.number] = submission
         return submission
@@ -81,6 +82,11 @@ class Requests:
     def abort(self, submission: Submission) -> None:
         if self._in_engine.pop(submission.request_id, None) is not None:
             self._engine.abort(submission.request_id)
+
+    def end(self, submission: Submission, index: int) -> None:
+        """Sample no more of one of its completions; its whole is delivered as ever."""
+        if submission.request_id in self._in_engine:
+            self._engine.end(submission.request_id, index)
 
     def deliver(self, events: Sequence[tuple[int, Delta | EngineError]]) -> None:
         """Hand out what a step brought, with one call of each receiver: to wake an event loop for each of a thousand pieces

@@ -132,9 +132,10 @@ class EngineSession:
 
     # ── requests, from any thread ──────────────────────────────────────────────────────────────────────────────────────
 
-    def submit(self, request: GenerateRequest, receiver: Receiver, *, streaming: bool = False) -> int:
-        """Queue a request and return its number in this session. The receiver gets its pieces, or why it failed. Raises
-        EngineError where the session has ended, or at once where this thread may step the engine and it refuses."""
+    def submit(self, request: GenerateRequest, receiver: Receiver, *, streaming: int = 0) -> int:
+        """Queue a request and return its number in this session. The receiver gets its pieces, or why it failed; `streaming` as
+        `ports.SteppedEngine.submit`. Raises EngineError where the session has ended, or at once where this thread may step the
+        engine and it refuses."""
         submission = self._requests.add(request, receiver, streaming=streaming)
         try:
             if self._order(lambda: self._requests.submit_queued(submission)):
@@ -153,6 +154,13 @@ class EngineSession:
         self._requests.remove(number)
         if is_ours:
             self._requests.abort(submission)
+
+    def end(self, number: int, index: int) -> None:
+        """Sample no more of one completion of a request: what it has is delivered as its whole. Unknown and finished ones are
+        ignored."""
+        submission = self._requests.find(number)
+        if submission is not None and self._order(lambda: self._requests.end(submission, index)):
+            self._requests.end(submission, index)
 
     def sampled_tokens(self, number: int) -> Mapping[int, int]:
         """Index of each completion that is not finished → tokens it has so far. Any thread may ask; does not block."""
@@ -297,16 +305,16 @@ class EngineSession:
     async def complete(self, request: GenerateRequest) -> list[Completion]:
         """All n completions. Cancelling it aborts the request."""
         found: dict[int, Completion] = {}
-        async for delta in self._pieces(request, streaming=False):
+        async for delta in self._pieces(request, streaming=0):
             if delta.completion is not None:
                 found[delta.index] = delta.completion
         return [found[index] for index in sorted(found)]
 
     def stream(self, request: GenerateRequest) -> AsyncGenerator[Delta]:
         """Pieces of all n completions as they are sampled. Closing it aborts the request."""
-        return self._pieces(request, streaming=True)
+        return self._pieces(request, streaming=1)
 
-    def _pieces(self, request: GenerateRequest, *, streaming: bool) -> AsyncGenerator[Delta]:
+    def _pieces(self, request: GenerateRequest, *, streaming: int) -> AsyncGenerator[Delta]:
         if self._thread is None:
             raise EngineError("the engine has stopped, or was never started", "start it")
         return pieces(self, self._loops, request, streaming=streaming)

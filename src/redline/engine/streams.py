@@ -49,7 +49,7 @@ class _LoopReceiver:
                 self.queues[number].put_nowait(piece)
 
 
-async def pieces(session: Session, loops: LoopReceivers, request: GenerateRequest, *, streaming: bool) -> AsyncGenerator[Delta]:
+async def pieces(session: Session, loops: LoopReceivers, request: GenerateRequest, *, streaming: int) -> AsyncGenerator[Delta]:
     """Pieces of a request until all its completions are whole. Leaving it before aborts the request."""
     receiver = loops.of_this_loop()
     # Pieces reach this loop in a later callback of it, when the queue is there.

@@ -17,13 +17,13 @@ import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from redline.errors import TaskError, boundary
 from redline.ports import Environment
-from redline.say_arguments import check_messages, check_role, checked_max_tokens, checked_stop
-from redline.types import FinishReason, Message, Task, ToolCall, Turn, VersionSpan
+from redline.say_arguments import check_messages, check_role, check_until, checked_max_tokens, checked_stop
+from redline.types import FinishReason, Message, ReplySoFar, Task, ToolCall, Turn, Until, VersionSpan
 
 BEAT_S = 0.005
 """How often the loop is asked whether something holds it up."""
@@ -204,17 +204,19 @@ class _RecordedPolicy:
         tools: Sequence[Mapping[str, Any]] = (),
         stop: Sequence[str] = (),
         max_tokens: int | None = None,
+        until: Until | None = None,
     ) -> Turn:
         asked_at = time.perf_counter()
         check_role(role)
         check_messages(messages, tools)
+        check_until(until)
         asked = Asked(list(messages), role, list(tools), checked_stop(stop), checked_max_tokens(max_tokens))
         reply = self._speak(asked)
         if inspect.isawaitable(reply):
             reply = await reply
         else:
             await asyncio.sleep(0)  # as with an engine, others go on meanwhile
-        turn = turn_of(reply)
+        turn = turn_of(cut(reply, until))
         now = time.perf_counter()
         exchange = Exchange(asked, turn, asked_at - self.since, now - asked_at)
         self._episode.exchanges.append(exchange)
@@ -253,6 +255,19 @@ def turn_of(reply: Reply) -> Turn:
         tool_calls=tuple(reply.tool_calls),
         problem=reply.problem,
     )
+
+
+def cut(reply: Reply, until: Until | None) -> Reply:
+    """The reply up to where `until` ends it, as if it came letter by letter and call by call."""
+    if until is None:
+        return reply
+    for length in range(1, len(reply.text) + 1):
+        if until(ReplySoFar(reply.text[:length])):
+            return replace(reply, text=reply.text[:length], tool_calls=(), problem="", finish_reason=FinishReason.STOP)
+    for count in range(1, len(reply.tool_calls) + 1):
+        if until(ReplySoFar(reply.text, reply.tool_calls[:count])):
+            return replace(reply, tool_calls=reply.tool_calls[:count], finish_reason=FinishReason.STOP)
+    return reply
 
 
 def about_tokens(text: str) -> int:

@@ -4,6 +4,9 @@ one JSON object per call     Hermes, Qwen, SmolLM: <tool_call>{"name": …, "arg
                              Llama 3: {"name": …, "parameters": {…}}          Mistral: [TOOL_CALLS][{…}, {…}]
 a name, then JSON            DeepSeek: <tool_call_begin>function<tool_sep>name ```json {…}```<tool_call_end>
 a name, then tags            Qwen3-Coder: <tool_call><function=name><parameter=key>value</parameter></function></tool_call>
+
+A format finds the next call from a place on. That is all there is to reading: a whole reply is read by asking until there is no
+further call, and a reply that is being sampled by asking whenever it has grown (`call_reader.py`).
 """
 
 from __future__ import annotations
@@ -13,6 +16,8 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
+
+from redline.rollouts.json_ends import JsonEnds
 
 PROBE_ID = r"call0000\d"
 """The ids of calls that a template is tried with: a model writes others in their place."""
@@ -28,11 +33,30 @@ RawCall = tuple[str, Any]
 """A function's name and its arguments, as written."""
 
 
+@dataclass(slots=True, frozen=True)
+class FoundCalls:
+    """The next call in a text, or several that stand in one list."""
+
+    before: str
+    """The text between the place where the search began and them."""
+    calls: list[RawCall]
+    place: int
+    """Behind them."""
+    is_settled: bool = True
+    """Whether nothing that follows changes what they say."""
+
+
 class CallFormat(Protocol):
     """Reads and writes calls."""
 
+    def find(self, text: str, place: int, ends: JsonEnds | None = None) -> FoundCalls | None:
+        """The next calls from a place on; None where there are none. With `ends`, the text may go on, and calls are found once
+        they are complete, the end of their format included. Raises UnreadableError for what cannot be read however the text
+        goes on."""
+        ...
+
     def read(self, text: str) -> tuple[str, list[RawCall]]:
-        """What the text says beside its calls, and the calls. Raises UnreadableError."""
+        """What a whole text says beside its calls, and the calls. Raises UnreadableError."""
         ...
 
     def write(self, name: str, arguments: Mapping[str, Any]) -> str:
@@ -49,21 +73,17 @@ class JsonFormat:
     name_path: tuple[str, ...] = ("name",)
     arguments_path: tuple[str, ...] = ("arguments",)
 
-    def read(self, text: str) -> tuple[str, list[RawCall]]:
+    def find(self, text: str, place: int, ends: JsonEnds | None = None) -> FoundCalls | None:
         begin, end = self.begin.strip(), self.end.strip()
-        if not begin:
-            text = text.strip()
-            if not text.startswith("{"):
-                return text, []
-        outside, calls, place = [], list[RawCall](), 0
-        while (found := text.find(begin, place)) >= 0 and (begin or found < len(text)):
-            outside.append(text[place:found])
-            value, place = _json_at(text, found + len(begin), begin or "the beginning")
-            calls += [self._call(one) for one in (value if isinstance(value, list) else [value])]
-            place = _past(text, place, end)
-            if not begin:
-                break
-        return _joined([*outside, text[place:]]), calls
+        found = text.find(begin, place) if begin else _object_at_the_beginning(text, place)
+        if found < 0 or (ends is not None and not _has_closed(ends, text, found + len(begin), end)):
+            return None
+        value, behind = _json_at(text, found + len(begin), begin or "the beginning")
+        calls = [self._call(one) for one in (value if isinstance(value, list) else [value])]
+        return FoundCalls(text[place:found], calls, _past(text, behind, end))
+
+    def read(self, text: str) -> tuple[str, list[RawCall]]:
+        return _read(self, text)
 
     def _call(self, value: Any) -> RawCall:
         name = _at(value, self.name_path)
@@ -95,19 +115,20 @@ class NamedFormat:
     middle: str
     end: str
 
+    def find(self, text: str, place: int, ends: JsonEnds | None = None) -> FoundCalls | None:
+        found = _begin_at(self.begin, text, place, is_whole=ends is None)
+        if found is None:
+            return None
+        named = re.compile(rf"\s*([\w.\-]+?)\s*{_any_like(self.middle)}\s*(?={{)").match(text, found.end())
+        if ends is not None and (named is None or not _has_closed(ends, text, named.end(), self.end)):
+            return None
+        if named is None:
+            raise UnreadableError(f"after {found[0]} come a name, {self.middle.strip()} and the arguments as a JSON object")
+        value, behind = _json_at(text, named.end(), named[1])
+        return FoundCalls(text[place : found.start()], [(named[1], value)], _past(text, behind, self.end))
+
     def read(self, text: str) -> tuple[str, list[RawCall]]:
-        begin = re.compile(_any_like(self.begin))
-        head = re.compile(rf"\s*([\w.\-]+?)\s*{_any_like(self.middle)}\s*(?={{)")
-        outside, calls, place = [], list[RawCall](), 0
-        while found := begin.search(text, place):
-            outside.append(text[place : found.start()])
-            named = head.match(text, found.end())
-            if named is None:
-                raise UnreadableError(f"after {found[0]} come a name, {self.middle.strip()} and the arguments as a JSON object")
-            value, place = _json_at(text, named.end(), named[1])
-            calls.append((named[1], value))
-            place = _past(text, place, self.end)
-        return _joined([*outside, text[place:]]), calls
+        return _read(self, text)
 
     def write(self, name: str, arguments: Mapping[str, Any]) -> str:
         return self.begin + name + self.middle + json.dumps(dict(arguments), ensure_ascii=False) + self.end
@@ -124,11 +145,25 @@ class TaggedFormat:
     value_end: str
     end: str
 
+    def find(self, text: str, place: int, ends: JsonEnds | None = None) -> FoundCalls | None:
+        """A call goes on to the next one, and whatever stands there is searched for arguments."""
+        found = _begin_at(self.begin, text, place, is_whole=ends is None)
+        if found is None:
+            return None
+        following = re.compile(_any_like(self.begin)).search(text, found.end())
+        part = text[found.end() : following.start() if following else len(text)]
+        end = re.compile(_any_like(self.end) or r"\Z").search(part)
+        behind = found.end() + (end.end() if end else len(part))
+        before = text[place : found.start()]
+        if ends is None or following:
+            return FoundCalls(before, [self._call(part)], behind)
+        try:  # it may turn out to be a part of an argument
+            return FoundCalls(before, [self._call(part)], behind, is_settled=False) if end and self.end.strip() else None
+        except UnreadableError:
+            return None
+
     def read(self, text: str) -> tuple[str, list[RawCall]]:
-        before, *parts = re.split(_any_like(self.begin), text)
-        ends = re.compile(_any_like(self.end) or r"\Z")
-        after = [part[end.end() :] if (end := ends.search(part)) else "" for part in parts]
-        return _joined([before, *after]), [self._call(part) for part in parts]
+        return _read(self, text)
 
     def _call(self, text: str) -> RawCall:
         name_end, key_begin, key_end, value_end = (
@@ -160,6 +195,20 @@ class PublishedFormat:
     """A reply → its message. Raises ValueError."""
     written: CallFormat
 
+    def find(self, text: str, place: int, ends: JsonEnds | None = None) -> FoundCalls | None:
+        """As many of the calls that the tokenizer reads as are complete in the template's format; nothing settles, since only
+        the whole is read for certain."""
+        count = 0
+        while found := self.written.find(text, place, ends):
+            count, place = count + len(found.calls), found.place
+            if not found.is_settled:
+                break
+        try:
+            calls = self.read(text)[1] if count else []
+        except UnreadableError:
+            return None
+        return FoundCalls("", calls[:count], len(text), is_settled=False) if calls else None
+
     def read(self, text: str) -> tuple[str, list[RawCall]]:
         try:
             message = self.parse(text)
@@ -178,6 +227,38 @@ HERMES = JsonFormat("<tool_call>\n", "\n</tool_call>")
 
 
 # ── small parts ────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def _read(format: CallFormat, text: str) -> tuple[str, list[RawCall]]:
+    outside, calls, place = [], list[RawCall](), 0
+    while found := format.find(text, place):
+        outside.append(found.before)
+        calls += found.calls
+        place = found.place
+    return joined([*outside, text[place:]]), calls
+
+
+def _object_at_the_beginning(text: str, place: int) -> int:
+    """Where a text begins with an object, spaces left aside; -1 where it does not, or where the search has gone on."""
+    start = len(text) - len(text.lstrip())
+    return start if place == 0 and text.startswith("{", start) else -1
+
+
+def _begin_at(begin: str, text: str, place: int, *, is_whole: bool) -> re.Match[str] | None:
+    """The next beginning of a call, with other spaces, numbers and ids; None also where a text that goes on may add to it."""
+    first = re.split(rf"{PROBE_ID}|\d|\s", begin.strip())[0]
+    if text.find(first, place) < 0:  # a pattern takes longer to say so
+        return None
+    found = re.compile(_any_like(begin)).search(text, place)
+    return None if found is None or (not is_whole and found.end() == len(text)) else found
+
+
+def _has_closed(ends: JsonEnds, text: str, start: int, end: str) -> bool:
+    """Whether the JSON object or list that begins at `start`, or after spaces there, is complete and `end` follows it."""
+    behind = ends.find(text, start)
+    found = None if behind is None else re.compile(r"\s*" + _any_like(end)).match(text, behind)
+    may_say_more = end.strip()[-1:].isdigit()  # `_any_like` takes in as many digits as there are
+    return found is not None and not (may_say_more and found.end() == len(text))
 
 
 def _at(value: Any, path: Sequence[str]) -> Any:
@@ -213,7 +294,7 @@ def _loosened(piece: str) -> str:
     return r"\d+" if piece.isdigit() else r"[\w\-]*"
 
 
-def _joined(parts: Sequence[str]) -> str:
+def joined(parts: Sequence[str]) -> str:
     return "\n".join(part.strip() for part in parts if part.strip())
 
 

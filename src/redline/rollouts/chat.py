@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from redline.errors import TaskError
 from redline.rollouts.template import ChatTemplate
-from redline.rollouts.tool_calls import ToolUse
+from redline.rollouts.tool_calls import THINKS, ReplyReader, ToolUse
 from redline.types import Message, Task, ToolCall, plain_copy
 
 if TYPE_CHECKING:
@@ -19,6 +20,10 @@ if TYPE_CHECKING:
 
 SPACED = "Is n't it ? I 'm sure , and so 's he ."
 """Some tokenizers take spaces out of what they decode: they would of this."""
+
+
+THINKS_TOKENS = 16
+"""Tokens in which a prompt that ends with `<think>` says so."""
 
 
 @dataclass(slots=True, frozen=True)
@@ -126,15 +131,21 @@ class Chat:
         tail = self.rendered_tail(before, added, tools)
         return None if tail is None else np.array(self._template.encode_tail(tail, has_ended), dtype=np.int32)
 
-    def said(self, token_ids: np.ndarray, tools: Sequence[Mapping[str, Any]], has_ended: bool, num_calls: int) -> Said:
-        """Read a reply to a conversation with `num_calls` calls of tools so far. Where it `has_ended`, its last token is a stop
-        token."""
+    def reader(self, tools: Sequence[Mapping[str, Any]], prompt_ids: np.ndarray) -> ReplyReader:
+        """Reads the reply to a prompt, whose `answer_prefix` it has been given."""
+        tail = self._tokenizer.decode(prompt_ids[-THINKS_TOKENS:].tolist(), skip_special_tokens=False)
+        reader = self.tool_use.reader(tools, is_thinking=tail.rstrip().endswith(THINKS))
+        reader.push(self.answer_prefix)
+        return reader
+
+    def said(self, token_ids: np.ndarray, reader: ReplyReader | None, has_ended: bool, num_calls: int) -> Said:
+        """Read a reply to a conversation with `num_calls` calls of tools so far; a `reader` where there are tools. Where it
+        `has_ended`, its last token is a stop token."""
         [text] = self.texts([token_ids])
-        if not tools:
+        if reader is None:
             return Said(text, {"role": "assistant", "content": self.answer_prefix + text})
-        # Some formats are made of special tokens.
-        whole = self._tokenizer.decode(token_ids[: -1 if has_ended else None].tolist(), skip_special_tokens=False)
-        read = self.tool_use.read(self.answer_prefix + whole, tools)
+        whole = self.decoder(with_special=True)(token_ids[: -1 if has_ended else None].tolist())
+        read = reader.finish(self.answer_prefix + whole)
         if not read.calls:
             return Said(text, {"role": "assistant", "content": self.answer_prefix + text}, (), read.problem)
         calls = [
@@ -147,6 +158,11 @@ class Chat:
         ]
         message = {"role": "assistant", "content": self._template.without_control_tokens(read.content), "tool_calls": calls}
         return Said(text, message, read.calls)
+
+    def decoder(self, *, with_special: bool) -> Callable[[list[int]], str]:
+        """Tokens → text. Some formats of calls are made of special tokens."""
+        decode = self._tokenizer.backend_tokenizer.decode if self._decodes_in_bulk else self._tokenizer.decode
+        return partial(decode, skip_special_tokens=not with_special)
 
     def texts(self, completions: Sequence[np.ndarray]) -> list[str]:
         """What each completion says, without special tokens. Many at once take less time than one by one."""

@@ -22,6 +22,7 @@ import numpy as np
 
 from redline.rollouts.chat import Chat
 from redline.rollouts.first_prompts import FirstPrompts
+from redline.rollouts.tool_calls import ReplyReader
 from redline.types import Message, ToolCall, plain_copy
 
 NO_TOKENS = np.zeros(0, dtype=np.int32)
@@ -103,8 +104,15 @@ class Conversation:
         self._open = self._further(messages, list(tools)) or self._anew(messages, list(tools))
         return Asked(self._open.prompt_ids, self._open.starts_anew)
 
-    def replied(self, token_ids: np.ndarray) -> Reply:
-        """Take the tokens that the engine sampled for the last ask."""
+    def reader(self) -> ReplyReader | None:
+        """Reads the reply to the last ask while it is sampled; None where the ask had no tools."""
+        assert self._open is not None, "nothing was asked"
+        return self._chat.reader(self._open.tools, self._open.prompt_ids) if self._open.tools else None
+
+    def replied(self, token_ids: np.ndarray, reader: ReplyReader | None = None) -> Reply:
+        """Take the tokens that the engine sampled for the last ask. A `reader` that was given their text so far has only the
+        rest to read."""
+        reader = reader or self.reader()
         ask, self._open = self._open, None
         assert ask is not None, "nothing was asked"
         if ask.starts_anew:
@@ -114,7 +122,7 @@ class Conversation:
         sequence.token_ids = np.concatenate([ask.prompt_ids, token_ids]).astype(np.int32, copy=False)
         sequence.replies.append((start, end))
         num_calls = sum(len(message.get("tool_calls") or ()) for message in ask.messages)
-        said = self._chat.said(token_ids, ask.tools, self._has_ended(token_ids), num_calls)
+        said = self._chat.said(token_ids, reader, self._has_ended(token_ids), num_calls)
         ask.messages.append(plain_copy(said.message))
         ask.prepared += self._chat.prepared([said.message])
         self._asked, self._said = ask, said.text

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 from redline.errors import TaskError
 from redline.ports import Environment, Score
-from redline.types import Completion, GenerateRequest, Message, Task, Turn
+from redline.types import Completion, GenerateRequest, Message, Task, Turn, Until
 
 
 class Ask:
@@ -40,8 +40,9 @@ class AskedPolicy:
         tools: Sequence[Mapping[str, Any]] = (),
         stop: Sequence[str] = (),
         max_tokens: int | None = None,
+        until: Until | None = None,
     ) -> Turn:
-        if role or tools or stop or max_tokens is not None:
+        if role or tools or stop or max_tokens is not None or until is not None:
             raise TaskError("roles, tools, stops and limits of a reply need an environment of several turns", "leave them out")
         return await Ask(messages)
 

@@ -15,6 +15,7 @@ from typing import Any
 
 from redline.errors import TaskError
 from redline.rollouts.call_formats import HERMES, CallFormat, PublishedFormat, RawCall, UnreadableError
+from redline.rollouts.call_reader import CallReader
 from redline.rollouts.find_format import OwnFormat, find_format
 from redline.rollouts.template import ChatTemplate
 from redline.types import ToolCall
@@ -42,6 +43,7 @@ TYPES: dict[str, type | tuple[type, ...]] = {
     "object": dict,
 }
 
+THINKS, HAS_THOUGHT = "<think>", "</think>"
 PROBE = {
     "type": "function",
     "function": {"name": "probe_tool", "description": "d", "parameters": {"type": "object", "properties": {}}},
@@ -170,18 +172,60 @@ class ToolUse:
 
     # ── from the model ─────────────────────────────────────────────────────────────────────────────────────────────────
 
-    def read(self, text: str, tools: Tools) -> ReadReply:
-        """Find the calls in a reply that was decoded with its special tokens. What it thinks is not searched."""
-        thought, end, rest = text.rpartition("</think>")
-        if not tools or "<think>" in rest:
-            return ReadReply(text)
-        functions = {function["name"]: function for function in (_function(tool)["function"] for tool in tools)}
+    def reader(self, tools: Tools, *, is_thinking: bool = False) -> ReplyReader:
+        """Reads one reply. `is_thinking`: it begins in the middle of a thought."""
+        return ReplyReader(self.format, tools, is_thinking=is_thinking)
+
+
+class ReplyReader:
+    """Finds the calls in a reply that is decoded with its special tokens, as it comes. What it thinks is not searched."""
+
+    def __init__(self, format: CallFormat, tools: Tools, *, is_thinking: bool = False) -> None:
+        self._format, self._tools, self._is_thinking = format, tools, is_thinking
+        self._functions = {function["name"]: function for function in (_function(tool)["function"] for tool in tools)}
+        self._begin()
+
+    def _begin(self) -> None:
+        self._text = ""
+        self._thought = 0
+        """Where the last thought ends."""
+        self._calls = CallReader(self._format)
+
+    @property
+    def calls(self) -> Sequence[ToolCall]:
+        """Those that are complete so far. None where one cannot be read, and while the policy thinks."""
+        found = self._calls.calls
+        if not found or (self._is_thinking and not self._thought) or THINKS in self._text[self._thought :]:
+            return ()
         try:
-            content, found = self.format.read(rest)
-            calls = [_checked(call, functions) for call in found]
+            return [_checked(call, self._functions) for call in found]
+        except UnreadableError:
+            return ()
+
+    def push(self, text: str) -> None:
+        """The reply goes on."""
+        before = len(self._text)
+        self._text += text
+        ended = self._text.rfind(HAS_THOUGHT, max(self._thought, before - len(HAS_THOUGHT) + 1))
+        if ended >= 0:
+            self._thought = ended + len(HAS_THOUGHT)
+            self._calls, text = CallReader(self._format), self._text[self._thought :]
+        self._calls.push(text)
+
+    def finish(self, text: str) -> ReadReply:
+        """The reply has ended with this `text`: take what is left of it, or all of it where other text was pushed."""
+        if not text.startswith(self._text):
+            self._begin()
+        self.push(text[len(self._text) :])
+        thought, rest = text[: self._thought], text[self._thought :]
+        if not self._tools or THINKS in rest:
+            return ReadReply(text)
+        try:
+            content, found = self._calls.finish()
+            calls = [_checked(call, self._functions) for call in found]
         except UnreadableError as error:
             return ReadReply(text, (), f"the call cannot be read: {error}")
-        return ReadReply(thought + end + content, calls) if calls else ReadReply(text)
+        return ReadReply(thought + content, calls) if calls else ReadReply(text)
 
 
 def _open_calls(messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:

@@ -11,7 +11,7 @@ serve as Arrow list offsets on disk and as `cu_seqlens` in the trainer.
 Letters in shapes: T packed tokens, S sequences, P prompts, G attempts per group, V vocabulary.
 """
 
-from redline.types.attempts import Failure, Reaction, ToolCall, Trajectory, TrajectoryGroup, Turn, by_attempt
+from redline.types.attempts import Failure, Reaction, ReplySoFar, ToolCall, Trajectory, TrajectoryGroup, Turn, Until, by_attempt
 from redline.types.batches import StepReport, TrainBatch
 from redline.types.flat import Flat, Pieces, take
 from redline.types.sampling import (
@@ -38,6 +38,7 @@ __all__ = [
     "Message",
     "Pieces",
     "Reaction",
+    "ReplySoFar",
     "SamplingParams",
     "StepReport",
     "Task",
@@ -47,6 +48,7 @@ __all__ = [
     "Trajectory",
     "TrajectoryGroup",
     "Turn",
+    "Until",
     "VersionSpan",
     "WeightSet",
     "WeightUpdate",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -36,6 +36,20 @@ class ToolCall:
 
     name: str
     arguments: Mapping[str, Any]
+
+
+@dataclass(slots=True, frozen=True)
+class ReplySoFar:
+    """A reply of the policy while it is sampled: what `until` of `policy.say` is asked about."""
+
+    text: str
+    """What the policy has said, decoded without special tokens. Half a character at its end is left out."""
+    tool_calls: Sequence[ToolCall] = ()
+    """Calls that are complete, the end of their format included; none of them while the policy thinks."""
+
+
+Until = Callable[[ReplySoFar], object]
+"""Whether a reply is to end where it is: any value, which counts as true or false."""
 
 
 @dataclass(slots=True, frozen=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 
 import numpy as np
@@ -125,6 +125,24 @@ class Completion:
     def first_token_s(self) -> float:
         """Seconds from submission to the first token."""
         return self.queue_s + self.prefill_s
+
+    def cut(self, count: int) -> Completion:
+        """The completion as if it had stopped after `count` tokens. It keeps the seconds that it took, and both its versions
+        where it is not known where they changed."""
+        switches = tuple(switch for switch in self.switches if switch[0] < count)
+        newest = (switches[-1][1] if switches else self.versions.oldest) if self.switches else self.versions.newest
+        top, raw = self.top_logprobs, self.raw_logprobs
+        return replace(
+            self,
+            token_ids=self.token_ids[:count],
+            logprobs=self.logprobs[:count],
+            finish_reason=FinishReason.STOP,
+            versions=VersionSpan(self.versions.oldest, newest),
+            stop=self.stop if count == len(self.token_ids) else None,
+            raw_logprobs=None if raw is None else raw[:count],
+            top_logprobs=None if top is None else TopLogprobs(top.token_ids[:count], top.logprobs[:count]),
+            switches=switches,
+        )
 
 
 @dataclass(slots=True, frozen=True)

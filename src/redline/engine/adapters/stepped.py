@@ -36,7 +36,7 @@ class Call:
     request_id: int
     index: int
     request: GenerateRequest
-    streaming: bool
+    streaming: int
     version: int
     """The engine's when the call began."""
     began: float
@@ -103,7 +103,7 @@ class SteppedAdapter(ABC):
         check_request(request, self.limits, self.adapters)
         check_room(request, self.limits.max_len)
 
-    def submit(self, request: GenerateRequest, *, streaming: bool = False) -> int:
+    def submit(self, request: GenerateRequest, *, streaming: int = 0) -> int:
         """Queue a request and return its number. Raises EngineError where it cannot be served as asked."""
         self.check(request)
         self.prepare(request)
@@ -126,6 +126,9 @@ class SteppedAdapter(ABC):
             return
         self.cancel(self._open.pop(request_id))
         self._num_finished += 1
+
+    def end(self, request_id: int, index: int) -> None:  # noqa: B027 - an engine of others returns nothing for a cancelled call
+        """Does nothing: the call goes on to its end."""
 
     def sampled_tokens(self, request_id: int) -> dict[int, int]:
         """Index of each completion that is not finished → tokens it has so far, as far as known. Any thread may ask."""

@@ -71,7 +71,7 @@ class TransformersEngine:
         """Raise EngineError for a request that cannot be served as asked."""
         check_request(request, self.limits, ())
 
-    def submit(self, request: GenerateRequest, *, streaming: bool = False) -> int:
+    def submit(self, request: GenerateRequest, *, streaming: int = 0) -> int:
         """Queue a request and return its number. Raises EngineError where it cannot be served as asked."""
         self.check(request)
         request_id, now = next(self._ids), time.perf_counter()
@@ -83,6 +83,13 @@ class TransformersEngine:
     def abort(self, request_id: int) -> None:
         """End a request; each of its completions so far comes with the next step. Unknown and finished ones are ignored."""
         for row in list(self._unfinished.get(request_id, ())):
+            row.finish_reason = FinishReason.ABORT
+            self._retire(row)
+        self._waiting = [row for row in self._waiting if row.alive]
+
+    def end(self, request_id: int, index: int) -> None:
+        """End one completion of a request; what it has comes with the next step. Unknown and finished ones are ignored."""
+        for row in [row for row in self._unfinished.get(request_id, ()) if row.index == index]:
             row.finish_reason = FinishReason.ABORT
             self._retire(row)
         self._waiting = [row for row in self._waiting if row.alive]
@@ -231,7 +238,7 @@ class TransformersEngine:
                 row.stop, row.finish_reason = found[1], FinishReason.STOP
         if row.finish_reason is not None:
             self._retire(row)
-        elif row.streaming:
+        elif 0 < row.streaming <= len(row.token_ids) - row.streamed:
             self._hand_out(row, None)
 
     def _retire(self, row: Row) -> None:

@@ -27,7 +27,7 @@ class Row:
     index: int
     request: GenerateRequest
     submitted: float
-    streaming: bool
+    streaming: int
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     raw: list[float] = field(default_factory=list)

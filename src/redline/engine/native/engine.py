@@ -131,7 +131,7 @@ class NativeEngine:
         """Raises EngineError where it cannot be served as asked."""
         check_request(request, self.limits, self._adapters.versions)
 
-    def submit(self, request: GenerateRequest, *, streaming: bool = False) -> int:
+    def submit(self, request: GenerateRequest, *, streaming: int = 0) -> int:
         """Queue a request; its number. Raises EngineError where it cannot be served as asked."""
         self.check(request)
         slot = self._adapters.take(request.adapter)
@@ -149,6 +149,11 @@ class NativeEngine:
     def abort(self, request_id: int) -> None:
         """End a request; each of its completions so far comes with the next step. Unknown and finished ones are ignored."""
         self._under_way.abort(request_id, self.version)
+
+    @torch.inference_mode()
+    def end(self, request_id: int, index: int) -> None:
+        """End one completion of a request; what it has comes with the next step. Unknown and finished ones are ignored."""
+        self._under_way.end(request_id, index, self.version)
 
     def sampled_tokens(self, request_id: int) -> dict[int, int]:
         """Index of each completion of a request that is not finished → tokens it has so far. Any thread may ask; while a step
@@ -214,10 +219,11 @@ class NativeEngine:
         decoding = self._scheduler.decoding
         if self._awake.max_steps == 1 or self._scheduler.is_crowded:
             return 1
-        if any(s.streaming or s.request.sampling.stop for s in decoding):
+        if any(s.streaming == 1 or s.request.sampling.stop for s in decoding):
             return 1
         left = max((int(self._rows.limit_R[s.row] - self._rows.launched_R[s.row]) for s in decoding), default=1)
-        return max(1, min(self._awake.max_steps, left))
+        piece = min((s.streaming for s in decoding if s.streaming), default=left)
+        return max(1, min(self._awake.max_steps, left, piece))
 
     def _launch(self, plan: Plan) -> None:
         self._awake.prepare(plan)

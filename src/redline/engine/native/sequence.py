@@ -81,7 +81,8 @@ class Sequence:
     request: GenerateRequest
     submitted: float
     wants: Wants
-    streaming: bool = False
+    streaming: int = 0
+    """Tokens of a piece at least; 0 where only the whole is wanted."""
     adapter_slot: int = NO_SLOT
     salt: bytes = b""
     """Version and adapter of the keys and values it computes."""

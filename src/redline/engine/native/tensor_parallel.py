@@ -131,7 +131,7 @@ class TensorParallelEngine(NativeEngine):
         decoder, tokenizer = _load(folder, self.ranks, device, dtype)
         super().__init__(decoder, config, tokenizer, self.ranks)
 
-    def submit(self, request: GenerateRequest, *, streaming: bool = False) -> int:
+    def submit(self, request: GenerateRequest, *, streaming: int = 0) -> int:
         request_id = super().submit(request, streaming=streaming)
         self._log.append({"submit": encode_request(request), "streaming": streaming})
         return request_id
@@ -139,6 +139,10 @@ class TensorParallelEngine(NativeEngine):
     def abort(self, request_id: int) -> None:
         super().abort(request_id)
         self._log.append({"abort": request_id})
+
+    def end(self, request_id: int, index: int) -> None:
+        super().end(request_id, index)
+        self._log.append({"end": [request_id, index]})
 
     def apply(self, update: WeightUpdate) -> None:
         raise EngineError("the weights of a tensor-parallel engine cannot be replaced", "use engine.tensor_parallel_size=1")
@@ -195,6 +199,8 @@ def follow(engine: NativeEngine, ranks: Ranks) -> None:
                 engine.submit(decode_request(entry["submit"]), streaming=entry["streaming"])
             elif "abort" in entry:
                 engine.abort(entry["abort"])
+            elif "end" in entry:
+                engine.end(*entry["end"])
             else:
                 return
         engine.step()

@@ -86,6 +86,12 @@ class UnderWay:
             sequence.finish_reason = FinishReason.ABORT
             self._retire(sequence, version)
 
+    def end(self, request_id: int, index: int, version: int) -> None:
+        """End one completion of a request, as `abort` ends all of them."""
+        for sequence in [one for one in self._unfinished.get(request_id, ()) if one.index == index]:
+            sequence.finish_reason = FinishReason.ABORT
+            self._retire(sequence, version)
+
     def fail(self, sequence: Sequence, error: EngineError) -> None:
         """Cancel its request: a part of it is of no use."""
         siblings = list(self._unfinished[sequence.request_id])
@@ -118,7 +124,7 @@ class UnderWay:
             elif sequence.newest_version != results.version:
                 sequence.switches.append((before, results.version))
             sequence.last_token, sequence.newest_version = now, results.version
-            if sequence.streaming or sequence.request.sampling.stop or not self._rows.alive_R[row]:
+            if self._has_piece(sequence) or sequence.request.sampling.stop or not self._rows.alive_R[row]:
                 self._look_at(sequence)
 
     def _take_in_extras(self, results: Results, step: int, live_B: np.ndarray) -> None:
@@ -152,8 +158,12 @@ class UnderWay:
             self._look_for_stop(sequence)
         if sequence.finish_reason is not None:
             self._retire(sequence, sequence.newest_version)
-        elif sequence.streaming:
+        elif self._has_piece(sequence):
             self._hand_out(sequence, None)
+
+    def _has_piece(self, sequence: Sequence) -> bool:
+        """Whether as many tokens have come since the last piece as the next one is to have."""
+        return 0 < sequence.streaming <= self._rows.sampled_R[sequence.row] - sequence.streamed
 
     def _look_for_stop(self, sequence: Sequence) -> None:
         assert self._tokenizer is not None

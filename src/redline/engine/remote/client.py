@@ -3,7 +3,7 @@
 The other process steps its engine by itself. `step` here only takes what has come, and waits a moment where nothing has. What
 is sampled depends on the request and the weights alone, so that it is the same as from an engine in this process.
 
-    submit, abort, call ──► connection ──► the other process
+    submit, abort, end, call ──► connection ──► the other process
     step ◄── arrived ◄── the reading thread ◄── pieces, returned, pulse
 
 The other process is lost when its connection ends, when nothing has come from it for `silence_s` seconds (it pulses twice a
@@ -88,7 +88,7 @@ class RemoteEngine:
         if self.limits is not None:
             check_request(request, self.limits, self._adapters)
 
-    def submit(self, request: GenerateRequest, *, streaming: bool = False) -> int:
+    def submit(self, request: GenerateRequest, *, streaming: int = 0) -> int:
         """Send a request and return its number. What only the engine itself has against it comes with a later step. Raises
         EngineError, and EngineLostError where the process is lost."""
         self.check(request)
@@ -106,6 +106,12 @@ class RemoteEngine:
         self._unsent = [request for request in self._unsent if request[0]["id"] != request_id]
         if was_under_way and self._lost is None and len(self._unsent) == before:
             self._send("abort", {"id": request_id})
+
+    def end(self, request_id: int, index: int) -> None:
+        """Have the engine end one completion of a request; what it has comes as ever. Where the process is lost, `take` says
+        so."""
+        if request_id in self._under_way and self._lost is None:
+            self._send("end", {"id": request_id, "index": index})
 
     def sampled_tokens(self, request_id: int) -> Mapping[int, int]:
         """Index of each completion that is not finished → tokens it had at the last pulse."""

@@ -1,7 +1,7 @@
 """The side of a remote engine that has the engine: takes requests from a connection, and sends what comes of them.
 
-    connection ── submit, abort, call ──► the reading thread ──► EngineSession
-               ◄─ pieces, returned, pulse ─ the sending thread ◄─ outbox ◄─ the thread that steps
+    connection ── submit, abort, end, call ──► the reading thread ──► EngineSession
+               ◄── pieces, returned, pulse ── the sending thread ◄─ outbox ◄─ the thread that steps
 
 The engine steps on by itself while there is work. The outbox is bounded: where the other side takes nothing, the engine stops
 between two steps until it does. A pulse tells the other side twice a second that this process lives, how long its step under
@@ -70,6 +70,8 @@ class RequestService:
             self._order(lambda: self._submit(fields["requests"], buffers))
         elif frame.kind == "abort":
             self._order(lambda: self._abort(fields["id"]))
+        elif frame.kind == "end":
+            self._order(lambda: self._end(fields["id"], fields["index"]))
         elif frame.kind == "call":
             self._call(fields["id"], fields["name"], fields.get("arguments", {}))
         else:
@@ -108,6 +110,12 @@ class RequestService:
             self._missing.pop(theirs, None)
         for number in numbers:
             self._session.abort(number)
+
+    def _end(self, theirs: int, index: int) -> None:
+        with self._lock:
+            numbers = [number for number, known in self._ids.items() if known == theirs]
+        for number in numbers:
+            self._session.end(number, index)
 
     def _abort_all(self) -> None:
         for theirs in list(self._missing):

@@ -28,6 +28,10 @@ class UnderWay:
         """Whether anything is to come, or has come and was not taken."""
         return bool(self._missing or self._events)
 
+    def __contains__(self, number: int) -> bool:
+        """Whether completions of a request are to come."""
+        return number in self._missing
+
     def add(self, number: int, count: int) -> None:
         """Expect so many completions of a request."""
         with self._lock:

@@ -15,7 +15,7 @@ class OpenRequest:
 
     number: int
     request: GenerateRequest
-    streaming: bool
+    streaming: int
     blocks: list[int]
     delivered: set[int] = field(default_factory=set)
     """Indices of completions that are delivered."""

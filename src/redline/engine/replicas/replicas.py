@@ -82,7 +82,7 @@ class Replicas:
         """Raises EngineError where it cannot be served as asked."""
         self._checks.check(request)
 
-    def submit(self, request: GenerateRequest, *, streaming: bool = False) -> int:
+    def submit(self, request: GenerateRequest, *, streaming: int = 0) -> int:
         """Hand a request to an engine, or queue it while none can take it, and return its number. Raises EngineError."""
         self.check(request)
         known = OpenRequest(next(self._numbers), request, streaming, blocks_of(request))
@@ -97,6 +97,14 @@ class Replicas:
         if known is not None:
             self._forget(known, aborts=True)
             self._place_waiting()
+
+    def end(self, request_id: int, index: int) -> None:
+        """Have the engine end one completion of a request; what it has comes as ever. Ignored once an engine was lost that had
+        the request: the caller has not seen what the next one samples."""
+        known = self._open.get(request_id)
+        if known is not None and not known.losses and known.slot is not None and known.slot.engine is not None:
+            with suppress(EngineLostError):
+                known.slot.engine.end(known.inner, index)
 
     def sampled_tokens(self, request_id: int) -> Mapping[int, int]:
         """Index of each completion that is not finished → tokens it has so far; none where its engine was lost."""
@@ -278,6 +286,8 @@ class Replicas:
         for known in lost:
             known.slot = None
             known.losses.append(slot)
+            if known.streaming > 1:  # under newer weights another engine may sample otherwise: the whole tells
+                known.streaming = 0
             if len(known.losses) >= MAX_LOSSES and len(lost) == 1:
                 self._fail(known, why)
                 continue

@@ -55,7 +55,7 @@ class ForcedLengths:
         self.lengths: Mapping[int, np.ndarray] = {} if lengths is None else lengths
         """Index of a group → tokens of each of its attempts."""
 
-    def submit(self, request: GenerateRequest, *, streaming: bool = False) -> int:
+    def submit(self, request: GenerateRequest, *, streaming: int = 0) -> int:
         request_id = next(self._ids)
         for attempt, single in enumerate(self._parts(request)):
             self._singles[self._engine.submit(single, streaming=streaming)] = request_id, attempt
@@ -64,6 +64,9 @@ class ForcedLengths:
     def abort(self, request_id: int) -> None:
         for single in [single for single, (whole, _) in self._singles.items() if whole == request_id]:
             self._engine.abort(single)
+
+    def end(self, request_id: int, index: int) -> None:
+        """Does nothing: a completion is as long as it was said to be."""
 
     def sampled_tokens(self, request_id: int) -> dict[int, int]:
         singles = {attempt: single for single, (whole, attempt) in self._singles.items() if whole == request_id}

@@ -25,7 +25,7 @@ class SwitchedEngine:
     adapter: Path | None = None
     """A LoRA adapter that every request names."""
     _numbers: Iterator[int] = field(default_factory=itertools.count)
-    _waiting: deque[tuple[int, GenerateRequest, bool]] = field(default_factory=deque)
+    _waiting: deque[tuple[int, GenerateRequest, int]] = field(default_factory=deque)
     _wholes: dict[int, int] = field(default_factory=dict)
     """The engine's number of a request → ours."""
 
@@ -34,7 +34,7 @@ class SwitchedEngine:
         if self.adapter is not None:
             self.engine.load_adapter(ADAPTER, self.adapter, version)
 
-    def submit(self, request: GenerateRequest, *, streaming: bool = False) -> int:
+    def submit(self, request: GenerateRequest, *, streaming: int = 0) -> int:
         number = next(self._numbers)
         wanted = replace(request, adapter=ADAPTER) if self.adapter is not None else request
         if self.singly:
@@ -47,6 +47,10 @@ class SwitchedEngine:
         self._waiting = deque(one for one in self._waiting if one[0] != request_id)
         for inner in [inner for inner, whole in self._wholes.items() if whole == request_id]:
             self.engine.abort(inner)
+
+    def end(self, request_id: int, index: int) -> None:
+        for inner in [inner for inner, whole in self._wholes.items() if whole == request_id]:
+            self.engine.end(inner, index)
 
     def sampled_tokens(self, request_id: int) -> dict[int, int]:
         found: dict[int, int] = {}

@@ -1,6 +1,7 @@
 """One try at a task, and the policy as its environment sees it.
 
 say ──► conversation: tokens ──► budget ──► broker ┄┄ the engine ┄┄ completion ──► message, tool calls ──► Turn
+                                               └┄┄┄┄┄┄ pieces of it ──► until, tool calls so far
 """
 
 from __future__ import annotations
@@ -20,10 +21,11 @@ from redline.rollouts.episodes.broker import Ask, Broker
 from redline.rollouts.episodes.group import EpisodeGroup
 from redline.rollouts.episodes.loop import EpisodeLoop
 from redline.rollouts.episodes.sequences import SequenceUnderWay
-from redline.say_arguments import check_messages, check_role, checked_max_tokens, checked_stop
+from redline.rollouts.streamed_reply import StreamedReply
+from redline.say_arguments import check_messages, check_role, check_until, checked_max_tokens, checked_stop
 from redline.telemetry import span
 from redline.telemetry.stalls.stacks import current_frames, place_of
-from redline.types import Completion, GenerateRequest, Message, SamplingParams, Turn
+from redline.types import Completion, GenerateRequest, Message, SamplingParams, Turn, Until
 
 REFUSALS_AT_ONCE = 100
 """Asks of an attempt that are refused without a rest."""
@@ -126,10 +128,11 @@ class PlayedAttempt:
         tools: Sequence[Mapping[str, Any]] = (),
         stop: Sequence[str] = (),
         max_tokens: int | None = None,
+        until: Until | None = None,
     ) -> Any:
         """As `ports.Policy.say`: in the event loop what it returns is awaited, in any other thread it is the turn itself.
         Raises TaskError for arguments that nothing can be made of."""
-        reply = self._say(messages, role, tools, stop, max_tokens)
+        reply = self._say(messages, role, tools, stop, max_tokens, until)
         if self._shared.loop.is_here:
             return reply
         return asyncio.run_coroutine_threadsafe(reply, self._shared.loop.loop).result()
@@ -141,12 +144,14 @@ class PlayedAttempt:
         tools: Sequence[Mapping[str, Any]],
         stop: Sequence[str],
         max_tokens: int | None,
+        until: Until | None,
     ) -> Turn:
         began = time.perf_counter()
         environment_s, self._since = began - self._since, began
         try:
             check_role(role)
             check_messages(messages, tools)
+            check_until(until)
             stops = checked_stop(stop)
             line, asked, limit = self._begin(messages, role, tools, stops, checked_max_tokens(max_tokens))
         except RedlineError:
@@ -156,13 +161,14 @@ class PlayedAttempt:
         line.is_asking = True  # and where it is cancelled, it stays so: nothing goes on from a reply that did not come
         reserved = self._num_new(asked, line) + limit
         self._num_tokens += reserved
+        streamed = self._streamed(line, tools, until)
         try:
-            completion = await self._completion(asked.prompt_ids, limit, stops)
+            completion = await self._completion(asked.prompt_ids, limit, stops, streamed)
         finally:
             self._num_tokens -= reserved
         line.is_asking = False
         with span("rollouts.parse", awaits=False):
-            turn = self._turn(line, completion, environment_s, asked_at - began)
+            turn = self._turn(line, completion, streamed, environment_s, asked_at - began)
             self._take(line, role, asked, completion, turn)
         self._since = time.perf_counter()
         return turn
@@ -208,9 +214,17 @@ class PlayedAttempt:
             self.refusal = error
             raise
 
-    async def _completion(self, prompt_ids: Any, limit: int, stop: tuple[str, ...]) -> Completion:
+    def _streamed(self, line: _Line, tools: Sequence[Mapping[str, Any]], until: Until | None) -> StreamedReply | None:
+        """Reads the reply while it is sampled, where there are calls to be found or `until` may end it."""
+        if not tools and until is None:
+            return None
+        return StreamedReply(self._shared.chat, line.conversation.reader, self._shared.stop_token_ids, until)
+
+    async def _completion(
+        self, prompt_ids: Any, limit: int, stop: tuple[str, ...], streamed: StreamedReply | None
+    ) -> Completion:
         reply: asyncio.Future[Completion] = self._shared.loop.loop.create_future()
-        ask = Ask(self.group, self.index, self.retry, self._num_asks, prompt_ids, limit, stop, reply)
+        ask = Ask(self.group, self.index, self.retry, self._num_asks, prompt_ids, limit, stop, reply, streamed)
         self._num_asks += 1
         self._asks.append(ask)
         try:
@@ -265,9 +279,11 @@ class PlayedAttempt:
 
     # ── replies ────────────────────────────────────────────────────────────────────────────────────────────────────────
 
-    def _turn(self, line: _Line, completion: Completion, environment_s: float, prompt_s: float) -> Turn:
+    def _turn(
+        self, line: _Line, completion: Completion, streamed: StreamedReply | None, environment_s: float, prompt_s: float
+    ) -> Turn:
         began = time.perf_counter()
-        reply = line.conversation.replied(completion.token_ids)
+        reply = line.conversation.replied(completion.token_ids, streamed.reader if streamed else None)
         return Turn(
             text=reply.text,
             start=reply.start,
@@ -282,7 +298,7 @@ class PlayedAttempt:
             problem=reply.problem,
             environment_s=environment_s,
             prompt_s=prompt_s,
-            parse_s=time.perf_counter() - began,
+            parse_s=time.perf_counter() - began + (streamed.seconds if streamed else 0.0),
             switches=completion.switches,
         )
 

@@ -9,6 +9,9 @@ sampled follows from the run's seed, the task, the attempt and the place of the 
 Requests reach the engine in the order of their groups: what was begun first ends first. No more than `most` completions are
 under way at once, and the others wait here; one request always fits, so nothing waits for ever.
 
+A reply that is read while it is sampled (`streamed_reply.py`) comes in pieces. Where the environment's `until` cuts it, the
+engine is told to sample no more of it; what it sampled until it heard of that is thrown away.
+
 For the groups of a caller that holds the engine (lockstep, an evaluation) that thread hands them over: `carry_out_orders`. They
 have a quota of their own: the caller steps the engine only once it has their requests, so these must not wait for others.
 """
@@ -24,8 +27,11 @@ from functools import partial
 
 import numpy as np
 
+from redline.errors import boundary
 from redline.ports import Session
 from redline.rollouts.episodes.group import EpisodeGroup
+from redline.rollouts.streamed_reply import StreamedReply
+from redline.telemetry import span
 from redline.types import Completion, Delta, GenerateRequest, SamplingParams
 
 
@@ -54,6 +60,8 @@ class Ask:
     max_tokens: int
     stop: tuple[str, ...]
     reply: asyncio.Future[Completion]
+    streamed: StreamedReply | None = None
+    """Reads the reply while it is sampled, and may end it."""
 
     @property
     def key(self) -> AskKey:
@@ -89,6 +97,19 @@ class BrokeredRequest:
     @property
     def is_over(self) -> bool:
         return all(ask.is_over for ask in self.asks)
+
+    @property
+    def streaming(self) -> int:
+        """Tokens of a piece; 0 where no reply is read while it is sampled."""
+        return min((ask.streamed.piece for ask in self.asks if ask.streamed), default=0)
+
+    @property
+    def decides(self) -> bool:
+        """Whether a piece may end a reply."""
+        return any(ask.streamed.decides for ask in self.asks if ask.streamed)
+
+    def ask_of(self, piece: Delta) -> Ask:
+        return self.asks[piece.index - self.request.sampling.first_index]
 
 
 @dataclass(slots=True, eq=False)
@@ -216,7 +237,7 @@ class Broker:
         if request.is_over:
             self._post(self._took_back, request)
             return
-        number = self._session.submit(request.request, self)
+        number = self._session.submit(request.request, self, streaming=request.streaming)
         self._in_engine[number] = request
 
     def _took_back(self, request: BrokeredRequest) -> None:
@@ -224,11 +245,14 @@ class Broker:
         request.num_missing = 0
 
     def receive(self, pieces: Sequence[tuple[int, Delta | Exception]]) -> None:
-        """Take what a step of the engine brought, in the thread that stepped it: the loop's thread hears of it once."""
-        found = [(number, piece) for number, piece in pieces if isinstance(piece, Exception) or piece.completion is not None]
-        if found:
-            self.has_news = True
-            self._post(self._take, found)
+        """Take what a step of the engine brought, in the thread that stepped it: the loop's thread hears of it once. A piece by
+        which nothing is decided is no news: no step waits until it is read."""
+        self.has_news |= any(self._is_news(number, piece) for number, piece in pieces)
+        self._post(self._take, pieces)
+
+    def _is_news(self, number: int, piece: Delta | Exception) -> bool:
+        request = self._in_engine.get(number)
+        return isinstance(piece, Exception) or piece.completion is not None or (request is not None and request.decides)
 
     def _take(self, pieces: Sequence[tuple[int, Delta | Exception]]) -> None:
         for number, piece in pieces:
@@ -238,14 +262,30 @@ class Broker:
             if isinstance(piece, Exception):
                 self._fail(piece)
                 continue
-            assert piece.completion is not None
-            ask = request.asks[piece.index - request.request.sampling.first_index]
+            ask = request.ask_of(piece)
             if not ask.is_over:
-                ask.reply.set_result(piece.completion)
+                self._deliver(number, ask, piece)
+            if piece.completion is None:
+                continue
             request.num_missing -= 1
             self._quotas[request.group.is_here].num_under_way -= 1
             if not request.num_missing:
                 del self._in_engine[number]
+
+    def _deliver(self, number: int, ask: Ask, piece: Delta) -> None:
+        """Read what has come of a reply. Where it is cut there, have no more of it sampled. What the environment's `until`
+        raises is raised where the environment asked."""
+        whole, streamed = piece.completion, ask.streamed
+        with boundary() as caught:
+            if streamed is not None:
+                with span("rollouts.parse", awaits=False):
+                    whole = streamed.take(piece)
+        if caught.error is not None:
+            ask.reply.set_exception(caught.error)
+        elif whole is not None:
+            ask.reply.set_result(whole)
+        if piece.completion is None and streamed is not None and (caught.error is not None or streamed.is_cut):
+            self._order(ask.group, partial(self._session.end, number, piece.index))
 
     def take_back_what_is_over(self) -> None:
         """Abort requests for which no attempt waits any more."""

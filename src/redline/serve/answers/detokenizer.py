@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from redline.engine.native.text.detokenizer import Decode, Detokenizer
+from redline.models.detokenizer import Decode, Detokenizer
 
 CONTEXT = 4
 """Prompt tokens decoded along with the first new ones: some tokenizers drop the space that begins a text."""

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from redline.engine.native.text.detokenizer import Detokenizer
+from redline.models.detokenizer import Detokenizer
 from redline.serve.answers.detokenizer import CompletionText
 
 

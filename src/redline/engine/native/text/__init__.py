@@ -1,1 +1,1 @@
-"""Tokens to text, and the strings that end it."""
+"""The strings that end a completion."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from redline.engine.native.text.detokenizer import Detokenizer
+from redline.models.detokenizer import Detokenizer
 
 if TYPE_CHECKING:
     import numpy as np
