@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from redline.errors import TaskError
-from redline.say_arguments import MAX_NAME, check_messages, check_role, checked_max_tokens, checked_stop
+from redline.say_arguments import MAX_NAME, check_messages, check_role, check_until, checked_max_tokens, checked_stop
 
 USER = {"role": "user", "content": "hello"}
 
@@ -17,6 +17,18 @@ USER = {"role": "user", "content": "hello"}
 def test_stop_strings_are_texts(stop: Any) -> None:
     with pytest.raises(TaskError, match=r"`policy.say` was given stop = .*\n\nhint: give texts"):
         checked_stop(stop)
+
+
+async def later(reply: object) -> bool:
+    return True
+
+
+@pytest.mark.parametrize("until", ["\n", 5, later], ids=["text", "number", "async"])
+def test_until_is_a_function_that_answers_at_once(until: Any) -> None:
+    with pytest.raises(TaskError, match=r"`policy.say` was given until = .*\n\nhint: give a function of the reply so far"):
+        check_until(until)
+    check_until(None)
+    check_until(len)
 
 
 def test_one_stop_string_may_stand_by_itself() -> None:

@@ -114,7 +114,7 @@ class ToolEnvironment:
         while True:
             may_call = len(calls) < self.max_calls
             with EarlyCalls(tools if may_call else {}, partial(self._called, tools), self.ends_at_call) as early:
-                turn = await policy.say(messages, tools=schemas, **early.until)
+                turn = await policy.say(messages, tools=schemas, until=early.until)
                 if not turn.tool_calls and not turn.problem:
                     return await _awaited(self.score(task, turn.text, calls))
                 if not may_call:
@@ -180,10 +180,10 @@ class EarlyCalls:
         """By their place among the calls of the reply."""
 
     @property
-    def until(self) -> dict[str, Until]:
-        """The argument of `policy.say` that begins them, and ends the reply where it should; none where it would do nothing."""
+    def until(self) -> Until | None:
+        """Begins them, and ends the reply where it should; None where there is nothing to do before the reply has ended."""
         has_early = any(tool.early for tool in self._tools.values())
-        return {"until": self._look} if has_early or self._ends_at_call else {}
+        return self._look if has_early or self._ends_at_call else None
 
     def _look(self, reply: ReplySoFar) -> bool:
         for place, call in enumerate(reply.tool_calls):

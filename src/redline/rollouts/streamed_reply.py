@@ -71,7 +71,8 @@ class StreamedReply:
     def _push(self, token_ids: Sequence[int]) -> None:
         began = time.perf_counter()
         try:
-            for run in [token_ids] if self._until is None else [[token] for token in token_ids]:
+            runs: list[Sequence[int]] = [token_ids] if self._until is None else [[token] for token in token_ids]
+            for run in runs:
                 self._token_ids += run
                 if self._cut is None:
                     self._take(run)

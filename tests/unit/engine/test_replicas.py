@@ -74,6 +74,10 @@ class FakeEngine:
         self._alive()
         self.under_way.pop(request_id, None)
 
+    def end(self, request_id: int, index: int) -> None:
+        self._alive()
+        self.calls.append(f"end {request_id} {index}")
+
     def sampled_tokens(self, request_id: int) -> Mapping[int, int]:
         return self.under_way[request_id][2] if request_id in self.under_way else {}
 
@@ -289,6 +293,39 @@ def test_a_streamed_request_whose_beginning_would_change_fails_with_the_reason(f
     *_, (_, error) = several.events()
     assert isinstance(error, EngineError)
     assert "the weights have changed since" in error.message
+
+
+def test_of_a_request_in_larger_pieces_the_whole_counts_where_its_beginning_changes(fleet: Callable[..., Fleet]) -> None:
+    class Newer(FakeEngine):
+        def submit(self, request: GenerateRequest, *, streaming: int = 0) -> int:
+            return super().submit(ask(99, seed=1, max_tokens=8), streaming=streaming)
+
+    several = fleet(1, start=lambda index: Newer("engine 0"))
+    number = several.replicas.submit(ask(20, max_tokens=8), streaming=4)
+    several.replicas.step()
+    several.replicas.end(number, 0)
+    assert several.engines[0].calls == ["end 0 0"]
+    several.engines[0].why_lost = "ended by SIGKILL"
+    *_, (_, last) = several.events()
+    assert isinstance(last, Delta)
+    assert last.completion is not None
+    assert last.completion.token_ids.tolist() == tokens_of(ask(99, seed=1, max_tokens=8), 0)
+
+
+def test_a_completion_is_not_ended_by_what_a_lost_engine_had_sampled_of_it(fleet: Callable[..., Fleet]) -> None:
+    several = fleet(1, start=lambda index: FakeEngine("engine 0", steps_held=True))
+    number = several.replicas.submit(ask(20, max_tokens=8), streaming=4)
+    several.replicas.step()
+    lost = several.engines[0]
+    lost.why_lost = "ended by SIGKILL"
+    until = time.monotonic() + SOON_S
+    while several.engines[0] is lost or not several.engines[0].given:
+        assert time.monotonic() < until, "no other engine got it"
+        several.replicas.step()
+    several.replicas.end(number, 0)
+    assert several.engines[0].calls == []
+    several.engines[0].steps_held = False
+    assert several.finish() == {number: {0: tokens_of(ask(20, max_tokens=8), 0)}}
 
 
 def test_a_request_that_kills_every_engine_fails_alone_and_the_others_are_answered(fleet: Callable[..., Fleet]) -> None:

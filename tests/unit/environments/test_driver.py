@@ -131,6 +131,16 @@ def test_an_attempt_that_ends_as_a_generator_does_is_an_error_of_that_attempt(is
     assert "GeneratorExit" in str(episode.error)
 
 
+def test_a_reply_ends_where_the_environment_says() -> None:
+    class Brief:
+        async def play(self, task, policy):
+            return (await policy.say(task.messages, until=lambda reply: "b" in reply.text)).text
+
+    driver = Driver(Brief())
+    assert [driver.play(TASK, ScriptedSpeaker([text]), 300.0).score for text in ("aabba", "aa")] == ["aab", "aa"]
+    driver.close()
+
+
 def test_many_attempts_are_under_way_at_once() -> None:
     class Waits:
         """Waits until all of them do."""

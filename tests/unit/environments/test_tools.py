@@ -96,6 +96,47 @@ def test_calls_without_an_end_are_scored_without_an_answer() -> None:
     assert episode.score == pytest.approx(0.3)
 
 
+class Library(Shop):
+    """Looks things up while the policy still speaks."""
+
+    @tool(early=True)
+    async def search(self, word: str) -> str:
+        """What the books say."""
+        self.__dict__.setdefault("searched", []).append(word)
+        if word == "lost":
+            raise KeyError(word)
+        return word.upper()
+
+    def score(self, task: Task, answer: str, calls: Sequence[Called]) -> dict[str, float]:
+        return {call.call.name: float(call.began_early) for call in calls}
+
+
+def test_a_tool_that_may_begin_early_does_and_its_result_is_that_of_the_call() -> None:
+    library = Library()
+    calls = (ToolCall("search", {"word": "a"}), ToolCall("stock", {"articles": ["b"]}), ToolCall("search", {"word": "lost"}))
+    episode = play(library, Reply("I search.", calls), Reply("3"))
+    library.close()
+    assert episode.error is None
+    assert episode.score == {"search": 1.0, "stock": 0.0}
+    assert results(episode) == ["A", '{"b": 2}', "error: KeyError: 'lost'"]
+
+
+def test_replies_of_an_environment_that_ends_at_calls_have_one() -> None:
+    library = Library()
+    library.ends_at_call = True
+    calls = (ToolCall("search", {"word": "a"}), ToolCall("search", {"word": "b"}))
+    episode = play(library, Reply("", calls), Reply("3"))
+    assert results(episode) == ["A"]
+    assert episode.exchanges[0].turn.tool_calls == calls[:1]
+
+
+def test_no_tool_begins_early_in_the_reply_after_the_last_call() -> None:
+    library = Library()
+    library.max_calls = 1
+    assert play(library, call("search", word="a"), call("search", word="b")).score == {"search": 1.0}
+    assert library.__dict__["searched"] == ["a"]
+
+
 def test_the_model_sees_the_functions_in_the_order_of_their_names() -> None:
     shop = Shop()
     asked = play(shop, Reply("3")).exchanges[0].asked

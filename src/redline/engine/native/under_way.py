@@ -124,7 +124,8 @@ class UnderWay:
             elif sequence.newest_version != results.version:
                 sequence.switches.append((before, results.version))
             sequence.last_token, sequence.newest_version = now, results.version
-            if self._has_piece(sequence) or sequence.request.sampling.stop or not self._rows.alive_R[row]:
+            has_piece = sequence.streaming and self._has_piece(sequence)
+            if has_piece or sequence.request.sampling.stop or not self._rows.alive_R[row]:
                 self._look_at(sequence)
 
     def _take_in_extras(self, results: Results, step: int, live_B: np.ndarray) -> None:

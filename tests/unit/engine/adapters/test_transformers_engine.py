@@ -254,6 +254,22 @@ def test_the_pieces_of_a_stream_are_its_completion(bloom: PreTrainedModel) -> No
         assert all(delta.top_logprobs.token_ids.shape == (1, 2) for delta in pieces[index])
 
 
+def test_one_completion_can_be_ended_where_it_is_and_the_others_go_on(bloom: PreTrainedModel) -> None:
+    engine, request = engine_of(bloom), ask(9, 8, n=2)
+    number = engine.submit(request, streaming=3)
+    found: dict[int, Completion] = {}
+    while engine.has_work:
+        for _, delta in engine.step():
+            found |= {delta.index: delta.completion} if delta.completion else {}
+            if delta.index == 0 and delta.completion is None:
+                assert len(delta.token_ids) == 3
+                engine.end(number, 0)
+    [first, second] = engine_of(bloom).generate([request])[0]
+    assert found[0].finish_reason is FinishReason.ABORT
+    assert found[0].token_ids.tolist() == first.token_ids[:3].tolist()
+    assert_same([found[1]], [second])
+
+
 def test_an_aborted_request_leaves_what_it_sampled_and_the_others_alone(bloom: PreTrainedModel) -> None:
     engine = engine_of(bloom, max_num_seqs=2)
     running, kept, waiting = (engine.submit(request) for request in (ask(9, 20), ask(5, 6, seed=1), ask(7, 5, seed=2)))

@@ -65,16 +65,19 @@ def fuzz(model: Model, seed: int, kind: type[NativeEngine]) -> None:
                 found[number, piece.index] = piece.completion
 
     streaming = set()
-    for action in rng.choice(["submit", "step", "abort", "apply", "refuse"], size=60, p=[0.3, 0.55, 0.07, 0.04, 0.04]):
+    actions = ["submit", "step", "abort", "end", "apply", "refuse"]
+    for action in rng.choice(actions, size=60, p=[0.3, 0.51, 0.06, 0.05, 0.04, 0.04]):
         if action == "submit":
-            request, flag = random_request(rng), bool(rng.integers(2))
-            number = engine.submit(request, streaming=flag)
+            request, piece = random_request(rng), int(rng.choice([0, 1, 3]))
+            number = engine.submit(request, streaming=piece)
             asked[number] = request
-            streaming |= {number} if flag else set()
+            streaming |= {number} if piece else set()
         elif action == "step":
             take(engine.step())
         elif action == "abort" and asked:
             engine.abort(int(rng.choice(list(asked))))
+        elif action == "end" and asked:
+            engine.end(int(rng.choice(list(asked))), int(rng.integers(4)))
         elif action == "apply":
             engine.apply(WeightUpdate(engine.version + 1, (), 0))
         elif action == "refuse":

@@ -21,7 +21,7 @@ from support.tiny_engines import (
 
 from redline.engine import NativeEngine
 from redline.errors import EngineError
-from redline.types import Completion, FinishReason
+from redline.types import Completion, Delta, FinishReason
 
 
 @pytest.fixture(scope="module")
@@ -181,6 +181,28 @@ def test_a_request_can_be_given_up_at_any_time(model: Model, stage: str, streami
         assert len(completion.logprobs) == length
     for number, other in zip(numbers, others, strict=True):
         assert_same(found[number], model.alone(other))
+    assert_nothing_held(engine)
+
+
+def test_one_completion_can_be_ended_where_it_is_and_the_others_go_on(model: Model) -> None:
+    engine = model.engine()
+    request = ask(9, 30, n=3)
+    number = engine.submit(request, streaming=4)
+    seen: dict[int, int] = dict.fromkeys(range(3), 0)
+    found: dict[int, Completion] = {}
+    while engine.has_work:
+        for _, piece in engine.step():
+            assert isinstance(piece, Delta)
+            assert piece.completion is not None or len(piece.token_ids) == 4
+            seen[piece.index] += len(piece.token_ids)
+            if piece.completion is not None:
+                found[piece.index] = piece.completion
+        if seen[1] == 8 and 1 not in found:
+            engine.end(number, 1)
+            engine.end(number, 7)
+    assert found[1].finish_reason == FinishReason.ABORT
+    assert found[1].token_ids.tolist() == model.alone(request)[1].token_ids[:8].tolist()
+    assert_same([found[0], found[2]], [model.alone(request)[i] for i in (0, 2)])
     assert_nothing_held(engine)
 
 

@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from support.eventually import eventually
 from support.standing import standing
 from support.tiny_engines import MIXED, Letters, Model, ask, assert_same, make_model
 
@@ -147,6 +148,18 @@ def test_streamed_pieces_come_in_order_and_make_the_whole(remote: RemoteEngine) 
         whole = piece.completion or whole
     assert whole is not None
     assert whole.token_ids.tolist() == tokens
+
+
+def test_one_completion_can_be_ended_and_the_others_go_on(far: Far, remote: RemoteEngine) -> None:
+    with far.session.held():  # both orders are there before the engine takes a step
+        number = remote.submit(ask(4, 30, n=2), streaming=4)
+        remote.flush()
+        remote.end(number, 1)
+        eventually(lambda: len(far.session._inbox) == 2)
+    found = {piece.index: piece.completion for _, piece in pieces(remote) if isinstance(piece, Delta) and piece.completion}
+    remote.end(number, 1)
+    assert {index: len(completion.token_ids) for index, completion in found.items()} == {0: 30, 1: 0}
+    assert found[1].finish_reason == FinishReason.ABORT
 
 
 def test_what_cannot_be_served_is_refused_here_and_what_only_the_engine_knows_comes_with_a_step(far: Far) -> None:
