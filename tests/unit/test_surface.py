@@ -260,6 +260,7 @@ Policy
 Reaction
 RedlineError
 Reply
+ReplySoFar
 Run
 Task
 TaskSource

@@ -114,7 +114,7 @@ CUTS = st.lists(st.integers(0, 10_000), max_size=12)
 
 @pytest.mark.parametrize("name", CALLS)
 @given(text=REPLIES, ends=st.booleans(), cuts=CUTS, looks=st.booleans(), prefix=st.sampled_from(["", "<tool_call>\n"]))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 def test_a_reply_in_pieces_says_what_the_whole_says(
     name: str, text: str, ends: bool, cuts: list[int], looks: bool, prefix: str
 ) -> None:
@@ -127,7 +127,7 @@ def test_a_reply_in_pieces_says_what_the_whole_says(
 
 @pytest.mark.parametrize("name", CALLS)
 @given(text=REPLIES, cuts=CUTS)
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=20, deadline=None)
 def test_calls_are_read_from_a_text_in_pieces_as_from_the_whole(name: str, text: str, cuts: list[int]) -> None:
     """Here a piece may end anywhere in a text, and a format is asked alone."""
     format = chat_with(name).tool_use.format
@@ -164,7 +164,7 @@ def test_until_a_call_is_complete_ends_the_reply_with_the_end_of_the_call(name: 
 
 @given(text=st.text(min_size=1, max_size=30), count=st.integers(1, 12), cuts=CUTS)
 @example(text="漢🙂é", count=2, cuts=[1, 2, 3, 5])
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 def test_until_so_many_letters_ends_the_reply_with_the_token_that_completes_the_last(
     text: str, count: int, cuts: list[int]
 ) -> None:
@@ -242,7 +242,7 @@ JSON = st.recursive(
 @given(
     value=st.lists(JSON, max_size=3) | st.dictionaries(st.text(max_size=3), JSON, max_size=3), before=st.text(" \n", max_size=2)
 )
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 def test_json_ends_with_its_last_bracket_and_not_before(value: Any, before: str) -> None:
     text = before + json.dumps(value)
     ends = JsonEnds()
