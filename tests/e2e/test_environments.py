@@ -26,7 +26,7 @@ class Letters:
         self.rounds, self.until = rounds, until
 
     def is_said(self, reply):
-        return self.until in reply.text
+        return len(reply.text) >= self.until
 
     def train(self, index):
         return Task(f"letters/{index}", [{"role": "user", "content": f"word {index % 7}"}])
@@ -90,16 +90,18 @@ def test_in_lockstep_a_run_of_several_turns_trains_and_repeats_itself(tmp_path: 
 
 
 def test_replies_that_the_environment_ends_are_trained_on_up_to_there(tmp_path: Path) -> None:
-    environment = {"name": "rounds_of_letters:Letters", "folder": str(tmp_path), "params": {"until": "e"}}
-    run = redline.train(write_recipe(tmp_path, rollouts={"environment": environment, "max_new_tokens": 200}))
+    """Of the tiny model, whose tokens are bytes, six letters are some seven tokens."""
+    environment = {"name": "rounds_of_letters:Letters", "folder": str(tmp_path), "params": {"until": 6}}
+    run = redline.train(write_recipe(tmp_path, rollouts={"environment": environment, "max_new_tokens": 48}))
     turns = [(row, turn) for row in run.trajectories().to_pylist() for turn in row["turns"]]
+    lengths = [turn["end"] - turn["start"] for _, turn in turns]
     texts = [tiny_tokenizer().decode(row["token_ids"][turn["start"] : turn["end"]]) for row, turn in turns]
-    assert {turn["finish_reason"] for (_, turn), text in zip(turns, texts, strict=True) if text.endswith("e")} == {"stop"}
-    assert not any("e" in text[:-1] for text in texts), "nothing comes after the first"
+    assert {turn["finish_reason"] for _, turn in turns} == {"stop"}
+    assert all(len(text) >= 6 for text in texts)
+    assert max(lengths) < 24
     written = rows(only_run(tmp_path).metrics)
     kept = sum(row["rollouts/completion_tokens_mean"] * row["rollouts/attempts"] for row in written)
-    assert sum(turn["end"] - turn["start"] for _, turn in turns) == pytest.approx(kept)
-    assert kept < sum(row["engine/new_tokens"] for row in written) < 1.1 * kept, "what is thrown away was sampled too"
+    assert sum(lengths) == pytest.approx(kept), "the rows count what was kept"
     assert any(row["trainer/grad_norm"] > 0 for row in written)
 
 
