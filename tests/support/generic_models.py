@@ -31,7 +31,7 @@ ROUTED: dict[str, PretrainedConfig] = {
     "starcoder2, tied": family("starcoder2", **SHAPE, tie_word_embeddings=True),
     "stablelm": family("stablelm", **SHAPE),
     "mixtral": family("mixtral", **SHAPE),
-    "qwen3_moe": family("qwen3_moe", **SMALL, **EXPERTS),
+    "qwen2_moe": family("qwen2_moe", **SHAPE, **EXPERTS, shared_expert_intermediate_size=32),
     "cohere, scaled head": family("cohere", **SHAPE),
     "opt": family("opt", **{**SHAPE, "ffn_dim": 80, "word_embed_proj_dim": 24}, do_layer_norm_before=False),
     "deepseek_v3, other value size": family(
@@ -80,7 +80,6 @@ MORE_ROUTED: dict[str, PretrainedConfig] = {
         original_max_position_embeddings=32,
         rope_parameters=rope("longrope", factor=8.0, short_factor=[1.0] * 4, long_factor=[4.0, 3.0, 2.0, 1.5]),
     ),
-    "qwen2_moe": family("qwen2_moe", **SHAPE, **EXPERTS, shared_expert_intermediate_size=32),
     "seed_oss": family("seed_oss", **SMALL),
     "smollm3": family("smollm3", **SHAPE),
 }

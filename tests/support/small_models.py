@@ -16,6 +16,7 @@ from transformers import (
     PreTrainedModel,
     Qwen2Config,
     Qwen3Config,
+    Qwen3MoeConfig,
 )
 
 VOCAB_SIZE = 131
@@ -33,6 +34,8 @@ SHAPE: dict[str, Any] = {
     "eos_token_id": 1,
     "pad_token_id": 0,
 }
+
+EXPERTS: dict[str, Any] = {"num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 32, "head_dim": 16}
 
 
 def llama(**changes: Any) -> PretrainedConfig:
@@ -63,6 +66,10 @@ CONFIGS: dict[str, PretrainedConfig] = {
     "qwen2, yarn rope": Qwen2Config(**SHAPE, rope_parameters=rope("yarn", factor=4.0, original_max_position_embeddings=64)),
     "qwen3, own head size": Qwen3Config(**SHAPE, head_dim=16, tie_word_embeddings=True),
     "qwen3, biases": Qwen3Config(**SHAPE, head_dim=16, attention_bias=True, tie_word_embeddings=False),
+    "qwen3_moe": Qwen3MoeConfig(**SHAPE, **EXPERTS, norm_topk_prob=True),
+    "qwen3_moe, some layers": Qwen3MoeConfig(
+        **{**SHAPE, "num_hidden_layers": 4}, **EXPERTS, decoder_sparse_step=2, mlp_only_layers=[1], attention_bias=True
+    ),
 }
 
 

@@ -10,19 +10,19 @@ themselves (`hf.py` splits them on the way out), so trainer and engine see one s
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
-from typing import Any, Protocol, runtime_checkable
+from typing import Protocol, runtime_checkable
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 from redline.kernels.available import kernels_serve
 from redline.models.layer_code import Checkpointing, LayerCode, layer_code
+from redline.models.layers.activation import again_in_backward, silu_mul
+from redline.models.layers.experts import Experts
 from redline.models.layers.gradient_sums import embedding
 from redline.models.layers.rope import rotary_table, rotate
-from redline.models.lora.per_token import ActiveLora, project
+from redline.models.lora.per_token import BARE, ActiveLora, project
 from redline.models.spec import DecoderSpec
 
 Rotary = tuple[Tensor, Tensor]
@@ -57,8 +57,12 @@ class DecoderLayer(nn.Module):
         self.k_norm = nn.Parameter(torch.ones(spec.head_dim)) if spec.qk_norm else None
         self.o = nn.Linear(attention_size, spec.hidden_size, bias=spec.o_bias)
         self.mlp_norm = nn.Parameter(torch.ones(spec.hidden_size))
-        self.gate_up = nn.Linear(spec.hidden_size, 2 * spec.intermediate_size, bias=spec.mlp_bias)
-        self.down = nn.Linear(spec.intermediate_size, spec.hidden_size, bias=spec.mlp_bias)
+        experts = spec.experts_of(index)
+        self.experts = None if experts is None else Experts(spec.hidden_size, experts)
+        """In place of `gate_up` and `down`."""
+        if self.experts is None:
+            self.gate_up = nn.Linear(spec.hidden_size, 2 * spec.intermediate_size, bias=spec.mlp_bias)
+            self.down = nn.Linear(spec.intermediate_size, spec.hidden_size, bias=spec.mlp_bias)
         self.reduce: Callable[[Tensor], Tensor] = _alone
         """Sums over the processes that share the layer (`parallel.py`)."""
         self.checkpointing: Checkpointing = "none"
@@ -76,7 +80,7 @@ class DecoderLayer(nn.Module):
         x_TE, normed_TE = add_rms_norm(x_TE, delta_TE, self.attn_norm, self.spec.norm_eps)
         attended_TE = self.reduce(project(self.o, self._attention(normed_TE, rotary, attend, lora), lora))
         x_TE, normed_TE = add_rms_norm(x_TE, attended_TE, self.mlp_norm, self.spec.norm_eps)
-        return x_TE, _again_in_backward(self._mlp, self.checkpointing == "selective")(normed_TE, lora)
+        return x_TE, again_in_backward(self._mlp, self.checkpointing == "selective")(normed_TE, lora)
 
     def _runs_by_hand(self, x_TE: Tensor, attend: AnyAttend, lora: ActiveLora | None) -> bool:
         """Whether `fused_layer` takes over."""
@@ -88,12 +92,17 @@ class DecoderLayer(nn.Module):
     def is_whole(self) -> bool:
         """No other process has a part of it, and no adapter stands beside a projection."""
         modules = self._modules  # every layer of every micro-batch is asked: no way round by attributes
-        qkv, o, gate_up, down = modules["qkv"], modules["o"], modules["gate_up"], modules["down"]
+        qkv, o, gate_up, down = modules["qkv"], modules["o"], modules.get("gate_up"), modules.get("down")
+        if gate_up is None:
+            return self.reduce is _alone and type(qkv) is type(o) is nn.Linear
         return self.reduce is _alone and type(qkv) is type(o) is type(gate_up) is type(down) is nn.Linear
 
     def _mlp(self, x_TE: Tensor, lora: ActiveLora | None) -> Tensor:
+        if self.experts is not None:
+            assert lora is None or lora is BARE, "no adapter stands beside an expert"
+            return self.reduce(self.experts(x_TE, light=self.checkpointing == "light"))
         gate_up_TI = project(self.gate_up, x_TE, lora)
-        return self.reduce(_again_in_backward(self._activated, self.checkpointing == "light")(gate_up_TI, lora))
+        return self.reduce(again_in_backward(self._activated, self.checkpointing == "light")(gate_up_TI, lora))
 
     def _activated(self, gate_up_TI: Tensor, lora: ActiveLora | None) -> Tensor:
         return project(self.down, silu_mul(gate_up_TI), lora)
@@ -182,7 +191,7 @@ class Decoder(nn.Module):
 
             return fused_layers(self.layers, x_TE, rotary, attend)  # type: ignore[arg-type]
         for layer in self.layers:
-            x_TE, delta_TE = _again_in_backward(layer, self.checkpointing == "full")(x_TE, delta_TE, rotary, attend, lora)
+            x_TE, delta_TE = again_in_backward(layer, self.checkpointing == "full")(x_TE, delta_TE, rotary, attend, lora)
         return x_TE, delta_TE
 
     def _runs_at_once(self, x_TE: Tensor, attend: AnyAttend, lora: ActiveLora | None) -> bool:
@@ -208,13 +217,6 @@ def _trains(x_TE: Tensor, attend: AnyAttend, lora: ActiveLora | None) -> bool:
     return kernels_serve(x_TE) and lora is None and torch.is_grad_enabled() and hasattr(attend, "backward")
 
 
-def _again_in_backward(part: Callable[..., Any], wanted: bool) -> Callable[..., Any]:
-    """The same, but where gradients are wanted nothing inside is kept for the backward pass."""
-    if not (wanted and torch.is_grad_enabled()):
-        return part
-    return partial(checkpoint, part, use_reentrant=False, preserve_rng_state=False)
-
-
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """x / sqrt(mean(x²) + eps) · weight, with the statistics in float32."""
     return F.rms_norm(x, weight.shape, weight, eps)
@@ -230,14 +232,3 @@ def add_rms_norm(x_TE: Tensor, delta_TE: Tensor | None, weight: Tensor, eps: flo
         return fused.add_rms_norm(x_TE, delta_TE, weight, eps)
     x_TE = x_TE if delta_TE is None else x_TE + delta_TE
     return x_TE, rms_norm(x_TE, weight, eps)
-
-
-def silu_mul(gate_up: Tensor) -> Tensor:
-    """silu(gate) · up, of the two side by side."""
-    if kernels_serve(gate_up):
-        from redline.kernels import decoder_steps as kernels
-        from redline.kernels import training as training_kernels
-
-        return (training_kernels if torch.is_grad_enabled() else kernels).silu_mul(gate_up)
-    gate, up = gate_up.chunk(2, dim=-1)
-    return F.silu(gate) * up

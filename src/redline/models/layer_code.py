@@ -22,8 +22,9 @@ def layer_code(shape: ModelShape, dtype: torch.dtype, checkpointing: Checkpointi
 
     `kernels`: the Triton kernels serve on the device (`kernels/available.py`). `whole`: every projection is a plain linear that
     this process has to itself, without an adapter. Layers by hand know half precision, no norm on heads, no bias but that of
-    the queries, keys and values, and cannot compute an MLP again."""
+    the queries, keys and values, no experts, and cannot compute an MLP again."""
     if not kernels or not isinstance(shape, DecoderSpec):
         return "eager"
     by_hand = whole and checkpointing != "selective" and dtype.itemsize == 2
-    return "fused" if by_hand and not (shape.qk_norm or shape.o_bias or shape.mlp_bias) else "kernels"
+    has_more = shape.qk_norm or shape.o_bias or shape.mlp_bias or shape.experts is not None
+    return "fused" if by_hand and not has_more else "kernels"

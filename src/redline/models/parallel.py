@@ -3,6 +3,9 @@
     x ──► qkv of my heads ──► attention ──► o (my columns) ──► sum over ranks ──► x
     x ──► gate, up of my columns ─────────► down (my columns) ─► sum over ranks ─► x
 
+A mixture of experts is divided in the same way inside each expert: every rank has all experts, some of their inner columns, and
+the whole router, so that all ranks send a token to the same experts.
+
 Embeddings, norms and the output head are whole on every rank, so every rank ends up with the same logits.
 """
 
@@ -16,6 +19,7 @@ from torch import Tensor, nn
 
 from redline.errors import ModelError
 from redline.models.decoder import Decoder, DecoderLayer
+from redline.models.layers.experts import Experts
 from redline.models.spec import DecoderSpec
 
 
@@ -36,6 +40,7 @@ def shard_spec(spec: DecoderSpec, world: int) -> DecoderSpec:
         "attention heads": spec.num_heads,
         "key/value heads": spec.num_kv_heads,
         "inner columns of the MLP": spec.intermediate_size,
+        **({"inner columns of an expert": spec.experts.intermediate_size} if spec.experts else {}),
     }
     for what, size in sizes.items():
         if size % world:
@@ -47,6 +52,7 @@ def shard_spec(spec: DecoderSpec, world: int) -> DecoderSpec:
         num_heads=spec.num_heads // world,
         num_kv_heads=spec.num_kv_heads // world,
         intermediate_size=spec.intermediate_size // world,
+        experts=spec.experts and replace(spec.experts, intermediate_size=spec.experts.intermediate_size // world),
     )
 
 
@@ -75,9 +81,19 @@ def _shard_layer(mine: DecoderLayer, theirs: DecoderLayer, shard: Shard) -> None
         if getattr(mine, name) is not None:
             getattr(mine, name).copy_(getattr(theirs, name))
     _split_rows(mine.qkv, theirs.qkv, theirs.spec.qkv_sizes, shard)
-    _split_rows(mine.gate_up, theirs.gate_up, (theirs.spec.intermediate_size,) * 2, shard)
     _split_columns(mine.o, theirs.o, shard)
+    if mine.experts is not None and theirs.experts is not None:
+        _split_experts(mine.experts, theirs.experts, shard)
+        return
+    _split_rows(mine.gate_up, theirs.gate_up, (theirs.spec.intermediate_size,) * 2, shard)
     _split_columns(mine.down, theirs.down, shard)
+
+
+def _split_experts(mine: Experts, theirs: Experts, shard: Shard) -> None:
+    mine.router.copy_(theirs.router)
+    gates_and_ups = theirs.gate_up.unflatten(0, (2 * theirs.spec.count, -1))
+    mine.gate_up.copy_(shard.of(gates_and_ups, 1).flatten(0, 1))
+    mine.down.copy_(shard.of(theirs.down, 1))
 
 
 def _split_rows(mine: nn.Linear, theirs: nn.Linear, sizes: tuple[int, ...], shard: Shard) -> None:

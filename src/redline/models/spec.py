@@ -11,7 +11,9 @@ from redline.models.layers.rope import STATIC_KINDS
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
-FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
+DENSE_FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
+"""Those of `FAMILIES` whose every token goes through all weights of a layer: LoRA adapters can stand beside them."""
+FAMILIES = (*DENSE_FAMILIES, "qwen3_moe")
 """Values of `model_type` that `Decoder` implements."""
 NO_LIMIT = 2**31 - 1
 """Positions of a network that has none, such as a state-space model."""
@@ -35,8 +37,23 @@ class ModelShape:
 
 
 @dataclass(slots=True, frozen=True)
+class ExpertsSpec:
+    """The MLPs of a mixture of experts: each token goes through some of them."""
+
+    count: int
+    per_token: int
+    """Experts that a token goes to."""
+    intermediate_size: int
+    """Inner columns of one expert."""
+    normalized: bool
+    """The weights of a token's experts add up to 1; else they are what the softmax over all experts gave them."""
+    layers: tuple[int, ...]
+    """The layers that have experts. Others have an MLP that every token goes through."""
+
+
+@dataclass(slots=True, frozen=True)
 class DecoderSpec(ModelShape):
-    """A pre-norm decoder with grouped-query attention, rotary positions and a gated MLP."""
+    """A pre-norm decoder with grouped-query attention, rotary positions and a gated MLP, or experts in its place."""
 
     intermediate_size: int
     norm_eps: float
@@ -46,6 +63,12 @@ class DecoderSpec(ModelShape):
     mlp_bias: bool
     qk_norm: bool
     """RMS norm on each query and key head before rotation (Qwen 3)."""
+    experts: ExpertsSpec | None = None
+    """None: every layer has a single MLP."""
+
+    def experts_of(self, layer: int) -> ExpertsSpec | None:
+        """The experts of a layer; None where it has a single MLP."""
+        return self.experts if self.experts is not None and layer in self.experts.layers else None
 
     @property
     def qkv_sizes(self) -> tuple[int, int, int]:
@@ -66,7 +89,7 @@ def refuse_quantized(config: PretrainedConfig) -> None:
 
 
 def spec_from_config(config: PretrainedConfig) -> DecoderSpec:
-    """Refuses what we would silently compute wrongly."""
+    """The shape of a model of one of `FAMILIES`. Raises `ModelError` for what `Decoder` would compute wrongly."""
     family = config.model_type
     if family not in FAMILIES:
         raise ModelError(f"model family {family!r} is not supported", f"use a model of one of: {', '.join(FAMILIES)}")
@@ -90,7 +113,25 @@ def spec_from_config(config: PretrainedConfig) -> DecoderSpec:
         qkv_bias=family == "qwen2" or attention_bias,
         o_bias=family != "qwen2" and attention_bias,
         mlp_bias=bool(getattr(config, "mlp_bias", False)),
-        qk_norm=family == "qwen3",
+        qk_norm=family in ("qwen3", "qwen3_moe"),
+        experts=_experts(config) if family == "qwen3_moe" else None,
+    )
+
+
+def _experts(config: PretrainedConfig) -> ExpertsSpec | None:
+    sparse = tuple(
+        layer
+        for layer in range(config.num_hidden_layers)
+        if layer not in (config.mlp_only_layers or ()) and config.num_experts and (layer + 1) % config.decoder_sparse_step == 0
+    )
+    if not sparse:
+        return None
+    return ExpertsSpec(
+        count=config.num_experts,
+        per_token=config.num_experts_per_tok,
+        intermediate_size=config.moe_intermediate_size,
+        normalized=bool(config.norm_topk_prob),
+        layers=sparse,
     )
 
 
@@ -113,6 +154,6 @@ def _max_positions(config: PretrainedConfig) -> int:
     """Inside its window, sliding attention is full attention; beyond it we would be wrong, so we stop there."""
     window = getattr(config, "sliding_window", None)
     slides = window is not None and (
-        "sliding_attention" in (getattr(config, "layer_types", None) or []) or config.model_type == "mistral"
+        "sliding_attention" in (getattr(config, "layer_types", None) or []) or config.model_type in ("mistral", "qwen3_moe")
     )
     return min(config.max_position_embeddings, window) if slides else config.max_position_embeddings

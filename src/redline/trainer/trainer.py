@@ -32,6 +32,7 @@ from redline.models.files.stored import StoredWeights
 from redline.models.lora.trainable import add_adapter
 from redline.models.sizes.flops import NetworkCost, training_flops
 from redline.telemetry import span
+from redline.trainer.batches.micro_batches import MicroBatchPlan
 from redline.trainer.batches.mini_batches import UpdatePlace, divide, part_of
 from redline.trainer.checkpoints.background import CheckpointWriter
 from redline.trainer.checkpoints.folder import Checkpoint, load_checkpoint
@@ -49,6 +50,7 @@ from redline.trainer.passes.policy import TrainedPolicy, recompute_in_backward
 from redline.trainer.passes.reference import Reference
 from redline.trainer.passes.reports import step_report
 from redline.trainer.passes.room import Room
+from redline.trainer.passes.routing import WatchedRouting
 from redline.trainer.passes.totals import PlannedStep, SeenStep, StepTotals
 from redline.trainer.passes.training import Numbers, TrainingPass
 from redline.trainer.sampling import Sampling
@@ -116,6 +118,7 @@ class PolicyTrainer:
         self._first_look = FirstLook(policy, self._reference, self._critic, recomputes=has_anchor)
         self._training = TrainingPass(policy, self._optimizer, config, has_anchor=has_anchor)
         self._room = Room(policy, self._optimizer, config, tell)
+        self._routing = WatchedRouting(decoder, self._device)
         self._bad_steps = BadSteps(config.max_bad_steps, bad_steps if self._parallel.is_main else None)
         self._writer = CheckpointWriter(self._parallel.checkpoint())
         self.writing: Callable[[], AbstractContextManager[None]] = nullcontext
@@ -183,11 +186,16 @@ class PolicyTrainer:
     def _take_update(self, part: TrainBatch, numbers: Numbers, place: UpdatePlace, bad: list[BadStep]) -> StepReport:
         """One update of the policy by a mini-batch. One that is not finite is skipped, and `bad` gets to know why."""
         version = self._version
-        plan, totals = self._room.train(part, lambda plan: self._training.run(plan, numbers, version), self._optimizer, version)
+        plan, totals = self._room.train(part, lambda plan: self._train(plan, numbers), self._optimizer, version)
         if self._parallel.place.stages > 1:
             totals.agree(self._parallel)
         known = PlannedStep.of(plan, self._optimizer.learning_rate(version), training_flops(self._flops, plan.load))
-        return totals.report(known, self._update(totals, known.learning_rate, place, bad), {})
+        seen = self._update(totals, known.learning_rate, place, bad)
+        return totals.report(known, seen, dict(zip(self._routing.names, seen.beside, strict=True)))
+
+    def _train(self, plan: MicroBatchPlan, numbers: Numbers) -> StepTotals:
+        self._routing.clear()
+        return self._training.run(plan, numbers, self._version)
 
     def _update(self, totals: StepTotals, learning_rate: float, place: UpdatePlace, bad: list[BadStep]) -> SeenStep:
         """Update the weights, unless the loss or the gradient is not finite, and return what was seen of it. The step's
@@ -196,7 +204,7 @@ class PolicyTrainer:
             self._weights.sum_gradients(self._optimizer.gradients())
             loss = self._parallel.sum_of(totals.loss)
             norms = self._optimizer.norms(loss)
-            sent = totals.send(self._parallel, norms)
+            sent = totals.send(self._parallel, norms, self._routing.take(self._parallel))
             if place.is_first:
                 self._written.enter_context(self.writing())
             self._optimizer.update(learning_rate, norms)

@@ -360,7 +360,7 @@ def test_the_tensors_that_are_given_are_saved_instead_of_the_networks(tmp_path: 
 
 
 def test_weights_are_named_as_in_the_folder_they_came_from(tmp_path: Path) -> None:
-    decoder, _ = load(tmp_path, ROUTED["qwen3_moe"])
+    decoder, _ = load(tmp_path, ROUTED["qwen2_moe"])
     original = load_file(tmp_path / "model.safetensors")
     named = dict(hf_tensors(decoder))
     assert named.keys() == original.keys()

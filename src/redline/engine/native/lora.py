@@ -17,8 +17,8 @@ from redline.engine.native.sequence import NO_SLOT
 from redline.errors import EngineError
 from redline.models.decoder import Decoder
 from redline.models.lora.peft import read_adapter
-from redline.models.lora.per_token import LoraBank, PreparedAdapter
-from redline.models.spec import FAMILIES
+from redline.models.lora.per_token import LoraBank, PreparedAdapter, refuse_experts
+from redline.models.spec import DENSE_FAMILIES
 
 Source = Path | str | Mapping[str, Tensor] | PreparedAdapter
 """A PEFT folder, tensors by PEFT's names, or what `prepare` made of either."""
@@ -161,6 +161,7 @@ def make_bank(decoder: object, config: ServedEngineConfig) -> LoraBank | None:
     if not isinstance(decoder, Decoder):
         raise EngineError(
             f"engine.max_loras = {config.max_loras}: this model takes no LoRA adapters",
-            f"set it to 0, or use a model of one of: {', '.join(FAMILIES)}",
+            f"set it to 0, or use a model of one of: {', '.join(DENSE_FAMILIES)}",
         )
+    refuse_experts(decoder.spec, f"engine.max_loras = {config.max_loras}", "set it to 0")
     return LoraBank(decoder, config.max_loras, config.max_lora_rank)

@@ -14,6 +14,7 @@ from redline.lab.plan.gguf_header import config_from_header
 from redline.models.files.hf import load_config
 from redline.models.files.sources import packaged_smollm2
 from redline.models.files.tiny import SMALL, TINY, shape_config
+from redline.models.lora.per_token import refuse_experts
 from redline.models.sizes.memory import adapter_parameters, num_parameters
 from redline.models.spec import DecoderSpec, ModelShape, fixed_positions, is_ours, refuse_quantized, spec_from_config
 
@@ -83,6 +84,7 @@ class Model:
         """Parameters of a LoRA adapter."""
         if not isinstance(self.shape, DecoderSpec):
             raise ModelError(f"trainer.lora: model family {self.shape.family!r} takes no adapter", "set trainer.lora.rank=0")
+        refuse_experts(self.shape, "trainer.lora", "set trainer.lora.rank=0")
         return adapter_parameters(self.shape, rank, targets)
 
 

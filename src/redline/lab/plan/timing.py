@@ -26,7 +26,7 @@ from redline.lab.plan.rates import Cost, Efficiency, Rates
 from redline.lab.plan.setup import Setup
 from redline.lab.plan.shapes import Model
 from redline.lab.plan.stages import time_share
-from redline.models.sizes.memory import FLOAT32
+from redline.models.sizes.memory import FLOAT32, idle_parameters, inner_columns
 from redline.models.spec import DecoderSpec
 
 KEPT_TRAFFIC = 3
@@ -74,13 +74,14 @@ class TimeEstimate:
 
 def network_cost(model: Model, dtype: torch.dtype) -> NetworkCost:
     shape = model.shape
-    width = shape.num_layers * shape.head_dim
+    width, idle = shape.num_layers * shape.head_dim, idle_parameters(shape)
     return NetworkCost(
-        body_params=model.body_parameters,
+        body_params=model.body_parameters - idle,
         head_params=model.head_parameters,
         bytes_per_param=dtype.itemsize,
         kv_bytes_per_token=2 * width * shape.num_kv_heads * dtype.itemsize,
         attention_flops=4 * width * shape.num_heads,
+        idle_params=idle,
     )
 
 
@@ -166,10 +167,10 @@ def training_flops(setup: Setup, tokens: float, pairs: float, predicted: float) 
 
 
 def _mlp_share(model: Model) -> float:
-    """The share of the MLP in a layer's products."""
+    """The share of the MLP, or of the experts that a token goes to, in a layer's products."""
     shape = model.shape
-    inner = shape.intermediate_size if isinstance(shape, DecoderSpec) else 0
-    return 3 * shape.hidden_size * inner * shape.num_layers / max(1, model.body_parameters)
+    inner = inner_columns(shape) if isinstance(shape, DecoderSpec) else 0
+    return 3 * shape.hidden_size * inner / max(1, model.body_parameters - idle_parameters(shape))
 
 
 def training_cost(setup: Setup, tokens: float, micro_batches: float, rates: Rates, lengths_pairs: float | None = None) -> Cost:

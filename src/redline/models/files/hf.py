@@ -184,7 +184,18 @@ def network_tensors(decoder: AnyDecoder, tensors: Mapping[str, Tensor] | None = 
     values = {name: parameter.detach() for name, parameter in decoder.named_parameters()} | dict(tensors or {})
     if isinstance(decoder, GenericDecoder):
         return {name.removeprefix("network."): value for name, value in values.items()}
-    return dict(hf_tensors(decoder, values))
+    named: dict[str, Tensor] = {}
+    for name, source in layout_of(decoder.spec).items():
+        if source.stacked is None:
+            named |= zip(source.names, values[name].split(source.rows), strict=True)
+        else:  # transformers' network holds together what checkpoints hold apart
+            named[source.stacked] = values[name].unflatten(0, (_experts_of(decoder), -1))
+    return named
+
+
+def _experts_of(decoder: Decoder) -> int:
+    assert decoder.spec.experts is not None, "only weights of experts are stacked"
+    return decoder.spec.experts.count
 
 
 def hf_tensors(decoder: AnyDecoder, tensors: Mapping[str, Tensor] | None = None) -> Iterator[tuple[str, Tensor]]:

@@ -15,7 +15,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from redline.errors import ModelError
-from redline.models.spec import DecoderSpec
+from redline.models.spec import DecoderSpec, ExpertsSpec
 
 MISMATCH = "the weights do not belong to this config.json"
 BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -28,6 +28,8 @@ class Source:
 
     names: tuple[str, ...]
     rows: tuple[int, ...]
+    stacked: str | None = None
+    """The one parameter of transformers' network that holds all of them, a matrix for each expert; None where each is one."""
 
     def overlaps(self, start: int, stop: int) -> Iterator[tuple[str, int, int]]:
         """Their names with the rows of each that are our rows `start` to `stop`, in order."""
@@ -47,11 +49,13 @@ def layout_of(spec: DecoderSpec) -> dict[str, Source]:
     rows = {"embed": spec.vocab_size, "norm": spec.hidden_size, "lm_head": spec.vocab_size}
     layout = {ours: Source((theirs,), (rows[ours],)) for ours, theirs in whole.items()}
     for index in range(spec.num_layers):
-        layout |= {f"layers.{index}.{ours}": source for ours, source in _layer_layout(spec, f"model.layers.{index}").items()}
+        layout |= {f"layers.{index}.{ours}": source for ours, source in _layer_layout(spec, index).items()}
     return layout
 
 
-def _layer_layout(spec: DecoderSpec, prefix: str) -> dict[str, Source]:
+def _layer_layout(spec: DecoderSpec, index: int) -> dict[str, Source]:
+    prefix, experts = f"model.layers.{index}", spec.experts_of(index)
+
     def norm(name: str, size: int) -> Source:
         return Source((f"{prefix}.{name}.weight",), (size,))
 
@@ -65,13 +69,34 @@ def _layer_layout(spec: DecoderSpec, prefix: str) -> dict[str, Source]:
     linears = {
         "qkv": (("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"), spec.qkv_sizes, spec.qkv_bias),
         "o": (("self_attn.o_proj",), (spec.hidden_size,), spec.o_bias),
-        "gate_up": (("mlp.gate_proj", "mlp.up_proj"), (spec.intermediate_size,) * 2, spec.mlp_bias),
-        "down": (("mlp.down_proj",), (spec.hidden_size,), spec.mlp_bias),
     }
+    if experts is None:
+        linears |= {
+            "gate_up": (("mlp.gate_proj", "mlp.up_proj"), (spec.intermediate_size,) * 2, spec.mlp_bias),
+            "down": (("mlp.down_proj",), (spec.hidden_size,), spec.mlp_bias),
+        }
+    else:
+        layout |= {f"experts.{name}": source for name, source in _experts_layout(spec, experts, f"{prefix}.mlp").items()}
     for ours, (theirs, rows, has_bias) in linears.items():
         for kind in ("weight", "bias") if has_bias else ("weight",):
             layout[f"{ours}.{kind}"] = Source(tuple(f"{prefix}.{name}.{kind}" for name in theirs), rows)
     return layout
+
+
+def _experts_layout(spec: DecoderSpec, experts: ExpertsSpec, prefix: str) -> dict[str, Source]:
+    each = [f"{prefix}.experts.{expert}" for expert in range(experts.count)]
+    gates_and_ups = tuple(f"{expert}.{name}.weight" for expert in each for name in ("gate_proj", "up_proj"))
+    return {
+        "router": Source((f"{prefix}.gate.weight",), (experts.count,)),
+        "gate_up": Source(
+            gates_and_ups, (experts.intermediate_size,) * len(gates_and_ups), stacked=f"{prefix}.experts.gate_up_proj"
+        ),
+        "down": Source(
+            tuple(f"{expert}.down_proj.weight" for expert in each),
+            (spec.hidden_size,) * experts.count,
+            stacked=f"{prefix}.experts.down_proj",
+        ),
+    }
 
 
 class StoredTensors:

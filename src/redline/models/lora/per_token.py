@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from redline.errors import EngineError, ModelError
 from redline.models.lora.peft import LoraAdapter
-from redline.models.spec import DecoderSpec
+from redline.models.spec import DecoderSpec, ModelShape
 
 if TYPE_CHECKING:
     from redline.models.decoder import Decoder
@@ -152,6 +152,12 @@ class LoraBank:
         """Copy it into the slot, behind whatever the device was already given to do."""
         for room, content in zip(self._rooms.values(), prepared.contents, strict=True):
             room.write(slot, content)
+
+
+def refuse_experts(shape: ModelShape, key: str, hint: str) -> None:
+    """Raise `ModelError` for a mixture of experts: an adapter beside every expert would need grouped products of its own."""
+    if isinstance(shape, DecoderSpec) and shape.experts is not None:
+        raise ModelError(f"{key}: model family {shape.family!r} has experts, beside which no adapter can stand", hint)
 
 
 def projections(spec: DecoderSpec) -> dict[str, dict[str, int]]:

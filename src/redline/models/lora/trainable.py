@@ -27,8 +27,8 @@ from redline.models.copies import second_network
 from redline.models.decoder import Decoder
 from redline.models.files.hf import AnyDecoder
 from redline.models.lora.peft import tensor_name, write_adapter
-from redline.models.lora.per_token import projections
-from redline.models.spec import FAMILIES
+from redline.models.lora.per_token import projections, refuse_experts
+from redline.models.spec import DENSE_FAMILIES
 
 
 def add_adapter(decoder: AnyDecoder, config: LoraConfig, dtype: torch.dtype, seed: int) -> None:
@@ -37,8 +37,9 @@ def add_adapter(decoder: AnyDecoder, config: LoraConfig, dtype: torch.dtype, see
     if not isinstance(decoder, Decoder):
         raise ModelError(
             f"trainer.lora: model family {decoder.spec.family!r} takes no adapter",
-            f"set trainer.lora.rank=0, or train a model of one of: {', '.join(FAMILIES)}",
+            f"set trainer.lora.rank=0, or train a model of one of: {', '.join(DENSE_FAMILIES)}",
         )
+    refuse_experts(decoder.spec, "trainer.lora", "set trainer.lora.rank=0, which trains all weights")
     assert config.rank, "rank 0 is no adapter"
     for parameter in decoder.parameters():
         parameter.requires_grad_(False)

@@ -17,6 +17,7 @@ import numpy as np
 
 from redline.models.decoder import Decoder
 from redline.models.files.hf import AnyDecoder
+from redline.models.sizes.memory import idle_parameters
 
 
 @dataclass(slots=True, frozen=True)
@@ -24,7 +25,7 @@ class NetworkCost:
     """What one token costs in a network."""
 
     body_params: int
-    """Parameters of the layers: products for every token."""
+    """Parameters of the layers that a token goes through: products for every token."""
     head_params: int
     """Parameters of the language-model head: products only where a token is sampled."""
     bytes_per_param: int
@@ -35,6 +36,8 @@ class NetworkCost:
     frozen_body_params: int = 0
     """Parameters of the body that are not trained, as where an adapter is."""
     frozen_head_params: int = 0
+    idle_params: int = 0
+    """Parameters of experts that a token does not go to."""
 
     @classmethod
     def of(cls, decoder: AnyDecoder) -> NetworkCost:
@@ -44,21 +47,23 @@ class NetworkCost:
         looked_up = 0 if embed is head else embed.numel()
         around = {id(embed), id(head)}
         frozen = sum(p.numel() for p in decoder.parameters() if not p.requires_grad and id(p) not in around)
-        width = shape.num_layers * shape.head_dim
+        width, idle = shape.num_layers * shape.head_dim, idle_parameters(shape)
         return cls(
-            body_params=total - head.numel() - looked_up,
+            body_params=total - head.numel() - looked_up - idle,
             head_params=head.numel(),
             bytes_per_param=head.element_size(),
             kv_bytes_per_token=2 * width * shape.num_kv_heads * head.element_size(),
             attention_flops=4 * width * shape.num_heads,
             frozen_body_params=frozen,
             frozen_head_params=0 if head.requires_grad else head.numel(),
+            idle_params=idle,
         )
 
     @property
     def weight_bytes(self) -> int:
-        """Read by every step: the embedding is looked up, not read, unless it is the head as well."""
-        return (self.body_params + self.head_params) * self.bytes_per_param
+        """Read by every step whose tokens go to all experts between them. The embedding is looked up, not read, unless it is
+        the head as well."""
+        return (self.body_params + self.idle_params + self.head_params) * self.bytes_per_param
 
 
 @dataclass(slots=True, frozen=True)

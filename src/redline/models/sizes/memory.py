@@ -156,13 +156,14 @@ def layer_bytes(
         attention   A + H f     A + H f     2 A + H f     its output, eager: in token order too; a log-sum-exp per head
         qk norm     -           A + C       2 (A + C) f   its inputs, where there is one
         MLP         3 I         3 I         4 I           gate, up and their product; eager: silu(gate)
+        experts     -           3 I + 2 P   4 I + 2 P     I of all that a token goes to; P: what they are given, or return
         adapters    -           theirs      theirs        `adapter_columns`: what A makes of a token
 
     f: in float32 whatever the dtype. Where `scores` are written out (`packed_attention.py`, on the CPU), heads times keys for
     each token, they take the place of the log-sum-exps and of the output in rows, and queries, keys and values are float32.
     """
     E, A, C = shape.hidden_size, shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
-    I, H = _intermediate_size(shape, num_parameters), shape.num_heads  # noqa: E741
+    (I, passed), H = _mlp_columns(shape, num_parameters), shape.num_heads  # noqa: E741
     has_qk_norm = isinstance(shape, DecoderSpec) and shape.qk_norm
     size = dtype.itemsize
     heads, scratch = A + 2 * C, _attention_scratch(shape, size)
@@ -170,22 +171,22 @@ def layer_bytes(
         norms = 2 * (2 * FLOAT32 + size) * E
         qk_norm = 2 * FLOAT32 * (A + C) if has_qk_norm else 0
         attention = size * A + (FLOAT32 * (heads + scores) if scores else size * (heads + A) + FLOAT32 * H)
-        mlp = size * 4 * I
-        backward = size * (4 * E + max(5 * I, 3 * heads)) + 2 * FLOAT32 * scores
+        mlp = size * (4 * I + passed)
+        backward = size * (4 * E + max(5 * I + passed, 3 * heads)) + 2 * FLOAT32 * scores
     else:
         norms = size * 4 * E + 2 * FLOAT32
         qk_norm = size * (A + C) if has_qk_norm else 0
         attention = size * (heads + A) + FLOAT32 * H
-        mlp = size * 3 * I
-        own = I if code == "fused" else 3 * I  # gradients
+        mlp = size * (3 * I + passed)
+        own = I if code == "fused" else 3 * I + passed  # gradients
         backward = size * (4 * E + max(own, A + 2 * heads)) + scratch
     return LayerBytes(
         inputs=size * 2 * E,
         kept=round(norms + attention + qk_norm + mlp + size * adapter_columns),
         mlp=mlp,
-        activation=mlp - size * 2 * I,
+        activation=mlp - size * (2 * I + passed),
         backward=round(backward),
-        forward=size * (3 * E + max(3 * A + 4 * C, 3 * I)),
+        forward=size * (3 * E + max(3 * A + 4 * C, 3 * I + passed)),
     )
 
 
@@ -223,12 +224,32 @@ def around_bytes(shape: ModelShape, dtype: torch.dtype, code: LayerCode) -> int:
 def num_parameters(spec: DecoderSpec) -> int:
     """Parameters of a `Decoder` of this shape."""
     E, A, I = spec.hidden_size, spec.num_heads * spec.head_dim, spec.intermediate_size  # noqa: E741
-    qkv = sum(spec.qkv_sizes)
-    matrices = E * qkv + A * E + 3 * E * I
-    biases = spec.qkv_bias * qkv + spec.o_bias * E + spec.mlp_bias * (2 * I + E)
+    qkv, experts = sum(spec.qkv_sizes), spec.experts
+    attention = E * qkv + A * E + spec.qkv_bias * qkv + spec.o_bias * E
     norms = 2 * E + spec.qk_norm * 2 * spec.head_dim
+    mlp = 3 * E * I + spec.mlp_bias * (2 * I + E)
+    sparse = 0 if experts is None else experts.count * E * (1 + 3 * experts.intermediate_size)
+    num_sparse = 0 if experts is None else len(experts.layers)
     embeddings = (1 if spec.tied_embeddings else 2) * spec.vocab_size * E
-    return spec.num_layers * (matrices + biases + norms) + embeddings + E
+    layers = spec.num_layers * (attention + norms) + (spec.num_layers - num_sparse) * mlp + num_sparse * sparse
+    return layers + embeddings + E
+
+
+def idle_parameters(shape: ModelShape) -> int:
+    """Parameters of the experts that a token does not go to, in all layers; 0 for a network without experts of ours."""
+    experts = shape.experts if isinstance(shape, DecoderSpec) else None
+    if experts is None:
+        return 0
+    idle = (experts.count - experts.per_token) * experts.intermediate_size
+    return 3 * shape.hidden_size * idle * len(experts.layers)
+
+
+def inner_columns(spec: DecoderSpec) -> int:
+    """Inner columns of all MLPs and experts that a token goes through, in all layers."""
+    experts = spec.experts
+    sparse = () if experts is None else experts.layers
+    of_experts = 0 if experts is None else len(sparse) * experts.per_token * experts.intermediate_size
+    return (spec.num_layers - len(sparse)) * spec.intermediate_size + of_experts
 
 
 def adapter_parameters(spec: DecoderSpec, rank: int, targets: Sequence[str]) -> int:
@@ -244,11 +265,16 @@ def adapter_parameters(spec: DecoderSpec, rank: int, targets: Sequence[str]) -> 
     return spec.num_layers * rank * sum(sizes)
 
 
-def _intermediate_size(shape: ModelShape, num_parameters: int) -> int:
-    """Inner size. Where only the size of the whole network is known: as if layers were all gated MLP beside attention, which
+def _mlp_columns(shape: ModelShape, num_parameters: int) -> tuple[int, int]:
+    """Inner columns of a token in one layer, and columns of what its experts are given and return; of layers of both kinds, the
+    kind with more. Where only the size of the whole network is known: as if layers were all gated MLP beside attention, which
     overrates a mixture of experts."""
     if isinstance(shape, DecoderSpec):
-        return shape.intermediate_size
+        plain, experts = (shape.intermediate_size, 0), shape.experts
+        if experts is None:
+            return plain
+        sparse = experts.per_token * experts.intermediate_size, 2 * experts.per_token * shape.hidden_size
+        return sparse if len(experts.layers) == shape.num_layers else max(plain, sparse, key=sum)
     attention = 2 * shape.hidden_size * (shape.num_heads + shape.num_kv_heads) * shape.head_dim
     per_layer = (num_parameters - shape.vocab_size * shape.hidden_size) // shape.num_layers
-    return max(shape.hidden_size, (per_layer - attention) // (3 * shape.hidden_size))
+    return max(shape.hidden_size, (per_layer - attention) // (3 * shape.hidden_size)), 0

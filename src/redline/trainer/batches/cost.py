@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from redline.models.sizes.memory import idle_parameters
 from redline.models.spec import ModelShape
 
 
@@ -21,8 +22,10 @@ class CostModel:
 
     @classmethod
     def of(cls, shape: ModelShape, num_parameters: int) -> CostModel:
-        """Products with P parameters take 2 · P operations per token, attention 4 · H · D per pair and layer."""
-        return cls(per_pair=2 * shape.num_layers * shape.num_heads * shape.head_dim / num_parameters)
+        """Products with P parameters take 2 · P operations per token, attention 4 · H · D per pair and layer. Experts that a
+        token does not go to take none."""
+        active = num_parameters - idle_parameters(shape)
+        return cls(per_pair=2 * shape.num_layers * shape.num_heads * shape.head_dim / active)
 
     def run(self, own: np.ndarray, before: np.ndarray) -> np.ndarray:
         """The cost of `own` tokens that continue `before` others: own + per_pair · (own · before + own · (own + 1) / 2).

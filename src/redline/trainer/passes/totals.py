@@ -55,6 +55,8 @@ class SeenStep:
     """Before clipping."""
     skipped: bool
     """Something is not finite, and the weights are as they were."""
+    beside: list[float] = field(default_factory=list)
+    """What was sent beside the totals."""
 
 
 @dataclass(slots=True, frozen=True)
@@ -62,7 +64,7 @@ class SentStep:
     """On its way from the device."""
 
     values: Tensor
-    """float64 on the host: `SUMS`, the largest ratio, the norm, and whether to skip."""
+    """float64 on the host: `SUMS`, the largest ratio, the norm, whether to skip, and what was sent beside."""
     counts: list[float]
     arrived: torch.cuda.Event | None
 
@@ -70,8 +72,10 @@ class SentStep:
         """Waits for it."""
         if self.arrived is not None:
             self.arrived.synchronize()
-        *sums, max_ratio, grad_norm, skipped = self.values.tolist()
-        return SeenStep(dict(zip(SUMS + COUNTS, [*sums, *self.counts], strict=True)), max_ratio, grad_norm, bool(skipped))
+        values = self.values.tolist()
+        sums, (max_ratio, grad_norm, skipped, *beside) = values[: len(SUMS)], values[len(SUMS) :]
+        named = dict(zip(SUMS + COUNTS, [*sums, *self.counts], strict=True))
+        return SeenStep(named, max_ratio, grad_norm, bool(skipped), beside)
 
 
 @dataclass(slots=True)
@@ -128,11 +132,12 @@ class StepTotals:
     def loss(self) -> Tensor:
         return self.sums[0]
 
-    def send(self, parallel: Parallel, norms: GradientNorms) -> SentStep:
-        """Send the sums of all processes to the host: the one copy from the device in a step. Later work does not delay it."""
+    def send(self, parallel: Parallel, norms: GradientNorms, beside: Tensor) -> SentStep:
+        """Send the sums of all processes to the host, and numbers `beside` them, float64: the one copy from the device in a
+        step. Later work does not delay it."""
         counts = self._counts(parallel)
         of_gradient = torch.stack([norms.total, norms.skip]).to(self.sums)
-        found = torch.cat([parallel.sum_of(self.sums), parallel.max_of(self.largest).exp(), of_gradient])
+        found = torch.cat([parallel.sum_of(self.sums), parallel.max_of(self.largest).exp(), of_gradient, beside])
         if not found.is_cuda:
             return SentStep(found, counts, None)
         on_host = torch.empty(found.shape, dtype=found.dtype, pin_memory=True)

@@ -33,7 +33,7 @@ from redline.models.sizes.memory import (
 from redline.models.spec import DecoderSpec, ModelShape
 
 LENGTH = 4
-FAMILIES = ["llama, tied", "llama, all biases", "mistral, own head size", "qwen2, untied", "qwen3, own head size"]
+FAMILIES = ["llama, tied", "llama, all biases", "mistral, own head size", "qwen2, untied", "qwen3, own head size", "qwen3_moe"]
 
 
 @pytest.fixture(scope="module")

@@ -1,0 +1,53 @@
+"""What the routers of a network do, summed up where they do it: how evenly experts are used, and how sure routers are.
+
+For a layer with X experts and C choices of each token, over the tokens of a step:
+
+    load f_x          pairs of a token and an expert that are expert x's, of all pairs
+    router_busiest    max f_x                            1 / X if all experts are used alike
+    router_balance    X · Σ f_x · mean probability_x     1 if all are used alike, X if one has everything (Switch, eq. 4)
+    router_entropy    mean entropy of a token's probabilities over all experts, in nats
+
+Each is a mean over the layers that have experts. A layer that is computed again in the backward pass notes its tokens twice, as
+all layers then do, and that changes none of them.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+NAMES = ("router_busiest", "router_balance", "router_entropy")
+"""In the order of `summary`."""
+
+
+class RoutingNotes:
+    """The sums of one layer, float64[2 · X + 2]: pairs of each expert, its probabilities, entropies, tokens."""
+
+    def __init__(self, num_experts: int, device: torch.device) -> None:
+        self.sums = torch.zeros(self.width(num_experts), dtype=torch.float64, device=device)
+
+    @staticmethod
+    def width(num_experts: int) -> int:
+        """How many sums there are."""
+        return 2 * num_experts + 2
+
+    @torch.no_grad()
+    def add(self, probability_TX: Tensor, experts_TC: Tensor) -> None:
+        """Note the tokens of one pass. Does not wait for the device."""
+        T, X = probability_TX.shape
+        # Whole numbers add up to the same whatever their order.
+        load_X = torch.zeros(X, dtype=torch.float64, device=self.sums.device)
+        load_X.scatter_add_(0, experts_TC.flatten(), torch.ones_like(experts_TC.flatten(), dtype=torch.float64))
+        entropy = -torch.special.xlogy(probability_TX, probability_TX).sum(dtype=torch.float64)
+        mass_X = probability_TX.sum(dim=0, dtype=torch.float64)
+        self.sums += torch.cat([load_X, mass_X, torch.stack([entropy, torch.full_like(entropy, T)])])
+
+
+def summary(sums_LZ: Tensor) -> Tensor:
+    """float64[3]: `NAMES`, from the sums of all layers, one below the other. NaN where no token was noted."""
+    X = (sums_LZ.shape[1] - 2) // 2
+    load_LX, mass_LX, around_L2 = sums_LZ.split([X, X, 2], dim=1)
+    entropy_L, tokens_L = around_L2.unbind(dim=1)
+    share_LX = load_LX / load_LX.sum(dim=1, keepdim=True)
+    balance_L = X * (share_LX * mass_LX / tokens_L[:, None]).sum(dim=1)
+    return torch.stack([share_LX.amax(dim=1).mean(), balance_L.mean(), (entropy_L / tokens_L).mean()])
