@@ -12,6 +12,7 @@ from transformers import AutoConfig, PretrainedConfig
 SMALL = {**SHAPE, "head_dim": 8}
 OLDER = {"vocab_size": VOCAB_SIZE, "n_embd": 48, "n_layer": 2, "n_head": 6, "n_positions": 256}
 LATENT = {**SHAPE, "num_key_value_heads": 6, "q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 8}
+TWO_ROPES = {"full_attention": rope("linear", rope_theta=500.0, factor=4.0), "sliding_attention": rope("default")}
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
 
 
@@ -25,7 +26,16 @@ ROUTED: dict[str, PretrainedConfig] = {
     "phi, biased head": family("phi", **SHAPE),
     "phi3": family("phi3", **SHAPE),
     "gemma": family("gemma", **{**SMALL, "head_dim": 16}),
+    "gemma2": family("gemma2", **SMALL, sliding_window=8, query_pre_attn_scalar=12, attn_logit_softcapping=2.0),
     "gemma2, no cap on scores": family("gemma2", **SMALL, sliding_window=24, attn_logit_softcapping=None),
+    "gemma3_text": family(
+        "gemma3_text",
+        **SMALL,
+        sliding_window=8,
+        layer_types=["sliding_attention", "full_attention"],
+        query_pre_attn_scalar=12,
+        rope_parameters=TWO_ROPES,
+    ),
     "olmo2": family("olmo2", **SHAPE),
     "granite, scaled head": family("granite", **SHAPE, logits_scaling=8.0, attention_multiplier=0.2, residual_multiplier=0.5),
     "starcoder2, tied": family("starcoder2", **SHAPE, tie_word_embeddings=True),
@@ -59,7 +69,6 @@ MORE_ROUTED: dict[str, PretrainedConfig] = {
     "ernie4_5": family("ernie4_5", **SMALL),
     "exaone4": family("exaone4", **SHAPE, sliding_window=24),
     "flex_olmo": family("flex_olmo", **SHAPE),
-    "gemma3_text": family("gemma3_text", **SMALL, sliding_window=24),
     "glm": family("glm", **SMALL),
     "glm4": family("glm4", **SMALL),
     "gpt_bigcode": family("gpt_bigcode", **OLDER),
@@ -85,7 +94,6 @@ MORE_ROUTED: dict[str, PretrainedConfig] = {
 }
 
 REFUSED: dict[str, tuple[PretrainedConfig, str]] = {
-    "gemma2": (family("gemma2", **SMALL, sliding_window=24), "takes softcap"),
     "gpt_oss": (
         family("gpt_oss", **SMALL, num_local_experts=4, num_experts_per_tok=2, sliding_window=24),
         "takes s_aux",

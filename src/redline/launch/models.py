@@ -49,10 +49,11 @@ def load_trainable_policy(config: Config) -> LoadedModel:
     if Division.of(config.trainer).divides_weights:
         return _load_for_ranks(config)
     model = _load(config, torch.float32)
-    if not model.decoder.plain_head:
+    if not model.decoder.plain_head and model.decoder.logit_cap is None:
         raise ModelError(
-            f"{config.model.path}: its logits are more than a product with the output weights, which training assumes",
-            "train a model whose head has no bias, scale or cap",
+            f"{config.model.path}: its logits are more than a product with the output weights and a soft cap, which training"
+            " assumes",
+            "train a model whose head has no bias or scale",
         )
     return model
 

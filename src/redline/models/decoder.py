@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from redline.kernels.available import kernels_serve
+from redline.models.attention.limits import Limits
 from redline.models.layer_code import Checkpointing, LayerCode, layer_code
 from redline.models.layers.activation import again_in_backward, silu_mul
 from redline.models.layers.experts import Experts
@@ -30,9 +31,9 @@ Rotary = tuple[Tensor, Tensor]
 
 
 class Attend(Protocol):
-    """Attention of one layer: queries [T, H, D], keys and values [T, K, D] → [T, H, D]."""
+    """Attention of one layer: queries [T, H, D], keys and values [T, K, D] → [T, H, D]. A layer that has limits gives them."""
 
-    def __call__(self, layer: int, q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor) -> Tensor: ...
+    def __call__(self, layer: int, q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor, limits: Limits = ...) -> Tensor: ...
 
 
 @runtime_checkable
@@ -139,6 +140,8 @@ class Decoder(nn.Module):
 
     plain_head = True
     """The logits are `hidden @ output_weight.T`, as the trainer computes them."""
+    logit_cap: float | None = None
+    """No cap on them."""
 
     def __init__(self, spec: DecoderSpec, rotary_frequencies: Tensor, rotary_factor: float = 1.0) -> None:
         super().__init__()

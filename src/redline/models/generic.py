@@ -18,8 +18,10 @@ from torch import Tensor, nn
 
 from redline.errors import ModelError, boundary
 from redline.kernels.segments import Segments
+from redline.models.attention.asked_limits import limits_of
+from redline.models.attention.limits import NO_LIMITS, Limits, capped_attention
 from redline.models.attention.packed import PackedAttention
-from redline.models.attention.routed import ROUTED, WATCHED, Mask, Route, Watch, set_attention, through
+from redline.models.attention.routed import ROUTED, WATCHED, Route, Watch, set_attention, through
 from redline.models.layer_code import LayerCode
 from redline.models.spec import NO_LIMIT, ModelShape, fixed_positions
 
@@ -40,7 +42,11 @@ class GenericDecoder(nn.Module):
 
     spec: ModelShape
     plain_head: bool
-    """True where the logits are `hidden @ output_weight.T` and nothing else, as the trainer computes them."""
+    """True where the logits are `hidden @ output_weight.T` and nothing else."""
+    logit_cap: float | None
+    """Where the logits are `cap · tanh(hidden @ output_weight.T / cap)` and nothing else, the cap; None for any other head."""
+    limits: tuple[Limits, ...]
+    """Of each layer's attention."""
     _head: Callable[..., Any]
     """The network without its layers. No submodule: it shares the network's modules, and each parameter has one name."""
 
@@ -62,7 +68,8 @@ class GenericDecoder(nn.Module):
 
     def forward(self, tokens_T: Tensor, positions_T: Tensor, attend: Attend) -> Tensor:
         """Hidden states [T, E], as the head takes them."""
-        return self._run_body(tokens_T, positions_T, Route(attend, self.spec.head_dim)).last_hidden_state[0]
+        route = Route(attend, self.spec.head_dim, self.limits)
+        return self._run_body(tokens_T, positions_T, route).last_hidden_state[0]
 
     def logits(self, hidden_ME: Tensor) -> Tensor:
         """[M, V]: what the network makes of them, with its scale, bias or cap."""
@@ -95,7 +102,10 @@ class GenericDecoder(nn.Module):
         set_attention(network, WATCHED)
         watch, positions = Watch(), torch.arange(len(sequences[0]), device=network.device)
         output = self._run_body(sequences[0], positions, watch)
-        self.spec = _shape(network, watch, output.last_hidden_state.shape[-1], theirs_TV.shape[-1])
+        config = network.config.get_text_config(decoder=True)
+        found = [limits_of(asked, fixed_positions(config), network.device) for asked in watch.layers]
+        self.limits, longest = tuple(limits for limits, _ in found), min((reach for _, reach in found), default=NO_LIMIT)
+        self.spec = _shape(network, watch, output.last_hidden_state.shape[-1], theirs_TV.shape[-1], longest)
         object.__setattr__(self, "_head", _replaced(network, self._body_name.split("."), _Given(type(output))))
 
         set_attention(network, ROUTED)
@@ -107,6 +117,7 @@ class GenericDecoder(nn.Module):
         hidden_BE = self(tokens_T[last], positions_T[last], attend.last_tokens)
         self._compare(self.logits(hidden_BE), theirs_TV[last], "tokens that come one at a time")
         self.plain_head = _is_plain(self, hidden_TE)
+        self.logit_cap = _cap(self, hidden_TE, getattr(config, "final_logit_softcapping", None))
 
     def _compare(self, ours_TV: Tensor, theirs_TV: Tensor, what: str) -> None:
         error = logits_error(ours_TV, theirs_TV, self.network.dtype)
@@ -152,7 +163,8 @@ def _some_sequences(network: PreTrainedModel) -> tuple[Tensor, ...]:
     return drawn.to(network.device).split(CHECKED_LENGTHS)
 
 
-def _shape(network: PreTrainedModel, watch: Watch, hidden_size: int, vocab_size: int) -> ModelShape:
+def _shape(network: PreTrainedModel, watch: Watch, hidden_size: int, vocab_size: int, longest: int) -> ModelShape:
+    """`longest` is how far the layers' attention is what ours is."""
     config = network.config.get_text_config(decoder=True)
     if len(watch.shapes) != config.num_hidden_layers:
         raise ModelError(f"its {config.num_hidden_layers} layers ask for attention {len(watch.shapes)} times")
@@ -160,7 +172,6 @@ def _shape(network: PreTrainedModel, watch: Watch, hidden_size: int, vocab_size:
         raise ModelError(f"its attention also takes {', '.join(sorted(watch.extras))}")
     if len({(heads, kv_heads) for heads, kv_heads, _ in watch.shapes}) > 1:
         raise ModelError("its layers have different numbers of heads")
-    longest = min([fixed_positions(config), *watch.windows])
     if longest == NO_LIMIT:
         raise ModelError("its config.json does not say how long a sequence may be")
     return ModelShape(
@@ -171,19 +182,8 @@ def _shape(network: PreTrainedModel, watch: Watch, hidden_size: int, vocab_size:
         num_heads=watch.shapes[0][0],
         num_kv_heads=watch.shapes[0][1],
         head_dim=max(head_dim for _, _, head_dim in watch.shapes),
-        max_positions=min([longest, *(_causal_up_to(mask, longest, network.device) for mask in watch.masks)]),
+        max_positions=longest,
     )
-
-
-def _causal_up_to(mask: Mask, longest: int, device: torch.device) -> int:
-    """How long a sequence may be for the mask to hide the future and nothing else: a window or a chunk ends it."""
-    zero, positions = torch.zeros((), dtype=torch.long, device=device), torch.arange(longest, device=device)
-    sees_first = mask(zero, zero, positions, zero).expand(longest)
-    reach = longest if bool(sees_first.all()) else int(sees_first.int().argmin())
-    few = positions[: min(reach, 64)]
-    if reach == 0 or not torch.equal(mask(zero, zero, few[:, None], few), few[:, None] >= few):
-        raise ModelError("its mask is not causal")
-    return reach
 
 
 # ── is it the same function? ───────────────────────────────────────────────────────────────────────────────────────────
@@ -196,11 +196,11 @@ class _Remembered:
         self.packed = packed
         self._seen: dict[int, tuple[Tensor, Tensor]] = {}
 
-    def __call__(self, layer: int, q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor) -> Tensor:
+    def __call__(self, layer: int, q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor, limits: Limits = NO_LIMITS) -> Tensor:
         self._seen[layer] = k_TKD, v_TKD
-        return self.packed(layer, q_THD, k_TKD, v_TKD)
+        return self.packed(layer, q_THD, k_TKD, v_TKD, limits)
 
-    def last_tokens(self, layer: int, q_BHD: Tensor, k_BKD: Tensor, v_BKD: Tensor) -> Tensor:
+    def last_tokens(self, layer: int, q_BHD: Tensor, k_BKD: Tensor, v_BKD: Tensor, limits: Limits = NO_LIMITS) -> Tensor:
         """Attention of each sequence's last token to itself and to the remembered ones before it."""
         rows, start = [], 0
         for b, length in enumerate(CHECKED_LENGTHS):
@@ -208,9 +208,18 @@ class _Remembered:
                 torch.cat((seen[start : start + length - 1], own[b : b + 1])).transpose(0, 1)
                 for seen, own in zip(self._seen[layer], (k_BKD, v_BKD), strict=True)
             )
-            rows.append(F.scaled_dot_product_attention(q_BHD[b, :, None], k_KND, v_KND, enable_gqa=True).squeeze(1))
+            rows.append(_attend_from_last(q_BHD[b], k_KND, v_KND, limits))
             start += length
         return torch.stack(rows)
+
+
+def _attend_from_last(q_HD: Tensor, k_KND: Tensor, v_KND: Tensor, limits: Limits) -> Tensor:
+    """[H, D]: the attention of one token to all keys, itself the last, within the limits."""
+    first = 0 if limits.window is None else max(0, k_KND.shape[1] - limits.window)
+    k_HND, v_HND = (x[:, first:].repeat_interleave(len(q_HD) // len(x), dim=0) for x in (k_KND, v_KND))
+    if limits.softcap is not None:
+        return capped_attention(q_HD[:, None], k_HND, v_HND, torch.zeros((), device=q_HD.device), limits.softcap).squeeze(1)
+    return F.scaled_dot_product_attention(q_HD[:, None], k_HND, v_HND).squeeze(1)
 
 
 @contextmanager
@@ -239,14 +248,24 @@ def logits_error(ours_TV: Tensor, theirs_TV: Tensor, dtype: torch.dtype) -> floa
 
 
 def _is_plain(decoder: GenericDecoder, hidden_TE: Tensor) -> bool:
-    """A bias shows at zero, a cap far from it, a scale in between."""
+    """Whether the head is a product and nothing else."""
+    return _head_is(decoder, hidden_TE, lambda plain_TV: plain_TV)
+
+
+def _cap(decoder: GenericDecoder, hidden_TE: Tensor, said: float | None) -> float | None:
+    """The cap that the config names, if it is all that the head has beside its product."""
+    if said is not None and _head_is(decoder, hidden_TE, lambda plain_TV: said * torch.tanh(plain_TV / said)):
+        return said
+    return None
+
+
+def _head_is(decoder: GenericDecoder, hidden_TE: Tensor, function: Callable[[Tensor], Tensor]) -> bool:
+    """Whether the logits are this function of the plain ones. A bias shows at zero, a cap far from it, a scale in between."""
     if bool(decoder.logits(torch.zeros_like(hidden_TE)).any()):
         return False
     for size in (1, 1000):
-        theirs_TV, plain_TV = (
-            decoder.logits(size * hidden_TE).double(),
-            F.linear(size * hidden_TE, decoder.output_weight).double(),
-        )
-        if not (theirs_TV - plain_TV).norm() <= 0.02 * plain_TV.norm():
+        theirs_TV = decoder.logits(size * hidden_TE).double()
+        expected_TV = function(F.linear(size * hidden_TE, decoder.output_weight).double())
+        if not (theirs_TV - expected_TV).norm() <= 0.02 * expected_TV.norm():
             return False
     return True

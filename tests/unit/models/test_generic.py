@@ -88,7 +88,7 @@ def check_greedy(decoder: GenericDecoder, oracle: PreTrainedModel) -> None:
         assert completion.token_ids.tolist() == expected[0, len(prompt) :].tolist()
 
 
-@pytest.mark.parametrize("name", ["gpt2", "gemma2, no cap on scores", "mixtral", "deepseek_v3, other value size"])
+@pytest.mark.parametrize("name", ["gpt2", "gemma2", "gemma3_text", "mixtral", "deepseek_v3, other value size"])
 def test_the_engine_generates_what_transformers_generates(name: str, tmp_path: Path) -> None:
     check_greedy(*load(tmp_path, ROUTED[name]))
 
@@ -176,14 +176,16 @@ def test_heads_of_keys_and_values_are_padded_to_the_larger(tmp_path: Path) -> No
 @pytest.mark.parametrize(
     ("config", "longest"),
     [
-        (family("gemma3_text", **SMALL, sliding_window=24), 24),
+        (family("gemma3_text", **SMALL, sliding_window=24), 256),
         (family("gemma3_text", **SMALL, sliding_window=24, layer_types=["full_attention"] * 2), 256),
         (family("qwen2_moe", **SHAPE, **EXPERTS, shared_expert_intermediate_size=32, sliding_window=24), 256),
         (family("llama4_text", **SMALL, num_local_experts=2, intermediate_size_mlp=80, attention_chunk_size=40), 40),
     ],
     ids=["window", "window that no layer has", "window that is switched off", "chunks"],
 )
-def test_positions_end_where_a_layer_stops_seeing_the_first_token(config: PretrainedConfig, longest: int) -> None:
+def test_positions_end_where_a_layer_stops_seeing_the_first_token_for_another_reason_than_a_window(
+    config: PretrainedConfig, longest: int
+) -> None:
     assert GenericDecoder(random_model(config)).spec.max_positions == longest
 
 
@@ -271,10 +273,27 @@ def test_a_head_that_is_more_than_a_product_says_so(name: str, plain: bool) -> N
     assert torch.allclose(decoder.logits(hidden), hidden @ decoder.output_weight.T, atol=1e-4) is plain
 
 
+@pytest.mark.parametrize(("name", "cap"), [("gemma2", 30.0), ("gemma3_text", None), ("granite, scaled head", None)])
+def test_a_soft_cap_on_the_logits_is_known(name: str, cap: float | None) -> None:
+    assert GenericDecoder(random_model(ROUTED[name])).logit_cap == cap
+
+
+def test_a_window_that_the_layers_mask_does_not_have_ends_sequences() -> None:
+    """Such a layer sees more, or less, than it says: our window would be another one."""
+    network = random_model(llama())
+    for layer in network.model.layers:
+        layer.self_attn.register_forward_pre_hook(
+            lambda module, inputs, named: (inputs, {**named, "sliding_window": 24}), with_kwargs=True
+        )
+    decoder = GenericDecoder(network)
+    assert decoder.spec.max_positions == 24
+    assert all(limits.window is None for limits in decoder.limits)
+
+
 # ── training ───────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-@pytest.mark.parametrize("name", ["gpt2", "mixtral", "deepseek_v3, other value size"])
+@pytest.mark.parametrize("name", ["gpt2", "gemma2", "gemma3_text", "mixtral", "deepseek_v3, other value size"])
 def test_gradients_through_packed_attention_equal_those_of_transformers(name: str, tmp_path: Path) -> None:
     decoder, oracle = load(tmp_path, ROUTED[name])
     sequences = [random_tokens(length, seed=length) for length in (12, 7)]
@@ -291,9 +310,12 @@ def test_gradients_through_packed_attention_equal_those_of_transformers(name: st
             torch.testing.assert_close(found[parameter], grad, rtol=1e-3, atol=1e-4 * float(grad.abs().max()))
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_the_trainer_learns_from_what_the_engine_sampled(dtype: torch.dtype, tmp_path: Path) -> None:
-    decoder, _ = load(tmp_path, ROUTED["gpt2"])
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [("gpt2", torch.float32), ("gpt2", torch.bfloat16), ("gemma2", torch.float32), ("gemma3_text", torch.float32)],
+)
+def test_the_trainer_learns_from_what_the_engine_sampled(name: str, dtype: torch.dtype, tmp_path: Path) -> None:
+    decoder, _ = load(tmp_path, ROUTED[name])
     trainer = PolicyTrainer(decoder, dtype, TrainerConfig(learning_rate=1e-2), Sampling())
     engine = NativeEngine(decoder, EngineConfig(max_num_seqs=4, kv_cache_memory_bytes=2**24))
     prompt = random_tokens(7, seed=1).numpy().astype(np.int32)

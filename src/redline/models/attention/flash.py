@@ -15,6 +15,7 @@ from torch import Tensor
 from redline.kernels.attention_plan import children_follow
 from redline.kernels.available import has_triton
 from redline.kernels.segments import NO_PARENT, Segments
+from redline.models.attention.limits import NO_LIMITS, Limits
 from redline.models.attention.packed import PackedAttention
 
 if TYPE_CHECKING:
@@ -37,14 +38,14 @@ class FlashPackedAttention:
     def __init__(self, segments: Segments, device: torch.device) -> None:
         self._segments, self._device = segments, device
         self._exact: PackedAttention | None = None
-        """For float32, which neither of the others takes."""
+        """For float32, and for layers with limits, which neither of the others takes."""
         self._by_heads: dict[tuple[int, int, int], ManualAttend] = {}
         self.positions_T = _upload(segments.positions(), device)
 
-    def __call__(self, layer: int, q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor) -> Tensor:
-        if q_THD.dtype not in (torch.bfloat16, torch.float16):
+    def __call__(self, layer: int, q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor, limits: Limits = NO_LIMITS) -> Tensor:
+        if q_THD.dtype not in (torch.bfloat16, torch.float16) or limits != NO_LIMITS:
             self._exact = self._exact or PackedAttention(self._segments, q_THD.device)
-            return self._exact(layer, q_THD, k_TKD, v_TKD)
+            return self._exact(layer, q_THD, k_TKD, v_TKD, limits)
         return _Attention.apply(self, *(_heads_side_by_side(part) for part in (q_THD, k_TKD, v_TKD)))
 
     def forward(self, q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:

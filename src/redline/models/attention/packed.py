@@ -12,7 +12,7 @@ the network's products never see a padded token. The index work is done once per
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -21,6 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from redline.kernels.segments import NO_PARENT, Segments
+from redline.models.attention.limits import NO_LIMITS, Limits, capped_attention, hidden_by_window
 
 MAX_PADDING = 1.25
 """A block may hold at most this many times the key positions that its segments need."""
@@ -40,8 +41,9 @@ class _Block:
     """Its rows among the gathered keys of all blocks, B · N of them."""
     hidden_BQN: Tensor
     """True where a query must not see a key."""
-    mask: Tensor | None = None
-    """The same in the form that attention takes, made for the first layer."""
+    masks: dict[tuple[int | None, bool], Tensor] = field(default_factory=dict)
+    """By window, and whether it is added to written-out scores: the same in the form that attention takes, made for the first
+    layer that asks."""
 
 
 @dataclass(slots=True, frozen=True)
@@ -72,11 +74,11 @@ class PackedAttention:
         self._query_uses, self._key_uses = layout.uses(device)
         self.positions_T = torch.from_numpy(segments.positions()).to(device)
 
-    def __call__(self, layer: int, q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor) -> Tensor:
+    def __call__(self, layer: int, q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor, limits: Limits = NO_LIMITS) -> Tensor:
         q = _Gather.apply(q_THD, self._queries_R, self._query_uses)
         k = _Gather.apply(k_TKD, self._keys_C, self._key_uses)
         v = _Gather.apply(v_TKD, self._keys_C, self._key_uses)
-        outputs = [_attend_block(block, q[block.queries], k[block.keys], v[block.keys]) for block in self._blocks]
+        outputs = [_attend_block(block, q[block.queries], k[block.keys], v[block.keys], limits) for block in self._blocks]
         return _Ungather.apply(torch.cat(outputs), self._query_uses.once_T)
 
 
@@ -193,18 +195,32 @@ def _rectangle(segments: Segments, members: list[int]) -> tuple[np.ndarray, np.n
     return queries, keys, hidden
 
 
-def _attend_block(block: _Block, q_RHD: Tensor, k_CKD: Tensor, v_CKD: Tensor) -> Tensor:
+def _attend_block(block: _Block, q_RHD: Tensor, k_CKD: Tensor, v_CKD: Tensor, limits: Limits) -> Tensor:
     """One block's outputs as rows [B · Q, H, D]."""
     (B, Q, N), (_, H, D), K = block.shape, q_RHD.shape, k_CKD.shape[1]
     # The H/K query heads of a key head become rows of one product, so keys are never repeated.
     q = q_RHD.view(B, Q, K, H // K, D).permute(0, 2, 3, 1, 4).reshape(B, K, H // K * Q, D)
     k, v = (rows.view(B, N, K, D).transpose(1, 2) for rows in (k_CKD, v_CKD))
-    written_out = q.device.type == "cpu" and H * B * Q * N <= MAX_SCORES
-    if block.mask is None:
-        hidden = block.hidden_BQN[:, None, None].expand(B, K if written_out else 1, H // K, Q, N).flatten(2, 3)
-        block.mask = torch.zeros(hidden.shape).masked_fill_(hidden, float("-inf")).flatten(0, 1) if written_out else ~hidden
-    out = _written_out(q, k, v, block.mask) if written_out else F.scaled_dot_product_attention(q, k, v, attn_mask=block.mask)
+    written_out = limits.softcap is not None or (q.device.type == "cpu" and H * B * Q * N <= MAX_SCORES)
+    mask = _mask(block, K, H // K, limits.window, written_out=written_out)
+    if limits.softcap is not None:
+        q_XQD, k_XND, v_XND = (heads.flatten(0, 1) for heads in (q, k, v))
+        out = capped_attention(q_XQD, k_XND, v_XND, mask, limits.softcap)
+    else:
+        out = _written_out(q, k, v, mask) if written_out else F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
     return out.view(B, K, H // K, Q, D).permute(0, 3, 1, 2, 4).reshape(B * Q, H, D)
+
+
+def _mask(block: _Block, kv_heads: int, group: int, window: int | None, *, written_out: bool) -> Tensor:
+    """Where scores are written out, what is added to them, [B · K, H / K · Q, N]; else True where a query sees a key."""
+    if (window, written_out) not in block.masks:
+        B, Q, N = block.shape
+        hidden_BQN = block.hidden_BQN if window is None else hidden_by_window(block.hidden_BQN, window)
+        hidden = hidden_BQN[:, None, None].expand(B, kv_heads if written_out else 1, group, Q, N).flatten(2, 3)
+        added = torch.zeros(hidden.shape, device=hidden.device) if written_out else None
+        mask = ~hidden if added is None else added.masked_fill_(hidden, float("-inf")).flatten(0, 1)
+        block.masks[window, written_out] = mask
+    return block.masks[window, written_out]
 
 
 def _written_out(q_BKQD: Tensor, k_BKND: Tensor, v_BKND: Tensor, bias_XQN: Tensor) -> Tensor:

@@ -7,7 +7,7 @@ this thread, which counts the layers and hands on their queries, keys and values
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -17,6 +17,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from redline.models.attention.limits import NO_LIMITS, Limits
+
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
@@ -24,8 +26,8 @@ if TYPE_CHECKING:
 
 ROUTED, WATCHED = "redline", "redline_watched"
 """Names in the registry. The second has a mask function too, whose masks are empty and only say which layer takes which."""
-UNDERSTOOD = {"dropout", "is_causal", "position_ids", "sliding_window", "use_cache", "output_attentions"}
-"""What a layer may tell its attention function: dropout is off, a window limits the positions, the rest changes nothing."""
+UNDERSTOOD = {"dropout", "is_causal", "position_ids", "sliding_window", "softcap", "use_cache", "output_attentions"}
+"""What a layer may tell its attention function: dropout is off, windows and caps are `Limits`, the rest changes nothing."""
 Mask = Callable[..., Tensor]
 """(batch, head, query, key) → whether the query sees the key."""
 
@@ -33,9 +35,11 @@ Mask = Callable[..., Tensor]
 class Route:
     """One forward on the caller's attention."""
 
-    def __init__(self, attend: Attend, head_dim: int) -> None:
+    def __init__(self, attend: Attend, head_dim: int, limits: Sequence[Limits]) -> None:
+        """`limits` are those of each layer."""
         self._attend = attend
         self._head_dim = head_dim
+        self._limits = limits
         self._layer = 0
 
     def __call__(self, q_HTD: Tensor, k_KTD: Tensor, v_KTD: Tensor, scaling: float | None, extras: dict[str, Any]) -> Tensor:
@@ -45,9 +49,21 @@ class Route:
         factor = math.sqrt(D) * (q_HTD.shape[-1] ** -0.5 if scaling is None else scaling)
         q_HTD = q_HTD if math.isclose(factor, 1) else q_HTD * factor
         q_THD, k_TKD, v_TKD = (F.pad(x, (0, D - x.shape[-1])).transpose(0, 1).contiguous() for x in (q_HTD, k_KTD, v_KTD))
-        out_THD = self._attend(self._layer, q_THD, k_TKD, v_TKD)
+        limits = self._limits[self._layer]
+        given = () if limits == NO_LIMITS else (limits,)
+        out_THD = self._attend(self._layer, q_THD, k_TKD, v_TKD, *given)
         self._layer += 1
         return out_THD[..., :value_size]
+
+
+@dataclass(slots=True, frozen=True)
+class AskedLimits:
+    """What one layer said of its limits."""
+
+    window: int | None
+    softcap: float | None
+    masks: tuple[Mask, ...]
+    """The one that it took, if any: families make masks that none of their layers may need."""
 
 
 @dataclass(slots=True)
@@ -58,19 +74,17 @@ class Watch:
     """Query heads, key heads and the larger head size of each call."""
     extras: set[str] = field(default_factory=set)
     """What the layers said that is not understood."""
-    windows: set[int] = field(default_factory=set)
-    masks: list[Mask] = field(default_factory=list)
-    """Those that a layer took: families make masks that none of their layers may need."""
+    layers: list[AskedLimits] = field(default_factory=list)
+    """What each call said of windows and caps."""
     _offered: list[tuple[Tensor, Mask]] = field(default_factory=list)
 
     def __call__(self, q_HTD: Tensor, k_KTD: Tensor, v_KTD: Tensor, scaling: float | None, extras: dict[str, Any]) -> Tensor:
         self.shapes.append((len(q_HTD), len(k_KTD), max(q_HTD.shape[-1], v_KTD.shape[-1])))
         taken = [mask for empty, mask in self._offered if empty is extras["attention_mask"]]
-        self.masks += taken
+        window = extras.get("sliding_window")
+        self.layers.append(AskedLimits(window if (window or 0) > 0 else None, extras.get("softcap"), tuple(taken)))
         understood = UNDERSTOOD | {"attention_mask"} if taken else UNDERSTOOD
         self.extras |= {name for name, value in extras.items() if value is not None} - understood
-        if (extras.get("sliding_window") or 0) > 0:
-            self.windows.add(extras["sliding_window"])
         return v_KTD.repeat_interleave(len(q_HTD) // len(k_KTD), dim=0).transpose(0, 1)
 
     def offer(self, mask: Mask) -> Tensor:

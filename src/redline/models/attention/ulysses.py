@@ -22,6 +22,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from redline.errors import ConfigError
+from redline.models.attention.limits import NO_LIMITS, Limits
 
 if TYPE_CHECKING:
     from redline.models.decoder import Attend
@@ -46,7 +47,7 @@ class UlyssesAttention:
         self._group = group
         self._rank = dist.get_rank(group)
 
-    def __call__(self, layer: int, q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor) -> Tensor:
+    def __call__(self, layer: int, q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor, limits: Limits = NO_LIMITS) -> Tensor:
         N, L = len(self._lengths_N), self._lengths_N[self._rank]
         (_, H, D), K = q_THD.shape, k_TKD.shape[1]
         copies = math.lcm(K, N) // K
@@ -55,7 +56,8 @@ class UlyssesAttention:
         sizes = [H // N, K * copies // N, K * copies // N]
         mine_LNJD = torch.cat([x.reshape(L, N, size, D) for x, size in zip((q_THD, k_TKD, v_TKD), sizes, strict=True)], dim=2)
         all_TJD = self._exchange(mine_LNJD.transpose(0, 1).flatten(0, 1), [L] * N, self._lengths_N)
-        attended = self._attend(layer, *all_TJD.split(sizes, dim=1))
+        q_THD, k_TKD, v_TKD = all_TJD.split(sizes, dim=1)
+        attended = self._attend(layer, q_THD, k_TKD, v_TKD, limits)
         rows = self._exchange(attended, self._lengths_N, [L] * N)
         return rows.view(N, L, H // N, D).transpose(0, 1).reshape(L, H, D)
 

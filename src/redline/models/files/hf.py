@@ -132,13 +132,13 @@ def _check_foreign(config: PretrainedConfig) -> None:
             f"model family {config.model_type!r} is no causal language model", "give the folder of a causal language model"
         )
     text = config.get_text_config()
-    changed = {name: getattr(text, name, None) for name in ("final_logit_softcapping", "logit_scale", "logits_scaling")}
+    changed = {name: getattr(text, name, None) for name in ("logit_scale", "logits_scaling")}
     for name, value in changed.items():
         if value not in (None, 1):
             raise ModelError(
                 f"model family {config.model_type!r} has {name} = {value}: its logits are more than a product with the output"
-                " weights, which training assumes",
-                "train a model whose head has no bias, scale or cap",
+                " weights and a soft cap, which training assumes",
+                "train a model whose head has no bias or scale",
             )
 
 

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 from redline.kernels.available import kernels_serve
 from redline.models.layers import products
@@ -21,9 +22,29 @@ KEPT_BYTES = {"cpu": 2**28, "cuda": 3 * 2**30}
 """Logits kept for the backward pass, in the compute dtype: each spares a product with the whole vocabulary."""
 
 
-def selected_logprobs(hidden_ME: Tensor, weight_VE: Tensor, targets_M: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
-    """float32 log softmax(hidden @ weightᵀ / temperature)[target], and the entropy of each distribution."""
-    return _SelectedLogprobs.apply(hidden_ME, weight_VE, targets_M, temperature)
+def selected_logprobs(
+    hidden_ME: Tensor, weight_VE: Tensor, targets_M: Tensor, temperature: float, cap: float | None = None
+) -> tuple[Tensor, Tensor]:
+    """float32 log softmax(logits / temperature)[target], and the entropy of each distribution. The logits are hidden @ weightᵀ,
+    with a `cap` cap · tanh(that / cap)."""
+    if cap is None:
+        return _SelectedLogprobs.apply(hidden_ME, weight_VE, targets_M, temperature)
+    found = [
+        checkpoint(
+            _capped_logprobs, hidden, weight_VE, targets, temperature, cap, use_reentrant=False, preserve_rng_state=False
+        )
+        for hidden, targets in _chunks(weight_VE, 0, hidden_ME, targets_M)
+    ]
+    return torch.cat([logprobs for logprobs, _ in found]), torch.cat([entropies for _, entropies in found])
+
+
+def _capped_logprobs(
+    hidden_ME: Tensor, weight_VE: Tensor, targets_M: Tensor, temperature: float, cap: float
+) -> tuple[Tensor, Tensor]:
+    """One chunk, by autograd; the backward pass makes its logits again."""
+    logits_MV = cap * torch.tanh((hidden_ME @ weight_VE.T).float() / cap)
+    log_p_MV = (logits_MV / temperature).log_softmax(dim=-1)
+    return log_p_MV.gather(1, targets_M[:, None]).squeeze(1), -(log_p_MV.exp() * log_p_MV).sum(dim=-1)
 
 
 class _SelectedLogprobs(torch.autograd.Function):

@@ -68,7 +68,7 @@ def predicted(
     """float32 each: logprobs of the trained tokens that these hidden states predict, and the entropies. Where weights are
     sharded, the head is whole only after the forward pass."""
     hidden_ME = selected_rows(hidden_TE, inputs["predicted_from"])
-    return selected_logprobs(hidden_ME, decoder.output_weight, inputs["targets"].long(), temperature)
+    return selected_logprobs(hidden_ME, decoder.output_weight, inputs["targets"].long(), temperature, decoder.logit_cap)
 
 
 def chosen_values(network: ValueNetwork, micro_batch: MicroBatch) -> Tensor:

@@ -187,3 +187,21 @@ def test_on_a_gpu_gradients_are_the_same_whatever_is_kept(
         right = torch.autograd.grad(expected, theirs, list(directions[:wanted].double()), retain_graph=True)
         for here, there in zip(mine, right, strict=True):
             assert (here.double() - there.double()).norm() < 0.02 * there.double().norm()
+
+
+def test_capped_logits_have_the_logprobs_and_gradients_of_capped_logits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(module.CHUNK_BYTES, "cpu", 3 * 4 * 50)  # three rows at once
+    torch.manual_seed(0)
+    hidden, weight, targets = torch.randn(8, 4), 5 * torch.randn(50, 4), torch.randint(50, (8,))
+    ours = hidden.clone().requires_grad_(), weight.clone().requires_grad_()
+    found, entropy = selected_logprobs(*ours, targets, 0.8, cap=3.0)
+    (found.sum() + 0.3 * entropy.sum()).backward()
+    wide = hidden.double().requires_grad_(), weight.double().requires_grad_()
+    log_p = (3.0 * torch.tanh(wide[0] @ wide[1].T / 3.0) / 0.8).log_softmax(dim=-1)
+    expected, expected_entropy = log_p[torch.arange(8), targets], -(log_p.exp() * log_p).sum(dim=-1)
+    (expected.sum() + 0.3 * expected_entropy.sum()).backward()
+    torch.testing.assert_close(found.double(), expected, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(entropy.double(), expected_entropy, rtol=1e-5, atol=1e-5)
+    for own, other in zip(ours, wide, strict=True):
+        assert own.grad is not None
+        torch.testing.assert_close(own.grad.double(), other.grad, rtol=1e-4, atol=1e-5)

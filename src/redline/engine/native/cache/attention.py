@@ -9,7 +9,7 @@ Letters: B sequences of a rectangle, Q query columns, N block columns, H query h
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from redline.engine.native.cache.kv_cache import KVCache
+from redline.models.attention.limits import NO_LIMITS, Limits, capped_attention, hidden_by_window
 
 MAX_PADDING = 1.25
 """A rectangle may hold at most this many times the blocks its sequences need."""
@@ -64,6 +65,17 @@ class _Rectangle:
     bias: Tensor
     """0 where a query sees a key, -inf elsewhere: [B, 1, Q or 1, keys]."""
     num_queries: int
+    biases: dict[int, Tensor] = field(default_factory=dict)
+    """The same by window, each made for the first layer that asks."""
+
+    def bias_within(self, window: int | None) -> Tensor:
+        """`bias` where a window hides what is too far back, too."""
+        if window is None:
+            return self.bias
+        if window not in self.biases:
+            hidden = hidden_by_window(self.bias.isinf(), window)
+            self.biases[window] = torch.zeros_like(self.bias).masked_fill_(hidden, float("-inf"))
+        return self.biases[window]
 
 
 class GatherAttention:
@@ -76,25 +88,29 @@ class GatherAttention:
         self._slots_T = torch.from_numpy(runs.slots(size)).to(device)
         self._rectangles = [_rectangle(runs, members, size, device, dtype) for members in _groups(runs, size)]
 
-    def __call__(self, layer: int, q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor) -> Tensor:
+    def __call__(self, layer: int, q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor, limits: Limits = NO_LIMITS) -> Tensor:
         self._cache.write(layer, self._slots_T, k_TKD, v_TKD)
         if len(self._rectangles) == 1 and self._rectangles[0].queries_BQ is None:
-            return self._attend(layer, self._rectangles[0], q_THD)
+            return self._attend(layer, self._rectangles[0], q_THD, limits)
         out_THD = torch.empty_like(q_THD)
         for rectangle in self._rectangles:
             assert rectangle.queries_BQ is not None
-            rows = self._attend(layer, rectangle, q_THD.index_select(0, rectangle.queries_BQ.flatten()))
+            rows = self._attend(layer, rectangle, q_THD.index_select(0, rectangle.queries_BQ.flatten()), limits)
             out_THD.index_copy_(0, rectangle.tokens, rows.index_select(0, rectangle.cells))
         return out_THD
 
-    def _attend(self, layer: int, rectangle: _Rectangle, q_RHD: Tensor) -> Tensor:
+    def _attend(self, layer: int, rectangle: _Rectangle, q_RHD: Tensor, limits: Limits) -> Tensor:
         """[B · Q, H, D] → the same."""
         keys, values = self._cache.gather(layer, rectangle.blocks_BN)
         (_, H, D), K, B, Q = q_RHD.shape, keys.shape[1], len(rectangle.blocks_BN), rectangle.num_queries
         # The H/K query heads of a key head are queries of one product, so keys are read once and never repeated.
         q = q_RHD.view(B, Q, K, H // K, D).permute(0, 2, 3, 1, 4).reshape(B, K, H // K * Q, D)
-        bias = rectangle.bias.expand(B, H // K, Q, -1).reshape(B, 1, H // K * Q, -1) if Q > 1 else rectangle.bias
-        out = F.scaled_dot_product_attention(q, keys, values, attn_mask=bias)
+        bias = rectangle.bias_within(limits.window)
+        bias = bias.expand(B, H // K, Q, -1).reshape(B, 1, H // K * Q, -1) if Q > 1 else bias
+        if limits.softcap is None:
+            out = F.scaled_dot_product_attention(q, keys, values, attn_mask=bias)
+        else:
+            out = capped_attention(q, keys, values, bias, limits.softcap)
         return out.view(B, K, H // K, Q, D).permute(0, 3, 1, 2, 4).reshape(B * Q, H, D)
 
 
