@@ -201,10 +201,11 @@ class Decoder(nn.Module):
         """Whether `fused_layers` may take all layers at once: only the sums want the weights' gradients."""
         if self.checkpointing == "full" or not _trains(x_TE, attend, lora):
             return False
+        if layer_code(self.spec, x_TE.dtype, self.checkpointing, kernels=True, whole=True) != "fused":
+            return False
         from redline.models.layers.fused import keeps_sums
 
-        whole = all(layer.is_whole and keeps_sums(layer) for layer in self.layers)  # type: ignore[arg-type]
-        return layer_code(self.spec, x_TE.dtype, self.checkpointing, kernels=True, whole=whole) == "fused"
+        return all(layer.is_whole and keeps_sums(layer) for layer in self.layers)  # type: ignore[arg-type]
 
     def logits(self, hidden_ME: Tensor) -> Tensor:
         """[M, V] in the compute dtype."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -16,7 +17,7 @@ from redline.models.files.hf import load_decoder
 from redline.models.layer_code import Checkpointing, layer_code
 from redline.models.lora.trainable import add_adapter
 from redline.models.parallel import Shard, shard_decoder
-from redline.models.spec import ModelShape
+from redline.models.spec import ExpertsSpec, ModelShape
 
 OTHER_NETWORK = ModelShape("bloom", 100, 64, 2, 4, 4, 16, 128)
 
@@ -32,6 +33,7 @@ OTHER_NETWORK = ModelShape("bloom", 100, 64, 2, 4, 4, 16, 128)
         ({"whole": False}, "kernels"),
         ({"dtype": torch.float32}, "kernels"),
         ({"shape": OTHER_NETWORK}, "eager"),
+        ({"shape": replace(QWEN_HALF_BILLION, experts=ExpertsSpec(4, 2, 64, True, (0, 1)))}, "kernels"),
     ],
 )
 def test_who_runs_the_layers_follows_from_the_setting(change: dict[str, object], code: str) -> None:

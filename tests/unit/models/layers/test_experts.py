@@ -25,6 +25,7 @@ from redline.models.attention.packed import PackedAttention
 from redline.models.decoder import Decoder
 from redline.models.files.hf import load_decoder, load_sharing_model, network_tensors
 from redline.models.layer_code import Checkpointing
+from redline.models.layers import experts as module
 from redline.models.layers.experts import Experts, grouped_product
 from redline.models.layers.routing_notes import RoutingNotes, summary
 from redline.models.lora.trainable import add_adapter
@@ -136,6 +137,22 @@ def test_the_engine_generates_what_transformers_generates(name: str, tmp_path: P
         logprobs = logits_of(oracle, tokens)[len(prompt) - 1 : -1].log_softmax(dim=-1)
         assert completion.token_ids.tolist() == logprobs.argmax(dim=-1).tolist()
         torch.testing.assert_close(torch.from_numpy(completion.logprobs), logprobs.amax(dim=-1), rtol=0, atol=2e-5)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("tokens", [2, 9])
+@pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning")  # numpy's, of the interpreter's infinities
+def test_the_kernels_sample_what_torch_computes(tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In Triton's interpreter, which multiplies float16 but not bfloat16."""
+    pytest.importorskip("triton")
+    torch.manual_seed(0)
+    experts = Experts(32, ExpertsSpec(count=6, per_token=3, intermediate_size=16, normalized=True, layers=(0,))).half()
+    for parameter in experts.parameters():
+        torch.nn.init.normal_(parameter, std=0.3)
+    x = torch.randn(tokens, 32).half()
+    expected = experts(x)
+    monkeypatch.setattr(module, "kernels_serve", lambda _: True)
+    torch.testing.assert_close(experts(x), expected, rtol=5e-3, atol=5e-3)
 
 
 def test_transformers_network_runs_on_our_tensors(tmp_path: Path) -> None:
