@@ -19,7 +19,7 @@ from redline.engine import NativeEngine
 from redline.errors import ModelError
 from redline.kernels.segments import Segments
 from redline.models.attention.packed import PackedAttention
-from redline.models.files.hf import hf_tensors, load_decoder, load_recompute_model, save_folder
+from redline.models.files.hf import check_folder, hf_tensors, load_decoder, load_recompute_model, save_folder
 from redline.models.generic import GenericDecoder
 from redline.trainer import PolicyTrainer, Sampling
 from redline.types import GenerateRequest, SamplingParams, TrainBatch, VersionSpan
@@ -276,6 +276,15 @@ def test_a_head_that_is_more_than_a_product_says_so(name: str, plain: bool) -> N
 @pytest.mark.parametrize(("name", "cap"), [("gemma2", 30.0), ("gemma3_text", None), ("granite, scaled head", None)])
 def test_a_soft_cap_on_the_logits_is_known(name: str, cap: float | None) -> None:
     assert GenericDecoder(random_model(ROUTED[name])).logit_cap == cap
+
+
+def test_a_folder_whose_head_is_capped_may_be_trained_and_one_whose_head_is_scaled_may_not(tmp_path: Path) -> None:
+    write_model(tmp_path / "capped", ROUTED["gemma2"])
+    assert check_folder(tmp_path / "capped") == 256
+    write_model(tmp_path / "scaled", ROUTED["granite, scaled head"])
+    with pytest.raises(ModelError, match=r"logits_scaling = 8\.0") as caught:
+        check_folder(tmp_path / "scaled")
+    assert "no bias or scale" in caught.value.hint
 
 
 def test_a_window_that_the_layers_mask_does_not_have_ends_sequences() -> None:
