@@ -191,7 +191,7 @@ def check_training() -> None:
     ends = torch.tensor([0, 5, 5, 64], device=DEVICE, dtype=torch.int32)
     x, weight = torch.randn(64, 256, device=DEVICE), torch.randn(4, 128, 256, device=DEVICE) / 16
     for dtype in (torch.float32, DTYPE):
-        a, b = x.to(dtype).requires_grad_(), weight.to(dtype).requires_grad_()
+        a, b = (given.detach().clone().to(dtype).requires_grad_() for given in (x, weight))
         out = grouped_product(a, b, ends)
         out.backward(torch.ones_like(out))
         if dtype == torch.float32:
