@@ -32,7 +32,9 @@ class FewRows:
 
     @staticmethod
     def serves(decoder: Decoder) -> bool:
-        """Whether it takes this network: whole layers, without adapters beside their projections."""
+        """Whether it takes this network: whole layers, without experts, and without adapters beside their projections."""
+        if decoder.spec.experts is not None:
+            return False
         return decoder.plain_head and all(isinstance(layer, DecoderLayer) and layer.is_whole for layer in decoder.layers)
 
     def logits(self, tokens_B: Tensor, attend: FusedAttend) -> Tensor:

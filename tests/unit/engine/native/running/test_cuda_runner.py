@@ -22,6 +22,7 @@ from redline.engine.native.cache import prefixes
 from redline.engine.native.cache.kv_cache import KVCache
 from redline.engine.native.running.cuda import MAX_STEPS, CudaRunner, batch_sizes
 from redline.engine.native.running.device_rows import DeviceRows
+from redline.engine.native.running.few_rows import FewRows
 from redline.engine.native.running.runner import Runner, Samples
 from redline.models.decoder import Decoder
 from redline.models.files.hf import load_decoder
@@ -101,6 +102,14 @@ def test_so_it_does_where_few_rows_go_their_own_way(
 ) -> None:
     monkeypatch.setattr(UncapturedRunner, "takes_few_rows", True)
     assert_same(InterpretedEngine(decoder, CONFIG).generate(requests), NativeEngine(decoder, CONFIG).generate(requests))
+
+
+def test_few_rows_of_a_mixture_of_experts_go_no_way_of_their_own(decoder: Decoder, tmp_path: Path) -> None:
+    assert FewRows.serves(decoder)
+    write_model(tmp_path, CONFIGS["qwen3_moe"])
+    mixture = load_decoder(tmp_path)
+    assert isinstance(mixture, Decoder)
+    assert not FewRows.serves(mixture)
 
 
 def test_so_it_does_where_rows_read_their_common_beginning_once(decoder: Decoder, monkeypatch: pytest.MonkeyPatch) -> None:
