@@ -52,8 +52,8 @@ def workers(request: pytest.FixtureRequest) -> Iterator[Workers]:
 
 @pytest.fixture(params=KINDS[1:], scope="module")
 def quick_workers(request: pytest.FixtureRequest) -> Iterator[Workers]:
-    """Two workers that let a call last for a second and a half."""
-    made = make_workers(request.param, 2, 1.5)
+    """Two workers that let a call last for three seconds."""
+    made = make_workers(request.param, 2, 3.0)
     yield made
     made.close()
 
@@ -120,7 +120,7 @@ def test_a_call_that_does_not_return_fails_and_others_go_on(quick_workers: Worke
         games = [await quick_workers.make(odd()) for _ in range(4)]
         for game in games:
             await game.call("reset", TASK)
-        with pytest.raises(CallError, match=r"`step` did not return within 1\.5 s"):
+        with pytest.raises(CallError, match=r"`step` did not return within 3 s"):
             await games[0].call("step", "hang")
         assert "move 1" in (await games[1].call("step", "up")).observation, "it lives elsewhere"
         again = await quick_workers.make(odd())

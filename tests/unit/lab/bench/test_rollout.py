@@ -26,7 +26,7 @@ def test_attempts_tokens_and_latency_are_reported_and_the_parts_are_all_of_the_t
     results = {result.name: result for result in measured.results}
     assert list(results) == ["tokens", "attempts", "time in the engine", "latency of an attempt", "time to first token"]
     for sample in results["tokens"].samples:
-        assert 0.999 < sum(sample["part_s"].values()) / sample["seconds"] < 2, "and a moment before and after it"
+        assert sum(sample["part_s"].values()) / sample["seconds"] > 0.999, "and a moment before and after it"
         assert sample["attempts_per_s"] * sample["seconds"] == pytest.approx(4)
     assert 0 < results["time in the engine"].value <= 100
     latency = results["latency of an attempt"]
