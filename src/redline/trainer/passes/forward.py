@@ -67,8 +67,16 @@ def predicted(
 ) -> tuple[Tensor, Tensor]:
     """float32 each: logprobs of the trained tokens that these hidden states predict, and the entropies. Where weights are
     sharded, the head is whole only after the forward pass."""
-    hidden_ME = selected_rows(hidden_TE, inputs["predicted_from"])
-    return selected_logprobs(hidden_ME, decoder.output_weight, inputs["targets"].long(), temperature, decoder.logit_cap)
+    from_M, targets_M, weight_VE = inputs["predicted_from"], inputs["targets"].long(), decoder.output_weight
+    place_M: Tensor | None = None
+    if not hidden_TE.is_cuda:
+        # Attempts that go on alike have the same logprobs. A CPU computes them once; a GPU would have to wait to know how many.
+        pairs_U, places_M = torch.unique(from_M * len(weight_VE) + targets_M, return_inverse=True)
+        if len(pairs_U) < len(from_M):
+            from_M, targets_M, place_M = pairs_U // len(weight_VE), pairs_U % len(weight_VE), places_M
+    hidden_ME = selected_rows(hidden_TE, from_M)
+    found = selected_logprobs(hidden_ME, weight_VE, targets_M, temperature, decoder.logit_cap)
+    return found if place_M is None else (found[0][place_M], found[1][place_M])
 
 
 def chosen_values(network: ValueNetwork, micro_batch: MicroBatch) -> Tensor:

@@ -105,3 +105,20 @@ def test_loss_and_gradients_are_those_of_one_sequence_at_a_time(
     largest = max(float(tensor.abs().max()) for tensor in expected.values())
     for name in expected:
         assert float((found[name] - expected[name]).abs().max()) <= tolerance * largest, name
+
+
+def test_attempts_with_the_same_tokens_have_the_gradients_that_each_has_by_itself(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(packed_attention, "MAX_SCORES", 0)
+    prompt, answers = list(range(2, 14)), ([5, 6, 7], [8, 9], [5, 6, 7], [5, 6], [8, 9], [5, 6, 7])
+    group = [Attempt([(prompt, False), (answer, True)], 1.0) for answer in answers]
+    decoder, together, apart = load_decoder(folder).double(), train_batch([group]), train_batch([[each] for each in group])
+    expected_loss, expected, _ = gradients(decoder, apart, plan_micro_batches(apart, ONE_AT_A_TIME).of_rank(0))
+    found_loss, found, (micro,) = gradients(decoder, together, plan_micro_batches(together, EVERYTHING_AT_ONCE).of_rank(0))
+
+    assert len(micro.tokens_T) == len(prompt) + 3 + 2 + 2
+    assert found_loss == pytest.approx(expected_loss, rel=1e-9)
+    largest = max(float(tensor.abs().max()) for tensor in expected.values())
+    for name in expected:
+        assert float((found[name] - expected[name]).abs().max()) <= 1e-12 * largest, name
