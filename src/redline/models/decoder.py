@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from redline.kernels.available import kernels_serve
 from redline.models.attention.limits import Limits
 from redline.models.layer_code import Checkpointing, LayerCode, layer_code
+from redline.models.layers import few_rows
 from redline.models.layers.activation import again_in_backward, silu_mul
 from redline.models.layers.experts import Experts
 from redline.models.layers.gradient_sums import embedding
@@ -71,15 +72,25 @@ class DecoderLayer(nn.Module):
         memory."""
 
     def forward(
-        self, x_TE: Tensor, delta_TE: Tensor | None, rotary: Rotary | None, attend: AnyAttend, lora: ActiveLora | None
+        self,
+        x_TE: Tensor,
+        delta_TE: Tensor | None,
+        rotary: Rotary | None,
+        attend: AnyAttend,
+        lora: ActiveLora | None,
+        only_M: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """The residual stream so far and what to add to it: the addition is left to the next norm, which reads both anyway."""
+        """Return the residual stream so far and what to add to it: the addition is left to the next norm, which reads both
+        anyway. With `only_M`, both are of those tokens alone; the others are attended to, and go no further."""
         if rotary is not None and self._runs_by_hand(x_TE, attend, lora):
             from redline.models.layers.fused import fused_layer
 
             return fused_layer(self, x_TE, delta_TE, rotary, attend)  # type: ignore[arg-type]
         x_TE, normed_TE = add_rms_norm(x_TE, delta_TE, self.attn_norm, self.spec.norm_eps)
-        attended_TE = self.reduce(project(self.o, self._attention(normed_TE, rotary, attend, lora), lora))
+        heads_TX = self._attention(normed_TE, rotary, attend, lora)
+        if only_M is not None:
+            x_TE, heads_TX = x_TE[only_M], heads_TX[only_M]
+        attended_TE = self.reduce(project(self.o, heads_TX, lora))
         x_TE, normed_TE = add_rms_norm(x_TE, attended_TE, self.mlp_norm, self.spec.norm_eps)
         return x_TE, again_in_backward(self._mlp, self.checkpointing == "selective")(normed_TE, lora)
 
@@ -177,13 +188,27 @@ class Decoder(nn.Module):
         """[V, E]: the language-model head, or the embedding where they are tied."""
         return self.embed if self.lm_head is None else self.lm_head
 
-    def forward(self, tokens_T: Tensor, positions_T: Tensor, attend: AnyAttend, lora: ActiveLora | None = None) -> Tensor:
-        """Hidden states [T, E] after the final norm."""
-        x_TE, delta_TE = self._through_layers(embedding(tokens_T, self.embed), positions_T, attend, lora)
+    def forward(
+        self,
+        tokens_T: Tensor,
+        positions_T: Tensor,
+        attend: AnyAttend,
+        lora: ActiveLora | None = None,
+        only_M: Tensor | None = None,
+    ) -> Tensor:
+        """Return hidden states [T, E] after the final norm. With `only_M`, [M, E] of those tokens: what the last layer does
+        after its attention, it does for them alone. Adapters, which are given token by token, do not go with it."""
+        assert only_M is None or lora is None
+        x_TE, delta_TE = self._through_layers(embedding(tokens_T, self.embed), positions_T, attend, lora, only_M)
         return add_rms_norm(x_TE, delta_TE, self.norm, self.spec.norm_eps)[1]
 
     def _through_layers(
-        self, x_TE: Tensor, positions_T: Tensor, attend: AnyAttend, lora: ActiveLora | None
+        self,
+        x_TE: Tensor,
+        positions_T: Tensor,
+        attend: AnyAttend,
+        lora: ActiveLora | None,
+        only_M: Tensor | None = None,
     ) -> tuple[Tensor, Tensor | None]:
         """The residual stream after all layers, and what is still to be added to it."""
         delta_TE, rotary = None, None
@@ -193,8 +218,10 @@ class Decoder(nn.Module):
             from redline.models.layers.fused import fused_layers
 
             return fused_layers(self.layers, x_TE, rotary, attend)  # type: ignore[arg-type]
-        for layer in self.layers:
-            x_TE, delta_TE = again_in_backward(layer, self.checkpointing == "full")(x_TE, delta_TE, rotary, attend, lora)
+        for number, layer in enumerate(self.layers, 1):
+            only = only_M if number == len(self.layers) else None
+            run = again_in_backward(layer, self.checkpointing == "full")
+            x_TE, delta_TE = run(x_TE, delta_TE, rotary, attend, lora, only)
         return x_TE, delta_TE
 
     def _runs_at_once(self, x_TE: Tensor, attend: AnyAttend, lora: ActiveLora | None) -> bool:
@@ -209,7 +236,7 @@ class Decoder(nn.Module):
 
     def logits(self, hidden_ME: Tensor) -> Tensor:
         """[M, V] in the compute dtype."""
-        return F.linear(hidden_ME, self.output_weight)
+        return few_rows.linear(hidden_ME, self.output_weight).contiguous()
 
 
 def _alone(x: Tensor) -> Tensor:

@@ -57,6 +57,19 @@ def test_logits_equal_those_of_transformers(config: PretrainedConfig, tmp_path: 
 
 
 @families
+@torch.no_grad()
+def test_hidden_states_of_some_tokens_are_those_of_all_at_their_places(config: PretrainedConfig, tmp_path: Path) -> None:
+    write_model(tmp_path, config)
+    decoder = load_decoder(tmp_path)
+    assert isinstance(decoder, Decoder)
+    tokens, segments = random_tokens(40, seed=1).long(), Segments.independent([25, 15])
+    attend, last = PackedAttention(segments), torch.tensor([24, 39])
+    whole = decoder(tokens, attend.positions_T, attend)
+    some = decoder(tokens, attend.positions_T, attend, only_M=last)
+    torch.testing.assert_close(some, whole[last], rtol=1e-5, atol=1e-5)
+
+
+@families
 def test_attempts_that_share_a_packed_prompt_have_the_logits_of_whole_sequences(
     config: PretrainedConfig, tmp_path: Path
 ) -> None:

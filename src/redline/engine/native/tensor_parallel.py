@@ -71,7 +71,8 @@ class Ranks:
         """Sent to each other rank beside the sums: logs, and sampled tokens."""
 
     def sum(self, tensor: Tensor) -> Tensor:
-        """Over all ranks, in place."""
+        """Return the sum over all ranks, in place where the tensor is contiguous."""
+        tensor = tensor.contiguous()
         dist.all_reduce(tensor, group=self._steps)
         return tensor
 

@@ -14,7 +14,7 @@ from redline.lab.material.workloads import RANDOM
 from redline.lab.plan.devices import Device
 from redline.lab.plan.shapes import Model, describe_model
 from redline.lab.plan.stages import KEY, check_stages, layers_of, parameters_of
-from redline.models.attention.packed import MAX_SCORES
+from redline.models.attention.packed import writes_out
 from redline.models.layer_code import Checkpointing, LayerCode, layer_code
 from redline.trainer.batches.cost import CostModel
 from redline.trainer.parallel.place import Sharding
@@ -172,8 +172,7 @@ class Setup:
         shape, work = self.model.shape, self.work
         own = work.max_new_tokens if self.shares_prompts else self.longest
         sequences = max(1, tokens // own)
-        written_out = shape.num_heads * sequences * own * self.longest <= MAX_SCORES
-        return shape.num_heads * self.longest if written_out else 0
+        return shape.num_heads * self.longest if writes_out(shape.num_heads * sequences * own * self.longest) else 0
 
     def changed(self, **sections: dict[str, Any]) -> Setup:
         """The same with other values: `changed(trainer={"offload_optimizer": True})`."""

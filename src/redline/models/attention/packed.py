@@ -13,6 +13,7 @@ the network's products never see a padded token. The index work is done once per
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -201,7 +202,7 @@ def _attend_block(block: _Block, q_RHD: Tensor, k_CKD: Tensor, v_CKD: Tensor, li
     # The H/K query heads of a key head become rows of one product, so keys are never repeated.
     q = q_RHD.view(B, Q, K, H // K, D).permute(0, 2, 3, 1, 4).reshape(B, K, H // K * Q, D)
     k, v = (rows.view(B, N, K, D).transpose(1, 2) for rows in (k_CKD, v_CKD))
-    written_out = limits.softcap is not None or (q.device.type == "cpu" and H * B * Q * N <= MAX_SCORES)
+    written_out = limits.softcap is not None or (q.device.type == "cpu" and writes_out(H * B * Q * N))
     mask = _mask(block, K, H // K, limits.window, written_out=written_out)
     if limits.softcap is not None:
         q_XQD, k_XND, v_XND = (heads.flatten(0, 1) for heads in (q, k, v))
@@ -223,9 +224,21 @@ def _mask(block: _Block, kv_heads: int, group: int, window: int | None, *, writt
     return block.masks[window, written_out]
 
 
+def writes_out(num_scores: int) -> bool:
+    """Whether a CPU holds the scores of a block, so many over all its heads, and multiplies them."""
+    return has_batched_products() and num_scores <= MAX_SCORES
+
+
+@cache
+def has_batched_products() -> bool:
+    """Whether torch multiplies many small matrices in one call on this machine's CPU. Without MKL it takes them one by one,
+    four times as long as its fused attention where answers are short (benchmarks/LOG.md)."""
+    return torch.backends.mkl.is_available()
+
+
 def _written_out(q_BKQD: Tensor, k_BKND: Tensor, v_BKND: Tensor, bias_XQN: Tensor) -> Tensor:
-    """Softmax attention as its two products, in float32. On the CPU, the backward pass of torch's fused kernel takes five times
-    as long at a few hundred keys (benchmarks/LOG.md)."""
+    """Softmax attention as its two products, in float32. On a CPU with MKL, the backward pass of torch's fused kernel takes
+    five times as long at a few hundred keys (benchmarks/LOG.md)."""
     q, k, v = (heads.flatten(0, 1).float() for heads in (q_BKQD, k_BKND, v_BKND))
     scores = torch.baddbmm(bias_XQN, q, k.transpose(1, 2), alpha=q.shape[-1] ** -0.5)
     return torch.bmm(torch.softmax(scores, dim=-1), v).to(q_BKQD.dtype)

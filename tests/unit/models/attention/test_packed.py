@@ -92,6 +92,7 @@ def test_outputs_and_gradients_are_those_of_every_sequence_on_its_own(
     theirs = [tensor.detach().clone().requires_grad_() for tensor in ours]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(packed_attention, "MAX_SCORES", max_scores)
+        patch.setattr(packed_attention, "has_batched_products", lambda: True)
         found = PackedAttention(packing.segments)(0, *ours)
     expected = naive_attention(packing, *theirs)
     torch.testing.assert_close(found.double(), expected, rtol=1e-4, atol=2e-5)

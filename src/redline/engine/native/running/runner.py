@@ -119,8 +119,18 @@ class Runner:
         self.rows.enter(plan.admitted)
         self.rows.set_blocks(plan.new_blocks)
 
-    def _forward(self, tokens_T: Tensor, positions_T: Tensor, attend: AnyAttend, adapter_slots_T: Tensor | None) -> Tensor:
-        """Hidden states [T, E]; a batch without adapters runs as if there were none."""
+    def _forward(
+        self,
+        tokens_T: Tensor,
+        positions_T: Tensor,
+        attend: AnyAttend,
+        adapter_slots_T: Tensor | None,
+        only_M: Tensor | None = None,
+    ) -> Tensor:
+        """Hidden states [T, E], or [M, E] of some tokens; a batch without adapters runs as if there were none."""
+        if only_M is not None:
+            assert isinstance(self._decoder, Decoder)
+            return self._decoder(tokens_T, positions_T, attend, only_M=only_M)
         if adapter_slots_T is None:
             return self._decoder(tokens_T, positions_T, attend)
         assert self.lora is not None
@@ -160,14 +170,19 @@ class Runner:
         decoding_B = None if decoding is None else self.rows.upload(decoding.rows_B, torch.int64)
         if decoding_B is not None:
             tokens_T = torch.cat([tokens_T, self.rows.next_token_R[decoding_B]])
-        hidden_TE = self._forward(tokens_T, positions_T, attend, self._slots_of(chunks, decoding))
+        slots_T, ends = self._slots_of(chunks, decoding), _ends(chunks, runs)
+        last_P = self.rows.upload(ends.tokens_P, torch.int64)
+        only_ends = slots_T is None and len(last_P) > 0 and self._needs_only_ends(chunks, attend)
+        hidden = self._forward(tokens_T, positions_T, attend, slots_T, last_P if only_ends else None)
         if decoding_B is not None:
             self.rows.position_R.index_add_(0, decoding_B, self.rows.alive_R[decoding_B].long())
         if copies:
             sources, targets = self.rows.upload(np.array(copies).T.copy(), torch.int64)
             self.cache.copy(sources, targets)
-        self._score_prompts(chunks, runs, hidden_TE)
-        return self._sample_ends(chunks, decoding, runs, hidden_TE, wants)
+        self._score_prompts(chunks, runs, hidden)
+        if not len(last_P):
+            return None
+        return self._sample_ends(chunks, decoding, ends, hidden if only_ends else hidden[last_P], wants)
 
     def _slots_of(self, chunks: Sequence[Chunk], decoding: Decoding | None) -> Tensor | None:
         """int64[T]: the adapter slot of every token; None where none has an adapter."""
@@ -183,22 +198,22 @@ class Runner:
         attend = GatherAttention(self.cache, runs, self._dtype)
         return attend, attend.positions_T
 
+    def _needs_only_ends(self, chunks: Sequence[Chunk], attend: AnyAttend) -> bool:
+        """Whether the last layer may leave out the tokens after which nothing is sampled."""
+        scores_prompts = any(c.sequence.request.sampling.prompt_logprobs for c in chunks)
+        return isinstance(self._decoder, Decoder) and isinstance(attend, GatherAttention) and not scores_prompts
+
     def _sample_ends(
-        self, chunks: Sequence[Chunk], decoding: Decoding | None, runs: Runs, hidden_TE: Tensor, wants: Wants
-    ) -> Samples | None:
+        self, chunks: Sequence[Chunk], decoding: Decoding | None, ends: _Ends, hidden_PE: Tensor, wants: Wants
+    ) -> Samples:
         """The samplers of a prompt share its last hidden state."""
-        counts = [len(c.samplers) for c in chunks] + [1] * (len(runs.lengths_S) - len(chunks))
-        last = [(end, count) for end, count in zip(runs.offsets[1:] - 1, counts, strict=True) if count]
-        if not last:
-            return None
-        index_P = self.rows.upload([end for end, _ in last], torch.int64)
-        logits_PV = self._decoder.logits(hidden_TE[index_P])
-        which_B = self.rows.upload(np.repeat(np.arange(len(last)), [n for _, n in last]), torch.int64)
+        logits_PV = self._decoder.logits(hidden_PE)
+        which_B = self.rows.upload(np.repeat(np.arange(len(ends.counts_P)), ends.counts_P), torch.int64)
         rows_B = self.rows.upload([s.row for c in chunks for s in c.samplers], torch.int64)
         self.rows.wake(rows_B)
         if decoding is not None:
             rows_B = torch.cat([rows_B, self.rows.upload(decoding.rows_B, torch.int64)])
-        logits_BV = logits_PV if len(which_B) == len(last) else logits_PV[which_B]
+        logits_BV = logits_PV if len(which_B) == len(logits_PV) else logits_PV[which_B]
         return Samples.of(self.rows.sample(rows_B, logits_BV, wants))
 
     def _score_prompts(self, chunks: Sequence[Chunk], runs: Runs, hidden_TE: Tensor) -> None:
@@ -246,6 +261,21 @@ def _runs(chunks: Sequence[Chunk], decoding: Decoding | None) -> Runs:
     for row, table in zip(tables_SN, tables, strict=True):
         row[: len(table)] = table
     return Runs(starts, ends - starts, tables_SN)
+
+
+@dataclass(slots=True, frozen=True)
+class _Ends:
+    """The tokens of a pass after which something is sampled."""
+
+    tokens_P: np.ndarray
+    """int64: their places in the packed batch."""
+    counts_P: np.ndarray
+    """Sequences that sample after each."""
+
+
+def _ends(chunks: Sequence[Chunk], runs: Runs) -> _Ends:
+    counts_S = np.array([len(c.samplers) for c in chunks] + [1] * (len(runs.lengths_S) - len(chunks)))
+    return _Ends((runs.offsets[1:] - 1)[counts_S > 0], counts_S[counts_S > 0])
 
 
 def wants_of(sequences: Sequence[Sequence_]) -> Wants:
