@@ -22,11 +22,11 @@ twentieth of the time."""
 def linear(x_TI: Tensor, weight_OI: Tensor, bias_O: Tensor | None = None) -> Tensor:
     """`F.linear`, with the weight first where that is faster. The result may be a transposed view then."""
     if FEWEST <= len(x_TI) <= MOST and not torch.is_grad_enabled() and _is_laid_out_anew(weight_OI):
-        return weight_first(x_TI, weight_OI, bias_O)
+        return product(x_TI, weight_OI, bias_O)
     return F.linear(x_TI, weight_OI, bias_O)
 
 
-def weight_first(x_TI: Tensor, weight_OI: Tensor, bias_O: Tensor | None = None) -> Tensor:
+def product(x_TI: Tensor, weight_OI: Tensor, bias_O: Tensor | None = None) -> Tensor:
     """`F.linear` as the transposed view [T, O] of `W @ xᵀ`: its columns lie together, not its rows."""
     if bias_O is None:
         return torch.mm(weight_OI, x_TI.t()).t()
