@@ -8,11 +8,18 @@ from support.fakes import Attempt, train_batch
 from support.policy_training import Bench, make_bench
 from torch.utils.flop_counter import FlopCounterMode
 
+from redline.models.attention import packed
 from redline.models.sizes.peak import data_sheet, find_peak
 from redline.trainer.batches.micro_batches import plan_micro_batches
 
 CPU = torch.device("cpu")
 PROMPT = [5, 6, 7, 8, 9, 10, 11]
+
+
+@pytest.fixture(autouse=True)
+def attention_in_products(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch counts no operation of its fused attention on a CPU."""
+    monkeypatch.setattr(packed, "has_batched_products", lambda: True)
 
 
 @pytest.fixture(scope="module")
