@@ -85,7 +85,8 @@ def _originals(batch: TrainBatch, number_S: np.ndarray, group_S: np.ndarray, unt
     seen: dict[tuple[int, int, int, bytes], list[int]] = {}
     for s, (number, group, untrained) in enumerate(zip(number_S.tolist(), group_S.tolist(), untrained_S.tolist(), strict=True)):
         start, end = starts[number], starts[number + 1]
-        alike = seen.setdefault((group, end - start, untrained, tokens[max(start, end - COMPARED) : end].tobytes()), [])
+        ending = bytes(tokens[max(start, end - COMPARED) : end].data)
+        alike = seen.setdefault((group, end - start, untrained, ending), [])
         whole = tokens[start:end].data
         for other in alike:
             if tokens[starts[other] : starts[other + 1]].data == whole:
