@@ -73,9 +73,17 @@ class Stage(Decoder):
     def is_last(self) -> bool:
         return self.index == self.count - 1
 
-    def forward(self, given: Tensor, positions_T: Tensor, attend: AnyAttend, lora: ActiveLora | None = None) -> Tensor:
+    def forward(
+        self,
+        given: Tensor,
+        positions_T: Tensor,
+        attend: AnyAttend,
+        lora: ActiveLora | None = None,
+        only_M: Tensor | None = None,
+    ) -> Tensor:
         """Tokens [T] of the first stage, the residual stream [T, E] of the others → the residual stream for the next, of the
-        last stage the hidden states after the final norm."""
+        last stage the hidden states after the final norm. Nothing is sampled from a stage, so that it computes all tokens."""
+        assert only_M is None
         x_TE = embedding(given, self.embed) if self.is_first else given
         x_TE, delta_TE = self._through_layers(x_TE, positions_T, attend, lora)
         assert delta_TE is not None, "a stage has a layer"
