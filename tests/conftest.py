@@ -6,7 +6,10 @@ from __future__ import annotations
 
 import os
 import shutil
+import sys
 import tempfile
+import threading
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -55,3 +58,14 @@ def interpreter() -> None:
     """Triton's, which runs kernels on tensors of the CPU. Where there is a GPU, kernels are compiled for that."""
     if os.environ.get("TRITON_INTERPRET") != "1":
         pytest.skip("kernels run on the CPU in Triton's interpreter, which is not used where there is a GPU")
+
+
+@pytest.fixture(autouse=True)
+def no_dead_workers() -> Iterator[None]:
+    """A thread that a test let die, or left behind, is no alert of the next one."""
+    yield
+    workers = sys.modules.get("redline.telemetry.workers")
+    if workers is not None:
+        for name, worker in list(workers._workers.items()):
+            if isinstance(worker, threading.Thread) and not worker.is_alive():
+                workers.forget_worker(name)
