@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 import numpy as np
 
 from redline.config.sections.trainer import TrainerConfig
+from redline.models.layers.routing_notes import NAMES as ROUTING
 from redline.trainer.loss.off_policy import correction_for
 from redline.trainer.loss.token_numbers import TokenNumbers
 from redline.trainer.passes.critic import CriticReport, explained_variance
@@ -26,7 +28,8 @@ def step_report(
     """The report of a step: of its updates, and of what the recipe has beside them. `found` is what was looked at first,
     `retries` how often memory ran out."""
     report = of_step(updates) if config.updates_per_step > 1 else updates[0]
-    extra = dict(report.extra)
+    # A step that computed nothing, since no group had a signal, has no routing to speak of.
+    extra = {name: value for name, value in report.extra.items() if name not in ROUTING or math.isfinite(value)}
     if numbers.reward_kl is not None:
         extra["kl"] = numbers.reward_kl
     if critic:

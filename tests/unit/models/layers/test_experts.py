@@ -265,6 +265,23 @@ def test_the_trainer_learns_from_what_the_engine_sampled_and_says_what_the_route
     assert again.extra["router_entropy"] != report.extra["router_entropy"], "of each step anew"
 
 
+def test_a_step_without_signal_says_nothing_of_routers(tmp_path: Path) -> None:
+    decoder, _ = load(tmp_path)
+    trainer = PolicyTrainer(decoder, torch.float32, TrainerConfig(), Sampling())
+    engine = NativeEngine(decoder, EngineConfig(max_num_seqs=4, kv_cache_memory_bytes=2**24))
+    sampled = batch_of(engine, random_tokens(7, seed=1).numpy().astype(np.int32))
+    nothing = replace(
+        sampled,
+        tokens=sampled.tokens[:0],
+        cu_seqlens=sampled.cu_seqlens[:1],
+        group_offsets=sampled.group_offsets[:1],
+        loss_mask=sampled.loss_mask[:0],
+        old_logprobs=sampled.old_logprobs[:0],
+        advantages=sampled.advantages[:0],
+    )
+    assert not [name for name in trainer.step(nothing).extra if name.startswith("router")]
+
+
 @torch.no_grad()
 def routing_of(oracle: PreTrainedModel, batch: TrainBatch) -> tuple[float, float]:
     """Mean entropy and busiest share over what a step computes: the prompt once, then each attempt's own tokens."""
