@@ -204,6 +204,15 @@ def first_inner(error: BaseException) -> BaseException:
     return error
 
 
+def for_a_future(error: BaseException) -> BaseException:
+    """The error, in a form that a future takes: a StopIteration, which `next` raises at the end, would end the loop of all."""
+    if not isinstance(error, StopIteration):
+        return error
+    wrapped = RuntimeError("StopIteration was raised: `next` found nothing more")
+    wrapped.__cause__ = error
+    return wrapped
+
+
 def in_words(error: BaseException) -> str:
     """`ValueError: no number`; of an error of ours the message alone, which says it all. A group of errors is followed by the
     first error in it."""

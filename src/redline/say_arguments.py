@@ -8,6 +8,7 @@ from operator import index
 from typing import Any
 
 from redline.errors import TaskError
+from redline.types import ReplySoFar, Until
 
 MAX_NAME = 200
 """Characters of the name of a role or of a part of a reward: it is in every row of metrics."""
@@ -37,6 +38,16 @@ def check_until(until: Any) -> None:
     """Raise TaskError where it is neither something to call nor None, or cannot be asked while the reply is sampled."""
     if until is not None and (not callable(until) or inspect.iscoroutinefunction(until)):
         raise _wrong("until", until, "give a function of the reply so far, such as until=lambda reply: reply.tool_calls")
+
+
+def ends_reply(until: Until, reply: ReplySoFar) -> bool:
+    """What `until` says of a reply so far. Raises TaskError where that is a coroutine, which is true whatever it would say."""
+    said = until(reply)
+    if inspect.iscoroutine(said):
+        said.close()
+    if inspect.isawaitable(said):
+        raise _wrong("until", until, "it is asked between two tokens, and cannot be awaited: give a function that is not async")
+    return bool(said)
 
 
 def check_role(role: Any) -> None:

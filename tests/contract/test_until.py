@@ -203,6 +203,16 @@ def test_an_until_that_raises_fails_its_attempt_alone(folder: Path, owned: ExitS
     assert len(group.trajectories) == GROUP_SIZE
 
 
+@pytest.mark.parametrize("beside", [False, True])
+def test_a_next_that_finds_nothing_in_until_fails_its_attempt_alone(folder: Path, owned: ExitStack, beside: bool) -> None:
+    asked = iter([False] * 3)
+    spoken = Spoken([lambda reply: next(asked)])
+    groups = played(rollouts_of(owned, session_of("native", folder, owned), spoken, beside), 1)
+    reasons = [t.failure.reason for t in groups[0].trajectories if t.failure is not None]
+    assert len(reasons) == GROUP_SIZE
+    assert all("StopIteration" in reason for reason in reasons)
+
+
 def test_what_is_no_function_is_refused_with_the_way_to_write_it(folder: Path, owned: ExitStack) -> None:
     [group] = played(rollouts_of(owned, EngineSession(native(folder)), Spoken(["\n"]), beside=False), 1)  # type: ignore[list-item]
     failure = group.trajectories[0].failure

@@ -8,7 +8,16 @@ import numpy as np
 import pytest
 
 from redline.errors import TaskError
-from redline.say_arguments import MAX_NAME, check_messages, check_role, check_until, checked_max_tokens, checked_stop
+from redline.say_arguments import (
+    MAX_NAME,
+    check_messages,
+    check_role,
+    check_until,
+    checked_max_tokens,
+    checked_stop,
+    ends_reply,
+)
+from redline.types import ReplySoFar
 
 USER = {"role": "user", "content": "hello"}
 
@@ -29,6 +38,16 @@ def test_until_is_a_function_that_answers_at_once(until: Any) -> None:
         check_until(until)
     check_until(None)
     check_until(len)
+
+
+def test_an_until_whose_answer_must_be_awaited_is_refused() -> None:
+    async def never(reply: ReplySoFar) -> bool:
+        return False
+
+    with pytest.raises(TaskError, match=r"until = .*\n\nhint: it is asked between two tokens"):
+        ends_reply(lambda reply: never(reply), ReplySoFar("a"))
+    assert ends_reply(lambda reply: reply.text, ReplySoFar("a"))
+    assert not ends_reply(lambda reply: reply.tool_calls, ReplySoFar("a"))
 
 
 def test_one_stop_string_may_stand_by_itself() -> None:

@@ -20,9 +20,9 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from redline.errors import TaskError, boundary
+from redline.errors import TaskError, boundary, for_a_future
 from redline.ports import Environment
-from redline.say_arguments import check_messages, check_role, check_until, checked_max_tokens, checked_stop
+from redline.say_arguments import check_messages, check_role, check_until, checked_max_tokens, checked_stop, ends_reply
 from redline.types import FinishReason, Message, ReplySoFar, Task, ToolCall, Turn, Until, VersionSpan
 
 BEAT_S = 0.005
@@ -174,7 +174,7 @@ async def _result(environment: Environment, task: Task, policy: _RecordedPolicy)
         if future.cancelled():
             return
         if error is not None:
-            future.set_exception(error)
+            future.set_exception(for_a_future(error))
         else:
             future.set_result(value)
 
@@ -262,10 +262,10 @@ def cut(reply: Reply, until: Until | None) -> Reply:
     if until is None:
         return reply
     for length in range(1, len(reply.text) + 1):
-        if until(ReplySoFar(reply.text[:length])):
+        if ends_reply(until, ReplySoFar(reply.text[:length])):
             return replace(reply, text=reply.text[:length], tool_calls=(), problem="", finish_reason=FinishReason.STOP)
     for count in range(1, len(reply.tool_calls) + 1):
-        if until(ReplySoFar(reply.text, reply.tool_calls[:count])):
+        if ends_reply(until, ReplySoFar(reply.text, reply.tool_calls[:count])):
             return replace(reply, tool_calls=reply.tool_calls[:count], finish_reason=FinishReason.STOP)
     return reply
 

@@ -19,6 +19,7 @@ function returns. What it raises is its result too: `error: KeyError: 'pear'`. A
 from __future__ import annotations
 
 import asyncio
+import copy
 import inspect
 import json
 from collections.abc import Callable, Coroutine, Mapping, Sequence
@@ -149,6 +150,7 @@ class ToolEnvironment:
         )
 
     async def _value(self, tool: Tool, arguments: Mapping[str, Any]) -> Any:
+        arguments = copy.deepcopy(dict(arguments))  # the function may change them, and the reply stays what it was
         if tool.quick or inspect.iscoroutinefunction(tool.function):
             return await _awaited(tool.function(**arguments))
         threads = self.__dict__.setdefault("_threads", None) or self._started_threads()

@@ -146,7 +146,8 @@ class TaggedFormat:
     end: str
 
     def find(self, text: str, place: int, ends: JsonEnds | None = None) -> FoundCalls | None:
-        """A call goes on to the next one, and whatever stands there is searched for arguments."""
+        """A call goes on to the next one, and whatever stands there is searched for arguments. In a text that grows, one
+        without its end is not complete, nor is what follows it."""
         found = _begin_at(self.begin, text, place, is_whole=ends is None)
         if found is None:
             return None
@@ -155,8 +156,10 @@ class TaggedFormat:
         end = re.compile(_any_like(self.end) or r"\Z").search(part)
         behind = found.end() + (end.end() if end else len(part))
         before = text[place : found.start()]
-        if ends is None or following:
+        if ends is None or (following and end):
             return FoundCalls(before, [self._call(part)], behind)
+        if following:
+            return None
         try:  # it may turn out to be a part of an argument
             return FoundCalls(before, [self._call(part)], behind, is_settled=False) if end and self.end.strip() else None
         except UnreadableError:
@@ -174,8 +177,10 @@ class TaggedFormat:
         name = found[1] if found else ""
         if not re.fullmatch(r"[\w.\-]+", name):
             raise UnreadableError(f"the name of the function is missing in {_short(text)}")
-        pairs = re.findall(rf"{key_begin}\s*(\S+?)\s*{key_end}\n?(.*?)\n?{value_end}", text, re.DOTALL)
-        if len(pairs) != len(re.findall(key_begin, text)):
+        num_keys, pairs = text.count(self.key_begin.strip()), []
+        if text.count(self.value_end.strip()) >= num_keys:  # without an end for each, the search takes long to find nothing
+            pairs = re.findall(rf"{key_begin}\s*(\S+?)\s*{key_end}\n?(.*?)\n?{value_end}", text, re.DOTALL)
+        if len(pairs) != num_keys:
             raise UnreadableError(f"an argument of {name} does not end with {self.value_end.strip()}")
         return name, dict(pairs)
 

@@ -14,6 +14,7 @@ from collections.abc import Callable, Collection, Sequence
 from redline.models.detokenizer import Detokenizer
 from redline.rollouts.chat import Chat
 from redline.rollouts.tool_calls import ReplyReader
+from redline.say_arguments import ends_reply
 from redline.types import Completion, Delta, ReplySoFar, Until
 
 PIECE = 16
@@ -98,5 +99,5 @@ class StreamedReply:
         text, calls = self._for_until.push(token_ids), self.reader.calls if self.reader else ()
         if text or calls != self._so_far.tool_calls:
             self._so_far = ReplySoFar(self._so_far.text + text, calls)
-            if self._until(self._so_far):
+            if ends_reply(self._until, self._so_far):
                 self._cut = len(self._token_ids)

@@ -218,7 +218,8 @@ class ReplyReader:
             self._begin()
         self.push(text[len(self._text) :])
         thought, rest = text[: self._thought], text[self._thought :]
-        if not self._tools or THINKS in rest:
+        is_thinking = THINKS in rest or (self._is_thinking and not self._thought)
+        if not self._tools or is_thinking:
             return ReadReply(text)
         try:
             content, found = self._calls.finish()

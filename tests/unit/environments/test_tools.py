@@ -87,6 +87,35 @@ def test_what_a_tool_raises_is_its_result() -> None:
     assert episode.exchanges[-1].asked.messages[-1] == {"role": "user", "content": "error: the call cannot be read"}
 
 
+class Basket(ToolEnvironment):
+    @tool(early=True)
+    def sort(self, articles: list[str]) -> str:
+        """The articles in order."""
+        articles.sort()
+        return articles.pop(0)
+
+    @tool
+    def first(self, letter: str) -> str:
+        """The first article with a letter."""
+        return next(article for article in ("pear", "plum") if article.startswith(letter))
+
+    def score(self, task: Task, answer: str, calls: Sequence[Called]) -> float:
+        return float(not any(call.failed for call in calls))
+
+
+def test_a_tool_that_changes_its_arguments_changes_nothing_of_what_was_said() -> None:
+    said = call("sort", articles=["plum", "pear"])
+    episode = play(Basket(), said, Reply("pear"))
+    assert episode.score == 1.0
+    assert said.tool_calls == (ToolCall("sort", {"articles": ["plum", "pear"]}),)
+
+
+def test_a_next_that_finds_nothing_in_a_tool_is_its_error_and_keeps_nobody_waiting() -> None:
+    episode = play(Basket(), call("first", letter="x"), Reply("none"))
+    assert episode.score == 0.0
+    assert "StopIteration was raised" in str(episode.exchanges[-1].asked.messages[-1])
+
+
 def test_calls_without_an_end_are_scored_without_an_answer() -> None:
     shop = Shop()
     shop.max_calls = 3

@@ -192,6 +192,21 @@ def test_calls_of_a_thought_that_the_prompt_began_do_not_count_before_it_ends() 
     assert taken.token_ids.tolist() == tokens_of(text)
 
 
+def test_a_call_in_a_thought_that_never_ends_is_no_call() -> None:
+    reader = chat_with("ChatML").tool_use.reader([NOTE], is_thinking=True)
+    assert not reader.finish(CALLS["ChatML"]).calls
+
+
+def test_a_call_without_its_end_is_not_complete_before_the_reply_is() -> None:
+    """The next one may be cut off behind its first letters."""
+    format = chat_with("XML tools").tool_use.format
+    unended = "<tool_call>\n<function=note><parameter=text>\na\n</parameter>\n"
+    reader = CallReader(format)
+    reader.push(unended + CALLS["XML tools"])
+    assert reader.calls == []
+    assert reader.finish()[1] == format.read(unended + CALLS["XML tools"])[1]
+
+
 def test_what_until_raises_is_raised() -> None:
     with pytest.raises(ZeroDivisionError):
         streamed("ChatML", tokens_of("abc"), until=lambda so_far: 1 / 0)

@@ -8,7 +8,7 @@ from collections import deque
 from contextlib import suppress
 from typing import Any
 
-from redline.errors import CallError, TaskError
+from redline.errors import CallError, TaskError, for_a_future
 
 LIMIT_KEY = "rollouts.environment.call_timeout_s"
 PATIENCE_S = 2.0
@@ -53,7 +53,7 @@ class Job:
         if error is None:
             self._future.set_result(value)
         else:
-            self._future.set_exception(error)
+            self._future.set_exception(for_a_future(error))
 
 
 def late(what: str, limit_s: float, where: str = "") -> CallError:

@@ -27,7 +27,7 @@ from functools import partial
 
 import numpy as np
 
-from redline.errors import boundary
+from redline.errors import boundary, for_a_future
 from redline.ports import Session
 from redline.rollouts.episodes.group import EpisodeGroup
 from redline.rollouts.streamed_reply import StreamedReply
@@ -281,7 +281,7 @@ class Broker:
                 with span("rollouts.parse", awaits=False):
                     whole = streamed.take(piece)
         if caught.error is not None:
-            ask.reply.set_exception(caught.error)
+            ask.reply.set_exception(for_a_future(caught.error))
         elif whole is not None:
             ask.reply.set_result(whole)
         if piece.completion is None and streamed is not None and (caught.error is not None or streamed.is_cut):
