@@ -125,7 +125,17 @@ def test_a_comparison_of_recipes_without_time_measures_nothing_and_says_so(tmp_p
 def test_steps_of_a_run_are_compared_with_their_guards(tmp_path: Path) -> None:
     """With rollouts ahead of the trainer on one side: the step is the same work, and memory, reward and KL are watched."""
     recipe = write_letters(tmp_path, rollouts={"evaluation": {"num_tasks": 0}})
-    arguments = ("--b", "buffer.max_lag=1", "--rounds", "4", "--max-pairs", "8", "--metric", "trainer/tokens", "--json")
+    arguments = (
+        "--b",
+        "buffer.max_lag=1",
+        "--rounds",
+        "4",
+        "--max-pairs",
+        "8",
+        "--metric",
+        "rollouts/completion_tokens_mean",
+        "--json",
+    )
     done = redline("compare", recipe, recipe, *arguments, cwd=tmp_path)
     assert done.stdout, done.stderr
     document = json.loads(done.stdout.splitlines()[-1])

@@ -49,7 +49,7 @@ def test_the_demo_learns_sums_within_ten_minutes_and_accounts_for_its_time(tmp_p
 
 
 def share_of_sums_right(model_folder: Path) -> float:
-    """By transformers alone, greedily."""
+    """By transformers alone, greedily, after the words that the recipe gives every answer."""
     model = AutoModelForCausalLM.from_pretrained(model_folder, dtype=torch.float32)
     tokenizer = AutoTokenizer.from_pretrained(model_folder)
     right = []
@@ -58,7 +58,8 @@ def share_of_sums_right(model_folder: Path) -> float:
             {"role": "system", "content": "You are a calculator."},
             {"role": "user", "content": f"Calculate {a} + {b}."},
         ]
-        prompt = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_tensors="pt", return_dict=True)
+        asked = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False) + "That makes"
+        prompt = tokenizer(asked, add_special_tokens=False, return_tensors="pt")
         out = model.generate(**prompt, do_sample=False, max_new_tokens=6)
         text = tokenizer.decode(out[0, prompt["input_ids"].shape[1] :], skip_special_tokens=True)
         right.append(extract_answer(text, "last_number") == str(a + b))
