@@ -98,7 +98,9 @@ def test_a_sleep_of_known_length_is_found_under_its_name(tmp_path: Path, max_lag
     (tmp_path / "slow_letters.py").write_text(SLOW_LETTERS)
     assert "class Letters" in LETTERS
     task = {"kind": "import", "path": "slow_letters:SlowLetters"}
-    found = totals(run(tmp_path, max_lag, steps=2, task=task, groups_per_step=2, group_size=4))
+    # Without evaluations, whose caller waits for its rewards beside the threads that compute them.
+    alone = {"evaluation": {"num_tasks": 0}, "groups_per_step": 2, "group_size": 4}
+    found = totals(run(tmp_path, max_lag, steps=2, task=task, **alone))
     slept = json.loads((tmp_path / "slept.json").read_text())
     assert found["user.pause"] / 1e9 == pytest.approx(slept["pause"], rel=0.02)
     # Beside its sleep a reward has a little work, for which it may have to wait until the engine's thread lets it. Beside the
