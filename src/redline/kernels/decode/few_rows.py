@@ -48,8 +48,9 @@ class Room(NamedTuple):
 
 def make_room(shapes: list[tuple[int, int]], device: torch.device) -> Room:
     """Room for products by weights [N, K] of these shapes."""
-    parts = max(cut_of(N, K).parts * N for N, K in shapes)
-    programs = max(triton.cdiv(N, cut_of(N, K).columns) for N, K in shapes)
+    cuts = [(N, cut) for N, K in shapes if (cut := cut_of(N, K)).parts > 1]
+    parts = max((cut.parts * N for N, cut in cuts), default=0)
+    programs = max((triton.cdiv(N, cut.columns) for N, cut in cuts), default=0)
     return Room(
         torch.empty(MOST_ROWS * parts, dtype=torch.float32, device=device),
         torch.zeros(programs, dtype=torch.int32, device=device),
