@@ -64,7 +64,7 @@ class Network:
 
 def make_network(model: str, device: torch.device, dtype: torch.dtype, seed: int) -> Network:
     if model.startswith(RANDOM):
-        config = _shape_config(model.removeprefix(RANDOM))
+        config = shape_config(model.removeprefix(RANDOM))
         return Network(config, None, random_decoder(config, device, dtype, seed))
     folder = model_folder(model, seed)
     return Network(load_config(folder), folder, load_decoder(folder, device, dtype))
@@ -85,7 +85,8 @@ def random_decoder(config: PretrainedConfig, device: torch.device, dtype: torch.
     return decoder
 
 
-def _shape_config(name: str) -> PretrainedConfig:
+def shape_config(name: str) -> PretrainedConfig:
+    """The config of one of `SHAPES`."""
     from transformers import Qwen2Config
 
     return Qwen2Config(**SHAPES[name], architectures=["Qwen2ForCausalLM"], bos_token_id=None, eos_token_id=None)

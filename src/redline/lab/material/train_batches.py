@@ -11,6 +11,8 @@ from redline.types import TrainBatch, VersionSpan
 
 SPREAD = 1.0
 """Standard deviation of the logarithm of a long-tailed length: of 32 sequences the longest is several times the mean."""
+TAIL = 8
+"""The longest sequence of a long tail, in average ones, where nothing else is said."""
 
 
 def long_tailed_lengths(count: int, total: int, shortest: int, longest: int, seed: int) -> np.ndarray:

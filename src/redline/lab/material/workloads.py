@@ -47,6 +47,7 @@ SHAPES: Mapping[str, Mapping[str, Any]] = {
 
 _ON_GPU = {"device": "cuda", "dtype": "bfloat16", "engine": {"max_num_batched_tokens": 32768}}
 _W5 = {"model": "random:qwen2.5-0.5b", "prompt_tokens": 128, "new_tokens": 512, **_ON_GPU}
+_W4 = {"prompts": 512, "prompt_tokens": 256, "new_tokens": 548, "lengths": "long-tailed", "longest": 4096}
 _T1 = {"model": "random:qwen2.5-0.5b", "device": "cuda", "dtype": "bfloat16"}
 _C2 = {"model": "builtin:smollm2-135m-instruct", "device": "cpu", "dtype": "bfloat16"}
 
@@ -55,6 +56,7 @@ WORKLOADS: Mapping[str, Mapping[str, Mapping[str, Any]]] = {
         "W1": {"model": "random:qwen2.5-0.5b", "prompts": 512, "prompt_tokens": 128, "new_tokens": 512, **_ON_GPU},
         "W2": {"model": "random:qwen2.5-0.5b", "prompts": 64, "prompt_tokens": 512, "n": 8, "new_tokens": 512, **_ON_GPU},
         "W3": {"model": "random:qwen2.5-7b", "prompts": 512, "prompt_tokens": 128, "new_tokens": 256, **_ON_GPU},
+        "W4": {"model": "random:qwen2.5-0.5b", **_W4, **_ON_GPU},
         "W5-1": {"prompts": 1, **_W5},
         "W5-4": {"prompts": 4, **_W5},
         "W5-16": {"prompts": 16, **_W5},

@@ -7,6 +7,8 @@ Generation: every weight, key and value that a step needs has to be read, and ev
     operations = sequences · (2 · parameters + 4 · layers · heads · head size · context)
 
 The n completions of a prompt may read its keys and values once. Sampling, activations and everything else count as free.
+Where completions differ in length there are at least as many steps as the longest needs, each reads the weights once, and a
+sequence's keys and values are read as long as it goes on.
 
 Training: the operations of `models/sizes/flops.py`. The optimizer moves memory, which can overlap with products: it is free.
 """
@@ -15,6 +17,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
+
+import numpy as np
 
 from redline.lab.evidence.document import Bound
 from redline.lab.measure.machine import Machine
@@ -30,7 +34,10 @@ class Load:
     """Tokens of a prompt, on average."""
     n: int
     new_tokens: int
+    """Tokens of a completion, on average."""
     max_num_seqs: int
+    lengths_P: np.ndarray | None = None
+    """int64[prompts]: tokens of each prompt's completions, where they differ."""
 
     @property
     def sequences(self) -> int:
@@ -42,12 +49,42 @@ class Load:
         return min(self.sequences, self.max_num_seqs)
 
     @property
-    def tokens(self) -> int:
-        return self.sequences * self.new_tokens
+    def lengths(self) -> np.ndarray:
+        """int64[sequences]: tokens of each completion."""
+        return np.full(self.sequences, self.new_tokens) if self.lengths_P is None else np.repeat(self.lengths_P, self.n)
 
-    def cached_tokens(self, new_tokens: float) -> float:
-        """Tokens whose keys and values a full batch holds once each has `new_tokens`; completions share their prompt."""
-        return self.batch / self.n * self.prompt_tokens + self.batch * new_tokens
+    @property
+    def tokens(self) -> int:
+        return int(self.lengths.sum())
+
+    @property
+    def steps(self) -> float:
+        """Fewest decode steps: all rows busy to the end, or as many as the longest completion needs. The first token of a
+        completion comes with its prompt."""
+        return max(float(self.lengths.max()) - 1, (self.tokens - self.sequences) / self.batch)
+
+    @property
+    def rows(self) -> float:
+        """Sequences of a step, on average."""
+        return (self.tokens - self.sequences) / self.steps
+
+    @property
+    def new_tokens_so_far(self) -> float:
+        """New tokens in the cache of a sequence when it takes a step, on average: over (L - 1) steps they are 1 … L - 1."""
+        lengths = self.lengths.astype(np.float64)
+        return float((lengths * (lengths - 1)).sum() / 2 / (lengths - 1).sum())
+
+    @property
+    def context(self) -> float:
+        """Tokens that a sequence sees when it takes a step, on average."""
+        return self.prompt_tokens + self.new_tokens_so_far
+
+    @property
+    def most_cached_tokens(self) -> float:
+        """Most tokens whose keys and values a batch holds at once; completions share their prompt."""
+        lengths = np.sort(self.lengths)[::-1]
+        rows = np.minimum(np.arange(1, len(lengths) + 1), self.batch)
+        return float((rows * (self.prompt_tokens / self.n + lengths)).max())
 
 
 def prefill_seconds(cost: NetworkCost, load: Load, machine: Machine) -> float:
@@ -58,26 +95,24 @@ def prefill_seconds(cost: NetworkCost, load: Load, machine: Machine) -> float:
 
 
 def step_seconds(cost: NetworkCost, load: Load, machine: Machine) -> float:
-    """One decode step of a full batch at the mean context: the prompt and half of the new tokens."""
-    moved = cost.weight_bytes + load.cached_tokens(load.new_tokens / 2) * cost.kv_bytes_per_token
-    context = load.prompt_tokens + load.new_tokens / 2
-    flops = load.batch * (2 * (cost.body_params + cost.head_params) + cost.attention_flops * context)
+    """One decode step of as many rows as there are on average, at their mean context."""
+    cached = load.rows * (load.prompt_tokens / load.n + load.new_tokens_so_far)
+    moved = cost.weight_bytes + cached * cost.kv_bytes_per_token
+    flops = load.rows * (2 * (cost.body_params + cost.head_params) + cost.attention_flops * load.context)
     return max(moved / machine.bandwidth, flops / machine.flops)
 
 
 def throughput_bound(cost: NetworkCost, load: Load, machine: Machine) -> Bound:
     """New tokens per second."""
     prefill, step = prefill_seconds(cost, load, machine), step_seconds(cost, load, machine)
-    steps = (load.new_tokens - 1) * load.sequences / load.batch
-    context = load.prompt_tokens + load.new_tokens / 2
     why = (
         f"tokens / (prefill + steps · max(bytes / bandwidth, operations / peak)): {load.tokens:,} tokens,"
         f" prefill {prefill * 1e3:.3g} ms (2 · parameters + attention operations per prompt token),"
-        f" {steps:,.0f} steps of {step * 1e3:.3g} ms at batch {load.batch} and mean context {context:.0f}"
+        f" {load.steps:,.0f} steps of {step * 1e3:.3g} ms at batch {load.rows:.4g} and mean context {load.context:.0f}"
         f" (weights {cost.weight_bytes / 1e9:.3g} GB, keys and values {cost.kv_bytes_per_token:,} bytes per token, read once;"
         f" 2 · parameters + attention operations per token); {machine.how}"
     )
-    return Bound(load.tokens / (prefill + steps * step), why)
+    return Bound(load.tokens / (prefill + load.steps * step), why)
 
 
 def first_token_bound(cost: NetworkCost, load: Load, machine: Machine) -> Bound:
@@ -88,18 +123,20 @@ def first_token_bound(cost: NetworkCost, load: Load, machine: Machine) -> Bound:
 
 
 def inter_token_bound(cost: NetworkCost, load: Load, machine: Machine) -> Bound:
-    """Seconds between two tokens of a sequence in a full batch."""
-    return Bound(step_seconds(cost, load, machine), f"one decode step of {load.batch} sequences at mean context; {machine.how}")
+    """Seconds between two tokens of a sequence, in a step of as many rows as there are on average."""
+    return Bound(
+        step_seconds(cost, load, machine), f"one decode step of {load.rows:.4g} sequences at mean context; {machine.how}"
+    )
 
 
 def memory_bound(cost: NetworkCost, load: Load, all_weights: int) -> Bound:
-    """Bytes that must be held when a full batch is at its end."""
-    kv = load.cached_tokens(load.new_tokens) * cost.kv_bytes_per_token
-    return Bound(all_weights + kv, f"weights {all_weights:,} bytes, keys and values of a full batch at its end {kv:,.0f} bytes")
+    """Bytes that must be held when a batch is at its largest."""
+    kv = load.most_cached_tokens * cost.kv_bytes_per_token
+    return Bound(all_weights + kv, f"weights {all_weights:,} bytes, keys and values of a batch at its largest {kv:,.0f} bytes")
 
 
 def kv_bound(cost: NetworkCost, load: Load) -> Bound:
-    tokens = load.cached_tokens(load.new_tokens)
+    tokens = load.most_cached_tokens
     return Bound(tokens * cost.kv_bytes_per_token, f"{tokens:,.0f} tokens held at once, {cost.kv_bytes_per_token:,} bytes each")
 
 

@@ -1,5 +1,5 @@
-"""Sides that generate: our engine, and transformers. Each does the same work: fixed lengths, temperature 1, and the logprob of
-every sampled token on the host at the end."""
+"""Sides that generate: our engine, and transformers. Each does the same work: completions of given lengths, temperature 1, and
+the logprob of every sampled token on the host at the end."""
 
 from __future__ import annotations
 
@@ -31,18 +31,26 @@ class Batch:
     prompts: Sequence[np.ndarray]
     n: int
     new_tokens: int
+    """Tokens of each completion, where `lengths` does not say otherwise."""
     seed: int
+    lengths: Sequence[int] | None = None
+    """Tokens of each prompt's completions, in the order of the prompts."""
+
+    @property
+    def all_lengths(self) -> Sequence[int]:
+        """Tokens of each prompt's completions."""
+        return [self.new_tokens] * len(self.prompts) if self.lengths is None else self.lengths
 
     @property
     def num_tokens(self) -> int:
-        """prompts · n · new_tokens."""
-        return len(self.prompts) * self.n * self.new_tokens
+        """n · sum of the lengths."""
+        return self.n * sum(self.all_lengths)
 
     def requests(self) -> list[GenerateRequest]:
         first = self.seed * len(self.prompts)
         return [
-            GenerateRequest(prompt, SamplingParams(max_tokens=self.new_tokens, n=self.n, seed=(first + i) % 2**31))
-            for i, prompt in enumerate(self.prompts)
+            GenerateRequest(prompt, SamplingParams(max_tokens=length, n=self.n, seed=(first + i) % 2**31))
+            for i, (prompt, length) in enumerate(zip(self.prompts, self.all_lengths, strict=True))
         ]
 
 
@@ -135,7 +143,8 @@ class StreamSide:
 
 
 class TransformersSide:
-    """`generate` on one padded batch. Logprobs are gathered step by step: all scores of W1 would take 159 GB."""
+    """`generate` on one padded batch, which ends with its longest completion: what it computes beyond a completion's length is
+    not counted. Logprobs are gathered step by step: all scores of W1 would take 159 GB."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         from transformers import GenerationConfig
@@ -158,15 +167,17 @@ class TransformersSide:
         sequences = self._model.generate(
             tokens_BN,
             attention_mask=mask_BN,
-            max_new_tokens=batch.new_tokens,
+            max_new_tokens=max(batch.all_lengths),
             num_return_sequences=batch.n,
             logits_processor=LogitsProcessorList([watch]),
         )
-        logprobs = watch.logprobs(sequences).cpu()
+        logprobs_BN = watch.logprobs(sequences).cpu().numpy()
         seconds = time.perf_counter() - started
+        wanted_BN = np.arange(logprobs_BN.shape[1]) < np.repeat(batch.all_lengths, batch.n)[:, None]
+        logprobs = logprobs_BN[wanted_BN]
         step_s = np.array(watch.step_seconds())
-        first_token_s, gaps = np.full(len(sequences), step_s[0]), np.diff(step_s).repeat(len(sequences))
-        return Run(seconds, logprobs.numel(), float(logprobs.mean()), first_token_s, gaps)
+        first_token_s, gaps = np.full(len(sequences), step_s[0]), np.diff(step_s).repeat(wanted_BN[:, 1:].sum(0))
+        return Run(seconds, len(logprobs), float(logprobs.mean()), first_token_s, gaps)
 
     def close(self) -> None:
         pass

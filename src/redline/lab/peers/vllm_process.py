@@ -2,7 +2,7 @@
 redline, so that any environment will do.
 
     python vllm_process.py '{"model": FOLDER, ...}'     what vllm.LLM takes  →  {"version": ...}
-    {"prompts": [[1, 2], ...], "n": 1, "new_tokens": 8}  →  {"seconds": ..., "num_tokens": ..., "mean_logprob": ...}
+    {"prompts": [[1, 2], ...], "n": 1, "new_tokens": [8, ...]}  →  {"seconds": ..., "num_tokens": ..., "mean_logprob": ...}
 """
 
 from __future__ import annotations
@@ -33,15 +33,18 @@ def _generate(vllm: Any, llm: Any, batch: dict[str, Any]) -> dict[str, float]:
     prompts = [{"prompt_token_ids": ids} for ids in batch["prompts"]]
     llm.reset_prefix_cache()
     # No seed per request: vLLM samples requests with one each by themselves, which is much slower.
-    params = vllm.SamplingParams(
-        n=batch["n"],
-        max_tokens=batch["new_tokens"],
-        temperature=1.0,
-        ignore_eos=True,
-        logprobs=0,  # of the sampled token alone
-        flat_logprobs=True,
-        detokenize=False,
-    )
+    params = [
+        vllm.SamplingParams(
+            n=batch["n"],
+            max_tokens=new_tokens,
+            temperature=1.0,
+            ignore_eos=True,
+            logprobs=0,  # of the sampled token alone
+            flat_logprobs=True,
+            detokenize=False,
+        )
+        for new_tokens in batch["new_tokens"]
+    ]
     started = time.perf_counter()
     outputs = llm.generate(prompts, params, use_tqdm=False)
     seconds = time.perf_counter() - started

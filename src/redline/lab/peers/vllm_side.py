@@ -45,7 +45,7 @@ class VllmSide:
 
     def run(self, batch: Batch) -> Run:
         prompts = [prompt.tolist() for prompt in batch.prompts]
-        work = {"prompts": prompts, "n": batch.n, "new_tokens": batch.new_tokens}
+        work = {"prompts": prompts, "n": batch.n, "new_tokens": list(batch.all_lengths)}
         with _explained():
             return Run(**self._child.ask(json.dumps(work)))
 

@@ -76,6 +76,16 @@ def test_generate_asks_questions_and_needs_no_peer() -> None:
     assert measured.results[0].samples[0].keys() == {"redline"}
 
 
+def test_long_tailed_completions_are_measured_by_what_they_need() -> None:
+    overrides = [*COMMON, "prompts=6", "prompt_tokens=8", "new_tokens=10", "longest=40", "pairs=1", "peers=none"]
+    settings = make_settings("generate", [*overrides, "lengths=long-tailed"])
+    measured = generate.measure(settings, Console(file=io.StringIO()))
+    longest = generate.completion_lengths(measured.settings).max()
+    assert measured.settings.engine.max_model_len == 8 + longest
+    assert "60 tokens, " in measured.results[0].bound.why
+    assert f" {longest - 1} steps of" in measured.results[0].bound.why
+
+
 def test_n_sampling_compares_one_request_with_n() -> None:
     overrides = [*COMMON, "prompts=2", "prompt_tokens=40", "new_tokens=3", "pairs=6", "n=1,2"]
     results = n_sampling.measure(make_settings("n-sampling", overrides), Console(file=io.StringIO())).results

@@ -4,10 +4,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from redline.config.sections.engine import EngineConfig
 from redline.errors import ConfigError
+from redline.lab.bench.cases.generate import completion_lengths
 from redline.lab.bench.settings import GenerateSettings, NSamplingSettings, fit_engine, make_settings
 
 TINY = "model=builtin:tiny"
@@ -69,6 +71,15 @@ def test_a_workload_is_one_word_and_can_be_changed_in_part() -> None:
     assert (settings.engine.max_num_batched_tokens, settings.engine.block_size) == (32768, 32)
 
 
+def test_the_long_tail_is_drawn_once_with_the_mean_and_the_longest_that_were_asked_for() -> None:
+    settings = make_settings("generate", ["workload=W4", "device=cpu"])
+    lengths, again = completion_lengths(settings), completion_lengths(settings)
+    assert (lengths == again).all()
+    assert (len(lengths), lengths.sum(), lengths.max()) == (512, 512 * 548, 4096)
+    assert np.median(lengths) < 400
+    assert (completion_lengths(make_settings("generate", ["workload=W1", "device=cpu"])) == 512).all()
+
+
 def test_a_workload_of_another_case_is_unknown() -> None:
     with pytest.raises(ConfigError, match="n-sampling has no such workload"):
         make_settings("n-sampling", ["workload=W1"])
@@ -105,6 +116,7 @@ def test_what_the_user_says_of_the_engine_stands() -> None:
         ("generate", "engine.max_num_seq=3", "engine.max_num_seq: unknown key", "did you mean max_num_seqs?"),
         ("generate", "prompts=0", "prompts = 0: input should be greater than 0", "submitted at once"),
         ("generate", "peers=trl", "peers = 'trl'", "A/A run"),
+        ("generate", "longest=4096", "longest has no effect on lengths=equal", "change one of them"),
         ("generate", "prompts=[", "not valid YAML", "quote"),
         ("generate", "prompts=2024-13-01", "not valid YAML", "quotes"),
         ("generate", "workload=W9", "workload = 'W9'", "W1"),

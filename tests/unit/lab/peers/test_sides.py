@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -22,6 +23,7 @@ from redline.models.files.hf import load_config, load_decoder
 
 CPU = torch.device("cpu")
 BATCH = Batch([np.arange(2, 2 + length, dtype=np.int32) for length in (7, 4, 11)], n=2, new_tokens=6, seed=3)
+UNEVEN = replace(BATCH, lengths=[1, 6, 3])
 
 
 @pytest.fixture(scope="module")
@@ -55,6 +57,14 @@ def test_a_streamed_run_samples_the_same_and_sees_every_token_come(engine: Nativ
     assert streamed.first_token_s.shape == (6,)
     assert streamed.inter_token_s.shape == (6 * 5,)
     assert streamed.inter_token_s.min() >= 0
+
+
+def test_completions_are_as_long_as_their_prompt_says(engine: NativeEngine, network: Network) -> None:
+    whole, streamed = EngineSide(engine).run(UNEVEN), StreamSide(engine).run(UNEVEN)
+    theirs = TransformersSide(network.as_transformers()).run(UNEVEN)
+    assert [run.num_tokens for run in (whole, streamed, theirs)] == [UNEVEN.num_tokens] * 3 == [20] * 3
+    assert [run.inter_token_s.size for run in (streamed, theirs)] == [14, 14]
+    assert streamed.mean_logprob == pytest.approx(whole.mean_logprob, abs=1e-5)
 
 
 def test_an_engine_of_others_can_take_the_place_of_ours(engine: NativeEngine, network: Network) -> None:
@@ -117,7 +127,7 @@ if settings["model"] == "broken":
 print(json.dumps({"version": "0.0"}), flush=True)
 for line in sys.stdin:
     batch = json.loads(line)
-    tokens = len(batch["prompts"]) * batch["n"] * batch["new_tokens"]
+    tokens = batch["n"] * sum(batch["new_tokens"])
     print(json.dumps({"seconds": 2.0, "num_tokens": tokens, "mean_logprob": -1.0}), flush=True)
 """
 
@@ -156,10 +166,14 @@ class LLM:
         self.resets += 1
 
     def generate(self, prompts, params, use_tqdm):
-        assert (params.logprobs, params.ignore_eos, params.temperature, self.resets) == (0, True, 1.0, 1)
+        assert all((one.logprobs, one.ignore_eos, one.temperature) == (0, True, 1.0) for one in params)
+        self.resets -= 1
+        assert self.resets == 0
+        return [self._answer(one) for prompt, one in zip(prompts, params, strict=True) if prompt["prompt_token_ids"]]
+
+    def _answer(self, params):
         tokens = list(range(params.max_tokens))
-        sampled = Record(token_ids=tokens, logprobs=Record(logprobs=[-0.5] * len(tokens)))
-        return [Record(outputs=[sampled] * params.n) for prompt in prompts if prompt["prompt_token_ids"]]
+        return Record(outputs=[Record(token_ids=tokens, logprobs=Record(logprobs=[-0.5] * len(tokens)))] * params.n)
 """
 
 
@@ -169,10 +183,11 @@ def test_the_program_speaks_with_vllm_and_keeps_its_noise_out_of_the_answers(
     (tmp_path / "vllm.py").write_text(FAKE_PACKAGE)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     side = VllmSide({"model": "some"})
-    run = side.run(BATCH)
+    run, uneven = side.run(BATCH), side.run(UNEVEN)
     side.close()
     assert side.version == "9.9"
     assert (run.num_tokens, run.mean_logprob) == (36, -0.5)
+    assert uneven.num_tokens == 20
     assert run.inter_token_s.size == 0
 
 

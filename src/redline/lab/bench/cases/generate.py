@@ -1,6 +1,6 @@
 """`redline bench generate`: tokens per second, latency and memory of generation, beside transformers and vLLM.
 
-Every side generates fixed-length completions of the same prompts at temperature 1 and returns the logprob of each sampled
+Every side generates completions of the same lengths and prompts at temperature 1 and returns the logprob of each sampled
 token. In every round all sides run once, in an order drawn by lot. Our engine, or the one that `engine.kind` names, runs twice:
 as a rollout stage uses it, and streamed, which is what latency between tokens is taken from.
 """
@@ -25,6 +25,7 @@ from redline.lab.evidence.document import Bound, Measured, PeerFigure, Result
 from redline.lab.evidence.statistics import compare, percentiles
 from redline.lab.material.networks import Network, make_network
 from redline.lab.material.prompts import question_prompts, random_prompts
+from redline.lab.material.train_batches import TAIL, long_tailed_lengths
 from redline.lab.measure import roofline
 from redline.lab.measure.machine import Machine, MemoryMeter, measure_machine
 from redline.lab.measure.pairs import interleave
@@ -43,6 +44,7 @@ class Workload:
         self._settings = settings
         self._vocab_size = network.decoder.spec.vocab_size
         self._questions = None if settings.prompt_tokens else question_prompts(settings.prompts, network.tokenizer)
+        self.lengths_P = completion_lengths(settings)
 
     def batch(self, number: int) -> Batch:
         """Round 0 is the warm-up."""
@@ -51,7 +53,7 @@ class Workload:
         if prompts is None:
             assert s.prompt_tokens is not None
             prompts = random_prompts(s.prompts, s.prompt_tokens, self._vocab_size, (s.seed, number))
-        return Batch(prompts, s.n, s.new_tokens, s.seed + number)
+        return Batch(prompts, s.n, s.new_tokens, s.seed + number, self.lengths_P.tolist())
 
     @property
     def prompt_lengths(self) -> list[int]:
@@ -60,11 +62,21 @@ class Workload:
     @property
     def longest(self) -> int:
         """Tokens of the longest sequence."""
-        return max(self.prompt_lengths) + self._settings.new_tokens
+        return max(length + int(new) for length, new in zip(self.prompt_lengths, self.lengths_P, strict=True))
 
     def load(self, max_num_seqs: int) -> roofline.Load:
         s = self._settings
-        return roofline.Load(s.prompts, float(np.mean(self.prompt_lengths)), s.n, s.new_tokens, max_num_seqs)
+        return roofline.Load(s.prompts, float(np.mean(self.prompt_lengths)), s.n, s.new_tokens, max_num_seqs, self.lengths_P)
+
+
+def completion_lengths(settings: GenerateSettings) -> np.ndarray:
+    """int64[prompts]: the tokens of each prompt's completions, the same for the same settings."""
+    s = settings
+    if s.lengths == "equal":
+        return np.full(s.prompts, s.new_tokens)
+    if s.lengths == "long-tailed":
+        return long_tailed_lengths(s.prompts, s.prompts * s.new_tokens, 1, s.longest or TAIL * s.new_tokens, s.seed)
+    raise AssertionError(s.lengths)
 
 
 def measure(settings: GenerateSettings, console: Console) -> Measured:

@@ -19,7 +19,7 @@ from redline.lab.evidence.document import Bound, Measured, PeerFigure, Result
 from redline.lab.evidence.statistics import compare
 from redline.lab.material.networks import make_network
 from redline.lab.material.recorded import recorded_steps
-from redline.lab.material.train_batches import long_tailed_lengths, random_batch, random_groups
+from redline.lab.material.train_batches import TAIL, long_tailed_lengths, random_batch, random_groups
 from redline.lab.measure import roofline
 from redline.lab.measure.machine import MemoryMeter, measure_machine
 from redline.lab.measure.pairs import interleave
@@ -30,8 +30,6 @@ from redline.lab.peers.training_sides import RedlineTraining, TrainingSide, Trai
 from redline.types import TrainBatch
 
 Rounds = Sequence[Mapping[str, TrainRun]]
-TAIL = 8
-"""The longest sequence of a long tail, in average ones."""
 
 
 class Workload:

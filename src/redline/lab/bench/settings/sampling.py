@@ -19,9 +19,13 @@ class GenerateSettings(EngineSettings):
     prompt_tokens: PositiveInt | None = None
     """Random tokens per prompt, new ones in every round; null asks short questions in the model's chat template."""
     new_tokens: int = Field(128, ge=2)
-    """Tokens per completion; nothing stops one earlier."""
+    """Tokens per completion, on average; nothing stops one earlier."""
+    lengths: Literal["equal", "long-tailed"] = "equal"
+    """`long-tailed` draws a log-normal length for each prompt, with the same sum; each round and side has the same ones."""
+    longest: PositiveInt | None = None
+    """Most tokens of a long-tailed completion; null takes eight times the average."""
     n: PositiveInt = 1
-    """Completions per prompt."""
+    """Completions per prompt, all of one length."""
     peers: tuple[Peer, ...] | None = None
     """Peers that run beside us: transformers, vllm, and redline itself for an A/A run; null takes those installed."""
     vllm_python: Path | None = None
@@ -31,6 +35,14 @@ class GenerateSettings(EngineSettings):
     @classmethod
     def _read_peers(cls, value: Any) -> Any:
         return as_list(value, nothing="none")
+
+    @model_validator(mode="after")
+    def _average_is_within_reach(self) -> GenerateSettings:
+        if self.longest is not None and self.lengths == "equal":
+            raise ValueError("longest has no effect on lengths=equal; say lengths=long-tailed")
+        if self.longest is not None and self.longest < self.new_tokens:
+            raise ValueError(f"longest = {self.longest} is less than the average, new_tokens = {self.new_tokens}")
+        return self
 
 
 class NSamplingSettings(EngineSettings):
