@@ -283,6 +283,16 @@ def question(content: str) -> Sequence[Message]:
     return [{"role": "user", "content": content}]
 
 
+def test_an_environment_that_asks_once_hears_what_it_may_not_ask_for(make: Make) -> None:
+    async def play(task: Task, policy: Policy) -> Score:
+        await policy.say(question("heads or tails?"), max_tokens=3, until=lambda reply: True)
+        return 1.0
+
+    failure = played(make, play).trajectories[0].failure
+    assert failure is not None
+    assert "`policy.say` was given `max_tokens`, `until` in an environment that asks once" in failure.reason
+
+
 def test_attempts_that_ask_the_same_share_a_request_and_others_have_their_own_randomness(make: Make) -> None:
     numbers = iter([0, 1, 0, 0])
 

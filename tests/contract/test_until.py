@@ -18,7 +18,9 @@ from redline.config.schema import RolloutsConfig
 from redline.config.sections.engine import EngineConfig
 from redline.engine import EngineSession, NativeEngine
 from redline.engine.adapters.transformers_engine import TransformersEngine
+from redline.environments.driver import Driver
 from redline.environments.tools import Called, ToolEnvironment, tool
+from redline.lab.environments.model_player import Manner, ModelPlayer
 from redline.models.files.hf import load_recompute_model
 from redline.models.files.tiny import tiny_tokenizer, write_tiny_model
 from redline.ports import Environment, Policy, SteppedEngine
@@ -153,6 +155,23 @@ def test_a_reply_ends_at_the_same_token_in_every_engine_and_mode(
     for group in groups:
         for t in group.trajectories:
             _is_cut_by_letters(t)
+
+
+def test_a_model_that_plays_in_the_terminal_ends_its_replies_at_the_same_token(
+    folder: Path, owned: ExitStack, expected: list[TrajectoryGroup]
+) -> None:
+    player = ModelPlayer(str(folder), Manner(max_tokens=MAX_NEW_TOKENS, seed=5))
+    owned.callback(player.close)
+    driver = Driver(Spoken(BY_LETTERS))
+    owned.callback(driver.close)
+    for group in expected:
+        t, task = group.trajectories[0], FakeTasks().train(group.index)
+        episode = driver.play(task, player.begin(task, group.index), SOON_S)
+        assert episode.error is None
+        assert [(turn.start, turn.end, turn.text, turn.message, turn.finish_reason) for turn in t.turns] == [
+            (turn.start, turn.end, turn.text, turn.message, turn.finish_reason)
+            for turn in (exchange.turn for exchange in episode.exchanges)
+        ]
 
 
 def _is_cut_by_letters(t: Trajectory) -> None:

@@ -14,6 +14,7 @@ import typer
 from redline.errors import ConfigError
 
 if TYPE_CHECKING:
+    from redline.config import Config
     from redline.lab.environments.players import Player
 
 app = typer.Typer(
@@ -105,21 +106,29 @@ def play(
     ] = None,
     served_model_name: Annotated[str | None, typer.Option(help="What the server calls the model; else its first.")] = None,
     api_key_env: Annotated[str, typer.Option(help="The environment variable that holds the API key.")] = "REDLINE_API_KEY",
-    temperature: Annotated[float, typer.Option(help="Temperature of a model; 0 takes the likeliest tokens.", min=0)] = 1.0,
-    max_tokens: Annotated[int | None, typer.Option(help="Most tokens of a model's reply.", min=1)] = None,
-    seed: Annotated[int, typer.Option(help="The seed of the environment and of the model.", min=0)] = 0,
+    temperature: Annotated[
+        float | None, typer.Option(help="Temperature of a model, else the recipe's or 1; 0 takes the likeliest tokens.", min=0)
+    ] = None,
+    max_tokens: Annotated[
+        int | None, typer.Option(help="Most tokens of a model's reply, else the recipe's or 256.", min=1)
+    ] = None,
+    seed: Annotated[
+        int | None, typer.Option(help="The seed of the environment and of the model, else the recipe's or 0.", min=0)
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
     """Play one attempt in the terminal yourself, or watch a model play it.
 
     A line that you type is a reply; lines of a pipe are replies in turn. Exit code 1: the attempt ended without a reward.
     """
-    from redline.lab.environments.made import Made, read_params
+    from redline.lab.environments.made import Made, read_params, recipe_of
     from redline.lab.environments.play import play as play_one
     from redline.runs.told import printable
 
+    recipe = recipe_of(name)
+    seed = seed if seed is not None else recipe.run.seed if recipe else 0
     made = Made(name, read_params(params or []), seed)
-    player = _player(PlayerChoice(model, url, served_model_name, api_key_env), temperature, max_tokens, seed)
+    player = _player(PlayerChoice(model, url, served_model_name, api_key_env), temperature, max_tokens, seed, recipe)
     try:
         played = play_one(made, task, player, lambda text: typer.echo(printable(text), err=as_json), None)
     except KeyboardInterrupt:
@@ -144,19 +153,20 @@ class PlayerChoice:
     api_key_env: str
 
 
-def _player(who: PlayerChoice, temperature: float, max_tokens: int | None, seed: int) -> Player:
+def _player(who: PlayerChoice, temperature: float | None, max_tokens: int | None, seed: int, recipe: Config | None) -> Player:
     from redline.engine.adapters.json_client import JsonClient
     from redline.lab.environments.players import RETRIES, Person, Served
 
     if who.model is not None and who.url is not None:
         raise ConfigError("--model and --url exclude each other", "give one of them")
     if who.model is not None:
-        from redline.lab.environments.model_player import ModelPlayer
+        from redline.lab.environments.model_player import Manner, ModelPlayer
 
-        return ModelPlayer(who.model, temperature, max_tokens, seed)
+        return ModelPlayer(who.model, Manner(temperature, max_tokens, seed), recipe)
     if who.url is not None:
         client = JsonClient(who.url, os.environ.get(who.api_key_env), 600.0, RETRIES)
-        return Served(client, who.served_model_name, temperature, max_tokens)
+        own = (recipe.rollouts.temperature, recipe.rollouts.max_new_tokens) if recipe else (1.0, None)
+        return Served(client, who.served_model_name, own[0] if temperature is None else temperature, max_tokens or own[1])
     return Person(_read_line, lambda text: typer.echo(text, err=True))
 
 

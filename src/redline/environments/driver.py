@@ -38,11 +38,12 @@ class Asked:
     tools: Sequence[Mapping[str, Any]] = ()
     stop: Sequence[str] = ()
     max_tokens: int | None = None
+    until: Until | None = None
 
 
 @dataclass(slots=True, frozen=True)
 class Reply:
-    """What the policy says."""
+    """What a policy without tokens says: a text, and calls after it."""
 
     text: str
     tool_calls: Sequence[ToolCall] = ()
@@ -53,8 +54,9 @@ class Reply:
     finish_reason: FinishReason = FinishReason.STOP
 
 
-Speaker = Callable[[Asked], Reply | Awaitable[Reply]]
-"""A policy: what it says to what an environment asks. One that waits is `async`; all others are called in the event loop."""
+Speaker = Callable[[Asked], Reply | Turn | Awaitable[Reply | Turn]]
+"""A policy: what it says to what an environment asks. One that waits is `async`; all others are called in the event loop. A
+`Reply` is cut here where `until` ends it; who returns a `Turn` has sampled it so."""
 
 
 @dataclass(slots=True, frozen=True)
@@ -210,13 +212,13 @@ class _RecordedPolicy:
         check_role(role)
         check_messages(messages, tools)
         check_until(until)
-        asked = Asked(list(messages), role, list(tools), checked_stop(stop), checked_max_tokens(max_tokens))
+        asked = Asked(list(messages), role, list(tools), checked_stop(stop), checked_max_tokens(max_tokens), until)
         reply = self._speak(asked)
         if inspect.isawaitable(reply):
             reply = await reply
         else:
             await asyncio.sleep(0)  # as with an engine, others go on meanwhile
-        turn = turn_of(cut(reply, until))
+        turn = turn_of(cut(reply, until)) if isinstance(reply, Reply) else reply
         now = time.perf_counter()
         exchange = Exchange(asked, turn, asked_at - self.since, now - asked_at)
         self._episode.exchanges.append(exchange)
@@ -258,7 +260,7 @@ def turn_of(reply: Reply) -> Turn:
 
 
 def cut(reply: Reply, until: Until | None) -> Reply:
-    """The reply up to where `until` ends it, as if it came letter by letter and call by call."""
+    """The reply up to where `until` ends it, as if its text came letter by letter, and its calls after the text."""
     if until is None:
         return reply
     for length in range(1, len(reply.text) + 1):

@@ -31,7 +31,7 @@ from redline.environments.schemas import schema_of
 from redline.environments.workers.threads import ThreadWorkers
 from redline.errors import TaskError, boundary, in_words
 from redline.ports import Policy, Score
-from redline.types import Message, ReplySoFar, Task, ToolCall, Until
+from redline.types import Message, ReplySoFar, Task, ToolCall
 
 MARK = "_redline_tool"
 NO_ANSWER = ""
@@ -115,7 +115,7 @@ class ToolEnvironment:
         while True:
             may_call = len(calls) < self.max_calls
             with EarlyCalls(tools if may_call else {}, partial(self._called, tools), self.ends_at_call) as early:
-                turn = await policy.say(messages, tools=schemas, until=early.until)
+                turn = await policy.say(messages, tools=schemas, **early.options)
                 if not turn.tool_calls and not turn.problem:
                     return await _awaited(self.score(task, turn.text, calls))
                 if not may_call:
@@ -182,10 +182,11 @@ class EarlyCalls:
         """By their place among the calls of the reply."""
 
     @property
-    def until(self) -> Until | None:
-        """Begins them, and ends the reply where it should; None where there is nothing to do before the reply has ended."""
+    def options(self) -> dict[str, Any]:
+        """For `policy.say`: an `until` that begins them and ends the reply where it should. Empty where there is nothing to do
+        before the reply has ended."""
         has_early = any(tool.early for tool in self._tools.values())
-        return self._look if has_early or self._ends_at_call else None
+        return {"until": self._look} if has_early or self._ends_at_call else {}
 
     def _look(self, reply: ReplySoFar) -> bool:
         for place, call in enumerate(reply.tool_calls):

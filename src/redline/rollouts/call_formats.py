@@ -194,25 +194,12 @@ class TaggedFormat:
 
 @dataclass(slots=True, frozen=True)
 class PublishedFormat:
-    """The format that the model's makers wrote down in its tokenizer, as transformers reads it."""
+    """The format that the model's makers wrote down in its tokenizer, as transformers reads it: whole replies alone."""
 
     parse: Callable[[str], Mapping[str, Any]]
     """A reply → its message. Raises ValueError."""
     written: CallFormat
-
-    def find(self, text: str, place: int, ends: JsonEnds | None = None) -> FoundCalls | None:
-        """As many of the calls that the tokenizer reads as are complete in the template's format; nothing settles, since only
-        the whole is read for certain."""
-        count = 0
-        while found := self.written.find(text, place, ends):
-            count, place = count + len(found.calls), found.place
-            if not found.is_settled:
-                break
-        try:
-            calls = self.read(text)[1] if count else []
-        except UnreadableError:
-            return None
-        return FoundCalls("", calls[:count], len(text), is_settled=False) if calls else None
+    """The template's own."""
 
     def read(self, text: str) -> tuple[str, list[RawCall]]:
         try:

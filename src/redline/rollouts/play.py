@@ -42,8 +42,12 @@ class AskedPolicy:
         max_tokens: int | None = None,
         until: Until | None = None,
     ) -> Turn:
-        if role or tools or stop or max_tokens is not None or until is not None:
-            raise TaskError("roles, tools, stops and limits of a reply need an environment of several turns", "leave them out")
+        given = {"role": role, "tools": tools, "stop": stop, "max_tokens": max_tokens is not None, "until": until is not None}
+        if any(given.values()):
+            names = ", ".join(f"`{name}`" for name, is_given in given.items() if is_given)
+            raise TaskError(
+                f"`policy.say` was given {names} in an environment that asks once", "leave out that, or its `asks_once`"
+            )
         return await Ask(messages)
 
 

@@ -15,7 +15,7 @@ from typing import Any
 
 from redline.errors import TaskError
 from redline.rollouts.call_formats import HERMES, CallFormat, PublishedFormat, RawCall, UnreadableError
-from redline.rollouts.call_reader import CallReader
+from redline.rollouts.call_reader import reader_of
 from redline.rollouts.find_format import OwnFormat, find_format
 from redline.rollouts.template import ChatTemplate
 from redline.types import ToolCall
@@ -67,7 +67,7 @@ class ToolUse:
         self._template = template
 
     @cached_property
-    def format(self) -> CallFormat:
+    def format(self) -> CallFormat | PublishedFormat:
         written = self._own_format.format if self._own_format else HERMES
         parse = self._template.published_parser
         return PublishedFormat(parse, written) if parse and self._own_format else written
@@ -180,7 +180,7 @@ class ToolUse:
 class ReplyReader:
     """Finds the calls in a reply that is decoded with its special tokens, as it comes. What it thinks is not searched."""
 
-    def __init__(self, format: CallFormat, tools: Tools, *, is_thinking: bool = False) -> None:
+    def __init__(self, format: CallFormat | PublishedFormat, tools: Tools, *, is_thinking: bool = False) -> None:
         self._format, self._tools, self._is_thinking = format, tools, is_thinking
         self._functions = {function["name"]: function for function in (_function(tool)["function"] for tool in tools)}
         self._begin()
@@ -189,7 +189,7 @@ class ReplyReader:
         self._text = ""
         self._thought = 0
         """Where the last thought ends."""
-        self._calls = CallReader(self._format)
+        self._calls = reader_of(self._format)
 
     @property
     def calls(self) -> Sequence[ToolCall]:
@@ -209,7 +209,7 @@ class ReplyReader:
         ended = self._text.rfind(HAS_THOUGHT, max(self._thought, before - len(HAS_THOUGHT) + 1))
         if ended >= 0:
             self._thought = ended + len(HAS_THOUGHT)
-            self._calls, text = CallReader(self._format), self._text[self._thought :]
+            self._calls, text = reader_of(self._format), self._text[self._thought :]
         self._calls.push(text)
 
     def finish(self, text: str) -> ReadReply:

@@ -17,7 +17,7 @@ from support.fakes import completion
 
 from redline.models.files.tiny import tiny_tokenizer
 from redline.rollouts.call_formats import PublishedFormat
-from redline.rollouts.call_reader import CallReader
+from redline.rollouts.call_reader import reader_of
 from redline.rollouts.chat import Chat
 from redline.rollouts.conversation import Conversation, Reply
 from redline.rollouts.json_ends import JsonEnds
@@ -131,7 +131,7 @@ def test_a_reply_in_pieces_says_what_the_whole_says(
 def test_calls_are_read_from_a_text_in_pieces_as_from_the_whole(name: str, text: str, cuts: list[int]) -> None:
     """Here a piece may end anywhere in a text, and a format is asked alone."""
     format = chat_with(name).tool_use.format
-    reader = CallReader(format)
+    reader = reader_of(format)
     for piece in in_pieces(text, cuts):  # type: ignore[arg-type] # a text is as good as tokens
         reader.push("".join(piece))
     assert _read(reader.finish) == _read(lambda: format.read(text))
@@ -201,7 +201,7 @@ def test_a_call_without_its_end_is_not_complete_before_the_reply_is() -> None:
     """The next one may be cut off behind its first letters."""
     format = chat_with("XML tools").tool_use.format
     unended = "<tool_call>\n<function=note><parameter=text>\na\n</parameter>\n"
-    reader = CallReader(format)
+    reader = reader_of(format)
     reader.push(unended + CALLS["XML tools"])
     assert reader.calls == []
     assert reader.finish()[1] == format.read(unended + CALLS["XML tools"])[1]
@@ -234,15 +234,25 @@ def test_a_tokenizer_that_reads_replies_itself_is_asked_when_a_call_is_complete_
         calls = [{"function": {"name": "note", "arguments": {"text": "a"}}}] * text.count("</tool_call>")
         return {"content": " kept ", "tool_calls": calls}
 
-    reader = CallReader(PublishedFormat(parse, chat_with("ChatML").tool_use.format))
+    reader = reader_of(PublishedFormat(parse, chat_with("ChatML").tool_use.format))
     text = "x" + 2 * '<tool_call>{"name": "note", "arguments": {"text": "a"}}</tool_call>' + "y"
     found = []
     for letter in text:
         reader.push(letter)
         found.append(len(reader.calls))
     assert found == [int(i >= (len(text) - 1) // 2) + int(i >= len(text) - 2) for i in range(len(text))]
-    assert not any(len(one) < (len(text) - 1) // 2 for one in asked), "not before"
+    assert asked == [text[: (len(text) + 1) // 2], text[:-1]], "once for each"
     assert reader.finish() == (" kept ", [("note", {"text": "a"})] * 2)
+
+
+def test_what_the_tokenizer_reads_counts_also_where_the_template_would_have_written_it_otherwise() -> None:
+    def parse(text: str) -> dict[str, Any]:
+        return {"content": "", "tool_calls": [{"function": {"name": "note", "arguments": {"text": "a"}}}]}
+
+    reader = reader_of(PublishedFormat(parse, chat_with("ChatML").tool_use.format))
+    reader.push("<tool_call>{no JSON}</tool_call>")
+    assert reader.calls == []
+    assert reader.finish() == ("", [("note", {"text": "a"})])
 
 
 # ── where JSON ends ────────────────────────────────────────────────────────────────────────────────────────────────────

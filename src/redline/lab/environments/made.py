@@ -30,9 +30,14 @@ class Made:
     params: Mapping[str, Any] = field(default_factory=dict)
     seed: int = 0
 
+    @property
+    def recipe(self) -> Config | None:
+        """The recipe that it names; None where it names an environment."""
+        return recipe_of(self.name)
+
     def make(self) -> Environment:
         """A new environment, made as a run makes it. Raises RedlineError where that does not work."""
-        config = self._recipe()
+        config = self.recipe
         if config is None:
             return make_environment(EnvironmentConfig(name=self.name, params=dict(self.params)), self.seed)
         if config.rollouts.environment.name is None:
@@ -49,7 +54,7 @@ class Made:
 
     def tasks(self, environment: Environment) -> TaskSource:
         """Where its tasks come from: its recipe, or itself."""
-        config = self._recipe()
+        config = self.recipe
         if config is not None:
             return task_source(config, None if isinstance(environment, SingleTurn) else environment)
         if not all(callable(getattr(environment, method, None)) for method in ("train", "held_out")):
@@ -59,8 +64,10 @@ class Made:
             )
         return environment  # type: ignore[return-value] # nobody asks it for `score`
 
-    def _recipe(self) -> Config | None:
-        return load_recipe(Path(self.name)) if self.name.endswith(RECIPES) else None
+
+def recipe_of(name: str) -> Config | None:
+    """The recipe whose file `name` is; None where it is none. Raises ConfigError for one that is not there or is wrong."""
+    return load_recipe(Path(name)) if name.endswith(RECIPES) else None
 
 
 def read_params(overrides: Sequence[str]) -> dict[str, Any]:

@@ -9,11 +9,12 @@ from functools import partial
 from typing import Any
 
 from redline.environments.driver import Asked, Driver, Episode
-from redline.errors import EngineError, RedlineError, boundary
+from redline.errors import BudgetError, EngineError, RedlineError, boundary
 from redline.lab.environments.check import scores_by_role
 from redline.lab.environments.made import Made
 from redline.lab.environments.players import HOW_TO_CALL, EndOfInputError, Player, function_of
 from redline.lab.environments.trials import limited
+from redline.rollouts.episodes.scores import truncated_score
 from redline.rollouts.rewards.parts import reward_parts
 from redline.rollouts.tasks.checks import check_task
 from redline.rollouts.user_code.failures import failure_of
@@ -47,6 +48,9 @@ class Played:
                     "role": exchange.asked.role,
                     "messages": [dict(message) for message in exchange.asked.messages],
                     "reply": dict(exchange.turn.message),
+                    "text": exchange.turn.text,
+                    "tokens": exchange.turn.num_tokens,
+                    "finish_reason": exchange.turn.finish_reason,
                 }
                 for exchange in self.episode.exchanges
             ],
@@ -63,11 +67,11 @@ def play(made: Made, index: int, player: Player, show: Callable[[str], None], li
     given, _ = limited(f"train({index})", partial(source.train, index), MAKE_S)
     task = check_task(given, f"train({index})", bare=True)
     show(f"task {task.id}")
-    transcript = Transcript(show)
+    transcript, speaker = Transcript(show), player.begin(task, index)
 
     def speak(asked: Asked) -> Any:
         transcript.asked(asked)
-        return player(asked)
+        return speaker(asked)
 
     driver = Driver(environment, lambda exchange: transcript.replied(exchange.asked.role, exchange.turn.message))
     try:
@@ -87,6 +91,8 @@ def _scored(name: str, episode: Episode) -> Played:
         return Played(name, episode, problem=error.message)
     if isinstance(error, EngineError):
         raise error
+    if isinstance(error, BudgetError) and episode.exchanges:
+        return Played(name, episode, {role: truncated_score({})[1] for role in episode.roles})
     if error is not None:
         failure = failure_of("environment", error)
         said = failure.reason if isinstance(error, RedlineError) else f"play raised {failure.reason}"

@@ -8,9 +8,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 from redline.engine.adapters.json_client import JsonClient
-from redline.environments.driver import Asked, Reply
+from redline.environments.driver import Asked, Reply, Speaker
 from redline.errors import EngineError, TaskError
-from redline.types import FinishReason, Message, ToolCall
+from redline.types import FinishReason, Message, Task, ToolCall
 
 CALL = "/call"
 HOW_TO_CALL = '/call NAME {"argument": value}'
@@ -26,7 +26,9 @@ class EndOfInputError(TaskError):
 class Player(Protocol):
     """Says what the policy says."""
 
-    def __call__(self, asked: Asked) -> Any: ...
+    def begin(self, task: Task, index: int) -> Speaker:
+        """What it says in an attempt at training task `index`."""
+        ...
 
     def close(self) -> None: ...
 
@@ -38,7 +40,10 @@ class Person:
         """`read_line` is given a prompt and returns a line, or None where there are no more."""
         self._read_line, self._tell = read_line, tell
 
-    def __call__(self, asked: Asked) -> Reply:
+    def begin(self, task: Task, index: int) -> Speaker:
+        return self._reply
+
+    def _reply(self, asked: Asked) -> Reply:
         while True:
             line = self._read_line(f"{asked.role or 'you'}> ")
             if line is None:
@@ -77,7 +82,10 @@ class Served:
         self._client, self._temperature, self._max_tokens = client, temperature, max_tokens or MAX_TOKENS
         self._model = model or _first_model(client)
 
-    async def __call__(self, asked: Asked) -> Reply:
+    def begin(self, task: Task, index: int) -> Speaker:
+        return self._reply
+
+    async def _reply(self, asked: Asked) -> Reply:
         body: dict[str, Any] = {
             "model": self._model,
             "messages": list(as_openai(asked.messages)),

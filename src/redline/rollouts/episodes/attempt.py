@@ -12,14 +12,13 @@ import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 from redline.errors import BudgetError, RedlineError, TaskError
 from redline.rollouts.chat import Chat
 from redline.rollouts.conversation import Asked, Conversation
 from redline.rollouts.episodes.broker import Ask, Broker
 from redline.rollouts.episodes.group import EpisodeGroup
-from redline.rollouts.episodes.loop import EpisodeLoop
 from redline.rollouts.episodes.sequences import SequenceUnderWay
 from redline.rollouts.streamed_reply import StreamedReply
 from redline.say_arguments import check_messages, check_role, check_until, checked_max_tokens, checked_stop
@@ -46,6 +45,18 @@ class Limits:
     """Of all sequences of an attempt together."""
 
 
+class Loop(Protocol):
+    """Where attempts run."""
+
+    @property
+    def loop(self) -> asyncio.AbstractEventLoop: ...
+
+    @property
+    def is_here(self) -> bool:
+        """Whether the calling thread is the loop's."""
+        ...
+
+
 @dataclass(slots=True, frozen=True)
 class Shared:
     """What all attempts use."""
@@ -54,7 +65,7 @@ class Shared:
     stop_token_ids: tuple[int, ...]
     limits: Limits
     broker: Broker
-    loop: EpisodeLoop
+    loop: Loop
     check_request: Callable[[GenerateRequest], None]
     """Raises what the engine has against a request."""
 
@@ -117,6 +128,12 @@ class PlayedAttempt:
         if self._asks:
             self._shared.broker.take_back_what_is_over()
         return time.perf_counter() - self._since
+
+    def fail(self, error: Exception) -> None:
+        """Have every ask that waits for a reply raise this."""
+        for ask in self._asks:
+            if not ask.is_over:
+                ask.reply.set_exception(error)
 
     # ── ports.Policy ───────────────────────────────────────────────────────────────────────────────────────────────────
 

@@ -146,7 +146,7 @@ class Broker:
     def __init__(
         self,
         session: Session,
-        post: Callable[..., None],
+        post: Callable[..., object],
         fail: Callable[[BaseException], None],
         *,
         seed: int,
