@@ -3,7 +3,7 @@ imports another stage."""
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, Protocol
@@ -193,6 +193,16 @@ class Rollouts(Protocol):
     def evaluate(self, tasks: Sequence[Task], patience_s: float | None = None) -> list[list[Trajectory]]:
         """Attempts at held-out tasks, scored. Blocks; groups under way rest meanwhile, and the user's calls for them are waited
         for first, but no longer than `patience_s`."""
+        ...
+
+    def remember(self, earlier: Iterable[tuple[str, Sequence[int]]]) -> None:
+        """Expect attempts at tasks to be as long as these were: the ids of tasks, and the tokens of each attempt of a group at
+        it, oldest group first."""
+        ...
+
+    def take_over(self, groups: Sequence[TrajectoryGroup]) -> list[TrajectoryGroup]:
+        """Remember groups that an earlier process sampled at the version that a resumed run goes on from. Returns them as they
+        were, with the lengths that were expected of them."""
         ...
 
     @property

@@ -130,6 +130,15 @@ def test_another_process_resumes_what_is_on_disk_as_this_one_would(tmp_path: Pat
     assert TrajectoryStore(tmp_path).resume(5) == [3, 5, 8, 9]
 
 
+def test_lengths_of_what_was_sampled_before_a_checkpoint_are_found_again(tmp_path: Path) -> None:
+    make_resumable(TrajectoryStore(tmp_path, segment_bytes=SMALL))
+    opened = TrajectoryStore(tmp_path)
+    assert [task for task, _ in opened.lengths_before(5, most=9)] == ["task/0", "task/7"], "sampled at 3 and at 4"
+    assert [task for task, _ in opened.lengths_before(6, most=3)] == ["task/4", "task/6", "task/7"]
+    assert opened.lengths_before(5, most=9)[0][1] == numbered(0).lengths
+    assert MemoryStore().lengths_before(5, most=9) == []
+
+
 def test_what_is_forgotten_can_be_attempted_again(store: GroupStore) -> None:
     make_resumable(store)
     store.resume(5)

@@ -252,6 +252,32 @@ def test_a_killed_runs_trace_still_opens_with_one_process_per_start(killed: dict
     assert {event["pid"] for event in events} == {1, 2, 3, 4}
 
 
+@pytest.mark.slow
+def test_lengths_of_earlier_attempts_are_known_again_after_a_resume(tmp_path: Path) -> None:
+    """Tasks come again, and the engine has rows for one group: which begins first decides what is computed together."""
+    found = []
+    for name, stops in (("whole", (6,)), ("in parts", (3, 5, 6))):
+        cwd = tmp_path / name
+        cwd.mkdir()
+        write_letters(
+            cwd,
+            run={"steps": stops[0], "checkpoint_every": 2},
+            rollouts={"groups_per_step": 4, "group_size": 4, "max_new_tokens": 24, "evaluation": {"num_tasks": 0}},
+            engine={"max_num_seqs": 4},
+        )
+        (cwd / "letters.py").write_text(LETTERS.replace("letters/{index}", "letters/{index % 7}"))
+        succeed("train", "letters.yaml", cwd=cwd)
+        for steps in stops[1:]:
+            succeed("train", only_run(cwd).path, "--resume", f"run.steps={steps}", cwd=cwd)
+        found.append(only_run(cwd))
+    whole, parts = found
+    assert [row["rollouts/expected_fraction"] for row in rows(parts.metrics)] == [0.0, 0.25, 1.0, 1.0, 1.0, 1.0]
+    assert [row.get("rollouts/expected_error") for row in rows(parts.metrics)] == [
+        row.get("rollouts/expected_error") for row in rows(whole.metrics)
+    ]
+    assert digest(parts.path / "model/model.safetensors") == digest(whole.path / "model/model.safetensors")
+
+
 # ── interrupted ────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -89,8 +90,8 @@ def test_the_bytes_of_a_decode_step_do_not_grow_with_the_length_of_the_sequences
 
 def test_a_request_survives_the_way_to_another_process() -> None:
     request = ask(7, 9, n=2, stop=("a", "b"), stop_token_ids=(3, 4), logit_bias={5: -1.5}, allowed_token_ids=(1, 2), min_p=0.1)
-    found = decode_request(encode_request(request))
-    assert found.sampling == request.sampling
+    found = decode_request(encode_request(replace(request, order=(3, -2.5))))
+    assert (found.sampling, found.order) == (request.sampling, (3, -2.5))
     assert found.prompt_ids.tolist() == request.prompt_ids.tolist()
 
 

@@ -193,6 +193,7 @@ def assert_finite(row: dict[str, Any]) -> None:
     if row["rollouts/groups"] == 0:
         absent |= {f"rollouts/{name}" for name in ("reward_mean", "reward_std", "stopped_fraction", "completion_tokens_mean")}
         absent |= {f"rollouts/{name}" for name in ("truncated_fraction", "sequences_mean", "turns_mean", "turns_max")}
+        absent.add("rollouts/expected_fraction")
     if row["rollouts/completion_tokens_mean"] in (None, 1.0):  # percentiles of nothing, or of the gaps between single tokens
         absent |= {key for key in row if re.search(r"_p\d\d_s$", key)}
     expected = row.keys() - absent

@@ -86,12 +86,19 @@ class World:
     # ── requests ───────────────────────────────────────────────────────────────────────────────────────────────────────
 
     def submit(
-        self, prompt: list[int], max_tokens: int = 4, *, adapter: str | None = None, **sampling: object
+        self,
+        prompt: list[int],
+        max_tokens: int = 4,
+        *,
+        adapter: str | None = None,
+        order: tuple[int, float] = (0, 0.0),
+        **sampling: object,
     ) -> list[Sequence]:
         request = GenerateRequest(
             np.array(prompt, np.int32),
             SamplingParams(max_tokens=max_tokens, **sampling),  # type: ignore[arg-type]
             adapter,
+            order,
         )
         self._num_requests += 1
         sequences = [

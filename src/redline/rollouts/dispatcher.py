@@ -15,6 +15,9 @@ the user's code. Tasks and rewards may take long, and some never come: as many w
 for, and a group that is cancelled while its task is fetched or its rewards are computed leaves its worker behind, and another
 goes on with the next one. It is the same class that makes the calls in lockstep (`user_code/limited_calls.py`).
 
+Of the groups that are begun at one version, those that are expected to take longest begin first (`lengths.py`): in lockstep all
+of them are put in order; beside the trainer, those that wait for rows of the engine.
+
 What goes wrong with one task or one reply is a `Failure` of its attempts: they have no advantage, are stored with the reason,
 and the run goes on. What goes wrong with the engine reaches the caller.
 """
@@ -25,8 +28,9 @@ import math
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from functools import partial
 
 from redline.ports import RewardWorkers, Session
@@ -34,6 +38,7 @@ from redline.rollouts.episodes.episodes import Episodes
 from redline.rollouts.episodes.group import EpisodeGroup
 from redline.rollouts.episodes.loop import LOOK_S
 from redline.rollouts.evaluate import evaluate
+from redline.rollouts.lengths import ExpectedLengths
 from redline.rollouts.play import GroupPlay, asks_once
 from redline.rollouts.posing import Posing, Refused
 from redline.rollouts.prompts import failed_attempts
@@ -70,6 +75,7 @@ class Dispatcher:
         self._environment = environment
         self._posing = Posing(environment, setup)
         self._scoring = Scoring(setup, self._source)
+        self._lengths = ExpectedLengths()
         lock = threading.RLock()
         self._changed = threading.Condition(lock)
         self._begun: list[int] = []
@@ -161,6 +167,15 @@ class Dispatcher:
             self._changed.wait_for(lambda: self._error or not workers.num_calling, patience_s)
             self._raise_error()
 
+    def remember(self, earlier: Iterable[tuple[str, Sequence[int]]]) -> None:
+        for task_id, lengths in earlier:
+            self._lengths.learn(task_id, lengths)
+
+    def take_over(self, groups: Sequence[TrajectoryGroup]) -> list[TrajectoryGroup]:
+        made = [replace(group, expected_tokens=self._lengths.of(group.task_id)) for group in groups]
+        self.remember((group.task_id, group.lengths) for group in made)
+        return made
+
     # ── what others ask ────────────────────────────────────────────────────────────────────────────────────────────────
 
     @property
@@ -228,7 +243,9 @@ class Dispatcher:
         self._source.try_again("train")
         posed = self._pose(indices)
         attempts = self._attempt_here(posed, self.config.group_size, self._version)
-        return [self._grouped(p, ts) for p, ts in zip(posed, attempts, strict=True)]
+        groups = [self._grouped(p, ts) for p, ts in zip(posed, attempts, strict=True)]
+        self.remember((group.task_id, group.lengths) for group in groups)
+        return groups
 
     def attempt(self, tasks: Sequence[Task], indices: Sequence[int], n: int, temperature: float) -> list[list[Trajectory]]:
         """n scored attempts at each task, in the calling thread. The indices choose their randomness."""
@@ -259,7 +276,7 @@ class Dispatcher:
         self._num_sampling_here = len(plays)
         with self.session.held():
             try:
-                for play in plays:
+                for play in sorted(plays, key=lambda play: play.requests[0].request.order):
                     self._submit(play)
                 self.session.step_until(lambda: self._num_sampling_here == 0)
             except BaseException:  # an interrupt too: they are not wanted any more
@@ -275,15 +292,22 @@ class Dispatcher:
         with span("rollouts.tasks"):
             tasks = self._source.train(indices)
         with span("rollouts.prompts"):
-            return [self._posed(task, index, began) for task, index in zip(tasks, indices, strict=True)]
+            return [self._posed(task, index, began, self._version) for task, index in zip(tasks, indices, strict=True)]
 
-    def _posed(self, task: Task | Failure, index: int, began: float) -> Posed:
+    def _posed(self, task: Task | Failure, index: int, began: float, version: int) -> Posed:
         if isinstance(task, Failure):
             return Refused(index, Task(f"train({index})", []), task, began)
+        size, temperature, order = self.config.group_size, self.config.temperature, self._lengths.order(task.id, version)
+        posed: Posed
         if self._episodes:
-            size, temperature, is_here = self.config.group_size, self.config.temperature, self._workers is None
-            return self._episodes.group(task, index, size, temperature, began, is_here=is_here, oversamples=True)
-        return self._posing.pose(task, index, self.config.group_size, self.config.temperature, began)
+            is_here = self._workers is None
+            posed = self._episodes.group(task, index, size, temperature, began, is_here=is_here, oversamples=True)
+            posed.begins = order
+        else:
+            posed = self._posing.pose(task, index, size, temperature, began, order)
+        if not isinstance(posed, Refused):
+            posed.expected_tokens = self._lengths.of(task.id)
+        return posed
 
     def _submit(self, play: GroupPlay) -> None:
         with self._changed:  # nothing is received before its number is known
@@ -329,7 +353,8 @@ class Dispatcher:
 
     def _grouped(self, posed: Posed, trajectories: Sequence[Trajectory]) -> TrajectoryGroup:
         num_cut_off = posed.num_cut_off if isinstance(posed, EpisodeGroup) else 0
-        return self._scoring.group(posed.index, posed.task, trajectories, posed.began, num_cut_off)
+        expected = None if isinstance(posed, Refused) else posed.expected_tokens
+        return self._scoring.group(posed.index, posed.task, trajectories, posed.began, num_cut_off, expected)
 
     # ── beside the trainer ─────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -345,7 +370,7 @@ class Dispatcher:
         def end(tasks: Sequence[Task | Failure]) -> GroupPlay | EpisodeGroup | TrajectoryGroup:
             """A group of failed attempts where there is nothing to ask the engine for."""
             with span("rollouts.prompts"):
-                posed = self._posed(tasks[0], index, began)
+                posed = self._posed(tasks[0], index, began, version)
             if isinstance(posed, Refused):
                 return self._grouped(posed, failed_attempts(posed.failure, self.config.group_size, version))
             return posed
@@ -376,6 +401,7 @@ class Dispatcher:
     def deliver(self, index: int, group: TrajectoryGroup) -> None:
         """In a thread of the rewards or of the environments, which holds the lock."""
         self._under_way.pop(index, None)
+        self._lengths.learn(group.task_id, group.lengths)
         self._finished.append(group)
         self._changed.notify_all()
         self.session.wake()

@@ -109,6 +109,8 @@ class GroupPlay:
     requests: Sequence[SharedRequest]
     began: float
     """On `time.perf_counter`."""
+    expected_tokens: float | None = None
+    """As `TrajectoryGroup.expected_tokens`."""
     numbers: dict[int, SharedRequest] = field(default_factory=dict)
     """The session's number of each request."""
     completions: dict[int, Completion] = field(default_factory=dict)

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 
 from redline.errors import boundary
 from redline.ports import Environment
+from redline.rollouts.lengths import Order
 from redline.rollouts.play import Attempt, GroupPlay, SharedRequest
 from redline.rollouts.prompts import Prompts
 from redline.rollouts.setup import RolloutSetup
@@ -35,8 +36,10 @@ class Posing:
         self._max_new_tokens = setup.config.max_new_tokens
         self._stop_token_ids, self._seed = setup.stop_token_ids, setup.seed
 
-    def pose(self, task: Task, index: int, n: int, temperature: float, began: float) -> GroupPlay | Refused:
-        """Begin n attempts at a task. The index chooses their randomness."""
+    def pose(
+        self, task: Task, index: int, n: int, temperature: float, began: float, order: Order = (0, 0.0)
+    ) -> GroupPlay | Refused:
+        """Begin n attempts at a task. The index chooses their randomness, the order when they begin."""
         sampling = SamplingParams(
             max_tokens=self._max_new_tokens,
             n=n,
@@ -47,7 +50,7 @@ class Posing:
         requests: Sequence[SharedRequest] | Failure = ()
         with boundary() as caught:
             attempts = [Attempt(self._environment, task) for _ in range(n)]
-            requests = self._requests(task, [attempt.asked for attempt in attempts], sampling)
+            requests = self._requests(task, [attempt.asked for attempt in attempts], sampling, order)
         if caught.error is not None:
             requests = failure_of("task", caught.error)
         if isinstance(requests, Failure):
@@ -55,17 +58,17 @@ class Posing:
         return GroupPlay(index, task, attempts, requests, began)
 
     def _requests(
-        self, task: Task, asked: Sequence[Sequence[Message]], sampling: SamplingParams
+        self, task: Task, asked: Sequence[Sequence[Message]], sampling: SamplingParams, order: Order
     ) -> list[SharedRequest] | Failure:
         """One request for all attempts that ask the same: their prompt is computed once."""
         requests: list[SharedRequest] = []
-        for order, (messages, attempts) in enumerate(_same(asked)):
+        for place, (messages, attempts) in enumerate(_same(asked)):
             posed = task if messages is task.messages else replace(task, messages=messages)
-            seed = sampling.seed if order == 0 else _another_seed(sampling.seed, order)
+            seed = sampling.seed if place == 0 else _another_seed(sampling.seed, place)
             request = self._prompts.request(posed, replace(sampling, n=len(attempts), seed=seed))
             if isinstance(request, Failure):
                 return request
-            requests.append(SharedRequest(request, attempts))
+            requests.append(SharedRequest(replace(request, order=order), attempts))
         return requests
 
 
@@ -82,7 +85,7 @@ def _same(asked: Sequence[Sequence[Message]]) -> list[tuple[Sequence[Message], l
     return found
 
 
-def _another_seed(seed: int, order: int) -> int:
-    """All 63 bits are taken by the run and the task already, so the order of the request is hashed in."""
-    digest = hashlib.blake2b(f"{seed}/{order}".encode(), digest_size=8).digest()
+def _another_seed(seed: int, place: int) -> int:
+    """All 63 bits are taken by the run and the task already, so the place of the request is hashed in."""
+    digest = hashlib.blake2b(f"{seed}/{place}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1

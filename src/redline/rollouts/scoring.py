@@ -57,12 +57,18 @@ class Scoring:
             with span("rollouts.reward"):
                 attempts = replies.trajectories(outcomes)
             [trajectories] = self._judged([play], attempts)
-            return self.group(play.index, play.task, trajectories, play.began)
+            return self.group(play.index, play.task, trajectories, play.began, expected_tokens=play.expected_tokens)
 
         return Job(play.index, replies.calls, end, partial(deliver, play.index))
 
     def group(
-        self, index: int, task: Task, trajectories: Sequence[Trajectory], began: float, num_cut_off: int = 0
+        self,
+        index: int,
+        task: Task,
+        trajectories: Sequence[Trajectory],
+        began: float,
+        num_cut_off: int = 0,
+        expected_tokens: float | None = None,
     ) -> TrajectoryGroup:
         """A group with the advantages that it can know by itself. `began` is when its attempts did, on `time.perf_counter`."""
         with span("rollouts.advantages", awaits=False):
@@ -70,7 +76,8 @@ class Scoring:
             if self._config.overlong_fraction:
                 trajectories = self._punished_for_length(trajectories)
             advantages = advantages_of_sequences(trajectories, scores, self._config.advantages)
-            return TrajectoryGroup(task.id, trajectories, advantages, index, time.perf_counter() - began, num_cut_off)
+            latency_s = time.perf_counter() - began
+            return TrajectoryGroup(task.id, trajectories, advantages, index, latency_s, num_cut_off, expected_tokens)
 
     def memory(self) -> dict[str, int]:
         """Bytes by kind that it holds on the device: a reward model's."""

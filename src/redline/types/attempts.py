@@ -181,6 +181,8 @@ class TrajectoryGroup:
     """Seconds from when its attempts began until all had their reward; kept in memory only, for metrics."""
     num_cut_off: int = 0
     """Attempts that were begun and cut off, since enough others had ended; kept in memory only, for metrics."""
+    expected_tokens: float | None = None
+    """Mean tokens of the last attempts at its task when it began; None where there were none. In memory only, for metrics."""
 
     @property
     def versions(self) -> VersionSpan:
@@ -192,6 +194,11 @@ class TrajectoryGroup:
     def attempts(self) -> list[list[Trajectory]]:
         """The sequences of each attempt."""
         return by_attempt(self.trajectories)
+
+    @property
+    def lengths(self) -> list[int]:
+        """Tokens that the policy chose in each attempt."""
+        return [sum(t.num_completion_tokens for t in own) for own in self.attempts]
 
     @property
     def reward(self) -> float | None:

@@ -73,6 +73,9 @@ class GenerateRequest:
     sampling: SamplingParams
     adapter: str | None = None
     """The name of a resident LoRA adapter; None samples from the policy itself."""
+    order: tuple[int, float] = (0, 0.0)
+    """Of the requests that wait in an engine the smallest begins first, and of equal ones the one that came first. Changes
+    nothing of what is sampled."""
 
 
 class FinishReason(StrEnum):

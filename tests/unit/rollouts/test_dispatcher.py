@@ -6,6 +6,7 @@ import copy
 import threading
 import time
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from redline.config.sections.rollouts import RolloutsConfig
 from redline.engine import EngineSession, NativeEngine
 from redline.environments.single_turn import SingleTurn
 from redline.errors import BrokenModelError, EngineError, TaskError
+from redline.lab.material.forced_lengths import ForcedLengths
 from redline.models.files.hf import AnyDecoder, load_decoder
 from redline.models.files.tiny import tiny_tokenizer
 from redline.rollouts import Chat, Dispatcher, RolloutSetup
@@ -84,6 +86,68 @@ def test_groups_are_those_that_the_caller_would_have_made_himself(background: Di
         for one, other in zip(group.trajectories, expected[number].trajectories, strict=True):
             np.testing.assert_array_equal(one.token_ids, other.token_ids)
             np.testing.assert_allclose(one.logprobs, other.logprobs, atol=1e-4)
+
+
+class Thrice(FakeTasks):
+    """Three tasks, over and over."""
+
+    def train(self, index: int):  # type: ignore[no-untyped-def]
+        return replace(super().train(index), id=f"task/{index % 3}")
+
+
+LENGTHS = {index: np.full(3, (2, 9, 5)[index % 3]) for index in range(9)}
+"""Attempts at the second task are the longest, those at the first the shortest."""
+
+
+def begun_in_order(groups: dict[int, TrajectoryGroup]) -> list[int]:
+    return sorted(groups, key=lambda index: groups[index].trajectories[0].turns[0].queue_s)
+
+
+@pytest.mark.parametrize("is_beside", [False, True])
+def test_of_the_groups_that_wait_for_rows_the_longest_begin_first(decoder: AnyDecoder, is_beside: bool) -> None:
+    engine = NativeEngine(decoder, EngineConfig(max_num_seqs=3), TOKENIZER)
+    session = EngineSession(ForcedLengths(engine, LENGTHS))
+    rollouts = Dispatcher(session, setup_of(Thrice()), beside=is_beside)
+    seen = []
+    for step in range(3):
+        indices = range(3 * step, 3 * step + 3)
+        with session.held():  # so that the engine has none of them before it has all
+            rollouts.begin(indices, step)
+            while is_beside and not all(rollouts.sampled_tokens(index) for index in indices):
+                time.sleep(0.001)
+        groups = all_of(rollouts, 3)
+        seen.append([index % 3 for index in begun_in_order(groups)])
+        expected = [groups[index].expected_tokens for index in indices]
+        assert expected == ([None] * 3 if step == 0 else [2.0, 9.0, 5.0])
+    assert seen == [[0, 1, 2], [1, 2, 0], [1, 2, 0]]
+    rollouts.close()
+
+
+def test_the_order_changes_no_token(decoder: AnyDecoder) -> None:
+    def sampled(earlier: Sequence[tuple[str, Sequence[int]]]) -> list[list[int]]:
+        session = EngineSession(NativeEngine(decoder, EngineConfig(max_num_seqs=3), TOKENIZER))
+        rollouts = Dispatcher(session, setup_of(Thrice()))
+        rollouts.remember(earlier)
+        rollouts.begin(range(6), 0)
+        groups = all_of(rollouts, 6)
+        rollouts.close()
+        order.append(begun_in_order(groups))
+        return [t.token_ids.tolist() for index in range(6) for t in groups[index].trajectories]
+
+    order: list[list[int]] = []
+    assert sampled([]) == sampled([("task/2", [9]), ("task/1", [5, 7]), ("task/0", [2])])
+    assert order == [[0, 1, 2, 3, 4, 5], [2, 5, 1, 4, 0, 3]]
+
+
+def test_groups_of_an_earlier_process_are_known_with_what_was_expected_of_them(decoder: AnyDecoder) -> None:
+    first, second = lockstep(decoder), lockstep(decoder)
+    first.begin(range(2), 0)
+    groups = first.finished()
+    assert [group.expected_tokens for group in second.take_over(groups)] == [None, None]
+    again = second.take_over(groups)
+    assert [group.expected_tokens for group in again] == [np.mean(group.lengths) for group in groups]
+    first.close()
+    second.close()
 
 
 def test_who_pauses_has_the_engine_until_he_resumes(background: Dispatcher, engine: NativeEngine) -> None:

@@ -181,6 +181,13 @@ class GroupIndex:
             for found in self._database.execute(f"{self._get} {order}", (count,)):
                 yield _row(self.path, found)
 
+    def sampled_before(self, version: int, most: int) -> list[GroupRow]:
+        """The last `most` by index whose tokens are all older than `version`, the first of them first."""
+        with _explained(self.path):
+            which = "WHERE segment IS NOT NULL AND newest_version < ? ORDER BY group_index DESC LIMIT ?"
+            found = self._database.execute(f"{self._get} {which}", (version, most)).fetchall()
+            return [_row(self.path, one) for one in reversed(found)]
+
     def newest(self) -> Iterator[GroupRow]:
         """Those that are stored, from the last index back."""
         with _explained(self.path):

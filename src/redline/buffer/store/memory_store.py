@@ -109,6 +109,9 @@ class MemoryStore:
     def arrived_after(self, count: int) -> list[TrajectoryGroup]:
         return []
 
+    def lengths_before(self, version: int, most: int) -> list[tuple[str, list[int]]]:
+        return []
+
     def resume(self, version: int) -> list[int]:
         if not self._entries:
             self._take_over(version)

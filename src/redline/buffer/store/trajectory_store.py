@@ -18,6 +18,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+import numpy as np
+
 from redline.buffer.store.columns import Mark, group_nodes
 from redline.buffer.store.found import found_groups
 from redline.buffer.store.group_store import GroupInfo, GroupState
@@ -170,6 +172,11 @@ class TrajectoryStore:
         with self._explained():
             late = [row for row in self._index.stored_after(count) if row.segment in self._segments]
             return [restored_group(Run(self._segments.map(row), row.first_row, row.end_row)) for row in late]
+
+    def lengths_before(self, version: int, most: int) -> list[tuple[str, list[int]]]:
+        with self._explained():
+            rows = [row for row in self._index.sampled_before(version, most) if row.segment in self._segments]
+            return [_lengths_of(Run(self._segments.map(row), row.first_row, row.end_row)) for row in rows]
 
     def resume(self, version: int) -> list[int]:
         """Back to a checkpoint of `version`; `GroupStore.resume` has the rule. What was evicted since is attempted again."""
@@ -392,3 +399,11 @@ def _mark_of(row: GroupRow) -> int:
         assert row.trained_version is not None
         return row.trained_version
     return {GroupState.IN_FLIGHT: Mark.FORGOTTEN, GroupState.READY: Mark.WAITING}[row.state]
+
+
+def _lengths_of(run: Run) -> tuple[str, list[int]]:
+    """The task of a group, and the tokens that the policy chose in each attempt."""
+    offsets = run.offsets("loss_mask")
+    tokens_S = np.add.reduceat(run.values("loss_mask"), offsets[:-1] - offsets[0], dtype=np.int64)
+    _, attempt_S = np.unique(run.column("attempt"), return_inverse=True)
+    return run.batch.column("task_id")[run.first].as_py(), np.bincount(attempt_S, tokens_S).astype(int).tolist()

@@ -77,7 +77,7 @@ class TransformersEngine:
         request_id, now = next(self._ids), time.perf_counter()
         rows = [Row(request_id, index, request, now, streaming) for index in request.sampling.indices]
         self._unfinished[request_id] = list(rows)
-        self._waiting += rows
+        self._waiting = sorted([*self._waiting, *rows], key=lambda row: row.request.order)
         return request_id
 
     def abort(self, request_id: int) -> None:

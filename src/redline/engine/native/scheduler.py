@@ -5,8 +5,9 @@
                   └────────────────── preempted: blocks given back ────────────┘
 
 Every step first gives one token to each decoding sequence, then spends what is left of `max_num_batched_tokens` on chunks of
-prompts, in order of arrival. When the cache is full, the sequence that came last gives its blocks back and is computed again
-later; what it has sampled is kept. Nothing here touches a tensor, so the same decisions fall on every device and every rank.
+prompts, by `GenerateRequest.order` and in order of arrival. When the cache is full, the sequence that came last gives its
+blocks back and is computed again later; what it has sampled is kept. Nothing here touches a tensor, so the same decisions fall
+on every device and every rank.
 """
 
 from __future__ import annotations
@@ -314,7 +315,10 @@ class Scheduler:
     def add(self, sequences: list[Sequence]) -> None:
         """The n sequences of one request; the first leads, the others follow its prompt."""
         leader, *leader.followers = sequences
-        self.waiting.append(leader)
+        place = len(self.waiting)
+        while place and _begins_after(self.waiting[place - 1], leader):
+            place -= 1
+        self.waiting.insert(place, leader)
 
     def finish(self, sequence: Sequence) -> None:
         """A decoding sequence gives back what it holds. Its full blocks can still be found by content."""
@@ -377,6 +381,11 @@ class Scheduler:
             self._rows.leave(sequence.row)
             self._free_rows.append(sequence.row)
             sequence.row = NO_ROW
+
+
+def _begins_after(waiting: Sequence, new: Sequence) -> bool:
+    """Whether a new request overtakes one that waits. None overtakes what has begun before."""
+    return waiting.sampled is None and waiting.elder is None and waiting.request.order > new.request.order
 
 
 def _rows_of(sequences: list[Sequence]) -> np.ndarray:

@@ -210,7 +210,8 @@ def follow(engine: NativeEngine, ranks: Ranks) -> None:
 def encode_request(request: GenerateRequest) -> dict[str, Any]:
     sampling = asdict(request.sampling)
     sampling["logit_bias"] = list(request.sampling.logit_bias.items())
-    return {"prompt_ids": request.prompt_ids.tolist(), "sampling": sampling, "adapter": request.adapter}
+    prompt_ids, order = request.prompt_ids.tolist(), list(request.order)
+    return {"prompt_ids": prompt_ids, "sampling": sampling, "adapter": request.adapter, "order": order}
 
 
 def decode_request(fields: dict[str, Any]) -> GenerateRequest:
@@ -218,7 +219,9 @@ def decode_request(fields: dict[str, Any]) -> GenerateRequest:
     for name in ("stop_token_ids", "stop", "allowed_token_ids"):
         sampling[name] = None if sampling[name] is None else tuple(sampling[name])
     sampling["logit_bias"] = {int(token): bias for token, bias in sampling["logit_bias"]}
-    return GenerateRequest(np.array(fields["prompt_ids"], np.int32), SamplingParams(**sampling), fields["adapter"])
+    version, less = fields["order"]
+    prompt_ids = np.array(fields["prompt_ids"], np.int32)
+    return GenerateRequest(prompt_ids, SamplingParams(**sampling), fields["adapter"], (version, less))
 
 
 def _load(

@@ -69,7 +69,8 @@ def request_fields(request: GenerateRequest) -> tuple[Fields, list[np.ndarray]]:
     """A request as the fields and buffers of a frame."""
     sampling = asdict(request.sampling)
     sampling["logit_bias"] = [[token, bias] for token, bias in request.sampling.logit_bias.items()]
-    return {"sampling": sampling, "adapter": request.adapter}, [np.ascontiguousarray(request.prompt_ids, np.int32)]
+    fields = {"sampling": sampling, "adapter": request.adapter, "order": list(request.order)}
+    return fields, [np.ascontiguousarray(request.prompt_ids, np.int32)]
 
 
 def request_from(fields: Mapping[str, Any], buffers: Sequence[memoryview]) -> GenerateRequest:
@@ -79,7 +80,9 @@ def request_from(fields: Mapping[str, Any], buffers: Sequence[memoryview]) -> Ge
     sampling["stop_token_ids"], sampling["stop"] = tuple(sampling["stop_token_ids"]), tuple(sampling["stop"])
     if sampling["allowed_token_ids"] is not None:
         sampling["allowed_token_ids"] = tuple(sampling["allowed_token_ids"])
-    return GenerateRequest(np.frombuffer(buffers[0], np.int32), SamplingParams(**sampling), fields["adapter"])
+    version, less = fields["order"]
+    prompt_ids = np.frombuffer(buffers[0], np.int32)
+    return GenerateRequest(prompt_ids, SamplingParams(**sampling), fields["adapter"], (int(version), float(less)))
 
 
 # ── pieces ─────────────────────────────────────────────────────────────────────────────────────────────────────────────

@@ -6,7 +6,8 @@
 
 Attempts of a group that ask the same become one request for several completions, so that their prompt is computed once. What is
 sampled follows from the run's seed, the task, the attempt and the place of the ask in it, and not from what asks came together.
-Requests reach the engine in the order of their groups: what was begun first ends first. No more than `most` completions are
+Requests reach the engine in the order of their groups: of those that were begun at one version, the ones that are expected to
+take longest first (`lengths.py`). No more than `most` completions are
 under way at once, and the others wait here; one request always fits, so nothing waits for ever.
 
 A reply that is read while it is sampled (`streamed_reply.py`) comes in pieces. Where the environment's `until` cuts it, the
@@ -68,7 +69,7 @@ class Ask:
         return AskKey(self.prompt_ids.tobytes(), self.max_tokens, self.stop, self.retry, self.index)
 
     @property
-    def order(self) -> tuple[int, int, int]:
+    def order(self) -> tuple[tuple[int, float, int], int, int]:
         return self.group.order, self.attempt, self.index
 
     @property
@@ -193,7 +194,7 @@ class Broker:
     def _requests(self, asked: Sequence[Ask]) -> list[BrokeredRequest]:
         """Each has a run of attempts, so that a completion can have its attempt's index: what is sampled for an attempt then
         depends on no other."""
-        together: dict[tuple[int, AskKey], list[list[Ask]]] = {}
+        together: dict[tuple[tuple[int, float, int], AskKey], list[list[Ask]]] = {}
         for ask in sorted(asked, key=lambda ask: ask.order):
             runs = together.setdefault((ask.group.order, ask.key), [])
             if runs and runs[-1][-1].attempt == ask.attempt - 1:
@@ -213,7 +214,7 @@ class Broker:
             stop=first.stop,
             seed=seed_of((self._seed << 32) + first.group.index, first.retry, first.index),
         )
-        return BrokeredRequest(GenerateRequest(first.prompt_ids, sampling), asks)
+        return BrokeredRequest(GenerateRequest(first.prompt_ids, sampling, order=first.group.begins), asks)
 
     # ── to the engine and back ─────────────────────────────────────────────────────────────────────────────────────────
 

@@ -91,7 +91,7 @@ class Episodes:
         """Begin all attempts of groups, in order. Does not block. `ended` is called in the loop's thread for each group that
         ends, and for none that is cancelled."""
         for group in groups:
-            group.ended, group.order = ended, self._num_groups
+            group.ended, group.order = ended, (*group.begins, self._num_groups)
             self._num_groups += 1
         self._loop.post(self._begin, groups)
 

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from redline.rollouts.first_prompts import FirstPrompts
+from redline.rollouts.lengths import Order
 from redline.types import Task, Trajectory
 
 
@@ -30,8 +31,12 @@ class EpisodeGroup:
     """Shared by its attempts, many of which begin alike."""
     ended: Callable[[EpisodeGroup], None] = lambda group: None
     """Called in the loop's thread when the last attempt has ended."""
-    order: int = 0
-    """Counts groups in the order in which they were begun."""
+    begins: Order = (0, 0.0)
+    """When its requests begin, among those of other groups that wait."""
+    expected_tokens: float | None = None
+    """As `TrajectoryGroup.expected_tokens`."""
+    order: tuple[int, float, int] = (0, 0.0, 0)
+    """`begins`, and the number of groups that were begun before it."""
     outcomes: dict[int, list[Trajectory]] = field(default_factory=dict)
     """Sequences of each attempt that has ended, by attempt."""
     tasks: list[asyncio.Task[None]] = field(default_factory=list)

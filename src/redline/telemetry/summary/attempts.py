@@ -34,11 +34,20 @@ def attempt_metrics(groups: Sequence[TrajectoryGroup]) -> dict[str, float]:
         "rollouts/stopped_fraction": _mean([all(reason == FinishReason.STOP for reason in _endings(own)) for own in attempts]),
         "rollouts/truncated_fraction": _mean([_is_truncated(own) for own in attempts]),
         "rollouts/completion_tokens_mean": _mean([sum(t.num_completion_tokens for t in own) for own in attempts]),
+        **_expected_lengths(groups),
         "rollouts/sequences_mean": _mean([len(own) for own in attempts]),
         **_turn_metrics(attempts),
         **latency_metrics(groups),
         **phase_metrics(groups),
     }
+
+
+def _expected_lengths(groups: Sequence[TrajectoryGroup]) -> dict[str, float]:
+    """How well the lengths of earlier attempts at the tasks foretold these. Attempts that sampled nothing do not count."""
+    found = [(group.expected_tokens, [length for length in group.lengths if length]) for group in groups]
+    known = [(expected, sum(lengths) / len(lengths)) for expected, lengths in found if expected is not None and lengths]
+    error = {"rollouts/expected_error": _mean([abs(e - m) / m for e, m in known])} if known else {}
+    return {"rollouts/expected_fraction": _mean([group.expected_tokens is not None for group in groups]), **error}
 
 
 def reward_metrics(section: str, by_role: Sequence[Sequence[Trajectory]]) -> dict[str, float]:

@@ -39,6 +39,27 @@ def test_requests_are_admitted_in_the_order_they_came() -> None:
     assert [s.request_id for s in world.finished] == [1, 2, 3, 4]
 
 
+def test_requests_that_wait_begin_by_their_order_and_then_as_they_came() -> None:
+    world = World(num_rows=1)
+    for start, order in ((0, (0, 0.0)), (10, (1, -3.0)), (20, (1, -9.0)), (30, (0, -1.0)), (40, (1, -9.0))):
+        world.submit(counting(3, start), max_tokens=2, order=order)
+    world.run()
+    assert [s.request_id for s in world.finished] == [4, 1, 3, 5, 2]
+
+
+def test_no_request_overtakes_what_has_begun() -> None:
+    world = World(num_blocks=6, block_size=2, num_rows=4)
+    first, second = (world.submit(counting(3, start), max_tokens=8, order=(5, 0.0)) for start in (0, 20))
+    while world.scheduler.counts.preemptions == 0:
+        world.step()
+    assert second[0].stage is Stage.WAITING
+    world.submit([50], max_tokens=1, order=(0, 0.0))
+    assert world.scheduler.waiting[0] is second[0]
+    world.run()
+    assert [s.request_id for s in world.finished][:1] == [first[0].request_id]
+    world.assert_empty()
+
+
 def test_a_small_request_does_not_overtake_a_large_one_that_waits() -> None:
     world = World(num_blocks=4, block_size=4)
     world.submit(counting(9), max_tokens=4)

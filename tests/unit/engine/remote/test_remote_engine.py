@@ -8,7 +8,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -120,8 +120,8 @@ def test_every_field_of_a_request_and_of_a_completion_crosses_the_wire(remote: R
     assert expected[0].top_logprobs is not None
     np.testing.assert_array_equal(one.top_logprobs.token_ids, expected[0].top_logprobs.token_ids)
     np.testing.assert_allclose(one.prompt_logprobs, expected[0].prompt_logprobs, atol=1e-5)
-    again = request_from(*_sent(request_fields(request)))
-    assert again.sampling == request.sampling
+    again = request_from(*_sent(request_fields(replace(request, order=(3, -2.5)))))
+    assert (again.sampling, again.order) == (request.sampling, (3, -2.5))
     assert again.prompt_ids.tolist() == request.prompt_ids.tolist()
 
 
