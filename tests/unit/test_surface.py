@@ -39,6 +39,7 @@ engine.max_num_batched_tokens
 engine.max_num_seqs
 engine.options
 engine.served_model
+engine.speculation
 engine.timeout_s
 engine.url
 engine.weights_folder

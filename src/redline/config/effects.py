@@ -73,6 +73,7 @@ ENGINE_KEYS: Mapping[str, tuple[EngineKind, ...]] = {
     **dict.fromkeys(("max_num_batched_tokens", "max_model_len"), ("native", "vllm", "sglang", "transformers")),
     **dict.fromkeys(("enable_prefix_caching", "block_size", "gpu_memory_utilization"), ("native", "vllm", "sglang")),
     "kv_cache_memory_bytes": ("native", "vllm"),
+    "speculation": ("native",),
 }
 """Keys of `engine` that only some kinds of engine read, and which. Sizes are left out of those that keep them to themselves."""
 OF_TRAINING = ("weights_token_env", "weights_folder", "weights_server")

@@ -11,6 +11,12 @@ def metrics_between(before: EngineStats, after: EngineStats) -> dict[str, float]
     queried = after.prefix_query_tokens - before.prefix_query_tokens
     hits = after.prefix_hit_tokens - before.prefix_hit_tokens
     decode_steps = after.decode_steps - before.decode_steps
+    drafted = after.drafted_tokens - before.drafted_tokens
+    guessed = {
+        "engine/drafted_tokens": drafted,
+        "engine/accepted_rate": (after.accepted_tokens - before.accepted_tokens) / max(1, drafted),
+        "engine/speculation_saved_s": after.speculation_saved_s - before.speculation_saved_s,
+    }
     return {
         "engine/steps": after.steps - before.steps,
         "engine/batch_size_mean": (after.decoded_rows - before.decoded_rows) / max(1, decode_steps),
@@ -22,6 +28,7 @@ def metrics_between(before: EngineStats, after: EngineStats) -> dict[str, float]
         "engine/preemptions": after.preemptions - before.preemptions,
         "engine/kv_use": after.kv_use,
         "engine/kv_use_peak": max(after.kv_blocks_peak_before, after.kv_blocks_peak) / after.kv_blocks_total,
+        **(guessed if after.drafted_tokens else {}),
     }
 
 

@@ -35,6 +35,9 @@ ENGINE = {
     "prefix_query_tokens": ("counter", "prefix_query_tokens_total", "Prompt tokens looked up in the prefix cache."),
     "prefix_hit_tokens": ("counter", "prefix_hit_tokens_total", "Prompt tokens found in the prefix cache."),
     "prompt_tokens": ("counter", "prompt_tokens_total", "Prompt tokens computed."),
+    "drafted_tokens": ("counter", "drafted_tokens_total", "Tokens guessed and verified."),
+    "accepted_tokens": ("counter", "accepted_tokens_total", "Guessed tokens that were what was sampled."),
+    "speculation_saved_s": ("gauge", "speculation_saved_seconds", "Seconds that guessed tokens saved, less what they took."),
     "generated_tokens": ("counter", "generated_tokens_total", "Tokens sampled."),
 }
 """Field of the engine's stats → type, name after `redline_engine_`, meaning."""

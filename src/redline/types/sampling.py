@@ -198,6 +198,12 @@ class EngineStats:
     """The sum of those steps' batch sizes."""
     kv_blocks_peak_before: int = 0
     """Most held at once between the last two weight updates."""
+    drafted_tokens: int = 0
+    """Guessed and verified (`engine.speculation`)."""
+    accepted_tokens: int = 0
+    """Of those, the ones that were what was sampled."""
+    speculation_saved_s: float = 0.0
+    """Seconds that accepted tokens saved, less what verifying them took: an estimate from steps that were measured."""
 
     @property
     def kv_use(self) -> float:

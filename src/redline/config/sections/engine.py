@@ -10,6 +10,7 @@ from redline.addresses import holds_login, is_server_address
 from redline.config.section import FreeMapping, Section
 
 EngineKind = Literal["native", "vllm", "sglang", "openai", "transformers"]
+SpeculationMode = Literal["off", "auto", "always"]
 WeightServerName = Literal["sglang", "vllm"]
 
 
@@ -47,6 +48,9 @@ class EngineConfig(Section):
     """Size of the KV cache; by default 4 GiB on the CPU, and what `gpu_memory_utilization` leaves on a GPU."""
     gpu_memory_utilization: float = Field(default=0.5, gt=0, le=1)
     """Share of the GPU's memory that may be in use once the KV cache is made."""
+    speculation: SpeculationMode = "off"
+    """Guess tokens from what is known (siblings, earlier attempts, the text itself) and verify several in one step; the samples
+    are the same. `auto` does so where it was measured to pay, `always` wherever there is a guess."""
 
     @model_validator(mode="after")
     def _a_server_has_an_address(self) -> EngineConfig:
@@ -70,6 +74,12 @@ class ServedEngineConfig(EngineConfig):
     """LoRA adapters resident at once; 0 switches LoRA off."""
     max_lora_rank: PositiveInt = 16
     """Largest rank of an adapter. Every adapter takes the room, and the time, of this rank."""
+
+    @model_validator(mode="after")
+    def _processes_do_not_guess(self) -> ServedEngineConfig:
+        if self.speculation != "off" and self.tensor_parallel_size > 1:
+            raise ValueError("speculation is decided by a clock, and clocks of several processes differ; set one of them back")
+        return self
 
     @model_validator(mode="after")
     def _adapters_are_not_divided(self) -> ServedEngineConfig:

@@ -29,9 +29,11 @@ from redline.engine.native.lora import Adapters, LoraCounts, Source
 from redline.engine.native.running.device_rows import MAX_STOPS, DeviceRows
 from redline.engine.native.running.rows import Rows
 from redline.engine.native.running.runner import Decoding, Results, Runner, Samples, wants_of
+from redline.engine.native.running.verification import Drafts
 from redline.engine.native.scheduler import Plan, Scheduler
 from redline.engine.native.sequence import Sequence, Wants
 from redline.engine.native.sleep import MemoryMoved, OffloadedWeights, Stopwatch
+from redline.engine.native.speculation.speculation import Speculation
 from redline.engine.native.under_way import Event, UnderWay
 from redline.engine.stats import Rate
 from redline.errors import EngineError, EngineMemoryError
@@ -86,8 +88,13 @@ class NativeEngine:
             self._salt_of,
             enable_prefix_caching=config.enable_prefix_caching,
         )
-        self._under_way = UnderWay(self._rows, self._scheduler, self._pool, self._adapters, tokenizer, lambda: self._awake)
+        self._speculation = Speculation(self._rows, config.speculation)
+        self._under_way = UnderWay(
+            self._rows, self._scheduler, self._pool, self._adapters, tokenizer, lambda: self._awake, self._speculation.end
+        )
         self._runner: Runner | None = self._make_runner()
+        if self._speculation.is_on and not self._awake.verifies:
+            raise EngineError("engine.speculation is not there for CUDA kernels yet", "set engine.speculation to off")
         self._offloaded: OffloadedWeights | None = None
         self.limits = Limits(
             vocab_size=spec.vocab_size,
@@ -199,19 +206,36 @@ class NativeEngine:
     @torch.inference_mode()
     def step(self) -> list[Event]:
         """Advance every request as far as one step goes; what came out of it, and of the steps before it."""
-        num_steps = self._num_steps()
+        began, drafts = time.perf_counter(), self._drafts()
+        num_steps = 1 if drafts else self._num_steps()
         if not self._scheduler.can_grow(num_steps):
             self._collect(keep=0)  # a preemption needs everything that was sampled
             num_steps = 1
         before = len(self._in_flight)
-        self._launch(self._scheduler.schedule(num_steps))
+        plan = self._scheduler.schedule(num_steps, drafts)
+        self._launch(plan)
         self._kv_blocks_peak = max(self._kv_blocks_peak, self._pool.num_used)
         launched = len(self._in_flight) - before
-        self._collect(keep=launched if self._awake.runs_ahead else 0)
+        runs_ahead = self._awake.runs_ahead and not drafts
+        self._collect(keep=launched if runs_ahead else 0)
+        if plan.decode and not plan.chunks and (before or not runs_ahead):
+            self._speculation.took(time.perf_counter() - began, len(plan.decode), plan.num_steps, verified=bool(drafts))
         self._steps += 1
         self._rate.add(time.perf_counter(), self._under_way.generated_tokens)
         events, self._under_way.events = self._under_way.events, []
         return events
+
+    def _drafts(self) -> dict[Sequence, list[int]]:
+        """Tokens to verify in the next step; none where there is no room for them."""
+        if not self._speculation.may_draft(len(self._scheduler.decoding)):
+            return {}
+        self._collect(keep=0)  # the newest tokens say what may come next
+        drafts = self._speculation.drafts(self._scheduler.decoding)
+        self._scheduler.reserve_for(drafts)
+        if self._scheduler.can_grow(1):
+            return drafts
+        self._scheduler.reserve_for({})
+        return {}
 
     def _num_steps(self) -> int:
         """Steps to launch at once: one where prompts queue or somebody looks at every token, else as many as the longest may
@@ -228,9 +252,10 @@ class NativeEngine:
     def _launch(self, plan: Plan) -> None:
         self._awake.prepare(plan)
         self._under_way.enter(plan.admitted)
+        self._speculation.begin(plan.admitted)
         self._batch_size = len(plan.decode)
         # A pass with prompts decodes one token of each row: where steps are launched ahead, some may have ended by then.
-        is_one_pass = not self._awake.runs_ahead and bool(plan.decode and plan.chunks)
+        is_one_pass = not self._awake.runs_ahead and bool(plan.decode and plan.chunks) and not plan.drafts
         if not is_one_pass and not self._try_decode(plan):
             return
         try:
@@ -260,12 +285,25 @@ class NativeEngine:
             self._decode_steps += plan.num_steps
             self._decoded_rows += plan.num_steps * len(plan.decode)
             with span("engine.decode", device=True, version=self.version):
+                if plan.drafts:
+                    self._verify(plan)
+                    return
                 rows_B, prefixes = np.array([s.row for s in plan.decode]), None
                 if self._awake.reads_prefixes_once:
                     rows_B, prefixes = self._rows.table.side_by_side(rows_B)
                 positions_B = self._rows.launched_position_R[rows_B] - 1
                 samples = self._awake.decode(rows_B, positions_B, plan.num_steps, wants_of(plan.decode), prefixes)
                 self._expect(rows_B, samples, is_first=False)
+
+    def _verify(self, plan: Plan) -> None:
+        rows, rows_B = self._rows, np.array([s.row for s in plan.decode])
+        drafts = Drafts.of([plan.drafts.get(s, ()) for s in plan.decode])
+        samples, counts_B = self._awake.verify(rows_B, rows.launched_position_R[rows_B] - 1, drafts, wants_of(plan.decode))
+        accepted_B = counts_B - 1
+        rows.launched_position_R[rows_B] += accepted_B  # the scheduler has counted one token of each
+        rows.launched_R[rows_B] += accepted_B
+        self._in_flight.append(Results(rows_B, rows.epoch_R[rows_B], self.version, False, samples, counts_B=counts_B))
+        self._speculation.learn(plan.drafts, dict(zip(plan.decode, accepted_B.tolist(), strict=True)))
 
     def _prefill(self, plan: Plan, decode: Sequence_[Sequence] = ()) -> None:
         """Compute the chunks of a plan, and in the same pass a token of each sequence in `decode`."""
@@ -426,6 +464,9 @@ class NativeEngine:
             decode_steps=self._decode_steps,
             decoded_rows=self._decoded_rows,
             kv_blocks_peak_before=self._kv_blocks_peak_before,
+            drafted_tokens=self._speculation.counts.drafted_tokens,
+            accepted_tokens=self._speculation.counts.accepted_tokens,
+            speculation_saved_s=self._speculation.counts.saved_s,
         )
 
     def memory(self) -> dict[str, int]:

@@ -54,6 +54,8 @@ class Plan:
     """(row, place in its table, block)."""
     copies: list[tuple[int, int]] = field(default_factory=list)
     """(from, to): blocks to copy after the chunks are computed, for sequences that part ways inside a block."""
+    drafts: dict[Sequence, list[int]] = field(default_factory=dict)
+    """Tokens that decoding sequences may sample next, to be verified in this step."""
 
 
 @dataclass(slots=True)
@@ -113,15 +115,17 @@ class Scheduler:
     # ── the next step ──────────────────────────────────────────────────────────────────────────────────────────────────
 
     def can_grow(self, num_steps: int) -> bool:
-        """Whether every decoding sequence finds blocks for that many tokens without a preemption."""
+        """Whether every decoding sequence finds blocks for that many tokens, and for its drafts, without a preemption."""
         rows = _rows_of(self.decoding)
         missing = self._blocks_after(rows, num_steps) - self._rows.table.num_blocks_R[rows]
         return int(np.maximum(missing, 0).sum()) <= self.pool.num_free
 
-    def schedule(self, num_steps: int = 1) -> Plan:
-        """Decide a step and book what it takes. Preempts only where `can_grow` is False; then the host must be up to date."""
-        plan = Plan(num_steps=num_steps)
+    def schedule(self, num_steps: int = 1, drafts: dict[Sequence, list[int]] | None = None) -> Plan:
+        """Decide a step and book what it takes. Preempts only where `can_grow` is False; then the host must be up to date, and
+        there are no drafts."""
+        plan = Plan(num_steps=num_steps, drafts=drafts or {})
         self._schedule_decode(plan)
+        self.reserve_for({})
         budget = max(1, self._max_num_batched_tokens - len(plan.decode))
         for sequence in self.prefilling[: self.prompts_at_once]:
             budget -= self._advance_prefill(sequence, budget, plan)
@@ -131,6 +135,12 @@ class Scheduler:
         self.is_crowded = budget <= 0
         self._end_prefills(plan)
         return plan
+
+    def reserve_for(self, drafts: dict[Sequence, list[int]]) -> None:
+        """The next step verifies these drafts, and no others."""
+        self._rows.drafted_R[:] = 0
+        for sequence, draft in drafts.items():
+            self._rows.drafted_R[sequence.row] = len(draft)
 
     def _may_admit(self, plan: Plan) -> bool:
         is_full = self.prompts_at_once is not None and len(self.prefilling) >= self.prompts_at_once
@@ -150,8 +160,9 @@ class Scheduler:
         book.launched_R[rows] += advance
 
     def _blocks_after(self, rows: np.ndarray, num_steps: int) -> np.ndarray:
-        """Blocks the rows need to hold `num_steps` tokens more, or as many as they may still sample."""
-        more = np.minimum(num_steps, self._rows.limit_R[rows] - self._rows.launched_R[rows])
+        """Blocks the rows need to hold `num_steps` tokens and their drafts more, or as many as they may still sample."""
+        book = self._rows
+        more = np.minimum(num_steps + book.drafted_R[rows], book.limit_R[rows] - book.launched_R[rows])
         return -(-(self._rows.launched_position_R[rows] + more) // self.pool.block_size)
 
     def _grow(self, sequence: Sequence, plan: Plan) -> None:

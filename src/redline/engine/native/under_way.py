@@ -38,11 +38,13 @@ class UnderWay:
         adapters: Adapters,
         tokenizer: PreTrainedTokenizerBase | None,
         runner: Callable[[], Runner],
+        on_end: Callable[[Sequence], None],
     ) -> None:
-        """`tokenizer` finds stop strings. `runner` returns what runs on the device now."""
+        """`tokenizer` finds stop strings. `runner` returns what runs on the device now; `on_end` hears of every sequence that
+        leaves the engine."""
         self._rows, self._scheduler, self._pool, self._adapters = rows, scheduler, pool, adapters
         self._tokenizer = tokenizer
-        self._runner = runner
+        self._runner, self._on_end = runner, on_end
         self._unfinished: dict[int, list[Sequence]] = {}
         self._at_row: list[Sequence | None] = [None] * len(rows.alive_R)
         self.events: list[Event] = []
@@ -112,7 +114,8 @@ class UnderWay:
         tenants = self._rows.epoch_R[results.rows_B] == results.epochs_B
         sampled_before = self._rows.sampled_R[results.rows_B[tenants]]
         for step in range(len(tokens_SB)):
-            live_B = self._rows.append(results.rows_B, results.epochs_B, tokens_SB[step], logprobs_SB[step])
+            counting_B = None if results.counts_B is None else results.counts_B > step
+            live_B = self._rows.append(results.rows_B, results.epochs_B, tokens_SB[step], logprobs_SB[step], counting_B)
             self.generated_tokens += int(live_B.sum())
             self._take_in_extras(results, step, live_B)
         for row, before in zip(results.rows_B[tenants].tolist(), sampled_before.tolist(), strict=True):
@@ -203,6 +206,7 @@ class UnderWay:
             self._pool.forget(self._runner().scrub(idle))
 
     def _forget(self, sequence: Sequence) -> None:
+        self._on_end(sequence)
         siblings = self._unfinished[sequence.request_id]
         siblings.remove(sequence)
         if not siblings:

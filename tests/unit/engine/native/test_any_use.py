@@ -17,6 +17,7 @@ from support.tiny_engines import (
     steps,
 )
 
+from redline.config.sections.engine import SpeculationMode
 from redline.engine import NativeEngine
 from redline.engine.native.running.sampler import stream, uniform
 from redline.errors import EngineError
@@ -43,7 +44,7 @@ def random_request(rng: np.random.Generator) -> GenerateRequest:
     )
 
 
-def fuzz(model: Model, seed: int, kind: type[NativeEngine]) -> None:
+def fuzz(model: Model, seed: int, kind: type[NativeEngine], speculation: SpeculationMode = "off") -> NativeEngine:
     rng = np.random.default_rng(seed)
     engine = model.engine(
         kind=kind,
@@ -51,6 +52,7 @@ def fuzz(model: Model, seed: int, kind: type[NativeEngine]) -> None:
         max_num_seqs=int(rng.integers(4, 9)),
         max_num_batched_tokens=int(rng.choice([5, 16, 200])),
         enable_prefix_caching=bool(rng.integers(2)),
+        speculation=speculation,
     )
     asked: dict[int, GenerateRequest] = {}
     streamed: dict[tuple[int, int], list[int]] = {}
@@ -90,6 +92,7 @@ def fuzz(model: Model, seed: int, kind: type[NativeEngine]) -> None:
         assert_as_alone(model, asked[number], index, completion, model.alone(asked[number])[index])
         if number in streaming:
             assert streamed[number, index] == completion.token_ids.tolist()
+    return engine
 
 
 def assert_as_alone(model: Model, request: GenerateRequest, index: int, found: Completion, alone: Completion) -> None:
@@ -121,6 +124,14 @@ def test_whatever_happens_each_request_gives_what_it_gives_alone(model: Model, s
     fuzz(model, seed, kind)
 
 
+@pytest.mark.parametrize("kind", [NativeEngine, AheadEngine])
+@pytest.mark.parametrize("seed", range(3))
+def test_whatever_happens_guessed_tokens_are_those_that_would_have_been_sampled(
+    model: Model, seed: int, kind: type[NativeEngine]
+) -> None:
+    assert fuzz(model, seed, kind, "always")._speculation.counts.accepted_tokens > 0
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", [NativeEngine, AheadEngine])
 @pytest.mark.parametrize("seed", range(1000, 1010))
@@ -129,3 +140,13 @@ def test_whatever_happens_for_long_each_request_gives_what_it_gives_alone(
 ) -> None:
     for number in range(10):
         fuzz(model, 100 * seed + number, kind)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", [NativeEngine, AheadEngine])
+@pytest.mark.parametrize("seed", range(2000, 2005))
+def test_whatever_happens_for_long_guessed_tokens_are_those_that_would_have_been_sampled(
+    model: Model, seed: int, kind: type[NativeEngine]
+) -> None:
+    for number in range(10):
+        fuzz(model, 100 * seed + number, kind, "always")

@@ -130,6 +130,7 @@ class CudaRunner(Runner):
     max_steps = MAX_STEPS
     runs_ahead = True
     reads_prefixes_once = True
+    verifies = False
 
     def __init__(self, decoder: Decoder, cache: KVCache, rows: DeviceRows) -> None:
         super().__init__(decoder, cache, rows)

@@ -116,6 +116,24 @@ class DeviceRows:
         self.alive_R.index_copy_(0, rows_B, alive_B & ~stopped_B & ~sampled.logprobs_B.isnan())
         return sampled
 
+    def sample_ahead(self, rows_T: Tensor, ahead_T: Tensor, logits_TV: Tensor, wants: Wants) -> Sampled:
+        """The token that each row samples so many tokens after its next one, were the tokens in between those that the logits
+        were computed with. Changes nothing."""
+        counters_T = self.sampled_R[rows_T] + ahead_T
+        sampled = sample(logits_TV, self._sampling_rows(rows_T, counters_T, wants), raw=wants.raw, top=wants.top)
+        if self.share_samples is not None:
+            self.share_samples(sampled.tokens_B, sampled.logprobs_B)
+        return sampled
+
+    def advance(self, rows_B: Tensor, counts_B: Tensor, tokens_B: Tensor, logprobs_B: Tensor) -> None:
+        """The rows have sampled so many tokens, the last of them these; they die of those as in `sample`."""
+        sampled_B = self.sampled_R[rows_B] + counts_B
+        stopped_B = (tokens_B[:, None] == self.stops_RS[rows_B]).any(dim=1) | (sampled_B >= self.limit_R[rows_B])
+        self.position_R.index_add_(0, rows_B, counts_B)
+        self.sampled_R.index_copy_(0, rows_B, sampled_B)
+        self.next_token_R.index_copy_(0, rows_B, tokens_B)
+        self.alive_R.index_copy_(0, rows_B, self.alive_R[rows_B] & ~stopped_B & ~logprobs_B.isnan())
+
     def _sampling_rows(self, rows_B: Tensor, counters_B: Tensor, wants: Wants) -> SamplingRows:
         return SamplingRows(
             temperature_B=self.temperature_R[rows_B],

@@ -33,6 +33,8 @@ class Rows:
         """Tokens with keys and values in the cache, everything launched included."""
         self.launched_R = np.zeros(num_rows, np.int64)
         """Tokens sampled, everything launched included."""
+        self.drafted_R = np.zeros(num_rows, np.int64)
+        """Drafts that the next step verifies: it needs room for them too."""
 
     def enter(self, sequence: Sequence) -> None:
         """A new tenant, with what it sampled before it was preempted."""
@@ -49,7 +51,7 @@ class Rows:
         self.stops_RS[row, : len(sampling.stop_token_ids)] = sampling.stop_token_ids
         self.alive_R[row] = True
         self.epoch_R[row] += 1
-        self.launched_position_R[row] = 0
+        self.launched_position_R[row] = self.drafted_R[row] = 0
         self.table.clear(row)
 
     def _widen_stops(self, width: int) -> None:
@@ -66,9 +68,19 @@ class Rows:
         count = self.sampled_R[row]
         return Sampled(self.tokens_RN[row, :count].copy(), self.logprobs_RN[row, :count].copy())
 
-    def append(self, rows_B: np.ndarray, epochs_B: np.ndarray, tokens_B: np.ndarray, logprobs_B: np.ndarray) -> np.ndarray:
-        """One sampled token for each row that still has the tenant it was sampled for. Returns which ones had."""
+    def append(
+        self,
+        rows_B: np.ndarray,
+        epochs_B: np.ndarray,
+        tokens_B: np.ndarray,
+        logprobs_B: np.ndarray,
+        counting_B: np.ndarray | None = None,
+    ) -> np.ndarray:
+        """One sampled token for each row that still has the tenant it was sampled for, and whose token counts. Returns for
+        which ones that is so."""
         live_B = self.alive_R[rows_B] & (self.epoch_R[rows_B] == epochs_B)
+        if counting_B is not None:
+            live_B &= counting_B
         rows, tokens = rows_B[live_B], tokens_B[live_B]
         self.tokens_RN[rows, self.sampled_R[rows]] = tokens
         self.logprobs_RN[rows, self.sampled_R[rows]] = logprobs_B[live_B]

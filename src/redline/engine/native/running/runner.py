@@ -16,6 +16,7 @@ from redline.engine.native.cache.kv_cache import KVCache
 from redline.engine.native.cache.prefixes import Prefixes
 from redline.engine.native.running.device_rows import DeviceRows
 from redline.engine.native.running.sampler import Sampled
+from redline.engine.native.running.verification import NEWEST, Drafts
 from redline.engine.native.scheduler import Chunk, Plan
 from redline.engine.native.sequence import Sequence as Sequence_
 from redline.engine.native.sequence import Wants
@@ -55,6 +56,19 @@ class Samples:
         """All steps of some rows."""
         return Samples(*(None if part is None else part[:, begin:end] for part in self.parts))  # type: ignore[arg-type]
 
+    @classmethod
+    def ragged(cls, sampled: Sampled, ahead_T: Tensor, which_T: Tensor, shape: tuple[int, int]) -> Samples:
+        """[S, B] of tokens that lie end to end: the first S of each row. What no token takes is zero."""
+        inside_T = ahead_T < shape[0]
+
+        def spread(part: Tensor) -> Tensor:
+            whole = part.new_zeros((*shape, *part.shape[1:]))
+            whole[ahead_T[inside_T], which_T[inside_T]] = part[inside_T]
+            return whole
+
+        parts = (sampled.tokens_B, sampled.logprobs_B, sampled.raw_logprobs_B, sampled.top_ids_BK, sampled.top_logprobs_BK)
+        return cls(*(None if part is None else spread(part) for part in parts))  # type: ignore[arg-type]
+
     def put(self, step: Tensor, sampled: Sampled) -> None:
         """Store one step's samples at the number that `step` [1] holds on the device."""
         for part, fresh in zip(self.parts, Samples.of(sampled).parts, strict=True):
@@ -73,6 +87,8 @@ class Results:
     """They follow prompts."""
     samples: Samples
     arrived: torch.cuda.Event | None = None
+    counts_B: np.ndarray | None = None
+    """Of a verifying step: tokens of each row that count; None where all do."""
 
     def wait(self) -> Samples:
         if self.arrived is not None:
@@ -101,6 +117,8 @@ class Runner:
     """Whether launching returns before the work is done."""
     reads_prefixes_once = False
     """Whether `decode` makes use of what rows have in common."""
+    verifies = True
+    """Whether it has `verify`."""
 
     def __init__(self, decoder: AnyDecoder, cache: KVCache, rows: DeviceRows) -> None:
         self._decoder = decoder
@@ -155,6 +173,26 @@ class Runner:
         hidden_BE = self._forward(self.rows.next_token_R[rows_B], positions_B, attend, slots_B)
         self.rows.position_R.index_add_(0, rows_B, self.rows.alive_R[rows_B].long())
         return self.rows.sample(rows_B, self._decoder.logits(hidden_BE), wants)
+
+    # ── verify ─────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def verify(self, rows_B: np.ndarray, positions_B: np.ndarray, drafts: Drafts, wants: Wants) -> tuple[Samples, np.ndarray]:
+        """Put the newest token of every row through the network, and its drafts behind it. Returns what was sampled after each,
+        on the host, and how many of each row's tokens count; the rows stand after those. Waits for the device."""
+        rows, which_T, ahead_T, drafts_T = (
+            self.rows.upload(part, torch.int64) for part in (rows_B, drafts.which_T, drafts.ahead_T, drafts.tokens_T)
+        )
+        rows_T = rows[which_T]
+        tokens_T = torch.where(drafts_T == NEWEST, self.rows.next_token_R[rows_T], drafts_T)
+        runs = Runs(positions_B, drafts.lengths_B, self.rows.tables_RN[rows].cpu().numpy())
+        attend = GatherAttention(self.cache, runs, self._dtype)
+        hidden_TE = self._forward(tokens_T, attend.positions_T, attend, self.rows.adapter_slots(rows_T, wants))
+        sampled = self.rows.sample_ahead(rows_T, ahead_T, self._decoder.logits(hidden_TE), wants)
+        counts_B = drafts.num_counting(sampled.tokens_B.cpu().numpy(), sampled.logprobs_B.cpu().numpy())
+        last_B = self.rows.upload(drafts.begins_B + counts_B - 1, torch.int64)
+        self.rows.advance(rows, self.rows.upload(counts_B, torch.int64), sampled.tokens_B[last_B], sampled.logprobs_B[last_B])
+        samples = Samples.ragged(sampled, ahead_T, which_T, (int(counts_B.max()), len(rows_B)))
+        return Samples(*(None if part is None else part.cpu() for part in samples.parts)), counts_B  # type: ignore[arg-type]
 
     # ── prefill ────────────────────────────────────────────────────────────────────────────────────────────────────────
 

@@ -1,0 +1,225 @@
+"""Which tokens to guess for which rows, and what came of it.
+
+    rows that decode ──► their texts ──► drafts ──► as many as pay ──► a verifying step ──► accepted, learnt from
+
+A token is a function of logits, seed, completion and position, so a draft is right exactly when it is the token that is sampled
+in its place. A verifying step samples after the newest token of a row and after each of its drafts; the samples up to and
+including the first that differs from its draft are what steps one by one would have sampled.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from heapq import heapify, heapreplace
+
+import numpy as np
+
+from redline.config.sections.engine import SpeculationMode
+from redline.engine.native.running.rows import Rows
+from redline.engine.native.sequence import Sequence as Sequence_
+from redline.engine.native.speculation.costs import Costs, size_bin
+from redline.engine.native.speculation.texts import Place, Text, Texts
+
+MAX_DRAFT = 12
+"""Tokens guessed for one row at most."""
+MAX_ROWS = 64
+"""More rows that decode at once keep the device busy without guesses."""
+MAX_TOKENS = 256
+"""Tokens of a verifying step at most."""
+PRIOR = 2.0, 3.0
+"""Tokens accepted, and tried, that a row begins with: what nobody has tried is worth a try."""
+MEMORY = 0.9
+"""What is left of a row's tries after another one."""
+LEAST_CHANCE = 0.05
+"""That a draft is right with which it is still worth a thought."""
+LEAST_GAIN = 1.03
+"""How many times the tokens per second of a plain step a verifying one must promise."""
+
+
+@dataclass(slots=True)
+class SpeculationCounts:
+    """Since the engine was made."""
+
+    steps: int = 0
+    """That verified drafts."""
+    drafted_tokens: int = 0
+    accepted_tokens: int = 0
+    saved_s: float = 0.0
+    """Tokens gained per row, each worth a plain step of as many rows, less what verifying took longer than one; as measured."""
+
+
+@dataclass(slots=True, eq=False)
+class _Row:
+    """What is known of one sequence."""
+
+    text: Text
+    place: Place | None = None
+    """Where its text was last found again, for as long as it goes on like that."""
+    count: int = 0
+    """Tokens it had then."""
+    accepted: float = PRIOR[0]
+    tried: float = PRIOR[1]
+
+    @property
+    def rate(self) -> float:
+        """Share of its drafts that turn out right, the newer the weightier."""
+        return self.accepted / self.tried
+
+    def learn(self, num_accepted: int, num_drafted: int) -> None:
+        """Drafts behind the first wrong one were not tried: what was sampled after them is nobody's."""
+        num_tried = min(num_accepted + 1, num_drafted)
+        fade = MEMORY**num_tried
+        self.accepted = self.accepted * fade + num_accepted
+        self.tried = self.tried * fade + num_tried
+
+    def rest(self) -> None:
+        """It had a draft that was not worth a try. Forgets slowly, so that it gets another one."""
+        self.accepted += (PRIOR[0] - self.accepted) * 0.02
+        self.tried += (PRIOR[1] - self.tried) * 0.02
+
+
+class Speculation:
+    """Drafts for the rows of one engine."""
+
+    def __init__(self, rows: Rows, mode: SpeculationMode) -> None:
+        self.counts = SpeculationCounts()
+        self.costs = Costs()
+        self._mode = mode
+        self._book = rows
+        self._texts = Texts(rows)
+        self._rows: dict[Sequence_, _Row] = {}
+        self._last = 0, 0
+        """Tokens drafted and accepted in the last verifying step."""
+
+    @property
+    def is_on(self) -> bool:
+        return self._mode != "off"
+
+    # ── sequences come and go ──────────────────────────────────────────────────────────────────────────────────────────
+
+    def begin(self, sequences: Sequence[Sequence_]) -> None:
+        """Sequences were given rows, for the first time or again."""
+        if not self.is_on:
+            return
+        for sequence in sequences:
+            if sequence not in self._rows:
+                self._rows[sequence] = _Row(self._texts.begin(_key(sequence), sequence))
+
+    def end(self, sequence: Sequence_) -> None:
+        """A sequence has left the engine."""
+        row = self._rows.pop(sequence, None)
+        if row is not None:
+            self._texts.end(row.text)
+
+    # ── a step ─────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def may_draft(self, num_rows: int) -> bool:
+        """Whether it is worth looking for drafts: not where the batch is large, or where a plain step is to be measured."""
+        if not self.is_on or not 0 < num_rows <= MAX_ROWS:
+            return False
+        return self._mode == "always" or not self.costs.needs_plain(num_rows)
+
+    def drafts(self, sequences: Sequence[Sequence_]) -> dict[Sequence_, list[int]]:
+        """Tokens that each of these may sample next, for those where that pays. The host must have heard of all they have."""
+        rows = [self._rows[sequence] for sequence in sequences]
+        self._texts.index(list({row.text.scope: None for row in rows}))
+        found = [self._draft(row, sequence) for row, sequence in zip(rows, sequences, strict=True)]
+        counts = self._how_many(rows, [len(draft) for draft in found])
+        for row, draft, count in zip(rows, found, counts, strict=True):
+            if draft and not count:
+                row.rest()
+        return {s: draft[:count] for s, draft, count in zip(sequences, found, counts, strict=True) if count}
+
+    def _draft(self, row: _Row, sequence: Sequence_) -> list[int]:
+        book, sampling = self._book, sequence.request.sampling
+        left = int(book.limit_R[sequence.row] - book.launched_R[sequence.row]) - 1
+        place = self._go_on(row) or self._texts.find(row.text)
+        row.place, row.count = place, len(row.text.sampled(book))
+        if place is None or left <= 0:
+            return []
+        draft = self._texts.slice(place.text, place.offset, place.offset + min(MAX_DRAFT, left))
+        # The token that ends it is sampled, never guessed: nothing comes after it.
+        ends = [index for index, token in enumerate(draft) if token in sampling.stop_token_ids]
+        return draft[: ends[0]] if ends else draft
+
+    def _go_on(self, row: _Row) -> Place | None:
+        """The place after the one of the last draft, where everything sampled since is as it was there."""
+        if row.place is None:
+            return None
+        place, fresh = row.place, row.text.sampled(self._book)[row.count :].tolist()
+        end = place.offset + len(fresh)
+        if self._texts.slice(place.text, place.offset, end) != fresh or end >= place.text.num_tokens(self._book):
+            return None
+        return Place(place.text, end)
+
+    def _how_many(self, rows: Sequence[_Row], longest: Sequence[int]) -> list[int]:
+        """How much of each row's draft to verify."""
+        if self._mode == "always":
+            return _within(longest, MAX_TOKENS - len(rows))
+        return best_counts([row.rate for row in rows], longest, self.costs)
+
+    # ── what came of it ────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def learn(self, drafted: dict[Sequence_, list[int]], accepted: dict[Sequence_, int]) -> None:
+        """These drafts were verified, and so many of each were right."""
+        for sequence, draft in drafted.items():
+            self._rows[sequence].learn(accepted[sequence], len(draft))
+        self._last = sum(map(len, drafted.values())), sum(accepted.values())
+        self.counts.steps += 1
+        self.counts.drafted_tokens += self._last[0]
+        self.counts.accepted_tokens += self._last[1]
+
+    def took(self, seconds: float, num_rows: int, num_steps: int, *, verified: bool) -> None:
+        """The last step of the engine, or several in one launch, took so long and did nothing else."""
+        if not self.is_on:
+            return
+        if not verified:
+            self.costs.add_plain(num_rows, seconds / num_steps)
+            return
+        (num_drafted, gained), plain = self._last, self.costs.plain(num_rows)
+        self.costs.add_verifying(num_rows, num_rows + num_drafted, seconds)
+        if plain is not None:
+            self.counts.saved_s += gained / num_rows * plain - (seconds - plain)
+
+
+def best_counts(rates: Sequence[float], longest: Sequence[int], costs: Costs) -> list[int]:
+    """How many tokens of each row's draft to verify, so that the step samples most tokens per second. The n-th token of a
+    draft is reached with the rate to the power of n; the likeliest are added one by one. Zeros where nothing pays."""
+    num_rows = len(rates)
+    plain = costs.plain(num_rows)
+    counts, best = [0] * num_rows, [0] * num_rows
+    if plain is None:
+        return best
+    heap = [(-rate, index, rate) for index, (rate, most) in enumerate(zip(rates, longest, strict=True)) if most]
+    heapify(heap)
+    gained, best_speed, seconds = 0.0, LEAST_GAIN * num_rows / plain, dict[int, float]()
+    for num_tokens in range(num_rows + 1, MAX_TOKENS + 1):
+        if not heap or -heap[0][0] < LEAST_CHANCE:
+            break
+        value, index, rate = heap[0]
+        counts[index] += 1
+        gained -= value
+        size = size_bin(num_tokens)
+        if size not in seconds:
+            seconds[size] = costs.verifying(num_rows, num_tokens)
+        if (num_rows + gained) / seconds[size] > best_speed:
+            best_speed, best = (num_rows + gained) / seconds[size], counts.copy()
+        # A draft that has no more falls to the end of the heap.
+        heapreplace(heap, (value * rate if counts[index] < longest[index] else 0.0, index, rate))
+    return best
+
+
+def _within(longest: Sequence[int], room: int) -> list[int]:
+    """As much of each as there is room for in all, the first ones first."""
+    counts = []
+    for length in longest:
+        counts.append(max(0, min(length, room)))
+        room -= counts[-1]
+    return counts
+
+
+def _key(sequence: Sequence_) -> bytes:
+    """Of its scope: what is asked."""
+    return hashlib.blake2b(np.ascontiguousarray(sequence.request.prompt_ids).tobytes(), digest_size=16).digest()

@@ -1,0 +1,226 @@
+"""What was sampled before, found by its last few tokens.
+
+A text is a prompt or a completion, finished or still growing. Texts of one scope answer the same question: the siblings of a
+group, and earlier attempts at the same task. An n-gram leads to the newest place of its scope that follows on it.
+
+    last tokens of a row ──hash with the scope──► table ──► (text, place) ──compare──► what follows there
+
+Memory is bounded twice. The table has a fixed number of places, where the newest n-gram wins. Finished texts are kept up to a
+number of tokens, those of the scope that was asked for longest ago go first. A scope is indexed when a row of it first asks, so
+that texts that nobody continues cost nothing but their tokens.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from redline.engine.native.running.rows import Rows
+from redline.engine.native.sequence import Sequence as Sequence_
+from redline.engine.native.sequence import Stage
+
+ORDERS = (6, 3)
+"""Lengths of the n-grams that are looked up, the longest first."""
+MAX_TOKENS = 1 << 21
+"""Tokens of finished texts that are kept: 8 MiB."""
+TABLE_SIZE = 1 << 20
+"""N-grams that can be found: 8 MiB."""
+PIECE = 8
+"""New tokens of a growing text that are indexed at once: each call costs as much as dozens of tokens."""
+_OFFSET_BITS = 24
+_MASK = 2**64 - 1
+_FACTORS = tuple((0x9E3779B97F4A7C15 * (2 * i + 1) ** 3) & _MASK for i in range(max(ORDERS)))
+_MULTIPLIER = 0xBF58476D1CE4E5B9
+
+
+@dataclass(slots=True, eq=False)
+class Text:
+    """A completion with the end of its prompt in front, or a whole prompt."""
+
+    number: int
+    scope: Scope
+    lead: np.ndarray
+    """int32: the end of the prompt, so that the first tokens have something to follow on."""
+    tokens: np.ndarray
+    """int32, without the lead; of a growing text, what it had when it last lost its row."""
+    sequence: Sequence_ | None = None
+    """What it grows with; None once it is finished."""
+    num_indexed: int = 0
+    """Tokens, the lead included, up to which its n-grams are in the table."""
+
+    def read(self, rows: Rows) -> np.ndarray:
+        """int32: lead and tokens."""
+        return np.concatenate([self.lead, self.sampled(rows)])
+
+    def sampled(self, rows: Rows) -> np.ndarray:
+        """int32: the tokens, as far as the host has heard."""
+        sequence = self.sequence
+        if sequence is None:
+            return self.tokens
+        if sequence.stage is Stage.DECODE:
+            return rows.tokens_RN[sequence.row, : rows.sampled_R[sequence.row]]
+        return self.tokens if sequence.sampled is None else sequence.sampled.token_ids
+
+    def num_tokens(self, rows: Rows) -> int:
+        return len(self.lead) + len(self.sampled(rows))
+
+
+@dataclass(slots=True, eq=False)
+class Scope:
+    """Texts that answer the same question."""
+
+    hash: int
+    texts: list[Text] = field(default_factory=list)
+    num_growing: int = 0
+    indexed_at: int = 0
+    """Entries that the table had taken when it was last indexed from the start."""
+
+
+@dataclass(slots=True)
+class Place:
+    """Where a row's text is found again."""
+
+    text: Text
+    offset: int
+    """Of the next token, in what `Text.read` returns."""
+
+
+class Texts:
+    """What the engine has sampled, and where the tokens of a row occurred before."""
+
+    def __init__(self, rows: Rows, max_tokens: int = MAX_TOKENS, table_size: int = TABLE_SIZE) -> None:
+        assert table_size & (table_size - 1) == 0
+        self._rows, self._max_tokens = rows, max_tokens
+        self._table: np.ndarray | None = None
+        """int64: number of a text and an offset in it; -1 where no n-gram is. Made when the first row asks."""
+        self._table_size = table_size
+        self._num_entries = 0
+        self._scopes: OrderedDict[bytes, Scope] = OrderedDict()
+        self._texts: dict[int, Text] = {}
+        self._num_texts = 0
+        self.num_kept_tokens = 0
+        """Of finished texts, prompts included."""
+
+    # ── what there is ──────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def begin(self, key: bytes, sequence: Sequence_) -> Text:
+        """A completion begins to grow, in the scope of this key."""
+        scope = self._scope(key, sequence.request.prompt_ids)
+        scope.num_growing += 1
+        return self._add(scope, _lead(sequence.request.prompt_ids), np.empty(0, np.int32), sequence)
+
+    def end(self, text: Text) -> None:
+        """It grows no more; what it has is kept."""
+        text.tokens, text.sequence = text.sampled(self._rows), None
+        text.scope.num_growing -= 1
+        self._keep(text)
+
+    def remember(self, key: bytes, prompt_ids: np.ndarray, token_ids: np.ndarray) -> None:
+        """A completion that was sampled elsewhere, or in an earlier run."""
+        self._keep(self._add(self._scope(key, prompt_ids), _lead(prompt_ids), token_ids))
+
+    def _scope(self, key: bytes, prompt_ids: np.ndarray) -> Scope:
+        scope = self._scopes.get(key)
+        if scope is None:
+            scope = self._scopes[key] = Scope(int.from_bytes(hashlib.blake2b(key, digest_size=8).digest(), "little"))
+            self._keep(self._add(scope, prompt_ids[:0], prompt_ids))
+        self._scopes.move_to_end(key)
+        return scope
+
+    def _add(self, scope: Scope, lead: np.ndarray, tokens: np.ndarray, sequence: Sequence_ | None = None) -> Text:
+        text = Text(self._num_texts, scope, lead, tokens, sequence)
+        self._num_texts += 1
+        self._texts[text.number] = text
+        scope.texts.append(text)
+        return text
+
+    def _keep(self, text: Text) -> None:
+        self.num_kept_tokens += len(text.lead) + len(text.tokens)
+        while self.num_kept_tokens > self._max_tokens:
+            idle = next((key for key, scope in self._scopes.items() if not scope.num_growing), None)
+            if idle is None:
+                return
+            for forgotten in self._scopes.pop(idle).texts:
+                del self._texts[forgotten.number]
+                self.num_kept_tokens -= len(forgotten.lead) + len(forgotten.tokens)
+
+    # ── the index ──────────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def index(self, scopes: Sequence[Scope]) -> None:
+        """Bring the n-grams of these scopes up to date."""
+        for scope in scopes:
+            if self._num_entries - scope.indexed_at > self._table_size // 2:  # others may have taken its places since
+                scope.indexed_at = self._num_entries
+                for text in scope.texts:
+                    text.num_indexed = 0
+            for text in scope.texts:
+                if text.sequence is None:
+                    if text.num_indexed < len(text.lead) + len(text.tokens):
+                        self._index(text)
+                elif text.num_tokens(self._rows) - text.num_indexed >= PIECE:
+                    self._index(text)
+
+    def _index(self, text: Text) -> None:
+        """Every n-gram that a token follows on."""
+        if self._table is None:
+            self._table = np.full(self._table_size, -1, np.int64)
+        tokens = text.read(self._rows)
+        for order in reversed(ORDERS):
+            first = max(order, text.num_indexed)
+            if first >= len(tokens):
+                continue
+            offsets = np.arange(first, len(tokens))
+            grams = np.lib.stride_tricks.sliding_window_view(tokens[first - order : -1], order)
+            self._table[self._slots(grams, text.scope)] = (text.number << _OFFSET_BITS) + offsets
+            self._num_entries += len(offsets)
+        text.num_indexed = len(tokens)
+
+    def _slots(self, grams_NO: np.ndarray, scope: Scope) -> np.ndarray:
+        factors = np.array(_FACTORS[: grams_NO.shape[1]], np.uint64)
+        sums = (grams_NO.astype(np.uint64) * factors).sum(axis=1, dtype=np.uint64) ^ np.uint64(scope.hash)
+        return ((sums * np.uint64(_MULTIPLIER)) >> np.uint64(32)).astype(np.int64) & (self._table_size - 1)
+
+    def _slot(self, gram: Sequence[int], scope: Scope) -> int:
+        """`_slots` of one: plain integers are faster."""
+        total = sum(token * factor for token, factor in zip(gram, _FACTORS, strict=False)) & _MASK
+        return (((total ^ scope.hash) * _MULTIPLIER & _MASK) >> 32) & (self._table_size - 1)
+
+    def find(self, text: Text) -> Place | None:
+        """The newest place in its scope that follows on the last tokens of a text, as many of them as are known."""
+        if self._table is None:
+            return None
+        last = _last(text, self._rows)
+        for order in ORDERS:
+            if len(last) < order:
+                continue
+            gram = last[-order:]
+            entry = int(self._table[self._slot(gram, text.scope)])
+            found = self._texts.get(entry >> _OFFSET_BITS) if entry >= 0 else None
+            offset = entry & ((1 << _OFFSET_BITS) - 1)
+            if found is not None and self.slice(found, offset - order, offset) == gram:
+                return Place(found, offset)
+        return None
+
+    def slice(self, text: Text, begin: int, end: int) -> list[int]:
+        """Tokens [begin, end) of what `Text.read` returns, or as many as there are."""
+        lead = len(text.lead)
+        sampled = text.sampled(self._rows)
+        if begin >= lead:
+            return sampled[begin - lead : end - lead].tolist()
+        return [*text.lead[begin:end].tolist(), *sampled[: max(0, end - lead)].tolist()]
+
+
+def _lead(prompt_ids: np.ndarray) -> np.ndarray:
+    return prompt_ids[-max(ORDERS) :]
+
+
+def _last(text: Text, rows: Rows) -> list[int]:
+    """As many of its last tokens as the longest n-gram has."""
+    longest, sampled = max(ORDERS), text.sampled(rows)
+    last: list[int] = sampled[-longest:].tolist()
+    missing = min(longest - len(last), len(text.lead))
+    return [*text.lead[len(text.lead) - missing :].tolist(), *last] if missing else last

@@ -1,0 +1,72 @@
+"""What a step is said to cost."""
+
+from __future__ import annotations
+
+import pytest
+
+from redline.engine.native.speculation.costs import ENOUGH, MEASURE_EVERY, Costs, size_bin
+from redline.engine.native.speculation.speculation import best_counts
+
+
+def measured(plain: dict[int, float], verifying: dict[int, float] | None = None) -> Costs:
+    costs = Costs()
+    for rows, seconds in plain.items():
+        for _ in range(ENOUGH):
+            costs.add_plain(rows, seconds)
+    for tokens, seconds in (verifying or {}).items():
+        costs.add_verifying(1, tokens, seconds)
+    return costs
+
+
+def test_bins_grow_by_a_half_or_a_third() -> None:
+    assert [size_bin(size) for size in (1, 2, 3, 4, 5, 6, 7, 8, 9, 13, 17, 25, 64)] == [
+        *(1, 2, 3, 4, 6, 6, 8, 8, 12, 16, 24, 32, 64),
+    ]
+
+
+def test_a_size_that_was_never_tried_counts_as_the_next_smaller_one() -> None:
+    costs = measured({2: 1.0}, {4: 1.5, 16: 4.0})
+    assert costs.verifying(2, 3) == 1.0
+    assert costs.verifying(2, 8) == 1.5
+    assert costs.verifying(2, 16) == 4.0
+
+
+def test_one_slow_step_does_not_count() -> None:
+    costs = measured({1: 1.0})
+    for seconds in (1.0, 1.0, 90.0):
+        costs.add_plain(1, seconds)
+    assert costs.plain(1) == 1.0
+
+
+def test_a_plain_step_is_due_before_the_first_guess_and_now_and_then() -> None:
+    costs = Costs()
+    assert costs.needs_plain(4)
+    costs = measured({4: 1.0})
+    assert not costs.needs_plain(4)
+    assert costs.needs_plain(5)
+    for _ in range(MEASURE_EVERY):
+        costs.add_verifying(4, 8, 1.0)
+    assert costs.needs_plain(4)
+
+
+def test_nothing_is_guessed_where_tokens_cost_as_much_as_steps() -> None:
+    dear = {size: 1.0 * size for size in range(1, 64)}
+    assert best_counts([0.9, 0.9], [8, 8], measured({2: 2.0}, dear)) == [0, 0]
+
+
+def test_where_tokens_are_free_all_that_may_be_right_is_tried() -> None:
+    free = dict.fromkeys(range(1, 64), 1.0)
+    assert best_counts([0.9, 0.9], [8, 3], measured({2: 1.0}, free)) == [8, 3]
+
+
+def test_rows_that_accept_get_what_rows_that_do_not_would_waste() -> None:
+    steps = {size: 1.0 + 0.08 * size for size in range(1, 64)}
+    sure, unsure = best_counts([0.95, 0.02], [8, 8], measured({2: 1.0}, steps))
+    assert sure > 3
+    assert unsure == 0
+
+
+@pytest.mark.parametrize("longest", [[0, 0], [0, 5]])
+def test_rows_without_a_draft_get_none(longest: list[int]) -> None:
+    counts = best_counts([1.0, 1.0], longest, measured({2: 1.0}, {64: 1.0}))
+    assert counts == longest

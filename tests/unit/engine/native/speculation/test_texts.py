@@ -1,0 +1,150 @@
+"""Where the last tokens of a row occurred before."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from redline.engine.native.running.rows import Rows
+from redline.engine.native.sequence import Sequence, Stage, Wants
+from redline.engine.native.speculation.texts import ORDERS, PIECE, Text, Texts
+from redline.types import GenerateRequest, SamplingParams
+
+PROMPT = np.arange(100, 110, dtype=np.int32)
+
+
+class World:
+    """Rows, and sequences that grow in them."""
+
+    def __init__(self, **limits: int) -> None:
+        self.rows = Rows(8, 512, 8)
+        self.texts = Texts(self.rows, **limits)
+
+    def begin(self, row: int, key: bytes = b"task", prompt: np.ndarray = PROMPT) -> Text:
+        request = GenerateRequest(prompt, SamplingParams(256))
+        sequence = Sequence(0, row, request, 0.0, Wants(), tokens=prompt)
+        sequence.begin(row)
+        self.rows.enter(sequence)
+        sequence.stage = Stage.DECODE
+        return self.texts.begin(key, sequence)
+
+    def grow(self, text: Text, *tokens: int) -> None:
+        assert text.sequence is not None
+        row = text.sequence.row
+        for token in tokens:
+            self.rows.tokens_RN[row, self.rows.sampled_R[row]] = token
+            self.rows.sampled_R[row] += 1
+
+    def what_follows(self, text: Text, count: int = 4) -> list[int]:
+        self.texts.index([text.scope])
+        place = self.texts.find(text)
+        return [] if place is None else self.texts.slice(place.text, place.offset, place.offset + count)
+
+    def end(self, text: Text) -> None:
+        sequence = text.sequence
+        assert sequence is not None
+        sequence.sampled, sequence.stage = self.rows.take(sequence.row), Stage.FINISHED
+        self.rows.leave(sequence.row)
+        self.texts.end(text)
+
+
+def test_a_sibling_that_said_the_same_says_what_follows() -> None:
+    world = World()
+    first, second = world.begin(0), world.begin(1)
+    world.grow(first, *range(20, 40))
+    world.grow(second, 7, 8, 9, 25, 26, 27)
+    assert world.what_follows(second) == [28, 29, 30, 31]
+
+
+def test_the_first_tokens_follow_on_the_prompt_as_they_did_for_a_finished_sibling() -> None:
+    world = World()
+    first = world.begin(0)
+    world.grow(first, 1, 2, 3)
+    world.end(first)
+    second = world.begin(1)
+    assert world.what_follows(second) == [1, 2, 3]
+
+
+def test_a_text_is_found_in_itself_and_in_its_prompt() -> None:
+    world = World()
+    text = world.begin(0)
+    world.grow(text, 103, 104, 105)
+    assert world.what_follows(text) == [106, 107, 108, 109]
+    world.grow(text, *range(1, 9), *range(50, 60), 1, 2, 3)
+    assert world.what_follows(text) == [4, 5, 6, 7]
+
+
+def test_the_longer_of_two_n_grams_is_believed() -> None:
+    world = World()
+    first, second, third = (world.begin(row) for row in range(3))
+    longest = list(range(10, 10 + max(ORDERS)))
+    world.grow(first, *longest, 1, 1, 1, *range(200, 200 + PIECE))
+    world.grow(second, *longest[-min(ORDERS) :], 2, 2, 2, *range(300, 300 + PIECE))
+    world.grow(third, *longest)
+    assert world.what_follows(third)[:3] == [1, 1, 1]
+
+
+def test_texts_of_another_scope_are_not_found() -> None:
+    world = World()
+    first, second = world.begin(0, b"one"), world.begin(1, b"another", PROMPT + 50)
+    world.grow(first, *range(20, 40))
+    world.grow(second, 20, 21, 22)
+    assert world.what_follows(second) == []
+
+
+def test_what_was_remembered_is_found() -> None:
+    world = World()
+    world.texts.remember(b"task", PROMPT, np.array([4, 5, 6, 7], np.int32))
+    assert world.what_follows(world.begin(0)) == [4, 5, 6, 7]
+
+
+def test_a_row_that_changes_hands_takes_no_text_along() -> None:
+    world = World()
+    first = world.begin(0)
+    world.grow(first, *range(20, 40))
+    second = world.begin(1)
+    world.grow(second, 20, 21, 22)
+    assert world.what_follows(second) == [23, 24, 25, 26]
+    world.end(first)
+    world.begin(0, b"other", PROMPT + 50)
+    world.rows.tokens_RN[0] = 77
+    assert world.what_follows(second) == [23, 24, 25, 26]
+
+
+def test_scopes_that_nobody_asks_for_are_forgotten_and_the_bound_holds() -> None:
+    world = World(max_tokens=200)
+    for number in range(20):
+        text = world.begin(0, b"%d" % number)
+        world.grow(text, *range(20, 40))
+        world.end(text)
+        assert world.texts.num_kept_tokens <= 200
+    assert world.what_follows(world.begin(0, b"19")) == [20, 21, 22, 23]
+    assert world.what_follows(world.begin(0, b"0")) == []
+
+
+def test_a_full_table_loses_guesses_and_never_lies() -> None:
+    world = World(table_size=16)
+    rng = np.random.default_rng(0)
+    for number in range(50):
+        text = world.begin(0, b"%d" % number)
+        world.grow(text, *rng.integers(0, 5, 60).tolist())
+        self_found = world.texts.find(text) if world.what_follows(text) else None
+        if self_found is not None:
+            end = text.read(world.rows).tolist()
+            before = world.texts.slice(self_found.text, self_found.offset - min(ORDERS), self_found.offset)
+            assert before == end[-min(ORDERS) :]
+        world.end(text)
+
+
+def test_a_scope_whose_places_were_taken_is_indexed_again() -> None:
+    world = World(table_size=64)
+    first = world.begin(0, b"first")
+    world.grow(first, *range(20, 40))
+    world.end(first)
+    for number in range(20):
+        other = world.begin(1, b"%d" % number)
+        world.grow(other, *np.random.default_rng(number).integers(0, 99, 30).tolist())
+        world.what_follows(other)
+        world.end(other)
+    again = world.begin(0, b"first")
+    world.grow(again, 20, 21, 22)
+    assert world.what_follows(again) == [23, 24, 25, 26]
