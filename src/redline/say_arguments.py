@@ -43,6 +43,8 @@ def check_until(until: Any) -> None:
 def ends_reply(until: Until, reply: ReplySoFar) -> bool:
     """What `until` says of a reply so far. Raises TaskError where that is a coroutine, which is true whatever it would say."""
     said = until(reply)
+    if isinstance(said, bool):
+        return said
     if inspect.iscoroutine(said):
         said.close()
     if inspect.isawaitable(said):

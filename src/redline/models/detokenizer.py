@@ -40,6 +40,13 @@ class Detokenizer:
             return ""
         return self._give_beginning(text)
 
+    def fork(self, decode: Decode) -> Detokenizer:
+        """One that goes on from here by itself, with a `decode` that says the same of all tokens so far."""
+        other = Detokenizer(decode)
+        other._context, other._context_text = list(self._context), self._context_text
+        other._pending, other.num_chars = list(self._pending), self.num_chars
+        return other
+
     def flush(self) -> str:
         """Returns what is left at the end, half characters included."""
         return self._give(self._decode(self._context + self._pending)) if self._pending else ""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -158,6 +158,12 @@ class Chat:
         ]
         message = {"role": "assistant", "content": self._template.without_control_tokens(read.content), "tool_calls": calls}
         return Said(text, message, read.calls)
+
+    @cached_property
+    def special_token_ids(self) -> frozenset[int]:
+        """Tokens that a text without special tokens leaves out."""
+        added = self._tokenizer.added_tokens_decoder.items()
+        return frozenset([*self._tokenizer.all_special_ids, *(number for number, token in added if token.special)])
 
     def decoder(self, *, with_special: bool) -> Callable[[list[int]], str]:
         """Tokens → text. Some formats of calls are made of special tokens."""

@@ -33,6 +33,8 @@ class StreamedReply:
         calls."""
         self._chat, self._make_reader = chat, make_reader
         self._stop_token_ids, self._until = frozenset(stop_token_ids), until
+        self._apart = self._stop_token_ids | chat.special_token_ids
+        """Tokens that are not in both texts."""
         self.seconds = 0.0
         """That it took to read it so far."""
         self._begin()
@@ -41,7 +43,8 @@ class StreamedReply:
         self.reader = self._make_reader()
         """Has read all of the reply that has come."""
         self._for_reader = Detokenizer(self._chat.decoder(with_special=True))
-        self._for_until = Detokenizer(self._chat.decoder(with_special=False))
+        self._for_until = None if self.reader else Detokenizer(self._chat.decoder(with_special=False))
+        """None while what `until` sees is what the reader reads: up to the first special token."""
         self._so_far = ReplySoFar("")
         self._token_ids: list[int] = []
         self._cut: int | None = None
@@ -91,13 +94,22 @@ class StreamedReply:
         return completion if self._cut is None else completion.cut(self._cut)
 
     def _take(self, token_ids: Sequence[int]) -> None:
-        of_calls = [token for token in token_ids if token not in self._stop_token_ids]
-        if self.reader is not None and of_calls:
-            self.reader.push(self._for_reader.push(of_calls))
+        text = self._text(token_ids)
         if self._until is None:
             return
-        text, calls = self._for_until.push(token_ids), self.reader.calls if self.reader else ()
+        calls = self.reader.calls if self.reader else ()
         if text or calls != self._so_far.tool_calls:
             self._so_far = ReplySoFar(self._so_far.text + text, calls)
             if ends_reply(self._until, self._so_far):
                 self._cut = len(self._token_ids)
+
+    def _text(self, token_ids: Sequence[int]) -> str:
+        """Have the reader read what has come. Returns the text that `until` is to see, if there is one."""
+        if self.reader is None:
+            return self._for_until.push(token_ids) if self._for_until else ""
+        if self._until and self._for_until is None and not self._apart.isdisjoint(token_ids):
+            self._for_until = self._for_reader.fork(self._chat.decoder(with_special=False))
+        of_calls = [token for token in token_ids if token not in self._stop_token_ids]
+        text = self._for_reader.push(of_calls) if of_calls else ""
+        self.reader.push(text)
+        return text if self._for_until is None else self._for_until.push(token_ids)

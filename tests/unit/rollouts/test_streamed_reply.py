@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from support.chat_templates import tokenizer_with
 from support.fakes import completion
 
+from redline.models.detokenizer import Detokenizer
 from redline.models.files.tiny import tiny_tokenizer
 from redline.rollouts.call_formats import PublishedFormat
 from redline.rollouts.call_reader import reader_of
@@ -184,6 +185,18 @@ def test_until_sees_whole_characters_and_each_text_once() -> None:
     seen: list[ReplySoFar] = []
     streamed("ChatML", [*tokens_of("a漢🙂"), END], until=seen.append)
     assert [so_far.text for so_far in seen] == ["a", "a漢", "a漢🙂"]
+
+
+@given(token_ids=st.lists(st.integers(0, len(TOKENIZER) - 1) | st.sampled_from(tokens_of("漢🙂ab")), max_size=30), cuts=CUTS)
+@example(token_ids=[*tokens_of("漢")[:1], TOKENIZER.bos_token_id, *tokens_of("漢")[1:]], cuts=[1])
+@settings(max_examples=60, deadline=None)
+def test_until_sees_the_text_without_special_tokens_wherever_they_stand(token_ids: list[int], cuts: list[int]) -> None:
+    alone = Detokenizer(chat_with("ChatML").decoder(with_special=False))
+    pieces = [alone.push([token]) for token in token_ids]
+    expected = ["".join(pieces[: i + 1]) for i, piece in enumerate(pieces) if piece]
+    seen: list[str] = []
+    streamed("ChatML", token_ids, cuts, lambda so_far: seen.append(so_far.text))
+    assert seen == expected
 
 
 def test_calls_of_a_thought_that_the_prompt_began_do_not_count_before_it_ends() -> None:
