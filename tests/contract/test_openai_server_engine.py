@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
@@ -22,7 +22,7 @@ from redline.errors import EngineError, EngineLostError, WeightSyncError
 from redline.models.files.tiny import tiny_tokenizer
 from redline.ports import Policy
 from redline.rollouts import Chat, Dispatcher, RolloutSetup
-from redline.types import FinishReason, GenerateRequest, SamplingParams, Task, WeightUpdate
+from redline.types import Delta, FinishReason, GenerateRequest, SamplingParams, Task, TrajectoryGroup, WeightUpdate
 
 Json = dict[str, Any]
 Answer = tuple[int, Any]
@@ -34,6 +34,37 @@ def choice(tokens: list[int], logprob: float = -0.5, **fields: Any) -> Answer:
     logprobs = {"tokens": ["x"] * len(tokens), "token_logprobs": [logprob] * len(tokens)}
     plain = {"token_ids": tokens, "logprobs": logprobs, "finish_reason": "length", "stop_reason": None}
     return 200, {"choices": [plain | fields], "usage": {"prompt_tokens_details": {"cached_tokens": 2}}}
+
+
+@dataclass
+class Events:
+    """A stream, event by event, until nobody listens any more."""
+
+    answers: Iterable[Json]
+    num_sent: int = 0
+    is_closed: threading.Event = field(default_factory=threading.Event)
+    """Set when the other side has closed it before the end."""
+
+    def send(self, file: Any) -> None:
+        try:
+            for answer in self.answers:
+                file.write(f"data: {json.dumps(answer)}\n\n".encode())
+                file.flush()
+                self.num_sent += 1
+            file.write(b"data: [DONE]\n\n")
+        except OSError:
+            self.is_closed.set()
+
+
+def events(tokens: list[int], pause_s: float = 0.0, **last: Any) -> Iterator[Json]:
+    """A completion token by token, as vLLM streams it, and what was used."""
+    for place, token in enumerate(tokens):
+        time.sleep(pause_s)
+        is_last = place == len(tokens) - 1
+        yield choice([token], **{"finish_reason": "length" if is_last else None, **(last if is_last else {})})[1] | {
+            "usage": None
+        }
+    yield {"choices": [], "usage": {"prompt_tokens_details": {"cached_tokens": 3}}}
 
 
 @dataclass
@@ -71,7 +102,12 @@ def server() -> Iterator[FakeServer]:
         def do_GET(self) -> None:
             body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
             status, content = fake.respond(self.command, self.path, body, dict(self.headers))
-            if status:
+            if status and isinstance(content, Events):
+                self.send_response(status)
+                self.send_header("Content-Type", "text/event-stream")
+                self.end_headers()
+                content.send(self.wfile)
+            elif status:
                 self.send_response(status)
                 self.end_headers()
                 self.wfile.write(content if isinstance(content, bytes) else json.dumps(content).encode())
@@ -665,23 +701,112 @@ class FirstLine:
         return float(len((await policy.say(task.messages, until=lambda reply: "\n" in reply.text)).text))
 
 
-@pytest.mark.parametrize("beside", [False, True], ids=["lockstep", "beside"])
-def test_a_reply_that_the_environment_ends_is_cut_from_the_whole_answer(server: FakeServer, beside: bool) -> None:
-    tokenizer = tiny_tokenizer()
-    said = tokenizer.encode("ab\ncd\n", add_special_tokens=False)
-    server.answer = lambda body: choice(said)
+def first_lines(server: FakeServer, max_tokens: int, beside: bool, group_size: int = 2) -> TrajectoryGroup:
     config = RolloutsConfig(
         task={"kind": "import", "path": "tests:Fake"},  # type: ignore[arg-type]
         environment={"name": "tests:Fake"},  # type: ignore[arg-type]
-        group_size=2,
-        max_new_tokens=len(said),
+        group_size=group_size,
+        max_new_tokens=max_tokens,
     )
-    setup = RolloutSetup(FakeTasks(), lambda score: FirstLine(), Chat(tokenizer, None, ""), config, (), 5)
+    setup = RolloutSetup(FakeTasks(), lambda score: FirstLine(), Chat(TOKENIZER, None, ""), config, (), 5)
     rollouts = Dispatcher(EngineSession(server.engine()), setup, beside=beside)
     rollouts.begin([0], 0)
     [group] = rollouts.finished(300.0)
     rollouts.close()
+    return group
+
+
+def is_first_line(group: TrajectoryGroup) -> None:
     for t in group.trajectories:
         assert (t.failure, t.text, t.finish_reason) == (None, "ab\n", FinishReason.STOP)
-        assert t.token_ids[t.loss_mask].tolist() == said[:3]
+        assert t.token_ids[t.loss_mask].tolist() == SAID[:3]
         assert t.logprobs[t.loss_mask].tolist() == [-0.5] * 3
+
+
+TOKENIZER = tiny_tokenizer()
+SAID = TOKENIZER.encode("ab\ncd\n", add_special_tokens=False)
+
+
+@pytest.mark.parametrize("beside", [False, True], ids=["lockstep", "beside"])
+def test_a_reply_that_the_environment_ends_is_cut_from_the_whole_answer(server: FakeServer, beside: bool) -> None:
+    server.answer = lambda body: choice(SAID)
+    is_first_line(first_lines(server, len(SAID), beside))
+
+
+@pytest.mark.parametrize("beside", [False, True], ids=["lockstep", "beside"])
+def test_a_server_that_streams_hears_that_a_reply_has_ended(server: FakeServer, beside: bool) -> None:
+    streams: list[Events] = []
+    endless = [*SAID, *[7] * 8000]
+    server.models = (200, {"data": [{"id": "policy", "max_model_len": 10_000}]})
+
+    def answer(body: Json) -> Answer:
+        streams.append(Events(events(endless, pause_s=0.005)))
+        return 200, streams[-1]
+
+    server.answer = answer
+    is_first_line(first_lines(server, len(endless), beside, group_size=3))
+    assert all(body["stream"] for body in server.bodies)
+    assert len(streams) == 3
+    for stream in streams:
+        assert stream.is_closed.wait(300), "the connection"
+
+
+def test_a_stream_that_nobody_ends_is_the_completion_that_would_have_come_whole(server: FakeServer) -> None:
+    server.answer = lambda body: (200, Events(events([7, 8, 9], stop_reason="x", finish_reason="stop")))
+    engine = server.engine()
+    number = engine.submit(ask(max_tokens=3), streaming=4)
+    found = [event for _, event in stepped(engine)]
+    assert [token for piece in found for token in piece.token_ids.tolist()] == [7, 8, 9]
+    whole = found[-1].completion
+    assert whole is not None
+    assert (whole.token_ids.tolist(), whole.logprobs.tolist()) == ([7, 8, 9], [-0.5] * 3)
+    assert (whole.finish_reason, whole.stop, whole.cached_tokens) == (FinishReason.STOP, "x", 3)
+    assert engine.sampled_tokens(number) == {}
+
+
+@pytest.mark.parametrize(
+    "broken",
+    [
+        [{"error": {"message": "out of memory"}}],
+        [choice([7], finish_reason=None)[1], {"choices": [{"text": "x", "logprobs": None, "finish_reason": None}]}],
+        [choice([7], finish_reason=None)[1]],
+    ],
+    ids=["error", "text alone", "cut"],
+)
+def test_what_cannot_be_read_from_a_stream_is_asked_for_whole(server: FakeServer, broken: list[Json]) -> None:
+    server.answer = lambda body: (200, Events(broken)) if body.get("stream") else choice([5, 6])
+    engine = server.engine()
+    engine.submit(ask(), streaming=4)
+    [whole] = [event.completion for _, event in stepped(engine) if event.completion]
+    assert whole.token_ids.tolist() == [5, 6]
+
+
+def test_a_server_that_does_not_stream_tokens_is_asked_so_once(server: FakeServer) -> None:
+    text = {"choices": [{"text": "x", "logprobs": None, "finish_reason": None}]}
+    server.answer = lambda body: (200, Events([text])) if body.get("stream") else choice([5, 6])
+    engine = server.engine()
+    for _ in range(3):
+        engine.submit(ask(), streaming=4)
+        stepped(engine)
+    assert [bool(body.get("stream")) for body in server.bodies] == [True, False, False, False]
+
+
+def test_a_stream_of_an_aborted_request_is_closed(server: FakeServer) -> None:
+    stream = Events(events([7] * 2000, pause_s=0.005))
+    server.answer = lambda body: (200, stream)
+    engine = server.engine()
+    number = engine.submit(ask(max_tokens=50), streaming=4)
+    while not engine.step():
+        pass
+    engine.abort(number)
+    assert stream.is_closed.wait(300)
+    assert not engine.has_work
+
+
+def stepped(engine: OpenAIServerEngine) -> list[tuple[int, Delta]]:
+    found: list[tuple[int, Delta]] = []
+    while engine.has_work:
+        for number, event in engine.step():
+            assert isinstance(event, Delta)
+            found.append((number, event))
+    return found

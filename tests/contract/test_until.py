@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import re
+import time
+import urllib.request
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -11,7 +14,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support.engine_benches import NativeBench, RemoteBench, Size
+from support.engine_benches import NativeBench, RedlineServeBench, RemoteBench, Size
 from support.fakes import FakeEngine, FakeTasks, completion
 
 from redline.config.schema import RolloutsConfig
@@ -197,6 +200,33 @@ def test_what_is_kept_is_what_would_have_been_sampled_anyway_and_the_rest_is_not
         kept += sum(one["mask"])
     assert kept < engines[1].stats.generated_tokens / 2
     assert engines[0].stats.generated_tokens < kept + NUM_GROUPS * GROUP_SIZE * DECIDING_PIECE
+
+
+@pytest.mark.slow
+def test_a_server_samples_no_more_of_a_reply_that_has_ended(folder: Path, owned: ExitStack) -> None:
+    """`redline serve`, in a process of its own: the same replies, streamed and whole, and fewer tokens sampled for them."""
+    engine: Any = RedlineServeBench(folder, Size(), owned).engine
+    url = str(engine._client.url).removesuffix("/v1")
+    found, sampled = [], [generated_tokens(url)]
+    for one in (engine, WholeEngine(engine)):
+        groups = played(rollouts_of(owned, EngineSession(one), Spoken(BY_LETTERS), beside=False, max_new_tokens=200))
+        found.append(trained_on(groups))
+        sampled.append(generated_tokens(url))
+    assert found[0] == found[1]
+    streamed, whole = np.diff(sampled)
+    assert streamed < whole / 2
+
+
+def generated_tokens(url: str) -> int:
+    """What a server says that it has sampled, once that is no longer more from one moment to the next."""
+    counts = [-2, -1]
+    while counts[-1] != counts[-2]:
+        time.sleep(0.5)
+        with urllib.request.urlopen(f"{url}/metrics", timeout=300) as response:
+            found = re.search(r"generated_tokens_total(?:{.*})? ([\d.e+]+)", response.read().decode())
+        assert found is not None
+        counts.append(int(float(found[1])))
+    return counts[-1]
 
 
 def test_in_lockstep_a_reply_ends_in_the_same_step_each_time(folder: Path, owned: ExitStack) -> None:

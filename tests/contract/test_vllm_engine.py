@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import importlib.util
+import itertools
 import json
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -17,9 +19,11 @@ from transformers import PreTrainedModel
 
 from redline.config.installation import how_to_install
 from redline.config.sections.engine import EngineConfig
+from redline.engine.adapters.limits import limits_of
+from redline.engine.adapters.stepped import SteppedAdapter
 from redline.engine.adapters.vllm import VllmEngine
 from redline.errors import EngineError
-from redline.types import GenerateRequest, SamplingParams, WeightUpdate
+from redline.types import Completion, Delta, FinishReason, GenerateRequest, SamplingParams, WeightUpdate
 
 needs_vllm = pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vllm is not installed")
 CONFIG = EngineConfig(kv_cache_memory_bytes=KV_CACHE_BYTES, block_size=32)
@@ -143,3 +147,80 @@ def test_a_prompt_seen_before_is_found_in_the_prefix_cache(engine: VllmEngine) -
     long = GenerateRequest(np.arange(2, 100, dtype=np.int32), SamplingParams(2, n=3))
     engine.generate([long])
     assert all(completion.cached_tokens >= 32 for completion in engine.generate([long])[0])
+
+
+# ── completions that are ended ─────────────────────────────────────────────────────────────────────────────────────────
+
+
+def ended_after(engine: VllmEngine, count: int) -> list[int]:
+    """The tokens of the first of two completions, which is ended once it has so many; the other goes on."""
+    number = engine.submit(ask(n=2, temperature=0.0), streaming=4)
+    found: dict[int, Completion] = {}
+    came = 0
+    while engine.has_work:
+        for _, event in engine.step():
+            assert isinstance(event, Delta)
+            came += len(event.token_ids) if event.index == 0 else 0
+            if event.completion is not None:
+                found[event.index] = event.completion
+        if came == count and 0 not in found:
+            engine.end(number, 0)
+            engine.end(number, 7)
+    assert found[0].finish_reason == FinishReason.ABORT
+    assert found[1].finish_reason == FinishReason.LENGTH
+    assert len(found[1].token_ids) == 12
+    np.testing.assert_array_equal(found[0].logprobs, found[1].logprobs[: len(found[0].logprobs)])
+    return found[0].token_ids.tolist()
+
+
+@needs_vllm
+def test_vllm_samples_no_more_of_a_completion_that_is_ended(engine: VllmEngine) -> None:
+    whole = engine.generate([ask()])[0][0].token_ids.tolist()
+    assert ended_after(engine, 3) == whole[:3]
+
+
+class OthersEngine:
+    """Says 1, 2, 3, … to every request, as vLLM's engine does."""
+
+    def __init__(self) -> None:
+        self.said: dict[str, int] = {}
+        self.aborted: list[str] = []
+
+    def add_request(self, name: str, *given: object, **options: object) -> None:
+        self.said[name] = 0
+
+    def abort_request(self, names: list[str]) -> None:
+        self.aborted += names
+        for name in names:
+            del self.said[name]
+
+    def step(self) -> list[SimpleNamespace]:
+        assert self.said, "nothing is left to step"
+        return [self._output(name) for name in list(self.said)]
+
+    def _output(self, name: str) -> SimpleNamespace:
+        self.said[name] += 1
+        count, is_over = self.said[name], self.said[name] == 12
+        logprobs = SimpleNamespace(token_ids=[count], logprobs=[-count / 10])
+        sampled = SimpleNamespace(
+            token_ids=[count], logprobs=logprobs, finish_reason="length" if is_over else None, stop_reason=None
+        )
+        if is_over:
+            del self.said[name]
+        times = SimpleNamespace(scheduled_ts=0.0, first_token_ts=1.0, last_token_ts=float(count))
+        return SimpleNamespace(request_id=name, outputs=[sampled], finished=is_over, metrics=times, num_cached_tokens=0)
+
+
+def test_a_completion_that_is_ended_is_aborted_in_vllm_and_comes_with_what_it_has() -> None:
+    """Without vLLM: what this class makes of what vLLM's engine says."""
+    engine, others = VllmEngine.__new__(VllmEngine), OthersEngine()
+    SteppedAdapter.__init__(engine, limits_of(64), 8)
+    engine._engine, engine._running, engine._ended, engine._names, engine._adapters = others, {}, [], itertools.count(), {}
+    engine._refusals = (ValueError,)
+    engine._vllm = SimpleNamespace(
+        SamplingParams=SimpleNamespace,
+        sampling_params=SimpleNamespace(RequestOutputKind=SimpleNamespace(DELTA=0)),
+        inputs=SimpleNamespace(engine=SimpleNamespace(tokens_input=lambda tokens, cache_salt: tokens)),
+    )
+    assert ended_after(engine, 3) == [1, 2, 3]
+    assert others.aborted == ["0"]

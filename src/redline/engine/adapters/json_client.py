@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import random
 import time
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
+from contextlib import contextmanager
 from http.client import HTTPException
 from typing import Any
 from urllib.error import HTTPError, URLError
@@ -19,6 +20,7 @@ BUSY = {429, 500, 502, 503, 504}
 """Statuses that another attempt may turn into an answer."""
 FIRST_PAUSE_S = 0.5
 LONGEST_PAUSE_S = 30.0
+EVENTS = "text/event-stream"
 
 
 class _BusyError(EngineError):
@@ -43,6 +45,21 @@ class JsonClient:
         """Send JSON and return what the server answers; blocks and raises as `get` does."""
         return self._call(Request(self.url + path, json.dumps(body).encode(), self._headers))
 
+    def stream(self, path: str, body: Json) -> Generator[Json]:
+        """Send JSON and yield what the server sends in events as it comes, or its one answer where it sends none. Raises as
+        `get` does, and tries nothing again. Closing it closes the connection."""
+        request = Request(self.url + path, json.dumps(body).encode(), self._headers)
+        with self._said_in_words(), urlopen(request, timeout=self._timeout_s) as response:
+            if response.headers.get_content_type() != EVENTS:
+                yield self._document(response.read())
+                return
+            for line in response:
+                data = line.strip().removeprefix(b"data:").strip() if line.startswith(b"data:") else b""
+                if data == b"[DONE]":
+                    return
+                if data:
+                    yield self._document(data)
+
     def _call(self, request: Request) -> Json:
         for pause_s in self._pauses():
             try:
@@ -58,13 +75,22 @@ class JsonClient:
             yield min(LONGEST_PAUSE_S, FIRST_PAUSE_S * 2**retry) * random.uniform(0.5, 1.0)
 
     def _send(self, request: Request) -> Json:
+        with self._said_in_words(), urlopen(request, timeout=self._timeout_s) as response:
+            return self._document(response.read())
+
+    @contextmanager
+    def _said_in_words(self) -> Iterator[None]:
+        """Raise what is wrong with a connection, or with what came of it, as EngineError."""
         try:
-            with urlopen(request, timeout=self._timeout_s) as response:
-                content = json.loads(response.read())
+            yield
         except HTTPError as error:
             raise self._refusal(error) from error
         except (OSError, HTTPException, OverflowError) as error:  # the last of a port that there is not
             raise self._unreachable(error) from error
+
+    def _document(self, text: bytes) -> Json:
+        try:
+            content = json.loads(text)
         except ValueError as error:
             raise self._not_ours() from error
         if not isinstance(content, dict):

@@ -45,22 +45,50 @@ class Answers:
         choice = self._choice(answer)
         if (end := choice.get("finish_reason")) not in ENDS:
             raise self._wrong(f"ended a completion with {end!r}", "its log may say why")
-        ids = self._token_ids(choice)
-        logprobs = self._numbers(choice["logprobs"].get("token_logprobs"))
-        if len(ids) != len(logprobs):
-            raise self._wrong(f"sent {len(ids)} tokens with {len(logprobs)} logprobs")
+        ids, logprobs = self._sampled(choice)
         if len(ids) > max_tokens:
             raise self._wrong(f"sent {len(ids)} tokens where at most {max_tokens} were asked for")
         if not ids:
             raise self._wrong("sent a completion without a token")
-        stop = choice.get("stop_reason", choice.get("matched_stop"))
         return Sampled(
             token_ids=np.array(ids, np.int32),
             logprobs=np.array(logprobs, np.float32),
             finish_reason=ENDS[end],
-            stop=stop if isinstance(stop, str) else None,
+            stop=_stop(choice),
             cached_tokens=_cached_tokens(answer),
             top_logprobs=self._top_logprobs(choice, len(ids), num_top) if num_top else None,
+        )
+
+    def part(self, answer: Json) -> Sampled:
+        """Return what one answer of a stream adds to a completion; its finish reason is `abort` unless it says that it ends."""
+        choice = {} if answer.get("choices") == [] else self._only_choice(answer)
+        end = choice.get("finish_reason")
+        if end is not None and end not in ENDS:
+            raise self._wrong(f"ended a completion with {end!r}", "its log may say why")
+        is_without = not choice or (end is not None and not choice.get("token_ids") and not choice.get("logprobs"))
+        ids, logprobs = ([], []) if is_without else self._sampled(self._choice(answer))
+        return Sampled(
+            token_ids=np.array(ids, np.int32),
+            logprobs=np.array(logprobs, np.float32),
+            finish_reason=FinishReason.ABORT if end is None else ENDS[end],
+            stop=_stop(choice),
+            cached_tokens=_cached_tokens(answer),
+            top_logprobs=None,
+        )
+
+    def joined(self, parts: Sequence[Sampled], max_tokens: int) -> Sampled:
+        """Return the completion that the parts of a stream are, which may have been ended on the way."""
+        ids = np.concatenate([part.token_ids for part in parts])
+        last = next((part for part in parts if part.finish_reason is not FinishReason.ABORT), parts[-1])
+        if not 0 < len(ids) <= max_tokens:
+            raise self._wrong(f"sent {len(ids)} tokens where 1 to {max_tokens} were asked for")
+        return Sampled(
+            token_ids=ids,
+            logprobs=np.concatenate([part.logprobs for part in parts]),
+            finish_reason=last.finish_reason,
+            stop=last.stop,
+            cached_tokens=max(part.cached_tokens for part in parts),
+            top_logprobs=None,
         )
 
     def certain_logprob(self, answer: Json) -> float:
@@ -80,14 +108,25 @@ class Answers:
         return self._numbers(logprobs[1:num_tokens])
 
     def _choice(self, answer: Json) -> Json:
+        choice = self._only_choice(answer)
+        if not isinstance(choice.get("logprobs"), dict):
+            hint = "use one whose /v1/completions knows `logprobs`, as vLLM's does"
+            raise self._wrong("sent an answer that has no logprobs", hint)
+        return choice
+
+    def _only_choice(self, answer: Json) -> Json:
         choices = answer.get("choices")
         if not isinstance(choices, list) or len(choices) != 1 or not isinstance(choices[0], dict):
             raise self._wrong("sent an answer without its one choice")
-        if not isinstance(choices[0].get("logprobs"), dict):
-            hint = "use one whose /v1/completions knows `logprobs`, as vLLM's does"
-            raise self._wrong("sent an answer that has no logprobs", hint)
         choice: Json = choices[0]
         return choice
+
+    def _sampled(self, choice: Json) -> tuple[list[int], list[float]]:
+        """Tokens, and their logprobs."""
+        ids, logprobs = self._token_ids(choice), self._numbers(choice["logprobs"].get("token_logprobs"))
+        if len(ids) != len(logprobs):
+            raise self._wrong(f"sent {len(ids)} tokens with {len(logprobs)} logprobs")
+        return ids, logprobs
 
     def _token_ids(self, choice: Json) -> list[int]:
         ids = choice.get("token_ids")
@@ -131,6 +170,11 @@ class Answers:
 
     def _wrong(self, what: str, hint: str = "is it an OpenAI-compatible server? its log may say more") -> EngineError:
         return EngineError(f"the server {self._url} {what}", hint)
+
+
+def _stop(choice: Json) -> str | None:
+    stop = choice.get("stop_reason", choice.get("matched_stop"))
+    return stop if isinstance(stop, str) else None
 
 
 def _cached_tokens(answer: Json) -> int:

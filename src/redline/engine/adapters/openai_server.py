@@ -3,6 +3,8 @@
 Prompts go as token ids to /v1/completions and token ids come back, so nothing is ever tokenised twice. Every completion is an
 HTTP request of its own, with a seed of its own, since servers disagree on what a seed means for n > 1.
 
+Where somebody reads a completion while it is sampled, the server streams it, and closing the connection ends it there.
+
 A server that is trained may be started again at any moment, with the weights of its model. An answer counts where the server
 says after it that it has the weights that it was left with, and has not got them back since it was asked; else everything under
 way is asked again, as soon as `WeightsThere` has brought them back.
@@ -24,6 +26,7 @@ from redline.engine.adapters.json_client import Json, JsonClient
 from redline.engine.adapters.limits import UNLIMITED, limits_of
 from redline.engine.adapters.openai_answers import Answers
 from redline.engine.adapters.openai_requests import certainties, sampling_fields
+from redline.engine.adapters.openai_streams import OpenStream, StreamNews
 from redline.engine.adapters.scoring import scored, wants_scores
 from redline.engine.adapters.stepped import Call, Came, SteppedAdapter
 from redline.errors import EngineError, EngineLostError, WeightSyncError
@@ -87,6 +90,11 @@ class OpenAIServerEngine(SteppedAdapter):
         super().__init__(limits, max_concurrent, set(self._served) - {self._model})
         self._threads = CallThreads(max_concurrent, "openai-server")
         self._futures: dict[Future[Completion], Call] = {}
+        self._streams: dict[Call, OpenStream] = {}
+        """Calls that come as they are sampled. One that is made again comes whole: its parts would not follow those before."""
+        self._news = StreamNews()
+        self._can_stream = True
+        """Whether the server sends tokens with their logprobs in streams, as far as known."""
         self._newest = 0
         """The newest version that the server may sample from."""
         self._weights: WeightsThere | None = None
@@ -146,8 +154,17 @@ class OpenAIServerEngine(SteppedAdapter):
     def begin(self, call: Call) -> None:
         if self._restoring is not None:
             self._again.append(call)
-        else:
-            self._futures[self._threads.submit(lambda: self._complete(call))] = call
+            return
+        stream = None
+        if call.streaming and self._can_stream and not call.num_tokens and not call.request.sampling.top_logprobs:
+            stream = self._streams[call] = OpenStream(call, self._news)
+        self._futures[self._threads.submit(lambda: self._complete(call, stream))] = call
+
+    def end(self, request_id: int, index: int) -> None:
+        """Close the connection of one completion; what it has comes with a later step. One that is not streamed goes on."""
+        for call, stream in self._streams.items():
+            if (call.request_id, call.index) == (request_id, index):
+                stream.end()
 
     def advance(self) -> list[tuple[Call, Came]]:
         """Wait a moment for an answer, and return all that are there."""
@@ -155,13 +172,21 @@ class OpenAIServerEngine(SteppedAdapter):
             self._begin_again(self._restoring)
             return []
         with span("engine.generate", version=self.version):
-            done, _ = wait(self._futures, ANSWERS_S, FIRST_COMPLETED)
+            wait(list[Future[Any]]([*self._futures, self._news.has_come]), ANSWERS_S, FIRST_COMPLETED)
+        done = [future for future in self._futures if future.done()]
         came: list[tuple[Call, Came]] = [(self._futures.pop(future), _outcome(future)) for future in done]
         if self._weights is None or not self._is_lost(self._weights, came):
             self._num_restores = 0 if came else self._num_restores
-            return came
+            parts = self._parts()
+            for call, _ in came:
+                self._close(call)
+            return [*parts, *came]
         self._restore(self._weights, [call for call, _ in came])
         return []
+
+    def _parts(self) -> list[tuple[Call, Came]]:
+        """What streams have brought, all that came before the end of a call included."""
+        return [(stream.call, tokens) for stream, tokens in self._news.take() if self._streams.get(stream.call) is stream]
 
     def _restore(self, weights: WeightsThere, calls: Sequence[Call]) -> None:
         """Begin to bring the weights back. These calls and all that are under way are made again afterwards."""
@@ -171,6 +196,8 @@ class OpenAIServerEngine(SteppedAdapter):
             raise EngineLostError(why, "its log may say why; one of the requests may end it")
         self._again = [*calls, *self._futures.values()]
         self._forget(list(self._futures))
+        for call in self._again:
+            self._close(call)
         self._restoring = in_thread(weights.restore, "openai-server-weights")
 
     def _is_lost(self, weights: WeightsThere, came: Sequence[tuple[Call, Came]]) -> bool:
@@ -197,9 +224,16 @@ class OpenAIServerEngine(SteppedAdapter):
             self.begin(call)
 
     def cancel(self, calls: Sequence[Call]) -> None:
-        """The server goes on with a call that has begun: OpenAI's API cannot end one."""
+        """The server goes on with a call that has begun and is not streamed: OpenAI's API cannot end one."""
         self._again = [call for call in self._again if call not in calls]
+        for call in calls:
+            self._close(call)
         self._forget([future for future, call in self._futures.items() if call in calls])
+
+    def _close(self, call: Call) -> None:
+        """Take no more of what the call's stream brings."""
+        if (stream := self._streams.pop(call, None)) is not None:
+            stream.end()
 
     def _forget(self, futures: Sequence[Future[Completion]]) -> None:
         for future in futures:
@@ -212,23 +246,28 @@ class OpenAIServerEngine(SteppedAdapter):
 
     # ── one completion ─────────────────────────────────────────────────────────────────────────────────────────────────
 
-    def _complete(self, call: Call) -> Completion:
+    def _complete(self, call: Call, stream: OpenStream | None) -> Completion:
         request = call.request
         self._check_logprobs(request)
         started = time.monotonic()
         call.version = self.version  # it waited for a thread until now
         body = self._body(request) | sampling_fields(request.sampling, call.index)
-        answer = self._client.post("/completions", body)
-        sampled = self._answers.completion(answer, request.sampling.max_tokens, request.sampling.top_logprobs)
+        sampled = stream.read(self._client, self._answers, body) if stream else None
+        if stream and stream.is_unreadable:
+            self._can_stream = False
+        if sampled is None:
+            answer = self._client.post("/completions", body)
+            sampled = self._answers.completion(answer, request.sampling.max_tokens, request.sampling.top_logprobs)
+        now = time.monotonic()
+        first = (stream.first_token_at if stream else None) or now  # of an answer that comes whole, when we see the last
         completion = Completion(
             token_ids=sampled.token_ids,
             logprobs=sampled.logprobs,
             finish_reason=sampled.finish_reason,
             versions=self.versions_of(call),
-            # The answer comes whole: we see the first token when we see the last.
             queue_s=started - call.began,
-            prefill_s=time.monotonic() - started,
-            decode_s=0.0,
+            prefill_s=first - started,
+            decode_s=now - first,
             cached_tokens=sampled.cached_tokens,
             stop=sampled.stop,
             top_logprobs=sampled.top_logprobs,

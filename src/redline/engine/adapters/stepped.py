@@ -127,8 +127,8 @@ class SteppedAdapter(ABC):
         self.cancel(self._open.pop(request_id))
         self._num_finished += 1
 
-    def end(self, request_id: int, index: int) -> None:  # noqa: B027 - an engine of others returns nothing for a cancelled call
-        """Does nothing: the call goes on to its end."""
+    def end(self, request_id: int, index: int) -> None:  # noqa: B027 - not all can
+        """Does nothing, where an engine cannot do more: the call goes on to its end."""
 
     def sampled_tokens(self, request_id: int) -> dict[int, int]:
         """Index of each completion that is not finished → tokens it has so far, as far as known. Any thread may ask."""

@@ -90,6 +90,8 @@ class VllmEngine(PushedWeights):
         self._running: dict[str, _Running] = {}
         """By the names that vLLM has for them."""
         self._names = itertools.count()
+        self._ended: list[tuple[Call, Completion]] = []
+        """What was ended since the last step."""
 
     def _make(self, folder: str, arguments: dict[str, Any]) -> Any:
         llm = None
@@ -137,7 +139,20 @@ class VllmEngine(PushedWeights):
         params = self._params(call.request.sampling, call.index)
         self._add(_Running(call), call.request.prompt_ids, params)
 
+    def end(self, request_id: int, index: int) -> None:
+        """Abort one completion; what it has comes with the next step. One without a token, or with scores to come, goes on."""
+        for name, running in list(self._running.items()):
+            call = running.call
+            if (call.request_id, call.index) == (request_id, index) and running.last and not wants_scores(call.request):
+                del self._running[name]
+                self._engine.abort_request([name])
+                self._ended.append((call, running.whole(running.last, FinishReason.ABORT, self.versions_of)))
+
     def advance(self) -> Iterator[tuple[Call, Came]]:
+        ended, self._ended = self._ended, []
+        yield from ended
+        if not self._running:
+            return
         with span("engine.decode", version=self.version):
             outputs = self._engine.step()
         for output in outputs:
@@ -204,6 +219,8 @@ class _Running:
 
     call: Call
     tokens: list[Tokens] = field(default_factory=list)
+    last: Any = None
+    """The last output of vLLM that brought a token."""
     completion: Completion | None = None
     """The whole, while the model's own logprobs of it are still to come."""
 
@@ -211,15 +228,21 @@ class _Running:
         """What a step added; the whole once it has ended."""
         [sampled] = output.outputs
         self.tokens.append(_tokens(sampled))
+        self.last = output if len(self.tokens[-1].token_ids) else self.last
         if not output.finished:
             return self.tokens[-1]
         if sampled.finish_reason not in set(FinishReason):
             return EngineError(f"vLLM ended a completion with {sampled.finish_reason!r}", "its log says why")
+        return self.whole(output, FinishReason(sampled.finish_reason), versions_of)
+
+    def whole(self, output: Any, reason: FinishReason, versions_of: Callable[[Call], VersionSpan]) -> Completion:
+        """All tokens so far, of which an output brought the last."""
+        [sampled] = output.outputs
         metrics, whole = output.metrics, _joined(self.tokens)
         return Completion(
             token_ids=whole.token_ids,
             logprobs=whole.logprobs,
-            finish_reason=FinishReason(sampled.finish_reason),
+            finish_reason=reason,
             versions=versions_of(self.call),
             queue_s=max(0.0, metrics.scheduled_ts - self.call.began),
             prefill_s=metrics.first_token_ts - metrics.scheduled_ts,
