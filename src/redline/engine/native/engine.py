@@ -93,8 +93,6 @@ class NativeEngine:
             self._rows, self._scheduler, self._pool, self._adapters, tokenizer, lambda: self._awake, self._speculation.end
         )
         self._runner: Runner | None = self._make_runner()
-        if self._speculation.is_on and not self._awake.verifies:
-            raise EngineError("engine.speculation is not there for CUDA kernels yet", "set engine.speculation to off")
         self._offloaded: OffloadedWeights | None = None
         self.limits = Limits(
             vocab_size=spec.vocab_size,
@@ -229,6 +227,8 @@ class NativeEngine:
         """Tokens to verify in the next step; none where there is no room for them."""
         if not self._speculation.may_draft(len(self._scheduler.decoding)):
             return {}
+        if self._in_flight and not self._speculation.drafts(self._scheduler.decoding):
+            return {}  # by what is known of them so far; the device goes on meanwhile
         self._collect(keep=0)  # the newest tokens say what may come next
         drafts = self._speculation.drafts(self._scheduler.decoding)
         self._scheduler.reserve_for(drafts)

@@ -16,12 +16,15 @@ import torch
 from torch import Tensor
 
 from redline.engine.native.cache.attention import Runs
+from redline.engine.native.cache.blocks import SCRATCH_BLOCK
 from redline.engine.native.cache.kv_cache import KVCache
 from redline.engine.native.cache.prefixes import MAX_SIZE, Prefixes
 from redline.engine.native.running.device_rows import DeviceRows
 from redline.engine.native.running.few_rows import FewRows
 from redline.engine.native.running.graphs import GraphCache
 from redline.engine.native.running.runner import Runner, Samples
+from redline.engine.native.running.sampler import Sampled
+from redline.engine.native.running.verification import MAX_TOKENS, NEWEST, Drafts
 from redline.engine.native.sequence import Wants
 from redline.kernels.decode.attention import FEW_ROWS_TILES, SHARED_ROWS, TILES, DecodeBatch, choose_splits, decode_attention
 from redline.kernels.decode.few_rows import MOST_ROWS
@@ -41,6 +44,8 @@ TOP_LOGPROBS = (0, 1, 5, 20)
 """Numbers of likeliest tokens that graphs are captured for."""
 BATCH_RATIO = 1.25
 """Batches are filled up with dead rows to the next of a ladder of sizes, each this much larger than the one before."""
+VERIFYING = -1
+"""In place of a number of groups: a step that verifies drafts."""
 
 
 def serves(decoder: AnyDecoder, dtype: torch.dtype, block_size: int) -> TypeGuard[Decoder]:
@@ -54,16 +59,30 @@ def serves(decoder: AnyDecoder, dtype: torch.dtype, block_size: int) -> TypeGuar
 
 
 class PagedDecodeAttention:
-    """Norm, rotation, cache write and attention of one new token per row, in one kernel. A `FusedAttend`."""
+    """Norm, rotation, cache write and attention of one new token per row, in one kernel. A `FusedAttend`.
 
-    def __init__(self, cache: KVCache, rotary: Tensor, batch: DecodeBatch, few_rows: FewRows | None = None) -> None:
+    Several entries of a batch may be tokens of one row, each with the place in the cache that it goes to (`slots_B`). Their
+    keys and values are written before any is read, and then once more, by the kernel that reads them: the same bits."""
+
+    def __init__(
+        self,
+        cache: KVCache,
+        rotary: Tensor,
+        batch: DecodeBatch,
+        few_rows: FewRows | None = None,
+        slots_B: Tensor | None = None,
+    ) -> None:
         self._cache = cache
+        self._slots_B = slots_B
         self._rotary = rotary
         self._batch = batch
         self._few_rows = few_rows
 
     def attend_fused(self, layer: DecoderLayer, heads: Tensor) -> Tensor:
         keys, values = self._cache.blocks[layer.index]
+        if self._slots_B is not None:
+            places = (self._batch.positions_B.clamp(min=0), self._slots_B)
+            rotate_and_store(heads.clone(), keys, values, *places, self._rotary, _norms(layer), layer.spec.norm_eps)
         own, few = (self._batch, self._rotary, _norms(layer), layer.spec.norm_eps), self._few_rows
         if few is None:
             return decode_attention(heads, keys, values, *own)
@@ -130,7 +149,6 @@ class CudaRunner(Runner):
     max_steps = MAX_STEPS
     runs_ahead = True
     reads_prefixes_once = True
-    verifies = False
 
     def __init__(self, decoder: Decoder, cache: KVCache, rows: DeviceRows) -> None:
         super().__init__(decoder, cache, rows)
@@ -149,6 +167,8 @@ class CudaRunner(Runner):
         self._prefix_B = torch.zeros_like(self._rows32_B)
         """Tokens that an entry of the batch has in common with its group."""
         self._sizes = batch_sizes(rows.dead_row)
+        self._verified = torch.zeros((3, MAX_TOKENS), dtype=torch.int64, device=device)
+        """Row, tokens of its row in front of it, and draft of each token that a step verifies."""
         self._few_rows = FewRows(decoder) if FewRows.serves(decoder) else None
         self._pool: Any = None
         """Memory that the graphs share: they never run at the same time."""
@@ -198,6 +218,7 @@ class CudaRunner(Runner):
         self._groups.zero_()
         self._prefix_B.zero_()
         self._step.zero_()
+        self._verified.copy_(torch.tensor([[self.rows.dead_row], [0], [NEWEST]]))
         samples = self._room_for_samples(size, wants)
         self._decode_step(size, max_groups, wants, samples)
         torch.cuda.synchronize()
@@ -215,6 +236,9 @@ class CudaRunner(Runner):
         torch.cuda.empty_cache()
 
     def _decode_step(self, size: int, max_groups: int, wants: Wants, samples: Samples) -> None:
+        if max_groups == VERIFYING:
+            self._verifying_step(size, wants, samples)
+            return
         rows_B = self._rows_B[:size]
         inputs = begin_step(self.rows, rows_B)
         logits_BV = self._logits(rows_B, inputs, max_groups, wants)
@@ -233,19 +257,71 @@ class CudaRunner(Runner):
     def _logits(self, rows_B: Tensor, inputs: StepInputs, max_groups: int, wants: Wants) -> Tensor:
         """[B, V]."""
         slots_B = self.rows.adapter_slots(rows_B, wants)
-        if self._few_rows is not None and slots_B is None and len(rows_B) <= MOST_ROWS:
-            attend = self._decode_attention(max_groups, inputs.positions_B, self._few_rows)
-            return self._few_rows.logits(inputs.tokens_B, attend)
-        attend = self._decode_attention(max_groups, inputs.positions_B)
+        few_rows = self._few_rows if slots_B is None and len(rows_B) <= MOST_ROWS else None
+        if max_groups == VERIFYING:
+            attend = self._verifying_attention(rows_B, inputs.positions_B, few_rows)
+        else:
+            attend = self._decode_attention(max_groups, inputs.positions_B, few_rows)
+        if few_rows is not None:
+            return few_rows.logits(inputs.tokens_B, attend)
         return self._decoder.logits(self._forward(inputs.tokens_B, inputs.positions_B, attend, slots_B))
 
-    def _decode_attention(self, max_groups: int, positions_B: Tensor, few_rows: FewRows | None = None) -> PagedDecodeAttention:
-        spec, size = self._decoder.spec, len(positions_B)
-        max_tokens = self.rows.tables_RN.shape[1] * self.cache.block_size
-        splits = min(MAX_SPLITS, choose_splits(size, spec.num_kv_heads, max_tokens, spec.head_dim))
+    def _decode_attention(self, max_groups: int, positions_B: Tensor, few_rows: FewRows | None) -> PagedDecodeAttention:
+        size, max_tokens = len(positions_B), self.rows.tables_RN.shape[1] * self.cache.block_size
         prefixes = self._shared_prefixes(max_groups, size, max_tokens) if max_groups else None
-        batch = DecodeBatch(positions_B, self._rows32_B[:size], self.rows.tables_RN, splits, prefixes)
+        batch = DecodeBatch(positions_B, self._rows32_B[:size], self.rows.tables_RN, self._splits(size), prefixes)
         return PagedDecodeAttention(self.cache, self._rotary, batch, few_rows)
+
+    def _splits(self, size: int) -> int:
+        spec, max_tokens = self._decoder.spec, self.rows.tables_RN.shape[1] * self.cache.block_size
+        return min(MAX_SPLITS, choose_splits(size, spec.num_kv_heads, max_tokens, spec.head_dim))
+
+    # ── verify ─────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def _verify(self, rows_B: np.ndarray, positions_B: np.ndarray, drafts: Drafts, wants: Wants) -> Samples:
+        T = len(drafts.tokens_T)
+        size = next(size for size in VERIFYING_SIZES if size >= T)
+        wants = _flavour(wants, self._decoder.spec.vocab_size)
+        captured = self.graphs.get((size, VERIFYING, wants), self)
+        samples = captured.samples if captured else self._room_for_samples(size, wants)
+        filled = np.array([[self.rows.dead_row], [0], [NEWEST]]).repeat(size, axis=1)
+        filled[:, :T] = rows_B[drafts.which_T], drafts.ahead_T, drafts.tokens_T
+        self._verified[:, :size].copy_(self.rows.upload(filled, torch.int64), non_blocking=True)
+        self._step.zero_()
+        if captured:
+            captured.graph.replay()
+        else:
+            self._verifying_step(size, wants, samples)
+        return samples.part(1, T)
+
+    def _verifying_step(self, size: int, wants: Wants, samples: Samples) -> None:
+        """Every token is an entry of the batch; those of one row have its blocks in common."""
+        rows, (rows_T, ahead_T, drafts_T) = self.rows, self._verified[:, :size]
+        inputs = StepInputs(
+            tokens_B=torch.where(drafts_T == NEWEST, rows.next_token_R[rows_T], drafts_T),
+            positions_B=torch.where(rows.alive_R[rows_T], rows.position_R[rows_T] + ahead_T, -1),
+            temperature_B=rows.temperature_R[rows_T],
+            streams_B=rows.streams_R[rows_T],
+            counters_B=rows.sampled_R[rows_T] + ahead_T,
+        )
+        logits_TV = self._logits(rows_T, inputs, VERIFYING, wants)
+        if wants.is_plain:
+            sampled = Sampled(torch.empty_like(inputs.tokens_B), torch.empty_like(inputs.temperature_B))
+            out = (sampled.tokens_B, sampled.logprobs_B)
+            sample_plain(logits_TV, inputs.temperature_B, inputs.streams_B, inputs.counters_B, *out)
+        else:
+            sampled = rows.sample_ahead(rows_T, ahead_T, logits_TV, wants)
+        samples.put(self._step, sampled)
+        rows.advance(rows_T, ahead_T, drafts_T, sampled)
+
+    def _verifying_attention(self, rows_T: Tensor, positions_T: Tensor, few_rows: FewRows | None) -> PagedDecodeAttention:
+        page, places_T = self.cache.block_size, positions_T.clamp(min=0)
+        blocks_T = self.rows.tables_RN[rows_T, places_T // page].long()
+        slots_T = torch.where(positions_T < 0, SCRATCH_BLOCK * page, blocks_T * page + places_T % page)
+        batch = DecodeBatch(positions_T, rows_T.int(), self.rows.tables_RN, self._splits(len(rows_T)))
+        return PagedDecodeAttention(self.cache, self._rotary, batch, few_rows, slots_T)
+
+    # ── memory that steps share ────────────────────────────────────────────────────────────────────────────────────────
 
     def _shared_prefixes(self, max_groups: int, size: int, max_tokens: int) -> SharedPrefixes:
         spec = self._decoder.spec
@@ -300,3 +376,6 @@ def batch_sizes(largest: int) -> list[int]:
     while sizes and sizes[-1] < largest and sizes[-1] >= 8:
         sizes.append(min(largest, max(sizes[-1] + 8, int(sizes[-1] * BATCH_RATIO) // 8 * 8)))
     return sizes if sizes and sizes[-1] == largest else [*sizes, largest]
+
+
+VERIFYING_SIZES = batch_sizes(MAX_TOKENS)

@@ -125,14 +125,25 @@ class DeviceRows:
             self.share_samples(sampled.tokens_B, sampled.logprobs_B)
         return sampled
 
-    def advance(self, rows_B: Tensor, counts_B: Tensor, tokens_B: Tensor, logprobs_B: Tensor) -> None:
-        """The rows have sampled so many tokens, the last of them these; they die of those as in `sample`."""
-        sampled_B = self.sampled_R[rows_B] + counts_B
-        stopped_B = (tokens_B[:, None] == self.stops_RS[rows_B]).any(dim=1) | (sampled_B >= self.limit_R[rows_B])
-        self.position_R.index_add_(0, rows_B, counts_B)
-        self.sampled_R.index_copy_(0, rows_B, sampled_B)
-        self.next_token_R.index_copy_(0, rows_B, tokens_B)
-        self.alive_R.index_copy_(0, rows_B, self.alive_R[rows_B] & ~stopped_B & ~logprobs_B.isnan())
+    def advance(self, rows_T: Tensor, ahead_T: Tensor, drafts_T: Tensor, sampled: Sampled) -> None:
+        """Rows take the tokens that count of those sampled ahead, and die of the last one as in `sample`. Those of a row lie
+        together, each with how many are in front of it and the draft that it follows on; `Drafts.num_counting` says which
+        count."""
+        is_first_T, tokens_T, nan_T = ahead_T == 0, sampled.tokens_B, sampled.logprobs_B.isnan()
+        wrong_T = ~is_first_T & ((tokens_T.roll(1) != drafts_T) | nan_T.roll(1))
+        run_T = is_first_T.cumsum(0)
+        in_front_TT = (run_T[:, None] == run_T) & (ahead_T[:, None] >= ahead_T)
+        counts_T = ~(in_front_TT & wrong_T).any(dim=1)
+        goes_on_T = (counts_T & ~is_first_T).roll(-1)  # what comes back to the end is the first of its row
+        alive_T = self.alive_R[rows_T] & counts_T & ~goes_on_T
+        count_T, position_T = self.sampled_R[rows_T] + ahead_T + 1, self.position_R[rows_T] + ahead_T + 1
+        stopped_T = (tokens_T[:, None] == self.stops_RS[rows_T]).any(dim=1) | (count_T >= self.limit_R[rows_T])
+        # A row is written once, by its last token; the others write to the row that nobody has.
+        targets_T = torch.where(alive_T, rows_T, self.dead_row)
+        self.next_token_R.index_copy_(0, targets_T, tokens_T)
+        self.sampled_R.index_copy_(0, targets_T, count_T)
+        self.position_R.index_copy_(0, targets_T, position_T)
+        self.alive_R.index_copy_(0, targets_T, alive_T & ~stopped_T & ~nan_T)
 
     def _sampling_rows(self, rows_B: Tensor, counters_B: Tensor, wants: Wants) -> SamplingRows:
         return SamplingRows(

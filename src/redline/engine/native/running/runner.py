@@ -56,18 +56,17 @@ class Samples:
         """All steps of some rows."""
         return Samples(*(None if part is None else part[:, begin:end] for part in self.parts))  # type: ignore[arg-type]
 
-    @classmethod
-    def ragged(cls, sampled: Sampled, ahead_T: Tensor, which_T: Tensor, shape: tuple[int, int]) -> Samples:
-        """[S, B] of tokens that lie end to end: the first S of each row. What no token takes is zero."""
-        inside_T = ahead_T < shape[0]
+    def spread(self, drafts: Drafts, num_steps: int) -> Samples:
+        """[S, B] of the tokens [1, T] of a verifying step: the first S of each row. What none takes is zero."""
+        inside_T = drafts.ahead_T < num_steps
+        places = torch.from_numpy(drafts.ahead_T[inside_T]), torch.from_numpy(drafts.which_T[inside_T])
 
         def spread(part: Tensor) -> Tensor:
-            whole = part.new_zeros((*shape, *part.shape[1:]))
-            whole[ahead_T[inside_T], which_T[inside_T]] = part[inside_T]
+            whole = part.new_zeros((num_steps, len(drafts.lengths_B), *part.shape[2:]))
+            whole[places] = part[0, torch.from_numpy(inside_T)]
             return whole
 
-        parts = (sampled.tokens_B, sampled.logprobs_B, sampled.raw_logprobs_B, sampled.top_ids_BK, sampled.top_logprobs_BK)
-        return cls(*(None if part is None else spread(part) for part in parts))  # type: ignore[arg-type]
+        return Samples(*(None if part is None else spread(part) for part in self.parts))  # type: ignore[arg-type]
 
     def put(self, step: Tensor, sampled: Sampled) -> None:
         """Store one step's samples at the number that `step` [1] holds on the device."""
@@ -117,8 +116,6 @@ class Runner:
     """Whether launching returns before the work is done."""
     reads_prefixes_once = False
     """Whether `decode` makes use of what rows have in common."""
-    verifies = True
-    """Whether it has `verify`."""
 
     def __init__(self, decoder: AnyDecoder, cache: KVCache, rows: DeviceRows) -> None:
         self._decoder = decoder
@@ -177,22 +174,26 @@ class Runner:
     # ── verify ─────────────────────────────────────────────────────────────────────────────────────────────────────────
 
     def verify(self, rows_B: np.ndarray, positions_B: np.ndarray, drafts: Drafts, wants: Wants) -> tuple[Samples, np.ndarray]:
-        """Put the newest token of every row through the network, and its drafts behind it. Returns what was sampled after each,
-        on the host, and how many of each row's tokens count; the rows stand after those. Waits for the device."""
-        rows, which_T, ahead_T, drafts_T = (
-            self.rows.upload(part, torch.int64) for part in (rows_B, drafts.which_T, drafts.ahead_T, drafts.tokens_T)
+        """Put the newest token of every row through the network, and its drafts behind it. Returns what was sampled after each
+        row's tokens, on the host, and how many of those count; the rows stand after those. Waits for the device."""
+        samples, arrived = self.fetch(self._verify(rows_B, positions_B, drafts, wants))
+        if arrived is not None:
+            arrived.synchronize()
+        counts_B = drafts.num_counting(samples.tokens_SB[0].numpy(), samples.logprobs_SB[0].numpy())
+        return samples.spread(drafts, int(counts_B.max())), counts_B
+
+    def _verify(self, rows_B: np.ndarray, positions_B: np.ndarray, drafts: Drafts, wants: Wants) -> Samples:
+        """[1, T]."""
+        rows, rows_T, ahead_T, drafts_T = (
+            self.rows.upload(part, torch.int64) for part in (rows_B, rows_B[drafts.which_T], drafts.ahead_T, drafts.tokens_T)
         )
-        rows_T = rows[which_T]
         tokens_T = torch.where(drafts_T == NEWEST, self.rows.next_token_R[rows_T], drafts_T)
         runs = Runs(positions_B, drafts.lengths_B, self.rows.tables_RN[rows].cpu().numpy())
         attend = GatherAttention(self.cache, runs, self._dtype)
         hidden_TE = self._forward(tokens_T, attend.positions_T, attend, self.rows.adapter_slots(rows_T, wants))
         sampled = self.rows.sample_ahead(rows_T, ahead_T, self._decoder.logits(hidden_TE), wants)
-        counts_B = drafts.num_counting(sampled.tokens_B.cpu().numpy(), sampled.logprobs_B.cpu().numpy())
-        last_B = self.rows.upload(drafts.begins_B + counts_B - 1, torch.int64)
-        self.rows.advance(rows, self.rows.upload(counts_B, torch.int64), sampled.tokens_B[last_B], sampled.logprobs_B[last_B])
-        samples = Samples.ragged(sampled, ahead_T, which_T, (int(counts_B.max()), len(rows_B)))
-        return Samples(*(None if part is None else part.cpu() for part in samples.parts)), counts_B  # type: ignore[arg-type]
+        self.rows.advance(rows_T, ahead_T, drafts_T, sampled)
+        return Samples.of(sampled)
 
     # ── prefill ────────────────────────────────────────────────────────────────────────────────────────────────────────
 

@@ -14,6 +14,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+MAX_TOKENS = 256
+"""That go in at most."""
 NEWEST = -1
 """Stands for a row's newest token, which the device knows."""
 

@@ -3,21 +3,23 @@
     plain       a token of each row, as without speculation
     verifying   the rows' newest tokens and their drafts
 
-Sizes are put into bins. A verifying step of a size that was never tried counts as fast as the next smaller one that was, or as
-a plain one: it is tried once, and then known. A median of the last few forgives a step that the machine was busy in.
+Sizes are put into bins. A verifying step of a size that was not tried yet counts as fast as the next smaller one that was, or
+as a plain one: it is tried, and then known. The fastest of the last few of a bin counts, for both kinds: what a busy machine,
+or the first step of a size, takes longer says nothing of the next one.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from statistics import median
 
 MEMORY = 9
 """Steps of a bin that are remembered."""
 ENOUGH = 2
-"""Steps of a bin after which its median counts."""
-MEASURE_EVERY = 32
+"""Steps of a bin after which it counts."""
+MEASURE_EVERY = 128
 """Verifying steps after which a plain one is due, so that the comparison stays one with today."""
+NEAR = 2
+"""A plain step of so many times the rows, or of one part in so many, stands for one that was not measured."""
 
 
 class Costs:
@@ -26,36 +28,44 @@ class Costs:
     def __init__(self) -> None:
         self._plain: dict[int, deque[float]] = {}
         self._verifying: dict[int, deque[float]] = {}
-        self._num_verified: dict[int, int] = {}
-        """By bin of rows, steps since the last plain one."""
+        self._num_verified = 0
+        """Steps since the last plain one."""
 
     def add_plain(self, num_rows: int, seconds: float) -> None:
         """A step of this many rows took this long."""
         _put(self._plain, num_rows, seconds)
-        self._num_verified[size_bin(num_rows)] = 0
+        self._num_verified = 0
 
-    def add_verifying(self, num_rows: int, num_tokens: int, seconds: float) -> None:
-        """A step of this many rows, and of this many tokens with their drafts."""
+    def add_verifying(self, num_tokens: int, seconds: float) -> None:
+        """A step of this many tokens, drafts included."""
         _put(self._verifying, num_tokens, seconds)
-        self._num_verified[size_bin(num_rows)] = self._num_verified.get(size_bin(num_rows), 0) + 1
+        self._num_verified += 1
 
     def needs_plain(self, num_rows: int) -> bool:
         """Whether a plain step must be measured before a verifying one can be compared with it."""
-        found = size_bin(num_rows)
-        return len(self._plain.get(found, ())) < ENOUGH or self._num_verified[found] >= MEASURE_EVERY
+        return self._num_verified >= MEASURE_EVERY or self.plain(num_rows) is None
 
     def plain(self, num_rows: int) -> float | None:
-        """Seconds of a plain step; None where none of such a size was measured."""
-        found = self._plain.get(size_bin(num_rows))
-        return median(found) if found else None
+        """Seconds of a plain step; None where none of about such a size was measured. Of several sizes the next counts, of two
+        as near the smaller, which makes speculation look no better than it is."""
+        rows = size_bin(num_rows)
+        near = [size for size in self._plain if rows <= size * NEAR and size <= rows * NEAR and self._is_known(size)]
+        if not near:
+            return None
+        return min(self._plain[min(near, key=lambda size: (max(size / rows, rows / size), size))])
+
+    def _is_known(self, size: int) -> bool:
+        return len(self._plain[size]) >= ENOUGH
 
     def verifying(self, num_rows: int, num_tokens: int) -> float:
         """Seconds of a verifying step, where a plain one of its rows was measured. It never counts as faster than a smaller
         one, which would be noise."""
         plain = self.plain(num_rows)
         assert plain is not None
-        sizes = [size for size in self._verifying if size <= size_bin(num_tokens) and size >= size_bin(num_rows)]
-        return max([plain, *(median(self._verifying[size]) for size in sizes)])
+        smaller = [
+            times for size, times in self._verifying.items() if len(times) >= ENOUGH and num_rows < size <= size_bin(num_tokens)
+        ]
+        return max([plain, *map(min, smaller)])
 
 
 def size_bin(size: int) -> int:

@@ -18,6 +18,7 @@ import numpy as np
 
 from redline.config.sections.engine import SpeculationMode
 from redline.engine.native.running.rows import Rows
+from redline.engine.native.running.verification import MAX_TOKENS
 from redline.engine.native.sequence import Sequence as Sequence_
 from redline.engine.native.speculation.costs import Costs, size_bin
 from redline.engine.native.speculation.texts import Place, Text, Texts
@@ -26,8 +27,6 @@ MAX_DRAFT = 12
 """Tokens guessed for one row at most."""
 MAX_ROWS = 64
 """More rows that decode at once keep the device busy without guesses."""
-MAX_TOKENS = 256
-"""Tokens of a verifying step at most."""
 PRIOR = 2.0, 3.0
 """Tokens accepted, and tried, that a row begins with: what nobody has tried is worth a try."""
 MEMORY = 0.9
@@ -179,7 +178,7 @@ class Speculation:
             self.costs.add_plain(num_rows, seconds / num_steps)
             return
         (num_drafted, gained), plain = self._last, self.costs.plain(num_rows)
-        self.costs.add_verifying(num_rows, num_rows + num_drafted, seconds)
+        self.costs.add_verifying(num_rows + num_drafted, seconds)
         if plain is not None:
             self.counts.saved_s += gained / num_rows * plain - (seconds - plain)
 

@@ -14,7 +14,8 @@ def measured(plain: dict[int, float], verifying: dict[int, float] | None = None)
         for _ in range(ENOUGH):
             costs.add_plain(rows, seconds)
     for tokens, seconds in (verifying or {}).items():
-        costs.add_verifying(1, tokens, seconds)
+        for _ in range(ENOUGH):
+            costs.add_verifying(tokens, seconds)
     return costs
 
 
@@ -31,11 +32,13 @@ def test_a_size_that_was_never_tried_counts_as_the_next_smaller_one() -> None:
     assert costs.verifying(2, 16) == 4.0
 
 
-def test_one_slow_step_does_not_count() -> None:
+def test_a_first_step_that_is_slow_does_not_count() -> None:
+    """On a GPU it is the one in which a graph is captured."""
     costs = measured({1: 1.0})
-    for seconds in (1.0, 1.0, 90.0):
-        costs.add_plain(1, seconds)
-    assert costs.plain(1) == 1.0
+    costs.add_verifying(8, 90.0)
+    assert costs.verifying(1, 8) == 1.0
+    costs.add_verifying(8, 2.0)
+    assert costs.verifying(1, 8) == 2.0
 
 
 def test_a_plain_step_is_due_before_the_first_guess_and_now_and_then() -> None:
@@ -43,15 +46,19 @@ def test_a_plain_step_is_due_before_the_first_guess_and_now_and_then() -> None:
     assert costs.needs_plain(4)
     costs = measured({4: 1.0})
     assert not costs.needs_plain(4)
-    assert costs.needs_plain(5)
     for _ in range(MEASURE_EVERY):
-        costs.add_verifying(4, 8, 1.0)
+        costs.add_verifying(8, 1.0)
     assert costs.needs_plain(4)
+
+
+def test_a_plain_step_of_about_as_many_rows_stands_for_one_that_was_not_measured() -> None:
+    costs = measured({4: 1.0, 16: 3.0})
+    assert [costs.plain(rows) for rows in (1, 2, 4, 6, 8, 12, 32, 64)] == [None, 1.0, 1.0, 1.0, 1.0, 3.0, 3.0, None]
 
 
 def test_nothing_is_guessed_where_tokens_cost_as_much_as_steps() -> None:
     dear = {size: 1.0 * size for size in range(1, 64)}
-    assert best_counts([0.9, 0.9], [8, 8], measured({2: 2.0}, dear)) == [0, 0]
+    assert best_counts([0.6, 0.6], [8, 8], measured({2: 2.0}, dear)) == [0, 0]
 
 
 def test_where_tokens_are_free_all_that_may_be_right_is_tried() -> None:

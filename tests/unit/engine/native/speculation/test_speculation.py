@@ -30,7 +30,7 @@ from support.tiny_engines import (
 from redline.config.sections.engine import ServedEngineConfig
 from redline.engine import NativeEngine
 from redline.engine.native.running.verification import Drafts
-from redline.engine.native.speculation.costs import ENOUGH
+from redline.engine.native.speculation.costs import ENOUGH, MEMORY
 from redline.errors import BrokenModelError
 from redline.models.files.hf import load_decoder
 from redline.types import Completion, Delta, GenerateRequest, WeightUpdate
@@ -166,21 +166,39 @@ def test_a_model_of_nan_fails_its_request_and_no_other(model: Model) -> None:
         engine.generate([request])
 
 
-def test_auto_measures_plain_steps_first_and_then_guesses(model: Model) -> None:
-    """On a network this small a step of a dozen tokens takes about as long as a step of one; how long is not asked here."""
+def test_auto_measures_plain_steps_first_and_guesses_where_that_pays(model: Model) -> None:
     engine = model.engine(speculation="auto")
-    costs = engine._speculation.costs
-    requests = [ask(9, 60, seed=3)]
-    [expected] = engine.generate(requests)
-    assert engine._speculation.counts.steps == 0 or costs.plain(1) is not None
-    for _ in range(ENOUGH):
-        costs.add_plain(1, 1e9)  # any machine is faster
-    for _ in range(9):
-        costs.add_plain(1, 1e9)
-    [found] = engine.generate(requests)
+    speculation, request = engine._speculation, ask(9, 60, seed=3)
+    assert not speculation.may_draft(1)
+    [expected] = engine.generate([request])
+    assert speculation.may_draft(1)
+    for tokens in [*range(2, 17)] * ENOUGH:
+        speculation.costs.add_verifying(tokens, 1.0)
+    for seconds, pays in [(1e-9, False), (1e9, True)]:  # no machine is faster than the one, and none slower than the other
+        for _ in range(MEMORY):
+            speculation.costs.add_plain(1, seconds)
+        before = engine.stats
+        number = engine.submit(request)
+        for _ in range(4):
+            engine.step()
+        assert (engine.stats.accepted_tokens > before.accepted_tokens) == pays
+        engine.abort(number)
+        finish(engine)
+    [found] = engine.generate([request])
     assert_same(found, expected)
-    assert engine._speculation.counts.accepted_tokens > 0
-    assert engine._speculation.counts.saved_s > 0
+
+
+def test_saved_seconds_are_steps_not_taken_less_what_verifying_took_longer(model: Model) -> None:
+    speculation = model.engine(speculation="auto")._speculation
+    for _ in range(ENOUGH):
+        speculation.took(2.0, 4, 1, verified=False)
+    speculation.learn({}, {})
+    speculation._last = 12, 6
+    speculation.took(2.5, 4, 1, verified=True)
+    assert speculation.counts.saved_s == pytest.approx(6 / 4 * 2.0 - 0.5)
+    speculation._last = 12, 0
+    speculation.took(2.5, 4, 1, verified=True)
+    assert speculation.counts.saved_s == pytest.approx(6 / 4 * 2.0 - 1.0)
 
 
 def test_off_guesses_nothing(model: Model) -> None:
