@@ -33,8 +33,8 @@ class Stage(Enum):
 class Wants:
     """What any sequence of a batch asks for beyond a temperature; the host knows, so kernels need not look."""
 
-    truncation: bool = False
-    """top-k or top-p, which need the order of the tokens."""
+    top_k: bool = False
+    top_p: bool = False
     min_p: bool = False
     bias: bool = False
     min_tokens: bool = False
@@ -46,12 +46,13 @@ class Wants:
     @property
     def is_plain(self) -> bool:
         """Whether it needs temperature alone of the sampler."""
-        return not (self.truncation or self.min_p or self.bias or self.min_tokens or self.raw or self.top)
+        return not (self.top_k or self.top_p or self.min_p or self.bias or self.min_tokens or self.raw or self.top)
 
     @classmethod
     def of(cls, sampling: SamplingParams, *, lora: bool = False) -> Wants:
         return cls(
-            truncation=bool(sampling.top_k or sampling.top_p < 1),
+            top_k=sampling.top_k > 0,
+            top_p=sampling.top_p < 1,
             min_p=sampling.min_p > 0,
             bias=bool(sampling.logit_bias) or sampling.allowed_token_ids is not None,
             min_tokens=sampling.min_tokens > 0 and bool(sampling.stop_token_ids),
@@ -62,7 +63,8 @@ class Wants:
 
     def __or__(self, other: Wants) -> Wants:
         return Wants(
-            self.truncation or other.truncation,
+            self.top_k or other.top_k,
+            self.top_p or other.top_p,
             self.min_p or other.min_p,
             self.bias or other.bias,
             self.min_tokens or other.min_tokens,

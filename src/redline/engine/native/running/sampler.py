@@ -26,6 +26,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from redline.kernels.available import kernels_serve
+
 CHUNK = 128
 """Vocabulary entries per first-level bin of the inverse-CDF search."""
 CANDIDATES = 512
@@ -94,6 +96,8 @@ def sample(logits_BV: Tensor, rows: SamplingRows, *, raw: bool = False, top: int
     V = logits_BV.shape[1]
     greedy_B = rows.temperature_B == 0
     scaled_BV = _filtered(_biased(logits_BV, rows) / torch.where(greedy_B, 1.0, rows.temperature_B)[:, None], rows)
+    if kernels_serve(scaled_BV) and not (raw or top):
+        return _drawn_by_kernel(scaled_BV, rows)
     chunks_BCN = _chunked(scaled_BV)
     peaks_BC = chunks_BCN.amax(dim=-1)
     centred_BCN = chunks_BCN.sub_(peaks_BC.amax(dim=-1)[:, None, None])  # in place: the division above made them ours
@@ -110,6 +114,16 @@ def sample(logits_BV: Tensor, rows: SamplingRows, *, raw: bool = False, top: int
     if top:
         centred_BK, sampled.top_ids_BK = centred_BV.topk(top, dim=-1)
         sampled.top_logprobs_BK = centred_BK - log_total_B1
+    return sampled
+
+
+def _drawn_by_kernel(scaled_BV: Tensor, rows: SamplingRows) -> Sampled:
+    """The same of logits that temperature and filters have made, which are read once."""
+    from redline.kernels.decode.sampling import sample_plain
+
+    sampled = Sampled(torch.empty_like(rows.streams_B), torch.empty_like(rows.temperature_B))
+    divisors_B = (rows.temperature_B > 0).float()  # 0 stays greedy
+    sample_plain(scaled_BV, divisors_B, rows.streams_B, rows.counters_B, sampled.tokens_B, sampled.logprobs_B)
     return sampled
 
 
@@ -161,6 +175,10 @@ def _filtered(scaled_BV: Tensor, rows: SamplingRows) -> Tensor:
 
 def _last_kept(scaled_BV: Tensor, rows: SamplingRows) -> tuple[Tensor, Tensor]:
     """Value and id, [B, 1] each, of the last token that top-k and top-p keep: likeliest first, of equals the lower id first."""
+    if kernels_serve(scaled_BV):
+        from redline.kernels.decode.last_kept import last_kept
+
+        return last_kept(scaled_BV, rows.top_k_B, rows.top_p_B)
     B, V = scaled_BV.shape
     k_B = scaled_BV.new_zeros(B) if rows.top_k_B is None else rows.top_k_B
     p_B = scaled_BV.new_ones(B) if rows.top_p_B is None else rows.top_p_B
@@ -180,8 +198,8 @@ def _last_kept(scaled_BV: Tensor, rows: SamplingRows) -> tuple[Tensor, Tensor]:
 
 
 def _num_candidates(k_B1: Tensor, V: int) -> int:
-    """How many of the likeliest tokens to put in order at first. All on a CUDA device, which cannot be asked whether they
-    suffice; a CPU can, and takes ten times as long to sort a vocabulary as to find its few likeliest tokens."""
+    """How many of the likeliest tokens to put in order at first. All on a device, which cannot be asked whether they suffice; a
+    CPU can, and takes ten times as long to sort a vocabulary as to find its few likeliest tokens."""
     if k_B1.device.type == "cpu":
         return min(V, max(CANDIDATES, int((k_B1 % V).max())))
     return V
