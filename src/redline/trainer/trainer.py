@@ -191,7 +191,10 @@ class PolicyTrainer:
             totals.agree(self._parallel)
         known = PlannedStep.of(plan, self._optimizer.learning_rate(version), training_flops(self._flops, plan.load))
         seen = self._update(totals, known.learning_rate, place, bad)
-        return totals.report(known, seen, dict(zip(self._routing.names, seen.beside, strict=True)))
+        beside = dict(zip(self._routing.names, seen.beside, strict=True))
+        if plan.num_ranks > 1:
+            beside["rank_imbalance"] = plan.rank_imbalance
+        return totals.report(known, seen, beside)
 
     def _train(self, plan: MicroBatchPlan, numbers: Numbers) -> StepTotals:
         self._routing.clear()

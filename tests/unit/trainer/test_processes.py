@@ -77,7 +77,7 @@ def assert_same_outcome(together: list[Outcome], alone: Outcome) -> None:
     for ours, theirs in zip(first.reports, alone.reports, strict=True):
         for name in ("loss", "grad_norm", "entropy", "clip_fraction", "mismatch_kl", "max_ratio", "num_trained_tokens"):
             assert getattr(ours, name) == pytest.approx(getattr(theirs, name), rel=1e-4, abs=1e-6), name
-        beside = {name: value for name, value in ours.extra.items() if name != "oom_retries"}
+        beside = {name: value for name, value in ours.extra.items() if name not in ("oom_retries", "rank_imbalance")}
         assert beside == pytest.approx(theirs.extra, rel=1e-3, abs=1e-6)
     # AdamW divides by the root of the second moment: where a gradient is all rounding, a step of six amplifies it.
     assert_close(part_of(first.state, "master/"), part_of(alone.state, "master/"), tolerance=3e-5)

@@ -40,6 +40,8 @@ FEWEST_ROUNDS, MOST_ROUNDS = 6, 24
 """Rounds of a pair: six are the fewest that have an exact interval."""
 PHASES = {"training": ("forward/backward", "optimizer step"), "generation": ("generation",)}
 """Phase of a step → the planner's names of its parts."""
+MOST_TOGETHER = 0.8
+"""Share of a GPU's memory that two sides may need at once, by the planner: then they take turns on it."""
 FIRST_S, LEAST_S, PATIENCE = 1800.0, 120.0, 20.0
 """What a start or a step may take before it counts as a hang: seconds while nothing is known, seconds in any case, and times
 the longest so far."""
@@ -57,7 +59,7 @@ class ProcessBench:
     told: Told | None = None
     """What the last pair said of itself."""
     longest_s: float = 0.0
-    _plans: dict[str, Plan | None] = field(default_factory=dict)
+    _plans: dict[tuple[str, float | None], Plan | None] = field(default_factory=dict)
 
     # ── looking ────────────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -119,16 +121,16 @@ class ProcessBench:
         from redline.lab.plan.plan import Hardware, make_plan  # imports torch: what is wrong with the recipe is said before
 
         name = name_of({key: value for key, value in settings.items() if key != "run.num_threads"})  # plans measure a machine
-        if name not in self._plans:
+        lengths = facts.mean("rollouts/completion_tokens_mean") if facts else None
+        if (name, lengths) not in self._plans:
             config = load_recipe(self.recipe, [*self.overrides, *overrides_of(settings)])
             threads = self.config({}).run.num_threads
             same = config.model_copy(update={"run": config.run.model_copy(update={"num_threads": threads})})
-            lengths = facts.mean("rollouts/completion_tokens_mean") if facts else None
             try:
-                self._plans[name] = make_plan(same, Hardware(), mean_new_tokens=lengths)
+                self._plans[name, lengths] = make_plan(same, Hardware(), mean_new_tokens=lengths)
             except ConfigError:
-                self._plans[name] = None
-        return self._plans[name]
+                self._plans[name, lengths] = None
+        return self._plans[name, lengths]
 
     def _planned_ratio(self, settings: Change, change: Change, facts: Facts | None) -> float | None:
         """How many times as fast the planner takes a change for: what it says of the phase, by the phase's recorded share."""
@@ -169,7 +171,7 @@ class ProcessBench:
     def measure(self, a: Change, b: Change, number: int) -> Pair:
         """Blocks for a pair. Sides that do not fit into the memory together run one after the other."""
         jobs = self._job(a), self._job(b)
-        alternate = self._takes_turns(a) and self._takes_turns(b)
+        alternate = self._rests(a) and self._rests(b) and self._fit_together(a, b)
         try:
             pair, self.told = measure_pair(*jobs, Turns(self._rounds(), alternate, self._limit_s()), number, 0)
         except SideError as error:
@@ -185,12 +187,23 @@ class ProcessBench:
         overrides = [*self.overrides, *overrides_of(settings)]
         return Job(OWN_SOURCE, {"recipe": str(self.recipe.resolve()), "overrides": overrides}, name_of(settings))
 
-    def _takes_turns(self, settings: Change) -> bool:
-        """Whether the process rests while the other side has its turn: not on a GPU, whose memory one side may need alone, nor
-        where engines or environments go on by themselves."""
+    def _rests(self, settings: Change) -> bool:
+        """Whether the process does nothing while the other side has its turn. Engines and environments of its own go on."""
         config = self.config(settings)
         goes_on = config.rollouts.environment.name is not None or getattr(config.rollouts.task, "kind", "") == "import"
-        return config.run.device == "cpu" and not config.placement.engines and not (config.buffer.max_lag and goes_on)
+        return not config.placement.engines and not (config.buffer.max_lag and goes_on)
+
+    def _fit_together(self, a: Change, b: Change) -> bool:
+        """Whether a GPU holds both sides at once, each with the sizes that it would have alone: the recipe gives them, and they
+        are small. On a CPU that is found out."""
+        configs = self.config(a), self.config(b)
+        if all(config.run.device == "cpu" for config in configs):
+            return True
+        if any(not c.engine.kv_cache_memory_bytes or not c.trainer.max_tokens_per_micro_batch for c in configs):
+            return False  # sizes that are chosen by the memory that is free
+        plans = [plan for settings in (a, b) if (plan := self._plan(settings, None)) is not None]
+        needed = sum(plan.memory.worst.total for plan in plans)
+        return len(plans) == 2 and needed <= MOST_TOGETHER * plans[0].setup.device.memory_bytes
 
     def _rounds(self) -> int:
         """An even number, so that each side is first as often; together they last about as long as the start."""

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from redline.errors import ConfigError
 from redline.lab.doctor.doctor import Diagnosis
+from redline.lab.doctor.finding import Finding
 from redline.lab.simulate.recorded import Recording
 from redline.lab.simulate.whatif import KEYS, Answer, simulate
 from redline.lab.tune.space import SPACE, Change, name_of, overrides_of
 
 MOST_SHARE = 0.95
 """Share of the time that a change may be said to save: a ratio stays finite."""
+ALONE = ("buffer.max_lag", "placement.")
+"""Keys that are tried by themselves: what they change besides the speed is to be seen beside their own gain."""
 
 
 @dataclass(slots=True, frozen=True)
@@ -57,11 +60,25 @@ def proposals(
     changes: Iterable[Change], diagnosis: Diagnosis | None, recording: Recording | None, planner: Planner
 ) -> list[Proposal]:
     """Predict every change, and those that the doctor asks for; in the order in which they are to be tried."""
-    found = {finding.cause: finding for finding in (diagnosis.findings if diagnosis else ())}
-    asked = [finding.change for finding in found.values() if finding.change and finding.change.keys() <= SPACE.keys()]
-    every = {name_of(change): change for change in [*asked, *changes]}
+    findings = diagnosis.findings if diagnosis else ()
+    asked = [finding for finding in findings if finding.change and finding.change.keys() <= SPACE.keys()]
+    every = {name_of(change): change for change in [*(finding.change for finding in asked), *changes]}
     made = [Proposal(change, _predicted(change, diagnosis, recording, planner)) for change in every.values()]
-    return sorted(made, key=_place)
+    return sorted([*_together(asked, diagnosis), *made], key=_place)
+
+
+def _together(asked: Sequence[Finding], diagnosis: Diagnosis | None) -> Iterator[Proposal]:
+    """All that the doctor asks for as one change, where that is more than one. A recipe with many mistakes loses them in one
+    trial; where that fails, each is tried by itself."""
+    joined = [finding for finding in asked if not any(key.startswith(ALONE) for key in finding.change)]
+    change = {key: value for finding in reversed(joined) for key, value in finding.change.items()}
+    if diagnosis is None or len(joined) < 2:
+        return
+    gains = [finding.gain for finding in joined]
+    low, likely, high = (
+        _times(sum(getattr(gain, part) for gain in gains), diagnosis) for part in ("low_s", "likely_s", "high_s")
+    )
+    yield Proposal(change, Prediction(likely, low, high, "doctor", " ".join(finding.title for finding in joined)))
 
 
 def _place(proposal: Proposal) -> tuple[int, float]:

@@ -78,6 +78,11 @@ class MicroBatchPlan:
     """int64: tokens of the batch through the network; a prompt counts once for every micro-batch that it is in."""
 
     @property
+    def num_ranks(self) -> int:
+        """Ranks that share the batch."""
+        return self.cost_RN.shape[0]
+
+    @property
     def num_micro_batches(self) -> int:
         """Micro-batches of one rank; every rank has as many."""
         return self.cost_RN.shape[1]

@@ -170,7 +170,7 @@ PLANTED: dict[str, Facts] = {
         {**ON_GPU, "memory/offloaded_bytes": 4e9},
     ),
     "double_forward": facts({**LOCKSTEP, "trainer/recompute_s": 0.15}, {"trainer.mini_batches": 4}),
-    "imbalance": facts({**LOCKSTEP, "timeline/wait_for_ranks_s": 0.3}),
+    "imbalance": facts({**LOCKSTEP, "trainer/rank_imbalance": 1.8}),
     "long_tail": facts({**LOCKSTEP, "rollouts/attempt_latency_p99_s": 2.0, "engine/batch_size_mean": 12}),
     "no_overlap": facts(LOCKSTEP, {**CUDA, "placement.engines": 1}, ON_GPU),
     "no_overlap with environments": facts(

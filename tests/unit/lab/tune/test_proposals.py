@@ -110,12 +110,38 @@ def test_the_doctor_the_simulator_and_the_planner_predict_what_each_knows() -> N
     assert likely == sorted(likely, reverse=True)
 
 
+def test_all_that_the_doctor_asks_for_is_tried_together_first_but_for_a_lag() -> None:
+    asked = (
+        finding("micro_batch_too_small", 0.3, trainer__max_tokens_per_micro_batch=999),
+        finding("checkpointing_not_needed", 0.2, trainer__gradient_checkpointing="none"),
+        finding("long_tail", 0.1, buffer__max_lag=1),
+    )
+    first, *others = proposals([], diagnosed(*asked), None, lambda change: None)
+    assert first.change == {"trainer.max_tokens_per_micro_batch": 999, "trainer.gradient_checkpointing": "none"}
+    assert first.prediction is not None
+    assert first.prediction.likely == pytest.approx(1 / (1 - 0.5))
+    assert first.prediction.low == pytest.approx(1 / (1 - 0.25))
+    assert [name_of(each.change) for each in others] == [
+        "trainer.max_tokens_per_micro_batch=999", "trainer.gradient_checkpointing=none", "buffer.max_lag=1",
+    ]  # fmt: skip
+    alone = proposals([], diagnosed(asked[0], asked[2]), None, lambda change: None)
+    assert [len(each.change) for each in alone] == [1, 1]
+
+
+@pytest.mark.gpu
+def test_sides_share_a_gpu_only_where_their_sizes_are_given(tmp_path: Path) -> None:
+    given = ("engine.kv_cache_memory_bytes=1000000", "trainer.max_tokens_per_micro_batch=512", "run.device=cuda")
+    assert ProcessBench(SMOKE, given, tmp_path, max_lag=1)._fit_together({}, {})
+    assert not ProcessBench(SMOKE, given[1:], tmp_path, max_lag=1)._fit_together({}, {})
+    assert not ProcessBench(SMOKE, given, tmp_path, max_lag=1)._fit_together({}, {"trainer.max_tokens_per_micro_batch": None})
+
+
 def test_what_the_recipes_rules_or_the_lag_refuse_is_ruled_out_with_the_reason(tmp_path: Path) -> None:
     bench = ProcessBench(SMOKE, ("run.device=cpu",), tmp_path, max_lag=1)
     assert "lag of more than 1" in bench._refusal({"buffer.max_lag": 2}, None)
     assert "rollouts.group_size = 8" in bench._refusal({"engine.max_num_seqs": 4}, None)
-    assert bench._takes_turns({})
-    assert not bench._takes_turns({"placement.engines": 1, "buffer.max_lag": 1})
+    assert bench._rests({})
+    assert not bench._rests({"placement.engines": 1, "buffer.max_lag": 1})
 
 
 def test_recipes_whose_processes_are_elsewhere_are_refused_before_anything_is_written(tmp_path: Path) -> None:

@@ -235,6 +235,7 @@ def _asked(plant: Plant, fix: Mapping[str, Any] | None = None) -> dict[str, Any]
         "first_delays": dict(plant.first_delays) if is_same_world else {},
         "with_first": bool(plant.first_delays),
         "has_neighbours": plant.neighbours > 0,
+        "ranks": plant.ranks,
     }
 
 

@@ -1,7 +1,7 @@
 """The library: a small run, and what is done to it. Each plant knows the cause that the doctor should name first.
 
-Causes that need a GPU, or several ranks, are not planted here: kv_cache_too_large, too_much_tensor_parallelism,
-offload_not_needed, memory_spike, cpu_bound, throttling and imbalance.
+Causes that need a GPU are not planted here: kv_cache_too_large, too_much_tensor_parallelism, offload_not_needed, memory_spike,
+cpu_bound and throttling.
 """
 
 from __future__ import annotations
@@ -48,6 +48,8 @@ class Plant:
     """The same in the first step alone. The gain is then of all steps, not of the steady ones."""
     neighbours: int = 0
     """Processes that keep a core busy each, beside the run."""
+    ranks: int = 1
+    """Processes that train together, by gloo."""
 
 
 def talk(turns: int = 2, **params: Any) -> dict[str, Any]:
@@ -148,6 +150,12 @@ PLANTS: Mapping[str, Plant] = {
         "double_forward",
         "four updates a step, old logprobs computed again",
         {"trainer.mini_batches": 4, "trainer.recompute_old_logprobs": True},
+    ),
+    "uneven-ranks": Plant(
+        "imbalance",
+        "two ranks, and one answer of sixteen that takes twelve turns",
+        {**talk(turns=1, long_turns=12, long_every=16), "rollouts.groups_per_step": 2},
+        ranks=2,
     ),
     # ── between the stages ──
     "few-long": Plant(

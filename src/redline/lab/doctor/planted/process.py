@@ -1,19 +1,20 @@
 """A process that trains plants, and the same without their bottleneck, each when it is told to.
 
     python -m redline.lab.doctor.planted.process FOLDER
-    {"keys": {...}, "delays": {...}, "first_delays": {...}, "with_first": false, "has_neighbours": false}
+    {"keys": {...}, "delays": {...}, "first_delays": {...}, "with_first": false, "has_neighbours": false, "ranks": 1}
     →  {"findings": [...], "neighbours_s": ..., "step_s": [...], "attempts": ...}
 
-Runs in one process load torch once, and are warm alike.
+Runs in one process load torch once, and are warm alike; those of several ranks are started by torchrun, each time anew.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import subprocess
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -46,7 +47,11 @@ def main() -> None:
 def planted(parent: Path, wanted: Mapping[str, Any]) -> dict[str, Any]:
     """Train one run in a folder below `parent`, and say what the doctor and the clock say of it."""
     overrides = [f"{key}={json.dumps(value)}" for key, value in wanted["keys"].items()]
-    checked = new_run(make_config(RECIPE, [*overrides, f"run.folder={json.dumps(str(parent))}"]))
+    overrides.append(f"run.folder={json.dumps(str(parent))}")
+    if wanted["ranks"] > 1:
+        facts = Facts.of(_trained_by_ranks(parent, overrides, wanted["ranks"]))
+        return {**_said(facts, wanted["has_neighbours"]), **_measured(facts, wanted["with_first"])}
+    checked = new_run(make_config(RECIPE, overrides))
     folder = RunFolder.create(parent, "planted")
     always, first = wanted["delays"], wanted["first_delays"]
     if always or first:
@@ -54,6 +59,17 @@ def planted(parent: Path, wanted: Mapping[str, Any]) -> dict[str, Any]:
     train(checked, folder, began_ns=time.perf_counter_ns())
     facts = Facts.of(Run.open(folder.path), with_delays=True)
     return {**_said(facts, wanted["has_neighbours"]), **_measured(facts, wanted["with_first"])}
+
+
+def _trained_by_ranks(parent: Path, overrides: Sequence[str], ranks: int) -> Run:
+    """Train a run by several processes. Blocks until they have ended; raises CalledProcessError where they fail."""
+    recipe = parent / "planted.yaml"
+    recipe.write_text(json.dumps(RECIPE))  # YAML that needs no library
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+    before = set(parent.iterdir())
+    subprocess.run([*launcher, "-m", "redline", "train", str(recipe), *overrides], check=True, stdout=subprocess.DEVNULL)
+    [made] = set(parent.iterdir()) - before
+    return Run.open(made)
 
 
 def _said(facts: Facts, has_neighbours: bool) -> dict[str, Any]:

@@ -10,6 +10,8 @@ from redline.lab.doctor.facts import Facts, Parts
 from redline.lab.doctor.finding import Abstention, Answer, Evidence, Finding
 from redline.lab.doctor.rules.sizes import attempts_at_once, num_engines, rows_of_an_engine
 
+TENSOR_PARALLEL = ("tensor_parallel_size", "tp_size")
+"""What vLLM and SGLang call the number of GPUs that divide an engine."""
 FULL = 0.5
 """Share of the KV cache's blocks from which on it may be too full for one more group, whose blocks are given all at once."""
 
@@ -161,7 +163,9 @@ def kv_cache_too_large(facts: Facts) -> Answer:
 
 def too_much_tensor_parallelism(facts: Facts) -> Answer:
     """A model that one GPU holds is divided among several."""
-    size = facts.setting("engine.options", {}).get("tensor_parallel_size", 1)
+    options = facts.setting("engine.options", {})
+    key = next((name for name in TENSOR_PARALLEL if name in options), TENSOR_PARALLEL[0])
+    size = options.get(key, 1)
     weights, memory = facts.sampled("memory/weights_bytes"), facts.sampled("gpu/0/memory_total_bytes")
     if size <= 1:
         return None
@@ -176,7 +180,7 @@ def too_much_tensor_parallelism(facts: Facts) -> Answer:
         title=f"A model of {weights / 1e9:.1f} GB is divided among {size} GPUs.",
         why="Every layer waits for two sums over all of them; as several engines each GPU works by itself.",
         evidence=(
-            Evidence("engine.options.tensor_parallel_size", size, "GPUs that divide the model"),
+            Evidence(f"engine.options.{key}", size, "GPUs that divide the model"),
             Evidence("memory/weights_bytes", weights, "bytes of weights"),
         ),
         gain=facts.saved(
@@ -184,9 +188,11 @@ def too_much_tensor_parallelism(facts: Facts) -> Answer:
             facts.phase("generation", "rollouts"),
             "generation",
             Parts(0.05, 0.25, 0.5),
-            "requests are many enough for all engines",
+            "requests are many enough for an engine on each GPU",
         ),
-        change={"engine.options.tensor_parallel_size": 1, "placement.engines": size},
+        change={},
+        advice=f"engine.kind=native with placement.engines={size} has a whole engine on each GPU. Fewer GPUs for one engine"
+        f" (engine.options.{key}) make a token dearer, and leave the others to the trainer.",
     )
 
 

@@ -133,20 +133,24 @@ def double_forward(facts: Facts) -> Answer:
 
 def imbalance(facts: Facts) -> Answer:
     """One rank has more to do than the others, and these wait."""
-    waits = facts.phase("wait_for_ranks")
-    if not waits.any():
+    dearest = facts.steps.get("trainer/rank_imbalance")
+    if dearest is None:
         return None
+    waits = _passes(facts) * (1 - 1 / np.maximum(1.0, np.nan_to_num(dearest, nan=1.0)))
     return Finding(
         cause="imbalance",
-        title="Trainer ranks wait for each other.",
-        why="A step ends when the rank with the dearest micro-batches has done them.",
+        title=f"The rank with the most to do has {float(np.nanmean(dearest)):.1f} times the mean of all.",
+        why="A step ends when the rank with the dearest sequences has done them, and the others wait for it.",
         evidence=(
-            Evidence("timeline/wait_for_ranks_s", float(waits.mean()), "seconds a step"),
-            facts.evidence("trainer/imbalance", "cost of the dearest micro-batch over the mean"),
+            facts.evidence("trainer/rank_imbalance", "cost of the dearest rank over the mean"),
+            facts.evidence("trainer/forward_s", "seconds a step"),
+            facts.evidence("trainer/backward_s", "seconds a step"),
         ),
-        gain=facts.saved("trainer", waits, "ranks", Parts(0.2, 0.5, 0.9), "the work can be divided evenly"),
+        gain=facts.saved("trainer", waits, "training", Parts(0.2, 0.6, 1.0), "more sequences can be divided more evenly"),
         change={},
-        advice="More groups a step can be divided more evenly; `redline show RUN --ledger` shows whether one GPU is slower.",
+        advice="A sequence is computed by one rank: more groups a step are divided more evenly, and"
+        " trainer.sequence_parallel_size divides long ones. A rank whose device is slower is not seen here: record a profile of"
+        " every rank, and ask `redline doctor` of these.",
     )
 
 
