@@ -40,7 +40,7 @@ POOLS: Mapping[Pool, tuple[str, ...]] = {
     "generation": ("generation",),
     "training": ("training",),
     "rewards": ("reward", "wait_for_rewards", "wait_for_reward_model"),
-    "environments": ("environment", "wait_for_environments"),
+    "environments": ("environment", "wait_for_environments", "generation"),
     "tasks": ("data", "wait_for_task", "wait_for_tasks", "wait_for_calls", "wait_for_requests"),
     "weights": ("weight_sync", "wait_for_engine"),
     "ranks": ("wait_for_ranks", "wait_for_stages"),

@@ -38,7 +38,7 @@ def finding(cause: str, likely_s: float) -> dict:
 def test_what_was_predicted_and_measured_are_shares_of_the_planted_run() -> None:
     before = {"findings": [finding("slow_reward", 4.0)], "neighbours_s": 0.0, "step_s": [1.0] * 10, "attempts": 100}
     after = {"findings": [], "step_s": [0.5] * 10, "attempts": 100}
-    outcome = _judged("reward-waits", PLANTS["reward-waits"], before, after, {})
+    outcome = _judged("reward-waits", PLANTS["reward-waits"], before, saved_share([before, before], after), {})
     assert outcome.is_right
     assert outcome.predicted == Share(0.0, 0.4, 0.8)
     assert outcome.measured == Share(0.5, 0.5, 0.5)
@@ -46,7 +46,14 @@ def test_what_was_predicted_and_measured_are_shares_of_the_planted_run() -> None
 
 def test_time_is_measured_by_attempts_that_did_not_fail() -> None:
     before, after = ({"step_s": [1.0] * 10, "attempts": count} for count in (60, 100))
-    assert saved_share(before, after).likely == pytest.approx(0.4)
+    assert saved_share([before], after).likely == pytest.approx(0.4)
+
+
+def test_a_machine_that_slows_down_widens_the_interval_of_what_was_measured() -> None:
+    first, after, last = ({"step_s": [seconds] * 10, "attempts": 100} for seconds in (1.0, 0.6, 1.4))
+    measured = saved_share([first, last], after)
+    assert measured.likely == pytest.approx(0.5)
+    assert (measured.low, measured.high) == (pytest.approx(0.4167, abs=1e-3), pytest.approx(0.5833, abs=1e-3))
 
 
 def test_neighbours_that_were_not_planted_are_said_with_the_verdict() -> None:

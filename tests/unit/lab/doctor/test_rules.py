@@ -185,6 +185,10 @@ PLANTED: dict[str, Facts] = {
     "staleness_waits": facts(
         {**BESIDE, "timeline/wait_for_rollouts_s": 0.3, "timeline_rollouts/wait_for_budget_s": 0.3}, {"buffer.max_lag": 1}
     ),
+    "staleness_waits with environments": facts(
+        {**BESIDE, "timeline/wait_for_rollouts_s": 0.5, "timeline_rollouts/wait_for_environments_s": 0.5},
+        {"buffer.max_lag": 1, "rollouts.environment.name": "web", "rollouts.environment.workers": 64},
+    ),
     "sync_stall": facts({**LOCKSTEP, "timeline/weight_sync_s": 0.25}),
     "serialisation": facts(LOCKSTEP, spans={"buffer.pack": 3.0}),
     "slow_first_step": facts(first_s=9.0),

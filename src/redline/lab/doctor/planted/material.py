@@ -55,12 +55,19 @@ class Talk:
     """A conversation of some turns, played in the event loop. Implements `ports.Environment` and brings its own tasks."""
 
     def __init__(
-        self, seed: int = 0, turns: int = 2, wait_s: float = 0.0, says: int = 8, long_turns: int = 0, long_every: int = 16
+        self,
+        seed: int = 0,
+        turns: int = 2,
+        wait_s: float = 0.0,
+        says: int = 8,
+        long_turns: int = 0,
+        long_says: int = 0,
+        long_every: int = 16,
     ) -> None:
         """Before each turn but the first, `wait_s` is awaited and the policy is told `says` characters. Every `long_every`-th
-        attempt has `long_turns` turns, where that is not 0."""
-        self._seed, self._turns, self._wait_s, self._says = seed, turns, wait_s, says
-        self._long_turns, self._long_every = long_turns, long_every
+        attempt has `long_turns` turns, and is told `long_says` characters, where these are not 0."""
+        self._seed, self._wait_s, self._long_every = seed, wait_s, long_every
+        self._usual, self._long = (turns, says), (long_turns or turns, long_says or says)
         self._plays = 0
 
     def train(self, index: int) -> Task:
@@ -71,12 +78,12 @@ class Talk:
 
     async def play(self, task: Task, policy: Any) -> dict[str, float]:
         self._plays += 1
-        is_long = self._long_turns > 0 and self._plays % self._long_every == 0
+        turns, says = self._usual if self._plays % self._long_every else self._long
         messages, said = [*task.messages], ""
-        for turn in range(self._long_turns if is_long else self._turns):
+        for turn in range(turns):
             if turn:
                 await asyncio.sleep(self._wait_s)
-                messages.append({"role": "user", "content": "?" * self._says})
+                messages.append({"role": "user", "content": "?" * says})
             reply = await policy.say(messages)
             messages.append(reply.message)
             said += reply.text

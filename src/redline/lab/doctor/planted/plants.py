@@ -153,8 +153,13 @@ PLANTS: Mapping[str, Plant] = {
     ),
     "uneven-ranks": Plant(
         "imbalance",
-        "two ranks, and one answer of sixteen that takes twelve turns",
-        {**talk(turns=1, long_turns=12, long_every=16), "rollouts.groups_per_step": 2},
+        "two ranks, and one attempt of four that is told fifty times as much",
+        {
+            **talk(turns=4, says=4, long_says=200, long_every=4),
+            "rollouts.max_new_tokens": 4,
+            "rollouts.groups_per_step": 2,
+            "rollouts.group_size": 2,
+        },
         ranks=2,
     ),
     # ── between the stages ──
@@ -165,7 +170,7 @@ PLANTS: Mapping[str, Plant] = {
     "lag-too-small": Plant(
         "staleness_waits",
         "environments that await longer than a step, and a lag of 1",
-        {**talk(turns=3, wait_s=0.3), "buffer.max_lag": 1},
+        {**talk(turns=3, wait_s=0.8), "buffer.max_lag": 1},
     ),
     "weights-delayed": Plant("sync_stall", "new weights take 0.3 s", fix={}, delays={"weight_sync.publish": 0.3}),
     "store-delayed": Plant("serialisation", "a batch is packed in 0.25 s", fix={}, delays={"buffer.pack": 0.25}),

@@ -77,21 +77,33 @@ def staleness_waits(facts: Facts) -> Answer:
     """Rollouts may not go on, since what they sample would be too old, and then the trainer waits for them."""
     if facts.is_lockstep:
         return None
-    budget = facts.phase("wait_for_budget", "rollouts")
-    lost = np.minimum(budget, facts.trainer_waits)
-    lag = facts.setting("buffer.max_lag", 0)
     if (facts.mean("buffer/groups_to_score") or 0) >= 1:
         return None  # then rewards are what both wait for
+    lag = facts.setting("buffer.max_lag", 0)
+    budget, awaited = facts.phase("wait_for_budget", "rollouts"), facts.phase("wait_for_environments", "rollouts")
+    if has_few_workers(facts):  # more of them come first
+        awaited = np.zeros(facts.num_steps)
+    parts, assumption = Parts(0.2, 0.6, 1.0), "one more step of lag is enough to keep both at work"
+    if (
+        awaited.sum() > budget.sum()
+    ):  # environments answer as soon as they do: of n + 1 batches under way each takes n / (n + 1)
+        parts = Parts(0.5 / (lag + 2), 1 / (lag + 2), 1 / (lag + 1))
+        assumption = "environments take no longer with the attempts of one more batch under way"
+    lost = np.minimum(np.maximum(budget, awaited), facts.trainer_waits)
     return Finding(
         cause="staleness_waits",
         title="Trainer and rollouts wait for each other.",
-        why=f"Rollouts stop when they are {lag} steps ahead (buffer.max_lag), and the trainer waits when they begin again.",
+        why=f"Rollouts begin nothing that would be over {lag} steps ahead (buffer.max_lag), and the trainer waits for what is"
+        " under way.",
         evidence=(
             Evidence("timeline_rollouts/wait_for_budget_s", float(budget.mean()), "seconds a step that rollouts wait"),
+            Evidence(
+                "timeline_rollouts/wait_for_environments_s", float(awaited.mean()), "seconds a step for environments alone"
+            ),
             Evidence("timeline/wait_for_rollouts_s", float(facts.trainer_waits.mean()), "seconds a step that the trainer does"),
             facts.evidence("buffer/lag_mean", "steps of lag of what was trained on"),
         ),
-        gain=facts.saved("both", lost, "step", Parts(0.2, 0.6, 1.0), "one more step of lag is enough to keep both at work"),
+        gain=facts.saved("both", lost, "step", parts, assumption),
         change={"buffer.max_lag": lag + 1},
     )
 

@@ -9,7 +9,7 @@ import numpy as np
 
 from redline.lab.doctor.facts import EVALUATION, Facts, Parts
 from redline.lab.doctor.finding import Abstention, Answer, Evidence, Finding
-from redline.lab.doctor.rules.sizes import is_bookkeeping, usable_cores
+from redline.lab.doctor.rules.sizes import is_bookkeeping, rows_of_an_engine, usable_cores
 
 REWARD_WORKERS = 8
 """Calls of `score` at once where the recipe leaves that open and the task allows several."""
@@ -88,7 +88,9 @@ def serial_episodes(facts: Facts) -> Answer:
         return None
     if facts.ledger is None and facts.setting("rollouts.environment.run_in", "auto") in ("auto", "threads"):
         return Abstention("serial_episodes", "whether calls of the environment take turns is known when the run has ended")
-    lost = facts.phases(("environment", "wait_for_environments"), "rollouts")
+    waits = facts.phases(("environment", "wait_for_environments"), "rollouts")
+    empty = max(0.0, 1 - (facts.mean("engine/batch_size_mean") or 0.0) / rows_of_an_engine(facts))
+    lost = waits + empty * facts.phase("generation", "rollouts")
     workers = facts.setting("rollouts.environment.workers", 8)
     attempts = facts.mean("rollouts/attempts") or 0.0
     run_in = facts.setting("rollouts.environment.run_in", "auto")
@@ -102,7 +104,9 @@ def serial_episodes(facts: Facts) -> Answer:
         title="The engine waits for environments.",
         why=f"At most {now} calls of environments run at once, and {attempts:.0f} attempts are under way in a step.",
         evidence=(
-            Evidence("timeline/environment_s + wait_for_environments_s", float(lost.mean()), "seconds a step for environments"),
+            Evidence(
+                "timeline/environment_s + wait_for_environments_s", float(waits.mean()), "seconds a step for environments"
+            ),
             facts.evidence("rollouts/environment_p50_s", "seconds of the environment's own code before a turn"),
             facts.evidence("engine/batch_size_mean", "sequences decoded at once"),
             Evidence("rollouts.environment.workers", workers, "calls of environments at once"),
@@ -112,7 +116,7 @@ def serial_episodes(facts: Facts) -> Answer:
             lost,
             "environments",
             Parts(0.2, 0.85 * (1 - now / more), 1 - now / more),
-            "the environment's time is waiting, or has cores to spare",
+            "the environment's time is waiting, or has cores to spare, and replies come at once instead of one by one",
         ),
         change=change,
     )
@@ -220,6 +224,7 @@ def failures(facts: Facts) -> Answer:
     if not attempts:
         return Abstention("failed_attempts", "no attempt arrived in a steady step")
     share = min(1.0, failed / attempts)
+    trained = float(np.clip(facts.phase("training").sum() / max(1e-9, facts.wall_s), 0.0, 1.0))
     return Finding(
         cause="failed_attempts",
         title=f"{share:.0%} of the attempts fail or are begun again.",
@@ -230,10 +235,10 @@ def failures(facts: Facts) -> Answer:
         ),
         gain=facts.saved(
             "rollouts",
-            facts.phase("generation", "rollouts") * share,
-            "generation",
-            Parts(0.5, 0.9, 1.0),
-            "failures can be mended: each step then has as many more attempts to train on",
+            facts.column("run/step_s") * share,
+            "step",
+            Parts(1 - trained, 1 - trained / 2, 1.0),
+            "failures can be mended: each step then has as many more attempts, which take training and nothing else",
         ),
         change={},
         advice="`redline show RUN --failures` names the reason and the line of code.",

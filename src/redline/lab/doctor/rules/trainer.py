@@ -42,10 +42,10 @@ def micro_batch_too_small(facts: Facts) -> Answer:
         ),
         gain=facts.saved(
             "trainer",
-            _passes(facts),
+            facts.phase("training"),
             "training",
-            Parts(0.1 * part, 0.45 * part, 0.8 * part),
-            "larger products are faster, up to a few thousand tokens",
+            Parts(0.1 * part, 0.6 * part, part),
+            "a piece costs as much for itself as for its tokens; at most, only for itself",
         ),
         change={"trainer.max_tokens_per_micro_batch": int(max(2 * now, min(few, 1.2 * tokens / updates + 1)))},
     )
@@ -61,7 +61,7 @@ def checkpointing_not_needed(facts: Facts) -> Answer:
         return Abstention("checkpointing_not_needed", "memory was not recorded; telemetry.sample_every_s=1 does")
     if free < HEADROOM:
         return None
-    again = {"full": 0.25, "selective": 0.12, "light": 0.05}.get(kind, 0.1)
+    again = {"full": 1.0, "selective": 0.5, "light": 0.2}.get(kind, 0.4)
     return Finding(
         cause="checkpointing_not_needed",
         title=f"Activations are computed twice, with {free:.0%} of the memory free.",
@@ -69,14 +69,15 @@ def checkpointing_not_needed(facts: Facts) -> Answer:
         evidence=(
             Evidence("trainer.gradient_checkpointing", kind, "what is computed again"),
             Evidence("free memory", free, "share of the device's memory at its fullest"),
+            facts.evidence("trainer/forward_s", "seconds a step of the passes that are run again"),
             facts.evidence("trainer/backward_s", "seconds a step"),
         ),
         gain=facts.saved(
             "trainer",
-            _passes(facts),
+            facts.column("trainer/forward_s"),
             "training",
-            Parts(0.4 * again, again, 1.3 * again),
-            "a forward pass is a third of forward and backward",
+            Parts(0.4 * again, again, 1.5 * again),
+            "layers take as long again as in the forward pass, and some more to set up",
         ),
         change={"trainer.gradient_checkpointing": "none"},
     )
