@@ -179,3 +179,21 @@ def test_running_out_of_memory_in_a_capture_costs_speed_and_not_the_engine(oracl
     runner.graphs._without.clear()  # type: ignore[attr-defined]
     assert tokens(engine.generate(asked)) == expected
     assert len(runner.graphs) > 0, "where there is memory again there are graphs again"  # type: ignore[attr-defined]
+
+
+def test_guessed_tokens_are_those_that_would_have_been_sampled(oracle: PreTrainedModel, tmp_path: Path) -> None:
+    """In bfloat16 rounding may part two texts; logprobs say that each is a sample of the model."""
+    decoder = load_decoder(tmp_path, "cuda", torch.bfloat16)
+    config = EngineConfig(max_num_seqs=32, kv_cache_memory_bytes=2**24, speculation="always")
+    engine, plain = NativeEngine(decoder, config), make_engine(tmp_path)
+    asked = requests()
+    expected = plain.generate(asked)
+    for _ in range(3):
+        found = engine.generate(asked)
+        for request, completions in zip(asked, found, strict=True):
+            for completion in completions:
+                assert_scored(oracle, request, completion)
+    same = sum(a == b for a, b in zip(tokens(found), tokens(expected), strict=True))
+    assert same > 0.6 * len(tokens(expected))
+    counts = engine._speculation.counts
+    assert counts.accepted_tokens > 0.5 * counts.drafted_tokens
