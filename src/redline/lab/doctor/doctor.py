@@ -104,7 +104,7 @@ class Diagnosis:
         }
 
 
-def diagnose(run: Run, *, with_delays: bool = False) -> Diagnosis:
+def diagnose(run: Run, *, with_delays: bool = False, rules: Mapping[str, Rule] = RULES) -> Diagnosis:
     """Look at a run for every known cause. Blocks for a second or two while its newest steps are read; the run may still go on.
     Steps that were delayed on purpose do not count, unless they are asked for."""
     facts = Facts.of(run, with_delays=with_delays)
@@ -112,7 +112,7 @@ def diagnose(run: Run, *, with_delays: bool = False) -> Diagnosis:
         name.removeprefix(PREFIX).removesuffix("_s"): facts.total(name) for name in facts.steps if name.startswith(PREFIX)
     }
     bound = run.bound(phases, facts.ledger)
-    findings, abstentions = examined(facts) if facts.num_steps >= FEWEST and phases else ((), ())
+    findings, abstentions = examined(facts, rules) if facts.num_steps >= FEWEST and phases else ((), ())
     return Diagnosis(
         run=str(run.folder.shown),
         bound=bound,

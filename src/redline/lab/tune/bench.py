@@ -20,7 +20,7 @@ from redline.config import Config, load_recipe, refuse_without_effect, resolve
 from redline.errors import ConfigError, RunFolderError, SideError
 from redline.lab.compare.sides import OWN_SOURCE
 from redline.lab.compare.worker import Job, Told, Turns, measure_pair
-from redline.lab.doctor.doctor import diagnose
+from redline.lab.doctor.doctor import RULES, diagnose
 from redline.lab.doctor.facts import Facts
 from redline.lab.evidence.experiment import Pair
 from redline.lab.simulate.recorded import Recording
@@ -40,6 +40,8 @@ FEWEST_ROUNDS, MOST_ROUNDS = 6, 24
 """Rounds of a pair: six are the fewest that have an exact interval."""
 PHASES = {"training": ("forward/backward", "optimizer step"), "generation": ("generation",)}
 """Phase of a step → the planner's names of its parts."""
+OF_THE_RECIPE = {cause: rule for cause, rule in RULES.items() if cause != "noisy_neighbour"}
+"""What is looked for. Neighbours take their part of every setting's time, and what a setting saves is not theirs."""
 MOST_TOGETHER = 0.8
 """Share of a GPU's memory that two sides may need at once, by the planner: then they take turns on it."""
 FIRST_S, LEAST_S, PATIENCE = 1800.0, 120.0, 20.0
@@ -85,7 +87,7 @@ class ProcessBench:
         return self._look(settings, situation, run, facts, "")
 
     def _look(self, settings: Change, situation: Situation, run: Run | None, facts: Facts | None, why: str) -> Look:
-        diagnosis = diagnose(run) if run else None
+        diagnosis = diagnose(run, rules=OF_THE_RECIPE) if run else None
         found = proposals(
             changes(situation), diagnosis, _recording(run), lambda change: self._planned_ratio(settings, change, facts)
         )
