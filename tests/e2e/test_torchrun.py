@@ -98,6 +98,9 @@ def test_two_ranks_take_the_steps_of_one_process(alone: Path, division: list[str
     assert "trainer.backward" in json.dumps(follower)
     assert ("wait.for_stages" in json.dumps(follower)) == ("trainer.pipeline_parallel_size=2" in division)
     assert (run / "model" / "config.json").is_file()
+    shares_sequences = any("parallel_size" in key for key in division)
+    assert all(("trainer/rank_imbalance" in row) != shares_sequences for row in rows(run))
+    assert all(row.get("trainer/rank_imbalance", 1.0) >= 1 for row in rows(run))
 
 
 def test_a_run_in_stages_goes_on_in_shards_and_in_one_process(alone: Path, tmp_path: Path) -> None:

@@ -220,7 +220,8 @@ class Facts:
         interval = hodges_lehmann(seconds.tolist()[:MOST_POINTS]).interval if len(seconds) else None
         mean, count = float(seconds.mean()) if len(seconds) else 0.0, len(seconds)
         least, most = (max(0.0, min(interval[0], mean)), max(interval[1], mean)) if interval else (mean, mean)
-        found = np.maximum.accumulate(np.minimum([least * parts.low, mean * parts.likely, most * parts.high], self.period_s))
+        least, mean, most = np.minimum([least, mean, most], self.period_s)  # of a step, no more than all can be lost
+        found = np.maximum.accumulate([least * parts.low, mean * parts.likely, most * parts.high])
         low, likely, high = (float(value) * count for value in found)
         return Gain(low, likely, high, assumption, name, max(total_s, likely))
 

@@ -76,6 +76,7 @@ class Prediction:
     step_s: float
     low_s: float
     high_s: float
+    """Of the seeds, and wider by what the replay is off by and by what the recorded steps vary."""
     lags: Mapping[int, float]
     """Lag → share of the groups that were trained on at it."""
     trainer_waits: float
@@ -83,6 +84,10 @@ class Prediction:
     engines_busy: float
     """Share of the engines' time with at least one row."""
     samples_per_s: float
+
+    def widened(self, share: float) -> Prediction:
+        """The same, with an interval that is wider by a share to either side."""
+        return replace(self, low_s=self.low_s * (1 - min(share, 1.0)), high_s=self.high_s * (1 + share))
 
 
 @dataclass(slots=True, frozen=True)
@@ -155,7 +160,14 @@ def simulate(recording: Recording, overrides: Sequence[str]) -> Answer:
             f" {measured_s:.3g} s",
             "record more steps on a quiet machine; `redline doctor RUN` says what else took the time",
         )
-    return Answer(measured_s, replayed, _predicted(recording, recorded, wanted), assumptions)
+    unsure = abs(replayed.step_s / measured_s - 1) + _unsure(recording.step_s)
+    simulated = _predicted(recording, recorded, wanted)
+    return Answer(measured_s, replayed.widened(unsure), simulated.widened(unsure), assumptions)
+
+
+def _unsure(step_s: np.ndarray) -> float:
+    """Twice the standard error of the recorded steps, as a share of their mean."""
+    return float(2 * step_s.std() / np.sqrt(len(step_s)) / step_s.mean())
 
 
 def _supported(recording: Recording, recorded: WhatIf, wanted: WhatIf) -> list[str]:

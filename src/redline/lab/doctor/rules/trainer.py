@@ -150,8 +150,8 @@ def imbalance(facts: Facts) -> Answer:
         gain=facts.saved("trainer", waits, "training", Parts(0.2, 0.6, 1.0), "more sequences can be divided more evenly"),
         change={},
         advice="A sequence is computed by one rank: more groups a step are divided more evenly, and"
-        " trainer.sequence_parallel_size divides long ones. A rank whose device is slower is not seen here: record a profile of"
-        " every rank, and ask `redline doctor` of these.",
+        " trainer.sequence_parallel_size divides long ones. Whether one device is slower is not in this figure: the lanes of"
+        " each rank in `redline show RUN --ledger` tell.",
     )
 
 
