@@ -23,6 +23,7 @@ from redline.engine import EngineSession, NativeEngine
 from redline.engine.adapters.transformers_engine import TransformersEngine
 from redline.environments.driver import Driver
 from redline.environments.tools import Called, ToolEnvironment, tool
+from redline.errors import EngineError
 from redline.lab.environments.model_player import Manner, ModelPlayer
 from redline.models.files.hf import load_recompute_model
 from redline.models.files.tiny import tiny_tokenizer, write_tiny_model
@@ -175,6 +176,16 @@ def test_a_model_that_plays_in_the_terminal_ends_its_replies_at_the_same_token(
             (turn.start, turn.end, turn.text, turn.message, turn.finish_reason)
             for turn in (exchange.turn for exchange in episode.exchanges)
         ]
+
+
+def test_a_model_whose_engine_has_stopped_plays_no_further(folder: Path, owned: ExitStack) -> None:
+    player, driver = ModelPlayer(str(folder), Manner(max_tokens=4)), Driver(Spoken(BY_LETTERS))
+    owned.callback(driver.close)
+    player.close()
+    task = FakeTasks().train(0)
+    episode = driver.play(task, player.begin(task, 0), SOON_S)
+    assert isinstance(episode.error, EngineError)
+    assert "has stopped" in episode.error.message
 
 
 def _is_cut_by_letters(t: Trajectory) -> None:

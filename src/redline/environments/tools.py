@@ -191,15 +191,18 @@ class EarlyCalls:
     def _look(self, reply: ReplySoFar) -> bool:
         for place, call in enumerate(reply.tool_calls):
             known = self._tools.get(call.name)
-            if known is not None and known.early and (place not in self._begun or self._begun[place][0] != call):
+            if known is not None and known.early and not self._has_begun(place, call):
                 self._cancel(place)
                 self._begun[place] = call, asyncio.ensure_future(self._call(call))
         return self._ends_at_call and bool(reply.tool_calls)
 
     async def result(self, place: int, call: ToolCall) -> Called | None:
         """The result of a call of the reply as it ended; None where that call has not begun."""
-        begun, task = self._begun.get(place, (None, None))
-        return replace(await task, began_early=True) if task is not None and begun == call else None
+        return replace(await self._begun[place][1], began_early=True) if self._has_begun(place, call) else None
+
+    def _has_begun(self, place: int, call: ToolCall) -> bool:
+        begun = self._begun[place][0] if place in self._begun else None
+        return begun == call or repr(begun) == repr(call)  # a NaN is equal to none, itself included
 
     def _cancel(self, place: int) -> None:
         if place in self._begun:

@@ -15,9 +15,10 @@ import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any, Protocol
 
-from redline.rollouts.json_ends import JsonEnds
+from redline.rollouts.json_ends import JsonEnds, past_spaces
 
 PROBE_ID = r"call0000\d"
 """The ids of calls that a template is tried with: a model writes others in their place."""
@@ -261,10 +262,8 @@ def _at(value: Any, path: Sequence[str]) -> Any:
 
 def _json_at(text: str, place: int, what: str) -> tuple[Any, int]:
     """The JSON value at a place, and the place behind it."""
-    while place < len(text) and text[place].isspace():
-        place += 1
     try:
-        return DECODER.raw_decode(text, place)
+        return DECODER.raw_decode(text, past_spaces(text, place))
     except (ValueError, RecursionError) as error:
         raise UnreadableError(f"after {what} comes no JSON that can be read: {error}") from None
 
@@ -275,6 +274,7 @@ def _past(text: str, place: int, end: str) -> int:
     return found.end() if found else place
 
 
+@lru_cache(maxsize=256)
 def _any_like(text: str) -> str:
     """A pattern for a text in which there may be more or fewer spaces and line breaks, other numbers, and other ids."""
     parts = (re.split(rf"({PROBE_ID}|\d+)", part) for part in text.split())

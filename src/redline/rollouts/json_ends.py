@@ -8,6 +8,15 @@ MARKS = re.compile(r'["\\{}\[\]]')
 """All that decides where an object or a list ends."""
 
 
+NO_SPACE = re.compile(r"\S")
+
+
+def past_spaces(text: str, place: int) -> int:
+    """The first place from `place` on where no space stands."""
+    found = NO_SPACE.search(text, place)
+    return found.start() if found else len(text)
+
+
 class JsonEnds:
     """Finds the end of one object or list after the other. Looks at each character once."""
 
@@ -22,8 +31,7 @@ class JsonEnds:
     def find(self, text: str, start: int) -> int | None:
         """The place behind the object or list that begins at `start`, or after spaces there; None where it goes on, or where
         there is none. `text` has only grown since it was last asked. What is no JSON has an end where its brackets do."""
-        while start < len(text) and text[start].isspace():
-            start += 1
+        start = past_spaces(text, start)
         if text[start : start + 1] not in ("{", "["):
             return None
         if start != self._start:

@@ -12,10 +12,10 @@ import pytest
 from redline.environments.arithmetic import ArithmeticMistakeError, evaluate, shown
 from redline.environments.calculator import Calculator
 from redline.environments.driver import Asked, Driver, Episode, Reply
-from redline.environments.tools import Called, ToolEnvironment, tool
+from redline.environments.tools import Called, EarlyCalls, Tool, ToolEnvironment, tool
 from redline.errors import ConfigError
 from redline.ports import Environment
-from redline.types import Task, ToolCall
+from redline.types import ReplySoFar, Task, ToolCall
 
 TASK = Task("t", [{"role": "user", "content": "What does a pear cost?"}], "3")
 
@@ -148,6 +148,24 @@ def test_a_tool_that_may_begin_early_does_and_its_result_is_that_of_the_call() -
     assert episode.error is None
     assert episode.score == {"search": 1.0, "stock": 0.0}
     assert results(episode) == ["A", '{"b": 2}', "error: KeyError: 'lost'"]
+
+
+def test_a_call_that_is_read_again_begins_once_also_where_an_argument_is_no_number() -> None:
+    begun: list[ToolCall] = []
+
+    async def made(call: ToolCall) -> Called:
+        begun.append(call)
+        return Called(call, "b", failed=False)
+
+    async def played() -> list[Called | None]:
+        with EarlyCalls({"f": Tool({}, made, quick=True, early=True)}, made, ends_at_call=False) as early:
+            calls = [ToolCall("f", {"x": float("nan")}) for _ in range(3)]
+            for one in calls:
+                early.options["until"](ReplySoFar("", [one]))
+            return [await early.result(0, calls[0]), await early.result(1, calls[0])]
+
+    assert [done and done.began_early for done in asyncio.run(played())] == [True, None]
+    assert len(begun) == 1
 
 
 def test_replies_of_an_environment_that_ends_at_calls_have_one() -> None:

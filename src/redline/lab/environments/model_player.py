@@ -17,6 +17,7 @@ from typing import cast
 from redline.config import Config, resolve_engine, validate_engine
 from redline.config.sections.rollouts import RolloutsConfig
 from redline.environments.driver import Asked, Speaker
+from redline.errors import EngineError
 from redline.launch.engines import LoadedEngine, load_engine
 from redline.launch.process import prepare_process
 from redline.rollouts.chat import Chat
@@ -105,7 +106,7 @@ class _Speaking:
         loop = asyncio.get_running_loop()
         self._begun = self._begun or self._player.attempt(self._task, self._index, loop)
         attempt, broker = self._begun
-        loop.call_soon(broker.hand_over_what_is_asked)  # after `say` has asked, which it does before it first waits
+        loop.call_soon(_hand_over, attempt, broker)  # after `say` has asked, which it does before it first waits
         turn: Turn = await attempt.say(
             asked.messages,
             role=asked.role,
@@ -115,6 +116,13 @@ class _Speaking:
             until=asked.until,
         )
         return turn
+
+
+def _hand_over(attempt: PlayedAttempt, broker: Broker) -> None:
+    try:
+        broker.hand_over_what_is_asked()
+    except EngineError as error:  # it has stopped
+        attempt.fail(error)
 
 
 def _load(path: str, seed: int, recipe: Config | None) -> LoadedEngine:
