@@ -68,7 +68,7 @@ class Posing:
             request = self._prompts.request(posed, replace(sampling, n=len(attempts), seed=seed))
             if isinstance(request, Failure):
                 return request
-            requests.append(SharedRequest(replace(request, order=order), attempts))
+            requests.append(SharedRequest(replace(request, order=order, task=task.id), attempts))
         return requests
 
 

@@ -76,6 +76,9 @@ class GenerateRequest:
     order: tuple[int, float] = (0, 0.0)
     """Of the requests that wait in an engine the smallest begins first, and of equal ones the one that came first. Changes
     nothing of what is sampled."""
+    task: str = ""
+    """The id of the task that it is an attempt at, where there is one: an engine that guesses tokens looks in other attempts
+    at it. Changes nothing of what is sampled."""
 
 
 class FinishReason(StrEnum):

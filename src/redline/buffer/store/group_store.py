@@ -99,6 +99,10 @@ class GroupStore(Protocol):
         and the tokens that the policy chose in each attempt. Those that are kept no longer are left out."""
         ...
 
+    def groups_before(self, version: int, most: int) -> Iterable[TrajectoryGroup]:
+        """The same groups themselves."""
+        ...
+
     def resume(self, version: int) -> list[int]:
         """Back to a checkpoint of `version`, from where the same steps are taken again.
 

@@ -112,6 +112,9 @@ class MemoryStore:
     def lengths_before(self, version: int, most: int) -> list[tuple[str, list[int]]]:
         return []
 
+    def groups_before(self, version: int, most: int) -> list[TrajectoryGroup]:
+        return []
+
     def resume(self, version: int) -> list[int]:
         if not self._entries:
             self._take_over(version)

@@ -175,8 +175,16 @@ class TrajectoryStore:
 
     def lengths_before(self, version: int, most: int) -> list[tuple[str, list[int]]]:
         with self._explained():
-            rows = [row for row in self._index.sampled_before(version, most) if row.segment in self._segments]
-            return [_lengths_of(Run(self._segments.map(row), row.first_row, row.end_row)) for row in rows]
+            return [_lengths_of(run) for run in self._runs_before(version, most)]
+
+    def groups_before(self, version: int, most: int) -> list[TrajectoryGroup]:
+        with self._explained():
+            return [restored_group(run) for run in self._runs_before(version, most)]
+
+    def _runs_before(self, version: int, most: int) -> Iterator[Run]:
+        for row in self._index.sampled_before(version, most):
+            if row.segment in self._segments:
+                yield Run(self._segments.map(row), row.first_row, row.end_row)
 
     def resume(self, version: int) -> list[int]:
         """Back to a checkpoint of `version`; `GroupStore.resume` has the rule. What was evicted since is attempted again."""

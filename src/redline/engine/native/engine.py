@@ -165,6 +165,11 @@ class NativeEngine:
         runs, a number may be a step old."""
         return self._under_way.sampled_tokens(request_id)
 
+    def remember(self, task: str, token_ids: np.ndarray) -> None:
+        """Guess tokens of attempts at a task from this one too, prompt and all, which was sampled elsewhere or by an earlier
+        process. Nothing happens where the engine does not guess."""
+        self._speculation.remember(task, token_ids)
+
     @torch.inference_mode()
     def generate(self, requests: Sequence_[GenerateRequest]) -> list[list[Completion]]:
         """All n completions of every request, in the order asked. Where one fails, all are given up and it is said why. What

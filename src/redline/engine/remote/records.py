@@ -69,7 +69,7 @@ def request_fields(request: GenerateRequest) -> tuple[Fields, list[np.ndarray]]:
     """A request as the fields and buffers of a frame."""
     sampling = asdict(request.sampling)
     sampling["logit_bias"] = [[token, bias] for token, bias in request.sampling.logit_bias.items()]
-    fields = {"sampling": sampling, "adapter": request.adapter, "order": list(request.order)}
+    fields = {"sampling": sampling, "adapter": request.adapter, "order": list(request.order), "task": request.task}
     return fields, [np.ascontiguousarray(request.prompt_ids, np.int32)]
 
 
@@ -82,7 +82,8 @@ def request_from(fields: Mapping[str, Any], buffers: Sequence[memoryview]) -> Ge
         sampling["allowed_token_ids"] = tuple(sampling["allowed_token_ids"])
     version, less = fields["order"]
     prompt_ids = np.frombuffer(buffers[0], np.int32)
-    return GenerateRequest(prompt_ids, SamplingParams(**sampling), fields["adapter"], (int(version), float(less)))
+    order = (int(version), float(less))
+    return GenerateRequest(prompt_ids, SamplingParams(**sampling), fields["adapter"], order, fields["task"])
 
 
 # ── pieces ─────────────────────────────────────────────────────────────────────────────────────────────────────────────

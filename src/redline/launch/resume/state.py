@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from redline.config import Config
+from redline.engine import NativeEngine
 from redline.launch.resume.began_with import refuse_another_base
 from redline.launch.stages import Stages
 from redline.rollouts.lengths import MAX_GROUPS
@@ -10,6 +11,9 @@ from redline.telemetry import RunFolder, span
 from redline.watch.checkpoints import Checkpoints
 from redline.watch.outputs import Outputs
 from redline.watch.run_watch import RunWatch
+
+MAX_REMEMBERED = 1024
+"""Groups, the newest, whose attempts an engine guesses from after a resume."""
 
 
 def load(config: Config, folder: RunFolder, stages: Stages, checkpoints: Checkpoints) -> None:
@@ -20,6 +24,7 @@ def load(config: Config, folder: RunFolder, stages: Stages, checkpoints: Checkpo
             checkpoints.load_newest()
             stages.buffer.resume(stages.trainer.version)
             stages.rollouts.remember(stages.store.lengths_before(stages.trainer.version, MAX_GROUPS))
+            _remember_texts(config, stages)
     except BaseException:
         stages.close()
         raise
@@ -31,3 +36,12 @@ def go_on(outputs: Outputs, stages: Stages, watch: RunWatch) -> None:
     if watch.rows.num_groups_counted is not None:
         watch.take_over(stages.rollouts.take_over(stages.buffer.not_counted(watch.rows.num_groups_counted)))
     outputs.progress.note(f"continuing after step {stages.trainer.version}")
+
+
+def _remember_texts(config: Config, stages: Stages) -> None:
+    """An engine that guesses tokens, and lives in this process, has what the run sampled before."""
+    if config.engine.speculation == "off" or not isinstance(stages.engine, NativeEngine):
+        return
+    for group in stages.store.groups_before(stages.trainer.version, MAX_REMEMBERED):
+        for trajectory in group.trajectories:
+            stages.engine.remember(group.task_id, trajectory.token_ids)

@@ -214,7 +214,8 @@ class Broker:
             stop=first.stop,
             seed=seed_of((self._seed << 32) + first.group.index, first.retry, first.index),
         )
-        return BrokeredRequest(GenerateRequest(first.prompt_ids, sampling, order=first.group.begins), asks)
+        request = GenerateRequest(first.prompt_ids, sampling, order=first.group.begins, task=first.group.task.id)
+        return BrokeredRequest(request, asks)
 
     # ── to the engine and back ─────────────────────────────────────────────────────────────────────────────────────────
 

@@ -120,8 +120,8 @@ def test_every_field_of_a_request_and_of_a_completion_crosses_the_wire(remote: R
     assert expected[0].top_logprobs is not None
     np.testing.assert_array_equal(one.top_logprobs.token_ids, expected[0].top_logprobs.token_ids)
     np.testing.assert_allclose(one.prompt_logprobs, expected[0].prompt_logprobs, atol=1e-5)
-    again = request_from(*_sent(request_fields(replace(request, order=(3, -2.5)))))
-    assert (again.sampling, again.order) == (request.sampling, (3, -2.5))
+    again = request_from(*_sent(request_fields(replace(request, order=(3, -2.5), task="sum/7"))))
+    assert (again.sampling, again.order, again.task) == (request.sampling, (3, -2.5), "sum/7")
     assert again.prompt_ids.tolist() == request.prompt_ids.tolist()
 
 

@@ -22,6 +22,7 @@ from redline.engine.native.running.verification import MAX_TOKENS
 from redline.engine.native.sequence import Sequence as Sequence_
 from redline.engine.native.speculation.costs import Costs, size_bin
 from redline.engine.native.speculation.texts import Place, Text, Texts
+from redline.types import GenerateRequest, SamplingParams
 
 MAX_DRAFT = 12
 """Tokens guessed for one row at most."""
@@ -104,7 +105,12 @@ class Speculation:
             return
         for sequence in sequences:
             if sequence not in self._rows:
-                self._rows[sequence] = _Row(self._texts.begin(_key(sequence), sequence))
+                self._rows[sequence] = _Row(self._texts.begin(_key(sequence.request), sequence))
+
+    def remember(self, task: str, token_ids: np.ndarray) -> None:
+        """An attempt at a task, prompt included, that another engine has sampled, or an earlier run."""
+        if self.is_on:
+            self._texts.remember(_key(GenerateRequest(token_ids, SamplingParams(1), task=task)), token_ids)
 
     def end(self, sequence: Sequence_) -> None:
         """A sequence has left the engine."""
@@ -219,6 +225,7 @@ def _within(longest: Sequence[int], room: int) -> list[int]:
     return counts
 
 
-def _key(sequence: Sequence_) -> bytes:
-    """Of its scope: what is asked."""
-    return hashlib.blake2b(np.ascontiguousarray(sequence.request.prompt_ids).tobytes(), digest_size=16).digest()
+def _key(request: GenerateRequest) -> bytes:
+    """Of its scope: the task, and where none is named, what is asked."""
+    asked = request.task.encode() or np.ascontiguousarray(request.prompt_ids).tobytes()
+    return hashlib.blake2b(asked, digest_size=16, person=b"task" if request.task else b"prompt").digest()

@@ -6,8 +6,8 @@ group, and earlier attempts at the same task. An n-gram leads to the newest plac
     last tokens of a row ──hash with the scope──► table ──► (text, place) ──compare──► what follows there
 
 Memory is bounded twice. The table has a fixed number of places, where the newest n-gram wins. Finished texts are kept up to a
-number of tokens, those of the scope that was asked for longest ago go first. A scope is indexed when a row of it first asks, so
-that texts that nobody continues cost nothing but their tokens.
+number of tokens: those of the scope that was asked for longest ago go first, and of one scope the oldest. A scope is indexed
+when a row of it first asks, so that texts that nobody continues cost nothing but their tokens.
 """
 
 from __future__ import annotations
@@ -27,6 +27,10 @@ ORDERS = (6, 3)
 """Lengths of the n-grams that are looked up, the longest first."""
 MAX_TOKENS = 1 << 21
 """Tokens of finished texts that are kept: 8 MiB."""
+MAX_SCOPE_TOKENS = 1 << 17
+"""The same of one scope: of a task that comes again and again, the newest attempts."""
+MAX_PROMPT_TOKENS = 1 << 12
+"""The end of a prompt that is kept; every turn of a conversation has one."""
 TABLE_SIZE = 1 << 20
 """N-grams that can be found: 8 MiB."""
 PIECE = 8
@@ -68,14 +72,24 @@ class Text:
     def num_tokens(self, rows: Rows) -> int:
         return len(self.lead) + len(self.sampled(rows))
 
+    @property
+    def num_kept(self) -> int:
+        """Tokens, once it grows no more."""
+        return len(self.lead) + len(self.tokens)
+
 
 @dataclass(slots=True, eq=False)
 class Scope:
     """Texts that answer the same question."""
 
     hash: int
-    texts: list[Text] = field(default_factory=list)
+    texts: dict[int, Text] = field(default_factory=dict)
+    """By number, the oldest first."""
+    num_tokens: int = 0
+    """Of those that grow no more."""
     num_growing: int = 0
+    prompt_ids: np.ndarray = field(default_factory=lambda: np.empty(0, np.int32))
+    """The newest prompt among the texts."""
     indexed_at: int = 0
     """Entries that the table had taken when it was last indexed from the start."""
 
@@ -92,9 +106,15 @@ class Place:
 class Texts:
     """What the engine has sampled, and where the tokens of a row occurred before."""
 
-    def __init__(self, rows: Rows, max_tokens: int = MAX_TOKENS, table_size: int = TABLE_SIZE) -> None:
+    def __init__(
+        self,
+        rows: Rows,
+        max_tokens: int = MAX_TOKENS,
+        max_scope_tokens: int = MAX_SCOPE_TOKENS,
+        table_size: int = TABLE_SIZE,
+    ) -> None:
         assert table_size & (table_size - 1) == 0
-        self._rows, self._max_tokens = rows, max_tokens
+        self._rows, self._max_tokens, self._max_scope_tokens = rows, max_tokens, max_scope_tokens
         self._table: np.ndarray | None = None
         """int64: number of a text and an offset in it; -1 where no n-gram is. Made when the first row asks."""
         self._table_size = table_size
@@ -109,9 +129,11 @@ class Texts:
 
     def begin(self, key: bytes, sequence: Sequence_) -> Text:
         """A completion begins to grow, in the scope of this key."""
-        scope = self._scope(key, sequence.request.prompt_ids)
+        scope, request = self._scope(key), sequence.request
+        if sequence.index == request.sampling.first_index:  # the others of the request have the same prompt
+            self._add_prompt(scope, request.prompt_ids[-MAX_PROMPT_TOKENS:])
         scope.num_growing += 1
-        return self._add(scope, _lead(sequence.request.prompt_ids), np.empty(0, np.int32), sequence)
+        return self._add(scope, _lead(request.prompt_ids), np.empty(0, np.int32), sequence)
 
     def end(self, text: Text) -> None:
         """It grows no more; what it has is kept."""
@@ -119,34 +141,48 @@ class Texts:
         text.scope.num_growing -= 1
         self._keep(text)
 
-    def remember(self, key: bytes, prompt_ids: np.ndarray, token_ids: np.ndarray) -> None:
-        """A completion that was sampled elsewhere, or in an earlier run."""
-        self._keep(self._add(self._scope(key, prompt_ids), _lead(prompt_ids), token_ids))
+    def remember(self, key: bytes, token_ids: np.ndarray) -> None:
+        """A completion with its prompt that was sampled elsewhere, or in an earlier run."""
+        self._keep(self._add(self._scope(key), token_ids[:0], token_ids))
 
-    def _scope(self, key: bytes, prompt_ids: np.ndarray) -> Scope:
+    def _scope(self, key: bytes) -> Scope:
         scope = self._scopes.get(key)
         if scope is None:
             scope = self._scopes[key] = Scope(int.from_bytes(hashlib.blake2b(key, digest_size=8).digest(), "little"))
-            self._keep(self._add(scope, prompt_ids[:0], prompt_ids))
         self._scopes.move_to_end(key)
         return scope
+
+    def _add_prompt(self, scope: Scope, prompt_ids: np.ndarray) -> None:
+        if not np.array_equal(prompt_ids, scope.prompt_ids):
+            scope.prompt_ids = prompt_ids
+            self._keep(self._add(scope, prompt_ids[:0], prompt_ids))
 
     def _add(self, scope: Scope, lead: np.ndarray, tokens: np.ndarray, sequence: Sequence_ | None = None) -> Text:
         text = Text(self._num_texts, scope, lead, tokens, sequence)
         self._num_texts += 1
-        self._texts[text.number] = text
-        scope.texts.append(text)
+        self._texts[text.number] = scope.texts[text.number] = text
         return text
 
     def _keep(self, text: Text) -> None:
-        self.num_kept_tokens += len(text.lead) + len(text.tokens)
+        scope = text.scope
+        scope.num_tokens += text.num_kept
+        self.num_kept_tokens += text.num_kept
+        for other in list(scope.texts.values()):
+            if scope.num_tokens <= self._max_scope_tokens:
+                break
+            if other.sequence is None:
+                self._forget(other)
         while self.num_kept_tokens > self._max_tokens:
             idle = next((key for key, scope in self._scopes.items() if not scope.num_growing), None)
             if idle is None:
                 return
-            for forgotten in self._scopes.pop(idle).texts:
-                del self._texts[forgotten.number]
-                self.num_kept_tokens -= len(forgotten.lead) + len(forgotten.tokens)
+            for forgotten in list(self._scopes.pop(idle).texts.values()):
+                self._forget(forgotten)
+
+    def _forget(self, text: Text) -> None:
+        del self._texts[text.number], text.scope.texts[text.number]
+        text.scope.num_tokens -= text.num_kept
+        self.num_kept_tokens -= text.num_kept
 
     # ── the index ──────────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -155,11 +191,11 @@ class Texts:
         for scope in scopes:
             if self._num_entries - scope.indexed_at > self._table_size // 2:  # others may have taken its places since
                 scope.indexed_at = self._num_entries
-                for text in scope.texts:
+                for text in scope.texts.values():
                     text.num_indexed = 0
-            for text in scope.texts:
+            for text in scope.texts.values():
                 if text.sequence is None:
-                    if text.num_indexed < len(text.lead) + len(text.tokens):
+                    if text.num_indexed < text.num_kept:
                         self._index(text)
                 elif text.num_tokens(self._rows) - text.num_indexed >= PIECE:
                     self._index(text)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -67,6 +68,18 @@ def test_an_attempt_that_is_known_takes_a_step_for_every_dozen_tokens(model: Mod
     [second] = engine.generate([request])
     assert_same(second, first)
     assert engine.stats.steps - before <= 8
+
+
+def test_another_attempt_at_the_same_task_is_guessed_from_and_of_no_other(model: Model) -> None:
+    known, request = ask(9, 48, seed=3), replace(ask(9, 48, seed=3), task="sum/1")
+    engine, other = (model.engine(speculation="always") for _ in range(2))
+    [[found]] = engine.generate([known])
+    other.remember("sum/1", np.concatenate([known.prompt_ids, found.token_ids]))
+    for task, is_known in (("sum/2", False), ("sum/1", True)):
+        before = other.stats.accepted_tokens
+        [[again]] = other.generate([replace(request, task=task)])
+        assert again.token_ids.tolist() == found.token_ids.tolist()
+        assert (other.stats.accepted_tokens - before > 40) == is_known
 
 
 def test_raw_and_top_logprobs_are_those_of_the_tokens_that_count(model: Model) -> None:

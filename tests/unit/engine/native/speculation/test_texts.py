@@ -21,7 +21,7 @@ class World:
 
     def begin(self, row: int, key: bytes = b"task", prompt: np.ndarray = PROMPT) -> Text:
         request = GenerateRequest(prompt, SamplingParams(256))
-        sequence = Sequence(0, row, request, 0.0, Wants(), tokens=prompt)
+        sequence = Sequence(0, 0, request, 0.0, Wants(), tokens=prompt)
         sequence.begin(row)
         self.rows.enter(sequence)
         sequence.stage = Stage.DECODE
@@ -93,7 +93,7 @@ def test_texts_of_another_scope_are_not_found() -> None:
 
 def test_what_was_remembered_is_found() -> None:
     world = World()
-    world.texts.remember(b"task", PROMPT, np.array([4, 5, 6, 7], np.int32))
+    world.texts.remember(b"task", np.array([*PROMPT, 4, 5, 6, 7], np.int32))
     assert world.what_follows(world.begin(0)) == [4, 5, 6, 7]
 
 
@@ -148,3 +148,21 @@ def test_a_scope_whose_places_were_taken_is_indexed_again() -> None:
     again = world.begin(0, b"first")
     world.grow(again, 20, 21, 22)
     assert world.what_follows(again) == [23, 24, 25, 26]
+
+
+def test_of_a_task_that_comes_again_and_again_the_newest_attempts_are_kept() -> None:
+    world = World(max_scope_tokens=100)
+    for number in range(30):
+        text = world.begin(0)
+        world.grow(text, *range(200 + number, 220 + number))
+        world.end(text)
+        assert world.texts.num_kept_tokens <= 100
+    assert world.what_follows(world.begin(0)) == [229, 230, 231, 232]
+
+
+def test_every_turn_of_a_conversation_may_copy_from_its_own_prompt() -> None:
+    world = World()
+    world.begin(0)
+    later = world.begin(1, prompt=np.concatenate([PROMPT, np.arange(300, 320, dtype=np.int32)]))
+    world.grow(later, 305, 306, 307)
+    assert world.what_follows(later) == [308, 309, 310, 311]
