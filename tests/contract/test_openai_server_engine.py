@@ -770,8 +770,12 @@ def test_a_stream_that_nobody_ends_is_the_completion_that_would_have_come_whole(
         [{"error": {"message": "out of memory"}}],
         [choice([7], finish_reason=None)[1], {"choices": [{"text": "x", "logprobs": None, "finish_reason": None}]}],
         [choice([7], finish_reason=None)[1]],
+        [
+            *({"usage": None} | choice(ids, finish_reason=end)[1] for ids, end in (([7], None), ([7, 8], "length"))),
+            {"choices": [], "usage": {"completion_tokens": 2}},
+        ],
     ],
-    ids=["error", "text alone", "cut"],
+    ids=["error", "text alone", "cut", "from the beginning each time"],
 )
 def test_what_cannot_be_read_from_a_stream_is_asked_for_whole(server: FakeServer, broken: list[Json]) -> None:
     server.answer = lambda body: (200, Events(broken)) if body.get("stream") else choice([5, 6])

@@ -93,7 +93,7 @@ class OpenAIServerEngine(SteppedAdapter):
         self._streams: dict[Call, OpenStream] = {}
         """Calls that come as they are sampled. One that is made again comes whole: its parts would not follow those before."""
         self._news = StreamNews()
-        self._can_stream = True
+        self._can_stream = not self._is_sglang  # nobody has tried what that streams
         """Whether the server sends tokens with their logprobs in streams, as far as known."""
         self._newest = 0
         """The newest version that the server may sample from."""

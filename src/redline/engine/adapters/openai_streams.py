@@ -6,6 +6,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
+from collections.abc import Sequence
 from concurrent.futures import Future
 from contextlib import closing, suppress
 
@@ -39,11 +40,21 @@ class OpenStream:
         with suppress(EngineError), closing(client.stream("/completions", asked)) as answered:
             for answer in answered:
                 parts.append(self._part(answers, answer))
+                self._check_count(answer, parts)
                 if self._is_ended.is_set() and self.first_token_at:
                     break
         is_over = any(part.finish_reason is not FinishReason.ABORT for part in parts)
-        can_end = self._is_ended.is_set() and self.first_token_at and not self.is_unreadable
-        return answers.joined(parts, body["max_tokens"]) if is_over or can_end else None
+        is_ended = self._is_ended.is_set() and self.first_token_at is not None
+        is_readable = (is_over or is_ended) and not self.is_unreadable
+        return answers.joined(parts, body["max_tokens"]) if is_readable else None
+
+    def _check_count(self, answer: Json, parts: Sequence[Sampled]) -> None:
+        """Raise EngineError where the server has counted other tokens than it has sent: what it sends is not what was added."""
+        usage = answer.get("usage")
+        told = usage.get("completion_tokens") if isinstance(usage, dict) and not answer.get("choices") else None
+        if told is not None and told != sum(len(part.token_ids) for part in parts):
+            self.is_unreadable = True
+            raise EngineError(f"a stream of {told} tokens brought another number")
 
     def _part(self, answers: Answers, answer: Json) -> Sampled:
         try:
