@@ -153,8 +153,10 @@ class Scheduler:
             if sequence.stage is Stage.DECODE:  # or it has given way to an earlier one
                 self._grow(sequence, plan)
         book = self._rows
-        plan.decode = [s for s in self.decoding if book.launched_R[s.row] < book.limit_R[s.row]]
-        rows = _rows_of(plan.decode)
+        rows = _rows_of(self.decoding)
+        goes_on = book.launched_R[rows] < book.limit_R[rows]
+        plan.decode = [s for s, wanted in zip(self.decoding, goes_on.tolist(), strict=True) if wanted]
+        rows = rows[goes_on]
         advance = np.minimum(plan.num_steps, book.limit_R[rows] - book.launched_R[rows])
         book.launched_position_R[rows] += advance
         book.launched_R[rows] += advance
@@ -400,4 +402,4 @@ def _begins_after(waiting: Sequence, new: Sequence) -> bool:
 
 
 def _rows_of(sequences: list[Sequence]) -> np.ndarray:
-    return np.fromiter((s.row for s in sequences), np.int64, len(sequences))
+    return np.array([s.row for s in sequences], np.int64)

@@ -50,7 +50,8 @@ class Wants:
 
     @classmethod
     def of(cls, sampling: SamplingParams, *, lora: bool = False) -> Wants:
-        return cls(
+        """The same object for the same wishes, so that those of a batch are told apart without looking into them."""
+        wants = cls(
             top_k=sampling.top_k > 0,
             top_p=sampling.top_p < 1,
             min_p=sampling.min_p > 0,
@@ -60,6 +61,7 @@ class Wants:
             top=sampling.top_logprobs,
             lora=lora,
         )
+        return _KNOWN.setdefault(wants, wants)
 
     def __or__(self, other: Wants) -> Wants:
         return Wants(
@@ -72,6 +74,9 @@ class Wants:
             max(self.top, other.top),
             self.lora or other.lora,
         )
+
+
+_KNOWN: dict[Wants, Wants] = {}
 
 
 @dataclass(slots=True, eq=False)

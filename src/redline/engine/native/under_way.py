@@ -111,14 +111,18 @@ class UnderWay:
         """Append what was sampled to the rows that it was sampled for, and hand out what is due."""
         samples, now = results.wait(), time.perf_counter()
         tokens_SB, logprobs_SB = samples.tokens_SB.numpy(), samples.logprobs_SB.numpy()
-        tenants = self._rows.epoch_R[results.rows_B] == results.epochs_B
-        sampled_before = self._rows.sampled_R[results.rows_B[tenants]]
+        places = np.flatnonzero(self._rows.epoch_R[results.rows_B] == results.epochs_B)
+        rows = results.rows_B[places]
+        sampled_before = self._rows.sampled_R[rows]
         for step in range(len(tokens_SB)):
             counting_B = None if results.counts_B is None else results.counts_B > step
             live_B = self._rows.append(results.rows_B, results.epochs_B, tokens_SB[step], logprobs_SB[step], counting_B)
             self.generated_tokens += int(live_B.sum())
             self._take_in_extras(results, step, live_B)
-        for row, before in zip(results.rows_B[tenants].tolist(), sampled_before.tolist(), strict=True):
+        new_B = self._rows.sampled_R[rows] - sampled_before
+        fresh: Sampled | None = None
+        columns = (rows.tolist(), sampled_before.tolist(), new_B.tolist(), self._rows.alive_R[rows].tolist())
+        for place, (row, before, new, alive) in enumerate(zip(*columns, strict=True)):
             sequence = self._at_row[row]
             if sequence is None:  # it went down with one of its siblings, just now
                 continue
@@ -127,9 +131,17 @@ class UnderWay:
             elif sequence.newest_version != results.version:
                 sequence.switches.append((before, results.version))
             sequence.last_token, sequence.newest_version = now, results.version
-            has_piece = sequence.streaming and self._has_piece(sequence)
-            if has_piece or sequence.request.sampling.stop or not self._rows.alive_R[row]:
+            if not alive or sequence.request.sampling.stop:
                 self._look_at(sequence)
+            elif not sequence.streaming:
+                continue
+            elif sequence.streamed == before and sequence.streaming <= new and not sequence.wants.top:
+                fresh = fresh or _by_row(tokens_SB, logprobs_SB, places)
+                sequence.streamed = before + new
+                piece = Delta(sequence.index, fresh.token_ids[place, :new], fresh.logprobs[place, :new])
+                self.events.append((sequence.request_id, piece))
+            elif self._has_piece(sequence):
+                self._hand_out(sequence, None)
 
     def _take_in_extras(self, results: Results, step: int, live_B: np.ndarray) -> None:
         """Raw and top logprobs, for the few requests that want them."""
@@ -220,3 +232,10 @@ class UnderWay:
         else:
             sampled = sequence.sampled or Sampled.nothing()
         self.events.append((sequence.request_id, delta_of(sequence, sampled, completion)))
+
+
+def _by_row(tokens_SB: np.ndarray, logprobs_SB: np.ndarray, places: np.ndarray) -> Sampled:
+    """What was sampled for some of the rows, [B, S]: one copy, of which the pieces of a step are views."""
+    return Sampled(
+        np.array(tokens_SB[:, places].T, np.int32, order="C"), np.array(logprobs_SB[:, places].T, np.float32, order="C")
+    )

@@ -16,7 +16,7 @@ from torch import Tensor
 from redline.errors import EngineError
 from redline.lab.measure.machine import Moment, moment, seconds_between, synchronize
 from redline.ports import Engine, SteppedEngine
-from redline.types import GenerateRequest, SamplingParams
+from redline.types import Delta, GenerateRequest, SamplingParams
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -123,16 +123,19 @@ class StreamSide:
         started = time.perf_counter()
         for request in requests:
             self._engine.submit(request, streaming=True)
+        steps: list[tuple[float, Sequence[tuple[int, Delta | EngineError]]]] = []
+        while self._engine.has_work:
+            events = self._engine.step()
+            steps.append((time.perf_counter() - started, events))
+        seconds = time.perf_counter() - started
         arrivals: dict[tuple[int, int], list[float]] = defaultdict(list)
         logprobs: list[np.ndarray] = []
-        while self._engine.has_work:
-            events, now = self._engine.step(), time.perf_counter()
+        for came_s, events in steps:
             for number, event in events:
                 if isinstance(event, EngineError):
                     raise event
-                arrivals[number, event.index] += [now - started] * len(event.token_ids)
+                arrivals[number, event.index] += [came_s] * len(event.token_ids)
                 logprobs.append(event.logprobs)
-        seconds = time.perf_counter() - started
         sampled = np.concatenate(logprobs)
         first_token_s = np.array([times[0] for times in arrivals.values()])
         gaps = np.concatenate([np.diff(times) for times in arrivals.values()])

@@ -27,6 +27,7 @@ def test_generate_reports_throughput_for_each_peer_and_latency_and_memory(genera
     assert [(result.name, result.peer and result.peer.name) for result in results] == [
         ("throughput", "transformers"),
         ("throughput", "redline again"),
+        ("throughput, streamed", None),
         ("time to first token", "transformers"),
         ("time between tokens, streamed", "transformers"),
         ("peak memory", "transformers"),
@@ -46,7 +47,7 @@ def test_every_round_is_kept(generated: tuple[Measured, str]) -> None:
 
 
 def test_latency_has_percentiles_of_both_sides(generated: tuple[Measured, str]) -> None:
-    for result in generated[0].results[2:4]:
+    for result in generated[0].results[3:5]:
         assert list(result.details["percentiles"]) == ["p50", "p90", "p99"]
         assert 0 < result.value == result.details["percentiles"]["p50"] <= result.details["percentiles"]["p99"]
         assert result.peer.value == result.details["peer_percentiles"]["p50"]
@@ -72,7 +73,8 @@ def test_progress_is_told_round_by_round(generated: tuple[Measured, str]) -> Non
 def test_generate_asks_questions_and_needs_no_peer() -> None:
     overrides = [*COMMON, "prompts=2", "new_tokens=3", "pairs=1", "peers=none"]
     measured = generate.measure(make_settings("generate", overrides), Console(file=io.StringIO()))
-    assert [result.peer for result in measured.results] == [None] * 5
+    assert [result.peer for result in measured.results] == [None] * 6
+    assert measured.results[1].details["of_wholes"] == measured.results[1].value / measured.results[0].value
     assert measured.results[0].samples[0].keys() == {"redline"}
 
 

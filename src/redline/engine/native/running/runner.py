@@ -318,4 +318,4 @@ def _ends(chunks: Sequence[Chunk], runs: Runs) -> _Ends:
 
 
 def wants_of(sequences: Sequence[Sequence_]) -> Wants:
-    return reduce(or_, {s.wants for s in sequences}, Wants())
+    return reduce(or_, {id(s.wants): s.wants for s in sequences}.values(), Wants())

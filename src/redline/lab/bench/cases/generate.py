@@ -140,6 +140,7 @@ def _results(rounds: Rounds, contest: Contest, network: Network, load: roofline.
     weights = sum(p.numel() * p.element_size() for p in network.decoder.parameters())
     return [
         *(_throughput(rounds, opponent, bound) for opponent in opponents),
+        _streamed(rounds, bound),
         _latency("time to first token", "first_token_s", rounds, OURS, peer, first),
         _latency("time between tokens, streamed", "inter_token_s", rounds, STREAMED, peer, gap),
         _memory(contest, roofline.memory_bound(cost, load, weights)),
@@ -155,6 +156,14 @@ def _throughput(rounds: Rounds, peer: str | None, bound: Bound) -> Result:
         figure = PeerFigure(peer, statistics.median(theirs), comparison.ratio, comparison)
     samples = [{name: row[name].as_json() for name in (OURS, peer) if name is not None} for row in rounds]
     return Result("throughput", statistics.median(ours), "tok/s", samples, bound, figure)
+
+
+def _streamed(rounds: Rounds, bound: Bound) -> Result:
+    """Beside it stands which share it is of what the same engine does where only wholes are wanted, from the same rounds."""
+    shares = [row[STREAMED].tokens_per_s / row[OURS].tokens_per_s for row in rounds]
+    samples = [{name: row[name].as_json() for name in (STREAMED, OURS)} for row in rounds]
+    value, details = statistics.median(row[STREAMED].tokens_per_s for row in rounds), {"of_wholes": statistics.median(shares)}
+    return Result("throughput, streamed", value, "tok/s", samples, bound, details=details)
 
 
 def _latency(title: str, what: str, rounds: Rounds, side: str, peer: str | None, bound: Bound) -> Result:
