@@ -10,6 +10,7 @@ including the first that differs from its draft are what steps one by one would 
 from __future__ import annotations
 
 import hashlib
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from heapq import heapify, heapreplace
@@ -34,6 +35,8 @@ MEMORY = 0.9
 """What is left of a row's tries after another one."""
 LEAST_CHANCE = 0.05
 """That a draft is right with which it is still worth a thought."""
+LOOK_SHARE = 0.02
+"""Of the time that may go into looking for drafts that are not found."""
 LEAST_GAIN = 1.03
 """How many times the tokens per second of a plain step a verifying one must promise."""
 
@@ -90,6 +93,8 @@ class Speculation:
         self._book = rows
         self._texts = Texts(rows)
         self._rows: dict[Sequence_, _Row] = {}
+        self._looks_again = 0.0
+        """Not before this moment, on `time.perf_counter`."""
         self._last = 0, 0
         """Tokens drafted and accepted in the last verifying step."""
 
@@ -124,24 +129,38 @@ class Speculation:
         """Whether it is worth looking for drafts: not where the batch is large, or where a plain step is to be measured."""
         if not self.is_on or not 0 < num_rows <= MAX_ROWS:
             return False
-        return self._mode == "always" or not self.costs.needs_plain(num_rows)
+        if self._mode == "always":
+            return True
+        return time.perf_counter() >= self._looks_again and not self.costs.needs_plain(num_rows)
 
     def drafts(self, sequences: Sequence[Sequence_]) -> dict[Sequence_, list[int]]:
-        """Tokens that each of these may sample next, for those where that pays. The host must have heard of all they have."""
+        """Tokens that each of these may sample next, for those where that pays, as far as the host has heard of them."""
+        began = time.perf_counter()
+        drafts = self._drafts(sequences)
+        if not drafts:
+            now = time.perf_counter()
+            self._looks_again = now + (now - began) / LOOK_SHARE
+        return drafts
+
+    def _drafts(self, sequences: Sequence[Sequence_]) -> dict[Sequence_, list[int]]:
         rows = [self._rows[sequence] for sequence in sequences]
         self._texts.index(list({row.text.scope: None for row in rows}))
-        found = [self._draft(row, sequence) for row, sequence in zip(rows, sequences, strict=True)]
+        places = [self._go_on(row) for row in rows]
+        lost = [index for index, place in enumerate(places) if place is None]
+        for index, place in zip(lost, self._texts.find([rows[index].text for index in lost]), strict=True):
+            places[index] = place
+        found = [self._draft(*each) for each in zip(rows, sequences, places, strict=True)]
         counts = self._how_many(rows, [len(draft) for draft in found])
         for row, draft, count in zip(rows, found, counts, strict=True):
             if draft and not count:
                 row.rest()
         return {s: draft[:count] for s, draft, count in zip(sequences, found, counts, strict=True) if count}
 
-    def _draft(self, row: _Row, sequence: Sequence_) -> list[int]:
+    def _draft(self, row: _Row, sequence: Sequence_, place: Place | None) -> list[int]:
+        """What follows at a place, as much as the sequence may still sample."""
         book, sampling = self._book, sequence.request.sampling
+        row.place, row.count = place, int(book.sampled_R[sequence.row])
         left = int(book.limit_R[sequence.row] - book.launched_R[sequence.row]) - 1
-        place = self._go_on(row) or self._texts.find(row.text)
-        row.place, row.count = place, len(row.text.sampled(book))
         if place is None or left <= 0:
             return []
         draft = self._texts.slice(place.text, place.offset, place.offset + min(MAX_DRAFT, left))

@@ -20,8 +20,8 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from redline.engine.native.running.rows import Rows
+from redline.engine.native.sequence import NO_ROW, Stage
 from redline.engine.native.sequence import Sequence as Sequence_
-from redline.engine.native.sequence import Stage
 
 ORDERS = (6, 3)
 """Lengths of the n-grams that are looked up, the longest first."""
@@ -33,12 +33,11 @@ MAX_PROMPT_TOKENS = 1 << 12
 """The end of a prompt that is kept; every turn of a conversation has one."""
 TABLE_SIZE = 1 << 20
 """N-grams that can be found: 8 MiB."""
-PIECE = 8
+PIECE = 16
 """New tokens of a growing text that are indexed at once: each call costs as much as dozens of tokens."""
 _OFFSET_BITS = 24
-_MASK = 2**64 - 1
-_FACTORS = tuple((0x9E3779B97F4A7C15 * (2 * i + 1) ** 3) & _MASK for i in range(max(ORDERS)))
-_MULTIPLIER = 0xBF58476D1CE4E5B9
+_FACTORS = np.array([0x9E3779B97F4A7C15 * (2 * i + 1) ** 3 % 2**64 for i in range(max(ORDERS))], np.uint64)
+_MULTIPLIER = np.uint64(0xBF58476D1CE4E5B9)
 
 
 @dataclass(slots=True, eq=False)
@@ -85,6 +84,8 @@ class Scope:
     hash: int
     texts: dict[int, Text] = field(default_factory=dict)
     """By number, the oldest first."""
+    pending: dict[int, Text] = field(default_factory=dict)
+    """Those whose n-grams are not all in the table, and all that grow."""
     num_tokens: int = 0
     """Of those that grow no more."""
     num_growing: int = 0
@@ -160,7 +161,7 @@ class Texts:
     def _add(self, scope: Scope, lead: np.ndarray, tokens: np.ndarray, sequence: Sequence_ | None = None) -> Text:
         text = Text(self._num_texts, scope, lead, tokens, sequence)
         self._num_texts += 1
-        self._texts[text.number] = scope.texts[text.number] = text
+        self._texts[text.number] = scope.texts[text.number] = scope.pending[text.number] = text
         return text
 
     def _keep(self, text: Text) -> None:
@@ -181,6 +182,7 @@ class Texts:
 
     def _forget(self, text: Text) -> None:
         del self._texts[text.number], text.scope.texts[text.number]
+        text.scope.pending.pop(text.number, None)
         text.scope.num_tokens -= text.num_kept
         self.num_kept_tokens -= text.num_kept
 
@@ -188,17 +190,45 @@ class Texts:
 
     def index(self, scopes: Sequence[Scope]) -> None:
         """Bring the n-grams of these scopes up to date."""
+        grown: list[Text] = []
         for scope in scopes:
             if self._num_entries - scope.indexed_at > self._table_size // 2:  # others may have taken its places since
-                scope.indexed_at = self._num_entries
+                scope.indexed_at, scope.pending = self._num_entries, scope.texts.copy()
                 for text in scope.texts.values():
                     text.num_indexed = 0
-            for text in scope.texts.values():
-                if text.sequence is None:
-                    if text.num_indexed < text.num_kept:
-                        self._index(text)
-                elif text.num_tokens(self._rows) - text.num_indexed >= PIECE:
-                    self._index(text)
+            grown += [text for text in scope.pending.values() if text.sequence and self._has_piece(text)]
+            for text in [text for text in scope.pending.values() if text.sequence is None]:
+                self._index(text)
+                del scope.pending[text.number]
+        self._index_grown(grown)
+
+    def _has_piece(self, text: Text) -> bool:
+        return text.num_tokens(self._rows) - text.num_indexed >= PIECE
+
+    def _index_grown(self, texts: Sequence[Text]) -> None:
+        """All at once where they are in their rows and their n-grams begin behind the prompt: as in most steps."""
+        longest, fast = max(ORDERS), list[tuple[Text, int]]()
+        for text in texts:
+            sequence = text.sequence
+            if sequence and sequence.stage is Stage.DECODE and text.num_indexed >= len(text.lead) + longest:
+                fast.append((text, sequence.row))
+            else:
+                self._index(text)
+        if not fast or self._table is None:
+            return
+        rows_B = np.array([row for _, row in fast])
+        begins_B, ends_B = np.array([text.num_indexed - len(text.lead) for text, _ in fast]), self._rows.sampled_R[rows_B]
+        counts_B = ends_B - begins_B
+        which_T = np.repeat(np.arange(len(fast)), counts_B)
+        places_T = np.arange(counts_B.sum()) - (np.cumsum(counts_B) - counts_B - begins_B)[which_T]
+        hashes_T = np.array([text.scope.hash for text, _ in fast], np.uint64)[which_T]
+        entries_T = np.array([(text.number << _OFFSET_BITS) + len(text.lead) for text, _ in fast])[which_T] + places_T
+        for order in reversed(ORDERS):
+            grams_TO = self._rows.tokens_RN[rows_B[which_T, None], places_T[:, None] + np.arange(-order, 0)]
+            self._table[self._slots(grams_TO, hashes_T)] = entries_T
+        self._num_entries += len(ORDERS) * len(places_T)
+        for (text, _), end in zip(fast, ends_B.tolist(), strict=True):
+            text.num_indexed = len(text.lead) + end
 
     def _index(self, text: Text) -> None:
         """Every n-gram that a token follows on."""
@@ -211,35 +241,50 @@ class Texts:
                 continue
             offsets = np.arange(first, len(tokens))
             grams = np.lib.stride_tricks.sliding_window_view(tokens[first - order : -1], order)
-            self._table[self._slots(grams, text.scope)] = (text.number << _OFFSET_BITS) + offsets
+            self._table[self._slots(grams, np.uint64(text.scope.hash))] = (text.number << _OFFSET_BITS) + offsets
             self._num_entries += len(offsets)
         text.num_indexed = len(tokens)
 
-    def _slots(self, grams_NO: np.ndarray, scope: Scope) -> np.ndarray:
-        factors = np.array(_FACTORS[: grams_NO.shape[1]], np.uint64)
-        sums = (grams_NO.astype(np.uint64) * factors).sum(axis=1, dtype=np.uint64) ^ np.uint64(scope.hash)
-        return ((sums * np.uint64(_MULTIPLIER)) >> np.uint64(32)).astype(np.int64) & (self._table_size - 1)
+    def _slots(self, grams_NO: np.ndarray, hashes: np.ndarray | np.uint64) -> np.ndarray:
+        """int64[N]: where n-grams have their places in the table; `hashes` are those of their scopes."""
+        factors = _FACTORS[: grams_NO.shape[1]]
+        sums = (grams_NO.astype(np.uint64) * factors).sum(axis=1, dtype=np.uint64) ^ hashes
+        return ((sums * _MULTIPLIER) >> np.uint64(32)).astype(np.int64) & (self._table_size - 1)
 
-    def _slot(self, gram: Sequence[int], scope: Scope) -> int:
-        """`_slots` of one: plain integers are faster."""
-        total = sum(token * factor for token, factor in zip(gram, _FACTORS, strict=False)) & _MASK
-        return (((total ^ scope.hash) * _MULTIPLIER & _MASK) >> 32) & (self._table_size - 1)
-
-    def find(self, text: Text) -> Place | None:
-        """The newest place in its scope that follows on the last tokens of a text, as many of them as are known."""
-        if self._table is None:
-            return None
-        last = _last(text, self._rows)
+    def find(self, texts: Sequence[Text]) -> list[Place | None]:
+        """The newest place in its scope that follows on the last tokens of each text, as many of them as are known."""
+        found: list[Place | None] = [None] * len(texts)
+        if self._table is None or not texts:
+            return found
+        last_BO, counts_B = self._last(texts)
+        hashes_B = np.array([text.scope.hash for text in texts], np.uint64)
         for order in ORDERS:
-            if len(last) < order:
-                continue
-            gram = last[-order:]
-            entry = int(self._table[self._slot(gram, text.scope)])
-            found = self._texts.get(entry >> _OFFSET_BITS) if entry >= 0 else None
-            offset = entry & ((1 << _OFFSET_BITS) - 1)
-            if found is not None and self.slice(found, offset - order, offset) == gram:
-                return Place(found, offset)
-        return None
+            entries_B = self._table[self._slots(last_BO[:, -order:], hashes_B)]
+            for b in np.flatnonzero((entries_B >= 0) & (counts_B >= order)).tolist():
+                if found[b] is None:
+                    found[b] = self._place(int(entries_B[b]), last_BO[b, -order:].tolist())
+        return found
+
+    def _place(self, entry: int, gram: list[int]) -> Place | None:
+        """What an entry of the table says, unless its text is forgotten or it was made for another n-gram."""
+        text, offset = self._texts.get(entry >> _OFFSET_BITS), entry & ((1 << _OFFSET_BITS) - 1)
+        if text is None or self.slice(text, offset - len(gram), offset) != gram:
+            return None
+        return Place(text, offset)
+
+    def _last(self, texts: Sequence[Text]) -> tuple[np.ndarray, np.ndarray]:
+        """The last tokens of each text, as many as the longest n-gram has, and how many of them there are."""
+        longest = max(ORDERS)
+        last_BO, counts_B = np.zeros((len(texts), longest), np.int32), np.full(len(texts), longest)
+        rows_B = np.array([text.sequence.row if text.sequence else NO_ROW for text in texts])
+        sampled_B = self._rows.sampled_R[rows_B]
+        old_B = (rows_B != NO_ROW) & (sampled_B >= longest)
+        last_BO[old_B] = self._rows.tokens_RN[rows_B[old_B, None], sampled_B[old_B, None] + np.arange(-longest, 0)]
+        for b in np.flatnonzero(~old_B).tolist():  # the end of the prompt is among them
+            tokens = texts[b].read(self._rows)[-longest:]
+            counts_B[b] = len(tokens)
+            last_BO[b, longest - len(tokens) :] = tokens
+        return last_BO, counts_B
 
     def slice(self, text: Text, begin: int, end: int) -> list[int]:
         """Tokens [begin, end) of what `Text.read` returns, or as many as there are."""
@@ -252,11 +297,3 @@ class Texts:
 
 def _lead(prompt_ids: np.ndarray) -> np.ndarray:
     return prompt_ids[-max(ORDERS) :]
-
-
-def _last(text: Text, rows: Rows) -> list[int]:
-    """As many of its last tokens as the longest n-gram has."""
-    longest, sampled = max(ORDERS), text.sampled(rows)
-    last: list[int] = sampled[-longest:].tolist()
-    missing = min(longest - len(last), len(text.lead))
-    return [*text.lead[len(text.lead) - missing :].tolist(), *last] if missing else last
