@@ -25,7 +25,7 @@ from redline.environments.driver import Driver
 from redline.environments.tools import Called, ToolEnvironment, tool
 from redline.errors import EngineError
 from redline.lab.environments.model_player import Manner, ModelPlayer
-from redline.models.files.hf import load_recompute_model
+from redline.models.files.hf import load_decoder, load_recompute_model
 from redline.models.files.tiny import tiny_tokenizer, write_tiny_model
 from redline.ports import Environment, Policy, SteppedEngine
 from redline.rollouts import Chat, Dispatcher, RolloutSetup
@@ -81,6 +81,8 @@ def session_of(kind: str, folder: Path, owned: ExitStack) -> EngineSession:
         return bench.engine  # a session already
     if kind == "transformers":
         return EngineSession(TransformersEngine(load_recompute_model(folder), EngineConfig(), TOKENIZER))
+    if kind == "speculating":
+        return EngineSession(NativeEngine(load_decoder(folder), EngineConfig(speculation="always"), TOKENIZER))
     engine = native(folder)
     return EngineSession(WholeEngine(engine) if kind == "whole" else engine)  # type: ignore[arg-type]
 
@@ -149,7 +151,7 @@ def expected(folder: Path) -> list[TrajectoryGroup]:
 
 
 @pytest.mark.parametrize("beside", [False, True], ids=["lockstep", "beside"])
-@pytest.mark.parametrize("kind", ["native", "whole", "remote", "transformers"])
+@pytest.mark.parametrize("kind", ["native", "whole", "remote", "transformers", "speculating"])
 def test_a_reply_ends_at_the_same_token_in_every_engine_and_mode(
     kind: str, beside: bool, folder: Path, owned: ExitStack, expected: list[TrajectoryGroup]
 ) -> None:
