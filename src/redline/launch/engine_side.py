@@ -52,7 +52,7 @@ def colocated(config: Config, model: LoadedModel, trainer: Trainer) -> EngineSid
     if config.engine.kind != "native":
         other = make_other_engine(config, model, trainer)
         return EngineSide(other.engine, other.transport, other.close, other.join, other.sleeper)
-    engine = make_engine(model.decoder, config.engine, model.tokenizer)
+    engine = make_engine(model.decoder, config.engine, model.tokenizer, shares_device=config.buffer.max_lag > 0)
     trained = trainer.weights().tensors
     engine_tensors = {name: tensor.detach() for name, tensor in engine.decoder.named_parameters() if name in trained}
     return EngineSide(engine, SharedStorage(engine_tensors), sleeper=engine if config.placement.sleep else None)

@@ -66,11 +66,17 @@ def _wait_for_devices() -> None:
         torch.cuda.synchronize()
 
 
-def make_engine(decoder: AnyDecoder, config: EngineConfig, tokenizer: PreTrainedTokenizerBase | None = None) -> NativeEngine:
-    """Make an engine of ours that samples from a decoder where it lies, without a copy. It needs a tokenizer for stop strings
-    only. Raises `ConfigError` for a recipe that names another engine."""
+def make_engine(
+    decoder: AnyDecoder,
+    config: EngineConfig,
+    tokenizer: PreTrainedTokenizerBase | None = None,
+    *,
+    shares_device: bool = False,
+) -> NativeEngine:
+    """Make an engine of ours that samples from a decoder where it lies, without a copy; with `shares_device`, while a trainer
+    computes there. It needs a tokenizer for stop strings only. Raises `ConfigError` for a recipe that names another engine."""
     refuse_other_kinds(config)
-    return NativeEngine(decoder, config, tokenizer)
+    return NativeEngine(decoder, config, tokenizer, shares_device=shares_device)
 
 
 def refuse_other_kinds(config: EngineConfig) -> None:

@@ -67,12 +67,16 @@ class NativeEngine:
         tokenizer: PreTrainedTokenizerBase | None = None,
         ranks: Ranks | None = None,
         bank: LoraBank | None = None,
+        *,
+        shares_device: bool = False,
     ) -> None:
-        """`bank` holds LoRA adapters (`make_bank`); without one the engine takes none."""
+        """`bank` holds LoRA adapters (`make_bank`); without one the engine takes none. With `shares_device` a trainer computes
+        on the same GPU while it steps, and it leaves room for it there."""
         weight, spec = decoder.output_weight, decoder.spec
         self.decoder = decoder
         self.version = 0
         self._config = config
+        self._shares_device = shares_device
         self._max_len = min(config.max_model_len or spec.max_positions, spec.max_positions)
         self._block_size = block_size_for(config, weight.device)
         self._adapters = Adapters(bank)
@@ -123,7 +127,7 @@ class NativeEngine:
             from redline.engine.native.running import cuda
 
             if cuda.serves(self.decoder, weight.dtype, self._block_size):
-                runner = cuda.CudaRunner(self.decoder, cache, rows)
+                runner = cuda.CudaRunner(self.decoder, cache, rows, shares_device=self._shares_device)
         runner.lora = self._adapters.bank
         return runner
 

@@ -20,7 +20,7 @@ from redline.engine.native.cache.blocks import SCRATCH_BLOCK
 from redline.engine.native.cache.kv_cache import KVCache
 from redline.engine.native.cache.prefixes import MAX_SIZE, Prefixes
 from redline.engine.native.running.device_rows import DeviceRows
-from redline.engine.native.running.few_rows import FewRows
+from redline.engine.native.running.few_rows import FewRows, one_launch_of
 from redline.engine.native.running.graphs import GraphCache
 from redline.engine.native.running.runner import Runner, Samples
 from redline.engine.native.running.sampler import Sampled
@@ -150,7 +150,7 @@ class CudaRunner(Runner):
     runs_ahead = True
     reads_prefixes_once = True
 
-    def __init__(self, decoder: Decoder, cache: KVCache, rows: DeviceRows) -> None:
+    def __init__(self, decoder: Decoder, cache: KVCache, rows: DeviceRows, *, shares_device: bool = False) -> None:
         super().__init__(decoder, cache, rows)
         device = cache.blocks.device
         positions = torch.arange(rows.tables_RN.shape[1] * cache.block_size, device=device)
@@ -170,6 +170,8 @@ class CudaRunner(Runner):
         self._verified = torch.zeros((3, MAX_TOKENS), dtype=torch.int64, device=device)
         """Row, tokens of its row in front of it, and draft of each token that a step verifies."""
         self._few_rows = FewRows(decoder) if FewRows.serves(decoder) else None
+        # It has the whole device until it ends: a trainer beside it would hardly come to its own.
+        self._one_launch = None if shares_device or self._few_rows is None else one_launch_of(decoder, cache, self._rotary)
         self._pool: Any = None
         """Memory that the graphs share: they never run at the same time."""
         self.graphs: GraphCache[tuple[int, int, Wants], _DecodeGraph] = GraphCache()
@@ -258,6 +260,9 @@ class CudaRunner(Runner):
         """[B, V]."""
         slots_B = self.rows.adapter_slots(rows_B, wants)
         few_rows = self._few_rows if slots_B is None and len(rows_B) <= MOST_ROWS else None
+        if few_rows is not None and self._one_launch is not None and max_groups != VERIFYING:
+            lines_B = self._rows32_B[: len(rows_B)]
+            return self._one_launch.logits(inputs.tokens_B, inputs.positions_B, lines_B, self.rows.tables_RN)
         if max_groups == VERIFYING:
             attend = self._verifying_attention(rows_B, inputs.positions_B, few_rows)
         else:

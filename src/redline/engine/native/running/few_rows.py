@@ -1,8 +1,9 @@
-"""A decode step of few rows through the network, in fewer and overlapping launches: the same as `Decoder.forward`.
+"""A decode step of few rows through the network, as `Decoder.forward` does it: in one launch, or in few that overlap.
 
     x, delta ─► norm ─► qkv ─► attention ─► o ─► norm ─► gate, up, silu ─► down ─► the next layer
 
-Each arrow is a programmatic dependent launch (`kernels/decode/few_rows.py`). The weights are read where the decoder has them.
+Each arrow is a programmatic dependent launch (`kernels/decode/few_rows.py`), or the next phase of the one launch
+(`kernels/decode/one_launch.py`). The weights are read where the decoder has them.
 """
 
 from __future__ import annotations
@@ -11,6 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from redline.engine.native.cache.kv_cache import KVCache
+from redline.kernels.decode import one_launch
 from redline.kernels.decode.few_rows import MOST_ROWS, can_overlap, make_room, product
 from redline.kernels.decoder_steps import add_rms_norm
 from redline.models.decoder import Decoder, DecoderLayer, FusedAttend
@@ -52,3 +55,42 @@ class FewRows:
             delta_BE = product(inner_BI, layer.down.weight, layer.down.bias, room, early=early)
         _, normed_BE = add_rms_norm(x_BE, delta_BE, decoder.norm, eps, early=early)
         return product(normed_BE, decoder.output_weight, None, room, early=early)
+
+
+def one_launch_of(decoder: Decoder, cache: KVCache, rotary: Tensor) -> one_launch.OneLaunch | None:
+    """The step in one launch; None for a network that it does not serve, or serves more slowly than several."""
+    spec = decoder.spec
+    shape = one_launch.Shape(
+        hidden=spec.hidden_size,
+        heads=spec.num_heads,
+        kv_heads=spec.num_kv_heads,
+        head_dim=spec.head_dim,
+        inner=spec.intermediate_size,
+        vocab=spec.vocab_size,
+        layers=spec.num_layers,
+        page=cache.block_size,
+        head_norms=spec.qk_norm,
+    )
+    if not one_launch.pays(shape) or not one_launch.serves(shape, cache.blocks.dtype, decoder.embed.device):
+        return None
+    tensors = [_tensors(layer, *cache.blocks[layer.index]) for layer in decoder.layers if isinstance(layer, DecoderLayer)]
+    return one_launch.OneLaunch(shape, tensors, decoder.embed, decoder.norm, decoder.output_weight, rotary, spec.norm_eps)
+
+
+def _tensors(layer: DecoderLayer, keys: Tensor, values: Tensor) -> one_launch.LayerTensors:
+    return one_launch.LayerTensors(
+        layer.attn_norm,
+        layer.qkv.weight,
+        layer.qkv.bias,
+        layer.o.weight,
+        layer.o.bias,
+        layer.mlp_norm,
+        layer.gate_up.weight,
+        layer.gate_up.bias,
+        layer.down.weight,
+        layer.down.bias,
+        layer.q_norm,
+        layer.k_norm,
+        keys,
+        values,
+    )

@@ -1,0 +1,798 @@
+// A decode step of few rows, from the tokens to the logits, in one launch. `one_launch.py` says for what, and launches it.
+//
+// Every multiprocessor runs one block. Its last warp does nothing but ask for weights, in the order in which the others will
+// need them, into a ring of stages in shared memory: it never waits for a result, so memory is busy while the others do.
+// The other warps walk through the network phase by phase, each block with its share of every phase:
+//
+//     qkv | attention | o | gate, up, silu | down | the next layer ... | head
+//
+// Blocks do not meet. What one writes for others, it writes once, word by word, over words that say ABSENT, and who needs a
+// word reads it until it says something else: no fence, no counter, no second trip to memory. Layers take turns with a few
+// sets of such words; when a block is through with a layer, all are through with the one before, and it writes ABSENT there.
+//
+// A stage holds 8 rows of a weight and at most 896 of its columns. The warps share K among them: a warp multiplies its columns
+// of the stage by those of the activations, which it holds in registers, and at the end of a batch of tiles their sums meet in
+// shared memory, in the order of the warps. So a result depends on nothing but its row.
+//
+// Sizes come as macros: E hidden, H heads, KV key/value heads, D of a head, INNER, VOCAB, PAGE, HALVES (of 8 rows: 1 or 2),
+// STAGES, HEAD_NORMS (0 or 1), LAYERS, BLOCKS (of the launch).
+
+typedef unsigned short u16;
+typedef unsigned int u32;
+typedef unsigned long long u64;
+
+#define WARPS 7  // and the one that asks: with eight, a thread may have 255 registers
+#define WORKERS (32 * WARPS)
+#define CHUNK_BLOCKS 28  // of 32 columns
+#define PITCH (64 * CHUNK_BLOCKS + 64)  // bytes from row to row of a stage: 64 more than its columns send the next row to other banks
+#define STAGE (8 * PITCH)
+#define MOST_TILES 10  // of 8 weight rows, whose sums the warps have room for
+#define G (H / KV)
+#define MOST_PARTS 16
+#define ROWS 16
+#define ABSENT 0xffffffffu  // no number is rounded to this pair of bfloat16, nor does a sum give this float32
+#define SETS 4              // that layers take turns with; the last two layers have one each to themselves
+#define SET (ROWS * ((H + 2 * KV) * D + H * D + INNER + 2 * E))
+#define PART (G * (D + 2))
+#define WARP_TILES 1           // of 32 cached tokens, that a warp has in a row's context before that is cut into parts
+#define IN_FLIGHT 3            // stages that are asked for at once: enough to keep memory busy
+#define MOST_TURNS (1u << 26)  // of waiting, a minute or so: then an error instead of a hang
+
+struct Layer {
+    const u16 *attn_norm, *qkv, *qkv_bias, *o, *o_bias, *mlp_norm, *gate_up, *gate_up_bias, *down, *down_bias, *q_norm, *k_norm;
+    u16 *keys, *values;
+};
+
+struct Arguments {
+    const Layer* layers;
+    const u16 *embed, *norm, *head, *rotary;
+    const long long *tokens, *positions;
+    const int *lines, *table;
+    u16 *sets, *logits;
+    float* parts;  // [2][rows][KV][MOST_PARTS][PART]
+    int rows, table_stride, num_positions, most_parts;
+    float eps, scale;
+};
+
+// A share of the attention: a row's key/value head, and a part of the row's context.
+struct Unit {
+    int row, kv_head, part, parts, position, begin, end, line;  // begin and end in tiles of 32 tokens
+};
+
+struct Shared {
+    u64 full[STAGES], empty[STAGES];
+    Layer layers[LAYERS];
+    float squares[WARPS][16];
+    float peaks[WARPS][8], totals[WARPS][8];
+    const u16* embedded[ROWS];
+    uint4 angles[D / 8];  // cos and sin of the unit's position
+    Unit unit;
+    int pages[WARPS][WARP_TILES][2];  // of its first tiles, by halves
+};
+
+// ── small things ──────────────────────────────────────────────────────────────────────────────────────────────────────
+
+__device__ __forceinline__ u32 address(const void* pointer) { return (u32)__cvta_generic_to_shared(pointer); }
+__device__ __forceinline__ float low(u32 pair) { return __uint_as_float(pair << 16); }
+__device__ __forceinline__ float high(u32 pair) { return __uint_as_float(pair & 0xffff0000u); }
+
+__device__ __forceinline__ float power_of_2(float x) {
+    float y;
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+}
+
+__device__ __forceinline__ u32 packed(float first, float second) {
+    u32 pair;
+    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(second), "f"(first));
+    return pair;
+}
+
+__device__ __forceinline__ bool absent(uint4 v) { return v.x == ABSENT || v.y == ABSENT || v.z == ABSENT || v.w == ABSENT; }
+
+// Of what other blocks write in this launch the nearest cache does not know: these ask the L2.
+__device__ __forceinline__ uint4 fresh16(const void* from) {
+    uint4 v;
+    asm volatile("ld.relaxed.gpu.global.v4.u32 {%0,%1,%2,%3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(from) : "memory");
+    return v;
+}
+// Again, where a word is missing.
+__device__ __forceinline__ void refresh16(uint4& v, const void* from) {
+    asm volatile(
+        "{\n.reg .pred missing;\nsetp.ne.u32 missing, %5, 0;\n@missing ld.relaxed.gpu.global.v4.u32 {%0,%1,%2,%3}, [%4];\n}"
+        : "+r"(v.x), "+r"(v.y), "+r"(v.z), "+r"(v.w) : "l"(from), "r"((u32)absent(v)) : "memory");
+}
+__device__ __forceinline__ u32 fresh4(const void* from) {
+    u32 v;
+    asm volatile("ld.relaxed.gpu.global.u32 %0, [%1];" : "=r"(v) : "l"(from) : "memory");
+    return v;
+}
+__device__ __forceinline__ void put4(void* to, u32 v) { asm volatile("st.relaxed.gpu.global.u32 [%0], %1;" ::"l"(to), "r"(v) : "memory"); }
+__device__ __forceinline__ u32 awaited4(const void* from) {
+    u32 v, turns = 0;
+    while ((v = fresh4(from)) == ABSENT)
+        if (++turns == MOST_TURNS) __trap();
+    return v;
+}
+
+// c[16 x 8] += a[16 x 16] . b[16 x 8]
+__device__ __forceinline__ void multiply(float (&c)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
+    asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+        : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+        : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
+}
+
+__device__ __forceinline__ void meet_workers() { asm volatile("bar.sync 1, %0;" ::"n"(WORKERS) : "memory"); }
+
+__device__ __forceinline__ void wait(u32 barrier, u32 parity) {
+    asm volatile(
+        "{\n.reg .pred done;\nagain:\nmbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n@done bra over;\nbra again;\nover:\n}"
+        ::"r"(barrier), "r"(parity) : "memory");
+}
+
+// ── products ──────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+enum Out { HEADS, RESIDUAL, GATED, LOGITS };
+
+template <int K, int N, Out OUT>
+struct Product {
+    static constexpr int chunks = (K / 32 + CHUNK_BLOCKS - 1) / CHUNK_BLOCKS;
+    static constexpr int chunk_blocks = (K / 32 + chunks - 1) / chunks;
+    static constexpr int per_warp = (chunk_blocks + WARPS - 1) / WARPS;
+    static constexpr int sides = OUT == GATED ? 2 : 1;  // tiles of a unit
+    static constexpr int units = ((OUT == GATED ? N / 2 : N) + 7) / 8;
+    static constexpr int most = (units + BLOCKS - 1) / BLOCKS;  // of a block
+    static constexpr int batches = (most * sides + MOST_TILES - 1) / MOST_TILES;
+    static constexpr int batch = (most + batches - 1) / batches;  // units
+    static constexpr int tiles = batch * sides;
+    // Chunks of the activations that a warp has in registers: all of them where it has registers for them.
+    static constexpr int room = tiles == 1 ? 6 / HALVES : 2;
+    static constexpr int held = chunks < room ? chunks : room;
+    // The blocks with one unit more than others are at the other end for gate and up, which have most of the weights.
+    static __device__ __forceinline__ int first() { return OUT == GATED ? blockIdx.x : BLOCKS - 1 - blockIdx.x; }
+    static __device__ __forceinline__ int weight_row(int unit, int side) { return unit * 8 + side * (N / 2); }
+    static __device__ __forceinline__ int blocks_of(int chunk) {
+        int left = K / 32 - chunk * chunk_blocks;
+        return left < chunk_blocks ? left : chunk_blocks;
+    }
+};
+
+struct Ring {
+    u32 stages, full, empty;
+    int stage;
+    u32 parity;
+    __device__ __forceinline__ void next() {
+        if (++stage == STAGES) stage = 0, parity ^= 1;
+    }
+};
+
+// The asking warp's part of a product.
+template <class P, int K, int N>
+__device__ __forceinline__ void ask(Ring& ring, Ring& arriving, int& asked, const u16* weight) {
+    int lane = threadIdx.x % 32;
+#pragma unroll 1
+    for (int begin = P::first(); begin < P::units; begin += P::batch * BLOCKS)
+#pragma unroll 1
+        for (int chunk = 0; chunk < P::chunks; chunk++)
+#pragma unroll 1
+            for (int i = 0; i < P::batch; i++) {
+                int unit = begin + i * BLOCKS;
+                if (unit >= P::units) break;
+#pragma unroll 1
+                for (int side = 0; side < P::sides; side++) {
+                    u32 full = ring.full + 8 * ring.stage, bytes = P::blocks_of(chunk) * 64;
+                    int row = P::weight_row(unit, side), rows = N - row < 8 ? N - row : 8;
+                    wait(ring.empty + 8 * ring.stage, ring.parity ^ 1);
+                    // No more at once than keeps memory busy: what the others wait for stands in the same queues.
+                    if (++asked > IN_FLIGHT) {
+                        wait(arriving.full + 8 * arriving.stage, arriving.parity);
+                        arriving.next();
+                    }
+                    if (lane == 0)
+                        asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(full), "r"(bytes * rows) : "memory");
+                    __syncwarp();
+                    if (lane < rows) {
+                        const u16* from = weight + (u64)(row + lane) * K + chunk * P::chunk_blocks * 32;
+                        u32 to = ring.stages + ring.stage * STAGE + lane * PITCH;
+                        asm volatile(
+                            "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];"
+                            ::"r"(to), "l"(from), "r"(bytes), "r"(full) : "memory");
+                    }
+                    ring.next();
+                }
+            }
+}
+
+// Eight columns of a row of activations after the norm, rounded as eager torch rounds.
+__device__ __forceinline__ uint4 normed(uint4 v, uint4 gain, float scale) {
+    return make_uint4(
+        packed(low(v.x) * scale * low(gain.x), high(v.x) * scale * high(gain.x)),
+        packed(low(v.y) * scale * low(gain.y), high(v.y) * scale * high(gain.y)),
+        packed(low(v.z) * scale * low(gain.z), high(v.z) * scale * high(gain.z)),
+        packed(low(v.w) * scale * low(gain.w), high(v.w) * scale * high(gain.w)));
+}
+__device__ __forceinline__ float squared(uint4 v) {
+    return low(v.x) * low(v.x) + high(v.x) * high(v.x) + low(v.y) * low(v.y) + high(v.y) * high(v.y) + low(v.z) * low(v.z) +
+           high(v.z) * high(v.z) + low(v.w) * low(v.w) + high(v.w) * high(v.w);
+}
+
+// `from` and `residual` are rows of activations one after the other, or null for those of the tokens; `gain` is the norm's weight.
+template <class P, int K, int N, Out OUT, bool NORMS>
+__device__ __forceinline__ void work(
+    Ring& ring, Shared& shared, float* sums, const Arguments& a, const u16* from, const u16* gain, const u16* bias,
+    const u16* residual, u16* out) {
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
+    if (P::first() >= P::units) return;
+    constexpr bool whole = P::chunks == P::held;
+    uint4 held[P::held][P::per_warp][HALVES], gains[NORMS ? P::held : 1][NORMS ? P::per_warp : 1];
+    float scale[HALVES];
+    const u16* row[HALVES];
+#pragma unroll
+    for (int half = 0; half < HALVES; half++) {
+        int index = g + 8 * half < a.rows ? g + 8 * half : 0;  // what else there is room for repeats the first row
+        row[half] = from ? from + index * K : shared.embedded[index];
+    }
+
+    // The columns of a thread in some chunk: its last block of them where it has none.
+    auto column = [&](int chunk, int i) {
+        int last = P::blocks_of(chunk) - 1, block = warp + WARPS * i;
+        return (chunk * P::chunk_blocks + (block < last ? block : last)) * 32 + 8 * t;
+    };
+    auto chunk_at = [&](int chunk) { return chunk < P::chunks ? chunk : P::chunks - 1; };
+    auto load = [&](int first) {
+        if (NORMS)
+#pragma unroll
+            for (int c = 0; c < P::held; c++)
+#pragma unroll
+                for (int i = 0; i < P::per_warp; i++) gains[c][i] = __ldg((const uint4*)(gain + column(chunk_at(first + c), i)));
+#pragma unroll
+        for (int c = 0; c < P::held; c++)
+#pragma unroll
+            for (int i = 0; i < P::per_warp; i++)
+#pragma unroll
+                for (int half = 0; half < HALVES; half++) held[c][i][half] = fresh16(row[half] + column(chunk_at(first + c), i));
+        for (u32 turns = 0;; turns++) {
+            bool missing = false;
+#pragma unroll
+            for (int c = 0; c < P::held; c++)
+#pragma unroll
+                for (int i = 0; i < P::per_warp; i++)
+#pragma unroll
+                    for (int half = 0; half < HALVES; half++) missing |= absent(held[c][i][half]);
+            if (!__any_sync(~0u, missing)) break;
+            if (turns == MOST_TURNS) __trap();
+#pragma unroll
+            for (int c = 0; c < P::held; c++)
+#pragma unroll
+                for (int i = 0; i < P::per_warp; i++)
+#pragma unroll
+                    for (int half = 0; half < HALVES; half++) refresh16(held[c][i][half], row[half] + column(chunk_at(first + c), i));
+        }
+    };
+    auto apply_norm = [&] {
+#pragma unroll
+        for (int c = 0; c < P::held; c++)
+#pragma unroll
+            for (int i = 0; i < P::per_warp; i++)
+#pragma unroll
+                for (int half = 0; half < HALVES; half++) held[c][i][half] = normed(held[c][i][half], gains[c][i], scale[half]);
+    };
+    auto find_scale = [&] {
+        float sum[HALVES] = {};
+        for (int c = 0; c < P::chunks; c += P::held) {
+            load(c);
+#pragma unroll
+            for (int cc = 0; cc < P::held; cc++)
+#pragma unroll
+                for (int i = 0; i < P::per_warp; i++)
+#pragma unroll
+                    for (int half = 0; half < HALVES; half++)
+                        if (c + cc < P::chunks && warp + WARPS * i < P::blocks_of(c + cc)) sum[half] += squared(held[cc][i][half]);
+        }
+#pragma unroll
+        for (int half = 0; half < HALVES; half++) {
+            sum[half] += __shfl_xor_sync(~0u, sum[half], 1);
+            sum[half] += __shfl_xor_sync(~0u, sum[half], 2);
+            if (t == 0) shared.squares[warp][g + 8 * half] = sum[half];
+        }
+        meet_workers();
+#pragma unroll
+        for (int half = 0; half < HALVES; half++) {
+            float total = 0;
+#pragma unroll
+            for (int w = 0; w < WARPS; w++) total += shared.squares[w][g + 8 * half];
+            asm("rsqrt.approx.ftz.f32 %0, %1;" : "=f"(scale[half]) : "f"(total / K + a.eps));
+        }
+    };
+
+    int mine = P::first() + threadIdx.x * BLOCKS;
+    if (bias && mine < P::units)
+        for (int side = 0; side < P::sides; side++) asm volatile("prefetch.global.L2 [%0];" ::"l"(bias + P::weight_row(mine, side)));
+    if (NORMS) {
+        find_scale();
+        if (whole) apply_norm();
+    } else if (whole) load(0);
+#pragma unroll 1
+    for (int begin = P::first(); begin < P::units; begin += P::batch * BLOCKS) {
+        int count = (P::units - begin + BLOCKS - 1) / BLOCKS;
+        if (count > P::batch) count = P::batch;
+        // The warp's sums, where the others find them: [warp][tile][row][8 columns].
+        float* mine = sums + (warp * P::tiles * 8 * HALVES + g) * 8 + 2 * t;
+#pragma unroll 1
+        for (int c = 0; c < P::chunks; c += P::held) {
+            if (!whole) {
+                load(c);
+                if (NORMS) apply_norm();
+            }
+#pragma unroll
+            for (int cc = 0; cc < P::held; cc++) {
+                if (c + cc >= P::chunks) break;
+                const int blocks = P::blocks_of(c + cc);
+#pragma unroll(P::tiles > 1 ? 2 : 1)
+                for (int tile = 0; tile < count * P::sides; tile++) {
+                    wait(ring.full + 8 * ring.stage, ring.parity);
+                    u32 at = ring.stages + ring.stage * STAGE + g * PITCH + t * 16 + warp * 64;
+                    uint4 w[P::per_warp];
+#pragma unroll
+                    for (int i = 0; i < P::per_warp; i++) {
+                        w[i] = make_uint4(0, 0, 0, 0);
+                        if (warp + WARPS * i < blocks)
+                            asm volatile("ld.shared.v4.u32 {%0,%1,%2,%3}, [%4];"
+                                         : "=r"(w[i].x), "=r"(w[i].y), "=r"(w[i].z), "=r"(w[i].w) : "r"(at + i * WARPS * 64) : "memory");
+                    }
+                    float part[2][4] = {};  // two, so that products wait less for those before
+#pragma unroll
+                    for (int i = 0; i < P::per_warp; i++) {
+                        uint4 first = held[cc][i][0], second = HALVES == 2 ? held[cc][i][HALVES - 1] : make_uint4(0, 0, 0, 0);
+                        multiply(part[0], first.x, second.x, first.y, second.y, w[i].x, w[i].y);
+                        multiply(part[1], first.z, second.z, first.w, second.w, w[i].z, w[i].w);
+                    }
+#pragma unroll
+                    for (int half = 0; half < HALVES; half++) {
+                        float2* to = (float2*)(mine + (tile * HALVES + half) * 64);
+                        float2 before = c + cc ? *to : make_float2(0, 0);
+                        *to = make_float2(
+                            before.x + (part[0][2 * half] + part[1][2 * half]), before.y + (part[0][2 * half + 1] + part[1][2 * half + 1]));
+                    }
+                    // Only now: the sums are proof that the weights have been read.
+                    __syncwarp();
+                    if (lane == 0)
+                        asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(ring.empty + 8 * ring.stage) : "memory");
+                    ring.next();
+                }
+            }
+        }
+        meet_workers();
+#pragma unroll 1
+        for (int pair = threadIdx.x; pair < P::batch * a.rows * 4; pair += WORKERS) {
+            const int column = 2 * (pair % 4), unit_of_batch = pair / 4 % P::batch, row = pair / 4 / P::batch;
+            if (unit_of_batch >= count) continue;
+            float2 total[2] = {};
+#pragma unroll
+            for (int side = 0; side < P::sides; side++)
+#pragma unroll
+                for (int w = 0; w < WARPS; w++) {
+                    float2 part = *(float2*)(sums + ((w * P::tiles + unit_of_batch * P::sides + side) * 8 * HALVES + row) * 8 + column);
+                    total[side].x += part.x, total[side].y += part.y;
+                }
+            int unit = begin + unit_of_batch * BLOCKS, n = unit * 8 + column;
+            if (bias) {
+#pragma unroll
+                for (int side = 0; side < P::sides; side++) {
+                    u32 add = __ldg((const u32*)(bias + P::weight_row(unit, side) + column));
+                    total[side].x += low(add), total[side].y += high(add);
+                }
+            }
+            u32 result = packed(total[0].x, total[0].y);
+            if (OUT == RESIDUAL) {
+                u32 before = awaited4((residual ? residual + row * E : shared.embedded[row]) + n);
+                result = packed(low(before) + low(result), high(before) + high(result));
+            }
+            if (OUT == GATED) {
+                u32 up = packed(total[1].x, total[1].y);
+                float first = low(result), second = high(result);
+                u32 active = packed(first / (1.f + __expf(-first)), second / (1.f + __expf(-second)));
+                result = packed(low(active) * low(up), high(active) * high(up));
+            }
+            const int width = OUT == GATED ? N / 2 : N;
+            put4(out + (u64)row * width + n, result);
+        }
+        meet_workers();
+    }
+}
+
+// ── attention ─────────────────────────────────────────────────────────────────────────────────────────────────────────
+//
+// A warp takes 32 tokens at a time, of one row and key/value head: scores of its G heads by tensor cores, then their weights
+// times the values. Keys and values of earlier tokens do not depend on this step, so the first of them are asked for before
+// anything is waited for. Where a row's context is cut into parts, the block of the first one merges them.
+
+#define D_BLOCKS (D / 32)
+
+struct Cached {
+    uint4 keys[4][D_BLOCKS];    // of token 8 n + g: columns 32 b + 8 t
+    uint4 values[2][4][D / 64];  // of tokens 16 k + {2t, 2t + 1, 2t + 8, 2t + 9}: columns (D / 8) g
+};
+
+__device__ __forceinline__ Unit unit_of(const Arguments& a, int index) {
+    Unit u;
+    u.part = index % a.most_parts;
+    u.kv_head = index / a.most_parts % KV;
+    u.row = index / a.most_parts / KV;
+    u.position = (int)__ldg(a.positions + u.row);
+    u.line = __ldg(a.lines + u.row);
+    int tiles = u.position < 0 ? 0 : u.position / 32 + 1;
+    int wanted = (tiles + WARP_TILES * WARPS - 1) / (WARP_TILES * WARPS);
+    u.parts = wanted < 1 ? 1 : wanted < a.most_parts ? wanted : a.most_parts;
+    u.begin = tiles * u.part / u.parts;
+    u.end = u.part < u.parts ? tiles * (u.part + 1) / u.parts : u.begin;
+    return u;
+}
+
+__device__ __forceinline__ int page_of(const Arguments& a, const Unit& u, int token) {
+    return token <= u.position ? __ldg(a.table + (u64)u.line * a.table_stride + token / PAGE) : 0;
+}
+
+__device__ __forceinline__ u64 place(const Unit& u, int page, int token) {
+    return (((u64)page * KV + u.kv_head) * PAGE + token % PAGE) * D;
+}
+
+// What every layer wants to know of the unit.
+__device__ __forceinline__ void prepare(Shared& shared, const Arguments& a, int index) {
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    Unit u = unit_of(a, index);
+    if (threadIdx.x == 0) shared.unit = u;
+    if (threadIdx.x < D / 8 && u.position >= 0) {
+        int half = threadIdx.x / (D / 16), column = threadIdx.x % (D / 16) * 8;
+        shared.angles[threadIdx.x] = __ldg((const uint4*)(a.rotary + ((u64)half * a.num_positions + u.position) * (D / 2) + column));
+    }
+    if (lane < 2 * WARP_TILES) {
+        int tile = u.begin + warp + lane / 2 * WARPS;
+        shared.pages[warp][lane / 2][lane % 2] = page_of(a, u, tile * 32 + lane % 2 * 16);
+    }
+    meet_workers();
+}
+
+// Bring the unit's first tiles of a layer nearer.
+__device__ __forceinline__ void prefetch(Shared& shared, const Layer& layer) {
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    const Unit& u = shared.unit;
+#pragma unroll
+    for (int i = 0; i < WARP_TILES; i++) {
+        int token = (u.begin + warp + i * WARPS) * 32 + lane;
+        if (token < u.position && u.begin + warp + i * WARPS < u.end) {
+            u64 at = place(u, shared.pages[warp][i][lane / 16], token);
+#pragma unroll
+            for (int line = 0; line < D; line += 64) {
+                asm volatile("prefetch.global.L2 [%0];" ::"l"(layer.keys + at + line));
+                asm volatile("prefetch.global.L2 [%0];" ::"l"(layer.values + at + line));
+            }
+        }
+    }
+}
+
+__device__ __forceinline__ void read_cached(Cached& c, const Layer& layer, const Unit& u, int tile, int first_page, int second_page) {
+    const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
+    const u64 base[2] = {place(u, first_page, tile * 32), place(u, second_page, tile * 32 + 16)};
+#pragma unroll
+    for (int n = 0; n < 4; n++) {
+#pragma unroll
+        for (int b = 0; b < D_BLOCKS; b++)
+            c.keys[n][b] = *(const uint4*)(layer.keys + base[n / 2] + (8 * (n % 2) + g) * D + 32 * b + 8 * t);
+    }
+#pragma unroll
+    for (int k = 0; k < 2; k++)
+#pragma unroll
+        for (int i = 0; i < 4; i++) {
+            int token = 2 * t + i % 2 + 8 * (i / 2);
+            bool inside = tile * 32 + 16 * k + token < u.position;
+#pragma unroll
+            for (int p = 0; p < D / 64; p++) {
+                // What lies beyond the end was never written; zeros keep a NaN there out of the products.
+                uint4 v = *(const uint4*)(layer.values + base[k] + token * D + g * (D / 8) + 8 * p);
+                c.values[k][i][p] = make_uint4(inside ? v.x : 0, inside ? v.y : 0, inside ? v.z : 0, inside ? v.w : 0);
+            }
+        }
+}
+
+// A head's columns 32 b + 8 t of every b, after norm and rotation, rounded wherever eager torch rounds.
+__device__ __forceinline__ void rotated(uint4 (&v)[D_BLOCKS], const Shared& shared, const Arguments& a, const u16* norm) {
+    const int t = threadIdx.x % 4;
+#if HEAD_NORMS
+    float sum = 0;
+#pragma unroll
+    for (int b = 0; b < D_BLOCKS; b++) sum += squared(v[b]);
+    sum += __shfl_xor_sync(~0u, sum, 1);
+    sum += __shfl_xor_sync(~0u, sum, 2);
+    float scale;
+    asm("rsqrt.approx.ftz.f32 %0, %1;" : "=f"(scale) : "f"(sum / D + a.eps));
+#pragma unroll
+    for (int b = 0; b < D_BLOCKS; b++) v[b] = normed(v[b], __ldg((const uint4*)(norm + 32 * b + 8 * t)), scale);
+#endif
+#pragma unroll
+    for (int b = 0; b < D_BLOCKS / 2; b++) {
+        uint4 cos = shared.angles[4 * b + t], sin = shared.angles[D / 16 + 4 * b + t];
+        u32* first = (u32*)&v[b];
+        u32* second = (u32*)&v[b + D_BLOCKS / 2];
+        const u32 *c = (const u32*)&cos, *s = (const u32*)&sin;
+#pragma unroll
+        for (int i = 0; i < 4; i++) {
+            u32 x = first[i], y = second[i];
+            u32 x_cos = packed(low(x) * low(c[i]), high(x) * high(c[i])), y_sin = packed(-low(y) * low(s[i]), -high(y) * high(s[i]));
+            u32 y_cos = packed(low(y) * low(c[i]), high(y) * high(c[i])), x_sin = packed(low(x) * low(s[i]), high(x) * high(s[i]));
+            first[i] = packed(low(x_cos) + low(y_sin), high(x_cos) + high(y_sin));
+            second[i] = packed(low(y_cos) + low(x_sin), high(y_cos) + high(x_sin));
+        }
+    }
+}
+
+__device__ __forceinline__ void attend(
+    Shared& shared, float* sums, const Arguments& a, const Layer& layer, int parity, const u16* heads, u16* attended) {
+    const Unit u = shared.unit;
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4, first = u.begin + warp;
+    const u16* own = heads + (u64)u.row * (H + 2 * KV) * D;
+    float peak = -__int_as_float(0x7f800000), total = 0;
+    float sum[D / 8][4] = {};
+    uint4 query[D_BLOCKS], key[D_BLOCKS], value[D / 64];
+    const int last = u.position / 32;
+    const bool has_new = last < u.end && last >= first && (last - first) % WARPS == 0;
+#pragma unroll 1
+    for (int i = 0; first + i * WARPS < u.end; i++) {
+        const int tile = first + i * WARPS;
+        const bool is_near = i < WARP_TILES;
+        Cached c;
+        read_cached(
+            c, layer, u, tile, is_near ? shared.pages[warp][i][0] : page_of(a, u, tile * 32),
+            is_near ? shared.pages[warp][i][1] : page_of(a, u, tile * 32 + 16));
+        if (i == 0) {
+            const u16 *query_at = own + (u.kv_head * G + (g < G ? g : 0)) * D + 8 * t, *key_at = own + (H + u.kv_head) * D + 8 * t;
+            const u16* value_at = own + (H + KV + u.kv_head) * D + g * (D / 8);
+            for (u32 turns = 0;; turns++) {
+                bool missing = false;
+#pragma unroll
+                for (int b = 0; b < D_BLOCKS; b++) query[b] = fresh16(query_at + 32 * b), key[b] = fresh16(key_at + 32 * b);
+#pragma unroll
+                for (int p = 0; p < D / 64; p++) missing |= absent(value[p] = fresh16(value_at + 8 * p));
+#pragma unroll
+                for (int b = 0; b < D_BLOCKS; b++) missing |= absent(query[b]) || absent(key[b]);
+                if (!__any_sync(~0u, missing)) break;
+                if (turns == MOST_TURNS) __trap();
+            }
+            rotated(query, shared, a, layer.q_norm);
+            if (has_new) {
+                rotated(key, shared, a, layer.k_norm);
+                u64 slot = place(u, page_of(a, u, u.position), u.position);
+#pragma unroll
+                for (int b = 0; b < D_BLOCKS; b++)
+                    if (g == 0) *(uint4*)(layer.keys + slot + 32 * b + 8 * t) = key[b];
+#pragma unroll
+                for (int p = 0; p < D / 64; p++)
+                    if (t == 0) *(uint4*)(layer.values + slot + g * (D / 8) + 8 * p) = value[p];
+            }
+        }
+        if (tile == last) {
+            // The new token is in this tile.
+            int token = u.position % 32;
+#pragma unroll
+            for (int b = 0; b < D_BLOCKS; b++)
+#pragma unroll
+                for (int n = 0; n < 4; n++)
+                    if (8 * n + g == token) c.keys[n][b] = key[b];
+#pragma unroll
+            for (int p = 0; p < D / 64; p++)
+#pragma unroll
+                for (int k = 0; k < 2; k++)
+#pragma unroll
+                    for (int i = 0; i < 4; i++)
+                        if (16 * k + 2 * t + i % 2 + 8 * (i / 2) == token) c.values[k][i][p] = value[p];
+        }
+        float score[4][4] = {};
+        float new_peak = peak;
+#pragma unroll
+        for (int n = 0; n < 4; n++) {
+#pragma unroll
+            for (int b = 0; b < D_BLOCKS; b++) {
+                multiply(score[n], query[b].x, 0, query[b].y, 0, c.keys[n][b].x, c.keys[n][b].y);
+                multiply(score[n], query[b].z, 0, query[b].w, 0, c.keys[n][b].z, c.keys[n][b].w);
+            }
+#pragma unroll
+            for (int i = 0; i < 2; i++) {
+                bool seen = tile * 32 + 8 * n + 2 * t + i <= u.position;
+                score[n][i] = seen ? score[n][i] * a.scale : -__int_as_float(0x7f800000);
+                new_peak = fmaxf(new_peak, score[n][i]);
+            }
+        }
+        new_peak = fmaxf(new_peak, __shfl_xor_sync(~0u, new_peak, 1));
+        new_peak = fmaxf(new_peak, __shfl_xor_sync(~0u, new_peak, 2));
+        float fade = power_of_2(peak - new_peak);
+        peak = new_peak;
+        total *= fade;
+#pragma unroll
+        for (int n = 0; n < 4; n++)
+#pragma unroll
+            for (int i = 0; i < 2; i++) {
+                score[n][i] = power_of_2(score[n][i] - peak);
+                total += score[n][i];
+            }
+#pragma unroll
+        for (int j = 0; j < D / 8; j++) sum[j][0] *= fade, sum[j][1] *= fade;
+#pragma unroll
+        for (int k = 0; k < 2; k++) {
+            u32 a0 = packed(score[2 * k][0], score[2 * k][1]), a2 = packed(score[2 * k + 1][0], score[2 * k + 1][1]);
+#pragma unroll
+            for (int p = 0; p < D / 64; p++) {
+                const u32 *v0 = (const u32*)&c.values[k][0][p], *v1 = (const u32*)&c.values[k][1][p];
+                const u32 *v2 = (const u32*)&c.values[k][2][p], *v3 = (const u32*)&c.values[k][3][p];
+#pragma unroll
+                for (int i = 0; i < 4; i++) {
+                    multiply(sum[8 * p + 2 * i], a0, 0, a2, 0, __byte_perm(v0[i], v1[i], 0x5410), __byte_perm(v2[i], v3[i], 0x5410));
+                    multiply(sum[8 * p + 2 * i + 1], a0, 0, a2, 0, __byte_perm(v0[i], v1[i], 0x7632), __byte_perm(v2[i], v3[i], 0x7632));
+                }
+            }
+        }
+    }
+    total += __shfl_xor_sync(~0u, total, 1);
+    total += __shfl_xor_sync(~0u, total, 2);
+    if (t == 0) shared.peaks[warp][g] = peak, shared.totals[warp][g] = total;
+    if (g < G && first < u.end) {
+#pragma unroll
+        for (int j = 0; j < D / 8; j++) {
+            sums[(warp * G + g) * D + 2 * t * (D / 8) + j] = sum[j][0];
+            sums[(warp * G + g) * D + (2 * t + 1) * (D / 8) + j] = sum[j][1];
+        }
+    }
+    meet_workers();
+    float* parts = a.parts + (((u64)parity * ROWS + u.row) * KV + u.kv_head) * MOST_PARTS * PART;
+    u16* out = attended + ((u64)u.row * H + u.kv_head * G) * D;
+#pragma unroll 1
+    for (int pair = threadIdx.x; pair < G * D / 2; pair += WORKERS) {
+        int head = 2 * pair / D, column = 2 * pair % D;
+        float most = -__int_as_float(0x7f800000), all = 0;
+        float2 merged = make_float2(0, 0);
+#pragma unroll
+        for (int w = 0; w < WARPS; w++) most = fmaxf(most, shared.peaks[w][head]);
+#pragma unroll
+        for (int w = 0; w < WARPS; w++)
+            if (u.begin + w < u.end) {
+                float weight = power_of_2(shared.peaks[w][head] - most);
+                float2 part = *(float2*)(sums + (w * G + head) * D + column);
+                all += weight * shared.totals[w][head];
+                merged.x += weight * part.x, merged.y += weight * part.y;
+            }
+        if (u.part) {
+            // Each pair of columns brings its own peak and total along: whoever has the words has all it needs.
+            u32* part = (u32*)parts + u.part * PART;
+            put4(part + head * D + column, __float_as_uint(merged.x)), put4(part + head * D + column + 1, __float_as_uint(merged.y));
+            if (column == 0) put4(part + G * D + 2 * head, __float_as_uint(most)), put4(part + G * D + 2 * head + 1, __float_as_uint(all));
+            continue;
+        }
+        // Four parts at a time, so that their words are asked for together.
+#pragma unroll 1
+        for (int begin = 1; begin < u.parts; begin += 4) {
+            u32 words[4][4];
+            for (u32 turns = 0;; turns++) {
+                bool missing = false;
+#pragma unroll
+                for (int p = 0; p < 4; p++) {
+                    const u32* part = (const u32*)parts + (begin + p) * PART;
+#pragma unroll
+                    for (int i = 0; i < 4; i++)
+                        words[p][i] = begin + p < u.parts ? fresh4(part + (i < 2 ? head * D + column + i : G * D + 2 * head + i - 2)) : 0;
+                }
+#pragma unroll
+                for (int p = 0; p < 4; p++)
+#pragma unroll
+                    for (int i = 0; i < 4; i++) missing |= words[p][i] == ABSENT;
+                if (!missing) break;
+                if (turns == MOST_TURNS) __trap();
+            }
+#pragma unroll
+            for (int p = 0; p < 4; p++)
+                if (begin + p < u.parts) {
+                    float other = __uint_as_float(words[p][2]), of_both = fmaxf(most, other);
+                    float fade = power_of_2(most - of_both), weight = power_of_2(other - of_both);
+                    all = all * fade + __uint_as_float(words[p][3]) * weight;
+                    merged.x = merged.x * fade + __uint_as_float(words[p][0]) * weight;
+                    merged.y = merged.y * fade + __uint_as_float(words[p][1]) * weight;
+                    most = of_both;
+                }
+        }
+        float divisor = all > 0 ? all : 1;  // a row that is not live gets zeros
+        put4(out + head * D + column, packed(merged.x / divisor, merged.y / divisor));
+    }
+    meet_workers();
+    if (u.part == 0)
+#pragma unroll 1
+        for (int word = PART + threadIdx.x; word < u.parts * PART; word += WORKERS) put4(parts + word, ABSENT);
+}
+
+// ── the step ──────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+// Where a layer's activations are, in a set.
+struct Between {
+    u16 *heads, *attended, *inner, *middle, *x;
+    __device__ __forceinline__ Between(u16* sets, int layer) {
+        heads = sets + (u64)SET * (layer >= LAYERS - 2 ? SETS + layer - (LAYERS - 2) : layer % SETS);
+        attended = heads + ROWS * (H + 2 * KV) * D;
+        inner = attended + ROWS * H * D;
+        middle = inner + ROWS * INNER;
+        x = middle + ROWS * E;
+    }
+};
+
+extern "C" __global__ void __launch_bounds__(WORKERS + 32, 1) decode_step(const __grid_constant__ Arguments a) {
+    extern __shared__ __align__(128) unsigned char memory[];
+    Shared& shared = *(Shared*)(memory + STAGES * STAGE);
+    float* sums = (float*)(memory + STAGES * STAGE + (sizeof(Shared) + 127) / 128 * 128);
+    typedef Product<E, (H + 2 * KV) * D, HEADS> Qkv;
+    typedef Product<H * D, E, RESIDUAL> Attended;
+    typedef Product<E, 2 * INNER, GATED> GateUp;
+    typedef Product<INNER, E, RESIDUAL> Down;
+    typedef Product<E, VOCAB, LOGITS> Head;
+    static_assert(Qkv::units >= BLOCKS && GateUp::units >= BLOCKS, "a block without a share does not know when others are through");
+
+    for (int i = threadIdx.x; i < LAYERS * (int)(sizeof(Layer) / 8); i += WORKERS + 32)
+        ((u64*)shared.layers)[i] = ((const u64*)a.layers)[i];
+    if (threadIdx.x < a.rows) shared.embedded[threadIdx.x] = a.embed + (u64)a.tokens[threadIdx.x] * E;
+    if (threadIdx.x == 0) {
+        for (int i = 0; i < STAGES; i++) {
+            asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(address(&shared.full[i])) : "memory");
+            asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(address(&shared.empty[i])), "n"(WARPS) : "memory");
+        }
+        asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+    }
+    __syncthreads();
+    Ring ring = {address(memory), address(shared.full), address(shared.empty), 0, 0};
+
+    if (threadIdx.x >= WORKERS) {
+        Ring arriving = ring;
+        int asked = 0;
+#pragma unroll 1
+        for (int index = 0; index < LAYERS; index++) {
+            const Layer& layer = shared.layers[index];
+            ask<Qkv, E, (H + 2 * KV) * D>(ring, arriving, asked, layer.qkv);
+            ask<Attended, H * D, E>(ring, arriving, asked, layer.o);
+            ask<GateUp, E, 2 * INNER>(ring, arriving, asked, layer.gate_up);
+            ask<Down, INNER, E>(ring, arriving, asked, layer.down);
+        }
+        ask<Head, E, VOCAB>(ring, arriving, asked, a.head);
+        return;
+    }
+
+    // Usually a block has one share in the attention, or none.
+    const int units = a.rows * KV * a.most_parts;
+    if (blockIdx.x < units) prepare(shared, a, blockIdx.x);
+    const bool attends = blockIdx.x < units && shared.unit.part < shared.unit.parts;
+    if (attends) prefetch(shared, shared.layers[0]);
+    auto forget = [&](int layer) {
+        // All are through with it, since all of the next layer is there. (Of the last two layers: in the next launch.)
+        uint4* before = (uint4*)Between(a.sets, layer < 0 ? LAYERS + layer : layer).heads;
+#pragma unroll 1
+        for (int i = blockIdx.x * WORKERS + threadIdx.x; i < SET / 8; i += BLOCKS * WORKERS)
+            before[i] = make_uint4(ABSENT, ABSENT, ABSENT, ABSENT);
+        __threadfence();
+    };
+    const u16* x = 0;  // the tokens' own
+#pragma unroll 1
+    for (int index = 0; index < LAYERS; index++) {
+        const Layer& layer = shared.layers[index];
+        Between here(a.sets, index);
+        work<Qkv, E, (H + 2 * KV) * D, HEADS, true>(ring, shared, sums, a, x, layer.attn_norm, layer.qkv_bias, 0, here.heads);
+        if (attends) {
+#pragma unroll 1
+            for (int next = blockIdx.x; next < units; next += BLOCKS) {
+                if (units > BLOCKS) prepare(shared, a, next);
+                if (shared.unit.part < shared.unit.parts) attend(shared, sums, a, layer, index % 2, here.heads, here.attended);
+            }
+            if (index + 1 < LAYERS) prefetch(shared, shared.layers[index + 1]);
+        } else
+            forget(index - 2);  // while it waits for those that attend
+        work<Attended, H * D, E, RESIDUAL, false>(ring, shared, sums, a, here.attended, 0, layer.o_bias, x, here.middle);
+        if (attends) forget(index - 2);
+        work<GateUp, E, 2 * INNER, GATED, true>(
+            ring, shared, sums, a, here.middle, layer.mlp_norm, layer.gate_up_bias, 0, here.inner);
+        work<Down, INNER, E, RESIDUAL, false>(ring, shared, sums, a, here.inner, 0, layer.down_bias, here.middle, here.x);
+        x = here.x;
+    }
+    work<Head, E, VOCAB, LOGITS, true>(ring, shared, sums, a, x, a.norm, 0, 0, a.logits);
+}

@@ -1,0 +1,189 @@
+"""A decode step of few rows through the whole network in one launch, `one_launch.cu`: its sizes, its arguments, its launch.
+
+With few rows a step takes as long as the weights take to come from memory, and, launch by launch, twice as long again for what
+lies between the launches. Here blocks stay, and ask for the weights of what comes next while they wait for each other.
+
+For Hopper, in bfloat16. This module needs CUDA; only code that runs on a CUDA device may import it.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import math
+from ctypes import c_float, c_int, c_void_p
+from dataclasses import asdict, dataclass
+from functools import cache
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from redline.kernels import nvrtc
+
+MOST_ROWS = 16
+"""Rows of a tile of the tensor cores."""
+MOST_GROUPED = 8
+"""Query heads of a key/value head: half a tile."""
+MOST_PARTS = 16
+"""Into which a row's context is cut."""
+WARPS = 7
+"""That work; one more asks for weights. These are `one_launch.cu`'s, and so is what follows."""
+STAGE_BYTES = 8 * (64 * 28 + 64)
+MOST_TILES = 10
+MOST_STAGES = 14
+SETS = 4
+SHARED_MEMORY = 227 * 1024 - 1024
+ABSENT = -1
+"""What a word says that nobody has written yet: one that no number is rounded to."""
+SOURCE = Path(__file__).with_suffix(".cu")
+
+
+@dataclass(slots=True, frozen=True)
+class Shape:
+    """Of a network, and of its cache."""
+
+    hidden: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    inner: int
+    vocab: int
+    layers: int
+    page: int
+    head_norms: bool
+
+    @property
+    def grouped(self) -> int:
+        return self.heads // self.kv_heads
+
+
+class LayerTensors(NamedTuple):
+    """In the order of `one_launch.cu`'s `Layer`."""
+
+    attn_norm: Tensor
+    qkv: Tensor
+    qkv_bias: Tensor | None
+    o: Tensor
+    o_bias: Tensor | None
+    mlp_norm: Tensor
+    gate_up: Tensor
+    gate_up_bias: Tensor | None
+    down: Tensor
+    down_bias: Tensor | None
+    q_norm: Tensor | None
+    k_norm: Tensor | None
+    keys: Tensor
+    values: Tensor
+
+
+class _Arguments(ctypes.Structure):
+    _fields_ = [
+        *((name, c_void_p) for name in ("layers", "embed", "norm", "head", "rotary", "tokens", "positions", "lines", "table")),
+        *((name, c_void_p) for name in ("sets", "logits", "parts")),
+        *((name, c_int) for name in ("rows", "table_stride", "num_positions", "most_parts")),
+        *((name, c_float) for name in ("eps", "scale")),
+    ]
+
+
+def pays(shape: Shape) -> bool:
+    """Whether it is the faster way, as measured on an H200: for small models, which spend most of a step between launches.
+    Larger ones gain nothing, and heads of 128 take too long here where rows are many."""
+    return shape.hidden <= 1024 and shape.head_dim == 64
+
+
+def serves(shape: Shape, dtype: torch.dtype, device: torch.device) -> bool:
+    """Whether there is such a kernel. It wants a share in qkv, gate and up for every block: by these a block knows what others
+    are through with."""
+    if device.type != "cuda" or torch.cuda.get_device_capability(device)[0] != 9:
+        return False
+    blocks = torch.cuda.get_device_properties(device).multi_processor_count
+    heads = (shape.heads + 2 * shape.kv_heads) * shape.head_dim
+    return (
+        dtype is torch.bfloat16
+        and shape.head_dim in (64, 128)
+        and shape.page >= 16
+        and shape.grouped <= MOST_GROUPED
+        and all(size % 32 == 0 for size in (shape.hidden, shape.inner, shape.heads * shape.head_dim))
+        and shape.vocab % 8 == 0
+        and shape.layers >= SETS
+        and min(heads, shape.inner) >= 8 * blocks
+        and nvrtc.is_there()
+    )
+
+
+class OneLaunch:
+    """The kernel for one network, and the memory between its phases. One step at a time."""
+
+    def __init__(
+        self,
+        shape: Shape,
+        layers: list[LayerTensors],
+        embed: Tensor,
+        norm: Tensor,
+        head: Tensor,
+        rotary: Tensor,
+        eps: float,
+    ) -> None:
+        """`rotary` is cos and sin [2, positions, D / 2]. All tensors stay where they are as long as this lives."""
+        device = embed.device
+        self._shape, self._device = shape, device
+        self._blocks = torch.cuda.get_device_properties(device).multi_processor_count
+        self._kept = (layers, embed, norm, head, rotary)
+        pointers = [[0 if tensor is None else tensor.data_ptr() for tensor in layer] for layer in layers]
+        self._layers = torch.tensor(pointers, dtype=torch.int64).to(device)
+        heads = (shape.heads + 2 * shape.kv_heads) * shape.head_dim
+        width = heads + shape.heads * shape.head_dim + shape.inner + 2 * shape.hidden
+        self._sets = torch.full(((SETS + 2) * MOST_ROWS * width // 2,), ABSENT, dtype=torch.int32, device=device)
+        parts = 2 * MOST_ROWS * shape.kv_heads * MOST_PARTS * shape.grouped * (shape.head_dim + 2)
+        self._parts = torch.full((parts,), ABSENT, dtype=torch.int32, device=device)
+        self._logits = torch.empty(MOST_ROWS, shape.vocab, dtype=embed.dtype, device=device)
+        self._eps = eps
+
+    def logits(self, tokens_B: Tensor, positions_B: Tensor, lines_B: Tensor, table_RM: Tensor) -> Tensor:
+        """[B, V] of at most `MOST_ROWS` rows, until the next step. The tokens' keys and values are written to the cache.
+
+        `positions_B` is int64, -1 for a row that is not live; `lines_B` int32, each row's line of the block table."""
+        B = len(tokens_B)
+        assert B <= MOST_ROWS
+        shape = self._shape
+        _, embed, norm, head, rotary = self._kept
+        halves = 1 if B <= MOST_ROWS // 2 else 2
+        kernel = _kernel(shape, halves, self._blocks, self._device.index or 0)
+        inputs = (self._layers, embed, norm, head, rotary, tokens_B, positions_B, lines_B, table_RM)
+        parts = max(1, min(MOST_PARTS, self._blocks // (B * shape.kv_heads)))
+        kernel.launch(
+            self._blocks,
+            32 * (WARPS + 1),
+            _Arguments(
+                *(tensor.data_ptr() for tensor in (*inputs, self._sets, self._logits, self._parts)),
+                B, table_RM.stride(0), rotary.shape[1], parts, self._eps, shape.head_dim**-0.5 * math.log2(math.e),
+            ),
+            self._device.index or 0,
+        )  # fmt: skip
+        return self._logits[:B]
+
+
+@cache
+def _kernel(shape: Shape, halves: int, blocks: int, device: int) -> nvrtc.Kernel:
+    major, minor = torch.cuda.get_device_capability(device)
+    sizes = macros(shape, halves, blocks)
+    with torch.cuda.device(device):
+        cubin = nvrtc.compiled(SOURCE.read_text(), SOURCE.name, f"sm_{major}{minor}a", sizes)
+        return nvrtc.Kernel(cubin, "decode_step", shared_bytes(shape, halves, sizes["STAGES"]))
+
+
+def macros(shape: Shape, halves: int, blocks: int) -> dict[str, int]:
+    """What the source is compiled with: as many stages as shared memory has room for."""
+    stages = next(n for n in range(MOST_STAGES, 0, -1) if shared_bytes(shape, halves, n) <= SHARED_MEMORY)
+    names = {"hidden": "E", "heads": "H", "kv_heads": "KV", "head_dim": "D", "vocab": "VOCAB"}
+    sizes = {names.get(name, name.upper()): int(size) for name, size in asdict(shape).items()}
+    return sizes | {"HALVES": halves, "STAGES": stages, "BLOCKS": blocks}
+
+
+def shared_bytes(shape: Shape, halves: int, stages: int) -> int:
+    """The ring, what the blocks' threads share, and the warps' sums."""
+    pointers = shape.layers * len(LayerTensors._fields) + MOST_ROWS
+    small = stages * 16 + pointers * 8 + WARPS * (16 + 16 + 2) * 4 + 2 * shape.head_dim + 8 * 4
+    sums = WARPS * max(MOST_TILES * 8 * halves * 8, shape.grouped * shape.head_dim) * 4
+    return stages * STAGE_BYTES + -(-(small + 16) // 128) * 128 + sums

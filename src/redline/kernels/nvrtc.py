@@ -1,0 +1,113 @@
+"""CUDA C++ compiled where it runs, by NVRTC, which torch brings along; launched through the driver.
+
+For kernels that Triton cannot say: whose blocks wait for each other, and whose warps have different jobs.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+from collections.abc import Mapping
+from ctypes import POINTER, byref, c_char_p, c_int, c_size_t, c_void_p
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from triton.runtime.cache import get_cache_manager
+
+_SUCCESS = 0
+_DYNAMIC_SHARED_MEMORY = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+
+
+class CompileError(RuntimeError):
+    """The source does not compile; its message is NVRTC's."""
+
+
+def is_there() -> bool:
+    return _nvrtc() is not None
+
+
+def compiled(source: str, name: str, architecture: str, sizes: Mapping[str, int]) -> bytes:
+    """A cubin of the source with these macros, from Triton's cache of kernels if it was compiled before."""
+    options = [f"--gpu-architecture={architecture}", "--std=c++17", *(f"-D{key}={value}" for key, value in sizes.items())]
+    key = "\0".join((source, str(torch.version.cuda), *options))
+    cached = get_cache_manager(hashlib.sha256(key.encode()).hexdigest())
+    if (file := cached.get_file(f"{name}.cubin")) is not None:
+        return Path(file).read_bytes()
+    cubin = _compile(source, name, options)
+    cached.put(cubin, f"{name}.cubin", binary=True)
+    return cubin
+
+
+def _compile(source: str, name: str, options: list[str]) -> bytes:
+    library = _nvrtc()
+    assert library is not None, "ask is_there() first"
+    program = c_void_p()
+    library.nvrtcCreateProgram(byref(program), source.encode(), name.encode(), 0, None, None)
+    status = library.nvrtcCompileProgram(program, len(options), (c_char_p * len(options))(*(o.encode() for o in options)))
+    try:
+        if status != _SUCCESS:
+            raise CompileError(_text(program, "ProgramLog").decode(errors="replace"))
+        return _text(program, "CUBIN")
+    finally:
+        library.nvrtcDestroyProgram(byref(program))
+
+
+def _text(program: c_void_p, what: str) -> bytes:
+    library, size = _nvrtc(), c_size_t()
+    assert library is not None
+    getattr(library, f"nvrtcGet{what}Size")(program, byref(size))
+    text = ctypes.create_string_buffer(size.value)
+    getattr(library, f"nvrtcGet{what}")(program, text)
+    return text.raw
+
+
+class Kernel:
+    """One function of a cubin, whose blocks are all on the device at once: they may wait for each other."""
+
+    def __init__(self, cubin: bytes, name: str, shared_bytes: int) -> None:
+        torch.cuda.current_stream()  # a context
+        self._driver, self._module, self._function = _driver(), c_void_p(), c_void_p()
+        self._check(self._driver.cuModuleLoadData(byref(self._module), cubin))
+        self._check(self._driver.cuModuleGetFunction(byref(self._function), self._module, name.encode()))
+        self._check(self._driver.cuFuncSetAttribute(self._function, _DYNAMIC_SHARED_MEMORY, shared_bytes))
+        self._shared_bytes = shared_bytes
+
+    def launch(self, blocks: int, threads: int, arguments: ctypes.Structure, device: int) -> None:
+        """On the current stream; can be captured in a CUDA graph."""
+        parameters = (c_void_p * 1)(ctypes.addressof(arguments))
+        stream = c_void_p(torch._C._cuda_getCurrentRawStream(device))
+        size = self._shared_bytes
+        self._check(
+            self._driver.cuLaunchCooperativeKernel(self._function, blocks, 1, 1, threads, 1, 1, size, stream, parameters)
+        )
+
+    def _check(self, status: int) -> None:
+        if status != _SUCCESS:
+            said = c_char_p()
+            self._driver.cuGetErrorString(status, byref(said))
+            raise RuntimeError(f"CUDA: {(said.value or b'unknown error').decode()}")
+
+
+@cache
+def _driver() -> Any:
+    library = ctypes.CDLL("libcuda.so.1")
+    library.cuLaunchCooperativeKernel.argtypes = [c_void_p, *[ctypes.c_uint] * 7, c_void_p, POINTER(c_void_p)]
+    library.cuFuncSetAttribute.argtypes = [c_void_p, c_int, c_int]
+    return library
+
+
+@cache
+def _nvrtc() -> Any | None:
+    """The one of torch's CUDA, wherever that lies."""
+    if torch.version.cuda is None:
+        return None
+    name = f"libnvrtc.so.{torch.version.cuda.partition('.')[0]}"
+    beside_torch = Path(torch.__file__).parent.parent.glob(f"nvidia/*/lib/{name}")
+    for library in (name, *map(str, beside_torch)):
+        try:
+            return ctypes.CDLL(library)
+        except OSError:
+            continue
+    return None
