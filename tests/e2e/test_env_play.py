@@ -111,8 +111,9 @@ def taught(tokens: torch.Tensor) -> LlamaForCausalLM:
     return model
 
 
-def recipe(folder: Path, environment: str, params: dict[str, Any], where: Path) -> Path:
+def recipe(folder: Path, environment: str, params: dict[str, Any], where: Path, **engine: Any) -> Path:
     values = {
+        "engine": engine,
         "run": {"name": "words", "steps": 1, "seed": 3, "num_threads": 1, "folder": str(where / "runs")},
         "model": {"path": str(folder / "model"), "dtype": "float32"},
         "rollouts": {
@@ -154,12 +155,19 @@ def played(recipe: Path, model: Path, task: int) -> dict[str, Any]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("environment", "params"), [("Words", {}), ("Words", {"brief": True}), ("Letters", {})], ids=["early", "brief", "until"]
+    ("environment", "params", "kind"),
+    [
+        ("Words", {}, "native"),
+        ("Words", {"brief": True}, "native"),
+        ("Words", {"brief": True}, "transformers"),
+        ("Letters", {}, "native"),
+    ],
+    ids=["early", "brief", "brief, by transformers", "until"],
 )
 def test_a_model_that_plays_says_what_it_says_in_a_run(
-    words: Path, tmp_path: Path, environment: str, params: dict[str, Any]
+    words: Path, tmp_path: Path, environment: str, params: dict[str, Any], kind: str
 ) -> None:
-    path = recipe(words, environment, params, tmp_path)
+    path = recipe(words, environment, params, tmp_path, kind=kind)
     expected = of_a_run(path)
     assert len(expected) == 4
     assert {task: played(path, words / "model", task) for task in expected} == expected

@@ -32,6 +32,10 @@ MAX_TOKENS = 256
 """Of a reply, where neither the recipe nor the command line says how many, and the model has positions for twice as many."""
 
 
+MAX_NUM_SEQS = 16
+"""Roles that reply at once, where the recipe does not say how many sequences run together."""
+
+
 @dataclass(slots=True, frozen=True)
 class Manner:
     """How a model replies; None is what the recipe says, if there is one."""
@@ -45,8 +49,8 @@ class ModelPlayer:
     """Implements `players.Player`."""
 
     def __init__(self, path: str, manner: Manner, recipe: Config | None = None) -> None:
-        """Load the model: a Hugging Face folder, a run folder, a .gguf file, a hub id or a built-in one. Prompts and limits are
-        those of the recipe."""
+        """Load the model: a Hugging Face folder, a run folder, a .gguf file, a hub id or a built-in one. Engine, prompts and
+        limits are those of the recipe."""
         self._loaded = _load(path, manner.seed, recipe)
         self._seed, self._rollouts = manner.seed, _rollouts(manner, recipe, self._loaded.max_positions)
         self._max_prompt_tokens = prompt_limit(self._rollouts, self._loaded.max_positions)
@@ -126,8 +130,10 @@ def _hand_over(attempt: PlayedAttempt, broker: Broker) -> None:
 
 
 def _load(path: str, seed: int, recipe: Config | None) -> LoadedEngine:
-    dtype = {"dtype": recipe.model.dtype} if recipe else {}
-    values = {"model": {"path": path, **dtype}, "run": {"seed": seed}, "engine": {"max_num_seqs": 16}}
+    """The engine of the recipe, with this model."""
+    model = {"dtype": recipe.model.dtype} if recipe else {}
+    engine = recipe.engine.model_dump(exclude_unset=True) if recipe else {}
+    values = {"model": {**model, "path": path}, "run": {"seed": seed}, "engine": {"max_num_seqs": MAX_NUM_SEQS, **engine}}
     resolved = resolve_engine(validate_engine(values, "redline env play")).recipe
     prepare_process(resolved)
     return load_engine(resolved)
