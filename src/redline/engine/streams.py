@@ -117,15 +117,14 @@ def joined(pieces: Sequence[Piece]) -> list[Piece]:
 
 def _whole(own: Sequence[Delta]) -> Delta:
     tops = [piece.top_logprobs for piece in own if piece.top_logprobs is not None]
-    top = (
-        TopLogprobs(*(np.concatenate(parts) for parts in zip(*((t.token_ids, t.logprobs) for t in tops), strict=True)))
-        if tops
-        else None
-    )
     return Delta(
         own[0].index,
         np.concatenate([piece.token_ids for piece in own]),
         np.concatenate([piece.logprobs for piece in own]),
-        top,
+        _all_tops(tops) if tops else None,
         own[-1].completion,
     )
+
+
+def _all_tops(tops: Sequence[TopLogprobs]) -> TopLogprobs:
+    return TopLogprobs(np.concatenate([top.token_ids for top in tops]), np.concatenate([top.logprobs for top in tops]))

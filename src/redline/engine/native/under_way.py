@@ -119,10 +119,9 @@ class UnderWay:
             live_B = self._rows.append(results.rows_B, results.epochs_B, tokens_SB[step], logprobs_SB[step], counting_B)
             self.generated_tokens += int(live_B.sum())
             self._take_in_extras(results, step, live_B)
-        new_B = self._rows.sampled_R[rows] - sampled_before
-        fresh: Sampled | None = None
-        columns = (rows.tolist(), sampled_before.tolist(), new_B.tolist(), self._rows.alive_R[rows].tolist())
-        for place, (row, before, new, alive) in enumerate(zip(*columns, strict=True)):
+        fresh = _by_row(tokens_SB, logprobs_SB, places)
+        alive = self._rows.alive_R[rows].tolist()
+        for place, (row, before) in enumerate(zip(rows.tolist(), sampled_before.tolist(), strict=True)):
             sequence = self._at_row[row]
             if sequence is None:  # it went down with one of its siblings, just now
                 continue
@@ -131,17 +130,24 @@ class UnderWay:
             elif sequence.newest_version != results.version:
                 sequence.switches.append((before, results.version))
             sequence.last_token, sequence.newest_version = now, results.version
-            if not alive or sequence.request.sampling.stop:
+            if not alive[place] or sequence.request.sampling.stop:
                 self._look_at(sequence)
-            elif not sequence.streaming:
-                continue
-            elif sequence.streamed == before and sequence.streaming <= new and not sequence.wants.top:
-                fresh = fresh or _by_row(tokens_SB, logprobs_SB, places)
-                sequence.streamed = before + new
-                piece = Delta(sequence.index, fresh.token_ids[place, :new], fresh.logprobs[place, :new])
-                self.events.append((sequence.request_id, piece))
-            elif self._has_piece(sequence):
+            elif sequence.streaming:
+                self._stream(sequence, before, fresh, place)
+
+    def _stream(self, sequence: Sequence, before: int, fresh: Sampled, place: int) -> None:
+        """Hand out a piece, where one is due. Most are what was sampled just now, at a place of `fresh`, and are views of it:
+        there may be hundreds in a step."""
+        if sequence.streamed != before or sequence.wants.top:
+            if self._has_piece(sequence):
                 self._hand_out(sequence, None)
+            return
+        count = int(self._rows.sampled_R[sequence.row])
+        new = count - before
+        if new >= sequence.streaming:
+            sequence.streamed = count
+            piece = Delta(sequence.index, fresh.token_ids[place, :new], fresh.logprobs[place, :new])
+            self.events.append((sequence.request_id, piece))
 
     def _take_in_extras(self, results: Results, step: int, live_B: np.ndarray) -> None:
         """Raw and top logprobs, for the few requests that want them."""
@@ -235,7 +241,7 @@ class UnderWay:
 
 
 def _by_row(tokens_SB: np.ndarray, logprobs_SB: np.ndarray, places: np.ndarray) -> Sampled:
-    """What was sampled for some of the rows, [B, S]: one copy, of which the pieces of a step are views."""
+    """A copy of what was sampled at some places, [B, S]."""
     return Sampled(
         np.array(tokens_SB[:, places].T, np.int32, order="C"), np.array(logprobs_SB[:, places].T, np.float32, order="C")
     )
