@@ -795,6 +795,14 @@ def test_a_server_that_does_not_stream_tokens_is_asked_so_once(server: FakeServe
     assert [bool(body.get("stream")) for body in server.bodies] == [True, False, False, False]
 
 
+def test_pieces_of_many_tokens_are_not_worth_an_event_for_each(server: FakeServer) -> None:
+    engine = server.engine()
+    engine.submit(ask(), streaming=16)
+    [(_, whole)] = stepped(engine)
+    assert whole.token_ids.tolist() == [7, 7]
+    assert "stream" not in server.bodies[0]
+
+
 def test_a_stream_of_an_aborted_request_is_closed(server: FakeServer) -> None:
     stream = Events(events([7] * 2000, pause_s=0.005))
     server.answer = lambda body: (200, stream)

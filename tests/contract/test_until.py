@@ -222,12 +222,12 @@ def test_a_server_samples_no_more_of_a_reply_that_has_ended(folder: Path, owned:
     url = str(engine._client.url).removesuffix("/v1")
     found, sampled = [], [generated_tokens(url)]
     for one in (engine, WholeEngine(engine)):
-        groups = played(rollouts_of(owned, EngineSession(one), Spoken(BY_LETTERS), beside=False, max_new_tokens=200))
+        groups = played(rollouts_of(owned, EngineSession(one), Spoken(BY_LETTERS), beside=False, max_new_tokens=300))
         found.append(trained_on(groups))
         sampled.append(generated_tokens(url))
     assert found[0] == found[1]
     streamed, whole = np.diff(sampled)
-    assert streamed < whole / 2
+    assert streamed < 0.8 * whole, "some are thrown away until the server hears of it"
 
 
 def generated_tokens(url: str) -> int:

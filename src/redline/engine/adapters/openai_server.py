@@ -37,6 +37,8 @@ ANSWERS_S = 0.05
 """Seconds that a step waits for an answer: for as long others wait for the engine to be between two steps."""
 CERTAIN = -1e-3
 """A token that was the only choice has at least this logprob, rounding included."""
+MOST_PIECE = 8
+"""Tokens of a piece up to which the server streams: it sends an event for every token, which larger pieces are to spare us."""
 MAX_RESTORES = 5
 """How often in a row a server may lose its weights before it has answered anything."""
 
@@ -156,9 +158,13 @@ class OpenAIServerEngine(SteppedAdapter):
             self._again.append(call)
             return
         stream = None
-        if call.streaming and self._can_stream and not call.num_tokens and not call.request.sampling.top_logprobs:
+        if self._is_streamed(call):
             stream = self._streams[call] = OpenStream(call, self._news)
         self._futures[self._threads.submit(lambda: self._complete(call, stream))] = call
+
+    def _is_streamed(self, call: Call) -> bool:
+        is_wanted = 0 < call.streaming <= MOST_PIECE and not call.request.sampling.top_logprobs
+        return is_wanted and self._can_stream and not call.num_tokens
 
     def end(self, request_id: int, index: int) -> None:
         """Close the connection of one completion; what it has comes with a later step. One that is not streamed goes on."""
