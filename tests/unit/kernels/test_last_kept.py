@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 import os
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -122,3 +124,31 @@ def test_tokens_and_logprobs_are_those_of_the_sampler_without_kernels(
     found = sample(logits, rows)
     assert found.tokens_B.tolist() == expected.tokens_B.tolist()
     torch.testing.assert_close(found.logprobs_B, expected.logprobs_B, rtol=1e-6, atol=5e-6)
+
+
+COMPILED = """
+from redline.kernels.decode import last_kept
+from support.compiled import compile_kernel
+
+rows = {"values_BV": "*fp32", "stride": "i64", "V": "i32", "peaks_B": "*fp32", "C": "i32"}
+rows |= dict.fromkeys(("p_B", "reach_2BCD", "above_2BC", "tallies_BC3", "out_values_B"), "*fp32")
+rows |= dict.fromkeys(("targets_B", "counted_B", "weighed_B", "kept_B"), "*fp64")
+rows |= dict.fromkeys(("prefixes_PB", "floor_B", "keys_B", "out_ids_B"), "*i64")
+sizes = {"N": last_kept.CHUNK, "PADDED_C": 64}
+for weighed in (False, True):
+    for index in (0, 1, last_kept.PASSES - 1):
+        compile_kernel(last_kept._digit, rows, {"PASS": index, "WEIGHED": weighed, **sizes}, num_warps=last_kept.WARPS)
+compile_kernel(last_kept._tally, rows, sizes, num_warps=last_kept.WARPS)
+compile_kernel(last_kept._end_top_k, rows, {"PADDED_C": 64}, num_warps=last_kept.WARPS)
+compile_kernel(last_kept._last, rows, sizes, num_warps=last_kept.WARPS)
+"""
+
+
+@pytest.mark.slow
+def test_they_compile_for_a_device_that_is_not_there() -> None:
+    without = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    paths = os.pathsep.join(path for path in sys.path if path)
+    done = subprocess.run(
+        [sys.executable, "-c", COMPILED], env={**without, "PYTHONPATH": paths}, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
