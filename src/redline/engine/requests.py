@@ -97,7 +97,9 @@ class Requests:
             if submission is None:  # what is left of one that was aborted
                 continue
             by_receiver.setdefault(submission.receiver, []).append((submission.number, piece))
-            submission.missing -= isinstance(piece, EngineError) or piece.completion is not None
+            if isinstance(piece, Delta) and piece.completion is None:  # most are
+                continue
+            submission.missing -= 1
             if isinstance(piece, EngineError) or submission.missing == 0:
                 del self._in_engine[request_id]
                 self.remove(submission.number)
