@@ -14,7 +14,8 @@ from typing import Any
 import pytest
 
 from redline.engine.adapters.json_client import JsonClient
-from redline.errors import EngineError
+from redline.environments.driver import Asked, Speaker
+from redline.errors import BudgetError, EngineError
 from redline.lab.environments.made import Made
 from redline.lab.environments.play import play
 from redline.lab.environments.players import Person, Served, as_openai
@@ -97,6 +98,25 @@ def test_a_call_that_cannot_be_read_is_asked_for_again() -> None:
 def test_input_that_ends_early_leaves_no_reward_and_says_so() -> None:
     played = play(Made(f"{HERE}:Sums"), 0, person(), shown.append, 10)
     assert (played.problem, played.exit_code) == ("the input ended before the game did", 1)
+
+
+def test_an_attempt_whose_budget_is_used_up_is_worth_what_it_is_in_a_run() -> None:
+    class Brief(Person):
+        """Has one turn, which calls the tool."""
+
+        def begin(self, task: Task, index: int) -> Speaker:
+            lines = iter(['/call add {"a": 2, "b": 3}'])
+            once = Person(lambda prompt: next(lines, None), shown.append).begin(task, index)
+
+            def speak(asked: Asked) -> Any:
+                if len(asked.messages) > 2:
+                    raise BudgetError("the attempt has had its 1 turns", "raise max_turns")
+                return once(asked)
+
+            return speak
+
+    played = play(Made(f"{HERE}:Sums"), 0, Brief(lambda prompt: None, shown.append), shown.append, 10)
+    assert (played.parts, played.problem) == ({"": {"truncated": 1.0}}, "")
 
 
 class Completions(BaseHTTPRequestHandler):
