@@ -105,12 +105,14 @@ def main() -> None:
 
 
 def recipe_of(model: str, device: str) -> dict[str, Any]:
-    """A short task that any model has a signal in; words that are numbers where the model's are."""
+    """A short task that any model has a signal in; words that are numbers where the model's are. On a CPU one thread: on cores
+    that others use too, two wait for each other at every product."""
+    threads = {"num_threads": 1} if device == "cpu" else {}
     task: dict[str, Any] = {"kind": "import", "path": "redline.lab.material.tasks:Letters"}
     if not model.startswith("builtin:"):
         task = {"kind": "import", "path": "redline.lab.material.tasks:Words", "params": {"tokens": PROMPT}}
     return {
-        "run": {"name": "mistakes", "steps": 1000, "checkpoint_every": 0, "device": device},
+        "run": {"name": "mistakes", "steps": 1000, "checkpoint_every": 0, "device": device, **threads},
         "model": {"path": model},
         "rollouts": {
             "task": task, "groups_per_step": GROUPS, "group_size": ATTEMPTS, "max_new_tokens": NEW,
