@@ -22,7 +22,7 @@ from redline.engine.native.running.rows import Rows
 from redline.engine.native.running.verification import MAX_TOKENS
 from redline.engine.native.sequence import Sequence as Sequence_
 from redline.engine.native.speculation.costs import Costs, size_bin
-from redline.engine.native.speculation.texts import Place, Text, Texts
+from redline.engine.native.speculation.texts import TABLE_SIZE, Place, Text, Texts
 from redline.types import GenerateRequest, SamplingParams
 
 MAX_DRAFT = 12
@@ -91,7 +91,7 @@ class Speculation:
         self.costs = Costs()
         self._mode = mode
         self._book = rows
-        self._texts = Texts(rows)
+        self._texts = Texts(rows, table_size=TABLE_SIZE if mode != "off" else 1)
         self._rows: dict[Sequence_, _Row] = {}
         self._looks_again = 0.0
         """Not before this moment, on `time.perf_counter`."""
@@ -163,7 +163,10 @@ class Speculation:
         left = int(book.limit_R[sequence.row] - book.launched_R[sequence.row]) - 1
         if place is None or left <= 0:
             return []
-        draft = self._texts.slice(place.text, place.offset, place.offset + min(MAX_DRAFT, left))
+        wanted = min(MAX_DRAFT, left)
+        draft = self._texts.slice(place.text, place.offset, place.offset + wanted)
+        if place.text is row.text and len(draft) < wanted:  # it repeats itself, and goes on to
+            draft = (draft * wanted)[:wanted]
         # The token that ends it is sampled, never guessed: nothing comes after it.
         ends = [index for index, token in enumerate(draft) if token in sampling.stop_token_ids]
         return draft[: ends[0]] if ends else draft

@@ -1,13 +1,14 @@
 """What was sampled before, found by its last few tokens.
 
 A text is a prompt or a completion, finished or still growing. Texts of one scope answer the same question: the siblings of a
-group, and earlier attempts at the same task. An n-gram leads to the newest place of its scope that follows on it.
+group, and earlier attempts at the same task. An n-gram leads to a place of its scope that follows on it: the newest of those
+that go on with the most frequent token.
 
     last tokens of a row ──hash with the scope──► table ──► (text, place) ──compare──► what follows there
 
-Memory is bounded twice. The table has a fixed number of places, where the newest n-gram wins. Finished texts are kept up to a
-number of tokens: those of the scope that was asked for longest ago go first, and of one scope the oldest. A scope is indexed
-when a row of it first asks, so that texts that nobody continues cost nothing but their tokens.
+Memory is bounded twice. The table has a fixed number of places. Finished texts are kept up to a number of tokens: those of the
+scope that was asked for longest ago go first, and of one scope the oldest. A scope is indexed when a row of it first asks, so
+that texts that nobody continues cost nothing but their tokens.
 """
 
 from __future__ import annotations
@@ -32,9 +33,11 @@ MAX_SCOPE_TOKENS = 1 << 17
 MAX_PROMPT_TOKENS = 1 << 12
 """The end of a prompt that is kept; every turn of a conversation has one."""
 TABLE_SIZE = 1 << 20
-"""N-grams that can be found: 8 MiB."""
-PIECE = 16
-"""New tokens of a growing text that are indexed at once: each call costs as much as dozens of tokens."""
+"""N-grams that can be found: 13 MiB."""
+PIECE = 2
+"""New tokens of a growing text that are worth indexing."""
+MOST_VOTES = 3
+"""For what follows on an n-gram: as often as this, and once more, something else must follow before it is forgotten."""
 _OFFSET_BITS = 24
 _FACTORS = np.array([0x9E3779B97F4A7C15 * (2 * i + 1) ** 3 % 2**64 for i in range(max(ORDERS))], np.uint64)
 _MULTIPLIER = np.uint64(0xBF58476D1CE4E5B9)
@@ -116,8 +119,11 @@ class Texts:
     ) -> None:
         assert table_size & (table_size - 1) == 0
         self._rows, self._max_tokens, self._max_scope_tokens = rows, max_tokens, max_scope_tokens
-        self._table: np.ndarray | None = None
-        """int64: number of a text and an offset in it; -1 where no n-gram is. Made when the first row asks."""
+        self._table = np.full(table_size, -1, np.int64)
+        """Number of a text and an offset in it; -1 where no n-gram is."""
+        self._next = np.full(table_size, -1, np.int32)
+        """The token there."""
+        self._votes = np.zeros(table_size, np.int8)
         self._table_size = table_size
         self._num_entries = 0
         self._scopes: OrderedDict[bytes, Scope] = OrderedDict()
@@ -214,7 +220,7 @@ class Texts:
                 fast.append((text, sequence.row))
             else:
                 self._index(text)
-        if not fast or self._table is None:
+        if not fast:
             return
         rows_B = np.array([row for _, row in fast])
         begins_B, ends_B = np.array([text.num_indexed - len(text.lead) for text, _ in fast]), self._rows.sampled_R[rows_B]
@@ -225,15 +231,12 @@ class Texts:
         entries_T = np.array([(text.number << _OFFSET_BITS) + len(text.lead) for text, _ in fast])[which_T] + places_T
         for order in reversed(ORDERS):
             grams_TO = self._rows.tokens_RN[rows_B[which_T, None], places_T[:, None] + np.arange(-order, 0)]
-            self._table[self._slots(grams_TO, hashes_T)] = entries_T
-        self._num_entries += len(ORDERS) * len(places_T)
+            self._file(self._slots(grams_TO, hashes_T), entries_T, self._rows.tokens_RN[rows_B[which_T], places_T])
         for (text, _), end in zip(fast, ends_B.tolist(), strict=True):
             text.num_indexed = len(text.lead) + end
 
     def _index(self, text: Text) -> None:
         """Every n-gram that a token follows on."""
-        if self._table is None:
-            self._table = np.full(self._table_size, -1, np.int64)
         tokens = text.read(self._rows)
         for order in reversed(ORDERS):
             first = max(order, text.num_indexed)
@@ -241,9 +244,18 @@ class Texts:
                 continue
             offsets = np.arange(first, len(tokens))
             grams = np.lib.stride_tricks.sliding_window_view(tokens[first - order : -1], order)
-            self._table[self._slots(grams, np.uint64(text.scope.hash))] = (text.number << _OFFSET_BITS) + offsets
-            self._num_entries += len(offsets)
+            entries = (text.number << _OFFSET_BITS) + offsets
+            self._file(self._slots(grams, np.uint64(text.scope.hash)), entries, tokens[first:])
         text.num_indexed = len(tokens)
+
+    def _file(self, slots_N: np.ndarray, entries_N: np.ndarray, tokens_N: np.ndarray) -> None:
+        """N-grams are followed by these tokens at these entries. Of what follows on the same n-gram, the most frequent stays,
+        at its newest place."""
+        votes_N = self._votes[slots_N] + np.where(self._next[slots_N] == tokens_N, 1, -1)
+        new_N = (votes_N < 0) | (self._next[slots_N] == tokens_N)
+        self._table[slots_N[new_N]], self._next[slots_N[new_N]] = entries_N[new_N], tokens_N[new_N]
+        self._votes[slots_N] = votes_N.clip(0, MOST_VOTES)
+        self._num_entries += len(slots_N)
 
     def _slots(self, grams_NO: np.ndarray, hashes: np.ndarray | np.uint64) -> np.ndarray:
         """int64[N]: where n-grams have their places in the table; `hashes` are those of their scopes."""
@@ -252,9 +264,9 @@ class Texts:
         return ((sums * _MULTIPLIER) >> np.uint64(32)).astype(np.int64) & (self._table_size - 1)
 
     def find(self, texts: Sequence[Text]) -> list[Place | None]:
-        """The newest place in its scope that follows on the last tokens of each text, as many of them as are known."""
+        """A place in its scope that follows on the last tokens of each text, as many of them as are known."""
         found: list[Place | None] = [None] * len(texts)
-        if self._table is None or not texts:
+        if not texts:
             return found
         last_BO, counts_B = self._last(texts)
         hashes_B = np.array([text.scope.hash for text in texts], np.uint64)

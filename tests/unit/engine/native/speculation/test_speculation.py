@@ -82,6 +82,15 @@ def test_another_attempt_at_the_same_task_is_guessed_from_and_of_no_other(model:
         assert (other.stats.accepted_tokens - before > 40) == is_known
 
 
+def test_a_text_that_repeats_itself_is_guessed_as_far_as_a_draft_goes(model: Model) -> None:
+    engine = model.engine(speculation="always")
+    request = ask(9, 60, seed=3, allowed_token_ids=(7,))
+    before = engine.stats.steps
+    [[found]] = engine.generate([request])
+    assert found.token_ids.tolist() == [7] * 60
+    assert engine.stats.steps - before < 30
+
+
 def test_raw_and_top_logprobs_are_those_of_the_tokens_that_count(model: Model) -> None:
     request = ask(9, 40, seed=3, n=2, raw_logprobs=True, top_logprobs=3)
     [expected] = model.generate([request])
