@@ -45,6 +45,8 @@ ASSUMED_CPU = {
 }
 PRIOR = 0.05
 """Weight of what is assumed, beside that of one run: a tenth of a run's error moves it as far as twice itself."""
+FEW_ROWS = 16
+"""Steps of so few have kernels of their own on a GPU, and say nothing of those with many, which a plan is about."""
 SWEEPS = 300
 STEADY = 1e-9
 """Seconds: a phase that takes less was not measured."""
@@ -147,6 +149,8 @@ def _read_generate(document: Mapping[str, Any], device: Device, source: str) -> 
     config = document["identity"]["config"]
     if config.get("lengths", "equal") != "equal":
         return []  # most of its steps have fewer rows than the load that is costed here
+    if config["prompts"] * config["n"] <= FEW_ROWS:
+        return []
     throughput = next(result for result in document["results"] if result["name"] == "throughput")
     rates = _rates_then(device, throughput)
     prompt = config["prompt_tokens"] or config["engine"]["max_model_len"] - config["new_tokens"]
