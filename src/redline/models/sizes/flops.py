@@ -28,7 +28,7 @@ class NetworkCost:
     """Parameters of the layers that a token goes through: products for every token."""
     head_params: int
     """Parameters of the language-model head: products only where a token is sampled."""
-    bytes_per_param: int
+    bytes_per_param: float
     kv_bytes_per_token: int
     """2 · layers · kv heads · head size · bytes per value."""
     attention_flops: int
@@ -63,7 +63,7 @@ class NetworkCost:
     def weight_bytes(self) -> int:
         """Read by every step whose tokens go to all experts between them. The embedding is looked up, not read, unless it is
         the head as well."""
-        return (self.body_params + self.idle_params + self.head_params) * self.bytes_per_param
+        return int((self.body_params + self.idle_params + self.head_params) * self.bytes_per_param)
 
 
 @dataclass(slots=True, frozen=True)
