@@ -50,7 +50,7 @@ class EngineConfig(Section):
     """Share of the GPU's memory that may be in use once the KV cache is made."""
     speculation: SpeculationMode = "off"
     """Guess tokens from what is known (siblings, earlier attempts, the text itself) and verify several in one step; the samples
-    are the same. `auto` does so where it was measured to pay, `always` wherever there is a guess."""
+    are the same. `auto` does so where it was measured to pay, `always` wherever there is a guess. CPUs only, so far."""
 
     @model_validator(mode="after")
     def _a_server_has_an_address(self) -> EngineConfig:

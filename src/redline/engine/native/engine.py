@@ -97,6 +97,11 @@ class NativeEngine:
             self._rows, self._scheduler, self._pool, self._adapters, tokenizer, lambda: self._awake, self._speculation.end
         )
         self._runner: Runner | None = self._make_runner()
+        if self._speculation.is_on and not self._awake.verifies:
+            raise EngineError(
+                f"engine.speculation = {config.speculation}: not on CUDA yet, where no test of it has passed",
+                "set engine.speculation to off",
+            )
         self._offloaded: OffloadedWeights | None = None
         self.limits = Limits(
             vocab_size=spec.vocab_size,
@@ -127,7 +132,9 @@ class NativeEngine:
             from redline.engine.native.running import cuda
 
             if cuda.serves(self.decoder, weight.dtype, self._block_size):
-                runner = cuda.CudaRunner(self.decoder, cache, rows, shares_device=self._shares_device)
+                runner = cuda.CudaRunner(
+                    self.decoder, cache, rows, shares_device=self._shares_device, guesses=self._speculation.is_on
+                )
         runner.lora = self._adapters.bank
         return runner
 
@@ -234,12 +241,13 @@ class NativeEngine:
 
     def _drafts(self) -> dict[Sequence, list[int]]:
         """Tokens to verify in the next step; none where there is no room for them."""
-        if not self._speculation.may_draft(len(self._scheduler.decoding)):
+        most = self._awake.most_verified
+        if not self._speculation.may_draft(len(self._scheduler.decoding), most):
             return {}
-        if self._in_flight and not self._speculation.drafts(self._scheduler.decoding):
+        if self._in_flight and not self._speculation.drafts(self._scheduler.decoding, most):
             return {}  # by what is known of them so far; the device goes on meanwhile
         self._collect(keep=0)  # the newest tokens say what may come next
-        drafts = self._speculation.drafts(self._scheduler.decoding)
+        drafts = self._speculation.drafts(self._scheduler.decoding, most)
         self._scheduler.reserve_for(drafts)
         if self._scheduler.can_grow(1):
             return drafts

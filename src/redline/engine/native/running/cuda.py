@@ -24,7 +24,7 @@ from redline.engine.native.running.few_rows import FewRows, one_launch_of
 from redline.engine.native.running.graphs import GraphCache
 from redline.engine.native.running.runner import Runner, Samples
 from redline.engine.native.running.sampler import Sampled
-from redline.engine.native.running.verification import MAX_TOKENS, NEWEST, Drafts
+from redline.engine.native.running.verification import NEWEST, Drafts
 from redline.engine.native.sequence import Wants
 from redline.kernels.decode.attention import FEW_ROWS_TILES, SHARED_ROWS, TILES, DecodeBatch, choose_splits, decode_attention
 from redline.kernels.decode.few_rows import MOST_ROWS
@@ -149,9 +149,14 @@ class CudaRunner(Runner):
     max_steps = MAX_STEPS
     runs_ahead = True
     reads_prefixes_once = True
+    verifies = False  # tests/unit/engine/native/running/test_cuda.py has not passed on a device yet
 
-    def __init__(self, decoder: Decoder, cache: KVCache, rows: DeviceRows, *, shares_device: bool = False) -> None:
+    def __init__(
+        self, decoder: Decoder, cache: KVCache, rows: DeviceRows, *, shares_device: bool = False, guesses: bool = False
+    ) -> None:
+        """With `guesses` drafts may be verified, and steps of few rows round as verifying ones do."""
         super().__init__(decoder, cache, rows)
+        self._guesses = guesses
         device = cache.blocks.device
         positions = torch.arange(rows.tables_RN.shape[1] * cache.block_size, device=device)
         table = rotary_table(decoder.rotary_frequencies, decoder.rotary_factor, positions, cache.blocks.dtype)
@@ -167,11 +172,14 @@ class CudaRunner(Runner):
         self._prefix_B = torch.zeros_like(self._rows32_B)
         """Tokens that an entry of the batch has in common with its group."""
         self._sizes = batch_sizes(rows.dead_row)
-        self._verified = torch.zeros((3, MAX_TOKENS), dtype=torch.int64, device=device)
+        self._verified = torch.zeros((3, MOST_ROWS), dtype=torch.int64, device=device)
         """Row, tokens of its row in front of it, and draft of each token that a step verifies."""
         self._few_rows = FewRows(decoder) if FewRows.serves(decoder) else None
-        # It has the whole device until it ends: a trainer beside it would hardly come to its own.
-        self._one_launch = None if shares_device or self._few_rows is None else one_launch_of(decoder, cache, self._rotary)
+        # Beyond, products round by the number of their rows, and what is verified would not be what is decoded.
+        self.most_verified = MOST_ROWS if self._few_rows is not None else 0
+        # It has the whole device until it ends: a trainer beside it would hardly come to its own. It verifies nothing.
+        is_alone = self._few_rows is not None and not shares_device and not guesses
+        self._one_launch = one_launch_of(decoder, cache, self._rotary) if is_alone else None
         self._pool: Any = None
         """Memory that the graphs share: they never run at the same time."""
         self.graphs: GraphCache[tuple[int, int, Wants], _DecodeGraph] = GraphCache()
@@ -279,6 +287,8 @@ class CudaRunner(Runner):
 
     def _splits(self, size: int) -> int:
         spec, max_tokens = self._decoder.spec, self.rows.tables_RN.shape[1] * self.cache.block_size
+        if self._guesses:  # sums of few rows are cut alike, whether they decode or are verified
+            size = max(size, MOST_ROWS)
         return min(MAX_SPLITS, choose_splits(size, spec.num_kv_heads, max_tokens, spec.head_dim))
 
     # ── verify ─────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -383,4 +393,4 @@ def batch_sizes(largest: int) -> list[int]:
     return sizes if sizes and sizes[-1] == largest else [*sizes, largest]
 
 
-VERIFYING_SIZES = batch_sizes(MAX_TOKENS)
+VERIFYING_SIZES = batch_sizes(MOST_ROWS)

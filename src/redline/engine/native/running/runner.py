@@ -16,7 +16,7 @@ from redline.engine.native.cache.kv_cache import KVCache
 from redline.engine.native.cache.prefixes import Prefixes
 from redline.engine.native.running.device_rows import DeviceRows
 from redline.engine.native.running.sampler import Sampled
-from redline.engine.native.running.verification import NEWEST, Drafts
+from redline.engine.native.running.verification import MAX_TOKENS, NEWEST, Drafts
 from redline.engine.native.scheduler import Chunk, Plan
 from redline.engine.native.sequence import Sequence as Sequence_
 from redline.engine.native.sequence import Wants
@@ -116,6 +116,10 @@ class Runner:
     """Whether launching returns before the work is done."""
     reads_prefixes_once = False
     """Whether `decode` makes use of what rows have in common."""
+    verifies = True
+    """Whether `verify` may be used."""
+    most_verified = MAX_TOKENS
+    """Tokens that one `verify` takes, the rows' newest ones included."""
 
     def __init__(self, decoder: AnyDecoder, cache: KVCache, rows: DeviceRows) -> None:
         self._decoder = decoder

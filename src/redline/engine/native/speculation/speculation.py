@@ -125,24 +125,26 @@ class Speculation:
 
     # ── a step ─────────────────────────────────────────────────────────────────────────────────────────────────────────
 
-    def may_draft(self, num_rows: int) -> bool:
-        """Whether it is worth looking for drafts: not where the batch is large, or where a plain step is to be measured."""
-        if not self.is_on or not 0 < num_rows <= MAX_ROWS:
+    def may_draft(self, num_rows: int, most: int) -> bool:
+        """Whether it is worth looking for drafts, where a verifying step takes `most` tokens: not where the batch is large, or
+        where a plain step is to be measured."""
+        if not self.is_on or not 0 < num_rows <= min(MAX_ROWS, most - 1):
             return False
         if self._mode == "always":
             return True
         return time.perf_counter() >= self._looks_again and not self.costs.needs_plain(num_rows)
 
-    def drafts(self, sequences: Sequence[Sequence_]) -> dict[Sequence_, list[int]]:
-        """Tokens that each of these may sample next, for those where that pays, as far as the host has heard of them."""
+    def drafts(self, sequences: Sequence[Sequence_], most: int) -> dict[Sequence_, list[int]]:
+        """Tokens that each of these may sample next, for those where that pays, as far as the host has heard of them; no more
+        than make `most` tokens with the newest ones."""
         began = time.perf_counter()
-        drafts = self._drafts(sequences)
+        drafts = self._drafts(sequences, most)
         if not drafts:
             now = time.perf_counter()
             self._looks_again = now + (now - began) / LOOK_SHARE
         return drafts
 
-    def _drafts(self, sequences: Sequence[Sequence_]) -> dict[Sequence_, list[int]]:
+    def _drafts(self, sequences: Sequence[Sequence_], most: int) -> dict[Sequence_, list[int]]:
         rows = [self._rows[sequence] for sequence in sequences]
         self._texts.index(list({row.text.scope: None for row in rows}))
         places = [self._go_on(row) for row in rows]
@@ -150,7 +152,7 @@ class Speculation:
         for index, place in zip(lost, self._texts.find([rows[index].text for index in lost]), strict=True):
             places[index] = place
         found = [self._draft(*each) for each in zip(rows, sequences, places, strict=True)]
-        counts = self._how_many(rows, [len(draft) for draft in found])
+        counts = self._how_many(rows, [len(draft) for draft in found], most)
         for row, draft, count in zip(rows, found, counts, strict=True):
             if draft and not count:
                 row.rest()
@@ -181,11 +183,11 @@ class Speculation:
             return None
         return Place(place.text, end)
 
-    def _how_many(self, rows: Sequence[_Row], longest: Sequence[int]) -> list[int]:
+    def _how_many(self, rows: Sequence[_Row], longest: Sequence[int], most: int) -> list[int]:
         """How much of each row's draft to verify."""
         if self._mode == "always":
-            return _within(longest, MAX_TOKENS - len(rows))
-        return best_counts([row.rate for row in rows], longest, self.costs)
+            return _within(longest, most - len(rows))
+        return best_counts([row.rate for row in rows], longest, self.costs, most)
 
     # ── what came of it ────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -211,9 +213,10 @@ class Speculation:
             self.counts.saved_s += gained / num_rows * plain - (seconds - plain)
 
 
-def best_counts(rates: Sequence[float], longest: Sequence[int], costs: Costs) -> list[int]:
+def best_counts(rates: Sequence[float], longest: Sequence[int], costs: Costs, most: int = MAX_TOKENS) -> list[int]:
     """How many tokens of each row's draft to verify, so that the step samples most tokens per second. The n-th token of a
-    draft is reached with the rate to the power of n; the likeliest are added one by one. Zeros where nothing pays."""
+    draft is reached with the rate to the power of n; the likeliest are added one by one, until the step has `most` tokens.
+    Zeros where nothing pays."""
     num_rows = len(rates)
     plain = costs.plain(num_rows)
     counts, best = [0] * num_rows, [0] * num_rows
@@ -222,7 +225,7 @@ def best_counts(rates: Sequence[float], longest: Sequence[int], costs: Costs) ->
     heap = [(-rate, index, rate) for index, (rate, most) in enumerate(zip(rates, longest, strict=True)) if most]
     heapify(heap)
     gained, best_speed, seconds = 0.0, LEAST_GAIN * num_rows / plain, dict[int, float]()
-    for num_tokens in range(num_rows + 1, MAX_TOKENS + 1):
+    for num_tokens in range(num_rows + 1, most + 1):
         if not heap or -heap[0][0] < LEAST_CHANCE:
             break
         value, index, rate = heap[0]

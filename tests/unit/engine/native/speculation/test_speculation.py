@@ -191,7 +191,7 @@ def test_a_model_of_nan_fails_its_request_and_no_other(model: Model) -> None:
 def test_auto_measures_plain_steps_first_and_guesses_where_that_pays(model: Model) -> None:
     engine = model.engine(speculation="auto")
     speculation, request = engine._speculation, ask(9, 60, seed=3)
-    assert not speculation.may_draft(1)
+    assert not speculation.may_draft(1, 256)
     [expected] = engine.generate([request])
     assert not speculation.costs.needs_plain(1)
     for tokens in [*range(2, 17)] * ENOUGH:
