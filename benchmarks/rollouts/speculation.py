@@ -8,6 +8,7 @@ tokens did with probability p, whatever the seed, which is what acceptance is ma
 Each round has new prompts, and every engine its own texts.
 
 First, in float32 and with a clock that always says yes (`always`), completions with and without guesses are compared.
+On CUDA it measures what a recipe refuses until `tests/unit/engine/native/running/test_cuda.py` has passed there.
 Leaves out: siblings and earlier attempts, whose texts are longer matches than a text's own; and real texts.
 """
 
@@ -47,6 +48,10 @@ def main() -> None:
     parser.add_argument("--compared", type=int, default=300, help="completions that are compared in float32; 0 for none")
     asked = parser.parse_args()
     device = torch.device(asked.device)
+    if device.type == "cuda":
+        from redline.engine.native.running.cuda import CudaRunner
+
+        CudaRunner.verifies = True
     if asked.compared:
         compare(asked.model, device, asked.compared)
     lines = [f"{'p':>5} {'off':>9} {'auto':>9} {'times':>6} {'drafted':>9} {'accepted':>8} {'saved, said':>12} {'saved':>7}"]
