@@ -190,7 +190,7 @@ PLANTED: dict[str, Facts] = {
         {"buffer.max_lag": 1, "rollouts.environment.name": "web", "rollouts.environment.workers": 64},
     ),
     "sync_stall": facts({**LOCKSTEP, "timeline/weight_sync_s": 0.25}),
-    "serialisation": facts(LOCKSTEP, spans={"buffer.pack": 3.0}),
+    "serialisation": facts({**LOCKSTEP, "timeline/data_s": 0.15}, spans={"buffer.pack": 0.15 * STEPS}),
     "slow_first_step": facts(first_s=9.0),
     "noisy_neighbour": facts(samples={**QUIET, "host/cpu_percent": 80.0, "host/core_wait_percent": 50.0}),
     "noisy_neighbour of a kernel that counts no waits": facts(samples={**QUIET, "host/cpu_percent": 80.0}),
@@ -298,6 +298,10 @@ def test_a_slow_reward_model_is_not_given_more_threads_and_a_task_of_ones_own_ge
     assert isinstance(own, Finding)
     assert list(judged.change) == ["rollouts.reward_model.max_tokens_per_batch"]
     assert own.change["rollouts.reward_run_in"] == "processes"
+
+
+def test_what_only_the_first_step_took_to_store_is_no_cost_of_the_others() -> None:
+    assert RULES["serialisation"](facts({**LOCKSTEP, "timeline/data_s": 0.01}, spans={"buffer.store": 3.0})) is None
 
 
 def test_the_proof_of_a_bound_host_changes_no_batch() -> None:

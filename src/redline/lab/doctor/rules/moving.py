@@ -137,7 +137,8 @@ def serialisation(facts: Facts) -> Answer:
     if facts.ledger is None:
         return Abstention("serialisation", "there is no ledger yet; it is written when the run ends")
     weights = facts.column("weight_sync/serialise_s")
-    batches = facts.spans("buffer.pack", "buffer.store")
+    # Spans are known for the run as a whole, its first steps among them, which load what they use: no more than data took.
+    batches = np.minimum(facts.spans("buffer.pack", "buffer.store"), facts.phase("data"))
     if is_bookkeeping(weights + batches):
         return None
     return Finding(
