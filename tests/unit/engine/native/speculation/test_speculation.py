@@ -301,13 +301,20 @@ def sample_crowd(model: Model, speculation: str, count: int) -> list[Completion]
     return found
 
 
-DIFFERS = "rounding: of 6,500 on two Xeon cores one differs, where a draw fell 5e-7 from the border of two tokens"
+ON_A_BORDER = 3000
+"""Of so many completions one may differ: a product of other rows is rounded otherwise, and a draw may fall on the border of two
+tokens. On two Xeon cores one of 6,500 did, 5e-7 from it."""
 
 
-@pytest.mark.parametrize(
-    "count", [250, pytest.param(10_000, marks=[pytest.mark.slow, pytest.mark.xfail(reason=DIFFERS, strict=False)])]
-)
+@pytest.mark.parametrize("count", [250, pytest.param(10_000, marks=pytest.mark.slow)])
 def test_a_crowd_samples_the_same_with_and_without_guesses(model: Model, count: int) -> None:
     plain, guessed = (sample_crowd(model, speculation, count) for speculation in ("off", "always"))
     assert len(plain) == count
-    assert_same(guessed, plain)
+    pairs = list(zip(guessed, plain, strict=True))
+    differ = [pair for pair in pairs if not np.array_equal(pair[0].token_ids, pair[1].token_ids)]
+    assert len(differ) <= count // ON_A_BORDER
+    for one, other in differ:
+        before = next(index for index, (a, b) in enumerate(zip(one.token_ids, other.token_ids, strict=False)) if a != b)
+        np.testing.assert_allclose(one.logprobs[:before], other.logprobs[:before], atol=1e-4)
+    same = [pair for pair in pairs if np.array_equal(pair[0].token_ids, pair[1].token_ids)]
+    assert_same([one for one, _ in same], [other for _, other in same])
