@@ -177,9 +177,11 @@ class TrajectoryStore:
         with self._explained():
             return [_lengths_of(run) for run in self._runs_before(version, most)]
 
-    def groups_before(self, version: int, most: int) -> list[TrajectoryGroup]:
+    def groups_before(self, version: int, most: int) -> Iterator[TrajectoryGroup]:
+        """One after the other: together they may be more than memory has room for."""
         with self._explained():
-            return [restored_group(run) for run in self._runs_before(version, most)]
+            for run in self._runs_before(version, most):
+                yield restored_group(run)
 
     def _runs_before(self, version: int, most: int) -> Iterator[Run]:
         for row in self._index.sampled_before(version, most):

@@ -178,7 +178,11 @@ class NativeEngine:
 
     def remember(self, task: str, token_ids: np.ndarray) -> None:
         """Guess tokens of attempts at a task from this one too, prompt and all, which was sampled elsewhere or by an earlier
-        process. Nothing happens where the engine does not guess."""
+        process. Nothing happens where the engine does not guess. Raises EngineError for tokens that the model has not."""
+        if len(token_ids) and not 0 <= token_ids.min() <= token_ids.max() < self.limits.vocab_size:
+            raise EngineError(
+                f"an attempt at {task} has tokens outside the vocabulary of {self.limits.vocab_size:,}", "name its model"
+            )
         self._speculation.remember(task, token_ids)
 
     @torch.inference_mode()

@@ -150,7 +150,8 @@ class Texts:
 
     def remember(self, key: bytes, token_ids: np.ndarray) -> None:
         """A completion with its prompt that was sampled elsewhere, or in an earlier run."""
-        self._keep(self._add(self._scope(key), token_ids[:0], token_ids))
+        tokens = token_ids.astype(np.int32)
+        self._keep(self._add(self._scope(key), tokens[:0], tokens))
 
     def _scope(self, key: bytes) -> Scope:
         scope = self._scopes.get(key)
@@ -161,8 +162,8 @@ class Texts:
 
     def _add_prompt(self, scope: Scope, prompt_ids: np.ndarray) -> None:
         if not np.array_equal(prompt_ids, scope.prompt_ids):
-            scope.prompt_ids = prompt_ids
-            self._keep(self._add(scope, prompt_ids[:0], prompt_ids))
+            scope.prompt_ids = prompt_ids.copy()
+            self._keep(self._add(scope, scope.prompt_ids[:0], scope.prompt_ids))
 
     def _add(self, scope: Scope, lead: np.ndarray, tokens: np.ndarray, sequence: Sequence_ | None = None) -> Text:
         text = Text(self._num_texts, scope, lead, tokens, sequence)
@@ -308,4 +309,4 @@ class Texts:
 
 
 def _lead(prompt_ids: np.ndarray) -> np.ndarray:
-    return prompt_ids[-max(ORDERS) :]
+    return prompt_ids[-max(ORDERS) :].copy()  # not a view: that would keep the whole prompt
