@@ -7,11 +7,13 @@ from dataclasses import dataclass
 from html import escape
 
 SIZE, MARGIN = 620, 64
+WIDTH, LINE = 820, 15
+"""Of the picture with the names beside it, and from name to name."""
 LEAST, MOST = -0.2, 1.0
 """Shares that the axes begin and end with."""
 STYLE = (
     "text{font:12px system-ui,sans-serif;fill:#444}.axis{stroke:#999}.grid{stroke:#eee}.line{stroke:#999;stroke-dasharray:4 4}"
-    ".bar{stroke:#2563eb;stroke-opacity:.35}.dot{fill:#2563eb}.name{font-size:10px;fill:#777}"
+    ".bar{stroke:#2563eb;stroke-opacity:.35}.dot{fill:#2563eb}.name{font-size:11px}.lead{stroke:#ccc;stroke-width:.7}"
 )
 
 
@@ -25,9 +27,10 @@ class Point:
 
 
 def calibration_svg(points: Sequence[Point]) -> str:
-    """An SVG document: each point with both of its intervals, and the line on which prediction and measurement are equal."""
-    inside = "\n".join([*_frame(), *(line for point in points for line in _drawn(point))])
-    size = f'viewBox="0 0 {SIZE} {SIZE}" width="{SIZE}" height="{SIZE}"'
+    """An SVG document: each point with both of its intervals, and the line on which prediction and measurement are equal. Names
+    stand beside it, one below the other, with a line to each point."""
+    inside = "\n".join([*_frame(), *_names(points), *(line for point in points for line in _drawn(point))])
+    size = f'viewBox="0 0 {WIDTH} {SIZE}" width="{WIDTH}" height="{SIZE}"'
     head = f'<svg xmlns="http://www.w3.org/2000/svg" {size} role="img" aria-label="Predicted and measured gains">'
     return f'{head}\n<style>{STYLE}</style>\n<rect width="100%" height="100%" fill="#fff"/>\n{inside}\n</svg>\n'
 
@@ -51,7 +54,22 @@ def _drawn(point: Point) -> Iterator[str]:
     yield f'<line class="bar" x1="{_x(low)}" y1="{_y(y)}" x2="{_x(high)}" y2="{_y(y)}"/>'
     yield f'<line class="bar" x1="{_x(x)}" y1="{_y(least)}" x2="{_x(x)}" y2="{_y(most)}"/>'
     yield f'<circle class="dot" cx="{_x(x)}" cy="{_y(y)}" r="3.5"/>'
-    yield f'<text class="name" x="{_x(x) + 6}" y="{_y(y) - 5}">{escape(point.name.replace("_", " "))}</text>'
+
+
+def _names(points: Sequence[Point]) -> Iterator[str]:
+    """The highest point's name first; none above the picture, or nearer to the next than a line."""
+    spread = sorted(points, key=lambda point: _y(_held(point.measured[1])))
+    heights = [_y(_held(point.measured[1])) for point in spread]
+    for index in range(1, len(heights)):
+        heights[index] = max(heights[index], heights[index - 1] + LINE)
+    beyond = max(0.0, heights[-1] - (SIZE - MARGIN)) if heights else 0.0
+    for index in range(len(heights) - 1, -1, -1):  # those at the end give way upwards
+        below = heights[index + 1] - LINE if index + 1 < len(heights) else heights[index] - beyond
+        heights[index] = min(heights[index], below)
+    for point, height in zip(spread, heights, strict=True):
+        x, y, beside = _x(_held(point.predicted[1])), _y(_held(point.measured[1])), _x(MOST) + 14
+        yield f'<line class="lead" x1="{x}" y1="{y}" x2="{beside - 3}" y2="{height}"/>'
+        yield f'<text class="name" x="{beside}" y="{height + 4}">{escape(point.name.replace("_", " "))}</text>'
 
 
 def _held(share: float) -> float:
