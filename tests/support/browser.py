@@ -59,7 +59,9 @@ class Watched:
 
     def _console(self, message) -> None:
         """A dashboard that has ended does not answer; that is no error of the page."""
-        if message.type == "error" and "ERR_CONNECTION_REFUSED" not in message.text:
+        # A page goes on asking while its server ends, and after that.
+        ended = ("ERR_CONNECTION_REFUSED", "ERR_CONNECTION_RESET")
+        if message.type == "error" and not any(reason in message.text for reason in ended):
             self.errors.append(message.text)
 
     def _dialog(self, dialog) -> None:
