@@ -42,6 +42,9 @@ def chromium() -> Iterator:
             browser.close()
 
 
+SERVER_ENDED = ("ERR_CONNECTION_REFUSED", "ERR_CONNECTION_RESET", "ERR_EMPTY_RESPONSE", "ERR_INCOMPLETE_CHUNKED_ENCODING")
+
+
 class Watched:
     """A page with everything that must not happen on it."""
 
@@ -58,10 +61,8 @@ class Watched:
         self.page.on("console", self._console)
 
     def _console(self, message) -> None:
-        """A dashboard that has ended does not answer; that is no error of the page."""
-        # A page goes on asking while its server ends, and after that.
-        ended = ("ERR_CONNECTION_REFUSED", "ERR_CONNECTION_RESET")
-        if message.type == "error" and not any(reason in message.text for reason in ended):
+        """A dashboard that has ended does not answer, or breaks off; that is no error of the page."""
+        if message.type == "error" and not any(reason in message.text for reason in SERVER_ENDED):
             self.errors.append(message.text)
 
     def _dialog(self, dialog) -> None:
