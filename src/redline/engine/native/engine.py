@@ -181,7 +181,8 @@ class NativeEngine:
         process. Nothing happens where the engine does not guess. Raises EngineError for tokens that the model has not."""
         if len(token_ids) and not 0 <= token_ids.min() <= token_ids.max() < self.limits.vocab_size:
             raise EngineError(
-                f"an attempt at {task} has tokens outside the vocabulary of {self.limits.vocab_size:,}", "name its model"
+                f"an attempt at {task} has tokens outside the vocabulary of {self.limits.vocab_size:,}",
+                "give attempts of this engine's model only",
             )
         self._speculation.remember(task, token_ids)
 

@@ -32,7 +32,7 @@ from redline.config.sections.engine import ServedEngineConfig
 from redline.engine import NativeEngine
 from redline.engine.native.running.verification import Drafts
 from redline.engine.native.speculation.costs import ENOUGH, MEMORY
-from redline.errors import BrokenModelError
+from redline.errors import BrokenModelError, EngineError
 from redline.models.files.hf import load_decoder
 from redline.types import Completion, Delta, GenerateRequest, WeightUpdate
 
@@ -80,6 +80,12 @@ def test_another_attempt_at_the_same_task_is_guessed_from_and_of_no_other(model:
         [[again]] = other.generate([replace(request, task=task)])
         assert again.token_ids.tolist() == found.token_ids.tolist()
         assert (other.stats.accepted_tokens - before > 40) == is_known
+
+
+@pytest.mark.parametrize("token", [-1, 100_000])
+def test_an_attempt_of_another_model_is_refused(model: Model, token: int) -> None:
+    with pytest.raises(EngineError, match="outside the vocabulary"):
+        model.engine(speculation="always").remember("sum/1", np.array([5, token], np.int32))
 
 
 def test_a_text_that_repeats_itself_is_guessed_as_far_as_a_draft_goes(model: Model) -> None:

@@ -97,6 +97,14 @@ def test_what_was_remembered_is_found() -> None:
     assert world.what_follows(world.begin(0)) == [4, 5, 6, 7]
 
 
+def test_what_is_kept_of_a_prompt_does_not_keep_all_of_it() -> None:
+    world = World()
+    long = np.arange(100_000, dtype=np.int32)
+    text = world.begin(0, prompt=long)
+    kept = [text.lead, text.scope.prompt_ids, *(other.tokens for other in text.scope.texts.values())]
+    assert not any(np.shares_memory(part, long) for part in kept)
+
+
 def test_a_row_that_changes_hands_takes_no_text_along() -> None:
     world = World()
     first = world.begin(0)
