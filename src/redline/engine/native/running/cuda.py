@@ -21,13 +21,13 @@ from redline.engine.native.cache.kv_cache import KVCache
 from redline.engine.native.cache.prefixes import MAX_SIZE, Prefixes
 from redline.engine.native.running.device_rows import DeviceRows
 from redline.engine.native.running.few_rows import FewRows, one_launch_of
-from redline.engine.native.running.graphs import GraphCache
+from redline.engine.native.running.graphs import GraphCache, nothing_collected
 from redline.engine.native.running.runner import Runner, Samples
 from redline.engine.native.running.sampler import Sampled
 from redline.engine.native.running.verification import NEWEST, Drafts
 from redline.engine.native.sequence import Wants
 from redline.kernels.decode.attention import FEW_ROWS_TILES, SHARED_ROWS, TILES, DecodeBatch, choose_splits, decode_attention
-from redline.kernels.decode.few_rows import MOST_ROWS
+from redline.kernels.decode.few_rows import FEWEST_ROWS
 from redline.kernels.decode.rotate_and_store import rotate_and_store
 from redline.kernels.decode.sampling import sample_plain
 from redline.kernels.decode.shared_prefix import SharedPrefixes
@@ -86,7 +86,7 @@ class PagedDecodeAttention:
         own, few = (self._batch, self._rotary, _norms(layer), layer.spec.norm_eps), self._few_rows
         if few is None:
             return decode_attention(heads, keys, values, *own)
-        tile = FEW_ROWS_TILES[layer.spec.head_dim]
+        tile = (FEW_ROWS_TILES if len(heads) <= FEWEST_ROWS else TILES)[layer.spec.head_dim]
         return decode_attention(heads, keys, values, *own, tile, early=few.early, arrived=few.arrived)
 
 
@@ -172,11 +172,11 @@ class CudaRunner(Runner):
         self._prefix_B = torch.zeros_like(self._rows32_B)
         """Tokens that an entry of the batch has in common with its group."""
         self._sizes = batch_sizes(rows.dead_row)
-        self._verified = torch.zeros((3, MOST_ROWS), dtype=torch.int64, device=device)
+        self._verified = torch.zeros((3, FEWEST_ROWS), dtype=torch.int64, device=device)
         """Row, tokens of its row in front of it, and draft of each token that a step verifies."""
         self._few_rows = FewRows(decoder) if FewRows.serves(decoder) else None
         # Beyond, products round by the number of their rows, and what is verified would not be what is decoded.
-        self.most_verified = MOST_ROWS if self._few_rows is not None else 0
+        self.most_verified = FEWEST_ROWS if self._few_rows is not None else 0
         # It has the whole device until it ends: a trainer beside it would hardly come to its own. It verifies nothing.
         is_alone = self._few_rows is not None and not shares_device and not guesses
         self._one_launch = one_launch_of(decoder, cache, self._rotary) if is_alone else None
@@ -233,7 +233,8 @@ class CudaRunner(Runner):
         self._decode_step(size, max_groups, wants, samples)
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):  # a trainer may run beside
+        capture = torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local")  # a trainer may run beside
+        with nothing_collected(), capture:
             self._decode_step(size, max_groups, wants, samples)
         self._pool = graph.pool()
         return _DecodeGraph(graph, samples)
@@ -267,8 +268,10 @@ class CudaRunner(Runner):
     def _logits(self, rows_B: Tensor, inputs: StepInputs, max_groups: int, wants: Wants) -> Tensor:
         """[B, V]."""
         slots_B = self.rows.adapter_slots(rows_B, wants)
-        few_rows = self._few_rows if slots_B is None and len(rows_B) <= MOST_ROWS else None
-        if few_rows is not None and self._one_launch is not None and max_groups != VERIFYING:
+        few_rows = self._few_rows if slots_B is None else None
+        if few_rows is not None and len(rows_B) > few_rows.most_rows:
+            few_rows = None
+        if few_rows is not None and self._one_launch is not None and len(rows_B) <= FEWEST_ROWS and max_groups != VERIFYING:
             lines_B = self._rows32_B[: len(rows_B)]
             return self._one_launch.logits(inputs.tokens_B, inputs.positions_B, lines_B, self.rows.tables_RN)
         if max_groups == VERIFYING:
@@ -288,7 +291,7 @@ class CudaRunner(Runner):
     def _splits(self, size: int) -> int:
         spec, max_tokens = self._decoder.spec, self.rows.tables_RN.shape[1] * self.cache.block_size
         if self._guesses:  # sums of few rows are cut alike, whether they decode or are verified
-            size = max(size, MOST_ROWS)
+            size = max(size, FEWEST_ROWS)
         return min(MAX_SPLITS, choose_splits(size, spec.num_kv_heads, max_tokens, spec.head_dim))
 
     # ── verify ─────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -393,4 +396,4 @@ def batch_sizes(largest: int) -> list[int]:
     return sizes if sizes and sizes[-1] == largest else [*sizes, largest]
 
 
-VERIFYING_SIZES = batch_sizes(MOST_ROWS)
+VERIFYING_SIZES = batch_sizes(FEWEST_ROWS)

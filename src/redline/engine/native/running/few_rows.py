@@ -14,9 +14,12 @@ from torch import Tensor
 
 from redline.engine.native.cache.kv_cache import KVCache
 from redline.kernels.decode import one_launch
-from redline.kernels.decode.few_rows import MOST_ROWS, can_overlap, make_room, product
+from redline.kernels.decode.few_rows import FEWEST_ROWS, MOST_ROWS, can_overlap, make_room, product
 from redline.kernels.decoder_steps import add_rms_norm
 from redline.models.decoder import Decoder, DecoderLayer, FusedAttend
+
+WIDE = 2048
+"""Hidden units from which on weights take so long to come that nothing is won beyond one tile of rows."""
 
 
 class FewRows:
@@ -29,7 +32,8 @@ class FewRows:
         assert isinstance(layer, DecoderLayer)
         weights = (layer.qkv.weight, layer.o.weight, layer.down.weight, decoder.output_weight)
         self._room = make_room([(N, K) for N, K in (weight.shape for weight in weights)], device)
-        self.arrived = torch.zeros(MOST_ROWS * spec.num_kv_heads, dtype=torch.int32, device=device)
+        self.most_rows = MOST_ROWS if spec.hidden_size < WIDE else FEWEST_ROWS
+        self.arrived = torch.zeros(self.most_rows * spec.num_kv_heads, dtype=torch.int32, device=device)
         """What `decode_attention` counts parts with."""
         self.early = can_overlap(device)
 
@@ -41,7 +45,7 @@ class FewRows:
         return decoder.plain_head and all(isinstance(layer, DecoderLayer) and layer.is_whole for layer in decoder.layers)
 
     def logits(self, tokens_B: Tensor, attend: FusedAttend) -> Tensor:
-        """[B, V] in the compute dtype, of at most `MOST_ROWS` rows."""
+        """[B, V] in the compute dtype, of at most `most_rows` rows."""
         decoder, eps, room, early = self._decoder, self._decoder.spec.norm_eps, self._room, self.early
         x_BE, delta_BE = F.embedding(tokens_B, decoder.embed), None
         for layer in decoder.layers:

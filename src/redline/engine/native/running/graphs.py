@@ -6,7 +6,10 @@ recently used one makes room for the next, and running out of memory costs speed
 
 from __future__ import annotations
 
+import gc
 from collections import OrderedDict
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Generic, Protocol, TypeVar
 
 import torch
@@ -40,6 +43,19 @@ class Capturing(Protocol[KeyIn, CapturedOut]):
     def release(self) -> None:
         """Wait until no graph runs, and give memory that none holds back to the device."""
         ...
+
+
+@contextmanager
+def nothing_collected() -> Iterator[None]:
+    """No garbage is collected meanwhile. A graph that nobody needs may be part of it, and to let go of one is forbidden to a
+    thread that captures another: it makes the capture invalid."""
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()
 
 
 class GraphCache(Generic[Key, Captured]):

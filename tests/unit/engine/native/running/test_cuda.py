@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import threading
 from dataclasses import replace
 from pathlib import Path
@@ -84,6 +85,22 @@ def test_sleep_frees_what_it_says_and_requests_go_on_after_it(oracle: PreTrained
     assert len(found) == sum(request.sampling.n for request in asked.values())
     for number, completion in found:
         assert_scored(oracle, asked[number], completion)
+
+
+def test_graphs_of_an_engine_that_nobody_needs_are_not_let_go_of_while_another_captures(tmp_path: Path) -> None:
+    write_model(tmp_path, llama(hidden_size=256, num_attention_heads=4, num_key_value_heads=2), seed=5, std=0.15)
+    expected, thresholds = tokens(make_engine(tmp_path).generate(requests())), gc.get_threshold()
+    for _ in range(3):
+        engine = make_engine(tmp_path)
+        engine.generate(requests())
+        circle: list[object] = [engine]
+        circle.append(circle)
+        del engine, circle
+    gc.set_threshold(1)  # a collection at every turn
+    try:
+        assert tokens(make_engine(tmp_path).generate(requests())) == expected
+    finally:
+        gc.set_threshold(*thresholds)
 
 
 def test_a_weight_update_in_place_is_seen_by_graphs(oracle: PreTrainedModel, tmp_path: Path) -> None:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from dataclasses import dataclass, field
 
 import pytest
 import torch
 
 from redline.engine.native.running import graphs
-from redline.engine.native.running.graphs import GraphCache
+from redline.engine.native.running.graphs import GraphCache, nothing_collected
 
 
 @dataclass
@@ -102,3 +104,32 @@ def test_another_error_of_a_capture_is_not_hidden() -> None:
 
     with pytest.raises(RuntimeError, match="assert"):
         Broken(1).cache().get("a")
+
+
+def test_garbage_waits_until_a_capture_is_over() -> None:
+    class Circle:
+        def __init__(self) -> None:
+            self.me = self
+
+    thresholds = gc.get_threshold()
+    gc.set_threshold(1)
+    try:
+        with nothing_collected():
+            gone = weakref.ref(Circle())
+            assert len([Circle() for _ in range(10)]) == 10
+            assert gone() is not None
+        made = [Circle() for _ in range(10)]
+        assert gone() is None, "and it is collected after that, as before"
+        assert made
+    finally:
+        gc.set_threshold(*thresholds)
+
+
+def test_a_collector_that_was_off_stays_off() -> None:
+    gc.disable()
+    try:
+        with nothing_collected():
+            pass
+        assert not gc.isenabled()
+    finally:
+        gc.enable()
