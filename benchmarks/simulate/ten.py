@@ -1,11 +1,12 @@
 """Hold the simulator against ten measured configurations: one is recorded, and all ten are predicted from that recording alone.
 
-python benchmarks/simulate/ten.py --save benchmarks/results/cpu --figure docs/images/simulate.svg    (ten minutes)
+python benchmarks/simulate/ten.py --save benchmarks/results/cpu --figure docs/images/simulate.svg    (twenty minutes)
 
 Every configuration is a run of `redline train` with a tiny model, in a process of its own, with an engine in another; its
-environment takes a tenth of a second after every reply. All ten are run in turn, twice: a machine is not as fast in one minute
-as in the next, so that each round is predicted from its own recording, and a configuration is the mean of its rounds. The table
-is on stderr, one JSON document is saved. Exit code 1: a step time is more than 10% off, or a distribution of lags is.
+environment takes a tenth of a second after every reply. A machine is not as fast in one minute as in the next, so the recorded
+settings are run anew before and after each of the others, which is predicted from these two; the recorded ones themselves are
+predicted from the run before. A configuration is the median of its rounds. The table is on stderr, one JSON document is saved.
+Exit code 1: a step time is more than 10% off, or a distribution of lags is.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -31,7 +32,7 @@ from redline.lab.simulate.whatif import simulate
 from redline.runs import Run
 from redline.telemetry import describe_environment, write_json
 
-STEPS, ROUNDS = 25, 2
+STEPS, ROUNDS = 18, 3
 TOLERANCE = 0.10
 """Share by which a predicted step time may be off, and of the groups that may be predicted at another lag."""
 ENVIRONMENT = '''
@@ -150,12 +151,12 @@ def main() -> None:
 
 
 def compared(folder: Path) -> list[Row]:
-    """Run all configurations in turn, some rounds, then predict each from the first of its round. Blocks for minutes."""
+    """Run all configurations in turn, some rounds, each between two recordings, and predict it from these. Blocks for minutes."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "timed.py").write_text(ENVIRONMENT)
     (folder / "recipe.yaml").write_text(yaml.safe_dump(RECIPE))
-    rounds = [[run(folder, number, place, each) for place, each in enumerate(CONFIGURATIONS)] for number in range(ROUNDS)]
-    rows = [mean_of([row_of(each, runs[0], runs[place]) for runs in rounds]) for place, each in enumerate(CONFIGURATIONS)]
+    rounds = [one_round(folder, number) for number in range(ROUNDS)]
+    rows = [median_of(of_one) for of_one in zip(*rounds, strict=True)]
     for row in rows:
         print(
             f"{row.name:<32} predicted {row.predicted_s:.3f} s, measured {row.measured_s:.3f} s: {row.error:+.1%},"
@@ -165,28 +166,50 @@ def compared(folder: Path) -> list[Row]:
     return rows
 
 
-def run(folder: Path, number: int, place: int, configuration: Configuration) -> Run:
-    name = f"ten{number}-{place}"
+def one_round(folder: Path, number: int) -> list[Row]:
+    recorded, *others = CONFIGURATIONS
+    before = run(folder, f"ten{number}-0", recorded)
+    rows: list[Row] = []
+    for place, configuration in enumerate(others, 1):
+        measured = run(folder, f"ten{number}-{place}", configuration)
+        after = run(folder, f"ten{number}-0-{place}", recorded)
+        if not rows:
+            rows.append(row_of(recorded, [before], after))
+        rows.append(row_of(configuration, [before, after], measured))
+        before = after
+    return rows
+
+
+def run(folder: Path, name: str, configuration: Configuration) -> Run:
     if not (folder / "runs" / f"{name}-001" / "ledger.json").exists():
         command = [sys.executable, "-m", "redline", "train", "recipe.yaml", f"run.name={name}", *configuration.overrides]
         subprocess.run(command, cwd=folder, check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env=os.environ)
     return Run.open(folder / "runs" / f"{name}-001")
 
 
-def row_of(configuration: Configuration, recorded: Run, measured: Run) -> Row:
-    predicted, facts = simulate(Recording.of(recorded), configuration.asked).simulated, Facts.of(measured)
-    steps = facts.steps["run/step_s"]
+def row_of(configuration: Configuration, recorded: Sequence[Run], measured: Run) -> Row:
+    predictions = [simulate(Recording.of(each), configuration.asked).simulated for each in recorded]
+    facts = Facts.of(measured)
+    steps, lags = facts.steps["run/step_s"], lags_of(facts)
     return Row(
-        configuration.name, predicted.step_s, predicted.low_s, predicted.high_s, float(steps.mean()), float(steps.std()),
-        distance(predicted.lags, lags_of(facts)), max(neighbours(facts), neighbours(Facts.of(recorded))),
-    )  # fmt: skip
+        name=configuration.name,
+        predicted_s=_mean(each.step_s for each in predictions),
+        low_s=_mean(each.low_s for each in predictions),
+        high_s=_mean(each.high_s for each in predictions),
+        measured_s=float(steps.mean()),
+        spread_s=float(steps.std()),
+        lags_off=_mean(distance(each.lags, lags) for each in predictions),
+        neighbours=max(neighbours(each) for each in (facts, *map(Facts.of, recorded))),
+    )
 
 
-def mean_of(rows: Sequence[Row]) -> Row:
-    """One configuration over its rounds."""
-    figures = [asdict(row) for row in rows]
-    means = {name: float(np.mean([each[name] for each in figures])) for name in figures[0] if name != "name"}
-    return Row(rows[0].name, **means)
+def median_of(rows: Sequence[Row]) -> Row:
+    """One configuration over its rounds: the round whose prediction is off by the median."""
+    return sorted(rows, key=lambda row: row.error)[len(rows) // 2]
+
+
+def _mean(values: Iterable[float]) -> float:
+    return float(np.mean(list(values)))
 
 
 def neighbours(facts: Facts) -> float:

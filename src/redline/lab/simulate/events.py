@@ -214,7 +214,13 @@ class Simulator:
         alive = self._under_way.total() + self._num_ready + self._leased
         target = (loop.max_lag + 1) * loop.groups_per_step
         wanted = room(alive, target, loop.max_lag, loop.groups_per_step, loop.steps - self._version)
-        self._submit(index for _ in range(wanted) for index in self._begin(self._draw.choice(loop.groups)))
+        self._submit(index for group in self._drawn(wanted) for index in self._begin(group))
+
+    def _drawn(self, count: int) -> list[Group]:
+        """So many that were recorded one after the other: what held one of them up may have held up its neighbours, too."""
+        groups = self.loop.groups
+        first = count * self._draw.randrange(max(1, len(groups) // max(1, count)))
+        return [groups[(first + place) % len(groups)] for place in range(count)]
 
     def _begin(self, group: Group) -> range:
         """Begin a group; returns its attempts."""

@@ -107,9 +107,10 @@ def _scored_s(facts: Facts) -> float:
 
 
 def _groups(run: Run, facts: Facts) -> tuple[Group, ...]:
-    table = run.trajectories().select(["group", "attempt", "turns", "score_s", "loss_mask"]).to_pylist()
+    table = run.trajectories().select(["step", "group", "attempt", "turns", "score_s", "loss_mask"]).to_pylist()
+    steady = set(_column(facts, "step").tolist())  # the first attempts wait for what is loaded and compiled
     found: dict[int, dict[int, list[dict[str, Any]]]] = {}
-    for row in table:
+    for row in [row for row in table if row["step"] in steady] or table:
         found.setdefault(row["group"], {}).setdefault(row["attempt"], []).append(row)
     scored_s = _scored_s(facts)
     groups = tuple(_group(attempts, scored_s) for attempts in found.values())

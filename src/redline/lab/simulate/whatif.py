@@ -209,7 +209,7 @@ def _predicted(recording: Recording, recorded: WhatIf, wanted: WhatIf) -> Predic
     steps = SKIPPED + max(FEWEST_STEPS, min(MOST_STEPS, MOST_ATTEMPTS // attempts))
     outcomes = [Simulator(_loop(recording, recorded, wanted, steps, seed)).run() for seed in range(SEEDS)]
     means = [float(np.mean(outcome.step_s[SKIPPED:])) for outcome in outcomes]
-    lags = Counter(lag for outcome in outcomes for lag in outcome.lags)
+    lags = Counter(lag for outcome in outcomes for lag in outcome.lags[SKIPPED * wanted.groups_per_step :])
     step_s = float(np.mean(means))
     return Prediction(
         step_s=step_s,
