@@ -82,6 +82,8 @@ class Machine:
     stops_before: int | None = None
     """Pairs after which somebody presses Ctrl-C."""
     pairs: int = 0
+    disturbed: int | None = None
+    """A pair in which something else has the machine while one side runs."""
     now: float = 0.0
     max_lag: int = 1
 
@@ -106,6 +108,8 @@ class Machine:
                     raise SideError(f"{name_of(side)} {error.message}", side=name_of(side), code=error.code)
         draw = Random(number)
         luck = [draw.gauss(1.0, 0.003) for _ in (a, b)]
+        if self.pairs == self.disturbed:
+            luck[1] *= 1.8
         rounds = [
             Round(*(self._row(s, draw, luck[i]) for i, s in enumerate((a, b))), place % 2 == 0) for place in range(ROUNDS)
         ]
@@ -147,6 +151,11 @@ def test_a_bad_recipe_becomes_as_fast_as_the_best_that_there_is(usual: Tuned) ->
     assert seconds(config_of(usual.state.kept)) < 1.02 * best()
     assert len(usual.state.trials) <= 30
     assert "nothing is left" in usual.ended
+
+
+def test_one_disturbed_pair_of_the_noise_hides_no_gain(tmp_path: Path) -> None:
+    found = tuned(tmp_path, Machine(disturbed=3))
+    assert seconds(config_of(found.state.kept)) < 1.02 * best()
 
 
 def test_the_proof_is_a_document_of_compare_and_covers_the_true_gain(usual: Tuned) -> None:
