@@ -119,35 +119,31 @@ class UnderWay:
             live_B = self._rows.append(results.rows_B, results.epochs_B, tokens_SB[step], logprobs_SB[step], counting_B)
             self.generated_tokens += int(live_B.sum())
             self._take_in_extras(results, step, live_B)
-        fresh = _by_row(tokens_SB, logprobs_SB, places)
-        alive = self._rows.alive_R[rows].tolist()
-        for place, (row, before) in enumerate(zip(rows.tolist(), sampled_before.tolist(), strict=True)):
-            sequence = self._at_row[row]
+        # For every row of every step, often hundreds: whatever can be is looked up for all of them at once.
+        tokens_BS, logprobs_BS = _by_row(tokens_SB, places, np.int32), _by_row(logprobs_SB, places, np.float32)
+        ends = zip(self._rows.alive_R[rows].tolist(), self._rows.sampled_R[rows].tolist(), strict=True)
+        parts = zip(rows.tolist(), sampled_before.tolist(), ends, tokens_BS, logprobs_BS, strict=True)
+        at_row, events, version = self._at_row, self.events, results.version
+        for row, before, (is_alive, count), tokens_S, logprobs_S in parts:
+            sequence = at_row[row]
             if sequence is None:  # it went down with one of its siblings, just now
                 continue
             if results.is_first and not sequence.first_token:
-                sequence.first_token, sequence.oldest_version = now, results.version
-            elif sequence.newest_version != results.version:
-                sequence.switches.append((before, results.version))
-            sequence.last_token, sequence.newest_version = now, results.version
-            if not alive[place] or sequence.request.sampling.stop:
+                sequence.first_token, sequence.oldest_version = now, version
+            elif sequence.newest_version != version:
+                sequence.switches.append((before, version))
+            sequence.last_token, sequence.newest_version = now, version
+            if not is_alive or sequence.request.sampling.stop:
                 self._look_at(sequence)
-            elif sequence.streaming:
-                self._stream(sequence, before, fresh, place)
-
-    def _stream(self, sequence: Sequence, before: int, fresh: Sampled, place: int) -> None:
-        """Hand out a piece, where one is due. Most are what was sampled just now, at a place of `fresh`, and are views of it:
-        there may be hundreds in a step."""
-        if sequence.streamed != before or sequence.wants.top:
-            if self._has_piece(sequence):
+            elif not sequence.streaming:
+                continue
+            elif sequence.streamed == before and not sequence.wants.top:
+                new = count - before
+                if new >= sequence.streaming:  # views of what was sampled just now
+                    sequence.streamed = count
+                    events.append((sequence.request_id, Delta(sequence.index, tokens_S[:new], logprobs_S[:new])))
+            elif self._has_piece(sequence):
                 self._hand_out(sequence, None)
-            return
-        count = int(self._rows.sampled_R[sequence.row])
-        new = count - before
-        if new >= sequence.streaming:
-            sequence.streamed = count
-            piece = Delta(sequence.index, fresh.token_ids[place, :new], fresh.logprobs[place, :new])
-            self.events.append((sequence.request_id, piece))
 
     def _take_in_extras(self, results: Results, step: int, live_B: np.ndarray) -> None:
         """Raw and top logprobs, for the few requests that want them."""
@@ -240,8 +236,6 @@ class UnderWay:
         self.events.append((sequence.request_id, delta_of(sequence, sampled, completion)))
 
 
-def _by_row(tokens_SB: np.ndarray, logprobs_SB: np.ndarray, places: np.ndarray) -> Sampled:
+def _by_row(values_SB: np.ndarray, places: np.ndarray, dtype: type[np.generic]) -> np.ndarray:
     """A copy of what was sampled at some places, [B, S]."""
-    return Sampled(
-        np.array(tokens_SB[:, places].T, np.int32, order="C"), np.array(logprobs_SB[:, places].T, np.float32, order="C")
-    )
+    return np.array(values_SB[:, places].T, dtype, order="C")

@@ -123,19 +123,17 @@ class StreamSide:
         started = time.perf_counter()
         for request in requests:
             self._engine.submit(request, streaming=True)
-        steps: list[tuple[float, Sequence[tuple[int, Delta | EngineError]]]] = []
+        read: list[tuple[float, list[int], list[int], list[np.ndarray]]] = []
         while self._engine.has_work:
             events = self._engine.step()
-            steps.append((time.perf_counter() - started, events))
+            read.append((time.perf_counter() - started, *_read(events)))
         seconds = time.perf_counter() - started
         arrivals: dict[tuple[int, int], list[float]] = defaultdict(list)
         logprobs: list[np.ndarray] = []
-        for came_s, events in steps:
-            for number, event in events:
-                if isinstance(event, EngineError):
-                    raise event
-                arrivals[number, event.index] += [came_s] * len(event.token_ids)
-                logprobs.append(event.logprobs)
+        for came_s, numbers, indices, pieces in read:
+            for number, index, piece in zip(numbers, indices, pieces, strict=True):
+                arrivals[number, index] += [came_s] * len(piece)
+            logprobs += pieces
         sampled = np.concatenate(logprobs)
         first_token_s = np.array([times[0] for times in arrivals.values()])
         gaps = np.concatenate([np.diff(times) for times in arrivals.values()])
@@ -143,6 +141,19 @@ class StreamSide:
 
     def close(self) -> None:
         pass
+
+
+def _read(events: Sequence[tuple[int, Delta | EngineError]]) -> tuple[list[int], list[int], list[np.ndarray]]:
+    """Of each piece: its request, its completion and its logprobs. The piece itself is let go, as a reader lets it go: kept to
+    the end, 262,144 of them make Python's collector look through all there is, 0.3 s at a time, instead of stepping."""
+    numbers, indices, logprobs = [], [], []
+    for number, event in events:
+        if isinstance(event, EngineError):
+            raise event
+        numbers.append(number)
+        indices.append(event.index)
+        logprobs.append(event.logprobs)
+    return numbers, indices, logprobs
 
 
 class TransformersSide:

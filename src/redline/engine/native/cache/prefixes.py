@@ -37,8 +37,9 @@ class Prefixes:
 def side_by_side(blocks_BN: np.ndarray, num_blocks_B: np.ndarray) -> tuple[np.ndarray, Prefixes | None]:
     """An order of the rows in which those with a common beginning are neighbours, and their groups in that order; None where
     reading their beginnings once would not pay."""
-    if len(blocks_BN) < MIN_ROWS:
-        return np.arange(len(blocks_BN)), None
+    B = len(blocks_BN)
+    if B < MIN_ROWS or len(np.unique(blocks_BN[:, 0])) == B:  # no two begin alike: looked at in every step, so at little cost
+        return np.arange(B), None
     order_B = _lexicographic(blocks_BN, num_blocks_B)
     common_B = _in_common(blocks_BN[order_B], num_blocks_B[order_B])
     starts_C = _starts(common_B)
