@@ -141,8 +141,8 @@ def test_lengths_of_what_was_sampled_before_a_checkpoint_are_found_again(tmp_pat
 
 def test_groups_that_were_sampled_before_a_checkpoint_are_found_again(tmp_path: Path) -> None:
     make_resumable(TrajectoryStore(tmp_path, segment_bytes=SMALL))
-    [first, _] = TrajectoryStore(tmp_path).groups_before(5, most=9)
-    assert first.task_id == "task/0"
+    [newest, first] = TrajectoryStore(tmp_path).groups_before(5, most=9)
+    assert (newest.task_id, first.task_id) == ("task/7", "task/0")
     expected = [trajectory.token_ids.tolist() for trajectory in numbered(0).trajectories]
     assert [trajectory.token_ids.tolist() for trajectory in first.trajectories] == expected
     assert MemoryStore().groups_before(5, most=9) == []

@@ -100,7 +100,7 @@ class GroupStore(Protocol):
         ...
 
     def groups_before(self, version: int, most: int) -> Iterable[TrajectoryGroup]:
-        """The same groups themselves."""
+        """The same groups themselves, the newest first, each read when it is asked for."""
         ...
 
     def resume(self, version: int) -> list[int]:

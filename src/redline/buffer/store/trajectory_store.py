@@ -180,11 +180,12 @@ class TrajectoryStore:
     def groups_before(self, version: int, most: int) -> Iterator[TrajectoryGroup]:
         """One after the other: together they may be more than memory has room for."""
         with self._explained():
-            for run in self._runs_before(version, most):
+            for run in self._runs_before(version, most, newest_first=True):
                 yield restored_group(run)
 
-    def _runs_before(self, version: int, most: int) -> Iterator[Run]:
-        for row in self._index.sampled_before(version, most):
+    def _runs_before(self, version: int, most: int, *, newest_first: bool = False) -> Iterator[Run]:
+        found = self._index.sampled_before(version, most)
+        for row in reversed(found) if newest_first else found:
             if row.segment in self._segments:
                 yield Run(self._segments.map(row), row.first_row, row.end_row)
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 import itertools
 import time
 from collections import deque
+from collections.abc import Mapping
 from collections.abc import Sequence as Sequence_
 from typing import TYPE_CHECKING, Protocol
 
@@ -27,12 +28,14 @@ from redline.engine.native.cache.kv_cache import KVCache
 from redline.engine.native.cache.sizing import block_size_for, num_blocks_for
 from redline.engine.native.lora import Adapters, LoraCounts, Source
 from redline.engine.native.running.device_rows import MAX_STOPS, DeviceRows
+from redline.engine.native.running.replay import Replay
 from redline.engine.native.running.rows import Rows
 from redline.engine.native.running.runner import Decoding, Results, Runner, Samples, wants_of
-from redline.engine.native.running.verification import Drafts
+from redline.engine.native.running.verification import NO_GUESS, Drafts, Guesses
 from redline.engine.native.scheduler import Plan, Scheduler
 from redline.engine.native.sequence import Sequence, Wants
 from redline.engine.native.sleep import MemoryMoved, OffloadedWeights, Stopwatch
+from redline.engine.native.speculation.costs import StepClock, Timed
 from redline.engine.native.speculation.speculation import Speculation
 from redline.engine.native.under_way import Event, UnderWay
 from redline.engine.stats import Rate
@@ -47,6 +50,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 MAX_TOP_LOGPROBS = 20
+GUESSING_STEPS = 4
+"""Steps per launch where the device guesses: rows whose guesses fail are noticed after two launches."""
 
 
 class Ranks(Protocol):
@@ -97,11 +102,6 @@ class NativeEngine:
             self._rows, self._scheduler, self._pool, self._adapters, tokenizer, lambda: self._awake, self._speculation.end
         )
         self._runner: Runner | None = self._make_runner()
-        if self._speculation.is_on and not self._awake.verifies:
-            raise EngineError(
-                f"engine.speculation = {config.speculation}: not on CUDA yet, where no test of it has passed",
-                "set engine.speculation to off",
-            )
         self._offloaded: OffloadedWeights | None = None
         self.limits = Limits(
             vocab_size=spec.vocab_size,
@@ -117,6 +117,7 @@ class NativeEngine:
         self._alone_left = 0
         """Prompts to compute by themselves, after several at once had no memory."""
         self._in_flight: deque[Results] = deque()
+        self._clock = StepClock()
         self._kv_blocks_peak = self._kv_blocks_peak_before = 0
         self._steps = self._batch_size = self._prompt_tokens = 0
         self._decode_steps = self._decoded_rows = 0
@@ -136,6 +137,7 @@ class NativeEngine:
                     self.decoder, cache, rows, shares_device=self._shares_device, guesses=self._speculation.is_on
                 )
         runner.lora = self._adapters.bank
+        self._speculation.forget_references()
         return runner
 
     def _salt_of(self, adapter: str | None) -> bytes:
@@ -186,6 +188,14 @@ class NativeEngine:
             )
         self._speculation.remember(task, token_ids)
 
+    def replay(self, texts: Mapping[int, np.ndarray], longest: int) -> None:
+        """From now on draw these tokens, int32 by the seed of their request and at most `longest`, in the place of what is
+        sampled; what is not there yet may come before its request. For measurements: logprobs are those of the tokens that
+        would have been drawn. To be called before the first step."""
+        assert not self._steps, "steps may be recorded already"
+        rows = self._awake.rows
+        rows.replay = Replay(texts, longest, rows.dead_row + 1, self.decoder.output_weight.device)
+
     @torch.inference_mode()
     def generate(self, requests: Sequence_[GenerateRequest]) -> list[list[Completion]]:
         """All n completions of every request, in the order asked. Where one fails, all are given up and it is said why. What
@@ -226,19 +236,20 @@ class NativeEngine:
     def step(self) -> list[Event]:
         """Advance every request as far as one step goes; what came out of it, and of the steps before it."""
         began, drafts = time.perf_counter(), self._drafts()
-        num_steps = 1 if drafts else self._num_steps()
+        guesses, num_steps = self._guesses() if not drafts else ({}, 1)
         if not self._scheduler.can_grow(num_steps):
             self._collect(keep=0)  # a preemption needs everything that was sampled
             num_steps = 1
         before = len(self._in_flight)
-        plan = self._scheduler.schedule(num_steps, drafts)
+        plan = self._scheduler.schedule(num_steps, drafts, guesses)
         self._launch(plan)
         self._kv_blocks_peak = max(self._kv_blocks_peak, self._pool.num_used)
         launched = len(self._in_flight) - before
         runs_ahead = self._awake.runs_ahead and not drafts
         self._collect(keep=launched if runs_ahead else 0)
-        if plan.decode and not plan.chunks and (before or not runs_ahead):
-            self._speculation.took(time.perf_counter() - began, len(plan.decode), plan.num_steps, verified=bool(drafts))
+        done = self._clock.step(_timed(plan), began, runs_ahead=runs_ahead, has_waited=before > 0)
+        if done is not None:
+            self._speculation.took(*done)
         self._steps += 1
         self._rate.add(time.perf_counter(), self._under_way.generated_tokens)
         events, self._under_way.events = self._under_way.events, []
@@ -247,17 +258,30 @@ class NativeEngine:
     def _drafts(self) -> dict[Sequence, list[int]]:
         """Tokens to verify in the next step; none where there is no room for them."""
         most = self._awake.most_verified
-        if not self._speculation.may_draft(len(self._scheduler.decoding), most):
+        if self._awake.guesses_itself or not self._speculation.may_draft(len(self._scheduler.decoding), most):
             return {}
         if self._in_flight and not self._speculation.drafts(self._scheduler.decoding, most):
             return {}  # by what is known of them so far; the device goes on meanwhile
         self._collect(keep=0)  # the newest tokens say what may come next
         drafts = self._speculation.drafts(self._scheduler.decoding, most)
-        self._scheduler.reserve_for(drafts)
+        self._scheduler.reserve_for({sequence: len(draft) for sequence, draft in drafts.items()})
         if self._scheduler.can_grow(1):
             return drafts
         self._scheduler.reserve_for({})
         return {}
+
+    def _guesses(self) -> tuple[dict[Sequence, int], int]:
+        """How many tokens the device is to guess in each of the next steps, none where there is no room for them, and how many
+        steps to launch."""
+        decoding, num_steps = self._scheduler.decoding, self._num_steps()
+        if not self._awake.guesses_itself or self._scheduler.is_crowded:
+            return {}, num_steps
+        guesses, few = self._speculation.guesses(decoding, self._awake.most_verified), min(num_steps, GUESSING_STEPS)
+        self._scheduler.reserve_for({sequence: few * count for sequence, count in guesses.items()})
+        if guesses and self._scheduler.can_grow(few):
+            return guesses, few
+        self._scheduler.reserve_for({})
+        return {}, num_steps
 
     def _num_steps(self) -> int:
         """Steps to launch at once: one where prompts queue or somebody looks at every token, else as many as the longest may
@@ -310,6 +334,10 @@ class NativeEngine:
                 if plan.drafts:
                     self._verify(plan)
                     return
+                if plan.guesses:
+                    self._guess(plan)
+                    return
+                self._speculation.leave_places()
                 rows_B, prefixes = np.array([s.row for s in plan.decode]), None
                 if self._awake.reads_prefixes_once:
                     rows_B, prefixes = self._rows.table.side_by_side(rows_B)
@@ -324,8 +352,27 @@ class NativeEngine:
         accepted_B = counts_B - 1
         rows.launched_position_R[rows_B] += accepted_B  # the scheduler has counted one token of each
         rows.launched_R[rows_B] += accepted_B
-        self._in_flight.append(Results(rows_B, rows.epoch_R[rows_B], self.version, False, samples, counts_B=counts_B))
+        counting_SB = np.arange(counts_B.max())[:, None] < counts_B
+        self._in_flight.append(Results(rows_B, rows.epoch_R[rows_B], self.version, False, samples, counting_SB=counting_SB))
         self._speculation.learn(plan.drafts, dict(zip(plan.decode, accepted_B.tolist(), strict=True)))
+
+    def _guess(self, plan: Plan) -> None:
+        rows_B = np.array([s.row for s in plan.decode])
+        counts_B = np.array([plan.guesses.get(s, 0) for s in plan.decode])
+        guesses = Guesses.of(counts_B, self._speculation.writes(plan.decode))
+        samples, arrived = self._awake.fetch(self._awake.guess(rows_B, guesses, plan.num_steps, wants_of(plan.decode)))
+        self._in_flight.append(
+            Results(
+                rows_B,
+                self._rows.epoch_R[rows_B],
+                self.version,
+                False,
+                samples,
+                arrived,
+                guesses=guesses,
+                most_B=plan.num_steps * guesses.lengths_B,
+            )
+        )
 
     def _prefill(self, plan: Plan, decode: Sequence_[Sequence] = ()) -> None:
         """Compute the chunks of a plan, and in the same pass a token of each sequence in `decode`."""
@@ -379,7 +426,36 @@ class NativeEngine:
         """Take in results, oldest first, until `keep` of them are left in flight."""
         while len(self._in_flight) > keep:
             with span("engine.collect", version=self.version):
-                self._under_way.take_in(self._in_flight.popleft())
+                results = self._in_flight.popleft()
+                if results.guesses is not None:
+                    results.wait()
+                    self._learn(results)
+                self._under_way.take_in(results)
+                if results.most_B is not None:
+                    self._count_launched(results)
+
+    def _learn(self, results: Results) -> None:
+        """Before they are taken in, and some of their sequences leave."""
+        guesses, tokens_SAB = results.guesses, results.samples.tokens_SB.numpy()
+        assert guesses is not None
+        tokens_SAB = tokens_SAB.reshape(-1, int(guesses.lengths_B.max()), len(results.rows_B))
+        accepted_SB, drafted_SB = (tokens_SAB[:, 1:] >= 0).sum(axis=1), (tokens_SAB[:, 1:] != NO_GUESS).sum(axis=1)
+        # Where nothing was found to guess, that is a try too.
+        tried_SB = np.minimum(accepted_SB + 1, np.maximum(drafted_SB, 1)) * ((tokens_SAB[:, 0] >= 0) & (guesses.counts_B > 0))
+        sequences = self._under_way.at_rows(results.rows_B, results.epochs_B)
+        drafted = int(drafted_SB.sum())
+        self._speculation.learn_guesses(sequences, accepted_SB.sum(axis=0), tried_SB.sum(axis=0), drafted)
+
+    def _count_launched(self, results: Results) -> None:
+        """Some rows have got fewer tokens than they could have."""
+        rows = self._rows
+        under_way_R = np.zeros_like(rows.sampled_R)
+        for later in self._in_flight:
+            is_same_B = rows.epoch_R[later.rows_B] == later.epochs_B
+            most_B = later.most_B if later.most_B is not None else np.full(len(later.rows_B), len(later.samples.tokens_SB))
+            under_way_R[later.rows_B[is_same_B]] += most_B[is_same_B]
+        alive_B = results.rows_B[(rows.epoch_R[results.rows_B] == results.epochs_B) & rows.alive_R[results.rows_B]]
+        rows.launched_at_most(alive_B, under_way_R[alive_B])
 
     # ── adapters ───────────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -499,3 +575,12 @@ class NativeEngine:
         blocks, whole = runner.cache.blocks, runner.cache.bytes
         used = whole // runner.cache.num_blocks * (1 + self._pool.num_touched)
         return {"kv_cache": used if blocks.device.type == "cpu" else whole}
+
+
+def _timed(plan: Plan) -> Timed | None:
+    """What a step did, where it did nothing but decode."""
+    if not plan.decode or plan.chunks:
+        return None
+    num_rows = len(plan.decode)
+    num_drafted = sum(map(len, plan.drafts.values())) + sum(plan.guesses.get(sequence, 0) for sequence in plan.decode)
+    return Timed(num_rows, plan.num_steps, num_rows + num_drafted if num_drafted else 0)

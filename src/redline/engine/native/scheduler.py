@@ -56,6 +56,8 @@ class Plan:
     """(from, to): blocks to copy after the chunks are computed, for sequences that part ways inside a block."""
     drafts: dict[Sequence, list[int]] = field(default_factory=dict)
     """Tokens that decoding sequences may sample next, to be verified in this step."""
+    guesses: dict[Sequence, int] = field(default_factory=dict)
+    """Tokens that the device is to guess for decoding sequences in each step."""
 
 
 @dataclass(slots=True)
@@ -120,10 +122,15 @@ class Scheduler:
         missing = self._blocks_after(rows, num_steps) - self._rows.table.num_blocks_R[rows]
         return int(np.maximum(missing, 0).sum()) <= self.pool.num_free
 
-    def schedule(self, num_steps: int = 1, drafts: dict[Sequence, list[int]] | None = None) -> Plan:
+    def schedule(
+        self,
+        num_steps: int = 1,
+        drafts: dict[Sequence, list[int]] | None = None,
+        guesses: dict[Sequence, int] | None = None,
+    ) -> Plan:
         """Decide a step and book what it takes. Preempts only where `can_grow` is False; then the host must be up to date, and
-        there are no drafts."""
-        plan = Plan(num_steps=num_steps, drafts=drafts or {})
+        there are no drafts and no guesses."""
+        plan = Plan(num_steps=num_steps, drafts=drafts or {}, guesses=guesses or {})
         self._schedule_decode(plan)
         self.reserve_for({})
         budget = max(1, self._max_num_batched_tokens - len(plan.decode))
@@ -136,11 +143,11 @@ class Scheduler:
         self._end_prefills(plan)
         return plan
 
-    def reserve_for(self, drafts: dict[Sequence, list[int]]) -> None:
-        """The next step verifies these drafts, and no others."""
+    def reserve_for(self, drafted: dict[Sequence, int]) -> None:
+        """The next step, or launch, verifies so many drafts of each, and of no others."""
         self._rows.drafted_R[:] = 0
-        for sequence, draft in drafts.items():
-            self._rows.drafted_R[sequence.row] = len(draft)
+        for sequence, count in drafted.items():
+            self._rows.drafted_R[sequence.row] = count
 
     def _may_admit(self, plan: Plan) -> bool:
         is_full = self.prompts_at_once is not None and len(self.prefilling) >= self.prompts_at_once
@@ -157,7 +164,9 @@ class Scheduler:
         goes_on = book.launched_R[rows] < book.limit_R[rows]
         plan.decode = [s for s, wanted in zip(self.decoding, goes_on.tolist(), strict=True) if wanted]
         rows = rows[goes_on]
-        advance = np.minimum(plan.num_steps, book.limit_R[rows] - book.launched_R[rows])
+        # How many guesses turn out right is heard of later; until then all may.
+        most = plan.num_steps + book.drafted_R[rows] if plan.guesses else plan.num_steps
+        advance = np.minimum(most, book.limit_R[rows] - book.launched_R[rows])
         book.launched_position_R[rows] += advance
         book.launched_R[rows] += advance
 

@@ -67,6 +67,11 @@ class UnderWay:
         for row in rows:
             self._at_row[row] = None
 
+    def at_rows(self, rows_B: np.ndarray, epochs_B: np.ndarray) -> list[Sequence | None]:
+        """The tenants of rows; None where it is no longer the one that was meant."""
+        is_same_B = self._rows.epoch_R[rows_B] == epochs_B
+        return [self._at_row[row] if same else None for row, same in zip(rows_B.tolist(), is_same_B.tolist(), strict=True)]
+
     def leave_all(self) -> None:
         self._at_row = [None] * len(self._at_row)
 
@@ -115,7 +120,9 @@ class UnderWay:
         rows = results.rows_B[places]
         sampled_before = self._rows.sampled_R[rows]
         for step in range(len(tokens_SB)):
-            counting_B = None if results.counts_B is None else results.counts_B > step
+            counting_B = None if results.counting_SB is None else results.counting_SB[step]
+            if counting_B is not None and not counting_B.any():
+                continue
             live_B = self._rows.append(results.rows_B, results.epochs_B, tokens_SB[step], logprobs_SB[step], counting_B)
             self.generated_tokens += int(live_B.sum())
             self._take_in_extras(results, step, live_B)
@@ -124,6 +131,7 @@ class UnderWay:
         ends = zip(self._rows.alive_R[rows].tolist(), self._rows.sampled_R[rows].tolist(), strict=True)
         parts = zip(rows.tolist(), sampled_before.tolist(), ends, tokens_BS, logprobs_BS, strict=True)
         at_row, events, version = self._at_row, self.events, results.version
+        all_count = results.counting_SB is None
         for row, before, (is_alive, count), tokens_S, logprobs_S in parts:
             sequence = at_row[row]
             if sequence is None:  # it went down with one of its siblings, just now
@@ -137,7 +145,7 @@ class UnderWay:
                 self._look_at(sequence)
             elif not sequence.streaming:
                 continue
-            elif sequence.streamed == before and not sequence.wants.top:
+            elif sequence.streamed == before and all_count and not sequence.wants.top:
                 new = count - before
                 if new >= sequence.streaming:  # views of what was sampled just now
                     sequence.streamed = count
@@ -162,6 +170,8 @@ class UnderWay:
     def _look_at(self, sequence: Sequence) -> None:
         """Has it ended, and is there a piece to hand out?"""
         row, sampling = sequence.row, sequence.request.sampling
+        if sampling.stop:
+            self._look_for_stop(sequence)  # first: what was sampled behind it is nobody's
         if np.isnan(self._rows.logprobs_RN[row, self._rows.sampled_R[row] - 1]):
             adapter = sequence.request.adapter
             message = f"the model gave NaN for request {sequence.request_id}" + (
@@ -169,11 +179,9 @@ class UnderWay:
             )
             self.fail(sequence, BrokenModelError(message, "look for NaN in the weights; lower trainer.learning_rate"))
             return
-        if not self._rows.alive_R[row]:
+        if not self._rows.alive_R[row] and sequence.finish_reason is None:
             stopped = self._rows.tokens_RN[row, self._rows.sampled_R[row] - 1] in sampling.stop_token_ids
             sequence.finish_reason = FinishReason.STOP if stopped else FinishReason.LENGTH
-        if sampling.stop:
-            self._look_for_stop(sequence)
         if sequence.finish_reason is not None:
             self._retire(sequence, sequence.newest_version)
         elif self._has_piece(sequence):
@@ -192,6 +200,7 @@ class UnderWay:
         found = sequence.stop_search.look(tokens)
         if found is not None:
             self._rows.sampled_R[sequence.row], sequence.stop = found
+            self.generated_tokens -= count - found[0]
             sequence.finish_reason = FinishReason.STOP
 
     # ── what goes out ──────────────────────────────────────────────────────────────────────────────────────────────────

@@ -34,6 +34,8 @@ class StepRows(Protocol):
     """float32[R]."""
     stops_RS: Tensor
     """int64[R, S]: tokens that end a row, -1 where it has fewer."""
+    recent_RO: Tensor
+    """int32[R, O]: the last O tokens, each in the column of its number modulo O."""
 
 
 @dataclass(slots=True, frozen=True)
@@ -66,10 +68,11 @@ def end_step(
 
     Rows die of stop tokens, of their limit, or of NaN. `launched_R` counts a row's steps since the host zeroed it."""
     B, S = len(rows_B), rows.stops_RS.shape[1]
-    state = (rows.alive_R, rows.next_token_R, rows.position_R, rows.sampled_R, rows.limit_R, rows.stops_RS)
+    state = (rows.alive_R, rows.next_token_R, rows.position_R, rows.sampled_R, rows.limit_R, rows.stops_RS, rows.recent_RO)
     _end[(triton.cdiv(B, ROWS_PER_PROGRAM),)](
-        rows_B, *state, launched_R, tokens_B, logprobs_B, *out, out[0].stride(0), B, S=S, N=ROWS_PER_PROGRAM
-    )
+        rows_B, *state, launched_R, tokens_B, logprobs_B, *out, out[0].stride(0), B,
+        S=S, LAST=rows.recent_RO.shape[1], N=ROWS_PER_PROGRAM,
+    )  # fmt: skip
 
 
 @triton.jit
@@ -90,8 +93,9 @@ def _begin(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _end(  # type: ignore[no-untyped-def]
-    rows, alive, next_token, position, sampled, limit, stops, launched,
-    tokens_B, logprobs_B, out_tokens, out_logprobs, out_stride, B, S: tl.constexpr, N: tl.constexpr,
+    rows, alive, next_token, position, sampled, limit, stops, recent, launched,
+    tokens_B, logprobs_B, out_tokens, out_logprobs, out_stride, B, S: tl.constexpr,
+    LAST: tl.constexpr, N: tl.constexpr,
 ):  # fmt: skip
     entry = tl.program_id(0) * N + tl.arange(0, N)
     row = tl.load(rows + entry, mask=entry < B, other=0)
@@ -106,6 +110,7 @@ def _end(  # type: ignore[no-untyped-def]
     step = tl.load(launched + row, mask=acts, other=0)
     tl.store(out_tokens + step * out_stride + entry, token, mask=acts)
     tl.store(out_logprobs + step * out_stride + entry, logprob, mask=acts)
+    tl.store(recent + row * LAST + (count - 1) % LAST, token.to(tl.int32), mask=acts)
     tl.store(launched + row, step + 1, mask=acts)
     tl.store(next_token + row, token, mask=acts)
     tl.store(position + row, tl.load(position + row, mask=acts, other=0) + 1, mask=acts)

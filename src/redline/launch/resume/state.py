@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import numpy as np
+
 from redline.config import Config
 from redline.engine import NativeEngine
+from redline.engine.native.speculation.texts import MAX_TOKENS
 from redline.launch.resume.began_with import refuse_another_base
 from redline.launch.stages import Stages
 from redline.rollouts.lengths import MAX_GROUPS
@@ -42,6 +45,11 @@ def _remember_texts(config: Config, stages: Stages) -> None:
     """An engine that guesses tokens, and lives in this process, has what the run sampled before."""
     if config.engine.speculation == "off" or not isinstance(stages.engine, NativeEngine):
         return
+    texts, num_tokens = list[tuple[str, np.ndarray]](), 0
     for group in stages.store.groups_before(stages.trainer.version, MAX_REMEMBERED):
-        for trajectory in group.trajectories:
-            stages.engine.remember(group.task_id, trajectory.token_ids)
+        texts += [(group.task_id, trajectory.token_ids) for trajectory in reversed(group.trajectories)]
+        num_tokens += sum(len(trajectory.token_ids) for trajectory in group.trajectories)
+        if num_tokens >= MAX_TOKENS:  # the engine would forget older ones at once
+            break
+    for task, token_ids in reversed(texts):
+        stages.engine.remember(task, token_ids)

@@ -74,6 +74,19 @@ class KVCache:
             return keys[blocks_T, :, offsets_T], values[blocks_T, :, offsets_T]
         return keys.flatten(0, 1)[slots_T], values.flatten(0, 1)[slots_T]
 
+    def is_finite(self, slots_T: Tensor) -> bool:
+        """Whether neither NaN nor infinity is at these slots, in any layer."""
+        return bool(self.blocks[self._at(slots_T)].isfinite().all())
+
+    def clear(self, slots_T: Tensor) -> None:
+        """Zeros at these slots, in all layers."""
+        self.blocks[self._at(slots_T)] = 0
+
+    def _at(self, slots_T: Tensor) -> tuple[slice | Tensor, ...]:
+        """The index of slots in `blocks`."""
+        blocks_T, offsets_T, every = slots_T // self.block_size, slots_T % self.block_size, slice(None)
+        return (every, every, blocks_T, every, offsets_T) if self.heads_first else (every, every, blocks_T, offsets_T)
+
     def gather(self, layer: int, blocks_BN: Tensor) -> tuple[Tensor, Tensor]:
         """Keys and values [B, K, N · block_size, D] of each row of blocks."""
         B, N = blocks_BN.shape

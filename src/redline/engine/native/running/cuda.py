@@ -24,10 +24,11 @@ from redline.engine.native.running.few_rows import FewRows, one_launch_of
 from redline.engine.native.running.graphs import GraphCache, nothing_collected
 from redline.engine.native.running.runner import Runner, Samples
 from redline.engine.native.running.sampler import Sampled
-from redline.engine.native.running.verification import NEWEST, Drafts
+from redline.engine.native.running.verification import MAX_GUESSES, MAX_SLOTS, NO_GUESS, SLOT_TOKENS, Guesses, TextWrites
 from redline.engine.native.sequence import Wants
 from redline.kernels.decode.attention import FEW_ROWS_TILES, SHARED_ROWS, TILES, DecodeBatch, choose_splits, decode_attention
 from redline.kernels.decode.few_rows import FEWEST_ROWS
+from redline.kernels.decode.guesses import NO_PLACE, Entries, GuessBook, begin_guessing, end_guessing, find_guesses
 from redline.kernels.decode.rotate_and_store import rotate_and_store
 from redline.kernels.decode.sampling import sample_plain
 from redline.kernels.decode.shared_prefix import SharedPrefixes
@@ -44,8 +45,10 @@ TOP_LOGPROBS = (0, 1, 5, 20)
 """Numbers of likeliest tokens that graphs are captured for."""
 BATCH_RATIO = 1.25
 """Batches are filled up with dead rows to the next of a ladder of sizes, each this much larger than the one before."""
-VERIFYING = -1
-"""In place of a number of groups: a step that verifies drafts."""
+GUESSING = -1
+"""In place of a number of groups: a step that guesses tokens."""
+GUESSING_SIZES = [8, 16, 32, 48, 64, 96, 128, 192, 256, 384, 512]
+"""Entries of a step that guesses: fewer sizes than batches have, since each is a graph of its own."""
 
 
 def serves(decoder: AnyDecoder, dtype: torch.dtype, block_size: int) -> TypeGuard[Decoder]:
@@ -149,14 +152,14 @@ class CudaRunner(Runner):
     max_steps = MAX_STEPS
     runs_ahead = True
     reads_prefixes_once = True
-    verifies = False  # tests/unit/engine/native/running/test_cuda.py has not passed on a device yet
+    guesses_itself = True
+    most_verified = GUESSING_SIZES[-1]
 
     def __init__(
         self, decoder: Decoder, cache: KVCache, rows: DeviceRows, *, shares_device: bool = False, guesses: bool = False
     ) -> None:
-        """With `guesses` drafts may be verified, and steps of few rows round as verifying ones do."""
+        """With `guesses` there is room for texts to guess from."""
         super().__init__(decoder, cache, rows)
-        self._guesses = guesses
         device = cache.blocks.device
         positions = torch.arange(rows.tables_RN.shape[1] * cache.block_size, device=device)
         table = rotary_table(decoder.rotary_frequencies, decoder.rotary_factor, positions, cache.blocks.dtype)
@@ -172,13 +175,12 @@ class CudaRunner(Runner):
         self._prefix_B = torch.zeros_like(self._rows32_B)
         """Tokens that an entry of the batch has in common with its group."""
         self._sizes = batch_sizes(rows.dead_row)
-        self._verified = torch.zeros((3, FEWEST_ROWS), dtype=torch.int64, device=device)
-        """Row, tokens of its row in front of it, and draft of each token that a step verifies."""
+        self._laid_out = torch.zeros((5, self.most_verified), dtype=torch.int64, device=device)
+        """`Entries` of a step that guesses, in the order of its fields."""
+        self._book = GuessBook.empty(MAX_SLOTS, SLOT_TOKENS, rows.dead_row + 1, device) if guesses else None
         self._few_rows = FewRows(decoder) if FewRows.serves(decoder) else None
-        # Beyond, products round by the number of their rows, and what is verified would not be what is decoded.
-        self.most_verified = FEWEST_ROWS if self._few_rows is not None else 0
-        # It has the whole device until it ends: a trainer beside it would hardly come to its own. It verifies nothing.
-        is_alone = self._few_rows is not None and not shares_device and not guesses
+        # It has the whole device until it ends: a trainer beside it would hardly come to its own.
+        is_alone = self._few_rows is not None and not shares_device
         self._one_launch = one_launch_of(decoder, cache, self._rotary) if is_alone else None
         self._pool: Any = None
         """Memory that the graphs share: they never run at the same time."""
@@ -228,7 +230,7 @@ class CudaRunner(Runner):
         self._groups.zero_()
         self._prefix_B.zero_()
         self._step.zero_()
-        self._verified.copy_(torch.tensor([[self.rows.dead_row], [0], [NEWEST]]))
+        self._laid_out.copy_(torch.tensor(self._filling)[:, None])
         samples = self._room_for_samples(size, wants)
         self._decode_step(size, max_groups, wants, samples)
         torch.cuda.synchronize()
@@ -247,8 +249,8 @@ class CudaRunner(Runner):
         torch.cuda.empty_cache()
 
     def _decode_step(self, size: int, max_groups: int, wants: Wants, samples: Samples) -> None:
-        if max_groups == VERIFYING:
-            self._verifying_step(size, wants, samples)
+        if max_groups == GUESSING:
+            self._guessing_step(size, wants, samples)
             return
         rows_B = self._rows_B[:size]
         inputs = begin_step(self.rows, rows_B)
@@ -256,8 +258,7 @@ class CudaRunner(Runner):
         if wants.is_plain:
             tokens_B, logprobs_B = torch.empty_like(inputs.tokens_B), torch.empty_like(inputs.temperature_B)
             sample_plain(logits_BV, inputs.temperature_B, inputs.streams_B, inputs.counters_B, tokens_B, logprobs_B)
-            if self.rows.share_samples is not None:
-                self.rows.share_samples(tokens_B, logprobs_B)
+            self.rows.replace(rows_B, inputs.counters_B, tokens_B, logprobs_B)
             out = (samples.tokens_SB, samples.logprobs_SB)
             end_step(self.rows, rows_B, tokens_B, logprobs_B, self._launched_R, out)
         else:
@@ -271,11 +272,11 @@ class CudaRunner(Runner):
         few_rows = self._few_rows if slots_B is None else None
         if few_rows is not None and len(rows_B) > few_rows.most_rows:
             few_rows = None
-        if few_rows is not None and self._one_launch is not None and len(rows_B) <= FEWEST_ROWS and max_groups != VERIFYING:
+        if few_rows is not None and self._one_launch is not None and len(rows_B) <= FEWEST_ROWS and max_groups != GUESSING:
             lines_B = self._rows32_B[: len(rows_B)]
             return self._one_launch.logits(inputs.tokens_B, inputs.positions_B, lines_B, self.rows.tables_RN)
-        if max_groups == VERIFYING:
-            attend = self._verifying_attention(rows_B, inputs.positions_B, few_rows)
+        if max_groups == GUESSING:
+            attend = self._guessing_attention(rows_B, inputs.positions_B, few_rows)
         else:
             attend = self._decode_attention(max_groups, inputs.positions_B, few_rows)
         if few_rows is not None:
@@ -290,49 +291,74 @@ class CudaRunner(Runner):
 
     def _splits(self, size: int) -> int:
         spec, max_tokens = self._decoder.spec, self.rows.tables_RN.shape[1] * self.cache.block_size
-        if self._guesses:  # sums of few rows are cut alike, whether they decode or are verified
-            size = max(size, FEWEST_ROWS)
         return min(MAX_SPLITS, choose_splits(size, spec.num_kv_heads, max_tokens, spec.head_dim))
 
-    # ── verify ─────────────────────────────────────────────────────────────────────────────────────────────────────────
+    # ── guess ──────────────────────────────────────────────────────────────────────────────────────────────────────────
 
-    def _verify(self, rows_B: np.ndarray, positions_B: np.ndarray, drafts: Drafts, wants: Wants) -> Samples:
-        T = len(drafts.tokens_T)
-        size = next(size for size in VERIFYING_SIZES if size >= T)
+    def guess(self, rows_B: np.ndarray, guesses: Guesses, num_steps: int, wants: Wants) -> Samples:
+        which_T = guesses.which_T
+        size = next(size for size in GUESSING_SIZES if size >= len(which_T))
         wants = _flavour(wants, self._decoder.spec.vocab_size)
-        captured = self.graphs.get((size, VERIFYING, wants), self)
+        captured = self.graphs.get((size, GUESSING, wants), self)
         samples = captured.samples if captured else self._room_for_samples(size, wants)
-        filled = np.array([[self.rows.dead_row], [0], [NEWEST]]).repeat(size, axis=1)
-        filled[:, :T] = rows_B[drafts.which_T], drafts.ahead_T, drafts.tokens_T
-        self._verified[:, :size].copy_(self.rows.upload(filled, torch.int64), non_blocking=True)
+        filled = np.array(self._filling)[:, None].repeat(size, axis=1)
+        filled[:3, : len(rows_B)] = rows_B, guesses.begins_B, guesses.lengths_B
+        filled[3:, : len(which_T)] = rows_B[which_T], guesses.ahead_T
+        self._laid_out[:, :size].copy_(self.rows.upload(filled, torch.int64), non_blocking=True)
+        self._write(guesses.writes)
         self._step.zero_()
-        if captured:
-            captured.graph.replay()
-        else:
-            self._verifying_step(size, wants, samples)
-        return samples.part(1, T)
+        self._launched_R.zero_()
+        samples.tokens_SB.fill_(NO_GUESS)
+        for _ in range(num_steps):
+            if captured:
+                captured.graph.replay()
+            else:
+                self._guessing_step(size, wants, samples)
+        return samples.part(num_steps, len(which_T))
 
-    def _verifying_step(self, size: int, wants: Wants, samples: Samples) -> None:
-        """Every token is an entry of the batch; those of one row have its blocks in common."""
-        rows, (rows_T, ahead_T, drafts_T) = self.rows, self._verified[:, :size]
-        inputs = StepInputs(
-            tokens_B=torch.where(drafts_T == NEWEST, rows.next_token_R[rows_T], drafts_T),
-            positions_B=torch.where(rows.alive_R[rows_T], rows.position_R[rows_T] + ahead_T, -1),
-            temperature_B=rows.temperature_R[rows_T],
-            streams_B=rows.streams_R[rows_T],
-            counters_B=rows.sampled_R[rows_T] + ahead_T,
-        )
-        logits_TV = self._logits(rows_T, inputs, VERIFYING, wants)
+    @property
+    def _filling(self) -> list[int]:
+        """What a layout is filled up with: rows and entries that are not alive."""
+        return [self.rows.dead_row, 0, 0, self.rows.dead_row, 0]
+
+    def _write(self, writes: TextWrites) -> None:
+        assert self._book is not None, "the engine was made without guesses"
+        book, upload = self._book, self.rows.upload
+        if len(writes.places_W):
+            places_W, tokens_W = upload(writes.places_W, torch.int64), upload(writes.tokens_W, torch.int32)
+            book.texts_SL.view(-1).index_copy_(0, places_W, tokens_W)
+        if writes.lengths:
+            slots, lengths = upload(np.array(writes.lengths).T.copy(), torch.int64)
+            book.lengths_S.index_copy_(0, slots, lengths)
+        if writes.rows:
+            rows, slots = upload(np.array(writes.rows).T.copy(), torch.int64)
+            book.slot_R.index_copy_(0, rows, slots)
+            book.place_R.index_fill_(0, rows, NO_PLACE)
+            book.found_R.index_fill_(0, rows, 0)
+
+    def _guessing_step(self, size: int, wants: Wants, samples: Samples) -> None:
+        """Every token that goes in is an entry of the batch; those of one row have its blocks in common."""
+        assert self._book is not None
+        rows, book = self.rows, self._book
+        rows_B, begins_B, counts_B = self._laid_out[:3, : min(size, MAX_SLOTS)]
+        rows_T, ahead_T = self._laid_out[3:, :size]
+        entries = Entries(rows_B, begins_B, counts_B, rows_T, ahead_T, 1 + MAX_GUESSES)
+        find_guesses(rows, book, entries)
+        inputs = begin_guessing(rows, book, entries)
+        logits_TV = self._logits(rows_T, inputs, GUESSING, wants)
         if wants.is_plain:
             sampled = Sampled(torch.empty_like(inputs.tokens_B), torch.empty_like(inputs.temperature_B))
             out = (sampled.tokens_B, sampled.logprobs_B)
             sample_plain(logits_TV, inputs.temperature_B, inputs.streams_B, inputs.counters_B, *out)
+            rows.replace(rows_T, inputs.counters_B, *out)
         else:
             sampled = rows.sample_ahead(rows_T, ahead_T, logits_TV, wants)
-        samples.put(self._step, sampled)
-        rows.advance(rows_T, ahead_T, drafts_T, sampled)
+            samples.put_extras(self._step, sampled)
+            self._step += 1
+        parts = (sampled.tokens_B, sampled.logprobs_B)
+        end_guessing(rows, book, entries, parts, self._launched_R, (samples.tokens_SB, samples.logprobs_SB))
 
-    def _verifying_attention(self, rows_T: Tensor, positions_T: Tensor, few_rows: FewRows | None) -> PagedDecodeAttention:
+    def _guessing_attention(self, rows_T: Tensor, positions_T: Tensor, few_rows: FewRows | None) -> PagedDecodeAttention:
         page, places_T = self.cache.block_size, positions_T.clamp(min=0)
         blocks_T = self.rows.tables_RN[rows_T, places_T // page].long()
         slots_T = torch.where(positions_T < 0, SCRATCH_BLOCK * page, blocks_T * page + places_T % page)
@@ -394,6 +420,3 @@ def batch_sizes(largest: int) -> list[int]:
     while sizes and sizes[-1] < largest and sizes[-1] >= 8:
         sizes.append(min(largest, max(sizes[-1] + 8, int(sizes[-1] * BATCH_RATIO) // 8 * 8)))
     return sizes if sizes and sizes[-1] == largest else [*sizes, largest]
-
-
-VERIFYING_SIZES = batch_sizes(FEWEST_ROWS)

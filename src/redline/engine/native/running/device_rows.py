@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from redline.engine.native.running.replay import Replay
 from redline.engine.native.running.rows import NO_TOKEN
 from redline.engine.native.running.sampler import Sampled, SamplingRows, sample, stream
 from redline.engine.native.sequence import NO_SLOT, Wants
@@ -18,6 +19,8 @@ from redline.engine.native.sequence import Sequence as Sequence_
 
 MAX_STOPS = 8
 """Stop tokens a sequence may have."""
+RECENT = 8
+"""Last tokens of a row that the device keeps."""
 
 
 class DeviceRows:
@@ -45,8 +48,12 @@ class DeviceRows:
         self.min_p_R.zero_()
         self.stops_RS = torch.full((num_rows + 1, MAX_STOPS), NO_TOKEN, dtype=torch.int64, device=device)
         self.tables_RN = torch.zeros((num_rows + 1, max_blocks), dtype=torch.int32, device=device)
+        self.recent_RO = torch.full((num_rows + 1, RECENT), NO_TOKEN, dtype=torch.int32, device=device)
+        """The last tokens, each in the column of its number modulo `RECENT`."""
         self.share_samples: Callable[[Tensor, Tensor], None] | None = None
         """Where several processes sample the same rows: makes their tokens and logprobs one."""
+        self.replay: Replay | None = None
+        """Draws given tokens in the place of those that were sampled."""
         self.bias_RV: Tensor | None = None
         """Made when the first request asks for a bias or a mask."""
 
@@ -67,6 +74,8 @@ class DeviceRows:
         self.stops_RS.index_copy_(0, rows, self.upload(stops, torch.int64))
         for sequence in sequences:
             self._set_bias(sequence)
+        if self.replay is not None:
+            self.replay.enter(sequences)
 
     def _set_bias(self, sequence: Sequence_) -> None:
         sampling = sequence.request.sampling
@@ -107,11 +116,11 @@ class DeviceRows:
         """The next token of every row, and what follows from it: rows die of stop tokens, of their limit, or of NaN."""
         counters_B = self.sampled_R[rows_B]
         sampled = sample(logits_BV, self._sampling_rows(rows_B, counters_B, wants), raw=wants.raw, top=wants.top)
-        if self.share_samples is not None:
-            self.share_samples(sampled.tokens_B, sampled.logprobs_B)
+        self.replace(rows_B, counters_B, sampled.tokens_B, sampled.logprobs_B)
         alive_B, counters_B = self.alive_R[rows_B], counters_B + 1
         stopped_B = (sampled.tokens_B[:, None] == self.stops_RS[rows_B]).any(dim=1) | (counters_B >= self.limit_R[rows_B])
         self.next_token_R.index_copy_(0, rows_B, sampled.tokens_B)
+        self.recent_RO[rows_B, (counters_B - 1) % RECENT] = sampled.tokens_B.int()
         self.sampled_R.index_copy_(0, rows_B, counters_B)
         self.alive_R.index_copy_(0, rows_B, alive_B & ~stopped_B & ~sampled.logprobs_B.isnan())
         return sampled
@@ -121,9 +130,15 @@ class DeviceRows:
         were computed with. Changes nothing."""
         counters_T = self.sampled_R[rows_T] + ahead_T
         sampled = sample(logits_TV, self._sampling_rows(rows_T, counters_T, wants), raw=wants.raw, top=wants.top)
-        if self.share_samples is not None:
-            self.share_samples(sampled.tokens_B, sampled.logprobs_B)
+        self.replace(rows_T, counters_T, sampled.tokens_B, sampled.logprobs_B)
         return sampled
+
+    def replace(self, rows_B: Tensor, counters_B: Tensor, tokens_B: Tensor, logprobs_B: Tensor) -> None:
+        """Put what others say in the place of what was sampled here: another rank, or a text that is replayed."""
+        if self.share_samples is not None:
+            self.share_samples(tokens_B, logprobs_B)
+        if self.replay is not None:
+            self.replay.draw(rows_B, counters_B, tokens_B)
 
     def advance(self, rows_T: Tensor, ahead_T: Tensor, drafts_T: Tensor, sampled: Sampled) -> None:
         """Rows take the tokens that count of those sampled ahead, and die of the last one as in `sample`. Those of a row lie

@@ -1,7 +1,7 @@
 """The host's side of the state rows: what each running sequence has sampled, as far as the host has heard.
 
-The device runs ahead of the host. `launched` counts what it will have done once everything it was given has run; `sampled`
-counts what has come back.
+The device runs ahead of the host. `launched` counts what it will have done once everything it was given has run, or may have
+done at most, where it guesses tokens; `sampled` counts what has come back.
 """
 
 from __future__ import annotations
@@ -58,6 +58,13 @@ class Rows:
         if width > self.stops_RS.shape[1]:
             more = np.full((len(self.stops_RS), width - self.stops_RS.shape[1]), NO_TOKEN, np.int64)
             self.stops_RS = np.concatenate([self.stops_RS, more], axis=1)
+
+    def launched_at_most(self, rows_B: np.ndarray, under_way_B: np.ndarray) -> None:
+        """What is under way brings these rows at most so many tokens: what was launched before may have brought fewer than it
+        could."""
+        launched_B = np.minimum(self.limit_R[rows_B], self.sampled_R[rows_B] + under_way_B)
+        self.launched_position_R[rows_B] += launched_B - self.launched_R[rows_B]
+        self.launched_R[rows_B] = launched_B
 
     def leave(self, row: int) -> None:
         self.alive_R[row] = False

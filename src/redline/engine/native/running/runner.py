@@ -16,7 +16,7 @@ from redline.engine.native.cache.kv_cache import KVCache
 from redline.engine.native.cache.prefixes import Prefixes
 from redline.engine.native.running.device_rows import DeviceRows
 from redline.engine.native.running.sampler import Sampled
-from redline.engine.native.running.verification import MAX_TOKENS, NEWEST, Drafts
+from redline.engine.native.running.verification import MAX_TOKENS, NEWEST, NO_GUESS, Drafts, Guesses
 from redline.engine.native.scheduler import Chunk, Plan
 from redline.engine.native.sequence import Sequence as Sequence_
 from redline.engine.native.sequence import Wants
@@ -68,6 +68,24 @@ class Samples:
 
         return Samples(*(None if part is None else spread(part) for part in self.parts))  # type: ignore[arg-type]
 
+    def by_row(self, guesses: Guesses) -> Samples:
+        """[S · A, B] of the tokens [S, T] of steps that guess, where a row has A entries at most: its own one after the other,
+        those that do not count included. What is no entry is `NO_GUESS`."""
+        most, places = int(guesses.lengths_B.max()), (torch.from_numpy(guesses.ahead_T), torch.from_numpy(guesses.which_T))
+
+        def spread(part: Tensor) -> Tensor:
+            whole = part.new_full((len(part), most, len(guesses.counts_B), *part.shape[2:]), NO_GUESS)
+            whole[:, places[0], places[1]] = part
+            return whole.flatten(0, 1)
+
+        return Samples(*(None if part is None else spread(part) for part in self.parts))  # type: ignore[arg-type]
+
+    def put_extras(self, step: Tensor, sampled: Sampled) -> None:
+        """`put` without tokens and logprobs."""
+        for part, fresh in zip(self.parts[2:], Samples.of(sampled).parts[2:], strict=True):
+            if part is not None and fresh is not None:
+                part.index_copy_(0, step, fresh)
+
     def put(self, step: Tensor, sampled: Sampled) -> None:
         """Store one step's samples at the number that `step` [1] holds on the device."""
         for part, fresh in zip(self.parts, Samples.of(sampled).parts, strict=True):
@@ -86,12 +104,20 @@ class Results:
     """They follow prompts."""
     samples: Samples
     arrived: torch.cuda.Event | None = None
-    counts_B: np.ndarray | None = None
-    """Of a verifying step: tokens of each row that count; None where all do."""
+    counting_SB: np.ndarray | None = None
+    """bool, of verifying steps: which of the tokens count; None where all do."""
+    guesses: Guesses | None = None
+    """Of steps that guess: `wait` turns their entries into tokens of each row."""
+    most_B: np.ndarray | None = None
+    """int64: tokens that it brings each row at most; None where a row that is alive gets one for each step."""
 
     def wait(self) -> Samples:
         if self.arrived is not None:
             self.arrived.synchronize()
+            self.arrived = None
+        if self.guesses is not None and self.counting_SB is None:
+            self.samples = self.samples.by_row(self.guesses)
+            self.counting_SB = self.samples.tokens_SB.numpy() >= 0
         return self.samples
 
 
@@ -116,10 +142,10 @@ class Runner:
     """Whether launching returns before the work is done."""
     reads_prefixes_once = False
     """Whether `decode` makes use of what rows have in common."""
-    verifies = True
-    """Whether `verify` may be used."""
+    guesses_itself = False
+    """Whether `guess` is to be used in place of `verify`."""
     most_verified = MAX_TOKENS
-    """Tokens that one `verify` takes, the rows' newest ones included."""
+    """Tokens that one step of `verify` or `guess` takes, the rows' newest ones included."""
 
     def __init__(self, decoder: AnyDecoder, cache: KVCache, rows: DeviceRows) -> None:
         self._decoder = decoder
@@ -183,8 +209,15 @@ class Runner:
         samples, arrived = self.fetch(self._verify(rows_B, positions_B, drafts, wants))
         if arrived is not None:
             arrived.synchronize()
+        if samples.tokens_SB.shape[1] < len(drafts.tokens_T):
+            drafts = drafts.without_any()
         counts_B = drafts.num_counting(samples.tokens_SB[0].numpy(), samples.logprobs_SB[0].numpy())
         return samples.spread(drafts, int(counts_B.max())), counts_B
+
+    def guess(self, rows_B: np.ndarray, guesses: Guesses, num_steps: int, wants: Wants) -> Samples:
+        """Steps that put the newest token of every row through the network, and what the device guesses behind it. Returns
+        [S, T]: below 0 is what does not count. Does not wait."""
+        raise NotImplementedError
 
     def _verify(self, rows_B: np.ndarray, positions_B: np.ndarray, drafts: Drafts, wants: Wants) -> Samples:
         """[1, T]."""
@@ -195,9 +228,20 @@ class Runner:
         runs = Runs(positions_B, drafts.lengths_B, self.rows.tables_RN[rows].cpu().numpy())
         attend = GatherAttention(self.cache, runs, self._dtype)
         hidden_TE = self._forward(tokens_T, attend.positions_T, attend, self.rows.adapter_slots(rows_T, wants))
+        if self._drop_spoilt(runs, drafts):
+            return self._verify(rows_B, positions_B, drafts.without_any(), wants)
         sampled = self.rows.sample_ahead(rows_T, ahead_T, self._decoder.logits(hidden_TE), wants)
         self.rows.advance(rows_T, ahead_T, drafts_T, sampled)
         return Samples.of(sampled)
+
+    def _drop_spoilt(self, runs: Runs, drafts: Drafts) -> bool:
+        """Whether drafts have left NaN or infinity in the cache, which would reach even those that must not see them. They are
+        zeroed."""
+        slots = torch.from_numpy(runs.slots(self.cache.block_size)[drafts.ahead_T > 0]).to(self.cache.blocks.device)
+        if not len(slots) or self.cache.is_finite(slots):
+            return False
+        self.cache.clear(slots)
+        return True
 
     # ── prefill ────────────────────────────────────────────────────────────────────────────────────────────────────────
 

@@ -10,16 +10,51 @@ or the first step of a size, takes longer says nothing of the next one.
 
 from __future__ import annotations
 
+import time
 from collections import deque
+from typing import NamedTuple
 
 MEMORY = 9
 """Steps of a bin that are remembered."""
 ENOUGH = 2
 """Steps of a bin after which it counts."""
-MEASURE_EVERY = 128
+MEASURE_EVERY = 256
 """Verifying steps after which a plain one is due, so that the comparison stays one with today."""
 NEAR = 2
 """A plain step of so many times the rows, or of one part in so many, stands for one that was not measured."""
+
+
+class Timed(NamedTuple):
+    """What a step of the engine launched, where it did nothing but decode."""
+
+    num_rows: int
+    num_steps: int
+    num_verified: int
+    """Tokens that went into each verifying step; 0 for plain ones."""
+
+
+class StepClock:
+    """Which launch took how long. Where the host runs ahead, it waits in a step for what the step before launched, and the
+    device began that when what came before it had ended."""
+
+    def __init__(self) -> None:
+        self._launched: Timed | None = None
+        self._ended: float | None = None
+        """When the results came that were last waited for; None where none were."""
+
+    def step(
+        self, timed: Timed | None, began: float, *, runs_ahead: bool, has_waited: bool
+    ) -> tuple[float, int, int, int] | None:
+        """A step has ended that began at a moment of `time.perf_counter` and launched this. Returns seconds, rows, steps and
+        verified tokens of the launch that ended in it; None where that is not known."""
+        now = time.perf_counter()
+        before, since, self._launched = self._launched, self._ended, timed if runs_ahead else None
+        self._ended = now if runs_ahead and has_waited else None
+        if not runs_ahead:
+            return (now - began, *timed) if timed is not None else None
+        if before is None or since is None or not has_waited:
+            return None
+        return (now - since, *before)
 
 
 class Costs:
@@ -36,10 +71,10 @@ class Costs:
         _put(self._plain, num_rows, seconds)
         self._num_verified = 0
 
-    def add_verifying(self, num_tokens: int, seconds: float) -> None:
-        """A step of this many tokens, drafts included."""
+    def add_verifying(self, num_tokens: int, seconds: float, num_steps: int = 1) -> None:
+        """A step of this many tokens, drafts included, took this long, in the mean of so many."""
         _put(self._verifying, num_tokens, seconds)
-        self._num_verified += 1
+        self._num_verified += num_steps
 
     def needs_plain(self, num_rows: int) -> bool:
         """Whether a plain step must be measured before a verifying one can be compared with it."""

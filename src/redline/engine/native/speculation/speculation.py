@@ -1,6 +1,7 @@
 """Which tokens to guess for which rows, and what came of it.
 
     rows that decode ──► their texts ──► drafts ──► as many as pay ──► a verifying step ──► accepted, learnt from
+    on a GPU         ──► how many pay ──► texts to the device ──► steps that find and verify drafts there ──► learnt from
 
 A token is a function of logits, seed, completion and position, so a draft is right exactly when it is the token that is sampled
 in its place. A verifying step samples after the newest token of a row and after each of its drafts; the samples up to and
@@ -19,9 +20,10 @@ import numpy as np
 
 from redline.config.sections.engine import SpeculationMode
 from redline.engine.native.running.rows import Rows
-from redline.engine.native.running.verification import MAX_TOKENS
+from redline.engine.native.running.verification import MAX_GUESSES, MAX_SLOTS, MAX_TOKENS, TextWrites
 from redline.engine.native.sequence import Sequence as Sequence_
 from redline.engine.native.speculation.costs import Costs, size_bin
+from redline.engine.native.speculation.references import References
 from redline.engine.native.speculation.texts import TABLE_SIZE, Place, Text, Texts
 from redline.types import GenerateRequest, SamplingParams
 
@@ -37,6 +39,9 @@ LEAST_CHANCE = 0.05
 """That a draft is right with which it is still worth a thought."""
 LOOK_SHARE = 0.02
 """Of the time that may go into looking for drafts that are not found."""
+FORGETS = 0.01
+"""Share by which the usual rate of guesses goes back to where it began with each launch that was not worth one: those that
+never pay are tried about every hundredth launch."""
 LEAST_GAIN = 1.03
 """How many times the tokens per second of a plain step a verifying one must promise."""
 
@@ -70,16 +75,16 @@ class _Row:
         """Share of its drafts that turn out right, the newer the weightier."""
         return self.accepted / self.tried
 
-    def learn(self, num_accepted: int, num_drafted: int) -> None:
+    def learn(self, num_accepted: int, num_tried: int) -> None:
         """Drafts behind the first wrong one were not tried: what was sampled after them is nobody's."""
-        num_tried = min(num_accepted + 1, num_drafted)
         fade = MEMORY**num_tried
         self.accepted = self.accepted * fade + num_accepted
         self.tried = self.tried * fade + num_tried
 
-    def rest(self) -> None:
-        """It had a draft that was not worth a try. Forgets slowly, so that it gets another one."""
-        self.accepted += (PRIOR[0] - self.accepted) * 0.02
+    def rest(self, usual: float = PRIOR[0] / PRIOR[1]) -> None:
+        """It had a draft that was not worth a try. Forgets slowly, so that it gets another one; `usual` is the rate of
+        others."""
+        self.accepted += (PRIOR[1] * usual - self.accepted) * 0.02
         self.tried += (PRIOR[1] - self.tried) * 0.02
 
 
@@ -97,6 +102,9 @@ class Speculation:
         """Not before this moment, on `time.perf_counter`."""
         self._last = 0, 0
         """Tokens drafted and accepted in the last verifying step."""
+        self._references = References(rows)
+        self._usual = PRIOR[0] / PRIOR[1]
+        """Share of what devices guessed that was right, of all rows, the newer the weightier: what a row begins with."""
 
     @property
     def is_on(self) -> bool:
@@ -110,7 +118,8 @@ class Speculation:
             return
         for sequence in sequences:
             if sequence not in self._rows:
-                self._rows[sequence] = _Row(self._texts.begin(_key(sequence.request), sequence))
+                text = self._texts.begin(_key(sequence.request), sequence)
+                self._rows[sequence] = _Row(text, accepted=PRIOR[1] * self._usual)
 
     def remember(self, task: str, token_ids: np.ndarray) -> None:
         """An attempt at a task, prompt included, that another engine has sampled, or an earlier run."""
@@ -189,28 +198,80 @@ class Speculation:
             return _within(longest, most - len(rows))
         return best_counts([row.rate for row in rows], longest, self.costs, most)
 
+    # ── a launch of steps that find their drafts by themselves ─────────────────────────────────────────────────────────
+
+    def guesses(self, sequences: Sequence[Sequence_], most: int) -> dict[Sequence_, int]:
+        """How many tokens a device is to guess for each of these in every step, where that pays: no more than make `most`
+        with the newest ones."""
+        count = len(sequences)
+        if not self.is_on or not 0 < count <= min(MAX_SLOTS, most - 1):
+            return {}
+        rows, longest = [self._rows[sequence] for sequence in sequences], [MAX_GUESSES] * count
+        if self._mode == "always":
+            each = min(MAX_GUESSES, (most - count) // count)
+            return dict.fromkeys(sequences, each)
+        if self.costs.needs_plain(count):
+            return {}
+        counts = best_counts([row.rate for row in rows], longest, self.costs, most)
+        for row, guessed in zip(rows, counts, strict=True):
+            if not guessed:
+                row.rest(self._usual)
+        if not any(counts):
+            self._usual += (PRIOR[0] / PRIOR[1] - self._usual) * FORGETS
+        return {sequence: guessed for sequence, guessed in zip(sequences, counts, strict=True) if guessed}
+
+    def writes(self, sequences: Sequence[Sequence_]) -> TextWrites:
+        """What the device must be told before it guesses for these."""
+        return self._references.writes(sequences, [self._rows[sequence].text.scope for sequence in sequences])
+
+    def leave_places(self) -> None:
+        """The rows sample without guesses now."""
+        self._references.leave()
+
+    def forget_references(self) -> None:
+        """The device has lost what it was told."""
+        self._references.forget()
+
+    def learn_guesses(
+        self, sequences: Sequence[Sequence_ | None], accepted_B: np.ndarray, tried_B: np.ndarray, drafted: int
+    ) -> None:
+        """Of what was guessed for these so much was right, of so many tries; where there was nothing to guess, that is a try
+        too. None is a sequence that has left."""
+        for sequence, accepted, tried in zip(sequences, accepted_B.tolist(), tried_B.tolist(), strict=True):
+            row = self._rows.get(sequence) if sequence is not None else None
+            if row is not None and tried:
+                row.learn(accepted, tried)
+        accepted, tried = int(accepted_B.sum()), int(tried_B.sum())
+        if tried:
+            self._usual += (accepted / tried - self._usual) * (1 - 0.98**tried)
+        self._last = drafted, accepted
+        self.counts.steps += 1
+        self.counts.drafted_tokens += drafted
+        self.counts.accepted_tokens += accepted
+
     # ── what came of it ────────────────────────────────────────────────────────────────────────────────────────────────
 
     def learn(self, drafted: dict[Sequence_, list[int]], accepted: dict[Sequence_, int]) -> None:
         """These drafts were verified, and so many of each were right."""
         for sequence, draft in drafted.items():
-            self._rows[sequence].learn(accepted[sequence], len(draft))
+            self._rows[sequence].learn(accepted[sequence], min(accepted[sequence] + 1, len(draft)))
         self._last = sum(map(len, drafted.values())), sum(accepted.values())
         self.counts.steps += 1
         self.counts.drafted_tokens += self._last[0]
         self.counts.accepted_tokens += self._last[1]
 
-    def took(self, seconds: float, num_rows: int, num_steps: int, *, verified: bool) -> None:
-        """The last step of the engine, or several in one launch, took so long and did nothing else."""
+    def took(self, seconds: float, num_rows: int, num_steps: int, num_verified: int = 0) -> None:
+        """The last step of the engine, or several in one launch, took so long and did nothing else. `num_verified` are the
+        tokens that went through a verifying one, 0 for plain ones."""
         if not self.is_on:
             return
-        if not verified:
+        if not num_verified:
             self.costs.add_plain(num_rows, seconds / num_steps)
             return
-        (num_drafted, gained), plain = self._last, self.costs.plain(num_rows)
-        self.costs.add_verifying(num_rows + num_drafted, seconds)
+        (_, gained), plain = self._last, self.costs.plain(num_rows)
+        self.costs.add_verifying(num_verified, seconds / num_steps, num_steps)
         if plain is not None:
-            self.counts.saved_s += gained / num_rows * plain - (seconds - plain)
+            self.counts.saved_s += gained / num_rows * plain - (seconds - num_steps * plain)
 
 
 def best_counts(rates: Sequence[float], longest: Sequence[int], costs: Costs, most: int = MAX_TOKENS) -> list[int]:
@@ -219,9 +280,9 @@ def best_counts(rates: Sequence[float], longest: Sequence[int], costs: Costs, mo
     Zeros where nothing pays."""
     num_rows = len(rates)
     plain = costs.plain(num_rows)
-    counts, best = [0] * num_rows, [0] * num_rows
+    counts, chosen, best = [0] * num_rows, list[int](), 0
     if plain is None:
-        return best
+        return counts
     heap = [(-rate, index, rate) for index, (rate, most) in enumerate(zip(rates, longest, strict=True)) if most]
     heapify(heap)
     gained, best_speed, seconds = 0.0, LEAST_GAIN * num_rows / plain, dict[int, float]()
@@ -230,15 +291,18 @@ def best_counts(rates: Sequence[float], longest: Sequence[int], costs: Costs, mo
             break
         value, index, rate = heap[0]
         counts[index] += 1
+        chosen.append(index)
         gained -= value
         size = size_bin(num_tokens)
         if size not in seconds:
             seconds[size] = costs.verifying(num_rows, num_tokens)
         if (num_rows + gained) / seconds[size] > best_speed:
-            best_speed, best = (num_rows + gained) / seconds[size], counts.copy()
+            best_speed, best = (num_rows + gained) / seconds[size], len(chosen)
         # A draft that has no more falls to the end of the heap.
         heapreplace(heap, (value * rate if counts[index] < longest[index] else 0.0, index, rate))
-    return best
+    for index in chosen[best:]:
+        counts[index] -= 1
+    return counts
 
 
 def _within(longest: Sequence[int], room: int) -> list[int]:

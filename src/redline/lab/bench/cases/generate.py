@@ -80,6 +80,10 @@ def completion_lengths(settings: GenerateSettings) -> np.ndarray:
 
 
 def measure(settings: GenerateSettings, console: Console) -> Measured:
+    if settings.replay is not None:
+        from redline.lab.bench.cases import generate_replayed
+
+        return generate_replayed.measure(settings, completion_lengths(settings), console)
     device, dtype = torch.device(settings.device), getattr(torch, settings.dtype)
     machine = measure_machine(device, dtype)
     console.print(machine.how, style="dim")

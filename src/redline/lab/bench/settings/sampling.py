@@ -30,6 +30,9 @@ class GenerateSettings(EngineSettings):
     """Peers that run beside us: transformers, vllm, and redline itself for an A/A run; null takes those installed."""
     vllm_python: Path | None = None
     """The python of an environment with vllm, where it is not this one."""
+    replay: Path | None = None
+    """A run folder, or a file of attempts (`benchmarks/rollouts/attempts.py`): these are drawn, whatever the network says, with
+    engine.speculation off and auto in turn; then texts that do not repeat."""
 
     @field_validator("peers", mode="before")
     @classmethod

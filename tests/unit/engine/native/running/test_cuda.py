@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import threading
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -199,33 +198,23 @@ def test_running_out_of_memory_in_a_capture_costs_speed_and_not_the_engine(oracl
     assert len(runner.graphs) > 0, "where there is memory again there are graphs again"  # type: ignore[attr-defined]
 
 
-def test_guessed_tokens_are_those_that_would_have_been_sampled(
-    oracle: PreTrainedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """At most 16 tokens go through a step, decoded or verified, so that both run the same products and sums: bit for bit the
-    same, here against an engine that guesses nothing but rounds alike."""
-    from redline.engine.native.running.cuda import CudaRunner  # needs triton
-
-    monkeypatch.setattr(CudaRunner, "verifies", True)
-    asked, found, stats = few_requests(), {}, {}
-    for mode in ("off", "always"):
-        decoder = load_decoder(tmp_path, "cuda", torch.bfloat16)
-        config = EngineConfig(max_num_seqs=8, kv_cache_memory_bytes=2**24, speculation="always")
-        engine = NativeEngine(decoder, config)
-        if mode == "off":
-            monkeypatch.setattr(engine._speculation, "_mode", "off")
-        for _ in range(2):
-            found[mode] = engine.generate(asked)
-        stats[mode] = engine.stats
-    for request, completions in zip(asked, found["always"], strict=True):
-        for completion in completions:
-            assert_scored(oracle, request, completion)
-    assert stats["off"].drafted_tokens == 0
-    assert stats["always"].accepted_tokens > 0, stats["always"]
-    pairs = zip(tokens(found["always"]), tokens(found["off"]), strict=True)
-    assert [guessed for guessed, plain in pairs if guessed != plain] == []
-
-
-def few_requests() -> list[GenerateRequest]:
-    """As many sequences as steps of few rows take, and none that waits: a prompt beside them would be another company."""
-    return [replace(request, sampling=replace(request.sampling, n=1)) for request in requests()[:6]]
+def test_what_was_guessed_is_scored_as_what_was_not(oracle: PreTrainedModel, tmp_path: Path) -> None:
+    """Texts that come again are guessed by the device, several steps in a launch; steps of other sizes round otherwise, but a
+    wrong key, position or random number would be off by far more."""
+    asked = requests()
+    decoder = load_decoder(tmp_path, "cuda", torch.bfloat16)
+    config = EngineConfig(max_num_seqs=32, kv_cache_memory_bytes=2**24, speculation="always")
+    engine, plain = NativeEngine(decoder, config), make_engine(tmp_path)
+    expected, steps = tokens(plain.generate(asked)), []
+    for _ in range(3):
+        before = engine.stats.decode_steps
+        found = engine.generate(asked)
+        steps.append(engine.stats.decode_steps - before)
+        for request, completions in zip(asked, found, strict=True):
+            for completion in completions:
+                assert_scored(oracle, request, completion)
+    stats = engine.stats
+    assert stats.accepted_tokens > stats.drafted_tokens / 8, stats
+    assert steps[2] < plain.stats.decode_steps / 2, (steps, plain.stats.decode_steps)
+    same = sum(one == other for one, other in zip(tokens(found), expected, strict=True))
+    assert same > len(expected) / 3, f"{same} of {len(expected)} are the same, to bfloat16"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import weakref
+from dataclasses import replace
 from itertools import chain, pairwise
 from pathlib import Path
 from types import SimpleNamespace
@@ -24,11 +25,18 @@ from redline.engine.native.running.cuda import MAX_STEPS, CudaRunner, batch_size
 from redline.engine.native.running.device_rows import DeviceRows
 from redline.engine.native.running.few_rows import FewRows
 from redline.engine.native.running.runner import Runner, Samples
+from redline.engine.native.speculation import speculation
+from redline.engine.native.speculation.references import References
+from redline.kernels.decode.guesses import GuessBook
 from redline.models.decoder import Decoder
 from redline.models.files.hf import load_decoder
 from redline.types import Completion, GenerateRequest, SamplingParams
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning")  # numpy's, of the interpreter's infinities
+
+
+BOOK = (8, 512)
+"""Slots and their tokens: the interpreter would take a minute to look through what a GPU has."""
 
 
 class UncapturedRunner(CudaRunner):
@@ -39,8 +47,9 @@ class UncapturedRunner(CudaRunner):
     takes_few_rows = False
     """Whether few rows go their own way, which takes the interpreter eight times as long."""
 
-    def __init__(self, decoder: Decoder, cache: KVCache, rows: DeviceRows) -> None:
-        super().__init__(decoder, cache, rows)
+    def __init__(self, decoder: Decoder, cache: KVCache, rows: DeviceRows, *, guesses: bool) -> None:
+        super().__init__(decoder, cache, rows, guesses=guesses)
+        self._book = GuessBook.empty(*BOOK, rows.dead_row + 1, torch.device("cpu"))
         assert self._few_rows is not None
         if not self.takes_few_rows:
             self._few_rows = None
@@ -66,7 +75,8 @@ class InterpretedEngine(NativeEngine):
         weight, spec = self.decoder.output_weight, self.decoder.spec
         cache = KVCache(spec, self._pool.num_blocks + 1, self._block_size, weight.device, weight.dtype, heads_first=True)
         rows = DeviceRows(self._config.max_num_seqs, -(-self._max_len // self._block_size), spec.vocab_size, weight.device)
-        return UncapturedRunner(self.decoder, cache, rows)
+        self._speculation._references = References(self._rows, *BOOK)
+        return UncapturedRunner(self.decoder, cache, rows, guesses=self._speculation.is_on)
 
 
 @pytest.fixture(scope="module")
@@ -200,6 +210,56 @@ def test_an_abort_leaves_nothing_behind_while_results_are_under_way(decoder: Dec
         found |= {number: piece.completion for number, piece in engine.step()}  # type: ignore[union-attr]
     expected = NativeEngine(decoder, CONFIG).generate([ask(20, 30), ask(17, 25)])
     assert_same([[found[kept]], [found[late]]], expected)
+    assert engine.stats.kv_blocks_used == 0
+
+
+GUESSING = CONFIG.model_copy(update={"speculation": "always"})
+
+
+def test_what_the_device_guesses_changes_nothing_but_the_number_of_steps(
+    decoder: Decoder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The texts are known, and several tokens come of a step."""
+    monkeypatch.setattr(speculation, "MAX_GUESSES", 3)
+    requests = [replace(request, task=str(number)) for number, request in enumerate([ask(5, 11, n=2), ask(20, 9)])]
+    engine, expected = InterpretedEngine(decoder, GUESSING), NativeEngine(decoder, CONFIG).generate(requests)
+    for request, completions in zip(requests, expected, strict=True):
+        for completion in completions:
+            engine.remember(request.task, np.concatenate([request.prompt_ids, completion.token_ids]))
+    assert_same(engine.generate(requests), expected)
+    stats = engine.stats
+    assert 8 < stats.accepted_tokens <= stats.drafted_tokens
+    assert stats.generated_tokens == sum(len(completion.token_ids) for completion in chain.from_iterable(expected))
+    assert stats.kv_blocks_used == 0
+
+
+@pytest.mark.slow
+def test_so_it_is_with_filters_masks_pieces_and_sequences_that_give_way(
+    decoder: Decoder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(speculation, "MAX_GUESSES", 3)
+    requests = [
+        ask(5, 14, top_k=3, raw_logprobs=True),
+        ask(9, 14, logit_bias={7: 5.0}, top_logprobs=2),
+        ask(12, 14, min_tokens=6, stop_token_ids=(3,), top_p=0.8),
+        ask(20, 20, n=3),
+    ]
+    room_for = 9 * KVCache.bytes_per_block(decoder.spec, 16, torch.float32)
+    engine = InterpretedEngine(decoder, GUESSING.model_copy(update={"kv_cache_memory_bytes": room_for}))
+    expected = NativeEngine(decoder, CONFIG).generate(requests)
+    for _ in range(2):
+        found = engine.generate(requests)
+        assert_same(found, expected)
+    np.testing.assert_allclose(found[0][0].raw_logprobs, expected[0][0].raw_logprobs, atol=1e-4)
+    assert found[1][0].top_logprobs.token_ids.tolist() == expected[1][0].top_logprobs.token_ids.tolist()
+    assert engine.stats.accepted_tokens > 20
+    assert engine.stats.preemptions > 0
+    engine.submit(ask(5, 14), streaming=4)
+    pieces: list[Any] = []
+    [[whole]] = NativeEngine(decoder, CONFIG).generate([ask(5, 14)])
+    while engine.has_work:
+        pieces += [piece for _, piece in engine.step()]
+    assert list(chain.from_iterable(piece.token_ids.tolist() for piece in pieces)) == whole.token_ids.tolist()
     assert engine.stats.kv_blocks_used == 0
 
 

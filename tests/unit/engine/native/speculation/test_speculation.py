@@ -220,13 +220,13 @@ def test_auto_measures_plain_steps_first_and_guesses_where_that_pays(model: Mode
 def test_saved_seconds_are_steps_not_taken_less_what_verifying_took_longer(model: Model) -> None:
     speculation = model.engine(speculation="auto")._speculation
     for _ in range(ENOUGH):
-        speculation.took(2.0, 4, 1, verified=False)
+        speculation.took(2.0, 4, 1)
     speculation.learn({}, {})
     speculation._last = 12, 6
-    speculation.took(2.5, 4, 1, verified=True)
+    speculation.took(2.5, 4, 1, 16)
     assert speculation.counts.saved_s == pytest.approx(6 / 4 * 2.0 - 0.5)
     speculation._last = 12, 0
-    speculation.took(2.5, 4, 1, verified=True)
+    speculation.took(2.5, 4, 1, 16)
     assert speculation.counts.saved_s == pytest.approx(6 / 4 * 2.0 - 1.0)
 
 
