@@ -7,7 +7,7 @@ begin ──► in_flight ──add──► ready ──lease──► leased �
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Protocol
@@ -94,9 +94,10 @@ class GroupStore(Protocol):
         """Groups of an earlier process that came after its first `count`, in their order."""
         ...
 
-    def lengths_before(self, version: int, most: int) -> Iterable[tuple[str, Sequence[int]]]:
+    def lengths_before(self, version: int, most: int, without: Container[int] = ()) -> Iterable[tuple[str, Sequence[int]]]:
         """The last `most` groups of an earlier process that were sampled before `version`, oldest first: the id of the task
-        and the tokens that the policy chose in each attempt. Those that are kept no longer are left out."""
+        and the tokens that the policy chose in each attempt. Those that are kept no longer are left out, and the indices
+        `without`."""
         ...
 
     def groups_before(self, version: int, most: int) -> Iterable[TrajectoryGroup]:

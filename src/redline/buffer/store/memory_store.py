@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -109,7 +109,7 @@ class MemoryStore:
     def arrived_after(self, count: int) -> list[TrajectoryGroup]:
         return []
 
-    def lengths_before(self, version: int, most: int) -> list[tuple[str, list[int]]]:
+    def lengths_before(self, version: int, most: int, without: Container[int] = ()) -> list[tuple[str, list[int]]]:
         return []
 
     def groups_before(self, version: int, most: int) -> list[TrajectoryGroup]:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -173,9 +173,9 @@ class TrajectoryStore:
             late = [row for row in self._index.stored_after(count) if row.segment in self._segments]
             return [restored_group(Run(self._segments.map(row), row.first_row, row.end_row)) for row in late]
 
-    def lengths_before(self, version: int, most: int) -> list[tuple[str, list[int]]]:
+    def lengths_before(self, version: int, most: int, without: Container[int] = ()) -> list[tuple[str, list[int]]]:
         with self._explained():
-            return [_lengths_of(run) for run in self._runs_before(version, most)]
+            return [_lengths_of(run) for run in self._runs_before(version, most, without)]
 
     def groups_before(self, version: int, most: int) -> Iterator[TrajectoryGroup]:
         """One after the other: together they may be more than memory has room for."""
@@ -183,10 +183,12 @@ class TrajectoryStore:
             for run in self._runs_before(version, most, newest_first=True):
                 yield restored_group(run)
 
-    def _runs_before(self, version: int, most: int, *, newest_first: bool = False) -> Iterator[Run]:
+    def _runs_before(
+        self, version: int, most: int, without: Container[int] = (), *, newest_first: bool = False
+    ) -> Iterator[Run]:
         found = self._index.sampled_before(version, most)
         for row in reversed(found) if newest_first else found:
-            if row.segment in self._segments:
+            if row.segment in self._segments and row.index not in without:
                 yield Run(self._segments.map(row), row.first_row, row.end_row)
 
     def resume(self, version: int) -> list[int]:

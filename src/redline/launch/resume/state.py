@@ -26,7 +26,6 @@ def load(config: Config, folder: RunFolder, stages: Stages, checkpoints: Checkpo
             refuse_another_base(config, folder, stages.model.folder)
             checkpoints.load_newest()
             stages.buffer.resume(stages.trainer.version)
-            stages.rollouts.remember(stages.store.lengths_before(stages.trainer.version, MAX_GROUPS))
             _remember_texts(config, stages)
     except BaseException:
         stages.close()
@@ -36,8 +35,11 @@ def load(config: Config, folder: RunFolder, stages: Stages, checkpoints: Checkpo
 def go_on(outputs: Outputs, stages: Stages, watch: RunWatch) -> None:
     """Take the logs back to the checkpoint that was loaded."""
     watch.resume()
-    if watch.rows.num_groups_counted is not None:
-        watch.take_over(stages.rollouts.take_over(stages.buffer.not_counted(watch.rows.num_groups_counted)))
+    counted, version = watch.rows.num_groups_counted, stages.trainer.version
+    late = [] if counted is None else stages.buffer.not_counted(counted)
+    # Beside the trainer some of these were sampled before the checkpoint, too. Nothing is expected of a group from itself.
+    stages.rollouts.remember(stages.store.lengths_before(version, MAX_GROUPS, {group.index for group in late}))
+    watch.take_over(stages.rollouts.take_over(late))
     outputs.progress.note(f"continuing after step {stages.trainer.version}")
 
 
