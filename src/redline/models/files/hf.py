@@ -83,9 +83,10 @@ def load_decoder(folder: Path, device: torch.device | str = "cpu", dtype: torch.
     weights = StoredTensors(folder)
     with torch.no_grad():
         for name, source in layout_of(decoder.spec).items():
-            ours = decoder.get_parameter(name).split(source.rows)
-            for theirs, rows in zip(source.names, ours, strict=True):
-                rows.copy_(weights.read(theirs, rows.shape))
+            ours, filled = decoder.get_parameter(name), 0
+            for rows in weights.rows(source, 0, len(ours), ours.shape[1:]):
+                ours[filled : filled + len(rows)].copy_(rows)
+                filled += len(rows)
     return decoder
 
 
@@ -118,8 +119,7 @@ def check_folder(folder: Path, *, with_weights: bool = True) -> int:
     if with_weights:
         weights = StoredTensors(folder)
         for source in layout_of(spec).values():
-            for name, rows in zip(source.names, source.rows, strict=True):
-                weights.check_rows(name, rows)
+            weights.check(source)
     return spec.max_positions
 
 

@@ -29,7 +29,13 @@ class Source:
     names: tuple[str, ...]
     rows: tuple[int, ...]
     stacked: str | None = None
-    """The one parameter of transformers' network that holds all of them, a matrix for each expert; None where each is one."""
+    """The one parameter of transformers' network that holds all of them, a matrix for each expert; None where each is one. Some
+    checkpoints have it in place of the names."""
+
+    @property
+    def num_rows(self) -> int:
+        """Rows of ours: the sum of `rows`."""
+        return sum(self.rows)
 
     def overlaps(self, start: int, stop: int) -> Iterator[tuple[str, int, int]]:
         """Their names with the rows of each that are our rows `start` to `stop`, in order."""
@@ -115,26 +121,54 @@ class StoredTensors:
                 raise ModelError(f"{path}: damaged: {error}", "download or convert the model again") from error
             self._shards |= dict.fromkeys(shard.keys(), shard)
 
-    def check_rows(self, name: str, rows: int) -> None:
-        """Whether a weight is there, and has as many rows as config.json says, without reading it."""
-        shape = self._shard(name).get_slice(name).get_shape()
-        if shape[0] != rows:
-            raise ModelError(f"{self._folder}: {name} is {shape}, config.json says {rows} rows", MISMATCH)
+    def check(self, source: Source) -> None:
+        """Whether a parameter of ours is there, with as many rows as config.json says, without reading it."""
+        if self._is_stacked(source):
+            assert source.stacked is not None
+            self._rows_of_each(source.stacked, source)
+            return
+        for name, rows in zip(source.names, source.rows, strict=True):
+            shape = self._shape(name)
+            if shape[0] != rows:
+                raise ModelError(f"{self._folder}: {name} is {shape}, config.json says {rows} rows", MISMATCH)
 
-    def read(self, name: str, shape: torch.Size) -> Tensor:
-        """A whole tensor."""
-        tensor = self._shard(name).get_tensor(name)
-        if tensor.shape != shape:
-            raise ModelError(f"{self._folder}: {name} is {list(tensor.shape)}, config.json says {list(shape)}", MISMATCH)
-        return tensor
+    def rows(self, source: Source, start: int, stop: int, columns: torch.Size) -> Iterator[Tensor]:
+        """Rows `start` to `stop` of a parameter of ours, whose rows have this shape, in pieces as they lie in the files."""
+        self.check(source)
+        if self._is_stacked(source):
+            assert source.stacked is not None
+            yield self._of_stack(source.stacked, source, start, stop, columns)
+            return
+        for name, begin, end in source.overlaps(start, stop):
+            rows: Tensor = self._shard(name).get_slice(name)[begin:end]
+            if rows.shape != (end - begin, *columns):
+                self._refuse_rows(name, rows, [end - begin, *columns])
+            yield rows
 
-    def read_rows(self, name: str, start: int, stop: int, columns: torch.Size) -> Tensor:
-        """Rows `start` to `stop` of a tensor whose rows have this shape."""
-        rows: Tensor = self._shard(name).get_slice(name)[start:stop]
-        if rows.shape != (stop - start, *columns):
-            expected = [stop - start, *columns]
-            raise ModelError(f"{self._folder}: {name} has rows {list(rows.shape)}, config.json says {expected}", MISMATCH)
-        return rows
+    def _is_stacked(self, source: Source) -> bool:
+        """Whether the files hold all experts in one tensor, as transformers' network does."""
+        return source.stacked in self._shards and source.names[0] not in self._shards
+
+    def _of_stack(self, name: str, source: Source, start: int, stop: int, columns: torch.Size) -> Tensor:
+        each = self._rows_of_each(name, source)
+        first = start // each
+        rows: Tensor = self._shard(name).get_slice(name)[first : -(-stop // each)].flatten(0, 1)
+        if rows.shape[1:] != columns:
+            self._refuse_rows(name, rows, [each, *columns])
+        return rows[start - first * each : stop - first * each]
+
+    def _rows_of_each(self, name: str, source: Source) -> int:
+        """Rows of one expert in a tensor of all."""
+        shape = self._shape(name)
+        if len(shape) != 3 or shape[0] * shape[1] != source.num_rows or len(source.names) % shape[0]:
+            raise ModelError(f"{self._folder}: {name} is {shape}, config.json says {source.num_rows} rows", MISMATCH)
+        return shape[1]
+
+    def _refuse_rows(self, name: str, rows: Tensor, expected: list[int]) -> None:
+        raise ModelError(f"{self._folder}: {name} has rows {list(rows.shape)}, config.json says {expected}", MISMATCH)
+
+    def _shape(self, name: str) -> list[int]:
+        return self._shard(name).get_slice(name).get_shape()
 
     def _shard(self, name: str) -> safe_open:
         if name not in self._shards:
@@ -166,5 +200,4 @@ class StoredWeights:
         return self._places[name] * found
 
     def _rows(self, name: str, start: int, stop: int, columns: torch.Size) -> Iterator[Tensor]:
-        for theirs, begin, end in self._layout[name].overlaps(start, stop):
-            yield self._tensors.read_rows(theirs, begin, end, columns)
+        return self._tensors.rows(self._layout[name], start, stop, columns)

@@ -6,10 +6,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from support.small_models import CONFIGS, write_model
+from safetensors.torch import load_file, save_file
+from support.small_models import CONFIGS, logits_of, random_tokens, write_model
+from transformers import AutoModelForCausalLM
 
 from redline.errors import ModelError
-from redline.models.files.hf import load_decoder, unloaded_decoder
+from redline.models.files.hf import check_folder, load_decoder, save_folder, unloaded_decoder
 from redline.models.files.stored import Source, StoredWeights
 from redline.trainer.parallel.place import part_rows
 
@@ -54,3 +56,77 @@ def test_rows_of_another_shape_than_the_config_says_are_refused(tmp_path: Path) 
     stored = StoredWeights(tmp_path, unloaded_decoder(tmp_path).spec)
     with pytest.raises(ModelError, match="has rows"):
         stored.fill("embed", 0, torch.zeros(2, 3))
+
+
+# ── experts, in one tensor or in one each ──────────────────────────────────────────────────────────────────────────────
+
+MIXTURE = "qwen3_moe, some layers"
+
+
+@pytest.fixture
+def layouts(tmp_path: Path) -> tuple[Path, Path]:
+    """The same mixture with a tensor for each expert, as on the Hub, and with all in one, as transformers 5 has them."""
+    model = write_model(tmp_path / "each", CONFIGS[MIXTURE], seed=3)
+    model.save_pretrained(tmp_path / "stacked", save_original_format=False)
+    each, stacked = (load_file(tmp_path / name / "model.safetensors").keys() for name in ("each", "stacked"))
+    assert "model.layers.3.mlp.experts.5.up_proj.weight" in each
+    assert "model.layers.3.mlp.experts.gate_up_proj" in stacked
+    assert not each & {name for name in stacked if "experts" in name}
+    return tmp_path / "each", tmp_path / "stacked"
+
+
+def test_both_layouts_of_experts_are_read_as_the_same_weights(layouts: tuple[Path, Path]) -> None:
+    each, stacked = layouts
+    assert check_folder(stacked) == check_folder(each)
+    expected = dict(load_decoder(each).named_parameters())
+    for name, parameter in load_decoder(stacked).named_parameters():
+        assert torch.equal(parameter, expected[name]), name
+    stored = [StoredWeights(folder, unloaded_decoder(folder).spec) for folder in layouts]
+    for name, parameter in expected.items():
+        for part in range(5):
+            start, stop = part_rows(len(parameter), part, 5)
+            found = torch.full((stop - start, *parameter.shape[1:]), torch.nan)
+            stored[1].fill(name, start, found)
+            assert torch.equal(found, parameter[start:stop]), name
+            digests = {one.digest(name, start, stop, parameter.shape[1:]) for one in stored}
+            assert len(digests) == 1, "which layout it is makes no other base model"
+
+
+def test_what_was_read_from_either_layout_is_saved_as_the_hub_has_it_and_transformers_gives_the_same_logits(
+    layouts: tuple[Path, Path], tmp_path: Path
+) -> None:
+    tokens = random_tokens(19, seed=4)
+    expected = logits_of(AutoModelForCausalLM.from_pretrained(layouts[0], dtype=torch.float32), tokens)
+    for folder in layouts:
+        save_folder(tmp_path / "saved", load_decoder(folder), folder, torch.float32)
+        names = load_file(tmp_path / "saved" / "model.safetensors").keys()
+        assert names == load_file(layouts[0] / "model.safetensors").keys()
+        again, report = AutoModelForCausalLM.from_pretrained(tmp_path / "saved", dtype=torch.float32, output_loading_info=True)
+        assert not report["missing_keys"]
+        assert not report["unexpected_keys"]
+        torch.testing.assert_close(logits_of(again, tokens), expected, atol=0, rtol=0)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [lambda w: w[:5], lambda w: w.transpose(1, 2).contiguous(), lambda w: w.flatten(0, 1)],
+    ids=["fewer", "turned", "flat"],
+)
+def test_a_stack_of_experts_of_another_shape_is_refused(change, layouts: tuple[Path, Path]) -> None:  # type: ignore[no-untyped-def]
+    path = layouts[1] / "model.safetensors"
+    tensors = load_file(path)
+    name = "model.layers.3.mlp.experts.down_proj"
+    save_file({**tensors, name: change(tensors[name])}, path, metadata={"format": "pt"})
+    with pytest.raises(ModelError, match=rf"{name} (is|has rows)"):
+        load_decoder(layouts[1])
+
+
+@pytest.mark.parametrize("rows", [40, 60])
+def test_a_weight_with_more_or_fewer_rows_than_the_config_says_is_refused(rows: int, tmp_path: Path) -> None:
+    write_model(tmp_path, CONFIGS["llama, tied"])
+    path = tmp_path / "model.safetensors"
+    tensors = load_file(path)
+    wrong = torch.zeros(rows, tensors["model.layers.0.mlp.down_proj.weight"].shape[1])
+    save_file({**tensors, "model.layers.0.mlp.down_proj.weight": wrong}, path, metadata={"format": "pt"})
+    with pytest.raises(ModelError, match=r"config\.json says 48 rows"):
+        load_decoder(tmp_path)
