@@ -4,6 +4,7 @@ any stage of an update: both have their old version, whole, with the same tokens
 from __future__ import annotations
 
 import asyncio
+import os
 import tempfile
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -32,7 +33,7 @@ from redline.wire import Connection, Frame
 TIMEOUT_S, HANG_S = 60.0, 1.5
 """How long an answer may take, and where one hangs: then it is waited for."""
 TRANSPORTS: dict[str, Callable[[Sequence[Connection], Mapping[str, Tensor], Sending], Transport]] = {
-    "cuda_ipc": CudaIpc,
+    **({"cuda_ipc": CudaIpc} if hasattr(os, "memfd_create") else {}),  # memory without a name is Linux's
     "broadcast": Broadcast,
     "checkpoint_engine": lambda channels, tensors, sending: CheckpointEngine(
         channels, tensors, Path(tempfile.mkdtemp(prefix="redline-faults-")), sending

@@ -99,6 +99,8 @@ def _environment(env: dict[str, str] | None) -> dict[str, str]:
 def _may_be_forked(arguments: Sequence[str | Path], env: dict[str, str] | None) -> bool:
     """Whether a process that has imported everything before will do: not where the environment of the imports is another, or
     the process starts others that are to be as itself."""
+    if sys.platform != "linux":  # macOS allows no fork of what has loaded torch
+        return False
     is_placed = any(str(argument).startswith(("placement.", "tensor_parallel_size")) for argument in arguments)
     return not env and str(arguments[0]) in ("train", "env", "serve") and not is_placed
 

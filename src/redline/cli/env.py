@@ -200,7 +200,8 @@ def warm(
 
     log = log_console()
     pays = max(1, states // CHUNK)
-    wish = Wish(states, out, seed, min(workers or len(os.sched_getaffinity(0)), pays))
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    wish = Wish(states, out, seed, min(workers or cores, pays))
 
     def tell(count: int) -> None:
         if count % 100 == 0 or count == states:

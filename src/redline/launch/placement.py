@@ -133,7 +133,8 @@ def _transport(config: Config, engines: tuple[Place, ...]) -> str:
         return _transport_to_server(config)
     remote = any(place.joins_at for place in engines)
     elsewhere = [place.device for place in engines if place.device not in ("cpu", TRAINER_GPU) and not place.joins_at]
-    fits = "shared" if not engines else "broadcast" if elsewhere or remote else "cuda_ipc"
+    has_shared_memory = hasattr(os, "memfd_create")  # of the kind that we use, which is Linux's
+    fits = "shared" if not engines else "broadcast" if elsewhere or remote or not has_shared_memory else "cuda_ipc"
     if wanted == "shared" and engines:
         raise ConfigError(
             f"placement.transport = shared: {len(engines)} engines in processes of their own do not read the trainer's weights",
@@ -152,6 +153,11 @@ def _transport(config: Config, engines: tuple[Place, ...]) -> str:
     if wanted == "cuda_ipc" and elsewhere:
         raise ConfigError(
             f"placement.transport = cuda_ipc: the trainer is on {TRAINER_GPU}, and an engine on {elsewhere[0]} does not see it",
+            f"leave it out, which takes {fits}",
+        )
+    if wanted == "cuda_ipc" and not has_shared_memory:
+        raise ConfigError(
+            "placement.transport = cuda_ipc: it needs shared memory without a name, which Linux has",
             f"leave it out, which takes {fits}",
         )
     return fits if wanted == "auto" else wanted

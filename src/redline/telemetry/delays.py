@@ -27,6 +27,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 from redline.errors import RunFolderError
 from redline.telemetry.files.durable import write_json
 from redline.telemetry.files.run_folder import RunFolder
@@ -186,4 +188,4 @@ def _read(path: Path) -> DelayPlan | None:
 
 
 def _is_alive(pid: int) -> bool:
-    return Path(f"/proc/{pid}").exists()
+    return psutil.pid_exists(pid)

@@ -257,12 +257,12 @@ def _keep_alive(sock: socket.socket) -> None:
     """Notice a machine that is gone: on a quiet connection by probes, on a busy one by what it does not acknowledge."""
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    if not hasattr(socket, "TCP_KEEPIDLE") or is_loopback(sock.getpeername()[0]):
+    if is_loopback(sock.getpeername()[0]):
         return
-    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, LOST_S // 2)
-    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, LOST_S // 6)
-    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 3)
-    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, LOST_S * 1000)
+    wanted = {"TCP_KEEPIDLE": LOST_S // 2, "TCP_KEEPINTVL": LOST_S // 6, "TCP_KEEPCNT": 3, "TCP_USER_TIMEOUT": LOST_S * 1000}
+    for name, value in wanted.items():
+        if hasattr(socket, name):  # Linux has all of them
+            sock.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
 
 
 # ── errors of the other side ───────────────────────────────────────────────────────────────────────────────────────────

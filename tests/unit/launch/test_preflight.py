@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -356,6 +357,7 @@ def test_a_folder_without_permission_is_refused(recipes: Recipes) -> None:
     assert "nothing can be written to" in recipes.refusal(run={"folder": str(closed / "runs")}).message
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_a_disk_that_takes_no_files_is_refused(recipes: Recipes) -> None:
     """/proc is one, for root too."""
     error = recipes.refusal(run={"folder": "/proc/runs"})

@@ -449,6 +449,7 @@ def test_importing_redline_loads_nothing_and_spans_no_torch() -> None:
     assert subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout == "True False\n"
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="macOS allows no fork without exec")
 def test_a_forked_child_does_not_fill_its_copy_of_the_recorder() -> None:
     with recording(Recorder()) as recorder:
         read, write = os.pipe()

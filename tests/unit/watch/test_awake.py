@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import os
 import signal
+import sys
 import threading
 from pathlib import Path
 
@@ -46,6 +47,7 @@ def test_everything_is_as_before_afterwards() -> None:
     assert "signals" not in {thread.name for thread in threading.enumerate()}
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="macOS allows no fork without exec")
 def test_a_child_that_was_forked_inside_keeps_nobody_waiting() -> None:
     with staying_awake():
         child = os.fork()
@@ -55,6 +57,7 @@ def test_a_child_that_was_forked_inside_keeps_nobody_waiting() -> None:
     os.waitpid(child, 0)
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_a_handler_that_runs_late_is_noticed(handled: threading.Event, monkeypatch: pytest.MonkeyPatch) -> None:
     """The main thread may be in C code, such as a sum over ranks, until long after the last nudge."""
     monkeypatch.setattr(awake, "NUDGES", 1)

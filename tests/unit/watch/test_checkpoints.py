@@ -6,6 +6,7 @@ import errno
 import io
 import json
 import os
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -225,6 +226,7 @@ def test_a_run_that_was_killed_while_its_first_checkpoint_was_written_begins_aga
     assert len((folder.path / "set-aside-001" / "metrics.jsonl").read_text().splitlines()) == 4
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_rows_are_on_the_disk_before_the_checkpoint_that_comes_after_them(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -13,6 +13,7 @@ that malloc keeps are one kind.
 from __future__ import annotations
 
 import resource
+import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 
@@ -56,7 +57,7 @@ class MemoryUse:
         """Pages that were never written are held and not resident, as moments are before the first step."""
         return {
             "other": max(0, self._process.memory_info().rss - held),
-            "peak": 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss,
+            "peak": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024),
         }
 
 

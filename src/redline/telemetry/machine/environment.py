@@ -13,6 +13,8 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 import redline
 from redline.config.resolve import bfloat16_flags
 
@@ -27,7 +29,7 @@ def describe_environment() -> dict[str, Any]:
         "python": platform.python_version(),
         "platform": platform.platform(),
         "cpu": _cpu(),
-        "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
+        "memory_bytes": psutil.virtual_memory().total,
         "gpus": _gpus(),
         "packages": {name: _version(name) for name in PACKAGES},
         "command": [Path(sys.argv[0]).name, *(_without_home(argument) for argument in sys.argv[1:])],

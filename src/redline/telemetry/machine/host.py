@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -13,6 +14,8 @@ CHILDREN_EVERY_S = 10.0
 """How often to look for new children: that means to read every process of the machine."""
 CGROUP = Path("/sys/fs/cgroup")
 THREADS = Path("/proc/self/task")
+LOOPBACK = ("lo", "lo0")
+"""As Linux calls it, and macOS."""
 
 
 class Host:
@@ -54,8 +57,7 @@ class Host:
             "host/children_rss_bytes": sum(use.rss for use in children.values()),
             "host/available_bytes": memory.available,
             "host/total_bytes": memory.total,
-            "host/disk_read_bytes_per_s": sum(use.read_bytes for use in everyone) / seconds,
-            "host/disk_written_bytes_per_s": sum(use.written_bytes for use in everyone) / seconds,
+            **_disk_rates(everyone, seconds),
             "host/network_received_bytes_per_s": (self._network.received - before.received) / seconds,
             "host/network_sent_bytes_per_s": (self._network.sent - before.sent) / seconds,
             **{f"process/{pid}/cpu_percent": use.cpu_percent for pid, use in children.items()},
@@ -77,8 +79,20 @@ class _Use(NamedTuple):
     """User and system; 100 is one core."""
     rss: int
     threads: int
-    read_bytes: int
-    written_bytes: int
+    read_bytes: int | None
+    written_bytes: int | None
+    """None for both where the system does not count them for each process (macOS)."""
+
+
+def _disk_rates(everyone: Sequence[_Use], seconds: float) -> dict[str, float]:
+    """What these processes read and wrote in so many seconds, together; nothing where the system does not count it."""
+    read, written = [use.read_bytes for use in everyone], [use.written_bytes for use in everyone]
+    if None in read or None in written:
+        return {}
+    return {
+        "host/disk_read_bytes_per_s": sum(size or 0 for size in read) / seconds,
+        "host/disk_written_bytes_per_s": sum(size or 0 for size in written) / seconds,
+    }
 
 
 class _Watched:
@@ -86,25 +100,30 @@ class _Watched:
 
     def __init__(self, process: psutil.Process) -> None:
         self._process = process
-        self._read = self._written = 0
+        self._disk: tuple[int, int] | None = None
         self.use()
 
     def use(self) -> _Use | None:
         """None once it has ended."""
         try:
             with self._process.oneshot():
-                disk = self._process.io_counters()
-                use = _Use(
+                before, self._disk = self._disk or (0, 0), self._disk_bytes()
+                return _Use(
                     cpu_percent=self._process.cpu_percent(),
                     rss=self._process.memory_info().rss,
                     threads=self._process.num_threads(),
-                    read_bytes=disk.read_bytes - self._read,
-                    written_bytes=disk.write_bytes - self._written,
+                    read_bytes=None if self._disk is None else self._disk[0] - before[0],
+                    written_bytes=None if self._disk is None else self._disk[1] - before[1],
                 )
         except (psutil.Error, OSError):
             return None
-        self._read, self._written = disk.read_bytes, disk.write_bytes
-        return use
+
+    def _disk_bytes(self) -> tuple[int, int] | None:
+        """Read and written so far."""
+        if not hasattr(self._process, "io_counters"):
+            return None
+        disk = self._process.io_counters()
+        return disk.read_bytes, disk.write_bytes
 
     def num_open_files(self) -> int:
         """Counted by listing a directory, since the kernel keeps no count: for this process only, not for every child."""
@@ -127,7 +146,7 @@ class _Network(NamedTuple):
 
 def _network_bytes() -> _Network:
     """Bytes of the machine, over every interface but loopback."""
-    interfaces = [use for name, use in psutil.net_io_counters(pernic=True).items() if name != "lo"]
+    interfaces = [use for name, use in psutil.net_io_counters(pernic=True).items() if name not in LOOPBACK]
     return _Network(sum(use.bytes_recv for use in interfaces), sum(use.bytes_sent for use in interfaces))
 
 

@@ -321,4 +321,4 @@ def is_running(pid: int) -> bool:
 
 
 def open_descriptors() -> int:
-    return len(os.listdir("/proc/self/fd"))
+    return len(os.listdir("/dev/fd"))

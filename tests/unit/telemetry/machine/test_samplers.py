@@ -7,6 +7,7 @@ import json
 import mmap
 import multiprocessing
 import os
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -68,6 +69,7 @@ def test_what_the_process_holds_is_in_the_sample() -> None:
     assert 0 < after["host/available_bytes"] < after["host/total_bytes"]
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="macOS allows no fork without exec")
 def test_processor_time_is_that_of_the_process_and_of_its_children(busy_child: int) -> None:
     host, children = Host(), psutil.Process().children(recursive=True)  # other tests may have left some
     used = psutil.Process().cpu_times()
@@ -83,6 +85,7 @@ def test_processor_time_is_that_of_the_process_and_of_its_children(busy_child: i
     assert sample["host/children_rss_bytes"] >= sample[f"process/{busy_child}/rss_bytes"] > MIB
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="macOS allows no fork without exec")
 def test_a_child_that_ended_is_no_longer_there() -> None:
     child = multiprocessing.get_context("fork").Process(target=os.getpid)
     child.start()
@@ -93,6 +96,7 @@ def test_a_child_that_ended_is_no_longer_there() -> None:
     assert not [key for key in sample if key.startswith(f"process/{child.pid}/")]
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="macOS counts no bytes for a process")
 def test_bytes_written_to_the_disk_are_counted_since_the_last_sample(tmp_path: Path) -> None:
     host = Host()
     before = psutil.Process().io_counters().write_bytes

@@ -123,6 +123,7 @@ def test_workers_are_alive_until_they_are_not() -> None:
     assert "engine" not in [worker.name for worker in workers_now()]
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 @pytest.mark.parametrize(("code", "expected"), [("raise SystemExit(3)", "ended with exit code 3"), ("", None)])
 def test_a_child_that_nobody_named_counts_once_it_has_failed(code: str, expected: str | None) -> None:
     process = subprocess.Popen([sys.executable, "-c", code])
