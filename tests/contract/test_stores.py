@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -16,7 +17,7 @@ from redline.buffer.store.group_store import GroupState, GroupStore
 from redline.buffer.store.memory_store import MemoryStore
 from redline.buffer.store.stored_groups import StoredGroups, pack_stored
 from redline.buffer.store.trajectory_store import TrajectoryStore
-from redline.types import TrainBatch, VersionSpan
+from redline.types import TrainBatch, TrajectoryGroup, VersionSpan
 
 STORES: dict[str, Callable[[Path], GroupStore]] = {"memory": lambda folder: MemoryStore(), "trajectories": TrajectoryStore}
 """Name → a new store, which may use the folder."""
@@ -107,6 +108,29 @@ def test_groups_are_read_in_the_order_asked(store: GroupStore) -> None:
     store.add(*(numbered(number) for number in range(3)))
     tokens = np.asarray(batch_of(store, [2, 0]).tokens).tolist()
     assert tokens == [10, 11, 12, 102, 10, 11, 12, 102, 102, 10, 11, 12, 100, 10, 11, 12, 100, 100]
+
+
+def test_experts_of_tokens_reach_the_batch_and_attempts_without_a_record_are_filled_up(store: GroupStore) -> None:
+    """The first group has them, the second has none, in the third one attempt has."""
+
+    def recorded(number: int, *known: bool) -> TrajectoryGroup:
+        group, attempts = numbered(number, [1.0] * len(known)), []
+        for own, is_known in zip(group.trajectories, known, strict=True):
+            routing = np.arange(len(own.token_ids) * 2, dtype=np.uint8).reshape(-1, 2) + number
+            attempts.append(replace(own, routing=routing if is_known else None))
+        return replace(group, trajectories=attempts)
+
+    store.begin(range(3), 0)
+    store.add(recorded(0, True, True), recorded(1, False, False), recorded(2, False, True))
+    batch = batch_of(store, [0, 1, 2])
+    assert batch.routing_width == 2
+    rows = np.asarray(batch.routing).reshape(-1, 2)
+    expected = [[[2 * t + number, 2 * t + number + 1] for t in range(length)] for number in (0, 2) for length in (4, 5)]
+    nothing = [[255, 255]]
+    assert rows.tolist() == [*expected[0], *expected[1], *nothing * (4 + 5), *nothing * 4, *expected[3]]
+    assert batch_of(store, [1]).routing is None
+    alone = batch_of(store, [0])
+    assert np.asarray(alone.routing).reshape(-1, 2).tolist() == [*expected[0], *expected[1]]
 
 
 # ── resuming ───────────────────────────────────────────────────────────────────────────────────────────────────────────

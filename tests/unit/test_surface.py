@@ -38,6 +38,7 @@ engine.max_model_len
 engine.max_num_batched_tokens
 engine.max_num_seqs
 engine.options
+engine.record_routing
 engine.served_model
 engine.speculation
 engine.timeout_s
@@ -217,6 +218,7 @@ trainer.prefetch_layers
 trainer.rank_timeout_s
 trainer.recompute_old_logprobs
 trainer.reference_offload
+trainer.replay_routing
 trainer.replicate
 trainer.schedule:
 trainer.schedule: decay_steps

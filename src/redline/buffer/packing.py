@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from redline.types import TrainBatch, TrajectoryGroup, VersionSpan, by_attempt
+from redline.types import UNKNOWN_EXPERT, TrainBatch, Trajectory, TrajectoryGroup, VersionSpan, by_attempt
 
 
 def pack(groups: Sequence[TrajectoryGroup], version: int, *, keep_no_signal: bool) -> TrainBatch:
@@ -29,7 +29,18 @@ def pack(groups: Sequence[TrajectoryGroup], version: int, *, keep_no_signal: boo
         versions=VersionSpan(min(g.versions.oldest for g in groups), max(g.versions.newest for g in groups)),
         version=version,
         num_attempts=sum(len(by_attempt(group)) for group in counted),
+        routing=_routing(trajectories),
     )
+
+
+def _routing(trajectories: Sequence[Trajectory]) -> np.ndarray | None:
+    """Those that have none are filled up; None where all have none."""
+    known = [t.routing for t in trajectories if t.routing is not None]
+    if not known:
+        return None
+    unknown = np.full((1, known[0].shape[1]), UNKNOWN_EXPERT, dtype=np.uint8)
+    each = [unknown.repeat(len(t.token_ids), axis=0) if t.routing is None else t.routing for t in trajectories]
+    return _flat([routing.ravel() for routing in each], np.uint8)
 
 
 def _flat(arrays: Sequence[np.ndarray], dtype: type[np.generic]) -> np.ndarray:

@@ -74,6 +74,7 @@ ENGINE_KEYS: Mapping[str, tuple[EngineKind, ...]] = {
     **dict.fromkeys(("enable_prefix_caching", "block_size", "gpu_memory_utilization"), ("native", "vllm", "sglang")),
     "kv_cache_memory_bytes": ("native", "vllm"),
     "speculation": ("native",),
+    "record_routing": ("native",),
 }
 """Keys of `engine` that only some kinds of engine read, and which. Sizes are left out of those that keep them to themselves."""
 OF_TRAINING = ("weights_token_env", "weights_folder", "weights_server")
@@ -153,6 +154,7 @@ TABLE: tuple[Readers, ...] = (
         lambda c: c.needs_reference or c.needs_critic or c.needs_anchor,
         "trainer.kl_coef to more than 0, or trainer.mini_batches to 2 or more",
     ),
+    Readers("trainer.replay_routing", lambda c: c.engine.record_routing, "engine.record_routing to true"),
     Readers("trainer.lora.*", lambda c: c.trainer.lora.rank > 0, "trainer.lora.rank to 16"),
     Readers(
         "placement.max_restarts",

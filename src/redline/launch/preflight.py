@@ -195,8 +195,10 @@ def _check_writable(folder: Path, key: str) -> None:
 
 
 def _check_model(config: Config, tasks: Sequence[Task], notes: list[str]) -> None:
-    from redline.models.files.hf import check_folder, load_tokenizer
+    from redline.models.files.hf import check_folder, load_config, load_tokenizer
     from redline.models.files.sources import small_files
+    from redline.models.layers.routes import routing_shape
+    from redline.models.spec import is_ours, spec_from_config
 
     path = config.model.path
     folder = small_files(path, config.run.seed)
@@ -205,6 +207,9 @@ def _check_model(config: Config, tasks: Sequence[Task], notes: list[str]) -> Non
         return
     is_whole = Path(path).expanduser().is_dir() or path.startswith("builtin:") or path.endswith(".gguf")
     positions = check_folder(folder, with_weights=is_whole)
+    if config.engine.record_routing:
+        described = load_config(folder)
+        routing_shape(spec_from_config(described) if is_ours(described) else None)
     check_model_for_ranks(config, folder)
     rollouts = config.rollouts
     chat = Chat(load_tokenizer(folder), rollouts.system_prompt, rollouts.prompt_suffix, rollouts.answer_prefix)

@@ -24,6 +24,7 @@ from redline.models.layers.activation import again_in_backward, silu_mul
 from redline.models.layers.experts import Experts
 from redline.models.layers.gradient_sums import embedding
 from redline.models.layers.rope import rotary_table, rotate
+from redline.models.layers.routes import Routes
 from redline.models.lora.per_token import BARE, ActiveLora, project
 from redline.models.spec import DecoderSpec
 
@@ -79,6 +80,7 @@ class DecoderLayer(nn.Module):
         attend: AnyAttend,
         lora: ActiveLora | None,
         only_M: Tensor | None = None,
+        routes: Routes | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Return the residual stream so far and what to add to it: the addition is left to the next norm, which reads both
         anyway. With `only_M`, both are of those tokens alone; the others are attended to, and go no further."""
@@ -92,7 +94,7 @@ class DecoderLayer(nn.Module):
             x_TE, heads_TX = x_TE[only_M], heads_TX[only_M]
         attended_TE = self.reduce(project(self.o, heads_TX, lora))
         x_TE, normed_TE = add_rms_norm(x_TE, attended_TE, self.mlp_norm, self.spec.norm_eps)
-        return x_TE, again_in_backward(self._mlp, self.checkpointing == "selective")(normed_TE, lora)
+        return x_TE, again_in_backward(self._mlp, self.checkpointing == "selective")(normed_TE, lora, routes)
 
     def _runs_by_hand(self, x_TE: Tensor, attend: AnyAttend, lora: ActiveLora | None) -> bool:
         """Whether `fused_layer` takes over."""
@@ -109,10 +111,10 @@ class DecoderLayer(nn.Module):
             return self.reduce is _alone and type(qkv) is type(o) is nn.Linear
         return self.reduce is _alone and type(qkv) is type(o) is type(gate_up) is type(down) is nn.Linear
 
-    def _mlp(self, x_TE: Tensor, lora: ActiveLora | None) -> Tensor:
+    def _mlp(self, x_TE: Tensor, lora: ActiveLora | None, routes: Routes | None) -> Tensor:
         if self.experts is not None:
             assert lora is None or lora is BARE, "no adapter stands beside an expert"
-            return self.reduce(self.experts(x_TE, light=self.checkpointing == "light"))
+            return self.reduce(self.experts(x_TE, light=self.checkpointing == "light", routes=routes, layer=self.index))
         gate_up_TI = project(self.gate_up, x_TE, lora)
         return self.reduce(again_in_backward(self._activated, self.checkpointing == "light")(gate_up_TI, lora))
 
@@ -195,11 +197,12 @@ class Decoder(nn.Module):
         attend: AnyAttend,
         lora: ActiveLora | None = None,
         only_M: Tensor | None = None,
+        routes: Routes | None = None,
     ) -> Tensor:
         """Return hidden states [T, E] after the final norm. With `only_M`, [M, E] of those tokens: what the last layer does
-        after its attention, it does for them alone. Adapters, which are given token by token, do not go with it."""
-        assert only_M is None or lora is None
-        x_TE, delta_TE = self._through_layers(embedding(tokens_T, self.embed), positions_T, attend, lora, only_M)
+        after its attention, it does for them alone. Adapters and routes, which are of all tokens, do not go with it."""
+        assert only_M is None or (lora is None and routes is None)
+        x_TE, delta_TE = self._through_layers(embedding(tokens_T, self.embed), positions_T, attend, lora, only_M, routes)
         return add_rms_norm(x_TE, delta_TE, self.norm, self.spec.norm_eps)[1]
 
     def _through_layers(
@@ -209,6 +212,7 @@ class Decoder(nn.Module):
         attend: AnyAttend,
         lora: ActiveLora | None,
         only_M: Tensor | None = None,
+        routes: Routes | None = None,
     ) -> tuple[Tensor, Tensor | None]:
         """The residual stream after all layers, and what is still to be added to it."""
         delta_TE, rotary = None, None
@@ -221,7 +225,7 @@ class Decoder(nn.Module):
         for number, layer in enumerate(self.layers, 1):
             only = only_M if number == len(self.layers) else None
             run = again_in_backward(layer, self.checkpointing == "full")
-            x_TE, delta_TE = run(x_TE, delta_TE, rotary, attend, lora, only)
+            x_TE, delta_TE = run(x_TE, delta_TE, rotary, attend, lora, only, routes)
         return x_TE, delta_TE
 
     def _runs_at_once(self, x_TE: Tensor, attend: AnyAttend, lora: ActiveLora | None) -> bool:

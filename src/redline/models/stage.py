@@ -19,6 +19,7 @@ from redline.errors import ConfigError, ModelError
 from redline.models.decoder import AnyAttend, Decoder, add_rms_norm
 from redline.models.files.hf import AnyDecoder
 from redline.models.layers.gradient_sums import embedding
+from redline.models.layers.routes import Routes
 from redline.models.lora.per_token import ActiveLora
 from redline.models.spec import FAMILIES, is_ours
 
@@ -80,12 +81,13 @@ class Stage(Decoder):
         attend: AnyAttend,
         lora: ActiveLora | None = None,
         only_M: Tensor | None = None,
+        routes: Routes | None = None,
     ) -> Tensor:
         """Tokens [T] of the first stage, the residual stream [T, E] of the others → the residual stream for the next, of the
         last stage the hidden states after the final norm. Nothing is sampled from a stage, so that it computes all tokens."""
         assert only_M is None
         x_TE = embedding(given, self.embed) if self.is_first else given
-        x_TE, delta_TE = self._through_layers(x_TE, positions_T, attend, lora)
+        x_TE, delta_TE = self._through_layers(x_TE, positions_T, attend, lora, routes=routes)
         assert delta_TE is not None, "a stage has a layer"
         return add_rms_norm(x_TE, delta_TE, self.norm, self.spec.norm_eps)[1] if self.is_last else x_TE + delta_TE
 

@@ -113,6 +113,7 @@ class Scoring:
             reward_parts=found,
             failure=failure,
             turns=(turn,),
+            routing=completion.routing,
         )
 
     # ── a reward model's score ─────────────────────────────────────────────────────────────────────────────────────────

@@ -12,7 +12,7 @@ import numpy as np
 import pyarrow as pa
 
 from redline.buffer.store.columns import SCHEMA, Rows
-from redline.buffer.store.earlier import as_of_now
+from redline.buffer.store.earlier import as_dicts, as_of_now
 from redline.buffer.store.group_store import GroupState
 from redline.buffer.store.index import DamagedIndexError, GroupIndex, GroupRow, index_files
 from redline.buffer.store.segments import DamagedSegmentError, read_segment, segment_files
@@ -124,7 +124,7 @@ class StoredRun:
             if batch is None:
                 yield group, None if group.num_attempts else []
             else:
-                yield group, [_attempt(row) for row in as_of_now(batch).to_pylist()]
+                yield group, [_attempt(row) for row in as_dicts(batch)]
 
     def with_failures(self, groups: Iterable[GroupRow]) -> Iterator[GroupRow]:
         """Those of which an attempt failed; tokens are not read for that."""

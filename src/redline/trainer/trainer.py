@@ -118,7 +118,7 @@ class PolicyTrainer:
         self._first_look = FirstLook(policy, self._reference, self._critic, recomputes=has_anchor)
         self._training = TrainingPass(policy, self._optimizer, config, has_anchor=has_anchor)
         self._room = Room(policy, self._optimizer, config, tell)
-        self._routing = WatchedRouting(decoder, self._device)
+        self._routing = WatchedRouting(decoder, self._device, replays=config.replay_routing)
         self._bad_steps = BadSteps(config.max_bad_steps, bad_steps if self._parallel.is_main else None)
         self._writer = CheckpointWriter(self._parallel.checkpoint())
         self.writing: Callable[[], AbstractContextManager[None]] = nullcontext

@@ -13,8 +13,9 @@ Letters in shapes: T packed tokens, S sequences, P prompts, G attempts per group
 
 from redline.types.attempts import Failure, Reaction, ReplySoFar, ToolCall, Trajectory, TrajectoryGroup, Turn, Until, by_attempt
 from redline.types.batches import StepReport, TrainBatch
-from redline.types.flat import Flat, Pieces, take
+from redline.types.flat import Flat, Pieces, records, take
 from redline.types.sampling import (
+    UNKNOWN_EXPERT,
     Completion,
     Delta,
     EngineStats,
@@ -28,6 +29,7 @@ from redline.types.tasks import Message, Task, plain_copy
 from redline.types.weights import WeightSet, WeightUpdate
 
 __all__ = [
+    "UNKNOWN_EXPERT",
     "Completion",
     "Delta",
     "EngineStats",
@@ -54,5 +56,6 @@ __all__ = [
     "WeightUpdate",
     "by_attempt",
     "plain_copy",
+    "records",
     "take",
 ]

@@ -145,6 +145,9 @@ class Trajectory:
     kept in memory only, for metrics."""
     retries: int = 0
     """How often the attempt was begun again because it had failed. The same in all sequences of an attempt."""
+    routing: np.ndarray | None = None
+    """uint8[tokens, layers with experts · choices], as `Completion.routing`: what the engine did when it sampled each reply.
+    None where it records nothing."""
 
     @property
     def num_completion_tokens(self) -> int:

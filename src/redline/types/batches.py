@@ -48,6 +48,9 @@ class TrainBatch:
     """Steps that the policy is ahead of the oldest token of each group."""
     num_attempts: int | None = None
     """Attempts that the counted sequences belong to; None where each sequence is one."""
+    routing: Flat | None = None
+    """uint8[T · layers with experts · choices]: the experts that each token went to in the engine, as `Completion.routing`,
+    token after token; None where no sequence has it."""
 
     @property
     def num_sequences(self) -> int:
@@ -76,6 +79,11 @@ class TrainBatch:
     def num_tokens_left_out(self) -> int:
         """Sampled tokens without a gradient: num_tokens_sampled less the sum of `loss_mask`."""
         return self.num_tokens_sampled - int(np.count_nonzero(self.loss_mask))
+
+    @property
+    def routing_width(self) -> int:
+        """Bytes of `routing` for each token: layers with experts · choices; 0 where there is none."""
+        return 0 if self.routing is None else len(self.routing) // len(self.tokens)
 
     @property
     def lag(self) -> int:

@@ -58,6 +58,13 @@ Flat = np.ndarray | Pieces
 """One-dimensional, in one place or several."""
 
 
+def records(values: Flat, width: int) -> Flat:
+    """Bytes in runs of `width`, each read as one value. Nothing is copied."""
+    if isinstance(values, Pieces):
+        return Pieces([array.view(f"V{width}") for array in values.arrays])
+    return values.view(f"V{width}")
+
+
 def take(values: Flat, index: np.ndarray, out: np.ndarray) -> None:
     """Write the values at these places straight into `out`, which has their dtype."""
     assert out.dtype == values.dtype, f"{values.dtype} cannot be written as {out.dtype} without a copy"

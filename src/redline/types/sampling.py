@@ -8,6 +8,9 @@ from enum import StrEnum
 
 import numpy as np
 
+UNKNOWN_EXPERT = 255
+"""In place of an expert, where it is not known which a token went to."""
+
 
 @dataclass(slots=True, frozen=True)
 class VersionSpan:
@@ -126,6 +129,10 @@ class Completion:
     switches: Sequence[tuple[int, int]] = ()
     """(token, version) where the weights changed under way: this version sampled it and those after it, up to the next one.
     Tokens before the first are those of `versions.oldest`."""
+    routing: np.ndarray | None = None
+    """uint8[prompt and new tokens, layers with experts · choices], where the engine records it: the experts that each token
+    went to, layer by layer, the likeliest first; `UNKNOWN_EXPERT` for the last token, which did not pass through the network,
+    and for all where the completion was given up before."""
 
     @property
     def first_token_s(self) -> float:
@@ -148,6 +155,7 @@ class Completion:
             raw_logprobs=None if raw is None else raw[:count],
             top_logprobs=None if top is None else TopLogprobs(top.token_ids[:count], top.logprobs[:count]),
             switches=switches,
+            routing=None if self.routing is None else self.routing[: len(self.routing) - len(self.token_ids) + count],
         )
 
 

@@ -177,6 +177,26 @@ def test_a_row_of_nan_stays_its_own() -> None:
     found = run_experts(x, logits, weights, 2, normalized=True)
     others = [0, 1, 2, 4, 5, 6]
     check(found[others], expected[others])
+    assert found[3].isnan().all()
+
+
+@pytest.mark.parametrize("normalized", [True, False])
+@pytest.mark.parametrize("experts", [6, 8], ids=["padded", "power of two"])
+@pytest.mark.parametrize(
+    "broken", [[math.nan] * 8, [math.nan, 1, 2, 3, 4, 5, 6, 7], [math.inf, 0, 0, 0, 0, 0, 0, 0], [-math.inf] * 8]
+)
+def test_a_router_that_is_broken_gives_nan_where_its_tokens_are_not(
+    broken: list[float], experts: int, normalized: bool
+) -> None:
+    """As torch's softmax does: a number that only looks like one would hide it."""
+    x, logits, weights = random(7, 64), random(7, experts), weights_of(experts, 64, 32)
+    logits[3] = torch.tensor(broken[:experts])
+    chosen = choose_experts(logits, 3, normalized=normalized)
+    assert chosen.experts_TC[3].tolist() == [0, 1, 2], "each once: a pair that nobody lays out is memory that nobody writes"
+    assert chosen.weights_TC[3].isnan().all()
+    found = run_experts(x, logits, weights, 3, normalized=normalized)
+    assert found[3].isnan().all()
+    assert not found[[0, 1, 2, 4, 5, 6]].isnan().any()
 
 
 def test_no_tokens_are_no_work() -> None:

@@ -56,6 +56,7 @@ SCHEMA = pa.schema(
         ("loss_mask", pa.large_list(pa.uint8())),  # Arrow packs booleans into bits, and a view of bits is no NumPy array
         ("token_ids", pa.large_list(pa.int32())),
         ("logprobs", pa.large_list(pa.float32())),
+        ("routing", pa.large_list(pa.uint8())),  # `types.Trajectory` says what it is, here without its rows; empty for None
     ]
 )
 """The large columns come last: a file that is cut there has lost only what lies behind the cut."""
@@ -105,6 +106,7 @@ def group_nodes(groups: Sequence[TrajectoryGroup], begun_versions: Sequence[int]
     ends = np.cumsum(sizes)
     lengths = np.array([len(t.token_ids) for t in rows], dtype=np.int64)
     sequence = (np.arange(len(rows)) - np.repeat(ends - sizes, sizes)).astype(np.int32)
+    routing = [np.zeros(0, np.uint8) if t.routing is None else t.routing.ravel() for t in rows]
     versions = np.array([(t.versions.oldest, t.versions.newest) for t in rows], dtype=np.int64)
     columns: list[_ColumnNodes] = [
         _fixed(np.repeat(np.array([group.index for group in groups], dtype=np.int64), sizes)),
@@ -127,6 +129,7 @@ def group_nodes(groups: Sequence[TrajectoryGroup], begun_versions: Sequence[int]
         _list(lengths, 8, _flat([t.loss_mask for t in rows], np.bool_).view(np.uint8)),
         _list(lengths, 8, _flat([t.token_ids for t in rows], np.int32)),
         _list(lengths, 8, _flat([t.logprobs for t in rows], np.float32)),
+        _list(np.array([len(r) for r in routing], dtype=np.int64), 8, _flat(routing, np.uint8)),
     ]
     [version] = _fixed(np.full(len(rows), Mark.WAITING, dtype=np.int64))
     [sums] = _fixed(np.repeat(_checksums(columns, [0, *ends.tolist()]), sizes))

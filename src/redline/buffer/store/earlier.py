@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
@@ -21,11 +23,13 @@ ONE_SEQUENCE_EACH = pa.schema(
 )
 """Columns from when every attempt was a single sequence: `attempt` counts the rows of a group."""
 _TURN_OF_ONE_SPAN = pa.list_(pa.struct([field for field in TURN if field.name != "switches"]))
-WITHOUT_SWITCHES = SCHEMA.set(SCHEMA.get_field_index("turns"), pa.field("turns", _TURN_OF_ONE_SPAN))
+WITHOUT_ROUTING = pa.schema([field for field in SCHEMA if field.name != "routing"])
+"""Columns from before it was kept which experts a token went to."""
+WITHOUT_SWITCHES = WITHOUT_ROUTING.set(SCHEMA.get_field_index("turns"), pa.field("turns", _TURN_OF_ONE_SPAN))
 """Columns from before it was kept where in a turn the weights changed."""
 WITHOUT_TRUNCATED = pa.schema([field for field in WITHOUT_SWITCHES if field.name != "truncated"])
 """Columns from before it was kept whether an attempt had used up its budget."""
-KNOWN = (SCHEMA, WITHOUT_SWITCHES, WITHOUT_TRUNCATED, ONE_SEQUENCE_EACH)
+KNOWN = (SCHEMA, WITHOUT_ROUTING, WITHOUT_SWITCHES, WITHOUT_TRUNCATED, ONE_SEQUENCE_EACH)
 
 
 def known_schema(schema: pa.Schema) -> pa.Schema:
@@ -52,6 +56,11 @@ def as_of_now(batch: pa.RecordBatch) -> pa.RecordBatch:
         for field in SCHEMA
     ]
     return pa.RecordBatch.from_arrays(columns, schema=SCHEMA)
+
+
+def as_dicts(batch: pa.RecordBatch) -> list[dict[str, Any]]:
+    """The rows with the columns of `SCHEMA`, but for `routing`, which may be hundreds of numbers for each token."""
+    return as_of_now(batch).select([name for name in SCHEMA.names if name != "routing"]).to_pylist()
 
 
 def _turns(batch: pa.RecordBatch) -> pa.Array:

@@ -10,14 +10,15 @@ from typing import Any
 import numpy as np
 
 from redline.buffer.store.columns import SECONDS
-from redline.buffer.store.earlier import as_of_now
+from redline.buffer.store.earlier import as_dicts
 from redline.buffer.store.stored_groups import Run
 from redline.types import Failure, FinishReason, ToolCall, Trajectory, TrajectoryGroup, Turn, VersionSpan
 
 
 def restored_group(run: Run) -> TrajectoryGroup:
-    """The rows of one group. Rewards and seconds come back as float32, failures by their text, turns without theirs."""
-    rows = as_of_now(run.batch.slice(run.first, run.last - run.first)).to_pylist()
+    """The rows of one group. Rewards and seconds come back as float32, failures by their text, turns without theirs; no
+    routing."""
+    rows = as_dicts(run.batch.slice(run.first, run.last - run.first))
     return TrajectoryGroup(
         task_id=rows[0]["task_id"],
         trajectories=[_trajectory(row) for row in rows],

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 import pyarrow as pa
 
-from redline.types import Flat, Pieces, TrainBatch, VersionSpan
+from redline.types import UNKNOWN_EXPERT, Flat, Pieces, TrainBatch, VersionSpan
 
 
 @dataclass(slots=True, frozen=True)
@@ -22,6 +22,8 @@ class StoredGroups:
     """bool[T]."""
     logprobs: Flat
     """float32[T], as it lies in the files."""
+    routing: Flat | None
+    """uint8, as `TrainBatch.routing`, as it lies in the files where all sequences have it."""
     offsets: np.ndarray
     """int64[S + 1], from 0: `cu_seqlens`."""
     group_offsets: np.ndarray
@@ -60,6 +62,25 @@ class Run:
         return self.batch.column(name).to_numpy()[self.first : self.last]
 
     @property
+    def routing_width(self) -> int:
+        """Bytes of `routing` for each token; 0 where no row has any."""
+        if "routing" not in self.batch.schema.names:  # an earlier version's
+            return 0
+        kept, tokens = np.diff(self.offsets("routing")), np.diff(self.offsets("token_ids"))
+        return int((kept // tokens).max())
+
+    def routing(self, width: int) -> np.ndarray:
+        """uint8[tokens · width]: a view where every row has it, else a copy, filled up."""
+        tokens = np.diff(self.offsets("token_ids"))
+        kept = np.diff(self.offsets("routing")) if self.routing_width else np.zeros_like(tokens)
+        if (kept == tokens * width).all():
+            return self.values("routing")
+        assert (kept[kept > 0] == (tokens * width)[kept > 0]).all(), "rows of one run have one network"
+        filled = np.full(int(tokens.sum()) * width, UNKNOWN_EXPERT, dtype=np.uint8)
+        filled[np.repeat(kept > 0, tokens * width)] = self.values("routing") if self.routing_width else 0
+        return filled
+
+    @property
     def first_of_each_role(self) -> np.ndarray:
         """bool[rows]: the first sequence of an attempt and role, for rows of one group."""
         is_first = np.zeros(self.last - self.first, dtype=bool)
@@ -90,6 +111,7 @@ def stored_groups(indices: Sequence[int], sizes: Sequence[int], runs: Sequence[R
         tokens=_as_it_lies([run.values("token_ids") for run in runs]),
         loss_mask=_joined([run.values("loss_mask").view(np.bool_) for run in runs]),
         logprobs=_as_it_lies([run.values("logprobs") for run in runs]),
+        routing=_routing(runs),
         offsets=_offsets(_joined(lengths)),
         group_offsets=_offsets(np.asarray(sizes, dtype=np.int64)),
         attempts=_joined([run.column("attempt") for run in runs]),
@@ -118,6 +140,7 @@ def pack_stored(groups: StoredGroups, version: int, *, keep_no_signal: bool) -> 
         group_offsets=groups.group_offsets,
         loss_mask=groups.loss_mask if kept_S.all() else groups.loss_mask & kept_T,
         old_logprobs=groups.logprobs,
+        routing=groups.routing,
         advantages=np.where(kept_S, groups.advantages, np.float32(0)),
         group_sequences=np.add.reduceat(counted_S, groups.group_offsets[:-1], dtype=np.int64),
         group_tokens=np.add.reduceat(chosen_S, groups.group_offsets[:-1]),
@@ -132,6 +155,12 @@ def _num_attempts(groups: StoredGroups, counted_S: np.ndarray) -> int:
     group_S = np.repeat(np.arange(len(groups.indices)), np.diff(groups.group_offsets))
     width = int(groups.attempts.max(initial=0)) + 1
     return len(np.unique((group_S * width + groups.attempts)[counted_S]))
+
+
+def _routing(runs: Sequence[Run]) -> Flat | None:
+    """None where no sequence has any."""
+    width = max(run.routing_width for run in runs)
+    return _as_it_lies([run.routing(width) for run in runs]) if width else None
 
 
 def _as_it_lies(arrays: Sequence[np.ndarray]) -> Flat:

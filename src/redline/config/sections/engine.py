@@ -51,6 +51,9 @@ class EngineConfig(Section):
     speculation: SpeculationMode = "off"
     """Guess tokens from what is known (siblings, earlier attempts, the text itself) and verify several in one step; the samples
     are the same. `auto` does so where it was measured to pay, `always` wherever there is a guess. CPUs only, so far."""
+    record_routing: bool = False
+    """Keep with every token of a mixture of experts which experts it went to, a byte for each layer and choice: the trainer
+    reports where its routers differ (`trainer/routing_mismatch`), and may follow (`trainer.replay_routing`)."""
 
     @model_validator(mode="after")
     def _a_server_has_an_address(self) -> EngineConfig:

@@ -134,6 +134,9 @@ class TrainerConfig(Section):
     """The old policy of the loss is the trainer's own at the beginning of the step (`true`), not the engine that sampled
     (`false`). With several updates per step that takes a pass over the batch, with one it takes none. `auto` is `true` where a
     step has several updates, or `loss: gspo` would clip the rounding of bfloat16; `loss: cispo` and `reinforce` need it not."""
+    replay_routing: bool = False
+    """Send each token of a mixture of experts to the experts that it went to when it was sampled (`engine.record_routing`),
+    with the weights that the router gives them now. Without it a router that rounds otherwise trains other experts."""
     gradient_checkpointing: Literal["none", "light", "selective", "full"] = "none"
     """What the backward pass computes again instead of keeping it. `light`: the MLPs' activations. `selective`: the MLPs.
     `full`: whole layers."""

@@ -20,8 +20,9 @@ def delta_of(sequence: Sequence, sampled: Sampled, completion: Completion | None
     return Delta(sequence.index, sampled.token_ids[begin:], sampled.logprobs[begin:], top, completion)
 
 
-def completion_of(sequence: Sequence, version: int) -> Completion:
-    """The whole of a sequence that has left its row. `version` is for one that sampled nothing."""
+def completion_of(sequence: Sequence, version: int, routing: np.ndarray | None = None) -> Completion:
+    """The whole of a sequence that has left its row. `version` is for one that sampled nothing, `routing` as in
+    `Completion`."""
     assert sequence.finish_reason is not None
     sampled, sampling = sequence.sampled or Sampled.nothing(), sequence.request.sampling
     count, started = len(sampled.token_ids), sequence.started or time.perf_counter()
@@ -41,6 +42,7 @@ def completion_of(sequence: Sequence, version: int) -> Completion:
         top_logprobs=_top(sequence.top[:count]) if sampling.top_logprobs else None,
         prompt_logprobs=sequence.prompt_logprobs.copy() if sampling.prompt_logprobs else None,
         switches=tuple(switch for switch in sequence.switches if switch[0] < count),
+        routing=routing,
     )
 
 

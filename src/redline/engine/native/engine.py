@@ -42,6 +42,7 @@ from redline.engine.stats import Rate
 from redline.errors import EngineError, EngineMemoryError
 from redline.kernels.available import kernels_serve
 from redline.models.files.hf import AnyDecoder
+from redline.models.layers.routes import routing_shape
 from redline.models.lora.per_token import LoraBank, PreparedAdapter
 from redline.telemetry import span
 from redline.types import Completion, EngineStats, GenerateRequest, WeightUpdate
@@ -85,7 +86,8 @@ class NativeEngine:
         self._max_len = min(config.max_model_len or spec.max_positions, spec.max_positions)
         self._block_size = block_size_for(config, weight.device)
         self._adapters = Adapters(bank)
-        num_blocks = num_blocks_for(config, spec, self._block_size, self._max_len, weight.device, weight.dtype)
+        self._routing = routing_shape(spec) if config.record_routing else None
+        num_blocks = num_blocks_for(config, spec, self._block_size, self._max_len, weight.device, weight.dtype, self._routing)
         self._ranks = ranks
         self._pool = BlockPool(ranks.smallest(num_blocks) if ranks else num_blocks, self._block_size)
         self._max_blocks = -(-self._max_len // self._block_size)
@@ -99,7 +101,14 @@ class NativeEngine:
         )
         self._speculation = Speculation(self._rows, config.speculation)
         self._under_way = UnderWay(
-            self._rows, self._scheduler, self._pool, self._adapters, tokenizer, lambda: self._awake, self._speculation.end
+            self._rows,
+            self._scheduler,
+            self._pool,
+            self._adapters,
+            tokenizer,
+            lambda: self._awake,
+            self._speculation.end,
+            self._routing,
         )
         self._runner: Runner | None = self._make_runner()
         self._offloaded: OffloadedWeights | None = None
@@ -125,7 +134,8 @@ class NativeEngine:
 
     def _make_runner(self) -> Runner:
         weight, spec = self.decoder.output_weight, self.decoder.spec
-        cache = KVCache(spec, self._pool.num_blocks + 1, self._block_size, weight.device, weight.dtype)
+        num_blocks = self._pool.num_blocks + 1
+        cache = KVCache(spec, num_blocks, self._block_size, weight.device, weight.dtype, routing=self._routing)
         rows = DeviceRows(self._config.max_num_seqs, self._max_blocks, spec.vocab_size, weight.device)
         rows.share_samples = self._ranks.share_samples if self._ranks else None
         runner = Runner(self.decoder, cache, rows)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable
 from collections.abc import Sequence as Sequence_
@@ -10,6 +11,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from redline.engine.native.cache.blocks import BlockPool
+from redline.engine.native.cache.routing import routing_of
 from redline.engine.native.completions import completion_of, delta_of
 from redline.engine.native.lora import Adapters
 from redline.engine.native.running.rows import Rows
@@ -18,7 +20,7 @@ from redline.engine.native.scheduler import Scheduler
 from redline.engine.native.sequence import NO_ROW, Sampled, Sequence, Stage
 from redline.engine.native.text.stop_strings import StopSearch
 from redline.errors import BrokenModelError, EngineError
-from redline.types import Completion, Delta, FinishReason
+from redline.types import UNKNOWN_EXPERT, Completion, Delta, FinishReason
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -39,12 +41,14 @@ class UnderWay:
         tokenizer: PreTrainedTokenizerBase | None,
         runner: Callable[[], Runner],
         on_end: Callable[[Sequence], None],
+        routing: tuple[int, int] | None = None,
     ) -> None:
         """`tokenizer` finds stop strings. `runner` returns what runs on the device now; `on_end` hears of every sequence that
-        leaves the engine."""
+        leaves the engine. `routing` is that of the cache, where it records any."""
         self._rows, self._scheduler, self._pool, self._adapters = rows, scheduler, pool, adapters
         self._tokenizer = tokenizer
         self._runner, self._on_end = runner, on_end
+        self._routing_width = None if routing is None else math.prod(routing)
         self._unfinished: dict[int, list[Sequence]] = {}
         self._at_row: list[Sequence | None] = [None] * len(rows.alive_R)
         self.events: list[Event] = []
@@ -207,9 +211,19 @@ class UnderWay:
 
     def _retire(self, sequence: Sequence, version: int) -> None:
         """Out of the engine, its completion to the caller."""
+        routing = self._routing(sequence)  # which goes with its blocks
         self._release(sequence)
-        self._hand_out(sequence, completion_of(sequence, version))
+        self._hand_out(sequence, completion_of(sequence, version, routing))
         self._forget(sequence)
+
+    def _routing(self, sequence: Sequence) -> np.ndarray | None:
+        """Where its tokens went, as `Completion.routing`. Waits for the device where that is recorded."""
+        if self._routing_width is None:
+            return None
+        if sequence.stage is not Stage.DECODE:
+            return np.full((len(sequence.tokens), self._routing_width), UNKNOWN_EXPERT, np.uint8)
+        num_tokens = sequence.num_prompt + int(self._rows.sampled_R[sequence.row])
+        return routing_of(self._runner().cache, sequence.blocks, num_tokens)
 
     def _release(self, sequence: Sequence) -> None:
         blocks = sequence.blocks

@@ -144,6 +144,7 @@ def _completion_fields(completion: Completion, arrays: ArrayWriter) -> Fields:
         "top": _top_fields(completion.top_logprobs, arrays),
         "prompt": arrays.put(completion.prompt_logprobs),
         "switches": list(completion.switches),
+        "routing": _bytes_fields(completion.routing, arrays),
     }
 
 
@@ -163,6 +164,7 @@ def _completion_from(fields: Mapping[str, Any], arrays: ArrayReader) -> Completi
         top_logprobs=_top_from(fields["top"], arrays),
         prompt_logprobs=None if fields["prompt"] is None else arrays.float32(fields["prompt"]),
         switches=tuple((token, version) for token, version in fields["switches"]),
+        routing=_bytes_from(fields["routing"], arrays),
     )
 
 
@@ -175,3 +177,18 @@ def _top_fields(top: TopLogprobs | None, arrays: ArrayWriter) -> list[int] | Non
 
 def _top_from(shape: Sequence[int] | None, arrays: ArrayReader) -> TopLogprobs | None:
     return None if shape is None else TopLogprobs(arrays.int32(shape), arrays.float32(shape))
+
+
+def _bytes_fields(values: np.ndarray | None, arrays: ArrayWriter) -> list[int] | None:
+    """A uint8 array, four values to an int32; returns its shape."""
+    if values is None:
+        return None
+    arrays.put(np.pad(values.ravel(), (0, -values.size % 4)).view(np.int32))
+    return list(values.shape)
+
+
+def _bytes_from(shape: Sequence[int] | None, arrays: ArrayReader) -> np.ndarray | None:
+    if shape is None:
+        return None
+    size = int(np.prod(shape, dtype=np.int64))
+    return arrays.int32([-(-size // 4)]).view(np.uint8)[:size].reshape(tuple(shape))

@@ -56,9 +56,7 @@ def make_room(shapes: list[tuple[int, int]], device: torch.device) -> Room:
     cuts = [(tile, N, cut) for tile in TILES for N, K in shapes if (cut := cut_of(N, K, tile)).parts > 1]
     parts = max((tile * cut.parts * N for tile, N, cut in cuts), default=0)
     programs = max((triton.cdiv(N, cut.columns) for _, N, cut in cuts), default=0)
-    return Room(
-        torch.empty(parts, dtype=torch.float32, device=device), torch.zeros(programs, dtype=torch.int32, device=device)
-    )
+    return Room(torch.empty(parts, dtype=torch.float32, device=device), torch.zeros(programs, dtype=torch.int32, device=device))
 
 
 def tile_of(rows: int) -> int:

@@ -8,6 +8,7 @@ Letters: X experts, C choices of a token, I inner columns.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -29,12 +30,23 @@ class ExpertWeights:
     down_XEI: Tensor
 
 
-def run_experts(x_TE: Tensor, logits_TX: Tensor, weights: ExpertWeights, choices: int, *, normalized: bool) -> Tensor:
-    """The weighted sum of what each token's experts make of it, [T, E]. Waits for nothing; has no gradient."""
+def run_experts(
+    x_TE: Tensor,
+    logits_TX: Tensor,
+    weights: ExpertWeights,
+    choices: int,
+    *,
+    normalized: bool,
+    record: Callable[[Tensor], None] | None = None,
+) -> Tensor:
+    """The weighted sum of what each token's experts make of it, [T, E]; `record` hears which those are, int32[T, C]. Waits for
+    nothing; has no gradient."""
     assert not (torch.is_grad_enabled() and x_TE.requires_grad), "the experts' kernels have no gradient"
     if not len(x_TE):
         return torch.empty_like(x_TE)
     chosen = choose_experts(logits_TX, choices, normalized=normalized)
+    if record is not None:
+        record(chosen.experts_TC)
     tiles = lay_out(chosen, logits_TX.shape[1])
     inner_PI = gate_up_products(x_TE, weights.gate_up_XIE, tiles, choices)
     return combine(down_products(inner_PI, weights.down_XEI, tiles), chosen.weights_TC)

@@ -114,7 +114,11 @@ def _choose(  # type: ignore[no-untyped-def]
     peak_R = tl.max(logits_RX, axis=1)
     peak_R = tl.where(peak_R == float("-inf"), 0.0, peak_R)
     mass_RX = tl.exp(logits_RX - peak_R[:, None])
-    probability_RX = mass_RX / tl.maximum(tl.sum(mass_RX, axis=1), 1e-30)[:, None]
+    sum_R = tl.sum(mass_RX, axis=1)
+    # Without a sum, of NaN or of nothing but -inf, the weights are NaN, as torch's are. What a maximum makes of NaN differs
+    # between devices, so that these rows choose among zeros: the first experts, each once.
+    has_sum_R = sum_R > 0.0
+    probability_RX = tl.where(has_sum_R[:, None], mass_RX / tl.where(has_sum_R, sum_R, 1.0)[:, None], 0.0)
 
     left_RX = tl.where((expert_X < X)[None, :], probability_RX, -1.0)
     chosen_RC = tl.zeros([R, PADDED_C], tl.int32)
@@ -122,8 +126,7 @@ def _choose(  # type: ignore[no-untyped-def]
     is_chosen_RX = tl.zeros([R, PADDED_X], tl.int32)
     for choice in tl.static_range(C):
         best_R = tl.max(left_RX, axis=1)
-        # The minimum is for rows of NaN, where no comparison holds.
-        first_R = tl.minimum(tl.min(tl.where(left_RX == best_R[:, None], expert_X[None, :], PADDED_X), axis=1), X - 1)
+        first_R = tl.min(tl.where(left_RX == best_R[:, None], expert_X[None, :], PADDED_X), axis=1)
         hit_RX = expert_X[None, :] == first_R[:, None]
         is_chosen_RX += hit_RX.to(tl.int32)
         left_RX = tl.where(hit_RX, -2.0, left_RX)
@@ -132,6 +135,7 @@ def _choose(  # type: ignore[no-untyped-def]
         weight_RC = tl.where(here_RC, best_R[:, None], weight_RC)
     if NORMALIZED:
         weight_RC = weight_RC / tl.maximum(tl.sum(weight_RC, axis=1), 1e-30)[:, None]
+    weight_RC = tl.where(has_sum_R[:, None], weight_RC, float("nan"))
     weight_RC = weight_RC.to(logits.dtype.element_ty).to(tl.float32)
 
     # Rows of no token choose too: what they chose is neither counted nor stored.

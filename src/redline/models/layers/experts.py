@@ -13,6 +13,7 @@ and of its result.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,6 +22,7 @@ from torch import Tensor, nn
 
 from redline.kernels.available import kernels_serve
 from redline.models.layers.activation import again_in_backward, silu_mul
+from redline.models.layers.routes import Routes
 from redline.models.layers.routing_notes import RoutingNotes
 from redline.models.layers.rows import selected_rows
 from redline.models.spec import ExpertsSpec
@@ -39,25 +41,33 @@ class Experts(nn.Module):
         self.notes: RoutingNotes | None = None
         """Where passes with gradients note what the router does; the trainer brings it."""
 
-    def forward(self, x_TE: Tensor, *, light: bool = False) -> Tensor:
-        """`light`: the backward pass computes the activation again."""
+    def forward(self, x_TE: Tensor, *, light: bool = False, routes: Routes | None = None, layer: int = 0) -> Tensor:
+        """`light`: the backward pass computes the activation again. `routes` are those of the pass, which knows this as
+        `layer`; what was sampled matters where `notes` are."""
         logits_TX = F.linear(x_TE, self.router)
-        if not torch.is_grad_enabled() and _kernels_take(x_TE):
+        sampled_TC = routes.sampled(layer) if routes is not None and self.notes is not None else None
+        record = None if routes is None else partial(routes.record, layer)
+        if not torch.is_grad_enabled() and _kernels_take(x_TE) and sampled_TC is None:
             from redline.kernels.experts import ExpertWeights, run_experts
 
             weights = ExpertWeights(self._of_each(self.gate_up), self._of_each(self.down))
-            return run_experts(x_TE, logits_TX, weights, self.spec.per_token, normalized=self.spec.normalized)
-        experts_TC, weights_TC = self._choose(logits_TX)
+            return run_experts(x_TE, logits_TX, weights, self.spec.per_token, normalized=self.spec.normalized, record=record)
+        experts_TC, weights_TC = self._choose(logits_TX, sampled_TC)
+        if record is not None:
+            record(experts_TC)
         return self._mix(x_TE, experts_TC, weights_TC, light)
 
     def _of_each(self, weight: Tensor) -> Tensor:
         """[X, rows of an expert, columns]."""
         return weight.view(self.spec.count, -1, weight.shape[1])
 
-    def _choose(self, logits_TX: Tensor) -> tuple[Tensor, Tensor]:
-        """The experts of each token, int64[T, C], and their weights [T, C] in the compute dtype."""
+    def _choose(self, logits_TX: Tensor, sampled_TC: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """The experts of each token, int64[T, C], and their weights [T, C] in the compute dtype. `sampled_TC`: as
+        `Routes.sampled`."""
         probability_TX = logits_TX.softmax(dim=-1, dtype=torch.float32)
         experts_TC = likeliest(logits_TX.detach(), probability_TX.detach(), self.spec.per_token)
+        if self.notes is not None and sampled_TC is not None:
+            experts_TC = self.notes.compare(experts_TC, sampled_TC)
         weights_TC = probability_TX.gather(1, experts_TC)
         if self.spec.normalized:
             weights_TC = weights_TC / weights_TC.sum(dim=-1, keepdim=True)
@@ -119,8 +129,7 @@ class _GroupedProduct(torch.autograd.Function):
         for_x, for_weight, _ = ctx.needs_input_grad
         if _torch_groups(x_PK, weight_XNK):
             grad_PK = torch._grouped_mm(grad_PN, weight_XNK, offs=ends_X) if for_x else None
-            # The rows of an expert are whole columns of gradᵀ as it lies in memory: any number of them is aligned.
-            grad_XNK = torch._grouped_mm(grad_PN.T, x_PK, offs=ends_X) if for_weight else None
+            grad_XNK = _weight_gradients(grad_PN, x_PK, ends_X) if for_weight else None
             return grad_PK, grad_XNK, None
         grad_PK = torch.empty_like(x_PK) if for_x else None
         grad_XNK = torch.zeros_like(weight_XNK) if for_weight else None
@@ -136,6 +145,22 @@ def _torch_groups(x_PK: Tensor, weight_XNK: Tensor) -> bool:
     """Whether torch multiplies all groups in one launch: in bfloat16, with columns that are multiples of 16 bytes. Otherwise
     the host must know how many rows each expert has, and waits for that."""
     return x_PK.is_cuda and x_PK.dtype == torch.bfloat16 and weight_XNK.shape[1] % 8 == 0 and weight_XNK.shape[2] % 8 == 0
+
+
+def _weight_gradients(grad_PN: Tensor, x_PK: Tensor, ends_X: Tensor) -> Tensor:
+    """[X, N, K] by torch, in one launch. The rows of an expert are whole columns of gradᵀ as it lies in memory: any number of
+    them is aligned."""
+    grad_XNK = torch._grouped_mm(grad_PN.T, x_PK, offs=ends_X)
+    if not _zeroes_empty_groups(grad_XNK):
+        rows_X = torch.diff(ends_X, prepend=ends_X.new_zeros(1))
+        grad_XNK.masked_fill_((rows_X == 0)[:, None, None], 0.0)
+    return grad_XNK
+
+
+def _zeroes_empty_groups(gradient: Tensor) -> bool:
+    """Whether torch writes zeros for experts without rows. On Hopper it does; on Blackwell it leaves there what the memory held
+    (pytorch issue 172439)."""
+    return torch.cuda.get_device_capability(gradient.device)[0] == 9
 
 
 def _groups(ends_X: Tensor) -> Iterator[tuple[int, slice]]:

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from redline.types import Completion, Trajectory, Turn, VersionSpan
+from redline.types import UNKNOWN_EXPERT, Completion, Trajectory, Turn, VersionSpan
 
 
 @dataclass(slots=True, eq=False)
@@ -49,4 +49,18 @@ class SequenceUnderWay:
             role=self.role,
             retries=retries,
             score_s=score_s,
+            routing=self._routing(),
         )
+
+    def _routing(self) -> np.ndarray | None:
+        """Of each token as it was when the first reply after it was sampled: a later turn may have computed it again."""
+        if any(completion.routing is None for completion in self.completions):
+            return None
+        *earlier, last = (completion.routing for completion in self.completions)
+        assert last is not None
+        whole = last.copy()
+        for routing in reversed(earlier):
+            assert routing is not None
+            known = routing[:, 0] != UNKNOWN_EXPERT
+            whole[: len(routing)][known] = routing[known]
+        return whole

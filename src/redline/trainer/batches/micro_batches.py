@@ -24,7 +24,7 @@ from redline.trainer.batches.balance import Bins, deal, fill_bins
 from redline.trainer.batches.cost import CostModel
 from redline.trainer.batches.shared_prompts import LEFT_OUT, Families, find_families
 from redline.trainer.batches.staging import Taken, Values
-from redline.types import TrainBatch
+from redline.types import TrainBatch, records
 
 
 @dataclass(slots=True, frozen=True)
@@ -46,6 +46,9 @@ class MicroBatch:
     """int64: which sequence of the `TrainBatch` each trained token belongs to."""
     local_sequence_M: np.ndarray
     """int64: the same, counted within the micro-batch from 0; what losses take as `sequence_M`."""
+    routing: Values | None = None
+    """For each of the T tokens the bytes that the batch has of it (`TrainBatch.routing`), as one value; None where it has
+    none."""
 
     @property
     def tokens_T(self) -> np.ndarray:  # noqa: N802
@@ -214,6 +217,7 @@ def lay_out(plan: MicroBatchPlan, sequences_S: np.ndarray) -> MicroBatch:
         index_M=index_M,
         sequence_M=sequences_S[local_sequence_M],
         local_sequence_M=local_sequence_M,
+        routing=None if batch.routing is None else Taken(records(batch.routing, batch.routing_width), layout.index_T),
     )
 
 

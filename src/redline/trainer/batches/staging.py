@@ -122,11 +122,15 @@ def pack(arrays: Arrays, buffer: Tensor) -> None:
 
 
 def views(arrays: Arrays, buffer: Tensor) -> dict[str, Tensor]:
-    """The same arrays as tensors that lie in a packed buffer, on whatever device it is."""
-    return {
-        name: room.view(torch.from_numpy(np.empty(0, array.dtype)).dtype).view(array.shape)
-        for (name, array), room in zip(arrays.items(), _rooms(arrays, buffer), strict=True)
-    }
+    """The same arrays as tensors that lie in a packed buffer, on whatever device it is. Values that are runs of bytes (NumPy's
+    void) become rows of uint8."""
+    return {name: _tensor(room, array) for (name, array), room in zip(arrays.items(), _rooms(arrays, buffer), strict=True)}
+
+
+def _tensor(room: Tensor, array: Values) -> Tensor:
+    if array.dtype.kind == "V":
+        return room.view(*array.shape, array.dtype.itemsize)
+    return room.view(torch.from_numpy(np.empty(0, array.dtype)).dtype).view(array.shape)
 
 
 def _rooms(arrays: Arrays, buffer: Tensor) -> Iterator[Tensor]:

@@ -143,7 +143,7 @@ class _OnePass(nn.Module):
         self._taken = None
         with span(passing.doing, device=True, **passing.told):
             own = inputs["tokens"].long() if network.is_first else given
-            stream_TE = hidden_states(network, micro_batch, whole(micro_batch), own, passing.lora)
+            stream_TE = hidden_states(network, micro_batch, whole(micro_batch), own, passing.lora, inputs.get("routing"))
             if not network.is_last:
                 return stream_TE
             return passing.finish(micro_batch, predicted(network, stream_TE, inputs, passing.temperature))

@@ -11,8 +11,10 @@ from torch import Tensor
 from redline.models.attention.flash import packed_attention
 from redline.models.decoder import Attend
 from redline.models.files.hf import AnyDecoder
+from redline.models.layers.routes import SampledRoutes
 from redline.models.layers.rows import selected_rows
 from redline.models.lora.per_token import ActiveLora
+from redline.models.spec import DecoderSpec
 from redline.models.value_head import ValueNetwork
 from redline.trainer.batches.micro_batches import MicroBatch
 from redline.trainer.batches.staging import Staging, Values
@@ -32,10 +34,12 @@ Recompute = Callable[[AnyDecoder, Iterable[MicroBatch], float, ActiveLora | None
 
 def network_inputs(micro_batch: MicroBatch, share: SequenceShare) -> dict[str, Values]:
     """What a process sends to its device for a pass through the network."""
+    routing = micro_batch.routing
     return {
         "tokens": micro_batch.tokens[share.tokens],
         "predicted_from": share.predicted_from,
         "targets": micro_batch.targets[share.trained],
+        **({} if routing is None else {"routing": routing[share.tokens]}),
     }
 
 
@@ -48,16 +52,26 @@ def chosen_logprobs(
     lora: ActiveLora | None = None,
 ) -> tuple[Tensor, Tensor]:
     """float32[M] each: logprobs of the trained tokens, and the entropies of the distributions they were chosen from."""
-    hidden_TE = hidden_states(decoder, micro_batch, share, inputs["tokens"].long(), lora)
+    hidden_TE = hidden_states(decoder, micro_batch, share, inputs["tokens"].long(), lora, inputs.get("routing"))
     found = predicted(decoder, hidden_TE, inputs, temperature)
     return share.gather(found[0]), share.gather(found[1])
 
 
 def hidden_states(
-    decoder: AnyDecoder, micro_batch: MicroBatch, share: SequenceShare, given: Tensor, lora: ActiveLora | None = None
+    decoder: AnyDecoder,
+    micro_batch: MicroBatch,
+    share: SequenceShare,
+    given: Tensor,
+    lora: ActiveLora | None = None,
+    routing: Tensor | None = None,
 ) -> Tensor:
-    """[T, E] of the tokens that are `given`; of a stage, its residual stream from the one of the stage before."""
+    """[T, E] of the tokens that are `given`; of a stage, its residual stream from the one of the stage before. `routing` are
+    the experts that they went to in the engine, uint8 as `MicroBatch.routing`."""
     attend, positions_T = _attention(decoder, micro_batch, share, given.device)
+    if routing is not None:
+        assert isinstance(decoder.spec, DecoderSpec)
+        assert decoder.spec.experts is not None, "the routing of another network"
+        return decoder(given, positions_T, attend, lora, routes=SampledRoutes(routing, decoder.spec.experts.layers))
     adapters = () if lora is None else (lora,)
     return decoder(given, positions_T, attend, *adapters)
 

@@ -28,7 +28,7 @@ def step_report(
     """The report of a step: of its updates, and of what the recipe has beside them. `found` is what was looked at first,
     `retries` how often memory ran out."""
     report = of_step(updates) if config.updates_per_step > 1 else updates[0]
-    # A step that computed nothing, since no group had a signal, has no routing to speak of.
+    # A step that computed nothing, since no group had a signal, has no routing to speak of, nor has one without a record.
     extra = {name: value for name, value in report.extra.items() if name not in ROUTING or math.isfinite(value)}
     if numbers.reward_kl is not None:
         extra["kl"] = numbers.reward_kl

@@ -16,7 +16,8 @@ from redline.trainer.parallel.processes import Parallel
 class WatchedRouting:
     """Has the experts of a network note their passes with gradients. A network without experts has nothing to note."""
 
-    def __init__(self, network: AnyDecoder, device: torch.device) -> None:
+    def __init__(self, network: AnyDecoder, device: torch.device, *, replays: bool = False) -> None:
+        """With `replays`, tokens go to the experts that they went to in the engine, where a batch says which."""
         spec = network.spec
         experts = spec.experts if isinstance(spec, DecoderSpec) else None
         self._layers = () if experts is None else experts.layers
@@ -25,7 +26,8 @@ class WatchedRouting:
         """By the index of the layer in the whole network, of which this process may have a part."""
         for layer in network.modules():
             if isinstance(layer, DecoderLayer) and isinstance(layer.experts, Experts):
-                layer.experts.notes = self._notes[layer.index] = RoutingNotes(layer.experts.spec.count, device)
+                notes = RoutingNotes(layer.experts.spec.count, device, replays=replays)
+                layer.experts.notes = self._notes[layer.index] = notes
         self._empty = torch.zeros(0, dtype=torch.float64, device=device)
 
     @property

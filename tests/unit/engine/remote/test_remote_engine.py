@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 from support.eventually import eventually
+from support.fakes import completion
 from support.standing import standing
 from support.tiny_engines import MIXED, Letters, Model, ask, assert_same, make_model
 
@@ -128,6 +129,23 @@ def test_every_field_of_a_request_and_of_a_completion_crosses_the_wire(remote: R
 def _sent(fields_and_buffers: tuple[Any, list[np.ndarray]]) -> tuple[Any, list[memoryview]]:
     fields, buffers = fields_and_buffers
     return json.loads(json.dumps(fields)), [memoryview(bytearray(buffer.tobytes())) for buffer in buffers]
+
+
+def test_experts_cross_the_wire_a_byte_each() -> None:
+    routing = np.arange(7 * 3, dtype=np.uint8).reshape(7, 3)
+    whole = replace(completion([5, 6, 7]), routing=routing)
+    nothing = Delta(0, np.empty(0, np.int32), np.empty(0, np.float32), completion=replace(whole, routing=None))
+    fields, buffers = _sent(pieces_fields([(4, replace(nothing, completion=whole)), (5, nothing)]))
+    (_, found), (_, without) = pieces_from(fields, buffers)
+    assert isinstance(found, Delta)
+    assert isinstance(without, Delta)
+    assert found.completion is not None
+    assert without.completion is not None
+    assert found.completion.routing is not None
+    assert found.completion.routing.dtype == np.uint8
+    np.testing.assert_array_equal(found.completion.routing, routing)
+    assert without.completion.routing is None
+    assert without.completion.token_ids.tolist() == found.completion.token_ids.tolist() == [5, 6, 7]
 
 
 def test_errors_keep_the_class_that_means_something_to_a_caller() -> None:

@@ -85,11 +85,11 @@ class GatherAttention:
         device, size = cache.blocks.device, cache.block_size
         self._cache = cache
         self.positions_T = torch.from_numpy(runs.positions()).to(device)
-        self._slots_T = torch.from_numpy(runs.slots(size)).to(device)
+        self.slots_T = torch.from_numpy(runs.slots(size)).to(device)
         self._rectangles = [_rectangle(runs, members, size, device, dtype) for members in _groups(runs, size)]
 
     def __call__(self, layer: int, q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor, limits: Limits = NO_LIMITS) -> Tensor:
-        self._cache.write(layer, self._slots_T, k_TKD, v_TKD)
+        self._cache.write(layer, self.slots_T, k_TKD, v_TKD)
         if len(self._rectangles) == 1 and self._rectangles[0].queries_BQ is None:
             return self._attend(layer, self._rectangles[0], q_THD, limits)
         out_THD = torch.empty_like(q_THD)

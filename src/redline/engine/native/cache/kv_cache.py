@@ -40,7 +40,9 @@ class KVCache:
         dtype: torch.dtype,
         *,
         heads_first: bool | None = None,
+        routing: tuple[int, int] | None = None,
     ) -> None:
+        """With `routing`, layers with experts and choices of a token, it has room for the experts that each token went to."""
         self.block_size = block_size
         self.num_blocks = num_blocks
         self.heads_first = device.type == "cuda" if heads_first is None else heads_first
@@ -48,15 +50,19 @@ class KVCache:
         block = (K, block_size, D) if self.heads_first else (block_size, K, D)
         # Zeros, because a masked key still meets its value: 0 times whatever uninitialised memory holds may be NaN.
         self.blocks = _zeros((shape.num_layers, 2, num_blocks, *block), device, dtype)
+        self.routing = None if routing is None else _zeros((num_blocks, block_size, *routing), device, torch.uint8)
+        """uint8[blocks, block_size, L, C] of L layers with experts: it goes with the keys and values of a token wherever they
+        go, to other sequences with the same beginning, and out with them."""
 
     @staticmethod
-    def bytes_per_block(shape: KVShape, block_size: int, dtype: torch.dtype) -> int:
-        """2 · layers · block_size · kv_heads · head_dim · bytes per value."""
-        return 2 * shape.num_layers * block_size * shape.num_kv_heads * shape.head_dim * dtype.itemsize
+    def bytes_per_block(shape: KVShape, block_size: int, dtype: torch.dtype, routing: tuple[int, int] | None = None) -> int:
+        """2 · layers · block_size · kv_heads · head_dim · bytes per value, and a byte for each choice of an expert."""
+        choices = 0 if routing is None else block_size * math.prod(routing)
+        return 2 * shape.num_layers * block_size * shape.num_kv_heads * shape.head_dim * dtype.itemsize + choices
 
     @property
     def bytes(self) -> int:
-        return self.blocks.numel() * self.blocks.element_size()
+        return self.blocks.nbytes + (0 if self.routing is None else self.routing.nbytes)
 
     def write(self, layer: int, slots_T: Tensor, k_TKD: Tensor, v_TKD: Tensor) -> None:
         """Store tokens at their slots: `block · block_size + offset`."""
@@ -97,6 +103,8 @@ class KVCache:
 
     def copy(self, sources: Tensor, targets: Tensor) -> None:
         """Copy whole blocks, in all layers."""
+        if self.routing is not None:
+            self.routing[targets] = self.routing[sources]
         if kernels_serve(self.blocks):
             from redline.kernels.decode import copy_blocks
 

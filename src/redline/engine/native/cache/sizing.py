@@ -17,10 +17,16 @@ def block_size_for(config: EngineConfig, device: torch.device) -> int:
 
 
 def num_blocks_for(
-    config: EngineConfig, shape: KVShape, block_size: int, max_len: int, device: torch.device, dtype: torch.dtype
+    config: EngineConfig,
+    shape: KVShape,
+    block_size: int,
+    max_len: int,
+    device: torch.device,
+    dtype: torch.dtype,
+    routing: tuple[int, int] | None = None,
 ) -> int:
     """Blocks within the budget, one of them scratch; never more than all rows at full length could hold."""
-    per_block = KVCache.bytes_per_block(shape, block_size, dtype)
+    per_block = KVCache.bytes_per_block(shape, block_size, dtype, routing)
     budget = config.kv_cache_memory_bytes or _default_budget(config, device)
     blocks = min(budget // per_block, config.max_num_seqs * -(-max_len // block_size) + 1)
     if blocks < 2:

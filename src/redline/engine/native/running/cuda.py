@@ -33,7 +33,7 @@ from redline.kernels.decode.rotate_and_store import rotate_and_store
 from redline.kernels.decode.sampling import sample_plain
 from redline.kernels.decode.shared_prefix import SharedPrefixes
 from redline.kernels.decode.step import StepInputs, begin_step, end_step
-from redline.models.decoder import Decoder, DecoderLayer
+from redline.models.decoder import AnyAttend, Decoder, DecoderLayer
 from redline.models.files.hf import AnyDecoder
 from redline.models.layers.rope import rotary_table
 
@@ -81,6 +81,11 @@ class PagedDecodeAttention:
         self._batch = batch
         self._few_rows = few_rows
 
+    @property
+    def slots_T(self) -> Tensor:  # noqa: N802
+        """int64: where in the cache each token goes, a dead row's to the scratch block."""
+        return slots_of(self._batch, self._cache.block_size) if self._slots_B is None else self._slots_B
+
     def attend_fused(self, layer: DecoderLayer, heads: Tensor) -> Tensor:
         keys, values = self._cache.blocks[layer.index]
         if self._slots_B is not None:
@@ -93,6 +98,13 @@ class PagedDecodeAttention:
         return decode_attention(heads, keys, values, *own, tile, early=few.early, arrived=few.arrived)
 
 
+def slots_of(batch: DecodeBatch, page: int) -> Tensor:
+    """int64[B]: where in the cache the new tokens of a batch go. Does not wait for the device."""
+    places_B = batch.positions_B.clamp(min=0)
+    blocks_B = batch.block_table_RM[batch.rows_B.long(), places_B // page].long()
+    return torch.where(batch.positions_B < 0, SCRATCH_BLOCK * page, blocks_B * page + places_B % page)
+
+
 class FlashPrefillAttention:
     """Chunks of prompts through torch's FlashAttention for packed sequences. A `FusedAttend`."""
 
@@ -100,7 +112,7 @@ class FlashPrefillAttention:
         self._cache = cache
         self._rotary = rotary
         self.positions_T = upload(runs.positions(), torch.int64)
-        self._slots_T = upload(runs.slots(cache.block_size), torch.int64)
+        self.slots_T = upload(runs.slots(cache.block_size), torch.int64)
         self._query_offsets = upload(runs.offsets, torch.int32)
         self._longest = int(runs.lengths_S.max()), int(runs.ends.max())
         self._key_offsets, self._key_slots = self._query_offsets, None
@@ -112,7 +124,7 @@ class FlashPrefillAttention:
 
     def attend_fused(self, layer: DecoderLayer, heads: Tensor) -> Tensor:
         keys, values = self._cache.blocks[layer.index]
-        places = (self.positions_T, self._slots_T)
+        places = (self.positions_T, self.slots_T)
         rotate_and_store(heads, keys, values, *places, self._rotary, _norms(layer), layer.spec.norm_eps)
         q_THD, k_TKD, v_TKD = heads.split([layer.spec.num_heads, layer.spec.num_kv_heads, layer.spec.num_kv_heads], dim=1)
         if self._key_slots is not None:
@@ -359,10 +371,8 @@ class CudaRunner(Runner):
         end_guessing(rows, book, entries, parts, self._launched_R, (samples.tokens_SB, samples.logprobs_SB))
 
     def _guessing_attention(self, rows_T: Tensor, positions_T: Tensor, few_rows: FewRows | None) -> PagedDecodeAttention:
-        page, places_T = self.cache.block_size, positions_T.clamp(min=0)
-        blocks_T = self.rows.tables_RN[rows_T, places_T // page].long()
-        slots_T = torch.where(positions_T < 0, SCRATCH_BLOCK * page, blocks_T * page + places_T % page)
         batch = DecodeBatch(positions_T, rows_T.int(), self.rows.tables_RN, self._splits(len(rows_T)))
+        slots_T = slots_of(batch, self.cache.block_size)
         return PagedDecodeAttention(self.cache, self._rotary, batch, few_rows, slots_T)
 
     # ── memory that steps share ────────────────────────────────────────────────────────────────────────────────────────
@@ -386,6 +396,10 @@ class CudaRunner(Runner):
             top_ids_SBK=room(torch.int64, wants.top) if wants.top else None,
             top_logprobs_SBK=room(torch.float32, wants.top) if wants.top else None,
         )
+
+    def _slots(self, attend: AnyAttend) -> Tensor:
+        assert isinstance(attend, PagedDecodeAttention | FlashPrefillAttention)
+        return attend.slots_T
 
     # ── prefill ────────────────────────────────────────────────────────────────────────────────────────────────────────
 

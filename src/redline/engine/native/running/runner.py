@@ -14,6 +14,7 @@ from torch import Tensor
 from redline.engine.native.cache.attention import GatherAttention, Runs
 from redline.engine.native.cache.kv_cache import KVCache
 from redline.engine.native.cache.prefixes import Prefixes
+from redline.engine.native.cache.routing import RecordedRoutes
 from redline.engine.native.running.device_rows import DeviceRows
 from redline.engine.native.running.sampler import Sampled
 from redline.engine.native.running.verification import MAX_TOKENS, NEWEST, NO_GUESS, Drafts, Guesses
@@ -176,11 +177,22 @@ class Runner:
         if only_M is not None:
             assert isinstance(self._decoder, Decoder)
             return self._decoder(tokens_T, positions_T, attend, only_M=only_M)
+        if self.cache.routing is not None:
+            assert isinstance(self._decoder, Decoder)
+            assert adapter_slots_T is None, "no adapter stands beside an expert"
+            assert self._decoder.spec.experts is not None
+            routes = RecordedRoutes(self.cache, self._slots(attend), self._decoder.spec.experts.layers)
+            return self._decoder(tokens_T, positions_T, attend, routes=routes)
         if adapter_slots_T is None:
             return self._decoder(tokens_T, positions_T, attend)
         assert self.lora is not None
         assert isinstance(self._decoder, Decoder)
         return self._decoder(tokens_T, positions_T, attend, self.lora.active(adapter_slots_T))
+
+    def _slots(self, attend: AnyAttend) -> Tensor:
+        """int64[T]: where in the cache the tokens of a pass are."""
+        assert isinstance(attend, GatherAttention)
+        return attend.slots_T
 
     # ── decode ─────────────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -287,8 +299,8 @@ class Runner:
 
     def _needs_only_ends(self, chunks: Sequence[Chunk], attend: AnyAttend) -> bool:
         """Whether the last layer may leave out the tokens after which nothing is sampled."""
-        scores_prompts = any(c.sequence.request.sampling.prompt_logprobs for c in chunks)
-        return isinstance(self._decoder, Decoder) and isinstance(attend, GatherAttention) and not scores_prompts
+        needs_all = self.cache.routing is not None or any(c.sequence.request.sampling.prompt_logprobs for c in chunks)
+        return isinstance(self._decoder, Decoder) and isinstance(attend, GatherAttention) and not needs_all
 
     def _sample_ends(
         self, chunks: Sequence[Chunk], decoding: Decoding | None, ends: _Ends, hidden_PE: Tensor, wants: Wants
