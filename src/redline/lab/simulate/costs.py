@@ -9,6 +9,8 @@ import numpy as np
 
 ROW_OVER_PROMPT = 1.0
 """Seconds of a row's next token over those of a token of a prompt: about what it is where nothing else says."""
+FIXED_SHARE = 0.25
+"""Of a training step, the part that its tokens do not make: no more than about this where nothing else says."""
 
 
 @dataclass(slots=True, frozen=True)
@@ -51,6 +53,7 @@ class TrainerCost:
     step_s: float
     token_s: float
     tokens: Range
+    mean_tokens: float
     error: float
 
     def seconds(self, tokens: float) -> float:
@@ -76,9 +79,20 @@ def engine_cost(
 
 
 def trainer_cost(seconds: np.ndarray, tokens: np.ndarray) -> TrainerCost:
-    """Fit the cost of a training step to what it took in each step of a run."""
-    (step_s, token_s), error = _fitted(np.stack([np.ones_like(tokens), tokens], axis=1), seconds)
-    return TrainerCost(step_s, token_s, Range(float(tokens.min(initial=0.0)), float(tokens.max(initial=0.0))), error)
+    """Fit the cost of a training step to what it took in each step of a run: a line through the mean, no part of it negative."""
+    sizes = np.stack([np.ones_like(tokens), tokens], axis=1)
+    mean_s, mean_tokens = float(seconds.mean()), float(tokens.mean())
+    off_s, off_tokens = seconds - mean_s, tokens - mean_tokens
+    spread, told = float(off_tokens @ off_tokens), float(off_tokens @ off_s)
+    error = float(np.std(off_s - off_tokens * (told / max(spread, 1e-30)))) / max(mean_s, 1e-12)
+    # Where all steps of a run train on about as many tokens, noise would decide whether a larger batch costs anything: then a
+    # step costs in proportion to its tokens. The weaker the steps say otherwise, the more that counts.
+    weight = (max(error, 1e-6) / FIXED_SHARE) ** 2
+    slope = (told + weight * mean_tokens * mean_s) / max(1e-30, spread + weight * mean_tokens**2)
+    token_s = float(np.clip(slope, 0.0, mean_s / max(mean_tokens, 1e-30))) if mean_tokens else 0.0
+    parts = (mean_s - token_s * mean_tokens, token_s)
+    seen = Range(float(tokens.min()), float(tokens.max()))
+    return TrainerCost(*parts, seen, mean_tokens, _error(sizes, parts, seconds))
 
 
 def _fitted(sizes: np.ndarray, seconds: np.ndarray) -> tuple[Sequence[float], float]:

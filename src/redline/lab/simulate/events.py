@@ -19,9 +19,12 @@ from random import Random
 import numpy as np
 
 from redline.buffer.admission import must_wait_of, num_urgent_of, room
+from redline.errors import ConfigError
 from redline.lab.simulate.costs import EngineCost
 from redline.lab.simulate.recorded import Group
 
+_MOST_FAILURES = 20
+"""Losses of each engine for every step."""
 _SOON_S = 1.0
 """An engine that owes more than this is being started again."""
 
@@ -138,7 +141,7 @@ class Simulator:
         self.now = self._step_began = self._waits_since = 0.0
 
     def run(self) -> Outcome:
-        """Simulate all steps. Blocks until they are done."""
+        """Simulate all steps. Blocks until they are done. Raises `ConfigError` where engines are lost before attempts end."""
         if self.loop.failure_every_s:
             self._at(self._draw.expovariate(1 / self.loop.failure_every_s), "failure", 0)
         self._admit()
@@ -198,6 +201,11 @@ class Simulator:
     def _on_failure(self, which: int) -> None:
         """A random engine is lost: its rows begin again elsewhere, and it is back after a while."""
         self.outcome.failures += 1
+        if self.outcome.failures > _MOST_FAILURES * len(self._engines) * (self._version + 1):
+            raise ConfigError(
+                f"engines would be lost more than {_MOST_FAILURES} times a step: attempts hardly ever end",
+                "give a larger failure_every_h",
+            )
         lost = self._draw.randrange(len(self._engines))
         engine = self._engines[lost]
         self.outcome.busy_s += engine.advance(self.now)
@@ -218,8 +226,11 @@ class Simulator:
 
     def _drawn(self, count: int) -> list[Group]:
         """So many that were recorded one after the other: what held one of them up may have held up its neighbours, too."""
+        if not count:
+            return []
         groups = self.loop.groups
-        first = count * self._draw.randrange(max(1, len(groups) // max(1, count)))
+        are_whole_steps = len(groups) % count == 0
+        first = count * self._draw.randrange(len(groups) // count) if are_whole_steps else self._draw.randrange(len(groups))
         return [groups[(first + place) % len(groups)] for place in range(count)]
 
     def _begin(self, group: Group) -> range:

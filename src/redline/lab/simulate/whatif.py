@@ -21,7 +21,14 @@ MOST_ATTEMPTS = 6_000
 """Attempts of one simulated run: fewer steps are taken where steps are large, and the rest is alike."""
 FEWEST_STEPS, MOST_STEPS = 12, 200
 SKIPPED = 2
-"""First steps, which fill the pipeline."""
+"""First steps, which fill the pipeline; with a lag, as many more as the oldest sample may be old, and as many at the end, when
+less and less is begun."""
+MOST_AT_ONCE = 50_000
+"""Attempts under way at once in a simulated run: more would take minutes."""
+MOST = {
+    "max_lag": 100, "trainers": 1024, "tensor_parallel": 1024, "engines": 10**6, "groups_per_step": 10**6, "group_size": 10**6,
+}  # fmt: skip
+"""Field of `WhatIf` → the most that is answered."""
 MOST_BEYOND = 4.0
 """How far outside of what was recorded a size may be, as a factor."""
 MOST_OFF = 0.25
@@ -139,11 +146,13 @@ def changed(settings: WhatIf, overrides: Sequence[str]) -> WhatIf:
             value = kind(text)
         except ValueError:
             raise ConfigError(f"{override}: not a {'whole ' if kind is int else ''}number", f"such as {key}=2") from None
-        if not math.isfinite(value):
+        if isinstance(value, float) and not math.isfinite(value):
             raise ConfigError(f"{override}: not a number", f"such as {key}=2")
         least = 0 if field in ("max_lag", "failure_every_h", "engines") else 1 if kind is int else 1e-9
         if value < least:
             raise ConfigError(f"{override}: less than {least:g}", f"such as {key}=2")
+        if value > MOST.get(field, value):
+            raise ConfigError(f"{key}: more than {MOST[field]:,}", f"such as {key}=2")
         values[field] = max(1, value) if field == "engines" else value
     return replace(settings, **values)
 
@@ -173,12 +182,15 @@ def _unsure(step_s: np.ndarray) -> float:
 def _supported(recording: Recording, recorded: WhatIf, wanted: WhatIf) -> list[str]:
     """What has to be assumed. Raises `ConfigError` where too much would have to be."""
     attempts = wanted.groups_per_step * wanted.group_size * (wanted.max_lag + 1)
+    if attempts > MOST_AT_ONCE:
+        raise ConfigError(f"{attempts:,} attempts at once are more than {MOST_AT_ONCE:,}", "simulate a part of such a machine")
     rows = min(wanted.max_num_seqs, attempts / wanted.engines)
     beyond = recording.engine.rows.beyond(rows)
     if beyond > MOST_BEYOND:
+        is_more = rows > recording.engine.rows.high
         raise ConfigError(
-            f"an engine would decode about {rows:.0f} rows at once, and {recording.engine.rows.high:.0f} were recorded",
-            "record a run with larger batches, or add engines",
+            f"an engine would decode about {rows:.2g} rows at once, and up to {recording.engine.rows.high:.0f} were recorded",
+            "record a run with larger batches, or add engines" if is_more else "give larger batches, or fewer engines",
         )
     if not 1 / MOST_BEYOND <= wanted.lengths <= MOST_BEYOND:
         raise ConfigError(f"lengths = {wanted.lengths:g}: answers of such lengths were not recorded", "between 0.25 and 4")
@@ -188,8 +200,13 @@ def _supported(recording: Recording, recorded: WhatIf, wanted: WhatIf) -> list[s
             "give a longer time, or a shorter recovery_s",
         )
     assumed = []
-    if beyond > 1:
+    if rows > recording.engine.rows.high:
         assumed.append(f"a step of {rows:.0f} rows costs what smaller ones say; {recording.engine.rows.high:.0f} were recorded")
+    size = wanted.groups_per_step * wanted.group_size * wanted.lengths / (recorded.groups_per_step * recorded.group_size)
+    if recording.trainer.tokens.beyond(size * recording.trainer.mean_tokens) > 1:
+        assumed.append(f"training on {size:.3g} times the tokens of a step costs what the recorded steps say")
+    if len(recording.groups) < recorded.groups_per_step:
+        assumed.append(f"all groups are like the {len(recording.groups)} that the store kept")
     for field, factor in PER_DOUBLING.items():
         if getattr(wanted, field) > 1:
             assumed.append(f"{field.replace('_', ' ')}: twice the devices are {factor:g} times as fast")
@@ -206,10 +223,13 @@ def _one_device(recording: Recording) -> bool:
 
 def _predicted(recording: Recording, recorded: WhatIf, wanted: WhatIf) -> Prediction:
     attempts = wanted.groups_per_step * wanted.group_size
-    steps = SKIPPED + max(FEWEST_STEPS, min(MOST_STEPS, MOST_ATTEMPTS // attempts))
+    begin = SKIPPED + wanted.max_lag
+    end = begin + max(FEWEST_STEPS, min(MOST_STEPS, MOST_ATTEMPTS // attempts))
+    steps = end + wanted.max_lag
     outcomes = [Simulator(_loop(recording, recorded, wanted, steps, seed)).run() for seed in range(SEEDS)]
-    means = [float(np.mean(outcome.step_s[SKIPPED:])) for outcome in outcomes]
-    lags = Counter(lag for outcome in outcomes for lag in outcome.lags[SKIPPED * wanted.groups_per_step :])
+    means = [float(np.mean(outcome.step_s[begin:end])) for outcome in outcomes]
+    trained = slice(begin * wanted.groups_per_step, end * wanted.groups_per_step)
+    lags = Counter(lag for outcome in outcomes for lag in outcome.lags[trained])
     step_s = float(np.mean(means))
     return Prediction(
         step_s=step_s,

@@ -80,6 +80,13 @@ def test_groups_that_were_held_up_together_are_held_up_together() -> None:
     assert np.mean(np.array(outcome.step_s) > 2) == pytest.approx(0.1, abs=0.05)
 
 
+def test_groups_that_are_no_whole_number_of_steps_are_all_drawn() -> None:
+    """Of sixteen groups the last four are long: steps of twelve meet them as well."""
+    groups = tuple(Group((100 if place < 12 else 1000,), (0.0,), 0) for place in range(16))
+    seconds = Simulator(Loop(groups, FLAT, 1, 1000, 12, 0, 0.0, 0.5, 0.0, steps=60)).run().step_s
+    assert set(np.round(seconds, 6)) == {1.5, 10.5}
+
+
 def test_a_lost_engine_costs_time_and_no_attempt() -> None:
     calm = simulated(equal(100), engines=2, steps=40)
     lossy = simulated(equal(100), engines=2, steps=40, failure_every_s=10.0, recovery_s=5.0)

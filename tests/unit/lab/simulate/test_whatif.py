@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from random import Random
 
 import numpy as np
@@ -41,6 +42,19 @@ def test_costs_are_found_again_and_none_is_negative() -> None:
     assert (falling.step_s, falling.token_s) == (pytest.approx(2.0), 0.0)
 
 
+def test_where_all_steps_train_on_as_many_tokens_training_costs_in_proportion_to_them() -> None:
+    """Noise of a tenth, tokens within 3%: the slope of the steps alone is anything from none to several times too steep."""
+    draw = np.random.default_rng(0)
+    for _ in range(20):
+        tokens = draw.normal(3000, 90, 20)
+        seconds = 4e-5 * tokens * draw.normal(1, 0.1, 20)
+        found = trainer_cost(seconds, tokens)
+        assert found.seconds(tokens.mean()) == pytest.approx(seconds.mean())
+        assert found.seconds(6000) == pytest.approx(0.24, rel=0.25)
+    told_apart = trainer_cost(0.2 + 1e-5 * np.arange(1000.0, 6000, 500), np.arange(1000.0, 6000, 500))
+    assert (told_apart.step_s, told_apart.token_s) == pytest.approx((0.2, 1e-5), rel=0.01)
+
+
 def test_where_all_steps_decode_as_many_rows_a_row_costs_about_what_a_token_of_a_prompt_does() -> None:
     steps, noise = np.full(20, 16.0), np.random.default_rng(0).normal(1.0, 0.02, 20)
     found = engine_cost(noise * 16 * (0.01 + 64 * 0.0001), steps, 64 * steps, 0.0001, 64)
@@ -54,7 +68,10 @@ def test_the_replay_is_the_measurement_and_longer_answers_take_longer() -> None:
     answer = simulate(recording(), ["lengths=2"])
     assert abs(answer.error) < 0.02
     assert 1.7 < answer.simulated.step_s / answer.replayed.step_s < 2.0
-    assert "all answers are longer" in answer.assumptions[0]
+    assert answer.assumptions == (
+        "training on 2 times the tokens of a step costs what the recorded steps say",
+        "all answers are longer or shorter by the same factor",
+    )
 
 
 def test_more_engines_and_a_lag_are_faster_and_what_is_assumed_is_said() -> None:
@@ -75,11 +92,38 @@ def test_more_engines_and_a_lag_are_faster_and_what_is_assumed_is_said() -> None
         ("placement.engines=1.5", "not a whole number"),
         ("rollouts.group_size=0", "less than 1"),
         ("rollouts.groups_per_step=400", "rows at once"),
+        ("rollouts.groups_per_step=1000000", "4,000,000 attempts at once"),
+        (f"rollouts.groups_per_step=1{400 * '0'}", "more than 1,000,000"),
+        ("placement.engines=1000", "about 0.016 rows at once"),
+        ("buffer.max_lag=1000000", "more than 100"),
+        ("trainers=1000000", "more than 1,024"),
     ],
 )
 def test_what_cannot_be_answered_is_refused(override: str, words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         simulate(recording(), ["engine.max_num_seqs=4000", override])
+
+
+def test_engines_that_are_lost_before_attempts_end_are_refused() -> None:
+    with pytest.raises(ConfigError, match="lost more than 20 times a step"):
+        simulate(recording(), ["failure_every_h=1e-7", "recovery_s=1e-6"])
+
+
+def test_a_pipeline_that_fills_or_empties_is_no_part_of_an_answer() -> None:
+    """Sampling takes all rows as long as one, so that the trainer sets the pace and every group waits its turn."""
+    found = recording()
+    groups = tuple(Group((10,) * 4, (0.0,) * 4, 0) for _ in found.groups)
+    steady = replace(found, groups=groups, engine=replace(found.engine, row_s=0.0), config={**CONFIG, "buffer": {"max_lag": 6}})
+    loop = Loop(groups, steady.engine, 1, 64, 4, 6, found.trainer.token_s, found.trainer.step_s + 0.1, 0.01, 100)
+    measured = Simulator(loop).run().step_s[50]
+    answer = simulate(replace(steady, step_s=np.full(10, measured)), [])
+    assert answer.simulated.lags == {6: 1.0}
+
+
+def test_few_groups_that_the_store_kept_are_said() -> None:
+    found = recording()
+    few = simulate(replace(found, groups=found.groups[:3]), [])
+    assert few.assumptions == ("all groups are like the 3 that the store kept",)
 
 
 def test_a_run_that_the_model_does_not_explain_is_refused() -> None:
