@@ -34,6 +34,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=128, help="of an attempt at most")
     parser.add_argument("--group", type=int, default=4, help="attempts at a task")
     parser.add_argument("--epochs", type=int, default=2)
+    parser.add_argument("--threads", type=int, default=None, help="of the CPU; by default all")
     asked = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         run = train(Path(folder), asked)
@@ -52,7 +53,12 @@ def train(folder: Path, asked: argparse.Namespace) -> Path:
         rows.append({"question": question.format(a=a, b=b), "answer": str(answer(a, b))})
     (folder / "questions.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     recipe = {
-        "run": {"name": "attempts", "steps": asked.epochs * asked.tasks // per_step, "folder": str(folder)},
+        "run": {
+            "name": "attempts",
+            "steps": asked.epochs * asked.tasks // per_step,
+            "folder": str(folder),
+            "num_threads": asked.threads,
+        },
         "model": {"path": "builtin:smollm2-135m-instruct"},
         "rollouts": {
             "task": {

@@ -7,10 +7,10 @@ added to its row of the head, as strongly as makes it the share `p` of what is s
 tokens did with probability p, whatever the seed, which is what acceptance is made of; p = 0 is the network as it was drawn.
 Each round has new prompts, and every engine its own texts.
 
-First, in float32 and with a clock that always says yes (`always`), completions with and without guesses are compared. Rounding
-may move a draw to the next token: with p = 0.9 the other 10% are spread over a whole vocabulary, so that each of 150,000 tokens
-is 7e-7 wide, and one of about a hundred draws among them falls within float32's rounding of a border. So it also says by how
-much the logprobs differ up to there: 1e-5 is rounding, 1e-3 would be TF32, more a fault.
+First, in float32 and with a clock that always says yes (`always`), completions with and without guesses are compared, at
+temperature 0.05 and where every text comes a second time. At temperature 1 a network of random weights is so flat that each of
+150,000 tokens is 7e-6 wide, and of a hundred draws one falls within float32's rounding of the border of two (`--temperature 1`
+shows it). It also says by how much the logprobs differ up to the first other token: 1e-5 is rounding, 1e-3 would be TF32.
 Leaves out: siblings and earlier attempts, whose texts are longer matches than a text's own; and real texts.
 """
 
@@ -48,28 +48,31 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--shares", type=lambda text: [float(p) for p in text.split(",")], default=[0.0, 0.8, 0.95])
     parser.add_argument("--compared", type=int, default=300, help="completions that are compared in float32; 0 for none")
+    parser.add_argument("--temperature", type=float, default=0.05, help="of those")
     asked = parser.parse_args()
     device = torch.device(asked.device)
     if asked.compared:
-        compare(asked.model, device, asked.compared)
+        compare(asked.model, device, asked.compared, asked.temperature)
     lines = [f"{'p':>5} {'off':>9} {'auto':>9} {'times':>6} {'drafted':>9} {'accepted':>8} {'saved, said':>12} {'saved':>7}"]
     for share in asked.shares:
         lines += measure(asked, device, share)
     print("\n".join(lines))
 
 
-def compare(model: str, device: torch.device, count: int) -> None:
+def compare(model: str, device: torch.device, count: int, temperature: float) -> None:
     """Say how many of the completions differ."""
-    decoder = make_likely(make_network(model, device, torch.float32, seed=0).decoder, 0.9, device)
+    decoder = make_network(model, device, torch.float32, seed=0).decoder
+    more = {"n": 4, "stop_token_ids": (5, 6), "temperature": temperature}
     requests = [
-        replace(request, sampling=replace(request.sampling, n=4, stop_token_ids=(5, 6), top_p=0.95 if i % 3 else 1.0))
+        replace(request, sampling=replace(request.sampling, **more, top_p=0.95 if i % 3 else 1.0))
         for i, request in enumerate(requests_of(decoder, count // 4, 48, 192, 1))
     ]
     found: dict[str, list[Completion]] = {}
     stats = {}
     for mode in ("off", "always"):
         engine = engine_of(decoder, mode, len(requests) * 4)  # type: ignore[arg-type]
-        found[mode] = [completion for group in engine.generate(requests) for completion in group]
+        for _ in range(2):
+            found[mode] = [completion for group in engine.generate(requests) for completion in group]
         stats[mode] = engine.stats
         del engine
     pairs = list(zip(found["off"], found["always"], strict=True))

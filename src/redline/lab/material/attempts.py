@@ -49,11 +49,11 @@ class Attempts:
 
 
 def read_attempts(source: Path) -> Attempts:
-    """Of a run folder, or of a file that `save_attempts` wrote. Raises `RunFolderError` where a task was visited once only."""
+    """Of a run folder, or of a file that `save_attempts` wrote. Raises `RunFolderError` where no task was visited twice."""
     attempts = _of_file(source) if source.suffix == FILE_ENDING else _of_run(source)
-    if not attempts.visits or attempts.num_visits < 2:
+    if not attempts.visits:
         raise RunFolderError(
-            f"{source}: fewer than two visits at its tasks, and the earlier ones are what later ones repeat",
+            f"{source}: no task was attempted twice, and the earlier attempts are what later ones repeat",
             "take a run whose tasks come again: more steps, or fewer tasks (rollouts.task)",
         )
     return attempts
@@ -87,7 +87,7 @@ def _of_file(path: Path) -> Attempts:
 
 
 def _of_run(folder: Path) -> Attempts:
-    """Tasks that have come as often as most; attempts without a token are left out."""
+    """Tasks that have come more than once; attempts without a token are left out."""
     found: dict[str, dict[int, list[np.ndarray]]] = {}
     table = StoredRun(folder).table()
     columns = (table.column(name).to_pylist() for name in ("task_id", "group", "token_ids", "loss_mask"))
@@ -95,5 +95,4 @@ def _of_run(folder: Path) -> Attempts:
         said = np.array(tokens, np.int32)[np.array(mask, bool)]
         if len(said):
             found.setdefault(task, {}).setdefault(group, []).append(said)
-    usual = max((len(groups) for groups in found.values()), default=0)
-    return Attempts([[groups[index] for index in sorted(groups)] for groups in found.values() if len(groups) == usual])
+    return Attempts([[groups[index] for index in sorted(groups)] for groups in found.values() if len(groups) > 1])

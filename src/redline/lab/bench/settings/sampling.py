@@ -47,6 +47,16 @@ class GenerateSettings(EngineSettings):
             raise ValueError(f"longest = {self.longest} is less than the average, new_tokens = {self.new_tokens}")
         return self
 
+    @model_validator(mode="after")
+    def _a_replay_is_ours(self) -> GenerateSettings:
+        if self.replay is not None and (self.n > 1 or self.peers or self.engine.kind != "native"):
+            raise ValueError(
+                "replay draws a given text for each prompt, in our engine alone; leave out n, peers and engine.kind"
+            )
+        if self.replay is not None and self.engine.speculation != "off":
+            raise ValueError("replay runs engine.speculation off and auto in turn; leave it out")
+        return self
+
 
 class NSamplingSettings(EngineSettings):
     prompts: PositiveInt = 1

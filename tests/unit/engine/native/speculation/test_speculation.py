@@ -122,9 +122,11 @@ def test_stop_strings_end_a_completion_in_the_middle_of_what_was_accepted(model:
     [expected] = model.generate([request], tokenizer=letters)
     engine = model.engine(speculation="always", tokenizer=letters)
     engine.generate([ask(9, 40, seed=3)])
+    before = engine.stats.generated_tokens
     [found] = engine.generate([request])
     assert_same(found, expected)
     assert found[0].stop == stop
+    assert engine.stats.generated_tokens - before == len(found[0].token_ids), "those behind the stop string do not count"
     assert engine._speculation.counts.accepted_tokens
 
 
@@ -192,6 +194,39 @@ def test_a_model_of_nan_fails_its_request_and_no_other(model: Model) -> None:
         engine.decoder.norm.fill_(math.nan)
     with pytest.raises(BrokenModelError):
         engine.generate([request])
+
+
+def test_weights_that_are_broken_for_a_token_break_only_what_it_is_sampled_in(model: Model) -> None:
+    """A guess that is wrong, or behind a stop string, goes through the network too. What it leaves there reaches nobody."""
+    letters = Letters()
+    [[free]] = model.generate([ask(9, 40, seed=3)])
+    said = free.token_ids.tolist()
+    wrong = next(token for token in range(2, 100) if token not in said)
+    stop = letters.piece(said[20])
+    whole, stopped = (replace(ask(9, 40, seed=3, **more), task="sum") for more in ({}, {"stop": (stop,)}))
+    for request, broken, known in (
+        (whole, wrong, [*said[:12], wrong, *said[13:24], wrong, *said[25:]]),
+        (stopped, said[21], said),
+    ):
+        if broken in said[:21]:
+            continue
+        plain, engine = (model.engine(speculation=mode, tokenizer=letters) for mode in ("off", "always"))
+        for each in (plain, engine):
+            break_token(each, broken)
+        engine.remember("sum", np.concatenate([request.prompt_ids, known]).astype(np.int32))
+        [expected], [found] = plain.generate([request]), engine.generate([request])
+        assert_same(found, expected)
+        assert engine.stats.drafted_tokens
+        assert engine.stats.generated_tokens == len(found[0].token_ids)
+
+
+@torch.no_grad()
+def break_token(engine: NativeEngine, token: int) -> None:
+    """Put NaN into its embedding, and not into its logits."""
+    decoder = engine.decoder
+    if decoder.lm_head is None:
+        decoder.lm_head = torch.nn.Parameter(decoder.embed.detach().clone())
+    decoder.embed[token] = math.nan
 
 
 def test_auto_measures_plain_steps_first_and_guesses_where_that_pays(model: Model) -> None:
