@@ -89,6 +89,18 @@ def test_an_adapter_in_training_reaches_transformers_merged(tmp_path: Path) -> N
     assert all(row["weight_sync/bytes_moved"] > 0 for row in theirs)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("lora", [0, 4])
+def test_transformers_in_processes_of_their_own_train_as_the_native_engine_does(
+    native: list[dict[str, Any]], tmp_path: Path, lora: int
+) -> None:
+    adapter: dict[str, dict[str, Any]] = {"trainer": {"lora": {"rank": lora}}} if lora else {}
+    ours = train(tmp_path / "ours", **adapter) if lora else native
+    theirs = train(tmp_path / "theirs", engine={"kind": "transformers"}, placement={"engines": 2}, **adapter)
+    assert_same_training(ours, theirs)
+    assert all(row["weight_sync/bytes_moved"] > 0 for row in theirs if row["trainer/grad_norm"])
+
+
 def test_a_server_that_keeps_its_weights_is_refused_before_anything_loads(tmp_path: Path) -> None:
     said = refusal(tmp_path, "engine.kind=openai", "engine.url=http://127.0.0.1:1/v1")
     assert "engine.kind = openai" in said
@@ -182,6 +194,16 @@ def test_vllm_runs_a_whole_training_job(wide: Path, max_lag: int, tmp_path: Path
     model = load_file(newest_run(tmp_path / "run").path / "model" / "model.safetensors")
     before = load_file(wide / "model.safetensors")
     assert any(not model[name].equal(before[name]) for name in before)
+
+
+@needs_vllm
+@pytest.mark.slow
+@pytest.mark.parametrize("max_lag", [0, 1])
+def test_two_vllm_engines_in_processes_of_their_own_are_trained(wide: Path, max_lag: int, tmp_path: Path) -> None:
+    sections = vllm_sections(wide, run={"steps": 6}, buffer={"max_lag": max_lag}, placement={"engines": 2})
+    found = train(tmp_path / "run", **sections)
+    assert [row["step"] for row in found] == list(range(1, 7))
+    assert all((row["trainer/mismatch_kl"] or 0.0) < (0.5 if max_lag else 1e-6) for row in found)
 
 
 @contextlib.contextmanager

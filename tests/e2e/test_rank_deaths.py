@@ -40,7 +40,9 @@ def command(folder: Path, sharding: str, restarts: int) -> list[str]:
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     keys = [f"run.folder={folder}", f"run.steps={STEPS}", "run.checkpoint_every=2", "run.num_threads=1"]
     keys += ["rollouts.evaluation.num_tasks=0", "trainer.rank_timeout_s=5", f"trainer.sharding={sharding}"]
-    return [*launcher, "--max-restarts", str(restarts), "-m", "redline", "train", str(RECIPE), *keys]
+    # A stopped rank hears no SIGTERM: torchrun kills it after so many seconds, 30 by default.
+    patience = ["--max-restarts", str(restarts), "--shutdown-timeout", "5"]
+    return [*launcher, *patience, "-m", "redline", "train", str(RECIPE), *keys]
 
 
 @contextmanager

@@ -207,7 +207,7 @@ def ended(worker):
         time.sleep(0.05)
     return worker.why_ended()
 
-with joined(PlacementConfig(cluster="ray", address="local"), 1), room(1, {"CPU": 1}) as bundles:
+with joined(PlacementConfig(cluster="ray", address="local"), 1), room([{"CPU": 1}]) as bundles:
     os.environ[GROUP_VARIABLE] = group_name(bundles[0])
     actors = RayActors(0)
     first = actors.spawn(spec)

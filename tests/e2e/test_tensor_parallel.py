@@ -14,7 +14,7 @@ from support.small_models import CONFIGS, VOCAB_SIZE, write_model
 from redline.config.sections.engine import ServedEngineConfig
 from redline.engine import NativeEngine
 from redline.engine.native.tensor_parallel import TensorParallelEngine, decode_request, encode_request
-from redline.errors import EngineError, ModelError
+from redline.errors import ModelError
 from redline.models.files.hf import load_decoder
 from redline.models.parallel import shard_spec
 from redline.types import FinishReason, GenerateRequest, SamplingParams
@@ -98,8 +98,3 @@ def test_a_request_survives_the_way_to_another_process() -> None:
 def test_heads_that_cannot_be_divided_are_refused(folder: Path) -> None:
     with pytest.raises(ModelError, match="cannot be divided among 5 ranks"):
         shard_spec(load_decoder(folder).spec, 5)
-
-
-def test_new_weights_are_refused(parallel: TensorParallelEngine) -> None:
-    with pytest.raises(EngineError, match="cannot be replaced"):
-        parallel.apply(None)  # type: ignore[arg-type]

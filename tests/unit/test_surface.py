@@ -41,6 +41,7 @@ engine.options
 engine.record_routing
 engine.served_model
 engine.speculation
+engine.tensor_parallel_size
 engine.timeout_s
 engine.url
 engine.weights_folder

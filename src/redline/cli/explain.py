@@ -210,11 +210,11 @@ def groups() -> tuple[Group, ...]:
     """Everything that has keys: recipes, `redline serve`, and each case of `redline bench`."""
     from redline.config.reference import keys_of
     from redline.config.schema import Config
-    from redline.config.sections.engine import EngineConfig, ServedEngineConfig
+    from redline.config.sections.engine import RunEngineConfig, ServedEngineConfig
     from redline.lab.bench.settings import SETTINGS
     from redline.serve.requests.limits import ServeLimits
 
-    shared = {f"engine.{name}" for name in EngineConfig.model_fields}
+    shared = {f"engine.{name}" for name in RunEngineConfig.model_fields}
     served = [key for key in keys_of(ServedEngineConfig, "engine.") if key.name not in shared]
     return (
         Group("recipe", "A recipe, and redline train RECIPE KEY=VALUE", tuple(keys_of(Config))),

@@ -83,9 +83,6 @@ EARLIER: Mapping[str, Earlier] = {
     ),
     "weight_sync.method": Earlier(advice="leave it out: engine and trainer share their weights, and nothing is copied"),
     "trainer.data_parallel_size": Earlier(advice="leave it out: it is the ranks that are started / sequence_parallel_size"),
-    "engine.tensor_parallel_size": Earlier(
-        advice="leave it out: a run samples from whole engines, placement.engines of them; only `redline serve` divides one"
-    ),
     "engine.max_loras": Earlier(advice=_SERVED),
     "engine.max_lora_rank": Earlier(advice=_SERVED),
     "trainer.warmup_steps": Earlier("trainer.schedule.warmup_steps"),

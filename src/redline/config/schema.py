@@ -10,7 +10,7 @@ from pydantic import model_validator
 
 from redline.config.section import Section
 from redline.config.sections.buffer import BufferConfig
-from redline.config.sections.engine import EngineConfig
+from redline.config.sections.engine import RunEngineConfig
 from redline.config.sections.model import ModelConfig
 from redline.config.sections.placement import PlacementConfig
 from redline.config.sections.rollouts import RolloutsConfig
@@ -32,7 +32,7 @@ class Config(Section):
     """Attempts on their way to the trainer."""
     trainer: TrainerConfig = TrainerConfig()
     """Loss and optimizer."""
-    engine: EngineConfig = EngineConfig()
+    engine: RunEngineConfig = RunEngineConfig()
     """The sampler."""
     placement: PlacementConfig = PlacementConfig()
     """Which process runs where."""

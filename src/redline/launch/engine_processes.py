@@ -23,6 +23,7 @@ def engine_specs(config: Config, placement: Placement, folder: RunFolder, weight
             recipe=_recipe(config, placement, place, weight_bytes).model_dump(mode="json"),
             name=f"engine {place.process}",
             device=place.device,
+            width=place.width,
             num_threads=place.cpu_threads,
             spans=str(folder.spans.absolute()),
             lora=config.trainer.lora.model_dump(mode="json") if config.trainer.lora.rank else None,

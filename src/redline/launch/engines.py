@@ -10,7 +10,7 @@ EngineRecipe    ──load_engine──► LoadedEngine            redline serve
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -24,7 +24,7 @@ from redline.engine import EngineSession, NativeEngine
 from redline.engine.adapters.stepped import SteppedAdapter
 from redline.engine.adapters.transformers_engine import TransformersEngine
 from redline.engine.native.lora import make_bank
-from redline.engine.native.tensor_parallel import STEP_TIMEOUT_S, TensorParallelEngine
+from redline.engine.native.tensor_parallel import PROGRAM, STEP_TIMEOUT_S, TensorParallelEngine
 from redline.errors import ConfigError, ModelError
 from redline.launch.kinds import OtherEngine, load_other_engine, sample_from
 from redline.launch.models import LoadedModel
@@ -99,11 +99,13 @@ def load_engine(
     *,
     lora: LoraConfig | None = None,
     step_timeout_s: float = STEP_TIMEOUT_S,
+    rank_program: Sequence[str] = PROGRAM,
     tell: Callable[[str], None] = lambda text: None,
 ) -> LoadedEngine:
     """Load the model of a resolved recipe into the fastest engine that runs it, with LoRA adapters by name. With `lora` the
     network itself has an adapter, as the trainer's has that trains one. A step of an engine of several processes may take
-    `step_timeout_s`. Raises `RedlineError` for a model that there is not, or that none runs."""
+    `step_timeout_s`, and its other processes run `rank_program`. Raises `RedlineError` for a model that there is not, or that
+    none runs."""
     check_engine_place(recipe)
     folder = model_folder(recipe.model.path, recipe.run.seed)
     tokenizer = load_tokenizer(folder)
@@ -114,7 +116,9 @@ def load_engine(
         close = other.close if isinstance(other, SteppedAdapter) else lambda: None
         return LoadedEngine(other, tokenizer, ends, close=close)
     if recipe.engine.tensor_parallel_size > 1:
-        divided = TensorParallelEngine(folder, recipe.engine, device, dtype, step_timeout_s=step_timeout_s)
+        divided = TensorParallelEngine(
+            folder, recipe.engine, device, dtype, step_timeout_s=step_timeout_s, program=rank_program
+        )
         return LoadedEngine(divided, tokenizer, ends, divided.why_broken, divided.close)
     try:
         decoder = load_decoder(folder, device, dtype)

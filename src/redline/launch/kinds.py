@@ -27,6 +27,7 @@ from redline.config.installation import how_to_install
 from redline.config.resolve import bfloat16_flags
 from redline.config.sections.engine import EngineConfig
 from redline.engine.adapters.openai_server import OpenAIServerEngine
+from redline.engine.adapters.pushed_weights import PushedWeights
 from redline.engine.adapters.sglang import SglangEngine
 from redline.engine.adapters.stepped import SteppedAdapter
 from redline.engine.adapters.transformers_engine import TransformersEngine
@@ -190,16 +191,19 @@ def make_other_engine(config: Config, model: LoadedModel, trainer: Trainer) -> O
 
 def _pushed(engine: TransformersEngine | VllmEngine | SglangEngine, decoder: AnyDecoder, trainer: Trainer) -> PushedTensors:
     """Make the transport to an engine that loads weights by their Hugging Face names."""
+    trained, named = trainer.weights().tensors, named_by_hugging_face(decoder)
+    return PushedTensors(engine, trained, named, lambda tokens: own_logprobs(engine, tokens))
 
-    def logprobs(tokens: Sequence[int]) -> list[float] | None:
-        if engine.has_work:  # pieces of other requests would come with the probe's
-            return None
-        asked = GenerateRequest(np.array(tokens, np.int32), SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=True))
-        [[completion]] = engine.generate([asked])
-        assert completion.prompt_logprobs is not None
-        return completion.prompt_logprobs[1:].tolist()
 
-    return PushedTensors(engine, trainer.weights().tensors, _named_by_hugging_face(decoder), logprobs)
+def own_logprobs(engine: TransformersEngine | PushedWeights, tokens: Sequence[int]) -> list[float] | None:
+    """What an engine of others makes of each token of a prompt after the first; None where it cannot say now. For the thread
+    that has the engine between two steps."""
+    if engine.has_work:  # pieces of other requests would come with the probe's
+        return None
+    asked = GenerateRequest(np.array(tokens, np.int32), SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=True))
+    [[completion]] = engine.generate([asked])
+    assert completion.prompt_logprobs is not None
+    return completion.prompt_logprobs[1:].tolist()
 
 
 def _trained_server(config: Config, model: LoadedModel, trainer: Trainer) -> OtherSide:
@@ -263,6 +267,6 @@ def _whole(decoder: AnyDecoder, trained: Mapping[str, Tensor]) -> dict[str, Tens
     return merged_tensors(decoder, values) if isinstance(decoder, Decoder) else values
 
 
-def _named_by_hugging_face(decoder: AnyDecoder) -> Callable[[Mapping[str, Tensor]], Named]:
+def named_by_hugging_face(decoder: AnyDecoder) -> Callable[[Mapping[str, Tensor]], Named]:
     """Return a function that gives every weight its Hugging Face name, an adapter merged into those it belongs to."""
     return lambda trained: hf_tensors(decoder, _whole(decoder, trained))

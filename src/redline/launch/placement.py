@@ -49,6 +49,8 @@ class Place:
     """Threads of its CPU kernels."""
     process: int = 0
     """0 is the process of the loop; engines of their own have 1, 2, …"""
+    width: int = 1
+    """Processes that divide an engine among them; on GPUs each has one, from `device` on."""
     joins_at: str = ""
     """`host:port` of the run, where the process is on another machine and joins from there; empty on this one."""
 
@@ -56,7 +58,10 @@ class Place:
         if self.joins_at:
             return f"process {self.process}, on a machine that joins at {self.joins_at} ({self.device})"
         kernels = f", {self.cpu_threads} CPU thread{'s' if self.cpu_threads > 1 else ''}" if self.device == "cpu" else ""
-        return f"process {self.process}, thread {self.thread} ({self.device}{kernels})"
+        if self.width == 1:
+            return f"process {self.process}, thread {self.thread} ({self.device}{kernels})"
+        where = f"cpu{kernels} each" if self.device == "cpu" else f"{self.width} GPUs from {self.device} on"
+        return f"process {self.process}, thread {self.thread}, divided among {self.width} processes ({where})"
 
 
 @dataclass(slots=True, frozen=True)
@@ -108,6 +113,7 @@ def place(config: Config, num_gpus: int | None = None) -> Placement:
     _refuse_guesses_on_cuda(config)
     _refuse_sleep_without_effect(config)
     _refuse_engines_elsewhere(config)
+    _refuse_engines_divided(config)
     joins_at = address_to_join(config) if config.placement.remote_engines else ""
     threads, device = config.run.num_threads or 1, config.run.device
     # On a CPU two threads that work at once divide the cores; on a GPU their kernels run there, and each may use all cores.
@@ -121,7 +127,11 @@ def place(config: Config, num_gpus: int | None = None) -> Placement:
         return Placement(stages, _transport(config, ()))
     del stages["engine"]
     here = _engine_places(config, of_engines, visible_gpus() if num_gpus is None else num_gpus)
-    engines = (*here, *(Place(ENGINE, device, 0, process, joins_at) for process in range(count - remote + 1, count + 1)))
+    _refuse_others_on_the_trainers_gpu(config, here)
+    engines = (
+        *here,
+        *(Place(ENGINE, device, 0, process, joins_at=joins_at) for process in range(count - remote + 1, count + 1)),
+    )
     notes = _who_shares(config, here, threads) + ([note_on(config)] if remote else [])
     return Placement(stages, _transport(config, engines), engines, tuple(filter(None, notes)))
 
@@ -149,6 +159,11 @@ def _transport(config: Config, engines: tuple[Place, ...]) -> str:
         raise ConfigError(
             "placement.transport = cuda_ipc: engines on other machines do not see the memory of this one",
             f"leave it out, which takes {fits}; or checkpoint_engine, where all machines see the run folder",
+        )
+    if wanted == "cuda_ipc" and engines and config.engine.kind != "native" and config.run.device == "cuda":
+        raise ConfigError(
+            f"placement.transport = cuda_ipc: engine.kind = {config.engine.kind} loads weights from host memory",
+            f"leave it out, which takes {fits}",
         )
     if wanted == "cuda_ipc" and elsewhere:
         raise ConfigError(
@@ -181,19 +196,27 @@ def _transport_to_server(config: Config) -> str:
 def _engine_places(config: Config, cpu_threads: int, num_gpus: int) -> tuple[Place, ...]:
     """A place for each engine of this machine: on a CPU with its part of the cores; on GPUs that the trainer leaves, else on
     its own."""
-    count = config.placement.engines - config.placement.remote_engines
+    count, width = config.placement.engines - config.placement.remote_engines, config.engine.tensor_parallel_size
     if config.run.device == "cpu":
-        return tuple(Place(ENGINE, "cpu", max(1, cpu_threads // count), number) for number in range(1, count + 1))
-    if config.placement.cluster:  # it shows each process one GPU of its own; here they are numbered as its bundles are
-        return tuple(Place(ENGINE, f"cuda:{config.placement.trainers + i}", cpu_threads, i + 1) for i in range(count))
+        each = max(1, cpu_threads // (count * width)) if count else 1
+        return tuple(Place(ENGINE, "cpu", each, number, width) for number in range(1, count + 1))
+    if config.placement.cluster:  # it shows each engine GPUs of its own; here they are numbered as its bundles are
+        first = config.placement.trainers
+        return tuple(Place(ENGINE, f"cuda:{first + i * width}", cpu_threads, i + 1, width) for i in range(count))
     trainers = min(int(os.environ.get("LOCAL_WORLD_SIZE", "1")), num_gpus)
     left = list(range(trainers, num_gpus)) or [0]
-    return tuple(Place(ENGINE, f"cuda:{left[i % len(left)]}", cpu_threads, i + 1) for i in range(count))
+    if width > 1 and count * width > num_gpus - trainers:
+        raise ConfigError(
+            f"engine.tensor_parallel_size = {width}: placement.engines = {count} take {count * width} GPUs besides the"
+            f" trainer's, and {num_gpus - trainers} are left",
+            "lower one of them; an engine that is not divided may share the trainer's GPU",
+        )
+    return tuple(Place(ENGINE, f"cuda:{left[i * width % len(left)]}", cpu_threads, i + 1, width) for i in range(count))
 
 
 def _who_shares(config: Config, engines: tuple[Place, ...], cores: int) -> list[str]:
     if config.run.device == "cpu":
-        needed = sum(place.cpu_threads for place in engines)
+        needed = sum(place.cpu_threads * place.width for place in engines)
         return [f"{needed} threads of engines share {cores} cores"] if needed > cores else []
     notes, whole = [], f"engine.gpu_memory_utilization = {config.engine.gpu_memory_utilization:g} of its memory"
     for device in sorted({place.device for place in engines}):
@@ -215,11 +238,39 @@ def visible_gpus() -> int:
 
 def _refuse_engines_elsewhere(config: Config) -> None:
     """Refuse engines in processes of their own where something keeps the engine in the trainer's process."""
-    if not config.placement.engines:
-        return
-    if config.engine.kind != "native":
-        why, fix = f"engine.kind = {config.engine.kind} has processes of its own making", "set placement.engines=0"
+    if config.placement.engines and config.engine.kind == "openai":
+        why, fix = "engine.kind = openai: the server has processes of its own already", "set placement.engines=0"
         raise ConfigError(f"placement.engines = {config.placement.engines}: {why}", fix)
+
+
+def _refuse_others_on_the_trainers_gpu(config: Config, engines: tuple[Place, ...]) -> None:
+    """Refuse engines of others in processes of their own where they would share a GPU: what each may take is not known."""
+    devices = [place.device for place in engines if place.device != "cpu"]
+    if config.engine.kind != "native" and (TRAINER_GPU in devices or len(set(devices)) < len(devices)):
+        raise ConfigError(
+            f"placement.engines = {len(engines)}: engine.kind = {config.engine.kind} needs GPUs besides the trainer's",
+            "lower placement.engines, set it to 0 for one in the trainer's process, or set engine.kind=native",
+        )
+
+
+def _refuse_engines_divided(config: Config) -> None:
+    """Refuse engines of several processes where an engine must be whole, each with the change that goes with it."""
+    size = config.engine.tensor_parallel_size
+    if size == 1:
+        return
+    if config.engine.kind in ("openai", "transformers"):
+        why, fix = f"engine.kind = {config.engine.kind} is not divided by it", "leave it out"
+    elif not config.placement.engines:
+        why = "an engine in the trainer's process is whole, since it has the trainer's weights and device"
+        fix = "set placement.engines=1 for one in processes of its own"
+    elif config.placement.remote_engines:
+        why = "engines on machines that join are whole"
+        fix = "leave it out, or set placement.remote_engines=0; placement.cluster=ray divides engines on its nodes"
+    elif config.trainer.lora.rank and config.engine.kind == "native":
+        why, fix = "an adapter that is trained (trainer.lora) is not divided", "leave one of them out"
+    else:
+        return
+    raise ConfigError(f"engine.tensor_parallel_size = {size}: {why}", fix)
 
 
 def _refuse_sleep_without_effect(config: Config) -> None:

@@ -155,6 +155,8 @@ def check_model_for_ranks(config: Config, folder: Path) -> None:
 
     described = json.loads((folder / "config.json").read_text())
     family = described.get("model_type")
+    if (size := config.engine.tensor_parallel_size) > 1:
+        _check_divided_engine(size, family, folder)
     if config.trainer.sharding != "none" and family not in FAMILIES:
         raise ConfigError(
             f"trainer.sharding: model family {family!r} is run by transformers, and its layers are not divided",
@@ -170,6 +172,19 @@ def check_model_for_ranks(config: Config, folder: Path) -> None:
         from redline.models.stage import check_stages
 
         check_stages(load_config(folder), config.trainer.pipeline_parallel_size)
+
+
+def _check_divided_engine(size: int, family: object, folder: Path) -> None:
+    from redline.models.files.hf import load_config
+    from redline.models.parallel import shard_spec
+    from redline.models.spec import FAMILIES, spec_from_config
+
+    if family not in FAMILIES:
+        raise ConfigError(
+            f"engine.tensor_parallel_size = {size}: family {family!r} is run by transformers, and its layers are not divided",
+            "leave engine.tensor_parallel_size out",
+        )
+    shard_spec(spec_from_config(load_config(folder)), size)
 
 
 # ── restarts ───────────────────────────────────────────────────────────────────────────────────────────────────────────

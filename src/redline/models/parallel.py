@@ -15,11 +15,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from redline.errors import ModelError
 from redline.models.decoder import Decoder, DecoderLayer
-from redline.models.layers.experts import Experts
 from redline.models.spec import DecoderSpec
 
 
@@ -47,13 +46,64 @@ def shard_spec(spec: DecoderSpec, world: int) -> DecoderSpec:
             raise ModelError(
                 f"{size} {what} cannot be divided among {world} ranks", "choose engine.tensor_parallel_size to divide it"
             )
+    return _resized(spec, lambda size: size // world)
+
+
+def _resized(spec: DecoderSpec, size_of: Callable[[int], int]) -> DecoderSpec:
+    """The spec with other sizes of what is divided."""
+    experts = spec.experts and replace(spec.experts, intermediate_size=size_of(spec.experts.intermediate_size))
     return replace(
         spec,
-        num_heads=spec.num_heads // world,
-        num_kv_heads=spec.num_kv_heads // world,
-        intermediate_size=spec.intermediate_size // world,
-        experts=spec.experts and replace(spec.experts, intermediate_size=spec.experts.intermediate_size // world),
+        num_heads=size_of(spec.num_heads),
+        num_kv_heads=size_of(spec.num_kv_heads),
+        intermediate_size=size_of(spec.intermediate_size),
+        experts=experts,
     )
+
+
+@dataclass(slots=True, frozen=True)
+class Cut:
+    """How one tensor of the network is divided."""
+
+    dim: int | None = None
+    """The dimension that is divided; None where no rank has a part only."""
+    sizes: tuple[int, ...] = ()
+    """Lengths of what lies side by side along it, each of which is divided by itself; empty: it is one."""
+    first_alone: bool = False
+    """Whether rank 0 has all of it and the others have zeros: a bias of outputs that are summed over the ranks."""
+
+    def part(self, whole: Tensor, shard: Shard) -> Tensor:
+        """What one rank holds."""
+        if self.first_alone and shard.rank:
+            return torch.zeros_like(whole)
+        if self.dim is None:
+            return whole
+        sizes = self.sizes or (whole.shape[self.dim],)
+        return torch.cat([shard.of(side, self.dim) for side in whole.split(sizes, self.dim)], self.dim)
+
+
+def cut_of(name: str, spec: DecoderSpec) -> Cut:
+    """How a parameter is divided, by its name in the whole decoder, whose spec this is."""
+    kind = name.rpartition("layers.")[2].partition(".")[2]
+    inner = spec.intermediate_size
+    if kind in ("qkv.weight", "qkv.bias"):
+        return Cut(0, spec.qkv_sizes)
+    if kind in ("gate_up.weight", "gate_up.bias"):
+        return Cut(0, (inner, inner))
+    if kind in ("o.weight", "down.weight", "experts.down"):
+        return Cut(1)
+    if kind in ("o.bias", "down.bias"):
+        return Cut(first_alone=True)
+    if kind == "experts.gate_up":
+        assert spec.experts is not None
+        return Cut(0, (spec.experts.intermediate_size,) * (2 * spec.experts.count))
+    return Cut()
+
+
+def cuts_of(part: Decoder, world: int) -> dict[str, Cut]:
+    """How each parameter is divided, given the part of one rank."""
+    whole = _resized(part.spec, lambda size: size * world)
+    return {name: cut_of(name, whole) for name, _ in part.named_parameters()}
 
 
 @torch.no_grad()
@@ -64,47 +114,10 @@ def shard_decoder(whole: Decoder, shard: Shard, device: torch.device | str, redu
     part = part.to(whole.output_weight.dtype).to_empty(device=device)
     part.rotary_frequencies = whole.rotary_frequencies.to(device)
     part.requires_grad_(False)
-    part.embed.copy_(whole.embed)
-    part.norm.copy_(whole.norm)
-    if part.lm_head is not None and whole.lm_head is not None:
-        part.lm_head.copy_(whole.lm_head)
-    for mine, theirs in zip(part.layers, whole.layers, strict=True):
-        assert isinstance(mine, DecoderLayer)
-        assert isinstance(theirs, DecoderLayer)
-        _shard_layer(mine, theirs, shard)
-        mine.reduce = reduce
+    theirs = dict(whole.named_parameters())
+    for name, mine in part.named_parameters():
+        mine.copy_(cut_of(name, whole.spec).part(theirs[name], shard))
+    for layer in part.layers:
+        assert isinstance(layer, DecoderLayer)
+        layer.reduce = reduce
     return part
-
-
-def _shard_layer(mine: DecoderLayer, theirs: DecoderLayer, shard: Shard) -> None:
-    for name in ("attn_norm", "mlp_norm", "q_norm", "k_norm"):
-        if getattr(mine, name) is not None:
-            getattr(mine, name).copy_(getattr(theirs, name))
-    _split_rows(mine.qkv, theirs.qkv, theirs.spec.qkv_sizes, shard)
-    _split_columns(mine.o, theirs.o, shard)
-    if mine.experts is not None and theirs.experts is not None:
-        _split_experts(mine.experts, theirs.experts, shard)
-        return
-    _split_rows(mine.gate_up, theirs.gate_up, (theirs.spec.intermediate_size,) * 2, shard)
-    _split_columns(mine.down, theirs.down, shard)
-
-
-def _split_experts(mine: Experts, theirs: Experts, shard: Shard) -> None:
-    mine.router.copy_(theirs.router)
-    gates_and_ups = theirs.gate_up.unflatten(0, (2 * theirs.spec.count, -1))
-    mine.gate_up.copy_(shard.of(gates_and_ups, 1).flatten(0, 1))
-    mine.down.copy_(shard.of(theirs.down, 1))
-
-
-def _split_rows(mine: nn.Linear, theirs: nn.Linear, sizes: tuple[int, ...], shard: Shard) -> None:
-    """Copy my part of the outputs of each projection that is fused there."""
-    mine.weight.copy_(torch.cat([shard.of(rows, 0) for rows in theirs.weight.split(sizes)]))
-    if theirs.bias is not None:
-        mine.bias.copy_(torch.cat([shard.of(rows, 0) for rows in theirs.bias.split(sizes)]))
-
-
-def _split_columns(mine: nn.Linear, theirs: nn.Linear, shard: Shard) -> None:
-    """My part of the inputs. The outputs are summed over ranks, so one rank alone adds the bias."""
-    mine.weight.copy_(shard.of(theirs.weight, 1))
-    if theirs.bias is not None:
-        mine.bias.copy_(theirs.bias if shard.rank == 0 else torch.zeros_like(theirs.bias))

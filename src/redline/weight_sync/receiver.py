@@ -30,18 +30,19 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from redline.errors import RedlineError, TornWeightsError, WeightSyncError, WireError, boundary
+from redline.errors import EngineLostError, RedlineError, TornWeightsError, WeightSyncError, WireError, boundary
 from redline.telemetry import span
 from redline.types import WeightUpdate
-from redline.weight_sync.buckets import Layout, Range, form_from_json, form_of, lay_out
-from redline.weight_sync.second_set import SecondSet
+from redline.weight_sync.buckets import Form, Layout, Range, form_from_json, lay_out
+from redline.weight_sync.second_set import SecondSet, Take
 from redline.weight_sync.transports.cuda_ipc import gpu_id
 from redline.weight_sync.transports.inlets import Inlet, open_inlet
 from redline.weight_sync.verify import BLOCK, block_sums, check_logprobs
 from redline.wire import Connection, Frame, error_fields
 
-Logprobs = Callable[[Sequence[int]], Sequence[float]]
-"""Tokens of a prompt → the logprob of each after the first, under the weights as they are. Waits for the device."""
+Logprobs = Callable[[Sequence[int]], Sequence[float] | None]
+"""Tokens of a prompt → the logprob of each after the first, under the weights as they are; None where the engine cannot say
+now. Waits for the device."""
 
 
 class UpdatedEngine(Protocol):
@@ -54,15 +55,72 @@ class UpdatedEngine(Protocol):
     def fail(self, error: RedlineError) -> None: ...
 
 
+class ReceivedSet(Protocol):
+    """The second set of weights of an engine: of one process (`second_set.py`), or divided among several (`divided.py`)."""
+
+    @property
+    def needs_hold(self) -> bool:
+        """Whether the engine must stand still while buckets come."""
+        ...
+
+    @property
+    def version(self) -> int:
+        """Whose bytes are live."""
+        ...
+
+    @property
+    def before(self) -> int | None:
+        """The version that it holds since it was exchanged, whole; None where it holds none."""
+        ...
+
+    @property
+    def coming(self) -> int | None:
+        """The version that is being put together."""
+        ...
+
+    @property
+    def device(self) -> torch.device: ...
+
+    def form(self, name: str) -> Form | None:
+        """The form of a tensor that the engine reads, whole; None where it has none of this name."""
+        ...
+
+    def begin(self, version: int, layout: Layout) -> None:
+        """Make room for a version whose tensors come in these buckets."""
+        ...
+
+    def memory(self, index: int) -> Tensor:
+        """Where the bytes of a bucket go."""
+        ...
+
+    def loaded(self, index: int, ranges: Sequence[Range]) -> None:
+        """Called when these bytes of a bucket are there."""
+        ...
+
+    def adopt(self, take: Take, check: Callable[[], None]) -> None: ...
+
+    def revert(self, version: int, take: Take) -> None: ...
+
+    def drop(self) -> None: ...
+
+
 class WeightReceiver:
     """Takes an engine from version to version as frames ask for it. Frames come from one connection at a time."""
 
     def __init__(
-        self, tensors: Mapping[str, Tensor], engine: UpdatedEngine, logprobs: Logprobs | None = None, version: int = 0
+        self,
+        weights: Mapping[str, Tensor] | ReceivedSet,
+        engine: UpdatedEngine,
+        logprobs: Logprobs | None = None,
+        version: int = 0,
+        *,
+        rounding: float = 1.0,
     ) -> None:
-        """`tensors` are those the engine reads, by the trainer's names; `version` is theirs. `logprobs` computes a probe."""
-        self._second = SecondSet(tensors, version)
-        self._engine, self._logprobs = engine, logprobs
+        """`weights` are the tensors that the engine reads, by the trainer's names, and `version` is theirs; or the second set
+        of an engine that does not read them so. `logprobs` computes a probe; `rounding` is how much further than by our own
+        kernels it may be from the trainer's."""
+        self._second: ReceivedSet = SecondSet(weights, version) if isinstance(weights, Mapping) else weights
+        self._engine, self._logprobs, self._rounding = engine, logprobs, rounding
         self._trained: dict[str, Any] = {}
         self._bucket_bytes = 0
         self._layouts: dict[tuple[str, ...], Layout] = {}
@@ -90,14 +148,20 @@ class WeightReceiver:
         with suppress(WireError):
             while not connection.is_closed:
                 reply = self._answered(connection.receive())
+                if reply is None:  # the engine is lost, which the other side hears by the end of the connection
+                    break
                 connection.send(reply.kind, reply.fields)
         with boundary():
             self._end()
 
-    def _answered(self, frame: Frame) -> Frame:
+    def _answered(self, frame: Frame) -> Frame | None:
+        """The reply to a frame; None where the engine was lost over it."""
         reply = Frame("error", {})
         with boundary() as failed:
             reply = self.answer(frame)
+        if isinstance(failed.error, EngineLostError):
+            self._engine.fail(failed.error)
+            return None
         return reply if failed.error is None else Frame("error", error_fields(failed.error))
 
     def answer(self, frame: Frame) -> Frame:
@@ -140,12 +204,11 @@ class WeightReceiver:
 
     def _open(self, link: str, forms: list[Any], bucket_bytes: int, **how: Any) -> Frame:
         trained = {form.name: form for form in map(form_from_json, forms)}
-        live = self._second.live
         for name, form in trained.items():
-            if name not in live:
+            here = self._second.form(name)
+            if here is None:
                 raise WeightSyncError(f"the engine has no tensor {name}", "trainer and engine must load one model")
-            if form_of(name, live[name]) != form:
-                here = form_of(name, live[name])
+            if here != form:
                 raise WeightSyncError(f"the trainer writes {form}, the engine reads {here}", "load one model in one dtype")
         self.close()
         self._trained, self._bucket_bytes, self._layouts = trained, bucket_bytes, {}
@@ -157,6 +220,8 @@ class WeightReceiver:
         key = tuple(names)
         if key not in self._layouts:
             self._layouts = {key: lay_out([self._trained[name] for name in names], self._bucket_bytes)}
+        if self._second.needs_hold:
+            self._hold()
         self._second.begin(version, self._layouts[key])
         self._untold, self._seconds = [], {"load_s": 0.0, "verify_s": 0.0}
         if hold:
@@ -165,7 +230,7 @@ class WeightReceiver:
 
     def _load(self, index: int, slot: int, ranges: list[Range], tell: bool) -> Frame:
         assert self._inlet is not None, "open comes first"
-        memory = self._second.buckets[index].memory
+        memory = self._second.memory(index)
         began = time.perf_counter()
         with span("weight_sync.load"):
             self._inlet.load(slot, memory, ranges)
@@ -257,7 +322,8 @@ class WeightReceiver:
         with span("weight_sync.verify"):
             found = self._logprobs(probe["tokens"])
             self.num_waits += 1
-            check_logprobs(probe["logprobs"], found, probe["tolerance"])
+            if found is not None:
+                check_logprobs(probe["logprobs"], found, self._rounding * probe["tolerance"])
 
     # ── the device ─────────────────────────────────────────────────────────────────────────────────────────────────────
 

@@ -21,6 +21,7 @@ from torch import Tensor
 from redline.errors import EngineError, TornWeightsError, in_words
 from redline.weight_sync.buckets import (
     ALIGNMENT,
+    Form,
     Layout,
     Piece,
     Range,
@@ -72,7 +73,10 @@ class Both:
 
 
 class SecondSet:
-    """The second set of weights of one engine."""
+    """The second set of weights of one engine. Implements `receiver.ReceivedSet`."""
+
+    needs_hold = False
+    """The engine samples on while buckets come."""
 
     def __init__(self, live: Mapping[str, Tensor], version: int = 0) -> None:
         """`live`: the tensors that the engine reads, by the trainer's names; `version` is theirs."""
@@ -90,6 +94,10 @@ class SecondSet:
         self._layout: Layout | None = None
         self._exchanged: Both | None = None
 
+    def form(self, name: str) -> Form | None:
+        """The form of a tensor that the engine reads; None where it has none of this name."""
+        return form_of(name, self.live[name]) if name in self.live else None
+
     # ── a version comes ────────────────────────────────────────────────────────────────────────────────────────────────
 
     def begin(self, version: int, layout: Layout | None = None) -> None:
@@ -106,6 +114,10 @@ class SecondSet:
     def drop(self) -> None:
         """Forget all of it, and give its memory back. The live weights stay."""
         self.buckets, self._layout, self._exchanged, self.before, self.coming = [], None, None, None, None
+
+    def memory(self, index: int) -> Tensor:
+        """Where the bytes of a bucket go: uint8 on the engine's device."""
+        return self.buckets[index].memory
 
     def loaded(self, index: int, ranges: Sequence[Range]) -> None:
         """Note that these bytes of a bucket have come."""

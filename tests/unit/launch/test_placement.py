@@ -125,6 +125,36 @@ def test_engines_take_the_gpus_that_the_trainer_leaves_and_share_where_there_are
     assert placement.transport == ("cuda_ipc" if gpus == 1 else "broadcast")
 
 
+def test_engines_that_are_divided_have_gpus_of_their_own_or_parts_of_the_cores() -> None:
+    divided = {"tensor_parallel_size": 2}
+    placement = place(on_cuda(placement={"engines": 2}, engine=divided), 5)
+    assert [(place.device, place.width) for place in placement.engines] == [("cuda:1", 2), ("cuda:3", 2)]
+    assert placement.transport == "broadcast"
+    assert "divided among 2 processes (2 GPUs from cuda:3 on)" in str(placement)
+    with pytest.raises(ConfigError, match="take 4 GPUs besides the trainer's, and 3 are left"):
+        place(on_cuda(placement={"engines": 2}, engine=divided), 4)
+    on_cpu = place(recipe(8, placement={"engines": 2}, engine=divided))
+    assert [(place.cpu_threads, place.width) for place in on_cpu.engines] == [(2, 2), (2, 2)]
+    assert on_cpu.transport == "cuda_ipc"
+
+
+@pytest.mark.parametrize(
+    ("sections", "message", "fix"),
+    [
+        ({}, "an engine in the trainer's process is whole", "set placement.engines=1"),
+        ({"engine": {"kind": "vllm"}}, "an engine in the trainer's process is whole", "set placement.engines=1"),
+        ({"engine": {"kind": "transformers"}}, "engine.kind = transformers", "leave it out"),
+        ({"placement": {"engines": 1}, "trainer": {"lora": {"rank": 4}}}, "is not divided", "leave one of them out"),
+        ({"placement": {"engines": 1, "remote_engines": 1}}, "machines that join are whole", "placement.remote_engines=0"),
+    ],
+)
+def test_an_engine_that_must_be_whole_is_not_divided(sections: dict[str, Any], message: str, fix: str) -> None:
+    engine = {"tensor_parallel_size": 2, **sections.get("engine", {})}
+    with pytest.raises(ConfigError, match=message) as refused:
+        place(recipe(**{**sections, "engine": engine}))
+    assert fix in refused.value.hint
+
+
 def test_memory_of_one_gpu_is_not_shared_with_an_engine_on_another() -> None:
     config = on_cuda(placement={"engines": 1, "transport": "cuda_ipc"})
     assert place(config, 1).transport == "cuda_ipc"

@@ -16,7 +16,7 @@ WeightServerName = Literal["sglang", "vllm"]
 
 class EngineConfig(Section):
     kind: EngineKind = "native"
-    """What samples: redline's own engine, vLLM or SGLang in this process, a server with OpenAI's API, or transformers."""
+    """What samples: redline's own engine, vLLM, SGLang, a server with OpenAI's API, or transformers."""
     url: str | None = None
     """Address of the server of `kind: openai`; it ends in /v1."""
     served_model: str | None = None
@@ -68,21 +68,27 @@ class EngineConfig(Section):
         return self
 
 
-class ServedEngineConfig(EngineConfig):
-    """The engine of `redline serve`, which may be divided among processes and keep adapters by name."""
+class RunEngineConfig(EngineConfig):
+    """The engines of a run, each of which may be divided among processes."""
 
     tensor_parallel_size: PositiveInt = 1
-    """Processes that divide the model among them."""
+    """Processes that divide the model of one engine among them. In a run that takes engines outside the trainer's process
+    (`placement.engines`), each then with so many GPUs, or with its part of the cores."""
+
+    @model_validator(mode="after")
+    def _processes_do_not_guess(self) -> RunEngineConfig:
+        if self.speculation != "off" and self.tensor_parallel_size > 1:
+            raise ValueError("speculation is decided by a clock, and clocks of several processes differ; set one of them back")
+        return self
+
+
+class ServedEngineConfig(RunEngineConfig):
+    """The engine of `redline serve`, which may keep adapters by name."""
+
     max_loras: int = Field(default=0, ge=0)
     """LoRA adapters resident at once; 0 switches LoRA off."""
     max_lora_rank: PositiveInt = 16
     """Largest rank of an adapter. Every adapter takes the room, and the time, of this rank."""
-
-    @model_validator(mode="after")
-    def _processes_do_not_guess(self) -> ServedEngineConfig:
-        if self.speculation != "off" and self.tensor_parallel_size > 1:
-            raise ValueError("speculation is decided by a clock, and clocks of several processes differ; set one of them back")
-        return self
 
     @model_validator(mode="after")
     def _adapters_are_not_divided(self) -> ServedEngineConfig:

@@ -5,7 +5,8 @@ what is new: requests and aborts as they come, and the sampled tokens.
     rank 1+                          follow ───► step ──sums──► take rank 0's tokens
 
 A decode step therefore sends a few bytes of log and one token and logprob per sequence, whatever the sequences' lengths; block
-tables and slots are derived on every rank. The sums over ranks inside the network are the model's own traffic.
+tables and slots are derived on every rank. The sums over ranks inside the network are the model's own traffic. Between two
+steps rank 0 may order the others to do something else, such as to take new weights: who starts the ranks says what (`follow`).
 """
 
 from __future__ import annotations
@@ -16,6 +17,8 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict
 from datetime import timedelta
 from pathlib import Path
@@ -28,15 +31,19 @@ from torch import Tensor
 
 from redline.config.sections.engine import ServedEngineConfig
 from redline.engine.native.engine import Event, NativeEngine
-from redline.errors import EngineError
+from redline.errors import EngineError, EngineLostError
 from redline.models.decoder import Decoder
 from redline.models.files.hf import load_decoder, load_tokenizer
 from redline.models.parallel import Shard, shard_decoder
-from redline.types import GenerateRequest, SamplingParams, WeightUpdate
+from redline.telemetry import span
+from redline.types import GenerateRequest, SamplingParams
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+
+Obey = Callable[[Mapping[str, Any]], None]
+"""Does what rank 0 orders between two steps."""
 
 IDLE_PATIENCE = timedelta(days=365)
 """How long a rank waits for the next step to begin: an idle server may have none for a long time. A rank that has died is
@@ -94,6 +101,16 @@ class Ranks:
         self.control_bytes += message.nbytes
         return json.loads(message.numpy().tobytes())
 
+    def send(self, run: Tensor) -> None:
+        """Rank 0's bytes, in place, on every rank."""
+        dist.broadcast(run, 0, group=self._steps)
+
+    def is_same(self, value: int) -> bool:
+        """Block until every rank has come to this point, and return whether all have the same value."""
+        least = torch.tensor([value, ~value])  # and, since ~ turns the order around, the most
+        dist.all_reduce(least, op=dist.ReduceOp.MIN, group=self._host)
+        return int(least[0]) == ~int(least[1])
+
     def share_samples(self, tokens_B: Tensor, logprobs_B: Tensor) -> None:
         """Rank 0's, to all: equal logits should give equal tokens, but a difference in one bit must not part the ranks."""
         for tensor in (tokens_B, logprobs_B):
@@ -105,6 +122,8 @@ class Ranks:
 
 
 LOOK_AT_STDERR = "look at what it wrote to stderr, and start again"
+PROGRAM = ("redline.engine.native.tensor_parallel",)
+"""The module that the other ranks run where they take no new weights, and its first arguments."""
 
 
 class TensorParallelEngine(NativeEngine):
@@ -118,14 +137,17 @@ class TensorParallelEngine(NativeEngine):
         dtype: torch.dtype,
         *,
         step_timeout_s: float = STEP_TIMEOUT_S,
+        program: Sequence[str] = PROGRAM,
     ) -> None:
+        """`program` is the module that the other ranks run, and its first arguments: `run_worker`, with what they are to do
+        between steps. The last argument is their settings."""
         if config.max_loras:
             raise EngineError("LoRA adapters are not divided among processes", "set engine.max_loras=0")
         world = config.tensor_parallel_size
         meeting = new_meeting()
         settings = _worker_settings(folder, config, device, dtype, meeting.port) | {"step_timeout_s": step_timeout_s}
         self._step_timeout_s = step_timeout_s
-        self._workers = [_start_worker(settings, rank) for rank in range(1, world)]
+        self._workers = [_start_worker(program, settings, rank) for rank in range(1, world)]
         self.ranks = Ranks(Shard(0, world), device, meeting, step_timeout_s)
         self._log: list[dict[str, Any]] = []
         self._has_failed = False
@@ -145,22 +167,49 @@ class TensorParallelEngine(NativeEngine):
         super().end(request_id, index)
         self._log.append({"end": [request_id, index]})
 
-    def apply(self, update: WeightUpdate) -> None:
-        raise EngineError("the weights of a tensor-parallel engine cannot be replaced", "use engine.tensor_parallel_size=1")
+    def reset_prefix_cache(self) -> None:
+        super().reset_prefix_cache()
+        self._log.append({"reset_prefix_cache": True})
 
     def step(self) -> list[Event]:
-        """Raises EngineError where another rank has died, or does not answer within the step's timeout."""
-        if (reason := self.why_broken()) is not None:
-            raise EngineError(reason, LOOK_AT_STDERR)
-        log, self._log = self._log, []
-        try:
-            self.ranks.announce(log)
+        """Raises EngineLostError where another rank has died, or does not answer within the step's timeout."""
+        with self._others():
+            self._announce()
             return super().step()
+
+    # ── between two steps, for who has the engine then ─────────────────────────────────────────────────────────────────
+
+    def order(self, entry: Mapping[str, Any]) -> None:
+        """Have the other ranks do what an entry says. Raises EngineLostError as `step` does; so do the two below."""
+        with self._others():
+            self._announce({"order": entry})
+
+    def send(self, run: Tensor) -> None:
+        """Send a run of bytes to the other ranks."""
+        with self._others():
+            self.ranks.send(run)
+
+    def is_same(self, value: int) -> bool:
+        """Block until every rank has come to this point, and return whether all have the same value."""
+        with self._others():
+            return self.ranks.is_same(value)
+
+    def _announce(self, *more: dict[str, Any]) -> None:
+        log, self._log = self._log, []
+        self.ranks.announce([*log, *more])
+
+    @contextmanager
+    def _others(self) -> Iterator[None]:
+        """Say which of the other ranks is gone where the block fails for it."""
+        if (reason := self.why_broken()) is not None:
+            raise EngineLostError(reason, LOOK_AT_STDERR)
+        try:
+            yield
         except torch.OutOfMemoryError:
             raise
         except RuntimeError as error:  # what a collective raises, whichever its backend
             self._has_failed = True
-            raise EngineError(self._why_failed(error), LOOK_AT_STDERR) from error
+            raise EngineLostError(self._why_failed(error), LOOK_AT_STDERR) from error
 
     def why_broken(self) -> str | None:
         """Which rank has died, if one has. From any thread."""
@@ -192,19 +241,30 @@ class TensorParallelEngine(NativeEngine):
         self.ranks.leave()
 
 
-def follow(engine: NativeEngine, ranks: Ranks) -> None:
-    """What the other ranks do: as rank 0 does, until it closes."""
+def follow(engine: NativeEngine, ranks: Ranks, obey: Obey | None = None) -> None:
+    """What the other ranks do: as rank 0 does, until it closes. `obey` does what it orders between two steps."""
     while True:
-        for entry in ranks.announce(None):
+        steps = True
+        with span("wait.for_requests"):
+            entries = ranks.announce(None)
+        for entry in entries:
             if "submit" in entry:
                 engine.submit(decode_request(entry["submit"]), streaming=entry["streaming"])
             elif "abort" in entry:
                 engine.abort(entry["abort"])
             elif "end" in entry:
                 engine.end(*entry["end"])
+            elif "reset_prefix_cache" in entry:
+                engine.reset_prefix_cache()
+            elif "order" in entry:
+                assert obey is not None, "rank 0 orders what nobody has told this rank to do"
+                steps = False
+                obey(entry["order"])
             else:
                 return
-        engine.step()
+        if steps:
+            with span("engine.schedule"):  # what is neither prefill nor decode
+                engine.step()
 
 
 def encode_request(request: GenerateRequest) -> dict[str, Any]:
@@ -262,14 +322,14 @@ def _worker_settings(
     }
 
 
-def _start_worker(shared: dict[str, Any], rank: int) -> subprocess.Popen[bytes]:
+def _start_worker(program: Sequence[str], shared: dict[str, Any], rank: int) -> subprocess.Popen[bytes]:
     settings = shared | {"rank": rank}
-    return subprocess.Popen(
-        [sys.executable, "-m", "redline.engine.native.tensor_parallel", json.dumps(settings)], env=os.environ
-    )
+    return subprocess.Popen([sys.executable, "-m", *program, json.dumps(settings)], env=os.environ)
 
 
-def _run_worker(settings: dict[str, Any]) -> None:
+def run_worker(settings: dict[str, Any], make_obey: Callable[[NativeEngine, Ranks], Obey] | None = None) -> None:
+    """Be another rank than 0, with the settings that rank 0 gave, until rank 0 closes. `make_obey` returns what does the orders
+    of rank 0."""
     torch.set_num_threads(settings["num_threads"])
     config = ServedEngineConfig(**settings["config"])
     device, dtype = torch.device(settings["device"]), getattr(torch, settings["dtype"])
@@ -279,9 +339,10 @@ def _run_worker(settings: dict[str, Any]) -> None:
     shard = Shard(settings["rank"], config.tensor_parallel_size)
     ranks = Ranks(shard, device, join_meeting(settings["port"]), settings["step_timeout_s"])
     decoder, tokenizer = _load(Path(settings["folder"]), ranks, device, dtype)
-    follow(NativeEngine(decoder, config, tokenizer, ranks), ranks)
+    engine = NativeEngine(decoder, config, tokenizer, ranks)
+    follow(engine, ranks, make_obey(engine, ranks) if make_obey else None)
     ranks.leave()
 
 
 if __name__ == "__main__":
-    _run_worker(json.loads(sys.argv[1]))
+    run_worker(json.loads(sys.argv[1]))

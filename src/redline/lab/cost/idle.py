@@ -49,8 +49,8 @@ def devices_of(run: Run, given: int | None) -> Devices:
         return _devices_of_other(run, given)
     config = run.config
     engines = setting(config, "placement", "engines", 0)
-    size = setting(config, "engine", "options", {}).get("tensor_parallel_size", 1)
-    own = engines * (size if isinstance(size, int) else 1) if setting(config, "run", "device", "cpu") == "cuda" else 0
+    size = setting(config, "engine", "tensor_parallel_size", 1)
+    own = engines * size if setting(config, "run", "device", "cpu") == "cuda" else 0
     count = given or max(1, setting(config, "placement", "trainers", 1) + own)
     return Devices(count, min(own, count - 1), "" if given else "read from the recipe" if own else "assumed")
 

@@ -245,7 +245,7 @@ def _choose_tensor_parallel(setup: Setup, rates: Rates) -> tuple[Setup, Choice]:
     each = ", ".join(
         f"{size}: {rate:,.0f} tok/s{'' if ok else ', does not fit'}" for size, (_, rate, ok) in sorted(options.items())
     )
-    serves = "" if best == 1 else "; a run has whole engines (placement.engines), `redline serve` divides one"
+    serves = "" if best == 1 else "; a run has such engines beside the trainer (engine.tensor_parallel_size, placement.engines)"
     why = f"{setup.gpus // best} replicas; all devices together at {each}{serves}"
     return options[best][0], Choice("tensor parallel", str(best), why)
 

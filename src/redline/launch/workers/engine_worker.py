@@ -26,14 +26,14 @@ import torch
 
 from redline.child import bound_stderr, take_stdout
 from redline.config.sections.lora import LoraConfig
-from redline.engine import EngineSession, NativeEngine
-from redline.engine.native.tensor_parallel import TensorParallelEngine
+from redline.engine import EngineSession
 from redline.engine.remote.service import RequestService, why_failed
 from redline.errors import ConfigError, RedlineError
 from redline.launch.engines import LoadedEngine, load_engine
 from redline.launch.process import prepare_process
+from redline.launch.workers.engine_rank import rank_program
+from redline.launch.workers.receivers import receiver_of
 from redline.launch.workers.spawn import SPEC_VARIABLE, EngineSpec
-from redline.models.prompt_logprobs import prompt_logprobs
 from redline.telemetry.processes import recording_process
 from redline.weight_sync.receiver import WeightReceiver
 from redline.wire import Connection, Listener, error_fields, listen, token_from_environment
@@ -79,14 +79,19 @@ def serve(spec: EngineSpec, token: str, reply: Callable[[Mapping[str, Any]], Non
     recipe = spec.engine_recipe()
     prepare_process(recipe)
     lora = LoraConfig.model_validate(spec.lora) if spec.lora else None
-    loaded = load_engine(recipe, lora=lora, tell=lambda text: print(text, file=sys.stderr, flush=True))
+    loaded = load_engine(
+        recipe,
+        lora=lora,
+        rank_program=rank_program(spec.name.replace(" ", "-"), spec.spans),
+        tell=lambda text: print(text, file=sys.stderr, flush=True),
+    )
     session = loaded.session()
     session.start("engine", prepare_thread=lambda: torch.set_num_threads(spec.num_threads))
     try:
         with listen(spec.host, spec.port, token=token) as listener:
             _is_serving.set()
             reply({"address": listener.address})
-            Roles(loaded, session, listener).answer()
+            Roles(loaded, session, listener, lambda: receiver_of(loaded.engine, session, recipe, lora)).answer()
         return why_failed(session)
     finally:
         session.close(CLOSE_S)
@@ -96,8 +101,15 @@ def serve(spec: EngineSpec, token: str, reply: Callable[[Mapping[str, Any]], Non
 class Roles:
     """Answers each connection by its role, in a thread of its own."""
 
-    def __init__(self, loaded: LoadedEngine, session: EngineSession, listener: Listener) -> None:
+    def __init__(
+        self,
+        loaded: LoadedEngine,
+        session: EngineSession,
+        listener: Listener,
+        make_receiver: Callable[[], WeightReceiver],
+    ) -> None:
         self._loaded, self._session, self._listener = loaded, session, listener
+        self._make_receiver = make_receiver
         self._parent_is_gone = threading.Event()
         self._has_parent = threading.Event()
         self._answers: dict[str, Callable[[Connection], None]] = {
@@ -129,13 +141,11 @@ class Roles:
                 self._parent_is_gone.set()
 
     def _answer_weights(self, connection: Connection) -> None:
-        engine = self._loaded.engine
-        if not isinstance(engine, NativeEngine) or isinstance(engine, TensorParallelEngine):
-            why = f"{type(engine).__name__} takes no weights over a connection: it does not hold the trainer's tensors whole"
-            connection.send("error", error_fields(ConfigError(why, "set engine.kind=native and engine.tensor_parallel_size=1")))
+        try:
+            receiver = self._make_receiver()
+        except RedlineError as error:
+            connection.send("error", error_fields(error))
             return
-        tensors, decoder = dict(engine.decoder.named_parameters()), engine.decoder
-        receiver = WeightReceiver(tensors, self._session, lambda tokens: prompt_logprobs(decoder, tokens), engine.version)
         receiver.serve(connection)
 
     def _about(self) -> dict[str, Any]:

@@ -2,8 +2,9 @@
 
     placement group      bundle 0 … trainers-1: one trainer rank each        bundle trainers …: one engine each
 
-Every bundle has a CPU, and a GPU where the recipe's device is one. PACK puts them on as few nodes as there is room. The group
-belongs to the driver: when that ends, however it ends, Ray frees the room and ends every process in it.
+Every bundle has a CPU, and a GPU where the recipe's device is one; that of an engine which several processes divide has one for
+each. PACK puts them on as few nodes as there is room. The group belongs to the driver: when that ends, however it ends, Ray
+frees the room and ends every process in it.
 """
 
 from __future__ import annotations
@@ -12,7 +13,8 @@ import json
 import os
 import socket
 import time
-from collections.abc import Iterator, Mapping
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -111,23 +113,23 @@ def import_ray() -> Any:
     return ray
 
 
-def bundle_resources(device: str) -> dict[str, float]:
-    """What one process of a run takes."""
-    return {"CPU": 1, "GPU": 1} if device == "cuda" else {"CPU": 1}
+def bundle_resources(device: str, width: int = 1) -> dict[str, float]:
+    """What a process of a run takes, or an engine that `width` processes divide."""
+    return {"CPU": width, "GPU": width} if device == "cuda" else {"CPU": width}
 
 
 @contextmanager
-def room(count: int, resources: Mapping[str, float], *, one_node: bool = False) -> Iterator[list[Bundle]]:
-    """Inside the block there is room for `count` processes, with `one_node` all on the same one. Blocks until Ray has found it.
+def room(resources: Sequence[Mapping[str, float]], *, one_node: bool = False) -> Iterator[list[Bundle]]:
+    """Inside the block there is room for each of these, with `one_node` all on the same one. Blocks until Ray has found it.
     Raises `ConfigError` where it finds none within `ROOM_S` seconds."""
     from ray.util.placement_group import placement_group, remove_placement_group
 
     name = f"redline-{os.getpid()}-{time.time_ns()}"
     strategy = "STRICT_PACK" if one_node else "PACK"
-    group = placement_group([dict(resources)] * count, strategy=strategy, name=name)
+    group = placement_group([dict(each) for each in resources], strategy=strategy, name=name)
     try:
-        wait_for_room(group, count, resources)
-        yield [Bundle(group, index, resources) for index in range(count)]
+        wait_for_room(group, resources)
+        yield [Bundle(group, index, each) for index, each in enumerate(resources)]
     finally:
         remove_placement_group(group)
 
@@ -163,14 +165,14 @@ def kept_room() -> tuple[list[Bundle], int]:
     return bundles, len({node["NodeManagerAddress"] for node in ray.nodes() if node["Alive"]})
 
 
-def wait_for_room(group: Any, count: int, resources: Mapping[str, float]) -> None:
-    """Block until the group has its room; also after a node of it is gone, and Ray looks for another."""
+def wait_for_room(group: Any, resources: Sequence[Mapping[str, float]]) -> None:
+    """Block until the group has its room, these; also after a node of it is gone, and Ray looks for another."""
     if not group.wait(ROOM_S):
         one_node = group_strategy(group) == "STRICT_PACK"
         where = "on one node of the Ray cluster" if one_node else "on the Ray cluster"
         more = "; or set placement.transport=broadcast, which reaches engines on other nodes" if one_node else ""
         raise ConfigError(
-            f"{where} is no room for {count} processes with {_words(resources)} each within {ROOM_S:g} s; {_there()}",
+            f"{where} is no room for {_words(resources)} each within {ROOM_S:g} s; {_there()}",
             "lower placement.trainers or placement.engines, end other jobs (`ray status` lists what is in use), or add nodes"
             + more,
         )
@@ -192,8 +194,10 @@ def _about(group: Any) -> dict[str, Any]:
     return dict(placement_group_table(group))
 
 
-def _words(resources: Mapping[str, float]) -> str:
-    return " and ".join(f"{amount:g} {name}" for name, amount in resources.items())
+def _words(resources: Sequence[Mapping[str, float]]) -> str:
+    """`2 processes with 1 CPU and 1 GPU, 1 with 4 CPU and 4 GPU`."""
+    each = Counter(" and ".join(f"{amount:g} {name}" for name, amount in one.items()) for one in resources)
+    return ", ".join(f"{count} {'' if at else 'processes '}with {what}" for at, (what, count) in enumerate(each.items()))
 
 
 def _there() -> str:

@@ -50,7 +50,8 @@ class RayActors:
         process, token = HostedProcess(spec.name, self._bundles[index]), make_token()
         try:
             process.meet()
-            here = replace(spec, device=spec.device.partition(":")[0], host=self._host(spec, process))  # Ray shows it one GPU
+            kind = spec.device.partition(":")[0]  # Ray shows it its own GPUs alone
+            here = replace(spec, device=kind, host=self._host(spec, process))
             process.start(Job(WORKER, env=here.environment(token)))
             return RayEngine(process, self._address(process), token)
         except BaseException as error:

@@ -74,9 +74,10 @@ def train_on_ray(run: CheckedRun, *, from_scratch: bool = False) -> dict[str, An
     """Train to the last step or to an interrupt, and return what `redline train --json` prints. Everything that was started has
     ended by then."""
     config, wanted = run.resolved.config, run.resolved.config.placement
-    count = wanted.trainers + wanted.engines
+    device, width = config.run.device, config.engine.tensor_parallel_size
+    needed = [bundle_resources(device)] * wanted.trainers + [bundle_resources(device, width)] * wanted.engines
     one_node = wanted.engines > 0 and run.placement.transport == "cuda_ipc"
-    with joined(wanted, count), room(count, bundle_resources(config.run.device), one_node=one_node) as bundles:
+    with joined(wanted, wanted.trainers + width * wanted.engines), room(needed, one_node=one_node) as bundles:
         folder = run.folder or RunFolder.create(config.run.folder, config.run.name, given=run.given)
         try:
             return _Driver(run, folder, bundles).train(from_scratch)
@@ -118,7 +119,7 @@ class _Driver:
 
     def _try(self, from_scratch: bool) -> str:
         """Start all ranks and watch them to their end. Returns why one was lost; empty where all ended by themselves."""
-        wait_for_room(self.bundles[0].group, len(self.bundles), self.bundles[0].resources)
+        wait_for_room(self.bundles[0].group, [bundle.resources for bundle in self.bundles])
         trainers = self.run.resolved.config.placement.trainers  # the bundles after theirs are for engines, which rank 0 begins
         self._ranks = [HostedProcess(f"rank {index}", bundle) for index, bundle in enumerate(self.bundles[:trainers])]
         try:

@@ -41,8 +41,10 @@ class EngineSpec:
     """What messages and spans call it."""
     device: str = "cpu"
     """`cpu`, `cuda`, or `cuda:1` for one of those that this process sees."""
+    width: int = 1
+    """Processes that divide it, with a GPU each from `device` on."""
     num_threads: int = 1
-    """Threads of its CPU kernels."""
+    """Threads of the CPU kernels of each of its processes."""
     host: str = "127.0.0.1"
     """The address that it listens on."""
     port: int = 0
@@ -67,12 +69,15 @@ class EngineSpec:
         return EngineRecipe.model_validate({**self.recipe, "run": run})
 
     def environment(self, token: str) -> dict[str, str]:
-        """What its process finds in its environment: this spec, the token, and the GPU that it may use."""
+        """What its process finds in its environment: this spec, the token, and the GPUs that it may use."""
         found = {SPEC_VARIABLE: self.to_json(), TOKEN_VARIABLE: token}
         _, _, index = self.device.partition(":")
         if index:
             visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")
-            found["CUDA_VISIBLE_DEVICES"] = _visible_gpu(visible.split(","), int(index)) if visible else index
+            wanted = range(int(index), int(index) + self.width)
+            found["CUDA_VISIBLE_DEVICES"] = ",".join(
+                _visible_gpu(visible.split(","), gpu) if visible else str(gpu) for gpu in wanted
+            )
         return found
 
 

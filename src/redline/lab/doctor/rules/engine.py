@@ -164,8 +164,9 @@ def kv_cache_too_large(facts: Facts) -> Answer:
 def too_much_tensor_parallelism(facts: Facts) -> Answer:
     """A model that one GPU holds is divided among several."""
     options = facts.setting("engine.options", {})
-    key = next((name for name in TENSOR_PARALLEL if name in options), TENSOR_PARALLEL[0])
-    size = options.get(key, 1)
+    own = next((name for name in TENSOR_PARALLEL if name in options), None)
+    key = f"engine.options.{own}" if own else "engine.tensor_parallel_size"
+    size = options[own] if own else facts.setting(key, 1)
     weights, memory = facts.sampled("memory/weights_bytes"), facts.sampled("gpu/0/memory_total_bytes")
     if size <= 1:
         return None
@@ -180,7 +181,7 @@ def too_much_tensor_parallelism(facts: Facts) -> Answer:
         title=f"A model of {weights / 1e9:.1f} GB is divided among {size} GPUs.",
         why="Every layer waits for two sums over all of them; as several engines each GPU works by itself.",
         evidence=(
-            Evidence(f"engine.options.{key}", size, "GPUs that divide the model"),
+            Evidence(key, size, "GPUs that divide the model"),
             Evidence("memory/weights_bytes", weights, "bytes of weights"),
         ),
         gain=facts.saved(
@@ -192,7 +193,7 @@ def too_much_tensor_parallelism(facts: Facts) -> Answer:
         ),
         change={},
         advice=f"engine.kind=native with placement.engines={size} has a whole engine on each GPU. Fewer GPUs for one engine"
-        f" (engine.options.{key}) make a token dearer, and leave the others to the trainer.",
+        f" ({key}) make a token dearer, and leave the others to the trainer.",
     )
 
 
