@@ -14,13 +14,15 @@ from support.processes import TIMEOUT_S, only_run, rows, write_letters
 OTHER = '''
 """Takes away what Linux has, then does what `redline` does."""
 
-import multiprocessing, os, platform, socket, sys, time, traceback
+import os, platform, socket, sys, sysconfig, time, traceback, zoneinfo
 
-import numpy, psutil, pyarrow, torch, transformers  # these know which system they are on
+import numpy, psutil, pyarrow, pydantic, rich, torch, transformers, typer, yaml  # these know which system they are on
+
+sysconfig.get_config_vars()
 
 for module, names in {
     os: ["sched_getaffinity", "sched_setaffinity", "memfd_create", "posix_fadvise", "posix_fallocate", "pidfd_open", "eventfd",
-         "sendfile", "splice", "copy_file_range", "getrandom", "fdatasync", "sched_getscheduler", "unshare", "setns"],
+         "splice", "getrandom", "fdatasync", "sched_getscheduler", "unshare", "setns"],
     time: ["CLOCK_BOOTTIME", "CLOCK_MONOTONIC_RAW_COARSE"],
     socket: ["TCP_KEEPIDLE", "TCP_USER_TIMEOUT", "TCP_QUICKACK", "SO_BINDTODEVICE"],
     psutil.Process: ["io_counters", "cpu_affinity", "ionice", "rlimit", "cpu_num", "memory_maps"],
@@ -37,8 +39,8 @@ def refuse(event, arguments):
     if event == "open" and isinstance(arguments[0], (str, bytes, os.PathLike)):
         path = os.fsdecode(arguments[0])
         if path.startswith(LINUX):
-            files = [frame.filename for frame in traceback.extract_stack()]
-            asking = next((file for file in reversed(files[:-1]) if "/lib/python" not in file and "<frozen" not in file), "")
+            files = [frame.f_code.co_filename for frame, _ in traceback.walk_stack(sys._getframe(1))]
+            asking = next((file for file in files if "site-packages" in file or "/lib/python" not in file), "")
             if "/redline/" in asking:
                 raise FileNotFoundError(2, "No such file or directory", path)
     if event == "ctypes.dlsym" and arguments[1] in ("prctl", "mallopt", "malloc_trim"):

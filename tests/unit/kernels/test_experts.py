@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import math
 import os
+import subprocess
+import sys
 from collections.abc import Iterator
 from itertools import pairwise
 
@@ -213,3 +215,24 @@ def test_few_tokens_are_not_sorted_and_tiles_grow_with_what_an_expert_gets() -> 
     assert lay_out(choose_experts(random(SORTED_TOKENS - 1, 6), 2, normalized=True), 6).pairs is None
     assert lay_out(choose_experts(random(SORTED_TOKENS, 6), 2, normalized=True), 6).pairs is not None
     assert [tile_size(rows * 8, 128) for rows in (16, 64, 256, 512, 8192)] == [16, 16, 32, 64, 128]
+
+
+COMPILED = """
+from redline.kernels.experts.routing import _choose
+from support.compiled import compile_kernel
+
+for logits, X, C, padded_X, padded_C, normalized in (("*bf16", 128, 8, 128, 8, True), ("*fp32", 60, 3, 64, 4, False)):
+    types = {"logits": logits, "experts": "*i32", "weights": "*fp32", "ranks": "*i32", "counts": "*i32", "T": "i32"}
+    sizes = {"X": X, "C": C, "PADDED_X": padded_X, "PADDED_C": padded_C, "NORMALIZED": normalized, "R": 8}
+    compile_kernel(_choose, types, sizes)
+"""
+
+
+@pytest.mark.slow
+def test_the_choice_compiles_for_a_device_that_is_not_there() -> None:
+    without = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    paths = os.pathsep.join(path for path in sys.path if path)
+    done = subprocess.run(
+        [sys.executable, "-c", COMPILED], env={**without, "PYTHONPATH": paths}, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
