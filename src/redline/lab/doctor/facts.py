@@ -12,7 +12,7 @@ import numpy as np
 
 from redline.lab.doctor.finding import Evidence, Gain
 from redline.lab.evidence.statistics import hodges_lehmann
-from redline.runs.run import Run, rows_of
+from redline.runs.run import Run, rows_of, setting
 from redline.telemetry import Ledger
 from redline.telemetry.delays import PLAN, TOTAL
 from redline.telemetry.files.metrics import first_row_where, rows_from_the_last
@@ -28,6 +28,8 @@ FIRST = 2
 """Steps that are apart: they compile, load and fill caches."""
 MOST_STEPS = 2000
 """Steps that are looked at, the newest: what a run was like hours ago is not what it is like."""
+JUMP_S = 60.0
+"""Seconds between two steps from which on they may be a clock that was set, or a machine that slept."""
 MOST_POINTS = 200
 """Of a series that evidence carries."""
 TRAINER_WAITS = ("wait_for_rollouts", "wait_for_late_groups", "wait")
@@ -263,6 +265,20 @@ def _add_time_between(rows: list[dict[str, Any]], before: Mapping[str, Any], run
         row[BETWEEN] = between
         seconds = evaluated.get(last.get("step"))
         row[EVALUATION] = min(between, _number(seconds)) if isinstance(seconds, int | float) else 0.0
+    _leave_out_a_jump(rows, setting(run.config, "run", "checkpoint_every", 0))
+
+
+def _leave_out_a_jump(rows: list[dict[str, Any]], checkpoint_every: int) -> None:
+    """A time between steps that is longer than all others together, and follows neither a checkpoint nor an evaluation, is a
+    clock that was set or a machine that slept: it counts as the usual one."""
+    if len(rows) < FEWEST:
+        return
+    longest = max(rows, key=lambda row: row[BETWEEN])
+    others = [row[BETWEEN] for row in rows if row is not longest]
+    before = _number(longest.get("step")) - 1
+    has_reason = longest[EVALUATION] or (checkpoint_every and before % checkpoint_every == 0)
+    if longest[BETWEEN] > max(JUMP_S, sum(others)) and not has_reason:
+        longest[BETWEEN] = float(np.median(others))
 
 
 def _slept(rows: list[dict[str, Any]]) -> dict[str, float]:

@@ -6,13 +6,17 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
 
 from redline.errors import RunFolderError
 from redline.lab.doctor.facts import FEWEST, TRAINER_WAITS, Facts
 from redline.lab.simulate.costs import EngineCost, TrainerCost, engine_cost, trainer_cost
 from redline.runs.run import Run
+from redline.runs.stored import StoredRun
 from redline.telemetry.summary.timeline import PREFIX
 
+MOST_STORED = 20_000
+"""Attempts that are read, of the newest steps: a store may hold millions."""
 _SIMULATED = (
     *TRAINER_WAITS, "generation", "training", "environment", "reward", "weight_sync",
     "wait_for_engine", "wait_for_environments", "wait_for_rewards",
@@ -56,10 +60,16 @@ class Recording:
                 f"{run.folder.shown}: {facts.num_steps} steps after the first ones are too few to simulate from",
                 f"record at least {FEWEST + 2} steps",
             )
-        groups = _groups(run, facts)
+        step_s = facts.steps["run/step_s"][np.isfinite(facts.steps["run/step_s"])]
+        if not step_s.sum() > 0:
+            raise RunFolderError(f"{run.folder.shown}: its steps do not say how long they took", "record a run again")
+        rows = _stored(run, facts)
+        if not rows:
+            raise RunFolderError(f"{run.folder.shown}: no attempt is stored", "set buffer.max_bytes so that the store keeps some")
+        groups = _groups(rows, facts)
         generation = facts.phase("generation", "rollouts")
         computed = _column(facts, "engine/prompt_tokens")
-        prefill = _prefill_s(run, facts)
+        prefill = _prefill_s(rows, facts)
         engines = max(1, int(facts.setting("placement.engines", 0)))  # their steps and tokens are recorded as sums
         engine = engine_cost(
             seconds=np.maximum(0.0, generation - prefill),
@@ -78,7 +88,7 @@ class Recording:
             other_s=_other_s(facts),
             trained_share=float(_column(facts, "trainer/tokens").mean() / max(1.0, _sampled_per_step(groups, facts))),
             config=dict(run.config),
-            step_s=_column(facts, "run/step_s"),
+            step_s=step_s,
         )
 
 
@@ -86,13 +96,13 @@ def _column(facts: Facts, metric: str) -> np.ndarray:
     return np.nan_to_num(facts.steps.get(metric, np.zeros(facts.num_steps)))
 
 
-def _prefill_s(run: Run, facts: Facts) -> np.ndarray:
+def _prefill_s(rows: list[dict[str, Any]], facts: Facts) -> np.ndarray:
     """Seconds of prompts in each step. Engines in processes of their own keep their spans to themselves: then as long as the
     attempts say, for each wave of rows."""
     own = _column(facts, "engine/prefill_s")
     if own.any() or not facts.setting("placement.engines", 0):
         return own
-    turns = [turn for row in run.trajectories().select(["turns"]).to_pylist() for turn in row["turns"]]
+    turns = [turn for row in rows for turn in row["turns"]]
     usual = float(np.median([turn["prefill_s"] or 0.0 for turn in turns])) if turns else 0.0
     attempts = facts.setting("rollouts.groups_per_step", 1) * facts.setting("rollouts.group_size", 1)
     return np.full(facts.num_steps, usual * max(1.0, attempts / facts.setting("engine.max_num_seqs", 256)))
@@ -106,16 +116,33 @@ def _scored_s(facts: Facts) -> float:
     return float(facts.phases(("reward", "wait_for_rewards")).mean())
 
 
-def _groups(run: Run, facts: Facts) -> tuple[Group, ...]:
-    table = run.trajectories().select(["step", "group", "attempt", "turns", "score_s", "loss_mask"]).to_pylist()
-    steady = set(_column(facts, "step").tolist())  # the first attempts wait for what is loaded and compiled
+def _stored(run: Run, facts: Facts) -> list[dict[str, Any]]:
+    """Rows of attempts that the newest steady steps were trained on, `MOST_STORED` or a step more, by group; of other steps
+    where the store has none of those. The first attempts wait for what is loaded and compiled."""
+    stored = StoredRun(run.folder.shown)
+    kept = stored.trained_steps()
+    steady = set(_column(facts, "step").tolist())
+    found: list[dict[str, Any]] = []
+    for step in sorted([step for step in kept if step in steady] or kept, reverse=True):
+        found += _rows(stored.table(step))
+        if len(found) >= MOST_STORED:
+            break
+    return sorted(found, key=lambda row: row["group"])
+
+
+def _rows(table: pa.Table) -> list[dict[str, Any]]:
+    """The rows of a table, with how many tokens of each were sampled instead of a value for every token."""
+    rows = table.select(["group", "attempt", "turns", "score_s"]).to_pylist()
+    masks = (mask.values.to_numpy() for mask in table["loss_mask"])
+    return [{**row, "length": len(mask), "sampled": int(mask.sum())} for row, mask in zip(rows, masks, strict=True)]
+
+
+def _groups(rows: list[dict[str, Any]], facts: Facts) -> tuple[Group, ...]:
     found: dict[int, dict[int, list[dict[str, Any]]]] = {}
-    for row in [row for row in table if row["step"] in steady] or table:
+    for row in rows:
         found.setdefault(row["group"], {}).setdefault(row["attempt"], []).append(row)
     scored_s = _scored_s(facts)
     groups = tuple(_group(attempts, scored_s) for attempts in found.values())
-    if not groups:
-        raise RunFolderError(f"{run.folder.shown}: no attempt is stored", "set buffer.max_bytes so that the store keeps some")
     # What the prefix cache had of a prompt was not computed.
     asked = float(np.mean([group.prompt_tokens for group in groups])) * facts.setting("rollouts.groups_per_step", 1)
     share = min(1.0, float(_column(facts, "engine/prompt_tokens").mean()) / max(1.0, asked))
@@ -125,11 +152,11 @@ def _groups(run: Run, facts: Facts) -> tuple[Group, ...]:
 def _group(attempts: dict[int, list[dict[str, Any]]], scored_s: float) -> Group:
     tokens, environment, prompts = [], [], []
     for rows in attempts.values():
-        tokens.append(sum(sum(row["loss_mask"]) for row in rows))
+        tokens.append(sum(row["sampled"] for row in rows))
         turns = [turn for row in rows for turn in row["turns"]]
         own_s = max(row["score_s"] or 0.0 for row in rows)
         environment.append(sum(turn["environment_s"] or 0.0 for turn in turns) + (own_s or scored_s))
-        prompts.append(sum(len(row["loss_mask"]) - sum(row["loss_mask"]) for row in rows))
+        prompts.append(sum(row["length"] - row["sampled"] for row in rows))
     return Group(tuple(tokens), tuple(environment), min(prompts))
 
 

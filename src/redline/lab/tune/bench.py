@@ -151,9 +151,8 @@ class ProcessBench:
         name = hashlib.sha256(name_of(settings).encode()).hexdigest()[:12]
         folder = self.folder / f"{name}-001"
         if folder.is_dir():
-            run = Run.open(folder)
-            if run.steps >= RECORDED_STEPS and run.ledger is not None:
-                return run
+            if (made := _whole(folder)) is not None:
+                return made
             shutil.rmtree(folder)
         own = [f"run.name={name}", f"run.folder={self.folder}", f"run.steps={RECORDED_STEPS}", "run.checkpoint_every=0"]
         own += ["rollouts.evaluation={num_tasks: 0}", "telemetry.sinks=[]", "telemetry.alert_webhook=null"]
@@ -214,6 +213,15 @@ class ProcessBench:
 
     def _limit_s(self, steps: int = 1) -> float:
         return max(LEAST_S, PATIENCE * self.longest_s) * steps if self.longest_s else FIRST_S
+
+
+def _whole(folder: Path) -> Run | None:
+    """The recording in a folder; None where it was killed before its end, maybe before there was anything in it."""
+    try:
+        run = Run.open(folder)
+        return run if run.steps >= RECORDED_STEPS and run.ledger is not None else None
+    except RunFolderError:
+        return None
 
 
 def _recording(run: Run | None) -> Recording | None:

@@ -53,6 +53,17 @@ def test_time_between_steps_counts_and_says_what_of_it_was_an_evaluation(tmp_pat
     assert found.wall_s == pytest.approx(found.num_steps + 0.5)
 
 
+def test_a_clock_that_was_set_or_a_machine_that_slept_is_no_time_between_steps(tmp_path: Path) -> None:
+    times = np.cumsum([1.1] * 6 + [86_401.0] + [1.1] * 6)
+    rows = [row(step, float(time)) for step, time in enumerate(times, 1)]
+    assert Facts.of(recorded(tmp_path / "jump", rows)).wall_s == pytest.approx(11 * 1.1)
+    evaluated = Facts.of(recorded(tmp_path / "evaluated", rows, [{"step": 6, "evaluation/seconds": 86_400.0}]))
+    assert evaluated.total(EVALUATION) == pytest.approx(86_400)
+    run = recorded(tmp_path / "written", rows)
+    run.folder.config.write_text(json.dumps({**run.config, "run": {"checkpoint_every": 3}}))
+    assert Facts.of(Run.open(run.folder.path)).total(BETWEEN) > 86_000
+
+
 def test_steps_that_were_delayed_on_purpose_are_left_out_unless_they_are_asked_for(tmp_path: Path) -> None:
     slow = {PLAN: "x", TOTAL: 4.0, "delays/buffer.pack_s": 4.0}
     rows = [row(step, 10.0 * step, 5.0 if step > 10 else 1.0, **(slow if step > 10 else {})) for step in range(1, 16)]

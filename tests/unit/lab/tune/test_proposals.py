@@ -8,6 +8,7 @@ from random import Random
 import numpy as np
 import pytest
 from support.paths import ROOT
+from support.run_folders import write_run
 
 from redline.config import load_recipe, resolve
 from redline.errors import ConfigError
@@ -16,7 +17,7 @@ from redline.lab.doctor.finding import Finding, Gain
 from redline.lab.simulate.costs import engine_cost, trainer_cost
 from redline.lab.simulate.events import Loop, Simulator
 from redline.lab.simulate.recorded import Group, Recording
-from redline.lab.tune.bench import ProcessBench
+from redline.lab.tune.bench import RECORDED_STEPS, ProcessBench, _whole
 from redline.lab.tune.command import Asked, tune
 from redline.lab.tune.proposals import proposals
 from redline.lab.tune.space import Situation, changes, name_of
@@ -149,3 +150,11 @@ def test_recipes_whose_processes_are_elsewhere_are_refused_before_anything_is_wr
     with pytest.raises(ConfigError, match=r"placement\.cluster = ray"):
         tune(asked, log_console())
     assert not (tmp_path / "out").exists()
+
+
+def test_a_recording_that_was_killed_before_anything_was_written_is_none(tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    assert _whole(tmp_path / "empty") is None
+    assert _whole(write_run(tmp_path / "begun", 3).path) is None
+    assert _whole(write_run(tmp_path / "killed", RECORDED_STEPS, closed=False).path) is None
+    assert _whole(write_run(tmp_path / "whole", RECORDED_STEPS).path) is not None

@@ -1,0 +1,53 @@
+"""What a simulation reads of a run: steps that say how long they took, and attempts of the newest steady ones."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from support.fakes import trajectory
+from support.run_folders import append, write_run
+
+from redline.buffer.store.trajectory_store import TrajectoryStore
+from redline.errors import RunFolderError
+from redline.lab.simulate import recorded
+from redline.lab.simulate.recorded import Recording
+from redline.runs import Run
+from redline.types import TrajectoryGroup
+
+
+def run_of(path: Path, step_s: list[Any]) -> Run:
+    """A run with one group of two attempts a step, which sampled as many tokens as the step's number and twice that."""
+    folder = write_run(path, 1, max_lag=0)
+    folder.metrics.write_text("")
+    append(folder.metrics, (_row(step, seconds) for step, seconds in enumerate(step_s, 1)))
+    store = TrajectoryStore(folder.trajectories)
+    for step in range(1, len(step_s) + 1):
+        attempts = [trajectory([1, 2, 3], [4] * tokens, version=step - 1) for tokens in (step, 2 * step)]
+        store.begin([step], step - 1)
+        store.add(TrajectoryGroup("task", attempts, np.zeros(2, np.float32), step))
+        store.lease([step], step - 1)
+        store.trained([step], step - 1)
+    store.close()
+    return Run.open(folder.path)
+
+
+def _row(step: int, seconds: Any) -> dict[str, Any]:
+    sizes = {"engine/steps": 2 * step, "engine/generated_tokens": 3 * step, "engine/prompt_tokens": 3, "trainer/tokens": 3 * step}
+    return {"step": step, "run/step_s": seconds, "timeline/generation_s": 0.5, "timeline/training_s": 0.3, **sizes}
+
+
+def test_groups_are_those_of_the_newest_steady_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = run_of(tmp_path / "run", [1.0] * 10)
+    assert [group.tokens for group in Recording.of(run).groups] == [(step, 2 * step) for step in range(3, 11)]
+    monkeypatch.setattr(recorded, "MOST_STORED", 3)
+    assert [group.tokens for group in Recording.of(run).groups] == [(9, 18), (10, 20)]
+
+
+def test_a_step_that_does_not_say_how_long_it_took_is_none_of_no_length(tmp_path: Path) -> None:
+    found = Recording.of(run_of(tmp_path / "run", [1.0] * 6 + [None] + [1.0] * 4))
+    assert found.step_s.tolist() == [1.0] * 8
+    with pytest.raises(RunFolderError, match="how long they took"):
+        Recording.of(run_of(tmp_path / "zero", [0.0] * 10))
