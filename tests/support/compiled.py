@@ -8,9 +8,10 @@ from typing import Any
 HOPPER = 90
 
 
-def compile_kernel(kernel: Any, types: Mapping[str, str], constants: Mapping[str, Any], *, num_warps: int = 4) -> int:
+def compile_kernel(kernel: Any, types: Mapping[str, str], constants: Mapping[str, Any], **options: int) -> int:
     """Compile to machine code for Hopper. `types` has Triton's name for each argument that is no constant, such as `*fp32` or
-    `i32`. Returns the bytes of shared memory that it takes. Not where `TRITON_INTERPRET` is set."""
+    `i32`; `options` are Triton's, such as num_warps. Returns the bytes of shared memory that it takes. Not where
+    `TRITON_INTERPRET` is set."""
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
@@ -19,6 +20,6 @@ def compile_kernel(kernel: Any, types: Mapping[str, str], constants: Mapping[str
     signature = {name: "constexpr" if name in constants else types[name] for name in names}
     values = {(names.index(name),): value for name, value in constants.items()}
     source = ASTSource(fn=kernel, signature=signature, constexprs=values)
-    made = triton.compile(source, target=GPUTarget("cuda", HOPPER, 32), options={"num_warps": num_warps})
+    made = triton.compile(source, target=GPUTarget("cuda", HOPPER, 32), options=options)
     assert "cubin" in made.asm
     return int(made.metadata.shared)

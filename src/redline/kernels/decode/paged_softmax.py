@@ -20,7 +20,7 @@ def attend(  # type: ignore[no-untyped-def]
     d = tl.arange(0, D)
     for start in range(begin, end, BLOCK_N):
         seen_N = start + n < end
-        token_N = (page.to(tl.int64) * K + kv_head) * PAGE + _slots(start, PAGE, BLOCK_N)
+        token_N = (page.to(tl.int64) * K + kv_head) * PAGE + slots(start, PAGE, BLOCK_N)
         # Looked up a turn ahead: in the turn that needs it, the lookup would take up two stages of the pipeline.
         page = pages(table, start + BLOCK_N, end, PAGE, BLOCK_N)
         at_ND = token_N[:, None] * D + d[None, :]
@@ -57,7 +57,7 @@ def pages(table, start, end, PAGE: tl.constexpr, BLOCK_N: tl.constexpr):  # type
 
 
 @triton.jit
-def _slots(start, PAGE: tl.constexpr, BLOCK_N: tl.constexpr):  # type: ignore[no-untyped-def]
+def slots(start, PAGE: tl.constexpr, BLOCK_N: tl.constexpr):  # type: ignore[no-untyped-def]
     """Where the tokens of the tile at `start` stand in their blocks."""
     if BLOCK_N <= PAGE:
         return start % PAGE + tl.arange(0, BLOCK_N)

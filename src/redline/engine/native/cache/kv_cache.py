@@ -72,14 +72,6 @@ class KVCache:
             else:
                 cache.view(-1, *cache.shape[2:]).index_copy_(0, slots_T, fresh)
 
-    def read(self, layer: int, slots_T: Tensor) -> tuple[Tensor, Tensor]:
-        """Keys and values [T, K, D] at these slots."""
-        keys, values = self.blocks[layer]
-        if self.heads_first:
-            blocks_T, offsets_T = slots_T // self.block_size, slots_T % self.block_size
-            return keys[blocks_T, :, offsets_T], values[blocks_T, :, offsets_T]
-        return keys.flatten(0, 1)[slots_T], values.flatten(0, 1)[slots_T]
-
     def is_finite(self, slots_T: Tensor) -> bool:
         """Whether neither NaN nor infinity is at these slots, in any layer."""
         return bool(self.blocks[self._at(slots_T)].isfinite().all())

@@ -1,4 +1,4 @@
-"""The runner for NVIDIA GPUs: a whole decode step, sampling included, is one CUDA graph.
+"""The runner for NVIDIA GPUs: a whole decode step, sampling included, is one CUDA graph, and so is a short prompt.
 
 Everything a step reads and writes lives in tensors at fixed addresses (`DeviceRows`, the cache, the weights), so a graph is
 replayed as often as wanted without a word from the host: the rows advance, stop and die on the device. The host launches a
@@ -7,7 +7,7 @@ few steps at once, and looks at their tokens while the next ones run. Weights ar
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeGuard
 
@@ -22,13 +22,17 @@ from redline.engine.native.cache.prefixes import MAX_SIZE, Prefixes
 from redline.engine.native.running.device_rows import DeviceRows
 from redline.engine.native.running.few_rows import FewRows, one_launch_of
 from redline.engine.native.running.graphs import GraphCache, nothing_collected
-from redline.engine.native.running.runner import Runner, Samples
+from redline.engine.native.running.prompts import CapturedPrompts, PromptAttention, Prompts
+from redline.engine.native.running.runner import Decoding, Runner, Samples
 from redline.engine.native.running.sampler import Sampled
 from redline.engine.native.running.verification import MAX_GUESSES, MAX_SLOTS, NO_GUESS, SLOT_TOKENS, Guesses, TextWrites
+from redline.engine.native.scheduler import Chunk
 from redline.engine.native.sequence import Wants
 from redline.kernels.decode.attention import FEW_ROWS_TILES, SHARED_ROWS, TILES, DecodeBatch, choose_splits, decode_attention
 from redline.kernels.decode.few_rows import FEWEST_ROWS
 from redline.kernels.decode.guesses import NO_PLACE, Entries, GuessBook, begin_guessing, end_guessing, find_guesses
+from redline.kernels.decode.prompt_attention import TILES as PROMPT_TILES
+from redline.kernels.decode.prompt_attention import query_blocks
 from redline.kernels.decode.rotate_and_store import rotate_and_store
 from redline.kernels.decode.sampling import sample_plain
 from redline.kernels.decode.shared_prefix import SharedPrefixes
@@ -105,44 +109,6 @@ def slots_of(batch: DecodeBatch, page: int) -> Tensor:
     return torch.where(batch.positions_B < 0, SCRATCH_BLOCK * page, blocks_B * page + places_B % page)
 
 
-class FlashPrefillAttention:
-    """Chunks of prompts through torch's FlashAttention for packed sequences. A `FusedAttend`."""
-
-    def __init__(self, cache: KVCache, rotary: Tensor, runs: Runs, upload: Callable[[object, torch.dtype], Tensor]) -> None:
-        self._cache = cache
-        self._rotary = rotary
-        self.positions_T = upload(runs.positions(), torch.int64)
-        self.slots_T = upload(runs.slots(cache.block_size), torch.int64)
-        self._query_offsets = upload(runs.offsets, torch.int32)
-        self._longest = int(runs.lengths_S.max()), int(runs.ends.max())
-        self._key_offsets, self._key_slots = self._query_offsets, None
-        if runs.starts_S.any():
-            # Some of their context is in the cache already: keys come from there, this step's included.
-            whole = Runs(np.zeros_like(runs.starts_S), runs.ends, runs.tables_SN)
-            self._key_offsets = upload(whole.offsets, torch.int32)
-            self._key_slots = upload(whole.slots(cache.block_size), torch.int64)
-
-    def attend_fused(self, layer: DecoderLayer, heads: Tensor) -> Tensor:
-        keys, values = self._cache.blocks[layer.index]
-        places = (self.positions_T, self.slots_T)
-        rotate_and_store(heads, keys, values, *places, self._rotary, _norms(layer), layer.spec.norm_eps)
-        q_THD, k_TKD, v_TKD = heads.split([layer.spec.num_heads, layer.spec.num_kv_heads, layer.spec.num_kv_heads], dim=1)
-        if self._key_slots is not None:
-            k_TKD, v_TKD = self._cache.read(layer.index, self._key_slots)
-        out, *_ = torch.ops.aten._flash_attention_forward(
-            q_THD,
-            k_TKD,
-            v_TKD,
-            self._query_offsets,
-            self._key_offsets,
-            *self._longest,
-            0.0,  # dropout
-            True,  # causal, aligned at the end
-            False,
-        )
-        return out
-
-
 def _norms(layer: DecoderLayer) -> tuple[Tensor, Tensor] | None:
     """The norms of query and key heads; None where the layer has none."""
     return None if layer.q_norm is None or layer.k_norm is None else (layer.q_norm, layer.k_norm)
@@ -194,6 +160,7 @@ class CudaRunner(Runner):
         # It has the whole device until it ends: a trainer beside it would hardly come to its own.
         is_alone = self._few_rows is not None and not shares_device
         self._one_launch = one_launch_of(decoder, cache, self._rotary) if is_alone else None
+        self._prompts = CapturedPrompts(decoder, cache, self._rotary, rows.tables_RN, rows.upload)
         self._pool: Any = None
         """Memory that the graphs share: they never run at the same time."""
         self.graphs: GraphCache[tuple[int, int, Wants], _DecodeGraph] = GraphCache()
@@ -398,14 +365,28 @@ class CudaRunner(Runner):
         )
 
     def _slots(self, attend: AnyAttend) -> Tensor:
-        assert isinstance(attend, PagedDecodeAttention | FlashPrefillAttention)
+        assert isinstance(attend, PagedDecodeAttention | PromptAttention)
         return attend.slots_T
 
     # ── prefill ────────────────────────────────────────────────────────────────────────────────────────────────────────
 
-    def _prefill_attention(self, runs: Runs) -> tuple[FlashPrefillAttention, Tensor]:
-        attend = FlashPrefillAttention(self.cache, self._rotary, runs, self.rows.upload)
-        return attend, attend.positions_T
+    def _end_logits(self, chunks: Sequence[Chunk], decoding: Decoding | None, runs: Runs, ends_P: np.ndarray) -> Tensor | None:
+        # Adapters, scores of prompts and records of experts are no part of the graphs.
+        by_hand = any(c.sequence.wants.lora or c.sequence.request.sampling.prompt_logprobs for c in chunks)
+        if not by_hand and self.cache.routing is None:
+            tokens_T = np.concatenate([c.sequence.tokens[c.start : c.end] for c in chunks])
+            logits_PV = self._prompts.logits(Prompts(tokens_T, runs, _lines(chunks), ends_P))
+            if logits_PV is not None:
+                return logits_PV if len(ends_P) else None
+        return super()._end_logits(chunks, decoding, runs, ends_P)
+
+    def _prefill_attention(self, chunks: Sequence[Chunk], runs: Runs) -> tuple[AnyAttend, Tensor]:
+        assert len(runs.starts_S) == len(chunks), "rows decode in steps of their own"
+        upload, queries = self.rows.upload, PROMPT_TILES[self._decoder.spec.head_dim].queries
+        positions_T = upload(runs.positions(), torch.int64)
+        slots_T = upload(runs.slots(self.cache.block_size), torch.int64)
+        blocks = upload(query_blocks(runs.offsets, runs.starts_S, _lines(chunks), queries), torch.int64)
+        return PromptAttention(self.cache, self._rotary, self.rows.tables_RN, positions_T, slots_T, blocks), positions_T
 
     # ── results ────────────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -419,6 +400,11 @@ class CudaRunner(Runner):
         arrived = torch.cuda.Event()
         arrived.record()
         return host, arrived
+
+
+def _lines(chunks: Sequence[Chunk]) -> np.ndarray:
+    """int64: each chunk's line of the block table."""
+    return np.array([c.sequence.row for c in chunks], np.int64)
 
 
 def _flavour(wants: Wants, vocab_size: int) -> Wants:

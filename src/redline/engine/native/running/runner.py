@@ -264,24 +264,29 @@ class Runner:
         order, and then for each of those rows. In a pass of their own those would wait for all its small calls, as many as
         this one has, whenever a prompt comes in."""
         runs = _runs(chunks, decoding)
-        attend, positions_T = self._prefill_attention(runs)
-        tokens_T = self.rows.upload(np.concatenate([c.sequence.tokens[c.start : c.end] for c in chunks]), torch.int64)
-        decoding_B = None if decoding is None else self.rows.upload(decoding.rows_B, torch.int64)
-        if decoding_B is not None:
-            tokens_T = torch.cat([tokens_T, self.rows.next_token_R[decoding_B]])
-        slots_T, ends = self._slots_of(chunks, decoding), _ends(chunks, runs)
-        last_P = self.rows.upload(ends.tokens_P, torch.int64)
-        only_ends = slots_T is None and len(last_P) > 0 and self._needs_only_ends(chunks, attend)
-        hidden = self._forward(tokens_T, positions_T, attend, slots_T, last_P if only_ends else None)
-        if decoding_B is not None:
+        ends = _ends(chunks, runs)
+        logits_PV = self._end_logits(chunks, decoding, runs, ends.tokens_P)
+        if decoding is not None:
+            decoding_B = self.rows.upload(decoding.rows_B, torch.int64)
             self.rows.position_R.index_add_(0, decoding_B, self.rows.alive_R[decoding_B].long())
         if copies:
             sources, targets = self.rows.upload(np.array(copies).T.copy(), torch.int64)
             self.cache.copy(sources, targets)
+        return None if logits_PV is None else self._sample_ends(chunks, decoding, ends, logits_PV, wants)
+
+    def _end_logits(self, chunks: Sequence[Chunk], decoding: Decoding | None, runs: Runs, ends_P: np.ndarray) -> Tensor | None:
+        """[P, V] after the tokens `ends_P` of the pass; None where there are none. Scores prompts on the way."""
+        attend, positions_T = self._prefill_attention(chunks, runs)
+        tokens_T = self.rows.upload(np.concatenate([c.sequence.tokens[c.start : c.end] for c in chunks]), torch.int64)
+        if decoding is not None:
+            tokens_T = torch.cat([tokens_T, self.rows.next_token_R[self.rows.upload(decoding.rows_B, torch.int64)]])
+        slots_T, last_P = self._slots_of(chunks, decoding), self.rows.upload(ends_P, torch.int64)
+        only_ends = slots_T is None and len(last_P) > 0 and self._needs_only_ends(chunks, attend)
+        hidden = self._forward(tokens_T, positions_T, attend, slots_T, last_P if only_ends else None)
         self._score_prompts(chunks, runs, hidden)
         if not len(last_P):
             return None
-        return self._sample_ends(chunks, decoding, ends, hidden if only_ends else hidden[last_P], wants)
+        return self._decoder.logits(hidden if only_ends else hidden[last_P])
 
     def _slots_of(self, chunks: Sequence[Chunk], decoding: Decoding | None) -> Tensor | None:
         """int64[T]: the adapter slot of every token; None where none has an adapter."""
@@ -293,7 +298,7 @@ class Runner:
             return slots_T
         return torch.cat([slots_T, self.rows.adapter_slot_R[self.rows.upload(decoding.rows_B, torch.int64)]])
 
-    def _prefill_attention(self, runs: Runs) -> tuple[AnyAttend, Tensor]:
+    def _prefill_attention(self, chunks: Sequence[Chunk], runs: Runs) -> tuple[AnyAttend, Tensor]:
         attend = GatherAttention(self.cache, runs, self._dtype)
         return attend, attend.positions_T
 
@@ -303,10 +308,9 @@ class Runner:
         return isinstance(self._decoder, Decoder) and isinstance(attend, GatherAttention) and not needs_all
 
     def _sample_ends(
-        self, chunks: Sequence[Chunk], decoding: Decoding | None, ends: _Ends, hidden_PE: Tensor, wants: Wants
+        self, chunks: Sequence[Chunk], decoding: Decoding | None, ends: _Ends, logits_PV: Tensor, wants: Wants
     ) -> Samples:
-        """The samplers of a prompt share its last hidden state."""
-        logits_PV = self._decoder.logits(hidden_PE)
+        """The samplers of a prompt share its last logits."""
         which_B = self.rows.upload(np.repeat(np.arange(len(ends.counts_P)), ends.counts_P), torch.int64)
         rows_B = self.rows.upload([s.row for c in chunks for s in c.samplers], torch.int64)
         self.rows.wake(rows_B)

@@ -235,7 +235,6 @@ def test_what_is_written_is_gathered_in_order(heads_first: bool) -> None:
     k, v = torch.randn(7, 2, 3), torch.randn(7, 2, 3)
     slots = torch.tensor([20, 21, 22, 23, 8, 9, 10])
     cache.write(1, slots, k, v)
-    assert all(torch.equal(found, written) for found, written in zip(cache.read(1, slots), (k, v), strict=True))
     keys, values = cache.gather(1, torch.tensor([[5, 2], [2, 5]]))
     assert keys.shape == values.shape == (2, 2, 8, 3)
     for found, written in ((keys, k), (values, v)):

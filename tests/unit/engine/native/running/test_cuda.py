@@ -198,6 +198,32 @@ def test_running_out_of_memory_in_a_capture_costs_speed_and_not_the_engine(oracl
     assert len(runner.graphs) > 0, "where there is memory again there are graphs again"  # type: ignore[attr-defined]
 
 
+def test_a_short_prompt_is_scored_as_it_is_without_a_graph(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Passes of every captured size, from the first token on and behind what is cached, beside the same launched one by one."""
+    from redline.engine.native.running.prompts import SIZES, CapturedPrompts  # needs triton
+
+    shape = llama(hidden_size=256, num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=640)
+    oracle = write_model(tmp_path, shape, seed=5, std=0.15)
+    drawn = np.random.default_rng(1).integers(2, VOCAB_SIZE, 600).astype(np.int32)
+    lengths = (20, 60, 120, 250, 500, 600)
+    asked = [GenerateRequest(drawn[:length], SamplingParams(max_tokens=4, seed=length)) for length in lengths]
+    found = {}
+    for name in ("captured", "launched"):
+        if name == "launched":
+            monkeypatch.setattr(CapturedPrompts, "logits", lambda self, prompts: None)
+        engine = make_engine(tmp_path)
+        found[name] = [engine.generate([request])[0][0] for request in (*asked, *asked)]  # later ones find prefixes
+        captured = list(engine._awake._prompts.graphs._graphs)  # type: ignore[attr-defined]
+        assert sorted(captured) == (list(SIZES) if name == "captured" else [])
+    for request, one in zip((*asked, *asked), found["captured"], strict=True):
+        assert_scored(oracle, request, one)
+    # Products round by the number of their rows, so that a draw on a border may fall on either side of it.
+    pairs = list(zip(found["captured"], found["launched"], strict=True))
+    same = [(one.logprobs[0], other.logprobs[0]) for one, other in pairs if one.token_ids[0] == other.token_ids[0]]
+    assert len(same) >= len(pairs) - 2
+    np.testing.assert_allclose(*zip(*same, strict=True), atol=0.1)
+
+
 def test_what_was_guessed_is_scored_as_what_was_not(oracle: PreTrainedModel, tmp_path: Path) -> None:
     """Texts that come again are guessed by the device, several steps in a launch; steps of other sizes round otherwise, but a
     wrong key, position or random number would be off by far more."""

@@ -21,9 +21,11 @@ from redline.config.sections.engine import EngineConfig
 from redline.engine import NativeEngine
 from redline.engine.native.cache import prefixes
 from redline.engine.native.cache.kv_cache import KVCache
+from redline.engine.native.running import prompts
 from redline.engine.native.running.cuda import MAX_STEPS, CudaRunner, batch_sizes
 from redline.engine.native.running.device_rows import DeviceRows
 from redline.engine.native.running.few_rows import FewRows
+from redline.engine.native.running.prompts import CapturedPrompts
 from redline.engine.native.running.runner import Runner, Samples
 from redline.engine.native.speculation import speculation
 from redline.engine.native.speculation.references import References
@@ -39,6 +41,20 @@ BOOK = (8, 512)
 """Slots and their tokens: the interpreter would take a minute to look through what a GPU has."""
 
 
+class UncapturedPrompts(CapturedPrompts):
+    captures = True
+
+    def capture(self, size: int) -> Any:
+        if not self.captures:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        prompts = weakref.proxy(self)
+        captured = SimpleNamespace(reset=lambda: None)
+        captured.graph = SimpleNamespace(replay=lambda: setattr(captured, "logits_PV", prompts._pass(size)))
+        return captured
+
+    def release(self) -> None: ...
+
+
 class UncapturedRunner(CudaRunner):
     """Where a graph would be replayed, the step runs as it is. Results come late, as they do from a GPU."""
 
@@ -50,6 +66,8 @@ class UncapturedRunner(CudaRunner):
     def __init__(self, decoder: Decoder, cache: KVCache, rows: DeviceRows, *, guesses: bool) -> None:
         super().__init__(decoder, cache, rows, guesses=guesses)
         self._book = GuessBook.empty(*BOOK, rows.dead_row + 1, torch.device("cpu"))
+        self._prompts = UncapturedPrompts(decoder, cache, self._rotary, rows.tables_RN, rows.upload)
+        self._prompts.captures = self.captures
         assert self._few_rows is not None
         if not self.takes_few_rows:
             self._few_rows = None
@@ -67,8 +85,6 @@ class UncapturedRunner(CudaRunner):
     def fetch(self, samples: Samples) -> tuple[Samples, None]:
         return Samples(*(None if part is None else part.clone() for part in samples.parts)), None  # type: ignore[arg-type]
 
-    _prefill_attention = Runner._prefill_attention
-
 
 class InterpretedEngine(NativeEngine):
     def _make_runner(self) -> Runner:
@@ -77,6 +93,13 @@ class InterpretedEngine(NativeEngine):
         rows = DeviceRows(self._config.max_num_seqs, -(-self._max_len // self._block_size), spec.vocab_size, weight.device)
         self._speculation._references = References(self._rows, *BOOK)
         return UncapturedRunner(self.decoder, cache, rows, guesses=self._speculation.is_on)
+
+
+@pytest.fixture(autouse=True)
+def small_passes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The interpreter takes its time for every token and every block of queries, nobody's included."""
+    monkeypatch.setattr(prompts, "SIZES", (8, 16))
+    monkeypatch.setattr(prompts, "MOST_RUNS", 4)
 
 
 @pytest.fixture(scope="module")
@@ -136,6 +159,22 @@ def test_so_it_does_where_there_is_no_memory_for_graphs(decoder: Decoder, monkey
     engine, requests = InterpretedEngine(decoder, CONFIG), [ask(5, 4, n=2)]
     assert_same(engine.generate(requests), NativeEngine(decoder, CONFIG).generate(requests))
     assert len(engine._awake.graphs) == 0  # type: ignore[attr-defined]
+
+
+def test_so_it_does_where_a_prompt_continues_what_is_cached(decoder: Decoder) -> None:
+    engine, host = InterpretedEngine(decoder, CONFIG), NativeEngine(decoder, CONFIG)
+    prompt = ask(40, 1).prompt_ids
+    for length in (34, 40):
+        asked = [GenerateRequest(prompt[:length], SamplingParams(max_tokens=1, seed=1, n=2))]
+        assert_same(engine.generate(asked), host.generate(asked))
+    assert engine.stats.prefix_hit_tokens > 0
+
+
+def test_passes_of_few_tokens_share_a_graph_and_larger_ones_have_none(decoder: Decoder) -> None:
+    engine, requests = InterpretedEngine(decoder, CONFIG), [ask(5, 1), ask(7, 1), ask(12, 1), ask(20, 1)]
+    found = [engine.generate([request])[0] for request in requests]
+    assert_same(found, [NativeEngine(decoder, CONFIG).generate([request])[0] for request in requests])
+    assert list(engine._awake._prompts.graphs._graphs) == [8, 16]  # type: ignore[attr-defined]
 
 
 def test_a_sleeping_engine_holds_no_memory_of_its_steps(decoder: Decoder) -> None:
