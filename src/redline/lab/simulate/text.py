@@ -10,7 +10,7 @@ from redline.lab.simulate.whatif import Answer, Prediction
 def lines_of(answer: Answer) -> Iterator[str]:
     """Give the lines: what was measured, the replay beside it, the what-if, and what was assumed."""
     yield f"measured   {answer.measured_s:.3g} s a step"
-    yield f"replayed   {_step(answer.replayed)}: {answer.error:+.1%} beside the measurement"
+    yield f"replayed   {_step(answer.replayed)}: {round(answer.error, 3) + 0.0:+.1%} beside the measurement"
     yield f"simulated  {_step(answer.simulated)}, {answer.speedup:.2f}x the samples a second"
     yield f"           {_waits(answer.simulated)}"
     yield from (f"assumed    {assumption}" for assumption in answer.assumptions)
