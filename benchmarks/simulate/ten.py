@@ -151,7 +151,7 @@ def main() -> None:
 
 
 def compared(folder: Path) -> list[Row]:
-    """Run all configurations in turn, some rounds, each between two recordings, and predict it from these. Blocks for minutes."""
+    """Run all configurations in turn, some rounds, each between two recordings, and predict them. Blocks for minutes."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "timed.py").write_text(ENVIRONMENT)
     (folder / "recipe.yaml").write_text(yaml.safe_dump(RECIPE))

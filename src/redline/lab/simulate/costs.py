@@ -79,7 +79,7 @@ def engine_cost(
 
 
 def trainer_cost(seconds: np.ndarray, tokens: np.ndarray) -> TrainerCost:
-    """Fit the cost of a training step to what it took in each step of a run: a line through the mean, no part of it negative."""
+    """Fit the cost of a training step to what it took in each step of a run: a line through the mean, none negative."""
     sizes = np.stack([np.ones_like(tokens), tokens], axis=1)
     mean_s, mean_tokens = float(seconds.mean()), float(tokens.mean())
     off_s, off_tokens = seconds - mean_s, tokens - mean_tokens

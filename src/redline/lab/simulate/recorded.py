@@ -65,7 +65,9 @@ class Recording:
             raise RunFolderError(f"{run.folder.shown}: its steps do not say how long they took", "record a run again")
         rows = _stored(run, facts)
         if not rows:
-            raise RunFolderError(f"{run.folder.shown}: no attempt is stored", "set buffer.max_bytes so that the store keeps some")
+            raise RunFolderError(
+                f"{run.folder.shown}: no attempt is stored", "set buffer.max_bytes so that the store keeps any"
+            )
         groups = _groups(rows, facts)
         generation = facts.phase("generation", "rollouts")
         computed = _column(facts, "engine/prompt_tokens")

@@ -35,8 +35,9 @@ def run_of(path: Path, step_s: list[Any]) -> Run:
 
 
 def _row(step: int, seconds: Any) -> dict[str, Any]:
-    sizes = {"engine/steps": 2 * step, "engine/generated_tokens": 3 * step, "engine/prompt_tokens": 3, "trainer/tokens": 3 * step}
-    return {"step": step, "run/step_s": seconds, "timeline/generation_s": 0.5, "timeline/training_s": 0.3, **sizes}
+    tokens = {"engine/generated_tokens": 3 * step, "engine/prompt_tokens": 3, "trainer/tokens": 3 * step}
+    phases = {"timeline/generation_s": 0.5, "timeline/training_s": 0.3}
+    return {"step": step, "run/step_s": seconds, "engine/steps": 2 * step, **phases, **tokens}
 
 
 def test_groups_are_those_of_the_newest_steady_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
