@@ -87,6 +87,8 @@ class Cost:
     target: Target | None
     missing: int = 0
     """Steps before the first that is recorded: what they cost is not known."""
+    untimed: int = 0
+    """Recorded steps that do not say how long they took: what they cost is not known."""
 
     def money(self, seconds: float, devices: int | None = None) -> float | None:
         """What the devices cost for so many seconds; None without a price."""
@@ -97,7 +99,7 @@ class Cost:
     def sentences(self) -> tuple[str, ...]:
         """Everything, for people."""
         target = self._target(self.target) if self.target else ""
-        return tuple(filter(None, (self._spent, self._before, self._idle, target)))
+        return tuple(filter(None, (self._spent, self._before, self._untimed, self._idle, target)))
 
     @property
     def _before(self) -> str:
@@ -106,7 +108,15 @@ class Cost:
         return f"The log begins at step {self.missing + 1:,}: what the steps before it cost is not known, and not included."
 
     @property
+    def _untimed(self) -> str:
+        if not self.untimed or not self.seconds:
+            return ""
+        return f"{self.untimed:,} of these steps do not say how long they took: they are not included."
+
+    @property
     def _spent(self) -> str:
+        if self.untimed and not self.seconds:
+            return f"What {self.steps:,} steps cost cannot be told: they do not say how long they took."
         money = self.money(self.seconds)
         count = f"{self.devices.count} device{'s' if self.devices.count > 1 else ''}"
         why = f", {self.devices.why}: say --devices N if there are others" if self.devices.why else ""
@@ -154,7 +164,8 @@ class Cost:
             "seconds": self.seconds,
             "steps": self.steps,
             "steps_missing": self.missing,
-            "money": self.money(self.seconds),
+            "steps_untimed": self.untimed,
+            "money": self.money(self.seconds) if self.seconds or not self.untimed else None,
             "idle": self.idle
             and {**asdict(self.idle), "money": [self.money(s, 1) for s in (self.idle.low_s, self.idle.high_s)]},
             "target": target
@@ -176,8 +187,9 @@ def cost_of(run: Run, asked: Asked) -> Cost:
     seconds = float(sum(_seconds(rows)))
     missing = _missing(rows)
     steps = int(rows[-1]["step"]) - missing if rows else 0
-    idle, target = idle_of(run, rows, devices), _target(run, rows, asked.target)
-    return Cost(asked, devices, seconds, steps, idle, target, missing)
+    idle, target = idle_of(run, list(filter(_is_timed, rows)), devices), _target(run, rows, asked.target)
+    untimed = int(sum(_steps(row) for row in rows if not _is_timed(row)))
+    return Cost(asked, devices, seconds, steps, idle, target, missing, untimed)
 
 
 def _missing(rows: Sequence[Row]) -> int:
@@ -213,7 +225,8 @@ def _time_of(rows: Sequence[Row], step: float | None) -> float | None:
     passed = np.cumsum(seconds)
     if step <= steps[-1]:
         return float(np.interp(step, [float(_missing(rows)), *steps], [0.0, *passed]))
-    usual = [row for row in rows if PLAN not in row] or rows  # others were delayed on purpose
+    timed = [row for row in rows if _is_timed(row)]
+    usual = [row for row in timed if PLAN not in row] or timed  # others were delayed on purpose
     recent = usual[-max(1, len(usual) // 4) :]
     rate = sum(_seconds(recent)) / sum(_steps(row) for row in recent)
     return float(passed[-1] + (step - steps[-1]) * rate)
@@ -221,7 +234,11 @@ def _time_of(rows: Sequence[Row], step: float | None) -> float | None:
 
 def _seconds(rows: Sequence[Row]) -> list[float]:
     """Seconds of the steps that each row stands for."""
-    return [(row["run/step_s"] if is_number(row.get("run/step_s")) else 0.0) * _steps(row) for row in rows]
+    return [(row["run/step_s"] if _is_timed(row) else 0.0) * _steps(row) for row in rows]
+
+
+def _is_timed(row: Row) -> bool:
+    return is_number(row.get("run/step_s")) and row["run/step_s"] > 0
 
 
 def _steps(row: Row) -> float:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -116,8 +117,16 @@ class OtherRun(Run):
             f"{self._who} holds no reward.": "rollouts/reward_mean" not in names,
             f"{self._who} holds no samples of the machine.": not self._rows["samples"],
             f"{self._who} holds no evaluations.": not self._rows["evaluations"],
+            f"{self._gap:,} steps have no row: each is taken to be like the next one that has.": self._gap,
         }
         return tuple(sentence for sentence, is_missing in missing.items() if is_missing)
+
+    @property
+    def _gap(self) -> int:
+        """Steps that are missing among rows that come at an even pace."""
+        counts = [row.get("run/steps", 1) for row in self._rows["metrics"]]
+        usual = statistics.median_low(counts) if counts else 1
+        return sum(count - usual for count in counts if count > 2 * usual)
 
     @property
     def _who(self) -> str:

@@ -27,12 +27,13 @@ def read_state(path: Path) -> Log:
         raise RunFolderError(f"{path}: it has no log_history", "give a trainer_state.json that transformers' trainer wrote")
     rows = [Row(numbers(entry, "step"), _whole(entry.get("step"))) for entry in history if isinstance(entry, dict)]
     config = {key: state[key] for key in ("max_steps", "num_train_epochs", "logging_steps") if key in state}
-    return Log(path, "JSON", tuple(rows), config)
+    texts = sum(_texts(entry) for entry in history if isinstance(entry, dict))
+    return Log(path, "JSON", tuple(rows), config, damage=_as_text(texts))
 
 
 def read_rows(path: Path) -> Log:
     """Read a file of JSON rows: `{"step": 1, "data": {…}}` of verl, `{"step": 1, "time": …, …}` of prime-rl."""
-    rows, bad, is_cut = list[Row](), 0, False
+    rows, bad, texts, is_cut = list[Row](), 0, 0, False
     with path.open("rb") as file:
         for line in file:
             found = _object(line)
@@ -42,8 +43,10 @@ def read_rows(path: Path) -> Log:
                 continue
             data, time = found.get("data"), numbers(found).get("time")
             values = numbers(data, "step") if isinstance(data, dict) else numbers(found, "step", "time")
+            texts += _texts(data if isinstance(data, dict) else found) + isinstance(found.get("step"), str)
             rows.append(Row(values, _whole(found.get("step")), time))
     damage = [f"{bad} of its lines are no JSON and left out"] if bad else []
+    damage += [_as_text(texts)] if texts else []
     return Log(path, "JSON", tuple(rows), damage="; ".join(damage + ["its last line is cut short"] * is_cut))
 
 
@@ -68,6 +71,16 @@ def _printed(lines: Iterable[str]) -> Iterator[Row]:
 def numbers(entry: Mapping[str, Any], *apart: str) -> dict[str, float]:
     """Return the finite numbers of a row, without the names that are not figures."""
     return {name: float(value) for name, value in entry.items() if name not in apart and is_number(value)}
+
+
+def _as_text(count: int) -> str:
+    return f"{count:,} of its figures are written as text and left out" if count else ""
+
+
+def _texts(entry: Mapping[str, Any]) -> int:
+    """Return how many values of a row are numbers in quotes, other than its step and time."""
+    found = (value for name, value in entry.items() if isinstance(value, str) and name not in ("step", "time"))
+    return sum(_number(value) is not None for value in found)
 
 
 def _number(text: str) -> float | None:

@@ -142,8 +142,25 @@ def test_too_few_points_are_said_to_be_too_few(tmp_path: Path) -> None:
 
 def test_a_run_without_times_costs_nothing_that_is_known(tmp_path: Path) -> None:
     found = costed(run_of(tmp_path / "run", [{"step": 1, "trainer/loss": 1.0}]), price=1.0)
+    assert found.sentences[0] == "What 1 steps cost cannot be told: they do not say how long they took."
     assert "cannot be told" in found.sentences[1]
-    assert json.dumps(found.as_json(), allow_nan=False)
+    assert json.loads(json.dumps(found.as_json(), allow_nan=False))["money"] is None
+
+
+def test_steps_that_do_not_say_how_long_they_took_are_neither_free_nor_idle(tmp_path: Path) -> None:
+    rows = rising()
+    for row in rows[20:26]:
+        row["run/step_s"] = None
+    whole, some = (
+        costed(run_of(tmp_path / name, each), price=1.0, target=0.9) for name, each in (("a", rising()), ("b", rows))
+    )
+    assert some.sentences[1] == "6 of these steps do not say how long they took: they are not included."
+    assert whole.idle is not None
+    assert some.idle is not None
+    assert some.idle.low_s / some.seconds == pytest.approx(whole.idle.low_s / whole.seconds)
+    assert some.target is not None
+    assert whole.target is not None
+    assert some.target.seconds[1] == pytest.approx(whole.target.seconds[1] - 60)
 
 
 def test_a_log_of_verl_has_idle_time_and_a_curve(tmp_path: Path) -> None:

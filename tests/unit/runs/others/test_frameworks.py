@@ -254,3 +254,15 @@ def test_times_below_zero_are_left_out() -> None:
         "timeline/training_s": 3.0,
         "rollouts/reward_mean": -0.5,
     }
+
+
+def test_steps_without_a_row_and_figures_in_quotes_are_named(tmp_path: Path) -> None:
+    rows = [(step, {**row, "timing_s/gen": "30.0"}) for step, row in verl_rows(20) if 0 < step < 5 or step >= 15]
+    path = tmp_path / "log.jsonl"
+    path.write_text("".join(json.dumps({"step": step, "data": row}) + "\n" for step, row in rows))
+    run = opened(path)
+    assert run.damage == ("log.jsonl: 10 of its figures are written as text and left out.",)
+    assert "10 steps have no row: each is taken to be like the next one that has." in run.not_told
+    whole = opened(write_verl(tmp_path / "whole.jsonl", 20))
+    assert not whole.damage
+    assert not any("no row" in sentence for sentence in whole.not_told)
