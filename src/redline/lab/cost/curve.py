@@ -27,6 +27,8 @@ _CURVES = 400
 _LEVEL = 0.98
 """Of the curves drawn, those that the interval holds. It holds the truth nine times in ten or more: residuals of a fit are
 smaller than the noise, and the family is not the truth."""
+_STRETCHES, _SMALLEST_STRETCH = 12, 4
+"""A stretch of points is one of so many, and has at least so many points."""
 _MIDDLES = np.linspace(-1.0, 1.0, 33)
 _WIDTHS = np.geomspace(0.04, 1.5, 20)
 
@@ -74,6 +76,9 @@ def reaching(steps: Sequence[float], rewards: Sequence[float], target: float, se
     when = drawn.reach(target, float(x[0]))
     rises = (drawn.at(np.array([1.0])) - drawn.at(np.array([0.8])))[:, 0]
     low, middle, high = _quantiles(when)
+    met = _met(x, y, target)
+    if met is not None and low <= 1:  # reached inside the recording: where no curve bends as the points do, those know better
+        low, high = min(low, met), max(high, met)
     found = [None if place > HORIZON else float(place * last) for place in (low, middle, high)]
     gains = [float(gain) for gain in np.quantile(rises, ((1 - _LEVEL) / 2, 0.5, (1 + _LEVEL) / 2))]
     share = float(np.mean(when <= HORIZON))
@@ -121,6 +126,15 @@ def _drawn_again(residuals: np.ndarray, random: np.random.Generator) -> np.ndarr
     places = (starts[:, :, None] + np.arange(size)).reshape(_CURVES, -1)[:, :count] % count
     centred = residuals - residuals.mean()
     return centred[places] * np.sqrt(count / (count - 4))
+
+
+def _met(x: np.ndarray, y: np.ndarray, target: float) -> float | None:
+    """Where the first stretch of points begins whose mean has the target; None where none has it, or points are few."""
+    size = len(y) // _STRETCHES
+    if size < _SMALLEST_STRETCH:
+        return None
+    there = np.flatnonzero(np.convolve(y, np.full(size, 1 / size), "valid") >= target)
+    return float(x[there[0]]) if len(there) else None
 
 
 def _quantiles(places: np.ndarray) -> tuple[float, float, float]:

@@ -60,6 +60,14 @@ def test_the_interval_holds_the_truth_nine_times_in_ten(
     assert sum(held) >= 18
 
 
+def test_a_kink_that_no_curve_of_the_family_has_is_inside_the_interval() -> None:
+    """The reward rises to 1 until step 67 and stays: no curve of the family does, and all that fit reach 0.99 much later."""
+    found = noisy(lambda step: np.minimum(1.0, step / 67), 0.99, 0, noise=0.0)
+    assert found.low is not None
+    assert found.high is not None
+    assert found.low <= 0.99 * 67 <= found.high
+
+
 def test_more_noise_means_a_wider_interval() -> None:
     def width(noise: float) -> float:
         found = noisy(levelling_off, 0.5, 1, noise)
