@@ -1,6 +1,6 @@
 """Record attempts for `redline bench generate replay=…`: a short run of `redline train` on word problems, each in two epochs.
 
-    PYTHONPATH=src python benchmarks/rollouts/attempts.py benchmarks/rollouts/attempts.npz [--tasks 32] [--tokens 128]
+    PYTHONPATH=src python benchmarks/rollouts/attempts.py benchmarks/rollouts/attempts.npz [--tasks 17] [--tokens 64]
 
 SmolLM2-135M-Instruct reasons about sums, differences and products in words; 4 attempts a task, 8 tasks a step, two epochs. It
 takes about ten minutes of two CPU cores. What the policy said is kept as token ids: attempts.npz is what this wrote.
@@ -30,8 +30,8 @@ QUESTIONS = (
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("out", type=Path)
-    parser.add_argument("--tasks", type=int, default=32)
-    parser.add_argument("--tokens", type=int, default=128, help="of an attempt at most")
+    parser.add_argument("--tasks", type=int, default=17)
+    parser.add_argument("--tokens", type=int, default=64, help="of an attempt at most")
     parser.add_argument("--group", type=int, default=4, help="attempts at a task")
     parser.add_argument("--epochs", type=int, default=2)
     parser.add_argument("--threads", type=int, default=None, help="of the CPU; by default all")

@@ -36,6 +36,11 @@ class Attempts:
         """Visits that every task has."""
         return min(map(len, self.visits))
 
+    @property
+    def vocab_size(self) -> int:
+        """One more than the largest token."""
+        return 1 + max(int(tokens.max()) for visits in self.visits for visit in visits for tokens in visit)
+
     def text(self, group: int, visit: int, sibling: int, length: int) -> np.ndarray:
         """int32[length]: what one sibling of a group says. Where there are too few tasks, its siblings' attempts follow."""
         order, size = np.random.default_rng(group).permutation(len(self.visits)).tolist(), self.group_size

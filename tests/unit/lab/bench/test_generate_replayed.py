@@ -75,6 +75,13 @@ def test_recorded_texts_are_drawn_with_guesses_and_without(tmp_path: Path) -> No
     assert "120 tokens as given" in console.file.getvalue()
 
 
+def test_texts_of_a_larger_vocabulary_are_refused(tmp_path: Path) -> None:
+    save_attempts(Attempts([[[np.array([5, 60_000])]] * 2]), tmp_path / "attempts.npz")
+    settings = make_settings("generate", [*COMMON, f"replay={tmp_path / 'attempts.npz'}", "prompts=2", "new_tokens=2"])
+    with pytest.raises(ConfigError, match="vocabulary of 60,001 or more"):
+        generate.measure(settings, Console(file=io.StringIO()))
+
+
 @pytest.mark.parametrize("more", ["n=2", "peers=transformers", "engine.speculation=auto"])
 def test_what_a_replay_cannot_do_is_refused(more: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="replay"):

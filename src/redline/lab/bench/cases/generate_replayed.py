@@ -17,7 +17,7 @@ import torch
 from rich.console import Console
 
 from redline.engine import NativeEngine
-from redline.errors import EngineError
+from redline.errors import ConfigError, EngineError
 from redline.lab.bench.settings import GenerateSettings, fit_engine
 from redline.lab.evidence.document import Bound, Measured, PeerFigure, Result
 from redline.lab.evidence.statistics import compare
@@ -139,6 +139,12 @@ def measure(settings: GenerateSettings, lengths_P: np.ndarray, console: Console)
     attempts, machine = read_attempts(settings.replay), measure_machine(device, dtype)
     console.print(machine.how, style="dim")
     network = make_network(settings.model, device, dtype, settings.seed)
+    if attempts.vocab_size > network.decoder.spec.vocab_size:
+        raise ConfigError(
+            f"{settings.replay} has tokens of a vocabulary of {attempts.vocab_size:,} or more, {settings.model} of"
+            f" {network.decoder.spec.vocab_size:,}",
+            "give the run's model, or one of a larger vocabulary: model=random:tiny-64k",
+        )
     prompt_tokens = settings.prompt_tokens or PROMPT_TOKENS
     fitted = fit_engine(settings.engine, settings.prompts, prompt_tokens + int(lengths_P.max()))
     if device.type == "cuda" and "kv_cache_memory_bytes" not in fitted.model_fields_set:  # two engines share the device
