@@ -40,6 +40,13 @@ class EngineCost:
     rows: Range
     error: float
     """Share of the recorded time by which the fit is off, per step of the run (root of the mean square)."""
+    usual_rows: Range = Range(0.0, 0.0)
+    """Rows of a step of the engine on average, in each step of the run."""
+
+    @property
+    def tells_rows(self) -> bool:
+        """Whether steps decoded rows in such different numbers that they say what a row more costs."""
+        return self.usual_rows.high >= 2 * self.usual_rows.low
 
     def decode_s(self, rows: float) -> float:
         """Seconds until each of so many rows has its next token."""
@@ -75,7 +82,9 @@ def engine_cost(
         known = weight * np.array([[0.0, float(tokens.mean())]])
         parts, _ = _fitted(np.concatenate([sizes, known]), np.append(seconds, weight * expected_s))
         error = _error(sizes, parts, seconds)
-    return EngineCost(parts[0], parts[1], prompt_token_s, Range(1.0, most_rows), error)
+    rows = tokens[steps > 0] / steps[steps > 0]
+    usual = Range(float(rows.min()), float(rows.max())) if len(rows) else Range(0.0, 0.0)
+    return EngineCost(parts[0], parts[1], prompt_token_s, Range(1.0, most_rows), error, usual)
 
 
 def trainer_cost(seconds: np.ndarray, tokens: np.ndarray) -> TrainerCost:

@@ -31,6 +31,8 @@ MOST = {
 """Field of `WhatIf` → the most that is answered."""
 MOST_BEYOND = 4.0
 """How far outside of what was recorded a size may be, as a factor."""
+FEWER_ROWS = 0.8
+"""Rows of an engine's step, over those recorded, below which it matters what a row costs."""
 MOST_OFF = 0.25
 """How far the replay of the recorded run may be from its measurement before nothing is said."""
 PER_DOUBLING = {"tensor_parallel": 1.6, "trainers": 1.8}
@@ -202,6 +204,9 @@ def _supported(recording: Recording, recorded: WhatIf, wanted: WhatIf) -> list[s
     assumed = []
     if rows > recording.engine.rows.high:
         assumed.append(f"a step of {rows:.0f} rows costs what smaller ones say; {recording.engine.rows.high:.0f} were recorded")
+    elif rows < FEWER_ROWS * recording.engine.rows.high and not recording.engine.tells_rows:
+        share = recording.engine.row_s * rows / recording.engine.decode_s(rows)
+        assumed.append(f"of a step of {rows:.3g} rows, {share:.0%} is for its rows; all recorded steps had about as many rows")
     size = wanted.groups_per_step * wanted.group_size * wanted.lengths / (recorded.groups_per_step * recorded.group_size)
     if recording.trainer.tokens.beyond(size * recording.trainer.mean_tokens) > 1:
         assumed.append(f"training on {size:.3g} times the tokens of a step costs what the recorded steps say")

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from redline.errors import ConfigError
-from redline.lab.simulate.costs import engine_cost, trainer_cost
+from redline.lab.simulate.costs import Range, engine_cost, trainer_cost
 from redline.lab.simulate.events import Loop, Simulator
 from redline.lab.simulate.recorded import Group, Recording
 from redline.lab.simulate.whatif import changed, recorded_settings, simulate
@@ -118,6 +118,15 @@ def test_a_pipeline_that_fills_or_empties_is_no_part_of_an_answer() -> None:
     measured = Simulator(loop).run().step_s[50]
     answer = simulate(replace(steady, step_s=np.full(10, measured)), [])
     assert answer.simulated.lags == {6: 1.0}
+
+
+def test_fewer_rows_than_all_recorded_steps_had_rest_on_an_assumption() -> None:
+    found = recording()
+    alike = simulate(found, ["placement.engines=4"]).assumptions
+    assert alike == ("of a step of 4 rows, 29% is for its rows; all recorded steps had about as many rows",)
+    told_apart = replace(found, engine=replace(found.engine, usual_rows=Range(4, 16)))
+    assert simulate(told_apart, ["placement.engines=4"]).assumptions == ()
+    assert simulate(found, []).assumptions == ()
 
 
 def test_few_groups_that_the_store_kept_are_said() -> None:
