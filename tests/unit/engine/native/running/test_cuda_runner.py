@@ -68,7 +68,7 @@ class UncapturedRunner(CudaRunner):
         self._book = GuessBook.empty(*BOOK, rows.dead_row + 1, torch.device("cpu"))
         self._prompts = UncapturedPrompts(decoder, cache, self._rotary, rows.tables_RN, rows.upload)
         self._prompts.captures = self.captures
-        assert self._few_rows is not None
+        assert (self._few_rows is None) == (decoder.spec.experts is not None)
         if not self.takes_few_rows:
             self._few_rows = None
 
@@ -89,7 +89,8 @@ class UncapturedRunner(CudaRunner):
 class InterpretedEngine(NativeEngine):
     def _make_runner(self) -> Runner:
         weight, spec = self.decoder.output_weight, self.decoder.spec
-        cache = KVCache(spec, self._pool.num_blocks + 1, self._block_size, weight.device, weight.dtype, heads_first=True)
+        kind = (weight.device, weight.dtype)
+        cache = KVCache(spec, self._pool.num_blocks + 1, self._block_size, *kind, heads_first=True, routing=self._routing)
         rows = DeviceRows(self._config.max_num_seqs, -(-self._max_len // self._block_size), spec.vocab_size, weight.device)
         self._speculation._references = References(self._rows, *BOOK)
         return UncapturedRunner(self.decoder, cache, rows, guesses=self._speculation.is_on)
@@ -135,6 +136,22 @@ def test_so_it_does_where_few_rows_go_their_own_way(
 ) -> None:
     monkeypatch.setattr(UncapturedRunner, "takes_few_rows", True)
     assert_same(InterpretedEngine(decoder, CONFIG).generate(requests), NativeEngine(decoder, CONFIG).generate(requests))
+
+
+def test_experts_of_every_token_are_recorded_where_the_kernels_put_its_keys(decoder: Decoder, tmp_path: Path) -> None:
+    """Prompts, steps, dead rows that fill a batch up, and a prompt that is found again."""
+    write_model(tmp_path, CONFIGS["qwen3_moe"], seed=5, std=0.3)
+    network = load_decoder(tmp_path)
+    asked = [ask(5, 9, n=2), ask(9, 6), ask(1, 12)]
+    config = EngineConfig(max_num_seqs=6, block_size=16, max_model_len=64, kv_cache_memory_bytes=2**22, record_routing=True)
+    plain, kernels = NativeEngine(network, config), InterpretedEngine(network, config)
+    for _ in range(2):
+        for expected, found in zip(plain.generate(asked), kernels.generate(asked), strict=True):
+            for one, other in zip(expected, found, strict=True):
+                assert one.token_ids.tolist() == other.token_ids.tolist()
+                assert one.routing is not None
+                assert other.routing is not None
+                np.testing.assert_array_equal(np.sort(other.routing.reshape(-1, 2, 3)), np.sort(one.routing.reshape(-1, 2, 3)))
 
 
 def test_few_rows_of_a_mixture_of_experts_go_no_way_of_their_own(decoder: Decoder, tmp_path: Path) -> None:
