@@ -97,6 +97,8 @@ def test_transformers_in_processes_of_their_own_train_as_the_native_engine_does(
     adapter: dict[str, dict[str, Any]] = {"trainer": {"lora": {"rank": lora}}} if lora else {}
     ours = train(tmp_path / "ours", **adapter) if lora else native
     theirs = train(tmp_path / "theirs", engine={"kind": "transformers"}, placement={"engines": 2}, **adapter)
+    for row in theirs[1:]:
+        row["engine/generated_tokens"] -= 2  # each engine samples a token to compute the probe of an update
     assert_same_training(ours, theirs)
     assert all(row["weight_sync/bytes_moved"] > 0 for row in theirs if row["trainer/grad_norm"])
 

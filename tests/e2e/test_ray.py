@@ -86,6 +86,14 @@ def test_engines_on_ray_leave_the_losses_as_they_are_also_where_one_is_killed(
     assert "restart 1 of" not in (folder / "stderr.txt").read_text(), "the ranks were not lost"
 
 
+def test_an_engine_that_two_processes_divide_has_the_losses_of_one_process_but_for_rounding(
+    tmp_path: Path, alone: list[float]
+) -> None:
+    folder = tmp_path / "run"
+    succeed("train", letters(folder), *LOCAL, "placement.engines=1", "engine.tensor_parallel_size=2", "run.steps=6", cwd=folder)
+    assert losses(folder) == pytest.approx(alone[:6], rel=1e-3, abs=1e-5)
+
+
 def test_a_run_that_is_lost_too_often_ends_with_the_reason(tmp_path: Path) -> None:
     folder = tmp_path / "run"
     with started("train", letters(folder), *LOCAL, "placement.max_restarts=0", cwd=folder) as driver:

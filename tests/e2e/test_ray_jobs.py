@@ -27,6 +27,14 @@ def letters(folder: Path) -> Path:
     return write_letters(folder, run={"steps": STEPS, "checkpoint_every": 2})
 
 
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
+    """Losses of one process."""
+    folder = tmp_path_factory.mktemp("alone") / "run"
+    succeed("train", letters(folder), cwd=folder)
+    return losses(folder)
+
+
 @contextmanager
 def head(folder: Path) -> Iterator[str]:
     """A cluster of one node that was started by `ray start --head`. Gives the address of its dashboard."""
@@ -58,9 +66,8 @@ def submit(address: str, *words: str | Path, cwd: Path) -> subprocess.CompletedP
     return subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=300, check=False)
 
 
-def test_a_job_takes_the_steps_of_one_process_and_its_log_is_that_of_rank_0(tmp_path: Path) -> None:
-    alone, sent, there = tmp_path / "alone", tmp_path / "sent", tmp_path / "there"
-    succeed("train", letters(alone), cwd=alone)
+def test_a_job_takes_the_steps_of_one_process_and_its_log_is_that_of_rank_0(tmp_path: Path, alone: list[float]) -> None:
+    sent, there = tmp_path / "sent", tmp_path / "there"
     letters(sent)
     there.mkdir()
     train = (REDLINE, "train", "letters.yaml", "placement.cluster=ray", f"run.folder={there / 'runs'}")
@@ -68,7 +75,7 @@ def test_a_job_takes_the_steps_of_one_process_and_its_log_is_that_of_rank_0(tmp_
         done = submit(address, *train, "rollouts.reward_run_in=processes", cwd=sent)
         assert done.returncode == 0, done.stdout + done.stderr
         refused = submit(address, *train, "placement.engines=64", "run.steps=0", cwd=sent)
-    assert losses(there) == losses(alone)
+    assert losses(there) == alone
     assert not (sent / "runs").exists(), "the job had a copy of the folder"
     assert f"step {STEPS}" in done.stdout + done.stderr or f"{STEPS}/{STEPS}" in done.stdout + done.stderr
     assert refused.returncode != 0

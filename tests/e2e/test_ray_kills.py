@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import signal
 import statistics
 import subprocess
 import time
@@ -24,7 +25,9 @@ pytestmark = pytest.mark.slow
 
 ROUNDS = int(os.environ.get("REDLINE_KILL_ROUNDS", "2"))
 STEPS = 8 * ROUNDS + 8
-"""So many that the run is under way at the last kill."""
+"""Of the run to which nothing happens."""
+NO_END = 100_000
+"""Steps of a run that is interrupted after the last kill, however fast the others go on, and then goes on to its end."""
 RECOVERS_S = 600.0
 """Within which a run begins, or goes on after a kill: a bound on a hang, for a machine with much else to do."""
 TASK = '''
@@ -58,12 +61,12 @@ KINDS: dict[str, tuple[Callable[[], list[psutil.Process]], tuple[str, ...]]] = {
 }
 
 
-def recipe(folder: Path, kind: str) -> Path:
+def recipe(folder: Path, kind: str, steps: int = NO_END) -> Path:
     folder.mkdir()
     rollouts: dict[str, object] = {"task": {"kind": "import", "path": "letters:Slowly"}, "evaluation": {"num_tasks": 0}}
     if kind == "environment worker":
         rollouts["environment"] = {"name": "letters:Word", "retries": 3}
-    path = write_letters(folder, run={"steps": STEPS, "checkpoint_every": 2}, rollouts=rollouts)
+    path = write_letters(folder, run={"steps": steps, "checkpoint_every": 2}, rollouts=rollouts)
     with (folder / "letters.py").open("a") as module:
         module.write(TASK)
     return path
@@ -73,7 +76,7 @@ def recipe(folder: Path, kind: str) -> Path:
 def alone(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
     """Losses of one process."""
     folder = tmp_path_factory.mktemp("alone") / "run"
-    succeed("train", recipe(folder, "rank"), cwd=folder)
+    succeed("train", recipe(folder, "rank", STEPS), cwd=folder)
     return losses(folder)
 
 
@@ -88,14 +91,18 @@ def test_a_run_completes_however_often_actors_of_a_kind_are_killed(tmp_path: Pat
         for _ in range(ROUNDS):
             time.sleep(random.uniform(0.0, 1.5))
             seconds.append(_kill_one(find, metrics, driver, folder))
-        assert driver.wait(600) == 0, (folder / "stderr.txt").read_text()
-    taken = rows(only_run(folder).metrics)
-    assert [row["step"] for row in taken] == list(range(1, STEPS + 1)), "nothing is trained twice"
+        driver.send_signal(signal.SIGINT)
+        assert driver.wait(RECOVERS_S) == 130, (folder / "stderr.txt").read_text()
+    last = num_rows(metrics) + 2
+    succeed("train", str(only_run(folder).path), "--resume", f"run.steps={last}", cwd=folder)
+    taken = rows(metrics)
+    assert [row["step"] for row in taken] == list(range(1, last + 1)), "nothing is trained twice"
     assert {row["rollouts/attempts"] for row in taken} == {32}
+    found, expected = losses(folder)[:STEPS], alone[:last]
     if kind in ("rank", "reward worker"):
-        assert losses(folder) == alone
+        assert found == expected
     elif kind == "engine":
-        assert losses(folder) == pytest.approx(alone, rel=1e-3, abs=1e-5)
+        assert found == pytest.approx(expected, rel=1e-3, abs=1e-5)
     figures = {"kind": kind, "rounds": ROUNDS, "min_s": min(seconds), "median_s": statistics.median(seconds)}
     print(json.dumps({**figures, "max_s": max(seconds), "failures": sum(row["rollouts/failures"] for row in taken)}))
 
