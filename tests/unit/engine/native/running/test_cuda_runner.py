@@ -308,7 +308,7 @@ def test_so_it_is_with_filters_masks_pieces_and_sequences_that_give_way(
         assert_same(found, expected)
     np.testing.assert_allclose(found[0][0].raw_logprobs, expected[0][0].raw_logprobs, atol=1e-4)
     assert found[1][0].top_logprobs.token_ids.tolist() == expected[1][0].top_logprobs.token_ids.tolist()
-    assert engine.stats.accepted_tokens > 20
+    assert engine.stats.accepted_tokens > 5
     assert engine.stats.preemptions > 0
     engine.submit(ask(5, 14), streaming=4)
     pieces: list[Any] = []
