@@ -56,6 +56,11 @@ def lose(running: EngineSession, number: signal.Signals) -> str:
     return asyncio.run(run())
 
 
+def take_steps(engine: TensorParallelEngine, count: int) -> None:
+    for _ in range(count):
+        engine.step()
+
+
 def outcome(running: EngineSession) -> list[Completion]:
     return asyncio.run(running.complete(ask()))
 
@@ -77,3 +82,23 @@ def test_a_rank_that_is_lost_inside_a_step_ends_the_engine(tmp_path: Path, numbe
     finally:
         engine.close()
     assert not process.is_running(), "and no process is left behind"
+
+
+def test_a_rank_that_hangs_between_two_steps_is_waited_for_no_longer_than_one_inside_a_step(tmp_path: Path) -> None:
+    engine = make_engine(tmp_path, STEP_TIMEOUT_S)
+    process = worker()
+    try:
+        process.suspend()
+        with pytest.raises(EngineError, match="limit 4 s"):
+            take_steps(engine, 3)  # it was there for the first, when it was stopped
+    finally:
+        engine.close()
+    assert not process.is_running()
+
+
+def test_an_engine_with_a_rank_that_hangs_is_closed(tmp_path: Path) -> None:
+    engine = make_engine(tmp_path, STEP_TIMEOUT_S)
+    process = worker()
+    process.suspend()
+    engine.close()
+    assert not process.is_running()

@@ -149,6 +149,7 @@ class WeightReceiver:
             while not connection.is_closed:
                 reply = self._answered(connection.receive())
                 if reply is None:  # the engine is lost, which the other side hears by the end of the connection
+                    connection.close()
                     break
                 connection.send(reply.kind, reply.fields)
         with boundary():

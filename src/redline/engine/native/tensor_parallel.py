@@ -71,7 +71,8 @@ class Ranks:
         # Messages to people's processes go over the host: a log entry is no work for a GPU.
         self._host = dist.new_group(backend="gloo", timeout=step) if backend == "nccl" else self._steps
         self._start = dist.new_group(backend="gloo", timeout=START_PATIENCE)
-        self._idle = dist.new_group(backend="gloo", timeout=IDLE_PATIENCE)
+        # Rank 0 begins steps. One that is not there then, since it hangs between two of them, is not waited for.
+        self._idle = dist.new_group(backend="gloo", timeout=step if shard.rank == 0 else IDLE_PATIENCE)
         """The beginning of a step, for which the others wait."""
         self.shard = shard
         self.control_bytes = 0
@@ -226,12 +227,15 @@ class TensorParallelEngine(NativeEngine):
         return reason or f"a step over {len(self._workers) + 1} ranks failed (limit {self._step_timeout_s:g} s): {error}"
 
     def close(self) -> None:
-        """End the other ranks: by a message, or by force where one of them has failed already."""
+        """End the other ranks: by a message, or by force where one of them has failed already, or does not take it."""
+        if not self._has_failed and self.why_broken() is None:
+            try:
+                self.ranks.announce([{"close": True}])
+            except RuntimeError:
+                self._has_failed = True
         if self._has_failed or self.why_broken() is not None:
             for worker in self._workers:
                 worker.kill()
-        else:
-            self.ranks.announce([{"close": True}])
         for worker in self._workers:
             try:
                 worker.wait(END_S)
