@@ -153,7 +153,10 @@ class TwoRanks:
             entry = self.pair.to_follower.get()
             if entry is None:
                 return
-            follower.do(entry)
+            if isinstance(entry, threading.Event):
+                entry.set()
+            else:
+                follower.do(entry)
 
     def update(self, version: int, logprobs: Sequence[float] = (-1.0,)) -> None:
         weights = WeightSet(version, self.trainer)
@@ -163,8 +166,9 @@ class TwoRanks:
 
     def settle(self) -> None:
         """Wait until rank 1 has done all that it was told."""
-        while not self.pair.to_follower.empty():
-            pass
+        done = threading.Event()
+        self.pair.to_follower.put(done)
+        assert done.wait(60)
 
     def has(self, tensors: Mapping[str, Tensor]) -> bool:
         found = True

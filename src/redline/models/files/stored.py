@@ -121,20 +121,23 @@ class StoredTensors:
                 raise ModelError(f"{path}: damaged: {error}", "download or convert the model again") from error
             self._shards |= dict.fromkeys(shard.keys(), shard)
 
-    def check(self, source: Source) -> None:
-        """Whether a parameter of ours is there, with as many rows as config.json says, without reading it."""
+    def check(self, source: Source, columns: torch.Size | None = None) -> None:
+        """Whether a parameter of ours is there, with as many rows as config.json says, and rows of this shape where one is
+        given, without reading it."""
         if self._is_stacked(source):
             assert source.stacked is not None
             self._rows_of_each(source.stacked, source)
             return
         for name, rows in zip(source.names, source.rows, strict=True):
             shape = self._shape(name)
+            if columns is not None and shape != [rows, *columns]:
+                raise ModelError(f"{self._folder}: {name} is {shape}, config.json says {[rows, *columns]}", MISMATCH)
             if shape[0] != rows:
                 raise ModelError(f"{self._folder}: {name} is {shape}, config.json says {rows} rows", MISMATCH)
 
     def rows(self, source: Source, start: int, stop: int, columns: torch.Size) -> Iterator[Tensor]:
         """Rows `start` to `stop` of a parameter of ours, whose rows have this shape, in pieces as they lie in the files."""
-        self.check(source)
+        self.check(source, columns if stop - start == source.num_rows else None)
         if self._is_stacked(source):
             assert source.stacked is not None
             yield self._of_stack(source.stacked, source, start, stop, columns)

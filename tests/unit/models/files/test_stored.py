@@ -128,5 +128,5 @@ def test_a_weight_with_more_or_fewer_rows_than_the_config_says_is_refused(rows: 
     tensors = load_file(path)
     wrong = torch.zeros(rows, tensors["model.layers.0.mlp.down_proj.weight"].shape[1])
     save_file({**tensors, "model.layers.0.mlp.down_proj.weight": wrong}, path, metadata={"format": "pt"})
-    with pytest.raises(ModelError, match=r"config\.json says 48 rows"):
+    with pytest.raises(ModelError, match=r"config\.json says \[48, "):
         load_decoder(tmp_path)
