@@ -86,6 +86,7 @@ def ranks_of(run: psutil.Process) -> list[psutil.Process]:
     return [found["workers.engine_worker"], found["workers.engine_rank"]]
 
 
+@pytest.mark.slow
 def test_a_model_that_so_many_cannot_divide_is_refused_before_anything_starts(tmp_path: Path) -> None:
     write_recipe(tmp_path, steps=1)
     done = redline("train", "letters.yaml", "placement.engines=1", "engine.tensor_parallel_size=3", "--dry-run", cwd=tmp_path)

@@ -96,6 +96,7 @@ def test_a_rank_that_hangs_between_two_steps_is_waited_for_no_longer_than_one_in
     assert not process.is_running()
 
 
+@pytest.mark.slow
 def test_an_engine_with_a_rank_that_hangs_is_closed(tmp_path: Path) -> None:
     engine = make_engine(tmp_path, STEP_TIMEOUT_S)
     process = worker()

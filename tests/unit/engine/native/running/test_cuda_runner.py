@@ -138,6 +138,7 @@ def test_so_it_does_where_few_rows_go_their_own_way(
     assert_same(InterpretedEngine(decoder, CONFIG).generate(requests), NativeEngine(decoder, CONFIG).generate(requests))
 
 
+@pytest.mark.slow
 def test_experts_of_every_token_are_recorded_where_the_kernels_put_its_keys(decoder: Decoder, tmp_path: Path) -> None:
     """Prompts, steps, dead rows that fill a batch up, and a prompt that is found again."""
     write_model(tmp_path, CONFIGS["qwen3_moe"], seed=5, std=0.3)
