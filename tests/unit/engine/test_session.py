@@ -105,11 +105,11 @@ def test_complete_gives_all_completions_in_order(running: EngineSession, alone: 
 def test_a_stream_gives_pieces_that_make_up_each_completion(running: EngineSession, alone: Any) -> None:
     request = ask(9, 12, n=3)
     pieces = run(collect(running, request))
-    assert len(pieces) == 3 * 12
     for index, expected in enumerate(alone(request)):
         own = [piece for piece in pieces if piece.index == index]
+        assert 1 < len(own) <= 12, "a token each, or several where their reader was late"
         assert np.concatenate([piece.token_ids for piece in own]).tolist() == expected
-        assert [piece.completion is not None for piece in own] == [False] * 11 + [True]
+        assert [piece.completion is not None for piece in own] == [False] * (len(own) - 1) + [True]
         assert own[-1].completion.token_ids.tolist() == expected
 
 
@@ -138,7 +138,8 @@ def test_a_stream_begins_before_its_completion_is_done(running: EngineSession) -
         return piece
 
     piece = run(first_piece())
-    assert (len(piece.token_ids), piece.completion) == (1, None)
+    assert piece.completion is None
+    assert 1 <= len(piece.token_ids) < LONG.sampling.max_tokens // 2, "a token, or a few where the reader was late"
 
 
 def test_two_event_loops_in_two_threads_use_one_engine(running: EngineSession, alone: Any) -> None:
