@@ -25,6 +25,7 @@ from redline.lab.material.networks import Network, shape_config
 from redline.lab.material.workloads import RANDOM
 from redline.lab.peers.vllm_side import VllmSide, vllm_arguments
 from redline.models.files.hf import empty_decoder
+from redline.telemetry import describe_environment, write_json
 
 
 def main() -> None:
@@ -62,7 +63,8 @@ def main() -> None:
             f"{name:6} {each['tokens'] / seconds:9,.0f} tok/s {seconds:8.2f} s {a_step * 1e3:7.2f} ms per step of the longest"
         )
     if asked.save:
-        asked.save.write_text(json.dumps({"vllm": side.version, "arguments": arguments, "found": found}, indent=1))
+        document = {"case": "vllm-generate", "identity": describe_environment(), "vllm": side.version, "arguments": arguments}
+        write_json(asked.save, document | {"found": found})
 
 
 def _settings(name: str, device: str) -> GenerateSettings:

@@ -110,7 +110,6 @@ def place(config: Config, num_gpus: int | None = None) -> Placement:
     `num_gpus` is what the machine has, by default as many as this process sees."""
     check_ranks(config)
     _refuse_offload_on_cpu(config)
-    _refuse_guesses_on_cuda(config)
     _refuse_sleep_without_effect(config)
     _refuse_engines_elsewhere(config)
     _refuse_engines_divided(config)
@@ -298,20 +297,11 @@ def _refuse_offload_on_cpu(config: Config) -> None:
         )
 
 
-def _refuse_guesses_on_cuda(recipe: Config | EngineRecipe) -> None:
-    if recipe.engine.speculation != "off" and recipe.run.device == "cuda":
-        raise ConfigError(
-            f"engine.speculation = {recipe.engine.speculation}: on CUDA it has not passed its tests yet",
-            "set engine.speculation=off; on CPUs it is there",
-        )
-
-
 def check_engine_place(recipe: EngineRecipe) -> None:
     """Raise `ConfigError` where this machine has no place for an engine that runs alone. Imports torch."""
     import torch
 
     check_device(recipe.run.device)
-    _refuse_guesses_on_cuda(recipe)
     size, devices = recipe.engine.tensor_parallel_size, torch.cuda.device_count()
     if recipe.run.device == "cuda" and size > devices:
         raise ConfigError(

@@ -50,7 +50,7 @@ class EngineConfig(Section):
     """Share of the GPU's memory that may be in use once the KV cache is made."""
     speculation: SpeculationMode = "off"
     """Guess tokens from what is known (siblings, earlier attempts, the text itself) and verify several in one step; the samples
-    are the same. `auto` does so where it was measured to pay, `always` wherever there is a guess. CPUs only, so far."""
+    are the same. `auto` does so where it was measured to pay, `always` wherever there is a guess."""
     record_routing: bool = False
     """Keep with every token of a mixture of experts which experts it went to, a byte for each layer and choice: the trainer
     reports where its routers differ (`trainer/routing_mismatch`), and may follow (`trainer.replay_routing`)."""
