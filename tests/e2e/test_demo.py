@@ -4,8 +4,10 @@ import itertools
 import json
 import os
 import subprocess
+import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from support.paths import ROOT
@@ -16,6 +18,7 @@ from redline.rollouts.rewards.parts import extract_answer
 
 RECIPE = ROOT / "recipes" / "demo.yaml"
 TEN_MINUTES_S = 600
+SAME = ("step", "trainer/loss", "trainer/grad_norm", "rollouts/reward_mean", "trainer/trained_tokens")
 
 
 @pytest.mark.slow
@@ -46,6 +49,32 @@ def test_the_demo_learns_sums_within_ten_minutes_and_accounts_for_its_time(tmp_p
     assert main["wall_ns"] < TEN_MINUTES_S * 1e9
 
     assert share_of_sums_right(folder.model) > 0.7
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3700)
+@pytest.mark.usefixtures("users_cache")
+@pytest.mark.parametrize("place", ["torchrun", "ray"])
+def test_the_demo_recipe_has_the_losses_of_one_process_wherever_it_runs(
+    tmp_path: Path, place: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    monkeypatch.setenv("RAY_AUTH_MODE", "disabled")
+    monkeypatch.setenv("RAY_USAGE_STATS_ENABLED", "0")
+    keys = [str(RECIPE), "run.steps=3", "rollouts.evaluation.num_tasks=0"]
+    if place == "ray":
+        pytest.importorskip("ray")
+        there = [REDLINE, "train", *keys, "placement.cluster=ray", "placement.address=local"]
+    else:
+        launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+        there = [*launcher, "-m", "redline", "train", *keys]
+    found = {}
+    for name, command in {"one process": [REDLINE, "train", *keys], place: there}.items():
+        (tmp_path / name).mkdir()
+        subprocess.run(command, cwd=tmp_path / name, check=True, timeout=1800)
+        found[name] = [[row[key] for key in SAME] for row in rows(only_run(tmp_path / name).metrics)]
+    assert len(found[place]) == 3
+    np.testing.assert_allclose(found[place], found["one process"], rtol=2e-3, atol=1e-5)
 
 
 def share_of_sums_right(model_folder: Path) -> float:
