@@ -19,7 +19,7 @@ from redline.telemetry.summary.phases import TRAINER_PARTS
 
 PAGE = ROOT / "docs" / "observability.md"
 FILES = ("metrics.jsonl", "evaluations.jsonl", "samples.jsonl")
-OF_EVERY_ROW = {"step", "time"}
+OF_EVERY_ROW = {"step", "time", "host"}
 
 
 @dataclass

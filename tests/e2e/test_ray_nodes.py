@@ -10,16 +10,19 @@ import pytest
 from support.processes import only_run, rows, started, succeed, wait_until, write_letters
 from support.ray_runs import cluster, losses, quiet_ray  # noqa: F401  the fixture is for every test here
 
+from redline.telemetry.machine.hosts import sampled_hosts
+
 pytest.importorskip("ray")
 pytestmark = pytest.mark.slow
 
 STEPS = 30
+NODES = {"node-0", "node-1", "node-2", "node-3"}
 HOSTED, ENGINE = "redline.launch.workers.ray_hosted", "redline.launch.workers.engine_worker"
 
 
 def letters(folder: Path) -> Path:
     folder.mkdir()
-    return write_letters(folder, run={"steps": STEPS, "checkpoint_every": 2})
+    return write_letters(folder, run={"steps": STEPS, "checkpoint_every": 2}, telemetry={"sample_every_s": 0.1})
 
 
 @pytest.fixture(scope="module")
@@ -46,6 +49,7 @@ def test_ranks_on_two_nodes_go_on_where_one_node_is_lost_and_another_has_room(
             assert driver.wait(240) == 0, (folder / "stderr.txt").read_text()
     assert losses(folder) == pytest.approx(alone, rel=1e-3, abs=1e-5)
     assert ("restart 1 of 3" in (folder / "stderr.txt").read_text()) == lost
+    assert_sampled(folder, "rank 1")
 
 
 @pytest.mark.parametrize("lost", [False, True])
@@ -65,6 +69,20 @@ def test_an_engine_on_another_node_samples_and_is_started_again_on_a_third(
                 raylets[there.index(True)].kill()
             assert driver.wait(240) == 0, (folder / "stderr.txt").read_text()
     assert losses(folder) == pytest.approx(alone, rel=1e-3, abs=1e-5)
+    assert_sampled(folder, "engine 1")
+
+
+def assert_sampled(folder: Path, process: str) -> None:
+    """Nodes beside rank 0's have samples, which this process took of each."""
+    own = only_run(folder)
+    files = sampled_hosts(own.samples_elsewhere)
+    assert files
+    assert set(files) <= NODES
+    assert {row["process"] for path in files.values() for row in rows(path)} == {process}
+    here = {row["host"] for row in rows(own.samples)}
+    assert here <= NODES
+    if len(here) == 1:  # else rank 0 was on two nodes, one after the other
+        assert here.isdisjoint(files)
 
 
 def hosts(raylet: psutil.Process, word: str) -> bool:
@@ -88,3 +106,13 @@ def test_a_node_with_workers_of_rewards_is_lost_and_the_run_goes_on(tmp_path: Pa
             raylets[1].kill()
             assert driver.wait(240) == 0, (folder / "stderr.txt").read_text()
     assert len(rows(only_run(folder).metrics)) == STEPS
+
+
+def test_a_node_that_has_workers_of_rewards_alone_is_sampled(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    with cluster(1, 1) as (address, _):  # rank 0 leaves no room beside it
+        ray = ("placement.cluster=ray", f"placement.address={address}")
+        more = ("rollouts.reward_run_in=processes", "rollouts.max_reward_workers=1", "run.steps=10")
+        with started("train", letters(folder), *ray, *more, cwd=folder) as driver:
+            assert driver.wait(240) == 0, (folder / "stderr.txt").read_text()
+    assert_sampled(folder, "reward process 1")

@@ -7,6 +7,7 @@ import json
 import os
 import re
 import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -18,6 +19,7 @@ from support.processes import REDLINE, num_rows, only_run, rows, succeed, write_
 from support.two_hosts import TwoHosts, two_hosts
 
 from redline.telemetry import RunFolder
+from redline.telemetry.machine.hosts import sampled_hosts
 from redline.wire import make_token
 
 STEPS = 8
@@ -83,15 +85,16 @@ def write_recipe(cwd: Path, steps: int = STEPS, max_lag: int = 0) -> None:
 @contextmanager
 def both(hosts: TwoHosts, cwd: Path, *overrides: str, wait_s: float = SOON_S) -> Iterator[Both]:
     keys = {"placement.engines": "1", "placement.remote_engines": "1", "placement.listen": hosts.address_a}
+    keys["telemetry.sample_every_s"] = "0.1"
     keys |= dict(override.split("=", 1) for override in overrides)
     train = ["train", "letters.yaml", *(f"{key}={value}" for key, value in keys.items())]
     join = ["join", f"{hosts.address_a}:29600", "--threads", "1", "--wait", f"{wait_s:g}"]
     with ExitStack() as processes:
-        run = processes.enter_context(ended(on(hosts.a, train, cwd, "run.txt")))
+        run = processes.enter_context(ended(on(hosts.a, train, cwd, "run.txt", "host-a")))
         while "waits for a machine" not in (said := (cwd / "run.txt").read_text()):  # `wait_s` is not for its start
             assert run.poll() is None, said
             time.sleep(0.05)
-        yield Both(run, processes.enter_context(ended(on(hosts.b, join, cwd, "join.txt"))), cwd)
+        yield Both(run, processes.enter_context(ended(on(hosts.b, join, cwd, "join.txt", "host-b"))), cwd)
 
 
 @contextmanager
@@ -104,10 +107,13 @@ def ended(process: subprocess.Popen[bytes]) -> Iterator[subprocess.Popen[bytes]]
         process.wait()
 
 
-def on(host: str, arguments: list[str], cwd: Path, said: str) -> subprocess.Popen[bytes]:
-    env = os.environ | {"NO_COLOR": "1", "REDLINE_TOKEN": TOKEN}
+def on(
+    host: str, arguments: list[str], cwd: Path, said: str, name: str, program: tuple[str, ...] = (REDLINE,)
+) -> subprocess.Popen[bytes]:
+    """Start a program on a host, which its samples call `name`."""
+    env = os.environ | {"NO_COLOR": "1", "REDLINE_TOKEN": TOKEN, "REDLINE_HOST": name}
     with (cwd / said).open("wb") as file:
-        command = ["ip", "netns", "exec", host, REDLINE, *arguments]
+        command = ["ip", "netns", "exec", host, *program, *arguments]
         return subprocess.Popen(command, cwd=cwd, env=env, stdout=file, stderr=file)
 
 
@@ -127,6 +133,40 @@ def test_an_engine_on_another_host_takes_the_same_steps_and_its_time_is_in_the_l
     assert "weights by broadcast" in pair.run_said
     assert any(lane.startswith("engine-1-") for lane in lanes(pair.folder)), lanes(pair.folder)
     assert TOKEN not in pair.run_said + pair.join_said
+    assert_sampled(pair.folder, "host-a", {"host-b": "engine 1"})
+
+
+def assert_sampled(folder: RunFolder, home: str, elsewhere: dict[str, str]) -> None:
+    """Each machine has samples of its own, taken by this process."""
+    assert {row["host"] for row in rows(folder.samples)} == {home}
+    files = sampled_hosts(folder.samples_elsewhere)
+    assert files.keys() == elsewhere.keys()
+    for host, process in elsewhere.items():
+        found = rows(files[host])
+        assert {(row["host"], row["process"]) for row in found} == {(host, process)}
+        assert all(row["host/total_bytes"] > 0 for row in found)
+        assert [row["time"] for row in found] == sorted(row["time"] for row in found)
+
+
+def test_ranks_on_two_hosts_sample_both_and_a_host_that_is_killed_has_what_it_sent(hosts: TwoHosts, tmp_path: Path) -> None:
+    write_recipe(tmp_path, steps=10_000)
+    launcher = ("--nnodes", "2", "--nproc-per-node", "1", "--max-restarts", "0", "--master-port", "29650")
+    program = ("env", "GLOO_SOCKET_IFNAME=eth0", sys.executable, "-m", "torch.distributed.run", "--master-addr", hosts.address_a, *launcher)
+    train = ["-m", "redline", "train", "letters.yaml", "telemetry.sample_every_s=0.1", "trainer.rank_timeout_s=10"]
+    both = ((hosts.a, "host-a", "0"), (hosts.b, "host-b", "1"))
+    started = [on(host, ["--node-rank", node, *train], tmp_path, f"{name}.txt", name, program) for host, name, node in both]
+    with ExitStack() as processes:
+        for process in started:
+            processes.enter_context(ended(process))
+        pair = Both(*started, tmp_path)
+        (tmp_path / "host-a.txt").rename(tmp_path / "run.txt")
+        (tmp_path / "host-b.txt").rename(tmp_path / "join.txt")
+        pair.wait_for_steps(2)
+        pair.wait_for(lambda: "host-b" in sampled_hosts(pair.folder.samples_elsewhere))
+        with hosts.failing("drop"):
+            assert pair.run.wait(SOON_S) != 0
+        assert pair.join.wait(SOON_S) != 0
+    assert_sampled(pair.folder, "host-a", {"host-b": "rank 1"})
 
 
 def lanes(folder: RunFolder) -> list[str]:
@@ -195,7 +235,7 @@ def test_a_run_that_is_killed_ends_its_engine_there_and_the_machine_waits_for_th
         pair.wait_for_steps(2)
         pair.run.kill()
         pair.wait_for(lambda: "joining again" in pair.join_said, NOTICED_S)
-        again = on(hosts.a, ["train", str(pair.folder.path), "--resume"], tmp_path, "again.txt")
+        again = on(hosts.a, ["train", str(pair.folder.path), "--resume"], tmp_path, "again.txt", "host-a")
         try:
             done = num_rows(pair.folder.metrics)
             pair.wait_for(lambda: num_rows(pair.folder.metrics) > done + 1)

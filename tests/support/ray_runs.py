@@ -85,13 +85,14 @@ def ray_command(*arguments: str) -> None:
 
 @contextmanager
 def cluster(*cpus: int) -> Iterator[tuple[str, list[psutil.Process]]]:
-    """A cluster of one node with so many CPUs for each number, all on this machine. Gives its address, and the raylet of each
-    node: killing that is the loss of the node."""
+    """A cluster of one node with so many CPUs for each number, all on this machine and called node-0, node-1, …. Gives its
+    address, and the raylet of each node: killing that is the loss of the node."""
     from ray.cluster_utils import Cluster
 
-    made = Cluster(initialize_head=True, head_node_args={"num_cpus": cpus[0], "include_dashboard": False})
+    called = [{"env_vars": {"REDLINE_HOST": f"node-{number}"}} for number in range(len(cpus))]
+    made = Cluster(initialize_head=True, head_node_args={"num_cpus": cpus[0], "include_dashboard": False, **called[0]})
     try:
-        nodes = [made.head_node, *(made.add_node(num_cpus=count) for count in cpus[1:])]
+        nodes = [made.head_node, *(made.add_node(num_cpus=count, **name) for count, name in zip(cpus[1:], called[1:], strict=True))]
         raylets = [psutil.Process(node.all_processes["raylet"][0].process.pid) for node in nodes]
         yield made.address, raylets
     finally:

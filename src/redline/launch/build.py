@@ -35,6 +35,7 @@ from redline.rollouts import Chat, Dispatcher, RolloutSetup
 from redline.rollouts.prompts import Prompts, prompt_limit
 from redline.rollouts.tasks.files import FileTasks
 from redline.telemetry import Progress, RunFolder, span
+from redline.telemetry.machine.hosts import HostSamples
 from redline.trainer import PolicyTrainer
 from redline.types import Task
 from redline.weight_sync import WeightProtocol
@@ -59,14 +60,16 @@ def build(
     placement: Placement,
     tasks: LoadedTasks,
     around_engine: Callable[[SteppedEngine], SteppedEngine] = lambda engine: engine,
+    hosts: HostSamples | None = None,
 ) -> Stages:
     """Load the model and make the five stages of a recipe, connected. `placement` and `tasks` are the recipe's own. A benchmark
-    that says more of the samples than a recipe can puts something `around_engine`."""
+    that says more of the samples than a recipe can puts something `around_engine`. Processes on other machines sample those for
+    `hosts`; without it, none does."""
     tell = progress.note
     tell(f"loading {config.model.path}")
-    place_workers(config)
-    parallel = meet_ranks(config, folder)
-    starting = StartingEngines(config, placement, folder, tell) if placement.engines else None
+    place_workers(config, hosts)
+    parallel = meet_ranks(config, folder, hosts)
+    starting = StartingEngines(config, placement, folder, tell, hosts) if placement.engines else None
     try:
         model = load_trainable_policy(config)
         trainer = make_trainer(config, model, folder, tell, parallel)

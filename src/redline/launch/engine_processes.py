@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
+
 import torch
 
 from redline.config import Config, EngineRecipe
@@ -10,14 +12,21 @@ from redline.errors import ConfigError
 from redline.launch.placement import Place, Placement
 from redline.launch.workers.spawn import EngineSpec
 from redline.telemetry import RunFolder
+from redline.telemetry.machine.hosts import HostSampling
 
 ENGINE_OVERHEAD_BYTES = 2 << 30
 """What an engine's process takes of a GPU besides weights and KV cache: the context, graphs, workspaces."""
 
 
-def engine_specs(config: Config, placement: Placement, folder: RunFolder, weight_bytes: int = 0) -> list[EngineSpec]:
+def engine_specs(
+    config: Config,
+    placement: Placement,
+    folder: RunFolder,
+    weight_bytes: int = 0,
+    sampling: HostSampling | None = None,
+) -> list[EngineSpec]:
     """What each process of an engine is to hold. Engines that share a GPU get what the trainer leaves of it: call this when the
-    trainer is made, with the size of one set of weights."""
+    trainer is made, with the size of one set of weights. `sampling` says how they sample their machines."""
     return [
         EngineSpec(
             recipe=_recipe(config, placement, place, weight_bytes).model_dump(mode="json"),
@@ -28,6 +37,7 @@ def engine_specs(config: Config, placement: Placement, folder: RunFolder, weight
             spans=str(folder.spans.absolute()),
             lora=config.trainer.lora.model_dump(mode="json") if config.trainer.lora.rank else None,
             remote=bool(place.joins_at),
+            sampling=asdict(sampling) if sampling else None,
         )
         for place in placement.engines
     ]

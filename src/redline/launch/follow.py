@@ -16,8 +16,10 @@ from redline.config import Config
 from redline.errors import RankLostError, RunFolderError, in_words
 from redline.launch.models import load_trainable_policy
 from redline.launch.process import prepare_process
+from redline.launch.rank_samples import RankSamples
 from redline.launch.trainers import connect_ranks, make_following_trainer
 from redline.telemetry import Recorder
+from redline.telemetry.machine.hosts import HostSampling, sampling_host
 from redline.telemetry.processes import recording_process
 from redline.trainer.parallel.checkpoint_parts import ALL_MUST_SEE, WHY_ALL
 from redline.trainer.parallel.led import follow as follow_orders
@@ -56,7 +58,9 @@ def _take_part(ranks: Ranks, begin: Order) -> None:
     config, folder = Config.model_validate(begin.fields["config"]), Path(begin.fields["folder"])
     if Division.of(config.trainer).divides_weights and not folder.is_dir():
         raise RunFolderError(f"{folder}: this machine does not see this folder, {WHY_ALL}", ALL_MUST_SEE)
-    with _recording(ranks.rank, folder) as recorder:
+    sampling = HostSampling(**begin.fields["sampling"]) if begin.fields["sampling"] else None
+    send = RankSamples(ranks.connection).send
+    with _recording(ranks.rank, folder) as recorder, sampling_host(sampling, f"rank {ranks.rank}", send):
         if recorder is not None:
             ranks.pulse.doing = lambda: next((lane.innermost for lane in recorder.lane_states() if lane.name == "main"), "")
         prepare_process(config)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -29,9 +29,10 @@ from redline.telemetry.files.failure import recording_at_once, recording_failure
 from redline.telemetry.files.set_aside import set_everything_aside
 from redline.telemetry.listeners import Listeners
 from redline.telemetry.machine.device_time import DeviceTimer
-from redline.telemetry.machine.host import Host
+from redline.telemetry.machine.host import Host, machine_id
+from redline.telemetry.machine.hosts import HostSampling, HostSamples
 from redline.telemetry.machine.nvml import find_gpus
-from redline.telemetry.machine.samplers import Sampler, Source
+from redline.telemetry.machine.samplers import SampleLog, Sampler, Source
 from redline.telemetry.processes import expecting_processes
 from redline.telemetry.profiling.profiler import StepProfiler
 from redline.telemetry.sinks import make_sinks
@@ -66,9 +67,10 @@ def train(run: CheckedRun, folder: RunFolder, *, from_scratch: bool = False, beg
         with span("run.setup"):
             prepare_process(config)
             _say_what_begins(run, outputs, set_everything_aside(folder) if from_scratch else None)
-            stages, watch, profiler = _set_up(run, outputs, at_end, take_up if goes_on else None)
+            hosts = _other_hosts(config, outputs)
+            stages, watch, profiler = _set_up(run, outputs, hosts, at_end, take_up if goes_on else None)
         try:
-            with _sampling(config, outputs, stages):
+            with _sampling(config, outputs, stages, hosts):
                 _take_steps(config, outputs, stages, watch, profiler)
         finally:
             with span("run.close"):
@@ -85,7 +87,7 @@ def _say_what_begins(run: CheckedRun, outputs: Outputs, aside: Path | None) -> N
 
 
 def _set_up(
-    run: CheckedRun, outputs: Outputs, at_end: ExitStack, take_up: Callable[[], None] | None
+    run: CheckedRun, outputs: Outputs, hosts: HostSamples | None, at_end: ExitStack, take_up: Callable[[], None] | None
 ) -> tuple[Stages, RunWatch, StepProfiler]:
     """Start listeners, build the stages and set a watch over them. `take_up` is that of a run that goes on: called once nothing
     can be refused any more, and before anything is written to its folder."""
@@ -96,7 +98,7 @@ def _set_up(
     if not take_up:
         _start_listeners(config, outputs, at_end)
         _describe(run.resolved, folder)
-    stages = build(config, folder, outputs.progress, run.placement, run.tasks)
+    stages = build(config, folder, outputs.progress, run.placement, run.tasks, hosts=hosts)
     checkpoints = Checkpoints(config.run, folder, stages.trainer, tell)
     if take_up:
         load(config, folder, stages, checkpoints)
@@ -158,15 +160,29 @@ def _peak_flops(config: Config, progress: Progress) -> float | None:
     return ranks * peak.flops
 
 
-def _sampling(config: Config, outputs: Outputs, stages: Stages) -> AbstractContextManager[object]:
-    """Inside the block a thread measures host, memory and GPU every `telemetry.sample_every_s` seconds."""
-    every_s, device, tell = config.telemetry.sample_every_s, torch.device(config.run.device), outputs.progress.note
+def _other_hosts(config: Config, outputs: Outputs) -> HostSamples | None:
+    """What takes the samples of other machines; None where no samples are taken."""
+    folder, every_s = outputs.folder, config.telemetry.sample_every_s
     if not every_s:
-        return nullcontext()
+        return None
+    sampling = HostSampling(every_s, str(folder.path.absolute()), machine_id(), has_gpus=config.run.device == "cuda")
+    return HostSamples(folder.samples_elsewhere, sampling, outputs.progress.note)
+
+
+@contextmanager
+def _sampling(config: Config, outputs: Outputs, stages: Stages, hosts: HostSamples | None) -> Iterator[None]:
+    """Inside the block a thread measures host, memory and GPU every `telemetry.sample_every_s` seconds, and so do processes of
+    the run on other machines."""
+    every_s, device, tell = config.telemetry.sample_every_s, torch.device(config.run.device), outputs.progress.note
+    if hosts is None:
+        yield
+        return
     uuids = [f"GPU-{torch.cuda.get_device_properties(device).uuid}"] if device.type == "cuda" else []
     gpus = find_gpus(uuids, tell)
     sources: list[Source] = [Host(), MemoryUse(device, stages.memory), *([gpus] if gpus else [])]
-    return Sampler(outputs.folder.samples, every_s, sources, step=lambda: stages.trainer.version, tell=tell)
+    log = SampleLog(outputs.folder.samples)
+    with hosts, Sampler(log, every_s, sources, step=lambda: stages.trainer.version, tell=tell):
+        yield
 
 
 def _take_steps(config: Config, outputs: Outputs, stages: Stages, watch: RunWatch, profiler: StepProfiler) -> None:

@@ -19,14 +19,23 @@ from redline.launch.workers.pool import EnginePool
 from redline.launch.workers.ray_engines import RayActors
 from redline.launch.workers.spawn import EngineSpec, LocalProcesses, Spawned, Spawner
 from redline.telemetry import RunFolder, span
+from redline.telemetry.machine.hosts import HostSamples
 
 
 class StartingEngines:
     """Engines of a placement that are being started. Make it in the main thread, before the trainer loads its model."""
 
-    def __init__(self, config: Config, placement: Placement, folder: RunFolder, tell: Callable[[str], None]) -> None:
-        """Begin to start the engines, where that need not wait for the trainer. Does not block."""
-        self._config, self._placement, self.folder = config, placement, folder
+    def __init__(
+        self,
+        config: Config,
+        placement: Placement,
+        folder: RunFolder,
+        tell: Callable[[str], None],
+        hosts: HostSamples | None = None,
+    ) -> None:
+        """Begin to start the engines, where that need not wait for the trainer. Does not block. `hosts` takes the samples of
+        their machines."""
+        self._config, self._placement, self.folder, self._hosts = config, placement, folder, hosts
         self._spawners = Spawners(config, folder, tell)
         self._pool: Future[EnginePool] | None = None
         if not any(map(placement.shares_gpu, placement.engines)):
@@ -50,12 +59,14 @@ class StartingEngines:
         self._spawners.close()
 
     def _begin(self, weight_bytes: int) -> Future[EnginePool]:
-        specs = engine_specs(self._config, self._placement, self.folder, weight_bytes)
+        hosts = self._hosts
+        sampling = hosts.sampling if hosts else None
+        specs = engine_specs(self._config, self._placement, self.folder, weight_bytes, sampling)
         started: Future[EnginePool] = Future()
 
         def start() -> None:
             try:
-                started.set_result(EnginePool(self._spawners, specs))
+                started.set_result(EnginePool(self._spawners, specs, take_sample=hosts.take if hosts else None))
             except BaseException as error:
                 started.set_exception(error)
 

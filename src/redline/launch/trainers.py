@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 
 import torch
@@ -10,9 +11,11 @@ import torch
 from redline.config import Config
 from redline.errors import ModelError, RankLostError
 from redline.launch.models import LoadedModel
+from redline.launch.rank_samples import take_samples
 from redline.launch.ranks import num_ranks
 from redline.telemetry import RunFolder, span
 from redline.telemetry.files.failure import record_failure
+from redline.telemetry.machine.hosts import HostSamples
 from redline.trainer import PolicyTrainer, Sampling
 from redline.trainer.parallel.led import LeadingTrainer
 from redline.trainer.parallel.orders import Order
@@ -30,15 +33,18 @@ STUCK = 10
 Tell = Callable[[str], None]
 
 
-def meet_ranks(config: Config, folder: RunFolder) -> Parallel:
+def meet_ranks(config: Config, folder: RunFolder, hosts: HostSamples | None = None) -> Parallel:
     """Meet the other ranks, where there are some, and tell them what to do: called once by rank 0, before its model loads, so
-    that all load at the same time."""
+    that all load at the same time. `hosts` takes the samples of their machines."""
     if num_ranks() == 1:
         return Parallel()
     ranks = join()
     ranks.pulse.at_loss = lambda message: record_failure(folder, RankLostError(message, HINT))
     fields = {"config": config.model_dump(mode="json"), "folder": str(folder.path.absolute())}
+    fields["sampling"] = asdict(hosts.sampling) if hosts else None
     ranks.orders.give(Order(BEGIN, fields))
+    if hosts:
+        take_samples(ranks.connection(), hosts)
     return connect_ranks(config, ranks)
 
 

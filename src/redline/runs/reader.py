@@ -24,6 +24,7 @@ from typing import Any
 from redline.errors import boundary
 from redline.runs.columns import MOST_POINTS, Columns, Json, spread
 from redline.runs.learned import Learned
+from redline.runs.machines import machines_lately
 from redline.runs.run import LogName, Run, setting
 from redline.runs.targets import judged
 from redline.telemetry import Ledger
@@ -104,6 +105,7 @@ class RunReader:
         self._learned = Learned(group_size, stop_at if isinstance(stop_at, int | float) else None)
         self._judged: tuple[tuple[int, int], list[dict[str, Json]]] | None = None
         self._recent: deque[dict[str, float]] = deque(maxlen=RECENT_STEPS)
+        self._machines_seen: tuple[tuple[int, bool], list[dict[str, Json]]] | None = None
 
     # ── reading ────────────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -226,7 +228,15 @@ class RunReader:
             "phases": dict(self._phases),
             "alerts": len(self._alerts),
             "left_out": self.run.left_out(self._samples_left_out()),
+            "machines": self._machines(ledger is not None),
         }
+
+    def _machines(self, has_ended: bool) -> list[dict[str, Json]]:
+        """What the machines beside rank 0's did lately; looked at with every step, and at the end."""
+        seen = (len(self.steps), has_ended)
+        if self._machines_seen is None or self._machines_seen[0] != seen:
+            self._machines_seen = (seen, machines_lately(self.run.hosts()))
+        return self._machines_seen[1]
 
     def _doctor(self, has_ended: bool) -> Mapping[str, Json]:
         """What explains the run; not anew for every step, since it reads all of them."""

@@ -23,6 +23,7 @@ from redline.telemetry import Ledger, RunFolder
 from redline.telemetry.files.durable import read_json
 from redline.telemetry.files.failure import RunFailure, read_failure, steps_logged
 from redline.telemetry.files.tail import Tail
+from redline.telemetry.machine.hosts import sampled_hosts
 from redline.telemetry.machine.samplers import samples_left_out
 from redline.telemetry.summary.failed_attempts import reaches_target
 from redline.telemetry.summary.targets import Evidence, Verdict
@@ -146,9 +147,19 @@ class Run:
         """One row per evaluation of the held-out tasks; `step` is the number of steps taken before it."""
         return table_of(self.rows("evaluations"))
 
-    def samples(self) -> pa.Table:
-        """What host and devices were doing, one row per sample."""
-        return table_of(self.rows("samples"))
+    def samples(self, host: str | None = None) -> pa.Table:
+        """What host and devices were doing, one row per sample: of rank 0's machine, or of one that `hosts` names. Raises
+        `RunFolderError` for another."""
+        if host is None:
+            return table_of(self.rows("samples"))
+        hosts = self.hosts()
+        if host not in hosts:
+            raise RunFolderError(f"{host!r}: no machine of this name was sampled beside rank 0's", _names(hosts))
+        return table_of(rows_of(hosts[host]))
+
+    def hosts(self) -> dict[str, Path]:
+        """The machines that were sampled beside rank 0's: name → the file of its samples."""
+        return sampled_hosts(self.folder.samples_elsewhere)
 
     def alerts(self) -> pa.Table:
         """One row for each thing that looked wrong."""
@@ -196,6 +207,10 @@ def setting(config: Mapping[str, Any], section: str, key: str, default: Any) -> 
     found = config.get(section)
     value = found.get(key) if isinstance(found, dict) else None
     return value if isinstance(value, type(default)) else default
+
+
+def _names(hosts: Iterable[str]) -> str:
+    return f"there are {', '.join(hosts)}" if hosts else "there is none; leave the name out"
 
 
 def _reached_target(config: Mapping[str, Any], evaluations: Iterable[Mapping[str, Any]]) -> bool:

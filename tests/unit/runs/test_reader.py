@@ -362,3 +362,22 @@ def test_a_report_of_many_evaluations_and_alerts_holds_some_of_them_and_says_how
     assert document["evaluations"][-1] == {"step": 2999, "evaluation/reward_mean": 0.5}
     assert len(document["alerts"]) == 500
     assert document["head"]["alerts"] == 3000
+
+
+# ── other machines ─────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_other_machines_are_told_apart_from_rank_0s_with_what_they_did_lately(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "run-001", 4)
+    assert RunReader(folder.path).document()["head"]["machines"] == []
+    folder.samples_elsewhere.mkdir()
+    sample = {"host": "node-7", "process": "engine 2", "host/machine_cpu_percent": 40.0, "host/cores": 8}
+    gpus = {"gpu/0/utilization_percent": 100.0, "gpu/1/utilization_percent": 50.0}
+    append(folder.samples_elsewhere / "node-7-3f0c61d2.jsonl", [{"time": float(second), **sample, **gpus} for second in range(9)])
+    append(folder.samples_elsewhere / "node-8-3f0c61d3.jsonl", [{"time": 1.0, "host": "node-8"}])
+    document = RunReader(folder.path).document()
+    seven, eight = document["head"]["machines"]
+    assert (seven["host"], seven["process"], seven["time"]) == ("node-7", "engine 2", 8.0)
+    assert (seven["cpu_percent"], seven["cores"], seven["gpus"], seven["gpu_percent"]) == (40.0, 8.0, 2, 75.0)
+    assert (eight["host"], eight["cpu_percent"], eight["gpu_percent"]) == ("node-8", None, None)
+    assert len(document["samples"]["time"]) == 4, "the charts are of rank 0's"

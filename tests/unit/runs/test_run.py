@@ -38,6 +38,20 @@ def test_a_run_is_its_files(tmp_path: Path) -> None:
     assert run.left_out() == []
 
 
+def test_samples_of_another_machine_are_asked_for_by_its_name(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "run-001", 16)
+    run = Run.open(folder.path)
+    assert run.hosts() == {}
+    folder.samples_elsewhere.mkdir()
+    append(folder.samples_elsewhere / "node-7-3f0c61d2.jsonl", [{"time": 1.0, "host": "node-7", "host/cpu_percent": 5.0}] * 3)
+    assert run.hosts() == {"node-7": folder.samples_elsewhere / "node-7-3f0c61d2.jsonl"}
+    assert run.samples("node-7")["host/cpu_percent"].to_pylist() == [5.0] * 3
+    assert run.samples().num_rows == 16, "rank 0's, as ever"
+    with pytest.raises(RunFolderError, match="node-8") as caught:
+        run.samples("node-8")
+    assert caught.value.hint == "there are node-7"
+
+
 def test_every_call_sees_what_was_written_since_and_waits_for_a_torn_line(tmp_path: Path) -> None:
     folder = write_run(tmp_path / "run-001", 3, total=9, closed=False)
     run = Run.open(str(folder.path))

@@ -4,7 +4,7 @@ The other process steps its engine by itself. `step` here only takes what has co
 is sampled depends on the request and the weights alone, so that it is the same as from an engine in this process.
 
     submit, abort, end, call ──► connection ──► the other process
-    step ◄── arrived ◄── the reading thread ◄── pieces, returned, pulse
+    step ◄── arrived ◄── the reading thread ◄── pieces, returned, pulse, sample
 
 The other process is lost when its connection ends, when nothing has come from it for `silence_s` seconds (it pulses twice a
 second), or when a step of it lasts longer than `step_s`. From then on every call raises `EngineLostError`, with the reason and
@@ -37,6 +37,8 @@ LISTEN_S = 0.5
 """Seconds between two looks at how long nothing has come."""
 CALL_S = 600.0
 """Seconds for a call between two steps: one of them may be the first of a large model."""
+TakeSample = Callable[[str, Mapping[str, Any]], None]
+"""Takes the id of a machine and what it was doing at a moment."""
 
 
 class RemoteEngine:
@@ -51,12 +53,13 @@ class RemoteEngine:
         patience: Patience | None = None,
         why_ended: Callable[[], str] = lambda: "",
         arrived: threading.Event | None = None,
+        take_sample: TakeSample | None = None,
     ) -> None:
         """`name` is what errors call the engine. `why_ended` says why its process has ended, and may wait a second for that.
-        `arrived` is set whenever something has come: engines that are waited for together share one. Blocks until the other
-        side has said what it can serve."""
+        `arrived` is set whenever something has come: engines that are waited for together share one. `take_sample` gets, in the
+        reading thread, the samples that it takes of its machine. Blocks until the other side has said what it can serve."""
         self.name = connection.name = name
-        self._connection, self._why_ended = connection, why_ended
+        self._connection, self._why_ended, self._take_sample = connection, why_ended, take_sample
         self._patience = patience or Patience()
         connection.stall_s = self._patience.silence_s
         about = self._first_frame()
@@ -279,6 +282,9 @@ class RemoteEngine:
             self._arrived.set()
         elif frame.kind == "pulse":
             self._take_pulse(fields)
+        elif frame.kind == "sample":
+            if self._take_sample is not None:
+                self._take_sample(fields["machine"], fields["sample"])
         elif frame.kind == "returned":
             self._calls.settle(fields["id"], lambda answer: answer.set_result(fields["value"]))
         elif frame.kind == "raised":

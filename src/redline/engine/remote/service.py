@@ -2,6 +2,7 @@
 
     connection ── submit, abort, end, call ──► the reading thread ──► EngineSession
                ◄── pieces, returned, pulse ── the sending thread ◄─ outbox ◄─ the thread that steps
+               ◄── sample ─────────────────────────────────────────────────── the thread that samples this machine
 
 The engine steps on by itself while there is work. The outbox is bounded: where the other side takes nothing, the engine stops
 between two steps until it does. A pulse tells the other side twice a second that this process lives, how long its step under
@@ -156,6 +157,11 @@ class RequestService:
                     del self._ids[number], self._missing[theirs]
         if found:
             self._put("pieces", *self._with_stats(found))
+
+    def send_sample(self, machine: str, sample: Mapping[str, Any]) -> None:
+        """Tell the other side what this machine was doing. Does not block: where the other side takes nothing, it is let go."""
+        with suppress(queue.Full):
+            self._outbox.put_nowait(("sample", {"machine": machine, "sample": dict(sample)}, ()))
 
     def _with_stats(self, pieces: Sequence[tuple[int, Piece]]) -> tuple[dict[str, Any], Sequence[Any]]:
         fields, buffers = pieces_fields(pieces)

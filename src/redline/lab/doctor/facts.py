@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
@@ -70,7 +71,9 @@ class Facts:
     first: Mapping[str, np.ndarray] = field(default_factory=dict)
     """The same of the first steps, which compile, load and fill caches."""
     samples: Mapping[str, np.ndarray] = field(default_factory=dict)
-    """Figure of the machine → its value in each sample while steps were taken."""
+    """Figure of rank 0's machine → its value in each sample while steps were taken."""
+    hosts: Mapping[str, Mapping[str, np.ndarray]] = field(default_factory=dict)
+    """The same of every other machine, by its name."""
     ledger: Ledger | None = None
     environment: Mapping[str, Any] = field(default_factory=dict)
     ledger_steps: int = 0
@@ -97,7 +100,8 @@ class Facts:
             config=run.config,
             steps=_columns(rows[apart:]),
             first=_columns(rows[:apart]),
-            samples=_columns(_samples_between(run, begun, ended)),
+            samples=_columns(_samples_between(run.folder.samples, begun, ended)),
+            hosts={name: _columns(_samples_between(path, begun, ended)) for name, path in run.hosts().items()},
             ledger=run.ledger,
             environment=run.environment,
             ledger_steps=process_steps,
@@ -144,8 +148,14 @@ class Facts:
         return 0.0 if values is None else float(np.nansum(values))
 
     def sampled(self, figure: str) -> float | None:
-        """The mean over the samples of the machine; None where there is none."""
+        """The mean over the samples of rank 0's machine; None where there is none."""
         return _mean(self.samples.get(figure))
+
+    def elsewhere(self) -> Iterator[tuple[str, Facts]]:
+        """Every other machine that was sampled, with the same facts but its samples in the place of those of rank 0's."""
+        for name, samples in self.hosts.items():
+            if samples:
+                yield name, replace(self, samples=samples, hosts={})
 
     def phase(self, name: str, side: Side = "trainer") -> np.ndarray:
         """Seconds of a phase in each steady step: in the main thread, or in that of the rollouts where they have one."""
@@ -287,11 +297,11 @@ def _slept(rows: list[dict[str, Any]]) -> dict[str, float]:
     return {key.removeprefix("delays/").removesuffix("_s"): sum(_number(row.get(key, 0)) for row in rows) for key in names}
 
 
-def _samples_between(run: Run, begun: Any, ended: Any) -> list[dict[str, Any]]:
-    """Samples of the machine while the steps were taken, at most as many as there may be steps."""
+def _samples_between(path: Path, begun: Any, ended: Any) -> list[dict[str, Any]]:
+    """Samples of a machine while the steps were taken, at most as many as there may be steps."""
     found = itertools.takewhile(
         lambda row: not isinstance(begun, int | float) or (_number(row.get("time")) >= begun),
-        rows_from_the_last(run.folder.samples),
+        rows_from_the_last(path),
     )
     newest = itertools.islice(found, 10 * MOST_STEPS)
     return [row for row in newest if _is_between(row.get("time"), begun, ended)][::-1]

@@ -34,6 +34,7 @@ from redline.launch.process import prepare_process
 from redline.launch.workers.engine_rank import rank_program
 from redline.launch.workers.receivers import receiver_of
 from redline.launch.workers.spawn import SPEC_VARIABLE, EngineSpec
+from redline.telemetry.machine.hosts import HostSampling, sampling_host
 from redline.telemetry.processes import recording_process
 from redline.weight_sync.receiver import WeightReceiver
 from redline.wire import Connection, Listener, error_fields, listen, token_from_environment
@@ -83,7 +84,7 @@ def serve(spec: EngineSpec, token: str, reply: Callable[[Mapping[str, Any]], Non
         recipe,
         lora=lora,
         rank_program=rank_program(spec.name.replace(" ", "-"), spec.spans),
-        tell=lambda text: print(text, file=sys.stderr, flush=True),
+        tell=_say,
     )
     session = loaded.session()
     session.start("engine", prepare_thread=lambda: torch.set_num_threads(spec.num_threads))
@@ -91,7 +92,7 @@ def serve(spec: EngineSpec, token: str, reply: Callable[[Mapping[str, Any]], Non
         with listen(spec.host, spec.port, token=token) as listener:
             _is_serving.set()
             reply({"address": listener.address})
-            Roles(loaded, session, listener, lambda: receiver_of(loaded.engine, session, recipe, lora)).answer()
+            Roles(spec, loaded, session, listener, lambda: receiver_of(loaded.engine, session, recipe, lora)).answer()
         return why_failed(session)
     finally:
         session.close(CLOSE_S)
@@ -103,12 +104,13 @@ class Roles:
 
     def __init__(
         self,
+        spec: EngineSpec,
         loaded: LoadedEngine,
         session: EngineSession,
         listener: Listener,
         make_receiver: Callable[[], WeightReceiver],
     ) -> None:
-        self._loaded, self._session, self._listener = loaded, session, listener
+        self._spec, self._loaded, self._session, self._listener = spec, loaded, session, listener
         self._make_receiver = make_receiver
         self._parent_is_gone = threading.Event()
         self._has_parent = threading.Event()
@@ -134,8 +136,11 @@ class Roles:
     def _answer_requests(self, connection: Connection) -> None:
         is_parent = not self._has_parent.is_set()
         self._has_parent.set()
+        service = RequestService(self._session, connection)
+        sampling = HostSampling(**self._spec.sampling) if self._spec.sampling and is_parent else None
         try:
-            RequestService(self._session, connection).serve(self._about())
+            with sampling_host(sampling, self._spec.name, service.send_sample, _say):
+                service.serve(self._about())
         finally:
             if is_parent:
                 self._parent_is_gone.set()
@@ -153,6 +158,10 @@ class Roles:
         engine: Any = self._loaded.engine
         limits = getattr(engine, "limits", None)
         return {"limits": asdict(limits) if limits else None, "adapters": list(getattr(engine, "adapters", ()))}
+
+
+def _say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
 
 
 def _end_with(parent: int) -> None:

@@ -13,7 +13,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 
 from redline.addresses import is_loopback
-from redline.engine.remote.client import RemoteEngine, open_engine
+from redline.engine.remote.client import RemoteEngine, TakeSample, open_engine
 from redline.engine.remote.patience import Patience
 from redline.errors import EngineLostError, WireError
 from redline.launch.workers.spawn import EngineSpec, Spawned, Spawner
@@ -43,10 +43,18 @@ def _no_weights_yet(channel: Connection) -> None:
 class EnginePool:
     """All engine processes of a run."""
 
-    def __init__(self, spawner: Spawner, specs: Sequence[EngineSpec], patience: Patience | None = None) -> None:
+    def __init__(
+        self,
+        spawner: Spawner,
+        specs: Sequence[EngineSpec],
+        patience: Patience | None = None,
+        *,
+        take_sample: TakeSample | None = None,
+    ) -> None:
         """Start all of them at once and block until each has loaded its model. Where one does not start all are ended, and its
-        EngineLostError is raised."""
+        EngineLostError is raised. `take_sample` gets the samples that they take of their machines."""
         self._spawner, self._specs, self._patience = spawner, list(specs), patience or Patience()
+        self._take_sample = take_sample
         self.arrived = threading.Event()
         """Set when something has come from any of them."""
         self.catch_up: Callable[[Connection], object] = _no_weights_yet
@@ -134,6 +142,7 @@ class EnginePool:
                 patience=self._patience,
                 why_ended=spawned.why_ended,
                 arrived=self.arrived,
+                take_sample=self._take_sample,
             )
             channel = connect(spawned.address, spawned.token, "weights", self._patience.connect_s)
         except WireError as error:

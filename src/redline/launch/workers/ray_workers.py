@@ -13,8 +13,10 @@ from __future__ import annotations
 import json
 import os
 import socket
+from collections import deque
 from collections.abc import Mapping
 from contextlib import suppress
+from dataclasses import asdict
 from typing import Any
 
 from redline.config import Config
@@ -22,25 +24,35 @@ from redline.environments.workers.process import EndedError, start_processes_wit
 from redline.environments.workers.program import answer
 from redline.launch.workers.ray_cluster import GROUP_VARIABLE, ROOM_S, join_as_rank
 from redline.launch.workers.ray_process import in_one_line
+from redline.telemetry.machine.hosts import HostSampling, HostSamples, sampling_host
+
+SAMPLES_KEPT = 600
+"""Samples of a node that wait for the next answer; the oldest give way."""
 
 
-def place_workers(config: Config) -> None:
+def place_workers(config: Config, hosts: HostSamples | None = None) -> None:
     """Have this process, where it is rank 0 of a run on a Ray cluster, start worker processes there. Joins the cluster; call it
-    in the main thread."""
+    in the main thread. `hosts` takes the samples of their nodes."""
     rollouts = config.rollouts
     if GROUP_VARIABLE not in os.environ or (rollouts.environment.name is None and rollouts.reward_run_in == "threads"):
         return
     join_as_rank()
     # A cluster that is this machine for the length of the run has the room that the recipe asks for.
     num_cpus = 0 if config.placement.address == "local" else 1
-    start_processes_with(lambda name: RayWorker(name, num_cpus))
+    start_processes_with(lambda name: RayWorker(name, num_cpus, hosts))
 
 
 class WorkerActor:
-    """What the actor does. One call at a time, in the main thread of its process."""
+    """What the actor does. One call at a time, in the main thread of its process. Samples of its node travel with the answers:
+    a call beside them would need a second thread."""
 
-    def __init__(self) -> None:
+    def __init__(self, name: str, sampling: Mapping[str, Any] | None) -> None:
+        """`sampling` has the fields of a `HostSampling`."""
         self._objects: dict[int, Any] = {}
+        self._samples: deque[tuple[str, Mapping[str, Any]]] = deque(maxlen=SAMPLES_KEPT)
+        if sampling is not None:
+            self._sampling = sampling_host(HostSampling(**sampling), name, lambda *sample: self._samples.append(sample))
+            self._sampling.__enter__()  # for as long as the actor lives
 
     def describe(self) -> tuple[str, int, str]:
         """The name of this machine, the actor's process id, and what Ray calls this node."""
@@ -50,7 +62,9 @@ class WorkerActor:
 
     def answer(self, message: str) -> str:
         """Do what a message of `program.py` asks. Both are JSON."""
-        return json.dumps(answer(json.loads(message), self._objects))
+        found = answer(json.loads(message), self._objects)
+        samples = [self._samples.popleft() for _ in range(len(self._samples))]
+        return json.dumps({**found, "samples": samples} if samples else found)
 
 
 class RayWorker:
@@ -58,13 +72,14 @@ class RayWorker:
 
     start_s = ROOM_S
 
-    def __init__(self, name: str, num_cpus: float = 1) -> None:
-        """Ask Ray for an actor and return at once."""
+    def __init__(self, name: str, num_cpus: float = 1, hosts: HostSamples | None = None) -> None:
+        """Ask Ray for an actor and return at once. `hosts` takes the samples of its node."""
         import ray
 
         # Nothing else may be called while a game is: a second thread would be inside the user's code.
         remote = ray.remote(WorkerActor).options(num_cpus=num_cpus, max_restarts=0, scheduling_strategy="SPREAD")
-        self._name, self._actor = name, remote.remote()
+        self._name, self._hosts = name, hosts
+        self._actor = remote.remote(name, asdict(hosts.sampling) if hosts else None)
         self._began = self._actor.describe.remote()
         self._host, self.pid, self.node = "", 0, ""
         """Of its node, once it has begun."""
@@ -83,7 +98,10 @@ class RayWorker:
         return True
 
     def ask(self, message: Mapping[str, Any], limit_s: float | None) -> Mapping[str, Any]:
-        found: Mapping[str, Any] = json.loads(self._get(self._actor.answer.remote(json.dumps(message)), limit_s))
+        found: dict[str, Any] = json.loads(self._get(self._actor.answer.remote(json.dumps(message)), limit_s))
+        for machine, sample in found.pop("samples", ()):
+            if self._hosts is not None:
+                self._hosts.take(machine, sample)
         return found
 
     def why_ended(self) -> str:

@@ -55,6 +55,8 @@ class EngineSpec:
     """The run's folder of spans; None records none."""
     lora: Mapping[str, Any] | None = None
     """The dump of a `LoraConfig`, where the policy is a frozen network with an adapter that the trainer trains."""
+    sampling: Mapping[str, Any] | None = None
+    """The fields of a `HostSampling`: how it samples its machine; None samples nothing."""
 
     def to_json(self) -> str:
         return json.dumps(asdict(self))

@@ -97,6 +97,10 @@ class OtherRun(Run):
     def tail(self, log: LogName) -> Whole:
         return Whole(self._rows[log])
 
+    def hosts(self) -> dict[str, Path]:
+        """None: a log does not tell machines apart."""
+        return {}
+
     def left_out(self, num_samples: int | None = None) -> list[str]:
         """What of the files could not be read, and what they do not hold."""
         return [*self.damage, *self.not_told]

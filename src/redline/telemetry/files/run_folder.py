@@ -7,6 +7,7 @@ runs/demo-001/
   trajectories/       what was sampled (Arrow)       checkpoints/        to resume from       model/  the result
   failure.json        why it ended with an error     base_model.json     which weights it began with
   task_data.json      which data it began with, where its tasks can tell
+  samples.jsonl       host and GPU of rank 0         samples/            of the other machines, a file each
 """
 
 from __future__ import annotations
@@ -119,6 +120,11 @@ class RunFolder:
     @property
     def samples(self) -> Path:
         return self.path / "samples.jsonl"
+
+    @property
+    def samples_elsewhere(self) -> Path:
+        """Samples of the machines beside rank 0's, one file each."""
+        return self.path / "samples"
 
     @property
     def trace(self) -> Path:

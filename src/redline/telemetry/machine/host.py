@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import os
+import re
+import socket
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -16,12 +19,28 @@ CGROUP = Path("/sys/fs/cgroup")
 THREADS = Path("/proc/self/task")
 LOOPBACK = ("lo", "lo0")
 """As Linux calls it, and macOS."""
+HOST_VARIABLE = "REDLINE_HOST"
+BOOT = Path("/proc/sys/kernel/random/boot_id")
+
+
+def host_name() -> str:
+    """What samples call this machine: the name that `REDLINE_HOST` gives it, else its host name."""
+    return os.environ.get(HOST_VARIABLE) or socket.gethostname()
+
+
+def machine_id() -> str:
+    """Names this machine, since it was started, among those of a run, where two may have one host name: `node-7-3f0c61d2`. Can
+    be the name of a file."""
+    name = re.sub(r"[^\w-]+", "_", host_name())[:100]
+    return f"{name}-{BOOT.read_text()[:8]}" if BOOT.exists() else name
 
 
 class Host:
     """A source of samples: `host/…`, and `process/PID/…` of every child. Rates are those since the last call."""
 
-    def __init__(self) -> None:
+    def __init__(self, others: Callable[[], Iterable[psutil.Process]] = tuple) -> None:
+        """`others` gives processes that count as children of this one, with their own."""
+        self._others = others
         self._me = _Watched(psutil.Process())
         self._children: dict[int, _Watched] = {}
         self._children_known_until = 0.0
@@ -49,6 +68,7 @@ class Host:
             "host/cpu_percent": me.cpu_percent,
             "host/children_cpu_percent": sum(use.cpu_percent for use in children.values()),
             "host/machine_cpu_percent": psutil.cpu_percent(),
+            "host/cores": usable_cores(),
             **({"host/core_wait_percent": 100 * max(waited) / 1e9 / seconds} if waited else {}),
             "host/processes": len(everyone),
             "host/threads": sum(use.threads for use in everyone),
@@ -66,10 +86,24 @@ class Host:
 
     def _find_children(self) -> None:
         self._children_known_until = time.monotonic() + CHILDREN_EVERY_S
-        for child in psutil.Process().children(recursive=True):
-            if child.pid not in self._children:
+        me, others = psutil.Process(), list(self._others())
+        for child in [*me.children(recursive=True), *others, *(each for other in others for each in _children_of(other))]:
+            if child.pid not in self._children and child.pid != me.pid:
                 with contextlib.suppress(psutil.Error):
                     self._children[child.pid] = _Watched(child)
+
+
+def _children_of(process: psutil.Process) -> list[psutil.Process]:
+    """Its children, and theirs; none where it has ended."""
+    try:
+        return list(process.children(recursive=True))
+    except psutil.Error:
+        return []
+
+
+def usable_cores() -> int:
+    """Cores that this process may run on."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 class _Use(NamedTuple):

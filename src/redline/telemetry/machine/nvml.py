@@ -81,6 +81,20 @@ def find_gpus(uuids: Sequence[str], tell: Callable[[str], None]) -> Gpus | None:
         return None
 
 
+def find_all_gpus() -> Gpus | None:
+    """Those that the driver shows; None where there is none, or no library to ask."""
+    try:
+        nvml = importlib.import_module("pynvml")
+    except ImportError:
+        return None
+    try:
+        nvml.nvmlInit()
+        count = nvml.nvmlDeviceGetCount()
+        return Gpus(nvml, [nvml.nvmlDeviceGetHandleByIndex(index) for index in range(count)]) if count else None
+    except nvml.NVMLError:
+        return None
+
+
 class Gpus:
     """A source of samples: `gpu/0/…`, `gpu/1/…`, in the order given."""
 

@@ -1,11 +1,11 @@
 """`samples.jsonl`: what host and devices were doing, once a second, from a thread beside the run.
 
     Host ─┐
-    Gpus ─┼─► Sampler ──► {"time": 1731672000.25, "step": 12, "host/cpu_percent": 187.0, "gpu/0/power_w": 412.5, …}
+    Gpus ─┼─► Sampler ──► {"time": 1731672000.25, "step": 12, "host/cpu_percent": 187.0, "gpu/0/power_w": 412.5, …} ──► SampleLog
     memory┘
 
 A source gives a part of each sample when it is called. Nothing here can stop a run: a source that fails is named once and no
-longer asked, and so is a file that cannot be written.
+longer asked, and so is a file that cannot be written. Machines beside that of rank 0 have files of their own (`hosts.py`).
 
 A file that has become large is thinned: its newest quarter stays as it is, and of all before it half of the samples, evenly in
 time. It covers the whole run, the older part the more coarsely the longer the run; `telemetry/samples_left_out` counts what
@@ -20,13 +20,14 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, Protocol
 
 from redline.errors import boundary
 from redline.telemetry.files.bounded import Stretch, between, last_lines, lines_of, rewrite
 from redline.telemetry.files.durable import drop_torn_line
 from redline.telemetry.files.metrics import MetricsLog
 from redline.telemetry.files.tail import parse_row
+from redline.telemetry.machine.host import host_name
 from redline.telemetry.spans import idle_as, span
 
 Source = Callable[[], Mapping[str, Any]]
@@ -38,24 +39,59 @@ MAX_BYTES = 64 << 20
 LEFT_OUT = "telemetry/samples_left_out"
 
 
+class SampleLog:
+    """A file of samples, which is thinned when it has become large."""
+
+    def __init__(self, path: Path, max_bytes: int = MAX_BYTES) -> None:
+        """Goes on with a file that is there. Raises OSError where it cannot be opened."""
+        drop_torn_line(path)
+        self._path, self._max_bytes = path, max_bytes
+        self._left_out = samples_left_out(path)
+        self._file = path.open("ab", buffering=0)  # of a write that fails nothing is left for `close` to fail on
+
+    def write(self, sample: Mapping[str, Any]) -> None:
+        """Append a sample, which is in the file when this returns. Raises OSError where it cannot be."""
+        if self._file.tell() > self._max_bytes:
+            self._thin()
+        left_out = {LEFT_OUT: self._left_out} if self._left_out else {}
+        self._file.write(json.dumps({**sample, **left_out}).encode() + b"\n")
+
+    def close(self) -> None:
+        self._file.close()
+
+    def _thin(self) -> None:
+        older = between(self._path, 0, self._max_bytes // 4)
+        lines = list(lines_of(self._path, older))
+        kept = _spread(lines, len(lines) // 2)
+        rewrite(self._path, [*kept, Stretch(older.end, self._path.stat().st_size)])
+        self._left_out += len(lines) - len(kept)
+        self._file.close()
+        self._file = self._path.open("ab", buffering=0)
+
+
+class Samples(Protocol):
+    """Where samples go: into a file of this machine, or to rank 0 on another."""
+
+    def write(self, sample: Mapping[str, Any]) -> None: ...
+
+    def close(self) -> None: ...
+
+
 class Sampler:
     """Samples while it is open, and once more when it closes, so that the shortest run has one."""
 
     def __init__(
         self,
-        path: Path,
+        samples: Samples,
         every_s: float,
         sources: Sequence[Source],
         *,
-        step: Callable[[], int] = lambda: 0,
+        step: Callable[[], int] | None = None,
         tell: Callable[[str], None] = lambda text: None,
-        max_bytes: int = MAX_BYTES,
     ) -> None:
-        """`step` gives the number of steps taken; `tell` shows a line to a person. Both are called from the thread."""
-        drop_torn_line(path)
-        self._path, self._max_bytes = path, max_bytes
-        self._left_out = samples_left_out(path)
-        self._file = path.open("ab", buffering=0)  # of a write that fails nothing is left for `close` to fail on
+        """`step` gives the number of steps taken, where that is known here; `tell` shows a line to a person. Both are called
+        from the thread. `samples` is closed with the sampler."""
+        self._samples = samples
         self._every_s = every_s
         self._sources = list(sources)
         self._step = step
@@ -68,7 +104,7 @@ class Sampler:
         self._closing.set()
         self._thread.join(PATIENCE_S)
         if not self._thread.is_alive():  # else it is left behind with its file, and ends with the process
-            self._file.close()
+            self._samples.close()
             for source in self._sources:
                 getattr(source, "close", lambda: None)()
 
@@ -93,7 +129,9 @@ class Sampler:
         """Whether it was written."""
         with span("telemetry.sample"):
             started = time.perf_counter()
-            sample: dict[str, Any] = {"time": time.time(), "step": self._step()}
+            sample: dict[str, Any] = {"time": time.time()}
+            sample |= {"step": self._step()} if self._step else {}
+            sample["host"] = host_name()
             for source in list(self._sources):
                 with boundary() as caught:
                     sample |= source()
@@ -102,22 +140,10 @@ class Sampler:
                     self._say(f"{_name_of(source)} is sampled no longer", caught.error)
             sample["telemetry/sample_s"] = time.perf_counter() - started
             with boundary() as caught:
-                if self._file.tell() > self._max_bytes:
-                    self._thin()
-                sample |= {LEFT_OUT: self._left_out} if self._left_out else {}
-                self._file.write(json.dumps(sample).encode() + b"\n")
+                self._samples.write(sample)
         if caught.error is not None:
             self._say("no more samples are taken", caught.error)
         return caught.error is None
-
-    def _thin(self) -> None:
-        older = between(self._path, 0, self._max_bytes // 4)
-        lines = list(lines_of(self._path, older))
-        kept = _spread(lines, len(lines) // 2)
-        rewrite(self._path, [*kept, Stretch(older.end, self._path.stat().st_size)])
-        self._left_out += len(lines) - len(kept)
-        self._file.close()
-        self._file = self._path.open("ab", buffering=0)
 
     def _say(self, what: str, error: Exception) -> None:
         self._tell(f"{what}: {type(error).__name__}: {error}")

@@ -160,6 +160,17 @@ function percentilesPart(run) {
   return h("div", {}, table(of, columns.map(([name]) => name), rows), phases.length ? h("div", { class: "turn-phases" }, table("of the turns of a step, the median step", TURN_RANKS, phases)) : null);
 }
 
+// What the machines beside rank 0's did lately, one line each.
+function machinesPart({ head }) {
+  const shown = (format, value) => h("td", { class: "number" }, Number.isFinite(value) ? format(value) : "");
+  const used = ({ available_bytes: available, total_bytes: total }) => (Number.isFinite(available) && Number.isFinite(total) ? total - available : NaN);
+  const rows = head.machines.map((one) => h("tr", {}, h("td", {}, one.host), h("td", {}, one.process),
+    shown(number, one.cores), shown(number, one.cpu_percent), shown(bytes, used(one)), shown(bytes, one.total_bytes),
+    shown(number, one.gpus), shown(number, one.gpu_percent)));
+  const names = ["cores", "busy, %", "memory used", "of", "GPUs", "GPUs busy, %"];
+  return h("div", { class: "scroll" }, h("table", {}, h("thead", {}, h("tr", {}, h("th", {}, "machine"), h("th", {}, "sampled by"), names.map((name) => h("th", { class: "number" }, name)))), h("tbody", {}, rows)));
+}
+
 const TURN_RANKS = ["50%", "90%", "99%"];
 const TURN_PHASES = [["environment", "rollouts/environment"], ["prompt", "rollouts/prompt"], ["queue", "engine/queue"], ["prefill", "engine/prefill"], ["decode", "engine/decode"], ["parse", "rollouts/parse"], ["scoring of an attempt", "rollouts/score"]];
 

@@ -106,6 +106,7 @@ class RunPage {
       ledger: section("Ledger", "Each nanosecond of a lane has one owner, and what has none is shown as unaccounted.", part("ledger")),
       speed: section("Speed and freshness", null, grid("speed"), this.flat.speed),
       memory: section("Memory and machine", "sampled over the run", grid("memory")),
+      machines: section("Other machines", "their newest samples; the charts are of rank 0's", part("machines")),
       percentiles: section("Percentiles", null, part("percentiles")),
       trajectories: section("Trajectories", "What the policy was asked and what it said, as text. Where an attempt has several turns, an ochre bar stands beside what is trained on.", trajectories),
       settings: section("Everything else", null, metricsPart(run), part("settings")),
@@ -135,6 +136,7 @@ class RunPage {
     this.fill("targets", head.targets.length, () => targetsPart(run).filter(Boolean));
     this.fill("alerts", run.alerts.length, () => alertsPart(run));
     this.fillOnce("ledger", head.ledger, head.ledger?.length, () => ledgerPart(run));
+    this.fill("machines", head.machines?.length, () => [machinesPart(run)]);
     this.fill("percentiles", run.steps.step.length, () => [percentilesPart(run)]);
     this.makeCharts();
     for (const name of ["learning", "timeline", "speed", "memory"]) this.sections[name].hidden = !this[name].childElementCount;

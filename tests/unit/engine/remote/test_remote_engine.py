@@ -8,7 +8,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -40,9 +40,12 @@ class Far:
     session: EngineSession
     listener: Listener
 
+    services: list[RequestService] = field(default_factory=list)
+
     def accept(self) -> None:
         connection = self.listener.accept(SOON_S)
         service = RequestService(self.session, connection)
+        self.services.append(service)
         about = {"limits": asdict(self.engine.limits), "adapters": []}
         threading.Thread(target=service.serve, args=(about,), daemon=True).start()
 
@@ -97,6 +100,22 @@ def test_a_session_owns_it_like_any_other_engine(remote: RemoteEngine, model: Mo
     session = EngineSession(remote)
     for got, expected in zip(session.generate(MIXED[:3]), map(model.alone, MIXED[:3]), strict=True):
         assert_same(got, expected)
+
+
+def test_samples_of_its_machine_come_between_completions_and_are_let_go_where_nobody_takes_them(far: Far) -> None:
+    taken: list[tuple[str, dict[str, Any]]] = []
+    engine = far.open(take_sample=lambda machine, sample: taken.append((machine, sample)))
+    far.services[0].send_sample("node-7", {"time": 1.5, "host": "node-7"})
+    completed(engine, MIXED[:2])
+    eventually(lambda: taken == [("node-7", {"time": 1.5, "host": "node-7"})])
+    engine.close()
+    deaf = far.open()
+    far.services[1].send_sample("node-7", {"time": 2.5, "host": "node-7"})
+    completed(deaf, MIXED[:1])
+    deaf.close()
+    for number in range(2 * service.OUTBOX_FRAMES):  # the other side is gone: nothing is taken, and nothing blocks
+        far.services[1].send_sample("node-7", {"time": float(number), "host": "node-7"})
+    assert len(taken) == 1
 
 
 def test_every_field_of_a_request_and_of_a_completion_crosses_the_wire(remote: RemoteEngine, far: Far) -> None:

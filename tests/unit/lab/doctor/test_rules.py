@@ -100,10 +100,14 @@ def facts(
         config=config,
         steps={name: value * noise for name, value in steps.items()},
         first={"run/step_s": np.array([first_s, 1.0])},
-        samples={name: np.atleast_1d(np.asarray(value, float)) for name, value in samples.items()},
+        samples=columns(samples),
         ledger=Ledger({"main": main}),
         environment={"cpu": {"usable_cores": 2}},
     )
+
+
+def columns(samples: Mapping[str, Any]) -> dict[str, np.ndarray]:
+    return {name: np.atleast_1d(np.asarray(value, float)) for name, value in samples.items()}
 
 
 def spiked() -> Facts:
@@ -198,6 +202,13 @@ PLANTED: dict[str, Facts] = {
         LOCKSTEP,
         CUDA,
         {**ON_GPU, "gpu/0/utilization_percent": 35.0, "host/cpu_percent": 100.0, "host/machine_cpu_percent": 50.0},
+    ),
+    "noisy_neighbour on another machine": replace(
+        facts(), hosts={"node-7": columns({**QUIET, "host/cpu_percent": 80.0, "host/core_wait_percent": 50.0})}
+    ),
+    "throttling of another machine's GPU": replace(
+        facts(LOCKSTEP, CUDA, ON_GPU),
+        hosts={"node-7": columns({**QUIET, "gpu/3/sm_clock_mhz": [1900, 1300, 1250, 1250], "gpu/3/temperature_c": 90.0})},
     ),
     "throttling": facts(
         LOCKSTEP, CUDA, {**ON_GPU, "gpu/0/sm_clock_mhz": [1900, 1300, 1250, 1250], "gpu/0/temperature_c": 90.0}
@@ -310,6 +321,20 @@ def test_the_proof_of_a_bound_host_changes_no_batch() -> None:
     found = RULES["cpu_bound"](facts(LOCKSTEP, keys, samples))
     assert isinstance(found, Finding)
     assert found.change == {"trainer.max_tokens_per_micro_batch": 4096}
+
+
+def test_what_happens_on_another_machine_is_said_with_its_name() -> None:
+    [neighbour] = examined(PLANTED["noisy_neighbour on another machine"])[0]
+    [throttled] = examined(PLANTED["throttling of another machine's GPU"])[0]
+    assert neighbour.title == "Other processes take 55% of node-7."
+    assert throttled.title == "The clock of GPU 3 of node-7 is 25% below what it reaches."
+    assert neighbour.gain.low_s == 0, "whether the run waits for that machine is not known"
+
+
+def test_the_runs_own_processes_on_another_machine_are_no_neighbours() -> None:
+    own = {"host/machine_cpu_percent": 95.0, "host/cpu_percent": 400.0, "host/children_cpu_percent": 1100.0, "host/cores": 16.0}
+    there = columns({**own, "host/core_wait_percent": 50.0})
+    assert "noisy_neighbour" not in {finding.cause for finding in examined(replace(facts(), hosts={"node-7": there}))[0]}
 
 
 def test_a_neighbour_on_a_core_of_its_own_costs_nothing() -> None:

@@ -10,7 +10,7 @@ import pynvml
 import pytest
 
 from redline.config.installation import how_to_install
-from redline.telemetry.machine.nvml import ACTIVITY, FIELDS, SLOW_EVERY_S, find_gpus
+from redline.telemetry.machine.nvml import ACTIVITY, FIELDS, SLOW_EVERY_S, find_all_gpus, find_gpus
 
 UUID = "GPU-5b3e1a9c-0000-1111-2222-333344445555"
 
@@ -24,6 +24,7 @@ class Driver:
         """Function → what it returns instead of success."""
         self.reasons = pynvml.nvmlClocksEventReasonSwPowerCap | pynvml.nvmlClocksEventReasonGpuIdle
         self.supports_activity = 1
+        self.count = 2
         self.untold: set[int] = set()
         """Performance counters that it has not."""
 
@@ -47,6 +48,11 @@ class Driver:
 
     def _nvmlDeviceGetHandleByUUID(self, uuid: ctypes.c_char_p, device: Any) -> None:
         assert uuid.value == UUID.encode()
+
+    def _nvmlDeviceGetCount_v2(self, out: Any) -> None:
+        out.value = self.count
+
+    def _nvmlDeviceGetHandleByIndex_v2(self, index: Any, device: Any) -> None: ...
 
     def _nvmlDeviceGetUtilizationRates(self, device: Any, out: Any) -> None:
         out.gpu, out.memory = 83, 41
@@ -255,3 +261,16 @@ def test_a_gpu_without_a_driver_gets_a_note_with_its_reason(driver: Driver) -> N
     notes: list[str] = []
     assert find_gpus([UUID], notes.append) is None
     assert "Driver Not Loaded" in notes[0]
+
+
+def test_all_gpus_of_a_machine_are_those_that_the_driver_shows(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
+    gpus = find_all_gpus()
+    assert gpus is not None
+    assert {name.split("/")[1] for name in gpus()} == {"0", "1"}
+    gpus.close()
+    driver.count = 0
+    assert find_all_gpus() is None
+    driver.returns["nvmlInitWithFlags"] = pynvml.NVML_ERROR_DRIVER_NOT_LOADED
+    assert find_all_gpus() is None
+    monkeypatch.setitem(sys.modules, "pynvml", None)
+    assert find_all_gpus() is None

@@ -19,7 +19,7 @@ import pytest
 
 from redline.telemetry import Recorder, recording
 from redline.telemetry.machine.host import Host, memory_limits, waits_for_cores
-from redline.telemetry.machine.samplers import Sampler, read_samples
+from redline.telemetry.machine.samplers import SampleLog, Sampler, read_samples
 
 MIB = 2**20
 
@@ -157,7 +157,7 @@ class Counted:
 
 def test_samples_are_lines_with_time_and_step_and_the_parts_of_all_sources(tmp_path: Path) -> None:
     source, step = Counted(), 7
-    with Sampler(tmp_path / "samples.jsonl", 0.001, [source, lambda: {"test/other": 1.5}], step=lambda: step):
+    with Sampler(SampleLog(tmp_path / "samples.jsonl"), 0.001, [source, lambda: {"test/other": 1.5}], step=lambda: step):
         source.wait_for(3)
     samples = list(read_samples(tmp_path / "samples.jsonl"))
     assert [sample["test/count"] for sample in samples] == list(range(1, source.count + 1))
@@ -168,7 +168,7 @@ def test_samples_are_lines_with_time_and_step_and_the_parts_of_all_sources(tmp_p
 
 
 def test_the_shortest_run_has_a_sample(tmp_path: Path) -> None:
-    with Sampler(tmp_path / "samples.jsonl", 3600, [Host()]):
+    with Sampler(SampleLog(tmp_path / "samples.jsonl"), 3600, [Host()]):
         pass
     [sample] = read_samples(tmp_path / "samples.jsonl")
     assert sample["host/rss_bytes"] > 0
@@ -177,7 +177,7 @@ def test_the_shortest_run_has_a_sample(tmp_path: Path) -> None:
 def test_a_resumed_run_goes_on_in_the_same_file_without_the_torn_line(tmp_path: Path) -> None:
     path = tmp_path / "samples.jsonl"
     path.write_bytes(b'{"time": 1.0, "step": 0}\n{"time": 2.0, "st')
-    with Sampler(path, 3600, []):
+    with Sampler(SampleLog(path), 3600, [], step=lambda: 0):
         pass
     assert [sample["step"] for sample in map(json.loads, path.read_bytes().splitlines())] == [0, 0]
 
@@ -187,7 +187,7 @@ def test_a_source_that_fails_is_named_once_and_the_others_go_on(tmp_path: Path) 
         raise RuntimeError("the cable is out")
 
     source, notes = Counted(), []
-    with Sampler(tmp_path / "samples.jsonl", 0.001, [broken, source], tell=notes.append):
+    with Sampler(SampleLog(tmp_path / "samples.jsonl"), 0.001, [broken, source], tell=notes.append):
         source.wait_for(3)
     assert notes == ["broken is sampled no longer: RuntimeError: the cable is out"]
     assert sum("test/count" in sample for sample in read_samples(tmp_path / "samples.jsonl")) == source.count
@@ -195,8 +195,9 @@ def test_a_source_that_fails_is_named_once_and_the_others_go_on(tmp_path: Path) 
 
 def test_a_full_disk_ends_the_samples_and_not_the_run(tmp_path: Path) -> None:
     source, notes, full = Counted(), [], os.open("/dev/full", os.O_WRONLY)
-    with Sampler(tmp_path / "samples.jsonl", 3600, [source], tell=notes.append) as sampler:
-        os.dup2(full, sampler._file.fileno())
+    log = SampleLog(tmp_path / "samples.jsonl")
+    with Sampler(log, 3600, [source], tell=notes.append):
+        os.dup2(full, log._file.fileno())
     os.close(full)
     assert source.count == len(notes) == 1
     assert notes[0].startswith("no more samples are taken: OSError")
@@ -206,7 +207,7 @@ def test_the_thread_is_a_lane_that_waits_and_works(tmp_path: Path) -> None:
     recorder, source = Recorder(), Counted()
     began_ns, sampled_ns = time.perf_counter_ns(), list[int]()
     first = lambda: sampled_ns.append(time.perf_counter_ns()) or {}  # type: ignore[func-returns-value]  # noqa: E731
-    with recording(recorder), Sampler(tmp_path / "samples.jsonl", 0.001, [first, source]):
+    with recording(recorder), Sampler(SampleLog(tmp_path / "samples.jsonl"), 0.001, [first, source]):
         source.wait_for(2)
     lane = recorder.ledger().lanes["sampler"]
     assert lane.rows.keys() == {"telemetry.sample", "wait.for_next_sample"}
@@ -216,7 +217,7 @@ def test_the_thread_is_a_lane_that_waits_and_works(tmp_path: Path) -> None:
 def test_a_long_log_of_samples_covers_the_whole_run_more_coarsely_the_further_back(tmp_path: Path) -> None:
     path, source = tmp_path / "samples.jsonl", Counted()
     for _ in range(2):  # a resumed run goes on counting
-        with Sampler(path, 0.0002, [source], max_bytes=20_000):
+        with Sampler(SampleLog(path, 20_000), 0.0002, [source]):
             source.wait_for(source.count + 600)
     counts = [sample["test/count"] for sample in read_samples(path)]
     steps = [after - before for before, after in itertools.pairwise(counts)]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import numpy as np
 
 from redline.lab.doctor.facts import Facts, Parts, Side
@@ -10,6 +12,7 @@ from redline.lab.doctor.rules.sizes import usable_cores
 
 ONCE_S = 1.0
 """Seconds, paid once in a run, that are nobody's bottleneck."""
+CLOCK = "/sm_clock_mhz"
 
 
 def slow_first_step(facts: Facts) -> Answer:
@@ -42,11 +45,23 @@ def slow_first_step(facts: Facts) -> Answer:
 
 
 def noisy_neighbour(facts: Facts) -> Answer:
-    """Other processes use the cores that this run needs."""
+    """Other processes use the cores that this run needs, on some machine of it."""
+    here = _neighbour(facts, "the machine", Parts(0.5, 0.9, 1.2), "they compete for the same cores")
+    parts, assumption = Parts(0.0, 0.5, 1.2), "they compete for the same cores, and the run waits for {}"
+    return _worst(here, [_neighbour(there, name, parts, assumption.format(name)) for name, there in facts.elsewhere()])
+
+
+def _worst(here: Answer, elsewhere: Iterable[Answer]) -> Answer:
+    """What costs most of what was found on all machines; what rank 0's tells where nothing was."""
+    found = [answer for answer in (here, *elsewhere) if isinstance(answer, Finding)]
+    return max(found, key=lambda finding: finding.gain.likely_s) if found else here
+
+
+def _neighbour(facts: Facts, where: str, parts: Parts, assumption: str) -> Answer:
     machine, own = facts.sampled("host/machine_cpu_percent"), facts.sampled("host/cpu_percent")
     if machine is None or own is None:
         return Abstention("noisy_neighbour", "the machine was not sampled; telemetry.sample_every_s=1 does")
-    cores = usable_cores(facts)
+    cores = facts.sampled("host/cores") or usable_cores(facts)
     children = facts.sampled("host/children_cpu_percent") or 0.0
     others = machine - (own + children) / cores
     if others < 15:
@@ -61,15 +76,15 @@ def noisy_neighbour(facts: Facts) -> Answer:
     seconds = facts.phases(("generation", "training")) if waited is None else facts.column("run/step_s")
     return Finding(
         cause="noisy_neighbour",
-        title=f"Other processes take {others:.0f}% of the machine.",
+        title=f"Other processes take {others:.0f}% of {where}.",
         why="This run's threads wait for cores that other processes have.",
         evidence=(
-            Evidence("host/machine_cpu_percent", machine, "% of all cores, busy with whatever"),
+            Evidence("host/machine_cpu_percent", machine, f"% of all cores of {where}, busy with whatever"),
             Evidence("host/cpu_percent", own, "% of one core, this process"),
             Evidence("host/children_cpu_percent", children, "% of one core, its children"),
             *((Evidence("host/core_wait_percent", waited, "% of the time a thread waited for a core"),) if waited else ()),
         ),
-        gain=facts.saved("both", seconds * taken, "step", Parts(0.5, 0.9, 1.2), "they compete for the same cores"),
+        gain=facts.saved("both", seconds * taken, "step", parts, assumption),
         change={},
         advice="Stop them, or give this run cores of its own (taskset, a container); compare runs only when they are gone.",
     )
@@ -123,30 +138,40 @@ def _fewer_launches(facts: Facts) -> dict[str, object]:
 
 
 def throttling(facts: Facts) -> Answer:
-    """The GPU lowers its clocks for heat or power."""
+    """A GPU lowers its clocks for heat or power, on some machine of the run."""
     if facts.setting("run.device", "cpu") != "cuda":
         return None
-    clock = facts.samples.get("gpu/0/sm_clock_mhz")
+    elsewhere = [
+        _throttled(there, gpu, f"GPU {gpu.removeprefix('gpu/')} of {name}", Parts(0.0, 0.5, 1.0))
+        for name, there in facts.elsewhere()
+        for gpu in sorted(figure.removesuffix(CLOCK) for figure in there.samples if figure.endswith(CLOCK))
+    ]
+    return _worst(_throttled(facts, "gpu/0", "the GPU", Parts(0.2, 0.7, 1.0)), elsewhere)
+
+
+def _throttled(facts: Facts, gpu: str, which: str, parts: Parts) -> Answer:
+    """`gpu` is the beginning of its figures, `which` what a person calls it."""
+    clock = facts.samples.get(f"{gpu}{CLOCK}")
     if clock is None or not np.isfinite(clock).any():
         return Abstention("throttling", "the GPU's clocks were not sampled; install the extra `gpu`")
     fastest, mean = float(np.nanmax(clock)), float(np.nanmean(clock))
     lost = 1 - mean / fastest
-    hot = facts.sampled("gpu/0/temperature_c") or 0.0
-    power, limit = facts.sampled("gpu/0/power_w"), facts.sampled("gpu/0/power_limit_w")
+    hot = facts.sampled(f"{gpu}/temperature_c") or 0.0
+    power, limit = facts.sampled(f"{gpu}/power_w"), facts.sampled(f"{gpu}/power_limit_w")
     at_limit = power is not None and limit is not None and power > 0.95 * limit
     if lost < 0.05 or not (at_limit or hot > 80):
         return None
     course = tuple(clock[np.isfinite(clock)][:200].tolist())
     return Finding(
         cause="throttling",
-        title=f"The GPU's clock is {lost:.0%} below what it reaches.",
+        title=f"The clock of {which} is {lost:.0%} below what it reaches.",
         why="It is at its limit of power." if at_limit else "It is hot.",
         evidence=(
-            Evidence("gpu/0/sm_clock_mhz", mean, f"MHz on average, {fastest:.0f} at best", course),
-            Evidence("gpu/0/temperature_c", hot, "°C"),
-            Evidence("gpu/0/power_w", power or 0.0, f"W, of {limit or 0:.0f} allowed"),
+            Evidence(f"{gpu}{CLOCK}", mean, f"MHz on average, {fastest:.0f} at best", course),
+            Evidence(f"{gpu}/temperature_c", hot, "°C"),
+            Evidence(f"{gpu}/power_w", power or 0.0, f"W, of {limit or 0:.0f} allowed"),
         ),
-        gain=facts.saved("both", facts.column("run/step_s") * lost, "step", Parts(0.2, 0.7, 1.0), "the work follows the clock"),
+        gain=facts.saved("both", facts.column("run/step_s") * lost, "step", parts, "the work follows the clock"),
         change={},
         advice="Look at cooling and at `nvidia-smi -q -d PERFORMANCE,POWER`; raise the limit if it was lowered.",
     )
