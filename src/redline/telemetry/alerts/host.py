@@ -12,7 +12,24 @@ GIB = 2**30
 
 
 class HostMemorySlope(Detector):
-    """Our processes' memory grows as if it would never stop, and the rest will not last.
+    """Our processes' memory grows, on some machine of the run, as if it would never stop, and the rest will not last."""
+
+    kind = "host_memory_slope"
+
+    def __init__(self, hours: float) -> None:
+        self._hours = hours
+        self._machines: dict[str, MachineMemory] = {}
+
+    def sample(self, row: Row) -> Finding | None:
+        # Two machines may have one name, but one process samples each; that of rank 0's, which needs no name, is not told.
+        machine = f" on {row['host']}, which {row['process']} samples," if "process" in row else ""
+        if machine not in self._machines:
+            self._machines[machine] = MachineMemory(self._hours)
+        return self._machines[machine].sample(row, machine)
+
+
+class MachineMemory:
+    """What the run has of one machine's memory.
 
     Samples become medians of blocks, so that a step's rise and fall is inside one. The alert takes a rise that is
 
@@ -24,7 +41,6 @@ class HostMemorySlope(Detector):
                     that has just begun, a leak looks like caches that fill up
     """
 
-    kind = "host_memory_slope"
     BLOCKS = 24
     P_VALUE = 1e-5
     LARGE = 0.01
@@ -39,7 +55,8 @@ class HostMemorySlope(Detector):
         self._blocks: deque[tuple[float, float]] = deque()
         self._episode = Episode(enter=2, leave=self.BLOCKS)
 
-    def sample(self, row: Row) -> Finding | None:
+    def sample(self, row: Row, where: str) -> Finding | None:
+        """Take a sample. `where` is how a sentence names the machine."""
         own, available, total = (number(row, f"host/{name}_bytes") for name in ("rss", "available", "total"))
         if own is None or available is None or not total:
             return None
@@ -51,7 +68,7 @@ class HostMemorySlope(Detector):
         self._open = []
         if len(self._blocks) > 2 * self.BLOCKS:
             self._merge_pairs()
-        return self._judge(available, total) if len(self._blocks) >= self.BLOCKS else None
+        return self._judge(available, total, where) if len(self._blocks) >= self.BLOCKS else None
 
     def _merge_pairs(self) -> None:
         """Longer blocks as the run goes on: a leak of a day shows in hours, not in minutes."""
@@ -63,7 +80,7 @@ class HostMemorySlope(Detector):
         else:  # long enough: let the oldest go
             self._blocks = deque([*self._blocks][-self.BLOCKS :])
 
-    def _judge(self, available: float, total: float) -> Finding | None:
+    def _judge(self, available: float, total: float, where: str) -> Finding | None:
         times, used = zip(*self._blocks, strict=True)
         whole = slope(times, used)
         late = min(slope(times[-count:], used[-count:]) for count in (len(times) // 2, len(times) // 4))
@@ -73,10 +90,10 @@ class HostMemorySlope(Detector):
         if not self._episode.see(left_s < min(self._horizon_s, self.FORESIGHT * (times[-1] - times[0]))):
             return None
         return Finding(
-            seen=f"the run's memory grows by {3600 * late / GIB:.2f} GiB an hour; {available / GIB:.1f} GiB are left, for"
+            seen=f"the run's memory{where} grows by {3600 * late / GIB:.2f} GiB an hour; {available / GIB:.1f} GiB are left, for"
             f" {left_s / 3600:.1f} hours",
             since=f"{(times[-1] - times[0]) / 60:.0f} minutes ago",
-            look_at="memory/… and process/… in samples.jsonl for whose it is; buffer/in_flight and what the task keeps;"
+            look_at=f"memory/… and process/… in {'samples/' if where else 'samples.jsonl'} for whose it is; buffer/in_flight and what the task keeps;"
             " buffer.max_bytes where it is trajectories on a memory file system",
         )
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from redline.config.schema import Config
@@ -52,7 +53,7 @@ class Watchdog:
         self._thread: threading.Thread | None = None
         self._alerts: Alerts | None = None
         self._stalls: StallWatch | None = None
-        self._samples: Tail | None = None
+        self._samples: SampleTails | None = None
 
     def started(self, folder: RunFolder, config: Config) -> None:
         settings = config.telemetry
@@ -65,8 +66,7 @@ class Watchdog:
             off=settings.alerts.off,
             run=folder.path.name,
         )
-        self._samples = Tail(folder.samples)
-        self._samples.skip()  # what an earlier process saw is not this one's
+        self._samples = SampleTails(folder)
         if settings.stall_after_s != 0:
             self._stalls = StallWatch(folder.stalls, settings.stall_after_s)
             self._every_s = min(self._every_s, (settings.stall_after_s or EVERY_S) / 4)
@@ -110,7 +110,7 @@ class Watchdog:
         assert self._samples is not None
         with self._looking:
             now = self._probe.look()
-            for row in _new_rows(self._samples):
+            for row in self._samples.read():
                 self._alerts.sample(row)
             stall = self._stalls.tick(now, self._alerts.last_step) if self._stalls else None
             if stall:
@@ -130,6 +130,26 @@ class Watchdog:
             if caught.error is not None:
                 self._tell(f"nobody looks for alerts and stalls any more: {type(caught.error).__name__}: {caught.error}")
                 return
+
+
+class SampleTails:
+    """The samples of all machines of a run, as they come. What an earlier process saw is not this one's."""
+
+    def __init__(self, folder: RunFolder) -> None:
+        self._elsewhere = folder.samples_elsewhere
+        self._tails: dict[Path, Tail] = {}
+        for path in (folder.samples, *self._others()):
+            self._tails[path] = Tail(path)
+            self._tails[path].skip()
+
+    def read(self) -> list[dict[str, Any]]:
+        """Return the samples that were added since the last look."""
+        for path in self._others():
+            self._tails.setdefault(path, Tail(path))
+        return [row for tail in self._tails.values() for row in _new_rows(tail)]
+
+    def _others(self) -> list[Path]:
+        return sorted(self._elsewhere.glob("*.jsonl"))
 
 
 def _new_rows(samples: Tail) -> list[dict[str, Any]]:

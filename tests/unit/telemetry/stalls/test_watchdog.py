@@ -83,6 +83,24 @@ def test_it_sees_rows_samples_and_the_clock(folder: RunFolder) -> None:
     assert not folder.stalls.exists()
 
 
+def test_it_sees_the_samples_of_other_machines_each_for_itself(folder: RunFolder) -> None:
+    watchdog = Watchdog(Recorder(), every_s=3600)
+    folder.samples_elsewhere.mkdir()
+    gib = 2**30
+    sizes = {"host": "node-7", "host/available_bytes": 8 * gib, "host/total_bytes": 32 * gib}
+    grows = [{"time": 60.0 * i, "process": "engine 1", **sizes, "host/rss_bytes": i * gib // 4} for i in range(60)]
+    stays = [{"time": 60.0 * i, "process": "engine 2", **sizes, "host/rss_bytes": gib} for i in range(60)]
+    old = folder.samples_elsewhere / "old-00000000.jsonl"
+    old.write_text("".join(json.dumps(row) + "\n" for row in grows))  # of an earlier process
+    watchdog.started(folder, config())
+    for name, rows in (("node-7-aaaaaaaa", grows), ("node-7-bbbbbbbb", stays)):
+        (folder.samples_elsewhere / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    watchdog.close()
+    [row] = alerts_of(folder)
+    assert row["kind"] == "host_memory_slope"
+    assert row["seen"].startswith("the run's memory on node-7, which engine 1 samples, grows by ")
+
+
 def test_a_stall_is_told_and_written(folder: RunFolder) -> None:
     recorder = Recorder()
     watchdog = Watchdog(recorder)
