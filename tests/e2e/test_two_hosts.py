@@ -151,7 +151,16 @@ def assert_sampled(folder: RunFolder, home: str, elsewhere: dict[str, str]) -> N
 def test_ranks_on_two_hosts_sample_both_and_a_host_that_is_killed_has_what_it_sent(hosts: TwoHosts, tmp_path: Path) -> None:
     write_recipe(tmp_path, steps=10_000)
     launcher = ("--nnodes", "2", "--nproc-per-node", "1", "--max-restarts", "0", "--master-port", "29650")
-    program = ("env", "GLOO_SOCKET_IFNAME=eth0", sys.executable, "-m", "torch.distributed.run", "--master-addr", hosts.address_a, *launcher)
+    program = (
+        "env",
+        "GLOO_SOCKET_IFNAME=eth0",
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--master-addr",
+        hosts.address_a,
+        *launcher,
+    )
     train = ["-m", "redline", "train", "letters.yaml", "telemetry.sample_every_s=0.1", "trainer.rank_timeout_s=10"]
     both = ((hosts.a, "host-a", "0"), (hosts.b, "host-b", "1"))
     started = [on(host, ["--node-rank", node, *train], tmp_path, f"{name}.txt", name, program) for host, name, node in both]

@@ -92,7 +92,10 @@ def cluster(*cpus: int) -> Iterator[tuple[str, list[psutil.Process]]]:
     called = [{"env_vars": {"REDLINE_HOST": f"node-{number}"}} for number in range(len(cpus))]
     made = Cluster(initialize_head=True, head_node_args={"num_cpus": cpus[0], "include_dashboard": False, **called[0]})
     try:
-        nodes = [made.head_node, *(made.add_node(num_cpus=count, **name) for count, name in zip(cpus[1:], called[1:], strict=True))]
+        nodes = [
+            made.head_node,
+            *(made.add_node(num_cpus=count, **name) for count, name in zip(cpus[1:], called[1:], strict=True)),
+        ]
         raylets = [psutil.Process(node.all_processes["raylet"][0].process.pid) for node in nodes]
         yield made.address, raylets
     finally:

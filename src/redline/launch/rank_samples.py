@@ -3,8 +3,8 @@
     rank k    RankSamples.send ──► samples/1/0 … 63, a ring, and samples/1: how many there were
     rank 0    take_samples: a thread that reads, once a second, what is new ──► HostSamples
 
-Senders count themselves: there is one on each machine, however many ranks it has. A ring keeps the store small where rank 0 takes
-nothing. A store that does not answer ends the samples; the pulse says whose fault it is.
+Senders count themselves: there is one on each machine, however many ranks it has. A ring keeps the store small where rank 0
+takes nothing. A store that does not answer ends the samples; the pulse says whose fault it is.
 """
 
 from __future__ import annotations

@@ -30,7 +30,7 @@ from redline.telemetry.files.set_aside import set_everything_aside
 from redline.telemetry.listeners import Listeners
 from redline.telemetry.machine.device_time import DeviceTimer
 from redline.telemetry.machine.host import Host, machine_id
-from redline.telemetry.machine.hosts import HostSampling, HostSamples
+from redline.telemetry.machine.hosts import HostSamples, HostSampling
 from redline.telemetry.machine.nvml import find_gpus
 from redline.telemetry.machine.samplers import SampleLog, Sampler, Source
 from redline.telemetry.processes import expecting_processes

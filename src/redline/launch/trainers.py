@@ -40,8 +40,8 @@ def meet_ranks(config: Config, folder: RunFolder, hosts: HostSamples | None = No
         return Parallel()
     ranks = join()
     ranks.pulse.at_loss = lambda message: record_failure(folder, RankLostError(message, HINT))
-    fields = {"config": config.model_dump(mode="json"), "folder": str(folder.path.absolute())}
-    fields["sampling"] = asdict(hosts.sampling) if hosts else None
+    sampling = asdict(hosts.sampling) if hosts else None
+    fields = {"config": config.model_dump(mode="json"), "folder": str(folder.path.absolute()), "sampling": sampling}
     ranks.orders.give(Order(BEGIN, fields))
     if hosts:
         take_samples(ranks.connection(), hosts)

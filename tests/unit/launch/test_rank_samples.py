@@ -11,7 +11,7 @@ from support.eventually import eventually
 
 from redline.launch import rank_samples
 from redline.launch.rank_samples import KEPT, RankSampleReader, RankSamples, take_samples
-from redline.telemetry.machine.hosts import HostSampling, HostSamples
+from redline.telemetry.machine.hosts import HostSamples, HostSampling
 from redline.telemetry.machine.samplers import read_samples
 
 

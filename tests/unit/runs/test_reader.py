@@ -373,7 +373,9 @@ def test_other_machines_are_told_apart_from_rank_0s_with_what_they_did_lately(tm
     folder.samples_elsewhere.mkdir()
     sample = {"host": "node-7", "process": "engine 2", "host/machine_cpu_percent": 40.0, "host/cores": 8}
     gpus = {"gpu/0/utilization_percent": 100.0, "gpu/1/utilization_percent": 50.0}
-    append(folder.samples_elsewhere / "node-7-3f0c61d2.jsonl", [{"time": float(second), **sample, **gpus} for second in range(9)])
+    append(
+        folder.samples_elsewhere / "node-7-3f0c61d2.jsonl", [{"time": float(second), **sample, **gpus} for second in range(9)]
+    )
     append(folder.samples_elsewhere / "node-8-3f0c61d3.jsonl", [{"time": 1.0, "host": "node-8"}])
     document = RunReader(folder.path).document()
     seven, eight = document["head"]["machines"]

@@ -24,7 +24,7 @@ from redline.environments.workers.process import EndedError, start_processes_wit
 from redline.environments.workers.program import answer
 from redline.launch.workers.ray_cluster import GROUP_VARIABLE, ROOM_S, join_as_rank
 from redline.launch.workers.ray_process import in_one_line
-from redline.telemetry.machine.hosts import HostSampling, HostSamples, sampling_host
+from redline.telemetry.machine.hosts import HostSamples, HostSampling, sampling_host
 
 SAMPLES_KEPT = 600
 """Samples of a node that wait for the next answer; the oldest give way."""

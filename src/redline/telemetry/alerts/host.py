@@ -89,11 +89,12 @@ class MachineMemory:
         left_s = available / late if is_rise else float("inf")
         if not self._episode.see(left_s < min(self._horizon_s, self.FORESIGHT * (times[-1] - times[0]))):
             return None
+        file = "samples/" if where else "samples.jsonl"
         return Finding(
-            seen=f"the run's memory{where} grows by {3600 * late / GIB:.2f} GiB an hour; {available / GIB:.1f} GiB are left, for"
-            f" {left_s / 3600:.1f} hours",
+            seen=f"the run's memory{where} grows by {3600 * late / GIB:.2f} GiB an hour; {available / GIB:.1f} GiB are left,"
+            f" for {left_s / 3600:.1f} hours",
             since=f"{(times[-1] - times[0]) / 60:.0f} minutes ago",
-            look_at=f"memory/… and process/… in {'samples/' if where else 'samples.jsonl'} for whose it is; buffer/in_flight and what the task keeps;"
+            look_at=f"memory/… and process/… in {file} for whose it is; buffer/in_flight and what the task keeps;"
             " buffer.max_bytes where it is trajectories on a memory file system",
         )
 

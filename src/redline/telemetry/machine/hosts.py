@@ -218,8 +218,8 @@ class HostSamples:
         return self._closed.wait(limit_s)
 
     def take(self, machine: str, sample: Mapping[str, Any]) -> None:
-        """Append a sample to the file of a machine; let it go outside the block. Raises ValueError for what is no machine's name
-        or no sample."""
+        """Append a sample to the file of a machine; let it go outside the block. Raises ValueError for what is no machine's
+        name or no sample."""
         if not _MACHINE.fullmatch(machine) or not isinstance(sample.get("time"), float) or "host" not in sample:
             raise ValueError(f"{machine!r} sent what is no sample")
         with self._lock:

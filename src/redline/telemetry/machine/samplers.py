@@ -1,7 +1,7 @@
 """`samples.jsonl`: what host and devices were doing, once a second, from a thread beside the run.
 
     Host ─┐
-    Gpus ─┼─► Sampler ──► {"time": 1731672000.25, "step": 12, "host/cpu_percent": 187.0, "gpu/0/power_w": 412.5, …} ──► SampleLog
+    Gpus ─┼─► Sampler ──► {"time": 1731672000.25, "step": 12, "host/cpu_percent": 187.0, "gpu/0/power_w": 412.5, …} ─► SampleLog
     memory┘
 
 A source gives a part of each sample when it is called. Nothing here can stop a run: a source that fails is named once and no

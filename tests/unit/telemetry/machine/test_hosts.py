@@ -18,7 +18,7 @@ import pytest
 from support.eventually import eventually
 
 from redline.telemetry.machine.host import Host, host_name, machine_id
-from redline.telemetry.machine.hosts import HostSampling, HostSamples, Roll, sampled_hosts, sampling_host
+from redline.telemetry.machine.hosts import HostSamples, HostSampling, Roll, sampled_hosts, sampling_host
 from redline.telemetry.machine.samplers import read_samples
 
 SOON_S = 60.0
@@ -64,7 +64,10 @@ def test_a_process_on_another_machine_sends_samples_that_name_its_host_and_itsel
 
 def test_processes_on_rank_0s_machine_leave_the_samples_to_rank_0(sampling: HostSampling, tmp_path: Path) -> None:
     sent = Sent()
-    with sampling_host(HostSampling(0.001, sampling.run, machine_id()), "engine 1", sent), sampling_host(None, "engine 2", sent):
+    with (
+        sampling_host(HostSampling(0.001, sampling.run, machine_id()), "engine 1", sent),
+        sampling_host(None, "engine 2", sent),
+    ):
         assert not [thread for thread in threading.enumerate() if thread.name in ("sampler", "host sampler")]
     assert not sent.samples
     assert not list(tmp_path.iterdir())
@@ -84,7 +87,8 @@ def test_one_process_of_a_machine_samples_however_many_there_are(sampling: HostS
 HOLDER = """
 import sys, time
 from redline.telemetry.machine.hosts import HostSampling, sampling_host
-with sampling_host(HostSampling(0.01, "/runs/demo-001", "far-12345678"), "rank 1", lambda *sample: print("sampled", flush=True)):
+sampling = HostSampling(0.01, "/runs/demo-001", "far-12345678")
+with sampling_host(sampling, "rank 1", lambda *sample: print("sampled", flush=True)):
     time.sleep(600)
 """
 
