@@ -35,6 +35,7 @@ from redline.types import Completion, EngineStats, GenerateRequest, SamplingPara
 
 TOKEN = 17
 """The one that is made likely."""
+PROMPT_TOKENS = 256
 
 
 def main() -> None:
@@ -53,7 +54,8 @@ def main() -> None:
     device = torch.device(asked.device)
     if asked.compared:
         compare(asked.model, device, asked.compared, asked.temperature)
-    lines = [f"{'p':>5} {'off':>9} {'auto':>9} {'times':>6} {'drafted':>9} {'accepted':>8} {'saved, said':>12} {'saved':>7}"]
+    names = {"p": 5, "likely": 6, "off": 9, "auto": 9, "times": 6, "drafted": 9, "accepted": 8, "saved, said": 12, "saved": 7}
+    lines = [" ".join(f"{name:>{width}}" for name, width in names.items())]
     for share in asked.shares:
         lines += measure(asked, device, share)
     print("\n".join(lines))
@@ -65,7 +67,7 @@ def compare(model: str, device: torch.device, count: int, temperature: float) ->
     more = {"n": 4, "stop_token_ids": (5, 6), "temperature": temperature}
     requests = [
         replace(request, sampling=replace(request.sampling, **more, top_p=0.95 if i % 3 else 1.0))
-        for i, request in enumerate(requests_of(decoder, count // 4, 48, 192, 1))
+        for i, request in enumerate(requests_of(decoder, count // 4, 48, 192, 1, 32))
     ]
     found: dict[str, list[Completion]] = {}
     stats = {}
@@ -100,20 +102,20 @@ def measure(asked: argparse.Namespace, device: torch.device, share: float) -> li
         make_likely(decoder, share, device)
     engines = {mode: engine_of(decoder, mode, asked.prompts) for mode in ("off", "auto")}  # type: ignore[arg-type]
     for engine in engines.values():  # kernels are compiled, graphs captured
-        run(engine, requests_of(decoder, asked.prompts, asked.mean // 4, asked.longest // 4, 99), device)
+        run(engine, requests_of(decoder, asked.prompts, asked.mean // 4, asked.longest // 4, 99, PROMPT_TOKENS), device)
     lines = []
     for number in range(asked.rounds):
-        requests = requests_of(decoder, asked.prompts, asked.mean, asked.longest, number)
+        requests = requests_of(decoder, asked.prompts, asked.mean, asked.longest, number, PROMPT_TOKENS)
         seconds, gained = {}, EngineStats()
         for mode in ("off", "auto") if number % 2 == 0 else ("auto", "off"):
             before = engines[mode].stats
-            seconds[mode] = run(engines[mode], requests, device)
+            seconds[mode], likely = run(engines[mode], requests, device)
             if mode == "auto":
                 gained = _between(before, engines[mode].stats)
         tokens = sum(request.sampling.max_tokens for request in requests)
         drafted, accepted = gained.drafted_tokens, gained.accepted_tokens
         lines.append(
-            f"{share:5.2f} {tokens / seconds['off']:9,.0f} {tokens / seconds['auto']:9,.0f} "
+            f"{share:5.2f} {likely:6.2f} {tokens / seconds['off']:9,.0f} {tokens / seconds['auto']:9,.0f} "
             f"{seconds['off'] / seconds['auto']:6.3f} {drafted:9,} {accepted / max(1, drafted):8.2f} "
             f"{gained.speculation_saved_s:10.2f} s {seconds['off'] - seconds['auto']:5.2f} s"
         )
@@ -136,8 +138,10 @@ def engine_of(decoder: Decoder, mode: SpeculationMode, rows: int) -> NativeEngin
     return make_engine(decoder, config)
 
 
-def requests_of(decoder: Decoder, count: int, mean: int, longest: int, number: int) -> list[GenerateRequest]:
-    prompts = random_prompts(count, 256 if mean > 200 else 32, decoder.spec.vocab_size, (7, number))
+def requests_of(
+    decoder: Decoder, count: int, mean: int, longest: int, number: int, prompt_tokens: int
+) -> list[GenerateRequest]:
+    prompts = random_prompts(count, prompt_tokens, decoder.spec.vocab_size, (7, number))
     lengths = long_tailed_lengths(count, count * mean, 1, longest, 0)
     return [
         GenerateRequest(prompt, SamplingParams(max_tokens=int(length), seed=1000 * number + i))
@@ -145,13 +149,15 @@ def requests_of(decoder: Decoder, count: int, mean: int, longest: int, number: i
     ]
 
 
-def run(engine: NativeEngine, requests: list[GenerateRequest], device: torch.device) -> float:
+def run(engine: NativeEngine, requests: list[GenerateRequest], device: torch.device) -> tuple[float, float]:
+    """Seconds, and the share of the likely token in what was sampled."""
     engine.reset_prefix_cache()
     synchronize(device)
     began = time.perf_counter()
-    engine.generate(requests)
+    groups = engine.generate(requests)
     synchronize(device)
-    return time.perf_counter() - began
+    seconds = time.perf_counter() - began
+    return seconds, float((np.concatenate([group[0].token_ids for group in groups]) == TOKEN).mean())
 
 
 @torch.no_grad()
@@ -164,9 +170,9 @@ def make_likely(decoder: Decoder, share: float, device: torch.device) -> Decoder
     direction = torch.nn.functional.normalize(drawn, dim=0)
     decoder.embed += 50 * decoder.embed.norm(dim=1).mean() * direction
     row, engine = decoder.lm_head[TOKEN].clone(), engine_of(decoder, "off", 16)
-    request = GenerateRequest(np.arange(20, 30, dtype=np.int32), SamplingParams(max_tokens=40, n=16, seed=3))
-    low, high = 0.0, 64.0
-    for _ in range(10):
+    request = GenerateRequest(np.arange(20, 30, dtype=np.int32), SamplingParams(max_tokens=100, n=16, seed=3))
+    low, high = 0.0, 16.0  # a hidden state is about 30 long, so that 0.1 is three nats
+    for _ in range(16):
         middle = (low + high) / 2
         decoder.lm_head[TOKEN] = row + middle * direction
         engine.reset_prefix_cache()

@@ -347,6 +347,18 @@ def test_a_prompts_heads_are_rotated_in_place_and_stored(
     assert int(keys[:, 0, :, 0].isfinite().sum()) == T, "nothing else was written"
 
 
+def test_heads_that_are_not_rotated_in_place_are_stored_all_the_same() -> None:
+    T, page, before = 5, 16, torch.randn(5, 4, 16, device=DEVICE)
+    found = []
+    for in_place in (True, False):
+        heads, (keys, values) = before.clone(), torch.zeros((2, 1, 1, page, 16), device=DEVICE)
+        places = torch.arange(T, device=DEVICE), torch.arange(T, device=DEVICE) * 2
+        rotate_and_store(heads, keys, values, *places, rotary_of(100, 16, torch.float32), in_place=in_place)
+        assert torch.equal(heads, before) != in_place
+        found.append((keys, values))
+    assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
+
+
 # ── the rest ───────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 

@@ -90,6 +90,19 @@ def test_a_row_guesses_what_followed_where_most_of_its_last_tokens_occurred() ->
     assert inputs.counters_B[:8].tolist() == [4, 5, 6, 7, 2, 4, 5, 6]
 
 
+def test_a_text_that_repeats_itself_is_followed_from_where_enough_of_it_comes() -> None:
+    """Its newest place, the very end, would give one guess of three."""
+    rows = make_rows([[5, 5, 5, 5]] * 3)
+    book = make_book(rows, [NO_PLACE] * 3)
+    book.texts_SL[0, :12] = torch.tensor([9] + [5] * 11, dtype=torch.int32)
+    book.texts_SL[0, 12:] = -1
+    book.lengths_S[0] = 13
+    inputs, out = run(rows, book, [5] * 8)
+    assert inputs.tokens_B[:8].tolist() == [5] * 8
+    assert (inputs.positions_B >= 0).tolist() == [True] * 8 + [False], "only what fills the batch up has no guess"
+    assert out == [5] * 8
+
+
 def test_tokens_count_up_to_the_first_that_is_not_the_guess() -> None:
     rows = make_rows(LAST)
     book = make_book(rows, [NO_PLACE] * 3)

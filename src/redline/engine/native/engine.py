@@ -250,14 +250,15 @@ class NativeEngine:
         if not self._scheduler.can_grow(num_steps):
             self._collect(keep=0)  # a preemption needs everything that was sampled
             num_steps = 1
-        before = len(self._in_flight)
+        before, captured = len(self._in_flight), self._awake.num_captured
         plan = self._scheduler.schedule(num_steps, drafts, guesses)
         self._launch(plan)
         self._kv_blocks_peak = max(self._kv_blocks_peak, self._pool.num_used)
         launched = len(self._in_flight) - before
         runs_ahead = self._awake.runs_ahead and not drafts
         self._collect(keep=launched if runs_ahead else 0)
-        done = self._clock.step(_timed(plan), began, runs_ahead=runs_ahead, has_waited=before > 0)
+        was_held_up = self._awake.num_captured > captured
+        done = self._clock.step(_timed(plan), began, runs_ahead=runs_ahead, has_waited=before > 0, was_held_up=was_held_up)
         if done is not None:
             self._speculation.took(*done)
         self._steps += 1

@@ -6,8 +6,10 @@ sampled. Nothing waits for the host, so that many steps can be launched at once.
     that have none       positions           token and its guesses
 
 A row's place is where, in the text of its slot, the next token is expected. It moves on with what is sampled as long as the
-text says the same. A row that has lost it gets another: the newest that follows on most of its last tokens. Where none follows
-on enough of them, it stays where it would be had it not been lost: many texts differ in one token only.
+text says the same. A row that has lost it gets another, which follows on most of its last tokens; of several the one with most
+tokens behind it, as many as a step can guess, and then the newest: the newest of all is often the very end of a text that
+repeats itself, with nothing behind it to guess. Where none follows on enough of the last tokens, it stays where it would be had
+it not been lost: many texts differ in one token only.
 
 Letters: B rows of the batch, T entries, R state rows, S slots (stop tokens in the kernel), L tokens of a slot's text, A entries
 of a row at most.
@@ -46,7 +48,7 @@ class GuessBook:
     place_R: Tensor
     """int64: where its next token is expected; `NO_PLACE`, or -2 - p for a row that lost it and would be at p."""
     found_R: Tensor
-    """int64: what `find_guesses` has found: tokens followed on · 2³² + place; 0 for nothing."""
+    """int64: what `find_guesses` has found: (tokens followed on · 32 + tokens behind it) · 2³² + place; 0 for nothing."""
 
     @classmethod
     def empty(cls, num_slots: int, num_tokens: int, num_rows: int, device: torch.device) -> GuessBook:
@@ -82,7 +84,7 @@ def find_guesses(rows: StepRows, book: GuessBook, entries: Entries) -> None:
     L = book.texts_SL.shape[1]
     _find[(len(entries.rows_B), triton.cdiv(L, CHUNK))](
         entries.rows_B, *state, book.texts_SL, book.lengths_S, book.slot_R, book.place_R, book.found_R,
-        L=L, LAST=rows.recent_RO.shape[1], LEAST=LEAST_FOLLOWED, N=CHUNK, num_warps=4,
+        L=L, LAST=rows.recent_RO.shape[1], LEAST=LEAST_FOLLOWED, GUESSES=entries.most - 1, N=CHUNK, num_warps=4,
     )  # fmt: skip
 
 
@@ -130,7 +132,7 @@ def _place(place, found):  # type: ignore[no-untyped-def]
 @triton.jit
 def _find(  # type: ignore[no-untyped-def]
     rows, alive, sampled, recent, texts, lengths, slots, places, found,
-    L: tl.constexpr, LAST: tl.constexpr, LEAST: tl.constexpr, N: tl.constexpr,
+    L: tl.constexpr, LAST: tl.constexpr, LEAST: tl.constexpr, GUESSES: tl.constexpr, N: tl.constexpr,
 ):  # fmt: skip
     row = tl.load(rows + tl.program_id(0))
     slot = tl.load(slots + row)
@@ -140,16 +142,22 @@ def _find(  # type: ignore[no-untyped-def]
             count = tl.load(sampled + row)
             place_N = first + tl.arange(0, N)
             text = texts + slot * L
-            goes_on_N = tl.load(text + place_N, mask=place_N < L, other=-1) >= 0
+            has_more_N = tl.load(text + place_N, mask=place_N < L, other=-1) >= 0
+            goes_on_N = has_more_N
             followed_N = tl.zeros([N], tl.int64)
             for back in tl.static_range(1, LAST + 1):
                 token = tl.load(recent + row * LAST + (count - back + LAST) % LAST)
                 there_N = tl.load(text + place_N - back, mask=(place_N >= back) & (place_N < L), other=-1)
                 goes_on_N = goes_on_N & (there_N == token) & (count >= back)
                 followed_N += goes_on_N.to(tl.int64)
-            best = tl.max(tl.where(followed_N >= LEAST, (followed_N << 32) + place_N, 0), axis=0)
-            if best > 0:
-                tl.atomic_max(found + row, best)
+            if tl.max(followed_N, axis=0) >= LEAST:
+                behind_N = tl.zeros([N], tl.int64)
+                for ahead in tl.static_range(1, GUESSES):
+                    there_N = tl.load(text + place_N + ahead, mask=place_N + ahead < L, other=-1)
+                    has_more_N = has_more_N & (there_N >= 0)
+                    behind_N += has_more_N.to(tl.int64)
+                score_N = ((followed_N * 32 + behind_N) << 32) + place_N
+                tl.atomic_max(found + row, tl.max(tl.where(followed_N >= LEAST, score_N, 0), axis=0))
 
 
 @triton.jit

@@ -94,7 +94,8 @@ class PagedDecodeAttention:
         keys, values = self._cache.blocks[layer.index]
         if self._slots_B is not None:
             places = (self._batch.positions_B.clamp(min=0), self._slots_B)
-            rotate_and_store(heads.clone(), keys, values, *places, self._rotary, _norms(layer), layer.spec.norm_eps)
+            more = (self._rotary, _norms(layer), layer.spec.norm_eps)
+            rotate_and_store(heads, keys, values, *places, *more, in_place=False)
         own, few = (self._batch, self._rotary, _norms(layer), layer.spec.norm_eps), self._few_rows
         if few is None:
             return decode_attention(heads, keys, values, *own)
@@ -164,6 +165,10 @@ class CudaRunner(Runner):
         self._pool: Any = None
         """Memory that the graphs share: they never run at the same time."""
         self.graphs: GraphCache[tuple[int, int, Wants], _DecodeGraph] = GraphCache()
+
+    @property
+    def num_captured(self) -> int:
+        return self.graphs.captures
 
     # ── decode ─────────────────────────────────────────────────────────────────────────────────────────────────────────
 

@@ -67,7 +67,7 @@ class GraphCache(Generic[Key, Captured]):
         self._graphs: OrderedDict[Key, Captured] = OrderedDict()
         self._without: dict[Key, int] = {}
         """Steps left before the capture of a graph that did not fit is tried again."""
-        self.evictions = 0
+        self.captures = self.evictions = 0
 
     def __len__(self) -> int:
         return len(self._graphs)
@@ -83,6 +83,7 @@ class GraphCache(Generic[Key, Captured]):
             return None
         if len(self._graphs) >= self._max_graphs:
             self._evict(1, device)
+        self.captures += 1
         return self._captured(key, device)
 
     def _captured(self, key: Key, device: Capturing[Key, Captured]) -> Captured | None:

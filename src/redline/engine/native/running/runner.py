@@ -156,6 +156,11 @@ class Runner:
         """The adapters; the engine brings them."""
 
     @property
+    def num_captured(self) -> int:
+        """How often a step was recorded to be replayed, which takes many times as long as the step."""
+        return 0
+
+    @property
     def _dtype(self) -> torch.dtype:
         return self._decoder.output_weight.dtype
 

@@ -21,10 +21,10 @@ MAX_TOKENS = 256
 """That go in at most."""
 MAX_GUESSES = 15
 """Tokens that a device guesses for one row in a step at most."""
-MAX_SLOTS = 128
+MAX_SLOTS = 256
 """Texts that a device guesses from, and rows that do so at once."""
 SLOT_TOKENS = 1 << 14
-"""Tokens of each: 8 MiB in all."""
+"""Tokens of each: 16 MiB in all."""
 NEWEST = -1
 """Stands for a row's newest token, which the device knows."""
 NO_GUESS = -2

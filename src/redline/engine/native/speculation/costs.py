@@ -3,13 +3,15 @@
     plain       a token of each row, as without speculation
     verifying   the rows' newest tokens and their drafts
 
-Sizes are put into bins. A verifying step of a size that was not tried yet counts as fast as the next smaller one that was, or
-as a plain one: it is tried, and then known. The fastest of the last few of a bin counts, for both kinds: what a busy machine,
-or the first step of a size, takes longer says nothing of the next one.
+Sizes are put into bins. A verifying step of a size that was not tried yet counts as a plain one of as many rows, where that was
+measured, or else as the next smaller one that was tried, or as a plain one of its own rows: it is tried, and then known. The
+fastest of the last few of a bin counts, for both kinds: what a busy machine takes longer says nothing of the next one. What
+took long by bad luck alone, and is not tried again for that, is forgotten when nothing was verified for long.
 """
 
 from __future__ import annotations
 
+import math
 import time
 from collections import deque
 from typing import NamedTuple
@@ -18,8 +20,10 @@ MEMORY = 9
 """Steps of a bin that are remembered."""
 ENOUGH = 2
 """Steps of a bin after which it counts."""
-MEASURE_EVERY = 256
+MEASURE_EVERY = 1024
 """Verifying steps after which a plain one is due, so that the comparison stays one with today."""
+FORGET_AFTER = 4096
+"""Measurements of plain steps in a row, after which what verifying took is forgotten."""
 NEAR = 2
 """A plain step of so many times the rows, or of one part in so many, stands for one that was not measured."""
 
@@ -43,16 +47,17 @@ class StepClock:
         """When the results came that were last waited for; None where none were."""
 
     def step(
-        self, timed: Timed | None, began: float, *, runs_ahead: bool, has_waited: bool
+        self, timed: Timed | None, began: float, *, runs_ahead: bool, has_waited: bool, was_held_up: bool = False
     ) -> tuple[float, int, int, int] | None:
         """A step has ended that began at a moment of `time.perf_counter` and launched this. Returns seconds, rows, steps and
-        verified tokens of the launch that ended in it; None where that is not known."""
+        verified tokens of the launch that ended in it; None where that is not known, as in a step that was held up by something
+        that the next one of its kind is not: a graph was captured."""
         now = time.perf_counter()
         before, since, self._launched = self._launched, self._ended, timed if runs_ahead else None
         self._ended = now if runs_ahead and has_waited else None
         if not runs_ahead:
             return (now - began, *timed) if timed is not None else None
-        if before is None or since is None or not has_waited:
+        if before is None or since is None or not has_waited or was_held_up:
             return None
         return (now - since, *before)
 
@@ -65,16 +70,22 @@ class Costs:
         self._verifying: dict[int, deque[float]] = {}
         self._num_verified = 0
         """Steps since the last plain one."""
+        self._num_plain = 0
+        """Measurements since the last verifying one."""
 
     def add_plain(self, num_rows: int, seconds: float) -> None:
         """A step of this many rows took this long."""
         _put(self._plain, num_rows, seconds)
         self._num_verified = 0
+        self._num_plain += 1
+        if self._num_plain == FORGET_AFTER:
+            self._verifying.clear()
 
     def add_verifying(self, num_tokens: int, seconds: float, num_steps: int = 1) -> None:
         """A step of this many tokens, drafts included, took this long, in the mean of so many."""
         _put(self._verifying, num_tokens, seconds)
         self._num_verified += num_steps
+        self._num_plain = 0
 
     def needs_plain(self, num_rows: int) -> bool:
         """Whether a plain step must be measured before a verifying one can be compared with it."""
@@ -94,13 +105,18 @@ class Costs:
 
     def verifying(self, num_rows: int, num_tokens: int) -> float:
         """Seconds of a verifying step, where a plain one of its rows was measured. It never counts as faster than a smaller
-        one, which would be noise."""
-        plain = self.plain(num_rows)
+        one, nor as slower than a larger one, which would be noise."""
+        plain, own = self.plain(num_rows), size_bin(num_tokens)
         assert plain is not None
-        smaller = [
-            times for size, times in self._verifying.items() if len(times) >= ENOUGH and num_rows < size <= size_bin(num_tokens)
-        ]
-        return max([plain, *map(min, smaller)])
+        known = {size: min(times) for size, times in self._verifying.items() if len(times) >= ENOUGH}
+
+        def at_most(size: int) -> float:
+            return min((known[other] for other in known if other >= size), default=math.inf)
+
+        if own in known:
+            return max(plain, at_most(own))
+        smaller = [at_most(size) for size in known if num_rows < size < own]
+        return min(max(plain, self.plain(num_tokens) or 0.0, *smaller), max(plain, at_most(own)))
 
 
 def size_bin(size: int) -> int:

@@ -1,8 +1,8 @@
 """The host's side of the texts that a device guesses from: which scope has which slot, and what of it is there.
 
-A slot is filled with the newest texts of its scope, a `NO_TOKEN` behind each. What grows afterwards is added at the end, in
-pieces that begin with the last tokens of the piece before, so that whoever follows a text to the end of one finds the next. A
-slot that is full is filled anew.
+A slot is filled with the newest texts of its scope, a `NO_TOKEN` behind each. What grows afterwards is added at the end: to its
+text, where that is the last one there, or else in pieces that begin with the last tokens of the piece before, so that whoever
+follows a text to the end of one finds the next. A slot that is full is filled anew.
 """
 
 from __future__ import annotations
@@ -36,6 +36,8 @@ class _Slot:
     """By number: texts that may still grow, and how many of their tokens are there."""
     newest: int = -1
     """Number of the last text that was looked at."""
+    last: int = -1
+    """Number of the text whose tokens are at the end."""
     fills: int = 0
     """How often it was filled from the start."""
 
@@ -88,7 +90,8 @@ class References:
             self._fill(slot, scope)
 
     def _fill(self, slot: _Slot, scope: Scope) -> None:
-        slot.end, slot.fills, slot.open, room = 0, slot.fills + 1, {}, int(self._num_tokens * FILLED)
+        slot.end, slot.last, slot.fills, slot.open = 0, -1, slot.fills + 1, {}
+        room = int(self._num_tokens * FILLED)
         self._fresh[slot.index] = []
         chosen = []
         for text in reversed(scope.texts.values()):
@@ -98,7 +101,7 @@ class References:
             if room <= 0:
                 break
         for text, tokens in reversed(chosen):
-            self._put(slot, tokens)
+            self._put(slot, text, tokens)
             if text.sequence is not None:
                 slot.open[text.number] = text, text.num_tokens(self._rows)
         slot.newest = max(scope.texts, default=-1)
@@ -113,21 +116,23 @@ class References:
         for number, (text, before) in list(slot.open.items()):
             count = text.num_tokens(self._rows)
             if count - before >= PIECE or (text.sequence is None and count > before):
-                tokens = text.read(self._rows)[max(0, before - OVERLAP) :]
+                overlap = 0 if slot.last == number else OVERLAP
+                tokens = text.read(self._rows)[max(0, before - overlap) :]
                 if slot.end + len(tokens) >= self._num_tokens:
                     return False
-                self._put(slot, tokens)
+                self._put(slot, text, tokens)
                 slot.open[number] = text, count
             if text.sequence is None:
                 del slot.open[number]
         return True
 
-    def _put(self, slot: _Slot, tokens: np.ndarray) -> None:
-        """At the end, with a `NO_TOKEN` behind."""
+    def _put(self, slot: _Slot, text: Text, tokens: np.ndarray) -> None:
+        """At the end, with a `NO_TOKEN` behind; in the place of that one, where the end is the same text's."""
         if len(tokens):
-            first = slot.index * self._num_tokens + slot.end
+            begin = slot.end - 1 if slot.last == text.number else slot.end
+            first = slot.index * self._num_tokens + begin
             self._fresh.setdefault(slot.index, []).append((first, np.append(tokens, np.int32(NO_TOKEN))))
-            slot.end += len(tokens) + 1
+            slot.end, slot.last = begin + len(tokens) + 1, text.number
 
 
 def _joined(parts: list[np.ndarray], dtype: type) -> np.ndarray:

@@ -14,7 +14,6 @@ import hashlib
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from heapq import heapify, heapreplace
 
 import numpy as np
 
@@ -39,9 +38,13 @@ LEAST_CHANCE = 0.05
 """That a draft is right with which it is still worth a thought."""
 LOOK_SHARE = 0.02
 """Of the time that may go into looking for drafts that are not found."""
-FORGETS = 0.01
-"""Share by which the usual rate of guesses goes back to where it began with each launch that was not worth one: those that
-never pay are tried about every hundredth launch."""
+FORGETS = 0.01, 0.0005
+"""Share by which the usual rate of guesses goes back to where it began with each launch that was not worth one, at most and at
+least. Guesses that fail are tried again after about a hundred launches, and after more of them each time that they fail."""
+LESS_OFTEN = 0.7
+"""Of that share, after each launch whose guesses failed."""
+FAILED = 0.2
+"""Share of right ones below which guesses have failed."""
 LEAST_GAIN = 1.03
 """How many times the tokens per second of a plain step a verifying one must promise."""
 
@@ -105,6 +108,7 @@ class Speculation:
         self._references = References(rows)
         self._usual = PRIOR[0] / PRIOR[1]
         """Share of what devices guessed that was right, of all rows, the newer the weightier: what a row begins with."""
+        self._forgets = FORGETS[0]
 
     @property
     def is_on(self) -> bool:
@@ -217,7 +221,7 @@ class Speculation:
             if not guessed:
                 row.rest(self._usual)
         if not any(counts):
-            self._usual += (PRIOR[0] / PRIOR[1] - self._usual) * FORGETS
+            self._usual += (PRIOR[0] / PRIOR[1] - self._usual) * self._forgets
         return {sequence: guessed for sequence, guessed in zip(sequences, counts, strict=True) if guessed}
 
     def writes(self, sequences: Sequence[Sequence_]) -> TextWrites:
@@ -244,6 +248,8 @@ class Speculation:
         accepted, tried = int(accepted_B.sum()), int(tried_B.sum())
         if tried:
             self._usual += (accepted / tried - self._usual) * (1 - 0.98**tried)
+            has_failed = accepted < FAILED * tried
+            self._forgets = max(FORGETS[1], self._forgets * LESS_OFTEN) if has_failed else FORGETS[0]
         self._last = drafted, accepted
         self.counts.steps += 1
         self.counts.drafted_tokens += drafted
@@ -278,31 +284,25 @@ def best_counts(rates: Sequence[float], longest: Sequence[int], costs: Costs, mo
     """How many tokens of each row's draft to verify, so that the step samples most tokens per second. The n-th token of a
     draft is reached with the rate to the power of n; the likeliest are added one by one, until the step has `most` tokens.
     Zeros where nothing pays."""
-    num_rows = len(rates)
-    plain = costs.plain(num_rows)
-    counts, chosen, best = [0] * num_rows, list[int](), 0
+    num_rows, plain = len(rates), costs.plain(len(rates))
     if plain is None:
-        return counts
-    heap = [(-rate, index, rate) for index, (rate, most) in enumerate(zip(rates, longest, strict=True)) if most]
-    heapify(heap)
-    gained, best_speed, seconds = 0.0, LEAST_GAIN * num_rows / plain, dict[int, float]()
-    for num_tokens in range(num_rows + 1, most + 1):
-        if not heap or -heap[0][0] < LEAST_CHANCE:
-            break
-        value, index, rate = heap[0]
-        counts[index] += 1
-        chosen.append(index)
-        gained -= value
-        size = size_bin(num_tokens)
-        if size not in seconds:
-            seconds[size] = costs.verifying(num_rows, num_tokens)
-        if (num_rows + gained) / seconds[size] > best_speed:
-            best_speed, best = (num_rows + gained) / seconds[size], len(chosen)
-        # A draft that has no more falls to the end of the heap.
-        heapreplace(heap, (value * rate if counts[index] < longest[index] else 0.0, index, rate))
-    for index in chosen[best:]:
-        counts[index] -= 1
-    return counts
+        return [0] * num_rows
+    nth_N = np.arange(1, max(longest, default=0) + 1)
+    chance_BN = np.asarray(rates)[:, None] ** nth_N * (nth_N <= np.asarray(longest)[:, None])
+    row_C, nth_C = np.nonzero(chance_BN >= LEAST_CHANCE)
+    chance_C = chance_BN[row_C, nth_C]
+    likeliest = np.argsort(-chance_C, kind="stable")[: most - num_rows]
+    if not len(likeliest):
+        return [0] * num_rows
+    num_tokens_C = num_rows + np.arange(1, len(likeliest) + 1)
+    sizes_C = np.array([size_bin(count) for count in num_tokens_C.tolist()])
+    seconds = {size: costs.verifying(num_rows, size) for size in np.unique(sizes_C).tolist()}
+    seconds_C = np.array([seconds[size] for size in sizes_C.tolist()])
+    speed_C = (num_rows + np.cumsum(chance_C[likeliest])) / seconds_C
+    best = int(speed_C.argmax())
+    if speed_C[best] <= LEAST_GAIN * num_rows / plain:
+        return [0] * num_rows
+    return np.bincount(row_C[likeliest[: best + 1]], minlength=num_rows).tolist()
 
 
 def _within(longest: Sequence[int], room: int) -> list[int]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from redline.engine.native.speculation.costs import ENOUGH, MEASURE_EVERY, Costs, size_bin
+from redline.engine.native.speculation.costs import ENOUGH, FORGET_AFTER, MEASURE_EVERY, Costs, StepClock, Timed, size_bin
 from redline.engine.native.speculation.speculation import best_counts
 
 
@@ -32,8 +32,38 @@ def test_a_size_that_was_never_tried_counts_as_the_next_smaller_one() -> None:
     assert costs.verifying(2, 16) == 4.0
 
 
+def test_a_size_that_was_never_tried_costs_what_as_many_rows_cost() -> None:
+    costs = measured({2: 1.0, 8: 3.0})
+    assert costs.verifying(2, 8) == 3.0
+    costs.add_verifying(8, 2.0)
+    costs.add_verifying(8, 2.0)
+    assert costs.verifying(2, 8) == 2.0, "it was tried since"
+
+
+def test_a_size_that_took_long_by_bad_luck_counts_no_more_than_a_larger_one() -> None:
+    costs = measured({2: 1.0}, {8: 90.0, 16: 2.0})
+    assert [costs.verifying(2, size) for size in (6, 8, 12, 16, 24)] == [1.0, 2.0, 2.0, 2.0, 2.0]
+
+
+def test_what_verifying_took_is_forgotten_when_nothing_is_verified_for_long() -> None:
+    costs = measured({2: 1.0}, {8: 90.0})
+    for _ in range(FORGET_AFTER - 1):
+        costs.add_plain(2, 1.0)
+    assert costs.verifying(2, 8) == 90.0
+    costs.add_plain(2, 1.0)
+    assert costs.verifying(2, 8) == 1.0
+
+
+def test_a_launch_is_not_timed_where_the_next_one_was_captured_meanwhile() -> None:
+    clock, launch = StepClock(), Timed(4, 8, 0)
+    assert clock.step(launch, 0.0, runs_ahead=True, has_waited=True) is None, "nothing came before it"
+    assert clock.step(launch, 0.0, runs_ahead=True, has_waited=True, was_held_up=True) is None
+    done = clock.step(launch, 0.0, runs_ahead=True, has_waited=True)
+    assert done is not None
+    assert done[1:] == launch
+
+
 def test_a_first_step_that_is_slow_does_not_count() -> None:
-    """On a GPU it is the one in which a graph is captured."""
     costs = measured({1: 1.0})
     costs.add_verifying(8, 90.0)
     assert costs.verifying(1, 8) == 1.0

@@ -265,6 +265,31 @@ def test_saved_seconds_are_steps_not_taken_less_what_verifying_took_longer(model
     assert speculation.counts.saved_s == pytest.approx(6 / 4 * 2.0 - 1.0)
 
 
+def test_a_device_tries_guesses_that_fail_less_and_less_often(model: Model) -> None:
+    engine = model.engine(speculation="auto")
+    speculation, request = engine._speculation, ask(9, 60, seed=3)
+    engine.submit(request)
+    engine.step()
+    [sequence] = engine._scheduler.decoding
+    for _ in range(ENOUGH):
+        speculation.took(1.0, 1, 1)
+        speculation.took(1.5, 1, 1, 16)
+
+    def launches_until_a_guess() -> int:
+        return next(count for count in itertools.count() if speculation.guesses([sequence], 512))
+
+    pauses = []
+    for _ in range(4):
+        pauses.append(launches_until_a_guess())
+        for _ in range(2):  # the second was launched before the first was known
+            speculation.learn_guesses([sequence], np.array([0]), np.array([4]), 60)
+    assert pauses[0] == 0
+    assert pauses[1] < pauses[2] < pauses[3]
+    launches_until_a_guess()
+    speculation.learn_guesses([sequence], np.array([60]), np.array([60]), 60)
+    assert launches_until_a_guess() == 0
+
+
 def test_off_guesses_nothing(model: Model) -> None:
     engine = model.engine()
     for _ in range(2):
