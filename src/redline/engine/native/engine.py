@@ -292,7 +292,7 @@ class NativeEngine:
         if guesses and self._scheduler.can_grow(few):
             return guesses, few
         self._scheduler.reserve_for({})
-        return {}, num_steps
+        return {}, few if self._speculation.measures_plain(len(decoding)) else num_steps
 
     def _num_steps(self) -> int:
         """Steps to launch at once: one where prompts queue or somebody looks at every token, else as many as the longest may

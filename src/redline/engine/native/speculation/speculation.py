@@ -224,6 +224,10 @@ class Speculation:
             self._usual += (PRIOR[0] / PRIOR[1] - self._usual) * self._forgets
         return {sequence: guessed for sequence, guessed in zip(sequences, counts, strict=True) if guessed}
 
+    def measures_plain(self, num_rows: int) -> bool:
+        """Whether guesses wait for a plain step of as many rows to be measured: fewer of those are enough."""
+        return self._mode == "auto" and 0 < num_rows <= MAX_SLOTS and self.costs.needs_plain(num_rows)
+
     def writes(self, sequences: Sequence[Sequence_]) -> TextWrites:
         """What the device must be told before it guesses for these."""
         return self._references.writes(sequences, [self._rows[sequence].text.scope for sequence in sequences])

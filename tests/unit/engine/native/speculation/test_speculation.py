@@ -290,6 +290,16 @@ def test_a_device_tries_guesses_that_fail_less_and_less_often(model: Model) -> N
     assert launches_until_a_guess() == 0
 
 
+def test_few_plain_steps_are_launched_where_guesses_wait_for_their_measurement(model: Model) -> None:
+    waiting, always = (model.engine(speculation=mode)._speculation for mode in ("auto", "always"))
+    assert waiting.measures_plain(4)
+    assert not waiting.measures_plain(1000), "so many rows guess nothing"
+    assert not always.measures_plain(4), "nobody looks at a clock"
+    for _ in range(ENOUGH):
+        waiting.took(1.0, 4, 4)
+    assert not waiting.measures_plain(4)
+
+
 def test_off_guesses_nothing(model: Model) -> None:
     engine = model.engine()
     for _ in range(2):
