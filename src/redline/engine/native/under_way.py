@@ -123,13 +123,7 @@ class UnderWay:
         places = np.flatnonzero(self._rows.epoch_R[results.rows_B] == results.epochs_B)
         rows = results.rows_B[places]
         sampled_before = self._rows.sampled_R[rows]
-        for step in range(len(tokens_SB)):
-            counting_B = None if results.counting_SB is None else results.counting_SB[step]
-            if counting_B is not None and not counting_B.any():
-                continue
-            live_B = self._rows.append(results.rows_B, results.epochs_B, tokens_SB[step], logprobs_SB[step], counting_B)
-            self.generated_tokens += int(live_B.sum())
-            self._take_in_extras(results, step, live_B)
+        self._append(results, tokens_SB, logprobs_SB)
         # For every row of every step, often hundreds: whatever can be is looked up for all of them at once.
         tokens_BS, logprobs_BS = _by_row(tokens_SB, places, np.int32), _by_row(logprobs_SB, places, np.float32)
         ends = zip(self._rows.alive_R[rows].tolist(), self._rows.sampled_R[rows].tolist(), strict=True)
@@ -156,6 +150,20 @@ class UnderWay:
                     events.append((sequence.request_id, Delta(sequence.index, tokens_S[:new], logprobs_S[:new])))
             elif self._has_piece(sequence):
                 self._hand_out(sequence, None)
+
+    def _append(self, results: Results, tokens_SB: np.ndarray, logprobs_SB: np.ndarray) -> None:
+        """Note what was sampled: step by step, or at once where many steps bring few tokens."""
+        rows_B, epochs_B, counting_SB, samples = results.rows_B, results.epochs_B, results.counting_SB, results.samples
+        if counting_SB is not None and samples.raw_SB is None and samples.top_ids_SBK is None:
+            self.generated_tokens += self._rows.append_counting(rows_B, epochs_B, tokens_SB, logprobs_SB, counting_SB)
+            return
+        for step in range(len(tokens_SB)):
+            counting_B = None if counting_SB is None else counting_SB[step]
+            if counting_B is not None and not counting_B.any():
+                continue
+            live_B = self._rows.append(rows_B, epochs_B, tokens_SB[step], logprobs_SB[step], counting_B)
+            self.generated_tokens += int(live_B.sum())
+            self._take_in_extras(results, step, live_B)
 
     def _take_in_extras(self, results: Results, step: int, live_B: np.ndarray) -> None:
         """Raw and top logprobs, for the few requests that want them."""

@@ -96,3 +96,28 @@ class Rows:
         failed = np.isnan(logprobs_B[live_B])
         self.alive_R[rows] = ~(stopped | failed | (self.sampled_R[rows] >= self.limit_R[rows]))
         return live_B
+
+    def append_counting(
+        self,
+        rows_B: np.ndarray,
+        epochs_B: np.ndarray,
+        tokens_SB: np.ndarray,
+        logprobs_SB: np.ndarray,
+        counting_SB: np.ndarray,
+    ) -> int:
+        """`append` of several tokens for each row, of which those that count are in order; behind one that ends its row none
+        does. Returns how many it took."""
+        live_B = self.alive_R[rows_B] & (self.epoch_R[rows_B] == epochs_B)
+        which_T, step_T = np.nonzero((counting_SB & live_B).T)
+        if not len(which_T):
+            return 0
+        row_T, (which, first, counts) = rows_B[which_T], np.unique(which_T, return_index=True, return_counts=True)
+        place_T = self.sampled_R[row_T] + np.arange(len(which_T)) - np.repeat(first, counts)
+        self.tokens_RN[row_T, place_T] = tokens_SB[step_T, which_T]
+        self.logprobs_RN[row_T, place_T] = logprobs_SB[step_T, which_T]
+        rows, last = rows_B[which], first + counts - 1
+        self.sampled_R[rows] += counts
+        tokens, logprobs = self.tokens_RN[rows, place_T[last]], self.logprobs_RN[rows, place_T[last]]
+        stopped = (self.stops_RS[rows] == tokens[:, None]).any(axis=1)
+        self.alive_R[rows] = ~(stopped | np.isnan(logprobs) | (self.sampled_R[rows] >= self.limit_R[rows]))
+        return len(which_T)
