@@ -94,8 +94,8 @@ class PagedDecodeAttention:
         keys, values = self._cache.blocks[layer.index]
         if self._slots_B is not None:
             places = (self._batch.positions_B.clamp(min=0), self._slots_B)
-            more = (self._rotary, _norms(layer), layer.spec.norm_eps)
-            rotate_and_store(heads, keys, values, *places, *more, in_place=False)
+            norms, eps = _norms(layer), layer.spec.norm_eps
+            rotate_and_store(heads, keys, values, *places, self._rotary, norms, eps, in_place=False)
         own, few = (self._batch, self._rotary, _norms(layer), layer.spec.norm_eps), self._few_rows
         if few is None:
             return decode_attention(heads, keys, values, *own)
