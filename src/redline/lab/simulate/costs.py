@@ -7,8 +7,6 @@ from dataclasses import dataclass
 
 import numpy as np
 
-ROW_OVER_PROMPT = 1.0
-"""Seconds of a row's next token over those of a token of a prompt: about what it is where nothing else says."""
 FIXED_SHARE = 0.25
 """Of a training step, the part that its tokens do not make: no more than about this where nothing else says."""
 
@@ -28,6 +26,31 @@ class Range:
 
 
 @dataclass(slots=True, frozen=True)
+class Prompts:
+    """What an engine computes of prompts in a step of the run, on average."""
+
+    seconds: float
+    tokens: float
+    passes: float
+
+    @property
+    def token_s(self) -> float:
+        return self.seconds / self.tokens if self.tokens else 0.0
+
+
+@dataclass(slots=True, frozen=True)
+class Replies:
+    """Replies of batches that began together: the shorter ones tell what a step with many rows took, the longer ones what one
+    with few did."""
+
+    seconds: np.ndarray
+    """From the first token of each to its last."""
+    steps: np.ndarray
+    rows: np.ndarray
+    """In all of these steps together."""
+
+
+@dataclass(slots=True, frozen=True)
 class EngineCost:
     """Seconds of an engine's step, and of prompts."""
 
@@ -41,7 +64,7 @@ class EngineCost:
     error: float
     """Share of the recorded time by which the fit is off, per step of the run (root of the mean square)."""
     usual_rows: Range = Range(0.0, 0.0)
-    """Rows of a step of the engine on average, in each step of the run."""
+    """Rows of a step of the engine: on average in each step of the run, or down to one where replies tell that."""
 
     @property
     def tells_rows(self) -> bool:
@@ -68,23 +91,35 @@ class TrainerCost:
 
 
 def engine_cost(
-    seconds: np.ndarray, steps: np.ndarray, tokens: np.ndarray, prompt_token_s: float, most_rows: float
+    seconds: np.ndarray,
+    steps: np.ndarray,
+    tokens: np.ndarray,
+    prompts: Prompts,
+    most_rows: float,
+    replies: Replies | None = None,
 ) -> EngineCost:
     """Fit the cost of an engine to what it took in each step of a run: seconds of decoding, its own steps, tokens sampled, and
-    seconds per token of prompts; `most_rows` were decoded at once. No part is negative."""
+    what prompts took; `most_rows` were decoded at once. `replies` tell what a row more costs where there are any. No part is
+    negative."""
     sizes = np.stack([steps, tokens], axis=1)
     parts, error = _fitted(sizes, seconds)
-    if prompt_token_s > 0 and tokens.any():
-        # Where all steps of a run decode about as many rows, they do not tell the two parts apart: then a row costs about what
-        # a token of a prompt does. The weaker the steps say otherwise, the more that counts.
-        expected_s = ROW_OVER_PROMPT * prompt_token_s * float(tokens.mean())
-        weight = max(error, 1e-6) * float(seconds.mean()) / expected_s
-        known = weight * np.array([[0.0, float(tokens.mean())]])
-        parts, _ = _fitted(np.concatenate([sizes, known]), np.append(seconds, weight * expected_s))
+    if replies is not None:
+        parts, _ = _fitted(np.stack([replies.steps, replies.rows], axis=1), replies.seconds)
+        parts = np.asarray(parts) * (seconds.sum() / max(1e-30, float((sizes @ np.asarray(parts)).sum())))
+        error = _error(sizes, parts, seconds)
+    elif prompts.seconds > 0 and tokens.any():
+        # Where all steps of a run decode about as many rows, they do not tell the two parts apart: then a pass over prompts
+        # costs about what a step with as many rows as it has tokens would. The weaker the steps say otherwise, the more that
+        # counts.
+        weight = max(error, 1e-6) * float(seconds.mean()) / prompts.seconds
+        known = weight * np.array([[prompts.passes, prompts.tokens]])
+        parts, _ = _fitted(np.concatenate([sizes, known]), np.append(seconds, weight * prompts.seconds))
         error = _error(sizes, parts, seconds)
     rows = tokens[steps > 0] / steps[steps > 0]
     usual = Range(float(rows.min()), float(rows.max())) if len(rows) else Range(0.0, 0.0)
-    return EngineCost(parts[0], parts[1], prompt_token_s, Range(1.0, most_rows), error, usual)
+    if replies is not None:
+        usual = Range(1.0, most_rows)
+    return EngineCost(float(parts[0]), float(parts[1]), prompts.token_s, Range(1.0, most_rows), error, usual)
 
 
 def trainer_cost(seconds: np.ndarray, tokens: np.ndarray) -> TrainerCost:

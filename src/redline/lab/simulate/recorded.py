@@ -10,13 +10,15 @@ import pyarrow as pa
 
 from redline.errors import RunFolderError
 from redline.lab.doctor.facts import FEWEST, TRAINER_WAITS, Facts
-from redline.lab.simulate.costs import EngineCost, TrainerCost, engine_cost, trainer_cost
+from redline.lab.simulate.costs import EngineCost, Prompts, Replies, TrainerCost, engine_cost, trainer_cost
 from redline.runs.run import Run
 from redline.runs.stored import StoredRun
 from redline.telemetry.summary.timeline import PREFIX
 
 MOST_STORED = 20_000
 """Attempts that are read, of the newest steps: a store may hold millions."""
+FEWEST_REPLIES = 32
+"""That tell what a row of the engine costs."""
 _SIMULATED = (
     *TRAINER_WAITS, "generation", "training", "environment", "reward", "weight_sync",
     "wait_for_engine", "wait_for_environments", "wait_for_rewards",
@@ -77,8 +79,9 @@ class Recording:
             seconds=np.maximum(0.0, generation - prefill),
             steps=_column(facts, "engine/steps") / engines,
             tokens=_column(facts, "engine/generated_tokens") / engines,
-            prompt_token_s=float(prefill.sum() / computed.sum()) if computed.sum() else 0.0,
+            prompts=Prompts(float(prefill.mean()), float(computed.mean()) / engines, _waves(facts)),
             most_rows=_most_rows(facts),
+            replies=_replies(rows, facts, engines),
         )
         if engine.decode_s(1) <= 0:
             raise RunFolderError(f"{run.folder.shown}: no time of decoding is recorded", "simulate a run whose engine sampled")
@@ -106,8 +109,45 @@ def _prefill_s(rows: list[dict[str, Any]], facts: Facts) -> np.ndarray:
         return own
     turns = [turn for row in rows for turn in row["turns"]]
     usual = float(np.median([turn["prefill_s"] or 0.0 for turn in turns])) if turns else 0.0
+    return np.full(facts.num_steps, usual * _waves(facts))
+
+
+def _waves(facts: Facts) -> float:
+    """How often the rows of an engine are filled in a step."""
     attempts = facts.setting("rollouts.groups_per_step", 1) * facts.setting("rollouts.group_size", 1)
-    return np.full(facts.num_steps, usual * max(1.0, attempts / facts.setting("engine.max_num_seqs", 256)))
+    engines = max(1, facts.setting("placement.engines", 0))
+    return max(1.0, attempts / engines / facts.setting("engine.max_num_seqs", 256))
+
+
+def _replies(rows: list[dict[str, Any]], facts: Facts, engines: int) -> Replies | None:
+    """Of steps whose replies all began together; None where they do not tell what a row costs."""
+    steps: dict[int, list[dict[str, Any]]] = {}
+    for row in rows if facts.is_lockstep else ():
+        steps.setdefault(row["step"], []).append(row)
+    attempts = facts.setting("rollouts.groups_per_step", 1) * facts.setting("rollouts.group_size", 1)
+    found = [_rows_of_steps(each, engines) for each in steps.values() if len(each) == attempts and _began_together(each)]
+    if not found:
+        return None
+    seconds, num_steps, summed = np.concatenate(found, axis=1)
+    usual = summed / num_steps
+    if len(usual) < FEWEST_REPLIES or usual.max() < 1.5 * usual.min():
+        return None
+    return Replies(seconds, num_steps, summed)
+
+
+def _began_together(rows: list[dict[str, Any]]) -> bool:
+    """Whether each is one reply, and none waited for another to end."""
+    turns = [row["turns"][0] for row in rows if len(row["turns"]) == 1]
+    return len(turns) == len(rows) and all((turn["queue_s"] or 0.0) < 0.1 * (turn["decode_s"] or 0.0) for turn in turns)
+
+
+def _rows_of_steps(rows: list[dict[str, Any]], engines: int) -> np.ndarray:
+    """float[3, replies]: seconds from the first token of each reply to its last, steps of the engine, their rows in all."""
+    turns = [row["turns"][0] for row in rows]
+    steps = np.array([turn["end"] - turn["start"] - 1 for turn in turns])
+    at_once = (steps[:, None] >= np.arange(1, steps.max() + 1)).sum(axis=0) / engines
+    summed = np.concatenate([[0.0], np.cumsum(at_once)])[steps]
+    return np.stack([np.array([turn["decode_s"] for turn in turns]), steps, summed])[:, steps > 0]
 
 
 def _scored_s(facts: Facts) -> float:
@@ -134,7 +174,7 @@ def _stored(run: Run, facts: Facts) -> list[dict[str, Any]]:
 
 def _rows(table: pa.Table) -> list[dict[str, Any]]:
     """The rows of a table, with how many tokens of each were sampled instead of a value for every token."""
-    rows = table.select(["group", "attempt", "turns", "score_s"]).to_pylist()
+    rows = table.select(["step", "group", "attempt", "turns", "score_s"]).to_pylist()
     masks = (mask.values.to_numpy() for mask in table["loss_mask"])
     return [{**row, "length": len(mask), "sampled": int(mask.sum())} for row, mask in zip(rows, masks, strict=True)]
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from redline.errors import ConfigError
-from redline.lab.simulate.costs import Range, engine_cost, trainer_cost
+from redline.lab.simulate.costs import Prompts, Range, Replies, engine_cost, trainer_cost
 from redline.lab.simulate.events import Loop, Simulator
 from redline.lab.simulate.recorded import Group, Recording
 from redline.lab.simulate.whatif import changed, recorded_settings, simulate
@@ -27,7 +27,7 @@ def recording(step_s: float | None = None) -> Recording:
     draw = Random(0)
     groups = tuple(Group(tuple(draw.randint(50, 150) for _ in range(4)), (0.0,) * 4, 10) for _ in range(100))
     steps, tokens = np.array([150, 140, 160.0]), np.array([1600, 1500, 1900.0])
-    engine = engine_cost(0.01 * steps + 0.001 * tokens, steps, tokens, 0.002, 16)
+    engine = engine_cost(0.01 * steps + 0.001 * tokens, steps, tokens, Prompts(0.2, 100, 1), 16)
     trainer = trainer_cost(0.2 + 0.0005 * tokens, tokens)
     loop = Loop(groups, engine, 1, 64, 4, 0, trainer.token_s, trainer.step_s + 0.1, 0.01, 200)
     measured = step_s or float(np.mean(Simulator(loop).run().step_s))
@@ -55,13 +55,26 @@ def test_where_all_steps_train_on_as_many_tokens_training_costs_in_proportion_to
     assert (told_apart.step_s, told_apart.token_s) == pytest.approx((0.2, 1e-5), rel=0.01)
 
 
-def test_where_all_steps_decode_as_many_rows_a_row_costs_about_what_a_token_of_a_prompt_does() -> None:
+def test_where_all_steps_decode_as_many_rows_a_pass_over_prompts_tells_what_a_row_costs() -> None:
     steps, noise = np.full(20, 16.0), np.random.default_rng(0).normal(1.0, 0.02, 20)
-    found = engine_cost(noise * 16 * (0.01 + 64 * 0.0001), steps, 64 * steps, 0.0001, 64)
+    prompts = Prompts(seconds=0.01 + 200 * 0.0001, tokens=200, passes=1)
+    found = engine_cost(noise * 16 * (0.01 + 64 * 0.0001), steps, 64 * steps, prompts, 64)
     assert found.row_s == pytest.approx(0.0001, rel=0.1)
     assert found.decode_s(64) == pytest.approx(0.0164, rel=0.02)
-    told_apart = engine_cost(0.01 * steps + 0.0003 * steps * np.arange(20), steps, steps * np.arange(20), 0.0001, 64)
+    assert found.prompt_token_s == pytest.approx(0.00015)
+    told_apart = engine_cost(0.01 * steps + 0.0003 * steps * np.arange(20), steps, steps * np.arange(20), prompts, 64)
     assert told_apart.row_s == pytest.approx(0.0003, rel=0.01)
+
+
+def test_replies_that_began_together_tell_what_a_row_costs_whatever_prompts_took() -> None:
+    lengths = np.arange(8.0, 72.0)
+    rows = np.array([sum((lengths >= number).sum() for number in range(1, int(length) + 1)) for length in lengths])
+    replies = Replies(0.01 * lengths + 0.0002 * rows, lengths, rows)
+    steps, tokens = np.full(8, lengths.max()), np.full(8, lengths.sum())
+    seconds = 1.1 * (0.01 * steps + 0.0002 * tokens)  # the engine's own time, and a tenth for what lies around it
+    found = engine_cost(seconds, steps, tokens, Prompts(10.0, 10, 1), 64, replies)
+    assert (found.step_s, found.row_s) == pytest.approx((0.011, 0.00022))
+    assert found.tells_rows
 
 
 def test_the_replay_is_the_measurement_and_longer_answers_take_longer() -> None:

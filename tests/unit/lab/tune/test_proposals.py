@@ -14,7 +14,7 @@ from redline.config import load_recipe, resolve
 from redline.errors import ConfigError
 from redline.lab.doctor.doctor import Diagnosis
 from redline.lab.doctor.finding import Finding, Gain
-from redline.lab.simulate.costs import engine_cost, trainer_cost
+from redline.lab.simulate.costs import Prompts, engine_cost, trainer_cost
 from redline.lab.simulate.events import Loop, Simulator
 from redline.lab.simulate.recorded import Group, Recording
 from redline.lab.tune.bench import RECORDED_STEPS, ProcessBench, _whole
@@ -68,7 +68,7 @@ def recording() -> Recording:
     draw = Random(0)
     groups = tuple(Group(tuple(draw.randint(8, 16) for _ in range(8)), (0.0,) * 8, 10) for _ in range(100))
     steps, tokens = np.array([150, 140, 160.0]), np.array([1600, 1500, 1900.0])
-    engine = engine_cost(0.01 * steps + 0.001 * tokens, steps, tokens, 0.002, 16)
+    engine = engine_cost(0.01 * steps + 0.001 * tokens, steps, tokens, Prompts(0.2, 100, 1), 16)
     trainer = trainer_cost(0.2 + 0.0005 * tokens, tokens)
     config = {"engine": {"max_num_seqs": 16}, "rollouts": {"groups_per_step": 8, "group_size": 8}}
     loop = Loop(groups, engine, 1, 16, 8, 0, trainer.token_s, trainer.step_s + 0.1, 0.01, 50)
