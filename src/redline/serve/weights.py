@@ -5,7 +5,7 @@
     PUT  /weights/7/tensors          a bucket of version 7: a safetensors body, its SHA-256 in the header x-sha256, and in the
                                      header x-sender who puts this version together
     POST /weights/7/adopt            the engine samples from version 7 between two steps; the body says what was sent
-    POST /weights/6/revert           back to the version before, or drop what was sent
+    POST /weights/6/revert           back to version 6, the one before, or drop what was sent; the body may say whose: sender
 
 The engine goes on with its old version, whole, until a new one is whole and adopted. One version is put together at a time, by
 one sender: the first bucket of another drops what came before. The body of `adopt` is
@@ -17,6 +17,9 @@ one sender: the first bucket of another drops what came before. The body of `ado
 
 A server that was started again has no digest, and one that somebody else has given weights has another: by this a sender
 notices that the server no longer samples from what it was sent.
+
+Versions of two runs may have one number. A `revert` that names the sender of what it takes back goes back where the engine
+samples from that, else drops what this sender has sent, and nobody else's; one that names none is told by the number alone.
 """
 
 from __future__ import annotations
@@ -88,6 +91,8 @@ class WeightsEndpoint:
         """Of what the engine samples from; None where nobody has said so."""
         self._digest_before: str | None = None
         """Of what `revert` goes back to."""
+        self._adopted_from: str | None = None
+        """The sender of what the engine samples from; None where nobody has sent it, or it was taken back."""
         self._turn = asyncio.Lock()
         """Buckets are staged, and versions adopted, one at a time."""
 
@@ -153,7 +158,7 @@ class WeightsEndpoint:
         def adopt(engine: Any) -> None:
             self._check(version, asked)
             self._second.adopt(_noted_by(engine))
-            self._digest_before, self._digest = self._digest, asked.digest
+            self._digest_before, self._digest, self._adopted_from = self._digest, asked.digest, asked.sender
 
         return await self._between_steps(adopt)
 
@@ -174,13 +179,14 @@ class WeightsEndpoint:
 
     async def _revert(self, request: Request) -> Response:
         self._check_token(request)
-        version = _version(request)
+        version, sender = _version(request), await self._sender_to_revert(request)
 
         def revert(engine: Any) -> None:
-            left = self.version
-            self._second.revert(version, _noted_by(engine))
-            if version != left:
-                self._digest = self._digest_before
+            if version != self.version if sender is None else sender == self._adopted_from:
+                self._second.revert(version, _noted_by(engine))
+                self._digest, self._adopted_from = self._digest_before, None
+            elif sender in (None, self._sender):
+                self._second.give_up()
 
         return await self._between_steps(revert)
 
@@ -235,6 +241,17 @@ class WeightsEndpoint:
         except ClientDisconnect as error:
             raise ApiError(CLIENT_LEFT, "the client left") from error
         return bytes(body)
+
+    async def _sender_to_revert(self, request: Request) -> str | None:
+        """Whose version is to be taken back; None where the body does not say."""
+        try:
+            said = json.loads(await self._body(request, MAX_NAMES_BYTES) or b"{}")
+            sender = said.get("sender")
+        except (ValueError, AttributeError) as error:
+            raise ApiError(400, 'the body must be JSON: {"sender": ...}', param="sender") from error
+        if not isinstance(sender, str | None):
+            raise ApiError(400, "sender must be a text", param="sender")
+        return sender
 
     async def _adoption(self, request: Request) -> Adoption:
         try:

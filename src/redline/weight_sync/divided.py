@@ -180,10 +180,14 @@ class DividedSet:
             raise
 
     def revert(self, version: int, take: Take) -> None:
-        """Go back to `version`, the one before; where it is live, drop what came since."""
-        if version == self.before:
-            self._order_back(version)
+        """Go back to `version`, the one before."""
+        assert version == self.before
+        self._order_back(version)
         self._part.second.revert(version, take)
+
+    def give_up(self) -> None:
+        """Forget what came for the version under way. The other ranks do so when the next one begins."""
+        self._part.second.give_up()
 
     def drop(self) -> None:
         """Give the memory back. The other ranks keep theirs for the next version."""

@@ -25,18 +25,19 @@ class LoadingSet(SecondSet):
         self._load = load
 
     def adopt(self, take: Take, check: Callable[[], None] = lambda: None) -> None:
-        super().adopt(self._loading(take), check)
+        super().adopt(self._loading(take, goes_back=False), check)
 
     def revert(self, version: int, take: Take) -> None:
-        super().revert(version, self._loading(take))
+        super().revert(version, self._loading(take, goes_back=True))
 
-    def _loading(self, take: Take) -> Take:
+    def _loading(self, take: Take, *, goes_back: bool) -> Take:
         def load_and_take(version: int, names: tuple[str, ...], nbytes: int) -> None:
-            goes_back = version == self.version
+            nonlocal goes_back
+            is_before, goes_back = goes_back, True  # what follows a new version that failed is the one before
             try:
                 self._load()
             except BaseException as error:
-                if not goes_back:
+                if not is_before:
                     raise
                 why = f"the engine cannot load the version before again: {in_words(error)}"
                 raise TornWeightsError(why, "start the engine again") from error

@@ -99,7 +99,13 @@ class ReceivedSet(Protocol):
 
     def adopt(self, take: Take, check: Callable[[], None]) -> None: ...
 
-    def revert(self, version: int, take: Take) -> None: ...
+    def revert(self, version: int, take: Take) -> None:
+        """Go back to the version before, which is this."""
+        ...
+
+    def give_up(self) -> None:
+        """Forget what came for the version under way."""
+        ...
 
     def drop(self) -> None: ...
 
@@ -270,7 +276,7 @@ class WeightReceiver:
             if version == self.version and self._second.before is not None:
                 self._go_back()
             else:
-                self._second.revert(self.version, self._take)
+                self._second.give_up()
         finally:
             self._release()
         return Frame("reverted", {"version": self.version})

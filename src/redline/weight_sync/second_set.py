@@ -115,6 +115,12 @@ class SecondSet:
         """Forget all of it, and give its memory back. The live weights stay."""
         self.buckets, self._layout, self._exchanged, self.before, self.coming = [], None, None, None, None
 
+    def give_up(self) -> None:
+        """Forget what came for the version under way."""
+        self.coming = None
+        for bucket in self.buckets:
+            bucket.ranges = []
+
     def memory(self, index: int) -> Tensor:
         """Where the bytes of a bucket go: uint8 on the engine's device."""
         return self.buckets[index].memory
@@ -192,12 +198,8 @@ class SecondSet:
 
     @torch.no_grad()
     def revert(self, version: int, take: Take) -> None:
-        """Go back to `version`, the one before; where it is live, drop what came since. Raises EngineError where it is gone."""
-        self.coming = None
-        if version == self.version:
-            for bucket in self.buckets:
-                bucket.ranges = []
-            return
+        """Go back to `version`, the one before; the live one may have its number. Raises EngineError where it is gone."""
+        self.give_up()
         if version != self.before or self._exchanged is None:
             raise EngineError(f"version {version} is gone; the engine is at {self.version}", "send it again")
         both = self._exchanged

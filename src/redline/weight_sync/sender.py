@@ -188,7 +188,8 @@ class BucketTransport:
             replies = self._engines.ask_all("adopt", fields)
         self.pause_s = max((reply.fields["pause_s"] for reply in replies.values()), default=0.0)
         self.parts = dict(update.parts)
-        self._known = Known(update.version, update.names, update.blocks)
+        is_packed = len(update.blocks) == len(update.layout.buckets)  # not where every engine was lost before that
+        self._known = Known(update.version, update.names, update.blocks) if is_packed else None
 
     def revert(self, version: int) -> None:
         """Bring every engine that has adopted `version` and can be reached back to the one it had before, whole."""

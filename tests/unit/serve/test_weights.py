@@ -96,6 +96,33 @@ def test_weights_that_were_sent_are_sampled_from_once_they_are_adopted(here: Ser
     assert httpx2.get(f"{here.url}/health").json()["version"] == version - 1
 
 
+def test_a_version_is_taken_back_where_the_weights_before_had_its_number(here: ServedPolicy) -> None:
+    version, before = next_version(here) - 1, completion(here)
+    tensors = {name: tensor + 0.25 * torch.randn_like(tensor) for name, tensor in here.tensors.items()}
+    http = transport(here)
+    move(http, version, tensors)
+    http.adopt()
+    assert completion(here)["logprobs"] != before["logprobs"]
+    http.revert(version)
+    assert completion(here) == before
+    move(http, version, tensors)
+    http.adopt()
+    after = completion(here)
+    move(http, version + 1, {**tensors, "norm": 2 * tensors["norm"]})
+    http.revert(version + 1)  # was sent and not adopted
+    assert completion(here) == after
+
+
+def test_who_gives_up_a_version_leaves_what_another_sender_has_sent(here: ServedPolicy) -> None:
+    version, one, two = next_version(here), transport(here), transport(here)
+    theirs = other_weights(here)
+    move(one, version, other_weights(here))
+    move(two, version, theirs)
+    one.revert(version)
+    two.adopt()
+    assert all(torch.equal(here.tensors[name], tensor) for name, tensor in theirs.items())
+
+
 def test_a_number_that_another_run_had_used_finds_none_of_its_cached_keys(here: ServedPolicy) -> None:
     version, prompt = next_version(here), list(range(2, 50))
     other = {name: tensor + 0.25 * torch.randn_like(tensor) for name, tensor in here.tensors.items()}

@@ -142,6 +142,27 @@ def test_an_engine_that_goes_away_once_it_has_joined_is_named_in_the_next_update
     transport.close()
 
 
+@pytest.mark.parametrize("has_come_back_before", [False, True])
+def test_when_all_engines_are_lost_in_an_update_the_one_that_comes_back_takes_the_next(has_come_back_before: bool) -> None:
+    lost, engine = Losses(), LinkedEngine(TENSORS, "engine-0")
+    transport = Broadcast([engine.channel], TENSORS, Sending(timeout_s=60, on_lost=lost))
+    take(transport, 1, plus(1))
+    if has_come_back_before:  # no group is open then
+        engine.worker.close()
+        engine = LinkedEngine(TENSORS, "engine-0")
+        transport.catch_up(engine.channel, WeightSet(1, plus(1)))
+    engine.worker.close()
+    take(transport, 2, plus(2))
+    assert transport.channels == []
+    assert len(lost.said) == 1 + has_come_back_before
+    back = LinkedEngine(TENSORS, "engine-0")
+    transport.catch_up(back.channel, WeightSet(2, plus(2)))
+    for version in (3, 4):
+        take(transport, version, plus(version))
+        assert back.has(plus(version))
+    transport.close()
+
+
 class Asked(Mapping[str, Tensor]):
     """The trainer's tensors, put together when they are asked for: notes which were."""
 

@@ -232,6 +232,19 @@ def test_a_probe_that_fails_leaves_all_ranks_with_the_version_before(engine: Two
     assert engine.has(engine.trainer)
 
 
+def test_all_ranks_go_back_to_other_weights_of_the_same_number(engine: TwoRanks) -> None:
+    before = {name: tensor.clone() for name, tensor in engine.trainer.items()}
+    changed(engine.trainer, 1)
+    with pytest.raises(RedlineError, match="logprobs of a fixed prompt"):
+        engine.update(0, logprobs=[-9.0])
+    engine.settle()
+    assert engine.has(before)
+    engine.update(0)
+    engine.transport.revert(0)
+    engine.settle()
+    assert engine.has(before)
+
+
 def test_another_engine_that_fails_brings_all_ranks_back(engine: TwoRanks) -> None:
     changed(engine.trainer, 1)
     engine.update(1)

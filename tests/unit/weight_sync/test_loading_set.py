@@ -100,6 +100,15 @@ def test_a_probe_that_fails_and_another_engine_that_does_bring_the_version_befor
     assert engine.has(1)
 
 
+def test_a_load_that_fails_leaves_it_with_the_weights_before_also_where_they_have_the_same_number(engine: Loading) -> None:
+    engine.failures = 1
+    engine.trainer["a"].add_(5)
+    with pytest.raises(RedlineError, match="no memory"):
+        engine.update(1)
+    assert engine.has(1)
+    assert engine.linked.engine.failure is None
+
+
 def test_an_engine_that_loads_neither_version_takes_no_further_step(engine: Loading) -> None:
     engine.failures = 2
     with pytest.raises(RedlineError, match="cannot load the version before again"):

@@ -178,10 +178,34 @@ def test_a_folder_that_could_not_be_written_whole_does_not_stay(tmp_path: Path) 
         raise OSError("no space left on device")
 
     server = VllmServer(HttpServer("http://127.0.0.1:1"), tmp_path / "versions", fails, tmp_path / "model")
-    with pytest.raises(OSError, match="no space"):
+    with pytest.raises(WeightSyncError, match="no space"):
         server.send(1, {"weight": torch.ones(3)}, {})
     server.close()
     assert not list((tmp_path / "versions").iterdir())
+
+
+@pytest.mark.parametrize("kind", [SglangServer, VllmServer])
+def test_a_server_stays_where_it_is_when_a_version_cannot_be_written(kind: type[FolderServer], tmp_path: Path) -> None:
+    tensors, there, is_full = {"weight": torch.zeros(3)}, Documented(), False
+    write(tmp_path / "model", tensors)
+
+    def writes(folder: Path, found: Mapping[str, Tensor]) -> None:
+        if is_full:
+            raise OSError("no space left on device")
+        write(folder, found)
+
+    with listening(there) as url:
+        transport = HttpWeights([kind(HttpServer(url, None, 60), tmp_path / "versions", writes, tmp_path / "model")], tensors)
+        for version in (1, 2):
+            tensors["weight"].fill_(version)
+            transport.move(TransferPlan(version, ("weight",)), WeightSet(version, tensors))
+            transport.adopt()
+        is_full = True
+        with pytest.raises(WeightSyncError, match="no space"):
+            transport.move(TransferPlan(3, ("weight",)), WeightSet(3, tensors))
+        transport.revert(3)
+        assert torch.equal(there.loaded["weight"], torch.full((3,), 2.0))
+        assert transport.look()
 
 
 @pytest.mark.parametrize("kind", [SglangServer, VllmServer])

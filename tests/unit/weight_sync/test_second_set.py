@@ -78,6 +78,22 @@ def test_versions_come_are_adopted_and_go_back_where_they_lie(way: str) -> None:
         second.revert(1, noted)
 
 
+def test_a_version_goes_back_to_other_weights_of_its_own_number(way: str) -> None:
+    live, noted = make_tensors(0), Noted()
+    second = SecondSet(live)
+    fill(second, 0, make_tensors(1), way)
+    second.adopt(noted)
+    second.revert(0, noted)
+    assert is_all(live, 0)
+    fill(second, 0, make_tensors(2), way)
+    second.adopt(noted)
+    fill(second, 1, make_tensors(3), way)
+    second.give_up()
+    assert is_all(live, 2)
+    with pytest.raises(EngineError, match="version 0 is gone"):
+        second.revert(0, noted)
+
+
 @pytest.mark.parametrize("fails_at", range(3))
 def test_an_error_in_the_middle_of_an_exchange_leaves_the_old_weights_under_the_old_number(
     way: str, fails_at: int, monkeypatch: pytest.MonkeyPatch

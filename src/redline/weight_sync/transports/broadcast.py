@@ -31,7 +31,7 @@ from redline.types import WeightSet
 from redline.weight_sync.asked import Sending
 from redline.weight_sync.buckets import Range
 from redline.weight_sync.plan import TransferPlan
-from redline.weight_sync.sender import BucketTransport
+from redline.weight_sync.sender import BucketTransport, Update
 from redline.weight_sync.transports.cuda_ipc import gpu_id
 from redline.weight_sync.verify import Probe
 from redline.wire import Connection
@@ -54,15 +54,18 @@ class Broadcast(BucketTransport):
         return self._group
 
     def move(self, plan: TransferPlan, weights: WeightSet) -> int:
-        """Broadcast the tensors of the plan. Where an engine is lost and the others may go on, they begin again without it."""
+        """Broadcast the tensors of the plan. Where an engine is lost and the others may go on, they begin again without it.
+        Where none is left, nothing moves."""
         while self.channels:
+            if not self._group.is_open:
+                self._open(self.channels)
+                continue  # it may have found that all are lost
             try:
-                if not self._group.is_open:
-                    self._open(self.channels)
                 with self._noticing_losses():
                     return super().move(plan, weights)
             except _MemberLost:
                 self._leave()
+        self._update = Update(plan.version, plan.names, self._layout(plan.names))
         return 0
 
     def revert(self, version: int) -> None:

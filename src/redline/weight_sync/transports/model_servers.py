@@ -19,6 +19,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from urllib.parse import urlencode
 
+from safetensors import SafetensorError
 from torch import Tensor
 
 from redline.errors import ServerAwayError, WeightSyncError
@@ -45,11 +46,16 @@ class FolderServer(ABC):
         folder.mkdir(parents=True, exist_ok=True)
 
     def send(self, version: int, tensors: Mapping[str, Tensor], found: Mapping[str, str]) -> int:
+        self._before = None  # where this fails, the server has what it had
         path = self._folder / f"{version:06}-{secrets.token_hex(3)}"
         part = path.with_name(path.name + ".part")
         self._written += [part, path]
-        self._write(part, tensors)
-        part.rename(path)
+        try:
+            self._write(part, tensors)
+            part.rename(path)
+        except (OSError, SafetensorError) as error:
+            why = f"{path}: the weights for {self._server.url} cannot be written: {error}"
+            raise WeightSyncError(why, "make room there, or name another engine.weights_folder") from error
         self._before, self._sent = self._current, path
         self._prune()
         return sum(file.stat().st_size for file in path.glob("*.safetensors"))

@@ -58,6 +58,8 @@ class RedlineServer:
         self._sent: _Sent | None = None
         self._before: _Left | None = None
         """What `revert` goes back to."""
+        self._sender = ""
+        """As whom the last version was sent: the server knows by it what is taken back."""
 
     @property
     def version(self) -> int:
@@ -71,10 +73,10 @@ class RedlineServer:
         """Raises WeightSyncError. What the server was left with stays in mind until the adoption: until then one that was
         started again is lost, however much of the new version it has."""
         self._check_form(tensors)
-        self._sent, self._before = None, self._found_there()
+        self._sent, self._before, self._sender = None, self._found_there(), secrets.token_hex(8)
         base = self._before
         changed = {name: tensor for name, tensor in tensors.items() if found[name] != base.found.get(name)}
-        sender, digest = secrets.token_hex(8), _digest(found)
+        sender, digest = self._sender, _digest(found)
         for bucket in in_groups(changed, self._bucket_bytes):
             self._put(version, sender, bucket)
         adoption = {"names": list(changed), "sender": sender, "base": base.digest or None, "digest": digest}
@@ -127,7 +129,7 @@ class RedlineServer:
     def revert(self) -> None:
         if self._before is None:
             return
-        self._server.post(f"/weights/{self._before.version}/revert")
+        self._server.post(f"/weights/{self._before.version}/revert", {"sender": self._sender})
         self._left, self._sent, self._before = self._before, None, None
 
     def close(self) -> None:
