@@ -26,6 +26,11 @@ def is_loopback(host: str) -> bool:
         return host == "localhost"
 
 
+def loopback_interface() -> str | None:
+    """The name of the interface by which this machine reaches itself (`lo`); None where none is called so."""
+    return next((name for _, name in socket.if_nameindex() if re.fullmatch(r"lo\d*", name)), None)
+
+
 def could_be_host(name: str) -> bool:
     """Whether a text may be asked of a resolver, as a name or an address: `a..b` and labels of more than 63 letters may not."""
     try:

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import os
+import socket
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
+import psutil
 import pytest
 import torch
 from support.small_models import CONFIGS, VOCAB_SIZE, write_model
 
+from redline.addresses import is_loopback
 from redline.config.sections.engine import ServedEngineConfig
 from redline.engine import NativeEngine
 from redline.engine.native.tensor_parallel import TensorParallelEngine, decode_request, encode_request
@@ -30,11 +34,30 @@ def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     return path
 
 
+def outer_interface() -> str | None:
+    """An interface of this machine by which others reach it, where it has one."""
+    for name, addresses in psutil.net_if_addrs().items():
+        if any(address.family == socket.AF_INET and not is_loopback(address.address) for address in addresses):
+            return name
+    return None
+
+
 @pytest.fixture(scope="module")
 def parallel(folder: Path) -> Iterator[TensorParallelEngine]:
-    engine = TensorParallelEngine(folder, CONFIG, CPU, torch.float32)
+    with pytest.MonkeyPatch.context() as patch:
+        if (name := outer_interface()) is not None:  # as where trainers of several machines meet
+            patch.setenv("GLOO_SOCKET_IFNAME", name)
+        engine = TensorParallelEngine(folder, CONFIG, CPU, torch.float32)
+        assert os.environ.get("GLOO_SOCKET_IFNAME") == name
     yield engine
     engine.close()
+
+
+def test_its_processes_listen_on_loopback_alone(parallel: TensorParallelEngine) -> None:
+    processes = [psutil.Process(), *(psutil.Process(worker.pid) for worker in parallel._workers)]
+    listening = [c.laddr.ip for p in processes for c in p.net_connections("inet") if c.status == psutil.CONN_LISTEN]
+    assert listening
+    assert all(is_loopback(address.removeprefix("::ffff:")) for address in listening), listening
 
 
 def ask(length: int, max_tokens: int, **sampling: object) -> GenerateRequest:

@@ -16,6 +16,7 @@ import os
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -29,6 +30,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from redline.addresses import loopback_interface
 from redline.config.sections.engine import ServedEngineConfig
 from redline.engine.native.engine import Event, NativeEngine
 from redline.errors import EngineError, EngineLostError
@@ -52,6 +54,8 @@ START_PATIENCE = timedelta(minutes=30)
 """How long ranks wait for each other to load the model."""
 STEP_TIMEOUT_S = 120.0
 """How long a rank waits for the others inside a step."""
+LOOK_S = 0.5
+"""Seconds between two looks of another rank at whether rank 0 is alive."""
 END_S = 10.0
 """For the other ranks to end when they are told to, and to be seen to have died."""
 
@@ -65,15 +69,16 @@ class Ranks:
         """Blocks until all ranks have met at `meeting`, which rank 0 made."""
         backend = "nccl" if device.type == "cuda" else "gloo"
         world, step = shard.world, timedelta(seconds=step_timeout_s)
-        dist.init_process_group(backend, store=meeting, rank=shard.rank, world_size=world, timeout=START_PATIENCE)
-        self._steps = dist.new_group(backend=backend, timeout=step)
-        """Everything inside a step."""
-        # Messages to people's processes go over the host: a log entry is no work for a GPU.
-        self._host = dist.new_group(backend="gloo", timeout=step) if backend == "nccl" else self._steps
-        self._start = dist.new_group(backend="gloo", timeout=START_PATIENCE)
-        # Rank 0 begins steps. One that is not there then, since it hangs between two of them, is not waited for.
-        self._idle = dist.new_group(backend="gloo", timeout=step if shard.rank == 0 else IDLE_PATIENCE)
-        """The beginning of a step, for which the others wait."""
+        with _on_loopback():
+            dist.init_process_group(backend, store=meeting, rank=shard.rank, world_size=world, timeout=START_PATIENCE)
+            self._steps = dist.new_group(backend=backend, timeout=step)
+            """Everything inside a step."""
+            # Messages to people's processes go over the host: a log entry is no work for a GPU.
+            self._host = dist.new_group(backend="gloo", timeout=step) if backend == "nccl" else self._steps
+            self._start = dist.new_group(backend="gloo", timeout=START_PATIENCE)
+            # Rank 0 begins steps. One that is not there then, since it hangs between two of them, is not waited for.
+            self._idle = dist.new_group(backend="gloo", timeout=step if shard.rank == 0 else IDLE_PATIENCE)
+            """The beginning of a step, for which the others wait."""
         self.shard = shard
         self.control_bytes = 0
         """Sent to each other rank beside the sums: logs, and sampled tokens."""
@@ -120,6 +125,21 @@ class Ranks:
 
     def leave(self) -> None:
         dist.destroy_process_group()
+
+
+@contextmanager
+def _on_loopback() -> Iterator[None]:
+    """Groups of gloo that are made in the block listen on loopback alone, whatever the environment has for other groups: the
+    ranks of an engine are on one machine."""
+    key, before = "GLOO_SOCKET_IFNAME", os.environ.get("GLOO_SOCKET_IFNAME")
+    if (name := loopback_interface()) is not None:
+        os.environ[key] = name
+    try:
+        yield
+    finally:
+        os.environ.pop(key, None)
+        if before is not None:
+            os.environ[key] = before
 
 
 LOOK_AT_STDERR = "look at what it wrote to stderr, and start again"
@@ -323,6 +343,7 @@ def _worker_settings(
         "dtype": str(dtype).removeprefix("torch."),
         "port": port,
         "num_threads": torch.get_num_threads(),
+        "parent": os.getpid(),
     }
 
 
@@ -334,6 +355,7 @@ def _start_worker(program: Sequence[str], shared: dict[str, Any], rank: int) -> 
 def run_worker(settings: dict[str, Any], make_obey: Callable[[NativeEngine, Ranks], Obey] | None = None) -> None:
     """Be another rank than 0, with the settings that rank 0 gave, until rank 0 closes. `make_obey` returns what does the orders
     of rank 0."""
+    threading.Thread(target=_end_with, args=(settings["parent"],), name="rank 0", daemon=True).start()
     torch.set_num_threads(settings["num_threads"])
     config = ServedEngineConfig(**settings["config"])
     device, dtype = torch.device(settings["device"]), getattr(torch, settings["dtype"])
@@ -346,6 +368,14 @@ def run_worker(settings: dict[str, Any], make_obey: Callable[[NativeEngine, Rank
     engine = NativeEngine(decoder, config, tokenizer, ranks)
     follow(engine, ranks, make_obey(engine, ranks) if make_obey else None)
     ranks.leave()
+
+
+def _end_with(rank_0: int) -> None:
+    """End this process where rank 0 is gone: a rank that is still loading has no connection that would end."""
+    while os.getppid() == rank_0:
+        time.sleep(LOOK_S)
+    time.sleep(END_S)  # one that has connections ends by itself, with its spans written
+    os._exit(1)
 
 
 if __name__ == "__main__":

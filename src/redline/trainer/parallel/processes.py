@@ -21,6 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
+from redline.addresses import loopback_interface
 from redline.models.attention.ulysses import check_heads
 from redline.models.files.hf import AnyDecoder
 from redline.models.files.stored import StoredWeights
@@ -217,9 +218,17 @@ def connect(division: Division, device: torch.device, patience_s: float = PATIEN
     if not dist.is_initialized():
         # Messages go over the host, whatever the tensors do.
         backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+        _stay_on_loopback(place.world)
         dist.init_process_group(backend, store=join().store, rank=place.rank, world_size=place.world, timeout=patience)
     if place.stages == 1:
         return Together(place, device, division, patience)
     from redline.trainer.parallel.stages import Staged  # takes torch's pipelining along
 
     return Staged(place, device, division, patience)
+
+
+def _stay_on_loopback(world: int) -> None:
+    """Have gloo listen on loopback alone where all processes are on this machine, unless the environment says otherwise."""
+    name = loopback_interface()
+    if os.environ.get("LOCAL_WORLD_SIZE") == str(world) and name is not None:
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", name)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from typing import Any
 
@@ -21,7 +22,8 @@ from support.parallel_training import (
 from support.rank_processes import Ranks, started_ranks
 from torch import Tensor
 
-from redline.trainer.parallel.processes import Parallel
+from redline.addresses import loopback_interface
+from redline.trainer.parallel.processes import Parallel, _stay_on_loopback
 
 STRATEGIES: dict[str, dict[str, Any]] = {
     "data": {},
@@ -229,3 +231,17 @@ def test_a_state_saved_by_four_loads_into_two(two: Ranks, four: Ranks) -> None:
     expected = alone(Case(start=saved))
     for outcome in two.run(train, Case({"sharding": "full"}, start=saved)):
         assert_close(outcome.weights, expected.weights)
+
+
+@pytest.mark.parametrize(
+    ("here", "given", "expected"), [("2", None, loopback_interface()), ("1", None, None), ("2", "e0", "e0")]
+)
+def test_ranks_of_one_machine_talk_on_loopback_unless_told_otherwise(
+    here: str, given: str | None, expected: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", here)
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", given or "")
+    if given is None:
+        monkeypatch.delenv("GLOO_SOCKET_IFNAME")
+    _stay_on_loopback(2)
+    assert os.environ.get("GLOO_SOCKET_IFNAME") == expected
