@@ -77,6 +77,15 @@ def test_an_engine_of_which_a_rank_is_killed_is_started_again(tmp_path: Path, ra
     assert not alive, "the other rank ended with it"
 
 
+@pytest.mark.slow
+def test_a_run_with_a_divided_engine_goes_on_in_one_process(tmp_path: Path) -> None:
+    found = trained(tmp_path, *DIVIDED, steps=2)
+    succeed(
+        "train", found.path, "run.steps=3", "placement.engines=0", "engine.tensor_parallel_size=1", "--resume", cwd=tmp_path
+    )
+    assert [row["step"] for row in rows(found.metrics)] == [1, 2, 3]
+
+
 def ranks_of(run: psutil.Process) -> list[psutil.Process]:
     """The two processes of the engine that a run has started, rank 0 first."""
     found = {}

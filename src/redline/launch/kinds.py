@@ -191,7 +191,7 @@ def make_other_engine(config: Config, model: LoadedModel, trainer: Trainer) -> O
 
 def _pushed(engine: TransformersEngine | VllmEngine | SglangEngine, decoder: AnyDecoder, trainer: Trainer) -> PushedTensors:
     """Make the transport to an engine that loads weights by their Hugging Face names."""
-    trained, named = trainer.weights().tensors, named_by_hugging_face(decoder)
+    trained, named = trainer.weights().tensors, named_for(engine, decoder)
     return PushedTensors(engine, trained, named, lambda tokens: own_logprobs(engine, tokens))
 
 
@@ -267,6 +267,9 @@ def _whole(decoder: AnyDecoder, trained: Mapping[str, Tensor]) -> dict[str, Tens
     return merged_tensors(decoder, values) if isinstance(decoder, Decoder) else values
 
 
-def named_by_hugging_face(decoder: AnyDecoder) -> Callable[[Mapping[str, Tensor]], Named]:
-    """Return a function that gives every weight its Hugging Face name, an adapter merged into those it belongs to."""
+def named_for(engine: object, decoder: AnyDecoder) -> Callable[[Mapping[str, Tensor]], Named]:
+    """Return a function that gives every weight the name by which this engine loads it, an adapter merged into those it belongs
+    to: that of transformers' network for a `TransformersEngine`, else that of Hugging Face's checkpoints."""
+    if isinstance(engine, TransformersEngine):
+        return lambda trained: network_tensors(decoder, _whole(decoder, trained)).items()
     return lambda trained: hf_tensors(decoder, _whole(decoder, trained))

@@ -155,7 +155,7 @@ def check_model_for_ranks(config: Config, folder: Path) -> None:
 
     described = json.loads((folder / "config.json").read_text())
     family = described.get("model_type")
-    if (size := config.engine.tensor_parallel_size) > 1:
+    if (size := config.engine.tensor_parallel_size) > 1 and config.engine.kind == "native":  # others divide it in their way
         _check_divided_engine(size, family, folder)
     if config.trainer.sharding != "none" and family not in FAMILIES:
         raise ConfigError(

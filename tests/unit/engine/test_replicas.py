@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from redline.engine import EngineSession
+from redline.engine.native.admission import Limits
 from redline.engine.prefix_routes import PrefixMemory, blocks_of
 from redline.engine.replicas import Event, Replicas
 from redline.errors import EngineError, EngineLostError
@@ -60,6 +61,8 @@ class FakeEngine:
     def check(self, request: GenerateRequest) -> None:
         if not len(request.prompt_ids):
             raise EngineError("a prompt has no tokens")
+        if self.limits is not None and len(request.prompt_ids) > self.limits.cache_tokens:
+            raise EngineError("it exceeds the KV cache")
 
     def submit(self, request: GenerateRequest, *, streaming: bool = False) -> int:
         self._alive()
@@ -202,6 +205,19 @@ def test_requests_are_spread_over_the_engines_and_all_are_answered(fleet: Callab
     for number, request in zip(numbers, requests, strict=True):
         assert found[number] == {index: tokens_of(request, index) for index in range(2)}
     assert several.replicas.stats.requests == 9
+
+
+def test_what_one_of_the_engines_cannot_serve_is_refused_whichever_would_have_got_it() -> None:
+    engines = [
+        FakeEngine(f"engine {index}", limits=Limits(100, 64, 8, tokens, 4, 4, True)) for index, tokens in enumerate((9, 3))
+    ]
+    replicas = Replicas(engines, lambda index: engines[index], max_restarts=0, arrived=threading.Event())
+    assert replicas.limits == Limits(100, 64, 8, 3, 4, 4, True)
+    for _ in range(2):
+        with pytest.raises(EngineError, match="exceeds the KV cache"):
+            replicas.submit(ask(1, 2, 3, 4))
+    replicas.submit(ask(1, 2, 3))
+    replicas.close()
 
 
 def test_a_prompt_goes_where_its_beginning_is_cached_unless_that_engine_has_far_too_much_to_do(

@@ -11,17 +11,22 @@ from typing import Any
 
 import pytest
 import torch
+from support.generic_models import ROUTED
+from support.small_models import CONFIGS, write_model
 from support.tiny_engines import ask, assert_same
 from torch import Tensor
 
 from redline.config import Config, EngineRecipe, refuse_without_effect, resolve, resolve_engine, validate, validate_engine
+from redline.config.sections.engine import EngineConfig
 from redline.engine.adapters import json_client
 from redline.engine.adapters.transformers_engine import TransformersEngine
 from redline.errors import ConfigError, EngineError, WeightSyncError
 from redline.launch import kinds
 from redline.launch.engines import engine_of, load_engine, make_engine
-from redline.launch.kinds import check_kind, make_other_engine
+from redline.launch.kinds import check_kind, make_other_engine, named_for, own_logprobs
 from redline.launch.models import LoadedModel, load_policy
+from redline.models.files.hf import load_decoder, load_recompute_model
+from redline.models.prompt_logprobs import prompt_logprobs
 from redline.types import WeightSet
 from redline.weight_sync.plan import TransferPlan
 from redline.weight_sync.transports.pushed import PushedTensors
@@ -289,3 +294,15 @@ def test_a_weight_that_transformers_does_not_have_is_an_error() -> None:
     assert isinstance(loaded.engine, TransformersEngine)
     with pytest.raises(EngineError, match=r"has no weight model\.other"):
         loaded.engine.update_weights([("model.other", torch.ones(2))])
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "mixtral", "gpt2"])
+def test_transformers_loads_weights_that_its_network_holds_otherwise_than_checkpoints_do(family: str, tmp_path: Path) -> None:
+    write_model(tmp_path, (CONFIGS | ROUTED)[family])
+    engine, decoder = TransformersEngine(load_recompute_model(tmp_path), EngineConfig()), load_decoder(tmp_path)
+    with torch.no_grad():
+        for parameter in decoder.parameters():
+            parameter.mul_(1.5)
+    engine.update_weights(named_for(engine, decoder)({}))
+    tokens = [5, 9, 3, 17, 4, 8]
+    assert own_logprobs(engine, tokens) == pytest.approx(prompt_logprobs(decoder, tokens), abs=1e-3)

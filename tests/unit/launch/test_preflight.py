@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import shutil
@@ -385,3 +386,10 @@ def test_restarts_that_each_node_would_count_for_itself_are_refused(recipes: Rec
     for name, value in {"WORLD_SIZE": "2", "GROUP_WORLD_SIZE": "2", "TORCHELASTIC_MAX_RESTARTS": "3"}.items():
         monkeypatch.setenv(name, value)
     assert "--max-restarts on several nodes" in recipes.refusal().message
+
+
+@pytest.mark.skipif(importlib.util.find_spec("ray") is not None, reason="ray is installed")
+def test_a_cluster_without_its_package_is_refused_with_the_command_that_brings_it(recipes: Recipes) -> None:
+    with pytest.raises(ConfigError, match="the package ray is not installed") as refused:
+        recipes.check(placement={"cluster": "ray"})
+    assert "[ray]" in refused.value.hint

@@ -128,6 +128,16 @@ def test_a_model_that_transformers_runs_is_not_divided(tmp_path: Path) -> None:
         check_model_for_ranks(recipe(sharding="full"), tmp_path)
 
 
+def test_engines_of_others_divide_a_model_in_their_own_way(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "gpt2"}))
+    config = recipe()
+    engine = config.engine.model_copy(update={"tensor_parallel_size": 2})
+    with pytest.raises(ConfigError, match="'gpt2' is run by transformers"):
+        check_model_for_ranks(config.model_copy(update={"engine": engine}), tmp_path)
+    engine = engine.model_copy(update={"kind": "vllm"})
+    check_model_for_ranks(config.model_copy(update={"engine": engine}), tmp_path)
+
+
 def test_mfu_is_a_share_of_what_all_ranks_can_do(monkeypatch: pytest.MonkeyPatch) -> None:
     config = recipe()
     config = config.model_copy(update={"telemetry": config.telemetry.model_copy(update={"peak_tflops": 2.0})})

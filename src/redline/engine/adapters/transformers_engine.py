@@ -292,7 +292,7 @@ class TransformersEngine:
 
     @torch.no_grad()
     def update_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
-        """Copy tensors by their Hugging Face names into the network, where it does not share them. For the thread that has the
+        """Copy tensors by their names in the network into it, where it does not share them. For the thread that has the
         engine between two steps. Raises EngineError for a name that the network has not."""
         own = self._model.state_dict()
         with span("engine.update_weights"):

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
-from dataclasses import dataclass
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -30,6 +30,15 @@ class Limits:
     has_tokenizer: bool
     block_size: int = 1
     """Tokens per block of that cache."""
+
+
+def smallest(limits: Sequence[Limits | None]) -> Limits | None:
+    """What each of several engines can serve; None where one does not say."""
+    known = [each for each in limits if each is not None]
+    if len(known) < len(limits):
+        return None
+    fewest = {name: min(getattr(each, name) for each in known) for name in ("max_len", "max_num_seqs", "cache_tokens")}
+    return replace(known[0], **fewest)
 
 
 def check_request(request: GenerateRequest, limits: Limits, adapters: Collection[str]) -> None:

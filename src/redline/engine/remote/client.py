@@ -211,6 +211,10 @@ class RemoteEngine:
         """Why the process is lost; None while it is there."""
         return self._lost
 
+    def lose(self, why: str) -> None:
+        """Take the process for lost from now on. Any thread may."""
+        self._lose(why)
+
     def close(self) -> None:
         """End the connection. The other process aborts its requests, and ends where it was started for this engine alone."""
         self._is_closed = True

@@ -22,6 +22,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from typing import Any
 
+from redline.engine.native.admission import smallest
 from redline.engine.prefix_routes import blocks_of
 from redline.engine.replicas.open_requests import OpenRequest
 from redline.engine.replicas.restarts import Recovery, RestartRule, Restarts
@@ -61,9 +62,9 @@ class Replicas:
         self._slots = [Slot(index, engine.name, engine) for index, engine in enumerate(engines)]
         self._arrived = arrived
         self._restarts = Restarts(self._slots, RestartRule(restart, max_restarts, tell), arrived)
-        self.limits = engines[0].limits
-        """What a request must satisfy; the same in all of them."""
-        self._checks = engines[0]
+        self.limits = smallest([engine.limits for engine in engines])
+        """What a request must satisfy to be served by every one of them: which of them gets it decides nothing."""
+        self._first = engines[0]
         self._numbers = itertools.count()
         self._open: dict[int, OpenRequest] = {}
         self._waiting: deque[OpenRequest] = deque()
@@ -79,8 +80,9 @@ class Replicas:
     # ── requests ───────────────────────────────────────────────────────────────────────────────────────────────────────
 
     def check(self, request: GenerateRequest) -> None:
-        """Raises EngineError where it cannot be served as asked."""
-        self._checks.check(request)
+        """Raises EngineError where one of the engines cannot serve it as asked."""
+        for engine in engines_of(self._slots) or [self._first]:
+            engine.check(request)
 
     def submit(self, request: GenerateRequest, *, streaming: int = 0) -> int:
         """Hand a request to an engine, or queue it while none can take it, and return its number. Raises EngineError."""

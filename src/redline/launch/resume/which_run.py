@@ -21,6 +21,7 @@ def run_to_continue(path: Path, overrides: Sequence[str], tell: Callable[[str], 
     allowed = (
         "run.steps=",
         "placement.",
+        "engine.tensor_parallel_size=",
         *(f"trainer.{key}=" for key in DIVISION),
         *(("run.name=", "run.folder=") if recipe else ()),
     )
@@ -28,8 +29,8 @@ def run_to_continue(path: Path, overrides: Sequence[str], tell: Callable[[str], 
     if foreign:
         raise ConfigError(
             f"--resume continues a run as it was configured; it cannot take {', '.join(foreign)}",
-            "leave the override out (run.steps=N may be given, to train longer, and what divides the work among ranks and"
-            " micro-batches, such as trainer.sharding), or start a new run",
+            "leave the override out (run.steps=N may be given, to train longer, and what divides the work among processes and"
+            " micro-batches, such as placement, engine.tensor_parallel_size and trainer.sharding), or start a new run",
         )
     config = read_recorded(folder.config, overrides)
     if recipe and (changed := changes(recipe, config)):

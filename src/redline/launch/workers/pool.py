@@ -100,12 +100,14 @@ class EnginePool:
         raise EngineLostError(f"{self._specs[index].name} {why}")
 
     def lose(self, channel: Connection, error: WireError) -> None:
-        """End the process whose channel for weights failed: it would go on with old weights. That it is lost is then noticed as
-        always. One that is being started is not among them yet: `restart` sees that its channel is closed."""
+        """End the process whose channel for weights failed: it would go on with old weights. It takes no request any more,
+        also where its machine does not end it. One that is being started is not among them yet: `restart` sees that its channel
+        is closed."""
         with self._lock:
             lost = [process for process in self._processes if process.channel is channel]
         for process in lost:
             process.spawned.kill()
+            process.engine.lose(f"it gets no weights any more: {error.message}")
 
     def close(self) -> None:
         """End all processes. Blocks until each is gone: they have some seconds to write their spans."""

@@ -9,6 +9,7 @@ frees the room and ends every process in it.
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import socket
@@ -106,11 +107,16 @@ def _check_reachable(address: str) -> None:
 
 def import_ray() -> Any:
     """The package. Raises `ConfigError` where it is not installed."""
-    try:
-        import ray
-    except ImportError as error:
-        raise ConfigError("placement.cluster = 'ray': the package ray is not installed", how_to_install("ray")) from error
+    check_ray()
+    import ray
+
     return ray
+
+
+def check_ray() -> None:
+    """Raise `ConfigError` where the package is not installed. Does not import it."""
+    if importlib.util.find_spec("ray") is None:
+        raise ConfigError("placement.cluster = 'ray': the package ray is not installed", how_to_install("ray"))
 
 
 def bundle_resources(device: str, width: int = 1) -> dict[str, float]:

@@ -145,6 +145,7 @@ class _Driver:
         if self.folder.config.exists():
             kept = {"run.steps": config.run.steps} | {f"placement.{key}": value for key, value in config.placement}
             kept |= {f"trainer.{key}": getattr(config.trainer, key) for key in DIVISION}
+            kept["engine.tensor_parallel_size"] = config.engine.tensor_parallel_size
             overrides = [f"{key}={json.dumps(value)}" for key, value in kept.items()]
             arguments, files = ["train", str(self.folder.path), *overrides, "--resume", "--json"], {}
         else:

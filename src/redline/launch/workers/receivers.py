@@ -18,7 +18,7 @@ from redline.engine.adapters.pushed_weights import PushedWeights
 from redline.engine.adapters.transformers_engine import TransformersEngine
 from redline.engine.native.tensor_parallel import TensorParallelEngine
 from redline.errors import ConfigError
-from redline.launch.kinds import named_by_hugging_face, own_logprobs
+from redline.launch.kinds import named_for, own_logprobs
 from redline.launch.workers.engine_rank import part_of
 from redline.models.files.hf import load_decoder
 from redline.models.files.sources import model_folder
@@ -60,6 +60,6 @@ def _loading(
     if lora is not None:
         add_adapter(decoder, lora, dtype, recipe.run.seed)
         decoder.to(dtype)
-    tensors, named = dict(decoder.named_parameters()), named_by_hugging_face(decoder)
+    tensors, named = dict(decoder.named_parameters()), named_for(engine, decoder)
     weights = LoadingSet(tensors, lambda: engine.update_weights(named({})), engine.version)
     return WeightReceiver(weights, session, lambda tokens: own_logprobs(engine, tokens), rounding=OTHER_KERNELS)

@@ -12,7 +12,7 @@ import pytest
 from redline.errors import EngineLostError, WireClosed, WireError
 from redline.launch.workers.pool import EnginePool
 from redline.launch.workers.spawn import EngineSpec, Spawned
-from redline.types import EngineStats
+from redline.types import EngineStats, WeightUpdate
 from redline.wire import Connection, Listener, listen
 
 TOKEN = "a-token-of-the-tests"
@@ -24,6 +24,8 @@ class Worker:
 
     listener: Listener
     is_killed: bool = False
+    hears_no_kill: bool = False
+    """Whether it goes on: its machine does not answer."""
     token: str = TOKEN
     connections: list[Connection] = field(default_factory=list)
 
@@ -45,6 +47,8 @@ class Worker:
 
     def kill(self) -> None:
         self.is_killed = True
+        if self.hears_no_kill:
+            return
         self.listener.close()
         for connection in self.connections:
             connection.close()
@@ -84,4 +88,15 @@ def test_an_engine_that_gets_no_weights_any_more_is_ended_also_while_it_is_start
     assert not workers.made[2].is_killed
     pool.lose(pool.channels[0], lost)
     assert workers.made[2].is_killed
+    pool.close()
+
+
+def test_an_engine_that_gets_no_weights_any_more_takes_no_request_where_its_machine_does_not_end_it() -> None:
+    """It would say that it has another version than the others, and end the run."""
+    workers = Workers()
+    pool = EnginePool(workers, [EngineSpec({}, "engine 0")])
+    workers.made[0].hears_no_kill = True
+    pool.lose(pool.channels[0], WireClosed("engine 0 did not answer 'bucket' of the weights within 120 s"))
+    with pytest.raises(EngineLostError, match="it gets no weights any more: engine 0 did not answer 'bucket'"):
+        pool.engines[0].apply(WeightUpdate(1, (), 0))
     pool.close()
