@@ -62,7 +62,7 @@ class Replicas:
         self._slots = [Slot(index, engine.name, engine) for index, engine in enumerate(engines)]
         self._arrived = arrived
         self._restarts = Restarts(self._slots, RestartRule(restart, max_restarts, tell), arrived)
-        self.limits = smallest([engine.limits for engine in engines])
+        self.limits: Any = smallest([engine.limits for engine in engines])
         """What a request must satisfy to be served by every one of them: which of them gets it decides nothing."""
         self._first = engines[0]
         self._numbers = itertools.count()
