@@ -197,6 +197,18 @@ def test_a_range_that_is_dragged_over_is_shown_in_every_chart(watched: Watched, 
     assert watched.page.inner_text(median) != zoomed
 
 
+def test_other_machines_of_a_run_have_a_line_each_and_a_run_of_one_has_no_such_table(watched: Watched, tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "run-001", 10)
+    watched.open(report(folder, tmp_path / "report.html"))
+    assert watched.page.get_by_role("region", name="Other machines").is_hidden()
+    folder.samples_elsewhere.mkdir()
+    sample = {"time": 1.0, "host": "node-<b>7", "process": "engine 2", "host/machine_cpu_percent": 40.0, "host/cores": 8}
+    append(folder.samples_elsewhere / "node-7.jsonl", [sample] * 3)
+    watched.open(report(folder, tmp_path / "report.html"))
+    row = watched.page.get_by_role("region", name="Other machines").get_by_role("row").nth(1)
+    assert row.get_by_role("cell").all_inner_texts()[:4] == ["node-<b>7", "engine 2", "8", "40"]
+
+
 def test_what_a_model_wrote_is_text_in_a_report(watched: Watched, tmp_path: Path) -> None:
     watched.open(report(evil_run(tmp_path), tmp_path / "report.html"))
     assert_harmless(watched)
