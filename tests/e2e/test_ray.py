@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 from support.processes import num_rows, redline, started, succeed, wait_until, write_letters
-from support.ray_runs import LOCAL, engines, losses, quiet_ray, ranks  # noqa: F401  the fixture is for every test here
+from support.ray_runs import LOCAL, Trained, assert_same_but_for_rounding, engines, quiet_ray, ranks, trained  # noqa: F401  the fixture is for every test here
 
 pytest.importorskip("ray")
 pytestmark = pytest.mark.slow
@@ -27,30 +27,30 @@ def letters(folder: Path) -> Path:
 
 
 @pytest.fixture(scope="module")
-def alone(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
-    """Losses of one process."""
+def alone(tmp_path_factory: pytest.TempPathFactory) -> Trained:
+    """The steps of one process."""
     folder = tmp_path_factory.mktemp("alone") / "run"
     succeed("train", letters(folder), cwd=folder)
-    return losses(folder)
+    return trained(folder)
 
 
-def test_a_run_on_ray_has_the_losses_of_one_process(tmp_path: Path, alone: list[float]) -> None:
+def test_a_run_on_ray_has_the_losses_of_one_process(tmp_path: Path, alone: Trained) -> None:
     folder = tmp_path / "run"
     succeed("train", letters(folder), *LOCAL, cwd=folder)
-    assert losses(folder) == alone
+    assert trained(folder) == alone
 
 
-def test_two_ranks_on_ray_have_the_losses_of_one_process_but_for_rounding(tmp_path: Path, alone: list[float]) -> None:
+def test_two_ranks_on_ray_have_the_losses_of_one_process_but_for_rounding(tmp_path: Path, alone: Trained) -> None:
     folder = tmp_path / "run"
     succeed("train", letters(folder), *LOCAL, "placement.trainers=2", "trainer.sharding=full", cwd=folder)
-    assert losses(folder) == pytest.approx(alone, rel=1e-3, abs=1e-5)
+    assert_same_but_for_rounding(trained(folder), alone)
 
 
 @pytest.mark.parametrize(
     ("trainers", "victims"), [(1, ["rank 0"]), (1, ["actor 0"]), (2, ["rank 1", "actor 1"]), (2, ["rank 0", "actor 0"])]
 )
 def test_a_run_goes_on_after_a_kill_from_its_newest_checkpoint(
-    tmp_path: Path, alone: list[float], trainers: int, victims: list[str]
+    tmp_path: Path, alone: Trained, trainers: int, victims: list[str]
 ) -> None:
     """Each victim is killed at a random moment of the steps after a checkpoint; nothing is trained twice."""
     folder = tmp_path / "run"
@@ -65,14 +65,14 @@ def test_a_run_goes_on_after_a_kill_from_its_newest_checkpoint(
             (rank if what == "rank" else rank.parent()).kill()
         assert driver.wait(240) == 0, (folder / "stderr.txt").read_text()
     if trainers == 1:
-        assert losses(folder) == alone
-    assert losses(folder) == pytest.approx(alone, rel=1e-3, abs=1e-5)
+        assert trained(folder) == alone
+    assert_same_but_for_rounding(trained(folder), alone)
     assert f"restart {len(victims)} of 3" in (folder / "stderr.txt").read_text()
 
 
 @pytest.mark.parametrize("victim", ["none", "engine", "actor"])
 def test_engines_on_ray_leave_the_losses_as_they_are_also_where_one_is_killed(
-    tmp_path: Path, alone: list[float], victim: str
+    tmp_path: Path, alone: Trained, victim: str
 ) -> None:
     folder = tmp_path / "run"
     with started("train", letters(folder), *LOCAL, "placement.engines=2", cwd=folder) as driver:
@@ -82,16 +82,16 @@ def test_engines_on_ray_leave_the_losses_as_they_are_also_where_one_is_killed(
             engine = engines()[0]
             (engine if victim == "engine" else engine.parent()).kill()
         assert driver.wait(240) == 0, (folder / "stderr.txt").read_text()
-    assert losses(folder) == alone
+    assert_same_but_for_rounding(trained(folder), alone)  # two engines have half of the rows each
     assert "restart 1 of" not in (folder / "stderr.txt").read_text(), "the ranks were not lost"
 
 
 def test_an_engine_that_two_processes_divide_has_the_losses_of_one_process_but_for_rounding(
-    tmp_path: Path, alone: list[float]
+    tmp_path: Path, alone: Trained
 ) -> None:
     folder = tmp_path / "run"
     succeed("train", letters(folder), *LOCAL, "placement.engines=1", "engine.tensor_parallel_size=2", "run.steps=6", cwd=folder)
-    assert losses(folder) == pytest.approx(alone[:6], rel=1e-3, abs=1e-5)
+    assert_same_but_for_rounding(trained(folder), alone[:6])
 
 
 def test_a_run_that_is_lost_too_often_ends_with_the_reason(tmp_path: Path) -> None:
@@ -158,18 +158,18 @@ if os.environ.get("RANK") == "0" and "REDLINE_RAY_GROUP" in os.environ and not o
 
 
 def test_from_scratch_is_not_forgotten_where_the_first_start_dies_early(
-    tmp_path: Path, alone: list[float], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, alone: Trained, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = tmp_path / "run"
     succeed("train", letters(folder), "run.steps=4", *LOCAL, cwd=folder)
-    before, early = losses(folder), tmp_path / "early"
+    before, early = trained(folder), tmp_path / "early"
     early.mkdir()
     (early / "sitecustomize.py").write_text(DIES_EARLY.format(mark=str(tmp_path / "died")))
     monkeypatch.setenv("PYTHONPATH", f"{early}:{os.environ['PYTHONPATH']}")
     with started("train", "runs/letters-001", *LOCAL, "--resume", "--from-scratch", cwd=folder) as driver:
         assert driver.wait(240) == 0, (folder / "stderr.txt").read_text()
     assert "restart 1 of 3" in (folder / "stderr.txt").read_text()
-    assert losses(folder) == before == alone[:4], "all steps were taken again"
+    assert trained(folder) == before == alone[:4], "all steps were taken again"
     assert list((folder / "runs" / "letters-001" / "set-aside-001" / "checkpoints").iterdir())
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from support.ports import free_port
 from support.processes import REDLINE, succeed, write_letters
-from support.ray_runs import losses, quiet_ray  # noqa: F401  the fixture is for every test here
+from support.ray_runs import Trained, quiet_ray, trained  # noqa: F401  the fixture is for every test here
 
 pytest.importorskip("ray")
 pytestmark = pytest.mark.slow
@@ -28,11 +28,11 @@ def letters(folder: Path) -> Path:
 
 
 @pytest.fixture(scope="module")
-def alone(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
-    """Losses of one process."""
+def alone(tmp_path_factory: pytest.TempPathFactory) -> Trained:
+    """The steps of one process."""
     folder = tmp_path_factory.mktemp("alone") / "run"
     succeed("train", letters(folder), cwd=folder)
-    return losses(folder)
+    return trained(folder)
 
 
 @contextmanager
@@ -66,7 +66,7 @@ def submit(address: str, *words: str | Path, cwd: Path) -> subprocess.CompletedP
     return subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=300, check=False)
 
 
-def test_a_job_takes_the_steps_of_one_process_and_its_log_is_that_of_rank_0(tmp_path: Path, alone: list[float]) -> None:
+def test_a_job_takes_the_steps_of_one_process_and_its_log_is_that_of_rank_0(tmp_path: Path, alone: Trained) -> None:
     sent, there = tmp_path / "sent", tmp_path / "there"
     letters(sent)
     there.mkdir()
@@ -75,7 +75,7 @@ def test_a_job_takes_the_steps_of_one_process_and_its_log_is_that_of_rank_0(tmp_
         done = submit(address, *train, "rollouts.reward_run_in=processes", cwd=sent)
         assert done.returncode == 0, done.stdout + done.stderr
         refused = submit(address, *train, "placement.engines=64", "run.steps=0", cwd=sent)
-    assert losses(there) == alone
+    assert trained(there) == alone
     assert not (sent / "runs").exists(), "the job had a copy of the folder"
     assert f"step {STEPS}" in done.stdout + done.stderr or f"{STEPS}/{STEPS}" in done.stdout + done.stderr
     assert refused.returncode != 0

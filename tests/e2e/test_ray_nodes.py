@@ -8,7 +8,7 @@ from pathlib import Path
 import psutil
 import pytest
 from support.processes import only_run, rows, started, succeed, wait_until, write_letters
-from support.ray_runs import cluster, losses, quiet_ray  # noqa: F401  the fixture is for every test here
+from support.ray_runs import Trained, assert_same_but_for_rounding, cluster, quiet_ray, trained  # noqa: F401  the fixture is for every test here
 
 from redline.telemetry.machine.hosts import sampled_hosts
 
@@ -26,16 +26,16 @@ def letters(folder: Path) -> Path:
 
 
 @pytest.fixture(scope="module")
-def alone(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
-    """Losses of one process."""
+def alone(tmp_path_factory: pytest.TempPathFactory) -> Trained:
+    """The steps of one process."""
     folder = tmp_path_factory.mktemp("alone") / "run"
     succeed("train", letters(folder), cwd=folder)
-    return losses(folder)
+    return trained(folder)
 
 
 @pytest.mark.parametrize("lost", [False, True])
 def test_ranks_on_two_nodes_go_on_where_one_node_is_lost_and_another_has_room(
-    tmp_path: Path, alone: list[float], lost: bool
+    tmp_path: Path, alone: Trained, lost: bool
 ) -> None:
     folder = tmp_path / "run"
     with cluster(0, 1, 1, 1) as (address, raylets):  # the loss of the head is that of the cluster
@@ -47,15 +47,13 @@ def test_ranks_on_two_nodes_go_on_where_one_node_is_lost_and_another_has_room(
                 busy = next(raylet for raylet in raylets[1:] if hosts(raylet, "redline"))
                 busy.kill()
             assert driver.wait(240) == 0, (folder / "stderr.txt").read_text()
-    assert losses(folder) == pytest.approx(alone, rel=1e-3, abs=1e-5)
+    assert_same_but_for_rounding(trained(folder), alone)
     assert ("restart 1 of 3" in (folder / "stderr.txt").read_text()) == lost
     assert_sampled(folder, "rank 1")
 
 
 @pytest.mark.parametrize("lost", [False, True])
-def test_an_engine_on_another_node_samples_and_is_started_again_on_a_third(
-    tmp_path: Path, alone: list[float], lost: bool
-) -> None:
+def test_an_engine_on_another_node_samples_and_is_started_again_on_a_third(tmp_path: Path, alone: Trained, lost: bool) -> None:
     folder = tmp_path / "run"
     with cluster(0, 1, 1, 1) as (address, raylets):  # the loss of the head is that of the cluster
         ray = ("placement.cluster=ray", f"placement.address={address}", "placement.engines=1", "placement.transport=broadcast")
@@ -68,7 +66,7 @@ def test_an_engine_on_another_node_samples_and_is_started_again_on_a_third(
             if lost:
                 raylets[there.index(True)].kill()
             assert driver.wait(240) == 0, (folder / "stderr.txt").read_text()
-    assert losses(folder) == pytest.approx(alone, rel=1e-3, abs=1e-5)
+    assert_same_but_for_rounding(trained(folder), alone)
     assert_sampled(folder, "engine 1")
 
 
@@ -95,7 +93,7 @@ def hosts(raylet: psutil.Process, word: str) -> bool:
     return found
 
 
-def test_a_node_with_workers_of_rewards_is_lost_and_the_run_goes_on(tmp_path: Path, alone: list[float]) -> None:
+def test_a_node_with_workers_of_rewards_is_lost_and_the_run_goes_on(tmp_path: Path, alone: Trained) -> None:
     folder = tmp_path / "run"
     with cluster(2, 2) as (address, raylets):
         ray = ("placement.cluster=ray", f"placement.address={address}")

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 from support.processes import only_run, rows, started, succeed, wait_until, write_letters
-from support.ray_runs import LOCAL, cluster, losses, quiet_ray, workers  # noqa: F401  the fixture is for every test here
+from support.ray_runs import LOCAL, Trained, cluster, quiet_ray, trained, workers  # noqa: F401  the fixture is for every test here
 
 pytest.importorskip("ray")
 pytestmark = pytest.mark.slow
@@ -48,16 +48,16 @@ def letters(folder: Path, **environment: object) -> Path:
 
 
 @pytest.fixture(scope="module")
-def alone(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
-    """Losses of one process."""
+def alone(tmp_path_factory: pytest.TempPathFactory) -> Trained:
+    """The steps of one process."""
     folder = tmp_path_factory.mktemp("alone") / "run"
     succeed("train", letters(folder), cwd=folder)
-    return losses(folder)
+    return trained(folder)
 
 
 @pytest.mark.parametrize("victim", ["none", "worker"])
 def test_rewards_in_actors_leave_the_losses_as_they_are_also_where_one_is_killed(
-    tmp_path: Path, alone: list[float], victim: str
+    tmp_path: Path, alone: Trained, victim: str
 ) -> None:
     folder = tmp_path / "run"
     more = ("rollouts.reward_run_in=processes", "rollouts.max_reward_workers=2")
@@ -67,7 +67,7 @@ def test_rewards_in_actors_leave_the_losses_as_they_are_also_where_one_is_killed
             assert wait_until(lambda: (own / "checkpoints" / "step-000002").exists(), driver)
             workers()[0].kill()
         assert driver.wait(240) == 0, (folder / "stderr.txt").read_text()
-    assert losses(folder) == alone
+    assert trained(folder) == alone
     assert max(row["rollouts/reward_workers"] for row in rows(only_run(folder).metrics)) in (1, 2)
 
 

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+import numpy as np
 import psutil
 import pytest
 from support.processes import only_run, rows
@@ -70,9 +71,19 @@ def workers() -> list[psutil.Process]:
     return own(lambda words, env: bool(words) and words[0].startswith(WORKER))
 
 
-def losses(folder: Path) -> list[float]:
-    """Of every step of the only run there, in order."""
-    return [row["trainer/loss"] for row in rows(only_run(folder).metrics)]
+TRAINED = ("trainer/loss", "trainer/grad_norm", "rollouts/reward_mean", "trainer/trained_tokens")
+"""What tells whether a step was the same."""
+Trained = list[tuple[float, ...]]
+
+
+def trained(folder: Path) -> Trained:
+    """`TRAINED` of every step of the only run there, in order."""
+    return [tuple(row[name] for name in TRAINED) for row in rows(only_run(folder).metrics)]
+
+
+def assert_same_but_for_rounding(found: Trained, expected: Trained) -> None:
+    """The losses themselves are rounding in lockstep: norms of gradients, rewards and tokens tell."""
+    np.testing.assert_allclose(found, expected, rtol=1e-3, atol=1e-5)
 
 
 def ray_command(*arguments: str) -> None:
