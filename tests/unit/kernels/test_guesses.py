@@ -11,7 +11,7 @@ pytest.importorskip("triton")
 
 from redline.kernels.decode.guesses import NO_PLACE, Entries, GuessBook, begin_guessing, end_guessing, find_guesses
 
-TEXT = [5, 6, 7, 8, 9, 5, 6, 7, 1, 2, 3, -1, 4, 6, 7, 8, 3, 3]
+TEXT = [0, 6, 7, 8, 9, 5, 6, 7, 1, 2, 3, -1, 4, 6, 7, 8, 3, 3]
 """Of slot 0."""
 COUNTS = [4, 1, 3]
 """Entries of each row of the batch."""
@@ -79,7 +79,7 @@ def run(rows: SimpleNamespace, book: GuessBook, sampled: list[int], broken: int 
 
 
 LAST = [[2, 5, 6, 7], [9, 9], [4, 6, 7, 8]]
-"""The first follows on 5 6 7 twice, of which the newest counts; the second on nothing; the third on 4 6 7 8, not on 6 7 8."""
+"""The first follows on 5 6 7; the second on nothing; the third on 4 6 7 8, not on 6 7 8."""
 
 
 def test_a_row_guesses_what_followed_where_most_of_its_last_tokens_occurred() -> None:
@@ -101,6 +101,19 @@ def test_a_text_that_repeats_itself_is_followed_from_where_enough_of_it_comes() 
     assert inputs.tokens_B[:8].tolist() == [5] * 8
     assert (inputs.positions_B >= 0).tolist() == [True] * 8 + [False], "only what fills the batch up has no guess"
     assert out == [5] * 8
+
+
+def test_among_places_that_are_as_good_the_lot_decides_anew_each_time() -> None:
+    """The newest of them would be found, and fail, again and again."""
+    text, guessed = [1, 2, 3, 4, 4, 4, -1, 1, 2, 3, 5, 5, 5, -1, *[8] * 20], set()
+    for filling in range(0, 24, 3):
+        rows = make_rows([[9] * (filling + row) + [1, 2, 3] for row in range(3)])
+        book = make_book(rows, [NO_PLACE] * 3)
+        book.texts_SL[0, : len(text)] = torch.tensor(text, dtype=torch.int32)
+        book.lengths_S[0] = len(text)
+        inputs, _ = run(rows, book, [0] * 8)
+        guessed |= {inputs.tokens_B[1].item(), inputs.tokens_B[6].item()}
+    assert guessed == {4, 5}
 
 
 def test_tokens_count_up_to_the_first_that_is_not_the_guess() -> None:

@@ -6,10 +6,11 @@ sampled. Nothing waits for the host, so that many steps can be launched at once.
     that have none       positions           token and its guesses
 
 A row's place is where, in the text of its slot, the next token is expected. It moves on with what is sampled as long as the
-text says the same. A row that has lost it gets another, which follows on most of its last tokens; of several the one with most
-tokens behind it, as many as a step can guess, and then the newest: the newest of all is often the very end of a text that
-repeats itself, with nothing behind it to guess. Where none follows on enough of the last tokens, it stays where it would be had
-it not been lost: many texts differ in one token only.
+text says the same. A row that has lost it gets another, which follows on most of its last tokens; of several one with most
+behind it, as much as some steps can guess: the newest is often the very end of a text that repeats itself. Among equals the lot
+decides, anew each time: the newest of them, where it goes on otherwise than most, would be found again after every failure.
+Where none follows on enough of the last tokens, a row stays where it would be had it not lost its place: many texts differ in
+one token only.
 
 Letters: B rows of the batch, T entries, R state rows, S slots (stop tokens in the kernel), L tokens of a slot's text, A entries
 of a row at most.
@@ -30,6 +31,8 @@ LEAST_FOLLOWED = 3
 """Last tokens of a row that a place must follow on."""
 CHUNK = 1024
 """Places that one program looks at."""
+FURTHER_STEPS = 4
+"""After the next one, whose guesses a place should have behind it, too."""
 NO_TOKEN = -1
 """Between texts, and behind the last one."""
 NO_PLACE = -1
@@ -48,7 +51,8 @@ class GuessBook:
     place_R: Tensor
     """int64: where its next token is expected; `NO_PLACE`, or -2 - p for a row that lost it and would be at p."""
     found_R: Tensor
-    """int64: what `find_guesses` has found: (tokens followed on · 32 + tokens behind it) · 2³² + place; 0 for nothing."""
+    """int64: what `find_guesses` has found: (tokens followed on · 32 + how much is behind it) · 2³² + lot · 2¹⁶ + place; 0 for
+    nothing."""
 
     @classmethod
     def empty(cls, num_slots: int, num_tokens: int, num_rows: int, device: torch.device) -> GuessBook:
@@ -82,9 +86,11 @@ def find_guesses(rows: StepRows, book: GuessBook, entries: Entries) -> None:
     """Look for a place for every row that is alive and has none."""
     state = (rows.alive_R, rows.sampled_R, rows.recent_RO)
     L = book.texts_SL.shape[1]
+    assert L <= 1 << 16, "a place has 16 bits"
     _find[(len(entries.rows_B), triton.cdiv(L, CHUNK))](
         entries.rows_B, *state, book.texts_SL, book.lengths_S, book.slot_R, book.place_R, book.found_R,
-        L=L, LAST=rows.recent_RO.shape[1], LEAST=LEAST_FOLLOWED, GUESSES=entries.most - 1, N=CHUNK, num_warps=4,
+        L=L, LAST=rows.recent_RO.shape[1], LEAST=LEAST_FOLLOWED, GUESSES=entries.most - 1, FURTHER=FURTHER_STEPS,
+        N=CHUNK, num_warps=4,
     )  # fmt: skip
 
 
@@ -125,14 +131,15 @@ def end_guessing(
 @triton.jit
 def _place(place, found):  # type: ignore[no-untyped-def]
     """Where the next token is expected: as it goes on, as it was found just now, or as if it had not been lost; -1: nowhere."""
-    other = tl.where(found > 0, found & 0xFFFFFFFF, tl.where(place < -1, -2 - place, -1))
+    other = tl.where(found > 0, found & 0xFFFF, tl.where(place < -1, -2 - place, -1))
     return tl.where(place >= 0, place, other)
 
 
 @triton.jit
 def _find(  # type: ignore[no-untyped-def]
     rows, alive, sampled, recent, texts, lengths, slots, places, found,
-    L: tl.constexpr, LAST: tl.constexpr, LEAST: tl.constexpr, GUESSES: tl.constexpr, N: tl.constexpr,
+    L: tl.constexpr, LAST: tl.constexpr, LEAST: tl.constexpr, GUESSES: tl.constexpr, FURTHER: tl.constexpr,
+    N: tl.constexpr,
 ):  # fmt: skip
     row = tl.load(rows + tl.program_id(0))
     slot = tl.load(slots + row)
@@ -152,11 +159,13 @@ def _find(  # type: ignore[no-untyped-def]
                 followed_N += goes_on_N.to(tl.int64)
             if tl.max(followed_N, axis=0) >= LEAST:
                 behind_N = tl.zeros([N], tl.int64)
-                for ahead in tl.static_range(1, GUESSES):
+                for nth in tl.static_range(1, GUESSES + FURTHER):
+                    ahead = nth if nth < GUESSES else (nth - GUESSES + 2) * GUESSES
                     there_N = tl.load(text + place_N + ahead, mask=place_N + ahead < L, other=-1)
                     has_more_N = has_more_N & (there_N >= 0)
                     behind_N += has_more_N.to(tl.int64)
-                score_N = ((followed_N * 32 + behind_N) << 32) + place_N
+                lot_N = ((place_N.to(tl.int64) * 2654435761 + count * 1640531527) >> 16) & 0xFFFF
+                score_N = ((followed_N * 32 + behind_N) << 32) + (lot_N << 16) + place_N
                 tl.atomic_max(found + row, tl.max(tl.where(followed_N >= LEAST, score_N, 0), axis=0))
 
 
