@@ -27,10 +27,13 @@ import psutil
 from redline.errors import boundary
 from redline.telemetry.machine.host import Host, machine_id
 from redline.telemetry.machine.nvml import find_all_gpus
-from redline.telemetry.machine.samplers import PATIENCE_S, SampleLog, Sampler, Source, read_samples
+from redline.telemetry.machine.samplers import SampleLog, Sampler, Source, read_samples
 
 LOOK_S = 5.0
 """Seconds between two tries to be the one that samples a machine."""
+CLOSE_S = 3.0
+"""Seconds for the last sample. A connection may be what hangs: then the thread is left behind, and ends with the process, which
+has little time once a rank is lost (`trainer/parallel/pulse.py`)."""
 LOCK = "lock"
 CLOCK_SET_S = 60.0
 """When a process was created is told by the time of day, which may be set meanwhile."""
@@ -74,7 +77,7 @@ def sampling_host(
         yield
     finally:
         closing.set()
-        thread.join(2 * PATIENCE_S)  # the sampler itself takes no longer; what hangs ends with the process
+        thread.join(CLOSE_S)
 
 
 @dataclass(slots=True, frozen=True)

@@ -17,6 +17,7 @@ import psutil
 import pytest
 from support.eventually import eventually
 
+from redline.telemetry.machine import hosts
 from redline.telemetry.machine.host import Host, host_name, machine_id
 from redline.telemetry.machine.hosts import HostSamples, HostSampling, Roll, sampled_hosts, sampling_host
 from redline.telemetry.machine.samplers import read_samples
@@ -81,7 +82,7 @@ def test_one_process_of_a_machine_samples_however_many_there_are(sampling: HostS
             for _ in range(5):
                 first.wait_for_one()
             assert not second.samples
-    assert not list(tmp_path.iterdir()), "nothing is left behind"
+    eventually(lambda: not list(tmp_path.iterdir()), "something is left behind")
 
 
 HOLDER = """
@@ -149,6 +150,22 @@ def test_a_connection_that_fails_ends_the_samples_and_is_said_once(sampling: Hos
     assert said == ["no more samples are taken: RuntimeError: the store is gone"]
 
 
+def test_a_connection_that_hangs_does_not_keep_a_process_from_ending(
+    sampling: HostSampling, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(hosts, "CLOSE_S", 0.01)
+    began, go_on = threading.Event(), threading.Event()
+
+    def hangs(machine: str, sample: Mapping[str, Any]) -> None:
+        began.set()
+        assert go_on.wait(SOON_S)
+
+    with sampling_host(sampling, "rank 1", hangs):
+        assert began.wait(SOON_S)
+    assert not go_on.is_set(), "the block has ended, and the thread has not"
+    go_on.set()
+
+
 def test_a_machine_may_be_called_otherwise_and_its_id_can_name_a_file(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("REDLINE_HOST", "rack 3/node.7")
     assert host_name() == "rack 3/node.7"
@@ -161,10 +178,10 @@ def test_a_machine_may_be_called_otherwise_and_its_id_can_name_a_file(monkeypatc
 
 def test_each_machine_has_a_file_and_a_sample_is_in_it_at_once(sampling: HostSampling, tmp_path: Path) -> None:
     folder = tmp_path / "samples"
-    with HostSamples(folder, sampling, pytest.fail) as hosts:
-        hosts.take("node-7-3f0c61d2", SAMPLE)
-        hosts.take("node-8-00000001", {**SAMPLE, "host": "node-8"})
-        hosts.take("node-7-3f0c61d2", {**SAMPLE, "time": 2.0})
+    with HostSamples(folder, sampling, pytest.fail) as taken:
+        taken.take("node-7-3f0c61d2", SAMPLE)
+        taken.take("node-8-00000001", {**SAMPLE, "host": "node-8"})
+        taken.take("node-7-3f0c61d2", {**SAMPLE, "time": 2.0})
         assert [row["time"] for row in read_samples(folder / "node-7-3f0c61d2.jsonl")] == [1.0, 2.0]
     assert sampled_hosts(folder) == {
         "node-7": folder / "node-7-3f0c61d2.jsonl",
@@ -176,25 +193,25 @@ def test_a_resumed_run_goes_on_in_the_same_file(sampling: HostSampling, tmp_path
     path = tmp_path / "samples" / "node-7.jsonl"
     path.parent.mkdir()
     path.write_text(json.dumps(SAMPLE) + "\n" + '{"time": 2.0, "ho')
-    with HostSamples(path.parent, sampling, pytest.fail) as hosts:
-        hosts.take("node-7", {**SAMPLE, "time": 3.0})
+    with HostSamples(path.parent, sampling, pytest.fail) as taken:
+        taken.take("node-7", {**SAMPLE, "time": 3.0})
     assert [row["time"] for row in read_samples(path)] == [1.0, 3.0]
 
 
 def test_two_machines_of_one_name_are_told_apart(sampling: HostSampling, tmp_path: Path) -> None:
-    with HostSamples(tmp_path / "samples", sampling, pytest.fail) as hosts:
+    with HostSamples(tmp_path / "samples", sampling, pytest.fail) as taken:
         for machine in ("node-7-aaaaaaaa", "node-7-bbbbbbbb"):
-            hosts.take(machine, SAMPLE)
+            taken.take(machine, SAMPLE)
     assert list(sampled_hosts(tmp_path / "samples")) == ["node-7-aaaaaaaa", "node-7-bbbbbbbb"]
 
 
 def test_before_and_after_its_block_nothing_is_written(sampling: HostSampling, tmp_path: Path) -> None:
-    hosts = HostSamples(tmp_path / "samples", sampling, pytest.fail)
-    hosts.take("node-7", SAMPLE)
-    with hosts:
-        assert not hosts.wait_until_closed(0.0)
-    hosts.take("node-7", SAMPLE)
-    assert hosts.wait_until_closed(0.0)
+    taken = HostSamples(tmp_path / "samples", sampling, pytest.fail)
+    taken.take("node-7", SAMPLE)
+    with taken:
+        assert not taken.wait_until_closed(0.0)
+    taken.take("node-7", SAMPLE)
+    assert taken.wait_until_closed(0.0)
     assert not (tmp_path / "samples").exists()
 
 
@@ -202,15 +219,15 @@ def test_before_and_after_its_block_nothing_is_written(sampling: HostSampling, t
     ("machine", "sample"), [("../x", SAMPLE), ("", SAMPLE), ("node-7", {"host": "node-7"}), ("node-7", {"time": 1.0})]
 )
 def test_what_is_no_sample_is_refused(sampling: HostSampling, tmp_path: Path, machine: str, sample: dict[str, Any]) -> None:
-    with HostSamples(tmp_path / "samples", sampling, pytest.fail) as hosts, pytest.raises(ValueError, match="no sample"):
-        hosts.take(machine, sample)
+    with HostSamples(tmp_path / "samples", sampling, pytest.fail) as taken, pytest.raises(ValueError, match="no sample"):
+        taken.take(machine, sample)
 
 
 def test_a_disk_that_takes_no_more_is_said_once_and_ends_nothing(sampling: HostSampling, tmp_path: Path) -> None:
     said: list[str] = []
     (tmp_path / "samples").write_text("a file where the folder should be")
-    with HostSamples(tmp_path / "samples", sampling, said.append) as hosts:
-        hosts.take("node-7", SAMPLE)
-        hosts.take("node-7", SAMPLE)
+    with HostSamples(tmp_path / "samples", sampling, said.append) as taken:
+        taken.take("node-7", SAMPLE)
+        taken.take("node-7", SAMPLE)
     assert len(said) == 1
     assert said[0].startswith("no more samples of other machines are written: ")
