@@ -216,7 +216,8 @@ def _end(  # type: ignore[no-untyped-def]
     out = step * out_stride + begin
     count, newest, dies, hits = old_count, tl.zeros([N], tl.int64), b < 0, b < 0
     counts_too, is_live = acts, acts
-    for a in tl.static_range(A):
+    stops_NS = tl.load(stops + row[:, None] * S + tl.arange(0, S)[None, :], mask=acts[:, None], other=-1)
+    for a in range(A):  # not unrolled: that would take twenty seconds to compile
         here = acts & (a < num_entries)
         token = tl.load(tokens_T + begin + a, mask=here, other=-3)
         logprob = tl.load(logprobs_T + begin + a, mask=here, other=0.0)
@@ -226,9 +227,8 @@ def _end(  # type: ignore[no-untyped-def]
         tl.store(recent + row * LAST + count % LAST, token.to(tl.int32), mask=counts_too)
         count = tl.where(counts_too, count + 1, count)
         newest = tl.where(counts_too, token, newest)
-        ends = (count >= most) | (logprob != logprob)
-        for index in tl.static_range(S):
-            ends = ends | (tl.load(stops + row * S + index, mask=acts, other=-1) == token)
+        stops_here = tl.max((stops_NS == token[:, None]).to(tl.int32), axis=1) > 0
+        ends = (count >= most) | (logprob != logprob) | stops_here
         guess = tl.load(text + a, mask=has_place & (place + a < L), other=-1).to(tl.int64)
         dies = tl.where(counts_too, ends, dies)
         hits = tl.where(counts_too, guess == token, hits)

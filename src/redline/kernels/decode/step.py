@@ -33,7 +33,7 @@ class StepRows(Protocol):
     temperature_R: Tensor
     """float32[R]."""
     stops_RS: Tensor
-    """int64[R, S]: tokens that end a row, -1 where it has fewer."""
+    """int64[R, S]: tokens that end a row, -1 where it has fewer; S is a power of two."""
     recent_RO: Tensor
     """int32[R, O]: the last O tokens, each in the column of its number modulo O."""
 
