@@ -7,6 +7,7 @@ here     frames ──► SpanCopies.write ──► spans/engine-2-4711.jsonl, 
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -52,14 +53,22 @@ class SpanCopies:
         """Name of a file there → its copy here."""
 
     def write(self, name: str, place: int, data: bytes) -> None:
-        """Put bytes into a file, and cut it off behind them. Raises ValueError for a name that is no span file's."""
+        """Put bytes into a file, and cut it off behind them. Raises ValueError for a name that is no span file's. A disk
+        that takes nothing is said once, on stderr: the machine goes on without."""
         if not _NAME.fullmatch(name) or place < 0:
             raise ValueError(f"{name!r} is no file of spans")
         if self._folder is None:
             return
+        try:
+            self._write(self._folder, name, place, data)
+        except OSError as error:
+            print(f"spans of other machines are no longer written: {error}", file=sys.stderr, flush=True)
+            self._folder = None
+
+    def _write(self, folder: Path, name: str, place: int, data: bytes) -> None:
         if (path := self._copies.get(name)) is None:
-            self._folder.mkdir(parents=True, exist_ok=True)
-            path = self._copies[name] = new_span_file(self._folder, name.removesuffix(".jsonl"))
+            folder.mkdir(parents=True, exist_ok=True)
+            path = self._copies[name] = new_span_file(folder, name.removesuffix(".jsonl"))
         with path.open("r+b") as file:
             file.seek(place)
             file.write(data)

@@ -354,6 +354,14 @@ def test_a_machine_writes_nothing_but_span_files(name: str, tmp_path: Path) -> N
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_machine_whose_spans_cannot_be_written_goes_on(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "spans").write_text("no folder")
+    copies = SpanCopies(tmp_path / "spans", ClockOffset(0, 0, "a test"))
+    for _ in range(2):
+        copies.write("engine-1-4711.jsonl", 0, b"{}")
+    assert capsys.readouterr().err.count("spans of other machines are no longer written") == 1
+
+
 def test_what_is_new_in_span_files_is_found_once(tmp_path: Path) -> None:
     source = SpanSource(tmp_path)
     (tmp_path / "a-1.jsonl").write_bytes(b"one\n")
