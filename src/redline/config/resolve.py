@@ -12,6 +12,7 @@ from redline.config.engine_recipe import EngineRecipe
 from redline.config.installation import how_to_install
 from redline.config.paths import is_adapter, is_run_folder, model_of_run, with_absolute_paths
 from redline.config.schema import Config
+from redline.config.sections.engine import RunEngineConfig
 from redline.config.sections.model import ModelConfig
 from redline.config.sections.run import RunConfig
 from redline.config.sections.tasks import FileTask
@@ -32,6 +33,8 @@ BFLOAT16_FLAGS = ("amx_bf16", "avx512_bf16", "bf16")
 SLOW_BFLOAT16 = (
     "model.dtype = bfloat16: this CPU has no instructions for it; float32 may be many times faster (model.dtype=auto)"
 )
+MAX_ROWS = 1024
+"""Rows that an engine has unasked, at most: 1,024 rows of logits over 152,000 tokens take 0.6 GB in float32."""
 BUILTIN_MODELS = ("builtin:smollm2-135m-instruct", "builtin:small", "builtin:tiny")
 
 
@@ -68,8 +71,9 @@ def resolve(config: Config) -> Resolved:
     recomputes, reasons["trainer.recompute_old_logprobs"] = recomputes_old_logprobs(config.trainer, model.dtype)
     schedule, reasons["trainer.schedule.decay_steps"] = _schedule(config)
     trainer = config.trainer.model_copy(update={"recompute_old_logprobs": recomputes, "schedule": schedule})
+    engine, reasons["engine.max_num_seqs"] = _engine(config)
     return Resolved(
-        config.model_copy(update={"run": run, "model": model, "trainer": trainer}),
+        config.model_copy(update={"run": run, "model": model, "trainer": trainer, "engine": engine}),
         {k: v for k, v in reasons.items() if v},
         warnings,
     )
@@ -187,6 +191,16 @@ def _schedule(config: Config) -> tuple[ScheduleConfig, str]:
         return schedule, ""
     steps = max(1, config.run.steps - schedule.warmup_steps)
     return schedule.model_copy(update={"decay_steps": steps}), "until run.steps"
+
+
+def _engine(config: Config) -> tuple[RunEngineConfig, str]:
+    """The engine section with a row for each attempt that an engine has of a step, and why, where the recipe leaves their
+    number open: with fewer, the rest would be sampled in a second wave, whose steps cost almost as much as the first one's."""
+    engine, engines = config.engine, max(1, config.placement.engines)
+    rows = max(config.rollouts.group_size, min(MAX_ROWS, -(-config.sequences_per_step // engines)))
+    if not config.leaves_rows_open or rows <= engine.max_num_seqs:
+        return engine, ""
+    return engine.model_copy(update={"max_num_seqs": rows}), "auto: the attempts of a step"
 
 
 def _device(asked: str) -> tuple[str, str]:

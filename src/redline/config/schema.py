@@ -41,7 +41,7 @@ class Config(Section):
 
     @model_validator(mode="after")
     def _group_fits_the_engine(self) -> Config:
-        if self.rollouts.group_size > self.engine.max_num_seqs:
+        if self.rollouts.group_size > self.engine.max_num_seqs and not self.leaves_rows_open:
             raise ValueError(
                 f"rollouts.group_size = {self.rollouts.group_size} is more than engine.max_num_seqs ="
                 f" {self.engine.max_num_seqs}; raise engine.max_num_seqs"
@@ -74,6 +74,11 @@ class Config(Section):
     def sequences_per_step(self) -> int:
         """groups_per_step x group_size."""
         return self.rollouts.groups_per_step * self.rollouts.group_size
+
+    @property
+    def leaves_rows_open(self) -> bool:
+        """The number of rows is to follow from the attempts: nobody gave it, and the engine is redline's own."""
+        return self.engine.kind == "native" and "max_num_seqs" not in self.engine.model_fields_set
 
     @property
     def needs_reference(self) -> bool:

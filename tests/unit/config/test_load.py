@@ -254,7 +254,12 @@ def test_a_wrong_value_is_refused_with_the_key_the_value_the_rule_and_the_meanin
         ("run: 3", "run = 3: must be a section", "put its keys under it"),
         ("    params:", "rollouts.task.params = null: must be a mapping", "write {} for an empty one"),
         (
-            "  group_size: 512",
+            "  group_size: 512\nengine: {max_num_seqs: 256}",
+            "rollouts.group_size = 512 is more than engine.max_num_seqs = 256",
+            "raise engine.max_num_seqs",
+        ),
+        (
+            "  group_size: 512\nengine: {kind: transformers}",
             "rollouts.group_size = 512 is more than engine.max_num_seqs = 256",
             "raise engine.max_num_seqs",
         ),
@@ -433,6 +438,30 @@ def test_an_omp_num_threads_that_is_no_number_of_threads_is_not_followed(
 ) -> None:
     monkeypatch.setenv("OMP_NUM_THREADS", variable)
     assert resolve(load(tmp_path)).reasons["run.num_threads"] == "auto: cores this process may use"
+
+
+@pytest.mark.parametrize(
+    ("recipe", "rows"),
+    [
+        (("rollouts.groups_per_step=8", "rollouts.group_size=8"), 256),
+        (("rollouts.groups_per_step=64", "rollouts.group_size=8"), 512),
+        (("rollouts.groups_per_step=64", "rollouts.group_size=8", "engine.max_num_seqs=300"), 300),
+        (("rollouts.groups_per_step=64", "rollouts.group_size=8", "engine.max_num_seqs=256"), 256),
+        (("rollouts.groups_per_step=64", "rollouts.group_size=8", "engine.kind=transformers"), 256),
+        (("rollouts.groups_per_step=99", "rollouts.group_size=8", "placement.engines=2"), 396),
+        (("rollouts.groups_per_step=999", "rollouts.group_size=8"), 1024),
+        (("rollouts.groups_per_step=2", "rollouts.group_size=2000"), 2000),
+    ],
+)
+def test_an_engine_has_a_row_for_each_attempt_of_a_step_where_the_recipe_does_not_say(
+    tmp_path: Path, recipe: tuple[str, ...], rows: int
+) -> None:
+    resolved = resolve(load(tmp_path, "", *recipe))
+    assert resolved.config.engine.max_num_seqs == rows
+    is_ours = "engine.max_num_seqs" in resolved.reasons
+    assert is_ours == (rows not in (256, 300))
+    assert resolve(resolved.config).config == resolved.config
+    assert changes(load(tmp_path, "", *recipe), resolved.config) == []
 
 
 @pytest.mark.parametrize("asked", [5, 100_000])

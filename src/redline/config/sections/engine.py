@@ -35,7 +35,8 @@ class EngineConfig(Section):
     options: FreeMapping = Field(default_factory=dict)
     """Further arguments of `vllm.LLM` or `sglang.Engine`, by their names."""
     max_num_seqs: PositiveInt = 256
-    """Sequences decoded at once."""
+    """Sequences decoded at once. Where a run does not say, redline's own engine has a row for each attempt of a step: 256 at
+    least, and no more than 1,024 or one group."""
     max_num_batched_tokens: PositiveInt = 8192
     """Tokens put through the network in one step: one for each decoding sequence, the rest for prompts."""
     max_model_len: PositiveInt | None = None
