@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+import numpy as np
+
 from redline.engine.native.in_flight import InFlight
 from redline.engine.native.running.rows import Rows
 from redline.engine.native.running.runner import Runner
@@ -88,7 +90,8 @@ class LookAhead:
             return 1
         if any(s.streaming == 1 or s.request.sampling.stop for s in decoding):
             return 1
-        left = max((int(self._rows.limit_R[s.row] - self._rows.launched_R[s.row]) for s in decoding), default=1)
+        rows_B = np.array([s.row for s in decoding], np.int64)
+        left = int((self._rows.limit_R[rows_B] - self._rows.launched_R[rows_B]).max(initial=1))
         piece = min((s.streaming for s in decoding if s.streaming), default=left)
         return max(1, min(max_steps, left, piece))
 

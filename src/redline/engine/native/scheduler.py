@@ -154,12 +154,13 @@ class Scheduler:
         return bool(self.waiting) and not plan.preempted_rows and not is_full
 
     def _schedule_decode(self, plan: Plan) -> None:
-        rows = _rows_of(self.decoding)
-        short = self._blocks_after(rows, plan.num_steps) > self._rows.table.num_blocks_R[rows]
-        for sequence in [s for s, is_short in zip(self.decoding, short, strict=True) if is_short]:
+        book, rows = self._rows, _rows_of(self.decoding)
+        # Rows that began together cross into a new block together: what all of them need is asked once.
+        wanted_B = self._blocks_after(rows, plan.num_steps)
+        short_B = np.flatnonzero(wanted_B > book.table.num_blocks_R[rows]).tolist()
+        for sequence, wanted in [(self.decoding[b], int(wanted_B[b])) for b in short_B]:
             if sequence.stage is Stage.DECODE:  # or it has given way to an earlier one
-                self._grow(sequence, plan)
-        book = self._rows
+                self._grow(sequence, wanted, plan)
         rows = _rows_of(self.decoding)
         goes_on = book.launched_R[rows] < book.limit_R[rows]
         plan.decode = [s for s, wanted in zip(self.decoding, goes_on.tolist(), strict=True) if wanted]
@@ -176,8 +177,8 @@ class Scheduler:
         more = np.minimum(num_steps + book.drafted_R[rows], book.limit_R[rows] - book.launched_R[rows])
         return -(-(self._rows.launched_position_R[rows] + more) // self.pool.block_size)
 
-    def _grow(self, sequence: Sequence, plan: Plan) -> None:
-        wanted = int(self._blocks_after(np.array([sequence.row]), plan.num_steps)[0])
+    def _grow(self, sequence: Sequence, wanted: int, plan: Plan) -> None:
+        """Give it blocks until it has so many, the last ones' where none is free."""
         while len(sequence.blocks) < wanted:
             while self.pool.num_free == 0:
                 last = self.decoding[-1]
