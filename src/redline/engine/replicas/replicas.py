@@ -81,7 +81,8 @@ class Replicas:
 
     def check(self, request: GenerateRequest) -> None:
         """Raises EngineError where one of the engines cannot serve it as asked."""
-        for engine in engines_of(self._slots) or [self._first]:
+        there = engines_of(self._slots) or [self._first]
+        for engine in {engine.limits: engine for engine in there}.values():  # most have the same
             engine.check(request)
 
     def submit(self, request: GenerateRequest, *, streaming: int = 0) -> int:
