@@ -1,13 +1,13 @@
 """Hold the simulator against ten measured configurations: one is recorded, and all ten are predicted from that recording alone.
 
-python benchmarks/simulate/ten.py --save benchmarks/results/cpu --figure docs/images/simulate.svg    (twenty minutes)
+python benchmarks/simulate/ten.py --save benchmarks/results/cpu --figure docs/images/simulate.svg    (half an hour)
 
 Every configuration is a run of `redline train` with a tiny model, in a process of its own, with an engine in another; its
 answers have lengths with a tail, and its environment takes a tenth of a second after every reply. A machine is not as fast in
 one minute as in the next, so the recorded settings are run anew before and after each of the others, which is predicted from
 these two; the recorded ones themselves are predicted from the run before. A configuration is the median of its rounds. A run
-from which a virtual machine's host took more than a few percent of the time is run again. The table is on stderr, one JSON
-document is saved.
+from which a virtual machine's host took more than a few percent of the time, or after which the machine is faster or slower
+than before, is run again. The table is on stderr, one JSON document is saved.
 Exit code 1: a step time is more than 10% off, or a distribution of lags is.
 """
 
@@ -20,6 +20,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -40,8 +41,9 @@ from redline.telemetry import describe_environment, write_json
 STEPS, ROUNDS = 20, 3
 SETTLED = 6
 """Steps that the measured mean leaves out: with a lag, a run takes so many until the trainer is as far behind as it will be."""
-TAKEN, AGAIN = 0.03, 3
-"""Share of the processors' time that a host may take from a run; a run from which it takes more is run again, so often."""
+TAKEN, FASTER, AGAIN = 0.03, 0.06, 3
+"""Share of the processors' time that a host may take from a run, and by which the machine may be faster or slower after it than
+before: where either is more, the run is run again, so often."""
 TOLERANCE = 0.10
 """Share by which a predicted step time may be off, and of the groups that may be predicted at another lag."""
 ENVIRONMENT = '''
@@ -192,24 +194,33 @@ def one_round(folder: Path, number: int) -> list[Row]:
 
 
 def run(folder: Path, name: str, configuration: Configuration) -> Run:
-    """Run it, unless it has been; again where the host of this machine took too much of the time."""
+    """Run it, unless it has been; again where the machine was another one meanwhile."""
     found = folder / "runs" / f"{name}-001"
     for left in reversed(range(AGAIN + 1)):
         if (found / "ledger.json").exists():
             break
         command = [sys.executable, "-m", "redline", "train", "recipe.yaml", f"run.name={name}", *configuration.overrides]
-        before = psutil.cpu_times()
+        speed, before = _speed(), psutil.cpu_times()
         subprocess.run(command, cwd=folder, check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env=os.environ)
         after = psutil.cpu_times()
-        taken = (_stolen(after) - _stolen(before)) / max(1e-9, sum(after) - sum(before))
-        print(f"{name}: {configuration.name}, the host took {taken:.1%}", file=sys.stderr, flush=True)
-        if left and taken > TAKEN:
+        taken, faster = (_stolen(after) - _stolen(before)) / max(1e-9, sum(after) - sum(before)), _speed() / speed - 1
+        print(f"{name}: {configuration.name}, {taken:.1%} taken by the host, {faster:+.1%}", file=sys.stderr, flush=True)
+        if left and (taken > TAKEN or abs(faster) > FASTER):
             shutil.rmtree(found)
     return Run.open(found)
 
 
 def _stolen(times: NamedTuple) -> float:
     return float(getattr(times, "steal", 0.0))
+
+
+def _speed() -> float:
+    """How fast this machine is, in a second: what shares a core with a virtual machine is not in its own books."""
+    began, turns, matrix = time.perf_counter(), 0, np.ones((128, 128), np.float32)
+    while time.perf_counter() < began + 1.0:
+        matrix @ matrix
+        turns += len([number * number for number in range(1000)]) // 1000
+    return turns / (time.perf_counter() - began)
 
 
 def row_of(configuration: Configuration, recorded: Sequence[Run], measured: Run) -> Row:
