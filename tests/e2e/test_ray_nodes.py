@@ -15,7 +15,8 @@ from redline.telemetry.machine.hosts import sampled_hosts
 pytest.importorskip("ray")
 pytestmark = pytest.mark.slow
 
-STEPS = 30
+STEPS = 120
+"""So many that a run is still under way when the processes of a lost node have noticed, seconds later, that it is."""
 NODES = {"node-0", "node-1", "node-2", "node-3"}
 HOSTED, ENGINE = "redline.launch.workers.ray_hosted", "redline.launch.workers.engine_worker"
 
