@@ -138,7 +138,8 @@ def _replies(rows: list[dict[str, Any]], facts: Facts, engines: int) -> Replies 
 def _began_together(rows: list[dict[str, Any]]) -> bool:
     """Whether each is one reply, and none waited for another to end."""
     turns = [row["turns"][0] for row in rows if len(row["turns"]) == 1]
-    return len(turns) == len(rows) and all((turn["queue_s"] or 0.0) < 0.1 * (turn["decode_s"] or 0.0) for turn in turns)
+    longest_s = max((turn["decode_s"] or 0.0 for turn in turns), default=0.0)
+    return len(turns) == len(rows) and all((turn["queue_s"] or 0.0) < 0.1 * longest_s for turn in turns)
 
 
 def _rows_of_steps(rows: list[dict[str, Any]], engines: int) -> np.ndarray:
@@ -147,7 +148,7 @@ def _rows_of_steps(rows: list[dict[str, Any]], engines: int) -> np.ndarray:
     steps = np.array([turn["end"] - turn["start"] - 1 for turn in turns])
     at_once = (steps[:, None] >= np.arange(1, steps.max() + 1)).sum(axis=0) / engines
     summed = np.concatenate([[0.0], np.cumsum(at_once)])[steps]
-    return np.stack([np.array([turn["decode_s"] for turn in turns]), steps, summed])[:, steps > 0]
+    return np.stack([np.array([turn["decode_s"] or 0.0 for turn in turns]), steps, summed])[:, steps > 0]
 
 
 def _scored_s(facts: Facts) -> float:

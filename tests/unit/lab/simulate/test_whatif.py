@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from random import Random
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,7 +12,7 @@ import pytest
 from redline.errors import ConfigError
 from redline.lab.simulate.costs import Prompts, Range, Replies, engine_cost, trainer_cost
 from redline.lab.simulate.events import Loop, Simulator
-from redline.lab.simulate.recorded import Group, Recording
+from redline.lab.simulate.recorded import Group, Recording, _began_together, _rows_of_steps
 from redline.lab.simulate.whatif import changed, recorded_settings, simulate
 
 CONFIG = {
@@ -75,6 +76,17 @@ def test_replies_that_began_together_tell_what_a_row_costs_whatever_prompts_took
     found = engine_cost(seconds, steps, tokens, Prompts(10.0, 10, 1), 64, replies)
     assert (found.step_s, found.row_s) == pytest.approx((0.011, 0.00022))
     assert found.tells_rows
+
+
+def test_a_reply_of_one_token_does_not_hide_that_all_began_together() -> None:
+    def reply(tokens: int, queue_s: float) -> dict[str, Any]:
+        return {"turns": [{"start": 4, "end": 4 + tokens, "queue_s": queue_s, "decode_s": 0.01 * (tokens - 1)}]}
+
+    rows = [reply(1, 0.001), *(reply(tokens, 0.001) for tokens in range(2, 40))]
+    assert _began_together(rows)
+    assert not _began_together([*rows, reply(20, 0.2)]), "one that waited for another to end"
+    seconds, steps, _ = _rows_of_steps(rows, engines=1)
+    np.testing.assert_allclose(seconds, 0.01 * steps)
 
 
 def test_the_replay_is_the_measurement_and_longer_answers_take_longer() -> None:
