@@ -46,8 +46,8 @@ class Loop:
     """Seconds of a training step however small it is, and of everything else in the main thread."""
     sync_s: float
     steps: int
-    shares_device: bool = False
-    """Whether trainer and engine slow each other down when both are at work: one device, or the same cores."""
+    slower: float = 1.0
+    """Times that trainer and engines each take while both are at work, over what they take alone."""
     failure_every_s: float = 0.0
     """Mean time between two losses of an engine; 0: never."""
     recovery_s: float = 60.0
@@ -287,18 +287,18 @@ class Simulator:
         self._trains, self._leased = True, loop.groups_per_step
         self.outcome.trainer_waits_s += self.now - self._waits_since
         seconds = loop.step_s + loop.train_s * tokens
-        if loop.shares_device and any(engine.rows for engine in self._engines):
+        if loop.slower > 1 and any(engine.rows for engine in self._engines):
             seconds = self._slow_down(seconds)
         self._at(self.now + seconds, "trained", 0)
         self._admit()
 
     def _slow_down(self, seconds: float) -> float:
-        """Trainer and engines have the device in turn: each takes twice as long while both work."""
+        """Trainer and engines share a device, or a machine: each takes longer while both work."""
         for index, engine in enumerate(self._engines):
             self.outcome.busy_s += engine.advance(self.now)
-            engine.slowed = 2.0
+            engine.slowed = self.loop.slower
             self._announce(index)
-        return 2 * seconds
+        return self.loop.slower * seconds
 
     def _chosen(self) -> int:
         """Take a batch out of what is ready, as `buffer.selection` does; returns its tokens."""

@@ -37,6 +37,10 @@ MOST_OFF = 0.25
 """How far the replay of the recorded run may be from its measurement before nothing is said."""
 PER_DOUBLING = {"tensor_parallel": 1.6, "trainers": 1.8}
 """Times faster with twice the devices: assumed, since one run records one number of them."""
+SLOWER_ON_ONE_DEVICE, SLOWER_ON_ONE_CPU = 2.0, 1.4
+"""Times that training and sampling each take while both are at work, over what they take alone: in turn on one device, and in
+processes of their own on one machine's cores, whose memory and caches they share. Assumed where a lag is asked of a recording
+in lockstep."""
 
 
 @dataclass(slots=True, frozen=True)
@@ -217,13 +221,24 @@ def _supported(recording: Recording, recorded: WhatIf, wanted: WhatIf) -> list[s
             assumed.append(f"{field.replace('_', ' ')}: twice the devices are {factor:g} times as fast")
     if wanted.lengths != 1:
         assumed.append("all answers are longer or shorter by the same factor")
-    if recorded.max_lag == 0 < wanted.max_lag and _one_device(recording) and wanted.engines == 1:
-        assumed.append("training takes twice as long where the engine has work when it begins, and so does sampling beside it")
+    if (slower := _slower(recording, recorded, wanted)) > 1:
+        assumed.append(
+            f"training takes {slower:g} times as long where the engine has work when it begins, and so does sampling beside it:"
+            " only a recording with a lag would tell"
+        )
     return assumed
 
 
-def _one_device(recording: Recording) -> bool:
-    return not (recording.config.get("placement") or {}).get("engines")
+def _slower(recording: Recording, recorded: WhatIf, wanted: WhatIf) -> float:
+    """Times that trainer and engines take while both work. A recording in lockstep does not have that; one with a lag has it in
+    what each stage took."""
+    if recorded.max_lag or not wanted.max_lag:
+        return 1.0
+    placement = recording.config.get("placement") or {}
+    if not placement.get("engines"):
+        return SLOWER_ON_ONE_DEVICE if wanted.engines == 1 else 1.0
+    is_one_machine = not placement.get("cluster") and not placement.get("remote_engines")
+    return SLOWER_ON_ONE_CPU if is_one_machine and (recording.config.get("run") or {}).get("device") == "cpu" else 1.0
 
 
 def _predicted(recording: Recording, recorded: WhatIf, wanted: WhatIf) -> Prediction:
@@ -264,7 +279,7 @@ def _loop(recording: Recording, recorded: WhatIf, wanted: WhatIf, steps: int, se
         step_s=trainer.step_s + recording.other_s,
         sync_s=recording.sync_s,
         steps=steps,
-        shares_device=recorded.max_lag == 0 < wanted.max_lag and _one_device(recording) and wanted.engines == 1,
+        slower=_slower(recording, recorded, wanted),
         failure_every_s=3600 * wanted.failure_every_h / wanted.engines,
         recovery_s=wanted.recovery_s,
         seed=seed,

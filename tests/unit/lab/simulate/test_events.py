@@ -66,8 +66,8 @@ def test_with_a_lag_the_slower_side_sets_the_pace_and_no_group_is_too_old(max_la
 
 def test_where_one_device_is_shared_both_slow_each_other_down() -> None:
     apart, shared = (
-        float(np.mean(simulated(equal(100), max_lag=1, step_s=1.5, shares_device=shares, steps=30).step_s[5:]))
-        for shares in (False, True)
+        float(np.mean(simulated(equal(100), max_lag=1, step_s=1.5, slower=slower, steps=30).step_s[5:]))
+        for slower in (1.0, 2.0)
     )
     assert shared > 1.3 * apart
 

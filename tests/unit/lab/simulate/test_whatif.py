@@ -106,6 +106,29 @@ def test_more_engines_and_a_lag_are_faster_and_what_is_assumed_is_said() -> None
 
 
 @pytest.mark.parametrize(
+    ("placement", "device", "slower"),
+    [
+        ({}, "cuda", 2.0),
+        ({"engines": 1}, "cpu", 1.4),
+        ({"engines": 1}, "cuda", None),
+        ({"engines": 1, "cluster": "local"}, "cpu", None),
+        ({"engines": 2, "remote_engines": 1}, "cpu", None),
+    ],
+)
+def test_what_shares_a_device_or_a_cpu_is_slower_beside_each_other(placement: dict, device: str, slower: float | None) -> None:
+    """A recording in lockstep does not tell by how much, so it is assumed; one with a lag has it in what each stage took."""
+    made = replace(recording(), config={**CONFIG, "placement": placement, "run": {"device": device}})
+    assumptions = " ".join(simulate(made, ["buffer.max_lag=1"]).assumptions)
+    assert (f"training takes {slower:g} times as long" in assumptions) if slower else "as long" not in assumptions
+    lagging = replace(
+        made,
+        config={**made.config, "buffer": {"max_lag": 1}},
+        step_s=simulate(made, ["buffer.max_lag=1"]).simulated.step_s * np.ones(9),
+    )
+    assert "as long" not in " ".join(simulate(lagging, ["buffer.max_lag=2"]).assumptions)
+
+
+@pytest.mark.parametrize(
     ("override", "words"),
     [
         ("trainer.learning_rate=1", "cannot be simulated"),
