@@ -116,15 +116,16 @@ def test_more_engines_and_a_lag_are_faster_and_what_is_assumed_is_said() -> None
     ],
 )
 def test_what_shares_a_device_or_a_cpu_is_slower_beside_each_other(placement: dict, device: str, slower: float | None) -> None:
-    """A recording in lockstep does not tell by how much, so it is assumed; one with a lag has it in what each stage took."""
+    """A recording in lockstep does not tell by how much, so it is assumed."""
     made = replace(recording(), config={**CONFIG, "placement": placement, "run": {"device": device}})
     assumptions = " ".join(simulate(made, ["buffer.max_lag=1"]).assumptions)
     assert (f"training takes {slower:g} times as long" in assumptions) if slower else "as long" not in assumptions
-    lagging = replace(
-        made,
-        config={**made.config, "buffer": {"max_lag": 1}},
-        step_s=simulate(made, ["buffer.max_lag=1"]).simulated.step_s * np.ones(9),
-    )
+
+
+def test_a_recording_with_a_lag_tells_itself_how_trainer_and_engine_slow_each_other_down() -> None:
+    made = replace(recording(), config={**CONFIG, "placement": {"engines": 1}, "run": {"device": "cpu"}})
+    step_s = simulate(made, ["buffer.max_lag=1"]).simulated.step_s
+    lagging = replace(made, config={**made.config, "buffer": {"max_lag": 1}}, step_s=np.full(9, step_s))
     assert "as long" not in " ".join(simulate(lagging, ["buffer.max_lag=2"]).assumptions)
 
 
