@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -33,10 +33,6 @@ class Prompts:
     tokens: float
     passes: float
 
-    @property
-    def token_s(self) -> float:
-        return self.seconds / self.tokens if self.tokens else 0.0
-
 
 @dataclass(slots=True, frozen=True)
 class Replies:
@@ -58,6 +54,8 @@ class EngineCost:
     """However few rows there are."""
     row_s: float
     """For each row more."""
+    pass_s: float
+    """Of a pass over prompts, however few tokens they have."""
     prompt_token_s: float
     """For each token of a prompt that is computed."""
     rows: Range
@@ -70,6 +68,11 @@ class EngineCost:
     def tells_rows(self) -> bool:
         """Whether steps decoded rows in such different numbers that they say what a row more costs."""
         return self.usual_rows.high >= 2 * self.usual_rows.low
+
+    def faster(self, times: float) -> EngineCost:
+        """What it costs where everything is so many times as fast."""
+        parts = {name: getattr(self, name) / times for name in ("step_s", "row_s", "pass_s", "prompt_token_s")}
+        return replace(self, **parts)
 
     def decode_s(self, rows: float) -> float:
         """Seconds until each of so many rows has its next token."""
@@ -99,8 +102,8 @@ def engine_cost(
     replies: Replies | None = None,
 ) -> EngineCost:
     """Fit the cost of an engine to what it took in each step of a run: seconds of decoding, its own steps, tokens sampled, and
-    what prompts took; `most_rows` were decoded at once. `replies` tell what a row more costs where there are any. No part is
-    negative."""
+    what prompts took; `most_rows` were decoded at once. `replies` tell what a row more costs where there are any. A pass over
+    prompts costs what a step costs however few rows it has, and a part per token. No part is negative."""
     sizes = np.stack([steps, tokens], axis=1)
     parts, error = _fitted(sizes, seconds)
     if replies is not None:
@@ -119,7 +122,10 @@ def engine_cost(
     usual = Range(float(rows.min()), float(rows.max())) if len(rows) else Range(0.0, 0.0)
     if replies is not None:
         usual = Range(1.0, most_rows)
-    return EngineCost(float(parts[0]), float(parts[1]), prompts.token_s, Range(1.0, most_rows), error, usual)
+    step_s, row_s = map(float, parts)
+    pass_s = min(step_s, prompts.seconds / prompts.passes) if prompts.passes else 0.0
+    token_s = (prompts.seconds - pass_s * prompts.passes) / prompts.tokens if prompts.tokens else 0.0
+    return EngineCost(step_s, row_s, pass_s, token_s, Range(1.0, most_rows), error, usual)
 
 
 def trainer_cost(seconds: np.ndarray, tokens: np.ndarray) -> TrainerCost:

@@ -46,6 +46,9 @@ class Loop:
     """Seconds of a training step however small it is, and of everything else in the main thread."""
     sync_s: float
     steps: int
+    begin_s: float = 0.0
+    """Seconds that the host takes to begin an attempt, one after the other; those that it begins together get to the engines
+    together."""
     slower: float = 1.0
     """Times that trainer and engines each take while both are at work, over what they take alone."""
     failure_every_s: float = 0.0
@@ -138,6 +141,10 @@ class Simulator:
         self._num_events = 0
         self._version = 0
         self._trains = False
+        self._beginning: dict[int, range] = {}
+        """First of the attempts that the host is beginning → all of them."""
+        self._host_until = 0.0
+        """When the host has begun those."""
         self.now = self._step_began = self._waits_since = 0.0
 
     def run(self) -> Outcome:
@@ -195,6 +202,7 @@ class Simulator:
             engine.slowed = 1.0
             engine.owes_s += self.loop.sync_s
             self._announce(index)
+        self._host_until = max(self._host_until, self.now + self.loop.sync_s)  # what is begun is begun with the new weights
         self._admit()
         self._take_batch()
 
@@ -222,7 +230,19 @@ class Simulator:
         alive = self._under_way.total() + self._num_ready + self._leased
         target = (loop.max_lag + 1) * loop.groups_per_step
         wanted = room(alive, target, loop.max_lag, loop.groups_per_step, loop.steps - self._version)
-        self._submit(index for group in self._drawn(wanted) for index in self._begin(group))
+        begun = [self._begin(group) for group in self._drawn(wanted)]
+        if not begun:
+            return
+        attempts = range(begun[0].start, begun[-1].stop)
+        self._host_until = max(self.now, self._host_until) + loop.begin_s * len(attempts)
+        self._beginning[attempts.start] = attempts
+        if loop.begin_s:
+            self._at(self._host_until, "begun", attempts.start)
+        else:
+            self._on_begun(attempts.start)
+
+    def _on_begun(self, first: int) -> None:
+        self._submit(self._beginning.pop(first))
 
     def _drawn(self, count: int) -> list[Group]:
         """So many that were recorded one after the other: what held one of them up may have held up its neighbours, too."""
@@ -260,6 +280,8 @@ class Simulator:
         """Give free rows to those that wait, and announce when the next row ends."""
         engine = self._engines[which]
         self.outcome.busy_s += engine.advance(self.now)
+        if engine.waiting and len(engine.rows) < engine.most:
+            engine.owes_s += engine.cost.pass_s
         while engine.waiting and len(engine.rows) < engine.most:
             index = engine.waiting.popleft()
             attempt = self._attempts[index]

@@ -36,6 +36,10 @@ class Group:
     """Of each attempt, between its turns and for its reward."""
     prompt_tokens: int
 
+    @property
+    def mean_tokens(self) -> float:
+        return sum(self.tokens) / len(self.tokens)
+
 
 @dataclass(slots=True, frozen=True)
 class Recording:
@@ -52,6 +56,8 @@ class Recording:
     config: dict[str, Any]
     step_s: np.ndarray
     """As measured, of the steady steps."""
+    begin_s: float = 0.0
+    """Seconds that the host takes to begin an attempt, while its engine waits."""
 
     @classmethod
     def of(cls, run: Run) -> Recording:
@@ -94,6 +100,7 @@ class Recording:
             trained_share=float(_column(facts, "trainer/tokens").mean() / max(1.0, _sampled_per_step(groups, facts))),
             config=dict(run.config),
             step_s=step_s,
+            begin_s=_begin_s(rows, facts),
         )
 
 
@@ -119,13 +126,35 @@ def _waves(facts: Facts) -> float:
     return max(1.0, attempts / engines / facts.setting("engine.max_num_seqs", 256))
 
 
-def _replies(rows: list[dict[str, Any]], facts: Facts, engines: int) -> Replies | None:
-    """Of steps whose replies all began together; None where they do not tell what a row costs."""
+def _together(rows: list[dict[str, Any]], facts: Facts) -> dict[int, list[dict[str, Any]]]:
+    """Step → its attempts, for steps whose replies all began together."""
     steps: dict[int, list[dict[str, Any]]] = {}
     for row in rows if facts.is_lockstep else ():
         steps.setdefault(row["step"], []).append(row)
     attempts = facts.setting("rollouts.groups_per_step", 1) * facts.setting("rollouts.group_size", 1)
-    found = [_rows_of_steps(each, engines) for each in steps.values() if len(each) == attempts and _began_together(each)]
+    return {step: each for step, each in steps.items() if len(each) == attempts and _began_together(each)}
+
+
+def _begin_s(rows: list[dict[str, Any]], facts: Facts) -> float:
+    """What a step waits for environments beyond what these took after its replies, over its attempts: their prompts are made
+    before the engine has any work, and their ends are seen to after it."""
+    waited = dict(zip(_column(facts, "step"), facts.phase("wait_for_environments"), strict=True))
+    found = []
+    for step, attempts in _together(rows, facts).items():
+        turns = [attempt["turns"][0] for attempt in attempts]
+        sampled = [turn["decode_s"] or 0.0 for turn in turns]
+        over = [
+            end + (turn["environment_s"] or 0.0) + (row["score_s"] or 0.0)
+            for end, turn, row in zip(sampled, turns, attempts, strict=True)
+        ]
+        if waited.get(step):
+            found.append((waited[step] - (max(over) - max(sampled))) / len(attempts))
+    return max(0.0, float(np.mean(found))) if found else 0.0
+
+
+def _replies(rows: list[dict[str, Any]], facts: Facts, engines: int) -> Replies | None:
+    """Of steps whose replies all began together; None where they do not tell what a row costs."""
+    found = [_rows_of_steps(each, engines) for each in _together(rows, facts).values()]
     if not found:
         return None
     seconds, num_steps, summed = np.concatenate(found, axis=1)

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from random import Random
 from typing import Any
@@ -267,10 +267,8 @@ def _loop(recording: Recording, recorded: WhatIf, wanted: WhatIf, steps: int, se
     faster = _times_faster("tensor_parallel", wanted.tensor_parallel)
     per_token = trainer.token_s * recording.trained_share / _times_faster("trainers", wanted.trainers)
     return Loop(
-        groups=tuple(_changed_group(group, wanted, Random(seed)) for group in recording.groups),
-        engine=replace(
-            engine, step_s=engine.step_s / faster, row_s=engine.row_s / faster, prompt_token_s=engine.prompt_token_s / faster
-        ),
+        groups=_changed_groups(recording.groups, wanted, Random(seed)),
+        engine=engine.faster(faster),
         engines=wanted.engines,
         rows=wanted.max_num_seqs,
         groups_per_step=wanted.groups_per_step,
@@ -279,6 +277,7 @@ def _loop(recording: Recording, recorded: WhatIf, wanted: WhatIf, steps: int, se
         step_s=trainer.step_s + recording.other_s,
         sync_s=recording.sync_s,
         steps=steps,
+        begin_s=recording.begin_s,
         slower=_slower(recording, recorded, wanted),
         failure_every_s=3600 * wanted.failure_every_h / wanted.engines,
         recovery_s=wanted.recovery_s,
@@ -286,16 +285,39 @@ def _loop(recording: Recording, recorded: WhatIf, wanted: WhatIf, steps: int, se
     )
 
 
-def _changed_group(group: Group, wanted: WhatIf, draw: Random) -> Group:
-    """A group with as many attempts as wanted, drawn from its own."""
-    chosen = range(len(group.tokens))
-    if len(chosen) != wanted.group_size:
-        chosen = [draw.randrange(len(group.tokens)) for _ in range(wanted.group_size)]  # type: ignore[assignment]
+def _changed_groups(groups: Sequence[Group], wanted: WhatIf, draw: Random) -> tuple[Group, ...]:
+    """Groups with as many attempts as wanted. Fewer are drawn from a group's own. More come from groups whose answers are about
+    as long: its own ones a second time would have no longer answer among them."""
+    by_length = sorted(groups, key=lambda group: group.mean_tokens)
+    places = {id(group): place for place, group in enumerate(by_length)}
+    return tuple(_changed_group(group, by_length, places[id(group)], wanted, draw) for group in groups)
+
+
+def _changed_group(group: Group, by_length: Sequence[Group], place: int, wanted: WhatIf, draw: Random) -> Group:
+    attempts = list(zip(group.tokens, group.environment_s, strict=True))
+    if len(attempts) > wanted.group_size:
+        attempts = draw.sample(attempts, wanted.group_size)
+    others = _nearest(by_length, place)
+    while len(attempts) < wanted.group_size:
+        other = next(others, group)
+        attempts += zip(other.tokens, other.environment_s, strict=True)
+    chosen = attempts[: wanted.group_size]
     return Group(
-        tuple(max(1, round(group.tokens[index] * wanted.lengths)) for index in chosen),
-        tuple(group.environment_s[index] * wanted.environments for index in chosen),
+        tuple(max(1, round(tokens * wanted.lengths)) for tokens, _ in chosen),
+        tuple(environment_s * wanted.environments for _, environment_s in chosen),
         group.prompt_tokens,
     )
+
+
+def _nearest(by_length: Sequence[Group], place: int) -> Iterator[Group]:
+    """The groups other than the one at a place, those whose answers are about as long first."""
+    below, above, own = place - 1, place + 1, by_length[place].mean_tokens
+    while below >= 0 or above < len(by_length):
+        is_above = below < 0 or (
+            above < len(by_length) and by_length[above].mean_tokens - own < own - by_length[below].mean_tokens
+        )
+        yield by_length[above if is_above else below]
+        below, above = (below, above + 1) if is_above else (below - 1, above)
 
 
 def _times_faster(what: str, times: int) -> float:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from random import Random
 from typing import Any
 
@@ -13,8 +14,8 @@ from redline.lab.simulate.costs import EngineCost, Range
 from redline.lab.simulate.events import Loop, Outcome, Simulator
 from redline.lab.simulate.recorded import Group
 
-COST = EngineCost(step_s=0.01, row_s=0.001, prompt_token_s=0.0, rows=Range(1, 64), error=0.0)
-FLAT = EngineCost(step_s=0.01, row_s=0.0, prompt_token_s=0.0, rows=Range(1, 64), error=0.0)
+COST = EngineCost(step_s=0.01, row_s=0.001, pass_s=0.0, prompt_token_s=0.0, rows=Range(1, 64), error=0.0)
+FLAT = EngineCost(step_s=0.01, row_s=0.0, pass_s=0.0, prompt_token_s=0.0, rows=Range(1, 64), error=0.0)
 
 
 def equal(tokens: int, attempts: int = 4, environment_s: float = 0.0, prompt_tokens: int = 0) -> Group:
@@ -34,14 +35,28 @@ def test_equal_answers_take_a_step_of_all_rows_per_token() -> None:
 
 
 def test_prompts_are_computed_once_per_group_and_weights_pause_the_engine() -> None:
-    cost = EngineCost(0.01, 0.001, 0.002, Range(1, 64), 0.0)
+    cost = EngineCost(0.01, 0.001, 0.04, 0.002, Range(1, 64), 0.0)
     steps = simulated(equal(100, prompt_tokens=50), engine=cost, sync_s=0.3).step_s
-    assert steps[0] == pytest.approx(1.8 + 2 * 50 * 0.002 + 0.5)
+    assert steps[0] == pytest.approx(1.8 + 0.04 + 2 * 50 * 0.002 + 0.5)
     assert steps[1] == pytest.approx(steps[0] + 0.3)
 
 
 def test_those_without_a_row_wait_for_one() -> None:
     assert simulated(equal(100), rows=4).step_s[0] == pytest.approx(2 * 100 * (0.01 + 4 * 0.001) + 0.5)
+
+
+def test_those_that_get_a_row_later_cost_a_pass_over_prompts_each_time() -> None:
+    """Two rows for eight attempts of one length: they begin in four pairs."""
+    cost = replace(COST, pass_s=0.04)
+    assert simulated(equal(100), engine=cost, rows=2).step_s[0] == pytest.approx(4 * (100 * (0.01 + 2 * 0.001) + 0.04) + 0.5)
+
+
+def test_the_host_begins_attempts_one_after_the_other_before_an_engine_has_them() -> None:
+    assert simulated(equal(100), begin_s=0.02).step_s == pytest.approx([8 * 0.02 + 1.8 + 0.5] * 10)
+    after_sync = simulated(equal(100), begin_s=0.02, sync_s=0.3).step_s[1]
+    assert after_sync == pytest.approx(0.3 + 8 * 0.02 + 1.8 + 0.5), "none is begun before the weights are there"
+    beside = simulated(equal(100), engine=FLAT, step_s=3.0, max_lag=1, begin_s=0.02, steps=30)
+    assert np.mean(beside.step_s[5:]) == pytest.approx(3.0, rel=0.01), "with a lag it does so while the trainer works"
 
 
 def test_several_engines_divide_the_rows() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -52,3 +53,27 @@ def test_a_step_that_does_not_say_how_long_it_took_is_none_of_no_length(tmp_path
     assert found.step_s.tolist() == [1.0] * 8
     with pytest.raises(RunFolderError, match="how long they took"):
         Recording.of(run_of(tmp_path / "zero", [0.0] * 10))
+
+
+def test_what_a_step_waits_for_environments_beyond_what_they_took_is_the_host_s_for_each_attempt() -> None:
+    """The reply that ends last (1.0 s) plays for 0.1 s, an earlier one (0.9 s) for 0.3 s: 0.2 s after the last token."""
+    waited = np.array([0.26, 0.3, 0.0])
+    facts: Any = SimpleNamespace(
+        is_lockstep=True,
+        num_steps=3,
+        steps={"step": np.array([3.0, 4.0, 5.0])},
+        setting=lambda key, default: {"rollouts.groups_per_step": 1, "rollouts.group_size": 2}.get(key, default),
+        phase=lambda name: waited,
+    )
+    turns = ({"decode_s": 1.0, "environment_s": 0.1}, {"decode_s": 0.9, "environment_s": 0.2})
+    rows = [
+        {"step": step, "score_s": score_s, "turns": [{"start": 4, "end": 9, "queue_s": 0.0, **turn}]}
+        for step in (3, 4, 5)
+        for turn, score_s in zip(turns, (0.0, 0.1), strict=True)
+    ]
+    assert recorded._begin_s(rows, facts) == pytest.approx((0.06 + 0.1) / 2 / 2)
+    assert recorded._begin_s(rows[1:2], facts) == 0.0, "a step that the store does not have whole tells nothing"
+    waited[:] = 0.1
+    assert recorded._begin_s(rows, facts) == 0.0, "never negative"
+    facts.is_lockstep = False
+    assert recorded._begin_s(rows, facts) == 0.0

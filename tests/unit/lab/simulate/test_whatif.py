@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import replace
 from random import Random
 from typing import Any
@@ -13,7 +14,7 @@ from redline.errors import ConfigError
 from redline.lab.simulate.costs import Prompts, Range, Replies, engine_cost, trainer_cost
 from redline.lab.simulate.events import Loop, Simulator
 from redline.lab.simulate.recorded import Group, Recording, _began_together, _rows_of_steps
-from redline.lab.simulate.whatif import changed, recorded_settings, simulate
+from redline.lab.simulate.whatif import _changed_groups, changed, recorded_settings, simulate
 
 CONFIG = {
     "placement": {"engines": 0},
@@ -37,7 +38,8 @@ def recording(step_s: float | None = None) -> Recording:
 
 def test_costs_are_found_again_and_none_is_negative() -> None:
     found = recording()
-    assert (found.engine.step_s, found.engine.row_s, found.engine.prompt_token_s) == pytest.approx((0.01, 0.001, 0.002))
+    assert (found.engine.step_s, found.engine.row_s) == pytest.approx((0.01, 0.001))
+    assert (found.engine.pass_s, found.engine.prompt_token_s) == pytest.approx((0.01, 0.0019)), "0.2 s for 100 tokens"
     assert (found.trainer.step_s, found.trainer.token_s) == pytest.approx((0.2, 0.0005))
     falling = trainer_cost(np.array([3.0, 2.0, 1.0]), np.array([1.0, 2.0, 3.0]))
     assert (falling.step_s, falling.token_s) == (pytest.approx(2.0), 0.0)
@@ -62,7 +64,7 @@ def test_where_all_steps_decode_as_many_rows_a_pass_over_prompts_tells_what_a_ro
     found = engine_cost(noise * 16 * (0.01 + 64 * 0.0001), steps, 64 * steps, prompts, 64)
     assert found.row_s == pytest.approx(0.0001, rel=0.1)
     assert found.decode_s(64) == pytest.approx(0.0164, rel=0.02)
-    assert found.prompt_token_s == pytest.approx(0.00015)
+    assert (found.pass_s, found.prompt_token_s) == pytest.approx((0.01, 0.0001), rel=0.1)
     told_apart = engine_cost(0.01 * steps + 0.0003 * steps * np.arange(20), steps, steps * np.arange(20), prompts, 64)
     assert told_apart.row_s == pytest.approx(0.0003, rel=0.01)
 
@@ -97,6 +99,21 @@ def test_the_replay_is_the_measurement_and_longer_answers_take_longer() -> None:
         "training on 2 times the tokens of a step costs what the recorded steps say",
         "all answers are longer or shorter by the same factor",
     )
+
+
+def test_larger_groups_have_the_longest_answer_of_so_many_and_those_of_like_tasks() -> None:
+    """Lengths of half of the tasks are about 100, of the others about 1000: groups of 16 stay apart, and use every answer."""
+    draw = Random(1)
+    groups = [Group(tuple(draw.randint(size, size + 50) for _ in range(4)), (0.0,) * 4, 9) for size in (100, 1000) * 20]
+    found = _changed_groups(groups, replace(recorded_settings(CONFIG), group_size=16), Random(0))
+    assert [max(group.tokens) > 500 for group in found] == [False, True] * 20
+    assert all(min(group.tokens) > 500 or max(group.tokens) < 500 for group in found)
+    assert all(set(own.tokens) <= set(group.tokens) for own, group in zip(groups, found, strict=True))
+    assert np.mean([len(set(group.tokens)) for group in found]) > 12, "no answer four times"
+    fewer = _changed_groups(groups, replace(recorded_settings(CONFIG), group_size=3), Random(0))
+    assert all(Counter(group.tokens) <= Counter(own.tokens) for own, group in zip(groups, fewer, strict=True))
+    alone = _changed_groups(groups[:1], replace(recorded_settings(CONFIG), group_size=6), Random(0))
+    assert len(alone[0].tokens) == 6
 
 
 def test_more_engines_and_a_lag_are_faster_and_what_is_assumed_is_said() -> None:
