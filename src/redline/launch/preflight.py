@@ -230,7 +230,33 @@ def _check_model(config: Config, tasks: Sequence[Task], notes: list[str]) -> Non
         # It may ask something else than the messages of its tasks, so that this is no reason to refuse the run.
         notes.append(f"none of {len(tasks)} tasks can be asked as its messages are: {error.message}; {error.hint}")
         return
+    if rollouts.environment.name is None:  # one may ask for fewer tokens
+        _check_cache(config, folder, max(lengths))
     notes.append(f"{len(lengths)} prompts looked at: {min(lengths)} to {max(lengths)} tokens, of {longest} with the answer")
+
+
+def _check_cache(config: Config, folder: Path, prompt: int) -> None:
+    """Raise `EngineError` where a KV cache of the size that the recipe gives does not hold an answer to such a prompt."""
+    engine = config.engine
+    if engine.kind != "native" or not engine.kv_cache_memory_bytes:
+        return
+    import torch
+
+    from redline.engine.native.admission import check_room
+    from redline.engine.native.cache.sizing import block_size_for, num_blocks_for
+    from redline.models.files.hf import load_config
+    from redline.models.layers.routes import routing_shape
+    from redline.models.parallel import shard_spec
+    from redline.models.spec import is_ours, spec_from_config
+
+    if not is_ours(described := load_config(folder)):
+        return
+    spec, device = spec_from_config(described), torch.device(config.run.device)
+    size, longest = block_size_for(engine, device), min(engine.max_model_len or spec.max_positions, spec.max_positions)
+    routing, dtype = routing_shape(spec) if engine.record_routing else None, getattr(torch, config.model.dtype)
+    own = shard_spec(spec, engine.tensor_parallel_size)
+    blocks = num_blocks_for(engine, own, size, longest, device, dtype, routing)
+    check_room(prompt, config.rollouts.max_new_tokens, (blocks - 1) * size)
 
 
 def _prompt_length(prompts: Prompts, task: Task) -> int:

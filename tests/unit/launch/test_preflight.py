@@ -248,6 +248,17 @@ PLAYED = GOOD.replace("def score(self, task, text):", "async def play(self, task
 )
 
 
+@pytest.mark.parametrize(
+    ("size", "said"),
+    [(1, "a KV cache of 1 bytes does not hold one block of"), (1 << 16, "a prompt of 28 tokens and 256 new ones exceed")],
+)
+def test_a_kv_cache_that_does_not_hold_an_answer_is_refused(recipes: Recipes, size: int, said: str) -> None:
+    error = recipes.refusal(engine={"kv_cache_memory_bytes": size}, rollouts={"max_new_tokens": 256})
+    assert said in error.message
+    assert "engine.kv_cache_memory_bytes" in error.hint
+    recipes.check(engine={"kv_cache_memory_bytes": 1 << 20}, rollouts={"max_new_tokens": 256})
+
+
 def played(recipes: Recipes, source: str, **keys: Any) -> tuple[str, ...]:
     (recipes.folder / "played.py").write_text(source)
     environment = {"name": "played:Source", "folder": str(recipes.folder)}

@@ -51,6 +51,15 @@ def check_request(request: GenerateRequest, limits: Limits, adapters: Collection
         raise EngineError(f"unknown adapter {request.adapter!r}; resident: {resident}", "load it first, or leave `adapter` out")
 
 
+def check_room(prompt: int, new: int, cache_tokens: int) -> None:
+    """Raises EngineError where the KV cache is too small for one completion."""
+    if prompt + new > cache_tokens:
+        raise EngineError(
+            f"a prompt of {prompt} tokens and {new} new ones exceed the KV cache of {cache_tokens} tokens",
+            "raise engine.kv_cache_memory_bytes or engine.gpu_memory_utilization, or lower max_tokens",
+        )
+
+
 def _check_prompt(request: GenerateRequest, limits: Limits) -> None:
     prompt, new = len(request.prompt_ids), request.sampling.max_tokens
     if prompt == 0:
@@ -60,11 +69,7 @@ def _check_prompt(request: GenerateRequest, limits: Limits) -> None:
             f"a prompt of {prompt} tokens and {new} new ones exceed the model's {limits.max_len} positions",
             "ask for fewer new tokens (rollouts.max_new_tokens of a recipe), or shorten the prompt",
         )
-    if prompt + new > limits.cache_tokens:
-        raise EngineError(
-            f"a prompt of {prompt} tokens and {new} new ones exceed the KV cache of {limits.cache_tokens} tokens",
-            "raise engine.kv_cache_memory_bytes or engine.gpu_memory_utilization, or lower max_tokens",
-        )
+    check_room(prompt, new, limits.cache_tokens)
     # Where the prompt ends inside a block, each further completion continues it in a copy of its own.
     copies = request.sampling.n - 1 if prompt % limits.block_size else 0
     if (-(-prompt // limits.block_size) + copies) * limits.block_size > limits.cache_tokens:
