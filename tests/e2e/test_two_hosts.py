@@ -20,6 +20,7 @@ from support.two_hosts import TwoHosts, two_hosts
 
 from redline.telemetry import RunFolder
 from redline.telemetry.machine.hosts import sampled_hosts
+from redline.telemetry.processes import read_processes
 from redline.wire import make_token
 
 STEPS = 8
@@ -150,32 +151,49 @@ def assert_sampled(folder: RunFolder, home: str, elsewhere: dict[str, str]) -> N
 
 def test_ranks_on_two_hosts_sample_both_and_a_host_that_is_killed_has_what_it_sent(hosts: TwoHosts, tmp_path: Path) -> None:
     write_recipe(tmp_path, steps=10_000)
-    launcher = ("--nnodes", "2", "--nproc-per-node", "1", "--max-restarts", "0", "--master-port", "29650")
-    program = (
-        "env",
-        "GLOO_SOCKET_IFNAME=eth0",
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--master-addr",
-        hosts.address_a,
-        *launcher,
-    )
-    train = ["-m", "redline", "train", "letters.yaml", "telemetry.sample_every_s=0.1", "trainer.rank_timeout_s=10"]
-    both = ((hosts.a, "host-a", "0"), (hosts.b, "host-b", "1"))
-    started = [on(host, ["--node-rank", node, *train], tmp_path, f"{name}.txt", name, program) for host, name, node in both]
-    with ExitStack() as processes:
-        for process in started:
-            processes.enter_context(ended(process))
-        pair = Both(*started, tmp_path)
-        (tmp_path / "host-a.txt").rename(tmp_path / "run.txt")
-        (tmp_path / "host-b.txt").rename(tmp_path / "join.txt")
+    with both_ranks(hosts, tmp_path) as pair:
         pair.wait_for_steps(2)
         pair.wait_for(lambda: "host-b" in sampled_hosts(pair.folder.samples_elsewhere))
         with hosts.failing("drop"):
             assert pair.run.wait(SOON_S) != 0
         assert pair.join.wait(SOON_S) != 0
     assert_sampled(pair.folder, "host-a", {"host-b": "rank 1"})
+
+
+def test_a_rank_that_does_not_see_the_run_folder_is_in_trace_and_ledger(hosts: TwoHosts, tmp_path: Path) -> None:
+    """Its disk has a folder of the same name, of another run, which stays as it was."""
+    write_recipe(tmp_path)
+    other = tmp_path / "other" / "letters-001"
+    other.mkdir(parents=True)
+    (other / "environment.json").write_text("{}")
+    (tmp_path / "runs").mkdir()
+    own_disk = ("unshare", "--mount", "sh", "-c", 'mount --bind other runs && exec "$@"', "sh")
+    with both_ranks(hosts, tmp_path, on_b=own_disk) as pair:
+        assert pair.run.wait(SOON_S) == 0, pair.run_said
+        assert pair.join.wait(SOON_S) == 0, pair.join_said
+    assert [path.name for path in other.iterdir()] == ["environment.json"]
+    ledger = json.loads(pair.folder.ledger.read_text())["lanes"]
+    (rank_1,) = (lane for name, lane in ledger.items() if re.fullmatch(r"rank-1-\d+/main", name))
+    assert {"trainer.forward", "trainer.backward", "wait.for_rank_0"} <= rank_1["rows"].keys()
+    (process,) = (each for each in read_processes(pair.folder.spans) if each.name == "rank-1")
+    assert process.ledger is not None
+    assert process.clock.how == "shortest of several round trips"
+    steps = {span.args["version"] for span in process.spans if span.name == "trainer.other"}
+    assert len(steps) == STEPS
+
+
+@contextmanager
+def both_ranks(hosts: TwoHosts, cwd: Path, on_b: tuple[str, ...] = ()) -> Iterator[Both]:
+    """A run of two ranks, rank 1 on host b, where the words `on_b` come before its command."""
+    python = ("env", "GLOO_SOCKET_IFNAME=eth0", sys.executable, "-m", "torch.distributed.run")
+    meet = ("--nnodes", "2", "--nproc-per-node", "1", "--max-restarts", "0")
+    meet += ("--master-addr", hosts.address_a, "--master-port", "29650")
+    train = ["-m", "redline", "train", "letters.yaml", "telemetry.sample_every_s=0.1", "trainer.rank_timeout_s=10"]
+    with ExitStack() as processes:
+        a = on(hosts.a, ["--node-rank", "0", *train], cwd, "run.txt", "host-a", (*python, *meet))
+        processes.enter_context(ended(a))
+        b = on(hosts.b, ["--node-rank", "1", *train], cwd, "join.txt", "host-b", (*on_b, *python, *meet))
+        yield Both(a, processes.enter_context(ended(b)), cwd)
 
 
 def lanes(folder: RunFolder) -> list[str]:

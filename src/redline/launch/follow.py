@@ -8,7 +8,7 @@ from __future__ import annotations
 import signal
 import threading
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
 
@@ -17,10 +17,9 @@ from redline.errors import RankLostError, RunFolderError, in_words
 from redline.launch.models import load_trainable_policy
 from redline.launch.process import prepare_process
 from redline.launch.rank_samples import RankSamples
+from redline.launch.rank_spans import recording_rank, sees
 from redline.launch.trainers import connect_ranks, make_following_trainer
-from redline.telemetry import Recorder
 from redline.telemetry.machine.hosts import HostSampling, sampling_host
-from redline.telemetry.processes import recording_process
 from redline.trainer.parallel.checkpoint_parts import ALL_MUST_SEE, WHY_ALL
 from redline.trainer.parallel.led import follow as follow_orders
 from redline.trainer.parallel.orders import END, Order
@@ -56,11 +55,13 @@ def follow() -> None:
 
 def _take_part(ranks: Ranks, begin: Order) -> None:
     config, folder = Config.model_validate(begin.fields["config"]), Path(begin.fields["folder"])
-    if Division.of(config.trainer).divides_weights and not folder.is_dir():
+    mark = begin.fields["mark"]
+    if Division.of(config.trainer).divides_weights and not sees(folder, mark):
         raise RunFolderError(f"{folder}: this machine does not see this folder, {WHY_ALL}", ALL_MUST_SEE)
     sampling = HostSampling(**begin.fields["sampling"]) if begin.fields["sampling"] else None
     send = RankSamples(ranks.connection).send
-    with _recording(ranks.rank, folder) as recorder, sampling_host(sampling, f"rank {ranks.rank}", send):
+    recording = recording_rank(ranks.rank, folder, mark, ranks.connection)
+    with recording as recorder, sampling_host(sampling, f"rank {ranks.rank}", send):
         if recorder is not None:
             ranks.pulse.doing = lambda: next((lane.innermost for lane in recorder.lane_states() if lane.name == "main"), "")
         prepare_process(config)
@@ -70,11 +71,6 @@ def _take_part(ranks: Ranks, begin: Order) -> None:
             follow_orders(trainer, ranks)
         finally:
             trainer.close()
-
-
-def _recording(rank: int, folder: Path) -> AbstractContextManager[Recorder | None]:
-    """Record spans into the run folder, where this machine sees it."""
-    return recording_process(f"rank-{rank}", folder / "spans") if folder.is_dir() else nullcontext()
 
 
 @contextmanager

@@ -12,6 +12,7 @@ from redline.config import Config
 from redline.errors import ModelError, RankLostError
 from redline.launch.models import LoadedModel
 from redline.launch.rank_samples import take_samples
+from redline.launch.rank_spans import mark_of, take_spans
 from redline.launch.ranks import num_ranks
 from redline.telemetry import RunFolder, span
 from redline.telemetry.files.failure import record_failure
@@ -35,14 +36,15 @@ Tell = Callable[[str], None]
 
 def meet_ranks(config: Config, folder: RunFolder, hosts: HostSamples | None = None) -> Parallel:
     """Meet the other ranks, where there are some, and tell them what to do: called once by rank 0, before its model loads, so
-    that all load at the same time. `hosts` takes the samples of their machines."""
+    that all load at the same time. Their spans come into the folder; `hosts` takes the samples of their machines."""
     if num_ranks() == 1:
         return Parallel()
     ranks = join()
     ranks.pulse.at_loss = lambda message: record_failure(folder, RankLostError(message, HINT))
     sampling = asdict(hosts.sampling) if hosts else None
-    fields = {"config": config.model_dump(mode="json"), "folder": str(folder.path.absolute()), "sampling": sampling}
-    ranks.orders.give(Order(BEGIN, fields))
+    place = {"folder": str(folder.path.absolute()), "mark": mark_of(folder.path)}
+    ranks.orders.give(Order(BEGIN, {"config": config.model_dump(mode="json"), **place, "sampling": sampling}))
+    take_spans(ranks.connection(), folder.spans, ranks.over)
     if hosts:
         take_samples(ranks.connection(), hosts)
     return connect_ranks(config, ranks)

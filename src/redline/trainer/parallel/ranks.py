@@ -15,6 +15,7 @@ A process is one rank of one run, as it has one `RANK` in its environment, so `j
 from __future__ import annotations
 
 import os
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -62,6 +63,8 @@ class Ranks:
         self.pulse = Pulse(self.connection(), self.rank, self.world)
         self.orders = Orders(self.store, self.pulse, self.world)
         self._dismissed = False
+        self.over = threading.Event()
+        """In rank 0: nothing more comes from the others."""
         self.pulse.start()
 
     def connection(self) -> dist.Store:
@@ -97,8 +100,11 @@ class Ranks:
     def wait_until_left(self) -> None:
         """Rank 0: block until the others have written their files and left, some seconds at most."""
         until = time.monotonic() + (0 if self.pulse.lost else LEAVING_S)
-        while self.store.add("left", 0) < self.world - 1 and time.monotonic() < until:
-            time.sleep(0.02)
+        try:
+            while self.store.add("left", 0) < self.world - 1 and time.monotonic() < until:
+                time.sleep(0.02)
+        finally:
+            self.over.set()
 
     def closes(self) -> None:
         """Rank 0: say that an order has failed here, and that the run is being closed. Does not block."""
@@ -108,6 +114,7 @@ class Ranks:
 
     def closed(self) -> None:
         """Rank 0: say that everything about a run that failed is written. Does not block."""
+        self.over.set()
         with suppress(dist.DistError, RuntimeError):
             self.store.set(CLOSED, "")
 
