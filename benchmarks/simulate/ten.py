@@ -272,36 +272,42 @@ def distance(a: Mapping[int, float], b: Mapping[int, float]) -> float:
 
 # ── the figure ─────────────────────────────────────────────────────────────────────────────────────────────────────────
 
-SIDE, MARGIN = 420, 60
+SIDE, MARGIN, NAMES, LINE = 420, 60, 230, 16
 
 
 def figure(rows: Sequence[Row]) -> str:
-    """Predicted over measured seconds of a step, both axes logarithmic; the grey band is 10%."""
+    """Predicted over measured seconds of a step, both axes logarithmic; the grey band is 10%. Names stand beside the square."""
     values = [value for row in rows for value in (row.measured_s, row.predicted_s)]
     low, high = min(values) / 1.3, max(values) * 1.3
     at = lambda value: MARGIN + SIDE * (np.log(value / low) / np.log(high / low))  # noqa: E731
     up = lambda value: MARGIN + SIDE - (at(value) - MARGIN)  # noqa: E731
-    edge = [(low, low * 0.9), (high, high * 0.9), (high, high * 1.1), (low, low * 1.1)]
-    band = " ".join(f"{at(x):.1f},{up(min(high, max(low, y))):.1f}" for x, y in edge)
+    band = [(low, low * 0.9), (high, high * 0.9), (high, high * 1.1), (low, low * 1.1)]
+    square = f'x="{MARGIN}" y="{MARGIN}" width="{SIDE}" height="{SIDE}"'
     parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {SIDE + 2 * MARGIN + 120} {SIDE + 2 * MARGIN}"'
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {SIDE + 2 * MARGIN + NAMES} {SIDE + 2 * MARGIN}"'
         ' font-family="sans-serif" font-size="12">',
         '<rect width="100%" height="100%" fill="white"/>',
-        f'<rect x="{MARGIN}" y="{MARGIN}" width="{SIDE}" height="{SIDE}" fill="none" stroke="#999"/>',
-        f'<polygon points="{band}" fill="#eee"/>',
+        f'<clipPath id="square"><rect {square}/></clipPath>',
+        f'<polygon points="{" ".join(f"{at(x):.1f},{up(y):.1f}" for x, y in band)}" fill="#eee" clip-path="url(#square)"/>',
+        f'<rect {square} fill="none" stroke="#999"/>',
         f'<line x1="{at(low):.1f}" y1="{up(low):.1f}" x2="{at(high):.1f}" y2="{up(high):.1f}" stroke="#bbb"/>',
         f'<text x="{MARGIN + SIDE / 2}" y="{SIDE + 2 * MARGIN - 15}" text-anchor="middle">measured, s a step</text>',
         f'<text x="18" y="{MARGIN + SIDE / 2}" text-anchor="middle" transform="rotate(-90 18 {MARGIN + SIDE / 2})">'
         "predicted, s a step</text>",
     ]  # fmt: skip
-    for tick in (0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10):
+    for tick in (0.05, 0.1, 0.2, 0.3, 0.5, 0.7, 1, 2, 5, 10):
         if low <= tick <= high:
             parts.append(f'<text x="{at(tick):.1f}" y="{MARGIN + SIDE + 16}" text-anchor="middle" fill="#666">{tick:g}</text>')
             parts.append(f'<text x="{MARGIN - 8}" y="{up(tick) + 4:.1f}" text-anchor="end" fill="#666">{tick:g}</text>')
-    for row in rows:
+    side, free = MARGIN + SIDE + 14, float("-inf")
+    for row in sorted(rows, key=lambda row: -row.predicted_s):
         x, y = at(row.measured_s), up(row.predicted_s)
+        free = max(y, free + LINE)
+        parts.append(
+            f'<polyline points="{x:.1f},{y:.1f} {side - 24},{free:.1f} {side - 4},{free:.1f}" fill="none" stroke="#ccc"/>'
+        )
         parts.append(f'<circle cx="{x:.1f}" cy="{y:.1f}" r="4" fill="{"#1a6faf" if row.holds else "#c0392b"}"/>')
-        parts.append(f'<text x="{x + 8:.1f}" y="{y + 4:.1f}" fill="#333">{row.name} {row.error:+.0%}</text>')
+        parts.append(f'<text x="{side}" y="{free + 4:.1f}" fill="#333">{row.name} {row.error:+.1%}</text>')
     return "\n".join([*parts, "</svg>", ""])
 
 
