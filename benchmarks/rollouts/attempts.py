@@ -1,9 +1,11 @@
-"""Record attempts for `redline bench generate replay=…`: a short run of `redline train` on word problems, each in two epochs.
+"""Record attempts for `redline bench generate replay=…`: the last two epochs of a run of `redline train` on word
+problems.
 
     PYTHONPATH=src python benchmarks/rollouts/attempts.py benchmarks/rollouts/attempts.npz [--tasks 17] [--tokens 64]
 
-SmolLM2-135M-Instruct reasons about sums, differences and products in words; 4 attempts a task, 8 tasks a step, two epochs. It
-takes about ten minutes of two CPU cores. What the policy said is kept as token ids: attempts.npz is what this wrote.
+SmolLM2-135M-Instruct reasons about sums, differences and products in words; 4 attempts a task, 8 tasks a step, two epochs take
+about ten minutes of two CPU cores: attempts.npz is what this wrote. After more epochs it is what a policy says that has been
+trained for a while. What the policy said is kept as token ids.
 """
 
 from __future__ import annotations
@@ -17,7 +19,7 @@ from pathlib import Path
 
 import numpy as np
 
-from redline.lab.material.attempts import read_attempts, save_attempts
+from redline.lab.material.attempts import Attempts, read_attempts, save_attempts
 
 QUESTIONS = (
     ("Ann has {a} apples and buys {b} more. How many apples does she have?", lambda a, b: a + b),
@@ -34,11 +36,12 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=64, help="of an attempt at most")
     parser.add_argument("--group", type=int, default=4, help="attempts at a task")
     parser.add_argument("--epochs", type=int, default=2)
+    parser.add_argument("--learning-rate", type=float, default=1e-5)
     parser.add_argument("--threads", type=int, default=None, help="of the CPU; by default all")
     asked = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         run = train(Path(folder), asked)
-        attempts = read_attempts(run)
+        attempts = Attempts([visits[-2:] for visits in read_attempts(run).visits])
     save_attempts(attempts, asked.out)
     lengths = [len(tokens) for visits in attempts.visits for visit in visits for tokens in visit]
     print(f"{len(attempts.visits)} tasks, {len(lengths)} attempts, {sum(lengths):,} tokens, {asked.out.stat().st_size:,} bytes")
@@ -75,7 +78,7 @@ def train(folder: Path, asked: argparse.Namespace) -> Path:
             "max_new_tokens": asked.tokens,
             "evaluation": {"num_tasks": 0},
         },
-        "trainer": {"learning_rate": 1e-5, "max_tokens_per_micro_batch": 4096},
+        "trainer": {"learning_rate": asked.learning_rate, "max_tokens_per_micro_batch": 4096},
     }
     (folder / "recipe.json").write_text(json.dumps(recipe))
     subprocess.run([sys.executable, "-m", "redline", "train", str(folder / "recipe.json")], check=True)
