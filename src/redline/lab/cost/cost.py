@@ -71,7 +71,8 @@ class Target:
         if latest is None:
             after = f"after about {found.step:,.0f} steps, not before {found.low or 0:,.0f}"
             return f"{what} {word} {after}{_unsure(found)}. {beyond}"
-        return f"{what} {word} after about {found.step:,.0f} steps ({latest})."
+        lost = "" if found.ends_at is None else f", and lost again: the last steps have {found.ends_at:.3f}"
+        return f"{what} {word} after about {found.step:,.0f} steps ({latest}){lost}."
 
 
 @dataclass(slots=True, frozen=True)

@@ -29,6 +29,8 @@ _LEVEL = 0.98
 smaller than the noise, and the family is not the truth."""
 _STRETCHES, _SMALLEST_STRETCH = 12, 4
 """A stretch of points is one of so many, and has at least so many points."""
+_ERRORS = 4.0
+"""Standard errors by which a stretch is clearly above a target, or below it: hundreds of stretches are looked at."""
 _MIDDLES = np.linspace(-1.0, 1.0, 33)
 _WIDTHS = np.geomspace(0.04, 1.5, 20)
 
@@ -50,6 +52,8 @@ class Reaching:
     last_step: int
     level: float
     """The fit at the last step."""
+    ends_at: float | None = None
+    """The mean of the last steps, where earlier ones had the target and these are clearly below it; None otherwise."""
 
     @property
     def horizon(self) -> int:
@@ -76,15 +80,18 @@ def reaching(steps: Sequence[float], rewards: Sequence[float], target: float, se
     when = drawn.reach(target, float(x[0]))
     rises = (drawn.at(np.array([1.0])) - drawn.at(np.array([0.8])))[:, 0]
     low, middle, high = _quantiles(when)
-    met = _met(x, y, target)
-    if met is not None and low <= 1:  # reached inside the recording: where no curve bends as the points do, those know better
-        low, high = min(low, met), max(high, met)
+    met, clearly = _met(x, y, target), _met(x, y, target, _ERRORS)
+    if met and clearly and clearly[1] < min(1.0, middle):  # it rose and fell again, which no curve of the family does
+        low, middle, high = met[0], *clearly
+    elif met and low <= 1:  # reached inside the recording: where no curve bends as the points do, those know better
+        low, high = min(low, met[0]), max(high, met[0])
     found = [None if place > HORIZON else float(place * last) for place in (low, middle, high)]
     gains = [float(gain) for gain in np.quantile(rises, ((1 - _LEVEL) / 2, 0.5, (1 + _LEVEL) / 2))]
     share = float(np.mean(when <= HORIZON))
     return Reaching(
-        found[1], found[0], found[2], share, (gains[0], gains[1], gains[2]), int(last), float(fit.at(np.array([1.0]))[0, 0])
-    )
+        found[1], found[0], found[2], share, (gains[0], gains[1], gains[2]), int(last), float(fit.at(np.array([1.0]))[0, 0]),
+        _end_below(y, target) if middle <= 1 else None,
+    )  # fmt: skip
 
 
 class _Fits:
@@ -128,13 +135,30 @@ def _drawn_again(residuals: np.ndarray, random: np.random.Generator) -> np.ndarr
     return centred[places] * np.sqrt(count / (count - 4))
 
 
-def _met(x: np.ndarray, y: np.ndarray, target: float) -> float | None:
-    """Where the first stretch of points begins whose mean has the target; None where none has it, or points are few."""
+def _met(x: np.ndarray, y: np.ndarray, target: float, errors: float = 0.0) -> tuple[float, float] | None:
+    """Where the first stretch of points begins and ends whose mean has the target, by so many standard errors; None where none
+    has it, or points are few."""
+    found = _stretches(y)
+    if found is None:
+        return None
+    means, off = found
+    there = np.flatnonzero(means - errors * off >= target)
+    return (float(x[there[0]]), float(x[there[0] + len(y) - len(means)])) if len(there) else None
+
+
+def _end_below(y: np.ndarray, target: float) -> float | None:
+    """The mean of the last stretch of points; None where it is not clearly below the target, or points are few."""
+    found = _stretches(y)
+    return float(found[0][-1]) if found and found[0][-1] + _ERRORS * found[1][-1] < target else None
+
+
+def _stretches(y: np.ndarray) -> tuple[np.ndarray, np.ndarray] | None:
+    """The mean of every stretch of points and its standard error; None where points are few."""
     size = len(y) // _STRETCHES
     if size < _SMALLEST_STRETCH:
         return None
-    there = np.flatnonzero(np.convolve(y, np.full(size, 1 / size), "valid") >= target)
-    return float(x[there[0]]) if len(there) else None
+    windows = np.lib.stride_tricks.sliding_window_view(y, size)
+    return windows.mean(axis=1), windows.std(axis=1, ddof=1) / np.sqrt(size)
 
 
 def _quantiles(places: np.ndarray) -> tuple[float, float, float]:

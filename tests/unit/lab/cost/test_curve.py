@@ -91,6 +91,38 @@ def test_a_falling_curve_does_not_reach_a_target() -> None:
     assert found.rise[2] < 0
 
 
+@pytest.mark.parametrize(
+    "curve",
+    [
+        lambda step: np.where(step <= 60, 0.1 + 0.7 * step / 60, 0.2),
+        lambda step: 0.1 + 0.7 * (step % 50) / 50,
+        lambda step: 0.1 + 0.7 * np.exp(-(((step - 45) / 15) ** 2)),
+    ],
+    ids=["collapse", "reset", "hill"],
+)
+def test_a_target_that_was_reached_and_lost_again_was_reached(curve: Callable[[np.ndarray], np.ndarray]) -> None:
+    target = 0.6
+    when = float(STEPS[curve(STEPS) >= target][0])
+    for seed in range(10):
+        found = noisy(curve, target, seed)
+        assert found.step == pytest.approx(when, abs=12)
+        assert found.low is not None
+        assert found.high is not None
+        assert found.low - 4 <= when <= found.high
+
+
+def test_a_target_that_is_lost_again_is_said_to_be() -> None:
+    collapse = noisy(lambda step: np.where(step <= 60, 0.1 + 0.7 * step / 60, 0.2), 0.6, 0)
+    assert collapse.ends_at == pytest.approx(0.2, abs=0.06)
+    assert noisy(slow_start, 0.7, 0).ends_at is None
+
+
+def test_noise_around_a_level_below_the_target_has_not_reached_it() -> None:
+    for seed in range(30):
+        found = noisy(lambda step: np.full(len(step), 0.5), 0.55, seed)
+        assert found.step is None or found.step > found.last_step
+
+
 def test_a_target_beyond_twice_the_steps_is_not_promised() -> None:
     found = noisy(line, 1.5, 0, noise=0.005)  # the line has it at step 280
     assert found.step is None
