@@ -259,9 +259,9 @@ class Simulator:
         self._num_groups += 1
         self._open[index] = [len(group.tokens), self._version, sum(group.tokens)]
         self._under_way[self._version] += 1
-        prompt_s = group.prompt_tokens * self.loop.engine.prompt_token_s
         for place, (tokens, after_s) in enumerate(zip(group.tokens, group.environment_s, strict=True)):
-            self._attempts.append(_Attempt(index, tokens, after_s, prompt_s if place == 0 else 0.0))
+            prompt = group.again_tokens if place else group.prompt_tokens
+            self._attempts.append(_Attempt(index, tokens, after_s, prompt * self.loop.engine.prompt_token_s))
         return range(len(self._attempts) - len(group.tokens), len(self._attempts))
 
     def _submit(self, attempts: Iterable[int]) -> None:

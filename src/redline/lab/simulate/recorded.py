@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import heapq
+from collections import deque
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -35,6 +37,9 @@ class Group:
     environment_s: tuple[float, ...]
     """Of each attempt, between its turns and for its reward."""
     prompt_tokens: int
+    """Of its prompt, computed for the first attempt: what the prefix cache had is none of them."""
+    again_tokens: float = 0.0
+    """Of its prompt, and of later turns, computed for each further attempt."""
 
     @property
     def mean_tokens(self) -> float:
@@ -79,13 +84,14 @@ class Recording:
         groups = _groups(rows, facts)
         generation = facts.phase("generation", "rollouts")
         computed = _column(facts, "engine/prompt_tokens")
-        prefill = _prefill_s(rows, facts)
         engines = max(1, int(facts.setting("placement.engines", 0)))  # their steps and tokens are recorded as sums
+        passes = _passes(groups, facts, engines)
+        prefill = _prefill_s(rows, facts, passes)
         engine = engine_cost(
             seconds=np.maximum(0.0, generation - prefill),
             steps=_column(facts, "engine/steps") / engines,
             tokens=_column(facts, "engine/generated_tokens") / engines,
-            prompts=Prompts(float(prefill.mean()), float(computed.mean()) / engines, _waves(facts)),
+            prompts=Prompts(float(prefill.mean()), float(computed.mean()) / engines, passes),
             most_rows=_most_rows(facts),
             replies=_replies(rows, facts, engines),
         )
@@ -108,22 +114,35 @@ def _column(facts: Facts, metric: str) -> np.ndarray:
     return np.nan_to_num(facts.steps.get(metric, np.zeros(facts.num_steps)))
 
 
-def _prefill_s(rows: list[dict[str, Any]], facts: Facts) -> np.ndarray:
+def _prefill_s(rows: list[dict[str, Any]], facts: Facts, passes: float) -> np.ndarray:
     """Seconds of prompts in each step. Engines in processes of their own keep their spans to themselves: then as long as the
-    attempts say, for each wave of rows."""
+    attempts say, for each pass."""
     own = _column(facts, "engine/prefill_s")
     if own.any() or not facts.setting("placement.engines", 0):
         return own
     turns = [turn for row in rows for turn in row["turns"]]
     usual = float(np.median([turn["prefill_s"] or 0.0 for turn in turns])) if turns else 0.0
-    return np.full(facts.num_steps, usual * _waves(facts))
+    return np.full(facts.num_steps, usual * passes)
 
 
-def _waves(facts: Facts) -> float:
-    """How often the rows of an engine are filled in a step."""
-    attempts = facts.setting("rollouts.groups_per_step", 1) * facts.setting("rollouts.group_size", 1)
-    engines = max(1, facts.setting("placement.engines", 0))
-    return max(1.0, attempts / engines / facts.setting("engine.max_num_seqs", 256))
+def _passes(groups: tuple[Group, ...], facts: Facts, engines: int) -> float:
+    """How often an engine takes prompts in a step, on average, as the simulation counts it: once when the step begins, and
+    where rows are fewer than attempts, each time that some end while others wait."""
+    per_step, most = facts.setting("rollouts.groups_per_step", 1), facts.setting("engine.max_num_seqs", 256)
+    attempts = [
+        [tokens for group in groups[at : at + per_step] for tokens in group.tokens] for at in range(0, len(groups), per_step)
+    ]
+    return float(np.mean([_fills(own[place::engines], most) for own in attempts for place in range(engines)]))
+
+
+def _fills(tokens: list[int], most: int) -> int:
+    """How often free rows are given to attempts that wait, where `most` answers are sampled at once."""
+    rows, waiting, fills = sorted(tokens[:most]), deque(tokens[most:]), 1
+    while waiting:
+        now, fills = rows[0], fills + 1
+        while waiting and rows[0] == now:
+            heapq.heapreplace(rows, now + waiting.popleft())
+    return fills
 
 
 def _together(rows: list[dict[str, Any]], facts: Facts) -> dict[int, list[dict[str, Any]]]:
@@ -215,10 +234,11 @@ def _groups(rows: list[dict[str, Any]], facts: Facts) -> tuple[Group, ...]:
         found.setdefault(row["group"], {}).setdefault(row["attempt"], []).append(row)
     scored_s = _scored_s(facts)
     groups = tuple(_group(attempts, scored_s) for attempts in found.values())
-    # What the prefix cache had of a prompt was not computed.
-    asked = float(np.mean([group.prompt_tokens for group in groups])) * facts.setting("rollouts.groups_per_step", 1)
-    share = min(1.0, float(_column(facts, "engine/prompt_tokens").mean()) / max(1.0, asked))
-    return tuple(replace(group, prompt_tokens=round(group.prompt_tokens * share)) for group in groups)
+    asked = max(1.0, float(np.mean([group.prompt_tokens for group in groups])))
+    computed = float(_column(facts, "engine/prompt_tokens").mean()) / facts.setting("rollouts.groups_per_step", 1)
+    others = max(1.0, float(np.mean([len(group.tokens) for group in groups])) - 1)
+    share, again = min(1.0, computed / asked), max(0.0, computed - asked) / others
+    return tuple(replace(group, prompt_tokens=round(group.prompt_tokens * share), again_tokens=again) for group in groups)
 
 
 def _group(attempts: dict[int, list[dict[str, Any]]], scored_s: float) -> Group:

@@ -53,6 +53,8 @@ class WhatIf:
     groups_per_step: int
     group_size: int
     max_lag: int
+    is_apart: bool = False
+    """Whether engines have processes of their own."""
     lengths: float = 1.0
     """Tokens of every answer, over those recorded."""
     environments: float = 1.0
@@ -136,6 +138,7 @@ def recorded_settings(config: Mapping[str, Any]) -> WhatIf:
         groups_per_step=of("rollouts", "groups_per_step", 8),
         group_size=of("rollouts", "group_size", 8),
         max_lag=of("buffer", "max_lag", 0),
+        is_apart=bool(of("placement", "engines", 0)),
     )
 
 
@@ -159,7 +162,9 @@ def changed(settings: WhatIf, overrides: Sequence[str]) -> WhatIf:
             raise ConfigError(f"{override}: less than {least:g}", f"such as {key}=2")
         if value > MOST.get(field, value):
             raise ConfigError(f"{key}: more than {MOST[field]:,}", f"such as {key}=2")
-        values[field] = max(1, value) if field == "engines" else value
+        if field == "engines":
+            values["is_apart"], value = value > 0, max(1, value)
+        values[field] = value
     return replace(settings, **values)
 
 
@@ -221,12 +226,27 @@ def _supported(recording: Recording, recorded: WhatIf, wanted: WhatIf) -> list[s
             assumed.append(f"{field.replace('_', ' ')}: twice the devices are {factor:g} times as fast")
     if wanted.lengths != 1:
         assumed.append("all answers are longer or shorter by the same factor")
+    assumed += _assumed_of_placement(recording, recorded, wanted)
     if (slower := _slower(recording, recorded, wanted)) > 1:
         assumed.append(
             f"training takes {slower:g} times as long where the engine has work when it begins, and so does sampling beside it:"
             " only a recording with a lag would tell"
         )
     return assumed
+
+
+def _assumed_of_placement(recording: Recording, recorded: WhatIf, wanted: WhatIf) -> Iterator[str]:
+    """What has to be assumed of stages that work elsewhere, or beside others, than they were recorded."""
+    if wanted.engines > recorded.engines:
+        yield f"each of {wanted.engines} engines is as fast as recorded: they have cores or devices that nobody else uses"
+    elif wanted.is_apart != recorded.is_apart:
+        yield "an engine is as fast in the trainer's process as in one of its own"
+    if recorded.max_lag and not wanted.max_lag:
+        yield "trainer and engines take as long in turn as beside each other: alone they may be faster"
+    environment = (recording.config.get("rollouts") or {}).get("environment") or {}
+    is_scored = not environment.get("name") and any(any(group.environment_s) for group in recording.groups)
+    if wanted.max_lag and not recorded.max_lag and is_scored:
+        yield "rewards of all attempts are computed at once beside the trainer; a run computes as many as have threads"
 
 
 def _slower(recording: Recording, recorded: WhatIf, wanted: WhatIf) -> float:
@@ -306,6 +326,7 @@ def _changed_group(group: Group, by_length: Sequence[Group], place: int, wanted:
         tuple(max(1, round(tokens * wanted.lengths)) for tokens, _ in chosen),
         tuple(environment_s * wanted.environments for _, environment_s in chosen),
         group.prompt_tokens,
+        group.again_tokens,
     )
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,16 +16,18 @@ from support.run_folders import append, write_run
 from redline.buffer.store.trajectory_store import TrajectoryStore
 from redline.errors import RunFolderError
 from redline.lab.simulate import recorded
-from redline.lab.simulate.recorded import Recording
+from redline.lab.simulate.costs import EngineCost, Range
+from redline.lab.simulate.events import Loop, Simulator
+from redline.lab.simulate.recorded import Group, Recording
 from redline.runs import Run
 from redline.types import TrajectoryGroup
 
 
-def run_of(path: Path, step_s: list[Any]) -> Run:
+def run_of(path: Path, step_s: list[Any], prompt_tokens: int = 3) -> Run:
     """A run with one group of two attempts a step, which sampled as many tokens as the step's number and twice that."""
     folder = write_run(path, 1, max_lag=0)
     folder.metrics.write_text("")
-    append(folder.metrics, (_row(step, seconds) for step, seconds in enumerate(step_s, 1)))
+    append(folder.metrics, ({**_row(step, s), "engine/prompt_tokens": prompt_tokens} for step, s in enumerate(step_s, 1)))
     store = TrajectoryStore(folder.trajectories)
     for step in range(1, len(step_s) + 1):
         attempts = [trajectory([1, 2, 3], [4] * tokens, version=step - 1) for tokens in (step, 2 * step)]
@@ -77,3 +81,23 @@ def test_what_a_step_waits_for_environments_beyond_what_they_took_is_the_host_s_
     assert recorded._begin_s(rows, facts) == 0.0, "never negative"
     facts.is_lockstep = False
     assert recorded._begin_s(rows, facts) == 0.0
+
+
+@pytest.mark.parametrize(("computed", "first", "again"), [(3, 3, 0.0), (2, 2, 0.0), (9, 3, 6.0)])
+def test_all_tokens_of_prompts_that_were_computed_are_of_some_attempt(
+    tmp_path: Path, computed: int, first: int, again: float
+) -> None:
+    """Prompts of 3 tokens, groups of 2: what goes beyond a prompt for each group is of further attempts, or turns."""
+    run = run_of(tmp_path / "run", [1.0] * 10, computed)
+    config = json.loads(run.folder.config.read_text())
+    run.folder.config.write_text(json.dumps({**config, "rollouts": {**config["rollouts"], "groups_per_step": 1}}))
+    assert {(group.prompt_tokens, group.again_tokens) for group in Recording.of(run).groups} == {(first, again)}
+
+
+@pytest.mark.parametrize(("tokens", "rows", "fills"), [([5] * 8, 8, 1), ([5] * 8, 4, 2), ([1, 2, 3, 4, 9, 9], 2, 5)])
+def test_rows_are_filled_as_often_as_in_the_simulation(tokens: list[int], rows: int, fills: int) -> None:
+    assert recorded._fills(tokens, rows) == fills
+    cost = EngineCost(0.0, 0.0, 1.0, 0.0, Range(1.0, 8.0), 0.0)
+    group = Group(tuple(tokens), (0.0,) * len(tokens), 0)
+    [step_s] = Simulator(Loop((group,), replace(cost, step_s=1e-9), 1, rows, 1, 0, 0.0, 0.0, 0.0, 1)).run().step_s
+    assert step_s == pytest.approx(fills), "a second for each pass, and none for anything else"

@@ -14,7 +14,7 @@ from redline.errors import ConfigError
 from redline.lab.simulate.costs import Prompts, Range, Replies, engine_cost, trainer_cost
 from redline.lab.simulate.events import Loop, Simulator
 from redline.lab.simulate.recorded import Group, Recording, _began_together, _rows_of_steps
-from redline.lab.simulate.whatif import _changed_groups, changed, recorded_settings, simulate
+from redline.lab.simulate.whatif import _changed_groups, _predicted, changed, recorded_settings, simulate
 
 CONFIG = {
     "placement": {"engines": 0},
@@ -188,11 +188,40 @@ def test_a_pipeline_that_fills_or_empties_is_no_part_of_an_answer() -> None:
 
 def test_fewer_rows_than_all_recorded_steps_had_rest_on_an_assumption() -> None:
     found = recording()
-    alike = simulate(found, ["placement.engines=4"]).assumptions
+    alike = simulate(found, ["engine.max_num_seqs=4"]).assumptions
     assert alike == ("of a step of 4 rows, 29% is for its rows; all recorded steps had about as many rows",)
     told_apart = replace(found, engine=replace(found.engine, usual_rows=Range(4, 16)))
-    assert simulate(told_apart, ["placement.engines=4"]).assumptions == ()
+    assert simulate(told_apart, ["engine.max_num_seqs=4"]).assumptions == ()
     assert simulate(found, []).assumptions == ()
+
+
+@pytest.mark.parametrize(
+    ("changes", "override", "words"),
+    [
+        ({}, "placement.engines=4", "each of 4 engines is as fast as recorded"),
+        ({}, "placement.engines=1", "as fast in the trainer's process as in one of its own"),
+        ({"placement": {"engines": 1}}, "placement.engines=0", "as fast in the trainer's process as in one of its own"),
+        ({"buffer": {"max_lag": 1}}, "buffer.max_lag=0", "alone they may be faster"),
+    ],
+)
+def test_what_works_elsewhere_or_beside_others_than_recorded_rests_on_an_assumption(
+    changes: dict, override: str, words: str
+) -> None:
+    config = {**CONFIG, **changes}
+    made = replace(recording(), config=config)
+    if changes.get("buffer"):
+        made = replace(made, step_s=np.full(9, _predicted(made, recorded_settings(config), recorded_settings(config)).step_s))
+    assert words in " ".join(simulate(made, [override]).assumptions)
+    assert words not in " ".join(simulate(made, []).assumptions)
+
+
+def test_rewards_of_a_source_beside_the_trainer_rest_on_an_assumption() -> None:
+    found = recording()
+    scored = replace(found, groups=tuple(replace(group, environment_s=(0.01,) * 4) for group in found.groups))
+    assert "rewards of all attempts are computed at once" in " ".join(simulate(scored, ["buffer.max_lag=1"]).assumptions)
+    played = replace(scored, config={**CONFIG, "rollouts": {**CONFIG["rollouts"], "environment": {"name": "tools"}}})
+    assert "rewards" not in " ".join(simulate(played, ["buffer.max_lag=1"]).assumptions)
+    assert "rewards" not in " ".join(simulate(found, ["buffer.max_lag=1"]).assumptions)
 
 
 def test_few_groups_that_the_store_kept_are_said() -> None:
