@@ -30,7 +30,7 @@ from redline.telemetry.files.set_aside import set_everything_aside
 from redline.telemetry.listeners import Listeners
 from redline.telemetry.machine.device_time import DeviceTimer
 from redline.telemetry.machine.host import Host, machine_id
-from redline.telemetry.machine.hosts import HostSamples, HostSampling
+from redline.telemetry.machine.hosts import HostSamples, HostSampling, Roll
 from redline.telemetry.machine.nvml import find_gpus
 from redline.telemetry.machine.samplers import SampleLog, Sampler, Source
 from redline.telemetry.processes import expecting_processes
@@ -179,7 +179,7 @@ def _sampling(config: Config, outputs: Outputs, stages: Stages, hosts: HostSampl
         return
     uuids = [f"GPU-{torch.cuda.get_device_properties(device).uuid}"] if device.type == "cuda" else []
     gpus = find_gpus(uuids, tell)
-    sources: list[Source] = [Host(), MemoryUse(device, stages.memory), *([gpus] if gpus else [])]
+    sources: list[Source] = [Host(Roll(hosts.sampling).others), MemoryUse(device, stages.memory), *([gpus] if gpus else [])]
     log = SampleLog(outputs.folder.samples)
     with hosts, Sampler(log, every_s, sources, step=lambda: stages.trainer.version, tell=tell):
         yield

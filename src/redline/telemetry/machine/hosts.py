@@ -4,7 +4,8 @@
     here    what connects them ──► HostSamples.take ──► samples/node-7-3f0c61d2.jsonl
 
 Of the run's processes on a machine, the one that holds a lock samples it. The kernel lets go of the lock however that process
-ends, and another takes it within `LOOK_S` seconds. Rank 0 alone writes, so no file system has to be shared.
+ends, and another takes it within `LOOK_S` seconds. On rank 0's machine that is rank 0. Each writes itself down, so that the one
+that samples does not take it for somebody else's. Rank 0 alone writes samples, so no file system has to be shared.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import re
 import tempfile
 import threading
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -66,8 +67,12 @@ def sampling_host(
 ) -> Iterator[None]:
     """Inside the block this process samples its machine, unless that is rank 0's or another process of the run does. `process`
     is what the samples call this one. `send` is called from a thread."""
-    if sampling is None or machine_id() == sampling.home:
+    if sampling is None:
         yield
+        return
+    if machine_id() == sampling.home:
+        with _written_down(sampling, process, tell):
+            yield
         return
     closing = threading.Event()
     work = _Work(sampling, process, send, tell, look_s, closing)
@@ -78,6 +83,17 @@ def sampling_host(
     finally:
         closing.set()
         thread.join(CLOSE_S)
+
+
+@contextmanager
+def _written_down(sampling: HostSampling, process: str, tell: Tell) -> Iterator[None]:
+    """Inside the block rank 0, which samples this machine, counts this process as one of the run's."""
+    with ExitStack() as stack:
+        with boundary() as caught:
+            stack.enter_context(Roll(sampling))
+        if caught.error is not None:
+            tell(f"samples take {process} for another program's: {type(caught.error).__name__}: {caught.error}")
+        yield
 
 
 @dataclass(slots=True, frozen=True)

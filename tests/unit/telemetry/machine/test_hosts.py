@@ -87,17 +87,19 @@ def test_one_process_of_a_machine_samples_however_many_there_are(sampling: HostS
 
 HOLDER = """
 import sys, time
-from redline.telemetry.machine.hosts import HostSampling, sampling_host
-sampling = HostSampling(0.01, "/runs/demo-001", "far-12345678")
+from redline.telemetry.machine.hosts import HostSampling, machine_id, sampling_host
+sampling = HostSampling(0.01, "/runs/demo-001", sys.argv[1])
 with sampling_host(sampling, "rank 1", lambda *sample: print("sampled", flush=True)):
+    if sampling.home == machine_id():
+        print("written down", flush=True)
     time.sleep(600)
 """
 
 
 @contextmanager
-def another_process(folder: Path) -> Iterator[subprocess.Popen[str]]:
+def another_process(folder: Path, home: str = "far-12345678") -> Iterator[subprocess.Popen[str]]:
     env = {**os.environ, "TMPDIR": str(folder)}
-    with subprocess.Popen([sys.executable, "-c", HOLDER], env=env, stdout=subprocess.PIPE, text=True) as process:
+    with subprocess.Popen([sys.executable, "-c", HOLDER, home], env=env, stdout=subprocess.PIPE, text=True) as process:
         try:
             yield process
         finally:
@@ -126,6 +128,14 @@ def test_the_runs_other_processes_on_a_machine_are_no_neighbours(sampling: HostS
             sample = Host(roll.others)()
             assert sample[f"process/{other.pid}/rss_bytes"] > 0
             assert sample["host/children_rss_bytes"] >= sample[f"process/{other.pid}/rss_bytes"]
+
+
+def test_processes_on_rank_0s_machine_are_no_neighbours_whoever_started_them(sampling: HostSampling, tmp_path: Path) -> None:
+    home = HostSampling(0.01, sampling.run, machine_id())
+    with another_process(tmp_path, home=machine_id()) as rank:
+        assert rank.stdout is not None
+        rank.stdout.readline()
+        assert [process.pid for process in Roll(home).others()] == [rank.pid]
 
 
 def test_a_process_that_was_killed_is_struck_off_and_so_is_one_whose_id_another_has(sampling: HostSampling) -> None:
