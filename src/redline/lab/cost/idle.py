@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -16,6 +17,8 @@ from redline.telemetry.summary.timeline import PREFIX, ROLLOUTS_PREFIX
 Row = Mapping[str, Any]
 _NEIGHBOURS, _MOST_GAPS = 4, 3.0
 """A sample stands for no more than so many times the median gap of so many samples before and after it."""
+_RANK = re.compile(r"rank-(\d+)-")
+"""How the lanes of a rank beside rank 0 begin."""
 _TRAINER_WORK = ("training", "weight_sync")
 _ENGINE_WORK = ("generation", "evaluation", "weight_sync")
 """Phases in which an engine's device works. A model that scores (`rollouts.reward_model`) works too."""
@@ -50,9 +53,18 @@ def devices_of(run: Run, given: int | None) -> Devices:
     config = run.config
     engines = setting(config, "placement", "engines", 0)
     size = setting(config, "engine", "tensor_parallel_size", 1)
-    own = engines * size if setting(config, "run", "device", "cpu") == "cuda" else 0
-    count = given or max(1, setting(config, "placement", "trainers", 1) + own)
-    return Devices(count, min(own, count - 1), "" if given else "read from the recipe" if own else "assumed")
+    on_gpus = setting(config, "run", "device", "cpu") == "cuda"
+    own = engines * size if on_gpus else 0
+    trainers, ranks = setting(config, "placement", "trainers", 1), _ranks(run) if on_gpus else 1
+    count = given or max(1, max(trainers, ranks) + own)
+    why = "read from the ledger" if ranks > trainers else "read from the recipe" if own or trainers > 1 else "assumed"
+    return Devices(count, min(own, count - 1), "" if given else why)
+
+
+def _ranks(run: Run) -> int:
+    """Trainer ranks whose spans the ledger holds, as torchrun starts them; 1 where there is none."""
+    lanes = run.ledger.lanes if run.ledger else ()
+    return 1 + max((int(found[1]) for lane in lanes if (found := _RANK.match(lane))), default=0)
 
 
 def _devices_of_other(run: OtherRun, given: int | None) -> Devices:

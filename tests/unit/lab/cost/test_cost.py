@@ -16,6 +16,8 @@ from redline.errors import ConfigError
 from redline.lab.cost.cost import Asked, Cost, amount, cost_of, duration
 from redline.runs import Run
 from redline.runs.others import open_run
+from redline.telemetry import Ledger, write_json
+from redline.telemetry.ledger import LaneLedger
 
 PHASES = {"generation": 3.0, "training": 4.0, "weight_sync": 1.0, "reward": 1.5, "unaccounted": 0.5}
 """Seconds of a step of ten."""
@@ -47,6 +49,17 @@ def test_a_run_costs_its_device_hours(tmp_path: Path) -> None:
     found = costed(run_of(tmp_path / "run", [step(number) for number in range(1, 37)]), price=5.0, devices=2)
     assert found.money(found.seconds) == pytest.approx(360 / 3600 * 2 * 5.0)
     assert found.sentences[0] == "1.00 for 6 min in 36 steps (2 devices at 5 per device-hour)."
+
+
+@pytest.mark.parametrize(("device", "count"), [("cuda", 4), ("cpu", 1)])
+def test_ranks_of_torchrun_have_a_device_each(tmp_path: Path, device: str, count: int) -> None:
+    run = run_of(tmp_path / "run", [step(number) for number in range(1, 37)], run={"steps": 36, "device": device})
+    names = ["main", *(f"rank-{rank}-471{rank}/main" for rank in (1, 2, 3)), "engine-1-rank-7-99/main"]
+    lanes = {name: LaneLedger(10, {"run.step": 10}, 0) for name in names}
+    write_json(run.folder.ledger, Ledger(lanes).to_json())
+    found = costed(run, price=10.0)
+    assert found.devices.count == count
+    assert ("read from the ledger" in found.sentences[0]) == (count > 1)
 
 
 def test_in_lockstep_idle_is_what_is_neither_sampling_nor_training(tmp_path: Path) -> None:
