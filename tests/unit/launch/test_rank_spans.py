@@ -115,3 +115,13 @@ def test_where_rank_0_is_gone_a_rank_ends_all_the_same(
     with recording_rank(1, tmp_path / "nowhere", "mark", lambda: store):
         pass
     assert time.monotonic() - began < 5
+
+
+def test_a_machine_without_room_for_spans_records_none_and_goes_on(
+    store: dist.Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(rank_spans.tempfile, "tempdir", str(tmp_path / "gone"))
+    with recording_rank(4, tmp_path / "nowhere", "mark", lambda: store) as recorder, span("trainer.forward"):
+        assert recorder is None
+    assert "spans of rank 4 are not recorded" in capsys.readouterr().err
+    assert store.add(SENDERS, 0) == 0
