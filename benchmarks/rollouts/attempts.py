@@ -36,6 +36,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=64, help="of an attempt at most")
     parser.add_argument("--group", type=int, default=4, help="attempts at a task")
     parser.add_argument("--epochs", type=int, default=2)
+    parser.add_argument("--largest", type=int, default=30, help="number in a question, and one more")
     parser.add_argument("--learning-rate", type=float, default=1e-5)
     parser.add_argument("--threads", type=int, default=None, help="of the CPU; by default all")
     asked = parser.parse_args()
@@ -52,7 +53,10 @@ def train(folder: Path, asked: argparse.Namespace) -> Path:
     drawn, per_step = np.random.default_rng(0), 8
     rows = []
     for number in range(asked.tasks):
-        (question, answer), (a, b) = QUESTIONS[number % len(QUESTIONS)], sorted(drawn.integers(2, 30, 2).tolist(), reverse=True)
+        (question, answer), (a, b) = (
+            QUESTIONS[number % len(QUESTIONS)],
+            sorted(drawn.integers(2, asked.largest, 2).tolist(), reverse=True),
+        )
         rows.append({"question": question.format(a=a, b=b), "answer": str(answer(a, b))})
     (folder / "questions.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     recipe = {
