@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import os
 import socket
+import subprocess
+import threading
+import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import psutil
@@ -17,8 +21,9 @@ from support.small_models import CONFIGS, VOCAB_SIZE, write_model
 from redline.addresses import is_loopback
 from redline.config.sections.engine import ServedEngineConfig
 from redline.engine import NativeEngine
+from redline.engine.native import tensor_parallel
 from redline.engine.native.tensor_parallel import TensorParallelEngine, decode_request, encode_request
-from redline.errors import ModelError
+from redline.errors import EngineLostError, ModelError
 from redline.models.files.hf import load_decoder
 from redline.models.parallel import shard_spec
 from redline.types import FinishReason, GenerateRequest, SamplingParams
@@ -116,6 +121,29 @@ def test_a_request_survives_the_way_to_another_process() -> None:
     found = decode_request(encode_request(replace(request, order=(3, -2.5))))
     assert (found.sampling, found.order) == (request.sampling, (3, -2.5))
     assert found.prompt_ids.tolist() == request.prompt_ids.tolist()
+
+
+@pytest.mark.parametrize(
+    ("program", "code"), [(("no.such.module",), 1), (("redline.launch.workers.engine_rank", "engine 1", ""), -9)]
+)
+def test_a_rank_that_dies_while_it_starts_is_named_at_once_and_nothing_is_left(
+    folder: Path, program: tuple[str, ...], code: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if code == -9:  # as it imports torch, or on its way to the others
+        start = tensor_parallel._start_worker
+
+        def start_and_kill(*arguments: Any) -> subprocess.Popen[bytes]:
+            worker = start(*arguments)
+            threading.Timer(1.0, worker.kill).start()
+            return worker
+
+        monkeypatch.setattr(tensor_parallel, "_start_worker", start_and_kill)
+    before, began = set(psutil.Process().children()), time.monotonic()
+    with pytest.raises(EngineLostError, match=f"rank 1 of the engine has ended with code {code} while it started"):
+        TensorParallelEngine(folder, CONFIG, CPU, torch.float32, program=program)
+    assert time.monotonic() - began < 60
+    left = set(psutil.Process().children()) - before
+    assert all(process.status() == psutil.STATUS_ZOMBIE for process in left)
 
 
 def test_heads_that_cannot_be_divided_are_refused(folder: Path) -> None:

@@ -52,6 +52,10 @@ IDLE_PATIENCE = timedelta(days=365)
 noticed sooner, by the end of its connection."""
 START_PATIENCE = timedelta(minutes=30)
 """How long ranks wait for each other to load the model."""
+MEET_PATIENCE = timedelta(minutes=2)
+"""How long ranks that are all there take to connect to each other."""
+ARRIVED = "arrived"
+"""At the meeting: how many of the other ranks have come."""
 STEP_TIMEOUT_S = 120.0
 """How long a rank waits for the others inside a step."""
 LOOK_S = 0.5
@@ -70,7 +74,7 @@ class Ranks:
         backend = "nccl" if device.type == "cuda" else "gloo"
         world, step = shard.world, timedelta(seconds=step_timeout_s)
         with _on_loopback():
-            dist.init_process_group(backend, store=meeting, rank=shard.rank, world_size=world, timeout=START_PATIENCE)
+            dist.init_process_group(backend, store=meeting, rank=shard.rank, world_size=world, timeout=MEET_PATIENCE)
             self._steps = dist.new_group(backend=backend, timeout=step)
             """Everything inside a step."""
             # Messages to people's processes go over the host: a log entry is no work for a GPU.
@@ -168,12 +172,38 @@ class TensorParallelEngine(NativeEngine):
         meeting = new_meeting()
         settings = _worker_settings(folder, config, device, dtype, meeting.port) | {"step_timeout_s": step_timeout_s}
         self._step_timeout_s = step_timeout_s
-        self._workers = [_start_worker(program, settings, rank) for rank in range(1, world)]
-        self.ranks = Ranks(Shard(0, world), device, meeting, step_timeout_s)
         self._log: list[dict[str, Any]] = []
         self._has_failed = False
-        decoder, tokenizer = _load(folder, self.ranks, device, dtype)
-        super().__init__(decoder, config, tokenizer, self.ranks)
+        self._workers = [_start_worker(program, settings, rank) for rank in range(1, world)]
+        with self._ending_with_others():
+            self._wait_for_others(meeting)
+            self.ranks = Ranks(Shard(0, world), device, meeting, step_timeout_s)
+            decoder, tokenizer = _load(folder, self.ranks, device, dtype)
+            super().__init__(decoder, config, tokenizer, self.ranks)
+
+    @contextmanager
+    def _ending_with_others(self) -> Iterator[None]:
+        """Where the block fails, end the other ranks, and say which of them has died, if one has."""
+        try:
+            yield
+        except BaseException as error:
+            reason = self._why_ended() if isinstance(error, RuntimeError) else None
+            for worker in self._workers:
+                worker.kill()
+            if reason is not None:
+                raise EngineLostError(f"{reason} while it started", LOOK_AT_STDERR) from error
+            raise
+
+    def _wait_for_others(self, meeting: dist.TCPStore) -> None:
+        """Block until every other rank has come to the meeting. Raises EngineLostError where one has died on the way: all that
+        ranks do together would wait for it."""
+        until = time.monotonic() + START_PATIENCE.total_seconds()
+        while meeting.add(ARRIVED, 0) < len(self._workers):
+            if (reason := self.why_broken()) is not None:
+                raise EngineLostError(f"{reason} while it started", LOOK_AT_STDERR)
+            if time.monotonic() > until:
+                raise EngineLostError(f"not all ranks of the engine have started within {START_PATIENCE}", LOOK_AT_STDERR)
+            time.sleep(0.02)
 
     def submit(self, request: GenerateRequest, *, streaming: int = 0) -> int:
         request_id = super().submit(request, streaming=streaming)
@@ -240,11 +270,15 @@ class TensorParallelEngine(NativeEngine):
         return None
 
     def _why_failed(self, error: RuntimeError) -> str:
-        """The connection ends a moment before the process can be seen to have."""
+        why = f"a step over {len(self._workers) + 1} ranks failed (limit {self._step_timeout_s:g} s): {error}"
+        return self._why_ended() or why
+
+    def _why_ended(self) -> str | None:
+        """Which rank has died, if one has. The connection ends a moment before the process can be seen to have."""
         deadline = time.monotonic() + END_S / 5
         while (reason := self.why_broken()) is None and time.monotonic() < deadline:
             time.sleep(0.01)
-        return reason or f"a step over {len(self._workers) + 1} ranks failed (limit {self._step_timeout_s:g} s): {error}"
+        return reason
 
     def close(self) -> None:
         """End the other ranks: by a message, or by force where one of them has failed already, or does not take it."""
@@ -363,7 +397,9 @@ def run_worker(settings: dict[str, Any], make_obey: Callable[[NativeEngine, Rank
         device = torch.device("cuda", settings["rank"])
         torch.cuda.set_device(device)
     shard = Shard(settings["rank"], config.tensor_parallel_size)
-    ranks = Ranks(shard, device, join_meeting(settings["port"]), settings["step_timeout_s"])
+    meeting = join_meeting(settings["port"])
+    meeting.add(ARRIVED, 1)
+    ranks = Ranks(shard, device, meeting, settings["step_timeout_s"])
     decoder, tokenizer = _load(Path(settings["folder"]), ranks, device, dtype)
     engine = NativeEngine(decoder, config, tokenizer, ranks)
     follow(engine, ranks, make_obey(engine, ranks) if make_obey else None)
