@@ -100,7 +100,7 @@ class RequestService:
                 number = self._session.submit(request, self, streaming=fields["streaming"])
                 with self._lock:
                     self._ids[number], self._missing[theirs] = theirs, request.sampling.n
-            if caught.error is not None:
+            if caught.error is not None and not self._tell_failure():
                 self._put("pieces", *self._with_stats([(theirs, caught.error)]))
 
     def _abort(self, theirs: int) -> None:
@@ -125,10 +125,14 @@ class RequestService:
     def _call(self, call: int, name: str, arguments: Mapping[str, Any]) -> None:
         """Have the stepping thread do something between two steps; its result goes back with the number of the call."""
 
+        def raised(error: BaseException) -> None:
+            if not self._tell_failure():
+                self._put("raised", {"id": call, **error_fields(error)})
+
         def answer(done: Future[Any]) -> None:
             error = done.exception()
             if error is not None:
-                self._put("raised", {"id": call, **error_fields(error)})
+                raised(error)
             else:
                 self._put("returned", {"id": call, "value": done.result(), "stats": asdict(self._session.stats)})
 
@@ -136,14 +140,13 @@ class RequestService:
             action = CALLS[name]
             self._session.between_steps(lambda engine: action(engine, arguments)).add_done_callback(answer)
         except (EngineError, KeyError) as error:
-            self._put("raised", {"id": call, **error_fields(error)})
+            raised(error)
 
     # ── to the other side ──────────────────────────────────────────────────────────────────────────────────────────────
 
     def receive(self, pieces: Sequence[tuple[int, Piece]]) -> None:
         """Take what one step brought. Blocks while the other side takes nothing."""
-        if self._session.failure is not None:  # it is about this process, not about the requests
-            self._put("ended", error_fields(self._session.failure))
+        if self._tell_failure():
             return
         found: list[tuple[int, Piece]] = []
         with self._lock:
@@ -157,6 +160,14 @@ class RequestService:
                     del self._ids[number], self._missing[theirs]
         if found:
             self._put("pieces", *self._with_stats(found))
+
+    def _tell_failure(self) -> bool:
+        """Where the engine has failed, tell that: what was asked of it can be asked of another, and has not failed itself.
+        Returns whether it has."""
+        failure = self._session.failure
+        if failure is not None:
+            self._put("ended", error_fields(failure))
+        return failure is not None
 
     def send_sample(self, machine: str, sample: Mapping[str, Any]) -> None:
         """Tell the other side what this machine was doing. Does not block: where the other side takes nothing, it is let go."""

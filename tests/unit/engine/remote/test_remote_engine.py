@@ -383,6 +383,27 @@ def test_an_engine_that_breaks_there_is_lost_here_with_its_words(model: Model) -
         assert "the device is gone" in str(engine.why_lost)
 
 
+def test_a_request_that_comes_as_the_engine_breaks_has_not_failed_itself(far: Far, remote: RemoteEngine) -> None:
+    """Another engine can serve it: it must not come back with an error of its own."""
+    with far.session.held():
+        for request in MIXED[:3]:
+            remote.submit(request)
+        remote.flush()
+        eventually(lambda: bool(far.session._inbox))
+        far.session.fail(EngineLostError("rank 1 of the engine has ended with code -9"))
+    found: list[tuple[int, Delta | EngineError]] = []
+    with pytest.raises(EngineLostError, match="rank 1 of the engine has ended with code -9"):
+        found.extend(pieces(remote))
+    assert not found
+
+
+def test_a_call_of_an_engine_that_broke_says_that_it_is_lost(far: Far, remote: RemoteEngine) -> None:
+    far.session.fail(EngineLostError("rank 1 of the engine has ended with code -9"))
+    eventually(lambda: not far.session._is_open)
+    with pytest.raises(EngineLostError, match="rank 1 of the engine has ended with code -9"):
+        remote.reset_prefix_cache()
+
+
 def test_a_reader_that_takes_nothing_stops_the_engine_and_not_its_memory(model: Model) -> None:
     """The outbox is bounded: pieces that nobody takes keep the engine between two steps."""
     engine = model.engine(max_num_seqs=2)
