@@ -97,11 +97,12 @@ def leading() -> Iterator[None]:
 
 def check_ranks(config: Config) -> None:
     """Raise `ConfigError` where so many processes cannot divide the recipe's work."""
-    from redline.trainer.parallel.place import Division, find_place
+    from redline.trainer.parallel.place import TORCHRUN, TRAINERS, Division, find_place
 
-    ranks = config.placement.trainers if config.placement.cluster else num_ranks()
+    on_cluster = config.placement.cluster is not None
+    ranks = config.placement.trainers if on_cluster else num_ranks()
     trainer = config.trainer
-    find_place(0, ranks, Division.of(trainer))
+    find_place(0, ranks, Division.of(trainer), TRAINERS if on_cluster else TORCHRUN)
     if ranks == 1:
         return
     if int(os.environ.get("GROUP_WORLD_SIZE", "1")) > 1 and int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0")):
@@ -112,7 +113,8 @@ def check_ranks(config: Config) -> None:
     if config.rollouts.advantages == "gae":
         raise ConfigError(
             f"rollouts.advantages = gae: the critic is trained by one process, and {ranks} were started",
-            "start one, without torchrun, or take an algorithm without a critic",
+            ("set placement.trainers=1" if on_cluster else "start one, without torchrun")
+            + ", or take an algorithm without a critic",
         )
     if config.engine.kind in IN_RANK_0 and not config.placement.engines:
         raise ConfigError(

@@ -71,6 +71,17 @@ def test_what_the_started_processes_cannot_divide_is_refused(
         place(recipe(**sections))
 
 
+def test_on_a_cluster_the_way_out_is_one_of_the_cluster() -> None:
+    for sections in ({"trainer": {"sharding": "full"}}, {"trainer": {"sequence_parallel_size": 2}}):
+        with pytest.raises(ConfigError) as refused:
+            place(recipe(placement={"cluster": "ray"}, **sections))
+        assert "placement.trainers" in refused.value.hint
+        assert "torchrun" not in refused.value.hint, "it is refused there"
+    with pytest.raises(ConfigError) as refused:
+        place(recipe(placement={"cluster": "ray", "trainers": 2}, trainer={"algorithm": "ppo"}))
+    assert "set placement.trainers=1" in refused.value.hint
+
+
 def test_two_processes_may_train_a_run(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WORLD_SIZE", "2")
     place(recipe(trainer={"sharding": "full"}))

@@ -19,6 +19,9 @@ from dataclasses import dataclass
 from redline.config.sections.trainer import Sharding, TrainerConfig
 from redline.errors import ConfigError
 
+TORCHRUN, TRAINERS = "torchrun --nproc-per-node", "placement.trainers"
+"""What gives a run several trainer processes: on a machine, and on a cluster."""
+
 
 @dataclass(slots=True, frozen=True)
 class Division:
@@ -84,51 +87,52 @@ def part_rows(rows: int, part: int, parts: int) -> tuple[int, int]:
     return min(rows, part * size), min(rows, (part + 1) * size)
 
 
-def find_place(rank: int, world: int, division: Division) -> Place:
-    """The place of process `rank` among `world`. Raises `ConfigError` for a division that so many processes cannot make."""
+def find_place(rank: int, world: int, division: Division, starts: str = TORCHRUN) -> Place:
+    """The place of process `rank` among `world`. Raises `ConfigError` for a division that so many processes cannot make; by its
+    hint, `starts` gives a run several."""
     sequence = division.sequence_parallel_size
     if world % sequence:
         raise ConfigError(
             f"trainer.sequence_parallel_size = {sequence} does not divide the trainer's {_processes(world)}",
-            f"start a multiple of {sequence} processes (torchrun --nproc-per-node), or set it to 1",
+            f"start a multiple of {sequence} processes ({starts}), or set it to 1",
         )
     stages = division.pipeline_parallel_size
     if stages > 1:
-        _check_stages(world, division)
+        _check_stages(world, division, starts)
     if world == 1 and division.sharding != "none":
         raise ConfigError(
             f"trainer.sharding = {division.sharding!r}: there is one process, and no other to share the parameters with",
-            "start several (torchrun --nproc-per-node), or leave it out",
+            f"start several ({starts}), or leave it out",
         )
     if division.replicate > 1 and division.sharding == "none":
         raise ConfigError(
             f"trainer.replicate = {division.replicate}: without trainer.sharding every process holds all weights already",
-            "set trainer.sharding=full or grad_op under torchrun, or leave trainer.replicate out",
+            f"set trainer.sharding=full or grad_op with several processes ({starts}), or leave trainer.replicate out",
         )
     if world % division.replicate or division.replicate == world > 1:
         raise ConfigError(
             f"trainer.replicate = {division.replicate} makes no groups of several out of the trainer's {_processes(world)}",
-            "set it to the number of nodes (torchrun --nnodes), or leave it out",
+            f"set it to the number of nodes, of several processes each ({starts}), or leave it out",
         )
     return Place(rank, world // (sequence * stages), sequence, stages)
 
 
-def _check_stages(world: int, division: Division) -> None:
+def _check_stages(world: int, division: Division, starts: str) -> None:
     stages, key = division.pipeline_parallel_size, "trainer.pipeline_parallel_size"
     if world % stages:
         raise ConfigError(
             f"{key} = {stages} does not divide the trainer's {_processes(world)}",
-            f"start a multiple of {stages} processes (torchrun --nproc-per-node), or set it to 1",
+            f"start a multiple of {stages} processes ({starts}), or set it to 1",
         )
     if division.sequence_parallel_size > 1:
         raise ConfigError(
             f"{key} = {stages}: stages pass whole micro-batches on, and trainer.sequence_parallel_size divides their tokens",
-            "set one of the two to 1; under torchrun either divides the memory of long contexts",
+            f"set one of the two to 1; with several processes ({starts}) either divides the memory of long contexts",
         )
     if division.sharding != "none":
         raise ConfigError(
             f"{key} = {stages}: stages divide the weights already, and trainer.sharding = {division.sharding!r} would again",
-            "set trainer.sharding=none; further ranks of torchrun get micro-batches of their own",
+            f"set trainer.sharding=none; further processes ({starts}) get micro-batches of their own",
         )
 
 

@@ -6,7 +6,7 @@ import pytest
 
 from redline.errors import ConfigError
 from redline.models.attention.ulysses import check_heads
-from redline.trainer.parallel.place import Division, Place, find_place
+from redline.trainer.parallel.place import TRAINERS, Division, Place, find_place
 
 
 def test_neighbours_share_a_micro_batch() -> None:
@@ -44,6 +44,10 @@ def test_an_impossible_arrangement_is_refused_with_the_fix(world: int, config: d
     with pytest.raises(ConfigError, match=message) as caught:
         find_place(0, world, Division(**config))
     assert "torchrun" in caught.value.hint
+    with pytest.raises(ConfigError, match=message) as caught:
+        find_place(0, world, Division(**config), TRAINERS)
+    assert "placement.trainers" in caught.value.hint
+    assert "torchrun" not in caught.value.hint, "which is refused on a cluster"
 
 
 def test_heads_that_cannot_be_divided_are_refused() -> None:
