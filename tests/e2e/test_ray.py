@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import random
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -180,6 +181,31 @@ def test_no_cluster_at_the_address_is_refused_and_leaves_nothing(tmp_path: Path)
     assert "no Ray cluster answers" in done.stderr
     assert "ray start --head" in done.stderr
     assert not (folder / "runs").exists() or not list((folder / "runs").iterdir())
+
+
+def test_a_token_of_ray_s_own_that_is_not_there_is_said_in_words(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RAY_AUTH_MODE", "token")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    for name in ("RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"):
+        monkeypatch.delenv(name, raising=False)
+    folder = tmp_path / "run"
+    with socket.create_server(("127.0.0.1", 0)) as head:
+        address = f"placement.address=127.0.0.1:{head.getsockname()[1]}"
+        done = redline("train", letters(folder), "placement.cluster=ray", address, cwd=folder, env=dict(os.environ))
+    assert done.returncode == 2, done.stderr
+    assert "no Ray cluster answers" in done.stderr
+    assert "RAY_AUTH_TOKEN" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_a_run_on_ray_with_a_token_of_ray_s_own_has_the_same_losses(
+    tmp_path: Path, alone: Trained, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RAY_AUTH_MODE", "token")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    folder = tmp_path / "run"
+    succeed("train", letters(folder), *LOCAL, "placement.engines=1", "run.steps=4", cwd=folder)
+    assert_same_but_for_rounding(trained(folder), alone[:4])
 
 
 # ── engines ────────────────────────────────────────────────────────────────────────────────────────────────────────────

@@ -24,7 +24,7 @@ from redline.errors import ConfigError, RedlineError, TaskError, boundary
 from redline.launch.environments import make_environment, scored_elsewhere, task_source, worker_scale
 from redline.launch.placement import Placement, check_device, place
 from redline.launch.ranks import check_gpus_for_ranks, check_model_for_ranks
-from redline.launch.workers.ray_cluster import check_ray
+from redline.launch.workers.ray_cluster import check_address, check_ray
 from redline.ports import Environment, TaskSource
 from redline.rollouts import Chat
 from redline.rollouts.history import history_notes
@@ -75,6 +75,7 @@ def check(config: Config, run: Path | None = None) -> Checked:
     _check_torch()
     if config.placement.cluster == "ray":
         check_ray()
+        check_address(config.placement)
     _check_writable(config.run.folder, "run.folder") if run is None else _check_writable(run, "the run folder")
     return _check_inputs(config, place(config))  # which imports torch
 

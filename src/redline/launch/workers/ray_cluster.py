@@ -20,6 +20,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+from redline.addresses import could_be_host
 from redline.config.installation import how_to_install
 from redline.config.sections.placement import PlacementConfig
 from redline.errors import ConfigError
@@ -72,16 +73,17 @@ def joined(placement: PlacementConfig, processes: int) -> Iterator[None]:
         return
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")  # without GPUs of its own a process keeps what it sees
     try:
-        _check_reachable(placement.address)
+        _check_reachable(placement)
         if placement.address == "local":
             cpus = max(os.cpu_count() or 1, processes)
             ray.init(address="local", num_cpus=cpus, include_dashboard=False, **_QUIET)
         else:
             ray.init(address=placement.address, **_QUIET)
-    except (OSError, RuntimeError, ValueError) as error:
+    except (OSError, RuntimeError, ValueError, ray.exceptions.RayError) as error:
         raise ConfigError(
             f"placement.address = {placement.address!r}: no Ray cluster answers ({str(error).strip().splitlines()[0][:200]})",
-            "start one (`ray start --head`), or set placement.address=local for one on this machine",
+            "start one (`ray start --head`), or set placement.address=local for one on this machine; one that is there may want"
+            " its token: RAY_AUTH_MODE=token, with RAY_AUTH_TOKEN or ~/.ray/auth_token",
         ) from error
     try:
         yield
@@ -89,20 +91,32 @@ def joined(placement: PlacementConfig, processes: int) -> Iterator[None]:
         ray.shutdown()
 
 
-def _check_reachable(address: str) -> None:
-    """Raise OSError where nobody listens at an address: Ray itself would ask for minutes."""
-    address = os.environ.get("RAY_ADDRESS", address) if address == "auto" else address
+def check_address(placement: PlacementConfig) -> tuple[str, int] | None:
+    """Return where the head of the cluster listens; None where Ray finds or starts the cluster itself. Raises `ConfigError` for
+    what is no address of one. Connects to nobody."""
+    address, key = placement.address, "placement.address"
+    if address == "auto" and (given := os.environ.get("RAY_ADDRESS")):
+        address, key = given, "RAY_ADDRESS"
     if address in ("auto", "local"):
-        return
+        return None
     if "://" in address:
         raise ConfigError(
-            f"placement.address = {address!r}: a run needs the cluster itself, not a client of it",
+            f"{key} = {address!r}: a run needs the cluster itself, not a client of it",
             "give the address of its head, such as 10.0.0.1:6379, or use `ray job submit` (docs/ray.md)",
         )
     host, _, port = address.rpartition(":")
-    if not host or not port.isdecimal():
-        raise ValueError("it is neither local, auto nor host:port")
-    socket.create_connection((host, int(port)), REACH_S).close()
+    if not could_be_host(host.strip("[]")) or not port.isdecimal() or not 0 < int(port) < 65536:
+        raise ConfigError(
+            f"{key} = {address!r}: it is neither local, auto nor host:port",
+            "give the address of the cluster's head, such as 10.0.0.1:6379, or local for one on this machine",
+        )
+    return host.strip("[]"), int(port)
+
+
+def _check_reachable(placement: PlacementConfig) -> None:
+    """Raise OSError where nobody listens at the address: Ray itself would ask for minutes."""
+    if head := check_address(placement):
+        socket.create_connection(head, REACH_S).close()
 
 
 def import_ray() -> Any:
