@@ -76,7 +76,8 @@ def test_a_probe_of_a_run_that_goes_on_bears_its_finding_out_and_leaves_nothing_
             assert wait_until(lambda: b"delays/total_s" in folder.metrics.read_bytes(), training)
             probe.kill()
         assert wait_until(lambda: b"delays/plan" not in folder.metrics.read_bytes().splitlines()[-1], training)
-        found = json.loads(succeed("doctor", folder.path, "--probe", "--json", cwd=tmp_path))
+        found = json.loads(succeed("doctor", folder.path, "--probe", "--json", "--price", "2.5", cwd=tmp_path))
+        assert found["cost"]["price_per_device_hour"] == 2.5
         assert not (folder.path / "delays.json").exists()
     parts = {part["part"]: part for part in found["probe"]["parts"]}
     assert parts["rewards"]["says"] != "hidden"  # in lockstep nothing is

@@ -47,11 +47,12 @@ for purpose, verbs in VERBS.items():
         app.command(rich_help_panel=purpose)(verb)
 app.add_typer(env.app, name="env", rich_help_panel="Environments")
 
+_GO_ON = "then go on: redline train RUN --resume, or the same redline tune again"
 _DISK_ERRORS = {
-    errno.ENOSPC: ("the disk is full", "free some space and continue with --resume"),
-    errno.EDQUOT: ("your share of the disk is used up", "free some space and continue with --resume"),
-    errno.EFBIG: ("a file may not become that large here", "raise the limit (ulimit -f) and continue with --resume"),
-    errno.EIO: ("the disk does not read or write", "look at the disk, then continue with --resume"),
+    errno.ENOSPC: ("the disk is full", f"free some space, {_GO_ON}"),
+    errno.EDQUOT: ("your share of the disk is used up", f"free some space, {_GO_ON}"),
+    errno.EFBIG: ("a file may not become that large here", f"raise the limit (ulimit -f), {_GO_ON}"),
+    errno.EIO: ("the disk does not read or write", f"look at the disk, {_GO_ON}"),
     errno.EROFS: ("the disk is read-only", "give a folder on another disk"),
     errno.EACCES: ("no permission", "give a folder that you may write to, or change its permissions"),
 }

@@ -100,17 +100,17 @@ def doctor(
     if probes:
         from redline.lab.doctor.probe import probe
 
-        proof = probe(Run.open(run), lambda line: typer.echo(line, err=True))
-        said = [*lines_of(proof.diagnosis), "", *proof.lines()]
-        typer.echo(json.dumps(proof.as_json()) if as_json else "\n".join(said))
-        return
-    recorded = open_run(run)
-    diagnosis = diagnosed(recorded)
-    cost = None if asked.is_nothing else cost_of(recorded, asked)
-    if as_json:
-        typer.echo(json.dumps(diagnosis.as_json() | ({"cost": cost.as_json()} if cost else {})))
-        return
-    typer.echo("\n".join([*lines_of(diagnosis), *(["", *cost.sentences] if cost else [])]))
+        recorded = Run.open(run)
+        proof = probe(recorded, lambda line: typer.echo(line, err=True))
+        document, said = proof.as_json(), [*lines_of(proof.diagnosis), "", *proof.lines()]
+    else:
+        recorded = open_run(run)
+        diagnosis = diagnosed(recorded)
+        document, said = diagnosis.as_json(), list(lines_of(diagnosis))
+    if not asked.is_nothing:
+        cost = cost_of(recorded, asked)
+        document, said = document | {"cost": cost.as_json()}, [*said, "", *cost.sentences]
+    typer.echo(json.dumps(document) if as_json else "\n".join(said))
 
 
 def diagnosed(run: Run) -> Diagnosis:

@@ -26,7 +26,7 @@ from redline.lab.evidence.experiment import Pair
 from redline.lab.simulate.recorded import Recording
 from redline.lab.tune.proposals import proposals
 from redline.lab.tune.space import Change, Situation, changes, name_of, overrides_of
-from redline.lab.tune.trials import failure_kind
+from redline.lab.tune.trials import failure_kind, refuse_for_the_disk
 from redline.lab.tune.tune import Look
 from redline.launch.placement import place, visible_gpus
 from redline.runs.run import Run
@@ -162,7 +162,9 @@ class ProcessBench:
             try:
                 run = Run.open(child.read(self._limit_s(RECORDED_STEPS))["run"])
             except ChildError as failed:
-                raise SideError(f"{name_of(settings)} {failed}", side=name_of(settings), code=failed.code) from None
+                error = SideError(f"{name_of(settings)} {failed}", side=name_of(settings), code=failed.code)
+                refuse_for_the_disk(error)
+                raise error from None
         for weights in (run.folder.checkpoints, run.folder.model):
             shutil.rmtree(weights, ignore_errors=True)  # nothing goes on from here
         return run

@@ -8,7 +8,9 @@ kept          the interval lies above 1;  reverted  it does not, or something th
 
 from __future__ import annotations
 
+import errno
 import math
+import os
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -30,6 +32,9 @@ KILLED = -9
 """Exit code of a process that the kernel ended for want of memory."""
 OUT_OF_MEMORY = ("out of memory", "can't allocate memory", "cannot allocate memory", "memoryerror", "no room", "does not fit")
 """Words of errors for want of memory, in lower case."""
+
+DISK = (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EROFS)
+"""Errors of a disk, whatever is written to it."""
 
 Outcome = Literal["kept", "reverted", "failed"]
 Measure = Callable[[Change, Change, int], Pair]
@@ -175,6 +180,13 @@ def failure_kind(error: SideError) -> str:
         return "hang"
     said = error.message.lower()
     return "memory" if error.code == KILLED or any(words in said for words in OUT_OF_MEMORY) else "crash"
+
+
+def refuse_for_the_disk(error: SideError) -> None:
+    """Raise `OSError` where a side ended for want of a disk: that says nothing of its settings."""
+    said = next((number for number in DISK if os.strerror(number) in error.message), None)
+    if said is not None:
+        raise OSError(said, _last_line(error.message)) from None
 
 
 def _last_line(message: str) -> str:

@@ -23,7 +23,7 @@ from redline.lab.tune.choice import next_proposal
 from redline.lab.tune.log import State, TrialLog
 from redline.lab.tune.proposals import Proposal
 from redline.lab.tune.space import Change
-from redline.lab.tune.trials import METRIC, Trial, Trying, pair_as_json
+from redline.lab.tune.trials import METRIC, Trial, Trying, pair_as_json, refuse_for_the_disk
 
 NOISE_PAIRS = 3
 """Pairs of the recipe with itself: how far processes of the same recipe lie apart."""
@@ -185,7 +185,11 @@ class Tuning:
 
     def _measure(self, a: Change, b: Change, number: int) -> Pair:
         began = self.clock()
-        pair = self.bench.measure(a, b, number)
+        try:
+            pair = self.bench.measure(a, b, number)
+        except SideError as error:
+            refuse_for_the_disk(error)
+            raise
         self.pair_s = self.clock() - began
         return pair
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import functools
 import itertools
 import json
@@ -195,6 +196,17 @@ def test_a_side_that_gives_no_figures_is_a_trial_like_any_other(
     assert result.state.kept["trainer.gradient_checkpointing"] == "light"
     assert "no memory" in failed[0].why if kind == "memory" else failed[0].why
     assert len(failed) <= 2
+
+
+def test_a_full_disk_says_nothing_of_a_change_and_ends_the_tuning_which_then_goes_on(tmp_path: Path, usual: Tuned) -> None:
+    message = "ended with exit code 1:\nTraceback …\nOSError: [Errno 28] No space left on device: '/tmp/x'"
+    machine = Machine(fails={"trainer.gradient_checkpointing=none": SideError(message, code=1)})
+    with pytest.raises(OSError, match="No space left") as caught:
+        tuned(tmp_path, machine)
+    assert caught.value.errno == errno.ENOSPC
+    again = tuned(tmp_path, Machine())
+    assert not [trial for trial in again.state.trials if trial.outcome == "failed"]
+    assert again.state.kept == usual.state.kept
 
 
 def test_a_recipe_that_does_not_run_itself_is_told_and_changes_nothing(tmp_path: Path) -> None:
