@@ -93,6 +93,8 @@ class SpanSender:
         with suppress(dist.DistError, RuntimeError):  # rank 0 is gone: the pulse tells of that
             store = self._connect()
             key = f"spans/{store.add(SENDERS, 1)}"
+            if not self._is_asked(store, key):
+                return
             _answer(store, key)
             sent, is_last = 0, False
             while not is_last:
@@ -106,6 +108,15 @@ class SpanSender:
                     store.set(f"{key}/sent", str(sent))
             while time.monotonic() < self._until and _count(store, f"{key}/taken") < sent:
                 time.sleep(SOON_S)
+
+    def _is_asked(self, store: dist.Store, key: str) -> bool:
+        """Block until rank 0 asks for the clock of this process: it asks one rank after the other, and one that stands still
+        keeps it for a while. False where this process has to end first."""
+        while not store.check([f"{key}/clock/0/asked"]):
+            if time.monotonic() > self._until:
+                return False
+            time.sleep(SOON_S if self._closing.wait(EVERY_S) else 0)
+        return True
 
     def _is_room(self, store: dist.Store, key: str, sent: int) -> bool:
         """Block until rank 0 has taken enough; False where this process has to end first."""

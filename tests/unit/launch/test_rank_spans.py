@@ -107,6 +107,16 @@ def test_a_sender_that_does_not_tell_its_clock_is_left_out_and_the_others_are_re
     assert [process.name for process in read_processes(rank_0)] == ["rank-2"]
 
 
+def test_ranks_that_stand_still_do_not_cost_the_spans_of_one_that_began_with_them(
+    store: dist.Store, rank_0: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rank_spans, "ANSWER", timedelta(seconds=0.5))
+    store.add(SENDERS, 3)
+    with recording_rank(4, tmp_path / "nowhere", "mark", lambda: store):
+        time.sleep(2.0)
+    assert [process.name for process in read_processes(rank_0)] == ["rank-4"]
+
+
 def test_where_rank_0_is_gone_a_rank_ends_all_the_same(
     store: dist.Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
