@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -78,9 +79,11 @@ class Orders:
 
     @property
     def is_over(self) -> bool:
-        """Whether rank 0 has given the last order, which need not be taken yet."""
+        """Whether rank 0 has given the last order, which need not be taken yet; False where the store does not answer."""
         key = f"order/{self._count + 1}"
-        return bool(self._store.check([key])) and json.loads(self._store.get(key))["kind"] == END
+        with suppress(dist.DistError, RuntimeError):
+            return bool(self._store.check([key])) and json.loads(self._store.get(key))["kind"] == END
+        return False
 
 
 def _receive(shapes: Mapping[str, tuple[str, list[int]]]) -> dict[str, np.ndarray]:

@@ -19,7 +19,8 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch.distributed as dist
@@ -122,18 +123,25 @@ class Pulse:
         """Look for a rank that has ended or is silent, for so many seconds; returns the message, empty where all are there."""
         until = time.monotonic() + within_s
         while not self.lost and time.monotonic() < until and not self._closing.wait(EVERY_S / 10):
-            self._listen()
+            with self._without_store():
+                self._listen()
         return self.lost
+
+    @contextmanager
+    def _without_store(self) -> Iterator[None]:
+        """A store that does not answer in the block is a loss: it is beside rank 0, or beside who launched it."""
+        try:
+            yield
+        except (dist.DistError, RuntimeError) as error:
+            self.lost = f"the store of the ranks, beside rank 0, does not answer any more: {str(error).splitlines()[0]}"
 
     def _work(self) -> None:
         count = 0
         while not self._closing.wait(EVERY_S):
             count += 1
-            try:
+            with self._without_store():
                 self._beat(count)
                 self._listen()
-            except (dist.DistError, RuntimeError) as error:
-                self.lost = f"the store of the ranks, beside rank 0, does not answer any more: {str(error).splitlines()[0]}"
             if self.lost:
                 self._end()
                 return

@@ -93,7 +93,8 @@ class Ranks:
     def dismiss(self) -> None:
         """Rank 0: tell the others that it is over. Does not block; later calls do nothing."""
         if not self._dismissed and not self.pulse.lost:
-            self.orders.give(Order(END))
+            with suppress(dist.DistError, RuntimeError):  # without a store nobody is left to be told
+                self.orders.give(Order(END))
         self._dismissed = True
         self.pulse.close()
 
@@ -101,8 +102,9 @@ class Ranks:
         """Rank 0: block until the others have written their files and left, some seconds at most."""
         until = time.monotonic() + (0 if self.pulse.lost else LEAVING_S)
         try:
-            while self.store.add("left", 0) < self.world - 1 and time.monotonic() < until:
-                time.sleep(0.02)
+            with suppress(dist.DistError, RuntimeError):  # as above
+                while self.store.add("left", 0) < self.world - 1 and time.monotonic() < until:
+                    time.sleep(0.02)
         finally:
             self.over.set()
 
