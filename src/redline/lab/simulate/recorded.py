@@ -63,6 +63,8 @@ class Recording:
     """As measured, of the steady steps."""
     begin_s: float = 0.0
     """Seconds that the host takes to begin an attempt, while its engine waits."""
+    is_scored_last: bool = False
+    """Whether the source scores a step's attempts after sampling: twice as many take twice as long."""
 
     @classmethod
     def of(cls, run: Run) -> Recording:
@@ -107,6 +109,7 @@ class Recording:
             config=dict(run.config),
             step_s=step_s,
             begin_s=_begin_s(rows, facts),
+            is_scored_last=_scored_s(facts) > 0,
         )
 
 

@@ -243,9 +243,7 @@ def _assumed_of_placement(recording: Recording, recorded: WhatIf, wanted: WhatIf
         yield "an engine is as fast in the trainer's process as in one of its own"
     if recorded.max_lag and not wanted.max_lag:
         yield "trainer and engines take as long in turn as beside each other: alone they may be faster"
-    environment = (recording.config.get("rollouts") or {}).get("environment") or {}
-    is_scored = not environment.get("name") and any(any(group.environment_s) for group in recording.groups)
-    if wanted.max_lag and not recorded.max_lag and is_scored:
+    if wanted.max_lag and not recorded.max_lag and recording.is_scored_last:
         yield "rewards of all attempts are computed at once beside the trainer; a run computes as many as have threads"
 
 
@@ -286,8 +284,9 @@ def _loop(recording: Recording, recorded: WhatIf, wanted: WhatIf, steps: int, se
     engine, trainer = recording.engine, recording.trainer
     faster = _times_faster("tensor_parallel", wanted.tensor_parallel)
     per_token = trainer.token_s * recording.trained_share / _times_faster("trainers", wanted.trainers)
+    scored = _attempts(wanted) / _attempts(recorded) if recording.is_scored_last else 1.0
     return Loop(
-        groups=_changed_groups(recording.groups, wanted, Random(seed)),
+        groups=_changed_groups(recording.groups, replace(wanted, environments=wanted.environments * scored), Random(seed)),
         engine=engine.faster(faster),
         engines=wanted.engines,
         rows=wanted.max_num_seqs,
@@ -303,6 +302,11 @@ def _loop(recording: Recording, recorded: WhatIf, wanted: WhatIf, steps: int, se
         recovery_s=wanted.recovery_s,
         seed=seed,
     )
+
+
+def _attempts(settings: WhatIf) -> int:
+    """Attempts of a step."""
+    return settings.groups_per_step * settings.group_size
 
 
 def _changed_groups(groups: Sequence[Group], wanted: WhatIf, draw: Random) -> tuple[Group, ...]:

@@ -216,12 +216,24 @@ def test_what_works_elsewhere_or_beside_others_than_recorded_rests_on_an_assumpt
 
 
 def test_rewards_of_a_source_beside_the_trainer_rest_on_an_assumption() -> None:
-    found = recording()
-    scored = replace(found, groups=tuple(replace(group, environment_s=(0.01,) * 4) for group in found.groups))
+    scored = replace(recording(), is_scored_last=True)
     assert "rewards of all attempts are computed at once" in " ".join(simulate(scored, ["buffer.max_lag=1"]).assumptions)
-    played = replace(scored, config={**CONFIG, "rollouts": {**CONFIG["rollouts"], "environment": {"name": "tools"}}})
-    assert "rewards" not in " ".join(simulate(played, ["buffer.max_lag=1"]).assumptions)
-    assert "rewards" not in " ".join(simulate(found, ["buffer.max_lag=1"]).assumptions)
+    assert "rewards" not in " ".join(simulate(recording(), ["buffer.max_lag=1"]).assumptions)
+
+
+@pytest.mark.parametrize(("override", "times"), [("rollouts.groups_per_step=8", 2), ("rollouts.group_size=2", 0.5)])
+def test_twice_the_attempts_take_twice_as_long_to_score(override: str, times: float) -> None:
+    def after(seconds: float, *, is_scored_last: bool) -> float:
+        made = replace(
+            recording(),
+            groups=tuple(replace(group, environment_s=(seconds,) * 4) for group in recording().groups),
+            is_scored_last=is_scored_last,
+        )
+        recorded = recorded_settings(CONFIG)
+        return _predicted(made, recorded, changed(recorded, [override])).step_s
+
+    assert after(2.0, is_scored_last=True) - after(0.0, is_scored_last=True) == pytest.approx(2 * times)
+    assert after(2.0, is_scored_last=False) - after(0.0, is_scored_last=False) == pytest.approx(2), "environments play at once"
 
 
 def test_few_groups_that_the_store_kept_are_said() -> None:
