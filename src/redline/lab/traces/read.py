@@ -40,8 +40,15 @@ def read(paths: Sequence[Path], most_ranges: int | None = None) -> Timeline:
         why = f": {', '.join(damaged)} cannot be read" if damaged else ""
         raise TraceError(f"{paths[0]}: no traces in this folder{why}", f"traces end in {', '.join(SUFFIXES[:3])}")
     into.lacks.extend(f"{name}: it is empty or damaged, and was left out." for name in dict.fromkeys(damaged))
-    for file in {file.resolve(): file for file in files}.values():
-        _reader(file)(file, into)
+    given = {path.resolve() for path in paths}
+    for place, file in {file.resolve(): file for file in files}.items():
+        before = len(into.processes)
+        try:
+            _reader(file)(file, into)
+        except TraceError as error:
+            if place in given or len(into.processes) > before:  # somebody asks for it, or a part of it is in there
+                raise
+            into.lacks.append(f"{file.name}: it was left out: {error.message.rpartition(': ')[2]}.")
     timeline = into.build()
     if not len(timeline.ranges) and not len(timeline.work):
         raise not_a_trace(files[0], "it holds no events with a length")

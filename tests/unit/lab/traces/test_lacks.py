@@ -57,6 +57,18 @@ def test_a_truncated_file_is_named_and_what_is_there_is_used(recorded: Recorded,
     assert lost_of(found, "pickle.dumps") > 0
 
 
+def test_a_file_of_a_folder_that_ends_before_its_events_is_named_and_the_others_are_used(
+    recorded: Recorded, tmp_path: Path
+) -> None:
+    path = kineto_files.write_ranks(recorded, tmp_path)[3]
+    path.write_text('{"schemaVersion": 1, "deviceProperties": [')
+    found = diagnose([tmp_path])
+    assert f"{path.name}: it was left out: it has no traceEvents." in lacks(found)
+    assert lost_of(found, "pickle.dumps") > 0
+    with pytest.raises(TraceError, match="no traceEvents"):
+        diagnose([path])
+
+
 def test_a_clock_that_is_ahead_is_named_and_corrected(recorded: Recorded, tmp_path: Path) -> None:
     (tmp_path / "same").mkdir()
     (tmp_path / "apart").mkdir()
