@@ -265,6 +265,12 @@ def test_what_was_not_recorded_is_said() -> None:
     }
 
 
+def test_prompts_of_engines_apart_are_not_taken_for_free() -> None:
+    apart = {"engine.enable_prefix_caching": False, "placement.engines": 1}
+    turns = facts({**LOCKSTEP, "engine/prefill_s": 0.0, "rollouts/turns_mean": 5}, apart)
+    assert isinstance(RULES["prefix_cache_off"](turns), Abstention)
+
+
 def test_findings_together_never_save_more_than_there_is() -> None:
     """Many causes that all claim the same time of generation."""
     worst = facts(

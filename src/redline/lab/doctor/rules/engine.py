@@ -60,6 +60,8 @@ def prefix_cache_off(facts: Facts) -> Answer:
         once /= max(1, facts.setting("rollouts.group_size", 1))  # ours computes the prompt of a group once in any case
     if once >= 1:
         return None
+    if facts.setting("placement.engines", 0) and not facts.column("engine/prefill_s").any():
+        return Abstention("prefix_cache_off", "engines in processes of their own do not say how long prompts took")
     return Finding(
         cause="prefix_cache_off",
         title="Prompts are computed again that begin like earlier ones.",
