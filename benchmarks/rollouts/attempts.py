@@ -4,8 +4,9 @@ problems.
     PYTHONPATH=src python benchmarks/rollouts/attempts.py benchmarks/rollouts/attempts.npz [--tasks 17] [--tokens 64]
 
 SmolLM2-135M-Instruct reasons about sums, differences and products in words; 4 attempts a task, 8 tasks a step, two epochs take
-about ten minutes of two CPU cores: attempts.npz is what this wrote. After more epochs it is what a policy says that has been
-trained for a while. What the policy said is kept as token ids.
+about ten minutes of two CPU cores: attempts.npz is what this wrote. attempts-trained.npz is what a policy says that has been
+trained for a while: `--group 8 --epochs 16 --learning-rate 3e-5 --largest 10 --tokens 80`, twenty minutes. What the policy said
+is kept as token ids.
 """
 
 from __future__ import annotations
