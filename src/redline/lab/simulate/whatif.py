@@ -216,6 +216,8 @@ def _supported(recording: Recording, recorded: WhatIf, wanted: WhatIf) -> list[s
     elif rows < FEWER_ROWS * recording.engine.rows.high and not recording.engine.tells_rows:
         share = recording.engine.row_s * rows / recording.engine.decode_s(rows)
         assumed.append(f"of a step of {rows:.3g} rows, {share:.0%} is for its rows; all recorded steps had about as many rows")
+    if rows * wanted.lengths > recording.engine.rows.high:
+        assumed.append("the KV cache holds every row: none gives way to another and begins anew")
     size = wanted.groups_per_step * wanted.group_size * wanted.lengths / (recorded.groups_per_step * recorded.group_size)
     if recording.trainer.tokens.beyond(size * recording.trainer.mean_tokens) > 1:
         assumed.append(f"training on {size:.3g} times the tokens of a step costs what the recorded steps say")

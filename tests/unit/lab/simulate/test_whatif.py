@@ -96,6 +96,7 @@ def test_the_replay_is_the_measurement_and_longer_answers_take_longer() -> None:
     assert abs(answer.error) < 0.02
     assert 1.7 < answer.simulated.step_s / answer.replayed.step_s < 2.0
     assert answer.assumptions == (
+        "the KV cache holds every row: none gives way to another and begins anew",
         "training on 2 times the tokens of a step costs what the recorded steps say",
         "all answers are longer or shorter by the same factor",
     )
