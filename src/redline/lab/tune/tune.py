@@ -98,7 +98,7 @@ class Tuning:
     tell_trial: Callable[[int, Trial], None] = lambda number, trial: None
     began: float = 0.0
     pair_s: float = 0.0
-    """Seconds of the last pair."""
+    """Seconds of the longest pair: those of the recipe as it was, which the proof has too, take longer than most."""
 
     def run(self) -> Tuned:
         """Blocks until nothing is left or the budget is spent. Raises `SideError` where the recipe itself does not run."""
@@ -116,7 +116,7 @@ class Tuning:
         while True:
             if len(state.trials) >= budget.trials:
                 return look, "as many as were allowed"
-            if self._left_s() < (MIN_PAIRS + 1) * self.pair_s * bool(state.kept):
+            if state.kept and self._left_s() < self._proof_s() + max(trial.seconds for trial in state.trials):
                 return look, "then the time was up"
             look = self._look()
             step_s = look.step_s or self._step_s()
@@ -161,6 +161,10 @@ class Tuning:
 
     # ── the proof ──────────────────────────────────────────────────────────────────────────────────────────────────────
 
+    def _proof_s(self) -> float:
+        """Seconds that a proof may take, which the search leaves to it."""
+        return (MIN_PAIRS + 1) * self.pair_s
+
     def _proof(self) -> Experiment:
         """Pairs of the recipe as it was and as it is now, until `redline compare` would stop, or the time is up. At least one
         is measured."""
@@ -190,7 +194,7 @@ class Tuning:
         except SideError as error:
             refuse_for_the_disk(error)
             raise
-        self.pair_s = self.clock() - began
+        self.pair_s = max(self.pair_s, self.clock() - began)
         return pair
 
     def _left_s(self) -> float:

@@ -86,6 +86,8 @@ class Machine:
     disturbed: int | None = None
     """A pair in which something else has the machine while one side runs."""
     now: float = 0.0
+    original_s: float = 10.0
+    """Seconds of a pair with the recipe as it was; of others 10."""
     max_lag: int = 1
 
     def look(self, settings: Change) -> Look:
@@ -101,7 +103,7 @@ class Machine:
         if self.pairs == self.stops_before:
             raise KeyboardInterrupt
         self.pairs += 1
-        self.now += 10.0
+        self.now += 10.0 if a else self.original_s
         for side in (a, b):
             for override in overrides_of(side):
                 if override in self.fails:
@@ -300,6 +302,16 @@ def test_trials_and_minutes_end_it_with_the_proof_of_what_was_kept(tmp_path: Pat
     assert short.ended == "then the time was up"
     assert short.experiment is not None
     assert 1 <= len(short.experiment.pairs) <= 12
+
+
+@pytest.mark.parametrize("seconds", [400, 425, 450, 475])
+def test_the_search_leaves_the_proof_its_time(tmp_path: Path, seconds: int) -> None:
+    """Pairs with the slow recipe take three times as long as those of the last trials, and a trial several pairs."""
+    machine = Machine(original_s=30.0)
+    result = tuned(tmp_path, machine, seconds=float(seconds))
+    assert result.experiment is not None
+    assert not result.experiment.out_of_time
+    assert machine.now <= seconds
 
 
 def test_every_line_of_the_log_says_what_was_expected_beside_what_was_measured(tmp_path: Path) -> None:
