@@ -54,7 +54,7 @@ def tune(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
 @pytest.mark.parametrize("attempts", [1, 2])
 def test_a_recipe_with_every_known_mistake_comes_to_nine_tenths_of_the_best_by_hand(tmp_path: Path, attempts: int) -> None:
     mistakes = {**MISTAKES, "trainer.max_tokens_per_micro_batch": attempts * ONE_ATTEMPT}
-    done = tune(tmp_path, *overrides_of(mistakes), "--trials", "30", "--minutes", "15", "--json")
+    done = tune(tmp_path, *overrides_of(mistakes), "--trials", "30", "--minutes", "25", "--json")
     assert done.returncode == 0, done.stderr
     document: dict[str, Any] = json.loads(done.stdout)
     print(done.stderr)
