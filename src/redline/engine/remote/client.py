@@ -74,6 +74,7 @@ class RemoteEngine:
         self._unsent: list[tuple[dict[str, Any], Sequence[Any]]] = []
         self._lock = threading.Lock()
         self._arrived = arrived or threading.Event()
+        self._first_why = ""
         self._lost: str | None = None
         self._is_closed = False
         threading.Thread(target=self._read, name=f"{name} reader", daemon=True).start()
@@ -240,6 +241,8 @@ class RemoteEngine:
 
     def _lose(self, why: str) -> None:
         """Take the process for lost. Everything that waits for it hears of it."""
+        with self._lock:  # before the connection ends, or the thread that reads it would say no more than that
+            why = self._first_why = self._first_why or why
         self._connection.close()
         said = "" if self._is_closed else self._why_ended()
         with self._lock:

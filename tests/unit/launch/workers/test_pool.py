@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -54,6 +55,8 @@ class Worker:
             connection.close()
 
     def why_ended(self) -> str:
+        if self.hears_no_kill and threading.current_thread() is threading.main_thread():
+            time.sleep(0.2)  # the thread that reads sees the end of the connection meanwhile
         return ""
 
 
