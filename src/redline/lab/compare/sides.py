@@ -71,7 +71,8 @@ def _job(side: str, what: What, own: Sequence[str], stack: contextlib.ExitStack)
     if _is_recipe(side):
         if what.recipe is not None or what.case is not None:
             raise ConfigError(f"{side} is a recipe, and --recipe or --case says to run something else", "leave the option out")
-        return Job(OWN_SOURCE, _recipe_task(_recipe_path(side), overrides), name)
+        path = _recipe_path(side)
+        return Job(OWN_SOURCE, _recipe_task(path, overrides), name, _lag(path, overrides))
     if (what.recipe is None) == (what.case is None):
         raise ConfigError(
             f"{side} is a source to run something with", "say what: --recipe recipes/smoke.yaml, or --case trainer"
@@ -79,7 +80,7 @@ def _job(side: str, what: What, own: Sequence[str], stack: contextlib.ExitStack)
     source = stack.enter_context(worktree(side.removeprefix(GIT))) if side.startswith(GIT) else _tree(side)
     is_own = source == OWN_SOURCE
     if what.recipe is not None:
-        return Job(source, _recipe_task(what.recipe, overrides, is_own), name)
+        return Job(source, _recipe_task(what.recipe, overrides, is_own), name, _lag(what.recipe, overrides))
     assert what.case is not None
     if is_own:
         make_settings(what.case, overrides)
@@ -95,6 +96,14 @@ def _recipe_task(recipe: Path, overrides: Sequence[str], is_own: bool = True) ->
     elif not recipe.is_file():
         raise ConfigError(f"{recipe}: no such recipe", "give the path of a YAML recipe, such as recipes/demo.yaml")
     return {"recipe": str(recipe.resolve()), "overrides": list(overrides)}
+
+
+def _lag(recipe: Path, overrides: Sequence[str]) -> int:
+    """Of a recipe; 0 where only another revision can read it."""
+    try:
+        return load_recipe(recipe, overrides).buffer.max_lag
+    except ConfigError:
+        return 0
 
 
 def _is_recipe(side: str) -> bool:

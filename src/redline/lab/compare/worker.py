@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import random
+import statistics
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -33,6 +34,8 @@ class Job:
     """As its `process.py` reads it, without the seed."""
     name: str
     """As the command line has it."""
+    lag: int = 0
+    """Steps that its samples may be old."""
 
 
 @dataclass(slots=True)
@@ -47,16 +50,18 @@ class Worker:
     larger_is_better: Sequence[str] = ()
     startup_s: float = 0.0
     limit_s: float | None = None
-    """Seconds that it may take to start, and for a round; then it is killed. None waits for ever."""
+    """Seconds that it may take to start, and for a step; then it is killed. None waits for ever."""
+    steps: int = 1
+    """Of a round."""
 
     @classmethod
     @contextlib.contextmanager
-    def of(cls, job: Job, seed: int, limit_s: float | None = None) -> Iterator[Worker]:
+    def of(cls, job: Job, seed: int, limit_s: float | None = None, steps: int = 1) -> Iterator[Worker]:
         """Starts the process at once; `wait` blocks until it is ready. It is gone when the block ends."""
         # -P: no module of that folder may stand in for one of the standard library.
         command = [sys.executable, "-P", str(_program(job.source)), json.dumps({**job.task, "seed": seed})]
         with Child(command, {"PYTHONPATH": str(job.source)}) as child:
-            yield cls(job, child, limit_s=limit_s)
+            yield cls(job, child, limit_s=limit_s, steps=steps)
 
     def wait(self) -> None:
         with self._explained():
@@ -65,7 +70,12 @@ class Worker:
         self.startup_s = time.perf_counter() - self.started_s
 
     def round(self) -> dict[str, float]:
-        """Blocks until it has run a round; returns its metrics."""
+        """Blocks until it has run a round; returns its metrics, in the mean of its steps."""
+        found = [self._step() for _ in range(self.steps)]
+        names = [name for name in found[-1] if all(name in each for each in found)]
+        return {name: statistics.fmean(each[name] for each in found) for name in names}
+
+    def _step(self) -> dict[str, float]:
         with self._explained():
             answer = self.child.ask("round", self.limit_s)
         self.larger_is_better = answer["larger_is_better"]
@@ -93,7 +103,7 @@ class Turns:
     alternate: bool
     """Else one side ends before the other starts, which a GPU's memory may ask for; who is first is drawn for the pair."""
     limit_s: float | None = None
-    """Seconds that a start or a round may take. A side that takes longer is killed, and `SideError` raised. None waits."""
+    """Seconds that a start or a step may take. A side that takes longer is killed, and `SideError` raised. None waits."""
 
 
 @dataclass(slots=True, frozen=True)
@@ -111,6 +121,13 @@ class Told:
     """Seconds of both sides together in their fastest round."""
 
 
+def steps_of_a_round(a: Job, b: Job) -> int:
+    """One, or with a lag one more than it: samples of several steps come together then, and a step that waits for them is
+    followed by steps that find them there. The median of such steps, or the mean of their logs, is no speed; the mean is. Both
+    sides take as many, so that they stay at the same step of the same run."""
+    return 1 + max(a.lag, b.lag)
+
+
 def measure_pair(a: Job, b: Job, turns: Turns, number: int, seed: int) -> tuple[Pair, Told]:
     """Both get the same seed, another one in each pair; the lot has its own."""
     lot = random.Random(f"{seed}/{number}")
@@ -118,7 +135,8 @@ def measure_pair(a: Job, b: Job, turns: Turns, number: int, seed: int) -> tuple[
 
 
 def _alternating(a: Job, b: Job, turns: Turns, number: int, lot: random.Random) -> tuple[Pair, Told]:
-    with Worker.of(a, number, turns.limit_s) as first, Worker.of(b, number, turns.limit_s) as second:
+    own = number, turns.limit_s, steps_of_a_round(a, b)
+    with Worker.of(a, *own) as first, Worker.of(b, *own) as second:
         workers = (first, second)
         for worker in workers:
             worker.wait()
@@ -136,7 +154,7 @@ def _one_after_the_other(a: Job, b: Job, turns: Turns, number: int, lot: random.
     found: dict[int, list[dict[str, float]]] = {}
     peaks, workers = [0.0, 0.0], list[Worker]()
     for side in (0, 1) if a_first else (1, 0):
-        with Worker.of((a, b)[side], number, turns.limit_s) as worker:
+        with Worker.of((a, b)[side], number, turns.limit_s, steps_of_a_round(a, b)) as worker:
             worker.wait()
             _warm_up([worker])
             found[side] = [worker.round() for _ in range(turns.rounds)]
@@ -170,7 +188,7 @@ def _told(workers: Sequence[Worker], rounds: Sequence[Round]) -> Told:
         [name for name in rounds[-1].a if name in rounds[-1].b],
         a.larger_is_better,
         max(a.startup_s, b.startup_s),
-        min(each.a["wall_s"] + each.b["wall_s"] for each in rounds),
+        a.steps * min(each.a["wall_s"] + each.b["wall_s"] for each in rounds),
     )
 
 

@@ -188,7 +188,8 @@ class ProcessBench:
 
     def _job(self, settings: Change) -> Job:
         overrides = [*self.overrides, *overrides_of(settings)]
-        return Job(OWN_SOURCE, {"recipe": str(self.recipe.resolve()), "overrides": overrides}, name_of(settings))
+        task, lag = {"recipe": str(self.recipe.resolve()), "overrides": overrides}, self.config(settings).buffer.max_lag
+        return Job(OWN_SOURCE, task, name_of(settings), lag)
 
     def _rests(self, settings: Change) -> bool:
         """Whether the process does nothing while the other side has its turn. Engines and environments of its own go on."""

@@ -41,9 +41,12 @@ class Situation:
     @property
     def attempts(self) -> int:
         """Attempts that one engine may have at once: those of all steps under way."""
-        rollouts, config = self.config.rollouts, self.config
-        each = max(1, config.placement.engines)
-        return -(-rollouts.groups_per_step * rollouts.group_size * (config.buffer.max_lag + 1) // each)
+        return self.attempts_of(self.config.buffer.max_lag, self.config.placement.engines)
+
+    def attempts_of(self, lag: int, engines: int) -> int:
+        """The same with another lag, and other engines."""
+        rollouts = self.config.rollouts
+        return -(-rollouts.groups_per_step * rollouts.group_size * (lag + 1) // max(1, engines))
 
     @property
     def on_gpu(self) -> bool:
@@ -56,9 +59,20 @@ def changes(situation: Situation) -> Iterator[Change]:
         now = setting(situation.config, key)
         for value in dict.fromkeys(values(situation)):
             if value != now:
-                yield {key: value}
+                yield _with_rows({key: value}, situation)
     if situation.max_lag > situation.config.buffer.max_lag == 0 and situation.config.placement.engines == 0:
-        yield from ({"placement.engines": count, "buffer.max_lag": 1} for count in _engines(situation))
+        for count in _engines(situation):
+            yield _with_rows({"placement.engines": count, "buffer.max_lag": 1}, situation)
+
+
+def _with_rows(change: Change, s: Situation) -> Change:
+    """With a lag, attempts of several steps are under way. An engine that had a row for each gets rows for all of them: without
+    these the next step's would wait until this one's have ended, and the lag would bring nothing."""
+    rows, lag = s.config.engine.max_num_seqs, change.get("buffer.max_lag", 0)
+    wanted = s.attempts_of(lag, change.get("placement.engines", s.config.placement.engines))
+    if lag <= s.config.buffer.max_lag or not s.attempts <= rows < wanted:
+        return change
+    return {**change, "engine.max_num_seqs": wanted}
 
 
 def setting(config: Config, key: str) -> Any:

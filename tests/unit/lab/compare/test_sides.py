@@ -31,6 +31,13 @@ def test_two_recipes_run_with_this_source_and_their_own_overrides() -> None:
         assert b.name.endswith("smoke.yaml trainer.max_tokens_per_micro_batch=512")
 
 
+def test_a_side_says_how_old_its_samples_may_be() -> None:
+    with jobs(str(RECIPE), str(RECIPE), What(overrides=["run.device=cpu"], b_overrides=["buffer.max_lag=2"])) as (a, b):
+        assert (a.lag, b.lag) == (0, 2)
+    with jobs(TREE, TREE, What(recipe=RECIPE, overrides=["run.device=cpu", "buffer.max_lag=1"])) as (a, b):
+        assert (a.lag, b.lag) == (1, 1)
+
+
 def test_a_source_tree_runs_a_case() -> None:
     with jobs(TREE, TREE, What(case="trainer", overrides=["device=cpu"])) as (a, b):
         assert a is b

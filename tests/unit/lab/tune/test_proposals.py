@@ -44,6 +44,16 @@ def test_a_recipe_that_leaves_everything_open_has_little_to_try() -> None:
     assert "buffer.max_lag=2" not in names("buffer.max_lag=1")
 
 
+def test_a_lag_brings_rows_for_the_attempts_of_all_steps_where_each_had_one() -> None:
+    """64 attempts a step: with 64 rows those of the next step would wait until this one's have ended."""
+    found = names("engine.max_num_seqs=64")
+    assert "buffer.max_lag=1 engine.max_num_seqs=128" in found
+    assert "buffer.max_lag=1 engine.max_num_seqs=128 placement.engines=1" in found
+    assert "buffer.max_lag=1" not in found
+    assert "buffer.max_lag=1" in names("engine.max_num_seqs=128")
+    assert "buffer.max_lag=1" in names("engine.max_num_seqs=32"), "rows are wanting as it is: that is a trial of its own"
+
+
 def test_every_known_mistake_has_its_remedy_among_the_changes() -> None:
     found = names(
         "engine.max_num_seqs=8", "trainer.max_tokens_per_micro_batch=24", "trainer.gradient_checkpointing=full",
@@ -143,6 +153,7 @@ def test_what_the_recipes_rules_or_the_lag_refuse_is_ruled_out_with_the_reason(t
     assert "rollouts.group_size = 8" in bench._refusal({"engine.max_num_seqs": 4}, None)
     assert bench._rests({})
     assert not bench._rests({"placement.engines": 1, "buffer.max_lag": 1})
+    assert [bench._job(settings).lag for settings in ({}, {"buffer.max_lag": 1})] == [0, 1]
 
 
 def test_recipes_whose_processes_are_elsewhere_are_refused_before_anything_is_written(tmp_path: Path) -> None:
